@@ -1,8 +1,8 @@
 """Read metrics: stats.jsonl, TensorBoard events, Weights & Biases exports, trainer states."""
 
 import csv
+import io
 import json
-import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -61,13 +61,14 @@ def read_run(path: Path) -> Run:
         UnreadableRun: there are none, or fewer than one step.
     """
     file, read, other_runs = find_source(path)
-    try:
-        rows = list(read(file))
-    except UnicodeDecodeError as error:
-        raise UnreadableRun(f"{file} is not text: {error}") from error
+    rows = list(read(file))
     consistency = file.parent / "consistency.jsonl"
     if file.name == "stats.jsonl" and consistency.is_file():
-        rows += [{"step": row["step"], **prefixed(row)} for row in read_jsonl(consistency)]
+        rows += [
+            {"step": row["step"], **prefixed(row)}
+            for row in read_jsonl(consistency)
+            if isinstance(row, dict) and "step" in row
+        ]
     by_name = collect(rows)
     if not by_name:
         raise UnreadableRun(
@@ -117,20 +118,36 @@ def run_of(file: Path) -> Path:
     return file
 
 
+def read_text(file: Path) -> str:
+    """Read a text. Raises UnreadableRun."""
+    try:
+        return file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise UnreadableRun(f"{file} is not text: {error}") from error
+
+
+def parse_json(text: str, source: str) -> Any:
+    """Parse JSON; `source` is where it was read. Raises UnreadableRun."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise UnreadableRun(f"{source} is not JSON: {error}") from error
+
+
 def read_jsonl(file: Path) -> Iterable[Row]:
     """Read one JSON object per line; an incomplete last line of a killed run is skipped."""
-    lines = file.read_text(encoding="utf-8").splitlines()
+    lines = read_text(file).splitlines()
     for number, line in enumerate(lines, start=1):
         try:
-            yield json.loads(line)
-        except ValueError as error:
+            yield parse_json(line, f"{file}, line {number}")
+        except UnreadableRun:
             if number < len(lines):
-                raise UnreadableRun(f"{file}, line {number} is not JSON: {error}") from error
+                raise
 
 
 def read_trainer_state(file: Path) -> Iterable[Row]:
     """Read the `trainer_state.json` of TRL or Transformers."""
-    history = json.loads(file.read_text(encoding="utf-8"))
+    history = parse_json(read_text(file), str(file))
     if not isinstance(history, dict) or not isinstance(history.get("log_history"), list):
         raise UnreadableRun(f"{file} has no list log_history: is it a trainer_state.json of Transformers?")
     entries: list[Row] = history["log_history"]
@@ -139,9 +156,13 @@ def read_trainer_state(file: Path) -> Iterable[Row]:
 
 def read_csv(file: Path) -> Iterable[Row]:
     """Read a table exported by Weights & Biases; the run is removed from columns `run - metric`."""
-    with file.open(newline="", encoding="utf-8") as lines:
-        for row in csv.DictReader(lines):
+    # cells beyond the last column are collected under ""
+    table = csv.DictReader(io.StringIO(read_text(file), newline=""), restkey="")
+    try:
+        for row in table:
             yield {name.split(" - ", 1)[-1]: value for name, value in row.items() if value not in ("", None)}
+    except csv.Error as error:
+        raise UnreadableRun(f"{file}, after line {table.line_num}: not a row of a table: {error}") from error
 
 
 def read_events(file: Path) -> Iterable[Row]:
@@ -170,7 +191,7 @@ def collect(rows: Iterable[Row]) -> dict[str, Series]:
     for row in rows:
         step_name = next((name for name in STEP_NAMES if isinstance(row, dict) and name in row), None)
         number = as_number(row[step_name]) if step_name is not None else None
-        if number is None or not math.isfinite(number):
+        if number is None or not abs(number) < 2**63:
             continue  # not a row of metrics
         step = int(number)
         for name, value in row.items():
@@ -186,7 +207,7 @@ def as_number(value: Any) -> float | None:
         return None
     try:
         return float(value)
-    except (TypeError, ValueError):
+    except (OverflowError, TypeError, ValueError):
         return None
 
 
@@ -201,8 +222,9 @@ def read_config(file: Path) -> dict[str, Any]:
     for name in ("config.json", "record/record.json"):
         found = file.parent / name
         if found.is_file():
-            document = json.loads(found.read_text(encoding="utf-8"))
-            return dict(flat(document["config"] if name.startswith("record") else document))
+            document = parse_json(read_text(found), str(found))
+            options = document.get("config") if name.startswith("record") else document
+            return dict(flat(options)) if isinstance(options, dict) else {}
     return {}
 
 

@@ -13,7 +13,7 @@ import pytest
 from click.testing import CliRunner
 
 from areal_debug.cli import main
-from areal_debug.doctor.read import find_source, read_run
+from areal_debug.doctor.read import UnreadableRun, find_source, read_run
 from areal_debug.doctor.series import Series, trend
 
 from .runs import OURS, STEPS, TROUBLES, healthy, write_stats
@@ -271,3 +271,31 @@ def test_verb_starts_without_torch():
     code = "import sys; import areal_debug.doctor.command; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "sentence"),
+    [
+        ("stats.jsonl", "[" * 100_000 + "\n{}\n", "stats.jsonl, line 1 is not JSON: maximum recursion depth"),
+        ("trainer_state.json", "{", "trainer_state.json is not JSON: Expecting property name"),
+        ("stats.jsonl", "\udcff\n", "stats.jsonl is not text: 'utf-8' codec"),
+        (
+            "wandb.csv",
+            f"Step,a\n1,{'x' * 200_000}\n",
+            "wandb.csv, after line 1: not a row of a table: field larger",
+        ),
+        ("stats.jsonl", '{"step": 1000000000000000000000, "a": 1}\n', "contains no numbers by step"),
+    ],
+)
+def test_a_damaged_metrics_file_is_one_sentence(name, text, sentence, tmp_path):
+    (tmp_path / name).write_text(text, errors="surrogateescape")
+    with pytest.raises(UnreadableRun) as refused:
+        read_run(tmp_path)
+    assert sentence in str(refused.value)
+
+
+def test_a_row_wider_than_its_table_and_a_number_beyond_a_float_lose_that_cell_only(tmp_path):
+    (tmp_path / "wandb.csv").write_text("Step,a\n1,2,3,4\n2,3\n")
+    assert read_run(tmp_path).by_name["a"].values.tolist() == [2.0, 3.0]
+    (tmp_path / "stats.jsonl").write_text(f'{{"step": 1, "a": 5, "b": {10**400}}}\n')
+    assert {name: one.values.tolist() for name, one in read_run(tmp_path).by_name.items()} == {"a": [5.0]}
