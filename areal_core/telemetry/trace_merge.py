@@ -7,14 +7,15 @@ before it is kept.
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
 from areal_core.safety.durable import replacing
 from areal_core.telemetry.trace import FOOTER, HEADER, TRAINER_TRACK, rank_file
 
 MERGED = "trace.json"
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -33,20 +34,30 @@ class BrokenTrace(ValueError):
     """A file that is not a trace of ours, or is damaged before its last line."""
 
 
+def take(fields: Any, name: str, kind: type[T], where: str) -> T:
+    """Return a field of one kind; `float` accepts integers.
+
+    Raises BrokenTrace, which names the field and its value.
+    """
+    value = fields.get(name) if isinstance(fields, dict) else None
+    accepted = isinstance(value, (int, float) if kind is float else kind) and not isinstance(value, bool)
+    if not accepted or (isinstance(value, int | float) and not abs(value) < 2**63):
+        raise BrokenTrace(f"{where}: {name} is {value!r:.80}; the file is damaged, or of another version")
+    return cast("T", value)
+
+
 def parse_rank_header(args: dict[str, Any], file: Path) -> RankHeader:
-    """Parse the `args` of a header line. Raises BrokenTrace, which names missing fields."""
-    names = ("rank", "world_size", "host", "pid", "start_ns")
-    if missing := [name for name in names if name not in args]:
-        raise BrokenTrace(f"{file}: its header lacks {missing}: it was not written by this version")
-    options = {name: value for name, value in args.items() if name not in names}
-    return RankHeader(
-        rank=args["rank"],
-        world_size=args["world_size"],
-        host=args["host"],
-        pid=args["pid"],
-        start_ns=args["start_ns"],
-        options=options,
+    """Parse the `args` of a header line. Raises BrokenTrace, which names a missing field."""
+    where = f"{file}, its header"
+    header = RankHeader(
+        rank=take(args, "rank", int, where),
+        world_size=take(args, "world_size", int, where),
+        host=take(args, "host", str, where),
+        pid=take(args, "pid", int, where),
+        start_ns=take(args, "start_ns", int, where),
+        options={},
     )
+    return replace(header, options={name: args[name] for name in args if name not in header.__dict__})
 
 
 def rank_events(file: Path) -> Iterator[tuple[RankHeader, dict[str, Any]]]:
@@ -63,11 +74,15 @@ def rank_events(file: Path) -> Iterator[tuple[RankHeader, dict[str, Any]]]:
                 raise BrokenTrace(f"{file}, line {broken}: not an event; the file is damaged")
             try:
                 event = json.loads(line)
-            except ValueError:
+            except (ValueError, RecursionError):
                 broken = number  # fine if it is the last: the rank was killed while it wrote
                 continue
-            if event["name"] == HEADER:
-                header = parse_rank_header(event["args"], file)
+            where = f"{file}, line {number}"
+            if take(event, "name", str, where) == HEADER:
+                header = parse_rank_header(take(event, "args", dict, where), file)
+            elif event["name"] != FOOTER:
+                take(event, "tid", int, where)
+                take(event, "ts", float, where)
             if header is None:
                 raise BrokenTrace(f"{file}: does not start with a header; give the trace folder of a run")
             yield header, event
@@ -82,12 +97,14 @@ def merge(folder: Path) -> Path:
     first = rank_file(folder, 0)
     if not first.exists():
         raise BrokenTrace(f"{folder} holds no {first.name}: give the trace folder of a run")
-    world_size = next(rank_events(first))[0].world_size
-    files = [file for rank in range(world_size) if (file := rank_file(folder, rank)).exists()]
-    start_ns = min(next(rank_events(file))[0].start_ns for file in files)
+    world_size = first_header(first).world_size
+    # of the files that exist: a damaged header may state any number of ranks
+    known = {file: file.stem.removeprefix("rank-") for file in sorted(folder.glob("rank-*.jsonl"))}
+    files = [file for file, rank in known.items() if rank.isdecimal() and int(rank) < world_size]
+    headers = [first_header(file) for file in files]
+    start_ns = min(header.start_ns for header in headers)
     with replacing(folder / MERGED) as out:
-        ranks = [header.__dict__ for file in files for header in [next(rank_events(file))[0]]]
-        about = {"start_ns": start_ns, "world_size": world_size, "ranks": ranks}
+        about = {"start_ns": start_ns, "world_size": world_size, "ranks": [vars(one) for one in headers]}
         out.write(f'{{"displayTimeUnit":"ms","otherData":{json.dumps(about)},"traceEvents":[\n'.encode())
         separator = ""
         for file in files:
@@ -96,6 +113,14 @@ def merge(folder: Path) -> Path:
                 separator = ",\n"
         out.write(b"\n]}\n")
     return folder / MERGED
+
+
+def first_header(file: Path) -> RankHeader:
+    """Return the first header of a rank's file. Raises BrokenTrace."""
+    header, _ = next(rank_events(file), (None, None))
+    if header is None:
+        raise BrokenTrace(f"{file} is empty or cut off; give the trace folder of a run")
+    return header
 
 
 def placed_events(file: Path, start_ns: int) -> Iterator[dict[str, Any]]:

@@ -2,11 +2,11 @@
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from areal_core.telemetry.trace_merge import MERGED, BrokenTrace, merge
+from areal_core.telemetry.trace_merge import MERGED, BrokenTrace, merge, take
 from areal_debug.newest import describe_choice, newest_first
 
 EPISODE_SPANS = ("generation", "reward")
@@ -30,6 +30,14 @@ class Episode:
     def seconds(self) -> float:
         """Duration of the episode."""
         return self.end_s - self.start_s
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The step that a batch is for, and its prompts."""
+
+    step: int
+    prompts: frozenset[int]
 
 
 @dataclass
@@ -126,65 +134,88 @@ def merged_file(folder: Path) -> Path:
 def read_merged(file: Path) -> RunTrace:
     """Parse a merged file, line by line. Raises `BrokenTrace`."""
     lines = merged_lines(file)
-    about, _ = next(lines)
-    trace = RunTrace(file, about["world_size"], RunOptions(**about["ranks"][0]["options"]))
+    _, about = next(lines)
+    trace = RunTrace(file, take(about, "world_size", int, str(file)), parse_options(about, str(file)))
     stages: list[tuple[int, str, float, float]] = []  # rank, name, start, end
-    instants: dict[str, list[dict[str, Any]]] = {"batch": [], "error": []}
+    batches: list[tuple[int, float, Batch]] = []  # rank, time, batch
     staleness: list[tuple[int, float, float, float]] = []  # rank, time, mean, largest
     spans: list[tuple[int, str, str, float]] = []  # rank, episode, kind, seconds
-    for _, event in lines:
-        rank, args = event["pid"], event["args"]
-        if event["ph"] == "X":
-            start_s, end_s = event["ts"] / 1e6, (event["ts"] + event["dur"]) / 1e6
-            if event["cat"] == "stage":
-                stages.append((rank, event["name"], start_s, end_s))
-            elif event["cat"] == "episode":
-                trace.episodes.append(parse_episode(event, start_s, end_s))
-            elif event["cat"] in EPISODE_SPANS and "episode" in args:
-                spans.append((rank, args["episode"], event["cat"], end_s - start_s))
-        elif event["ph"] == "i":
-            instants[event["cat"]].append(event)
-        elif event["ph"] == "C" and event["name"] == "staleness":
-            staleness.append((rank, event["ts"] / 1e6, args["mean"], args["max"]))
+    for where, event in lines:
+        rank, args = take(event, "pid", int, where), take(event, "args", dict, where)
+        kind, name = take(event, "ph", str, where), take(event, "name", str, where)
+        if kind == "M":
+            continue
+        start_s, category = take(event, "ts", float, where) / 1e6, take(event, "cat", str, where)
+        if kind == "X":
+            end_s = start_s + take(event, "dur", float, where) / 1e6
+            if category == "stage":
+                stages.append((rank, name, start_s, end_s))
+            elif category == "episode":
+                trace.episodes.append(parse_episode(event, start_s, end_s, where))
+            elif category in EPISODE_SPANS and "episode" in args:
+                spans.append((rank, take(args, "episode", str, where), category, end_s - start_s))
+        elif category == "batch":
+            batches.append(parse_batch(event, start_s, where))
+        elif category == "error":
+            trace.errors.append(f"rank {rank}: {take(args, 'error', str, where)}")
+        elif name == "staleness":
+            lag = take(args, "mean", float, where), take(args, "max", float, where)
+            staleness.append((rank, start_s, *lag))
     add_spans(trace.episodes, spans)
-    trace.steps = assemble_steps(stages, instants["batch"], staleness)
-    trace.errors = [f"rank {event['pid']}: {event['args']['error']}" for event in instants["error"]]
+    trace.steps = assemble_steps(stages, batches, staleness)
     return trace
 
 
-def merged_lines(file: Path) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
-    """Yield the header of a merged file with an empty event, then with each event."""
+def merged_lines(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the header of a merged file, then each event, with their places in the file."""
     with file.open(encoding="utf-8", errors="replace") as lines:
         head = next(lines, "")
         try:
             about = json.loads(head + "]}")["otherData"]
-            about["ranks"][0]["options"]
-        except (ValueError, KeyError, IndexError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise BrokenTrace(
                 f"{file} is not a trace of areal-debug: give its trace.json or its log folder"
             ) from error
-        yield about, {}
+        yield str(file), about
         for number, line in enumerate(lines, 2):
             if line.startswith("]"):
                 return
             try:
-                yield about, json.loads(line.rstrip(",\n"))
-            except ValueError as error:
+                yield f"{file}, line {number}", json.loads(line.rstrip(",\n"))
+            except (ValueError, RecursionError) as error:
                 raise BrokenTrace(f"{file}, line {number}: not an event; copy the file again") from error
 
 
-def parse_episode(event: dict[str, Any], start_s: float, end_s: float) -> Episode:
-    """Parse the event of an episode."""
+def parse_options(about: dict[str, Any], where: str) -> RunOptions:
+    """Parse the options in the header of rank 0. Raises `BrokenTrace`."""
+    options = take(next(iter(take(about, "ranks", list, where)), None), "options", dict, where)
+    kinds = {field.name: str if "str" in str(field.type) else int for field in fields(RunOptions)}
+    given = {name: options[name] for name in kinds if options.get(name) is not None}
+    found: dict[str, Any] = {name: take(given, name, kinds[name], where) for name in given}
+    take(given, "batch_size", int, where)
+    return RunOptions(**found)
+
+
+def parse_episode(event: dict[str, Any], start_s: float, end_s: float, where: str) -> Episode:
+    """Parse the event of an episode. Raises `BrokenTrace`."""
     args = event["args"]
     return Episode(
         event["name"],
         event["pid"],
-        args["prompt_id"],
+        take(args, "prompt_id", int, where),
         start_s,
         end_s,
-        args["status"],
-        args["tokens"],
+        take(args, "status", str, where),
+        take(args, "tokens", int, where),
     )
+
+
+def parse_batch(event: dict[str, Any], at_s: float, where: str) -> tuple[int, float, Batch]:
+    """Parse the event of a batch: rank, time, batch. Raises `BrokenTrace`."""
+    prompts = take(event["args"], "prompts", list, where)
+    if not all(isinstance(prompt, int) for prompt in prompts):
+        raise BrokenTrace(f"{where}: prompts is {prompts!r:.80}; the file is damaged")
+    return event["pid"], at_s, Batch(take(event["args"], "step", int, where), frozenset(prompts))
 
 
 def add_spans(episodes: list[Episode], spans: list[tuple[int, str, str, float]]) -> None:
@@ -200,7 +231,7 @@ def add_spans(episodes: list[Episode], spans: list[tuple[int, str, str, float]])
 
 def assemble_steps(
     stages: list[tuple[int, str, float, float]],
-    batches: list[dict[str, Any]],
+    batches: list[tuple[int, float, Batch]],
     staleness: list[tuple[int, float, float, float]],
 ) -> list[RankStep]:
     """Build steps from the stages named "step" and the stages inside them.
@@ -211,21 +242,21 @@ def assemble_steps(
     for rank in sorted({stage[0] for stage in stages}):
         steps_of_rank = sorted((start, end) for r, name, start, end in stages if r == rank and name == "step")
         inner = sorted((end, start, name) for r, name, start, end in stages if r == rank and name != "step")
-        taken = [(event["ts"] / 1e6, event["args"]) for event in batches if event["pid"] == rank]
+        taken = [(at, batch) for r, at, batch in batches if r == rank]
         seen = [(at, mean, largest) for r, at, mean, largest in staleness if r == rank]
         for number, (start, end) in enumerate(steps_of_rank):
             inside = [(name, e - s, e) for e, s, name in between(inner, start, end)]
-            batch = next((args for _, args in between(taken, start, end)), None)
+            batch = next((batch for _, batch in between(taken, start, end)), None)
             lag = next(((mean, largest) for _, mean, largest in between(seen, start, end)), None)
             steps.append(
                 RankStep(
                     rank=rank,
-                    step=number if batch is None else batch["step"],
+                    step=number if batch is None else batch.step,
                     start_s=start,
                     end_s=end,
                     stages=[(name, seconds) for name, seconds, _ in inside],
                     rollout_end_s=next((e for name, _, e in inside if name == "rollout"), start),
-                    prompts=frozenset(batch["prompts"] if batch is not None else ()),
+                    prompts=frozenset() if batch is None else batch.prompts,
                     staleness=lag,
                 )
             )

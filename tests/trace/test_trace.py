@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from areal_core.telemetry.trace import Trace, rank_file
+from areal_core.telemetry.trace import HEADER, Trace, rank_file
 from areal_core.telemetry.trace_merge import BrokenTrace, merge, merge_if_all_ended
+from areal_debug.trace.read import read_run
 
 
 def merged_events(folder: Path) -> list[dict]:
@@ -154,3 +155,33 @@ def test_a_full_disk_ends_the_trace_with_a_warning_and_not_the_run(tmp_path, cap
         trace.flush()
     trace.close()
     assert "rank-00000.jsonl ends here: [Errno 28] No space left on device" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "sentence"),
+    [
+        ("ts", "x", "line 2: ts is 'x'; the file is damaged"),
+        ("tid", [], "line 2: tid is []"),
+        ("name", None, "line 2: name is None"),
+        ("dur", float("inf"), "line 2: dur is inf"),
+        ("args", 5, "line 2: args is 5"),
+        ("cat", {}, "line 2: cat is {}"),
+    ],
+)
+def test_an_event_of_another_shape_is_named_with_its_field(field, value, sentence, tmp_path):
+    header = {"rank": 0, "world_size": 1, "host": "h", "pid": 1, "start_ns": 0, "batch_size": 2}
+    event = {"name": "step", "ph": "X", "cat": "stage", "tid": 0, "ts": 1.0, "dur": 2.0, "args": {}}
+    lines = [{"name": HEADER, "args": header}, event | {field: value}]
+    rank_file(tmp_path, 0).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    with pytest.raises(BrokenTrace) as refused:
+        read_run(tmp_path)
+    assert sentence in str(refused.value)
+
+
+def test_a_header_that_states_a_trillion_ranks_costs_no_time(tmp_path):
+    header = {"rank": 0, "world_size": 10**12, "host": "h", "pid": 1, "start_ns": 0, "batch_size": 2}
+    rank_file(tmp_path, 0).write_text(json.dumps({"name": HEADER, "args": header}) + "\n")
+    assert read_run(tmp_path).num_ranks == 10**12
+    rank_file(tmp_path, 0).write_text("")
+    with pytest.raises(BrokenTrace, match="is empty or cut off"):
+        merge(tmp_path)
