@@ -5,7 +5,6 @@ A server's identity comes from `/server_info` and `/model_info`. After a weight 
 the server was started.
 """
 
-import json
 from operator import index
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from areal_core.rollout.fleet.identity import RunModel, ServerIdentity, check_mo
 from areal_core.rollout.fleet.reply import (
     Chunk,
     Scored,
+    json_of,
     malformed,
     parse_version,
     parse_weight_version,
@@ -64,7 +64,7 @@ class SGLangWire:
             MalformedReply: a field is missing, or the lists differ in length.
         """
         try:
-            meta = json.loads(body)["meta_info"]
+            meta = json_of(body)["meta_info"]
             finish, rid = meta["finish_reason"], str(meta["id"])
             if finish["type"] == "abort" and not meta.get("output_token_logprobs"):  # before its first token
                 return Chunk([], [], [], "abort", rid)
@@ -103,7 +103,7 @@ class SGLangWire:
             MalformedReply: a field is missing, or the log-probs are of other ids.
         """
         try:
-            meta = json.loads(body)["meta_info"]
+            meta = json_of(body)["meta_info"]
             rows = meta["input_token_logprobs"][-len(expected) :]
             logprobs, ids = [row[0] + 0.0 for row in rows], [index(row[1]) for row in rows]
             version = parse_version(str(meta.get("weight_version", "")))
@@ -204,7 +204,7 @@ class SGLangWire:
         Raises `MalformedReply`, which names the missing field.
         """
         try:
-            ranks = json.loads(body)["ranks"]
+            ranks = json_of(body)["ranks"]
             checksums: dict[str, list[str]] = {}
             for rank in ranks:
                 for name, checksum in rank["checksums"].items():
@@ -221,7 +221,7 @@ class SGLangWire:
     def parse_loaded(self, body: str) -> set[str]:
         """Return the names of a server's adapters. Raises `MalformedReply`."""
         try:
-            return set(json.loads(body)["loaded_adapters"])
+            return set(json_of(body)["loaded_adapters"])
         except (KeyError, TypeError, ValueError) as error:
             raise malformed(ENGINE, "/load_lora_adapter", error, body) from error
 
@@ -240,7 +240,7 @@ SGLANG = SGLangWire()
 def parse_identity(model_info: str, server_info: str) -> ServerIdentity:
     """Parse the two replies. Raises `MalformedReply`, which names the missing field."""
     try:
-        model, started = json.loads(model_info), json.loads(server_info)
+        model, started = json_of(model_info), json_of(server_info)
         return ServerIdentity(
             str(started["version"]),
             str(started["model_path"]),

@@ -7,7 +7,6 @@ vLLM loads weights and sets their version by separate calls, in a pause, so no t
 between. A failed load leaves its model without weights: the next request ends the server.
 """
 
-import json
 import math
 import re
 from collections.abc import Mapping
@@ -20,6 +19,7 @@ from areal_core.rollout.fleet.identity import RunModel, ServerIdentity, check_mo
 from areal_core.rollout.fleet.reply import (
     Chunk,
     Scored,
+    json_of,
     malformed,
     parse_version,
     parse_weight_version,
@@ -72,7 +72,7 @@ class VLLMWire:
             MalformedReply: a field is missing, or the lists differ in length.
         """
         try:
-            reply = json.loads(body)
+            reply = json_of(body)
             rid = str(reply["request_id"]).removeprefix(REQUEST)
             (choice,) = reply["choices"]
             tokens = [index(token) for token in choice["token_ids"] or ()]
@@ -104,7 +104,7 @@ class VLLMWire:
             MalformedReply: a field is missing, or the log-probs are of other ids.
         """
         try:
-            reply = json.loads(body)
+            reply = json_of(body)
             rows = reply["prompt_logprobs"][-len(expected) :]
             logprobs = [number(row[str(token)]["logprob"]) for row, token in zip(rows, expected, strict=True)]
             (choice,) = reply["choices"]
@@ -206,7 +206,7 @@ class VLLMWire:
         """
         try:
             checksums: dict[str, list[str]] = {}
-            for key, checksum in json.loads(body)["checksums"].items():
+            for key, checksum in json_of(body)["checksums"].items():
                 # A layer that takes adapters holds its weight in an inner layer.
                 name = key.rpartition(":")[2].replace(".base_layer.", ".")
                 checksums.setdefault(name, []).append(checksum[:DIGITS])
@@ -257,12 +257,12 @@ def number(logprob: Any) -> float:
 def parse_identity(version: str, server_info: str, weight_version: str) -> ServerIdentity:
     """Parse the two replies. Raises `MalformedReply`: a field is missing, or an option differs."""
     try:
-        started = json.loads(server_info)["vllm_config"]
+        started = json_of(server_info)["vllm_config"]
         model = started["model_config"]
         transfer = (started["weight_transfer_config"] or {}).get("backend")
         mode = model["logprobs_mode"]
         identity = ServerIdentity(
-            str(json.loads(version)["version"]),
+            str(json_of(version)["version"]),
             str(model["model"]),
             (),
             weight_version,
@@ -272,7 +272,7 @@ def parse_identity(version: str, server_info: str, weight_version: str) -> Serve
             started["parallel_config"]["tensor_parallel_size"]
             * started["parallel_config"]["pipeline_parallel_size"],
         )
-    except (KeyError, TypeError, ValueError) as error:
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise MalformedReply(f"/server_info is not what vLLM 0.32 sends: {error!r}") from error
     if mode != "processed_logprobs":
         raise MalformedReply(

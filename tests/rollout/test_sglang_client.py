@@ -123,6 +123,7 @@ def test_a_request_aborted_before_prefill_brings_no_tokens():
     [
         (b"<html>", "begins b'<html>'"),
         (b'{"meta_info": {}}', "finish_reason"),
+        (b"[" * 100_000, "nested too deeply"),
         (
             b'{"meta_info": {"id": "r", "finish_reason": {"type": "stop"}, "completion_tokens": 2, "output_token_logprobs": []}}',
             "0 logprobs for 2 tokens",

@@ -43,6 +43,14 @@ def parse_version(text: str) -> int | None:
     return int(text) if text.isdecimal() else None
 
 
+def json_of(body: bytes | str) -> Any:
+    """Parse the JSON of a reply. Raises ValueError, also where it is nested too deeply."""
+    try:
+        return json.loads(body)
+    except RecursionError as error:
+        raise ValueError("JSON that is nested too deeply") from error
+
+
 def malformed(engine: str, route: str, error: Exception, body: bytes | str) -> MalformedReply:
     """Return the error of a reply that cannot be parsed."""
     return MalformedReply(
@@ -53,7 +61,7 @@ def malformed(engine: str, route: str, error: Exception, body: bytes | str) -> M
 def parse_weight_version(engine: str, route: str, body: bytes) -> str:
     """Return the field `weight_version` of a reply. Raises `MalformedReply`."""
     try:
-        return str(json.loads(body)["weight_version"])
+        return str(json_of(body)["weight_version"])
     except (KeyError, TypeError, ValueError) as error:
         raise malformed(engine, route, error, body) from error
 

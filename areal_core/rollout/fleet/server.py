@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from areal_core.rollout.errors import NoServers, RequestRefused, ServerDied, WrongServer
+from areal_core.rollout.fleet.reply import json_of
 from areal_core.safety.secrets import masker
 
 ADDRESSES_VARIABLE = "AREAL_LLM_SERVER_ADDRS"
@@ -112,7 +113,7 @@ def reports_failure(body: str) -> bool:
     SGLang sends some of these with status 200.
     """
     try:
-        parsed = json.loads(body)
+        parsed = json_of(body)
     except ValueError:  # a text, or nothing
         return False
     return isinstance(parsed, dict) and parsed.get("success") is False
