@@ -6,6 +6,9 @@ PIP_FLAGS := --disable-pip-version-check --quiet --constraint constraints.txt
 # Of `make test`, where one worker runs the tests of a folder, and `make quick`.
 WORKERS ?= 2
 QUICK := tests/core tests/test_architecture.py tests/test_documents.py tests/test_vocabulary.py
+# Of `make fuzz`.
+SECONDS ?= 600
+TARGET ?=
 # One thread a process: two ranks and a server share the cores, more threads only wait.
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
@@ -13,7 +16,7 @@ export HF_HUB_OFFLINE ?= 1
 # Without cached bytecode every process compiles torch and Transformers again: a start takes 10 s, not 2 s.
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: demo demo-real quick test pytest test-long lint format env env-light clean
+.PHONY: demo demo-real quick test pytest test-long fuzz lint format env env-light clean
 
 demo: env-light
 	$(BIN)/areal-debug demo
@@ -36,6 +39,10 @@ pytest: env
 
 test-long: env lint
 	$(BIN)/python -m pytest -m long -o faulthandler_timeout=1800
+
+# Fresh hostile input for every reader, one after another; TARGET=record for one of them.
+fuzz: env
+	@$(BIN)/python -m tests.fuzz "$(SECONDS)" "$(TARGET)"
 
 lint:
 	$(BIN)/ruff check .
