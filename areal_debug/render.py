@@ -201,8 +201,8 @@ def errors_as_sentences(body: Callable[P, R]) -> Callable[P, R]:
     """Decorate a verb: an error that a user can cause ends it with one sentence and an exit code.
 
     Damage is a problem found, code 1; any other ValueError, and what the system refuses (a missing
-    file, a full disk), is misuse, code 2. Our own defects keep their traceback; with --verbose misuse
-    has one, too.
+    file, a full disk), is misuse, code 2. Our own defects keep their traceback; with --verbose
+    misuse has one, too.
     """
 
     @functools.wraps(body)

@@ -1,4 +1,4 @@
-"""Standard output and error of the command: nothing that a terminal obeys, and writes that fail.
+"""Standard output and error of a verb: nothing that a terminal obeys, and writes that fail.
 
     verb's report -> rich -> styled(stream) --------------+
                                                           +--> Printable stream -> standard output

@@ -48,6 +48,7 @@ USED_FROM_OUTSIDE = {
     "finish_weight_update": "called by vLLM",
     "format_commands": "called by click",
     "format_epilog": "called by click",
+    "handle_error": "called by socketserver",
     "init_transfer_engine": "called by vLLM",
     "log_message": "called by http.server",
     "make_tiny_family": "tests: tiny models of each family",

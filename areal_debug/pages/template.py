@@ -14,8 +14,9 @@ PACKAGE = Path(__file__).parents[1]  # templates are stored next to the verbs th
 
 
 def write_template(file: Path, template: str, facts: Mapping[str, Any]) -> None:
-    """Write a page. Everything in `facts` is made printable and escaped; a name that `facts` lacks is
-    an error.
+    """Write a page.
+
+    Everything in `facts` is made printable and escaped; a name that `facts` lacks is an error.
 
     Args:
         template: path below `areal_debug`.

@@ -86,9 +86,9 @@ def point_at(run: RunView, place: int) -> dict[str, float]:
 
 
 class PageServer(http.server.ThreadingHTTPServer):
-    """A server whose failed requests are one line on standard error; a browser may leave silently."""
+    """A server whose failed requests are one line on standard error; a browser that leaves none."""
 
-    def handle_error(self, request: Any, client_address: Any) -> None:
+    def handle_error(self, *_: Any) -> None:
         error = sys.exc_info()[1]
         if not isinstance(error, ConnectionError):
             note(f"a request of the page failed: {type(error).__name__}: {error}")

@@ -1,4 +1,4 @@
-"""Standard output that is closed, full, cut off or of few characters: one sentence, never a traceback."""
+"""Standard output that is closed, full, cut off or of few characters: one sentence at most."""
 
 import json
 import os
