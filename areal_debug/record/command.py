@@ -8,16 +8,14 @@ from typing import TYPE_CHECKING
 import click
 
 from areal_debug.cli import Verb, VerbGroup, json_option, step_option
-from areal_debug.confined import ANYWHERE, reads_untrusted
+from areal_debug.confined import ANYWHERE, describes_limits, reads_untrusted
 from areal_debug.record import render
 from areal_debug.record.decode import load_decoder
 from areal_debug.render import console, errors_as_sentences, fail, print_json, with_progress
 
 if TYPE_CHECKING:
     from recorder import RecordedStep
-    from recorder.integrity.signature import Signed
     from recorder.samples import Sample
-    from recorder.storage import Storage
 
 
 @click.group(
@@ -129,38 +127,45 @@ def show(
     help="Public ssh key, its file, or an allowed_signers file: also check the signature, and each file against it.",
 )
 @json_option
-@reads_untrusted("record")
+@describes_limits
 @errors_as_sentences
 def verify(record: Path, signed_by: str | None, as_json: bool) -> None:
     """Check every byte, and that the files of all steps agree. Exit code 1: a file or tensor is
     damaged, missing, foreign or contradicts another, or is not as it was signed.
     """
+    from recorder.errors import BadSignature
+    from recorder.integrity.signature import signed_list
+    from recorder.reader import open_storage
+
+    signed = None
+    if signed_by is not None:  # ssh-keygen is a program, which a confined process cannot start
+        try:
+            signed = signed_list(open_storage(record), signed_by)
+        except BadSignature as error:
+            fail(str(error), code=1)
+    verify_confined(record=record, signed=signed, as_json=as_json)
+
+
+@reads_untrusted("record")
+@errors_as_sentences
+def verify_confined(record: Path, signed: tuple[str, bytes] | None, as_json: bool) -> None:
+    """Check a record, in a confined child; `signed` is what `signed_list` returned."""
     from recorder import verify as verify_record
+    from recorder.integrity.signature import changes_since
     from recorder.reader import open_storage
 
     storage = open_storage(record)
     num_steps = len(storage.names("steps"))
     report = with_progress("verifying", num_steps, lambda tick: verify_record(record, tick))
-    signed = None if signed_by is None else signature_of(storage, signed_by)
+    changes = None if signed is None else changes_since(storage, *signed)
     if as_json:
         facts = {"record": str(record), "intact": report.intact, **asdict(report)}
-        print_json(facts | ({} if signed is None else {"signed": asdict(signed)}))
+        print_json(facts | ({} if changes is None else {"signed": asdict(changes)}))
     else:
         render.print_verification(report)
-        if signed is not None:
-            render.print_signed(signed)
-    raise SystemExit(0 if report.intact and (signed is None or signed.unchanged) else 1)
-
-
-def signature_of(storage: "Storage", signed_by: str) -> "Signed":
-    """Verify the signature of a record; one that is absent or not good ends the verb, code 1."""
-    from recorder.errors import BadSignature
-    from recorder.integrity.signature import check_signature
-
-    try:
-        return check_signature(storage, signed_by)
-    except BadSignature as error:
-        fail(str(error), code=1)
+        if changes is not None:
+            render.print_signed(changes)
+    raise SystemExit(0 if report.intact and (changes is None or changes.unchanged) else 1)
 
 
 @command.command(

@@ -106,12 +106,25 @@ def check_signature(storage: Storage, signed_by: str) -> Signed:
     Raises:
         BadSignature: there is none, or it is not by this key, or not of this list.
     """
+    return changes_since(storage, *signed_list(storage, signed_by))
+
+
+def signed_list(storage: Storage, signed_by: str) -> tuple[str, bytes]:
+    """Return who signed and the bytes of signed.json, whose signature is verified.
+
+    Apart from `changes_since`, which reads all of a record and may be confined: ssh-keygen is a
+    program, which a confined process cannot start. Raises BadSignature, RecordError.
+    """
     for file in (SIGNED_FILE, SIGNATURE_FILE):
         if storage.size(file) is None:
             raise BadSignature(f"the record has no {file}: `areal-debug record sign` makes one")
     data = read_small(storage, SIGNED_FILE)
     signature = bytes(storage.read(SIGNATURE_FILE, 0, MAX_SIGNATURE_BYTES))
-    signer = verify_signature(data, signature, signed_by)
+    return verify_signature(data, signature, signed_by), data
+
+
+def changes_since(storage: Storage, signer: str, data: bytes) -> Signed:
+    """Compare every file of a record with a signed.json. Raises DamagedRecord."""
     listed = parse_signed(parse_checksummed(data, SIGNED_FILE))
     found = dict(signable_files(storage))
     return Signed(
