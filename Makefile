@@ -64,7 +64,7 @@ env-light:
 
 .venv/light.stamp: pyproject.toml constraints.txt | .venv/bin/pip
 	@echo "Setting up .venv (light: no SGLang) ..."
-	$(BIN)/pip install $(PIP_FLAGS) "$(LIGHT_TORCH)" --editable .
+	$(BIN)/pip install $(PIP_FLAGS) "$(LIGHT_TORCH)" --editable ".[train,archive]"
 	@touch $@
 
 # uv, because the SGLang stack is 10 GB: half a minute instead of ten.

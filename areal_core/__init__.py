@@ -1,4 +1,4 @@
-"""A small, complete core for reinforcement learning of language models, on FSDP2 and SGLang."""
+"""The training core of areal-debug: reinforcement learning on FSDP2 and SGLang."""
 
 from typing import TYPE_CHECKING, Any
 

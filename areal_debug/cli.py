@@ -185,6 +185,12 @@ def main() -> None:
     Exit codes of every verb: 0 healthy, 1 a problem was found, 2 inconclusive or misuse, 130
     interrupted, 141 the reader of its output has ended.
     """
+    from areal_debug.installation import check_packages
+
+    try:
+        check_packages()
+    except ImportError as error:
+        raise click.UsageError(str(error)) from None
     # what verbs write has prompts, completions and configs in it
     click.get_current_context().meta[USUAL_UMASK] = keep_files_private()
 

@@ -32,6 +32,7 @@ from rich.text import Text
 from areal_core.safety.durable import sentence_of
 from areal_core.safety.printable import printable, printable_block
 from areal_debug.cli import VERBOSITY
+from areal_debug.installation import install_hint
 from areal_debug.terminal import styled_stream
 
 if TYPE_CHECKING:
@@ -216,6 +217,10 @@ def errors_as_sentences(body: Callable[P, R]) -> Callable[P, R]:
                 traceback.print_exc()
             sentence = sentence_of(error) if isinstance(error, OSError) else str(error)
             fail(sentence, code=1 if isinstance(error, DamagedRecord) else 2)
+        except ModuleNotFoundError as error:
+            if (hint := install_hint(error)) is None:
+                raise
+            fail(hint)
 
     return wrapped
 

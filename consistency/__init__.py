@@ -1,1 +1,1 @@
-"""Compare engine and trainer logprobs token by token, and name the cause of a difference."""
+"""Comparison of engine and trainer logprobs, token by token: a package of areal-debug."""

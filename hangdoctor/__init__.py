@@ -1,1 +1,1 @@
-"""Diagnose a hang from the stacks of all ranks: its class, its culprits and the evidence."""
+"""Diagnosis of hangs from the stacks of all ranks: a package of areal-debug."""

@@ -1,4 +1,4 @@
-"""Training records: versioned, checksummed, without pickle. FORMAT.md is the specification."""
+"""Training records of areal-debug: versioned, checksummed, without pickle; see FORMAT.md."""
 
 from recorder.errors import (
     DamagedRecord,

@@ -1,4 +1,4 @@
-"""Replay: train from a record, bit for bit and without an engine; find where runs diverge.
+"""Replay of areal-debug: train from a record, bit for bit; find where runs diverge.
 
 A name is imported from its module when it is first used, so that `import replayer` does not import
 torch. `replayer.goto.goto` and `replayer.explain.explain` are functions of the modules of their

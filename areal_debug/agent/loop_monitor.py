@@ -20,11 +20,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType, TracebackType
 
+from areal_debug.installation import EXAMPLES
+
 BEAT_S = 0.01
 SAMPLE_S = 0.02
 NOT_USER_CODE = (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), str(Path(__file__).parents[2]))
 ASYNCIO = "/asyncio/"
-EXAMPLES = str(Path(__file__).parents[2] / "examples")
 
 
 @dataclass(frozen=True)
@@ -246,4 +247,4 @@ def own_place(stack: Sequence[Place]) -> Place:
 
 def is_users(file: str) -> bool:
     """Return whether a file is user code: not Python's, not installed, not one of our packages."""
-    return file.startswith(EXAMPLES) or not file.startswith((*NOT_USER_CODE, "<"))
+    return file.startswith(str(EXAMPLES)) or not file.startswith((*NOT_USER_CODE, "<"))

@@ -5,20 +5,28 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from areal_debug.render import console, styled
+from areal_debug.installation import install_hint
+from areal_debug.render import console, note, styled
 
 if TYPE_CHECKING:
     from recorder import Record
 
 
 def load_decoder(record: "Record") -> Callable[[list[int]], str] | None:
-    """Load the decoder of the recorded tokenizer; None if its file is missing or has changed."""
+    """Load the decoder of the recorded tokenizer.
+
+    None if its file is missing or has changed, or tokenizers is not installed.
+    """
     identity = record.header.tokenizer or record.header.model
     file = Path(identity["path"]) / "tokenizer.json"
     # isfile: no error for a path that no file can have
     if not os.path.isfile(file) or "tokenizer.json" not in identity["files"]:
         return None
-    from tokenizers import Tokenizer
+    try:
+        from tokenizers import Tokenizer
+    except ModuleNotFoundError as error:
+        note(f"showing ids, not text: {install_hint(error)}")
+        return None
 
     from recorder.environment import file_identity
 

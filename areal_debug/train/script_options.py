@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from areal_core.config import DPOConfig, GRPOConfig, PPOConfig, RWConfig, SFTConfig
-
-EXAMPLES = Path(__file__).parents[2] / "examples"
+from areal_debug.installation import EXAMPLES
 
 LOADERS = ("load_expr_config", "wire")
 
@@ -77,19 +76,15 @@ def read_options(script: Path) -> type[Any] | None:
 
 
 def find_script(name: str) -> Path:
-    """Return a file, or `examples/NAME.py` of this checkout.
+    """Return a file, or the example NAME or NAME.py.
 
     Raises:
         ValueError: neither exists.
     """
-    for path in (Path(name), EXAMPLES / f"{name}.py"):
+    for path in (Path(name), EXAMPLES / f"{name.removesuffix('.py')}.py"):
         if path.is_file():
             return path
     known = sorted(path.stem for path in EXAMPLES.glob("*.py"))
-    if not known:
-        raise ValueError(
-            f"there is no script {name!r}: give a file; the examples are in the repository, not in the installed package"
-        )
     raise ValueError(f"there is no script {name!r}: give a file, or one of the examples {', '.join(known)}")
 
 

@@ -1,0 +1,60 @@
+"""What is installed: the extras, the examples, and whether the packages are really ours.
+
+`pip install areal-debug` brings what reads, compares and diagnoses; extras bring the rest. Other
+projects on the package index are named `recorder`, `replayer` and `consistency`, too.
+"""
+
+import importlib.util
+from pathlib import Path
+
+EXTRA_OF = {  # packages by the name that they are imported by
+    "torch": "train",
+    "transformers": "train",
+    "tokenizers": "train",
+    "safetensors": "train",
+    "datasets": "train",
+    "math_verify": "train",
+    "aiohttp": "train",
+    "httpx": "train",
+    "tensorboard": "train",
+    "psutil": "train",
+    "zarr": "archive",
+    "numcodecs": "archive",
+    "fsspec": "archive",
+    "pyarrow": "archive",
+    "s3fs": "s3",
+    "sglang": "sglang",
+    "ray": "ray",
+    "peft": "lora",
+    "liger_kernel": "liger",
+    "wandb": "wandb",
+    "trackio": "trackio",
+}
+PACKAGES = ("areal_core", "recorder", "replayer", "consistency", "hangdoctor")
+MARK = b"of areal-debug"  # in the docstring of each package
+DOCSTRING_BYTES = 400
+
+ROOT = Path(__file__).parents[1]
+# in an installed package, and in a checkout
+EXAMPLES = next((p for p in (ROOT / "areal_debug/examples", ROOT / "examples") if p.is_dir()), ROOT)
+
+
+def install_hint(error: ModuleNotFoundError) -> str | None:
+    """Return the sentence for a package of an extra that is not installed; None for another one."""
+    package = (error.name or "").split(".")[0]
+    if package not in EXTRA_OF:
+        return None
+    extra = EXTRA_OF[package]
+    return f"this needs the package {package}, which is not installed: pip install 'areal-debug[{extra}]'"
+
+
+def check_packages(root: Path = ROOT) -> None:
+    """Raise ImportError if another distribution's package has the name of one of ours."""
+    for name in PACKAGES:
+        spec = importlib.util.find_spec(name)
+        found = Path(spec.origin) if spec is not None and spec.origin else None
+        if found is None or found.parent != root / name or MARK not in found.read_bytes()[:DOCSTRING_BYTES]:
+            raise ImportError(
+                f"the package {name} at {found} is not the one of areal-debug: uninstall the other "
+                f"distribution and install areal-debug again, or use a virtual environment of its own"
+            )
