@@ -1,4 +1,4 @@
-"""What `pip install areal-debug` brings runs without the extras, and says which extra a verb needs."""
+"""What `pip install areal-debug` brings runs without the extras; other verbs name theirs."""
 
 import ast
 import os
