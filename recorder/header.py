@@ -50,7 +50,7 @@ def check_folder(folder: Path, overwrite: bool) -> None:
 
 
 def check_contents(folder: Path, overwrite: bool) -> None:
-    """Raise RecordExists unless the folder is absent or empty, or a record if `overwrite` is set."""
+    """Raise RecordExists unless the folder is absent, empty, or, with `overwrite`, a record."""
     if not folder.exists():
         return
     if not folder.is_dir():

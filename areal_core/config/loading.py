@@ -181,8 +181,11 @@ def check_yaml(text: str, source: str) -> None:
     if len(text) > MAX_YAML_CHARACTERS:
         raise ConfigError(f"{source} has {len(text):,} characters; at most {MAX_YAML_CHARACTERS:,} are read")
     try:
+        text.encode()
         node = yaml.compose(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
         size, depth = expanded(node, {}) if node is not None else (0, 0)
+    except UnicodeEncodeError:
+        raise ConfigError(f"{source} has a character that UTF-8 does not have; expected text") from None
     except RecursionError:
         raise ConfigError(f"{source} is nested too deep: at most {MAX_YAML_DEPTH} levels are read") from None
     if depth > MAX_YAML_DEPTH:

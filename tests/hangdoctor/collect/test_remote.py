@@ -22,7 +22,8 @@ from hangdoctor.collect.write import read_manifest
 from hangdoctor.errors import HostsUnknown
 
 SSH = """#!/bin/sh
-# ssh -o BatchMode=yes -o ConnectTimeout=10 -- HOST COMMAND: HOST `down` does not answer, the others are this machine.
+# ssh -o BatchMode=yes -o ConnectTimeout=10 -- HOST COMMAND: `down` does not answer, other hosts
+# are this machine.
 [ "$6" = down ] && { echo "ssh: connect to host down port 22: No route to host" >&2; exit 255; }
 [ "$6" = closed ] && { echo "me@closed: Permission denied (publickey)." >&2; exit 255; }
 exec sh -c "$7"

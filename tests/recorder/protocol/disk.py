@@ -276,7 +276,7 @@ class Machine:
 
 
 class SimulatedFile:
-    """A file that is being written; one operation writes all of it, when it is fsynced or closed."""
+    """A file that is being written: all of it in one operation, when it is fsynced or closed."""
 
     def __init__(self, machine: Machine, inode: Any) -> None:
         self.machine, self.inode, self.written, self.is_clean = machine, inode, bytearray(), True

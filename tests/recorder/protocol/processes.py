@@ -333,7 +333,7 @@ def archiving(simulation: Simulation, steps: range) -> Any:
 
 
 def archived_step(machine: Machine, step: int) -> bool | None:
-    """Return whether a step's objects are whole in the archive; None if it is not committed there."""
+    """Return whether a step's objects are whole in the archive; None if it is not committed."""
     archive = Path(ROOT) / "archive"
     try:
         layout = machine.call("read", str(archive / f"steps/{step:06d}/zarr.json")).decode()

@@ -115,8 +115,8 @@ def explore_runs(disk_of, bodies_of, max_kills, silent=""):
     """Runs that compete for one folder. With `silent`, process 0 may be taken for dead.
 
     It is then suspended until another run has the lock, before it reads or makes the path that ends
-    in `silent`: in the real protocol the lock, because the work after a check lasts milliseconds and
-    the bound is minutes.
+    in `silent`: in the real protocol the lock, because the work after a check lasts milliseconds
+    and the bound is minutes.
     """
     simulation = Simulation()
 
