@@ -72,7 +72,9 @@ def make_recorder(trainer: PPOTrainer) -> Observer:
     staging = staging_folder(debug.path, run_folder(trainer.config, "logs"))
     archive = None
     if trainer.ranks.rank == 0:
-        archive = LiveArchive(staging, debug.path, debug.overwrite, options.retention)
+        # an archive cannot be continued, and one with the steps before must not be replaced
+        overwrite = debug.overwrite and trainer.first_step == 0
+        archive = LiveArchive(staging, debug.path, overwrite, options.retention)
     return recorder_of(trainer, staging, options, archive)
 
 

@@ -81,6 +81,20 @@ def scripted_learning(batch: dict[str, Any]) -> dict[str, np.ndarray]:
     return {"prox_logp": prox_logp, "advantages": advantages}
 
 
+def start_facts(rank: int = 0, num_ranks: int = 1, **config: Any) -> dict[str, Any]:
+    """Return the facts of a trainer's `start` event."""
+    return {
+        "config": {"seed": 1, "allocation_mode": f"fsdp:d{num_ranks}", **config},
+        "rank": rank,
+        "world_size": num_ranks,
+        "data_parallel_rank": rank,
+        "data_parallel_size": num_ranks,
+        "model_path": "model",
+        "tokenizer": None,
+        "version": 0,
+    }
+
+
 def send_step(observer: Any, step: int, batch: dict[str, Any], rng: Mapping[str, str] = SCRIPTED_RNG) -> None:
     """Send the events of one training step on one rank; values follow from the step number."""
     num_rows = len(batch["rewards"])

@@ -293,7 +293,8 @@ class RecordWriter:
         # again, because another run may have recorded here since this writer was built
         check_contents(self.folder, self.options.overwrite or self.options.first_step > 0)
         header = describe_run(facts, self.options.recording)
-        if self.options.first_step and (self.folder / RECORD_FILE).exists():
+        # the steps of an archive are not in the folder any more
+        if self.options.first_step and self.archive is None and (self.folder / RECORD_FILE).exists():
             try:
                 sizes, gaps = resume_record(self.folder, self.options.first_step, header)
                 self.kept.resume(sizes, gaps)
@@ -457,8 +458,10 @@ class RecordWriter:
         if self.background is not None and self.ended is None:
             self.finish_without_collectives(self.background)
         if self.rank == 0:
-            self.report_missing_steps(error)
-            self.unlock(error)
+            try:
+                self.report_missing_steps(error)
+            finally:
+                self.unlock(error)
             if self.archive is not None and self.ended is None:
                 with suppress(OSError):  # not empty: ranks may still write
                     self.folder.rmdir()
@@ -501,7 +504,10 @@ class RecordWriter:
             if self.failure is not None:
                 self.notify(f"{END_FILE} could not be written: {self.failure}")
         if self.archive is not None and self.ended is None:
-            self.archive.end()
+            self.failure = None
+            self.attempt(self.archive.end)
+            if self.failure is not None:
+                self.fail(self.rank, self.failure)
         if self.ended is not None and error is None:
             self.notify(f"the record is not complete: {self.ended}")
 

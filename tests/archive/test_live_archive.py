@@ -1,5 +1,6 @@
 """Recording into an archive: the same steps as in a folder, readable during and after the run."""
 
+import errno
 import filecmp
 import itertools
 import signal
@@ -11,14 +12,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from recorder import RecordError, RecordExists, commit_anchor, open_record, verify
+from recorder import RecordError, RecordExists, RecordingFailed, commit_anchor, open_record, verify
 from recorder.archive.extract import extract_record
 from recorder.archive.live_archive import LiveArchive
 from recorder.archive.pack import archive_record
 from recorder.format import RecordHeader
 from recorder.retention import Retention
 from recorder.storage import is_archive_name, staging_folder
-from recorder.testing import SCRIPTED_HEADER, gatherers, scripted_batch, send_step, write_header
+from recorder.testing import SCRIPTED_HEADER, gatherers, scripted_batch, send_step, start_facts, write_header
 from recorder.writer import RecordingOptions, RecordWriter
 
 URLS = itertools.count()
@@ -148,3 +149,41 @@ def test_file_names_determine_whether_an_archive_is_meant(tmp_path):
     assert not is_archive_name("")
     assert staging_folder("runs/a.zarr", tmp_path) == Path("runs/a.zarr.recording")
     assert staging_folder("s3://bucket/a", tmp_path) == tmp_path / "staging"
+
+
+@pytest.mark.parametrize("when_failing", ["stop", "continue"])
+def test_an_archive_that_cannot_be_finished_ends_the_recording_as_configured(
+    tmp_path, when_failing, monkeypatch
+):
+    def disk_full(archive):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(LiveArchive, "end", disk_full)
+    staging, notes = tmp_path / "staging", []
+    staging.mkdir()
+    archive = LiveArchive(staging, str(tmp_path / "live.zarr"))
+    options = RecordingOptions(when_failing=when_failing)
+    writer = RecordWriter(staging, options=options, notify=notes.append, archive=archive)
+    write_header(staging, SCRIPTED_HEADER)
+    archive.begin()
+    send_step(writer, 0, scripted_batch([3, 8, 5]))
+    if when_failing == "stop":
+        with pytest.raises(RecordingFailed, match=r"rank 0: OSError:.*No space left"):
+            writer("end", steps=1, error=None)
+    else:
+        writer("end", steps=1, error=None)
+        assert "the run continues without recording" in notes[0]
+    assert open_record(tmp_path / "live.zarr").steps == (0,)
+
+
+def test_a_resumed_run_without_an_archive_starts_one(tmp_path):
+    """A kill before the archive was made leaves the header in the staging folder."""
+    staging = tmp_path / "staging"
+    staging.mkdir()
+    write_header(staging, SCRIPTED_HEADER)
+    archive = LiveArchive(staging, str(tmp_path / "live.zarr"))
+    writer = RecordWriter(staging, options=RecordingOptions(first_step=2), archive=archive)
+    writer("start", **start_facts())
+    send_step(writer, 2, scripted_batch([3, 8, 5]))
+    writer("end", steps=3, error=None)
+    assert open_record(tmp_path / "live.zarr").steps == (2,)

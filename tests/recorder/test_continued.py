@@ -15,22 +15,9 @@ from recorder import (
 )
 from recorder.header import Gaps
 from recorder.resume import resume_record
-from recorder.testing import SCRIPTED_HEADER, scripted_batch, send_step, write_scripted_record
+from recorder.testing import SCRIPTED_HEADER, scripted_batch, send_step, start_facts, write_scripted_record
 
 HEADER = replace(SCRIPTED_HEADER, num_ranks=1)
-
-
-def start_facts():
-    return {
-        "config": {"seed": 1, "allocation_mode": "fsdp:d1"},
-        "rank": 0,
-        "world_size": 1,
-        "data_parallel_rank": 0,
-        "data_parallel_size": 1,
-        "model_path": "model",
-        "tokenizer": None,
-        "version": 0,
-    }
 
 
 def continue_record(folder, first_step, num_steps, **options):

@@ -18,28 +18,16 @@ from recorder.archive.pack import archive_record
 from recorder.errors import RecordInUse
 from recorder.header import check_folder
 from recorder.lock import writing
-from recorder.testing import gatherers, scripted_batch, send_step, write_scripted_record
+from recorder.testing import gatherers, scripted_batch, send_step, start_facts, write_scripted_record
 
+NAMES = {"experiment_name": "gsm8k", "trial_name": "first"}
 fork = multiprocessing.get_context("fork")
 ELSEWHERE = [{"place": "another boot pid:[1]", "pid": 7, "started": 1}]
 
 
-def start_facts(rank=0, num_ranks=1):
-    return {
-        "config": {"experiment_name": "gsm8k", "trial_name": "first"},
-        "rank": rank,
-        "world_size": num_ranks,
-        "data_parallel_rank": rank,
-        "data_parallel_size": num_ranks,
-        "model_path": "model",
-        "tokenizer": None,
-        "version": 0,
-    }
-
-
 def started(folder, **options):
     writer = RecordWriter(folder, options=RecordingOptions(**options))
-    writer("start", **start_facts())
+    writer("start", **start_facts(**NAMES))
     return writer
 
 
@@ -77,11 +65,11 @@ def rewrite(lock: Path, silent_s: float = 0.0, **changes):
 def test_the_second_of_two_writers_built_before_either_starts_is_refused(tmp_path):
     folder = tmp_path / "record"
     first, second = RecordWriter(folder), RecordWriter(folder)
-    first("start", **start_facts())
+    first("start", **start_facts(**NAMES))
     send(first, 0)
     words = rf"record is being written by run \w+ \(gsm8k/first\), process {os.getpid()} on host .*, since 2.* UTC: choose"
     with pytest.raises(RecordInUse, match=words):
-        second("start", **start_facts())
+        second("start", **start_facts(**NAMES))
     second("end", steps=0, error="refused")
     send(first, 1)
     first("end", steps=2, error=None)
@@ -95,7 +83,7 @@ def test_a_record_that_was_finished_since_the_writer_was_built_is_not_erased(tmp
     send(first, 0)
     first("end", steps=1, error=None)
     with pytest.raises(RecordExists, match="already holds a record"):
-        late("start", **start_facts())
+        late("start", **start_facts(**NAMES))
     assert open_record(tmp_path).steps == (0,)
 
 
@@ -105,7 +93,7 @@ def start_in_threads(writers):
 
     def run(rank):
         try:
-            writers[rank]("start", **start_facts(rank, len(writers)))
+            writers[rank]("start", **start_facts(rank, len(writers), **NAMES))
         except ValueError as error:
             errors[rank] = error
 
@@ -380,10 +368,10 @@ def test_a_second_run_into_an_archive_does_not_replace_it(tmp_path):
         RecordWriter(staging, options=options, archive=LiveArchive(staging, location, overwrite=True))
         for _ in range(2)
     )
-    first("start", **start_facts())
+    first("start", **start_facts(**NAMES))
     send(first, 0)
     with pytest.raises(RecordInUse):
-        second("start", **start_facts())
+        second("start", **start_facts(**NAMES))
     second("end", steps=0, error="refused")
     assert "process" in verify(location).written_by
     send(first, 1)
