@@ -8,6 +8,7 @@ from typing import Any, ParamSpec
 
 from areal_core.safety.confine import CPU_S, HELP_OF_LIMITS, bounds_for, run_confined
 from areal_debug.render import errors_as_sentences, is_verbose, note
+from areal_debug.terminal import guarded
 
 P = ParamSpec("P")
 ANYWHERE = ("/",)  # for verbs that load the tokenizer that a record names
@@ -41,7 +42,7 @@ def reads_untrusted(
                 body(*args, **kwargs)
                 return
             bounds = bounds_for(places, writes, reads, cpu_s=cpu_s)
-            run_confined(lambda: body(*args, **kwargs), bounds, announce=announced)
+            run_confined(lambda: guarded(lambda: body(*args, **kwargs)), bounds, announce=announced)
 
         return wrapped
 

@@ -147,13 +147,23 @@ def test_closed_streams_are_not_reused_by_files(reports, tmp_path):
 
 
 def test_an_interrupt_ends_with_130_and_no_traceback(tmp_path):
-    arguments = [*COMMAND, "rollout-sim", "--servers", "4", "--requests", "100000000"]
-    process = subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=tmp_path)
-    while not any("aiohttp" in line for line in Path(f"/proc/{process.pid}/maps").read_text().splitlines()):
-        time.sleep(0.05)
-        assert process.poll() is None
-    time.sleep(1)
-    process.send_signal(signal.SIGINT)
-    _, messages = process.communicate(timeout=60)
+    # a shell starts what runs in the background with SIGINT ignored
+    process = subprocess.Popen(
+        [*COMMAND, "rollout-sim", "--servers", "4", "--requests", "500000"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        cwd=tmp_path,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+    try:
+        maps = Path(f"/proc/{process.pid}/maps")
+        while not any("aiohttp" in line for line in maps.read_text().splitlines()):
+            time.sleep(0.05)
+            assert process.poll() is None
+        time.sleep(1)
+        process.send_signal(signal.SIGINT)
+        _, messages = process.communicate(timeout=60)
+    finally:
+        process.kill()
     assert process.returncode == 130
     assert re.search(b"Traceback|Abort", messages) is None
