@@ -6,7 +6,7 @@ a URL in the run's own. `areal_core.safety.lock` is the protocol.
 
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 from areal_core.safety.lock import Held, Lock, Process, live_holder, run_id, take
@@ -32,22 +32,6 @@ def writing(folder: Path, name: str) -> Iterator[None]:
         yield
     finally:
         lock.release()
-
-
-@contextmanager
-def writing_archive(location: str, name: str) -> Iterator[None]:
-    """Hold the lock of the archive at a local path inside the block. Raises RecordInUse.
-
-    Does nothing for a URL: object stores have no locks.
-    """
-    if is_url(location):
-        yield
-        return
-    staging = Path(location + STAGING_SUFFIX)
-    with writing(staging, name):
-        yield
-    with suppress(OSError):  # steps that a killed run left there
-        staging.rmdir()
 
 
 def check_not_in_use(folder: Path) -> None:

@@ -78,6 +78,8 @@ def extract(archive: Path, destination: Path, force: bool, as_json: bool) -> Non
 
 def print_archived(archived: "Archived") -> None:
     """Print the place and size of the archive, and the size of its source."""
+    if archived.num_continued:
+        note(f"continued: {archived.num_continued} shards were there from a call that was interrupted")
     tokens = max(1, archived.num_tokens)
     out = console()
     out.print(

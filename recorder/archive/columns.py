@@ -6,7 +6,9 @@ rewritten.
 """
 
 import warnings
+from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -56,13 +58,17 @@ class Column:
 class ArrayStream:
     """Append to a set of arrays in a zarr group.
 
-    If `packed`, shards are filled before they are written; otherwise each `append` writes.
+    If `packed`, shards are filled before they are written; otherwise each `append` writes. Shards
+    below `leftover`, of an archive that was interrupted, are kept if they hold the same elements;
+    `num_kept` counts them.
     """
 
     group: zarr.Group
     name: str
     packed: bool
     level: int = 9
+    leftover: Path | None = None
+    num_kept: int = 0
     columns: dict[str, Column] = field(default_factory=dict)
     written: set[str] = field(default_factory=set)  # objects of the store that need an fsync
 
@@ -114,10 +120,30 @@ class ArrayStream:
         begin, end = column.end, column.end + len(values)
         if end > column.array.shape[0]:
             column.array.resize((max(end, 2 * column.array.shape[0]),))
-        column.array[begin:end] = values
-        column.end = end
         shards = range(begin // column.shard, -(-end // column.shard))
+        for shard in shards:
+            low, high = max(begin, shard * column.shard), min(end, (shard + 1) * column.shard)
+            if not self.is_kept(column, shard, low, values[low - begin : high - begin]):
+                column.array[low:high] = values[low - begin : high - begin]
+        column.end = end
         self.written |= {f"{column.array.path}/zarr.json", *(f"{column.array.path}/c/{n}" for n in shards)}
+
+    def is_kept(self, column: Column, shard: int, low: int, values: np.ndarray) -> bool:
+        """Return whether a shard with these elements is there; reading is faster than packing.
+
+        Remove another one.
+        """
+        if self.leftover is None:
+            return False
+        file = self.leftover / column.array.path / f"c/{shard}"
+        if not file.exists():
+            return False
+        with suppress(Exception):  # zarr lets whatever a damaged shard causes through
+            if np.array_equal(np.asarray(column.array[low : low + len(values)]), values):
+                self.num_kept += 1
+                return True
+        file.unlink()
+        return False
 
     def close(self) -> None:
         """Write what is held and truncate the arrays to their length."""

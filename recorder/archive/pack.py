@@ -39,9 +39,9 @@ from recorder.format import (
     parse_anchor,
     step_name,
 )
-from recorder.lock import writing_archive
+from recorder.lock import check_not_in_use
 from recorder.reader import Record, open_record, read_checksummed, top_files
-from recorder.storage import Storage, file_blocks, is_url, location_of
+from recorder.storage import STAGING_SUFFIX, Storage, file_blocks, is_url, location_of
 
 DOCUMENTS, CHECKPOINTS = "documents", "checkpoints"
 
@@ -93,13 +93,14 @@ def commit_layout(group: zarr.Group, folder: str, layout: Part) -> None:
     group.create_group(folder, attributes={LAYOUT_ATTRIBUTE: list(vars(layout).values())})
 
 
-def write_archive(record: Record, location: str, on_step: OnStep) -> int:
-    """Write a record into an empty store; return the bytes of the archived files.
+def write_archive(record: Record, location: str, on_step: OnStep) -> tuple[int, int]:
+    """Write a record into a store without metadata.
 
-    The root's attributes are written last: a store without them is not an archive.
+    Return the bytes of the archived files, and the number of shards that were there. The root's
+    attributes are written last: a store without them is not an archive.
     """
     group = create_group(location)
-    stream = ArrayStream(group, "all", packed=True)
+    stream = ArrayStream(group, "all", packed=True, leftover=None if is_url(location) else Path(location))
     layouts: dict[str, Part] = {}
     sizes: list[int] = []
 
@@ -121,18 +122,22 @@ def write_archive(record: Record, location: str, on_step: OnStep) -> int:
     group.attrs.update(
         {VERSION_ATTRIBUTE: ARCHIVE_VERSION, LAYOUT_ATTRIBUTE: list(vars(layouts[""]).values())}
     )
-    return sum(sizes)
+    return sum(sizes), stream.num_kept
 
 
 @dataclass(frozen=True)
 class Archived:
-    """Result of `archive_record`, with the sizes of archive and source."""
+    """Result of `archive_record`, with the sizes of archive and source.
+
+    `num_continued` shards of at most 16 MiB were left by an interrupted call.
+    """
 
     location: str
     num_steps: int
     num_tokens: int
     source_bytes: int
     archive_bytes: int
+    num_continued: int
 
 
 def archive_record(
@@ -156,29 +161,31 @@ def archive_record(
         LimitReached, OSError: nothing is left behind.
     """
     location = location_of(destination)
-    with writing_archive(location, "record archive"):
-        check_destination(location, overwrite)
-        if is_url(location):
-            clear_destination(location, overwrite)
-            return Archived(**in_child(lambda: pack(source, location, progress), [source, location]))
-        with unfinished_folder(Path(location)) as content:
-            target = f"{content}.zip" if location.endswith(".zip") else str(content)
-            facts = in_child(lambda: pack(source, target, progress), [source], content.parent)
-            if target != str(content):
-                Path(target).rename(content)
-        return Archived(**facts | {"location": location})
+    check_destination(location, overwrite)
+    if is_url(location):
+        clear_destination(location, overwrite)
+        return Archived(**in_child(lambda: pack(source, location, progress), [source, location]))
+    check_not_in_use(Path(location + STAGING_SUFFIX))
+    with unfinished_folder(Path(location), may_continue=True) as content:
+        target = f"{content}.zip" if location.endswith(".zip") else str(content)
+        facts = in_child(lambda: pack(source, target, progress), [source], content.parent)
+        if target != str(content):
+            Path(target).rename(content)
+    return Archived(**facts | {"location": location})
 
 
 def pack(source: str | os.PathLike[str], location: str, progress: Progress) -> dict[str, Any]:
-    """Write an archive into an empty place; return the members of Archived."""
+    """Write an archive, or continue one that was interrupted; return the members of Archived."""
     record = open_record(source)
     is_zip = location.endswith(".zip") and not is_url(location)
     store = Path(location).with_suffix(".zarr") if is_zip else location
-    source_bytes = 0
+    source_bytes = num_continued = 0
+    if not is_url(location):
+        remove_metadata(Path(store))
 
     def write(on_step: OnStep) -> None:
-        nonlocal source_bytes
-        source_bytes = write_archive(record, str(store), on_step)
+        nonlocal source_bytes, num_continued
+        source_bytes, num_continued = write_archive(record, str(store), on_step)
 
     progress(len(record.steps), write)
     if is_zip:
@@ -193,7 +200,15 @@ def pack(source: str | os.PathLike[str], location: str, progress: Progress) -> d
         ),
         "source_bytes": source_bytes,
         "archive_bytes": stored_bytes(location),
+        "num_continued": num_continued,
     }
+
+
+def remove_metadata(store: Path) -> None:
+    """Leave nothing but the shards of an archive that was interrupted."""
+    for path in list(sorted_files(store)):
+        if path.parent.name != "c" or not path.name.isdecimal():
+            path.unlink()
 
 
 def stored_bytes(location: str) -> int:

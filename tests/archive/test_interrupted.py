@@ -14,6 +14,7 @@ from click.testing import CliRunner
 from areal_core.safety.scratch import FolderInUse, unfinished_folder
 from areal_debug.cli import main
 from recorder import DamagedRecord, RecordError, commit_anchor, open_record, verify
+from recorder.archive.columns import ArrayStream
 from recorder.archive.extract import extract_record
 from recorder.archive.pack import archive_record
 from recorder.testing import write_scripted_record
@@ -69,6 +70,37 @@ def test_a_killed_extraction_continues(source, tmp_path, num_steps):
     assert (extracted.num_steps, extracted.num_continued) == (4, num_steps)
     assert_same_files(source, tmp_path / "back")
     assert sorted(os.listdir(tmp_path)) == ["a.zip", "back", "record"]
+
+
+@pytest.mark.parametrize("name", ["a.zarr", "a.zip"])
+@pytest.mark.parametrize("damaged", [False, True])
+def test_an_interrupted_archive_continues(source, tmp_path, monkeypatch, name, damaged):
+    weights = source / "anchors/000002/checkpoint/weights"
+    weights.write_bytes(os.urandom(40 << 20))  # two full shards, written before the stream is closed
+    (source / "anchors/000002/anchor.json").unlink()
+    commit_anchor(source / "anchors/000002", 2)
+    archive_record(source, tmp_path / "whole.zarr")
+
+    def interrupted(stream):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ArrayStream, "close", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            archive_record(source, tmp_path / name)
+    assert not (tmp_path / name).exists()
+    left = sorted((tmp_path / f".{name}.unfinished").rglob("c/*"))
+    assert [path.name for path in left] == ["0", "1"]
+    if damaged:
+        left[0].write_bytes(left[0].read_bytes()[: 1 << 20])
+    done = CliRunner().invoke(main, ["record", "archive", str(source), "--to", str(tmp_path / name)])
+    assert done.exit_code == 0, done.output
+    assert f"continued: {1 if damaged else 2} shards" in done.stderr
+    if name == "a.zarr":
+        assert_same_files(tmp_path / "whole.zarr", tmp_path / name)
+    extract_record(tmp_path / name, tmp_path / "back")
+    assert_same_files(source, tmp_path / "back")
+    assert sorted(os.listdir(tmp_path)) == sorted([name, "back", "record", "whole.zarr"])
 
 
 def test_what_another_record_left_is_not_continued_with(source, tmp_path):

@@ -352,6 +352,7 @@ def test_an_import_a_clearing_and_an_archive_are_refused_where_a_run_writes(tmp_
         pytest.raises(RecordInUse, match=r"a.zarr.recording is being written by run \w+ \(live\)"),
     ):
         archive_record(tmp_path / "other", tmp_path / "a.zarr", overwrite=True)
+    (tmp_path / "a.zarr.recording").rmdir()
     archive_record(tmp_path / "other", tmp_path / "a.zarr")
     archive_record(tmp_path / "record", tmp_path / "b.zarr")
     assert sorted(os.listdir(tmp_path)) == ["a.zarr", "b.zarr", "other", "record"]
