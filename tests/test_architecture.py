@@ -61,6 +61,7 @@ USED_FROM_OUTSIDE = {
     "receive_weights": "called by vLLM",
     "replay_record": "public: a pytest fixture",
     "sample_rows": "tests: an engine with one planted fault",
+    "start_facts": "tests: the facts of a trainer's event",
     "start_weight_update": "called by vLLM",
     "step_with_gradients": "tests: one step of a tiny model",
     "teach": "benchmarks: the model that learning curves start from",

@@ -111,6 +111,8 @@ def read_owned(path: Path) -> str:
     except OSError as error:
         if path.is_symlink():
             raise UnsafeName(f"{path} is a link: it is not followed") from error
+        if isinstance(error, PermissionError):
+            check_owner(path)
         raise
     with os.fdopen(descriptor) as file:
         found = os.fstat(descriptor)

@@ -107,7 +107,7 @@ def without_extras(*arguments: object) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture(scope="module")
 def record(tmp_path_factory):
-    from recorder.archive.pack import extract_record
+    from recorder.archive.extract import extract_record
 
     folder = tmp_path_factory.mktemp("slim") / "record"
     extract_record(RECORD, folder)

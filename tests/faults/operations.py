@@ -35,6 +35,7 @@ from recorder.archive.live_archive import LiveArchive
 from recorder.archive.pack import archive_record
 from recorder.errors import RecordError, RecordNotFound
 from recorder.header import clear_record, write_header
+from recorder.integrity.chain import link_to
 from recorder.resume import resume_record
 from recorder.testing import SCRIPTED_HEADER, gatherers, scripted_batch, send_step, write_scripted_record
 from recorder.writer import RecordingOptions
@@ -120,7 +121,9 @@ def record_steps(
 
     def begin() -> None:
         if options.first_step:
-            writers[0].kept.resume(*resume_record(folder, options.first_step, header))
+            sizes, gaps = resume_record(folder, options.first_step, header)
+            writers[0].kept.resume(sizes, gaps)
+            writers[0].last = link_to(folder, max(sizes)) if sizes else None
             return
         clear_record(folder)
         write_header(folder, header)

@@ -6,7 +6,8 @@ import shutil
 import pytest
 
 from recorder import DamagedRecord, Recording, RecordingOptions, RecordWriter, Retention, open_record, verify
-from recorder.archive.pack import archive_record, extract_record
+from recorder.archive.extract import extract_record
+from recorder.archive.pack import archive_record
 from recorder.header import Gaps, write_gaps
 from recorder.integrity.chain import missing_steps, without_ranges
 from recorder.testing import scripted_batch, send_step

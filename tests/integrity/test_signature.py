@@ -9,7 +9,8 @@ from click.testing import CliRunner
 
 from areal_debug.record.command import command
 from recorder import RecordError, open_record, verify
-from recorder.archive.pack import archive_record, extract_record
+from recorder.archive.extract import extract_record
+from recorder.archive.pack import archive_record
 from recorder.checksum_json import checksum
 from recorder.errors import BadSignature
 from recorder.integrity import signature

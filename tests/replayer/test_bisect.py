@@ -98,7 +98,13 @@ def test_a_signal_removes_the_worktree_from_the_repository(repository, number):
         "import sys, time; from pathlib import Path; from replayer.bisect import worktree\n"
         "with worktree(Path(sys.argv[1]), 'HEAD') as place: print(place, flush=True); time.sleep(600)"
     )
-    process = subprocess.Popen([sys.executable, "-c", program, repository], stdout=subprocess.PIPE, text=True)
+    # what a shell starts in the background, or with nohup, has some of them ignored
+    process = subprocess.Popen(
+        [sys.executable, "-c", program, repository],
+        stdout=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(number, signal.SIG_DFL),
+    )
     place = Path(process.stdout.readline().strip())
     assert str(place) in git(repository, "worktree", "list")
     process.send_signal(number)

@@ -57,7 +57,12 @@ def record(folder, num_steps=3, change=lambda step, script: None, header=SCRIPTE
                 weight=4.0,
             )
             if scope == "full":
-                writer("checksums", step=step, of="gradients", values={"embed": "0", "head": str(loss)})
+                writer(
+                    "checksums",
+                    step=step,
+                    of="gradients",
+                    values={"embed": "0" * 8, "head": f"{int(loss * 1e6):08x}"},
+                )
                 writer("checksums", step=step, of="weights", values=script.weights)
         plan = {"minibatches": script.updates}
         writer("step", step=step, version=step + 1, plan=plan, stats=script.stats, checksums=script.weights)
@@ -95,7 +100,7 @@ def test_a_changed_logprob_is_named_by_row_and_token(tmp_path):
         21,
     )
     place = first.place
-    assert (place.rank, place.row, place.prompt_id, place.sample_id, place.token) == (0, 1, 0, 1, 5)
+    assert (place.rank, place.row, place.prompt_id, place.sample_id, place.token) == (0, 1, 1000, 1, 5)
     assert first.largest == pytest.approx(0.5)
     assert report.verdict.cause == "input"
     assert report.num_compared == 2
@@ -145,7 +150,7 @@ def test_rows_are_matched_by_name_and_not_by_position(tmp_path):
 
     report = compare(tmp_path, swap)
     first = report.first
-    assert (first.name, first.left, first.right, first.num_different) == ("order of rows", (0, 1), (1, 0), 2)
+    assert (first.name, first.left, first.right, first.num_different) == ("order of rows", (1000, 1), (1001, 0), 2)
     assert [difference.stage for difference in report.differences] == ["batch"]
 
 
@@ -158,7 +163,7 @@ def test_a_row_that_is_missing_is_named_and_the_others_are_still_compared(tmp_pa
     report = compare(tmp_path, drop)
     first = report.first
     assert (first.name, first.left, first.right) == ("rows", "present", None)
-    assert (first.place.prompt_id, first.place.sample_id) == (1, 0)
+    assert (first.place.prompt_id, first.place.sample_id) == (1001, 0)
     assert [difference.name for difference in report.differences] == ["rows"]
     assert report.verdict.why == "one side lacks rows that the other trained on"
 

@@ -287,6 +287,9 @@ class SimulatedFile:
         self.is_clean = False
         return len(data)
 
+    def flush(self) -> None:
+        """Nothing: a write is an operation of its own when it is fsynced."""
+
     def fileno(self) -> int:
         """A descriptor for `os.fsync`."""
         return self.machine.descriptor(self)
