@@ -382,7 +382,7 @@ def gather(folder: Path) -> Manifest:
     processes = tuple(
         ProcessEntry(f"rank_{rank}", rank, "trainer", "a", 10, None, "dumped", "", "") for rank in range(2)
     )
-    manifest = Manifest(100.0, 2, (), (HostEntry("a"),), (100.0,), processes)
+    manifest = Manifest(100.0, 2, (), (HostEntry("a"),), (100.0,), processes, num_masked=0)
     write_manifest(folder, manifest)
     return manifest
 

@@ -150,7 +150,12 @@ def test_rows_are_matched_by_name_and_not_by_position(tmp_path):
 
     report = compare(tmp_path, swap)
     first = report.first
-    assert (first.name, first.left, first.right, first.num_different) == ("order of rows", (1000, 1), (1001, 0), 2)
+    assert (first.name, first.left, first.right, first.num_different) == (
+        "order of rows",
+        (1000, 1),
+        (1001, 0),
+        2,
+    )
     assert [difference.stage for difference in report.differences] == ["batch"]
 
 
