@@ -52,8 +52,8 @@ VARIABLES = (
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".gguf", ".json", ".jinja", ".model", ".txt")
 
 
-def environment() -> dict[str, Any]:
-    """Return the fingerprint of this process."""
+def environment(code: Path = Path(__file__).parent.parent) -> dict[str, Any]:
+    """Return the fingerprint of this process, whose trainer is in a folder of `code`."""
     return {
         "python": sys.version.split()[0],
         "platform": platform.platform(),
@@ -62,7 +62,7 @@ def environment() -> dict[str, Any]:
         "libraries": {name: library_version(name) for name in LIBRARIES},
         "torch": torch_facts(),
         "variables": {name: os.environ[name] for name in VARIABLES if name in os.environ},
-        "code": code_identity(Path(__file__).parent.parent),
+        "code": code_identity(code),
     }
 
 
@@ -88,8 +88,11 @@ def library_version(name: str) -> str | None:
 
 
 def torch_facts() -> dict[str, Any]:
-    """Build, threads, CPU kernels, determinism flags and GPUs of torch."""
-    import torch
+    """Build, threads, CPU kernels, determinism flags and GPUs of torch; no build without torch."""
+    try:
+        import torch
+    except ImportError:
+        return {"build": None}
 
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     return {

@@ -78,8 +78,18 @@ BATCH_KEYS = {
 AGENT_KEYS = dict.fromkeys(("episode", "branch", "parent_turn", "failure"), ("int", "row")) | {
     "turns": ("int", "token")
 }
-# largest values of what readers look up or decode; the smallest is 0
-LARGEST_VALUES = {"input_ids": 2**31 - 1, "finish_reason": 2, "branch": 11, "failure": 5}
+# what batches of other trainers have besides, and the bit of `unknown` for each value of a row
+OTHER_TRAINER_KEYS = dict.fromkeys(("unknown", "prompt_length"), ("int", "row"))
+UNKNOWN_BITS = {
+    "input_ids": 1,
+    "loss_mask": 2,
+    "logprobs": 4,
+    "versions": 8,
+    "rewards": 16,
+    "prompt_id": 32,
+    "finish_reason": 64,
+    "prompt_length": 128,
+}
 FILE_KINDS = {
     "batch": "safetensors",
     "learning": "safetensors",
@@ -89,6 +99,14 @@ FILE_KINDS = {
 }
 LARGEST_HEADER = 100_000_000  # bytes, as in the safetensors library
 LARGEST_ROW = 1 << 24  # tokens
+# largest values of what readers look up or decode; the smallest is 0
+LARGEST_VALUES = {
+    "input_ids": 2**31 - 1,
+    "finish_reason": 2,
+    "branch": 11,
+    "failure": 5,
+    "prompt_length": LARGEST_ROW,
+}
 LARGEST_SHAPE = 1 << 40  # elements, counted without the dimensions that are 0
 
 
@@ -105,6 +123,10 @@ def fingerprint(value: Any) -> dict[str, Any]:
         found = value.get(group) if isinstance(value, dict) else None
         if not isinstance(found, dict) or not isinstance(found.get(member, 0), str | None):
             raise mismatch(f"an object in which {group}.{member} is text or null", value)
+    for group, member in (("trainer", "name"), ("imported", "format")):
+        found = value.get(group, {member: ""})
+        if not isinstance(found, dict) or not isinstance(found.get(member), str):
+            raise mismatch(f"an object in which {group}.{member} is text", value)
     return value
 
 
@@ -195,18 +217,23 @@ class BatchEntry:
 class Recording:
     """Which steps of a run are recorded, and how much of each.
 
-    `scope` is "rollout" (batches and text), "plan" (also plan and outcome) or "full" (also the
-    trainer's inputs to the loss, per token). Steps that `every` divides are recorded, or exactly
-    those of `steps`.
+    `scope` is "rollout" (batches and text), "plan" (also plan and outcome), "full" (also the
+    trainer's inputs to the loss, per token), or "given": of another trainer, all that it gave, in
+    the steps that it gave. Steps that `every` divides are recorded, or exactly those of `steps`.
     """
 
-    scope: Annotated[str, one_of("rollout", "plan", "full")] = "plan"
+    scope: Annotated[str, one_of("rollout", "plan", "full", "given")] = "plan"
     every: Positive = 1
     steps: tuple[Step, ...] | None = None
 
     def wants(self, step: int) -> bool:
         """Return whether the step is to be recorded."""
         return step % self.every == 0 if self.steps is None else step in self.steps
+
+    @property
+    def has_plans(self) -> bool:
+        """Whether each step has a plan and an outcome."""
+        return self.scope in ("plan", "full")
 
 
 @dataclass(frozen=True)
@@ -254,6 +281,12 @@ class RecordHeader:
     environment: Annotated[dict[str, Any], fingerprint]
     config: dict[str, Any]
     recording: Recording = field(default_factory=Recording)
+
+    @property
+    def trainer(self) -> str | None:
+        """Name of the trainer, or of the format of an import; None for that of this repository."""
+        made_by, imported = (self.environment.get(name) for name in ("trainer", "imported"))
+        return made_by["name"] if made_by else imported["format"] if imported else None
 
 
 @dataclass(frozen=True)
@@ -346,7 +379,7 @@ class TextLine(TypedDict):
     row: Count
     prompt: str
     completion: str
-    reward: float
+    reward: float | None
 
 
 def check_version(document: dict[str, Any], file: str) -> int:
@@ -426,12 +459,13 @@ def problem_of_batch(batch: BatchEntry, keys: Mapping[str, tuple[str, str]]) -> 
         end += tensor.size_bytes
     if missing := sorted({*keys, "cu_seqlens"} - set(batch.tensors)):
         return f"no tensor {missing[0]}"
-    if agents := AGENT_KEYS.keys() & batch.tensors.keys():
-        if absent := sorted(AGENT_KEYS.keys() - agents):
-            return f"tensor {min(agents)}, but no {absent[0]}"
-        wrong = (problem_of_key(batch.tensors[name], AGENT_KEYS[name]) for name in sorted(agents))
-        if reason := next(filter(None, wrong), None):
-            return f"a tensor of agents that {reason}"
+    for whose, group in (("agents", AGENT_KEYS), ("other trainers", OTHER_TRAINER_KEYS)):
+        if found := group.keys() & batch.tensors.keys():
+            if absent := sorted(group.keys() - found):
+                return f"tensor {min(found)}, but no {absent[0]}"
+            wrong = (problem_of_key(batch.tensors[name], group[name]) for name in sorted(found))
+            if reason := next(filter(None, wrong), None):
+                return f"a tensor of {whose} that {reason}"
     if end != batch.size_bytes:
         return f"{end} bytes of header and tensors in {batch.size_bytes} bytes"
     if batch.num_tokens > batch.num_rows * batch.padded_length:

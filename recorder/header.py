@@ -87,17 +87,23 @@ def clear_record(folder: Path) -> None:
 
 
 def describe_run(facts: Mapping[str, Any], recording: Recording = Recording()) -> RecordHeader:
-    """Build the header of a run from the facts of its `start` event."""
-    config, tokenizer = facts["config"], facts["tokenizer"]
+    """Build the header of a run from the facts of its `start` event.
+
+    Another trainer than that of this repository is `trainer`, and its main script `code`.
+    """
+    config, tokenizer, model = facts["config"], facts["tokenizer"], facts["model_path"]
+    fingerprint = environment()
+    if "trainer" in facts:
+        fingerprint = environment(facts["code"]) | {"trainer": facts["trainer"]}
     return RecordHeader(
         format_version=FORMAT_VERSION,
         created=datetime.now(UTC).isoformat(timespec="seconds"),
         world_size=facts["world_size"],
         num_ranks=facts["data_parallel_size"],
         allocation=config.get("allocation_mode"),
-        model=folder_identity(str(facts["model_path"])),
+        model={"path": "", "files": {}} if model is None else folder_identity(str(model)),
         tokenizer=None if tokenizer is None else folder_identity(str(tokenizer.name_or_path)),
-        environment=environment(),
+        environment=fingerprint,
         config=config,
         recording=recording,
     )

@@ -29,6 +29,7 @@ from recorder.format import (
     STEP_FILE,
     STEPS_FOLDER,
     TOP_FILES,
+    UNKNOWN_BITS,
     BatchEntry,
     FileEntry,
     Outcome,
@@ -102,6 +103,16 @@ class RecordedStep:
             key: array[begin:end] if entry.tensors[key].axis == "token" else array[row]
             for key, array in arrays.items()
         }
+
+    def known(self, rank: int, key: str) -> np.ndarray:
+        """Return [rows] bool: whether the trainer knew the row's value under a key of the batch."""
+        name, entry = self.batch_entry(rank)
+        if key not in entry.tensors:
+            return np.zeros(entry.num_rows, bool)
+        if "unknown" not in entry.tensors or key not in UNKNOWN_BITS:
+            return np.ones(entry.num_rows, bool)
+        bits = self.tensors(name, entry, ["unknown"])["unknown"]
+        return (bits & UNKNOWN_BITS[key]) == 0
 
     def plan(self, rank: int) -> Plan:
         """Read the rank's plan. Raises StepNotRecorded if the scope of the record is "rollout"."""
@@ -355,7 +366,7 @@ def open_record(path: str | os.PathLike[str]) -> Record:
 
 @dataclass(frozen=True)
 class StepSummary:
-    """A step over all ranks. `mean_reward` is None for a step without rows."""
+    """A step over all ranks. `mean_reward` is over known rewards, None if there are none."""
 
     step: int
     version: int
@@ -372,7 +383,8 @@ def summarise_steps(record: Record, tick: Callable[[object], None]) -> list[Step
         step = record.step(number)
         ranks = range(step.manifest.num_ranks)
         batches = [step.batch_entry(rank)[1] for rank in ranks]
-        rewards = [reward for rank in ranks for reward in step.batch(rank, ["rewards"])["rewards"].tolist()]
+        known = [step.batch(rank, ["rewards"])["rewards"][step.known(rank, "rewards")] for rank in ranks]
+        rewards = [reward for of_rank in known for reward in of_rank.tolist()]
         summaries.append(
             StepSummary(
                 step=number,

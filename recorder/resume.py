@@ -7,7 +7,7 @@ steps  ... 37    | checkpoint before 40   38 and 39 were still queued when the r
 """
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from areal_core.safety.durable import sync
@@ -81,6 +81,8 @@ def gaps_before(first_step: int, gaps: Gaps, kept: list[int], recording: Recordi
         tuple(step for step in gaps.dropped if step < first_step),
         tuple(step for step in gaps.lost if step < first_step),
     )
-    after = range(kept[-1] + 1 if kept else first_step, first_step)
+    after: Sequence[int] = range(kept[-1] + 1 if kept else first_step, first_step)
+    if recording.scope == "given":  # nobody knows which of these the trainer gave
+        after = ()
     lost = [step for step in after if recording.wants(step) and known.reason(step) is None]
     return Gaps(known.removed, known.dropped, (*known.lost, *lost))

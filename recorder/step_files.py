@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from areal_core.safety.durable import commit_file, sync, write_durably
 from recorder.checksum_json import (
     checksum,
@@ -27,6 +29,7 @@ from recorder.format import (
     ANCHOR_FILE,
     FORMAT_VERSION,
     STEP_FILE,
+    UNKNOWN_BITS,
     AnchorManifest,
     FileEntry,
     Outcome,
@@ -74,18 +77,22 @@ def learning_tensors(inputs: Mapping[str, Any], batch: FlatBatch) -> FlatBatch:
 def decode_rows(batch: FlatBatch, tokenizer: Any) -> bytes:
     """Return JSON lines with prompt, completion and reward of each row.
 
-    The prompt ends before the first token in the loss mask.
+    The prompt ends where the trainer says, else before the first token in the loss mask.
     """
     arrays = {key: tensor.array for key, tensor in batch.tensors.items()}
+    unknown = arrays.get("unknown", np.zeros(batch.num_rows, np.uint8))
     lines = []
     for row, (begin, end) in enumerate(zip(arrays["cu_seqlens"], arrays["cu_seqlens"][1:], strict=False)):
         ids, trained = arrays["input_ids"][begin:end].tolist(), arrays["loss_mask"][begin:end]
         split = int(trained.argmax()) if trained.any() else len(ids)
+        if "prompt_length" in arrays and not unknown[row] & UNKNOWN_BITS["prompt_length"]:
+            split = int(arrays["prompt_length"][row])
+        reward = None if unknown[row] & UNKNOWN_BITS["rewards"] else float(arrays["rewards"][row])
         line = {
             "row": row,
             "prompt": tokenizer.decode(ids[:split]),
             "completion": tokenizer.decode(ids[split:]),
-            "reward": float(arrays["rewards"][row]),
+            "reward": reward,
         }
         lines.append(json_text(line) + "\n")
     return "".join(lines).encode()

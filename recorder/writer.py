@@ -309,13 +309,17 @@ class RecordWriter:
             self.archive.begin()
 
     def end_step(self, outcome: Outcome) -> None:
-        """Write, queue or drop the step that just ended, as all ranks agree."""
+        """Record the step that just ended."""
         step, self.current = self.current, None
         if step is None or step.step != outcome.step:
             raise RecordError(f"step {outcome.step} ended without a `batch` event: send one before `step`")
         step = replace(step, version=outcome.version, outcome=outcome)
-        if self.options.recording.scope == "rollout":
+        if not self.options.recording.has_plans:
             step = replace(step, plan=None, outcome=None)
+        self.record_step(step)
+
+    def record_step(self, step: RankStep) -> None:
+        """Write, queue or drop a step of this rank, as all ranks agree; a collective."""
         if self.background is None:
             self.attempt(lambda: self.write(step))
             self.agree()
@@ -352,7 +356,7 @@ class RecordWriter:
         """Write this rank's files, and their checksums for rank 0."""
         if self.rank == 0:
             self.kept.check_room()
-        if self.tokenizer is not None:
+        if self.tokenizer is not None and step.text is None:
             step = replace(step, text=decode_rows(step.batch, self.tokenizer))
         folder = self.step_folder(step)
         self.check_lock(f"step {step.step}")

@@ -175,10 +175,10 @@ def settings_that_differ(left: Record, right: Record) -> HeaderComparison:
 
 def stages_not_recorded(left: Record, right: Record) -> tuple[str, ...]:
     """Stages that cannot be compared because the scope of one of the records is too small."""
-    scopes = {left.header.recording.scope, right.header.recording.scope}
-    if "rollout" in scopes:
+    both = (left.header.recording, right.header.recording)
+    if not all(recording.has_plans for recording in both):
         return STAGES[1:]
-    return ("logprobs", "advantages") if "plan" in scopes else ()
+    return ("logprobs", "advantages") if "plan" in {recording.scope for recording in both} else ()
 
 
 def acts_from(option: str) -> str:

@@ -99,7 +99,7 @@ def expected_guarantee(
         changed: options with an effect that differ, including those of shape.
         edits: what was changed in the recorded rows, a phrase each.
     """
-    if recorded.recording.scope == "rollout":
+    if not recorded.recording.has_plans:
         return Guarantee("unrecorded", ("only rollouts were recorded, not the outcome of training on them",))
     effects = [d.where for d in changed if not is_division(d.where) and d.where != DEVICE]
     if effects or edits:

@@ -67,7 +67,7 @@ def replay(request: Request, make_observers: Sequence[MakeObserver]) -> None:
 
 def total_steps(record: Record, step: int) -> int:
     """Return the length of the learning-rate schedule; of rollouts alone, recorded steps."""
-    if record.header.recording.scope == "rollout":
+    if not record.header.recording.has_plans:
         return record.steps[-1] + 1
     steps: int = record.step(step).plan(0).details["total_steps"]
     return steps

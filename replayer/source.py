@@ -36,7 +36,7 @@ class RecordedRollouts:
         """
         recorded = self.record.step(step)
         num_recorded = recorded.manifest.num_ranks
-        if self.record.header.recording.scope != "rollout":
+        if self.record.header.recording.has_plans:
             # With more ranks than recorded, some share an RNG state; only dropout uses it.
             set_rng_state(recorded.plan(self.rank % num_recorded).rng)
         if self.size == num_recorded:

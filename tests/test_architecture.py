@@ -44,6 +44,7 @@ USED_FROM_OUTSIDE = {
     "assert_consistent": "public: for users' tests",
     "do_GET": "called by http.server",
     "find_class": "called by pickle",
+    "from_environment": "adapters that an import path names",
     "in_step": "tests: batches with prompts of their own",
     "finish_weight_update": "called by vLLM",
     "format_commands": "called by click",

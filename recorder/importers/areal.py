@@ -11,17 +11,10 @@ from typing import Any
 import numpy as np
 
 from recorder.errors import ForeignFormat
-from recorder.importers.foreign import (
-    STOP,
-    Foreign,
-    ImportedSample,
-    Step,
-    files_in_order,
-    full_sequence,
-    optional,
-)
+from recorder.importers.foreign import Foreign, Step, files_in_order, full_sequence, optional
 from recorder.importers.stand_ins import Instance
 from recorder.importers.unpickle import first_strings, load_pickle
+from recorder.trainers.sample import STOP, Sample
 
 KEYS = {"input_ids", "attention_mask", "loss_mask", "rewards"}
 NOTES = ("weights and optimizer are not in the file: choose the model for a replay",)
@@ -70,13 +63,13 @@ def read(path: Path) -> Foreign:
     return Foreign("areal", steps, list(dict.fromkeys(notes)))
 
 
-def parse_batch(document: Mapping[str, Any], group: int | None) -> list[ImportedSample]:
+def parse_batch(document: Mapping[str, Any], group: int | None) -> list[Sample]:
     """Parse the rows of a padded batch; without `group`, by `prompt_id` or by the prompt."""
     lengths = np.asarray(document["attention_mask"]).astype(bool).sum(axis=1)
     return [parse_row(document, row, int(length), group) for row, length in enumerate(lengths)]
 
 
-def parse_row(document: Mapping[str, Any], row: int, length: int, group: int | None) -> ImportedSample:
+def parse_row(document: Mapping[str, Any], row: int, length: int, group: int | None) -> Sample:
     """Parse one row, without its padding."""
     tokens = np.asarray(document["input_ids"])[row, :length].astype(np.int32)
     mask = np.asarray(document["loss_mask"])[row, :length].astype(np.int32)
@@ -85,7 +78,7 @@ def parse_row(document: Mapping[str, Any], row: int, length: int, group: int | N
         optional(document, name) for name in ("logprobs", "versions", "prompt_id", "finish_reason")
     )
     prompt = tokens[:first].tobytes() if prompt_ids is None else int(prompt_ids[row])
-    return ImportedSample(
+    return Sample(
         tokens=tokens,
         loss_mask=mask,
         logprobs=None if logprobs is None else full_sequence(logprobs[row, :length], mask, np.float32),

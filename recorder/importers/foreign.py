@@ -12,46 +12,7 @@ from typing import Any
 import numpy as np
 
 from recorder.errors import ForeignFormat
-
-STOP, LENGTH, ABORT = 0, 1, 2
-FINISH_REASONS = {
-    "stop": STOP,
-    "completed": STOP,
-    "eos": STOP,
-    "end_turn": STOP,
-    "tool_calls": STOP,
-    "length": LENGTH,
-    "truncated": LENGTH,
-    "max_tokens": LENGTH,
-    "abort": ABORT,
-    "aborted": ABORT,
-    "failed": ABORT,
-    "skipped": ABORT,
-}
-
-
-@dataclass(frozen=True)
-class ImportedSample:
-    """One sequence of T tokens.
-
-    Attributes:
-        tokens: [T] int32.
-        loss_mask: [T] int32, 1 on tokens that are trained on.
-        logprobs: [T] float32 of the engine, None if absent.
-        reward: None if the format has none.
-        group: equal for the answers to one prompt.
-        versions: [T] int32, None if unknown.
-        text: prompt and completion if the format has them.
-    """
-
-    tokens: np.ndarray
-    loss_mask: np.ndarray
-    logprobs: np.ndarray | None
-    reward: float | None
-    group: Hashable
-    finish_reason: int = STOP
-    versions: np.ndarray | None = None
-    text: tuple[str, str] | None = None
+from recorder.trainers.sample import FINISH_REASONS, STOP, Sample
 
 
 @dataclass(frozen=True)
@@ -59,7 +20,7 @@ class Step:
     """One batch; `name` is its name in the source."""
 
     name: str
-    samples: Sequence[ImportedSample]
+    samples: Sequence[Sample]
 
 
 @dataclass(frozen=True)
@@ -89,7 +50,7 @@ def completion_sample(
     versions: Any = None,
     text: tuple[str, str] | None = None,
     where: str,
-) -> ImportedSample:
+) -> Sample:
     """Build a sample; mask, logprobs and versions have one value per completion token.
 
     Raises ForeignFormat if their lengths differ.
@@ -102,7 +63,7 @@ def completion_sample(
             raise ForeignFormat(f"{where}: {len(values)} {name} for {size} tokens of completion")
     zeros = np.zeros(len(prompt), np.int32)
     mask = np.concatenate([zeros, mask])
-    return ImportedSample(
+    return Sample(
         tokens=as_tokens(np.concatenate([prompt, completion]), where),
         loss_mask=mask,
         logprobs=None
@@ -111,6 +72,7 @@ def completion_sample(
         reward=reward,
         group=group,
         finish_reason=finish_reason,
+        prompt_length=len(prompt),
         versions=None
         if versions is None
         else np.where(mask, np.concatenate([zeros, np.asarray(versions)]), -1).astype(np.int32),
@@ -158,6 +120,6 @@ def files_in_order(path: Path, pattern: str) -> list[Path]:
     return sorted(files, key=lambda file: (number_in(file.stem), file.name))
 
 
-def count_without(samples: Sequence[ImportedSample], field_name: str) -> int:
+def count_without(samples: Sequence[Sample], field_name: str) -> int:
     """Count the samples that lack a field."""
     return sum(getattr(sample, field_name) is None for sample in samples)

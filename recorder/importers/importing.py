@@ -1,4 +1,4 @@
-"""Import a foreign dump as a record of one rank in the scope `rollout`."""
+"""Import a foreign dump as a record of one rank in the scope `given`."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -6,12 +6,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from areal_core.safety.confine import bounds_for, run_confined
 from areal_core.safety.printable import printable
 from areal_core.safety.scratch import unfinished_folder
-from recorder.checksum_json import json_text
 from recorder.environment import folder_identity
 from recorder.errors import ForeignFormat, RecordError, RecordNotFound, UnsafePickle
 from recorder.format import (
@@ -35,10 +32,10 @@ from recorder.importers import (
     verl,
     xtuner,
 )
-from recorder.importers.foreign import Foreign, ImportedSample, Step, count_without
+from recorder.importers.foreign import Foreign, count_without
 from recorder.integrity.chain import write_end
 from recorder.step_files import RankStep, commit_step, write_rank
-from recorder.tensors import flatten
+from recorder.trainers.batches import Content, content_of, number_groups
 
 
 @dataclass(frozen=True)
@@ -147,12 +144,11 @@ def write_import(
         write_header(folder, header_of(foreign, source, notes, config, model))
         link, first_prompt = None, 0
         for number, step in enumerate(foreign.steps):
-            batch, text = batch_of(step, number, first_prompt)
-            first_prompt = int(batch["prompt_id"].max(initial=first_prompt - 1)) + 1
-            link = write_step(folder, number, batch, text, link)
+            (places,), first_prompt = number_groups([[s.group for s in step.samples]], first_prompt)
+            link = write_step(folder, number, content_of(step.samples, places), link)
         write_end(folder, True, link)
         samples = [sample for step in foreign.steps for sample in step.samples]
-        num_tokens = sum(len(sample.tokens) for sample in samples)
+        num_tokens = sum(sample.num_tokens for sample in samples)
     except (RecordError, MemoryError, OSError):
         raise
     except Exception as error:  # what others wrote may have any type and shape anywhere
@@ -165,16 +161,11 @@ def write_import(
 
 
 def missing_notes(foreign: Foreign) -> list[str]:
-    """Describe what single samples lack, and the value recorded instead."""
+    """Describe what samples lack: it is recorded as unknown."""
     samples = [sample for step in foreign.steps for sample in step.samples]
-    places = {
-        "logprobs": "0 is recorded: replay with actor.recompute_logprob=true",
-        "reward": "0 is recorded",
-        "versions": "every token counts as sampled by the weights of its step",
-    }
-    counts = {name: count_without(samples, name) for name in places}
+    counts = {name: count_without(samples, name) for name in ("logprobs", "reward", "versions")}
     return [
-        f"{count} of {len(samples)} samples have no {name}: {places[name]}"
+        f"{count} of {len(samples)} samples have no {name}: recorded as unknown"
         for name, count in counts.items()
         if count
     ]
@@ -183,7 +174,7 @@ def missing_notes(foreign: Foreign) -> list[str]:
 def header_of(
     foreign: Foreign, source: Path, notes: Sequence[str], config: Mapping[str, Any], model: dict[str, Any]
 ) -> RecordHeader:
-    """Build record.json of an import: one rank, scope `rollout`, unknown environment."""
+    """Build record.json of an import: one rank, scope `given`, unknown environment."""
     return RecordHeader(
         format_version=FORMAT_VERSION,
         created=datetime.now(UTC).isoformat(timespec="seconds"),
@@ -203,76 +194,13 @@ def header_of(
             },
         },
         config=dict(config),
-        recording=Recording(scope="rollout"),
+        recording=Recording(scope="given"),
     )
 
 
-def batch_of(step: Step, number: int, first_prompt: int) -> tuple[dict[str, np.ndarray], bytes | None]:
-    """Return the padded batch of a step, whose prompts count from `first_prompt`, and its text."""
-    rows, prompt_ids, sample_ids = canonical(step.samples)
-    return pad(rows, [first_prompt + prompt for prompt in prompt_ids], sample_ids, number), text_lines(rows)
-
-
-def write_step(
-    destination: Path,
-    number: int,
-    batch: dict[str, np.ndarray],
-    text: bytes | None,
-    previous: StepLink | None,
-) -> StepLink:
+def write_step(destination: Path, number: int, content: Content, previous: StepLink | None) -> StepLink:
     """Write one committed step, and return the link for the next one."""
     folder = destination / STEPS_FOLDER / step_name(number)
     folder.mkdir(parents=True)
-    written = write_rank(folder, 0, 1, RankStep(number, number, flatten(batch), text=text))
-    return commit_step(folder, number, number + 1, [written], previous).link
-
-
-def canonical(samples: Sequence[ImportedSample]) -> tuple[list[ImportedSample], list[int], list[int]]:
-    """Sort samples by group, in order of appearance; return them, `prompt_id`s and `sample_id`s."""
-    groups: dict[Any, list[ImportedSample]] = {}
-    for sample in samples:
-        groups.setdefault(sample.group, []).append(sample)
-    rows = [sample for group in groups.values() for sample in group]
-    prompt_ids = [number for number, group in enumerate(groups.values()) for _ in group]
-    sample_ids = [number for group in groups.values() for number in range(len(group))]
-    return rows, prompt_ids, sample_ids
-
-
-def pad(
-    rows: Sequence[ImportedSample], prompt_ids: list[int], sample_ids: list[int], version: int
-) -> dict[str, np.ndarray]:
-    """Build the padded batch of ARCHITECTURE.md."""
-    shape = (len(rows), max(len(row.tokens) for row in rows))
-    batch: dict[str, np.ndarray] = {
-        "attention_mask": np.zeros(shape, bool),
-        "input_ids": np.zeros(shape, np.int32),
-        "loss_mask": np.zeros(shape, np.int32),
-        "logprobs": np.zeros(shape, np.float32),
-        "versions": np.zeros(shape, np.int32),
-        "rewards": np.array([row.reward or 0.0 for row in rows], np.float32),
-        "prompt_id": np.array(prompt_ids, np.int64),
-        "sample_id": np.array(sample_ids, np.int32),
-        "finish_reason": np.array([row.finish_reason for row in rows], np.int32),
-    }
-    for number, row in enumerate(rows):
-        size = len(row.tokens)
-        batch["attention_mask"][number, :size] = True
-        batch["input_ids"][number, :size] = row.tokens
-        batch["loss_mask"][number, :size] = row.loss_mask
-        if row.logprobs is not None:
-            batch["logprobs"][number, :size] = row.logprobs
-        versions = np.where(row.loss_mask != 0, version, -1) if row.versions is None else row.versions
-        batch["versions"][number, :size] = versions
-    return batch
-
-
-def text_lines(rows: Sequence[ImportedSample]) -> bytes | None:
-    """Return the text file of a step, None if the format has no text."""
-    if not any(row.text for row in rows):
-        return None
-    lines = []
-    for number, row in enumerate(rows):
-        prompt, completion = row.text or ("", "")
-        line = {"row": number, "prompt": prompt, "completion": completion, "reward": row.reward or 0.0}
-        lines.append(json_text(line) + "\n")
-    return "".join(lines).encode()
+    step = RankStep(number, number + 1, content.batch, learning=content.learning, text=content.text)
+    return commit_step(folder, number, number + 1, [write_rank(folder, 0, 1, step)], previous).link

@@ -11,15 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from recorder.importers.foreign import (
-    Foreign,
-    ImportedSample,
-    Step,
-    as_tokens,
-    files_in_order,
-    full_sequence,
-    member,
-)
+from recorder.importers.foreign import Foreign, Step, as_tokens, files_in_order, full_sequence, member
+from recorder.trainers.sample import Sample
 
 NOTES = (
     "idx does not identify groups: samples with the same prompt tokens are a group",
@@ -51,7 +44,7 @@ def read(path: Path) -> Foreign:
     return Foreign("nemo-rl", steps, NOTES)
 
 
-def parse_row(row: Mapping[str, Any], where: str) -> ImportedSample:
+def parse_row(row: Mapping[str, Any], where: str) -> Sample:
     """Parse one sample."""
     length = int(unwrapped(row, "input_lengths", where))
     columns = {
@@ -61,7 +54,7 @@ def parse_row(row: Mapping[str, Any], where: str) -> ImportedSample:
     mask = (columns["token_loss_mask"] * unwrapped(row, "sample_loss_mask", where)).astype(np.int32)
     tokens = as_tokens(columns["token_ids"], where)
     first = int(mask.argmax()) if mask.any() else length
-    return ImportedSample(
+    return Sample(
         tokens=tokens,
         loss_mask=mask,
         logprobs=full_sequence(columns["generation_logprobs"], mask, np.float32),

@@ -8,7 +8,6 @@ from typing import Any
 
 from recorder.importers.foreign import (
     Foreign,
-    ImportedSample,
     Step,
     completion_sample,
     files_in_order,
@@ -16,6 +15,7 @@ from recorder.importers.foreign import (
     member,
     optional,
 )
+from recorder.trainers.sample import Sample
 
 NOTES = (
     "which tokens came from tools is not in the file: the whole response is trained",
@@ -38,7 +38,7 @@ def files_of(path: Path) -> list[Path]:
 
 def read(path: Path) -> Foreign:
     """Read the steps that the rows name, in order. Raises ForeignFormat."""
-    samples: dict[int, list[ImportedSample]] = defaultdict(list)
+    samples: dict[int, list[Sample]] = defaultdict(list)
     for file in files_of(path):
         for number, line in enumerate(file.read_text().splitlines()):
             row, where = json.loads(line), f"{file}, line {number + 1}"
@@ -46,7 +46,7 @@ def read(path: Path) -> Foreign:
     return Foreign("open-instruct", [Step(f"step {step}", samples[step]) for step in sorted(samples)], NOTES)
 
 
-def parse_row(row: Mapping[str, Any], where: str) -> ImportedSample:
+def parse_row(row: Mapping[str, Any], where: str) -> Sample:
     """Parse one sample."""
     reward = member(row, "reward", where)
     return completion_sample(

@@ -13,16 +13,9 @@ from typing import Any
 import numpy as np
 
 from recorder.errors import ForeignFormat
-from recorder.importers.foreign import (
-    Foreign,
-    ImportedSample,
-    Step,
-    as_tokens,
-    full_sequence,
-    member,
-    number_in,
-)
+from recorder.importers.foreign import Foreign, Step, as_tokens, full_sequence, member, number_in
 from recorder.importers.msgpack import unpack
+from recorder.trainers.sample import Sample
 
 IDS, MASK, ADVANTAGES, LOGPROBS, LENGTHS, ENVIRONMENTS = 0, 1, 2, 3, 5, 7
 NUM_POSITIONS = 16
@@ -71,7 +64,7 @@ def read(path: Path) -> Foreign:
     return Foreign("prime-rl", steps, NOTES)
 
 
-def read_bin(file: Path) -> Iterator[ImportedSample]:
+def read_bin(file: Path) -> Iterator[Sample]:
     """Yield the samples of a rank, without padding and without fully masked copies."""
     try:
         micro_batches = unpack(file.read_bytes())
@@ -86,7 +79,7 @@ def read_bin(file: Path) -> Iterator[ImportedSample]:
         yield from split(micro_batch, where)
 
 
-def split(micro_batch: list[Any], where: str) -> Iterator[ImportedSample]:
+def split(micro_batch: list[Any], where: str) -> Iterator[Sample]:
     """Yield the sequences of a micro-batch."""
     columns = {name: np.asarray(micro_batch[name]) for name in (IDS, MASK, ADVANTAGES, LOGPROBS)}
     real = np.array([name != "" for name in micro_batch[ENVIRONMENTS]], bool)
@@ -103,10 +96,10 @@ def split(micro_batch: list[Any], where: str) -> Iterator[ImportedSample]:
             )
 
 
-def make_sample(columns: Mapping[int, np.ndarray], where: str) -> ImportedSample:
+def make_sample(columns: Mapping[int, np.ndarray], where: str) -> Sample:
     """Build the sample of a sequence; its reward is its mean advantage."""
     mask = columns[MASK].astype(np.int32)
-    return ImportedSample(
+    return Sample(
         tokens=as_tokens(columns[IDS], where),
         loss_mask=mask,
         logprobs=full_sequence(columns[LOGPROBS], mask, np.float32),
@@ -115,7 +108,7 @@ def make_sample(columns: Mapping[int, np.ndarray], where: str) -> ImportedSample
     )
 
 
-def read_export(file: Path) -> Iterator[ImportedSample]:
+def read_export(file: Path) -> Iterator[Sample]:
     """Yield the sequences of a token export."""
     for number, line in enumerate(file.read_text().splitlines()):
         where = f"{file}, line {number + 1}"

@@ -13,7 +13,6 @@ import numpy as np
 
 from recorder.importers.foreign import (
     Foreign,
-    ImportedSample,
     Step,
     as_tokens,
     completion_sample,
@@ -24,6 +23,7 @@ from recorder.importers.foreign import (
 )
 from recorder.importers.unpickle import load_pickle
 from recorder.importers.verl import read_proto
+from recorder.trainers.sample import Sample
 
 NOTES = (
     "weights and optimizer are not in the file: choose the model for a replay",
@@ -63,9 +63,7 @@ def num_rows(tensors: Mapping[str, np.ndarray], file: Path) -> int:
     return len(member(tensors, "input_ids", str(file)))
 
 
-def parse_row(
-    tensors: Mapping[str, np.ndarray], others: Mapping[str, Any], row: int, where: str
-) -> ImportedSample:
+def parse_row(tensors: Mapping[str, np.ndarray], others: Mapping[str, Any], row: int, where: str) -> Sample:
     """Parse one row of either kind of batch."""
     where = f"{where}, row {row}"
     group = others["traj_group_id"][row] if "traj_group_id" in others else None
@@ -79,7 +77,7 @@ def parse_row(
         shifted = np.concatenate([[0], tensors["infer_logprobs"][row]])
         logprobs = full_sequence(shifted[kept], mask, np.float32)
     first = int(mask.argmax()) if mask.any() else len(tokens)
-    return ImportedSample(
+    return Sample(
         tokens=tokens,
         loss_mask=mask,
         logprobs=logprobs,
@@ -88,7 +86,7 @@ def parse_row(
     )
 
 
-def rlvr_row(tensors: Mapping[str, np.ndarray], row: int, group: Any, where: str) -> ImportedSample:
+def rlvr_row(tensors: Mapping[str, np.ndarray], row: int, group: Any, where: str) -> Sample:
     """Parse one row of a batch with left-padded prompts."""
     width = tensors["prompts"].shape[1]
     attention = tensors["attention_mask"][row].astype(bool)

@@ -13,7 +13,6 @@ import numpy as np
 from recorder.errors import ForeignFormat
 from recorder.importers.foreign import (
     Foreign,
-    ImportedSample,
     Step,
     as_tokens,
     files_in_order,
@@ -23,6 +22,7 @@ from recorder.importers.foreign import (
 )
 from recorder.importers.stand_ins import Instance
 from recorder.importers.unpickle import load_bytes, load_pickle
+from recorder.trainers.sample import Sample
 
 NOTES = (
     "rewards are not in the file: each sample's mean advantage is recorded as its reward; replay with actor.reward_norm=null "
@@ -93,7 +93,7 @@ def groups_of(metadata: Mapping[str, Any], num_rows: int) -> list[Hashable]:
     return groups
 
 
-def parse_row(batch: Mapping[str, np.ndarray], row: int, group: Hashable, where: str) -> ImportedSample:
+def parse_row(batch: Mapping[str, np.ndarray], row: int, group: Hashable, where: str) -> Sample:
     """Parse one row, without its padding."""
     kept = batch["attention_mask"][row].astype(bool)
 
@@ -104,7 +104,7 @@ def parse_row(batch: Mapping[str, np.ndarray], row: int, group: Hashable, where:
 
     mask = all_columns("loss_mask").astype(np.int32)
     advantages = all_columns("advantages")[mask != 0]
-    return ImportedSample(
+    return Sample(
         tokens=as_tokens(batch["sequences"][row][kept], where),
         loss_mask=mask,
         logprobs=full_sequence(all_columns("rollout_logprobs"), mask, np.float32)

@@ -11,18 +11,9 @@ from typing import Any
 import numpy as np
 
 from recorder.errors import ForeignFormat
-from recorder.importers.foreign import (
-    ABORT,
-    FINISH_REASONS,
-    Foreign,
-    ImportedSample,
-    Step,
-    completion_sample,
-    files_in_order,
-    member,
-    optional,
-)
+from recorder.importers.foreign import Foreign, Step, completion_sample, files_in_order, member, optional
 from recorder.importers.unpickle import first_strings, load_pickle
+from recorder.trainers.sample import ABORT, FINISH_REASONS, Sample
 
 MEMBERS = {"rollout_id", "samples"}
 NOTES = (
@@ -67,7 +58,7 @@ def read(path: Path) -> Foreign:
     return Foreign("slime", steps, NOTES)
 
 
-def parse_sample(document: Mapping[str, Any], where: str) -> ImportedSample:
+def parse_sample(document: Mapping[str, Any], where: str) -> Sample:
     """Parse one sample."""
     tokens = np.asarray(member(document, "tokens", where), np.int64)
     size = member(document, "response_length", where)

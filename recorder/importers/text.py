@@ -9,9 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from recorder.importers.foreign import Foreign, ImportedSample, Step, number_in
+from recorder.importers.foreign import Foreign, Step, number_in
+from recorder.trainers.sample import Sample
 
 # format -> the members of prompt, completion and reward
 MEMBERS = {
@@ -70,19 +69,16 @@ def first_line_has(path: Path, names: set[str]) -> bool:
     return isinstance(document, dict) and names <= document.keys()
 
 
-def read_file(file: Path, format_name: str) -> list[ImportedSample]:
+def read_file(file: Path, format_name: str) -> list[Sample]:
     """Read the rows of a file."""
     return [parse_row(json.loads(line), format_name) for line in file.read_text().splitlines()]
 
 
-def parse_row(row: Mapping[str, Any], format_name: str) -> ImportedSample:
+def parse_row(row: Mapping[str, Any], format_name: str) -> Sample:
     """Parse one row: no tokens, its text, its reward, and the prompt as its group."""
     prompt, completion, reward = (row[name] for name in MEMBERS[format_name])
-    nothing = np.zeros(0, np.int32)
-    return ImportedSample(
-        tokens=nothing,
-        loss_mask=nothing,
-        logprobs=np.zeros(0, np.float32),
+    return Sample(
+        tokens=None,
         reward=None if reward is None else float(reward),
         group=prompt,
         text=(prompt, completion),

@@ -12,17 +12,10 @@ from typing import Any
 import numpy as np
 
 from recorder.errors import ForeignFormat
-from recorder.importers.foreign import (
-    Foreign,
-    ImportedSample,
-    Step,
-    completion_sample,
-    member,
-    number_in,
-    optional,
-)
+from recorder.importers.foreign import Foreign, Step, completion_sample, member, number_in, optional
 from recorder.importers.stand_ins import TORCH_TYPES, Instance
 from recorder.importers.unpickle import load_bytes, load_pickle
+from recorder.trainers.sample import Sample
 
 NOTES = (
     "weights and optimizer are not in the file: choose the model for a replay",
@@ -79,9 +72,7 @@ def unpack(packed: Sequence[Any], where: str) -> np.ndarray:
     return (values.astype(np.uint32) << 16).view(np.float32) if dtype == "bfloat16" else values
 
 
-def parse_rows(
-    tensors: Mapping[str, np.ndarray], others: Mapping[str, Any], where: str
-) -> list[ImportedSample]:
+def parse_rows(tensors: Mapping[str, np.ndarray], others: Mapping[str, Any], where: str) -> list[Sample]:
     """Parse all rows."""
     prompts, responses = member(tensors, "prompts", where), member(tensors, "responses", where)
     attention = np.asarray(member(tensors, "attention_mask", where)).astype(bool)

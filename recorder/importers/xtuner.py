@@ -14,7 +14,6 @@ import numpy as np
 from recorder.errors import ForeignFormat
 from recorder.importers.foreign import (
     Foreign,
-    ImportedSample,
     Step,
     as_tokens,
     completion_sample,
@@ -26,6 +25,7 @@ from recorder.importers.foreign import (
 )
 from recorder.importers.stand_ins import Instance
 from recorder.importers.unpickle import load_pickle
+from recorder.trainers.sample import Sample
 
 IGNORED = -100  # label of a token that is not trained on
 NOTES = (
@@ -62,7 +62,7 @@ def read(path: Path) -> Foreign:
     return Foreign("xtuner", steps, NOTES)
 
 
-def parse_state(state: Any, group: int, where: str) -> ImportedSample:
+def parse_state(state: Any, group: int, where: str) -> Sample:
     """Parse one RolloutState."""
     if not isinstance(state, Instance) or not isinstance(state.state, dict):
         raise ForeignFormat(f"{where} is not a RolloutState")
@@ -86,9 +86,7 @@ def parse_state(state: Any, group: int, where: str) -> ImportedSample:
     )
 
 
-def parse_trace(
-    fields: Mapping[str, Any], reward: Any, group: int, reason: int, where: str
-) -> ImportedSample:
+def parse_trace(fields: Mapping[str, Any], reward: Any, group: int, reason: int, where: str) -> Sample:
     """Parse a complete sequence, in which labels define the loss mask."""
     tokens = as_tokens(np.asarray(fields["input_ids"], np.int64), where)
     labels = np.asarray(fields["labels"], np.int64)
@@ -97,7 +95,7 @@ def parse_trace(
         raise ForeignFormat(f"{where}: its labels are neither the token itself nor {IGNORED}")
     mask = trained.astype(np.int32)
     logprobs = optional(fields, "logprobs")
-    return ImportedSample(
+    return Sample(
         tokens=tokens,
         loss_mask=mask,
         logprobs=None if logprobs is None else full_sequence(logprobs, mask, np.float32),

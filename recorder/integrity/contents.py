@@ -6,12 +6,12 @@ plan ── rows, micro-batches ──> batch <── rows, tokens ── outcom
 import json
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
-from recorder.format import STEP_FILE, BatchEntry, Outcome, Plan, RecordHeader
+from recorder.format import STEP_FILE, BatchEntry, Outcome, Plan, RecordHeader, Recording
 from recorder.reader import RecordedStep
 from recorder.storage import Storage
 from recorder.tensors import read_bytes
@@ -29,25 +29,31 @@ def contradictions(step: RecordedStep, header: RecordHeader) -> Iterator[Contrad
             yield step.name_of(name), "has a safetensors header with other tensors than step.json"
     for rank in range(manifest.num_ranks):
         arrays = step.batch(rank)
-        yield from results_problems(step, rank, header.recording.scope, np.diff(arrays["cu_seqlens"]))
+        lengths = np.diff(arrays["cu_seqlens"])
+        yield from results_problems(step, rank, header.recording, lengths)
+        yield from prompt_problems(step, rank, arrays, lengths)
         yield from text_problems(step, rank, arrays["rewards"].astype(np.float64))
         yield from learning_problems(step, rank, arrays["cu_seqlens"])
 
 
 def results_problems(
-    step: RecordedStep, rank: int, scope: str, lengths: np.ndarray
+    step: RecordedStep, rank: int, recording: Recording, lengths: np.ndarray
 ) -> Iterator[Contradiction]:
     """Yield what contradicts in plan and outcome of a rank whose rows have these lengths."""
     plan_name, outcome_name = (step.rank_name(kind, rank, "json") for kind in ("plan", "outcome"))
     recorded = [name for name in (plan_name, outcome_name) if name in step.manifest.files]
-    wanted = [] if scope == "rollout" else [plan_name, outcome_name]
-    if recorded != wanted:
-        yield step.name_of(STEP_FILE), f"lists {recorded or 'neither plan nor outcome'} with scope {scope}"
-    elif recorded:
-        plan, outcome = step.plan(rank), step.outcome(rank)
-        for what in problems_of_plan(step, plan, lengths):
-            yield step.name_of(plan_name), what
-        for what in problems_of_outcome(step, outcome, plan, lengths):
+    wanted = [plan_name, outcome_name] if recording.has_plans else []
+    if recorded != wanted and recording.scope != "given":
+        what = f"lists {recorded or 'neither plan nor outcome'} with scope {recording.scope}"
+        yield step.name_of(STEP_FILE), what
+        return
+    plan = step.plan(rank) if plan_name in recorded else None
+    if plan is not None and recording.scope == "given":  # another trainer's details have any form
+        plan = replace(plan, details={})
+    for what in () if plan is None else problems_of_plan(step, plan, lengths):
+        yield step.name_of(plan_name), what
+    if outcome_name in recorded:
+        for what in problems_of_outcome(step, step.outcome(rank), plan, lengths):
             yield step.name_of(outcome_name), what
 
 
@@ -101,7 +107,7 @@ def problem_of_rows(rows: list[int], num_rows: int) -> str | None:
 
 
 def problems_of_outcome(
-    step: RecordedStep, outcome: Outcome, plan: Plan, lengths: np.ndarray
+    step: RecordedStep, outcome: Outcome, plan: Plan | None, lengths: np.ndarray
 ) -> Iterator[str]:
     """Yield what in an outcome contradicts step.json, the batch, or the plan."""
     if outcome.step != step.manifest.step:
@@ -116,9 +122,22 @@ def problems_of_outcome(
             yield f"has a micro-batch with {problem}"
         elif micro.num_tokens != (num_tokens := int(lengths[rows].sum())):
             yield f"has a micro-batch of {micro.num_tokens} tokens, whose rows have {num_tokens}"
-    planned = [rows_of(item)[1] for item in plan.details.get("minibatches", ())]
+    minibatches = () if plan is None else plan.details.get("minibatches", ())
+    planned = [rows_of(item)[1] for item in minibatches]
     if planned and [trained.get(number) for number in range(len(planned))] != planned:
         yield "has other micro-batches than the plan"
+
+
+def prompt_problems(
+    step: RecordedStep, rank: int, arrays: dict[str, np.ndarray], lengths: np.ndarray
+) -> Iterator[Contradiction]:
+    """Yield rows whose prompt is longer than they are."""
+    for row in np.flatnonzero(arrays.get("prompt_length", lengths) > lengths)[:1]:
+        found = arrays["prompt_length"][row]
+        yield (
+            step.name_of(step.batch_entry(rank)[0]),
+            f"has a prompt of {found} tokens in row {row} of {lengths[row]}",
+        )
 
 
 def text_problems(step: RecordedStep, rank: int, rewards: np.ndarray) -> Iterator[Contradiction]:

@@ -12,7 +12,7 @@ from crc32c import crc32c
 import recorder
 from recorder import open_record
 from recorder.checksum_json import checksum, parse_checksummed
-from recorder.format import AGENT_KEYS, BATCH_KEYS, NUMPY_TYPES
+from recorder.format import AGENT_KEYS, BATCH_KEYS, NUMPY_TYPES, OTHER_TRAINER_KEYS, UNKNOWN_BITS
 from recorder.header import Gaps, parse_gaps
 from recorder.testing import write_worked_example
 from tests.recorder.mutations import write_full_record
@@ -122,5 +122,7 @@ def test_the_document_names_every_dtype_and_every_key_of_a_batch():
     assert set(re.findall(r"`(\w+)`", names)) == set(NUMPY_TYPES)
     rows = re.findall(r"^\| `(\w+)` \| (token|row|offset) \| ([IF])(?:32|64) \|", DOCUMENT, re.MULTILINE)
     kinds = {"I": "int", "F": "float"}
-    assert {key: (kinds[kind], axis) for key, axis, kind in rows} == BATCH_KEYS
-    assert all(f"`{key}`" in DOCUMENT for key in AGENT_KEYS)
+    assert {key: (kinds[kind], axis) for key, axis, kind in rows} == BATCH_KEYS | {
+        "prompt_length": ("int", "row")
+    }
+    assert all(f"`{key}`" in DOCUMENT for key in (*AGENT_KEYS, *OTHER_TRAINER_KEYS, *UNKNOWN_BITS))

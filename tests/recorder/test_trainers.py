@@ -1,0 +1,326 @@
+"""Records of other trainers through the recording API: values as given, unknown ones unknown."""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from areal_debug import Recorder
+from recorder import RecordError, open_record, verify
+from recorder.errors import RecordExists
+from recorder.testing import gatherers
+
+FULL = {
+    "prompt_tokens": [5, 6],
+    "completion_tokens": [7, 8, 9],
+    "loss_mask": [1, 0, 1],
+    "logprobs": [-0.5, -9.0, -1.5],
+    "reward": 1.0,
+    "group": "a",
+    "finish_reason": "length",
+    "versions": 3,
+    "prompt": "2+2=",
+    "completion": "4",
+    "advantages": 0.75,
+    "old_logprobs": [0, 0, -0.25, -8.0, -1.25],
+    "extras": {"routed_experts": np.arange(10, dtype=np.int32).reshape(5, 2)},
+    "scores": {"format": 0.5, "length": None},
+}
+BARE = {"tokens": [1, 2, 3, 4]}
+
+
+def test_values_are_recorded_as_they_are_given(tmp_path):
+    with Recorder(tmp_path / "r", config={"lr": 1e-6}, trainer="mine", trainer_version="7") as recorder:
+        recorder.step(
+            3, [FULL, FULL], version=5, stats={"loss": 0.5, "note": "x"}, checksums={"w": "0000abcd"}
+        )
+    record = open_record(tmp_path / "r")
+    assert record.steps == (3,)
+    assert record.header.config == {"lr": 1e-6}
+    assert record.header.trainer == "mine"
+    assert record.header.environment["trainer"] == {"name": "mine", "version": "7"}
+    step = record.step(3)
+    batch = step.batch(0)
+    assert batch["input_ids"].tolist() == [5, 6, 7, 8, 9] * 2
+    assert batch["loss_mask"].tolist() == [0, 0, 1, 0, 1] * 2
+    assert batch["logprobs"].tolist() == [0, 0, -0.5, 0, -1.5] * 2
+    assert batch["versions"].tolist() == [-1, -1, 3, -1, 3] * 2
+    assert batch["rewards"].tolist() == [1, 1]
+    assert batch["prompt_id"].tolist() == [0, 0]
+    assert batch["sample_id"].tolist() == [0, 1]
+    assert batch["finish_reason"].tolist() == [1, 1]
+    assert batch["prompt_length"].tolist() == [2, 2]
+    assert batch["routed_experts"].tolist() == [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9]] * 2
+    assert batch["scores.format"].tolist() == [0.5, 0.5]
+    assert np.isnan(batch["scores.length"]).all()
+    assert batch["unknown"].tolist() == [0, 0]
+    learning = step.learning(0)
+    assert learning["advantages"].tolist() == [0, 0.75, 0.75, 0.75, 0] * 2
+    assert learning["prox_logp"].tolist() == [0, -0.25, -8.0, -1.25, 0] * 2
+    assert step.outcome(0).stats == {"loss": 0.5}
+    assert step.outcome(0).checksums == {"w": "0000abcd"}
+    assert step.outcome(0).version == step.manifest.version == 5
+    assert step.text(0)[0] == {"row": 0, "prompt": "2+2=", "completion": "4", "reward": 1.0}
+    report = verify(tmp_path / "r")
+    assert report.intact
+    assert report.end.finished
+
+
+def test_what_is_not_given_is_unknown(tmp_path):
+    text_only = {"prompt": "p", "completion": "c"}
+    with Recorder(tmp_path / "r") as recorder:
+        recorder.step(0, [BARE, FULL, text_only])
+    step = open_record(tmp_path / "r").step(0)
+    batch = step.batch(0)
+    unknown = {
+        "input_ids": [True, True, False],
+        "loss_mask": [False, True, False],
+        "logprobs": [False, True, False],
+        "versions": [False, True, False],
+        "rewards": [False, True, False],
+        "prompt_id": [False, True, False],
+        "finish_reason": [False, True, False],
+        "prompt_length": [False, True, False],
+        "sample_id": [True, True, True],
+        "turns": [False, False, False],
+    }
+    assert {key: step.known(0, key).tolist() for key in unknown} == unknown
+    assert np.isnan(batch["logprobs"][:4]).all()
+    assert np.isnan(batch["rewards"][[0, 2]]).all()
+    assert batch["versions"][:4].tolist() == [-1] * 4
+    assert batch["prompt_id"].tolist() == [0, 1, 2]
+    assert batch["routed_experts"][:4].tolist() == [[-1, -1]] * 4
+    learning = step.learning(0)["advantages"]
+    assert np.isnan(learning[:3]).all()
+    assert [line["reward"] for line in step.text(0)] == [None, 1.0, None]
+    assert verify(tmp_path / "r").intact
+
+
+def test_values_may_be_lists_numpy_or_torch(tmp_path):
+    torch = pytest.importorskip("torch")
+    as_numpy = {
+        "tokens": np.array([1, 2, 3]),
+        "prompt_length": np.int64(1),
+        "logprobs": np.array([-1.0, -2.0]),
+    }
+    as_torch = {
+        "tokens": torch.tensor([1, 2, 3]),
+        "prompt_length": 1,
+        "logprobs": torch.tensor([-1.0, -2.0], dtype=torch.bfloat16, requires_grad=True),
+        "reward": torch.tensor(2.0),
+    }
+    as_list = {"tokens": [1, 2, 3], "prompt_length": 1, "logprobs": [-1, None]}
+    with Recorder(tmp_path / "r") as recorder:
+        recorder.step(0, [as_numpy, as_torch, as_list], stats={"loss": torch.tensor(0.5)})
+    step = open_record(tmp_path / "r").step(0)
+    logprobs = step.batch(0)["logprobs"].reshape(3, 3)
+    assert logprobs[:2].tolist() == [[0, -1, -2]] * 2
+    assert logprobs[2, :2].tolist() == [0, -1]
+    assert np.isnan(logprobs[2, 2])
+    assert step.batch(0)["rewards"][1] == 2
+    assert step.outcome(0).stats == {"loss": 0.5}
+
+
+WRONG = {
+    "is list": ([1, 2], "give a dict or a Sample"),
+    "unknown member": ({**FULL, "rewards": 1}, "has 'rewards'; a sample may have tokens,"),
+    "length": ({**FULL, "logprobs": [1.0] * 4}, "4 values of logprobs, 5 or 3 expected"),
+    "one of two": ({"prompt_tokens": [1]}, "prompt_tokens or completion_tokens alone"),
+    "nothing": ({"reward": 1}, "neither tokens nor text"),
+    "floats": ({"tokens": [1.5]}, "float64 instead of integers"),
+    "negative": ({"tokens": [-1]}, "ids from -1 to -1"),
+    "two dimensions": ({"tokens": [[1]]}, "one dimension expected"),
+    "reward": ({**FULL, "reward": "good"}, "reward is 'good': give a number, or None if unknown"),
+    "reason": ({**FULL, "finish_reason": "bored"}, "finish reason 'bored', known are stop"),
+    "text": ({"prompt": "p"}, "give both as text"),
+    "group": ({**FULL, "group": []}, "the group is a list"),
+    "prompt length": ({"tokens": [1], "prompt_length": 2}, "prompt_length is 2, and there are 1 tokens"),
+    "reserved": ({**FULL, "extras": {"input_ids": [1] * 5}}, "extras may not have 'input_ids'"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_cannot_be_recorded_is_refused_and_nothing_is_written(tmp_path, name):
+    sample, sentence = WRONG[name]
+    with Recorder(tmp_path / "r") as recorder:
+        with pytest.raises(RecordError, match="step 0, sample 1") as refused:
+            recorder.step(0, [BARE, sample])
+        assert sentence in str(refused.value)
+        recorder.step(0, [BARE])
+    assert open_record(tmp_path / "r").steps == (0,)
+
+
+def test_steps_ascend_and_end(tmp_path):
+    recorder = Recorder(tmp_path / "r")
+    recorder.step(10, [BARE])
+    recorder.step(20, [BARE])
+    with pytest.raises(RecordError, match="step 20 comes after step 20"):
+        recorder.step(20, [BARE])
+    recorder.end()
+    with pytest.raises(RecordError, match="after the end"):
+        recorder.step(30, [BARE])
+    report = verify(tmp_path / "r")
+    assert report.intact
+    assert report.steps_ok == (10, 20)
+    assert report.steps_missing == ()
+    (tmp_path / "r/steps/000010/step.json").unlink()
+    assert not verify(tmp_path / "r").intact
+
+
+def test_a_removed_step_is_missing(tmp_path):
+    import shutil
+
+    with Recorder(tmp_path / "r") as recorder:
+        for step in (1, 5, 9):
+            recorder.step(step, [BARE])
+    shutil.rmtree(tmp_path / "r/steps/000005")
+    assert verify(tmp_path / "r").steps_missing == (5,)
+
+
+def test_prompts_never_repeat_between_steps_and_resumed_runs(tmp_path):
+    pair = [{**BARE, "group": 0}, {**BARE, "group": 0}, {**BARE, "group": 1}]
+    with Recorder(tmp_path / "r") as recorder:
+        for step in range(3):
+            recorder.step(step, pair)
+    with Recorder(tmp_path / "r", resume=True) as recorder:
+        recorder.step(2, pair)
+    record = open_record(tmp_path / "r")
+    ids = [record.step(step).batch(0)["prompt_id"].tolist() for step in record.steps]
+    assert ids == [[0, 0, 1], [2, 2, 3], [4, 4, 5]]
+    assert verify(tmp_path / "r").intact
+
+
+def test_a_new_run_never_replaces_the_record_of_another(tmp_path):
+    for _ in range(2):
+        with Recorder(tmp_path / "r", resume=True) as recorder:
+            for step in (1, 2):
+                if (tmp_path / "r/steps/000001").exists() and recorder.last_step < 1:
+                    with pytest.raises(RecordExists, match="already holds a record"):
+                        recorder.step(step, [BARE])
+                    break
+                recorder.step(step, [BARE])
+    assert verify(tmp_path / "r").steps_ok == (1, 2)
+
+
+def test_a_rank_that_cannot_record_ends_the_recording_on_all(tmp_path, capsys):
+    def run(rank, gather):
+        options = {"rank": rank, "num_ranks": 2, "gather": gather, "when_failing": "continue"}
+        with Recorder(tmp_path / "r", **options) as recorder:
+            recorder.step(0, [BARE])
+            recorder.step(1, [BARE if rank else {"tokens": [-1]}])
+            recorder.step(2, [BARE])
+
+    threads = [threading.Thread(target=run, args=item) for item in enumerate(gatherers(2))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert open_record(tmp_path / "r").steps == (0,)
+    assert capsys.readouterr().err.count("the run continues without recording") == 1
+
+
+def test_what_a_replay_needs_is_kept(tmp_path):
+    with Recorder(tmp_path / "r") as recorder:
+        recorder.step(0, [BARE])
+        recorder.step(1, [BARE], details={"order": [0]}, rng={"torch": "AA=="}, version=7)
+        recorder.step(2, [BARE], details={"minibatches": "theirs"})
+    record = open_record(tmp_path / "r")
+    plan = record.step(1).plan(0)
+    assert (plan.version, plan.details, plan.rng) == (1, {"order": [0]}, {"torch": "AA=="})
+    assert record.step(2).plan(0).version == 7
+    assert verify(tmp_path / "r").intact
+
+
+def test_values_per_token_without_tokens(tmp_path):
+    with Recorder(tmp_path / "r") as recorder:
+        recorder.step(0, [{"loss_mask": [0, 1], "logprobs": [0, -1.0], "learning": {"is_weight": [0, 2.0]}}])
+    step = open_record(tmp_path / "r").step(0)
+    assert step.batch(0)["logprobs"].tolist() == [0, -1]
+    assert not step.known(0, "input_ids").any()
+    assert step.learning(0)["is_weight"].tolist() == [2, 0]
+    assert verify(tmp_path / "r").intact
+
+
+def test_each_rank_gives_its_own_samples(tmp_path):
+    def run(rank, gather):
+        with Recorder(tmp_path / "r", rank=rank, num_ranks=2, gather=gather) as recorder:
+            recorder.step(0, [{**BARE, "reward": rank, "group": 0}])
+            recorder.step(1, [{**BARE, "reward": rank, "group": 0}])
+
+    threads = [threading.Thread(target=run, args=item) for item in enumerate(gatherers(2))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    record = open_record(tmp_path / "r")
+    rows = [(s, r, record.step(s).batch(r)) for s in record.steps for r in range(2)]
+    columns = ("rewards", "prompt_id", "sample_id")
+    assert [(s, r, *(b[name].tolist() for name in columns)) for s, r, b in rows] == [
+        (0, 0, [0], [0], [0]),
+        (0, 1, [1], [0], [1]),
+        (1, 0, [0], [1], [0]),
+        (1, 1, [1], [1], [1]),
+    ]
+    assert verify(tmp_path / "r").intact
+
+
+def test_config_is_plain_and_without_credentials(tmp_path):
+    options = argparse.Namespace(
+        lr=1e-6, path=Path("x"), inner={"api_key": "sk-1234567890abcdef1234"}, t=(1, 2)
+    )
+    Recorder(tmp_path / "r", config=options).end()
+    assert open_record(tmp_path / "r").header.config == {
+        "lr": 1e-6,
+        "path": "x",
+        "inner": {"api_key": "***"},
+        "t": [1, 2],
+    }
+    with pytest.raises(RecordError, match="the config is int"):
+        Recorder(tmp_path / "other", config=3)
+
+
+def test_folder_of_the_environment(tmp_path, monkeypatch):
+    monkeypatch.delenv("AREAL_DEBUG_RECORD", raising=False)
+    with pytest.raises(RecordError, match="set AREAL_DEBUG_RECORD"):
+        Recorder.from_environment("mine")
+    monkeypatch.setenv("AREAL_DEBUG_RECORD", str(tmp_path / "r"))
+    Recorder.from_environment("mine").end()
+    with Recorder.from_environment("mine") as again, pytest.raises(RecordExists, match="already holds"):
+        again.step(0, [BARE])
+
+
+def test_a_process_without_end_loses_no_step(tmp_path):
+    program = f"""
+from areal_debug import Recorder
+recorder = Recorder({str(tmp_path / "r")!r})
+for step in range(5):
+    recorder.step(step, [{{"tokens": list(range(1000))}}] * 8)
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, env=os.environ)
+    report = verify(tmp_path / "r")
+    assert report.intact
+    assert report.steps_ok == (0, 1, 2, 3, 4)
+    assert not report.end.finished
+
+
+def test_an_exception_ends_the_record_unfinished(tmp_path):
+    recorder = Recorder(tmp_path / "r")
+    recorder.step(0, [BARE])
+    with pytest.raises(ZeroDivisionError), recorder:
+        raise ZeroDivisionError
+    report = verify(tmp_path / "r")
+    assert report.steps_ok == (0,)
+    assert not report.end.finished
+
+
+def test_nothing_heavy_is_imported_by_the_names(tmp_path):
+    program = "import areal_debug, sys, json; areal_debug.Recorder; print(json.dumps(sorted(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    modules = json.loads(done.stdout)
+    assert not {"torch", "zarr", "transformers", "pyarrow"} & set(modules)
