@@ -61,6 +61,9 @@ def check_contents(folder: Path, overwrite: bool) -> None:
             f"{folder} already holds a record: choose another folder, or replace it with --force (debug.overwrite=true)"
         )
     allowed = {*TOP_FILES, STEPS_FOLDER, ANCHORS_FOLDER} if RECORD_FILE in names else set()
+    steps = folder / STEPS_FOLDER
+    if steps.is_dir() and not any(steps.iterdir()):  # of a run that ended before record.json
+        allowed.add(STEPS_FOLDER)
     if foreign := sorted(names - allowed - UNFINISHED_FILES):
         raise RecordExists(
             f"{folder} contains {foreign}, which is not part of a record: choose another folder"

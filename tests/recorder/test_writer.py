@@ -282,3 +282,16 @@ def test_a_queued_step_does_not_change_with_the_tensors_it_came_from(tmp_path):
     assert step.batch(0)["logprobs"].tobytes() == expected["logprobs"][expected["attention_mask"]].tobytes()
     advantages = scripted_learning(expected)["advantages"][expected["attention_mask"]]
     assert step.learning(0)["advantages"].tobytes() == advantages.tobytes()
+
+
+def test_a_run_that_ended_before_its_header_does_not_block_the_folder(tmp_path):
+    (tmp_path / "r/steps").mkdir(parents=True)
+    (tmp_path / "r/record.json.tmp").write_text("{")
+    writer = RecordWriter(tmp_path / "r")
+    writer("start", **start_facts(tmp_path))
+    send_step(writer, 0, scripted_batch([3]))
+    writer("end", steps=1, error=None)
+    assert open_record(tmp_path / "r").steps == (0,)
+    (tmp_path / "other/steps/mine").mkdir(parents=True)
+    with pytest.raises(RecordExists, match="steps"):
+        RecordWriter(tmp_path / "other")
