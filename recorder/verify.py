@@ -226,10 +226,7 @@ class StepChecks:
 
     def problems_of_bytes(self, folder: str, manifest: StepManifest) -> Iterator[Problem]:
         """Yield files that are damaged or not listed."""
-        for name, batch in manifest.batches.items():
-            yield from batch_problems(self.storage, f"{folder}/{name}", batch)
-        for name, entry in manifest.files.items():
-            yield from file_problems(self.storage, f"{folder}/{name}", entry)
+        yield from listed_problems(self.storage, folder, manifest)
         known = {STEP_FILE, *manifest.batches, *manifest.files}
         yield from (unexpected(f"{folder}/{n}") for n in sorted(self.storage.names(folder)) if n not in known)
 
@@ -242,6 +239,14 @@ class StepChecks:
                 yield from (contradiction(file, what) for file, what in self.prompts.add(step))
         except DamagedRecord as error:
             yield damage(error)
+
+
+def listed_problems(storage: Storage, folder: str, manifest: StepManifest) -> Iterator[Problem]:
+    """Yield the files of a step that are damaged."""
+    for name, batch in manifest.batches.items():
+        yield from batch_problems(storage, f"{folder}/{name}", batch)
+    for name, entry in manifest.files.items():
+        yield from file_problems(storage, f"{folder}/{name}", entry)
 
 
 def batch_problems(storage: Storage, file: str, entry: BatchEntry) -> Iterator[Problem]:

@@ -21,7 +21,7 @@ from recorder.errors import DamagedRecord, RecordExists
 from recorder.format import ANCHOR_FILE, ANCHORS_FOLDER, STEP_FILE, STEPS_FOLDER, step_name
 from recorder.reader import Record, open_record, read_manifest, top_files
 from recorder.storage import FolderStorage, Storage, walk
-from recorder.verify import Problem, anchor_problems, batch_problems, file_problems
+from recorder.verify import Problem, anchor_problems, damage, listed_problems
 
 SOURCE_FILE = "source"  # next to the content: which record it is of
 
@@ -109,12 +109,9 @@ def problems_of(storage: Storage, folder: str, last: str) -> Iterator[Problem]:
     try:
         manifest = read_manifest(storage, int(folder.rpartition("/")[2]))
     except DamagedRecord as error:
-        yield Problem(error.file, error.tensor, error.what)
+        yield damage(error)
         return
-    for name, batch in manifest.batches.items():
-        yield from batch_problems(storage, f"{folder}/{name}", batch)
-    for name, entry in manifest.files.items():
-        yield from file_problems(storage, f"{folder}/{name}", entry)
+    yield from listed_problems(storage, folder, manifest)
 
 
 def write_folder(storage: Storage, folder: str, last: str, content: Path) -> None:
