@@ -106,7 +106,6 @@ class Recorder:
         self.ended = self.started = False
         if not options.first_step:
             self.start()
-        atexit.register(self.end, NOT_ENDED)
 
     @classmethod
     def from_environment(cls, trainer: str, trainer_version: str | None = None, **options: Any) -> "Recorder":
@@ -127,6 +126,8 @@ class Recorder:
         """Begin the record; a collective."""
         self.started = True
         self.writer("start", **self.facts)
+        # last: what the writer registered for the exit, the release of its lock, runs after it
+        atexit.register(self.end, NOT_ENDED)
 
     def step(
         self,

@@ -295,11 +295,16 @@ def test_folder_of_the_environment(tmp_path, monkeypatch):
         again.step(0, [BARE])
 
 
-def test_a_process_without_end_loses_no_step(tmp_path):
+@pytest.mark.parametrize("resumed", [False, True])
+def test_a_process_without_end_loses_no_step(tmp_path, resumed):
+    if resumed:
+        with Recorder(tmp_path / "r") as recorder:
+            recorder.step(0, [BARE])
+            recorder.step(1, [BARE])
     program = f"""
 from areal_debug import Recorder
-recorder = Recorder({str(tmp_path / "r")!r})
-for step in range(5):
+recorder = Recorder({str(tmp_path / "r")!r}, resume={resumed})
+for step in range({int(resumed)}, 5):
     recorder.step(step, [{{"tokens": list(range(1000))}}] * 8)
 """
     subprocess.run([sys.executable, "-c", program], check=True, env=os.environ)
