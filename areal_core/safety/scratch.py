@@ -41,6 +41,7 @@ def unfinished_folder(destination: Path, may_continue: bool = False) -> Iterator
     place = destination.with_name(f".{destination.name}.unfinished")
     handle = locked_folder(place)
     try:
+        put_back(place / REPLACED, destination)  # of a process that was killed between two renames
         if not may_continue:
             clear(place)
         yield place / CONTENT
@@ -50,7 +51,8 @@ def unfinished_folder(destination: Path, may_continue: bool = False) -> Iterator
     except KeyboardInterrupt:
         raise
     except BaseException:
-        shutil.rmtree(place, ignore_errors=True)
+        if not (place / REPLACED).exists():  # it could not be put back
+            shutil.rmtree(place, ignore_errors=True)
         raise
     finally:
         os.close(handle)
@@ -86,11 +88,24 @@ def clear(folder: Path) -> None:
 
 
 def rename_over(content: Path, destination: Path, replaced: Path) -> None:
-    """Rename the content to the destination; a folder with files there is moved aside first."""
+    """Rename the content to the destination, which a failure leaves as it was.
+
+    A file replaces a file, and a folder an empty one, in one call; else it is moved aside first.
+    """
     shutil.rmtree(replaced, ignore_errors=True)
-    if destination.exists() and not (destination.is_dir() and not any(destination.iterdir())):
+    both_files = destination.is_file() and content.is_file()
+    empty = destination.is_dir() and not any(destination.iterdir())
+    if destination.exists() and not both_files and not (empty and content.is_dir()):
         destination.rename(replaced)
-    elif destination.is_dir() and content.is_file():
-        destination.rmdir()
-    content.rename(destination)
+    try:
+        content.rename(destination)
+    except OSError:
+        put_back(replaced, destination)
+        raise
     sync(destination.parent)
+
+
+def put_back(replaced: Path, destination: Path) -> None:
+    """Put back what was moved aside for a content that has not come."""
+    if replaced.exists() and not destination.exists():
+        replaced.rename(destination)

@@ -298,7 +298,6 @@ LONG = {
     "3 ranks, 1 step": lambda: explore_ranks(3, 1, None),
     "2 ranks, 2 steps, a reader": lambda: explore_ranks(2, 2, 1, with_reader=True),
     "2 runs, one folder, one killed": lambda: explore_runs(nothing, two_runs, 1),
-    "3 contenders for a dead lock": lambda: explore_contenders(3, False),
     "2 contenders for a dead lock, killed": lambda: explore_contenders(2, False, 1),
     "2 contenders for a dead lock with a dead claim": lambda: explore_contenders(2, True),
     "2 contenders with a dead claim, killed": lambda: explore_contenders(2, True, 1),
