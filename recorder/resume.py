@@ -71,6 +71,7 @@ def remove_committed(folder: Path, committed_by: str) -> None:
     (folder / committed_by).unlink(missing_ok=True)
     sync(folder)  # else a power failure may keep this file of all
     shutil.rmtree(folder)
+    sync(folder.parent)  # else it may keep a later step's folder and not this one
 
 
 def gaps_before(first_step: int, gaps: Gaps, kept: list[int], recording: Recording) -> Gaps:
