@@ -265,7 +265,7 @@ def to_number(value: Any) -> float | None:
 
 
 def plain(value: Any, level: int = 0) -> Any:
-    """Return options as JSON types: dicts with text keys, lists, text, numbers, true, false, null."""
+    """Return options as JSON types; dicts have text keys."""
     if value is None and level == 0:
         return {}
     if level and (value is None or type(value) in (bool, int, float, str)):

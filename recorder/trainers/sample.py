@@ -47,7 +47,7 @@ class Sample:
     """One sequence of T tokens, prompt and completion. What is None is not known.
 
     Attributes:
-        tokens: [T] int32; None: there is text alone, or values per token of tokens that are not known.
+        tokens: [T] int32; None: there is text alone, or values per token of unknown tokens.
         loss_mask: [T] int32, 1 on tokens that are trained on.
         logprobs: [T] float32 of the engine, NaN for single tokens that are not known.
         reward: one scalar.
@@ -56,8 +56,8 @@ class Sample:
         versions: [T] int32, the weight version that sampled each token.
         prompt_length: tokens before the completion.
         text: prompt and completion.
-        learning: [T] float32 by name, inputs to the loss, aligned to the token itself: "advantages",
-            "prox_logp", "ref_logp", "values", ...
+        learning: [T] float32 by name, inputs to the loss, aligned to the token itself:
+            "advantages", "prox_logp", "ref_logp", "values", ...
         extras: [T, ...] by name, any further values per token, such as "routed_experts".
         scores: further numbers by name, such as the terms of the reward; None for unknown ones.
     """
