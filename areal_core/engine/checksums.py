@@ -40,6 +40,13 @@ def parameter_checksums(model: torch.nn.Module, ranks: Ranks) -> dict[str, str]:
     return _checksums(trained_parameters(model), ranks)
 
 
+def local_checksums(model: torch.nn.Module) -> dict[str, str]:
+    """Return what `parameter_checksums` does, of a model that is whole in this process."""
+    return {
+        name: f"{_shard_checksum(tensor).crc32c:08x}" for name, tensor in trained_parameters(model).items()
+    }
+
+
 def gradient_checksums(model: torch.nn.Module, ranks: Ranks) -> dict[str, str]:
     """Return the crc32c of every gradient, as `parameter_checksums` does; a collective.
 
