@@ -1,0 +1,297 @@
+"""Feed the recorded batches through TRL's own loss and optimizer.
+
+TRL runs as it did, but `_generate` returns the recorded tokens and `_calculate_rewards` the
+recorded rewards, so that no model samples and no reward function is called. TRL itself pads,
+computes advantages, old and reference log-probs, shuffles, splits, and trains; each of these is
+compared with the record. SFTTrainer and DPOTrainer draw their batches from their data, which are
+compared.
+"""
+
+import copy
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from accelerate.utils import gather, gather_object
+from transformers import TrainerCallback
+from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
+
+from areal_core.safety.secrets import masker
+from areal_debug.trl.compare import STAGES, StepDifference, first_difference
+from areal_debug.trl.generators import Generators
+from areal_debug.trl.known import known_name, replaced
+from areal_debug.trl.observing import Observer, TrainedStep
+from areal_debug.trl.samples import samples_of_step
+from recorder import Record, open_record
+from recorder.difference import Difference, find_differences
+from recorder.trainers.recorder import plain
+from recorder.trainers.sample import Sample
+
+# options that name places, not numbers of the training
+PLACES = (
+    *("output_dir", "run_name", "report_to", "hub_", "push_to_hub", "logging_", "save_", "eval_", "log_"),
+    *("do_", "disable_tqdm", "project", "trackio_"),
+)
+
+
+class CannotReplay(ValueError):
+    """The record and the trainer do not belong together."""
+
+
+class ReplayEnded(Exception):
+    """Ends TRL's training: the record has no further step, or a difference was found."""
+
+
+@dataclass(frozen=True)
+class Replay:
+    """The result of a replay.
+
+    Attributes:
+        identical: whether every value that was compared has the recorded bits.
+        num_steps: steps that were compared, of `num_recorded`.
+        difference: the first one.
+        options: options of the trainer that are not those of the record.
+    """
+
+    identical: bool
+    num_steps: int
+    num_recorded: int
+    difference: StepDifference | None
+    options: tuple[Difference, ...]
+
+    @property
+    def step(self) -> int | None:
+        """Step of the first difference."""
+        return None if self.difference is None else self.difference.step
+
+    @property
+    def stage(self) -> str | None:
+        """Stage of the first difference."""
+        return None if self.difference is None else self.difference.stage
+
+    @property
+    def row(self) -> int | None:
+        """Row of the first difference; None if it is not one of a row."""
+        return None if self.difference is None else self.difference.row
+
+    def __str__(self) -> str:
+        steps = f"{self.num_steps} of {self.num_recorded} recorded steps"
+        lines = [f"Identical: TRL computed the same bits in {steps}."]
+        if self.difference is not None:
+            lines = [f"Different: {self.difference}.", f"Steps that were compared: {steps}."]
+        for option in self.options:
+            lines.append(f"Option {option.where}: {option.recorded} in the record, {option.current} here.")
+        return "\n".join(lines)
+
+
+def replay(
+    trainer: Any, folder: str | os.PathLike[str], *, prompts: bool = True, resume_from_checkpoint: Any = None
+) -> Replay:
+    """Train on the recorded batches, and compare everything with the record; print the result.
+
+    The trainer is built as for the run, and stands where the run began: `resume_from_checkpoint` as
+    for `trainer.train`. It is trained up to the first difference; nothing is saved or reported.
+
+    Args:
+        prompts: also compare the prompts that its dataset and chat template give.
+
+    Raises UnknownTrainer, CannotReplay, and the errors of `open_record`.
+    """
+    known_name(trainer)
+    replaying = Replaying(trainer, open_record(folder), prompts)
+    observer = Observer(trainer, replaying, True)
+    with replaced(trainer, replaying.methods()), quiet(trainer), observer.observing():
+        try:
+            trainer.train(resume_from_checkpoint=resume_from_checkpoint)
+            observer.finish()
+        except ReplayEnded:
+            pass
+    result = replaying.result()
+    if trainer.accelerator.is_main_process:
+        print(result, file=sys.stdout, flush=True)
+    return result
+
+
+@contextmanager
+def quiet(trainer: Any) -> Iterator[None]:
+    """Save, evaluate, log and report nothing until the end of the block."""
+
+    class Quiet(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            control.should_save = control.should_evaluate = control.should_log = False
+
+        on_epoch_end = on_step_end
+
+    handler = trainer.callback_handler
+    before = handler.callbacks
+    reporters = tuple(INTEGRATION_TO_CALLBACK.values())
+    handler.callbacks = [callback for callback in before if not isinstance(callback, reporters)]
+    handler.add_callback(Quiet())
+    try:
+        with replaced(trainer.args, {"eval_on_start": False}):
+            yield
+    finally:
+        handler.callbacks = before
+
+
+class Replaying:
+    """A Watcher that compares the steps of a trainer with those of a record."""
+
+    def __init__(self, trainer: Any, record: Record, prompts: bool) -> None:
+        self.trainer, self.record = trainer, record
+        self.generates = known_name(trainer) == "GRPOTrainer"
+        # a rollout function and environments make prompts of their own
+        self.compares_prompts = (
+            prompts and self.generates and not (trainer.rollout_func or trainer.environment_factories)
+        )
+        self.rank = trainer.accelerator.process_index
+        self.generators = Generators(trainer.accelerator.device)
+        self.num_steps, self.next_step = 0, 0
+        self.difference: StepDifference | None = None
+        self.samples: list[Sample] = []
+        self.details: Mapping[str, Any] = {}
+        self.check()
+
+    def check(self) -> None:
+        """Raise CannotReplay unless this is a record of such a trainer."""
+        path, header, name = self.record.path, self.record.header, known_name(self.trainer)
+        num_processes = self.trainer.accelerator.num_processes
+        if header.trainer != "trl" or "imported" in header.environment:
+            raise CannotReplay(
+                f"{path} was not recorded by areal_debug.trl.record: it is of {header.trainer or 'our trainer'}"
+            )
+        if not self.record.steps:
+            raise CannotReplay(f"{path} holds no steps: there is nothing to replay")
+        first = self.record.step(self.record.steps[0])
+        if first.rank_name("plan", 0, "json") not in first.manifest.files:
+            raise CannotReplay(f"{path} has no plan of TRL's training: record with areal_debug.trl.record")
+        if header.num_ranks != num_processes:
+            raise CannotReplay(
+                f"{path} is of {header.num_ranks} processes, not {num_processes}: launch as many"
+            )
+        self.load(self.record.steps[0])
+        if self.details["trainer"] != name:
+            raise CannotReplay(f"{path} is of a {self.details['trainer']}, and the trainer is a {name}")
+        if self.details["not_recorded"]:
+            raise CannotReplay(f"{path} is of a run with images, which are not recorded")
+
+    def load(self, number: int) -> None:
+        """Read a step of this rank. Raises ReplayEnded if it was not recorded."""
+        if number not in self.record.steps:
+            raise ReplayEnded
+        step = self.record.step(number)
+        self.samples, self.details = samples_of_step(step, self.rank), step.plan(self.rank).details
+
+    def methods(self) -> dict[str, Any]:
+        """Return what replaces methods and attributes of the trainer."""
+        if not self.generates:
+            return {}
+        return {
+            "_generate": self.generate,
+            "_calculate_rewards": self.calculate_rewards,
+            "use_vllm": self.details["use_vllm"],  # for the corrections of its log-probs
+            "log_completions": False,
+            "environments": None,
+            "environment_factories": None,
+        }
+
+    def generate(self, prompts: list[Any]) -> tuple[Any, ...]:
+        """Return what was sampled, in place of TRL's `_generate`."""
+        if len(prompts) != len(self.samples):
+            raise CannotReplay(
+                f"{self.record.path} has {len(self.samples)} samples in step {self.next_step - 1}, and the "
+                f"trainer wants {len(prompts)}: give it the batch size and steps_per_generation of the run"
+            )
+        split = [(sample, sample.prompt_length or 0) for sample in self.samples]
+        prompt_ids = [tokens_of(sample)[:size].tolist() for sample, size in split]
+        completion_ids = [tokens_of(sample)[size:].tolist() for sample, size in split]
+        if self.compares_prompts:
+            self.compare_prompts(prompt_ids, self.trainer._tokenize_prompts(copy.deepcopy(prompts))[0])
+        masks = [sample.extras["tool_mask"][size:].tolist() for sample, size in split if sample.extras]
+        logprobs = [sample.logprobs[size:].tolist() for sample, size in split if sample.logprobs is not None]
+        completions = [""] * len(prompts)  # for reward functions only
+        return prompt_ids, completion_ids, masks or None, completions, logprobs or None, {}, None, []
+
+    def compare_prompts(self, recorded: list[list[int]], own: list[list[int]]) -> None:
+        """Compare the prompts that the trainer would have sampled from with the recorded ones."""
+        for row, pair in enumerate(zip(recorded, own, strict=True)):
+            if pair[0] != pair[1] and self.difference is None:
+                self.difference = StepDifference(
+                    step=self.next_step - 1,
+                    optimizer_step=self.details["optimizer_step"],
+                    stage="prompts",
+                    row=row,
+                    name="text",
+                    recorded=repr(self.trainer.processing_class.decode(pair[0])),
+                    replayed=repr(self.trainer.processing_class.decode(pair[1])),
+                    rank=self.rank,
+                )
+
+    def calculate_rewards(self, inputs: Any, prompts: Any, completions: Any, completion_ids_list: Any) -> Any:
+        """Return the rewards of all processes, in place of TRL's `_calculate_rewards`."""
+        functions = self.details["functions"]
+        if len(functions) != len(self.trainer.reward_funcs):
+            raise CannotReplay(
+                f"{self.record.path} is of a run with the reward functions {', '.join(functions)}, and the "
+                f"trainer has {len(self.trainer.reward_funcs)}: give it as many, which are not called"
+            )
+        rewards = [[sample.scores[name] for name in functions] for sample in self.samples]
+        return gather(torch.tensor(rewards, dtype=torch.float32, device=self.trainer.accelerator.device))
+
+    # what a Watcher does
+
+    def begin(self, first_step: int) -> None:
+        """Check that the record has the step at which the trainer stands."""
+        if first_step not in self.record.steps:
+            at = self.record.step(self.record.steps[0]).plan(self.rank).details["optimizer_step"]
+            raise CannotReplay(
+                f"{self.record.path} begins with optimizer step {at}, and the trainer stands before another: "
+                "give resume_from_checkpoint=, the checkpoint that the run started from"
+            )
+        self.next_step = first_step
+
+    def started(self, step: TrainedStep) -> None:
+        """Read the step from the record."""
+        self.load(step.number)
+        self.next_step = step.number + 1
+
+    def at(self, step: TrainedStep, place: str) -> None:
+        """Set the random generators to the recorded states."""
+        self.generators.restore(self.details["rng"].get(place, {}))
+
+    def left(self) -> None:
+        """Do nothing: only a recording keeps states."""
+
+    def finished(self, step: TrainedStep) -> None:
+        """Compare a step; end the training on all ranks if one of them found a difference."""
+        self.difference = self.difference or first_difference(self.samples, self.details, step, self.rank)
+        self.num_steps += 1
+        found = [difference for difference in gather_object([self.difference]) if difference is not None]
+        if found:
+            self.difference = min(found, key=lambda difference: STAGES.index(difference.stage))
+            raise ReplayEnded
+
+    def result(self) -> Replay:
+        """Return the result. Raises CannotReplay if nothing was compared."""
+        if not self.num_steps:
+            raise CannotReplay(f"{self.record.path}: the trainer ended before the first recorded step did")
+        current = masker().tree(plain(self.trainer.args.to_dict()))
+        options = find_differences(self.record.header.config, current)
+        return Replay(
+            self.difference is None,
+            self.num_steps,
+            len(self.record.steps),
+            self.difference,
+            tuple(option for option in options if not option.where.startswith(PLACES)),
+        )
+
+
+def tokens_of(sample: Sample) -> np.ndarray:
+    """Return the tokens, which every sample of this adapter has."""
+    assert sample.tokens is not None
+    return sample.tokens

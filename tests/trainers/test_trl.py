@@ -1,0 +1,497 @@
+"""Record and replay of TRL's own trainers: values, identity to the bit, and differences named."""
+
+import importlib.util
+import json
+import math
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from crc32c import crc32c
+from transformers import TrainerCallback
+
+from areal_debug.trl import CannotReplay, UnknownTrainer, record, replay
+from areal_debug.trl.generators import Generators
+from areal_debug.trl.known import known_name
+from areal_debug.trl.samples import samples_of_step
+from recorder import RecordExists, open_record, verify
+from recorder.trainers.recorder import Recorder
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "vespo", "luspo")
+SAME = {
+    "default": {},
+    "num_iterations": {"num_iterations": 2},
+    "gradient_accumulation": {"gradient_accumulation_steps": 2},
+    "several_updates_of_a_generation": {"steps_per_generation": 4, "gradient_accumulation_steps": 2},
+    "several_generations_of_an_update": {"steps_per_generation": 1, "gradient_accumulation_steps": 2},
+    "generations_across_updates": {"steps_per_generation": 3, "gradient_accumulation_steps": 2},
+    "reference": {"beta": 0.1, "sync_ref_model": True, "ref_model_sync_steps": 2},
+    "unshuffled": {"shuffle_dataset": False},
+    "truncated_masked": {"mask_truncated_completions": True},
+    "checkpointing": {"gradient_checkpointing": True, "bf16": True},
+    "reward_of_each_normalised": {"multi_objective_aggregation": "normalize_then_sum"},
+    **{loss: {"loss_type": loss, "num_iterations": 2} for loss in LOSSES},
+}
+CHANGED = {
+    # what is changed: options, stage, row
+    "learning_rate": ({"learning_rate": 2e-3}, "learning rate", None),
+    "advantages": ({"scale_rewards": "none"}, "advantages", 0),
+    "reward_weights": ({"reward_weights": [1.0, 2.0]}, "rewards", 0),
+    "temperature": ({"temperature": 0.7}, "log-probs", None),
+    "loss": ({"loss_type": "dr_grpo"}, "loss", None),
+    "clip": ({"epsilon": 1e-9}, "gradient norm", None),
+    "optimizer": ({"adam_beta1": 0.5}, "weights", None),
+    "iterations": ({"num_iterations": 2}, "order", None),
+    "data": ({"first": 3}, "prompts", 0),
+}
+
+
+@pytest.fixture(scope="module")
+def runs():
+    """The module of real trainers, which needs TRL (`pip install areal-debug[dev]`)."""
+    spec = importlib.util.spec_from_file_location("trl_runs", HERE / "trl_runs.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def model(runs, tmp_path_factory):
+    return runs.tiny_model(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def default(runs, model, tmp_path_factory):
+    """A recorded run of four steps, with its trainer and what its reward functions got."""
+    folder, seen = tmp_path_factory.mktemp("default"), []
+
+    def keep(prompts, completions, completion_ids, **rest):
+        seen.append((list(prompts), list(completions), list(completion_ids)))
+        return runs.digit_share(completions)
+
+    trainer = runs.grpo(model, folder / "out", rewards=(keep, runs.odd_length))
+    record(trainer, folder / "record")
+    trainer.train()
+    return folder / "record", trainer, seen
+
+
+def recorded(trainer, folder: Path) -> Path:
+    """Train with a recording; returns the record."""
+    record(trainer, folder)
+    trainer.train()
+    return folder
+
+
+def test_record_has_the_values_of_trl(runs, default):
+    folder, trainer, seen = default
+    opened = open_record(folder)
+    assert (opened.steps, opened.header.trainer) == ((0, 1, 2, 3), "trl")
+    assert verify(folder).problems == ()
+    assert opened.header.config["learning_rate"] == 1e-3
+    assert "hf_abcdef" not in (folder / "record.json").read_text()
+    for number, (prompts, completions, completion_ids) in enumerate(seen):
+        step = opened.step(number)
+        batch, samples = step.batch(0), samples_of_step(step, 0)
+        assert step.manifest.version == number + 1
+        assert batch["prompt_id"].tolist() == [number] * 4
+        assert not step.known(0, "logprobs").any()  # TRL keeps none without vLLM
+        assert np.isnan(batch["logprobs"][batch["loss_mask"] == 1]).all()
+        digits, odd = runs.digit_share(completions), runs.odd_length(completions)
+        rewards = np.float32([a + (b or 0) for a, b in zip(digits, odd, strict=True)])
+        np.testing.assert_allclose(batch["rewards"], rewards, rtol=1e-6)
+        centred = rewards - rewards.mean()
+        for row, sample in enumerate(samples):
+            size = sample.prompt_length
+            assert trainer.processing_class.decode(sample.tokens[:size]) == prompts[row]
+            assert sample.tokens[size:].tolist() == completion_ids[row]
+            assert sample.loss_mask.tolist() == [0] * size + [1] * len(completion_ids[row])
+            assert sample.scores["keep"] == np.float32(digits[row])
+            assert math.isnan(sample.scores["odd_length"]) == (odd[row] is None)
+            np.testing.assert_allclose(
+                sample.learning["advantages"][size:], centred[row] / (rewards.std(ddof=1) + 1e-4), rtol=1e-4
+            )
+        logged = trainer.state.log_history[number]
+        stats = step.outcome(0).stats
+        assert (
+            np.mean([sample.finish_reason == 1 for sample in samples]) == stats["completions/clipped_ratio"]
+        )
+        assert stats["grad_norm"] == pytest.approx(float(logged["grad_norm"]), rel=1e-5)
+        assert stats["reward"] == pytest.approx(rewards.mean(), rel=1e-5)
+        text = step.text(0)
+        assert [line["prompt"] for line in text] == prompts
+    weights = {
+        name: f"{crc32c(parameter.detach().numpy().tobytes()):08x}"
+        for name, parameter in trainer.model.named_parameters()
+    }
+    assert opened.step(3).outcome(0).checksums == weights
+
+
+@pytest.mark.long
+def test_old_log_probs_are_those_of_the_model(runs, default, model):
+    """Without a pass of their own TRL takes those of the pass in the loss: step 0's model."""
+    folder, _, _ = default
+    network = runs.AutoModelForCausalLM.from_pretrained(model)
+    for sample in samples_of_step(open_record(folder).step(0), 0):
+        with torch.no_grad():
+            logits = network(torch.tensor(sample.tokens[None].astype(np.int64))).logits[0]
+        size, tokens = sample.prompt_length, torch.tensor(sample.tokens[1:].astype(np.int64))
+        wanted = logits.log_softmax(-1)[:-1].gather(1, tokens[:, None])[size - 1 :, 0].numpy()
+        np.testing.assert_allclose(sample.learning["prox_logp"][size:], wanted, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.long] if options else []) for name, options in SAME.items()],
+)
+def test_replay_has_the_same_bits(runs, model, tmp_path, name, capsys):
+    options = SAME[name]
+    folder = recorded(runs.grpo(model, tmp_path / "out", **options), tmp_path / "record")
+    assert verify(folder).problems == ()
+    trainer = runs.grpo(model, tmp_path / "again", **options)
+    result = replay(trainer, folder)
+    assert result.identical, str(result)
+    assert result.num_steps == result.num_recorded == len(open_record(folder).steps)
+    assert capsys.readouterr().out.splitlines()[-1].startswith("Identical: ")
+    assert "compute_loss" not in vars(trainer)
+    assert "_generate" not in vars(trainer)
+
+
+@pytest.mark.long
+def test_replay_draws_the_same_dropout(runs, model, tmp_path):
+    dropping = runs.tiny_model(model, attention_dropout=0.2)
+    options = {"num_iterations": 2, "beta": 0.05, "steps_per_generation": 2}
+    folder = recorded(runs.grpo(dropping, tmp_path / "out", **options), tmp_path / "record")
+    details = open_record(folder).step(0).plan(0).details
+    assert set(details["rng"]) == {"generated"}  # no generator is touched between the passes
+    assert replay(runs.grpo(dropping, tmp_path / "again", **options), folder).identical
+    without = replay(runs.grpo(model, tmp_path / "again", **options), folder)
+    assert (without.step, without.stage) == (0, "old log-probs")
+
+
+@pytest.mark.long
+def test_replay_draws_the_same_dropout_where_something_else_used_random_numbers(runs, model, tmp_path):
+    class Draws(TrainerCallback):
+        def on_step_end(self, args, state, control, **_):
+            if state.is_world_process_zero and draws:
+                torch.rand(3)
+
+    dropping, draws = runs.tiny_model(model, attention_dropout=0.2), True
+    options = {"num_iterations": 2, "callbacks": [Draws()]}
+    folder = recorded(runs.grpo(dropping, tmp_path / "out", **options), tmp_path / "record")
+    assert "loss 1" in open_record(folder).step(0).plan(0).details["rng"]
+    draws = False
+    assert replay(runs.grpo(dropping, tmp_path / "again", **options), folder).identical
+
+
+@pytest.mark.long
+@pytest.mark.filterwarnings("ignore:.*rollout_func")
+def test_replay_of_an_engines_log_probs_and_a_tools_tokens(runs, model, tmp_path):
+    """The corrections for an engine's log-probs are applied without the engine."""
+    trainer = runs.grpo(model, tmp_path / "out", rollout_func=runs.rollout)
+    trainer.use_vllm, trainer._last_loaded_step = True, 0
+    trainer.vllm_generation = SimpleNamespace(sync_weights=lambda: None)
+    folder = recorded(trainer, tmp_path / "record")
+    step = open_record(folder).step(0)
+    for sample in samples_of_step(step, 0):
+        size = sample.prompt_length
+        assert sample.loss_mask[size:].tolist() == [1, 1, 0, 1, 1, 1]
+        assert sample.extras["tool_mask"][size:].tolist() == [1, 1, 0, 1, 1, 1]
+        wanted = np.float32([-4.5, -4.6, 0.0, -4.8, -4.9, np.nan])  # 0 where nothing was sampled
+        np.testing.assert_array_equal(sample.logprobs[size:], wanted)
+        assert "current_logp" in sample.learning
+    again = runs.grpo(model, tmp_path / "again", rollout_func=runs.rollout)
+    assert replay(again, folder).identical
+    assert not again.use_vllm
+
+
+@pytest.mark.long
+def test_replay_with_adapters_has_the_same_bits(runs, model, tmp_path):
+    from peft import LoraConfig
+
+    options = {"peft_config": LoraConfig(r=4, lora_dropout=0.1), "beta": 0.1, "num_iterations": 2}
+    folder = recorded(runs.grpo(model, tmp_path / "out", **options), tmp_path / "record")
+    checksums = open_record(folder).step(1).outcome(0).checksums
+    assert checksums
+    assert all("lora" in name for name in checksums)
+    assert replay(runs.grpo(model, tmp_path / "again", **options), folder).identical
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", CHANGED)
+def test_replay_names_the_first_difference(runs, model, default, tmp_path, name):
+    options, stage, row = CHANGED[name]
+    result = replay(runs.grpo(model, tmp_path, **options), default[0])
+    assert not result.identical
+    assert (result.step, result.stage) == (0, stage)
+    assert row is None or result.row == row
+    assert [option.where for option in result.options if option.where in options] == [
+        option for option in options if option != "first"
+    ]
+    assert not list(tmp_path.glob("**/*"))  # nothing was saved
+
+
+@pytest.mark.long
+def test_replay_finds_a_later_difference_in_its_step(runs, model, default, tmp_path):
+    result = replay(runs.grpo(model, tmp_path, lr_scheduler_type="cosine"), default[0])
+    assert (result.step, result.stage) == (1, "learning rate")
+    assert "0.00075 in the record, 0.000853" in str(result)
+
+
+def changed_record(folder: Path, new: Path, number: int, row: int, change) -> Path:
+    """Write a record again with one sample changed."""
+    opened = open_record(folder)
+    with Recorder(new, config=opened.header.config, model="m", trainer="trl", text=False) as recorder:
+        for step in map(opened.step, opened.steps):
+            samples = samples_of_step(step, 0)
+            if step.manifest.step == number:
+                samples[row] = change(samples[row])
+            recorder.step(
+                step.manifest.step,
+                [replace(sample, group=0) for sample in samples],
+                version=step.manifest.version,
+                details=step.plan(0).details,
+            )
+    return new
+
+
+def other_token(sample):
+    tokens = sample.tokens.copy()
+    tokens[sample.prompt_length + 1] ^= 1
+    return replace(sample, tokens=tokens)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("change", "stage", "row"),
+    [
+        (other_token, "log-probs", 2),
+        (lambda sample: replace(sample, reward=sample.reward + 1), "rewards", 2),
+        (
+            lambda sample: replace(
+                sample, reward=sample.reward + 1, scores={**sample.scores, "odd_length": sample.reward + 1}
+            ),
+            "rewards",
+            2,
+        ),
+        (
+            lambda sample: replace(
+                sample, learning={**sample.learning, "advantages": -sample.learning["advantages"]}
+            ),
+            "advantages",
+            2,
+        ),
+    ],
+)
+def test_replay_finds_a_changed_value_of_the_record(runs, model, default, tmp_path, change, stage, row):
+    folder = changed_record(default[0], tmp_path / "changed", 1, 2, change)
+    result = replay(runs.grpo(model, tmp_path / "out"), folder)
+    assert (result.step, result.stage, result.row) == (1, stage, row)
+
+
+@pytest.mark.long
+def test_a_run_that_fails_leaves_its_steps_and_the_unfinished_one(runs, model, tmp_path):
+    class Fails(TrainerCallback):
+        def on_pre_optimizer_step(self, args, state, control, **_):
+            if state.global_step == 2:
+                raise MemoryError("as of a GPU")
+
+    trainer = runs.grpo(model, tmp_path / "out", callbacks=[Fails()])
+    with pytest.raises(MemoryError):
+        recorded(trainer, tmp_path / "record")
+    opened = open_record(tmp_path / "record")
+    assert opened.steps == (0, 1, 2)
+    assert json.loads((tmp_path / "record" / "end.json").read_text())["finished"] is False
+    assert opened.step(2).outcome(0).checksums == {}
+    result = replay(runs.grpo(model, tmp_path / "again"), tmp_path / "record")
+    assert result.identical
+    assert result.num_steps == 3
+
+
+@pytest.mark.long
+def test_a_killed_run_is_replayed_up_to_its_last_step(runs, model, tmp_path):
+    program = f"""
+import os, sys
+sys.path.insert(0, {str(HERE)!r})
+import trl_runs
+from areal_debug.trl import record
+def kill(completions, trainer_state, **rest):
+    if trainer_state.global_step == 3:
+        os._exit(9)
+    return trl_runs.digit_share(completions)
+trainer = trl_runs.grpo({str(model)!r}, {str(tmp_path / "out")!r}, rewards=(kill,))
+record(trainer, {str(tmp_path / "record")!r}, queue_steps=0)
+trainer.train()
+"""
+    assert subprocess.run([sys.executable, "-c", program], env=environment(), timeout=300).returncode == 9
+    result = replay(runs.grpo(model, tmp_path / "again", rewards=(runs.digit_share,)), tmp_path / "record")
+    assert (result.identical, result.num_steps) == (True, 3)
+
+
+@pytest.mark.long
+def test_a_resumed_run_continues_its_record_and_is_replayed_from_its_checkpoint(runs, model, tmp_path):
+    saving = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4}
+    folder = recorded(runs.grpo(model, tmp_path / "out", **saving), tmp_path / "record")
+    first = open_record(folder).step(3).outcome(0).checksums
+    resumed = runs.grpo(model, tmp_path / "out", **saving)
+    record(resumed, folder)
+    checkpoint = str(tmp_path / "out" / "checkpoint-2")
+    resumed.train(resume_from_checkpoint=checkpoint)
+    assert open_record(folder).steps == (0, 1, 2, 3)
+    assert verify(folder).problems == ()
+    assert open_record(folder).step(3).outcome(0).checksums == first
+    again = replay(runs.grpo(model, tmp_path / "again", **saving), folder, resume_from_checkpoint=checkpoint)
+    assert (again.identical, again.num_steps) == (True, 2)
+
+
+@pytest.mark.long
+def test_two_processes_record_their_own_rows_and_replay_them(runs, model, tmp_path):
+    """A group of four lies on two processes of two rows."""
+
+    def launch(verb: str) -> str:
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+        command += [str(HERE / "trl_ranks.py"), verb, str(model), str(tmp_path)]
+        done = subprocess.run(command, capture_output=True, text=True, env=environment(), timeout=400)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    launch("record")
+    folder = tmp_path / "record"
+    opened = open_record(folder)
+    assert (opened.header.num_ranks, opened.steps) == (2, (0, 1, 2, 3))
+    assert verify(folder).problems == ()
+    for rank in (0, 1):
+        batch = opened.step(1).batch(rank)
+        assert batch["prompt_id"].tolist() == [1, 1]
+        assert batch["sample_id"].tolist() == [2 * rank, 2 * rank + 1]
+    assert "Identical: TRL computed the same bits in 4 of 4 recorded steps." in launch("replay")
+    changed = launch("change")
+    assert "step 0 (optimizer step 0), advantages, row 0" in changed
+    assert changed.count("Different:") == 1
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", ["sft", "dpo"])
+@pytest.mark.parametrize("options", [{}, {"gradient_accumulation_steps": 2}], ids=["one", "accumulated"])
+def test_batches_of_supervised_trainers(runs, model, tmp_path, kind, options):
+    build = getattr(runs, kind)
+    trainer = build(model, tmp_path / "out", **options)
+    folder = recorded(trainer, tmp_path / "record")
+    assert verify(folder).problems == ()
+    opened = open_record(folder)
+    step = opened.step(0)
+    samples, batch = samples_of_step(step, 0), step.batch(0)
+    assert opened.steps == (0, 1, 2, 3)
+    assert np.isnan(batch["rewards"]).all()
+    assert not step.known(0, "rewards").any()
+    texts = [trainer.processing_class.decode(sample.tokens[sample.prompt_length :]) for sample in samples]
+    if kind == "dpo":
+        pairs = 2 * options.get("gradient_accumulation_steps", 1)
+        assert batch["prompt_id"].tolist() == [pair for pair in range(pairs) for _ in range(2)]
+        assert all("no" in text for text in texts[1::2])
+        assert not any("no" in text for text in texts[::2])
+    else:
+        assert len(samples) == 3 * options.get("gradient_accumulation_steps", 1)
+        for sample, text in zip(samples, texts, strict=True):
+            prompt = trainer.processing_class.decode(sample.tokens[: sample.prompt_length])
+            assert text.startswith(str(eval(prompt.rstrip("=")))), (prompt, text)
+    assert replay(build(model, tmp_path / "again", **options), folder).identical
+    other = replay(build(model, tmp_path / "again", **options, learning_rate=2e-3), folder)
+    assert (other.step, other.stage) == (0, "learning rate")
+    shuffled = replay(build(model, tmp_path / "again", **options, seed=5), folder)
+    assert (shuffled.step, shuffled.stage, shuffled.row) == (0, "batch", 0)
+
+
+@pytest.mark.long
+def test_concatenated_sequences_are_samples_of_their_own(runs, model, tmp_path):
+    options = {"padding_free": True, "max_length": None}
+    trainer = runs.sft(model, tmp_path / "out", **options)
+    folder = recorded(trainer, tmp_path / "record")
+    assert len(samples_of_step(open_record(folder).step(0), 0)) == 3
+    assert replay(runs.sft(model, tmp_path / "again", **options), folder).identical
+
+
+@pytest.mark.long
+def test_wrong_use_is_one_sentence(runs, model, default, tmp_path):
+    folder = default[0]
+
+    def sentence(trainer, path=folder, **options) -> str:
+        with pytest.raises((CannotReplay, RecordExists)) as error:
+            replay(trainer, path, **options)
+        assert "\n" not in str(error.value)
+        return str(error.value)
+
+    assert "has 4 samples in step 0, and the trainer wants 8" in sentence(
+        runs.grpo(model, tmp_path, per_device_train_batch_size=8)
+    )
+    assert "is of a GRPOTrainer, and the trainer is a SFTTrainer" in sentence(runs.sft(model, tmp_path))
+    assert "digit_share" not in sentence(runs.grpo(model, tmp_path, rewards=(runs.digit_share,)))
+    other = tmp_path / "other"
+    with Recorder(other, trainer="verl") as recorder:
+        recorder.step(0, [{"tokens": [1, 2]}])
+    assert "it is of verl" in sentence(runs.grpo(model, tmp_path), other)
+    bare = tmp_path / "bare"
+    with Recorder(bare, trainer="trl") as recorder:
+        recorder.step(0, [{"tokens": [1, 2]}])
+    assert "has no plan of TRL's training" in sentence(runs.grpo(model, tmp_path), bare)
+    with pytest.raises(RecordExists, match="already holds a record"):
+        recorded(runs.grpo(model, tmp_path), folder)
+    wrong = replay(runs.grpo(runs.tiny_model(tmp_path / "wide", hidden_size=128), tmp_path), folder)
+    assert (wrong.step, wrong.stage) == (0, "weights before the step")
+
+
+def environment() -> dict[str, str]:
+    return os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+
+
+class GRPOTrainer:
+    """The methods of TRL's that the adapter replaces."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None): ...
+    def _get_grad_norm(self, model, grad_norm=None): ...
+    def _generate(self, prompts): ...
+    def _tokenize_prompts(self, prompts): ...
+    def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list): ...
+    def _generate_and_score_completions(self, inputs): ...
+
+
+def test_a_trainer_is_known_by_the_methods_that_are_replaced():
+    class Derived(GRPOTrainer): ...
+
+    class Older(GRPOTrainer):
+        def _generate(self, prompts, images): ...
+
+    class Oldest(GRPOTrainer):
+        _get_grad_norm = None
+
+    assert known_name(Derived()) == "GRPOTrainer"
+    with pytest.raises(UnknownTrainer, match=r"TRL [\d.]+ is not known .*Older._generate has .*'images'"):
+        known_name(Older())
+    with pytest.raises(UnknownTrainer, match=r"Oldest._get_grad_norm has no such method"):
+        record(Oldest(), "unused")
+    with pytest.raises(
+        UnknownTrainer, match=r"a dict is not a trainer .*GRPOTrainer, SFTTrainer, DPOTrainer"
+    ):
+        replay({}, "unused")
+
+
+def test_generators_keep_only_what_changed_and_restore_it():
+    generators = Generators(torch.device("cpu"))
+    state = torch.get_rng_state()
+    try:
+        generators.leave()
+        assert generators.changes() == {}
+        torch.rand(1)
+        changes = generators.changes()
+        expected = torch.rand(5)
+        generators.restore(changes)
+        assert torch.equal(torch.rand(5), expected)
+    finally:
+        torch.set_rng_state(state)
