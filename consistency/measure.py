@@ -72,6 +72,24 @@ ALIASES = {
 
 
 @dataclass(frozen=True)
+class Noise:
+    """Noise floor of a precision: the largest published healthy difference."""
+
+    name: str
+    mean_abs: float
+    k3: float
+    source: str
+
+
+NOISE = {
+    "float32": Noise("float32", 1e-3, 1e-5, "tiny models on SGLang's CPU backend differ by 5e-7, GPU kernels with TF32 off by 1e-4"),
+    "bfloat16": Noise("bfloat16, dense", 0.02, 2e-3, "mean |D| 0.010-0.011 for 4B-8B (miles, vime#64); NeMo-RL gates k3 at 2e-3"),
+    "bfloat16-moe": Noise("bfloat16, mixture of experts", 0.03, 5e-3, "mean |D| 0.009-0.016 for 30B-A3B (miles, prime-rl, SkyRL)"),
+    "float8": Noise("float8 weights in the engine", 0.06, 0.02, "k3 0.0014-0.005 (NeMo-RL documentation); gate 0.02"),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
 class ArithmeticCheck:
     """Two computations of the same number; if they differ, the report itself is wrong."""
 
