@@ -37,6 +37,9 @@ ROLES = {"__init__", "__main__", "errors", "command", "render", "page", "read", 
 # What vulture finds and who uses it.
 USED_FROM_OUTSIDE = {
     "GroupName": "a type in quotes",
+    "Recorded": "public: adapters of other trainers",
+    "Replayed": "public: adapters of other trainers",
+    "observed_default": "prime-rl imports it by its path",
     "MemoryNames": "tests: a name service in one process",
     "WorkerExtension": "vLLM imports its module by this name",
     "MultiTurnWorkflow": "public: users name it in their scripts",
@@ -44,7 +47,6 @@ USED_FROM_OUTSIDE = {
     "assert_consistent": "public: for users' tests",
     "do_GET": "called by http.server",
     "find_class": "called by pickle",
-    "from_environment": "adapters that an import path names",
     "in_step": "tests: batches with prompts of their own",
     "finish_weight_update": "called by vLLM",
     "format_commands": "called by click",
