@@ -6,6 +6,7 @@ utilisation is not: a kernel that waits in NCCL shows 100 %. CPU time counts on 
 only, for the same reason.
 """
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -61,12 +62,16 @@ def _beating(beat: Beat) -> Signs:
 
 
 def _log_bytes(pid: int) -> int | None:
-    """Return the size of the regular files that it writes stdout and stderr to."""
-    sizes = []
+    """Return the size of the regular files that it writes stdout and stderr to.
+
+    Those that we write our reports to, as in `hang watch -- JOB >log 2>&1`, are left out: a report
+    would be a sign of life.
+    """
+    sizes, ours = [], [os.fstat(descriptor) for descriptor in (1, 2)]
     for descriptor in ("1", "2"):
         link = Path(PROC, str(pid), "fd", descriptor)
         try:
-            if link.is_file():
+            if link.is_file() and not any(os.path.samestat(link.stat(), own) for own in ours):
                 sizes.append(link.stat().st_size)
         except OSError:
             continue

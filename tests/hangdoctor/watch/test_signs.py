@@ -1,5 +1,6 @@
 """Signs of real processes: logs and CPU time by /proc, beats by name, GPU power by nvidia-smi."""
 
+import os
 import subprocess
 import sys
 
@@ -33,6 +34,13 @@ def test_log_power_and_cpu_are_signs_where_there_is_no_beat(rank):
     [signs] = signs_of(rank, {}, 300.0)
     assert (signs.name, signs.alive, signs.log_bytes, signs.gpu_watts) == ("rank_0", True, 7, 300.0)
     assert 0 <= signs.cpu_s < 60
+
+
+def test_a_log_that_the_watch_itself_writes_is_no_sign(rank, tmp_path, monkeypatch):
+    log = os.stat(tmp_path / "log")
+    monkeypatch.setattr(os, "fstat", lambda descriptor: log)
+    [signs] = signs_of(rank, {}, 300.0)
+    assert (signs.log_bytes, signs.gpu_watts) == (None, 300.0)
 
 
 def test_beat_replaces_them_and_an_engine_that_only_beats_is_seen_too(rank):
