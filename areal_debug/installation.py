@@ -4,8 +4,11 @@
 projects on the package index are named `recorder`, `replayer` and `consistency`, too.
 """
 
+import importlib
 import importlib.util
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 EXTRA_OF = {  # packages by the name that they are imported by
     "torch": "train",
@@ -58,3 +61,21 @@ def check_packages(root: Path = ROOT) -> None:
                 f"the package {name} at {found} is not the one of areal-debug: uninstall the other "
                 f"distribution and install areal-debug again, or use a virtual environment of its own"
             )
+
+
+def lazy_names(modules: Mapping[str, Sequence[str]], package: str) -> tuple[Callable[[str], Any], list[str]]:
+    """Return `__getattr__` and `__all__` of a package whose names are imported when they are used.
+
+    Args:
+        modules: the names, by the module of ours that defines them.
+        package: the name of the package.
+    """
+    module_of = {name: module for module, names in modules.items() for name in names}
+
+    def get(name: str) -> Any:
+        if name not in module_of:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        check_packages()
+        return getattr(importlib.import_module(module_of[name]), name)
+
+    return get, sorted(module_of)

@@ -44,7 +44,6 @@ USED_FROM_OUTSIDE = {
     "WorkerExtension": "vLLM imports its module by this name",
     "MultiTurnWorkflow": "public: users name it in their scripts",
     "__getattr__": "called by the interpreter",
-    "assert_consistent": "public: for users' tests",
     "do_GET": "called by http.server",
     "find_class": "called by pickle",
     "in_step": "tests: batches with prompts of their own",
