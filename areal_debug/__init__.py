@@ -1,22 +1,22 @@
-"""The areal-debug command, its pages, the wiring into a training run, and names to import."""
+"""The areal-debug command, its pages, the wiring into a training run, and names to import.
 
-from typing import TYPE_CHECKING, Any
+A name is imported when it is first used: `import areal_debug` stays fast.
+"""
+
+from typing import TYPE_CHECKING
+
+from areal_debug.installation import lazy_names
 
 if TYPE_CHECKING:
-    from recorder.trainers.recorder import Recorder
-    from recorder.trainers.sample import Sample
+    from areal_debug.watching.block import watch as watch
+    from recorder.trainers.recorder import Recorder as Recorder
+    from recorder.trainers.sample import Sample as Sample
 
-__all__ = ["Recorder", "Sample"]
-
-
-def __getattr__(name: str) -> Any:
-    """Import a public name when it is first used: `import areal_debug` stays fast."""
-    if name == "Recorder":
-        from recorder.trainers.recorder import Recorder
-
-        return Recorder
-    if name == "Sample":
-        from recorder.trainers.sample import Sample
-
-        return Sample
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__, __all__ = lazy_names(
+    {
+        "areal_debug.watching.block": ["watch"],
+        "recorder.trainers.recorder": ["Recorder"],
+        "recorder.trainers.sample": ["Sample"],
+    },
+    __name__,
+)

@@ -47,6 +47,12 @@ def done(step: int, name: str = "") -> None:
     _write(step, name, "done")
 
 
+def withdraw(name: str = "") -> None:
+    """Send no more beats of this process; whoever removes the file makes it count as ended."""
+    if (key := _key(name)) in _open_files:
+        os.close(_open_files.pop(key))
+
+
 def observe(event: str, **facts: object) -> None:
     """Observer of the training loop: beats with the number of finished steps at every event of a
     run.
@@ -68,24 +74,31 @@ def read_beats(folder: Path) -> dict[str, Beat]:
 
 
 def _parse(path: Path) -> Beat | None:
-    """Return a beat, or None for a file that is still being created."""
-    fields = path.read_text().split()
+    """Return a beat, or None for a file that is still being created, or was withdrawn."""
+    try:
+        fields = path.read_text().split()
+    except FileNotFoundError:
+        return None
     if len(fields) != 3:
         return None
     return Beat(path.stem, int(fields[0]), float(fields[1]), fields[2] == "done")
 
 
 def _write(step: int, name: str, word: str) -> None:
-    folder = os.environ.get(VARIABLE)
-    if not folder:
+    key = _key(name)
+    if not key[1]:
         return
-    name = name or f"rank_{os.environ.get('RANK', '0')}"
-    key = (os.getpid(), folder, name)  # a forked child must not write into its parent's file
     if key not in _open_files:
-        os.makedirs(folder, exist_ok=True)
-        _open_files[key] = os.open(os.path.join(folder, f"{name}.beat"), os.O_WRONLY | os.O_CREAT, 0o644)
+        os.makedirs(key[1], exist_ok=True)
+        file = os.path.join(key[1], f"{key[2]}.beat")
+        _open_files[key] = os.open(file, os.O_WRONLY | os.O_CREAT, 0o644)
     text = f"{step} {time.monotonic():.3f} {word}"
     os.pwrite(_open_files[key], f"{text:<{WIDTH_BYTES - 1}}\n".encode(), 0)
+
+
+def _key(name: str) -> tuple[int, str, str]:
+    """Return process, folder and name: a forked child must not write into its parent's file."""
+    return os.getpid(), os.environ.get(VARIABLE, ""), name or f"rank_{os.environ.get('RANK', '0')}"
 
 
 def _whole(value: object) -> int:

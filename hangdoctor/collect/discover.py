@@ -12,7 +12,8 @@ import itertools
 import os
 import re
 from collections import defaultdict
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
 from hangdoctor.collect.process import Process, ancestors, descendants
 from hangdoctor.errors import NoRanksFound, SeveralJobs
@@ -155,12 +156,14 @@ class Search:
 
     Those at or below `pids`; else those whose command line matches the regular expression `match`
     and that carry the environment variable `variable`; or (all empty) every process of this user
-    that claims a rank.
+    that claims a rank. `declared` are variables of a process, by pid, beside those of its start:
+    Ray's workers set their RANK when they run.
     """
 
     pids: tuple[int, ...] = ()
     match: str = ""
     variable: tuple[str, str] | None = None
+    declared: Mapping[int, Mapping[str, str]] = field(default_factory=dict)
 
     def __str__(self) -> str:
         if self.pids:
@@ -220,6 +223,11 @@ def find_job(search: Search, table: dict[int, Process]) -> Job:
         NoRanksFound: no process looks like a rank.
         SeveralJobs: there are ranks of more than one rendezvous.
     """
+    table = table | {
+        pid: replace(table[pid], environment={**(table[pid].environment or {}), **variables})
+        for pid, variables in search.declared.items()
+        if pid in table
+    }
     scope = members(search, table)
     claims = _rank_claims(scope, table)
     if any(claim.process.pid in search.pids for claim in claims):

@@ -17,6 +17,7 @@ from pathlib import Path
 from areal_core.safety.secrets import Masker
 from hangdoctor.collect.discover import Target
 from hangdoctor.collect.process import read_facts, read_stat
+from hangdoctor.collect.registered import own_stacks
 from hangdoctor.collect.write import write_json, write_text
 from hangdoctor.errors import PySpyMissing
 
@@ -120,7 +121,12 @@ class Access:
 
 
 def explain_refusal(access: Access) -> str:
-    """Return what to do, most likely cause first."""
+    """Return what to do, most likely cause first, and what to do before the next hang."""
+    return f"{cause_of_refusal(access)} {NEXT_TIME}"
+
+
+def cause_of_refusal(access: Access) -> str:
+    """Return why the kernel refuses, and what allows it."""
     if access.their_uid not in (None, access.our_uid) and not access.may_ptrace:
         cause = f"It belongs to uid {access.their_uid} and this command runs as uid {access.our_uid}: run it as that user or with sudo."
     elif access.ptrace_scope == 1:
@@ -141,7 +147,7 @@ def explain_refusal(access: Access) -> str:
             " In a container that is `docker run --cap-add SYS_PTRACE`, or in Kubernetes "
             "`securityContext: {capabilities: {add: [SYS_PTRACE]}}`; from the host it works without either."
         )
-    return f"{cause} {NEXT_TIME}"
+    return cause
 
 
 def current_access(their_uid: int | None) -> Access:
@@ -163,7 +169,10 @@ def _effective_capabilities() -> int:
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """Options of a collection. Times in seconds; `timeout_s` is for one dump of one process."""
+    """Options of a collection. Times in seconds; `timeout_s` is for one dump of one process.
+
+    `registered` is a folder of ranks that write their own stacks where py-spy may not read them.
+    """
 
     num_samples: int = 2
     interval_s: float = 3.0
@@ -171,6 +180,7 @@ class Options:
     native: bool = False
     log_lines: int = 200
     host: str = field(default_factory=socket.gethostname)
+    registered: Path | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,6 +205,11 @@ def dump_target(
     if not target.process.is_python and target.role == "child":
         return Outcome("not_python", f"{target.process.executable} is no Python")
     done = dump(tool, target.pid, options.timeout_s)
+    if done.status == "not_permitted" and options.registered is not None:
+        own = own_stacks(options.registered / f"{target.name}.stacks", target.pid)
+        if own is not None:
+            write_text(place.with_name(f"{target.name}.txt"), mask.text(own))
+            return Outcome("dumped", cause_of_refusal(current_access(target.process.uid)))
     if done.status != "dumped":
         write_text(place.with_name(f"{target.name}.error.txt"), mask.text(done.complaint or done.detail))
     else:

@@ -7,10 +7,13 @@ it.
 """
 
 import os
+import select
 import subprocess
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -19,6 +22,7 @@ from hangdoctor.collect.discover import NO_JOB, Job, Search, find_job, members
 from hangdoctor.collect.host import collect_host
 from hangdoctor.collect.process import descendants, process_table
 from hangdoctor.collect.pyspy import Options
+from hangdoctor.collect.registered import read_registered, remove_dead, remove_empty
 from hangdoctor.errors import HangInputError
 from hangdoctor.heartbeat import VARIABLE, read_beats
 from hangdoctor.model import Diagnosis
@@ -91,10 +95,10 @@ def watch_command(command: list[str], plan: Plan, diagnose: Diagnose, report: Re
         beats.mkdir(parents=True)
         child = subprocess.Popen(command, env=os.environ | {VARIABLE: str(beats)}, umask=plan.umask)
         with signals_forwarded_to(child):
-            search = Search(variable=(VARIABLE, str(beats)))
+            search = partial(Search, variable=(VARIABLE, str(beats)))
             watched = _watch(search, beats, plan, diagnose, report, child.poll)
             status = child.wait()
-            _end_orphans(search, plan, report)
+            _end_orphans(search(), plan, report)
         if watched.ended_by_us:
             if plan.then == "restart" and attempt < plan.max_restarts:
                 report(f"restarting, {plan.max_restarts - attempt} more times at most")
@@ -119,8 +123,50 @@ def watch_pids(pids: tuple[int, ...], plan: Plan, diagnose: Diagnose, report: Re
     def ended() -> int | None:
         return None if any(lives(pid) for pid in pids) else 0
 
-    watched = _watch(Search(pids), _beats_of(pids), plan, diagnose, report, ended)
+    watched = _watch(partial(Search, pids), _beats_of(pids), plan, diagnose, report, ended)
     return STUCK if watched.finding is not None or finished_without_steps(watched.tracks) else 0
+
+
+def watch_registered(folder: Path, plan: Plan, diagnose: Diagnose, report: Report) -> None:
+    """Watch the ranks that register in `folder`, whose lock we hold, until all have left or ended.
+
+    The first that ends without leaving is reported: a launcher then ends the others.
+    """
+    is_first = True
+
+    def search() -> Search:
+        ranks = read_registered(folder)
+        return Search(
+            tuple(rank.pid for rank in ranks), declared={rank.pid: rank.environment for rank in ranks}
+        )
+
+    def ended() -> int | None:
+        nonlocal is_first
+        beats = read_beats(folder)
+        dead = [
+            f"{rank.name} (pid {rank.pid}, {beats[rank.name].step if rank.name in beats else 0} finished steps)"
+            for rank in remove_dead(folder)
+        ]
+        if dead and is_first:
+            report(f"killed or crashed: {', '.join(dead)}")
+            is_first = False
+        return 0 if remove_empty(folder) else None
+
+    def wait(poll_s: float) -> None:
+        """Wait until any of the ranks ends, for `poll_s` at most."""
+        ends = select.poll()
+        files = []
+        for rank in read_registered(folder):
+            with suppress(OSError):  # it has just ended
+                files.append(os.pidfd_open(rank.pid))
+                ends.register(files[-1], select.POLLIN)
+        ends.poll(poll_s * 1000)
+        for file in files:
+            os.close(file)
+
+    _watch(search, folder, plan, diagnose, report, ended, wait)
+    while ended() is None:  # ended by us
+        wait(plan.poll_s)
 
 
 def _beats_of(pids: tuple[int, ...]) -> Path:
@@ -148,12 +194,13 @@ def _end_orphans(search: Search, plan: Plan, report: Report) -> None:
 
 
 def _watch(
-    search: Search,
+    search: Callable[[], Search],
     beats: Path,
     plan: Plan,
     diagnose: Diagnose,
     report: Report,
     ended: Callable[[], int | None],
+    wait: Callable[[float], object] = time.sleep,
 ) -> Watched:
     """Poll until the job ends, or hangs and is ended as planned.
 
@@ -166,7 +213,7 @@ def _watch(
     while ended() is None:
         now = time.monotonic()
         if now - scanned_at >= RESCAN_S or not job.targets:
-            job, watts, scanned_at = _find(search), gpu_watts(), now
+            job, watts, scanned_at = _find(search()), gpu_watts(), now
         tracks = follow(tracks, read_signs(job, read_beats(beats), watts), now)
         judgement = judge_liveness(tracks, now, plan.limits)
         if judgement.silent_s < judgement.limit_s / 2:
@@ -174,12 +221,12 @@ def _watch(
                 report("it moves again")
             patience, finding = 1, None
         elif finding is None and judgement.silent_s > judgement.limit_s * patience:
-            finding = _examine(search, judgement, plan, diagnose, report)
+            finding = _examine(search(), judgement, plan, diagnose, report)
             patience *= 2
         elif finding and plan.then != "notify" and now - finding.found_at > judgement.limit_s / 2:
-            end_all(members(search, process_table()))
+            end_all(members(search(), process_table()))
             return Watched(finding, tracks, ended_by_us=True)
-        time.sleep(plan.poll_s)
+        wait(plan.poll_s)
     last = follow(tracks, read_signs(job, read_beats(beats), watts), time.monotonic())
     return Watched(finding, last, ended_by_us=False)
 

@@ -1,0 +1,393 @@
+"""`with areal_debug.watch():` in real torchrun ranks, plain ranks and this process."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import areal_debug
+from areal_core.errors import NonFiniteError
+from areal_core.safety.private import default_root
+from areal_debug.doctor.read import read_run
+from areal_debug.watching import block
+from hangdoctor.collect import pyspy
+from hangdoctor.collect.discover import Search
+from hangdoctor.collect.host import collect_host
+from hangdoctor.collect.registered import read_registered
+from hangdoctor.heartbeat import VARIABLE, read_beats
+
+ROOT = Path(__file__).parents[2]
+TRAIN = """
+import sys, threading
+import torch, torch.distributed as dist
+import areal_debug
+
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+model = torch.nn.Linear(4, 4)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+def train(w=None, nan_at=None, absent_at=None):
+    for step in range(6):
+        inputs = torch.ones(2, 4)
+        if (rank, step) == (1, nan_at):
+            inputs[0, 0] = torch.nan
+        loss = model(inputs).square().mean()
+        loss.backward()
+        if (rank, step) == (1, absent_at):
+            threading.Event().wait()
+        for parameter in model.parameters():
+            dist.all_reduce(parameter.grad)
+        optimizer.step()
+        if w is not None:
+            w.step(step, loss=loss, model=model)
+        optimizer.zero_grad()
+"""
+GOOD = """
+with areal_debug.watch(sys.argv[1]) as w:
+    train(w)
+with areal_debug.watch() as w:
+    train()
+    assert w.num_steps == 6
+try:
+    with areal_debug.watch():
+        raise KeyError("passes through")
+except KeyError as error:
+    assert error.args == ("passes through",)
+dist.destroy_process_group()
+"""
+BAD = """
+with areal_debug.watch() as w:
+    train(w, nan_at=2)
+with areal_debug.watch(sys.argv[1], timeout_s=2, then="end", nonfinite=False) as w:
+    train(w, absent_at=3)
+"""
+KILLED = """
+import os, time
+import areal_debug
+
+with areal_debug.watch() as w:
+    for step in range(4):
+        w.step(step)
+    time.sleep(1)
+    if os.environ["RANK"] == "1":
+        os.kill(os.getpid(), 9)
+    time.sleep(60)
+"""
+TORCHRUN = [
+    "timeout",
+    "120",
+    sys.executable,
+    "-m",
+    "torch.distributed.run",
+    "--standalone",
+    "--nproc-per-node",
+    "2",
+]
+
+
+@pytest.fixture(scope="module")
+def jobs(tmp_path_factory):
+    """Run jobs of two ranks; return for each its folder, exit status and lines of standard error.
+
+    They run at the same time, since importing torch takes most of it.
+    """
+    running = {}
+    for name, program in {"good": TRAIN + GOOD, "bad": TRAIN + BAD, "killed": KILLED}.items():
+        folder = tmp_path_factory.mktemp(name)
+        (folder / "train.py").write_text(program)
+        running[name] = (
+            subprocess.Popen(
+                [*TORCHRUN, "train.py", "out"],
+                stderr=subprocess.PIPE,
+                text=True,
+                cwd=folder,
+                env={**os.environ, "PYTHONPATH": str(ROOT)},
+            ),
+            folder,
+        )
+    found = {}
+    for name, (process, folder) in running.items():
+        errors = process.communicate()[1]
+        found[name] = (folder, process.returncode, errors.splitlines())
+    return found
+
+
+def ours(lines):
+    return [line for line in lines if line.startswith("areal-debug watch: ")]
+
+
+def test_nothing_is_printed_and_nothing_is_left_of_a_good_run(jobs):
+    folder, status, errors = jobs["good"]
+    assert (status, errors) == (0, [])
+    assert {path.name for path in folder.rglob("*")} == {"train.py", "out", "stats.jsonl"}
+
+
+def test_the_statistics_of_rank_0_are_those_that_doctor_reads(jobs):
+    file = jobs["good"][0] / "out/stats.jsonl"
+    series = read_run(file.parent).series["loss"]
+    assert series.steps.tolist() == [0, 1, 2, 3, 4, 5]
+    losses = [json.loads(line)["loss"] for line in file.read_text().splitlines()]
+    assert series.values.tolist() == losses
+    assert losses[5] < losses[0]
+
+
+def test_the_rank_of_a_nan_is_named_and_so_are_the_gradients_that_it_reaches(jobs):
+    lines = [line for line in ours(jobs["bad"][2]) if "finite" in line]
+    first = "step 2: not finite:"
+    for rank in (0, 1):
+        of_rank = [line.split(f"rank {rank}: ")[1] for line in lines if f"rank {rank}: " in line]
+        assert of_rank[0] == f"{first} gradient of weight (nan), bias (nan)"
+        loss = f"step {2 if rank == 1 else 3}: not finite: loss (nan)"
+        weight = f"{first} weight weight (nan), bias (nan)"
+        assert sorted(of_rank[1:3]) == sorted([loss, weight])
+        assert of_rank[3].endswith(" further values were not finite")
+        assert len(of_rank) == 4
+
+
+def test_a_rank_that_never_enters_a_collective_is_diagnosed_and_the_job_ended(jobs):
+    folder, status, errors = jobs["bad"]
+    assert status == 1
+    (diagnosis,) = (folder / "out").glob("hang-*/diagnosis.json")
+    found = json.loads(diagnosis.read_text())
+    assert (found["culprit_ranks"], found["victim_ranks"]) == ([1], [0])
+    assert "culprits  1" in errors
+    assert any("rank 0: waits in all_reduce" in line for line in errors)
+    headline = next(line for line in ours(errors) if "silent" in line)
+    assert f"silent for 2 s (limit 2 s): {found['label']}: " in headline
+    assert (diagnosis.parent / "post_mortem.html").is_file()
+
+
+def test_the_first_rank_that_is_killed_is_reported(jobs):
+    _, status, errors = jobs["killed"]
+    assert status == 1
+    (line,) = ours(errors)
+    assert re.search(r"^areal-debug watch: killed or crashed: .*\brank_1 \(pid \d+, 4 finished steps\)", line)
+
+
+WAITS = """
+from hangdoctor.collect.registered import STACKS_SIGNAL
+def wait_here(w):
+    w.step(0)
+    threading.Event().wait()
+with areal_debug.watch() as w:
+    wait_here(w)
+"""
+
+
+@pytest.fixture
+def plain_rank(tmp_path):
+    """Start a rank without torch and without a launcher: `plain_rank(RANK, PROGRAM)`."""
+    processes = []
+
+    def start(rank, program, **environment):
+        code = "import faulthandler, os, threading, time\nimport areal_debug\n" + program
+        variables = {
+            "RANK": str(rank),
+            "WORLD_SIZE": "2",
+            "MASTER_ADDR": "here",
+            "MASTER_PORT": str(os.getpid()),
+        }
+        processes.append(
+            subprocess.Popen(
+                [sys.executable, "-c", code],
+                stderr=subprocess.PIPE,
+                text=True,
+                cwd=tmp_path,
+                env={**os.environ, "PYTHONPATH": str(ROOT), **variables, **environment},
+            )
+        )
+        return processes[-1]
+
+    yield start
+    for process in processes:
+        with process:
+            process.kill()
+
+
+def state_of(processes):
+    """Wait until processes have finished a step; return the folder in which they are registered."""
+    deadline = time.monotonic() + 20
+    pids = {process.pid for process in processes}
+    while time.monotonic() < deadline:
+        for folder in Path(default_root(), "watch").glob("*"):
+            beats = read_beats(folder)
+            if pids <= {rank.pid for rank in read_registered(folder) if rank.name in beats}:
+                return folder
+        time.sleep(0.05)
+    raise AssertionError("the ranks did not register")
+
+
+def test_a_killed_rank_is_reported_where_no_launcher_does_and_the_others_go_on(plain_rank):
+    waits = "with areal_debug.watch(timeout_s=60) as w:\n    w.step(0)\n    input()\n    w.step(1)"
+    survivor = plain_rank(0, waits.replace("input()", "time.sleep(1.5)"))
+    victim = plain_rank(1, waits.replace("input()", "threading.Event().wait()"))
+    folder = state_of([survivor, victim])
+    victim.kill()
+    errors = survivor.communicate(timeout=20)[1] + victim.communicate()[1]
+    dead = f"rank_1 (pid {victim.pid}, 1 finished steps)"
+    assert errors == f"areal-debug watch: killed or crashed: {dead}\n"
+    assert survivor.returncode == 0
+    assert not folder.exists()
+
+
+def test_a_rank_that_is_set_at_run_time_has_its_number_in_the_collection(plain_rank, tmp_path):
+    program = "os.environ['RANK'] = '7'\nwith areal_debug.watch() as w:\n    w.step(0)\n    threading.Event().wait()"
+    rank = plain_rank(0, program)
+    folder = state_of([rank])
+    (registered,) = read_registered(folder)
+    search = Search((rank.pid,), declared={rank.pid: registered.environment})
+    (found,) = collect_host(search, tmp_path / "stacks", pyspy.Options(1)).processes[:1]
+    assert (found.name, found.rank, found.status) == ("rank_7", 7, "dumped")
+
+
+def test_ranks_write_their_own_stacks_where_py_spy_may_not_read_them(plain_rank, tmp_path, monkeypatch):
+    rank = plain_rank(0, WAITS)
+    folder = state_of([rank])
+    refused = pyspy.Dump("not_permitted", "Permission Denied", "", "Permission Denied")
+    monkeypatch.setattr(pyspy, "dump", lambda *arguments, **options: refused)
+    options = pyspy.Options(1, registered=folder)
+    (found,) = collect_host(Search((rank.pid,)), tmp_path / "stacks", options).processes[:1]
+    assert (found.status, "CAP_SYS_PTRACE" in found.detail) == ("dumped", True)
+    assert "in wait_here" in (tmp_path / "stacks/samples/0/rank_0.txt").read_text()
+    assert rank.poll() is None
+
+
+def test_a_process_that_no_longer_handles_the_signal_gets_none(plain_rank, tmp_path, monkeypatch):
+    rank = plain_rank(0, WAITS.replace("w.step", "faulthandler.unregister(STACKS_SIGNAL); w.step"))
+    folder = state_of([rank])
+    refused = pyspy.Dump("not_permitted", "Permission Denied", "", "Permission Denied")
+    monkeypatch.setattr(pyspy, "dump", lambda *arguments, **options: refused)
+    options = pyspy.Options(1, registered=folder)
+    (found,) = collect_host(Search((rank.pid,)), tmp_path / "stacks", options).processes[:1]
+    assert found.status == "not_permitted"
+    assert rank.poll() is None
+
+
+def test_exceptions_pass_and_the_environment_is_as_before():
+    before = dict(os.environ)
+    w, states = areal_debug.watch(), []
+
+    @w
+    def train():
+        w.step(0)
+        states.append(w.state)
+        assert read_beats(w.state)["rank_0"].step == 1
+        raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        train()
+    (state,) = states
+    assert dict(os.environ) == before
+    deadline = time.monotonic() + 10
+    while state.exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not state.exists()
+
+
+def test_under_hang_watch_the_beats_are_those_of_its_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv(VARIABLE, str(tmp_path))
+    with areal_debug.watch() as w:
+        w.step(4)
+        assert w.state is None
+    assert read_beats(tmp_path)["rank_0"].step == 5
+    assert os.environ[VARIABLE] == str(tmp_path)
+
+
+def test_a_folder_that_cannot_be_made_gives_one_sentence_and_training_goes_on(tmp_path, monkeypatch, capfd):
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(block, "default_root", lambda: str(tmp_path / "file"))
+    with areal_debug.watch(tmp_path / "file/stats") as w:
+        w.step(0, loss=1.0)
+    first, second = capfd.readouterr().err.splitlines()
+    assert first.startswith(f"areal-debug watch: rank 0: hangs are not watched: {tmp_path}/file")
+    assert second.startswith("areal-debug watch: rank 0: step 0 has no statistics: ")
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"then": "kill"}, "then is 'kill': expected 'notify' or 'end'"),
+        ({"timeout_s": 0}, "timeout_s is 0: expected a number of seconds above 0"),
+    ],
+)
+def test_a_wrong_option_is_refused(options, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        areal_debug.watch(**options)
+
+
+@pytest.fixture
+def model():
+    import torch
+
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Sigmoid(), torch.nn.Linear(3, 1))
+
+
+def test_gradients_are_checked_before_any_optimizer_uses_them(model, capfd):
+    import torch
+
+    optimizer = torch.optim.AdamW(model.parameters())
+    with areal_debug.watch() as w:
+        for step in range(4):
+            model(torch.ones(1, 2)).sum().backward()
+            if step >= 2:
+                model[2].bias.grad[0] = torch.inf
+            optimizer.step()
+            optimizer.zero_grad()
+        assert w.num_steps == 4
+    assert capfd.readouterr().err.splitlines() == [
+        "areal-debug watch: rank 0: step 2: not finite: gradient of parameter 3 [1] of AdamW (inf)",
+        "areal-debug watch: rank 0: 1 further values were not finite",
+    ]
+
+
+def test_the_first_module_with_an_output_that_is_not_finite_is_named(model, capfd):
+    import torch
+
+    with torch.no_grad():
+        model[2].weight[0, 1] = torch.nan
+    with areal_debug.watch(modules=model) as w:
+        loss = model(torch.ones(1, 2)).sum()
+        w.step(0, loss=loss, model=model)
+    assert [line.split("rank 0: ")[1] for line in capfd.readouterr().err.splitlines()] == [
+        "step 0: not finite: output of 2 (nan)",
+        "step 0: not finite: loss (nan)",
+        "step 0: not finite: weight 2.weight (nan)",
+    ]
+    model(torch.ones(1, 2))  # no hook is left
+    assert capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize("loss", [float("nan"), "tensor"])
+def test_the_run_is_ended_where_that_was_requested_but_not_for_a_statistic(loss):
+    import torch
+
+    loss = torch.tensor(torch.inf, requires_grad=True) if loss == "tensor" else loss
+    with areal_debug.watch(then="end") as w:
+        w.step(0, loss=1.0, stats={"empty": float("nan")})
+        with pytest.raises(NonFiniteError, match=r"step 1: not finite: loss \((nan|inf)\)"):
+            w.step(1, loss=loss)
+
+
+def test_a_check_that_fails_is_reported_and_the_run_goes_on(model, capfd, monkeypatch):
+    import torch
+
+    def fails(*_):
+        raise torch.OutOfMemoryError("no memory")
+
+    optimizer = torch.optim.SGD(model.parameters())
+    monkeypatch.setattr(torch, "_foreach_norm", fails)
+    with areal_debug.watch() as w:
+        for step in range(2):
+            model(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+            w.step(step, loss=float("nan"))
+    assert capfd.readouterr().err == (
+        "areal-debug watch: rank 0: values are no longer checked: OutOfMemoryError: no memory\n"
+    )
