@@ -1,0 +1,120 @@
+"""docs/recording_api.md, followed to the letter; the names below `areal_debug`."""
+
+import ast
+import importlib
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import recorder
+import replayer
+from recorder.trainers.sample import GIVEN
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs/recording_api.md").read_text()
+PRINTED = {  # what each command prints, by its first words
+    "python": "",
+    "areal-debug record ls": "3 steps",
+    "areal-debug record show": "2+2=",
+    "areal-debug record verify": "intact",
+    "areal-debug view": "page.html",
+    "areal-debug doctor": "runs/w",
+}
+FACADES = ("areal_debug", *(f"areal_debug.{verb}" for verb in ("record", "replay", "consistency", "hang")))
+
+
+def blocks():
+    """Yield the paragraph before each code block, the block's kind and its text."""
+    for found in re.finditer(r"^```(\w*)\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE):
+        yield PAGE[: found.start()].rstrip().rpartition("\n\n")[2], found.group(1), found.group(2)
+
+
+def test_the_page_is_followed_to_the_letter(tmp_path):
+    environment = os.environ | {
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "PYTHONPATH": str(ROOT),
+    }
+    seen = set()
+    for before, kind, text in blocks():
+        if kind == "python":
+            (tmp_path / re.findall(r"`(\w+\.py)`", before)[-1]).write_text(text)
+            continue
+        for command in text.splitlines():
+            done = subprocess.run(
+                command, shell=True, cwd=tmp_path, env=environment, capture_output=True, text=True
+            )
+            assert (done.returncode, done.stderr) == (0, ""), command
+            (words,) = [words for words in PRINTED if command.startswith(words)]
+            assert PRINTED[words] in done.stdout
+            seen.add(words)
+    assert seen == set(PRINTED)
+    (line,) = (tmp_path / "runs/w/stats.jsonl").read_text().splitlines()[2:3]
+    assert json.loads(line) == {"step": 2, "loss": 1 / 3, "grad_norm": 1.0}
+
+
+def test_the_page_lists_every_member_of_a_sample():
+    table = PAGE.split("| member | value |")[1].split("\n\n")[0]
+    assert set(re.findall(r"`(\w+)`", "".join(re.findall(r"^\| (.*?) \|", table, re.M)))) == set(GIVEN)
+
+
+@pytest.mark.parametrize("name", FACADES)
+def test_each_name_of_a_facade_is_what_a_type_checker_sees(name):
+    module = importlib.import_module(name)
+    tree = ast.parse(Path(module.__file__).read_text())
+    visible = {
+        alias.asname: node.module
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+        if alias.asname == alias.name
+    }
+    assert sorted(visible) == module.__all__
+    for attribute, source in visible.items():
+        assert getattr(module, attribute) is getattr(importlib.import_module(source), attribute)
+    submodules = {path.stem for path in Path(module.__file__).parent.iterdir()}
+    assert submodules & set(visible) == set()
+    with pytest.raises(AttributeError, match=f"module '{name}' has no attribute 'nothing'"):
+        _ = module.nothing
+
+
+def test_all_public_names_of_the_packages_are_reachable():
+    from areal_debug import record, replay
+
+    assert set(recorder.__all__) <= set(record.__all__)
+    assert set(replayer.__all__) == set(replay.__all__)
+    assert record.Recorder is importlib.import_module("areal_debug").Recorder
+
+
+LIGHT = f"import sys, {', '.join(FACADES)}; print(sorted(sys.modules.keys() & {{'numpy', 'torch', 'click'}}))"
+USED = """
+import sys
+from areal_debug import Recorder, Sample, watch
+from areal_debug.hang import beat, diagnose
+from areal_debug.record import open_record
+from areal_debug.replay import Request
+print(sorted(sys.modules.keys() & {"torch", "zarr", "transformers", "datasets", "click"}))
+"""
+
+
+@pytest.mark.parametrize("code", [LIGHT, USED])
+def test_names_are_imported_when_they_are_used_and_bring_no_torch(code):
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
+
+
+@pytest.mark.parametrize("name", ["recorder", "replayer", "consistency"])
+def test_a_shadow_of_a_package_is_one_sentence(name, tmp_path):
+    (tmp_path / name).mkdir()
+    (tmp_path / name / "__init__.py").write_text('"""Of another project."""\n')
+    facade = {"recorder": "record", "replayer": "replay", "consistency": "consistency"}[name]
+    code = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); from areal_debug.{facade} import *"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stderr.splitlines()[-1] == (
+        f"ImportError: the package {name} at {tmp_path}/{name}/__init__.py is not the one of areal-debug: "
+        "uninstall the other distribution and install areal-debug again, or use a virtual environment of its own"
+    )
