@@ -288,6 +288,11 @@ class RecordHeader:
         made_by, imported = (self.environment.get(name) for name in ("trainer", "imported"))
         return made_by["name"] if made_by else imported["format"] if imported else None
 
+    @property
+    def config_is_ours(self) -> bool:
+        """Whether the config has options of this repository: an import is given them, or none."""
+        return self.trainer is None or (bool(self.config) and "imported" in self.environment)
+
 
 @dataclass(frozen=True)
 class AnchorManifest:

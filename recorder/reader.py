@@ -6,6 +6,7 @@ numbers, for which it reads step.json and the rewards.
 
 import os
 import zipfile
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,6 +24,7 @@ from recorder.errors import DamagedRecord, NotARecord, RecordNotFound, StepNotRe
 from recorder.format import (
     ANCHOR_FILE,
     ANCHORS_FOLDER,
+    BATCH_KEYS,
     GAPS_FILE,
     LARGEST_VALUES,
     RECORD_FILE,
@@ -113,6 +115,17 @@ class RecordedStep:
             return np.ones(entry.num_rows, bool)
         bits = self.tensors(name, entry, ["unknown"])["unknown"]
         return (bits & UNKNOWN_BITS[key]) == 0
+
+    def num_unknown(self) -> dict[str, int]:
+        """Count the rows of all ranks that lack a value that every batch has, by key."""
+        counts: Counter[str] = Counter()
+        for rank in range(self.manifest.num_ranks):
+            name, entry = self.batch_entry(rank)
+            if "unknown" in entry.tensors:
+                bits = self.tensors(name, entry, ["unknown"])["unknown"]
+                for key in UNKNOWN_BITS.keys() & BATCH_KEYS.keys():
+                    counts[key] += int(((bits & UNKNOWN_BITS[key]) != 0).sum())
+        return {key: counts[key] for key in UNKNOWN_BITS if counts[key]}
 
     def plan(self, rank: int) -> Plan:
         """Read the rank's plan. Raises StepNotRecorded if the scope of the record is "rollout"."""
@@ -366,7 +379,10 @@ def open_record(path: str | os.PathLike[str]) -> Record:
 
 @dataclass(frozen=True)
 class StepSummary:
-    """A step over all ranks. `mean_reward` is over known rewards, None if there are none."""
+    """A step over all ranks. `mean_reward` is over known rewards, None if there are none.
+
+    `num_unknown` are the rows whose value under a key is not known, by key, without zeros.
+    """
 
     step: int
     version: int
@@ -374,6 +390,7 @@ class StepSummary:
     num_tokens: int
     size_bytes: int
     mean_reward: float | None
+    num_unknown: dict[str, int] = field(default_factory=dict)
 
 
 def summarise_steps(record: Record, tick: Callable[[object], None]) -> list[StepSummary]:
@@ -393,6 +410,7 @@ def summarise_steps(record: Record, tick: Callable[[object], None]) -> list[Step
                 num_tokens=sum(batch.num_tokens for batch in batches),
                 size_bytes=step.manifest.size_bytes,
                 mean_reward=sum(rewards) / len(rewards) if rewards else None,
+                num_unknown=step.num_unknown(),
             )
         )
         tick(number)
