@@ -1,28 +1,36 @@
-"""Recorded rows for display: token by token, with text if there is a tokenizer."""
+"""Recorded rows for display: token by token, with text if there is a tokenizer.
 
+What the trainer did not know is None.
+"""
+
+import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
+from recorder.format import UNKNOWN_BITS
 from recorder.reader import RecordedStep
 
 # a UTF-8 character has at most four bytes, and a byte-level token at least one
 MAX_TOKENS_PER_CHARACTER = 4
+UNKNOWN = "?"
+SCORES = "scores."
 
 
 @dataclass(frozen=True)
 class Token:
-    """`logprob` and `version` are defined for tokens in the loss mask only.
+    """`logprob` and `version` are defined for tokens in the loss mask only, `trained`.
 
     `text` may be empty: the token continues a character.
     """
 
-    id: int
+    id: int | None
     text: str
-    trained: bool
-    logprob: float
-    version: int
+    trained: bool | None
+    logprob: float | None
+    version: int | None
 
 
 @dataclass(frozen=True)
@@ -41,17 +49,23 @@ class Branch:
 
 @dataclass(frozen=True)
 class Sample:
-    """A row of a step on a rank; `place` is None unless an agent's calls were recorded."""
+    """A row of a step on a rank; `place` is None unless an agent's calls were recorded.
+
+    Where token ids are unknown, `text` has prompt and completion, and `tokens` is None unless their
+    number is known. `scores` are further numbers of another trainer, such as terms of the reward.
+    """
 
     step: int
     rank: int
     row: int
-    prompt_id: int
+    prompt_id: int | None
     sample_id: int
-    reward: float
-    finish_reason: int
-    tokens: tuple[Token, ...]
+    reward: float | None
+    finish_reason: int | None
+    tokens: tuple[Token, ...] | None
     place: Branch | None = None
+    text: tuple[str, str] | None = None
+    scores: dict[str, float | None] = field(default_factory=dict)
 
 
 def read_samples(
@@ -59,34 +73,57 @@ def read_samples(
 ) -> list[Sample]:
     """Read rows of a rank, token by token; without `decode`, texts are ids in angle brackets."""
     arrays = step.batch(rank)
-    bounds = arrays["cu_seqlens"]
+    known = {key: step.known(rank, key) for key in UNKNOWN_BITS}
+    texts = None if known["input_ids"].all() else step.text(rank)
+
+    def value(key: str, row: int) -> Any:
+        return arrays[key][row].item() if known[key][row] else None
+
     samples = []
     for row in rows:
         step.check_row(rank, row)
-        part = slice(bounds[row], bounds[row + 1])
-        ids = arrays["input_ids"][part].tolist()
-        columns = zip(
-            ids,
-            token_texts(ids, decode),
-            arrays["loss_mask"][part].astype(bool).tolist(),
-            arrays["logprobs"][part].tolist(),
-            arrays["versions"][part].tolist(),
-            strict=True,
-        )
+        begin, end = arrays["cu_seqlens"][row : row + 2]
+        line = None if texts is None or known["input_ids"][row] else texts[row]
         samples.append(
             Sample(
                 step=step.manifest.step,
                 rank=rank,
                 row=row,
-                prompt_id=int(arrays["prompt_id"][row]),
+                prompt_id=value("prompt_id", row),
                 sample_id=int(arrays["sample_id"][row]),
-                reward=float(arrays["rewards"][row]),
-                finish_reason=int(arrays["finish_reason"][row]),
-                tokens=tuple(Token(*column) for column in columns),
+                reward=value("rewards", row),
+                finish_reason=value("finish_reason", row),
+                tokens=tokens_of(arrays, known, row, decode) if line is None or end > begin else None,
                 place=place_of(arrays, row) if "branch" in arrays else None,
+                text=None if line is None else (line["prompt"], line["completion"]),
+                scores={
+                    key.removeprefix(SCORES): None if math.isnan(column[row]) else float(column[row])
+                    for key, column in arrays.items()
+                    if key.startswith(SCORES)
+                },
             )
         )
     return samples
+
+
+def tokens_of(
+    arrays: dict[str, np.ndarray],
+    known: dict[str, np.ndarray],
+    row: int,
+    decode: Callable[[list[int]], str] | None,
+) -> tuple[Token, ...]:
+    """Return the tokens of a row; a log-prob that is NaN is not known."""
+    here = slice(*arrays["cu_seqlens"][row : row + 2])
+
+    def column(key: str, kind: type) -> list[Any]:
+        values = arrays[key][here].astype(kind).tolist()
+        return values if known[key][row] else [None] * len(values)
+
+    logprobs = [None if x is None or math.isnan(x) else x for x in column("logprobs", np.float64)]
+    ids = column("input_ids", int)
+    texts = token_texts(ids, decode) if known["input_ids"][row] else [UNKNOWN] * len(ids)
+    columns = texts, column("loss_mask", bool), logprobs, column("versions", int)
+    return tuple(Token(*values) for values in zip(ids, *columns, strict=True))
 
 
 def place_of(arrays: dict[str, np.ndarray], row: int) -> Branch:

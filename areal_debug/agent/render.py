@@ -98,7 +98,7 @@ def print_turn(turn: "TurnFacts") -> None:
     ]
     if turn.mean_logprob is not None and turn.lowest_logprob is not None:
         facts.append(f"logprob mean {turn.mean_logprob:.3f}, lowest {turn.lowest_logprob:.2f}")
-    versions = sorted({token.version for token in turn.tokens})
+    versions = sorted({token.version for token in turn.tokens if token.version is not None})
     facts.append(f"version {', '.join(map(str, versions))}" if versions else "no version")
     if turn.num_tools:
         facts.append(f"{turn.num_tools} tools")

@@ -108,6 +108,7 @@ def show(
         text = None if decode else recorded.text(sample.rank)
         render.print_sample(sample, tokens, text)
     render.print_legend()
+    render.print_not_recorded(recorded)
     if row is None and prompt_id is None:
         console().print(
             f"one of {recorded.num_rows(rank)} rows of this rank: --sample I or --prompt-id P shows others",

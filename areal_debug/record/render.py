@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
@@ -12,13 +13,14 @@ from areal_core.safety.secrets import num_masked
 from areal_debug.render import console, format_bytes, format_number, sparkline, styled
 
 if TYPE_CHECKING:
-    from recorder import Record, Recording, VerifyReport
+    from recorder import Record, RecordedStep, RecordHeader, Recording, VerifyReport
     from recorder.header import Gaps
     from recorder.integrity.signature import Signed
     from recorder.reader import StepSummary
     from recorder.samples import Branch, Sample, Token
 
 MAX_LINES = 40
+UNKNOWN = "?"
 FINISH_REASONS = ("stop", "length", "abort")
 # lowest probability of each band, its colour, and its label in the legend
 BANDS = (
@@ -44,6 +46,7 @@ def print_listing(record: "Record", summaries: "list[StepSummary]", max_lines: i
     )
     facts = {
         "recorded": header.created,
+        **({"trainer": trainer_of(header)} if header.trainer else {}),
         "model": header.model["path"],
         "allocation": header.allocation,
         "data-parallel ranks": header.num_ranks,
@@ -51,7 +54,8 @@ def print_listing(record: "Record", summaries: "list[StepSummary]", max_lines: i
         "torch": header.environment["torch"]["build"],
         "code": header.environment["code"]["commit"],
         "masked": f"{num_masked(header.config)} values of the config" if num_masked(header.config) else None,
-        "mean reward": sparkline([s.mean_reward for s in summaries if s.mean_reward is not None]),
+        "mean reward": sparkline([math.nan if s.mean_reward is None else s.mean_reward for s in summaries]),
+        **({"not known": describe_unknown(summaries)} if any(s.num_unknown for s in summaries) else {}),
     }
     for name, value in facts.items():
         out.print(styled("[dim]{:<20}[/dim]{}", name, value if value is not None else "-"))
@@ -110,7 +114,33 @@ def step_cells(summary: "StepSummary") -> tuple[str, ...]:
         str(summary.num_rows),
         f"{summary.num_tokens:,}",
         format_bytes(summary.size_bytes),
-        "-" if summary.mean_reward is None else f"{summary.mean_reward:.4f}",
+        mean_reward_of(summary),
+    )
+
+
+def mean_reward_of(summary: "StepSummary") -> str:
+    """Return the mean of the known rewards, `?` if none is known, `-` without rows."""
+    if summary.mean_reward is None:
+        return UNKNOWN if summary.num_rows else "-"
+    return f"{summary.mean_reward:.4f}"
+
+
+def trainer_of(header: "RecordHeader") -> str:
+    """Return `trl 1.16.0`, or `imported from slime`."""
+    if "imported" in header.environment:
+        return f"imported from {header.trainer}"
+    version = header.environment["trainer"].get("version")
+    return f"{header.trainer} {version}" if version else f"{header.trainer}"
+
+
+def describe_unknown(summaries: "list[StepSummary]") -> str:
+    """Return `logprobs, rewards of 3 of 96 rows`: what is not known, and in how many rows."""
+    total = sum(summary.num_rows for summary in summaries)
+    counts: Counter[str] = Counter()
+    for summary in summaries:
+        counts.update(summary.num_unknown)
+    return ", ".join(
+        key if count == total else f"{key} of {count} of {total} rows" for key, count in counts.items()
     )
 
 
@@ -118,23 +148,37 @@ def print_sample(sample: "Sample", as_table: bool, recorded_text: list[dict[str,
     """Print a row under its heading, as coloured text or as one line per token."""
     out = console()
     out.print(heading(sample))
-    out.print(token_table(sample) if as_table else text_of(sample, recorded_text))
+    out.print(token_table(sample.tokens) if as_table and sample.tokens else text_of(sample, recorded_text))
 
 
 def heading(sample: "Sample") -> Text:
     """Return the identity of a row, its reward and how it finished."""
-    trained = [token.logprob for token in sample.tokens if token.trained]
-    mean = format_number(sum(trained) / len(trained)) if trained else "-"
     name = f"step {sample.step}, rank {sample.rank}, row {sample.row}"
+    reason = UNKNOWN if sample.finish_reason is None else FINISH_REASONS[sample.finish_reason]
     facts = (
-        f"prompt {sample.prompt_id}, sample {sample.sample_id}",
-        f"reward {format_number(sample.reward)}",
-        f"finished by {FINISH_REASONS[sample.finish_reason]}",
-        f"{len(trained)} of {len(sample.tokens)} tokens in the loss mask",
-        f"mean logprob {mean}",
+        f"prompt {UNKNOWN if sample.prompt_id is None else sample.prompt_id}, sample {sample.sample_id}",
+        f"reward {known_number(sample.reward)}",
+        *(f"{name} {known_number(score)}" for name, score in sample.scores.items()),
+        f"finished by {reason}",
+        *(("tokens unknown",) if sample.tokens is None else token_facts(sample.tokens)),
         *(() if sample.place is None else describe_place(sample.place)),
     )
     return Text(name, style="bold") + Text("  " + "  ".join(facts), style="dim")
+
+
+def known_number(value: float | None) -> str:
+    """Return six significant digits, or `?` for an unknown value."""
+    return UNKNOWN if value is None else format_number(value)
+
+
+def token_facts(tokens: "tuple[Token, ...]") -> tuple[str, str]:
+    """Return how many tokens are in the loss mask, and the mean of their known log-probs."""
+    trained = [token for token in tokens if token.trained is not False]
+    known = [token.logprob for token in trained if token.logprob is not None]
+    count = UNKNOWN if any(token.trained is None for token in tokens) else len(trained)
+    mean = format_number(sum(known) / len(known)) if known else UNKNOWN if trained else "-"
+    some = f" of {len(known)} known" if 0 < len(known) < len(trained) else ""
+    return f"{count} of {len(tokens)} tokens in the loss mask", f"mean logprob {mean}{some}"
 
 
 def describe_place(place: "Branch") -> list[str]:
@@ -151,34 +195,52 @@ def describe_place(place: "Branch") -> list[str]:
 
 
 def style_of(token: "Token") -> str:
-    """Return dim for a token outside the loss mask, else the colour of its probability's band."""
-    if not token.trained:
+    """Return dim for a token outside the loss mask, else the colour of its probability's band.
+
+    It has no colour where either is not known.
+    """
+    if token.trained is False:
         return "dim"
-    return next(
-        (colour for lowest, colour, _ in BANDS if math.exp(min(token.logprob, 0)) >= lowest), "reverse red"
-    )
+    if token.trained is None or token.logprob is None:
+        return ""
+    probability = math.exp(min(token.logprob, 0))
+    return next((colour for lowest, colour, _ in BANDS if probability >= lowest), "reverse red")
 
 
 def text_of(sample: "Sample", recorded: list[dict[str, Any]] | None) -> Text:
-    """Return the row's text in colours; without a tokenizer the recorded text, uncoloured."""
+    """Return the row's text in colours; without tokenizer or tokens the recorded text, plain."""
+    text = sample.text
     if recorded is not None:
-        line = recorded[sample.row]
-        return Text(printable_block(line["prompt"]), style="dim") + Text(printable_block(line["completion"]))
-    return Text.assemble(*((printable_block(token.text), style_of(token)) for token in sample.tokens))
+        text = recorded[sample.row]["prompt"], recorded[sample.row]["completion"]
+    if text is not None:
+        return Text(printable_block(text[0]), style="dim") + Text(printable_block(text[1]))
+    tokens = sample.tokens or ()
+    return Text.assemble(*((printable_block(token.text), style_of(token)) for token in tokens))
 
 
-def token_table(sample: "Sample") -> Table:
+def token_table(tokens: "tuple[Token, ...]") -> Table:
     """Make a table of tokens with their numbers."""
     table = Table(box=None, pad_edge=False, header_style="dim")
     for name in ("position", "id", "loss mask", "logprob", "version"):
         table.add_column(name, justify="right")
     table.add_column("text")
-    for position, token in enumerate(sample.tokens):
-        numbers = (f"{token.logprob:.6f}", str(token.version)) if token.trained else ("-", "-")
-        trained = "yes" if token.trained else "no"
+    for position, token in enumerate(tokens):
+        trained = {True: "yes", False: "no", None: UNKNOWN}[token.trained]
+        logprob = UNKNOWN if token.logprob is None else f"{token.logprob:.6f}"
+        version = UNKNOWN if token.version is None else str(token.version)
+        numbers = ("-", "-") if token.trained is False else (logprob, version)
         text = Text(json.dumps(token.text, ensure_ascii=False), style=style_of(token))
-        table.add_row(str(position), str(token.id), trained, *numbers, text)
+        number = UNKNOWN if token.id is None else str(token.id)
+        table.add_row(str(position), number, trained, *numbers, text)
     return table
+
+
+def print_not_recorded(step: "RecordedStep") -> None:
+    """Print the fields that another trainer had and the record has not."""
+    plans = [name for name in step.manifest.files if name.startswith("plan-")]
+    names = step.plan(0).details.get("not_recorded") if plans else None
+    if names:
+        console().print(styled("not recorded by its trainer: {}", ", ".join(map(str, names))), style="dim")
 
 
 def print_legend() -> None:

@@ -105,7 +105,7 @@ def write_page(
     from areal_debug.view.data import MAX_CURVE_STEPS, read_run, read_step, redacted_run
     from areal_debug.view.page import static_page
 
-    view = read_step(record.step(step), decode, patterns)
+    view = read_step(record.step(step), decode, patterns, record.header.trainer)
     total = min(len(record.steps), MAX_CURVE_STEPS)
     run = with_progress("reading steps", total, lambda tick: read_run(record, tick))
     page = static_page(redacted_run(run, patterns), view).encode()

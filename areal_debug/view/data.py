@@ -5,22 +5,31 @@ import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import cache
 from typing import Any
 
 import numpy as np
 
 from areal_core.safety.printable import printable
+from areal_debug.doctor.names import find_name
 from areal_debug.view.text import Decode, TokenText, redact_text, redact_tokens, text_of_tokens
 from recorder.errors import StepNotRecorded
+from recorder.format import UNKNOWN_BITS
 from recorder.reader import Record, RecordedStep
 
 MAX_CURVE_STEPS = 1000
-# Curves from the outcome's statistics: label on the page, and the names that trainers record.
-STATS = {
-    "loss": ("ppo_actor/update/loss", "ppo_actor/update/actor_loss/avg", "loss"),
-    "grad norm": ("ppo_actor/update/grad_norm", "grad_norm"),
-    "entropy": ("ppo_actor/update/entropy/avg", "ppo_actor/update/entropy"),
+# Curves from the outcome's statistics: label on the page, and the quantities of `doctor.names`.
+STATS = {"loss": ("policy_loss", "loss"), "grad norm": ("grad_norm",), "entropy": ("entropy",)}
+# Columns that may be unknown in every row, and their labels on the page.
+ROW_LABELS = {
+    "rewards": "reward",
+    "finish_reason": "finish reason",
+    "loss_mask": "loss mask",
+    "logprobs": "logprob",
+    "versions": "version",
+    "prompt_id": "prompt",
 }
+NOT_GIVEN = "its trainer did not give it"
 # Per-token columns of the trainer, aligned to the previous token, and their labels on the page.
 TRAINER_COLUMNS = {
     "prox_logp": "trainer logprob",
@@ -33,7 +42,7 @@ TRAINER_COLUMNS = {
 
 @dataclass(frozen=True)
 class RunView:
-    """A run over its steps. `curves` have one value per step, NaN where it was not recorded."""
+    """A run over its steps. `curves` have one value per step, NaN where it is not known."""
 
     record: str
     header: dict[str, str]
@@ -45,7 +54,10 @@ class RunView:
 
 @dataclass(frozen=True)
 class StepView:
-    """One step over all ranks: rows one after another, columns aligned to the token itself."""
+    """One step over all ranks: rows one after another, columns aligned to the token itself.
+
+    The row column `unknown` has the bits of FORMAT.md; under a set bit a value means nothing.
+    """
 
     step: int
     version: int
@@ -53,8 +65,8 @@ class StepView:
     tokens: dict[str, np.ndarray]  # [tokens]
     text: TokenText
     recorded_text: (
-        list[tuple[str, str]] | None
-    )  # prompt and completion of each row, where tokens have no text
+        list[tuple[str, str] | None] | None
+    )  # prompt and completion of each row whose tokens have no text
     missing: dict[str, str] = field(default_factory=dict)  # absent columns, and how to record them
 
 
@@ -70,8 +82,9 @@ def read_run(record: Record, tick: Callable[[object], None] = lambda _: None) ->
         record=str(record.path),
         header={
             "recorded": header.created,
+            **({"trainer": header.trainer} if header.trainer else {}),
             "model": str(header.model["path"]),
-            "allocation": str(header.allocation),
+            **({} if header.trainer else {"allocation": str(header.allocation)}),
             "scope": header.recording.scope,
             "ranks": str(header.num_ranks),
         },
@@ -83,20 +96,29 @@ def read_run(record: Record, tick: Callable[[object], None] = lambda _: None) ->
 
 
 def curves_of(points: Sequence[dict[str, float]]) -> dict[str, list[float]]:
-    """Return one list per curve, NaN where a step has no value."""
-    names = list(dict.fromkeys(name for point in points for name in point))
+    """Return one list per curve that has a value, NaN where a step has none."""
+    names = list(
+        dict.fromkeys(name for point in points for name, value in point.items() if not math.isnan(value))
+    )
     return {name: [point.get(name, math.nan) for point in points] for name in names}
 
 
 def step_point(step: RecordedStep, tick: Callable[[object], None]) -> dict[str, float]:
     """Return a step's value on every curve."""
-    arrays = [
-        step.batch(rank, ["rewards", "cu_seqlens", "versions", "loss_mask"])
-        for rank in range(step.manifest.num_ranks)
-    ]
-    lengths = np.concatenate([np.diff(a["cu_seqlens"]) for a in arrays])
-    rewards = np.concatenate([a["rewards"] for a in arrays])
-    versions = np.concatenate([a["versions"][a["loss_mask"] > 0] for a in arrays])
+    ranks = range(step.manifest.num_ranks)
+    arrays = [step.batch(rank, ["rewards", "cu_seqlens", "versions", "loss_mask"]) for rank in ranks]
+    sizes = [np.diff(a["cu_seqlens"]) for a in arrays]
+    has_tokens, has_reward, has_version = (
+        [step.known(rank, key) for rank in ranks] for key in ("input_ids", "rewards", "versions")
+    )
+    lengths = np.concatenate([size[known] for size, known in zip(sizes, has_tokens, strict=True)])
+    rewards = np.concatenate([a["rewards"][known] for a, known in zip(arrays, has_reward, strict=True)])
+    versions = np.concatenate(
+        [
+            a["versions"][(a["loss_mask"] > 0) & np.repeat(known, size)]
+            for a, known, size in zip(arrays, has_version, sizes, strict=True)
+        ]
+    )
     point = {"reward": mean(rewards), "length": mean(lengths)}
     # The batch was trained on by the version before the one that the step produced.
     point["staleness"] = step.manifest.version - 1 - mean(versions)
@@ -111,8 +133,14 @@ def stats_point(step: RecordedStep) -> dict[str, float]:
         stats = step.outcome(0).stats
     except StepNotRecorded:
         return {}
-    found = {name: [key for key in keys if key in stats] for name, keys in STATS.items()}
-    return {name: stats[keys[0]] for name, keys in found.items() if keys}
+    found = {curve: name_of_curve(quantities, tuple(stats)) for curve, quantities in STATS.items()}
+    return {curve: stats[name] for curve, name in found.items() if name is not None}
+
+
+@cache
+def name_of_curve(quantities: tuple[str, ...], names: tuple[str, ...]) -> str | None:
+    """Return the name under which a trainer logs one of the quantities, or None."""
+    return next((name for quantity in quantities if (name := find_name(quantity, list(names)))), None)
 
 
 def mean(values: np.ndarray) -> float:
@@ -131,9 +159,15 @@ def clip_range(config: dict[str, Any]) -> tuple[float, float] | None:
 
 
 def read_step(
-    step: RecordedStep, decode: Decode | None, patterns: Sequence[re.Pattern[str]] = ()
+    step: RecordedStep,
+    decode: Decode | None,
+    patterns: Sequence[re.Pattern[str]] = (),
+    trainer: str | None = None,
 ) -> StepView:
     """Read a step as columns, redacted by `patterns`, which needs `decode`.
+
+    Args:
+        trainer: that of the record's header.
 
     Raises:
         ValueError: there are patterns and no tokenizer, so that token ids would reveal the text.
@@ -152,10 +186,20 @@ def read_step(
         for key in ("input_ids", "loss_mask", "logprobs", "versions")
     }
     text = text_of_tokens(tokens.pop("input_ids"), bounds, decode)
+    unknown = unknown_bits(step)
+    has_ids = np.repeat((unknown & UNKNOWN_BITS["input_ids"]) == 0, np.diff(bounds))
+    if not has_ids.all():
+        index = np.where(has_ids, text.index, len(text.texts)).astype(np.uint32)
+        text = TokenText(index, [*text.texts, "?"], [*text.ids, -1])
     if patterns:
         text = redact_tokens(text, bounds, patterns)
     trained = tokens["loss_mask"] > 0
-    computed, missing = trainer_columns(step, bounds, tokens["logprobs"], trained)
+    computed, missing = trainer_columns(step, bounds, tokens["logprobs"], trained, trainer)
+    missing |= {
+        label: NOT_GIVEN
+        for key, label in ROW_LABELS.items()
+        if (unknown & UNKNOWN_BITS[key]).all() and len(unknown)
+    }
     return StepView(
         step=step.manifest.step,
         version=step.manifest.version - 1,
@@ -163,6 +207,7 @@ def read_step(
             "rank": np.repeat(np.arange(len(batches)), [len(n) for n in lengths]).astype(np.uint32),
             "row": np.concatenate([np.arange(len(n)) for n in lengths]).astype(np.uint32),
             "length": np.concatenate(lengths).astype(np.uint32),
+            "unknown": unknown,
             **{
                 name: np.concatenate([batch[key] for batch in batches]).astype(dtype)
                 for name, key, dtype in (
@@ -180,16 +225,20 @@ def read_step(
             **computed,
         },
         text=text,
-        recorded_text=None if decode else recorded_texts(step),
+        recorded_text=recorded_texts(step, unknown & UNKNOWN_BITS["input_ids"] if decode else None, patterns),
         missing=missing,
     )
 
 
 def trainer_columns(
-    step: RecordedStep, bounds: np.ndarray, logprobs: np.ndarray, trained: np.ndarray
+    step: RecordedStep,
+    bounds: np.ndarray,
+    logprobs: np.ndarray,
+    trained: np.ndarray,
+    trainer: str | None,
 ) -> tuple[dict[str, np.ndarray], dict[str, str]]:
     """Return the trainer's per-token columns, aligned to their token, and why others are absent."""
-    wider = "record with debug.dump_scope=full"
+    wider = "record with debug.dump_scope=full" if trainer is None else NOT_GIVEN
     try:
         ranks = [step.learning(rank) for rank in range(step.manifest.num_ranks)]
     except StepNotRecorded:
@@ -200,23 +249,47 @@ def trainer_columns(
             flat = np.concatenate([rank[key] for rank in ranks]).astype(np.float32)
             moved = np.concatenate([[0], flat[:-1]]).astype(np.float32)
             # No prediction for the first token of a row.
-            moved[bounds[:-1][bounds[:-1] < len(moved)]] = 0
+            moved[bounds[:-1][bounds[:-1] < len(moved)]] = np.nan
             found[name] = moved
     # Without a forward pass of its own the trainer copies the engine's logprobs: a ratio of 1 would
     # look like a measurement.
-    if "trainer logprob" in found and np.array_equal(found["trainer logprob"][trained], logprobs[trained]):
+    copied = "trainer logprob" in found and np.array_equal(
+        found["trainer logprob"][trained], logprobs[trained]
+    )
+    if copied and trainer is None:
         del found["trainer logprob"]
     needed = "needs actor.recompute_logprob=true or actor.use_decoupled_loss=true"
+    needed = needed if trainer is None else NOT_GIVEN
     missing = {name: needed for name in ("trainer logprob", "entropy") if name not in found}
     return found, missing | ({"ratio": needed} if "trainer logprob" in missing else {})
 
 
-def recorded_texts(step: RecordedStep) -> list[tuple[str, str]] | None:
-    """Return the recorded text of the rows of all ranks, or None."""
+def unknown_bits(step: RecordedStep) -> np.ndarray:
+    """Return the bits of the values that are unknown, uint8 [rows] over all ranks."""
+    return np.concatenate(
+        [
+            sum((~step.known(rank, key) * np.uint8(bit) for key, bit in UNKNOWN_BITS.items()), np.uint8(0))
+            for rank in range(step.manifest.num_ranks)
+        ]
+    )
+
+
+def recorded_texts(
+    step: RecordedStep, wanted: np.ndarray | None, patterns: Sequence[re.Pattern[str]]
+) -> list[tuple[str, str] | None] | None:
+    """Return the recorded text of the rows of all ranks, redacted, or None.
+
+    Only that of rows with `wanted` [rows], if it is given.
+    """
     ranks = [step.text(rank) for rank in range(step.manifest.num_ranks)]
-    if any(rank is None for rank in ranks):
+    if any(rank is None for rank in ranks) or (wanted is not None and not wanted.any()):
         return None
-    return [(line["prompt"], line["completion"]) for rank in ranks if rank is not None for line in rank]
+    lines = [line for rank in ranks if rank is not None for line in rank]
+    shown = [True] * len(lines) if wanted is None else wanted.tolist()
+    return [
+        (redact_text(line["prompt"], patterns), redact_text(line["completion"], patterns)) if row else None
+        for line, row in zip(lines, shown, strict=True)
+    ]
 
 
 def redacted_run(run: RunView, patterns: Sequence[re.Pattern[str]]) -> RunView:

@@ -33,7 +33,7 @@ def pack_step(view: StepView) -> bytes:
         "ids": view.text.ids,
         "recorded": None
         if view.recorded_text is None
-        else [[printable_block(text) for text in texts] for texts in view.recorded_text],
+        else [texts and [printable_block(text) for text in texts] for texts in view.recorded_text],
         "missing": view.missing,
         "columns": [
             {"kind": kind, "name": name, "type": TYPES[array.dtype.name], "length": len(array)}

@@ -72,7 +72,8 @@ class FollowedRecord:
         """Return a packed step. Raises `RecordError`."""
         with self._lock:
             if step not in self._packed:
-                view = read_step(open_record(self._path).step(step), self._decode, self._patterns)
+                record = open_record(self._path)
+                view = read_step(record.step(step), self._decode, self._patterns, record.header.trainer)
                 self._packed[step] = pack_step(view)
                 if len(self._packed) > KEPT_STEPS:
                     self._packed.popitem(last=False)

@@ -73,7 +73,7 @@ def test_trainer_columns_are_aligned_to_their_own_token(chats):
     trained = start + int(batch["loss_mask"][start:].argmax())
     assert view.tokens["advantage"][trained] == learning["advantages"][trained - 1]
     assert view.tokens["trainer logprob"][trained] == pytest.approx(batch["logprobs"][trained], abs=0.5)
-    assert view.tokens["advantage"][start] == 0
+    assert np.isnan(view.tokens["advantage"][start])  # no prediction for the first token
     assert view.tokens["entropy"][trained] == learning["entropy"][trained - 1]
     assert view.missing == {}
     assert texts_of(view)[4].endswith(f"{THOUGHTS[1]}<|im_end|>")

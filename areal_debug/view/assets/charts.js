@@ -15,8 +15,8 @@ function drawRun(run, current, goTo) {
 }
 
 function curvePanel(name, values, steps, current, goTo) {
-  const known = values.filter(value => value !== null);
-  const low = Math.min(...known), high = Math.max(...known), width = 300, height = 40;
+  const given = values.filter(value => value !== null);
+  const low = Math.min(...given), high = Math.max(...given), width = 300, height = 40;
   const x = place => (steps.length > 1 ? place / (steps.length - 1) * width : width / 2);
   const y = value => height - 3 - (high > low ? (value - low) / (high - low) : 0.5) * (height - 6);
   const svg = shape("svg", { viewBox: `0 0 ${width} ${height}`, preserveAspectRatio: "none", role: "img" });
@@ -31,7 +31,7 @@ function curvePanel(name, values, steps, current, goTo) {
   const show = place => {
     svg.querySelectorAll(".guide, .here").forEach(node => node.remove());
     if (place < 0) { label.textContent = ""; return; }
-    label.textContent = number(values[place]);
+    label.textContent = known(values[place]);
     svg.append(shape("line", { class: "guide", x1: x(place), x2: x(place), y1: 0, y2: height }));
     if (values[place] !== null) {
       const rx = 3.2 * width / (svg.clientWidth || width);
@@ -52,7 +52,7 @@ function curvePanel(name, values, steps, current, goTo) {
   });
   svg.addEventListener("pointerleave", home);
   svg.addEventListener("click", event => goTo(steps[placeAt(event)]));
-  svg.setAttribute("aria-label", `${name}: ${number(values[0])} at step ${steps[0]}, ${number(values.at(-1))} at step ${steps.at(-1)}`);
+  svg.setAttribute("aria-label", `${name}: ${known(values[0])} at step ${steps[0]}, ${known(values.at(-1))} at step ${steps.at(-1)}`);
   const panel = element("div", { className: "curve" }, element("p", {}, caption, label), svg);
   requestAnimationFrame(home);
   return panel;

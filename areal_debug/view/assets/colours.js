@@ -4,13 +4,13 @@
 const grow = share => Math.min(1, Math.max(0, share)) ** 0.6;
 
 function colourings(step, run) {
-  const t = step.tokens, trainer = t["trainer logprob"], clip = run.clip;
+  const t = step.tokens, trainer = t["trainer logprob"], { clip } = run, { missing } = step;
   const largest = largestOf(t.advantage, t.mask);
   const oldest = step.sums.oldest.reduce((low, v) => (v < low ? v : low), step.version);
   const span = Math.max(1, step.version - oldest);
   return [
     { name: "logprob", ends: ["likely", "unlikely"], colours: ["", "warm"],
-      value: at => t.logprob[at], tint: v => ["warm", grow(-v / 6)] },
+      value: t.logprob.some(Number.isFinite) && (at => t.logprob[at]), tint: v => ["warm", grow(-v / 6)] },
     { name: "ratio", ends: ["less likely now", "more likely now"], colours: ["cool", "warm"],
       value: trainer && (at => Math.exp(trainer[at] - t.logprob[at])),
       tint: v => [v > 1 ? "warm" : "cool", grow(Math.abs(Math.log(v)) / 0.4)],
@@ -20,8 +20,8 @@ function colourings(step, run) {
     { name: "entropy", ends: ["low", "high"], colours: ["", "violet"],
       value: t.entropy && (at => t.entropy[at]), tint: v => ["violet", grow(v / 3)] },
     { name: "version", ends: ["newest weights", `${span} versions older`], colours: ["", "amber"],
-      value: at => t.version[at], tint: v => ["amber", (step.version - v) / span * 0.8] },
-    { name: "mask", ends: ["not in the loss mask", "in the loss mask"], colours: ["", "good"], value: () => 1, tint: () => ["good", 0.4] },
+      value: !missing.version && (at => (t.version[at] < 0 ? NaN : t.version[at])), tint: v => ["amber", (step.version - v) / span * 0.8] },
+    { name: "mask", ends: ["not in the loss mask", "in the loss mask"], colours: ["", "good"], value: at => t.mask[at], tint: v => ["good", v ? 0.4 : 0] },
   ];
 }
 
@@ -30,9 +30,14 @@ function largestOf(values, mask) {
   if (!values) return 1;
   const sizes = [];
   const stride = Math.max(1, Math.floor(values.length / 50000));
-  for (let at = 0; at < values.length; at += stride) if (mask[at]) sizes.push(Math.abs(values[at]));
+  for (let at = 0; at < values.length; at += stride) if (mask[at] && Number.isFinite(values[at])) sizes.push(Math.abs(values[at]));
   sizes.sort((a, b) => a - b);
   return sizes[Math.floor(sizes.length * 0.99)] || 1;
+}
+
+// The tint of a value; none if it is unknown.
+function tintOf(mode, value) {
+  return Number.isFinite(value) ? mode.tint(value) : ["faint", 0];
 }
 
 function tintStyle([colour, share]) {
@@ -53,10 +58,11 @@ function factsOf(step, row, at) {
   const t = step.tokens, facts = [];
   if (step.ids[t.index[at]] >= 0) facts.push(["token id", step.ids[t.index[at]]]);
   facts.push(["position", at - step.sums.starts[row]]);
-  if (!t.mask[at]) return [...facts, ["in the loss mask", "no"]];
-  facts.push(["logprob", number(t.logprob[at], 6)], ["probability", `${number(100 * Math.exp(t.logprob[at]), 4)} %`]);
-  for (const name of ["trainer logprob", "reference logprob"]) if (t[name]) facts.push([name, number(t[name][at], 6)]);
-  if (t["trainer logprob"]) facts.push(["ratio", number(Math.exp(t["trainer logprob"][at] - t.logprob[at]), 6)]);
-  for (const name of ["advantage", "return", "entropy"]) if (t[name]) facts.push([name, number(t[name][at], 6)]);
-  return [...facts, ["weights", `version ${t.version[at]}`]];
+  if (lacks(step, row, "mask")) facts.push(["in the loss mask", UNKNOWN]);
+  else if (!t.mask[at]) return [...facts, ["in the loss mask", "no"]];
+  facts.push(["logprob", known(t.logprob[at], 6)], ["probability", `${known(100 * Math.exp(t.logprob[at]), 4)} %`]);
+  for (const name of ["trainer logprob", "reference logprob"]) if (t[name]) facts.push([name, known(t[name][at], 6)]);
+  if (t["trainer logprob"]) facts.push(["ratio", known(Math.exp(t["trainer logprob"][at] - t.logprob[at]), 6)]);
+  for (const name of ["advantage", "return", "entropy"]) if (t[name]) facts.push([name, known(t[name][at], 6)]);
+  return [...facts, ["weights", lacks(step, row, "version") ? UNKNOWN : `version ${t.version[at]}`]];
 }

@@ -1,6 +1,12 @@
 // Decode a step: rows and tokens as typed arrays, and the sums of each row that the table shows.
 
-const FINISH = ["stop", "length", "abort"];
+const FINISH = ["stop", "length", "abort"], UNKNOWN = "?";
+const BITS = { tokens: 1, mask: 2, logprob: 4, version: 8, reward: 16, prompt: 32, finish: 64 };
+
+// Whether the trainer did not know a value of a row.
+function lacks(step, row, name) {
+  return (step.rows.unknown[row] & BITS[name]) !== 0;
+}
 
 async function unpackStep(bytes) {
   const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"));
@@ -17,7 +23,8 @@ async function unpackStep(bytes) {
   return summarised({ ...head, rows: arrays.row, tokens: arrays.token, count: arrays.row.length.length });
 }
 
-// Add the start of each row, and its means over tokens in the loss mask.
+// Add the start of each row, and its means over the tokens in the loss mask whose values are known.
+// Of a row whose loss mask is unknown they are over all tokens.
 function summarised(step) {
   const { rows, tokens, count } = step;
   const names = ["starts", "trained", "logprob", "ratio", "advantage", "oldest", "newest"];
@@ -25,24 +32,33 @@ function summarised(step) {
   const trainer = tokens["trainer logprob"], advantage = tokens.advantage;
   for (let row = 0, at = 0; row < count; row++) {
     sums.starts[row] = at;
-    let trained = 0, logprob = 0, ratio = 0, given = 0, oldest = Infinity, newest = -Infinity;
+    const anyMask = lacks({ rows }, row, "mask"), noVersion = lacks({ rows }, row, "version");
+    let trained = 0, logprob = 0, scored = 0, ratio = -1, given = 0, valued = 0, oldest = Infinity, newest = -Infinity;
     for (const end = at + rows.length[row]; at < end; at++) {
-      if (!tokens.mask[at]) continue;
+      if (!tokens.mask[at] && !anyMask) continue;
       trained++;
-      logprob += tokens.logprob[at];
-      if (trainer) ratio = Math.max(ratio, Math.abs(trainer[at] - tokens.logprob[at]));
-      if (advantage) given += advantage[at];
+      if (Number.isFinite(tokens.logprob[at])) { logprob += tokens.logprob[at]; scored++; }
+      if (trainer) { const gap = Math.abs(trainer[at] - tokens.logprob[at]); if (gap > ratio) ratio = gap; }
+      if (advantage && Number.isFinite(advantage[at])) { given += advantage[at]; valued++; }
       oldest = Math.min(oldest, tokens.version[at]);
       newest = Math.max(newest, tokens.version[at]);
     }
-    sums.trained[row] = trained;
-    sums.logprob[row] = trained ? logprob / trained : NaN;
-    sums.ratio[row] = trained && trainer ? Math.exp(ratio) : NaN;
-    sums.advantage[row] = trained && advantage ? given / trained : NaN;
-    sums.oldest[row] = trained ? oldest : NaN;
-    sums.newest[row] = trained ? newest : NaN;
+    sums.trained[row] = anyMask || lacks({ rows }, row, "tokens") ? NaN : trained;
+    sums.logprob[row] = scored ? logprob / scored : NaN;
+    sums.ratio[row] = ratio >= 0 ? Math.exp(ratio) : NaN;
+    sums.advantage[row] = valued ? given / valued : NaN;
+    sums.oldest[row] = trained && !noVersion ? oldest : NaN;
+    sums.newest[row] = trained && !noVersion ? newest : NaN;
   }
   return { ...step, sums };
+}
+
+function promptOf(step, row) {
+  return lacks(step, row, "prompt") ? UNKNOWN : step.rows.prompt[row];
+}
+
+function finishOf(step, row) {
+  return lacks(step, row, "finish") ? UNKNOWN : FINISH[step.rows.finish[row]];
 }
 
 function bytesOfBase64(text) {
@@ -53,7 +69,7 @@ function bytesOfBase64(text) {
 }
 
 function textOf(step, row, most = Infinity) {
-  if (step.recorded) return step.recorded[row].join("").slice(0, most);
+  if (step.recorded?.[row]) return step.recorded[row].join("").slice(0, most);
   let text = "";
   const start = step.sums.starts[row], end = start + step.rows.length[row];
   for (let at = start; at < end && text.length < most; at++) text += step.texts[step.tokens.index[at]];
@@ -62,7 +78,8 @@ function textOf(step, row, most = Infinity) {
 
 // The text that the model sampled, from the first token in the loss mask.
 function answerOf(step, row, most) {
-  if (step.recorded) return step.recorded[row][1].slice(0, most);
+  if (step.recorded?.[row]) return step.recorded[row][1].slice(0, most);
+  if (lacks(step, row, "mask")) return textOf(step, row, most);
   const start = step.sums.starts[row], end = start + step.rows.length[row];
   let at = start;
   while (at < end && !step.tokens.mask[at]) at++;
@@ -75,6 +92,11 @@ function element(name, properties = {}, ...children) {
   const node = Object.assign(document.createElement(name), properties);
   node.append(...children);
   return node;
+}
+
+// A value of a row or token that may be unknown.
+function known(value, digits) {
+  return Number.isFinite(value) ? number(value, digits) : UNKNOWN;
 }
 
 function number(value, digits = 4) {

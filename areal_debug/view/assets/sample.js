@@ -17,6 +17,7 @@ class SampleView {
     this.start = step.sums.starts[row];
     this.end = this.start + step.rows.length[row];
     this.modes = colourings(step, run);
+    this.maskKnown = !lacks(step, row, "mask");
     this.turns = this.turnsOf();
     this.draw();
     this.root.scrollTop = 0;
@@ -24,14 +25,19 @@ class SampleView {
 
   get mode() {
     const wanted = this.modes.find(mode => mode.name === this.colouring);
-    return wanted.value ? wanted : this.modes[0];
+    return wanted.value ? wanted : this.modes.find(mode => mode.value);
+  }
+
+  // Whether a token is in the loss mask, or may be.
+  trained(at) {
+    return !this.maskKnown || this.step.tokens.mask[at] > 0;
   }
 
   // Runs of tokens outside or in the loss mask: [first, last + 1, sampled].
   turnsOf() {
-    const turns = [], { mask } = this.step.tokens;
+    const turns = [];
     for (let at = this.start; at < this.end; at++) {
-      const sampled = mask[at] > 0;
+      const sampled = this.trained(at);
       if (!turns.length || turns.at(-1)[2] !== sampled) turns.push([at, at, sampled]);
       turns.at(-1)[1] = at + 1;
     }
@@ -46,9 +52,10 @@ class SampleView {
     const { step, row } = this, { rows, sums } = step;
     const back = element("button", { className: "back", textContent: "← samples" });
     back.addEventListener("click", this.close);
-    const facts = `reward ${number(rows.reward[row])} · ${FINISH[rows.finish[row]]} · ${sums.trained[row]} of ${rows.length[row]} tokens in the loss mask`
-      + ` · mean logprob ${number(sums.logprob[row])} · rank ${rows.rank[row]}, row ${rows.row[row]}`;
-    const title = element("h2", { textContent: `Prompt ${rows.prompt[row]}, sample ${rows.sample[row]}` }, element("span", { textContent: facts }));
+    const count = lacks(step, row, "tokens") ? "tokens unknown" : `${known(sums.trained[row])} of ${rows.length[row]} tokens in the loss mask`;
+    const facts = `reward ${known(rows.reward[row])} · ${lacks(step, row, "finish") ? "finish reason ?" : finishOf(step, row)} · ${count}`
+      + ` · mean logprob ${mean("logprob", number)(step, row)} · rank ${rows.rank[row]}, row ${rows.row[row]}`;
+    const title = element("h2", { textContent: `Prompt ${promptOf(step, row)}, sample ${rows.sample[row]}` }, element("span", { textContent: facts }));
     this.map = element("canvas", { className: "map", title: "The complete sample; click to go to a token" });
     this.map.addEventListener("click", event => this.goToShare(event.offsetX / this.map.clientWidth));
     this.text = element("div");
@@ -61,7 +68,7 @@ class SampleView {
     const { rows, count } = this.step, prompt = rows.prompt[this.row], buttons = [];
     for (let row = 0; row < count; row++) {
       if (rows.prompt[row] !== prompt) continue;
-      const button = element("button", { textContent: number(rows.reward[row], 3), title: `sample ${rows.sample[row]}, ${rows.length[row]} tokens` });
+      const button = element("button", { textContent: known(rows.reward[row], 3), title: `sample ${rows.sample[row]}, ${rows.length[row]} tokens` });
       button.setAttribute("aria-current", row === this.row);
       button.addEventListener("click", () => this.choose(row));
       buttons.push(button);
@@ -93,7 +100,8 @@ class SampleView {
   notes() {
     const missing = Object.entries(this.step.missing).map(([name, why]) => `${name} (${why})`);
     const notes = missing.length ? [`Not in this record: ${missing.join("; ")}.`] : [];
-    if (this.step.recorded) notes.push("The tokenizer is not available, so tokens are shown as ids; the recorded text is below them.");
+    if (lacks(this.step, this.row, "tokens")) notes.push("The tokens of this row are unknown; what is known is its text.");
+    else if (this.step.recorded?.[this.row]) notes.push("The tokenizer is not available, so tokens are shown as ids; the recorded text is below them.");
     return notes.map(textContent => element("p", { className: "missing", textContent }));
   }
 
@@ -116,34 +124,34 @@ class SampleView {
 
   drawText() {
     const nodes = this.drawnAsTurns ? this.turns.map((turn, place) => this.turn(turn, place)) : [this.tokens(this.start, this.end)];
-    if (this.step.recorded) nodes.push(element("div", { className: "tokens", textContent: textOf(this.step, this.row) }));
+    if (this.step.recorded?.[this.row]) nodes.push(element("div", { className: "tokens", textContent: textOf(this.step, this.row) }));
     this.text.replaceChildren(...nodes);
     requestAnimationFrame(() => this.drawMap());
   }
 
   turn([first, last, sampled], place) {
     const turns = this.turns.slice(0, place + 1).filter(turn => turn[2]).length;
-    const name = sampled ? `model, turn ${turns}` : place === 0 ? "prompt" : "environment";
+    const name = !this.maskKnown ? "tokens" : sampled ? `model, turn ${turns}` : place === 0 ? "prompt" : "environment";
     const heading = element("h3", {}, element("span", { textContent: name }), element("span", { textContent: `${last - first} tokens` }));
     return element("section", { className: `turn ${sampled ? "model" : "given"}` }, heading, this.tokens(first, last));
   }
 
   tokens(first, last) {
-    const { step, mode } = this, { mask, version, index } = step.tokens, blocks = [element("div")];
+    const { step, mode } = this, { version, index } = step.tokens, blocks = [element("div")];
     for (let at = first; at < last; at++) {
       const text = step.texts[index[at]];
-      const span = element("span", { className: mask[at] ? "" : "out" });
+      const span = element("span", { className: this.trained(at) ? "" : "out" });
       span.dataset.at = at;
       text.split("\n").forEach((part, line) => {
         if (line) span.append(element("i", { className: "mark", textContent: "↵" }), "\n");
         span.append(part);
       });
       if (SPECIAL.test(text)) span.classList.add("special");
-      if (mask[at]) {
+      if (this.trained(at)) {
         const value = mode.value(at);
-        span.style.background = tintStyle(mode.tint(value));
+        span.style.background = tintStyle(tintOf(mode, value));
         if (mode.marked && mode.marked(value)) span.classList.add("clipped");
-        if (at > this.start && mask[at - 1] && version[at - 1] !== version[at]) span.classList.add("border");
+        if (at > this.start && this.trained(at - 1) && version[at - 1] !== version[at]) span.classList.add("border");
       }
       const block = blocks.at(-1), { length } = block.children;
       block.append(span);
@@ -157,7 +165,7 @@ class SampleView {
 
   // One column per pixel, as dark as its strongest token.
   drawMap() {
-    const { map, mode, step } = this, width = map.clientWidth, height = map.clientHeight, scale = devicePixelRatio || 1;
+    const { map, mode } = this, width = map.clientWidth, height = map.clientHeight, scale = devicePixelRatio || 1;
     if (!width) return;
     Object.assign(map, { width: width * scale, height: height * scale });
     const pen = map.getContext("2d"), style = getComputedStyle(document.documentElement), count = this.end - this.start;
@@ -166,7 +174,7 @@ class SampleView {
       const first = this.start + Math.floor(x / width * count), last = Math.max(first + 1, this.start + Math.floor((x + 1) / width * count));
       let best = ["", -1];
       for (let at = first; at < last; at++) {
-        const tint = step.tokens.mask[at] ? mode.tint(mode.value(at)) : ["faint", 0.12];
+        const tint = this.trained(at) ? tintOf(mode, mode.value(at)) : ["faint", 0.12];
         if (tint[1] > best[1]) best = tint;
       }
       pen.globalAlpha = 0.12 + 0.88 * Math.max(0, best[1]);
@@ -186,6 +194,7 @@ class SampleView {
   }
 
   focusToken(at) {
+    if (this.start === this.end) return; // only its text is known
     this.at = Math.min(this.end - 1, Math.max(this.start, at));
     this.text.querySelector(".at")?.classList.remove("at");
     const span = this.text.querySelector(`[data-at="${this.at}"]`);

@@ -1,19 +1,21 @@
 // The samples of a step: sorted, filtered; only the rows on the screen are in the document.
 
-const fixed = digits => value => (Number.isFinite(value) ? value.toFixed(digits) : "–");
+// The mean of a row: "–" without tokens in the loss mask, "?" if no value of one is known.
+const mean = (name, show) => (s, r) => (Number.isFinite(s.sums[name][r]) ? show(s.sums[name][r]) : s.sums.trained[r] === 0 ? "–" : UNKNOWN);
+const fixed = digits => value => value.toFixed(digits);
 // In a narrow table the columns with the lowest `keep` are dropped first; the answer fills the rest.
 const ANSWER_PX = 96;
 const COLUMNS = [
-  { name: "sample", px: 68, keep: 9, value: (s, r) => s.rows.prompt[r] * 4096 + s.rows.sample[r], show: (s, r) => `${s.rows.prompt[r]}.${s.rows.sample[r]}` },
+  { name: "sample", px: 68, keep: 9, value: (s, r) => s.rows.prompt[r] * 4096 + s.rows.sample[r], show: (s, r) => `${promptOf(s, r)}.${s.rows.sample[r]}` },
   { name: "rank", px: 44, keep: 1, value: (s, r) => s.rows.rank[r], hide: s => s.rows.rank.every(rank => rank === 0) },
-  { name: "reward", px: 58, keep: 8, value: (s, r) => s.rows.reward[r], format: value => number(value, 3) },
-  { name: "advantage", px: 76, keep: 5, value: (s, r) => s.sums.advantage[r], format: fixed(2), hide: s => !s.tokens.advantage },
-  { name: "length", px: 54, keep: 7, value: (s, r) => s.rows.length[r] },
-  { name: "finish", px: 50, keep: 4, value: (s, r) => s.rows.finish[r], show: (s, r) => FINISH[s.rows.finish[r]] },
-  { name: "logprob", px: 62, keep: 6, value: (s, r) => s.sums.logprob[r], format: fixed(3) },
-  { name: "ratio", px: 50, keep: 3, value: (s, r) => s.sums.ratio[r], format: fixed(2), hide: s => !s.tokens["trainer logprob"] },
+  { name: "reward", px: 58, keep: 8, value: (s, r) => s.rows.reward[r], format: value => known(value, 3) },
+  { name: "advantage", px: 76, keep: 5, value: (s, r) => s.sums.advantage[r], show: mean("advantage", fixed(2)), hide: s => !s.tokens.advantage },
+  { name: "length", px: 54, keep: 7, value: (s, r) => (lacks(s, r, "tokens") ? NaN : s.rows.length[r]), format: value => known(value) },
+  { name: "finish", px: 50, keep: 4, value: (s, r) => (lacks(s, r, "finish") ? NaN : s.rows.finish[r]), show: (s, r) => finishOf(s, r) },
+  { name: "logprob", px: 62, keep: 6, value: (s, r) => s.sums.logprob[r], show: mean("logprob", fixed(3)) },
+  { name: "ratio", px: 50, keep: 3, value: (s, r) => s.sums.ratio[r], show: mean("ratio", fixed(2)), hide: s => !s.tokens["trainer logprob"] },
   { name: "version", px: 66, keep: 2, value: (s, r) => s.sums.oldest[r],
-    show: (s, r) => (s.sums.oldest[r] === s.sums.newest[r] ? number(s.sums.oldest[r]) : `${s.sums.oldest[r]}–${s.sums.newest[r]}`) },
+    show: (s, r) => mean("oldest", oldest => (oldest === s.sums.newest[r] ? number(oldest) : `${oldest}–${s.sums.newest[r]}`))(s, r) },
   { name: "answer", px: 0, keep: 9, value: (s, r) => s.sums.trained[r], show: (s, r) => answerOf(s, r, 120).replace(/\s+/g, " "), start: true },
 ];
 
