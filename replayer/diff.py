@@ -4,22 +4,31 @@
     headers ─> options, environment, model files that differ ─────────────────────────────┴─> verdict
 
 An option explains a difference only if it acts at that stage or before it: a learning rate cannot
-change the batch of a step that started from equal weights.
+change the batch of a step that started from equal weights. Options of another trainer are compared
+by name, and only with options of the same trainer: nothing is known of where they act. What one
+side does not know, be it a value, the config or the machine, is listed and explains nothing.
 """
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from recorder import Record
+from recorder import Record, RecordedStep
 from recorder.difference import Difference
+from recorder.format import RecordHeader
 from replayer.check import WITHOUT_EFFECT, HeaderComparison, compare_headers
 from replayer.errors import ReplayError
-from replayer.stages import STAGES, StageDifference, compare_steps
+from replayer.stages import STAGES, StageDifference, compare_steps, stages_shared
 
 # options that change no number of a run; a replay ignores more options, as it has no engine
 WITHOUT_NUMBERS = WITHOUT_EFFECT - {"allocation_mode", "rollout", "sglang", "vllm"}
 MODEL_PATHS = ("actor.path", "tokenizer_path")
+# last words of options with which other trainers name runs and places
+OF_PLACES = frozenset(
+    ("default_local_dir", "experiment_name", "hub_model_id", "logging_dir", "output_dir", "project_name",
+     "report_to", "rollout_data_dir", "run_name", "wandb_project")
+)  # fmt: skip
 # prefix of an option -> the first stage on which it acts; the first match counts; default "batch"
 ACTS_FROM = (
     ("actor.optimizer", "weights"),
@@ -93,7 +102,7 @@ class DiffReport:
     """Difference of two records. `step` is the first that differs, None if no compared step does.
 
     `num_compared` of the `num_shared` steps that both have were compared; "same" cannot mean
-    "nothing compared".
+    "nothing compared". `not_known` are the values that one side does not know, a phrase each.
     """
 
     left: str
@@ -107,6 +116,7 @@ class DiffReport:
     differences: tuple[StageDifference, ...]
     verdict: Verdict | None
     not_compared: tuple[str, ...]
+    not_known: tuple[str, ...] = ()
 
     @property
     def same(self) -> bool:
@@ -134,17 +144,23 @@ def diff_records(
     shared = sorted(set(left.steps) & set(right.steps)) if step is None else [step]
     if not shared:
         raise ReplayError(f"{left.path} and {right.path} have no step in common: there is nothing to compare")
+    foreign = left.header.trainer is not None, right.header.trainer is not None
     differences: tuple[StageDifference, ...] = ()
     num_compared = 0
     for number in shared:
-        differences = compare_steps(left.step(number), right.step(number))
+        here, there = left.step(number), right.step(number)
+        differences = compare_steps(here, there, foreign)
         num_compared += 1
         on_step(number)
         if differences:
             break
     header = settings_that_differ(left, right)
+    verdict = None
     if differences:
         differences = settle_stage(differences, header)
+        config = left.header.config if right.header.config else {}
+        trainers = left.header.trainer, right.header.trainer
+        verdict = judge_difference(differences[0], header, config, trainers)
     return DiffReport(
         left=left.path,
         right=right.path,
@@ -155,26 +171,78 @@ def diff_records(
         set_differently=header,
         step=number if differences else None,
         differences=differences,
-        verdict=judge_difference(differences[0], header, left.header.config) if differences else None,
-        not_compared=stages_not_recorded(left, right),
+        verdict=verdict,
+        not_compared=stages_not_recorded(left, right, here, there),
+        not_known=(
+            *unknown_values(left, right, shared[:num_compared]),
+            *unknown_settings(left.header, right.header),
+        ),
     )
 
 
 def settings_that_differ(left: Record, right: Record) -> HeaderComparison:
-    """Config, environment and model files that differ, without options that change no number."""
-    header = compare_headers(left.header, right.header)
-    # paths do not matter if the files themselves are compared
-    paths = MODEL_PATHS if left.header.model["files"] and right.header.model["files"] else ()
-    config = tuple(
-        item
-        for item in header.config
-        if item.where.split(".")[0] not in WITHOUT_NUMBERS and item.where not in paths
+    """Config, environment and model files that differ, without options that change no number.
+
+    Nothing is said to differ that one side does not know.
+    """
+    one, other = left.header, right.header
+    header = compare_headers(one, other)
+    has_files = bool(one.model["files"] and other.model["files"])
+    if one.config_is_ours and other.config_is_ours:
+        paths = MODEL_PATHS if has_files else ()  # they do not matter if the files are compared
+        config = [
+            item
+            for item in header.config
+            if item.where.split(".")[0] not in WITHOUT_NUMBERS and item.where not in paths
+        ]
+    else:
+        is_known = one.trainer == other.trainer and bool(one.config and other.config)
+        config = [item for item in header.config if is_known and item.where.split(".")[-1] not in OF_PLACES]
+    if one.trainer is None and other.trainer is None:
+        return replace(header, config=tuple(config))
+    imported = any("imported" in side.environment for side in (one, other))
+    environment = () if imported else header.environment
+    return HeaderComparison(
+        config=tuple(config),
+        environment=tuple(item for item in environment if not item.where.startswith("trainer")),
+        model=header.model if has_files else (),
     )
-    return replace(header, config=config)
 
 
-def stages_not_recorded(left: Record, right: Record) -> tuple[str, ...]:
-    """Stages that cannot be compared because the scope of one of the records is too small."""
+def unknown_values(left: Record, right: Record, steps: Sequence[int]) -> list[str]:
+    """Return a phrase for each record some of whose values are unknown in the steps."""
+    phrases = []
+    for side, record in (("A", left), ("B", right)):
+        counts: Counter[str] = Counter()
+        num_rows = 0
+        for step in map(record.step, steps):
+            counts.update(step.num_unknown())
+            num_rows += sum(step.num_rows(rank) for rank in range(step.manifest.num_ranks))
+        if counts:
+            listed = ", ".join(f"{key} of {count}" for key, count in counts.items())
+            phrases.append(f"{listed} of {num_rows} rows in {side}")
+    return phrases
+
+
+def unknown_settings(left: RecordHeader, right: RecordHeader) -> list[str]:
+    """Return a phrase for each kind of settings that cannot be compared."""
+    if left.trainer is None and right.trainer is None:
+        return []
+    sides = {"A": left, "B": right}
+    found = [f"config in {side}" for side, header in sides.items() if not header.config]
+    if not found and left.trainer != right.trainer and not (left.config_is_ours and right.config_is_ours):
+        found = [f"config (A is of {left.trainer or 'AReaL'}, B of {right.trainer or 'AReaL'})"]
+    found += [f"environment in {side}" for side, header in sides.items() if "imported" in header.environment]
+    return found + [f"model files in {side}" for side, header in sides.items() if not header.model["files"]]
+
+
+def stages_not_recorded(
+    left: Record, right: Record, here: RecordedStep, there: RecordedStep
+) -> tuple[str, ...]:
+    """Stages that cannot be compared because one of the records does not have them."""
+    if left.header.trainer or right.header.trainer:
+        shared = stages_shared(here, there)
+        return tuple(stage for stage in STAGES if stage not in shared)
     both = (left.header.recording, right.header.recording)
     if not all(recording.has_plans for recording in both):
         return STAGES[1:]
@@ -215,25 +283,38 @@ def settle_stage(
     return (replace(first, stage="weights"), *differences[1:]) if stages == {"weights"} else differences
 
 
-def judge_difference(first: StageDifference, header: HeaderComparison, config: dict[str, Any]) -> Verdict:
-    """Determine why the records diverge at their first difference."""
+def judge_difference(
+    first: StageDifference,
+    header: HeaderComparison,
+    config: dict[str, Any],
+    trainers: tuple[str | None, str | None] = (None, None),
+) -> Verdict:
+    """Determine why the records diverge at their first difference.
+
+    `config` is empty if one of the records has none; `trainers` are None for ours.
+    """
     if options := options_acting(header.config, first.stage):
         names = ", ".join(item.where for item in options[:3])
-        return Verdict(
-            "configuration", f"{names} was set differently and acts on the {first.stage}", tuple(options)
-        )
+        acts = f" and acts on the {first.stage}"
+        if trainers[0] is not None:
+            acts = f"; where an option of {trainers[0]} acts is not known"
+        return Verdict("configuration", f"{names} was set differently{acts}", tuple(options))
     if header.model:
         return Verdict("input", "the runs started from other model files", header.model)
+    same_trainer = trainers[0] == trainers[1]
     environment = tuple(item for item in header.environment if explains(item, first))
-    if environment:
+    if environment and same_trainer:
         names = ", ".join(item.where for item in environment[:3])
-        return Verdict(
-            "environment", f"settings are the same, but the environment is not: {names}", environment
-        )
+        settings = "settings are the same" if config else "settings are not known"
+        return Verdict("environment", f"{settings}, but the environment is not: {names}", environment)
     if first.stage == "batch" and first.place is not None and first.place.in_prompt:
         return Verdict("input", "the prompts differ: other data, or another order of it")
     if first.stage == "batch":
         return Verdict("input", ({first.name: f"{first.name} of the batch differs"} | INPUTS)[first.name])
+    if not same_trainer:
+        return Verdict(
+            "unknown", "two trainers computed it: `areal-debug crosscheck` compares what they compute"
+        )
     return judge_size(first, config)
 
 
@@ -249,7 +330,10 @@ def explains(item: Difference, first: StageDifference) -> bool:
 
 def judge_size(first: StageDifference, config: dict[str, Any]) -> Verdict:
     """Return "kernel noise" if precision explains the size of the difference, else "unknown"."""
-    dtype = ({"dtype": "float32"} | config["actor"])["dtype"]
+    actor = config.get("actor")
+    dtype = ({"dtype": "float32"} | actor)["dtype"] if isinstance(actor, dict) else None
+    if dtype not in NOISE:
+        return Verdict("unknown", "no recorded setting explains it, and the trainer's precision is not known")
     limit = NOISE[dtype] * max(1.0, abs(first.left) if isinstance(first.left, float) else 1.0)
     if first.largest is None or first.largest <= limit:
         size = (
@@ -283,23 +367,12 @@ def find_context(
     position.
     """
     place = difference.place
-    if place is None or place.token is None:
+    if place is None or place.token is None or place.right is None:
         return None
     token = place.token + (difference.stage != "batch")
     begin = max(0, token - width)
     here, there = (
-        tuple(row_tokens(record, step, place.prompt_id, place.sample_id)[begin : token + width // 2])
-        for record in (left, right)
+        tuple(record.step(step).rows(*row)["input_ids"].tolist()[begin : token + width // 2])
+        for record, row in ((left, (place.rank, place.row)), (right, place.right))
     )
     return Context(here, there, token - begin)
-
-
-def row_tokens(record: Record, step: int, prompt_id: int, sample_id: int) -> list[int]:
-    """Return the token ids of a row on any rank; empty if the step has no such row."""
-    recorded = record.step(step)
-    for rank in range(recorded.manifest.num_ranks):
-        keys = recorded.batch(rank, ["prompt_id", "sample_id"])
-        matches = ((keys["prompt_id"] == prompt_id) & (keys["sample_id"] == sample_id)).nonzero()[0]
-        if len(matches):
-            return recorded.rows(rank, int(matches[0]))["input_ids"].tolist()
-    return []

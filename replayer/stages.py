@@ -3,12 +3,17 @@
     batch ─> logprobs ─> advantages ─> [ loss ─> gradient ─> weights ] for each minibatch, a critic's after the actor's
 
 The first difference in this order is the one to explain; later ones may follow from it. A tensor's
-difference names row, token and size. Rows are matched by (prompt_id, sample_id) over all ranks, so
-records with different numbers of ranks can be compared. Tensors whose checksums in step.json are
+difference names row, token and size. Rows are matched over all ranks, so records with different
+numbers of ranks can be compared: ours by prompt and sample; those of other trainers, which number
+prompts as they like, by what they contain. Tensors whose checksums in step.json are
 equal are not read.
+
+What another trainer did not give is unknown, and differs from nothing: a tensor of one side only, a
+row whose bit is set, NaN in a tensor of that trainer. Its statistics have its own names.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections import defaultdict, deque
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 from typing import Any
@@ -16,13 +21,15 @@ from typing import Any
 import numpy as np
 
 from recorder import MicroBatch, Outcome, Plan, RecordedStep
-from recorder.format import BatchEntry, TensorEntry
+from recorder.format import OTHER_TRAINER_KEYS, BatchEntry, TensorEntry
 
 STAGES = ("batch", "logprobs", "advantages", "loss", "gradient", "weights")
 ACTOR, UPDATE = "ppo_actor/", "ppo_actor/update/"
 
 LOGPROBS = ("prox_logp", "ref_logp", "teacher_logp", "values")
-ROW_KEYS = ("cu_seqlens", "prompt_id", "sample_id")
+NOT_COMPARED = {"cu_seqlens", "prompt_id", "sample_id", *OTHER_TRAINER_KEYS}
+# last word of a statistic of another trainer -> its stage
+STAGE_OF_STATISTIC = dict.fromkeys(("loss", "pg_loss", "policy_loss"), "loss") | {"grad_norm": "gradient"}
 # in the order of computation: the first difference explains later ones
 ORDER = (
     "input_ids",
@@ -40,8 +47,8 @@ ORDER = (
 class Place:
     """A row of a step, and a token of it (None: a value of the row).
 
-    `rank` and `row` are of the left record. `in_prompt`: the token precedes the first one in the
-    loss mask.
+    `rank` and `row` are of the left record, `right` those of the other one, None unless both have
+    the row. `in_prompt`: the token precedes the first one in the loss mask.
     """
 
     rank: int
@@ -50,6 +57,7 @@ class Place:
     sample_id: int
     token: int | None = None
     in_prompt: bool = False
+    right: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True)
@@ -93,6 +101,8 @@ class RowSpan:
     begin: int
     end: int
     prompt_length: int
+    prompt_id: int
+    sample_id: int
 
     def slice(self, arrays: Sequence[np.ndarray], per_token: bool) -> np.ndarray:
         """Return the row's tokens, or its one value, from an array per rank."""
@@ -101,57 +111,119 @@ class RowSpan:
 
 
 Rows = dict[tuple[int, int], RowSpan]
+Content = tuple[Hashable, Hashable]  # of a row: all of it, and its prompt
 Files = list[tuple[str, BatchEntry]]
+Foreign = tuple[bool, bool]
 
 
-def compare_steps(left: RecordedStep, right: RecordedStep) -> tuple[StageDifference, ...]:
+@dataclass(frozen=True)
+class Side:
+    """A tensor of a step: its rows, and an array and the rows with known values of each rank."""
+
+    rows: Rows
+    arrays: Sequence[np.ndarray]
+    known: Sequence[np.ndarray]
+    is_foreign: bool
+
+    def values(self, name: tuple[int, int], per_token: bool) -> np.ndarray | None:
+        """Return the values of a row, None if they are unknown."""
+        row = self.rows[name]
+        return row.slice(self.arrays, per_token) if self.known[row.rank][row.row] else None
+
+    def unknown(self, values: np.ndarray) -> np.ndarray:
+        """Return which values, bool [n, ...], another trainer did not know."""
+        return (
+            np.isnan(values) if self.is_foreign and values.dtype.kind == "f" else np.zeros(values.shape, bool)
+        )
+
+
+def compare_steps(
+    left: RecordedStep, right: RecordedStep, foreign: Foreign = (False, False)
+) -> tuple[StageDifference, ...]:
     """List all differences of two recordings of a step, in the order of computation.
+
+    Args:
+        foreign: whether the left and the right record are of another trainer.
 
     Raises DamagedRecord.
     """
-    batch = list(compare_tensors(left, right, "batch"))
-    learning = list(compare_tensors(left, right, "learning"))
+    batch = list(compare_tensors(left, right, "batch", foreign))
+    learning = list(compare_tensors(left, right, "learning", foreign))
     learning.sort(key=lambda difference: STAGES.index(difference.stage))
     here, there = read_outcomes(left), read_outcomes(right)
     if not here or not there:
         return (*batch, *learning)
+    sums = here[0].checksums, there[0].checksums
+    weights = () if any(foreign) and not all(sums) else compare_checksums("weights", *sums)
+    if any(foreign):
+        return (*batch, *learning, *compare_logged(here[0].stats, there[0].stats), *weights)
     if not files(left, "learning") or not files(right, "learning"):
         learning = list(compare_statistics(here[0].stats, there[0].stats))
     plans = left.plan(0), right.plan(0)
     actors = compare_updates(here, there, *(parse_updates(plan, "minibatches") for plan in plans))
     critics = compare_critics(*(parse_updates(plan, "critic") for plan in plans))
-    weights = compare_checksums("weights", here[0].checksums, there[0].checksums)
     return (*batch, *learning, *actors, *critics, *weights)
 
 
-def compare_tensors(left: RecordedStep, right: RecordedStep, kind: str) -> Iterator[StageDifference]:
+def compare_tensors(
+    left: RecordedStep, right: RecordedStep, kind: str, foreign: Foreign
+) -> Iterator[StageDifference]:
     """Compare the tensors of a kind, "batch" or "learning", if both sides recorded them."""
     here, there = files(left, kind), files(right, kind)
     if not here or not there:
         return
     keys = {key: None for _, entry in (here[0], there[0]) for key in entry.tensors}
-    suspects = [key for key in keys if tensor_entries(here, key) != tensor_entries(there, key)]
+    suspects = {key for key in keys if tensor_entries(here, key) != tensor_entries(there, key)}
     if not suspects:
         return
-    rows, other_rows = find_rows(left), find_rows(right)
+    if any(foreign):
+        rows, other_rows = match_rows(left, right)
+        suspects = set(keys)  # equal tensors may belong to rows in another order
+    else:
+        rows, other_rows = find_rows(left), find_rows(right)
     if kind == "batch":
-        yield from compare_rows(rows, other_rows)
-    for key in sorted(set(suspects) - set(ROW_KEYS), key=position):
+        yield from compare_rows(rows, other_rows, in_order=not any(foreign))
+    for key in sorted(suspects - NOT_COMPARED, key=position):
         entries = tensor_entries(here, key)[0], tensor_entries(there, key)[0]
         if entries[0] is None or entries[1] is None:
             dtypes = [entry and entry.dtype for entry in entries]
-            yield StageDifference(stage_of(kind, key), key, left=dtypes[0], right=dtypes[1])
+            if not any(foreign):
+                yield StageDifference(stage_of(kind, key), key, left=dtypes[0], right=dtypes[1])
             continue
-        arrays, others = read_all(left, here, key), read_all(right, there, key)
-        yield from compare_tensor(
-            stage_of(kind, key), key, (rows, other_rows), (arrays, others), entries[0].axis == "token"
-        )
+        one = side_of(left, here, rows, key, foreign[0])
+        other = side_of(right, there, other_rows, key, foreign[1])
+        yield from compare_tensor(stage_of(kind, key), key, one, other, entries[0].axis == "token")
+
+
+def side_of(step: RecordedStep, names: Files, rows: Rows, key: str, is_foreign: bool) -> Side:
+    """Read a tensor of every rank of a step."""
+    # learning-* has no bits: a row that lacks a name is NaN
+    asked = key if names[0][0].startswith("batch-") else "cu_seqlens"
+    known = [step.known(rank, asked) for rank in range(step.manifest.num_ranks)]
+    arrays = [step.tensors(name, entry, [key])[key] for name, entry in names]
+    return Side(rows, arrays, known, is_foreign)
+
+
+def stages_shared(left: RecordedStep, right: RecordedStep) -> set[str]:
+    """Return the stages of which both recordings of a step have something to compare."""
+    both = [{key for _, entry in files(step, "learning") for key in entry.tensors} for step in (left, right)]
+    shared = {"batch", *(stage_of("learning", key) for key in both[0] & both[1] - NOT_COMPARED)}
+    outcomes = read_outcomes(left), read_outcomes(right)
+    if all(outcomes):
+        here, there = (of_ranks[0] for of_ranks in outcomes)
+        shared |= {
+            STAGE_OF_STATISTIC.get(name.split("/")[-1], "batch") for name in here.stats.keys() & there.stats
+        }
+        shared |= {"weights"} if here.checksums and there.checksums else set()
+    return shared
 
 
 def stage_of(kind: str, name: str) -> str:
     """Return the stage that computes a tensor of a "batch" or "learning" file."""
     if kind == "batch":
         return "batch"
+    if name == "current_logp":  # of TRL: of the weights of each micro-batch
+        return "loss"
     return "logprobs" if name in LOGPROBS else "advantages"
 
 
@@ -166,11 +238,6 @@ def tensor_entries(entries: Files, key: str) -> list[TensorEntry | None]:
     return [({key: None} | entry.tensors)[key] for _, entry in entries]
 
 
-def read_all(step: RecordedStep, entries: Files, key: str) -> list[np.ndarray]:
-    """Read a tensor of every rank."""
-    return [step.tensors(name, entry, [key])[key] for name, entry in entries]
-
-
 def position(key: str) -> tuple[int, str]:
     """Sort key of a tensor in the order of computation."""
     return (ORDER.index(key) if key in ORDER else len(ORDER), key)
@@ -180,81 +247,140 @@ def find_rows(step: RecordedStep) -> Rows:
     """Return every row of a step by (prompt_id, sample_id), in the order of ranks and rows."""
     rows: Rows = {}
     for rank in range(step.manifest.num_ranks):
-        arrays = step.batch(rank, (*ROW_KEYS, "loss_mask"))
+        arrays = step.batch(rank, ("cu_seqlens", "prompt_id", "sample_id", "loss_mask"))
         bounds, mask = arrays["cu_seqlens"].tolist(), arrays["loss_mask"]
+        given = prompt_lengths(step, rank)
         names = zip(arrays["prompt_id"].tolist(), arrays["sample_id"].tolist(), strict=True)
         for row, name in enumerate(names):
             begin, end = bounds[row], bounds[row + 1]
             trained = np.flatnonzero(mask[begin:end])
-            rows[name] = RowSpan(rank, row, begin, end, int(trained[0]) if len(trained) else end - begin)
+            length = given[row] if given[row] >= 0 else int(trained[0]) if len(trained) else end - begin
+            rows[name] = RowSpan(rank, row, begin, end, length, *name)
     return rows
 
 
-def compare_rows(left: Rows, right: Rows) -> Iterator[StageDifference]:
-    """Yield rows that only one side has, or that come in another order."""
+def prompt_lengths(step: RecordedStep, rank: int) -> list[int]:
+    """Return the tokens before the completion of each row as the trainer gave them, or -1."""
+    known = step.known(rank, "prompt_length")
+    if not known.any():
+        return [-1] * len(known)
+    return np.where(known, step.batch(rank, ["prompt_length"])["prompt_length"], -1).tolist()
+
+
+def match_rows(left: RecordedStep, right: RecordedStep) -> tuple[Rows, Rows]:
+    """Return the rows of both steps; rows with the same content are under the left one's name.
+
+    A row of the right step without a partner is under a name that no other row has.
+    """
+    here, there = find_rows(left), find_rows(right)
+    content = text_of if any(map(lacks_tokens, (left, right))) else tokens_of
+    keys, others = content(left, here), content(right, there)
+    partners: dict[tuple[int, int], tuple[int, int]] = {}  # right -> left
+    for kind in (0, 1):  # of content: all of it, the prompt
+        taken = set(partners.values())
+        free: dict[Hashable, deque[tuple[int, int]]] = defaultdict(deque)
+        for name in here:
+            if name not in taken:
+                free[keys[name][kind]].append(name)
+        for name in there:
+            if name not in partners and free[others[name][kind]]:
+                partners[name] = free[others[name][kind]].popleft()
+    alone = [name for name in there if name not in partners]
+    names = partners | {name: (-1 - number, 0) for number, name in enumerate(alone)}
+    return here, {names[name]: row for name, row in there.items()}
+
+
+def lacks_tokens(step: RecordedStep) -> bool:
+    """Return whether the tokens of a row are unknown."""
+    return not all(step.known(rank, "input_ids").all() for rank in range(step.manifest.num_ranks))
+
+
+def tokens_of(step: RecordedStep, rows: Rows) -> dict[tuple[int, int], Content]:
+    """Return the tokens of each row, and those of its prompt."""
+    ids = [step.batch(rank, ["input_ids"])["input_ids"] for rank in range(step.manifest.num_ranks)]
+    found = {name: row.slice(ids, per_token=True) for name, row in rows.items()}
+    return {
+        name: (found[name].tobytes(), found[name][: row.prompt_length].tobytes())
+        for name, row in rows.items()
+    }
+
+
+def text_of(step: RecordedStep, rows: Rows) -> dict[tuple[int, int], Content]:
+    """Return the text of each row, and that of its prompt; without text its place."""
+    texts = [step.text(rank) for rank in range(step.manifest.num_ranks)]
+
+    def content(row: RowSpan) -> Content:
+        lines = texts[row.rank]
+        if lines is None:
+            return (row.rank, row.row), (row.rank, row.row)
+        line = lines[row.row]
+        return (line["prompt"], line["completion"]), line["prompt"]
+
+    return {name: content(row) for name, row in rows.items()}
+
+
+def compare_rows(left: Rows, right: Rows, in_order: bool) -> Iterator[StageDifference]:
+    """Yield rows that only one side has, or, if `in_order`, that come in another order."""
     union = {**left, **right}
     alone = [name for name in union if name not in left or name not in right]
     if alone:
         sides = ["present" if alone[0] in rows else None for rows in (left, right)]
-        place = place_of(alone[0], union[alone[0]])
+        place = place_of(union[alone[0]])
         yield StageDifference("batch", "rows", sides[0], sides[1], len(alone), len(union), place=place)
-    elif list(left) != list(right):
+    elif in_order and list(left) != list(right):
         moved = [(name, other) for name, other in zip(left, right, strict=True) if name != other]
         name, other = moved[0]
         yield StageDifference(
-            "batch", "order of rows", name, other, len(moved), len(left), place=place_of(name, left[name])
+            "batch", "order of rows", name, other, len(moved), len(left), place=place_of(left[name])
         )
 
 
-def place_of(name: tuple[int, int], row: RowSpan, token: int | None = None) -> Place:
+def place_of(row: RowSpan, token: int | None = None, right: RowSpan | None = None) -> Place:
     """Return the row as a place."""
-    return Place(row.rank, row.row, name[0], name[1], token, token is not None and token < row.prompt_length)
+    in_prompt = token is not None and token < row.prompt_length
+    other = None if right is None else (right.rank, right.row)
+    return Place(row.rank, row.row, row.prompt_id, row.sample_id, token, in_prompt, other)
 
 
 def compare_tensor(
-    stage: str,
-    key: str,
-    rows: tuple[Rows, Rows],
-    arrays: tuple[Sequence[np.ndarray], Sequence[np.ndarray]],
-    per_token: bool,
+    stage: str, key: str, left: Side, right: Side, per_token: bool
 ) -> Iterator[StageDifference]:
-    """Yield the difference of one tensor in the rows that both sides have, if its bits differ.
-
-    Args:
-        rows, arrays: of the left and of the right side; one array per rank.
-    """
+    """Yield the difference of one tensor in the rows that both sides have, if its bits differ."""
     found: list[StageDifference] = []
     num_different, num_compared = 0, 0
-    here, there = rows
-    for name in [name for name in here if name in there]:
-        a, b = here[name].slice(arrays[0], per_token), there[name].slice(arrays[1], per_token)
-        different, largest = differing_elements(a, b)
+    for name in [name for name in left.rows if name in right.rows]:
+        a, b = left.values(name, per_token), right.values(name, per_token)
+        if a is None or b is None:
+            continue
+        different, largest = differing_elements(a, b, left.unknown(a), right.unknown(b))
         num_different, num_compared = num_different + len(different), num_compared + max(len(a), len(b))
         if len(different):
             index = int(different[0])
-            place = place_of(name, here[name], index if per_token else None)
-            found.append(
-                StageDifference(
-                    stage, key, value_at(a, index), value_at(b, index), largest=largest, place=place
-                )
-            )
+            place = place_of(left.rows[name], index if per_token else None, right.rows[name])
+            values = value_at(a, index), value_at(b, index)
+            found.append(StageDifference(stage, key, *values, largest=largest, place=place))
     if found:
-        first = found[0]
         sizes = [one.largest for one in found if one.largest is not None]
         yield replace(
-            first,
+            found[0],
             num_different=num_different,
             num_compared=num_compared,
             largest=max(sizes, default=None),
         )
 
 
-def differing_elements(left: np.ndarray, right: np.ndarray) -> tuple[np.ndarray, float | None]:
-    """Return indices at which two rows differ in bits, and the largest float difference."""
+def differing_elements(
+    left: np.ndarray, right: np.ndarray, unknown_left: np.ndarray, unknown_right: np.ndarray
+) -> tuple[np.ndarray, float | None]:
+    """Return indices at which two rows differ in bits, and the largest float difference.
+
+    `unknown_left` and `unknown_right` are bool, in the shape of the rows: unknown values.
+    """
     shared = min(len(left), len(right))
     a, b = left[:shared], right[:shared]
     unequal = a != b if a.dtype != b.dtype else bits(a) != bits(b)
-    indices = np.flatnonzero(unequal.reshape(shared, -1).any(axis=1))
+    unequal &= ~(unknown_left[:shared] | unknown_right[:shared])
+    indices = np.flatnonzero(unequal.any(axis=tuple(range(1, unequal.ndim))))
     beyond = np.arange(shared, max(len(left), len(right)))
     if a.dtype.kind != "f" or not len(indices):
         return np.concatenate([indices, beyond]), None
@@ -296,6 +422,14 @@ def compare_statistics(left: Mapping[str, float], right: Mapping[str, float]) ->
     ]
     for name in names:
         yield from compare_numbers("advantages", f"statistic {name}", left[name], right[name])
+
+
+def compare_logged(left: Mapping[str, float], right: Mapping[str, float]) -> Iterator[StageDifference]:
+    """Compare losses and gradient norms that trainers logged under the same names."""
+    shared = [(name, STAGE_OF_STATISTIC.get(name.split("/")[-1])) for name in left if name in right]
+    for wanted in ("loss", "gradient"):
+        for name in [name for name, stage in shared if stage == wanted]:
+            yield from compare_numbers(wanted, f"statistic {name}", left[name], right[name])
 
 
 def compare_numbers(

@@ -39,7 +39,7 @@ def print_diff(left: "Record", right: "Record", report: "DiffReport", show_all: 
         if items:
             out.print()
             out.print(difference_table(title, items, headings=("what", "A", "B")))
-    print_not_compared(report)
+    print_not_compared(left, right, report)
     if report.verdict is not None:
         out.print(styled("\n[dim]would refute it: {}[/dim]", REFUTED_BY[report.verdict.cause]))
 
@@ -49,7 +49,8 @@ def print_verdict(left: "Record", right: "Record", report: "DiffReport") -> None
     out = console()
     if report.first is None or report.verdict is None:
         count = f"{report.num_compared} step{'s' * (report.num_compared != 1)}"
-        out.print(styled("[bold green]Same:[/bold green] {} compared, all bit-identical.", count))
+        what = "all that is known of both is" if report.not_known else "all"
+        out.print(styled("[bold green]Same:[/bold green] {} compared, {} bit-identical.", count, what))
         return
     out.print(
         styled(
@@ -133,16 +134,19 @@ def print_stages(report: "DiffReport", show_all: bool) -> None:
             out.print(styled("  {:<11}... and {} more: --all lists them", "", len(found) - len(shown)))
 
 
-def print_not_compared(report: "DiffReport") -> None:
-    """Print the steps and stages that could not be compared."""
+def print_not_compared(left: "Record", right: "Record", report: "DiffReport") -> None:
+    """Print the values, stages and steps that could not be compared."""
     out = console()
+    if report.not_known:
+        out.print(styled("[dim]not known, so not compared: {}[/dim]", "; ".join(report.not_known)))
     if report.not_compared:
         stages = ", ".join(report.not_compared)
-        out.print(
-            styled(
-                "[dim]not recorded on both sides: {}; debug.dump_scope=full records all stages[/dim]", stages
-            )
+        hint = (
+            ""
+            if left.header.trainer or right.header.trainer
+            else "; debug.dump_scope=full records all stages"
         )
+        out.print(styled("[dim]not recorded on both sides: {}{}[/dim]", stages, hint))
     for name, steps in (("A", report.only_left), ("B", report.only_right)):
         if steps:
             out.print(
