@@ -44,7 +44,7 @@ Rescorer = Callable[[Scorer, Sequences, float], Rescoring]  # (scorer, rows, tem
 
 @dataclass(frozen=True)
 class Checked:
-    """A diagnosis with its inputs. `notes` list what the engine could not be queried for."""
+    """A diagnosis with its inputs. `notes`: what was assumed, left out, or could not be queried."""
 
     diagnosis: Diagnosis
     sequences: Sequences
@@ -93,12 +93,12 @@ def check(
     replays = replay(scorer, sequences, temperature, setting.eos_token_id)
     rows = select_rows(sequences, replays.rows)
     rescoring: Rescoring | None = None
-    notes: tuple[str, ...] = ()
+    notes = sampled.notes
     if rescorer is not None:
         try:
             rescoring = rescorer(scorer, rows, temperature)
         except EngineError as error:  # many engines do not score prompts
-            notes = (f"the engine could not be queried again: {error}",)
+            notes = (*notes, f"the engine could not be queried again: {error}")
     if rescoring is not None:
         setting = replace(setting, noise=noise_of_engine(setting.noise, rescoring))
     trainer_check = check_trainer(sampled, sequences, scores, request, dtype, temperature)

@@ -15,6 +15,7 @@ from consistency.tokens import Floats, Sequences
 from recorder import Record, RecordedStep
 from recorder.errors import StepNotRecorded
 
+COMPARED = ("input_ids", "loss_mask", "logprobs")  # a row without one of them is left out
 COLUMNS = ("cu_seqlens", "input_ids", "loss_mask", "logprobs", "versions", "prompt_id")
 EVERY_TOKEN = 100_000_000  # AReaL's top_k for "no limit"
 
@@ -38,6 +39,7 @@ class Sampled:
 
     `version` is that of the weights, None if there are several. One entry per scored token: `tops`
     holds the engine's most likely tokens, `trainer` the trainer's logprobs; None if not available.
+    `notes` say what was assumed and left out.
     """
 
     chunks: Mapping[str, Sequences]
@@ -45,28 +47,41 @@ class Sampled:
     version: int | None = None
     tops: tuple[Top, ...] | None = None
     trainer: Floats | None = None
+    notes: tuple[str, ...] = ()
 
 
 def read_record(record: Record, steps: Sequence[int], assumed: Sampling | None = None) -> Sampled:
     """Read some steps of a record.
 
     Args:
-        assumed: sampling options of a record that has none, such as an imported one.
+        assumed: sampling options of a record of another trainer.
 
     Raises:
         RecordError: a step cannot be read.
-        NothingToCompare: the run sampled nothing.
+        NothingToCompare: the run sampled nothing, or no log-prob of a sampled token is known.
     """
-    has_config = bool(record.header.config)
-    sampling = assumed if not has_config and assumed is not None else parse_sampling(record)
-    chunks = {f"step-{number:06d}": read_step(record.step(number)) for number in steps}
-    has_plan = record.header.recording.scope != "rollout"
-    versions = {record.step(number).plan(0).version for number in steps} if has_plan else set()
+    sampling = parse_sampling(record) if assumed is None else assumed
+    foreign = record.header.trainer is not None
+    chunks = {f"step-{number:06d}": read_step(record.step(number), foreign) for number in steps}
+    notes = [note for number in steps if (note := left_out(record.step(number)))]
+    if notes and not any(chunk.sampled.any() for chunk in chunks.values()):
+        raise NothingToCompare(f"{record.path}: {notes[0]}, so there is nothing to compare with the model")
+    has_plans = record.header.recording.has_plans
+    versions = {record.step(number).plan(0).version for number in steps} if has_plans else set()
     version = versions.pop() if len(versions) == 1 else None
-    return Sampled(chunks, sampling, version, trainer=read_trainer(record, steps))
+    trainer = read_trainer(record, steps, foreign)
+    return Sampled(chunks, sampling, version, trainer=trainer, notes=tuple(notes))
 
 
-def read_trainer(record: Record, steps: Sequence[int]) -> Floats | None:
+def left_out(step: RecordedStep) -> str | None:
+    """Describe the rows of a step that are not compared; None if all are."""
+    total = sum(step.num_rows(rank) for rank in range(step.manifest.num_ranks))
+    unknown = step.num_unknown().items()
+    counts = ", ".join(f"{key} of {count}" for key, count in unknown if key in COMPARED)
+    return f"step {step.manifest.step}: {counts} of {total} rows unknown" if counts else None
+
+
+def read_trainer(record: Record, steps: Sequence[int], foreign: bool) -> Floats | None:
     """Return the trainer's recorded proximal logprobs of the scored tokens, float64 [scored].
 
     None unless the recording scope is "full".
@@ -79,11 +94,7 @@ def read_trainer(record: Record, steps: Sequence[int]) -> Floats | None:
                 aligned = step.learning(rank, ("prox_logp",))["prox_logp"].astype(np.float64)
             except StepNotRecorded:
                 return None
-            arrays = step.batch(rank, ("cu_seqlens", "loss_mask"))
-            first = np.zeros(len(aligned), bool)
-            first[arrays["cu_seqlens"][:-1]] = True
-            scored = np.flatnonzero(arrays["loss_mask"].astype(bool) & ~first)
-            columns.append(aligned[scored - 1])
+            columns.append(aligned[read_rank(step, rank, foreign).scored - 1])
     return np.concatenate(columns)
 
 
@@ -111,26 +122,33 @@ def parse_sampling(record: Record) -> Sampling:
         ) from error
 
 
-def read_step(step: RecordedStep) -> Sequences:
-    """Concatenate the rows of all ranks of a step.
+def read_step(step: RecordedStep, foreign: bool = False) -> Sequences:
+    """Concatenate the rows of all ranks of a step; `foreign` if another trainer recorded it.
 
     Raises:
         StepNotRecorded: a column is missing.
         DamagedRecord: bytes differ from their checksum.
     """
-    ranks = [step.batch(rank, COLUMNS) for rank in range(step.manifest.num_ranks)]
-    return concatenate(
-        [
-            Sequences(
-                input_ids=arrays["input_ids"].astype(np.int64),
-                cu_seqlens=arrays["cu_seqlens"].astype(np.int64),
-                sampled=arrays["loss_mask"].astype(bool),
-                engine_logprobs=arrays["logprobs"].astype(np.float64),
-                versions=arrays["versions"].astype(np.int64),
-                prompt_id=arrays["prompt_id"].astype(np.int64),
-            )
-            for arrays in ranks
-        ]
+    return concatenate([read_rank(step, rank, foreign) for rank in range(step.manifest.num_ranks)])
+
+
+def read_rank(step: RecordedStep, rank: int, foreign: bool) -> Sequences:
+    """Read the rows of a rank; a token without a known log-prob counts as not sampled.
+
+    NaN of our engines is a fault to report, NaN of another trainer means unknown.
+    """
+    arrays = step.batch(rank, COLUMNS)
+    rows = np.logical_and.reduce([step.known(rank, key) for key in COMPARED])
+    sampled = arrays["loss_mask"].astype(bool) & np.repeat(rows, np.diff(arrays["cu_seqlens"]))
+    if foreign:
+        sampled &= ~np.isnan(arrays["logprobs"])
+    return Sequences(
+        input_ids=arrays["input_ids"].astype(np.int64),
+        cu_seqlens=arrays["cu_seqlens"].astype(np.int64),
+        sampled=sampled,
+        engine_logprobs=arrays["logprobs"].astype(np.float64),
+        versions=arrays["versions"].astype(np.int64) if step.known(rank, "versions").all() else None,
+        prompt_id=arrays["prompt_id"].astype(np.int64),
     )
 
 

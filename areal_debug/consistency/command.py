@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from click.core import ParameterSource
 
 from areal_debug.cli import Verb, force_option, json_option, output_option
 from areal_debug.render import (
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from consistency.case import Request
     from consistency.check import Checked
     from consistency.source import Sampling
+    from recorder import Record
 
 GSM8K_REWARD = "areal_core.reward.functions.gsm8k_reward_fn"
 
@@ -69,9 +71,13 @@ GSM8K_REWARD = "areal_core.reward.functions.gsm8k_reward_fn"
     "--max-new-tokens", type=click.IntRange(1), default=128, show_default=True, help="Of a completion."
 )
 @click.option(
-    "--top-p", type=float, default=1.0, show_default=True, help="Of a live engine, or an imported record."
+    "--top-p",
+    type=float,
+    default=1.0,
+    show_default=True,
+    help="Of a live engine, or a record of another trainer.",
 )
-@click.option("--top-k", type=int, help="Of a live engine, or an imported record.")
+@click.option("--top-k", type=int, help="Of a live engine, or a record of another trainer.")
 @click.option(
     "--answers", is_flag=True, help="Compare greedy answers too; rows need an answer (see --reward)."
 )
@@ -173,23 +179,24 @@ def check_recorded(
     if not model:
         fail(f"{path} does not name the model that sampled it: give --model PATH")
     request = request_of(model, options)
-    sampled = read_record(record, steps, None if record.header.config else assumed_sampling(model, options))
+    sampling, notes = (None, ()) if record.header.config_is_ours else given_sampling(record, model, options)
+    sampled = read_record(record, steps, sampling)
+    sampled = replace(sampled, notes=(*notes, *sampled.notes))
     total = sum(len(chunk.input_ids) for chunk in sampled.chunks.values())
     with progress_bar("scoring", total) as advance:
         return check(sampled, request, advance), request, {"record": str(path), "steps": steps}
 
 
-def assumed_sampling(model: str, options: dict[str, Any]) -> "Sampling":
-    """Return the sampling of an imported record by options and checkpoint.
+def given_sampling(
+    record: "Record", model: str, options: dict[str, Any]
+) -> tuple["Sampling", tuple[str, ...]]:
+    """Return the sampling options of a record of another trainer, and what was assumed."""
+    from consistency.assumed import ASSUMED, sampling_of
+    from consistency.source import model_dtype
 
-    Engines serve bfloat16 by default.
-    """
-    from consistency.source import Sampling, model_dtype
-
-    temperature = 1.0 if options["temperature"] is None else options["temperature"]
-    dtype = options["dtype"] or model_dtype(model)
-    greedy = temperature == 0.0
-    return Sampling(temperature, options["top_p"], options["top_k"], greedy, dtype, engine_dtype="bfloat16")
+    source = click.get_current_context().get_parameter_source
+    given = {name: options[name] for name in ASSUMED if source(name) is ParameterSource.COMMANDLINE}
+    return sampling_of(record.header.config, given, options["dtype"] or model_dtype(model))
 
 
 def check_live(
