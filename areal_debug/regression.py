@@ -26,7 +26,7 @@ from recorder.header import write_header
 from replayer.check import NOT_COMPUTED, ReplayReport, compare_outcomes
 from replayer.errors import ReplayError
 from replayer.noise import other_machine
-from replayer.preconditions import check_model, check_replayable, step_range
+from replayer.preconditions import check_model, check_recorded_results, step_range
 from replayer.request import Request
 from replayer.rerun import replay_and_judge
 
@@ -98,7 +98,7 @@ def write_if_requested(spec: Spec, mode: str) -> list[str] | None:
 
 def request_of(spec: Spec, record: Record) -> Request:
     """Make the replay request of a test. Raises ReplayError for errors that are visible at once."""
-    check_replayable(record)
+    check_recorded_results(record, "a test")
     steps = (spec.steps, spec.steps) if isinstance(spec.steps, int) else spec.steps or (None, None)
     first, last = step_range(record, *steps)
     model = None if spec.model is None else str(spec.model)

@@ -28,6 +28,7 @@ from areal_core.launch.torchrun import ended_on_signals
 from recorder import Record
 from replayer.diff import DiffReport, diff_records
 from replayer.errors import NothingToBisect, ReplayError
+from replayer.preconditions import check_checksums
 
 COMMAND = (sys.executable, "-c", "from areal_debug.cli import main; main()", "replay")
 FIELDS = "%H%x00%an%x00%as%x00%s"
@@ -282,6 +283,8 @@ def bisect_steps(left: Record, right: Record) -> FirstStep:
     steps = sorted(set(left.steps) & set(right.steps))
     if not steps:
         raise ReplayError(f"{left.path} and {right.path} have no step in common: there is nothing to compare")
+    for record in (left, right):
+        check_checksums(record, steps[-1])
     read: list[int] = []
 
     def differs(index: int) -> bool:

@@ -300,9 +300,8 @@ def on_rank(rank: int, comparison: StepComparison) -> list[RankDifference]:
 def compare_run(record: Record, current: RecordHeader) -> HeaderComparison:
     """Return the settings that differ from the record, without those that change no number."""
     comparison = compare_headers(record.header, current)
-    # from another framework, whose options and machine differ
-    is_imported = "imported" in record.header.environment
-    has_config, has_model = bool(record.header.config), bool(record.header.model["files"])
+    # another trainer has other options, on another machine
+    has_config, has_model = record.header.config_is_ours, bool(record.header.model["files"])
     moved = () if comparison.model else moved_paths(record.header, current)
     config = tuple(
         d
@@ -313,7 +312,7 @@ def compare_run(record: Record, current: RecordHeader) -> HeaderComparison:
     )
     return HeaderComparison(
         config=config if has_config else (),
-        environment=() if is_imported else comparison.environment,
+        environment=comparison.environment if record.header.trainer is None else (),
         model=comparison.model if has_model else (),
     )
 

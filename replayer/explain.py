@@ -72,7 +72,7 @@ class StepExplanation:
         return asdict(self)
 
 
-def explain(folder: str, step: int, model: str | None = None) -> StepExplanation:
+def explain(folder: str, step: int, model: str | None = None, config: str | None = None) -> StepExplanation:
     """Replay up to a step and compute the contribution of each of its samples; a collective."""
     record = open_record(folder)
     step_range(record, step, step)
@@ -82,7 +82,8 @@ def explain(folder: str, step: int, model: str | None = None) -> StepExplanation
     def make_explainer(record: Record, trainer: PPOTrainer, request: Request) -> Observer:
         return Explainer(trainer, found)
 
-    report = replay_and_compare(Request(folder, anchor or 0, step, model), [make_explainer])
+    request = Request(folder, anchor or 0, step, model, config=config)
+    report = replay_and_compare(request, [make_explainer])
     found.faithful = report.identical
     found.samples.sort(key=largest_first)
     return found

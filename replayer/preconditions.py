@@ -1,17 +1,34 @@
-"""Preconditions of a replay, checked without torch, so that mistakes fail before launch."""
+"""Preconditions of a replay, checked without torch, so that mistakes fail before launch.
+
+Our trainer trains on the batches of another trainer's record if it gets a config of ours, and if
+the record has the values that this config needs: a placeholder must never reach a loss. Such a
+record has no plans, so that nothing can be checked against bits.
+"""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import numpy as np
+
+from areal_core.config import PPOConfig
 from areal_core.engine.checkpoint.files import read_checkpoint
-from recorder import Problem, Record, verify
+from recorder import Problem, Record, RecordedStep, verify
 from recorder.environment import folder_identity
 from recorder.header import check_folder
 from replayer.anchors import CHECKPOINT
 from replayer.errors import ReplayError, WrongEdit, WrongModel
 from replayer.expression import ROW_NAMES, parse_expression
 from replayer.request import Request
+
+# trainer -> the call that replays its record by itself; {path!r} is the record
+THEIR_REPLAY = {"trl": "`areal_debug.trl.replay(trainer, {path!r})` replays it in TRL"}
+# values that training can do without -> what stands for those that are not known
+STAND_INS = {
+    "versions": "a token of unknown version counts as sampled by the weights of its step",
+    "finish_reason": "a row of unknown finish reason counts as stopped",
+    "prompt_id": "a row of unknown group is a group of its own",
+}
 
 
 def step_range(record: Record, first_step: int | None, last_step: int | None) -> tuple[int, int]:
@@ -58,17 +75,6 @@ def check_anchor(record: Record, step: int) -> None:
         read_checkpoint(record.anchor(anchor) / CHECKPOINT)
 
 
-def check_replayable(record: Record) -> None:
-    """Raise ReplayError for an imported record without options or without tokens."""
-    if not record.header.config:
-        raise ReplayError(
-            f"{record.path} has no config: import it again with --config, or train on it with "
-            f"`areal-debug train SCRIPT --config C --replay-rollout {record.path}`"
-        )
-    if record.steps and not any(b.num_tokens for b in record.step(record.steps[0]).manifest.batches.values()):
-        raise ReplayError(f"{record.path} has text and no tokens: it can be read, but not replayed")
-
-
 def check_model(record: Record, path: str, first_step: int = 0) -> None:
     """Raise WrongModel unless the folder at `path` has the files of the run's first model.
 
@@ -111,3 +117,109 @@ def check_edits(record: Record, request: Request) -> None:
         check_folder(Path(request.record_to), overwrite=False)
         if Path(request.record_to).resolve().is_relative_to(Path(record.path).resolve()):
             raise WrongEdit(f"{request.record_to} is inside the record, which is never written into")
+
+
+def check_options(record: Record, config: str | None) -> None:
+    """Raise ReplayError unless there are tokens, and options of ours: recorded, or `config`."""
+    header = record.header
+    if record.steps and header.trainer is not None and not has_tokens(record.step(record.steps[0])):
+        raise ReplayError(f"{record.path} has text and no tokens: it can be read, but not replayed")
+    if config is None and not header.config_is_ours:
+        raise ReplayError(
+            f"{record.path} is a record of {header.trainer}: {their_replay(record)}"
+            "our own trainer trains on its batches with --config FILE and --model PATH"
+        )
+
+
+def has_tokens(step: RecordedStep) -> bool:
+    """Return whether the tokens of any row are known."""
+    return any(step.known(rank, "input_ids").any() for rank in range(step.manifest.num_ranks))
+
+
+def their_replay(record: Record) -> str:
+    """Return the clause on the replay by the record's own trainer, or nothing."""
+    call = THEIR_REPLAY.get(record.header.trainer or "")
+    return "" if call is None else f"{call.format(path=record.path)}, and "
+
+
+def check_recorded_results(record: Record, verb: str) -> None:
+    """Raise ReplayError for a record without plans and outcomes, which `verb` compares with."""
+    if record.header.recording.has_plans:
+        return
+    trainer = record.header.trainer
+    what = "a record of rollouts alone" if trainer is None else f"a record of {trainer}"
+    raise ReplayError(
+        f"{verb} needs the plans and outcomes that our trainer records, and {record.path} is {what}: "
+        f"{their_replay(record)}`areal-debug replay` trains our own trainer on its batches"
+    )
+
+
+def check_checksums(record: Record, step: int) -> None:
+    """Raise ReplayError for a record of another trainer without checksums of the weights."""
+    recorded = record.step(step)
+    has_outcome = recorded.rank_name("outcome", 0, "json") in recorded.manifest.files
+    if record.header.trainer is not None and not (has_outcome and recorded.outcome(0).checksums):
+        raise ReplayError(
+            f"{record.path} is a record of {record.header.trainer} without checksums of its weights "
+            "(`checksums` of Recorder.step): `areal-debug diff` compares what it has"
+        )
+
+
+def check_values(record: Record, config: PPOConfig, first: int, last: int, has_rewards: bool = False) -> None:
+    """Raise ReplayError unless the steps have every value that training with these options needs.
+
+    Args:
+        has_rewards: rewards are computed again.
+    """
+    if record.header.trainer is None:
+        return
+    actor = config.actor
+    norms = [norm for norm in (actor.reward_norm, actor.adv_norm) if norm is not None]
+    uses_groups = any("group" in (norm.mean_level, norm.std_level) for norm in norms)
+    needs = {
+        "input_ids": (True, "text can be read, but not trained on"),
+        "loss_mask": (True, "nothing says which tokens to train on"),
+        "rewards": (not has_rewards, "give --reward MODULE:FN, which computes them"),
+        "logprobs": (
+            actor.use_decoupled_loss or not actor.recompute_logprob,
+            "give actor.recompute_logprob=true actor.use_decoupled_loss=false",
+        ),
+        "prompt_id": (uses_groups, "normalise by batch, not by group (actor.reward_norm, actor.adv_norm)"),
+        "finish_reason": (actor.mask_no_eos_with_zero, "give actor.mask_no_eos_with_zero=false"),
+    }
+    wanted = [key for key, (is_needed, _) in needs.items() if is_needed]
+    steps = [step for step in record.steps if first <= step <= last]
+    for step in steps:
+        recorded = record.step(step)
+        total = sum(recorded.num_rows(rank) for rank in range(recorded.manifest.num_ranks))
+        for key, count in unknown_rows(recorded, wanted):
+            raise ReplayError(
+                f"{record.path} cannot be replayed with these options: {key} is not known in {count} of "
+                f"{total} rows of step {step}; {needs[key][1]}"
+            )
+
+
+def stand_ins(record: Record, last: int) -> list[str]:
+    """Return a sentence for each kind of value that is replaced in the steps up to `last`."""
+    steps = [record.step(step) for step in record.steps if step <= last]
+    unknown = {key for step in steps for key in step.num_unknown()}
+    return [sentence for key, sentence in STAND_INS.items() if key in unknown]
+
+
+def unknown_rows(step: RecordedStep, keys: list[str]) -> Iterator[tuple[str, int]]:
+    """Yield the keys under which rows have an unknown value, and how many rows."""
+    for key in keys:
+        count = sum(int((~known_rows(step, rank, key)).sum()) for rank in range(step.manifest.num_ranks))
+        if count:
+            yield key, count
+
+
+def known_rows(step: RecordedStep, rank: int, key: str) -> np.ndarray:
+    """Return which rows are known, bool [rows]: one log-prob that is NaN makes a row unknown."""
+    known = step.known(rank, key)
+    if key != "logprobs":
+        return known
+    arrays = step.batch(rank, ["cu_seqlens", "logprobs", "loss_mask"])
+    missing = np.isnan(arrays["logprobs"]) & arrays["loss_mask"].astype(bool)
+    row_of_token = np.repeat(np.arange(len(known)), np.diff(arrays["cu_seqlens"]))
+    return known & (np.bincount(row_of_token, missing, len(known)) == 0)

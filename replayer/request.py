@@ -11,9 +11,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
 
-from areal_core.config import PPOConfig, config_from_dict
+from areal_core.config import PPOConfig, config_from_dict, config_to_dict
 from areal_core.config.checks import check_config
-from areal_core.config.loading import apply_override
+from areal_core.config.loading import apply_override, load_with_notes
 from areal_core.config.names import sections_of
 from areal_core.safety.private import default_root
 from recorder import Record
@@ -28,6 +28,7 @@ class Request:
     Args:
         model: current path of the model that the run started from, if it has moved.
         settings: overrides of options, as `actor.eps_clip=0.3`.
+        config: file with the options, for a record of another trainer.
         row_filter: expression that a row must satisfy to be trained on (`replayer.expression`).
         edit: Python file whose `edit(batch, step)` returns the batch to train on.
         reward: reward function by its import path, or `file.py:function`; recomputes every reward.
@@ -45,6 +46,7 @@ class Request:
     reward: str | None = None
     record_to: str | None = None
     stop_at_difference: bool = False
+    config: str | None = None
 
     @property
     def edits(self) -> tuple[str, ...]:
@@ -68,20 +70,26 @@ def parse_request(text: str) -> Request:
     return Request(**{**members, "settings": tuple(members["settings"])})
 
 
-def replay_config(record: Record, model: str | None = None, settings: Sequence[str] = ()) -> PPOConfig:
+def replay_config(
+    record: Record, model: str | None = None, settings: Sequence[str] = (), file: str | None = None
+) -> PPOConfig:
     """Return the options of the recorded run, changed to leave that run's files alone.
 
     Args:
         model: current path of the model that the run started from, if it has moved.
         settings: overrides, as `a.b=c`.
+        file: config to use instead of the record's.
 
     Raises:
         ConfigError: an option is unknown, or options contradict each other.
     """
-    tree = copy.deepcopy(record.header.config)
+    if file is None:
+        tree, source = copy.deepcopy(record.header.config), f"the config of {record.path}"
+    else:
+        tree, source = config_to_dict(load_with_notes(["--config", file], PPOConfig)[0]), file
     for setting in settings:
         apply_override(tree, setting, PPOConfig)
-    config = config_from_dict(tree, PPOConfig, source=f"the config of {record.path}")
+    config = config_from_dict(tree, PPOConfig, source=source)
     if settings:
         check_config(config)
     if model is not None:

@@ -52,7 +52,7 @@ def replay(request: Request, make_observers: Sequence[MakeObserver]) -> None:
     """
     record = open_record(request.record)
     first, _ = step_range(record, request.first, request.last)
-    config = replay_config(record, request.model, request.settings)
+    config = replay_config(record, request.model, request.settings, request.config)
     check_model(record, config.actor.path, first)
     anchor = nearest_anchor(record, first)
     start = 0 if anchor is None else anchor

@@ -47,9 +47,10 @@ def command(
     """
     from recorder import open_record
     from replayer.bisect import find_commit, replay_with, worktree
-    from replayer.preconditions import check_model, check_steps_present, step_range
+    from replayer.preconditions import check_model, check_recorded_results, check_steps_present, step_range
 
     opened = open_record(record)
+    check_recorded_results(opened, "bisect")
     first, last = step_range(opened, from_step, to_step)
     if to_step is None:
         last = min(last, first + DEFAULT_STEPS - 1)

@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING
 
 from areal_debug.replay.ranks import report_of_ranks
-from replayer.preconditions import check_model, step_range
+from replayer.preconditions import check_model, check_recorded_results, step_range
 from replayer.request import Request, request_text
 
 if TYPE_CHECKING:
@@ -29,6 +29,7 @@ def trace(record: "Record", step: int, model: str | None) -> "list[list[Call]]":
     from replayer.layers import Call
 
     step_range(record, step, step)
+    check_recorded_results(record, "--layers")
     check_model(record, model or record.header.config["actor"]["path"], step)
     request = Request(record.path, step, step, model)
     report = report_of_ranks(

@@ -56,12 +56,19 @@ def command(
     record.
     """
     from recorder import open_record
-    from replayer.preconditions import check_anchor, check_model, check_steps_present, step_range
+    from replayer.preconditions import (
+        check_anchor,
+        check_model,
+        check_recorded_results,
+        check_steps_present,
+        step_range,
+    )
 
     do = check_action(shell, with_pdb, stage, as_json)
     if output is not None:
         refuse_existing(output, force)
     opened = open_record(record)
+    check_recorded_results(opened, "goto")
     num_ranks = opened.header.world_size
     if rank >= num_ranks:
         raise ValueError(f"--rank {rank}: the record has ranks 0 to {num_ranks - 1}")

@@ -37,6 +37,12 @@ if TYPE_CHECKING:
 @click.option("--to-step", type=int, metavar="N", help="Last step to run.")
 @nproc_option
 @model_option
+@click.option(
+    "--config",
+    type=click.Path(),
+    metavar="FILE",
+    help="Options to train with, for a record of another trainer.",
+)
 @click.option("--set", "settings", multiple=True, hidden=True)
 @click.option("--filter", "row_filter", metavar="EXPR", help="Train only on rows for which this is true.")
 @click.option(
@@ -57,6 +63,7 @@ def command(
     to_step: int | None,
     nproc: int | None,
     model: str | None,
+    config: str | None,
     settings: tuple[str, ...],
     row_filter: str | None,
     edit: str | None,
@@ -82,18 +89,20 @@ def command(
     beyond it. 2: inconclusive.
     """
     from recorder import open_record
-    from replayer.preconditions import check_replayable, step_range
+    from replayer.preconditions import check_options, step_range
     from replayer.request import Request
 
     opened = open_record(record)
-    check_replayable(opened)
+    if config is not None and opened.header.trainer is None:
+        fail("--config is for records of other trainers: change options of this one as OPTION=VALUE")
+    check_options(opened, config)
     if explain is not None:
-        explain_step(opened, explain, model, as_json)
+        explain_step(opened, explain, model, config, as_json)
         return
     first, last = step_range(opened, from_step, to_step)
     changes = (*settings, *overrides)
     record_to = None if output is None else str(output)
-    request = Request(record, first, last, model, changes, row_filter, edit, reward, record_to)
+    request = Request(record, first, last, model, changes, row_filter, edit, reward, record_to, config=config)
     check_request(opened, request, force)
     report = run_replay(opened, request, nproc, as_json)
     print_replay(report, as_json)
@@ -109,14 +118,21 @@ def check_request(record: "Record", request: "Request", force: bool) -> None:
     from dataclasses import replace
 
     from areal_debug.train.script_options import clear_for_record
-    from replayer.preconditions import check_anchor, check_edits, check_model, check_steps_present
+    from replayer.preconditions import (
+        check_anchor,
+        check_edits,
+        check_model,
+        check_steps_present,
+        check_values,
+    )
     from replayer.request import replay_config
 
     check_edits(record, replace(request, record_to=None) if force else request)
-    replay_config(record, request.model, request.settings)
+    config = replay_config(record, request.model, request.settings, request.config)
     check_steps_present(record, request.first, request.last)
     check_anchor(record, request.first)
-    check_model(record, request.model or record.header.config["actor"]["path"], request.first)
+    check_model(record, config.actor.path, request.first)
+    check_values(record, config, 0, request.last, request.reward is not None)
     refuse_damage(request.record, len(record.steps))
     if force and request.record_to is not None:
         clear_for_record(Path(request.record_to), request.record)
@@ -125,7 +141,10 @@ def check_request(record: "Record", request: "Request", force: bool) -> None:
 def run_replay(record: "Record", request: "Request", nproc: int | None, as_json: bool) -> "ReplayReport":
     """Replay on the ranks of this machine and return the judged report."""
     from areal_debug.replay.ranks import replay_on_ranks
+    from replayer.preconditions import stand_ins
 
+    for sentence in stand_ins(record, request.last):
+        note(sentence)
     if record.uncommitted and not as_json:
         note(f"not finished when the run ended, left out: step {', '.join(map(str, record.uncommitted))}")
     hidden = as_json or is_quiet()
@@ -149,16 +168,20 @@ def print_replay(report: "ReplayReport", as_json: bool) -> None:
         print_verdict(console(), report)
 
 
-def explain_step(record: "Record", step: int, model: str | None, as_json: bool) -> None:
+def explain_step(record: "Record", step: int, model: str | None, config: str | None, as_json: bool) -> None:
     """Print each sample's contribution to a step's loss and gradient."""
     from areal_debug.replay.ranks import report_of_ranks
     from areal_debug.replay.render import print_explanation
-    from replayer.preconditions import check_model, check_steps_present, step_range
+    from replayer.preconditions import check_model, check_steps_present, check_values, step_range
+    from replayer.request import replay_config
 
     step_range(record, step, step)
     check_steps_present(record, step, step)
-    check_model(record, model or record.header.config["actor"]["path"], step)
-    arguments = ["-m", "areal_debug.replay.on_rank", "explain", record.path, str(step), model or ""]
+    options = replay_config(record, model, file=config)
+    check_model(record, options.actor.path, step)
+    check_values(record, options, 0, step)
+    arguments = ["explain", record.path, str(step), model or "", config or ""]
+    arguments = ["-m", "areal_debug.replay.on_rank", *arguments]
     found = report_of_ranks(arguments, record.header.world_size)
     if as_json:
         print_json(found)

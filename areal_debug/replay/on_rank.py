@@ -69,16 +69,17 @@ def record_again(record: "Record", trainer: "PPOTrainer", request: "Request") ->
     return recorder_of(trainer, Path(request.record_to), RecordingOptions(Recording(scope), text=True))
 
 
-def explain_step(record: str, step: str, model: str) -> None:
+def explain_step(record: str, step: str, model: str, config: str) -> None:
     """Compute each sample's share of a step's loss and gradient.
 
     Args:
         model: folder of the run's first weights; "" for the path in the record.
+        config: file with the options; "" for those in the record.
     """
     from areal_debug.render import write_report
     from replayer.explain import explain
 
-    found = explain(record, int(step), model or None)
+    found = explain(record, int(step), model or None, config or None)
     if is_first_rank():
         write_report(found.to_dict())
 
@@ -181,7 +182,7 @@ def is_first_rank() -> bool:
 
 TASKS: dict[str, Callable[..., None]] = {
     "replay": replay_steps,  # areal-debug replay: REQUEST
-    "explain": explain_step,  # areal-debug replay --explain: RECORD STEP MODEL
+    "explain": explain_step,  # areal-debug replay --explain: RECORD STEP MODEL CONFIG
     "goto": go_to_step,  # areal-debug goto: RECORD STEP OPTIONS
     "layers": trace_last_step,  # areal-debug bisect-step --layers: REQUEST
     "preflight": run_preflight_step,  # areal-debug preflight: FOLDER KEEP CONFIG_ARGUMENT...

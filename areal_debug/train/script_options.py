@@ -182,7 +182,7 @@ def check_record(config: PPOConfig) -> None:
     from areal_core.paths import record_folder
     from recorder import open_record
     from recorder.header import check_folder
-    from replayer.preconditions import check_model
+    from replayer.preconditions import check_model, check_values
 
     folder = record_folder(config)
     if config.debug.dump_rollout_data:
@@ -190,7 +190,9 @@ def check_record(config: PPOConfig) -> None:
         may_continue = config.recover.mode not in ("disabled", "off")
         check_folder(folder, config.debug.overwrite or may_continue)
     if config.debug.replay_rollout_data:
-        check_model(open_record(folder), config.actor.path)
+        record = open_record(folder)
+        check_model(record, config.actor.path)
+        check_values(record, config, 0, max(record.steps, default=0))
 
 
 def clear_for_record(folder: Path, source: str | Path) -> None:
