@@ -54,6 +54,7 @@ def document(run: Run, found: Examination) -> dict[str, Any]:
         "verdict": verdict(run, found),
         "source": run.source,
         "other_runs": list(run.other_runs),
+        "notes": list(run.notes),
         "names_of": run.family,
         "num_steps": run.num_steps,
         "alarms": [asdict(alarm) for alarm in found.alarms],

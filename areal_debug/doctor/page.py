@@ -29,7 +29,10 @@ def write_page(file: Path, run: Run, found: Examination) -> None:
         if found.alarms
         else {"healthy": "No problem found", "unknown": "Inconclusive"}[verdict],
         "summary": ". ".join(
-            filter(None, (f"{run.num_steps} steps of {run.source}, names of {run.family}", run.choice))
+            filter(
+                None,
+                (f"{run.num_steps} steps of {run.source}, names of {run.family}", run.choice, *run.notes),
+            )
         ),
         "alarms": [alarm_facts(run, alarm) for alarm in found.alarms],
         "overrides": override_lines(found),

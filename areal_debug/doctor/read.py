@@ -1,4 +1,4 @@
-"""Read metrics: stats.jsonl, TensorBoard events, Weights & Biases exports, trainer states."""
+"""Read metrics: records, stats.jsonl, TensorBoard events, exports of W&B, trainer states."""
 
 import csv
 import io
@@ -11,8 +11,10 @@ from typing import Any
 import numpy as np
 
 from areal_debug.doctor.names import NAMES, family_of, find_name
+from areal_debug.doctor.rows import is_record, metrics_of
 from areal_debug.doctor.series import Series
 from areal_debug.newest import describe_choice, newest_first
+from recorder import open_record
 
 STEP_NAMES = ("step", "_step", "Step", "global_step", "trainer/global_step")
 TRAINING = "train/"  # the prefix that loggers add to training metrics
@@ -28,8 +30,8 @@ class Run:
     """The metrics of one run.
 
     `series` are by quantity (`names.py`), `by_name` is everything that was logged, `config` are
-    dotted options (empty where unknown). `other_runs` are the runs in the same folder that were not
-    read, the newest first.
+    dotted options of AReaL (empty where unknown). `other_runs` are the runs in the same folder that
+    were not read, the newest first. `notes` say which values of a record are unknown.
     """
 
     path: str
@@ -39,6 +41,7 @@ class Run:
     by_name: dict[str, Series]
     config: dict[str, Any]
     other_runs: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
 
     @property
     def num_steps(self) -> int:
@@ -55,11 +58,13 @@ class Run:
 
 
 def read_run(path: Path) -> Run:
-    """Read the metrics of a run from a file, or from the newest metrics file in a folder.
+    """Read the metrics of a run from a record, a file, or the newest metrics file in a folder.
 
     Raises:
         UnreadableRun: there are none, or fewer than one step.
     """
+    if is_record(path):
+        return read_record(path)
     file, read, other_runs = find_source(path)
     rows = list(read(file))
     consistency = file.parent / "consistency.jsonl"
@@ -74,10 +79,26 @@ def read_run(path: Path) -> Run:
         raise UnreadableRun(
             f"{file} contains no numbers by step: give a file with a column {' or '.join(STEP_NAMES)}"
         )
-    names = list(by_name)
-    found = {quantity: find_name(quantity, names) for quantity in NAMES}
-    series = {quantity: by_name[name] for quantity, name in found.items() if name is not None}
-    return Run(str(path), str(file), family_of(names), series, by_name, read_config(file), other_runs)
+    family = family_of(list(by_name))
+    return Run(str(path), str(file), family, judged(by_name), by_name, read_config(file), other_runs)
+
+
+def read_record(path: Path) -> Run:
+    """Read the metrics of a record. Raises RecordError, and UnreadableRun for one without steps."""
+    record = open_record(path)
+    rows, notes = metrics_of(record)
+    by_name, trainer = collect(rows), record.header.trainer
+    if not by_name:
+        raise UnreadableRun(f"{path} holds no committed step: nothing to judge")
+    config = dict(flat(record.header.config)) if trainer is None else {}
+    family = trainer or family_of(list(by_name))
+    return Run(str(path), str(path), family, judged(by_name), by_name, config, notes=notes)
+
+
+def judged(by_name: Mapping[str, Series]) -> dict[str, Series]:
+    """Return the series of each quantity that the run logs."""
+    found = {quantity: find_name(quantity, list(by_name)) for quantity in NAMES}
+    return {quantity: by_name[name] for quantity, name in found.items() if name is not None}
 
 
 def prefixed(row: Row) -> dict[str, Any]:
@@ -193,6 +214,8 @@ def collect(rows: Iterable[Row]) -> dict[str, Series]:
         number = as_number(row[step_name]) if step_name is not None else None
         if number is None or not abs(number) < 2**63:
             continue  # not a row of metrics
+        if isinstance(row.get("data"), dict):  # of verl's file logger
+            row = row["data"] | {step_name: number}
         step = int(number)
         for name, value in row.items():
             number = as_number(value)

@@ -19,6 +19,8 @@ def print_examination(out: Console, run: Run, found: Examination) -> None:
     out.print(verdict_of(run, found))
     if run.choice:
         out.print(styled("[yellow]{}[/yellow]", run.choice))
+    for note in run.notes:
+        out.print(styled("[dim]{}[/dim]", note))
     out.print()
     for alarm in found.alarms:
         print_alarm(out, run, alarm)

@@ -38,6 +38,58 @@ TRL = {
     "zero_variance_groups": "frac_reward_zero_std",
 }
 
+# as the trackers of slime 624b824a, SkyRL a9564572, prime-rl 559b4477 and NeMo-RL 7ea279ab get them
+FRAMEWORKS = {
+    "slime": {
+        "reward": "rollout/raw_reward",
+        "length": "rollout/response_len/mean",
+        "no_eos": "rollout/truncated_ratio",
+        "entropy": "train/entropy_loss",
+        "clip_ratio": "train/pg_clipfrac",
+        "approx_kl": "train/ppo_kl",
+        "reference_kl": "train/kl_loss",
+        "grad_norm": "train/grad_norm",
+        "lr": "train/lr-pg_0",
+        "logprob_difference": "train/train_rollout_logprob_abs_diff",
+    },
+    "SkyRL": {
+        "reward": "reward/avg_raw_reward",
+        "eval_reward": "eval/all/avg_score",
+        "length": "generate/avg_num_tokens",
+        "entropy": "policy/policy_entropy",
+        "clip_ratio": "policy/loss_metrics/clip_ratio",
+        "reference_kl": "policy/policy_kl",
+        "staleness": "async/staleness_mean",
+        "lr": "policy/policy_lr",
+        "logprob_difference": "policy/rollout_train_logprobs_abs_diff_mean",
+    },
+    "prime-rl": {
+        "reward": "train/agg/effective/agent/reward/mean",
+        "length": "train/agg/effective/num_output_tokens/mean",
+        "no_eos": "train/agg/effective/agent/is_truncated/mean",
+        "entropy": "entropy/all/mean",
+        "k3": "mismatch_kl/all/mean",
+        "staleness": "off_policy/mean",
+        "grad_norm": "optim/grad_norm",
+        "lr": "optim/lr",
+        "loss": "loss/mean",
+    },
+    "NeMo-RL": {
+        "reward": "train/reward",
+        "eval_reward": "validation/accuracy",
+        "length": "train/mean_gen_tokens_per_sample",
+        "no_eos": "train/truncation_rate",
+        "entropy": "train/approx_entropy",
+        "k3": "train/gen_kl_error",
+        "importance_weight": "train/probs_ratio",
+        "behave_imp_weight": "train/sampling_importance_ratio",
+        "reference_kl": "train/kl_penalty",
+        "grad_norm": "train/grad_norm",
+        "lr": "train/lr",
+        "loss": "train/loss",
+    },
+}
+
 
 def examined(run, *options):
     done = CliRunner().invoke(main, ["doctor", str(run), "--json", *options])
@@ -218,6 +270,23 @@ def test_last_line_that_a_killed_run_did_not_finish_is_passed_over(tmp_path):
     file = write_stats(tmp_path, healthy()) / "stats.jsonl"
     file.write_text(file.read_text() + '{"step": 200, "ppo_ac')
     assert examined(tmp_path)[0] == 0
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_each_framework_is_known_by_its_own_names(tmp_path, framework):
+    names = FRAMEWORKS[framework]
+    metrics = {quantity: np.linspace(0.1, 0.2, 10) for quantity in names}
+    run = read_run(write_stats(tmp_path, metrics, names))
+    assert run.family == framework
+    judged = {quantity: series.name for quantity, series in run.series.items()}
+    assert judged == {quantity: name.removeprefix("train/") for quantity, name in names.items()}
+
+
+def test_file_log_of_verl_is_read(tmp_path):
+    lines = [{"step": step, "data": {"critic/rewards/mean": step / 10}} for step in range(3)]
+    (tmp_path / "experiment.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    run = read_run(tmp_path)
+    assert (run.family, run.series["reward"].values.tolist()) == ("verl", [0.0, 0.1, 0.2])
 
 
 def test_folder_of_several_runs_names_the_run_read_and_how_to_choose_another(tmp_path):

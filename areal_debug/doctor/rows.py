@@ -1,0 +1,117 @@
+"""Metrics of a record: what its trainer logged, and what its rows show.
+
+A value that is not known is left out of every mean, and `notes` count such rows.
+"""
+
+import zipfile
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from recorder import Record, RecordedStep
+from recorder.errors import StepNotRecorded
+from recorder.format import RECORD_FILE
+
+LENGTH = 1  # finish reason
+USED = ("rewards", "finish_reason", "loss_mask", "prompt_id", "versions", "logprobs")
+
+
+def is_record(path: Path) -> bool:
+    """Return whether a record or the archive of one is at the path."""
+    if path.is_file():
+        return zipfile.is_zipfile(path)
+    return (path / RECORD_FILE).is_file() or (path / "zarr.json").is_file()
+
+
+def metrics_of(record: Record) -> tuple[list[dict[str, Any]], tuple[str, ...]]:
+    """Return the metrics of each step by name, and a sentence on the values that are unknown."""
+    rows, unknown, total = [], Counter[str](), 0
+    for number in record.steps:
+        step = record.step(number)
+        rows.append({"step": number, **logged(step), **shown_by_rows(step)})
+        total += sum(step.num_rows(rank) for rank in range(step.manifest.num_ranks))
+        unknown.update(step.num_unknown())
+    counts = ", ".join(f"{key} of {count}" for key, count in unknown.items())
+    return rows, (f"unknown and left out: {counts} of {total} rows",) if counts else ()
+
+
+def logged(step: RecordedStep) -> Mapping[str, float]:
+    """Return what the trainer logged of a step; empty if that was not recorded."""
+    try:
+        return step.outcome(0).stats
+    except StepNotRecorded:
+        return {}
+
+
+def shown_by_rows(step: RecordedStep) -> dict[str, float]:
+    """Compute the metrics of the rows of all ranks, without those that nothing is known for."""
+    columns = [columns_of(step, rank) for rank in range(step.manifest.num_ranks)]
+    joined = {name: np.concatenate([of_rank[name] for of_rank in columns]) for name in columns[0]}
+    difference = joined["difference"][np.isfinite(joined["difference"])]
+    alike = list(groups_alike(joined["prompt"], joined["reward"]))
+    values = {
+        "reward": joined["reward"],
+        "length": joined["length"],
+        "no_eos": joined["no_eos"],
+        "zero_variance_groups": np.array(alike, np.float64),
+        "staleness": step.manifest.version - 1 - joined["version"],
+        "logprob_difference": np.abs(difference),
+        "k3": np.exp(difference) - difference - 1,
+    }
+    known = {name: column[np.isfinite(column)] for name, column in values.items()}
+    return {f"record/{name}": float(column.mean()) for name, column in known.items() if len(column)}
+
+
+def columns_of(step: RecordedStep, rank: int) -> dict[str, np.ndarray]:
+    """Return float64 columns of a rank, NaN where a value is unknown.
+
+    Per row [rows]: `prompt`, `reward`, `no_eos`, `length` (tokens in the loss mask). Per token in
+    the loss mask: `version`, and `difference`, trainer minus engine.
+    """
+    arrays = step.batch(rank)
+    bounds, known = arrays["cu_seqlens"], {key: step.known(rank, key) for key in USED}
+    row_of_token = np.repeat(np.arange(len(bounds) - 1), np.diff(bounds))
+    trained = arrays["loss_mask"].astype(bool)
+
+    def of_rows(key: str, values: np.ndarray) -> np.ndarray:
+        return np.where(known[key], values, np.nan)
+
+    def of_tokens(key: str, values: np.ndarray) -> np.ndarray:
+        return np.where(known[key][row_of_token], values, np.nan)[trained]
+
+    engine = of_tokens("logprobs", arrays["logprobs"].astype(np.float64))
+    trainer = recomputed(step, rank)
+    difference = np.zeros(0) if trainer is None else trainer[trained] - engine
+    if not difference.any():  # a copy of the engine's: a difference of 0 would look measured
+        difference = np.zeros(0)
+    return {
+        "prompt": of_rows("prompt_id", arrays["prompt_id"].astype(np.float64)),
+        "reward": of_rows("rewards", arrays["rewards"].astype(np.float64)),
+        "no_eos": of_rows("finish_reason", arrays["finish_reason"] == LENGTH),
+        "length": of_rows("loss_mask", np.bincount(row_of_token, trained, len(bounds) - 1)),
+        "version": of_tokens("versions", arrays["versions"]),
+        "difference": difference,
+    }
+
+
+def recomputed(step: RecordedStep, rank: int) -> np.ndarray | None:
+    """Return the trainer's log-probs before the update, float64 [tokens], aligned to the token.
+
+    None if they were not recorded.
+    """
+    try:
+        values = step.learning(rank, ["prox_logp"])["prox_logp"]
+    except StepNotRecorded:
+        return None
+    return np.concatenate([[np.nan], values[:-1]]).astype(np.float64)[: len(values)]
+
+
+def groups_alike(prompts: np.ndarray, rewards: np.ndarray) -> Iterator[bool]:
+    """Yield for each group of two rows or more, all rewards known, whether these are equal."""
+    for prompt in np.unique(prompts[np.isfinite(prompts)]):
+        found = rewards[prompts == prompt]
+        if len(found) > 1 and np.isfinite(found).all():
+            yield bool((found == found[0]).all())
