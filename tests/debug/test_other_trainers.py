@@ -1,0 +1,413 @@
+"""Every verb on a record of another trainer in which every kind of value is unknown somewhere."""
+
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+from transformers import AutoTokenizer
+
+from areal_core.testing import make_tiny_model
+from areal_debug import Recorder
+from areal_debug.cli import VERBS, main
+from areal_debug.record.command import command as record_group
+from areal_debug.view.command import command as view
+from areal_debug.view.data import read_run, read_step, run_json
+from recorder import open_record
+from recorder.format import UNKNOWN_BITS
+from recorder.samples import read_samples
+from recorder.testing import write_scripted_record
+from replayer.diff import diff_records
+from replayer.errors import ReplayError
+from replayer.preconditions import check_values
+from replayer.request import replay_config
+from replayer.source import recorded_batch
+
+from ..browser.chromium import browser_page
+
+CONFIG = Path(__file__).parent / "tiny.yaml"
+OPTIONS = {
+    "output_dir": "out",
+    "run_name": "first",
+    "learning_rate": 1e-6,
+    "temperature": 0.9,
+    "top_p": 1.0,
+    "num_generations": 4,
+    "epsilon": 0.2,
+    "loss_type": "dapo",
+    "report_to": ["wandb"],
+}
+STEPS = 3
+WHOLE, NO_LOGPROBS, NO_REWARD, NO_GROUP, NO_MASK, TEXT, ONE_LOGPROB = 0, 3, 4, 5, 6, 7, 8
+# verbs that read no record
+OTHERS = {
+    "demo",
+    "train",
+    "config",
+    "preflight",
+    "parity",
+    "hang",
+    "trace",
+    "serve",
+    "agent",
+    "chaos",
+    "rollout-sim",
+}
+INVENTED = re.compile(r"\bnan\b|\bNaN\b|Traceback")
+
+
+def rows_of(step: int, rng: np.random.Generator) -> list[dict]:
+    """Nine rows in the order of the names above."""
+
+    def row(name: str, **changes) -> dict:
+        logprobs = (-rng.random(6)).round(3).tolist()
+        return {
+            "prompt_tokens": [10 + ord(name) % 50, 11, 12],
+            "completion_tokens": rng.integers(13, 60, 6).tolist(),
+            "logprobs": logprobs,
+            "old_logprobs": [value + 0.01 for value in logprobs],
+            "advantages": 0.5,
+            "reward": 1.0,
+            "group": name,
+            "finish_reason": "stop",
+            "versions": step,
+        } | changes
+
+    one_logprob = row("f")
+    one_logprob["logprobs"][1] = None
+    return [
+        row("a"),
+        row("a", reward=0.0, finish_reason="length"),
+        row("b", scores={"format": 0.25, "accuracy": None}),
+        row("b", logprobs=None, old_logprobs=None),
+        row("c", reward=None, finish_reason=None),
+        row("d", group=None, versions=None, advantages=None),
+        {"tokens": [20, 21, 22, 23], "group": "e"},
+        {"prompt": "What is 7 + 5?", "completion": "It is twelve.", "reward": 1.0, "group": "t"},
+        one_logprob,
+    ]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return make_tiny_model(tmp_path_factory.mktemp("model") / "model")
+
+
+@pytest.fixture(scope="module")
+def make(model):
+    """Write a record: `make(folder, change_of_a_row, config)`."""
+
+    def write(folder, change=lambda row: row, options=OPTIONS, steps=STEPS, **settings):
+        rng = np.random.default_rng(0)
+        settings = {
+            "model": model,
+            "tokenizer": AutoTokenizer.from_pretrained(model),
+            "trainer": "trl",
+        } | settings
+        with Recorder(folder, config=options, trainer_version="1.16.0", **settings) as recorder:
+            for step in range(steps):
+                stats = {"loss": 0.1 * step, "grad_norm": 1.0, "completions/mean_length": 6.0}
+                rows = [change(row) for row in rows_of(step, rng)]
+                details = {"not_recorded": ["pixel_values"]}
+                recorder.step(step, [row for row in rows if row], stats=stats, details=details)
+        return folder
+
+    return write
+
+
+@pytest.fixture(scope="module")
+def record(make, tmp_path_factory):
+    return make(tmp_path_factory.mktemp("record") / "r")
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory):
+    with browser_page(tmp_path_factory.mktemp("profile")) as page:
+        yield page
+
+
+def run(*arguments):
+    done = CliRunner().invoke(main, [str(argument) for argument in arguments])
+    assert done.exception is None or isinstance(done.exception, SystemExit), done.exception
+    return done.exit_code, done.stdout + done.stderr
+
+
+def verbs_on(record: Path, model: Path, out: Path) -> dict[str, tuple[list, int]]:
+    """Return the arguments of each verb that takes a record, and its exit code."""
+    return {
+        "replay": ([record], 2),
+        "goto": ([record], 2),
+        "diff": ([record, record], 0),
+        "bisect": ([record, "--good", "HEAD~1"], 2),
+        "bisect-step": ([record, record], 2),
+        "consistency": ([record, "--model", model], 1),
+        "doctor": ([record], 2),
+        "view": ([record, "-o", out / "page.html"], 0),
+        "record ls": ([record], 0),
+        "record show": ([record, "--tokens"], 0),
+        "record verify": ([record], 0),
+        "record archive": ([record, "--to", out / "archive.zip"], 0),
+        "record extract": ([out / "archive.zip", "--to", out / "extracted"], 0),
+        "record export": ([record, "--format", "jsonl", "--to", out / "rows.jsonl"], 0),
+    }
+
+
+def names_of_verbs() -> set[str]:
+    groups = {"record": set(record_group.list_commands(None)) - {"import", "sign"}}
+    return {name for name in VERBS if name not in OTHERS | groups.keys()} | {
+        f"{group} {name}" for group, names in groups.items() for name in names
+    }
+
+
+def test_every_verb_answers_and_invents_nothing(record, model, tmp_path):
+    table = verbs_on(record, model, tmp_path)
+    assert set(table) == names_of_verbs()
+    for name, (arguments, code) in table.items():
+        found, output = run(*name.split(), *arguments)
+        assert found == code, (name, output)
+        assert not INVENTED.search(output), (name, output)
+        if name in ("replay", "goto", "bisect", "bisect-step"):
+            assert output.startswith("Error: "), (name, output)
+            assert output.count("\n") == 1, (name, output)
+            assert "a record of trl" in output
+
+
+def test_samples_have_none_for_what_is_not_known(record):
+    samples = read_samples(open_record(record).step(1), 0, list(range(9)), None)
+    assert [s.reward for s in samples] == [1.0, 0.0, 1.0, 1.0, None, 1.0, None, 1.0, 1.0]
+    assert samples[2].scores == {"format": 0.25, "accuracy": None}
+    assert samples[NO_REWARD].finish_reason is None
+    assert (samples[NO_GROUP].prompt_id, samples[NO_GROUP].tokens[-1].version) == (None, None)
+    assert {token.trained for token in samples[NO_MASK].tokens} == {None}
+    assert {token.logprob for token in samples[NO_LOGPROBS].tokens if token.trained} == {None}
+    assert samples[TEXT].tokens is None
+    assert samples[TEXT].text == ("What is 7 + 5?", "It is twelve.")
+    assert [token.logprob is None for token in samples[ONE_LOGPROB].tokens[3:]] == [False, True] + 4 * [False]
+
+
+def test_ls_counts_unknown_values_and_averages_known_rewards(record):
+    _, text = run("record", "ls", record)
+    assert "trl 1.16.0" in text
+    assert "rewards of 6 of 27 rows" in text
+    code, text = run("record", "ls", record, "--json")
+    step = json.loads(text)["steps"][0]
+    assert step["mean_reward"] == pytest.approx(6 / 7)
+    assert step["num_unknown"]["rewards"] == 2
+    assert code == 0
+
+
+def test_show_prints_question_marks(record):
+    _, text = run("record", "show", record, "--sample", NO_REWARD)
+    assert "reward ?  accuracy ?  format ?  finished by ?" in text
+    assert "not recorded by its trainer: pixel_values" in text
+    _, text = run("record", "show", record, "--sample", NO_GROUP)
+    assert "prompt ?, sample 0" in text
+    _, text = run("record", "show", record, "--sample", TEXT)
+    assert "tokens unknown" in text
+    assert "What is 7 + 5?It is twelve." in text
+    _, text = run("record", "show", record, "--sample", NO_MASK)
+    assert "? of 4 tokens in the loss mask  mean logprob ?" in text
+
+
+def test_page_marks_what_is_not_known_and_keeps_known_text(record):
+    opened = open_record(record)
+    shown = read_step(opened.step(0), lambda ids: "x" * len(ids), trainer="trl")
+    assert shown.rows["unknown"][WHOLE] == 0
+    assert shown.rows["unknown"][NO_GROUP] == UNKNOWN_BITS["prompt_id"] + UNKNOWN_BITS["versions"]
+    assert shown.recorded_text[TEXT] == ("What is 7 + 5?", "It is twelve.")
+    assert shown.recorded_text[WHOLE] is None
+    assert "debug.dump_scope" not in str(shown.missing)
+    curves = json.loads(run_json(read_run(opened)))["curves"]
+    assert curves["reward"] == pytest.approx([6 / 7] * STEPS)
+    assert curves["length"] == pytest.approx([67 / 8] * STEPS)  # of rows whose tokens are known
+    assert curves["staleness"] == [0.0] * STEPS
+    assert curves["grad norm"] == [1.0] * STEPS
+
+
+def test_the_page_shows_question_marks_in_a_browser(record, page, tmp_path):
+    assert run("view", record, "--step", 0, "-o", tmp_path / "page.html")[0] == 0
+    page.open(f"file://{tmp_path}/page.html")
+    page.wait_for("document.body.dataset.ready")
+    cells = (
+        "[...document.querySelectorAll('.body .row')].map(row => [...row.children].map(c => c.textContent))"
+    )
+    rows = page.evaluate(cells)
+    assert rows[WHOLE][:4] == ["0.0", "1", "0.50", "9"]
+    assert rows[NO_LOGPROBS][4] == "?"
+    assert rows[NO_REWARD][1] == "?"
+    assert (rows[NO_GROUP][0], rows[NO_GROUP][2]) == ("?.0", "?")
+    assert rows[NO_MASK][1:5] == ["?", "?", "4", "?"]
+    assert rows[TEXT][1:] == ["1", "?", "?", "?", "It is twelve."]
+    page.evaluate(f"choose({NO_MASK})")
+    facts = page.evaluate("document.querySelector('#sample h2').textContent")
+    assert "reward ? · finish reason ? · ? of 4 tokens in the loss mask · mean logprob ?" in facts
+    assert page.errors == []
+
+
+def test_redaction_covers_the_text_of_rows_without_tokens(record, tmp_path):
+    done = CliRunner().invoke(view, [str(record), "-o", str(tmp_path / "p.html"), "--redact", "twelve"])
+    assert done.exit_code == 0, done.output
+    patterns = [re.compile("twelve")]
+    shown = read_step(open_record(record).step(0), lambda ids: "x" * len(ids), patterns, "trl")
+    assert shown.recorded_text[TEXT][1] == "It is █."
+
+
+def test_unknown_values_and_places_differ_from_nothing(make, record, tmp_path):
+    def known(row):
+        return row | {"reward": 0.75} if row.get("reward", 0.0) is None else row
+
+    other = make(tmp_path / "other", known, OPTIONS | {"run_name": "second", "output_dir": "elsewhere"})
+    report = diff_records(open_record(record), open_record(other))
+    assert report.same
+    assert report.set_differently.config == ()
+    assert any("rewards of 6" in phrase and phrase.endswith("in A") for phrase in report.not_known)
+
+
+def test_another_reward_is_found_and_options_are_named_as_those_of_the_trainer(make, record, tmp_path):
+    def lower(row):
+        return row | {"reward": 0.25} if row.get("scores") else row
+
+    other = make(tmp_path / "other", lower, OPTIONS | {"learning_rate": 2e-6})
+    report = diff_records(open_record(record), open_record(other))
+    assert (report.step, report.first.stage, report.first.name) == (0, "batch", "rewards")
+    assert (report.first.left, report.first.right, report.first.place.row) == (1.0, 0.25, 2)
+    assert [reason.where for reason in report.verdict.reasons] == ["learning_rate"]
+    assert "where an option of trl acts is not known" in report.verdict.why
+    assert run("diff", record, other)[0] == 1
+
+
+def test_a_record_without_config_is_accused_of_nothing_that_is_not_known(make, record, tmp_path):
+    other = make(tmp_path / "other", lambda row: row, None, trainer="verl", model=None)
+    report = diff_records(open_record(record), open_record(other))
+    assert report.same
+    assert report.set_differently.identical or not report.set_differently.config
+    assert {"config in B", "model files in B"} <= set(report.not_known)
+
+
+def test_rows_are_matched_by_content_where_groups_are_numbered_differently(make, record, tmp_path):
+    def ungrouped(row):
+        return row | {"group": None}
+
+    report = diff_records(open_record(record), open_record(make(tmp_path / "other", ungrouped)))
+    assert report.same, report.first
+
+
+def test_an_import_of_our_export_is_the_same_as_far_as_it_is_known(tmp_path):
+    write_scripted_record(tmp_path / "own")
+    (tmp_path / "d").mkdir()
+    assert (
+        run("record", "export", tmp_path / "own", "--format", "slime", "--to", tmp_path / "d" / "{step}.pt")[
+            0
+        ]
+        == 0
+    )
+    assert run("record", "import", tmp_path / "d", "--to", tmp_path / "imported")[0] == 0
+    report = diff_records(open_record(tmp_path / "own"), open_record(tmp_path / "imported"))
+    assert report.same, report.first
+    assert report.set_differently.identical
+    assert {"config in B", "environment in B"} <= set(report.not_known)
+    assert report.not_compared == ("logprobs", "advantages", "loss", "gradient", "weights")
+
+
+def test_bisect_step_uses_the_checksums_that_a_trainer_gives(make, tmp_path):
+    records = []
+    for name, last in (("a", "00000001"), ("b", "00000002")):
+        with Recorder(tmp_path / name, trainer="slime") as recorder:
+            for step, value in enumerate(("00000000", last)):
+                recorder.step(step, [{"tokens": [1, 2], "loss_mask": [0, 1]}], checksums={"w": value})
+        records.append(tmp_path / name)
+    code, text = run("bisect-step", *records, "--json")
+    assert (code, json.loads(text)["step"]) == (1, 1)
+    code, text = run("bisect-step", *records, "--layers")
+    assert code == 2
+    assert "--layers needs the plans and outcomes that our trainer records" in text
+
+
+def test_consistency_says_what_it_assumed_and_left_out(record, model):
+    _, text = run("consistency", record, "--model", model, "--json")
+    found = json.loads(text)
+    assert found["setting"]["temperature"] == 0.9
+    assert found["excluded"]["engine_nan"] == 0
+    assert found["num_tokens"] == 6 * 6 - 1  # six rows of six tokens, one log-prob of which is not known
+    assert found["notes"][0] == "temperature 0.9, as temperature in the trainer's config"
+    assert "top_k is not known: no limit was assumed" in found["notes"]
+    assert any("logprobs of 3 of 9 rows unknown" in note for note in found["notes"])
+    _, text = run("consistency", record, "--model", model, "--temperature", "0.7", "--json")
+    assert json.loads(text)["setting"]["temperature"] == 0.7
+
+
+def test_consistency_without_logprobs_is_one_sentence(make, model, tmp_path):
+    bare = make(tmp_path / "bare", lambda row: row | {"logprobs": None})
+    code, text = run("consistency", bare, "--model", model)
+    assert code == 2
+    assert "logprobs of 9 of 9 rows unknown, so there is nothing to compare with the model" in text
+
+
+def test_doctor_judges_the_rows_and_the_statistics_under_their_own_names(record):
+    code, text = run("doctor", record, "--json")
+    assert code == 2, text  # three steps are too few
+    code, text = run("doctor", record)
+    assert "names of trl" in text
+    assert "unknown and left out: " in text
+    assert re.search(r"rewards of 6", text)
+
+
+def test_replay_names_the_value_that_is_missing_and_the_option_that_does_without(make, model, tmp_path):
+    def settings(*more):
+        return (f"cluster.fileroot={tmp_path}", "actor.use_decoupled_loss=false", *more)
+
+    def refusal(folder, *more, **arguments):
+        opened = open_record(folder)
+        filled = tmp_path / "config.yaml"
+        filled.write_text(
+            CONFIG.read_text().replace("path: ???", f"path: {model}").replace("???", str(tmp_path))
+        )
+        config = replay_config(opened, str(model), settings(*more), str(filled))
+        try:
+            check_values(opened, config, 0, 2, **arguments)
+        except ReplayError as error:
+            return str(error)
+        return None
+
+    def only(change):
+        return lambda row: change(row) if "prompt_tokens" in row else None
+
+    def filled(row):
+        return row | {"logprobs": [-1.0] * 6, "reward": 1.0, "group": row["group"] or "d", "versions": None}
+
+    whole = make(tmp_path / "whole", only(filled))
+    assert refusal(whole) is None
+    batch = recorded_batch(open_record(whole).step(1), 0)
+    assert "unknown" not in batch
+    assert set(batch["versions"][batch["loss_mask"] > 0].tolist()) == {1}
+    no_logprobs = make(tmp_path / "no_logprobs", only(lambda row: filled(row) | {"logprobs": None}))
+    assert "actor.recompute_logprob=true" in refusal(no_logprobs)
+    assert refusal(no_logprobs, "actor.recompute_logprob=true") is None
+    no_rewards = make(tmp_path / "no_rewards", only(lambda row: filled(row) | {"reward": None}))
+    assert "rewards is not known in 7 of 7 rows of step 0; give --reward MODULE:FN" in refusal(no_rewards)
+    assert refusal(no_rewards, has_rewards=True) is None
+    no_groups = make(tmp_path / "no_groups", only(lambda row: filled(row) | {"group": None}))
+    assert "normalise by batch" in refusal(no_groups)
+    no_mask = make(tmp_path / "no_mask", only(lambda row: {"tokens": [1, 2, 3], "reward": 1.0, "group": 1}))
+    assert "nothing says which tokens to train on" in refusal(no_mask)
+
+
+def test_our_trainer_trains_on_the_batches_with_a_config(areal_debug, make, model, tmp_path):
+    def change(row):
+        if "prompt_tokens" not in row:
+            return None
+        return row | {"logprobs": None, "reward": float(row["reward"] or 0), "group": row["group"] or "d"}
+
+    record = make(tmp_path / "record", change, steps=1, model=None)
+    config = tmp_path / "config.yaml"
+    config.write_text(CONFIG.read_text().replace("path: ???", f"path: {model}").replace("???", str(tmp_path)))
+    options = ("--config", config, "actor.use_decoupled_loss=false", "actor.recompute_logprob=true")
+    done = areal_debug("replay", record, *options, "--json")
+    report = json.loads(done.stdout)
+    assert done.returncode == 2, done.stdout + done.stderr  # nothing to compare with
+    assert "a row of unknown finish reason counts as stopped" in done.stderr
+    assert report["guarantee"]["kind"] == "unrecorded"
+    assert report["steps"][0]["grad_norm"] > 0
+    assert np.isfinite(report["steps"][0]["loss"])
