@@ -11,6 +11,7 @@ RecordError (ValueError)
 ├── DamagedRecord     bytes differ from those written; names file and tensor
 ├── BadSignature      a record is not signed, or not by the given key
 ├── ForeignFormat     a file of another framework does not match its format
+│   └── UnfinishedFile   it ends before its content does
 └── UnsafePickle      a pickle needs a name that no importer allows
 """
 
@@ -68,6 +69,10 @@ class BadSignature(RecordError):
 
 class ForeignFormat(RecordError):
     """A file does not match its format; the message has the expected and the found content."""
+
+
+class UnfinishedFile(ForeignFormat):
+    """A file ends before its content does: its writer was interrupted."""
 
 
 class UnsafePickle(RecordError):
