@@ -25,6 +25,9 @@ TORCH_TYPES: dict[str, np.dtype[Any]] = {
     "int8": np.dtype("i1"),
     "uint8": np.dtype("u1"),
     "bool": np.dtype("?"),
+    "uint16": np.dtype("<u2"),
+    "uint32": np.dtype("<u4"),
+    "uint64": np.dtype("<u8"),
 }
 STORAGES = {
     "DoubleStorage": "float64",
@@ -52,6 +55,9 @@ class Instance:
 
     def __setstate__(self, state: Any) -> None:
         self.state = state
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        """Drop an item of a class derived from dict: its state has the content again."""
 
 
 @dataclass
@@ -147,6 +153,13 @@ def rebuild_tensor(
     return values
 
 
+def rebuild_typed(
+    storage: Storage, offset: int, shape: tuple[int, ...], strides: tuple[int, ...], *rest: Any
+) -> np.ndarray:
+    """torch's `_rebuild_tensor_v3`: the type is the third of the further arguments."""
+    return rebuild_tensor(Storage(rest[2], storage.data), offset, shape, strides)
+
+
 def rebuild_consolidated(metadata: Mapping[str, Any], storage: np.ndarray) -> dict[str, Any]:
     """Rebuild tensordict's consolidated form: one uint8 tensor, and the layout of each leaf in it.
 
@@ -166,6 +179,14 @@ def rebuild_consolidated(metadata: Mapping[str, Any], storage: np.ndarray) -> di
 def make_tensordict(_: Any, state: Mapping[str, Any]) -> dict[str, Any]:
     """tensordict's `_make_td`: the state has the tensors unchanged."""
     return dict(state["_tensordict"])
+
+
+def rebuild_jagged(kwargs: Mapping[str, Any]) -> list[np.ndarray]:
+    """torch's `_rebuild_njt`: rows of different lengths, one after another in `values`."""
+    values, offsets = np.asarray(kwargs["values"]), np.asarray(kwargs["offsets"])
+    lengths = kwargs.get("lengths")
+    ends = offsets[1:] if lengths is None else offsets[:-1] + np.asarray(lengths)
+    return [values[begin:end] for begin, end in zip(offsets, ends, strict=False)]
 
 
 def make_instance(name: str) -> Any:
@@ -211,6 +232,10 @@ ALLOWED: dict[str, Any] = {
     **numpy_names("numpy.core"),
     **numpy_names("numpy._core"),
     "torch._utils._rebuild_tensor_v2": rebuild_tensor,
+    "torch._utils._rebuild_tensor_v3": rebuild_typed,
+    "torch.storage.UntypedStorage": "uint8",
+    "torch._tensor._rebuild_from_type_v2": lambda rebuild, cls, arguments, state: rebuild(*arguments),
+    "torch.nested._internal.nested_tensor._rebuild_njt": rebuild_jagged,
     "torch.Size": tuple,
     "torch.device": lambda *name: ":".join(map(str, name)),
     **{f"torch.{name}": dtype for name, dtype in STORAGES.items()},
@@ -220,6 +245,13 @@ ALLOWED: dict[str, Any] = {
     "tensordict.utils._StringOnlyDict": dict,
     "verl.utils.tensordict_utils._rebuild_tensordict_files_consolidated_ragged_idx": rebuild_consolidated,
 }
+# classes that are named and never used
+UNUSED = (
+    "torch.Tensor",
+    "torch.nested._internal.nested_tensor.NestedTensor",
+    "torch._dynamo.decorators._DimRange",
+)
+ALLOWED |= {name: make_instance(name) for name in UNUSED}
 OLD_MODULES = {"__builtin__": "builtins", "copy_reg": "copyreg"}  # names in protocols 0 to 2
 # Any other name of these packages becomes an Instance: data without code.
 PACKAGES = ("slime", "miles", "verl", "roll", "skyrl", "skyrl_train", "xtuner", "areal", "tensordict")

@@ -10,6 +10,7 @@ import pickle
 import pickletools
 import zipfile
 from collections.abc import Collection
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -17,11 +18,20 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from areal_core.safety.printable import printable
-from recorder.errors import UnsafePickle
-from recorder.importers.stand_ins import Array, BytesFile, DType, Instance, Storage, find_stand_in
+from recorder.errors import UnfinishedFile, UnsafePickle
+from recorder.importers.stand_ins import (
+    TORCH_TYPES,
+    Array,
+    BytesFile,
+    DType,
+    Instance,
+    Storage,
+    find_stand_in,
+)
 
 NUMBERS = 16  # lists of at least this many numbers become arrays
 FREE_VALUES, VALUES_PER_BYTE = 10_000, 10
+FIRST_BYTES = 1 << 22  # enough for `first_strings`
 ZIP = b"PK\x03\x04"  # first bytes of a zip file; zipfile would also accept one inside a pickle
 
 
@@ -38,7 +48,8 @@ class RestrictedUnpickler(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         """Return the stand-in for a name. Raises UnsafePickle."""
-        return find_stand_in(module, name)
+        is_storage = (module, name) == ("torch.storage", "_load_from_bytes")
+        return load_storage if is_storage else find_stand_in(module, name)
 
     def persistent_load(self, pid: Any) -> Storage:
         """Read a storage of the zip file: `("storage", type, key, device, number of elements)`."""
@@ -48,6 +59,28 @@ class RestrictedUnpickler(pickle.Unpickler):
         if key not in self.storages:
             self.storages[key] = Storage(dtype, self.tensors.read(f"{self.prefix}/data/{key}"))
         return self.storages[key]
+
+
+class StorageUnpickler(RestrictedUnpickler):
+    """An unpickler of a storage in the format of torch before 1.6, whose data follow the pickle."""
+
+    def persistent_load(self, pid: Any) -> Storage:
+        """Return the storage, still without data."""
+        _, dtype, key, *_ = pid
+        return self.storages.setdefault(key, Storage(dtype))
+
+
+def load_storage(data: bytes) -> Storage:
+    """Read a storage as plain pickles of tensors hold it: torch's `_load_from_bytes`."""
+    file = io.BytesIO(data)
+    for _ in ("magic number", "version", "system"):
+        RestrictedUnpickler(file).load()
+    unpickler = StorageUnpickler(file)
+    storage = unpickler.load()
+    for key in RestrictedUnpickler(file).load():
+        found = unpickler.storages[key]
+        found.data = file.read(int.from_bytes(file.read(8), "little") * TORCH_TYPES[found.dtype].itemsize)
+    return storage
 
 
 def read_any(data: bytes) -> Any:
@@ -117,6 +150,7 @@ def load_pickle(path: Path) -> Any:
 
     Raises:
         UnsafePickle: it needs a name that is not allowed, has too many values, or is broken.
+        UnfinishedFile: it is cut off.
     """
     return load_bytes(path.read_bytes(), str(path))
 
@@ -130,22 +164,32 @@ def load_bytes(data: bytes, name: str) -> Any:
     except MemoryError:
         raise
     except Exception as error:  # a broken or hostile pickle may raise any exception
+        if isinstance(error, EOFError | zipfile.BadZipFile) or "truncated" in str(error):
+            raise UnfinishedFile(f"{name} is cut off or damaged") from None
         what = f"it cannot be read ({type(error).__name__}: {printable(str(error))})"
         raise UnsafePickle(f"{name} is refused: {what}") from None
 
 
-def first_strings(path: Path, num_opcodes: int = 2000) -> set[str]:
+def is_cut_off(path: Path) -> bool:
+    """Return whether a file is empty, or begins as one of `torch.save` and does not end as one."""
+    with path.open("rb") as file:
+        return file.read(4) in (b"", ZIP) and not zipfile.is_zipfile(path)
+
+
+def first_strings(path: Path, num_opcodes: int = 20_000) -> set[str]:
     """Return strings of the first opcodes of a pickle or `torch.save` file; nothing is executed.
 
-    Enough to distinguish formats; empty for any other file.
+    Enough to distinguish formats, of large files as well; empty for any other file.
     """
-    try:
-        data = path.read_bytes()
-        if data.startswith(ZIP):
-            with zipfile.ZipFile(io.BytesIO(data)) as archive:
-                pickles = [name for name in archive.namelist() if name.endswith("/data.pkl")]
-                data = archive.read(pickles[0]) if pickles else b""
-        opcodes = itertools.islice(pickletools.genops(data), num_opcodes)
-        return {argument for _, argument, _ in opcodes if isinstance(argument, str)}
-    except (ValueError, zipfile.BadZipFile):
-        return set()
+    found = set()
+    with suppress(ValueError, KeyError, NotImplementedError, RuntimeError, EOFError, zipfile.BadZipFile):
+        with path.open("rb") as file:
+            data = file.read(FIRST_BYTES)
+            if data.startswith(ZIP):
+                with zipfile.ZipFile(file) as archive:
+                    pickles = [name for name in archive.namelist() if name.endswith("/data.pkl")]
+                    data = archive.open(pickles[0]).read(FIRST_BYTES) if pickles else b""
+        for _, argument, _ in itertools.islice(pickletools.genops(data), num_opcodes):
+            if isinstance(argument, str):
+                found.add(argument)
+    return found
