@@ -4,30 +4,43 @@ A TensorDict, a padded dict of tensors, or a list with one padded dict per promp
 its samples. All tensors are [B, T] or [B] and aligned as here; `versions` may be absent.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from recorder.errors import ForeignFormat
-from recorder.importers.foreign import Foreign, Step, files_in_order, full_sequence, optional
+from recorder.importers.foreign import (
+    BY_MASK,
+    BY_PROMPT,
+    NO_WEIGHTS,
+    Foreign,
+    optional,
+    prompt_group,
+    sequence_sample,
+)
+from recorder.importers.sources import Source, read_steps, with_cut_off
 from recorder.importers.stand_ins import Instance
-from recorder.importers.unpickle import first_strings, load_pickle
-from recorder.trainers.sample import STOP, Sample
+from recorder.importers.unpickle import first_strings, is_cut_off, load_pickle
+from recorder.trainers.sample import Sample
 
 KEYS = {"input_ids", "attention_mask", "loss_mask", "rewards"}
-NOTES = ("weights and optimizer are not in the file: choose the model for a replay",)
-FINISH_NOTE = "finish reasons are not in the file: every sample counts as stopped"
-GROUPS_NOTE = (
-    "groups are not in the file: rows with the same tokens before the first one in the loss mask are a group"
-)
+NOTES = (NO_WEIGHTS, BY_MASK)
+# tensors of a trainer's batch, aligned to the token itself -> their names in learning
+LEARNING = {
+    "advantages": "advantages",
+    "prox_logp": "prox_logp",
+    "ref_logp": "ref_logp",
+    "values": "values",
+    "returns": "returns",
+}
 
 
-def recognises(path: Path) -> bool:
-    """Return whether the path is a .pt file with a batch, or a folder of such files."""
-    files = files_in_order(path, "*.pt")
-    return bool(files) and files[0].suffix == ".pt" and first_strings(files[0]) >= KEYS
+def find(source: Source) -> list[Path]:
+    """Return the .pt files with a batch."""
+    files = source.named(r".*\.pt")
+    return with_cut_off([file for file in files if first_strings(file) >= KEYS], files, is_cut_off)
 
 
 def tensors_of(document: Any) -> Any:
@@ -41,26 +54,26 @@ def tensors_of(document: Any) -> Any:
     return document
 
 
-def is_batch(document: Any) -> bool:
-    """Return whether the document is a batch."""
-    return isinstance(document, dict) and document.keys() >= KEYS
-
-
-def read(path: Path) -> Foreign:
+def read(source: Source, files: Sequence[Path]) -> Foreign:
     """Read one step per file. Raises ForeignFormat, UnsafePickle."""
-    steps, notes = [], [*NOTES]
-    for file in files_in_order(path, "*.pt"):
+    notes = [*NOTES]
+
+    def read_batches(paths: Sequence[Path]) -> list[Sample]:
+        (file,) = paths
         document = load_pickle(file)
         batches = document if isinstance(document, list) else [tensors_of(document)]
         samples = []
         for number, batch in enumerate(batches):
-            if not is_batch(batch):
+            if not isinstance(batch, dict) or not batch.keys() >= KEYS:
                 raise ForeignFormat(f"{file} is not a batch of AReaL: it lacks one of {sorted(KEYS)}")
             samples += parse_batch(batch, number if isinstance(document, list) else None)
-            notes += [] if "finish_reason" in batch else [FINISH_NOTE]
-            notes += [] if "prompt_id" in batch or isinstance(document, list) else [GROUPS_NOTE]
-        steps.append(Step(file.name, samples))
-    return Foreign("areal", steps, list(dict.fromkeys(notes)))
+            notes.extend([] if "prompt_id" in batch or isinstance(document, list) else [BY_PROMPT])
+        return samples
+
+    steps, left_out = read_steps(
+        [(str(file.relative_to(source.path.parent)), [file]) for file in files], read_batches
+    )
+    return Foreign("areal", steps, [*dict.fromkeys(notes), *left_out])
 
 
 def parse_batch(document: Mapping[str, Any], group: int | None) -> list[Sample]:
@@ -71,19 +84,23 @@ def parse_batch(document: Mapping[str, Any], group: int | None) -> list[Sample]:
 
 def parse_row(document: Mapping[str, Any], row: int, length: int, group: int | None) -> Sample:
     """Parse one row, without its padding."""
-    tokens = np.asarray(document["input_ids"])[row, :length].astype(np.int32)
-    mask = np.asarray(document["loss_mask"])[row, :length].astype(np.int32)
-    first = int(mask.argmax()) if mask.any() else length
-    logprobs, versions, prompt_ids, reasons = (
-        optional(document, name) for name in ("logprobs", "versions", "prompt_id", "finish_reason")
-    )
-    prompt = tokens[:first].tobytes() if prompt_ids is None else int(prompt_ids[row])
-    return Sample(
-        tokens=tokens,
-        loss_mask=mask,
-        logprobs=None if logprobs is None else full_sequence(logprobs[row, :length], mask, np.float32),
+
+    def column(name: str) -> Any:
+        values = optional(document, name)
+        return None if values is None else np.asarray(values)[row, :length]
+
+    tokens, mask, versions = (column(name) for name in ("input_ids", "loss_mask", "versions"))
+    prompt_ids, reasons = (optional(document, name) for name in ("prompt_id", "finish_reason"))
+    if group is None:
+        group = prompt_group(tokens, mask) if prompt_ids is None else int(prompt_ids[row])  # type: ignore[assignment]
+    return sequence_sample(
+        tokens,
+        mask,
+        logprobs=column("logprobs"),
+        versions=None if versions is None else np.where(mask, versions, -1),
+        learning={name: column(key) for key, name in LEARNING.items()},
         reward=float(document["rewards"][row]),
-        group=prompt if group is None else group,
-        finish_reason=STOP if reasons is None else int(reasons[row]),
-        versions=None if versions is None else np.where(mask, versions[row, :length], -1).astype(np.int32),
+        group=group,
+        finish_reason=None if reasons is None else int(reasons[row]),
+        where=f"row {row}",
     )

@@ -1,18 +1,31 @@
 """The common result of every importer: steps of samples, and notes on missing data.
 
 A sample is one sequence, prompt and completion; its per-token values are aligned to the token
-itself.
+itself. What a format does not have stays None.
 """
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from recorder.errors import ForeignFormat
-from recorder.trainers.sample import FINISH_REASONS, STOP, Sample
+from recorder.trainers.batches import unknown_value
+from recorder.trainers.sample import FINISH_REASONS, Sample
+
+NO_WEIGHTS = "weights and optimizer are not in the file: choose the model for a replay"
+NO_VERSIONS = "weight versions are not in the file"
+NO_VERSIONS_OR_REASONS = "weight versions and finish reasons are not in the file"
+FROM_REWARDS = "advantages are not in the file: they are computed again from the rewards, by group"
+BY_PROMPT = "the file does not name groups, they are derived: samples with the same prompt are a group"
+BY_MASK = (
+    "the file does not say where a completion begins, it is derived: at the first token in the loss mask"
+)
+TEXT_ONLY = (
+    "the dump has text and no tokens: the record is for inspection only, it can be listed and read, "
+    "but not replayed"
+)
 
 
 @dataclass(frozen=True)
@@ -32,59 +45,112 @@ class Foreign:
     notes: Sequence[str] = field(default_factory=tuple)
 
 
-def full_sequence(values: Any, mask: np.ndarray, dtype: type) -> np.ndarray:
-    """Return [T] values with 0 where the mask is 0."""
-    array: np.ndarray = np.asarray(values, dtype)
-    return np.where(mask != 0, array, array.dtype.type(0))
-
-
 def completion_sample(
     prompt: Any,
     completion: Any,
     *,
+    where: str,
     loss_mask: Any = None,
     logprobs: Any = None,
-    reward: float | None,
-    group: Hashable,
-    finish_reason: int = STOP,
     versions: Any = None,
-    text: tuple[str, str] | None = None,
-    where: str,
+    learning: Mapping[str, Any] | None = None,
+    **known: Any,
 ) -> Sample:
-    """Build a sample; mask, logprobs and versions have one value per completion token.
+    """Build a sample whose values per token cover the completion alone.
 
-    Raises ForeignFormat if their lengths differ.
+    Without a mask, all tokens of the completion are trained on. `known` are further members of
+    Sample. Raises ForeignFormat if lengths differ.
     """
-    prompt, completion = np.asarray(prompt, np.int64), np.asarray(completion, np.int64)
-    size = len(completion)
-    mask = np.ones(size, np.int32) if loss_mask is None else np.asarray(loss_mask, np.int32)
-    for name, values in (("loss mask", mask), ("logprobs", logprobs), ("versions", versions)):
-        if values is not None and len(values) != size:
-            raise ForeignFormat(f"{where}: {len(values)} {name} for {size} tokens of completion")
-    zeros = np.zeros(len(prompt), np.int32)
-    mask = np.concatenate([zeros, mask])
-    return Sample(
-        tokens=as_tokens(np.concatenate([prompt, completion]), where),
-        loss_mask=mask,
-        logprobs=None
-        if logprobs is None
-        else full_sequence(np.concatenate([zeros, np.asarray(logprobs, np.float64)]), mask, np.float32),
-        reward=reward,
-        group=group,
-        finish_reason=finish_reason,
+    prompt, completion = as_tokens(prompt, where), as_tokens(completion, where)
+    mask = np.ones(len(completion), np.int32) if loss_mask is None else loss_mask
+
+    def whole(values: Any, fill: int = 0) -> Any:
+        if values is None:
+            return None
+        if len(values) != len(completion):
+            raise ForeignFormat(
+                f"{where}: {len(values)} values per token for {len(completion)} tokens of completion"
+            )
+        return np.concatenate([np.full(len(prompt), fill), np.asarray(values, np.float64)])
+
+    return sequence_sample(
+        np.concatenate([prompt, completion]),
+        whole(mask),
+        where=where,
+        logprobs=whole(logprobs),
+        versions=whole(versions, -1),
+        learning={name: whole(values) for name, values in (learning or {}).items()},
         prompt_length=len(prompt),
-        versions=None
-        if versions is None
-        else np.where(mask, np.concatenate([zeros, np.asarray(versions)]), -1).astype(np.int32),
-        text=text,
+        **known,
     )
 
 
-def as_tokens(ids: np.ndarray, where: str) -> np.ndarray:
+def sequence_sample(
+    tokens: Any,
+    loss_mask: Any,
+    *,
+    where: str,
+    logprobs: Any = None,
+    versions: Any = None,
+    learning: Mapping[str, Any] | None = None,
+    **known: Any,
+) -> Sample:
+    """Build a sample whose values per token cover the whole sequence.
+
+    Values of `learning` that are None are left out. Without `prompt_length`, the completion begins
+    at the first token in the mask. Raises ForeignFormat if lengths differ.
+    """
+    ids = as_tokens(tokens, where)
+
+    def per_token(values: Any, dtype: type) -> Any:
+        if values is not None and len(values) != len(ids):
+            raise ForeignFormat(f"{where}: {len(values)} values per token for {len(ids)} tokens")
+        return None if values is None else np.asarray(values, dtype)
+
+    mask = per_token(loss_mask, np.int32)
+    if "prompt_length" not in known and mask is not None and mask.any():
+        known["prompt_length"] = int((mask != 0).argmax())
+    return Sample(
+        tokens=ids,
+        loss_mask=mask,
+        logprobs=per_token(logprobs, np.float32),
+        versions=per_token(versions, np.int32),
+        learning={
+            name: per_token(values, np.float32)
+            for name, values in (learning or {}).items()
+            if values is not None
+        },
+        **known,
+    )
+
+
+def experts_of(values: Any, num_tokens: int, where: str) -> dict[str, np.ndarray]:
+    """Return routed experts [T, layers, k] as extras of a sample.
+
+    Engines report them for the tokens that they read: the last ones may be missing, and are
+    unknown then. Raises ForeignFormat for another shape.
+    """
+    experts: np.ndarray = np.asarray(values)
+    missing = num_tokens - len(experts) if experts.ndim == 3 else -1
+    if missing < 0 or experts.dtype.kind not in "iu":
+        raise ForeignFormat(f"{where}: routed experts of shape {experts.shape} for {num_tokens} tokens")
+    rest = np.full((missing, *experts.shape[1:]), unknown_value(experts.dtype), experts.dtype)
+    return {"routed_experts": np.concatenate([experts, rest])}
+
+
+def prompt_group(tokens: np.ndarray, loss_mask: np.ndarray) -> Hashable:
+    """Return the tokens before the first one in the mask as a group; None without such a token."""
+    return tokens[: int((loss_mask != 0).argmax())].tobytes() if loss_mask.any() else None
+
+
+def as_tokens(ids: Any, where: str) -> np.ndarray:
     """Convert token ids to int32. Raises ForeignFormat for ids that no vocabulary has."""
-    if ids.size and not 0 <= ids.min() <= ids.max() < 2**31:
-        raise ForeignFormat(f"{where}: token ids from {ids.min()} to {ids.max()}")
-    return ids.astype(np.int32)
+    array: np.ndarray = np.asarray(ids)
+    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
+        raise ForeignFormat(f"{where}: token ids of type {array.dtype} and shape {array.shape}")
+    if array.size and not 0 <= array.min() <= array.max() < 2**31:
+        raise ForeignFormat(f"{where}: token ids from {array.min()} to {array.max()}")
+    return array.astype(np.int32)
 
 
 def member(document: Mapping[str, Any], name: str, where: str) -> Any:
@@ -103,23 +169,11 @@ def optional(document: Mapping[str, Any], name: str, default: Any = None) -> Any
     return default if value is None else value
 
 
-def finish_reason_of(name: str | None) -> int:
-    """Return the number of a finish reason; an unknown name counts as stop."""
-    return FINISH_REASONS.get((name or "stop").lower(), STOP)
+def number_or_none(value: Any) -> float | None:
+    """Return a float, None for None and NaN."""
+    return None if value is None or value != value else float(value)
 
 
-def number_in(name: str) -> int:
-    """Return the last number in a file name, which orders the files; -1 if there is none."""
-    digits = "".join(character if character.isdigit() else " " for character in name).split()
-    return int(digits[-1]) if digits else -1
-
-
-def files_in_order(path: Path, pattern: str) -> list[Path]:
-    """Return the file itself, or the matching files of a folder, by the number in their names."""
-    files = [path] if path.is_file() else [file for file in path.glob(pattern) if file.is_file()]
-    return sorted(files, key=lambda file: (number_in(file.stem), file.name))
-
-
-def count_without(samples: Sequence[Sample], field_name: str) -> int:
-    """Count the samples that lack a field."""
-    return sum(getattr(sample, field_name) is None for sample in samples)
+def finish_reason_of(name: str | None) -> int | None:
+    """Return the number of a finish reason; None for one that is unknown or absent."""
+    return None if name is None else FINISH_REASONS.get(str(name).lower())

@@ -1,7 +1,7 @@
 """Import a foreign dump as a record of one rank in the scope `given`."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from recorder.format import (
 from recorder.header import check_folder, clear_record, write_header
 from recorder.importers import (
     areal,
+    areno,
     nemo_rl,
     open_instruct,
     prime_rl,
@@ -29,10 +30,12 @@ from recorder.importers import (
     skyrl,
     slime,
     text,
+    trl,
     verl,
     xtuner,
 )
-from recorder.importers.foreign import Foreign, count_without
+from recorder.importers.foreign import Foreign
+from recorder.importers.sources import Source, find_source
 from recorder.integrity.chain import write_end
 from recorder.step_files import RankStep, commit_step, write_rank
 from recorder.trainers.batches import Content, content_of, number_groups
@@ -40,25 +43,38 @@ from recorder.trainers.batches import Content, content_of, number_groups
 
 @dataclass(frozen=True)
 class Format:
-    """Functions that recognise and read a format."""
+    """Functions that find the files of a format, and read them."""
 
-    recognises: Callable[[Path], bool]
-    read: Callable[[Path], Foreign]
+    find: Callable[[Source], Sequence[Path]]
+    read: Callable[[Source, Sequence[Path]], Foreign]
 
 
-# Formats recognised by a file's name come before those recognised by its content.
+# In the order in which they are tried: formats found by names before those found by content, and
+# those with tokens before text.
 FORMATS = {
-    "verl": Format(verl.recognises, verl.read),
-    "prime-rl": Format(prime_rl.recognises, prime_rl.read),
-    "nemo-rl": Format(nemo_rl.recognises, nemo_rl.read),
-    "skyrl": Format(skyrl.recognises, skyrl.read),
-    "roll": Format(roll.recognises, roll.read),
-    "xtuner": Format(xtuner.recognises, xtuner.read),
-    "open-instruct": Format(open_instruct.recognises, open_instruct.read),
-    "slime": Format(slime.recognises, slime.read),
-    "areal": Format(areal.recognises, areal.read),
-    "areal-text": Format(text.recognises_areal, text.read_areal),
-    "verl-text": Format(text.recognises_verl, text.read_verl),
+    "verl": Format(verl.find, verl.read),
+    "prime-rl": Format(prime_rl.find, prime_rl.read),
+    "nemo-rl": Format(nemo_rl.find, nemo_rl.read),
+    "skyrl": Format(skyrl.find, skyrl.read),
+    "roll": Format(roll.find, roll.read),
+    "xtuner": Format(xtuner.find, xtuner.read),
+    "open-instruct": Format(open_instruct.find, open_instruct.read),
+    "areno": Format(areno.find, areno.read),
+    "slime": Format(slime.find, slime.read),
+    "areal": Format(areal.find, areal.read),
+    "trl": Format(trl.find, trl.read),
+    "areal-text": Format(text.find_areal, text.read_areal),
+    "verl-text": Format(text.find_verl, text.read_verl),
+    "roll-text": Format(text.find_roll, text.read_roll),
+}
+MISSING = ("reward", "group", "finish_reason")  # and of samples with tokens:
+MISSING_PER_TOKEN = ("loss_mask", "logprobs", "versions")
+OTHER_NAMES = {
+    "miles": "slime",
+    "nemo": "nemo-rl",
+    "prime-rl-tokens": "prime-rl",
+    "areal-jsonl": "areal-text",
+    "verl-jsonl": "verl-text",
 }
 
 
@@ -73,28 +89,30 @@ class Imported:
     notes: tuple[str, ...]
 
 
-def read_foreign(source: Path, format_name: str | None = None) -> Foreign:
-    """Read the steps of a source. Raises ForeignFormat, UnsafePickle."""
-    name = find_format(source) if format_name is None else format_name
-    if name not in FORMATS:
+def read_foreign(path: Path, format_name: str | None = None) -> Foreign:
+    """Read the steps of a path. Raises ForeignFormat, UnsafePickle."""
+    source, name = find_source(path), format_name
+    if name is not None:
+        name = OTHER_NAMES.get(name.replace("_", "-"), name.replace("_", "-"))
+        if name not in FORMATS:
+            known = ", ".join([*FORMATS, *OTHER_NAMES])
+            raise ForeignFormat(f"unknown format {printable(name, 60)!r}: choose one of {known}")
+    for known, functions in FORMATS.items():
+        if name not in (None, known):
+            continue
+        if files := functions.find(source) or (list(source.files) if name and path.is_file() else []):
+            foreign = functions.read(source, files)
+            break
+    else:
         raise ForeignFormat(
-            f"{name!r} is not a known format: {', '.join(FORMATS)}, or miles, which is slime's"
+            f"{path} has no files of {name}"
+            if name
+            else f"{path} has no known format: choose one with --from {'|'.join(FORMATS)}"
         )
-    foreign = FORMATS[name].read(source)
-    if not any(step.samples for step in foreign.steps):
-        raise ForeignFormat(f"{source} has no samples of {name}")
-    return foreign
-
-
-def find_format(source: Path) -> str:
-    """Return the format that recognises the source.
-
-    Raises ForeignFormat if none does, UnsafePickle.
-    """
-    for name, known in FORMATS.items():
-        if known.recognises(source):
-            return name
-    raise ForeignFormat(f"{source} has no known format: choose one with --from {'|'.join(FORMATS)}")
+    steps = [step for step in foreign.steps if step.samples]
+    if not steps:
+        raise ForeignFormat(f"{path} has no samples of {foreign.format}")
+    return replace(foreign, steps=steps)
 
 
 def import_record(
@@ -163,10 +181,15 @@ def write_import(
 def missing_notes(foreign: Foreign) -> list[str]:
     """Describe what samples lack: it is recorded as unknown."""
     samples = [sample for step in foreign.steps for sample in step.samples]
-    counts = {name: count_without(samples, name) for name in ("logprobs", "reward", "versions")}
+    with_tokens = [sample for sample in samples if sample.tokens is not None]
+    counts = {
+        name: (sum(getattr(sample, name) is None for sample in group), len(group))
+        for names, group in ((MISSING, samples), (MISSING_PER_TOKEN, with_tokens))
+        for name in names
+    }
     return [
-        f"{count} of {len(samples)} samples have no {name}: recorded as unknown"
-        for name, count in counts.items()
+        f"{count} of {total} samples have no {name.replace('_', ' ')}: recorded as unknown"
+        for name, (count, total) in counts.items()
         if count
     ]
 

@@ -3,7 +3,7 @@
 import struct
 from typing import Any
 
-from recorder.errors import ForeignFormat
+from recorder.errors import ForeignFormat, UnfinishedFile
 
 # type byte -> struct format of the value after it
 FIXED = {
@@ -34,17 +34,22 @@ SIZED = {
 }
 
 
-def unpack(data: bytes) -> Any:
-    """Parse one value.
+def unpack(data: bytes, name: str) -> Any:
+    """Parse the one value of a file.
 
-    Raises ForeignFormat if the data is cut off, continues, or has an extension type.
+    Raises UnfinishedFile if the data is cut off, and ForeignFormat if it continues, or has an
+    extension type.
     """
     try:
         value, end = read_value(data, 0)
-    except (IndexError, struct.error, UnicodeDecodeError, RecursionError) as error:
-        raise ForeignFormat(f"not MessagePack, or cut off: {error}") from None
-    if end != len(data):
-        raise ForeignFormat(f"MessagePack that continues for {len(data) - end} bytes after its value")
+    except (IndexError, struct.error):
+        end = len(data) + 1
+    except (UnicodeDecodeError, RecursionError, ForeignFormat) as error:
+        raise ForeignFormat(f"{name} is not MessagePack that can be read: {error}") from None
+    if end > len(data):
+        raise UnfinishedFile(f"{name} is cut off")
+    if end < len(data):
+        raise ForeignFormat(f"{name} continues for {len(data) - end} bytes after its MessagePack value")
     return value
 
 
@@ -68,7 +73,7 @@ def read_value(data: bytes, at: int) -> tuple[Any, int]:
     if kind <= 0xBF:
         return read_sized("text", kind & 0x1F, data, at)
     if kind not in SIZED:
-        raise ForeignFormat(f"MessagePack with an extension type (0x{kind:02x})")
+        raise ForeignFormat(f"it has an extension type (0x{kind:02x})")
     name, width = SIZED[kind]
     return read_sized(name, int.from_bytes(data[at : at + width], "big"), data, at + width)
 

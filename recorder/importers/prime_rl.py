@@ -1,127 +1,284 @@
-"""prime-rl: `rollouts/step_N/rank_R.bin` (filesystem transport), `token_exports/*/*.jsonl`.
+"""prime-rl: what its trainer and orchestrator exchange on disk, and its token exports.
 
-A .bin file is MessagePack of a list of micro-batches, each a list of 16 positions. Sequences are
-packed one after another; padding follows the last one (its tokens have no environment name), and
-fully masked copies fill ranks that have fewer micro-batches.
+    rollouts/step_N/train_rollouts.bin   samples of the orchestrator (before 0.9; first rollouts.bin)
+    rollouts/step_N/rank_R.bin           micro-batches of a rank of the trainer
+    token_exports/step_N/rank_R.jsonl    sequences with the trainer's log-probs; STABLE ends a step
+
+The .bin files are MessagePack of lists by position (`prime_rl_layouts.py`). In a micro-batch,
+sequences follow each other; the tokens of the padding have no environment name, and fully masked
+copies fill ranks that have fewer micro-batches.
 """
 
-import json
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from recorder.errors import ForeignFormat
-from recorder.importers.foreign import Foreign, Step, as_tokens, full_sequence, member, number_in
-from recorder.importers.msgpack import unpack
-from recorder.trainers.sample import Sample
-
-IDS, MASK, ADVANTAGES, LOGPROBS, LENGTHS, ENVIRONMENTS = 0, 1, 2, 3, 5, 7
-NUM_POSITIONS = 16
-EXPORT_VERSION = 1
-NOTES = (
-    "rewards are not in the file: each sample's mean advantage is recorded as its reward; replay with actor.reward_norm=null "
-    "and actor.adv_norm=null",
-    "groups are not in the file: every sample is a group of its own",
-    "micro-batches and ranks are not kept: all samples of a step become one batch",
-    "weight versions and finish reasons are not in the file",
-    "weights and optimizer are not in the file: choose the model for a replay",
+from recorder.errors import ForeignFormat, UnfinishedFile
+from recorder.importers.foreign import (
+    BY_MASK,
+    NO_VERSIONS_OR_REASONS,
+    NO_WEIGHTS,
+    Foreign,
+    experts_of,
+    member,
+    number_or_none,
+    optional,
+    sequence_sample,
 )
+from recorder.importers.msgpack import unpack
+from recorder.importers.prime_rl_layouts import MICRO_BATCHES, SAMPLES, named
+from recorder.importers.sources import (
+    Source,
+    cut_off,
+    first_row,
+    incomplete,
+    is_cut_line,
+    json_lines,
+    of_one_run,
+    read_steps,
+    with_cut_off,
+)
+from recorder.trainers.sample import LEARNING, Sample
+
+BATCH = r"(train_)?rollouts\.bin"
+MICRO_BATCH = r"rank_\d+\.bin"
+EXPORT = r"rank_\d+\.jsonl"
+STEP = r"step_\d+"
+STABLE = "STABLE"
+PADDING = 1  # id of padding tokens
+EXPORT_VERSION = 1
+NOTES = ("groups are not in the file", NO_VERSIONS_OR_REASONS, NO_WEIGHTS)
+PACKED = "micro-batches and ranks are not kept: all samples of a step become one batch"
+IMAGES = "images and other inputs that are not text are not imported"
+NEEDED = ("input_ids", "loss_mask", "inference_logprobs", "advantages")
+# values per token -> their names in learning
+COLUMNS = {
+    "advantages": "advantages",
+    "ref_logprobs": LEARNING["ref_logprobs"],
+    "teacher_logprobs": LEARNING["teacher_logprobs"],
+    "trainer_logprobs": LEARNING["old_logprobs"],
+    "entropy": LEARNING["entropies"],
+}
 
 
-def recognises(path: Path) -> bool:
-    """Return whether the path is or contains files `rank_*.bin` or `rank_*.jsonl`."""
-    return bool(step_files(path))
+def find(source: Source) -> list[Path]:
+    """Return the files of the kind that has most: batches, micro-batches, or else exports."""
+    batches = source.named(BATCH, STEP)
+    if len({file.parent.parent for file in batches}) == 1:  # a trainer merges several runs
+        return batches
+    return source.named(MICRO_BATCH, STEP) or find_exports(source)
 
 
-def step_files(path: Path) -> dict[Path, list[Path]]:
-    """Return the files of all ranks by folder, in order; the .bin files if both kinds exist."""
-    if path.is_file():
-        return (
-            {path.parent: [path]}
-            if path.name.startswith("rank_") and path.suffix in (".bin", ".jsonl")
-            else {}
-        )
-    for suffix in ("bin", "jsonl"):
-        files = sorted(path.rglob(f"rank_*.{suffix}"), key=lambda file: number_in(file.stem))
-        folders = sorted({file.parent for file in files}, key=lambda folder: number_in(folder.name))
-        if files:
-            return {folder: [file for file in files if file.parent == folder] for folder in folders}
-    return {}
+def find_exports(source: Source) -> list[Path]:
+    """Return the token exports."""
+    files = source.named(EXPORT, STEP)
+    found = [file for file in files if "export_sequence_idx" in first_row(file)]
+    return with_cut_off(found, files, is_cut_line, levels=2)
 
 
-def read(path: Path) -> Foreign:
+def read(source: Source, files: Sequence[Path]) -> Foreign:
     """Read one step per folder. Raises ForeignFormat."""
-    steps = []
-    for folder, files in step_files(path).items():
-        samples = [
-            sample
-            for file in files
-            for sample in (read_bin(file) if file.suffix == ".bin" else read_export(file))
+    steps = {
+        folder: list(paths) for folder, paths in groupby(of_one_run(files, 2), key=lambda file: file.parent)
+    }
+    marked = {file.parent for file in source.files if file.name == STABLE}
+    is_export = files[0].suffix == ".jsonl"
+    left_out = unmarked(steps, marked) if is_export and marked else incomplete(steps)
+    notes: list[str] = []
+    found, unfinished = read_steps(
+        [(folder.name, paths) for folder, paths in steps.items() if folder not in left_out],
+        lambda paths: read_step(paths, notes),
+    )
+    if left_out and not any(step.samples for step in found):
+        raise UnfinishedFile(next(iter(left_out.values())))
+    for folder in left_out:
+        unfinished += cut_off(steps[folder], lambda paths: read_step(paths, []))
+    unfinished += source.unfinished(f"{BATCH}|{MICRO_BATCH}")
+    notes = list(dict.fromkeys([*NOTES, *notes, *left_out.values(), *unfinished]))
+    return Foreign("prime-rl", found, notes)
+
+
+def unmarked(steps: Iterable[Path], marked: Collection[Path]) -> dict[Path, str]:
+    """Return a note for each exported step without its marker."""
+    return {
+        folder: f"{folder} has no file {STABLE}: it was not written to its end, and is left out"
+        for folder in steps
+        if folder not in marked
+    }
+
+
+def read_step(files: Sequence[Path], notes: list[str]) -> list[Sample]:
+    """Read the samples of a step; add to the notes what they lack."""
+    if files[0].suffix == ".jsonl":
+        notes.append(BY_MASK)
+        return [parse_export(line.row, line.where) for file in files for line in json_lines(file)]
+    documents = {file: unpack_file(file) for file in files}
+    if re.fullmatch(BATCH, files[0].name):
+        return [
+            parse_sample(named(row, SAMPLES, f"{file}, sample {number}"), f"{file}, sample {number}", notes)
+            for file, document in documents.items()
+            for number, row in enumerate(batch_of(document, file))
         ]
-        steps.append(Step(folder.name, samples))
-    return Foreign("prime-rl", steps, NOTES)
+    notes += [BY_MASK, PACKED]
+    packed = [
+        MicroBatch(
+            f"{file}, micro-batch {number}", named(row, MICRO_BATCHES, f"{file}, micro-batch {number}")
+        )
+        for file, document in documents.items()
+        for number, row in enumerate(document)
+    ]
+    trained = [batch.columns["input_ids"] for batch in packed if any(batch.columns["loss_mask"])]
+    return [
+        sample
+        for batch in packed
+        if any(batch.columns["loss_mask"]) or batch.columns["input_ids"] not in trained
+        for sample in split(batch, notes)
+    ]
 
 
-def read_bin(file: Path) -> Iterator[Sample]:
-    """Yield the samples of a rank, without padding and without fully masked copies."""
-    try:
-        micro_batches = unpack(file.read_bytes())
-    except ForeignFormat as error:
-        raise ForeignFormat(f"{file}: {error}") from None
-    for number, micro_batch in enumerate(micro_batches):
-        where = f"{file}, micro-batch {number}"
-        if not isinstance(micro_batch, list) or len(micro_batch) != NUM_POSITIONS:
-            raise ForeignFormat(
-                f"{where} is not a list of {NUM_POSITIONS} positions: another version of prime-rl wrote it"
-            )
-        yield from split(micro_batch, where)
+def unpack_file(file: Path) -> list[Any]:
+    """Parse a file. Raises ForeignFormat, UnfinishedFile."""
+    document = unpack(file.read_bytes(), str(file))
+    if not isinstance(document, list):
+        raise ForeignFormat(f"{file} has no list")
+    return document
 
 
-def split(micro_batch: list[Any], where: str) -> Iterator[Sample]:
-    """Yield the sequences of a micro-batch."""
-    columns = {name: np.asarray(micro_batch[name]) for name in (IDS, MASK, ADVANTAGES, LOGPROBS)}
-    real = np.array([name != "" for name in micro_batch[ENVIRONMENTS]], bool)
-    size = len(columns[IDS])
-    if sum(micro_batch[LENGTHS]) != size or any(len(column) != size for column in (*columns.values(), real)):
-        raise ForeignFormat(f"{where}: its columns and sequence_lengths do not agree on {size} tokens")
-    end = 0
-    for number, length in enumerate(micro_batch[LENGTHS]):
-        part = np.arange(end, end + length)[real[end : end + length]]
-        end += length
-        if columns[MASK][part].any():
-            yield make_sample(
-                {name: column[part] for name, column in columns.items()}, f"{where}, sequence {number}"
-            )
+def batch_of(document: list[Any], file: Path) -> list[Any]:
+    """Return the samples of a batch: the first of its positions."""
+    if not document or not isinstance(document[0], list):
+        raise ForeignFormat(f"{file} has no samples")
+    return document[0]
 
 
-def make_sample(columns: Mapping[int, np.ndarray], where: str) -> Sample:
-    """Build the sample of a sequence; its reward is its mean advantage."""
-    mask = columns[MASK].astype(np.int32)
-    return Sample(
-        tokens=as_tokens(columns[IDS], where),
-        loss_mask=mask,
-        logprobs=full_sequence(columns[LOGPROBS], mask, np.float32),
-        reward=float(columns[ADVANTAGES][mask != 0].mean()),
-        group=where,
+def parse_sample(members: Mapping[str, Any], where: str, notes: list[str]) -> Sample:
+    """Parse a sample of the orchestrator, with or without a split of prompt and completion."""
+    note_images(members, notes)
+    known: dict[str, Any] = {"reward": number_or_none(optional(members, "reward")), "where": where}
+    if "token_ids" in members:
+        notes.append(BY_MASK)
+        tokens, mask, logprobs = (members[name] for name in ("token_ids", "mask", "logprobs"))
+    else:
+        prompt, completion = members["prompt_ids"], members["completion_ids"]
+        tokens = prompt + completion
+        mask = members["prompt_mask"] + members["completion_mask"]
+        logprobs = [0.0] * len(prompt) + members["completion_logprobs"]
+        known["prompt_length"] = len(prompt)
+    experts = optional(members, "routed_experts")
+    advantage = optional(members, "advantage")
+    columns = {name: optional(members, name) for name in COLUMNS}
+    if advantage is not None:
+        columns["advantages"] = [advantage] * len(tokens)
+    return sequence_sample(
+        tokens,
+        mask,
+        logprobs=logprobs,
+        learning={COLUMNS[name]: values for name, values in columns.items()},
+        extras={} if experts is None else experts_of(expert_array(experts), len(tokens), where),
+        **known,
     )
 
 
-def read_export(file: Path) -> Iterator[Sample]:
-    """Yield the sequences of a token export."""
-    for number, line in enumerate(file.read_text().splitlines()):
-        where = f"{file}, line {number + 1}"
-        row = json.loads(line)
-        version = member(row, "schema_version", where)
-        if version != EXPORT_VERSION:
-            raise ForeignFormat(f"{where} has schema_version {version}, {EXPORT_VERSION} expected")
-        names = {
-            IDS: "token_ids",
-            MASK: "loss_mask",
-            ADVANTAGES: "advantages",
-            LOGPROBS: "inference_logprobs",
-        }
-        columns = {position: np.asarray(member(row, name, where)) for position, name in names.items()}
-        if columns[MASK].any():
-            yield make_sample(columns, where)
+@dataclass(frozen=True)
+class MicroBatch:
+    """A micro-batch: its place for messages, and its members by name."""
+
+    where: str
+    columns: Mapping[str, Any]
+
+
+def split(batch: MicroBatch, notes: list[str]) -> Iterator[Sample]:
+    """Yield the sequences of a micro-batch, without padding."""
+    note_images(batch.columns, notes)
+    arrays = {
+        name: np.asarray(values) if name != "routed_experts" else expert_array(values)
+        for name in (*NEEDED, "rewards", "env_names", "routed_experts", *COLUMNS)
+        if (values := optional(batch.columns, name)) is not None
+    }
+    size, bounds = len(arrays["input_ids"]), bounds_of(batch)
+    wrong = {name for name, values in arrays.items() if len(values) != size}
+    if wrong & {*NEEDED} or [bounds[0], bounds[-1]] != [0, size] or bounds != sorted(bounds):
+        raise ForeignFormat(f"{batch.where}: its columns and sequence lengths do not agree on {size} tokens")
+    real = real_tokens(arrays, bounds)
+    for name in sorted(wrong):
+        if len(arrays[name]) == np.count_nonzero(real) and real[: len(arrays[name])].all():
+            missing = np.zeros((size - len(arrays[name]), *arrays[name].shape[1:]), arrays[name].dtype)
+            arrays[name] = np.concatenate([arrays[name], missing])  # of the padding
+        else:
+            notes.append(f"{batch.where}: {name} are of some of its sequences, not named, and left out")
+            del arrays[name]
+    for number, (begin, end) in enumerate(pairwise(bounds)):
+        kept = np.flatnonzero(real[begin:end]) + begin
+        if len(kept):
+            columns = {name: values[kept] for name, values in arrays.items()}
+            yield make_sample(columns, f"{batch.where}, sequence {number}")
+
+
+def bounds_of(batch: MicroBatch) -> list[int]:
+    """Return the bounds of the sequences; older versions have only positions that start again."""
+    lengths = optional(batch.columns, "sequence_lengths")
+    if lengths is None:
+        positions = np.asarray(batch.columns["position_ids"])
+        return [*np.flatnonzero(positions == 0).tolist(), len(positions)]
+    return [0, *np.cumsum(lengths).tolist()]
+
+
+def real_tokens(arrays: Mapping[str, np.ndarray], bounds: Sequence[int]) -> np.ndarray:
+    """Return [tokens] which are not padding.
+
+    Padding has no environment; in older versions it is a sequence of its own at the end.
+    """
+    ids = arrays["input_ids"]
+    if len(arrays.get("env_names", ())) == len(ids):
+        return arrays["env_names"] != ""
+    last = slice(bounds[-2], bounds[-1]) if len(bounds) > 1 else slice(0)
+    is_padding = (ids[last] == PADDING).all() and not arrays["loss_mask"][last].any()
+    return np.arange(len(ids)) < (bounds[-2] if is_padding and len(bounds) > 1 else len(ids))
+
+
+def make_sample(columns: Mapping[str, np.ndarray], where: str) -> Sample:
+    """Build the sample of a sequence."""
+    rewards = columns.get("rewards", np.zeros(0))
+    experts = columns.get("routed_experts")
+    return sequence_sample(
+        columns["input_ids"],
+        columns["loss_mask"],
+        logprobs=columns["inference_logprobs"],
+        learning={name: columns.get(key) for key, name in COLUMNS.items()},
+        reward=number_or_none(rewards[0]) if len(rewards) else None,
+        extras={} if experts is None else experts_of(experts, len(columns["input_ids"]), where),
+        where=where,
+    )
+
+
+def expert_array(experts: Any) -> np.ndarray:
+    """Return [tokens, layers, k] of nested lists, or of (bytes, shape, dtype)."""
+    if isinstance(experts, list) and len(experts) == 3 and isinstance(experts[0], bytes):
+        data, shape, dtype = experts
+        return np.frombuffer(data, np.dtype(str(dtype))).reshape([int(size) for size in shape])
+    return np.asarray(experts)
+
+
+def note_images(members: Mapping[str, Any], notes: list[str]) -> None:
+    """Add a note if there are images, which are not imported."""
+    if any(optional(members, name) is not None for name in ("pixel_values", "mm_kwargs")):
+        notes.append(IMAGES)
+
+
+def parse_export(row: Mapping[str, Any], where: str) -> Sample:
+    """Parse a sequence of a token export."""
+    version = member(row, "schema_version", where)
+    if version != EXPORT_VERSION:
+        raise ForeignFormat(f"{where} has schema_version {version}, {EXPORT_VERSION} expected")
+    names = ("token_ids", "loss_mask", "inference_logprobs")
+    columns = {
+        "input_ids" if name == "token_ids" else name: np.asarray(member(row, name, where)) for name in names
+    }
+    others = {name: optional(row, name) for name in ("rewards", *COLUMNS)}
+    columns |= {name: np.asarray(values, np.float64) for name, values in others.items() if values is not None}
+    return make_sample(columns, where)

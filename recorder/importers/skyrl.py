@@ -1,10 +1,11 @@
 """SkyRL: `global_step_{N}_training_input.pkl`, a pickled TrainingInputBatch.
 
-Sequences are padded on the left; `loss_mask` and `rollout_logprobs` cover the last columns. The
-last `pad_size` rows are copies with weight 0. The dump has advantages but no rewards.
+`loss_mask`, `rollout_logprobs` and others cover the last columns of `sequences`, the response. The
+attention mask marks padding: before version 0.4 between prompt and response as well. The last
+`pad_size` rows are copies with weight 0. The dump has advantages but no rewards.
 """
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,58 +13,65 @@ import numpy as np
 
 from recorder.errors import ForeignFormat
 from recorder.importers.foreign import (
+    BY_PROMPT,
+    NO_VERSIONS_OR_REASONS,
+    NO_WEIGHTS,
     Foreign,
-    Step,
-    as_tokens,
-    files_in_order,
-    full_sequence,
+    experts_of,
     member,
     optional,
+    sequence_sample,
 )
+from recorder.importers.sources import Source, of_one_run, read_steps
 from recorder.importers.stand_ins import Instance
 from recorder.importers.unpickle import load_bytes, load_pickle
-from recorder.trainers.sample import Sample
+from recorder.trainers.batches import unknown_value
+from recorder.trainers.sample import LEARNING, Sample
 
-NOTES = (
-    "rewards are not in the file: each sample's mean advantage is recorded as its reward; replay with actor.reward_norm=null "
-    "and actor.adv_norm=null",
-    "weight versions and finish reasons are not in the file",
-    "weights and optimizer are not in the file: choose the model for a replay",
-)
-GROUPS_NOTE = "the file has no policy_prompt_boundaries: every sample is a group of its own"
+FILES = r".*_training_input\.pkl"
+NOTES = (NO_VERSIONS_OR_REASONS, NO_WEIGHTS)
+IMAGES = "images are not imported"
 REBUILD = "_rebuild_tensor_batch"
+COLUMNS = {
+    "advantages": "advantages",
+    "returns": "returns",
+    "action_log_probs": LEARNING["old_logprobs"],
+    "base_action_log_probs": LEARNING["ref_logprobs"],
+    "values": "values",
+}
 
 
-def recognises(path: Path) -> bool:
-    """Return whether the path has files `*_training_input.pkl`."""
-    files = files_of(path)
-    return bool(files) and files[0].name.endswith("_training_input.pkl")
+def find(source: Source) -> list[Path]:
+    """Return the files of the steps."""
+    return source.named(FILES)
 
 
-def files_of(path: Path) -> list[Path]:
-    """The files of the steps, in order."""
-    folder = path / "dumped_data" if (path / "dumped_data").is_dir() else path
-    return files_in_order(folder, "*_training_input.pkl")
-
-
-def read(path: Path) -> Foreign:
+def read(source: Source, files: Sequence[Path]) -> Foreign:
     """Read one step per file. Raises ForeignFormat, UnsafePickle."""
-    steps, notes = [], list(NOTES)
-    for file in files_of(path):
-        state = state_of(load_pickle(file), str(file))
-        metadata = optional(state, "metadata", {})
-        batch = {
-            key: read_tensor(value, f"{file}, {key}")
-            for key, value in state["batch_dict"].items()
-            if value is not None and value["format"] != "tensor_list"
-        }
-        num_rows = len(member(batch, "sequences", str(file))) - optional(metadata, "pad_size", 0)
-        groups = groups_of(metadata, num_rows)
-        notes += [] if "policy_prompt_boundaries" in metadata else [GROUPS_NOTE]
-        steps.append(
-            Step(file.stem, [parse_row(batch, row, groups[row], str(file)) for row in range(num_rows)])
-        )
-    return Foreign("skyrl", steps, list(dict.fromkeys(notes)))
+    notes: list[str] = []
+    units = [(file.stem, [file]) for file in of_one_run(files)]
+    steps, left_out = read_steps(units, lambda paths: read_batch(paths[0], notes))
+    return Foreign("skyrl", steps, [*NOTES, *dict.fromkeys(notes), *left_out])
+
+
+def read_batch(file: Path, notes: list[str]) -> list[Sample]:
+    """Read the rows of a file; add to the notes what they lack."""
+    state = state_of(load_pickle(file), str(file))
+    metadata, packed = optional(state, "metadata", {}), member(state, "batch_dict", str(file))
+    lists = [key for key, value in packed.items() if isinstance(value, dict) and "items" in value]
+    notes += [IMAGES] if lists else []
+    batch = {
+        key: tensor
+        for key, value in packed.items()
+        if key not in lists and (tensor := read_tensor(value, f"{file}, {key}")) is not None
+    }
+    num_rows = len(member(batch, "sequences", str(file))) - int(optional(metadata, "pad_size", 0))
+    groups = groups_of(metadata, num_rows)
+    notes += [BY_PROMPT] if groups is None else []
+    return [
+        parse_row(batch, row, None if groups is None else groups[row], f"{file}, row {row}")
+        for row in range(num_rows)
+    ]
 
 
 def state_of(document: Any, where: str) -> Mapping[str, Any]:
@@ -75,18 +83,23 @@ def state_of(document: Any, where: str) -> Mapping[str, Any]:
     raise ForeignFormat(f"{where} has no TrainingInputBatch")
 
 
-def read_tensor(packed: Mapping[str, Any], where: str) -> np.ndarray:
+def read_tensor(packed: Any, where: str) -> np.ndarray | None:
     """Read one tensor: NumPy bytes with dtype and shape, or the bytes of a `torch.save`."""
-    if packed["format"] == "torch":
-        return np.asarray(load_bytes(packed["data"], where))
-    if packed["format"] != "numpy":
+    if packed is None:
+        return None
+    if isinstance(packed, bytes) or packed.get("format") == "torch":
+        tensor = load_bytes(packed if isinstance(packed, bytes) else packed["data"], where)
+        return None if tensor is None else np.asarray(tensor)
+    if packed.get("format", "numpy") != "numpy":
         raise ForeignFormat(f"{where} is of format {packed['format']!r}; numpy and torch are known")
     shape = [int(size) for size in packed["shape"]]
     return np.frombuffer(packed["data"], np.dtype(str(packed["dtype"]))).reshape(shape)
 
 
-def groups_of(metadata: Mapping[str, Any], num_rows: int) -> list[Hashable]:
-    """Return the group of each row, from the row ranges of prompts."""
+def groups_of(metadata: Mapping[str, Any], num_rows: int) -> list[Hashable] | None:
+    """Return the group of each row, from the row ranges of prompts; None without them."""
+    if "policy_prompt_boundaries" not in metadata:
+        return None
     groups: list[Hashable] = [f"row {row}" for row in range(num_rows)]
     for number, (begin, end) in enumerate(optional(metadata, "policy_prompt_boundaries", [])):
         groups[int(begin) : min(int(end), num_rows)] = [number] * (min(int(end), num_rows) - int(begin))
@@ -97,19 +110,27 @@ def parse_row(batch: Mapping[str, np.ndarray], row: int, group: Hashable, where:
     """Parse one row, without its padding."""
     kept = batch["attention_mask"][row].astype(bool)
 
-    def all_columns(key: str) -> np.ndarray:
+    def column(key: str) -> Any:
         """Extend values of the last columns to all columns, with 0 in front."""
+        if key not in batch:
+            return None
         values = batch[key][row]
         return np.concatenate([np.zeros(len(kept) - len(values), values.dtype), values])[kept]
 
-    mask = all_columns("loss_mask").astype(np.int32)
-    advantages = all_columns("advantages")[mask != 0]
-    return Sample(
-        tokens=as_tokens(batch["sequences"][row][kept], where),
-        loss_mask=mask,
-        logprobs=full_sequence(all_columns("rollout_logprobs"), mask, np.float32)
-        if "rollout_logprobs" in batch
-        else None,
-        reward=float(advantages.mean()) if len(advantages) else 0.0,
-        group=group,
+    tokens, response, experts = batch["sequences"][row][kept], column("response_mask"), None
+    prompt_length = None if response is None or not response.any() else int((response != 0).argmax())
+    if "rollout_expert_indices" in batch:
+        experts = batch["rollout_expert_indices"][row][kept]
+        if "router_padding_mask" in batch:  # true where the engine reported none
+            absent = batch["router_padding_mask"][row][kept].astype(bool)
+            experts[absent] = unknown_value(experts.dtype)
+    return sequence_sample(
+        tokens,
+        column("loss_mask"),
+        logprobs=column("rollout_logprobs"),
+        learning={name: column(key) for key, name in COLUMNS.items()},
+        group=tokens[:prompt_length].tobytes() if group is None and prompt_length is not None else group,
+        extras={} if experts is None else experts_of(experts, len(tokens), where),
+        prompt_length=prompt_length,
+        where=where,
     )

@@ -1,100 +1,197 @@
 """slime and miles: `rollout_data/{rollout_id}.pt`, a `torch.save` of a dict of samples.
 
 A sample is a `Sample.to_dict()`: `tokens` are prompt and response; `loss_mask` and
-`rollout_log_probs` cover the response only. miles adds members and keeps the layout.
+`rollout_log_probs` cover the response only. miles adds members and keeps the layout. The inputs to
+the loss are in `train_data/`: one file per rollout with `samples`, or one per rank with columns.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from recorder.errors import ForeignFormat
-from recorder.importers.foreign import Foreign, Step, completion_sample, files_in_order, member, optional
-from recorder.importers.unpickle import first_strings, load_pickle
-from recorder.trainers.sample import ABORT, FINISH_REASONS, Sample
+from recorder.errors import ForeignFormat, UnfinishedFile
+from recorder.importers.foreign import (
+    FROM_REWARDS,
+    NO_WEIGHTS,
+    Foreign,
+    completion_sample,
+    experts_of,
+    finish_reason_of,
+    member,
+    number_or_none,
+    optional,
+)
+from recorder.importers.sources import Source, of_one_run, read_steps, with_cut_off
+from recorder.importers.unpickle import first_strings, is_cut_off, load_pickle
+from recorder.trainers.sample import LEARNING as INPUTS
+from recorder.trainers.sample import Sample
 
 MEMBERS = {"rollout_id", "samples"}
+OF_TRAINING = {"dp_shards", "format_version"}  # of what a training step was given: other files
 NOTES = (
-    "advantages are not in the file: they are computed again from the rewards, by group",
     "slime normalises rewards over n adjacent samples; here samples with one group_index are a group",
-    "weights and optimizer are not in the file: choose the model for a replay",
+    NO_WEIGHTS,
 )
+LEARNING = {
+    "advantages": "advantages",
+    "returns": "returns",
+    "log_probs": INPUTS["old_logprobs"],
+    "ref_log_probs": INPUTS["ref_logprobs"],
+    "values": "values",
+    "entropy": INPUTS["entropies"],
+}
+CONTEXT_PARALLEL = "inputs to the loss of context-parallel ranks are slices, and not imported"
+IMAGES = ("multimodal_inputs", "multimodal_train_inputs")
+IMAGES_NOTE = "images and other inputs that are not text are not imported"
 
 
-def recognises(path: Path) -> bool:
-    """Return whether the path is a file with `rollout_id` and `samples`, or a folder of such files.
-
-    The files may also be in its subfolder `rollout_data`.
-    """
-    files = rollout_files(path)
-    return bool(files) and files[0].suffix == ".pt" and first_strings(files[0]) >= MEMBERS
+def find(source: Source) -> list[Path]:
+    """Return the rollouts for training, and files beside them that are cut off."""
+    files = [file for file in source.named(r".*\.pt") if not file.name.startswith("eval_")]
+    found = [file for file in files if is_rollout(first_strings(file))]
+    return with_cut_off(found, files, is_cut_off)
 
 
-def is_rollout(document: Any) -> bool:
-    """Return whether the document has the members of a slime rollout."""
-    return isinstance(document, dict) and document.keys() >= MEMBERS
+def is_rollout(names: set[Any]) -> bool:
+    """Return whether a document with these names has the samples of a rollout."""
+    return names >= MEMBERS and not names & OF_TRAINING
 
 
-def rollout_files(path: Path) -> list[Path]:
-    """List the training rollouts in order, without those for evaluation."""
-    folder = path / "rollout_data" if (path / "rollout_data").is_dir() else path
-    return [file for file in files_in_order(folder, "*.pt") if not file.stem.startswith("eval_")]
+def read(source: Source, files: Sequence[Path]) -> Foreign:
+    """Read one step per file. Raises ForeignFormat, UnsafePickle."""
+    notes: list[str] = []
+    trained: dict[Path, list[Path]] = {}
+    for file in source.named(r"\d+(_\d+)?\.pt", "train_data"):
+        trained.setdefault(file.parents[1] / file.stem.split("_")[0], []).append(file)
+    steps, left_out = read_steps(
+        [(f"rollout {file.stem}", [file]) for file in of_one_run(files)],
+        lambda paths: read_rollout(paths[0], trained.get(paths[0].parents[1] / paths[0].stem, []), notes),
+    )
+    return Foreign("slime", steps, [*NOTES, *dict.fromkeys(notes), *left_out])
 
 
-def read(path: Path) -> Foreign:
-    """Read all rollouts. Raises ForeignFormat, UnsafePickle."""
-    steps = []
-    for file in rollout_files(path):
-        document = load_pickle(file)
-        if not is_rollout(document):
-            raise ForeignFormat(f"{file} is not a slime rollout: it lacks rollout_id or samples")
-        samples = [
-            parse_sample(sample, f"{file}, sample {number}")
-            for number, sample in enumerate(document["samples"])
-        ]
-        steps.append(Step(f"rollout {document['rollout_id']}", samples))
-    return Foreign("slime", steps, NOTES)
+def read_rollout(file: Path, trained: Sequence[Path], notes: list[str]) -> list[Sample]:
+    """Read the samples of a rollout, with the inputs to the loss if they are beside it."""
+    document = load_pickle(file)
+    if not isinstance(document, dict) or not is_rollout(set(document)):
+        raise ForeignFormat(f"{file} is not a slime rollout: it lacks rollout_id or samples")
+    found = list(document["samples"])
+    notes += [IMAGES_NOTE] if any(sample.get(name) is not None for sample in found for name in IMAGES) else []
+    learning = learning_of(trained, notes)
+    notes += [] if learning else [FROM_REWARDS]
+    return [
+        with_learning(
+            parse_sample(sample, f"{file}, sample {number}"),
+            learning.get(("position", number)) or learning.get(("index", sample.get("index"))) or {},
+        )
+        for number, sample in enumerate(found)
+    ]
 
 
-def parse_sample(document: Mapping[str, Any], where: str) -> Sample:
-    """Parse one sample."""
-    tokens = np.asarray(member(document, "tokens", where), np.int64)
-    size = member(document, "response_length", where)
+def learning_of(files: Sequence[Path], notes: list[str]) -> dict[tuple[str, Any], Mapping[str, Any]]:
+    """Return what the samples of a rollout were trained with, by position or index."""
+    found: dict[tuple[str, Any], Mapping[str, Any]] = {}
+    for file in files:
+        try:
+            document = load_pickle(file)
+        except UnfinishedFile as error:
+            notes.append(f"{error}: it is left out")
+            continue
+        for sample in trained_samples(document, file, notes):
+            position, index = (optional(sample, name) for name in ("rollout_position", "sample_index"))
+            found["index" if position is None else "position", index if position is None else position] = (
+                sample
+            )
+    return found
+
+
+def trained_samples(document: Any, file: Path, notes: list[str]) -> list[Mapping[str, Any]]:
+    """Return the samples of a file of inputs to the loss."""
+    if not isinstance(document, dict) or not document.keys() & {"samples", "rollout_data"}:
+        raise ForeignFormat(f"{file} is not of slime's training: it lacks samples or rollout_data")
+    if "samples" in document:
+        return list(document["samples"])
+    if document.get("cp_size", 1) > 1:
+        notes.append(CONTEXT_PARALLEL)
+        return []
+    columns = document["rollout_data"]
+    names = [name for name in ("tokens", *LEARNING) if optional(columns, name) is not None]
+    return [
+        {name: columns[name][row] for name in names} | {"sample_index": index}
+        for row, index in enumerate(optional(columns, "sample_indices", []))
+    ]
+
+
+def with_learning(sample: Sample, trained: Mapping[str, Any]) -> Sample:
+    """Add the values of a response, if they are of the same tokens."""
+    if sample.tokens is None or not np.array_equal(optional(trained, "tokens", ()), sample.tokens):
+        return sample
+    before = np.zeros(sample.prompt_length or 0, np.float32)
+    values = {
+        name: np.concatenate([before, np.asarray(trained[key], np.float32)])
+        for key, name in LEARNING.items()
+        if optional(trained, key) is not None
+    }
+    whole = {name: array for name, array in values.items() if len(array) == sample.num_tokens}
+    return replace(sample, learning={**sample.learning, **whole})
+
+
+def parse_sample(document: Mapping[str, Any], where: str, reward_key: str | None = None) -> Sample:
+    """Parse one sample; `reward_key` chooses one of several rewards."""
+    tokens = np.asarray(member(document, "tokens", where))
+    size = int(member(document, "response_length", where))
+    if not 0 <= size <= len(tokens):
+        raise ForeignFormat(f"{where}: response_length is {size}, and there are {len(tokens)} tokens")
     mask = optional(document, "loss_mask", np.ones(size, np.int32))
     if optional(document, "remove_sample", False):
         mask = np.zeros(size, np.int32)
-    status = status_of(optional(document, "status", "completed"))
-    prompt = optional(document, "prompt", "")
+    prompt, experts = (optional(document, name) for name in ("prompt", "rollout_routed_experts"))
+    reward, scores = rewards_of(optional(document, "reward"), where, reward_key)
     return completion_sample(
         tokens[: len(tokens) - size],
         tokens[len(tokens) - size :],
         loss_mask=mask,
         logprobs=optional(document, "rollout_log_probs"),
-        reward=reward_of(optional(document, "reward"), where),
-        group=optional(document, "group_index", where),
-        finish_reason=FINISH_REASONS.get(status, ABORT),
+        reward=reward,
+        scores=scores,
+        group=optional(document, "group_index"),
+        finish_reason=finish_reason_of(status_of(optional(document, "status"))),
         versions=version_of(optional(document, "weight_versions"), size),
-        text=(prompt if isinstance(prompt, str) else str(prompt), optional(document, "response", "")),
+        learning={"teacher_logp": optional(document, "teacher_log_probs")},
+        extras={} if experts is None else experts_of(experts, len(tokens), where),
+        text=(prompt if isinstance(prompt, str) else str(prompt or ""), optional(document, "response", "")),
         where=where,
     )
 
 
-def status_of(status: Any) -> str:
+def status_of(status: Any) -> str | None:
     """Return the status as text; some versions store an enum."""
-    return str(status.arguments[0]) if not isinstance(status, str) else status
+    return status if status is None or isinstance(status, str) else str(status.arguments[0])
 
 
-def reward_of(reward: Any, where: str) -> float | None:
-    """Return the reward, a number or a dict of one. Raises ForeignFormat if a dict has several."""
-    if not isinstance(reward, dict):
-        return None if reward is None else float(reward)
-    if len(reward) != 1:
+def rewards_of(
+    reward: Any, where: str, key: str | None = None
+) -> tuple[float | None, dict[str, float | None]]:
+    """Return the reward, a number or a dict of one, and what else it was made of.
+
+    Raises ForeignFormat if a dict has several and none is chosen.
+    """
+    if not isinstance(reward, Mapping):
+        return number_or_none(reward), {}
+    scores = {
+        str(name): number_or_none(value)
+        for name, value in reward.items()
+        if value is None or isinstance(value, int | float)
+    }
+    chosen = key or (next(iter(scores)) if len(reward) == len(scores) == 1 else "")
+    if chosen not in scores:
         raise ForeignFormat(
-            f"{where} has rewards {sorted(reward)}: slime picks one with --reward-key; keep only that one"
+            f"{where} has rewards {sorted(map(str, reward))}: slime picks one with --reward-key; keep only that one"
         )
-    return float(next(iter(reward.values())))
+    return scores[chosen], scores if len(scores) > 1 else {}
 
 
 def version_of(versions: Any, size: int) -> np.ndarray | None:
@@ -104,4 +201,4 @@ def version_of(versions: Any, size: int) -> np.ndarray | None:
     """
     found = {str(version) for version in versions} if versions is not None else set()
     (version,) = found if len(found) == 1 else ("",)
-    return np.full(size, int(version)) if version.isdigit() else None
+    return np.full(size, int(version)) if version.isdecimal() else None

@@ -1,85 +1,99 @@
-"""Text dumps: upstream AReaL's `{task_id}.jsonl` and verl's `{step}.jsonl`, for reading only.
+"""Dumps of text, for inspection: upstream AReaL's, verl's and ROLL's JSON lines, TRL's Parquet.
 
 They have no token ids, and tokenizing the text again may give others than the model saw. So the
 record has rows without tokens, with their text and rewards.
 """
 
-import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from recorder.importers.foreign import Foreign, Step, number_in
+from recorder.importers.foreign import BY_PROMPT, TEXT_ONLY, Foreign, Step, number_or_none
+from recorder.importers.sources import (
+    Source,
+    first_row,
+    is_cut_line,
+    json_lines,
+    of_one_run,
+    read_steps,
+    with_cut_off,
+)
 from recorder.trainers.sample import Sample
 
-# format -> the members of prompt, completion and reward
-MEMBERS = {
-    "areal-text": ("prompt", "completion", "reward"),
-    "verl-text": ("input", "output", "score"),
-}
-NOTES = ("the dump has text and no tokens: the record can be listed and read, but not replayed",)
+AREAL = {"prompt", "completion", "reward", "task_id"}
+VERL = {"input", "output", "score", "step"}
+ROLL = ("prompt", "responses", "scores")
+LINES = r".*\.jsonl"
 
 
-def recognises_areal(path: Path) -> bool:
-    """Return whether there are JSONL files with prompt, completion and task_id."""
-    return first_line_has(path, {*MEMBERS["areal-text"], "task_id"})
+def find_areal(source: Source) -> list[Path]:
+    """Return the files of tasks."""
+    files = source.named(LINES, r"-?\d+")
+    return with_cut_off([file for file in files if first_row(file).keys() >= AREAL], files, is_cut_line, 2)
 
 
-def recognises_verl(path: Path) -> bool:
-    """Return whether there are JSONL files with input, output, score and step."""
-    return first_line_has(path, {*MEMBERS["verl-text"], "step"})
-
-
-def read_areal(path: Path) -> Foreign:
+def read_areal(source: Source, files: Sequence[Path]) -> Foreign:
     """Read one step per folder, which is named by a weight version. Raises ForeignFormat."""
-    files = files_of(path)
-    folders = sorted({file.parent for file in files}, key=lambda folder: number_in(folder.name))
+    cut: list[str] = []
+    folders = groupby(of_one_run(files, 2), key=lambda file: file.parent)
     steps = [
         Step(
             folder.name,
-            [sample for file in files if file.parent == folder for sample in read_file(file, "areal-text")],
+            [areal_row(line.row) for path in paths for line in json_lines(path, cut)],
         )
-        for folder in folders
+        for folder, paths in folders
     ]
-    return Foreign("areal-text", steps, NOTES)
+    note = "steps are the folders, each of the last weight version that sampled a token of them"
+    return Foreign("areal-text", steps, [TEXT_ONLY, note, *cut])
 
 
-def read_verl(path: Path) -> Foreign:
+def areal_row(row: Mapping[str, Any]) -> Sample:
+    """Parse one row."""
+    text = (row["prompt"], row["completion"])
+    group = (row["task_id"], row["prompt"])  # ranks count their tasks alike, and append to one file
+    return Sample(tokens=None, reward=number_or_none(row["reward"]), group=group, text=text)
+
+
+def find_verl(source: Source) -> list[Path]:
+    """Return the files of steps."""
+    files = source.named(r"\d+\.jsonl")
+    return with_cut_off([file for file in files if first_row(file).keys() >= VERL], files, is_cut_line)
+
+
+def read_verl(source: Source, files: Sequence[Path]) -> Foreign:
     """Read one step per file. Raises ForeignFormat."""
-    steps = [Step(f"step {file.stem}", read_file(file, "verl-text")) for file in files_of(path)]
-    return Foreign("verl-text", steps, NOTES)
-
-
-def files_of(path: Path) -> list[Path]:
-    """All JSONL files, in the order of the numbers in their names."""
-    files = [path] if path.is_file() else list(path.rglob("*.jsonl"))
-    return sorted(files, key=lambda file: (number_in(file.stem), str(file)))
-
-
-def first_line_has(path: Path, names: set[str]) -> bool:
-    """Return whether the first line of the first file is a JSON object with these members."""
-    files = [file for file in files_of(path) if file.suffix == ".jsonl"]
-    if not files:
-        return False
-    with files[0].open() as file:
-        try:
-            document = json.loads(file.readline() or "null")
-        except json.JSONDecodeError:
-            return False
-    return isinstance(document, dict) and names <= document.keys()
-
-
-def read_file(file: Path, format_name: str) -> list[Sample]:
-    """Read the rows of a file."""
-    return [parse_row(json.loads(line), format_name) for line in file.read_text().splitlines()]
-
-
-def parse_row(row: Mapping[str, Any], format_name: str) -> Sample:
-    """Parse one row: no tokens, its text, its reward, and the prompt as its group."""
-    prompt, completion, reward = (row[name] for name in MEMBERS[format_name])
-    return Sample(
-        tokens=None,
-        reward=None if reward is None else float(reward),
-        group=prompt,
-        text=(prompt, completion),
+    steps, notes = read_steps(
+        [(f"step {file.stem}", [file]) for file in of_one_run(files)],
+        lambda paths: [verl_row(line.row) for line in json_lines(paths[0])],
     )
+    return Foreign("verl-text", steps, [TEXT_ONLY, BY_PROMPT, *notes])
+
+
+def verl_row(row: Mapping[str, Any]) -> Sample:
+    """Parse one row."""
+    text = (row["input"], row["output"])
+    return Sample(tokens=None, reward=number_or_none(row["score"]), group=row["input"], text=text)
+
+
+def find_roll(source: Source) -> list[Path]:
+    """Return the files of steps."""
+    return source.named(r"rollout_dump_data\.step_\d+\.jsonl")
+
+
+def read_roll(source: Source, files: Sequence[Path]) -> Foreign:
+    """Read one step per file: one object with a list per column. Raises ForeignFormat."""
+    steps, notes = read_steps(
+        [(file.stem, [file]) for file in of_one_run(files)],
+        lambda paths: [sample for line in json_lines(paths[0]) for sample in roll_rows(line.row)],
+    )
+    return Foreign("roll-text", steps, [TEXT_ONLY, BY_PROMPT, *notes])
+
+
+def roll_rows(columns: Mapping[str, Any]) -> list[Sample]:
+    """Parse the rows of an object of columns."""
+    rows = zip(*(columns[name] for name in ROLL), strict=True)
+    return [
+        Sample(tokens=None, reward=number_or_none(score), group=prompt, text=(prompt, response))
+        for prompt, response, score in rows
+    ]

@@ -5,7 +5,7 @@ A plain sample has `prompt_ids`, `response_ids` and values of the response. An a
 tokens of tools.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,93 +13,105 @@ import numpy as np
 
 from recorder.errors import ForeignFormat
 from recorder.importers.foreign import (
+    FROM_REWARDS,
+    NO_WEIGHTS,
     Foreign,
-    Step,
     as_tokens,
     completion_sample,
-    files_in_order,
+    experts_of,
     finish_reason_of,
-    full_sequence,
     member,
+    number_or_none,
     optional,
+    sequence_sample,
 )
+from recorder.importers.sources import Source, of_one_run, read_steps
 from recorder.importers.stand_ins import Instance
 from recorder.importers.unpickle import load_pickle
 from recorder.trainers.sample import Sample
 
+FILES = r"debug_rollout_\d+\.pt"
 IGNORED = -100  # label of a token that is not trained on
-NOTES = (
-    "advantages are computed again from the rewards, by group",
-    "weight versions are not in the file",
-    "weights and optimizer are not in the file: choose the model for a replay",
-)
+NOTES = (FROM_REWARDS, NO_WEIGHTS)
+EXPERTS = "routed experts are in Ray's memory or in other files, and not imported"
+IMAGES = "images and other inputs that are not text are not imported"
 
 
-def recognises(path: Path) -> bool:
-    """Return whether the path has files `debug_rollout_*.pt`."""
-    files = files_of(path)
-    return bool(files) and files[0].name.startswith("debug_rollout_")
+def find(source: Source) -> list[Path]:
+    """Return the files of the steps."""
+    return source.named(FILES)
 
 
-def files_of(path: Path) -> list[Path]:
-    """List the files of the steps, in order."""
-    return files_in_order(path, "debug_rollout_*.pt")
-
-
-def read(path: Path) -> Foreign:
+def read(source: Source, files: Sequence[Path]) -> Foreign:
     """Read one step per file. Raises ForeignFormat, UnsafePickle."""
-    steps = []
-    for file in files_of(path):
-        groups = load_pickle(file)
-        if not isinstance(groups, list) or not all(isinstance(group, list) for group in groups):
-            raise ForeignFormat(f"{file} has no list of groups")
-        samples = [
-            parse_state(state, number, f"{file}, group {number}, sample {index}")
-            for number, group in enumerate(groups)
-            for index, state in enumerate(group)
-        ]
-        steps.append(Step(file.stem, samples))
-    return Foreign("xtuner", steps, NOTES)
+    notes: list[str] = []
+    units = [(file.stem, [file]) for file in of_one_run(files)]
+    steps, left_out = read_steps(units, lambda paths: read_groups(paths[0], notes))
+    return Foreign("xtuner", steps, [*NOTES, *dict.fromkeys(notes), *left_out])
 
 
-def parse_state(state: Any, group: int, where: str) -> Sample:
+def read_groups(file: Path, notes: list[str]) -> list[Sample]:
+    """Read the groups of a file; add to the notes what is not imported."""
+    groups = load_pickle(file)
+    if not isinstance(groups, list) or not all(isinstance(group, list) for group in groups):
+        raise ForeignFormat(f"{file} has no list of groups")
+    return [
+        parse_state(state, number, f"{file}, group {number}, sample {index}", notes)
+        for number, group in enumerate(groups)
+        for index, state in enumerate(group)
+    ]
+
+
+def parse_state(state: Any, group: int, where: str, notes: list[str]) -> Sample:
     """Parse one RolloutState."""
     if not isinstance(state, Instance) or not isinstance(state.state, dict):
         raise ForeignFormat(f"{where} is not a RolloutState")
     fields = member(state.state, "__dict__", where)
     fields = optional(fields, "extra_fields", {}) | fields
     reward = optional(fields, "reward")
-    reward = reward["score"] if isinstance(reward, dict) else reward
-    reason = finish_reason_of(optional(fields, "finish_reason"))
-    if "labels" in fields:
-        return parse_trace(fields, reward, group, reason, where)
+    known: dict[str, Any] = {
+        "reward": number_or_none(optional(reward, "score") if isinstance(reward, dict) else reward),
+        "group": group,
+        "finish_reason": finish_reason_of(optional(fields, "finish_reason")),
+        "where": where,
+    }
+    notes += [IMAGES] if optional(fields, "mm_info") is not None else []
+    if optional(fields, "labels") is not None:
+        return parse_trace(fields, known)
+    prompt, response = member(fields, "prompt_ids", where), member(fields, "response_ids", where)
+    experts, versions = experts_in(fields, notes), optional(fields, "response_model_steps")
+    mask = optional(fields, "response_mask")
     return completion_sample(
-        member(fields, "prompt_ids", where),
-        member(fields, "response_ids", where),
-        loss_mask=optional(fields, "response_mask"),
+        prompt,
+        response,
+        loss_mask=mask,
         logprobs=optional(fields, "logprobs"),
-        reward=None if reward is None else float(reward),
-        group=group,
-        finish_reason=reason,
+        versions=versions if versions is None or mask is None else np.where(mask, versions, -1),
         text=("", optional(fields, "response", "")),
-        where=where,
+        extras={} if experts is None else experts_of(experts, len(prompt) + len(response), where),
+        **known,
     )
 
 
-def parse_trace(fields: Mapping[str, Any], reward: Any, group: int, reason: int, where: str) -> Sample:
+def parse_trace(fields: Mapping[str, Any], known: Mapping[str, Any]) -> Sample:
     """Parse a complete sequence, in which labels define the loss mask."""
-    tokens = as_tokens(np.asarray(fields["input_ids"], np.int64), where)
+    tokens = as_tokens(fields["input_ids"], known["where"])
     labels = np.asarray(fields["labels"], np.int64)
     trained = labels != IGNORED
     if len(labels) != len(tokens) or not np.array_equal(labels[trained], tokens[trained]):
-        raise ForeignFormat(f"{where}: its labels are neither the token itself nor {IGNORED}")
-    mask = trained.astype(np.int32)
-    logprobs = optional(fields, "logprobs")
-    return Sample(
-        tokens=tokens,
-        loss_mask=mask,
-        logprobs=None if logprobs is None else full_sequence(logprobs, mask, np.float32),
-        reward=None if reward is None else float(reward),
-        group=group,
-        finish_reason=reason,
-    )
+        raise ForeignFormat(f"{known['where']}: its labels are neither the token itself nor {IGNORED}")
+    prompt = optional(fields, "prompt_ids", ())
+    begins = 0 < len(prompt) <= len(tokens) and np.array_equal(tokens[: len(prompt)], prompt)
+    length: dict[str, Any] = {"prompt_length": len(prompt)} if begins else {}
+    return sequence_sample(tokens, trained, logprobs=optional(fields, "logprobs"), **length, **known)
+
+
+def experts_in(fields: Mapping[str, Any], notes: list[str]) -> Any:
+    """Return routed experts if the file has them; else add a note if it refers to them."""
+    experts = optional(fields, "routed_experts")
+    if isinstance(experts, Instance):  # SerializedRayObjectRef
+        experts = optional(experts.state or {}, "value")
+    if isinstance(experts, np.ndarray) or experts is None:
+        return experts
+    notes.append(EXPERTS)
+    return None

@@ -80,6 +80,8 @@ def verl_others():
     return {
         "uid": np.array([f"uid-{one.group}" for one in KNOWN], object),
         "__num_turns__": np.full(len(KNOWN), 2, np.int32),
+        "min_global_steps": np.array([3] * len(KNOWN), object),
+        "max_global_steps": np.array([3] * len(KNOWN), object),
         "raw_prompt": np.array(
             [[{"role": "user", "content": one.text[0]}] for one in KNOWN] + [None], object
         )[:-1],

@@ -1,9 +1,11 @@
-"""Write dumps of prime-rl, NeMo-RL and open-instruct, and the text dumps of AReaL and verl."""
+"""Write dumps of prime-rl, NeMo-RL, open-instruct and AReNo, and dumps of text."""
 
 import json
 from pathlib import Path
 
 import msgspec
+import pyarrow
+from pyarrow import parquet
 
 from .known import KNOWN
 
@@ -65,7 +67,9 @@ def write_prime_rl(folder: Path) -> Path:
     step.mkdir(parents=True)
     encode = msgspec.msgpack.Encoder().encode
     (step / "rank_0.bin").write_bytes(encode([micro_batch(KNOWN[:2], padding=3)]))
-    (step / "rank_1.bin").write_bytes(encode([micro_batch(KNOWN[2:]), micro_batch(KNOWN[:1], masked=True)]))
+    (step / "rank_1.bin").write_bytes(
+        encode([micro_batch(KNOWN[2:]), micro_batch(KNOWN[:2], 3, masked=True)])
+    )
     return folder
 
 
@@ -79,6 +83,7 @@ def write_prime_rl_export(folder: Path) -> Path:
                 "step": 4,
                 "rank": 0,
                 "micro_step": number,
+                "export_sequence_idx": number,
                 "env_name": "math",
                 "token_ids": one.tokens,
                 "position_ids": list(range(len(one.tokens))),
@@ -105,7 +110,7 @@ def write_nemo_rl(folder: Path) -> Path:
 
     rows = [
         {
-            "content": ["".join(one.text)],
+            "content": [list(one.text)],
             "rewards": [one.reward],
             "input_lengths": [len(one.tokens)],
             "token_ids": [fill(one.tokens)],
@@ -136,7 +141,7 @@ def write_open_instruct(folder: Path) -> Path:
             "finish_reason": ["stop", "length"][one.finish_reason],
             "dataset": "gsm8k",
             "ground_truth": "42",
-            "request_info": {},
+            "request_info": {"num_calls": int(0 in one.mask), "tool_calleds": 0 in one.mask},
             "logprobs": one.logprobs,
         }
         for step in (1, 2)
@@ -144,6 +149,27 @@ def write_open_instruct(folder: Path) -> Path:
     ]
     (folder / "run_rollouts_000000.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[:5]))
     (folder / "run_rollouts_000001.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[5:]))
+    return folder
+
+
+def write_areno(folder: Path) -> Path:
+    rows = [
+        {
+            "format_version": 1,
+            "step": 7,
+            "prompt_index": number,
+            "sample_index": 0,
+            "tokens": one.tokens,
+            "prompt_mask": [not m for m in one.full_mask],
+            "loss_mask": [bool(m) for m in one.full_mask] if 0 in one.mask else [],
+            "logprobs": one.full_logprobs,
+            "advantages": [one.advantage] * len(one.tokens),
+            "reward": one.reward,
+            "metadata": {},
+        }
+        for number, one in enumerate(KNOWN)
+    ]
+    (folder / "step_000007.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return folder
 
 
@@ -177,4 +203,29 @@ def write_verl_text(folder: Path) -> Path:
         for one in KNOWN
     ]
     (folder / "1.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+def write_roll_text(folder: Path) -> Path:
+    columns = {
+        "global_step": [1] * len(KNOWN),
+        "prompt": [one.text[0] for one in KNOWN],
+        "responses": [one.text[1] for one in KNOWN],
+        "scores": [one.reward for one in KNOWN],
+    }
+    (folder / "rollout_dump_data.step_1.jsonl").write_text(json.dumps(columns) + "\n")
+    return folder
+
+
+def write_trl(folder: Path, **columns) -> Path:
+    table = {
+        "step": [1] * len(KNOWN),
+        "prompt": [one.text[0] for one in KNOWN],
+        "completion": [one.text[1] for one in KNOWN],
+        "accuracy": [one.reward for one in KNOWN],
+        **columns,
+        "advantage": [one.advantage for one in KNOWN],
+    }
+    (folder / "completions").mkdir()
+    parquet.write_table(pyarrow.table(table), folder / "completions" / "completions_00001.parquet")
     return folder

@@ -65,7 +65,7 @@ def write_miles(folder: Path) -> Path:
 # SkyRL
 
 
-def write_skyrl(folder: Path) -> Path:
+def write_skyrl(folder: Path, **more) -> Path:
     rebuild = named_function("skyrl.backends.skyrl_train.training_batch", "_rebuild_tensor_batch")
     batch_class = stand_in("skyrl.backends.skyrl_train.training_batch", "TrainingInputBatch", dict)
     rows = [*KNOWN, KNOWN[0]]  # the last is padding of the batch
@@ -81,6 +81,7 @@ def write_skyrl(folder: Path) -> Path:
         "advantages": padded(
             [[one.advantage] * len(one.mask) for one in rows], responses, left=True, dtype=np.float32
         ),
+        **more,
     }
 
     def serialise(array):

@@ -3,16 +3,23 @@
 import json
 import os
 import pickle
+import shutil
 import struct
 import time
 
+import msgpack
+import numpy as np
+import pyarrow
 import pytest
 import torch
 from click.testing import CliRunner
+from pyarrow import parquet
 
 from areal_debug.cli import main
 from recorder import RecordError
 from recorder.importers.unpickle import load_bytes
+
+from . import pickled
 
 SECONDS = 20
 
@@ -95,7 +102,9 @@ LINES = {
         ("nemo-rl", "train_data_step1.jsonl"),
         ("open-instruct", "run_rollouts_0.jsonl"),
         ("prime-rl", "rank_0.jsonl"),
+        ("areno", "step_1.jsonl"),
         ("areal-text", "1.jsonl"),
+        ("roll-text", "rollout_dump_data.step_1.jsonl"),
         ("verl-text", "1.jsonl"),
         (None, "1.jsonl"),
     ],
@@ -117,7 +126,14 @@ def test_what_is_no_regular_file_is_refused(tmp_path, name):
 
 
 @pytest.mark.parametrize(
-    ("name", "file"), [("slime", "0.pt"), ("prime-rl", "rank_0.bin"), ("nemo-rl", "train_data_step1.jsonl")]
+    ("name", "file"),
+    [
+        ("slime", "0.pt"),
+        ("prime-rl", "rank_0.bin"),
+        ("nemo-rl", "train_data_step1.jsonl"),
+        ("verl-text", "1.jsonl"),
+        ("trl", "completions_00001.parquet"),
+    ],
 )
 def test_a_sparse_file_takes_no_memory(tmp_path, name, file):
     (tmp_path / file).touch()
@@ -143,3 +159,66 @@ def test_zip_entries_may_overlap_and_still_take_no_memory(tmp_path):
     data[at + 42 : at + 46] = struct.pack("<I", 2**31)
     (tmp_path / "0.pt").write_bytes(data)
     refusal(tmp_path / "0.pt", "slime", tmp_path)
+
+
+def write_completions(folder, **columns):
+    table = {"step": [1], "prompt": ["a"], "completion": ["b"], "advantage": [0.0]} | columns
+    parquet.write_table(pyarrow.table(table), folder / "completions_00001.parquet", compression="zstd")
+    return folder / "completions_00001.parquet"
+
+
+def repeated(text, count):
+    """A column of a few bytes that repeats a text."""
+    return pyarrow.DictionaryArray.from_arrays(
+        pyarrow.array(np.zeros(count, np.int32)), pyarrow.array([text])
+    )
+
+
+def test_parquet_that_unfolds_is_refused(tmp_path):
+    names = ("step", "prompt", "completion", "advantage")
+    file = write_completions(tmp_path, **{name: repeated("x", 200_000) for name in names})
+    assert "200000 rows" in refusal(file, "trl", tmp_path)
+    long = dict.fromkeys(names, repeated("x", 10_000)) | {"prompt": repeated("x" * 500_000, 10_000)}
+    file = write_completions(tmp_path, **long)
+    assert file.stat().st_size < 10_000
+    assert "memory" in refusal(file, "trl", tmp_path)
+
+
+def test_parquet_of_any_bytes_is_one_sentence(tmp_path):
+    file = write_completions(tmp_path)
+    data = file.read_bytes()
+    for at in range(4, len(data) - 8, 101):
+        file.write_bytes(data[:at] + b"\xff" * 8 + data[at + 8 :])
+        if (tmp_path / "record").exists():
+            shutil.rmtree(tmp_path / "record")
+        done = CliRunner().invoke(
+            main, ["record", "import", str(file), "--from", "trl", "--to", str(tmp_path / "record")]
+        )
+        assert done.exit_code in (0, 2), done.output
+        assert done.exit_code == 0 or len(done.output.splitlines()) == 1, done.output
+    file.write_bytes(data.replace(b"advantage", b"advantagf"))
+    assert "lacks one of" in refusal(file, "trl", tmp_path)
+
+
+def test_names_of_files_are_printed_without_escape_codes(tmp_path):
+    (tmp_path / "run").mkdir()
+    source = pickled.write_xtuner(tmp_path / "run")
+    folder = source / "\x1b]0;title\x07"
+    folder.mkdir()
+    (folder / "debug_rollout_3.pt").write_bytes(b"PK\x03\x04")
+    done = CliRunner().invoke(main, ["record", "import", str(source), "--to", str(tmp_path / "record")])
+    assert done.exit_code == 0
+    assert "debug_rollout_3.pt is cut off" in done.output
+    assert "\x1b" not in done.output
+
+
+def test_a_layout_of_prime_rl_that_lies_is_refused(tmp_path):
+    file = tmp_path / "rank_0.bin"
+    for row in (
+        [[1, 2], [True, True], [0.5], [0.0, 0.0], [0, 1], 1.0],  # one advantage for two tokens
+        [[1, 2], [True, True], [0.5, 0.5], [0.0, 0.0], [5, 6], 1.0],  # no sequence begins
+        [[1, 2], [True, True], [0.5, 0.5], [0.0, 0.0], [0, 1], *[None] * 30],
+        [[-1, 2], [True, True], [0.5, 0.5], [0.0, 0.0], [0, 1], 1.0],
+    ):
+        file.write_bytes(msgpack.packb([row]))
+        assert "micro-batch 0" in refusal(file, "prime-rl", tmp_path)

@@ -11,41 +11,43 @@ from click.testing import CliRunner
 
 from areal_debug.cli import main
 from recorder import RecordError, RecordExists, RecordNotFound, open_record, verify
-from recorder.errors import ForeignFormat
-from recorder.importers.importing import FORMATS, find_format, import_record
+from recorder.errors import ForeignFormat, StepNotRecorded
+from recorder.importers.importing import FORMATS, import_record
 
 from . import dataproto, lines, pickled
 from .known import KNOWN
 
-# format, writer, what the rewards are, whether groups, finish reasons and versions are known
+# format, writer, what the format has besides tokens, masks and log-probs
 CASES = {
-    "slime": ("slime", pickled.write_slime, "reward", {"groups", "finish", "versions", "text"}),
-    "miles": ("slime", pickled.write_miles, "reward", {"groups", "finish", "versions", "text"}),
-    "verl": ("verl", dataproto.write_verl, "reward", {"groups"}),
-    "verl in numpy": ("verl", lambda folder: dataproto.write_verl(folder, "numpy"), "reward", {"groups"}),
-    "prime-rl": ("prime-rl", lines.write_prime_rl, "advantage", set()),
-    "prime-rl export": ("prime-rl", lines.write_prime_rl_export, "advantage", set()),
-    "nemo-rl": ("nemo-rl", lines.write_nemo_rl, "reward", {"groups"}),
-    "skyrl": ("skyrl", pickled.write_skyrl, "advantage", {"groups"}),
-    "roll, rlvr": ("roll", dataproto.write_roll_rlvr, "reward", {"groups"}),
-    "roll, agentic": ("roll", dataproto.write_roll_agentic, "reward", {"groups"}),
-    "xtuner": ("xtuner", pickled.write_xtuner, "reward", {"groups", "finish"}),
-    "open-instruct": (
-        "open-instruct",
-        lines.write_open_instruct,
-        "reward",
-        {"groups", "finish", "no masks"},
-    ),
-    "areal, padded": ("areal", pickled.write_areal_padded, "reward", {"groups", "versions"}),
-    "areal, a list": ("areal", pickled.write_areal_list, "reward", {"groups", "versions"}),
+    "slime": ("slime", pickled.write_slime, "reward groups finish versions text"),
+    "miles": ("slime", pickled.write_miles, "reward groups finish versions text"),
+    "verl": ("verl", dataproto.write_verl, "reward groups versions"),
+    "verl in numpy": ("verl", lambda folder: dataproto.write_verl(folder, "numpy"), "reward groups versions"),
+    "prime-rl": ("prime-rl", lines.write_prime_rl, "advantages"),
+    "prime-rl export": ("prime-rl", lines.write_prime_rl_export, "advantages"),
+    "nemo-rl": ("nemo-rl", lines.write_nemo_rl, "reward groups advantages"),
+    "skyrl": ("skyrl", pickled.write_skyrl, "groups advantages"),
+    "roll, rlvr": ("roll", dataproto.write_roll_rlvr, "reward groups"),
+    "roll, agentic": ("roll", dataproto.write_roll_agentic, "reward groups"),
+    "xtuner": ("xtuner", pickled.write_xtuner, "reward groups finish"),
+    "open-instruct": ("open-instruct", lines.write_open_instruct, "reward groups finish advantages no-mask"),
+    "areno": ("areno", lines.write_areno, "reward groups advantages"),
+    "areal, padded": ("areal", pickled.write_areal_padded, "reward groups versions"),
+    "areal, a list": ("areal", pickled.write_areal_list, "reward groups versions"),
     "areal, an older TensorDict": (
         "areal",
         pickled.write_areal_older_tensordict,
-        "reward",
-        {"groups", "versions"},
+        "reward groups versions",
     ),
-    "areal, a TensorDict": ("areal", pickled.write_areal_tensordict, "reward", {"groups", "versions"}),
+    "areal, a TensorDict": ("areal", pickled.write_areal_tensordict, "reward groups versions"),
 }
+TEXT = {
+    "areal-text": lines.write_areal_text,
+    "verl-text": lines.write_verl_text,
+    "roll-text": lines.write_roll_text,
+    "trl": lines.write_trl,
+}
+VERSION = 3
 
 
 def rows_of(record, step=0):
@@ -53,36 +55,69 @@ def rows_of(record, step=0):
     return [recorded.rows(0, row) for row in range(recorded.num_rows(0))]
 
 
+def known_keys(record, step, row):
+    """Return what is known of a row, of what a format may lack."""
+    names = {
+        "rewards": "reward",
+        "prompt_id": "groups",
+        "finish_reason": "finish",
+        "versions": "versions",
+        "loss_mask": "mask",
+    }
+    return {name for key, name in names.items() if record.step(step).known(0, key)[row]}
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_every_format_is_found_and_gives_the_known_samples(case, tmp_path):
-    name, write, reward, has = CASES[case]
+    name, write, words = CASES[case]
+    has = set(words.split())
     source = write(tmp_path)
-    assert find_format(source) == name
     imported = import_record(source, tmp_path / "record")
     assert (imported.format, verify(tmp_path / "record").problems) == (name, ())
     record = open_record(tmp_path / "record")
-    rows = rows_of(record, record.steps[-1])
+    step = record.steps[-1]
+    rows = rows_of(record, step)
     assert len(rows) == len(KNOWN)
-    for row, known in zip(rows, KNOWN, strict=True):
-        mask = [0] * len(known.prompt) + [1] * len(known.completion) if "no masks" in has else known.full_mask
-        logprobs = [0.0] * len(known.prompt) + known.logprobs if "no masks" in has else known.full_logprobs
-        assert row["input_ids"].tolist() == known.tokens
-        assert row["loss_mask"].tolist() == mask
-        assert row["logprobs"].tolist() == logprobs
-        assert row["rewards"] == np.float32(getattr(known, reward))
-        version = 3 if "versions" in has else record.steps[-1]
-        assert row["versions"].tolist() == [version if m else -1 for m in mask]
-        assert row["finish_reason"] == (known.finish_reason if "finish" in has else 0)
-    groups = [known.group if "groups" in has else number for number, known in enumerate(KNOWN)]
+    for number, (row, one) in enumerate(zip(rows, KNOWN, strict=True)):
+        has_mask = "no-mask" not in has or 0 not in one.mask
+        expected = (has & {"reward", "groups", "finish", "versions"}) | ({"mask"} if has_mask else set())
+        assert known_keys(record, step, number) == expected
+        assert row["input_ids"].tolist() == one.tokens
+        assert row["prompt_length"] == len(one.prompt)
+        assert row["loss_mask"].tolist() == (one.full_mask if has_mask else [0] * len(one.tokens))
+        unmasked = [0.0] * len(one.prompt) + one.logprobs
+        assert row["logprobs"].tolist() == (one.full_logprobs if has_mask else unmasked)
+        if "reward" in has:
+            assert row["rewards"] == np.float32(one.reward)
+        if "versions" in has:
+            assert row["versions"].tolist() == [VERSION if m else -1 for m in one.full_mask]
+        if "finish" in has:
+            assert row["finish_reason"] == one.finish_reason
+    groups = [one.group if "groups" in has else number for number, one in enumerate(KNOWN)]
     first = int(rows[0]["prompt_id"])  # prompts are numbered over all steps
     assert [int(row["prompt_id"]) - first for row in rows] == groups
+    assert advantages_of(record, step) == (
+        [one.advantage for one in KNOWN] if "advantages" in has else [None] * len(KNOWN)
+    )
     assert any("weights and optimizer" in note for note in imported.notes)
     if "text" in has:
         assert record.step(0).text(0)[1] == {"row": 1, "prompt": "ab", "completion": "fg", "reward": 0.0}
 
 
+def advantages_of(record, step):
+    """Return the advantage of the first token of each completion; None without any."""
+    recorded = record.step(step)
+    rows = rows_of(record, step)
+    try:
+        values = recorded.learning(0, ["advantages", "cu_seqlens"])
+    except StepNotRecorded:
+        return [None] * len(rows)
+    bounds = values["cu_seqlens"]  # next-token aligned: one before the token itself
+    return [float(values["advantages"][bounds[n] + row["prompt_length"] - 1]) for n, row in enumerate(rows)]
+
+
 def test_every_format_has_a_case_or_is_text():
-    assert {name for name, *_ in CASES.values()} | {"areal-text", "verl-text"} == set(FORMATS)
+    assert {name for name, *_ in CASES.values()} | set(TEXT) == set(FORMATS)
 
 
 def test_steps_are_numbered_from_zero_in_their_own_order(tmp_path):
@@ -91,7 +126,7 @@ def test_steps_are_numbered_from_zero_in_their_own_order(tmp_path):
     record = open_record(tmp_path / "record")
     assert record.steps == (0, 1)
     assert record.header.environment["imported"]["steps"] == ["rollout 9", "rollout 10"]
-    assert record.header.recording.scope == "rollout"
+    assert record.header.recording.scope == "given"
 
 
 def test_interleaved_samples_are_sorted_into_their_groups(tmp_path):
@@ -107,11 +142,18 @@ def test_interleaved_samples_are_sorted_into_their_groups(tmp_path):
     assert [row["input_ids"].tolist() for row in rows] == [one.tokens for one in KNOWN]
 
 
-def test_what_single_samples_lack_is_counted(tmp_path):
-    source = pickled.write_slime(tmp_path, rollout_log_probs=None, weight_versions=["1", "2"])
+def test_what_samples_lack_is_counted_and_unknown(tmp_path):
+    source = pickled.write_slime(tmp_path, rollout_log_probs=None, weight_versions=["1", "2"], reward=None)
     notes = import_record(source, tmp_path / "record").notes
-    assert "8 of 8 samples have no logprobs: 0 is recorded: replay with actor.recompute_logprob=true" in notes
-    assert any(note.startswith("8 of 8 samples have no versions") for note in notes)
+    assert "8 of 8 samples have no logprobs: recorded as unknown" in notes
+    assert "8 of 8 samples have no reward: recorded as unknown" in notes
+    assert "8 of 8 samples have no versions: recorded as unknown" in notes
+    record = open_record(tmp_path / "record")
+    assert known_keys(record, 0, 0) == {"groups", "finish", "mask"}
+    (row, *_) = rows_of(record)
+    assert np.isnan(row["rewards"])
+    assert np.isnan(row["logprobs"][2:]).all()
+    assert np.isnan(record.step(0).batch(0)["rewards"]).all()
 
 
 def test_a_removed_sample_is_not_trained_and_a_reward_may_be_a_dict_of_one(tmp_path):
@@ -123,32 +165,30 @@ def test_a_removed_sample_is_not_trained_and_a_reward_may_be_a_dict_of_one(tmp_p
     assert row["rewards"] == 0.25
 
 
-def test_verl_without_uid_groups_by_prompt_and_reports_missing_scores(tmp_path):
+def test_verl_without_uid_groups_adjacent_rows_and_lacks_rewards(tmp_path):
     tensors = {key: value for key, value in dataproto.verl_tensors().items() if key != "rm_scores"}
     imported = import_record(dataproto.write_verl(tmp_path, tensors=tensors, others={}), tmp_path / "record")
-    assert any("no uid" in note for note in imported.notes)
-    assert any("no rm_scores" in note for note in imported.notes)
-    assert [int(row["prompt_id"]) for row in rows_of(open_record(tmp_path / "record"))] == [0, 0, 1, 1]
+    assert any("n adjacent samples are a group" in note for note in imported.notes)
+    assert "4 of 4 samples have no reward: recorded as unknown" in imported.notes
+    record = open_record(tmp_path / "record")
+    assert [int(row["prompt_id"]) for row in rows_of(record)] == [0, 0, 1, 1]
+    assert not record.step(0).known(0, "rewards").any()
 
 
-@pytest.mark.parametrize(
-    ("name", "write"), [("areal-text", lines.write_areal_text), ("verl-text", lines.write_verl_text)]
-)
-def test_dumps_of_text_can_be_read_and_report_that_they_cannot_be_replayed(name, write, tmp_path):
+@pytest.mark.parametrize("name", TEXT)
+def test_dumps_of_text_can_be_read_and_report_that_they_cannot_be_replayed(name, tmp_path):
     (tmp_path / "dump").mkdir()
-    source = write(tmp_path / "dump")
-    assert find_format(source) == name
-    imported = import_record(source, tmp_path / "record")
-    assert any("but not replayed" in note for note in imported.notes)
+    imported = import_record(TEXT[name](tmp_path / "dump"), tmp_path / "record")
+    assert imported.format == name
+    assert any("for inspection only" in note for note in imported.notes)
     record = open_record(tmp_path / "record")
     assert [line["completion"] for line in record.step(0).text(0)] == [one.text[1] for one in KNOWN]
     assert record.step(0).batch(0)["rewards"].tolist() == [one.reward for one in KNOWN]
+    assert not record.step(0).known(0, "input_ids").any()
+    assert record.step(0).batch(0)["prompt_id"].tolist() == [0, 0, 1, 1]
     assert verify(tmp_path / "record").intact
     done = CliRunner().invoke(main, ["record", "show", str(tmp_path / "record"), "--sample", "1"])
     assert "fg" in done.output
-    done = CliRunner().invoke(main, ["replay", str(tmp_path / "record")])
-    assert done.exit_code == 2
-    assert "no config" in done.output
 
 
 def test_a_padded_batch_of_areal_keeps_its_values_through_bfloat16(tmp_path):
@@ -220,14 +260,14 @@ def test_a_tensor_beyond_its_storage_is_refused(tmp_path):
     assert data.count(b"K\x04\x85") == 1
     changed = data.replace(b"K\x04\x85", b"K\x09\x85")
     (tmp_path / "0.pt").write_bytes(changed)
-    with pytest.raises(ValueError, match="refused"):
+    with pytest.raises(ValueError, match="cut off or damaged"):
         import_record(tmp_path / "0.pt", tmp_path / "record", "slime")
 
 
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"response_length": 1}, "3 loss mask for 1 tokens"),
+        ({"response_length": 1}, "3 values per token for 1 tokens"),
         ({"tokens": [-1, 5, 6]}, "token ids from -1 to 6"),
         ({"reward": {"a": 1.0, "b": 2.0}}, "--reward-key"),
     ],
@@ -246,8 +286,8 @@ def test_unknown_sources_are_reported(tmp_path):
     (tmp_path / "other" / "notes.txt").write_text("hello")
     with pytest.raises(ForeignFormat, match=r"no known format.*slime"):
         import_record(tmp_path / "other", tmp_path / "record")
-    with pytest.raises(ForeignFormat, match="'trl' is not a known format"):
-        import_record(tmp_path / "other", tmp_path / "record", "trl")
+    with pytest.raises(ForeignFormat, match="unknown format 'other'"):
+        import_record(tmp_path / "other", tmp_path / "record", "other")
     (tmp_path / "cut.bin").write_bytes(b"\x92\x01")
     (tmp_path / "rank_0.bin").write_bytes(b"\xdd\x00\x00\x00\x05\x01")
     with pytest.raises(ForeignFormat, match=r"rank_0.bin.*cut off"):

@@ -1,0 +1,235 @@
+"""Import of what other versions of frameworks write: each value, and absent ones unknown."""
+
+import numpy as np
+import pytest
+import torch
+
+from recorder import open_record, verify
+from recorder.importers.importing import import_record
+from recorder.importers.slime import parse_sample
+
+from . import dataproto, eras, lines, pickled
+from .known import KNOWN, padded
+
+
+def imported(source, folder):
+    """Import a folder; return the result, the one step and its rows."""
+    result = import_record(source, folder)
+    assert verify(folder).problems == ()
+    record = open_record(folder)
+    (number,) = record.steps
+    step = record.step(number)
+    return result, step, [step.rows(0, row) for row in range(step.num_rows(0))]
+
+
+def check_tokens(rows):
+    for row, one in zip(rows, KNOWN, strict=True):
+        assert row["input_ids"].tolist() == one.tokens
+        assert row["prompt_length"] == len(one.prompt)
+        assert row["loss_mask"].tolist() == one.full_mask
+        assert row["logprobs"].tolist() == one.full_logprobs
+
+
+def of_tokens(step, name):
+    """Return the values of a name for the tokens themselves: those of completions, by row."""
+    values = step.learning(0, [name, "cu_seqlens"])
+    bounds = values["cu_seqlens"]
+    return [
+        values[name][bounds[n] + len(one.prompt) - 1 : bounds[n + 1] - 1].tolist()
+        for n, one in enumerate(KNOWN)
+    ]
+
+
+ADVANTAGES = [[one.advantage] * len(one.completion) for one in KNOWN]
+
+
+@pytest.mark.parametrize("version", eras.MICRO_BATCHES)
+def test_micro_batches_of_every_version_of_prime_rl(version, tmp_path):
+    _, step, rows = imported(eras.write_micro_batches(tmp_path / "run", version), tmp_path / "record")
+    check_tokens(rows)
+    assert of_tokens(step, "advantages") == ADVANTAGES
+    other, value = ("ref_logp", -0.5) if version > "0.6" else ("teacher_logp", -0.25)
+    assert of_tokens(step, other) == [[value] * len(one.completion) for one in KNOWN]
+    rewards = [one.reward for one in KNOWN]
+    assert step.known(0, "rewards").all() == (version == "0.6")
+    assert version != "0.6" or [row["rewards"] for row in rows] == rewards
+    if version >= "0.5":
+        expected = [eras.experts(15)[begin:end] for begin, end in ((0, 5), (5, 9))]
+        assert [rows[n]["routed_experts"].tolist() for n in (0, 1)] == [e.tolist() for e in expected]
+
+
+@pytest.mark.parametrize("version", eras.SAMPLES)
+def test_samples_of_the_orchestrator_have_rewards_and_come_before_micro_batches(version, tmp_path):
+    source = eras.write_orchestrator(tmp_path / "run", version)
+    eras.write_micro_batches(source, "0.4")
+    _, step, rows = imported(source, tmp_path / "record")
+    check_tokens(rows)
+    assert of_tokens(step, "advantages") == ADVANTAGES
+    has_rewards = version not in ("0.3", "0.8")
+    assert step.known(0, "rewards").tolist() == [has_rewards] * len(KNOWN)
+    assert not has_rewards or [row["rewards"] for row in rows] == [one.reward for one in KNOWN]
+
+
+def test_micro_batches_come_first_where_a_trainer_has_several_runs(tmp_path):
+    source = eras.write_micro_batches(tmp_path / "run", "0.4")
+    for run in ("run_a", "run_b"):
+        eras.write_orchestrator(source / run, "0.4")
+    result, step, _ = imported(source, tmp_path / "record")
+    assert any("micro-batches and ranks are not kept" in note for note in result.notes)
+    assert not step.known(0, "rewards").any()
+
+
+def test_skyrl_before_0_4_has_padding_between_prompt_and_response(tmp_path):
+    result, step, rows = imported(eras.write_old_skyrl(tmp_path / "run"), tmp_path / "record")
+    check_tokens(rows)
+    assert [int(row["prompt_id"]) for row in rows] == [0, 0, 1, 1]
+    assert any("derived: samples with the same prompt" in note for note in result.notes)
+    assert of_tokens(step, "advantages") == ADVANTAGES
+    assert of_tokens(step, "prox_logp") == [[-0.5] * len(one.completion) for one in KNOWN]
+    assert not step.known(0, "rewards").any()
+
+
+@pytest.mark.parametrize(
+    ("write", "name"),
+    [
+        (eras.write_verl_single, "exp_proj_GBS2__N2"),
+        (eras.write_verl_prompts, "genstep_000001"),
+        (eras.write_verl_queue, "5"),
+    ],
+)
+def test_verl_of_every_version(write, name, tmp_path):
+    result, step, rows = imported(write(tmp_path / "run"), tmp_path / "record")
+    check_tokens(rows)
+    assert result.steps == (name,)
+    assert [row["rewards"] for row in rows] == [one.reward for one in KNOWN]
+    assert [int(row["prompt_id"]) for row in rows] == [0, 0, 1, 1]
+    assert step.known(0, "versions").all() == (name == "5")
+    assert ("images and other inputs that are not text are not imported" in result.notes) == (name == "5")
+    assert step.known(0, "prompt_id").all()
+
+
+def test_uids_of_verl_name_groups_that_are_not_adjacent(tmp_path):
+    _, _, rows = imported(eras.write_verl_with_uids(tmp_path / "run"), tmp_path / "record")
+    tokens = [KNOWN[number].tokens for number in (0, 2, 1, 3)]
+    assert [row["input_ids"].tolist() for row in rows] == tokens
+    assert [(int(row["prompt_id"]), int(row["sample_id"])) for row in rows] == [
+        (0, 0),
+        (0, 1),
+        (1, 0),
+        (1, 1),
+    ]
+
+
+def test_nemo_rl_before_0_6_is_text(tmp_path):
+    result, step, rows = imported(eras.write_old_nemo_rl(tmp_path / "run"), tmp_path / "record")
+    assert any("for inspection only" in note for note in result.notes)
+    assert any("log-probs of tokens that are not in the file" in note for note in result.notes)
+    assert [row["rewards"] for row in rows] == [one.reward for one in KNOWN]
+    assert [(line["prompt"], line["completion"]) for line in step.text(0)] == [one.text for one in KNOWN]
+    assert not step.known(0, "input_ids").any()
+    assert rows[0]["logprobs"].size == 0
+
+
+def test_several_rewards_of_trl_are_scores(tmp_path):
+    source = lines.write_trl(tmp_path, format=[0.25, None, 0.5, 1.0], note=["a", "b", "c", "d"])
+    result, step, _ = imported(source, tmp_path / "record")
+    assert any("weights of reward functions" in note for note in result.notes)
+    assert not step.known(0, "rewards").any()
+    batch = step.batch(0)
+    assert batch["scores.accuracy"].tolist() == [one.reward for one in KNOWN]
+    assert batch["scores.advantage"].tolist() == [one.advantage for one in KNOWN]
+    assert np.isnan(batch["scores.format"]).tolist() == [False, True, False, False]
+    assert "scores.note" not in batch
+
+
+@pytest.mark.parametrize("kind", [np.int32, np.uint8, np.int64])
+def test_routed_experts_of_slime_are_kept_and_unknown_for_the_last_token(kind, tmp_path):
+    routed = np.arange(16, dtype=kind).reshape(4, 2, 2)
+    source = pickled.write_slime(tmp_path / "a", KNOWN[:1], rollout_routed_experts=routed)
+    (source / "rollout_data" / "10.pt").unlink()
+    _, _, (row,) = imported(source, tmp_path / "record")
+    assert row["routed_experts"].dtype == kind
+    assert row["routed_experts"][:4].tolist() == routed.tolist()
+    unknown = np.iinfo(kind).max if kind is np.uint8 else -1
+    assert row["routed_experts"][4].tolist() == [[unknown] * 2] * 2
+
+
+def test_images_are_named_as_left_out(tmp_path):
+    slime = pickled.write_slime(tmp_path / "a", multimodal_train_inputs={"pixel_values": torch.zeros(2)})
+    (slime / "rollout_data" / "10.pt").unlink()
+    images = np.array([{"pixel_values": torch.zeros(2)}] * len(KNOWN), object)
+    verl = dataproto.write_verl(
+        tmp_path / "b", others=dataproto.verl_others() | {"multi_modal_inputs": images}
+    )
+    for name, source in (("slime", slime), ("verl", verl)):
+        result, _, rows = imported(source, tmp_path / name)
+        check_tokens(rows)
+        assert "images and other inputs that are not text are not imported" in result.notes
+
+
+def test_verl_keeps_experts_old_and_reference_logprobs_and_unknown_versions(tmp_path):
+    routed = np.arange(4 * 9 * 2, dtype=np.int16).reshape(4, 9, 1, 2)
+    logprobs = padded([one.logprobs for one in KNOWN], 5, dtype=np.float32)
+    tensors = dataproto.verl_tensors() | {
+        "routed_experts": routed,
+        "old_log_probs": logprobs - 1,
+        "ref_log_prob": logprobs - 2,
+    }
+    others = dataproto.verl_others() | {"max_global_steps": np.array([3, 4, 3, 3], object)}
+    source = dataproto.write_verl(tmp_path / "run", tensors=tensors, others=others)
+    _, step, rows = imported(source, tmp_path / "record")
+    kept = [slice(4 - len(one.prompt), 4 + len(one.completion)) for one in KNOWN]
+    assert [row["routed_experts"].tolist() for row in rows] == [
+        routed[n][part].tolist() for n, part in enumerate(kept)
+    ]
+    for name, less in (("prox_logp", 1), ("ref_logp", 2)):
+        assert of_tokens(step, name) == [
+            (np.float32(one.logprobs) - np.float32(less)).tolist() for one in KNOWN
+        ]
+    assert step.known(0, "versions").tolist() == [True, False, True, True]
+
+
+def test_a_reward_of_slime_in_a_dict_is_chosen_by_its_key():
+    document = pickled.slime_sample(KNOWN[0], 0) | {"reward": {"acc": 1.0, "format": 0.5}}
+    sample = parse_sample(document, "here", "format")
+    assert (sample.reward, sample.scores) == (0.5, {"acc": 1.0, "format": 0.5})
+
+
+@pytest.mark.parametrize("per_rank", [False, True])
+def test_inputs_to_the_loss_beside_the_rollouts_of_slime_are_joined(per_rank, tmp_path):
+    source = eras.write_slime_training(tmp_path / "run", per_rank)
+    result = import_record(source, tmp_path / "record")
+    assert result.steps == ("rollout 9", "rollout 10")
+    record = open_record(tmp_path / "record")
+    assert of_tokens(record.step(0), "advantages") == ADVANTAGES
+    assert of_tokens(record.step(0), "prox_logp") == [[-0.5] * len(one.completion) for one in KNOWN]
+    assert any("advantages are not in the file" in note for note in result.notes)  # of rollout 10
+    cut = source / "train_data" / "10.pt"
+    cut.write_bytes(b"PK\x03\x04")
+    result = import_record(source, tmp_path / "again")
+    assert any(f"{cut} is cut off" in note for note in result.notes)
+
+
+def test_conversations_of_trl_are_the_text_of_their_messages(tmp_path):
+    prompts = [
+        [{"role": "system", "content": "s"}, {"role": "user", "content": one.text[0]}] for one in KNOWN
+    ]
+    completions = [[{"role": "assistant", "content": one.text[1]}] for one in KNOWN]
+    source = lines.write_trl(tmp_path, prompt=prompts, completion=completions)
+    _, step, rows = imported(source, tmp_path / "record")
+    assert [(line["prompt"], line["completion"]) for line in step.text(0)] == [
+        (f"s\n{one.text[0]}", one.text[1]) for one in KNOWN
+    ]
+    assert [int(row["prompt_id"]) for row in rows] == [0, 0, 1, 1]
+    assert [row["rewards"] for row in rows] == [one.reward for one in KNOWN]
+
+
+def test_experts_of_skyrl_are_unknown_where_the_engine_reported_none(tmp_path):
+    routed = np.arange(5 * 8, dtype=np.uint8).reshape(5, 8, 1, 1)
+    absent = np.zeros((5, 8), bool)
+    absent[:, -1] = True  # the last token was never read
+    source = pickled.write_skyrl(tmp_path, rollout_expert_indices=routed, router_padding_mask=absent)
+    _, _, rows = imported(source, tmp_path / "record")
+    for number, (row, one) in enumerate(zip(rows, KNOWN, strict=True)):
+        expected = routed[number, 8 - len(one.tokens) :, 0, 0].tolist()
+        assert row["routed_experts"][:, 0, 0].tolist() == [*expected[:-1], 255]

@@ -1,0 +1,199 @@
+"""Folders as runs leave them: evaluations, half-written files, steps of some ranks."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from areal_debug.cli import main
+from recorder import open_record
+from recorder.errors import ForeignFormat
+from recorder.importers.importing import import_record
+
+from . import dataproto, eras, lines, pickled
+from .known import KNOWN
+
+NUM_TOKENS = sum(len(one.tokens) for one in KNOWN)
+
+
+def two_steps(write, folder: Path, first: str, second: str) -> Path:
+    """Write a dump, and its file again under the name of the next step; return the second file."""
+    folder.mkdir()
+    write(folder)
+    (folder / second).parent.mkdir(parents=True, exist_ok=True)
+    shutil.copy(folder / first, folder / second)
+    return folder / second
+
+
+# format -> writer, file of a step, file of the next step
+FILES = {
+    "verl": (
+        dataproto.write_verl,
+        "exp_proj/GBS4_N2_in4_out5/7/gen_batch.dp",
+        "exp_proj/GBS4_N2_in4_out5/8/gen_batch.dp",
+    ),
+    "verl, a queue": (
+        lambda folder: shutil.rmtree(eras.write_verl_queue(folder) / "exp_proj/GBS2_N2_in4_out5/5/1"),
+        "exp_proj/GBS2_N2_in4_out5/5/0/tq_batch.pt",
+        "exp_proj/GBS2_N2_in4_out5/6/0/tq_batch.pt",
+    ),
+    "nemo-rl": (lines.write_nemo_rl, "exp_001/train_data_step5.jsonl", "exp_001/train_data_step6.jsonl"),
+    "skyrl": (
+        pickled.write_skyrl,
+        "dumped_data/global_step_12_training_input.pkl",
+        "dumped_data/global_step_13_training_input.pkl",
+    ),
+    "roll": (dataproto.write_roll_rlvr, "train/step_000003.pkl", "train/step_000004.pkl"),
+    "xtuner": (pickled.write_xtuner, "debug_rollout_2.pt", "debug_rollout_3.pt"),
+    "slime": (
+        lambda folder: (pickled.write_slime(folder) / "rollout_data/10.pt").unlink(),
+        "rollout_data/9.pt",
+        "rollout_data/10.pt",
+    ),
+    "areal": (pickled.write_areal_padded, "batch_data.pt", "batch_data_2.pt"),
+    "areno": (lines.write_areno, "step_000007.jsonl", "step_000008.jsonl"),
+    "trl": (
+        lines.write_trl,
+        "completions/completions_00001.parquet",
+        "completions/completions_00002.parquet",
+    ),
+    "verl-text": (lines.write_verl_text, "1.jsonl", "2.jsonl"),
+    "roll-text": (
+        lines.write_roll_text,
+        "rollout_dump_data.step_1.jsonl",
+        "rollout_dump_data.step_2.jsonl",
+    ),
+}
+
+
+@pytest.mark.parametrize("kept", [0.9, 0.02])
+@pytest.mark.parametrize("name", FILES)
+def test_a_file_that_was_not_written_to_its_end_is_left_out_and_named(name, kept, tmp_path):
+    second = two_steps(FILES[name][0], tmp_path / "run", *FILES[name][1:])
+    whole = import_record(tmp_path / "run", tmp_path / "whole")
+    assert len(whole.steps) == 2
+    os.truncate(second, int(second.stat().st_size * kept))
+    cut = import_record(tmp_path / "run", tmp_path / "cut")
+    assert (cut.steps, cut.num_samples) == (whole.steps[:1], whole.num_samples // 2)
+    (note,) = [note for note in cut.notes if str(second) in note]
+    assert "cut off" in note
+    with pytest.raises(ForeignFormat, match="cut off"):
+        import_record(second, tmp_path / "none", name.split(",")[0])
+
+
+def test_cut_lines_of_files_with_several_steps_are_left_out_and_named(tmp_path):
+    source = lines.write_open_instruct(tmp_path)
+    last = source / "run_rollouts_000001.jsonl"
+    os.truncate(last, last.stat().st_size - 20)
+    imported = import_record(source, tmp_path / "record")
+    assert imported.num_samples == 2 * len(KNOWN) - 1
+    assert any(f"{last}, line 3 is cut off" in note for note in imported.notes)
+
+
+def test_samples_of_a_step_that_ran_again_replace_the_first_ones(tmp_path):
+    source = lines.write_open_instruct(tmp_path)
+    row = json.loads((source / "run_rollouts_000000.jsonl").read_text().splitlines()[0])
+    with (source / "run_rollouts_000001.jsonl").open("a") as file:
+        file.write(json.dumps(row | {"reward": 0.125}) + "\n")
+    imported = import_record(source, tmp_path / "record")
+    assert any(note.startswith("1 samples of steps that were run again") for note in imported.notes)
+    assert imported.num_samples == 2 * len(KNOWN)
+    assert open_record(tmp_path / "record").step(0).batch(0)["rewards"][0] == 0.125
+
+
+def test_cut_lines_of_areal_are_named_also_the_only_one_of_a_file(tmp_path):
+    source = lines.write_areal_text(tmp_path / "run")
+    file = source / "rollout" / "4" / "9.jsonl"
+    file.parent.mkdir()
+    file.write_text('{"task_id": 9, "prom')
+    imported = import_record(source, tmp_path / "record")
+    assert imported.num_samples == len(KNOWN)
+    assert any(f"{file}, line 1 is cut off" in note for note in imported.notes)
+
+
+def test_steps_that_only_some_ranks_wrote_are_left_out_and_every_cut_file_is_named(tmp_path):
+    source = lines.write_prime_rl(tmp_path / "run")
+    (step,) = source.rglob("step_4")
+    steps = {number: step.with_name(f"step_{number}") for number in (5, 6, 7)}
+    for folder in steps.values():
+        shutil.copytree(step, folder)
+    for folder in (steps[5], steps[7]):
+        (folder / "rank_1.bin").rename(folder / "rank_1.bin.tmp")
+    cut = [steps[6] / "rank_0.bin", steps[6] / "rank_1.bin", steps[7] / "rank_0.bin"]
+    for file in cut:
+        os.truncate(file, file.stat().st_size - 30)
+    imported = import_record(source, tmp_path / "record")
+    assert imported.steps == ("step_4",)
+    notes = "\n".join(imported.notes)
+    assert f"{steps[5]} has 1 files, and other steps have 2: it is left out" in notes
+    assert all(str(file) in notes for file in (*cut, steps[5] / "rank_1.bin.tmp"))
+
+
+def test_steps_of_verl_with_fewer_batches_than_others_are_left_out_and_named(tmp_path):
+    source = eras.write_verl_queue(tmp_path / "run")
+    step = source / "exp_proj" / "GBS2_N2_in4_out5" / "5"
+    shutil.copytree(step, step.with_name("6"))
+    shutil.rmtree(step.with_name("6") / "1")
+    imported = import_record(source, tmp_path / "record")
+    assert imported.steps == ("5",)
+    assert f"{step.with_name('6')} has 1 files, and other steps have 2: it is left out" in imported.notes
+
+
+def test_exports_without_their_marker_are_left_out_and_named(tmp_path):
+    source = lines.write_prime_rl_export(tmp_path / "run")
+    (step,) = source.rglob("step_4")
+    shutil.copytree(step, step.with_name("step_5"))
+    (step.with_name("step_5") / "STABLE").unlink()
+    imported = import_record(source, tmp_path / "record")
+    assert imported.steps == ("step_4",)
+    assert any(f"{step.with_name('step_5')} has no file STABLE" in note for note in imported.notes)
+
+
+def test_an_experiment_folder_with_other_things_beside_the_samples(tmp_path):
+    run = tmp_path / "run"
+    pickled.write_slime(run / "dump")
+    pickled.write_slime(run / "dump" / "eval-rollout")
+    (run / "checkpoints").mkdir()
+    (run / "checkpoints" / "model.pt").write_bytes(b"\x80\x02}q\x00.")
+    (run / "logs").mkdir()
+    (run / "logs" / "metrics.jsonl").write_text('{"loss": 1}\n')
+    os.mkfifo(run / "logs" / "pipe.pt")
+    imported = import_record(run, tmp_path / "record")
+    assert (imported.format, imported.steps) == ("slime", ("rollout 9", "rollout 10"))
+
+
+def test_two_runs_in_one_folder_are_refused_by_name(tmp_path):
+    for run in ("a", "b"):
+        lines.write_nemo_rl(tmp_path / "runs" / run)
+    with pytest.raises(ForeignFormat, match=r"runs/a/.* and .*runs/b/.* are of two runs"):
+        import_record(tmp_path / "runs", tmp_path / "record")
+    for run in ("c", "d"):
+        (tmp_path / "more").mkdir(exist_ok=True)
+        (tmp_path / "more" / f"{run}_rollouts_000000.jsonl").write_text("{}\n")
+    with pytest.raises(ForeignFormat, match=r"c_rollouts.* and .*d_rollouts.* are of two runs"):
+        import_record(tmp_path / "more", tmp_path / "record")
+
+
+def test_a_line_separator_inside_of_a_string_is_text(tmp_path):
+    rows = [
+        {"input": "a\u2028b\x85c", "output": "d\u2029e\x1cf", "score": 1.0, "step": 1},
+        {"input": "g", "output": "h\r", "score": 0.0, "step": 1},
+    ]
+    text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+    (tmp_path / "1.jsonl").write_text(text, newline="")
+    import_record(tmp_path / "1.jsonl", tmp_path / "record")
+    lines_read = open_record(tmp_path / "record").step(0).text(0)
+    assert [(line["prompt"], line["completion"]) for line in lines_read] == [
+        (row["input"], row["output"]) for row in rows
+    ]
+
+
+def test_the_verb_prints_the_name_of_a_file_that_is_cut_off(tmp_path):
+    second = two_steps(FILES["xtuner"][0], tmp_path / "run", *FILES["xtuner"][1:])
+    os.truncate(second, 100)
+    done = CliRunner().invoke(main, ["record", "import", str(tmp_path / "run"), "--to", str(tmp_path / "r")])
+    assert done.exit_code == 0
+    assert f"{second} is cut off or damaged: its step is left out" in done.output
