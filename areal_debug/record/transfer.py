@@ -45,18 +45,18 @@ def import_record(
     as_json: bool,
     overrides: tuple[str, ...],
 ) -> None:
-    """Write a record from SOURCE, a file or folder of slime, miles, verl, prime-rl, NeMo-RL, SkyRL,
-    ROLL, xtuner, open-instruct or AReaL.
+    """Write a record from SOURCE, a file or the folder of an experiment of slime, miles, verl,
+    prime-rl, NeMo-RL, SkyRL, ROLL, xtuner, open-instruct, AReNo, AReaL or TRL.
 
-    Nothing that a pickle names is imported. With --config and --model
+    What its format does not have is recorded as unknown, and what is left out is printed. Nothing
+    that a pickle names is imported. With --config and --model
     the record can be replayed; OPTION=VALUE changes an option of the config, and `areal-debug
     replay DEST -o X` records the replay.
     """
     from recorder.importers.importing import import_record as write_record
 
     options = resolve_config(config, (*settings, *overrides), model)
-    name = "slime" if format_name == "miles" else format_name
-    imported = write_record(source, destination, name, options, model, force)
+    imported = write_record(source, destination, format_name, options, model, force)
     if as_json:
         print_json(asdict(imported) | {"record": str(destination)})
     else:
