@@ -17,7 +17,7 @@ from recorder.importers.importing import import_record, write_import
 from recorder.importers.stand_ins import Instance
 from recorder.importers.unpickle import load_bytes
 
-from ..importers import dataproto, lines, pickled
+from ..importers import dataproto, eras, lines, pickled
 from .fuzz_records import read_everything
 from .inputs import Case, Edit, Files, pickle_edit
 from .targets import Target, read_folder
@@ -26,29 +26,38 @@ WRITERS = {
     "slime": pickled.write_slime,
     "miles": pickled.write_miles,
     "skyrl": pickled.write_skyrl,
+    "skyrl before 0.4": eras.write_old_skyrl,
     "xtuner": pickled.write_xtuner,
     "areal": pickled.write_areal_padded,
     "areal list": pickled.write_areal_list,
     "areal tensordict": pickled.write_areal_tensordict,
     "areal older tensordict": pickled.write_areal_older_tensordict,
     "verl": dataproto.write_verl,
+    "verl queue": eras.write_verl_queue,
     "roll rlvr": dataproto.write_roll_rlvr,
     "roll agentic": dataproto.write_roll_agentic,
     "prime-rl": lines.write_prime_rl,
     "prime-rl export": lines.write_prime_rl_export,
+    "prime-rl orchestrator": lambda folder: eras.write_orchestrator(folder, "0.6"),
     "nemo-rl": lines.write_nemo_rl,
+    "nemo-rl before 0.6": eras.write_old_nemo_rl,
+    "areno": lines.write_areno,
+    "roll-text": lines.write_roll_text,
     "open-instruct": lines.write_open_instruct,
     "areal-text": lines.write_areal_text,
     "verl-text": lines.write_verl_text,
 }
-WITHOUT_PICKLE = ("prime-rl", "prime-rl export", "nemo-rl", "open-instruct", "areal-text", "verl-text")
-FORMATS = {"miles": "slime", "roll rlvr": "roll", "roll agentic": "roll", "prime-rl export": "prime-rl"}
+WITHOUT_PICKLE = (
+    *("prime-rl", "prime-rl export", "prime-rl orchestrator", "nemo-rl", "nemo-rl before 0.6"),
+    *("open-instruct", "areno", "areal-text", "verl-text", "roll-text"),
+)
 PICKLED = [name for name in WRITERS if name not in WITHOUT_PICKLE]
 FORMAT, TREE = "format", "tree.json"
 
 
 def format_of(base: str) -> bytes:
-    return FORMATS.get(base, "areal" if base.startswith("areal ") else base).encode()
+    name = base.split(" ")[0]
+    return b"slime" if name == "miles" else name.encode()
 
 
 def written(folder: Path, base: str) -> Files:
@@ -148,10 +157,18 @@ def run_tree(case: Case, box: Path) -> None:
         importer = importlib.import_module(f"recorder.importers.{module.name}")
         if hasattr(importer, "load_pickle") and module.name != "unpickle":
             importer.load_pickle = lambda path: document  # type: ignore[attr-defined]
+        if hasattr(importer, "first_strings") and module.name != "unpickle":
+            importer.first_strings = lambda path: names_in(document)  # type: ignore[attr-defined]
     source = case.write(box / "source")
     (box / "record").mkdir()
     write_import(source, box / "record", name, {}, {"path": "", "files": {}})
     read_everything(open_record(box / "record"))
+
+
+def names_in(document: Any) -> set[str]:
+    """Return what `first_strings` finds in a document."""
+    first = document[0] if isinstance(document, list) and document else document
+    return {key for key in first if isinstance(key, str)} if isinstance(first, dict) else set()
 
 
 TARGETS = {
