@@ -1,5 +1,6 @@
 """`areal-debug record import` and `export`: convert between a record and other tools' formats."""
 
+import tempfile
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,9 +12,11 @@ from areal_debug.confined import describes_limits, reads_untrusted
 from areal_debug.render import console, errors_as_sentences, print_json, styled
 
 if TYPE_CHECKING:
+    from recorder.exporters.exporting import Exported
     from recorder.importers.importing import Imported
 
-FORMATS = ("jsonl", "pt", "parquet", "slime")
+FORMATS = ("jsonl", "parquet", "pt", "slime", "hf", "wandb", "trackio")
+SERVICES = ("wandb", "trackio")  # `areal_debug.record.services` logs to them
 
 
 @click.command(
@@ -96,8 +99,9 @@ def print_imported(imported: "Imported", destination: Path) -> None:
 
 @click.command(
     cls=Verb,
-    short_help="Write a record as JSON lines, torch tensors, Parquet or slime's rollout data",
-    example="areal-debug record export runs/record --format jsonl --to samples.jsonl",
+    short_help="Write a record as JSON lines, Parquet, a dataset or another tool's files",
+    example="areal-debug record export runs/record --format jsonl --to samples.jsonl\n"
+    "areal-debug record export runs/record --format parquet --to samples",
 )
 @click.argument("record", type=click.Path(path_type=Path))
 @click.option(
@@ -108,20 +112,82 @@ def print_imported(imported: "Imported", destination: Path) -> None:
     "destination",
     type=click.Path(path_type=Path),
     required=True,
-    help="File to write; pt and slime have one per step: put {step} into its name.",
+    help="File to write; pt and slime have one per step: put {step} into its name. A folder for hf, wandb and "
+    "trackio, and for parquet a table by step unless the name ends in .parquet.",
 )
+@click.option(
+    "--hub", metavar="USER/NAME", help="With hf: also send the dataset to the Hugging Face Hub, private."
+)
+@click.option("--public", is_flag=True, help="With --hub: let anybody read it.")
 @step_option("all steps")
 @force_option
 @json_option
-@reads_untrusted("record", outputs="destination", cpu_s=60)  # importing torch takes up to 10
+@describes_limits
 @errors_as_sentences
 def export(
+    record: Path,
+    format_name: str,
+    destination: Path,
+    hub: str | None,
+    public: bool,
+    step: int | None,
+    force: bool,
+    as_json: bool,
+) -> None:
+    """Write the samples of RECORD as JSON lines, Parquet, torch tensors, slime's rollout data, a
+    dataset of Hugging Face, or an offline run of Weights & Biases or Trackio.
+
+    What is not known is null, or absent.
+    """
+    if (hub is not None and format_name != "hf") or (public and hub is None):
+        raise ValueError("--hub needs --format hf, and --public needs --hub")
+    if format_name in SERVICES:
+        export_to_service(record, format_name, destination, step, as_json)
+        return
+    export_confined(
+        record=record,
+        format_name=format_name,
+        destination=destination,
+        step=step,
+        force=force,
+        as_json=as_json,
+    )
+    if hub is not None:
+        from areal_debug.record.services import send_to_hub
+
+        console(stderr=as_json).print(styled("sent to {}", send_to_hub(destination, hub, public)))
+
+
+@reads_untrusted("record", outputs="destination", cpu_s=60)  # importing torch takes up to 10
+@errors_as_sentences
+def export_confined(
     record: Path, format_name: str, destination: Path, step: int | None, force: bool, as_json: bool
 ) -> None:
-    """Write the samples of RECORD as JSON lines, torch tensors, Parquet or slime's rollout data."""
+    """Write files, in a confined child, and print what was written."""
     from recorder.exporters.exporting import export_record
 
-    exported = export_record(record, format_name, destination, step, force)
+    print_exported(export_record(record, format_name, destination, step, force), format_name, as_json)
+
+
+def export_to_service(record: Path, service: str, folder: Path, step: int | None, as_json: bool) -> None:
+    """Log a record as an offline run of a service, into a new folder, and print what shows it."""
+    from areal_debug.record.services import log_lines
+    from recorder.archive.confined import in_child
+    from recorder.exporters.exporting import Exported, export_record
+
+    if folder.exists():
+        raise ValueError(f"{folder} exists already: {service} gets a folder of its own, choose another name")
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}.") as scratch:
+        lines = Path(scratch) / "lines.jsonl"
+        written = in_child(
+            lambda: asdict(export_record(record, "lines", lines, step)), [record], Path(scratch)
+        )
+        shows = log_lines(lines, service, folder, record.name)
+    print_exported(Exported(**written | {"files": [str(folder)], "next": shows}), service, as_json)
+
+
+def print_exported(exported: "Exported", format_name: str, as_json: bool) -> None:
+    """Print which files were written, and what the format could not carry."""
     if as_json:
         print_json(asdict(exported))
         return
@@ -130,6 +196,8 @@ def export(
         styled("{} steps in {}{}", len(exported.steps), exported.files[0], and_more(len(exported.files) - 1))
     )
     out.print(styled("not carried by {}: {}", format_name, "; ".join(exported.lost)), style="dim")
+    if exported.next is not None:
+        out.print(styled("next: {}", exported.next))
 
 
 def and_more(count: int) -> str:

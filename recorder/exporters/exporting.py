@@ -6,35 +6,41 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from recorder.errors import RecordError
-from recorder.exporters import jsonl, parquet, pt, slime
+from recorder.exporters import hugging_face, jsonl, logged, parquet, pt, slime
 from recorder.reader import Record, open_record
 
 FORMATS: dict[str, Callable[[Record, Path, Sequence[int], bool], list[Path]]] = {
     "jsonl": jsonl.write,
-    "pt": pt.write,
     "parquet": parquet.write,
+    "pt": pt.write,
     "slime": slime.write,
+    "hf": hugging_face.write,
+    "lines": logged.write,  # what is logged to Weights & Biases or Trackio
 }
+TABLE_LACKS = ("plans, statistics, checksums and anchors",)
 # Data that each format cannot represent.
 LOST = {
-    "jsonl": ("plans, outcomes and anchors",),
-    "pt": ("plans, outcomes, anchors and text", "the rank of each row"),
-    "parquet": ("plans, outcomes and anchors",),
+    "jsonl": TABLE_LACKS,
+    "parquet": TABLE_LACKS,
+    "hf": TABLE_LACKS,
+    "lines": ("plans, checksums and anchors", "values per token"),
+    "pt": ("plans, outcomes, anchors and text", "what the trainer computed", "the rank of each row"),
     "slime": (
         "plans, outcomes and anchors",
+        "what the trainer computed",
         "the weight version of each token, if a sample has several",
-        "tokens before the first one in the loss mask count as prompt",
     ),
 }
 
 
 @dataclass(frozen=True)
 class Exported:
-    """The written files, and what the format cannot represent."""
+    """The written files, what the format cannot represent, and the command that shows the files."""
 
     files: tuple[str, ...]
     steps: tuple[int, ...]
     lost: tuple[str, ...]
+    next: str | None = None
 
 
 def export_record(
@@ -48,7 +54,7 @@ def export_record(
 
     Args:
         destination: a file; a format with one file per step needs `{step}` in the name if there are
-            several.
+            several. A folder for "hf", and for "parquet" unless the name ends in .parquet.
 
     Raises:
         RecordError: the record cannot be read, or the destination exists.

@@ -1,47 +1,68 @@
 """Parquet: one sample per row, a list per token column, and a checksum per page.
 
+    FILE.parquet                   all steps in one file
+    FOLDER/step=12/part-0.parquet  a file per step: a table for DuckDB, Polars and Ray Data
+
 Row groups are small, so that a viewer can read a single sample.
 """
 
-from collections.abc import Sequence
-from itertools import islice
+import os
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import IO, TYPE_CHECKING
 
 from areal_core.safety.durable import replacing
-from recorder.exporters.jsonl import document_of
-from recorder.exporters.rows import check_file, read_rows
+from areal_core.safety.scratch import unfinished_folder
+from recorder.exporters.arrow import batches, schema_of
+from recorder.exporters.rows import check_file, check_folder, layout_of_steps
+from recorder.exporters.sample_columns import Layout
 from recorder.reader import Record
 
-ROW_GROUP = 64
-
-
-def write(record: Record, file: Path, steps: Sequence[int], overwrite: bool) -> list[Path]:
-    """Write one file with all steps, atomically."""
+if TYPE_CHECKING:
     import pyarrow
+
+ROW_GROUP = 64
+PARTITION, FILE_NAME = "step=", "part-0.parquet"
+
+
+def write(record: Record, place: Path, steps: Sequence[int], overwrite: bool) -> list[Path]:
+    """Write one file with all steps, or a folder with a file per step, atomically."""
+    is_file = place.suffix == ".parquet" or (place.exists() and not place.is_dir())
+    if is_file:
+        check_file(place, overwrite)
+    else:
+        check_folder(place, overwrite, is_table)
+    layout = layout_of_steps(record, steps)
+    if is_file:
+        with replacing(place) as file:
+            write_batches(file, layout, batches(record, steps, layout))
+        return [place]
+    # the folder's name is the column; with leading zeros DuckDB would take it for text
+    names = [f"{PARTITION}{step}/{FILE_NAME}" for step in steps]
+    others = Layout(tuple(f for f in layout.fields if f.name != "step"), layout.from_elsewhere)
+    with unfinished_folder(place) as content:
+        for step, name in zip(steps, names, strict=True):
+            (content / name).parent.mkdir(parents=True)
+            with (content / name).open("wb") as file:
+                write_batches(file, others, batches(record, [step], others))
+                file.flush()
+                os.fsync(file.fileno())
+    return [place / name for name in names]
+
+
+def write_batches(file: IO[bytes], layout: Layout, found: Iterable["pyarrow.RecordBatch"]) -> None:
+    """Write batches of a layout's columns as one Parquet file."""
     from pyarrow import parquet
 
-    check_file(file, overwrite)
-    columns = {
-        "step": pyarrow.int64(),
-        "prompt_id": pyarrow.int64(),
-        "sample_id": pyarrow.int32(),
-        "token_ids": pyarrow.list_(pyarrow.int32()),
-        "prompt_len": pyarrow.int32(),
-        "loss_mask": pyarrow.list_(pyarrow.int8()),
-        "logprobs": pyarrow.list_(pyarrow.float32()),
-        "reward": pyarrow.float32(),
-        "finish_reason": pyarrow.int32(),
-        "versions": pyarrow.list_(pyarrow.int32()),
-        "prompt": pyarrow.string(),
-        "completion": pyarrow.string(),
-    }
-    schema = pyarrow.schema(list(columns.items()))
-    with (
-        replacing(file) as bytes_out,
-        parquet.ParquetWriter(bytes_out, schema, compression="zstd", write_page_checksum=True) as out,
-    ):
-        rows = read_rows(record, steps)
-        while group := list(islice(rows, ROW_GROUP)):
-            documents = [{"prompt": None, "completion": None} | document_of(row) for row in group]
-            out.write_table(pyarrow.Table.from_pylist(documents, schema))
-    return [file]
+    schema = schema_of(layout.fields)
+    with parquet.ParquetWriter(file, schema, compression="zstd", write_page_checksum=True) as out:
+        for batch in found:
+            out.write_batch(batch, row_group_size=ROW_GROUP)
+
+
+def is_table(folder: Path) -> bool:
+    """Return whether a folder is what `write` writes, and nothing else."""
+    return folder.is_dir() and all(
+        path.name.startswith(PARTITION) and path.is_dir() and os.listdir(path) == [FILE_NAME]
+        for path in folder.iterdir()
+    )

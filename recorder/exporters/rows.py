@@ -1,67 +1,50 @@
-"""The rows of a record for exporters: complete samples, ordered by step, rank and row."""
+"""The samples of a record for exporters, ordered by step, rank and row; and names of files."""
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
-
-import numpy as np
+from typing import Any
 
 from recorder.errors import RecordError, RecordExists
+from recorder.exporters.sample_columns import Layout, layout_of, read_columns
 from recorder.reader import Record
 
 STEP_FIELD = "{step}"
 
 
-@dataclass(frozen=True)
-class ExportedRow:
-    """A sample of T tokens.
+def layout_of_steps(record: Record, steps: Sequence[int]) -> Layout:
+    """Return the columns of some steps. Raises StepNotRecorded, DamagedRecord."""
+    return layout_of(record, map(record.step, steps))
 
-    `prompt_len` counts the tokens before the first one in the loss mask; `text` is prompt and
-    completion if recorded.
+
+def read_rows(
+    record: Record, steps: Sequence[int], layout: Layout, names: Collection[str] | None = None
+) -> Iterator[dict[str, Any]]:
+    """Yield the samples of some steps, all ranks: each column as JSON types, None if unknown.
+
+    Raises StepNotRecorded, DamagedRecord.
     """
-
-    step: int
-    prompt_id: int
-    sample_id: int
-    token_ids: np.ndarray
-    prompt_len: int
-    loss_mask: np.ndarray
-    logprobs: np.ndarray
-    reward: float
-    finish_reason: int
-    versions: np.ndarray
-    text: tuple[str, str] | None
-
-
-def read_rows(record: Record, steps: Sequence[int]) -> Iterator[ExportedRow]:
-    """Yield the samples of some steps, all ranks. Raises StepNotRecorded, DamagedRecord."""
     for number in steps:
         step = record.step(number)
         for rank in range(step.manifest.num_ranks):
-            arrays, text = step.batch(rank), step.text(rank)
-            bounds = arrays["cu_seqlens"]
+            columns = read_columns(step, rank, layout, names)
             for row in range(step.num_rows(rank)):
-                part = slice(bounds[row], bounds[row + 1])
-                mask = arrays["loss_mask"][part]
-                yield ExportedRow(
-                    step=number,
-                    prompt_id=int(arrays["prompt_id"][row]),
-                    sample_id=int(arrays["sample_id"][row]),
-                    token_ids=arrays["input_ids"][part],
-                    prompt_len=int(mask.argmax()) if mask.any() else len(mask),
-                    loss_mask=mask,
-                    logprobs=arrays["logprobs"][part],
-                    reward=float(arrays["rewards"][row]),
-                    finish_reason=int(arrays["finish_reason"][row]),
-                    versions=arrays["versions"][part],
-                    text=None if text is None else (text[row]["prompt"], text[row]["completion"]),
-                )
+                yield {name: column.value(row) for name, column in columns.items()}
 
 
 def check_file(file: Path, overwrite: bool) -> None:
     """Raise RecordExists unless the file may be written."""
     if file.exists() and not overwrite:
         raise RecordExists(f"{file} exists already: choose another name, or --force to replace it")
+
+
+def check_folder(folder: Path, overwrite: bool, is_ours: Callable[[Path], bool]) -> None:
+    """Raise RecordExists unless the folder may be written: absent, empty, or `is_ours`."""
+    if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
+        return
+    if not overwrite:
+        raise RecordExists(f"{folder} exists already: choose another name, or --force to replace it")
+    if not is_ours(folder):
+        raise RecordExists(f"{folder} is no earlier export of this format: choose another name")
 
 
 def file_of_step(template: Path, step: int, num_steps: int) -> Path:

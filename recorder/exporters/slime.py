@@ -9,10 +9,15 @@ from pathlib import Path
 from typing import Any
 
 from areal_core.safety.durable import commit_file
-from recorder.exporters.rows import ExportedRow, check_file, file_of_step, read_rows
+from recorder.exporters.rows import check_file, file_of_step, layout_of_steps, read_rows
 from recorder.reader import Record
 
-STATUS = ("completed", "truncated", "aborted")  # by finish reason
+# by finish reason; slime has no word for one that is not known, and "pending" is its default
+STATUS = {"stop": "completed", "length": "truncated", "abort": "aborted", None: "pending"}
+COLUMNS = (
+    "step", "prompt_id", "sample_id", "prompt_len", "reward", "finish_reason",
+    "token_ids", "loss_mask", "logprobs", "versions", "prompt", "completion",
+)  # fmt: skip
 
 
 def write(record: Record, file: Path, steps: Sequence[int], overwrite: bool) -> list[Path]:
@@ -22,7 +27,7 @@ def write(record: Record, file: Path, steps: Sequence[int], overwrite: bool) -> 
     files = {step: file_of_step(file, step, len(steps)) for step in steps}
     for step, path in files.items():
         check_file(path, overwrite)
-        rows = read_rows(record, [step])
+        rows = read_rows(record, [step], layout_of_steps(record, [step]), COLUMNS)
         samples = [sample_of(row, index) for index, row in enumerate(rows)]
         packed = io.BytesIO()  # torch turns an error of a file into one without its reason
         torch.save({"rollout_id": step, "samples": samples}, packed)
@@ -30,34 +35,34 @@ def write(record: Record, file: Path, steps: Sequence[int], overwrite: bool) -> 
     return list(files.values())
 
 
-def sample_of(row: ExportedRow, index: int) -> dict[str, Any]:
-    """Return a row as `Sample.to_dict()` of slime.
+def sample_of(row: dict[str, Any], index: int) -> dict[str, Any]:
+    """Return a row as `Sample.to_dict()` of slime; what is not known is None.
 
-    The response begins at the first token in the loss mask.
+    The response begins behind the prompt. Without one that is known it is the whole row.
     """
-    response = slice(row.prompt_len, None)
-    prompt, completion = row.text or ("", "")
-    trained = row.versions[row.loss_mask != 0].tolist()
+    tokens, mask, versions = row["token_ids"] or [], row["loss_mask"], row["versions"] or []
+    begin = row["prompt_len"] or 0
+    trained = [version for version, kept in zip(versions, mask or [1] * len(tokens), strict=False) if kept]
     return {
-        "group_index": row.prompt_id,
+        "group_index": row["prompt_id"],
         "index": index,
-        "rollout_id": row.step,
-        "prompt": prompt,
-        "tokens": row.token_ids.tolist(),
+        "rollout_id": row["step"],
+        "prompt": row.get("prompt") or "",
+        "tokens": tokens,
         "multimodal_inputs": None,
         "multimodal_train_inputs": None,
-        "response": completion,
-        "response_length": len(row.token_ids) - row.prompt_len,
+        "response": row.get("completion") or "",
+        "response_length": len(tokens) - begin,
         "label": None,
-        "reward": row.reward,
-        "loss_mask": row.loss_mask[response].tolist(),
+        "reward": row["reward"],
+        "loss_mask": None if mask is None else mask[begin:],
         "weight_versions": [str(version) for version in dict.fromkeys(trained)],
-        "rollout_log_probs": row.logprobs[response].tolist(),
+        "rollout_log_probs": None if row["logprobs"] is None else row["logprobs"][begin:],
         "rollout_routed_experts": None,
         "teacher_log_probs": None,
         "remove_sample": False,
-        "status": STATUS[row.finish_reason],
-        "metadata": {"sample_id": row.sample_id},
+        "status": STATUS[row["finish_reason"]],
+        "metadata": {"sample_id": row["sample_id"]},
         "train_metadata": None,
         "session_id": None,
         "non_generation_time": 0.0,
