@@ -7,10 +7,12 @@ numbers, for which it reads step.json and the rewards.
 import os
 import zipfile
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from importlib import import_module
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -51,6 +53,10 @@ from recorder.format import (
 from recorder.header import Gaps, in_ranges, parse_gaps
 from recorder.storage import FolderStorage, Storage, is_url, location_of
 from recorder.tensors import check_header, check_offsets, read_tensor
+
+if TYPE_CHECKING:
+    import pandas
+    import pyarrow
 
 
 @dataclass(frozen=True)
@@ -230,6 +236,30 @@ class Record:
         if not self.header.recording.wants(step):
             return "was not selected for recording"
         return self.gaps.reason(step) or "is not recorded"
+
+    def to_arrow(
+        self, steps: Sequence[int] | None = None, columns: Sequence[str] | None = None
+    ) -> "pyarrow.Table":
+        """Return the samples, or some columns of those of some steps, as an Arrow table.
+
+        Values per token are lists, aligned to the token itself; what is not known is null. Raises
+        RecordError for a column that is not there, StepNotRecorded, DamagedRecord.
+        """
+        return self._exporter("arrow").table_of(self, steps, columns)
+
+    def to_pandas(
+        self, steps: Sequence[int] | None = None, columns: Sequence[str] | None = None
+    ) -> "pandas.DataFrame":
+        """Return what `to_arrow` returns as a data frame."""
+        return self._exporter("arrow").frame_of(self, steps, columns)
+
+    def _repr_html_(self) -> str:
+        """Return what a notebook shows."""
+        return self._exporter("html").html_of(self)
+
+    def _exporter(self, name: str) -> ModuleType:
+        """Import one of the exporters, which import this module."""
+        return import_module(f"recorder.exporters.{name}")
 
     def anchors(self) -> tuple[int, ...]:
         """Steps before which a complete checkpoint was saved."""
