@@ -38,6 +38,7 @@ SECTIONS = {
     "Look": {
         "record": "List, show, verify, archive, import and export records",
         "view": "Write a record as one HTML page: curves, samples and every token",
+        "query": "Ask a record in SQL: steps, samples, tokens and outcomes",
     },
     "Serve and agents": {
         "serve": "Start, list and stop inference servers to debug agents against",

@@ -1,0 +1,1 @@
+"""`areal-debug query`: SQL over a record."""

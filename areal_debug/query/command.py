@@ -1,0 +1,86 @@
+"""`areal-debug query`: ask a record in SQL, without export."""
+
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+import click
+
+from areal_debug.cli import Verb, force_option, json_option, output_option
+from areal_debug.confined import reads_untrusted
+from areal_debug.query import render
+from areal_debug.render import console, errors_as_sentences, print_json, refuse_existing, styled
+
+CPU_S = 60
+SHARE_OF_MEMORY = 0.6  # for the database; Python, Arrow and the tensors that are read have the rest
+
+
+@click.command(
+    cls=Verb,
+    example="areal-debug query runs/record 'select step, avg(reward) from samples group by step order by step'\n"
+    "areal-debug query runs/record --schema",
+)
+@click.argument("record", type=click.Path(path_type=Path))
+@click.argument("sql", required=False)
+@click.option("--schema", "shows_schema", is_flag=True, help="List the tables and their columns.")
+@click.option(
+    "--limit",
+    type=click.IntRange(min=0),
+    metavar="N",
+    help=f"Rows to return; by default all, and {render.SHOWN} of a table that is printed.",
+)
+@click.option(
+    "--csv",
+    "as_csv",
+    is_flag=True,
+    help="Print CSV. Text that a spreadsheet would compute has a ' before it.",
+)
+@output_option("Write the rows into a file: .parquet, .csv, .json or .jsonl.")
+@force_option
+@json_option
+@reads_untrusted("record", outputs="output", cpu_s=CPU_S)
+@errors_as_sentences
+def command(
+    record: Path,
+    sql: str | None,
+    shows_schema: bool,
+    limit: int | None,
+    as_csv: bool,
+    output: Path | None,
+    force: bool,
+    as_json: bool,
+) -> None:
+    """Answer a query over RECORD: SQL of DuckDB over the tables steps, samples, tokens, outcomes.
+
+    Only the columns and steps that it needs are read. It can read no file and change nothing.
+    """
+    from areal_core.safety.confine import bounds_for
+    from areal_debug.query.database import Database
+    from recorder import open_record
+
+    if (sql is None) != shows_schema or as_csv + as_json + (output is not None) > 1:
+        raise ValueError("give a query or --schema, and at most one of --csv, --json and --output")
+    if output is not None:
+        render.check_output(output)
+        refuse_existing(output, force)
+    memory_bytes = bounds_for([record]).memory_bytes
+    database = Database(open_record(record), int(SHARE_OF_MEMORY * memory_bytes))
+    if sql is None:
+        tables = database.columns()
+        if as_json:
+            print_json([asdict(table) for table in tables])
+        else:
+            render.print_schema(tables)
+        return
+    prints_table = not (as_csv or as_json or output)
+    shown = render.SHOWN if limit is None else limit
+    answer = database.query(sql, shown + 1 if prints_table else limit)
+    if output is not None:
+        render.write(answer, output)
+        console().print(styled("written: {}", output))
+    elif as_csv:
+        render.write_csv(answer, sys.stdout)
+    elif as_json:
+        render.print_rows_as_json(answer)
+    else:
+        render.print_table(answer, shown)

@@ -1,0 +1,130 @@
+"""Rows of a query as a table on a terminal, CSV, JSON or a file."""
+
+import csv
+import io
+import json
+import sys
+from collections.abc import Iterable, Iterator
+from decimal import Decimal
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
+
+from rich.table import Table
+
+from areal_core.safety.durable import replacing
+from areal_debug.render import console, format_number, one_line, styled
+from recorder.checksum_json import plain
+
+if TYPE_CHECKING:
+    from areal_debug.query.database import Answer, TableColumns
+
+SHOWN = 40  # rows
+LONGEST_CELL = 120  # characters of a value in a table on a terminal
+COMPUTED = ("=", "+", "-", "@", "\t", "\r")  # a spreadsheet computes text that begins so
+ENDINGS = (".parquet", ".csv", ".json", ".jsonl")
+
+
+def print_schema(tables: Iterable["TableColumns"]) -> None:
+    """Print each table with its columns and their types."""
+    out = console()
+    for table in tables:
+        out.print(styled("[bold]{}[/bold]", table.table))
+        for name, kind in table.columns.items():
+            out.print(styled("  {:<16} [dim]{}[/dim]", name, kind))
+
+
+def print_table(answer: "Answer", shown: int) -> None:
+    """Print the first rows; `answer` has one more if there are more."""
+    rows = list(answer.rows())
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for number, name in enumerate(answer.names):
+        is_number = any(isinstance(row[number], int | float | Decimal) for row in rows)
+        table.add_column(one_line(name), justify="right" if is_number else "left", overflow="fold")
+    for row in rows[:shown]:
+        table.add_row(*(one_line(cell_text(value)) for value in row))
+    out = console()
+    more = ", the first of more: --limit N prints N of them" if len(rows) > shown else ""
+    count = min(len(rows), shown)
+    out.print(f"{count:,} {'row' if count == 1 else 'rows'}{more}", style="dim")
+    out.print(table)
+
+
+def cell_text(value: Any) -> str:
+    """Return a value as text for people: floats with six digits, long values cut."""
+    if value is None:
+        return "null"
+    text = format_number(value) if isinstance(value, float) else text_of(value)
+    return text if len(text) <= LONGEST_CELL else f"{text[:LONGEST_CELL]}..."
+
+
+def text_of(value: Any) -> str:
+    """Return a value as text; lists and structs as JSON."""
+    return json_of(value) if isinstance(value, list | dict) else str(value)
+
+
+def json_of(value: Any) -> str:
+    """Return a value as JSON; dates as text."""
+    return json.dumps(plain(value), allow_nan=False, default=number_or_text)
+
+
+def number_or_text(value: Any) -> int | float | str:
+    """Return what JSON has for a decimal, such as a sum of integers, or for anything else."""
+    if isinstance(value, Decimal):
+        return int(value) if value.as_tuple().exponent == 0 else float(value)
+    return str(value)
+
+
+def csv_cell(value: Any) -> Any:
+    """Return a value for CSV: null is empty, and no text is a formula."""
+    if value is None or isinstance(value, int | float | Decimal):
+        return value
+    text = text_of(value)
+    return f"'{text}" if text.startswith(COMPUTED) else text
+
+
+def write_csv(answer: "Answer", out: IO[str]) -> None:
+    """Write a line of names and one a row."""
+    writer = csv.writer(out, lineterminator="\n")
+    writer.writerow(map(csv_cell, answer.names))
+    writer.writerows(map(csv_cell, row) for row in answer.rows())
+
+
+def print_rows_as_json(answer: "Answer") -> None:
+    """Print a list of objects on standard output."""
+    for piece in json_list(answer):
+        sys.stdout.write(piece)
+
+
+def json_lines(answer: "Answer") -> Iterator[str]:
+    """Yield each row as a JSON object."""
+    return (json_of(dict(zip(answer.names, row, strict=True))) for row in answer.rows())
+
+
+def json_list(answer: "Answer") -> Iterator[str]:
+    """Yield the pieces of a JSON list of the rows."""
+    before = "["
+    for line in json_lines(answer):
+        yield f"{before}\n{line}"
+        before = ","
+    yield "[]\n" if before == "[" else "\n]\n"
+
+
+def check_output(file: Path) -> None:
+    """Raise ValueError unless the name says which format to write."""
+    if file.suffix not in ENDINGS:
+        raise ValueError(f"{file} ends in none of {', '.join(ENDINGS)}: the ending chooses the format")
+
+
+def write(answer: "Answer", file: Path) -> None:
+    """Write the rows into a file, atomically, as its ending says."""
+    with replacing(file) as out:
+        if file.suffix == ".parquet":
+            answer.write_parquet(out)
+        elif file.suffix == ".csv":
+            text = io.TextIOWrapper(out, encoding="utf-8", newline="", write_through=True)
+            write_csv(answer, text)
+            text.detach()  # which would close the file
+        else:
+            is_list = file.suffix == ".json"
+            pieces = json_list(answer) if is_list else (f"{line}\n" for line in json_lines(answer))
+            out.writelines(piece.encode() for piece in pieces)

@@ -1,0 +1,239 @@
+"""A record as four tables that are read when a query needs them, and no further than it needs.
+
+    DuckDB ── columns, filter ──> LazyTable ── for each step ──> the tensors of these columns
+                                     └ a step of which the filter keeps no row: only what it tests
+
+`steps` has a row per step, `samples` one per sample, `tokens` one per token, and `outcomes` one per
+statistic of a step and number of a micro-batch.
+"""
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from functools import cached_property, lru_cache
+from typing import Any
+
+import numpy as np
+import pyarrow
+from pyarrow import dataset
+
+from recorder.exporters.arrow import array_of, batch_of, number_array, schema_of, type_of
+from recorder.exporters.sample_columns import Field, Layout, has_file, known_rows, layout_of, read_columns
+from recorder.reader import Record, RecordedStep, read_manifest
+
+KEPT_MANIFESTS = 20_000  # parsed step.json files of one rank each, about 200 MB
+TOKEN_NAMES = {"token_ids": "token_id", "logprobs": "logprob", "versions": "version"}
+OF_TOKENS = ("step", "rank", "row", "prompt_id", "sample_id")  # columns of the sample that a token repeats
+STEPS = pyarrow.schema(
+    {
+        "step": pyarrow.int64(),
+        "version": pyarrow.int64(),
+        "num_ranks": pyarrow.int32(),
+        "num_samples": pyarrow.int64(),
+        "num_tokens": pyarrow.int64(),
+        "size_bytes": pyarrow.int64(),
+        "mean_reward": pyarrow.float64(),
+    }
+)
+OUTCOMES = pyarrow.schema(
+    {
+        "step": pyarrow.int64(),
+        "rank": pyarrow.int32(),
+        "minibatch": pyarrow.int32(),
+        "micro_batch": pyarrow.int32(),
+        "name": pyarrow.string(),
+        "value": pyarrow.float64(),
+    }
+)
+Read = Callable[[int, Collection[str]], Iterator[pyarrow.RecordBatch]]
+
+
+class LazyTable(dataset.Dataset):  # type: ignore[misc]  # pyarrow has no types
+    """A table of which `read(step, columns)` reads the rows of a step.
+
+    DuckDB takes the columns and filters that it needs from any subclass of this class of pyarrow.
+    """
+
+    def __init__(
+        self,
+        schema: Callable[[], pyarrow.Schema],
+        steps: Sequence[int],
+        read: Read,
+        failures: list[Exception],
+    ) -> None:
+        self._schema, self._steps, self._read, self._failures = schema, steps, read, failures
+
+    @property
+    def schema(self) -> pyarrow.Schema:
+        """Names and types of all columns."""
+        return self._schema()
+
+    def scanner(
+        self, columns: Sequence[str] | None = None, filter: Any = None, **settings: Any
+    ) -> "LazyScan":
+        """Return what reads some columns of the rows that a filter keeps."""
+        return LazyScan(self, self.schema.names if columns is None else list(columns), filter)
+
+    def batches(self, columns: Sequence[str], filter: Any) -> Iterator[pyarrow.RecordBatch]:
+        """Yield rows, step by step. An error is kept in `failures`: DuckDB would keep its text."""
+        text = "" if filter is None else str(filter)
+        tested = [name for name in self.schema.names if name in text]  # perhaps too many
+        needed = {*columns, *tested}
+        try:
+            for step in self._steps:
+                if filter is not None and len(tested) < len(needed):
+                    kept = (batch.filter(filter).num_rows for batch in self._read(step, tested))
+                    if not any(kept):
+                        continue
+                for batch in self._read(step, needed):
+                    yield (batch if filter is None else batch.filter(filter)).select(columns)
+        except Exception as error:
+            self._failures.append(error)
+            raise
+
+
+class LazyScan:
+    """Some columns of the rows of a table that a filter keeps, as DuckDB asks for them."""
+
+    def __init__(self, table: LazyTable, columns: Sequence[str], filter: Any) -> None:
+        self.table, self.columns, self.filter = table, columns, filter
+
+    def to_reader(self) -> pyarrow.RecordBatchReader:
+        """Return a reader of the rows."""
+        schema = pyarrow.schema([self.table.schema.field(name) for name in self.columns])
+        return pyarrow.RecordBatchReader.from_batches(schema, self.table.batches(self.columns, self.filter))
+
+
+class Tables:
+    """The tables of a record; `failures` are the errors of reading it."""
+
+    def __init__(self, record: Record) -> None:
+        self.record = record
+        self.failures: list[Exception] = []
+        kept = max(1, KEPT_MANIFESTS // record.header.num_ranks)
+        self.step = lru_cache(kept)(
+            lambda number: RecordedStep(record.storage, read_manifest(record.storage, number))
+        )
+
+    @cached_property
+    def layout(self) -> Layout:
+        """The columns of samples, for which every step.json is read."""
+        return layout_of(self.record, map(self.step, self.record.steps))
+
+    @cached_property
+    def token_fields(self) -> dict[str, Field]:
+        """The columns of tokens and those of samples that they come from."""
+        fields = {field.name: field for field in self.layout.fields}
+        tokens = {
+            TOKEN_NAMES.get(name, name): field
+            for name, field in fields.items()
+            if field.is_list and field.source in ("batch", "learning")
+        }
+        return {name: fields[name] for name in OF_TOKENS} | tokens
+
+    def all(self) -> dict[str, LazyTable]:
+        """Return the tables by name."""
+        schemas: dict[str, tuple[Callable[[], pyarrow.Schema], Read]] = {
+            "steps": (lambda: STEPS, self.read_step),
+            "samples": (lambda: schema_of(self.layout.fields), self.read_samples),
+            "tokens": (self.schema_of_tokens, self.read_tokens),
+            "outcomes": (lambda: OUTCOMES, self.read_outcomes),
+        }
+        return {
+            name: LazyTable(schema, self.record.steps, read, self.failures)
+            for name, (schema, read) in schemas.items()
+        }
+
+    def read_step(self, number: int, names: Collection[str]) -> Iterator[pyarrow.RecordBatch]:
+        """Yield the step's row of `steps`; rewards are read for their mean only."""
+        manifest = self.step(number).manifest
+        batches = [entry for name, entry in manifest.batches.items() if name.startswith("batch-")]
+        row = {
+            "step": number,
+            "version": manifest.version,
+            "num_ranks": manifest.num_ranks,
+            "num_samples": sum(entry.num_rows for entry in batches),
+            "num_tokens": sum(entry.num_tokens for entry in batches),
+            "size_bytes": manifest.size_bytes,
+            "mean_reward": self.mean_reward(number) if "mean_reward" in names else None,
+        }
+        yield pyarrow.RecordBatch.from_pylist([row], STEPS)
+
+    def mean_reward(self, number: int) -> float | None:
+        """Return the mean of the rewards of a step that are known; None if none is."""
+        step, rewards = self.step(number), []
+        for rank in range(step.manifest.num_ranks):
+            values, known = step.batch(rank, ["rewards"])["rewards"], known_rows(step, rank, "rewards")
+            rewards += (values if known is None else values[known]).tolist()
+        return sum(rewards) / len(rewards) if rewards else None
+
+    def read_samples(self, number: int, names: Collection[str]) -> Iterator[pyarrow.RecordBatch]:
+        """Yield the samples of each rank."""
+        step = self.step(number)
+        for rank in range(step.manifest.num_ranks):
+            yield batch_of(step, rank, self.layout, names)
+
+    def schema_of_tokens(self) -> pyarrow.Schema:
+        """Return the columns of `tokens`, of which `position` counts from 0 in each sample."""
+        columns = {
+            name: type_of(field).value_type if field.is_list else type_of(field)
+            for name, field in self.token_fields.items()
+        }
+        first = list(columns)[: len(OF_TOKENS)]
+        named = {name: columns[name] for name in first} | {"position": pyarrow.int32()} | columns
+        return pyarrow.schema(named)
+
+    def read_tokens(self, number: int, names: Collection[str]) -> Iterator[pyarrow.RecordBatch]:
+        """Yield the tokens of each rank. A sample that is text alone has none."""
+        step, fields = self.step(number), self.token_fields
+        schema = self.schema_of_tokens()
+        chosen = [name for name in schema.names if name in names]
+        for rank in range(step.manifest.num_ranks):
+            bounds = step.batch(rank, ["cu_seqlens"])["cu_seqlens"]
+            sample = np.repeat(np.arange(len(bounds) - 1), np.diff(bounds))
+            read = {fields[name].name for name in chosen if name in fields}
+            columns = read_columns(step, rank, self.layout, read)
+            arrays = []
+            for name in chosen:
+                if name == "position":
+                    positions = np.arange(len(sample)) - bounds[:-1][sample]
+                    arrays.append(number_array(positions.astype(np.int32)))
+                    continue
+                array = array_of(fields[name], columns[fields[name].name])
+                if not fields[name].is_list:
+                    arrays.append(array.take(number_array(sample)))
+                else:
+                    arrays.append(flattened(array, sample))
+            yield pyarrow.RecordBatch.from_arrays(
+                arrays, schema=pyarrow.schema([schema.field(name) for name in chosen])
+            )
+
+    def read_outcomes(self, number: int, names: Collection[str]) -> Iterator[pyarrow.RecordBatch]:
+        """Yield the statistics of the step, then the numbers of each rank's micro-batches.
+
+        A statistic is there once, and of a further rank only if it differs there.
+        """
+        step, rows = self.step(number), []
+        first: dict[str, str] = {}
+        for rank in range(step.manifest.num_ranks):
+            if not has_file(step, "outcome", rank, "json"):
+                continue
+            outcome = step.outcome(rank)
+            stats = outcome.stats.items()
+            differing = {name: value for name, value in stats if first.get(name) != value.hex()}
+            first = first or {name: value.hex() for name, value in stats}
+            place = {"step": number, "rank": rank}
+            rows += [place | {"name": name, "value": value} for name, value in differing.items()]
+            for item in outcome.micro_batches:
+                inner = place | {"minibatch": item.minibatch, "micro_batch": item.micro_batch}
+                numbers = {"loss": item.loss, "weight": item.weight, "num_tokens": float(item.num_tokens)}
+                rows += [inner | {"name": f"micro_batch/{n}", "value": v} for n, v in numbers.items()]
+        yield pyarrow.RecordBatch.from_pylist(rows, OUTCOMES)
+
+
+def flattened(array: pyarrow.ListArray, sample: np.ndarray) -> pyarrow.Array:
+    """Return the value of each token; null in a sample whose list is null."""
+    if array.null_count == 0:
+        return array.values
+    if len(array.values) != len(sample):  # the step has no such column
+        return pyarrow.nulls(len(sample), array.type.value_type)
+    is_known = array.is_valid().take(number_array(sample))
+    return pyarrow.compute.if_else(is_known, array.values, None)
