@@ -26,6 +26,7 @@ SECTIONS = {
         "replay": "Replay a record without an inference engine, unchanged or with changes",
         "goto": "Open a shell or debugger at any step of a recorded run",
         "diff": "Find where two records diverge, and why",
+        "crosscheck": "Recompute a recorded step by other code, and name the option that differs",
         "bisect": "Find the commit that changed a record's numbers",
         "bisect-step": "Find the first step, and layer, at which two records' weights diverge",
     },

@@ -180,6 +180,8 @@ def commands(at: dict[str, Path]) -> list[tuple[str, list[str]]]:
         ("goto", ["goto", record, "--step", "1"]),
         ("diff", ["diff", record, without, "--all"]),
         ("diff", ["diff", record, absent]),
+        ("crosscheck", ["crosscheck", record]),
+        ("crosscheck", ["crosscheck", absent, "--with", EVIL]),
         ("bisect", ["bisect", record, "--good", EVIL, "--bad", EVIL]),
         ("bisect-step", ["bisect-step", record, without]),
         ("consistency", ["consistency", record]),

@@ -1,0 +1,44 @@
+"""`areal-debug crosscheck`: recompute a recorded step by a float64 twin, TRL's and verl's code."""
+
+import click
+
+from areal_debug.cli import Verb, json_option, step_option
+from areal_debug.render import errors_as_sentences, print_json
+
+EXIT_CODES = {"equal": 0, "differs": 1, "not checked": 2}
+
+
+@click.command(
+    cls=Verb,
+    example="areal-debug crosscheck runs/record\nareal-debug crosscheck runs/record --with trl,verl,float64 --json",
+)
+@click.argument("record", type=click.Path())
+@click.option(
+    "--with",
+    "opinions",
+    default="float64",
+    show_default=True,
+    metavar="NAME,...",
+    help="Who recomputes: float64 (this package), trl, verl (their own code, if installed).",
+)
+@step_option("the first")
+@click.option("--model", type=click.Path(), help="Folder of the weights that the step starts from.")
+@json_option
+@errors_as_sentences
+def command(record: str, opinions: str, step: int | None, model: str | None, as_json: bool) -> None:
+    """Recompute the rewards, advantages, loss and gradient norm of a step of RECORD, and name the
+    first stage, option and rows that differ.
+
+    Exit code 0: equal within the rounding of float32. 1: they differ. 2: nothing could be checked.
+    """
+    from areal_debug.crosscheck.render import print_crosscheck
+    from replayer.crosscheck.step_check import crosscheck, parse_opinions
+    from replayer.crosscheck.step_rows import read_confined
+
+    names = parse_opinions(opinions)
+    report = crosscheck(read_confined(record, step), names, model)
+    if as_json:
+        print_json(report.to_dict())
+    else:
+        print_crosscheck(report)
+    raise SystemExit(EXIT_CODES[report.verdict])

@@ -1,0 +1,289 @@
+"""What another framework's own code computes from recorded rows, in float64.
+
+TRL's advantages and loss are methods of GRPOTrainer; they run on a stand-in for `self` that has the
+recorded rows instead of a model and a generator. verl's are functions of `core_algos`. Nothing of
+either is copied. An attribute that a version needs and the stand-in lacks ends in `CannotRun`.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable
+from contextlib import contextmanager
+from importlib import import_module
+from importlib.metadata import version
+from importlib.util import find_spec
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from replayer.crosscheck.options import Options
+from replayer.crosscheck.step_rows import Floats, StepRows
+from replayer.crosscheck.their_configs import TRL_AGGREGATIONS, as_trl, as_verl
+from replayer.crosscheck.twin import groups_of, mask_of
+from replayer.crosscheck.twin_loss import LossInputs, correction
+
+
+class CannotRun(ValueError):
+    """A framework's code cannot compute this stage of this step; the message is the reason."""
+
+
+class Framework:
+    """The code of a framework: `name` and version, its view of options, and two stages."""
+
+    name: str
+
+    def describe(self) -> str:
+        """Return name and version."""
+        return f"{self.name} {version(self.name.lower())}"
+
+    def view(self, options: Options) -> Options:
+        """Return what the framework computes where it is given these options."""
+        raise NotImplementedError
+
+    def advantages(self, rows: StepRows, options: Options) -> Floats:
+        """Compute advantages [N, T] in float64. Raises CannotRun."""
+        raise NotImplementedError
+
+    def loss(self, given: LossInputs, options: Options) -> tuple[float, Tensor]:
+        """Compute the loss of an update, and its gradient by `given.current`. Raises CannotRun."""
+        raise NotImplementedError
+
+
+def imported(module: str) -> Any:
+    """Import a module of a framework.
+
+    Raises:
+        ModuleNotFoundError: the framework is not installed.
+        ValueError: it is installed and does not import.
+    """
+    name = module.split(".")[0]
+    if find_spec(name) is None:
+        raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+    try:
+        return import_module(module)
+    except ImportError as error:
+        raise ValueError(f"{name} is installed and cannot be imported: {error}") from error
+
+
+@contextmanager
+def in_float64() -> Any:
+    """Run a framework's code in float64, and report what it lacks as CannotRun."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    except (AttributeError, TypeError, KeyError, NotImplementedError) as error:
+        raise CannotRun(f"its code does not run on a record: {type(error).__name__}: {error}") from error
+    finally:
+        torch.set_default_dtype(before)
+
+
+def gradient_of(compute: Callable[[Tensor], Tensor], given: LossInputs) -> tuple[float, Tensor]:
+    """Return a loss as a function of current log-probs, and its gradient."""
+    with in_float64():
+        current = given.current.clone().requires_grad_(True)
+        loss = compute(current)
+        (gradient,) = torch.autograd.grad(loss, current)
+    return float(loss.detach()), gradient
+
+
+class Trl(Framework):
+    """GRPOTrainer of TRL."""
+
+    name = "TRL"
+
+    def __init__(self) -> None:
+        self.trainer = imported("trl.trainer.grpo_trainer").GRPOTrainer
+
+    def view(self, options: Options) -> Options:
+        return as_trl(options)
+
+    def advantages(self, rows: StepRows, options: Options) -> Floats:
+        order, size = equal_groups(rows)
+        rewards = torch.from_numpy(rows.rewards[order] * options.reward_scaling)
+        ids = [[1]] * len(order)
+        stand_in = trl_stand_in(
+            _generate=lambda prompts: (ids, ids, None, [""] * len(order), None, {}, None, []),
+            _calculate_rewards=lambda *_: rewards[:, None],
+            num_generations=size,
+            scale_rewards=options.std or "none",
+        )
+        with in_float64():
+            found = self.trainer._generate_and_score_completions(stand_in, [{"prompt": ""}] * len(order))
+        by_row = np.empty(len(order))
+        by_row[order] = found["advantages"].numpy()
+        return np.where(mask_of(rows, options), by_row[:, None], 0.0)
+
+    def loss(self, given: LossInputs, options: Options) -> tuple[float, Tensor]:
+        kinds = {aggregation: kind for kind, aggregation in TRL_AGGREGATIONS.items() if kind != "bnpo"}
+        if options.aggregation not in kinds:
+            raise CannotRun(f"TRL has no aggregation {options.aggregation}")
+        mask = given.mask.long()
+        inputs = {
+            "prompt_ids": mask[:, :0],
+            "prompt_mask": mask[:, :0],
+            "completion_ids": mask,
+            "completion_mask": mask,
+            "num_items_in_batch": mask.sum(),
+            "advantages": given.advantages,
+            "old_per_token_logps": given.old,
+            "ref_per_token_logps": given.reference,
+        }
+
+        def compute(current: Tensor) -> Tensor:
+            stand_in = trl_stand_in(
+                _get_per_token_logps_and_entropies=lambda *_, **__: (
+                    current,
+                    torch.zeros_like(current),
+                    None,
+                ),
+                beta=options.kl_coef,
+                loss_type=kinds[options.aggregation],
+                importance_sampling_level=options.ratio_level,
+                epsilon_low=options.clip_low,
+                epsilon_high=options.clip_low if options.clip_high is None else options.clip_high,
+                max_completion_length=options.max_length,
+            )
+            if options.correction is not None:
+                stand_in.use_vllm = stand_in.vllm_importance_sampling_correction = True
+                inputs["importance_sampling_ratio"] = correction(given, options)
+            stand_in.args.delta = options.dual_clip
+            stand_in.args.use_bias_correction_kl = options.kl_weight == "ratio"
+            loss: Tensor = self.trainer._compute_loss(stand_in, None, inputs)
+            return loss
+
+        return gradient_of(compute, given)
+
+
+def equal_groups(rows: StepRows) -> tuple[np.ndarray, int]:
+    """Return the rows, one group after the other, and the size of all groups."""
+    counts = np.bincount(rows.groups)
+    if len(set(counts.tolist())) != 1 or counts[0] < 2:
+        raise CannotRun(
+            f"TRL takes the same number of answers to every prompt, at least 2; here it is {counts.min()} "
+            f"to {counts.max()}"
+        )
+    return np.argsort(rows.groups, kind="stable"), int(counts[0])
+
+
+def trl_stand_in(**given: Any) -> SimpleNamespace:
+    """Return what GRPOTrainer's methods read of `self`: one process, no tools, no vLLM."""
+    itself = lambda value, *_, **__: value  # noqa: E731
+    return SimpleNamespace(
+        **{
+            "accelerator": SimpleNamespace(
+                device=torch.device("cpu"), process_index=0, num_processes=1, gather=itself, reduce=itself,
+                gather_for_metrics=itself, sync_gradients=True,
+            ),
+            "model": SimpleNamespace(training=True, is_gradient_checkpointing=False),
+            "args": SimpleNamespace(
+                per_device_train_batch_size=1, gradient_checkpointing_kwargs=None, steps_per_generation=1,
+                gradient_accumulation_steps=1, delta=None, use_bias_correction_kl=False,
+            ),
+            "_tokenizer": SimpleNamespace(pad_token_id=0),
+            "_metrics": defaultdict(lambda: defaultdict(list)),
+            "_logs": defaultdict(lambda: defaultdict(list)) | {"prompt": [], "completion": [], "advantages": []},
+            "_pending_extra_logs": {}, "_pending_metrics": {}, "reward_weights": torch.ones(1),
+            "reward_funcs": [None], "reward_func_names": ["reward"], "environment_factories": None,
+            "environments": None, "tools": None, "pad_to_multiple_of": None, "eos_token_ids": [1],
+            "mask_truncated_completions": False, "num_iterations": 1, "use_vllm": False,
+            "vllm_importance_sampling_correction": False, "ref_model": None, "beta": 0.0,
+            "multi_objective_aggregation": "sum_then_normalize", "log_multimodal": False,
+            "aux_loss_enabled": False, "top_entropy_quantile": 1.0, "off_policy_mask_threshold": None,
+            "_entropy_bonus_enabled": False, "current_gradient_accumulation_steps": 1, "_is_vlm": False,
+        }
+        | given
+    )  # fmt: skip
+
+
+class Verl(Framework):
+    """The functions of verl.trainer.ppo.core_algos."""
+
+    name = "verl"
+
+    def __init__(self) -> None:
+        self.algorithms = imported("verl.trainer.ppo.core_algos")
+
+    def view(self, options: Options) -> Options:
+        return as_verl(options)
+
+    def advantages(self, rows: StepRows, options: Options) -> Floats:
+        values = rows.tensors.get("values")
+        mask = mask_of(rows, options)
+        if options.mean is None and values is None:
+            raise CannotRun("the record has no values of a critic, which verl's GAE needs")
+        last = mask.shape[1] - 1 - mask[:, ::-1].argmax(1)
+        token_rewards = np.zeros(mask.shape)
+        token_rewards[np.arange(len(last)), last] = rows.rewards
+        if options.kl_reward_coef and "ref_logp" in rows.tensors:
+            old = rows.tensors.get("prox_logp", rows.tensors["logprobs"])
+            kl = self.kl(
+                torch.from_numpy(old), torch.from_numpy(rows.tensors["ref_logp"]), options.kl_reward_estimator
+            )
+            token_rewards -= options.kl_reward_coef * np.where(mask, kl.numpy(), 0.0)
+        common = {
+            "token_level_rewards": torch.from_numpy(token_rewards),
+            "response_mask": torch.from_numpy(mask).double(),
+        }
+        index = groups_of(rows, options)
+        code = self.algorithms
+        with in_float64():
+            if options.mean is None:
+                found = code.compute_gae_advantage_return(
+                    **common, values=torch.from_numpy(values), gamma=options.discount, lam=options.gae_lambda
+                )[0]
+            elif options.leave_one_out:
+                found = code.compute_rloo_outcome_advantage(**common, index=index)[0]
+            elif options.token_std is not None:
+                found = code.compute_reinforce_plus_plus_baseline_outcome_advantage(**common, index=index)[0]
+            else:
+                found = code.compute_grpo_outcome_advantage(
+                    **common, index=index, norm_adv_by_std_in_grpo=options.std is not None
+                )[0]
+        return np.where(mask, found.numpy(), 0.0)
+
+    def kl(self, logprobs: Tensor, reference: Tensor, estimator: str) -> Tensor:
+        """Estimate a KL per token with verl's function."""
+        found: Tensor = self.algorithms.kl_penalty(logprobs, reference, estimator)
+        return found
+
+    def loss(self, given: LossInputs, options: Options) -> tuple[float, Tensor]:
+        config_class = imported("verl.workers.config").ActorConfig
+        sequence = options.ratio_level == "sequence"
+        config = config_class(
+            strategy="fsdp",
+            rollout_n=1,
+            use_dynamic_bsz=True,
+            clip_ratio=options.clip_low,
+            clip_ratio_low=options.clip_low,
+            clip_ratio_high=options.clip_low if options.clip_high is None else options.clip_high,
+            clip_ratio_c=options.dual_clip or 3.0,
+            loss_agg_mode=options.aggregation,
+            loss_scale_factor=options.max_length,
+        )
+        config.global_batch_info["loss_scale_factor"] = options.max_length
+        mask = given.mask.double()
+
+        def compute(current: Tensor) -> Tensor:
+            loss: Tensor = self.algorithms.get_policy_loss_fn("gspo" if sequence else "vanilla")(
+                old_log_prob=current.detach() if given.old is None else given.old,
+                log_prob=current,
+                advantages=given.advantages,
+                response_mask=mask,
+                loss_agg_mode=options.aggregation,
+                config=config,
+                rollout_is_weights=None if options.correction is None else correction(given, options),
+            )[0]
+            if options.kl_coef and given.reference is not None:
+                kl = self.kl(current, given.reference, options.kl_estimator)
+                loss = loss + options.kl_coef * self.algorithms.agg_loss(
+                    kl, mask, options.aggregation, loss_scale_factor=options.max_length
+                )
+            return loss
+
+        return gradient_of(compute, given)
+
+
+FRAMEWORKS = {"trl": Trl, "verl": Verl}

@@ -1,0 +1,74 @@
+"""Log-probs and gradient norms of a step's rows, with the weights that the step starts from.
+
+In float64, with the model's own class from Transformers, one row at a time; a second pass in
+float32 measures how far float32 is from that.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from replayer.crosscheck.step_rows import Floats, StepRows, Update
+from replayer.crosscheck.twin import UNIT
+
+# The recorded run has other kernels than the float32 pass, whose rounding differs as much from it.
+NOISE_FACTOR = 4.0
+
+
+@dataclass(frozen=True)
+class ModelPass:
+    """A model in float64 and in float32."""
+
+    models: tuple[Any, Any]
+    temperature: float
+
+    def logprobs(self, rows: StepRows) -> tuple[Floats, float]:
+        """Return the log-probs of all rows, [N, T], and the noise of float32."""
+        found = []
+        for model in self.models:
+            matrix = np.zeros(rows.mask.shape)
+            with torch.no_grad():
+                for row in range(len(matrix)):
+                    logprobs = self.row(model, rows, row)
+                    matrix[row, : len(logprobs)] = logprobs.double().numpy()
+            found.append(np.where(rows.mask, matrix, 0.0))
+        exact, rounded = found
+        return exact, NOISE_FACTOR * float(np.abs(exact - rounded).max()) + UNIT
+
+    def norm(self, rows: StepRows, update: Update, gradient: Tensor) -> tuple[float, float]:
+        """Return the norm of a gradient, given [n, T] by log-probs, and the noise of float32."""
+        norms = []
+        for model in self.models:
+            model.zero_grad()
+            for number, row in enumerate(update.rows.tolist()):
+                if gradient[number].any():
+                    logprobs = self.row(model, rows, row)
+                    logprobs.backward(gradient[number, : len(logprobs)].to(logprobs.dtype))
+            squares = [p.grad.double().square().sum() for p in model.parameters() if p.grad is not None]
+            norms.append(float(torch.stack(squares).sum().sqrt()) if squares else 0.0)
+        exact, rounded = norms
+        return exact, NOISE_FACTOR * abs(exact - rounded) + exact * (2 * rows.noise + 64 * UNIT)
+
+    def row(self, model: Any, rows: StepRows, row: int) -> Tensor:
+        """Return the log-probs of a row's tokens but the first."""
+        tokens = torch.from_numpy(rows.input_ids[row, : rows.lengths[row]])[None]
+        logits = model(input_ids=tokens, use_cache=False).logits[0, :-1] / self.temperature
+        chosen = logits.gather(1, tokens[0, 1:, None])[:, 0]
+        logprobs: Tensor = chosen - logits.logsumexp(1)
+        return logprobs
+
+
+def load_pass(path: str, temperature: float) -> ModelPass:
+    """Load a checkpoint in Hugging Face format. Raises OSError, ValueError as Transformers does."""
+    from transformers import AutoModelForCausalLM
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
+    models = [
+        AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="eager").eval()
+        for dtype in (torch.float64, torch.float32)
+    ]
+    return ModelPass((models[0], models[1]), temperature)

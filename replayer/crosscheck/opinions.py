@@ -1,0 +1,484 @@
+"""Compare a recorded step with a second computation, stage by stage, and name what differs.
+
+An opinion is the float64 twin, or the code of a framework. Each stage takes its inputs from the
+record where they were recorded, so that a difference belongs to its own stage; otherwise from the
+options that explain the stages before it. Where an opinion differs, the twin looks for the options
+that explain the recorded values, starting from what the opinion computes.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from math import inf, isnan
+from typing import Any
+
+import numpy as np
+
+from replayer.crosscheck.frameworks import CannotRun, Framework
+from replayer.crosscheck.model_pass import ModelPass
+from replayer.crosscheck.observations import SMALLEST, Observation, observations_of
+from replayer.crosscheck.option_table import Explanation, explain
+from replayer.crosscheck.options import STAGE_OF, STAGES, Change, Options, sentence
+from replayer.crosscheck.step_rows import Floats, StepRows, Update
+from replayer.crosscheck.their_configs import Configured
+from replayer.crosscheck.twin import UNIT, Bounded, advantages_of
+from replayer.crosscheck.twin_loss import Loss, LossInputs, loss_inputs, loss_of
+
+BEFORE_LOSS = STAGES[:4]
+SHOWN_ROWS = 50
+UNKNOWN = "unknown: no option that is known here explains the recorded values"
+
+
+@dataclass(frozen=True)
+class RowDifference:
+    """A row that differs, and its first token that does (None: a value of the row)."""
+
+    rank: int
+    row: int
+    prompt_id: int
+    sample_id: int
+    token: int | None
+    recorded: float | None
+    recomputed: float | None
+
+
+@dataclass(frozen=True)
+class StageOpinion:
+    """A stage: "equal", "differs" or "not checked", with the reason.
+
+    Attributes:
+        what: the recorded values that were compared, or that differ first.
+        option: the explanation as a sentence; None if equal.
+        changes: that explanation; empty if unknown. `others`: further ones, as small.
+        rows: the first of `num_rows` rows that differ.
+    """
+
+    stage: str
+    verdict: str
+    what: str | None = None
+    reason: str | None = None
+    recorded: float | None = None
+    recomputed: float | None = None
+    allowed: float | None = None
+    option: str | None = None
+    changes: tuple[Change, ...] = ()
+    others: tuple[tuple[Change, ...], ...] = ()
+    rows: tuple[RowDifference, ...] = ()
+    num_rows: int = 0
+
+    @property
+    def is_unexplained(self) -> bool:
+        """Whether its recorded values are known to follow from no options."""
+        return self.verdict == "not checked" or (self.verdict == "differs" and not self.changes)
+
+
+@dataclass(frozen=True)
+class Opinion:
+    """All stages as one computation sees them."""
+
+    name: str
+    stages: tuple[StageOpinion, ...] = ()
+
+    @property
+    def first(self) -> StageOpinion | None:
+        """The first stage that differs."""
+        return next((stage for stage in self.stages if stage.verdict == "differs"), None)
+
+
+@dataclass(frozen=True)
+class Crosscheck:
+    """The report. `notes` say what was taken to be so."""
+
+    step: int
+    opinions: tuple[Opinion, ...]
+    notes: tuple[str, ...] = ()
+
+    @property
+    def first(self) -> tuple[Opinion, StageOpinion] | None:
+        """The opinion and stage of the first difference in the order of computation."""
+        found = [(opinion, opinion.first) for opinion in self.opinions if opinion.first is not None]
+        return min(found, key=lambda pair: STAGES.index(pair[1].stage), default=None)
+
+    @property
+    def verdict(self) -> str:
+        """ "equal", "differs" or, if nothing could be checked, "not checked"."""
+        if self.first is not None:
+            return "differs"
+        checked = any(stage.verdict == "equal" for opinion in self.opinions for stage in opinion.stages)
+        return "equal" if checked else "not checked"
+
+    def to_dict(self) -> dict[str, Any]:
+        """The report in JSON types."""
+        stage = None if self.first is None else self.first[1]
+        return {
+            "verdict": self.verdict,
+            "first_stage": None if stage is None else stage.stage,
+            "option": None if stage is None else stage.option,
+            "rows": [] if stage is None else [asdict(row) for row in stage.rows],
+            "num_rows": 0 if stage is None else stage.num_rows,
+            "by": None if self.first is None else self.first[0].name,
+            "step": self.step,
+            "opinions": [asdict(opinion) for opinion in self.opinions],
+            "notes": list(self.notes),
+        }
+
+
+@dataclass
+class Comparison:
+    """One opinion on one step; `framework` is None for the twin."""
+
+    rows: StepRows
+    configured: Configured
+    framework: Framework | None
+    model: ModelPass | None
+    no_model: str
+    found: list[StageOpinion] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        options = self.configured.options
+        own = self.framework is None or self.framework.name.lower() == self.configured.trainer
+        self.base = options if self.framework is None or own else self.framework.view(options)
+        self.explained = options  # inputs that were not recorded follow the record's own options
+        self.source = self.configured.source if self.framework is None else f"{self.framework.name} has"
+
+    def run(self) -> Opinion:
+        """Compare all stages."""
+        observed = observations_of(self.rows)
+        for stage in BEFORE_LOSS:
+            self.compare([one for one in observed if one.stage == stage], stage)
+        self.compare_loss()
+        self.compare_gradient()
+        name = "float64" if self.framework is None else self.framework.describe()
+        return Opinion(name, tuple(self.found))
+
+    def compare(self, observed: list[Observation], stage: str) -> None:
+        """Compare the observations of a stage before the loss."""
+        if reason := self.why_not(stage, observed):
+            self.found.append(StageOpinion(stage, "not checked", reason=reason))
+            return
+        stages = self.open_stages(stage)
+        if self.framework is not None and stage == "advantages":
+            observed = [one for one in observed if one.name == "advantages"]
+            try:
+                theirs = self.framework.advantages(self.rows, self.base)
+            except CannotRun as error:
+                self.found.append(StageOpinion(stage, "not checked", reason=str(error)))
+                return
+            values = [Bounded(theirs, advantages_of(self.rows, self.base).error)]
+        else:
+            values = [one.recompute(self.base) for one in observed]
+        pairs = zip(observed, values, strict=True)
+        wrong = next(((one, value) for one, value in pairs if (one.misfit(value) > 1).any()), None)
+        if wrong is None:
+            self.found.append(StageOpinion(stage, "equal", what=", ".join(one.name for one in observed)))
+            return
+
+        def misfit(options: Options) -> float:
+            return max(float(one.misfit(one.recompute(options)).max()) for one in observed)
+
+        found = Explanation()
+        if stage != "rewards":  # recorded rewards depend on no option
+            found = explain(
+                self.base,
+                self.configured.options,
+                stages,
+                misfit,
+                is_number=wrong[1].value.ndim == 0 and len(observed) == 1,
+            )
+        self.differs(stage, wrong[0].name, found, **where(self.rows, *wrong))
+
+    def why_not(self, stage: str, observed: list[Observation]) -> str | None:
+        """Return why a stage before the loss cannot be checked, if so."""
+        rows, options = self.rows, self.base
+        if self.framework is not None and stage in ("rewards", "mask", "kl"):
+            return "the twin checks it: it has no code of its own for the record's values"
+        if reason := self.configured.unchecked.get(stage):
+            return reason
+        if not observed or (self.framework is not None and "advantages" not in rows.tensors):
+            return {
+                "rewards": "the record has no statistics of its rewards",
+                "kl": "the record has no KL in the reward",
+            }.get(stage, f"the record has no {stage if stage == 'advantages' else 'values of the ' + stage}")
+        if stage != "rewards" and (missing := self.missing()):
+            return missing
+        if stage in ("rewards", "mask"):
+            return None
+        if stage == "advantages":
+            if np.isnan(rows.rewards).any():
+                return f"{int(np.isnan(rows.rewards).sum())} of {len(rows.rewards)} rewards are unknown"
+            if self.configured.has_critic and "values" not in rows.tensors:
+                return "the record has no values of the critic"
+            if "prompt_id" in rows.unknown and "group" in (options.mean, options.std):
+                return "it is unknown which rows belong to one prompt"
+        recorded = stage == "advantages" and "kl_rewards" in rows.tensors and options.kl_place == "advantages"
+        if options.kl_reward_coef and "ref_logp" not in rows.tensors and not recorded:
+            return "the record has no log-probs of the reference, which the KL in the reward needs"
+        return None
+
+    def missing(self) -> str | None:
+        """Return what no stage but the rewards can be checked without, if some rows lack it."""
+        if "loss_mask" in self.rows.unknown:
+            return "the loss mask of some rows is unknown"
+        by_reason = self.base.mask == "without truncated rows" or self.base.truncated == "zero"
+        if by_reason and "finish_reason" in self.rows.unknown:
+            return "it is unknown which rows were truncated"
+        return None
+
+    def open_stages(self, stage: str) -> list[str]:
+        """Return the stages whose options may explain a difference: its own, and unchecked ones."""
+        checked = {opinion.stage for opinion in self.found if opinion.verdict != "not checked"}
+        before = STAGES[: STAGES.index(stage)]
+        # raw rewards are checked, shaped ones are not recorded
+        return [one for one in before if one == "rewards" or one not in checked] + [stage]
+
+    def differs(self, stage: str, what: str, found: Explanation, **location: Any) -> None:
+        """Add a stage that differs, with its explanation if there is one."""
+        first = () if found.by_chance else found.changes
+        open_stages = self.open_stages(stage)
+        of_changes = [STAGE_OF[change.option] for change in first]
+        named = min((one for one in of_changes if one in open_stages), key=STAGES.index, default=stage)
+        if named != stage:
+            self.found = [opinion for opinion in self.found if opinion.stage != named]
+            self.found.append(
+                StageOpinion(stage, "differs", what, option=f"follows from {named}", changes=first)
+            )
+        option = sentence(first, found.others, self.source) if first else UNKNOWN
+        if found.by_chance:
+            option += f"; perhaps {sentence(found.changes, (), self.source)}"
+        others = (found.changes,) if found.by_chance else found.others
+        self.found.append(
+            StageOpinion(named, "differs", what, option=option, changes=first, others=others, **location)
+        )
+        self.found.sort(key=lambda opinion: STAGES.index(opinion.stage))
+        changed = {change.option: change.recorded for change in first}
+        self.base = replace(self.base, **changed)  # later stages are not accused of the same
+        if self.framework is None:
+            self.explained = replace(self.explained, **changed)
+
+    def compare_loss(self) -> None:
+        """Compare the loss of each optimizer step whose inputs are known."""
+        self.updates, reasons = self.known_updates()
+        compared = [update for update in self.updates if update.loss is not None]
+        if not compared:
+            reason = "the record has no loss" if self.updates else "; ".join(reasons)
+            self.found.append(StageOpinion("loss", "not checked", reason=reason))
+            return
+        # a mask that explains the advantages may be the loss's, too, or not
+        masks = dict.fromkeys((self.base.mask, self.configured.options.mask))
+        try:
+            tried = [
+                [self.loss(update, replace(self.base, mask=mask)) for update in compared] for mask in masks
+            ]
+        except CannotRun as error:
+            self.found.append(StageOpinion("loss", "not checked", reason=str(error)))
+            return
+        fits = [max(map(loss_misfit, compared, losses)) for losses in tried]
+        best = fits.index(min(fits))
+        self.base = replace(self.base, mask=list(masks)[best])
+        what = f"loss of optimizer step{'s' * (len(compared) > 1)} {listed(self.rows.updates, compared)}"
+        if fits[best] <= 1:
+            self.found.append(StageOpinion("loss", "equal", what, reason="; ".join(reasons) or None))
+            return
+
+        def misfit(options: Options) -> float:
+            return max(loss_misfit(update, self.twin_loss(update, options)) for update in compared)
+
+        stages = [*dict.fromkeys(("mask", *self.open_stages("loss")))]
+        found = explain(self.base, self.configured.options, stages, misfit, is_number=len(compared) == 1)
+        wrong, own = next(pair for pair in zip(compared, tried[best], strict=True) if loss_misfit(*pair) > 1)
+        self.differs(
+            "loss",
+            f"loss of optimizer step {listed(self.rows.updates, [wrong])}",
+            found,
+            recorded=wrong.loss,
+            recomputed=own.value,
+            allowed=own.error,
+            **self.moved_rows(wrong, own, found.changes),
+        )
+
+    def known_updates(self) -> tuple[list[Update], list[str]]:
+        """Return the optimizer steps whose inputs are known, and why others are not."""
+        rows, options = self.rows, self.base
+        if reason := self.configured.unchecked.get("loss"):
+            return [], [reason]
+        if missing := self.missing():
+            return [], [missing]
+        if "advantages" not in rows.tensors:
+            doubted = next((one for one in self.found if one.stage == "advantages"), None)
+            if doubted is not None and doubted.is_unexplained:
+                return [], ["the advantages of the step are not known"]
+        elif np.isnan(rows.tensors["advantages"][rows.mask]).any():
+            return [], ["the advantages of some rows are unknown"]
+        if options.old_logprobs == "rollout" and np.isnan(rows.tensors["logprobs"][rows.mask]).any():
+            return [], ["the sampling log-probs of some tokens are unknown"]
+        if options.kl_coef and "ref_logp" not in rows.tensors:
+            return [], ["the record has no log-probs of the reference, which the KL in the loss needs"]
+        known = [update for update in rows.updates if update.same_weights]
+        reasons = []
+        if others := [update for update in rows.updates if not update.same_weights]:
+            reasons = [
+                f"optimizer steps {listed(rows.updates, others)} start from weights that only a replay has"
+            ]
+        if self.current() is None:
+            return [], [self.no_model]
+        if options.old_logprobs == "trainer" and "prox_logp" not in rows.tensors and not rows.noise:
+            return [], ["the record has no log-probs of the trainer before the step"]
+        return known, reasons
+
+    def current(self) -> Floats | None:
+        """Return the log-probs that the optimizer steps start from, if they are known or cancel."""
+        if (current := self.rows.tensors.get("current_logp")) is not None:
+            return current
+        if self.base.old_logprobs == "current" and self.base.kl_coef == 0.0:
+            return np.zeros(self.rows.mask.shape)
+        return None
+
+    def inputs(self, update: Update, options: Options) -> LossInputs:
+        """Return what the loss of an optimizer step needs under some options."""
+        rows = self.rows
+        current = self.current()
+        assert current is not None
+        if "advantages" in rows.tensors:
+            advantages = Bounded(rows.tensors["advantages"], np.zeros(rows.mask.shape))
+        else:
+            stages = self.open_stages("loss")
+            chosen = {n: getattr(options, n) for n, stage in STAGE_OF.items() if stage in stages}
+            advantages = advantages_of(rows, replace(self.explained, **chosen))
+        return loss_inputs(rows, options, update, advantages, current)
+
+    def loss(self, update: Update, options: Options) -> Loss:
+        """Compute the loss of an optimizer step as this opinion does. Raises CannotRun."""
+        found = self.twin_loss(update, options)
+        if self.framework is None:
+            return found
+        options = options if update.with_kl else replace(options, kl_coef=0.0)
+        value, gradient = self.framework.loss(self.inputs(update, options), options)
+        return replace(found, value=value, gradient=gradient)
+
+    def twin_loss(self, update: Update, options: Options) -> Loss:
+        """Compute the loss of an optimizer step with the twin."""
+        options = options if update.with_kl else replace(options, kl_coef=0.0)
+        return loss_of(self.inputs(update, options), options)
+
+    def moved_rows(self, update: Update, found: Loss, changed: tuple[Change, ...]) -> dict[str, Any]:
+        """Return the rows whose share of the loss an explanation changes; without one, all rows."""
+        moved = np.ones(len(update.rows), bool)
+        if changed:
+            shares = self.twin_loss(
+                update, replace(self.base, **{c.option: c.recorded for c in changed})
+            ).shares
+            own = self.twin_loss(update, self.base).shares
+            moved = np.abs(shares - own) > found.error / len(own)
+        differing = update.rows[moved]
+        return {
+            "rows": tuple(row_difference(self.rows, row) for row in differing[:SHOWN_ROWS].tolist()),
+            "num_rows": len(differing),
+        }
+
+    def compare_gradient(self) -> None:
+        """Compare the gradient norm of each optimizer step whose loss could be recomputed."""
+        compared = [update for update in self.updates if update.grad_norm is not None]
+        loss = next(one for one in self.found if one.stage == "loss")
+        if self.model is None or not compared or loss.verdict == "not checked":
+            reason = self.no_model if self.model is None else loss.reason or "the record has no gradient norm"
+            self.found.append(StageOpinion("gradient", "not checked", reason=reason))
+            return
+        what = f"gradient norm of optimizer step{'s' * (len(compared) > 1)} {listed(self.rows.updates, compared)}"
+        for update in compared:
+            own = self.loss(update, self.base)
+            norm, noise = self.norm(update, own, self.base)
+            if norm_misfit(update, norm, noise) > 1:
+                found = explain(
+                    self.base, self.configured.options, ("loss", "gradient"), self.misfit_of_norm(update, own),
+                    is_number=True, pairs=False,
+                )  # fmt: skip
+                self.differs(
+                    "gradient",
+                    f"gradient norm of optimizer step {listed(self.rows.updates, [update])}",
+                    found,
+                    recorded=update.grad_norm,
+                    recomputed=norm,
+                    allowed=noise,
+                    **self.moved_rows(update, own, ()),
+                )
+                return
+        self.found.append(StageOpinion("gradient", "equal", what))
+
+    def norm(self, update: Update, loss: Loss, options: Options) -> tuple[float, float]:
+        """Return the gradient norm of a loss, as it is reported, and the noise of float32."""
+        assert self.model is not None
+        norm, noise = self.model.norm(self.rows, update, loss.gradient)
+        return (min(norm, options.max_norm) if options.norm == "after" else norm), noise
+
+    def misfit_of_norm(self, update: Update, own: Loss) -> Callable[[Options], float]:
+        """Return the misfit of a gradient norm, of options that leave the loss explained."""
+
+        def misfit(options: Options) -> float:
+            loss = self.twin_loss(update, options)
+            same = options.norm == "before" and bool((loss.gradient == own.gradient).all())
+            if same or (update.loss is not None and loss_misfit(update, loss) > 1):
+                return inf
+            return norm_misfit(update, *self.norm(update, loss, options))
+
+        return misfit
+
+
+def loss_misfit(update: Update, found: Loss) -> float:
+    """Divide the difference of a recorded and a recomputed loss by what rounding allows."""
+    assert update.loss is not None
+    misfit = abs(update.loss - found.value) / (found.error + 4 * UNIT * abs(update.loss) + SMALLEST)
+    return inf if isnan(misfit) else misfit
+
+
+def norm_misfit(update: Update, norm: float, noise: float) -> float:
+    """Divide the difference of two gradient norms by the noise of float32."""
+    assert update.grad_norm is not None
+    misfit = abs(update.grad_norm - norm) / (noise + SMALLEST)
+    return inf if isnan(misfit) else misfit
+
+
+def listed(updates: Sequence[Update], some: Sequence[Update]) -> str:
+    """Number optimizer steps: "0" or "1, 2, 3"."""
+    return ", ".join(
+        str(number) for number, update in enumerate(updates) if any(update is one for one in some)
+    )
+
+
+def where(rows: StepRows, observation: Observation, found: Bounded) -> dict[str, Any]:
+    """Return the rows that differ, and the first values."""
+    wrong = observation.misfit(found) > 1
+    recorded, value = observation.recorded, found.value
+    if wrong.ndim == 0:
+        return {
+            "recorded": float(recorded),
+            "recomputed": float(value),
+            "allowed": float(found.error + UNIT * abs(recorded)),
+        }
+    per_row = wrong if wrong.ndim == 1 else wrong.any(1)
+    differing = np.flatnonzero(per_row)
+    listed = []
+    for row in differing[:SHOWN_ROWS].tolist():
+        token = None if wrong.ndim == 1 else int(wrong[row].argmax())
+        at = row if token is None else (row, token)
+        values = float(recorded[at]), float(value[at])
+        listed.append(row_difference(rows, row, None if token is None else token + 1, *values))
+    first = listed[0]
+    at = tuple(np.argwhere(wrong)[0])
+    return {
+        "rows": tuple(listed),
+        "num_rows": len(differing),
+        "recorded": first.recorded,
+        "recomputed": first.recomputed,
+        "allowed": float(found.error[at] + UNIT * abs(recorded[at])),
+    }
+
+
+def row_difference(
+    rows: StepRows,
+    row: int,
+    token: int | None = None,
+    recorded: float | None = None,
+    recomputed: float | None = None,
+) -> RowDifference:
+    """Describe a row of the step."""
+    rank, number, prompt_id, sample_id = rows.place[row].tolist()
+    return RowDifference(rank, number, prompt_id, sample_id, token, recorded, recomputed)

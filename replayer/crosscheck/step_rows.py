@@ -1,0 +1,255 @@
+"""One recorded step as padded float64 matrices of the rows of all ranks, next-token aligned.
+
+The record is read in a confined child (`read_confined`), which sends arrays: what computes with
+them needs torch and other people's packages, and never sees the files.
+"""
+
+import base64
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from recorder import Record, RecordedStep, StepNotRecorded, open_record
+from recorder.archive.confined import in_child
+
+Floats = npt.NDArray[np.float64]
+Bools = npt.NDArray[np.bool_]
+
+LEARNING = ("advantages", "total_rewards", "kl_rewards", "prox_logp", "ref_logp", "values", "current_logp")
+NEEDED = ("prompt_id", "loss_mask", "finish_reason")
+# Names of the loss and of the gradient norm of a step's only update in the statistics of trainers.
+LOSS_NAMES = ("loss", "actor/pg_loss", "train/loss")
+NORM_NAMES = ("grad_norm", "actor/grad_norm", "train/grad_norm")
+
+
+@dataclass(frozen=True)
+class Update:
+    """An optimizer step: its rows of `StepRows`, and what the trainer recorded of it.
+
+    `same_weights`: it starts from the weights that the step started from. `with_kl`: the loss
+    includes the KL to the reference, if there is one.
+    """
+
+    rows: npt.NDArray[np.int64]
+    loss: float | None
+    grad_norm: float | None
+    same_weights: bool = True
+    with_kl: bool = True
+
+
+@dataclass(frozen=True)
+class Origin:
+    """What a record says about the run of a step.
+
+    `starts_from_model`: the step starts from the weights at `model_path`, whose files were
+    `model_files`.
+    """
+
+    path: str
+    config: dict[str, Any]
+    trainer: str | None
+    model_path: str | None
+    model_files: dict[str, Any]
+    starts_from_model: bool
+
+
+@dataclass(frozen=True)
+class StepRows:
+    """The rows of a step, [N], and their tokens, [N, T].
+
+    Attributes:
+        place: rank, row, prompt_id and sample_id of each row, [N, 4].
+        unknown: those of `NEEDED` that some rows lack.
+        mask: position t describes token t + 1, as in all matrices.
+        tensors: matrices by name: `logprobs` (of the sampling policy), and those of `LEARNING` that
+            were recorded; nan where a value is not known.
+        stats: over all ranks.
+        noise: how far `current_logp` may be from the log-probs of the recorded run.
+    """
+
+    origin: Origin
+    step: int
+    place: npt.NDArray[np.int64]
+    input_ids: npt.NDArray[np.int64]
+    lengths: npt.NDArray[np.int64]
+    rewards: Floats
+    finish_reason: npt.NDArray[np.int64]
+    unknown: tuple[str, ...]
+    mask: Bools
+    tensors: dict[str, Floats]
+    updates: tuple[Update, ...]
+    stats: dict[str, float]
+    noise: float = 0.0
+
+    @property
+    def groups(self) -> npt.NDArray[np.int64]:
+        """Number of each row's prompt, [N], from 0."""
+        return np.unique(self.place[:, 2], return_inverse=True)[1].astype(np.int64)
+
+
+def read_confined(path: str, step: int | None) -> StepRows:
+    """Read a step, by default the first, in a confined child. Raises what `read_rows` does."""
+    return from_json(in_child(lambda: to_json(read_rows(open_record(path), step)), [path]))
+
+
+def read_rows(record: Record, step: int | None) -> StepRows:
+    """Read a step of a record, by default the first.
+
+    Raises:
+        ValueError: there is no step, or no token in its loss mask.
+        StepNotRecorded, DamagedRecord: of the record.
+    """
+    if not record.steps:
+        raise ValueError(f"{record.path} has no finished step: there is nothing to check")
+    step = record.steps[0] if step is None else step
+    recorded = record.step(step)
+    ranks = range(recorded.manifest.num_ranks)
+    batches = [recorded.batch(rank) for rank in ranks]
+    learning = [learning_of(recorded, rank) for rank in ranks]
+    lengths = np.concatenate([np.diff(batch["cu_seqlens"]) for batch in batches])
+    present = np.arange(int(lengths.max(initial=1))) < lengths[:, None]
+
+    def matrix(flat: list[npt.NDArray[Any]], dtype: Any) -> npt.NDArray[Any]:
+        padded = np.zeros(present.shape, dtype)
+        padded[present] = np.concatenate(flat)
+        return padded
+
+    def column(key: str) -> npt.NDArray[Any]:
+        return np.concatenate([batch[key] for batch in batches])
+
+    mask = shifted(matrix([batch["loss_mask"] for batch in batches], bool))
+    if not mask.any():
+        raise ValueError(
+            f"step {step} of {record.path} has no token in the loss mask: there is nothing to check"
+        )
+    logprobs = shifted(matrix([batch["logprobs"] for batch in batches], np.float64))
+    names = [name for name in LEARNING if all(name in tensors for tensors in learning)]
+    rank = np.concatenate([np.full(len(batch["rewards"]), rank) for rank, batch in enumerate(batches)])
+    row = np.concatenate([np.arange(len(batch["rewards"])) for batch in batches])
+    outcome = outcome_of(recorded)
+    return StepRows(
+        origin=origin_of(record, step, recorded.manifest.version),
+        step=step,
+        place=np.stack([rank, row, column("prompt_id"), column("sample_id")], 1).astype(np.int64),
+        input_ids=matrix([batch["input_ids"] for batch in batches], np.int64),
+        lengths=lengths,
+        rewards=column("rewards").astype(np.float64),
+        finish_reason=column("finish_reason").astype(np.int64),
+        unknown=tuple(key for key in NEEDED if not all(recorded.known(rank, key).all() for rank in ranks)),
+        mask=mask,
+        tensors={"logprobs": logprobs}
+        | {name: matrix([tensors[name] for tensors in learning], np.float64) for name in names},
+        updates=updates_of(recorded, rank, row, outcome),
+        stats=outcome,
+    )
+
+
+def origin_of(record: Record, step: int, version: int) -> Origin:
+    """Return what the record says about a step's run; `version` is that of the weights after it."""
+    header = record.header
+    starts = version == 1 and step == record.steps[0] and not record.anchors()
+    path = header.model["path"]
+    return Origin(record.path, header.config, header.trainer, path, header.model["files"], starts)
+
+
+def to_json(rows: StepRows) -> dict[str, Any]:
+    """Return the rows in JSON types; `from_json` reads them."""
+    document = {field.name: getattr(rows, field.name) for field in fields(rows)}
+    arrays = {name: array_json(value) for name, value in document.items() if isinstance(value, np.ndarray)}
+    return (
+        document
+        | arrays
+        | {
+            "origin": asdict(rows.origin),
+            "tensors": {name: array_json(matrix) for name, matrix in rows.tensors.items()},
+            "updates": [vars(update) | {"rows": array_json(update.rows)} for update in rows.updates],
+        }
+    )
+
+
+def from_json(document: Mapping[str, Any]) -> StepRows:
+    """Return the rows of `to_json`."""
+    arrays = {
+        name: array_of(value)
+        for name, value in document.items()
+        if isinstance(value, dict) and "base64" in value
+    }
+    return StepRows(
+        **{
+            **document,
+            **arrays,
+            "origin": Origin(**document["origin"]),
+            "unknown": tuple(document["unknown"]),
+            "tensors": {name: array_of(value) for name, value in document["tensors"].items()},
+            "updates": tuple(
+                Update(**{**update, "rows": array_of(update["rows"])}) for update in document["updates"]
+            ),
+        }
+    )
+
+
+def array_json(array: npt.NDArray[Any]) -> dict[str, Any]:
+    """Return dtype, shape and bytes of an array."""
+    return {
+        "dtype": str(array.dtype),
+        "shape": array.shape,
+        "base64": base64.b64encode(array.tobytes()).decode(),
+    }
+
+
+def array_of(value: Mapping[str, Any]) -> npt.NDArray[Any]:
+    """Return the array of `array_json`."""
+    return np.frombuffer(base64.b64decode(value["base64"]), value["dtype"]).reshape(value["shape"]).copy()
+
+
+def shifted(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """Move columns left by one, so that position t describes token t + 1; the last becomes 0."""
+    return np.concatenate([values[:, 1:], np.zeros_like(values[:, :1])], axis=1)
+
+
+def learning_of(recorded: RecordedStep, rank: int) -> dict[str, npt.NDArray[Any]]:
+    """Return the tensors of `LEARNING` that a rank recorded."""
+    name = recorded.rank_name("learning", rank, "safetensors")
+    if name not in recorded.manifest.batches:
+        return {}
+    entries = recorded.manifest.batches[name].tensors
+    keys = [key for key in LEARNING if key in entries and entries[key].axis == "token"]
+    return recorded.learning(rank, keys)
+
+
+def outcome_of(recorded: RecordedStep) -> dict[str, float]:
+    """Return the statistics of a step, reduced over ranks; empty if none were recorded."""
+    try:
+        return dict(recorded.outcome(0).stats)
+    except StepNotRecorded:
+        return {}
+
+
+def updates_of(
+    recorded: RecordedStep,
+    rank: npt.NDArray[Any],
+    row: npt.NDArray[Any],
+    stats: dict[str, float],
+) -> tuple[Update, ...]:
+    """Return the optimizer steps that the plan names, or the only one, of all rows."""
+    try:
+        plans = [recorded.plan(number).details for number in range(recorded.manifest.num_ranks)]
+    except StepNotRecorded:
+        plans = []
+    if not plans or any("minibatches" not in plan for plan in plans):
+        names = [next((name for name in known if name in stats), None) for known in (LOSS_NAMES, NORM_NAMES)]
+        only, its_norm = (None if name is None else stats[name] for name in names)
+        return (Update(np.arange(len(row)), only, its_norm, with_kl=names[0] != "actor/pg_loss"),)
+    found, same = [], True
+    for number, update in enumerate(plans[0]["minibatches"]):
+        chosen = [
+            np.flatnonzero((rank == at) & np.isin(row, plan["minibatches"][number]["rows"]))
+            for at, plan in enumerate(plans)
+        ]
+        loss, norm = (float.fromhex(update[name]) for name in ("loss", "grad_norm"))
+        found.append(Update(np.concatenate(chosen), loss, norm, same))
+        same = same and float.fromhex(update["lr"]) == 0.0
+    return tuple(found)

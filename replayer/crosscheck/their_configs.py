@@ -1,0 +1,286 @@
+"""Configurations of our trainer, TRL and verl as `Options`, and as another framework reads them.
+
+`options_of` answers what the trainer of a record was configured to do; `as_trl` and `as_verl` what
+the same configuration means in those frameworks, with the values that they have in their code. What
+is not known, or not computed here, is a reason why a stage is not checked.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from math import inf
+from typing import Any
+
+from replayer.crosscheck.options import Options
+from replayer.crosscheck.step_rows import Origin
+
+TRL_AGGREGATIONS = {
+    "grpo": "seq-mean-token-mean",
+    "bnpo": "token-mean",
+    "dapo": "token-mean",
+    "dr_grpo": "seq-mean-token-sum-norm",
+    "luspo": "seq-mean-token-sum",
+}
+TRL_CORRECTIONS = {
+    "token_truncate": "truncated tokens",
+    "token_mask": "masked tokens",
+    "sequence_truncate": "truncated sequences",
+    "sequence_mask": "masked sequences",
+}
+VERL_KL = {"kl": "k1", "k1": "k1", "abs": "abs", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
+NOT_COMPUTED = "the configuration has {}, which is not recomputed here"
+
+
+@dataclass(frozen=True)
+class Configured:
+    """The options of a record's trainer; `unchecked` has the reason by stage.
+
+    `source` begins the half sentence about an expected value: "the config says". `trainer` is None
+    for our own.
+    """
+
+    options: Options
+    source: str
+    trainer: str | None = None
+    unchecked: dict[str, str] = field(default_factory=dict)
+    dtype: str | None = None
+    has_critic: bool = False
+
+
+def options_of(origin: Origin) -> Configured:
+    """Read the configuration of a record.
+
+    Raises ValueError for a trainer whose configuration is not known here.
+    """
+    readers = {None: of_ours, "trl": of_trl, "verl": of_verl}
+    if not origin.config:
+        raise ValueError(
+            "the record does not say with which options its trainer ran: record with config=, "
+            "or import with --config"
+        )
+    if origin.trainer not in readers:
+        raise ValueError(
+            f"the configuration of the trainer {origin.trainer} is not read here: only those of trl, "
+            "verl and our own trainer are"
+        )
+    try:
+        return readers[origin.trainer](origin.config)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(
+            f"the recorded configuration is not one of {origin.trainer or 'our trainer'}: {error!r}"
+        ) from None
+
+
+def of_ours(config: Mapping[str, Any]) -> Configured:
+    """Read the `actor` section of our own trainer's configuration."""
+    actor = config["actor"]
+    unchecked = {}
+    for name in ("use_sapo_loss", "rejection_sampling", "m2_threshold", "entropy_coef"):
+        if actor[name]:
+            unchecked["loss"] = NOT_COMPUTED.format(name)
+    if config.get("teacher"):
+        unchecked["loss"] = NOT_COMPUTED.format("a teacher")
+    decoupled = actor["use_decoupled_loss"]
+    if decoupled and actor["prox_logp_method"] == "loglinear":
+        unchecked["loss"] = NOT_COMPUTED.format("prox_logp_method=loglinear")
+    if actor["mask_no_eos_with_zero"] and config.get("critic"):
+        unchecked["advantages"] = NOT_COMPUTED.format("mask_no_eos_with_zero and a critic")
+    rewards, tokens = norm(actor["reward_norm"]), norm(actor["adv_norm"])
+    options = Options(
+        reward_bias=actor["reward_bias"],
+        reward_scaling=actor["reward_scaling"],
+        reward_clip=actor["reward_clip"],
+        overlong=overlong(actor),
+        truncated="zero" if actor["mask_no_eos_with_zero"] else "kept",
+        kl_reward_coef=actor["kl_ctl"],
+        kl_reward_estimator=actor["kl_estimator"],
+        **rewards,
+        discount=actor["discount"],
+        gae_lambda=actor["gae_lambda"],
+        **{f"token_{name}": value for name, value in tokens.items()},
+        old_logprobs="trainer" if decoupled or actor["recompute_logprob"] else "rollout",
+        correction="masked tokens" if decoupled else None,
+        correction_cap=actor["behav_imp_weight_cap"],
+        ratio_level=actor["importance_sampling_level"],
+        clip_low=actor["eps_clip"],
+        clip_high=actor["eps_clip_higher"],
+        dual_clip=actor["c_clip"],
+        aggregation=actor["loss_aggregation"],
+        max_length=actor["max_new_tokens"],
+        kl_coef=actor["kl_loss_coef"],
+        kl_estimator=actor["kl_loss_estimator"],
+        max_norm=actor["optimizer"]["gradient_clipping"] or inf,
+    )
+    return Configured(options, "the config says", None, unchecked, actor["dtype"], bool(config.get("critic")))
+
+
+def norm(section: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Read a normalisation of our configuration."""
+    if section is None:
+        return {"mean": None, "std": None}
+    return {
+        "mean": section["mean_level"],
+        "leave_one_out": section["mean_leave1out"],
+        "std": section["std_level"],
+        "unbiased": section["std_unbiased"],
+        "eps": section["eps"],
+    }
+
+
+def overlong(actor: Mapping[str, Any]) -> tuple[int, int, float] | None:
+    """Read the penalty of overlong completions."""
+    if not actor["overlong_reward_penalty"]:
+        return None
+    return actor["max_new_tokens"], actor["overlong_tokens"], actor["overlong_penalty_factor"]
+
+
+def of_trl(config: Mapping[str, Any]) -> Configured:
+    """Read TRL's GRPOConfig as plain JSON; a member that is absent has TRL's default."""
+    given = config.get
+    unchecked = {}
+    kind = given("loss_type", "dapo")
+    if kind not in TRL_AGGREGATIONS:
+        unchecked["loss"] = NOT_COMPUTED.format(f"loss_type={kind}")
+    for name, default in {
+        "entropy_coef": 0.0,
+        "top_entropy_quantile": 1.0,
+        "off_policy_mask_threshold": None,
+        "vllm_importance_sampling_clip_min": None,
+    }.items():
+        if given(name, default) not in (default, None):
+            unchecked["loss"] = NOT_COMPUTED.format(name)
+    if given("multi_objective_aggregation", "sum_then_normalize") != "sum_then_normalize":
+        unchecked["advantages"] = NOT_COMPUTED.format("multi_objective_aggregation=normalize_then_sum")
+    corrects = bool(given("use_vllm", False) and given("vllm_importance_sampling_correction", True))
+    accumulated = given("gradient_accumulation_steps", 1)
+    generate_every = (given("steps_per_generation") or accumulated) * given("num_iterations", 1)
+    scale = given("scale_rewards", "group")
+    options = Options(
+        std={True: "group", False: None, "none": None}.get(scale, scale),
+        eps=1e-4,
+        mask="without truncated rows" if given("mask_truncated_completions", False) else "loss mask",
+        old_logprobs="trainer" if corrects or accumulated % generate_every else "current",
+        correction=TRL_CORRECTIONS[given("vllm_importance_sampling_mode", "sequence_mask")]
+        if corrects
+        else None,
+        correction_cap=given("vllm_importance_sampling_clip_max", 3.0),
+        ratio_level=given("importance_sampling_level", "token"),
+        clip_low=given("epsilon", 0.2),
+        clip_high=given("epsilon_high"),
+        dual_clip=given("delta"),
+        aggregation=TRL_AGGREGATIONS.get(kind, "token-mean"),
+        max_length=given("max_completion_length", 512) or 1,
+        empty_rows="counted",
+        kl_coef=given("beta", 0.0),
+        kl_weight="ratio" if given("use_bias_correction_kl", True) else None,
+        max_norm=given("max_grad_norm", 1.0) or inf,
+    )
+    dtype = None if given("bf16") is not False or given("fp16") else "float32"
+    return Configured(options, "TRL's config says", "trl", unchecked, dtype)
+
+
+def of_verl(config: Mapping[str, Any]) -> Configured:
+    """Read verl's resolved configuration as plain JSON; an absent member has verl's default."""
+    actor, algorithm = config["actor_rollout_ref"]["actor"], config["algorithm"]
+    unchecked = {}
+    estimator = str(algorithm.get("adv_estimator", "gae"))
+    mode = (actor.get("policy_loss") or {}).get("loss_mode", "vanilla")
+    if estimator not in VERL_ESTIMATORS:
+        unchecked["advantages"] = NOT_COMPUTED.format(f"adv_estimator={estimator}")
+    if mode not in ("vanilla", "gspo"):
+        unchecked["loss"] = NOT_COMPUTED.format(f"policy_loss.loss_mode={mode}")
+    if (algorithm.get("rollout_correction") or {}).get("rollout_is"):
+        unchecked["loss"] = NOT_COMPUTED.format("rollout_correction.rollout_is")
+    scaled = algorithm.get("norm_adv_by_std_in_grpo", True)
+    rewarded = algorithm.get("use_kl_in_reward", False)
+    options = replace(
+        VERL_ESTIMATORS.get(estimator, Options()),
+        kl_reward_coef=(algorithm.get("kl_ctrl") or {}).get("kl_coef", 0.001) if rewarded else 0.0,
+        kl_reward_estimator=VERL_KL[algorithm.get("kl_penalty", "kl")],
+        kl_place="rewards",
+        discount=algorithm.get("gamma", 1.0) if estimator == "gae" else 1.0,
+        gae_lambda=algorithm.get("lam", 1.0) if estimator == "gae" else 1.0,
+        old_logprobs="trainer",
+        ratio_level="sequence" if mode == "gspo" else "token",
+        clip_low=actor.get("clip_ratio_low") or actor.get("clip_ratio", 0.2),
+        clip_high=actor.get("clip_ratio_high") or actor.get("clip_ratio", 0.2),
+        dual_clip=None if mode == "gspo" else actor.get("clip_ratio_c", 3.0),
+        aggregation=actor.get("loss_agg_mode", "token-mean"),
+        max_length=actor.get("loss_scale_factor") or (config.get("data") or {}).get("max_response_length", 1),
+        kl_coef=actor.get("kl_loss_coef", 0.001) if actor.get("use_kl_loss") else 0.0,
+        kl_estimator=VERL_KL[str(actor.get("kl_loss_type", "low_var_kl")).removesuffix("+")],
+        max_norm=actor.get("grad_clip", 1.0) or inf,
+    )
+    if estimator == "grpo" and not scaled:
+        options = replace(options, std=None)
+    return Configured(options, "verl's config says", "verl", unchecked, None, estimator == "gae")
+
+
+WHITENED = {"token_mean": "batch", "token_std": "batch", "token_eps": 1e-8, "token_inside_root": True}
+VERL_ESTIMATORS = {
+    "grpo": Options(eps=1e-6, lone="reward"),
+    "rloo": Options(std=None, leave_one_out=True, lone="reward"),
+    "reinforce_plus_plus_baseline": Options(std=None, lone="reward", **WHITENED),  # type: ignore[arg-type]
+    "gae": Options(mean=None, std=None, **WHITENED),  # type: ignore[arg-type]
+}
+
+
+def as_trl(options: Options) -> Options:
+    """Return what TRL computes where it is given these options as far as it has them."""
+    return replace(
+        options,
+        reward_bias=0.0,
+        reward_clip=inf,
+        overlong=None,
+        truncated="kept",
+        mask=options.mask if options.mask == "without truncated rows" else "loss mask",
+        kl_reward_coef=0.0,
+        grouping="prompt",
+        mean="group",
+        leave_one_out=False,
+        unbiased=True,
+        eps=1e-4,
+        inside_root=False,
+        length="kept",
+        discount=1.0,
+        gae_lambda=1.0,
+        token_mean=None,
+        token_std=None,
+        correction=None,
+        aggregation="token-mean" if options.aggregation == "token-sum" else options.aggregation,
+        empty_rows="counted",
+        kl_estimator="k3",
+        kl_weight="ratio",
+    )
+
+
+def as_verl(options: Options) -> Options:
+    """Return what verl computes where it is given these options as far as it has them."""
+    if options.mean is None:
+        base = VERL_ESTIMATORS["gae"]
+    elif options.leave_one_out:
+        base = VERL_ESTIMATORS["rloo"]
+    elif options.std is None and options.token_std is not None:
+        base = VERL_ESTIMATORS["reinforce_plus_plus_baseline"]
+    else:
+        base = replace(VERL_ESTIMATORS["grpo"], std=None if options.std is None else "group")
+    is_gae = base is VERL_ESTIMATORS["gae"]
+    return replace(
+        base,
+        reward_scaling=1.0,
+        kl_reward_coef=options.kl_reward_coef,
+        kl_reward_estimator=options.kl_reward_estimator,
+        kl_place="rewards",
+        discount=options.discount if is_gae else 1.0,
+        gae_lambda=options.gae_lambda if is_gae else 1.0,
+        old_logprobs=options.old_logprobs,
+        ratio_level="token" if options.ratio_level == "token" else "sequence",
+        clip_low=options.clip_low,
+        clip_high=options.clip_high,
+        dual_clip=None if options.ratio_level != "token" else options.dual_clip or 3.0,
+        aggregation=options.aggregation,
+        max_length=options.max_length,
+        kl_coef=options.kl_coef,
+        kl_estimator=options.kl_estimator,
+        norm=options.norm,
+        max_norm=options.max_norm,
+    )

@@ -1,0 +1,280 @@
+"""A second computation of a step in float64, written from the formulas, with rounding bounds.
+
+    rewards [N] ──> mask [N, T] ──> KL in the reward ──> advantages [N, T] ──> loss of an update
+
+Each function returns `Bounded`: the exact value, and how far a computation in float32 may be from
+it, from the standard model of rounding (Higham, Accuracy and Stability of Numerical Algorithms,
+2002, sec. 2.2 and 4.2): an operation has relative error `UNIT`, a sum of n terms at most
+`sum_error(n)`. Nothing of `areal_core` is imported: the twin is an independent witness.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from replayer.crosscheck.options import Options
+from replayer.crosscheck.step_rows import Bools, Floats, StepRows
+
+UNIT = 2.0**-24  # relative rounding error of float32
+SMALLEST = 2.0**-149
+TRUNCATED = 1  # finish reason
+
+
+@dataclass(frozen=True)
+class Bounded:
+    """A value in float64, and the largest error of a float32 computation of it."""
+
+    value: Floats
+    error: Floats
+
+    def at(self, index: object) -> "Bounded":
+        """Return some elements."""
+        return Bounded(self.value[index], self.error[index])  # type: ignore[call-overload]
+
+
+def sum_error(count: "npt.ArrayLike") -> Floats:
+    """Relative error of a float32 sum of `count` terms, to the sum of their absolute values.
+
+    Sequential up to 64 terms; longer sums are added in blocks or trees by every library.
+    """
+    count = np.maximum(np.asarray(count, np.float64), 1)
+    return UNIT * np.minimum(count, 64 + 2 * np.ceil(np.log2(count)))
+
+
+def mask_of(rows: StepRows, options: Options) -> Bools:
+    """Return the tokens that count, [N, T]."""
+    mask, variant = rows.mask, options.mask
+    positions = np.arange(mask.shape[1])
+    if variant == "shifted by +1":
+        return np.concatenate([np.zeros_like(mask[:, :1]), mask[:, :-1]], axis=1)
+    if variant == "shifted by -1":
+        return np.concatenate([mask[:, 1:], np.zeros_like(mask[:, :1])], axis=1)
+    if variant == "without the last token":
+        last = mask.shape[1] - 1 - mask[:, ::-1].argmax(1)
+        return mask & (positions != last[:, None])
+    if variant == "without the first token":
+        return mask & (positions != mask.argmax(1)[:, None])
+    if variant == "without truncated rows":
+        return mask & (rows.finish_reason != TRUNCATED)[:, None]
+    within: Bools = positions < (rows.lengths - 1)[:, None]
+    if variant == "all tokens":
+        return within
+    if variant == "everything after the prompt":
+        begun: Bools = np.maximum.accumulate(mask, axis=1)
+        return within & begun
+    return mask
+
+
+def rewards_of(rows: StepRows, options: Options) -> Bounded:
+    """Return shaped rewards, [N]."""
+    rewards = rows.rewards.copy()
+    if options.overlong is not None:
+        longest, zone, factor = options.overlong
+        over = rows.mask.sum(1) - (longest - zone)
+        rewards = rewards - np.clip(over, 0, None) / zone * factor
+    rewards = (rewards + options.reward_bias) * options.reward_scaling
+    rewards = np.clip(rewards, -options.reward_clip, options.reward_clip)
+    if options.truncated == "zero":
+        rewards = np.where(rows.finish_reason == TRUNCATED, 0.0, rewards)
+    return Bounded(rewards, 4 * UNIT * (np.abs(rewards) + abs(options.reward_bias * options.reward_scaling)))
+
+
+def estimate(log_ratio: Floats, estimator: str) -> Floats:
+    """Estimate a KL per token from log pi - log pi_ref (J. Schulman, 2020)."""
+    formulas: dict[str, Callable[[Floats], Floats]] = {
+        "k1": lambda d: d,
+        "abs": np.abs,
+        "k2": lambda d: d**2 / 2,
+        "k3": lambda d: np.expm1(-d) + d,
+    }
+    return formulas[estimator](log_ratio)
+
+
+def old_logprobs(rows: StepRows, options: Options) -> Floats | None:
+    """Return the log-probs of the policy before the step, [N, T]; None if the record has none."""
+    return rows.tensors.get({"rollout": "logprobs", "trainer": "prox_logp"}.get(options.old_logprobs, ""))
+
+
+def kl_rewards(rows: StepRows, options: Options) -> Bounded:
+    """Return the KL's share of the reward of each token, [N, T]."""
+    zero = np.zeros(rows.mask.shape)
+    reference = rows.tensors.get("ref_logp")
+    if options.kl_reward_coef == 0.0 or reference is None:
+        return Bounded(zero, zero)
+    old = None if options.correction is not None else old_logprobs(rows, options)
+    before = rows.tensors["logprobs"] if old is None else old
+    kl = estimate(np.where(rows.mask, before - reference, 0.0), options.kl_reward_estimator)
+    kl = np.where(mask_of(rows, options), np.clip(kl, -10.0, 10.0), 0.0)
+    ulp = UNIT * (1 + np.abs(np.where(rows.mask, before - reference, 0.0)))
+    return Bounded(-options.kl_reward_coef * kl, options.kl_reward_coef * (6 * ulp + 4 * UNIT * np.abs(kl)))
+
+
+def groups_of(rows: StepRows, options: Options) -> npt.NDArray[np.int64]:
+    """Number the sets of rows whose rewards are compared, [N]."""
+    groups = rows.groups
+    size = int(np.bincount(groups).max())
+    if options.grouping == "consecutive rows":
+        return np.arange(len(groups)) // size
+    if options.grouping == "every n-th row":
+        return np.arange(len(groups)) % -(-len(groups) // size)
+    return groups
+
+
+def normalized(
+    given: Bounded,
+    sets: dict[str | None, npt.NDArray[np.int64]],
+    levels: tuple[str | None, str | None],
+    *,
+    leave_one_out: bool,
+    unbiased: bool,
+    eps: float,
+    inside_root: bool,
+    lone: str,
+) -> Bounded:
+    """Subtract a mean and divide by a standard deviation, [N].
+
+    `sets`: number of each value's set by level. A set without spread has the advantage 0.
+    """
+    value, error = given.value, given.error
+    mean_level, std_level = levels
+    if mean_level is not None:
+        mean, count = moments(value, sets[mean_level])
+        size = np.maximum(largest(np.abs(value), sets[mean_level]), SMALLEST)
+        error = error + largest(error, sets[mean_level]) + (sum_error(count) + 2 * UNIT) * size
+        if leave_one_out:
+            factor = np.where(count > 1, count / np.maximum(count - 1, 1), 0.0)
+            value, error = (value - mean) * factor, error * np.maximum(factor, 1)
+        else:
+            value = value - mean
+        alone = count <= 1
+        value = np.where(alone, 0.0 if lone == "zero" else given.value, value)
+    else:
+        alone = np.zeros(len(value), bool)
+    if std_level is None:
+        return Bounded(value, error)
+    mean, count = moments(given.value, sets[std_level])
+    variance, _ = moments((given.value - mean) ** 2, sets[std_level])
+    flat = variance <= (4 * UNIT * largest(np.abs(given.value), sets[std_level])) ** 2
+    if unbiased:
+        variance = variance * count / np.maximum(count - 1, 1)
+    spread = np.sqrt(variance + eps) if inside_root else np.sqrt(variance) + eps
+    # of the standard deviation: its sum, and the error of the mean, which enters squared
+    of_mean = largest(given.error, sets[std_level]) + sum_error(count) * largest(
+        np.abs(given.value), sets[std_level]
+    )
+    safe = np.where(flat, 1.0, np.sqrt(variance))
+    relative = (
+        3 * UNIT + sum_error(count) / 2 + (of_mean / safe) ** 2 + largest(given.error, sets[std_level]) / safe
+    )
+    with np.errstate(divide="ignore", invalid="ignore"):
+        result = np.where(flat, 0.0, value / spread)
+        bound = error / np.where(flat, np.maximum(eps, SMALLEST), spread) + np.abs(result) * relative
+    if lone == "reward":
+        alone_spread = 1.0 + eps
+        result, bound = np.where(alone, value / alone_spread, result), np.where(alone, error, bound)
+    # without spread, float32 divides rounding errors of the mean by eps; our trainer returns 0
+    return Bounded(result, bound)
+
+
+def moments(values: Floats, sets: npt.NDArray[np.int64]) -> tuple[Floats, Floats]:
+    """Return (mean, number of values) of each value's set, [N]."""
+    counts: Floats = np.bincount(sets).astype(np.float64)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        means = np.bincount(sets, values) / counts
+    return means[sets], counts[sets]
+
+
+def largest(values: Floats, sets: npt.NDArray[np.int64]) -> Floats:
+    """Return the largest value of each row's set, [N]."""
+    found = np.full(int(sets.max(initial=0)) + 1, -np.inf)
+    np.maximum.at(found, sets, values)
+    return found[sets]
+
+
+def row_rewards(rows: StepRows, options: Options) -> Bounded:
+    """Return the shaped rewards, normalised over rows, [N]."""
+    groups = groups_of(rows, options)
+    return normalized(
+        rewards_of(rows, options),
+        {"group": groups, "batch": np.zeros_like(groups)},
+        (options.mean, options.std),
+        leave_one_out=options.leave_one_out,
+        unbiased=options.unbiased,
+        eps=options.eps,
+        inside_root=options.inside_root,
+        lone=options.lone,
+    )
+
+
+def advantages_of(rows: StepRows, options: Options) -> Bounded:
+    """Return the advantages, [N, T], 0 outside of the tokens that count."""
+    mask, kl = mask_of(rows, options), kl_rewards(rows, options)
+    if "kl_rewards" in rows.tensors and options.kl_place == "advantages":
+        kl = Bounded(rows.tensors["kl_rewards"], np.zeros(mask.shape))
+    reward, penalty = rows_and_penalty(rows, options, kl)
+    values = rows.tensors.get("values")
+    plain = values is None and options.discount == options.gae_lambda == 1.0 and not penalty.value.any()
+    if plain:
+        spread = np.where(mask, reward.value[:, None], 0.0), np.where(mask, reward.error[:, None], 0.0)
+        advantages = Bounded(*spread)
+    else:
+        advantages = gae(reward, penalty, values, mask, options)
+    if options.length == "divided":
+        count = np.maximum(mask.sum(1), 1)[:, None]
+        advantages = Bounded(advantages.value / count, advantages.error / count)
+    if options.token_mean is None and options.token_std is None:
+        return advantages
+    sets = np.broadcast_to(groups_of(rows, options)[:, None], mask.shape)[mask]
+    found = normalized(
+        advantages.at(mask),
+        {"group": sets, "batch": np.zeros_like(sets)},
+        (options.token_mean, options.token_std),
+        leave_one_out=options.token_leave_one_out,
+        unbiased=options.token_unbiased,
+        eps=options.token_eps,
+        inside_root=options.token_inside_root,
+        lone="zero",
+    )
+    value, error = np.zeros(mask.shape), np.zeros(mask.shape)
+    value[mask], error[mask] = found.value, found.error
+    return Bounded(value, error)
+
+
+def rows_and_penalty(rows: StepRows, options: Options, kl: Bounded) -> tuple[Bounded, Bounded]:
+    """Return (normalised reward of each row [N], KL that is added to its tokens [N, T])."""
+    if options.kl_place == "advantages":
+        return row_rewards(rows, options), kl
+    summed = replace(rows, rewards=rows.rewards + kl.value.sum(1))
+    reward = row_rewards(summed, options)
+    spread = np.abs(reward.value) + 1
+    nothing = np.zeros(kl.value.shape)
+    more = kl.error.sum(1) + sum_error(kl.value.shape[1]) * np.abs(kl.value).sum(1)
+    return Bounded(
+        reward.value, reward.error + more.max(initial=0.0) * spread / max(options.eps, 1e-3)
+    ), Bounded(nothing, nothing)
+
+
+def gae(reward: Bounded, penalty: Bounded, values: Floats | None, mask: Bools, options: Options) -> Bounded:
+    """Generalised advantage estimation (arXiv 1506.02438, eq. 16) over the tokens that count.
+
+    The row's reward is on its last token. Prompt and tool tokens are not steps of the policy.
+    """
+    last = mask.shape[1] - 1 - mask[:, ::-1].argmax(1)
+    at_last = mask & (np.arange(mask.shape[1]) == last[:, None])
+    rewards = penalty.value + np.where(at_last, reward.value[:, None], 0.0)
+    errors = penalty.error + np.where(at_last, reward.error[:, None], 0.0)
+    values = np.zeros(mask.shape) if values is None else np.where(mask, values, 0.0)
+    value, error = np.zeros(mask.shape), np.zeros(mask.shape)
+    following, ahead, wrong = (np.zeros(len(mask)) for _ in range(3))
+    for t in range(mask.shape[1] - 1, -1, -1):
+        here = mask[:, t]
+        delta = rewards[:, t] + options.discount * ahead - values[:, t]
+        found = delta + options.discount * options.gae_lambda * following
+        size = np.abs(rewards[:, t]) + np.abs(ahead) + np.abs(values[:, t]) + np.abs(following)
+        following = np.where(here, found, following)
+        wrong = np.where(here, errors[:, t] + wrong + 4 * UNIT * size, wrong)
+        ahead = np.where(here, values[:, t], ahead)
+        value[:, t], error[:, t] = np.where(here, following, 0.0), np.where(here, wrong, 0.0)
+    return Bounded(value, error)

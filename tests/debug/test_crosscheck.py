@@ -1,0 +1,207 @@
+"""`areal-debug crosscheck` on steps that plain loops computed, and on a step of our own trainer."""
+
+import importlib.util
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from areal_core.testing import make_tiny_model
+from areal_debug import Recorder
+from areal_debug.installation import EXTRA_OF
+from recorder import open_record
+from replayer.crosscheck.step_check import crosscheck
+from replayer.crosscheck.step_rows import from_json, read_rows, to_json
+
+ROOT = Path(__file__).parents[2]
+spec = importlib.util.spec_from_file_location(
+    "crosscheck_steps", Path(__file__).with_name("crosscheck_steps.py")
+)
+assert spec is not None
+assert spec.loader is not None
+steps = importlib.util.module_from_spec(spec)
+sys.modules["crosscheck_steps"] = steps
+spec.loader.exec_module(steps)
+SAMPLE = steps.PLANTS[::3]
+
+
+def check(folder, *, model=None):
+    return crosscheck(read_rows(open_record(folder), None), ["float64"], model)
+
+
+@pytest.mark.parametrize("plant", SAMPLE, ids=lambda plant: plant.name.replace(" ", "-"))
+def test_a_planted_difference_is_named(plant, tmp_path):
+    report = check(plant.write(tmp_path / "record", seed=7))
+    document = report.to_dict()
+    assert (document["verdict"], document["first_stage"]) == ("differs", plant.stage)
+    found = report.first[1].changes
+    assert [change.option for change in found[:1]] == ([] if plant.option is None else [plant.option])
+    assert document["option"].startswith("unknown") == (plant.option is None)
+
+
+def test_equal_steps_are_not_accused(tmp_path):
+    for seed in range(20):
+        report = check(steps.equal_step(seed, tmp_path / str(seed)))
+        stages = {stage.stage: stage.verdict for stage in report.opinions[0].stages}
+        assert (seed, report.verdict, report.to_dict()["option"]) == (seed, "equal", None)
+        assert [stages[name] for name in ("rewards", "mask", "advantages", "loss")] == ["equal"] * 4
+
+
+def test_the_rows_that_differ_come_first(tmp_path):
+    rows = steps.make_rows(3)
+    wrong = [row for row in rows if row.truncated]
+    how = steps.How(after=lambda advantage, row: advantage + 0.01 * (row in wrong))
+    folder = steps.write_step(tmp_path / "record", rows, how, "trl", steps.TRL)
+    document = check(folder).to_dict()
+    assert (document["first_stage"], document["num_rows"]) == ("advantages", len(wrong))
+    assert [row["row"] for row in document["rows"]] == [rows.index(row) for row in wrong]
+    first = document["rows"][0]
+    assert first["token"] == len(wrong[0].prompt)
+    assert first["recorded"] - first["recomputed"] == pytest.approx(0.01, abs=1e-5)
+
+
+def test_what_is_unknown_is_not_checked(tmp_path):
+    with Recorder(tmp_path / "record", config=steps.TRL, trainer="trl") as recorder:
+        sample = {"prompt_tokens": [1], "completion_tokens": [2, 3], "group": 0, "advantages": 0.5}
+        recorder.step(0, [sample | {"reward": 1.0}, sample], stats={"loss": 1.0})
+    stages = {stage.stage: stage for stage in check(tmp_path / "record").opinions[0].stages}
+    assert {name: stage.verdict for name, stage in stages.items()} == {
+        "rewards": "not checked", "mask": "equal", "kl": "not checked", "advantages": "not checked",
+        "loss": "not checked", "gradient": "not checked",
+    }  # fmt: skip
+    assert stages["advantages"].reason == "1 of 2 rewards are unknown"
+    assert stages["loss"].reason.startswith("the record has no log-probs of the reference")
+
+
+def test_rows_survive_the_way_out_of_the_confined_child(tmp_path):
+    rows = read_rows(open_record(steps.equal_step(1, tmp_path / "record")), None)
+    again = from_json(json.loads(json.dumps(to_json(rows))))
+    assert (again.origin, again.stats, again.step) == (rows.origin, rows.stats, rows.step)
+    assert np.array_equal(again.mask, rows.mask)
+    assert again.tensors.keys() == rows.tensors.keys()
+    assert all(np.array_equal(again.tensors[name], rows.tensors[name]) for name in rows.tensors)
+    assert np.array_equal(again.updates[0].rows, rows.updates[0].rows)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return make_tiny_model(tmp_path_factory.mktemp("crosscheck") / "model", hidden_size=16, num_heads=2)
+
+
+def write_trained(folder, model, reported):
+    """Record a step with the gradient norm of Transformers in float32; ratios are 1."""
+    from transformers import AutoModelForCausalLM
+
+    rows = steps.make_rows(5, (4, 4), tools=False)
+    given = steps.advantages(rows, steps.How())
+    network = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    total, count = torch.zeros(()), sum(len(row.tokens) for row in rows)
+    for row, advantage in zip(rows, given, strict=True):
+        tokens = torch.tensor([row.prompt + row.tokens])
+        logprobs = network(tokens).logits[0, :-1].log_softmax(1).gather(1, tokens[0, 1:, None])[:, 0]
+        own = logprobs[-len(row.tokens) :]
+        total = total - (advantage * (own - own.detach()).exp()).sum() / count
+    total.backward()
+    norm = torch.stack([p.grad.square().sum() for p in network.parameters()]).sum().sqrt()
+    config = steps.TRL | {"num_iterations": 1, "beta": 0.0, "max_grad_norm": 0.25}
+    samples = [
+        {
+            "prompt_tokens": row.prompt, "completion_tokens": row.tokens, "reward": row.reward,
+            "group": row.group, "finish_reason": "stop", "advantages": advantage.tolist(),
+        }
+        for row, advantage in zip(rows, given, strict=True)
+    ]  # fmt: skip
+    with Recorder(folder, config=config, trainer="trl", model=model) as recorder:
+        recorder.step(0, samples, stats={"loss": float(total.detach()), "grad_norm": reported(float(norm))})
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("reported", "verdict", "option"),
+    [(float, "equal", []), (lambda norm: min(norm, 0.25), "differs", ["norm"]), (lambda norm: 2 * norm, "differs", [])],
+)  # fmt: skip
+def test_a_gradient_norm_is_recomputed_from_the_model(model, tmp_path, reported, verdict, option):
+    report = check(write_trained(tmp_path / "record", model, reported))
+    stages = {stage.stage: stage for stage in report.opinions[0].stages}
+    assert (stages["loss"].verdict, stages["gradient"].verdict) == ("equal", verdict)
+    assert [change.option for change in stages["gradient"].changes] == option
+
+
+def test_another_model_is_refused(model, tmp_path):
+    folder = write_trained(tmp_path / "record", model, float)
+    other = make_tiny_model(tmp_path / "other", hidden_size=16, num_heads=2, seed=1)
+    with pytest.raises(
+        ValueError, match=r"is not the model that the step starts from: model\.safetensors differ"
+    ):
+        check(folder, model=str(other))
+
+
+def test_a_step_of_our_own_trainer_is_equal(recorded, areal_debug):
+    done = areal_debug("crosscheck", recorded, "--json")
+    assert done.returncode == 0, done.stdout + done.stderr
+    document = json.loads(done.stdout)
+    assert (document["verdict"], document["first_stage"], document["option"]) == ("equal", None, None)
+    stages = {stage["stage"]: stage["verdict"] for stage in document["opinions"][0]["stages"]}
+    assert [stages[name] for name in ("mask", "advantages", "loss", "gradient")] == ["equal"] * 4
+
+
+def test_a_difference_is_printed_and_wrong_input_is_one_sentence(tmp_path, areal_debug):
+    plant = next(plant for plant in steps.PLANTS if plant.name == "not divided by the deviation")
+    folder = plant.write(tmp_path / "record", seed=1)
+    done = areal_debug("crosscheck", folder)
+    assert done.returncode == 1
+    assert "Different: step 0, stage advantages, as recomputed by float64" in done.stdout
+    assert "the level of the standard deviation that divides is none, TRL's config says group" in done.stdout
+    for arguments, text in (
+        (["--with", "nobody"], "--with nobody names nobody who recomputes: choose from float64, trl, verl"),
+        (["--step", "9"], "step 9 is not recorded"),
+        (["--model", tmp_path / "absent"], "is not a folder on this machine"),
+    ):
+        done = areal_debug("crosscheck", folder, *arguments)
+        assert (done.returncode, done.stdout) == (2, "")
+        assert text in done.stderr
+        assert "Traceback" not in done.stderr
+
+
+def test_a_record_without_options_is_refused(tmp_path):
+    with Recorder(tmp_path / "record") as recorder:
+        recorder.step(0, [{"tokens": [1, 2, 3], "prompt_length": 1, "reward": 1.0}])
+    with pytest.raises(ValueError, match="does not say with which options its trainer ran"):
+        check(tmp_path / "record")
+
+
+def test_a_framework_that_is_not_installed_has_a_sentence(tmp_path, monkeypatch):
+    monkeypatch.setattr("replayer.crosscheck.frameworks.find_spec", lambda name: None)
+    rows = read_rows(open_record(steps.equal_step(1, tmp_path / "record")), None)
+    for name in ("trl", "verl"):
+        with pytest.raises(ModuleNotFoundError) as error:
+            crosscheck(rows, [name])
+        assert (error.value.name, EXTRA_OF[name]) == (name, name)
+
+
+def test_options_that_are_not_recomputed_are_a_reason(tmp_path):
+    rows = read_rows(open_record(steps.equal_step(1, tmp_path / "record")), None)
+    config = steps.TRL | {"loss_type": "sapo"}
+    rows = replace(rows, origin=replace(rows.origin, config=config, trainer="trl"))
+    loss = next(stage for stage in crosscheck(rows, ["float64"]).opinions[0].stages if stage.stage == "loss")
+    assert loss.reason == "the configuration has loss_type=sapo, which is not recomputed here"
+
+
+@pytest.mark.long
+def test_the_code_of_trl_and_verl_agrees_with_the_twin(tmp_path):
+    script = ROOT / "tests/trainers/install_trainers.sh"
+    installed = subprocess.run([script, "verl"], capture_output=True, text=True, timeout=1200)
+    if installed.returncode == 77:
+        pytest.skip(installed.stderr.strip())
+    command = [installed.stdout.strip(), ROOT / "benchmarks/crosscheck.py", "--frameworks", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=1500, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads(done.stdout)
+    assert found["plants"]["stage"] >= 0.95 * found["plants"]["of"]
+    assert (found["equal"]["accused"], found["equal"]["of"]) == (0, 100)
+    assert all(of["largest"] < 1e-9 and of["compared"] >= 60 for of in found["code"].values())
