@@ -34,6 +34,8 @@ EXTRA_OF = {  # packages by the name that they are imported by
     "liger_kernel": "liger",
     "wandb": "wandb",
     "trackio": "trackio",
+    "trl": "trl",
+    "verl": "verl",
 }
 PACKAGES = ("areal_core", "recorder", "replayer", "consistency", "hangdoctor")
 MARK = b"of areal-debug"  # in the docstring of each package
