@@ -49,7 +49,6 @@ USED_FROM_OUTSIDE = {
     "find_class": "called by pickle",
     "in_step": "tests: batches with prompts of their own",
     "finish_weight_update": "called by vLLM",
-    "on_step_end": "called by SkyRL",
     "on_train_end": "called by SkyRL",
     "format_commands": "called by click",
     "format_epilog": "called by click",
