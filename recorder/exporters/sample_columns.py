@@ -5,7 +5,7 @@
                                         arrow.py: Arrow arrays      rows.py: JSON types
 
 Every value per token is aligned to the token itself: what the trainer computed next-token aligned
-is shifted by one, so that a row's first token has none.
+is shifted by one, so that a row's first token has none, unless another trainer gave it.
 """
 
 from collections.abc import Collection, Iterable
@@ -252,7 +252,7 @@ def read_learning(
         if field.source == "learning" and field.key in tensors and fits(field, tensors[field.key])
     }
     arrays = step.learning(rank, {*(field.key for field in chosen.values()), "cu_seqlens"})
-    bounds = batch["cu_seqlens"]
+    bounds, batch_tensors = batch["cu_seqlens"], step.batch_entry(rank)[1].tensors
     if not np.array_equal(arrays["cu_seqlens"], bounds):
         raise DamagedRecord(step.name_of(name), "has other rows than the batch", "cu_seqlens")
     columns = {}
@@ -261,9 +261,13 @@ def read_learning(
         if not field.is_list:
             columns[column] = Column(values)
             continue
-        has_value = np.ones(len(values), bool)
-        has_value[bounds[:-1][np.diff(bounds) > 0]] = False
-        columns[column] = Column(np.roll(values, 1, axis=0), bounds, known_values=has_value)
+        first = bounds[:-1][np.diff(bounds) > 0]
+        shifted, has_value = np.roll(values, 1, axis=0), np.ones(len(values), bool)
+        if "unknown" in batch_tensors:  # of another trainer: the last position is the first token's
+            shifted[first] = values[bounds[1:][np.diff(bounds) > 0] - 1]
+        else:
+            has_value[first] = False
+        columns[column] = Column(shifted, bounds, known_values=has_value)
     return columns
 
 
@@ -279,7 +283,7 @@ def without_placeholders(column: Column) -> Column:
         given = values != (-1 if values.dtype.kind == "i" else np.iinfo(values.dtype).max)
     else:
         return column
-    given = given.reshape(len(values), -1).any(axis=1)
+    given = given.any(axis=tuple(range(1, given.ndim)))
     if column.known_values is not None:
         given &= column.known_values
     if column.offsets is None:

@@ -144,17 +144,17 @@ def unknown_value(dtype: np.dtype) -> Any:
 def pad_learning(rows: Sequence[Sample], attention_mask: np.ndarray) -> dict[str, np.ndarray] | None:
     """Pad the inputs to the loss, next-token aligned: position t has the value of token t + 1.
 
-    None if no sample has any. A row that lacks a name is NaN there.
+    The last position has that of the first token. None if no sample has any. A row that lacks a
+    name is NaN there.
     """
     names = sorted({name for row in rows for name in row.learning})
     if not names:
         return None
     padded = {name: np.zeros(attention_mask.shape, np.float32) for name in names}
     for number, row in enumerate(rows):
-        last = max(row.num_tokens - 1, 0)
         for name in names:
             values = row.learning.get(name)
-            padded[name][number, :last] = np.nan if values is None else values[1:]
+            padded[name][number, : row.num_tokens] = np.nan if values is None else np.roll(values, -1)
     return {"attention_mask": attention_mask, **padded}
 
 

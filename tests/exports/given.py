@@ -36,8 +36,8 @@ FULL_ROW = {
     "versions": [-1, -1, 3, -1, 3],
     "routed_experts": np.arange(20).reshape(5, 2, 2).tolist(),
     "scores.format": 0.5,
-    "advantages": [None, 0.0, 0.75, 0.75, 0.75],
-    "prox_logp": [None, 0.0, -0.25, -8.0, -1.25],
+    "advantages": [0.0, 0.0, 0.75, 0.75, 0.75],
+    "prox_logp": [0.0, 0.0, -0.25, -8.0, -1.25],
     "prompt": "=2+2",
     "completion": "4",
 }
