@@ -144,6 +144,8 @@ def verbs_on(record: Path, model: Path, out: Path) -> dict[str, tuple[list, int]
         "bisect-step": ([record, record], 2),
         "consistency": ([record, "--model", model], 1),
         "doctor": ([record], 2),
+        "crosscheck": ([record], 2),
+        "query": ([record, "select step, reward, prompt_id, finish_reason from samples"], 0),
         "view": ([record, "-o", out / "page.html"], 0),
         "record ls": ([record], 0),
         "record show": ([record, "--tokens"], 0),
