@@ -153,6 +153,8 @@ def of_trl(config: Mapping[str, Any]) -> Configured:
     corrects = bool(given("use_vllm", False) and given("vllm_importance_sampling_correction", True))
     accumulated = given("gradient_accumulation_steps", 1)
     generate_every = (given("steps_per_generation") or accumulated) * given("num_iterations", 1)
+    if (num_updates := generate_every // accumulated) > 1:
+        unchecked["loss"] = f"the loss is that of the last of {num_updates} optimizer steps, others came before"
     scale = given("scale_rewards", "group")
     options = Options(
         std={True: "group", False: None, "none": None}.get(scale, scale),

@@ -17,7 +17,7 @@ from areal_debug import Recorder
 
 F = torch.float32
 TRL = {
-    "num_generations": 4, "num_iterations": 2, "gradient_accumulation_steps": 1, "steps_per_generation": 1,
+    "num_generations": 4, "num_iterations": 1, "gradient_accumulation_steps": 3, "steps_per_generation": 2,
     "loss_type": "dapo", "scale_rewards": "group", "epsilon": 0.2, "beta": 0.04, "bf16": False, "fp16": False,
     "use_bias_correction_kl": False, "max_completion_length": 32, "max_grad_norm": 1.0,
 }  # fmt: skip
@@ -371,7 +371,8 @@ def equal_trl(rng: random.Random, how: dict[str, Any], config: dict[str, Any]) -
     )
     config |= {"scale_rewards": scale, "beta": how["beta"], "loss_type": kind}
     if rng.random() < 0.3:
-        config["num_iterations"], how["old"] = 1, lambda row: row.new
+        config |= {"gradient_accumulation_steps": 1, "steps_per_generation": 1}
+        how["old"] = lambda row: row.new
     if rng.random() < 0.3:
         config["delta"] = how["dual"] = 2.0
 

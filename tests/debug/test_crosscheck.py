@@ -108,7 +108,7 @@ def write_trained(folder, model, reported):
         total = total - (advantage * (own - own.detach()).exp()).sum() / count
     total.backward()
     norm = torch.stack([p.grad.square().sum() for p in network.parameters()]).sum().sqrt()
-    config = steps.TRL | {"num_iterations": 1, "beta": 0.0, "max_grad_norm": 0.25}
+    config = steps.TRL | {"steps_per_generation": 3, "beta": 0.0, "max_grad_norm": 0.25}
     samples = [
         {
             "prompt_tokens": row.prompt, "completion_tokens": row.tokens, "reward": row.reward,
