@@ -14,6 +14,7 @@ The limits follow from the size of the input, so that honest input of any size c
 """
 
 import ctypes
+import gc
 import io
 import json
 import math
@@ -197,6 +198,7 @@ def in_child(
     writing: int,
 ) -> NoReturn:
     """Give up rights, work, send the result; end without the exit handlers of the parent."""
+    gc.freeze()  # what the parent's libraries made cannot be finalised without their threads
     captured = {name: io.StringIO() for name in relayed}
     code = 1
     try:
