@@ -8,6 +8,7 @@ A process that is killed leaves the unfinished folder, which the next one finds:
 there, or clear it. After any error but an interrupt it is removed, so that it takes no space.
 """
 
+import ctypes
 import fcntl
 import os
 import shutil
@@ -18,6 +19,7 @@ from pathlib import Path
 from areal_core.safety.durable import sync
 
 CONTENT, REPLACED = "content", "replaced"
+AT_FDCWD, RENAME_EXCHANGE = -100, 2
 
 
 class FolderInUse(ValueError):
@@ -47,7 +49,7 @@ def unfinished_folder(destination: Path, may_continue: bool = False) -> Iterator
         yield place / CONTENT
         if (place / CONTENT).exists():
             rename_over(place / CONTENT, destination, place / REPLACED)
-        shutil.rmtree(place)
+        shutil.rmtree(place)  # with what was there, if it was exchanged
     except KeyboardInterrupt:
         raise
     except BaseException:
@@ -90,19 +92,29 @@ def clear(folder: Path) -> None:
 def rename_over(content: Path, destination: Path, replaced: Path) -> None:
     """Rename the content to the destination, which a failure leaves as it was.
 
-    A file replaces a file, and a folder an empty one, in one call; else it is moved aside first.
+    What is there is exchanged in one call where the file system can, else it is moved aside first.
     """
     shutil.rmtree(replaced, ignore_errors=True)
     both_files = destination.is_file() and content.is_file()
     empty = destination.is_dir() and not any(destination.iterdir())
-    if destination.exists() and not both_files and not (empty and content.is_dir()):
-        destination.rename(replaced)
-    try:
-        content.rename(destination)
-    except OSError:
-        put_back(replaced, destination)
-        raise
+    in_one_call = not destination.exists() or both_files or (empty and content.is_dir())
+    if in_one_call or not exchanged(content, destination):
+        if not in_one_call:
+            destination.rename(replaced)
+        try:
+            content.rename(destination)
+        except OSError:
+            put_back(replaced, destination)
+            raise
     sync(destination.parent)
+
+
+def exchanged(one: Path, other: Path) -> bool:
+    """Exchange two paths in one call of Linux; return whether the file system could."""
+    renameat2 = getattr(ctypes.CDLL(None), "renameat2", None)
+    if renameat2 is None:
+        return False
+    return bool(renameat2(AT_FDCWD, os.fsencode(one), AT_FDCWD, os.fsencode(other), RENAME_EXCHANGE) == 0)
 
 
 def put_back(replaced: Path, destination: Path) -> None:

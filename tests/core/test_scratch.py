@@ -40,6 +40,8 @@ def test_a_rename_that_fails_leaves_what_was_there(tmp_path, monkeypatch, was_fo
         with unfinished_folder(destination) as content:
             make(content, is_folder, "new")
 
+    # as on a file system that cannot exchange
+    monkeypatch.setattr("areal_core.safety.scratch.exchanged", lambda one, other: False)
     monkeypatch.setattr(Path, "rename", failing)
     if fails_until:
         with pytest.raises(OSError, match="No space"):
@@ -53,3 +55,15 @@ def test_a_rename_that_fails_leaves_what_was_there(tmp_path, monkeypatch, was_fo
     with unfinished_folder(destination):  # the next process finds it
         assert content_of(destination) == ("old" if fails_until else "new")
     assert content_of(destination) == ("old" if fails_until else "new")
+
+
+@pytest.mark.parametrize("was_folder", [False, True])
+def test_what_is_there_is_never_away(tmp_path, monkeypatch, was_folder):
+    """A folder is exchanged: nothing is renamed to make room for it."""
+    destination = tmp_path / "there"
+    make(destination, was_folder, "old")
+    monkeypatch.setattr(Path, "rename", None)
+    with unfinished_folder(destination) as content:
+        make(content, True, "new")
+    assert content_of(destination) == "new"
+    assert os.listdir(tmp_path) == ["there"]
