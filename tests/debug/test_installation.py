@@ -19,7 +19,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 OURS = {*PACKAGES, "areal_debug"}
 RECORD = ROOT / "tests/records/tiny_grpo.zip"
 # Imported by a name in a string, or by another package when it is given a URL.
-INDIRECT = {"wandb", "trackio", "s3fs"}
+INDIRECT = {"wandb", "trackio", "s3fs", "trl"}
 # Hosts of our code with what they bring, and tools of which we start the command.
 HOSTS = {"pytest", "vllm", "areal", "prime_rl", "skyrl"} | {"accelerate", "transfer_queue"}
 COMMANDS = {"py-spy"}
