@@ -60,7 +60,7 @@ def test_every_value_of_two_steps_is_recorded_and_nothing_is_dumped(logger, tmp_
     assert batch["prompt_id"].tolist() == [0, 0, 1]
     assert batch["prompt_length"].tolist() == [2, 2, 2]
     assert learning["prox_logp"].tolist() == [0, -0.25, -0.75, 0, 0, -1.25, 0, -1.75, 0, 0, -2.25, 0]
-    assert learning["advantages"].tolist() == [0.5] * 3 + [0] + [-0.5] * 4 + [0] + [0.25] * 2 + [0]
+    assert learning["advantages"].tolist() == [0.5] * 4 + [-0.5] * 5 + [0.25] * 3
     assert not any(step.known(0, name).any() for name in ("versions", "finish_reason"))
     assert step.outcome(0).stats == {"loss": 0.125, "grad_norm": 2.0}
     assert step.text(0)[0]["completion"] == '["2+2=", "4"]'

@@ -104,12 +104,12 @@ def test_both_logprobs_of_two_steps_are_recorded(loss, folder, capfd):
     assert batch["cu_seqlens"].tolist() == [0, 4, 6]
     assert batch["loss_mask"].tolist() == [0, 1, 1, 1, 0, 1]
     assert batch["logprobs"].tolist() == np.float32([0, -2.01, -0.5, -0.26, 0, -0.75]).tolist()
-    assert learning["prox_logp"].tolist() == [-2.0, -0.5, -0.25, 0, -0.75, 0]
-    assert learning["advantages"].tolist() == [0.5, 0.5, 0.5, 0, 0.5, 0]
+    assert learning["prox_logp"].tolist() == [-2.0, -0.5, -0.25, -1.0, -0.75, -1.5]
+    assert learning["advantages"].tolist() == [0.5] * 6
     reference = "ref_logp" if "ref_logprobs" in loss.LossInputs.__annotations__ else "teacher_logp"
-    assert learning[reference].tolist() == [-3, -3, -3, 0, -3, 0]
+    assert learning[reference].tolist() == [-3] * 6
     # the step before has moved the parameter
-    assert record.step(1).learning(0)["prox_logp"].tolist() != [-0.75, 0]
+    assert record.step(1).learning(0)["prox_logp"].tolist() != [-0.75, -1.5]
     unknown = ("input_ids", "versions", "rewards", "prompt_id", "finish_reason", "prompt_length")
     assert not any(step.known(0, name).any() for name in unknown)
     assert all(step.known(0, name).all() for name in ("loss_mask", "logprobs"))
