@@ -456,9 +456,7 @@ class RecordWriter:
     def end(self, error: str | None) -> None:
         """Wait for the last steps, and report the steps that are missing from the record."""
         if error is None:
-            while not all(state.idle for state in self.agree()):
-                assert self.background is not None
-                self.background.wait(AGREE_INTERVAL_S)
+            self.drain()
         if self.background is not None and self.ended is None:
             self.finish_without_collectives(self.background)
         if self.rank == 0:
@@ -469,6 +467,12 @@ class RecordWriter:
             if self.archive is not None and self.ended is None:
                 with suppress(OSError):  # not empty: ranks may still write
                     self.folder.rmdir()
+
+    def drain(self) -> None:
+        """Wait until all ranks have written what is queued, or recording ends; a collective."""
+        while not all(state.idle for state in self.agree()):
+            assert self.background is not None
+            self.background.wait(AGREE_INTERVAL_S)
 
     def unlock(self, error: str | None) -> None:
         """Release the folder, or leave its lock to the ranks that may still write into it."""

@@ -169,7 +169,9 @@ class Recorder:
         gathered = self.gather(groups)
         for rank, found in enumerate(gathered):
             if isinstance(found, str):
-                self.writer.fail(rank, found)
+                self.writer.drain()  # the steps before it are whole
+                if self.writer.ended is None:
+                    self.writer.fail(rank, found)
                 return
         if not self.started:
             self.resume(step)

@@ -154,7 +154,9 @@ def of_trl(config: Mapping[str, Any]) -> Configured:
     accumulated = given("gradient_accumulation_steps", 1)
     generate_every = (given("steps_per_generation") or accumulated) * given("num_iterations", 1)
     if (num_updates := generate_every // accumulated) > 1:
-        unchecked["loss"] = f"the loss is that of the last of {num_updates} optimizer steps, others came before"
+        unchecked["loss"] = (
+            f"the loss is that of the last of {num_updates} optimizer steps, others came before"
+        )
     scale = given("scale_rewards", "group")
     options = Options(
         std={True: "group", False: None, "none": None}.get(scale, scale),
