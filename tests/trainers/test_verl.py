@@ -69,7 +69,7 @@ def run(python: str, kind: str, folder: Path, **environment: str) -> tuple[list,
         text=True,
         timeout=400,
         env=os.environ
-        | {"PYTHONPATH": f"{ROOT}:{plugin.parent}", "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": ""}
+        | {"PYTHONPATH": f"{plugin.parent}:{ROOT}", "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": ""}
         | environment,
     )
     assert done.returncode == 0, done.stderr[-3000:]
