@@ -204,4 +204,4 @@ def test_the_code_of_trl_and_verl_agrees_with_the_twin(tmp_path):
     found = json.loads(done.stdout)
     assert found["plants"]["stage"] >= 0.95 * found["plants"]["of"]
     assert (found["equal"]["accused"], found["equal"]["of"]) == (0, 100)
-    assert all(of["largest"] < 1e-9 and of["compared"] >= 60 for of in found["code"].values())
+    assert all(of["largest"] < 1e-9 and of["compared"] >= 40 for of in found["code"].values())
