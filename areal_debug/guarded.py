@@ -7,11 +7,10 @@ import atexit
 import os
 import sys
 from collections.abc import Callable, Collection, Sequence
-from contextlib import suppress
-from importlib import metadata
 from typing import Any
 
-from recorder.trainers.recorder import FOLDER_VARIABLE, Recorder
+from recorder.environment import library_version
+from recorder.trainers.recorder import Recorder, folder_of_environment
 from recorder.writer import describe, print_to_stderr
 
 
@@ -88,13 +87,10 @@ class Guarded:
 
     def open(self, config: Any) -> Recorder:
         """Return the recorder. Raises RecordError if no folder is named or it is taken."""
-        folder = self.folder or os.environ.get(FOLDER_VARIABLE)
-        if not folder:
-            return Recorder.from_environment(self.trainer)  # which says what to set
         return Recorder(
-            folder_of_rank(folder, self.rank),
+            folder_of_rank(self.folder or folder_of_environment(self.trainer), self.rank),
             trainer=self.trainer,
-            trainer_version=installed_version(self.trainer),
+            trainer_version=library_version(self.trainer),
             config=config,
             resume=True,
             when_failing="continue",
@@ -130,10 +126,3 @@ def folder_of_rank(folder: str | os.PathLike[str], rank: int) -> str:
 def rank_of_process() -> int:
     """Return the rank that torchrun gave to this process, 0 without."""
     return int(os.environ.get("RANK", "0"))
-
-
-def installed_version(distribution: str) -> str | None:
-    """Return the installed version, None if it is not installed."""
-    with suppress(metadata.PackageNotFoundError):
-        return metadata.version(distribution)
-    return None

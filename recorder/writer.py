@@ -107,9 +107,9 @@ class RankState:
     refusal: RecordExists | None
 
 
-def alone(state: RankState) -> list[RankState]:
+def alone(value: Job) -> list[Job]:
     """The `gather` of a run with one rank."""
-    return [state]
+    return [value]
 
 
 def print_to_stderr(sentence: str) -> None:

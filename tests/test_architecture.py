@@ -47,6 +47,7 @@ USED_FROM_OUTSIDE = {
     "_repr_html_": "called by notebooks",
     "do_GET": "called by http.server",
     "find_class": "called by pickle",
+    "from_environment": "public: users of the recording API",
     "in_step": "tests: batches with prompts of their own",
     "finish_weight_update": "called by vLLM",
     "on_train_end": "called by SkyRL",

@@ -22,7 +22,7 @@ from recorder.importers.foreign import (
     prompt_group,
     sequence_sample,
 )
-from recorder.importers.sources import Source, of_one_run, read_steps
+from recorder.importers.sources import Source, read_files
 from recorder.importers.unpickle import load_pickle
 from recorder.importers.verl import read_proto
 from recorder.trainers.sample import LEARNING, Sample
@@ -46,17 +46,15 @@ def find(source: Source) -> list[Path]:
 
 def read(source: Source, files: Sequence[Path]) -> Foreign:
     """Read one step per file. Raises ForeignFormat, UnsafePickle."""
-    notes: list[str] = []
+    return read_files("roll", NOTES, files, read_batch)
 
-    def read_batch(paths: Sequence[Path]) -> list[Sample]:
-        (file,) = paths
-        tensors, others = read_proto(load_pickle(file), str(file))
-        notes.extend([] if "traj_group_id" in others else [BY_PROMPT])
-        num_rows = len(member(tensors, "input_ids", str(file)))
-        return [parse_row(tensors, others, row, f"{file}, row {row}") for row in range(num_rows)]
 
-    steps, left_out = read_steps([(file.stem, [file]) for file in of_one_run(files)], read_batch)
-    return Foreign("roll", steps, [*NOTES, *dict.fromkeys(notes), *left_out])
+def read_batch(file: Path, notes: list[str]) -> list[Sample]:
+    """Read the rows of a file; add to the notes what they lack."""
+    tensors, others = read_proto(load_pickle(file), str(file))
+    notes += [] if "traj_group_id" in others else [BY_PROMPT]
+    num_rows = len(member(tensors, "input_ids", str(file)))
+    return [parse_row(tensors, others, row, f"{file}, row {row}") for row in range(num_rows)]
 
 
 def parse_row(tensors: Mapping[str, np.ndarray], others: Mapping[str, Any], row: int, where: str) -> Sample:

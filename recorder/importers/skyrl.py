@@ -22,7 +22,7 @@ from recorder.importers.foreign import (
     optional,
     sequence_sample,
 )
-from recorder.importers.sources import Source, of_one_run, read_steps
+from recorder.importers.sources import Source, read_files
 from recorder.importers.stand_ins import Instance
 from recorder.importers.unpickle import load_bytes, load_pickle
 from recorder.trainers.batches import unknown_value
@@ -48,10 +48,7 @@ def find(source: Source) -> list[Path]:
 
 def read(source: Source, files: Sequence[Path]) -> Foreign:
     """Read one step per file. Raises ForeignFormat, UnsafePickle."""
-    notes: list[str] = []
-    units = [(file.stem, [file]) for file in of_one_run(files)]
-    steps, left_out = read_steps(units, lambda paths: read_batch(paths[0], notes))
-    return Foreign("skyrl", steps, [*NOTES, *dict.fromkeys(notes), *left_out])
+    return read_files("skyrl", NOTES, files, read_batch)
 
 
 def read_batch(file: Path, notes: list[str]) -> list[Sample]:

@@ -14,7 +14,7 @@ from typing import Any
 
 from areal_core.safety.printable import printable
 from recorder.errors import ForeignFormat, UnfinishedFile
-from recorder.importers.foreign import Step
+from recorder.importers.foreign import Foreign, Step
 from recorder.trainers.sample import Sample
 
 MAX_FILES = 200_000
@@ -115,6 +115,19 @@ def read_steps(
     if first is not None and not any(step.samples for step in steps):
         raise first
     return steps, notes
+
+
+def read_files(
+    name: str,
+    notes: Sequence[str],
+    files: Sequence[Path],
+    read: Callable[[Path, list[str]], Sequence[Sample]],
+) -> Foreign:
+    """Read one step per file of a format; `read` adds to the notes what a file lacks."""
+    found: list[str] = []
+    units = [(file.stem, [file]) for file in of_one_run(files)]
+    steps, left_out = read_steps(units, lambda paths: read(paths[0], found))
+    return Foreign(name, steps, [*notes, *dict.fromkeys(found), *left_out])
 
 
 def cut_off(paths: Sequence[Path], read: Callable[[Sequence[Path]], object]) -> list[str]:

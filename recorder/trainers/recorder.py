@@ -27,7 +27,7 @@ from recorder.reader import open_record
 from recorder.step_files import RankStep
 from recorder.trainers.batches import content_of, number_groups
 from recorder.trainers.sample import parse_sample
-from recorder.writer import RecordingOptions, RecordWriter
+from recorder.writer import RecordingOptions, RecordWriter, alone
 
 FOLDER_VARIABLE = "AREAL_DEBUG_RECORD"
 DEEPEST = 16  # levels of a config
@@ -114,13 +114,10 @@ class Recorder:
         Its failures do not stop the run unless `when_failing` is given. Raises RecordError if the
         variable is not set.
         """
-        folder = os.environ.get(FOLDER_VARIABLE)
-        if not folder:
-            raise RecordError(
-                f"no folder to record {trainer} into: set {FOLDER_VARIABLE}, such as {FOLDER_VARIABLE}=runs/r"
-            )
         options = {"resume": True, "when_failing": "continue", **options}
-        return cls(folder, trainer=trainer, trainer_version=trainer_version, **options)
+        return cls(
+            folder_of_environment(trainer), trainer=trainer, trainer_version=trainer_version, **options
+        )
 
     def start(self) -> None:
         """Begin the record; a collective."""
@@ -203,11 +200,12 @@ class Recorder:
 
     def resume(self, step: int) -> None:
         """Continue the record in the folder with a step; a collective. Raises RecordExists."""
-        before = [number for number in open_record(self.folder).steps if number < step]
+        record = open_record(self.folder)
+        before = [number for number in record.steps if number < step]
         # without an earlier step this is a new run, which must not replace the record
         self.writer.options = replace(self.writer.options, first_step=step if before else 0)
         if before:
-            last = open_record(self.folder).step(before[-1])
+            last = record.step(before[-1])
             ranks = range(last.manifest.num_ranks)
             ids = [last.batch(rank, ["prompt_id"])["prompt_id"] for rank in ranks]
             self.num_prompts = max(int(column.max(initial=-1)) for column in ids) + 1
@@ -229,9 +227,14 @@ class Recorder:
         self.end(None if kind is None else kind.__name__)
 
 
-def alone(value: Any) -> list[Any]:
-    """The `gather` of one rank."""
-    return [value]
+def folder_of_environment(trainer: str) -> str:
+    """Return the folder that AREAL_DEBUG_RECORD names. Raises RecordError if it is not set."""
+    folder = os.environ.get(FOLDER_VARIABLE)
+    if not folder:
+        raise RecordError(
+            f"no folder to record {trainer} into: set {FOLDER_VARIABLE}, such as {FOLDER_VARIABLE}=runs/r"
+        )
+    return folder
 
 
 def gather_by_torch(num_ranks: int) -> Callable[[Any], list[Any]]:
