@@ -104,6 +104,9 @@ class Case:
                 path.write_bytes(data)
         for kind, name, *rest in self.special:
             path = folder / name
+            above = [folder.joinpath(*Path(name).parts[:depth]) for depth in range(1, len(Path(name).parts))]
+            if any(place.is_symlink() or place.is_file() for place in above):
+                continue  # below a link of an earlier edit is no place of this input
             path.parent.mkdir(parents=True, exist_ok=True)
             if kind == "folder":
                 path.mkdir(exist_ok=True)
