@@ -31,17 +31,22 @@ if TYPE_CHECKING:
 )
 @click.argument("record", type=click.Path(path_type=Path))
 @click.option("--to", "destination", required=True, metavar="PLACE", help="Folder, file.zip, or fsspec URL.")
+@click.option(
+    "--without-anchors", is_flag=True, help="Leave checkpoints out: replays start from the run's model."
+)
 @force_option
 @json_option
 @describes_limits
 @errors_as_sentences
-def archive(record: Path, destination: str, force: bool, as_json: bool) -> None:
+def archive(record: Path, destination: str, without_anchors: bool, force: bool, as_json: bool) -> None:
     """Write RECORD into a zarr store: compressed, sharded, checksummed. Every verb reads it like
     the folder.
     """
     from recorder.archive.pack import archive_record
 
-    archived = archive_record(record, destination, force, partial(with_progress, "archiving"))
+    archived = archive_record(
+        record, destination, force, partial(with_progress, "archiving"), anchors=not without_anchors
+    )
     if as_json:
         print_json(asdict(archived))
     else:

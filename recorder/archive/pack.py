@@ -29,10 +29,11 @@ from recorder.archive.store import (
     Part,
     layout_bytes,
 )
-from recorder.errors import DamagedRecord, RecordExists
+from recorder.errors import DamagedRecord, RecordError, RecordExists
 from recorder.format import (
     ANCHOR_FILE,
     ANCHORS_FOLDER,
+    SIGNED_FILE,
     STEP_FILE,
     STEPS_FOLDER,
     BatchEntry,
@@ -93,8 +94,8 @@ def commit_layout(group: zarr.Group, folder: str, layout: Part) -> None:
     group.create_group(folder, attributes={LAYOUT_ATTRIBUTE: list(vars(layout).values())})
 
 
-def write_archive(record: Record, location: str, on_step: OnStep) -> tuple[int, int]:
-    """Write a record into a store without metadata.
+def write_archive(record: Record, location: str, anchors: bool, on_step: OnStep) -> tuple[int, int]:
+    """Write a record, with its anchors or without, into a store without metadata.
 
     Return the bytes of the archived files, and the number of shards that were there. The root's
     attributes are written last: a store without them is not an archive.
@@ -112,7 +113,7 @@ def write_archive(record: Record, location: str, on_step: OnStep) -> tuple[int, 
     for step in record.steps:
         add(f"{STEPS_FOLDER}/{step_name(step)}", step_layout(stream, record, step))
         on_step(step)
-    for anchor in record.anchors():
+    for anchor in record.anchors() if anchors else ():
         add(f"{ANCHORS_FOLDER}/{step_name(anchor)}", anchor_layout(stream, record, anchor))
     stream.close()
     for folder in layouts.keys() - {""}:
@@ -145,6 +146,7 @@ def archive_record(
     destination: str | os.PathLike[str],
     overwrite: bool = False,
     progress: Progress = no_progress,
+    anchors: bool = True,
 ) -> Archived:
     """Archive the committed steps and finished anchors of a record, which may itself be an archive.
 
@@ -154,29 +156,36 @@ def archive_record(
         destination: a folder, a file that ends in `.zip`, or an fsspec URL.
         overwrite: replace an existing archive at the destination.
         progress: called in the child with the number of steps and the work.
+        anchors: False leaves them out: replays then start from the model of the run.
 
     Raises:
         RecordExists: the destination is not empty.
-        RecordError: the source is not a record or is damaged.
+        RecordError: the source is not a record or is damaged; or it is signed, and its signature
+            covers anchors that are left out.
         LimitReached, OSError: nothing is left behind.
     """
     location = location_of(destination)
     check_destination(location, overwrite)
     if is_url(location):
         clear_destination(location, overwrite)
-        return Archived(**in_child(lambda: pack(source, location, progress), [source, location]))
+        return Archived(**in_child(lambda: pack(source, location, progress, anchors), [source, location]))
     check_not_in_use(Path(location + STAGING_SUFFIX))
     with unfinished_folder(Path(location), may_continue=True) as content:
         target = f"{content}.zip" if location.endswith(".zip") else str(content)
-        facts = in_child(lambda: pack(source, target, progress), [source], content.parent)
+        facts = in_child(lambda: pack(source, target, progress, anchors), [source], content.parent)
         if target != str(content):
             Path(target).rename(content)
     return Archived(**facts | {"location": location})
 
 
-def pack(source: str | os.PathLike[str], location: str, progress: Progress) -> dict[str, Any]:
+def pack(source: str | os.PathLike[str], location: str, progress: Progress, anchors: bool) -> dict[str, Any]:
     """Write an archive, or continue one that was interrupted; return the members of Archived."""
     record = open_record(source)
+    if not anchors and record.anchors() and SIGNED_FILE in top_files(record.storage):
+        raise RecordError(
+            f"{record.path} is signed together with its {len(record.anchors())} anchors: archive it with them, "
+            f"or remove {SIGNED_FILE} and sign the archive's extract"
+        )
     is_zip = location.endswith(".zip") and not is_url(location)
     store = Path(location).with_suffix(".zarr") if is_zip else location
     source_bytes = num_continued = 0
@@ -185,7 +194,7 @@ def pack(source: str | os.PathLike[str], location: str, progress: Progress) -> d
 
     def write(on_step: OnStep) -> None:
         nonlocal source_bytes, num_continued
-        source_bytes, num_continued = write_archive(record, str(store), on_step)
+        source_bytes, num_continued = write_archive(record, str(store), anchors, on_step)
 
     progress(len(record.steps), write)
     if is_zip:
