@@ -4,6 +4,7 @@ The unpickler is C code that calls no function but the stand-ins, so a pickle ca
 take memory and time. `import_record` reads in a confined child, which limits both.
 """
 
+import errno
 import io
 import itertools
 import pickle
@@ -176,19 +177,32 @@ def is_cut_off(path: Path) -> bool:
         return file.read(4) in (b"", ZIP) and not zipfile.is_zipfile(path)
 
 
+def first_of_zip(path: Path) -> bytes:
+    """Return the first bytes of the pickle of a `torch.save` file, none if there is no pickle.
+
+    Raises BadZipFile and what else `zipfile` raises for a damaged file.
+    """
+    try:
+        with zipfile.ZipFile(path) as archive:
+            pickles = [name for name in archive.namelist() if name.endswith("/data.pkl")]
+            return archive.open(pickles[0]).read(FIRST_BYTES) if pickles else b""
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        raise zipfile.BadZipFile("it names a place before its start") from None
+
+
 def first_strings(path: Path, num_opcodes: int = 20_000) -> set[str]:
     """Return strings of the first opcodes of a pickle or `torch.save` file; nothing is executed.
 
     Enough to distinguish formats, of large files as well; empty for any other file.
     """
     found = set()
+    with path.open("rb") as file:
+        data = file.read(FIRST_BYTES)
     with suppress(ValueError, KeyError, NotImplementedError, RuntimeError, EOFError, zipfile.BadZipFile):
-        with path.open("rb") as file:
-            data = file.read(FIRST_BYTES)
-            if data.startswith(ZIP):
-                with zipfile.ZipFile(file) as archive:
-                    pickles = [name for name in archive.namelist() if name.endswith("/data.pkl")]
-                    data = archive.open(pickles[0]).read(FIRST_BYTES) if pickles else b""
+        if data.startswith(ZIP):
+            data = first_of_zip(path)
         for _, argument, _ in itertools.islice(pickletools.genops(data), num_opcodes):
             if isinstance(argument, str):
                 found.add(argument)

@@ -68,7 +68,7 @@ def changed_layout(root: Path, place: str, what: str, value: Any) -> None:
         case "name":
             layout[str(value)] = layout[name]
         case "repeat":
-            layout[name] = layout[name] * 4000
+            layout[name] = layout[name] * (4000 // len(layout[name]) or 1)
         case "whole":
             layout = value
         case _:

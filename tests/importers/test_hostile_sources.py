@@ -161,6 +161,15 @@ def test_zip_entries_may_overlap_and_still_take_no_memory(tmp_path):
     refusal(tmp_path / "0.pt", "slime", tmp_path)
 
 
+def test_a_zip_file_that_names_a_place_before_its_start_is_one_sentence(tmp_path):
+    torch.save({"rollout_id": 0, "samples": []}, tmp_path / "0.pt")
+    data = bytearray((tmp_path / "0.pt").read_bytes())
+    at = data.rfind(b"PK\x05\x06")  # the end of the zip: size and place of its directory
+    directory = data[data.find(b"PK\x01\x02") : at]
+    (tmp_path / "0.pt").write_bytes(b"PK\x03\x04" + directory + data[at:])
+    assert "Invalid argument" not in refusal(tmp_path / "0.pt", None, tmp_path)
+
+
 def write_completions(folder, **columns):
     table = {"step": [1], "prompt": ["a"], "completion": ["b"], "advantage": [0.0]} | columns
     parquet.write_table(pyarrow.table(table), folder / "completions_00001.parquet", compression="zstd")
