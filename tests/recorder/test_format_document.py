@@ -1,13 +1,9 @@
 """The format does not change by accident, and FORMAT.md lists the actual bytes on disk."""
 
-import hashlib
-import json
 import re
 from pathlib import Path
 
-import numpy as np
 import pytest
-from crc32c import crc32c
 
 import recorder
 from recorder import open_record
@@ -15,6 +11,7 @@ from recorder.checksum_json import checksum, parse_checksummed
 from recorder.format import AGENT_KEYS, BATCH_KEYS, NUMPY_TYPES, OTHER_TRAINER_KEYS, UNKNOWN_BITS
 from recorder.header import Gaps, parse_gaps
 from recorder.testing import write_worked_example
+from tests.recorder.document_reader import read_by_the_document
 from tests.recorder.mutations import write_full_record
 
 DOCUMENT = (Path(recorder.__file__).parent / "FORMAT.md").read_text()
@@ -58,44 +55,6 @@ def hex_dump(data: bytes) -> str:
         letters = "".join(chr(byte) if 32 <= byte < 127 else "." for byte in part)
         lines.append(f"{begin:08x}: {pairs:<39}  {letters}\n")
     return "".join(lines)
-
-
-def read_sealed(file):
-    """Rule 3: checksummed JSON; return the object and the bytes of the file."""
-    data = file.read_bytes()
-    body, crc = re.fullmatch(rb'(.*),\n "crc32c": "([0-9a-f]{8})"\n}\n', data, re.DOTALL).groups()
-    assert f"{crc32c(body):08x}" == crc.decode()
-    return json.loads(data), data
-
-
-def read_by_the_document(record):
-    """Read every step with nothing but the document: yield step.json, arrays by file and key."""
-    assert read_sealed(record / "record.json")[0]["format_version"] == 2
-    gaps = read_sealed(record / "gaps.json")[0]
-    last = None
-    for folder in sorted((record / "steps").iterdir()):
-        step, data = read_sealed(folder / "step.json")
-        assert f"{step['step']:06d}" == folder.name
-        if last is not None:
-            assert step["previous"] == last
-        else:
-            assert any(first <= step["previous"]["step"] <= end for first, end in gaps["removed"])
-        last = {"step": step["step"], "sha256": hashlib.sha256(data).hexdigest()}
-        for name, entry in step["files"].items():
-            content = (folder / name).read_bytes()
-            assert (len(content), f"{crc32c(content):08x}") == (entry["size_bytes"], entry["crc32c"])
-        arrays = {}
-        for name, entry in step["batches"].items():
-            content = (folder / name).read_bytes()
-            assert f"{crc32c(content[: entry['header_bytes']]):08x}" == entry["header_crc32c"]
-            for key, tensor in entry["tensors"].items():
-                raw = content[tensor["offset"] :][: tensor["size_bytes"]]
-                assert f"{crc32c(raw):08x}" == tensor["crc32c"]
-                kind, bits = {"I": "i", "U": "u", "F": "f"}[tensor["stored"][0]], int(tensor["stored"][1:])
-                values = np.frombuffer(raw, f"<{kind}{bits // 8}").reshape(tensor["shape"])
-                arrays[name, key] = values
-        yield step, arrays
-    assert read_sealed(record / "end.json")[0]["last"] == last
 
 
 def test_a_reader_written_from_the_document_reads_a_complete_record(tmp_path):
