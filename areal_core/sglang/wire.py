@@ -251,7 +251,7 @@ def parse_identity(model_info: str, server_info: str) -> ServerIdentity:
             bool(started["enable_lora"]),
             int(started.get("tp_size", 1)),
         )
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
+    except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
         raise MalformedReply(
             f"/model_info or /server_info is not what SGLang 0.5 sends: {error!r}"
         ) from error

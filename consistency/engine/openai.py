@@ -80,7 +80,7 @@ def parse_reply(address: str, answer: Any, ids: Mapping[str, int]) -> Reply:
         entry = answer["choices"][0]["logprobs"]
         texts = [str(text) for text in entry["tokens"]]
         logprobs = tuple(float("nan") if value is None else float(value) for value in entry["token_logprobs"])
-    except (IndexError, KeyError, TypeError, ValueError) as error:
+    except (IndexError, KeyError, OverflowError, TypeError, ValueError) as error:
         raise EngineError(
             f"{address}/v1/completions returned no logprobs ({error!r}): it must support logprobs=1"
         ) from error

@@ -81,7 +81,7 @@ def parse_reply(address: str, answer: Any) -> Reply:
             version=int(version) if version.isdecimal() else None,
             cached_tokens=int(meta["cached_tokens"]),
         )
-    except (IndexError, KeyError, TypeError, ValueError) as error:
+    except (IndexError, KeyError, OverflowError, TypeError, ValueError) as error:
         raise EngineError(
             f"{address}/generate returned no logprobs ({error!r}); it must support return_logprob"
         ) from error
@@ -97,7 +97,7 @@ def parse_rescored(address: str, answer: Any, expected: list[int]) -> tuple[floa
         rows = answer["meta_info"]["input_token_logprobs"][-len(expected) :]
         ids = [int(row[1]) for row in rows]
         logprobs = tuple(float(row[0]) for row in rows)
-    except (IndexError, KeyError, TypeError, ValueError) as error:
+    except (IndexError, KeyError, OverflowError, TypeError, ValueError) as error:
         raise EngineError(f"{address}/generate returned no logprobs of its prompt ({error!r})") from error
     # SGLang 0.5.23 reports the last id of the vocabulary as 0 here, with the right logprob.
     if len(ids) != len(expected) or any(

@@ -80,7 +80,7 @@ def parse_reply(address: str, answer: Any) -> Reply:
             ),
             tops=tuple(parse_top(top) for top in choice["logprobs"]["top_logprobs"]),
         )
-    except (IndexError, KeyError, TypeError, ValueError) as error:
+    except (IndexError, KeyError, OverflowError, TypeError, ValueError) as error:
         raise EngineError(
             f"{address}/v1/completions returned no ids with logprobs ({error!r}): use vLLM 0.10.2 or newer"
         ) from error
@@ -99,7 +99,7 @@ def parse_rescored(address: str, answer: Any, input_ids: list[int], num_prompt: 
             float(row[str(token)]["logprob"])
             for row, token in zip(rows[num_prompt:], input_ids[num_prompt:], strict=True)
         )
-    except (IndexError, KeyError, TypeError, ValueError) as error:
+    except (IndexError, KeyError, OverflowError, TypeError, ValueError) as error:
         raise EngineError(
             f"{address}/v1/completions returned no logprobs of its prompt ({error!r})"
         ) from error

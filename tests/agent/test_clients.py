@@ -243,7 +243,8 @@ def test_a_law_whose_logprobs_the_trainer_cannot_compute_is_refused(
 @pytest.mark.parametrize(
     ("request_options", "seen_text"),
     [
-        ({"n": 0}, "n is 0; expected at least 1"),
+        ({"n": 0}, "n is 0; expected 1 to 128"),
+        ({"n": 10**30}, f"n is {10**30}; expected 1 to 128"),
         ({"messages": []}, "messages is empty"),
         ({"messages": [{"content": "x"}]}, "role is missing; expected a text"),
         ({"temperature": -1}, "temperature is -1; expected at least 0"),

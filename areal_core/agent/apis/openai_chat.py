@@ -24,6 +24,7 @@ from areal_core.agent.grammar import ANY_OBJECT
 from areal_core.agent.output_parsers import dump, json_value
 
 ID_PREFIX = "chatcmpl-"
+MAX_CHOICES = 128  # as at OpenAI
 
 
 def parse_call(body: dict[str, Any], earlier: Sequence[Interaction]) -> Call:
@@ -56,10 +57,10 @@ def parse_call(body: dict[str, Any], earlier: Sequence[Interaction]) -> Call:
 
 
 def count_of_choices(body: dict[str, Any]) -> int:
-    """Return `n`. Raises BadRequest if it is below 1."""
+    """Return `n`. Raises BadRequest if it is below 1 or above MAX_CHOICES."""
     n: int = take(body, "n", int, 1)
-    if n < 1:
-        raise BadRequest(f"n is {n}; expected at least 1")
+    if not 1 <= n <= MAX_CHOICES:
+        raise BadRequest(f"n is {n}; expected 1 to {MAX_CHOICES}")
     return n
 
 

@@ -109,7 +109,7 @@ CHAT: Table = {
     **honoured("model", why="any name; echoed"),
     **honoured("messages", why="text and tool calls; other content is refused"),
     **honoured("logprobs", "stop"),
-    **honoured("n", why="n interactions; each choice has the id of its own, `interaction_id`"),
+    **honoured("n", why="at most 128; n interactions; each choice has the id of its own, `interaction_id`"),
     **honoured("max_tokens", "max_completion_tokens", why="at most `gconfig.max_new_tokens`"),
     **honoured("tools", "tools.function", why="given to the chat template"),
     **honoured("tools.function.name", "tools.function.description", "tools.function.parameters"),
