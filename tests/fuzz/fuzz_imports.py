@@ -151,7 +151,7 @@ def run_tree(case: Case, box: Path) -> None:
     name, tree = files.pop(FORMAT).decode("latin-1"), files.pop(TREE)
     try:
         document = decoded(json.loads(tree))
-    except (ValueError, TypeError, RecursionError, OverflowError):
+    except (ValueError, TypeError, RecursionError, OverflowError, SyntaxError):  # the last: a dtype
         return
     for module in pkgutil.iter_modules(recorder.importers.__path__):
         importer = importlib.import_module(f"recorder.importers.{module.name}")
