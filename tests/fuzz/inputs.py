@@ -108,11 +108,14 @@ class Case:
             if any(place.is_symlink() or place.is_file() for place in above):
                 continue  # below a link of an earlier edit is no place of this input
             path.parent.mkdir(parents=True, exist_ok=True)
-            if kind == "folder":
-                path.mkdir(exist_ok=True)
-                continue
             shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink(missing_ok=True)
-            path.symlink_to(rest[0]) if kind == "link" else os.mkfifo(path)
+            match kind:
+                case "folder":
+                    path.mkdir()
+                case "link":
+                    path.symlink_to(rest[0])
+                case _:
+                    os.mkfifo(path)
         return folder
 
 
