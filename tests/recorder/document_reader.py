@@ -49,7 +49,7 @@ def read_by_the_document(record):
 
 
 def read_results(folder, rank, num_ranks):
-    """Read plan and outcome of a rank, the outcome's floats as numbers, and the lines of the text."""
+    """Read plan, outcome and text of a rank; the floats of the outcome as numbers."""
     place = f"{rank:05d}-of-{num_ranks:05d}"
     plan = json.loads((folder / f"plan-{place}.json").read_text())
     outcome = json.loads((folder / f"outcome-{place}.json").read_text())

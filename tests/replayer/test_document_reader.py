@@ -1,4 +1,4 @@
-"""A reader written from FORMAT.md alone reads a trained record: plans, losses, RNG states, checksums."""
+"""A reader written from FORMAT.md alone reads plans, losses, RNG states and checksums."""
 
 import json
 import random
