@@ -18,16 +18,11 @@ from recorder.archive.pack import (
     anchor_layout,
     clear_destination,
     commit_layout,
+    commit_top,
     step_layout,
     top_layout,
 )
-from recorder.archive.store import (
-    ARCHIVE_VERSION,
-    LAYOUT_ATTRIBUTE,
-    VERSION_ATTRIBUTE,
-    Layout,
-    layout_bytes,
-)
+from recorder.archive.store import Layout, layout_bytes
 from recorder.errors import RecordError
 from recorder.format import ANCHORS_FOLDER, STEP_FILE, STEPS_FOLDER, step_name
 from recorder.header import clear_record
@@ -109,9 +104,7 @@ class LiveArchive:
         record = open_record(self.staging)
         where = self.stream.append(DOCUMENTS, "U8", layout_bytes(top_layout(self.stream, record.storage)))
         self.sync_objects()
-        self.group.attrs.update(
-            {VERSION_ATTRIBUTE: ARCHIVE_VERSION, LAYOUT_ATTRIBUTE: list(vars(where).values())}
-        )
+        commit_top(self.group, where)
 
     def sync_objects(self) -> None:
         """Fsync every object that was written since the last call, and the folders above it."""

@@ -24,6 +24,7 @@ from recorder.archive.objects import file_system
 from recorder.archive.store import (
     ARCHIVE_VERSION,
     LAYOUT_ATTRIBUTE,
+    UNFINISHED_OBJECT,
     VERSION_ATTRIBUTE,
     Layout,
     Part,
@@ -94,6 +95,13 @@ def commit_layout(group: zarr.Group, folder: str, layout: Part) -> None:
     group.create_group(folder, attributes={LAYOUT_ATTRIBUTE: list(vars(layout).values())})
 
 
+def commit_top(group: zarr.Group, layout: Part) -> None:
+    """Commit the files at the top by replacing one object atomically: both attributes or none."""
+    group.update_attributes(
+        {VERSION_ATTRIBUTE: ARCHIVE_VERSION, LAYOUT_ATTRIBUTE: list(vars(layout).values())}
+    )
+
+
 def write_archive(record: Record, location: str, anchors: bool, on_step: OnStep) -> tuple[int, int]:
     """Write a record, with its anchors or without, into a store without metadata.
 
@@ -120,9 +128,7 @@ def write_archive(record: Record, location: str, anchors: bool, on_step: OnStep)
         commit_layout(group, folder, layouts[folder])
     if not is_url(location):
         sync_files(Path(location))
-    group.attrs.update(
-        {VERSION_ATTRIBUTE: ARCHIVE_VERSION, LAYOUT_ATTRIBUTE: list(vars(layouts[""]).values())}
-    )
+    commit_top(group, layouts[""])
     return sum(sizes), stream.num_kept
 
 
@@ -237,12 +243,17 @@ def check_destination(location: str, overwrite: bool) -> None:
             return
     else:
         place = Path(location)
-        if not place.exists() or (place.is_dir() and not any(place.iterdir())):
+        if not place.exists() or (place.is_dir() and all(map(is_unfinished_object, place.iterdir()))):
             return
         is_archive = (place / "zarr.json").is_file() or (place.is_file() and zipfile.is_zipfile(place))
         if overwrite and is_archive:
             return
     raise RecordExists(f"{location} exists already: choose another place, or --force to replace an archive")
+
+
+def is_unfinished_object(path: Path) -> bool:
+    """Return whether a file is what a killed process left of an object of a store."""
+    return UNFINISHED_OBJECT.fullmatch(path.name) is not None and path.is_file()
 
 
 def clear_destination(location: str, overwrite: bool) -> None:

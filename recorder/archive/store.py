@@ -22,6 +22,7 @@ import hashlib
 import itertools
 import json
 import os
+import re
 import stat
 import tempfile
 import time
@@ -40,6 +41,8 @@ from recorder.format import ANCHOR_FILE, ANCHORS_FOLDER, NUMPY_TYPES, STEPS_FOLD
 
 ARCHIVE_VERSION = 1
 VERSION_ATTRIBUTE, LAYOUT_ATTRIBUTE = "areal_debug_archive", "layout"
+# zarr writes an object under such a name and renames it; a killed process leaves it
+UNFINISHED_OBJECT = re.compile(r".+\.[0-9a-f]{32}\.partial")
 MAX_LAYOUT_BYTES = 1 << 26
 
 
@@ -186,9 +189,8 @@ class ArchiveStorage:
 
     def children(self, folder: str) -> list[str]:
         """List the names below a group, with one listing and without reading the entries."""
-        return [
-            checked_name(name, self.location) for name in self.objects.names(folder) if name != "zarr.json"
-        ]
+        names = (name for name in self.objects.names(folder) if not UNFINISHED_OBJECT.fullmatch(name))
+        return [checked_name(name, self.location) for name in names if name != "zarr.json"]
 
 
 def open_archive(location: str) -> ArchiveStorage:

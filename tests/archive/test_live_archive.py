@@ -3,6 +3,7 @@
 import errno
 import filecmp
 import itertools
+import json
 import signal
 import subprocess
 import sys
@@ -187,3 +188,36 @@ def test_a_resumed_run_without_an_archive_starts_one(tmp_path):
     send_step(writer, 2, scripted_batch([3, 8, 5]))
     writer("end", steps=3, error=None)
     assert open_record(tmp_path / "live.zarr").steps == (2,)
+
+
+LEFTOVER = f"zarr.{'0f' * 16}.partial"  # zarr's name of an object that it had not renamed yet
+
+
+def test_what_a_kill_left_of_the_first_object_is_no_archive_and_is_replaced(tmp_path):
+    (tmp_path / "live.zarr").mkdir()
+    (tmp_path / "live.zarr" / LEFTOVER).write_bytes(b"{")
+    record_live(tmp_path / "live.zarr", tmp_path / "staging", 1, 0)
+    assert verify(tmp_path / "live.zarr").steps_ok == (0, 1, 2, 3)
+    assert not (tmp_path / "live.zarr" / LEFTOVER).exists()
+
+
+def test_an_object_that_was_not_finished_is_no_part_of_the_record(tmp_path):
+    record_live(tmp_path / "live.zarr", tmp_path / "staging", 1, 0)
+    (tmp_path / "live.zarr" / "steps" / LEFTOVER).write_bytes(b"{")
+    assert open_record(tmp_path / "live.zarr").steps == (0, 1, 2, 3)
+    assert verify(tmp_path / "live.zarr").problems == ()
+
+
+def test_the_top_of_an_archive_never_has_a_version_without_a_layout(tmp_path, monkeypatch):
+    seen = []
+    replace = Path.replace
+
+    def replaced(path, target):
+        result = replace(path, target)
+        if Path(target) == tmp_path / "live.zarr" / "zarr.json":
+            seen.append(sorted(json.loads(Path(target).read_text())["attributes"]))
+        return result
+
+    monkeypatch.setattr(Path, "replace", replaced)
+    record_live(tmp_path / "live.zarr", tmp_path / "staging", 1, 0)
+    assert set(map(tuple, seen)) == {(), ("areal_debug_archive", "layout")}
