@@ -34,7 +34,7 @@ from recorder.reader import parse_manifest
 from recorder.step_files import RankStep, commit_step, write_rank
 from recorder.tensors import FlatBatch, flatten
 from recorder.testing import SCRIPTED_HEADER
-from replayer.bisect import bisect_steps
+from replayer.commits.first_step import bisect_steps
 
 PER_TOKEN = ("input_ids", "loss_mask", "logprobs", "versions")
 

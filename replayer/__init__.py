@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from replayer.anchors import AnchorPolicy, AnchorTaker
-    from replayer.bisect import BisectReport, FirstStep, bisect_steps, find_commit
     from replayer.check import ReplayCheck, ReplayReport, StepResult, StoppedAtDifference
+    from replayer.commits.bisect import BisectReport, find_commit
+    from replayer.commits.first_step import FirstStep, bisect_steps
     from replayer.diff import DiffReport, diff_records
     from replayer.errors import NothingToBisect, ReplayError, WrongEdit, WrongFilter, WrongModel
     from replayer.explain import StepExplanation
@@ -26,9 +27,9 @@ if TYPE_CHECKING:
 MODULES = {
     "AnchorPolicy": "anchors",
     "AnchorTaker": "anchors",
-    "BisectReport": "bisect",
+    "BisectReport": "commits.bisect",
     "DiffReport": "diff",
-    "FirstStep": "bisect",
+    "FirstStep": "commits.first_step",
     "GotoReport": "goto",
     "Guarantee": "noise",
     "NothingToBisect": "errors",
@@ -46,9 +47,9 @@ MODULES = {
     "WrongEdit": "errors",
     "WrongFilter": "errors",
     "WrongModel": "errors",
-    "bisect_steps": "bisect",
+    "bisect_steps": "commits.first_step",
     "diff_records": "diff",
-    "find_commit": "bisect",
+    "find_commit": "commits.bisect",
     "replay": "run",
     "replay_and_compare": "run",
     "replay_and_judge": "rerun",

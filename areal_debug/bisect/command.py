@@ -10,7 +10,7 @@ from areal_debug.cli import Verb, json_option, model_option
 from areal_debug.render import console, errors_as_sentences, format_value, note, print_json, styled
 
 if TYPE_CHECKING:
-    from replayer.bisect import BisectReport, Numbers
+    from replayer.commits.bisect import BisectReport, Numbers
 
 DEFAULT_STEPS = 5
 SHOWN = 5
@@ -46,7 +46,7 @@ def command(
     replays. Your checkout is not touched. Exit code 1: a commit was found.
     """
     from recorder import open_record
-    from replayer.bisect import find_commit, replay_with, worktree
+    from replayer.commits.bisect import find_commit, replay_with, worktree
     from replayer.preconditions import check_model, check_recorded_results, check_steps_present, step_range
 
     opened = open_record(record)

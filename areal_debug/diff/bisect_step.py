@@ -24,7 +24,7 @@ def command(left: str, right: str, layers: bool, model: str | None, as_json: boo
     """
     from areal_debug.diff.render import print_first_step, print_layers, print_verdict
     from recorder import open_record
-    from replayer.bisect import bisect_steps, explain_step
+    from replayer.commits.first_step import bisect_steps, explain_step
 
     here, there = open_record(left), open_record(right)
     found = bisect_steps(here, there)

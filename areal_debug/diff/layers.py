@@ -8,7 +8,7 @@ from replayer.request import Request, request_text
 
 if TYPE_CHECKING:
     from recorder import Record
-    from replayer.layers import Call, LayersReport
+    from replayer.commits.layers import Call, LayersReport
 
 
 def trace_both(left: "Record", right: "Record", step: int, model: str | None) -> "LayersReport":
@@ -19,14 +19,14 @@ def trace_both(left: "Record", right: "Record", step: int, model: str | None) ->
     Raises:
         ReplayError, WrongModel: a record cannot be replayed up to this step.
     """
-    from replayer.layers import compare_calls
+    from replayer.commits.layers import compare_calls
 
     return compare_calls(step, trace(left, step, model), trace(right, step, model))
 
 
 def trace(record: "Record", step: int, model: str | None) -> "list[list[Call]]":
     """Return the layer calls of every rank in a step."""
-    from replayer.layers import Call
+    from replayer.commits.layers import Call
 
     step_range(record, step, step)
     check_recorded_results(record, "--layers")

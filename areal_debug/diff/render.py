@@ -10,9 +10,9 @@ from areal_debug.render import console, difference_table, format_number, styled
 
 if TYPE_CHECKING:
     from recorder import Record
-    from replayer.bisect import FirstStep
+    from replayer.commits.first_step import FirstStep
+    from replayer.commits.layers import LayersReport
     from replayer.diff import Context, DiffReport
-    from replayer.layers import LayersReport
     from replayer.stages import StageDifference
 
 SHOWN_OF_A_STAGE = 3

@@ -10,14 +10,14 @@ from areal_debug.installation import lazy_names
 if TYPE_CHECKING:
     from replayer.anchors import AnchorPolicy as AnchorPolicy
     from replayer.anchors import AnchorTaker as AnchorTaker
-    from replayer.bisect import BisectReport as BisectReport
-    from replayer.bisect import FirstStep as FirstStep
-    from replayer.bisect import bisect_steps as bisect_steps
-    from replayer.bisect import find_commit as find_commit
     from replayer.check import ReplayCheck as ReplayCheck
     from replayer.check import ReplayReport as ReplayReport
     from replayer.check import StepResult as StepResult
     from replayer.check import StoppedAtDifference as StoppedAtDifference
+    from replayer.commits.bisect import BisectReport as BisectReport
+    from replayer.commits.bisect import find_commit as find_commit
+    from replayer.commits.first_step import FirstStep as FirstStep
+    from replayer.commits.first_step import bisect_steps as bisect_steps
     from replayer.diff import DiffReport as DiffReport
     from replayer.diff import diff_records as diff_records
     from replayer.errors import NothingToBisect as NothingToBisect
@@ -41,8 +41,9 @@ if TYPE_CHECKING:
 __getattr__, __all__ = lazy_names(
     {
         "replayer.anchors": ["AnchorPolicy", "AnchorTaker"],
-        "replayer.bisect": ["BisectReport", "FirstStep", "bisect_steps", "find_commit"],
         "replayer.check": ["ReplayCheck", "ReplayReport", "StepResult", "StoppedAtDifference"],
+        "replayer.commits.bisect": ["BisectReport", "find_commit"],
+        "replayer.commits.first_step": ["FirstStep", "bisect_steps"],
         "replayer.diff": ["DiffReport", "diff_records"],
         "replayer.errors": ["NothingToBisect", "ReplayError", "WrongEdit", "WrongFilter", "WrongModel"],
         "replayer.explain": ["StepExplanation"],

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from areal_core.trainer.rl import Observer, PPOTrainer
     from areal_debug.goto.render import GotoOptions
     from recorder import Record
+    from replayer.commits.layers import Call
     from replayer.goto import Scene
-    from replayer.layers import Call
     from replayer.request import Request
     from replayer.run import MakeObserver
 
@@ -134,7 +134,7 @@ def trace_last_step(request_text: str) -> None:
         request_text: a `replayer.request.Request` as JSON.
     """
     from areal_debug.render import write_report
-    from replayer.layers import trace_layers
+    from replayer.commits.layers import trace_layers
     from replayer.request import parse_request
     from replayer.run import replay
 

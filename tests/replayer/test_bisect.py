@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from replayer.bisect import Numbers, bisect, changes, find_commit, parse_numbers, worktree
+from replayer.commits.bisect import Numbers, bisect, changes, find_commit, parse_numbers, worktree
 from replayer.errors import NothingToBisect
 
 
@@ -95,7 +95,7 @@ def test_the_commit_is_named_with_what_it_changed_and_the_checkout_stays(reposit
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_signal_removes_the_worktree_from_the_repository(repository, number):
     program = (
-        "import sys, time; from pathlib import Path; from replayer.bisect import worktree\n"
+        "import sys, time; from pathlib import Path; from replayer.commits.bisect import worktree\n"
         "with worktree(Path(sys.argv[1]), 'HEAD') as place: print(place, flush=True); time.sleep(600)"
     )
     # what a shell starts in the background, or with nohup, has some of them ignored

@@ -13,8 +13,8 @@ from recorder import Recording, RecordingOptions, RecordWriter, open_record
 from recorder.difference import Difference
 from recorder.header import write_header
 from recorder.testing import SCRIPTED_HEADER, gatherers, scripted_batch, scripted_learning
-from replayer.bisect import bisect_steps, first_true
 from replayer.check import HeaderComparison
+from replayer.commits.first_step import bisect_steps, first_true
 from replayer.diff import acts_from, diff_records, find_context, judge_difference, settle_stage
 from replayer.errors import ReplayError
 from replayer.stages import StageDifference

@@ -15,8 +15,8 @@ from areal_core.trainer.rl import PPOTrainer
 from areal_debug.wiring import recorder_of
 from recorder import Recording, RecordingOptions, open_record
 from recorder.environment import environment
+from replayer.commits.layers import compare_calls, trace_layers
 from replayer.diff import diff_records
-from replayer.layers import compare_calls, trace_layers
 from replayer.request import Request
 from replayer.run import replay
 

@@ -1,16 +1,11 @@
-"""Find by binary search what changed the numbers: a commit of the trainer's code, or a step.
+"""Find by binary search the commit of the trainer's code that changed the numbers.
 
-    find_commit    good ──o──o──o──o──o──o──o── bad    both are replayed, and differ in step N
-                                └ middle, in its own worktree, up to N: equal to good? -> later
-    bisect_steps   first ─────o───────────── last      checksums of two records: equal? -> later
+    good ──o──o──o──o──o──o──o── bad    both are replayed, and differ in step N
+                 └ middle, in its own worktree, up to N: equal to good? -> later
 
 A record determines only the batches, so it may come from any machine: the replays of two commits on
 this machine are compared. Nothing is imported from the other commits; each replays with its own
 command.
-
-Weights that have diverged do not become equal again, so log2(steps) pairs of outcomes find the
-first step with other weights. A batch that differs without changing the weights is not found:
-`diff` reads every step.
 """
 
 import json
@@ -25,10 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from areal_core.launch.torchrun import ended_on_signals
-from recorder import Record
-from replayer.diff import DiffReport, diff_records
-from replayer.errors import NothingToBisect, ReplayError
-from replayer.preconditions import check_checksums
+from replayer.errors import NothingToBisect
 
 COMMAND = (sys.executable, "-c", "from areal_debug.cli import main; main()", "replay")
 FIELDS = "%H%x00%an%x00%as%x00%s"
@@ -234,70 +226,3 @@ def parse_numbers(report: dict[str, Any]) -> Numbers:
             for step in report["steps"]
         }
     )
-
-
-@dataclass(frozen=True)
-class FirstStep:
-    """Result of `bisect_steps`.
-
-    Attributes:
-        step: the first common step after which weights differ, None if they never do.
-        last_same: the common step before it.
-        num_read: steps of each record that were read.
-        num_steps: steps that both records have.
-    """
-
-    step: int | None
-    last_same: int | None
-    num_read: int
-    num_steps: int
-
-
-def weights_differ(left: Record, right: Record, step: int) -> bool:
-    """Return whether any parameter's checksum differs after the step.
-
-    Raises StepNotRecorded for scope "rollout".
-    """
-    here, there = (record.step(step).outcome(0).checksums for record in (left, right))
-    return here != there
-
-
-def first_true(count: int, holds: Callable[[int], bool]) -> int:
-    """Return the first index with monotonic `holds` true, `count` if there is none."""
-    low, high = 0, count
-    while low < high:
-        middle = (low + high) // 2
-        if holds(middle):
-            high = middle
-        else:
-            low = middle + 1
-    return low
-
-
-def bisect_steps(left: Record, right: Record) -> FirstStep:
-    """Find the first step after which the weights differ.
-
-    Raises ReplayError if the records have no step in common, StepNotRecorded if their scope has no
-    checksums, DamagedRecord.
-    """
-    steps = sorted(set(left.steps) & set(right.steps))
-    if not steps:
-        raise ReplayError(f"{left.path} and {right.path} have no step in common: there is nothing to compare")
-    for record in (left, right):
-        check_checksums(record, steps[-1])
-    read: list[int] = []
-
-    def differs(index: int) -> bool:
-        read.append(steps[index])
-        return weights_differ(left, right, steps[index])
-
-    # most compared records are equal to the end, which needs one comparison
-    if not differs(len(steps) - 1):
-        return FirstStep(None, steps[-1], len(read), len(steps))
-    index = first_true(len(steps) - 1, differs)
-    return FirstStep(steps[index], steps[index - 1] if index else None, len(read), len(steps))
-
-
-def explain_step(left: Record, right: Record, found: FirstStep) -> DiffReport | None:
-    """Compare the step that was found, stage by stage."""
-    return None if found.step is None else diff_records(left, right, found.step)
