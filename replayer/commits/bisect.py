@@ -20,20 +20,10 @@ from pathlib import Path
 from typing import Any
 
 from areal_core.launch.torchrun import ended_on_signals
+from replayer.commits.repository import Commit, commits_between, git
 from replayer.errors import NothingToBisect
 
 COMMAND = (sys.executable, "-c", "from areal_debug.cli import main; main()", "replay")
-FIELDS = "%H%x00%an%x00%as%x00%s"
-
-
-@dataclass(frozen=True)
-class Commit:
-    """A commit, by its full hash."""
-
-    hash: str
-    author: str = ""
-    date: str = ""
-    subject: str = ""
 
 
 @dataclass(frozen=True)
@@ -162,28 +152,6 @@ def changes(good: Mapping[str, Any], bad: Mapping[str, Any]) -> tuple[Change, ..
     names = [*good, *(name for name in bad if name not in good)]
     pairs = [(name, dict(good).get(name), dict(bad).get(name)) for name in names]
     return tuple(Change(name, a, b) for name, a, b in pairs if a != b)
-
-
-def commits_between(repository: Path, good: str, bad: str) -> list[Commit]:
-    """List the commits after `good` up to `bad`, oldest first, along first parents.
-
-    Raises NothingToBisect.
-    """
-    text = git(repository, "log", "--reverse", "--first-parent", f"--format={FIELDS}", f"{good}..{bad}", "--")
-    commits = [Commit(*line.split("\0")) for line in text.splitlines()]
-    if not commits:
-        raise NothingToBisect(
-            f"there is no commit between {good} and {bad}: --good must be an ancestor of --bad"
-        )
-    return commits
-
-
-def git(repository: Path, *arguments: str) -> str:
-    """Return the output of a git command. Raises NothingToBisect with its error message."""
-    done = subprocess.run(["git", "-C", str(repository), *arguments], capture_output=True, text=True)
-    if done.returncode != 0:
-        raise NothingToBisect(f"git {arguments[0]} in {repository}: {done.stderr.strip().splitlines()[-1]}")
-    return done.stdout
 
 
 @contextmanager

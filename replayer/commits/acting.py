@@ -1,0 +1,199 @@
+"""Which files, changed between two commits, act on a stage of a step, and where.
+
+A file acts if one of its changed definitions is used by the stage's computation
+(`replayer.commits.references`). Changed comments, docstrings and layout act on nothing.
+"""
+
+import ast
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+from replayer.commits.references import Definition, SourceFile, Sources, is_docstring, sources
+from replayer.commits.repository import git
+
+CORE = "areal_core"
+OBJECTIVE = f"{CORE}/trainer/objective.py:PolicyObjective"
+ENGINE = f"{CORE}/engine/fsdp.py:FSDPEngine"
+MODEL = tuple(
+    f"{CORE}/engine/{name}.py"
+    for name in ("attention", "logits", "logprobs", "lora", "model", "rope", "scores", "sequence_parallel",
+                 "sharding", "tensor_parallel")
+)  # fmt: skip
+# stage -> where its computation starts; tests/replayer/test_commits.py holds it against a real step
+ENTRIES: dict[str, tuple[str, ...]] = {
+    "batch": (
+        *(f"{CORE}/rollout/{n}.py" for n in ("live", "pipeline", "episodes", "staleness", "workflow")),
+        *(f"{CORE}/dataset/{n}.py" for n in ("loader", "read", "rows")),
+        *(f"{CORE}/reward/{n}.py" for n in ("functions", "reward_pool", "reward_worker", "signature")),
+        *(f"{CORE}/embedded/{n}.py" for n in ("engine", "generate", "replica", "weights")),
+        *(f"{CORE}/rollout/fleet/{n}.py" for n in ("client", "reply", "update_group", "weight_update")),
+        f"{CORE}/sglang/wire.py",
+        f"{CORE}/vllm/wire.py",
+        f"{CORE}/vllm/worker/areal_vllm_worker.py",
+        f"{CORE}/agent/agent_workflow.py",
+        f"{CORE}/trainer/build_rollouts.py",
+        f"{CORE}/engine/full_weights.py",
+    ),
+    "logprobs": (
+        f"{OBJECTIVE}._scored",
+        f"{ENGINE}.score",
+        f"{ENGINE}.compute_logprobs",
+        f"{ENGINE}.compute_values",
+        f"{CORE}/trainer/critic.py:critic_values",
+        f"{CORE}/trainer/build_models.py",
+        f"{CORE}/trainer/build.py:build_engine",
+        *MODEL,
+    ),
+    "advantages": (
+        f"{OBJECTIVE}.learning_inputs",
+        f"{CORE}/algorithm/advantages.py",
+        f"{CORE}/algorithm/alignment.py",
+        f"{CORE}/algorithm/normalization.py",
+    ),
+    "loss": (
+        f"{OBJECTIVE}.loss",
+        f"{OBJECTIVE}.denominator",
+        f"{CORE}/trainer/update.py",
+        f"{CORE}/trainer/critic.py",
+        f"{CORE}/algorithm/losses.py",
+        f"{CORE}/algorithm/off_policy.py",
+        f"{ENGINE}.train_batch",
+        *MODEL,
+    ),
+    "gradient": (
+        f"{ENGINE}.train_batch",
+        f"{ENGINE}.backward",
+        f"{CORE}/engine/logprobs.py",
+        f"{CORE}/engine/optimizer.py:gradient_norm",
+        f"{CORE}/engine/sharding.py",
+        f"{CORE}/trainer/update.py",
+    ),
+    "weights": (
+        f"{CORE}/engine/optimizer.py",
+        f"{CORE}/engine/offload.py",
+        f"{ENGINE}.train_batch",
+        f"{ENGINE}.step_schedule",
+        f"{CORE}/engine/checkpoint/distributed.py",
+        f"{CORE}/trainer/build.py:build_engine",
+    ),
+}  # fmt: skip
+# parts of the loop of every stage, whose own references lead to all others
+OF_EVERY_STAGE = (f"{CORE}/trainer/rl.py:train_steps", f"{CORE}/batch.py")
+# what a stage refers to, but is an earlier stage
+NOT_FOLLOWED = {"advantages": (f"{OBJECTIVE}._scored",)}
+HUNK = re.compile(r"^@@ -\d+(?:,\d+)? \+(\d+)(?:,(\d+))? @@", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class ChangedFile:
+    """A file that changed between two commits and acts on a stage.
+
+    Attributes:
+        first_line: the first changed line of code, in the later commit, of the definition that is
+            nearest to the stage.
+        added, removed: lines of the file, as counted by git.
+        distance: references from the stage to that definition.
+    """
+
+    path: str
+    first_line: int
+    added: int
+    removed: int
+    distance: int
+
+
+def files_acting(
+    repository: Path, good: str, bad: str, stage: str, scripts: Sequence[str] = ()
+) -> tuple[ChangedFile, ...]:
+    """List the files changed from `good` to `bad` that act on a stage, the nearest first.
+
+    Args:
+        stage: one of `replayer.stages.STAGES`.
+        scripts: paths in the repository of the user's scripts, which are searched in place of our
+            trainer; a repository without our trainer needs them.
+
+    Raises NothingToBisect for a revision that does not exist.
+    """
+    counts = list(changed_python_files(repository, good, bad))
+    if not counts:
+        return ()
+    with (
+        sources(repository, good) as before,
+        sources(repository, bad, folders_of(scripts)) as after,
+    ):
+        entries = [*scripts] or [*ENTRIES[stage], *OF_EVERY_STAGE]
+        stops = () if scripts else (*OF_EVERY_STAGE, *NOT_FOLLOWED.get(stage, ()))
+        reached = after.distances(entries, stops)
+        found = []
+        for path, added, removed in counts:
+            changed = changed_definitions(before.file(path), after.file(path))
+            near = [(reached[path, name], name) for name in changed if (path, name) in reached]
+            if near:
+                distance, name = min(near)
+                line = first_changed_line(repository, good, bad, after, (path, name))
+                found.append(ChangedFile(path, line, added, removed, distance))
+    return tuple(sorted(found, key=lambda file: (file.distance, file.path)))
+
+
+def culprit_line(
+    repository: Path, commit: str, stage: str, scripts: Sequence[str] = ()
+) -> tuple[str, int] | None:
+    """Return the file and the first line that a commit changed and that acts on a stage.
+
+    Of several, those nearest to the stage. None if nothing that it changed acts there.
+    """
+    found = files_acting(repository, f"{commit}^", commit, stage, scripts)
+    return (found[0].path, found[0].first_line) if found else None
+
+
+def folders_of(scripts: Sequence[str]) -> list[str]:
+    """Return the folders of scripts, from which Python imports their modules."""
+    return [f"{folder}/" for script in scripts if str(folder := PurePosixPath(script).parent) != "."]
+
+
+def changed_python_files(repository: Path, good: str, bad: str) -> Iterator[tuple[str, int, int]]:
+    """Yield the Python files that differ, with the lines that were added and removed."""
+    for line in git(repository, "diff", "--numstat", "--no-renames", "-z", good, bad, "--").split("\0"):
+        if line:
+            added, removed, path = line.split("\t", 2)
+            if path.endswith(".py"):
+                yield path, int(added), int(removed)
+
+
+def changed_definitions(before: SourceFile, after: SourceFile) -> set[str]:
+    """Return the names of definitions that compute something else in the later file.
+
+    Of a definition that was removed it is the rest of the module, "".
+    """
+    old, new = before.content, after.content
+    changed = {name for name, content in new.items() if name not in old or old[name] != content}
+    return changed | ({""} if old.keys() - new.keys() and new else set())
+
+
+def first_changed_line(repository: Path, good: str, bad: str, after: Sources, definition: Definition) -> int:
+    """Return the first changed line of code in a definition of the later commit."""
+    path, name = definition
+    nodes = after.file(path).definitions[name]
+    # decorators precede the line of a definition
+    spans = [
+        (min([node.lineno, *(d.lineno for d in getattr(node, "decorator_list", ()))]), node.end_lineno or 0)
+        for node in nodes
+    ]
+    text = git(repository, "diff", "-U0", "--no-renames", good, bad, "--", path)
+    lines = after.read(path).splitlines()
+    prose = docstring_lines(nodes)
+    changed: list[int] = []
+    for match in HUNK.finditer(text):
+        begin, count = int(match[1]), int(match[2] or 1)
+        changed += range(begin, begin + count) if count else [begin]  # removed lines were after `begin`
+    inside = [n for n in changed if any(first <= n <= last for first, last in spans)]
+    code = [n for n in inside if n not in prose and lines[n - 1].strip() and lines[n - 1].strip()[0] != "#"]
+    return next(iter([*code, *inside, *(first for first, _ in spans), 1]))
+
+
+def docstring_lines(nodes: Sequence[ast.stmt]) -> set[int]:
+    """Return the lines of the docstrings in definitions."""
+    texts = [inner for node in nodes for inner in ast.walk(node) if isinstance(inner, ast.Expr)]
+    return {n for text in texts if is_docstring(text) for n in range(text.lineno, (text.end_lineno or 0) + 1)}
