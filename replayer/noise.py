@@ -20,7 +20,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from areal_core.allocation import parse_allocation
-from recorder.difference import Difference, find_differences
+from recorder.difference import Difference
+from recorder.environment import diff_environment
 from recorder.format import RecordHeader
 
 Kind = Literal["bitwise", "noise", "statistical", "changed", "unrecorded"]
@@ -71,7 +72,7 @@ class Verdict:
 
 def other_machine(recorded: RecordHeader, current: RecordHeader) -> tuple[Difference, ...]:
     """Differences of the fingerprints, without our own code: its changes must show."""
-    return find_differences(machine(recorded.environment), machine(current.environment))
+    return diff_environment(machine(recorded.environment), machine(current.environment))
 
 
 def machine(environment: Mapping[str, Any]) -> dict[str, Any]:

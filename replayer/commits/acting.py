@@ -21,6 +21,16 @@ MODEL = tuple(
     for name in ("attention", "logits", "logprobs", "lora", "model", "rope", "scores", "sequence_parallel",
                  "sharding", "tensor_parallel")
 )  # fmt: skip
+LOSS = (
+    f"{OBJECTIVE}.loss",
+    f"{OBJECTIVE}.denominator",
+    f"{CORE}/trainer/update.py",
+    f"{CORE}/trainer/critic.py",
+    f"{CORE}/algorithm/losses.py",
+    f"{CORE}/algorithm/off_policy.py",
+    f"{ENGINE}.train_batch",
+    *MODEL,
+)
 # stage -> where its computation starts; tests/replayer/test_commits.py holds it against a real step
 ENTRIES: dict[str, tuple[str, ...]] = {
     "batch": (
@@ -37,6 +47,8 @@ ENTRIES: dict[str, tuple[str, ...]] = {
         f"{CORE}/engine/full_weights.py",
     ),
     "logprobs": (
+        f"{CORE}/algorithm/alignment.py:to_next_token",
+        f"{OBJECTIVE}.learning_inputs",
         f"{OBJECTIVE}._scored",
         f"{ENGINE}.score",
         f"{ENGINE}.compute_logprobs",
@@ -52,23 +64,11 @@ ENTRIES: dict[str, tuple[str, ...]] = {
         f"{CORE}/algorithm/alignment.py",
         f"{CORE}/algorithm/normalization.py",
     ),
-    "loss": (
-        f"{OBJECTIVE}.loss",
-        f"{OBJECTIVE}.denominator",
-        f"{CORE}/trainer/update.py",
-        f"{CORE}/trainer/critic.py",
-        f"{CORE}/algorithm/losses.py",
-        f"{CORE}/algorithm/off_policy.py",
-        f"{ENGINE}.train_batch",
-        *MODEL,
-    ),
+    "loss": LOSS,
     "gradient": (
-        f"{ENGINE}.train_batch",
+        *LOSS,  # an equal loss may have another gradient
         f"{ENGINE}.backward",
-        f"{CORE}/engine/logprobs.py",
         f"{CORE}/engine/optimizer.py:gradient_norm",
-        f"{CORE}/engine/sharding.py",
-        f"{CORE}/trainer/update.py",
     ),
     "weights": (
         f"{CORE}/engine/optimizer.py",
@@ -78,11 +78,11 @@ ENTRIES: dict[str, tuple[str, ...]] = {
         f"{CORE}/engine/checkpoint/distributed.py",
         f"{CORE}/trainer/build.py:build_engine",
     ),
-}  # fmt: skip
-# parts of the loop of every stage, whose own references lead to all others
+}
+# for every stage; their own references lead to all others
 OF_EVERY_STAGE = (f"{CORE}/trainer/rl.py:train_steps", f"{CORE}/batch.py")
-# what a stage refers to, but is an earlier stage
-NOT_FOLLOWED = {"advantages": (f"{OBJECTIVE}._scored",)}
+# of a stage, but what they refer to is mostly of another one
+NOT_FOLLOWED = {"logprobs": (f"{OBJECTIVE}.learning_inputs",), "advantages": (f"{OBJECTIVE}._scored",)}
 HUNK = re.compile(r"^@@ -\d+(?:,\d+)? \+(\d+)(?:,(\d+))? @@", re.MULTILINE)
 
 

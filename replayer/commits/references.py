@@ -64,7 +64,7 @@ def parse_source(path: str, text: str) -> SourceFile:
         elif isinstance(node, ast.Assign | ast.AnnAssign) and (names := names_assigned(node)):
             for name in names:
                 definitions.setdefault(name, []).append(node)
-        elif not isinstance(node, ast.Import | ast.ImportFrom):
+        elif not isinstance(node, ast.Import | ast.ImportFrom) and not is_docstring(node):
             definitions[""].append(node)
     return SourceFile(path, definitions, dict(imports_of(tree, path)))
 

@@ -1,16 +1,10 @@
 """The fingerprint lists what can change bits, and nothing that should stay private."""
 
 import json
-import subprocess
 
 from recorder.checksum_json import checksum, checksummed_bytes, parse_checksummed
 from recorder.difference import Difference, find_differences
-from recorder.environment import code_identity, diff_environment, environment, file_identity, folder_identity
-
-
-def git(folder, *arguments):
-    identity = ("-c", "user.name=a", "-c", "user.email=a@b")
-    subprocess.run(["git", *identity, *arguments], cwd=folder, check=True, capture_output=True)
+from recorder.environment import diff_environment, environment, file_identity, folder_identity
 
 
 def test_the_fingerprint_survives_a_record_and_equals_itself():
@@ -47,23 +41,6 @@ def test_differences_are_found_at_every_depth():
         Difference("b.d", None, 0),
         Difference("e", None, "new"),
     )
-
-
-def test_code_is_known_by_commit_and_by_what_differs_from_it(tmp_path):
-    assert code_identity(tmp_path) == {"commit": None, "dirty_sha256": None}
-    git(tmp_path, "init")
-    (tmp_path / "loop.py").write_text("lr = 1")
-    git(tmp_path, "add", ".")
-    git(tmp_path, "commit", "-m", "first")
-    clean = code_identity(tmp_path)
-    assert len(clean["commit"]) == 40
-    assert clean["dirty_sha256"] is None
-    (tmp_path / "loop.py").write_text("lr = 2")
-    changed = code_identity(tmp_path)
-    (tmp_path / "new.py").write_text("x")
-    with_new_file = code_identity(tmp_path)
-    assert changed["commit"] == with_new_file["commit"] == clean["commit"]
-    assert len({clean["dirty_sha256"], changed["dirty_sha256"], with_new_file["dirty_sha256"]}) == 3
 
 
 def test_a_model_folder_is_known_by_its_weight_config_and_tokenizer_files(tmp_path):

@@ -1,12 +1,12 @@
 """Fingerprint of an environment: everything outside the config that can change a run's bits.
 
-Environment variables are recorded from a fixed list, because others may contain credentials.
+Environment variables are recorded from a fixed list, because others may contain credentials. Of
+those that the user's own code reads, only numbers and switches are recorded as they are.
 """
 
-import hashlib
 import os
 import platform
-import subprocess
+import re
 import sys
 from importlib import metadata
 from pathlib import Path
@@ -14,22 +14,11 @@ from typing import Any
 
 from crc32c import crc32c
 
-from areal_core.safety.secrets import masker
+from areal_core.safety.secrets import masker, names_secret
 from recorder.difference import Difference, find_differences
+from recorder.environment.code import LIBRARIES, code_identity, main_script, user_files
 
-LIBRARIES = (
-    "areal-debug",
-    "torch",
-    "transformers",
-    "tokenizers",
-    "safetensors",
-    "numpy",
-    "accelerate",
-    "peft",
-    "flash-attn",
-    "triton",
-    "sglang",
-)
+# of which every record has those that were set
 VARIABLES = (
     "OMP_NUM_THREADS",
     "MKL_NUM_THREADS",
@@ -49,6 +38,48 @@ VARIABLES = (
     "PYTORCH_CUDA_ALLOC_CONF",
     "TORCHINDUCTOR_MAX_AUTOTUNE",
 )
+# of which a record has every one, null if it was not set; one made before they were listed has none
+LATER_VARIABLES = (
+    "ATTN_BACKEND",
+    "CUBLASLT_WORKSPACE_SIZE",
+    "CUDA_LAUNCH_BLOCKING",
+    "DNNL_MAX_CPU_ISA",
+    "KMP_DETERMINISTIC_REDUCTION",
+    "MKL_ENABLE_INSTRUCTIONS",
+    "NCCL_ALLOC_P2P_NET_LL_BUFFERS",
+    "NCCL_MAX_NCHANNELS",
+    "NCCL_MIN_NCHANNELS",
+    "NCCL_P2P_DISABLE",
+    "NVTE_FLASH_ATTN",
+    "NVTE_FUSED_ATTN",
+    "NVTE_UNFUSED_ATTN",
+    "OPENBLAS_CORETYPE",
+    "OPENBLAS_NUM_THREADS",
+    "PYTHONOPTIMIZE",
+    "PYTORCH_ALLOC_CONF",
+    "PYTORCH_NO_CUDA_MEMORY_CACHING",
+    "SGLANG_ENABLE_DETERMINISTIC_INFERENCE",
+    "SGLANG_USE_CPU_ENGINE",
+    "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
+    "TORCH_BLAS_PREFER_CUBLASLT",
+    "TORCH_COMPILE_DISABLE",
+    "TORCH_LINALG_PREFER_CUSOLVER",
+    "TORCHDYNAMO_DISABLE",
+    "TORCHINDUCTOR_COORDINATE_DESCENT_TUNING",
+    "TORCHINDUCTOR_FREEZING",
+    "TORCHINDUCTOR_MAX_AUTOTUNE_GEMM",
+    "TRANSFORMERS_ATTN_IMPLEMENTATION",
+    "TRITON_F32_DEFAULT",
+    "USE_FLASH_ATTENTION",
+    "VLLM_ATTENTION_BACKEND",
+    "VLLM_BATCH_INVARIANT",
+    "VLLM_FLASH_ATTN_VERSION",
+    "VLLM_USE_FLASHINFER_SAMPLER",
+    "VLLM_USE_V1",
+)
+# how code reads a variable: os.environ["NAME"], environ.get("NAME"), getenv("NAME")
+READ = re.compile(r"""(?:environ(?:\.get\(|\.setdefault\(|\[)|getenv\()\s*["'](\w+)["']""")
+PLAIN = re.compile(r"[-+]?\d[\d._]{0,15}(?:[eE][-+]?\d{1,3})?|(?i:true|false|yes|no|on|off)|")
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".gguf", ".json", ".jinja", ".model", ".txt")
 
 
@@ -61,14 +92,52 @@ def environment(code: Path = Path(__file__).parent.parent) -> dict[str, Any]:
         "num_cores": os.cpu_count(),
         "libraries": {name: library_version(name) for name in LIBRARIES},
         "torch": torch_facts(),
-        "variables": {name: os.environ[name] for name in VARIABLES if name in os.environ},
+        "variables": variables_set(),
         "code": code_identity(code),
     }
 
 
+def variables_set() -> dict[str, str | None]:
+    """Return the variables that are known to act on numbers, and those that the user's code reads.
+
+    Of the latter, a value that is no number and no switch is a crc32c: it may be a credential.
+    """
+    hide = masker()
+    script = main_script()
+    texts = [path.read_text(errors="replace") for path in user_files(script)]
+    read = {name for text in texts for name in READ.findall(text) if not names_secret(name)}
+    found = {name: hide.text(os.environ[name]) for name in VARIABLES if name in os.environ}
+    later = {name: os.environ.get(name) for name in LATER_VARIABLES}
+    theirs = {name: shown(os.environ.get(name)) for name in sorted(read - {*VARIABLES, *LATER_VARIABLES})}
+    return found | {name: value and hide.text(value) for name, value in later.items()} | theirs
+
+
+def shown(value: str | None) -> str | None:
+    """Return a number or switch as it is, any other value as its crc32c."""
+    if value is None or PLAIN.fullmatch(value):
+        return value
+    return f"crc32c {crc32c(os.fsencode(value)):08x}"
+
+
 def diff_environment(recorded: dict[str, Any], current: dict[str, Any]) -> tuple[Difference, ...]:
-    """Differences between two fingerprints."""
-    return find_differences(recorded, current)
+    """Differences between two fingerprints, in what is known of both.
+
+    Code outside the repository is not compared: a replay runs another script, and
+    `replayer.commits.outside` compares two runs.
+    """
+    sides = [dict(side) for side in (recorded, current)]
+    for side in sides:
+        if isinstance(code := side.get("code"), dict):
+            side["code"] = {name: code[name] for name in ("commit", "dirty_sha256") if name in code}
+    if all(isinstance(side.get("variables"), dict) for side in sides):
+        known = sides[0]["variables"].keys() & sides[1]["variables"].keys() | set(VARIABLES)
+        for side in sides:
+            side["variables"] = {name: value for name, value in side["variables"].items() if name in known}
+    if all(isinstance(side.get("libraries"), dict) for side in sides):
+        both = sides[0]["libraries"].keys() & sides[1]["libraries"].keys()
+        for side in sides:
+            side["libraries"] = {name: side["libraries"][name] for name in both}
+    return find_differences(*sides)
 
 
 def cpu_model() -> str:
@@ -119,32 +188,6 @@ def gpu_driver() -> str | None:
     """Version of the NVIDIA kernel driver, or None."""
     file = Path("/sys/module/nvidia/version")
     return file.read_text().strip() if file.is_file() else None
-
-
-def git(folder: Path, *arguments: str) -> bytes | None:
-    """Return the output of a git command, or None if git or the repository is absent."""
-    try:
-        return subprocess.run(["git", "-C", str(folder), *arguments], capture_output=True, check=True).stdout
-    except (OSError, subprocess.CalledProcessError):
-        return None
-
-
-def code_identity(folder: Path) -> dict[str, str | None]:
-    """Return the commit of the folder's repository, and sha256 of uncommitted changes or None.
-
-    Both are None outside a repository, for example in an installed wheel.
-    """
-    commit = git(folder, "rev-parse", "HEAD")
-    if commit is None:
-        return {"commit": None, "dirty_sha256": None}
-    changed = git(folder, "diff", "HEAD", "--binary") or b""
-    new_files = (git(folder, "ls-files", "--others", "--exclude-standard", "-z", "*.py") or b"").split(b"\0")
-    for name in sorted(filter(None, new_files)):
-        changed += name + (folder / os.fsdecode(name)).read_bytes()
-    return {
-        "commit": commit.decode().strip(),
-        "dirty_sha256": hashlib.sha256(changed).hexdigest() if changed else None,
-    }
 
 
 def file_identity(path: Path) -> dict[str, Any]:

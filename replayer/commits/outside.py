@@ -1,0 +1,132 @@
+"""Code that differs between two runs: the trainer's commit, and what is in no repository of ours.
+
+A record made before these facts were recorded lacks them, and then nothing is said to differ:
+`unknown_code` lists them.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from recorder.environment import VARIABLES
+from recorder.format import RecordHeader
+
+Kind = Literal["commit", "script", "library", "variable"]
+NAMED = {
+    "dirty_files": "which files had uncommitted changes",
+    "script": "the user's script",
+    "local_files": "the files that the script imports",
+    "changed_libraries": "whether installed libraries were changed",
+}
+
+
+@dataclass(frozen=True)
+class CodeDifference:
+    """Code of two runs that differs.
+
+    Attributes:
+        what: a phrase that names it, with both values where they are short.
+        file: the file, from its repository, its library's folder or the script's; None if it is not
+            a file, or not known.
+        line: None, because contents are not recorded.
+    """
+
+    kind: Kind
+    what: str
+    file: str | None = None
+    line: int | None = None
+
+
+def code_differences(left: RecordHeader, right: RecordHeader) -> tuple[CodeDifference, ...]:
+    """List what differs in the code of two runs, as far as both know it."""
+    sides = left.environment, right.environment
+    codes = code_of(left), code_of(right)
+    return (
+        *commit_differences(*codes),
+        *script_differences(*codes),
+        *library_differences(*(members(side, "libraries") for side in sides), *codes),
+        *variable_differences(*(members(side, "variables") for side in sides)),
+    )
+
+
+def unknown_code(left: RecordHeader, right: RecordHeader) -> tuple[str, ...]:
+    """List which facts on the code one of the records lacks, a phrase each."""
+    found = []
+    for name, header in (("A", left), ("B", right)):
+        code = code_of(header)
+        if code.get("commit") is None:
+            found.append(f"the commit of {name}")
+        found += [f"{phrase} of {name}" for member, phrase in NAMED.items() if member not in code]
+    return tuple(found)
+
+
+def members(document: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """Return a member that is an object; an empty one if there is none."""
+    value = document.get(name)
+    return value if isinstance(value, dict) else {}
+
+
+def code_of(header: RecordHeader) -> Mapping[str, Any]:
+    """Return the identity of a run's code."""
+    return members(header.environment, "code")
+
+
+def commit_differences(left: Mapping[str, Any], right: Mapping[str, Any]) -> Iterator[CodeDifference]:
+    """Yield another commit, and each file with other uncommitted changes."""
+    commits = left.get("commit"), right.get("commit")
+    if None in commits:
+        return
+    if commits[0] != commits[1]:
+        yield CodeDifference("commit", f"commit {commits[0][:10]} in A, {commits[1][:10]} in B")
+    files = members(left, "dirty_files"), members(right, "dirty_files")
+    if "dirty_files" in left and "dirty_files" in right:
+        for name in differing(*files):
+            sides = " and ".join(side for side, dirty in zip("AB", files, strict=True) if name in dirty)
+            yield CodeDifference("commit", f"uncommitted changes of {name} in {sides}", name)
+    elif left.get("dirty_sha256") != right.get("dirty_sha256"):
+        yield CodeDifference("commit", "uncommitted changes of files that are not known")
+
+
+def script_differences(left: Mapping[str, Any], right: Mapping[str, Any]) -> Iterator[CodeDifference]:
+    """Yield the user's script, whatever its folder, and the files that it imports or names."""
+    scripts = left.get("script"), right.get("script")
+    if scripts[0] and scripts[1] and scripts[0]["sha256"] != scripts[1]["sha256"]:
+        yield CodeDifference("script", f"the script {scripts[1]['path']}", scripts[1]["path"])
+    if scripts[0] and scripts[1]:  # a replay has no script, and imports none of its files
+        for name in differing(members(left, "local_files"), members(right, "local_files")):
+            yield CodeDifference("script", f"{name}, which the script uses", name)
+
+
+def library_differences(
+    left: Mapping[str, Any], right: Mapping[str, Any], code: Mapping[str, Any], other: Mapping[str, Any]
+) -> Iterator[CodeDifference]:
+    """Yield other versions of libraries, and files that are not those of their wheel on one side."""
+    for name in sorted(left.keys() & right.keys()):
+        if left[name] != right[name]:
+            yield CodeDifference("library", f"{name} {left[name]} in A, {right[name]} in B")
+    changed = members(code, "changed_libraries"), members(other, "changed_libraries")
+    for library in sorted(changed[0].keys() & changed[1].keys()):
+        sides = changed[0][library], changed[1][library]
+        if None not in sides:
+            for name in differing(*sides):
+                where = " and ".join(side for side, files in zip("AB", sides, strict=True) if name in files)
+                yield CodeDifference(
+                    "library", f"{name} in {where} is not the file of {library}'s wheel", name
+                )
+
+
+def variable_differences(left: Mapping[str, Any], right: Mapping[str, Any]) -> Iterator[CodeDifference]:
+    """Yield environment variables with other values."""
+    known = left.keys() & right.keys() | set(VARIABLES)
+    for name in sorted(known):
+        values = left.get(name), right.get(name)
+        if values[0] != values[1]:
+            shown = ["not set" if value is None else value for value in values]
+            yield CodeDifference("variable", f"{name} is {shown[0]} in A, {shown[1]} in B")
+
+
+def differing(left: Mapping[str, Any], right: Mapping[str, Any]) -> list[str]:
+    """Return the names of files that are on one side only, or differ."""
+    lacking = object()
+    names = left.keys() | right.keys()
+    return sorted(name for name in names if left.get(name, lacking) != right.get(name, lacking))

@@ -1,0 +1,162 @@
+"""The code of a process is identified by name and digest: repository, script, libraries, variables."""
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import time
+from base64 import urlsafe_b64encode
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from recorder.environment import diff_environment, shown
+from recorder.environment.code import changed_files, repository_identity
+
+PROGRAM = """
+import json, sys
+{body}
+from recorder.environment import environment
+print(json.dumps(environment()))
+"""
+
+
+def sha256(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+def git(folder, *arguments):
+    identity = ("-c", "user.name=t", "-c", "user.email=t@example.org")
+    subprocess.run(["git", "-C", str(folder), *identity, *arguments], check=True, capture_output=True)
+
+
+def test_uncommitted_files_are_named_with_their_digests(tmp_path):
+    git(tmp_path, "init", "--quiet")
+    for name in ("kept.py", "changed.py", "removed.py"):
+        (tmp_path / name).write_text("x = 1\n")
+    git(tmp_path, "add", ".")
+    git(tmp_path, "commit", "--quiet", "-m", "Start")
+    clean = repository_identity(tmp_path)
+    assert (clean["dirty_sha256"], clean["dirty_files"]) == (None, {})
+    (tmp_path / "changed.py").write_text("x = 2\n")
+    (tmp_path / "new.py").write_text("x = 3\n")
+    (tmp_path / "notes.txt").write_text("not code")
+    (tmp_path / "removed.py").unlink()
+    found = repository_identity(tmp_path)
+    assert found["commit"] == clean["commit"]
+    assert len(found["dirty_sha256"]) == 64
+    assert found["dirty_files"] == {
+        "changed.py": sha256(b"x = 2\n"),
+        "new.py": sha256(b"x = 3\n"),
+        "removed.py": None,
+    }
+
+
+def test_a_folder_without_a_repository_has_no_commit(tmp_path):
+    found = repository_identity(tmp_path)
+    assert found == {"commit": None, "dirty_sha256": None, "dirty_files": None}
+
+
+def environment_of(folder, body, **variables):
+    """Return what a script in the folder records."""
+    script = folder / "train.py"
+    script.write_text(PROGRAM.format(body=body))
+    environment = os.environ | {"PYTHONPATH": os.getcwd()} | variables
+    done = subprocess.run(
+        [sys.executable, script], env=environment, capture_output=True, text=True, check=True, cwd=folder
+    )
+    return json.loads(done.stdout)
+
+
+def test_the_script_and_the_files_that_it_imports_or_names_are_recorded(tmp_path):
+    (tmp_path / "rows.py").write_text("a = 1\n")
+    (tmp_path / "rewards.py").write_text("import shapes\n")  # runs in another process
+    (tmp_path / "shapes.py").write_text("b = 1\n")
+    (tmp_path / "unused.py").write_text("c = 1\n")
+    code = environment_of(tmp_path, "import rows\nreward_fn = 'rewards.py:even'")["code"]
+    assert code["script"]["path"] == str(tmp_path / "train.py")
+    assert code["script"]["sha256"] == sha256((tmp_path / "train.py").read_bytes())
+    assert code["local_files"] == {
+        "rows.py": sha256(b"a = 1\n"),
+        "rewards.py": sha256(b"import shapes\n"),
+        "shapes.py": sha256(b"b = 1\n"),
+    }
+
+
+def test_variables_that_the_script_reads_are_recorded_without_secrets(tmp_path):
+    body = """
+import os
+values = os.environ.get("BONUS"), os.getenv("WORDS"), os.environ.get("NOT_SET"), os.environ.get("MY_API_KEY")
+"""
+    given = {"BONUS": "0.25", "WORDS": "a sentence", "MY_API_KEY": "k-123456789", "UNREAD": "1"}
+    found = environment_of(tmp_path, body, **given, CUDA_LAUNCH_BLOCKING="1")
+    variables = found["variables"]
+    assert variables["BONUS"] == "0.25"
+    assert variables["WORDS"].startswith("crc32c ")
+    assert variables["NOT_SET"] is None
+    assert variables["CUDA_LAUNCH_BLOCKING"] == "1"
+    assert variables["TORCH_COMPILE_DISABLE"] is None
+    assert not {"MY_API_KEY", "UNREAD"} & variables.keys()
+    assert "k-123456789" not in json.dumps(found)
+    assert "sentence" not in json.dumps(found)
+
+
+@pytest.mark.parametrize("value", ["1", "-0.5", "1e-3", "true", "OFF", ""])
+def test_numbers_and_switches_are_recorded_as_they_are(value):
+    assert shown(value) == value
+
+
+def make_wheel(folder):
+    """Install two files of a library, with a RECORD that is older than a later change."""
+    files = {"lib/a.py": b"a = 1\n", "lib/b.py": b"b = 1\n"}
+    lines = []
+    for name, content in files.items():
+        path = folder / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(content)
+        os.utime(path, (time.time() - 100,) * 2)
+        digest = urlsafe_b64encode(hashlib.sha256(content).digest()).rstrip(b"=").decode()
+        lines.append(f"{name},sha256={digest},{len(content)}")
+    record = folder / "lib-1.0.dist-info" / "RECORD"
+    record.parent.mkdir()
+    record.write_text("\n".join([*lines, "lib-1.0.dist-info/RECORD,,"]) + "\n")
+    os.utime(record, (time.time() - 90,) * 2)
+    return record, list(files)
+
+
+@pytest.mark.parametrize("content", [b"a = 2\n", b"a = 10\n"])
+def test_a_patched_file_of_a_library_is_found_also_if_its_size_is_the_same(tmp_path, content):
+    record, names = make_wheel(tmp_path)
+    assert changed_files(tmp_path, record, names) == {}
+    (tmp_path / "lib/a.py").write_bytes(content)
+    assert changed_files(tmp_path, record, names) == {"lib/a.py": sha256(content)}
+    (tmp_path / "lib/a.py").write_bytes(b"a = 1\n")  # as it was, at another time
+    assert changed_files(tmp_path, record, names) == {}
+
+
+def test_a_library_in_place_of_the_installed_one_is_compared_with_its_wheel(tmp_path):
+    (installed,) = find_spec("safetensors").submodule_search_locations
+    package = tmp_path / "libraries" / "safetensors"
+    package.mkdir(parents=True)
+    for member in Path(installed).iterdir():
+        if member.name not in ("__pycache__", "numpy.py"):
+            (package / member.name).symlink_to(member)
+    text = (Path(installed) / "numpy.py").read_text() + "# patched\n"
+    (package / "numpy.py").write_text(text)
+    code = environment_of(tmp_path, "sys.path.insert(0, 'libraries')\nimport safetensors.numpy")["code"]
+    assert code["changed_libraries"]["safetensors"] == {"safetensors/numpy.py": sha256(text.encode())}
+    assert code["changed_libraries"]["numpy"] == {}
+    assert code["local_files"] == {}
+
+
+def test_facts_that_one_record_lacks_are_not_differences():
+    old = {"variables": {"OMP_NUM_THREADS": "1"}, "code": {"commit": "a", "dirty_sha256": None}}
+    new = {
+        "variables": {"OMP_NUM_THREADS": "1", "CUDA_LAUNCH_BLOCKING": "1", "BONUS": None},
+        "code": {"commit": "a", "dirty_sha256": None, "script": None, "local_files": {}},
+    }
+    assert diff_environment(old, new) == ()
+    (found,) = diff_environment(old, new | {"variables": {"OMP_NUM_THREADS": "2"}})
+    assert (found.where, found.recorded, found.current) == ("variables.OMP_NUM_THREADS", "1", "2")
