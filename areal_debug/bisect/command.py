@@ -10,7 +10,7 @@ from areal_debug.cli import Verb, json_option, model_option
 from areal_debug.render import console, errors_as_sentences, format_value, note, print_json, styled
 
 if TYPE_CHECKING:
-    from replayer.commits.bisect import BisectReport, Numbers
+    from replayer.commits.bisect import BisectReport
 
 DEFAULT_STEPS = 5
 SHOWN = 5
@@ -42,12 +42,14 @@ def command(
 ) -> None:
     """Find the commit between two revisions that changed the numbers of RECORD.
 
-    Replays RECORD with the code of commits, each in a git worktree: about log2(number of commits)
-    replays. Your checkout is not touched. Exit code 1: a commit was found.
+    Replays RECORD with the code of commits, checked out in a private folder: about log2(number of
+    commits) replays. Your repository is not touched. Exit code 1: a commit was found.
     """
+    from areal_debug.replay.command import refuse_damage
     from recorder import open_record
-    from replayer.commits.bisect import find_commit, replay_with, worktree
+    from replayer.commits.warm import search_commits
     from replayer.preconditions import check_model, check_recorded_results, check_steps_present, step_range
+    from replayer.request import Request
 
     opened = open_record(record)
     check_recorded_results(opened, "bisect")
@@ -56,17 +58,10 @@ def command(
         last = min(last, first + DEFAULT_STEPS - 1)
     check_steps_present(opened, first, last)
     check_model(opened, model or opened.header.config["actor"]["path"], first)
+    refuse_damage(record, len(opened.steps))
+    request = Request(record, first, last, model)
     code = repository or Path(__file__).parents[2]
-    path = record if "://" in record else str(Path(record).resolve())
-
-    def replay(commit: str, last: int) -> "Numbers | None":
-        with worktree(code, commit) as place:
-            numbers = replay_with(place, path, first, last, model)
-        what = "cannot replay it" if numbers is None else f"steps {first} to {last} replayed"
-        note(f"{commit[:10]}  {what}")
-        return numbers
-
-    report = find_commit(path, code, good, bad, last, replay)
+    report = search_commits(request, code, good, bad, opened.header.world_size, note)
     if as_json:
         print_json(report.to_dict())
     else:
@@ -102,7 +97,9 @@ def print_culprit(out: Console, report: "BisectReport") -> None:
             "recorded" if value is None else format_value(value) for value in (change.good, change.bad)
         )
         out.print(styled("  {}: {}, {}", change.where, good, bad))
-    out.print(styled("\n{}", report.files))
+    out.print()
+    for line in report.files.splitlines():
+        out.print(styled("{}", line))
     out.print(
         styled(
             "[dim]{} replays for {} commits. Next: git show {}[/dim]",

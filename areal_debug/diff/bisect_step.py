@@ -1,6 +1,7 @@
 """`areal-debug bisect-step`: find the first step after which two records' weights differ."""
 
 from dataclasses import asdict
+from pathlib import Path
 
 import click
 
@@ -14,13 +15,19 @@ from areal_debug.render import console, errors_as_sentences, print_json, styled
 @click.option(
     "--layers", is_flag=True, help="Replay that step of both and find the first layer that differs."
 )
+@click.option(
+    "--repository", type=click.Path(path_type=Path), help="Has the commits of both runs; by default this one."
+)
 @model_option
 @json_option
 @errors_as_sentences
-def command(left: str, right: str, layers: bool, model: str | None, as_json: bool) -> None:
+def command(
+    left: str, right: str, layers: bool, repository: Path | None, model: str | None, as_json: bool
+) -> None:
     """Find the first step after which the weights of records A and B differ, by their checksums.
 
-    Exit code 0: the weights never differ. 1: they do.
+    With --layers, each side runs with the code of its own commit. Exit code 0: the weights never
+    differ. 1: they do.
     """
     from areal_debug.diff.render import print_first_step, print_layers, print_verdict
     from recorder import open_record
@@ -31,9 +38,10 @@ def command(left: str, right: str, layers: bool, model: str | None, as_json: boo
     report = explain_step(here, there, found)
     traced = None
     if layers and found.step is not None:
-        from areal_debug.diff.layers import trace_both
+        from replayer.commits.own_code import layers_with_own_code
 
-        traced = trace_both(here, there, found.step, model)
+        code = repository or Path(__file__).parents[2]
+        traced = layers_with_own_code(here, there, found.step, model, code)
     if as_json:
         facts = asdict(found) | {"diff": report and report.to_dict(), "layers": traced and asdict(traced)}
         print_json(facts)

@@ -180,11 +180,15 @@ def print_first_step(found: "FirstStep") -> None:
 def print_layers(report: "LayersReport") -> None:
     """Print the first layer that differs when the step is replayed."""
     out = console()
+    for side in report.with_current_code:
+        out.print(
+            styled("[yellow]{} ran with the current code: its own commit cannot be used here[/yellow]", side)
+        )
     if report.name is None:
         out.print(
             styled(
                 "[bold]layers[/bold]       all {} layer calls agree when step {} is replayed here from "
-                "both records: the cause is not in the records (hardware, kernels, code)",
+                "both records: the cause is not in the model (hardware, kernels, other code)",
                 report.num_calls,
                 report.step,
             )
@@ -201,3 +205,5 @@ def print_layers(report: "LayersReport") -> None:
             why,
         )
     )
+    if report.file is not None:
+        out.print(styled("             {}, {}:{}", report.kind, report.file, report.line))

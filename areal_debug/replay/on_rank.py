@@ -12,7 +12,6 @@ import json
 import os
 import sys
 from collections.abc import Callable
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -24,7 +23,6 @@ if TYPE_CHECKING:
     from areal_core.trainer.rl import Observer, PPOTrainer
     from areal_debug.goto.render import GotoOptions
     from recorder import Record
-    from replayer.commits.layers import Call
     from replayer.goto import Scene
     from replayer.request import Request
     from replayer.run import MakeObserver
@@ -127,24 +125,6 @@ def visit(scene: "Scene", options: "GotoOptions") -> None:
         open_debugger(scene, options.pdb_rank)
 
 
-def trace_last_step(request_text: str) -> None:
-    """Replay up to the last step of a request and record what each layer computes in it.
-
-    Args:
-        request_text: a `replayer.request.Request` as JSON.
-    """
-    from areal_debug.render import write_report
-    from replayer.commits.layers import trace_layers
-    from replayer.request import parse_request
-    from replayer.run import replay
-
-    request = parse_request(request_text)
-    traces: list[list[Call]] = []
-    replay(request, [trace_layers(request.last, traces.extend)])
-    if traces:
-        write_report({"calls": [[asdict(call) for call in calls] for calls in traces]})
-
-
 def run_preflight_step(folder: str, keep: str, *config_arguments: str) -> None:
     """Train one step of a configured run and write its bits into `folder`.
 
@@ -184,7 +164,6 @@ TASKS: dict[str, Callable[..., None]] = {
     "replay": replay_steps,  # areal-debug replay: REQUEST
     "explain": explain_step,  # areal-debug replay --explain: RECORD STEP MODEL CONFIG
     "goto": go_to_step,  # areal-debug goto: RECORD STEP OPTIONS
-    "layers": trace_last_step,  # areal-debug bisect-step --layers: REQUEST
     "preflight": run_preflight_step,  # areal-debug preflight: FOLDER KEEP CONFIG_ARGUMENT...
 }
 

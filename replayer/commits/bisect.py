@@ -1,29 +1,19 @@
 """Find by binary search the commit of the trainer's code that changed the numbers.
 
     good ──o──o──o──o──o──o──o── bad    both are replayed, and differ in step N
-                 └ middle, in its own worktree, up to N: equal to good? -> later
+                 └ middle, with its own code, up to N: equal to good? -> later
 
 A record determines only the batches, so it may come from any machine: the replays of two commits on
-this machine are compared. Nothing is imported from the other commits; each replays with its own
-command.
+this machine are compared.
 """
 
-import json
-import os
-import subprocess
-import sys
-import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from areal_core.launch.torchrun import ended_on_signals
 from replayer.commits.repository import Commit, commits_between, git
 from replayer.errors import NothingToBisect
-
-COMMAND = (sys.executable, "-c", "from areal_debug.cli import main; main()", "replay")
 
 
 @dataclass(frozen=True)
@@ -152,34 +142,6 @@ def changes(good: Mapping[str, Any], bad: Mapping[str, Any]) -> tuple[Change, ..
     names = [*good, *(name for name in bad if name not in good)]
     pairs = [(name, dict(good).get(name), dict(bad).get(name)) for name in names]
     return tuple(Change(name, a, b) for name, a, b in pairs if a != b)
-
-
-@contextmanager
-def worktree(repository: Path, commit: str) -> Iterator[Path]:
-    """Check out a commit in a temporary worktree; the repository's own is not touched.
-
-    It is removed, and forgotten by the repository, also when a signal ends this process.
-    """
-    with ended_on_signals(), tempfile.TemporaryDirectory() as folder:
-        place = Path(folder) / "code"
-        try:
-            git(repository, "worktree", "add", "--detach", "--quiet", str(place), commit)
-            yield place
-        finally:
-            remove = ["git", "-C", str(repository), "worktree", "remove", "--force", str(place)]
-            subprocess.run(remove, capture_output=True)  # fails if it was not added
-
-
-def replay_with(place: Path, record: str, first: int, last: int, model: str | None) -> Numbers | None:
-    """Replay the record with a checkout's own code; None if that fails."""
-    steps = ("--from-step", str(first), "--to-step", str(last), "--json")
-    command = [*COMMAND, record, *steps, *(("--model", model) if model else ())]
-    environment = os.environ | {"PYTHONPATH": str(place)}
-    done = subprocess.run(command, cwd=place, env=environment, stdout=subprocess.PIPE, text=True)
-    try:
-        return parse_numbers(json.loads(done.stdout))
-    except (json.JSONDecodeError, KeyError, TypeError):
-        return None  # an error on stderr in place of a report
 
 
 def parse_numbers(report: dict[str, Any]) -> Numbers:

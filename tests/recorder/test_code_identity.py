@@ -1,4 +1,4 @@
-"""The code of a process is identified by name and digest: repository, script, libraries, variables."""
+"""Code is identified by name and digest: repository, script, libraries, variables."""
 
 import hashlib
 import json

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import signal
 import subprocess
 import sys
@@ -11,7 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from replayer.commits.bisect import Numbers, bisect, changes, find_commit, parse_numbers, worktree
+from replayer.commits.bisect import Numbers, bisect, changes, find_commit, parse_numbers
+from replayer.commits.checkout import checkout
 from replayer.errors import NothingToBisect
 
 
@@ -68,7 +70,8 @@ def replay_in(repository, requested, broken=()):
     """Return a fake replay whose numbers follow from a file of the checkout."""
 
     def replay(commit, last):
-        with worktree(repository, commit) as place:
+        with checkout(repository) as code:
+            place = code.switch(commit)
             number = int((place / "notes.txt").read_text())
             loss = (place / "loss.txt").read_text()
         requested.append((number, last))
@@ -89,29 +92,80 @@ def test_the_commit_is_named_with_what_it_changed_and_the_checkout_stays(reposit
     assert (report.num_replays, report.num_commits) == (len(requested), 8)
     assert len(requested) <= 5
     assert (repository / "loss.txt").read_text() == "work in progress"
-    assert git(repository, "worktree", "list").count("\n") == 0
+
+
+@pytest.fixture
+def holder(repository, tmp_path):
+    """Start a process that has a commit checked out; return it and its folder."""
+    program = (
+        "import sys, time; from pathlib import Path; from replayer.commits.checkout import checkout\n"
+        "with checkout(Path(sys.argv[1])) as code:\n"
+        "    print(code.switch('HEAD~5'), flush=True); time.sleep(600)"
+    )
+    started = []
+
+    def start():
+        # what a shell starts in the background, or with nohup, has some of them ignored
+        process = subprocess.Popen(
+            [sys.executable, "-c", program, repository],
+            stdout=subprocess.PIPE,
+            text=True,
+            env=os.environ | {"TMPDIR": str(tmp_path)},
+            preexec_fn=lambda: [signal.signal(n, signal.SIG_DFL) for n in (15, 2, 1)],
+        )
+        started.append(process)
+        return process, Path(process.stdout.readline().strip())
+
+    yield start
+    for process in started:
+        process.kill()
+        process.wait()
+        process.stdout.close()
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
-def test_a_signal_removes_the_worktree_from_the_repository(repository, number):
-    program = (
-        "import sys, time; from pathlib import Path; from replayer.commits.bisect import worktree\n"
-        "with worktree(Path(sys.argv[1]), 'HEAD') as place: print(place, flush=True); time.sleep(600)"
-    )
-    # what a shell starts in the background, or with nohup, has some of them ignored
-    process = subprocess.Popen(
-        [sys.executable, "-c", program, repository],
-        stdout=subprocess.PIPE,
-        text=True,
-        preexec_fn=lambda: signal.signal(number, signal.SIG_DFL),
-    )
-    place = Path(process.stdout.readline().strip())
-    assert str(place) in git(repository, "worktree", "list")
+def test_a_signal_removes_the_checkout_and_leaves_nothing_in_the_repository(repository, holder, number):
+    before = files_of(repository / ".git")
+    process, place = holder()
+    assert (place / "loss.txt").read_text() == "1"
+    assert files_of(repository / ".git") == before
     process.send_signal(number)
     assert process.wait(60) == 128 + number
-    process.stdout.close()
-    assert git(repository, "worktree", "list", "--porcelain").count("worktree ") == 1
     assert not place.parent.exists()
+    assert files_of(repository / ".git") == before
+
+
+def test_what_a_killed_process_left_is_removed_by_the_next_and_what_is_in_use_stays(repository, holder):
+    before = files_of(repository / ".git")
+    killed, left = holder()
+    _, used = holder()
+    killed.kill()
+    killed.wait()
+    assert left.exists()
+    _, third = holder()
+    assert (left.exists(), used.exists(), third.exists()) == (False, True, True)
+    assert files_of(repository / ".git") == before
+
+
+def files_of(folder):
+    return {str(path): path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file()}
+
+
+def test_a_compiled_file_of_another_commit_is_not_used(tmp_path):
+    git(tmp_path, "init", "--quiet")
+    for value in "12":
+        (tmp_path / "loss.py").write_text(f"clip = {value}")
+        git(tmp_path, "add", ".")
+        git(tmp_path, "commit", "--quiet", "-m", value)
+    clips = []
+    with checkout(tmp_path) as code:
+        for commit in ("HEAD~1", "HEAD", "HEAD~1"):
+            place = code.switch(commit)
+            os.utime(place / "loss.py", (0, 0))  # the same second, and the same size
+            clips.append(
+                subprocess.check_output([sys.executable, "-c", "import loss; print(loss.clip)"], cwd=place)
+            )
+    assert [int(clip) for clip in clips] == [1, 2, 1]
 
 
 def test_commits_that_cannot_replay_are_passed_over(repository):

@@ -1,12 +1,25 @@
 """What differs in the code of two runs, which files act on a stage, and each side's own layers."""
 
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
+from areal_core.trainer.rl import PPOTrainer
+from recorder import open_record
 from recorder.testing import SCRIPTED_HEADER
+from replayer.commits.acting import ENTRIES, OF_EVERY_STAGE, ChangedFile, culprit_line, files_acting
 from replayer.commits.outside import CodeDifference, code_differences, unknown_code
+from replayer.commits.own_code import layers_with_own_code
+from replayer.commits.references import sources
+from replayer.commits.warm import search_commits
+from replayer.preflight import RandomRollouts
+from replayer.request import Request
+from replayer.stages import STAGES
 
+ROOT = Path(__file__).parents[2]
 CODE = {
     "commit": "a" * 40,
     "dirty_sha256": None,
@@ -75,3 +88,214 @@ def test_nothing_differs_from_a_record_that_lacks_the_facts_and_they_are_listed(
     dirty = header({"commit": "a" * 40, "dirty_sha256": "9"})
     (found,) = code_differences(header(), dirty)
     assert (found.kind, found.file) == ("commit", None)
+
+
+def git(folder, *arguments):
+    identity = ("-c", "user.name=t", "-c", "user.email=t@example.org")
+    command = ["git", "-C", str(folder), *identity, *arguments]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+
+def commit_edit(folder, path, old, new):
+    """Replace a text that a file has once, and commit it."""
+    file = folder / path
+    text = file.read_text()
+    assert text.count(old) == 1
+    file.write_text(text.replace(old, new))
+    git(folder, "commit", "--quiet", "--all", "-m", f"Change {path}")
+    return git(folder, "rev-parse", "HEAD")
+
+
+@pytest.fixture
+def clone(tmp_path):
+    """A clone of this repository, which has no commit of its own yet."""
+    folder = tmp_path / "clone"
+    git(ROOT, "clone", "--quiet", "--shared", str(ROOT), str(folder))
+    return folder
+
+
+LOSSES, ATTENTION = "areal_core/algorithm/losses.py", "areal_core/engine/attention.py"
+CLIP = (LOSSES, "clamp(1.0 - eps_clip, 1.0 + higher)", "clamp(1.0 - eps_clip, 1.0 + higher / 99)")
+CAST = (
+    ATTENTION,
+    "    packing = Packing(lengths, scale, dropout",
+    "    if module.layer_idx == 1:\n        query = query.bfloat16().float()\n"
+    "    packing = Packing(lengths, scale, dropout",
+)
+INNOCENT = (
+    LOSSES,
+    "    clip_mask = mask & (unclipped < clipped)",
+    "    clip_mask = (unclipped < clipped) & mask",
+)
+
+
+def line_of(folder, path, text):
+    return next(n for n, line in enumerate((folder / path).read_text().splitlines(), 1) if text in line)
+
+
+@pytest.mark.parametrize(
+    ("stage", "edit", "text"),
+    [
+        ("loss", CLIP, "higher / 99"),
+        ("logprobs", CAST, "module.layer_idx == 1"),
+        (
+            "batch",
+            ("areal_core/dataset/loader.py", ".shuffle(rows)", ".shuffle(rows[:])"),
+            "shuffle(rows[:])",
+        ),
+        (
+            "advantages",
+            ("areal_core/algorithm/normalization.py", "self.count - int(unbiased)", "self.count - 1"),
+            "self.count - 1",
+        ),
+        (
+            "weights",
+            ("areal_core/engine/optimizer.py", "import torch\n", "import torch\n\nSCALE = 2\n"),
+            "SCALE = 2",
+        ),
+    ],
+)
+def test_the_changed_line_of_a_stage_is_found_beside_changes_that_act_on_others(clone, stage, edit, text):
+    other = "loss" if stage != "loss" else "advantages"
+    doc = ("areal_core/algorithm/advantages.py", '"""', '"""One sentence more. ')
+    file = clone / doc[0]
+    file.write_text(file.read_text().replace(doc[1], doc[2], 1) + "\n# a comment\n")
+    (clone / "README.md").write_text("x")
+    commit = commit_edit(clone, *edit)
+    line = line_of(clone, edit[0], text)
+    assert culprit_line(clone, commit, stage) == (edit[0], line)
+    (found,) = files_acting(clone, "HEAD^", "HEAD", stage)
+    assert (found.path, found.first_line, found.distance) == (edit[0], line, 0)
+    if edit[0] != ATTENTION:
+        assert files_acting(clone, "HEAD^", "HEAD", other) == ()
+
+
+def test_the_files_of_a_user_are_those_that_the_script_uses(tmp_path):
+    git(tmp_path, "init", "--quiet")
+    files = {
+        "runs/train.py": "from project.rewards import reward\nprint(reward(1))\n",
+        "runs/beside.py": "x = 1\n",
+        "src/project/rewards.py": "from .shapes import clip\n\ndef reward(x):\n    return clip(x)\n\ndef other():\n    return 1\n",
+        "src/project/shapes.py": "def clip(x):\n    return x\n",
+        "src/project/unused.py": "def clip(x):\n    return x\n",
+    }
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    git(tmp_path, "add", ".")
+    git(tmp_path, "commit", "--quiet", "-m", "Start")
+    for name in ("shapes", "unused"):
+        (tmp_path / f"src/project/{name}.py").write_text("def clip(x):\n    # half\n    return x / 2\n")
+    file = tmp_path / "src/project/rewards.py"
+    file.write_text(file.read_text().replace("return 1", "return 2"))
+    git(tmp_path, "commit", "--quiet", "--all", "-m", "Halve")
+    found = files_acting(tmp_path, "HEAD^", "HEAD", "batch", scripts=["runs/train.py"])
+    assert found == (ChangedFile("src/project/shapes.py", 3, 2, 1, 2),)
+
+
+def test_every_entry_of_the_table_exists():
+    assert tuple(ENTRIES) == STAGES
+    with sources(ROOT, "HEAD") as code:
+        entries = {entry for stage in ENTRIES.values() for entry in stage} | set(OF_EVERY_STAGE)
+        assert [entry for entry in sorted(entries) if not code.expand(entry)] == []
+
+
+# events of a step -> stages whose code may run from the event to the next
+RUNS = {
+    "batch": ("logprobs", "advantages"),
+    "advantages": ("loss",),
+    "loss": ("loss", "gradient"),
+    "gradients": ("gradient", "weights"),
+    "optimizer": ("loss", "weights"),
+}
+# around a step: what logs, times, observes and checks it
+AROUND = ("telemetry/", "trainer/step_stats.py", "trainer/nonfinite.py", "trainer/rl.py", "engine/ranks.py")
+
+
+def test_a_real_step_runs_no_code_that_the_table_does_not_reach(tmp_path, tiny_model, tiny_config_of):
+    core = f"{ROOT}/areal_core/"
+    ran = {event: set() for event in RUNS}
+    now = [""]
+
+    def note(frame, event, argument):
+        code = frame.f_code
+        if event == "call" and now[0] in ran and code.co_filename.startswith(core):
+            ran[now[0]].add((code.co_filename[len(core) :], code.co_qualname.split(".<")[0]))
+
+    def observe(event, **facts):
+        now[0] = event
+
+    config = tiny_config_of(tmp_path, tiny_model, 1)
+    with PPOTrainer(
+        config,
+        source=lambda trainer: RandomRollouts(100, 4, 4, longest=16, seed=1),
+        observers=[lambda trainer: observe],
+        total_steps=1,
+        print_steps=False,
+    ) as trainer:
+        sys.setprofile(note)
+        trainer.train()
+        sys.setprofile(None)
+    assert all(len(functions) > 3 for functions in ran.values())
+    with sources(ROOT, "HEAD") as code:
+        for event, stages in RUNS.items():
+            entries = [entry for stage in stages for entry in ENTRIES[stage]]
+            reached = code.distances([*entries, *OF_EVERY_STAGE], OF_EVERY_STAGE)
+            missing = {
+                (path, name)
+                for path, name in ran[event]
+                if not path.startswith(AROUND)
+                and name in code.file(f"areal_core/{path}").definitions
+                and (f"areal_core/{path}", name) not in reached
+            }
+            assert missing == set(), event
+
+
+def test_the_commit_is_found_by_replays_with_each_commits_own_code(clone, tiny_run, tiny_model):
+    good = git(clone, "rev-parse", "HEAD")
+    commit_edit(clone, *INNOCENT)
+    bug = commit_edit(clone, *CLIP)
+    commit_edit(clone, "README.md", "# ", "#  ") if (clone / "README.md").read_text().count(
+        "# "
+    ) == 1 else None
+    lines = []
+    request = Request(tiny_run.path, 0, 1, str(tiny_model))
+    report = search_commits(request, clone, good, "HEAD", 1, lines.append)
+    assert [commit.hash for commit in report.culprits] == [bug]
+    assert "losses.py" in report.files
+    assert len(lines) == report.num_replays == 3
+    assert culprit_line(clone, bug, "loss") == (LOSSES, line_of(clone, LOSSES, "higher / 99"))
+
+
+def test_a_cast_in_one_layer_is_found_with_its_module_and_file(clone, tmp_path, tiny_run, tiny_model):
+    here = open_record(tiny_run.path)
+    good, bad = git(clone, "rev-parse", "HEAD"), commit_edit(clone, *CAST)
+    left, right = (with_commit(here, commit) for commit in (good, bad))
+    report = layers_with_own_code(left, right, 0, str(tiny_model), clone)
+    assert (report.name, report.kind, report.input_differs) == (
+        "model.layers.1.self_attn",
+        "LlamaAttention",
+        False,
+    )
+    assert (report.file, report.line) == (ATTENTION, line_of(clone, ATTENTION, "module.layer_idx == 1"))
+    assert report.with_current_code == ()
+
+
+def with_commit(record, commit):
+    """Return the record with another commit in its header."""
+    found = open_record(record.path)
+    found.header.environment["code"] = {"commit": commit}
+    return found
+
+
+@pytest.mark.long
+def test_a_commit_without_the_functions_that_are_called_replays_with_its_command(clone, tiny_run, tiny_model):
+    good = git(clone, "rev-parse", "HEAD")
+    for path in (clone / "replayer").rglob("*.py"):  # all of its code names it otherwise
+        path.write_text(path.read_text().replace("replay_and_compare", "replay_and_check"))
+    old = commit_edit(clone, *INNOCENT)
+    bug = commit_edit(clone, *CLIP)
+    request = Request(tiny_run.path, 0, 0, str(tiny_model))
+    report = search_commits(request, clone, old, bug, 1)
+    assert [commit.hash for commit in report.culprits] == [bug]
+    assert good != old
