@@ -56,6 +56,7 @@ ENTRIES: dict[str, tuple[str, ...]] = {
         f"{CORE}/trainer/critic.py:critic_values",
         f"{CORE}/trainer/build_models.py",
         f"{CORE}/trainer/build.py:build_engine",
+        f"{CORE}/engine/determinism.py",
         *MODEL,
     ),
     "advantages": (

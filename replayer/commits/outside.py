@@ -39,13 +39,14 @@ class CodeDifference:
 
 def code_differences(left: RecordHeader, right: RecordHeader) -> tuple[CodeDifference, ...]:
     """List what differs in the code of two runs, as far as both know it."""
-    sides = left.environment, right.environment
+    here, there = left.environment, right.environment
     codes = code_of(left), code_of(right)
     return (
         *commit_differences(*codes),
         *script_differences(*codes),
-        *library_differences(*(members(side, "libraries") for side in sides), *codes),
-        *variable_differences(*(members(side, "variables") for side in sides)),
+        *version_differences(members(here, "libraries"), members(there, "libraries")),
+        *library_differences(*(members(code, "changed_libraries") for code in codes)),
+        *variable_differences(members(here, "variables"), members(there, "variables")),
     )
 
 
@@ -73,11 +74,11 @@ def code_of(header: RecordHeader) -> Mapping[str, Any]:
 
 def commit_differences(left: Mapping[str, Any], right: Mapping[str, Any]) -> Iterator[CodeDifference]:
     """Yield another commit, and each file with other uncommitted changes."""
-    commits = left.get("commit"), right.get("commit")
-    if None in commits:
+    commit, other = left.get("commit"), right.get("commit")
+    if commit is None or other is None:
         return
-    if commits[0] != commits[1]:
-        yield CodeDifference("commit", f"commit {commits[0][:10]} in A, {commits[1][:10]} in B")
+    if commit != other:
+        yield CodeDifference("commit", f"commit {commit[:10]} in A, {other[:10]} in B")
     files = members(left, "dirty_files"), members(right, "dirty_files")
     if "dirty_files" in left and "dirty_files" in right:
         for name in differing(*files):
@@ -97,16 +98,17 @@ def script_differences(left: Mapping[str, Any], right: Mapping[str, Any]) -> Ite
             yield CodeDifference("script", f"{name}, which the script uses", name)
 
 
-def library_differences(
-    left: Mapping[str, Any], right: Mapping[str, Any], code: Mapping[str, Any], other: Mapping[str, Any]
-) -> Iterator[CodeDifference]:
-    """Yield other versions of libraries, and files that are not those of their wheel on one side."""
+def version_differences(left: Mapping[str, Any], right: Mapping[str, Any]) -> Iterator[CodeDifference]:
+    """Yield libraries of other versions."""
     for name in sorted(left.keys() & right.keys()):
         if left[name] != right[name]:
             yield CodeDifference("library", f"{name} {left[name]} in A, {right[name]} in B")
-    changed = members(code, "changed_libraries"), members(other, "changed_libraries")
-    for library in sorted(changed[0].keys() & changed[1].keys()):
-        sides = changed[0][library], changed[1][library]
+
+
+def library_differences(left: Mapping[str, Any], right: Mapping[str, Any]) -> Iterator[CodeDifference]:
+    """Yield files of libraries that are not those of their wheel, and not equal on both sides."""
+    for library in sorted(left.keys() & right.keys()):
+        sides = left[library], right[library]
         if None not in sides:
             for name in differing(*sides):
                 where = " and ".join(side for side, files in zip("AB", sides, strict=True) if name in files)

@@ -145,8 +145,8 @@ def line_of(folder, path, text):
         ),
         (
             "advantages",
-            ("areal_core/algorithm/normalization.py", "self.count - int(unbiased)", "self.count - 1"),
-            "self.count - 1",
+            ("areal_core/algorithm/normalization.py", "self.count - int(unbiased)", "self.count - 1 * 1"),
+            "self.count - 1 * 1",
         ),
         (
             "weights",
@@ -156,7 +156,7 @@ def line_of(folder, path, text):
     ],
 )
 def test_the_changed_line_of_a_stage_is_found_beside_changes_that_act_on_others(clone, stage, edit, text):
-    other = "loss" if stage != "loss" else "advantages"
+    other = "weights" if stage != "weights" else "advantages"
     doc = ("areal_core/algorithm/advantages.py", '"""', '"""One sentence more. ')
     file = clone / doc[0]
     file.write_text(file.read_text().replace(doc[1], doc[2], 1) + "\n# a comment\n")
@@ -238,6 +238,7 @@ def test_a_real_step_runs_no_code_that_the_table_does_not_reach(tmp_path, tiny_m
         sys.setprofile(None)
     assert all(len(functions) > 3 for functions in ran.values())
     with sources(ROOT, "HEAD") as code:
+        logged = code.distances(["areal_core/trainer/step_stats.py"])
         for event, stages in RUNS.items():
             entries = [entry for stage in stages for entry in ENTRIES[stage]]
             reached = code.distances([*entries, *OF_EVERY_STAGE], OF_EVERY_STAGE)
@@ -247,6 +248,7 @@ def test_a_real_step_runs_no_code_that_the_table_does_not_reach(tmp_path, tiny_m
                 if not path.startswith(AROUND)
                 and name in code.file(f"areal_core/{path}").definitions
                 and (f"areal_core/{path}", name) not in reached
+                and logged.get((f"areal_core/{path}", name), 2) > 1
             }
             assert missing == set(), event
 
@@ -255,15 +257,12 @@ def test_the_commit_is_found_by_replays_with_each_commits_own_code(clone, tiny_r
     good = git(clone, "rev-parse", "HEAD")
     commit_edit(clone, *INNOCENT)
     bug = commit_edit(clone, *CLIP)
-    commit_edit(clone, "README.md", "# ", "#  ") if (clone / "README.md").read_text().count(
-        "# "
-    ) == 1 else None
     lines = []
     request = Request(tiny_run.path, 0, 1, str(tiny_model))
     report = search_commits(request, clone, good, "HEAD", 1, lines.append)
     assert [commit.hash for commit in report.culprits] == [bug]
     assert "losses.py" in report.files
-    assert len(lines) == report.num_replays == 3
+    assert (len(lines), report.num_replays, report.num_commits) == (3, 3, 2)
     assert culprit_line(clone, bug, "loss") == (LOSSES, line_of(clone, LOSSES, "higher / 99"))
 
 
