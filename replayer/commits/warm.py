@@ -9,7 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +69,7 @@ class Commits:
         assert self.server.stdout is not None
         report = self.checkout.place.with_name("report.json")
         asked = {"place": str(place), "report": str(report), "task": task, "num_ranks": num_ranks}
-        self.server.stdin.write(json.dumps(asked | {"request": asdict(absolute(request))}) + "\n")
+        self.server.stdin.write(json.dumps(asked | {"request": changed_members(absolute(request))}) + "\n")
         self.server.stdin.flush()
         answer = self.server.stdout.readline()
         code = json.loads(answer)["code"] if answer else 1
@@ -123,6 +123,15 @@ def search_commits(
             return numbers
 
         return find_commit(request.record, repository, good, bad, request.last, replay)
+
+
+def changed_members(request: Request) -> dict[str, Any]:
+    """Return the members that are not at their default: an older commit may lack the others."""
+    return {
+        member.name: value
+        for member in fields(request)
+        if (value := getattr(request, member.name)) != member.default
+    }
 
 
 def absolute(request: Request) -> Request:

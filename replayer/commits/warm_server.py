@@ -111,7 +111,8 @@ def run_task(task: dict[str, Any], rank: int) -> int:
     except ImportError as error:
         print(f"replay without a new interpreter: {error}", file=sys.stderr)
         return TOO_OLD
-    request = Request(**task["request"])
+    given = task["request"]
+    request = Request(**given | {"settings": tuple(given.get("settings", ()))})
     if task["task"] == "replay":
         report = replay_and_compare(request).to_dict()
     else:
