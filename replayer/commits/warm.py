@@ -1,6 +1,6 @@
 """Replay a record with the code of commits, in a private checkout and without a new interpreter.
 
-A commit whose code is older than what `warm_server` calls replays with its own `areal-debug replay`.
+A commit whose code is older than what `warm_server` calls replays with its own command.
 """
 
 import json
