@@ -1,0 +1,634 @@
+"""The pattern of a difference: claimed where the numbers prove it, and nowhere else."""
+
+import math
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as arrays
+
+from areal_core.algorithm import alignment, normalization
+from areal_core.trainer import objective
+from areal_debug.wiring import recorder_of
+from recorder import Recording, RecordingOptions, RecordWriter, open_record
+from recorder.header import write_header
+from recorder.testing import SCRIPTED_HEADER, gatherers, scripted_batch, scripted_learning
+from recorder.trainers.recorder import Recorder
+from replayer.patterns import KINDS, Pattern, causal_tensor, find_pattern, same_weights
+from replayer.patterns.find import recognise
+from replayer.patterns.pairs import EPSILON, Pairs, pair_of
+from replayer.request import Request
+from replayer.run import replay
+from replayer.stages import StageDifference, compare_steps
+
+FULL = RecordingOptions(Recording("full"))
+ARITHMETIC = {"scaled", "offset", "shifted", "permuted"}
+
+
+def pairs_of(left, right, *, known=None, ranks=None, per_token=True, is_category=False) -> Pairs:
+    """Build pairs from a list of rows of each side, in float32 or integers."""
+    rows = []
+    for number, (a, b) in enumerate(zip(left, right, strict=True)):
+        pair = pair_of(ranks[number] if ranks else 0, number, (number // 4, number % 4), a, b)
+        wide = np.float64 if a.dtype.kind == "f" else np.int64
+        pair = replace(pair, left=a.astype(wide), right=b.astype(wide))
+        if known is not None:
+            pair = replace(pair, known=known[number], differs=pair.differs & known[number])
+        rows.append(pair)
+    epsilon = EPSILON["F32"] if left[0].dtype.kind == "f" else 0.0
+    return Pairs(rows, epsilon, is_category, per_token, in_prompt=False, num_ranks=len(set(ranks or [0])))
+
+
+def random_rows(seed=0, num_rows=16, length=12):
+    """Float32 rows that are 0 in their first third, as outside of a loss mask."""
+    rows = np.random.default_rng(seed).normal(size=(num_rows, length)).astype(np.float32)
+    rows[:, : length // 3] = 0
+    return list(rows)
+
+
+def found(left, right, **options) -> tuple[str, float | None] | None:
+    pattern = recognise(pairs_of(left, right, **options))
+    if pattern is None:
+        return None
+    assert pattern.kind in KINDS
+    return pattern.kind, pattern.value
+
+
+# How it differs
+
+
+@settings(deadline=None)
+@given(
+    arrays.arrays(np.float32, (6, 10), elements=st.floats(-100, 100, width=32), unique=True),
+    st.floats(-8, 8, width=32),
+)
+def test_a_constant_factor_of_at_least_three_values_is_scaled(values, factor):
+    values = values[:, np.abs(values).min(axis=0) > 1e-3]
+    if values.shape[1] == 0 or abs(factor - 1) < 1e-3 or abs(factor) < 1e-3:
+        return
+    kind, value = found(list(values), list(values * np.float32(factor)))
+    assert (kind, value) == ("scaled", pytest.approx(factor, rel=1e-6))
+
+
+@settings(deadline=None)
+@given(st.integers(0, 2**32 - 1), st.floats(-50, 50, width=32))
+def test_a_constant_that_is_added_is_an_offset(seed, added):
+    values = random_rows(seed)
+    if abs(added) < 0.01:
+        return
+    inside = [row != 0 for row in values]
+    moved = [np.where(where, row + np.float32(added), row) for row, where in zip(values, inside, strict=True)]
+    kind, value = found(values, moved)
+    assert (kind, value) == ("offset", pytest.approx(added, abs=1e-4))
+
+
+@settings(deadline=None)
+@given(st.integers(0, 2**32 - 1), st.integers(-8, 8).filter(bool))
+def test_rows_that_are_moved_are_shifted(seed, shift):
+    tokens = np.random.default_rng(seed).integers(0, 10**6, (4, 40))
+    moved = [np.roll(row, shift) for row in tokens]
+    for row in moved:  # what enters at the end is new
+        row[:shift] if shift > 0 else row[shift:]
+        row[slice(0, shift) if shift > 0 else slice(shift, None)] = -1
+    assert found(list(tokens), moved, is_category=True) == ("shifted", shift)
+
+
+def test_a_mask_that_is_moved_by_one_token_is_shifted():
+    masks = [np.array([0] * start + [1] * 5 + [0], np.int32) for start in (3, 4, 5, 6)]
+    assert found(masks, [np.roll(mask, 1) for mask in masks]) == ("shifted", 1)
+
+
+def test_a_token_that_is_inserted_shifts_what_follows():
+    rng = np.random.default_rng(1)
+    prompts = [rng.integers(10, 500, 12) for _ in range(4)]
+    longer = [np.concatenate([prompt[:3], [7], prompt[3:]]) for prompt in prompts]
+    assert found(prompts, longer, is_category=True) == ("shifted", 1)
+    assert found(longer, prompts, is_category=True) == ("shifted", -1)
+
+
+@settings(deadline=None)
+@given(st.integers(0, 2**32 - 1))
+def test_the_same_values_in_another_order_are_permuted(seed):
+    rng = np.random.default_rng(seed)
+    values = [rng.normal(size=12).astype(np.float32) for _ in range(4)]
+    assert found(values, [row[::-1].copy() for row in values])[0] == "permuted"
+    rewards = [row[:1] for row in values]
+    order = [1, 0, 3, 2]
+    assert found(rewards, [rewards[n] for n in order], per_token=False) == ("permuted", 4)
+
+
+def test_rewards_of_the_wrong_sample_are_named_as_of_the_same_prompt():
+    rewards = [np.array([n / 7], np.float32) for n in range(8)]
+    swapped = [rewards[n] for n in (3, 2, 1, 0, 6, 7, 4, 5)]
+    pattern = recognise(pairs_of(rewards, swapped, per_token=False))
+    assert pattern == Pattern("permuted", "8 rows have the values of other rows of the same prompt", 8)
+
+
+def test_rewards_that_belong_to_the_next_row_are_shifted_by_a_row():
+    rewards = [np.array([n / 7], np.float32) for n in range(8)]
+    pattern = recognise(pairs_of(rewards, [*rewards[-1:], *rewards[:-1]], per_token=False))
+    assert (pattern.kind, pattern.value) == ("shifted", 1)
+    assert "moved by 1 row later" in pattern.why
+
+
+def test_another_support_is_named_with_its_tokens():
+    values = random_rows()
+    shorter = [row.copy() for row in values]
+    for row in shorter:
+        row[4] = 0
+    pattern = recognise(pairs_of(values, shorter))
+    assert pattern == Pattern(
+        "other support", "16 tokens are not 0 in A only, 0 in B only, 112 in both, equal"
+    )
+    inverted = [np.where(row == 0, np.float32(1), np.float32(0)) for row in values]
+    assert recognise(pairs_of(values, inverted)).kind == "other support"
+    none = [np.zeros_like(row) for row in values]
+    assert recognise(pairs_of(values, none)).why == "B is 0 at all 128 tokens where A is not"
+
+
+def test_a_support_that_is_moved_is_named_with_its_shift():
+    row = np.array([0, 0, 1, 2, 3, 4, 0], np.float32)
+    moved = np.array([0, 0, 0, 2, 3, 4, 5], np.float32)  # the values stay where they are
+    pattern = recognise(pairs_of([row] * 4, [moved] * 4))
+    assert (pattern.kind, pattern.value) == ("other support", 1)
+    assert "moved by 1 token later" in pattern.why
+
+
+def test_rounding_is_named_with_its_size():
+    rng = np.random.default_rng(3)
+    values = random_rows()
+    ulps = [row * (1 + rng.integers(-4, 5, row.shape) * np.float32(2.0**-23)) for row in values]
+    pattern = recognise(pairs_of(values, [row.astype(np.float32) for row in ulps]))
+    assert pattern.kind == "rounding"
+    assert "float32 rounding" in pattern.why
+    assert 0.1 < pattern.value < 4
+    coarse = [row * (1 + rng.uniform(-1, 1, row.shape) * 2.0**-9) for row in values]
+    pattern = recognise(pairs_of(values, [row.astype(np.float32) for row in coarse]))
+    assert pattern.kind == "rounding"
+    assert "bfloat16 rounding" in pattern.why
+    cut = [(row.view(np.uint32) + 0x8000 & 0xFFFF0000).view(np.float32) for row in values]
+    assert "B is A rounded to bfloat16 in 128 of 128" in recognise(pairs_of(values, cut)).why
+
+
+def test_a_small_change_in_one_direction_is_no_rounding():
+    values = random_rows()
+    rng = np.random.default_rng(4)
+    larger = [(row + np.abs(row) * rng.uniform(0.5, 1, row.shape) * 2.0**-10) for row in values]
+    assert found(values, [row.astype(np.float32) for row in larger]) is None
+
+
+def test_what_is_not_finite_on_one_side_is_named():
+    values = random_rows()
+    broken = [row.copy() for row in values]
+    for row in broken[:3]:
+        row[5] = np.nan
+    pattern = recognise(pairs_of(values, broken))
+    assert pattern == Pattern("not finite", "3 of 3 values that differ are not finite in B only")
+
+
+def test_a_factor_beside_a_small_addend_is_scaled_about():
+    rng = np.random.default_rng(5)
+    values = [rng.uniform(0.2, 0.8, 8).astype(np.float32) for _ in range(3)]
+    rest = [(rng.normal(size=8) * 1e-5).astype(np.float32) for _ in range(3)]
+    halves = [row * np.float32(0.5) + addend for row, addend in zip(values, rest, strict=True)]
+    pattern = recognise(pairs_of(values, halves))
+    assert (pattern.kind, pattern.value) == ("scaled", pytest.approx(0.5, rel=1e-4))
+    assert pattern.why.startswith("B is about 0.5 x A in 24 of 24")
+    assert found([row[:3] for row in values[:2]], [row[:3] for row in halves[:2]]) is None  # of six values
+
+
+# What is not claimed
+
+
+@settings(deadline=None)
+@given(st.integers(0, 2**32 - 1), st.integers(1, 12), st.booleans())
+def test_unrelated_numbers_have_no_arithmetic_pattern(seed, num_rows, per_token):
+    length = 9 if per_token else 1
+    left, right = (random_rows(seed + n, num_rows, length) for n in (0, 1))
+    answer = found(left, right, per_token=per_token)
+    assert answer is None or answer[0] not in ARITHMETIC
+
+
+@settings(deadline=None)
+@given(st.integers(0, 2**32 - 1), st.integers(2, 50), st.integers(1, 8))
+def test_unrelated_tokens_are_replaced_or_nothing(seed, vocabulary, num_rows):
+    left, right = np.random.default_rng(seed).integers(0, vocabulary, (2, num_rows, 14))
+    answer = None if (left == right).all() else found(list(left), list(right), is_category=True)
+    assert answer is None or answer[0] in {"replaced", "one row", "later rows"} or vocabulary < 5
+
+
+@pytest.mark.parametrize("factor", [2.0, -1.0, 0.25])
+def test_two_values_do_not_prove_a_factor(factor):
+    row = np.array([0, 0, 1.5, 2.5, 1.5, 2.5], np.float32)
+    assert found([row], [row * np.float32(factor)]) is None
+    assert found([row] * 3, [row * np.float32(factor)] * 3) is None
+
+
+def test_two_values_do_not_prove_an_offset_or_an_order():
+    row = np.array([1.5, 2.5], np.float32)
+    assert found([row], [row + 1]) is None
+    assert found([row], [row[::-1].copy()]) is None
+    assert found([row[:1], row[1:]], [row[1:], row[:1]], per_token=False) is None
+
+
+def test_a_mask_with_one_token_less_is_not_shifted():
+    masks = [np.array([0] * start + [1] * 5 + [0], np.int32) for start in (3, 4, 5, 6)]
+    fewer = [mask.copy() for mask in masks]
+    for mask, start in zip(fewer, (3, 4, 5, 6), strict=True):
+        mask[start] = 0
+    assert found(masks, fewer)[0] == "other support"
+
+
+@settings(deadline=None)
+@given(st.integers(0, 2**32 - 1))
+def test_unknown_values_change_nothing(seed):
+    rng = np.random.default_rng(seed)
+    values = random_rows(seed)
+    scaled = [row * np.float32(1.5) for row in values]
+    known = [rng.random(12) < 0.7 for _ in values]
+    for row, where in zip(scaled, known, strict=True):
+        row[~where] = np.nan
+    assert found(values, scaled, known=known) == ("scaled", pytest.approx(1.5))
+
+
+# Where it differs
+
+
+def test_one_rank_is_named_with_what_happened_there():
+    values = random_rows()
+    ranks = [number % 2 for number in range(16)]
+    doubled = [row * 2 if rank else row for row, rank in zip(values, ranks, strict=True)]
+    pattern = recognise(pairs_of(values, doubled, ranks=ranks))
+    assert (pattern.kind, pattern.value) == ("one rank", 1)
+    assert "only rows of rank 1 differ, 8 of 8; 8 of other ranks are equal: B is 2 x A" in pattern.why
+
+
+def test_one_row_is_named():
+    values = random_rows()
+    changed = [row.copy() for row in values]
+    changed[5] = -changed[5]
+    pattern = recognise(pairs_of(values, changed))
+    assert (pattern.kind, pattern.value) == ("one row", 1)
+    assert pattern.why.startswith(
+        "only row 5 of rank 0 differs (prompt 1, sample 1), 15 are equal: B is -1 x A"
+    )
+
+
+def test_all_rows_from_one_on_are_named():
+    values, others = random_rows(0), random_rows(1)
+    pattern = recognise(pairs_of(values, values[:10] + others[10:]))
+    assert (pattern.kind, pattern.value) == ("later rows", 6)
+    pattern = recognise(pairs_of(values, values[:10] + [row * 3 for row in values[10:]]))
+    assert (pattern.kind, pattern.value) == ("scaled", 3)
+    assert "the first 10 rows are equal" in pattern.why
+
+
+def test_two_of_three_rows_prove_no_place():
+    values, others = random_rows(0, 3), random_rows(1, 3)
+    assert recognise(pairs_of(values, [values[0], *others[1:]])).kind == "replaced"
+
+
+def test_a_zero_of_another_sign_hides_no_factor():
+    values = random_rows()
+    assert found(values, [-row for row in values]) == ("scaled", -1)
+
+
+# In records
+
+
+LENGTHS = [7, 9, 6, 8, 7, 9, 10, 8]
+
+
+class Script:
+    """A step of one rank of a record: what a test changes before it is written."""
+
+    def __init__(self, rank):
+        self.rank = rank
+        self.batch = scripted_batch(LENGTHS, seed=rank)
+        self.batch["rewards"] = (np.arange(8) / 7).astype(np.float32)
+        self.batch["prompt_id"] = 100 * rank + np.arange(8, dtype=np.int64) // 2
+        self.learning = scripted_learning(self.batch)
+        # (minibatch, rows, loss) of each micro-batch
+        self.micro_batches = [(n // 4, [n], 0.5 + n + rank / 8) for n in range(8)]
+        layers = [f"layers.{layer}.{name}" for layer in (0, 1) for name in ("q", "k", "v")]
+        self.weights = {name: f"{n:08x}" for n, name in enumerate(["embed_tokens", *layers, "norm"])}
+        self.gradients = dict(self.weights)
+
+
+def write(folder, change=lambda script: None, num_ranks=1):
+    """Write a record of one step and open it; `change` is called with the script of each rank."""
+    header = replace(SCRIPTED_HEADER, recording=FULL.recording, num_ranks=num_ranks, world_size=num_ranks)
+    writers = [RecordWriter(folder, r, num_ranks, g, FULL) for r, g in enumerate(gatherers(num_ranks))]
+
+    folder.mkdir()
+    write_header(folder, header)
+
+    def run(rank):
+        script, writer = Script(rank), writers[rank]
+        change(script)
+        writer("batch", step=0, version=0, batch=script.batch, rng={})
+        writer("advantages", step=0, inputs=script.batch | script.learning)
+        for minibatch in (0, 1):
+            own = [one for one in script.micro_batches if one[0] == minibatch]
+            for number, (_, rows, loss) in enumerate(own):
+                facts = {"num_tokens": 9, "loss": loss, "weight": 4.0, "micro_batch": number, "rows": rows}
+                writer("micro_batch", step=0, minibatch=minibatch, **facts)
+            writer("checksums", step=0, of="gradients", values=script.gradients)
+            writer("checksums", step=0, of="weights", values=script.weights)
+        writer("step", step=0, version=1, plan={}, stats={}, checksums=script.weights)
+
+    with ThreadPoolExecutor(num_ranks) as pool:
+        list(pool.map(run, range(num_ranks)))
+    return open_record(folder).step(0)
+
+
+def pattern_in_records(tmp_path, change, num_ranks=1):
+    """Return the causal difference and its pattern of two records, of which B is changed."""
+    left = write(tmp_path / "left", num_ranks=num_ranks)
+    right = write(tmp_path / "right", change, num_ranks)
+    cause = causal_tensor(compare_steps(left, right))
+    return cause, find_pattern(left, right, cause)
+
+
+def test_a_scaled_tensor_of_a_record(tmp_path):
+    def change(script):
+        script.learning["advantages"] *= np.float32(0.5)
+
+    cause, pattern = pattern_in_records(tmp_path, change)
+    assert (cause.stage, cause.name) == ("advantages", "advantages")
+    assert (pattern.kind, pattern.value) == ("scaled", 0.5)
+
+
+def test_a_tensor_of_one_side_only_has_no_pattern(tmp_path):
+    cause, pattern = pattern_in_records(tmp_path, lambda script: script.learning.pop("prox_logp"))
+    assert (cause.stage, cause.name, cause.left, pattern) == ("logprobs", "prox_logp", "F32", None)
+
+
+def test_a_scale_of_one_rank_of_two(tmp_path):
+    def change(script):
+        script.learning["advantages"] *= np.float32(1 + script.rank)
+
+    cause, pattern = pattern_in_records(tmp_path, change, num_ranks=2)
+    assert (cause.name, cause.place.rank) == ("advantages", 1)
+    assert (pattern.kind, pattern.value) == ("one rank", 1)
+    assert "B is 2 x A" in pattern.why
+
+
+def test_rows_of_other_prompts_are_shifted(tmp_path):
+    def change(script):
+        script.batch["prompt_id"] = script.batch["prompt_id"] + 4
+
+    cause, pattern = pattern_in_records(tmp_path, change)
+    assert cause.name == "rows"
+    assert pattern == Pattern("shifted", "B has prompts 4 to 7 where A has 0 to 3: 4 prompts later", 4)
+
+
+def test_prompts_in_another_order_are_the_same_set(tmp_path):
+    def change(script):
+        prompts = script.batch["input_ids"][:, :2]
+        script.batch["input_ids"] = np.concatenate([prompts[::-1], script.batch["input_ids"][:, 2:]], axis=1)
+
+    cause, pattern = pattern_in_records(tmp_path, change)
+    assert (cause.name, cause.place.in_prompt) == ("input_ids", True)
+    assert pattern == Pattern("same set, other order", "8 rows have the prompt of another row", 8)
+
+
+def test_rows_in_another_order_are_the_same_set(tmp_path):
+    def change(script):
+        script.batch = {key: value[::-1].copy() for key, value in script.batch.items()}
+        script.learning = scripted_learning(script.batch)
+
+    cause, pattern = pattern_in_records(tmp_path, change)
+    assert cause.name == "order of rows"
+    assert pattern == Pattern("same set, other order", "the same 8 rows, reversed", 8)
+
+
+@pytest.mark.parametrize(
+    ("order", "how"),
+    [
+        ([3, 2, 1, 0, 7, 6, 5, 4], "in each minibatch in reverse order"),
+        ([4, 5, 6, 7, 0, 1, 2, 3], "the minibatches in reverse order"),
+        ([1, 0, 2, 3, 4, 5, 6, 7], "in another order"),
+    ],
+)
+def test_micro_batches_in_another_order(tmp_path, order, how):
+    def change(script):
+        rows = [script.micro_batches[n][1:] for n in order]
+        script.micro_batches = [(n // 4, *pair) for n, pair in enumerate(rows)]
+
+    cause, pattern = pattern_in_records(tmp_path, change)
+    assert cause.name.startswith("rows of rank 0")
+    assert pattern == Pattern("same set, other order", f"the same 8 micro-batches, {how}")
+
+
+def test_rows_in_other_micro_batches(tmp_path):
+    def change(script):
+        script.micro_batches = [
+            (n // 4, [(n + 1) % 8], loss) for n, (_, _, loss) in enumerate(script.micro_batches)
+        ]
+        script.micro_batches = [(m, rows, loss) for m, rows, loss in script.micro_batches[:6]] + [
+            (1, [7, 0], 1.0)
+        ]
+
+    pattern = pattern_in_records(tmp_path, change)[1]
+    assert pattern.why == "the same 8 rows, divided into other micro-batches (8 in A, 7 in B)"
+
+
+def test_scaled_losses_of_micro_batches(tmp_path):
+    def change(script):
+        script.micro_batches = [(m, rows, loss * 3) for m, rows, loss in script.micro_batches]
+
+    cause, pattern = pattern_in_records(tmp_path, change)
+    assert (cause.stage, cause.minibatch) == ("loss", 0)
+    assert (pattern.kind, pattern.value) == ("scaled", 3)
+
+
+def test_losses_of_one_rank(tmp_path):
+    def change(script):
+        script.micro_batches = [(m, rows, loss + script.rank) for m, rows, loss in script.micro_batches]
+
+    pattern = pattern_in_records(tmp_path, change, num_ranks=2)[1]
+    assert (pattern.kind, pattern.value) == ("one rank", 1)
+    assert "only micro-batches of rank 1 differ, 4; 4 of other ranks are equal: B is A + 1" in pattern.why
+
+
+@pytest.mark.parametrize(
+    ("names", "expected"),
+    [
+        (["embed_tokens"], ("one tensor", 1)),
+        (["layers.1.q"], ("one tensor", 1)),
+        (["layers.1.q", "layers.1.v"], ("one layer", 1)),
+        (["layers.0.q", "layers.1.v"], ("some tensors", 2)),
+        (list(Script(0).weights), ("every tensor", 8)),
+    ],
+)
+def test_parameters_that_differ(tmp_path, names, expected):
+    def change(script):
+        script.gradients |= dict.fromkeys(names, "ffffffff")
+
+    cause, pattern = pattern_in_records(tmp_path, change)
+    assert (cause.stage, cause.minibatch) == ("gradient", 0)
+    assert (pattern.kind, pattern.value) == expected
+
+
+def test_exchanged_parameters_are_permuted(tmp_path):
+    def change(script):
+        names = ("layers.0.q", "layers.0.k")
+        script.weights |= {
+            name: script.weights[other] for name, other in zip(names, names[::-1], strict=True)
+        }
+
+    cause, pattern = pattern_in_records(tmp_path, change)
+    assert (cause.stage, pattern.kind) == ("weights", "permuted")
+
+
+def test_weights_are_compared_by_checksums(tmp_path):
+    left, right = write(tmp_path / "left"), write(tmp_path / "right")
+    other = write(tmp_path / "other", lambda script: script.weights.update(norm="ffffffff"))
+    assert same_weights(left, right) is True
+    assert same_weights(left, other) is False
+
+
+def test_what_others_follow_from_is_the_cause():
+    def of(stage, name, minibatch=None):
+        return StageDifference(stage, name, 1.0, 2.0, minibatch=minibatch)
+
+    advantages = [of("advantages", name) for name in ("advantages", "kl_rewards", "returns", "total_rewards")]
+    assert causal_tensor((*advantages, of("loss", "loss of rank 0, micro-batch 0", 0))).name == "kl_rewards"
+    loss = [
+        of("loss", f"{fact} of rank 0, micro-batch {n}", 0) for n in (0, 1) for fact in ("weight", "loss")
+    ]
+    assert causal_tensor(
+        (loss[1], loss[2], loss[3], of("loss", "rows of rank 0, micro-batch 0", 1))
+    ).name == ("weight of rank 0, micro-batch 1")
+    assert causal_tensor((of("gradient", "grad_norm", 0), of("gradient", "norm", 0))).name == "norm"
+    assert causal_tensor((of("weights", "norm", 0), of("weights", "lr", 0))).name == "lr"
+
+
+# In records of other trainers
+
+
+def write_foreign(folder, change=lambda number, sample: sample, order=range(6)):
+    """Write one step of another trainer, whose samples are in an order, and open it."""
+    rng = np.random.default_rng(7)
+    samples = []
+    for number in range(6):
+        logprobs = -rng.exponential(1.0, 6).astype(np.float32)
+        logprobs[number % 3] = np.nan  # not known
+        samples.append(
+            {
+                "prompt_tokens": [5, 6, 7 + number // 2],
+                "completion_tokens": [int(token) for token in rng.integers(10, 90, 6)],
+                "logprobs": logprobs.tolist(),
+                "advantages": rng.normal(size=6).tolist(),
+                "reward": 0.5,
+                "group": number // 2,
+            }
+        )
+    with Recorder(folder, trainer="theirs", text=False) as recorder:
+        recorder.step(0, [change(number, samples[number]) for number in order])
+    return open_record(folder).step(0)
+
+
+def foreign_pattern(tmp_path, change, order=(3, 1, 0, 5, 4, 2)):
+    left, right = write_foreign(tmp_path / "a"), write_foreign(tmp_path / "b", change, order)
+    both = (True, True)
+    cause = causal_tensor(compare_steps(left, right, both))
+    return cause.name, find_pattern(left, right, cause, both)
+
+
+def test_a_factor_in_a_record_of_another_trainer_with_samples_in_another_order(tmp_path):
+    def change(number, sample):
+        return sample | {"advantages": [2 * value for value in sample["advantages"]]}
+
+    name, pattern = foreign_pattern(tmp_path, change)
+    assert (name, pattern.kind, pattern.value) == ("advantages", "scaled", 2)
+
+
+def test_what_another_trainer_does_not_know_is_ignored(tmp_path):
+    def change(number, sample):
+        values = [value + 0.25 for value in sample["logprobs"]]
+        return sample | {"logprobs": [math.nan, *values[1:]]}
+
+    name, pattern = foreign_pattern(tmp_path, change)
+    assert (name, pattern.kind) == ("logprobs", "offset")
+    assert pattern.value == pytest.approx(0.25, abs=1e-6)
+
+
+def test_a_sample_that_another_trainer_lacks_is_one_row(tmp_path):
+    name, pattern = foreign_pattern(tmp_path, lambda number, sample: sample, (0, 1, 2, 4, 5))
+    assert (name, pattern) == ("rows", Pattern("one row", "A has 1 row that B lacks, and all of its", 1))
+
+
+# In replays of a real run
+
+
+@pytest.fixture(scope="module")
+def replayed(tiny_run, tmp_path_factory):
+    """Record a replay of a tiny run's first step in full: `replayed("actor.eps_clip=0.3")`."""
+
+    def call(*settings):
+        folder = tmp_path_factory.mktemp("replayed")
+        request = Request(tiny_run.path, 0, 0, settings=settings)
+        replay(request, [lambda record, trainer, request: recorder_of(trainer, folder / "record", FULL)])
+        return open_record(folder / "record").step(0)
+
+    return call
+
+
+@pytest.fixture(scope="module")
+def good(replayed):
+    return replayed()
+
+
+def pattern_of(left, right):
+    cause = causal_tensor(compare_steps(left, right))
+    return cause.stage, cause.name, find_pattern(left, right, cause)
+
+
+def test_a_mask_that_is_not_shifted_with_the_logprobs(good, replayed, monkeypatch):
+    monkeypatch.setattr(alignment, "ROLLED", ("logprobs", "versions"))
+    stage, name, pattern = pattern_of(good, replayed())
+    assert (stage, name) == ("logprobs", "prox_logp")
+    assert (pattern.kind, pattern.value) == ("other support", 1)
+
+
+def test_a_biased_standard_deviation_is_a_factor(good, replayed, monkeypatch):
+    std = normalization._Moments.std
+    monkeypatch.setattr(normalization._Moments, "std", lambda self, unbiased: std(self, not unbiased))
+    stage, name, pattern = pattern_of(good, replayed())
+    assert (stage, name, pattern.kind) == ("advantages", "total_rewards", "scaled")
+    assert pattern.value == pytest.approx((4 / 3) ** 0.5, rel=1e-4)
+
+
+def test_a_reward_that_is_shifted_by_a_constant(replayed, monkeypatch):
+    shape = objective.shape_rewards
+    without_norm = "actor.reward_norm=null", "actor.adv_norm=null"
+    plain = replayed(*without_norm)
+    monkeypatch.setattr(objective, "shape_rewards", lambda *args, **kwargs: shape(*args, **kwargs) - 0.5)
+    name, pattern = pattern_of(plain, replayed(*without_norm))[1:]
+    assert (name, pattern.kind, pattern.value) == ("total_rewards", "offset", -0.5)
+
+
+def test_another_dtype_is_rounding_of_its_size(good, replayed):
+    stage, name, pattern = pattern_of(good, replayed("actor.dtype=bfloat16"))
+    assert (stage, name, pattern.kind) == ("logprobs", "prox_logp", "rounding")
+    assert "bfloat16" in pattern.why
+
+
+def test_other_minibatches_hold_the_same_rows(good, replayed):
+    name, pattern = pattern_of(good, replayed("actor.ppo_n_minibatches=1"))[1:]
+    assert name.startswith("rows of rank 0")
+    assert pattern.why.startswith("the same 16 rows, divided into other micro-batches")
+
+
+def test_another_learning_rate_changes_every_tensor_or_the_rate_itself(good, replayed):
+    right = replayed("actor.optimizer.lr=2e-3")
+    stage, name, pattern = pattern_of(good, right)
+    assert (stage, name, pattern) == ("weights", "lr", None)
+    weights = next(d for d in compare_steps(good, right) if d.stage == "weights" and d.name != "lr")
+    assert find_pattern(good, right, weights).kind == "every tensor"
+    assert same_weights(good, right) is False
