@@ -155,6 +155,8 @@ def score(workshop: Workshop, made: dict[str, Made], verb: str, plant: Plant) ->
     if plant.truth is None:
         right = answer.verdict == "identical" and answer.error is None
         return Score(plant.name, plant.kind, right, right, right, right, None, answer)
+    if answer.error is not None:
+        return Score(plant.name, plant.kind, False, False, False, False, None, answer)
     truth: Truth = plant.truth
     verdicts = {"same weights, other numbers"} if has_equal_weights(one) else {"diverged"}
     wanted = [*truth.named, *([one.commit[:7]] if one.commit else [])]

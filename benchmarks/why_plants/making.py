@@ -148,7 +148,7 @@ class Workshop:
         paths = [str(tree)]
         if plant.library is not None:
             paths.insert(0, str(patched_library(folder / "libraries", plant.library)))
-        record = folder / ("record.zip" if plant.archive else "record")
+        record = folder / ("record.zarr" if plant.archive else "record")
         places = self.models | {"folder": str(folder)}
         options = [filled(option, places) for option in (*read("bases")[plant.base], *plant.options)]
         given = (
