@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from replayer.explain import StepExplanation
     from replayer.goto import GotoReport, Scene
     from replayer.noise import Guarantee, Verdict
-    from replayer.preflight_checks import PreflightReport
+    from replayer.preflight.repeats import PreflightReport
     from replayer.request import Request, replay_config
     from replayer.rerun import replay_and_judge
     from replayer.run import replay, replay_and_compare
@@ -33,7 +33,7 @@ MODULES = {
     "GotoReport": "goto",
     "Guarantee": "noise",
     "NothingToBisect": "errors",
-    "PreflightReport": "preflight_checks",
+    "PreflightReport": "preflight.repeats",
     "RecordedRollouts": "source",
     "ReplayCheck": "check",
     "ReplayError": "errors",

@@ -12,7 +12,7 @@ from areal_debug.cli import Verb, json_option, nproc_option
 from areal_debug.render import console, errors_as_sentences, fail, is_quiet, print_json, print_log_end
 
 if TYPE_CHECKING:
-    from replayer.preflight_checks import PreflightReport
+    from replayer.preflight.repeats import PreflightReport
 
 
 @click.command(
@@ -46,7 +46,7 @@ def command(
     """
     from areal_debug.preflight.render import print_preflight
     from recorder import open_record
-    from replayer.preflight_checks import check_script, order_of_record
+    from replayer.preflight.checks import check_script, order_of_record
 
     record, overrides = split_inputs(inputs)
     arguments = ["--config", config_file, *overrides]
@@ -87,7 +87,7 @@ def repeat_step(folder: Path, arguments: list[str], num_ranks: int, as_is: bool)
 
     If bits differ, two more repeats keep the values that differ, to measure the noise floor.
     """
-    from replayer.preflight_checks import (
+    from replayer.preflight.repeats import (
         ParameterNoise,
         PreflightReport,
         compare_repeats,

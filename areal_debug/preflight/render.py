@@ -4,7 +4,7 @@ from rich.console import Console
 from rich.table import Table
 
 from areal_debug.render import format_number, styled
-from replayer.preflight_checks import PreflightReport
+from replayer.preflight.repeats import PreflightReport
 
 MARKS = {
     "ok": styled("[green]ok[/green]"),

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from replayer.goto import Scene as Scene
     from replayer.noise import Guarantee as Guarantee
     from replayer.noise import Verdict as Verdict
-    from replayer.preflight_checks import PreflightReport as PreflightReport
+    from replayer.preflight.repeats import PreflightReport as PreflightReport
     from replayer.request import Request as Request
     from replayer.request import replay_config as replay_config
     from replayer.rerun import replay_and_judge as replay_and_judge
@@ -49,7 +49,7 @@ __getattr__, __all__ = lazy_names(
         "replayer.explain": ["StepExplanation"],
         "replayer.goto": ["GotoReport", "Scene"],
         "replayer.noise": ["Guarantee", "Verdict"],
-        "replayer.preflight_checks": ["PreflightReport"],
+        "replayer.preflight.repeats": ["PreflightReport"],
         "replayer.request": ["Request", "replay_config"],
         "replayer.rerun": ["replay_and_judge"],
         "replayer.run": ["replay", "replay_and_compare"],

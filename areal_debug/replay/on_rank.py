@@ -138,8 +138,9 @@ def run_preflight_step(folder: str, keep: str, *config_arguments: str) -> None:
     from areal_core.config import PPOConfig, config_to_dict, load_expr_config
     from areal_core.engine.determinism import enforce_determinism
     from areal_core.engine.errors import DeterminismError
-    from replayer.preflight import run_one_step, save_bits
-    from replayer.preflight_checks import check_process, write_repeat
+    from replayer.preflight.checks import check_process
+    from replayer.preflight.real_steps import run_one_step, save_bits
+    from replayer.preflight.repeats import write_repeat
 
     config, _ = load_expr_config(list(config_arguments), PPOConfig)
     wanted = config_to_dict(config)

@@ -13,9 +13,10 @@ from areal_core.environment import DETERMINISTIC
 from areal_core.trainer import objective
 from recorder import open_record
 from recorder.testing import write_scripted_record
-from replayer import preflight_checks as checks
-from replayer.preflight import RandomRollouts, run_one_step, save_bits
-from replayer.preflight_checks import (
+from replayer.preflight import checks
+from replayer.preflight.random_rollouts import RandomRollouts
+from replayer.preflight.real_steps import run_one_step, save_bits
+from replayer.preflight.repeats import (
     absolute_difference,
     compare_repeats,
     measure_noise,

@@ -1,0 +1,134 @@
+"""Compare repeats of a real step bit by bit, and measure the noise where they differ.
+
+A repeat is a folder:
+
+    REPEAT/
+      repeat.json                   rank 0: outcome and findings
+      values-00001.safetensors      rank 1: its shards of the requested weights and gradients
+"""
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors.numpy import load_file
+
+from recorder.difference import Difference
+from recorder.format import Outcome, outcome_document, parse_outcome
+from replayer.check import NOT_COMPUTED, StepComparison, compare_outcomes
+from replayer.preflight.checks import PreflightFinding
+
+REPEAT_FILE = "repeat.json"
+
+
+@dataclass(frozen=True)
+class ParameterNoise:
+    """Largest absolute distance of a parameter's weights and gradients between two repeats.
+
+    `gradient_share` is the latter over the largest gradient; `num_different` of `num_elements`
+    weights differ.
+    """
+
+    name: str
+    num_different: int
+    num_elements: int
+    weight: float
+    gradient: float
+    gradient_share: float
+
+
+@dataclass(frozen=True)
+class PreflightReport:
+    """Result of a preflight.
+
+    `num_compared` counts values of the step; `noise` lists the parameters that differ, noisiest
+    first.
+    """
+
+    findings: tuple[PreflightFinding, ...]
+    num_compared: int
+    differences: tuple[Difference, ...]
+    noise: tuple[ParameterNoise, ...]
+
+    @property
+    def identical(self) -> bool:
+        """True if both repeats of the step have the same bits."""
+        return self.num_compared > 0 and not self.differences
+
+    @property
+    def problems(self) -> list[PreflightFinding]:
+        """Findings that can change bits from run to run."""
+        return [finding for finding in self.findings if finding.status == "problem"]
+
+    def to_dict(self) -> dict[str, Any]:
+        """The report as JSON types."""
+        return {"identical": self.identical, "problems": len(self.problems)} | asdict(self)
+
+
+def write_repeat(folder: Path, outcome: Outcome, findings: list[PreflightFinding]) -> None:
+    """Save rank 0's outcome and findings."""
+    document = {"outcome": outcome_document(outcome), "findings": [asdict(finding) for finding in findings]}
+    (folder / REPEAT_FILE).write_text(json.dumps(document))
+
+
+def read_repeat(folder: Path) -> tuple[Outcome, tuple[PreflightFinding, ...]]:
+    """Read rank 0's outcome and findings."""
+    document = json.loads((folder / REPEAT_FILE).read_text())
+    return parse_outcome(document["outcome"], REPEAT_FILE), tuple(
+        PreflightFinding(**f) for f in document["findings"]
+    )
+
+
+def compare_repeats(first: Path, second: Path) -> StepComparison:
+    """Compare losses, statistics and parameters of two repeats bitwise."""
+    return compare_outcomes(read_repeat(first)[0], read_repeat(second)[0], NOT_COMPUTED)
+
+
+def measure_noise(first: Path, second: Path) -> tuple[ParameterNoise, ...]:
+    """Return the noise of each parameter with kept values, over all ranks; the noisiest first."""
+    left, right = read_values(first), read_values(second)
+    names = sorted(name.removeprefix("weights:") for name in left if name.startswith("weights:"))
+    found = [parameter_noise(name, left, right) for name in names]
+    return tuple(sorted(found, key=lambda noise: (-noise.gradient_share, -noise.weight, noise.name)))
+
+
+def read_values(folder: Path) -> dict[str, list[np.ndarray]]:
+    """Read each kept array, one shard per rank."""
+    values: dict[str, list[np.ndarray]] = {}
+    for file in sorted(folder.glob("values-*.safetensors")):
+        for name, array in load_file(file).items():
+            values.setdefault(name, []).append(array)
+    return values
+
+
+def parameter_noise(
+    name: str, left: dict[str, list[np.ndarray]], right: dict[str, list[np.ndarray]]
+) -> ParameterNoise:
+    """Return the noise of one parameter."""
+    weights = absolute_difference(left[f"weights:{name}"], right[f"weights:{name}"])
+    gradients = absolute_difference(left[f"gradients:{name}"], right[f"gradients:{name}"])
+    largest = max((float(np.abs(shard).max(initial=0)) for shard in left[f"gradients:{name}"]), default=0.0)
+    gradient = float(gradients.max(initial=0))
+    return ParameterNoise(
+        name,
+        int((weights > 0).sum()),
+        weights.size,
+        float(weights.max(initial=0)),
+        gradient,
+        gradient / largest if largest else 0.0,
+    )
+
+
+def absolute_difference(left: list[np.ndarray], right: list[np.ndarray]) -> np.ndarray:
+    """Return |left - right| over all shards, flat.
+
+    0 for equal values, also for two NaNs; infinite for NaN against another value, and for infinite
+    differences.
+    """
+    a, b = (np.concatenate([shard.ravel() for shard in shards]) for shards in (left, right))
+    with np.errstate(invalid="ignore"):
+        distance = np.abs(a.astype(np.float64) - b)
+    equal = (a == b) | (np.isnan(a) & np.isnan(b))
+    return np.where(equal, 0.0, np.where(np.isnan(distance), np.inf, distance))
