@@ -142,25 +142,16 @@ class Case:
 
     @cached_property
     def explanation(self) -> Explanation | None:
-        """The explanation of the reported logprobs, if there is one.
-
-        It is judged by the typical token, else by all squares, which detects faults of few tokens.
-        """
-        if self.replays is None or np.mean(np.abs(self.replays.engine - self.replays.base)) < NEGLIGIBLE:
-            return None
-        by_median = best_explanation(self.replays, residual_size, MIN_GAIN, self.level)
-        return by_median or best_explanation(self.replays, mean_square, MIN_GAIN_OF_SQUARES, self.level)
+        """The explanation of the reported logprobs, if there is one."""
+        return None if self.replays is None else explain(self.replays, self.level)
 
     @cached_property
     def drawn_by(self) -> tuple[Prediction, float] | None:
         """The transform that drew the tokens, clearly likelier than the trainer, and its nats."""
         if self.replays is None or self.setting.greedy:
             return None
-        # Temperature, truncation, penalties, forbidden EOS.
-        tried = [p for p in self.replays.predictions if p.cause in ("R01", "R03", "R05", "R06")]
-        gains = [likelihood(self.replays.base, p.logprobs) for p in tried]
-        best = int(np.argmax(gains)) if gains else -1
-        return (tried[best], gains[best]) if gains and gains[best] > LIKELIER_NATS else None
+        found = likeliest(self.replays)
+        return found if found is not None and found[1] > LIKELIER_NATS else None
 
     @cached_property
     def unexplained(self) -> bool:
@@ -174,6 +165,26 @@ class Case:
         usable = np.isfinite(scores.logprob) & np.isfinite(scores.entropy)
         expected = (-scores.logprob - scores.entropy)[usable].sum()
         return float(expected / np.sqrt(max(scores.variance[usable].sum(), 1e-12)))
+
+
+def explain(replays: Replays, level: float) -> Explanation | None:
+    """Return the explanation of the reported logprobs, if there is one.
+
+    It is judged by the typical token, else by all squares, which detects faults of few tokens.
+    """
+    if np.mean(np.abs(replays.engine - replays.base)) < NEGLIGIBLE:
+        return None
+    by_median = best_explanation(replays, residual_size, MIN_GAIN, level)
+    return by_median or best_explanation(replays, mean_square, MIN_GAIN_OF_SQUARES, level)
+
+
+def likeliest(replays: Replays) -> tuple[Prediction, float] | None:
+    """Return the transform under which the tokens are likeliest, and the nats that it gains."""
+    # Temperature, truncation, penalties, forbidden EOS.
+    tried = [p for p in replays.predictions if p.cause in ("R01", "R03", "R05", "R06")]
+    gains = [likelihood(replays.base, p.logprobs) for p in tried]
+    best = int(np.argmax(gains)) if gains else -1
+    return (tried[best], gains[best]) if gains else None
 
 
 def best_explanation(

@@ -167,22 +167,14 @@ class Visitor:
             return
         if event == "batch":
             self.batch = facts["batch"]
-            self.compare_weights()
+            self.report.num_parameters, self.report.wrong_parameters = compare_weights(
+                self.record, self.trainer, self.report.step
+            )
         if event == STAGES[self.report.stage]:
             self.report.reached = True
             self.visit(self.scene(facts))
             if not self.finish_step:
                 raise VisitFinished
-
-    def compare_weights(self) -> None:
-        """Compare the weights with the checksums of the previous recorded step; a collective."""
-        previous = self.report.step - 1
-        if previous not in self.record.steps:
-            return
-        recorded = self.record.step(previous).outcome(self.trainer.ranks.data_parallel_rank).checksums
-        found = self.trainer.checksums()
-        self.report.num_parameters = len(found)
-        self.report.wrong_parameters = sorted({name for name, _ in found.items() ^ recorded.items()})
 
     def scene(self, facts: Mapping[str, Any]) -> Scene:
         """Build the scene at the current event."""
@@ -198,3 +190,16 @@ class Visitor:
             recorded.outcome(rank),
             facts,
         )
+
+
+def compare_weights(record: Record, trainer: PPOTrainer, step: int) -> tuple[int, list[str]]:
+    """Compare the weights with the checksums of the step before, if recorded; a collective.
+
+    Returns:
+        The number of parameters that were compared, and those that differ.
+    """
+    if step - 1 not in record.steps:
+        return 0, []
+    recorded = record.step(step - 1).outcome(trainer.ranks.data_parallel_rank).checksums
+    found = trainer.checksums()
+    return len(found), sorted({name for name, _ in found.items() ^ recorded.items()})

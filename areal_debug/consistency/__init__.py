@@ -8,6 +8,9 @@ from typing import TYPE_CHECKING
 from areal_debug.installation import lazy_names
 
 if TYPE_CHECKING:
+    from areal_debug.consistency.engine_question import (
+        ask_with_recorded_weights as ask_with_recorded_weights,
+    )
     from consistency.assertion import assert_consistent as assert_consistent
     from consistency.case import Request as Request
     from consistency.check import Checked as Checked
@@ -21,6 +24,7 @@ if TYPE_CHECKING:
 
 __getattr__, __all__ = lazy_names(
     {
+        "areal_debug.consistency.engine_question": ["ask_with_recorded_weights"],
         "consistency.assertion": ["assert_consistent"],
         "consistency.case": ["Request"],
         "consistency.check": ["Checked", "check"],

@@ -112,6 +112,21 @@ def go_to_step(record: str, step: str, options_text: str) -> None:
         write_report(report.to_dict())
 
 
+def save_recorded_weights(record: str, steps: str, folder: str, model: str) -> None:
+    """Save the weights before some steps of a record.
+
+    Args:
+        steps: JSON list, ascending.
+        model: folder of the run's first weights; "" for the path in the record.
+    """
+    from areal_debug.render import write_report
+    from replayer.saved_weights import save_weights
+
+    save_weights(record, json.loads(steps), Path(folder), model or None)
+    if is_first_rank():
+        write_report({})
+
+
 def visit(scene: "Scene", options: "GotoOptions") -> None:
     """Save the weights, open a shell or open the debugger, as requested; a collective."""
     from areal_core.engine.checkpoint.hf_folder import save_hf
@@ -165,6 +180,7 @@ TASKS: dict[str, Callable[..., None]] = {
     "replay": replay_steps,  # areal-debug replay: REQUEST
     "explain": explain_step,  # areal-debug replay --explain: RECORD STEP MODEL CONFIG
     "goto": go_to_step,  # areal-debug goto: RECORD STEP OPTIONS
+    "weights": save_recorded_weights,  # the question of the engine: RECORD STEPS FOLDER MODEL
     "preflight": run_preflight_step,  # areal-debug preflight: FOLDER KEEP CONFIG_ARGUMENT...
 }
 
