@@ -99,6 +99,7 @@ def describe(failure: Failure, logs: Path, local_rank: int) -> str:
     """Describe the rank that failed first, with the last lines of its standard error."""
     from areal_core.rollout.fleet.server import last_lines
 
+    # deterministic: one file
     files = logs.glob(f"*/attempt_0/{local_rank}/stderr.log")
     written = "".join(last_lines(file, num_lines=20) for file in files)
     first = f"rank {failure.rank} failed first, with exit code {failure.exit_code}"

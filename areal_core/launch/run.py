@@ -108,6 +108,7 @@ def keep_logs(log_dir: Path, attempt: int) -> None:
     kept = log_dir / f"attempt-{attempt}"
     shutil.rmtree(kept, ignore_errors=True)
     kept.mkdir(parents=True)
+    # deterministic: renames every file
     for entry in (*log_dir.glob("*.log"), log_dir / "ranks"):
         if entry.exists():
             entry.rename(kept / entry.name)

@@ -100,6 +100,7 @@ def free_port(host: str = "127.0.0.1") -> int:
     The server binds it seconds later: a connection of any process may take one of those until then.
     """
     with socket.socket() as listener:
+        # deterministic: a free port, not data
         for port in SystemRandom().sample(LISTENING_PORTS, 100):
             with suppress(OSError):
                 listener.bind((host, port))

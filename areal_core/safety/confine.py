@@ -129,6 +129,7 @@ def size_of(path: str) -> int:
     total, folders = 0, [path]
     while folders:
         try:
+            # deterministic: the whole folder counts
             entries = list(os.scandir(folders.pop()))
         except OSError:
             continue

@@ -133,6 +133,7 @@ def commit_folder(partial: Path, folder: Path) -> None:
     Where the file system can exchange two names, one of the two is there at any time. Elsewhere the
     older one is `FOLDER.old` in between, and comes back if the new one cannot get its name.
     """
+    # deterministic: syncs every file
     for path in (*partial.rglob("*"), partial):
         sync(path)
     old = partial

@@ -124,6 +124,7 @@ class Stats:
         try:
             yield
         finally:
+            # deterministic: a statistic of time
             end_ns = time.perf_counter_ns()
             for listener in self.timing_listeners:
                 listener(name, start_ns, end_ns)

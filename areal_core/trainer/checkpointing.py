@@ -323,6 +323,7 @@ def set_aside(folder: Path) -> None:
 
 def keep_only(folder: Path, *kept: Path | None) -> None:
     """Remove the other checkpoints, and the remains of incomplete ones."""
+    # deterministic: removes every other entry
     for entry in folder.iterdir():
         if entry not in kept:
             with disk_errors_as_warnings("an older checkpoint is not removed"):

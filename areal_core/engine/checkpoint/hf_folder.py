@@ -62,6 +62,7 @@ class HFFolder:
 
 def link_missing(folder: Path, to: Path) -> None:
     """Link what `to` does not have from `folder`; the files are the same ones."""
+    # deterministic: links every file, in any order
     for entry in folder.iterdir():
         if entry.is_dir():
             (to / entry.name).mkdir(exist_ok=True)
