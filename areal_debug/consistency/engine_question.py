@@ -56,7 +56,7 @@ def ask_with_recorded_weights(
 
 
 def first_step(left: "Record", right: "Record", step: int) -> int:
-    """Return the first step whose weights may have sampled: `VERSIONS_BEFORE` the oldest token's."""
+    """Return the first step whose weights may have sampled, before those of the oldest token."""
     oldest = min(
         int(versions[versions >= 0].min(initial=step))
         for record in (left, right)

@@ -2,7 +2,8 @@
 
 import json
 import tempfile
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -10,9 +11,16 @@ import click
 
 from areal_debug.cli import Verb, json_option, nproc_option
 from areal_debug.render import console, errors_as_sentences, fail, is_quiet, print_json, print_log_end
+from replayer.preflight.other_orders import REVERSED_LISTINGS
 
 if TYPE_CHECKING:
-    from replayer.preflight.repeats import PreflightReport
+    from replayer.check import StepComparison
+    from replayer.preflight.checks import PreflightFinding
+    from replayer.preflight.repeats import ParameterNoise, PreflightReport
+
+OTHER_ORDERS = {"PYTHONHASHSEED": "1", REVERSED_LISTINGS: "1"}
+STEPS, RUNS = 2, 2
+THOROUGH_STEPS, THOROUGH_RUNS = 4, 8
 
 
 @click.command(
@@ -23,6 +31,13 @@ if TYPE_CHECKING:
 @click.option("--config", "config_file", type=click.Path(), required=True, help="YAML file of the run.")
 @click.option("--script", type=click.Path(path_type=Path), help="Script of the run, to be read, not run.")
 @nproc_option
+@click.option(
+    "--thorough",
+    is_flag=True,
+    help=f"{THOROUGH_RUNS} runs of {THOROUGH_STEPS} steps, instead of {RUNS} runs of {STEPS}.",
+)
+@click.option("--runs", type=click.IntRange(2), help="Number of runs, each in new processes.")
+@click.option("--steps", type=click.IntRange(1), help="Number of steps of a run.")
 @click.option("--as-is", is_flag=True, help="Use this shell's environment, not the one that `train` sets.")
 @json_option
 @click.argument("inputs", nargs=-1, type=click.UNPROCESSED, metavar="[RECORD] [OPTION=VALUE]...")
@@ -31,12 +46,19 @@ def command(
     config_file: str,
     script: Path | None,
     nproc: int | None,
+    thorough: bool,
+    runs: int | None,
+    steps: int | None,
     as_is: bool,
     as_json: bool,
     inputs: tuple[str, ...],
 ) -> None:
-    """Find sources of nondeterminism, run one real step of the configured run twice, and compare
-    every bit.
+    """Find sources of nondeterminism in settings and source files, repeat real steps of the
+    configured run, and compare every bit.
+
+    The source files are the script, what it imports outside of installed packages, the functions
+    that it and the config name, and the trainer. One repeat has other hashes of texts and lists
+    folders in reverse.
 
     RECORD, of an earlier run, adds a check of the order of its rows. OPTION=VALUE changes an option
     of the config: actor.path=model.
@@ -44,18 +66,29 @@ def command(
     Exit code 0: no problem, equal bits. 1: a problem, or different bits; then with the noise floor
     per parameter.
     """
+    from areal_core.config import PPOConfig, config_to_dict, load_expr_config
     from areal_debug.preflight.render import print_preflight
     from recorder import open_record
-    from replayer.preflight.checks import check_script, order_of_record
+    from replayer.preflight.checks import order_of_record
+    from replayer.preflight.scan import scan_sources
+    from replayer.preflight.source_files import source_files
 
     record, overrides = split_inputs(inputs)
     arguments = ["--config", config_file, *overrides]
     num_ranks = nproc or ranks_of(arguments)
-    around = check_script(script) if script is not None else []
+    config = load_expr_config(arguments, PPOConfig)[0]
+    around = scan_sources(source_files(script, config_to_dict(config)), config.device, config.deterministic)
     if record is not None:
         around.append(order_of_record(open_record(record)))
+    repeats = Repeats(
+        arguments,
+        num_ranks,
+        steps or (THOROUGH_STEPS if thorough else STEPS),
+        runs or (THOROUGH_RUNS if thorough else RUNS),
+        as_is,
+    )
     with tempfile.TemporaryDirectory() as folder:
-        report = repeat_step(Path(folder), arguments, num_ranks, as_is)
+        report = repeat_steps(Path(folder), repeats)
     report = replace(report, findings=report.findings + tuple(around))
     if as_json:
         print_json(report.to_dict())
@@ -82,44 +115,80 @@ def ranks_of(arguments: list[str]) -> int:
     return train.world_size
 
 
-def repeat_step(folder: Path, arguments: list[str], num_ranks: int, as_is: bool) -> "PreflightReport":
-    """Repeat the step in separate processes and compare.
+@dataclass(frozen=True)
+class Repeats:
+    """How to repeat the steps: on how many ranks, how often, and in which environment."""
 
-    If bits differ, two more repeats keep the values that differ, to measure the noise floor.
+    arguments: list[str]
+    num_ranks: int
+    num_steps: int
+    num_runs: int
+    as_is: bool
+
+    def run(self, folder: Path, keep: Sequence[str] = (), **environment: str) -> Path:
+        """Run the steps once, in processes of their own; their output goes to the folder."""
+        from areal_core.environment import DETERMINISTIC
+        from areal_core.launch.torchrun import run_ranks
+
+        folder.mkdir()
+        facts = [str(folder), str(self.num_steps), json.dumps(keep)]
+        command = ["-m", "areal_debug.replay.on_rank", "preflight", *facts, *self.arguments]
+        settings = ({} if self.as_is else DETERMINISTIC) | environment
+        code = run_ranks(command, self.num_ranks, settings, folder / "logs", echo=not is_quiet())
+        if code != 0:
+            if is_quiet():
+                print_log_end(folder / "logs" / "trainer.log")
+            fail(
+                f"the step could not be run: the ranks ended with exit code {code}; their output is above",
+                code,
+            )
+        return folder
+
+
+def repeat_steps(folder: Path, repeats: Repeats) -> "PreflightReport":
+    """Repeat the steps in separate processes and compare.
+
+    The last repeat has other hashes of texts and reversed listings. If its bits alone differ, what
+    follows such an order is reported; if others differ, two more repeats keep the values, to
+    measure the noise floor.
     """
-    from replayer.preflight.repeats import (
-        ParameterNoise,
-        PreflightReport,
-        compare_repeats,
-        measure_noise,
-        read_repeat,
+    from replayer.preflight.repeats import PreflightReport, compare_repeats, measure_noise, read_repeat
+
+    first, *runs = [repeats.run(folder / f"run-{number}") for number in range(repeats.num_runs - 1)]
+    in_other_orders = compare_repeats(first, repeats.run(folder / "orders", **OTHER_ORDERS))
+    if not in_other_orders.identical and not runs:  # by the orders, or by chance?
+        runs = [repeats.run(folder / "again")]
+    findings = read_repeat(first)[1]
+    compared = [compare_repeats(first, run) for run in runs]
+    differing = next((comparison for comparison in compared if not comparison.identical), None)
+    if differing is None and not in_other_orders.identical:
+        findings += (name_order(folder, repeats, first, in_other_orders),)
+    noise: tuple[ParameterNoise, ...] = ()
+    if differing is not None and (names := [difference.where for difference in differing.parameters]):
+        shorter = replace(repeats, num_steps=differing.step + 1)
+        noise = measure_noise(*(shorter.run(folder / name, names) for name in ("left", "right")))
+    return PreflightReport(
+        findings,
+        (differing or in_other_orders).num_compared,
+        () if differing is None else differing.differences,
+        noise,
+        repeats.num_steps,
+        len(compared) + 2,
+        None if differing is None else differing.step,
     )
 
-    repeats = [run_step(folder / name, arguments, num_ranks, as_is, []) for name in ("first", "second")]
-    comparison = compare_repeats(*repeats)
-    noise: tuple[ParameterNoise, ...] = ()
-    if names := [difference.where for difference in comparison.parameters]:
-        kept_repeats = [
-            run_step(folder / name, arguments, num_ranks, as_is, names) for name in ("third", "fourth")
-        ]
-        noise = measure_noise(*kept_repeats)
-    findings = read_repeat(repeats[0])[1]
-    return PreflightReport(findings, comparison.num_compared, comparison.differences, noise)
 
+def name_order(
+    folder: Path, repeats: Repeats, first: Path, differing: "StepComparison"
+) -> "PreflightFinding":
+    """Find which order the bits follow: hashes of texts, or listings of folders."""
+    from replayer.preflight.checks import PreflightFinding
+    from replayer.preflight.repeats import compare_repeats
 
-def run_step(folder: Path, arguments: list[str], num_ranks: int, as_is: bool, keep: list[str]) -> Path:
-    """Run the step once; its output goes to the folder."""
-    from areal_core.environment import DETERMINISTIC
-    from areal_core.launch.torchrun import run_ranks
-
-    folder.mkdir()
-    command = ["-m", "areal_debug.replay.on_rank", "preflight", str(folder), json.dumps(keep), *arguments]
-    code = run_ranks(command, num_ranks, {} if as_is else DETERMINISTIC, folder / "logs", echo=not is_quiet())
-    if code != 0:
-        if is_quiet():
-            print_log_end(folder / "logs" / "trainer.log")
-        fail(
-            f"the step could not be run: the ranks ended with exit code {code}; their output is above",
-            code,
-        )
-    return folder
+    hashes = compare_repeats(first, repeats.run(folder / "hashes", **OTHER_ORDERS | {REVERSED_LISTINGS: "0"}))
+    count = f"{len(differing.differences)} values of step {differing.step} differ"
+    if hashes.identical:
+        seen, advice = f"{count} when folders are listed in reverse", "sort every listing"
+        return PreflightFinding("order", "problem", seen, advice)
+    seen = f"{count} with another PYTHONHASHSEED: they follow the order of a set, or a hash"
+    return PreflightFinding("order", "note", seen, "sort the sets; deterministic mode fixes PYTHONHASHSEED")

@@ -18,11 +18,16 @@ def print_preflight(out: Console, report: PreflightReport) -> None:
     """Print the verdict, the findings, and the noise floor if bits differ."""
     problems = len(report.problems)
     if report.identical and not problems:
-        out.print(styled("[bold green]Deterministic:[/bold green] two runs of one step are bit-identical."))
+        out.print(styled("[bold green]Deterministic:[/bold green] {} are bit-identical.", runs_of(report)))
+        missed = 0.5 ** (report.num_runs - 1)
+        out.print(
+            styled("A difference in every second run would have been missed in {:.2g} %.", 100 * missed)
+        )
     elif report.identical:
         out.print(
             styled(
-                "[bold red]Not safe:[/bold red] two runs of one step are bit-identical, but {} problem{} below can make others differ.",
+                "[bold red]Not safe:[/bold red] {} are bit-identical, but {} problem{} below can make others differ.",
+                runs_of(report),
                 problems,
                 "s" * (problems != 1),
             )
@@ -30,7 +35,9 @@ def print_preflight(out: Console, report: PreflightReport) -> None:
     else:
         out.print(
             styled(
-                "[bold red]Not deterministic:[/bold red] two runs of one step differ in {} of {} values.",
+                "[bold red]Not deterministic:[/bold red] of {}, step {} differs in {} of {} values.",
+                runs_of(report),
+                report.step,
                 len(report.differences),
                 report.num_compared,
             )
@@ -48,12 +55,21 @@ def print_preflight(out: Console, report: PreflightReport) -> None:
             )
 
 
+def runs_of(report: PreflightReport) -> str:
+    """Count runs and steps."""
+    steps = "1 step" if report.num_steps == 1 else f"{report.num_steps} steps"
+    return f"{report.num_runs} runs of {steps}"
+
+
 def findings_table(report: PreflightReport) -> Table:
     """Make a table with one row per finding and its next step."""
     table = Table(box=None, pad_edge=False, show_header=False)
     for finding in report.findings:
         table.add_row(
-            MARKS[finding.status], finding.check, styled("{}", finding.seen), styled("{}", finding.next_step)
+            MARKS[finding.status],
+            finding.check,
+            styled("{}{}", f"{finding.file}:{finding.line} " if finding.file else "", finding.seen),
+            styled("{}", finding.next_step),
         )
     return table
 

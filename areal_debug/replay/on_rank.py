@@ -140,10 +140,10 @@ def visit(scene: "Scene", options: "GotoOptions") -> None:
         open_debugger(scene, options.pdb_rank)
 
 
-def run_preflight_step(folder: str, keep: str, *config_arguments: str) -> None:
-    """Train one step of a configured run and write its bits into `folder`.
+def run_preflight_steps(folder: str, num_steps: str, keep: str, *config_arguments: str) -> None:
+    """Train steps of a configured run and write their bits into `folder`.
 
-    Where deterministic mode is not available, the step runs without it, so that the report can show
+    Where deterministic mode is not available, the steps run without it, so that the report can show
     the noise.
 
     Args:
@@ -154,21 +154,25 @@ def run_preflight_step(folder: str, keep: str, *config_arguments: str) -> None:
     from areal_core.engine.determinism import enforce_determinism
     from areal_core.engine.errors import DeterminismError
     from replayer.preflight.checks import check_process
-    from replayer.preflight.real_steps import run_one_step, save_bits
+    from replayer.preflight.other_orders import REVERSED_LISTINGS, listings_reversed
+    from replayer.preflight.real_steps import run_steps, save_bits
     from replayer.preflight.repeats import write_repeat
 
     config, _ = load_expr_config(list(config_arguments), PPOConfig)
     wanted = config_to_dict(config)
+    in_other_order = REVERSED_LISTINGS in os.environ
     if config.deterministic:
         try:
-            enforce_determinism(config.device)
+            enforce_determinism(config.device, except_for=["PYTHONHASHSEED"] if in_other_order else [])
+            config.deterministic = not in_other_order  # the trainer would refuse another hash seed
         except DeterminismError:
             config.deterministic = False  # the findings name what is missing
-    bits = run_one_step(config, json.loads(keep))
+    with listings_reversed(os.environ.get(REVERSED_LISTINGS) == "1"):
+        bits = run_steps(config, int(num_steps), json.loads(keep))
     rank = bits.process.rank
     save_bits(bits, Path(folder), rank)
     if rank == 0:
-        write_repeat(Path(folder), bits.outcome, check_process(wanted, bits.process))
+        write_repeat(Path(folder), bits.outcomes, check_process(wanted, bits.process))
 
 
 def is_first_rank() -> bool:
@@ -181,7 +185,7 @@ TASKS: dict[str, Callable[..., None]] = {
     "explain": explain_step,  # areal-debug replay --explain: RECORD STEP MODEL CONFIG
     "goto": go_to_step,  # areal-debug goto: RECORD STEP OPTIONS
     "weights": save_recorded_weights,  # the question of the engine: RECORD STEPS FOLDER MODEL
-    "preflight": run_preflight_step,  # areal-debug preflight: FOLDER KEEP CONFIG_ARGUMENT...
+    "preflight": run_preflight_steps,  # areal-debug preflight: FOLDER STEPS KEEP CONFIG_ARGUMENT...
 }
 
 if __name__ == "__main__":

@@ -127,7 +127,7 @@ def examine(record: Record, step: int, models: Mapping[str, Path]) -> Examined:
         )
     suspects = [side for side in found if side.suspect is not None]
     if suspects:
-        return max(suspects, key=lambda side: (CONFIDENCES.index(side.suspect.confidence), side.num_tokens))  # type: ignore[union-attr]
+        return max(suspects, key=lambda side: CONFIDENCES.index(side.suspect.confidence))  # type: ignore[union-attr]
     redrawn = [side.redrawn for side in found if side.redrawn is not None]
     return Examined(
         None,
@@ -138,7 +138,7 @@ def examine(record: Record, step: int, models: Mapping[str, Path]) -> Examined:
 
 
 def sampling_options(record: Record, model: Path) -> Sampling:
-    """Return the sampling options of a run of ours, or as far as another trainer's config has them."""
+    """Return the sampling options of the run; of another trainer, as far as its config has them."""
     if record.header.config_is_ours:
         return parse_sampling(record)
     return sampling_of(record.header.config, {}, model_dtype(str(model)))[0]

@@ -1,13 +1,11 @@
-"""Judge determinism without torch: settings, and a script, that can change bits.
+"""Judge settings that can change bits, without torch.
 
 Each check is a function of the values that it inspects, and returns its findings; the expected
 values are in its docstring.
 """
 
-import ast
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 from areal_core.environment import DETERMINISTIC
@@ -15,20 +13,21 @@ from recorder import Record
 
 Status = Literal["ok", "note", "problem"]
 
-LISTINGS = ("listdir", "scandir", "glob", "iglob", "iterdir", "rglob")
-
 
 @dataclass(frozen=True)
 class PreflightFinding:
     """Result of one check.
 
-    A "problem" can change bits from run to run; a "note" only between machines.
+    A "problem" can change bits from run to run; a "note" only between machines, or outside of
+    deterministic mode. `file` and `line` are those of a finding in the source.
     """
 
     check: str
     status: Status
     seen: str
     next_step: str = ""
+    file: str = ""
+    line: int = 0
 
 
 @dataclass(frozen=True)
@@ -187,51 +186,3 @@ def threads(process: Process) -> PreflightFinding:
             "threads", "note", f"{process.num_threads} of {process.num_cores} cores, chosen by torch", advice
         )
     return PreflightFinding("threads", "ok", f"{process.num_threads} threads a rank, set by OMP_NUM_THREADS")
-
-
-def check_script(file: Path) -> list[PreflightFinding]:
-    """Find late environment variables, warn_only and unsorted listings in a user's script."""
-    tree = ast.parse(file.read_text(), str(file))
-    found = [*late_environment(tree), *warn_only_calls(tree), *unsorted_listings(tree)]
-    return found or [
-        PreflightFinding("script", "ok", f"{file.name} sets nothing late and lists nothing unsorted")
-    ]
-
-
-def late_environment(tree: ast.Module) -> Iterator[PreflightFinding]:
-    """Find `os.environ["CUBLAS_WORKSPACE_CONFIG"] = ...`: too late, imports have read it."""
-    for node in ast.walk(tree):
-        match node:
-            case ast.Assign(targets=[ast.Subscript(value=place, slice=ast.Constant(value=name))]) if (
-                name in DETERMINISTIC and ast.unparse(place) == "os.environ"
-            ):
-                seen = f"line {node.lineno} sets {name} after Python has started"
-                yield PreflightFinding("script", "problem", seen, "export it before Python starts")
-
-
-def warn_only_calls(tree: ast.Module) -> Iterator[PreflightFinding]:
-    """Find `use_deterministic_algorithms(..., warn_only=True)`."""
-    for node in ast.walk(tree):
-        match node:
-            case ast.Call(keywords=keywords) if any(
-                word.arg == "warn_only" and isinstance(word.value, ast.Constant) and word.value.value
-                for word in keywords
-            ):
-                yield PreflightFinding(
-                    "script", "problem", f"line {node.lineno} sets warn_only=True", "remove it"
-                )
-
-
-def unsorted_listings(tree: ast.Module) -> Iterator[PreflightFinding]:
-    """Find listings in the order of the file system; a call inside `sorted(...)` is fine."""
-    in_sorted = {
-        id(inner)
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Call) and ast.unparse(node.func) == "sorted"
-        for inner in ast.walk(node)
-    }
-    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and id(node) not in in_sorted]
-    for node in sorted(calls, key=lambda call: (call.lineno, call.col_offset)):
-        if (name := ast.unparse(node.func).rpartition(".")[2]) in LISTINGS:
-            seen = f"line {node.lineno} uses {name}() in file-system order"
-            yield PreflightFinding("script", "note", seen, f"write sorted({ast.unparse(node)})")

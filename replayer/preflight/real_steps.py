@@ -1,8 +1,7 @@
-"""Check determinism before a long run: check settings, repeat one real step, compare.
+"""Run real steps of a configured run on random tokens, and keep their bits.
 
-environment, config, script ─> checks (`checks`) ──────────────────────────────┐
-config ─> model, trainer, a batch of random tokens ─> one step ─> bits ─┬─> equal? ──────┼─> report
-                                  again, in other processes ────────────┘  no ─> noise floor of each parameter
+config ─> model, trainer, batches of random tokens ─> steps ─> bits ─┬─> equal? ──> report
+                               again, in other processes ────────────┘  no ─> noise floor of each parameter
 """
 
 import os
@@ -21,38 +20,33 @@ from areal_core.engine.determinism import environment_at_start
 from areal_core.trainer.rl import Observer, PPOTrainer
 from recorder import Outcome, OutcomeObserver
 from replayer.preflight.checks import Process
-from replayer.preflight.random_rollouts import RandomRollouts, random_rollouts
+from replayer.preflight.random_rollouts import random_rollouts
 from replayer.request import without_side_effects
 
 
 @dataclass(frozen=True)
-class StepBits:
-    """Result of one step on this rank: its outcome, and the local shards of some parameters.
+class RunBits:
+    """Result of some steps on this rank: their outcomes, and the local shards of some parameters.
 
-    `weights` and `gradients` are NumPy arrays by parameter name, of the requested parameters.
-    `process` describes the rank during the step.
+    `weights` after the last step and `gradients` of its last minibatch are NumPy arrays by
+    parameter name, of the requested parameters. `process` describes the rank during the steps.
     """
 
-    outcome: Outcome
+    outcomes: tuple[Outcome, ...]
     process: Process
     weights: dict[str, np.ndarray] = field(default_factory=dict)
     gradients: dict[str, np.ndarray] = field(default_factory=dict)
 
 
-def run_one_step(config: PPOConfig, keep: Sequence[str] = ()) -> StepBits:
-    """Run one real step on random tokens from the first weights; a collective.
+def run_steps(config: PPOConfig, num_steps: int = 1, keep: Sequence[str] = ()) -> RunBits:
+    """Run real steps on random tokens from the first weights; a collective.
 
     Args:
-        keep: names of the parameters whose weights after the step, and gradients, are returned.
+        keep: names of the parameters whose weights after the steps, and gradients, are returned.
     """
     config = without_side_effects(config)
     outcomes: list[Outcome] = []
     gradients: dict[str, np.ndarray] = {}
-    trainers: list[PPOTrainer] = []
-
-    def make_source(trainer: PPOTrainer) -> RandomRollouts:
-        trainers.append(trainer)
-        return random_rollouts(config, trainer)
 
     def keep_gradients(trainer: PPOTrainer) -> Observer:
         def observe(event: str, **facts: Any) -> None:
@@ -64,16 +58,16 @@ def run_one_step(config: PPOConfig, keep: Sequence[str] = ()) -> StepBits:
 
     with PPOTrainer(
         config,
-        source=make_source,
+        source=lambda trainer: random_rollouts(config, trainer),
         observers=[lambda trainer: OutcomeObserver(outcomes.append), keep_gradients],
-        total_steps=config.total_train_steps or 100,
-        stop_after=0,
+        total_steps=max(config.total_train_steps or 100, num_steps),
+        stop_after=num_steps - 1,
         print_steps=False,
     ) as trainer:
         trainer.train()
         parameters = dict(trainer.actor.model.named_parameters())
         weights = {name: local_array(parameters[name]) for name in keep}
-        return StepBits(outcomes[0], process_of(trainer), weights, gradients)
+        return RunBits(tuple(outcomes), process_of(trainer), weights, gradients)
 
 
 def process_of(trainer: PPOTrainer) -> Process:
@@ -100,7 +94,7 @@ def local_array(tensor: torch.Tensor) -> np.ndarray:
     return local.detach().float().cpu().numpy().copy()
 
 
-def save_bits(bits: StepBits, folder: Path, rank: int) -> None:
+def save_bits(bits: RunBits, folder: Path, rank: int) -> None:
     """Save the kept arrays in `folder` for the process that compares."""
     arrays = {f"weights:{name}": array for name, array in bits.weights.items()}
     arrays |= {f"gradients:{name}": array for name, array in bits.gradients.items()}

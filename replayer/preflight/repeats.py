@@ -1,14 +1,15 @@
-"""Compare repeats of a real step bit by bit, and measure the noise where they differ.
+"""Compare repeats of real steps bit by bit, and measure the noise where they differ.
 
 A repeat is a folder:
 
     REPEAT/
-      repeat.json                   rank 0: outcome and findings
+      repeat.json                   rank 0: outcomes and findings
       values-00001.safetensors      rank 1: its shards of the requested weights and gradients
 """
 
 import json
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -43,18 +44,21 @@ class ParameterNoise:
 class PreflightReport:
     """Result of a preflight.
 
-    `num_compared` counts values of the step; `noise` lists the parameters that differ, noisiest
-    first.
+    `num_compared` counts values of `num_steps` steps in `num_runs` processes; `step` is the first
+    that differs. `noise` lists the parameters that differ, noisiest first.
     """
 
     findings: tuple[PreflightFinding, ...]
     num_compared: int
     differences: tuple[Difference, ...]
     noise: tuple[ParameterNoise, ...]
+    num_steps: int = 1
+    num_runs: int = 2
+    step: int | None = None
 
     @property
     def identical(self) -> bool:
-        """True if both repeats of the step have the same bits."""
+        """True if all repeats of the steps have the same bits."""
         return self.num_compared > 0 and not self.differences
 
     @property
@@ -67,23 +71,35 @@ class PreflightReport:
         return {"identical": self.identical, "problems": len(self.problems)} | asdict(self)
 
 
-def write_repeat(folder: Path, outcome: Outcome, findings: list[PreflightFinding]) -> None:
-    """Save rank 0's outcome and findings."""
-    document = {"outcome": outcome_document(outcome), "findings": [asdict(finding) for finding in findings]}
+def write_repeat(folder: Path, outcomes: Sequence[Outcome], findings: list[PreflightFinding]) -> None:
+    """Save rank 0's outcomes and findings."""
+    document = {
+        "outcomes": [outcome_document(outcome) for outcome in outcomes],
+        "findings": [asdict(finding) for finding in findings],
+    }
     (folder / REPEAT_FILE).write_text(json.dumps(document))
 
 
-def read_repeat(folder: Path) -> tuple[Outcome, tuple[PreflightFinding, ...]]:
-    """Read rank 0's outcome and findings."""
+def read_repeat(folder: Path) -> tuple[list[Outcome], tuple[PreflightFinding, ...]]:
+    """Read rank 0's outcomes and findings."""
     document = json.loads((folder / REPEAT_FILE).read_text())
-    return parse_outcome(document["outcome"], REPEAT_FILE), tuple(
-        PreflightFinding(**f) for f in document["findings"]
-    )
+    outcomes = [parse_outcome(outcome, REPEAT_FILE) for outcome in document["outcomes"]]
+    return outcomes, tuple(PreflightFinding(**f) for f in document["findings"])
 
 
 def compare_repeats(first: Path, second: Path) -> StepComparison:
-    """Compare losses, statistics and parameters of two repeats bitwise."""
-    return compare_outcomes(read_repeat(first)[0], read_repeat(second)[0], NOT_COMPUTED)
+    """Compare losses, statistics and parameters of two repeats bitwise.
+
+    Returns:
+        The first step that differs, or the last one; `num_compared` of all steps up to it.
+    """
+    num_compared = 0
+    for outcomes in zip(read_repeat(first)[0], read_repeat(second)[0], strict=True):
+        comparison = compare_outcomes(*outcomes, NOT_COMPUTED)
+        num_compared += comparison.num_compared
+        if not comparison.identical:
+            break
+    return replace(comparison, num_compared=num_compared)
 
 
 def measure_noise(first: Path, second: Path) -> tuple[ParameterNoise, ...]:

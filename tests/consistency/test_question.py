@@ -1,4 +1,4 @@
-"""Two real runs, one with a planted fault of its engine: `ask_engine` names the side and the cause."""
+"""Two real runs, one with a planted fault of its engine: `ask_engine` names side and cause."""
 
 from contextlib import contextmanager
 from dataclasses import dataclass, replace

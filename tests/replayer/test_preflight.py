@@ -1,7 +1,8 @@
 """A nondeterministic run is detected before it starts, with its noise floor."""
 
-import ast
+import glob
 import itertools
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,8 +15,9 @@ from areal_core.trainer import objective
 from recorder import open_record
 from recorder.testing import write_scripted_record
 from replayer.preflight import checks
+from replayer.preflight.other_orders import listings_reversed
 from replayer.preflight.random_rollouts import RandomRollouts
-from replayer.preflight.real_steps import run_one_step, save_bits
+from replayer.preflight.real_steps import run_steps, save_bits
 from replayer.preflight.repeats import (
     absolute_difference,
     compare_repeats,
@@ -83,32 +85,6 @@ def test_deterministic_false_is_a_problem_and_dropout_and_threads_are_notes():
     assert "dropout" not in {f.check for f in checks.check_process(disabled, process) if f.status == "note"}
 
 
-SCRIPT = """
-import os, torch
-from pathlib import Path
-os.environ["PYTHONHASHSEED"] = "0"
-os.environ["OTHER"] = "0"
-torch.use_deterministic_algorithms(True, warn_only=True)
-files = sorted(Path("data").glob("*.jsonl"))
-more = list(Path("data").glob("*.json")) + os.listdir(".")
-"""
-
-
-def test_a_script_is_read_for_what_a_run_cannot_see(tmp_path):
-    file = tmp_path / "train.py"
-    file.write_text(SCRIPT)
-    found = checks.check_script(file)
-    assert [(f.status, f.seen) for f in found] == [
-        ("problem", "line 4 sets PYTHONHASHSEED after Python has started"),
-        ("problem", "line 6 sets warn_only=True"),
-        ("note", "line 8 uses glob() in file-system order"),
-        ("note", "line 8 uses listdir() in file-system order"),
-    ]
-    file.write_text("print(1)")
-    assert [f.status for f in checks.check_script(file)] == ["ok"]
-    assert list(checks.late_environment(ast.parse("x = 1"))) == []
-
-
 def test_rows_of_a_record_in_no_canonical_order_are_named(tmp_path, monkeypatch):
     write_scripted_record(tmp_path / "record", num_ranks=2)
     assert checks.order_of_record(open_record(tmp_path / "record")).status == "ok"
@@ -127,11 +103,11 @@ def test_rows_of_a_record_in_no_canonical_order_are_named(tmp_path, monkeypatch)
     assert (found.status, found.seen) == ("problem", "rows of step 0, rank 1 are not in canonical order")
 
 
-def take(folder: Path, config, keep=()):
+def take(folder: Path, config, keep=(), num_steps=1):
     folder.mkdir()
-    bits = run_one_step(config, keep)
+    bits = run_steps(config, num_steps, keep)
     save_bits(bits, folder, 0)
-    write_repeat(folder, bits.outcome, checks.check_process(CONFIG, bits.process))
+    write_repeat(folder, bits.outcomes, checks.check_process(CONFIG, bits.process))
     return folder
 
 
@@ -140,12 +116,45 @@ def config(tmp_path, tiny_model, tiny_config_of):
     return lambda: tiny_config_of(tmp_path, tiny_model, 3)
 
 
-def test_two_repeats_of_one_real_step_have_the_same_bits(tmp_path, config):
-    repeats = [take(tmp_path / name, config()) for name in ("a", "b")]
+def test_two_repeats_of_real_steps_have_the_same_bits(tmp_path, config):
+    repeats = [take(tmp_path / name, config(), num_steps=3) for name in ("a", "b")]
     comparison = compare_repeats(*repeats)
     assert comparison.identical
-    assert comparison.num_compared > 50
-    assert read_repeat(repeats[0])[0].checksums.keys() >= {"model.embed_tokens.weight"}
+    assert comparison.num_compared > 150
+    outcomes = read_repeat(repeats[0])[0]
+    assert [outcome.step for outcome in outcomes] == [0, 1, 2]
+    assert outcomes[0].checksums.keys() >= {"model.embed_tokens.weight"}
+    assert outcomes[0].checksums != outcomes[1].checksums
+
+
+def test_an_order_that_varies_in_a_later_step_is_seen(tmp_path, config, monkeypatch):
+    orders, real = itertools.cycle([False, False, False, True]), RandomRollouts.next_batch
+
+    def shuffled(source, step, version):
+        batch = real(source, step, version)
+        if next(orders):
+            batch["rewards"] = batch["rewards"].flip(0)
+        return batch
+
+    monkeypatch.setattr(RandomRollouts, "next_batch", shuffled)
+    repeats = [take(tmp_path / name, config(), num_steps=2) for name in ("a", "b")]
+    comparison = compare_repeats(*repeats)
+    assert (comparison.identical, comparison.step) == (False, 1)
+
+
+def test_listings_are_reversed_inside_and_as_before_outside(tmp_path):
+    for name in ("a", "b", "c"):
+        (tmp_path / name).touch()
+    before = os.listdir, os.scandir
+    with listings_reversed(True):
+        assert os.listdir(tmp_path) == ["c", "b", "a"]
+        assert [entry.name for entry in os.scandir(tmp_path)] == ["c", "b", "a"]
+        assert [path.name for path in tmp_path.iterdir()] == ["c", "b", "a"]
+        assert [Path(name).name for name in glob.glob(f"{tmp_path}/*")] == ["c", "b", "a"]
+        assert [names for _, _, names in os.walk(tmp_path)] == [["c", "b", "a"]]
+    assert (os.listdir, os.scandir) == before
+    with listings_reversed(False):
+        assert (os.listdir, os.scandir) == before
 
 
 def test_a_kernel_that_is_not_deterministic_is_seen_and_its_noise_measured(tmp_path, config, monkeypatch):
