@@ -62,7 +62,7 @@ class RunLines:
         if self.first_step >= self.end_step:
             self._report(f"all {self.end_step} steps were trained before; nothing is left to do")
         else:
-            self._report(f"steps {self.first_step + 1} to {self.end_step}; results in {self.logs}")
+            self._report(f"steps {self.first_step} to {self.end_step - 1}; results in {self.logs}")
         return self
 
     def __exit__(
@@ -117,5 +117,5 @@ def how_to_continue(folder: Path) -> str:
         except CheckpointError:
             continue  # the continued run reports it
         at = step_of(checkpoint)
-        return f"with recover.mode=auto it continues after step {at}, from {os.path.relpath(checkpoint)}"
+        return f"with recover.mode=auto it continues at step {at}, from {os.path.relpath(checkpoint)}"
     return "there is no checkpoint to continue from: recover.mode=auto writes them"

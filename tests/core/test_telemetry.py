@@ -247,12 +247,12 @@ def test_only_rank_0_logs_and_only_when_it_is_time(tmp_path):
 
 def test_summary_shows_what_was_measured():
     stats = {
-        "ppo_actor/task_reward/avg": 0.25, "ppo_actor/update/actor_loss/avg": -0.01234, "ppo_actor/update/grad_norm": 1.5,
+        "ppo_actor/task_reward/avg": 0.25, "ppo_actor/update/loss": -0.0123456, "ppo_actor/update/actor_loss/avg": 9.0, "ppo_actor/update/grad_norm": 1.5,
         "ppo_actor/update/lr": 1e-5, "ppo_actor/seq_len/avg": 41.6, "ppo_actor/n_tokens": 3000.0,
     }  # fmt: skip
     line = step_summary(2, stats, total_steps=10, seconds=2.0)
     assert (
         line
-        == "step 3/10  reward 0.250  loss -0.0123  grad_norm 1.500  lr 1.00e-05  seq_len 42  1500 tokens/s"
+        == "step 2 (3 of 10)  reward 0.250  loss -0.01235  grad_norm 1.5  lr 1.00e-05  seq_len 42  1500 tokens/s"
     )
-    assert step_summary(0, {"sft/loss/avg": 2.0}) == "step 1  loss 2.0000"
+    assert step_summary(0, {"sft/loss/avg": 2.0}) == "step 0  loss 2"

@@ -60,7 +60,7 @@ def test_two_recordings_of_one_seed_are_equal_and_another_seed_differs(train, re
 def test_two_ranks_replay_to_the_same_bits_without_sglang_and_from_step_one(areal_debug, train, tmp_path):
     done = train("--dump-rollout", tmp_path / "two", "allocation_mode=embedded|fsdp:d2")
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "step 3/3" in done.stdout
+    assert "step 2 (3 of 3)" in done.stdout
     shadow = tmp_path / "shadow" / "sglang"
     shadow.mkdir(parents=True)
     (shadow / "__init__.py").write_text("raise ImportError('sglang must not be imported')")

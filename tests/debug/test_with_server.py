@@ -59,7 +59,7 @@ def test_a_server_that_dies_is_named_with_its_log_and_committed_steps_stay(tiny_
     ) as run:
         for line in run.stdout:
             lines.append(line)
-            if line.startswith("step 2/"):
+            if line.startswith("step 1 "):
                 address = re.search(r"inference servers: \S+:(\d+)", "".join(lines)).group(1)
                 kill_listener(int(address))
     output = "".join(lines)

@@ -183,6 +183,6 @@ def test_reinforcement_learning_runs_under_ray(cluster, tiny_model, tmp_path):
     command = [*TRAIN, script, "--config", TINY, *overrides(tmp_path, tiny_model, cluster)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "step 2/2" in done.stdout
+    assert "step 1 (2 of 2)" in done.stdout
     [stats] = tmp_path.glob("logs/*/tiny/test/stats.jsonl")
     assert [json.loads(line)["step"] for line in stats.read_text().splitlines()] == [0, 1]

@@ -63,10 +63,10 @@ def test_reinforcement_learning_runs_under_slurm(cluster, tiny_model, tmp_path):
     done = run(HERE.parent / "debug" / "train_tiny.py", *options)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "SLURM job " in done.stdout
-    assert "step 2/2" in done.stdout
+    assert "step 1 (2 of 2)" in done.stdout
     [logs] = tmp_path.glob("logs/*/tiny/test")
     assert [json.loads(line)["step"] for line in (logs / "stats.jsonl").read_text().splitlines()] == [0, 1]
-    assert "step 2/2" in (logs / "trainer.log").read_text()
+    assert "step 1 (2 of 2)" in (logs / "trainer.log").read_text()
 
 
 @pytest.mark.long

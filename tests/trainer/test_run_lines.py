@@ -34,8 +34,8 @@ def test_the_first_and_last_lines_name_the_folders_of_the_results(config, capsys
         for step in (0, 1):
             lines(step, {"sft/loss/avg": 0.5})
     first, *steps, last = capsys.readouterr().out.splitlines()
-    assert first == f"sums/first: steps 1 to 2; results in {lines.logs}"
-    assert steps == ["step 1/2  loss 0.5000", "step 2/2  loss 0.5000"]
+    assert first == f"sums/first: steps 0 to 1; results in {lines.logs}"
+    assert steps == ["step 0 (1 of 2)  loss 0.5", "step 1 (2 of 2)  loss 0.5"]
     assert last.startswith("sums/first: done, 2 steps in ")
     assert last.endswith(f"statistics in {lines.logs}/stats.jsonl, checkpoints in {lines.checkpoints}")
 
@@ -118,6 +118,6 @@ def test_an_exception_is_reported_with_the_checkpoint_to_continue_from(config, c
         run(lines)
     last = capsys.readouterr().out.splitlines()[-1]
     assert (
-        "ended by ValueError after 0 of 9 steps; with recover.mode=auto it continues after step 4, "
+        "ended by ValueError after 0 of 9 steps; with recover.mode=auto it continues at step 4, "
         "from checkpoints/"
     ) in last
