@@ -47,6 +47,7 @@ HEX_FLOAT = re.compile(r"-?0x[01]\.[0-9a-f]+p[+-]\d+")
 
 REPORT_FILE = "AREAL_DEBUG_REPORT"  # path of the file
 QUIET = "AREAL_DEBUG_QUIET"  # if set, the ranks do not print their report
+VERBOSE = "AREAL_DEBUG_VERBOSE"  # if set, the ranks print the details of each step
 
 
 class FirstLine:

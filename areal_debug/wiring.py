@@ -7,6 +7,7 @@ with PPOTrainer(config, dataset, **hooks) as trainer: ...
 import os
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -51,7 +52,7 @@ def wire(argv: Sequence[str], config_class: type[C]) -> tuple[C, dict[str, Any]]
     if config.debug.replay_rollout_data:
         config = without_side_effects(config)
         request = Request(config.debug.path, *step_range(open_record(config.debug.path), None, None))
-        hooks = replay_hooks(request, [replay_reporter])
+        hooks = replay_hooks(request, [partial(replay_reporter, make_recorder=recorder_of)])
     elif config.debug.dump_rollout_data:
         hooks["observers"].append(make_recorder)
     if config.consistency.every_k_steps:
@@ -79,15 +80,22 @@ def make_recorder(trainer: PPOTrainer) -> Observer:
 
 
 def recorder_of(
-    trainer: PPOTrainer, folder: Path, options: RecordingOptions, archive: "LiveArchive | None" = None
+    trainer: PPOTrainer,
+    folder: Path,
+    options: RecordingOptions,
+    archive: "LiveArchive | None" = None,
+    policy: AnchorPolicy | None = None,
 ) -> Observer:
-    """Return an observer that records the run, with anchors, into a folder or an archive."""
+    """Return an observer that records the run into a folder or an archive.
+
+    `policy` of the anchors is by default that of the section `debug`.
+    """
     ranks = trainer.ranks
     writer = None
     if ranks.is_group_leader:
         row, num_rows = ranks.data_parallel_rank, ranks.data_parallel_size
         writer = RecordWriter(folder, row, num_rows, ranks.gather_rows, options, archive=archive)
-    anchors = AnchorTaker(folder, ranks.rank, anchor_policy(trainer.config.debug))
+    anchors = AnchorTaker(folder, ranks.rank, policy or anchor_policy(trainer.config.debug))
     checksums = {
         "gradients": ("gradients", gradient_checksums),
         "optimizer": ("weights", parameter_checksums),

@@ -7,7 +7,8 @@ comparisons themselves, for any two runs.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from itertools import chain
+from typing import Any, Literal
 
 from recorder import OutcomeObserver, Record
 from recorder.difference import Difference, find_differences
@@ -15,8 +16,10 @@ from recorder.environment import diff_environment
 from recorder.format import Outcome, RecordHeader, outcome_document
 from recorder.header import describe_run
 from replayer.errors import ReplayError
+from replayer.gradients import RowSignal, no_gradient_warnings, normalises_groups, row_signals
 from replayer.noise import Guarantee, Trajectory, Verdict, expected_guarantee, is_division, smooth
 from replayer.request import is_new_option_at_default
+from replayer.stages import Place, StageDifference
 
 # Options of file locations, logging and recording, none of which changes a number.
 WITHOUT_EFFECT = frozenset(
@@ -44,6 +47,7 @@ WITHOUT_EFFECT = frozenset(
 # Statistics of the machine, not of the batch.
 NOT_COMPUTED = ("timeperf/",)
 LOSS, GRAD_NORM = "ppo_actor/update/loss", "ppo_actor/update/grad_norm"
+Result = Literal["identical", "same weights, other numbers", "diverged", "not comparable"]
 
 
 @dataclass(frozen=True)
@@ -100,7 +104,7 @@ class StepResult:
     """One step of all ranks.
 
     `num_compared` counts values, as in StepComparison. `recorded` and `replayed` are the
-    statistics, without times.
+    statistics, without times. `warnings` are sentences on what the step did not learn.
     """
 
     step: int
@@ -111,11 +115,18 @@ class StepResult:
     differences: tuple[RankDifference, ...]
     recorded: dict[str, float]
     replayed: dict[str, float]
+    warnings: tuple[str, ...] = ()
 
     @property
     def identical(self) -> bool:
         """True if every loss, statistic and parameter has the recorded bits on every rank."""
         return self.num_compared > 0 and not self.differences
+
+    @property
+    def same_weights(self) -> bool:
+        """True if every parameter has the recorded bits after the step."""
+        of_parameters = any(difference.kind == "parameter" for difference in self.differences)
+        return self.num_compared > 0 and self.num_parameters > 0 and not of_parameters
 
 
 @dataclass
@@ -123,7 +134,9 @@ class ReplayReport:
     """Result of a replay; `steps` are in order.
 
     `set_differently` and `guarantee` are known before any number. `verdict` is None until the
-    numbers are judged, for which noise may have to be measured first (`replayer.rerun`).
+    numbers are judged, for which noise may have to be measured first (`replayer.rerun`). `first` is
+    the first stage of the first step that differs, with its place, None if it was not searched for;
+    `pattern` describes its values.
     """
 
     record: str
@@ -131,6 +144,22 @@ class ReplayReport:
     guarantee: Guarantee = field(default_factory=lambda: Guarantee("bitwise"))
     steps: list[StepResult] = field(default_factory=list)
     verdict: Verdict | None = None
+    first: StageDifference | None = None
+    pattern: str | None = None
+
+    @property
+    def result(self) -> Result:
+        """What the comparison shows, whatever the guarantee."""
+        if self.guarantee.kind == "unrecorded" or not self.steps:
+            return "not comparable"
+        if self.identical:
+            return "identical"
+        return "diverged" if self.weights_diverge_at is not None else "same weights, other numbers"
+
+    @property
+    def weights_diverge_at(self) -> int | None:
+        """The first step after which a parameter has other bits, or None."""
+        return next((result.step for result in self.steps if not result.same_weights), None)
 
     @property
     def first_different(self) -> StepResult | None:
@@ -157,8 +186,12 @@ class ReplayReport:
         first = self.first_different
         return {
             "record": self.record,
+            "result": self.result,
             "identical": self.identical,
             "first_different": None if first is None else first.step,
+            "weights_diverge_at": self.weights_diverge_at,
+            "first": None if self.first is None else asdict(self.first),
+            "pattern": self.pattern,
             "set_differently": None if self.set_differently is None else asdict(self.set_differently),
             "guarantee": asdict(self.guarantee),
             "verdict": None if self.verdict is None else asdict(self.verdict),
@@ -179,14 +212,22 @@ def parse_report(document: dict[str, Any]) -> ReplayReport:
         guarantee=Guarantee(document["guarantee"]["kind"], tuple(document["guarantee"]["reasons"])),
         steps=[parse_step_result(item) for item in document["steps"]],
         verdict=verdict and Verdict(**verdict),
+        first=document["first"] and parse_difference(document["first"]),
+        pattern=document["pattern"],
     )
+
+
+def parse_difference(document: dict[str, Any]) -> StageDifference:
+    """Parse the first difference of a report from JSON types."""
+    place = document["place"]
+    return StageDifference(**(document | {"place": place and Place(**place)}))
 
 
 def parse_step_result(document: dict[str, Any]) -> StepResult:
     """Parse a step of a report from JSON types."""
     members = {name: value for name, value in document.items() if name != "identical"}
     differences = tuple(RankDifference(**item) for item in document["differences"])
-    return StepResult(**(members | {"differences": differences}))
+    return StepResult(**(members | {"differences": differences, "warnings": tuple(document["warnings"])}))
 
 
 class StoppedAtDifference(ReplayError):
@@ -229,16 +270,24 @@ class ReplayCheck:
         self.on_start, self.on_step = on_start, on_step
         self.report = ReplayReport(str(record.path))
         self.same_rows = True
+        self.actor: dict[str, Any] = {}  # its options
+        self.rows: list[RowSignal] = []  # of the step
+        self.plan: list[dict[str, Any]] = []  # its minibatches
         self._outcome = OutcomeObserver(self._compare)
 
     def __call__(self, event: str, **facts: Any) -> None:
         """Handle an event (ARCHITECTURE.md)."""
         if event == "start":
             self._start(facts)
+        elif event == "advantages":
+            self.rows = row_signals(facts["inputs"])
+        elif event == "step":
+            self.plan = facts["plan"]["minibatches"]
         self._outcome(event, **facts)
 
     def _start(self, facts: dict[str, Any]) -> None:
         current = describe_run(facts)
+        self.actor = facts["config"]["actor"]
         header = compare_run(self.record, current)
         self.report.set_differently = header
         self.report.guarantee = expected_guarantee(self.record.header, current, header.config, self.edits)
@@ -266,11 +315,22 @@ class ReplayCheck:
             tuple(difference for rank, one in enumerate(comparisons) for difference in on_rank(rank, one)),
             computed(recorded.stats),
             computed(outcome.stats),
+            self._warnings(),
         )
         self.report.steps.append(result)
         self.on_step(result)
         if self.stop_at_difference and not result.identical:
             raise StoppedAtDifference(result)
+
+    def _warnings(self) -> tuple[str, ...]:
+        """Return what the step did not learn, a sentence each; a collective where there is any."""
+        norms = [float.fromhex(minibatch["grad_norm"]) for minibatch in self.plan]
+        num_planned = self.actor["ppo_n_minibatches"]
+        if 0.0 not in norms and len(norms) >= num_planned:
+            return ()
+        of_ranks = self.gather([[self.rows[row] for row in minibatch["rows"]] for minibatch in self.plan])
+        minibatches = [list(chain(*of_minibatch)) for of_minibatch in zip(*of_ranks, strict=True)]
+        return no_gradient_warnings(minibatches, norms, num_planned, normalises_groups(self.actor))
 
     def recorded(self, step: int) -> Outcome:
         """Return the recorded outcome of this rank; of rank 0 if rows are divided differently."""

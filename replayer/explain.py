@@ -4,8 +4,11 @@ The gradient of a minibatch is the sum of its samples' gradients, G = g1 + g2 + 
 |G|^2` are shares that sum to 1: a sample with 0.6 contributes more than half of the step, one with
 -0.1 opposes it. `|gi| / |G|` is the size of its own gradient, independent of the others. It costs
 one forward and backward pass per sample, at the same weights as in the step; the step itself is not
-changed. There are no shares of a gradient that is 0, as where all rewards of a group are equal, or
-not finite; the samples whose own gradient is not finite then come first.
+changed. There are no shares of a gradient that is 0 or not finite.
+
+A sample without a gradient has a reason. So has one with a value that is not finite, for which no
+update is taken even where that value does not reach the gradient: the first such value in the order
+in which a step computes them. These samples come first.
 """
 
 import math
@@ -20,11 +23,30 @@ from torch.distributed.tensor import DTensor
 from areal_core.batch import Batch
 from areal_core.engine.determinism import rng_state, set_rng_state
 from areal_core.telemetry import Stats
+from areal_core.trainer.nonfinite import COLUMNS, broken_tensors, gradient_of
 from areal_core.trainer.rl import Observer, PPOTrainer
 from recorder import Record, open_record
+from replayer.gradients import (
+    OTHER,
+    RowSignal,
+    normalises_groups,
+    rewards_of_groups,
+    row_signals,
+    why_no_signal,
+)
 from replayer.preconditions import nearest_anchor, step_range
 from replayer.request import Request
 from replayer.run import replay_and_compare
+
+# Statistic of a sample's tokens, 1 if all are concerned -> why they have no gradient.
+TOKEN_REASONS = {
+    "rs_filtered_fraction": "every token is rejected (actor.rejection_sampling)",
+    "m2_filtered_fraction": "every token is outside of the trust region (actor.m2_threshold)",
+    "clip_ratio/avg": "every token is clipped (actor.eps_clip)",
+    "dual_clip_ratio/avg": "every token is clipped (actor.c_clip)",
+}
+CURRENT = "current_logp"  # log-probs by the weights of the step
+IN_ORDER = (*COLUMNS, CURRENT)
 
 
 @dataclass(frozen=True)
@@ -37,6 +59,8 @@ class SampleShare:
         loss_share: |loss| over the sum of |loss| of the minibatch. gradient_share: `<gi, G> /
             |G|^2`; NaN if |G| is 0 or not finite.
         gradient_norm: |gi| before clipping, in units of |G|; absolute if |G| is 0 or not finite.
+        why: the reason of a gradient that is 0, or the first value that is not finite, else "".
+        stage: how early in a step that value is computed, from 0; None if all are finite.
     """
 
     rank: int
@@ -51,6 +75,8 @@ class SampleShare:
     loss_share: float
     gradient_share: float
     gradient_norm: float
+    why: str = ""
+    stage: int | None = None
 
 
 @dataclass
@@ -90,8 +116,10 @@ def explain(folder: str, step: int, model: str | None = None, config: str | None
 
 
 def largest_first(sample: SampleShare) -> tuple[bool, float]:
-    """Order samples by their gradient, those that are not finite first."""
-    return math.isfinite(sample.gradient_norm), -sample.gradient_norm
+    """Order samples by gradient, after those with a value that is not finite, by its stage."""
+    if sample.stage is None:
+        return True, -sample.gradient_norm
+    return False, sample.stage
 
 
 class Explainer:
@@ -100,11 +128,17 @@ class Explainer:
     def __init__(self, trainer: PPOTrainer, found: StepExplanation) -> None:
         self.trainer, self.found = trainer, found
         # Separate statistics: a sample that is run again must not count twice in those of the step.
-        self.objective = replace(trainer.objective, stats=Stats())
+        self.objective = replace(trainer.objective, stats=Stats(trainer.ranks.is_group_leader))
+        self.by_group = False  # the mean of a group is subtracted
+        self.signals: list[RowSignal] = []  # of this rank's rows
 
     def __call__(self, event: str, **facts: Any) -> None:
         """Handle an event (ARCHITECTURE.md)."""
-        if event == "gradients" and facts["step"] == self.found.step:
+        if event == "start":
+            self.by_group = normalises_groups(facts["config"]["actor"])
+        elif event == "advantages" and facts["step"] == self.found.step:
+            self.signals = row_signals(facts["inputs"])
+        elif event == "gradients" and facts["step"] == self.found.step:
             random_numbers = rng_state()
             self.explain_minibatch(facts)
             set_rng_state(random_numbers)
@@ -121,17 +155,30 @@ class Explainer:
         norm = float(ranks.sum_parts(dot(full, full)).sqrt())
         has_shares = 0 < norm < math.inf
         shares: list[SampleShare] = []
+        groups = rewards_of_groups(row for rows in ranks.gather_leaders(self.signals) for row in rows)
         for owner, count in enumerate(ranks.gather_leaders(len(facts["rows"]))):
             for position in range(count):
                 for parameter in parameters:
                     parameter.grad = None
-                loss = self.run_sample(facts, position if owner == ranks.data_parallel_rank else None)
+                is_mine = owner == ranks.data_parallel_rank
+                loss, logprobs = self.run_sample(facts, position if is_mine else None)
                 own = [p.grad for p in parameters]
                 along, length = (float(ranks.sum_parts(dot(own, other))) for other in (full, own))
-                if owner == ranks.data_parallel_rank:
+                # collectives, whoever owns the sample
+                stats = self.objective.stats.export()
+                broken = None if math.isfinite(length) else broken_tensors(self.trainer.actor, gradient_of)
+                if is_mine:
                     of_gradient = along / norm**2 if has_shares else math.nan
                     own_norm = length**0.5 / (norm if has_shares else 1.0)
-                    shares.append(self.share(facts, position, loss, of_gradient, own_norm))
+                    share = self.share(facts, position, loss, of_gradient, own_norm)
+                    stage, why = why_nonfinite(facts["batch"], position, logprobs, loss, broken)
+                    if stage is not None:
+                        share = replace(share, why=why, stage=stage)
+                    elif length == 0:
+                        signal = self.signals[share.row]
+                        no_signal = why_no_signal(signal, groups[signal.prompt_id], self.by_group)
+                        share = replace(share, why=no_signal or why_no_token(stats))
+                    shares.append(share)
         for parameter, gradient in zip(parameters, full, strict=True):
             parameter.grad = gradient
         everyone = [share for of_rank in ranks.gather_leaders(shares) for share in of_rank]
@@ -139,13 +186,24 @@ class Explainer:
         self.found.grad_norms.append(norm)
         self.found.samples += [replace(share, loss_share=abs(share.loss) / total) for share in everyone]
 
-    def run_sample(self, facts: Mapping[str, Any], position: int | None) -> float:
-        """Run forward and backward of one row, or of none; return its share of the loss."""
+    def run_sample(self, facts: Mapping[str, Any], position: int | None) -> tuple[float, Tensor]:
+        """Run forward and backward of one row, or of none.
+
+        Returns its share of the loss, and its log-probs by the current weights, [tokens].
+        """
         chosen = [] if position is None else [position]
         engine = self.trainer.actor
         loss, weigh = self.objective.loss, self.objective.denominator
-        result = engine.backward(facts["batch"], chosen, loss, weigh, facts["total_weight"])
-        return float(result.loss) / float(facts["total_weight"])
+        seen: dict[str, Any] = {}
+        result = engine.backward(
+            facts["batch"],
+            chosen,
+            loss,
+            weigh,
+            facts["total_weight"],
+            lambda event, **of_loss: seen.update(of_loss),
+        )
+        return float(result.loss) / float(facts["total_weight"]), seen["logprobs"].detach().cpu()
 
     def share(
         self,
@@ -173,6 +231,42 @@ class Explainer:
             gradient_share=gradient_share,
             gradient_norm=gradient_norm,
         )
+
+
+def why_no_token(stats: Mapping[str, float]) -> str:
+    """Return why a sample with advantages has no gradient, from the statistics of its loss."""
+    whole = [reason for name, reason in TOKEN_REASONS.items() if stats.get(name) == 1.0]
+    return whole[0] if whole else OTHER
+
+
+def why_nonfinite(
+    batch: Batch, position: int, logprobs: Tensor, loss: float, broken: str | None
+) -> tuple[int | None, str]:
+    """Return how early the first value of a sample is that is not finite, and which it is.
+
+    None if all are finite.
+
+    Args:
+        batch: next-token aligned minibatch. logprobs: of the sample by the current weights, [tokens].
+        broken: parameters whose gradient is not finite, if there are any.
+    """
+    mask = batch["loss_mask"][position].bool()
+    columns = {name: batch[name][position] for name in COLUMNS if name in batch}
+    columns[CURRENT] = torch.zeros(mask.shape).masked_scatter(batch["attention_mask"][position], logprobs)
+    for name, column in columns.items():
+        values = column[mask] if column.dim() else column[None]
+        bad = (~values.isfinite()).nonzero()[:, 0].tolist()
+        if bad:
+            what = COLUMNS.get(name, "log-prob of the current weights")
+            # position t is about token t + 1
+            token = f" of token {int(mask.nonzero()[bad[0], 0]) + 1}" if column.dim() else ""
+            count = f" ({len(bad)} of {len(values)})" if len(bad) > 1 else ""
+            return IN_ORDER.index(name), f"{what}{token} is {float(values[bad[0]])}{count}"
+    if not math.isfinite(loss):
+        return len(IN_ORDER), f"the loss is {loss}, of finite log-probs and advantages"
+    if broken is not None:
+        return len(IN_ORDER) + 1, f"the gradient of {broken} is not finite, though the loss is"
+    return None, ""
 
 
 def dot(left: Sequence[Tensor | None], right: Sequence[Tensor | None]) -> Tensor:

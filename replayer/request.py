@@ -34,6 +34,7 @@ class Request:
         reward: reward function by its import path, or `file.py:function`; recomputes every reward.
         record_to: folder for a new record of this replay.
         stop_at_difference: end at the first step that differs.
+        locate: find the first stage that differs.
     """
 
     record: str
@@ -47,6 +48,7 @@ class Request:
     record_to: str | None = None
     stop_at_difference: bool = False
     config: str | None = None
+    locate: bool = True
 
     @property
     def edits(self) -> tuple[str, ...]:

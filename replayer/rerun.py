@@ -69,6 +69,7 @@ def noise_reruns(record: Record, request: Request, report: ReplayReport) -> list
     run that was not deterministic also runs once more unchanged. Empty if a minibatch is a single
     row.
     """
+    request = replace(request, locate=False)
     reruns = [] if record.header.config["deterministic"] else [request]
     num_micro_batches = max(round(result.replayed[NUM_MICRO_BATCHES]) for result in report.steps)
     if num_micro_batches < smallest_minibatch(record, report.steps[0].step):

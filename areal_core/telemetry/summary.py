@@ -32,20 +32,18 @@ def step_summary(
     Steps have the numbers of their record, from 0. Columns without a value are left out. `seconds`
     is the duration of the step, for the tokens per second.
     """
-    parts = [
-        f"step {step}" + (f" ({step + 1} of {total_steps})" if total_steps else ""),
-        *summary_columns(stats),
-    ]
+    parts = [f"step {step}" + (f" ({step + 1} of {total_steps})" if total_steps else "")]
+    parts += [f"{column} {number}" for column, number in summary_columns(stats).items()]
     num_tokens = first_of(stats, NUM_TOKENS)
     if num_tokens is not None and seconds:
         parts.append(f"{num_tokens / seconds:.0f} tokens/s")
     return "  ".join(parts)
 
 
-def summary_columns(stats: Stats) -> list[str]:
-    """Return the numbers of a step under their names, as training and replay print them."""
+def summary_columns(stats: Stats) -> dict[str, str]:
+    """Return the numbers of a step by their names, as training and replay print them."""
     values = [(column, first_of(stats, names), shape) for column, names, shape in COLUMNS]
-    return [f"{column} {shape.format(value)}" for column, value, shape in values if value is not None]
+    return {column: shape.format(value) for column, value, shape in values if value is not None}
 
 
 def first_of(stats: Stats, names: tuple[str, ...]) -> float | None:

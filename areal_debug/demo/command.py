@@ -70,11 +70,12 @@ def command(output: Path | None, force: bool, steps: int, nproc: int, seed: int,
     )
     show_rewards(out, stats_file(output, "grpo"))
     out.print(styled("\n[bold]3. The record is replayed: no engine, no sampling, the same bits.[/bold]"))
-    report = replay_on_ranks(Request(str(output / "record"), 0, steps - 1), nproc, hidden)
+    request = Request(str(output / "record"), 0, steps - 1)
+    report = replay_on_ranks(request, nproc, hidden)
     if as_json:
         print_json({"output": str(output), "replay": report.to_dict()})
     else:
-        print_verdict(console(), report)
+        print_verdict(console(), report, request)
         print_next(out, output, steps)
     raise SystemExit(0 if report.identical else 1)
 

@@ -66,7 +66,7 @@ def print_verdict(left: "Record", right: "Record", report: "DiffReport") -> None
     print_context(left, right, report)
 
 
-def describe(difference: "StageDifference") -> str:
+def describe(difference: "StageDifference", sides: tuple[str, str] = ("in A", "in B")) -> str:
     """Describe one difference: name, location, both values, and how many elements differ."""
     words = [difference.name]
     if difference.minibatch is not None:
@@ -77,7 +77,8 @@ def describe(difference: "StageDifference") -> str:
         )
         if place.token is not None:
             words.append(f"token {place.token}")
-    text = f"{', '.join(words)}: {show(difference.left)} in A, {show(difference.right)} in B"
+    values = f"{show(difference.left)} {sides[0]}, {show(difference.right)} {sides[1]}"
+    text = f"{', '.join(words)}: {values}"
     if difference.num_compared > 1:
         text += f"; {difference.num_different:,} of {difference.num_compared:,} differ"
     if difference.largest is not None:

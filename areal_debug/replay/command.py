@@ -105,7 +105,7 @@ def command(
     request = Request(record, first, last, model, changes, row_filter, edit, reward, record_to, config=config)
     check_request(opened, request, force)
     report = run_replay(opened, request, nproc, as_json)
-    print_replay(report, as_json)
+    print_replay(report, request, as_json)
     assert report.verdict is not None
     raise SystemExit(report.verdict.exit_code)
 
@@ -156,16 +156,17 @@ def run_replay(record: "Record", request: "Request", nproc: int | None, as_json:
     return replay_on_ranks(request, nproc or record.header.world_size, hidden, report_rerun)
 
 
-def print_replay(report: "ReplayReport", as_json: bool) -> None:
+def print_replay(report: "ReplayReport", request: "Request", as_json: bool) -> None:
     """Print the verdict, or the comparison with the record where options were changed."""
+    from areal_debug.replay.next_commands import next_commands
     from areal_debug.replay.render import print_comparison, print_verdict
 
     if as_json:
-        print_json(report.to_dict())
+        print_json(report.to_dict() | {"next": next_commands(report, request)})
     elif report.guarantee.kind == "changed":
         print_comparison(console(), report)
     else:
-        print_verdict(console(), report)
+        print_verdict(console(), report, request)
 
 
 def explain_step(record: "Record", step: int, model: str | None, config: str | None, as_json: bool) -> None:

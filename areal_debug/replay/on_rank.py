@@ -43,12 +43,14 @@ def replay_steps(request_text: str) -> None:
         request_text: a `replayer.request.Request` as JSON.
     """
     from areal_debug.replay.observer import replay_reporter
+    from areal_debug.wiring import recorder_of
     from replayer.check import StoppedAtDifference
     from replayer.request import parse_request
     from replayer.run import replay
 
     request = parse_request(request_text)
-    observers: list[MakeObserver] = [partial(replay_reporter, with_verdict=False)]
+    report = partial(replay_reporter, make_recorder=recorder_of, with_verdict=False)
+    observers: list[MakeObserver] = [report]
     if request.record_to is not None:
         observers.append(record_again)
     try:

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from areal_debug.render import QUIET, REPORT_FILE, fail, read_report
+from areal_debug.render import QUIET, REPORT_FILE, VERBOSE, fail, is_verbose, read_report
 from replayer.check import ReplayReport, parse_report
 from replayer.request import Request, request_text
 from replayer.rerun import replay_and_judge
@@ -51,7 +51,8 @@ def report_of_ranks(arguments: list[str], num_ranks: int, quiet: bool = False) -
 
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.json"
-        environment = DETERMINISTIC | {REPORT_FILE: str(report)} | ({QUIET: "1"} if quiet else {})
+        shown = {QUIET: "1"} if quiet else {VERBOSE: "1"} if is_verbose() else {}
+        environment = DETERMINISTIC | {REPORT_FILE: str(report)} | shown
         code = run_ranks(arguments, num_ranks, environment, Path(folder))
         if code != 0 or not report.exists():
             fail(

@@ -5,6 +5,7 @@ After a change of options, recorded and replayed statistics follow as curves and
 """
 
 import math
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,9 +13,13 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from areal_core.telemetry.summary import summary_columns
+from areal_debug.diff.render import describe
 from areal_debug.render import difference_table, format_number, format_value, sparkline, styled
+from areal_debug.replay.next_commands import code_difference, next_commands
 from recorder import Record
-from replayer.check import GRAD_NORM, LOSS, RankDifference, ReplayReport, StepResult
+from replayer.check import RankDifference, ReplayReport, StepResult
+from replayer.request import Request
 
 SHOWN_OF_A_KIND = 2
 EXPECTED = {
@@ -60,38 +65,21 @@ def print_start(out: Console, report: ReplayReport) -> None:
         out.print()
 
 
-def print_step(out: Console, result: StepResult, in_detail: bool = True) -> None:
+def print_step(out: Console, result: StepResult, in_detail: bool = False) -> None:
     """Print one line, and below it the first differences of each kind if `in_detail`."""
-    numbers = f"loss {format_number(result.loss):<12} grad_norm {format_number(result.grad_norm):<9}"
-    if result.identical:
-        out.print(
-            styled(
-                "step {:>4}  [green]identical[/green]  {}  [dim]{} parameter checksums, {} values in total[/dim]",
-                result.step,
-                numbers,
-                result.num_parameters,
-                result.num_compared,
-            )
-        )
-        return
-    if not result.num_compared:
-        out.print(styled("step {:>4}  {}  [dim]not recorded[/dim]", result.step, numbers))
-        return
+    status, style = status_of(result)
+    numbers = "  ".join(compared_columns(result))
+    missing = "; ".join(warning.partition(":")[0] for warning in result.warnings)
+    line = styled(f"step {{:>4}}  [{style}]{{:<13}}[/{style}]  {{}}", result.step, status, numbers)
+    out.print(styled("{}  [yellow]{}[/yellow]", line, missing) if missing else line)
     if not in_detail:
-        recorded = [format_number(result.recorded[name]) for name in (LOSS, GRAD_NORM)]
-        out.print(
-            styled(
-                "step {:>4}  {}  [dim]recorded {} and {}[/dim]",
-                result.step,
-                numbers,
-                recorded[0],
-                recorded[1],
-            )
-        )
         return
     out.print(
         styled(
-            "step {:>4}  [red]differs in {} values[/red]  {}", result.step, len(result.differences), numbers
+            "           [dim]{} of {} values differ; {} parameter checksums[/dim]",
+            len(result.differences),
+            result.num_compared,
+            result.num_parameters,
         )
     )
     by_kind = {
@@ -99,22 +87,42 @@ def print_step(out: Console, result: StepResult, in_detail: bool = True) -> None
     }
     shown = [difference for same in by_kind.values() for difference in same[:SHOWN_OF_A_KIND]]
     for difference in shown:
-        out.print(styled("           {}", describe(difference)))
+        out.print(styled("           {}", describe_value(difference)))
     if len(result.differences) > len(shown):
         out.print(styled("           ... and {} more", len(result.differences) - len(shown)))
 
 
-def describe(difference: RankDifference) -> str:
+def status_of(result: StepResult) -> tuple[str, str]:
+    """Return how a step compares with its record, and a style."""
+    if result.identical:
+        return "identical", "green"
+    if not result.num_compared:
+        return "not recorded", "dim"
+    return ("same weights", "yellow") if result.same_weights else ("other weights", "bold")
+
+
+def compared_columns(result: StepResult) -> list[str]:
+    """Return the numbers that training prints, with the recorded ones where they look different."""
+    recorded = summary_columns(result.recorded)
+    return [
+        f"{column} {number}"
+        + (f" (recorded {recorded[column]})" if recorded.get(column, number) != number else "")
+        for column, number in summary_columns(result.replayed).items()
+    ]
+
+
+def describe_value(difference: RankDifference) -> str:
     """Return one value, recorded and replayed."""
     recorded, replayed = format_value(difference.recorded), format_value(difference.replayed)
     rank = f" (rank {difference.rank})" if difference.kind == "loss" else ""
     return f"{difference.kind} {difference.where}{rank}: recorded {recorded}, replayed {replayed}"
 
 
-def print_verdict(out: Console, report: ReplayReport) -> None:
-    """Print whether the replay met its guarantee, and where it diverged first."""
-    first, count = report.first_different, len(report.steps)
-    if report.guarantee.kind == "unrecorded":
+def print_verdict(out: Console, report: ReplayReport, request: Request) -> None:
+    """Print whether the replay met its guarantee, where it diverged first, and what to do next."""
+    count = len(report.steps)
+    print_warnings(out, report)
+    if report.result == "not comparable":
         out.print(
             styled(
                 "[bold yellow]Nothing to compare:[/bold yellow] {} steps were trained on recorded rollouts.",
@@ -123,7 +131,7 @@ def print_verdict(out: Console, report: ReplayReport) -> None:
         )
         out.print("`--output FOLDER` records what comes out, and that record replays bit by bit.")
         return
-    if first is None:
+    if report.result == "identical":
         out.print(
             styled(
                 "[bold green]Bit-identical:[/bold green] {} of {} steps: every loss, gradient norm, statistic "
@@ -133,23 +141,63 @@ def print_verdict(out: Console, report: ReplayReport) -> None:
             )
         )
         return
-    num_different = sum(not result.identical for result in report.steps)
-    kinds = sorted({difference.kind for difference in first.differences})
-    where = f"{num_different} of {count} steps; the first is step {first.step} ({', '.join(kinds)})."
-    verdict = report.verdict
-    if verdict is None:
-        out.print(styled("[bold yellow]Inconclusive:[/bold yellow] bits differ in {}", where))
+    if report.verdict is None:
+        out.print(styled("[bold yellow]Inconclusive:[/bold yellow] {}", difference_of(report)))
         out.print(
             "A difference is allowed here, see above. `areal-debug replay` measures this machine's noise floor and compares."
         )
     elif report.guarantee.kind in ("noise", "statistical"):
-        print_distance(out, report, where)
+        print_distance(out, report)
     else:
-        out.print(styled("[bold red]Different:[/bold red] {}", where))
+        style = "yellow" if report.weights_diverge_at is None else "red"
+        verdict, _, evidence = difference_of(report).partition(": ")
+        out.print(styled(f"[bold {style}]{{}}:[/bold {style}] {{}}", verdict, evidence))
+    print_first(out, report)
+    if report.guarantee.kind in ("bitwise", "changed"):
         out.print(reason_of(report))
+    for number, command in enumerate(next_commands(report, request)):
+        out.print(styled("{:<13}{}", "" if number else "Next", command))
 
 
-def print_distance(out: Console, report: ReplayReport, where: str) -> None:
+def difference_of(report: ReplayReport) -> str:
+    """Return what differs from the record, whatever the guarantee: weights, or only numbers."""
+    first = report.first_different
+    assert first is not None
+    num_different = sum(not result.identical for result in report.steps)
+    kinds = ", ".join(sorted({difference.kind for difference in first.differences}))
+    where = f"{num_different} of {len(report.steps)} steps have other numbers, the first is step {first.step} ({kinds})"
+    if report.weights_diverge_at is not None:
+        return f"Weights diverge at step {report.weights_diverge_at}: {where}."
+    return f"Same weights, other numbers: {where}; after every step all {first.num_parameters} parameters have the recorded bits."
+
+
+def print_first(out: Console, report: ReplayReport) -> None:
+    """Print the first stage that differs, its place, and the pattern of its values."""
+    first, step = report.first, report.first_different
+    if first is None or step is None:
+        return
+    names = ("recorded", "replayed")
+    out.print(styled("{:<13}step {}, stage {}: {}", "first", step.step, first.stage, describe(first, names)))
+    if report.pattern is not None:
+        out.print(styled("{:<13}{}", "pattern", report.pattern))
+
+
+def print_warnings(out: Console, report: ReplayReport) -> None:
+    """Print what the first step with a warning did not learn, and how many steps have one."""
+    steps = [result for result in report.steps if result.warnings]
+    if steps:
+        out.print(
+            styled(
+                "[bold yellow]Warning:[/bold yellow] {} of {} steps learn less than the options say; in step {}: {}.",
+                len(steps),
+                len(report.steps),
+                steps[0].step,
+                "; ".join(steps[0].warnings),
+            )
+        )
+
+
+def print_distance(out: Console, report: ReplayReport) -> None:
     """Print a verdict in units of the noise floor or of standard errors."""
     verdict = report.verdict
     assert verdict is not None
@@ -159,7 +207,7 @@ def print_distance(out: Console, report: ReplayReport, where: str) -> None:
         "unclear": styled("[bold yellow]Inconclusive:[/bold yellow]"),
         "different": styled("[bold red]Different:[/bold red]"),
     }[verdict.finding]
-    out.print(styled("{} bits differ in {}", word, where))
+    out.print(styled("{} {}", word, difference_of(report)))
     if verdict.k is None:
         out.print("Too few values could be compared: replay more steps.")
         return
@@ -181,9 +229,11 @@ def print_distance(out: Console, report: ReplayReport, where: str) -> None:
 def reason_of(report: ReplayReport) -> str:
     """Return where to search for the cause of different numbers."""
     header = report.set_differently
-    if report.guarantee.kind == "changed" or (header is not None and not header.identical):
+    if report.guarantee.kind == "changed" or (header is not None and (header.config or header.model)):
         return "The cause is what was set differently, see above."
-    return "Nothing was set differently: check the code, the hardware, and for kernels that are not deterministic."
+    if code_difference(report, "commit") or code_difference(report, "dirty_sha256"):
+        return "Only the trainer's code is not that of the record, see above."
+    return "Nothing was set differently: check the hardware, and for kernels that are not deterministic."
 
 
 def print_explanation(out: Console, record: Record, found: dict[str, Any]) -> None:
@@ -223,7 +273,7 @@ def print_explanation(out: Console, record: Record, found: dict[str, Any]) -> No
 
 
 def verdict_on(samples: list[dict[str, Any]]) -> Text:
-    """Name the sample with the largest gradient, or those whose gradient is not finite."""
+    """Name the sample with the largest gradient, and why others have none, or no finite one."""
     first = samples[0]
     name = styled(
         "[bold]rank {}, row {}[/bold] (prompt {}, sample {})",
@@ -232,15 +282,25 @@ def verdict_on(samples: list[dict[str, Any]]) -> Text:
         first["prompt_id"],
         first["sample_id"],
     )
-    broken = sum(not math.isfinite(sample["gradient_norm"]) for sample in samples)
-    if broken:
-        return styled("The gradients of {} samples are not finite, the first is that of {}.", broken, name)
-    if first["gradient_norm"] == 0:
+    num_broken = sum(sample["stage"] is not None for sample in samples)
+    if num_broken:
         return styled(
-            "Every sample's gradient is 0: nothing is learned where all rewards of a group are equal."
+            "{} of {} samples have a value that is not finite, so the update is not taken; the earliest is in {}: {}.",
+            num_broken,
+            len(samples),
+            name,
+            first["why"],
         )
+    zero = [sample for sample in samples if sample["gradient_norm"] == 0]
+    counted = Counter(sample["why"] for sample in zero).most_common()
+    reasons = "; ".join(f"{count} x {why}" for why, count in counted)
+    if len(zero) == len(samples):
+        return styled("Every sample's gradient is 0, so nothing is learned: {}.", reasons)
     shares = f"{percent(first['gradient_share'])} of the minibatch's gradient, {percent(first['loss_share'])} of its loss"
-    return styled("The largest gradient is that of {}: {}.", name, shares)
+    largest = styled("The largest gradient is that of {}: {}.", name, shares)
+    if not zero:
+        return largest
+    return styled("{} {} of {} samples have none: {}.", largest, len(zero), len(samples), reasons)
 
 
 def percent(share: float) -> str:
@@ -253,6 +313,7 @@ def explain_table(samples: list[dict[str, Any]]) -> Table:
     found = Table(box=None, pad_edge=False, header_style="dim")
     for heading in (*EXPLAIN_COLUMNS, "loss", "of loss", "of gradient", "own norm"):
         found.add_column(heading, justify="right")
+    found.add_column("why" if any(s["why"] for s in samples) else "")
     for s in samples:
         names = (s["rank"], s["row"], s["prompt_id"], s["sample_id"], s["minibatch"])
         numbers = (s["reward"], s["advantage"], s["num_trained_tokens"], s["loss"])
@@ -262,6 +323,7 @@ def explain_table(samples: list[dict[str, Any]]) -> Table:
             percent(s["loss_share"]),
             percent(s["gradient_share"]),
             f"{s['gradient_norm']:.3g}{' x' if math.isfinite(s['gradient_share']) else ''}",
+            styled("{}", s["why"]),
         )
     return found
 
@@ -323,15 +385,15 @@ def print_comparison(out: Console, report: ReplayReport) -> None:
             styled("[bold]Nothing changed:[/bold] all {} steps have the recorded bits.", len(report.steps))
         )
         return
-    kinds = ", ".join(sorted({difference.kind for difference in first.differences}))
     out.print(
         styled(
-            "[bold]Recorded against replayed[/bold] over {} steps, which diverge in step {} ({}):",
+            "[bold]Recorded against replayed[/bold] over {} steps. {}",
             len(report.steps),
-            first.step,
-            kinds,
+            difference_of(report),
         )
     )
+    print_first(out, report)
+    print_warnings(out, report)
     out.print(whatif_table(moved[:WHATIF_SHOWN]))
     if len(moved) > WHATIF_SHOWN:
         out.print(

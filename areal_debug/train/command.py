@@ -186,7 +186,7 @@ def run_script(
     """Run the script, restarted as configured in `recover`; return the exit code."""
     from areal_core.launch.job import Job
     from areal_core.launch.run import run
-    from areal_debug.render import REPORT_FILE, read_report
+    from areal_debug.render import REPORT_FILE, VERBOSE, is_verbose, read_report
 
     replays = config.debug.replay_rollout_data
     # Not in a temporary folder, which other machines would not see.
@@ -194,6 +194,7 @@ def run_script(
     report.unlink(missing_ok=True)
     if replays:
         config.recover.mode = "disabled"
+        env = env | {REPORT_FILE: str(report)} | ({VERBOSE: "1"} if is_verbose() else {})
 
     def make_job(attempt: int) -> Job:
         script_argv = (
@@ -203,9 +204,7 @@ def run_script(
             *arguments,
             *attempt_overrides(config, attempt),
         )
-        return Job(
-            script_argv, config, allocation, {**env, REPORT_FILE: str(report)}, logs, with_servers=not replays
-        )
+        return Job(script_argv, config, allocation, env, logs, with_servers=not replays)
 
     code = run(make_job)
     if code == 0 and replays:

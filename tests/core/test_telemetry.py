@@ -247,7 +247,8 @@ def test_only_rank_0_logs_and_only_when_it_is_time(tmp_path):
 
 def test_summary_shows_what_was_measured():
     stats = {
-        "ppo_actor/task_reward/avg": 0.25, "ppo_actor/update/loss": -0.0123456, "ppo_actor/update/actor_loss/avg": 9.0, "ppo_actor/update/grad_norm": 1.5,
+        "ppo_actor/task_reward/avg": 0.25, "ppo_actor/update/loss": -0.0123456,
+        "ppo_actor/update/actor_loss/avg": 9.0, "ppo_actor/update/grad_norm": 1.5,
         "ppo_actor/update/lr": 1e-5, "ppo_actor/seq_len/avg": 41.6, "ppo_actor/n_tokens": 3000.0,
     }  # fmt: skip
     line = step_summary(2, stats, total_steps=10, seconds=2.0)

@@ -11,7 +11,7 @@ import yaml
 from areal_core.config import PPOConfig, config_from_dict
 from areal_core.trainer.rl import PPOTrainer
 from areal_debug.wiring import recorder_of
-from recorder import Record, RecordingOptions, open_record
+from recorder import Record, Recording, RecordingOptions, open_record
 from replayer.preflight.random_rollouts import RandomRollouts
 
 TINY = Path(__file__).parents[1] / "debug" / "tiny.yaml"
@@ -57,6 +57,7 @@ def train_and_record(folder, model, num_steps, edit=lambda batch, step: batch, *
     """Train on random tokens and record it; `edit` changes batches before the run sees them."""
     config = tiny_config(folder, model, num_steps, **changes)
     run = TinyRun(str(folder / "record"))
+    options = RecordingOptions(Recording(config.debug.dump_scope), text=True)
 
     class Rollouts(RandomRollouts):
         def next_batch(self, step, version):
@@ -74,7 +75,7 @@ def train_and_record(folder, model, num_steps, edit=lambda batch, step: batch, *
         source=lambda trainer: Rollouts(100, 4, 4, longest=16, seed=1),
         observers=[
             note_weights,
-            lambda trainer: recorder_of(trainer, folder / "record", RecordingOptions(text=True)),
+            lambda trainer: recorder_of(trainer, folder / "record", options),
         ],
         total_steps=num_steps,
         print_steps=False,

@@ -85,41 +85,84 @@ def test_the_random_numbers_of_the_step_are_not_used_up(spiked):
     assert torch.equal(torch.rand(1), drawn)  # the replay ends with the recorded state, whatever was before
 
 
+def explained(run, step=0):
+    """Explain a step; return the samples by row, and the first printed line."""
+    found = explain(run.path, step)
+    assert found.faithful
+    out = Console(file=io.StringIO(), width=400)
+    print_explanation(out, run.record, found.to_dict())
+    return found, {sample.row: sample for sample in found.samples}, out.file.getvalue().splitlines()[0]
+
+
 def test_a_step_without_a_gradient_has_no_shares(tmp_path, tiny_model, record_run):
     def alike(batch, step):
         return batch | {"rewards": torch.zeros_like(batch["rewards"])}
 
-    run = record_run(tmp_path, tiny_model, 1, alike)
-    found = explain(run.path, 0)
-    assert found.faithful
+    found, rows, line = explained(record_run(tmp_path, tiny_model, 1, alike))
     assert found.grad_norms == [0.0, 0.0]
-    assert len(found.samples) == 16
-    assert {sample.gradient_norm for sample in found.samples} == {0.0}
-    assert all(math.isnan(sample.gradient_share) for sample in found.samples)
-    out = Console(file=io.StringIO(), width=200)
-    print_explanation(out, run.record, found.to_dict())
-    assert "gradient norm 0, 0 (by minibatch). Every sample's gradient is 0" in out.file.getvalue()
-
-
-def test_samples_with_a_gradient_that_is_not_finite_come_first(tmp_path, tiny_model, record_run):
-    def broken(batch, step):
-        advantage = batch["rewards"].clone()
-        advantage[SPIKE[1]] = math.nan
-        return batch | {"rewards": advantage}
-
-    run = record_run(
-        tmp_path,
-        tiny_model,
-        1,
-        broken,
-        actor__reward_norm=None,
-        actor__adv_norm=None,
-        actor__nonfinite="skip",
+    assert {sample.gradient_norm for sample in rows.values()} == {0.0}
+    assert all(math.isnan(sample.gradient_share) for sample in rows.values())
+    assert line == (
+        "Step 0: 16 samples, gradient norm 0, 0 (by minibatch). Every sample's gradient is 0, so nothing is "
+        "learned: 16 x all rewards of its group are equal."
     )
-    found = explain(run.path, 0)
-    assert (found.samples[0].row, found.samples[0].minibatch) == (SPIKE[1], 1)
-    assert [math.isfinite(sample.gradient_norm) for sample in found.samples] == [False] + 15 * [True]
-    out = Console(file=io.StringIO(), width=200)
-    print_explanation(out, run.record, found.to_dict())
-    shown = out.file.getvalue()
-    assert f"The gradients of 1 samples are not finite, the first is that of rank 0, row {SPIKE[1]}" in shown
+
+
+def test_each_sample_without_a_gradient_has_its_reason(tmp_path, tiny_model, record_run):
+    def silence(batch, step):
+        rewards, mask, logprobs = (batch[name].clone() for name in ("rewards", "loss_mask", "logprobs"))
+        rewards[4:8] = 0.5  # a group
+        mask[1] = 0
+        rewards[9] = 2.0  # a positive advantage, whose ratio is beyond the clip in every token
+        logprobs[9][mask[9].bool()] = -60.0
+        return batch | {"rewards": rewards, "loss_mask": mask, "logprobs": logprobs}
+
+    options = {"actor__use_decoupled_loss": False, "actor__recompute_logprob": False, "actor__adv_norm": None}
+    _, rows, line = explained(record_run(tmp_path, tiny_model, 1, silence, **options))
+    reasons = {row: sample.why for row, sample in rows.items() if sample.gradient_norm == 0}
+    equal, clipped = "all rewards of its group are equal", "every token is clipped (actor.eps_clip)"
+    assert {row: reasons.pop(row) for row in (1, 4, 5, 6, 7)} == {
+        1: "no token in the loss mask",
+        **dict.fromkeys(range(4, 8), equal),
+    }
+    assert 9 in reasons
+    assert set(reasons.values()) == {clipped}  # random log-probs are as far from the model's
+    assert {sample.why for sample in rows.values() if sample.gradient_norm > 0} == {""}
+    assert f" of 16 samples have none: {len(reasons)} x {clipped}; 4 x {equal}; 1 x no token" in line or (
+        f" of 16 samples have none: 4 x {equal}; {len(reasons)} x {clipped}; 1 x no token" in line
+    )
+
+
+BROKEN_ROW = 9
+NAN, INF = math.nan, math.inf
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "norm", "why", "num_broken"),
+    [
+        ("rewards", NAN, None, "reward is nan", 1),
+        ("rewards", -INF, None, "reward is -inf", 1),
+        ("rewards", NAN, {"mean_level": "group", "std_level": "group", "group_size": 4}, "reward is nan", 4),
+        ("logprobs", -INF, None, "log-prob (logprobs) of token 2 is -inf (8 of 8)", 1),
+    ],
+)
+def test_the_first_value_that_is_not_finite_is_named(
+    tmp_path, tiny_model, record_run, key, value, norm, why, num_broken
+):
+    def broken(batch, step):
+        changed = batch[key].clone()
+        changed[BROKEN_ROW] = torch.where(
+            batch["loss_mask"][BROKEN_ROW].bool() if changed.dim() == 2 else torch.tensor(True),
+            value,
+            changed[BROKEN_ROW],
+        )
+        return batch | {key: changed}
+
+    options = {"actor__reward_norm": norm, "actor__adv_norm": None, "actor__nonfinite": "skip"}
+    found, _, line = explained(record_run(tmp_path, tiny_model, 1, broken, **options))
+    assert (found.samples[0].row, found.samples[0].why) == (BROKEN_ROW, why)
+    assert [sample.stage is None for sample in found.samples] == [False] * num_broken + [True] * (
+        16 - num_broken
+    )
+    assert f"{num_broken} of 16 samples have a value that is not finite" in line
+    assert f"row {BROKEN_ROW} (prompt 2, sample 1): {why}." in line
