@@ -6,10 +6,13 @@
 
 Nothing is generated without `--areal-record`. Every pytest loads this module, so it imports neither
 torch nor zarr; a test imports what it needs when it replays (`areal_debug.regression`).
+
+    test ─> Replayed ─> its report ─(pytest-xdist: from a worker)─> Session of the process that prints
+    collection ─> records that tests name ─(the end of a worker)─┘
 """
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,19 +32,38 @@ MODES = {
 MARK = 'replay("path", steps=(first, last), exact=False, model="folder", run=["script.py", ...]): a record to replay'
 
 
+@dataclass(frozen=True)
+class Replayed:
+    """A record that a test replayed: what the summary prints of it.
+
+    `changes` of a record that was written, None if none was; `stale` are the reasons why it was
+    compared with the noise floor.
+    """
+
+    record: str
+    num_steps: int
+    stale: list[str]
+    changes: list[str] | None
+
+
 @dataclass
 class Session:
-    """The state of the plugin in a session. `used` are the records that collected tests name."""
+    """The state of the plugin in a session.
+
+    `named` are the records of the tests collected so far; `used` those of all tests, None if they
+    are not known.
+    """
 
     mode: str
-    used: set[Path] = field(default_factory=set)
-    num_steps: int = 0
-    replayed: set[Path] = field(default_factory=set)
-    stale: dict[Path, tuple[str, ...]] = field(default_factory=dict)
-    written: dict[Path, list[str]] = field(default_factory=dict)
+    named: set[Path] = field(default_factory=set)
+    used: set[Path] | None = None
 
 
 SESSION = pytest.StashKey[Session]()
+REPLAYED = pytest.StashKey[list[Replayed]]()  # of a test
+ATTRIBUTE = "areal_debug_replayed"  # of a report: a list of `Replayed` as dicts
+WORKER_OUTPUT = "areal_debug_used"  # of a worker of pytest-xdist, if it knows `Session.used`
+PARTIAL = ("ignore", "ignore_glob", "lf")  # options with which not all files are collected
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -64,7 +86,39 @@ def pytest_itemcollected(item: pytest.Item) -> None:
     """Note which record a test names, even if the test is deselected later."""
     for mark in item.iter_markers("replay"):
         if mark.args:
-            item.config.stash[SESSION].used.add(place_of(item.config, mark.args[0]))
+            item.config.stash[SESSION].named.add(place_of(item.config, mark.args[0]))
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Note which records are used, if every file could be imported."""
+    if not session.testsfailed:  # a file that cannot be imported may name any record
+        session.config.stash[SESSION].used = session.config.stash[SESSION].named
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """In a worker of pytest-xdist, send which records are used to the process that prints."""
+    output = getattr(session.config, "workeroutput", None)
+    used = session.config.stash[SESSION].used
+    if output is not None and used is not None:
+        output[WORKER_OUTPUT] = [str(path) for path in used]
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """Take what a worker of pytest-xdist sent; one that crashed has sent nothing."""
+    output = getattr(node, "workeroutput", {})
+    if WORKER_OUTPUT in output:
+        session = node.config.stash[SESSION]
+        session.used = {*(session.used or ()), *map(Path, output[WORKER_OUTPUT])}
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Any:
+    """Attach what a test replayed to its report, which pytest-xdist sends like any other."""
+    report = yield
+    if call.when == "call":
+        setattr(report, ATTRIBUTE, [asdict(one) for one in item.stash.get(REPLAYED, [])])
+    return report
 
 
 def place_of(config: pytest.Config, path: str) -> Path:
@@ -88,18 +142,17 @@ def replay_record(request: pytest.FixtureRequest) -> Callable[..., "ReplayReport
             pytest.fail('the test lacks its mark: @pytest.mark.replay("path of a record")', pytrace=False)
         session = request.config.stash[SESSION]
         place = place_of(request.config, mark.args[0])
+        spec = Spec(place, request.node.nodeid, **{**mark.kwargs, **arguments})
+        checked, failure = None, ""
         try:
-            checked = check_spec(
-                Spec(place, request.node.nodeid, **{**mark.kwargs, **arguments}), session.mode
-            )
+            checked = check_spec(spec, session.mode)
         except RegressionError as error:
-            pytest.fail(printable_block(str(error)), pytrace=False)
-        session.replayed.add(place)
-        session.num_steps += len(checked.report.steps)
-        if checked.stale:
-            session.stale[place] = checked.stale
-        if checked.changes is not None:
-            session.written[place] = checked.changes
+            failure = printable_block(str(error))
+        if checked is None:  # outside of the handler, else pytest prints both exceptions
+            pytest.fail(failure, pytrace=False)
+        name = shown_path(request.config, place)
+        replayed = Replayed(name, len(checked.report.steps), list(checked.stale), checked.changes)
+        request.node.stash.setdefault(REPLAYED, []).append(replayed)
         return checked.report
 
     return replay
@@ -116,35 +169,54 @@ def find_records(folder: Path) -> Iterator[Path]:
 
 def unused_records(config: pytest.Config) -> list[Path]:
     """Return records that no test names; empty if only some of the tests were collected."""
-    if config.args_source == pytest.Config.ArgsSource.ARGS:
+    used = config.stash[SESSION].used
+    partial = any(config.getoption(name, None) for name in PARTIAL)  # the cache may be off
+    if config.args_source == pytest.Config.ArgsSource.ARGS or partial or used is None:
         return []
     found = [
         path for folder in config.getini("areal_records") for path in find_records(config.rootpath / folder)
     ]
-    return [path for path in found if path not in config.stash[SESSION].used]
+    return [path for path in found if path not in used]
+
+
+def shown_path(config: pytest.Config, path: Path) -> str:
+    """Return a path relative to pytest's root, if it is below."""
+    return str(path.relative_to(config.rootpath)) if path.is_relative_to(config.rootpath) else str(path)
+
+
+def replayed_records(reports: Iterable[Any]) -> list[Replayed]:
+    """Return what tests replayed, one of each record: steps are added, changes are joined."""
+    found: dict[str, Replayed] = {}
+    for one in (Replayed(**facts) for report in reports for facts in getattr(report, ATTRIBUTE, [])):
+        if one.record in found:
+            before = found[one.record]
+            changes = (
+                None
+                if before.changes is one.changes is None
+                else [*(before.changes or []), *(one.changes or [])]
+            )
+            one = replace(one, num_steps=before.num_steps + one.num_steps, changes=changes)
+        found[one.record] = one
+    return list(found.values())
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
     """Print what was replayed, what was written and how it changed, and stale or unused records."""
-    session = config.stash[SESSION]
+    replayed = replayed_records(report for reports in terminalreporter.stats.values() for report in reports)
     unused = unused_records(config)
-    if not (session.replayed or session.written or unused):
+    if not (replayed or unused):
         return
-
-    def name(path: Path) -> str:
-        return str(path.relative_to(config.rootpath)) if path.is_relative_to(config.rootpath) else str(path)
-
     write = terminalreporter.write_line
     terminalreporter.section("records", sep="-")
-    write(f"{session.num_steps} steps of {len(session.replayed)} records replayed")
-    for path, changes in session.written.items():
-        write(f"{name(path)} was rewritten:" if changes else f"{name(path)} is unchanged")
-        for line in changes:
-            write(f"  {line}")
-    for path, reasons in session.stale.items():
-        write(
-            f"{name(path)} is stale, compared with the noise floor and not bit by bit: {'; '.join(reasons)}"
-        )
-        write("  --areal-record=rewrite records it for this machine")
+    write(f"{sum(one.num_steps for one in replayed)} steps of {len(replayed)} records replayed")
+    for one in replayed:
+        if one.changes is not None:
+            write(f"{one.record} was rewritten:" if one.changes else f"{one.record} is unchanged")
+            for line in one.changes:
+                write(f"  {line}")
+        if one.stale:
+            reasons = "; ".join(one.stale)
+            write(f"{one.record} is stale, compared with the noise floor and not bit by bit: {reasons}")
+            write("  --areal-record=rewrite records it for this machine")
     for path in unused:
-        write(f"{name(path)} is unused: no test names it")
+        write(f"{shown_path(config, path)} is unused: no test names it")

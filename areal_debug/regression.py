@@ -5,19 +5,24 @@ check_spec ─> mode rewrite / all / once: write the record first
            ─> compare at the record's guarantee ─> report, or RegressionError
 """
 
+import fcntl
 import os
 import shlex
 import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from areal_core.safety.durable import commit_folder
+from areal_debug.diff.render import describe
 from areal_debug.render import format_value
+from areal_debug.replay.next_commands import next_commands
 from areal_debug.replay.ranks import run_once
+from areal_debug.replay.render import difference_of
 from recorder import Record, RecordError, open_record
 from recorder.archive.extract import extract_record
 from recorder.archive.pack import archive_record
@@ -30,7 +35,7 @@ from replayer.preconditions import check_model, check_recorded_results, step_ran
 from replayer.request import Request
 from replayer.rerun import replay_and_judge
 
-SHOWN = 12  # differences in a message
+SHOWN = 6  # differences in a message
 
 
 class RegressionError(AssertionError):
@@ -70,7 +75,8 @@ class CheckedRecord:
 def check_spec(spec: Spec, mode: str) -> CheckedRecord:
     """Replay the record of a test, after writing it if `mode` requires. Raises RegressionError."""
     try:
-        changes = write_if_requested(spec, mode)
+        with alone_in(spec.path.parent) if mode != "none" else nullcontext():
+            changes = write_if_requested(spec, mode)
         request = request_of(spec, open_record(spec.path))
         report = replay_and_judge(request, run_quietly)
     except (RecordError, ReplayError) as error:
@@ -81,6 +87,18 @@ def check_spec(spec: Spec, mode: str) -> CheckedRecord:
     if not accepted or (spec.exact and not report.identical):
         raise RegressionError(describe_failure(spec, request, report))
     return CheckedRecord(report, report.guarantee.reasons, changes)
+
+
+@contextmanager
+def alone_in(folder: Path) -> Iterator[None]:
+    """Wait until no other worker of pytest-xdist on this machine writes records here."""
+    folder.mkdir(parents=True, exist_ok=True)
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)
 
 
 def write_if_requested(spec: Spec, mode: str) -> list[str] | None:
@@ -107,22 +125,26 @@ def request_of(spec: Spec, record: Record) -> Request:
 
 
 def run_quietly(request: Request) -> ReplayReport:
-    """Run one replay on as many ranks as recorded."""
+    """Run one replay on as many ranks as recorded, and leave none of its logs."""
+    num_ranks = open_record(request.record).header.world_size
     try:
-        return run_once(request, open_record(request.record).header.world_size, quiet=True)
+        with tempfile.TemporaryDirectory() as folder:
+            settings = (*request.settings, f"cluster.fileroot={folder}")
+            return run_once(replace(request, settings=settings), num_ranks, quiet=True)
     except SystemExit as ended:
         raise RegressionError(
             f"the replay of {request.record} ended with exit code {ended.code}: its output is in the captured output"
         ) from None
 
 
-def command_of(request: Request) -> str:
-    """Return the command that reproduces the failure."""
+def commands_of(request: Request, report: ReplayReport) -> list[str]:
+    """Return the command that reproduces the failure, and those that continue from it."""
     first_of = open_record(request.record).steps
     words = ["areal-debug", "replay", request.record]
     words += ["--from-step", str(request.first)] if request.first != first_of[0] else []
     words += ["--to-step", str(request.last)] if request.last != first_of[-1] else []
-    return shlex.join(words + (["--model", request.model] if request.model else []))
+    words += ["--model", request.model] if request.model else []
+    return [shlex.join(words), *next_commands(report, request)]
 
 
 def describe_failure(spec: Spec, request: Request, report: ReplayReport) -> str:
@@ -130,11 +152,12 @@ def describe_failure(spec: Spec, request: Request, report: ReplayReport) -> str:
     first, verdict = report.first_different, report.verdict
     assert first is not None
     assert verdict is not None
-    num_different = sum(not result.identical for result in report.steps)
-    lines = [
-        f"{spec.path} does not match the numbers of the code: {num_different} of {len(report.steps)} steps differ, "
-        f"the first is step {first.step}, in {len(first.differences)} values"
-    ]
+    lines = [f"{spec.path} does not match the numbers of the code. {difference_of(report)}"]
+    if report.first is not None:
+        where = describe(report.first, ("recorded", "replayed"))
+        lines.append(f"first in step {first.step}, stage {report.first.stage}: {where}")
+    if report.pattern is not None:
+        lines.append(f"pattern: {report.pattern}")
     if verdict.k is not None:
         lines.append(
             f"the largest difference is {verdict.k:.3g} x this machine's noise floor: {verdict.where}, step {verdict.step}"
@@ -151,7 +174,9 @@ def describe_failure(spec: Spec, request: Request, report: ReplayReport) -> str:
     ]
     if (num_more := len(first.differences) - SHOWN) > 0:
         lines.append(f"  ... and {num_more} more")
-    lines.append(f"to reproduce it: {command_of(replace(request, last=first.step))}")
+    reproduce, *others = commands_of(replace(request, last=first.step), report)
+    lines.append(f"to reproduce it: {reproduce}")
+    lines += [f"next: {command}" for command in others]
     lines.append(f"if the change is intended: pytest {shlex.quote(spec.test)} --areal-record=rewrite")
     return "\n".join(lines)
 

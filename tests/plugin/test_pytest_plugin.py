@@ -74,6 +74,8 @@ def test_a_difference_fails_the_test_with_its_message_and_no_traceback(run, requ
     result.assert_outcomes(failed=1)
     result.stdout.fnmatch_lines(["the numbers differ", "to reproduce it: areal-debug replay red"])
     result.stdout.no_fnmatch_line("*Traceback*")
+    result.stdout.no_fnmatch_line("*During handling*")
+    assert result.stdout.str().count("to reproduce it: areal-debug replay red") == 1
     result.stdout.no_fnmatch_line("*replay_record(model*")
 
 
