@@ -15,6 +15,7 @@ from recorder.difference import Difference, find_differences
 from recorder.environment import diff_environment
 from recorder.format import Outcome, RecordHeader, outcome_document
 from recorder.header import describe_run
+from replayer.bug.carried import is_same_carried
 from replayer.errors import ReplayError
 from replayer.gradients import RowSignal, no_gradient_warnings, normalises_groups, row_signals
 from replayer.noise import Guarantee, Trajectory, Verdict, expected_guarantee, is_division, smooth
@@ -368,6 +369,7 @@ def compare_run(record: Record, current: RecordHeader) -> HeaderComparison:
         for d in comparison.config
         if d.where.split(".")[0] not in WITHOUT_EFFECT
         and d.where not in moved
+        and not is_same_carried(d.recorded, d.current)
         and not is_new_option_at_default(d.where, d.current, record.header.config)
     )
     return HeaderComparison(

@@ -1,4 +1,4 @@
-"""Row filters such as `reward > 0 and len(completion) < 512`, evaluated by a safe subset.
+"""Expressions such as `reward > 0 and len(completion) < 512`, evaluated by a safe subset.
 
 Python's own parser builds the tree; only the nodes below are accepted, and they are evaluated here.
 There is no `eval`, no attribute access and no call except of six functions, so an expression from
@@ -7,6 +7,7 @@ are bounded: it takes time and memory as its row has, and no more.
 """
 
 import ast
+import math
 import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -47,6 +48,30 @@ def rounded(value: float, digits: int = 0) -> float:
     return round(value, digits) if digits else round(value)
 
 
+@dataclass(frozen=True)
+class Kind:
+    """What follows `is`: true of a list if it is of some, or of every one of its numbers."""
+
+    name: str
+    of_number: Callable[[float], bool]
+    of_list: Callable[..., bool]
+
+    def of(self, value: Any) -> bool:
+        """Return whether a number or a list is of this kind. Raises TypeError for other values."""
+        numbers = value if isinstance(value, list) else [value]
+        if not all(isinstance(number, int | float) for number in numbers):
+            raise TypeError(f"only numbers are {self.name}, or not")
+        return self.of_list(map(self.of_number, numbers))
+
+
+KINDS = {
+    kind.name: kind
+    for kind in (
+        Kind("nan", math.isnan, any),
+        Kind("inf", math.isinf, any),
+        Kind("finite", math.isfinite, all),
+    )
+}
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     "len": len,
     "min": min,
@@ -78,78 +103,89 @@ UNARY: dict[type[ast.unaryop], Callable[[Any], Any]] = {ast.Not: operator.not_, 
 
 @dataclass(frozen=True)
 class Expression:
-    """A parsed expression over `names`."""
+    """A parsed expression over `names`, the value of an option of the command line."""
 
     text: str
     names: tuple[str, ...]
     tree: ast.expr
+    option: str = "--filter"
+
+    def uses(self, name: str) -> bool:
+        """Return whether the expression has a name."""
+        return any(isinstance(node, ast.Name) and node.id == name for node in ast.walk(self.tree))
 
     def matches(self, values: Mapping[str, Any]) -> bool:
-        """Return whether the row with these values satisfies it.
+        """Return whether the row, or whatever it is about, with these values satisfies it.
 
         Raises WrongFilter if the values do not fit the operators.
         """
         try:
             return bool(evaluate(self.tree, values))
         except (TypeError, ArithmeticError, ValueError, IndexError) as error:
-            raise WrongFilter(f"--filter {self.text!r} cannot be evaluated for a row: {error}") from None
+            raise WrongFilter(f"{self.option} {self.text!r} cannot be evaluated: {error}") from None
 
 
-def parse_expression(text: str, names: tuple[str, ...]) -> Expression:
+def parse_expression(text: str, names: tuple[str, ...], option: str = "--filter") -> Expression:
     """Parse an expression of comparisons, logic, arithmetic and the allowed functions and names.
 
     Raises:
         WrongFilter: names what is not allowed, and lists what is; or the limit that is exceeded.
     """
     if len(text) > MAX_CHARACTERS:
-        raise WrongFilter(f"--filter has {len(text):,} characters; at most {MAX_CHARACTERS:,} are allowed")
+        raise WrongFilter(f"{option} has {len(text):,} characters; at most {MAX_CHARACTERS:,} are allowed")
     try:
         tree = ast.parse(text, mode="eval").body
     except (SyntaxError, ValueError) as error:
-        raise WrongFilter(f"--filter {text!r} is not an expression: {str(error).splitlines()[0]}") from None
+        raise WrongFilter(f"{option} {text!r} is not an expression: {str(error).splitlines()[0]}") from None
     except (RecursionError, MemoryError):  # of Python's parser
-        raise WrongFilter(f"--filter is nested deeper than {MAX_DEPTH} levels") from None
-    check_size(tree)
-    check(tree, text, names)
-    return Expression(text, names, tree)
+        raise WrongFilter(f"{option} is nested deeper than {MAX_DEPTH} levels") from None
+    check_size(tree, option)
+    parsed = Expression(text, names, tree, option)
+    check(tree, parsed)
+    return parsed
 
 
-def check_size(tree: ast.expr) -> None:
+def check_size(tree: ast.expr, option: str) -> None:
     """Raise WrongFilter for a tree that is too deep or has too many nodes."""
     level: list[ast.AST] = [tree]
     num_nodes = depth = 0
     while level:
         num_nodes, depth = num_nodes + len(level), depth + 1
         if num_nodes > MAX_NODES:
-            raise WrongFilter(f"--filter has more than {MAX_NODES:,} names, constants and operations")
+            raise WrongFilter(f"{option} has more than {MAX_NODES:,} names, constants and operations")
         if depth > MAX_DEPTH:
-            raise WrongFilter(f"--filter is nested deeper than {MAX_DEPTH} levels")
+            raise WrongFilter(f"{option} is nested deeper than {MAX_DEPTH} levels")
         level = [child for node in level for child in ast.iter_child_nodes(node)]
 
 
-def check(node: ast.expr, text: str, names: tuple[str, ...]) -> None:
+def check(node: ast.expr, expression: Expression) -> None:
     """Raise WrongFilter for the first node that is not allowed."""
-    for child in children(node, text, names):
-        check(child, text, names)
+    for child in children(node, expression):
+        check(child, expression)
 
 
-def children(node: ast.expr, text: str, names: tuple[str, ...]) -> list[ast.expr]:
+def children(node: ast.expr, expression: Expression) -> list[ast.expr]:
     """Return the operands of an allowed node. Raises WrongFilter for one that is not allowed."""
+    names, shown = expression.names, f"{expression.option} {expression.text!r}"
     match node:
         case ast.Constant(value=int() as value) if abs(value) > MAX_INTEGER:
-            raise WrongFilter(f"--filter {text!r} has a number beyond {MAX_INTEGER:.0e}")
+            raise WrongFilter(f"{shown} has a number beyond {MAX_INTEGER:.0e}")
         case ast.Constant(value=bool() | int() | float() | str()):
             return []
         case ast.Name(id=name) if name in names:
             return []
         case ast.Name(id=name):
-            raise WrongFilter(f"--filter {text!r}: there is no {name!r}; a row has {', '.join(names)}")
+            raise WrongFilter(f"{shown}: there is no {name!r}; it may use {', '.join(names)}")
         case ast.BoolOp(values=values) | ast.Tuple(elts=values) | ast.List(elts=values):
             return values
         case ast.UnaryOp(op=op, operand=operand) if type(op) in UNARY:
             return [operand]
         case ast.BinOp(left=left, op=op, right=right) if type(op) in ARITHMETIC:
             return [left, right]
+        case ast.Compare(left=left, ops=[ast.Is() | ast.IsNot()], comparators=[ast.Name(id=name)]) if (
+            name in KINDS
+        ):
+            return [left]
         case ast.Compare(left=left, ops=ops, comparators=rest) if all(type(o) in COMPARISONS for o in ops):
             return [left, *rest]
         case ast.Call(func=ast.Name(id=name), args=args, keywords=[]) if name in FUNCTIONS:
@@ -157,7 +193,7 @@ def children(node: ast.expr, text: str, names: tuple[str, ...]) -> list[ast.expr
         case ast.Subscript(value=value, slice=index) if not isinstance(index, ast.Slice):
             return [value, index]
     raise WrongFilter(
-        f"--filter {text!r}: {ast.unparse(node)!r} is not allowed; use comparisons, and, or, not, + - * / // %, "
+        f"{shown}: {ast.unparse(node)!r} is not allowed; use comparisons, is nan, is inf, is finite, and, or, not, + - * / // %, "
         f"{', '.join(FUNCTIONS)} over {', '.join(names)}"
     )
 
@@ -179,6 +215,8 @@ def evaluate(node: ast.expr, values: Mapping[str, Any]) -> Any:
             return UNARY[type(op)](evaluate(operand, values))
         case ast.BinOp(left=left, op=op, right=right):
             return bounded(ARITHMETIC[type(op)], evaluate(left, values), evaluate(right, values))
+        case ast.Compare(left=left, ops=[ast.Is() | ast.IsNot() as op], comparators=[ast.Name(id=name)]):
+            return KINDS[name].of(evaluate(left, values)) == isinstance(op, ast.Is)
         case ast.Compare(left=left, ops=ops, comparators=rest):
             operands = [evaluate(left, values), *(evaluate(one, values) for one in rest)]
             pairs = zip(ops, operands, operands[1:], strict=False)

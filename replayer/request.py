@@ -17,6 +17,7 @@ from areal_core.config.loading import apply_override, load_with_notes
 from areal_core.config.names import sections_of
 from areal_core.safety.private import default_root
 from recorder import Record
+from replayer.bug.carried import use_carried_models
 
 C = TypeVar("C", bound=PPOConfig)
 
@@ -94,6 +95,7 @@ def replay_config(
     config = config_from_dict(tree, PPOConfig, source=source)
     if settings:
         check_config(config)
+    use_carried_models(config, record)
     if model is not None:
         # The reference is the model that the run starts from, and the critic is initialised from
         # it with another head.

@@ -6,6 +6,7 @@ from typing import Any
 from areal_core.reward import RewardPool
 from areal_core.trainer.rl import Observer, PPOTrainer
 from recorder import Record, open_record
+from replayer.anchors import CHECKPOINT
 from replayer.check import ReplayCheck, ReplayReport
 from replayer.preconditions import check_model, check_steps_present, nearest_anchor, step_range
 from replayer.request import Request, replay_config
@@ -50,6 +51,20 @@ def replay(request: Request, make_observers: Sequence[MakeObserver]) -> None:
     Raises:
         ReplayError: the requested steps are not in the record, or there is nothing to start from.
     """
+    with build_trainer(request, make_observers) as trainer:
+        trainer.train()
+
+
+def build_trainer(
+    request: Request, make_observers: Sequence[MakeObserver], stop_before: int | None = None
+) -> PPOTrainer:
+    """Build the trainer of a replay.
+
+    Args:
+        stop_before: the step before which `train` ends, if not after the last one of the request.
+
+    Raises as `replay` does.
+    """
     record = open_record(request.record)
     first, _ = step_range(record, request.first, request.last)
     config = replay_config(record, request.model, request.settings, request.config)
@@ -58,11 +73,12 @@ def replay(request: Request, make_observers: Sequence[MakeObserver]) -> None:
     start = 0 if anchor is None else anchor
     check_steps_present(record, first, request.last)
     hooks = replay_hooks(request, make_observers) | {
-        "checkpoint": None if anchor is None else record.anchor(anchor) / "checkpoint",
+        "checkpoint": None if anchor is None else record.anchor(anchor) / CHECKPOINT,
         "total_steps": total_steps(record, start),
     }
-    with PPOTrainer(config, **hooks) as trainer:
-        trainer.train()
+    if stop_before is not None:
+        hooks["stop_after"] = stop_before - 1
+    return PPOTrainer(config, **hooks)
 
 
 def total_steps(record: Record, step: int) -> int:

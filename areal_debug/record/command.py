@@ -23,13 +23,14 @@ if TYPE_CHECKING:
     example="areal-debug record ls runs/record\nareal-debug record show runs/record --step 3",
     lazy={
         "archive": "record.archive:archive",
+        "cut": "record.cut:cut",
         "extract": "record.archive:extract",
         "import": "record.transfer:import_record",
         "export": "record.transfer:export",
     },
 )
 def command() -> None:
-    """List, show and verify records; archive, import and export them."""
+    """List, show and verify records; archive, cut, import and export them."""
 
 
 record_argument = click.argument("record", type=click.Path(path_type=Path))

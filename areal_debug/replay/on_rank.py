@@ -142,6 +142,17 @@ def visit(scene: "Scene", options: "GotoOptions") -> None:
         open_debugger(scene, options.pdb_rank)
 
 
+def cut_one_step(request_text: str) -> None:
+    """Cut a record to one step; rank 0 prints how it is reduced.
+
+    Args:
+        request_text: a `replayer.bug.cut_request.CutRequest` as JSON.
+    """
+    from areal_debug.record.shrink import cut_on_rank
+
+    cut_on_rank(request_text)
+
+
 def run_preflight_steps(folder: str, num_steps: str, keep: str, *config_arguments: str) -> None:
     """Train steps of a configured run and write their bits into `folder`.
 
@@ -188,6 +199,7 @@ TASKS: dict[str, Callable[..., None]] = {
     "goto": go_to_step,  # areal-debug goto: RECORD STEP OPTIONS
     "weights": save_recorded_weights,  # the question of the engine: RECORD STEPS FOLDER MODEL
     "preflight": run_preflight_steps,  # areal-debug preflight: FOLDER STEPS KEEP CONFIG_ARGUMENT...
+    "cut": cut_one_step,  # areal-debug record cut: REQUEST
 }
 
 if __name__ == "__main__":

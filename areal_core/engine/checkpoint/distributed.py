@@ -20,7 +20,7 @@ pickle.
 import json
 import shutil
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -54,6 +54,7 @@ from areal_core.safety.durable import commit_file, commit_folder, sentence_of
 
 POLL_S = 0.005  # of rank 0 for the other ranks' files: a shared folder sends no events
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
+WITHOUT_WEIGHTS = "without_weights"  # in the state: engines whose weights their model folder has
 
 Engines = Mapping[str, FSDPEngine]  # the trained engines of a run by name: "actor", "critic"
 
@@ -74,16 +75,20 @@ class Snapshot:
         return self.folder.with_name(self.folder.name + ".partial")
 
 
-def save_checkpoint(folder: str | Path, engines: Engines, state: dict[str, Any]) -> None:
+def save_checkpoint(
+    folder: str | Path, engines: Engines, state: dict[str, Any], without_weights: Sequence[str] = ()
+) -> None:
     """Write a checkpoint that `load_checkpoint` restores; a collective.
 
     Args:
         state: of the training loop, as JSON types.
+        without_weights: engines whose model folder already has the weights that they have now.
 
     Raises:
         CheckpointNotWritten: it cannot be written.
     """
-    write_snapshot(take_snapshot(folder, engines, state, copy=False), threading.Event())
+    snapshot = take_snapshot(folder, engines, state, copy=False, without_weights=without_weights)
+    write_snapshot(snapshot, threading.Event())
     _ranks_of(engines).barrier()
 
 
@@ -94,6 +99,7 @@ def take_snapshot(
     *,
     with_optimizer: bool = True,
     copy: bool = True,
+    without_weights: Sequence[str] = (),
 ) -> Snapshot:
     """Collect what `write_snapshot` writes for a checkpoint in `folder`; a collective.
 
@@ -101,6 +107,7 @@ def take_snapshot(
         state: of the training loop, as JSON types.
         with_optimizer: include the optimizers' states.
         copy: own the memory, because training continues while the snapshot is written.
+        without_weights: engines whose weights are left out, which the state then lists.
     """
     ranks = _ranks_of(engines)
     saved, pieces = {}, {}
@@ -109,7 +116,10 @@ def take_snapshot(
         optimizer = _optimizer_state(engine) if with_optimizer and _has_optimizer_state(engine) else {}
         schedule = engine.schedule.state_dict() if engine.schedule else None
         saved[name] = SavedEngine(name, bool(optimizer), schedule)
-        pieces[name] = local_pieces(_weights(engine) | _tensors_of(optimizer), ranks.rank, copy=copy)
+        weights = {} if name in without_weights else _weights(engine)
+        pieces[name] = local_pieces(weights | _tensors_of(optimizer), ranks.rank, copy=copy)
+    if without_weights:
+        state = state | {WITHOUT_WEIGHTS: list(without_weights)}
     snapshot = Snapshot(Path(folder), ranks.rank, ranks.world_size, pieces, Checkpoint(saved, [], state, {}))
     failed = make_partial(snapshot) if ranks.rank == 0 else None
     # After this collective no rank can find files of an earlier attempt.
@@ -216,7 +226,8 @@ def load_checkpoint(folder: str | Path, engines: Engines, *, with_optimizer: boo
             raise CheckpointError(
                 f"{folder} has only {saved}, and this run also has a {name}: use another one"
             )
-        _load_engine(folder, engine, checkpoint.engines[name], with_optimizer)
+        with_weights = name not in checkpoint.state.get(WITHOUT_WEIGHTS, ())
+        _load_engine(folder, engine, checkpoint.engines[name], with_optimizer, with_weights)
     if len(checkpoint.rng) == ranks.world_size:
         set_rng_state(checkpoint.rng[ranks.rank])
     return checkpoint.state
@@ -235,10 +246,12 @@ def _check_files_on_all_ranks(folder: Path, checkpoint: Checkpoint, ranks: Ranks
             raise of_rank
 
 
-def _load_engine(folder: Path, engine: FSDPEngine, saved: SavedEngine, with_optimizer: bool) -> None:
+def _load_engine(
+    folder: Path, engine: FSDPEngine, saved: SavedEngine, with_optimizer: bool, with_weights: bool
+) -> None:
     _reshard(engine)
     optimizer = _optimizer_state(engine) if saved.has_optimizer and with_optimizer else {}
-    tensors = _weights(engine) | _tensors_of(optimizer)
+    tensors = (_weights(engine) if with_weights else {}) | _tensors_of(optimizer)
     reader = HuggingFaceStorageReader(str(folder / saved.folder))
     stored = reader.read_metadata().state_dict_metadata
     for name, tensor in tensors.items():

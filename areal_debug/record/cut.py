@@ -1,0 +1,215 @@
+"""`areal-debug record cut`: one step, or the rows of it that show a bug, in a file for anybody."""
+
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from areal_debug.cli import Verb, force_option, json_option, model_option
+from areal_debug.render import (
+    QUIET,
+    REPORT_FILE,
+    console,
+    errors_as_sentences,
+    fail,
+    format_bytes,
+    format_number,
+    is_quiet,
+    note,
+    print_json,
+    read_report,
+    styled,
+)
+
+if TYPE_CHECKING:
+    from replayer.bug.cut_request import CutRequest
+
+
+@click.command(
+    cls=Verb,
+    short_help="Cut a record to one step, or to the rows that show a bug, in one file",
+    example="areal-debug record cut runs/record --step 3 --to bug.zip\n"
+    "areal-debug record cut runs/record --step 3 --shrink 'loss is nan' --to bug.zip",
+)
+@click.argument("record", type=click.Path())
+@click.option("--step", type=int, required=True, metavar="N", help="Number of the step.")
+@click.option("--micro-batch", type=int, metavar="K", help="Only the rows of one micro-batch of the step.")
+@click.option("--sample", metavar="PROMPT.SAMPLE", help="Only one row.")
+@click.option("--to", "destination", required=True, metavar="PLACE", help="Folder, file.zip, or fsspec URL.")
+@click.option("--shrink", "symptom", metavar="EXPR", help="Remove rows, then tokens, while this is true.")
+@click.option(
+    "--keep-advantages/--recompute-advantages",
+    default=None,
+    help="Of the rows that are left: as in the complete step, or from them alone. By default they are kept, and "
+    "recomputed with --shrink.",
+)
+@click.option(
+    "--max-seconds",
+    type=click.FloatRange(min=0),
+    default=120.0,
+    show_default=True,
+    help="End of --shrink; the best so far is written.",
+)
+@click.option("--no-check", is_flag=True, help="Do not replay the file once it is written.")
+@model_option
+@force_option
+@json_option
+@errors_as_sentences
+def cut(
+    record: str,
+    step: int,
+    micro_batch: int | None,
+    sample: str | None,
+    destination: str,
+    symptom: str | None,
+    keep_advantages: bool | None,
+    max_seconds: float,
+    no_check: bool,
+    model: str | None,
+    force: bool,
+    as_json: bool,
+) -> None:
+    """Write one step of RECORD, with the weights before it, into a record that needs nothing else:
+    `areal-debug replay bug.zip` gives the same bits elsewhere.
+
+    \b
+    --shrink   'loss is nan', 'grad_norm > 100', 'max(rewards) > 10', 'replay != recorded'
+    may use    loss, grad_norm, stats["NAME"], rewards, advantages, row_losses, logprobs, lengths (lists),
+               num_rows, num_tokens, difference, error
+
+    Where rows or tokens are removed, the step is run on the others, and that is the new record; loss
+    and gradient norm of the original are kept beside it.
+
+    Exit code 0: written, and replayed to the same bits. 1: it replays to others. 2: not written.
+    """
+    from recorder import open_record
+    from recorder.archive.pack import archive_record, check_destination
+    from recorder.storage import location_of
+    from replayer.bug.cut_request import CutRequest, check_cut
+
+    if micro_batch is not None and sample is not None:
+        fail("--micro-batch and --sample exclude each other: give one of them")
+    request = CutRequest(record, step, "", micro_batch, sample, symptom, keep_advantages, model, max_seconds)
+    opened = open_record(record)
+    check_cut(opened, request)
+    check_destination(location_of(destination), force)
+    refuse_damage_of(record, len(opened.steps))
+    with tempfile.TemporaryDirectory(prefix="areal-debug-cut-") as scratch:
+        folder = Path(scratch) / "record"
+        report = run_cut(replace(request, folder=str(folder)), opened.header.world_size, as_json)
+        archived = archive_record(folder, destination, force)
+    report |= {"to": destination, "size_bytes": archived.archive_bytes}
+    has_outcome = report["cut"]["error"] is None
+    if not no_check and has_outcome:
+        report["replays"] = replays_to_same_bits(destination, step, opened.header.world_size)
+    if as_json:
+        print_json(report)
+    else:
+        print_cut(report)
+    raise SystemExit(130 if report["interrupted"] else 1 if report.get("replays") is False else 0)
+
+
+def refuse_damage_of(record: str, num_steps: int) -> None:
+    """End the command with code 1 if a byte of the record has changed."""
+    from areal_debug.replay.command import refuse_damage
+
+    refuse_damage(record, num_steps)
+
+
+def run_cut(request: "CutRequest", num_ranks: int, as_json: bool) -> dict[str, Any]:
+    """Cut on the ranks of this machine; return the report.
+
+    Ends the command with the ranks' exit code if they fail. An interrupt ends the reduction: the
+    ranks write the best so far, and the report says so.
+    """
+    from areal_core.environment import DETERMINISTIC
+    from areal_core.launch.torchrun import run_ranks
+    from replayer.bug.cut_request import cut_request_text
+
+    logs = Path(request.folder).parent
+    file = logs / "report.json"
+    hidden = as_json or is_quiet()
+    environment = DETERMINISTIC | {REPORT_FILE: str(file)} | ({QUIET: "1"} if hidden else {})
+    arguments = ["-m", "areal_debug.replay.on_rank", "cut", cut_request_text(request)]
+    interrupted = False
+    try:
+        code = run_ranks(arguments, num_ranks, environment, logs)
+    except SystemExit as ended:
+        interrupted, code = True, int(ended.code or 0)
+    if not file.exists():
+        raise SystemExit(code or 1)
+    return read_report(file) | {"interrupted": interrupted}
+
+
+def replays_to_same_bits(destination: str, step: int, num_ranks: int) -> bool:
+    """Replay the file that was written, and return whether every bit is the expected one."""
+    from areal_debug.replay.ranks import run_once
+    from replayer.request import Request
+
+    note("replaying the file once")
+    return run_once(Request(destination, step, step), num_ranks, quiet=True).identical
+
+
+def print_cut(report: dict[str, Any]) -> None:
+    """Print what was written, what it was reduced from, and the next command."""
+    cut, out = report["cut"], console()
+    kept = (
+        f", of {cut['num_rows']:,} rows and {cut['num_tokens']:,} tokens" if cut["kept"] is not None else ""
+    )
+    out.print(
+        styled(
+            "[bold]{}[/bold]: step {}, {:,} rows, {:,} tokens{}; {}",
+            report["to"],
+            cut["step"],
+            report["rows"],
+            report["tokens"],
+            kept,
+            format_bytes(report["size_bytes"]),
+        )
+    )
+    if cut["symptom"] is not None:
+        ended = (
+            "no single row or token can be left out"
+            if report["is_minimal"]
+            else "stopped before it was minimal"
+        )
+        out.print(
+            styled(
+                "{}: {}, after {} runs in {:.1f} s",
+                cut["symptom"],
+                ended,
+                report["num_runs"],
+                report["seconds"],
+            )
+        )
+    if cut["error"] is not None:
+        out.print(styled("the step ends with {}", cut["error"]))
+    elif cut["kept"] is not None:
+        out.print(
+            styled(
+                "expected now: {}; in the original: {}",
+                numbers_of(report["numbers"]),
+                numbers_of(cut["numbers"]),
+            )
+        )
+        what = (
+            "those of the original step"
+            if cut["keeps_advantages"]
+            else "computed from the rows that are left"
+        )
+        out.print(styled("[dim]advantages are {}[/dim]", what))
+    if "replays" in report:
+        verdict = (
+            "[green]it replays to the same bits[/green]"
+            if report["replays"]
+            else "[red]it replays to other bits[/red]"
+        )
+        out.print(styled(verdict))
+    out.print(styled("next: areal-debug replay {}", report["to"]))
+
+
+def numbers_of(numbers: dict[str, float]) -> str:
+    """Format loss and gradient norm."""
+    return ", ".join(f"{name} {format_number(value)}" for name, value in numbers.items()) or "not recorded"
