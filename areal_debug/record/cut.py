@@ -1,6 +1,7 @@
 """`areal-debug record cut`: one step, or the rows of it that show a bug, in a file for anybody."""
 
 import tempfile
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,6 +25,7 @@ from areal_debug.render import (
 )
 
 if TYPE_CHECKING:
+    from recorder import Record
     from replayer.bug.cut_request import CutRequest
 
 
@@ -76,11 +78,11 @@ def cut(
 
     \b
     --shrink   'loss is nan', 'grad_norm > 100', 'max(rewards) > 10', 'replay != recorded'
-    may use    loss, grad_norm, stats["NAME"], rewards, advantages, row_losses, logprobs, lengths (lists),
-               num_rows, num_tokens, difference, error
+    may use    loss, grad_norm, stats["NAME"], num_rows, num_tokens, difference, error; and lists:
+               rewards, advantages, row_losses, logprobs, lengths
 
-    Where rows or tokens are removed, the step is run on the others, and that is the new record; loss
-    and gradient norm of the original are kept beside it.
+    Where rows or tokens are removed, the step is run on the others, and that is the new record;
+    loss and gradient norm of the original are kept beside it.
 
     Exit code 0: written, and replayed to the same bits. 1: it replays to others. 2: not written.
     """
@@ -160,11 +162,11 @@ def print_cut(report: dict[str, Any]) -> None:
     )
     out.print(
         styled(
-            "[bold]{}[/bold]: step {}, {:,} rows, {:,} tokens{}; {}",
+            "[bold]{}[/bold]: step {}, {}, {}{}; {}",
             report["to"],
             cut["step"],
-            report["rows"],
-            report["tokens"],
+            count(report["rows"], "row"),
+            count(report["tokens"], "token"),
             kept,
             format_bytes(report["size_bytes"]),
         )
@@ -210,6 +212,24 @@ def print_cut(report: dict[str, Any]) -> None:
     out.print(styled("next: areal-debug replay {}", report["to"]))
 
 
-def numbers_of(numbers: dict[str, float]) -> str:
+def count(number: int, what: str) -> str:
+    """Return a number of things."""
+    return f"{number:,} {what}{'s' * (number != 1)}"
+
+
+def note_cut(record: "Record") -> None:
+    """Print what a record was cut from, if it was."""
+    from replayer.bug.carried import read_cut
+
+    if (found := read_cut(record)) is None:
+        return
+    rows = "" if found.kept is None else f", {len(found.kept)} of its {count(found.num_rows, 'row')}"
+    symptom = "" if found.symptom is None else f", cut for: {found.symptom}"
+    note(f"step {found.step} of {found.source}{rows}{symptom} (there {numbers_of(found.numbers)})")
+    if found.error is not None:
+        note(f"expected: {found.error}")
+
+
+def numbers_of(numbers: Mapping[str, float]) -> str:
     """Format loss and gradient norm."""
     return ", ".join(f"{name} {format_number(value)}" for name, value in numbers.items()) or "not recorded"

@@ -16,6 +16,8 @@ from replayer.bug.cut_request import parse_cut_request
 from replayer.bug.shrink import Rows
 from replayer.bug.symptom import Numbers
 
+MOST_NAMED = 4  # rows that are printed by their names
+
 
 def cut_on_rank(request_text: str) -> None:
     """Cut a step on this rank; rank 0 prints each reduction and writes the report.
@@ -59,10 +61,10 @@ def make_recorder(trainer: PPOTrainer, folder: Path, recording: Recording) -> Ob
 def print_size(out: Console, when: str, rows: Rows, numbers: Numbers) -> None:
     """Print a line with the rows and tokens that are left, and the numbers of the step on them."""
     tokens = sum(len(row.tokens) for row in rows)
-    names = ", ".join(row.name for row in rows) if len(rows) <= 4 else ""
+    names = ", ".join(row.name for row in rows) if len(rows) <= MOST_NAMED else ""
     seen = (
         numbers.error or f"loss {format_number(numbers.loss)}, grad_norm {format_number(numbers.grad_norm)}"
     )
     out.print(
-        styled("{:>9}  {:>5,} rows {:>8,} tokens   {}   [dim]{}[/dim]", when, len(rows), tokens, seen, names)
+        styled("{:>9}  {:>6,} rows {:>9,} tokens   {}   [dim]{}[/dim]", when, len(rows), tokens, seen, names)
     )

@@ -88,11 +88,13 @@ def command(
     Exit code 0: within the tolerance of the replay's layout; always for what-if and --explain. 1:
     beyond it. 2: inconclusive.
     """
+    from areal_debug.record.cut import note_cut
     from recorder import open_record
     from replayer.preconditions import check_options, step_range
     from replayer.request import Request
 
     opened = open_record(record)
+    note_cut(opened)
     if config is not None and opened.header.trainer is None:
         fail("--config is for records of other trainers: change options of this one as OPTION=VALUE")
     check_options(opened, config)

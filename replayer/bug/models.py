@@ -1,4 +1,4 @@
-"""Write the models of a cut record: model files as they are, or the weights that an engine has now."""
+"""Write the models of a cut record: model files as they are, or the weights of an engine."""
 
 import json
 import shutil
