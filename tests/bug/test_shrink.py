@@ -1,0 +1,132 @@
+"""Removal of rows and tokens, and the expressions that say what must stay."""
+
+import pytest
+
+from replayer.bug.shrink import Row, Shrinker, Stopped, minimise
+from replayer.bug.symptom import Numbers, parse_symptom
+from replayer.errors import WrongFilter
+
+
+@pytest.mark.parametrize("needed", [{0}, {63}, {17, 18}, {3, 60}, {0, 31, 32, 63}, set(range(5, 12))])
+def test_the_items_that_are_needed_together_are_left(needed):
+    runs = []
+
+    def occurs(items):
+        runs.append(tuple(items))
+        return needed <= set(items)
+
+    assert set(minimise(range(64), occurs)) == needed
+    assert len(runs) < 120
+
+
+def test_without_an_item_that_is_needed_the_last_ones_go_first():
+    assert list(minimise("abcdefgh", lambda items: len(items) >= 1)) == ["a"]
+
+
+def rows_of(num_rows, num_tokens):
+    return tuple(Row(0, row, f"0.{row}", tuple(range(num_tokens))) for row in range(num_rows))
+
+
+def shrinker_of(rows, occurs):
+    seen = []
+    return Shrinker(rows, occurs, seen.append), seen
+
+
+def test_rows_then_tokens_are_removed_and_the_first_token_stays():
+    def occurs(rows):
+        return any(row.row == 5 and 7 in row.tokens for row in rows)
+
+    shrinker, seen = shrinker_of(rows_of(16, 12), occurs)
+    assert shrinker.shrink() == (Row(0, 5, "0.5", (0, 7)),)
+    assert shrinker.is_minimal
+    assert [len(rows) for rows in seen[:4]] == [8, 4, 2, 1]
+    assert shrinker.num_runs < 30
+
+
+def test_the_best_so_far_is_kept_when_no_further_run_may_be_made():
+    left = [3]
+
+    def occurs(rows):
+        if not left[0]:
+            raise Stopped
+        left[0] -= 1
+        return any(row.row == 0 for row in rows)
+
+    shrinker, _ = shrinker_of(rows_of(16, 12), occurs)
+    assert [row.row for row in shrinker.shrink()] == [0, 1]
+    assert not shrinker.is_minimal
+
+
+NUMBERS = Numbers(
+    loss=float("nan"),
+    grad_norm=120.0,
+    stats={"ppo_actor/update/entropy/avg": 2.0, "ppo_actor/update/ratio/max": 5.0, "ppo_actor/kl/max": 1.0},
+    rewards=[0.0, 1.0],
+    advantages=[1.0, float("inf")],
+    lengths=[3, 0],
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "occurs"),
+    [
+        ("loss is nan", True),
+        ("loss is not nan", False),
+        ("loss is not finite", True),
+        ("loss > 0", False),
+        ("grad_norm > 100", True),
+        ("grad_norm is finite and loss is nan", True),
+        ("advantages is inf", True),
+        ("rewards is inf", False),
+        ("rewards is finite", True),
+        ("advantages is finite", False),
+        ("max(rewards) == 1 and 0 in lengths", True),
+        ('stats["ppo_actor/update/entropy/avg"] == 2', True),
+        ('stats["entropy/avg"] == 2', True),
+        ('error != ""', False),
+        ("replay != recorded", False),
+    ],
+)
+def test_a_symptom_is_true_or_false_of_the_numbers_of_a_step(text, occurs):
+    assert parse_symptom(text).occurs(NUMBERS) is occurs
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("losses is nan", "there is no 'losses'; it may use loss, grad_norm"),
+        ("1 > 0", "does not depend on the step"),
+        ("loss is 0", "is not allowed"),
+        ("loss.item() > 0", "is not allowed"),
+        ("loss >", "is not an expression"),
+    ],
+)
+def test_a_wrong_symptom_is_refused_before_anything_runs(text, why):
+    with pytest.raises(WrongFilter, match=why):
+        parse_symptom(text)
+
+
+def test_an_unclear_statistic_is_named():
+    with pytest.raises(WrongFilter, match="several statistics are named 'max'"):
+        parse_symptom('stats["max"] > 0').occurs(NUMBERS)
+
+
+def test_an_error_of_another_kind_is_not_the_symptom():
+    from dataclasses import replace
+
+    whole = Numbers(error="IndexError: index out of range")
+    symptom = replace(parse_symptom('error != ""'), like=whole)
+    assert symptom.occurs(Numbers(error="IndexError: another index"))
+    assert not symptom.occurs(Numbers(error="nothing to train on"))
+
+
+def test_a_difference_counts_if_it_is_half_of_the_whole_steps():
+    from dataclasses import replace
+
+    symptom = replace(parse_symptom("replay != recorded"), like=Numbers(difference=1.0))
+    assert [symptom.occurs(Numbers(difference=found)) for found in (1e-7, 0.4, 0.5, 2.0)] == [
+        False,
+        False,
+        True,
+        True,
+    ]
