@@ -211,7 +211,7 @@ def call(*arguments: object, cwd: Path, ends_with: int = 0, **environment: str) 
 
 
 def make_base(work: Path) -> None:
-    """Train and record three steps of 16 prompts, 8 samples each, with an anchor before the last."""
+    """Train and record three steps of 128 rows, with an anchor before the last."""
     from areal_core.testing import make_tiny_model
 
     make_tiny_model(work / "model")

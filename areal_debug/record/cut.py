@@ -1,7 +1,6 @@
 """`areal-debug record cut`: one step, or the rows of it that show a bug, in a file for anybody."""
 
 import tempfile
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -9,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from areal_debug.cli import Verb, force_option, json_option, model_option
+from areal_debug.record.cut_text import count, numbers_of
 from areal_debug.render import (
     QUIET,
     REPORT_FILE,
@@ -16,7 +16,6 @@ from areal_debug.render import (
     errors_as_sentences,
     fail,
     format_bytes,
-    format_number,
     is_quiet,
     note,
     print_json,
@@ -25,7 +24,6 @@ from areal_debug.render import (
 )
 
 if TYPE_CHECKING:
-    from recorder import Record
     from replayer.bug.cut_request import CutRequest
 
 
@@ -210,26 +208,3 @@ def print_cut(report: dict[str, Any]) -> None:
         )
         out.print(styled(verdict))
     out.print(styled("next: areal-debug replay {}", report["to"]))
-
-
-def count(number: int, what: str) -> str:
-    """Return a number of things."""
-    return f"{number:,} {what}{'s' * (number != 1)}"
-
-
-def note_cut(record: "Record") -> None:
-    """Print what a record was cut from, if it was."""
-    from replayer.bug.carried import read_cut
-
-    if (found := read_cut(record)) is None:
-        return
-    rows = "" if found.kept is None else f", {len(found.kept)} of its {count(found.num_rows, 'row')}"
-    symptom = "" if found.symptom is None else f", cut for: {found.symptom}"
-    note(f"step {found.step} of {found.source}{rows}{symptom} (there {numbers_of(found.numbers)})")
-    if found.error is not None:
-        note(f"expected: {found.error}")
-
-
-def numbers_of(numbers: Mapping[str, float]) -> str:
-    """Format loss and gradient norm."""
-    return ", ".join(f"{name} {format_number(value)}" for name, value in numbers.items()) or "not recorded"

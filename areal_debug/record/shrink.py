@@ -1,4 +1,4 @@
-"""`areal-debug record cut` on a rank: the recorder that it needs, what is printed, interruptions."""
+"""`areal-debug record cut` on a rank: its recorder, what is printed, interruptions."""
 
 import os
 import signal

@@ -88,7 +88,7 @@ def command(
     Exit code 0: within the tolerance of the replay's layout; always for what-if and --explain. 1:
     beyond it. 2: inconclusive.
     """
-    from areal_debug.record.cut import note_cut
+    from areal_debug.record.cut_text import note_cut
     from recorder import open_record
     from replayer.preconditions import check_options, step_range
     from replayer.request import Request

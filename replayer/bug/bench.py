@@ -1,7 +1,7 @@
 """One step that runs again and again in one process: the model is loaded once.
 
-replay to the step ─> copy of weights, optimizers, schedules ─┬─> rows ─> the trainer's own step ─> numbers
-                                                              └────────── restored before each run ──┘
+replay to the step ─> copy of weights, optimizers, schedules ─> rows ─> the trainer's own step ─> numbers
+                      restored before each run          <────────────────────────────────────────┘
 """
 
 import copy
@@ -212,6 +212,8 @@ class Bench:
 
         On one rank an error is a number, too; on several, the others would wait for that rank.
         """
+        if {row.rank for row in rows} != {row.rank for row in self.rows}:
+            return Numbers(error="a rank has no rows")  # which the trainer cannot compute
         batch = self.batch_of(rows)
         collector = Collector(self, rows, symptom)
         num_trained = sum(self.trainer.ranks.gather_leaders(int(batch["loss_mask"].sum())))

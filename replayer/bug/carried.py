@@ -104,7 +104,7 @@ def is_carried(path: str) -> bool:
 
 
 def is_same_carried(recorded: Any, current: Any) -> bool:
-    """Return whether an option is the path of a carried model, and where that is on this machine."""
+    """Return whether an option is the path of a carried model, and of its folder here."""
     return isinstance(recorded, str) and is_carried(recorded) and str(current).endswith(f"/{recorded}")
 
 

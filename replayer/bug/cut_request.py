@@ -83,8 +83,15 @@ def check_cut(record: Record, request: CutRequest) -> None:
     check_steps_present(record, step, step)
     check_anchor(record, step)
     check_model(record, replay_config(record, request.model).actor.path, step)
-    if request.micro_batch is not None:
-        rows_of_micro_batch(recorded, request.micro_batch)
+    num_ranks = recorded.manifest.num_ranks
+    groups = [[]] if request.micro_batch is None else rows_of_micro_batch(recorded, request.micro_batch)
+    if num_ranks > 1 and (
+        request.sample is not None or (request.micro_batch is not None and not all(groups))
+    ):
+        raise ReplayError(
+            f"step {step} was trained on {num_ranks} ranks, each of which needs a row: cut another micro-batch, the "
+            "whole step, or use --shrink, which leaves each rank one"
+        )
     if request.sample is not None and not SAMPLE.fullmatch(request.sample):
         raise ReplayError(f"--sample {request.sample!r} is not PROMPT.SAMPLE, two numbers such as 17.3")
     if request.symptom is not None:

@@ -16,7 +16,14 @@ from areal_debug.cli import SECTIONS, VERBS, Verb, main
 from recorder.testing import write_scripted_record
 
 COMMAND = Path(sys.executable).parent / "areal-debug"
-MAY_HAVE_TO = {"record archive", "record extract", "record import", "record export", "hang collect"}
+MAY_HAVE_TO = {
+    "record archive",
+    "record cut",
+    "record extract",
+    "record import",
+    "record export",
+    "hang collect",
+}
 NEVER_REPLACES = {"hang watch": "every hang gets a folder of its own, named by the time"}
 
 

@@ -151,6 +151,7 @@ def verbs_on(record: Path, model: Path, out: Path) -> dict[str, tuple[list, int]
         "record show": ([record, "--tokens"], 0),
         "record verify": ([record], 0),
         "record archive": ([record, "--to", out / "archive.zip"], 0),
+        "record cut": ([record, "--step", 1, "--to", out / "cut.zip"], 2),
         "record extract": ([out / "archive.zip", "--to", out / "extracted"], 0),
         "record export": ([record, "--format", "jsonl", "--to", out / "rows.jsonl"], 0),
     }
@@ -170,7 +171,7 @@ def test_every_verb_answers_and_invents_nothing(record, model, tmp_path):
         found, output = run(*name.split(), *arguments)
         assert found == code, (name, output)
         assert not INVENTED.search(output), (name, output)
-        if name in ("replay", "goto", "bisect", "bisect-step"):
+        if name in ("replay", "goto", "bisect", "bisect-step", "record cut"):
             assert output.startswith("Error: "), (name, output)
             assert output.count("\n") == 1, (name, output)
             assert "a record of trl" in output
