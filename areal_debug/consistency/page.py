@@ -8,6 +8,7 @@ from typing import Any
 
 from markupsafe import Markup
 
+from areal_core.safety.html_page import Frame
 from areal_debug.consistency.render import left_out, load_decode, rescoring_rows, summary_of, text_of
 from areal_debug.pages.charts import bars, dots
 from areal_debug.pages.template import write_template
@@ -41,7 +42,11 @@ def write_page(
     file: Path, checked: Checked, gates: Sequence[Gate], request: Request, context: dict[str, Any]
 ) -> None:
     """Write the page atomically."""
-    write_template(file, "consistency/consistency.html", page_facts(checked, gates, request, context))
+    facts = page_facts(checked, gates, request, context)
+    frame = Frame(
+        facts["headline"], str(context.get("record", "live engine")), "consistency", facts["verdict"]
+    )
+    write_template(file, "consistency/consistency.html", frame, facts)
 
 
 def page_facts(

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 from markupsafe import Markup
 
+from areal_core.safety.html_page import Frame
 from areal_debug.doctor.alarm import Alarm
 from areal_debug.doctor.examine import Examination
 from areal_debug.doctor.examine import verdict as verdict_of
@@ -23,11 +24,14 @@ def write_page(file: Path, run: Run, found: Examination) -> None:
     """Write the page atomically."""
     checked = [(name, series) for name, series in run.series.items() if len(series.finite.values)]
     verdict = found.alarms[0].severity if found.alarms else verdict_of(run, found)
+    headline = (
+        found.alarms[0].title.capitalize()
+        if found.alarms
+        else {"healthy": "No problem found", "unknown": "Inconclusive"}[verdict]
+    )
     facts = {
         "verdict": verdict,
-        "headline": found.alarms[0].title.capitalize()
-        if found.alarms
-        else {"healthy": "No problem found", "unknown": "Inconclusive"}[verdict],
+        "headline": headline,
         "summary": ". ".join(
             filter(
                 None,
@@ -42,7 +46,8 @@ def write_page(file: Path, run: Run, found: Examination) -> None:
         ],
         "absent": [name.replace("_", " ") for name in found.absent],
     }
-    write_template(file, "doctor/doctor.html", facts)
+    frame = Frame(headline, run.source, "doctor", verdict)
+    write_template(file, "doctor/doctor.html", frame, facts)
 
 
 def alarm_facts(run: Run, alarm: Alarm) -> dict[str, Any]:

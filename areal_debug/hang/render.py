@@ -60,7 +60,7 @@ def write_post_mortem(diagnosis: Diagnosis, snapshot: Snapshot, folder: Path) ->
     from hangdoctor.report.html import page
     from hangdoctor.report.markdown import markdown
 
-    commit_file(folder / "post_mortem.html", page(diagnosis, snapshot))
+    commit_file(folder / "post_mortem.html", page(diagnosis, snapshot, folder.absolute().name))
     commit_file(folder / "post_mortem.md", markdown(diagnosis))
 
 

@@ -8,24 +8,33 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from areal_core.safety.durable import commit_file
+from areal_core.safety.html_page import Frame, badge, framed, lead, tone_of
 from areal_core.safety.printable import printable_block
 
 PACKAGE = Path(__file__).parents[1]  # templates are stored next to the verbs that fill them
 
 
-def write_template(file: Path, template: str, facts: Mapping[str, Any]) -> None:
+def write_template(
+    file: Path, template: str, frame: Frame, facts: Mapping[str, Any], style: str = ""
+) -> None:
     """Write a page.
 
     Everything in `facts` is made printable and escaped; a name that `facts` lacks is an error.
 
     Args:
-        template: path below `areal_debug`.
+        template: path below `areal_debug`, of the content inside the frame.
+        style: rules of this page only.
     """
     pages = Environment(
         loader=FileSystemLoader(PACKAGE), autoescape=True, undefined=StrictUndefined, finalize=shown
     )
-    text = pages.get_template(template).render(facts)
-    commit_file(file, text)
+    pages.globals = {
+        "lead": lambda *texts: Markup(lead(*texts)),
+        "badge": lambda verdict: Markup(badge(verdict)),
+        "tone_of": tone_of,
+    }
+    body = pages.get_template(template).render(facts)
+    commit_file(file, framed(frame, body, style=style))
 
 
 def shown(value: Any) -> Any:

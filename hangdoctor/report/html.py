@@ -1,18 +1,16 @@
 """A post-mortem as one HTML file: verdict, rank grid, merged stacks as an icicle plot, every raw
 stack.
 
-The width of a node in the icicle plot is its number of ranks. The file contains its style and loads
-nothing: it opens from a mail attachment on a machine without a network. Every text from a dump is
-escaped and made printable first; there is no script in the page.
+The width of a node in the icicle plot is its number of ranks. The file opens from a mail attachment
+on a machine without a network; there is no script in it.
 """
 
 from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
 from functools import cache
-from html import escape
 from pathlib import Path
 
-from areal_core.safety.printable import printable
+from areal_core.safety.html_page import Frame, Link, framed, lead, safe
 from hangdoctor.groups import rank_ranges
 from hangdoctor.model import Diagnosis, ProcessDump, RankVerdict, Snapshot, Thread
 from hangdoctor.report.text import PART_NAMES, Node, exit_status, merged_tree
@@ -21,11 +19,13 @@ MAX_CELLS = 20_000
 MAX_NODES = 4000
 MAX_RAW_PROCESSES = 512
 MAX_EVENTS = 200
-MOODS = {0: "calm", 1: "", 2: "open"}
+VERDICTS = {0: "not hung", 1: "hung", 2: "unknown"}
 
 
-def page(diagnosis: Diagnosis, snapshot: Snapshot) -> str:
-    """Return the complete page. Pure: the style is read once from the file next to this module."""
+def page(
+    diagnosis: Diagnosis, snapshot: Snapshot, run: str = "saved stacks", links: Sequence[Link] = ()
+) -> str:
+    """Return the complete page; `run` and `links` are for its header."""
     parts = [
         verdict(diagnosis),
         heading("Ranks", grid(diagnosis.ranks)),
@@ -49,25 +49,27 @@ def page(diagnosis: Diagnosis, snapshot: Snapshot) -> str:
         heading("Timeline", rows((when(at), safe(text)) for at, text in events(snapshot))),
         heading("Raw stacks", raw_stacks(snapshot)),
     ]
-    return (
-        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\">"
-        f"<title>{safe(diagnosis.label)}: {safe(diagnosis.summary[:80])}</title><style>{style()}</style></head>\n<body>\n"
-        + "\n".join(part for part in parts if part)
-        + "\n</body></html>\n"
+    frame = Frame(
+        f"{diagnosis.label}: {diagnosis.summary[:80]}", run, "hang", VERDICTS[exit_status(diagnosis)], links
     )
+    style = own_style() + width_rules(merged_tree(diagnosis.groups))
+    return framed(frame, "\n".join(part for part in parts if part), style=style)
 
 
 @cache
-def style() -> str:
-    """Return the style sheet of the page."""
-    return (Path(__file__).parent / "page.css").read_text(encoding="utf-8")
+def own_style() -> str:
+    """Return the rules of this page only."""
+    return (Path(__file__).parent / "hang.css").read_text(encoding="utf-8")
 
 
-def safe(text: str) -> str:
-    """Escape text from dumps for HTML."""
-    return escape(printable(text), quote=True)
+def width_rules(nodes: Sequence[Node]) -> str:
+    """Return a rule for each number of ranks in a tree: the policy allows no style in an element."""
+    sizes, left = set(), list(nodes)
+    while left:
+        node = left.pop()
+        sizes.add(node.size)
+        left += node.children
+    return "".join(f".w{size} {{ flex: {size} 1 0; }}\n" for size in sorted(sizes))
 
 
 def heading(title: str, body: str) -> str:
@@ -78,7 +80,7 @@ def heading(title: str, body: str) -> str:
 def rows(pairs: Iterable[tuple[str, str]]) -> str:
     """Return a table of two columns, or an empty string without rows."""
     body = "".join(f"<tr><td>{left}</td><td>{right}</td></tr>" for left, right in pairs)
-    return f'<div class="scroll"><table>{body}</table></div>' if body else ""
+    return f'<div class="scroll"><table class="facts">{body}</table></div>' if body else ""
 
 
 def bullets(lines: Sequence[str]) -> str:
@@ -100,22 +102,22 @@ def fact(text: str, frame: str, location: str) -> str:
 
 def cost(text: str) -> str:
     """Return the cost of a step as a remark."""
-    return f" <span class=who>Cost: {safe(text)}.</span>" if text else ""
+    return f" <span class='who'>Cost: {safe(text)}.</span>" if text else ""
 
 
 def verdict(diagnosis: Diagnosis) -> str:
-    """Return the box with label, confidence, summary, culprits and victims."""
+    """Return label, confidence, summary, culprits and victims."""
     who = " · ".join(
         f"{name} {safe(rank_ranges(ranks))}"
         for name, ranks in (("culprits", diagnosis.culprit_ranks), ("victims", diagnosis.victim_ranks))
         if ranks
     )
-    return (
-        f'<div class="verdict {MOODS[exit_status(diagnosis)]}"><h1>{safe(diagnosis.label)} '
-        f'<span class="level">{diagnosis.confidence} confidence</span></h1><p>{safe(diagnosis.summary)}</p>'
-        + (f'<p class="who">{who}</p>' if who else "")
-        + "</div>"
+    first = lead(
+        VERDICTS[exit_status(diagnosis)],
+        f"{diagnosis.label} ({diagnosis.confidence} confidence)",
+        diagnosis.summary,
     )
+    return first + (f'<p class="who">{who}</p>' if who else "")
 
 
 def grid(ranks: Sequence[RankVerdict]) -> str:
@@ -127,11 +129,15 @@ def grid(ranks: Sequence[RankVerdict]) -> str:
         f"{safe(str(cell.rank)[-4:])}</div>"
         for cell in ranks[:MAX_CELLS]
     )
-    more = f"<p class=who>and {len(ranks) - MAX_CELLS} more ranks</p>" if len(ranks) > MAX_CELLS else ""
+    more = f"<p class='who'>and {len(ranks) - MAX_CELLS} more ranks</p>" if len(ranks) > MAX_CELLS else ""
     used = dict.fromkeys(cell.part for cell in ranks)
     legend = "".join(f'<i class="{part}"></i>{PART_NAMES[part]}' for part in used)
     small = " small" if len(ranks) > 512 else ""
-    return f'<div class="grid{small}">{cells}</div>{more}<div class="legend">{legend}</div>'
+    label = f"{len(ranks)} ranks by what they do"
+    return (
+        f'<div class="ranks{small}" role="img" aria-label="{label}">{cells}</div>{more}'
+        f'<div class="legend">{legend}</div>'
+    )
 
 
 def icicle(diagnosis: Diagnosis) -> str:
@@ -168,7 +174,7 @@ def column(node: Node, blamed: set[str], left: list[int], forked: bool) -> str:
             break
         top, current = False, current.children[0]
     below = row(current.children, blamed, left)
-    return f'<div class="node" style="flex:{node.size} 1 0">{"".join(frames)}{below}</div>'
+    return f'<div class="node w{node.size}">{"".join(frames)}{below}</div>'
 
 
 def events(snapshot: Snapshot) -> list[tuple[float, str]]:
@@ -208,7 +214,7 @@ def raw_stacks(snapshot: Snapshot) -> str:
         )
     if len(snapshot.dumps) > MAX_RAW_PROCESSES * 3:
         blocks.append(
-            f"<p class=who>and {len(snapshot.dumps) - MAX_RAW_PROCESSES * 3} more dumps in the collection</p>"
+            f"<p class='who'>and {len(snapshot.dumps) - MAX_RAW_PROCESSES * 3} more dumps in the collection</p>"
         )
     return "".join(blocks)
 
