@@ -63,7 +63,7 @@ def own_style() -> str:
 
 
 def width_rules(nodes: Sequence[Node]) -> str:
-    """Return a rule for each number of ranks in a tree: the policy allows no style in an element."""
+    """Return a rule for each number of ranks: the policy allows no style in an element."""
     sizes, left = set(), list(nodes)
     while left:
         node = left.pop()
