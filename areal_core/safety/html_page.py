@@ -21,9 +21,9 @@ from areal_core.safety.printable import printable
 
 # The colour of a verdict by its first word; any other is neutral.
 TONES = {
-    "good": {"healthy", "identical", "passed", "verified", "not hung", "equal", "agree"},
-    "bad": {"problem", "error", "mismatch", "diverged", "hung", "damaged", "failed", "slow"},
-    "unsure": {"unknown", "warning", "inconclusive", "other", "not comparable"},
+    "good": {"healthy", "identical", "passed", "verified", "not hung", "equal", "agree", "complete"},
+    "bad": {"problem", "error", "mismatch", "diverged", "hung", "damaged", "failed", "slow", "differs"},
+    "unsure": {"unknown", "warning", "inconclusive", "other", "not comparable", "unfinished", "not checked"},
 }
 
 
@@ -56,22 +56,32 @@ class Frame:
 
 
 def framed(
-    frame: Frame, body: str, *, style: str = "", script: str = "", connect: str = "'none'", tools: str = ""
+    frame: Frame,
+    body: str,
+    *,
+    style: str = "",
+    script: str = "",
+    styles: str = "",
+    loads: str = "",
+    connect: str = "'none'",
+    tools: str = "",
 ) -> str:
     """Return a complete page.
 
     Args:
         body: HTML whose data is escaped already.
         style: further rules, after those that all pages share.
-        script: the page's only script; "" forbids scripts.
+        script: the page's only inline script; "" forbids inline scripts.
+        styles: further sources of styles for the policy, of a page inside of this one.
+        loads: sources of the policy of scripts that the page loads, such as its data.
         connect: source of the policy that the script may request: "'self'" of a served page.
         tools: HTML of buttons at the end of the header.
     """
     sheet = shared_style() + style
-    allowed = hash_source(script) if script else "'none'"
+    allowed = f"{hash_source(script) if script else ''} {loads}".strip() or "'none'"
     policy = (
-        f"default-src 'none'; style-src {hash_source(sheet)}; script-src {allowed}; connect-src {connect}; "
-        "base-uri 'none'; form-action 'none'"
+        f"default-src 'none'; style-src {f'{hash_source(sheet)} {styles}'.strip()}; script-src {allowed}; "
+        f"connect-src {connect}; base-uri 'none'; form-action 'none'"
     )
     run, kind, version = safe(frame.run), safe(frame.kind), safe(installed_version())
     return (
@@ -82,13 +92,18 @@ def framed(
         f'<meta name="areal-debug" content="{kind}: {safe(frame.verdict)}">\n'
         f'<link rel="icon" href="data:,">\n<title>{safe(frame.title)}</title>\n<style>{sheet}</style>\n</head>\n'
         f'<body class="{kind}">\n<a class="skip" href="#main">Skip to the content</a>\n'
-        f'<header class="top"><p class="run" title="{run}"><b>{run}</b> <span>{kind}</span></p>'
+        f'<header class="top"><p class="run" title="{run}"><b>{safe(last_names(frame.run))}</b> <span>{kind}</span></p>'
         f"{navigation(frame.links)}{tools}</header>\n"
         f'<main id="main" tabindex="-1">\n{body}\n</main>\n'
         f'<footer class="end"><p>areal-debug {version}</p></footer>\n'
         + (f"<script>{script}</script>\n" if script else "")
         + "</body>\n</html>\n"
     )
+
+
+def last_names(path: str) -> str:
+    """Return the last two names of a path, which fit into a header."""
+    return "/".join(path.rstrip("/").split("/")[-2:])
 
 
 def navigation(links: Sequence[Link]) -> str:
@@ -109,12 +124,12 @@ def lead(verdict: str, heading: str, summary: str = "") -> str:
 
 
 def badge(verdict: str) -> str:
-    """Return a verdict as a badge in its colour; nothing without a verdict."""
+    """Return a verdict as a badge in its colour; nothing without one."""
     return f'<span class="badge {tone_of(verdict)}">{safe(verdict)}</span>' if verdict else ""
 
 
 def tone_of(verdict: str) -> str:
-    """Return the class of a verdict's colour: `good`, `bad`, `unsure`, or "" for no verdict of ours."""
+    """Return the class of a verdict's colour: `good`, `bad`, `unsure`, or "" for another text."""
     return next((tone for tone, words in TONES.items() if verdict in words), "")
 
 

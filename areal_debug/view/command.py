@@ -1,12 +1,14 @@
-"""`areal-debug view`: write a record as an HTML page: curves over steps, every token of a step."""
+"""`areal-debug view`: write a record as an HTML page: curves over steps, every token of a step.
+
+With `--compare`, a second record or step beside the first one.
+"""
 
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import click
 
-from areal_core.safety.durable import commit_file
 from areal_debug.cli import Verb, force_option, json_option, output_option, step_option
 from areal_debug.confined import ANYWHERE, reads_untrusted
 from areal_debug.render import (
@@ -22,8 +24,21 @@ from areal_debug.render import (
 )
 
 if TYPE_CHECKING:
-    from areal_debug.view.text import Decode
-    from recorder import Record
+    from areal_debug.view.contents import Contents, Place
+    from areal_debug.view.followed import FollowedRecord
+
+At = tuple[int, int | None, int | None]
+
+
+class Asked(NamedTuple):
+    """The options that say what the page shows."""
+
+    step: int | None
+    other: Path | None
+    other_step: int | None
+    at: At | None
+    all_steps: bool
+    patterns: list[re.Pattern[str]]
 
 
 def compiled(
@@ -36,10 +51,41 @@ def compiled(
         raise click.BadParameter(f"{error.pattern!r} is no regular expression: {error}") from error
 
 
-@click.command(cls=Verb, example="areal-debug view runs/record --step 3 -o step3.html")
+def parsed_at(context: click.Context, option: click.Parameter, text: str | None) -> At | None:
+    """Parse PROMPT, PROMPT.SAMPLE or PROMPT.SAMPLE.TOKEN."""
+    if text is None:
+        return None
+    found = re.fullmatch(r"(-?[0-9]{1,18})(?:\.([0-9]{1,18})(?:\.([0-9]{1,18}))?)?", text)
+    if not found:
+        raise click.BadParameter(f"{text!r} is no place: give PROMPT.SAMPLE or PROMPT.SAMPLE.TOKEN, as 4.1.7")
+    prompt, sample, token = (None if number is None else int(number) for number in found.groups())
+    assert prompt is not None
+    return prompt, sample, token
+
+
+@click.command(
+    cls=Verb,
+    example="areal-debug view runs/record --step 3 --at 4.1 -o step3.html\n"
+    "areal-debug view runs/record --compare runs/other --all-steps -o pages",
+)
 @click.argument("record", type=click.Path(path_type=Path))
 @step_option("the last")
-@output_option("HTML file to write; by default RECORD-stepN.html.")
+@click.option(
+    "--compare", "other", type=click.Path(path_type=Path), metavar="RECORD",
+    help="Show the same step of this record beside it, sample by sample and token by token.",
+)  # fmt: skip
+@click.option(
+    "--compare-step", "other_step", type=int, metavar="N",
+    help="Step of --compare; by default the same. Without --compare, of RECORD itself.",
+)  # fmt: skip
+@click.option(
+    "--at", metavar="PROMPT.SAMPLE[.TOKEN]", callback=parsed_at, help="Open the page at a sample or token."
+)
+@click.option(
+    "--all-steps", is_flag=True,
+    help="Write every step: a folder that loads a step when it is shown, or one file if -o ends in .html.",
+)  # fmt: skip
+@output_option("HTML file, or with --all-steps folder, to write; by default named after RECORD and step.")
 @force_option
 @click.option("--redact", "patterns", multiple=True, metavar="PATTERN", callback=compiled,
               help="Replace text and token ids that match this regular expression; may be repeated.")  # fmt: skip
@@ -53,84 +99,147 @@ def compiled(
 @errors_as_sentences
 def command(
     record: Path,
-    step: int | None,
     output: Path | None,
     force: bool,
-    patterns: list[re.Pattern[str]],
     serve: bool,
     port: int,
     as_json: bool,
+    **asked: object,
 ) -> None:
-    """Write RECORD as one HTML file that needs no network: curves over steps, samples, and every
-    token with its numbers.
+    """Write RECORD as an HTML page that needs no network: curves over steps, groups, histograms,
+    samples, every token with its numbers, and a search.
     """
+    wanted = Asked(**asked)  # type: ignore[arg-type]
     if serve:
-        serve_page(record, patterns, port, as_json)
-    else:
-        write_view(record=record, step=step, output=output, force=force, patterns=patterns, as_json=as_json)
+        serve_page(record, wanted, port, as_json)
+        return
+    write_view(record=record, other=wanted.other, asked=wanted, output=output, force=force, as_json=as_json)
 
 
-@reads_untrusted("record", outputs="output", reads=ANYWHERE)
+@reads_untrusted("record", "other", outputs="output", reads=ANYWHERE)
 @errors_as_sentences
 def write_view(
-    record: Path,
-    step: int | None,
-    output: Path | None,
-    force: bool,
-    patterns: list[re.Pattern[str]],
-    as_json: bool,
+    record: Path, other: Path | None, asked: Asked, output: Path | None, force: bool, as_json: bool
 ) -> None:
-    """Write the page of one step, in a confined child."""
-    from areal_debug.record.decode import load_decoder
-    from recorder import open_record
+    """Write the page, in a confined child."""
+    from areal_debug.view.page import write_file, write_folder
 
-    opened = open_record(record)
-    decode = load_decoder(opened)
-    if not opened.steps:
+    contents = open_contents(record, asked)
+    steps = contents.record.steps
+    if not steps:
         fail(f"{record} holds no committed step: nothing to show; --serve waits for the first")
-    number = opened.steps[-1] if step is None else step
-    output = output or Path(f"{record.absolute().name}-step{number}.html")
+    opens = place_of(contents, asked)
+    stored = list(steps) if asked.all_steps else [opens.step]
+    if contents.other and not asked.all_steps:
+        contents.other.step(opens.step + contents.shift)  # raises if it is not recorded
+    output = output or Path(default_name(record, other, asked, opens.step))
+    is_folder = asked.all_steps and output.suffix != ".html"
     refuse_existing(output, force)
-    size_bytes = write_page(opened, number, decode, patterns, output)
+    if is_folder and output.is_dir():
+        refuse_other_folder(output)
+    document = contents.document(stored, opens)
+    write = write_folder if is_folder else write_file
+    size_bytes = with_progress(
+        "writing steps", len(stored), lambda tick: write(contents, document, output, tick)
+    )
+    page = output / "index.html" if is_folder else output
     if as_json:
-        print_json({"record": str(record), "step": number, "output": str(output), "size_bytes": size_bytes})
+        facts = {"record": str(record), "compare": other and str(other), "step": opens.step}
+        facts |= {
+            "num_steps": len(stored),
+            "output": str(output),
+            "page": str(page),
+            "size_bytes": size_bytes,
+        }
+        print_json(facts)
         return
-    console().print(styled("{} ({}): open it in a browser", output, format_bytes(size_bytes)))
+    console().print(styled("{} ({}): open it in a browser", page, format_bytes(size_bytes)))
 
 
-def write_page(
-    record: "Record", step: int, decode: "Decode | None", patterns: list[re.Pattern[str]], output: Path
-) -> int:
-    """Write the page of one step; return its size in bytes."""
-    from areal_debug.view.data import MAX_CURVE_STEPS, read_run, read_step, redacted_run
-    from areal_debug.view.page import static_page
-
-    view = read_step(record.step(step), decode, patterns, record.header.trainer)
-    total = min(len(record.steps), MAX_CURVE_STEPS)
-    run = with_progress("reading steps", total, lambda tick: read_run(record, tick))
-    page = static_page(redacted_run(run, patterns), view).encode()
-    commit_file(output, page)
-    return len(page)
+def default_name(record: Path, other: Path | None, asked: Asked, step: int) -> str:
+    """Return the name of the page of a record, in the current folder."""
+    name = record.absolute().name
+    compared = f"-and-{other.absolute().name}" if other else ""
+    return f"{name}{compared}-pages" if asked.all_steps else f"{name}{compared}-step{step}.html"
 
 
-def serve_page(path: Path, patterns: list[re.Pattern[str]], port: int, as_json: bool) -> None:
-    """Serve until interrupted."""
+def refuse_other_folder(folder: Path) -> None:
+    """Raise ValueError unless a folder is empty or a page that this verb wrote."""
+    if {path.name for path in folder.iterdir()} - {"index.html", "steps"}:
+        raise ValueError(f"{folder} holds other files than a page: choose another folder")
+
+
+def open_contents(record: Path, asked: Asked) -> "Contents":
+    """Open one record or both, and read their curves."""
+    from areal_debug.view.contents import Contents
+
+    followed = follow(record, asked.patterns)
+    path = asked.other or (record if asked.other_step is not None else None)
+    if path is None:
+        return Contents(followed)
+    other = follow(path, asked.patterns)
+    shift = 0
+    if asked.other_step is not None and followed.steps:
+        other.step(asked.other_step)  # raises if it is not recorded
+        shift = asked.other_step - (followed.steps[-1] if asked.step is None else asked.step)
+    return Contents(followed, other, shift)
+
+
+def follow(path: Path, patterns: list[re.Pattern[str]]) -> "FollowedRecord":
+    """Open a record with its tokenizer and read its curves."""
     from areal_debug.record.decode import load_decoder
-    from areal_debug.view.server import FollowedRecord, make_server
+    from areal_debug.view.data import MAX_CURVE_STEPS
+    from areal_debug.view.followed import FollowedRecord
     from recorder import open_record
 
-    record = str(path)
-    decode = load_decoder(open_record(path))
+    opened = open_record(path)
+    decode = load_decoder(opened)
+    total = min(len(opened.steps), MAX_CURVE_STEPS)
+    return with_progress(
+        "reading steps", total, lambda tick: FollowedRecord(str(path), decode, patterns, tick)
+    )
+
+
+def place_of(contents: "Contents", asked: Asked) -> "Place":
+    """Return what the page opens at. Raises ValueError if the record has no such place."""
+    from areal_debug.view.contents import Place
+
+    step = contents.record.steps[-1] if asked.step is None else asked.step
+    rows = contents.record.view(step).rows
+    if asked.at is None:
+        return Place(step)
+    prompt, sample, token = asked.at
+    is_named = (rows["prompt"] == prompt) & (rows["sample"] == (rows["sample"] if sample is None else sample))
+    found = is_named.nonzero()[0]
+    named = str(prompt) if sample is None else f"{prompt}.{sample}"
+    if not len(found):
+        prompts = rows["prompt"]
+        has = f"its prompts are {prompts.min()} to {prompts.max()}" if len(prompts) else "it has none"
+        raise ValueError(f"step {step} has no sample {named}: {has}")
+    if token is not None and token >= rows["length"][found[0]]:
+        num_tokens = rows["length"][found[0]]
+        raise ValueError(f"sample {named} of step {step} has {num_tokens} tokens, no token {token}")
+    return Place(step, prompt, sample, token)
+
+
+def serve_page(path: Path, asked: Asked, port: int, as_json: bool) -> None:
+    """Serve until interrupted."""
+    from areal_debug.view.server import make_server
+
+    contents = open_contents(path, asked)
+    wants_place = asked.at is not None or asked.step is not None
+    opens = place_of(contents, asked) if contents.record.steps and wants_place else None
     try:
-        server = make_server(FollowedRecord(record, decode, patterns), port)
+        server = make_server(contents, port, opens)
     except OSError as error:
         raise ValueError(f"cannot listen on port {port}: {error.strerror}; choose another --port") from error
     with server:
-        address = f"http://127.0.0.1:{server.server_port}/"
+        fragment = f"#{opens.fragment()}" if opens else ""
+        address = f"http://127.0.0.1:{server.server_port}/{fragment}"
         if as_json:
-            print_json({"record": record, "url": address})
+            print_json({"record": str(path), "url": address})
         else:
-            console().print(styled("{} at {} (Ctrl-C ends it)", record, address))
+            console().print(styled("{} at {} (Ctrl-C ends it)", path, address))
         try:
             server.serve_forever()
         except KeyboardInterrupt:

@@ -1,6 +1,5 @@
 """Read the data of a page from a record: curves of the run, columns of a step."""
 
-import json
 import math
 import re
 from collections.abc import Callable, Sequence
@@ -128,13 +127,18 @@ def step_point(step: RecordedStep, tick: Callable[[object], None]) -> dict[str, 
 
 
 def stats_point(step: RecordedStep) -> dict[str, float]:
-    """Return the curves from the outcome; empty if the scope excludes it."""
+    """Return the statistics of the outcome, those of `STATS` first and under their short names.
+
+    Empty if the scope excludes them.
+    """
     try:
         stats = step.outcome(0).stats
     except StepNotRecorded:
         return {}
     found = {curve: name_of_curve(quantities, tuple(stats)) for curve, quantities in STATS.items()}
-    return {curve: stats[name] for curve, name in found.items() if name is not None}
+    short = {name: curve for curve, name in found.items() if name is not None}
+    first = {curve: stats[name] for name, curve in short.items()}
+    return first | {name: value for name, value in stats.items() if name not in short}
 
 
 @cache
@@ -297,18 +301,17 @@ def redacted_run(run: RunView, patterns: Sequence[re.Pattern[str]]) -> RunView:
     document = asdict(run)
     document["record"] = redact_text(run.record, patterns)
     document["header"] = {name: redact_text(value, patterns) for name, value in run.header.items()}
+    document["curves"] = {redact_text(name, patterns): values for name, values in run.curves.items()}
     return RunView(**document)
 
 
-def run_json(run: RunView) -> str:
-    """Return the run as JSON for the page; values that are not finite are null."""
-    curves = {
-        name: [value if math.isfinite(value) else None for value in values]
-        for name, values in run.curves.items()
-    }
-    document = asdict(run) | {
+def run_document(run: RunView) -> dict[str, Any]:
+    """Return the run as a JSON document for the page; values that are not finite are null."""
+    return asdict(run) | {
         "record": printable(run.record),
         "header": {name: printable(value) for name, value in run.header.items()},
-        "curves": curves,
+        "curves": {
+            printable(name): [value if math.isfinite(value) else None for value in values]
+            for name, values in run.curves.items()
+        },
     }
-    return json.dumps(document, allow_nan=False)

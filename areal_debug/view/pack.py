@@ -1,4 +1,7 @@
-"""Pack a step for a page: a JSON header, then its columns as typed arrays, in one gzip stream.
+"""Pack a step for a page: JSON headers, and columns as typed arrays, each in a gzip stream.
+
+    text      rows and their tokens: what a search over all steps reads
+    numbers   the values of each token
 
     uint32 header size | header, padded to 8 bytes | column | column | ...
     (little-endian; columns start at multiples of 8 bytes)
@@ -9,6 +12,7 @@ them without a copy.
 
 import gzip
 import json
+from typing import Any
 
 import numpy as np
 
@@ -21,10 +25,10 @@ ALIGNMENT = 8
 LEVEL = 5  # of gzip; 9 takes three times as long and saves two percent
 
 
-def pack_step(view: StepView) -> bytes:
-    """Return the complete step, compressed."""
+def pack_text(view: StepView) -> bytes:
+    """Return the rows and tokens of a step, compressed."""
     columns = {("row", name): array for name, array in view.rows.items()}
-    columns |= {("token", name): narrowed(array) for name, array in view.tokens.items()}
+    columns["token", "mask"] = view.tokens["mask"]
     columns["token", "index"] = narrowed(view.text.index)
     header = {
         "step": view.step,
@@ -35,10 +39,28 @@ def pack_step(view: StepView) -> bytes:
         if view.recorded_text is None
         else [texts and [printable_block(text) for text in texts] for texts in view.recorded_text],
         "missing": view.missing,
+    }
+    return packed(header, columns)
+
+
+def pack_numbers(view: StepView) -> bytes:
+    """Return the values of each token of a step, compressed."""
+    names = [name for name in view.tokens if name != "mask"]
+    return packed({}, {("token", name): narrowed(view.tokens[name]) for name in names})
+
+
+def pack_json(document: Any) -> bytes:
+    """Return a document, compressed."""
+    return gzip.compress(json.dumps(document, allow_nan=False).encode(), LEVEL, mtime=0)
+
+
+def packed(facts: dict[str, Any], columns: dict[tuple[str, str], np.ndarray]) -> bytes:
+    """Return a header of facts and the columns, of ("row" or "token", name), compressed."""
+    header = facts | {
         "columns": [
             {"kind": kind, "name": name, "type": TYPES[array.dtype.name], "length": len(array)}
             for (kind, name), array in columns.items()
-        ],
+        ]
     }
     encoded = json.dumps(header, ensure_ascii=False, allow_nan=False).encode("utf-8", "replace")
     encoded += b" " * (-(4 + len(encoded)) % ALIGNMENT)

@@ -1,55 +1,116 @@
-"""The page as one file: style, script and data are inline.
+"""The page: one file with style, script and data inline, a folder, or what a server sends.
 
-Its policy forbids requests, and any script and style but these, which it names by their hashes.
+    x.html              everything inline; a step is compressed, and unpacked when it is shown
+    FOLDER/index.html   without the steps: it loads
+    FOLDER/steps/*.js   the data of the steps, as script elements, which pages of files may load
+
+The frame of all pages is around it, whose policy forbids requests beyond that.
 """
 
 import base64
-import hashlib
-import re
+from collections.abc import Callable, Sequence
 from functools import cache
-from html import escape
-from pathlib import Path
+from pathlib import Path, PurePosixPath
+from typing import Any
 
-from areal_core.safety.printable import printable
-from areal_debug.view.data import RunView, StepView, run_json
-from areal_debug.view.pack import pack_step
+from areal_core.safety.durable import replacing
+from areal_core.safety.html_page import Frame, Link, framed
+from areal_core.safety.scratch import unfinished_folder
+from areal_debug.view.contents import Contents
+from areal_debug.view.pack import pack_json
 
 ASSETS = Path(__file__).parent / "assets"
-SCRIPTS = ("load", "colours", "charts", "table", "sample", "app")
-PLACEHOLDER = re.compile(r"\{(connect|title|style_hash|style|run|step|script_hash|script)\}")
+STYLES = ("uplot.css", "view.css")
+SCRIPTS = (
+    "load", "blobs", "links", "colours", "charts", "curves", "histograms", "align", "columns", "table",
+    "sample", "search", "app",
+)  # fmt: skip
+STEPS = "<!-- steps -->"  # data is escaped or encoded: it has no such text
+# Of one file: a browser keeps all of it in memory. A folder has no limit.
+MAX_FILE_BYTES = 256_000_000
+# What may be loaded, and whom the page may ask, by where the steps are.
+POLICIES = {"inline": ("", "'none'"), "files": ("'self' file:", "'none'"), "server": ("", "'self'")}
 
 
-def static_page(run: RunView, step: StepView) -> str:
-    """Return the page of one step, without a server."""
-    packed = base64.b64encode(pack_step(step)).decode()
-    return filled(f"{run.record}, step {step.step}", "'none'", run, packed)
+def write_file(
+    contents: Contents,
+    document: dict[str, Any],
+    output: Path,
+    tick: Callable[[object], None],
+    links: Sequence[Link] = (),
+) -> int:
+    """Write the page with the stored steps of the document as one file; return its size in bytes.
+
+    Raises ValueError if it would have more than `MAX_FILE_BYTES`.
+    """
+    before, after = page_around("inline", document, links)
+    size_bytes = len(before) + len(after)
+    with replacing(output) as file:
+        file.write(before)
+        for step in document["stored"]:
+            for name in contents.names(step):
+                blob = f'<script type="text/plain" id="{name}">{encoded(contents.blob(name))}</script>\n'.encode()
+                size_bytes += len(blob)
+                if size_bytes > MAX_FILE_BYTES:
+                    raise ValueError(
+                        f"one file would have more than {MAX_FILE_BYTES // 10**6} MB at step {step}: "
+                        "write a folder (-o FOLDER), which loads a step when it is shown"
+                    )
+                file.write(blob)
+            tick(step)
+        file.write(after)
+    return size_bytes
 
 
-def served_page(run: RunView) -> str:
-    """Return the page without a step: it requests `run.json` and `step/N` from its server."""
-    return filled(run.record, "'self'", run, "")
+def write_folder(
+    contents: Contents,
+    document: dict[str, Any],
+    output: Path,
+    tick: Callable[[object], None],
+    links: Sequence[Link] = (),
+) -> int:
+    """Write the page as a folder that loads a step when it is shown; return its size in bytes."""
+    with unfinished_folder(output) as folder:
+        (folder / "steps").mkdir(parents=True)
+        page = b"".join(page_around("files", document, links))
+        size_bytes = (folder / "index.html").write_bytes(page)
+        for step in document["stored"]:
+            for name in contents.names(step):
+                script = f'receive("{name}", "{encoded(contents.blob(name))}");\n'
+                size_bytes += (folder / "steps" / f"{name}.js").write_bytes(script.encode())
+            tick(step)
+    return size_bytes
 
 
-def filled(title: str, connect: str, run: RunView, step: str) -> str:
-    """Fill each placeholder of the template once, so that no data is taken for a placeholder."""
-    style = page_file("view.css")
-    script = "\n".join(['"use strict";', *(page_file(f"{name}.js") for name in SCRIPTS)])
-    values = {
-        "title": escape(printable(title)),
-        "connect": connect,
-        "style": style,
-        "style_hash": hash_source(style),
-        "run": run_json(run).replace("<", "\\u003c"),
-        "step": step,
-        "script": script,
-        "script_hash": hash_source(script),
-    }
-    return PLACEHOLDER.sub(lambda place: values[place[1]], page_file("view.html"))
+def served_page(document: dict[str, Any]) -> bytes:
+    """Return the page without steps, which requests them from its server."""
+    return b"".join(page_around("server", document))
 
 
-def hash_source(text: str) -> str:
-    """Return an inline element as a source of a Content-Security-Policy."""
-    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+def page_around(source: str, document: dict[str, Any], links: Sequence[Link] = ()) -> tuple[bytes, bytes]:
+    """Return what is before and after the steps of a page that finds them in `source`."""
+    records = [side["record"] for side in document["sides"]]
+    names = " and ".join(PurePosixPath(record).name or record for record in records)
+    loads, connect = POLICIES[source]
+    data = f'<script type="text/plain" id="document-data" data-source="{source}">{encoded(pack_json(document))}</script>'
+    licence = f"/*! uPlot\n{page_file('uplot.LICENSE.txt')}*/"
+    own = (page_file(f"{name}.js") for name in SCRIPTS)
+    page = framed(
+        Frame(title=" and ".join(records), run=names, kind="view", links=links),
+        f"{page_file('view.html')}{data}\n{STEPS}",
+        style="".join(map(page_file, STYLES)),
+        script="\n".join(['"use strict";', licence, page_file("uplot.js"), *own]),
+        loads=loads,
+        connect=connect,
+        tools=page_file("tools.html").strip(),
+    )
+    before, after = page.encode().split(STEPS.encode())
+    return before, after
+
+
+def encoded(data: bytes) -> str:
+    """Return bytes as text that is inert in HTML and in a script."""
+    return base64.b64encode(data).decode()
 
 
 @cache

@@ -14,7 +14,7 @@ from areal_debug import Recorder
 from areal_debug.cli import VERBS, main
 from areal_debug.record.command import command as record_group
 from areal_debug.view.command import command as view
-from areal_debug.view.data import read_run, read_step, run_json
+from areal_debug.view.data import read_run, read_step, run_document
 from recorder import open_record
 from recorder.format import UNKNOWN_BITS
 from recorder.samples import read_samples
@@ -222,7 +222,7 @@ def test_page_marks_what_is_not_known_and_keeps_known_text(record):
     assert shown.recorded_text[TEXT] == ("What is 7 + 5?", "It is twelve.")
     assert shown.recorded_text[WHOLE] is None
     assert "debug.dump_scope" not in str(shown.missing)
-    curves = json.loads(run_json(read_run(opened)))["curves"]
+    curves = run_document(read_run(opened))["curves"]
     assert curves["reward"] == pytest.approx([6 / 7] * STEPS)
     assert curves["length"] == pytest.approx([67 / 8] * STEPS)  # of rows whose tokens are known
     assert curves["staleness"] == [0.0] * STEPS
@@ -246,6 +246,26 @@ def test_the_page_shows_question_marks_in_a_browser(record, page, tmp_path):
     page.evaluate(f"choose({NO_MASK})")
     facts = page.evaluate("document.querySelector('#sample h2').textContent")
     assert "reward ? · finish reason ? · ? of 4 tokens in the loss mask · mean logprob ?" in facts
+    assert page.errors == []
+
+
+def test_what_is_not_known_is_not_known_beside_another_record_either(record, page, tmp_path):
+    both = ("--compare", record, "--all-steps", "-o", tmp_path / "pages")
+    assert run("view", record, *both)[0] == 0
+    page.open(f"file://{tmp_path}/pages/index.html#step=0&prompt=0&sample=0&compare=B")
+    page.wait_for("document.body.dataset.ready")
+    assert (
+        page.evaluate("at('differences').textContent") == "No difference in what both recorded of this step"
+    )
+    chips = "document.querySelector('.differences').textContent"
+    page.evaluate(f"choose({WHOLE})")
+    assert page.evaluate(chips) == "same tokensand equal values"
+    page.evaluate(f"choose({TEXT})")
+    assert page.evaluate(chips) == "tokens unknown"
+    assert page.evaluate(f"table.rowAt({TEXT}).children[1].textContent") == "?"
+    for panel in ("groups", "histograms", "samples"):
+        page.evaluate(f"showPanel('{panel}')")
+    assert page.evaluate("at('groups-note').textContent") == "1 sample whose prompt is not known is left out."
     assert page.errors == []
 
 

@@ -8,7 +8,9 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from areal_debug.view.server import FollowedRecord, make_server
+from areal_debug.view.contents import Contents
+from areal_debug.view.followed import FollowedRecord
+from areal_debug.view.server import make_server
 from recorder.testing import write_scripted_record
 
 from .inputs import Case, Edit, Files
@@ -18,13 +20,23 @@ from .targets import Target
 def page_bases(folder: Path) -> dict[str, Files]:
     host = "Host: 127.0.0.1:8000\r\nConnection: close\r\n\r\n"
     return {
-        path: {"request": f"GET {path} HTTP/1.1\r\n{host}".encode()} for path in ("/", "/run.json", "/step/1")
+        path: {"request": f"GET {path} HTTP/1.1\r\n{host}".encode()}
+        for path in ("/", "/run.json", "/blob/a-1-text")
     }
 
 
 def page_edit(chance: random.Random) -> Edit:
     path = chance.choice(
-        ["/step/" + "9" * 6000, "/step/1?x", "/step/٣", "/step/-1", "/..", "//", "/run.json/", "*"]
+        [
+            "/blob/a-" + "9" * 6000,
+            "/blob/a-1-text?x",
+            "/blob/a-٣-text",
+            "/blob/pair-1",
+            "/..",
+            "//",
+            "/run.json/",
+            "*",
+        ]
     )
     host = chance.choice(
         ["127.0.0.1", "localhost", "evil.example", "127.0.0.1.evil.example", "[::1]", "", "localhost:x"]
@@ -44,7 +56,7 @@ class Page:
 
     def __init__(self, folder: Path) -> None:
         write_scripted_record(folder, num_steps=2, num_rows=2)
-        self.server = make_server(FollowedRecord(str(folder), None, ()), 0)
+        self.server = make_server(Contents(FollowedRecord(str(folder), None, ())), 0)
         self.failures: list[BaseException] = []
         self.server.handle_error = self.keep  # type: ignore[method-assign]
         threading.Thread(target=self.server.serve_forever, daemon=True).start()

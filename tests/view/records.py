@@ -135,3 +135,42 @@ def send(writer: RecordWriter, step: int, batch: dict[str, Any], rng: np.random.
         "ppo_actor/update/grad_norm": 0.5 + 0.3 * rng.random(),
     }
     writer("step", step=step, version=step + 1, plan={}, stats=stats, checksums={"w": "00000000"})
+
+
+OTHER_TOKENS = slice(3, 7)  # of the completion of sample 0 of each prompt, in `write_other`
+
+
+def write_other(folder: Path, num_rows: int = 8, num_steps: int = 3, prompts_from: int = 0) -> Path:
+    """Write what `write_chats` writes, but from step 1 on with other tokens, logprobs and rewards.
+
+    Four tokens of the completion of each sample 0 are replaced and one is inserted; a logprob of
+    each sample 1 is 0.5 less; sample 2 has another reward.
+
+    Args:
+        prompts_from: added to the numbers of the prompts.
+    """
+    writer, tokenizer = begin_chats(folder)
+    rng = np.random.default_rng(0)
+    for step in range(num_steps):
+        batch = chat_batch(tokenizer, num_rows, step, rng)
+        other = changed(batch) if step else batch
+        other["prompt_id"] = other["prompt_id"] + prompts_from
+        send(writer, step, other, rng)
+    return folder
+
+
+def changed(batch: dict[str, Any]) -> dict[str, Any]:
+    """Return the batch of `write_other`, of the same shape."""
+    keys = ("input_ids", "loss_mask", "logprobs", "versions", "attention_mask")
+    found = {key: batch[key].copy() for key in keys}
+    for row, sample in enumerate(batch["sample_id"]):
+        own = np.flatnonzero(batch["loss_mask"][row])
+        if sample == 0:
+            found["input_ids"][row, own[OTHER_TOKENS]] = found["input_ids"][row, own[OTHER_TOKENS]] % 200 + 5
+            for key in keys:
+                found[key][row] = np.insert(found[key][row, :-1], own[7], found[key][row, own[7]])
+            found["input_ids"][row, own[7]] = 390
+        if sample == 1:
+            found["logprobs"][row, own[4]] -= 0.5
+    rewards = np.where(batch["sample_id"] == 2, 1 - batch["rewards"], batch["rewards"])
+    return batch | found | {"rewards": rewards}

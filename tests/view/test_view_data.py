@@ -12,8 +12,8 @@ from click.testing import CliRunner
 
 from areal_debug.record.decode import load_decoder
 from areal_debug.view.command import command
-from areal_debug.view.data import read_run, read_step, run_json
-from areal_debug.view.pack import pack_step
+from areal_debug.view.data import read_run, read_step, run_document
+from areal_debug.view.pack import pack_numbers, pack_text
 from areal_debug.view.text import BLOCK, redact_tokens, text_of_tokens
 from recorder import open_record
 from recorder.testing import write_scripted_record
@@ -105,7 +105,7 @@ def test_curves_have_a_value_a_step_and_json_has_none_where_it_is_not_finite(cha
     assert run.curves["staleness"][0] == 0
     assert run.clip == pytest.approx((0.8, 1.28))
     run.curves["loss"][1] = float("nan")
-    assert json.loads(run_json(run))["curves"]["loss"][1] is None
+    assert run_document(run)["curves"]["loss"][1] is None
 
 
 def test_ranks_follow_each_other_with_their_own_rows(tmp_path):
@@ -116,10 +116,9 @@ def test_ranks_follow_each_other_with_their_own_rows(tmp_path):
     assert len(view.tokens["logprob"]) == view.rows["length"].sum()
 
 
-def test_packed_columns_begin_at_eight_bytes_and_read_back(chats):
-    record = open_record(chats)
-    view = read_step(record.step(2), load_decoder(record))
-    packed = gzip.decompress(pack_step(view))
+def unpacked(data):
+    """Return the header and the columns of a packed step, as the page reads them."""
+    packed = gzip.decompress(data)
     size = int.from_bytes(packed[:4], "little")
     head = json.loads(packed[4 : 4 + size])
     offset, arrays = 4 + size, {}
@@ -128,10 +127,20 @@ def test_packed_columns_begin_at_eight_bytes_and_read_back(chats):
         dtype = np.dtype(column["type"].removesuffix("Array").lower())
         arrays[column["name"]] = np.frombuffer(packed, dtype, column["length"], offset)
         offset += -(-arrays[column["name"]].nbytes // 8) * 8
-    assert np.array_equal(arrays["logprob"], view.tokens["logprob"])
-    assert np.array_equal(arrays["index"], view.text.index)
-    assert arrays["version"].dtype == np.int8  # the narrowest type for -1 to 2
+    return head, arrays
+
+
+def test_packed_columns_begin_at_eight_bytes_and_read_back(chats):
+    record = open_record(chats)
+    view = read_step(record.step(2), load_decoder(record))
+    head, arrays = unpacked(pack_text(view))
     assert head["version"] == 2
+    assert np.array_equal(arrays["index"], view.text.index)
+    assert np.array_equal(arrays["mask"], view.tokens["mask"])
+    _, arrays = unpacked(pack_numbers(view))
+    assert np.array_equal(arrays["logprob"], view.tokens["logprob"])
+    assert arrays["version"].dtype == np.int8  # the narrowest type for -1 to 2
+    assert "mask" not in arrays
 
 
 def call(*arguments):
@@ -144,7 +153,7 @@ def test_the_command_writes_one_file_and_prints_its_path(chats, tmp_path):
     assert f"{tmp_path / 'page.html'} (" in done.output
     page = (tmp_path / "page.html").read_text()
     assert page.startswith("<!doctype html>")
-    assert not re.search(r"(?:src|href)=\"(?!data:)", page)
+    assert not re.search(r"(?:src|href)=\"(?!data:|#)", page)
 
 
 def test_redaction_reaches_paths_and_samples(chats, tmp_path):
@@ -154,9 +163,12 @@ def test_redaction_reaches_paths_and_samples(chats, tmp_path):
     assert done.exit_code == 0, done.output
     page = (tmp_path / "page.html").read_text()
     assert str(chats.parent) not in page
-    packed = re.search(r'id="step-data">([^<]+)<', page)[1]
-    head = gzip.decompress(base64.b64decode(packed)).decode(errors="replace")
-    assert "Natalia" not in head
+    packed = re.findall(r'<script type="text/plain"[^>]*>([^<]+)<', page)
+    assert len(packed) == 3  # the run, and text and numbers of the step
+    for data in packed:
+        shown = gzip.decompress(base64.b64decode(data)).decode(errors="replace")
+        assert "Natalia" not in shown
+        assert str(chats.parent) not in shown
 
 
 @pytest.mark.parametrize(
@@ -167,6 +179,13 @@ def test_redaction_reaches_paths_and_samples(chats, tmp_path):
         (["{chats}", "--redact", "("], "is no regular expression"),
         (["{ids}", "--redact", "x"], "cannot redact: the tokenizer of this record is not available"),
         (["{chats}", "-o", "{nothing}/deep/page.html"], "No such file or directory"),
+        (["{chats}", "--at", "4.x"], "'4.x' is no place: give PROMPT.SAMPLE or PROMPT.SAMPLE.TOKEN"),
+        (["{chats}", "--at", "200.7"], "step 2 has no sample 200.7: its prompts are 200 to 201"),
+        (["{chats}", "--at", "200.0.999"], "sample 200.0 of step 2 has 213 tokens, no token 999"),
+        (["{chats}", "--compare", "{nothing}"], "does not exist"),
+        (["{chats}", "--compare", "{ids}", "--step", "2"], "step 2 is not recorded in {ids}"),
+        (["{chats}", "--compare-step", "7"], "step 7 is not recorded"),
+        (["{chats}", "--step", "0", "--compare", "{ids}", "--redact", "x"], "cannot redact: the tokenizer"),
     ],
 )
 def test_mistakes_end_in_a_sentence(arguments, sentence, chats, tmp_path):
@@ -174,4 +193,4 @@ def test_mistakes_end_in_a_sentence(arguments, sentence, chats, tmp_path):
     places = {"chats": chats, "nothing": tmp_path / "nothing", "ids": tmp_path / "ids"}
     done = call(*(argument.format(**places) for argument in arguments))
     assert done.exit_code == 2
-    assert sentence in done.output
+    assert sentence.format(**places) in done.output

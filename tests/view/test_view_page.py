@@ -12,7 +12,9 @@ from click.testing import CliRunner
 from areal_core.safety.printable import UNPRINTABLE
 from areal_debug.record.decode import load_decoder
 from areal_debug.view.command import command
-from areal_debug.view.server import FollowedRecord, make_server
+from areal_debug.view.contents import Contents
+from areal_debug.view.followed import FollowedRecord
+from areal_debug.view.server import make_server
 from recorder import open_record
 from recorder.testing import write_scripted_record
 
@@ -67,7 +69,7 @@ def test_hovering_a_token_shows_the_numbers_of_the_record(page, url, chats):
     page.hover(f'[data-at="{place}"]')
     page.wait_for("!at('tip').hidden")
     names, values = page.evaluate(
-        "[[...document.querySelectorAll('#tip dt')], [...document.querySelectorAll('#tip dd')]]"
+        "[[...document.querySelectorAll('#tip th')], [...document.querySelectorAll('#tip td')]]"
         ".map(nodes => nodes.map(n => n.textContent))"
     )
     displayed = dict(zip(names, values, strict=True))
@@ -89,11 +91,11 @@ def test_text_of_the_page_is_the_decoded_row(page, url, chats):
     arrays = record.step(2).batch(0)
     for row in (0, 7):
         ids = arrays["input_ids"][arrays["cu_seqlens"][row] : arrays["cu_seqlens"][row + 1]].tolist()
-        assert page.evaluate(f"textOf(app.step, {row})") == load_decoder(record)(ids)
+        assert page.evaluate(f"textOf(app.view.a, {row})") == load_decoder(record)(ids)
     page.press("c")
     page.wait_for("document.querySelector('.tokens').innerText")  # the browser renders what comes into view
     shown = page.evaluate("document.querySelector('.tokens').innerText")
-    assert shown.replace("↵", "") == page.evaluate("textOf(app.step, 0)")
+    assert shown.replace("↵", "") == page.evaluate("textOf(app.view.a, 0)")
 
 
 def test_sorting_and_filtering_select_the_matching_rows(page, url, chats):
@@ -108,12 +110,12 @@ def test_sorting_and_filtering_select_the_matching_rows(page, url, chats):
     assert all(rewards[row] > 0 for row in shown)
     assert all(
         "calculator" in text
-        for text in page.evaluate("table.order.slice(0, 20).map(r => textOf(app.step, r))")
+        for text in page.evaluate("table.order.slice(0, 20).map(r => textOf(app.view.a, r))")
     )
     page.press("Enter")
-    lengths = page.evaluate("(table.sortBy('length'), table.order.map(r => app.step.rows.length[r]))")
+    lengths = page.evaluate("(table.sortBy('length'), table.order.map(r => app.view.a.rows.length[r]))")
     assert lengths == sorted(lengths, reverse=True)
-    page.evaluate("(table.show(app.step, 'colour>1'), countSamples())")
+    page.evaluate("(table.show(app.view, table.columns, 'colour>1'), countSamples())")
     assert page.evaluate("at('count').textContent") == "invalid filter: colour>1"
 
 
@@ -147,11 +149,15 @@ def test_a_conversation_is_shown_turn_by_turn(page, url):
 
 def test_unlikely_tokens_are_tinted_more_and_versions_are_marked(page, url):
     open_ready(page, url)
-    shares = page.evaluate("[-0.01, -1, -5].map(v => colourings(app.step, app.run)[0].tint(v)[1])")
+    shares = page.evaluate(
+        "[-0.01, -1, -5].map(v => colourings(app.view.a, app.document.sides[0])[0].tint(v)[1])"
+    )
     assert shares == sorted(shares)
     assert shares[2] > 3 * shares[0]
     assert page.evaluate("document.querySelectorAll('.tokens .border').length") == 1
-    marked = page.evaluate("[0.7, 0.9, 1.2, 1.3].map(colourings(app.step, app.run)[1].marked)")
+    marked = page.evaluate(
+        "[0.7, 0.9, 1.2, 1.3].map(colourings(app.view.a, app.document.sides[0])[1].marked)"
+    )
     assert marked == [True, False, False, True]
 
 
@@ -194,7 +200,7 @@ def test_text_of_a_model_is_never_run(page, tmp_path, monkeypatch):
     monkeypatch.setattr(records, "THOUGHTS", (evil,) * 4)
     record = write_chats(tmp_path / "</script>", num_rows=4, num_steps=1)
     open_ready(page, write_page(record, tmp_path / "page.html"))
-    assert evil in page.evaluate("textOf(app.step, 0)")
+    assert evil in page.evaluate("textOf(app.view.a, 0)")
     assert page.evaluate("document.title") != "owned"
     assert page.evaluate("document.querySelectorAll('img').length") == 0
     assert len(page.requests) == 1
@@ -209,8 +215,8 @@ def test_control_and_direction_codes_of_a_model_are_shown(page, tmp_path, monkey
     record = write_chats(tmp_path / HIDDEN.replace(" ", ""), num_rows=4, num_steps=1)
     open_ready(page, write_page(record, tmp_path / "page.html"))
     assert SHOWN in page.evaluate("document.getElementById('sample').textContent")
-    assert SHOWN in page.evaluate("textOf(app.step, 0)")
-    assert page.evaluate("app.run.record").endswith(SHOWN.replace(" ", ""))
+    assert SHOWN in page.evaluate("textOf(app.view.a, 0)")
+    assert page.evaluate("app.document.sides[0].record").endswith(SHOWN.replace(" ", ""))
     assert not UNPRINTABLE.search(page.evaluate("document.documentElement.textContent + document.title"))
 
 
@@ -218,12 +224,12 @@ def test_the_policy_allows_this_script_and_style_only(page, url):
     open_ready(page, url)
     policy = page.evaluate("document.querySelector('meta[http-equiv]').content")
     assert "unsafe" not in policy
-    assert page.evaluate("getComputedStyle(document.querySelector('header')).display") == "flex"
+    assert page.evaluate("getComputedStyle(document.querySelector('header.top')).display") == "flex"
     add = "(node => { node.textContent = '%s'; document.body.append(node); })(document.createElement('%s'))"
     page.evaluate(add % ("globalThis.owned = true", "script"))
     page.evaluate(add % ("header { display: none }", "style"))
     assert page.evaluate("globalThis.owned") is None
-    assert page.evaluate("getComputedStyle(document.querySelector('header')).display") == "flex"
+    assert page.evaluate("getComputedStyle(document.querySelector('header.top')).display") == "flex"
 
 
 @pytest.fixture
@@ -237,7 +243,7 @@ def served(tmp_path):
 
     add(0)
     decode = load_decoder(open_record(tmp_path / "record"))
-    with make_server(FollowedRecord(str(tmp_path / "record"), decode, []), 0) as server:
+    with make_server(Contents(FollowedRecord(str(tmp_path / "record"), decode, [])), 0) as server:
         thread = threading.Thread(target=server.serve_forever, args=(0.05,))
         thread.start()
         yield add, f"http://127.0.0.1:{server.server_port}/"
@@ -248,13 +254,13 @@ def served(tmp_path):
 def test_a_served_page_follows_a_record_that_grows(page, served):
     add, address = served
     open_ready(page, address)
-    page.wait_for("app.step")
+    page.wait_for("app.view")
     assert page.evaluate("at('stepper').textContent").startswith("‹Step 0›")
     add(1)
-    page.wait_for("app.step.step === 1")
-    assert page.evaluate("app.run.curves.reward.length") == 2
+    page.wait_for("app.number === 1")
+    assert page.evaluate("app.document.sides[0].curves.reward.length") == 2
     page.press("[")
-    page.wait_for("app.step.step === 0")
+    page.wait_for("app.number === 0")
     assert page.evaluate("app.following") is False
     assert all(request.startswith((address, "data:")) for request in page.requests)
 
@@ -265,7 +271,7 @@ def test_a_page_of_another_site_gets_nothing_from_the_server(served):
     for host, path, status in (
         ("evil.example", "/run.json", 403),
         ("localhost", "/run.json", 200),
-        ("localhost", "/step/9", 404),
+        ("localhost", "/blob/a-9-text", 404),
     ):
         connection = http.client.HTTPConnection("127.0.0.1", port)
         connection.request("GET", path, headers={"Host": f"{host}:{port}"})
@@ -279,10 +285,10 @@ def test_a_page_of_another_site_gets_nothing_from_the_server(served):
 @pytest.mark.parametrize(
     ("path", "status"),
     [
-        (b"/step/" + b"9" * 6000, 404),
-        (b"/step/" + b"9" * 18, 404),
-        (b"/step/-1", 404),
-        (b"/step/\xd9\xa3", 404),
+        (b"/blob/a-" + b"9" * 6000, 404),
+        (b"/blob/a-" + b"9" * 18, 404),
+        (b"/blob/a--1", 404),
+        (b"/blob/a-\xd9\xa3", 404),
         (b"/%00\x1b]0;x\x07", 404),
         (b"/" + b"a" * 70_000, 414),
         (b"//", 200),
@@ -317,7 +323,11 @@ def test_a_step_of_ten_thousand_samples_opens_and_answers_at_once(page, tmp_path
     record = write_chats(tmp_path / "record", num_rows=10_000, num_steps=1)
     open_ready(page, write_page(record, tmp_path / "page.html"))
     assert page.evaluate("at('count').textContent") == "10000 samples"
-    for act in ("table.sortBy('logprob')", "choose(table.order[5000])", "table.show(app.step, 'calculator')"):
+    for act in (
+        "table.sortBy('logprob')",
+        "choose(table.order[5000])",
+        "table.show(app.view, table.columns, 'calculator')",
+    ):
         taken_ms = page.evaluate(
             f"(() => {{ const t = performance.now(); {act}; return performance.now() - t; }})()"
         )

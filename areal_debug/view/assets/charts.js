@@ -1,59 +1,125 @@
-// The run over its steps: one small curve per quantity with a common horizontal axis. A click
-// selects a step, if the page is served.
+// A chart with axes, a reading of the values under the pointer, and keys: arrows move it, Enter
+// chooses. Lines of one or two sides over a common axis, or bars.
 
-const SVG = "http://www.w3.org/2000/svg";
+const FEW = 6, POWERS = Array.from({ length: 10 }, (_, power) => 10 ** power), LINE_COLOURS = ["--accent", "--warm"], charts = new Set();
 
-function shape(name, attributes) {
-  const node = document.createElementNS(SVG, name);
-  for (const [key, value] of Object.entries(attributes)) node.setAttribute(key, value);
-  return node;
+// The value of a colour of the style sheet, for a canvas: `light-dark()` is resolved.
+function cssColour(name) {
+  const probe = document.body.appendChild(element("i"));
+  probe.style.color = `var(${name})`;
+  const { color } = getComputedStyle(probe);
+  probe.remove();
+  return color;
 }
 
-function drawRun(run, current, goTo) {
-  const panels = Object.entries(run.curves).map(([name, values]) => curvePanel(name, values, run.steps, current, goTo));
-  document.getElementById("run").replaceChildren(...panels);
+class Chart {
+  // x: ascending numbers. lines: arrays of values, null where unknown, one for each side.
+  // read(place): the text of a place. choose(place), if places can be chosen.
+  constructor({ title, x, lines, read, summary, choose, bars = false, log = false, height = 110 }) {
+    Object.assign(this, { x, lines, read, choose, bars, log, height, chosen: -1, place: -1 });
+    this.caption = element("span", { textContent: title });
+    this.value = element("b");
+    this.box = element("div", { className: "plot", tabIndex: 0, role: "slider", ariaLabel: `${title}. ${summary}`, ariaValueMin: "0", ariaValueMax: String(x.length - 1) });
+    this.root = element("div", { className: "chart" }, element("p", {}, this.caption, this.value), this.box);
+    this.box.addEventListener("keydown", event => this.pressed(event));
+    this.box.addEventListener("blur", () => this.show(this.chosen));
+    this.observer = new ResizeObserver(() => this.fit());
+    this.observer.observe(this.box);
+    charts.add(this);
+    this.show(-1);
+  }
+
+  fit() {
+    const width = Math.floor(this.box.clientWidth);
+    if (!width) return;
+    if (this.plot) this.plot.setSize({ width, height: this.height });
+    else this.draw(width);
+  }
+
+  draw(width) {
+    const soft = cssColour("--soft"), grid = { stroke: cssColour("--line"), width: 1 };
+    const axis = { stroke: soft, font: "11px system-ui, sans-serif", grid, ticks: { ...grid, size: 4 }, gap: 3 };
+    const short = (plot, values) => values.map(value => (value === null ? "" : number(value, 3)));
+    const space = this.x.slice(1).reduce((low, x, place) => Math.min(low, x - this.x[place]), this.x.length > 1 ? Infinity : 1) * 0.6;
+    const series = this.lines.map((_, side) => {
+      const stroke = cssColour(LINE_COLOURS[side]);
+      if (this.bars && side === 0) return { stroke, fill: `color-mix(in srgb, ${stroke} 45%, transparent)`, width: 1, paths: uPlot.paths.bars({ size: [0.92, 60] }), points: { show: false } };
+      if (this.bars) return { stroke, width: 2, paths: uPlot.paths.bars({ size: [0.92, 60] }), points: { show: false } };
+      return { stroke, width: 1.5, dash: side ? [5, 3] : undefined, spanGaps: false, points: { show: this.x.length < 3, size: 5 } };
+    });
+    this.plot = new uPlot({
+      width, height: this.height, legend: { show: false }, series: [{}, ...series], padding: [6, 8, 0, 0],
+      scales: { x: { time: false, ...(this.bars && { range: (_, low, high) => [low - space, high + space] }) }, y: this.log ? { distr: 3, range: (_, low, high) => [0.5, Math.max(10, high * 1.3)] } : this.bars ? { range: (_, low, high) => [0, high * 1.08 || 1] } : { range: (_, low, high) => rangeOf(low, high) } },
+      axes: [{ ...axis, size: 20, space: 55, values: short, ...(this.bars && this.x.length <= FEW && { splits: () => this.x }) }, { ...axis, size: 46, space: 26, values: short, ...(this.log && { splits: () => POWERS }) }],
+      cursor: { y: false, drag: { x: !this.bars, y: false, dist: 8 }, points: { size: 6 }, sync: this.choose ? { key: "steps" } : undefined },
+      hooks: { setCursor: [plot => this.moved(plot.cursor.idx)], draw: [plot => this.mark(plot)] },
+    }, [this.x, ...this.lines], this.box);
+    let down = 0;
+    this.plot.over.addEventListener("mousedown", event => { down = event.clientX; });
+    this.plot.over.addEventListener("click", event => {
+      if (this.choose && Math.abs(event.clientX - down) < 5 && this.plot.cursor.idx != null) this.choose(this.plot.cursor.idx);
+    });
+  }
+
+  // The line at the chosen place.
+  mark(plot) {
+    if (this.chosen < 0) return;
+    const x = plot.valToPos(this.x[this.chosen], "x", true), { top, height } = plot.bbox, pen = plot.ctx;
+    pen.save();
+    pen.strokeStyle = cssColour("--soft");
+    pen.setLineDash([3, 3]);
+    pen.beginPath();
+    pen.moveTo(x, top);
+    pen.lineTo(x, top + height);
+    pen.stroke();
+    pen.restore();
+  }
+
+  moved(place) {
+    this.show(place ?? this.chosen);
+  }
+
+  select(place) {
+    this.chosen = place;
+    this.plot?.redraw(false);
+    this.show(place);
+  }
+
+  show(place) {
+    this.place = place;
+    const text = place >= 0 && place < this.x.length ? this.read(place) : "";
+    this.value.textContent = text;
+    this.box.ariaValueNow = String(Math.max(0, place));
+    this.box.ariaValueText = text || "nothing selected";
+  }
+
+  pressed(event) {
+    const last = this.x.length - 1;
+    const to = { ArrowRight: this.place + 1, ArrowLeft: this.place - 1, Home: 0, End: last, PageDown: this.place + 10, PageUp: this.place - 10 }[event.key];
+    if (to === undefined && !(event.key === "Enter" && this.choose && this.place >= 0)) return;
+    event.preventDefault();
+    event.stopPropagation();
+    if (to === undefined) { this.choose(this.place); return; }
+    const place = Math.min(last, Math.max(0, to));
+    this.plot?.setCursor({ left: this.plot.valToPos(this.x[place], "x"), top: 10 });
+    this.show(place);
+  }
+
+  redraw() {
+    this.plot?.destroy();
+    this.plot = null;
+    this.fit();
+  }
+
+  destroy() {
+    this.observer.disconnect();
+    this.plot?.destroy();
+    charts.delete(this);
+  }
 }
 
-function curvePanel(name, values, steps, current, goTo) {
-  const given = values.filter(value => value !== null);
-  const low = Math.min(...given), high = Math.max(...given), width = 300, height = 40;
-  const x = place => (steps.length > 1 ? place / (steps.length - 1) * width : width / 2);
-  const y = value => height - 3 - (high > low ? (value - low) / (high - low) : 0.5) * (height - 6);
-  const svg = shape("svg", { viewBox: `0 0 ${width} ${height}`, preserveAspectRatio: "none", role: "img" });
-  let line = "", pen = "M";
-  values.forEach((value, place) => {
-    if (value === null) { pen = "M"; return; }
-    line += `${pen}${x(place).toFixed(1)} ${y(value).toFixed(1)}`;
-    pen = "L";
-  });
-  svg.append(shape("path", { d: line }));
-  const label = element("b");
-  const show = place => {
-    svg.querySelectorAll(".guide, .here").forEach(node => node.remove());
-    if (place < 0) { label.textContent = ""; return; }
-    label.textContent = known(values[place]);
-    svg.append(shape("line", { class: "guide", x1: x(place), x2: x(place), y1: 0, y2: height }));
-    if (values[place] !== null) {
-      const rx = 3.2 * width / (svg.clientWidth || width);
-      svg.append(shape("ellipse", { class: "here", cx: x(place), cy: y(values[place]), rx, ry: 3.2 }));
-    }
-  };
-  const placeAt = event => {
-    const box = svg.getBoundingClientRect();
-    const share = Math.min(1, Math.max(0, (event.clientX - box.left) / box.width));
-    return Math.round(share * (steps.length - 1));
-  };
-  const caption = element("span", { textContent: name });
-  const home = () => { caption.textContent = name; show(steps.indexOf(current)); };
-  svg.addEventListener("pointermove", event => {
-    const place = placeAt(event);
-    caption.textContent = `${name}, step ${steps[place]}`;
-    show(place);
-  });
-  svg.addEventListener("pointerleave", home);
-  svg.addEventListener("click", event => goTo(steps[placeAt(event)]));
-  svg.setAttribute("aria-label", `${name}: ${known(values[0])} at step ${steps[0]}, ${known(values.at(-1))} at step ${steps.at(-1)}`);
-  const panel = element("div", { className: "curve" }, element("p", {}, caption, label), svg);
-  requestAnimationFrame(home);
-  return panel;
+function rangeOf(low, high) {
+  if (low === null || high === null) return [0, 1];
+  const space = (high - low) * 0.08 || Math.abs(high) * 0.1 || 1;
+  return [low - space, high + space];
 }

@@ -1,6 +1,6 @@
 // Decode a step: rows and tokens as typed arrays, and the sums of each row that the table shows.
 
-const FINISH = ["stop", "length", "abort"], UNKNOWN = "?";
+const FINISH = ["stop", "length", "abort"], UNKNOWN = "?", SIDES = ["a", "b"];
 const BITS = { tokens: 1, mask: 2, logprob: 4, version: 8, reward: 16, prompt: 32, finish: 64 };
 
 // Whether the trainer did not know a value of a row.
@@ -8,30 +8,45 @@ function lacks(step, row, name) {
   return (step.rows.unknown[row] & BITS[name]) !== 0;
 }
 
-async function unpackStep(bytes) {
+async function gunzip(bytes) {
   const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"));
-  const buffer = await new Response(stream).arrayBuffer();
+  return new Response(stream).arrayBuffer();
+}
+
+async function unpackJson(bytes) {
+  return JSON.parse(new TextDecoder().decode(await gunzip(bytes)));
+}
+
+// The facts of the header, and `rows` and `tokens` as typed arrays by name.
+async function unpack(bytes) {
+  const buffer = await gunzip(bytes);
   const size = new DataView(buffer).getUint32(0, true);
-  const head = JSON.parse(new TextDecoder().decode(new Uint8Array(buffer, 4, size)));
+  const { columns, ...head } = JSON.parse(new TextDecoder().decode(new Uint8Array(buffer, 4, size)));
   const arrays = { row: {}, token: {} };
   let offset = 4 + size;
-  for (const { kind, name, type, length } of head.columns) {
+  for (const { kind, name, type, length } of columns) {
     const array = new globalThis[type](buffer, offset, length);
     arrays[kind][name] = array;
     offset += Math.ceil(array.byteLength / 8) * 8;
   }
-  return summarised({ ...head, rows: arrays.row, tokens: arrays.token, count: arrays.row.length.length });
+  return { ...head, rows: arrays.row, tokens: arrays.token };
+}
+
+// The rows and tokens of a step, without their numbers.
+function readText(part) {
+  const { length } = part.rows, starts = new Float64Array(length.length);
+  for (let row = 1; row < length.length; row++) starts[row] = starts[row - 1] + length[row - 1];
+  return { ...part, count: length.length, sums: { starts } };
 }
 
 // Add the start of each row, and its means over the tokens in the loss mask whose values are known.
 // Of a row whose loss mask is unknown they are over all tokens.
 function summarised(step) {
-  const { rows, tokens, count } = step;
-  const names = ["starts", "trained", "logprob", "ratio", "advantage", "oldest", "newest"];
+  const { rows, tokens, count } = step, { starts } = step.sums;
+  const names = ["trained", "logprob", "ratio", "advantage", "oldest", "newest"];
   const sums = Object.fromEntries(names.map(name => [name, new Float64Array(count)]));
   const trainer = tokens["trainer logprob"], advantage = tokens.advantage;
   for (let row = 0, at = 0; row < count; row++) {
-    sums.starts[row] = at;
     const anyMask = lacks({ rows }, row, "mask"), noVersion = lacks({ rows }, row, "version");
     let trained = 0, logprob = 0, scored = 0, ratio = -1, given = 0, valued = 0, oldest = Infinity, newest = -Infinity;
     for (const end = at + rows.length[row]; at < end; at++) {
@@ -50,7 +65,7 @@ function summarised(step) {
     sums.oldest[row] = trained && !noVersion ? oldest : NaN;
     sums.newest[row] = trained && !noVersion ? newest : NaN;
   }
-  return { ...step, sums };
+  return { ...step, sums: { starts, ...sums } };
 }
 
 function promptOf(step, row) {
