@@ -234,7 +234,8 @@ def serve_page(path: Path, asked: Asked, port: int, as_json: bool) -> None:
     except OSError as error:
         raise ValueError(f"cannot listen on port {port}: {error.strerror}; choose another --port") from error
     with server:
-        fragment = f"#{opens.fragment()}" if opens else ""
+        compared = "&compare=B" if contents.other else ""
+        fragment = f"#{opens.fragment()}{compared}" if opens else ""
         address = f"http://127.0.0.1:{server.server_port}/{fragment}"
         if as_json:
             print_json({"record": str(path), "url": address})

@@ -244,7 +244,7 @@ def test_the_page_shows_question_marks_in_a_browser(record, page, tmp_path):
     assert rows[NO_MASK][1:5] == ["?", "?", "4", "?"]
     assert rows[TEXT][1:] == ["1", "?", "?", "?", "It is twelve."]
     page.evaluate(f"choose({NO_MASK})")
-    facts = page.evaluate("document.querySelector('#sample h2').textContent")
+    facts = page.evaluate("document.querySelector('#sample .facts').textContent")
     assert "reward ? · finish reason ? · ? of 4 tokens in the loss mask · mean logprob ?" in facts
     assert page.errors == []
 

@@ -1,6 +1,7 @@
-"""Two records beside each other in a real browser: differences, groups, histograms, search, links."""
+"""Two records beside each other in a real browser: differences, groups, histograms, search."""
 
 import json
+import threading
 from difflib import SequenceMatcher
 from itertools import pairwise
 
@@ -11,9 +12,13 @@ from click.testing import CliRunner
 from areal_core.safety.printable import UNPRINTABLE
 from areal_debug.record.decode import load_decoder
 from areal_debug.view.command import command
+from areal_debug.view.contents import Contents, Place
+from areal_debug.view.followed import FollowedRecord
+from areal_debug.view.server import make_server
 from recorder import open_record
 
 from ..browser.chromium import browser_page
+from . import records
 from .records import write_chats, write_other
 
 TEXTS = "[...document.querySelectorAll({!r})].map(node => node.textContent)"
@@ -126,6 +131,9 @@ def test_values_of_both_sides_and_their_change_are_shown(page, folder, two):
     start = int(left["cu_seqlens"][1])
     token = int(np.flatnonzero(left["loss_mask"][start : left["cu_seqlens"][2]])[4])
     open_at(page, folder, f"#step=2&prompt=200&sample=1&token={token}&compare=B")
+    page.evaluate("new Promise(done => setTimeout(done, 100))")
+    below = "document.querySelector('.at').getBoundingClientRect().bottom <= at('tip').getBoundingClientRect().top"
+    assert page.evaluate(below)  # the tooltip does not cover the token
     shown = tip(page)
     before = left["logprobs"][start + token]
     after = right["logprobs"][int(right["cu_seqlens"][1]) + token]
@@ -283,6 +291,37 @@ def test_a_missing_file_and_a_missing_step_of_the_other_are_said(page, two, tmp_
     assert page.evaluate("app.number") == 2
 
 
+def test_a_served_page_compares_steps_as_they_are_recorded(page, two):
+    contents = Contents(*(FollowedRecord(str(path), load_decoder(open_record(path)), ()) for path in two))
+    with make_server(contents, 0, Place(1, 100)) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.05,))
+        thread.start()
+        try:
+            address = f"http://127.0.0.1:{server.server_port}/"
+            open_at(page, address)
+            assert link_of(page).startswith("#step=1&prompt=100&sample=0&compare=B")
+            assert f"{address}blob/pair-1" in page.requests
+            page.press("]")
+            page.wait_for("app.number === 2")
+            page.evaluate("find('calculator')")
+            page.wait_for("at('found').textContent.includes('6 of 6')")
+            page.evaluate("fetch('run.json?2').then(reply => { globalThis.answer = reply.status; })")
+            page.wait_for("globalThis.answer")
+            assert page.evaluate("answer") == 204  # nothing new
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def test_the_page_of_two_records_opens_at_what_differs_first(page, two, tmp_path, monkeypatch):
+    monkeypatch.setattr(
+        records, "changed", lambda batch: batch | {"rewards": batch["rewards"] + [0, 0, 0, 0, 0, 1, 0, 0]}
+    )
+    other = write_other(tmp_path / "b", num_steps=2)
+    open_at(page, write(tmp_path / "p.html", two[0], "--step", 1, "--compare", other))
+    assert link_of(page) == "#step=1&prompt=101&sample=1&compare=B"
+
+
 def names_of(page):
     """Return (role, name) of every element that a screen reader stops at."""
     nodes = page.call("Accessibility.getFullAXTree")["nodes"]
@@ -302,7 +341,7 @@ def test_a_screen_reader_gets_a_role_and_a_name_of_everything(page, folder):
     assert roles >= {"main", "heading", "tablist", "tab", "tabpanel", "slider", "article", "button", "status"}
     names = [name for role, name in found if role == "slider"]
     assert names[0].startswith("reward. A: ")
-    assert ("heading", "Step 2") in found
+    assert {("heading", "Step 2"), ("heading", "Prompt 200, sample 0")} <= set(found)
     page.evaluate("document.activeElement.blur()")
     page.press("s")
     page.press("ArrowRight")

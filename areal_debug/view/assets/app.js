@@ -91,9 +91,10 @@ async function goTo(place) {
   updateLink();
 }
 
-// The item of a place; without a prompt, the first one of the table.
+// The item of a place; without a prompt the one that differs first from B, or the first.
 function itemAt({ prompt, sample: number }) {
-  if (prompt === undefined) return table.order[0];
+  const first = app.view.differences?.differences[0]?.place;
+  if (prompt === undefined) return (first && itemAt({ prompt: first.prompt_id, sample: first.sample_id })) ?? table.order[0];
   return table.order.find(item => {
     const [step, row] = mainOf(app.view, item);
     return step.rows.prompt[row] === prompt && (number === undefined || step.rows.sample[row] === number);

@@ -1,7 +1,7 @@
 // A chart with axes, a reading of the values under the pointer, and keys: arrows move it, Enter
 // chooses. Lines of one or two sides over a common axis, or bars.
 
-const FEW = 6, POWERS = Array.from({ length: 10 }, (_, power) => 10 ** power), LINE_COLOURS = ["--accent", "--warm"], charts = new Set();
+const FEW = 6, POWERS = Array.from({ length: 10 }, (_, power) => 10 ** power), WHOLE = POWERS.flatMap(power => [power, 2 * power, 5 * power]), LINE_COLOURS = ["--accent", "--warm"], charts = new Set();
 
 // The value of a colour of the style sheet, for a canvas: `light-dark()` is resolved.
 function cssColour(name) {
@@ -39,7 +39,7 @@ class Chart {
   draw(width) {
     const soft = cssColour("--soft"), grid = { stroke: cssColour("--line"), width: 1 };
     const axis = { stroke: soft, font: "11px system-ui, sans-serif", grid, ticks: { ...grid, size: 4 }, gap: 3 };
-    const short = (plot, values) => values.map(value => (value === null ? "" : number(value, 3)));
+    const short = (plot, values) => values.map(value => (value === null ? "" : number(value, 6)));
     const space = this.x.slice(1).reduce((low, x, place) => Math.min(low, x - this.x[place]), this.x.length > 1 ? Infinity : 1) * 0.6;
     const series = this.lines.map((_, side) => {
       const stroke = cssColour(LINE_COLOURS[side]);
@@ -50,7 +50,7 @@ class Chart {
     this.plot = new uPlot({
       width, height: this.height, legend: { show: false }, series: [{}, ...series], padding: [6, 8, 0, 0],
       scales: { x: { time: false, ...(this.bars && { range: (_, low, high) => [low - space, high + space] }) }, y: this.log ? { distr: 3, range: (_, low, high) => [0.5, Math.max(10, high * 1.3)] } : this.bars ? { range: (_, low, high) => [0, high * 1.08 || 1] } : { range: (_, low, high) => rangeOf(low, high) } },
-      axes: [{ ...axis, size: 20, space: 55, values: short, ...(this.bars && this.x.length <= FEW && { splits: () => this.x }) }, { ...axis, size: 46, space: 26, values: short, ...(this.log && { splits: () => POWERS }) }],
+      axes: [{ ...axis, size: 20, space: 55, values: short, ...(!this.bars && { incrs: WHOLE }), ...(this.bars && this.x.length <= FEW && { splits: () => this.x, values: (_, values) => values.map(value => number(value, 3)) }) }, { ...axis, size: 46, space: 26, values: short, ...(this.bars && { incrs: WHOLE }), ...(this.log && { splits: () => POWERS }) }],
       cursor: { y: false, drag: { x: !this.bars, y: false, dist: 8 }, points: { size: 6 }, sync: this.choose ? { key: "steps" } : undefined },
       hooks: { setCursor: [plot => this.moved(plot.cursor.idx)], draw: [plot => this.mark(plot)] },
     }, [this.x, ...this.lines], this.box);

@@ -55,11 +55,11 @@ class SampleView {
     const back = element("button", { className: "back", textContent: "← samples" });
     back.addEventListener("click", this.actions.close);
     const { step, row } = this;
-    const title = element("h2", { textContent: `Prompt ${promptOf(step, row)}, sample ${step.rows.sample[row]}` }, ...this.sides.map(one => this.facts(one)));
+    const title = element("h2", { textContent: `Prompt ${promptOf(step, row)}, sample ${step.rows.sample[row]}` });
     this.map = element("canvas", { className: "map", title: "The complete sample; click to go to a token", ariaHidden: "true" });
     this.map.addEventListener("click", event => this.goToShare(event.offsetX / this.map.clientWidth));
     this.text = element("div");
-    this.root.replaceChildren(back, title, ...this.group(), ...this.differences(), this.controls(), this.map, ...this.notes(), this.text);
+    this.root.replaceChildren(back, title, ...this.sides.map(one => this.facts(one)), ...this.group(), ...this.differences(), this.controls(), this.map, ...this.notes(), this.text);
     this.drawText();
   }
 
@@ -68,7 +68,7 @@ class SampleView {
     const count = lacks(step, row, "tokens") ? "tokens unknown" : `${known(sums.trained[row])} of ${rows.length[row]} tokens in the loss mask`;
     const text = `reward ${known(rows.reward[row])} · ${lacks(step, row, "finish") ? "finish reason ?" : finishOf(step, row)} · ${count}`
       + ` · mean logprob ${mean("logprob", number)(step, row)} · rank ${rows.rank[row]}, row ${rows.row[row]}`;
-    return element("span", { textContent: this.view.b ? `${side.toUpperCase()}: ${text}` : text });
+    return element("p", { className: "facts", textContent: this.view.b ? `${side.toUpperCase()}: ${text}` : text });
   }
 
   // The other samples of the prompt, with their rewards.
@@ -358,6 +358,12 @@ class SampleView {
     const note = this.pieces && partner === undefined ? [element("p", { textContent: `only in ${side.toUpperCase()}` })] : [];
     this.tip.replaceChildren(element("b", { textContent: JSON.stringify(one.step.texts[one.step.tokens.index[at]]) }), ...note, element("table", {}, ...heads, ...lines));
     this.tip.hidden = false;
+    this.placeTip(span);
+    // What came into view by scrolling has its size a frame later.
+    requestAnimationFrame(() => requestAnimationFrame(() => this.placeTip(span)));
+  }
+
+  placeTip(span) {
     const box = span.getBoundingClientRect(), mine = this.tip.getBoundingClientRect();
     const below = box.bottom + 8 + mine.height < innerHeight;
     this.tip.style.top = `${below ? box.bottom + 8 : Math.max(4, box.top - mine.height - 8)}px`;
