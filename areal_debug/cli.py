@@ -38,6 +38,7 @@ SECTIONS = {
     },
     "Look": {
         "record": "List, show, verify, archive, import and export records",
+        "open": "Show everything that a run left in one workbench of pages",
         "view": "Write a record as one HTML page: curves, samples and every token",
         "query": "Ask a record in SQL: steps, samples, tokens and outcomes",
     },

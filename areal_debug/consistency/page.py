@@ -9,7 +9,7 @@ from typing import Any
 from markupsafe import Markup
 
 from areal_core.safety.html_page import Frame
-from areal_debug.consistency.render import left_out, load_decode, rescoring_rows, summary_of, text_of
+from areal_debug.consistency.render import left_out, load_decode, look_at, rescoring_rows, summary_of, text_of
 from areal_debug.pages.charts import bars, dots
 from areal_debug.pages.template import write_template
 from areal_debug.render import format_number
@@ -56,6 +56,8 @@ def page_facts(
     found = checked.diagnosis
     headline, summary = summary_of(checked)
     decode = load_decode(request.model)
+    worst = describe_worst(checked, count=30)
+    looks = look_at(context, worst) or [""] * len(worst)
     return {
         "verdict": found.verdict,
         "headline": headline,
@@ -70,7 +72,9 @@ def page_facts(
         "rescoring": [] if checked.rescoring is None else rescoring_rows(checked.rescoring),
         "charts": charts(checked),
         "kinds": found.measurement.by.get("kind", ()),
-        "worst": [worst_facts(token, decode) for token in describe_worst(checked, count=30)],
+        "worst": [
+            worst_facts(token, decode) | {"look": look} for token, look in zip(worst, looks, strict=True)
+        ],
         "metrics": [
             {"name": name, "value": format_number(value), "elsewhere": "; ".join(ALIASES.get(name, ()))}
             for name, value in found.measurement.metrics.items()

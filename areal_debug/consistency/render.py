@@ -1,13 +1,14 @@
 """Print a log-prob consistency check: verdict, causes, numbers, curves, and the worst tokens."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
+from areal_debug.pages.links import view_command
 from areal_debug.render import format_number, sparkline, styled
 from consistency.case import Finding, Request
 from consistency.check import Checked
@@ -15,6 +16,7 @@ from consistency.cross_checks import Rescoring, TrainerCheck
 from consistency.diagnose import Diagnosis
 from consistency.measure import Measurement
 from consistency.report import Gate, WorstToken, describe_worst
+from recorder import open_record
 from recorder.samples import token_texts
 
 NUMBERS = (
@@ -69,7 +71,31 @@ def print_report(
         print_rescoring(out, checked.rescoring)
     print_numbers(out, checked.diagnosis.measurement)
     print_curves(out, checked.diagnosis)
-    print_worst(out, describe_worst(checked), load_decode(request.model))
+    worst = describe_worst(checked)
+    print_worst(out, worst, load_decode(request.model))
+    if worst and (commands := look_at(context, worst[:1])):
+        out.print(styled("look  {}", commands[0]))
+
+
+def look_at(context: dict[str, Any], worst: Sequence[WorstToken]) -> list[str]:
+    """Return the commands that show these tokens in the record that was checked; none of an engine."""
+    if "record" not in context or not worst:
+        return []
+    record, rows = open_record(context["record"]), list[tuple[int, int | None, int | None]]()
+    for number in context["steps"]:
+        step = record.step(number)
+        for rank in range(step.manifest.num_ranks):
+            arrays, known = step.batch(rank, ["prompt_id", "sample_id"]), step.known(rank, "prompt_id")
+            names = zip(arrays["prompt_id"].tolist(), arrays["sample_id"].tolist(), known, strict=True)
+            rows += [
+                (number, prompt, sample) if is_known else (number, None, None)
+                for prompt, sample, is_known in names
+            ]
+    found = [(*rows[token.sequence], token.position) for token in worst]
+    return [
+        view_command(context["record"], step, prompt, sample, None if prompt is None else position)
+        for step, prompt, sample, position in found
+    ]
 
 
 def print_verdict(out: Console, checked: Checked) -> None:

@@ -8,9 +8,12 @@ from typing import Any
 from areal_debug.doctor.alarm import Alarm
 from areal_debug.doctor.names import NAMES
 from areal_debug.doctor.read import Run
+from areal_debug.doctor.rows import worst_place
 from areal_debug.doctor.rules import learning, policy, rollout, supervised
 from areal_debug.doctor.rules.thresholds import THRESHOLDS, beyond
 from areal_debug.doctor.series import FEWEST_STEPS
+from areal_debug.pages.links import view_command
+from recorder import Record
 
 RULES: tuple[Callable[[Run], Alarm | None], ...] = (
     *learning.RULES,
@@ -57,8 +60,25 @@ def document(run: Run, found: Examination) -> dict[str, Any]:
         "notes": list(run.notes),
         "names_of": run.family,
         "num_steps": run.num_steps,
-        "alarms": [asdict(alarm) for alarm in found.alarms],
+        "alarms": [asdict(alarm) | {"look": look_at(run, alarm)} for alarm in found.alarms],
         "overrides": found.overrides,
         "judged": {quantity: series.name for quantity, series in run.series.items()},
         "absent": list(found.absent),
     }
+
+
+def look_at(run: Run, alarm: Alarm) -> str:
+    """Return the command that shows the first step of an alarm's evidence, at the row to look at.
+
+    Empty if the metrics are not those of a record.
+    """
+    if run.record is None or not alarm.evidence:
+        return ""
+    step = alarm.evidence[0][0]
+    return view_command(run.record.path, step, *place_in(run.record, step, alarm.metric))
+
+
+def place_in(record: Record, step: int, metric: str) -> tuple[int | None, int | None, int | None]:
+    """Return prompt, sample and token at which a metric is most extreme in a step; None if unknown."""
+    worst = worst_place(record.step(step), metric) if step in record.steps else None
+    return (None, None, None) if worst is None else (worst.prompt, worst.sample, worst.token)

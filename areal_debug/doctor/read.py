@@ -14,7 +14,7 @@ from areal_debug.doctor.names import NAMES, family_of, find_name
 from areal_debug.doctor.rows import is_record, metrics_of
 from areal_debug.doctor.series import Series
 from areal_debug.newest import describe_choice, newest_first
-from recorder import open_record
+from recorder import Record, open_record
 
 STEP_NAMES = ("step", "_step", "Step", "global_step", "trainer/global_step")
 TRAINING = "train/"  # the prefix that loggers add to training metrics
@@ -42,6 +42,7 @@ class Run:
     config: dict[str, Any]
     other_runs: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+    record: Record | None = None  # that the metrics were read from
 
     @property
     def num_steps(self) -> int:
@@ -92,7 +93,7 @@ def read_record(path: Path) -> Run:
         raise UnreadableRun(f"{path} holds no committed step: nothing to judge")
     config = dict(flat(record.header.config)) if trainer is None else {}
     family = trainer or family_of(list(by_name))
-    return Run(str(path), str(path), family, judged(by_name), by_name, config, notes=notes)
+    return Run(str(path), str(path), family, judged(by_name), by_name, config, notes=notes, record=record)
 
 
 def judged(by_name: Mapping[str, Series]) -> dict[str, Series]:

@@ -6,7 +6,7 @@ from rich.console import Console
 from rich.text import Text
 
 from areal_debug.doctor.alarm import Alarm
-from areal_debug.doctor.examine import Examination
+from areal_debug.doctor.examine import Examination, look_at
 from areal_debug.doctor.read import Run
 from areal_debug.doctor.series import FEWEST_STEPS
 from areal_debug.render import format_number, sparkline, styled
@@ -70,6 +70,7 @@ def print_alarm(out: Console, run: Run, alarm: Alarm) -> None:
     rows = [
         ("found", alarm.found),
         ("evidence", ", ".join(f"step {step}: {format_number(value)}" for step, value in alarm.evidence)),
+        *([("look", command)] if (command := look_at(run, alarm)) else []),
         *((("" if i > 1 else "advice"), f"{i}. {advice}") for i, advice in enumerate(alarm.advice, start=1)),
         ("to confirm", alarm.experiment),
         ("source", alarm.source),

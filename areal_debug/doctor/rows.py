@@ -5,7 +5,8 @@ A value that is not known is left out of every mean, and `notes` count such rows
 
 import zipfile
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,16 @@ from recorder.errors import StepNotRecorded
 from recorder.format import RECORD_FILE
 
 LENGTH = 1  # finish reason
+OF_TOKENS = ("version", "difference")  # columns per token in the loss mask
+# The column of a metric, and how extreme its values are: the largest is shown.
+EXTREMES: dict[str, tuple[str, Callable[[np.ndarray], np.ndarray]]] = {
+    "record/reward": ("reward", np.negative),
+    "record/length": ("length", np.positive),
+    "record/no_eos": ("no_eos", np.positive),
+    "record/staleness": ("version", np.negative),
+    "record/logprob_difference": ("difference", np.abs),
+    "record/k3": ("difference", np.abs),
+}
 USED = ("rewards", "finish_reason", "loss_mask", "prompt_id", "versions", "logprobs")
 
 
@@ -107,6 +118,40 @@ def recomputed(step: RecordedStep, rank: int) -> np.ndarray | None:
     except StepNotRecorded:
         return None
     return np.concatenate([[np.nan], values[:-1]]).astype(np.float64)[: len(values)]
+
+
+@dataclass(frozen=True)
+class Worst:
+    """The row, and for a metric of tokens the token in it, with the most extreme value of a step."""
+
+    prompt: int
+    sample: int
+    token: int | None
+
+
+def worst_place(step: RecordedStep, metric: str) -> Worst | None:
+    """Return where a metric of `shown_by_rows` is most extreme in a step.
+
+    None for another metric, for one of groups, and where the row has no known group.
+    """
+    most, found = -np.inf, None
+    for rank in range(step.manifest.num_ranks) if metric in EXTREMES else ():
+        column, size_of = EXTREMES[metric]
+        values = size_of(columns_of(step, rank)[column])
+        if not np.isfinite(values).any() or np.nanmax(values) <= most:
+            continue
+        row, token = int(np.nanargmax(values)), None
+        most = values[row]
+        arrays = step.batch(rank, ["prompt_id", "sample_id", "loss_mask", "cu_seqlens"])
+        if column in OF_TOKENS:
+            place = int(np.flatnonzero(arrays["loss_mask"])[row])
+            row = int(np.searchsorted(arrays["cu_seqlens"], place, side="right")) - 1
+            token = place - int(arrays["cu_seqlens"][row])
+        is_known = step.known(rank, "prompt_id")[row]
+        found = (
+            Worst(int(arrays["prompt_id"][row]), int(arrays["sample_id"][row]), token) if is_known else None
+        )
+    return found
 
 
 def groups_alike(prompts: np.ndarray, rewards: np.ndarray) -> Iterator[bool]:

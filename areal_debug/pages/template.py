@@ -1,5 +1,6 @@
 """Render a page's template into a file, atomically."""
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -8,14 +9,15 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from areal_core.safety.durable import commit_file
-from areal_core.safety.html_page import Frame, badge, framed, lead, tone_of
+from areal_core.safety.html_page import Frame, badge, framed, hash_source, lead, tone_of
 from areal_core.safety.printable import printable_block
 
+STYLE_ELEMENT = re.compile(r"<style>(.*?)</style>", re.DOTALL)
 PACKAGE = Path(__file__).parents[1]  # templates are stored next to the verbs that fill them
 
 
 def write_template(
-    file: Path, template: str, frame: Frame, facts: Mapping[str, Any], style: str = ""
+    file: Path, template: str, frame: Frame, facts: Mapping[str, Any], *, style: str = "", inside: str = ""
 ) -> None:
     """Write a page.
 
@@ -24,6 +26,7 @@ def write_template(
     Args:
         template: path below `areal_debug`, of the content inside the frame.
         style: rules of this page only.
+        inside: a complete page that is shown inside of this one, whose own styles apply.
     """
     pages = Environment(
         loader=FileSystemLoader(PACKAGE), autoescape=True, undefined=StrictUndefined, finalize=shown
@@ -34,7 +37,8 @@ def write_template(
         "tone_of": tone_of,
     }
     body = pages.get_template(template).render(facts)
-    commit_file(file, framed(frame, body, style=style))
+    styles = " ".join(hash_source(sheet) for sheet in STYLE_ELEMENT.findall(inside))
+    commit_file(file, framed(frame, body, style=style, styles=styles))
 
 
 def shown(value: Any) -> Any:

@@ -4,17 +4,21 @@ from pathlib import Path
 
 import click
 
-from areal_debug.cli import Verb, json_option, step_option
-from areal_debug.render import console, errors_as_sentences, print_json
+from areal_debug.cli import Verb, force_option, json_option, output_option, step_option
+from areal_debug.render import console, errors_as_sentences, print_json, refuse_existing
 
 
-@click.command(cls=Verb, example="areal-debug trace runs/logs")
+@click.command(cls=Verb, example="areal-debug trace runs/logs -o trace.html")
 @click.argument("run", metavar="RUN_OR_FILE", type=click.Path(path_type=Path))
 @step_option("the slowest after the first")
+@output_option("Write an HTML page, too.")
+@force_option
 @click.option("--all", "all_steps", is_flag=True, help="List every step in the table.")
 @json_option
 @errors_as_sentences
-def command(run: Path, step: int | None, all_steps: bool, as_json: bool) -> None:
+def command(
+    run: Path, step: int | None, output: Path | None, force: bool, all_steps: bool, as_json: bool
+) -> None:
     """Show where the steps of a traced run spent their time, and what to change.
 
     RUN_OR_FILE is a trace.json, the folder of a run's logs, or one above it, whose newest trace is
@@ -22,12 +26,18 @@ def command(run: Path, step: int | None, all_steps: bool, as_json: bool) -> None
     rollout.enable_rollout_tracing=true or perf_tracer.enabled=true. Exit code 1: a step took more
     than twice the median.
     """
+    if output is not None:
+        refuse_existing(output, force)
     from areal_debug.trace.read import read_run
     from areal_debug.trace.render import MAX_LINES, print_report, report_document
     from areal_debug.trace.steps import report_on
 
     trace = read_run(run)
     report = report_on(trace, step)
+    if output is not None:
+        from areal_debug.trace.page import write_page
+
+        write_page(output, trace, report)
     if as_json:
         print_json(report_document(trace, report))
     else:

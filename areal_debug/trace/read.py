@@ -19,6 +19,7 @@ class Episode:
     name: str
     rank: int
     prompt_id: int
+    sample_id: int
     start_s: float
     end_s: float
     status: str
@@ -42,13 +43,13 @@ class Batch:
 
 @dataclass
 class RankStep:
-    """A training step on one rank; `stages` are (name, seconds) in the order of their ends."""
+    """A training step on one rank; `stages` are (name, seconds, end) in the order of their ends."""
 
     rank: int
     step: int
     start_s: float
     end_s: float
-    stages: list[tuple[str, float]]
+    stages: list[tuple[str, float, float]]
     rollout_end_s: float
     prompts: frozenset[int]
     staleness: tuple[float, float] | None  # mean and maximum over the loss mask, in versions
@@ -60,7 +61,7 @@ class RankStep:
 
     def stage_s(self, name: str) -> float:
         """Return the seconds in a stage; 0 if the step had none of this name."""
-        return sum(seconds for stage, seconds in self.stages if stage == name)
+        return sum(seconds for stage, seconds, _ in self.stages if stage == name)
 
 
 @dataclass(frozen=True)
@@ -203,6 +204,7 @@ def parse_episode(event: dict[str, Any], start_s: float, end_s: float, where: st
         event["name"],
         event["pid"],
         take(args, "prompt_id", int, where),
+        take(args, "sample_id", int, where),
         start_s,
         end_s,
         take(args, "status", str, where),
@@ -254,7 +256,7 @@ def assemble_steps(
                     step=number if batch is None else batch.step,
                     start_s=start,
                     end_s=end,
-                    stages=[(name, seconds) for name, seconds, _ in inside],
+                    stages=inside,
                     rollout_end_s=next((e for name, _, e in inside if name == "rollout"), start),
                     prompts=frozenset() if batch is None else batch.prompts,
                     staleness=lag,

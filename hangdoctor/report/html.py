@@ -74,13 +74,13 @@ def width_rules(nodes: Sequence[Node]) -> str:
 
 def heading(title: str, body: str) -> str:
     """Return a section, or an empty string without a body."""
-    return f"<h2>{title}</h2>\n{body}" if body else ""
+    return f'<section aria-label="{title}"><h2>{title}</h2>\n{body}</section>' if body else ""
 
 
 def rows(pairs: Iterable[tuple[str, str]]) -> str:
     """Return a table of two columns, or an empty string without rows."""
     body = "".join(f"<tr><td>{left}</td><td>{right}</td></tr>" for left, right in pairs)
-    return f'<div class="scroll"><table class="facts">{body}</table></div>' if body else ""
+    return f'<table class="facts">{body}</table>' if body else ""
 
 
 def bullets(lines: Sequence[str]) -> str:

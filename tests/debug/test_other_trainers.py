@@ -147,6 +147,7 @@ def verbs_on(record: Path, model: Path, out: Path) -> dict[str, tuple[list, int]
         "crosscheck": ([record], 2),
         "query": ([record, "select step, reward, prompt_id, finish_reason from samples"], 0),
         "view": ([record, "-o", out / "page.html"], 0),
+        "open": ([record, "-o", out / "workbench"], 0),
         "record ls": ([record], 0),
         "record show": ([record, "--tokens"], 0),
         "record verify": ([record], 0),

@@ -31,7 +31,7 @@ def test_data_of_a_page_is_escaped_and_printable(tmp_path):
     assert "<script" not in page
     assert "<svg/>" in page
     same_escapes = page.replace("&quot;", "&#34;").replace("&#x27;", "&#39;")
-    assert same_escapes.count(SHOWN) == 17
+    assert same_escapes.count(SHOWN) == 18
 
 
 def hash_of(text: str) -> str:

@@ -1,0 +1,1 @@
+"""`areal-debug open`: everything that a run left, as one workbench of pages."""

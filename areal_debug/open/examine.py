@@ -1,0 +1,218 @@
+"""Read each thing that a run left: a verdict, a sentence, and how to write its page.
+
+What cannot be read gets the verdict "error" and the reason, and the rest is still shown.
+"""
+
+import json
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from areal_core.safety.html_page import Frame, Link
+from areal_debug.open.find import Found, read_document
+from areal_debug.pages.links import RecordPage
+from areal_debug.render import format_bytes
+
+if TYPE_CHECKING:
+    from areal_debug.doctor.read import Run
+    from recorder import Record
+
+# Of a page: with the links of its header, and the page of the run's record.
+Write = Callable[[Path, Sequence[Link], RecordPage | None], None]
+COMMANDS = {"record": "record show", "metrics": "doctor", "trace": "trace", "hang": "hang diagnose"}
+MAX_HTML_BYTES = 20_000_000
+
+
+@dataclass
+class Item:
+    """What was found, as the workbench shows it.
+
+    Args:
+        verdict: one word; "error" if it could not be read, "" where nothing is judged.
+        page: address of its page in the workbench, "" if it has none.
+        write: writes that page.
+        record, metrics: what other pages show, too.
+    """
+
+    found: Found
+    verdict: str = ""
+    summary: str = ""
+    page: str = ""
+    write: Write | None = None
+    record: "Record | None" = None
+    metrics: "Run | None" = None
+    alarms: list[tuple[int, str]] = field(default_factory=list)  # step, and the problem that it shows
+
+    @property
+    def command(self) -> str:
+        """The verb that prints more about it, "" if there is none."""
+        verb = COMMANDS.get(self.found.kind, "")
+        return f"areal-debug {verb}" if verb else ""
+
+
+def examine(found: Found, scratch: Path) -> Item:
+    """Read what was found; `scratch` is an empty folder for files that reading needs."""
+    try:
+        return READERS[found.kind](found, scratch)
+    except (ValueError, OSError) as error:
+        return Item(found, "error", str(error))
+
+
+def examine_record(found: Found, scratch: Path) -> Item:
+    """Check that every step which a record should hold is there, without reading the steps."""
+    from areal_debug.open.tokens import write_tokens
+    from recorder import open_record
+    from recorder.integrity.chain import missing_steps, read_end
+    from recorder.reader import describe_steps
+
+    record = open_record(found.path)
+    end, steps = read_end(record.storage), record.steps
+    missing = missing_steps(steps, set(), record.header.recording, record.gaps)
+    last = None if end is None or end.last is None else end.last.step
+    if missing:
+        verdict, state = "damaged", f"{len(missing)} steps are missing, the first is {missing[0]}"
+    elif last is not None and (not steps or steps[-1] != last):
+        verdict, state = "damaged", f"its last step should be {last}"
+    elif end is None:
+        verdict, state = "unfinished", "no end mark: the run records, or was interrupted"
+    else:
+        verdict, state = "complete", "no step is missing"
+    header = record.header
+    facts = [
+        f"{describe_steps(steps)} of scope {header.recording.scope}",
+        f"{header.num_ranks} ranks",
+        *([f"trainer {header.trainer}"] if header.trainer else []),
+        *([f"{len(record.anchors())} anchors"] if record.anchors() else []),
+        state,
+    ]
+    write = (lambda page, links, _: write_tokens(record, page, links)) if steps else None
+    return Item(found, verdict, "; ".join(facts), write=write, record=record)
+
+
+def examine_metrics(found: Found, scratch: Path) -> Item:
+    """Judge metrics as `doctor` does."""
+    from areal_debug.doctor.examine import examine as judge
+    from areal_debug.doctor.examine import verdict
+    from areal_debug.doctor.page import headline_of, write_page
+    from areal_debug.doctor.read import read_run
+
+    run = read_run(found.path)
+    judged = judge(run)
+    summary = f"{run.num_steps} steps of {run.family}; {headline_of(run, judged).lower()}"
+    alarms = [(step, alarm.title) for alarm in judged.alarms for step, _ in alarm.evidence]
+    return Item(
+        found,
+        verdict(run, judged),
+        summary,
+        write=lambda page, links, record_page: write_page(page, run, judged, links, record_page),
+        metrics=run,
+        alarms=alarms,
+    )
+
+
+def examine_trace(found: Found, scratch: Path) -> Item:
+    """Find slow steps as `trace` does. The files of the ranks are merged outside of the run."""
+    from areal_core.telemetry.trace_merge import merge
+    from areal_debug.trace.page import write_page
+    from areal_debug.trace.read import read_merged
+    from areal_debug.trace.render import verdict
+    from areal_debug.trace.steps import report_on
+
+    scratch.mkdir()
+    for file in found.path.glob("rank-*.jsonl"):
+        if file.is_file() and not file.is_symlink():
+            (scratch / file.name).symlink_to(file.absolute())
+    trace = read_merged(merge(scratch))
+    trace.file = found.path
+    report = report_on(trace)
+    return Item(
+        found,
+        "slow" if report.slow else "healthy",
+        verdict(report).plain,
+        write=lambda page, links, record_page: write_page(
+            page, trace, report, found.name, links, record_page
+        ),
+        alarms=[(step, "slow") for step in report.slow],
+    )
+
+
+def examine_hang(found: Found, scratch: Path) -> Item:
+    """Diagnose a collection of stacks as `hang diagnose` does."""
+    from areal_core.safety.durable import commit_file
+    from hangdoctor.diagnose import diagnose
+    from hangdoctor.parse.read import read_snapshot
+    from hangdoctor.report.html import VERDICTS, page
+    from hangdoctor.report.text import exit_status
+
+    snapshot = read_snapshot([found.path])
+    found_cause = diagnose(snapshot)
+    return Item(
+        found,
+        VERDICTS[exit_status(found_cause)],
+        f"{found_cause.label} ({found_cause.confidence} confidence): {found_cause.summary}",
+        write=lambda file, links, _: commit_file(file, page(found_cause, snapshot, found.name, links)),
+    )
+
+
+def examine_health(found: Found, scratch: Path) -> Item:
+    """Read the health ledger of inference servers."""
+    from areal_core.rollout.fleet.health import State
+    from areal_debug.pages.template import write_template
+    from areal_debug.serve.ledger import read_ledger
+
+    ledger = read_ledger(found.path)
+    states = Counter(str(server.state) for server in ledger.servers)
+    bad = sum(server.state is not State.SERVING or server.rejected > 0 for server in ledger.servers)
+    verdict = "problem" if bad else "healthy"
+    summary = f"{len(ledger.servers)} servers: {', '.join(f'{n} {state}' for state, n in states.items())}"
+    summary += f"; as of {ledger.updated}"
+
+    def write(page: Path, links: Sequence[Link], _: RecordPage | None) -> None:
+        frame = Frame("Inference servers", found.name, "servers", verdict, links)
+        facts = {"verdict": verdict, "summary": summary, "servers": ledger.servers}
+        write_template(page, "open/servers.html", frame, facts)
+
+    return Item(found, verdict, summary, write=write)
+
+
+def examine_checkpoint(found: Found, scratch: Path) -> Item:
+    """Add up the size of a checkpoint's files."""
+    sizes = [file.stat().st_size for file in found.path.iterdir() if file.is_file()]
+    return Item(found, "", f"{len(sizes)} files, {format_bytes(sum(sizes))}")
+
+
+def examine_report(found: Found, scratch: Path) -> Item:
+    """Show a report that a verb wrote: its JSON as text, its page inert and inside a frame."""
+    from areal_debug.pages.template import write_template
+
+    summary = f"report of `areal-debug {found.verb}`"
+    if found.verb == "view" and found.path.suffix == ".html":  # it needs its scripts
+        return Item(found, "", f"{summary}: open it by itself")
+    if (size := found.path.stat().st_size) > MAX_HTML_BYTES:
+        raise ValueError(f"{found.path} has {format_bytes(size)}: open it by itself")
+    is_page = found.path.suffix == ".html"
+    facts: dict[str, Any] = {
+        "verdict": found.verdict,
+        "heading": f"{found.verb}: {found.name}",
+        "html": found.path.read_text(encoding="utf-8", errors="replace") if is_page else "",
+        "json": "" if is_page else json.dumps(read_document(found.path), indent=1, ensure_ascii=False),
+    }
+
+    def write(page: Path, links: Sequence[Link], _: RecordPage | None) -> None:
+        frame = Frame(str(facts["heading"]), found.name, found.verb, found.verdict, links)
+        write_template(page, "open/report.html", frame, facts, inside=str(facts["html"]))
+
+    return Item(found, found.verdict, summary, write=write)
+
+
+READERS: dict[str, Callable[[Found, Path], Item]] = {
+    "record": examine_record,
+    "metrics": examine_metrics,
+    "trace": examine_trace,
+    "hang": examine_hang,
+    "health": examine_health,
+    "checkpoint": examine_checkpoint,
+    "report": examine_report,
+}

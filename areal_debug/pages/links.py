@@ -1,0 +1,50 @@
+"""Where to look: the address of a step, sample or token inside a record's page, and the command.
+
+`PAGE#step=12&prompt=4&sample=1&token=7` selects them in the page; `token` counts from 0 at the
+first token of the sample, its prompt included.
+"""
+
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+from urllib.parse import quote
+
+if TYPE_CHECKING:
+    from recorder import Record
+
+
+def page_address(
+    page: str, step: int, prompt: int | None = None, sample: int | None = None, token: int | None = None
+) -> str:
+    """Return the address of a place in a record's page; `page` is a relative path."""
+    place = {"step": step, "prompt": prompt, "sample": sample, "token": token}
+    chosen = "&".join(f"{name}={value}" for name, value in place.items() if value is not None)
+    return f"{quote(page)}#{chosen}"
+
+
+def view_command(
+    record: Path | str,
+    step: int,
+    prompt: int | None = None,
+    sample: int | None = None,
+    token: int | None = None,
+) -> str:
+    """Return the command that writes the page of a step and opens it at this sample and token."""
+    place = [str(number) for number in (prompt, sample, token) if number is not None]
+    at = f" --at {'.'.join(place)}" if place else ""
+    return f"areal-debug view {shlex.quote(str(record))} --step {step}{at}"
+
+
+@dataclass(frozen=True)
+class RecordPage:
+    """A record and the address of its page, relative to the pages that link to it."""
+
+    record: "Record"
+    page: str
+
+    def address(
+        self, step: int, prompt: int | None = None, sample: int | None = None, token: int | None = None
+    ) -> str:
+        """Return the address of a place in the page, "" if the step is not recorded."""
+        return page_address(self.page, step, prompt, sample, token) if step in self.record.steps else ""

@@ -1,0 +1,268 @@
+"""`open`: what a run left is found, judged and linked; pages are inert; the server answers nobody else."""
+
+import html
+import http.client
+import io
+import itertools
+import json
+import os
+import re
+import tarfile
+import threading
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from areal_core.telemetry.trace import TRAINER_TRACK, Trace
+from areal_debug.cli import main
+from areal_debug.open.find import find
+from areal_debug.open.served import Workbench, make_server
+from areal_debug.pages.links import page_address, view_command
+from recorder.testing import write_scripted_record
+
+from ..browser.chromium import browser_page
+
+STACKS = """Ranks 0-2:
+Thread 1 (idle): "MainThread"
+    all_reduce (torch/distributed/distributed_c10d.py:2806)
+    step (train.py:60)
+Rank 3:
+Thread 1 (idle): "MainThread"
+    _try_get_data (torch/utils/data/dataloader.py:1131)
+    step (train.py:50)
+"""
+OPTIONS = {"batch_size": 2, "max_head_offpolicyness": 0, "max_concurrent_rollouts": 8, "max_new_tokens": 512}
+SERVER = {
+    "address": "10.0.0.1:30000", "state": "quarantined", "since": "2026-11-23", "requests": 9, "ok": 6,
+    "errors": {"timeout": 2}, "rejected": 1, "rejected_rules": {"length": 1}, "example": "<b>3 for 4</b>",
+    "p50_ms": 1.0, "p95_ms": 2.0, "p99_ms": 3.0, "version": "7",
+}  # fmt: skip
+FOUND_PAGE = (
+    '<!doctype html><html><head><meta name="areal-debug" content="consistency: mismatch">'
+    "<style>h1 { color: rgb(1, 2, 3) }</style><style>{}</style></head>"
+    "<body><h1>a report</h1><script>parent.document.title = 'owned'</script>"
+    '<img src="http://127.0.0.1:9/x.png"></body></html>'
+)
+
+
+def write_trace(folder: Path) -> None:
+    trace = Trace(folder, 0, 1, OPTIONS)
+    begin = trace._origin_ns
+    for step in range(6):
+        start, length = begin + step * 10**10, 10**9 * (4 if step == 3 else 1)
+        trace.complete("rollout", "stage", start, start + length, TRAINER_TRACK, {})
+        trace.complete("step", "stage", start, start + length + 10**8, TRAINER_TRACK, {})
+    trace.close()
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory) -> Path:
+    """A folder with one of everything."""
+    top = tmp_path_factory.mktemp("open") / "run"
+    logs = top / "logs" / "trial"
+    logs.mkdir(parents=True)
+    write_scripted_record(logs / "record")
+    rows = [{"step": n, "ppo_actor/update/grad_norm": 60.0 if n in (1, 5, 9) else 0.5} for n in range(60)]
+    (logs / "stats.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (logs / "server_health.json").write_text(json.dumps({"updated": "now", "servers": [SERVER]}))
+    write_trace(logs / "trace")
+    with tarfile.open(top / "stacks.tar.gz", "w:gz") as tar:
+        member = tarfile.TarInfo("stacks.txt")
+        member.size = len(STACKS)
+        tar.addfile(member, io.BytesIO(STACKS.encode()))
+    (top / "checkpoints").mkdir()
+    (top / "checkpoints" / "model.safetensors").write_bytes(bytes(100))
+    (top / "report.html").write_text(FOUND_PAGE)
+    (top / "why.json").write_text(
+        json.dumps({"verdict": "diverged", "cause": {"what": "<script>"}, "pattern": None, "next": ""})
+    )
+    (top / "other.json").write_text('{"verdict": "of another tool"}')
+    (top / "damaged").mkdir()
+    (top / "damaged" / "record.json").write_text("{}")
+    os.symlink(logs, top / "again")
+    return top
+
+
+@pytest.fixture(scope="module")
+def workbench(run, tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("pages") / "workbench"
+    done = CliRunner().invoke(main, ["open", str(run), "-o", str(folder), "--json"])
+    assert done.exit_code == 0, done.output
+    (folder.parent / "found.json").write_text(done.stdout)
+    return folder
+
+
+def test_everything_is_found_once_with_its_verdict(run, workbench):
+    listed = json.loads((workbench.parent / "found.json").read_text())
+    found = {
+        (one["kind"], one["name"], one["verb"]): (one["verdict"], one["page"]) for one in listed["found"]
+    }
+    assert found == {
+        ("record", "logs/trial/record", ""): ("complete", "view/index.html"),
+        ("metrics", "logs/trial/record", ""): ("unknown", "doctor.html"),
+        ("metrics", "logs/trial/stats.jsonl", ""): ("problem", "doctor-2.html"),
+        ("health", "logs/trial/server_health.json", ""): ("problem", "servers.html"),
+        ("trace", "logs/trial/trace", ""): ("slow", "trace.html"),
+        ("hang", "stacks.tar.gz", ""): ("hung", "hang.html"),
+        ("checkpoint", "checkpoints", ""): ("", ""),
+        ("report", "report.html", "consistency"): ("mismatch", "report.html"),
+        ("report", "why.json", "why"): ("diverged", "report-2.html"),
+        ("record", "damaged", ""): ("error", ""),
+        ("metrics", "damaged", ""): ("error", ""),
+    }
+    assert listed["verdict"] in ("problem", "error", "slow", "hung", "mismatch", "diverged")
+
+
+class Links(HTMLParser):
+    """The addresses, identifiers and headings of a page."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.addresses: list[str] = []
+        self.ids: set[str] = set()
+        self.levels: list[int] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        given = dict(attrs)
+        self.ids |= {given["id"]} if "id" in given else set()
+        self.addresses += [given["href"]] if tag == "a" else []
+        self.levels += [int(tag[1])] if re.fullmatch("h[1-6]", tag) else []
+
+
+def test_every_link_leads_to_a_page_or_a_place_in_it(workbench):
+    for file in workbench.glob("*.html"):
+        for address in Links(file.read_text()).addresses:
+            path, _, place = html.unescape(address).partition("#")
+            target = file.parent / path if path else file
+            assert target.is_file(), (file.name, address)
+            if place and not place.startswith("step="):
+                assert place in Links(target.read_text()).ids, (file.name, address)
+
+
+def test_headings_begin_with_one_of_the_first_level_and_skip_none(workbench):
+    for file in workbench.glob("*.html"):
+        levels = Links(file.read_text()).levels
+        assert levels.count(1) == 1, file.name
+        assert levels[0] == 1, file.name
+        assert all(after <= before + 1 for before, after in itertools.pairwise(levels)), file.name
+
+
+def test_findings_lead_to_the_step_in_the_record(workbench):
+    addresses = Links((workbench / "doctor-2.html").read_text()).addresses
+    assert "view/index.html#step=1" in addresses
+    steps = (workbench / "steps.html").read_text()
+    assert 'href="view/index.html#step=1"' in steps
+    assert re.search(r'#step=1">1</a>.*?<a href="doctor-2.html">gradient spikes</a>', steps, re.DOTALL)
+
+
+def test_a_place_is_written_as_an_address_and_as_a_command():
+    assert page_address("view/a b/index.html", 3) == "view/a%20b/index.html#step=3"
+    assert page_address("p.html", 3, 4, 1, 7) == "p.html#step=3&prompt=4&sample=1&token=7"
+    assert view_command("runs/a b", 3) == "areal-debug view 'runs/a b' --step 3"
+    assert view_command("r", 3, 4, 1) == "areal-debug view r --step 3 --at 4.1"
+    assert view_command("r", 3, 4, 1, 0) == "areal-debug view r --step 3 --at 4.1.0"
+
+
+def test_what_it_refuses_is_one_sentence(run, tmp_path):
+    (tmp_path / "empty").mkdir()
+    for arguments, reason in (
+        ([tmp_path / "absent"], "does not exist"),
+        ([tmp_path / "empty", "--json"], "holds nothing that a run leaves"),
+        ([run, "-o", run / "pages"], "is inside of"),
+        ([run, "-o", run.parent], "exists already"),
+    ):
+        done = CliRunner().invoke(main, ["open", *map(str, arguments)])
+        assert (done.exit_code, done.stderr.count("\n")) == (2, 1), done.output
+        assert done.stderr.startswith("Error: ")
+        assert reason in done.stderr
+
+
+def test_a_folder_that_changes_or_cannot_be_read_is_no_error(run, tmp_path):
+    listed, note = find(run)
+    assert note == ""
+    gone = replace(listed[0], path=tmp_path / "gone")
+    (tmp_path / "loop").symlink_to(tmp_path)
+    assert find(tmp_path) == ([], "")
+    assert gone.path.exists() is False
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory):
+    with browser_page(tmp_path_factory.mktemp("profile")) as page:
+        yield page
+
+
+@pytest.mark.parametrize(("width", "dark"), [(1400, False), (420, True)])
+def test_pages_fit_the_screen_load_nothing_and_name_their_pictures(page, workbench, width, dark):
+    unnamed = {"link", "button", "image", "navigation", "region", "Iframe"}
+    for file in sorted(workbench.glob("*.html")):
+        url = f"file://{file}"
+        page.open(url, width=width, height=900, dark=dark)
+        assert page.evaluate("document.documentElement.scrollWidth") <= width, file.name
+        assert page.errors == []
+        assert {request for request in page.requests if not request.startswith("about:")} == {url}, file.name
+        nodes = [node for node in page.call("Accessibility.getFullAXTree")["nodes"] if not node["ignored"]]
+        roles = [node["role"]["value"] for node in nodes if not node.get("name", {}).get("value")]
+        assert unnamed.isdisjoint(roles), (file.name, roles)
+        assert {"banner", "navigation", "main", "contentinfo"} <= {node["role"]["value"] for node in nodes}
+
+
+def test_the_keyboard_reaches_the_content_and_every_page(page, workbench):
+    page.open(f"file://{workbench}/index.html")
+    focused = "document.activeElement.textContent"
+    page.press("Tab", 9)
+    assert page.evaluate(focused) == "Skip to the content"
+    page.press("Tab", 9)
+    page.press("Tab", 9)
+    assert page.evaluate(focused) == "Steps"
+    page.press("Enter", 13)
+    page.wait_for("location.pathname.endsWith('steps.html') && document.readyState === 'complete'")
+    assert page.evaluate("document.querySelector('[aria-current]').textContent") == "Steps"
+
+
+def test_a_page_that_was_found_keeps_its_style_and_runs_nothing(page, workbench):
+    page.open(f"file://{workbench}/report.html")
+    assert page.evaluate("document.title") == "consistency: report.html"
+    assert page.evaluate("document.querySelector('iframe').getAttribute('sandbox')") == ""
+    assert len(page.requests) == 1 or all("127.0.0.1:9" not in request for request in page.requests)
+    inside = page.call("DOM.getDocument", depth=-1, pierce=True)["root"]
+    assert "a report" in json.dumps(inside)
+
+
+@pytest.fixture
+def served(run, tmp_path):
+    workbench = Workbench(run, tmp_path / "workbench")
+    workbench.refresh()
+    with make_server(workbench, 0) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield server
+        server.shutdown()
+        thread.join()
+
+
+def answer(server, path: str, **headers: str) -> tuple[int, str, str]:
+    connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=30)
+    connection.request("GET", path, headers=headers)
+    reply = connection.getresponse()
+    found = reply.status, reply.getheader("Content-Type"), reply.read().decode()
+    connection.close()
+    return found
+
+
+def test_the_server_follows_the_run_and_answers_no_other_site(run, served):
+    status, kind, body = answer(served, "/")
+    assert (status, kind) == (200, "text/html; charset=utf-8")
+    assert "later.json" not in body
+    (run / "later.json").write_text(json.dumps({"verdict": "diverged", "cause": 1, "pattern": 1, "next": 1}))
+    assert answer(served, "/")[2].count("later.json") == 1
+    (run / "later.json").unlink()
+    assert answer(served, "/hang.html")[0] == 200
+    for path in ("/../found.json", "/%2e%2e/found.json", "//etc/passwd", "/absent.html"):
+        assert answer(served, path)[0] == 404
+    assert answer(served, "/", Host="evil.example")[0] == 403
+    assert answer(served, "/", Origin="http://evil.example")[0] == 403
