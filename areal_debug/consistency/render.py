@@ -78,7 +78,7 @@ def print_report(
 
 
 def look_at(context: dict[str, Any], worst: Sequence[WorstToken]) -> list[str]:
-    """Return the commands that show these tokens in the record that was checked; none of an engine."""
+    """Return the commands that show these tokens in the record; none for a live engine."""
     if "record" not in context or not worst:
         return []
     record, rows = open_record(context["record"]), list[tuple[int, int | None, int | None]]()

@@ -122,7 +122,7 @@ def recomputed(step: RecordedStep, rank: int) -> np.ndarray | None:
 
 @dataclass(frozen=True)
 class Worst:
-    """The row, and for a metric of tokens the token in it, with the most extreme value of a step."""
+    """The row with the most extreme value of a step; of a metric of tokens, the token in it."""
 
     prompt: int
     sample: int

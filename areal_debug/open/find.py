@@ -104,7 +104,7 @@ def sorted_entries(folder: Path) -> list[os.DirEntry[str]]:
 
 
 def recognised(path: Path) -> str | None:
-    """Return what kind of thing a path is as a whole, by the names in it; None for anything else."""
+    """Return what kind of thing a path is, by the names in it; None for anything else."""
     if path.is_file():
         if path.name == "server_health.json":
             return "health"

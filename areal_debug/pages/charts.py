@@ -118,7 +118,7 @@ def framed(
 
 @dataclass(frozen=True)
 class Span:
-    """A time from `start` to `end` in the colour of the class `kind`; `name` is shown on a hover."""
+    """A time from `start` to `end` in the colour of the class `kind`; a hover shows `name`."""
 
     kind: str
     start: float

@@ -1,4 +1,4 @@
-"""Write a trace as one HTML page: which steps were slow, where their time went, and on which rank."""
+"""Write a trace as one HTML page: slow steps, where their time went, and on which rank."""
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""`open`: what a run left is found, judged and linked; pages are inert; the server answers nobody else."""
+"""`open`: what a run left is found, judged and linked, and served to this machine only."""
 
 import html
 import http.client
