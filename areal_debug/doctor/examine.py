@@ -79,6 +79,6 @@ def look_at(run: Run, alarm: Alarm) -> str:
 
 
 def place_in(record: Record, step: int, metric: str) -> tuple[int | None, int | None, int | None]:
-    """Return prompt, sample and token of a metric's most extreme value in a step; None if unknown."""
+    """Return prompt, sample and token of a metric's extreme in a step; None if unknown."""
     worst = worst_place(record.step(step), metric) if step in record.steps else None
     return (None, None, None) if worst is None else (worst.prompt, worst.sample, worst.token)

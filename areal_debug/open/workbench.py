@@ -17,8 +17,8 @@ from urllib.parse import quote
 
 from areal_core.safety.html_page import Frame, Link, tone_of
 from areal_debug.doctor.page import picture
-from areal_debug.open.items import Item, examine
 from areal_debug.open.find import Found
+from areal_debug.open.items import Item, examine
 from areal_debug.pages.links import RecordPage, page_address
 from areal_debug.pages.template import write_template
 from areal_debug.render import format_number
