@@ -99,6 +99,6 @@ def picture(series: Series, marked_steps: set[int] | frozenset[int] = frozenset(
         (np.arange(len(shown.values)) % every == 0) | np.isin(shown.steps, list(marked_steps))
     )
     steps, values = shown.steps[kept].tolist(), shown.values[kept].tolist()
-    low, high = format_number(min(values)), format_number(max(values))
+    low, high = f"{min(values):.3g}", f"{max(values):.3g}"
     marked = [i for i, step in enumerate(steps) if step in marked_steps]
     return line(steps, values, f"step {steps[0]}", f"step {steps[-1]}", (low, high), marked)

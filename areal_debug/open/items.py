@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from areal_core.safety.html_page import Frame, Link
 from areal_debug.open.find import Found, read_document
@@ -192,19 +192,27 @@ def examine_report(found: Found, scratch: Path) -> Item:
         return Item(found, "", f"{summary}: open it by itself")
     if (size := found.path.stat().st_size) > MAX_HTML_BYTES:
         raise ValueError(f"{found.path} has {format_bytes(size)}: open it by itself")
-    is_page = found.path.suffix == ".html"
-    facts: dict[str, Any] = {
-        "verdict": found.verdict,
-        "heading": f"{found.verb}: {found.name}",
-        "html": found.path.read_text(encoding="utf-8", errors="replace") if is_page else "",
-        "json": "" if is_page else json.dumps(read_document(found.path), indent=1, ensure_ascii=False),
-    }
+    text = found.path.read_text(encoding="utf-8", errors="replace")
+    html, document = (text, {}) if found.path.suffix == ".html" else ("", read_document(found.path))
+    step = document.get("step")
 
-    def write(page: Path, links: Sequence[Link], _: RecordPage | None) -> None:
+    def write(page: Path, links: Sequence[Link], record_page: RecordPage | None) -> None:
+        facts = {
+            "verdict": found.verdict,
+            "heading": f"{found.verb}: {found.name}",
+            "html": html,
+            "rows": [(name, shown(value)) for name, value in document.items()],
+            "step": record_page.address(step) if record_page and isinstance(step, int) else "",
+        }
         frame = Frame(str(facts["heading"]), found.name, found.verb, found.verdict, links)
-        write_template(page, "open/report.html", frame, facts, inside=str(facts["html"]))
+        write_template(page, "open/report.html", frame, facts, inside=html)
 
     return Item(found, found.verdict, summary, write=write)
+
+
+def shown(value: object) -> str:
+    """Return a JSON value as text: a string as it is, what is nested on several lines."""
+    return value if isinstance(value, str) else json.dumps(value, indent=1, ensure_ascii=False)
 
 
 READERS: dict[str, Callable[[Found, Path], Item]] = {

@@ -73,17 +73,18 @@ def write_workbench(run: Path, items: Sequence[Item], folder: Path, note: str) -
 
 def links_of(items: Sequence[Item], current: str) -> list[Link]:
     """Return the links of the header, relative to the current page."""
-    pages = {"Overview": "index.html"}
+    pages = {"Overview": ["index.html"]}
     if any(item.record is not None for item in items):
-        pages["Steps"] = "steps.html"
+        pages["Steps"] = ["steps.html"]
     if any(item.metrics is not None for item in items):
-        pages["Curves"] = "curves.html"
+        pages["Curves"] = ["curves.html"]
     for kind, (title, _) in KINDS.items():
         of_kind = [item.page for item in items if item.found.kind == kind and item.page]
         if of_kind:
-            pages[NAMES.get(kind, title)] = of_kind[0] if len(of_kind) == 1 else f"index.html#{kind}"
+            first = of_kind[0] if len(of_kind) == 1 else f"index.html#{kind}"
+            pages[NAMES.get(kind, title)] = [first, *of_kind]
     up = "../" * current.count("/")
-    return [Link(title, f"{up}{page}", page == current) for title, page in pages.items()]
+    return [Link(title, f"{up}{leads[0]}", current in leads) for title, leads in pages.items()]
 
 
 def record_page(item: Item, items: Sequence[Item]) -> RecordPage | None:
