@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 from rich.text import Text
 
+from areal_debug.pages.links import view_command
 from areal_debug.record.decode import load_decoder
 from areal_debug.render import console, difference_table, format_number, styled
 
@@ -63,6 +64,9 @@ def print_verdict(left: "Record", right: "Record", report: "DiffReport") -> None
     )
     out.print(styled("[bold]{}[/bold]: {}", report.verdict.cause, report.verdict.why))
     out.print(styled("first        {}", describe(report.first)))
+    if report.step is not None and (place := report.first.place) is not None:
+        at = (report.step, place.prompt_id, place.sample_id, place.token)
+        out.print(styled("look         {}", view_command(left.path, *at, compare=right.path)))
     print_context(left, right, report)
 
 

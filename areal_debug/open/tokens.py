@@ -10,7 +10,10 @@ from recorder import Record
 
 def write_tokens(record: Record, page: Path, links: Sequence[Link]) -> None:
     """Write the page of all steps; `page` is the index.html of a folder of its own."""
-    from areal_debug.view.command import write_page
+    from areal_debug.view.contents import Contents, Place
+    from areal_debug.view.followed import FollowedRecord
+    from areal_debug.view.page import write_folder
 
-    page.parent.mkdir(parents=True)
-    write_page(record, record.steps[-1], load_decoder(record), [], page)
+    contents = Contents(FollowedRecord(record.path, load_decoder(record), ()))
+    document = contents.document(list(record.steps), Place(record.steps[-1]))
+    write_folder(contents, document, page.parent, lambda step: None, links)

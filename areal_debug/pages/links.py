@@ -29,11 +29,17 @@ def view_command(
     prompt: int | None = None,
     sample: int | None = None,
     token: int | None = None,
+    *,
+    compare: Path | str | None = None,
 ) -> str:
-    """Return the command that writes the page of a step and opens it at this sample and token."""
+    """Return the command that writes the page of a step and opens it at this sample and token.
+
+    With `compare`, the same step of that record is shown beside it.
+    """
+    other = "" if compare is None else f" --compare {shlex.quote(str(compare))}"
     place = [str(number) for number in (prompt, sample, token) if number is not None]
     at = f" --at {'.'.join(place)}" if place else ""
-    return f"areal-debug view {shlex.quote(str(record))} --step {step}{at}"
+    return f"areal-debug view {shlex.quote(str(record))}{other} --step {step}{at}"
 
 
 @dataclass(frozen=True)

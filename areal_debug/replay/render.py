@@ -15,6 +15,7 @@ from rich.text import Text
 
 from areal_core.telemetry.summary import summary_columns
 from areal_debug.diff.render import describe
+from areal_debug.pages.links import view_command
 from areal_debug.render import difference_table, format_number, format_value, sparkline, styled
 from areal_debug.replay.next_commands import code_difference, next_commands
 from recorder import Record
@@ -264,10 +265,8 @@ def print_explanation(out: Console, record: Record, found: dict[str, Any]) -> No
     print_text(out, record, step, first)
     out.print(
         styled(
-            "[dim]Shares of a minibatch's gradient sum to 100 %; a negative share opposes it. "
-            "Next: areal-debug record show {} --step {}[/dim]",
-            str(record.path),
-            step,
+            "[dim]Shares of a minibatch's gradient sum to 100 %; a negative share opposes it. Next: {}[/dim]",
+            view_command(record.path, step, first["prompt_id"], first["sample_id"]),
         )
     )
 

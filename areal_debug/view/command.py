@@ -229,14 +229,10 @@ def serve_page(path: Path, asked: Asked, port: int, as_json: bool) -> None:
     contents = open_contents(path, asked)
     wants_place = asked.at is not None or asked.step is not None
     opens = place_of(contents, asked) if contents.record.steps and wants_place else None
-    try:
-        server = make_server(contents, port, opens)
-    except OSError as error:
-        raise ValueError(f"cannot listen on port {port}: {error.strerror}; choose another --port") from error
-    with server:
+    with make_server(contents, port, opens) as server:
         compared = "&compare=B" if contents.other else ""
         fragment = f"#{opens.fragment()}{compared}" if opens else ""
-        address = f"http://127.0.0.1:{server.server_port}/{fragment}"
+        address = f"{server.address}{fragment}"
         if as_json:
             print_json({"record": str(path), "url": address})
         else:
