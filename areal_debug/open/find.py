@@ -4,6 +4,8 @@ Only names and, of reports, the first bytes are read here. Links are not followe
 a record, a collection or a checkpoint is searched.
 """
 
+import contextlib
+import itertools
 import json
 import os
 import re
@@ -156,9 +158,12 @@ def read_document(file: Path) -> dict[str, Any]:
     return document if isinstance(document, dict) else {}
 
 
-def fingerprint(found: list[Found]) -> list[tuple[str, int, int]]:
-    """Return name, size and time of change of what is read: it may have changed since."""
-    paths = [one.path for one in found]
-    paths += [Path(entry.path) for one in found if one.path.is_dir() for entry in sorted_entries(one.path)]
-    facts = [(path, path.lstat()) for path in paths if path.exists()]
-    return [(str(path), fact.st_size, fact.st_mtime_ns) for path, fact in facts]
+def fingerprint(run: Path) -> list[tuple[str, int, int]]:
+    """Return name, size and time of change of every file, whose content is not read."""
+    files = itertools.chain([run], (Path(top, name) for top, _, names in os.walk(run) for name in names))
+    found = []
+    for file in itertools.islice(files, MAX_ENTRIES):
+        with contextlib.suppress(OSError):  # it may be gone
+            facts = file.lstat()
+            found.append((str(file), facts.st_size, facts.st_mtime_ns))
+    return found

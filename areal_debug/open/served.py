@@ -4,7 +4,7 @@ browser                    server                                   child proces
 GET /      ------------->  has the run changed? ---- if so ---->    areal-debug open RUN -o FOLDER
 GET /*     ------------->  a file of FOLDER
 
-The server reads nothing of the run but names and times: the child, which is confined, parses it.
+The server reads names, sizes and times of the run's files; the child, which is confined, parses them.
 """
 
 import subprocess
@@ -14,7 +14,7 @@ import threading
 from http import HTTPStatus
 from pathlib import Path
 
-from areal_debug.open.find import find, fingerprint
+from areal_debug.open.find import fingerprint
 from areal_debug.pages.local import LocalHandler, LocalServer, listen
 from areal_debug.render import console, fail, note, styled
 
@@ -34,7 +34,7 @@ class Workbench:
     def refresh(self) -> None:
         """Write the pages if the run has changed since; `problem` is why that failed, or empty."""
         with self._lock:
-            now = fingerprint(find(self._run)[0])
+            now = fingerprint(self._run)
             if now == self._written:
                 return
             command = [sys.executable, "-m", "areal_debug", "open", str(self._run), "-o", str(self._folder)]

@@ -17,10 +17,13 @@ import pytest
 from click.testing import CliRunner
 
 from areal_core.telemetry.trace import TRAINER_TRACK, Trace
+from areal_debug import Recorder
 from areal_debug.cli import main
+from areal_debug.doctor.rows import Worst, worst_place
 from areal_debug.open.find import find
 from areal_debug.open.served import Workbench, make_server
 from areal_debug.pages.links import page_address, view_command
+from recorder import open_record
 from recorder.testing import write_scripted_record
 
 from ..browser.chromium import browser_page
@@ -266,3 +269,50 @@ def test_the_server_follows_the_run_and_answers_no_other_site(run, served):
         assert answer(served, path)[0] == 404
     assert answer(served, "/", Host="evil.example")[0] == 403
     assert answer(served, "/", Origin="http://evil.example")[0] == 403
+
+
+def test_diff_prints_the_page_of_both_records_at_the_first_token(tmp_path):
+    changes = {"left": 0.0, "right": 0.25}
+    for name, added in changes.items():
+        with Recorder(tmp_path / name, trainer="trl") as recorder:
+            rows = [
+                {
+                    "prompt_tokens": [5, 6],
+                    "completion_tokens": [7, 8],
+                    "logprobs": [-1.0, -2.0],
+                    "group": group,
+                }
+                for group in "ab"
+            ]
+            rows[1]["logprobs"][1] -= added
+            recorder.step(3, rows)
+    done = CliRunner().invoke(main, ["diff", str(tmp_path / "left"), str(tmp_path / "right")])
+    assert done.exit_code == 1, done.output
+    command = f"areal-debug view {tmp_path}/left --compare {tmp_path}/right --step 3 --at 1.0.3"
+    assert command in done.output
+    assert page_is_written(command, tmp_path / "page.html")
+
+
+def page_is_written(command: str, page: Path) -> bool:
+    done = CliRunner().invoke(main, [*command.split()[1:], "-o", str(page)])
+    return done.exit_code == 0 and page.is_file()
+
+
+def test_the_most_extreme_row_or_token_of_a_metric_is_found(tmp_path):
+    with Recorder(tmp_path / "record", trainer="trl") as recorder:
+        recorder.step(0, [
+            {"prompt_tokens": [5], "completion_tokens": [7] * length, "logprobs": [-1.0] * length,
+             "old_logprobs": [-1.1] * (length - 1) + [-1.0 - gap], "reward": reward, "group": "g"}
+            for length, gap, reward in ((3, 0.2, 1.0), (5, 0.1, 0.5), (4, 0.9, 0.75))
+        ])  # fmt: skip
+    step = open_record(tmp_path / "record").step(0)
+    found = {
+        metric: worst_place(step, f"record/{metric}")
+        for metric in ("reward", "length", "logprob_difference", "zero_variance_groups")
+    }
+    assert found == {
+        "reward": Worst(0, 1, None),
+        "length": Worst(0, 1, None),
+        "logprob_difference": Worst(0, 2, 4),
+        "zero_variance_groups": None,
+    }
