@@ -4,7 +4,7 @@ browser                    server                                   child proces
 GET /      ------------->  has the run changed? ---- if so ---->    areal-debug open RUN -o FOLDER
 GET /*     ------------->  a file of FOLDER
 
-The server reads names, sizes and times of the run's files; the child, which is confined, parses them.
+The server reads names, sizes and times of the run's files; the confined child parses them.
 """
 
 import subprocess
