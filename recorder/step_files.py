@@ -69,8 +69,11 @@ class Committed:
 
 
 def learning_tensors(inputs: Mapping[str, Any], batch: FlatBatch) -> FlatBatch:
-    """Flatten the trainer's tensors before its first loss, without those of the batch."""
-    own = {key: value for key, value in inputs.items() if key not in batch.tensors}
+    """Flatten the trainer's tensors before its first loss, without those of the batch.
+
+    The mask is kept: aligned to the next token, it is the trainer's own.
+    """
+    own = {key: value for key, value in inputs.items() if key not in batch.tensors or key == "loss_mask"}
     return flatten(own, any_padding=True)  # never padded again; a masked product leaves -0.0 there
 
 

@@ -26,7 +26,8 @@ from recorder.format import OTHER_TRAINER_KEYS, BatchEntry, TensorEntry
 STAGES = ("batch", "logprobs", "advantages", "loss", "gradient", "weights")
 ACTOR, UPDATE = "ppo_actor/", "ppo_actor/update/"
 
-LOGPROBS = ("prox_logp", "ref_logp", "teacher_logp", "values")
+# of a "learning" file, what does not follow from rewards; log-probs are 0 where the mask is
+LOGPROBS = ("loss_mask", "prox_logp", "ref_logp", "teacher_logp", "values", "entropy")
 NOT_COMPARED = {"cu_seqlens", "prompt_id", "sample_id", *OTHER_TRAINER_KEYS}
 # last word of a statistic of another trainer -> its stage
 STAGE_OF_STATISTIC = dict.fromkeys(("loss", "pg_loss", "policy_loss"), "loss") | {"grad_norm": "gradient"}
@@ -36,10 +37,17 @@ ORDER = (
     "loss_mask",
     "finish_reason",
     "rewards",
-    "logprobs",
     "versions",
+    "logprobs",
     "prox_logp",
+    "entropy",
     "ref_logp",
+    "teacher_logp",
+    "values",
+    "kl_rewards",
+    "total_rewards",
+    "returns",
+    "advantages",
 )
 
 
@@ -187,7 +195,8 @@ def compare_tensors(
         entries = tensor_entries(here, key)[0], tensor_entries(there, key)[0]
         if entries[0] is None or entries[1] is None:
             dtypes = [entry and entry.dtype for entry in entries]
-            if not any(foreign):
+            # records of earlier versions lack the aligned mask
+            if not any(foreign) and (kind, key) != ("learning", "loss_mask"):
                 yield StageDifference(stage_of(kind, key), key, left=dtypes[0], right=dtypes[1])
             continue
         one = side_of(left, here, rows, key, foreign[0])

@@ -244,7 +244,7 @@ def test_the_full_scope_contains_what_was_trained_on_and_smaller_ones_report_tha
     rollout, plan, full = (open_record(tmp_path / scope).step(0) for scope in ("rollout", "plan", "full"))
     batch = scripted_batch([3, 8, 6, 4], seed=1)
     expected = scripted_learning(batch)
-    assert set(full.learning(1)) == {"cu_seqlens", "prox_logp", "advantages"}
+    assert set(full.learning(1)) == {"cu_seqlens", "loss_mask", "prox_logp", "advantages"}
     for key, padded in expected.items():
         assert full.learning(1)[key].tobytes() == padded[batch["attention_mask"]].tobytes()
     assert [sorted({name.split("-")[0] for name in step.manifest.batches}) for step in (plan, full)] == [
