@@ -10,8 +10,9 @@ side does not know, be it a value, the config or the machine, is listed and expl
 """
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from recorder import Record, RecordedStep
@@ -19,11 +20,13 @@ from recorder.difference import Difference
 from recorder.format import RecordHeader
 from replayer.check import WITHOUT_EFFECT, HeaderComparison, compare_headers
 from replayer.errors import ReplayError
-from replayer.stages import STAGES, StageDifference, compare_steps, stages_shared
+from replayer.stages import STAGES, StageDifference, compare_steps, prompts_of, stages_shared
 
 # options that change no number of a run; a replay ignores more options, as it has no engine
 WITHOUT_NUMBERS = WITHOUT_EFFECT - {"allocation_mode", "rollout", "sglang", "vllm"}
 MODEL_PATHS = ("actor.path", "tokenizer_path")
+# steps in which a prompt is looked for that two records share: another order is in the same epoch
+SEARCHED_FOR_PROMPTS = 20
 # last words of options with which other trainers name runs and places
 OF_PLACES = frozenset(
     ("default_local_dir", "experiment_name", "hub_model_id", "logging_dir", "output_dir", "project_name",
@@ -117,6 +120,7 @@ class DiffReport:
     verdict: Verdict | None
     not_compared: tuple[str, ...]
     not_known: tuple[str, ...] = ()
+    unrelated: str | None = None
 
     @property
     def same(self) -> bool:
@@ -161,6 +165,7 @@ def diff_records(
         config = left.header.config if right.header.config else {}
         trainers = left.header.trainer, right.header.trainer
         verdict = judge_difference(differences[0], header, config, trainers)
+    compared = shared[:num_compared]
     return DiffReport(
         left=left.path,
         right=right.path,
@@ -174,10 +179,49 @@ def diff_records(
         verdict=verdict,
         not_compared=stages_not_recorded(left, right, here, there),
         not_known=(
-            *unknown_values(left, right, shared[:num_compared]),
+            *unknown_values(left, right, compared),
             *unknown_settings(left.header, right.header),
         ),
+        unrelated=why_unrelated(left, right, shared) if differences else None,
     )
+
+
+def why_unrelated(left: Record, right: Record, steps: Sequence[int]) -> str | None:
+    """Return why two records are of different experiments, None if nothing says so.
+
+    They are if no prompt of their first common steps is in both, and another model was trained, or
+    it is not known which.
+    """
+    if share_a_prompt(left, right, steps):
+        return None
+    sizes = [
+        sum(entry["size_bytes"] for name, entry in side.header.model["files"].items() if is_weights(name))
+        for side in (left, right)
+    ]
+    if all(sizes):
+        model = "models of other sizes" if sizes[0] != sizes[1] else None
+    elif left.header.config_is_ours and right.header.config_is_ours:
+        paths = [Path(side.header.model["path"]).name for side in (left, right)]
+        model = f"other models ({paths[0]}, {paths[1]})" if paths[0] != paths[1] else None
+    else:
+        model = "nothing shows that the model was the same"
+    return None if model is None else f"no prompt of one is in the other, and {model}"
+
+
+def share_a_prompt(left: Record, right: Record, steps: Sequence[int]) -> bool:
+    """Return whether a prompt of the first of these steps is in both records, in any step."""
+    seen: tuple[set[Hashable], set[Hashable]] = (set(), set())
+    for step in steps[:SEARCHED_FOR_PROMPTS]:
+        for prompts, of_step in zip(seen, prompts_of(left.step(step), right.step(step)), strict=True):
+            prompts.update(of_step.values())
+        if not seen[0].isdisjoint(seen[1]):
+            return True
+    return False
+
+
+def is_weights(name: str) -> bool:
+    """Return whether a file of a model's folder has weights."""
+    return name.endswith((".safetensors", ".bin", ".gguf"))
 
 
 def settings_that_differ(left: Record, right: Record) -> HeaderComparison:
@@ -189,7 +233,10 @@ def settings_that_differ(left: Record, right: Record) -> HeaderComparison:
     header = compare_headers(one, other)
     has_files = bool(one.model["files"] and other.model["files"])
     if one.config_is_ours and other.config_is_ours:
-        paths = MODEL_PATHS if has_files else ()  # they do not matter if the files are compared
+        # a path does not matter if its files are compared
+        tokenizers = [side.tokenizer and side.tokenizer["files"] for side in (one, other)]
+        same_tokenizer = tokenizers[0] == tokenizers[1]
+        paths = MODEL_PATHS[: 1 + same_tokenizer] if has_files else ()
         config = [
             item
             for item in header.config

@@ -328,6 +328,12 @@ def text_of(step: RecordedStep, rows: Rows) -> dict[tuple[int, int], Content]:
     return {name: content(row) for name, row in rows.items()}
 
 
+def prompts_of(*steps: RecordedStep) -> list[dict[tuple[int, int], Hashable]]:
+    """Return the prompt of each row of each step: its tokens, or its text if any step lacks them."""
+    content = text_of if any(map(lacks_tokens, steps)) else tokens_of
+    return [{name: key[1] for name, key in content(step, find_rows(step)).items()} for step in steps]
+
+
 def compare_rows(left: Rows, right: Rows, in_order: bool) -> Iterator[StageDifference]:
     """Yield rows that only one side has, or, if `in_order`, that come in another order."""
     union = {**left, **right}

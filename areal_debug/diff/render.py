@@ -62,6 +62,8 @@ def print_verdict(left: "Record", right: "Record", report: "DiffReport") -> None
             report.num_shared,
         )
     )
+    if report.unrelated is not None:
+        out.print(styled("[bold yellow]unrelated runs[/bold yellow]: {}", report.unrelated))
     out.print(styled("[bold]{}[/bold]: {}", report.verdict.cause, report.verdict.why))
     out.print(styled("first        {}", describe(report.first)))
     if report.step is not None and (place := report.first.place) is not None:

@@ -12,6 +12,7 @@ from areal_debug.cli import main
 from recorder import Recording, RecordingOptions, RecordWriter, open_record
 from recorder.difference import Difference
 from recorder.header import write_header
+from recorder.step_files import learning_tensors
 from recorder.testing import SCRIPTED_HEADER, gatherers, scripted_batch, scripted_learning
 from replayer.check import HeaderComparison
 from replayer.commits.first_step import bisect_steps, first_true
@@ -379,3 +380,83 @@ def test_damage_is_code_1(tmp_path):
     result = run("diff", tmp_path / "left", tmp_path / "right")
     assert result.exit_code == 1
     assert "steps/000001/step.json" in result.stderr
+
+
+def test_inputs_to_the_loss_are_listed_in_the_order_of_computation_and_not_by_name(tmp_path):
+    def change(script):
+        for key in ("advantages", "returns", "total_rewards"):
+            script.learning[key] = script.learning["advantages"] + np.float32(1)
+
+    names = ("total_rewards", "returns", "advantages")
+
+    def everywhere(step, script):
+        script.learning |= dict.fromkeys(("returns", "total_rewards"), script.learning["advantages"])
+
+    left = record(tmp_path / "left", change=everywhere)
+    right = record(tmp_path / "right", change=lambda step, script: change(script))
+    report = diff_records(left, right)
+    assert tuple(d.name for d in report.differences if d.stage == "advantages") == names
+
+
+def test_the_aligned_mask_precedes_what_is_masked_by_it(tmp_path):
+    def change(step, script):
+        aligned = script.batch | script.learning
+        script.learning["loss_mask"] = np.roll(aligned["loss_mask"], -(step != 1), axis=1)
+
+    def masked(step, script):
+        change(step, script)
+        if step == 1:
+            script.learning["prox_logp"][0, 1] = 0
+
+    left = record(tmp_path / "left", change=lambda step, script: change(0, script))
+    report = diff_records(left, record(tmp_path / "right", change=masked))
+    assert (report.step, report.first.stage, report.first.name) == (1, "logprobs", "loss_mask")
+    assert "prox_logp" in {d.name for d in report.differences}
+
+
+def test_a_record_without_the_aligned_mask_is_compared_without_it(tmp_path, monkeypatch):
+    right = record(tmp_path / "right")
+    monkeypatch.setattr("recorder.writer.learning_tensors", without_mask)
+    assert diff_records(record(tmp_path / "left"), right).same
+
+
+def without_mask(inputs, batch):
+    learned = learning_tensors(inputs, batch)
+    return replace(learned, tensors={k: t for k, t in learned.tensors.items() if k != "loss_mask"})
+
+
+def test_runs_without_a_common_prompt_and_with_models_of_other_sizes_are_unrelated(tmp_path):
+    def other(step, script):
+        script.batch = scripted_batch(LENGTHS, seed=step + 50)
+
+    def header(size, crc="00000000"):
+        files = {"model.safetensors": {"size_bytes": size, "crc32c": crc}}
+        return replace(SCRIPTED_HEADER, model={"path": "model", "files": files})
+
+    left = record(tmp_path / "left", header=header(10))
+    smaller = record(tmp_path / "smaller", change=other, header=header(9))
+    assert (
+        diff_records(left, smaller).unrelated == "no prompt of one is in the other, and models of other sizes"
+    )
+    # other data for one model, and one set of prompts for two models, are experiments
+    assert diff_records(left, record(tmp_path / "data", change=other, header=header(10))).unrelated is None
+    assert diff_records(left, record(tmp_path / "model", header=header(9))).unrelated is None
+    result = CliRunner().invoke(main, ["diff", left.path, smaller.path])
+    assert "unrelated runs: no prompt of one is in the other" in result.output
+
+
+def test_another_tokenizer_at_another_place_is_named_and_a_moved_one_is_not(tmp_path):
+    files = {"model.safetensors": {"size_bytes": 10, "crc32c": "00000000"}}
+
+    def header(path, crc):
+        tokenizer = {"path": path, "files": {"tokenizer.json": {"size_bytes": 5, "crc32c": crc}}}
+        config = {"actor": {"path": "m", "dtype": "float32"}, "tokenizer_path": path}
+        return replace(
+            SCRIPTED_HEADER, model={"path": "m", "files": files}, tokenizer=tokenizer, config=config
+        )
+
+    left = record(tmp_path / "left", header=header("t", "00000000"))
+    moved = diff_records(left, record(tmp_path / "moved", header=header("u", "00000000")))
+    assert moved.set_differently.config == ()
+    other = diff_records(left, record(tmp_path / "other", header=header("u", "11111111")))
+    assert [item.where for item in other.set_differently.config] == ["tokenizer_path"]
