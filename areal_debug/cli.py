@@ -25,6 +25,7 @@ SECTIONS = {
     "Replay and compare": {
         "replay": "Replay a record without an inference engine, unchanged or with changes",
         "goto": "Open a shell or debugger at any step of a recorded run",
+        "why": "Say in one sentence why two records, or a record and its replay, differ",
         "diff": "Find where two records diverge, and why",
         "crosscheck": "Recompute a recorded step by other code, and name the option that differs",
         "bisect": "Find the commit that changed a record's numbers",

@@ -178,6 +178,8 @@ def commands(at: dict[str, Path]) -> list[tuple[str, list[str]]]:
         ("replay", ["replay", record, "--filter", EVIL]),
         ("replay", ["replay", record, "--set", f"{EVIL}=1"]),
         ("goto", ["goto", record, "--step", "1"]),
+        ("why", ["why", record, without, "--no-replay", "--html", f"{top}/why.html"]),
+        ("why", ["why", record, absent]),
         ("diff", ["diff", record, without, "--all"]),
         ("diff", ["diff", record, absent]),
         ("crosscheck", ["crosscheck", record]),

@@ -139,6 +139,7 @@ def verbs_on(record: Path, model: Path, out: Path) -> dict[str, tuple[list, int]
     return {
         "replay": ([record], 2),
         "goto": ([record], 2),
+        "why": ([record, record], 0),
         "diff": ([record, record], 0),
         "bisect": ([record, "--good", "HEAD~1"], 2),
         "bisect-step": ([record, record], 2),

@@ -1,0 +1,120 @@
+"""`areal-debug why`: say in one sentence why two records differ, or a record and its replay."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from areal_debug.cli import Verb, json_option, model_option
+from areal_debug.render import errors_as_sentences, note, print_json
+
+if TYPE_CHECKING:
+    from areal_debug.why.chain import Options
+    from areal_debug.why.report import WhyReport
+    from recorder import Record
+
+
+@click.command(cls=Verb, example="areal-debug why runs/A runs/B\nareal-debug why runs/record --html why.html")
+@click.argument("left", metavar="A", type=click.Path())
+@click.argument("right", metavar="[B]", type=click.Path(), required=False)
+@click.option(
+    "--repository",
+    type=click.Path(path_type=Path, file_okay=False, exists=True),
+    metavar="DIR",
+    help="Checkout that has the recorded commits; by default that of this code.",
+)
+@model_option
+@click.option(
+    "--no-replay", is_flag=True, help="Judge from the records alone: start no replay and ask no engine."
+)
+@click.option("--html", type=click.Path(path_type=Path), metavar="FILE", help="Write the answer as a page.")
+@json_option
+@errors_as_sentences
+def command(
+    left: str,
+    right: str | None,
+    repository: Path | None,
+    model: str | None,
+    no_replay: bool,
+    html: Path | None,
+    as_json: bool,
+) -> None:
+    """Say in one sentence why records A and B differ: the step, stage, tensor, row and token, the
+    pattern of the difference, and the option, commit, file, variable, data or engine that made it.
+
+    Without B, A is replayed, and the replay takes B's place. Where several causes remain, steps of A
+    are run again: with B's options, by each commit that can act, and with the weights that an engine
+    should have had.
+
+    Exit code 0: all common steps have the same bits. 1: they differ, explained or not. 2: the records
+    cannot be compared.
+    """
+    from areal_debug.why.chain import Options
+
+    options = Options(repository or Path(__file__).parents[2], model, not no_replay, note)
+    report = explain_both(left, right, options) if right else explain_replay(left, options)
+    if html is not None:
+        from areal_debug.why.page import write_page
+
+        write_page(html, report)
+    if as_json:
+        print_json(report.to_dict())
+    else:
+        from areal_debug.why.render import print_report
+
+        print_report(report, html)
+    raise SystemExit(report.exit_code)
+
+
+def explain_both(left: str, right: str, options: "Options") -> "WhyReport":
+    """Compare two records."""
+    from areal_debug.why.chain import explain
+    from recorder import open_record
+
+    here, there = open_record(left), open_record(right)
+    return with_text(here, there, explain(here, there, options))
+
+
+def explain_replay(record: str, options: "Options") -> "WhyReport":
+    """Replay a record, and compare it with its replay.
+
+    Raises ReplayError if that is not allowed, or not possible.
+    """
+    from areal_debug.why.chain import explain
+    from areal_debug.why.trials import runner
+    from recorder import open_record
+    from replayer.errors import ReplayError
+    from replayer.preconditions import check_recorded_results
+
+    if not options.replays:
+        raise ReplayError("without B, A is replayed: give a second record, or leave out --no-replay")
+    opened = open_record(record)
+    check_recorded_results(opened, "why")
+    with runner(options.model) as run:
+        options.note(f"replaying {record}")
+        replayed = run.replay(opened, opened.steps[-1])
+        if replayed is None:
+            raise ReplayError(f"{record} could not be replayed here: see areal-debug replay {record}")
+        report = with_text(opened, replayed, explain(opened, replayed, options, is_replay=True))
+    return replace(report, right=f"a replay of {record}")
+
+
+def with_text(left: "Record", right: "Record", report: "WhyReport") -> "WhyReport":
+    """Add the text around the first token that differs, on both sides."""
+    from areal_debug.record.decode import load_decoder
+    from areal_debug.why.report import Excerpt
+    from replayer.diff import find_context
+
+    if report.difference is None or report.step is None:
+        return report
+    context = find_context(left, right, report.step, report.difference)
+    if context is None:
+        return report
+    decode = load_decoder(left) or (lambda ids: " ".join(map(str, ids)))
+
+    def excerpt(ids: tuple[int, ...]) -> Excerpt:
+        parts = ids[: context.at], ids[context.at :][:1], ids[context.at + 1 :]
+        return Excerpt(*(decode(list(part)) if part else "" for part in parts))
+
+    return replace(report, text=(excerpt(context.left), excerpt(context.right)))

@@ -1,0 +1,282 @@
+"""What `why` says of scripted records: every kind of cause, and no cause where nothing proves one."""
+
+import json
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+from areal_debug.cli import main
+from areal_debug.why.chain import Options, explain
+from recorder.testing import SCRIPTED_HEADER, scripted_batch, scripted_learning
+
+from ..replayer.test_diff import LENGTHS, record
+
+ROOT = Path(__file__).parents[2]
+KEYS = ["verdict", "step", "stage", "tensor", "row", "token", "pattern", "cause", "confidence", "next"]
+CONFIG = {"seed": 1, "actor": {"dtype": "float32", "eps_clip": 0.2, "optimizer": {"lr": 1e-6}}}
+OURS = replace(SCRIPTED_HEADER, config=CONFIG)
+
+
+def header(environment=None, **options):
+    """The header of a run with other options of the actor, and other members of the environment."""
+    config = CONFIG | {"actor": CONFIG["actor"] | options}
+    return replace(OURS, config=config, environment=OURS.environment | (environment or {}))
+
+
+def ask(tmp_path, change=lambda script: None, right=OURS, left=OURS, at=1, **options):
+    """Return the answer on two records, the right one changed in a step; no replays."""
+    here = record(tmp_path / "left", header=left, **options)
+    there = record(
+        tmp_path / "right", header=right, change=lambda step, s: change(s) if step == at else None, **options
+    )
+    return explain(here, there, Options(ROOT, replays=False))
+
+
+def other_loss(script):
+    script.losses[1] = 0.75
+
+
+def other_advantages(script):
+    script.learning["advantages"][1, 3] += np.float32(0.5)
+
+
+def test_equal_records_are_identical_whatever_was_set_differently(tmp_path):
+    answer = ask(tmp_path, right=header(eps_clip=0.1))
+    assert (answer.verdict, answer.exit_code, answer.finding) == ("identical", 0, None)
+    assert [(s.where, s.acts) for s in answer.settings] == [("actor.eps_clip", False)]
+    assert answer.sentence == "Identical: 3 of 3 common steps compared, all have the same bits."
+    assert list(answer.to_dict())[: len(KEYS)] == KEYS
+    assert answer.to_dict()["cause"] is None
+
+
+def test_the_option_that_acts_on_the_stage_is_the_cause_and_a_later_one_is_not(tmp_path):
+    answer = ask(tmp_path, other_loss, header(eps_clip=0.1, optimizer={"lr": 1e-5}))
+    found = answer.to_dict()
+    assert [found[key] for key in ("verdict", "step", "stage", "tensor", "row", "token")] == [
+        *("same weights, other numbers", 1, "loss", "loss of rank 0, micro-batch 0", None, None)
+    ]
+    assert found["cause"] == {
+        "kind": "config",
+        "what": "actor.eps_clip is 0.2 in A and 0.1 in B",
+        "file": None,
+        "line": None,
+        "commit": None,
+    }
+    assert found["confidence"] == "high"
+    assert found["next"].endswith("--from-step 1 --to-step 1 actor.eps_clip=0.1")
+    assert [(s.where, s.acts) for s in answer.settings] == [
+        ("actor.eps_clip", True),
+        ("actor.optimizer.lr", False),
+    ]
+    assert answer.sentence == (
+        "Same weights, other numbers: loss of rank 0, micro-batch 0 in minibatch 1 differs first, in step 1, "
+        "stage loss, because actor.eps_clip is 0.2 in A and 0.1 in B."
+    )
+
+
+def test_an_option_that_acts_later_explains_nothing(tmp_path):
+    answer = ask(tmp_path, other_advantages, header(optimizer={"lr": 1e-5}))
+    assert answer.to_dict()["cause"]["kind"] == "unknown"
+    assert answer.finding.confidence == "low"
+    assert "why is not known" in answer.sentence
+    assert (answer.difference.place.row, answer.difference.place.token) == (1, 3)
+
+
+def test_an_option_that_one_version_lacks_is_not_the_cause_at_its_default(tmp_path):
+    answer = ask(tmp_path, other_loss, header(c_clip=None, eps_clip=0.1))
+    assert answer.finding.cause.what == "actor.eps_clip is 0.2 in A and 0.1 in B"
+    answer = ask(tmp_path / "again", other_loss, header(c_clip=None))
+    assert answer.finding.cause.kind == "unknown"
+
+
+@pytest.mark.parametrize(
+    ("environment", "what"),
+    [
+        ({"libraries": {"transformers": "5.6.0"}}, "transformers 5.5.0 in A, 5.6.0 in B"),
+        ({"variables": {"MKL_CBWR": "COMPATIBLE"}}, "MKL_CBWR is not set in A, COMPATIBLE in B"),
+    ],
+)
+def test_what_differs_around_the_code_is_the_environment(tmp_path, environment, what):
+    both = {"libraries": {"transformers": "5.5.0"}, "variables": {}}
+    answer = ask(tmp_path, other_advantages, header(both | environment), header(both))
+    assert (answer.finding.cause.kind, answer.finding.cause.what) == ("environment", what)
+    assert answer.finding.confidence == "high"
+
+
+def test_a_variable_of_kernels_changes_no_reward(tmp_path):
+    def rewarded(script):
+        script.batch["rewards"][2] += np.float32(0.25)
+
+    both = {"libraries": {}, "variables": {}}
+    answer = ask(tmp_path, rewarded, header(both | {"variables": {"MKL_CBWR": "COMPATIBLE"}}), header(both))
+    assert (answer.finding.cause.kind, answer.finding.confidence) == ("nondeterminism", "medium")
+    assert answer.to_dict()["row"] == 2
+
+
+def test_a_last_bit_with_equal_settings_is_nondeterminism_and_more_is_unknown(tmp_path):
+    def rounded(script):
+        script.learning["advantages"][1, 3] = np.nextafter(script.learning["advantages"][1, 3], np.float32(9))
+
+    answer = ask(tmp_path / "bit", rounded)
+    assert (answer.finding.cause.kind, answer.finding.confidence) == ("nondeterminism", "medium")
+    answer = ask(tmp_path / "more", other_advantages)
+    assert answer.finding.cause.kind == "unknown"
+
+
+def test_prompts_of_other_content_are_data_and_another_order_is_not_determined(tmp_path):
+    def edited(script):
+        script.batch["input_ids"][0, 0] += 1
+
+    answer = ask(tmp_path / "data", edited)
+    assert (answer.finding.cause.kind, answer.to_dict()["token"]) == ("data", 0)
+    assert answer.finding.cause.what == "1 of 4 rows have prompts of other content"
+
+    def shuffled(script):
+        order = [2, 3, 0, 1]
+        names = {key: script.batch[key] for key in ("prompt_id", "sample_id")}
+        script.batch = {key: value[order] for key, value in script.batch.items()} | names
+        script.learning = scripted_learning(script.batch)
+
+    answer = ask(tmp_path / "order", shuffled)
+    assert answer.finding.cause.kind == "nondeterminism"
+    assert "order of the prompts" in answer.finding.cause.what
+
+
+def test_records_of_other_runs_and_without_a_common_step_are_not_comparable(tmp_path):
+    files = {"model.safetensors": {"size_bytes": 10, "crc32c": "00000000"}}
+    other = {"model.safetensors": {"size_bytes": 11, "crc32c": "00000000"}}
+    left, right = (replace(OURS, model={"path": "m", "files": each}) for each in (files, other))
+
+    def unrelated(script):
+        script.batch = scripted_batch(LENGTHS, seed=99)
+
+    here = record(tmp_path / "left", header=left)
+    there = record(tmp_path / "right", header=right, change=lambda step, script: unrelated(script))
+    answer = explain(here, there, Options(ROOT, replays=False))
+    assert (answer.verdict, answer.exit_code, answer.finding) == ("not comparable", 2, None)
+    assert "no prompt of one is in the other, and models of other sizes" in answer.sentence
+    empty = record(tmp_path / "empty", num_steps=0)
+    assert explain(here, empty, Options(ROOT, replays=False)).verdict == "not comparable"
+
+
+def test_weights_that_diverge_for_another_reason_later_are_the_answer(tmp_path):
+    def change(step, script):
+        if step == 0:
+            script.losses.reverse()
+        if step >= 1:
+            script.batch["rewards"][0] += np.float32(0.5)
+            script.weights["head"] = "ffffffff"
+
+    answer = explain(
+        record(tmp_path / "left", header=OURS),
+        record(tmp_path / "right", header=OURS, change=change),
+        Options(ROOT, replays=False),
+    )
+    assert (answer.verdict, answer.step, answer.diverged_at) == ("diverged", 1, 1)
+    assert (answer.difference.stage, answer.difference.name) == ("batch", "rewards")
+    assert answer.also[0].startswith("step 0 has other numbers before that, with equal weights")
+
+
+def commit(repository, file, old, new, subject):
+    path = repository / file
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new, 1))
+    identity = ["-c", "user.name=n", "-c", "user.email=e"]
+    subprocess.run(["git", "-C", repository, *identity, "commit", "-qam", subject], check=True)
+    done = subprocess.run(["git", "-C", repository, "rev-parse", "HEAD"], capture_output=True, check=True)
+    return done.stdout.decode().strip()
+
+
+@pytest.fixture(scope="module")
+def history(tmp_path_factory):
+    """A clone with three commits after the first: only the second acts on advantages."""
+    clone = tmp_path_factory.mktemp("history") / "clone"
+    subprocess.run(["git", "clone", "-q", "--shared", ROOT, clone], check=True)
+    losses, norms = "areal_core/algorithm/losses.py", "areal_core/algorithm/normalization.py"
+    first = commit(clone, losses, '"""The losses', '"""All losses', "Word the losses")
+    bad = commit(clone, norms, "self.count - int(unbiased)", "self.count - 0", "Simplify std")
+    last = commit(clone, losses, '"""All losses', '"""The losses', "Word them again")
+    return clone, first, bad, last
+
+
+def code(commit):
+    return header({"code": {"commit": commit, "dirty_sha256": None}})
+
+
+def test_the_commit_file_and_line_that_act_on_the_stage_are_named(tmp_path, history):
+    clone, first, bad, last = history
+    here = record(tmp_path / "left", header=code(first))
+    there = record(
+        tmp_path / "right", header=code(last), change=lambda step, script: other_advantages(script)
+    )
+    answer = explain(here, there, Options(clone, replays=False))
+    cause = answer.to_dict()["cause"]
+    lines = (clone / "areal_core/algorithm/normalization.py").read_text().splitlines()
+    assert (cause["kind"], cause["commit"]) == ("code", bad)
+    assert cause["file"] == "areal_core/algorithm/normalization.py"
+    assert "self.count - 0" in lines[cause["line"] - 1]
+    assert answer.finding.next == f"git -C {clone} show {bad[:10]} -- {cause['file']}"
+    backwards = explain(there, here, Options(clone, replays=False))
+    assert backwards.to_dict()["cause"]["commit"] == bad
+    assert "only A has it" in backwards.sentence
+
+
+def test_commits_that_do_not_act_on_the_stage_are_not_accused(tmp_path, history):
+    clone, _, bad, last = history
+    answer = ask_by_commits(tmp_path, clone, bad, last)
+    assert answer.finding.cause.kind == "unknown"
+    assert any("none changed what the advantages runs" in line for line in answer.finding.evidence)
+
+
+def test_a_commit_that_the_repository_lacks_is_said_to_be_missing(tmp_path, history):
+    answer = ask_by_commits(tmp_path, history[0], history[1], "1" * 40)
+    assert answer.finding.cause.kind == "unknown"
+    assert any("1111111111 is not in" in line for line in answer.finding.evidence)
+
+
+def ask_by_commits(tmp_path, clone, left, right):
+    here = record(tmp_path / "left", header=code(left))
+    there = record(
+        tmp_path / "right", header=code(right), change=lambda step, script: other_advantages(script)
+    )
+    return explain(here, there, Options(clone, replays=False))
+
+
+def test_the_command_prints_the_sentence_first_and_writes_a_page_and_json(tmp_path):
+    record(tmp_path / "left", header=OURS)
+    record(
+        tmp_path / "right", header=header(gamma="<b>&"), change=lambda step, script: other_advantages(script)
+    )
+    arguments = ["why", str(tmp_path / "left"), str(tmp_path / "right"), "--no-replay"]
+    result = CliRunner().invoke(main, [*arguments, "--html", str(tmp_path / "why.html")])
+    assert result.exit_code == 1
+    assert result.output.splitlines()[0].startswith(
+        "Same weights, other numbers: advantages at token 3 of prompt 0, sample 1 differs first, in step 0"
+    )
+    page = (tmp_path / "why.html").read_text()
+    assert "differs first, in step 0, stage advantages" in page
+    assert "<b>&" not in page
+    assert "&lt;b&gt;&amp;" in page
+    result = CliRunner().invoke(main, [*arguments, "--json"])
+    assert list(json.loads(result.stdout))[: len(KEYS)] == KEYS
+
+
+def test_misuse_is_one_sentence_and_code_2_and_damage_is_code_1(tmp_path):
+    one = record(tmp_path / "left")
+    for arguments, said in (
+        ([one.path, str(tmp_path / "none")], "none"),
+        ([one.path, "--no-replay"], "without B, A is replayed"),
+    ):
+        result = CliRunner().invoke(main, ["why", *arguments])
+        assert (result.exit_code, result.stderr.count("\n")) == (2, 1)
+        assert said in result.stderr
+    record(tmp_path / "right", change=lambda step, script: other_loss(script))
+    file = next((tmp_path / "right" / "steps" / "000000").glob("outcome-*"))
+    file.write_bytes(file.read_bytes().replace(b"0", b"1", 1))
+    result = CliRunner().invoke(main, ["why", one.path, str(tmp_path / "right"), "--no-replay"])
+    assert (result.exit_code, "outcome-" in result.stderr) == (1, True)
