@@ -15,8 +15,12 @@ from areal_debug.why.report import Cause, Confidence, Finding
 from areal_debug.why.trials import Runner, first_of, is_before
 from recorder import Record
 from replayer.diff import INPUTS, judge_size
-from replayer.errors import NothingToBisect
+from replayer.errors import NothingToBisect, ReplayError
 from replayer.stages import StageDifference
+
+
+# patterns of a mask, which no layer computes
+OF_MASKS = ("other support", "shifted")
 
 
 def is_replayable(case: Case) -> bool:
@@ -79,10 +83,31 @@ def code_finding(
         found = static_finding(case, history)
         return replace(found, confidence="medium") if has_rivals and found.confidence == "high" else found
     try:
-        return bisected(case, history, model, note)
+        found = bisected(case, history, model, note)
+        return found and with_layer(case, found, history, model, note)
     except NothingToBisect as error:
         found = static_finding(case, history)
         return replace(found, confidence="medium").with_evidence(f"no commit could be replayed: {error}")
+
+
+def with_layer(case: Case, found: Finding, history: History, model: str | None, note: Note) -> Finding:
+    """Add the first layer that differs, of log-probs that the model computes otherwise."""
+    is_forward = case.first.stage == "logprobs" and case.first.name != "loss_mask"
+    if not is_forward or (case.pattern is not None and case.pattern.kind in OF_MASKS):
+        return found
+    from replayer.commits.own_code import layers_with_own_code
+
+    note(f"tracing the layers of step {case.step} of A and B, each by its own commit")
+    try:
+        traced = layers_with_own_code(case.left, case.right, case.step, model, history.repository)
+    except ReplayError as error:
+        return found.with_evidence(f"layers could not be traced: {error}")
+    if traced.name is None:
+        return found
+    given = "its input differs already" if traced.input_differs else "its input is the same"
+    return replace(found, layer=traced.name).with_evidence(
+        f"the first layer with another output is {traced.name} ({traced.kind}); {given}"
+    )
 
 
 def engine_finding(case: Case, run: Runner | None, note: Note) -> Finding | None:

@@ -50,7 +50,7 @@ def facts_of(report: WhyReport) -> list[tuple[str, str]]:
         facts += [
             (
                 "place",
-                [describe(report.difference), *([f"first layer: {report.layer}"] if report.layer else [])],
+                [describe(report.difference), *([f"first layer: {finding.layer}"] if finding.layer else [])],
             ),
             (
                 "text",

@@ -31,13 +31,17 @@ UNKNOWN = Cause("unknown", "nothing that the records hold explains it")
 
 @dataclass(frozen=True)
 class Finding:
-    """A cause with its evidence: sentences, what would refute it, and the next command."""
+    """A cause with its evidence: sentences, what would refute it, and the next command.
+
+    `layer` is the first module with another output, if the two runs were traced.
+    """
 
     cause: Cause
     confidence: Confidence
     evidence: tuple[str, ...]
     refuted_by: str
     next: str
+    layer: str | None = None
 
     def with_evidence(self, *sentences: str) -> "Finding":
         """Return the finding with further evidence."""
@@ -97,7 +101,6 @@ class WhyReport:
     pattern: str | None = None
     pattern_detail: str | None = None
     pattern_value: float | None = None
-    layer: str | None = None
     settings: tuple[Setting, ...] = ()
     also: tuple[str, ...] = ()
     not_known: tuple[str, ...] = ()
@@ -160,7 +163,7 @@ class WhyReport:
             "diverged_at": self.diverged_at,
             "pattern_detail": self.pattern_detail,
             "pattern_value": self.pattern_value,
-            "layer": self.layer,
+            "layer": finding and finding.layer,
             "text": self.text and [asdict(side) for side in self.text],
             "look": self.look,
             "equal": list(self.equal),
