@@ -18,7 +18,6 @@ from replayer.diff import INPUTS, judge_size
 from replayer.errors import NothingToBisect, ReplayError
 from replayer.stages import StageDifference
 
-
 # patterns of a mask, which no layer computes
 OF_MASKS = ("other support", "shifted")
 
