@@ -66,7 +66,7 @@ class Case:
 
     @property
     def kind_of_batch(self) -> str | None:
-        """What of the batch differs: "data", "rewards", "rows" or "engine"; None after the batch."""
+        """What of the batch differs: "data", "rewards", "rows", "engine"; None after the batch."""
         if self.first.stage != "batch":
             return None
         place = self.first.place

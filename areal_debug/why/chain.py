@@ -82,7 +82,7 @@ def explain(left: Record, right: Record, options: Options, is_replay: bool = Fal
 
 
 def identical(left: Record, right: Record, report: DiffReport) -> WhyReport:
-    """Return that every common step has the same bits, and what was set differently without effect."""
+    """Return that all common steps have the same bits, and what was set without effect."""
     count = f"{report.num_compared} of {report.num_shared} common steps compared"
     what = "all that both records know has the same bits" if report.not_known else "all have the same bits"
     header = report.set_differently

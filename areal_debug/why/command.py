@@ -43,12 +43,12 @@ def command(
     """Say in one sentence why records A and B differ: the step, stage, tensor, row and token, the
     pattern of the difference, and the option, commit, file, variable, data or engine that made it.
 
-    Without B, A is replayed, and the replay takes B's place. Where several causes remain, steps of A
-    are run again: with B's options, by each commit that can act, and with the weights that an engine
-    should have had.
+    Without B, A is replayed, and the replay takes B's place. Where several causes remain, steps of
+    A are run again: with B's options, by each commit that can act, and with the weights that an
+    engine should have had.
 
-    Exit code 0: all common steps have the same bits. 1: they differ, explained or not. 2: the records
-    cannot be compared.
+    Exit code 0: all common steps have the same bits. 1: they differ, explained or not. 2: the
+    records cannot be compared.
     """
     from areal_debug.why.chain import Options
 
