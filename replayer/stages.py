@@ -329,7 +329,7 @@ def text_of(step: RecordedStep, rows: Rows) -> dict[tuple[int, int], Content]:
 
 
 def prompts_of(*steps: RecordedStep) -> list[dict[tuple[int, int], Hashable]]:
-    """Return the prompt of each row of each step: its tokens, or its text if any step lacks them."""
+    """Return the prompts of each step by row: tokens, or text if any step lacks tokens."""
     content = text_of if any(map(lacks_tokens, steps)) else tokens_of
     return [{name: key[1] for name, key in content(step, find_rows(step)).items()} for step in steps]
 

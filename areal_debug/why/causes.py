@@ -106,7 +106,13 @@ def settings_of(case: Case) -> list[Setting]:
     for outside in case.outside:
         section = "environment" if outside.kind in ("variable", "library") else "code"
         acts = outside_acts(case, outside)
-        why = f"can act on the {first.stage}" if acts else "judged by what the commits changed"
+        why = (
+            f"can act on the {first.stage}"
+            if acts
+            else "what acts of a commit is listed as evidence"
+            if outside.kind == "commit"
+            else "does not act on rows"
+        )
         found.append(Setting(section, outside.what, None, None, acts, why, is_outside=True))
     return sorted(found, key=lambda setting: not setting.acts)
 

@@ -31,7 +31,7 @@ from areal_debug.why.report import Finding, Setting, WhyReport
 from areal_debug.why.trials import Runner, runner
 from recorder import Record
 from replayer.commits.first_step import first_true
-from replayer.commits.outside import code_differences
+from replayer.commits.outside import code_differences, unknown_code
 from replayer.diff import DiffReport, diff_records
 from replayer.errors import ReplayError
 from replayer.patterns import causal_tensor, find_pattern, same_weights
@@ -253,7 +253,7 @@ def report_of(
         pattern_value=None if pattern is None else pattern.value,
         settings=tuple(settings),
         also=also,
-        not_known=report.not_known,
+        not_known=(*report.not_known, *unknown_code(case.left.header, case.right.header)),
         not_compared=report.not_compared,
         equal=equal_before(case),
     )

@@ -129,7 +129,7 @@ def bisected(case: Case, history: History, model: str | None, note: Note) -> Fin
     place = of_culprit[0].file if of_culprit else None
     found = commit_finding(case, history, culprit, place, "high" if len(report.culprits) == 1 else "medium")
     return found.with_evidence(
-        f"steps of A, replayed by commits {good[:10]} to {bad[:10]}, change with this one, first in "
+        "steps of A, replayed by the commits, change with this one, first in "
         f"step {report.step} ({report.num_replays} replays)"
     )
 

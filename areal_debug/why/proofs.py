@@ -2,7 +2,7 @@
 
 options ──> A replayed with B's options has B's bits?
 commits ──> A replayed by each commit (`code_causes`)
-engine  ──> weights before the step, from A's replay ─> which engine sampled by other weights or options
+engine  ──> weights before the step, from a replay ─> which engine sampled otherwise
 nothing ──> A replayed twice: are its own bits repeatable?
 """
 

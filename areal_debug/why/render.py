@@ -1,4 +1,4 @@
-"""Print the answer of `why`: the sentence, what holds it up, what was set differently, what is next."""
+"""Print the answer of `why`: the sentence, its evidence, what was set differently."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""What `why` says of scripted records: every kind of cause, and no cause where nothing proves one."""
+"""What `why` says of scripted records: every kind of cause, and none where nothing proves one."""
 
 import json
 import subprocess
