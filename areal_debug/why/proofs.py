@@ -82,8 +82,8 @@ def code_finding(
         found = static_finding(case, history)
         return replace(found, confidence="medium") if has_rivals and found.confidence == "high" else found
     try:
-        found = bisected(case, history, model, note)
-        return found and with_layer(case, found, history, model, note)
+        changed = bisected(case, history, model, note)
+        return changed and with_layer(case, changed, history, model, note)
     except NothingToBisect as error:
         found = static_finding(case, history)
         return replace(found, confidence="medium").with_evidence(f"no commit could be replayed: {error}")
