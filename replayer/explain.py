@@ -247,7 +247,8 @@ def why_nonfinite(
     None if all are finite.
 
     Args:
-        batch: next-token aligned minibatch. logprobs: of the sample by the current weights, [tokens].
+        batch: next-token aligned minibatch.
+        logprobs: of the sample by the current weights, [tokens].
         broken: parameters whose gradient is not finite, if there are any.
     """
     mask = batch["loss_mask"][position].bool()

@@ -23,7 +23,10 @@ from areal_core.safety.printable import printable
 TONES = {
     "good": {"healthy", "identical", "passed", "verified", "not hung", "equal", "agree", "complete"},
     "bad": {"problem", "error", "mismatch", "diverged", "hung", "damaged", "failed", "slow", "differs"},
-    "unsure": {"unknown", "warning", "inconclusive", "other", "not comparable", "unfinished", "not checked"},
+    "unsure": {
+        *("unknown", "warning", "inconclusive", "other", "not comparable", "unfinished", "not checked"),
+        "same weights, other numbers",
+    },
 }
 
 

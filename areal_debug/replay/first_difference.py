@@ -18,7 +18,8 @@ from recorder import Record, Recording, RecordingOptions, Retention, open_record
 from replayer.anchors import AnchorPolicy
 from replayer.check import ReplayReport
 from replayer.diff import settle_stage
-from replayer.stages import StageDifference, compare_steps
+from replayer.patterns import causal_tensor, find_pattern
+from replayer.stages import compare_steps
 
 MakeRecorder = Callable[[PPOTrainer, Path, RecordingOptions, None, AnchorPolicy], Observer]
 
@@ -51,17 +52,21 @@ class StepKeeper:
         if event == "end" or self.report.first_different is None:
             self.observe(event, **facts)
 
-    def find(self) -> StageDifference | None:
-        """Return the first difference of the kept step, on rank 0 after the end.
+    def find(self) -> None:
+        """Add the first difference of the kept step, and its pattern, to the report.
 
-        None if no step differs, or the disk did not take the step.
+        On rank 0 after the end. Adds nothing if no step differs, or the disk did not take the step.
         """
         first = self.report.first_different
         replayed = open_record(self.folder)
         if first is None or self.report.set_differently is None or first.step not in replayed.steps:
-            return None
-        differences = compare_steps(self.record.step(first.step), replayed.step(first.step))
-        return settle_stage(differences, self.report.set_differently)[0] if differences else None
+            return
+        sides = self.record.step(first.step), replayed.step(first.step)
+        if not (differences := compare_steps(*sides)):
+            return
+        self.report.first = causal_tensor(settle_stage(differences, self.report.set_differently))
+        pattern = find_pattern(*sides, self.report.first)
+        self.report.pattern = pattern and pattern.why
 
     def remove(self) -> None:
         """Remove the kept step, on rank 0."""

@@ -17,7 +17,8 @@ def next_commands(report: ReplayReport, request: Request) -> list[str]:
     if first is None or is_within or kind in ("changed", "unrecorded"):
         return []
     model = [] if request.model is None else ["--model", request.model]
-    commands = []
+    replayed = [] if request.record_to is None else [request.record_to]
+    commands = [["areal-debug", "why", request.record, *replayed, *model]]
     if request.record_to is not None:
         commands.append(["areal-debug", "diff", request.record, request.record_to, "--step", str(first.step)])
     commit, changes = (code_difference(report, name) for name in ("commit", "dirty_sha256"))

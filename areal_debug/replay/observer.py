@@ -48,7 +48,7 @@ def replay_reporter(
             return
         if keeper is not None:
             if check.report.steps:
-                check.report.first = keeper.find()
+                keeper.find()
             keeper.remove()
         if check.report.steps:
             check.report.verdict = verdict_at_once(check.report)

@@ -138,17 +138,6 @@ def files_acting(
     return tuple(sorted(found, key=lambda file: (file.distance, file.path)))
 
 
-def culprit_line(
-    repository: Path, commit: str, stage: str, scripts: Sequence[str] = ()
-) -> tuple[str, int] | None:
-    """Return the file and the first line that a commit changed and that acts on a stage.
-
-    Of several, those nearest to the stage. None if nothing that it changed acts there.
-    """
-    found = files_acting(repository, f"{commit}^", commit, stage, scripts)
-    return (found[0].path, found[0].first_line) if found else None
-
-
 def folders_of(scripts: Sequence[str]) -> list[str]:
     """Return the folders of scripts, from which Python imports their modules."""
     return [f"{folder}/" for script in scripts if str(folder := PurePosixPath(script).parent) != "."]

@@ -10,7 +10,7 @@ import pytest
 from areal_core.trainer.rl import PPOTrainer
 from recorder import open_record
 from recorder.testing import SCRIPTED_HEADER
-from replayer.commits.acting import ENTRIES, OF_EVERY_STAGE, ChangedFile, culprit_line, files_acting
+from replayer.commits.acting import ENTRIES, OF_EVERY_STAGE, ChangedFile, files_acting
 from replayer.commits.outside import CodeDifference, code_differences, unknown_code
 from replayer.commits.own_code import layers_with_own_code
 from replayer.commits.references import sources
@@ -161,9 +161,8 @@ def test_the_changed_line_of_a_stage_is_found_beside_changes_that_act_on_others(
     file = clone / doc[0]
     file.write_text(file.read_text().replace(doc[1], doc[2], 1) + "\n# a comment\n")
     (clone / "README.md").write_text("x")
-    commit = commit_edit(clone, *edit)
+    commit_edit(clone, *edit)
     line = line_of(clone, edit[0], text)
-    assert culprit_line(clone, commit, stage) == (edit[0], line)
     (found,) = files_acting(clone, "HEAD^", "HEAD", stage)
     assert (found.path, found.first_line, found.distance) == (edit[0], line, 0)
     if edit[0] != ATTENTION:
@@ -263,7 +262,8 @@ def test_the_commit_is_found_by_replays_with_each_commits_own_code(clone, tiny_r
     assert [commit.hash for commit in report.culprits] == [bug]
     assert "losses.py" in report.files
     assert (len(lines), report.num_replays, report.num_commits) == (3, 3, 2)
-    assert culprit_line(clone, bug, "loss") == (LOSSES, line_of(clone, LOSSES, "higher / 99"))
+    (found,) = files_acting(clone, f"{bug}^", bug, "loss")
+    assert (found.path, found.first_line) == (LOSSES, line_of(clone, LOSSES, "higher / 99"))
 
 
 def test_a_cast_in_one_layer_is_found_with_its_module_and_file(clone, tmp_path, tiny_run, tiny_model):

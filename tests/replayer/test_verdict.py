@@ -200,11 +200,12 @@ def report_of(kind="bitwise", finding="different", code=()):
 @pytest.mark.parametrize(
     ("report", "request_", "commands"),
     [
-        (report_of(), Request("r", 0, 9), ["areal-debug goto r --step 4 --shell"]),
+        (report_of(), Request("r", 0, 9), ["areal-debug why r", "areal-debug goto r --step 4 --shell"]),
         (
             report_of(code=[("commit", (GOOD, BAD)), ("dirty_sha256", (None, "1"))]),
             Request("my runs/r", 0, 9, "m"),
             [
+                "areal-debug why 'my runs/r' --model m",
                 "areal-debug bisect 'my runs/r' --good 5d5b2e1f0c9a --bad c0ffee000000 --to-step 4 --model m",
                 "areal-debug goto 'my runs/r' --step 4 --model m --shell",
             ],
@@ -213,6 +214,7 @@ def report_of(kind="bitwise", finding="different", code=()):
             report_of(code=[("dirty_sha256", (None, "1"))]),
             Request("r", 0, 9, record_to="again"),
             [
+                "areal-debug why r again",
                 "areal-debug diff r again --step 4",
                 "git diff HEAD",
                 "areal-debug goto r --step 4 --shell",
