@@ -66,7 +66,7 @@ class StepKeeper:
             return
         self.report.first = causal_tensor(settle_stage(differences, self.report.set_differently))
         pattern = find_pattern(*sides, self.report.first)
-        self.report.pattern = pattern and pattern.why
+        self.report.pattern = None if pattern is None else pattern.why
 
     def remove(self) -> None:
         """Remove the kept step, on rank 0."""
