@@ -7,7 +7,7 @@
 Nothing is generated without `--areal-record`. Every pytest loads this module, so it imports neither
 torch nor zarr; a test imports what it needs when it replays (`areal_debug.regression`).
 
-    test ─> Replayed ─> its report ─(pytest-xdist: from a worker)─> Session of the process that prints
+    test ─> ReplayedRecord ─> its report ─(pytest-xdist: from a worker)─> Session of the process that prints
     collection ─> records that tests name ─(the end of a worker)─┘
 """
 
@@ -33,7 +33,7 @@ MARK = 'replay("path", steps=(first, last), exact=False, model="folder", run=["s
 
 
 @dataclass(frozen=True)
-class Replayed:
+class ReplayedRecord:
     """A record that a test replayed: what the summary prints of it.
 
     `changes` of a record that was written, None if none was; `stale` are the reasons why it was
@@ -60,8 +60,8 @@ class Session:
 
 
 SESSION = pytest.StashKey[Session]()
-REPLAYED = pytest.StashKey[list[Replayed]]()  # of a test
-ATTRIBUTE = "areal_debug_replayed"  # of a report: a list of `Replayed` as dicts
+REPLAYED = pytest.StashKey[list[ReplayedRecord]]()  # of a test
+ATTRIBUTE = "areal_debug_replayed"  # of a report: a list of `ReplayedRecord` as dicts
 WORKER_OUTPUT = "areal_debug_used"  # of a worker of pytest-xdist, if it knows `Session.used`
 PARTIAL = ("ignore", "ignore_glob", "lf")  # options with which not all files are collected
 
@@ -151,7 +151,7 @@ def replay_record(request: pytest.FixtureRequest) -> Callable[..., "ReplayReport
         if checked is None:  # outside of the handler, else pytest prints both exceptions
             pytest.fail(failure, pytrace=False)
         name = shown_path(request.config, place)
-        replayed = Replayed(name, len(checked.report.steps), list(checked.stale), checked.changes)
+        replayed = ReplayedRecord(name, len(checked.report.steps), list(checked.stale), checked.changes)
         request.node.stash.setdefault(REPLAYED, []).append(replayed)
         return checked.report
 
@@ -184,10 +184,10 @@ def shown_path(config: pytest.Config, path: Path) -> str:
     return str(path.relative_to(config.rootpath)) if path.is_relative_to(config.rootpath) else str(path)
 
 
-def replayed_records(reports: Iterable[Any]) -> list[Replayed]:
+def replayed_records(reports: Iterable[Any]) -> list[ReplayedRecord]:
     """Return what tests replayed, one of each record: steps are added, changes are joined."""
-    found: dict[str, Replayed] = {}
-    for one in (Replayed(**facts) for report in reports for facts in getattr(report, ATTRIBUTE, [])):
+    found: dict[str, ReplayedRecord] = {}
+    for one in (ReplayedRecord(**facts) for report in reports for facts in getattr(report, ATTRIBUTE, [])):
         if one.record in found:
             before = found[one.record]
             changes = (
