@@ -219,8 +219,9 @@ def step_option(default: str, **settings: Any) -> Decorator:
     )
 
 
-def output_option(help: str, **settings: Any) -> Decorator:
-    """`-o`, `--output`: the file or folder that a verb writes."""
+def output_option(help: str, spellings: tuple[str, ...] = (), **settings: Any) -> Decorator:
+    """`-o`, `--output`, or one of `spellings`: the file or folder that a verb writes."""
+    path = click.Path(path_type=Path)
     return click.option(
-        "-o", "--output", type=click.Path(path_type=Path), metavar="PATH", help=help, **settings
+        "-o", "--output", *spellings, "output", type=path, metavar="PATH", help=help, **settings
     )

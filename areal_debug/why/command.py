@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from areal_debug.cli import Verb, json_option, model_option
-from areal_debug.render import errors_as_sentences, note, print_json
+from areal_debug.cli import Verb, force_option, json_option, model_option, output_option
+from areal_debug.render import errors_as_sentences, note, print_json, refuse_existing
 
 if TYPE_CHECKING:
     from areal_debug.why.chain import Options
@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 @click.option(
     "--no-replay", is_flag=True, help="Judge from the records alone: start no replay and ask no engine."
 )
-@click.option("--html", type=click.Path(path_type=Path), metavar="FILE", help="Write the answer as a page.")
+@output_option("Write the answer as one HTML page, too.", spellings=("--html",))
+@force_option
 @json_option
 @errors_as_sentences
 def command(
@@ -37,7 +38,8 @@ def command(
     repository: Path | None,
     model: str | None,
     no_replay: bool,
-    html: Path | None,
+    output: Path | None,
+    force: bool,
     as_json: bool,
 ) -> None:
     """Say in one sentence why records A and B differ: the step, stage, tensor, row and token, the
@@ -52,18 +54,20 @@ def command(
     """
     from areal_debug.why.chain import Options
 
+    if output is not None:
+        refuse_existing(output, force)
     options = Options(repository or Path(__file__).parents[2], model, not no_replay, note)
     report = explain_both(left, right, options) if right else explain_replay(left, options)
-    if html is not None:
+    if output is not None:
         from areal_debug.why.page import write_page
 
-        write_page(html, report)
+        write_page(output, report)
     if as_json:
         print_json(report.to_dict())
     else:
         from areal_debug.why.render import print_report
 
-        print_report(report, html)
+        print_report(report, output)
     raise SystemExit(report.exit_code)
 
 

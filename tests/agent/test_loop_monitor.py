@@ -86,7 +86,7 @@ def test_waits_for_a_core_are_no_callbacks(loop):
             other.kill()
             other.communicate()
     (stall,) = report.stalls
-    assert report.lag_max_s > 1.0
+    assert report.lag_max_s > stall.longest_s + 0.3
     assert 0.2 < stall.longest_s < 0.8
 
 

@@ -2,6 +2,7 @@
 
 import functools
 import json
+import re
 
 import pytest
 from click.testing import CliRunner
@@ -145,7 +146,7 @@ def test_page_shows_the_verdict_first_and_needs_no_network(scorer, model, prompt
     assert text.count("<svg") >= 4
     assert "replaying top_p 0.8" in text
     assert "src=" not in text
-    assert "href=" not in text
+    assert set(re.findall(r'href="(.*?)"', text)) <= {"data:,", "#main"}
 
 
 def test_embedded_server_is_checked_without_scoring_prompts(model, prompts):

@@ -169,13 +169,15 @@ def test_names_of_options_mean_the_same_in_every_verb(name):
     options = spellings(command)
     assert ("--to" in options) == (name in MAY_HAVE_TO)
     assert ("--output" in options) == ("-o" in options)
-    assert not {"--record", "--record-to", "--save", "--html", "--markdown", "--set"} & set(options)
+    assert not {"--record", "--record-to", "--save", "--markdown", "--set"} & set(options)
+    assert options.get("--html") is (options["--output"] if name == "why" else None)
     assert ("--engine" in options) == (name == "consistency")
     writes = bool({"--output", "--to", "--dump-rollout"} & set(options))
     assert ("--force" in options) == (writes and name not in NEVER_REPLACES)
     if "--step" in options:
         assert options["--step"].type is click.INT
-        assert options["--step"].help.startswith("Number of the step; by default ")
+        of_default = "" if options["--step"].required else "; by default "
+        assert options["--step"].help.startswith(f"Number of the step{of_default}")
     assert all(option.help for option in options.values())
     if isinstance(command, Verb):
         arguments = {argument.name for argument in command.params if isinstance(argument, click.Argument)}
@@ -226,8 +228,11 @@ def test_a_file_is_replaced_with_force_alone(record, tmp_path):
     assert code == 0
     assert json.loads(out) == {
         "record": str(record),
+        "compare": None,
         "step": 1,
+        "num_steps": 1,
         "output": str(page),
+        "page": str(page),
         "size_bytes": page.stat().st_size,
     }
     assert page.read_text().startswith("<!doctype html>")

@@ -45,7 +45,7 @@ def test_a_sample_of_faults_in_every_operation_loses_nothing(tmp_path):
 def test_faults_are_injected_without_a_compiler_too(tmp_path):
     results = inject(tmp_path, "--most", 4, "--only", "jsonl|view|health", library=None, timeout_s=120)
     assert losses_of(results) == []
-    assert [result["calls"] for result in results] == [5, 5, 5]
+    assert [result["calls"] for result in results] == [5, 7, 5]
 
 
 @pytest.mark.long

@@ -85,7 +85,7 @@ def test_a_changed_formula_fails_and_prints_how_to_reproduce_it(name, recorded_m
     with pytest.raises(RegressionError) as caught:
         check_spec(spec, "none")
     message = str(caught.value)
-    assert "tiny_grpo.zip does not match the numbers of the code: " in message
+    assert "tiny_grpo.zip does not match the numbers of the code. " in message
     assert re.search(r"(loss|stat|parameter) .*: recorded .*, replayed ", message)
     assert f"areal-debug replay {RECORD} --to-step" in message
     assert f"--model {recorded_model}" in message

@@ -89,7 +89,7 @@ FAULTS = {
         reason="actor.optimizer.weight_decay",
     ),
     "clip": Fault("loss", "loss of rank 0", "configuration", ("actor.eps_clip=0.0001",)),
-    "discount": Fault("advantages", "advantages", "configuration", ("actor.discount=0.9",)),
+    "discount": Fault("advantages", "returns", "configuration", ("actor.discount=0.9",)),
     "dtype": Fault("logprobs", "prox_logp", "configuration", ("actor.dtype=bfloat16",)),
     "minibatches": Fault("loss", "rows of rank 0", "configuration", ("actor.ppo_n_minibatches=1",)),
     "reward": Fault("batch", "rewards", "input", edit="    batch['rewards'][3] += 0.25\n", step=1),

@@ -592,8 +592,8 @@ def pattern_of(left, right):
 def test_a_mask_that_is_not_shifted_with_the_logprobs(good, replayed, monkeypatch):
     monkeypatch.setattr(alignment, "ROLLED", ("logprobs", "versions"))
     stage, name, pattern = pattern_of(good, replayed())
-    assert (stage, name) == ("logprobs", "prox_logp")
-    assert (pattern.kind, pattern.value) == ("other support", 1)
+    assert (stage, name) == ("logprobs", "loss_mask")
+    assert (pattern.kind, pattern.value) == ("shifted", 1)
 
 
 def test_a_biased_standard_deviation_is_a_factor(good, replayed, monkeypatch):

@@ -112,7 +112,7 @@ def test_weights_diverge_at_the_step_whose_stage_and_row_are_named(recorded, rep
     assert (report.result, report.weights_diverge_at) == ("diverged", 1)
     assert document["first_different"] == 1
     first = document["first"]
-    assert (first["stage"], first["name"]) == ("advantages", "advantages")
+    assert (first["stage"], first["name"]) == ("advantages", "returns")
     assert first["num_different"] > 1  # of a batch that is normalised
     assert (first["place"]["rank"], first["place"]["row"]) == (0, 0)
     assert "step    0  identical    " in lines[0]

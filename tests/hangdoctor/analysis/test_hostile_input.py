@@ -145,7 +145,7 @@ def check_reports(diagnosis, snapshot) -> None:
     assert seen.tags <= {
         "html", "head", "meta", "title", "style", "body", "div", "h1", "h2", "p", "span", "table", "tr", "td",
         "code", "br", "b", "i", "ul", "li", "details", "summary", "pre",
-        "a", "header", "main", "footer", "link",
+        "a", "header", "main", "footer", "link", "section",
     }  # fmt: skip
     assert seen.attributes <= {
         "lang", "charset", "name", "content", "http-equiv", "class", "title", "id", "href", "rel", "tabindex",
