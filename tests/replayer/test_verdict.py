@@ -122,7 +122,8 @@ def test_weights_diverge_at_the_step_whose_stage_and_row_are_named(recorded, rep
         line.startswith("first        step 1, stage advantages: returns, rank 0, row 5 (prompt")
         for line in lines
     )
-    assert "Next         areal-debug goto" in lines[-1]
+    assert lines[-2].startswith("Next         areal-debug why ")
+    assert lines[-1].startswith("             areal-debug goto ")
     assert lines[-1].endswith("--step 1 --shell")
 
 
