@@ -89,6 +89,7 @@ def follow(folder: Path, serve_options: str = "") -> None:
     assert seen == set(PRINTED)
 
 
+@pytest.mark.long  # a minute and a half
 def test_the_guides_work_as_written(folder):
     follow(folder, " --backend embedded")
 
