@@ -5,19 +5,6 @@ import re
 from recorder import RecordedStep
 from replayer.stages import StageDifference, read_outcomes
 
-# tensors of the trainer in the order of their computation; those that are not listed come last
-COMPUTED = (
-    "loss_mask",
-    "prox_logp",
-    "entropy",
-    "ref_logp",
-    "teacher_logp",
-    "values",
-    "kl_rewards",
-    "total_rewards",
-    "returns",
-    "advantages",
-)
 # facts of an update in the order of their computation: parameters precede the norm of gradients
 FACTS = (r"rows of", r"num_tokens of", r"weight of", r"loss of", r"lr\b", r"(?!grad_norm)", r"grad_norm")
 
@@ -34,10 +21,8 @@ def causal_tensor(differences: tuple[StageDifference, ...]) -> StageDifference:
 
 def order_of(difference: StageDifference) -> int:
     """Return the position of a difference among those of its stage; equal ones keep their order."""
-    if difference.stage == "batch":  # listed in this order
+    if difference.stage in ("batch", "logprobs", "advantages"):  # listed in the order of computation
         return 0
-    if difference.stage in ("logprobs", "advantages"):
-        return COMPUTED.index(difference.name) if difference.name in COMPUTED else len(COMPUTED)
     return next(number for number, fact in enumerate(FACTS) if re.match(fact, difference.name))
 
 

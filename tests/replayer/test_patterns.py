@@ -496,7 +496,7 @@ def test_what_others_follow_from_is_the_cause():
     def of(stage, name, minibatch=None):
         return StageDifference(stage, name, 1.0, 2.0, minibatch=minibatch)
 
-    advantages = [of("advantages", name) for name in ("advantages", "kl_rewards", "returns", "total_rewards")]
+    advantages = [of("advantages", name) for name in ("kl_rewards", "total_rewards", "advantages")]
     assert causal_tensor((*advantages, of("loss", "loss of rank 0, micro-batch 0", 0))).name == "kl_rewards"
     loss = [
         of("loss", f"{fact} of rank 0, micro-batch {n}", 0) for n in (0, 1) for fact in ("weight", "loss")
