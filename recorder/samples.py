@@ -116,7 +116,8 @@ def tokens_of(
     here = slice(*arrays["cu_seqlens"][row : row + 2])
 
     def column(key: str, kind: type) -> list[Any]:
-        values = arrays[key][here].astype(kind).tolist()
+        with np.errstate(invalid="ignore"):  # NumPy warns of a signalling NaN
+            values = arrays[key][here].astype(kind).tolist()
         return values if known[key][row] else [None] * len(values)
 
     logprobs = [None if x is None or math.isnan(x) else x for x in column("logprobs", np.float64)]
