@@ -49,10 +49,10 @@ def refusal(source, format_name, folder):
 def test_nested_pairs_are_refused_at_once(tmp_path, name):
     data = b"\x80\x02" + pairs(40) + b"."
     assert len(data) < 400
-    started_at = time.process_time()
+    started_at = time.thread_time()  # threads of other tests count in the time of the process
     with pytest.raises(RecordError, match="far more values"):
         load_bytes(data, "it")
-    assert time.process_time() - started_at < 5
+    assert time.thread_time() - started_at < 1
     (tmp_path / "0.pt").write_bytes(data)
     refusal(tmp_path / "0.pt", name, tmp_path)
 
