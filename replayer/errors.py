@@ -2,7 +2,8 @@
 
 ReplayError (ValueError)
 ├── WrongModel        the weights differ from those that the recorded run started from
-├── NothingToBisect   revisions without a commit between them, or with equal numbers
+├── NothingToBisect   revisions without a commit between them, or that cannot be replayed
+│   └── SameNumbers   revisions with equal numbers
 ├── WrongFilter       a row filter that cannot be parsed, or uses names that are not allowed
 └── WrongEdit         an edit script or a reward function that cannot be used on a record
 """
@@ -26,3 +27,7 @@ class WrongEdit(ReplayError):
 
 class NothingToBisect(ReplayError):
     """There is no commit to find between the revisions."""
+
+
+class SameNumbers(NothingToBisect):
+    """Both revisions produce the same numbers."""

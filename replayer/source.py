@@ -20,7 +20,24 @@ from recorder.format import BATCH_KEYS, TensorEntry
 TORCH_ONLY = {"BF16": torch.bfloat16, "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2}
 
 
-class RecordedRollouts:
+class WithoutEngine:
+    """What a source does that has no inference engine, and no state but the trainer's step."""
+
+    def update_weights(self, engine: TrainedWeights, version: int) -> None:
+        """Do nothing: there is no engine."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return no state: the trainer's step number is enough."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Do nothing: there is no state."""
+
+    def close(self) -> None:
+        """Do nothing: nothing stays open."""
+
+
+class RecordedRollouts(WithoutEngine):
     """A source of the recorded rows of one data-parallel rank."""
 
     def __init__(self, record: Record, data_parallel_rank: int, data_parallel_size: int) -> None:
@@ -44,19 +61,6 @@ class RecordedRollouts:
         return redistribute(
             [recorded_batch(recorded, rank) for rank in range(num_recorded)], self.rank, self.size
         )
-
-    def update_weights(self, engine: TrainedWeights, version: int) -> None:
-        """Do nothing: there is no engine."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return no state: the trainer's step number is enough."""
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Do nothing: there is no state."""
-
-    def close(self) -> None:
-        """Do nothing: files are open only while they are read."""
 
 
 def recorded_batch(recorded: RecordedStep, rank: int) -> Batch:

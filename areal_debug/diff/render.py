@@ -1,19 +1,18 @@
 """Print the reports of `diff` and `bisect-step`: verdict, first difference, stages, next steps."""
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from rich.text import Text
 
+from areal_debug.diff.excerpts import Excerpt, read_excerpts
 from areal_debug.pages.links import view_command
-from areal_debug.record.decode import load_decoder
 from areal_debug.render import console, difference_table, format_number, styled
 
 if TYPE_CHECKING:
     from recorder import Record
     from replayer.commits.first_step import FirstStep
     from replayer.commits.layers import LayersReport
-    from replayer.diff import Context, DiffReport
+    from replayer.diff import DiffReport
     from replayer.stages import StageDifference
 
 SHOWN_OF_A_STAGE = 3
@@ -101,23 +100,17 @@ def show(value: object) -> str:
 
 def print_context(left: "Record", right: "Record", report: "DiffReport") -> None:
     """Print the text around the first token that differs, on both sides."""
-    from replayer.diff import find_context
-
     assert report.first is not None
     assert report.step is not None
-    context = find_context(left, right, report.step, report.first)
-    if context is None:
-        return
-    decode = load_decoder(left) or (lambda ids: " ".join(map(str, ids)))
-    for name, ids in (("A", context.left), ("B", context.right)):
-        console().print(Text(f"text in {name}    ", style="dim") + marked(ids, context, decode))
+    sides = read_excerpts(left, right, report.step, report.first) or ()
+    for name, excerpt in zip("AB", sides, strict=False):
+        console().print(Text(f"text in {name}    ", style="dim") + marked(excerpt))
 
 
-def marked(ids: tuple[int, ...], context: "Context", decode: Callable[[list[int]], str]) -> Text:
-    """Return the text of some tokens, the one in question between brackets."""
-    before, token, after = list(ids[: context.at]), list(ids[context.at :][:1]), list(ids[context.at + 1 :])
-    parts = [repr(decode(part))[1:-1] if part else "" for part in (before, token, after)]
-    return Text.assemble((parts[0], "dim"), "[", (parts[1], "bold"), "]", (parts[2], "dim"))
+def marked(excerpt: Excerpt) -> Text:
+    """Return a text with its token between brackets."""
+    before, token, after = (repr(part)[1:-1] for part in (excerpt.before, excerpt.token, excerpt.after))
+    return Text.assemble((before, "dim"), "[", (token, "bold"), "]", (after, "dim"))
 
 
 def print_stages(report: "DiffReport", show_all: bool) -> None:

@@ -14,13 +14,17 @@ if TYPE_CHECKING:
     from recorder import Record
 
 
+def fragment_of(step: int, prompt: int | None, sample: int | None, token: int | None) -> str:
+    """Return a place as the fragment of a page's address."""
+    place = {"step": step, "prompt": prompt, "sample": sample, "token": token}
+    return "&".join(f"{name}={value}" for name, value in place.items() if value is not None)
+
+
 def page_address(
     page: str, step: int, prompt: int | None = None, sample: int | None = None, token: int | None = None
 ) -> str:
     """Return the address of a place in a record's page; `page` is a relative path."""
-    place = {"step": step, "prompt": prompt, "sample": sample, "token": token}
-    chosen = "&".join(f"{name}={value}" for name, value in place.items() if value is not None)
-    return f"{quote(page)}#{chosen}"
+    return f"{quote(page)}#{fragment_of(step, prompt, sample, token)}"
 
 
 def view_command(

@@ -28,6 +28,13 @@ class LocalServer(http.server.ThreadingHTTPServer):
         """Address of the first page."""
         return f"http://{HOST}:{self.server_port}/"
 
+    def serve_until_interrupted(self) -> None:
+        """Serve until Ctrl-C."""
+        try:
+            self.serve_forever()
+        except KeyboardInterrupt:
+            note("ended")
+
     def handle_error(self, *_: Any) -> None:
         error = sys.exc_info()[1]
         if not isinstance(error, ConnectionError):

@@ -8,10 +8,10 @@ from types import FrameType
 from rich.console import Console
 
 from areal_core.trainer.rl import Observer, PPOTrainer
-from areal_debug.render import QUIET, console, format_number, styled, write_report
+from areal_debug.render import QUIET, console, format_number, styled
 from areal_debug.wiring import recorder_of
 from recorder import Recording, RecordingOptions
-from replayer.bug.cut import Watcher, cut_step
+from replayer.bug.cut import CutReport, Watcher, cut_step
 from replayer.bug.cut_request import parse_cut_request
 from replayer.bug.shrink import Rows
 from replayer.bug.symptom import Numbers
@@ -19,8 +19,8 @@ from replayer.bug.symptom import Numbers
 MOST_NAMED = 4  # rows that are printed by their names
 
 
-def cut_on_rank(request_text: str) -> None:
-    """Cut a step on this rank; rank 0 prints each reduction and writes the report.
+def cut_on_rank(request_text: str) -> CutReport:
+    """Cut a step on this rank; rank 0 prints each reduction.
 
     A signal that would end the process ends the reduction: the best so far is written.
     """
@@ -42,9 +42,7 @@ def cut_on_rank(request_text: str) -> None:
         print_size(out, f"run {num_runs}", rows, numbers)
 
     watcher = Watcher(on_start, on_smaller, lambda: bool(received))
-    report = cut_step(parse_cut_request(request_text), make_recorder, watcher)
-    if os.environ.get("RANK", "0") == "0":
-        write_report(report.to_dict())
+    return cut_step(parse_cut_request(request_text), make_recorder, watcher)
 
 
 def make_recorder(trainer: PPOTrainer, folder: Path, recording: Recording) -> Observer:

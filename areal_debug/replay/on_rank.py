@@ -149,8 +149,11 @@ def cut_one_step(request_text: str) -> None:
         request_text: a `replayer.bug.cut_request.CutRequest` as JSON.
     """
     from areal_debug.record.shrink import cut_on_rank
+    from areal_debug.render import write_report
 
-    cut_on_rank(request_text)
+    report = cut_on_rank(request_text)
+    if is_first_rank():
+        write_report(report.to_dict())
 
 
 def run_preflight_steps(folder: str, num_steps: str, keep: str, *config_arguments: str) -> None:

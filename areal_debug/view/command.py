@@ -16,7 +16,6 @@ from areal_debug.render import (
     errors_as_sentences,
     fail,
     format_bytes,
-    note,
     print_json,
     refuse_existing,
     styled,
@@ -237,7 +236,4 @@ def serve_page(path: Path, asked: Asked, port: int, as_json: bool) -> None:
             print_json({"record": str(path), "url": address})
         else:
             console().print(styled("{} at {} (Ctrl-C ends it)", path, address))
-        try:
-            server.serve_forever()
-        except KeyboardInterrupt:
-            note("ended")
+        server.serve_until_interrupted()

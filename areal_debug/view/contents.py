@@ -10,6 +10,7 @@ import threading
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from areal_debug.pages.links import fragment_of
 from areal_debug.view.data import run_document
 from areal_debug.view.followed import FollowedRecord
 from areal_debug.view.pack import pack_json, pack_numbers, pack_text
@@ -31,7 +32,7 @@ class Place:
 
     def fragment(self) -> str:
         """Return the place as the fragment of a page's address."""
-        return "&".join(f"{name}={value}" for name, value in asdict(self).items() if value is not None)
+        return fragment_of(**asdict(self))
 
 
 class Contents:

@@ -309,7 +309,7 @@ def shared_steps(case: Case) -> list[int]:
 
 
 def shown(value: Any) -> str:
-    """Format a value of a setting; None is "absent"."""
+    """Format a value of a setting; None is "not set"."""
     return "not set" if value is None else str(value)
 
 

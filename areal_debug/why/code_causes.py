@@ -13,14 +13,14 @@ from shlex import quote
 from areal_debug.why.causes import WORDS, Case
 from areal_debug.why.report import Cause, Confidence, Finding, listed
 from replayer.commits.acting import ChangedFile, files_acting
+from replayer.commits.outside import code_of
 from replayer.commits.repository import Commit, commits_between, git, has_commit
 from replayer.commits.warm import search_commits
-from replayer.errors import NothingToBisect
+from replayer.errors import SameNumbers
 from replayer.request import Request
 from replayer.stages import STAGES
 
 Note = Callable[[str], None]
-CANNOT = "cannot replay it"  # end of the line of `search_commits` on such a commit
 
 
 @dataclass(frozen=True)
@@ -48,8 +48,7 @@ class History:
 
 def commits_of(case: Case) -> tuple[str | None, str | None]:
     """Return the recorded commits of A and B."""
-    both = (record.header.environment.get("code") or {} for record in (case.left, case.right))
-    one, other = (code["commit"] for code in both)
+    one, other = (code_of(record.header).get("commit") for record in (case.left, case.right))
     return one, other
 
 
@@ -112,17 +111,9 @@ def bisected(case: Case, history: History, model: str | None, note: Note) -> Fin
     if history.acting:
         good, bad = f"{history.acting[0].commit.hash}^", history.acting[-1].commit.hash
     request = Request(case.left.path, case.step, case.step, model and str(Path(model).resolve()))
-    lines: list[str] = []
-
-    def noted(line: str) -> None:
-        lines.append(line)
-        note(line)
-
     try:
-        report = search_commits(request, history.repository, good, bad, case.left.header.world_size, noted)
-    except NothingToBisect:
-        if any(line.endswith(CANNOT) for line in lines) or not lines:
-            raise
+        report = search_commits(request, history.repository, good, bad, case.left.header.world_size, note)
+    except SameNumbers:
         return None
     culprit = report.culprits[-1]
     of_culprit = [item for item in history.acting if item.commit.hash == culprit.hash]

@@ -106,19 +106,8 @@ def explain_replay(record: str, options: "Options") -> "WhyReport":
 
 def with_text(left: "Record", right: "Record", report: "WhyReport") -> "WhyReport":
     """Add the text around the first token that differs, on both sides."""
-    from areal_debug.record.decode import load_decoder
-    from areal_debug.why.report import Excerpt
-    from replayer.diff import find_context
+    from areal_debug.diff.excerpts import read_excerpts
 
     if report.difference is None or report.step is None:
         return report
-    context = find_context(left, right, report.step, report.difference)
-    if context is None:
-        return report
-    decode = load_decoder(left) or (lambda ids: " ".join(map(str, ids)))
-
-    def excerpt(ids: tuple[int, ...]) -> Excerpt:
-        parts = ids[: context.at], ids[context.at :][:1], ids[context.at + 1 :]
-        return Excerpt(*(decode(list(part)) if part else "" for part in parts))
-
-    return replace(report, text=(excerpt(context.left), excerpt(context.right)))
+    return replace(report, text=read_excerpts(left, right, report.step, report.difference))

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
+from areal_debug.diff.excerpts import Excerpt
 from areal_debug.pages.links import view_command
 from replayer.stages import StageDifference
 
@@ -63,15 +64,6 @@ class Setting:
     acts: bool
     why: str
     is_outside: bool = False
-
-
-@dataclass(frozen=True)
-class Excerpt:
-    """Text around a token."""
-
-    before: str
-    token: str
-    after: str
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,6 @@ from areal_core.batch import Batch, pack, select_rows, sequence_lengths
 from areal_core.engine.determinism import rng_state, set_rng_state
 from areal_core.engine.fsdp import FSDPEngine
 from areal_core.engine.sharding import fsdp_module
-from areal_core.rollout.source import TrainedWeights
 from areal_core.telemetry import Stats
 from areal_core.trainer.objective import PolicyObjective
 from areal_core.trainer.rl import Observer, PPOTrainer, train_steps
@@ -32,7 +32,7 @@ from replayer.errors import ReplayError
 from replayer.preconditions import nearest_anchor
 from replayer.request import Request
 from replayer.run import build_trainer, check_of
-from replayer.source import recorded_batch
+from replayer.source import WithoutEngine, recorded_batch
 
 # what a row's tokens get from the models alone, whatever the other rows
 OF_ROWS_ALONE = ("prox_logp", "ref_logp", "teacher_logp", "values")
@@ -125,7 +125,7 @@ def copied(state: Any) -> dict[Tensor, dict[str, Any]]:
     }
 
 
-class FixedRows:
+class FixedRows(WithoutEngine):
     """A source of one batch, with the random states that its step had."""
 
     def __init__(self, batch: Batch, rng: dict[str, str]) -> None:
@@ -135,19 +135,6 @@ class FixedRows:
         """Return the batch, and restore the random states."""
         set_rng_state(self.rng)
         return dict(self.batch)
-
-    def update_weights(self, engine: TrainedWeights, version: int) -> None:
-        """Do nothing: there is no engine."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return no state."""
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Do nothing: there is no state."""
-
-    def close(self) -> None:
-        """Do nothing: there are no resources."""
 
 
 class Bench:
@@ -194,7 +181,7 @@ class Bench:
                     shorter[key][number, : len(row.tokens)] = tensor[number, list(row.tokens)]
         return shorter
 
-    @property
+    @cached_property
     def rows_by_place(self) -> dict[tuple[int, int], Row]:
         """The complete rows by rank and number."""
         return {(row.rank, row.row): row for row in self.rows}

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from replayer.commits.repository import Commit, commits_between, git
-from replayer.errors import NothingToBisect
+from replayer.errors import NothingToBisect, SameNumbers
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ def find_commit(
         raise NothingToBisect(f"the code at {broken} cannot replay {record}: see its output above")
     step = ends[0].first_difference(ends[1])
     if step is None:
-        raise NothingToBisect(
+        raise SameNumbers(
             f"{good} and {bad} produce the same numbers up to step {last}: choose other revisions, or a later --to-step"
         )
     wanted = ends[0].up_to(step)

@@ -5,7 +5,8 @@ from pathlib import Path
 
 from recorder import Record
 from replayer.commits.acting import changed_definitions, first_changed_line
-from replayer.commits.layers import Call, LayersReport, compare_calls, first_difference
+from replayer.commits.layers import Call, LayersReport, compare_calls
+from replayer.commits.outside import code_of
 from replayer.commits.references import sources
 from replayer.commits.repository import has_commit
 from replayer.commits.warm import Commits, open_commits
@@ -32,7 +33,7 @@ def layers_with_own_code(
         step_range(record, step, step)
         check_recorded_results(record, "--layers")
         check_model(record, model or record.header.config["actor"]["path"], step)
-    commits = [record.header.environment["code"]["commit"] for record in records]
+    commits = [code_of(record.header).get("commit") for record in records]
     known = [commit if commit and has_commit(repository, commit) else None for commit in commits]
     with open_commits(repository) as ready:
         traces = [
@@ -42,10 +43,9 @@ def layers_with_own_code(
     used = (left_commit, right_commit)
     report = compare_calls(step, left_calls, right_calls)
     current = tuple(side for side, commit in zip("AB", used, strict=True) if commit is None)
-    found = first_difference(left_calls, right_calls)
     file, line = report.file, report.line
-    if found is not None and left_commit and right_commit:
-        rank, index = found
+    if report.name is not None and left_commit and right_commit:
+        rank, index = report.rank, report.index
         functions = {*left_calls[rank][index].functions, *right_calls[rank][index].functions}
         file, line = changed_function(repository, left_commit, right_commit, functions) or (file, line)
     return replace(report, file=file, line=line, with_current_code=current)

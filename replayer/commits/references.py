@@ -12,7 +12,7 @@ import ast
 import copy
 import subprocess
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -98,10 +98,15 @@ def imports_of(tree: ast.Module, path: str) -> Iterator[tuple[str, tuple[str, st
                 if not alias.asname:  # `import a.b` binds a, and loads a.b
                     yield alias.name, (alias.name, None)
         elif isinstance(node, ast.ImportFrom):
-            above = package.parts[: len(package.parts) - node.level + 1] if node.level else ()
-            module = ".".join([*above, *([node.module] if node.module else [])])
+            module = module_of(node, package.parts)
             for alias in node.names:
                 yield alias.asname or alias.name, (module, alias.name)
+
+
+def module_of(node: ast.ImportFrom, package: Sequence[str]) -> str:
+    """Return the full name of the module that a file in a package imports from."""
+    above = package[: len(package) - node.level + 1] if node.level else ()
+    return ".".join([*above, *([node.module] if node.module else [])])
 
 
 def without_docstrings(node: ast.stmt) -> ast.stmt:

@@ -1,20 +1,18 @@
 """Batches of random tokens in the shape of a config."""
 
-from typing import Any
-
 import numpy as np
 import torch
 
 from areal_core.batch import Batch
 from areal_core.config import PPOConfig
 from areal_core.engine.determinism import seed_everything
-from areal_core.rollout.source import TrainedWeights
 from areal_core.trainer.rl import PPOTrainer
+from replayer.source import WithoutEngine
 
 LONGEST = 512  # tokens of a row: enough to fill kernels, few enough to be fast
 
 
-class RandomRollouts:
+class RandomRollouts(WithoutEngine):
     """A source of random tokens in the shape of a config; equal bits for equal seeds.
 
     Args:
@@ -52,19 +50,6 @@ class RandomRollouts:
             "finish_reason": np.zeros(num_rows, np.int32),
         }
         return {name: torch.from_numpy(array) for name, array in batch.items()}
-
-    def update_weights(self, engine: TrainedWeights, version: int) -> None:
-        """Do nothing: there is no engine."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return no state: a step's batch follows from its number."""
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Do nothing: there is no state."""
-
-    def close(self) -> None:
-        """Do nothing: there are no resources."""
 
 
 def random_rollouts(config: PPOConfig, trainer: PPOTrainer) -> RandomRollouts:

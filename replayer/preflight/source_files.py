@@ -14,6 +14,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from replayer.commits.references import module_of
 from replayer.preflight.checks import Status
 
 TRAINER = "areal_core"
@@ -247,21 +248,18 @@ def imported_modules(source: Source) -> Iterator[str]:
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
-            base = node.module or ""
-            if node.level:
-                above = package.split(".")[: len(package.split(".")) - node.level + 1]
-                base = ".".join([*above, *([base] if base else [])])
+            base = module_of(node, package)
             names = [base, *(f"{base}.{alias.name}" for alias in node.names)]
         for name in names:
             words = name.split(".")
             yield from (".".join(words[:count]) for count in range(1, len(words) + 1))
 
 
-def package_of(path: Path) -> str:
-    """Return the dotted package of a file, by the `__init__.py` above it."""
+def package_of(path: Path) -> list[str]:
+    """Return the names of the packages around a file, by the `__init__.py` above it."""
     names: list[str] = []
     folder = path.parent
     while (folder / "__init__.py").is_file():
         names.insert(0, folder.name)
         folder = folder.parent
-    return ".".join(names)
+    return names
