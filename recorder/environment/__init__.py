@@ -16,7 +16,7 @@ from crc32c import crc32c
 
 from areal_core.safety.secrets import masker, names_secret
 from recorder.difference import Difference, find_differences
-from recorder.environment.code import LIBRARIES, code_identity, main_script, user_files
+from recorder.environment.code import LIBRARIES, code_identity, main_script, source_of, user_files
 
 # of which every record has those that were set
 VARIABLES = (
@@ -104,7 +104,7 @@ def variables_set() -> dict[str, str | None]:
     """
     hide = masker()
     script = main_script()
-    texts = [path.read_text(errors="replace") for path in user_files(script)]
+    texts = [source_of(path) for path in user_files(script)]
     read = {name for text in texts for name in READ.findall(text) if not names_secret(name)}
     found = {name: hide.text(os.environ[name]) for name in VARIABLES if name in os.environ}
     later = {name: os.environ.get(name) for name in LATER_VARIABLES}

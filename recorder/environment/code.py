@@ -104,13 +104,24 @@ def digest(path: Path) -> str | None:
         return None
 
 
+def source_of(path: Path) -> str:
+    """Return the text of a file; "" for one that cannot be read, as a module in a zip file."""
+    try:
+        return path.read_text(errors="replace") if path.is_file() else ""
+    except OSError:
+        return ""
+
+
 def main_script() -> Path | None:
-    """Return the user's script that this process runs; None for a command of ours or a library."""
+    """Return the user's script that this process runs; None for a command of ours or a library.
+
+    None for a program that is no file, too: one from standard input is called `<stdin>`.
+    """
     file = vars(sys.modules["__main__"]).get("__file__")
     if file is None:
         return None
     path = Path(os.path.abspath(file))
-    return None if is_installed(path) or is_ours(path) else path
+    return path if path.is_file() and not (is_installed(path) or is_ours(path)) else None
 
 
 def is_ours(path: Path) -> bool:
@@ -162,7 +173,7 @@ def files_named(script: Path | None) -> Iterator[Path]:
     beside = {file.stem: file for file in script.parent.glob("*.py") if file != script}
     waiting = [script]
     while waiting:
-        text = waiting.pop().read_text(errors="replace")
+        text = source_of(waiting.pop())
         for stem in {name for names in NAMES.findall(text) for name in names} & beside.keys():
             waiting.append(beside.pop(stem))
             yield waiting[-1]

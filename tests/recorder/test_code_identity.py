@@ -9,6 +9,7 @@ import time
 from base64 import urlsafe_b64encode
 from importlib.util import find_spec
 from pathlib import Path
+from zipfile import ZipFile
 
 import pytest
 
@@ -82,6 +83,35 @@ def test_the_script_and_the_files_that_it_imports_or_names_are_recorded(tmp_path
         "rows.py": sha256(b"a = 1\n"),
         "rewards.py": sha256(b"import shapes\n"),
         "shapes.py": sha256(b"b = 1\n"),
+    }
+
+
+@pytest.mark.parametrize("arguments", [["-"], ["-c", "exec(__import__('sys').stdin.read())"]])
+def test_a_program_from_standard_input_has_no_script(tmp_path, arguments):
+    """A module in a zip file, and one whose file was removed, are named without a digest."""
+    with ZipFile(tmp_path / "zipped.zip", "w") as archive:
+        archive.writestr("in_zip.py", "import os\nos.environ.get('X')\n")
+    (tmp_path / "removed.py").write_text("")
+    body = f"""
+sys.path[:0] = [{str(tmp_path)!r}, {str(tmp_path / "zipped.zip")!r}]
+import in_zip, removed, os
+os.unlink(removed.__file__)
+"""
+    done = subprocess.run(
+        [sys.executable, *arguments],
+        input=PROGRAM.format(body=body),
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": os.getcwd()},
+    )
+    assert done.returncode == 0, done.stderr
+    code = json.loads(done.stdout)["code"]
+    assert code["script"] is None
+    below_root = str(tmp_path)[1:]
+    assert code["local_files"] == {
+        f"{below_root}/removed.py": None,
+        f"{below_root}/zipped.zip/in_zip.py": None,
     }
 
 
