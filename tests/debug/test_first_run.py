@@ -50,6 +50,7 @@ def test_five_lines_train_and_keep_the_model(folder):
     assert notes == [line for line in PAGE.splitlines() if line.startswith("train.yaml: ")]
 
 
+@pytest.mark.long
 def test_recovery_needs_its_mode_alone(folder):
     assert train(folder, "total_train_epochs=4", "total_train_steps=10", "recover.mode=auto")[0] == 0
     assert [path.name for path in folder.glob("runs/checkpoints/*/train/trial0/recover/*")] == ["step-000010"]

@@ -17,6 +17,7 @@ from areal_debug.installation import EXTRA_OF, PACKAGES, check_packages
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 OURS = {*PACKAGES, "areal_debug"}
+INSTALLED = packages_distributions()  # seconds: it reads the metadata of all that is installed
 RECORD = ROOT / "tests/records/tiny_grpo.zip"
 # Imported by a name in a string, or by another package when it is given a URL.
 INDIRECT = {"wandb", "trackio", "s3fs", "trl"}
@@ -54,7 +55,7 @@ def imported() -> set[str]:
 
 
 def distributions_of(package: str) -> set[str]:
-    names = packages_distributions().get(package, [package])
+    names = INSTALLED.get(package, [package])
     return {name.lower().replace("_", "-") for name in names}
 
 

@@ -152,10 +152,12 @@ def test_wrong_input_of_replay_is_one_sentence(areal_debug, recorded, copied, tm
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["actor.optimzer.lr=1"], ["actor.optimzer", "did you mean"]),
-        (["allocation_mode=sglang:x1"], ["allocation"]),
+        pytest.param(["actor.optimzer.lr=1"], ["actor.optimzer", "did you mean"], marks=pytest.mark.long),
+        pytest.param(["allocation_mode=sglang:x1"], ["allocation"], marks=pytest.mark.long),
         (["--config", "/no/such.yaml"], ["/no/such.yaml"]),
-        (["train_dataset.batch_size=3"], ["consumer_batch_size", "3", "4"]),
+        pytest.param(
+            ["train_dataset.batch_size=3"], ["consumer_batch_size", "3", "4"], marks=pytest.mark.long
+        ),
         (["actor.path=/no/model"], ["/no/model"]),
         (["allocation_mode=fsdp:d1"], ["fsdp:d1", "embedded|"]),
         (["--dump-rollout=a", "--replay-rollout=b"], ["dump_rollout_data", "replay_rollout_data"]),

@@ -151,7 +151,7 @@ def test_a_window_too_long_to_check_is_reported():
     assert P.choose_lengths(MistralConfig(sliding_window=4096), "cuda") == ((*P.LENGTHS, 4099), ())
 
 
-@pytest.mark.parametrize("allocation", ["fsdp:c2", "fsdp:t2"])
+@pytest.mark.parametrize("allocation", ["fsdp:c2", pytest.param("fsdp:t2", marks=pytest.mark.long)])
 def test_the_verb_checks_a_model_on_ranks_that_share_it(tiny_model, allocation):
     done = verb(str(tiny_model), "--allocation", allocation, "--dtype", "float32", "--json")
     assert done.returncode == 0, done.stderr
@@ -161,6 +161,7 @@ def test_the_verb_checks_a_model_on_ranks_that_share_it(tiny_model, allocation):
     assert report["difference"] < 5e-6
 
 
+@pytest.mark.long
 def test_the_verb_refuses_to_split_rows_that_must_be_computed_alone(tmp_path):
     families.write_tiny("lfm2", str(tmp_path))
     done = verb(str(tmp_path), "--allocation", "fsdp:c2")

@@ -36,7 +36,7 @@ def losses_of(results: list[dict]) -> list[str]:
 
 
 def test_a_sample_of_faults_in_every_operation_loses_nothing(tmp_path):
-    results = inject(tmp_path, "--most", 3, library=disk.build(tmp_path), timeout_s=300)
+    results = inject(tmp_path, "--most", 2, library=disk.build(tmp_path), timeout_s=300)
     assert losses_of(results) == []
     assert all(result["faults"] >= 1 for result in results)
     assert len(results) == 31

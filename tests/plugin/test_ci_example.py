@@ -58,6 +58,7 @@ def test_the_record_is_small_whole_and_has_every_stage():
     assert record.header.config["actor"]["path"] == "model"
 
 
+@pytest.mark.long
 def test_the_job_passes_and_leaves_nothing_in_the_repository(project):
     commands, code, output = run_job(project, ROOT)
     assert len(commands) == 2

@@ -214,9 +214,14 @@ def test_more_skipped_updates_than_the_limit_stop_the_run(tmp_path, tiny_model, 
 @pytest.mark.parametrize(
     ("allocation", "broken", "found"),
     [
-        ("d2", "reward", "the reward is not finite in 1 row:"),
+        pytest.param("d2", "reward", "the reward is not finite in 1 row:", marks=pytest.mark.long),
         ("d2", "gradient", "the gradient of model.embed_tokens.weight is not finite in at least 1 row:"),
-        ("c2", "log-prob", "the log-prob of the current weights is not finite in 1 row:"),
+        pytest.param(
+            "c2",
+            "log-prob",
+            "the log-prob of the current weights is not finite in 1 row:",
+            marks=pytest.mark.long,
+        ),
     ],
 )
 def test_both_of_two_ranks_stop_with_the_row_of_the_one_that_has_it(

@@ -20,7 +20,7 @@ from hangdoctor.parse.read import read_snapshot, take
 from hangdoctor.report.html import page
 from hangdoctor.report.markdown import markdown
 
-NUM_MUTANTS = 10_000
+NUM_MUTANTS = 5_000
 STACK = 'Process 1: x\n\nThread 1 (idle): "MainThread"\n    f (x.py:3)\n'
 CASES = Path(__file__).parent / "cases"
 ESCAPES = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
