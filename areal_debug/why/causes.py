@@ -233,9 +233,12 @@ def outside_candidates(case: Case) -> Iterator[Candidate]:
         if not outside_acts(case, item):
             continue
         kind: Kind = "environment" if item.kind in ("variable", "library") else "code"
-        what = (
-            item.what if item.kind in ("variable", "library") else f"{item.what} is not the same in A and B"
-        )
+        if item.kind in ("variable", "library"):
+            what = item.what
+        elif item.used_by == "both":
+            what = f"{item.what} is not the same in A and B"
+        else:
+            what = f"only {item.used_by} uses {item.file}"
         yield Candidate(
             Cause(kind, what, item.file, item.line),
             distance_of(case, item),
@@ -254,7 +257,13 @@ def outside_acts(case: Case, item: "CodeDifference") -> bool:
 
 
 def distance_of(case: Case, item: "CodeDifference") -> int:
-    """Return how near code or a variable is: 0 if its name has a word of what differs."""
+    """Return how near code or a variable is: 0 if its name has a word of what differs.
+
+    A file that one run alone uses comes last: a launcher is such a file, and a script that begins
+    to use a module differs itself.
+    """
+    if item.used_by != "both":
+        return 3
     words = WORDS.get(case.kind_of_batch or "", ())
     if any(word in f"{item.file or ''} {item.what}".lower() for word in words):
         return 0

@@ -29,12 +29,14 @@ class CodeDifference:
         file: the file, from its repository, its library's folder or the script's; None if it is not
             a file, or not known.
         line: None, because contents are not recorded.
+        used_by: the run that used the file, where the other did not.
     """
 
     kind: Kind
     what: str
     file: str | None = None
     line: int | None = None
+    used_by: Literal["A", "B", "both"] = "both"
 
 
 def code_differences(left: RecordHeader, right: RecordHeader) -> tuple[CodeDifference, ...]:
@@ -94,8 +96,12 @@ def script_differences(left: Mapping[str, Any], right: Mapping[str, Any]) -> Ite
     if scripts[0] and scripts[1] and scripts[0]["sha256"] != scripts[1]["sha256"]:
         yield CodeDifference("script", f"the script {scripts[1]['path']}", scripts[1]["path"])
     if scripts[0] and scripts[1]:  # a replay has no script, and imports none of its files
-        for name in differing(members(left, "local_files"), members(right, "local_files")):
-            yield CodeDifference("script", f"{name}, which the script uses", name)
+        files = members(left, "local_files"), members(right, "local_files")
+        for name in differing(*files):
+            used_by: Literal["A", "B", "both"] = "both"
+            if name not in files[0] or name not in files[1]:
+                used_by = "A" if name in files[0] else "B"
+            yield CodeDifference("script", f"{name}, which the script uses", name, used_by=used_by)
 
 
 def version_differences(left: Mapping[str, Any], right: Mapping[str, Any]) -> Iterator[CodeDifference]:

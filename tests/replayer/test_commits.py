@@ -55,6 +55,10 @@ def header(code=CODE, **environment):
             CodeDifference("script", "rewards.py, which the script uses", "rewards.py"),
         ),
         (
+            {"local_files": {"rewards.py": "2", "launch.py": "3"}},
+            CodeDifference("script", "launch.py, which the script uses", "launch.py", used_by="B"),
+        ),
+        (
             {"changed_libraries": {"torch": {"torch/optim/adam.py": "9"}, "vllm": {"vllm/a.py": "9"}}},
             CodeDifference(
                 "library", "torch/optim/adam.py in B is not the file of torch's wheel", "torch/optim/adam.py"

@@ -107,6 +107,19 @@ def test_what_differs_around_the_code_is_the_environment(tmp_path, environment, 
     assert answer.finding.confidence == "high"
 
 
+def test_a_file_that_one_run_alone_uses_is_behind_a_library_of_another_version(tmp_path):
+    def environment(version, **files):
+        code = {"commit": None, "dirty_sha256": None, "local_files": files}
+        code |= {"script": {"path": "train.py", "sha256": "1"}}
+        return {"libraries": {"transformers": version}, "code": code}
+
+    launched = header(environment("5.6.0", **{"launch.py": "2"}))
+    answer = ask(tmp_path / "a", other_advantages, launched, header(environment("5.5.0")))
+    assert answer.finding.cause.what == "transformers 5.5.0 in A, 5.6.0 in B"
+    answer = ask(tmp_path / "b", other_advantages, launched, header(environment("5.6.0")))
+    assert answer.finding.cause.what == "only B uses launch.py"
+
+
 def test_a_variable_of_kernels_changes_no_reward(tmp_path):
     def rewarded(script):
         script.batch["rewards"][2] += np.float32(0.25)
