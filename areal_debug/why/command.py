@@ -97,7 +97,7 @@ def explain_replay(record: str, options: "Options") -> "WhyReport":
     check_recorded_results(opened, "why")
     with runner(options.model) as run:
         options.note(f"replaying {record}")
-        replayed = run.replay(opened, opened.steps[-1])
+        replayed = run.replay_all(opened)
         if replayed is None:
             raise ReplayError(f"{record} could not be replayed here: see areal-debug replay {record}")
         report = with_text(opened, replayed, explain(opened, replayed, options, is_replay=True))

@@ -25,17 +25,27 @@ class Runner:
     folder: Path
     model: str | None = None
 
+    def replay_all(self, record: Record) -> Record | None:
+        """Replay every step of a record and return the record of that, None if it fails."""
+        return self.replay_steps(record, record.steps[0], record.steps[-1])
+
     def replay(self, record: Record, step: int, settings: Sequence[str] = ()) -> Record | None:
-        """Replay a record up to a step and return the record of that, None if it fails."""
+        """Replay from the nearest anchor up to a step; return the record of that, None if it fails."""
+        return self.replay_steps(record, step, step, settings)
+
+    def replay_steps(
+        self, record: Record, first: int, last: int, settings: Sequence[str] = ()
+    ) -> Record | None:
+        """Replay steps, with what is needed before them; return the record of that."""
         folder = Path(tempfile.mkdtemp(dir=self.folder))
         output = folder / "record"
-        request = Request(record.path, step, step, self.model, tuple(settings), record_to=str(output))
+        request = Request(record.path, first, last, self.model, tuple(settings), record_to=str(output))
         arguments = ["-m", "areal_debug.replay.on_rank", "replay", request_text(request)]
         environment = DETERMINISTIC | {QUIET: "1"}
         if run_ranks(arguments, record.header.world_size, environment, folder, echo=False) != 0:
             return None
         replayed = open_record(output)
-        return replayed if step in replayed.steps else None
+        return replayed if last in replayed.steps else None
 
 
 @contextmanager

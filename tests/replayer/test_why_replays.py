@@ -1,0 +1,34 @@
+"""`why` with replays of a real record: of all of it, and of one step with each of several options."""
+
+from pathlib import Path
+
+import pytest
+
+from areal_debug.why.chain import Options, explain
+from areal_debug.why.command import explain_replay
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_all_steps_are_replayed_those_before_an_anchor_too(tiny_run):
+    assert tiny_run.record.anchors() == (4, 8)
+    report = explain_replay(str(tiny_run.record.path), Options(ROOT))
+    assert (report.verdict, report.num_compared, report.num_shared) == ("identical", 10, 10)
+
+
+@pytest.mark.long
+def test_of_two_options_the_one_that_changes_the_step_is_the_cause(tmp_path, tiny_model, record_run):
+    both = {"actor__ppo_n_minibatches": 2}
+    left = record_run(tmp_path / "a", tiny_model, 1, **both)
+    changed = {"actor__eps_clip": 0.0001, "actor__c_clip": 1000.0}
+    right = record_run(tmp_path / "b", tiny_model, 1, **both, **changed)
+    answer = explain(left.record, right.record, Options(ROOT))
+    assert [setting.where for setting in answer.settings if setting.acts] == [
+        "actor.c_clip",
+        "actor.eps_clip",
+    ]
+    assert answer.finding.cause.what == "actor.eps_clip was set differently (actor.eps_clip=0.0001 in B)"
+    assert answer.finding.confidence == "high"
+    assert answer.finding.evidence[1] == (
+        "A, replayed here with B's options, has B's bits at the loss of step 0"
+    )
