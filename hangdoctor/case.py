@@ -132,7 +132,6 @@ class Case:
     ranks: tuple[ProcessState, ...]
     others: tuple[ProcessState, ...]
     missing: dict[int, Status]
-    certain_missing: bool
     span_s: float
     findings: tuple[OperationFinding, ...]
 
@@ -143,8 +142,13 @@ class Case:
 
     @property
     def lost(self) -> dict[int, Status]:
-        """Ranks that are known to be missing; a gap in the numbers of saved files is no proof."""
-        return self.missing if self.certain_missing else {}
+        """Ranks that were looked for and have no stack."""
+        return {rank: status for rank, status in self.missing.items() if status != "not_collected"}
+
+    @property
+    def not_collected(self) -> tuple[int, ...]:
+        """Ranks that the job should have and that nobody looked for: they may be anywhere."""
+        return tuple(rank for rank in self.missing if rank not in self.lost)
 
     @property
     def world_size(self) -> int:
@@ -169,13 +173,11 @@ def build_case(snapshot: Snapshot) -> Case:
     present = {s.rank for s in ranks}
     if role == "trainer" and snapshot.expected:
         missing = {rank: status for rank, status in snapshot.expected.items() if rank not in present}
-        certain = True
     else:
         top = max((rank for rank in present if isinstance(rank, int)), default=-1)
         # A few gaps may be ranks that died; many only mean that some of the ranks were saved.
         sparse = top > 2 * len(present) + 8
-        missing = {rank: "gone" for rank in range(0 if sparse else top) if rank not in present}
-        certain = False
+        missing = {rank: "not_collected" for rank in range(0 if sparse else top) if rank not in present}
     times = {dump.time for dump in snapshot.dumps if dump.time is not None}
     missing = {rank: "gone" if status == "dumped" else status for rank, status in missing.items()}
     return Case(
@@ -184,7 +186,6 @@ def build_case(snapshot: Snapshot) -> Case:
         ranks=tuple(sorted(ranks, key=lambda s: s.rank if isinstance(s.rank, int) else 0)),
         others=tuple(others),
         missing=missing,
-        certain_missing=certain,
         span_s=max(times) - min(times) if times else 0.0,
         findings=findings_of(snapshot.records),
     )

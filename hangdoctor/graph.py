@@ -117,7 +117,7 @@ def edges_between(case: Case, waiting: tuple[Cluster, ...], sources: tuple[Clust
     their children.
     """
     edges = []
-    missing = rank_ranges(case.missing)
+    missing = rank_ranges(case.lost)
     for waiter in waiting[:50]:
         what = f"{waiter.thread_wait.operation or waiter.thread_wait.kind}"
         targets = [s.ranks for s in sources[:50]] or [w.ranks for w in waiting[:50] if w is not waiter]

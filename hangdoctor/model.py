@@ -18,13 +18,15 @@ Label = Literal[
     "missing_rank",
     "dataloader_stall",
     "checkpoint_stall",
+    "weight_sync_deadlock",
     "external_wait",
     "lock_deadlock",
     "straggler_or_not_hung",
     "unknown",
 ]
 Confidence = Literal["high", "medium", "low"]
-Status = Literal["dumped", "gone", "not_permitted", "not_python", "stopped", "timed_out"]
+Status = Literal["dumped", "gone", "not_permitted", "not_python", "stopped", "timed_out", "not_collected"]
+"""`not_collected` means that nobody looked for the process; every other status is a finding."""
 Rank = int | str
 """A rank of the job's trainer (or only) role is an int; a process of another role is named, such as
 `engine_rank_1`."""
@@ -169,10 +171,10 @@ class GpuFacts:
 class Snapshot:
     """Everything that is known of a job at the time of the collection.
 
-    `expected` maps each rank that the job should have to a status, where the collection or
-    `--world-size` defines it; a rank that is expected and has no dump is `gone`. `source` maps
-    `FILE:LINE` to the text of a line. `notes` are remarks on the input for the reader (files not
-    read).
+    `expected` maps each rank that the job should have to a status, where the collection,
+    `--world-size` or a message about a rank defines it. A rank without a dump is `not_collected`
+    unless the input proves that its process was looked for. `source` maps `FILE:LINE` to the text
+    of a line. `notes` are remarks on the input for the reader (files not read).
     """
 
     dumps: tuple[ProcessDump, ...]
@@ -231,7 +233,7 @@ class Alternative:
 
 @dataclass(frozen=True, slots=True)
 class RankVerdict:
-    """One cell of the rank map. `part` is culprit, victim, running, missing or other."""
+    """One cell of the rank map. `part` is a key of `report.text.SYMBOLS`."""
 
     rank: Rank
     part: str

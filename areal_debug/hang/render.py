@@ -19,6 +19,7 @@ STYLES = {
     "victim": "yellow",
     "running": "green",
     "missing": "bold magenta",
+    "not_collected": "dim",
     "other": "dim",
 }
 LEVEL_STYLES = {"high": "bold", "medium": "", "low": "dim"}

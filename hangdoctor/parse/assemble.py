@@ -52,9 +52,13 @@ Key = tuple[str, int]
 
 @dataclass(slots=True)
 class Reading:
-    """What was read so far, by process name and sample."""
+    """What was read so far, by process name and sample.
+
+    `exited` maps a rank that a launcher reported as ended to the reason it gave.
+    """
 
     mapping: dict[str, str] = field(default_factory=dict)
+    world_size: int | None = None
     contents: location.Contents | None = None
     processes: dict[str, ProcessName] = field(default_factory=dict)
     stacks: dict[Key, tuple[Thread, ...]] = field(default_factory=dict)
@@ -65,6 +69,7 @@ class Reading:
     commands: dict[str, str] = field(default_factory=dict)
     sources: dict[Key, str] = field(default_factory=dict)
     refusals: dict[str, tuple[Status, str]] = field(default_factory=dict)
+    exited: dict[int, str] = field(default_factory=dict)
     records: list[CollectiveRecord] = field(default_factory=list)
     ras: list[RasRank] = field(default_factory=list)
     logs: list[LogTail] = field(default_factory=list)
@@ -92,7 +97,7 @@ def finish(reading: Reading, world_size: int | None) -> Snapshot:
     mask = masker()  # reports quote logs and errors, also those that no collector has masked
     return Snapshot(
         dumps=dumps,
-        expected=expected_ranks(listed.values(), dumps, world_size, refused_ranks(reading)),
+        expected=expected_ranks(reading, listed.values(), dumps, world_size),
         num_samples=max((dump.sample + 1 for dump in dumps), default=0),
         records=tuple(reading.records),
         ras=tuple(reading.ras),
@@ -182,23 +187,33 @@ def refused_ranks(reading: Reading) -> dict[int, Status]:
 
 
 def expected_ranks(
+    reading: Reading,
     listed: Iterable[location.ExpectedProcess],
     dumps: tuple[ProcessDump, ...],
     world_size: int | None,
-    refused: dict[int, Status],
 ) -> dict[int, Status]:
     """Return the status of every trainer rank that should exist; empty where the number of ranks is
     unknown.
+
+    A number of ranks alone does not prove that a rank without a dump is gone: only a collection
+    that reached every host has looked for all of them, and a message may name one that ended.
     """
-    listed = list(listed)
-    if not listed and not refused and world_size is None:
-        return {}
-    expected: dict[int, Status] = dict.fromkeys(range(min(world_size or 0, 500_000)), "gone")
-    expected |= refused
+    complete = reading.contents is not None and not reading.contents.hosts_missing
+    unseen: Status = "gone" if complete else "not_collected"
+    ended: dict[int, Status] = dict.fromkeys(reading.exited, "gone")
+    expected: dict[int, Status] = (
+        dict.fromkeys(range(min(world_size or 0, 500_000)), unseen) | ended | refused_ranks(reading)
+    )
     for entry in listed:
         if entry.rank is not None and entry.role == "trainer":
             expected[entry.rank] = entry.status
     for dump in dumps:
-        if dump.rank is not None and dump.role == "trainer" and expected.get(dump.rank, "gone") == "gone":
+        # A rank that was dumped before it ended is described by its dump.
+        if (
+            expected
+            and dump.rank is not None
+            and dump.role == "trainer"
+            and (expected.get(dump.rank, unseen) in ("gone", "not_collected"))
+        ):
             expected[dump.rank] = "dumped"
     return expected

@@ -9,6 +9,7 @@ import re
 
 from hangdoctor.errors import UnreadableDump
 from hangdoctor.model import ErrorFile, LogTail
+from hangdoctor.parse.headings import numbers_in
 
 MAX_LINES = 400
 RELEVANT = re.compile(
@@ -22,6 +23,14 @@ WATCHDOG = re.compile(
     r"\[Rank (?P<rank>\d+)\].*Watchdog caught collective operation timeout: WorkNCCL\(SeqNum=(?P<seq>\d+), "
     r"OpType=(?P<op>\w+)"
 )
+# torchelastic's report at the end of a run, with or without a prefix before each line.
+ELASTIC_FAILURE = re.compile(
+    r"\brank +: (?P<rank>\d{1,7}) \(local_rank: \d+\)[ \t]*\n[^\n]{0,120}?\bexitcode +: (?P<code>-?\d+)"
+)
+SRUN_FAILURE = re.compile(
+    r"^srun: error: \S+: tasks? (?P<tasks>\d[\d,\-]{0,200}): (?P<reason>Killed|Out Of Memory|Segmentation fault|Exited[^\n]{0,60})",
+    re.MULTILINE,
+)
 
 
 def parse_log(name: str, rank: int | None, text: str, source: str) -> LogTail:
@@ -29,6 +38,21 @@ def parse_log(name: str, rank: int | None, text: str, source: str) -> LogTail:
     lines = [line[:1000] for line in text.split("\n") if line.strip()]
     relevant = [line for line in lines[:-5] if RELEVANT.search(line)][-MAX_LINES:]
     return LogTail(name, rank, tuple(relevant + lines[-5:]), source)
+
+
+def has_timeouts(text: str) -> bool:
+    """True if the NCCL watchdog has reported a time-out in a text."""
+    return "Watchdog caught collective operation timeout" in text
+
+
+def exited_ranks(text: str) -> dict[int, str]:
+    """Return the ranks that torchelastic's report or srun says have ended with an error, with its
+    words.
+    """
+    found = {int(m["rank"]): f"ended with exit code {m['code']}" for m in ELASTIC_FAILURE.finditer(text)}
+    for match in SRUN_FAILURE.finditer(text):
+        found |= dict.fromkeys(numbers_in(match["tasks"]), f"srun: {match['reason']}")
+    return found
 
 
 def watchdog_timeouts(log: LogTail) -> list[tuple[int, int, str]]:

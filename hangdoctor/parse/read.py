@@ -15,11 +15,12 @@ from hangdoctor.model import Snapshot, Status, Thread
 from hangdoctor.parse import location, ras
 from hangdoctor.parse.assemble import Reading, finish
 from hangdoctor.parse.flight_recorder import is_flight_recorder, parse_flight_recorder, records_from
-from hangdoctor.parse.location import ProcessName, canonical, parse_name
-from hangdoctor.parse.logs import parse_error_file, parse_log
+from hangdoctor.parse.location import ProcessName, parse_name
+from hangdoctor.parse.logs import exited_ranks, has_timeouts, parse_error_file, parse_log
 from hangdoctor.parse.members import members_of
+from hangdoctor.parse.owners import owners_of
 from hangdoctor.parse.stacks_json import parse_stacks_json
-from hangdoctor.parse.stacks_text import Section, parse_stacks_text
+from hangdoctor.parse.stacks_text import parse_stacks_text
 
 # Messages of py-spy 0.4.2 and 0.4.3; `Failed to suspend` follows a process header without threads.
 STATUS_PATTERNS: tuple[tuple[Status, str], ...] = (
@@ -67,7 +68,7 @@ def read_snapshot(
     "rank_3"}`); `world_size` is the expected number of trainer ranks. Raises `HangInputError` where
     nothing of a job is found.
     """
-    reading = Reading(mapping or {})
+    reading = Reading(mapping or {}, world_size)
     paths = list(paths)
     for path in paths:
         for member, data in members_of(path, reading.notes):
@@ -209,7 +210,7 @@ def take_object(reading: Reading, place: location.Place, member: str, data: byte
 
 
 def take_text(reading: Reading, place: location.Place, member: str, text: str) -> None:
-    """Read a text: stacks, the message of a py-spy that failed, or a log."""
+    """Read a text: stacks, the message of a py-spy that failed, a log, or all of them."""
     process = owner_of(reading, place, member)
     sections = parse_stacks_text(text)
     refused = refusal_in(text) if not sections else None
@@ -217,37 +218,19 @@ def take_text(reading: Reading, place: location.Place, member: str, text: str) -
         reading.processes.setdefault(process.name, process)
         reading.refusals.setdefault(process.name, refused)
         return
-    if not sections or place.file.endswith(".log"):
+    reading.exited |= exited_ranks(text)
+    if not sections or place.file.endswith(".log") or has_timeouts(text):
         reading.logs.append(parse_log(process.name, process.rank, text, member))
-    counted = any(section.count > 1 for section in sections)
-    next_rank = 0
-    for number, section in enumerate(sections):
-        if counted:
-            section.ranks = tuple(range(next_rank, next_rank + section.count))
-            next_rank += section.count
-        for owner in owners(process, section, number, len(sections)):
+    pairs, notes = owners_of(sections, process, reading.world_size)
+    reading.notes += notes
+    for owner, section in pairs:
+        if section.threads:
             keep(reading, owner, place, member, tuple(section.threads), section.pid)
-            if section.command:
-                reading.commands[owner.name] = section.command
-    if counted:
-        reading.notes.append(
-            "stacks come with counts, not ranks: ranks are numbered in the order of the groups"
-        )
-
-
-def owners(process: ProcessName, section: Section, number: int, total: int) -> list[ProcessName]:
-    """Return the processes of a section: the ranks it names, else the file's process and, after it,
-    its children.
-    """
-    if section.ranks:
-        role = parse_name(section.role).role if section.role else "trainer"
-        return [ProcessName(canonical(role, rank), rank, role) for rank in section.ranks]
-    if total == 1 or (number == 0 and process.rank is not None):
-        return [process]
-    if process.rank is not None:
-        child = f"{process.name}_child_{number - 1}"
-        return [ProcessName(child, None, "child", process.host, process.name)]
-    return [ProcessName(f"pid_{section.pid or number}", None)]
+        elif refused := refusal_in(section.message):
+            reading.processes.setdefault(owner.name, owner)
+            reading.refusals.setdefault(owner.name, refused)
+        if section.command:
+            reading.commands[owner.name] = section.command
 
 
 def keep(

@@ -7,12 +7,13 @@ from dataclasses import dataclass
 from hangdoctor.groups import rank_ranges
 from hangdoctor.model import Diagnosis, Group, Rank
 
-SYMBOLS = {"culprit": "X", "victim": "v", "running": "r", "missing": "?", "other": "."}
+SYMBOLS = {"culprit": "X", "victim": "v", "running": "r", "missing": "?", "not_collected": "-", "other": "."}
 PART_NAMES = {
     "culprit": "culprit",
     "victim": "waits for others",
     "running": "runs",
     "missing": "missing",
+    "not_collected": "not collected",
     "other": "other",
 }
 

@@ -13,7 +13,7 @@ The ranks that wait are victims: their time-out names them, not the rank that is
 
 from hangdoctor.case import Case, ProcessState
 from hangdoctor.frames import show
-from hangdoctor.graph import Graph, same_place
+from hangdoctor.graph import Graph
 from hangdoctor.groups import rank_ranges
 from hangdoctor.model import Confidence, Evidence, NextStep, Rank
 from hangdoctor.rules.verdict import LEVELS, Verdict, step, waiters_move, waiting_evidence, waiting_for
@@ -31,17 +31,15 @@ STATUS_TEXTS = {
 def judge(case: Case, graph: Graph) -> Verdict | None:
     """Return the verdict if the pattern is present, else None."""
     stopped = [s for s in case.ranks if s.status == "stopped" or s.thread_wait.kind == "stopped"]
-    lost: dict[Rank, str] = dict(case.missing.items())
+    lost: dict[Rank, str] = dict(case.lost.items())
     lost |= {s.rank: "stopped" for s in stopped if s.rank is not None}
     waiters = [s for s in graph.waiting_ranks if s not in stopped]
     if not lost or not case.ranks or (not waiters and len(stopped) < len(case.ranks)):
         return None
-    if not case.certain_missing and not stopped and (len(lost) * 3 > len(case.ranks) or explained(graph)):
-        return None
     statuses = set(lost.values())
     return Verdict(
         "missing_rank",
-        certainty(case, graph, statuses, stopped),
+        certainty(case, graph, lost, stopped),
         tuple(lost),
         f"{'Rank' if len(lost) == 1 else 'Ranks'} {rank_ranges(lost)} {STATUS_TEXTS[next(iter(lost.values()))]}; {waiting_for(graph)}.",
         loss_evidence(case, lost, stopped) + waiting_evidence(graph),
@@ -53,19 +51,12 @@ def judge(case: Case, graph: Graph) -> Verdict | None:
     )
 
 
-def explained(graph: Graph) -> bool:
-    """True if the saved ranks explain the hang: then a rank without a file was just not saved."""
-    return bool(graph.sources) or not same_place(graph.waiting)
-
-
-def certainty(case: Case, graph: Graph, statuses: set[str], stopped: list[ProcessState]) -> Confidence:
-    """Return high for a rank that is known to be gone or stopped, low for one that only has no file
-    and may not have been saved.
+def certainty(case: Case, graph: Graph, lost: dict[Rank, str], stopped: list[ProcessState]) -> Confidence:
+    """Return high for a rank that is known to be gone or stopped, low for one that could not be
+    read.
     """
-    level = 2 if statuses <= {"gone", "stopped"} else 0
-    if not case.certain_missing and not stopped:
-        level = 0
-    if case.num_samples < 2 or len(case.missing) > len(case.ranks):
+    level = 2 if set(lost.values()) <= {"gone", "stopped"} else 0
+    if case.num_samples < 2 or len(lost) > len(case.ranks):
         level = min(level, 1)
     if waiters_move(graph):
         level = 0

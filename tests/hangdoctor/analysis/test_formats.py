@@ -6,9 +6,10 @@ import pytest
 
 from hangdoctor.frames import last_name, main_thread, short_file
 from hangdoctor.model import Frame, Thread
+from hangdoctor.parse.headings import numbers_in
 from hangdoctor.parse.read import read_snapshot
 from hangdoctor.parse.stacks_json import parse_stacks_json
-from hangdoctor.parse.stacks_text import numbers_in, parse_stacks_text
+from hangdoctor.parse.stacks_text import parse_stacks_text
 
 C10D = "torch/distributed/distributed_c10d.py"
 

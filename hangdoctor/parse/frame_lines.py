@@ -1,0 +1,197 @@
+"""One line of text to one frame, in the form of any tool or person.
+
+f (file.py:3)                      py-spy; `(file.py)` without a line, `sym (lib.so)` for C
+File "f.py", line 3[,] in f        faulthandler, traceback, pystack
+#3 0x.. in f () from lib.so        gdb; `#5 Frame 0x.., for file f.py, line 3, in f`
+#0 f from f.py:3                   NCCL watchdog
+f.py:3 f | f at f.py:3 | f@f.py:3  people (`loose`: a single one of these in a log is no stack)
+f <- g <- h | h -> g -> f          people, a stack on one line
+
+Bullets, tree lines, quote marks and what follows an arrow or a hash behind a frame are decoration.
+"""
+
+import re
+from functools import lru_cache
+
+from hangdoctor.model import Frame
+from hangdoctor.parse.stacks_json import is_native_file
+
+MAX_LOOSE = 300
+SOURCE = r"(?:py|pyx|pyi|ipynb|cpp|cc|cxx|cu|c|h|hpp|rs)"
+FILE_FRAME = re.compile(
+    r'^(?:\((?P<kind>Python|C)\) )?File:? ?"(?P<file>[^"]*)", line (?P<line>\d+|\?+)(?:(?P<comma>,)? in (?P<function>.+))?$'
+)
+GDB_FRAME = re.compile(
+    r"^#(?P<n>\d+) +(?:0x[0-9a-f]+ in )?(?P<function>.+?) \(.*?\)"
+    r"(?: from (?P<library>\S+)| at (?P<file>\S+?):(?P<line>\d+))?$"
+)
+# pstack and eu-stack print no arguments.
+STACK_FRAME = re.compile(
+    r"^#(?P<n>\d+) +0x[0-9a-f]+(?: in)? (?P<function>[^ (]+)(?: (?:from|-) (?P<library>\S+))?$"
+)
+GDB_PYTHON = re.compile(
+    r"Frame 0x[0-9a-f]+, for file (?P<file>[^,]+), line (?P<line>\d+), in (?P<function>[^ (]+)"
+)
+WATCHDOG_FRAME = re.compile(r"^#(?P<n>\d+) (?P<function>\S+) from (?P<file>[^ ]+):(?P<line>\d+)$")
+LINE_SUFFIX = re.compile(r"^(.*):(\d+)$")
+BULLET = re.compile(r"^(?:[|│├└┬╰╭┌─╴•·*>`+]+|-{1,3}>?|=>|→|↳|\d{1,3}[.)](?= )|at(?= )|in(?= ))[ \t]*")
+COMMENT = re.compile(r"(?<=[)\w])[`*]*\s*(?:←|⟵|⇐|◀|→|<-|<=|<<|//|\s#|\s--|\s—|\s;)(?!.*\.(?:py|so)\b).*$")
+# `f at f.py:3`, `f@f.py:3`, `f in f.py, line 3`, `f() - f.py:3`
+NAME_FIRST = re.compile(
+    rf"^(?P<function>[\w.<>]+)(?:\([^()]*\))?(?: ?[@,|:]| at| in| from| -)? *"
+    rf'[("\[]?(?P<file>[\w./<>~\-]+\.{SOURCE})"?(?::|, ?(?:line )?| line |#L?)(?P<line>\d+)[)\]]?$'
+)
+# `f.py:3 f`, `f.py:3: f()`, `f.py:3 in f`, `f.py(3) f`, `f.py line 3 f`
+FILE_FIRST = re.compile(
+    rf'^[("\[]?(?P<file>[\w./<>~\-]+\.{SOURCE})"?(?::|, ?line |\(| line |#L?)(?P<line>\d+)[)\]]?[:,]?(?: in| -)? *'
+    rf"[(`]?(?P<function>[A-Za-z_<][\w.<>]*)(?:\([^()]*\))?[)`]?$"
+)
+ARROWS = re.compile(r"\s*(<-+|<=+|←|⟵|-+>|=+>|→|›| > | < )\s*")
+NAME = re.compile(r"^[A-Za-z_<][\w.<>:]*(?:\(\))?$")
+
+C10D = "torch/distributed/distributed_c10d.py"
+# Files that people cut down to the last component; nothing else on a training stack is so called.
+FULL_PATHS = {
+    "distributed_c10d.py": C10D,
+    "_functional_collectives.py": "torch/distributed/_functional_collectives.py",
+    "c10d_logger.py": "torch/distributed/c10d_logger.py",
+    "rendezvous.py": "torch/distributed/rendezvous.py",
+    "device_mesh.py": "torch/distributed/device_mesh.py",
+    "dataloader.py": "torch/utils/data/dataloader.py",
+    "cpp_extension.py": "torch/utils/cpp_extension.py",
+    "file_baton.py": "torch/utils/file_baton.py",
+    "popen_fork.py": "multiprocessing/popen_fork.py",
+    "popen_spawn_posix.py": "multiprocessing/popen_spawn_posix.py",
+    "p2p_communication.py": "megatron/core/pipeline_parallel/p2p_communication.py",
+}
+# A name without a file is read where no other library has a function of that name.
+FILES_OF_NAMES = {
+    **dict.fromkeys(
+        (
+            "all_reduce", "all_gather", "all_gather_into_tensor", "all_gather_object", "_all_gather_base",
+            "reduce_scatter", "reduce_scatter_tensor", "_reduce_scatter_base", "broadcast_object_list",
+            "all_to_all", "all_to_all_single", "barrier", "monitored_barrier", "broadcast", "batch_isend_irecv",
+            "send_object_list", "recv_object_list", "gather_object", "scatter_object_list", "new_group",
+            "destroy_process_group", "init_process_group", "_store_based_barrier",
+        ),
+        C10D,
+    ),
+    "_try_get_data": "torch/utils/data/dataloader.py",
+    "_next_data": "torch/utils/data/dataloader.py",
+    "_engine_run_backward": "torch/autograd/graph.py",
+}  # fmt: skip
+
+
+@lru_cache(maxsize=65536)
+def frame_of(line: str) -> Frame | None:
+    """Return the frame that a stripped line shows in the form of a tool, or None."""
+    return tool_frame(line) or tool_frame(plain(line))
+
+
+@lru_cache(maxsize=65536)
+def loose_frames(line: str) -> tuple[Frame, ...]:
+    """Return the frames that a stripped line shows in the form of people, innermost first; empty
+    where it shows none.
+    """
+    if len(line) > MAX_LOOSE:
+        return ()
+    for pattern in (NAME_FIRST, FILE_FIRST):
+        if match := pattern.match(plain(line)):
+            return (Frame(match["function"], full_path(match["file"]), int(match["line"][:9])),)
+    pieces = ARROWS.split(without_bullets(line))
+    if len(pieces) < 3 or len({arrow.strip("-=") for arrow in pieces[1::2]}) > 1:
+        return ()
+    found = [piece_frame(piece.strip()) for piece in pieces[0::2]]
+    frames = [frame for frame in found if frame is not None]
+    if len(frames) < len(found) or not any(frame.file for frame in frames):
+        return ()
+    # `a <- b`: b called a. `a -> b`: a called b.
+    return tuple(frames if "<" in pieces[1] or pieces[1] in "←⟵" else reversed(frames))
+
+
+def piece_frame(text: str) -> Frame | None:
+    """Return the frame of one name between arrows; its file is empty where no name identifies it."""
+    if frame := tool_frame(text):
+        return frame
+    name = text.removesuffix("()")
+    return Frame(name, FILES_OF_NAMES.get(name, "")) if NAME.match(text) else None
+
+
+def bare_name(line: str) -> Frame | None:
+    """Return the frame of a line that is the name of a collective and nothing else."""
+    name = plain(line).removesuffix("()").removeprefix("dist.").removeprefix("torch.distributed.")
+    return Frame(name, FILES_OF_NAMES[name]) if name in FILES_OF_NAMES else None
+
+
+def without_bullets(line: str) -> str:
+    """Return a line without bullets, tree lines and quote marks before it."""
+    for _ in range(4):
+        cut = BULLET.sub("", line, count=1)
+        if cut == line:
+            break
+        line = cut
+    return line
+
+
+def plain(line: str) -> str:
+    """Return a line without bullets before it and remarks behind it."""
+    line = without_bullets(line)
+    return COMMENT.sub("", line).strip().strip("`").rstrip(",") if len(line) <= 2 * MAX_LOOSE else line
+
+
+def tool_frame(line: str) -> Frame | None:
+    """Return the frame of a line that a tool printed."""
+    if "File" in line and (match := FILE_FRAME.match(line)):
+        number = match["line"]
+        return Frame(
+            (match["function"] or "<unknown>").strip(),
+            match["file"],
+            int(number[:9]) if number.isdecimal() else 0,
+            match["kind"] == "C" or is_native_file(match["file"]),
+        )
+    if line.startswith("#"):
+        return numbered_frame(line)
+    if line.endswith(")") and " (" in line and not line.startswith(("Thread ", "Process ", "Traceback ")):
+        function, _, place = line[:-1].rpartition(" (")
+        match = LINE_SUFFIX.match(place)
+        file, number = (match[1], int(match[2][:9])) if match else (place, 0)
+        native = is_native_file(file)
+        if looks_like_location(file, native) and function and (native or not re.search(r"[\s()]", function)):
+            return Frame(function, full_path(file), number, native)
+    return None
+
+
+def numbered_frame(line: str) -> Frame | None:
+    """Parse frames of gdb (`#3 0x.. in f () from lib.so`, `#5 Frame 0x.., for file f.py`), of
+    pstack and of the NCCL watchdog (`#0 f from f.py:3`).
+    """
+    if match := GDB_PYTHON.search(line):
+        return Frame(match["function"], match["file"], int(match["line"][:9]))
+    if match := WATCHDOG_FRAME.match(line):
+        return Frame(match["function"], match["file"], int(match["line"][:9]), is_native_file(match["file"]))
+    if match := GDB_FRAME.match(line):
+        return Frame(
+            match["function"], match["library"] or match["file"] or "?", int((match["line"] or "0")[:9]), True
+        )
+    if match := STACK_FRAME.match(line):
+        return Frame(match["function"], match["library"] or "?", 0, True)
+    return None
+
+
+def full_path(file: str) -> str:
+    """Return the path of a file that is known by its last component, else the file unchanged."""
+    return FULL_PATHS.get(file, file)
+
+
+def looks_like_location(file: str, native: bool) -> bool:
+    """True if the text in the last parentheses can be a file: prose in brackets must not become a
+    frame.
+    """
+    if not native:
+        return " " not in file or "/" in file or file.startswith("<")
+    return (
+        file == "?"
+        or ".so" in file
+        or file.endswith((".cpp", ".cc", ".c", ".cu", ".h", ".hpp", ".rs", "]"))
+        or (" " not in file and file.startswith("python"))
+    )
