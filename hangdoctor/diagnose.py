@@ -98,7 +98,7 @@ def recorded_behind(case: Case) -> tuple[tuple[int, ...], str]:
     """
     for finding in case.findings:
         if finding.kind == "behind":
-            return finding.odd_ranks, f"Flight Recorder, group {finding.group}: {finding.detail}"
+            return finding.odd_ranks, f"{finding.source}, group {finding.group}: {finding.detail}"
     return behind_by_ras(case.snapshot.ras)
 
 

@@ -119,9 +119,8 @@ def user_frames(frames: tuple[Frame, ...]) -> tuple[Frame, ...]:
 
 def show(frame: Frame) -> str:
     """Return a frame as `function (file:line)`."""
-    return (
-        f"{frame.function} ({frame.file}:{frame.line})" if frame.line else f"{frame.function} ({frame.file})"
-    )
+    place = f"{frame.file}:{frame.line}" if frame.line else frame.file
+    return f"{frame.function} ({place})" if place else frame.function
 
 
 def main_thread(threads: tuple[Thread, ...]) -> Thread | None:

@@ -98,8 +98,8 @@ class ProcessDump:
 
 @dataclass(frozen=True, slots=True)
 class CollectiveRecord:
-    """One entry of a Flight Recorder ring: the operation a rank enqueued, its number, and its
-    state.
+    """One entry of a Flight Recorder ring, or a message of the NCCL watchdog (`source`): the
+    operation a rank enqueued, its number, and its state.
 
     `state` is scheduled, started or completed. Sizes are element counts per dimension, one tuple
     per tensor.
@@ -119,6 +119,7 @@ class CollectiveRecord:
     created_ns: int | None = None
     frames: tuple[Frame, ...] = ()
     peer: int | None = None
+    source: str = "Flight Recorder"
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ then show where it is instead.
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from hangdoctor.model import CollectiveRecord, RasRank
@@ -27,6 +27,7 @@ class OperationFinding:
     odd_ranks: tuple[int, ...]
     agreeing_ranks: tuple[int, ...]
     detail: str
+    source: str = "Flight Recorder"
 
 
 def findings_of(records: Iterable[CollectiveRecord]) -> tuple[OperationFinding, ...]:
@@ -37,7 +38,11 @@ def findings_of(records: Iterable[CollectiveRecord]) -> tuple[OperationFinding, 
     for record in records:
         if not record.is_p2p:
             by_group[record.group][record.rank].append(record)
-    found = [f for group, ranks in by_group.items() if (f := finding_of(group, ranks))]
+    found = [
+        replace(f, source=next(iter(ranks.values()))[0].source)
+        for group, ranks in by_group.items()
+        if (f := finding_of(group, ranks))
+    ]
     order = ("operation", "dtype", "size", "behind", "same")
     return tuple(sorted(found, key=lambda f: order.index(f.kind)))
 

@@ -25,6 +25,7 @@ from hangdoctor.model import (
 )
 from hangdoctor.parse import location
 from hangdoctor.parse.location import ProcessName, coordinates_in, role_in
+from hangdoctor.parse.logs import watchdog_records
 
 
 def merge_native(threads: tuple[Thread, ...], natives: tuple[Thread, ...]) -> tuple[Thread, ...]:
@@ -99,7 +100,7 @@ def finish(reading: Reading, world_size: int | None) -> Snapshot:
         dumps=dumps,
         expected=expected_ranks(reading, listed.values(), dumps, world_size),
         num_samples=max((dump.sample + 1 for dump in dumps), default=0),
-        records=tuple(reading.records),
+        records=tuple(reading.records) or watchdog_records(reading.logs),
         ras=tuple(reading.ras),
         logs=tuple(replace(log, lines=tuple(map(mask.text, log.lines))) for log in reading.logs),
         errors=tuple(

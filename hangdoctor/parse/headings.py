@@ -30,7 +30,7 @@ WORDS_BEFORE = (
 )
 WORDS_BEHIND = (
     r" ?\([^()]*\)| ?[,;] ?(?:pid|host|node|local).{0,40}| on (?:host |node )?\S+| (?:stacks?|traces?|dumps?|backtrace)|"
-    r"[ ,:]+(?:is |are |all )?(?:idle|active|waiting|stuck|hung|blocked|running|hangs?)(?: here)?| ?(?:/|of) ?\d+|: [\w.\-]+:\d+"
+    r"[ ,:]+(?:is |are |all )?(?:idle|active|waiting|stuck|hung|blocked|running|hangs?)(?: here)?| ?(?:/|of) ?\d+|: \S+:\d+"
 )
 RANKS = re.compile(
     rf"^(?:(?:{WORDS_BEFORE})[:, ] ?){{0,4}}(?:({ROLE_WORDS})[ _])?ranks?[ _:=#\-]*{NUMBERS}(?:{WORDS_BEHIND}){{0,3}}$",
@@ -115,7 +115,9 @@ class Section:
 
 @dataclass(slots=True)
 class OpenThread:
-    """A thread whose frames are still being read. `tentative` is one without a heading."""
+    """A thread whose frames are still being read. `tentative` is one without a heading; the C frames
+    of one that is `below_native` may be printed above it.
+    """
 
     name: str | None = None
     os_id: int | None = None
@@ -125,6 +127,7 @@ class OpenThread:
     outermost_first: bool = False
     exception: bool = False
     tentative: bool = False
+    below_native: bool = False
     loose: bool = True
     frames: list[Frame] = field(default_factory=list)
 
@@ -234,7 +237,7 @@ def thread_header(line: str) -> OpenThread | None:
         # `last` is the traceback of a printed exception: its frames have ended, unless it was
         # raised by an interrupt from outside.
         last = match["order"] == "last"
-        return OpenThread(exception=last, outermost_first=last)
+        return OpenThread(exception=last, outermost_first=last, below_native=not last)
     return other_thread(line.strip(DECORATION)) if "hread" in line[:60] and len(line) < 200 else None
 
 

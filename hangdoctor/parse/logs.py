@@ -6,22 +6,29 @@ ignored.
 
 import json
 import re
+from collections.abc import Iterable
 
 from hangdoctor.errors import UnreadableDump
-from hangdoctor.model import ErrorFile, LogTail
+from hangdoctor.model import CollectiveRecord, ErrorFile, LogTail
 from hangdoctor.parse.headings import numbers_in
 
 MAX_LINES = 400
 RELEVANT = re.compile(
-    r"Watchdog caught collective operation timeout|watchdog got stuck|Traceback \(most recent call last\)|"
+    r"Watchdog caught collective operation timeout|last enqueued (?:NCCL )?work|Waiting in store based barrier|watchdog got stuck|"
+    r"Traceback \(most recent call last\)|"
     r"^\w*(?:Error|Exception|Interrupt)\b.*:|RuntimeError|CUDA error|out of memory|OutOfMemory|Killed|SIGKILL|SIGTERM|"
     r"Fatal Python error|NCCL (?:WARN|error)|ncclRemoteError|Connection (?:refused|reset|closed)|timed? ?out|"
     r"No available shared memory broadcast block|Broken pipe|exitcode|Signal \d+",
     re.IGNORECASE,
 )
 WATCHDOG = re.compile(
-    r"\[Rank (?P<rank>\d+)\].*Watchdog caught collective operation timeout: WorkNCCL\(SeqNum=(?P<seq>\d+), "
-    r"OpType=(?P<op>\w+)"
+    r"(?:\[rank(?P<global>\d+)\].*?)?\[(?:PG [^\]]*?)?Rank (?P<rank>\d+)\].*Watchdog caught collective operation timeout: "
+    r"WorkNCCL\(SeqNum=(?P<seq>\d+), OpType=(?P<op>\w+)(?:, NumelIn=(?P<numel_in>\d+), NumelOut=(?P<numel_out>\d+))?"
+)
+# Follows a time-out: how far this rank has come in the group.
+PROGRESS = re.compile(
+    r"(?:\[rank(?P<global>\d+)\].*?)?\[PG (?:ID )?\d+(?: PG GUID (?P<guid>[^\s(]+))?(?: ?\((?P<name>[^)]*)\))? Rank (?P<rank>\d+)\]"
+    r".*?(?:NCCL work: |watchdog at work: |sequence id: )(?P<seq>\d+)\b.*?last enqueued (?:NCCL )?work: (?P<enqueued>\d+)"
 )
 # torchelastic's report at the end of a run, with or without a prefix before each line.
 ELASTIC_FAILURE = re.compile(
@@ -60,7 +67,64 @@ def watchdog_timeouts(log: LogTail) -> list[tuple[int, int, str]]:
     a log.
     """
     matches = (WATCHDOG.search(line) for line in log.lines)
-    return [(int(m["rank"][:9]), int(m["seq"][:18]), m["op"].lower()) for m in matches if m]
+    return [(written_by(m, log), int(m["seq"][:18]), m["op"].lower()) for m in matches if m]
+
+
+def written_by(match: re.Match[str], log: LogTail) -> int:
+    """Return the global rank that wrote a message: its own number counts within the group."""
+    known = match["global"] or match["rank"]
+    return log.rank if log.rank is not None else int(known[:7])
+
+
+def watchdog_records(logs: Iterable[LogTail]) -> tuple[CollectiveRecord, ...]:
+    """Return the first time-out of each rank and group as records, where they can be compared.
+
+    Ranks that timed out on different numbers are compared only where those behind are known to
+    have enqueued less: a watchdog reports the first operation that is late, not the last one.
+    """
+    groups: dict[tuple[int, int], tuple[str, int]] = {}
+    timeouts: dict[tuple[int, int], re.Match[str]] = {}
+    for log in logs:
+        for line in log.lines:
+            if match := PROGRESS.search(line):
+                name = match["name"] or match["guid"] or "default"
+                at = (written_by(match, log), int(match["seq"][:18]))
+                groups.setdefault(at, (name, int(match["enqueued"][:18])))
+            elif match := WATCHDOG.search(line):
+                timeouts.setdefault((written_by(match, log), int(match["seq"][:18])), match)
+    found: dict[str, dict[int, CollectiveRecord]] = {}
+    enqueued: dict[tuple[str, int], int] = {}
+    for (rank, sequence), match in timeouts.items():
+        group, count = groups.get((rank, sequence), ("default", -1))
+        if rank not in found.setdefault(group, {}):
+            found[group][rank] = timeout_record(match, rank, group)
+            enqueued[(group, rank)] = count
+    comparable: list[CollectiveRecord] = []
+    for group, ranks in found.items():
+        top = max(record.sequence for record in ranks.values())
+        late = [rank for rank, record in ranks.items() if record.sequence < top]
+        if all(0 <= enqueued[(group, rank)] < top for rank in late):
+            comparable += ranks.values()
+    return tuple(comparable)
+
+
+def timeout_record(match: re.Match[str], rank: int, group: str) -> CollectiveRecord:
+    """Return a time-out as the record of an operation that has not completed."""
+    operation = match["op"].lower()
+    sizes = [((int(n[:18]),),) if n else () for n in (match["numel_in"], match["numel_out"])]
+    is_p2p = operation in ("send", "recv")
+    return CollectiveRecord(
+        rank,
+        group,
+        (),
+        operation,
+        int(match["seq"][:18]),
+        is_p2p,
+        "started",
+        sizes[0],
+        sizes[1],
+        source="watchdog",
+    )
 
 
 def parse_error_file(data: bytes, rank: int | None, source: str) -> ErrorFile:

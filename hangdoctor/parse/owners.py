@@ -21,6 +21,7 @@ def owners_of(
     `file` is the process that the file's own name stands for; `world_size` is the number of ranks
     of the job, where it is known.
     """
+    by_pid: dict[int, ProcessName] = {}  # a process that comes again is its next sample
     taken = {rank for section in sections if section.role is None for rank in section.ranks}
     pairs: list[tuple[ProcessName, Section]] = []
     notes: dict[str, None] = {}
@@ -33,7 +34,8 @@ def owners_of(
             notes[NUMBERED if known else UNCOUNTED.format(f"{len(list(ranks))} of them")] = None
             taken |= set(ranks)
         else:
-            pairs.append((unranked(section, number, len(sections), file), section))
+            owner = unranked(section, number, len(sections), file)
+            pairs.append((by_pid.setdefault(section.pid, owner) if section.pid else owner, section))
             continue
         role = parse_name(section.role).role if section.role else "trainer"
         pairs += [(ProcessName(canonical(role, rank), rank, role), section) for rank in ranks]

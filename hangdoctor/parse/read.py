@@ -37,7 +37,7 @@ STATUS_PATTERNS: tuple[tuple[Status, str], ...] = (
         "gone",
         r"failed to get process executable name|no such process|os error 3\b|check that the process is running",
     ),
-    ("timed_out", r"timed? ?out|signal: killed"),
+    ("timed_out", r"timed? ?out|signal: killed|\berror: (?:408|503)\b"),
 )
 MAX_REFUSAL_BYTES = 20_000
 JSON_ARRAY = re.compile(r"\[\s*[{\]]")

@@ -36,9 +36,10 @@ THREAD_ID = re.compile(r"^Thread (0x[0-9A-Fa-f]+|\d+) \(", re.M)
 INTERRUPT = re.compile(
     r"^(?:KeyboardInterrupt|torch\.distributed\.elastic\.\S*SignalException|SystemExit|.*got signal)\b"
 )
-# What py-spy prints in place of a stack.
+# What py-spy, and torch's debug server, print in place of a stack.
 REFUSAL = re.compile(
-    r"^(?:Error: Failed|Failed to suspend|Permission Denied|Error: .*(?:py-spy|process))", re.IGNORECASE
+    r"^(?:Error: Failed|Failed to suspend|Permission Denied|Error: .*(?:py-spy|process)|Error: (?:408|503)$)",
+    re.IGNORECASE,
 )
 INLINE = re.compile(r"^(?P<heading>[^()]{3,60}?(?:\d|\)|idle|active)\]?\*{0,2}):\s+(?P<rest>\S.*)$")
 
@@ -123,7 +124,10 @@ class Reader:
     def open(self, thread: OpenThread) -> None:
         """Begin a thread; a second main thread is that of another process."""
         self.close()
-        names = [known.name for known in self.sections[-1].threads]
+        threads = self.sections[-1].threads
+        names = [known.name for known in threads]
+        if thread.below_native and threads and all(frame.native for frame in threads[-1].frames):
+            thread.frames += threads.pop().frames  # gdb's `bt` and then `py-bt` of one thread
         if thread.name == "MainThread" and "MainThread" in names:
             self.sections.append(Section())
         self.thread = thread
@@ -182,7 +186,7 @@ class Reader:
 
     def inline(self, section: Section, rest: str) -> None:
         """Read a heading and its frames on one line: `rank 3: barrier (train.py:7)`."""
-        frame = frame_of(rest) or bare_name(rest)
+        frame = frame_of(rest) or (bare_name(rest) if "-" not in rest else None)
         found = (frame,) if frame else loose_frames(rest)
         if found:
             self.sections.append(section)

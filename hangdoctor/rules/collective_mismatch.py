@@ -23,11 +23,10 @@ from hangdoctor.model import Confidence, Evidence
 from hangdoctor.recorded_operations import OperationFinding
 from hangdoctor.rules.verdict import (
     Verdict,
+    apart,
+    apart_evidence,
     confidence,
-    name_ranks,
-    operation,
     place,
-    plural,
     ranks_of,
     stack_evidence,
     step,
@@ -65,23 +64,16 @@ def judge(case: Case, graph: Graph) -> Verdict | None:
     named_clusters = [c for c in graph.waiting if c.thread_wait.kind != "device"]
     several = several_groups(named_clusters)
     odd = (behind_in_program(named_clusters) if several else []) or odd_ones(named_clusters)
-    usual = [s for s in graph.waiting_ranks if s not in odd]
     behind = next((f for f in case.findings if f.kind == "behind"), None)
     if behind is not None:
         odd = [s for s in graph.waiting_ranks if s.rank in behind.odd_ranks] or odd
     best = certainty(named_clusters, odd, behind is not None)
-    first = (usual or odd)[0]
-    against = [
-        s for s in graph.waiting_ranks if operation(s) != operation(odd[0]) or place(s) != place(odd[0])
-    ]
-    other = against[0] if against else first
     return Verdict(
         "collective_mismatch",
         confidence(case, graph, odd, best),
         ranks_of(odd),
-        f"{name_ranks(odd).capitalize()} {plural(odd, 'waits', 'wait')} in {operation(odd[0])} at {place(odd[0])}, "
-        f"while {name_ranks(usual or against) if usual or against else 'the others'} wait in {operation(other)} at {place(other)}.",
-        stack_evidence(odd, f"waits in {operation(odd[0])}", graph)
+        f"{apart(graph, odd)}.",
+        apart_evidence(graph, odd)
         + (record_evidence(behind) if behind else ())
         + waiting_evidence(graph, odd)
         + stillness(case),
@@ -154,5 +146,5 @@ def from_records(case: Case, graph: Graph, finding: OperationFinding) -> Verdict
 
 def record_evidence(finding: OperationFinding) -> tuple[Evidence, ...]:
     """Return a Flight Recorder finding as evidence."""
-    fact = f"Flight Recorder, group {finding.group}, collective {finding.sequence}: {finding.detail}"
+    fact = f"{finding.source}, group {finding.group}, collective {finding.sequence}: {finding.detail}"
     return (Evidence(rank_ranges(finding.odd_ranks), fact, frame=finding.operation),)

@@ -15,13 +15,10 @@ from hangdoctor.case import Case
 from hangdoctor.graph import Graph
 from hangdoctor.rules.verdict import (
     Verdict,
+    apart,
+    apart_evidence,
     confidence,
-    name_ranks,
-    operation,
-    place,
-    plural,
     ranks_of,
-    stack_evidence,
     step,
     stillness,
 )
@@ -36,20 +33,12 @@ def judge(case: Case, graph: Graph) -> Verdict | None:
     if len(peers) < 2 and not pipeline:
         return None
     everybody = len(peers) == len(case.ranks)
-    others = [s for s in graph.waiting_ranks if s not in peers]
-    rest = (
-        f"; {name_ranks(others)} {plural(others, 'waits', 'wait')} in {operation(others[0])}"
-        if others
-        else ""
-    )
-    kinds = sorted({operation(s) for s in peers})
     return Verdict(
         "p2p_shape_mismatch",
         confidence(case, graph, peers, "high" if everybody else "low"),
         ranks_of(peers),
-        f"{name_ranks(peers).capitalize()} wait for each other in {' and '.join(kinds)} at {place(peers[0])}: "
-        f"no rank is on the other side{rest}.",
-        stack_evidence(peers, "waits for a peer", graph) + stillness(case),
+        f"{apart(graph, peers)}: no rank {'that was read ' if case.not_collected else ''}is on the other side.",
+        apart_evidence(graph, peers) + stillness(case),
         (
             step(
                 "TORCH_FR_BUFFER_SIZE=2000 TORCH_NCCL_DUMP_ON_TIMEOUT=1",

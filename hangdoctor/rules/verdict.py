@@ -31,6 +31,7 @@ SLOW_KINDS = (
 PATIENCE_S = 10.0
 LEVELS: tuple[Confidence, ...] = ("low", "medium", "high")
 MAX_EVIDENCE = 8
+MAX_CLAUSES = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +118,26 @@ def waiting_for(graph: Graph) -> str:
         return "no peer waits for it"
     first = graph.waiting[0]
     return f"{name_ranks(first.members)} {plural(first.members, 'waits', 'wait')} in {operation(first.members[0])}"
+
+
+def apart(graph: Graph, odd: Sequence[ProcessState]) -> str:
+    """Return where each cluster of waiting ranks is, those of `odd` first, as one clause each."""
+    names = {process_state.name for process_state in odd}
+    clusters = sorted(graph.waiting, key=lambda c: names.isdisjoint(m.name for m in c.members))
+    clauses = [
+        f"{name_ranks(c.members)} {plural(c.members, 'waits', 'wait')} in {operation(c.members[0])} at {place(c.members[0])}"
+        for c in clusters[:MAX_CLAUSES]
+    ]
+    if rest := [member for c in clusters[MAX_CLAUSES:] for member in c.members]:
+        clauses.append(f"{name_ranks(rest)} {plural(rest, 'waits', 'wait')} elsewhere")
+    text = ", while ".join([clauses[0], " and ".join(clauses[1:])]) if clauses[1:] else clauses[0]
+    return text[0].upper() + text[1:]
+
+
+def apart_evidence(graph: Graph, odd: Sequence[ProcessState]) -> tuple[Evidence, ...]:
+    """Return one line per rank of `odd` (at most eight) with the operation that it waits in itself."""
+    found = [e for s in odd[:MAX_EVIDENCE] for e in stack_evidence([s], f"waits in {operation(s)}", graph)]
+    return tuple(found)
 
 
 def operation(process_state: ProcessState) -> str:
