@@ -47,6 +47,7 @@ def diagnose(snapshot: Snapshot) -> Diagnosis:
         groups=tuple(group_of(c) for c in classes[:MAX_GROUPS]),
         ranks=rank_map(case, graph, first, classes),
         collect=to_collect(case) if first.label == "unknown" or first.confidence == "low" else (),
+        kind=first.kind,
     )
 
 

@@ -25,6 +25,8 @@ Label = Literal[
     "unknown",
 ]
 Confidence = Literal["high", "medium", "low"]
+Kind = Literal["", "stuck_in_launch", "transport", "device"]
+"""What keeps a collective that every rank has reached from ending; empty where nothing decides."""
 Status = Literal["dumped", "gone", "not_permitted", "not_python", "stopped", "timed_out", "not_collected"]
 """`not_collected` means that nobody looked for the process; every other status is a finding."""
 Rank = int | str
@@ -259,6 +261,7 @@ class Diagnosis:
     groups: tuple[Group, ...] = ()
     ranks: tuple[RankVerdict, ...] = ()
     collect: tuple[str, ...] = ()
+    kind: Kind = ""
 
     def as_json(self) -> dict[str, object]:
         """Return a dict of plain lists, strings and numbers, ready for `json.dumps`."""

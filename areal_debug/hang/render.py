@@ -12,7 +12,7 @@ from areal_core.safety.printable import printable
 from areal_debug.render import console
 from hangdoctor.groups import rank_ranges
 from hangdoctor.model import Diagnosis, Snapshot
-from hangdoctor.report.text import PART_NAMES, SYMBOLS, exit_status, merged_tree, tree_lines
+from hangdoctor.report.text import PART_NAMES, SYMBOLS, exit_status, headline, merged_tree, tree_lines
 
 STYLES = {
     "culprit": "bold red",
@@ -68,7 +68,7 @@ def write_post_mortem(diagnosis: Diagnosis, snapshot: Snapshot, folder: Path) ->
 def report(diagnosis: Diagnosis, width: int = 120) -> Text:
     """Return the complete report as styled text; `str()` of it is the plain output."""
     text = Text()
-    text.append(diagnosis.label, VERDICT_STYLES[exit_status(diagnosis)])
+    text.append(headline(diagnosis), VERDICT_STYLES[exit_status(diagnosis)])
     text.append(f"  {diagnosis.confidence} confidence\n", LEVEL_STYLES[diagnosis.confidence])
     text.append(f"{printable(diagnosis.summary)}\n\n")
     for part, ranks in (("culprit", diagnosis.culprit_ranks), ("victim", diagnosis.victim_ranks)):

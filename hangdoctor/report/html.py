@@ -13,7 +13,7 @@ from pathlib import Path
 from areal_core.safety.html_page import Frame, Link, framed, lead, safe
 from hangdoctor.groups import rank_ranges
 from hangdoctor.model import Diagnosis, ProcessDump, RankVerdict, Snapshot, Thread
-from hangdoctor.report.text import PART_NAMES, Node, exit_status, merged_tree
+from hangdoctor.report.text import PART_NAMES, Node, exit_status, headline, merged_tree
 
 MAX_CELLS = 20_000
 MAX_NODES = 4000
@@ -114,7 +114,7 @@ def verdict(diagnosis: Diagnosis) -> str:
     )
     first = lead(
         VERDICTS[exit_status(diagnosis)],
-        f"{diagnosis.label} ({diagnosis.confidence} confidence)",
+        f"{headline(diagnosis)} ({diagnosis.confidence} confidence)",
         diagnosis.summary,
     )
     return first + (f'<p class="who">{who}</p>' if who else "")

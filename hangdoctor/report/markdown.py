@@ -7,7 +7,7 @@ import re
 from areal_core.safety.printable import printable
 from hangdoctor.groups import rank_ranges
 from hangdoctor.model import Diagnosis
-from hangdoctor.report.text import merged_tree, tree_lines
+from hangdoctor.report.text import headline, merged_tree, tree_lines
 
 # Words that an issue tracker links, or notifies somebody for, even where `@` or `#` is escaped.
 LINKED = re.compile(r"(\S*(?:@|://|www\.|#\d)\S*)", re.IGNORECASE)
@@ -16,7 +16,7 @@ LINKED = re.compile(r"(\S*(?:@|://|www\.|#\d)\S*)", re.IGNORECASE)
 def markdown(diagnosis: Diagnosis) -> str:
     """Return the complete report; text from dumps is escaped so that it cannot become markup."""
     parts = [
-        f"## {diagnosis.label} ({diagnosis.confidence} confidence)",
+        f"## {headline(diagnosis)} ({diagnosis.confidence} confidence)",
         plain(diagnosis.summary),
         who(diagnosis),
         section(

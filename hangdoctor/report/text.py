@@ -18,6 +18,11 @@ PART_NAMES = {
 }
 
 
+def headline(diagnosis: Diagnosis) -> str:
+    """Return the label, with its kind where there is one."""
+    return f"{diagnosis.label}, {diagnosis.kind}" if diagnosis.kind else diagnosis.label
+
+
 def exit_status(diagnosis: Diagnosis) -> int:
     """Return 0 where nothing hangs, 1 for a hang, 2 where the result is inconclusive (`unknown` or
     low confidence).

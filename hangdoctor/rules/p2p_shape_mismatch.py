@@ -30,7 +30,7 @@ def judge(case: Case, graph: Graph) -> Verdict | None:
         return None
     peers = [s for s in graph.waiting_ranks if s.thread_wait.kind == "p2p"]
     pipeline = any(s.thread_wait.domain == "pipeline" for s in peers)
-    if len(peers) < 2 and not pipeline:
+    if not peers or (len(peers) < 2 and not pipeline and len(case.ranks) > 1):
         return None
     everybody = len(peers) == len(case.ranks)
     return Verdict(

@@ -11,7 +11,7 @@ from hangdoctor.case import Case, ProcessState
 from hangdoctor.frames import show
 from hangdoctor.graph import Graph
 from hangdoctor.groups import first_divergent, rank_ranges
-from hangdoctor.model import Confidence, Evidence, Label, NextStep, Rank
+from hangdoctor.model import Confidence, Evidence, Kind, Label, NextStep, Rank
 
 # Waits that take seconds in a healthy step: no movement for less than PATIENCE_S proves little.
 SLOW_KINDS = (
@@ -45,6 +45,7 @@ class Verdict:
     evidence: tuple[Evidence, ...]
     next_steps: tuple[NextStep, ...]
     would_refute: tuple[str, ...]
+    kind: Kind = ""
 
 
 def confidence(

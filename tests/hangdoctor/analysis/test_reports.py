@@ -83,7 +83,7 @@ def test_json_is_exactly_the_documented_object(stacks):
     document = json.loads(run("diagnose", str(stacks), "--json").output)
     assert list(document) == [
         "label", "confidence", "culprit_ranks", "victim_ranks", "summary", "evidence", "next_steps", "would_refute",
-        "alternatives", "groups", "ranks", "collect",
+        "alternatives", "groups", "ranks", "collect", "kind",
     ]  # fmt: skip
     assert (document["label"], document["culprit_ranks"], document["victim_ranks"]) == (
         "cleanup_deadlock",
