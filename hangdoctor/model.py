@@ -177,11 +177,13 @@ class Snapshot:
     `expected` maps each rank that the job should have to a status, where the collection,
     `--world-size` or a message about a rank defines it. A rank without a dump is `not_collected`
     unless the input proves that its process was looked for. `source` maps `FILE:LINE` to the text
-    of a line. `notes` are remarks on the input for the reader (files not read).
+    of a line. `absent` maps processes of other roles that were looked for and have no stack to
+    a status. `notes` are remarks on the input for the reader (files not read).
     """
 
     dumps: tuple[ProcessDump, ...]
     expected: dict[int, Status] = field(default_factory=dict)
+    absent: dict[str, Status] = field(default_factory=dict)
     num_samples: int = 1
     records: tuple[CollectiveRecord, ...] = ()
     ras: tuple[RasRank, ...] = ()

@@ -99,6 +99,7 @@ def finish(reading: Reading, world_size: int | None) -> Snapshot:
     return Snapshot(
         dumps=dumps,
         expected=expected_ranks(reading, listed.values(), dumps, world_size),
+        absent=absent_processes(reading, listed.values()),
         num_samples=max((dump.sample + 1 for dump in dumps), default=0),
         records=tuple(reading.records) or watchdog_records(reading.logs),
         ras=tuple(reading.ras),
@@ -173,6 +174,18 @@ def world_size_of(reading: Reading) -> int | None:
     values = {dict(variables).get("WORLD_SIZE", "") for variables in reading.environments.values()}
     sizes = [int(value) for value in values if value.isdecimal() and len(value) < 8]
     return sizes[0] if len(sizes) == 1 else None
+
+
+def absent_processes(reading: Reading, listed: Iterable[location.ExpectedProcess]) -> dict[str, Status]:
+    """Return processes of other roles than the trainer's that were looked for and have no stack."""
+    dumped = {name for name, _ in reading.stacks}
+    found = {e.name: e.status for e in listed if e.role not in ("trainer", "child", "launcher")}
+    found |= {
+        name: status
+        for name, (status, _) in reading.refusals.items()
+        if reading.processes[name].role != "trainer"
+    }
+    return {name: status for name, status in found.items() if status != "dumped" and name not in dumped}
 
 
 def refused_ranks(reading: Reading) -> dict[int, Status]:

@@ -19,11 +19,13 @@ from hangdoctor.rules import (
     partial_exception,
     straggler_or_not_hung,
     unknown,
+    weight_sync_deadlock,
 )
 
 RULES: tuple[ModuleType, ...] = (
     straggler_or_not_hung,
     missing_rank,
+    weight_sync_deadlock,
     init_deadlock,
     cleanup_deadlock,
     lock_deadlock,

@@ -163,7 +163,7 @@ def test_a_misspelt_label_gets_a_suggestion():
 
 
 def test_explain_without_a_label_lists_all():
-    assert len(run("explain").output.splitlines()) == len(labels()) == 13
+    assert len(run("explain").output.splitlines()) == len(labels()) == 14
 
 
 def test_tree_shows_where_ranks_part():
