@@ -1,13 +1,38 @@
 """`areal-debug hang`: find out why a job hangs and which ranks block it."""
 
+import functools
 import sys
+import tempfile
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import click
 
 from areal_debug.cli import Verb, VerbGroup, force_option, json_option, output_option
 from areal_debug.confined import reads_untrusted
 from areal_debug.render import errors_as_sentences, fail, print_json, refuse_existing
+
+MAX_PASTED_BYTES = 256 << 20
+
+
+def spools_standard_input(verb: Callable[..., None]) -> Callable[..., None]:
+    """Decorate a verb with `paths`: `-` becomes a file with the text of standard input.
+
+    The confined child that reads the paths has no standard input.
+    """
+
+    @functools.wraps(verb)
+    def wrapped(paths: tuple[Path, ...], **kwargs: Any) -> None:
+        if Path("-") not in paths:
+            verb(paths=paths, **kwargs)
+            return
+        with tempfile.TemporaryDirectory() as folder:
+            pasted = Path(folder, "standard_input")
+            pasted.write_bytes(click.get_binary_stream("stdin").read(MAX_PASTED_BYTES))
+            verb(paths=tuple(pasted if path == Path("-") else path for path in paths), **kwargs)
+
+    return wrapped
 
 
 @click.group(
@@ -44,6 +69,7 @@ def command(ctx: click.Context, pids: tuple[int, ...], as_json: bool) -> None:
 @output_option("Write a page (.html) or text for an issue (.md), too; may be repeated.", multiple=True)
 @force_option
 @json_option
+@spools_standard_input
 @reads_untrusted("paths", "mapping", outputs="output")
 @errors_as_sentences
 def diagnose(
@@ -54,7 +80,11 @@ def diagnose(
     force: bool,
     as_json: bool,
 ) -> None:
-    """Classify a hang from saved stacks: folders, tars or files of any format.
+    """Classify a hang from saved stacks: folders, tars or files of any format; - is standard input.
+
+    What people paste is read as well: frames without headings, several ranks in one text (`rank
+    0-3:`, `idle: rank 2`), watchdog messages of a log. A rank without a stack is not called missing
+    unless the input shows that its process was looked for.
 
     Exit code 0: not hung. 1: a hang was found. 2: inconclusive.
     """

@@ -79,7 +79,7 @@ def read_snapshot(
         notes = "; ".join(snapshot.notes[:3])
         raise HangInputError(
             f"No stacks of any rank in {searched}{f' ({notes})' if notes else ''}. Looked for py-spy text and JSON, "
-            "faulthandler, pystack, gdb, Flight Recorder and RAS dumps. Collect some with: "
+            "faulthandler, pystack, gdb, Flight Recorder and RAS dumps, frames such as `f (file.py:3)`. Collect some with: "
             "areal-debug hang collect --to FOLDER"
         )
     return snapshot
