@@ -29,7 +29,7 @@ def spools_standard_input(verb: Callable[..., None]) -> Callable[..., None]:
             return
         with tempfile.TemporaryDirectory() as folder:
             pasted = Path(folder, "standard_input")
-            pasted.write_bytes(click.get_binary_stream("stdin").read(MAX_PASTED_BYTES))
+            pasted.write_bytes(sys.stdin.buffer.read(MAX_PASTED_BYTES))
             verb(paths=tuple(pasted if path == Path("-") else path for path in paths), **kwargs)
 
     return wrapped

@@ -38,7 +38,7 @@ RANKS = re.compile(
 )
 # `# rank 3 waits for the save`, `rank 3 is here:`
 SAID_RANKS = re.compile(rf"\branks?[ _:=#]*{NUMBERS}", re.IGNORECASE)
-ABOUT_RANKS = re.compile(r"\b(?:ranks?|processes|workers|gpus)\b", re.IGNORECASE)
+ABOUT_RANKS = re.compile(r"\b(?:ranks?|process(?:es)?|workers?|gpus?)\b", re.IGNORECASE)
 LOGGED = re.compile(r"error|exception|warning|timeout|\b\d+\.\d+\b|https?:", re.IGNORECASE)
 POSITION = re.compile(
     r"^(?:gpu|cuda|device|(?:pp |pipeline )?stage|worker|process|proc)[ #:=]*(\d{1,5})(?: ?\([^()]*\))?$",

@@ -21,6 +21,8 @@ def owners_of(
     `file` is the process that the file's own name stands for; `world_size` is the number of ranks
     of the job, where it is known.
     """
+    # Where a heading describes one of several processes, those without a heading count as well.
+    all_described = file.rank is None and any(map(described, sections))
     by_pid: dict[int, ProcessName] = {}  # a process that comes again is its next sample
     taken = {rank for section in sections if section.role is None for rank in section.ranks}
     pairs: list[tuple[ProcessName, Section]] = []
@@ -28,7 +30,7 @@ def owners_of(
     for number, section in enumerate(sections):
         if section.ranks:
             ranks: Iterable[int] = section.ranks
-        elif described(section):
+        elif described(section) or (all_described and section.pid is None):
             ranks = unnamed_ranks(section, taken, world_size)
             known = section.whose == "named" or world_size
             notes[NUMBERED if known else UNCOUNTED.format(f"{len(list(ranks))} of them")] = None

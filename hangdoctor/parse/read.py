@@ -48,8 +48,10 @@ MAX_NOTES = 1000
 
 def refusal_in(text: str) -> tuple[Status, str] | None:
     """Return (status, first line) of an error message of py-spy, or None where a text is none."""
-    if len(text) > MAX_REFUSAL_BYTES or not re.search(
-        r"\b(?:Error|Permission Denied|Failed|timed? ?out)\b", text, re.IGNORECASE
+    if (
+        len(text) > MAX_REFUSAL_BYTES
+        or has_timeouts(text)
+        or not re.search(r"\b(?:Error|Permission Denied|Failed|timed? ?out)\b", text, re.IGNORECASE)
     ):
         return None
     line = next((line.strip() for line in text.split("\n") if line.strip()), "")
@@ -214,6 +216,8 @@ def take_text(reading: Reading, place: location.Place, member: str, text: str) -
     process = owner_of(reading, place, member)
     sections = parse_stacks_text(text)
     refused = refusal_in(text) if not sections else None
+    if place.file.endswith(".log") and not text.lstrip().startswith(("Error", "Permission Denied")):
+        refused = None  # a log mentions failures and time-outs that are not py-spy's
     if refused is not None:
         reading.processes.setdefault(process.name, process)
         reading.refusals.setdefault(process.name, refused)

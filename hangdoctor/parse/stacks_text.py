@@ -145,8 +145,8 @@ class Reader:
         if len(self.thread.frames) < MAX_FRAMES:
             self.thread.frames += frames
 
-    def line(self, line: str) -> None:
-        """Read one line without spaces around it."""
+    def line(self, line: str, logged: bool) -> None:
+        """Read one line without spaces around it; one that a logger wrote is no frame of a person."""
         if not line:
             if self.thread is not None and self.thread.tentative:
                 self.close()
@@ -167,16 +167,23 @@ class Reader:
             self.close()
         elif self.refused(line):
             self.sections[-1].message += f"{line}\n"
-        elif loose := loose_frames(line):
+        elif not logged:
+            self.pasted(line)
+
+    def pasted(self, line: str) -> None:
+        """Read the forms of people, which a program's log may have by chance."""
+        if loose := loose_frames(line):
             self.frames(loose, loose=True)
-        elif self.sections[-1].headed and (name := bare_name(line)):
+        elif self.sections[-1].headed and not self.has_lines() and (name := bare_name(line)):
             self.frames((name,), loose=False)
-        elif (
-            self.thread is None
-            and (match := INLINE.match(line))
-            and (section := section_header(match["heading"], self.sections[-1]))
-        ):
-            self.inline(section, match["rest"])
+        elif self.thread is None and (match := INLINE.match(line)):
+            section = section_header(match["heading"], self.sections[-1])
+            if section is not None:
+                self.inline(section, match["rest"])
+
+    def has_lines(self) -> bool:
+        """True if the open thread shows lines: between them is the program's own text."""
+        return self.thread is not None and any(frame.line for frame in self.thread.frames[-1:])
 
     def refused(self, line: str) -> bool:
         """True for the lines that py-spy prints in place of the stack of a headed process."""
@@ -199,6 +206,7 @@ def read_sections(lines: list[str]) -> list[Section]:
     reader = Reader()
     for raw in lines:
         stripped = raw.strip()
-        reader.line(CLOCK.sub("", stripped) if stripped[:1] in "[0123456789IWEF" else stripped)
+        line = CLOCK.sub("", stripped) if stripped[:1] in "[0123456789IWEF" else stripped
+        reader.line(line, logged=line != stripped)
     reader.close()
     return [section for section in reader.sections if section.threads or section.message]

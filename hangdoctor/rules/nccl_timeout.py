@@ -117,10 +117,13 @@ def summary(case: Case, process_state: ProcessState, kind: Found | None) -> str:
     """Return the verdict as a sentence; it claims no more than what was read."""
     where = f"{operation(process_state)} at {place(process_state)}"
     if case.missing or len(case.ranks) < 2:
-        unread = f"ranks {rank_ranges(case.missing)}" if case.missing else "the other ranks"
+        one = len(case.missing) == 1
+        unread = (
+            f"{'rank' if one else 'ranks'} {rank_ranges(case.missing)}" if case.missing else "the other ranks"
+        )
         text = (
             f"{name_ranks(case.ranks).capitalize()} {plural(case.ranks, 'waits', 'wait')} in {where}; "
-            f"whether {unread}, which {'was' if len(case.missing) == 1 else 'were'} not read, reached it is not known"
+            f"whether {unread}, which {'was' if one else 'were'} not read, reached it is not known"
         )
         return f"{text}; {kind.says}." if kind else f"{text}."
     why = kind.says if kind else "check the network, the driver and the devices"

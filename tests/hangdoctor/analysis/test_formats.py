@@ -270,3 +270,151 @@ def test_headings_that_people_write_above_a_stack(heading, ranks):
 
 def test_prose_about_a_rank_opens_nothing():
     assert [section.ranks for section in parse_stacks_text(f"rank 3 finished in 2 s\n{STACK}")] == [()]
+
+
+AR = Frame("all_reduce", C10D, 2806)
+BAR = Frame("barrier", C10D, 3703)
+STEP = Frame("step", "train.py", 60)
+SAVE = Frame("save", "train.py", 80)
+ENTRY = Frame("<module>", "train.py", 99)
+IN_STEP = f"    all_reduce ({C10D}:2806)\n    step (train.py:60)\n"
+IN_SAVE = f"    barrier ({C10D}:3703)\n    save (train.py:80)\n"
+
+
+def interleaved(first: str, second: str) -> str:
+    """Return the two stacks line by line, each line with the prefix of its process."""
+    pairs = zip(IN_STEP.splitlines(), IN_SAVE.splitlines(), strict=True)
+    return "".join(f"{first}{a}\n{second}{b}\n" for a, b in pairs)
+
+
+# Each paste shows rank 0 in the step and rank 1 in the save.
+PASTES = {
+    "comments": f"# Rank 0\n{IN_STEP}\n# Rank 1\n{IN_SAVE}",
+    "state and rank": f"idle: rank 0\n{IN_STEP}idle: rank 1\n{IN_SAVE}",
+    "rank and state": f"rank 0 (idle):\n{IN_STEP}rank 1 is idle\n{IN_SAVE}",
+    "remarks behind frames": f"rank 0\n    all_reduce ({C10D}:2806)   \u2190 here\n    step (train.py:60)  <-- ours\nrank 1\n{IN_SAVE}",
+    "quoted mail": "".join(f"> {line}\n" for line in f"rank 0:\n{IN_STEP}rank 1:\n{IN_SAVE}".splitlines()),
+    "cut paths": "rank 0:\n  all_reduce (distributed_c10d.py:2806)\n  step (train.py:60)\n"
+    "rank 1:\n  barrier (distributed_c10d.py:3703)\n  save (train.py:80)\n",
+    "file first": "rank 0:\n  distributed_c10d.py:2806 all_reduce\n  train.py:60 in step\n"
+    "rank 1:\n  distributed_c10d.py:3703: barrier()\n  train.py(80) save\n",
+    "name first": "rank 0:\n  all_reduce at distributed_c10d.py:2806\n  step() @ train.py:60\n"
+    "rank 1:\n  barrier in distributed_c10d.py, line 3703\n  save - train.py:80\n",
+    "bullets": "rank 0:\n- `all_reduce (distributed_c10d.py:2806)`\n- `step (train.py:60)`\n"
+    "rank 1:\n1. barrier (distributed_c10d.py:3703)\n2. save (train.py:80)\n",
+    "tree": "rank 0\n\u251c\u2500 all_reduce (distributed_c10d.py:2806)\n\u2514\u2500 step (train.py:60)\n"
+    "rank 1\n\u251c\u2500 barrier (distributed_c10d.py:3703)\n\u2514\u2500 save (train.py:80)\n",
+    "one line": "rank 0: all_reduce (distributed_c10d.py:2806) <- step (train.py:60)\n"
+    "rank 1: save (train.py:80) -> barrier (distributed_c10d.py:3703)\n",
+    "GPU": f"GPU 0:\n{IN_STEP}GPU 1:\n{IN_SAVE}",
+    "stage": f"Stage 0\n{IN_STEP}Stage 1\n{IN_SAVE}",
+    "slash of the world": f"rank 0/2:\n{IN_STEP}rank 1 of 2:\n{IN_SAVE}",
+    "list": f"ranks [0]:\n{IN_STEP}Rank #1\n{IN_SAVE}",
+    "thread headings": f'rank 0\nThread: "MainThread"\n{IN_STEP}rank 1\nThread (idle): "MainThread"\n{IN_SAVE}',
+    "torchrun": interleaved("[rank0]: ", "[rank1]: "),
+    "mpirun": interleaved("[1,0]<stdout>:", "[1,1]<stdout>:"),
+    "docker compose": interleaved("trainer-0  | ", "trainer-1  | "),
+    "debug server": f"=== Rank 0: node-1:41000 ===\nThread 0x01 (most recent call first):\n  File \"{C10D}\", line 2806 in all_reduce\n"
+    f"  File \"train.py\", line 60 in step\n=== Rank 1: node-1:41001 ===\nThread 0x01 (most recent call first):\n"
+    f"  File \"{C10D}\", line 3703 in barrier\n  File \"train.py\", line 80 in save\n",
+    "gdb and py-bt": f"rank 0:\n(gdb) py-bt\nTraceback (most recent call first):\n"
+    f"  File \"{C10D}\", line 2806, in all_reduce\n    work.wait()\n"
+    f"  File \"train.py\", line 60, in step\nrank 1:\n#1 Frame 0x7f1, for file {C10D}, line 3703, in barrier ()\n"
+    "#2 Frame 0x7f2, for file train.py, line 80, in save ()\n",
+    "outermost first": f"rank 0:\n<module> (train.py:99)\nstep (train.py:60)\nall_reduce ({C10D}:2806)\nrank 1:\n{IN_SAVE}",
+    "interrupted": f"rank 0:\n{IN_STEP}rank 1:\n^CTraceback (most recent call last):\n  File \"train.py\", line 80, in save\n"
+    f"    dist.barrier()\n  File \"{C10D}\", line 3703, in barrier\n    work.wait()\nKeyboardInterrupt\n",
+    "format_stack": f"rank 0:\n# ThreadID: 1407 MainThread\nFile: \"train.py\", line 99, in <module>\n  step()\n"
+    f"File: \"train.py\", line 60, in step\nFile: \"{C10D}\", line 2806, in all_reduce\nrank 1:\n{IN_SAVE}",
+    "log lines between": f"step 12 loss 0.5 (avg 0.6)\nrank 0 (idle):\n{IN_STEP}"
+    f"2025-01-02 10:00:00 INFO train.py:12 epoch\nrank 1 (idle):\n{IN_SAVE}",
+    "watchdog": f"[Rank 0] Stack trace of the failed collective:\n#0 all_reduce from {C10D}:2806\n#1 step from train.py:60\n"
+    f"[Rank 1] Stack trace of the failed collective:\n#0 barrier from {C10D}:3703\n#1 save from train.py:80\n",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PASTES)
+def test_every_way_to_paste_two_ranks(name):
+    found = {section.ranks: section.threads[0].frames for section in parse_stacks_text(PASTES[name])}
+    without_entry = {ranks: tuple(f for f in frames if f != ENTRY) for ranks, frames in found.items()}
+    assert without_entry == {(0,): (AR, STEP), (1,): (BAR, SAVE)}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"{IN_STEP}\n{IN_SAVE}",
+        f"{IN_STEP}and the other process:\n{IN_SAVE}",
+        f"MainThread (idle)\n{IN_STEP}MainThread (idle)\n{IN_SAVE}",
+        f"# Ranks that run on (stage 1)\n{IN_STEP}# Ranks that left early (stage 0)\n{IN_SAVE}",
+        f"== PID 77 ==\n{IN_STEP}== PID 78 ==\n{IN_SAVE}",
+        f"(Worker pid=77, ip=10.0.0.1) {IN_STEP.splitlines()[0]}\n(Worker pid=78, ip=10.0.0.2) {IN_SAVE.splitlines()[0]}\n",
+        f"TP0:\n{IN_STEP}TP1:\n{IN_SAVE}",
+    ],
+)
+def test_stacks_without_ranks_are_numbered_in_their_order(tmp_path, text):
+    (tmp_path / "paste.txt").write_text(text)
+    snapshot = read_snapshot([tmp_path])
+    assert [(d.rank, d.threads[0].frames[0]) for d in snapshot.dumps] == [(0, AR), (1, BAR)]
+    assert any("rank" in note for note in snapshot.notes)
+
+
+@pytest.mark.parametrize(
+    ("heading", "world_size", "ranks"),
+    [
+        ("all 4 ranks:", None, 4),
+        ("3 of 4 ranks", None, 3),
+        ("# All ranks show the same stack:", 8, 8),
+        ("# All ranks show the same stack:", None, 2),
+        ("every rank:", 3, 3),
+        ("12 in:", None, 12),
+    ],
+)
+def test_headings_that_count_or_mean_everybody(tmp_path, heading, world_size, ranks):
+    (tmp_path / "paste.txt").write_text(f"{heading}\n{IN_STEP}")
+    snapshot = read_snapshot([tmp_path], world_size)
+    assert sorted(d.rank for d in snapshot.dumps) == list(range(ranks))
+
+
+def test_the_other_ranks_are_those_that_no_heading_names(tmp_path):
+    (tmp_path / "paste.txt").write_text(f"rank 2:\n{IN_SAVE}all other ranks:\n{IN_STEP}")
+    assert {d.rank: d.threads[0].frames[0] for d in read_snapshot([tmp_path], 4).dumps} == {
+        0: AR,
+        1: AR,
+        2: BAR,
+        3: AR,
+    }
+
+
+def test_a_process_that_comes_twice_in_a_text_is_its_next_sample(tmp_path):
+    dump = f'Process 7: python t.py\nPython v3.11.7\n\nThread 7 (idle): "MainThread"\n{IN_STEP}'
+    (tmp_path / "rank_3.txt").write_text(f"{dump}\n{dump}")
+    assert [(d.name, d.sample) for d in read_snapshot([tmp_path]).dumps] == [("rank_3", 0), ("rank_3", 1)]
+
+
+def test_native_frames_of_gdb_stand_above_the_python_frames_of_its_py_bt():
+    text = f'''(gdb) bt
+#0  0x00007f2a in futex_wait (private=0) at ../sysdeps/nptl/futex.h:146
+#1  0x00007f2b in gloo::transport::tcp::UnboundBuffer::waitRecv(int*) () from /v/libtorch_cpu.so
+(gdb) py-bt
+Traceback (most recent call first):
+  File "{C10D}", line 2806, in all_reduce
+    work.wait()
+'''
+    assert [frame.native for frame in only(text)[0].frames] == [True, True, False]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "step 12 (epoch 3) loss 0.5 (avg 0.6)",
+        "WARNING: file missing (config.yaml)",
+        "Saving checkpoint (rank 0)",
+        "2025-01-02 10:00:00 INFO train.py:12 warning",
+        "Rank 0 finished: 100 of 100",
+        "loss -> 0.5 -> 0.4",
+        "thread pool exhausted, 3 waiting",
+    ],
+)
+def test_prose_and_logs_are_no_stacks(line):
+    assert parse_stacks_text(f"{line}\n{line}\n") == []

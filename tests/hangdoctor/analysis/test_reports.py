@@ -67,8 +67,15 @@ def stacks(tmp_path):
     return tmp_path
 
 
-def run(*arguments: str):
-    return CliRunner().invoke(command, list(arguments))
+def run(*arguments: str, standard_input: str = ""):
+    return CliRunner().invoke(command, list(arguments), input=standard_input)
+
+
+def test_stacks_are_read_from_standard_input():
+    text = "idle: rank 0-2\n  all_reduce (distributed_c10d.py:2806)\nidle: rank 3\n  barrier (distributed_c10d.py:3703)\n"
+    done = run("diagnose", "-", "--json", standard_input=text)
+    assert json.loads(done.output)["culprit_ranks"] == [3]
+    assert run("diagnose", "-", standard_input="nothing\n").exit_code == 2
 
 
 def test_terminal_report_whole(stacks):
