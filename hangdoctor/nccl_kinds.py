@@ -2,13 +2,13 @@
 device.
 
 launch     a thread of a rank is still inside the call that gives the kernel to the device (module
-           loading, connection set-up, a full queue), or its record is scheduled where the others' is
-           started
+           loading, connection set-up, a full queue), or its record is scheduled where that of the
+           others is started
 transport  the kernel runs on every rank and moves nothing: an unresponsive peer, an error of the
            network plugin, gloo's own buffers
 device     a device reports an error, or computes nothing while the others' spin in the kernel
 
-Stacks alone rarely tell: the kind is unknown where no native frame, record, report or log decides.
+The kind is unknown where no native frame, record, report or log decides.
 """
 
 import re

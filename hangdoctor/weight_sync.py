@@ -52,7 +52,7 @@ ROLES_APART = ("engine", "reference", "reward", "proxy", "critic")
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """One process in, or opposite to, an update: `thread_wait` is that of the thread that shows it."""
+    """One process in, or opposite to, an update; `thread_wait` is of the thread that shows it."""
 
     process: ProcessState
     thread_wait: ThreadWait

@@ -110,7 +110,7 @@ def loose_frames(line: str) -> tuple[Frame, ...]:
 
 
 def piece_frame(text: str) -> Frame | None:
-    """Return the frame of one name between arrows; its file is empty where no name identifies it."""
+    """Return the frame of one name between arrows; its file is empty where it is unknown."""
     if frame := tool_frame(text):
         return frame
     name = text.removesuffix("()")

@@ -7,8 +7,8 @@ all ranks | the other ranks            everybody, or everybody who is not named
 engine 1: | trainer rank 0             a rank of another role
 Process 12: | PID 12                   a process without a rank
 
-A line that ends in a colon or begins like a comment may say more (`# Ranks that left early:`); other
-prose about a rank opens nothing.
+A line that ends in a colon or begins like a comment may say more (`# Ranks that left early:`);
+other prose about a rank opens nothing.
 """
 
 import re
@@ -115,8 +115,8 @@ class Section:
 
 @dataclass(slots=True)
 class OpenThread:
-    """A thread whose frames are still being read. `tentative` is one without a heading; the C frames
-    of one that is `below_native` may be printed above it.
+    """A thread whose frames are still being read. `tentative` is one without a heading; the C
+    frames of one that is `below_native` may be printed above it.
     """
 
     name: str | None = None

@@ -1,7 +1,7 @@
 """Whose stacks the sections of a text are: by rank, role or process number, else by their order.
 
-A heading that only counts (`7 ranks:`) or speaks of all or of the other ranks names none: these ranks
-are numbered with what is free, and a note says so.
+A heading that only counts (`7 ranks:`) or speaks of all or of the other ranks names none: these
+ranks are numbered with what is free, and a note says so.
 """
 
 from collections.abc import Iterable
@@ -69,7 +69,7 @@ def unnamed_ranks(section: Section, taken: set[int], world_size: int | None) -> 
 
 
 def unranked(section: Section, number: int, total: int, file: ProcessName) -> ProcessName:
-    """Return the process of a section without a rank: the file's own and, after it, its children."""
+    """Return the process of a section without a rank: the file's own and then its children."""
     if total == 1 or (number == 0 and file.rank is not None):
         return file
     if file.rank is not None:

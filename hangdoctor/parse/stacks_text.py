@@ -1,9 +1,9 @@
-"""Stacks as text, of every era: py-spy, faulthandler, pystack, gdb, torch's debug server, what people
-paste from them, and logs that contain them.
+"""Stacks as text, of every era: py-spy, faulthandler, pystack, gdb, torch's debug server, what
+people paste from them, and logs that contain them.
 
-One pass over the lines. A heading opens a process, a rank or a thread (`headings`); a line that is a
-frame goes to the open thread (`frame_lines`); what is neither is prose and is skipped. Frames without
-any heading are a stack of their own: an empty line or prose ends it.
+One pass over the lines. A heading opens a process, a rank or a thread (`headings`); a line that is
+a frame goes to the open thread (`frame_lines`); what is neither is prose and is skipped. Frames
+without any heading are a stack of their own, which an empty line ends.
 """
 
 import re
@@ -146,7 +146,7 @@ class Reader:
             self.thread.frames += frames
 
     def line(self, line: str, logged: bool) -> None:
-        """Read one line without spaces around it; one that a logger wrote is no frame of a person."""
+        """Read one line without spaces around it; what a logger wrote is no frame of a person."""
         if not line:
             if self.thread is not None and self.thread.tentative:
                 self.close()

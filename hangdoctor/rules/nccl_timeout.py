@@ -9,7 +9,7 @@ nodes, InfiniBand or EFA failures, a GPU that fell off the bus (dmesg: Xid), a d
 or peer-to-peer failures inside one node.
 
 No rank can be blamed by its stack. Flight Recorder or NCCL RAS may still identify one that has
-enqueued less than the others. Native frames, records, RAS and logs may tell the kind:
+enqueued less than the others. Native frames, records, RAS and logs may show the kind:
 `stuck_in_launch` (a rank is inside the call that gives the kernel to the device), `transport` (the
 kernel runs everywhere and receives nothing) or `device` (a device failed).
 """

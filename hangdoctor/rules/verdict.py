@@ -136,7 +136,7 @@ def apart(graph: Graph, odd: Sequence[ProcessState]) -> str:
 
 
 def apart_evidence(graph: Graph, odd: Sequence[ProcessState]) -> tuple[Evidence, ...]:
-    """Return one line per rank of `odd` (at most eight) with the operation that it waits in itself."""
+    """Return one line per rank of `odd` (at most eight) with the operation it waits in."""
     found = [e for s in odd[:MAX_EVIDENCE] for e in stack_evidence([s], f"waits in {operation(s)}", graph)]
     return tuple(found)
 

@@ -1,7 +1,7 @@
 """Trainer and engine wait for each other in a weight update of RL.
 
-What it looks like: the trainer is in a broadcast (or a request, or `ray.get`) below a function such as
-`update_weights`, and the engine is not on the other side of it: it is paused and waits for requests
+What it looks like: the trainer is in a broadcast (or a request, or `ray.get`) below a function such
+as `update_weights`, and the engine is not on the other side of it: it is paused and waits for requests
 that cannot end, it waits for a group that never forms, it generates for samples that the trainer
 waits for first, or it has died. Or both are in the update, and the group has a member that is
 neither.
@@ -9,7 +9,7 @@ neither.
 Common causes: generation is paused while requests that the pause waits for are outstanding; the
 world size of the update group (trainer ranks that send plus engine ranks) is wrong, or one server
 of several was not asked to join; the engine raised in the middle of the update and only logged it;
-the trainer sends another number of buckets or tensors than the engine was told to expect; the
+the trainer sends another number of buckets or tensors than the engine expects; the
 request to the engine is awaited before the trainer enters its own side of the collective.
 
 What helps: send the request to the engine without waiting, enter the collective, then wait for the
@@ -100,7 +100,7 @@ def across(case: Case, graph: Graph, inside: list[Side], opposite: list[Side]) -
 
 
 def one_side(case: Case, graph: Graph, inside: list[Side]) -> Verdict | None:
-    """Return the verdict where only one side was read; None where its own ranks explain the wait."""
+    """Return the verdict where one side was read; None where its own ranks explain the wait."""
     waiting = [s.process for s in inside]
     if [s for s in graph.source_ranks if s not in waiting]:
         return None
@@ -126,7 +126,8 @@ def verdict(
 ) -> Verdict:
     """Return the verdict; `holders` are the processes that keep the others waiting."""
     culprits = [s.process for s in holders]
-    both = replace(case, ranks=tuple(s.process for s in sides))  # one trainer and one engine are two
+    # One trainer and one engine are two.
+    both = replace(case, ranks=tuple(s.process for s in sides))
     if any(s.joins_group for s in sides):
         why += "; the group of the update has not formed: compare its world size and members on both sides"
     return Verdict(

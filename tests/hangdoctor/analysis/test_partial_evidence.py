@@ -1,4 +1,4 @@
-"""What was not collected is not missing; what a launcher, py-spy or a collection says is a proof."""
+"""What was not collected is not missing; a launcher, py-spy or a collection may prove it."""
 
 import json
 
@@ -110,7 +110,7 @@ def test_the_tail_of_a_log_with_messages_of_the_watchdog_is_enough(tmp_path, lin
 
 
 def test_watchdogs_that_cannot_be_compared_accuse_nobody(tmp_path):
-    # Rank 1 has enqueued as much as the others: it is late in an operation that they have completed.
+    # Rank 1 has enqueued as much as the others: it is late in what they have completed.
     lines = [watchdog(0, seq=44, enqueued=44), watchdog(1, enqueued=50)]
     (tmp_path / "train.log").write_text("".join(lines) + WAITING)
     assert read_snapshot([tmp_path]).records == ()
