@@ -128,7 +128,9 @@ def number_unranked(reading: Reading, listed: dict[str, location.ExpectedProcess
         names.sort(key=lambda name: positions[name] or ())
         reading.notes.append("ranks are counted from the processes' command lines")
     else:
-        reading.notes.append("no file name contains a rank (rank_3.txt): ranks are the order of the files")
+        reading.notes.append(
+            "no file name (rank_3.txt) or heading contains a rank: ranks are the order of the stacks"
+        )
     for rank, name in enumerate(names):
         reading.processes[name] = ProcessName(
             name, rank, role_in(reading.commands.get(name, "").split("::")[0])

@@ -147,9 +147,15 @@ def clauses(sides: list[Side]) -> list[str]:
     for side in sides:
         places.setdefault((side.role, where(side)), []).append(side)
     return [
-        f"{role} {name_ranks([s.process for s in members])} {'waits' if len(members) == 1 else 'wait'} in {place}"
+        f"{who(role, members)} {'waits' if len(members) == 1 else 'wait'} in {place}"
         for (role, place), members in list(places.items())[:4]
     ]
+
+
+def who(role: str, members: list[Side]) -> str:
+    """Return the role and the ranks; a process of another role is named after it already."""
+    names = name_ranks([s.process for s in members])
+    return names if names.removeprefix("ranks ").startswith(role) else f"{role} {names}"
 
 
 def where(side: Side) -> str:
