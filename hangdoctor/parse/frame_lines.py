@@ -85,7 +85,10 @@ FILES_OF_NAMES = {
 @lru_cache(maxsize=65536)
 def frame_of(line: str) -> Frame | None:
     """Return the frame that a stripped line shows in the form of a tool, or None."""
-    return tool_frame(line) or tool_frame(plain(line))
+    frame = tool_frame(line)
+    if frame is None and ("(" in line or "File" in line) and (shown := plain(line)) != line:
+        frame = tool_frame(shown)
+    return frame
 
 
 @lru_cache(maxsize=65536)
@@ -95,8 +98,9 @@ def loose_frames(line: str) -> tuple[Frame, ...]:
     """
     if len(line) > MAX_LOOSE:
         return ()
+    shown = plain(line)
     for pattern in (NAME_FIRST, FILE_FIRST):
-        if match := pattern.match(plain(line)):
+        if match := pattern.match(shown):
             return (Frame(match["function"], full_path(match["file"]), int(match["line"][:9])),)
     pieces = ARROWS.split(without_bullets(line))
     if len(pieces) < 3 or len({arrow.strip("-=") for arrow in pieces[1::2]}) > 1:
