@@ -29,11 +29,12 @@ WORDS_BEFORE = (
     r"the|idle|active|waiting|hung|stuck|blocked|running|global|python|gdb|bt|this is|here is|call|backtrace|pid \d+"
 )
 WORDS_BEHIND = (
-    r" ?\([^()]*\)| ?[,;] ?(?:pid|host|node|local).{0,40}| on (?:host |node )?\S+| (?:stacks?|traces?|dumps?|backtrace)|"
+    r" ?\([^()]*\)|:? ?\"[\w ]+\"| ?[,;] ?(?:pid|host|node|local).{0,40}| on (?:host |node )?\S+| (?:stacks?|traces?|dumps?|backtrace)|"
     r"[ ,:]+(?:is |are |all )?(?:idle|active|waiting|stuck|hung|blocked|running|hangs?)(?: here)?| ?(?:/|of) ?\d+|: \S+:\d+"
 )
 RANKS = re.compile(
-    rf"^(?:(?:{WORDS_BEFORE})[:, ] ?){{0,4}}(?:({ROLE_WORDS})[ _])?ranks?[ _:=#\-]*{NUMBERS}(?:{WORDS_BEHIND}){{0,3}}$",
+    rf"^(?:(?:{WORDS_BEFORE})[:, ] ?){{0,4}}(?:({ROLE_WORDS})[ _])?(?:local[_ ]|global[_ ])?"
+    rf"ranks?[ _:=#\-]*{NUMBERS}(?:{WORDS_BEHIND}){{0,3}}$",
     re.IGNORECASE,
 )
 # `# rank 3 waits for the save`, `rank 3 is here:`
@@ -41,7 +42,7 @@ SAID_RANKS = re.compile(rf"\branks?[ _:=#]*{NUMBERS}", re.IGNORECASE)
 ABOUT_RANKS = re.compile(r"\b(?:ranks?|process(?:es)?|workers?|gpus?)\b", re.IGNORECASE)
 LOGGED = re.compile(r"error|exception|warning|timeout|\b\d+\.\d+\b|https?:", re.IGNORECASE)
 POSITION = re.compile(
-    r"^(?:gpu|cuda|device|(?:pp |pipeline )?stage|worker|process|proc)[ #:=]*(\d{1,5})(?: ?\([^()]*\))?$",
+    r"^(?:gpu|cuda|device|(?:pp |pipeline )?stage|worker|process|proc|r)[ #:=]*(\d{1,5})(?: ?\([^()]*\))?$",
     re.I,
 )
 COORDINATES = re.compile(r"^(?:(?:DP|PP|TP|EP)[ _:=]?\d{1,5}[ _,/]?){1,4}$", re.IGNORECASE)

@@ -41,7 +41,10 @@ REFUSAL = re.compile(
     r"^(?:Error: Failed|Failed to suspend|Permission Denied|Error: .*(?:py-spy|process)|Error: (?:408|503)$)",
     re.IGNORECASE,
 )
-INLINE = re.compile(r"^(?P<heading>[^()]{3,60}?(?:\d|\)|idle|active)\]?\*{0,2}):\s+(?P<rest>\S.*)$")
+# A heading and its frame on one line, or in one row of a table.
+INLINE = re.compile(
+    r"^(?:\| *)?(?P<heading>[^()|]{1,60}?(?:\d|\)|idle|active)\]?\*{0,2})(?::\s+| *\| +)(?P<rest>\S.*?)(?: *\|)?$"
+)
 
 
 def parse_stacks_text(text: str) -> list[Section]:
@@ -177,7 +180,7 @@ class Reader:
         elif self.sections[-1].headed and not self.has_lines() and (name := bare_name(line)):
             self.frames((name,), loose=False)
         elif self.thread is None and (match := INLINE.match(line)):
-            section = section_header(match["heading"], self.sections[-1])
+            section = section_header(f"{match['heading']}:", self.sections[-1])
             if section is not None:
                 self.inline(section, match["rest"])
 

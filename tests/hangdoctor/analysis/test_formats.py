@@ -306,6 +306,11 @@ PASTES = {
     "rank 1\n\u251c\u2500 barrier (distributed_c10d.py:3703)\n\u2514\u2500 save (train.py:80)\n",
     "one line": "rank 0: all_reduce (distributed_c10d.py:2806) <- step (train.py:60)\n"
     "rank 1: save (train.py:80) -> barrier (distributed_c10d.py:3703)\n",
+    "table": f"| rank 0 | all_reduce ({C10D}:2806) <- step (train.py:60) |\n"
+    f"| rank 1 | barrier ({C10D}:3703) <- save (train.py:80) |\n",
+    "short": f"R0:\n{IN_STEP}R1:\n{IN_SAVE}",
+    "local ranks": f"local_rank 0:\n{IN_STEP}local rank 1:\n{IN_SAVE}",
+    "rank in place of a thread": f'rank0 (idle): "MainThread"\n{IN_STEP}rank1 (idle): "MainThread"\n{IN_SAVE}',
     "GPU": f"GPU 0:\n{IN_STEP}GPU 1:\n{IN_SAVE}",
     "stage": f"Stage 0\n{IN_STEP}Stage 1\n{IN_SAVE}",
     "slash of the world": f"rank 0/2:\n{IN_STEP}rank 1 of 2:\n{IN_SAVE}",
