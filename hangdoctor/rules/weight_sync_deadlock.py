@@ -1,10 +1,10 @@
 """Trainer and engine wait for each other in a weight update of RL.
 
 What it looks like: the trainer is in a broadcast (or a request, or `ray.get`) below a function such
-as `update_weights`, and the engine is not on the other side of it: it is paused and waits for requests
-that cannot end, it waits for a group that never forms, it generates for samples that the trainer
-waits for first, or it has died. Or both are in the update, and the group has a member that is
-neither.
+as `update_weights`, and the engine is not on the other side of it: it is paused and waits for
+requests that cannot end, it waits for a group that never forms, it generates for samples that the
+trainer waits for first, or it has died. Or both are in the update, and the group has a member that
+is neither.
 
 Common causes: generation is paused while requests that the pause waits for are outstanding; the
 world size of the update group (trainer ranks that send plus engine ranks) is wrong, or one server
