@@ -1,0 +1,201 @@
+"""What `hang diagnose` answers to every case at hand, and how often each confidence is right.
+
+    python benchmarks/hang_calibration.py [--cases FOLDER|FILE] [--external FILE] [-v] [--write]
+
+Own cases are texts under tests/hangdoctor/analysis (`field/*.txt` in the short notation below,
+`cases/*.txt` as pastes). `--external` takes a JSON list of cases (`label`, `accept`, `world_size`,
+`procs` of `who` and `threads`, `logs`). `--write` puts the table into docs/hang.md.
+
+    ##### TITLE | LABEL | OTHER ACCEPTABLE LABELS | WORLD SIZE
+    0,2-3: FRAME < FRAME       a main thread, innermost frame first; names work as well as ranks
+    + NAME: FRAME < FRAME      another thread of the same processes
+    0: * FRAME                 the dump saw it run
+    1: ? TEXT                  what py-spy said instead of a stack
+    log 0: TEXT                a line of the log of that rank
+"""
+
+import argparse
+import json
+import re
+import tempfile
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from hangdoctor.diagnose import diagnose
+from hangdoctor.parse.read import read_snapshot
+
+ROOT = Path(__file__).parents[1]
+OWN = ROOT / "tests/hangdoctor/analysis"
+GOALS = {"high": 0.97, "medium": 0.85, "low": 0.60}
+TABLE = re.compile(r"(?<=<!-- calibration -->\n).*?(?=<!-- end -->)", re.S)
+
+
+@dataclass(frozen=True)
+class Case:
+    """Files as a user has them, and the labels that are right for them."""
+
+    title: str
+    source: str
+    label: str
+    accept: tuple[str, ...]
+    world_size: int | None
+    files: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The diagnosis of one case."""
+
+    case: Case
+    label: str
+    confidence: str
+
+    @property
+    def right(self) -> bool:
+        """True for the established label and for others that the visible evidence supports."""
+        return self.label in (self.case.label, *self.case.accept)
+
+
+def own_cases(folder: Path = OWN) -> Iterator[Case]:
+    """Yield the cases of `folder`: those in short notation, then pastes."""
+    for path in sorted(folder.glob("field/*.txt")):
+        for title, label, accept, world, body in blocks(path):
+            yield Case(title, path.stem, label, tuple(accept.split()), world, files_of(body))
+    for path in sorted(folder.glob("cases/*.txt")):
+        for title, label, _, world, body in blocks(path):
+            yield Case(title, "pastes", label, (), world, {"stacks.txt": body})
+
+
+def blocks(path: Path) -> Iterator[tuple[str, str, str, int | None, str]]:
+    """Yield title, label, third field, world size and body of each case of a file."""
+    for block in path.read_text().split("##### ")[1:]:
+        head, body = block.split("\n", 1)
+        title, label, third, *world = [cell.strip() for cell in head.split("|")]
+        numbers = re.findall(r"\d+", world[0]) if world else []
+        yield title, label, third, int(numbers[0]) if numbers else None, body
+
+
+def files_of(body: str) -> dict[str, str]:
+    """Return the py-spy texts and logs of a case in short notation, by file name."""
+    files: dict[str, str] = {}
+    names: list[str] = []
+    for line in body.strip().splitlines():
+        head, text = line.split(": ", 1)
+        if head.startswith("log "):
+            file = f"rank_{head[4:]}.log"
+            files[file] = files.get(file, "") + text + "\n"
+            continue
+        if not head.startswith("+ "):
+            names = process_names(head)
+        for name in names:
+            files[f"{name}.txt"] = files.get(f"{name}.txt", "") + text_of(head, text, name)
+    return files
+
+
+def process_names(head: str) -> list[str]:
+    """Map `0,2-3` to rank_0, rank_2, rank_3; any other text is a name itself."""
+    if not re.fullmatch(r"[\d,-]+", head):
+        return [head]
+    spans = [span.split("-") for span in head.split(",")]
+    return [f"rank_{rank}" for span in spans for rank in range(int(span[0]), int(span[-1]) + 1)]
+
+
+def text_of(head: str, text: str, name: str) -> str:
+    """Return one thread as py-spy prints it, or the refusal."""
+    if text.startswith("? "):
+        return text[2:] + "\n"
+    pid = 1000 + sum(map(ord, name))
+    other = head.startswith("+ ")
+    thread = head[2:] if other else "MainThread"
+    state = "active" if text.startswith("*") else "idle"
+    frames = "".join(f"    {shown(frame)}\n" for frame in text.lstrip("* ").split(" < "))
+    header = "" if other else f"Process {pid}: python {name}.py\nPython v3.11.9 (/usr/bin/python3.11)\n\n"
+    return f'{header}Thread {pid + len(text) * other} ({state}): "{thread}"\n{frames}'
+
+
+def shown(frame: str) -> str:
+    """Map `func@file:line` to py-spy's `func (file:line)`."""
+    function, file = frame.strip().rsplit("@", 1)
+    return f"{function} ({file})"
+
+
+def external_cases(path: Path) -> Iterator[Case]:
+    """Yield the cases of a JSON file whose stacks are lists of [function, file, line]."""
+    for case in json.loads(path.read_text()):
+        files: dict[str, str] = {}
+        for process in case["procs"]:
+            for name in process["who"]:
+                files[f"{name}.txt"] = external_text(process["threads"], name)
+        for fact in case.get("logs", ()):
+            files[f"rank_{fact['rank']}.log"] = fact.get("text", "") + "\n"
+        accept = tuple(case["accept"])
+        yield Case(case["id"], path.stem, case["label"], accept, case["world_size"], files)
+
+
+def external_text(threads: object, name: str) -> str:
+    """Return the threads of one external process as py-spy text."""
+    if not isinstance(threads, list):
+        return "Error: Failed to suspend process\n"
+    pid = 1000 + sum(map(ord, name))
+    text = f"Process {pid}: python train.py\nPython v3.11.9 (/usr/bin/python3.11)\n\n"
+    for number, thread in enumerate(threads):
+        shown_name = f': "{thread["name"]}"' if thread["name"] else ""
+        text += f"Thread {pid + number} ({thread['state'] or 'idle'}){shown_name}\n"
+        frames = (f"    {f} ({file}:{line})\n" if line else f"    {f} ({file})\n" for f, file, line in thread["frames"])
+        text += "".join(frames)
+    return text
+
+
+def answer(case: Case) -> Answer:
+    """Diagnose one case from its files."""
+    with tempfile.TemporaryDirectory() as folder:
+        for name, text in case.files.items():
+            Path(folder, name).write_text(text)
+        diagnosis = diagnose(read_snapshot([Path(folder)], case.world_size))
+    return Answer(case, diagnosis.label, diagnosis.confidence)
+
+
+def calibration(answers: list[Answer]) -> dict[str, tuple[int, int]]:
+    """Return (right, all) for each confidence."""
+    counts: dict[str, Counter[bool]] = defaultdict(Counter)
+    for given in answers:
+        counts[given.confidence][given.right] += 1
+    return {level: (counts[level][True], counts[level].total()) for level in GOALS}
+
+
+def table(answers: list[Answer]) -> str:
+    """Return the markdown table of docs/hang.md."""
+    sources = sorted({given.case.source for given in answers})
+    lines = ["| cases | acceptable | exact | high | medium | low |", "|---|---|---|---|---|---|"]
+    for source in [*sources, "all"]:
+        chosen = [given for given in answers if source in (given.case.source, "all")]
+        right = sum(given.right for given in chosen)
+        exact = sum(given.label == given.case.label for given in chosen)
+        levels = " | ".join(f"{good} of {of}" for good, of in calibration(chosen).values())
+        lines.append(f"| {source} | {right} of {len(chosen)} | {exact} | {levels} |")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    """Print the table, and with -v every wrong answer."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--external", type=Path, action="append", default=[])
+    parser.add_argument("--write", action="store_true", help="put the table into docs/hang.md")
+    parser.add_argument("-v", action="store_true", help="list every answer that is not acceptable")
+    options = parser.parse_args()
+    cases = [*own_cases(), *(case for path in options.external for case in external_cases(path))]
+    answers = [answer(case) for case in cases]
+    if options.v:
+        for given in answers:
+            if not given.right:
+                print(f"{given.case.source}: {given.case.title}: {given.label} {given.confidence}, want {given.case.label}")
+    print(table(answers))
+    if options.write:
+        page = ROOT / "docs/hang.md"
+        page.write_text(TABLE.sub(lambda _: table(answers), page.read_text()))
+
+
+if __name__ == "__main__":
+    main()
