@@ -143,7 +143,10 @@ def external_text(threads: object, name: str) -> str:
     for number, thread in enumerate(threads):
         shown_name = f': "{thread["name"]}"' if thread["name"] else ""
         text += f"Thread {pid + number} ({thread['state'] or 'idle'}){shown_name}\n"
-        frames = (f"    {f} ({file}:{line})\n" if line else f"    {f} ({file})\n" for f, file, line in thread["frames"])
+        frames = (
+            f"    {f} ({file}:{line})\n" if line else f"    {f} ({file})\n"
+            for f, file, line in thread["frames"]
+        )
         text += "".join(frames)
     return text
 
@@ -180,7 +183,9 @@ def table(answers: list[Answer]) -> str:
 
 def main() -> None:
     """Print the table, and with -v every wrong answer."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--external", type=Path, action="append", default=[])
     parser.add_argument("--write", action="store_true", help="put the table into docs/hang.md")
     parser.add_argument("-v", action="store_true", help="list every answer that is not acceptable")
@@ -190,7 +195,9 @@ def main() -> None:
     if options.v:
         for given in answers:
             if not given.right:
-                print(f"{given.case.source}: {given.case.title}: {given.label} {given.confidence}, want {given.case.label}")
+                print(
+                    f"{given.case.source}: {given.case.title}: {given.label} {given.confidence}, want {given.case.label}"
+                )
     print(table(answers))
     if options.write:
         page = ROOT / "docs/hang.md"

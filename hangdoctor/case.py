@@ -168,8 +168,13 @@ def build_case(snapshot: Snapshot) -> Case:
     seen: dict[int, tuple[ThreadState, ...]] = {}
     process_states = [process_state_of(dumps, seen, snapshot.source) for dumps in by_process.values()]
     role = primary_role(process_states)
-    ranks = [s for s in process_states if s.role == role and s.rank is not None and s.threads]
-    others = [ranked_by_name(s) for s in process_states if s.role != role or s.rank is None]
+    ranks = judged(process_states, role)
+    chosen = {s.name for s in ranks}
+    others = [
+        ranked_by_name(s)
+        for s in process_states
+        if s.name not in chosen and (s.role != role or s.rank is None or s.threads)
+    ]
     present = {s.rank for s in ranks}
     if role == "trainer" and snapshot.expected:
         missing = {rank: status for rank, status in snapshot.expected.items() if rank not in present}
@@ -189,6 +194,17 @@ def build_case(snapshot: Snapshot) -> Case:
         span_s=max(times) - min(times) if times else 0.0,
         findings=findings_of(snapshot.records),
     )
+
+
+def judged(process_states: list[ProcessState], role: str) -> list[ProcessState]:
+    """Return the processes that are judged: the ranks of `role` that are no launchers; where no
+    process has a rank, all that have a stack, by name; launchers only where there is nothing else.
+    """
+    ranks = [s for s in process_states if s.role == role and s.rank is not None and s.threads]
+    if not ranks:
+        ranks = [replace(s, rank=s.name) for s in process_states if s.threads]
+    workers = [s for s in ranks if s.thread_wait.kind != "launcher" and s.role not in ("launcher", "child")]
+    return workers or ranks
 
 
 def primary_role(process_states: list[ProcessState]) -> str:

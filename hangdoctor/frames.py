@@ -12,7 +12,7 @@ from functools import lru_cache
 from hangdoctor.model import Frame, Thread
 
 LIBRARY_ROOT = re.compile(
-    r"^.*/(?:site-packages|dist-packages)/|^.*/lib/python3\.\d+/|^.*/lib64/python3\.\d+/"
+    r"^.*/(?:site-packages|dist-packages)/|^.*/lib(?:64)?/python3\.\d+/|^(?:lib(?:64)?/)?python3\.\d+/"
 )
 # Frames between a caller and the call it makes, which never wait themselves.
 WRAPPERS = {
@@ -40,6 +40,7 @@ STANDARD_FOLDERS = (
     "asyncio/",
     "concurrent/",
     "multiprocessing/",
+    "multiprocess/",
     "importlib/",
     "http/",
     "urllib/",
@@ -52,8 +53,13 @@ LIBRARIES = (
     "httpx/", "httpcore/", "aiohttp/", "anyio/", "uvicorn/", "uvloop/", "starlette/", "fastapi/", "zmq/", "grpc/",
     "openai/", "boto3/", "botocore/", "s3fs/", "fsspec/", "gcsfs/", "filelock/", "safetensors/", "triton/", "numpy/",
     "wandb/", "mlflow/", "huggingface_hub/", "tenacity/", "backoff/", "retrying", "click/", "typer/", "hydra/", "fire/",
-    "torchtitan/", "psutil/", "redis/", "tqdm/",
+    "torchtitan/", "psutil/", "redis/", "tqdm/", "ddtrace/", "snowflake/", "ultralytics/", "fla/", "flash_attn/",
+    "transformer_engine/", "prefetch_generator/", "colossalai/", "horovod/", "torchvision/", "tokenizers/", "pyarrow/",
 )  # fmt: skip
+
+
+# Where the main thread of a process begins.
+ENTRIES = {"<module>", "_run_module_as_main", "spawn_main"}
 
 
 @lru_cache(maxsize=65536)
@@ -70,7 +76,7 @@ def short_file(file: str) -> str:
     components.
     """
     plain = file.replace("\\", "/")
-    cut = LIBRARY_ROOT.sub("", plain)
+    cut = LIBRARY_ROOT.sub("", LIBRARY_ROOT.sub("", plain))
     if cut != plain:
         return cut
     parts = plain.split("/")
@@ -94,8 +100,11 @@ def is_library(file: str) -> bool:
 
 @lru_cache(maxsize=65536)
 def normal(frame: Frame) -> Frame:
-    """Return a frame with short name and path; native frames keep their name without arguments."""
-    if frame.native:
+    """Return a frame with short name and path; native frames keep their name without arguments.
+
+    A name in angle brackets (`<string>`) is no shared object, whatever the dump took it for.
+    """
+    if frame.native and not frame.file.startswith("<"):
         return Frame(frame.function, frame.file.rsplit("/", 1)[-1], 0, True)
     return Frame(last_name(frame.function), short_file(frame.file), frame.line)
 
@@ -127,17 +136,20 @@ def main_thread(threads: tuple[Thread, ...]) -> Thread | None:
     """Return the main thread: by name, else by frames that only it has, else the only one; never by
     its position in the dump.
     """
-    for thread in threads:
-        if thread.name == "MainThread" and thread.frames:
-            return thread
-    for thread in threads:
-        outer = [frame.function for frame in thread.frames[-4:]]
-        if "<module>" in outer or "_run_module_as_main" in outer or "spawn_main" in outer:
-            return thread
-    # Unnamed threads of `threading` have _bootstrap outermost; autograd's have no Python entry.
-    started = [
-        t
-        for t in threads
-        if t.frames and last_name(t.frames[-1].function) not in ("_bootstrap", "_bootstrap_inner")
-    ]
-    return started[-1] if started else next((t for t in threads if t.frames), None)
+    candidates = [t for t in threads if t.frames]
+    entered = [t for t in candidates if {frame.function for frame in t.frames[-4:]} & ENTRIES]
+    # A dump may give the name to the thread with the lowest id, although `threading` started it.
+    named = [t for t in candidates if t.name == "MainThread" and not (entered and of_threading(t))]
+    started = [t for t in candidates if not of_threading(t)]
+    found = named[:1] or entered[:1] or started[-1:] or candidates[:1]
+    return found[0] if found else None
+
+
+def of_threading(thread: Thread) -> bool:
+    """True for a thread that `threading` started: its bootstrap is the outermost frame, as that of
+    multiprocessing is in a forked child's main thread.
+    """
+    frame = thread.frames[-1]
+    return (
+        last_name(frame.function) in ("_bootstrap", "_bootstrap_inner") and "multiprocess" not in frame.file
+    )

@@ -50,6 +50,8 @@ class Pattern:
 # A worker without a task waits in this loop; one with a task runs inside it.
 WORKER_LOOP = "worker loop"
 
+IMPORT_LOCK = "import lock"
+
 # fmt: off
 SPECIFIC = (
     Pattern(
@@ -92,10 +94,15 @@ SPECIFIC = (
     Pattern(
         "p2p", "pipeline",
         r"_communicate|_communicate_shapes|recv_forward|recv_backward|send_forward.*|send_backward.*",
-        r"megatron/.*p2p_communication.py",
+        r"(?!torch/).*(p2p_communication|pipeline_parallel/schedules).py",
     ),
-    Pattern("p2p", "recv", r"recv|_recv_.*", r"deepspeed/runtime/pipe/p2p.py"),
-    Pattern("p2p", "send", r"send|_send_.*", r"deepspeed/runtime/pipe/p2p.py"),
+    Pattern(
+        "p2p", "pipeline",
+        r"_wait_batch_p2p|_batch_p2p|recv_(forward|backward)\w*|(fwd|bwd)_recv\w*",
+        r"torch/distributed/pipelining/.*",
+    ),
+    Pattern("p2p", "recv", r"recv|_recv_.*|_exec_recv_\w+", r"deepspeed/runtime/pipe/.*"),
+    Pattern("p2p", "send", r"send|_send_.*|_exec_send_\w+", r"deepspeed/runtime/pipe/.*"),
     Pattern(
         "store", "store",
         r"barrier|get_all|synchronize|_barrier_nonblocking",
@@ -112,7 +119,11 @@ SPECIFIC = (
         r"new_group|new_subgroups.*|_new_group_with_tag|_new_process_group_helper|split_group",
         C10D,
     ),
-    Pattern("destroy", "destroy_process_group", r"destroy_process_group|_abort_process_group", C10D),
+    Pattern(
+        "destroy", "destroy_process_group",
+        r"_?destroy_process_group|_?abort_process_group|_shutdown_backend|destroy_model_parallel",
+        r".*",
+    ),
     Pattern("store", "init_process_group", r"init_process_group", C10D),
     Pattern(
         "store", "wait",
@@ -149,6 +160,7 @@ SPECIFIC = (
         r"async_save|wait_for_staging|synchronize_staging",
         r".*",
     ),
+    Pattern("data", "dataset map", r"iflatmap_unordered", r"datasets/.*"),
     Pattern("file_lock", "file lock", r"wait", r".*file_baton.py"),
     Pattern(
         "file_lock", "file lock",
@@ -176,6 +188,11 @@ SPECIFIC = (
         r"torch/_dynamo/.*|torch/_inductor/.*|triton/.*|torch/utils/cpp_extension.py|tilelang/.*|deep_gemm/.*",
     ),
     Pattern(
+        "lock", IMPORT_LOCK,
+        r"acquire|__enter__|_lock_unlock_module|_get_module_lock",
+        r"<frozen importlib._bootstrap>|importlib/_bootstrap.py",
+    ),
+    Pattern(
         "import", "import",
         r"_find_and_load.*|_load_unlocked|exec_module|_call_with_frames_removed|_path_stat|get_data",
         r"<frozen importlib.*|importlib/_bootstrap.*",
@@ -196,7 +213,12 @@ SPECIFIC = (
         r"(sglang|vllm|uvicorn|starlette)/.*",
     ),
     Pattern("idle", WORKER_LOOP, r"main_loop", r"ray/_private/worker.py"),
-    Pattern("launcher", "launcher", r"_invoke_run", r"torch/distributed/elastic/.*"),
+    Pattern("launcher", "launcher", r"_invoke_run|_monitor_workers|launch_agent", r"torch/distributed/.*"),
+    Pattern("launcher", "launcher", r"join|start_processes", r"torch/multiprocessing/spawn.py"),
+    Pattern("launcher", "launcher", r"main|launch\w*|monitor\w*", r"deepspeed/launcher/.*"),
+    Pattern("launcher", "launcher", r"\w*launcher|launch_command", r"accelerate/(commands/launch|launchers).py"),
+    Pattern("launcher", "launcher", r"launch", r"(pytorch_)?lightning\w*/.*launchers/.*"),
+    Pattern("launcher", "launcher", r"wait_for_completion_or_failure|wait_for_engine_startup", r"vllm/.*"),
     Pattern("sleep", "retry", r".*", r"(tenacity|backoff|retrying)/.*"),
     Pattern("sleep", "retry", r".*", r"retrying.py"),
 )
@@ -206,9 +228,9 @@ GENERIC = (
         r"wait|_wait|communicate|_communicate|_try_wait|run|check_output|check_call",
         r"subprocess.py",
     ),
-    Pattern("join", "process join", r"join|wait|poll", r"multiprocessing/(process|popen_.*).py"),
-    Pattern("join", "pool join", r"join|_terminate_pool|_help_stuff_finish", r"multiprocessing/pool.py"),
-    Pattern("future", "pool result", r"get|wait|next", r"multiprocessing/pool.py"),
+    Pattern("join", "process join", r"join|wait|poll", r"multiprocess(ing)?/(process|popen_.*).py"),
+    Pattern("join", "pool join", r"join|_terminate_pool|_help_stuff_finish", r"multiprocess(ing)?/pool.py"),
+    Pattern("future", "pool result", r"get|wait|next", r"multiprocess(ing)?/pool.py"),
     Pattern(
         "future", "future",
         r"result|wait|as_completed|exception|result_iterator|_result_or_cancel",
@@ -222,7 +244,7 @@ GENERIC = (
     Pattern(
         "queue", "multiprocessing queue",
         r"get|put|_recv|recv|recv_bytes|_recv_bytes|poll|_poll|wait|accept",
-        r"multiprocessing/(queues|connection|managers).py",
+        r"multiprocess(ing)?/(queues|connection|managers).py",
     ),
     Pattern("queue", "queue", r"get|put|join", r"queue.py"),
     Pattern(
@@ -233,9 +255,15 @@ GENERIC = (
     Pattern(
         "lock", "lock",
         r"acquire|__enter__|_acquire_restore",
-        r"threading.py|multiprocessing/synchronize.py",
+        r"threading.py|multiprocess(ing)?/synchronize.py|tqdm/std.py",
     ),
-    Pattern("event", "event", r"wait|wait_for|_wait", r"threading.py|multiprocessing/synchronize.py"),
+    Pattern(
+        "lock", "logging's lock",
+        r"acquire|_acquireLock|flush|_flush_std_streams",
+        r"logging/__init__.py|multiprocess(ing)?/util.py",
+    ),
+    Pattern("lock", "lock", r"_?acquire(_lock)?|wait_for_lock|lock_acquire", r".*"),
+    Pattern("event", "event", r"wait|wait_for|_wait", r"threading.py|multiprocess(ing)?/synchronize.py"),
     Pattern(
         "queue", "message",
         r"recv|recv_multipart|recv_pyobj|recv_json|recv_string|send|send_multipart|poll",

@@ -10,7 +10,7 @@ from hangdoctor.waits import POSTED, SOURCE, WCHAN, ThreadWait, compiled, thread
 
 UNNAMED = "unnamed thread"
 # A main thread that waits for another thread of its process: that thread shows the real wait.
-DELEGATING = ("future", "event", "queue", "join", "idle")
+DELEGATING = ("future", "event", "queue", "join", "idle", "lock")
 SPECIFIC_KINDS = (
     "http",
     "rpc",

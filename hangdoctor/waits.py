@@ -34,6 +34,13 @@ from hangdoctor.patterns import (
 NATIVE = (
     Pattern("p2p", "recv", r"c10d::ProcessGroupGloo::RecvWork::wait|.*RecvWork.*", r".*"),
     Pattern("p2p", "send", r"c10d::ProcessGroupGloo::SendWork::wait|.*SendWork.*", r".*"),
+    # Under a collective these mean that its communicator does not exist yet.
+    Pattern(
+        "store", "communicator",
+        r"ncclCommInitRank.*|ncclCommSplit.*|bootstrapInit.*|commInit.*|.*::initNCCLComm.*|.*getNCCLComm.*|"
+        r"gloo::rendezvous.*",
+        r".*",
+    ),
     Pattern(
         "collective", "work.wait",
         r"c10d::Work::wait|c10d::(ops|ProcessGroup)[^(]*::(wait|synchronize).*|.*WorkNCCL::.*|"
@@ -42,13 +49,12 @@ NATIVE = (
     ),
     Pattern(
         "store", "store",
-        r"c10d::(TCPStore|FileStore|PrefixStore|HashStore|detail::TCPClient|.*Store::).*|gloo::rendezvous.*|"
-        r"ncclCommInitRank.*|bootstrapInit.*",
+        r"c10d::(TCPStore|FileStore|PrefixStore|HashStore|detail::TCPClient|.*Store::).*",
         r".*",
     ),
     Pattern(
         "device", "device sync",
-        r"(cuda|cu|hip)(Stream|Device|Event|Ctx)Synchronize.*|cudaMemcpy.*|cuMemcpy.*|"
+        r"(cuda|cu|hip)(Stream|Device|Event|Ctx)Synchronize.*|aclrtSynchronize.*|c10_npu::.*|cudaMemcpy.*|cuMemcpy.*|"
         r"at::native::_local_scalar_dense.*|at::native::item.*",
         r".*",
     ),
@@ -56,7 +62,8 @@ NATIVE = (
     Pattern("gil", "GIL", r"take_gil|PyEval_AcquireThread|PyEval_RestoreThread", r".*"),
     Pattern(
         "lock", "lock",
-        r"(lock|rlock)_(PyThread_)?acquire.*|.*acquire_timed|PyMutex_Lock.*|_PyMutex.*",
+        r"(lock|rlock)_(PyThread_)?acquire.*|.*acquire_timed|PyMutex_Lock.*|_PyMutex.*|_*(GI_)?_*lll_lock_wait.*|"
+        r"_*(GI_)?_*pthread_(mutex|rwlock|spin)_\w*lock.*|std::(__1::)?\w*mutex::lock.*|sem_wait.*|absl::.*Mutex::.*Lock.*",
         r".*",
     ),
     Pattern("file_lock", "file lock", r"flock|fcntl_flock.*|fcntl_lockf.*|lockf", r".*"),
@@ -120,10 +127,20 @@ PHASES = (
         "cleanup",
         r"destroy_process_group|_shutdown|_exit_function|_run_finalizers|_run_exitfuncs|_python_exit|"
         r"_cleanup_process_groups",
-        r"torch/distributed/.*|threading.py|multiprocessing/util.py|concurrent/futures/.*|<frozen.*|weakref.py",
+        r"torch/distributed/.*|threading.py|multiprocess(ing)?/(util|process).py|concurrent/futures/.*|<frozen.*|"
+        r"weakref.py",
     ),
-    ("cleanup", r"shutdown|__exit__|_terminate_pool|terminate", r"concurrent/futures/.*|multiprocessing/pool.py"),
+    (
+        "cleanup",
+        r"shutdown|__exit__|_terminate_pool|terminate",
+        r"concurrent/futures/.*|multiprocess(ing)?/pool.py",
+    ),
     ("cleanup", r"_shutdown_workers|_clean_up_worker", r"torch(data)?/.*"),
+    (
+        "cleanup",
+        r"__del__|_?(destroy|tear_?down|clean_?up|shut_?down)(_\w+)?|\w+_(tear_?down|clean_?up|shut_?down)",
+        r"(?!torch|asyncio/|concurrent/|multiprocess|threading.py|selectors.py|socket.py).*",
+    ),
     (
         "cleanup",
         r"_?(tear_?down|clean_?up|shut_?down|destroy|finali[sz]e|close|on_exit|atexit|dispose|__exit__|__del__|__aexit__)"
@@ -163,7 +180,12 @@ PHASES = (
         "checkpoint",
         r".*",
         r"torch/distributed/checkpoint/.*|torch/serialization.py|safetensors/.*|"
-        r"megatron/.*dist_checkpointing/.*|deepspeed/runtime/checkpoint_engine/.*",
+        r".*dist_checkpointing/.*|deepspeed/runtime/checkpoint_engine/.*",
+    ),
+    (
+        "checkpoint",
+        r"(?!\w*(forward|backward|gradient|activation|recompute)).*",
+        r"(?!torch/utils/|.*(activation|gradient|recompute|checkpoint_wrapper)).*(checkpoint|ckpt|saver).*",
     ),
     # Activation checkpointing only shares the name.
     (
@@ -177,7 +199,12 @@ PHASES = (
         r"_?(save|load)_?\w*(checkpoint|ckpt)\w*|_save_and_\w+",
         r"(?!torch/utils/checkpoint).*",
     ),
-    ("data", r".*", r"torch/utils/data/.*|torchdata/.*|webdataset/.*|nvidia/dali/.*"),
+    ("data", r".*", r"torch/utils/data/.*|torchdata/.*|webdataset/.*|nvidia/dali/.*|datasets/.*"),
+    (
+        "data",
+        r"__(next|iter|getitem)__|next|get|_?(next|get|fetch|fill|load|read|iter|prefetch)_?\w*",
+        r".*(data_?loader|dataset|data_?iter|datapipe|prefetch|streaming|litdata|shards).*",
+    ),
     (
         "data",
         r"_?(get|next|load|fetch|prefetch|read)_?(batch|data|sample|minibatch|microbatch)\w*|_?next_batch|"
@@ -192,6 +219,7 @@ PHASES = (
         r"\w*after_(error|failure|exception|crash|oom)\w*|post_mortem\w*|panic\w*|except_\w*|quarantine\w*",
         r"USER",
     ),
+    ("error", r"on_\w*exception|_interrupt|_on_exception", r"(pytorch_)?lightning\w*/.*|accelerate/.*|transformers/.*"),
     (
         "error",
         r".*",
@@ -208,8 +236,8 @@ PHASES = (
     (
         "engine",
         r"event_loop.*|run_busy_loop|worker_busy_loop|_process_input_queue|run_scheduler_process|"
-        r"run_engine_core|run_worker.*",
-        r"(sglang|vllm)/.*",
+        r"run_engine_core|run_worker.*|run_batch|worker_main",
+        r"(sglang|vllm)/.*|.*(scheduler|engine/core|multiproc_executor|disaggregation/\w+|decode|prefill).py",
     ),
 )
 # The parallel dimension of a library's collective: different ones may be different groups.
@@ -233,7 +261,7 @@ DOMAINS = (
 
 
 # These call the program back: the code of a module waits, not the import around it.
-AROUND = ("import", "load", "compile")
+AROUND = ("import", "load", "compile", "launcher")
 
 
 @dataclass(frozen=True, slots=True)
@@ -328,6 +356,17 @@ def thread_wait_of(raw: tuple[Frame, ...]) -> ThreadWait:
     return ThreadWait(kind, operation, frame, user_frames(frames), phases, domain, frames)
 
 
+@lru_cache(maxsize=65536)
+def context(frames: tuple[Frame, ...], phases: frozenset[str]) -> str:
+    """Return the outermost of `phases` on a stack, or an empty string: a save that closes its writer
+    is a save, a clean-up that saves is a clean-up.
+    """
+    for frame in reversed(python_only(frames)):
+        if found := phases_of(frame.function, frame.file) & phases:
+            return min(found)
+    return ""
+
+
 def wait_of(frames: tuple[Frame, ...], python: tuple[Frame, ...]) -> tuple[str, str, Frame | None]:
     """Return the innermost specific wait, else the outermost generic one, else that of the native
     frames, else running.
@@ -342,6 +381,8 @@ def wait_of(frames: tuple[Frame, ...], python: tuple[Frame, ...]) -> tuple[str, 
     native = [(wait, f) for f in frames if f.native and (wait := native_wait(f.function))]
     if found:
         (kind, operation), frame = found[0]
+        if kind == "collective" and any(wait[0] == "store" for wait, _ in native):
+            return "store", "communicator", frame
         if kind in ("import", "load", "compile") and native and native[0][0][0] != "lock":
             return native[0][0][0], native[0][0][1], python[0] if python else frame
         if kind in ("collective", "p2p"):

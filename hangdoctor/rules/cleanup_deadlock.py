@@ -14,6 +14,7 @@ What helps: abort instead of destroy on the error path, and no collectives in `f
 """
 
 from hangdoctor.case import Case, ProcessState
+from hangdoctor.frames import python_only
 from hangdoctor.graph import Graph
 from hangdoctor.rules.verdict import (
     Verdict,
@@ -28,6 +29,7 @@ from hangdoctor.rules.verdict import (
     stillness,
     waiting_evidence,
 )
+from hangdoctor.waits import context
 
 # Exit functions that no training step calls: sufficient for high confidence.
 LAST_CALLS = {
@@ -104,6 +106,8 @@ def leaves(process_state: ProcessState, case: Case) -> bool:
         return False
     if process_state.thread_wait.kind == "future" and process_state.thread_wait.operation == "pool result":
         return False
+    if context(process_state.thread_wait.frames, frozenset({"cleanup", "checkpoint"})) == "checkpoint":
+        return False
     return "cleanup" in process_state.thread_wait.phases or in_exit_handler(process_state, case)
 
 
@@ -111,13 +115,13 @@ def in_exit_handler(process_state: ProcessState, case: Case) -> bool:
     """True for an atexit callback: C calls it, so its stack has no `<module>` at the bottom, while
     its peers' stacks have one.
     """
-    if process_state.thread != "MainThread" or not entered_by_call(process_state):
+    python = python_only(process_state.thread_wait.frames)
+    if process_state.thread != "MainThread" or not 0 < len(python) < 100 or has_entry(process_state):
         return False
-    return sum(1 for s in case.ranks if not entered_by_call(s)) > 0
+    return any(has_entry(s) for s in case.ranks)
 
 
-def entered_by_call(process_state: ProcessState) -> bool:
-    """True if the stack does not begin in a module, a thread or a spawned process."""
-    python = [frame for frame in process_state.thread_wait.frames if not frame.native]
+def has_entry(process_state: ProcessState) -> bool:
+    """True if the stack begins in a module, a thread or a spawned process."""
     entries = ("<module>", "_run_code", "_run_module_as_main", "spawn_main", "_bootstrap", "_bootstrap_inner")
-    return bool(python) and len(python) < 100 and not any(f.function in entries for f in python[-6:])
+    return any(f.function in entries for f in python_only(process_state.thread_wait.frames)[-6:])

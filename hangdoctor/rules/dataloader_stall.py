@@ -65,8 +65,10 @@ def waits_for_data(process_state: ProcessState) -> bool:
         "rpc",
         "subprocess",
         "prompt",
-    ):  # a function called fetch_samples may query a server
-        return any(frame.file.startswith(LOADERS) for frame in thread_wait.frames)
+    ):  # a function called fetch_samples may query a server; a thread behind a loader's queue loads
+        main = process_state.threads[0].thread_wait
+        loads = main.kind in ("queue", "data") and "data" in main.phases
+        return loads or any(frame.file.startswith(LOADERS) for frame in thread_wait.frames)
     return thread_wait.kind == "data" or "data" in thread_wait.phases
 
 

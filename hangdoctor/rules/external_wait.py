@@ -25,6 +25,7 @@ OUTSIDE = {
     "future": "for the result of another thread or process",
     "file": "for a read or write of a file",
     "join": "for a thread or process to end",
+    "launcher": "for the processes it started",
 }
 
 

@@ -16,6 +16,7 @@ from hangdoctor.case import Case, ProcessState
 from hangdoctor.frames import show
 from hangdoctor.graph import Graph
 from hangdoctor.model import Confidence, Evidence
+from hangdoctor.patterns import IMPORT_LOCK
 from hangdoctor.rules.verdict import Verdict, source_verdict, step
 
 STEPS = (
@@ -51,11 +52,11 @@ def judge(case: Case, graph: Graph) -> Verdict | None:
     locked = [
         s
         for s in graph.source_ranks
-        if s.thread_wait.kind in ("lock", "gil") and not s.thread_wait.phases & {"data"}
+        if (s.thread_wait.kind in ("lock", "gil") and not behind_loader(s)) or import_cycle(s)
     ]
     if not locked:
         return None
-    cycle = any(rival(s) for s in locked)
+    cycle = any(rival(s) or import_cycle(s) for s in locked)
     what = "for a lock while another of its threads waits for a lock too" if cycle else "for a lock"
     refute = ("A thread that holds the lock and computes: then the lock is only released late.",)
     more = other_threads(locked)
@@ -77,6 +78,21 @@ def holds_gil_asleep(process_state: ProcessState, case: Case) -> bool:
         t.waits_for_gil or t.thread_wait.kind == "gil" for t in process_state.threads if t is not holder
     )
     return waits or (process_state.ran is False and process_state.facts.state == "S")
+
+
+def behind_loader(process_state: ProcessState) -> bool:
+    """True if a rank waits for a lock inside the data pipeline: then the pipeline is what is stuck."""
+    phases = process_state.thread_wait.phases
+    return "data" in phases and process_state.parent is None and not isinstance(process_state.rank, str)
+
+
+def import_cycle(process_state: ProcessState) -> bool:
+    """True if a thread waits for the import lock of a module while the main thread, inside an
+    import, waits for a thread.
+    """
+    main = process_state.thread_wait
+    inside = any(frame.function == "_find_and_load" for frame in main.frames)
+    return inside and any(t.thread_wait.operation == IMPORT_LOCK for t in process_state.threads[1:])
 
 
 def rival(process_state: ProcessState) -> bool:

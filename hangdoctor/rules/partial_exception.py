@@ -26,7 +26,9 @@ REFUTE = (
 
 def judge(case: Case, graph: Graph) -> Verdict | None:
     """Return the verdict if the pattern is present, else None."""
-    strong = [s for s in graph.source_ranks if s.thread_wait.kind == "prompt" or in_own_error(s, graph)]
+    # An error handler may wait for its peers itself, in a collective that they will not reach.
+    apart = graph.source_ranks if len(graph.waiting) < 2 else case.ranks
+    strong = [s for s in apart if s.thread_wait.kind == "prompt" or in_own_error(s, graph)]
     asleep = [
         s
         for s in graph.source_ranks

@@ -54,7 +54,13 @@ def judge(case: Case, graph: Graph) -> Verdict | None:
     if sources and all(waits_for_requests(s) for s in case.ranks):
         return idle_engine(case, graph)
     if sources and case.num_samples < 2 and all(s.thread_wait.kind in ONCE for s in sources):
-        return slow(case, graph, sources)
+        most = len(sources) * 2 > len(case.ranks) > len(sources)
+        # Most ranks in plain code while a few wait is no picture of a few slow ones.
+        return (
+            None
+            if most and any(s.thread_wait.kind == "running" for s in sources)
+            else slow(case, graph, sources)
+        )
     return None
 
 

@@ -12,6 +12,7 @@ from hangdoctor.frames import show
 from hangdoctor.graph import Graph
 from hangdoctor.groups import first_divergent, rank_ranges
 from hangdoctor.model import Confidence, Evidence, Kind, Label, NextStep, Rank
+from hangdoctor.threads import ThreadState
 
 # Waits that take seconds in a healthy step: no movement for less than PATIENCE_S proves little.
 SLOW_KINDS = (
@@ -179,6 +180,20 @@ def stack_evidence(
             )
         )
     return tuple(found)
+
+
+def thread_evidence(process_state: ProcessState, thread: ThreadState, fact: str) -> Evidence:
+    """Return the place of another thread of a process as evidence."""
+    frame = thread.thread_wait.frame
+    what = f"{fact} {thread.thread_wait.operation or thread.thread_wait.kind}"
+    return Evidence(
+        ranks=str(process_state.rank if process_state.rank is not None else ""),
+        fact=what,
+        process=process_state.name,
+        thread=thread.thread,
+        frame=frame.function if frame else "",
+        location=f"{frame.file}:{frame.line}" if frame else "",
+    )
 
 
 def waiting_evidence(graph: Graph, culprits: Sequence[ProcessState] = ()) -> tuple[Evidence, ...]:
