@@ -104,8 +104,9 @@ def normal(frame: Frame) -> Frame:
 
     A name in angle brackets (`<string>`) is no shared object, whatever the dump took it for.
     """
-    if frame.native and not frame.file.startswith("<"):
-        return Frame(frame.function, frame.file.rsplit("/", 1)[-1], 0, True)
+    name = frame.file.rsplit("/", 1)[-1]
+    if frame.native and not name.startswith("<"):
+        return Frame(frame.function, name, 0, True)
     return Frame(last_name(frame.function), short_file(frame.file), frame.line)
 
 

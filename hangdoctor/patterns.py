@@ -212,7 +212,7 @@ SPECIFIC = (
         r"_process_input_queue|recv_requests|recv_from_tokenizer|handle_loop|serve|run_until_shutdown",
         r"(sglang|vllm|uvicorn|starlette)/.*",
     ),
-    Pattern("idle", WORKER_LOOP, r"main_loop", r"ray/_private/worker.py"),
+    Pattern("idle", WORKER_LOOP, r"main_loop|run_task_loop", r"ray/(_private/)?worker.py"),
     Pattern("launcher", "launcher", r"_invoke_run|_monitor_workers|launch_agent", r"torch/distributed/.*"),
     Pattern("launcher", "launcher", r"join|start_processes", r"torch/multiprocessing/spawn.py"),
     Pattern("launcher", "launcher", r"main|launch\w*|monitor\w*", r"deepspeed/launcher/.*"),

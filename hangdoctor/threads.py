@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 from hangdoctor.frames import main_thread, python_only
 from hangdoctor.model import Frame, ProcessDump, ProcessFacts, Thread
+from hangdoctor.patterns import WORKER_LOOP
 from hangdoctor.waits import POSTED, SOURCE, WCHAN, ThreadWait, compiled, thread_wait_of
 
 UNNAMED = "unnamed thread"
@@ -118,6 +119,11 @@ def effective(threads: tuple[ThreadState, ...], dump: ProcessDump) -> tuple[Thre
                 ), other.thread
         if autograd and thread_wait.kind == "backward":
             return replace(thread_wait, kind="device", operation="device sync"), main.thread
+    if thread_wait.operation == WORKER_LOOP:
+        # Ray runs the training function in a thread of its own; its main thread only serves calls.
+        for other in threads[1:]:
+            if other.thread_wait.chain and other.thread_wait.kind not in ("idle", "event", "sleep"):
+                return other.thread_wait, other.thread
     if thread_wait.kind in DELEGATING and not ("cleanup" in thread_wait.phases and not thread_wait.chain):
         for other in threads[1:]:
             if other.thread_wait.kind in SPECIFIC_KINDS and (

@@ -37,7 +37,7 @@ NATIVE = (
     # Under a collective these mean that its communicator does not exist yet.
     Pattern(
         "store", "communicator",
-        r"ncclCommInitRank.*|ncclCommSplit.*|bootstrapInit.*|commInit.*|.*::initNCCLComm.*|.*getNCCLComm.*|"
+        r"ncclCommInitRank.*|ncclCommSplit.*|.*broadcastUniqueNCCLID.*|bootstrapInit.*|commInit.*|.*::initNCCLComm.*|.*getNCCLComm.*|"
         r"gloo::rendezvous.*",
         r".*",
     ),
