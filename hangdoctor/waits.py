@@ -184,8 +184,9 @@ PHASES = (
     ),
     (
         "checkpoint",
-        r"(?!\w*(forward|backward|gradient|activation|recompute)).*",
-        r"(?!torch/utils/|.*(activation|gradient|recompute|checkpoint_wrapper)).*(checkpoint|ckpt|saver).*",
+        r"(?!main|<module>|\w*(forward|backward|gradient|activation|recompute)).*",
+        r"(?!torch/utils/|.*(activation|gradient|recompute|checkpoint_wrapper))(.*/)?(async_|background_|dist_)?"
+        r"(checkpoint|ckpt|saver).*",
     ),
     # Activation checkpointing only shares the name.
     (
