@@ -14,7 +14,7 @@ from hangdoctor.case import Case, ProcessState
 from hangdoctor.frames import python_only
 from hangdoctor.groups import rank_ranges
 from hangdoctor.model import Frame
-from hangdoctor.patterns import ROOTED
+from hangdoctor.patterns import EVENT_LOOP, ROOTED
 from hangdoctor.waits import ThreadWait
 
 # Waits that may be for a child process.
@@ -64,10 +64,16 @@ class Graph:
 
 
 def wait_for_graph(case: Case) -> Graph:
-    """Return the clusters of the case's ranks, largest first, and the edges between them."""
+    """Return the clusters of the case's ranks, largest first, and the edges between them.
+
+    The event loop of a server beside ranks that wait only serves requests: it is no source.
+    """
     clusters = cluster(case.ranks)
     waiting = tuple(c for c in clusters if c.thread_wait.waits_for_peers)
-    sources = tuple(c for c in clusters if not c.thread_wait.waits_for_peers)
+    others = [c for c in clusters if not c.thread_wait.waits_for_peers]
+    sources = tuple(c for c in others if not (waiting and c.thread_wait.operation == EVENT_LOOP)) or tuple(
+        c for c in others if not waiting
+    )
     return Graph(waiting, sources, edges_between(case, waiting, sources))
 
 

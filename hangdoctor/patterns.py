@@ -51,6 +51,9 @@ class Pattern:
 WORKER_LOOP = "worker loop"
 
 IMPORT_LOCK = "import lock"
+# A server without work waits in these.
+EVENT_LOOP = "event loop"
+ENGINE_LOOP = "engine loop"
 
 # fmt: off
 SPECIFIC = (
@@ -208,7 +211,7 @@ SPECIFIC = (
         r"pdb.py|bdb.py|cmd.py|code.py|ipdb/.*|IPython/.*|pudb/.*|debugpy/.*|rpdb/.*",
     ),
     Pattern(
-        "idle", "engine loop",
+        "idle", ENGINE_LOOP,
         r"_process_input_queue|recv_requests|recv_from_tokenizer|handle_loop|serve|run_until_shutdown",
         r"(sglang|vllm|uvicorn|starlette)/.*",
     ),
@@ -270,7 +273,7 @@ GENERIC = (
         r"zmq/.*",
     ),
     Pattern(
-        "idle", "event loop",
+        "idle", EVENT_LOOP,
         r"run_forever|run_until_complete|_run_once|run|select|poll",
         r"asyncio/.*|selectors.py|uvloop/.*",
     ),

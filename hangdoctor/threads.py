@@ -125,13 +125,13 @@ def effective(threads: tuple[ThreadState, ...], dump: ProcessDump) -> tuple[Thre
             if other.thread_wait.chain and other.thread_wait.kind not in ("idle", "event", "sleep"):
                 return other.thread_wait, other.thread
     if thread_wait.kind in DELEGATING and not ("cleanup" in thread_wait.phases and not thread_wait.chain):
-        for other in threads[1:]:
-            if other.thread_wait.kind in SPECIFIC_KINDS and (
-                other.thread_wait.chain or other.thread_wait.kind in ("collective", "p2p")
-            ):
-                return replace(
-                    other.thread_wait, phases=thread_wait.phases | other.thread_wait.phases
-                ), other.thread
+        # A thread that is itself stuck in a lock explains its process only where no other does.
+        locked = ("lock",) if thread_wait.kind != "lock" else ()
+        for kinds in (SPECIFIC_KINDS, locked):
+            for other in threads[1:]:
+                wait = other.thread_wait
+                if wait.kind in kinds and (wait.chain or wait.kind in ("collective", "p2p")):
+                    return replace(wait, phases=thread_wait.phases | wait.phases), other.thread
     return thread_wait, main.thread
 
 

@@ -22,6 +22,7 @@ from hangdoctor.model import Frame
 from hangdoctor.patterns import (
     COLLECTIVE_FILES,
     COLLECTIVES,
+    ENGINE_LOOP,
     GENERIC,
     P2P,
     PEER_KINDS,
@@ -143,11 +144,18 @@ PHASES = (
     ),
     (
         "cleanup",
-        r"_?(tear_?down|clean_?up|shut_?down|destroy|finali[sz]e|close|on_exit|atexit|dispose|__exit__|__del__|__aexit__)"
+        r"_?(tear_?down|clean_?up|shut_?down|destroy|finali[sz]e|close|on_exit|atexit|dispose|__del__)"
         r"(_(all|dist\w*|engines?|process\w*|workers?|train\w*|job|run|servers?|resources?|everything|groups?|parallel\w*|"
         r"loaders?|writers?|threads?|pools?|and_\w+))?|\w+_(clean_?up|tear_?down|shut_?down)|"
         r"stop_\w*(workers?|engines?|servers?|threads?|writers?)",
         r"USER",
+    ),
+    # A timer's or a profiler's context ends with every step.
+    (
+        "cleanup",
+        r"__a?exit__",
+        r"(?!torch|deepspeed/|megatron/|accelerate/|(pytorch_)?lightning|contextlib.py|threading.py|multiprocess|concurrent/|"
+        r"asyncio/|tqdm/|.*(timer|timing|profil|nvtx|trac(e|ing)|metric|stats)).*",
     ),
     (
         "cleanup",
@@ -384,6 +392,8 @@ def wait_of(frames: tuple[Frame, ...], python: tuple[Frame, ...]) -> tuple[str, 
         (kind, operation), frame = found[0]
         if kind == "collective" and any(wait[0] == "store" for wait, _ in native):
             return "store", "communicator", frame
+        if operation == "shm_broadcast" and caller_of(python, frame) == "worker_busy_loop":
+            return "idle", ENGINE_LOOP, frame
         if kind in ("import", "load", "compile") and native and native[0][0][0] != "lock":
             return native[0][0][0], native[0][0][1], python[0] if python else frame
         if kind in ("collective", "p2p"):
@@ -401,6 +411,12 @@ def wait_of(frames: tuple[Frame, ...], python: tuple[Frame, ...]) -> tuple[str, 
         (kind, operation), _ = native[0]
         return kind, operation, python[0] if python else native[0][1]
     return "running", "", python[0] if python else (frames[0] if frames else None)
+
+
+def caller_of(python: tuple[Frame, ...], frame: Frame) -> str:
+    """Return the name of the function that called into the file of `frame`."""
+    outer = python[python.index(frame) :]
+    return next((f.function for f in outer if f.file != frame.file), "")
 
 
 def outermost_of_run(python: tuple[Frame, ...], first: Frame) -> tuple[tuple[str, str], Frame]:

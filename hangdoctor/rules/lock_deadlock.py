@@ -52,7 +52,9 @@ def judge(case: Case, graph: Graph) -> Verdict | None:
     locked = [
         s
         for s in graph.source_ranks
-        if (s.thread_wait.kind in ("lock", "gil") and not behind_loader(s)) or import_cycle(s)
+        if waits_for_locked_child(s, case)
+        or (s.thread_wait.kind in ("lock", "gil") and not behind_loader(s))
+        or import_cycle(s)
     ]
     if not locked:
         return None
@@ -78,6 +80,16 @@ def holds_gil_asleep(process_state: ProcessState, case: Case) -> bool:
         t.waits_for_gil or t.thread_wait.kind == "gil" for t in process_state.threads if t is not holder
     )
     return waits or (process_state.ran is False and process_state.facts.state == "S")
+
+
+def waits_for_locked_child(process_state: ProcessState, case: Case) -> bool:
+    """True if a rank waits for a child process that never gets a lock, as after a fork; the workers
+    of a data loader belong to dataloader_stall.
+    """
+    wait = process_state.thread_wait
+    if wait.kind not in ("subprocess", "join", "future", "queue") or wait.phases & {"cleanup", "data"}:
+        return False
+    return any(child.thread_wait.kind == "lock" for child in case.children_of(process_state.name))
 
 
 def behind_loader(process_state: ProcessState) -> bool:

@@ -11,6 +11,8 @@ processes started than WORLD_SIZE.
 The ranks that wait are victims: their time-out names them, not the rank that is gone.
 """
 
+import re
+
 from hangdoctor.case import Case, ProcessState
 from hangdoctor.frames import show
 from hangdoctor.graph import Graph
@@ -18,6 +20,9 @@ from hangdoctor.groups import rank_ranges
 from hangdoctor.model import Confidence, Evidence, NextStep, Rank
 from hangdoctor.rules.verdict import LEVELS, Verdict, step, waiters_move, waiting_evidence, waiting_for
 
+STORE_BARRIER = re.compile(
+    r"Waiting in store based barrier.*world_size=(?P<world>\d{1,7}), worker_count=(?P<workers>\d{1,7})"
+)
 STATUS_TEXTS = {
     "gone": "has no process that could be dumped",
     "stopped": "is stopped (state T) and runs no instruction",
@@ -34,7 +39,9 @@ def judge(case: Case, graph: Graph) -> Verdict | None:
     lost: dict[Rank, str] = dict(case.lost.items())
     lost |= {s.rank: "stopped" for s in stopped if s.rank is not None}
     waiters = [s for s in graph.waiting_ranks if s not in stopped]
-    if not lost or not case.ranks or (not waiters and len(stopped) < len(case.ranks)):
+    if not lost:
+        return never_joined(case, graph)
+    if not case.ranks or (not waiters and len(stopped) < len(case.ranks)):
         return None
     statuses = set(lost.values())
     return Verdict(
@@ -48,6 +55,38 @@ def judge(case: Case, graph: Graph) -> Verdict | None:
             "A process of that rank that is alive and computes: then this collection missed it.",
             "Stacks of the waiting ranks that change.",
         ),
+    )
+
+
+def never_joined(case: Case, graph: Graph) -> Verdict | None:
+    """Return the verdict for a store barrier whose own count is lower than the world size: the rank
+    that did not join it is not among the ranks that were read.
+    """
+    counts = [
+        (int(m["world"]), int(m["workers"]), log.name)
+        for log in case.snapshot.logs
+        for line in log.lines
+        if (m := STORE_BARRIER.search(line))
+    ]
+    if not counts or graph.sources or any(s.thread_wait.kind != "store" for s in case.ranks):
+        return None
+    world, workers, name = max(counts, key=lambda count: count[1])
+    if workers >= world or len(case.ranks) > workers:
+        return None
+    return Verdict(
+        "missing_rank",
+        "medium" if case.ranks else "low",
+        (),
+        f"{world - workers} of {world} ranks never joined the store's barrier: {waiting_for(graph)}.",
+        (Evidence("", f"its log: {workers} of {world} workers have joined", name), *waiting_evidence(graph)),
+        (
+            step(
+                "pgrep -af NAME_OF_THE_SCRIPT",
+                "on every node: how many ranks were started, and which rank is not there",
+            ),
+            step("nc -vz $MASTER_ADDR $MASTER_PORT", "on that rank's node: can it reach the store?"),
+        ),
+        ("A later line with the full count, or a rank that is alive and still imports or loads.",),
     )
 
 

@@ -68,7 +68,7 @@ def waits_for_requests(process_state: ProcessState) -> bool:
     """True if an engine's scheduler waits for requests from its queue, or passes them to its other
     ranks.
     """
-    receivers = {"recv_requests", "_process_input_queue", "recv_from_tokenizer"}
+    receivers = {"recv_requests", "_process_input_queue", "recv_from_tokenizer", "worker_busy_loop"}
     return "engine" in process_state.thread_wait.phases and any(
         f.function in receivers for f in process_state.thread_wait.frames
     )

@@ -82,8 +82,10 @@ def from_records_alone(case: Case) -> Verdict:
 def to_collect(case: Case) -> tuple[str, ...]:
     """Return the evidence that would be conclusive and is not there."""
     wanted = []
+    absent = rank_ranges(case.not_collected)
     if len(case.ranks) < 2 or case.missing:
-        wanted.append("the stacks of all other ranks: areal-debug hang collect --to FOLDER")
+        who = f"ranks {absent}" if absent else "all other ranks"
+        wanted.append(f"the stacks of {who}, which settle it: areal-debug hang collect --to FOLDER")
     if case.num_samples < 2:
         wanted.append("a second sample some seconds later: it distinguishes slow from stuck")
     if not any(frame.native for s in case.ranks for frame in s.thread_wait.frames[:3]):
