@@ -17,6 +17,16 @@ from hangdoctor.model import Frame
 from hangdoctor.patterns import EVENT_LOOP, ROOTED
 from hangdoctor.waits import ThreadWait
 
+WEB_SERVERS = (
+    "uvicorn/",
+    "hypercorn/",
+    "gunicorn/",
+    "fastapi/",
+    "starlette/",
+    "aiohttp/web",
+    "vllm/entrypoints/",
+    "sglang/srt/entrypoints/",
+)
 # Waits that may be for a child process.
 CHILD_KINDS = ("data", "subprocess", "join", "future", "queue")
 
@@ -71,10 +81,15 @@ def wait_for_graph(case: Case) -> Graph:
     clusters = cluster(case.ranks)
     waiting = tuple(c for c in clusters if c.thread_wait.waits_for_peers)
     others = [c for c in clusters if not c.thread_wait.waits_for_peers]
-    sources = tuple(c for c in others if not (waiting and c.thread_wait.operation == EVENT_LOOP)) or tuple(
-        c for c in others if not waiting
-    )
+    sources = tuple(c for c in others if not (waiting and serves(c.thread_wait)))
     return Graph(waiting, sources, edges_between(case, waiting, sources))
+
+
+def serves(thread_wait: ThreadWait) -> bool:
+    """True for the event loop of a web server: it waits for requests, whatever the ranks do."""
+    return thread_wait.operation == EVENT_LOOP and any(
+        frame.file.startswith(WEB_SERVERS) for frame in thread_wait.frames
+    )
 
 
 def cluster(ranks: tuple[ProcessState, ...]) -> tuple[Cluster, ...]:

@@ -339,12 +339,12 @@ def phases_of(function: str, file: str) -> frozenset[str]:
     """Return the phases of the job that one frame indicates. `USER` in a table means: not in a
     library.
     """
-    place = "USER" if not is_library(file) else file
+    user = not is_library(file)
     return frozenset(
         phase
         for phase, names, files in PHASES
         if compiled(names).fullmatch(function)
-        and (compiled(files).fullmatch(place) or compiled(files).fullmatch(file))
+        and (user if files == "USER" else compiled(files).fullmatch(file))
     )
 
 

@@ -21,12 +21,16 @@ from hangdoctor.graph import Cluster, Graph, same_place
 from hangdoctor.groups import common_prefix, rank_ranges
 from hangdoctor.model import Confidence, Evidence
 from hangdoctor.recorded_operations import OperationFinding
+from hangdoctor.rules.straggler_or_not_hung import waits_for_requests
 from hangdoctor.rules.verdict import (
     Verdict,
     apart,
     apart_evidence,
     confidence,
+    name_ranks,
+    operation,
     place,
+    plural,
     ranks_of,
     stack_evidence,
     step,
@@ -57,6 +61,8 @@ def judge(case: Case, graph: Graph) -> Verdict | None:
     recorded = next((f for f in case.findings if f.kind in ("operation", "dtype", "size")), None)
     if recorded is not None:
         return from_records(case, graph, recorded)
+    if not case.lost and graph.waiting and graph.sources and all(map(waits_for_requests, graph.source_ranks)):
+        return out_of_step(case, graph)
     if graph.sources or case.lost or not graph.waiting or same_place(graph.waiting):
         return None
     if any(s.thread_wait.operation == "new_group" for s in graph.waiting_ranks):
@@ -79,6 +85,28 @@ def judge(case: Case, graph: Graph) -> Verdict | None:
         + stillness(case),
         STEPS,
         REFUTE,
+    )
+
+
+def out_of_step(case: Case, graph: Graph) -> Verdict | None:
+    """Return the verdict for an engine of which some ranks run a step and the others wait for one."""
+    if all(map(waits_for_requests, graph.waiting_ranks)):
+        return None  # an idle engine: one rank polls, the others wait for its broadcast
+    odd = list(
+        graph.waiting_ranks if len(graph.waiting_ranks) <= len(graph.source_ranks) else graph.source_ranks
+    )
+    return Verdict(
+        "collective_mismatch",
+        confidence(case, graph, odd, "medium"),
+        ranks_of(odd),
+        f"{name_ranks(graph.waiting_ranks).capitalize()} {plural(graph.waiting_ranks, 'waits', 'wait')} in "
+        f"{operation(graph.waiting_ranks[0])} of a step, while {name_ranks(graph.source_ranks)} "
+        f"{plural(graph.source_ranks, 'waits', 'wait')} for the next request: the engine's ranks are out of step.",
+        waiting_evidence(graph)
+        + stack_evidence(graph.source_ranks[:4], "waits for a request")
+        + stillness(case),
+        STEPS,
+        REFUTE[1:],
     )
 
 

@@ -11,8 +11,11 @@ is long but ends.
 How to distinguish it from a hang: take two samples more than a step apart. In a hang no rank moves.
 """
 
+import re
+
 from hangdoctor.case import Case, ProcessState
 from hangdoctor.graph import Graph
+from hangdoctor.patterns import ENGINE_LOOP
 from hangdoctor.rules.verdict import (
     Verdict,
     name_ranks,
@@ -28,6 +31,12 @@ from hangdoctor.rules.verdict import (
 
 # Work that a job does once, at its start: with one sample it is more likely slow than stuck.
 ONCE = ("compile", "load", "running")
+# C code that computes shows no frame of its own, and the dump may call its thread idle.
+COMPUTING = re.compile(
+    r"encode|decode|tokeni[sz]e|preprocess|parse|loads?$|dumps?$|deepcopy|shuffle|sort|hash|score|_read_video|"
+    r"resize|matmul|linear|einsum|conv\d|build_index|pad|collate",
+    re.I,
+)
 WORKING = (
     "running",
     "blocked",
@@ -53,7 +62,7 @@ def judge(case: Case, graph: Graph) -> Verdict | None:
         return slow(case, graph, sources)
     if sources and all(waits_for_requests(s) for s in case.ranks):
         return idle_engine(case, graph)
-    if sources and case.num_samples < 2 and all(s.thread_wait.kind in ONCE for s in sources):
+    if sources and case.num_samples < 2 and all(computes(s) for s in sources):
         most = len(sources) * 2 > len(case.ranks) > len(sources)
         # Most ranks in plain code while a few wait is no picture of a few slow ones.
         return (
@@ -64,14 +73,21 @@ def judge(case: Case, graph: Graph) -> Verdict | None:
     return None
 
 
+def computes(process_state: ProcessState) -> bool:
+    """True if the stack shows work, by its kind or by the name of the innermost function."""
+    wait = process_state.thread_wait
+    named = wait.kind == "blocked" and wait.frame is not None and COMPUTING.search(wait.frame.function)
+    return wait.kind in ONCE or (bool(named) and not wait.phases & {"cleanup", "error"})
+
+
 def waits_for_requests(process_state: ProcessState) -> bool:
     """True if an engine's scheduler waits for requests from its queue, or passes them to its other
     ranks.
     """
-    receivers = {"recv_requests", "_process_input_queue", "recv_from_tokenizer", "worker_busy_loop"}
-    return "engine" in process_state.thread_wait.phases and any(
-        f.function in receivers for f in process_state.thread_wait.frames
-    )
+    receivers = {"recv_requests", "_process_input_queue", "recv_from_tokenizer"}
+    wait = process_state.thread_wait
+    receives = any(f.function in receivers for f in wait.frames)
+    return "engine" in wait.phases and (receives or wait.operation == ENGINE_LOOP)
 
 
 def idle_engine(case: Case, graph: Graph) -> Verdict:
