@@ -288,6 +288,8 @@ GENERIC = (
         r"synchronize|wait_event|wait_stream|current_stream|item|tolist|cpu|elapsed_time|query|empty_cache",
         r"torch/(cuda|npu|xpu|hip|accelerator|_tensor).*",
     ),
+    Pattern("device", "device sync", r"(stream_|device_)?synchronize", r".*"),
+    Pattern("sleep", "sleep", r"_?(time_)?sleep", r".*"),
     Pattern(
         "device", "device sync",
         r"clip_grad_norm_|clip_grads_with_norm_|_clip_grads_with_norm_|_get_total_norm|get_total_norm|"

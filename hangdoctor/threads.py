@@ -2,6 +2,7 @@
 another thread.
 """
 
+import re
 from dataclasses import dataclass, replace
 
 from hangdoctor.frames import main_thread, python_only
@@ -12,6 +13,8 @@ from hangdoctor.waits import POSTED, SOURCE, WCHAN, ThreadWait, compiled, thread
 UNNAMED = "unnamed thread"
 # A main thread that waits for another thread of its process: that thread shows the real wait.
 DELEGATING = ("future", "event", "queue", "join", "idle", "lock")
+# Threads that look after the process do not show what it waits for.
+WATCHES = re.compile(r"py_?spy|watch_?dog|heartbeat|faulthandler|_?monitor(_\w+)?$", re.I)
 SPECIFIC_KINDS = (
     "http",
     "rpc",
@@ -130,6 +133,8 @@ def effective(threads: tuple[ThreadState, ...], dump: ProcessDump) -> tuple[Thre
         for kinds in (SPECIFIC_KINDS, locked):
             for other in threads[1:]:
                 wait = other.thread_wait
+                if any(WATCHES.search(frame.function) for frame in wait.frames):
+                    continue
                 if wait.kind in kinds and (wait.chain or wait.kind in ("collective", "p2p")):
                     return replace(wait, phases=thread_wait.phases | wait.phases), other.thread
     return thread_wait, main.thread

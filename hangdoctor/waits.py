@@ -239,7 +239,7 @@ PHASES = (
     (
         "outside",
         r"_?\w*(rollout|generat|trajector|infer(ence|_)|reward|verif|judge|grade)\w*|prepare_batch|"
-        r"_?wait_(for_)?(server|engine|results?|samples?|response|health)\w*",
+        r"_?wait_(for|until)\w*|_?wait_(server|engine|results?|samples?|response|health)\w*|_?poll_\w+",
         r"USER",
     ),
     (

@@ -10,6 +10,8 @@ that does not respond.
 What helps: a time-out on every external wait, and retries that all ranks agree on.
 """
 
+import re
+
 from hangdoctor.case import Case, ProcessState
 from hangdoctor.frames import show
 from hangdoctor.graph import Graph
@@ -59,10 +61,11 @@ def polls_outside(process_state: ProcessState) -> bool:
     """True if a rank sleeps or idles between requests to an engine or a reward service: `while not
     ready: sleep` in a rollout.
     """
-    return (
-        process_state.thread_wait.kind in ("sleep", "idle", "event")
-        and "outside" in process_state.thread_wait.phases
-    )
+    wait = process_state.thread_wait
+    if "outside" not in wait.phases:
+        return False
+    polls = wait.frame is not None and re.search("wait|poll", wait.frame.function)
+    return wait.kind in ("sleep", "idle", "event") or (wait.kind == "blocked" and bool(polls))
 
 
 def children(case: Case, process_states: list[ProcessState]) -> tuple[Evidence, ...]:
