@@ -3,8 +3,10 @@
     python benchmarks/hang_calibration.py [--cases FOLDER|FILE] [--external FILE] [-v] [--write]
 
 Own cases are texts under tests/hangdoctor/analysis (`field/*.txt` in the short notation below,
-`cases/*.txt` as pastes). `--external` takes a JSON list of cases (`label`, `accept`, `world_size`,
-`procs` of `who` and `threads`, `logs`). `--write` puts the table into docs/hang.md.
+`cases/*.txt` as pastes). A case that has all ranks of its job is scored a second time as a
+collection of two samples in which nothing moved: one sample alone is never certain. `--external`
+takes a JSON list of cases (`label`, `accept`, `world_size`, `procs` of `who` and `threads`, `logs`).
+`--write` puts the table into docs/hang.md.
 
     ##### TITLE | LABEL | OTHER ACCEPTABLE LABELS | WORLD SIZE
     0,2-3: FRAME < FRAME       a main thread, innermost frame first; names work as well as ranks
@@ -20,7 +22,7 @@ import re
 import tempfile
 from collections import Counter, defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from hangdoctor.diagnose import diagnose
@@ -59,10 +61,13 @@ class Answer:
 
 
 def own_cases(folder: Path = OWN) -> Iterator[Case]:
-    """Yield the cases of `folder`: those in short notation, then pastes."""
+    """Yield the cases of `folder`: those in short notation, where possible twice, then pastes."""
     for path in sorted(folder.glob("field/*.txt")):
         for title, label, accept, world, body in blocks(path):
-            yield Case(title, path.stem, label, tuple(accept.split()), world, files_of(body))
+            case = Case(
+                title, path.stem.replace("_", " "), label, tuple(accept.split()), world, files_of(body)
+            )
+            yield from (made for made in (case, still(case)) if made)
     for path in sorted(folder.glob("cases/*.txt")):
         for title, label, _, world, body in blocks(path):
             yield Case(title, "pastes", label, (), world, {"stacks.txt": body})
@@ -92,6 +97,37 @@ def files_of(body: str) -> dict[str, str]:
         for name in names:
             files[f"{name}.txt"] = files.get(f"{name}.txt", "") + text_of(head, text, name)
     return files
+
+
+def still(case: Case) -> Case | None:
+    """Return a case as a collection of two equal samples, half a minute apart; None where a rank of
+    the job is not among its files.
+    """
+    stacks = {name: text for name, text in case.files.items() if name.endswith(".txt")}
+    ranks = [name for name in stacks if re.fullmatch(r"rank_\d+\.txt", name)]
+    if (
+        case.world_size != len(ranks)
+        or len(ranks) != len(stacks)
+        or any("Error" in t for t in stacks.values())
+    ):
+        return None
+    processes = [
+        {"name": name[:-4], "rank": int(name[5:-4]), "role": "trainer", "host": "a", "pid": 10, "parent": None,
+         "status": "dumped", "detail": "", "command": ""}
+        for name in ranks
+    ]  # fmt: skip
+    contents = {
+        "format": "hangdoctor-collection",
+        "version": 1,
+        "world_size": len(ranks),
+        "hosts": [],
+        "samples": [{"time": 100.0}, {"time": 130.0}],
+        "processes": processes,
+    }
+    files = {f"samples/{sample}/{name}": text for sample in range(2) for name, text in stacks.items()}
+    files |= {f"logs/{name}": text for name, text in case.files.items() if name.endswith(".log")}
+    source = f"{case.source}, two samples"
+    return replace(case, source=source, files=files | {"collection.json": json.dumps(contents)})
 
 
 def process_names(head: str) -> list[str]:
@@ -155,7 +191,9 @@ def answer(case: Case) -> Answer:
     """Diagnose one case from its files."""
     with tempfile.TemporaryDirectory() as folder:
         for name, text in case.files.items():
-            Path(folder, name).write_text(text)
+            path = Path(folder, name)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
         diagnosis = diagnose(read_snapshot([Path(folder)], case.world_size))
     return Answer(case, diagnosis.label, diagnosis.confidence)
 

@@ -145,7 +145,9 @@ def certainty(clusters: list[Cluster], odd: list[ProcessState], recorded: bool) 
     """
     if recorded:
         return "high"
-    if several_groups(clusters):
+    # A collective of a clean-up or an error path is no mismatch of the program.
+    apart = any(c.thread_wait.phases & {"cleanup", "error"} for c in clusters)
+    if apart or several_groups(clusters):
         return "low"
     return "high" if len(odd) == 1 and len(clusters) == 2 and len(clusters[0].members) > 1 else "medium"
 

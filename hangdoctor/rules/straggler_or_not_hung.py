@@ -62,7 +62,8 @@ def judge(case: Case, graph: Graph) -> Verdict | None:
         return slow(case, graph, sources)
     if sources and all(waits_for_requests(s) for s in case.ranks):
         return idle_engine(case, graph)
-    if sources and case.num_samples < 2 and all(computes(s) for s in sources):
+    unseen = case.num_samples < 2 or all(s.ran is None and s.cpu_fraction is None for s in sources)
+    if sources and unseen and all(computes(s) for s in sources):
         most = len(sources) * 2 > len(case.ranks) > len(sources)
         # Most ranks in plain code while a few wait is no picture of a few slow ones.
         return (

@@ -85,7 +85,7 @@ def to_collect(case: Case) -> tuple[str, ...]:
     absent = rank_ranges(case.not_collected)
     if len(case.ranks) < 2 or case.missing:
         who = f"ranks {absent}" if absent else "all other ranks"
-        wanted.append(f"the stacks of {who}, which settle it: areal-debug hang collect --to FOLDER")
+        wanted.append(f"the stacks of {who}: areal-debug hang collect --to FOLDER")
     if case.num_samples < 2:
         wanted.append("a second sample some seconds later: it distinguishes slow from stuck")
     if not any(frame.native for s in case.ranks for frame in s.thread_wait.frames[:3]):

@@ -1,0 +1,71 @@
+"""Cases in the shape of what people post: acceptable answers, and what each confidence is worth."""
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+spec = importlib.util.spec_from_file_location("hang_calibration", ROOT / "benchmarks" / "hang_calibration.py")
+hang_calibration = importlib.util.module_from_spec(spec)
+sys.modules[spec.name] = hang_calibration
+spec.loader.exec_module(hang_calibration)
+
+
+@pytest.fixture(scope="module")
+def answers():
+    return [hang_calibration.answer(case) for case in hang_calibration.own_cases()]
+
+
+def wrong(answers) -> list[str]:
+    return [f"{given.case.source}: {given.case.title}: {given.label}" for given in answers if not given.right]
+
+
+def test_at_least_95_percent_of_the_answers_are_acceptable(answers):
+    assert len(answers) >= 200
+    assert len(wrong(answers)) <= 0.05 * len(answers), wrong(answers)
+
+
+def test_no_certain_answer_is_wrong(answers):
+    assert wrong(given for given in answers if given.confidence == "high") == []
+
+
+@pytest.mark.parametrize(("level", "share"), [("high", 0.97), ("medium", 0.85), ("low", 0.60)])
+def test_a_confidence_is_right_as_often_as_the_docs_say(answers, level, share):
+    right, of = hang_calibration.calibration(answers)[level]
+    assert of >= 30
+    assert right >= share * of
+
+
+def test_the_table_of_the_docs_is_what_the_script_measures(answers):
+    page = (ROOT / "docs/hang.md").read_text()
+    assert hang_calibration.table(answers) in page, "python benchmarks/hang_calibration.py --write renews it"
+
+
+def test_one_sample_is_never_certain(answers):
+    single = [given for given in answers if "collection.json" not in given.case.files]
+    assert single
+    assert {given.confidence for given in single} == {"medium", "low"}
+
+
+def test_ranks_that_nobody_read_are_named_and_not_blamed(tmp_path):
+    from hangdoctor.diagnose import diagnose
+    from hangdoctor.parse.read import read_snapshot
+
+    stack = hang_calibration.text_of(
+        "0", "all_reduce@torch/distributed/distributed_c10d.py:1 < step@t.py:9", "rank_0"
+    )
+    (tmp_path / "rank_0.txt").write_text(stack)
+    diagnosis = diagnose(read_snapshot([tmp_path], 4))
+    assert (diagnosis.label, diagnosis.confidence, diagnosis.culprit_ranks) == ("nccl_timeout", "low", ())
+    assert "not known" in diagnosis.summary
+    assert diagnosis.collect[0] == "the stacks of ranks 1-3: areal-debug hang collect --to FOLDER"
+
+
+def test_a_store_barrier_that_lacks_workers_proves_that_a_rank_is_missing(tmp_path):
+    case = next(c for c in hang_calibration.own_cases() if c.title.startswith("store barrier line"))
+    complete = {name: text.replace("worker_count=7", "worker_count=8") for name, text in case.files.items()}
+    given = hang_calibration.answer(hang_calibration.replace(case, files=complete))
+    assert hang_calibration.answer(case).label == "missing_rank"
+    assert given.label == "init_deadlock"
