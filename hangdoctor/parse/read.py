@@ -16,7 +16,7 @@ from hangdoctor.parse import location, ras
 from hangdoctor.parse.assemble import Reading, finish
 from hangdoctor.parse.flight_recorder import is_flight_recorder, parse_flight_recorder, records_from
 from hangdoctor.parse.location import ProcessName, parse_name
-from hangdoctor.parse.logs import exited_ranks, has_timeouts, parse_error_file, parse_log
+from hangdoctor.parse.logs import RELEVANT, exited_ranks, has_timeouts, parse_error_file, parse_log
 from hangdoctor.parse.members import members_of
 from hangdoctor.parse.owners import owners_of
 from hangdoctor.parse.stacks_json import parse_stacks_json
@@ -76,7 +76,8 @@ def read_snapshot(
         for member, data in members_of(path, reading.notes):
             take(reading, member, data)
     snapshot = finish(reading, world_size)
-    if not (snapshot.dumps or snapshot.records or snapshot.ras or snapshot.expected):
+    found = snapshot.dumps or snapshot.records or snapshot.ras or snapshot.expected
+    if not (found or any(RELEVANT.search(line) for log in snapshot.logs for line in log.lines)):
         searched = ", ".join(map(str, paths)) or "nothing"
         notes = "; ".join(snapshot.notes[:3])
         raise HangInputError(
