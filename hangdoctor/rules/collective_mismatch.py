@@ -161,7 +161,8 @@ def from_records(case: Case, graph: Graph, finding: OperationFinding) -> Verdict
     apart = [s for s in graph.source_ranks if s.rank not in finding.odd_ranks]
     return Verdict(
         "collective_mismatch",
-        "medium" if apart else "high",
+        # A watchdog message numbers the operations of one group and seldom names the group.
+        "medium" if apart or finding.source == "watchdog" else "high",
         finding.odd_ranks,
         f"Ranks {rank_ranges(finding.odd_ranks)} and {rank_ranges(finding.agreeing_ranks)} disagree on the {finding.kind} of collective "
         f"{finding.sequence} of group {finding.group}: {finding.detail}{where}.",
