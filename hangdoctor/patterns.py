@@ -85,7 +85,7 @@ SPECIFIC = (
     ),
     Pattern(
         "collective", "broadcast",
-        r"broadcast_pyobj|broadcast_recv_input|point_to_point_pyobj",
+        r"broadcast_pyobj|broadcast_recv_input",
         r"sglang/.*",
     ),
     Pattern(
@@ -104,6 +104,9 @@ SPECIFIC = (
         r"_wait_batch_p2p|_batch_p2p|recv_(forward|backward)\w*|(fwd|bwd)_recv\w*",
         r"torch/distributed/pipelining/.*",
     ),
+    Pattern("p2p", "recv", r"recv_(tensor_dict|object|tensor)|_pp_recv\w*", r"(vllm|sglang)/.*"),
+    Pattern("p2p", "send", r"send_(tensor_dict|object|tensor)|_pp_send\w*", r"(vllm|sglang)/.*"),
+    Pattern("p2p", "point to point", r"point_to_point_pyobj", r".*"),
     Pattern("p2p", "recv", r"recv|_recv_.*|_exec_recv_\w+", r"deepspeed/runtime/pipe/.*"),
     Pattern("p2p", "send", r"send|_send_.*|_exec_send_\w+", r"deepspeed/runtime/pipe/.*"),
     Pattern(

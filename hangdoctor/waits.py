@@ -83,6 +83,7 @@ NATIVE = (
         r".*",
     ),
 )
+NATIVE_EXIT = r"exit|Py_(Exit|Finalize(Ex)?|RunMain_exit)|__run_exit_handlers|__cxa_finalize|atexit_callfuncs"
 # A call into C leaves no Python frame: the text of the source line names the call that sleeps.
 SOURCE = (
     ("destroy", "destroy_process_group", r"\b(destroy_process_group|_abort_process_group)\("),
@@ -360,6 +361,8 @@ def thread_wait_of(raw: tuple[Frame, ...]) -> ThreadWait:
     frames = normal_frames(raw)
     python = python_only(frames)
     phases = frozenset(phase for f in python for phase in phases_of(f.function, f.file))
+    if any(f.native and compiled(NATIVE_EXIT).fullmatch(f.function) for f in frames):
+        phases |= {"cleanup"}
     domain = next((name for f in python if (name := domain_of(f.file))), "")
     kind, operation, frame = wait_of(frames, python)
     return ThreadWait(kind, operation, frame, user_frames(frames), phases, domain, frames)
@@ -380,12 +383,15 @@ def wait_of(frames: tuple[Frame, ...], python: tuple[Frame, ...]) -> tuple[str, 
     """Return the innermost specific wait, else the outermost generic one, else that of the native
     frames, else running.
     """
+    # A loader's worker runs the program: what that waits for is the wait of the worker.
+    in_worker = any(f.function == "_worker_loop" for f in python)
     found = [
         (wait, f)
         for f in python
         if (wait := specific_wait(f.function, f.file))
         and not (wait[0] in AROUND and calls_program(python, f))
         and not (wait[1] == WORKER_LOOP and f is not python[0])
+        and not (wait[0] == "data" and in_worker and calls_program(python, f))
     ]
     native = [(wait, f) for f in frames if f.native and (wait := native_wait(f.function))]
     if found:

@@ -18,6 +18,7 @@ from hangdoctor.graph import Graph
 from hangdoctor.model import Confidence, Evidence
 from hangdoctor.rules.verdict import Verdict, source_verdict, step
 
+REMOTE = {"storage": "for remote storage", "service": "for a remote service"}
 OUTSIDE = {
     "http": "for an HTTP response",
     "rpc": "for a remote call",
@@ -45,7 +46,7 @@ def judge(case: Case, graph: Graph) -> Verdict | None:
         case,
         graph,
         outside,
-        OUTSIDE.get(kind, "for samples, rewards or a server"),
+        REMOTE.get(outside[0].thread_wait.operation) or OUTSIDE.get(kind, "for samples, rewards or a server"),
         (
             step("ss -tnp | grep PID", "shows the address it waits for, and whether bytes are queued"),
             step("curl -m 5 http://SERVER/health", "is the server alive?"),
