@@ -10,6 +10,9 @@ thread that nothing stops; a data loader or writer that is joined while it waits
 When every rank is in destroy_process_group, look for CUDA graphs that captured a collective: NCCL
 2.26 and later wait until they are destroyed.
 
+A collective in a clean-up belongs here, not to collective_mismatch: its peers never call it. A save
+that closes its writer is a save.
+
 What helps: abort instead of destroy on the error path, and no collectives in `finally`.
 """
 

@@ -7,6 +7,8 @@ Common causes: a dead or overloaded inference server behind a connection that wa
 reward process that loops in untrusted code; an upload command that prompts for a password; storage
 that does not respond.
 
+A launcher or driver alone waits for its children: it is never the cause beside ranks that wait.
+
 What helps: a time-out on every external wait, and retries that all ranks agree on.
 """
 

@@ -5,8 +5,8 @@ native code; or one thread holds the GIL, sleeps and does not move; or a process
 lock (torch_extensions, a shared cache).
 
 Common causes: two locks acquired in opposite order; fork() while a thread held a lock (data-loader
-workers, loggers); a native extension that blocks without releasing the GIL; a lock file left by a
-killed process.
+workers, loggers, the import lock of a module); a pool whose child never gets such a lock; a native
+extension that blocks without releasing the GIL; a lock file left by a killed process.
 
 Peers in a collective are victims. The native pass (`py-spy dump --native`) is what shows locks:
 plain Python frames do not.

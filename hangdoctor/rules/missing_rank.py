@@ -8,6 +8,9 @@ Common causes: the kernel's out-of-memory killer (dmesg), a crash whose tracebac
 of that rank, SIGSTOP from a debugger, a failed node that the launcher has not noticed, fewer
 processes started than WORLD_SIZE.
 
+A rank whose process nobody looked for is not missing: a collection, py-spy's own error, an exit
+report, RAS or the count of the store's barrier has to prove it.
+
 The ranks that wait are victims: their time-out names them, not the rank that is gone.
 """
 
