@@ -32,6 +32,9 @@ def judge(case: Case, graph: Graph) -> Verdict | None:
     pipeline = any(s.thread_wait.domain == "pipeline" for s in peers)
     if not peers or (len(peers) < 2 and not pipeline and len(case.ranks) > 1):
         return None
+    others = [c for c in graph.waiting if c.thread_wait.kind not in ("p2p", "device")]
+    if len(others) > 1 or len(peers) * 2 < len(case.ranks):
+        return None  # stages wait behind ranks that disagree on a collective
     everybody = len(peers) == len(case.ranks)
     return Verdict(
         "p2p_shape_mismatch",
