@@ -1,12 +1,12 @@
 """What `hang diagnose` answers to every case at hand, and how often each confidence is right.
 
-    python benchmarks/hang_calibration.py [--cases FOLDER|FILE] [--external FILE] [-v] [--write]
+    python benchmarks/hang_calibration.py [--external FILE] [-v] [--write]
 
 Own cases are texts under tests/hangdoctor/analysis (`field/*.txt` in the short notation below,
 `cases/*.txt` as pastes). A case that has all ranks of its job is scored a second time as a
 collection of two samples in which nothing moved: one sample alone is never certain. `--external`
-takes a JSON list of cases (`label`, `accept`, `world_size`, `procs` of `who` and `threads`, `logs`).
-`--write` puts the table into docs/hang.md.
+takes a JSON list of cases (`label`, `accept`, `world_size`, `procs` of `who` and `threads`,
+`logs`). `--write` puts the table into docs/hang.md.
 
     ##### TITLE | LABEL | OTHER ACCEPTABLE LABELS | WORLD SIZE
     0,2-3: FRAME < FRAME       a main thread, innermost frame first; names work as well as ranks
