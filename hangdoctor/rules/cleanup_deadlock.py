@@ -21,6 +21,7 @@ from hangdoctor.frames import python_only
 from hangdoctor.graph import Graph
 from hangdoctor.rules.verdict import (
     Verdict,
+    begin,
     confidence,
     name_ranks,
     operation,
@@ -67,7 +68,7 @@ def judge(case: Case, graph: Graph) -> Verdict | None:
         "cleanup_deadlock",
         confidence(case, graph, culprits, "high" if certain else "medium"),
         ranks_of(culprits),
-        f"{name_ranks(culprits).capitalize()} {plural(culprits, 'is', 'are')} exiting ({operation(culprits[0])} at {where}) "
+        f"{begin(name_ranks(culprits))} {plural(culprits, 'is', 'are')} exiting ({operation(culprits[0])} at {where}) "
         f"while {others}.",
         stack_evidence(culprits, f"exiting: {operation(culprits[0])}", graph)
         + waiting_evidence(graph, culprits)

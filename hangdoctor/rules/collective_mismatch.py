@@ -26,6 +26,7 @@ from hangdoctor.rules.verdict import (
     Verdict,
     apart,
     apart_evidence,
+    begin,
     confidence,
     name_ranks,
     operation,
@@ -99,7 +100,7 @@ def out_of_step(case: Case, graph: Graph) -> Verdict | None:
         "collective_mismatch",
         confidence(case, graph, odd, "medium"),
         ranks_of(odd),
-        f"{name_ranks(graph.waiting_ranks).capitalize()} {plural(graph.waiting_ranks, 'waits', 'wait')} in "
+        f"{begin(name_ranks(graph.waiting_ranks))} {plural(graph.waiting_ranks, 'waits', 'wait')} in "
         f"{operation(graph.waiting_ranks[0])} of a step, while {name_ranks(graph.source_ranks)} "
         f"{plural(graph.source_ranks, 'waits', 'wait')} for the next request: the engine's ranks are out of step.",
         waiting_evidence(graph)

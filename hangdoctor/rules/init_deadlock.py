@@ -16,6 +16,7 @@ from hangdoctor.graph import Graph
 from hangdoctor.model import Confidence
 from hangdoctor.rules.verdict import (
     Verdict,
+    begin,
     confidence,
     name_ranks,
     operation,
@@ -102,7 +103,7 @@ def verdict(
         "init_deadlock",
         confidence(case, graph, culprits, best),
         ranks_of(culprits),
-        f"{name_ranks(culprits).capitalize()} {fact}: it is at {place(culprits[0])}{others}.",
+        f"{begin(name_ranks(culprits))} {fact}: it is at {place(culprits[0])}{others}.",
         stack_evidence(culprits, fact, graph) + waiting_evidence(graph, culprits) + stillness(case),
         STEPS,
         (

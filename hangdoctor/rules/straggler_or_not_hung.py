@@ -18,6 +18,7 @@ from hangdoctor.graph import Graph
 from hangdoctor.patterns import ENGINE_LOOP
 from hangdoctor.rules.verdict import (
     Verdict,
+    begin,
     name_ranks,
     place,
     plural,
@@ -158,7 +159,7 @@ def slow(case: Case, graph: Graph, sources: tuple[ProcessState, ...]) -> Verdict
     summary = (
         f"No rank waits for another: all ranks are {doing}."
         if everybody
-        else f"{name_ranks(sources).capitalize()} {plural(sources, 'is', 'are')} still {doing} "
+        else f"{begin(name_ranks(sources))} {plural(sources, 'is', 'are')} still {doing} "
         f"at {place(sources[0])}; {waiting_for(graph)}."
     )
     return Verdict(

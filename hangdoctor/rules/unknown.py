@@ -12,6 +12,7 @@ from hangdoctor.model import Evidence
 from hangdoctor.recorded_operations import behind_by_ras
 from hangdoctor.rules.verdict import (
     Verdict,
+    begin,
     name_ranks,
     place,
     plural,
@@ -30,7 +31,7 @@ def judge(case: Case, graph: Graph) -> Verdict | None:
     few = len(sources) * 2 <= len(case.ranks)
     if sources and graph.waiting:
         summary = (
-            f"{name_ranks(sources).capitalize()} {plural(sources, 'is', 'are')} at {place(sources[0])}, "
+            f"{begin(name_ranks(sources))} {plural(sources, 'is', 'are')} at {place(sources[0])}, "
             f"outside the operation of the others ({waiting_for(graph)}), but the stack does not show why."
         )
     elif len(case.ranks) == 1:

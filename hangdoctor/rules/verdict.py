@@ -102,6 +102,11 @@ def name_ranks(process_states: Sequence[ProcessState]) -> str:
     return f"ranks {rank_ranges(found)}"
 
 
+def begin(text: str) -> str:
+    """Return the beginning of a sentence; the name of a process stays as it is."""
+    return f"R{text[1:]}" if text.startswith(("rank ", "ranks ")) else text
+
+
 def plural(process_states: Sequence[ProcessState], one: str, many: str) -> str:
     """Return `one` for a single process, else `many`."""
     return one if len(process_states) == 1 else many
@@ -251,7 +256,7 @@ def source_verdict(
         label,
         level,
         ranks_of(culprits),
-        f"{name_ranks(culprits).capitalize()} {plural(culprits, 'waits', 'wait')} {what} at {place(culprits[0])}; {waiting_for(graph)}.",
+        f"{begin(name_ranks(culprits))} {plural(culprits, 'waits', 'wait')} {what} at {place(culprits[0])}; {waiting_for(graph)}.",
         stack_evidence(culprits, f"waits {what}", graph) + more + waiting_evidence(graph) + stillness(case),
         next_steps,
         would_refute,

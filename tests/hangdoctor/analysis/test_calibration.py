@@ -6,6 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from hangdoctor.diagnose import diagnose
+from hangdoctor.parse.read import read_snapshot
+
 ROOT = Path(__file__).parents[3]
 spec = importlib.util.spec_from_file_location("hang_calibration", ROOT / "benchmarks" / "hang_calibration.py")
 hang_calibration = importlib.util.module_from_spec(spec)
@@ -50,9 +53,6 @@ def test_one_sample_is_never_certain(answers):
 
 
 def test_ranks_that_nobody_read_are_named_and_not_blamed(tmp_path):
-    from hangdoctor.diagnose import diagnose
-    from hangdoctor.parse.read import read_snapshot
-
     stack = hang_calibration.text_of(
         "0", "all_reduce@torch/distributed/distributed_c10d.py:1 < step@t.py:9", "rank_0"
     )
@@ -69,3 +69,11 @@ def test_a_store_barrier_that_lacks_workers_proves_that_a_rank_is_missing(tmp_pa
     given = hang_calibration.answer(hang_calibration.replace(case, files=complete))
     assert hang_calibration.answer(case).label == "missing_rank"
     assert given.label == "init_deadlock"
+
+
+def test_a_process_without_a_rank_is_judged_by_its_name(tmp_path):
+    joined = hang_calibration.text_of("w", "join@threading.py:1 < _shutdown@threading.py:2", "Worker_TP0")
+    (tmp_path / "Worker_TP0.txt").write_text(joined)
+    diagnosis = diagnose(read_snapshot([tmp_path]))
+    assert (diagnosis.label, diagnosis.culprit_ranks) == ("cleanup_deadlock", ("Worker_TP0",))
+    assert diagnosis.summary.startswith("Worker_TP0 is exiting")
