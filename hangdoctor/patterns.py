@@ -173,7 +173,7 @@ SPECIFIC = (
         r"acquire|_acquire|lock|__enter__",
         r"filelock/.*|portalocker/.*|fasteners/.*",
     ),
-    Pattern("rpc", "ray.get", r"get|wait|get_objects|fetch_and_register.*", r"ray/_private/.*"),
+    Pattern("rpc", "ray.get", r"get|wait|get_objects|fetch_and_register.*", r"ray/(_private/.*|worker.py)"),
     Pattern("rpc", "rpc", r"rpc_sync|wait_all|_wait_all|_all_gather", r"torch/distributed/rpc/.*"),
     Pattern("rpc", "gRPC", r".*", r"grpc/.*"),
     Pattern(
@@ -218,7 +218,7 @@ SPECIFIC = (
         r"_process_input_queue|recv_requests|recv_from_tokenizer|handle_loop|serve|run_until_shutdown",
         r"(sglang|vllm|uvicorn|starlette)/.*",
     ),
-    Pattern("idle", WORKER_LOOP, r"main_loop|run_task_loop", r"ray/(_private/)?worker.py"),
+    Pattern("idle", WORKER_LOOP, r"main_loop|run_task_loop|_get_next_task\w*", r"ray/(_private/)?worker.py"),
     Pattern("launcher", "launcher", r"_invoke_run|_monitor_workers|launch_agent", r"torch/distributed/.*"),
     Pattern("launcher", "launcher", r"join|start_processes", r"torch/multiprocessing/spawn.py"),
     Pattern("launcher", "launcher", r"main|launch\w*|monitor\w*", r"deepspeed/launcher/.*"),

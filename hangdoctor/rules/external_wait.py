@@ -18,9 +18,14 @@ from hangdoctor.case import Case, ProcessState
 from hangdoctor.frames import show
 from hangdoctor.graph import Graph
 from hangdoctor.model import Confidence, Evidence
+from hangdoctor.patterns import WORKER_LOOP
 from hangdoctor.rules.verdict import Verdict, source_verdict, step
 
-REMOTE = {"storage": "for remote storage", "service": "for a remote service"}
+REMOTE = {
+    "storage": "for remote storage",
+    "service": "for a remote service",
+    WORKER_LOOP: "for a task from its driver",
+}
 OUTSIDE = {
     "http": "for an HTTP response",
     "rpc": "for a remote call",
@@ -36,7 +41,9 @@ OUTSIDE = {
 
 def judge(case: Case, graph: Graph) -> Verdict | None:
     """Return the verdict if the pattern is present, else None."""
-    outside = [s for s in graph.source_ranks if s.thread_wait.kind in OUTSIDE or polls_outside(s)]
+    outside = [
+        s for s in graph.source_ranks if s.thread_wait.kind in OUTSIDE or polls_outside(s, not graph.waiting)
+    ]
     if not outside:
         return None
     kind = outside[0].thread_wait.kind
@@ -60,11 +67,13 @@ def judge(case: Case, graph: Graph) -> Verdict | None:
     )
 
 
-def polls_outside(process_state: ProcessState) -> bool:
+def polls_outside(process_state: ProcessState, alone: bool) -> bool:
     """True if a rank sleeps or idles between requests to an engine or a reward service: `while not
     ready: sleep` in a rollout.
     """
     wait = process_state.thread_wait
+    if wait.operation == WORKER_LOOP:
+        return alone  # a worker that nobody gave a task, and no rank that waits for it
     if "outside" not in wait.phases:
         return False
     polls = wait.frame is not None and re.search("wait|poll", wait.frame.function)
