@@ -11,7 +11,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 
 from hangdoctor.case import Case, ProcessState
-from hangdoctor.frames import python_only
+from hangdoctor.frames import ENTRIES, python_only
 from hangdoctor.groups import rank_ranges
 from hangdoctor.model import Frame
 from hangdoctor.patterns import EVENT_LOOP, ROOTED
@@ -27,6 +27,8 @@ WEB_SERVERS = (
     "vllm/entrypoints/",
     "sglang/srt/entrypoints/",
 )
+# More places than this are compared by their complete stacks only.
+MAX_PLACES = 200
 # Waits that may be for a child process.
 CHILD_KINDS = ("data", "subprocess", "join", "future", "queue")
 
@@ -108,9 +110,37 @@ def cluster(ranks: tuple[ProcessState, ...]) -> tuple[Cluster, ...]:
         joined.setdefault((kind, operation, place_key(operation, path)), []).extend(members)
     found = [
         Cluster(tuple(members), members[0].thread_wait, path_to(members[0].thread_wait))
-        for members in joined.values()
+        for members in with_excerpts(list(joined.values()))
     ]
     return tuple(sorted(found, key=lambda c: (-len(c.members), c.ranks)))
+
+
+def with_excerpts(groups: list[list[ProcessState]]) -> list[list[ProcessState]]:
+    """Join each group whose stack was cut before its outer frames with one that continues it."""
+    if len(groups) > MAX_PLACES:
+        return groups
+    complete: list[list[ProcessState]] = []
+    for members in sorted(groups, key=lambda group: -len(path_to(group[0].thread_wait))):
+        wait = members[0].thread_wait
+        path = path_to(wait)
+        cut = bool(path) and not any(frame.function in ENTRIES for frame in path)
+        home = next(
+            (
+                group
+                for group in complete
+                if cut
+                and wait.waits_for_peers
+                and (other := group[0].thread_wait).kind == wait.kind
+                and other.operation == wait.operation
+                and path_to(other)[: len(path)] == path
+            ),
+            None,
+        )
+        if home is None:
+            complete.append(members)
+        else:
+            home.extend(members)
+    return complete
 
 
 def path_to(thread_wait: ThreadWait) -> tuple[Frame, ...]:

@@ -122,7 +122,11 @@ def in_exit_handler(process_state: ProcessState, case: Case) -> bool:
     python = python_only(process_state.thread_wait.frames)
     if process_state.thread != "MainThread" or not 0 < len(python) < 100 or has_entry(process_state):
         return False
-    return any(has_entry(s) for s in case.ranks)
+    entered = [s for s in case.ranks if has_entry(s)]
+    outermost = (python[-1].function, python[-1].file)
+    # An excerpt that was cut ends in a function that its peers call as well.
+    shared = any((f.function, f.file) == outermost for s in entered for f in s.thread_wait.frames)
+    return bool(entered) and not shared
 
 
 def has_entry(process_state: ProcessState) -> bool:
