@@ -370,8 +370,8 @@ def thread_wait_of(raw: tuple[Frame, ...]) -> ThreadWait:
 
 @lru_cache(maxsize=65536)
 def context(frames: tuple[Frame, ...], phases: frozenset[str]) -> str:
-    """Return the outermost of `phases` on a stack, or an empty string: a save that closes its writer
-    is a save, a clean-up that saves is a clean-up.
+    """Return the outermost of `phases` on a stack, or an empty string: a save that closes its
+    writer is a save, a clean-up that saves is a clean-up.
     """
     for frame in reversed(python_only(frames)):
         if found := phases_of(frame.function, frame.file) & phases:

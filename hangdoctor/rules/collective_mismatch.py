@@ -90,7 +90,7 @@ def judge(case: Case, graph: Graph) -> Verdict | None:
 
 
 def out_of_step(case: Case, graph: Graph) -> Verdict | None:
-    """Return the verdict for an engine of which some ranks run a step and the others wait for one."""
+    """Return the verdict for an engine of which some ranks run a step and others wait for one."""
     if all(map(waits_for_requests, graph.waiting_ranks)):
         return None  # an idle engine: one rank polls, the others wait for its broadcast
     odd = list(

@@ -93,7 +93,7 @@ def waits_for_locked_child(process_state: ProcessState, case: Case) -> bool:
 
 
 def behind_loader(process_state: ProcessState) -> bool:
-    """True if a rank waits for a lock inside the data pipeline: then the pipeline is what is stuck."""
+    """True if a rank waits for a lock inside the data pipeline: then that pipeline is stuck."""
     phases = process_state.thread_wait.phases
     return "data" in phases and process_state.parent is None and not isinstance(process_state.rank, str)
 
