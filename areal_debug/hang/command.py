@@ -38,20 +38,36 @@ def spools_standard_input(verb: Callable[..., None]) -> Callable[..., None]:
 @click.group(
     cls=VerbGroup,
     invoke_without_command=True,
-    example="areal-debug hang\nareal-debug hang watch -- python train.py",
+    example="areal-debug hang\nareal-debug hang --slow\nareal-debug hang watch -- python train.py",
     lazy={"collect": "hang.collect:collect", "watch": "hang.watch:watch"},
 )
 @click.option("--pid", "pids", type=int, multiple=True, help="A rank or a launcher; may be repeated.")
+@click.option("--slow", is_flag=True, help="Of a job that runs: which rank or engine is slow, and why.")
+@click.option(
+    "--seconds",
+    type=click.FloatRange(1, 3600),
+    help="Time that --slow looks at the job for, by default 15; some steps must fit into it.",
+)
 @json_option
 @click.pass_context
 @errors_as_sentences
-def command(ctx: click.Context, pids: tuple[int, ...], as_json: bool) -> None:
-    """Find out why a job hangs and which ranks block it.
+def command(
+    ctx: click.Context, pids: tuple[int, ...], slow: bool, seconds: float | None, as_json: bool
+) -> None:
+    """Find out why a job hangs and which ranks block it, or with --slow which rank slows it down.
 
     Without a command: collect the stacks of the ranks on this host (or of --pid) and diagnose them.
 
-    Exit code 0: not hung. 1: a hang was found. 2: inconclusive.
+    Exit code 0: not hung, no rank slow. 1: a hang or a slow rank was found. 2: inconclusive.
     """
+    if seconds is not None and not slow:
+        raise click.UsageError("--seconds is the time of --slow: give both.")
+    if ctx.invoked_subcommand is not None and slow:
+        raise click.UsageError(f"--slow looks at a job that runs: leave out {ctx.invoked_subcommand}.")
+    if slow:
+        from areal_debug.hang.slow import show_slow
+
+        sys.exit(show_slow(pids, seconds, as_json))
     if ctx.invoked_subcommand is None:
         from areal_debug.hang.collect import live
 

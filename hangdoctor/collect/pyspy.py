@@ -69,16 +69,21 @@ def dump(pyspy: str, pid: int, timeout_s: float, native: bool = False) -> Dump:
     Retried for an interpreter that is still starting and for a torn read of one that moves; the
     last attempt pauses it, so that it cannot move.
     """
-    reading = ["--native"] if native else ["--json", "--nonblocking"]
-    done = _run([pyspy, "dump", *reading, "--pid", str(pid)], timeout_s)
+    done = dump_once(pyspy, pid, timeout_s, native)
     for _ in range(RETRIES):
         if done.status != "not_python":
             break
         time.sleep(RETRY_AFTER_S)
-        done = _run([pyspy, "dump", *reading, "--pid", str(pid)], timeout_s)
+        done = dump_once(pyspy, pid, timeout_s, native)
     if done.status == "not_python" and STARTING not in done.complaint and not native:
         done = _run([pyspy, "dump", "--json", "--pid", str(pid)], timeout_s)
     return done
+
+
+def dump_once(pyspy: str, pid: int, timeout_s: float, native: bool = False) -> Dump:
+    """Return the result of one attempt, which may fail for a process that moves."""
+    reading = ["--native"] if native else ["--json", "--nonblocking"]
+    return _run([pyspy, "dump", *reading, "--pid", str(pid)], timeout_s)
 
 
 def _run(command: list[str], timeout_s: float) -> Dump:

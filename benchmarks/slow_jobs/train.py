@@ -1,0 +1,251 @@
+"""A tiny DDP job that one cause slows down: `torchrun train.py CAUSE RANK`.
+
+A step loads a batch, copies it, runs forward and backward of a DDP model and its optimizer; the
+causes add about SLOW_S to it at one place of one rank (or of one rank after the other). The times
+are sleeps inside the usual calls, so that many ranks fit on two cores.
+"""
+
+import gc
+import io
+import itertools
+import json
+import mmap
+import os
+import random
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from http.client import HTTPConnection
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, Dataset
+
+CAUSE, SLOW_RANK = sys.argv[1], sys.argv[2]
+FOLDER = Path(os.environ["SLOW_FOLDER"])
+ENGINES = [int(port) for port in os.environ.get("SLOW_ENGINES", "").split(",") if port]
+RANK, WORLD = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+INPUT_S, COPY_S, FORWARD_S, BACKWARD_S, OPTIMIZER_S = 0.04, 0.02, 0.1, 0.1, 0.03
+SLOW_S = 0.6
+NUM_TOKENS, LONG = 4, 16
+NUM_OBJECTS = 250_000
+FILE_BYTES, PAGE_BYTES = 256 << 20, 4096
+
+
+def slow(cause: str) -> float:
+    """Return the seconds that this cause adds on this rank."""
+    return SLOW_S if cause == CAUSE and str(RANK) == SLOW_RANK else 0.0
+
+
+class Samples(Dataset):
+    """Random rows; the time of each is that of a small file."""
+
+    def __len__(self) -> int:
+        return 1 << 20
+
+    def __getitem__(self, index: int) -> Tensor:
+        time.sleep(INPUT_S + slow("dataset") + slow("loader_worker"))
+        if slow("remote_storage"):
+            body = json.dumps({"tokens": LONG}).encode()
+            request = urllib.request.Request(f"http://127.0.0.1:{ENGINES[0]}/shard", body)
+            urllib.request.urlopen(request).read()
+        if CAUSE == "healthy_input_bound":
+            time.sleep(SLOW_S)
+        return torch.ones(8)
+
+
+class Batch:
+    """A batch that takes its time to be copied, as pageable memory does."""
+
+    def __init__(self, rows: Tensor) -> None:
+        self.rows = rows
+
+    def to(self, device: str) -> Tensor:
+        """Return the rows on a device."""
+        time.sleep(COPY_S + slow("copy_to_device"))
+        return self.rows.to(device)
+
+
+class Timed(torch.autograd.Function):
+    """The identity; its backward takes as long as that of a layer."""
+
+    @staticmethod
+    def forward(_, rows: Tensor) -> Tensor:
+        return rows.clone()
+
+    @staticmethod
+    def backward(_, gradient: Tensor) -> Tensor:
+        time.sleep(BACKWARD_S + slow("slow_device") / 2)
+        return gradient
+
+
+class Model(nn.Module):
+    """One layer, and the time of many."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, rows: Tensor) -> Tensor:
+        """Return rows of the same shape."""
+        jitter = random.random() if CAUSE == "healthy_uneven" else 0.0
+        time.sleep(FORWARD_S * (1 + jitter) + slow("forward") + slow("slow_device") / 2)
+        return Timed.apply(self.layer(rows))
+
+
+class Sgd(torch.optim.SGD):
+    """SGD that takes the time of a large model."""
+
+    def step(self, closure: None = None) -> None:
+        """Update the weights."""
+        time.sleep(OPTIMIZER_S + slow("optimizer"))
+        super().step(closure)
+
+
+class SlowDisk(io.BytesIO):
+    """A file on a slow file system."""
+
+    def write(self, data: bytes) -> int:
+        """Write, slowly."""
+        time.sleep(SLOW_S / 6)
+        return super().write(data)
+
+
+class Node:
+    """An object in a cycle with itself, which only the collector frees."""
+
+    def __init__(self) -> None:
+        self.itself = self
+
+
+def after_backward(_: Tensor) -> None:
+    """Compress the gradient, as communication hooks do."""
+    time.sleep(slow("backward_hook"))
+
+
+def evaluate(model: nn.Module, rows: Tensor) -> None:
+    """Run some forward passes on one rank."""
+    with torch.no_grad():
+        for _ in range(6):
+            model(rows)
+
+
+def compute_reward(answers: list[str]) -> list[float]:
+    """Return a score per answer; a slow verifier needs its time."""
+    time.sleep(slow("reward"))
+    return [float(len(answer)) for answer in answers]
+
+
+def build_cache() -> list[Node]:
+    """Return many new objects: Python's collector starts several times meanwhile."""
+    return [Node() for _ in range(NUM_OBJECTS)]
+
+
+def read_rows(table: mmap.mmap) -> int:
+    """Return the sum of a byte of many pages, which are in no memory: each is a page fault."""
+    table.madvise(mmap.MADV_DONTNEED)
+    with (FOLDER / "table").open("rb") as file:
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    end, total = time.monotonic() + SLOW_S, 0
+    while time.monotonic() < end:
+        total += table[random.randrange(FILE_BYTES // PAGE_BYTES) * PAGE_BYTES]
+    return total
+
+
+def collect_for(seconds: float) -> None:
+    """Collect garbage for some time."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        gc.collect()
+
+
+def export_metrics(numbers: list[float]) -> None:
+    """Serialise many numbers indefinitely in C, which holds the GIL for long."""
+    while True:
+        json.dumps(numbers)
+
+
+def stop_this_process() -> subprocess.Popen[bytes]:
+    """Let another process stop this one half of the time, as a freezer does."""
+    loop = f"while kill -STOP {os.getpid()}; do sleep 0.6; kill -CONT {os.getpid()}; sleep 0.5; done"
+    return subprocess.Popen(["/bin/sh", "-c", loop])
+
+
+def generate_rollouts(connection: HTTPConnection, step: int) -> None:
+    """Request one answer; the long one is that of one rank, or of one rank after the other."""
+    is_long = str(RANK) == SLOW_RANK if CAUSE == "long_prompt" else step % WORLD == RANK
+    num_tokens = LONG if is_long and CAUSE.startswith("long_prompt") else NUM_TOKENS
+    connection.request("POST", "/generate", json.dumps({"tokens": num_tokens}))
+    connection.getresponse().read()
+
+
+def prepare() -> list[object]:
+    """Return what the cause needs to stay alive: heaps, files, threads, processes."""
+    kept: list[object] = []
+    if "garbage" in CAUSE:
+        kept.append([Node() for _ in range(NUM_OBJECTS)])
+    if slow("page_faults"):
+        with (FOLDER / "table").open("wb") as file:
+            for _ in range(FILE_BYTES >> 20):
+                file.write(os.urandom(1 << 20))
+            os.fsync(file.fileno())
+        with (FOLDER / "table").open("rb") as file:
+            table = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
+        table.madvise(mmap.MADV_RANDOM)
+        kept.append(table)
+    if slow("gil"):
+        numbers = [random.random() for _ in range(600_000)]
+        threading.Thread(target=export_metrics, args=(numbers,), daemon=True).start()
+    if slow("stopped"):
+        kept.append(stop_this_process())
+    return kept
+
+
+def extra_work(step: int, kept: list[object], model: nn.Module, rows: Tensor) -> None:
+    """Do what the cause adds outside the usual calls of a step."""
+    if slow("collect_garbage") or (CAUSE == "garbage_in_turn" and step % WORLD == RANK):
+        collect_for(SLOW_S)
+    if slow("automatic_garbage"):
+        kept[1:] = [build_cache()]
+    if slow("page_faults"):
+        read_rows(kept[0])
+    if slow("evaluation"):
+        evaluate(model.module, rows)
+    if slow("checkpoint"):
+        torch.save(model.module.state_dict(), SlowDisk())
+    if CAUSE == "reward":
+        compute_reward(["yes", "no"])
+    if CAUSE == "healthy_communication":
+        dist.all_reduce(torch.ones(1 << 21))
+
+
+def train() -> None:
+    """Train until this process is ended."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    num_workers = 1 if CAUSE == "loader_worker" else 0
+    model = DistributedDataParallel(Model())
+    model.module.layer.weight.register_hook(after_backward)
+    optimizer = Sgd(model.parameters(), lr=0.01)
+    connection = HTTPConnection("127.0.0.1", ENGINES[RANK % len(ENGINES)]) if ENGINES else None
+    kept = prepare()
+    batches = iter(DataLoader(Samples(), batch_size=1, num_workers=num_workers))
+    for step in itertools.count():
+        batch = Batch(next(batches))
+        rows = batch.to("cpu")
+        if connection and "storage" not in CAUSE:
+            generate_rollouts(connection, step)
+        extra_work(step, kept, model, rows)
+        model(rows).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if step == 1:
+            (FOLDER / f"ready-{RANK}").touch()
+
+
+train()

@@ -1,0 +1,74 @@
+"""Sample a running job and return who is slow; native stacks only where the collector may run."""
+
+import time
+from collections.abc import Sequence
+
+from hangdoctor.collect import pyspy
+from hangdoctor.collect.discover import Search
+from hangdoctor.slow.budget import Budget
+from hangdoctor.slow.phases import WAITING
+from hangdoctor.slow.sample import SECONDS, collects_garbage, observe
+from hangdoctor.slow.verdict import SlowVerdict, judge
+
+LOOKS = 8
+LOOK_EVERY_S = 0.17
+LEAST_BUSY = 0.5
+LEAST_SHARE = 0.1
+UNEXPLAINED = (
+    "forward",
+    "backward",
+    "input",
+    "optimizer",
+    "reward",
+    "evaluation",
+    "other",
+    "logging",
+    "swap",
+)
+"""Phases that the collector may run in the middle of."""
+
+
+def who_is_slow(search: Search, seconds: float = SECONDS) -> SlowVerdict:
+    """Sample the job that `search` finds on this host, and return who is slow.
+
+    Raises:
+        HangInputError: no py-spy, no rank, or more than one job (subclasses in `errors`).
+    """
+    seen = observe(search, seconds)
+    first = judge(seen, {})
+    suspects = collector_suspects(first)
+    return judge(seen, garbage_shares(suspects)) if suspects else first
+
+
+def collector_suspects(verdict: SlowVerdict) -> list[Budget]:
+    """Return the ranks in which garbage collection, which Python stacks do not show, could be the
+    cause: those accused of a phase that uses the CPU, or all where ranks wait and none is accused.
+    """
+    if verdict.label == "slow_rank":
+        accused = [budget for budget in verdict.ranks if budget.rank in verdict.culprit_ranks][:1]
+        return [budget for budget in accused if may_collect(budget)]
+    waits = sum(budget.waiting for budget in verdict.ranks) / max(len(verdict.ranks), 1)
+    if verdict.label in ("late_in_turn", "no_rank_is_slow") and waits >= LEAST_SHARE * 2:
+        return [budget for budget in verdict.ranks if may_collect(budget)]
+    return []
+
+
+def may_collect(budget: Budget) -> bool:
+    """True if the rank uses its CPU in a phase that the collector may run in."""
+    return any(
+        budget.shares.get(phase, 0.0) >= LEAST_SHARE and budget.busy[phase] >= LEAST_BUSY
+        for phase in UNEXPLAINED
+        if phase in budget.busy and phase not in WAITING
+    )
+
+
+def garbage_shares(suspects: Sequence[Budget]) -> dict[int, float]:
+    """Return the share of native stacks that show the garbage collector, by rank."""
+    tool = pyspy.find_pyspy()
+    found = dict.fromkeys((budget.rank for budget in suspects), 0)
+    looks = max(3, LOOKS // len(suspects))
+    for _ in range(looks):
+        for budget in suspects:
+            found[budget.rank] += collects_garbage(budget.pid, tool)
+        time.sleep(LOOK_EVERY_S)
+    return {rank: count / looks for rank, count in found.items()}

@@ -1,0 +1,340 @@
+"""Who is slow, and why: one verdict of the time budgets of all ranks.
+
+A rank that is late never waits: where the others wait for a share of their time and one does not,
+it is that one, and the phase that takes it longer than the others is the cause. Where all wait
+equally and the late rank changes, one phase may still be behind most of the held rounds: ranks are
+late in turn. Where neither holds, no rank is slow. A difference counts from LEAST_EXCESS of the
+time, and where chance would not make it in SURE_SIGMA standard deviations.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from statistics import mean, median
+from typing import Literal
+
+from hangdoctor.groups import rank_ranges
+from hangdoctor.model import Confidence, NextStep
+from hangdoctor.slow.budget import Budget, Round, budgets, held_rounds, typical, upper_quartile
+from hangdoctor.slow.phases import OTHER, PHASE_NAMES, WAITING
+from hangdoctor.slow.sample import Observation
+from hangdoctor.slow.servers import Blame, blame_server
+
+SlowLabel = Literal[
+    "slow_rank", "late_in_turn", "slow_engine", "long_prompt", "no_rank_is_slow", "inconclusive"
+]
+LEAST_EXCESS = 0.12
+SURE_SIGMA = 3.5
+LEAST_LATE = 0.5
+LEAST_HELD = 0.2
+LEAST_LIFT = 0.2
+MAIN_SHARE = 0.5
+COMPUTE = ("forward", "backward")
+ORDINARY = (*COMPUTE, OTHER, "optimizer")
+"""Phases in which every rank of a healthy job is late now and then."""
+CAUSE_NAMES = PHASE_NAMES | {
+    "compute": "forward and backward",
+    "gil": "waiting for the GIL",
+    "cpu": "waiting for a CPU",
+}
+SETTLES = {
+    "input": ("train on one batch kept in memory", "if the rank keeps pace then, its data are the cause"),
+    "h2d": ("pin the batches and copy with non_blocking=True", "if the rank keeps pace then, it is the copy"),
+    "forward": (
+        "exchange the data of this rank and another",
+        "work that moves with the data is uneven input",
+    ),
+    "backward": (
+        "exchange the data of this rank and another",
+        "work that moves with the data is uneven input",
+    ),
+    "compute": (
+        "nvidia-smi -q -d CLOCK,PERFORMANCE",
+        "a device that is throttled computes everything slower",
+    ),
+    "optimizer": (
+        "py-spy record --nonblocking --pid PID --duration 30",
+        "profiles the optimizer of this rank",
+    ),
+    "gc": (
+        "gc.disable() after the first step, and gc.collect() every N steps on all ranks at once",
+        "if the steps even out, it was the collector",
+    ),
+    "checkpoint": ("save to a local disk", "if the rank keeps pace then, its storage is the cause"),
+    "swap": (
+        "grep -E 'VmSwap|RssFile' /proc/PID/status",
+        "memory that was swapped out or is read from files",
+    ),
+    "reward": (
+        "score the same answers alone, with a clock",
+        "separates one slow answer from a slow verifier",
+    ),
+    "rollout": ("send one prompt to each engine, with a clock", "separates a slow engine from a long prompt"),
+    "gil": ("py-spy record --nonblocking --gil --threads --pid PID --duration 30", "shows who holds the GIL"),
+    "cpu": ("grep Cpus_allowed_list /proc/PID/status; top -H", "shows who shares the CPUs of this rank"),
+    "stopped": (
+        "grep -E 'State|TracerPid' /proc/PID/status",
+        "shows who stops it: a debugger, a freezer, a signal",
+    ),
+}
+USUAL_STEP = ("py-spy record --nonblocking --pid PID --duration 30", "profiles what this rank does meanwhile")
+
+
+@dataclass(frozen=True, slots=True)
+class SlowVerdict:
+    """The answer. `as_json` returns exactly the object that `--json` prints.
+
+    `cause` is a key of CAUSE_NAMES or empty, `place` the call that it was seen in; shares are of
+    the time.
+    """
+
+    label: SlowLabel
+    confidence: Confidence
+    cause: str
+    culprit_ranks: tuple[int, ...]
+    culprit_engine: str
+    summary: str
+    place: str = ""
+    evidence: tuple[str, ...] = ()
+    next_steps: tuple[NextStep, ...] = ()
+    ranks: tuple[Budget, ...] = ()
+    num_rounds: int = 0
+    seconds: float = 0.0
+
+    def as_json(self) -> dict[str, object]:
+        """Return a dict of plain lists, strings and numbers, ready for `json.dumps`."""
+        return asdict(self)
+
+
+def judge(seen: Observation, garbage: Mapping[int, float]) -> SlowVerdict:
+    """Return who is slow.
+
+    Args:
+        seen: all rounds.
+        garbage: rank to the share of its native stacks that show the garbage collector, for ranks
+            whose stacks were read that way.
+    """
+    ranks = budgets(seen.tracks)
+    answer = (
+        too_little(seen, ranks)
+        or slow_ranks(seen, ranks, garbage)
+        or late_in_turn(seen, ranks, garbage)
+        or busy_server(seen, ranks)
+        or no_rank_is_slow(seen, ranks)
+    )
+    return replace(answer, ranks=tuple(ranks), num_rounds=seen.num_rounds, seconds=seen.seconds)
+
+
+def too_little(seen: Observation, ranks: Sequence[Budget]) -> SlowVerdict | None:
+    """Return the verdict for a job whose ranks cannot be compared."""
+    unread = [track for track in seen.tracks if sum(a is not None for a in track.activities) < 3]
+    if unread:
+        names = ", ".join(track.name for track in unread[:8])
+        return inconclusive(f"{names} cannot be read, so the ranks cannot be compared: {unread[0].problem}")
+    if len(ranks) < 2:
+        time = ", ".join(largest(ranks))
+        where = f"; {len(seen.elsewhere)} ranks are on other hosts" if seen.elsewhere else ""
+        return inconclusive(f"There is one rank here to look at{where}: its time goes to {time}.")
+    return None
+
+
+def inconclusive(summary: str) -> SlowVerdict:
+    return SlowVerdict("inconclusive", "low", "", (), "", summary)
+
+
+def slow_ranks(
+    seen: Observation, ranks: Sequence[Budget], garbage: Mapping[int, float]
+) -> SlowVerdict | None:
+    """Return the verdict for ranks that do not wait while the others do, or None."""
+    late = late_ranks(ranks)
+    if not late:
+        return None
+    peers = [budget for budget in ranks if budget not in late]
+    worst = min(late, key=lambda budget: budget.waiting)
+    excess = upper_quartile([budget.waiting for budget in ranks]) - worst.waiting
+    cause, place, share = cause_of(worst, peers, excess, garbage)
+    numbers = tuple(budget.rank for budget in late)
+    usual = typical(peers, cause) if cause in PHASE_NAMES else None
+    who = f"Rank {numbers[0]} is" if len(late) == 1 else f"Ranks {rank_ranges(numbers)} are"
+    compared = "" if usual is None else f" (the others: {percent(usual)})"
+    waits = median(budget.waiting for budget in peers)
+    summary = (
+        f"{who} slow: {CAUSE_NAMES[cause]} takes {percent(share)} of the time{compared}"
+        f"{f' at {place}' if place else ''}, and the others wait {percent(waits)} of theirs."
+    )
+    evidence = (
+        f"rank {worst.rank} waits {percent(worst.waiting)} of the time, the other {len(peers)} ranks "
+        f"{percent(min(b.waiting for b in peers))} to {percent(max(b.waiting for b in peers))}",
+        f"in {percent(worst.late)} of the moments in which most ranks wait, rank {worst.rank} does not",
+    )
+    sure: Confidence = "high" if excess >= 2 * LEAST_EXCESS and worst.late >= 0.7 else "medium"
+    answer = SlowVerdict(
+        "slow_rank", sure, cause, numbers, "", summary, place, evidence, settling(cause, worst.pid)
+    )
+    if cause == "rollout":
+        return with_server(answer, blame_server(seen, late_tracks(seen, numbers)))
+    return answer
+
+
+def late_tracks(seen: Observation, numbers: Sequence[int]) -> set[int]:
+    """Return the indices of the tracks of some ranks."""
+    return {i for i, track in enumerate(seen.tracks) if track.rank in numbers}
+
+
+def late_ranks(ranks: Sequence[Budget]) -> list[Budget]:
+    """Return the ranks that wait significantly less than the upper quartile does."""
+    usual = upper_quartile([budget.waiting for budget in ranks])
+    return [
+        budget
+        for budget in ranks
+        if usual - budget.waiting >= max(LEAST_EXCESS, SURE_SIGMA * sigma(usual, budget))
+        and budget.late >= LEAST_LATE
+    ]
+
+
+def sigma(usual: float, budget: Budget) -> float:
+    """Return the standard deviation of the difference of two shares."""
+    own = budget.waiting
+    return math.sqrt((usual * (1 - usual) + own * (1 - own)) / budget.num_samples)
+
+
+def cause_of(
+    worst: Budget, peers: Sequence[Budget], excess: float, garbage: Mapping[int, float]
+) -> tuple[str, str, float]:
+    """Return the cause, its place and its share of the time of a late rank."""
+    more = {
+        phase: share - typical(peers, phase)
+        for phase, share in worst.shares.items()
+        if phase not in WAITING and share > typical(peers, phase)
+    }
+    if not more:
+        return OTHER, "", 0.0
+    main = max(more, key=lambda phase: more[phase])
+    if garbage.get(worst.rank, 0.0) >= MAIN_SHARE * worst.shares[main]:
+        return "gc", worst.places[main], max(worst.shares.get("gc", 0.0), garbage[worst.rank])
+    if worst.gil - median(b.gil for b in peers) >= MAIN_SHARE * excess:
+        return "gil", worst.gil_place, worst.gil
+    if worst.cpu_wait - median(b.cpu_wait for b in peers) >= MAIN_SHARE * excess:
+        return "cpu", worst.places[main], worst.cpu_wait
+    if all(more.get(phase, 0.0) >= LEAST_EXCESS / 2 for phase in COMPUTE) and main in COMPUTE:
+        return "compute", "", sum(worst.shares[phase] for phase in COMPUTE)
+    return main, worst.places[main], worst.shares[main]
+
+
+def late_in_turn(
+    seen: Observation, ranks: Sequence[Budget], garbage: Mapping[int, float]
+) -> SlowVerdict | None:
+    """Return the verdict for a phase that makes one rank after the other late, or None.
+
+    A phase that all ranks spend time in is expected among the late ones in proportion.
+    """
+    held = held_rounds(seen.tracks)
+    if len(held) < LEAST_HELD * seen.num_rounds or len(ranks) < 2:
+        return None
+    blamed = blamed_phases(held)
+    working = [a for track in seen.tracks for a in track.activities if a is not None and not a.waits]
+    for phase, weight in blamed.most_common(2):
+        share, expected = weight / len(held), mean(a.phase == phase for a in working)
+        collected = mean(garbage.values()) if garbage else 0.0
+        is_garbage = collected >= 0.3 * mean(budget.shares.get(phase, 0.0) for budget in ranks) > 0
+        if phase in ORDINARY and not is_garbage:
+            continue
+        spread = math.sqrt(expected * (1 - expected) / len(held))
+        if not is_garbage and share - expected < max(LEAST_LIFT, SURE_SIGMA * spread):
+            continue
+        cause = "gc" if is_garbage else phase
+        places = Counter(a.place for one in held for a in one.late.values() if a.phase == phase)
+        place = places.most_common(1)[0][0]
+        summary = (
+            f"No single rank is slow: ranks are late in turn, by {CAUSE_NAMES[cause]} at {place}, in "
+            f"{percent(share)} of the moments in which most ranks wait ({percent(len(held) / seen.num_rounds)} of the time)."
+        )
+        evidence = (
+            f"{CAUSE_NAMES[phase]} is {percent(expected)} of the working time of all ranks, and "
+            f"{percent(share)} of what the others wait for",
+        )
+        answer = SlowVerdict(
+            "late_in_turn", "medium", cause, (), "", summary, place, evidence, settling(cause, ranks[0].pid)
+        )
+        return with_server(answer, blame_server(seen, set())) if cause == "rollout" else answer
+    return None
+
+
+def blamed_phases(held: Sequence[Round]) -> Counter[str]:
+    """Return the number of held rounds by the phase of the late ranks, which share a round."""
+    blamed: Counter[str] = Counter()
+    for one in held:
+        for activity in one.late.values():
+            blamed[activity.phase] += 1 / len(one.late)  # type: ignore[assignment]
+    return blamed
+
+
+def busy_server(seen: Observation, ranks: Sequence[Budget]) -> SlowVerdict | None:
+    """Return the verdict for ranks that all wait for their rollouts, and one server is behind it."""
+    if mean(budget.shares.get("rollout", 0.0) for budget in ranks) < LEAST_HELD:
+        return None
+    blame = blame_server(seen, set())
+    if blame is None:
+        return None
+    share = mean(budget.shares.get("rollout", 0.0) for budget in ranks)
+    summary = f"No rank is slow: all wait for rollouts, {percent(share)} of the time."
+    empty = SlowVerdict(
+        "no_rank_is_slow", "medium", "rollout", (), "", summary, "", (), settling("rollout", 0)
+    )
+    return with_server(empty, blame)
+
+
+def with_server(answer: SlowVerdict, blame: Blame | None) -> SlowVerdict:
+    """Return a verdict about rollouts with the server that is behind it, where one is known."""
+    if blame is None:
+        return answer
+    return replace(
+        answer,
+        label=blame.label,
+        confidence=blame.confidence,
+        culprit_engine=blame.engine,
+        summary=f"{blame.sentence} {answer.summary}",
+        evidence=(*blame.evidence, *answer.evidence),
+    )
+
+
+def no_rank_is_slow(seen: Observation, ranks: Sequence[Budget]) -> SlowVerdict:
+    """Return the verdict for a job in which no rank holds the others."""
+    waits = [budget.waiting for budget in ranks]
+    between = f"all {len(ranks)} wait {percent(min(waits))} to {percent(max(waits))} of their time"
+    if seen.elsewhere and mean(waits) >= LEAST_HELD:
+        return inconclusive(
+            f"No rank on this host is slow: {between}, maybe for one of the {len(seen.elsewhere)} ranks on "
+            "other hosts: run this there, too."
+        )
+    summary = f"No rank is slow: {between}; the time goes to {', '.join(largest(ranks))}."
+    together = mean(
+        all(a is not None and a.waits for a in row)
+        for row in zip(*(t.activities for t in seen.tracks), strict=True)
+    )
+    evidence: tuple[str, ...] = ()
+    if together >= MAIN_SHARE:
+        evidence = (
+            f"all ranks are in collectives at the same time for {percent(together)}: the network or the "
+            "devices, not a rank",
+        )
+    return SlowVerdict("no_rank_is_slow", "medium", "", (), "", summary, "", evidence)
+
+
+def largest(ranks: Sequence[Budget]) -> list[str]:
+    """Return the three largest phases of the mean budget as texts."""
+    means = {phase: mean(b.shares.get(phase, 0.0) for b in ranks) for phase in PHASE_NAMES} if ranks else {}
+    top = sorted(means, key=lambda phase: -means[phase])[:3]
+    return [f"{PHASE_NAMES[phase]} ({percent(means[phase])})" for phase in top if means[phase] >= 0.01]
+
+
+def settling(cause: str, pid: int) -> tuple[NextStep, ...]:
+    """Return what would settle whether this is the cause."""
+    do, why = SETTLES.get(cause, USUAL_STEP)
+    return (NextStep(do.replace("PID", str(pid)), why),)
+
+
+def percent(share: float) -> str:
+    """Return a share as a whole number of percent."""
+    return f"{100 * share:.0f} %"
