@@ -1,13 +1,14 @@
-"""A server that generates tokens at a fixed speed: `python engine_server.py PORT FACTOR`.
+"""A server that generates tokens at a fixed speed: `python engine_server.py PORT FILE`.
 
-Each request is a thread, and each token takes FACTOR times TOKEN_S: requests do not slow each other
-down.
+Each request is a thread, and each token takes TOKEN_S times the number in FILE: requests do not
+slow each other down.
 """
 
 import json
 import sys
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
 TOKEN_S = 0.05
 
@@ -36,9 +37,9 @@ class Generate(BaseHTTPRequestHandler):
 
 def decode(num_tokens: int) -> list[int]:
     """Return that many tokens, after their time."""
-    tokens = []
+    tokens, factor = [], float(Path(sys.argv[2]).read_text())
     for token in range(num_tokens):
-        time.sleep(TOKEN_S * float(sys.argv[2]))
+        time.sleep(TOKEN_S * factor)
         tokens.append(token)
     return tokens
 

@@ -1,8 +1,9 @@
-"""A tiny DDP job that one cause slows down: `torchrun train.py CAUSE RANK`.
+"""A tiny DDP job that one cause slows down, named with its rank in the file SLOW_FOLDER/cause.
 
 A step loads a batch, copies it, runs forward and backward of a DDP model and its optimizer; the
 causes add about SLOW_S to it at one place of one rank (or of one rank after the other). The times
-are sleeps inside the usual calls, so that many ranks fit on two cores.
+are sleeps inside the usual calls, so that many ranks fit on two cores. Each step starts with the
+cause that rank 0 reads, so that one job serves for many causes.
 """
 
 import gc
@@ -13,10 +14,12 @@ import mmap
 import os
 import random
 import subprocess
-import sys
 import threading
 import time
 import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from http.client import HTTPConnection
 from pathlib import Path
 
@@ -24,9 +27,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, get_worker_info
 
-CAUSE, SLOW_RANK = sys.argv[1], sys.argv[2]
 FOLDER = Path(os.environ["SLOW_FOLDER"])
 ENGINES = [int(port) for port in os.environ.get("SLOW_ENGINES", "").split(",") if port]
 RANK, WORLD = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -34,12 +36,30 @@ INPUT_S, COPY_S, FORWARD_S, BACKWARD_S, OPTIMIZER_S = 0.04, 0.02, 0.1, 0.1, 0.03
 SLOW_S = 0.6
 NUM_TOKENS, LONG = 4, 16
 NUM_OBJECTS = 250_000
-FILE_BYTES, PAGE_BYTES = 256 << 20, 4096
+FILE_BYTES, PAGE_BYTES = 64 << 20, 4096
 
 
-def slow(cause: str) -> float:
-    """Return the seconds that this cause adds on this rank."""
-    return SLOW_S if cause == CAUSE and str(RANK) == SLOW_RANK else 0.0
+@dataclass(frozen=True)
+class Cause:
+    """What slows which rank; the rank is -1 where it is none or another in each step."""
+
+    name: str
+    rank: int
+
+
+def read_cause() -> Cause:
+    """Return the cause that the benchmark has written."""
+    name, rank = (FOLDER / "cause").read_text().split()
+    return Cause(name, int(rank))
+
+
+chosen = read_cause()
+
+
+def slow(name: str) -> float:
+    """Return the seconds that this cause adds on this rank; loader workers read it themselves."""
+    cause = read_cause() if get_worker_info() else chosen
+    return SLOW_S if cause == Cause(name, RANK) else 0.0
 
 
 class Samples(Dataset):
@@ -54,7 +74,7 @@ class Samples(Dataset):
             body = json.dumps({"tokens": LONG}).encode()
             request = urllib.request.Request(f"http://127.0.0.1:{ENGINES[0]}/shard", body)
             urllib.request.urlopen(request).read()
-        if CAUSE == "healthy_input_bound":
+        if chosen.name == "healthy_input_bound":
             time.sleep(SLOW_S)
         return torch.ones(8)
 
@@ -93,7 +113,7 @@ class Model(nn.Module):
 
     def forward(self, rows: Tensor) -> Tensor:
         """Return rows of the same shape."""
-        jitter = random.random() if CAUSE == "healthy_uneven" else 0.0
+        jitter = random.random() if chosen.name == "healthy_uneven" else 0.0
         time.sleep(FORWARD_S * (1 + jitter) + slow("forward") + slow("slow_device") / 2)
         return Timed.apply(self.layer(rows))
 
@@ -165,8 +185,8 @@ def collect_for(seconds: float) -> None:
 
 
 def export_metrics(numbers: list[float]) -> None:
-    """Serialise many numbers indefinitely in C, which holds the GIL for long."""
-    while True:
+    """Serialise many numbers in C, which holds the GIL for long, while that is the cause."""
+    while slow("gil"):
         json.dumps(numbers)
 
 
@@ -178,37 +198,42 @@ def stop_this_process() -> subprocess.Popen[bytes]:
 
 def generate_rollouts(connection: HTTPConnection, step: int) -> None:
     """Request one answer; the long one is that of one rank, or of one rank after the other."""
-    is_long = str(RANK) == SLOW_RANK if CAUSE == "long_prompt" else step % WORLD == RANK
-    num_tokens = LONG if is_long and CAUSE.startswith("long_prompt") else NUM_TOKENS
+    is_long = chosen == Cause("long_prompt", RANK) or (
+        chosen.name == "long_prompts_in_turn" and step % WORLD == RANK
+    )
+    num_tokens = LONG if is_long else NUM_TOKENS
     connection.request("POST", "/generate", json.dumps({"tokens": num_tokens}))
     connection.getresponse().read()
 
 
-def prepare() -> list[object]:
-    """Return what the cause needs to stay alive: heaps, files, threads, processes."""
-    kept: list[object] = []
-    if "garbage" in CAUSE:
-        kept.append([Node() for _ in range(NUM_OBJECTS)])
-    if slow("page_faults"):
+@contextmanager
+def prepared() -> Iterator[list[object]]:
+    """Yield what the current cause needs to stay alive: heaps, files; end its processes."""
+    if "garbage" in chosen.name:
+        yield [[Node() for _ in range(NUM_OBJECTS)]]
+    elif slow("page_faults"):
         with (FOLDER / "table").open("wb") as file:
-            for _ in range(FILE_BYTES >> 20):
-                file.write(os.urandom(1 << 20))
+            file.write(os.urandom(FILE_BYTES))
             os.fsync(file.fileno())
-        with (FOLDER / "table").open("rb") as file:
-            table = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
-        table.madvise(mmap.MADV_RANDOM)
-        kept.append(table)
-    if slow("gil"):
+        with (FOLDER / "table").open("rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as table:
+            table.madvise(mmap.MADV_RANDOM)
+            yield [table]
+    elif slow("gil"):
         numbers = [random.random() for _ in range(600_000)]
         threading.Thread(target=export_metrics, args=(numbers,), daemon=True).start()
-    if slow("stopped"):
-        kept.append(stop_this_process())
-    return kept
+        yield []
+    elif slow("stopped"):
+        stopper = stop_this_process()
+        yield []
+        stopper.kill()
+        stopper.wait()
+    else:
+        yield []
 
 
 def extra_work(step: int, kept: list[object], model: nn.Module, rows: Tensor) -> None:
     """Do what the cause adds outside the usual calls of a step."""
-    if slow("collect_garbage") or (CAUSE == "garbage_in_turn" and step % WORLD == RANK):
+    if slow("collect_garbage") or (chosen.name == "garbage_in_turn" and step % WORLD == RANK):
         collect_for(SLOW_S)
     if slow("automatic_garbage"):
         kept[1:] = [build_cache()]
@@ -218,34 +243,45 @@ def extra_work(step: int, kept: list[object], model: nn.Module, rows: Tensor) ->
         evaluate(model.module, rows)
     if slow("checkpoint"):
         torch.save(model.module.state_dict(), SlowDisk())
-    if CAUSE == "reward":
+    if chosen.name == "reward":
         compute_reward(["yes", "no"])
-    if CAUSE == "healthy_communication":
+    if chosen.name == "healthy_communication":
         dist.all_reduce(torch.ones(1 << 21))
+
+
+def next_cause() -> Cause:
+    """Return the cause of this step, which rank 0 reads for all."""
+    cause = [read_cause() if RANK == 0 else None]
+    dist.broadcast_object_list(cause)
+    return cause[0]
 
 
 def train() -> None:
     """Train until this process is ended."""
+    global chosen
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    num_workers = 1 if CAUSE == "loader_worker" else 0
     model = DistributedDataParallel(Model())
     model.module.layer.weight.register_hook(after_backward)
     optimizer = Sgd(model.parameters(), lr=0.01)
     connection = HTTPConnection("127.0.0.1", ENGINES[RANK % len(ENGINES)]) if ENGINES else None
-    kept = prepare()
+    num_workers = int(os.environ["SLOW_WORKERS"])
     batches = iter(DataLoader(Samples(), batch_size=1, num_workers=num_workers))
-    for step in itertools.count():
-        batch = Batch(next(batches))
-        rows = batch.to("cpu")
-        if connection and "storage" not in CAUSE:
-            generate_rollouts(connection, step)
-        extra_work(step, kept, model, rows)
-        model(rows).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        if step == 1:
-            (FOLDER / f"ready-{RANK}").touch()
+    while True:
+        with prepared() as kept:
+            for step in itertools.count():
+                if (cause := next_cause()) != chosen:
+                    break
+                rows = Batch(next(batches)).to("cpu")
+                if connection and chosen.name != "remote_storage":
+                    generate_rollouts(connection, step)
+                extra_work(step, kept, model, rows)
+                model(rows).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                if step == 1:
+                    (FOLDER / f"ready-{chosen.name}-{RANK}").touch()
+        chosen = cause
 
 
 train()

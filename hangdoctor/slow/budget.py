@@ -4,6 +4,7 @@ A round is *held* when at least half of the ranks wait and some do not: those ar
 numbers are shares of the rounds, so 1.0 is the complete time.
 """
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -96,4 +97,4 @@ def upper_quartile(values: Sequence[float]) -> float:
     """Return the value that a quarter of the values reach: the wait of the ranks that are not late,
     also where several are.
     """
-    return sorted(values)[(3 * (len(values) - 1)) // 4]
+    return sorted(values)[math.ceil(3 * (len(values) - 1) / 4)]

@@ -4,7 +4,9 @@ import time
 from collections.abc import Sequence
 
 from hangdoctor.collect import pyspy
-from hangdoctor.collect.discover import Search
+from hangdoctor.collect.discover import Search, find_job
+from hangdoctor.collect.process import process_table
+from hangdoctor.errors import HangInputError
 from hangdoctor.slow.budget import Budget
 from hangdoctor.slow.phases import WAITING
 from hangdoctor.slow.sample import SECONDS, collects_garbage, observe
@@ -38,6 +40,18 @@ def who_is_slow(search: Search, seconds: float = SECONDS) -> SlowVerdict:
     first = judge(seen, {})
     suspects = collector_suspects(first)
     return judge(seen, garbage_shares(suspects)) if suspects else first
+
+
+def sentence_about(search: Search, seconds: float) -> str | None:
+    """Return one sentence on who is slow, None where nothing is or the ranks cannot be compared."""
+    try:
+        job = find_job(search, process_table())
+        if sum(target.role == "trainer" for target in job.targets) < 2:
+            return None
+        verdict = who_is_slow(search, seconds)
+    except HangInputError:
+        return None
+    return None if verdict.label in ("no_rank_is_slow", "inconclusive") else verdict.summary
 
 
 def collector_suspects(verdict: SlowVerdict) -> list[Budget]:

@@ -85,7 +85,7 @@ SOURCE_ROWS = (
 )
 # fmt: on
 # Phases of `waits.phases_of` and kinds of waits, in our terms.
-SAME = {"checkpoint": "checkpoint", "data": "input", "outside": "rollout"}
+SAME = {"checkpoint": "checkpoint", "data": "input"}
 KINDS = {
     "collective": "collective",
     "p2p": "collective",

@@ -1,6 +1,6 @@
 """Rounds of stacks of a running job: nonblocking py-spy of every rank, /proc beside each.
 
-    find_job ─> round 0 ─(pause)─> round 1 ... until the time is over, at least MIN_ROUNDS
+    find_job ─> round 0 ─(pause)─> round 1 ... until the time is over
                   └ thread pool: each thread waits for one py-spy, and a time-out unblocks it
 
 The order of the ranks rotates from round to round, so that none is always read last. A pause is as
@@ -28,7 +28,8 @@ from hangdoctor.slow.proc_state import ProcState, connected_ports, proc_state
 SECONDS = 15.0
 PAUSE_S = 0.15
 TIMEOUT_S = 5.0
-MIN_ROUNDS = 8
+LONGEST_PAUSE_S = 0.5
+ENOUGH_ROUNDS, STRETCH = 30, 1.6
 PARALLEL = 4 * (os.cpu_count() or 1)
 REQUESTING = ("rollout", "reward", "logging", "input")
 """Phases in which a rank may wait for a server."""
@@ -92,7 +93,7 @@ def observe(search: Search, seconds: float = SECONDS) -> Observation:
     looked_up: set[int] = set()
     started, num_rounds = time.monotonic(), 0
     with ThreadPoolExecutor(PARALLEL) as pool:
-        while num_rounds < MIN_ROUNDS or time.monotonic() - started < seconds:
+        while is_on(time.monotonic() - started, num_rounds, seconds):
             begin, turn = time.monotonic(), num_rounds % max(len(seen), 1)
             list(pool.map(partial(look, tool=tool), seen[turn:] + seen[:turn]))
             if new := requested_ports(seen) - looked_up:
@@ -101,9 +102,14 @@ def observe(search: Search, seconds: float = SECONDS) -> Observation:
                 engines += find_engines((), new, [*known, *pids])
             list(pool.map(partial(look_at, tool=tool, round_number=num_rounds, timeout_s=TIMEOUT_S), engines))
             num_rounds += 1
-            time.sleep(max(PAUSE_S, time.monotonic() - begin))
+            time.sleep(min(max(PAUSE_S, time.monotonic() - begin), LONGEST_PAUSE_S))
     tracks = tuple(track_of(one) for one in seen)
     return Observation(tracks, tuple(engines), num_rounds, time.monotonic() - started, job.elsewhere)
+
+
+def is_on(elapsed_s: float, num_rounds: int, seconds: float) -> bool:
+    """True until the time is over; on a busy machine, with few rounds until then, some more."""
+    return elapsed_s < seconds * (1.0 if num_rounds >= ENOUGH_ROUNDS else STRETCH)
 
 
 def look(seen: Seen, tool: str) -> None:

@@ -2,11 +2,12 @@
 
 A rank that is late never waits: where the others wait for a share of their time and one does not,
 it is that one, and the phase that takes it longer than the others is the cause. Where all wait
-equally and the late rank changes, one phase may still be behind most of the held rounds: ranks are
-late in turn. Where neither holds, no rank is slow. A difference counts from LEAST_EXCESS of the
-time, and where chance would not make it in SURE_SIGMA standard deviations.
+equally and the late rank changes, one phase may still be what makes each late: ranks are late in
+turn. Where neither holds, no rank is slow. A difference counts from LEAST_EXCESS of the time, and
+where chance would not make it in SURE_SIGMA standard deviations.
 """
 
+import itertools
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -25,10 +26,12 @@ SlowLabel = Literal[
     "slow_rank", "late_in_turn", "slow_engine", "long_prompt", "no_rank_is_slow", "inconclusive"
 ]
 LEAST_EXCESS = 0.12
-SURE_SIGMA = 3.5
+SURE_SIGMA = 3.0
+LEAST_ROUNDS = 8
 LEAST_LATE = 0.5
+LEAST_LOST = 0.15
+"""Higher than LEAST_EXCESS: the time of a healthy step varies, and the last of the ranks decides."""
 LEAST_HELD = 0.2
-LEAST_LIFT = 0.2
 MAIN_SHARE = 0.5
 COMPUTE = ("forward", "backward")
 ORDINARY = (*COMPUTE, OTHER, "optimizer")
@@ -132,6 +135,11 @@ def too_little(seen: Observation, ranks: Sequence[Budget]) -> SlowVerdict | None
     if unread:
         names = ", ".join(track.name for track in unread[:8])
         return inconclusive(f"{names} cannot be read, so the ranks cannot be compared: {unread[0].problem}")
+    if seen.num_rounds < LEAST_ROUNDS:
+        return inconclusive(
+            f"Only {seen.num_rounds} rounds of stacks were read in {seen.seconds:.0f} s: this machine is busy. Give "
+            "more time with --seconds."
+        )
     if len(ranks) < 2:
         time = ", ".join(largest(ranks))
         where = f"; {len(seen.elsewhere)} ranks are on other hosts" if seen.elsewhere else ""
@@ -217,7 +225,7 @@ def cause_of(
         return "gil", worst.gil_place, worst.gil
     if worst.cpu_wait - median(b.cpu_wait for b in peers) >= MAIN_SHARE * excess:
         return "cpu", worst.places[main], worst.cpu_wait
-    if all(more.get(phase, 0.0) >= LEAST_EXCESS / 2 for phase in COMPUTE) and main in COMPUTE:
+    if main in COMPUTE and min(more.get(phase, 0.0) for phase in COMPUTE) >= more[main] / 4:
         return "compute", "", sum(worst.shares[phase] for phase in COMPUTE)
     return main, worst.places[main], worst.shares[main]
 
@@ -225,49 +233,67 @@ def cause_of(
 def late_in_turn(
     seen: Observation, ranks: Sequence[Budget], garbage: Mapping[int, float]
 ) -> SlowVerdict | None:
-    """Return the verdict for a phase that makes one rank after the other late, or None.
-
-    A phase that all ranks spend time in is expected among the late ones in proportion.
-    """
-    held = held_rounds(seen.tracks)
-    if len(held) < LEAST_HELD * seen.num_rounds or len(ranks) < 2:
+    """Return the verdict for a phase that makes one rank after the other late, or None."""
+    last = last_rounds(held_rounds(seen.tracks))
+    if not last or is_one_rank(last):
         return None
-    blamed = blamed_phases(held)
-    working = [a for track in seen.tracks for a in track.activities if a is not None and not a.waits]
-    for phase, weight in blamed.most_common(2):
-        share, expected = weight / len(held), mean(a.phase == phase for a in working)
-        collected = mean(garbage.values()) if garbage else 0.0
-        is_garbage = collected >= 0.3 * mean(budget.shares.get(phase, 0.0) for budget in ranks) > 0
-        if phase in ORDINARY and not is_garbage:
-            continue
-        spread = math.sqrt(expected * (1 - expected) / len(held))
-        if not is_garbage and share - expected < max(LEAST_LIFT, SURE_SIGMA * spread):
-            continue
-        cause = "gc" if is_garbage else phase
-        places = Counter(a.place for one in held for a in one.late.values() if a.phase == phase)
-        place = places.most_common(1)[0][0]
-        summary = (
-            f"No single rank is slow: ranks are late in turn, by {CAUSE_NAMES[cause]} at {place}, in "
-            f"{percent(share)} of the moments in which most ranks wait ({percent(len(held) / seen.num_rounds)} of the time)."
-        )
-        evidence = (
-            f"{CAUSE_NAMES[phase]} is {percent(expected)} of the working time of all ranks, and "
-            f"{percent(share)} of what the others wait for",
-        )
-        answer = SlowVerdict(
-            "late_in_turn", "medium", cause, (), "", summary, place, evidence, settling(cause, ranks[0].pid)
-        )
-        return with_server(answer, blame_server(seen, set())) if cause == "rollout" else answer
-    return None
+    lost = lost_shares(seen, last)
+    phase = max(lost, key=lambda phase: lost[phase])
+    collected = mean(garbage.values()) if garbage else 0.0
+    is_garbage = collected >= 0.3 * mean(budget.shares.get(phase, 0.0) for budget in ranks)
+    if lost[phase] < LEAST_LOST or (phase in ORDINARY and not is_garbage):
+        return None
+    cause = "gc" if is_garbage else phase
+    place = Counter(b.places[phase] for b in ranks if phase in b.places).most_common(1)[0][0]
+    waits = mean(budget.waiting for budget in ranks)
+    summary = (
+        f"No single rank is slow: ranks are late in turn, by {CAUSE_NAMES[cause]} at {place}; all wait, "
+        f"{percent(waits)} of the time, {percent(lost[phase])} for this."
+    )
+    evidence = (
+        f"before most ranks wait, the last one was in {PHASE_NAMES[phase]} for {percent(lost[phase])} of the "
+        "time longer than they were",
+    )
+    answer = SlowVerdict(
+        "late_in_turn", "medium", cause, (), "", summary, place, evidence, settling(cause, ranks[0].pid)
+    )
+    return with_server(answer, blame_server(seen, set())) if cause == "rollout" else answer
 
 
-def blamed_phases(held: Sequence[Round]) -> Counter[str]:
-    """Return the number of held rounds by the phase of the late ranks, which share a round."""
-    blamed: Counter[str] = Counter()
-    for one in held:
-        for activity in one.late.values():
-            blamed[activity.phase] += 1 / len(one.late)  # type: ignore[assignment]
-    return blamed
+def is_one_rank(last: Sequence[Round]) -> bool:
+    """True if one rank is among the last ones mostly, and no other one half as often."""
+    times = Counter(i for one in last for i in one.late).most_common(2)
+    return times[0][1] >= MAIN_SHARE * len(last) and (len(times) < 2 or times[1][1] * 2 <= times[0][1])
+
+
+def lost_shares(seen: Observation, last_ones: Sequence[Round]) -> dict[str, float]:
+    """Return the share of the time that the last ranks spend in each phase longer than the others.
+
+    Counted in the rounds from one moment in which most ranks wait for a rank to the next: what has
+    delayed it may be over by the time that the others wait.
+    """
+    lost: Counter[str] = Counter()
+    start = 0
+    for last in last_ones:
+        late = [track for i, track in enumerate(seen.tracks) if i in last.late]
+        others = [track for i, track in enumerate(seen.tracks) if i not in last.late]
+        for tracks, sign in ((late, 1), (others, -1)):
+            for track in tracks:
+                for activity in track.activities[start : last.index + 1]:
+                    if activity is not None and not activity.waits:
+                        lost[activity.phase] += sign / len(tracks)  # type: ignore[assignment]
+        start = last.index + 1
+    return {phase: rounds / seen.num_rounds for phase, rounds in lost.items()}
+
+
+def last_rounds(held: Sequence[Round]) -> list[Round]:
+    """Return the last of each run of held rounds in which the same ranks are late."""
+    ended = [
+        one
+        for one, after in itertools.pairwise(held)
+        if after.index > one.index + 1 or not one.late.keys() & after.late.keys()
+    ]
+    return [*ended, *held[-1:]]
 
 
 def busy_server(seen: Observation, ranks: Sequence[Budget]) -> SlowVerdict | None:

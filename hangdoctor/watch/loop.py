@@ -26,6 +26,8 @@ from hangdoctor.collect.registered import read_registered, remove_dead, remove_e
 from hangdoctor.errors import HangInputError
 from hangdoctor.heartbeat import VARIABLE, read_beats
 from hangdoctor.model import Diagnosis
+from hangdoctor.slow.live import sentence_about
+from hangdoctor.slow.sample import SECONDS
 from hangdoctor.watch.liveness import (
     Judgement,
     Limits,
@@ -47,7 +49,8 @@ STUCK = 1
 @dataclass(frozen=True, slots=True)
 class Plan:
     """How to watch and what to do. `folder` receives one post-mortem folder per finding; `hook` is
-    a shell command; `umask` is that of the job, by default our own.
+    a shell command; `umask` is that of the job, by default our own; `slow_s` is how long a job that
+    is silent and moves is sampled to find out which rank slows it down.
     """
 
     folder: Path
@@ -58,6 +61,7 @@ class Plan:
     max_restarts: int = 3
     umask: int = -1
     options: Options = field(default_factory=lambda: Options(num_samples=3, interval_s=5.0))
+    slow_s: float = SECONDS
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,7 +260,7 @@ def _examine(
         report(f"{quiet}, but its collection cannot be written: {sentence_of(error)}")
         return None
     if diagnosis.label == "straggler_or_not_hung":
-        report(f"{quiet}, but it moves: {diagnosis.summary}")
+        report(f"{quiet}, but it moves: {sentence_about(search, plan.slow_s) or diagnosis.summary}")
         return None
     finding = WatchFinding(diagnosis, folder, time.monotonic())
     others = "; others have ended" if judgement.state == "partly_done" else ""

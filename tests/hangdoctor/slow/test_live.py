@@ -1,0 +1,162 @@
+"""Real processes: three ranks that meet in a stand-in of torch's all_reduce, and their engine."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from contextlib import suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+from click.testing import CliRunner
+
+from areal_debug.hang.command import command
+from hangdoctor.collect.discover import Search
+from hangdoctor.collect.pyspy import find_pyspy
+from hangdoctor.slow.engines import find_engines, metrics_requests
+from hangdoctor.slow.live import sentence_about
+from hangdoctor.slow.proc_state import connected_ports, listening_ports, proc_state
+from hangdoctor.slow.sample import collects_garbage
+
+NUM_RANKS = 3
+ALL_REDUCE = """
+def all_reduce(meeting):
+    meeting.send(b"x")
+    meeting.recv(1)
+"""
+RANK = """
+import gc, os, socket, sys, time
+from torch.distributed.distributed_c10d import all_reduce
+slow, rank = sys.argv[2:] == ["slow"], int(os.environ["RANK"])
+class Rows:
+    def __getitem__(self, index):
+        time.sleep(0.35 if slow and rank == 1 else 0.02)
+def forward():
+    time.sleep(0.1)
+meeting = socket.create_connection(("127.0.0.1", int(sys.argv[1])))
+while True:
+    Rows()[0]
+    forward()
+    all_reduce(meeting)
+"""
+
+
+def meet(server):
+    """Release the ranks whenever all have arrived, until they end."""
+    ranks = [server.accept()[0] for _ in range(NUM_RANKS)]
+    with suppress(OSError):  # a rank was killed
+        while all(rank.recv(1) for rank in ranks):
+            for rank in ranks:
+                rank.send(b"x")
+    for rank in ranks:
+        rank.close()
+
+
+@pytest.fixture
+def job(tmp_path):
+    """Start ranks whose all_reduce is at the path of torch's; return the pid of one of them."""
+    package = tmp_path / "torch" / "distributed"
+    package.mkdir(parents=True)
+    (package / "distributed_c10d.py").write_text(ALL_REDUCE)
+    program = tmp_path / "train.py"
+    program.write_text(RANK)
+    server = socket.create_server(("127.0.0.1", 0))
+    ranks = []
+
+    def start(*arguments):
+        port = server.getsockname()[1]
+        threading.Thread(target=meet, args=(server,), daemon=True).start()
+        for rank in range(NUM_RANKS):
+            environment = os.environ | {
+                "RANK": str(rank),
+                "WORLD_SIZE": str(NUM_RANKS),
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(port),
+                "PYTHONPATH": str(tmp_path),
+            }
+            program_of_rank = [sys.executable, str(program), str(port), *arguments]
+            ranks.append(subprocess.Popen(program_of_rank, env=environment))
+        time.sleep(1.0)
+        return ranks[0].pid
+
+    yield start
+    for rank in ranks:
+        rank.kill()
+        rank.wait()
+    server.close()
+
+
+def test_the_slow_rank_of_a_running_job_is_named(job):
+    pid = job("slow")
+    done = CliRunner().invoke(command, ["--slow", "--pid", str(pid), "--seconds", "4", "--json"])
+    verdict = json.loads(done.output)
+    assert (verdict["label"], verdict["cause"], verdict["culprit_ranks"]) == ("slow_rank", "input", [1])
+    assert verdict["place"].startswith("__getitem__ (")
+    assert verdict["place"].endswith("train.py:6)")
+    assert done.exit_code == 1
+    shares = verdict["ranks"][1]["shares"]
+    assert shares["input"] > 0.5 > shares["forward"] > 0
+    assert verdict["ranks"][0]["shares"]["collective"] > 0.4
+
+
+def test_a_healthy_job_has_no_slow_rank_and_the_watch_says_nothing(job):
+    pid = job()
+    done = CliRunner().invoke(command, ["--slow", "--pid", str(pid), "--seconds", "3"])
+    assert done.output.startswith("no_rank_is_slow")
+    assert "No rank is slow: all 3 wait" in done.output
+    assert "Share of the time, in percent" in done.output
+    assert done.exit_code == 0
+    assert sentence_about(Search((pid,)), 1.0) is None
+
+
+def test_options_of_slow_are_refused_without_it():
+    done = CliRunner().invoke(command, ["--seconds", "3"])
+    assert (done.exit_code, "give both" in done.output) == (2, True)
+    done = CliRunner().invoke(command, ["--slow", "explain"])
+    assert (done.exit_code, "leave out explain" in done.output) == (2, True)
+
+
+def test_garbage_collection_is_seen_in_native_stacks():
+    code = "import gc\nclass A: pass\nkept = [A() for _ in range(200000)]\nprint(1, flush=True)\nwhile True: gc.collect()"
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as process:
+        process.stdout.readline()
+        seen = [collects_garbage(process.pid, find_pyspy()) for _ in range(3)]
+        process.kill()
+    assert any(seen)
+
+
+class Metrics(BaseHTTPRequestHandler):
+    def do_GET(self):
+        body = b'# HELP x\nsglang:num_running_reqs{engine_type="unified",tp_rank="0"} 3.0\n'
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_):
+        pass
+
+
+def test_a_server_is_found_by_its_port_and_its_metrics_are_read():
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Metrics)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    port = server.server_port
+    assert port in listening_ports(os.getpid())
+    with socket.create_connection(("127.0.0.1", port)):
+        assert port in connected_ports(os.getpid())
+    (engine,) = find_engines((), {port}, ())
+    assert (engine.name, engine.pids[0]) == (f"engine on port {min(engine.ports)}", os.getpid())
+    assert metrics_requests(engine) == 3
+    assert find_engines((), {port}, {os.getpid()}) == []
+    server.shutdown()
+    server.server_close()
+
+
+def test_proc_of_a_process_that_has_ended_is_none():
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    process.wait()
+    assert proc_state(process.pid) is None
+    assert proc_state(os.getpid()).state == "R"
