@@ -57,10 +57,10 @@ def find_engines(pids: Iterable[int], ports: Iterable[int], excluded: Iterable[i
     """Return the servers with these pids and those that listen on these ports, except processes
     `excluded`: ranks and their launcher listen for each other.
     """
-    wanted, table = frozenset(ports), process_table()
+    wanted, ranks, table = frozenset(ports), frozenset(excluded), process_table()
     roots = {pid: listening_ports(pid) for pid in pids}
     if wanted:
-        skipped = {*excluded, *roots}
+        skipped = ranks | roots.keys()
         for pid, process in table.items():
             if pid not in skipped and process.is_python and (found := listening_ports(pid)) & wanted:
                 roots[pid] = found
@@ -68,7 +68,7 @@ def find_engines(pids: Iterable[int], ports: Iterable[int], excluded: Iterable[i
     inner = {child for pid in roots for child in below[pid]}
     engines = []
     for pid in sorted(roots.keys() - inner):
-        tree = (pid, *below[pid][:MAX_PROCESSES])
+        tree = (pid, *[child for child in below[pid] if child not in ranks][:MAX_PROCESSES])
         listening = frozenset(port for one in tree for port in listening_ports(one))
         name = f"engine on port {min(listening)}" if listening else f"engine with pid {pid}"
         engines.append(Engine(name, tree, listening))

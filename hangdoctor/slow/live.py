@@ -2,17 +2,19 @@
 
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 from hangdoctor.collect import pyspy
 from hangdoctor.collect.discover import Search, find_job
 from hangdoctor.collect.process import process_table
 from hangdoctor.errors import HangInputError
+from hangdoctor.slow.blame import SlowVerdict, judge
 from hangdoctor.slow.budget import Budget
 from hangdoctor.slow.phases import WAITING
-from hangdoctor.slow.sample import SECONDS, collects_garbage, observe
-from hangdoctor.slow.verdict import SlowVerdict, judge
+from hangdoctor.slow.sample import PARALLEL, SECONDS, collects_garbage, observe
 
-LOOKS = 8
+LOOKS, LOOK_FOR_S = 8, 4.0
 LOOK_EVERY_S = 0.17
 LEAST_BUSY = 0.5
 LEAST_SHARE = 0.1
@@ -78,11 +80,12 @@ def may_collect(budget: Budget) -> bool:
 
 def garbage_shares(suspects: Sequence[Budget]) -> dict[int, float]:
     """Return the share of native stacks that show the garbage collector, by rank."""
-    tool = pyspy.find_pyspy()
-    found = dict.fromkeys((budget.rank for budget in suspects), 0)
-    looks = max(3, LOOKS // len(suspects))
-    for _ in range(looks):
-        for budget in suspects:
-            found[budget.rank] += collects_garbage(budget.pid, tool)
-        time.sleep(LOOK_EVERY_S)
-    return {rank: count / looks for rank, count in found.items()}
+    look = partial(collects_garbage, tool=pyspy.find_pyspy())
+    counts, looks, started = [0] * len(suspects), 0, time.monotonic()
+    with ThreadPoolExecutor(PARALLEL) as pool:
+        while looks < LOOKS and time.monotonic() - started < LOOK_FOR_S:
+            found = pool.map(look, [budget.pid for budget in suspects])
+            counts = [count + hit for count, hit in zip(counts, found, strict=True)]
+            looks += 1
+            time.sleep(LOOK_EVERY_S)
+    return {budget.rank: count / looks for budget, count in zip(suspects, counts, strict=True)}

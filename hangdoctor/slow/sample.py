@@ -4,7 +4,7 @@
                   └ thread pool: each thread waits for one py-spy, and a time-out unblocks it
 
 The order of the ranks rotates from round to round, so that none is always read last. A pause is as
-long as its round took, so that the sampling takes at most half of the time of its cores.
+long as its round took, up to LONGEST_PAUSE_S, which only a busy machine reaches.
 """
 
 import linecache
@@ -20,7 +20,6 @@ from hangdoctor.collect.discover import Search, Target, find_job
 from hangdoctor.collect.process import process_table
 from hangdoctor.errors import UnreadableDump
 from hangdoctor.parse.stacks_json import parse_stacks_json
-from hangdoctor.parse.stacks_text import parse_stacks_text
 from hangdoctor.slow.engines import Engine, find_engines, look_at
 from hangdoctor.slow.phases import Activity, activity_of
 from hangdoctor.slow.proc_state import ProcState, connected_ports, proc_state
@@ -28,28 +27,24 @@ from hangdoctor.slow.proc_state import ProcState, connected_ports, proc_state
 SECONDS = 15.0
 PAUSE_S = 0.15
 TIMEOUT_S = 5.0
-LONGEST_PAUSE_S = 0.5
-ENOUGH_ROUNDS, STRETCH = 30, 1.6
+LONGEST_PAUSE_S = 0.3
+ENOUGH_ROUNDS, STRETCH = 30, 1.5
 PARALLEL = 4 * (os.cpu_count() or 1)
-REQUESTING = ("rollout", "reward", "logging", "input")
-"""Phases in which a rank may wait for a server."""
-COLLECTORS = ("gc_collect", "collect_generations", "deduce_unreachable", "_Py_RunGC", "gc_collect_main")
+COLLECTORS = ("gc_collect", "collect_generations", "deduce_unreachable", "_Py_RunGC")
 
 
 @dataclass(frozen=True, slots=True)
 class Track:
     """One process over all rounds: what it did in each, None where it could not be read.
 
-    `ports` are those of servers on this host that it was connected to, round by round; `cpu_wait`
-    is the share of the time in which its main thread was runnable without a CPU; `problem` is why
-    it could not be read.
+    `cpu_wait` is the share of the time in which its main thread was runnable without a CPU;
+    `problem` is why it could not be read.
     """
 
     name: str
     rank: int | None
     pid: int
     activities: tuple[Activity | None, ...]
-    ports: tuple[frozenset[int], ...] = ()
     cpu_wait: float = 0.0
     problem: str = ""
 
@@ -70,11 +65,14 @@ class Observation:
 
 @dataclass(slots=True)
 class Seen:
-    """What the rounds have seen of one process so far."""
+    """What the rounds have seen of one process so far.
+
+    `ports` are those on this host that it was connected to in the last round, in a rollout.
+    """
 
     target: Target
     activities: list[Activity | None] = field(default_factory=list)
-    ports: list[frozenset[int]] = field(default_factory=list)
+    ports: frozenset[int] = frozenset()
     states: list[tuple[float, ProcState]] = field(default_factory=list)
     problem: str = ""
 
@@ -115,7 +113,7 @@ def is_on(elapsed_s: float, num_rounds: int, seconds: float) -> bool:
 def look(seen: Seen, tool: str) -> None:
     """Add what one process does now."""
     pid = seen.target.pid
-    proc, ports = proc_state(pid), connected_ports(pid)
+    proc = proc_state(pid)
     done = pyspy.dump_once(tool, pid, TIMEOUT_S)
     activity = None
     if proc is not None and done.status == "dumped":
@@ -130,17 +128,13 @@ def look(seen: Seen, tool: str) -> None:
     if proc is not None:
         seen.states.append((time.monotonic(), proc))
     seen.activities.append(activity)
-    seen.ports.append(ports)
+    requests = activity is not None and activity.phase == "rollout"
+    seen.ports = connected_ports(pid) if requests else frozenset()
 
 
 def requested_ports(seen: list[Seen]) -> set[int]:
-    """Return the ports that ranks are connected to which may wait for a server now."""
-    return {
-        port
-        for one in seen
-        if (last := one.activities[-1]) and last.phase in REQUESTING
-        for port in one.ports[-1]
-    }
+    """Return the ports that ranks are connected to which wait for their rollouts now."""
+    return {port for one in seen for port in one.ports}
 
 
 def source_line(file: str, line: int) -> str:
@@ -159,7 +153,6 @@ def track_of(seen: Seen) -> Track:
         seen.target.rank,
         seen.target.pid,
         tuple(seen.activities),
-        tuple(seen.ports),
         cpu_wait,
         seen.problem,
     )
@@ -171,7 +164,4 @@ def collects_garbage(pid: int, tool: str) -> bool:
     Python frames do not show it. Reading native frames pauses the process for about 50 ms.
     """
     done = pyspy.dump(tool, pid, TIMEOUT_S, native=True)
-    if done.status != "dumped":
-        return False
-    threads = [thread for section in parse_stacks_text(done.output) for thread in section.threads]
-    return any(frame.function.startswith(COLLECTORS) for thread in threads for frame in thread.frames[:8])
+    return any(line.strip().startswith(COLLECTORS) for line in done.output.splitlines())

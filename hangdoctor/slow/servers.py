@@ -1,4 +1,4 @@
-"""Tell a slow engine from a long prompt: what the servers do while ranks wait for rollouts.
+"""What the servers do while ranks wait for rollouts: a slow engine or a long prompt.
 
 An engine that is slow is busy with all its requests after the others have finished theirs. A long
 prompt leaves one engine busy with one request, the others of the same engine having finished.

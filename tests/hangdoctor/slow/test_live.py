@@ -61,6 +61,8 @@ def job(tmp_path):
     package = tmp_path / "torch" / "distributed"
     package.mkdir(parents=True)
     (package / "distributed_c10d.py").write_text(ALL_REDUCE)
+    for folder in (package, package.parent):
+        (folder / "__init__.py").touch()
     program = tmp_path / "train.py"
     program.write_text(RANK)
     server = socket.create_server(("127.0.0.1", 0))
@@ -91,7 +93,7 @@ def job(tmp_path):
 
 def test_the_slow_rank_of_a_running_job_is_named(job):
     pid = job("slow")
-    done = CliRunner().invoke(command, ["--slow", "--pid", str(pid), "--seconds", "4", "--json"])
+    done = CliRunner().invoke(command, ["--slow", "--pid", str(pid), "--seconds", "5", "--json"])
     verdict = json.loads(done.output)
     assert (verdict["label"], verdict["cause"], verdict["culprit_ranks"]) == ("slow_rank", "input", [1])
     assert verdict["place"].startswith("__getitem__ (")
@@ -104,7 +106,7 @@ def test_the_slow_rank_of_a_running_job_is_named(job):
 
 def test_a_healthy_job_has_no_slow_rank_and_the_watch_says_nothing(job):
     pid = job()
-    done = CliRunner().invoke(command, ["--slow", "--pid", str(pid), "--seconds", "3"])
+    done = CliRunner().invoke(command, ["--slow", "--pid", str(pid), "--seconds", "4"])
     assert done.output.startswith("no_rank_is_slow")
     assert "No rank is slow: all 3 wait" in done.output
     assert "Share of the time, in percent" in done.output

@@ -223,7 +223,7 @@ def cause_of(
         return "gc", worst.places[main], max(worst.shares.get("gc", 0.0), garbage[worst.rank])
     if worst.gil - median(b.gil for b in peers) >= MAIN_SHARE * excess:
         return "gil", worst.gil_place, worst.gil
-    if worst.cpu_wait - median(b.cpu_wait for b in peers) >= MAIN_SHARE * excess:
+    if main in ORDINARY and worst.cpu_wait - median(b.cpu_wait for b in peers) >= MAIN_SHARE * excess:
         return "cpu", worst.places[main], worst.cpu_wait
     if main in COMPUTE and min(more.get(phase, 0.0) for phase in COMPUTE) >= more[main] / 4:
         return "compute", "", sum(worst.shares[phase] for phase in COMPUTE)
