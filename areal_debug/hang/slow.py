@@ -51,7 +51,7 @@ def heading(verdict: SlowVerdict) -> Text:
 
 
 def table_of(verdict: SlowVerdict) -> Table:
-    """Return the time budget: a row per rank, a column per phase that takes any of them some time."""
+    """Return the time budget: a row per rank, a column per phase that takes some time."""
     shown = [
         phase for phase in PHASE_NAMES if any(b.shares.get(phase, 0.0) >= LEAST_SHOWN for b in verdict.ranks)
     ]

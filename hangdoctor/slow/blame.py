@@ -30,7 +30,7 @@ SURE_SIGMA = 3.0
 LEAST_ROUNDS = 8
 LEAST_LATE = 0.5
 LEAST_LOST = 0.15
-"""Higher than LEAST_EXCESS: the time of a healthy step varies, and the last of the ranks decides."""
+"""Above LEAST_EXCESS: the time of a healthy step varies, and the last of the ranks decides."""
 LEAST_HELD = 0.2
 MAIN_SHARE = 0.5
 COMPUTE = ("forward", "backward")
@@ -191,14 +191,15 @@ def late_tracks(seen: Observation, numbers: Sequence[int]) -> set[int]:
 
 
 def late_ranks(ranks: Sequence[Budget]) -> list[Budget]:
-    """Return the ranks that wait significantly less than the upper quartile does."""
+    """Return the ranks that wait less than the upper quartile does: significantly less, or at least
+    half as much less as the one that waits least.
+    """
     usual = upper_quartile([budget.waiting for budget in ranks])
-    return [
-        budget
-        for budget in ranks
-        if usual - budget.waiting >= max(LEAST_EXCESS, SURE_SIGMA * sigma(usual, budget))
-        and budget.late >= LEAST_LATE
-    ]
+    worst = min(ranks, key=lambda budget: budget.waiting)
+    if usual - worst.waiting < max(LEAST_EXCESS, SURE_SIGMA * sigma(usual, worst)):
+        return []
+    middle = (usual + worst.waiting) / 2
+    return [budget for budget in ranks if budget.waiting <= middle and budget.late >= LEAST_LATE]
 
 
 def sigma(usual: float, budget: Budget) -> float:
@@ -297,7 +298,7 @@ def last_rounds(held: Sequence[Round]) -> list[Round]:
 
 
 def busy_server(seen: Observation, ranks: Sequence[Budget]) -> SlowVerdict | None:
-    """Return the verdict for ranks that all wait for their rollouts, and one server is behind it."""
+    """Return the verdict for ranks that all wait for rollouts, which one server is behind."""
     if mean(budget.shares.get("rollout", 0.0) for budget in ranks) < LEAST_HELD:
         return None
     blame = blame_server(seen, set())

@@ -8,7 +8,7 @@ of its metrics page, where it has one, else of the threads that handle one.
 import re
 import urllib.error
 import urllib.request
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from hangdoctor.collect import pyspy
@@ -18,7 +18,7 @@ from hangdoctor.frames import last_name
 from hangdoctor.model import Thread
 from hangdoctor.parse.stacks_json import parse_stacks_json
 from hangdoctor.slow.phases import place_of
-from hangdoctor.slow.proc_state import listening_ports
+from hangdoctor.slow.proc_state import listeners, listening_ports, sockets
 from hangdoctor.waits import compiled
 
 HANDLES_REQUEST = r"do_POST|do_GET|do_PUT"
@@ -53,21 +53,20 @@ class Engine:
     has_metrics: bool = True
 
 
-def find_engines(pids: Iterable[int], ports: Iterable[int], excluded: Iterable[int]) -> list[Engine]:
-    """Return the servers with these pids and those that listen on these ports, except processes
-    `excluded`: ranks and their launcher listen for each other.
+def find_engines(pids: Iterable[int], ports: Container[int], ranks: Sequence[int]) -> list[Engine]:
+    """Return the servers with these pids and those that listen on these ports, except for `ranks`,
+    which listen for each other, and their launcher.
     """
-    wanted, ranks, table = frozenset(ports), frozenset(excluded), process_table()
-    roots = {pid: listening_ports(pid) for pid in pids}
+    table = process_table()
+    wanted = listeners(ranks[0], ports) if ranks else set()
+    roots = {*pids}
     if wanted:
-        skipped = ranks | roots.keys()
-        for pid, process in table.items():
-            if pid not in skipped and process.is_python and (found := listening_ports(pid)) & wanted:
-                roots[pid] = found
+        others = [pid for pid, process in table.items() if process.is_python and pid not in ranks]
+        roots |= {pid for pid in others if sockets(pid) & wanted}
     below = {pid: descendants([pid], table) for pid in roots}
     inner = {child for pid in roots for child in below[pid]}
     engines = []
-    for pid in sorted(roots.keys() - inner):
+    for pid in sorted(roots - inner):
         tree = (pid, *[child for child in below[pid] if child not in ranks][:MAX_PROCESSES])
         listening = frozenset(port for one in tree for port in listening_ports(one))
         name = f"engine on port {min(listening)}" if listening else f"engine with pid {pid}"

@@ -1,6 +1,7 @@
 """What /proc shows of a process at one moment: state, page faults, wait for a CPU, connections."""
 
 import os
+from collections.abc import Container
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -92,6 +93,13 @@ def listening_ports(pid: int) -> frozenset[int]:
     return frozenset(
         port_of(local) for local, _, state, inode in connections(pid) if state == LISTENING and inode in own
     )
+
+
+def listeners(pid: int, ports: Container[int]) -> set[str]:
+    """Return the inodes of the sockets that accept connections on these ports, as a process sees
+    them: it may be in a network of its own.
+    """
+    return {i for local, _, state, i in connections(pid) if state == LISTENING and port_of(local) in ports}
 
 
 def connections(pid: int) -> list[tuple[str, str, str, str]]:

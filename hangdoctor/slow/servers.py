@@ -67,7 +67,7 @@ def blame_server(seen: Observation, late: set[int]) -> Blame | None:
 
 def tail_rounds(seen: Observation, late: set[int]) -> list[int]:
     """Return the rounds in which ranks wait for rollouts: late ones if known, and all others of
-    them wait in collectives, if any round is like that.
+    them wait in collectives, if enough rounds are like that.
     """
     waiting, alone = [], []
     for index, row in enumerate(zip(*(track.activities for track in seen.tracks), strict=True)):
@@ -77,7 +77,7 @@ def tail_rounds(seen: Observation, late: set[int]) -> list[int]:
         waiting.append(index)
         if sum(a is not None and a.waits for a in row) * 2 >= len(row):
             alone.append(index)
-    return alone or waiting
+    return alone if len(alone) >= LEAST_ROUNDS else waiting
 
 
 def busy_share(engine: Engine, rounds: Sequence[int]) -> float:

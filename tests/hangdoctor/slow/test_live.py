@@ -97,7 +97,7 @@ def test_the_slow_rank_of_a_running_job_is_named(job):
     verdict = json.loads(done.output)
     assert (verdict["label"], verdict["cause"], verdict["culprit_ranks"]) == ("slow_rank", "input", [1])
     assert verdict["place"].startswith("__getitem__ (")
-    assert verdict["place"].endswith("train.py:6)")
+    assert verdict["place"].endswith("train.py:7)")
     assert done.exit_code == 1
     shares = verdict["ranks"][1]["shares"]
     assert shares["input"] > 0.5 > shares["forward"] > 0
@@ -149,10 +149,10 @@ def test_a_server_is_found_by_its_port_and_its_metrics_are_read():
     assert port in listening_ports(os.getpid())
     with socket.create_connection(("127.0.0.1", port)):
         assert port in connected_ports(os.getpid())
-    (engine,) = find_engines((), {port}, ())
+    (engine,) = find_engines((), {port}, [os.getppid()])
     assert (engine.name, engine.pids[0]) == (f"engine on port {min(engine.ports)}", os.getpid())
     assert metrics_requests(engine) == 3
-    assert find_engines((), {port}, {os.getpid()}) == []
+    assert find_engines((), {port}, [os.getpid()]) == []
     server.shutdown()
     server.server_close()
 

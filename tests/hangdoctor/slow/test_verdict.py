@@ -1,6 +1,7 @@
 """Verdicts about rounds that are drawn: who is late, by what, and healthy jobs."""
 
 import random
+from bisect import bisect
 from collections.abc import Callable
 
 import pytest
@@ -43,8 +44,9 @@ def sampled(lines, clock, gap_s, draw, engines=(), elsewhere=(), **fields) -> Ob
     times = [draw.uniform(0.0, 0.05) + i * gap_s for i in range(50) if i * gap_s < clock]
     tracks = []
     for rank, line in enumerate(lines):
-        at = [max((e for e in line if e[0] <= t + draw.uniform(0, 0.05)), key=lambda e: e[0]) for t in times]
-        activities = tuple(Activity(phase, f"{phase} (train.py:1)", True, **fields) for _, phase in at)
+        starts = [start for start, _ in line]
+        phases = [line[bisect(starts, t + draw.uniform(0.0, 0.05)) - 1][1] for t in times]
+        activities = tuple(Activity(phase, f"{phase} (train.py:1)", True, **fields) for phase in phases)
         tracks.append(Track(f"rank_{rank}", rank, 100 + rank, activities))
     return Observation(tuple(tracks), tuple(engines), len(times), times[-1], elsewhere)
 

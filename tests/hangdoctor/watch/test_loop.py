@@ -84,6 +84,19 @@ def test_slow_job_is_not_killed(watched):
     assert len(folders) == 2  # the second one comes after twice the silence
 
 
+def test_slow_job_is_reported_with_the_rank_that_slows_it(watched, monkeypatch):
+    asked = []
+
+    def about(search, seconds):
+        asked.append(seconds)
+        return "Rank 1 is slow."
+
+    monkeypatch.setattr("hangdoctor.watch.loop.sentence_about", about)
+    _, messages, _ = watched("threading.Event().wait(1.5)", label="straggler_or_not_hung", slow_s=7.0)
+    assert messages[0].endswith("but it moves: Rank 1 is slow.")
+    assert asked[0] == 7.0
+
+
 def test_job_that_moves_again_before_it_is_killed_lives(watched):
     status, messages, _ = watched("threading.Event().wait(1.3)\nbeat(9)\ntime.sleep(0.4)", then="kill")
     assert (status, messages[-1]) == (0, "it moves again")
