@@ -32,6 +32,10 @@ LEAST_LATE = 0.5
 LEAST_LOST = 0.15
 """Above LEAST_EXCESS: the time of a healthy step varies, and the last of the ranks decides."""
 LEAST_HELD = 0.2
+LEAST_LIFT = 0.15
+"""By how much the phase must be more of what makes ranks late than of what they do."""
+HALF_A_ROUND = 0.5
+"""Standard deviation of the length of a phase that is counted in rounds."""
 MAIN_SHARE = 0.5
 COMPUTE = ("forward", "backward")
 ORDINARY = (*COMPUTE, OTHER, "optimizer")
@@ -242,7 +246,14 @@ def late_in_turn(
     phase = max(lost, key=lambda phase: lost[phase])
     collected = mean(garbage.values()) if garbage else 0.0
     is_garbage = collected >= 0.3 * mean(budget.shares.get(phase, 0.0) for budget in ranks)
-    if lost[phase] < LEAST_LOST or (phase in ORDINARY and not is_garbage):
+    chance = SURE_SIGMA * HALF_A_ROUND * math.sqrt(len(last)) / seen.num_rounds
+    if lost[phase] < max(LEAST_LOST, chance) or (phase in ORDINARY and not is_garbage):
+        return None
+    working = [a.phase for track in seen.tracks for a in track.activities if a is not None and not a.waits]
+    if (
+        lost[phase] / sum(max(share, 0.0) for share in lost.values())
+        < mean(p == phase for p in working) + LEAST_LIFT
+    ):
         return None
     cause = "gc" if is_garbage else phase
     place = Counter(b.places[phase] for b in ranks if phase in b.places).most_common(1)[0][0]
