@@ -2,11 +2,11 @@
 
     python benchmarks/slow_ranks.py [--only NAME]... [--seconds 15] [--json FILE]
 
-Each case is a cause in a tiny DDP job that torchrun starts with gloo on this machine. The work of a step is
-mostly sleeps in the calls in which a real job spends its time (dataset, module, backward hook,
-checkpoint, request to an engine), so that 8 ranks fit on 2 cores; garbage collection, page faults,
-the GIL and the CPU are real. Nothing is installed in the job and it is not changed for the
-measurement. The healthy jobs must not be accused. The table of docs/slow_ranks.md is its output.
+Each case is a cause in a tiny DDP job that torchrun starts with gloo on this machine. The work of a
+step is mostly sleeps in the calls in which a real job spends its time (dataset, module, backward
+hook, checkpoint, request to an engine), so that 8 ranks fit on 2 cores; garbage collection, page
+faults, stops and the GIL are real. Nothing is installed in the job. The healthy jobs must not be
+accused. The table of docs/slow_ranks.md is made of its output.
 """
 
 import argparse

@@ -225,7 +225,7 @@ def cause_of(
         return OTHER, "", 0.0
     main = max(more, key=lambda phase: more[phase])
     if garbage.get(worst.rank, 0.0) >= MAIN_SHARE * worst.shares[main]:
-        return "gc", worst.places[main], max(worst.shares.get("gc", 0.0), garbage[worst.rank])
+        return "gc", worst.places[main], worst.shares[main]
     if worst.gil - median(b.gil for b in peers) >= MAIN_SHARE * excess:
         return "gil", worst.gil_place, worst.gil
     if main in ORDINARY and worst.cpu_wait - median(b.cpu_wait for b in peers) >= MAIN_SHARE * excess:
