@@ -313,7 +313,7 @@ def busy_server(seen: Observation, ranks: Sequence[Budget]) -> SlowVerdict | Non
     if mean(budget.shares.get("rollout", 0.0) for budget in ranks) < LEAST_HELD:
         return None
     blame = blame_server(seen, set())
-    if blame is None:
+    if blame is None or not blame.engine:  # prompts in turn make ranks late, which none is
         return None
     share = mean(budget.shares.get("rollout", 0.0) for budget in ranks)
     summary = f"No rank is slow: all wait for rollouts, {percent(share)} of the time."

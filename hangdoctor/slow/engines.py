@@ -44,12 +44,15 @@ class Load:
 
 @dataclass(slots=True)
 class Engine:
-    """One server. `pids` are its process and those below it, `loads` go by round."""
+    """One server. `pids` are its process and those below it, `loads` go by round, `clients` are
+    the ranks that were connected to it in a rollout.
+    """
 
     name: str
     pids: tuple[int, ...]
     ports: frozenset[int]
     loads: dict[int, Load] = field(default_factory=dict)
+    clients: set[str] = field(default_factory=set)
     has_metrics: bool = True
 
 

@@ -1,21 +1,27 @@
 """Sample a running job and return who is slow; native stacks only where the collector may run."""
 
 import time
+from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 
 from hangdoctor.collect import pyspy
 from hangdoctor.collect.discover import Search, find_job
-from hangdoctor.collect.process import process_table
-from hangdoctor.errors import HangInputError
+from hangdoctor.collect.process import descendants, process_table
+from hangdoctor.errors import HangInputError, UnreadableDump
+from hangdoctor.frames import main_thread
+from hangdoctor.parse.stacks_json import parse_stacks_json
 from hangdoctor.slow.blame import SlowVerdict, judge
 from hangdoctor.slow.budget import Budget
-from hangdoctor.slow.phases import WAITING
-from hangdoctor.slow.sample import PARALLEL, SECONDS, collects_garbage, observe
+from hangdoctor.slow.phases import WAITING, place_of
+from hangdoctor.slow.sample import PARALLEL, SECONDS, TIMEOUT_S, collects_garbage, observe
 
 LOOKS, LOOK_FOR_S = 8, 4.0
 LOOK_EVERY_S = 0.17
+WORKER_LOOKS, MAX_WORKERS = 4, 8
 LEAST_BUSY = 0.5
 LEAST_SHARE = 0.1
 UNEXPLAINED = (
@@ -39,9 +45,30 @@ def who_is_slow(search: Search, seconds: float = SECONDS) -> SlowVerdict:
         HangInputError: no py-spy, no rank, or more than one job (subclasses in `errors`).
     """
     seen = observe(search, seconds)
-    first = judge(seen, {})
-    suspects = collector_suspects(first)
-    return judge(seen, garbage_shares(suspects)) if suspects else first
+    verdict = judge(seen, {})
+    if suspects := collector_suspects(verdict):
+        verdict = judge(seen, garbage_shares(suspects))
+    return with_loader_workers(verdict) if verdict.cause == "input" and verdict.culprit_ranks else verdict
+
+
+def with_loader_workers(verdict: SlowVerdict) -> SlowVerdict:
+    """Return a verdict with the call that the processes below the slow rank are in: its loader's
+    workers, where it has any.
+    """
+    pid = next(budget.pid for budget in verdict.ranks if budget.rank == verdict.culprit_ranks[0])
+    tool, places = pyspy.find_pyspy(), Counter[str]()
+    for _ in range(WORKER_LOOKS):
+        for child in descendants([pid], process_table())[:MAX_WORKERS]:
+            done = pyspy.dump_once(tool, child, TIMEOUT_S)
+            with suppress(UnreadableDump):
+                main = main_thread(parse_stacks_json(done.output)[1]) if done.status == "dumped" else None
+                places[place_of(main.frames) if main else ""] += 1
+        time.sleep(LOOK_EVERY_S)
+    del places[""], places[verdict.place]  # a fork that waits for work shows the call that forked it
+    if not places:
+        return verdict
+    place = places.most_common(1)[0][0]
+    return replace(verdict, evidence=(f"its loader's worker is at {place}", *verdict.evidence))
 
 
 def sentence_about(search: Search, seconds: float) -> str | None:

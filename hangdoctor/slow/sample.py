@@ -98,6 +98,8 @@ def observe(search: Search, seconds: float = SECONDS) -> Observation:
                 looked_up |= new
                 pids = {pid for engine in engines for pid in engine.pids}
                 engines += find_engines((), new, [*known, *pids])
+            for engine in engines:
+                engine.clients |= {one.target.name for one in seen if one.ports & engine.ports}
             list(pool.map(partial(look_at, tool=tool, round_number=num_rounds, timeout_s=TIMEOUT_S), engines))
             num_rounds += 1
             time.sleep(min(max(PAUSE_S, time.monotonic() - begin), LONGEST_PAUSE_S))

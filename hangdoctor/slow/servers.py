@@ -37,8 +37,8 @@ def blame_server(seen: Observation, late: set[int]) -> Blame | None:
         late: indices of the tracks of ranks that are late, empty where all wait or it changes.
     """
     tail = tail_rounds(seen, late)
-    engines = [engine for engine in seen.engines if any(load.busy for load in engine.loads.values())]
-    if len(tail) < LEAST_ROUNDS or not engines:
+    engines = [engine for engine in seen.engines if engine.loads]
+    if len(tail) < LEAST_ROUNDS or not any(busy_share(engine, tail) for engine in engines):
         return None
     busy = {engine.name: busy_share(engine, tail) for engine in engines}
     ordered = sorted(engines, key=lambda engine: -busy[engine.name])
@@ -93,8 +93,9 @@ def requests_in(engine: Engine, rounds: Sequence[int]) -> float:
 
 
 def peak_requests(engine: Engine) -> int:
-    """Return the largest number of requests that a server was seen with."""
-    return max((load.num_requests or int(load.busy) for load in engine.loads.values()), default=0)
+    """Return the largest number of requests that a server was seen with, or that its ranks send."""
+    seen = max((load.num_requests or int(load.busy) for load in engine.loads.values()), default=0)
+    return max(seen, len(engine.clients))
 
 
 def long_prompts_in_turn(
