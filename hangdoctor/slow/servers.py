@@ -13,7 +13,7 @@ from hangdoctor.model import Confidence
 from hangdoctor.slow.engines import Engine
 from hangdoctor.slow.sample import Observation
 
-STANDS_OUT = 0.3
+STANDS_OUT = 0.5
 """Difference of the busy shares of two servers."""
 LEAST_ROUNDS = 5
 
@@ -111,5 +111,5 @@ def long_prompts_in_turn(
     )
     if peak < 2 or median(total) > 1:
         return None
-    sentence = f"Long prompts hold the job, on one engine after the other: the last of up to {peak} requests runs alone."
+    sentence = f"A long prompt at a time holds the job: the last of up to {peak} requests runs alone."
     return Blame("long_prompt", "medium", "", sentence, facts)
