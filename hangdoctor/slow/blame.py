@@ -195,15 +195,15 @@ def late_tracks(seen: Observation, numbers: Sequence[int]) -> set[int]:
 
 
 def late_ranks(ranks: Sequence[Budget]) -> list[Budget]:
-    """Return the ranks that wait less than the upper quartile does: significantly less, or at least
-    half as much less as the one that waits least.
+    """Return the ranks that wait less than the upper quartile does: the one that waits least, if
+    that is significant, and those within a third of the difference from it.
     """
     usual = upper_quartile([budget.waiting for budget in ranks])
     worst = min(ranks, key=lambda budget: budget.waiting)
     if usual - worst.waiting < max(LEAST_EXCESS, SURE_SIGMA * sigma(usual, worst)):
         return []
-    middle = (usual + worst.waiting) / 2
-    return [budget for budget in ranks if budget.waiting <= middle and budget.late >= LEAST_LATE]
+    near = worst.waiting + (usual - worst.waiting) / 3
+    return [budget for budget in ranks if budget.waiting <= near and budget.late >= LEAST_LATE]
 
 
 def sigma(usual: float, budget: Budget) -> float:
