@@ -103,7 +103,13 @@ def check(
         setting = replace(setting, noise=noise_of_engine(setting.noise, rescoring))
     trainer_check = check_trainer(sampled, sequences, scores, request, dtype, temperature)
     diagnose_with = partial(
-        diagnose, sequences, scores, replays=replays, rescoring=rescoring, trainer_check=trainer_check
+        diagnose,
+        sequences,
+        scores,
+        replays=replays,
+        rescoring=rescoring,
+        trainer_check=trainer_check,
+        contradictions=sampled.contradictions,
     )
     inputs = ProbeInputs(scorer, rows, request, setting, dtype)
     found, setting = run_probes(diagnose_with, inputs, replays)

@@ -55,6 +55,7 @@ def diagnose(
     alternatives: Sequence[Alternative] = (),
     rescoring: Rescoring | None = None,
     trainer_check: TrainerCheck | None = None,
+    contradictions: Sequence[Finding] = (),
 ) -> Diagnosis:
     """Compare an engine's logprobs with the trainer's and name the likely causes.
 
@@ -66,11 +67,12 @@ def diagnose(
             identify stale weights, BOS and dtypes.
         rescoring: second logprobs of the same tokens by engine and model.
         trainer_check: comparison with the trainer's own path.
+        contradictions: findings of the replies alone.
 
     Raises:
         NothingToCompare: no token has a logprob on both sides.
     """
-    findings: list[Finding] = []
+    findings: list[Finding] = list(contradictions)
     units = log_units(sequences.engine_logprobs[sequences.scored], scores.logprob)
     if units is not None:
         findings.append(units)

@@ -14,6 +14,7 @@ import numpy as np
 
 from areal_core.dataset.read import read_rows, rl_row
 from consistency.case import Request
+from consistency.causes.replies import find_contradictions
 from consistency.check import Checked, Rescorer, check
 from consistency.cross_checks import Rescoring, rescore
 from consistency.engine.connect import connect, sample_all, worker_of
@@ -138,8 +139,10 @@ def check_engines(
     return check(sampled, request, progress, make_rescorer(samples.addresses, vocabulary))
 
 
-def sampled_of(samples: EngineSamples, trainer_dtype: str) -> Sampled:
-    """Turn replies into columns; the model scores them in `trainer_dtype`.
+def sampled_of(samples: EngineSamples, trainer_dtype: str, vocabulary: Vocabulary) -> Sampled:
+    """Compare the facts of the replies, and turn them into columns.
+
+    The model scores them in `trainer_dtype`.
 
     Raises:
         NothingToCompare: no reply holds a token.
@@ -149,8 +152,12 @@ def sampled_of(samples: EngineSamples, trainer_dtype: str) -> Sampled:
         raise NothingToCompare(
             f"{len(samples.replies)} replies of the engines hold no token: are the prompts too long?"
         )
+    contradictions = find_contradictions(
+        [prompt.ids for prompt in samples.prompts], samples.replies, params, vocabulary.decode
+    )
+    numbers = {ids: number for number, ids in enumerate(dict.fromkeys(p.ids for p in samples.prompts))}
     rows = [
-        one_sequence(prompt, reply, number, worker_of(number, len(identities)))
+        one_sequence(prompt, reply, numbers[prompt.ids], worker_of(number, len(identities)))
         for number, (prompt, reply) in enumerate(zip(samples.prompts, samples.replies, strict=True))
         if reply.output_ids
     ]
@@ -166,18 +173,19 @@ def sampled_of(samples: EngineSamples, trainer_dtype: str) -> Sampled:
     )
     versions = {reply.version for reply in samples.replies}
     version = versions.pop() if len(versions) == 1 else None
-    return Sampled({"live": concatenate(rows)}, sampling, version, tops_of(samples.replies))
+    tops = tops_of(samples.replies)
+    return Sampled({"live": concatenate(rows)}, sampling, version, tops, contradictions=contradictions)
 
 
 def tops_of(replies: Sequence[Reply]) -> tuple[Top, ...] | None:
     """Return the top tokens of all compared replies; None if an engine did not report them."""
     compared = [reply for reply in replies if len(reply.logprobs) == len(reply.output_ids)]
-    if any(reply.tops is None for reply in compared):
+    if any(reply.tops is None or len(reply.tops) != len(reply.logprobs) for reply in compared):
         return None
     return tuple(top for reply in compared for top in reply.tops or ())
 
 
-def one_sequence(prompt: Prompt, reply: Reply, number: int, worker: int) -> Sequences:
+def one_sequence(prompt: Prompt, reply: Reply, prompt_id: int, worker: int) -> Sequences:
     """Turn one reply into a row, with the columns that the engine reported."""
     row = sequences_from_completions([Completion(prompt.ids, reply.output_ids, reply.logprobs)])
     num_tokens = len(row.input_ids)
@@ -187,7 +195,7 @@ def one_sequence(prompt: Prompt, reply: Reply, number: int, worker: int) -> Sequ
         row.sampled,
         row.engine_logprobs,
         versions=None if reply.version is None else np.full(num_tokens, reply.version),
-        prompt_id=np.full(row.num_rows, number),
+        prompt_id=np.full(row.num_rows, prompt_id),
         worker=np.full(row.num_rows, worker),
         cached_tokens=None if reply.cached_tokens is None else np.full(row.num_rows, reply.cached_tokens),
         length_differences=row.length_differences,

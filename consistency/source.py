@@ -8,7 +8,7 @@ import numpy as np
 from transformers import AutoConfig
 
 from areal_core.engine.errors import ModelError
-from consistency.case import NOISE, Noise, Setting
+from consistency.case import NOISE, Finding, Noise, Setting
 from consistency.engine.reply import Top
 from consistency.errors import NothingToCompare
 from consistency.tokens import Floats, Sequences
@@ -39,7 +39,7 @@ class Sampled:
 
     `version` is that of the weights, None if there are several. One entry per scored token: `tops`
     holds the engine's most likely tokens, `trainer` the trainer's logprobs; None if not available.
-    `notes` say what was assumed and left out.
+    `notes` say what was assumed and left out, `contradictions` where replies contradict themselves.
     """
 
     chunks: Mapping[str, Sequences]
@@ -48,6 +48,7 @@ class Sampled:
     tops: tuple[Top, ...] | None = None
     trainer: Floats | None = None
     notes: tuple[str, ...] = ()
+    contradictions: tuple[Finding, ...] = ()
 
 
 def read_record(record: Record, steps: Sequence[int], assumed: Sampling | None = None) -> Sampled:

@@ -248,7 +248,7 @@ def parse_identity(model_info: str, server_info: str) -> ServerIdentity:
             str(model["weight_version"]),
             str(started["device"]),
             str(started["dtype"]),
-            bool(started["enable_lora"]),
+            None if started.get("enable_lora") is None else bool(started["enable_lora"]),
             int(started.get("tp_size", 1)),
         )
     except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:

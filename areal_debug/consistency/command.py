@@ -221,7 +221,7 @@ def check_live(
     request = request_of(model, options)
     with progress_bar("sampling", len(prompts) * options["num_samples"]) as advance:
         conversation = query_engines(engines, prompts, options["num_samples"], law, vocabulary, advance)
-    sampled = sampled_of(conversation, options["dtype"] or model_dtype(model))
+    sampled = sampled_of(conversation, options["dtype"] or model_dtype(model), vocabulary)
     with progress_bar("scoring", sum(len(chunk.input_ids) for chunk in sampled.chunks.values())) as advance:
         checked = check_engines(conversation, sampled, request, vocabulary, advance)
     source: dict[str, Any] = {"engines": [identity.describe() for identity in conversation.identities]}

@@ -77,14 +77,21 @@ def ids_of_texts(decode: Any, vocabulary_size: int) -> dict[str, int]:
 def parse_reply(address: str, answer: Any, ids: Mapping[str, int]) -> Reply:
     """Parse a completion whose tokens are texts or `token_id:123`. Raises EngineError."""
     try:
-        entry = answer["choices"][0]["logprobs"]
+        entry, usage = answer["choices"][0]["logprobs"], answer.get("usage") or {}
         texts = [str(text) for text in entry["tokens"]]
         logprobs = tuple(float("nan") if value is None else float(value) for value in entry["token_logprobs"])
-    except (IndexError, KeyError, OverflowError, TypeError, ValueError) as error:
+    except (AttributeError, IndexError, KeyError, OverflowError, TypeError, ValueError) as error:
         raise EngineError(
             f"{address}/v1/completions returned no logprobs ({error!r}): it must support logprobs=1"
         ) from error
-    return Reply(tuple(id_of_text(address, text, ids) for text in texts), logprobs)
+    return Reply(
+        tuple(id_of_text(address, text, ids) for text in texts),
+        logprobs,
+        num_prompt=usage.get("prompt_tokens"),
+        num_output=usage.get("completion_tokens"),
+        text=answer["choices"][0].get("text"),
+        finish=answer["choices"][0].get("finish_reason"),
+    )
 
 
 def id_of_text(address: str, text: str, ids: Mapping[str, int]) -> int:

@@ -24,6 +24,10 @@ class Reply:
 
     `logprobs` belong to `output_ids`, `tops` are the most likely tokens at each position. Fields
     that the engine did not report are None.
+
+    The rest says again, in another way, what was sent or returned: `num_prompt` and `num_output`
+    tokens as counted, `ids` as listed apart from the logprobs, `text`, `finish` (stop, length,
+    abort), `matched` (the token that stopped), `sent_id` and `returned_id` of the request.
     """
 
     output_ids: tuple[int, ...]
@@ -31,6 +35,14 @@ class Reply:
     tops: tuple[Top, ...] | None = None
     version: int | None = None
     cached_tokens: int | None = None
+    num_prompt: int | None = None
+    num_output: int | None = None
+    ids: tuple[int, ...] | None = None
+    text: str | None = None
+    finish: str | None = None
+    matched: int | None = None
+    sent_id: str | None = None
+    returned_id: str | None = None
 
 
 @dataclass(frozen=True)

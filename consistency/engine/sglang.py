@@ -3,8 +3,9 @@
 Logprobs of sampled tokens are under softmax(logits / temperature).
 """
 
+import uuid
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from consistency.engine.http import HttpClient
@@ -33,9 +34,14 @@ class SGLang:
             "max_new_tokens": params.max_new_tokens,
             "skip_special_tokens": False,
         }
-        payload = {"input_ids": list(prompt_ids), "sampling_params": sampling, "return_logprob": True}
-        payload["top_logprobs_num"] = NUM_TOPS
-        return parse_reply(self.address, await self.client.post("/generate", payload))
+        payload: dict[str, Any] = {
+            "input_ids": list(prompt_ids),
+            "sampling_params": sampling,
+            "return_logprob": True,
+        }
+        payload |= {"top_logprobs_num": NUM_TOPS, "rid": uuid.uuid4().hex}
+        reply = parse_reply(self.address, await self.client.post("/generate", payload))
+        return replace(reply, sent_id=payload["rid"])
 
     async def rescore(self, input_ids: Sequence[int], num_prompt: int) -> tuple[float, ...]:
         """Compute prefill logprobs, which SGLang never scales by a temperature."""
@@ -50,20 +56,46 @@ class SGLang:
         return parse_rescored(self.address, answer, list(input_ids[num_prompt:]))
 
 
+# What SGLang reports of itself besides its version; a server that only has its routes does not.
+OWN_FIELDS = frozenset({"internal_states", "schedule_policy", "mem_fraction_static", "chunked_prefill_size"})
+
+
 def parse_identity(address: str, info: Any, model: Any) -> EngineIdentity:
-    """Parse `/server_info` and `/model_info`. Raises EngineError."""
-    try:
-        return EngineIdentity(
-            software=f"SGLang {info['version']}",
-            model=str(model["model_path"]),
-            dtype=None if info["dtype"] == "auto" else str(info["dtype"]),
-            quantization=info["quantization"],
-            kv_cache_dtype=None if info["kv_cache_dtype"] == "auto" else str(info["kv_cache_dtype"]),
-        )
-    except (KeyError, TypeError) as error:
+    """Parse `/server_info` and `/model_info`; what a version lacks is unknown. Raises EngineError.
+
+    A server is called SGLang for its scheduler's fields, not for the version that it claims.
+    """
+    if not isinstance(info, dict) or not ("version" in info or info.keys() & OWN_FIELDS):
         raise EngineError(
-            f"{address}/server_info is not what SGLang 0.5 sends: it lacks {error}; use SGLang 0.5.6 or newer"
-        ) from error
+            f"{address}/server_info names neither a version nor an option of SGLang: is it an inference server?"
+        )
+    model = model if isinstance(model, dict) else {}
+    path = model.get("model_path", info.get("model_path"))
+    return EngineIdentity(
+        software=software_of(info),
+        model="an unknown model" if path is None else str(path),
+        dtype=known(info, "dtype"),
+        quantization=known(info, "quantization"),
+        kv_cache_dtype=known(info, "kv_cache_dtype"),
+    )
+
+
+def software_of(info: dict[str, Any]) -> str:
+    """Name the software behind SGLang's routes."""
+    version = known(info, "version") or "unknown"
+    if info.get("engine") is not None:
+        return f"{info['engine']} engine with the API of SGLang {version}"
+    if len(info.keys() & OWN_FIELDS) > 1:
+        return f"SGLang {version}"
+    return (
+        f"a server with the API of SGLang (it claims version {version}, without the fields of its scheduler)"
+    )
+
+
+def known(info: dict[str, Any], name: str) -> str | None:
+    """Return a field as text; None if it is missing, null, empty or automatic."""
+    value = info.get(name)
+    return None if value in (None, "", "auto") else str(value)
 
 
 def parse_reply(address: str, answer: Any) -> Reply:
@@ -71,20 +103,35 @@ def parse_reply(address: str, answer: Any) -> Reply:
     try:
         meta = answer["meta_info"]
         rows = meta["output_token_logprobs"]
-        version = str(meta["weight_version"])
+        version = str(meta.get("weight_version"))
+        tops = meta.get("output_top_logprobs")
+        finish = meta.get("finish_reason") or {}
+        matched = finish.get("matched")
         return Reply(
             output_ids=tuple(int(row[1]) for row in rows),
             logprobs=tuple(float("nan") if row[0] is None else float(row[0]) for row in rows),
-            tops=tuple(
-                tuple((int(i), float(value)) for value, i, _ in top) for top in meta["output_top_logprobs"]
-            ),
+            tops=None
+            if tops is None
+            else tuple(tuple((int(i), float(value)) for value, i, _ in top or ()) for top in tops),
             version=int(version) if version.isdecimal() else None,
-            cached_tokens=int(meta["cached_tokens"]),
+            cached_tokens=integer(meta.get("cached_tokens")),
+            num_prompt=integer(meta.get("prompt_tokens")),
+            num_output=integer(meta.get("completion_tokens")),
+            ids=None if answer.get("output_ids") is None else tuple(map(int, answer["output_ids"])),
+            text=answer.get("text"),
+            finish=finish.get("type"),
+            matched=matched if isinstance(matched, int) else None,
+            returned_id=meta.get("id"),
         )
-    except (IndexError, KeyError, OverflowError, TypeError, ValueError) as error:
+    except (AttributeError, IndexError, KeyError, OverflowError, TypeError, ValueError) as error:
         raise EngineError(
             f"{address}/generate returned no logprobs ({error!r}); it must support return_logprob"
         ) from error
+
+
+def integer(value: Any) -> int | None:
+    """Return a count; None if it is missing."""
+    return None if value is None else int(value)
 
 
 def parse_rescored(address: str, answer: Any, expected: list[int]) -> tuple[float, ...]:

@@ -72,6 +72,7 @@ def parse_reply(address: str, answer: Any) -> Reply:
     """Parse a completion with `token_ids`. Raises EngineError."""
     try:
         choice = answer["choices"][0]
+        usage = answer.get("usage") or {}
         return Reply(
             output_ids=tuple(int(i) for i in choice["token_ids"]),
             logprobs=tuple(
@@ -79,8 +80,12 @@ def parse_reply(address: str, answer: Any) -> Reply:
                 for value in choice["logprobs"]["token_logprobs"]
             ),
             tops=tuple(parse_top(top) for top in choice["logprobs"]["top_logprobs"]),
+            num_prompt=usage.get("prompt_tokens"),
+            num_output=usage.get("completion_tokens"),
+            text=choice.get("text"),
+            finish=choice.get("finish_reason"),
         )
-    except (IndexError, KeyError, OverflowError, TypeError, ValueError) as error:
+    except (AttributeError, IndexError, KeyError, OverflowError, TypeError, ValueError) as error:
         raise EngineError(
             f"{address}/v1/completions returned no ids with logprobs ({error!r}): use vLLM 0.10.2 or newer"
         ) from error

@@ -28,7 +28,7 @@ class ServerIdentity:
     weight_version: str  # "default" before the first weight update
     device: str  # "cpu" or "cuda"
     dtype: str  # "auto" if the model's config defines it
-    serves_adapters: bool
+    serves_adapters: bool | None  # None if the server does not report it
     num_devices: int = 1  # that one copy of the model is split over
 
 
@@ -83,7 +83,7 @@ def check_model(server: Server, identity: ServerIdentity, model: RunModel, adapt
                 f"the server at {server.address} serves {identity.model_path} with {name} {served[name]}, and the run trains "
                 f"{model.path} with {name} {model.config[name]}: start the server with the run's model"
             )
-    if model.needs_adapters and not identity.serves_adapters:
+    if model.needs_adapters and identity.serves_adapters is False:
         raise WrongServer(
             f"the server at {server.address} was started without {adapters_flag}, and the run sends adapters: start it with that option, "
             "or set rollout.use_lora and sglang.enable_lora to false"
