@@ -15,6 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from consistency.candidates.positions import rotary_alternatives
+from consistency.candidates.prompts import prompt_alternatives
 from consistency.case import DTYPES, Alternative, Noise, Request, Setting
 from consistency.cross_checks import Rescoring
 from consistency.diagnose import Diagnosis, is_accusation
@@ -56,7 +58,8 @@ def run_probes(diagnose: Diagnose, inputs: ProbeInputs, replays: Replays) -> tup
     found = diagnose(setting)
     alternatives: list[Alternative] = []
     for probe in PROBES:
-        if is_settled(found):
+        # Whatever is accused, the noise floor of this model is needed to weigh it.
+        if is_settled(found) and (probe is not probe_dtype or found.verdict == "healthy"):
             break
         alternatives += probe(inputs)
         if probe is probe_dtype:
@@ -124,12 +127,25 @@ def probe_architecture(inputs: ProbeInputs) -> list[Alternative]:
     return architecture_alternatives(inputs.scorer, inputs.rows, inputs.setting.temperature)
 
 
+def probe_positions(inputs: ProbeInputs) -> list[Alternative]:
+    """Score with other rotary embeddings."""
+    return rotary_alternatives(inputs.scorer, inputs.rows, inputs.setting.temperature)
+
+
+def probe_prompts(inputs: ProbeInputs) -> list[Alternative]:
+    """Score completions after the prompts of other rows."""
+    base = score(inputs.scorer, inputs.rows, temperature=inputs.setting.temperature, top_k=1).logprob
+    return prompt_alternatives(inputs.scorer, inputs.rows, base, inputs.setting.temperature)
+
+
 PROBES: tuple[Probe, ...] = (
     probe_dtype,
     probe_bos,
+    probe_prompts,
     probe_checkpoints,
     probe_quantization,
     probe_architecture,
+    probe_positions,
     probe_partial_update,
 )
 

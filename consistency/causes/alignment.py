@@ -1,5 +1,7 @@
 """Correct logprobs attributed to the wrong tokens: positions, rows, spans, contexts."""
 
+import itertools
+
 import numpy as np
 
 from consistency.case import BAD_RATIO, Case, Finding
@@ -7,6 +9,7 @@ from consistency.causes.definition import confidence, explained, replay_evidence
 from consistency.shape import breaks, means_by, run_lengths, trend
 
 MIN_RUN = 3  # tokens; a shorter run can be chance
+COPIED_NATS = 12.0  # once in 160,000 checks by chance
 
 
 def duplicate_samples(case: Case) -> Finding | None:
@@ -14,28 +17,48 @@ def duplicate_samples(case: Case) -> Finding | None:
     sequences = case.sequences
     if sequences.prompt_id is None or case.setting.greedy:
         return None
-    groups: dict[int, list[bytes]] = {}
-    surprisal = np.bincount(
-        sequences.row_of_token[sequences.scored],
-        weights=-np.nan_to_num(case.scores.logprob),
-        minlength=sequences.num_rows,
-    )
-    for row in np.flatnonzero(surprisal > 10.0):  # likely completions can occur twice by chance
-        tokens = sequences.row(int(row))
-        completion = sequences.input_ids[tokens][sequences.sampled[tokens]].tobytes()
-        groups.setdefault(int(sequences.prompt_id[row]), []).append(completion)
-    repeated = [completions for completions in groups.values() if len(completions) > 1]
-    copies = sum(len(set(completions)) < len(completions) for completions in repeated)
-    if not repeated or copies < 0.1 * len(repeated):
+    shared, num_pairs = longest_shared(case)
+    # A pair shares so many nats by chance once in exp(nats); of several pairs, one may.
+    copies = [nats for nats in shared if nats - np.log(num_pairs) > COPIED_NATS]
+    if not copies:
         return None
+    greedy = float(np.mean(case.scores.rank[case.scores.rank >= 0] == 0)) > 0.98
     return Finding(
         "R10",
         "samples of a prompt are copies",
-        0.95,
-        f"{copies} of {len(repeated)} groups hold identical completions of more than 10 nats, which is no coincidence",
+        0.85 if greedy else 0.95,  # greedy decoding copies as well, and is then the cause
+        f"{len(copies)} of {num_pairs} pairs of samples of one prompt begin with the same tokens, of up to {max(copies):.0f} nats: "
+        f"by chance, the likeliest of them happens once in e^{min(copies) - np.log(num_pairs):.0f}",
         "sample twice with different seeds: the completions must differ",
         "a seed per sample (SGLang sampling_params.sampling_seed; on-policy and deterministic modes use 42 for all)",
     )
+
+
+def longest_shared(case: Case) -> tuple[list[float], int]:
+    """Return the nats of the common beginning of each pair of samples of one prompt, and the pairs.
+
+    A sample is compared with the next one of its prompt in the order of their tokens, which is the
+    one that it shares most with.
+    """
+    sequences = case.sequences
+    assert sequences.prompt_id is not None
+    nats = np.zeros(len(sequences.input_ids))
+    # The smaller one: the trainer's is far too large where it scores after another prompt.
+    surprisals = -case.scores.logprob, -sequences.engine_logprobs[sequences.scored]
+    nats[sequences.scored] = np.clip(np.nan_to_num(np.minimum(*surprisals)), 0.0, None)
+    groups: dict[tuple[int, bytes], list[tuple[list[int], list[float]]]] = {}
+    for row in range(sequences.num_rows):
+        tokens = sequences.row(row)
+        ids, sampled = sequences.input_ids[tokens], sequences.sampled[tokens]
+        first = int(np.argmax(sampled))
+        key = (int(sequences.prompt_id[row]), ids[:first].tobytes())
+        groups.setdefault(key, []).append((ids[sampled].tolist(), nats[tokens][sampled].tolist()))
+    shared = []
+    for samples in groups.values():
+        for (one, own), (other, _) in itertools.pairwise(sorted(samples)):
+            equal = next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), None)
+            shared.append(float(sum(own[: min(len(one), len(other)) if equal is None else equal])))
+    return shared, sum(len(samples) * (len(samples) - 1) // 2 for samples in groups.values())
 
 
 def shifted_logprobs(case: Case) -> Finding | None:
@@ -62,7 +85,12 @@ def rows_mixed_up(case: Case) -> Finding | None:
         "R12",
         "rows paired with other rows' logprobs",
         confidence(found),
-        f"{found.prediction.parameter:.0%} of the rows fit another row's scores; {replay_evidence(found)}",
+        (
+            f"{found.prediction.parameter:.0%} of the rows fit another row's scores"
+            if found.prediction.parameter
+            else f"{found.prediction.name} explain the logprobs"
+        )
+        + f"; {replay_evidence(found)}",
         "pair each row with the best fit: the difference must fall to noise",
         "carry an id with each request through dispatch, sorting and splitting over ranks",
     )

@@ -64,7 +64,17 @@ def window_differs(case: Case) -> Finding | None:
 
 
 def positions_differ(case: Case) -> Finding | None:
-    """R49: |D| rises with position from the start: rotary scaling, base or attention factor."""
+    """R49: other rotary embeddings, or |D| that rises with position from the start."""
+    found = explained(case, "R49")
+    if found is not None:
+        return Finding(
+            "R49",
+            "positions are encoded differently",
+            confidence(found),
+            f"the model with {found.prediction.name} explains the engine's logprobs: {replay_evidence(found)}",
+            "serve with that value corrected: the difference must fall to noise",
+            "compare rope_theta, rope_scaling (factor, attention_factor) and max_position_embeddings in both configs",
+        )
     if not case.unexplained:
         return None
     shape = trend(case.table.position, np.minimum(np.abs(case.table.difference), 5.0))

@@ -6,8 +6,12 @@ from consistency.case import BAD_RATIO, Case, Finding
 from consistency.causes.definition import confidence, explained, replay_evidence
 from consistency.measure import correlation
 from consistency.shape import means_by
+from consistency.tokens import Floats
 
 PERIODS = range(2, 9)
+DECIMALS = (1, 2, 3)  # four or more are below the noise of any engine
+FEWEST_REPEATED = 5
+MOVES_SHARED = 0.4  # correlation of D with what another dtype changes
 
 
 def rounded_logprobs(case: Case) -> Finding | None:
@@ -18,7 +22,7 @@ def rounded_logprobs(case: Case) -> Finding | None:
     on_grid = {
         "bfloat16": float(np.mean(values.view(np.uint32) & 0xFFFF == 0)),
         "float16": float(np.mean(values.astype(np.float16).astype(np.float32) == values)),
-    }
+    } | {f"{digits} decimal places": share_on_decimals(case.table.engine, digits) for digits in DECIMALS}
     name = max(on_grid, key=lambda key: on_grid[key])
     if on_grid[name] < 0.995:
         return None
@@ -26,10 +30,16 @@ def rounded_logprobs(case: Case) -> Finding | None:
         "R36",
         f"logprobs rounded to {name}",
         0.97,
-        f"{on_grid[name]:.1%} of the engine's logprobs are {name} numbers; of float32 ones fewer than 5 % are",
+        f"{on_grid[name]:.1%} of the engine's logprobs are numbers of {name}; of float32 ones fewer than 5 % are",
         "one logprob that is not such a number",
         "log_softmax and transport in float32",
     )
+
+
+def share_on_decimals(values: Floats, digits: int) -> float:
+    """Return the share of numbers with at most `digits` decimal places, but for float32 rounding."""
+    scaled = values[values != 0] * 10.0**digits
+    return float(np.mean(np.abs(scaled - np.round(scaled)) < 1e-6 * np.maximum(1.0, np.abs(scaled))))
 
 
 def rounded_logits(case: Case) -> Finding | None:
@@ -53,16 +63,38 @@ def rounded_logits(case: Case) -> Finding | None:
 def other_dtype(case: Case) -> Finding | None:
     """R38: the two sides compute in different dtypes."""
     found = explained(case, "R38")
-    if found is None:
+    if found is not None:
+        sure = confidence(found)
+        evidence = f"{found.prediction.name} explains the engine's logprobs: {replay_evidence(found)}"
+    elif (shared := shared_moves(case)) > MOVES_SHARED:
+        sure = 0.85
+        evidence = f"D correlates with what the other dtype changes: {shared:.2f}, and is as large"
+    else:
         return None
     return Finding(
         "R38",
         "engine and trainer compute in different dtypes",
-        confidence(found),
-        f"{found.prediction.name} explains the engine's logprobs: {replay_evidence(found)}",
+        sure,
+        evidence,
         "run both sides in one dtype: the difference must fall",
         "the same dtype on both sides (SGLang --dtype, trainer dtype)",
+        fault=case.mean_abs > case.level,  # below, it is the noise of a dtype that the engine declares
     )
+
+
+def shared_moves(case: Case) -> float:
+    """Correlate D with what another dtype changes; 0 if the sizes differ by more than a factor of 2.
+
+    Two kernels of one dtype round differently, so that scoring in it explains D only in part.
+    """
+    replays = case.replays
+    other = [] if replays is None else [p for p in replays.predictions if p.cause == "R38"]
+    if replays is None or not other or case.mean_abs <= case.level:
+        return 0.0
+    moves, difference = other[0].logprobs - replays.base, replays.engine - replays.base
+    if not 0.5 < difference.std() / max(float(moves.std()), 1e-12) < 2.0:
+        return 0.0
+    return correlation(moves, difference)
 
 
 def quantised_engine(case: Case) -> Finding | None:
@@ -165,7 +197,31 @@ def unusable_logprobs(case: Case) -> Finding | None:
     )
 
 
+def placeholder_logprobs(case: Case) -> Finding | None:
+    """R60: one number stands in place of logprobs: 0 at the first token, a lower limit."""
+    table = case.table
+    names, inverse, count = np.unique(table.engine, return_inverse=True, return_counts=True)
+    size = np.minimum(np.abs(table.difference), 5.0)
+    wrong = np.bincount(inverse, size > max(2 * case.level, 0.01))  # tokens of each number
+    best = int(np.argmax(wrong))
+    repeated = inverse == best
+    if wrong[best] < FEWEST_REPEATED or wrong[best] < 0.5 * count[best] or len(names) < 2:
+        return None
+    if np.ptp(table.trainer[repeated]) < 0.1 or size[repeated].mean() < BAD_RATIO * size[~repeated].mean():
+        return None
+    return Finding(
+        "R60",
+        "one number in place of logprobs",
+        0.97,
+        f"{count[best]} tokens have the logprob {names[best]:.6g} exactly, the trainer's range from {table.trainer[repeated].min():.2g} "
+        f"to {table.trainer[repeated].max():.2g}; mean |D| of the others is {size[~repeated].mean():.2g}",
+        "no number may repeat that often",
+        "look for a default, a lower limit or a first token without a logprob where replies are read",
+    )
+
+
 CAUSES = (
+    placeholder_logprobs,
     rounded_logprobs,
     rounded_logits,
     other_dtype,

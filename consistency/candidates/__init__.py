@@ -1,0 +1,1 @@
+"""Candidates of what an engine may have held or seen instead, scored until one explains its logprobs."""
