@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from consistency.candidates.tensors import ChangedTensor
 from consistency.cross_checks import Rescoring, TrainerCheck
 from consistency.hypotheses import (
     RESIDUAL_BOUND,
@@ -118,7 +119,7 @@ class Case:
     """One comparison.
 
     `replays` is None without full logits, `rescoring` without a live engine, `trainer_check`
-    without logprobs of the trainer's own path.
+    without logprobs of the trainer's own path, `changed_tensor` unless one was looked for and found.
     """
 
     sequences: Sequences
@@ -129,6 +130,7 @@ class Case:
     replays: Replays | None
     rescoring: Rescoring | None = None
     trainer_check: TrainerCheck | None = None
+    changed_tensor: ChangedTensor | None = None
 
     @property
     def level(self) -> float:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from consistency.candidates.tensors import ChangedTensor
 from consistency.case import Alternative, Case, Finding, Setting
 from consistency.causes import alignment, architecture, definition, engine, numerics, weights
 from consistency.causes.definition import in_logprobs, log_units
@@ -56,6 +57,7 @@ def diagnose(
     rescoring: Rescoring | None = None,
     trainer_check: TrainerCheck | None = None,
     contradictions: Sequence[Finding] = (),
+    changed_tensor: ChangedTensor | None = None,
 ) -> Diagnosis:
     """Compare an engine's logprobs with the trainer's and name the likely causes.
 
@@ -68,6 +70,7 @@ def diagnose(
         rescoring: second logprobs of the same tokens by engine and model.
         trainer_check: comparison with the trainer's own path.
         contradictions: findings of the replies alone.
+        changed_tensor: the tensor whose change explains the difference, if it was looked for.
 
     Raises:
         NothingToCompare: no token has a logprob on both sides.
@@ -82,7 +85,9 @@ def diagnose(
         replays = with_derived(replays, sequences, alternatives)
     measurement = measure(table)
     assert all(identity.holds for identity in measurement.identities), measurement.identities
-    case = Case(sequences, table, scores, measurement, setting, replays, rescoring, trainer_check)
+    case = Case(
+        sequences, table, scores, measurement, setting, replays, rescoring, trainer_check, changed_tensor
+    )
     findings += [finding for cause in CAUSES if (finding := cause(case)) is not None]
     faults = any(is_accusation(finding) for finding in findings)
     # Ordinary noise (R35) and a policy that moved (R57) account for the difference.

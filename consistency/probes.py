@@ -6,7 +6,6 @@ the noise floor: the published level of a precision, raised by what model or eng
 """
 
 import copy
-import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -17,20 +16,21 @@ from torch import Tensor
 
 from consistency.candidates.positions import rotary_alternatives
 from consistency.candidates.prompts import prompt_alternatives
+from consistency.candidates.stale_tensors import find_stale_tensors, swapped
+from consistency.candidates.tensors import find_changed_tensor
 from consistency.case import DTYPES, Alternative, Noise, Request, Setting
 from consistency.cross_checks import Rescoring
 from consistency.diagnose import Diagnosis, is_accusation
-from consistency.hypotheses import Replays
+from consistency.hypotheses import Replays, usable_or
 from consistency.measure import k3
 from consistency.score import Scorer, load_scorer, score, scorer_of
 from consistency.tokens import Sequences
-
-LAYER = re.compile(r"layers\.(\d+)\.")
 
 # Two rounding kernels differ more than a rounding one from an exact one: sqrt(2), with a margin.
 NOISE_MARGIN = 1.6
 
 SETTLED_CONFIDENCE = 0.85
+LEAST_TO_WEIGH = 1e-5  # mean |D|; float32 kernels on CPUs differ by 1e-6
 Diagnose = Callable[..., Diagnosis]  # diagnose(setting, alternatives=...)
 
 
@@ -65,7 +65,16 @@ def run_probes(diagnose: Diagnose, inputs: ProbeInputs, replays: Replays) -> tup
         if probe is probe_dtype:
             setting = replace(setting, noise=noise_of_model(setting.noise, alternatives[0], replays))
         found = diagnose(setting, alternatives=alternatives)
+    if not is_settled(found) or is_small_for_noise(found, setting):
+        changed = find_changed_tensor(inputs.scorer, inputs.rows, setting.temperature)
+        found = diagnose(setting, alternatives=alternatives, changed_tensor=changed)
     return found, setting
+
+
+def is_small_for_noise(found: Diagnosis, setting: Setting) -> bool:
+    """Return whether a healthy float32 difference is large enough for one changed tensor."""
+    size = found.measurement.metrics["mean_abs"]
+    return found.verdict == "healthy" and setting.noise.name == "float32" and size > LEAST_TO_WEIGH
 
 
 def is_settled(found: Diagnosis) -> bool:
@@ -114,7 +123,7 @@ def probe_checkpoints(inputs: ProbeInputs) -> list[Alternative]:
 
 
 def probe_partial_update(inputs: ProbeInputs) -> list[Alternative]:
-    """Score with one module at a time from the previous checkpoint, if the request names one."""
+    """Score with some tensors from the previous checkpoint, if the request names one."""
     request = inputs.request
     if request.previous is None:
         return []
@@ -160,23 +169,15 @@ def checkpoint_alternative(
 def partial_alternatives(
     scorer: Scorer, previous: Scorer, sequences: Sequences, temperature: float
 ) -> list[Alternative]:
-    """Score with one module at a time from the previous checkpoint (R25)."""
-    names = [name for name, _ in scorer.model.named_parameters()]
-    old = dict(previous.model.named_parameters())
-    found = []
-    for module in dict.fromkeys(module_of(name) for name in names):
-        model = copy.deepcopy(scorer.model)
-        for name, parameter in model.named_parameters():
-            if module_of(name) == module:
-                parameter.data = old[name].data.to(parameter.dtype)
-        found.append(checkpoint_alternative(scorer_of(model), sequences, "R25", module, temperature))
-    return found
-
-
-def module_of(name: str) -> str:
-    """Return the layer of a parameter, such as `layer 3`, or its module outside of layers."""
-    inside = LAYER.search(name)
-    return f"layer {inside[1]}" if inside else name.removeprefix("model.").removesuffix(".weight")
+    """Score with those tensors of the previous checkpoint that explain the logprobs (R25)."""
+    base = score(scorer, sequences, temperature=temperature, top_k=1).logprob
+    values = sequences.engine_logprobs.copy()
+    values[sequences.scored] = usable_or(values[sequences.scored], base)
+    stale = find_stale_tensors(scorer, previous, replace(sequences, engine_logprobs=values), temperature)
+    if stale is None:
+        return []
+    with swapped(scorer, previous, stale.names):
+        return [checkpoint_alternative(scorer, sequences, "R25", stale.describe(), temperature)]
 
 
 def architecture_alternatives(scorer: Scorer, sequences: Sequences, temperature: float) -> list[Alternative]:
@@ -216,8 +217,10 @@ def is_norm(module: torch.nn.Module) -> bool:
 DETAILS: dict[str, Callable[[torch.nn.Module], None]] = {
     "norms scaled by 1 + weight": partial(shift_norm, by=1.0),
     "norms scaled by weight - 1": partial(shift_norm, by=-1.0),
-    "norms with epsilon 1e-5": partial(set_epsilon, epsilon=1e-5),
-    "norms with epsilon 1e-6": partial(set_epsilon, epsilon=1e-6),
+    **{
+        f"norms with epsilon {epsilon:.0e}": partial(set_epsilon, epsilon=epsilon)
+        for epsilon in (1e-6, 1e-5, 1e-4, 1e-3, 1e-2)
+    },
 }
 
 

@@ -2,9 +2,12 @@
 
 import numpy as np
 
+from consistency.candidates.tensors import EVERY
 from consistency.case import BAD_RATIO, Case, Finding
 from consistency.causes.definition import confidence, explained, replay_evidence
 from consistency.shape import breaks, explained_by_key, means_by
+
+SURE_MARGIN = 40.0  # nats over the next tensor
 
 
 def stale_weights(case: Case) -> Finding | None:
@@ -35,6 +38,31 @@ def partly_stale(case: Case) -> Finding | None:
         f"the model with {found.prediction.name} of the previous checkpoint explains the engine's logprobs: {replay_evidence(found)}",
         "compare checksums tensor by tensor (rollout.verify_weights_every: 1): those of this module must differ",
         "look for names that the engine's loader skips; load strictly and count the loaded tensors",
+    )
+
+
+def one_tensor_differs(case: Case) -> Finding | None:
+    """R24, R25, R26: the change of one tensor, or of all, explains which tokens differ."""
+    found = case.changed_tensor
+    if found is None or case.explanation is not None:
+        return None
+    evidence = (
+        f"{found.name} {found.how} leaves {found.noise:.0%} of the difference"
+        if found.how is not None
+        else f"a change of {found.name} explains which tokens differ, and leaves {found.noise:.0%} of the difference as noise"
+    )
+    most = 0.6 if found.name == EVERY else 0.95 if found.how is not None else 0.9
+    is_vocabulary = "embed" in found.name or "lm_head" in found.name or "wte" in found.name
+    return Finding(
+        "R24" if found.name == EVERY else "R26" if is_vocabulary else "R25",
+        "many tensors differ in the engine (stale weights, or another detail of the model)"
+        if found.name == EVERY
+        else f"{found.name} differs in the engine"
+        + (f": it is {found.how}" if found.how is not None else ""),
+        min(0.6 + 0.3 * found.margin / SURE_MARGIN, most),
+        f"{evidence}: {found.nats:.0f} nats likelier than noise alone, {found.margin:.0f} nats than the next tensor",
+        "compare checksums of this tensor on both sides (rollout.verify_weights_every: 1)",
+        "look for names that the engine's loader skips; give the previous checkpoint (--previous) to see whether it is stale",
     )
 
 
@@ -134,8 +162,8 @@ def other_checkpoint(case: Case) -> Finding | None:
     uniform = np.log(max(case.setting.vocabulary_size, 2))
     return Finding(
         "R33",
-        "another checkpoint",
-        0.7,
+        "other weights: another checkpoint, or a replaced layer",
+        0.6,
         f"logprobs correlate at only {metrics['logprob_pearson']:.2f}; the trainer assigns the engine's tokens "
         f"{case.table.trainer.mean():.2g} nats on average (a uniform distribution {-uniform:.2g})",
         "compare checksums of the weight files on both sides",
@@ -198,6 +226,7 @@ def policy_moved(case: Case) -> Finding | None:
 CAUSES = (
     stale_weights,
     partly_stale,
+    one_tensor_differs,
     adapter_not_loaded,
     policy_moved,
     cache_kept_over_update,

@@ -1,7 +1,7 @@
 """Find the engine at fault where two records differ though weights, seed and prompts are equal.
 
     each side:  tokens ─> prompts equal? ─> log-probs under the weights of each token's version
-                 ─> of versions before, of the base model, with some tensors of before?  other_weights
+                 ─> of versions before, of the base model, with some tensors of before?  stale_tensors
                  ─> of another temperature, truncation, penalty?                         sampling_laws
                  ─> tokens that the recorded seed draws (embedded engine)?
                  ─> any other cause that `check` knows

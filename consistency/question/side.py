@@ -8,12 +8,7 @@ from typing import Literal
 import numpy as np
 
 from consistency.assumed import sampling_of
-from consistency.case import DTYPES, Request, explain, likeliest
-from consistency.check import check, refuse_other_vocabulary
-from consistency.diagnose import is_accusation
-from consistency.errors import NothingToCompare, OtherTokenizer
-from consistency.hypotheses import replay, spread_rows, usable_or
-from consistency.question.other_weights import (
+from consistency.candidates.stale_tensors import (
     LEAST_NATS,
     Fit,
     StaleTensors,
@@ -22,6 +17,11 @@ from consistency.question.other_weights import (
     mean_abs,
     nats_gained,
 )
+from consistency.case import DTYPES, Request, explain, likeliest
+from consistency.check import check, refuse_other_vocabulary
+from consistency.diagnose import is_accusation
+from consistency.errors import NothingToCompare, OtherTokenizer
+from consistency.hypotheses import replay, spread_rows, usable_or
 from consistency.question.sampling_laws import DRAWN_AGAIN, Draws, Law, draws_of, find_law
 from consistency.score import Scorer, load_scorer, score
 from consistency.source import Sampled, Sampling, model_dtype, parse_sampling, published_noise, read_step

@@ -8,6 +8,7 @@ that it gains over the weights of the tokens' own version, in nats:
 so that a fault far below the noise of one token shows in many tokens, and few tokens show little.
 """
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,7 +16,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from consistency.hypotheses import RESIDUAL_BOUND
-from consistency.probes import module_of
 from consistency.score import Scorer, score
 from consistency.tokens import Floats, Sequences
 
@@ -25,6 +25,8 @@ ROUNDING = 1e-6
 LEAST_NATS = 10.0
 # More tensors than this are first tried as layers.
 MOST_TENSORS = 64
+
+LAYER = re.compile(r"layers\.(\d+)\.")
 
 Names = tuple[str, ...]
 
@@ -111,6 +113,12 @@ def find_stale_tensors(
         return None
     found = fit("tensors of the version before", engine, base, logprobs(stale))
     return StaleTensors(stale, len(names), found)
+
+
+def module_of(name: str) -> str:
+    """Return the layer of a parameter, such as `layer 3`, or its module outside of layers."""
+    inside = LAYER.search(name)
+    return f"layer {inside[1]}" if inside else name.removeprefix("model.").removesuffix(".weight")
 
 
 @contextmanager

@@ -1,0 +1,171 @@
+"""The tensor of the model whose change explains the logprobs, without the weights of the engine.
+
+To first order, a change d of the weights moves the logprob of token t by g_t . d, where g_t is the
+gradient of that logprob. If the elements of one tensor moved at random, the differences D of n
+tokens are Gaussian with the covariance
+
+    s K + v I,    K = J J^T,    J [n, elements] the gradients of that tensor
+
+so each tensor predicts which tokens move together, in sign and size, however large s is. The
+likelihood of D under each tensor, under all of them, and under noise alone (s = 0) is maximised
+over s and v and compared, in nats. This is exact for small changes. After large ones, the winner
+leaves much of D as noise, and is not believed. Zeroed, halved and doubled tensors are scored.
+"""
+
+import copy
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from consistency.candidates.stale_tensors import MOST_TENSORS, nats_gained
+from consistency.hypotheses import RESIDUAL_BOUND, select_rows, spread_rows
+from consistency.score import Scorer, score
+from consistency.tokens import Floats, Sequences
+
+TOKENS = 256
+MOST_PARAMETERS = 20_000_000
+ELEMENTS_AT_A_TIME = 50_000_000  # of gradients
+SKETCH = 8192  # elements of a tensor's gradient that are kept, larger ones are hashed to as many
+EVERY = "all tensors"
+MARGIN_NATS = 12.0  # over the next tensor
+MOST_NOISE = 0.2  # of the root mean square of D, that the winner may leave as noise
+LARGEST = 0.5  # root mean square of D, in nats, up to which the first order holds
+FACTORS = {"zero": 0.0, "halved": 0.5, "doubled": 2.0, "with the other sign": -1.0}
+SCALES = np.logspace(-3, 9, 25)
+
+
+@dataclass(frozen=True)
+class ChangedTensor:
+    """The tensor, the nats by which it beats the next one and noise alone, and what it leaves.
+
+    `noise` is the share of the root mean square of D that stays unexplained; `how` describes an
+    exact change that was scored, None for one that was only weighed.
+    """
+
+    name: str
+    margin: float
+    nats: float
+    noise: float
+    how: str | None = None
+
+
+def find_changed_tensor(scorer: Scorer, rows: Sequences, temperature: float) -> ChangedTensor | None:
+    """Find the tensor whose change explains the engine's logprobs; None if none clearly does."""
+    if sum(p.numel() for p in scorer.model.parameters()) > MOST_PARAMETERS:
+        return None
+    sample = select_rows(rows, spread_rows(rows, TOKENS))
+    base = score(scorer, sample, temperature=temperature, top_k=1).logprob
+    difference = sample.engine_logprobs[sample.scored] - base
+    usable = np.isfinite(difference) & (np.abs(difference) < RESIDUAL_BOUND)
+    if usable.sum() < 0.8 * len(usable) or not difference[usable].any():
+        return None
+    exact = find_rescaled(scorer, sample, base, temperature)
+    if exact is not None:
+        return exact
+    size = float(np.sqrt(np.mean(difference[usable] ** 2)))
+    if size > LARGEST:
+        return None
+    kept = torch.as_tensor(np.flatnonzero(usable))
+    kernels = {
+        name: kernel[kept][:, kept] for name, kernel in kernels_of(scorer, sample, temperature).items()
+    }
+    kernels[EVERY] = torch.stack(list(kernels.values())).sum(0)
+    target = torch.as_tensor(difference[usable])
+    alone = -len(target) / 2 * np.log(size**2)
+    weighed = {name: evidence(kernel, target) for name, kernel in kernels.items()}
+    first, second = sorted(weighed, key=lambda name: -weighed[name][0])[:2]
+    nats, noise = weighed[first]
+    found = ChangedTensor(first, nats - weighed[second][0], nats - alone, noise / size)
+    return found if found.margin > MARGIN_NATS and found.noise < MOST_NOISE else None
+
+
+def find_rescaled(scorer: Scorer, rows: Sequences, base: Floats, temperature: float) -> ChangedTensor | None:
+    """Find a tensor that is zero, halved, doubled or negated in the engine."""
+    parameters = dict(scorer.model.named_parameters())
+    if len(parameters) > MOST_TENSORS:
+        return None
+    engine = np.where(np.isfinite(rows.engine_logprobs[rows.scored]), rows.engine_logprobs[rows.scored], base)
+    gains: dict[tuple[str, str], float] = {}
+    left: dict[tuple[str, str], float] = {}
+    for name, parameter in parameters.items():
+        own = parameter.data
+        for how, factor in FACTORS.items():
+            parameter.data = own * factor
+            predicted = score(scorer, rows, temperature=temperature, top_k=1).logprob
+            gains[name, how] = nats_gained(engine, base, predicted)
+            left[name, how] = float(np.median(np.abs(engine - predicted)))
+        parameter.data = own
+    best = max(gains, key=lambda key: gains[key])
+    size = float(np.median(np.abs(engine - base)))
+    if left[best] > MOST_NOISE * size or gains[best] < MARGIN_NATS:
+        return None
+    next_best = max(gain for key, gain in gains.items() if key != best)
+    return ChangedTensor(best[0], gains[best] - next_best, gains[best], left[best] / size, best[1])
+
+
+def kernels_of(scorer: Scorer, rows: Sequences, temperature: float) -> dict[str, Tensor]:
+    """Compute J J^T of each tensor, float64 [tokens, tokens], times the tensor's mean square."""
+    model = copy.deepcopy(scorer.model)
+    model.set_attn_implementation("eager")
+    model = model.float().requires_grad_(True)
+    names, parameters = zip(*model.named_parameters(), strict=True)
+    at_a_time = max(1, ELEMENTS_AT_A_TIME // sum(p.numel() for p in parameters))
+    random = torch.Generator().manual_seed(0)
+    hashes = [sketch_of(p.numel(), random) for p in parameters]
+    columns: list[list[Tensor]] = [[] for _ in names]
+    for row in range(rows.num_rows):
+        ids = torch.as_tensor(rows.input_ids[rows.row(row)], device=scorer.device)
+        at = torch.as_tensor(np.flatnonzero(rows.sampled[rows.row(row)]), device=scorer.device)
+        at = at[at > 0]
+        logits = model(input_ids=ids[None], use_cache=False).logits[0].float() / temperature
+        logprobs = torch.log_softmax(logits, -1)[at - 1, ids[at]]
+        for chunk in torch.eye(len(at), device=scorer.device).split(at_a_time):
+            gradients = torch.autograd.grad(
+                logprobs, parameters, chunk, retain_graph=True, is_grads_batched=True, allow_unused=True
+            )
+            for column, gradient, sketch in zip(columns, gradients, hashes, strict=True):
+                column.append(sketched(torch.zeros(len(chunk), 1) if gradient is None else gradient, sketch))
+    return {
+        name: (jacobian := torch.cat(column).double()) @ jacobian.T * max(mean_square(parameter), 1e-8)
+        for name, column, parameter in zip(names, columns, parameters, strict=True)
+    }
+
+
+def mean_square(parameter: Tensor) -> float:
+    """Mean square of a tensor: tensors move by a share of their size."""
+    return float((parameter.detach() ** 2).mean())
+
+
+def sketch_of(num_elements: int, random: torch.Generator) -> tuple[Tensor, Tensor] | None:
+    """Return a bucket and a sign for each element of a large tensor, which keep inner products."""
+    if num_elements <= SKETCH:
+        return None
+    buckets = torch.randint(0, SKETCH, (num_elements,), generator=random)
+    return buckets, torch.randint(0, 2, (num_elements,), generator=random) * 2.0 - 1.0
+
+
+def sketched(gradient: Tensor, sketch: tuple[Tensor, Tensor] | None) -> Tensor:
+    """Return gradients [tokens, elements], hashed to fewer elements if they are many."""
+    flat = gradient.reshape(len(gradient), -1).cpu()
+    if sketch is None or flat.shape[1] == 1:
+        return flat
+    return torch.zeros(len(flat), SKETCH).index_add_(1, sketch[0], flat * sketch[1])
+
+
+def evidence(kernel: Tensor, target: Tensor) -> tuple[float, float]:
+    """Maximise the log likelihood of `target` under N(0, s K + v I) over s and v.
+
+    Returns:
+        The log likelihood up to a constant, in nats, and the square root of v.
+    """
+    values, vectors = torch.linalg.eigh(kernel)
+    values, squares = values.clamp(min=0), (vectors.T @ target) ** 2
+    found = []
+    for scale in (0.0, *(SCALES / max(float(values.mean()), 1e-300))):
+        shape = scale * values + 1
+        variance = max(float((squares / shape).mean()), 1e-300)
+        nats = -len(target) / 2 * np.log(variance) - 0.5 * float(shape.log().sum())
+        found.append((float(nats), float(np.sqrt(variance))))
+    return max(found)
