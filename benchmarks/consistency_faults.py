@@ -71,7 +71,7 @@ class Fault:
     name: str
     causes: tuple[str, ...] = ()
     engines: tuple[Engine, ...] = (Engine(),)
-    params: SamplingParams = SamplingParams(max_new_tokens=NUM_TOKENS)
+    params: SamplingParams = field(default_factory=lambda: SamplingParams(max_new_tokens=NUM_TOKENS))
     num_samples: int = NUM_SAMPLES
     previous: Change | None = None
     dtype: str | None = None

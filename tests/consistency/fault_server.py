@@ -128,8 +128,9 @@ SGLANG = {
     "version": "0.5.23",
     "dtype": "auto",
     "quantization": None,
-    "enable_lora": False,
     "kv_cache_dtype": "auto",
+    "schedule_policy": "fcfs",
+    "internal_states": [],
 }
 
 

@@ -56,9 +56,9 @@ def test_server_that_is_not_an_inference_server(model, prompts):
     )
 
 
-def test_server_too_old_for_its_identity(model, prompts):
-    printed = complaint_about({"/server_info": {"version": "0.3.0"}, "/model_info": {}}, model, prompts)
-    assert "use SGLang 0.5.6 or newer" in printed
+def test_server_that_names_nothing_of_itself(model, prompts):
+    printed = complaint_about({"/server_info": {"status": "ok"}, "/model_info": {}}, model, prompts)
+    assert "/server_info names neither a version nor an option of SGLang" in printed
 
 
 def test_refusal_of_a_prompt_beyond_the_context_is_reported(model, prompts):

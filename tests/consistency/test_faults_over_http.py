@@ -31,7 +31,7 @@ def over_http(given: Given) -> Given:
     ]
     with serving_rows(rows) as address:
         samples = query_engines([address], prompts, 1, SamplingParams(), VOCABULARY)
-    (sequences,) = sampled_of(samples, "bfloat16").chunks.values()
+    (sequences,) = sampled_of(samples, "bfloat16", VOCABULARY).chunks.values()
     return replace(given, sequences=sequences)
 
 

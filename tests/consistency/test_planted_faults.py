@@ -1,0 +1,51 @@
+"""Faults planted behind a live embedded server (`benchmarks/consistency_faults.py`) are named."""
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+
+FILE = Path(__file__).parents[2] / "benchmarks" / "consistency_faults.py"
+spec = importlib.util.spec_from_file_location("consistency_faults", FILE)
+planted = importlib.util.module_from_spec(spec)
+sys.modules["consistency_faults"] = planted
+spec.loader.exec_module(planted)
+EVERY = {fault.name: fault for fault in (*planted.SOUND, *planted.FAULTS)}
+QUICK = (
+    "sound, float32",
+    "sound, bfloat16 engine and float32 trainer",
+    "one stale tensor, not given",
+    "rope base 1e6",
+    "some completions exchanged",
+    "all lists one short",
+    "repeated seeds",
+    "first logprob 0",
+)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return planted.make_model("llama", tmp_path_factory.mktemp("model"), 0)
+
+
+def graded(name, model, folder):
+    checked = planted.examine(EVERY[name], model, folder / "fault", 0)
+    return planted.grade(EVERY[name], checked), checked.diagnosis.causes[:1]
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_quick_fault_is_named(name, model, tmp_path):
+    grade, causes = graded(name, model, tmp_path)
+    assert grade == "right", causes
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", [name for name in EVERY if name not in QUICK])
+def test_fault_is_named_or_left_open(name, model, tmp_path):
+    grade, causes = graded(name, model, tmp_path)
+    assert grade in ("right", "honest"), causes
+
+
+def test_table_has_fifty_faults():
+    assert (len(planted.FAULTS), len(planted.SOUND)) >= (50, 10)

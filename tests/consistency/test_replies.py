@@ -1,0 +1,115 @@
+"""Replies that contradict themselves or their requests are named; unknown fields contradict nothing."""
+
+from dataclasses import replace
+
+import pytest
+
+from consistency.causes.replies import find_contradictions
+from consistency.engine.reply import Reply, SamplingParams
+from consistency.engine.sglang import parse_identity, parse_reply
+from consistency.errors import EngineError
+
+PARAMS = SamplingParams(max_new_tokens=4)
+PROMPTS = [(5, 6, 7), (8, 9)]
+
+
+def decode(ids):
+    return "".join(chr(90 + i) for i in ids)
+
+
+def reply(number, ids, finish="length", **changes):
+    full = Reply(
+        output_ids=tuple(ids),
+        logprobs=(-1.0,) * len(ids),
+        tops=(),
+        num_prompt=len(PROMPTS[number]),
+        num_output=len(ids),
+        ids=tuple(ids),
+        text=decode(ids),
+        finish=finish,
+        sent_id=f"r{number}",
+        returned_id=f"r{number}",
+    )
+    return replace(full, tops=tuple(((i, -1.0),) for i in ids), **changes)
+
+
+SOUND = [reply(0, [1, 2, 3, 4]), reply(1, [6, 7, 1], finish="stop", matched=1)]
+
+
+def causes(*replies):
+    return [finding.id for finding in find_contradictions(PROMPTS, replies, PARAMS, decode)]
+
+
+def test_sound_replies_contradict_nothing():
+    assert causes(*SOUND) == []
+
+
+def test_fields_that_are_not_reported_contradict_nothing():
+    assert causes(*(Reply(r.output_ids, r.logprobs) for r in SOUND)) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "cause"),
+    [
+        ({"returned_id": "r1"}, "R12"),
+        ({"num_prompt": 4}, "R16"),
+        ({"num_output": 5}, "R17"),
+        ({"logprobs": (-1.0,) * 3}, "R17"),
+        ({"ids": (1, 2, 3)}, "R17"),
+        ({"tops": ()}, "R17"),
+        ({"finish": "stop", "matched": 1}, "R17"),
+        ({"ids": (1, 2, 3, 5)}, "R13"),
+        ({"ids": (2, 3, 4, 9)}, "R11"),
+        ({"text": decode([6, 7, 1])}, "R12"),
+        ({"text": "nothing of it"}, "R13"),
+        ({"tops": tuple(((i, -2.0),) for i in (1, 2, 3, 4))}, "R61"),
+        ({"tops": tuple(((i, -2.0), (9, -1.0)) for i in (1, 2, 3, 4))}, "R09"),
+    ],
+)
+def test_one_contradiction_is_named(changes, cause):
+    assert causes(replace(SOUND[0], **changes), SOUND[1]) == [cause]
+
+
+def test_prompts_counted_in_another_order_are_exchanged():
+    assert causes(replace(SOUND[0], num_prompt=2), replace(SOUND[1], num_prompt=3)) == ["R12"]
+
+
+def test_reply_that_is_one_short_of_its_length_is_not_complete():
+    short = [reply(0, [1, 2, 3]), reply(1, [6, 7, 3])]
+    assert causes(*short) == ["R17"]
+
+
+def test_end_of_the_context_is_no_missing_token():
+    assert causes(reply(0, [1, 2]), reply(1, [6, 7, 3])) == []
+
+
+def test_more_tokens_than_requested_are_named():
+    assert causes(reply(0, [1, 2, 3, 4, 5]), SOUND[1]) == ["R61"]
+
+
+def test_fields_that_a_version_lacks_are_unknown():
+    meta = {"output_token_logprobs": [[-0.5, 3, None]]}
+    found = parse_reply("here", {"meta_info": meta})
+    assert found == Reply((3,), (-0.5,))
+    identity = parse_identity("here", {"version": "0.4.0"}, None)
+    assert (identity.model, identity.dtype, identity.quantization) == ("an unknown model", None, None)
+
+
+@pytest.mark.parametrize(
+    ("info", "software"),
+    [
+        ({"version": "0.5.23", "engine": "embedded"}, "embedded engine with the API of SGLang 0.5.23"),
+        ({"version": "0.5.23", "schedule_policy": "fcfs", "internal_states": []}, "SGLang 0.5.23"),
+        (
+            {"version": "0.5.23"},
+            "a server with the API of SGLang (it claims version 0.5.23, without the fields of its scheduler)",
+        ),
+    ],
+)
+def test_server_is_named_by_what_it_proves(info, software):
+    assert parse_identity("here", info, {"model_path": "m"}).software == software
+
+
+def test_server_info_of_something_else_is_refused():
+    with pytest.raises(EngineError, match="names neither a version nor an option of SGLang"):
+        parse_identity("here", {"status": "ok"}, {})
