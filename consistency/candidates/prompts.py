@@ -25,9 +25,11 @@ def prompt_alternatives(
         return []
     row_of_place = rows.row_of_token[rows.scored]
     size = bounded(rows.engine_logprobs[rows.scored] - base)
-    means = np.bincount(row_of_place, size, rows.num_rows) / np.bincount(row_of_place, None, rows.num_rows)
-    worst = np.argsort(-np.nan_to_num(means), kind="stable")
-    tried = {int(row): best_prompt(scorer, rows, int(row), temperature) for row in worst[:ROWS_TO_TRY]}
+    counts = np.bincount(row_of_place, minlength=rows.num_rows)
+    means = np.bincount(row_of_place, size, rows.num_rows) / np.maximum(counts, 1)
+    worst = np.argsort(-means, kind="stable")
+    num_tried = min(ROWS_TO_TRY, MOST_TOKENS // int(rows.cu_seqlens[-1]))
+    tried = {int(row): best_prompt(scorer, rows, int(row), temperature) for row in worst[:num_tried]}
     if not any(fits(partner, means[row], row) for row, partner in tried.items()):
         return []
     predicted, moved, left = base.copy(), 0, MOST_TOKENS

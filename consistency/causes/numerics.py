@@ -10,14 +10,15 @@ from consistency.tokens import Floats
 
 PERIODS = range(2, 9)
 DECIMALS = (1, 2, 3)  # four or more are below the noise of any engine
+FEWEST_ON_GRID = 50
 FEWEST_REPEATED = 5
 MOVES_SHARED = 0.4  # correlation of D with what another dtype changes
 
 
 def rounded_logprobs(case: Case) -> Finding | None:
-    """R36: the reported logprobs were rounded to bfloat16 or float16."""
+    """R36: the reported logprobs were rounded to bfloat16, float16, or a few decimal places."""
     values = case.table.engine[case.table.engine != 0].astype(np.float32)
-    if len(values) < 50:
+    if len(values) < FEWEST_ON_GRID:
         return None
     on_grid = {
         "bfloat16": float(np.mean(values.view(np.uint32) & 0xFFFF == 0)),
@@ -38,7 +39,10 @@ def rounded_logprobs(case: Case) -> Finding | None:
 
 def share_on_decimals(values: Floats, digits: int) -> float:
     """Return the share of numbers with at most `digits` decimal places, but for float32 rounding."""
-    scaled = values[values != 0] * 10.0**digits
+    scaled = values * 10.0**digits
+    scaled = scaled[np.abs(scaled) > 0.5]  # smaller ones round to 0 on any grid
+    if len(scaled) < FEWEST_ON_GRID:
+        return 0.0
     return float(np.mean(np.abs(scaled - np.round(scaled)) < 1e-6 * np.maximum(1.0, np.abs(scaled))))
 
 

@@ -121,8 +121,9 @@ def final_token_missing(
         for i, reply in enumerate(replies)
         if reply.finish == "length" and len(reply.logprobs) < params.max_new_tokens
     ]
-    # The end of the context stops rows at one total length.
-    if len({len(prompts[i]) + len(replies[i].logprobs) for i in early}) == 1:
+    # The end of the context stops rows at one total length, which no other row exceeds.
+    totals = [len(prompt) + len(reply.logprobs) for prompt, reply in zip(prompts, replies, strict=True)]
+    if len(early) > 1 and {totals[i] for i in early} == {max(totals)}:
         early = []
     wrong = sorted({*stopped, *early})
     if not wrong:
@@ -130,7 +131,7 @@ def final_token_missing(
     return Finding(
         "R17",
         "the last token of replies is missing",
-        0.95,
+        0.95 if stopped or len(early) > 1 else 0.7,  # one may have met the end of the context
         f"{listed(wrong, replies)} no final token: {len(stopped)} stopped at a token that is not their last, "
         f"{len(early)} at a length below max_new_tokens {params.max_new_tokens}",
         "the last id of a reply that stopped must be the token that stopped it",

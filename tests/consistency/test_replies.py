@@ -113,3 +113,9 @@ def test_server_is_named_by_what_it_proves(info, software):
 def test_server_info_of_something_else_is_refused():
     with pytest.raises(EngineError, match="names neither a version nor an option of SGLang"):
         parse_identity("here", {"status": "ok"}, {})
+
+
+def test_one_reply_one_short_is_named_with_less_confidence():
+    replies = (reply(0, [1, 2, 3]), reply(1, [6, 7, 3, 4]))
+    (found,) = find_contradictions(PROMPTS, replies, PARAMS, decode)
+    assert (found.id, found.confidence) == ("R17", 0.7)
