@@ -219,7 +219,7 @@ def shifted(by: int) -> Proxy:
     return values(lambda logprobs: np.roll(logprobs, -by))
 
 
-def exchanging(change: Callable[[Json, Json], None], other_prompts: bool = True) -> Proxy:
+def exchanging(change: Callable[[Json, Json], None]) -> Proxy:
     """Exchange something between the replies of two concurrent requests."""
     waiting: list[tuple[Json, Json, asyncio.Future[None]]] = []
 
@@ -361,11 +361,6 @@ UPDATE = moved(0.1)
 Q, DOWN, NORM = "layers.1.self_attn.q_proj.weight", "layers.0.mlp.down_proj.weight", "model.norm.weight"
 
 
-def stale(*names: str, size: float = 0.1) -> Change:
-    """Hold the values before the update of `UPDATE`, in some tensors: see `served`."""
-    return moved(size, *names)
-
-
 def at(temperature: float = 1.0, top_p: float = 1.0) -> SamplingParams:
     """Sampling options that are requested."""
     return SamplingParams(temperature, top_p, None, NUM_TOKENS)
@@ -381,7 +376,7 @@ def holding(*weights: Change) -> tuple[Engine, ...]:
     return tuple(Engine(weights=change) for change in weights)
 
 
-WEIGHTS = ("R24", "R25", "R26", "R33", "R61")
+WEIGHTS = ("R24", "R25", "R26", "R33")
 SOUND = (
     Fault("sound, float32"),
     Fault("sound, one request a batch", engines=(Engine(max_rows=1),)),

@@ -3,9 +3,10 @@
 import numpy as np
 
 from consistency.case import BAD_RATIO, Case, Finding
+from consistency.causes.alignment import MIN_RUN
 from consistency.causes.definition import confidence, explained, replay_evidence
 from consistency.measure import correlation
-from consistency.shape import means_by
+from consistency.shape import means_by, run_lengths
 from consistency.tokens import Floats
 
 PERIODS = range(2, 9)
@@ -209,6 +210,8 @@ def placeholder_logprobs(case: Case) -> Finding | None:
     wrong = np.bincount(inverse, size > max(2 * case.level, 0.01))  # tokens of each number
     best = int(np.argmax(wrong))
     repeated = inverse == best
+    if names[best] == 0.0 and run_lengths(repeated, table.sequence).max() >= MIN_RUN:
+        return None  # spans of zeros are tokens that were not sampled (R18)
     if wrong[best] < FEWEST_REPEATED or wrong[best] < 0.5 * count[best] or len(names) < 2:
         return None
     if np.ptp(table.trainer[repeated]) < 0.1 or size[repeated].mean() < BAD_RATIO * size[~repeated].mean():
