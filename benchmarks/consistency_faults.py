@@ -1,6 +1,6 @@
 """Plant one fault at a time behind a live server, and see which cause `consistency` names first.
 
-    python benchmarks/consistency_faults.py [--only WORD] [--family llama|qwen3|qwen2|tiny] [--seed 0]
+    python benchmarks/consistency_faults.py [--only WORD ...] [--family llama] [--seed 0]
 
     consistency ── HTTP ──> proxy: changes requests or replies ── HTTP ──> embedded server
 
@@ -63,10 +63,7 @@ class Engine:
 
 @dataclass(frozen=True)
 class Fault:
-    """A row of the table; without causes, the engines are sound.
-
-    `undecidable`: the replies do not determine the cause, so that an inconclusive answer is right.
-    """
+    """A row of the table; without causes, the engines are sound."""
 
     name: str
     causes: tuple[str, ...] = ()
@@ -654,7 +651,7 @@ def grade(fault: Fault, checked: Checked) -> str:
 
 
 def main() -> int:
-    """Print one row per fault, and the counts; return 1 unless the targets are met."""
+    """Print one row per fault, and the counts; return 1 if an answer is wrong."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", nargs="+", default=[""], help="Words of the names of faults.")
     parser.add_argument("--family", default="llama", choices=["llama", "qwen2", "qwen3", "tiny"])
@@ -687,7 +684,7 @@ def main() -> int:
                 flush=True,
             )
     print(grades)
-    return 0
+    return int(any(name not in ("right", "honest") for name in grades))
 
 
 if __name__ == "__main__":

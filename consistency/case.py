@@ -119,7 +119,7 @@ class Case:
     """One comparison.
 
     `replays` is None without full logits, `rescoring` without a live engine, `trainer_check`
-    without logprobs of the trainer's own path, `changed_tensor` unless one was looked for and found.
+    without logprobs of the trainer's own path, `changed_tensor` unless one was found.
     """
 
     sequences: Sequences

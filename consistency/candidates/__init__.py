@@ -1,1 +1,1 @@
-"""Candidates of what an engine may have held or seen instead, scored until one explains its logprobs."""
+"""What an engine may have held or seen instead, scored until one explains its logprobs."""
