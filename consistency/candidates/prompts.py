@@ -9,7 +9,8 @@ from consistency.tokens import Floats, Ints, Sequences
 
 ROWS_TO_TRY = 4
 TOKENS_TO_TRY = 16  # of a completion
-MOST_TOKENS = 60_000  # to score
+MOST_TOKENS = 60_000  # to score before one row fits another prompt
+MOST_TOKENS_AFTER = 500_000
 EXPLAINED = 0.2  # of a row's mean |D|, at most, left with the right prompt
 
 
@@ -32,7 +33,7 @@ def prompt_alternatives(
     tried = {int(row): best_prompt(scorer, rows, int(row), temperature) for row in worst[:num_tried]}
     if not any(fits(partner, means[row], row) for row, partner in tried.items()):
         return []
-    predicted, moved, left = base.copy(), 0, MOST_TOKENS
+    predicted, moved, left = base.copy(), 0, MOST_TOKENS_AFTER
     for row in worst[means[worst] > EXPLAINED * means[worst[0]]].tolist():
         left -= int(rows.cu_seqlens[-1])
         partner = tried.get(row) or (best_prompt(scorer, rows, row, temperature) if left > 0 else (row, 0.0))
