@@ -1,5 +1,6 @@
 """`areal-debug consistency`: compare an engine's logprobs with the model's, token by token."""
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
@@ -110,6 +111,17 @@ GSM8K_REWARD = "areal_core.reward.functions.gsm8k_reward_fn"
     metavar="METRIC=LIMIT,...",
     help="Exit 1 when a metric is beyond its limit: mean_abs=0.02,k3=0.002.",
 )
+@click.option(
+    "--layers",
+    metavar="ENGINE[=PATH]",
+    help="Find the layer and operator that differ, in an engine started here: transformers, embedded, sglang or vllm.",
+)
+@click.option(
+    "--vllm-python",
+    default=sys.executable,
+    metavar="FILE",
+    help="Interpreter that has vLLM, for --layers vllm.",
+)
 @output_option("Write the report as one HTML page, too.")
 @force_option
 @json_option
@@ -130,6 +142,12 @@ def command(
 
     Exit code 0: healthy. 1: a mismatch, or a metric beyond its --gate. 2: inconclusive.
     """
+    if options["layers"]:
+        from areal_debug.consistency.layers import check_layers
+
+        if engines or output is not None:
+            fail("--layers starts its engine and prints its report: leave out --engine and --output")
+        raise SystemExit(check_layers(record, model, steps, as_json, options))
     if (record is None) == (not engines):
         fail("give either RECORD, or --engine URL with --prompts, to compare with the model")
     if output is not None:

@@ -1,0 +1,207 @@
+"""`areal-debug consistency --layers ENGINE`: the first layer and operator that computes something else."""
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from itertools import groupby
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.table import Table
+
+from areal_debug.render import console, fail, is_quiet, print_json, styled
+
+if TYPE_CHECKING:
+    from consistency.layers.judge import LayersReport, SiteReport
+    from consistency.layers.observed import Observed
+
+NUM_ROWS, ROW_TOKENS, NEW_TOKENS = 8, 256, 32
+ENGINES = ("transformers", "embedded", "sglang", "vllm")
+EXIT_CODES = {"healthy": 0, "mismatch": 1, "inconclusive": 2}
+
+
+def check_layers(
+    record: Path | None, model: str | None, steps: Sequence[int], as_json: bool, options: dict[str, Any]
+) -> int:
+    """Compare an engine with the model operator by operator; print the report, return the exit code."""
+    kind, _, path = options["layers"].partition("=")
+    if kind not in ENGINES:
+        fail(
+            f"--layers {options['layers']!r} names no engine: give one of {', '.join(ENGINES)}, or ENGINE=PATH"
+        )
+    if record is None and options["prompts"] is None:
+        fail("--layers needs tokens: give RECORD, or --prompts FILE with --model PATH")
+    model = model or (recorded_model(record) if record else None)
+    if model is None:
+        fail("--layers needs --model PATH, the weights that the engine should have")
+    report = compare(kind, path or model, model, record, options | {"steps": steps})
+    if as_json:
+        print_json(document(report))
+    else:
+        print_layers(console(), report)
+    return EXIT_CODES[report.verdict]
+
+
+def compare(kind: str, path: str, model: str, record: Path | None, options: dict[str, Any]) -> "LayersReport":
+    """Run engine and reference on the same rows."""
+    import torch
+
+    from areal_core.engine.model import load_model
+    from consistency.layers.judge import compare_layers
+    from consistency.layers.reference import reference_of
+    from consistency.source import model_dtype
+
+    dtype = getattr(torch, options["dtype"] or model_dtype(model))
+    rows = recorded_rows(record, options["steps"]) if record else read_prompt_rows(model, options)
+    values, rows = run_engine(kind, path, dtype, rows, 1 if record else NEW_TOKENS, options)
+    reference = reference_of(load_model(model, dtype=dtype, attn_implementation="sdpa"))
+    return compare_layers(reference, values, rows)
+
+
+def run_engine(
+    kind: str, path: str, dtype: Any, rows: list[list[int]], num_new: int, options: dict[str, Any]
+) -> "tuple[Observed, list[list[int]]]":
+    """Return what the engine computed, and for which rows: servers add tokens of their own."""
+    from consistency.layers import engines, servers
+
+    num_new = min(num_new, options["max_new_tokens"])
+    if kind == "sglang":
+        return servers.sglang(path, dtype, rows, num_new)
+    if kind == "vllm":
+        return servers.vllm(path, dtype, rows, num_new, options["vllm_python"])
+    engine = engines.embedded if kind == "embedded" else engines.transformers
+    return engine(path, dtype, rows), rows
+
+
+def recorded_model(record: Path) -> str | None:
+    """Return the model that a record names."""
+    from recorder import open_record
+
+    return open_record(record).header.model["path"] or None
+
+
+def recorded_rows(path: Path, steps: Sequence[int]) -> list[list[int]]:
+    """Return the tokens of the first rows of a record's step."""
+    from consistency.source import read_step
+    from recorder import open_record
+
+    record = open_record(path)
+    if not record.steps:
+        fail(f"{path} holds no committed step: nothing to check")
+    found = read_step(record.step(steps[0] if steps else record.steps[0]), record.header.trainer is not None)
+    rows = [found.input_ids[found.row(row)].tolist() for row in range(min(NUM_ROWS, found.num_rows))]
+    return [row[:ROW_TOKENS] for row in rows]
+
+
+def read_prompt_rows(model: str, options: dict[str, Any]) -> list[list[int]]:
+    """Return the first prompts, as tokens."""
+    from transformers import AutoTokenizer
+
+    from consistency.live import read_prompts
+
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    number = min(NUM_ROWS, options["num_prompts"])
+    prompts = read_prompts(options["prompts"], options["split"], tokenizer, number)
+    return [list(prompt.ids)[:ROW_TOKENS] for prompt in prompts]
+
+
+def document(report: "LayersReport") -> dict[str, Any]:
+    """Return the report as JSON values; `layer` is null before and after the layers."""
+    return {
+        "verdict": report.verdict,
+        "engine": report.engine,
+        "dtype": report.dtype,
+        "num_rows": report.num_rows,
+        "num_tokens": report.num_tokens,
+        "first": site_values(report.first) if report.first else None,
+        "sites": [site_values(site) for site in report.sites],
+        "not_shown_by_the_engine": report.only_reference,
+    }
+
+
+def site_values(report: "SiteReport") -> dict[str, Any]:
+    """Return one site as JSON values."""
+    values = asdict(report)
+    return {
+        "layer": report.site.layer,
+        "result": report.site.result,
+        "is_created": report.is_created,
+        "is_inherited": report.is_inherited,
+    } | {name: value for name, value in values.items() if name != "site"}
+
+
+def place(report: "SiteReport") -> str:
+    """Return layer and operator, as "layer 3, rope"."""
+    return report.operator if report.site.layer is None else f"layer {report.site.layer}, {report.operator}"
+
+
+def print_layers(out: Console, report: "LayersReport") -> None:
+    """Print verdict, evidence and one line a layer."""
+    measured = f"{report.dtype}, {report.num_rows} rows, {report.num_tokens} tokens"
+    first = report.first
+    if report.verdict == "inconclusive":
+        out.print(
+            styled("[yellow]inconclusive[/yellow]  no operator of {} was seen ({})", report.engine, measured)
+        )
+        return
+    if first is None:
+        out.print(
+            styled(
+                "[green]healthy[/green]  every operator of {} computes what the model's does ({})",
+                report.engine,
+                measured,
+            )
+        )
+    else:
+        out.print(styled("[red]mismatch[/red]  {} in {} ({})", place(first), report.engine, measured))
+        print_first(out, report, first)
+    if report.only_reference:
+        out.print(styled("not shown by the engine: {}", ", ".join(report.only_reference)))
+    if not is_quiet():
+        out.print(layers_table(report))
+
+
+def print_first(out: Console, report: "LayersReport", first: "SiteReport") -> None:
+    """Print the evidence for the first operator, and the others."""
+    out.print(
+        styled(
+            "  created there: fed with the engine's own input, the model's operator gives another result in {} of {} tokens:",
+            first.num_beyond,
+            first.num_tokens,
+        )
+    )
+    out.print(
+        styled(
+            "  {:.2g} of its size; rounding gives {:.2g}, {:.3g} times less",
+            first.created,
+            first.floor,
+            first.ratio,
+        )
+    )
+    before = [site for site in report.sites if site.site < first.site and site.is_inherited]
+    if before:
+        out.print(styled("  its input already differs more than rounding does, since {}", place(before[0])))
+    others = list(
+        dict.fromkeys(place(site) for site in report.sites if site.is_created and site is not first)
+    )
+    others = [name for name in others if name != place(first)]
+    if others:
+        rest = f" and {len(others) - 6} more" if len(others) > 6 else ""
+        out.print(styled("  also created in {}{}", "; ".join(others[:6]), rest))
+    out.print(
+        "  refuted if the engine's class computes this operator otherwise on purpose, as a quantised cache does"
+    )
+
+
+def layers_table(report: "LayersReport") -> Table:
+    """Return a row for each layer: the operator with the largest gap, in noise floors."""
+    table = Table(box=None, pad_edge=False)
+    for name in ("layer", "operator", "created", "floor", "ratio", "total gap", ""):
+        table.add_column(name, justify="left" if name in ("layer", "operator", "") else "right")
+    for _, group in groupby(report.sites, key=lambda site: site.site.place[0]):
+        worst = max(group, key=lambda site: site.ratio)
+        word = "created" if worst.is_created else "inherited" if worst.is_inherited else ""
+        numbers = (f"{worst.created:.2g}", f"{worst.floor:.2g}", f"{worst.ratio:.3g}", f"{worst.total:.2g}")
+        layer = "" if worst.site.layer is None else str(worst.site.layer)
+        table.add_row(layer, worst.operator, *numbers, word)
+    return table

@@ -1,0 +1,124 @@
+"""How often `consistency --layers` names the layer and the operator of a planted fault.
+
+    python benchmarks/layers.py                      every fault of layer_faults.py, and sound pairs
+    python benchmarks/layers.py --dtype bfloat16 -v  one dtype, a line per fault
+
+A sound pair computes the same with other kernels: another attention, a prompt and then one token at a
+time through the cache, or the embedded engine.
+"""
+
+import argparse
+import json
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+ROOT = Path(__file__).parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
+
+from layer_faults import FAMILIES, FAULTS, Fault, make_model  # noqa: E402
+
+from areal_core.engine.model import own_attention, set_attention  # noqa: E402
+from consistency.layers.engines import embedded  # noqa: E402
+from consistency.layers.judge import LayersReport, compare_layers  # noqa: E402
+from consistency.layers.observed import observe, own_forward  # noqa: E402
+from consistency.layers.reference import reference_of  # noqa: E402
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def main() -> None:
+    """Print the counts, and every wrong answer."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--dtype", choices=DTYPES, help="By default both.")
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("-v", "--verbose", action="store_true", help="Print every answer.")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    rows = make_rows((48, 40, 32, 24))
+    found: dict[str, Any] = {}
+    for dtype in [options.dtype] if options.dtype else DTYPES:
+        counts: Counter[str] = Counter()
+        for fault in FAULTS:
+            report = report_of(fault, DTYPES[dtype], rows)
+            answer = outcome(fault, report)
+            counts[answer] += 1
+            if options.verbose or answer != "right":
+                print(f"{dtype} {fault.family}: {fault.name}: {answer}: {named(report)}", file=sys.stderr)
+        for name, report in sound_pairs(DTYPES[dtype], rows):
+            counts["sound"] += 1
+            counts["accused"] += report.verdict != "healthy"
+            largest = max(site.ratio for site in report.sites)
+            found[f"{dtype} largest sound ratio"] = max(
+                largest, found.get(f"{dtype} largest sound ratio", 0.0)
+            )
+            if report.verdict != "healthy":
+                print(f"{dtype} {name}: accused: {named(report)}", file=sys.stderr)
+        found[dtype] = {"faults": len(FAULTS)} | dict(counts)
+    print(
+        json.dumps(found) if options.json else "\n".join(f"{name}: {facts}" for name, facts in found.items())
+    )
+
+
+def make_rows(lengths: tuple[int, ...], vocabulary_size: int = 103) -> list[list[int]]:
+    """Return random tokens."""
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randint(5, vocabulary_size, (length,), generator=generator).tolist() for length in lengths]
+
+
+def report_of(fault: Fault, dtype: torch.dtype, rows: list[list[int]]) -> LayersReport:
+    """Compare an engine that has the fault with the reference."""
+    model, engine = fault.sides(dtype)
+    inner = engine.get_base_model() if fault.adapter else engine
+    set_attention(inner, own_attention(inner))
+    with fault.running():
+        values = observe(fault.name, engine, own_forward(engine), rows)
+    return compare_layers(reference_of(model), values, rows)
+
+
+def outcome(fault: Fault, report: LayersReport) -> str:
+    """Return "right", "wrong layer", "wrong operator" or "missed"."""
+    first = report.first
+    if first is None:
+        return "missed"
+    if first.site.layer != fault.layer:
+        return "wrong layer"
+    return "right" if first.operator == fault.operator else "wrong operator"
+
+
+def named(report: LayersReport) -> str:
+    """Return the first site and its ratio, and the largest ratio."""
+    if report.first is None:
+        return f"largest ratio {max(site.ratio for site in report.sites):.2f}"
+    return f"layer {report.first.site.layer}, {report.first.operator}, ratio {report.first.ratio:.3g}"
+
+
+def sound_pairs(dtype: torch.dtype, rows: list[list[int]]) -> Iterator[tuple[str, LayersReport]]:
+    """Yield the reports of sound engines."""
+    for family in FAMILIES:
+        model = make_model(family, dtype)
+        reference = reference_of(model)
+        engine = make_model(family, dtype)
+        for attention in {"eager", own_attention(engine)}:
+            set_attention(engine, attention)
+            for prefill, step in ((1.0, 1), (0.5, 1), (0.3, 7)):
+                name = f"{family}, {attention}, {prefill} of a row as prompt, then {step}"
+                values = observe(name, engine, own_forward(engine), rows, prefill=prefill, step=step)
+                yield name, compare_layers(reference, values, rows)
+        with tempfile.TemporaryDirectory() as folder:
+            model.save_pretrained(folder)
+            yield (
+                f"{family}, embedded engine",
+                compare_layers(reference, embedded(folder, dtype, rows), rows),
+            )
+
+
+if __name__ == "__main__":
+    main()

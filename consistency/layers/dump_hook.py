@@ -1,0 +1,50 @@
+"""A hook inside an engine's process: it writes what a module computed, one file a call.
+
+`MODULE.NUMBER.safetensors` has the tensors among the module's arguments (`in0`, `in1`, ...), among
+its results (`out0`, ...), and for attention what SGLang's KV cache holds for the new tokens (`kv0`,
+`kv1`). SGLang loads `dump` by `--forward-hooks`; `vllm_child.py` registers it. It needs torch alone.
+"""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+
+def dump(config: dict[str, Any]) -> Callable[..., None]:
+    """Return a hook for module `config["name"]` that writes to `config["folder"]`.
+
+    With `config["cache"]` the module is an attention layer of SGLang whose cache is read.
+    """
+    folder, name, num_calls = Path(config["folder"]), config["name"], 0
+
+    def hook(module: torch.nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+        nonlocal num_calls
+        logits = getattr(output, "next_token_logits", None)  # of SGLang's logits processor
+        outputs = output if isinstance(output, tuple) else (output if logits is None else logits,)
+        tensors = named("in", inputs) | named("out", outputs)
+        if config.get("cache"):
+            tensors |= named("kv", cached(module, inputs))
+        save_file(tensors, folder / f"{name}.{num_calls:06}.safetensors")
+        num_calls += 1
+
+    return hook
+
+
+def named(prefix: str, values: Sequence[Any]) -> dict[str, Tensor]:
+    """Return copies of the tensors among `values`, named by their place; kernels reuse the memory."""
+    tensors = {f"{prefix}{place}": value for place, value in enumerate(values) if isinstance(value, Tensor)}
+    return {key: value.detach().cpu().contiguous().clone() for key, value in tensors.items()}
+
+
+def cached(module: Any, inputs: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
+    """Return keys and values [tokens, width] of the new tokens, read from SGLang's cache."""
+    from sglang.srt.model_executor.forward_context import get_token_to_kv_pool
+
+    query, batch = inputs[0], inputs[3]
+    keys, values = get_token_to_kv_pool().get_kv_buffer(module.layer_id)
+    place = batch.out_cache_loc
+    return tuple(buffer[place].flatten(1).to(query.dtype) for buffer in (keys, values))

@@ -1,0 +1,184 @@
+"""Gap against noise floor of every operator, and the first that computes something else."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from consistency.layers.observed import Observed, Rows
+from consistency.layers.reference import Reference, Results, run
+from consistency.layers.sites import Site
+
+HALF_ULP = 12**-0.5  # rms of rounding to the nearest, in ulps
+COPIES = ("cache_k", "cache_v")  # results that are not computed, so not rounded
+LIMIT = 4.0  # gap over floor, of one token; docs/consistency_layers.md has what sound engines reach
+
+
+@dataclass
+class SiteGaps:
+    """Root-mean-square sizes per token, [tokens seen], relative to the reference's result.
+
+    Attributes:
+        created: the engine's result against the reference's operator on the engine's own input.
+        floor: how much that operator's result depends on dtype and arrangement.
+        total: the engine's result against a run of the reference alone, and its floor.
+    """
+
+    created: list[Tensor] = field(default_factory=list)
+    floor: list[Tensor] = field(default_factory=list)
+    total: list[Tensor] = field(default_factory=list)
+    total_floor: list[Tensor] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class SiteReport:
+    """One site: largest and median values over tokens; `ratio` is the largest created / floor."""
+
+    site: Site
+    operator: str
+    num_tokens: int
+    num_beyond: int
+    created: float
+    floor: float
+    ratio: float
+    total: float
+    total_floor: float
+
+    @property
+    def is_created(self) -> bool:
+        """The operator computes something else."""
+        return self.ratio > LIMIT
+
+    @property
+    def is_inherited(self) -> bool:
+        """The result differs by more than rounding, and the operator did not create it."""
+        return not self.is_created and self.total > LIMIT * self.total_floor
+
+
+@dataclass(frozen=True)
+class LayersReport:
+    """The sites that engine and reference both have, in the order of computation."""
+
+    engine: str
+    dtype: str
+    num_rows: int
+    num_tokens: int
+    sites: tuple[SiteReport, ...]
+    only_reference: tuple[str, ...]  # results of the reference that the engine does not show
+
+    @property
+    def first(self) -> SiteReport | None:
+        """The first operator that creates a gap."""
+        return next((site for site in self.sites if site.is_created), None)
+
+    @property
+    def verdict(self) -> str:
+        """`healthy`, `mismatch`, or `inconclusive` where no operator was seen."""
+        if not self.sites:
+            return "inconclusive"
+        return "mismatch" if self.first else "healthy"
+
+
+def compare_layers(reference: Reference, engine: Observed, rows: Rows) -> LayersReport:
+    """Compare the engine's values for `rows` with the reference's operators."""
+    gaps: dict[Site, SiteGaps] = {}
+    computed: set[Site] = set()
+    for row, values in zip(rows, engine.rows, strict=True):
+        exact = run(reference.exact, row, values)
+        alone = run(reference.exact, row, None)
+        others = [arrangement(row, values) for arrangement in reference.arrangements]
+        others_alone = [run(reference.model, row, None)]
+        computed |= set(exact)
+        ties = ambiguous_routing(exact, values.values)
+        for site in sorted(set(exact) & set(values.values)):
+            seen = values.seen[site]
+            if site.result == "routing":
+                seen = seen & ~ties[site.layer]
+            truth, found = exact[site].double(), values.values[site].double()
+            if truth.shape != found.shape:
+                truth, found = truth[:, :1] * 0, found[:, :1] * 0 + torch.inf
+            size = rms(truth).clamp_min(torch.finfo(torch.float32).tiny)
+            stored_in = torch.float32 if site.result in COPIES else engine.dtype
+            smallest = HALF_ULP * torch.finfo(stored_in).eps
+            here = gaps.setdefault(site, SiteGaps())
+            here.created.append((rms(found - truth) / size)[seen])
+            floor = torch.stack([rms(other[site].double() - truth) / size for other in others]).amax(0)
+            here.floor.append(floor.clamp_min(smallest)[seen])
+            lone = alone[site].double()
+            size = rms(lone).clamp_min(torch.finfo(torch.float32).tiny)
+            here.total.append((rms(found - lone) / size)[seen])
+            floor = torch.stack([rms(other[site].double() - lone) / size for other in others_alone]).amax(0)
+            here.total_floor.append(floor.clamp_min(smallest)[seen])
+    sites = tuple(site_report(site, name, gaps[site]) for site, name in operators(computed, set(gaps)))
+    unseen = tuple(dict.fromkeys(site.result for site in sorted(computed - set(gaps))))
+    num_tokens = sum(len(row) for row in rows)
+    return LayersReport(
+        engine.name, str(engine.dtype).removeprefix("torch."), len(rows), num_tokens, sites, unseen
+    )
+
+
+def operators(computed: set[Site], seen: set[Site]) -> Iterator[tuple[Site, str]]:
+    """Yield the sites of both sides with the operators that each one shows.
+
+    Those are its own, and those right before it in its layer whose results the engine does not show.
+    """
+    hidden: list[str] = []
+    layer = None
+    for site in sorted(computed):
+        if site.layer != layer:
+            hidden, layer = [], site.layer
+        if site not in seen:
+            hidden.append(site.operator)
+            continue
+        yield site, " or ".join(dict.fromkeys([*hidden, site.operator]))
+        hidden = []
+
+
+def rms(values: Tensor) -> Tensor:
+    """Root mean square over features, [tokens]."""
+    return values.square().mean(-1).sqrt()
+
+
+def site_report(site: Site, operator: str, gaps: SiteGaps) -> SiteReport:
+    """Summarise a site over all tokens."""
+    created, floor = torch.cat(gaps.created), torch.cat(gaps.floor)
+    total, total_floor = torch.cat(gaps.total), torch.cat(gaps.total_floor)
+    created = created.nan_to_num(torch.inf, torch.inf)
+    floor = torch.maximum(floor, floor.median()) if len(floor) else floor
+    ratio = created / floor
+    return SiteReport(
+        site,
+        operator,
+        len(created),
+        int((ratio > LIMIT).sum()),
+        largest(created),
+        largest(floor),
+        largest(ratio),
+        largest(total),
+        largest(total_floor),
+    )
+
+
+def largest(values: Tensor) -> float:
+    """Return the largest value, 0 of none."""
+    return float(values.max()) if len(values) else 0.0
+
+
+def ambiguous_routing(exact: Results, engine: dict[Site, Tensor]) -> dict[int | None, Tensor]:
+    """Return, per layer with experts, the tokens whose choice rounding decides, bool [tokens].
+
+    The last expert chosen and the first one left out are no further apart than twice the difference
+    between both sides' router logits.
+    """
+    found = {}
+    for site in exact:
+        if site.result != "routing":
+            continue
+        logits = exact[Site("router", site.layer)].double()
+        theirs = engine.get(Site("router", site.layer), logits).double()
+        chosen = exact[site] != 0
+        last = logits.masked_fill(~chosen, torch.inf).amin(-1)
+        next_one = logits.masked_fill(chosen, -torch.inf).amax(-1)
+        found[site.layer] = last - next_one <= 2 * (theirs - logits).abs().amax(-1)
+    return found

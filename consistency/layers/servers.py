@@ -1,0 +1,142 @@
+"""SGLang and vLLM as engines: each in a process of its own, with `dump_hook` on its modules.
+
+Prompts are sampled one at a time, so that the row, prompt and completion, has passed through prefill
+and decode. The last sampled token was never an input, and is left out.
+"""
+
+import json
+import os
+import subprocess
+import tempfile
+from pathlib import Path
+
+import torch
+
+import consistency
+from areal_core.config import SGLangConfig
+from areal_core.launch.server_process import path_with
+from areal_core.rollout.fleet.server import call
+from areal_core.sglang.start import SGLangServer, cpu_environment, server_args
+from areal_core.sglang.wire import SGLANG
+from consistency.errors import EngineError
+from consistency.layers.dumps import Shape, read_row
+from consistency.layers.observed import Observed, Rows, RowValues
+
+ROOT = Path(consistency.__file__).parents[1]
+READY_TIMEOUT_S = 600.0
+REPLY_TIMEOUT_S = 600.0
+ENGINE_TOKENS = 4096
+
+
+def sglang(
+    path: str | Path, dtype: torch.dtype, prompts: Rows, num_new: int, options: tuple[str, ...] = ()
+) -> tuple[Observed, list[list[int]]]:
+    """Sample from an SGLang server on this machine's CPU; return its values, and the rows.
+
+    Args:
+        options: further flags of the server.
+
+    Raises:
+        EngineError: the server computed nothing that was hooked.
+    """
+    shape = Shape.of(path)
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch, "dumps")
+        folder.mkdir()
+        flags = [*on_cpu(dtype, shape), "--forward-hooks", json.dumps(hook_specs(shape, folder)), *options]
+        environment = cpu_environment()
+        environment["PYTHONPATH"] += os.pathsep + str(ROOT)
+        log = Path(scratch, "server.log")
+        server = SGLangServer(path, log, flags, environment, ready_timeout_s=READY_TIMEOUT_S)
+        found, rows = [], []
+        with server as running:
+            for prompt in prompts:
+                empty(folder)  # of the server's own warm-up, or the previous row
+                sampling = {"temperature": 1.0, "max_new_tokens": num_new, "ignore_eos": True}
+                payload = {"input_ids": list(prompt), "sampling_params": sampling, "return_logprob": True}
+                reply = call(running.server, "POST", "/generate", payload, REPLY_TIMEOUT_S)
+                rows.append([*prompt, *SGLANG.parse_generate(reply.encode()).tokens[:-1]])
+                found.append(checked_row(folder, rows[-1], shape, "SGLang"))
+    return Observed(f"SGLang with {path}", dtype, found), rows
+
+
+def on_cpu(dtype: torch.dtype, shape: Shape) -> list[str]:
+    """Return the flags of a server whose every pass computes all tokens of one request."""
+    options = SGLangConfig(
+        dtype=str(dtype).removeprefix("torch."),
+        max_total_tokens=ENGINE_TOKENS,
+        context_length=min(ENGINE_TOKENS, shape.max_length),
+    )
+    return [*server_args(options, "cpu"), "--disable-radix-cache"]
+
+
+def hook_specs(shape: Shape, folder: Path) -> list[dict[str, object]]:
+    """Return SGLang's specification of hooks: one a module, because a hook is not given its name."""
+    return [
+        {
+            "name": name,
+            "target_modules": [name],
+            "hook_factory": "consistency.layers.dump_hook:dump",
+            # A model with windows has two pools of memory, and places in them differ.
+            "config": {
+                "name": name,
+                "folder": str(folder),
+                "cache": name.endswith(".attn") and not shape.has_window,
+            },
+        }
+        for name in shape.modules()
+    ]
+
+
+def vllm(
+    path: str | Path, dtype: torch.dtype, prompts: Rows, num_new: int, python: str
+) -> tuple[Observed, list[list[int]]]:
+    """Sample from vLLM in a child process of the interpreter `python`; return values and rows.
+
+    Raises:
+        EngineError: the child failed; the message has the end of its output.
+    """
+    shape = Shape.of(path)
+    with tempfile.TemporaryDirectory() as scratch:
+        request = {
+            "model": str(path),
+            "dtype": str(dtype).removeprefix("torch."),
+            "prompts": [list(prompt) for prompt in prompts],
+            "num_new": num_new,
+            "modules": shape.modules(),
+            "folder": scratch,
+        }
+        script = Path(__file__).parent / "vllm_child.py"
+        environment = os.environ | {
+            "PYTHONPATH": path_with(ROOT),
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+            "VLLM_NO_USAGE_STATS": "1",
+        }
+        done = subprocess.run(
+            [python, str(script)], input=json.dumps(request), env=environment, capture_output=True, text=True
+        )
+        result = Path(scratch, "rows.json")
+        if done.returncode or not result.is_file():
+            raise EngineError(f"vLLM ({python}) ended with code {done.returncode}: {done.stderr[-600:]}")
+        rows: list[list[int]] = json.loads(result.read_text())
+        found = [
+            checked_row(Path(scratch, str(number)), row, shape, "vLLM") for number, row in enumerate(rows)
+        ]
+    return Observed(f"vLLM with {path}", dtype, found), rows
+
+
+def checked_row(folder: Path, row: list[int], shape: Shape, engine: str) -> RowValues:
+    """Return the values of a row. Raises `EngineError` if the engine's modules wrote none."""
+    values = read_row(folder, row, shape)
+    if not values.values:
+        raise EngineError(
+            f"{engine} computed none of the hooked modules: its class for this model has other names"
+        )
+    return values
+
+
+def empty(folder: Path) -> None:
+    """Remove the files of a folder."""
+    for file in folder.iterdir():
+        file.unlink()
