@@ -19,6 +19,19 @@ NUM_ROWS, ROW_TOKENS, NEW_TOKENS = 8, 256, 32
 ENGINES = ("transformers", "embedded", "sglang", "vllm")
 EXIT_CODES = {"healthy": 0, "mismatch": 1, "inconclusive": 2}
 
+WEIGHTS = "compare this layer's weights and biases on both sides: after an update, one tensor may be stale"
+NORM = "compare rms_norm_eps, the norm's weight, and whether the class multiplies by w or by 1 + w"
+# What to look at, by the last word of the operator.
+NEXT_STEPS = {
+    "rope": "compare rope_parameters of both configs: base, type, factor, and the position of the first token",
+    "norm": NORM,
+    "attention": "compare the scale, the soft cap, sliding_window and layer_types of both configs",
+    "cache": "compare the cache's dtype and scales, as kv_cache_dtype",
+    "experts": "compare num_experts_per_tok and norm_topk_prob, and this layer's experts",
+    "activation": "compare hidden_act (hidden_activation) of both configs",
+    "logits": "compare final_logit_softcapping of both configs",
+}
+
 
 def check_layers(
     record: Path | None, model: str | None, steps: Sequence[int], as_json: bool, options: dict[str, Any]
@@ -188,9 +201,20 @@ def print_first(out: Console, report: "LayersReport", first: "SiteReport") -> No
     if others:
         rest = f" and {len(others) - 6} more" if len(others) > 6 else ""
         out.print(styled("  also created in {}{}", "; ".join(others[:6]), rest))
+    out.print(styled("  next  {}", next_step(first)))
     out.print(
         "  refuted if the engine's class computes this operator otherwise on purpose, as a quantised cache does"
     )
+
+
+def next_step(first: "SiteReport") -> str:
+    """Return what to look at for an operator; of several that it may be, the last one."""
+    name = first.operator.rpartition(" or ")[2]
+    if name.startswith("adapter"):
+        return "compare lora_alpha and r of both sides, and which version of the adapter the engine has"
+    if name.startswith("norm"):
+        return NORM
+    return NEXT_STEPS.get(name.rpartition(" ")[2], WEIGHTS)
 
 
 def layers_table(report: "LayersReport") -> Table:

@@ -84,7 +84,7 @@ def test_a_gap_is_created_once_and_inherited_afterwards():
     created = [site.site for site in report.sites if site.is_created]
     inherited = [site.site for site in report.sites if site.is_inherited]
     assert created == [Site("v", 1)]
-    assert inherited[0] == Site("attention", 1) or inherited[0] == Site("cache_v", 1)
+    assert inherited[0] == Site("cache_v", 1)
     assert Site("logits") in inherited
     assert Site("residual", 0) not in inherited
 
@@ -118,9 +118,6 @@ def test_an_operator_is_fed_with_the_engines_values():
     bias = model.model.layers[1].self_attn.q_proj.bias
     q = Site("q", 1)
     torch.testing.assert_close(forced[q] - bias, 2 * (plain[q] - bias), rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(
-        forced[Site("k_norm", 0)] if Site("k_norm", 0) in forced else plain[q], plain[q]
-    )
 
 
 def test_results_that_the_engine_does_not_show_are_named_with_the_next_one():

@@ -1,0 +1,72 @@
+"""`areal-debug consistency --layers`: what it prints, its exit codes, and its refusals."""
+
+import json
+import shutil
+
+import pytest
+from click.testing import CliRunner
+
+from areal_core.testing import make_tiny_model
+from areal_debug.consistency.command import command
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A model, the same with another rope base, and prompts."""
+    folder = tmp_path_factory.mktemp("layers")
+    make_tiny_model(folder / "model")
+    shutil.copytree(folder / "model", folder / "other")
+    config = json.loads((folder / "other/config.json").read_text())
+    config["rope_parameters"]["rope_theta"] = 20000.0
+    (folder / "other/config.json").write_text(json.dumps(config))
+    rows = [{"input_ids": [10 + row, 20, 30 + row, *range(40, 60)]} for row in range(3)]
+    (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+def run(folder, *arguments):
+    prompts = ["--prompts", str(folder / "prompts.jsonl"), "--model", str(folder / "model")]
+    done = CliRunner().invoke(command, [*prompts, *arguments])
+    return done.exit_code, done.output
+
+
+def test_embedded_engine_with_the_same_weights_is_healthy(folder):
+    code, text = run(folder, "--layers", "embedded")
+    assert code == 0, text
+    assert text.startswith("healthy  every operator of the embedded engine")
+
+
+def test_other_rope_base_is_named_with_layer_and_next_step(folder):
+    code, text = run(folder, "--layers", f"transformers={folder / 'other'}")
+    assert code == 1
+    assert text.startswith("mismatch  layer 0, rope in Transformers with")
+    assert "compare rope_parameters" in text
+    assert "also created in layer 1, rope" in text
+
+
+def test_json_has_the_first_site_and_all_others(folder):
+    code, text = run(folder, "--layers", f"transformers={folder / 'other'}", "--json")
+    facts = json.loads(text)
+    assert (code, facts["verdict"], facts["num_rows"], facts["num_tokens"]) == (1, "mismatch", 3, 69)
+    first = facts["first"]
+    assert (first["layer"], first["operator"], first["is_created"]) == (0, "rope", True)
+    created = {(site["layer"], site["operator"]) for site in facts["sites"] if site["is_created"]}
+    assert created == {(0, "rope"), (1, "rope")}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--layers", "triton"], "--layers 'triton' names no engine"),
+        (["--layers", "embedded", "--engine", "host:1"], "leave out --engine and --output"),
+        (["--layers", "embedded=/nowhere"], "cannot load the model: '/nowhere' is not a folder here"),
+    ],
+)
+def test_wrong_options_are_refused_in_one_sentence(folder, arguments, message):
+    code, text = run(folder, *arguments)
+    assert (code, message in text) == (2, True), text
+
+
+def test_tokens_are_needed():
+    done = CliRunner().invoke(command, ["--layers", "embedded"])
+    assert (done.exit_code, "--layers needs tokens" in done.output) == (2, True)

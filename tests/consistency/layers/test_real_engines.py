@@ -1,0 +1,62 @@
+"""Real SGLang servers on the CPU: a sound one is healthy, planted faults are named by operator."""
+
+import json
+import os
+import shutil
+
+import pytest
+import torch
+
+from areal_core.engine.model import load_model
+from areal_core.testing import make_tiny_family, make_tiny_tokenizer
+from consistency.layers.judge import compare_layers
+from consistency.layers.reference import reference_of
+from consistency.layers.servers import sglang, vllm
+
+PROMPTS = [[10, 20, 30, *range(40, 60)], [11, 21, 31, *range(50, 90)]]
+NUM_NEW = 8
+
+
+def make_folder(folder, family, **changes):
+    make_tiny_tokenizer().save_pretrained(folder)
+    return make_tiny_family(folder, family, vocab_size=128, eos_token_id=1, **changes)
+
+
+def compared(model, dtype, values, rows):
+    reference = load_model(str(model), dtype=dtype, attn_implementation="sdpa")
+    return compare_layers(reference_of(reference), values, rows)
+
+
+@pytest.mark.long
+@pytest.mark.sglang
+@pytest.mark.parametrize(
+    ("family", "options", "change", "expected"),
+    [
+        ("qwen3", (), {}, None),
+        ("qwen3", (), {"rope_parameters": {"rope_type": "default", "rope_theta": 20000.0}}, (0, "rope")),
+        ("qwen3", ("--kv-cache-dtype", "fp8_e5m2"), {}, (0, "KV cache")),
+        ("qwen3_moe", (), {}, None),
+        ("qwen3_moe", (), {"num_experts_per_tok": 1}, (0, "choice of experts")),
+    ],
+)
+def test_sglang_server(tmp_path, family, options, change, expected):
+    changes = {"mlp_only_layers": []} if family == "qwen3_moe" else {}  # SGLang makes every layer sparse
+    model = make_folder(tmp_path / "model", family, **changes)
+    shutil.copytree(model, tmp_path / "served")
+    config = json.loads((model / "config.json").read_text()) | change
+    (tmp_path / "served/config.json").write_text(json.dumps(config))
+    values, rows = sglang(tmp_path / "served", torch.bfloat16, PROMPTS, NUM_NEW, options)
+    report = compared(model, torch.bfloat16, values, rows)
+    assert [len(row) for row in rows] == [len(prompt) + NUM_NEW - 1 for prompt in PROMPTS]
+    first = report.first
+    assert (first and (first.site.layer, first.operator)) == expected
+    assert "attention" not in report.only_reference
+
+
+@pytest.mark.long
+@pytest.mark.skipif("AREAL_VLLM_PYTHON" not in os.environ, reason="vLLM needs an environment of its own")
+def test_vllm_in_a_child_process(tmp_path):
+    model = make_folder(tmp_path, "qwen3", head_dim=32)
+    values, rows = vllm(model, torch.float32, PROMPTS, NUM_NEW, os.environ["AREAL_VLLM_PYTHON"])
+    report = compared(model, torch.float32, values, rows)
+    assert report.verdict == "healthy", report.first
