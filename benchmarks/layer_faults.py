@@ -285,7 +285,7 @@ def adapter_scale(scale: float, name: str = "layers.") -> Callable[[Any], None]:
 def rounded_cache(
     dtype: torch.dtype | None, keys: bool = True, values: bool = True, layer: int | None = None
 ) -> Callable[[], AbstractContextManager[Any]]:
-    """Store keys or values of a layer (None: all) in `dtype`; None is int8 with a scale per token."""
+    """Store keys or values of a layer (None: all) in `dtype`; None is int8, scaled per token."""
 
     def quantise(tensor: Tensor) -> Tensor:
         if dtype is not None:

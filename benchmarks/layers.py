@@ -3,8 +3,8 @@
     python benchmarks/layers.py                      every fault of layer_faults.py, and sound pairs
     python benchmarks/layers.py --dtype bfloat16 -v  one dtype, a line per fault
 
-A sound pair computes the same with other kernels: another attention, a prompt and then one token at a
-time through the cache, or the embedded engine.
+A sound pair computes the same with other kernels: another attention, a prompt and then one token
+at a time through the cache, or the embedded engine.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""`areal-debug consistency --layers ENGINE`: the first layer and operator that computes something else."""
+"""`areal-debug consistency --layers ENGINE`: the first layer and operator that differ."""
 
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -36,12 +36,14 @@ NEXT_STEPS = {
 def check_layers(
     record: Path | None, model: str | None, steps: Sequence[int], as_json: bool, options: dict[str, Any]
 ) -> int:
-    """Compare an engine with the model operator by operator; print the report, return the exit code."""
+    """Compare an engine with the model by operator; print the report, return the exit code."""
     kind, _, path = options["layers"].partition("=")
     if kind not in ENGINES:
         fail(
             f"--layers {options['layers']!r} names no engine: give one of {', '.join(ENGINES)}, or ENGINE=PATH"
         )
+    if options["device"] != "cpu":
+        fail(f"--layers computes on the CPU: leave out --device {options['device']}")
     if record is None and options["prompts"] is None:
         fail("--layers needs tokens: give RECORD, or --prompts FILE with --model PATH")
     model = model or (recorded_model(record) if record else None)

@@ -2,7 +2,8 @@
 
 `MODULE.NUMBER.safetensors` has the tensors among the module's arguments (`in0`, `in1`, ...), among
 its results (`out0`, ...), and for attention what SGLang's KV cache holds for the new tokens (`kv0`,
-`kv1`). SGLang loads `dump` by `--forward-hooks`; `vllm_child.py` registers it. It needs torch alone.
+`kv1`). SGLang loads `dump` by `--forward-hooks`; `vllm_child.py` registers it. It needs torch
+alone.
 """
 
 from collections.abc import Callable, Sequence
@@ -35,7 +36,7 @@ def dump(config: dict[str, Any]) -> Callable[..., None]:
 
 
 def named(prefix: str, values: Sequence[Any]) -> dict[str, Tensor]:
-    """Return copies of the tensors among `values`, named by their place; kernels reuse the memory."""
+    """Return copies of the tensors among `values`, named by place; kernels reuse the memory."""
     tensors = {f"{prefix}{place}": value for place, value in enumerate(values) if isinstance(value, Tensor)}
     return {key: value.detach().cpu().contiguous().clone() for key, value in tensors.items()}
 

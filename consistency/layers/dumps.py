@@ -1,7 +1,7 @@
 """From what `dump_hook` wrote in SGLang or vLLM to the values of sites.
 
-Both have fused modules of the same names: `qkv_proj` and `gate_up_proj`, norms that add the residual,
-and an attention module that gets rotated queries and keys.
+Both have fused modules of the same names: `qkv_proj` and `gate_up_proj`, norms that add the
+residual, and an attention module that gets rotated queries and keys.
 """
 
 from collections import defaultdict

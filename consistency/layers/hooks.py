@@ -1,7 +1,7 @@
 """Access to the result of every operator of a Transformers model, while it computes.
 
-Modules have forward hooks. What is no module is reached where it passes: rotated queries and keys at
-the attention function and at the KV cache, sums of residuals as the input of the next norm.
+Modules have forward hooks. What is no module is reached where it passes: rotated queries and keys
+at the attention function and at the KV cache, sums of residuals as the input of the next norm.
 """
 
 import re

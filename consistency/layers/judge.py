@@ -86,30 +86,23 @@ def compare_layers(reference: Reference, engine: Observed, rows: Rows) -> Layers
     computed: set[Site] = set()
     for row, values in zip(rows, engine.rows, strict=True):
         exact = run(reference.exact, row, values)
-        alone = run(reference.exact, row, None)
+        alone, rounded = run(reference.exact, row, None), run(reference.model, row, None)
         others = [arrangement(row, values) for arrangement in reference.arrangements]
-        others_alone = [run(reference.model, row, None)]
         computed |= set(exact)
         ties = ambiguous_routing(exact, values.values)
         for site in sorted(set(exact) & set(values.values)):
             seen = values.seen[site]
             if site.result == "routing":
                 seen = seen & ~ties[site.layer]
-            truth, found = exact[site].double(), values.values[site].double()
-            if truth.shape != found.shape:
-                truth, found = truth[:, :1] * 0, found[:, :1] * 0 + torch.inf
-            size = rms(truth).clamp_min(torch.finfo(torch.float32).tiny)
             stored_in = torch.float32 if site.result in COPIES else engine.dtype
             smallest = HALF_ULP * torch.finfo(stored_in).eps
-            here = gaps.setdefault(site, SiteGaps())
-            here.created.append((rms(found - truth) / size)[seen])
-            floor = torch.stack([rms(other[site].double() - truth) / size for other in others]).amax(0)
-            here.floor.append(floor.clamp_min(smallest)[seen])
-            lone = alone[site].double()
-            size = rms(lone).clamp_min(torch.finfo(torch.float32).tiny)
-            here.total.append((rms(found - lone) / size)[seen])
-            floor = torch.stack([rms(other[site].double() - lone) / size for other in others_alone]).amax(0)
-            here.total_floor.append(floor.clamp_min(smallest)[seen])
+            here, found = gaps.setdefault(site, SiteGaps()), values.values[site]
+            gap, floor = gap_and_floor(found, exact[site], [other[site] for other in others], smallest)
+            here.created.append(gap[seen])
+            here.floor.append(floor[seen])
+            gap, floor = gap_and_floor(found, alone[site], [rounded[site]], smallest)
+            here.total.append(gap[seen])
+            here.total_floor.append(floor[seen])
     sites = tuple(site_report(site, name, gaps[site]) for site, name in operators(computed, set(gaps)))
     unseen = tuple(dict.fromkeys(site.result for site in sorted(computed - set(gaps))))
     num_tokens = sum(len(row) for row in rows)
@@ -121,7 +114,7 @@ def compare_layers(reference: Reference, engine: Observed, rows: Rows) -> Layers
 def operators(computed: set[Site], seen: set[Site]) -> Iterator[tuple[Site, str]]:
     """Yield the sites of both sides with the operators that each one shows.
 
-    Those are its own, and those right before it in its layer whose results the engine does not show.
+    Those are its own, and those right before it in its layer that the engine does not show.
     """
     hidden: list[str] = []
     layer = None
@@ -133,6 +126,22 @@ def operators(computed: set[Site], seen: set[Site]) -> Iterator[tuple[Site, str]
             continue
         yield site, " or ".join(dict.fromkeys([*hidden, site.operator]))
         hidden = []
+
+
+def gap_and_floor(
+    found: Tensor, truth: Tensor, others: list[Tensor], smallest: float
+) -> tuple[Tensor, Tensor]:
+    """Return the distances to the truth of a result and of other ways to compute it, [tokens].
+
+    All are [tokens, width]. The second is at least `smallest`; a result of another width is
+    infinitely far away.
+    """
+    exact = truth.double()
+    size = rms(exact).clamp_min(torch.finfo(torch.float32).tiny)
+    floor = torch.stack([rms(other.double() - exact) / size for other in others]).amax(0)
+    if found.shape != truth.shape:
+        return torch.full_like(size, torch.inf), floor.clamp_min(smallest)
+    return rms(found.double() - exact) / size, floor.clamp_min(smallest)
 
 
 def rms(values: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""The values of an engine's operators on some rows of tokens, and how a Transformers model gives them."""
+"""The values of an engine's operators on rows of tokens, and a Transformers model as engine."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -48,7 +48,7 @@ class Observed:
 
 
 def pieces(num_tokens: int, prefill: float, step: int) -> list[tuple[int, int]]:
-    """Return the (start, end) of the calls of a row: a share as prompt, the rest `step` at a time."""
+    """Return the (start, end) of the calls of a row: a share as prompt, then `step` at a time."""
     first = max(1, min(num_tokens, round(prefill * num_tokens)))
     starts = [0, *range(first, num_tokens, step), num_tokens]
     return list(pairwise(starts))

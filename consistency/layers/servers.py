@@ -1,7 +1,7 @@
 """SGLang and vLLM as engines: each in a process of its own, with `dump_hook` on its modules.
 
-Prompts are sampled one at a time, so that the row, prompt and completion, has passed through prefill
-and decode. The last sampled token was never an input, and is left out.
+Prompts are sampled one at a time. A row, prompt and completion, has passed through prefill and
+decode; its last token was never an input, and is left out.
 """
 
 import json
@@ -71,7 +71,7 @@ def on_cpu(dtype: torch.dtype, shape: Shape) -> list[str]:
 
 
 def hook_specs(shape: Shape, folder: Path) -> list[dict[str, object]]:
-    """Return SGLang's specification of hooks: one a module, because a hook is not given its name."""
+    """Return SGLang's specification of hooks: one a module, as a hook does not get its name."""
     return [
         {
             "name": name,
@@ -103,6 +103,7 @@ def vllm(
             "dtype": str(dtype).removeprefix("torch."),
             "prompts": [list(prompt) for prompt in prompts],
             "num_new": num_new,
+            "max_length": min(ENGINE_TOKENS, shape.max_length),
             "modules": shape.modules(),
             "folder": scratch,
         }

@@ -1,6 +1,6 @@
 """Run by an interpreter that has vLLM: samples prompts, with `dump_hook` on the model's modules.
 
-Reads a JSON request on standard input (see `servers.vllm`) and writes `rows.json` and a folder a row.
+Reads a JSON request on standard input (see `servers.vllm`), writes `rows.json` and a folder a row.
 """
 
 import json
@@ -22,7 +22,7 @@ def main() -> None:
         dtype=request["dtype"],
         enforce_eager=True,
         enable_prefix_caching=False,
-        max_model_len=1024,
+        max_model_len=request["max_length"],
         skip_tokenizer_init=True,
     )
     sampling = SamplingParams(
