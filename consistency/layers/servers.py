@@ -29,12 +29,9 @@ ENGINE_TOKENS = 4096
 
 
 def sglang(
-    path: str | Path, dtype: torch.dtype, prompts: Rows, num_new: int, options: tuple[str, ...] = ()
+    path: str | Path, dtype: torch.dtype, prompts: Rows, num_new: int
 ) -> tuple[Observed, list[list[int]]]:
     """Sample from an SGLang server on this machine's CPU; return its values, and the rows.
-
-    Args:
-        options: further flags of the server.
 
     Raises:
         EngineError: the server computed nothing that was hooked.
@@ -43,7 +40,7 @@ def sglang(
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch, "dumps")
         folder.mkdir()
-        flags = [*on_cpu(dtype, shape), "--forward-hooks", json.dumps(hook_specs(shape, folder)), *options]
+        flags = [*on_cpu(dtype, shape), "--forward-hooks", json.dumps(hook_specs(shape, folder))]
         environment = cpu_environment()
         environment["PYTHONPATH"] += os.pathsep + str(ROOT)
         log = Path(scratch, "server.log")

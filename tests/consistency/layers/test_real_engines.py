@@ -1,7 +1,6 @@
-"""Real SGLang servers on the CPU: a sound one is healthy, planted faults are named by operator."""
+"""Real SGLang and vLLM on the CPU: sound ones are healthy, planted faults are named by operator."""
 
 import json
-import os
 import shutil
 
 import pytest
@@ -30,22 +29,21 @@ def compared(model, dtype, values, rows):
 @pytest.mark.long
 @pytest.mark.sglang
 @pytest.mark.parametrize(
-    ("family", "options", "change", "expected"),
+    ("family", "change", "expected"),
     [
-        ("qwen3", (), {}, None),
-        ("qwen3", (), {"rope_parameters": {"rope_type": "default", "rope_theta": 20000.0}}, (0, "rope")),
-        ("qwen3", ("--kv-cache-dtype", "fp8_e5m2"), {}, (0, "KV cache")),
-        ("qwen3_moe", (), {}, None),
-        ("qwen3_moe", (), {"num_experts_per_tok": 1}, (0, "choice of experts")),
+        ("qwen3", {}, None),
+        ("qwen3", {"rope_parameters": {"rope_type": "default", "rope_theta": 20000.0}}, (0, "rope")),
+        ("qwen3_moe", {}, None),
+        ("qwen3_moe", {"num_experts_per_tok": 1}, (0, "choice of experts")),
     ],
 )
-def test_sglang_server(tmp_path, family, options, change, expected):
+def test_sglang_server(tmp_path, family, change, expected):
     changes = {"mlp_only_layers": []} if family == "qwen3_moe" else {}  # SGLang makes every layer sparse
     model = make_folder(tmp_path / "model", family, **changes)
     shutil.copytree(model, tmp_path / "served")
     config = json.loads((model / "config.json").read_text()) | change
     (tmp_path / "served/config.json").write_text(json.dumps(config))
-    values, rows = sglang(tmp_path / "served", torch.bfloat16, PROMPTS, NUM_NEW, options)
+    values, rows = sglang(tmp_path / "served", torch.bfloat16, PROMPTS, NUM_NEW)
     report = compared(model, torch.bfloat16, values, rows)
     assert [len(row) for row in rows] == [len(prompt) + NUM_NEW - 1 for prompt in PROMPTS]
     first = report.first
@@ -54,9 +52,8 @@ def test_sglang_server(tmp_path, family, options, change, expected):
 
 
 @pytest.mark.long
-@pytest.mark.skipif("AREAL_VLLM_PYTHON" not in os.environ, reason="vLLM needs an environment of its own")
-def test_vllm_in_a_child_process(tmp_path):
+def test_vllm_in_a_child_process(tmp_path, vllm_python):
     model = make_folder(tmp_path, "qwen3", head_dim=32)
-    values, rows = vllm(model, torch.float32, PROMPTS, NUM_NEW, os.environ["AREAL_VLLM_PYTHON"])
+    values, rows = vllm(model, torch.float32, PROMPTS, NUM_NEW, vllm_python)
     report = compared(model, torch.float32, values, rows)
     assert report.verdict == "healthy", report.first
