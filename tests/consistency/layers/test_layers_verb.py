@@ -9,6 +9,8 @@ from click.testing import CliRunner
 from areal_core.testing import make_tiny_model
 from areal_debug.consistency.command import command
 
+from ..records import save_model, write_record
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
@@ -70,3 +72,14 @@ def test_wrong_options_are_refused_in_one_sentence(folder, arguments, message):
 def test_tokens_are_needed():
     done = CliRunner().invoke(command, ["--layers", "embedded"])
     assert (done.exit_code, "--layers needs tokens" in done.output) == (2, True)
+
+
+def test_rows_of_a_record_are_run_through_the_engine(tmp_path):
+    model = save_model(tmp_path / "model", seed=0)
+    record = write_record(tmp_path / "record", model)
+    done = CliRunner().invoke(
+        command, [str(record), "--layers", "transformers", "--dtype", "float32", "--json"]
+    )
+    facts = json.loads(done.output)
+    assert (done.exit_code, facts["verdict"], facts["num_rows"]) == (0, "healthy", 8)
+    assert facts["num_tokens"] > 8 * 50
