@@ -64,6 +64,7 @@ def document(run: Run, found: Examination) -> dict[str, Any]:
         "overrides": found.overrides,
         "judged": {quantity: series.name for quantity, series in run.series.items()},
         "absent": list(found.absent),
+        "unknown": list(run.unknown_names),
     }
 
 

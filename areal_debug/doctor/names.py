@@ -1,10 +1,14 @@
 """The names under which each framework logs a quantity. The first pattern that matches is used.
 
 Names begin without `train/`, which loggers add. Those of `record/` are computed from the rows of a
-record (`areal_debug.doctor.rows`), for quantities that its trainer did not log.
+record (`areal_debug.doctor.rows`), for quantities that its trainer did not log. A quantity without
+such a name is searched for by the words that its name ends with (`words.py`).
 """
 
+from collections.abc import Iterable, Sequence
 from fnmatch import fnmatch
+
+from areal_debug.doctor.words import by_words
 
 NAMES: dict[str, tuple[str, ...]] = {
     "reward": (
@@ -85,7 +89,7 @@ NAMES: dict[str, tuple[str, ...]] = {
         "*_actor/update/grad_norm",
         "actor/grad_norm",
         "grad_norm",
-        "*/grad_norm",
+        "optim/grad_norm",
         "policy/raw_grad_norm",
     ),
     "length": (
@@ -143,7 +147,7 @@ NAMES: dict[str, tuple[str, ...]] = {
         "*_actor/update/lr",
         "actor/lr",
         "learning_rate",
-        "*/lr",
+        "optim/lr",
         "policy/policy_lr",
         "lr",
         "lr-pg_0",
@@ -190,6 +194,9 @@ FAMILIES = {
     "rw/": "AReaL",
     "rollout/raw_reward": "slime",
     "train_rollout_logprob_abs_diff": "slime",
+    "ppo_clip_ratio": "OpenRLHF",
+    "vllm_kl": "OpenRLHF",
+    "actor_grad_norm": "OpenRLHF",
     "critic/": "verl",
     "actor/": "verl",
     "reward/avg_raw_reward": "SkyRL",
@@ -205,8 +212,29 @@ FAMILIES = {
 }
 
 
-def find_name(quantity: str, names: list[str]) -> str | None:
-    """Return the name under which a run logs a quantity, or None."""
+SLIME = ("rollout/raw_reward", "train_rollout_logprob_abs_diff")
+NOT_A_DATASET = ("*ratio*", "*_len*", "*-pass*", "*step", "*/*/*")
+
+
+def choose_names(names: Sequence[str]) -> dict[str, str]:
+    """Return the name under which a run logs each quantity, of those that it logs."""
+    exact = {quantity: find_name(quantity, names) for quantity in NAMES}
+    chosen = {quantity: name for quantity, name in exact.items() if name is not None}
+    if "eval_reward" not in chosen and any(name in names for name in SLIME):
+        # slime and miles log the reward of a data set under its own name
+        sets = [name for name in names if fnmatch(name, "eval/*") and not matches(name, NOT_A_DATASET)]
+        chosen |= dict(zip(("eval_reward",), sets, strict=False))
+    free = [name for name in names if name not in chosen.values()]
+    return by_words(free) | chosen
+
+
+def matches(name: str, patterns: Iterable[str]) -> bool:
+    """Return whether a name has any of the patterns."""
+    return any(fnmatch(name, pattern) for pattern in patterns)
+
+
+def find_name(quantity: str, names: Sequence[str]) -> str | None:
+    """Return the first of a run's names that a framework logs a quantity under, or None."""
     for pattern in NAMES[quantity]:
         for name in names:
             if fnmatch(name, pattern):
@@ -214,7 +242,7 @@ def find_name(quantity: str, names: list[str]) -> str | None:
     return None
 
 
-def family_of(names: list[str]) -> str:
+def family_of(names: Sequence[str]) -> str:
     """Return the framework whose names these are, or "unknown"."""
     for pattern, family in FAMILIES.items():
         if any(fnmatch(name, pattern + "*") for name in names):

@@ -12,7 +12,7 @@ from areal_debug.doctor.alarm import Alarm
 from areal_debug.doctor.examine import Examination, look_at, place_in
 from areal_debug.doctor.examine import verdict as verdict_of
 from areal_debug.doctor.read import Run
-from areal_debug.doctor.render import override_lines
+from areal_debug.doctor.render import override_lines, unknown_names_of
 from areal_debug.doctor.series import Series
 from areal_debug.pages.charts import line
 from areal_debug.pages.links import RecordPage
@@ -41,12 +41,7 @@ def write_page(
     facts = {
         "verdict": verdict,
         "headline": headline,
-        "summary": ". ".join(
-            filter(
-                None,
-                (f"{run.num_steps} steps of {run.source}, names of {run.family}", run.choice, *run.notes),
-            )
-        ),
+        "summary": ". ".join((f"{run.num_steps} steps of {run.source}, names of {run.family}", *run.notes)),
         "alarms": [alarm_facts(run, alarm, record_page) for alarm in found.alarms],
         "overrides": override_lines(found),
         "charts": [
@@ -54,6 +49,7 @@ def write_page(
             for name, series in checked
         ],
         "absent": [name.replace("_", " ") for name in found.absent],
+        "unknown": unknown_names_of(run) if run.unknown_names else "",
     }
     write_template(file, "doctor/doctor.html", Frame(headline, run.source, "doctor", verdict, links), facts)
 

@@ -11,14 +11,13 @@ from areal_debug.doctor.read import Run
 from areal_debug.doctor.series import FEWEST_STEPS
 from areal_debug.render import format_number, sparkline, styled
 
+NAMES_SHOWN = 20
 STYLES = {"error": "red", "warning": "yellow"}
 
 
 def print_examination(out: Console, run: Run, found: Examination) -> None:
     """Print the complete report."""
     out.print(verdict_of(run, found))
-    if run.choice:
-        out.print(styled("[yellow]{}[/yellow]", run.choice))
     for note in run.notes:
         out.print(styled("[dim]{}[/dim]", note))
     out.print()
@@ -35,6 +34,16 @@ def print_examination(out: Console, run: Run, found: Examination) -> None:
                 ", ".join(name.replace("_", " ") for name in found.absent),
             )
         )
+    if run.unknown_names:
+        out.print(styled("[dim]{}[/dim]", unknown_names_of(run)))
+
+
+def unknown_names_of(run: Run) -> str:
+    """Return one sentence on the metrics that no rule reads, and how to name one of them."""
+    names = ", ".join(run.unknown_names[:NAMES_SHOWN])
+    more = len(run.unknown_names) - NAMES_SHOWN
+    rest = f" and {more} more (--json lists all)" if more > 0 else ""
+    return f"logged, but no known quantity: {names}{rest}; to judge one: --metric QUANTITY=NAME"
 
 
 def verdict_of(run: Run, found: Examination) -> Text:

@@ -126,7 +126,7 @@ def recognised(path: Path) -> str | None:
 
 def add_metrics(found: dict[Path, Found], file: Path, run: Path) -> None:
     """Add a metrics file; of several files of one run the last written is kept."""
-    from areal_debug.doctor.read import run_of
+    from areal_debug.doctor.sources.locate import run_of
 
     key = run_of(file) / METRICS_KEY
     if key not in found or found[key].path.stat().st_mtime_ns < file.stat().st_mtime_ns:

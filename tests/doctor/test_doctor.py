@@ -13,8 +13,9 @@ import pytest
 from click.testing import CliRunner
 
 from areal_debug.cli import main
-from areal_debug.doctor.read import UnreadableRun, find_source, read_run
+from areal_debug.doctor.read import UnreadableRun, read_run
 from areal_debug.doctor.series import Series, trend
+from areal_debug.doctor.sources.locate import find_sources
 
 from .runs import OURS, STEPS, TROUBLES, healthy, write_stats
 
@@ -289,22 +290,28 @@ def test_file_log_of_verl_is_read(tmp_path):
     assert (run.family, run.series["reward"].values.tolist()) == ("verl", [0.0, 0.1, 0.2])
 
 
-def test_folder_of_several_runs_names_the_run_read_and_how_to_choose_another(tmp_path):
+def test_several_runs_in_a_folder_are_listed_and_one_is_chosen_by_name(tmp_path):
     for age_s, name in enumerate(("newest", "middle", "oldest")):
         spoil = TROUBLES["truncation"][1] if name == "newest" else lambda run: run
         file = write_stats(tmp_path / name, spoil(healthy())) / "stats.jsonl"
         os.utime(file, (1_000_000 - age_s, 1_000_000 - age_s))
-    newest, middle, oldest = (str(tmp_path / name / "stats.jsonl") for name in ("newest", "middle", "oldest"))
-    code, found = examined(tmp_path)
-    assert (code, found["source"], found["other_runs"]) == (1, newest, [middle, oldest])
-    sentence = f"3 runs found in {tmp_path}, the newest was read ({newest}); for another: areal-debug doctor {middle}"
-    page = tmp_path / "doctor.html"
-    done = CliRunner().invoke(main, ["doctor", str(tmp_path), "-o", str(page)])
-    assert done.stdout.splitlines()[1] == sentence
-    assert sentence in page.read_text()
-    code, found = examined(middle)
-    assert (code, found["source"], found["other_runs"]) == (0, middle, [])
-    assert "runs found" not in CliRunner().invoke(main, ["doctor", middle]).stdout
+    code, sentence = examined(tmp_path)
+    assert code == 2
+    assert (
+        sentence.split()
+        == (
+            f"Error: 3 runs found in {tmp_path}, the last written first: newest/stats.jsonl, middle/stats.jsonl,"
+            " oldest/stats.jsonl; choose one with --run, as in: --run newest/stats.jsonl"
+        ).split()
+    )
+    code, found = examined(tmp_path, "--run", "newest")
+    assert (code, found["source"]) == (1, str(tmp_path / "newest" / "stats.jsonl"))
+    assert found["other_runs"] == ["middle/stats.jsonl", "oldest/stats.jsonl"]
+    assert examined(tmp_path, "--run", "middle")[0] == 0
+    code, sentence = examined(tmp_path, "--run", "stats.jsonl")
+    assert (code, "--run stats.jsonl fits 3 of them; choose" in sentence) == (2, True)
+    code, sentence = examined(tmp_path, "--run", "else")
+    assert (code, "--run else fits none of them; choose" in sentence) == (2, True)
 
 
 def test_metrics_files_of_one_run_are_not_counted_as_several_runs(tmp_path):
@@ -317,12 +324,12 @@ def test_metrics_files_of_one_run_are_not_counted_as_several_runs(tmp_path):
     (tmp_path / "tb").mkdir()
     for number in (1, 2):
         (tmp_path / "tb" / f"events.out.tfevents.{number}.host").touch()
-    assert find_source(tmp_path / "tb")[2] == ()
+    assert len(find_sources(tmp_path / "tb")) == 1
     (tmp_path / "tb" / "another").mkdir()
     file = tmp_path / "tb" / "another" / "events.out.tfevents.3.host"
     file.touch()
     os.utime(file, (1_000_000, 1_000_000))
-    assert find_source(tmp_path / "tb")[2] == (str(file.parent),)
+    assert [source.name for source in find_sources(tmp_path / "tb")] == ["tb", "another"]
 
 
 def test_trend_is_the_slope_that_one_can_see_and_outliers_do_not_bend_it():

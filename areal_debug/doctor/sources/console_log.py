@@ -1,0 +1,91 @@
+"""Read the metrics that frameworks print: verl, SkyRL, slime, miles, OpenRLHF, TRL, prime-rl,
+NeMo-RL and AReaL.
+
+A line names a step, has pairs of a name and a number, or both; pairs belong to the step named last.
+TRL and Transformers print no step: there a name that comes again begins the next one.
+"""
+
+import re
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from areal_debug.doctor.sources.plain_files import Row
+
+MAX_LINE = 200_000
+NUMBER = r"-?(?:\d+\.?\d*(?:[eE][+-]?\d+)?|\.\d+(?:[eE][+-]?\d+)?|nan|inf)"
+ANSI = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
+STEP = re.compile(
+    r"(?i)(?<![a-z_/.'\"])(?:step|iteration)\s*[:=#]?\s*(\d{1,12})(?![\d.]\d)"
+    r"|(?<![a-z_/.'\"])(?:rollout|perf|eval|passrate)\s(\d{1,12}):\s*\{"
+)
+OF_STEP = ("step", "iteration")
+MICRO = re.compile(r"(?i)\bmicro[ _-]?(?:step|batch)")
+IN_DICT = re.compile(
+    r"['\"]([A-Za-z_][\w./@ :-]{0,150})['\"]\s*:\s*(?:[\w.]{1,20}\()?['\"]?(" + NUMBER + r")(?=[\s,}'\")])"
+)
+OWN_STEP = re.compile(r"['\"](?:global_step/max_steps|global_step|step)['\"]\s*:\s*['\"]?(\d{1,12})")
+DASHED = re.compile(r"([A-Za-z_][\w./@-]{0,150}):(?:[\w.]{1,20}\()?(" + NUMBER + r")\)?$")
+FIELD = re.compile(r"([A-Za-z][\w ./()-]{0,60}?):?\s+(" + NUMBER + r")\s*(%?)(?:\s*[A-Za-z/]{1,12})?$")
+BULLET = re.compile(r"\s*[•*]\s+([A-Za-z][\w ./()-]{0,60}):\s+(" + NUMBER + r")(?=[\s(%]|$)\s*(%?)")
+CELLS = re.compile(r"[|│┃]")
+NAME = re.compile(r"[A-Za-z_][\w./@ -]{0,150}")
+BARE = re.compile(NUMBER)
+
+
+def read_console(file: Path, run: str = "") -> Iterable[Row]:
+    """Yield the numbers of a console log by step; bytes that are no text are replaced."""
+    with file.open(encoding="utf-8", errors="replace") as lines:
+        yield from rows_of(lines)
+
+
+def rows_of(lines: Iterable[str]) -> Iterator[Row]:
+    """Yield the numbers of each line with a step."""
+    step: int | None = None
+    counted, seen = 0, set[str]()
+    for line in lines:
+        line = ANSI.sub("", line[:MAX_LINE]).rstrip()
+        if MICRO.search(line):
+            continue
+        named = [first or second for first, second in STEP.findall(line)]
+        step = int(named[-1]) if named else step
+        pairs = {name: number for name, number in pairs_of(line) if name.lower() not in OF_STEP}
+        if not pairs:
+            continue
+        if named:
+            yield {**pairs, "step": step}
+        elif own := OWN_STEP.search(line):
+            yield {**pairs, "step": int(own[1])}
+        elif "epoch" in pairs:  # of Transformers
+            if not seen.isdisjoint(pairs):
+                counted, seen = counted + 1, set()
+            seen.update(name for name in pairs if name != "epoch")
+            yield {**pairs, "step": counted}
+        elif step is not None:
+            yield {**pairs, "step": step}
+
+
+def pairs_of(line: str) -> Iterator[tuple[str, float]]:
+    """Yield the names and numbers of a line."""
+    if "{" in line:
+        found = [(name, number, "") for name, number in IN_DICT.findall(line)]
+    elif CELLS.search(line):
+        found = list(in_cells([cell.strip() for cell in CELLS.split(line)]))
+    elif " - " in line:
+        matches = [DASHED.search(piece.strip()) for piece in line.split(" - ")]
+        found = [(match[1], match[2], "") for match in matches if match is not None]
+    else:
+        bullet = BULLET.match(line)
+        found = [] if bullet is None else [(bullet[1], bullet[2], bullet[3])]
+    for name, number, percent in found:
+        yield name.strip(), float(number) / (100 if percent else 1)
+
+
+def in_cells(cells: list[str]) -> Iterator[tuple[str, str, str]]:
+    """Yield pairs of `Name 0.5`, and of a cell with a name and the next one with its number."""
+    before = ""
+    for cell in cells:
+        if BARE.fullmatch(cell) and before:
+            yield before, cell, ""
+        elif field := FIELD.fullmatch(cell):
+            yield field[1], field[2], field[3]
+        before = cell if NAME.fullmatch(cell) else ""

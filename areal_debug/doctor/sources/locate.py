@@ -1,0 +1,266 @@
+"""Find the runs at a path: one source of metrics each, of the best format that the run has.
+
+A run often leaves several kinds of files, in folders of their own (`wandb/`, `tensorboard/`): of
+files in one folder or below it, the format that comes first in `FORMATS` is read.
+"""
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import islice
+from pathlib import Path
+
+from areal_debug.doctor.names import choose_names
+from areal_debug.doctor.rows import is_record
+from areal_debug.doctor.sources import console_log, trackio_run
+from areal_debug.doctor.sources.events import read_events
+from areal_debug.doctor.sources.plain_files import (
+    Row,
+    UnreadableRun,
+    json_lines,
+    read_csv,
+    read_json,
+    read_jsonl,
+    read_trainer_state,
+    runs_of_csv,
+)
+from areal_debug.doctor.sources.to_series import collect, step_of
+from areal_debug.doctor.sources.wandb_run import read_wandb
+
+MAX_FILES = 200_000
+MAX_SNIFFED_BYTES = 1 << 22
+MAX_JSON_BYTES = 1 << 28
+NAMES_SHOWN = 20
+# Folders that hold what one logger wrote of a run in the folder above.
+OF_LOGGERS = ("tensorboard", "tensorboard_log", "tb", "wandb", "trackio", "runs", "logs", "events", "metrics")
+
+
+def one_run(file: Path) -> tuple[str, ...]:
+    """Return the one run, without a name, that most files have."""
+    return ("",)
+
+
+def always(file: Path) -> bool:
+    """Return True: the file's name is enough."""
+    return True
+
+
+@dataclass(frozen=True)
+class Format:
+    """A kind of file.
+
+    `read` yields the rows of one of its runs, `runs` are their names, and `is_metrics` checks a
+    file that was found in a folder and not named by the user.
+    """
+
+    pattern: str
+    read: Callable[[Path, str], Iterable[Row]]
+    runs: Callable[[Path], tuple[str, ...]] = one_run
+    is_metrics: Callable[[Path], bool] = always
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where one run's metrics are: `run` inside of a file. `name` is what --run takes."""
+
+    file: Path
+    format: Format
+    run: str
+    name: str
+
+
+def find_source(path: Path, run: str | None = None) -> tuple[Source, tuple[str, ...]]:
+    """Find the metrics of the only run at a path, or of the one that is named; and other runs' names.
+
+    Raises:
+        UnreadableRun: there is none, or there are several and none or none of them is named.
+    """
+    found = find_sources(path)
+    if not found:
+        raise UnreadableRun(f"{path} contains no metrics: searched for {', '.join(patterns())}, and a record")
+    matching = found if run is None else named(found, run)
+    if len(matching) != 1:
+        names = [source.name for source in found[:NAMES_SHOWN]]
+        more = f" and {len(found) - NAMES_SHOWN} more" if len(found) > NAMES_SHOWN else ""
+        fits = "" if run is None else f"--run {run} fits {len(matching) or 'none'} of them; "
+        raise UnreadableRun(
+            f"{len(found)} runs found in {path}, the last written first: {', '.join(names)}{more}; {fits}"
+            f"choose one with --run, as in: --run {names[0]}"
+        )
+    return matching[0], tuple(source.name for source in found if source is not matching[0])
+
+
+def named(sources: Sequence[Source], run: str) -> list[Source]:
+    """Return the sources that a name fits: exactly, else by its last component, else in its middle."""
+    tests: tuple[Callable[[str], bool], ...] = (
+        lambda name: name == run,
+        lambda name: run in (Path(name).name, Path(name).stem),
+        lambda name: run in name,
+    )
+    fitting = ([source for source in sources if test(source.name)] for test in tests)
+    return next((some for some in fitting if some), [])
+
+
+def find_sources(path: Path) -> list[Source]:
+    """Find all runs at a path, the last written first. Raises UnreadableRun."""
+    if path.is_file():
+        kind = next((one for one in FORMATS if one is not RECORD and path.match(one.pattern)), None)
+        if kind is None:
+            raise UnreadableRun(f"{path} has no known format: expected {', '.join(patterns())}")
+        return [Source(path, kind, run, run or path.name) for run in kind.runs(path)]
+    if not path.is_dir():
+        raise UnreadableRun(f"{path} does not exist: give the folder or the metrics file of a run")
+    chosen: dict[Path, Source] = {}
+    damaged: UnreadableRun | None = None
+    files = sorted(files_below(path), key=modified_ns, reverse=True)
+    for kind in FORMATS:
+        roots = [root_of(run) for run in chosen]
+        for file in files:
+            run = run_of(file)
+            if run in chosen or not file.match(kind.pattern) or file.is_dir() != (kind is RECORD):
+                continue
+            if any(is_same(root_of(run), root) for root in roots):
+                continue
+            try:
+                if kind.is_metrics(file):
+                    chosen[run] = Source(file, kind, "", shown(run, path))
+            except UnreadableRun as error:
+                damaged = damaged or error
+    if damaged is not None and not chosen:
+        raise damaged
+    return sorted(several(chosen.values()), key=lambda source: modified_ns(source.file), reverse=True)
+
+
+def several(sources: Iterable[Source]) -> Iterator[Source]:
+    """Yield a source for each run of a file that holds several."""
+    for source in sources:
+        runs = source.format.runs(source.file)
+        for run in runs:
+            name = f"{source.name}/{run}" if len(runs) > 1 else source.name
+            yield Source(source.file, source.format, run, name)
+
+
+def files_below(folder: Path) -> Iterator[Path]:
+    """Yield the files and records below a folder, without what records hold and hidden folders."""
+    count = 0
+    for place, folders, files in os.walk(folder):
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        if is_record(Path(place)):
+            folders.clear()
+            yield Path(place)
+            continue
+        for name in sorted(files):
+            count += 1
+            if count > MAX_FILES:
+                raise UnreadableRun(
+                    f"{folder} holds more than {MAX_FILES:,} files: give the folder of the run"
+                )
+            yield Path(place, name)
+
+
+def modified_ns(file: Path) -> int:
+    """Return when a file was last written, 0 for one that is gone."""
+    try:
+        return file.stat().st_mtime_ns
+    except OSError:
+        return 0
+
+
+def run_of(file: Path) -> Path:
+    """Return what is common to all metrics files of one run: the file itself, or a folder.
+
+    TensorBoard starts a new event file after a restart; Transformers writes a trainer state into
+    each `checkpoint-N`.
+    """
+    if file.match("events.out.tfevents.*"):
+        return file.parent
+    if file.name == "trainer_state.json":
+        return file.parent.parent if file.parent.name.startswith("checkpoint-") else file.parent
+    return file
+
+
+def root_of(run: Path) -> Path:
+    """Return the folder of a run, above those of its loggers."""
+    folder = run.parent if run.suffix or run.is_file() else run
+    if folder.name.startswith(("run-", "offline-run-")) and folder.parent.name == "wandb":
+        folder = folder.parent
+    while folder.name in OF_LOGGERS:
+        folder = folder.parent
+    return folder
+
+
+def is_same(root: Path, other: Path) -> bool:
+    """Return whether files of two formats below these folders are of one run."""
+    return root.is_relative_to(other) or other.is_relative_to(root)
+
+
+def shown(run: Path, folder: Path) -> str:
+    """Return the name of a run in a folder."""
+    relative = run.relative_to(folder)
+    return relative.as_posix() if relative.parts else folder.name
+
+
+def patterns() -> list[str]:
+    """Return the patterns of the files that are read."""
+    return [kind.pattern for kind in FORMATS if kind is not RECORD]
+
+
+def has_steps(read: Callable[[Path, str], Iterable[Row]], file: Path) -> bool:
+    """Return whether a file begins with rows of metrics: two steps, and numbers beside them.
+
+    A dump of samples has rows of one step.
+    """
+    if file.stat().st_size > MAX_JSON_BYTES and read is not read_jsonl:
+        return False
+    try:
+        rows = list(islice(head_of(file) if read is read_jsonl else read(file, ""), 200))
+        series = collect(rows)
+    except UnreadableRun:
+        if read in (read_json, trackio_run.read_parquet):  # many others are no metrics
+            return False
+        raise
+    steps = {step_of(row) for row in rows if isinstance(row, dict)} - {None}
+    return bool(series) and (len(steps) > 1 or len(rows) == 1)
+
+
+def head_of(file: Path) -> Iterator[Row]:
+    """Yield the first rows of JSON lines, without reading the rest."""
+    with file.open(encoding="utf-8", errors="replace") as lines:
+        yield from json_lines(lines.readlines(MAX_SNIFFED_BYTES), str(file))
+
+
+def prints_metrics(file: Path) -> bool:
+    """Return whether a log begins with metrics that are known."""
+    with file.open(encoding="utf-8", errors="replace") as lines:
+        rows = console_log.rows_of(lines.readlines(MAX_SNIFFED_BYTES))
+        return bool(choose_names(list(collect(rows))))
+
+
+def is_project(file: Path) -> bool:
+    """Return whether a database is one of Trackio."""
+    try:
+        return bool(trackio_run.runs_of_project(file))
+    except UnreadableRun:
+        return False
+
+
+RECORD = Format("*", lambda file, run: ())
+FORMATS = (
+    Format("stats.jsonl", read_jsonl),
+    Format("trainer_state.json", read_trainer_state),
+    Format("events.out.tfevents.*", read_events),
+    Format("*.wandb", read_wandb),
+    Format("*.db", trackio_run.read_project, trackio_run.runs_of_project, is_project),
+    Format("*.jsonl", read_jsonl, is_metrics=partial(has_steps, read_jsonl)),
+    Format("*.csv", read_csv, runs_of_csv, partial(has_steps, read_csv)),
+    Format("*.json", read_json, is_metrics=partial(has_steps, read_json)),
+    Format(
+        *("*.parquet", trackio_run.read_parquet, trackio_run.runs_of_parquet),
+        partial(has_steps, trackio_run.read_parquet),
+    ),
+    RECORD,
+    Format("*.log", console_log.read_console, is_metrics=prints_metrics),
+    Format("*.out", console_log.read_console, is_metrics=prints_metrics),
+    Format("*.txt", console_log.read_console, is_metrics=prints_metrics),
+)

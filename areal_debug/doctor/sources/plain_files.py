@@ -1,0 +1,97 @@
+"""Read metrics from JSON lines, JSON and CSV."""
+
+import csv
+import io
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+Row = Mapping[str, Any]
+
+BOUNDS_OF_EXPORTS = ("__MIN", "__MAX")  # of Weights & Biases: columns next to each metric's own
+
+
+class UnreadableRun(ValueError):
+    """There are no metrics at a path; the message names what was searched for."""
+
+
+def read_text(file: Path) -> str:
+    """Read a text. Raises UnreadableRun."""
+    try:
+        return file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise UnreadableRun(f"{file} is not text: {error}") from error
+
+
+def parse_json(text: str, source: str) -> Any:
+    """Parse JSON; `source` is where it was read. Raises UnreadableRun."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise UnreadableRun(f"{source} is not JSON: {error}") from error
+
+
+def read_jsonl(file: Path, run: str = "") -> Iterable[Row]:
+    """Read one JSON object per line; an incomplete last line of a killed run is skipped."""
+    return json_lines(read_text(file).splitlines(), str(file))
+
+
+def json_lines(lines: Sequence[str], source: str) -> Iterator[Row]:
+    """Yield the object of each line, without a last one that is incomplete. Raises UnreadableRun."""
+    for number, line in enumerate(lines, start=1):
+        try:
+            yield parse_json(line, f"{source}, line {number}")
+        except UnreadableRun:
+            if number < len(lines):
+                raise
+
+
+def read_trainer_state(file: Path, run: str = "") -> Iterable[Row]:
+    """Read the `trainer_state.json` of TRL or Transformers."""
+    history = parse_json(read_text(file), str(file))
+    if not isinstance(history, dict) or not isinstance(history.get("log_history"), list):
+        raise UnreadableRun(f"{file} has no list log_history: is it a trainer_state.json of Transformers?")
+    entries: list[Row] = history["log_history"]
+    return entries
+
+
+def read_json(file: Path, run: str = "") -> Iterable[Row]:
+    """Read a list of rows, a `log_history` or `history` of them, or a table of columns of pandas."""
+    found = parse_json(read_text(file), str(file))
+    if isinstance(found, dict):
+        found = next((found[name] for name in ("log_history", "history") if name in found), found)
+    if isinstance(found, dict) and found and all(isinstance(column, dict) for column in found.values()):
+        return [
+            {name: column[key] for name, column in found.items() if key in column}
+            for key in dict.fromkeys(key for column in found.values() for key in column)
+        ]
+    if not isinstance(found, list):
+        raise UnreadableRun(f"{file} has no rows: expected a list of objects, or one named log_history")
+    return found
+
+
+def read_csv(file: Path, run: str = "") -> Iterable[Row]:
+    """Read a table exported by Weights & Biases: of its columns `run - metric`, those of one run."""
+    # cells beyond the last column are collected under ""
+    table = csv.DictReader(io.StringIO(read_text(file), newline=""), restkey="")
+    try:
+        for row in table:
+            cells = ((name, value) for name, value in row.items() if value not in ("", None))
+            named = ((name.partition(" - "), value) for name, value in cells)
+            yield {
+                (metric if dash else name): value
+                for (name, dash, metric), value in named
+                if not (dash and run and name != run) and not metric.endswith(BOUNDS_OF_EXPORTS)
+            }
+    except csv.Error as error:
+        raise UnreadableRun(f"{file}, after line {table.line_num}: not a row of a table: {error}") from error
+
+
+def runs_of_csv(file: Path) -> tuple[str, ...]:
+    """Return the runs whose metrics an export of Weights & Biases has side by side."""
+    try:
+        header = next(csv.reader(io.StringIO(read_text(file), newline="")), [])
+    except csv.Error:
+        header = []
+    return tuple(dict.fromkeys(name.partition(" - ")[0] for name in header if " - " in name)) or ("",)

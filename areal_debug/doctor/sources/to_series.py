@@ -1,0 +1,76 @@
+"""Rows of metrics to series: which number of a row is its step, and what its names are."""
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from areal_debug.doctor.series import Series
+from areal_debug.doctor.sources.plain_files import Row
+
+STEP_NAMES = ("step", "global_step")
+# A step of its own beside Weights & Biases' count of calls: of slime, OpenRLHF, Transformers, verl.
+STEP_OF_PHASE = re.compile(
+    r"(?:train|rollout|eval|val|validation|test|trainer|training)/(?:global_step|global_iter|step)"
+)
+OTHER_STEP_NAMES = ("train_step", "training_step", "Step", "_step", "iteration", "iter", "update")
+CONTAINERS = ("data", "metrics", "logs", "log", "stats", "scalars")  # add nothing to a name
+TRAINING = "train/"  # the prefix that loggers add to training metrics
+MAX_DEPTH = 4
+
+
+def collect(rows: Iterable[Row]) -> dict[str, Series]:
+    """Collect rows into series; if a step was logged more than once, the last value is kept."""
+    values: dict[str, dict[int, float]] = {}
+    for row in rows:
+        numbers = dict(numbers_of(row)) if isinstance(row, dict) else {}
+        step_name = name_of_step(numbers)
+        if step_name is None or not abs(numbers[step_name]) < 2**63:
+            continue  # not a row of metrics
+        step = int(numbers[step_name])
+        for name, number in numbers.items():
+            if name != step_name:
+                values.setdefault(name.removeprefix(TRAINING), {})[step] = number
+    return {name: series_of(name, by_step) for name, by_step in values.items()}
+
+
+def step_of(row: Row) -> int | None:
+    """Return the step of a row."""
+    numbers = dict(numbers_of(row))
+    name = name_of_step(numbers)
+    return None if name is None or not abs(numbers[name]) < 2**63 else int(numbers[name])
+
+
+def name_of_step(numbers: Mapping[str, float]) -> str | None:
+    """Return the name of the number that is the row's step."""
+    of_phase = (name for name in numbers if STEP_OF_PHASE.fullmatch(name))
+    names = (name for known in (STEP_NAMES, of_phase, OTHER_STEP_NAMES) for name in known)
+    return next((name for name in names if name in numbers), None)
+
+
+def numbers_of(row: Mapping[Any, Any], prefix: str = "", depth: int = 0) -> Iterator[tuple[str, float]]:
+    """Yield the numbers of a row; names of nested objects are joined with `/`."""
+    for name, value in row.items():
+        if isinstance(value, dict):
+            if depth < MAX_DEPTH and "_type" not in value:  # of Weights & Biases: a histogram, a file
+                inner = prefix if not prefix and name in CONTAINERS else f"{prefix}{name}/"
+                yield from numbers_of(value, inner, depth + 1)
+        elif (number := as_number(value)) is not None:
+            yield f"{prefix}{name}", number
+
+
+def as_number(value: Any) -> float | None:
+    """Convert a number, or text that spells one; None for anything else."""
+    if isinstance(value, bool) or value is None:
+        return None
+    try:
+        return float(value)
+    except (OverflowError, TypeError, ValueError):
+        return None
+
+
+def series_of(name: str, by_step: Mapping[int, float]) -> Series:
+    """Make a series in ascending order of steps."""
+    steps = np.array(sorted(by_step), np.int64)
+    return Series(name, steps, np.array([by_step[step] for step in steps.tolist()], np.float64))

@@ -1,0 +1,70 @@
+"""Read the runs of a Trackio project, from its database or from the parquet that it exports."""
+
+import sqlite3
+from collections.abc import Iterable, Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from urllib.parse import quote
+
+from areal_debug.doctor.sources.plain_files import Row, UnreadableRun, parse_json
+
+TABLE = "SELECT 1 FROM sqlite_master WHERE type = 'table' AND name = 'metrics'"
+NAMES = "SELECT run_name FROM metrics GROUP BY run_name ORDER BY max(id) DESC"
+ROWS = "SELECT step, metrics FROM metrics WHERE run_name = ? ORDER BY id"
+RUN_NAME = "run_name"  # column of the parquet
+
+
+@contextmanager
+def opened(file: Path) -> Iterator[sqlite3.Connection]:
+    """Open a database for reading. Raises UnreadableRun for one that is not of Trackio."""
+    try:
+        with closing(sqlite3.connect(f"file:{quote(str(file.absolute()))}?mode=ro", uri=True)) as database:
+            database.execute("PRAGMA trusted_schema = OFF")
+            if database.execute(TABLE).fetchone() is None:
+                raise UnreadableRun(f"{file} has no table metrics: is it a project of Trackio?")
+            yield database
+    except sqlite3.Error as error:
+        raise UnreadableRun(f"{file} cannot be read as a project of Trackio: {error}") from error
+
+
+def runs_of_project(file: Path) -> tuple[str, ...]:
+    """Return the names of the runs, the last one written first. Raises UnreadableRun."""
+    with opened(file) as database:
+        return tuple(str(name) for (name,) in database.execute(NAMES))
+
+
+def read_project(file: Path, run: str = "") -> Iterable[Row]:
+    """Yield the rows of one run. Raises UnreadableRun."""
+    with opened(file) as database:
+        for step, metrics in database.execute(ROWS, (run,)):
+            text = metrics.decode(errors="replace") if isinstance(metrics, bytes) else str(metrics)
+            row = parse_json(text, f"{file}, step {step}")
+            if isinstance(row, dict):
+                yield {**row, "_step": step}
+
+
+def runs_of_parquet(file: Path) -> tuple[str, ...]:
+    """Return the names of the runs in a parquet; one without a name has none. Raises UnreadableRun."""
+    rows = rows_of_parquet(file)
+    return tuple(dict.fromkeys(str(row[RUN_NAME]) for row in reversed(rows) if RUN_NAME in row)) or ("",)
+
+
+def read_parquet(file: Path, run: str = "") -> Iterable[Row]:
+    """Yield the rows of one run, or of all without a name. Raises UnreadableRun."""
+    for row in rows_of_parquet(file):
+        if not run or str(row.get(RUN_NAME)) == run:
+            known = {name: value for name, value in row.items() if value is not None}
+            packed = known.get("metrics")
+            yield {**known, "metrics": parse_json(packed, str(file))} if isinstance(packed, str) else known
+
+
+def rows_of_parquet(file: Path) -> list[dict[str, object]]:
+    """Read a parquet. Raises UnreadableRun, and ModuleNotFoundError without pyarrow."""
+    import pyarrow
+    from pyarrow import parquet
+
+    try:
+        rows: list[dict[str, object]] = parquet.read_table(file).to_pylist()
+    except (pyarrow.ArrowException, OSError) as error:
+        raise UnreadableRun(f"{file} is no parquet: {error}") from error
+    return rows

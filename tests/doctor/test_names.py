@@ -1,0 +1,101 @@
+"""Names of metrics: those that frameworks log, and those that only end like them."""
+
+import pytest
+
+from areal_debug.doctor.names import NAMES, choose_names
+from areal_debug.doctor.words import ENDINGS, EVALUATED
+
+
+@pytest.mark.parametrize(
+    ("name", "quantity"),
+    [
+        ("no_eos_ratio", "no_eos"),
+        ("no_eos_ratios/avg", "no_eos"),
+        ("ppo_actor/no_eos_ratios/avg", "no_eos"),
+        ("importance_weight", "importance_weight"),
+        ("behave_imp_weight/avg", "behave_imp_weight"),
+        ("task_reward", "reward"),
+        ("task_reward/avg", "reward"),
+        ("seq_len", "length"),
+        ("my_env/reward/mean", "reward"),
+        ("myEnv.meanReward", "reward"),
+        ("reward_model/score", "reward"),
+        ("trainer.grad_norm", "grad_norm"),
+        ("trainer/gradNorm", "grad_norm"),
+        ("Generation KL Error", "k3"),
+        ("loss/policy_avg", "policy_loss"),
+        ("kl/reference", "reference_kl"),
+        ("response_length/clip_ratio", "no_eos"),
+        ("rl/response/clipped_ratio", "no_eos"),
+        ("losses/kl_loss", "reference_kl"),
+        ("my/policy_entropy", "entropy"),
+        ("training/off_policy/trajectory_staleness/mean", "staleness"),
+        ("val-core/openai/gsm8k/acc/mean@8", "eval_reward"),
+        ("eval/eval_gsm8k_pass1", "eval_reward"),
+        ("eval/math/accuracy", "eval_reward"),
+        ("eval_score", "eval_reward"),
+        ("validation/loss", "eval_loss"),
+        ("rollout/inference_logprob_diff", "logprob_difference"),
+    ],
+)
+def test_a_quantity_is_known_by_the_words_that_its_name_ends_with(name, quantity):
+    assert choose_names([name]) == {quantity: name}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "critic/grad_norm",
+        "draft_grad_norm",
+        "critic_lr",
+        "value_loss",
+        "vf_clipfrac",
+        "actor/pg_clipfrac_lower",
+        "kl_coef",
+        "reward_std",
+        "max_reward",
+        "response_length/max",
+        "prompt_length/mean",
+        "rewards/format_reward/mean",
+        "val-aux/openai/gsm8k/reward/best@8/mean",
+        "timing_s/step",
+        "event_loop_lag/mean",
+        "logprobs_diff",  # of OpenRLHF: policy against reference
+        "advantages/mean",
+    ],
+)
+def test_a_name_that_means_something_else_is_no_quantity(name):
+    assert choose_names([name]) == {}
+
+
+def test_a_name_of_a_framework_goes_before_one_that_only_ends_alike():
+    names = ["my_env/reward", "critic/rewards/mean", "critic/score/mean"]
+    assert choose_names(names) == {"reward": "critic/rewards/mean"}
+    assert choose_names(["a/b/reward", "a/reward", "score"]) == {"reward": "a/reward"}
+
+
+def test_what_slime_logs_of_an_evaluation_has_the_name_of_the_data_set():
+    names = ["rollout/raw_reward", "eval/aime-truncated_ratio", "eval/aime", "eval/aime/response_len/mean"]
+    assert choose_names(names)["eval_reward"] == "eval/aime"
+    assert "eval_reward" not in choose_names(["reward", "eval/runtime"])
+
+
+def test_names_of_openrlhf_are_known():
+    names = {
+        "reward": "reward",
+        "response_length": "length",
+        "policy_loss": "policy_loss",
+        "entropy_loss": "entropy",
+        "kl": "reference_kl",
+        "ppo_kl": "approx_kl",
+        "ppo_clip_ratio": "clip_ratio",
+        "vllm_kl": "k3",
+        "actor_grad_norm": "grad_norm",
+        "actor_lr": "lr",
+    }
+    others = ["return", "total_length", "logprobs_diff", "group_reward_std", "dynamic_filtering_pass_rate"]
+    assert {name: quantity for quantity, name in choose_names([*names, *others]).items()} == names
+
+
+def test_every_quantity_of_words_has_names_of_frameworks_too():
+    assert set(ENDINGS) | set(EVALUATED) <= set(NAMES)

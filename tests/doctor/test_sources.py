@@ -1,0 +1,272 @@
+"""What doctor reads: files that other tools wrote, with those tools where they are installed."""
+
+import contextlib
+import json
+import shutil
+import sqlite3
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+from areal_debug.cli import main
+from areal_debug.doctor.read import UnreadableRun, read_run
+from areal_debug.doctor.sources.console_log import rows_of
+from areal_debug.doctor.sources.locate import find_sources
+from areal_debug.doctor.sources.to_series import collect
+
+STEPS = range(12)
+
+
+def rewards(run):
+    return run.series["reward"].steps.tolist(), run.series["reward"].values.tolist()
+
+
+def write_lines(file, rows):
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return file
+
+
+@pytest.fixture(scope="module")
+def wandb_folder(tmp_path_factory):
+    wandb = pytest.importorskip("wandb")
+    folder = tmp_path_factory.mktemp("offline")
+    settings = wandb.Settings(silent=True, x_disable_stats=True, x_disable_meta=True, console="off")
+    with wandb.init(mode="offline", dir=folder, project="p", id="first", settings=settings) as run:
+        for step in STEPS:
+            # as OpenRLHF: a step of its own, and evaluations in calls of their own
+            run.log({"train/reward": step / 8, "train/global_step": step, "policy": {"entropy": 2.0}})
+            if step % 4 == 0:
+                run.log({"eval/eval_set_pass1": step / 16, "eval/global_step": step, "text": "x" * 40_000})
+            run.log({"train/kl": float("nan"), "train/global_step": step, "h": wandb.Histogram([1, 2])})
+    (file,) = folder.rglob("*.wandb")
+    (file.parents[1] / "offline-run-2").mkdir()
+    shutil.copy(file, file.parents[1] / "offline-run-2" / "run-second.wandb")
+    return folder
+
+
+def test_an_offline_run_of_wandb_is_read_without_wandb(wandb_folder):
+    assert len(find_sources(wandb_folder)) == 2
+    run = read_run(wandb_folder, "run-first.wandb")
+    assert rewards(run) == (list(STEPS), [step / 8 for step in STEPS])
+    assert run.series["eval_reward"].steps.tolist() == [0, 4, 8]
+    assert run.series["entropy"].name == "policy/entropy"
+    assert np.isnan(run.series["reference_kl"].values).all()
+    assert "h/bins" not in run.by_name
+    assert "_runtime" not in run.unknown_names
+
+
+def test_a_run_of_wandb_that_is_cut_off_anywhere_is_read_to_there(wandb_folder, tmp_path):
+    (file,) = wandb_folder.rglob("run-first.wandb")
+    data = file.read_bytes()
+    lengths = []
+    for size in np.linspace(len(data) // 3, len(data), 40).astype(int):
+        (tmp_path / "cut.wandb").write_bytes(data[:size])
+        lengths.append(len(rewards(read_run(tmp_path / "cut.wandb"))[0]))
+    assert lengths == sorted(lengths)
+    assert lengths[-1] == len(STEPS)
+
+
+def test_a_damaged_run_of_wandb_is_one_sentence(wandb_folder, tmp_path):
+    (file,) = wandb_folder.rglob("run-first.wandb")
+    data, chance = file.read_bytes(), np.random.default_rng(0)
+    for _ in range(60):
+        damaged = bytearray(data)
+        for place in chance.integers(0, len(data), 3):
+            damaged[place] ^= 1 << int(chance.integers(8))
+        (tmp_path / "x.wandb").write_bytes(damaged)
+        with contextlib.suppress(UnreadableRun):  # any other error is a defect
+            assert set(STEPS) >= set(rewards(read_run(tmp_path / "x.wandb"))[0])
+
+
+def test_a_project_of_trackio_is_read_as_its_runs(tmp_path, monkeypatch):
+    database = tmp_path / "project.db"
+    with sqlite3.connect(database) as project:
+        project.execute("CREATE TABLE metrics (id INTEGER PRIMARY KEY, run_name, step, metrics)")
+        for name in ("a", "b"):
+            rows = [(name, step, json.dumps({"reward": step / 8}).encode()) for step in STEPS]
+            project.executemany("INSERT INTO metrics (run_name, step, metrics) VALUES (?, ?, ?)", rows)
+    assert [source.name for source in find_sources(tmp_path)] == ["project.db/b", "project.db/a"]
+    assert rewards(read_run(database, "a")) == (list(STEPS), [step / 8 for step in STEPS])
+    with pytest.raises(UnreadableRun, match=r"2 runs found in .*project.db, the last written first: b, a"):
+        read_run(database)
+
+
+@pytest.mark.long
+def test_what_trackio_itself_writes_is_read(tmp_path):
+    pytest.importorskip("trackio")
+    import os
+    import subprocess
+    import sys
+
+    code = (
+        "import trackio; trackio.init(project='p', name='r')\n"
+        "for step in range(12): trackio.log({'reward': step / 8}, step=step)\n"
+        "trackio.finish()\n"
+        "from trackio.sqlite_storage import SQLiteStorage; SQLiteStorage.export_to_parquet()"
+    )
+    subprocess.run([sys.executable, "-c", code], env=os.environ | {"TRACKIO_DIR": str(tmp_path)}, check=True)
+    for name in ("p.db", "p.parquet"):
+        assert rewards(read_run(tmp_path / name)) == (list(STEPS), [step / 8 for step in STEPS])
+    assert [source.file.name for source in find_sources(tmp_path)] == ["p.db"]
+
+
+@pytest.mark.parametrize(
+    ("rows", "reward"),
+    [
+        ([{"step": s, "data": {"my/reward": s}} for s in STEPS], "my/reward"),
+        ([{"global_step": s, "metrics": {"reward": {"mean": s}}} for s in STEPS], "reward/mean"),
+        ([{"_step": 3 * s, "train/step": s, "train/reward": s} for s in STEPS], "reward"),
+        ([{"training/global_step": s, "timing_s/step": 0.5, "score": str(s)} for s in STEPS], "score"),
+        ([{"iteration": s, "reward": s} for s in STEPS], "reward"),
+    ],
+)
+def test_the_step_of_a_row_is_found_in_each_of_its_forms(tmp_path, rows, reward):
+    run = read_run(write_lines(tmp_path / "log.jsonl", rows))
+    assert (run.series["reward"].name, rewards(run)) == (reward, (list(STEPS), [float(s) for s in STEPS]))
+
+
+def test_exports_of_wandb_as_json_and_as_a_table_of_several_runs(tmp_path):
+    rows = [{"_step": step, "reward": step / 8} for step in STEPS]
+    (tmp_path / "rows.json").write_text(json.dumps(rows))
+    columns = {name: {str(row["_step"]): row[name] for row in rows} for name in rows[0]}
+    (tmp_path / "columns.json").write_text(json.dumps(columns))
+    for name in ("rows.json", "columns.json"):
+        assert rewards(read_run(tmp_path / name)) == (list(STEPS), [step / 8 for step in STEPS])
+    header = '"Step","one - reward","one - reward__MIN","one - reward__MAX","two - reward"\n'
+    table = header + "".join(f"{s},{s / 8},-1,9,{s / 4}\n" for s in STEPS)
+    (tmp_path / "several.csv").write_text(table)
+    with pytest.raises(UnreadableRun, match=r"2 runs found .*: one, two; choose"):
+        read_run(tmp_path / "several.csv")
+    run = read_run(tmp_path / "several.csv", "two")
+    assert (rewards(run)[1], run.unknown_names) == ([step / 4 for step in STEPS], ())
+
+
+def test_files_of_one_run_in_folders_of_its_loggers_are_one_run(tmp_path):
+    rows = [{"step": step, "reward": step} for step in STEPS]
+    write_lines(tmp_path / "a" / "stats.jsonl", rows)
+    write_lines(tmp_path / "a" / "logs" / "more.jsonl", rows)
+    (tmp_path / "a" / "tensorboard").mkdir()
+    (tmp_path / "a" / "tensorboard" / "events.out.tfevents.1.host").touch()
+    (tmp_path / "a" / "train.log").write_text("step:1 - reward:0.5\nstep:2 - reward:0.5\n")
+    (tmp_path / "a" / "config.json").write_text('{"seed": 1}')
+    write_lines(tmp_path / "a" / "samples" / "1.jsonl", [{"step": 1, "score": 1.0}] * 5)
+    assert [source.name for source in find_sources(tmp_path)] == ["a/stats.jsonl"]
+    write_lines(tmp_path / "b" / "metrics.jsonl", rows)
+    assert sorted(source.name for source in find_sources(tmp_path)) == ["a/stats.jsonl", "b/metrics.jsonl"]
+
+
+def test_samples_and_configs_alone_are_no_metrics(tmp_path):
+    write_lines(tmp_path / "rollouts" / "1.jsonl", [{"step": 1, "score": 1.0}] * 5)
+    (tmp_path / "config.json").write_text('{"step": 1}')
+    (tmp_path / "notes.txt").write_text("step 1: nothing\n")
+    with pytest.raises(UnreadableRun, match=r"contains no metrics: searched for stats.jsonl"):
+        read_run(tmp_path)
+
+
+# Each as the framework prints it, with numbers of our own.
+PRINTED = {
+    "verl": (
+        "(TaskRunner pid=7) step:{s} - actor/entropy:np.float64(0.5) - critic/rewards/mean:{r} - timing_s/step:9.1",
+        {"critic/rewards/mean", "actor/entropy", "timing_s/step"},
+    ),
+    "slime": (
+        "[2026-01-01 00:00:00] model.py:9 - step {s}: {{'train/entropy_loss': 0.5, 'train/loss': -1e-05}}\n"
+        "[2026-01-01 00:00:00] data.py:9 - rollout {s}: {{'rollout/raw_reward': {r}, 'rollout/step': {s}}}",
+        {"rollout/raw_reward", "entropy_loss", "loss", "rollout/step"},
+    ),
+    "OpenRLHF": (
+        "INFO 01-01 \x1b[32mGlobal step {s}: {{'reward': {r}, 'actor_lr': 1e-06, 'note': 'x'}}\x1b[0m",
+        {"reward", "actor_lr"},
+    ),
+    "prime-rl": (
+        "12:00:00 SUCCESS Step {s} |   1.50s | Reward {r} | Trainable 3/8 (37.5%) | Truncation 25.0%\n"
+        "12:00:00   DEBUG Micro Step 1/8 | Loss 9.0",
+        {"Reward", "Truncation"},
+    ),
+    "NeMo-RL": (
+        "========================= Step {s}/100 =========================\n"
+        "  • Loss: 0.5\n  • Avg Reward: {r}\n  • Total step time: 3.20s",
+        {"Loss", "Avg Reward"},
+    ),
+    "AReaL": (
+        "INFO Epoch 1/2 Step 9/99 Train step {s}/12 done.\n"
+        "│ rollout/reward │ {r} │ ppo_actor/update/loss │ 1.5e-02 │\n├────┼────┤",
+        {"rollout/reward", "ppo_actor/update/loss"},
+    ),
+}
+
+
+@pytest.mark.parametrize("framework", PRINTED)
+def test_what_a_framework_prints_is_read_by_step(tmp_path, framework):
+    form, names = PRINTED[framework]
+    lines = "".join(form.format(s=step, r=step / 16) + "\nloading 5/9\n" for step in range(1, 10))
+    (tmp_path / "train.log").write_text(lines)
+    run = read_run(tmp_path)
+    assert set(run.by_name) == names
+    assert rewards(run) == (list(range(1, 10)), [step / 16 for step in range(1, 10)])
+
+
+def test_lines_of_transformers_without_a_step_are_counted():
+    lines = [f"{{'loss': '{step / 4}', 'reward': {step}.0, 'epoch': 0.0{step}}}" for step in range(5)]
+    lines.insert(3, "{'eval_reward': 0.5, 'epoch': 0.02}")
+    series = collect(rows_of(lines))
+    assert (series["reward"].steps.tolist(), series["reward"].values.tolist()) == ([*range(5)], [*range(5)])
+    assert series["eval_reward"].steps.tolist() == [2]
+
+
+def test_percentages_are_shares_and_other_units_are_left():
+    series = collect(rows_of(["Step 3 | Truncation 25.0% | Throughput 100 tokens/s | Reward 0.5"]))
+    assert {name: one.values.tolist() for name, one in series.items()} == {
+        "Truncation": [0.25],
+        "Throughput": [100.0],
+        "Reward": [0.5],
+    }
+
+
+def test_unknown_names_are_listed_and_one_can_be_named(tmp_path):
+    rows = [{"step": step, "reward": step / 8, "fluency/goodness": 0.5} for step in STEPS]
+    file = write_lines(tmp_path / "log.jsonl", rows)
+    done = CliRunner().invoke(main, ["doctor", str(file)])
+    assert (
+        "logged, but no known quantity: fluency/goodness; to judge one: --metric QUANTITY=NAME" in done.stdout
+    )
+    done = CliRunner().invoke(main, ["doctor", str(file), "--json", "--metric", "reward=fluency/goodness"])
+    found = json.loads(done.stdout)
+    assert (found["judged"]["reward"], found["unknown"]) == ("fluency/goodness", ["reward"])
+
+
+@pytest.mark.parametrize(
+    ("option", "sentence"),
+    [
+        ("reward", "--metric 'reward' is not QUANTITY=NAME"),
+        ("rewarding=a", "'rewarding' is no quantity: expected one of reward, "),
+        ("reward=a", "the run logs no 'a': it logs loss"),
+    ],
+)
+def test_a_wrong_name_of_a_metric_is_one_sentence(tmp_path, option, sentence):
+    file = write_lines(tmp_path / "log.jsonl", [{"step": 1, "loss": 1}])
+    done = CliRunner().invoke(main, ["doctor", str(file), "--metric", option])
+    assert (done.exit_code, sentence in done.stderr) == (2, True), done.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "sentence"),
+    [
+        ("a.wandb", b"\x80\x04]q.", "is no run of Weights & Biases"),
+        ("a.wandb", b":W&B\xe1\xbe\x00" + b"\0\0\0\0\1\0\1x", "a.wandb is damaged: wrong checksum at byte 7"),
+        ("a.db", b"SQLite format 3\0" + b"\xff" * 200, "cannot be read as a project of Trackio"),
+        ("a.db", b"", "has no table metrics"),
+        ("a.parquet", b"PAR1PAR1", "is no parquet"),
+        ("a.json", b"[1, 2", "is not JSON"),
+        ("a.json", b'{"a": 1}', "has no rows"),
+        ("a.json", b"[" * 100_000, "is not JSON"),
+        ("a.log", b"\xff\xfe\x00", "contains no numbers by step"),
+        ("events.out.tfevents.1.x", b"\x00" * 99, "contains no numbers by step"),
+    ],
+)
+def test_a_malformed_file_is_one_sentence(tmp_path, name, content, sentence):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(UnreadableRun, match=sentence):
+        read_run(tmp_path / name)
