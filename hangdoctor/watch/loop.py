@@ -87,8 +87,16 @@ Diagnose = Callable[[Path], Diagnosis]
 Report = Callable[[str], None]
 
 
-def watch_command(command: list[str], plan: Plan, diagnose: Diagnose, report: Report) -> int:
+def watch_command(
+    command: list[str],
+    plan: Plan,
+    diagnose: Diagnose,
+    report: Report,
+    waiting: Callable[[int], Callable[[float], object]] = lambda pid: time.sleep,
+) -> int:
     """Run `command` as a child (so that the kernel lets us read it) and watch it until it ends.
+
+    `waiting` gets the child's pid and returns what waits between two polls.
 
     Returns the exit status of the command, or 1 when it hung and was killed or finished without a
     step.
@@ -100,7 +108,7 @@ def watch_command(command: list[str], plan: Plan, diagnose: Diagnose, report: Re
         child = subprocess.Popen(command, env=os.environ | {VARIABLE: str(beats)}, umask=plan.umask)
         with signals_forwarded_to(child):
             search = partial(Search, variable=(VARIABLE, str(beats)))
-            watched = _watch(search, beats, plan, diagnose, report, child.poll)
+            watched = _watch(search, beats, plan, diagnose, report, child.poll, waiting(child.pid))
             status = child.wait()
             _end_orphans(search(), plan, report)
         if watched.ended_by_us:
