@@ -1,15 +1,39 @@
 """`areal-debug doctor`: diagnose a run's metrics and recommend config changes."""
 
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from areal_debug.cli import Verb, force_option, json_option, output_option
 from areal_debug.confined import reads_untrusted
-from areal_debug.render import console, errors_as_sentences, fail, print_json, refuse_existing
+from areal_debug.render import console, errors_as_sentences, fail, note, print_json, refuse_existing
+
+if TYPE_CHECKING:
+    from areal_debug.doctor.hooks import Hooks
 
 
-@click.command(cls=Verb, example="areal-debug doctor runs/logs -o report.html")
+# Options that say what an alarm does during a run.
+HOOKS = {
+    "--on-alarm": ("COMMAND", "Shell command for each alarm; gets AREAL_DEBUG_ALARM_ID, _TITLE, _STEP."),
+    "--webhook": ("URL", "Address that gets each alarm as JSON; Slack and Discord show it."),
+    "--stop-on": ("FINDINGS", "Findings that stop the run: ids as D17, error, warning, all."),
+    "--pause-on": ("FINDINGS", "Findings that pause the run; to continue it: kill -CONT."),
+}
+
+
+def hook_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Add the options of `HOOKS`."""
+    for name, (metavar, text) in reversed(HOOKS.items()):
+        command = click.option(name, metavar=metavar, default="", help=text)(command)
+    return command
+
+
+@click.command(
+    cls=Verb,
+    example="areal-debug doctor runs/logs -o report.html\nareal-debug doctor runs/logs --follow --webhook https://hooks.example.com/x",
+)
 @click.argument("run", type=click.Path(path_type=Path))
 @click.option("--run", "name", metavar="NAME", help="Which run, where RUN holds several.")
 @click.option(
@@ -22,6 +46,13 @@ from areal_debug.render import console, errors_as_sentences, fail, print_json, r
 @output_option("Write an HTML page with plots, too.")
 @force_option
 @click.option("--overrides", is_flag=True, help="Print only the config change that is recommended first.")
+@click.option("--follow", "follows", is_flag=True, help="Look again during the run; print each alarm once.")
+@click.option(
+    "--every", "every_s", default=10.0, show_default=True, help="With --follow: seconds between looks."
+)
+@click.option("--idle", "idle_s", type=float, help="With --follow: end after seconds without a new value.")
+@click.option("--pid", type=int, help="With --follow: the run's launcher; following ends with it.")
+@hook_options
 @json_option
 @errors_as_sentences
 def command(
@@ -31,6 +62,14 @@ def command(
     output: Path | None,
     force: bool,
     overrides: bool,
+    follows: bool,
+    every_s: float,
+    idle_s: float | None,
+    pid: int | None,
+    on_alarm: str,
+    webhook: str,
+    stop_on: str,
+    pause_on: str,
     as_json: bool,
 ) -> None:
     """Diagnose the metrics of RUN, a record, folder or file.
@@ -42,21 +81,23 @@ def command(
 
     Exit code 0: nothing is wrong. 1: a problem was found. 2: there are no metrics to judge.
     """
+    from areal_debug.doctor.hooks import NO_HOOKS, make_hooks
     from areal_debug.doctor.rows import is_record
 
+    hooks = make_hooks(on_alarm, webhook, stop_on, pause_on)
     if output is not None:
         refuse_existing(output, force)
         if not output.parent.is_dir():
             fail(f"{output.parent} is not a folder: give --output a file in an existing folder")
+    given = dict(split_metric(metric) for metric in metrics)
+    if follows:
+        if (stop_on or pause_on) and pid is None:
+            fail("--stop-on and --pause-on need --pid, the process that launched the run")
+        raise SystemExit(follow_run(run, name, given, every_s, idle_s, pid, hooks, as_json))
+    if hooks != NO_HOOKS or pid is not None or idle_s is not None:
+        fail("--on-alarm, --webhook, --stop-on, --pause-on, --pid and --idle go with --follow")
     judge = judge_record if is_record(run) else judge_run
-    judge(
-        run=run,
-        name=name,
-        given=dict(split_metric(metric) for metric in metrics),
-        output=output,
-        overrides=overrides,
-        as_json=as_json,
-    )
+    judge(run=run, name=name, given=given, output=output, overrides=overrides, as_json=as_json)
 
 
 def split_metric(text: str) -> tuple[str, str]:
@@ -88,6 +129,35 @@ def judge_run(
     else:
         print_examination(console(), read, found)
     raise SystemExit({"problem": 1, "healthy": 0, "unknown": 2}[verdict(read, found)])
+
+
+def follow_run(
+    run: Path,
+    name: str | None,
+    given: dict[str, str],
+    every_s: float,
+    idle_s: float | None,
+    pid: int | None,
+    hooks: "Hooks",
+    as_json: bool,
+) -> int:
+    """Follow a run, print each alarm once, and return the exit code."""
+    import json
+
+    from areal_debug.doctor.follow import Follower, follow
+    from areal_debug.doctor.render import alarm_lines
+    from recorder.checksum_json import plain
+
+    out = console()
+
+    def announce(alarm: Mapping[str, Any]) -> None:
+        if as_json:
+            click.echo(json.dumps(plain(alarm), allow_nan=False, default=str))
+        else:
+            out.print(*alarm_lines(alarm), sep="\n")
+
+    follower = Follower(*(run, announce, note, hooks), run=name, given=given, pid=pid, every_s=every_s)
+    return follow(follower, idle_s)
 
 
 judge_record = reads_untrusted("run", outputs="output")(judge_run)

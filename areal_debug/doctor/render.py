@@ -1,6 +1,8 @@
 """Print the doctor's findings: alarms with a curve each, then every metric that was checked."""
 
 import json
+from collections.abc import Mapping
+from typing import Any
 
 from rich.console import Console
 from rich.text import Text
@@ -87,6 +89,17 @@ def print_alarm(out: Console, run: Run, alarm: Alarm) -> None:
     for heading, text in rows:
         out.print(styled("  {:<11} {}", heading, text))
     out.print()
+
+
+def alarm_lines(alarm: Mapping[str, Any]) -> list[Text]:
+    """Return an alarm of the JSON report as two or three lines, as `--follow` prints them."""
+    step = f" from step {alarm['evidence'][0][0]}" if alarm["evidence"] else ""
+    style = STYLES[alarm["severity"]]
+    return [
+        styled(f"[bold {style}]{{}}  {{}}[/]{{}}: {{}}", alarm["id"], alarm["title"], step, alarm["found"]),
+        *(styled("  {}", advice) for advice in alarm["advice"][:1]),
+        *(styled("  look  {}", alarm["look"]) for _ in range(bool(alarm["look"]))),
+    ]
 
 
 def print_curves(out: Console, run: Run) -> None:

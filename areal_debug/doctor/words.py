@@ -137,7 +137,7 @@ def by_words(names: Iterable[str]) -> dict[str, str]:
 
 
 def read_name(name: str) -> tuple[str, tuple[int, int]] | None:
-    """Return the quantity that a name means, and a rank of how well it does (the lowest is best)."""
+    """Return the quantity that a name means, and how well it does (the lowest is best)."""
     segments = [kept for segment in re.split(r"[/|:]|\.(?=\S)", name) if (kept := words_of(segment))]
     found_words = [word for segment in segments for word in segment]
     is_evaluation = not EVALUATION.isdisjoint(found_words)

@@ -3,6 +3,7 @@
 import os
 import sys
 import time
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,6 +12,7 @@ import click
 
 from areal_core.launch.debug_env import PRESETS
 from areal_debug.cli import Verb, force_option, overrides_argument
+from areal_debug.doctor.command import HOOKS, hook_options
 from areal_debug.render import (
     console,
     errors_as_sentences,
@@ -25,6 +27,9 @@ from areal_debug.render import (
 if TYPE_CHECKING:
     from areal_core.allocation import Allocation
     from areal_core.config import PPOConfig
+    from areal_debug.doctor.hooks import Hooks
+
+OF_WATCH = tuple(HOOKS)
 
 
 @click.command(
@@ -49,7 +54,8 @@ if TYPE_CHECKING:
     is_eager=True,
     help="Environment presets for the ranks, as nccl,hang; 'list' explains them.",
 )
-@click.option("--watch", is_flag=True, help="Watch the run and diagnose a hang before anything kills it.")
+@click.option("--watch", is_flag=True, help="Watch the run: diagnose hangs and metrics meanwhile.")
+@hook_options
 @click.option(
     "--dry-run", is_flag=True, help="Print what the run would do and need; start and download nothing."
 )
@@ -64,6 +70,10 @@ def command(
     force: bool,
     debug_env: list[str],
     watch: bool,
+    on_alarm: str,
+    webhook: str,
+    stop_on: str,
+    pause_on: str,
     dry_run: bool,
     as_json: bool,
     overrides: tuple[str, ...],
@@ -74,6 +84,7 @@ def command(
     """
     from areal_core.launch.debug_env import debug_environment, make_folders
     from areal_core.paths import make_run_folders, run_folder
+    from areal_debug.doctor.hooks import NO_HOOKS, make_hooks
     from areal_debug.train.script_options import (
         check_reward_functions,
         find_script,
@@ -81,6 +92,9 @@ def command(
         read_config,
     )
 
+    hooks = make_hooks(on_alarm, webhook, stop_on, pause_on)
+    if hooks != NO_HOOKS and not watch:
+        fail("--on-alarm, --webhook, --stop-on and --pause-on go with --watch")
     path = find_script(script)
     flags: list[str] = []
     if dump_rollout is not None:
@@ -98,7 +112,7 @@ def command(
     logs = run_folder(config, "logs")
     env = debug_environment(debug_env, logs)
     if watch:
-        raise SystemExit(watch_run(logs))
+        raise SystemExit(watch_run(logs, hooks))
     make_run_folders(config)
     make_folders(env)
     with hidden_output() if is_quiet() else nullcontext():
@@ -235,13 +249,52 @@ def print_end(code: int, log: Path) -> None:
     console().print(styled("the run ended with exit code {}; its output is in {}", code, log))
 
 
-def watch_run(logs: Path) -> int:
-    """Run this same command, without --watch, as a watched child.
+def watch_run(logs: Path, hooks: "Hooks") -> int:
+    """Run this same command, without --watch, as a watched child, and follow its statistics.
 
-    Post-mortems are written next to the logs.
+    Post-mortems are written next to the logs. Returns the child's exit code, or 1 if a finding
+    has stopped it.
     """
+    from areal_debug.doctor.follow import Follower
+    from areal_debug.doctor.render import alarm_lines
     from areal_debug.hang.watch import post_mortem, report
     from hangdoctor.watch.loop import Plan, watch_command
 
-    command = [sys.executable, *(argument for argument in sys.argv if argument != "--watch")]
-    return watch_command(command, Plan(logs / time.strftime("watch-%Y%m%d-%H%M%S")), post_mortem, report)
+    out = console(stderr=True)
+
+    def announce(alarm: Mapping[str, Any]) -> None:
+        out.print(*alarm_lines(alarm), sep="\n")
+
+    def note(text: str) -> None:
+        out.print(styled("doctor: {}", text))
+
+    follower = Follower(logs / "stats.jsonl", announce, note, hooks, label=logs.name)
+
+    def waiting(pid: int) -> Callable[[float], object]:
+        follower.pid = pid
+
+        def wait(poll_s: float) -> None:
+            if follower.path.exists():
+                follower.poll()
+            time.sleep(poll_s)
+
+        return wait
+
+    command = [sys.executable, *without_watch(sys.argv)]
+    plan = Plan(logs / time.strftime("watch-%Y%m%d-%H%M%S"))
+    code = watch_command(command, plan, post_mortem, report, waiting)
+    if follower.path.exists():
+        follower.look(is_last=True)
+    return 1 if follower.is_stopped else code
+
+
+def without_watch(arguments: Sequence[str]) -> list[str]:
+    """Return a command line without --watch and what goes with it."""
+    kept, words = [], iter(arguments)
+    for word in words:
+        option, has_value, _ = word.partition("=")
+        if option in OF_WATCH and not has_value:
+            next(words, None)
+        elif option not in (*OF_WATCH, "--watch"):
+            kept.append(word)
+    return kept

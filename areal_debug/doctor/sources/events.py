@@ -2,15 +2,16 @@
 
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 from areal_debug.doctor.sources.plain_files import Row, UnreadableRun
+
+NUMBERS = (1, 2, 3, 9)  # float, double, int32, int64 of a TensorProto
 
 
 def read_events(file: Path, run: str = "") -> Iterable[Row]:
     """Read the TensorBoard event files of one folder, with scalars of either form."""
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-    from tensorboard.util.tensor_util import make_ndarray
-
+    EventAccumulator, make_ndarray = import_reader()
     # 0 keeps all; the last tensors would be those of a histogram or an image, which are no numbers
     events = EventAccumulator(str(file.parent), size_guidance={"scalars": 0, "tensors": 0})
     try:
@@ -27,4 +28,9 @@ def read_events(file: Path, run: str = "") -> Iterable[Row]:
                 yield {"step": event.step, name: float(make_ndarray(event.tensor_proto))}
 
 
-NUMBERS = (1, 2, 3, 9)  # float, double, int32, int64 of a TensorProto
+def import_reader() -> tuple[Any, Any]:
+    """Return TensorBoard's reader and its decoder of tensors; importing them takes a second."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from tensorboard.util.tensor_util import make_ndarray
+
+    return EventAccumulator, make_ndarray

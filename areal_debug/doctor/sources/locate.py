@@ -17,6 +17,7 @@ from areal_debug.doctor.sources import console_log, trackio_run
 from areal_debug.doctor.sources.events import read_events
 from areal_debug.doctor.sources.plain_files import (
     Row,
+    SeveralRuns,
     UnreadableRun,
     json_lines,
     read_csv,
@@ -71,10 +72,11 @@ class Source:
 
 
 def find_source(path: Path, run: str | None = None) -> tuple[Source, tuple[str, ...]]:
-    """Find the metrics of the only run at a path, or of the one that is named; and other runs' names.
+    """Find the only run at a path, or the one that is named; and the names of the others.
 
     Raises:
-        UnreadableRun: there is none, or there are several and none or none of them is named.
+        UnreadableRun: there is none.
+        SeveralRuns: none or not one of several is named.
     """
     found = find_sources(path)
     if not found:
@@ -84,7 +86,7 @@ def find_source(path: Path, run: str | None = None) -> tuple[Source, tuple[str, 
         names = [source.name for source in found[:NAMES_SHOWN]]
         more = f" and {len(found) - NAMES_SHOWN} more" if len(found) > NAMES_SHOWN else ""
         fits = "" if run is None else f"--run {run} fits {len(matching) or 'none'} of them; "
-        raise UnreadableRun(
+        raise SeveralRuns(
             f"{len(found)} runs found in {path}, the last written first: {', '.join(names)}{more}; {fits}"
             f"choose one with --run, as in: --run {names[0]}"
         )
@@ -92,7 +94,7 @@ def find_source(path: Path, run: str | None = None) -> tuple[Source, tuple[str, 
 
 
 def named(sources: Sequence[Source], run: str) -> list[Source]:
-    """Return the sources that a name fits: exactly, else by its last component, else in its middle."""
+    """Return the sources that a name fits: exactly, else its last component, else a piece."""
     tests: tuple[Callable[[str], bool], ...] = (
         lambda name: name == run,
         lambda name: run in (Path(name).name, Path(name).stem),

@@ -16,6 +16,10 @@ class UnreadableRun(ValueError):
     """There are no metrics at a path; the message names what was searched for."""
 
 
+class SeveralRuns(UnreadableRun):
+    """There are several runs at a path, and none or not one of them was named."""
+
+
 def read_text(file: Path) -> str:
     """Read a text. Raises UnreadableRun."""
     try:
@@ -38,7 +42,7 @@ def read_jsonl(file: Path, run: str = "") -> Iterable[Row]:
 
 
 def json_lines(lines: Sequence[str], source: str) -> Iterator[Row]:
-    """Yield the object of each line, without a last one that is incomplete. Raises UnreadableRun."""
+    """Yield the object of each line, without an incomplete last one. Raises UnreadableRun."""
     for number, line in enumerate(lines, start=1):
         try:
             yield parse_json(line, f"{source}, line {number}")
@@ -57,7 +61,7 @@ def read_trainer_state(file: Path, run: str = "") -> Iterable[Row]:
 
 
 def read_json(file: Path, run: str = "") -> Iterable[Row]:
-    """Read a list of rows, a `log_history` or `history` of them, or a table of columns of pandas."""
+    """Read a list of rows, a `log_history` or `history` of them, or columns of pandas."""
     found = parse_json(read_text(file), str(file))
     if isinstance(found, dict):
         found = next((found[name] for name in ("log_history", "history") if name in found), found)
@@ -72,7 +76,7 @@ def read_json(file: Path, run: str = "") -> Iterable[Row]:
 
 
 def read_csv(file: Path, run: str = "") -> Iterable[Row]:
-    """Read a table exported by Weights & Biases: of its columns `run - metric`, those of one run."""
+    """Read an export of Weights & Biases: of its columns `run - metric`, those of one run."""
     # cells beyond the last column are collected under ""
     table = csv.DictReader(io.StringIO(read_text(file), newline=""), restkey="")
     try:

@@ -44,7 +44,7 @@ def read_project(file: Path, run: str = "") -> Iterable[Row]:
 
 
 def runs_of_parquet(file: Path) -> tuple[str, ...]:
-    """Return the names of the runs in a parquet; one without a name has none. Raises UnreadableRun."""
+    """Return the names of the runs in a parquet, "" without names. Raises UnreadableRun."""
     rows = rows_of_parquet(file)
     return tuple(dict.fromkeys(str(row[RUN_NAME]) for row in reversed(rows) if RUN_NAME in row)) or ("",)
 

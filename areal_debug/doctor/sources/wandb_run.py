@@ -40,7 +40,7 @@ def read_wandb(file: Path, run: str = "") -> Iterable[Row]:
 
 
 def records_of(data: bytes) -> Iterator[bytes]:
-    """Yield complete records; the last one of a run that goes on, or was killed, may be cut off."""
+    """Yield complete records; the last one of a running or killed run may be cut off."""
     place, pieces = FILE_HEADER_BYTES, bytearray()
     while place + FRAGMENT.size <= len(data):
         rest = BLOCK_BYTES - place % BLOCK_BYTES

@@ -1,0 +1,268 @@
+"""Doctor during a run: alarms once, hooks that cannot do harm, stop and pause."""
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+import pytest
+from click.testing import CliRunner
+
+from areal_debug.cli import main
+from areal_debug.doctor import hooks as actions
+from areal_debug.doctor.follow import Follower, cpu_seconds
+from areal_debug.doctor.hooks import Hooks, is_paused, make_hooks, run_hooks
+from areal_debug.doctor.sources.plain_files import SeveralRuns
+from hangdoctor.watch.tree import lives
+
+ALARM = {
+    "id": "D17",
+    "severity": "error",
+    "title": "gradients that are not finite",
+    "metric": "grad_norm",
+    "found": "2 of 9 steps are not finite",
+    "evidence": [[7, float("nan")]],
+    "advice": ["look at step 7"],
+}
+
+
+def log_steps(file, steps, grad_norm=0.5):
+    with file.open("a") as out:
+        for step in steps:
+            norm = grad_norm if grad_norm == grad_norm else "nan"
+            out.write(json.dumps({"step": step, "reward": 0.5 + step / 100, "grad_norm": norm}) + "\n")
+
+
+@pytest.fixture
+def sleeper():
+    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]) as process:
+        yield process
+        process.kill()
+
+
+def follower_of(file, **settings):
+    announced, notes = [], []
+    follower = Follower(file, lambda alarm: announced.append(alarm["id"]), notes.append, **settings)
+    return follower, announced, notes
+
+
+def test_an_alarm_is_announced_once_and_only_after_two_looks_with_new_steps(tmp_path):
+    file = tmp_path / "log.jsonl"
+    follower, announced, notes = follower_of(file)
+    follower.look()
+    follower.look()
+    assert [note.startswith("no metrics could be read: ") for note in notes] == [True]
+    log_steps(file, range(10))
+    follower.look()
+    assert (follower.verdict, announced, follower.exit_code) == ("healthy", [], 0)
+    log_steps(file, [10], float("nan"))
+    follower.look()
+    follower.look()
+    assert announced == []
+    log_steps(file, [11], float("nan"))
+    for _ in range(3):
+        follower.look()
+    assert (announced, follower.exit_code, len(notes)) == (["D17"], 1, 1)
+
+
+def test_the_last_look_needs_no_second_one(tmp_path):
+    file = tmp_path / "log.jsonl"
+    log_steps(file, range(10), float("nan"))
+    follower, announced, _ = follower_of(file)
+    follower.look(is_last=True)
+    assert "D17" in announced
+
+
+def test_a_folder_of_several_runs_is_refused_and_one_of_them_followed(tmp_path):
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        log_steps(tmp_path / name / "log.jsonl", range(10))
+    with pytest.raises(SeveralRuns, match="2 runs found"):
+        follower_of(tmp_path)[0].look()
+    follower, _, _ = follower_of(tmp_path, run="a")
+    follower.look()
+    assert follower.verdict == "healthy"
+
+
+def test_the_verb_follows_until_nothing_is_logged_and_its_exit_code_is_the_verdict(tmp_path):
+    file = tmp_path / "log.jsonl"
+    log_steps(file, range(20))
+    follow = ["doctor", str(file), "--follow", "--every", "0.1", "--idle", "0.5"]
+    done = CliRunner().invoke(main, follow)
+    assert (done.exit_code, done.stdout) == (0, "")
+    log_steps(file, range(20, 30), float("nan"))
+    done = CliRunner().invoke(main, [*follow, "--json"])
+    alarms = [json.loads(line) for line in done.stdout.splitlines()]
+    assert (done.exit_code, [alarm["id"] for alarm in alarms].count("D17")) == (1, 1)
+    done = CliRunner().invoke(main, follow)
+    assert "D17  gradients that are not finite from step 20: " in done.stdout.replace(
+        "Gradients", "gradients"
+    )
+    done = CliRunner().invoke(main, ["doctor", str(tmp_path / "none"), "--follow", "--idle", "0.1"])
+    assert (done.exit_code, "no metrics could be read" in done.stderr) == (2, True)
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (["--webhook", "ftp://user:hunter22@host/x"], "--webhook is no http:// or https:// address"),
+        (["--webhook", "https:///x"], "--webhook is no http:// or https:// address"),
+        (["--stop-on", "D17,everything"], "--stop-on 'everything' is no finding: expected ids as D17"),
+        (["--stop-on", "error"], "--stop-on and --pause-on need --pid"),
+    ],
+)
+def test_wrong_hooks_are_one_sentence(tmp_path, options, sentence):
+    file = tmp_path / "log.jsonl"
+    log_steps(file, range(10))
+    done = CliRunner().invoke(main, ["doctor", str(file), "--follow", "--idle", "0", *options])
+    assert (done.exit_code, sentence in done.stderr, "hunter22" in done.stderr) == (2, True, False)
+
+
+def test_hooks_without_follow_are_refused(tmp_path):
+    done = CliRunner().invoke(main, ["doctor", str(tmp_path), "--on-alarm", "true"])
+    assert (done.exit_code, "go with --follow" in done.stderr) == (2, True)
+
+
+def test_the_command_gets_the_alarm_in_its_environment_and_never_as_its_text(tmp_path):
+    alarm = ALARM | {"title": "$(touch bad) `touch bad`\0\n;touch bad"}
+    notes = []
+    command = (
+        f'cd {tmp_path}; echo "$AREAL_DEBUG_ALARM_ID $AREAL_DEBUG_ALARM_STEP $AREAL_DEBUG_ALARM_RUN" > ok'
+    )
+    run_hooks(alarm, "my-run", Hooks(command), notes.append)
+    assert ((tmp_path / "ok").read_text(), notes) == ("D17 7 my-run\n", [])
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["ok"]
+    run_hooks(alarm, "my-run", Hooks("exit 4"), notes.append)
+    assert notes == ["the command of --on-alarm ended with status 4"]
+
+
+class Receiver(BaseHTTPRequestHandler):
+    """Keep what is sent, and answer as the path says."""
+
+    def do_POST(self):
+        self.server.received.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+        if self.path == "/slow":
+            for _ in range(40):
+                self.wfile.write(b"HTTP/1.1 200 OK\r\nX: y\r\n" if _ == 0 else b"X: y\r\n")
+                time.sleep(0.05)
+        self.send_response({"/moved": 302, "/fails": 500}.get(self.path, 204))
+        self.send_header("Location", "/ok")
+        self.end_headers()
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture
+def receiver():
+    server = HTTPServer(("127.0.0.1", 0), Receiver)
+    server.received = []
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    yield server
+    server.shutdown()
+    server.server_close()
+
+
+def test_the_webhook_gets_the_alarm_without_secrets(receiver, monkeypatch):
+    alarm = ALARM | {"found": "the key was sk-abcdefghij0123456789abcdefghij", "overrides": {"x": 1}}
+    notes = []
+    run_hooks(alarm, "my-run", Hooks(webhook=f"http://127.0.0.1:{receiver.server_port}/ok"), notes.append)
+    (sent,) = receiver.received
+    assert notes == []
+    assert sent["text"] == "my-run: D17 gradients that are not finite (step 7): the key was ***"
+    assert sent["content"] == sent["text"]
+    assert set(sent["alarm"]) == {"run", "id", "severity", "title", "metric", "step", "found", "advice"}
+
+
+@pytest.mark.parametrize(
+    ("path", "why"), [("/moved", "status 302"), ("/fails", "status 500"), ("/slow", "no answer in 0.3 s")]
+)
+def test_a_webhook_that_fails_is_one_sentence_without_its_address(receiver, monkeypatch, path, why):
+    monkeypatch.setattr(actions, "WEBHOOK_TIMEOUT_S", 0.3)
+    notes = []
+    url = f"http://127.0.0.1:{receiver.server_port}{path}"
+    run_hooks(ALARM, "r", Hooks(webhook=url), notes.append)
+    assert notes == [f"the webhook at 127.0.0.1 was not reached: {why}"]
+    assert len(receiver.received) == 1
+
+
+def test_a_webhook_that_nobody_listens_at_is_one_sentence():
+    notes = []
+    run_hooks(ALARM, "r", Hooks(webhook="http://127.0.0.1:9/secret-path"), notes.append)
+    assert notes == ["the webhook at 127.0.0.1 was not reached: ConnectionRefusedError"]
+
+
+@pytest.mark.parametrize("chosen", ["D17", "error", "all"])
+def test_a_chosen_finding_stops_the_run(tmp_path, sleeper, chosen):
+    file = tmp_path / "log.jsonl"
+    log_steps(file, range(10), float("nan"))
+    follower, announced, notes = follower_of(file, hooks=make_hooks("", "", chosen, ""), pid=sleeper.pid)
+    follower.look()
+    assert lives(sleeper.pid)
+    log_steps(file, [10], float("nan"))
+    follower.look()
+    assert sleeper.wait(10) == -15
+    assert (announced[0], follower.is_stopped) == ("D17", True)
+    assert notes == [f"stopping the run for D17: SIGTERM to process {sleeper.pid}"]
+
+
+def test_a_finding_that_was_not_chosen_leaves_the_run_alone(tmp_path, sleeper):
+    file = tmp_path / "log.jsonl"
+    follower, announced, _ = follower_of(file, hooks=make_hooks("", "", "D15", "D12"), pid=sleeper.pid)
+    for steps in (range(10), [10]):
+        log_steps(file, steps, float("nan"))
+        follower.look()
+    assert ("D17" in announced, lives(sleeper.pid), is_paused(sleeper.pid)) == (True, True, False)
+
+
+def test_a_run_is_paused_with_all_its_processes_until_the_user_continues_its_launcher(tmp_path):
+    child = "import time; time.sleep(600)"
+    launcher = f"import subprocess, sys; subprocess.run([sys.executable, '-c', '{child}'])"
+    file = tmp_path / "log.jsonl"
+    with subprocess.Popen([sys.executable, "-c", launcher]) as process:
+        while not (below := actions.descendants((process.pid,), actions.process_table())):
+            time.sleep(0.05)
+        follower, _, notes = follower_of(file, hooks=make_hooks("", "", "", "D17"), pid=process.pid)
+        states = []
+
+        def continue_it():
+            while not all(map(is_paused, (process.pid, *below))):
+                time.sleep(0.05)
+            states.append("paused")
+            os.kill(process.pid, actions.signal.SIGCONT)
+
+        for steps in (range(10), [10]):
+            log_steps(file, steps, float("nan"))
+            if steps == [10]:
+                threading.Thread(target=continue_it, daemon=True).start()
+            follower.look()
+        assert states == ["paused"]
+        assert not any(map(is_paused, (process.pid, *below)))
+        assert notes == [
+            f"the run is paused for D17; to continue it: kill -CONT {process.pid}",
+            "the run continues",
+        ]
+        for pid in below:
+            os.kill(pid, actions.signal.SIGKILL)
+
+
+def test_following_takes_at_most_half_a_percent_of_the_cores(tmp_path, monkeypatch):
+    file = tmp_path / "log.jsonl"
+    log_steps(file, range(300))
+    now = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    follower, _, _ = follower_of(file, every_s=0.0)
+    real, looks = follower.look, []
+    follower.look = lambda: (looks.append(now[0]), real())
+    before_s = cpu_seconds()
+    monkeypatch.setattr("areal_core.safety.confine.time.monotonic", lambda: now[0])
+    for _ in range(4000):
+        follower.poll()
+        now[0] += 0.01
+    spent_s = cpu_seconds() - before_s
+    assert len(looks) > 1
+    assert spent_s / len(os.sched_getaffinity(0)) <= 0.005 * (follower.due_at + 1)
