@@ -21,7 +21,7 @@ EVALUATION = words("eval evaluation val valid validation test heldout dev")
 NEUTRAL = words(
     "train training global batch total overall raw task final policy actor ppo grpo pg rl model token tokens"
     " step approx approximate seq sequence sample env episode outcome rollout trainer optim trajectory update"
-    " stats metrics losses"
+    " stats metrics losses rlhf objective"
 )
 # Words before the ending that make it another quantity.
 FORBIDDEN = words(
@@ -32,7 +32,7 @@ FORBIDDEN = words(
 )
 ALLOWED = {
     "reward": {"critic"},
-    "reference_kl": {"ref", "reference"},
+    "reference_kl": {"ref", "reference", "critic"},
     "explained_variance": {"critic", "value"},
 }
 CLIPPED = {"clip_ratio": {"response", "completion", "completions", "length", "grad", "gradient", "tis", "is"}}
@@ -87,7 +87,7 @@ ENDINGS: dict[str, tuple[str, ...]] = {
     "zero_variance_groups": (
         *("frac reward zero std", "reward zero std", "zero variance groups", "zero std ratio"),
         *("zero std fraction", "zero variance ratio", "zero variance fraction", "degenerate groups"),
-        *("zero std groups", "frac zero std"),
+        *("zero std groups", "frac zero std", "zero var group frac", "zero advantage frac"),
     ),
     "staleness": (
         "staleness",

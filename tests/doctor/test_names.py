@@ -17,6 +17,8 @@ from areal_debug.doctor.words import ENDINGS, EVALUATED
         ("task_reward", "reward"),
         ("task_reward/avg", "reward"),
         ("seq_len", "length"),
+        ("objective/rlhf_reward", "reward"),
+        ("actor/zero_advantage_frac", "zero_variance_groups"),
         ("my_env/reward/mean", "reward"),
         ("myEnv.meanReward", "reward"),
         ("reward_model/score", "reward"),

@@ -23,7 +23,7 @@ def opened(file: Path) -> Iterator[sqlite3.Connection]:
             if database.execute(TABLE).fetchone() is None:
                 raise UnreadableRun(f"{file} has no table metrics: is it a project of Trackio?")
             yield database
-    except sqlite3.Error as error:
+    except (sqlite3.Error, UnicodeDecodeError) as error:
         raise UnreadableRun(f"{file} cannot be read as a project of Trackio: {error}") from error
 
 
@@ -65,6 +65,6 @@ def rows_of_parquet(file: Path) -> list[dict[str, object]]:
 
     try:
         rows: list[dict[str, object]] = parquet.read_table(file).to_pylist()
-    except (pyarrow.ArrowException, OSError) as error:
+    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
         raise UnreadableRun(f"{file} is no parquet: {error}") from error
     return rows
