@@ -40,7 +40,8 @@ def wandb_folder(tmp_path_factory):
             if step % 4 == 0:
                 run.log({"eval/eval_set_pass1": step / 16, "eval/global_step": step, "text": "x" * 40_000})
             run.log({"train/kl": float("nan"), "train/global_step": step, "h": wandb.Histogram([1, 2])})
-    (file,) = folder.rglob("*.wandb")
+    wandb.teardown()  # its service writes the end of the file after the run has finished
+    (file,) = {file.resolve() for file in folder.rglob("*.wandb")}
     (file.parents[1] / "offline-run-2").mkdir()
     shutil.copy(file, file.parents[1] / "offline-run-2" / "run-second.wandb")
     return folder

@@ -2,6 +2,7 @@
 
 import json
 import random
+import sqlite3
 from pathlib import Path
 
 from areal_core.telemetry.trace import TRAINER_TRACK, Trace
@@ -43,7 +44,17 @@ def statistics_bases(folder: Path) -> dict[str, Files]:
             writer.add_scalar("actor/grad_norm", step / 3, step)
     (events,) = read_folder(folder / "events").values()
     state = {"log_history": [{"step": 1, "loss": 0.5, "reward": 1.0}, {"step": 2, "loss": 0.25}], "epoch": 1}
+    with sqlite3.connect(folder / "project.db") as project:
+        project.execute("CREATE TABLE metrics (id INTEGER PRIMARY KEY, run_name TEXT, step INTEGER, metrics)")
+        logged = [("a", row["step"], json.dumps(row)) for row in rows()]
+        project.executemany("INSERT INTO metrics (run_name, step, metrics) VALUES (?, ?, ?)", logged)
+    printed = "".join(
+        f"step:{row['step']} - actor/kl_loss:{row['kl']}\n{row}\n| reward | {row['reward']} | Loss 0.5 |\n"
+        for row in rows()
+    )
     return {
+        "trackio": {"project.db": (folder / "project.db").read_bytes()},
+        "printed": {"train.log": printed.encode()},
         "ours": {"stats.jsonl": as_lines(rows()), "config.json": config, "consistency.jsonl": checks},
         "trainer": {"trainer_state.json": json.dumps(state).encode()},
         "table": {"wandb.csv": table.encode()},

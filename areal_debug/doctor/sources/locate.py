@@ -5,8 +5,10 @@ files in one folder or below it, the format that comes first in `FORMATS` is rea
 """
 
 import os
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -107,7 +109,7 @@ def named(sources: Sequence[Source], run: str) -> list[Source]:
 def find_sources(path: Path) -> list[Source]:
     """Find all runs at a path, the last written first. Raises UnreadableRun."""
     if path.is_file():
-        kind = next((one for one in FORMATS if one is not RECORD and path.match(one.pattern)), None)
+        kind = format_of(path)
         if kind is None:
             raise UnreadableRun(f"{path} has no known format: expected {', '.join(patterns())}")
         return [Source(path, kind, run, run or path.name) for run in kind.runs(path)]
@@ -115,14 +117,14 @@ def find_sources(path: Path) -> list[Source]:
         raise UnreadableRun(f"{path} does not exist: give the folder or the metrics file of a run")
     chosen: dict[Path, Source] = {}
     damaged: UnreadableRun | None = None
-    files = sorted(files_below(path), key=modified_ns, reverse=True)
+    files: dict[str, list[Path]] = defaultdict(list)
+    for file, kind in files_below(path):
+        files[kind.pattern].append(file)
     for kind in FORMATS:
-        roots = [root_of(run) for run in chosen]
-        for file in files:
+        roots = {root_of(run) for run in chosen}
+        for file in sorted(files[kind.pattern], key=modified_ns, reverse=True):
             run = run_of(file)
-            if run in chosen or not file.match(kind.pattern) or file.is_dir() != (kind is RECORD):
-                continue
-            if any(is_same(root_of(run), root) for root in roots):
+            if run in chosen or any(is_same(root_of(run), root) for root in roots):
                 continue
             try:
                 if kind.is_metrics(file):
@@ -143,14 +145,22 @@ def several(sources: Iterable[Source]) -> Iterator[Source]:
             yield Source(source.file, source.format, run, name)
 
 
-def files_below(folder: Path) -> Iterator[Path]:
-    """Yield the files and records below a folder, without what records hold and hidden folders."""
+def format_of(file: Path) -> Format | None:
+    """Return the kind of a file by its name."""
+    return next((kind for kind in FORMATS if kind is not RECORD and fnmatch(file.name, kind.pattern)), None)
+
+
+def files_below(folder: Path) -> Iterator[tuple[Path, Format]]:
+    """Yield the files of known kinds and the records below a folder.
+
+    Hidden folders and what records hold are left out.
+    """
     count = 0
     for place, folders, files in os.walk(folder):
         folders[:] = sorted(name for name in folders if not name.startswith("."))
         if is_record(Path(place)):
             folders.clear()
-            yield Path(place)
+            yield Path(place), RECORD
             continue
         for name in sorted(files):
             count += 1
@@ -158,7 +168,8 @@ def files_below(folder: Path) -> Iterator[Path]:
                 raise UnreadableRun(
                     f"{folder} holds more than {MAX_FILES:,} files: give the folder of the run"
                 )
-            yield Path(place, name)
+            if (kind := format_of(Path(place, name))) is not None:
+                yield Path(place, name), kind
 
 
 def modified_ns(file: Path) -> int:
