@@ -53,6 +53,7 @@ class Follower:
     announced: set[str] = field(default_factory=set)
     suspected: dict[str, int] = field(default_factory=dict)  # points at the look that found it
     num_points: int = 0
+    num_steps: int = 0
     grew_at: float = field(default_factory=time.monotonic)
     due_at: float = 0.0
     is_stopped: bool = False
@@ -94,7 +95,7 @@ class Follower:
             return
         if found["num_points"] != self.num_points:
             self.num_points, self.grew_at = found["num_points"], time.monotonic()
-        self.verdict = found["verdict"]
+        self.verdict, self.num_steps = found["verdict"], found["num_steps"]
         alarms = {alarm["id"]: alarm for alarm in found["alarms"]}
         self.suspected = {name: points for name, points in self.suspected.items() if name in alarms} | {
             name: self.num_points for name in alarms if name not in self.suspected
@@ -146,6 +147,9 @@ def follow(follower: Follower, idle_s: float | None) -> int:
         follower.poll()
         time.sleep(min(POLL_S, follower.every_s))
     follower.look(is_last=True)
+    follower.report(
+        f"followed {follower.num_steps} steps: {follower.verdict}, {len(follower.announced)} findings"
+    )
     return follower.exit_code
 
 

@@ -93,6 +93,7 @@ def test_the_verb_follows_until_nothing_is_logged_and_its_exit_code_is_the_verdi
     follow = ["doctor", str(file), "--follow", "--every", "0.1", "--idle", "0.5"]
     done = CliRunner().invoke(main, follow)
     assert (done.exit_code, done.stdout) == (0, "")
+    assert done.stderr == "followed 20 steps: healthy, 0 findings\n"
     log_steps(file, range(20, 30), float("nan"))
     done = CliRunner().invoke(main, [*follow, "--json"])
     alarms = [json.loads(line) for line in done.stdout.splitlines()]
