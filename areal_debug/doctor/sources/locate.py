@@ -33,7 +33,7 @@ from areal_debug.doctor.sources.wandb_run import read_wandb
 
 MAX_FILES = 200_000
 MAX_SNIFFED_BYTES = 1 << 22
-MAX_JSON_BYTES = 1 << 28
+MAX_JSON_BYTES = 1 << 26
 NAMES_SHOWN = 20
 # Folders that hold what one logger wrote of a run in the folder above.
 OF_LOGGERS = ("tensorboard", "tensorboard_log", "tb", "wandb", "trackio", "runs", "logs", "events", "metrics")
@@ -230,7 +230,7 @@ def has_steps(read: Callable[[Path, str], Iterable[Row]], file: Path) -> bool:
         rows = list(islice(head_of(file) if read is read_jsonl else read(file, ""), 200))
         series = collect(rows)
     except UnreadableRun:
-        if read in (read_json, trackio_run.read_parquet):  # many others are no metrics
+        if read is read_json:  # many others are no metrics
             return False
         raise
     steps = {step_of(row) for row in rows if isinstance(row, dict)} - {None}
@@ -268,10 +268,7 @@ FORMATS = (
     Format("*.jsonl", read_jsonl, is_metrics=partial(has_steps, read_jsonl)),
     Format("*.csv", read_csv, runs_of_csv, partial(has_steps, read_csv)),
     Format("*.json", read_json, is_metrics=partial(has_steps, read_json)),
-    Format(
-        *("*.parquet", trackio_run.read_parquet, trackio_run.runs_of_parquet),
-        partial(has_steps, trackio_run.read_parquet),
-    ),
+    Format("*.parquet", trackio_run.read_parquet, trackio_run.runs_of_parquet, trackio_run.has_runs),
     RECORD,
     Format("*.log", console_log.read_console, is_metrics=prints_metrics),
     Format("*.out", console_log.read_console, is_metrics=prints_metrics),

@@ -58,6 +58,19 @@ def read_parquet(file: Path, run: str = "") -> Iterable[Row]:
             yield {**known, "metrics": parse_json(packed, str(file))} if isinstance(packed, str) else known
 
 
+def has_runs(file: Path) -> bool:
+    """Return whether a parquet has the columns of runs, and is no data set."""
+    try:
+        import pyarrow
+        from pyarrow import parquet
+    except ImportError:
+        return False
+    try:
+        return {RUN_NAME, "step"} <= set(parquet.read_schema(file).names)
+    except (pyarrow.ArrowException, OSError):
+        return False
+
+
 def rows_of_parquet(file: Path) -> list[dict[str, object]]:
     """Read a parquet. Raises UnreadableRun, and ModuleNotFoundError without pyarrow."""
     import pyarrow
