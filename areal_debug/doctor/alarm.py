@@ -23,8 +23,8 @@ class Alarm:
     run logs, `evidence` are steps and values of it. `advice` is in the order in which to try it;
     `experiment` is the one run that would confirm the alarm, `overrides` are the options to change
     for it; `source` is the reference for the threshold. `onset` is the step at which the problem
-    began (None if it was there from the first step on, or no series shows it), and `cost` is one
-    sentence: what it has cost so far (empty if unknown). `samples` are rows of a record that prove it.
+    began (the first one if it was there from the beginning, None if no series shows it), and `cost`
+    is what it has cost so far (empty if unknown). `samples` are rows of a record that prove it.
     """
 
     id: str

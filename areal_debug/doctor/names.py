@@ -115,6 +115,7 @@ NAMES: dict[str, tuple[str, ...]] = {
     "zero_variance_groups": (
         "*_actor/zero_variance_groups",
         "frac_reward_zero_std",
+        "*zero_var*group*",
         "record/zero_variance_groups",
     ),
     "staleness": (
@@ -185,6 +186,28 @@ NAMES: dict[str, tuple[str, ...]] = {
         "accuracy",
     ),
     "chosen_reward": ("dpo/chosen_reward/avg", "rewards/chosen"),
+    "generated_reward": ("rollout/reward/avg", "rollout/reward"),
+    "reward_std": ("reward_std", "reward/std", "critic/rewards/std", "critic/score/std"),
+    "reward_max": ("critic/rewards/max", "critic/score/max", "reward/max", "reward_max"),
+    "reward_min": ("critic/rewards/min", "critic/score/min", "reward/min", "reward_min"),
+    "advantage_std": ("*advantage*/std", "*advantage*_std", "adv_std"),
+    "advantage_max": ("critic/advantages/max", "*advantage*/max"),
+    "advantage_min": ("critic/advantages/min", "*advantage*/min"),
+    "solved_groups": ("*solve_all*", "*all_correct*"),
+    "failed_groups": ("*solve_none*", "*all_wrong*"),
+    "repetition": ("*repetition*",),
+    "value_loss": ("critic/vf_loss", "loss/value_avg", "*critic/update/loss*", "value_loss"),
+    "step_time": (
+        "timing_s/step",
+        "perf/time_per_step",
+        "step_time",
+        "step_time_s",
+        "time/step",
+        "perf/step_time",
+        "timing/train/total_step_time",
+    ),
+    "host_memory": ("perf/cpu_memory_used_gb", "*rss*", "*host_memory*", "*cpu_memory*"),
+    "device_memory": ("perf/max_memory_allocated_gb", "*memory_allocated*", "*gpu_memory*"),
 }
 
 FAMILIES = {

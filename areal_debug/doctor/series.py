@@ -11,6 +11,7 @@ Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 
 FEWEST_STEPS = 8  # with fewer steps a trend is not significant
+MOST_BINS = 80  # of a fitted curve
 MOST_POINTS = 120  # of a trend: the number of pairs is quadratic
 NUM_RESAMPLES = 100
 WINDOWS = 10
@@ -54,9 +55,49 @@ class Series:
         """Return whether the medians of both last windows are bad; False for short series."""
         return len(self.values) >= FEWEST_STEPS and is_bad(self.last) and is_bad(self.before_last())
 
+    @cached_property
+    def noise(self) -> float:
+        """Standard deviation of a step around its neighbours; outliers do not change it."""
+        # 0.954: median absolute difference of two normal values, in standard deviations.
+        return float(np.median(np.abs(np.diff(self.values)))) / 0.954 if len(self.values) > 1 else 0.0
+
+    def since(self, step: int) -> "Series":
+        """Return the steps from `step` on."""
+        kept = self.steps >= step
+        return Series(self.name, self.steps[kept], self.values[kept])
+
+    def rose(self, factor: float) -> bool:
+        """Return whether both last windows are `factor` times the first, beyond the noise.
+
+        False for short series.
+        """
+        level = max(factor * self.first, self.first + 4 * self.noise)
+        return self.sustained(lambda value: value > level)
+
+    def fell(self, factor: float) -> bool:
+        """Return whether both last windows are `factor` times the first, beyond the noise.
+
+        False for short series.
+        """
+        level = min(factor * self.first, self.first - 4 * self.noise)
+        return self.sustained(lambda value: value < level)
+
     def tail(self, count: int = 5) -> tuple[tuple[int, float], ...]:
         """Return the last values with their steps, for evidence."""
         return tuple(zip(self.steps[-count:].tolist(), self.values[-count:].tolist(), strict=True))
+
+
+def binned(series: Series, most: int = MOST_BINS) -> tuple[Floats, Floats]:
+    """Return medians of at most `most` bins: float64 steps [b] and values [b].
+
+    Bins hold at least three values where there are enough of them, so that one outlier is ignored.
+    """
+    count = min(most, max(len(series.values) // 3, min(len(series.values), 24)))
+    bins = np.array_split(np.arange(len(series.values)), count)
+    return (
+        np.array([series.steps[one[0]] for one in bins], np.float64),
+        np.array([np.median(series.values[one]) for one in bins]),
+    )
 
 
 @dataclass(frozen=True)

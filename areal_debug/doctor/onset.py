@@ -1,0 +1,77 @@
+"""The step at which a metric began to change for the worse: a robust change-point."""
+
+from typing import Literal
+
+import numpy as np
+
+from areal_debug.doctor.series import FEWEST_STEPS, Floats, Series, binned
+
+Worse = Literal["up", "down"]
+
+LEAST_GAIN = 0.4  # share of the squared deviation from one line that bends must explain
+LEAST_SHARE = 0.1  # of the change for the worse that the first bend must cause
+
+
+def onset(series: Series, worse: Worse, in_ratios: bool = False) -> int:
+    """Return the step from which a metric changes for the worse, or its first step.
+
+    A continuous line with at most two bends is fitted to medians of bins by least squares over all
+    pairs of bends; a jump is two bends next to each other, a ramp that ends is two as well. The
+    onset is the first bend towards the worse. The first step is returned if bends explain little
+    more than one straight line: then the metric changes from the beginning.
+
+    Args:
+        in_ratios: fit the logarithm, for metrics whose factor counts (KL, norms, lengths, times).
+    """
+    kept = series.finite
+    first = int(series.steps[0]) if len(series.steps) else 0
+    if len(kept.values) < FEWEST_STEPS:
+        return first
+    x, y = binned(kept)
+    if in_ratios:
+        y = np.log(np.maximum(np.abs(y), 0.05 * float(np.median(np.abs(y))) + 1e-12))
+    if worse == "down":
+        y = -y
+    start, end, gain = best_bends(x, y)
+    slopes = slopes_of(x, y, start, end)
+    if gain < LEAST_GAIN:
+        return first
+    rise = max(0.0, slopes[1]) * (x[end] - x[start]) + max(0.0, slopes[2]) * (x[-1] - x[end])
+    bends_up = slopes[1] > max(slopes[0], 0.0) and slopes[1] * (x[end] - x[start]) >= LEAST_SHARE * rise
+    if bends_up:
+        return int(x[start])
+    return int(x[end]) if slopes[2] > max(slopes[1], 0.0) else first
+
+
+def best_bends(x: Floats, y: Floats) -> tuple[int, int, float]:
+    """Return the two bends (indices, ascending) of the best continuous line, and what they explain.
+
+    The third value is the share of the squared deviation from one straight line that the bends
+    remove, in [0, 1].
+    """
+    line = np.stack([np.ones_like(x), x - x.mean()])
+    line /= np.linalg.norm(line, axis=1, keepdims=True)
+    inner = np.arange(1, len(x) - 1)
+    hinges = np.maximum(0.0, x[None, :] - x[inner, None])
+    hinges -= hinges @ line.T @ line
+    hinges /= np.linalg.norm(hinges, axis=1, keepdims=True)
+    left = y - y @ line.T @ line
+    total = float(left @ left)
+    if total <= 1e-24 * max(1.0, float(y @ y)):
+        return int(inner[0]), int(inner[-1]), 0.0
+    along, cosine = hinges @ left, hinges @ hinges.T
+    i, j = np.triu_indices(len(inner), 1)
+    # squared length of the projection onto two unit vectors with this cosine
+    explained = (along[i] ** 2 + along[j] ** 2 - 2 * cosine[i, j] * along[i] * along[j]) / np.maximum(
+        1 - cosine[i, j] ** 2, 1e-9
+    )
+    best = int(np.argmax(explained))
+    return int(inner[i[best]]), int(inner[j[best]]), float(explained[best]) / total
+
+
+def slopes_of(x: Floats, y: Floats, start: int, end: int) -> tuple[float, float, float]:
+    """Return the slopes before, between and after two bends of a continuous line."""
+    basis = np.stack([np.ones_like(x), x, np.maximum(0, x - x[start]), np.maximum(0, x - x[end])], axis=1)
+    fitted = np.linalg.lstsq(basis, y, rcond=None)[0]
+    first, second, third = np.cumsum(fitted[1:])
+    return float(first), float(second), float(third)
