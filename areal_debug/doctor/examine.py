@@ -1,15 +1,27 @@
 """Apply all rules to one run; the most severe alarm comes first."""
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
+
+import numpy as np
 
 from areal_debug.doctor.alarm import Alarm
 from areal_debug.doctor.names import NAMES
 from areal_debug.doctor.read import Run
 from areal_debug.doctor.rows import worst_place
-from areal_debug.doctor.rules import learning, policy, rollout, supervised
+from areal_debug.doctor.rules import (
+    curve,
+    drift,
+    groups,
+    learning,
+    policy,
+    resources,
+    rewards,
+    rollout,
+    supervised,
+)
 from areal_debug.doctor.rules.thresholds import THRESHOLDS, beyond
 from areal_debug.doctor.series import FEWEST_STEPS
 from areal_debug.pages.links import view_command
@@ -19,7 +31,12 @@ RULES: tuple[Callable[[Run], Alarm | None], ...] = (
     *learning.RULES,
     *supervised.RULES,
     *policy.RULES,
+    *drift.RULES,
+    *groups.RULES,
+    *rewards.RULES,
     *rollout.RULES,
+    *curve.RULES,
+    *resources.RULES,
     *(partial(beyond, threshold) for threshold in THRESHOLDS),
 )
 
@@ -39,9 +56,24 @@ class Examination:
 
 def examine(run: Run) -> Examination:
     """Apply every rule whose metrics the run logs."""
-    alarms = [alarm for rule in RULES if (alarm := rule(run)) is not None]
+    found = (alarm for rule in RULES if (alarm := rule(run)) is not None)
+    alarms = [alarm if alarm.cost else replace(alarm, cost=cost_since(run, alarm.onset)) for alarm in found]
     alarms.sort(key=lambda alarm: alarm.severity != "error")
     return Examination(tuple(alarms), tuple(name for name in NAMES if name not in run.series))
+
+
+def cost_since(run: Run, step: int | None) -> str:
+    """Return how many steps were trained since a step, and how long they took if that was logged."""
+    if step is None:
+        return ""
+    first = min(int(series.steps[0]) for series in run.by_name.values())
+    last = max(int(series.steps[-1]) for series in run.by_name.values())
+    times = run.series.get("step_time")
+    took = times.finite.since(step) if times is not None else None
+    hours = ""
+    if took is not None and len(took.values):
+        hours = f", {float(np.mean(took.values)) * (last - step + 1) / 3600:.2g} h"
+    return f"{last - step + 1} of {last - first + 1} steps since then{hours}"
 
 
 def verdict(run: Run, found: Examination) -> str:

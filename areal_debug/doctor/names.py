@@ -154,7 +154,11 @@ NAMES: dict[str, tuple[str, ...]] = {
         "lr-pg_0",
     ),
     "update_successful": ("*_actor/update/update_successful",),
-    "explained_variance": ("*critic*/explained_variance", "critic/vf_explained_var"),
+    "explained_variance": (
+        "*critic*/explained_variance",
+        "critic/vf_explained_var",
+        "*explained_var*",
+    ),
     "failed": ("rollout/failed",),
     "accepted": ("rollout/accepted",),
     "policy_loss": (

@@ -3,11 +3,15 @@
 import numpy as np
 
 from areal_debug.doctor.alarm import Alarm
+from areal_debug.doctor.onset import onset
 from areal_debug.doctor.read import Run
-from areal_debug.doctor.series import trend
+from areal_debug.doctor.series import FEWEST_STEPS, Floats, Series, Trend, trend
 
 ENOUGH_STEPS = 20
+FEWEST_EVALUATIONS = 4
+SOLVED = 0.95
 # In the order of AReaL's algorithm guide (docs/en/best_practices/algo_perf.md).
+NOISY = 0.4  # scatter of a step, as a share of the run's gain
 EXPERIMENTS = (
     "evaluate the model before training: is there any reward to begin with?",
     "train on the test set: if its reward cannot rise either, the training is broken, not the data",
@@ -42,11 +46,29 @@ def reward_does_not_rise(run: Run) -> Alarm | None:
         "the synchronous baseline: if its reward rises, staleness is the cause",
         "AReaL, best practices for algorithm performance; Theil-Sen slope with block bootstrap",
         SYNCHRONOUS,
+        onset(reward.finite, "down"),
     )
 
 
+def is_solved(run: Run) -> bool:
+    """Return whether rewards between 0 and 1 have reached 1: then little is left to learn."""
+    for quantity in ("eval_reward", "reward"):
+        series = run.series.get(quantity)
+        if series is not None and len(series.finite.values) >= FEWEST_EVALUATIONS:
+            values = series.finite.values
+            is_share = values.min() >= 0 and values.max() <= 1 + 1e-6
+            return bool(is_share and series.finite.last >= SOLVED)
+    return False
+
+
+def gain_since(run: Run, step: int) -> Trend | None:
+    """Return the trend of the reward from a step on; None if too few steps are left."""
+    reward = run.series.get("reward")
+    return None if reward is None else trend(reward.finite.since(step))
+
+
 def reward_scatters(run: Run) -> Alarm | None:
-    """D02: the scatter around the reward's trend exceeds the gain of the complete run."""
+    """D02: the scatter around the reward's trend is large beside the gain of the complete run."""
     reward = run.series.get("reward")
     if reward is None or len(reward.finite.values) < ENOUGH_STEPS:
         return None
@@ -54,14 +76,19 @@ def reward_scatters(run: Run) -> Alarm | None:
     found = trend(reward.finite)
     half = len(values) // 2
     early, late = (float(np.std(np.diff(part)) / np.sqrt(2)) for part in (values[:half], values[half:]))
-    if found is None or not found.rises or late < 1.5 * early or late < abs(found.change):
+    if found is None or not found.rises:
         return None
+    gets_noisier = late >= 1.5 * early and late >= abs(found.change)
+    if not gets_noisier and reward.finite.noise < NOISY * found.change:
+        return None
+    batch = run.config.get("train_dataset.batch_size")
     return Alarm(
         "D02",
-        "the reward gets noisier",
+        "the reward gets noisier" if gets_noisier else "the reward is noisy beside its gain",
         "warning",
         reward.name,
-        f"from step to step it scatters by {late:.3g} in the second half, {early:.3g} in the first; the run gained {found.change:.3g}",
+        f"from step to step it scatters by {late:.3g} in the second half, {early:.3g} in the first; the run gained {found.change:.3g}"
+        + (f" with {batch} prompts a step" if batch is not None else ""),
         reward.tail(),
         (
             "a larger train_dataset.batch_size",
@@ -70,32 +97,88 @@ def reward_scatters(run: Run) -> Alarm | None:
         ),
         "the same run with twice the batch: the scatter must fall by a factor of about 1.4",
         "AReaL, best practices for algorithm performance: the variance of task_reward should fall",
+        {},
+        onset(Series(reward.name, reward.finite.steps[1:], np.abs(np.diff(values))), "up"),
     )
 
 
 def validation_is_left_behind(run: Run) -> Alarm | None:
-    """D03: the training reward rises, the validation reward does not."""
+    """D03: the training reward rises, the validation reward does not, or falls from its peak."""
     train, validation = run.series.get("reward"), run.series.get("eval_reward")
-    if train is None or validation is None:
+    if train is None or validation is None or len(train.finite.values) < FEWEST_STEPS:
         return None
-    rises, stays = trend(train.finite), trend(validation.finite)
-    if rises is None or stays is None or not rises.rises or stays.rises:
+    behind = left_behind(train.finite, validation.finite)
+    if behind is None:
         return None
+    trained, held_out, begins = behind
     return Alarm(
         "D03",
         "the training reward rises and validation does not follow",
         "warning",
         validation.name,
-        f"training gained {rises.change:+.3g}, validation {stays.change:+.3g} (interval {stays.low:+.3g} to {stays.high:+.3g})",
-        validation.tail(),
+        f"training gained {trained:+.3g}, validation {held_out:+.3g} at the same steps",
+        validation.finite.tail(),
         (
-            "read samples with the highest reward: is it reward hacking?",
+            "read samples with the highest reward: is it reward hacking? areal-debug reward probe",
             "compare the distribution of training and validation prompts",
             "fewer epochs, or more data",
         ),
         "score validation samples manually and compare with the reward function",
-        "AReaL, best practices; TRL, how to read the logs",
+        "AReaL, best practices; TRL, how to read the logs; over-optimisation (2210.10760)",
+        {},
+        begins,
+        f"all gains since step {begins} are gains in the training reward only",
     )
+
+
+def left_behind(train: Series, validation: Series) -> tuple[float, float, int] | None:
+    """Return the gains of training and validation, and the step from which they differ.
+
+    None if validation follows, training does not rise, or there are too few evaluations. Both are
+    compared at the steps of the evaluations. Validation is behind if its gain is within its noise,
+    if it lost half of what it had gained, or if it gained a quarter as much on a scale of 0 to 1.
+    """
+    values, count = validation.values, len(validation.values)
+    if count < FEWEST_EVALUATIONS:
+        return None
+    at = np.searchsorted(train.steps, validation.steps)
+    half = max(2, train.window // 2)
+    trained = np.array(
+        [
+            np.median(train.values[max(0, i - half) : i + half + 1])
+            for i in np.minimum(at, len(train.steps) - 1)
+        ]
+    )
+    third = max(1, count // 3)
+    gained = float(np.median(trained[-third:]) - np.median(trained[:third]))
+    start, end = float(np.median(values[:third])), float(np.median(values[-third:]))
+    noise = scatter_around(trained, validation)
+    if gained < 4 * train.noise or gained <= 0:
+        return None
+    peak = max(float(np.median(values[i : i + third])) for i in range(count - third + 1))
+    is_share = min(values.min(), train.values.min()) >= 0 and max(values.max(), train.values.max()) <= 1.25
+    stays = end - start < 3 * noise and (not is_share or end - start < 0.5 * gained)
+    fell = peak - end > max(0.5 * (peak - start), 3 * noise)
+    lags = is_share and end - start < 0.25 * gained and gained - (end - start) > 4 * noise
+    if not (stays or fell or lags):
+        return None
+    gap = Series(
+        validation.name,
+        validation.steps,
+        (trained - trained[0]) / gained - (values - values[0]) / max(peak - start, noise, 1e-12),
+    )
+    return gained, end - start, onset(gap, "up")
+
+
+def scatter_around(trained: Floats, validation: Series) -> float:
+    """Return the scatter of evaluations around a line in steps, or in the training reward."""
+    found = []
+    for x in (validation.steps.astype(np.float64), trained):
+        centred = x - x.mean()
+        slope = float(centred @ validation.values) / max(float(centred @ centred), 1e-12)
+        left = validation.values - validation.values.mean() - slope * centred
+        found.append(float(np.sqrt(left @ left / max(1, len(x) - 2))))
+    return min(found)
 
 
 def reward_fell_from_its_peak(run: Run) -> Alarm | None:
@@ -131,6 +214,8 @@ def reward_fell_from_its_peak(run: Run) -> Alarm | None:
         ),
         f"areal-debug goto RECORD --step {at}, then the same steps with half the learning rate",
         "own default: two windows below the peak by twice the scatter",
+        {},
+        onset(series.since(at), "down"),
     )
 
 

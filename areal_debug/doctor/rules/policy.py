@@ -1,13 +1,22 @@
 """Importance ratios near 1, rare clipping, stable entropy and gradients in the policy update."""
 
+import warnings
+
 import numpy as np
+import numpy.typing as npt
+from numpy.lib.stride_tricks import sliding_window_view
 
 from areal_debug.doctor.alarm import Alarm
+from areal_debug.doctor.onset import onset
 from areal_debug.doctor.read import Run
-from areal_debug.doctor.series import trend
+from areal_debug.doctor.rules.learning import ENOUGH_STEPS, gain_since, is_solved
+from areal_debug.doctor.series import Series, trend
 
 FAR_FROM_ONE = 0.05
 FAR_AT_ONE_MINIBATCH = 1e-3
+NEIGHBOURS = 31  # steps whose median a gradient norm is compared with
+SPIKE = 5.0  # times that median
+HIGH_SPIKE = 10.0  # of these, three are enough
 
 
 def importance_weight_off_one(run: Run) -> Alarm | None:
@@ -36,6 +45,35 @@ def importance_weight_off_one(run: Run) -> Alarm | None:
         "one step with actor.optimizer.lr=0: the weight must be exactly 1",
         "AReaL, best practices: importance_weight/avg must stay at 1; the limit is our own default",
         {"actor.ppo_n_minibatches": 1},
+        onset(Series(weight.name, series.steps, np.abs(series.values - 1)), "up"),
+    )
+
+
+def many_tokens_are_clipped(run: Run) -> Alarm | None:
+    """D12: most tokens are clipped, or several times as many as at first."""
+    clipped = run.series.get("clip_ratio")
+    if clipped is None:
+        return None
+    series = clipped.finite
+    is_most = series.sustained(lambda value: value > 0.5)
+    if (
+        not is_most
+        and not series.sustained(lambda value: value > 0.3)
+        and not (series.rose(3.0) and series.last > 0.2)
+    ):
+        return None
+    return Alarm(
+        "D12",
+        "more than half of the tokens are clipped" if is_most else "clipping saturates",
+        "error" if is_most else "warning",
+        clipped.name,
+        f"median {series.last:.3g} in the last {series.window} steps, {series.first:.3g} at first",
+        series.tail(),
+        ("a smaller learning rate", "fewer minibatches", "the same dtype in engine and trainer"),
+        "one step with actor.optimizer.lr=0: tokens clipped then differ in precision, not in policy",
+        "miles: above 0.5 lower the learning rate; PPO: 0.1 to 0.3 is usual; Hugging Face (2026-04): phantom clipping",
+        {},
+        onset(series, "up"),
     )
 
 
@@ -63,16 +101,18 @@ def never_moves(run: Run) -> Alarm | None:
         "areal-debug record show RECORD: rewards of each group, and the tokens in the loss mask",
         "a gradient of 0 changes nothing",
         {"actor.dynamic_sampling": True},
+        onset(series, "down"),
     )
 
 
 def entropy_collapses(run: Run) -> Alarm | None:
     """D15: entropy halved within two windows, or fell below a quarter of its first value."""
     entropy = run.series.get("entropy")
-    if entropy is None or len(entropy.finite.values) < 10:
+    if entropy is None or len(entropy.finite.values) < 10 or is_solved(run):
         return None
     series = entropy.finite
-    fast = series.last < 0.5 * series.before_last()
+    lost = series.before_last() - series.last
+    fast = lost > max(0.5 * series.before_last(), 4 * series.noise)
     if not fast and not series.sustained(lambda value: value < 0.25 * series.first):
         return None
     return Alarm(
@@ -90,7 +130,79 @@ def entropy_collapses(run: Run) -> Alarm | None:
         "the same run with actor.eps_clip_higher=0.28",
         "DAPO (2503.14476), section 3.1; the limits are our own defaults, since levels differ from model to model",
         {"actor.eps_clip_higher": 0.28},
+        onset(series, "down", in_ratios=True),
     )
+
+
+def entropy_rises(run: Run) -> Alarm | None:
+    """D19: entropy grows and the reward does not, or entropy is multiplied."""
+    entropy = run.series.get("entropy")
+    if entropy is None or not entropy.finite.rose(1.5):
+        return None
+    series = entropy.finite
+    begins = onset(series, "up")
+    gain = gain_since(run, begins)
+    is_multiplied = series.rose(3.0)
+    if not is_multiplied and (gain is None or gain.rises):
+        return None
+    return Alarm(
+        "D19",
+        "entropy explodes" if is_multiplied else "entropy rises without gaining reward",
+        "error" if is_multiplied else "warning",
+        entropy.name,
+        f"median {series.last:.3g} in the last {series.window} steps, {series.first:.3g} at first"
+        + (f"; the reward changed by {gain.change:+.3g} since step {begins}" if gain is not None else ""),
+        series.tail(),
+        (
+            "no bonus for entropy (actor.entropy_coef 0), and clip higher by less (actor.eps_clip_higher)",
+            "a smaller learning rate; a KL penalty (actor.kl_ctl)",
+            "read samples: mixed languages, noise after the answer, completions that never end?",
+            "does the engine sample what the trainer scores? areal-debug consistency RECORD",
+        ),
+        "the same run from the checkpoint before, with actor.entropy_coef=0",
+        "verl #2738, #6382 and Search-R1 #162: entropy rises before the collapse; the limits are our own defaults",
+        {"actor.entropy_coef": 0.0},
+        begins,
+    )
+
+
+def critic_fails(run: Run) -> Alarm | None:
+    """D28: the critic explains less than a constant does, or its loss rises again."""
+    explained, loss = run.series.get("explained_variance"), run.series.get("value_loss")
+    if explained is not None and explained.finite.sustained(lambda value: value < 0):
+        series, worse = explained.finite, onset(explained.finite, "down")
+        title = "the critic does not predict the returns"
+        found = f"explained variance {series.last:.3g}, below 0 is worse than a constant"
+    elif loss is not None and len(loss.finite.values) >= ENOUGH_STEPS and rises_from_its_lowest(loss.finite):
+        series, worse = loss.finite, onset(loss.finite, "up")
+        title = "the critic's loss diverges"
+        found = f"it had fallen, and is {series.last:.3g} in the last {series.window} steps, {series.first:.3g} at first"
+    else:
+        return None
+    return Alarm(
+        "D28",
+        title,
+        "warning",
+        series.name,
+        found,
+        series.tail(),
+        (
+            "a larger learning rate of the critic, or warm it up first",
+            "clip its gradients; normalise the returns",
+            "group normalisation without a critic",
+        ),
+        "train the critic alone on recorded steps",
+        "Stable Baselines 3 and TRL: explained variance must approach 1; the rest is our own default",
+        {},
+        worse,
+    )
+
+
+def rises_from_its_lowest(series: Series) -> bool:
+    """Return whether a loss fell first, and then rose beyond where it had begun."""
+    medians = np.median(sliding_window_view(series.values, min(series.window, len(series.values))), axis=1)
+    has_fallen = series.first - float(medians.min()) > 3 * series.noise
+    return has_fallen and series.rose(1.5) and series.last > 3 * float(medians.min())
 
 
 def policy_drifts_for_nothing(run: Run) -> Alarm | None:
@@ -117,21 +229,25 @@ def policy_drifts_for_nothing(run: Run) -> Alarm | None:
         ),
         "the same run with a tenth of the learning rate: KL must grow by less for the same reward",
         "own default: trends of both over the run",
+        {},
+        onset(divergence.finite, "up", in_ratios=True),
     )
 
 
 def gradients_spike(run: Run) -> Alarm | None:
-    """D17: single steps whose gradient norm is many times the median, or not finite."""
+    """D17: single steps whose gradient norm is many times that of their neighbours, or not finite.
+
+    By count (2 % of the steps beyond 5 times) or by size (three steps beyond 10 times).
+    """
     norm = run.series.get("grad_norm")
     if norm is None:
         return None
     bad = ~np.isfinite(norm.values)
     if not bad.any() and len(norm.values) < 5:
         return None
-    moving = norm.finite.values[norm.finite.values > 0]
-    usual = np.median(moving) if len(moving) else np.inf
-    spikes = bad if bad.any() else norm.values > 5 * usual
-    if not bad.any() and spikes.sum() < max(2, 0.02 * len(norm.values)):
+    times = np.where(bad, np.inf, times_the_neighbours(norm.values))
+    spikes, high = bad if bad.any() else times > SPIKE, times > HIGH_SPIKE
+    if not bad.any() and spikes.sum() < max(2, 0.02 * len(norm.values)) and high.sum() < 3:
         return None
     at = np.flatnonzero(spikes)
     first = int(norm.steps[at[0]])
@@ -141,7 +257,11 @@ def gradients_spike(run: Run) -> Alarm | None:
         "error" if bad.any() else "warning",
         norm.name,
         f"{len(at)} of {len(norm.values)} steps are "
-        + ("not finite" if bad.any() else f"beyond 5 times the median of {usual:.3g}"),
+        + (
+            "not finite"
+            if bad.any()
+            else f"beyond {SPIKE:g} times their neighbours, the largest {times.max():.0f} times"
+        ),
         tuple((int(norm.steps[i]), float(norm.values[i])) for i in at[:8]),
         (
             f"find the samples that {'break' if bad.any() else 'dominate'} step {first}: "
@@ -150,8 +270,26 @@ def gradients_spike(run: Run) -> Alarm | None:
             "were weights stale there? compare with the logprob difference",
         ),
         "replay the step without its largest sample: --filter",
-        "own default: 5 times the median; miles: a jump together with the logprob difference means stale weights",
+        "own default: by count and by size; miles: a jump together with the logprob difference means stale weights",
+        {},
+        first,
+        f"{len(at)} updates whose direction a few samples chose" if not bad.any() else "",
     )
+
+
+def times_the_neighbours(norms: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    """Return each norm over the median of its neighbours; 1 within 6 deviations of the run's noise."""
+    moving = np.where(np.isfinite(norms) & (norms > 0), norms, np.nan)
+    if np.isfinite(moving).sum() < 5:
+        return np.ones(len(norms))
+    half = NEIGHBOURS // 2
+    windows = sliding_window_view(np.pad(moving, half, constant_values=np.nan), NEIGHBOURS)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # a window of zeros only
+        usual = np.nanmedian(windows, axis=1)
+    ratios = np.nan_to_num(np.log(moving / usual), nan=0.0)
+    noise = float(np.median(np.abs(ratios[ratios != 0]))) / 0.6745 if ratios.any() else 0.0
+    return np.where(ratios > 6 * noise, np.exp(ratios), 1.0)
 
 
 def numbers_that_are_none(run: Run) -> Alarm | None:
@@ -179,6 +317,8 @@ def numbers_that_are_none(run: Run) -> Alarm | None:
         ),
         f"areal-debug goto RECORD --step {step}, and inspect the batch",
         "one value that is not finite makes every mean that contains it not finite",
+        {},
+        step,
     )
 
 
@@ -187,6 +327,9 @@ RULES = (
     numbers_that_are_none,
     never_moves,
     importance_weight_off_one,
+    many_tokens_are_clipped,
     entropy_collapses,
+    entropy_rises,
+    critic_fails,
     policy_drifts_for_nothing,
 )

@@ -1,27 +1,40 @@
 """Samples that grow longer without reward, are stale, fail, or carry wrong logprobs."""
 
+import numpy as np
+
 from areal_debug.doctor.alarm import Alarm
+from areal_debug.doctor.onset import onset
 from areal_debug.doctor.read import Run
-from areal_debug.doctor.rules.learning import SYNCHRONOUS
-from areal_debug.doctor.series import trend
+from areal_debug.doctor.rules.learning import SYNCHRONOUS, left_behind
+from areal_debug.doctor.rules.mismatch import explain_growth
+from areal_debug.doctor.series import Series, trend
+
+EXPLODES = 3.0  # times the first length
+DOUBLES = 2.0
+AFTER_A_START = 0.15  # share of the run: growth that begins later is a change, not the recipe
+TOGETHER = 0.9  # correlation of reward and length since the onset
 
 
 def grows_longer(run: Run) -> Alarm | None:
-    """D21: completions grow and the reward does not."""
+    """D21: completions grow for nothing, for a reward that validation does not share, or explode."""
     length, reward = run.series.get("length"), run.series.get("reward")
     if length is None or reward is None:
         return None
     grows, gains = trend(length.finite), trend(reward.finite)
-    if grows is None or gains is None or not grows.rises or gains.rises:
+    if grows is None or gains is None or not length.finite.rose(1.25):
         return None
-    if grows.change < 0.25 * length.finite.first:
+    begins = onset(length.finite, "up", in_ratios=True)
+    kind = why_longer(run, begins, grows.rises and not gains.rises)
+    if kind is None:
         return None
+    title, detail = kind
     return Alarm(
         "D21",
-        "completions grow longer without more reward",
+        title,
         "warning",
         length.name,
-        f"they grew by {grows.change:.0f} tokens from {length.finite.first:.0f}, the reward changed by {gains.change:+.3g}",
+        f"median {length.finite.first:.0f} tokens at first, {length.finite.last:.0f} at the end, the reward changed "
+        f"by {gains.change:+.3g}{detail}",
         length.tail(),
         (
             "a loss that does not favour length: Dr.GRPO (constant denominator), or DAPO's token mean",
@@ -31,6 +44,111 @@ def grows_longer(run: Run) -> Alarm | None:
         "reward against length over one step's samples: areal-debug view RECORD",
         "Dr.GRPO (2503.20783); DAPO (2503.14476), section 3.4",
         {"actor.overlong_reward_penalty": True},
+        begins,
+    )
+
+
+def why_longer(run: Run, begins: int, for_nothing: bool) -> tuple[str, str] | None:
+    """Return the title of a length that grew, and a phrase with the evidence; None if it may.
+
+    Completions may grow while the reward rises: reasoning gets longer. They may not if validation
+    stays behind, if samples are cut off increasingly, or if the length departs from a level in
+    mid-run and the reward follows it from that step on without validation to show for it.
+    """
+    length, reward = run.series["length"].finite, run.series["reward"].finite
+    validation, cut = run.series.get("eval_reward"), run.series.get("no_eos")
+    factor = length.last / max(length.first, 1e-12)
+    if for_nothing:
+        return "completions grow longer without more reward", ""
+    behind = left_behind(reward, validation.finite) if validation is not None else None
+    if factor >= 1.5 and behind is not None:
+        return (
+            "length is rewarded: completions grow, validation does not follow",
+            f", validation by {behind[1]:+.3g}",
+        )
+    if factor >= EXPLODES and cut is not None and cut.finite.rose(EXPLODES) and cut.finite.last > 0.02:
+        return (
+            "completions explode",
+            f"; {cut.finite.last:.3g} are cut off, {cut.finite.first:.3g} at first",
+        )
+    is_checked = validation is not None and trend(validation.finite) is not None
+    later, paid = length.since(begins), reward.since(begins)
+    start = begins - int(length.steps[0])
+    if is_checked or factor < DOUBLES or len(later.values) < 10 or len(later.values) != len(paid.values):
+        return None
+    steady = length.values[length.steps < begins]
+    if (
+        start < AFTER_A_START * (length.steps[-1] - length.steps[0])
+        or np.ptp(np.array_split(steady, 2)[1]) > length.last - length.first
+    ):
+        return None
+    together = float(np.corrcoef(smooth(later), smooth(paid))[0, 1])
+    if together < TOGETHER:
+        return None
+    return (
+        "length may be rewarded: completions grow suddenly, and the reward with them",
+        f"; since step {begins} they correlate with {together:.2f}, and no validation shows that it is learning",
+    )
+
+
+def smooth(series: Series) -> np.ndarray:
+    """Return medians of consecutive windows."""
+    parts = np.array_split(series.values, max(5, min(40, len(series.values) // 5)))
+    return np.array([np.median(part) for part in parts])
+
+
+def completions_shrink(run: Run) -> Alarm | None:
+    """D40: completions shrink to a fraction, and the reward or validation does not rise."""
+    length, reward = run.series.get("length"), run.series.get("reward")
+    if length is None or reward is None or not length.finite.fell(0.33):
+        return None
+    series, gains, validation = length.finite, trend(reward.finite), run.series.get("eval_reward")
+    behind = left_behind(reward.finite, validation.finite) if validation is not None else None
+    if gains is None or (gains.rises and behind is None):
+        return None
+    return Alarm(
+        "D40",
+        "completions collapse to short ones",
+        "warning",
+        length.name,
+        f"median {series.first:.0f} tokens at first, {series.last:.0f} at the end, the reward changed by {gains.change:+.3g}",
+        series.tail(),
+        (
+            "read samples: do they answer without working it out, refuse, or end at once?",
+            "does a length penalty, or a mean over the tokens of a sample, favour short answers?",
+            "a KL penalty (actor.kl_ctl)",
+        ),
+        "reward against length over one step's samples: areal-debug view RECORD",
+        "Dr.GRPO (2503.20783): a mean over the sample's tokens favours short right answers; own default: a third",
+        {},
+        onset(series, "down", in_ratios=True),
+    )
+
+
+def answers_repeat(run: Run) -> Alarm | None:
+    """D35: the share of repetition in completions grows."""
+    repetition = run.series.get("repetition")
+    if repetition is None:
+        return None
+    series = repetition.finite
+    if not (series.rose(3.0) and series.last > 0.1) and not series.sustained(lambda value: value > 0.4):
+        return None
+    return Alarm(
+        "D35",
+        "completions repeat themselves",
+        "error" if series.last > 0.4 else "warning",
+        repetition.name,
+        f"median {series.last:.3g} in the last {series.window} steps, {series.first:.3g} at first",
+        series.tail(),
+        (
+            "go back to the checkpoint before the onset",
+            "is repetition rewarded? a length term, or truncated samples that are paid: areal-debug reward probe",
+            "a penalty for repetition; a smaller learning rate; a KL penalty (actor.kl_ctl)",
+        ),
+        "read ten samples of the last step: areal-debug view RECORD",
+        "slime logs repetition_frac, rlprobe names a repetition spiral; the limits are our own defaults",
+        {},
+        onset(series, "up"),
     )
 
 
@@ -58,34 +176,44 @@ def samples_are_old(run: Run) -> Alarm | None:
         "the synchronous baseline",
         "own default; AReaL bounds staleness by max_head_offpolicyness",
         SYNCHRONOUS,
+        onset(series, "up"),
     )
 
 
 def engine_disagrees(run: Run) -> Alarm | None:
-    """D24: logprobs of engine and trainer differ, from the start or from some step on."""
+    """D24: logprobs of engine and trainer differ, from the start or from some step on.
+
+    A growth is split into longer completions, entropy, and what remains: the weights.
+    """
     difference = run.series.get("logprob_difference") or run.series.get("k3")
     if difference is None:
         return None
     series, is_k3 = difference.finite, "logprob_difference" not in run.series
     limit = 0.015 if is_k3 else 0.03
     jumped = series.sustained(lambda value: value > 2.5 * series.first) and series.last > limit / 3
-    if not jumped and not series.sustained(lambda value: value > limit):
+    grows = series.rose(1.5) and series.last > limit / 3
+    if not jumped and not grows and not series.sustained(lambda value: value > limit):
         return None
+    begins = onset(series, "up", in_ratios=True)
     return Alarm(
         "D24",
-        "engine and trainer drift apart" if jumped else "engine and trainer disagree",
-        "error",
+        "engine and trainer drift apart" if jumped or grows else "engine and trainer disagree",
+        "error" if jumped or series.last > limit else "warning",
         difference.name,
-        f"median {series.last:.3g} in the last {series.window} steps, {series.first:.3g} at the beginning (limit {limit:g})",
+        f"median {series.last:.3g} in the last {series.window} steps, {series.first:.3g} at the beginning (limit {limit:g})"
+        + (explain_growth(run, series) if jumped or grows else ""),
         series.tail(),
         (
             "name the cause: areal-debug consistency RECORD --previous CHECKPOINT",
             "compare weights after every weight sync: rollout.verify_weights_every=1",
             "flush the prefix cache at every weight sync",
+            "a growth by longer completions: lower the learning rate as they grow",
         ),
         "areal-debug consistency on one step before and one after the rise",
-        "miles: mean |D| above 0.03; prime-rl: KL above 0.015; vime#64: a rise from 0.011 to 0.036 was a stale engine",
+        "miles: mean |D| above 0.03; prime-rl: KL above 0.015; vime#64: a rise from 0.011 to 0.036 was a stale engine; "
+        "2602.01826: it grows with length and gradient noise",
         {"rollout.verify_weights_every": 1, "consistency.every_k_steps": 1},
+        begins,
     )
 
 
@@ -110,6 +238,9 @@ def episodes_fail(run: Run) -> Alarm | None:
         ),
         "areal-debug agent stress with the concurrency of training",
         "prime-rl: sustained errors above 5 %",
+        {},
+        onset(failed.finite, "up"),
+        f"{count:.0f} prompts",
     )
 
 
@@ -117,5 +248,7 @@ RULES = (
     engine_disagrees,
     samples_are_old,
     grows_longer,
+    completions_shrink,
+    answers_repeat,
     episodes_fail,
 )

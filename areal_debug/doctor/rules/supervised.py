@@ -7,6 +7,7 @@ import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
 from areal_debug.doctor.alarm import Alarm
+from areal_debug.doctor.onset import onset
 from areal_debug.doctor.read import Run
 from areal_debug.doctor.rules.learning import ENOUGH_STEPS
 from areal_debug.doctor.series import FEWEST_STEPS, Series, trend
@@ -39,6 +40,8 @@ def loss_does_not_fall(run: Run) -> Alarm | None:
         ),
         "train on one batch repeatedly: if its loss does not go towards 0, the training is broken, not the data",
         "a supervised loss that does not fall means no learning; Theil-Sen slope with block bootstrap",
+        {},
+        onset(loss.finite, "up"),
     )
 
 
@@ -74,6 +77,8 @@ def held_out_loss_rises(run: Run) -> Alarm | None:
         ),
         f"the same run with total_train_steps={at + 1}: its last held-out loss must be the lowest",
         "own default: by 5 % of the best and twice the scatter, over two windows or more; Theil-Sen slope with block bootstrap",
+        {},
+        at,
     )
 
 
@@ -97,6 +102,8 @@ def preferences_are_chance(run: Run) -> Alarm | None:
         ),
         "train on 32 pairs repeatedly: their accuracy must reach 1",
         "0.5 is the accuracy of guessing",
+        {},
+        onset(series, "down"),
     )
 
 
@@ -124,6 +131,7 @@ def chosen_answers_lose_probability(run: Run) -> Alarm | None:
         "the same run with a tenth of the learning rate: does the accuracy rise without the fall?",
         "likelihood displacement (2410.08847)",
         {"actor.loss_type": "ipo"},
+        onset(chosen.finite, "down"),
     )
 
 

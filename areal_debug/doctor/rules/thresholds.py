@@ -5,8 +5,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from areal_debug.doctor.alarm import Alarm
+from areal_debug.doctor.onset import Worse, onset
 from areal_debug.doctor.read import Run
 from areal_debug.doctor.rules.learning import SYNCHRONOUS
+from areal_debug.doctor.series import Series
 
 NAME_THE_CAUSE = "check whether the engine's logprobs are right: areal-debug consistency RECORD"
 
@@ -15,7 +17,8 @@ NAME_THE_CAUSE = "check whether the engine's logprobs are right: areal-debug con
 class Threshold:
     """A limit on the median of a window.
 
-    `is_severe` makes a warning an error; `limit` is the text of the limit.
+    `is_severe` makes a warning an error; `limit` is the text of the limit. `target` is the value
+    that the metric should have: its distance to it is what gets worse; None: its value does.
     """
 
     id: str
@@ -28,6 +31,8 @@ class Threshold:
     experiment: str
     source: str
     overrides: dict[str, Any] = field(default_factory=dict)
+    worse: Worse = "up"
+    target: float | None = None
 
 
 def beyond(threshold: Threshold, run: Run) -> Alarm | None:
@@ -35,7 +40,9 @@ def beyond(threshold: Threshold, run: Run) -> Alarm | None:
     series = run.series.get(threshold.quantity)
     if series is None or not series.finite.sustained(threshold.is_bad):
         return None
-    last = series.finite.last
+    last, judged = series.finite.last, series.finite
+    if threshold.target is not None:
+        judged = Series(series.name, judged.steps, abs(judged.values - threshold.target))
     return Alarm(
         threshold.id,
         threshold.title,
@@ -47,17 +54,13 @@ def beyond(threshold: Threshold, run: Run) -> Alarm | None:
         threshold.experiment,
         threshold.source,
         threshold.overrides,
+        onset(judged, threshold.worse),
     )
 
 
 def never(value: float) -> bool:
     """Return False: the alarm stays a warning."""
     return False
-
-
-def always(value: float) -> bool:
-    """Return True: the alarm is always an error."""
-    return True
 
 
 THRESHOLDS = (
@@ -76,17 +79,7 @@ THRESHOLDS = (
         "the synchronous baseline: a deviation that remains is not due to staleness",
         "AReaL, best practices; the limit is our own default",
         SYNCHRONOUS,
-    ),
-    Threshold(
-        "D12",
-        "clip_ratio",
-        "more than half of the tokens are clipped",
-        "more than 0.5",
-        lambda value: value > 0.5,
-        always,
-        ("a smaller learning rate", "fewer minibatches", "the same dtype in engine and trainer"),
-        "one step with actor.optimizer.lr=0: tokens clipped then differ in precision, not in policy",
-        "miles: above 0.5 lower the learning rate; Hugging Face (2026-04): phantom clipping",
+        target=1.0,
     ),
     Threshold(
         "D14",
@@ -98,6 +91,7 @@ THRESHOLDS = (
         ("a smaller learning rate", "fewer minibatches", "a smaller actor.eps_clip"),
         "the same steps from a record with half the learning rate: areal-debug replay RECORD actor.optimizer.lr=...",
         "approximate KL of 0.02 to 0.05 an update is the usual limit (Spinning Up, CleanRL)",
+        target=0.0,
     ),
     Threshold(
         "D20",
@@ -116,22 +110,6 @@ THRESHOLDS = (
         "AReaL, best practices: no_eos_ratios above 0.05",
     ),
     Threshold(
-        "D22",
-        "zero_variance_groups",
-        "most groups have equal rewards",
-        "more than 0.5 of them",
-        lambda value: value > 0.5,
-        lambda value: value > 0.8,
-        (
-            "drop such groups: actor.dynamic_sampling",
-            "harder prompts if rewards are high, easier ones if they are low",
-            "more samples a prompt (gconfig.n_samples)",
-        ),
-        "the same run with dynamic sampling",
-        "TRL, frac_reward_zero_std; DAPO (2503.14476), section 3.2",
-        {"actor.dynamic_sampling": True},
-    ),
-    Threshold(
         "D25",
         "effective_samples",
         "small effective sample size after importance weighting",
@@ -142,6 +120,7 @@ THRESHOLDS = (
         "the synchronous baseline",
         "verl: below 0.3 is severe; on-policy runs stay above 0.99",
         SYNCHRONOUS,
+        worse="down",
     ),
     Threshold(
         "D26",
@@ -154,16 +133,5 @@ THRESHOLDS = (
         "the synchronous baseline: tokens dropped there show a mismatch, not staleness",
         "own default (5 %, 20 %); SkyRL reports collapse at about 45 %",
         SYNCHRONOUS,
-    ),
-    Threshold(
-        "D28",
-        "explained_variance",
-        "the critic does not predict the returns",
-        "below 0, worse than a constant",
-        lambda value: value < 0,
-        never,
-        ("a larger learning rate of the critic, or warm it up first", "group normalisation without a critic"),
-        "train the critic alone on recorded steps",
-        "Stable Baselines 3 and TRL: explained variance must approach 1",
     ),
 )

@@ -1,0 +1,86 @@
+"""A curve fitted to the reward: where it levels off, and how much there is left to gain."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from areal_debug.doctor.alarm import Alarm
+from areal_debug.doctor.read import Run
+from areal_debug.doctor.rules.groups import MOST_ALIKE
+from areal_debug.doctor.rules.learning import EXPERIMENTS, is_solved
+from areal_debug.doctor.series import Floats, Series, binned, trend
+
+FLAT_SHARE = 0.5  # of the run
+REACHED = 0.95  # of the gain
+LEAST_STEPS = 40
+
+
+@dataclass(frozen=True)
+class Fit:
+    """A saturating curve: `low` to `ceiling`; at step `reached` 95 % of the gain were made."""
+
+    low: float
+    ceiling: float
+    reached: int
+
+
+def fit_curve(series: Series) -> Fit:
+    """Fit a sigmoid, or an exponential approach, to medians of bins by least squares.
+
+    Centre and width are searched on a grid, level and gain are solved for. Source of the shape:
+    ScaleRL (2510.13786), reward against compute.
+    """
+    x, y = binned(series)
+    at = (x - x[0]) / max(x[-1] - x[0], 1.0)
+    curves: list[Floats] = [1 - np.exp(-at / tau) for tau in np.geomspace(0.03, 1.5, 24)]
+    for middle in np.linspace(0.0, 1.0, 21):
+        curves += [1 / (1 + np.exp(-(at - middle) / width)) for width in np.geomspace(0.02, 0.4, 10)]
+    shapes = np.stack(curves)
+    centred = shapes - shapes.mean(axis=1, keepdims=True)
+    gains = centred @ (y - y.mean()) / np.maximum((centred**2).sum(axis=1), 1e-12)
+    best = int(np.argmax(gains**2 * (centred**2).sum(axis=1)))
+    fitted = y.mean() + gains[best] * centred[best]
+    target = fitted[0] + REACHED * (fitted[-1] - fitted[0])
+    reached = int(np.argmax((fitted >= target) if gains[best] > 0 else (fitted <= target)))
+    return Fit(float(fitted[0]), float(fitted[-1]), int(x[reached]))
+
+
+def reward_levels_off(run: Run) -> Alarm | None:
+    """D05: the reward rose, reached its ceiling early, and gained nothing in half of the run."""
+    reward, alike = run.series.get("reward"), run.series.get("zero_variance_groups")
+    if reward is None or len(reward.finite.values) < LEAST_STEPS or is_solved(run):
+        return None
+    if alike is not None and alike.finite.sustained(lambda value: value > MOST_ALIKE):
+        return None  # the reason is known: D22
+    series = reward.finite
+    fit = fit_curve(series)
+    gain, length = fit.ceiling - fit.low, int(series.steps[-1] - series.steps[0])
+    flat = series.since(fit.reached)
+    late = trend(flat)
+    if gain < 4 * series.noise or late is None or series.steps[-1] - fit.reached < FLAT_SHARE * length:
+        return None
+    if late.rises or late.change > 0.1 * gain or late.high > 0.25 * gain:
+        return None
+    idle = int(series.steps[-1] - fit.reached)
+    return Alarm(
+        "D05",
+        "the reward has levelled off",
+        "warning",
+        reward.name,
+        f"the fitted curve rises from {fit.low:.3g} to a ceiling of {fit.ceiling:.3g}; {100 * REACHED:.0f} % of that was "
+        f"reached at step {fit.reached}, and the {idle} steps since then changed it by {late.change:+.2g}",
+        ((fit.reached, fit.low + REACHED * gain), *series.tail(3)),
+        (
+            f"stop here, or go on from the checkpoint of step {fit.reached} with another recipe",
+            *EXPERIMENTS[2:],
+            "what limits it? entropy near 0 (no exploration), groups of equal rewards, samples cut off",
+        ),
+        f"from the checkpoint of step {fit.reached}, with twice the samples a prompt, or with harder and new prompts",
+        "ScaleRL (2510.13786): reward is a sigmoid of compute; the limits are our own defaults",
+        {},
+        fit.reached,
+        f"{idle} steps without a gain",
+    )
+
+
+RULES = (reward_levels_off,)

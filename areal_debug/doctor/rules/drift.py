@@ -1,0 +1,119 @@
+"""Distance to the reference policy: how fast it grows, and at which positions."""
+
+import re
+from collections.abc import Iterable
+
+import numpy as np
+
+from areal_debug.doctor.alarm import Alarm
+from areal_debug.doctor.onset import onset
+from areal_debug.doctor.read import Run
+from areal_debug.doctor.series import Series, trend
+
+FAR = 1.0  # nat a token
+GROWTH = 10.0
+WORTH_A_LOOK = 0.2  # nat a token
+SPEEDS_UP = 4.0  # growth in the last third of the run over that in the first
+POSITION = re.compile(r"kl\w*(?:pos|bucket)\w*[/_.-](\d+)$", re.I)
+AHEAD = 4.0  # KL of one position over the median of the others
+
+
+def divergence_explodes(run: Run) -> Alarm | None:
+    """D29: the KL divergence to the reference is multiplied, whatever the reward does."""
+    divergence = run.series.get("reference_kl")
+    if divergence is None or not divergence.finite.rose(GROWTH):
+        return None
+    series, reward = divergence.finite, run.series.get("reward")
+    is_far = series.sustained(lambda value: value > FAR)
+    if not is_far and not (series.last > WORTH_A_LOOK and outruns_reward(series, reward)):
+        return None
+    gains = trend(reward.finite) if reward is not None else None
+    return Alarm(
+        "D29",
+        "the KL to the reference explodes",
+        "error" if is_far else "warning",
+        divergence.name,
+        f"median {series.last:.3g} in the last {series.window} steps, {series.first:.3g} at first "
+        f"({series.last / max(series.first, 1e-12):.0f} times)"
+        + (f"; the reward changed by {gains.change:+.3g}" if gains is not None else ""),
+        series.tail(),
+        (
+            "go back to the checkpoint before the onset",
+            "a larger actor.kl_ctl, or a smaller learning rate from there",
+            "read samples: a policy this far away often exploits the reward",
+        ),
+        "the same steps with half the learning rate: KL must grow by less for the same reward",
+        "scaling laws for over-optimisation (2210.10760): the true reward falls with distance; "
+        f"limits of our own: {GROWTH:.0f} times, and {FAR:g} nat a token or faster than the reward",
+        {},
+        onset(series, "up", in_ratios=True),
+    )
+
+
+def outruns_reward(series: Series, reward: Series | None) -> bool:
+    """Return whether KL speeds up in the last third of the run, and the reward does not with it."""
+    early, _, late = thirds(series)
+    if late < SPEEDS_UP * max(early, series.noise):
+        return False
+    if reward is None or len(reward.finite.values) < 3:
+        return True
+    gained = thirds(reward.finite)
+    total, grown = sum(gained), early + late
+    return total <= 0 or late / grown > gained[2] / total + 0.3
+
+
+def thirds(series: Series) -> tuple[float, float, float]:
+    """Return the change over each third of the run, between medians of windows."""
+    count, half = len(series.values), max(2, series.window // 2)
+    at = [0, count // 3, 2 * count // 3, count]
+    levels = [float(np.median(series.values[max(0, i - half) : i + half])) for i in at[:-1]] + [series.last]
+    return levels[1] - levels[0], levels[2] - levels[1], levels[3] - levels[2]
+
+
+def one_position_drifts(run: Run) -> Alarm | None:
+    """D30: the KL to the reference grows at some positions and not at the others."""
+    positions = by_position(run)
+    if len(positions) < 3:
+        return None
+    last = {number: series.last for number, series in positions.items()}
+    ahead = max(last, key=lambda number: last[number])
+    series = positions[ahead]
+    others = float(np.median([value for number, value in last.items() if number != ahead]))
+    before = float(np.median([one.first for number, one in positions.items() if number != ahead]))
+    if not series.rose(AHEAD) or series.last < AHEAD * others:
+        return None
+    if series.last / max(others, 1e-12) < AHEAD / 2 * series.first / max(before, 1e-12):
+        return None  # it was ahead from the beginning
+    return Alarm(
+        "D30",
+        "the policy drifts from its reference at some positions only",
+        "warning",
+        series.name,
+        f"KL at position {ahead} of {len(positions)}: median {series.last:.3g} in the last {series.window} steps, "
+        f"{series.first:.3g} at first; the median of the others is {others:.3g}",
+        series.tail(),
+        (
+            "read what stands there: "
+            + ("an opening phrase" if ahead == min(positions) else "where answers end, or what follows")
+            + " that the reward pays for?",
+            "does the chat template, or the loss mask, differ from the reference's at these positions?",
+            "a KL penalty per token (actor.kl_ctl) weighs such positions most",
+        ),
+        "areal-debug view RECORD: tokens with the largest difference to the reference",
+        "rlprobe names it asymmetric drift; own default: 4 times the other positions",
+        {},
+        onset(series, "up", in_ratios=True),
+    )
+
+
+def by_position(run: Run) -> dict[int, Series]:
+    """Return the KL series of each position, or bucket of positions, ascending."""
+    found: Iterable[tuple[int, Series]] = (
+        (int(match[1]), series.finite)
+        for name, series in run.by_name.items()
+        if (match := POSITION.search(name)) is not None
+    )
+    return {number: series for number, series in sorted(found, key=lambda one: one[0]) if len(series.values)}
+
+
+RULES = (divergence_explodes, one_position_drifts)

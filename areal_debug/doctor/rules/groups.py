@@ -1,0 +1,178 @@
+"""Groups and advantages that carry no gradient: all right, all wrong, or of equal reward."""
+
+from typing import Literal
+
+import numpy as np
+
+from areal_debug.doctor.alarm import Alarm
+from areal_debug.doctor.onset import onset
+from areal_debug.doctor.read import Run
+from areal_debug.doctor.rules.learning import is_solved
+from areal_debug.doctor.series import FEWEST_STEPS, Series
+
+Kind = Literal["right", "wrong", "mixed", "unknown"]
+
+MOST_ALIKE = 0.5  # of the groups
+MOST_ZERO = 0.1  # of the steps
+VANISHED = 0.2  # of the first spread
+ADVICE: dict[Kind, tuple[str, ...]] = {
+    "right": (
+        "harder prompts: these are solved, more steps on them teach nothing",
+        "drop solved prompts from the data, and solved groups from the batch (actor.dynamic_sampling)",
+        "more samples a prompt (gconfig.n_samples), so that some fail",
+    ),
+    "wrong": (
+        "easier prompts first, or fine-tune on solutions (SFT): no sample earns a reward",
+        "read samples of such groups: is the answer right and the verifier wrong? areal-debug reward probe",
+        "more samples a prompt (gconfig.n_samples), a larger gconfig.max_new_tokens",
+    ),
+    "mixed": (
+        "drop such groups: actor.dynamic_sampling",
+        "more samples a prompt (gconfig.n_samples)",
+        "is the reward too coarse? a reward with steps separates samples of one group",
+    ),
+}
+ADVICE["unknown"] = (
+    "drop such groups: actor.dynamic_sampling",
+    "harder prompts if rewards are high, easier ones if they are low",
+    "more samples a prompt (gconfig.n_samples)",
+)
+TITLES: dict[Kind, str] = {
+    "right": "most groups have equal rewards: all answers are right",
+    "wrong": "most groups have equal rewards: all answers are wrong",
+    "mixed": "most groups have equal rewards, right ones and wrong ones",
+    "unknown": "most groups have equal rewards",
+}
+
+
+def groups_are_alike(run: Run) -> Alarm | None:
+    """D22: most groups have equal rewards, so their advantages are 0."""
+    alike = run.series.get("zero_variance_groups")
+    if alike is None or not alike.finite.sustained(lambda value: value > MOST_ALIKE):
+        return None
+    series = alike.finite
+    kind, why = kind_of(run, series.last)
+    begins = onset(series, "up")
+    wasted = float(np.mean(series.since(begins).values))
+    return Alarm(
+        "D22",
+        TITLES[kind],
+        "error" if series.last > 0.8 else "warning",
+        alike.name,
+        f"median {series.last:.3g} of the groups in the last {series.window} steps (more than {MOST_ALIKE}){why}",
+        series.tail(),
+        ADVICE[kind],
+        "the same run with dynamic sampling: the reward must rise in fewer steps",
+        "TRL, frac_reward_zero_std; DAPO (2503.14476), section 3.2",
+        {"actor.dynamic_sampling": True},
+        begins,
+        f"{100 * wasted:.0f} % of the samples since step {begins} gave no gradient",
+    )
+
+
+def kind_of(run: Run, alike: float) -> tuple[Kind, str]:
+    """Return what groups of equal rewards have in common, and a phrase that says why.
+
+    `alike` is the share of such groups. Counts of solved and failed groups decide where they are
+    logged. Otherwise the reward on its scale does: groups that differ are taken to be half right.
+    """
+    solved, failed = run.series.get("solved_groups"), run.series.get("failed_groups")
+    if solved is not None and failed is not None and len(solved.values) and len(failed.values):
+        right = solved.finite.last / max(1e-12, solved.finite.last + failed.finite.last)
+        why = f"; {solved.name} {solved.finite.last:.3g}, {failed.name} {failed.finite.last:.3g}"
+    else:
+        level = level_of_reward(run)
+        if level is None:
+            return "unknown", ""
+        right = float(np.clip((level - (1 - alike) / 2) / max(alike, 1e-12), 0, 1))
+        why = f"; the reward is at {level:.2f} of its scale"
+    if right >= 2 / 3:
+        return "right", why
+    return ("wrong" if right <= 1 / 3 else "mixed"), why
+
+
+def level_of_reward(run: Run) -> float | None:
+    """Return the last reward on the scale from all wrong (0) to all right (1); None if unknown.
+
+    The scale is that of the logged extremes, or 0 to 1. Rewards above 1 are a sum: then the median
+    counts as a share of the largest whole number below it.
+    """
+    reward = run.series.get("reward")
+    if reward is None or len(reward.finite.values) < FEWEST_STEPS:
+        return None
+    high, low = run.series.get("reward_max"), run.series.get("reward_min")
+    level = reward.finite.last
+    if high is not None and low is not None:
+        top, bottom = float(np.max(high.finite.values)), float(np.min(low.finite.values))
+    else:
+        top, bottom = max(1.0, float(np.floor(level))), min(0.0, float(reward.finite.values.min()))
+    return float(np.clip((level - bottom) / max(top - bottom, 1e-12), 0, 1))
+
+
+def advantages_vanish(run: Run) -> Alarm | None:
+    """D33: the spread of advantages, or of rewards, falls to a fraction of what it was."""
+    series = spread_of(run)
+    if series is None or not series.fell(VANISHED) or is_solved(run):
+        return None
+    return Alarm(
+        "D33",
+        "advantages vanish" if "adv" in series.name else "the spread of rewards vanishes",
+        "error" if series.last < 0.5 * VANISHED * series.first else "warning",
+        series.name,
+        f"median {series.last:.3g} in the last {series.window} steps, {series.first:.3g} at first",
+        series.tail(),
+        (
+            "are the rewards of each group equal? drop such groups (actor.dynamic_sampling)",
+            "prompts that the model solves sometimes: neither always nor never",
+            "is the reward clipped or rounded to one value? areal-debug reward probe",
+        ),
+        "areal-debug view RECORD: the rewards of the groups of one step before and one after the fall",
+        "GRPO (2402.03300): the advantage is the distance to the group's mean; DAPO (2503.14476), section 3.2",
+        {"actor.dynamic_sampling": True},
+        onset(series, "down"),
+    )
+
+
+def spread_of(run: Run) -> Series | None:
+    """Return the spread of advantages, or of rewards, of each step; None if neither is logged."""
+    for name in ("advantage_std", "reward_std"):
+        if name in run.series and len(run.series[name].finite.values) >= FEWEST_STEPS:
+            return run.series[name].finite
+    high, low = run.series.get("advantage_max"), run.series.get("advantage_min")
+    if high is None or low is None or not np.array_equal(high.finite.steps, low.finite.steps):
+        return None
+    return Series(high.name, high.finite.steps, high.finite.values - low.finite.values)
+
+
+def steps_without_gradient(run: Run) -> Alarm | None:
+    """D34: the gradient norm of some steps is 0; if it is 0 at the end, that is D13."""
+    norm = run.series.get("grad_norm")
+    if norm is None or len(norm.finite.values) < FEWEST_STEPS:
+        return None
+    series = norm.finite
+    zero = series.values == 0.0
+    ends_so = series.sustained(lambda value: value == 0.0)
+    if ends_so or zero.sum() < 5 or zero.mean() <= MOST_ZERO:
+        return None
+    at = np.flatnonzero(zero)
+    return Alarm(
+        "D34",
+        "steps without a gradient",
+        "error" if zero.mean() > 0.5 else "warning",
+        norm.name,
+        f"the norm is exactly 0 in {len(at)} of {len(zero)} steps ({100 * zero.mean():.0f} %)",
+        tuple((int(series.steps[i]), 0.0) for i in at[:8]),
+        (
+            "all groups of these steps have equal rewards: drop such groups (actor.dynamic_sampling)",
+            "a larger batch, so that no step consists of such groups only",
+            "is the loss mask of these steps empty?",
+        ),
+        f"areal-debug record show RECORD: rewards of each group of step {int(series.steps[at[0]])}",
+        "a gradient of 0 changes nothing; DAPO (2503.14476), section 3.2",
+        {"actor.dynamic_sampling": True},
+        int(series.steps[at[0]]),
+        f"{len(at)} steps changed no weight",
+    )
+
+
+RULES = (groups_are_alike, advantages_vanish, steps_without_gradient)

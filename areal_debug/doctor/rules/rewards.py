@@ -1,0 +1,159 @@
+"""What the reward is made of: terms for form that crowd out the task, dead terms, filtered rewards."""
+
+import re
+
+import numpy as np
+
+from areal_debug.doctor.alarm import Alarm
+from areal_debug.doctor.onset import onset
+from areal_debug.doctor.read import Run
+from areal_debug.doctor.rules.learning import ENOUGH_STEPS
+from areal_debug.doctor.series import Series, binned, trend
+
+# `rewards/NAME/mean` of TRL, and spellings that users choose
+TERM = re.compile(r"^(?:rewards|reward_components?|reward(?=/[^/]+/mean$))/(?P<name>[^/]+)(?:/mean)?$")
+NOT_A_TERM = {"mean", "std", "max", "min", "chosen", "rejected", "margins", "accuracies", "total"}
+OF_FORM = re.compile(r"format|tag|xml|json|style|structur|template|think|boxed|syntax|length|brevity", re.I)
+DOMINATES = 0.5  # share of the reward
+TIMES_THE_TASK = 2.0  # gain of the terms for form over that of the task
+STILL_RISING = 0.1  # share of the gain that falls into the last fifth
+
+
+def terms_of(run: Run) -> dict[str, Series]:
+    """Return the logged means of the reward's terms, by the term's name."""
+    found = {}
+    for name, series in run.by_name.items():
+        match = TERM.match(name)
+        if match and match["name"] not in NOT_A_TERM and len(series.finite.values) >= ENOUGH_STEPS:
+            found[match["name"]] = series.finite
+    return found
+
+
+def form_dominates(run: Run) -> Alarm | None:
+    """D31: the reward rises by terms for form (format, tags, length) and not by the task."""
+    terms, reward = terms_of(run), run.series.get("reward")
+    of_form = [name for name in terms if OF_FORM.search(name)]
+    if reward is None or not of_form or len(of_form) == len(terms):
+        return None
+    weights = weights_of(terms, reward.finite)
+    if weights is None:
+        return None
+    form = weighted(terms, {name: weights[name] for name in of_form})
+    task = weighted(terms, {name: weight for name, weight in weights.items() if name not in of_form})
+    begins = onset(form, "up")
+    later, task_later = form.since(begins), task.since(begins)
+    if len(later.values) < ENOUGH_STEPS:
+        return None
+    gain, task_gain = later.last - later.first, task_later.last - task_later.first
+    share = form.last / max(form.last + task.last, 1e-12)
+    fifth = later.values[-max(5, len(later.values) // 5) :]
+    middle = len(fifth) // 2
+    recent = float(np.median(fifth[middle:]) - np.median(fifth[:middle]))
+    is_settled = recent < max(STILL_RISING * gain, 3 * form.noise / np.sqrt(max(1, middle)))
+    outweighs = gain > 3 * form.noise and gain > TIMES_THE_TASK * max(0.0, task_gain)
+    if share < DOMINATES or not outweighs or not is_settled:
+        return None
+    largest = max(of_form, key=lambda name: weights[name] * terms[name].last)
+    return Alarm(
+        "D31",
+        "format is rewarded more than the task"
+        if "format" in largest.lower()
+        else "form is rewarded more than the task",
+        "warning",
+        terms[largest].name,
+        f"since step {begins} {', '.join(of_form)} gained {gain:.3g}, the other terms {task_gain:+.3g}; "
+        f"they are {100 * share:.0f} % of the reward at the end",
+        terms[largest].tail(),
+        (
+            "a smaller weight for form, or pay it only if the answer is right",
+            "remove the term once it is earned always: it has no gradient then",
+            "read samples with a high reward and a wrong answer",
+        ),
+        "the same run without the terms for form: does the task's reward rise?",
+        "rldoctor and rlprobe name it format domination and format gaming; the limits are our own defaults",
+        {},
+        begins,
+    )
+
+
+def weights_of(terms: dict[str, Series], reward: Series) -> dict[str, float] | None:
+    """Fit the weights with which the terms add up to the reward; None if the steps differ.
+
+    Weights of 1 are returned where the fit is not possible or negative.
+    """
+    if any(not np.array_equal(series.steps, reward.steps) for series in terms.values()):
+        return None
+    columns = np.stack([binned(series)[1] for series in terms.values()], axis=1)
+    fitted = np.linalg.lstsq(columns, binned(reward)[1], rcond=None)[0]
+    if (fitted < 0).any():
+        fitted = np.ones(len(terms))
+    return dict(zip(terms, fitted.tolist(), strict=True))
+
+
+def weighted(terms: dict[str, Series], weights: dict[str, float]) -> Series:
+    """Return the weighted sum of terms."""
+    some = terms[next(iter(weights))]
+    values = sum(weight * terms[name].values for name, weight in weights.items())
+    return Series(" + ".join(weights), some.steps, np.asarray(values))
+
+
+def term_is_dead(run: Run) -> Alarm | None:
+    """D32: a term of the reward, or the KL to the reference, is exactly 0 in every step."""
+    logged = dict(terms_of(run))
+    norm, divergence = run.series.get("grad_norm"), run.series.get("reference_kl")
+    moves = norm is not None and len(norm.finite.values) and norm.finite.last > 0
+    if moves and divergence is not None and len(divergence.finite.values) >= ENOUGH_STEPS:
+        logged["the KL to the reference"] = divergence.finite
+    dead = {name: series for name, series in logged.items() if not series.values.any()}
+    if not dead:
+        return None
+    series = next(iter(dead.values()))
+    return Alarm(
+        "D32",
+        "a term that is always 0",
+        "warning",
+        series.name,
+        f"{', '.join(dead)}: exactly 0 in all {len(series.values)} steps",
+        series.tail(),
+        (
+            "is the function called, with the columns that it needs, and its exceptions not swallowed?",
+            "of a KL: is the reference another model than the policy, and not updated with it?",
+            "remove the term if it is not wanted",
+        ),
+        "areal-debug reward probe MODULE:fn --data FILE: what does the function pay for?",
+        "NeMo-RL #3792: a term of weight 0.1 contributed exactly 0 for a release",
+        {},
+        int(series.steps[0]),
+    )
+
+
+def filter_hides_the_reward(run: Run) -> Alarm | None:
+    """D38: the reward of samples that were kept rises, that of all samples does not."""
+    kept, generated = run.series.get("reward"), run.series.get("generated_reward")
+    if kept is None or generated is None or kept.name == generated.name:
+        return None
+    gains, stays = trend(kept.finite), trend(generated.finite)
+    if gains is None or stays is None or not gains.rises or gains.change < 4 * kept.finite.noise:
+        return None
+    if stays.rises and stays.change > 0.3 * gains.change:
+        return None
+    return Alarm(
+        "D38",
+        "the reward rises among the samples that the filter keeps only",
+        "warning",
+        kept.name,
+        f"{kept.name} changed by {gains.change:+.3g}, {generated.name} of all samples by {stays.change:+.3g}",
+        kept.finite.tail(),
+        (
+            "judge the run by the reward of all samples, or by evaluation",
+            "does the filter drop what is hard? count what it rejects by prompt",
+            "which prompts are left? a filter on equal rewards keeps the same few",
+        ),
+        "the same run without the filter (dynamic_filter_fn, actor.dynamic_sampling)",
+        "AReaL, best practices: with filtering, compare rollout/reward with task_reward",
+        {"actor.dynamic_sampling": False},
+        onset(kept.finite, "up"),
+    )
+
+
+RULES = (form_dominates, term_is_dead, filter_hides_the_reward)
