@@ -27,17 +27,18 @@ from areal_debug.doctor.series import FEWEST_STEPS
 from areal_debug.pages.links import view_command
 from recorder import Record
 
+# causes before what follows from them
 RULES: tuple[Callable[[Run], Alarm | None], ...] = (
-    *learning.RULES,
-    *supervised.RULES,
+    *groups.RULES,
     *policy.RULES,
     *drift.RULES,
-    *groups.RULES,
-    *rewards.RULES,
-    *rollout.RULES,
-    *curve.RULES,
-    *resources.RULES,
     *(partial(beyond, threshold) for threshold in THRESHOLDS),
+    *rollout.RULES,
+    *rewards.RULES,
+    *resources.RULES,
+    *learning.RULES,
+    *supervised.RULES,
+    *curve.RULES,
 )
 
 
@@ -63,7 +64,7 @@ def examine(run: Run) -> Examination:
 
 
 def cost_since(run: Run, step: int | None) -> str:
-    """Return how many steps were trained since a step, and how long they took if that was logged."""
+    """Return how many steps were trained since a step, and their hours if times were logged."""
     if step is None:
         return ""
     first = min(int(series.steps[0]) for series in run.by_name.values())

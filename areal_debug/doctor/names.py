@@ -203,6 +203,7 @@ NAMES: dict[str, tuple[str, ...]] = {
     "value_loss": ("critic/vf_loss", "loss/value_avg", "*critic/update/loss*", "value_loss"),
     "step_time": (
         "timing_s/step",
+        "timeperf/step",
         "perf/time_per_step",
         "step_time",
         "step_time_s",

@@ -32,6 +32,11 @@ class Series:
         return Series(self.name, self.steps[kept], self.values[kept])
 
     @cached_property
+    def trend(self) -> "Trend | None":
+        """The change over the run; None for short series. Many rules ask for it: computed once."""
+        return theil_sen(self)
+
+    @cached_property
     def window(self) -> int:
         """Number of steps in one window."""
         return max(5, len(self.values) // WINDOWS)
@@ -130,6 +135,11 @@ class Trend:
 
 
 def trend(series: Series) -> Trend | None:
+    """Return the trend of a series, computed once; None below `FEWEST_STEPS`."""
+    return series.trend
+
+
+def theil_sen(series: Series) -> Trend | None:
     """Compute the Theil-Sen slope times the length of the run, with a block-bootstrap interval.
 
     None below `FEWEST_STEPS`. Sources: H. Theil (1950), P. K. Sen (1968); resampling blocks of

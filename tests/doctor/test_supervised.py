@@ -72,7 +72,7 @@ def test_trouble_of_supervised_training_is_named_alone(tmp_path, alarm, changes,
 
 
 def test_a_loss_that_rises_is_an_error(tmp_path):
-    rising = around(ramp(1.0, 3.0, 0.0), 0.05)
+    rising = around(ramp(1.0, 1.8, 0.0), 0.05)
     _, found = examined(tmp_path, learning() | {"loss": rising, "eval_loss": rising}, VERL_SFT)
     assert [(one["id"], one["severity"]) for one in found["alarms"]] == [("D06", "error")]
 

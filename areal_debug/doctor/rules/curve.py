@@ -59,7 +59,7 @@ def reward_levels_off(run: Run) -> Alarm | None:
     late = trend(flat)
     if gain < 4 * series.noise or late is None or series.steps[-1] - fit.reached < FLAT_SHARE * length:
         return None
-    if late.rises or late.change > 0.1 * gain or late.high > 0.25 * gain:
+    if abs(late.change) > 0.1 * gain or late.high > 0.25 * gain:
         return None
     idle = int(series.steps[-1] - fit.reached)
     return Alarm(

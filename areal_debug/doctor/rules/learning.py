@@ -1,6 +1,7 @@
 """Rewards that do not rise, get noisier, do not carry over to validation, or fall after a peak."""
 
 import numpy as np
+from numpy.lib.stride_tricks import sliding_window_view
 
 from areal_debug.doctor.alarm import Alarm
 from areal_debug.doctor.onset import onset
@@ -11,7 +12,7 @@ ENOUGH_STEPS = 20
 FEWEST_EVALUATIONS = 4
 SOLVED = 0.95
 # In the order of AReaL's algorithm guide (docs/en/best_practices/algo_perf.md).
-NOISY = 0.4  # scatter of a step, as a share of the run's gain
+NOISY = 0.5  # scatter of a step, as a share of the run's gain
 EXPERIMENTS = (
     "evaluate the model before training: is there any reward to begin with?",
     "train on the test set: if its reward cannot rise either, the training is broken, not the data",
@@ -32,7 +33,7 @@ def reward_does_not_rise(run: Run) -> Alarm | None:
     if reward is None or len(reward.finite.values) < ENOUGH_STEPS:
         return None
     found = trend(reward.finite)
-    if found is None or found.rises:
+    if found is None or found.rises or is_at_ceiling(reward.finite):
         return None
     falls = found.falls
     return Alarm(
@@ -55,10 +56,14 @@ def is_solved(run: Run) -> bool:
     for quantity in ("eval_reward", "reward"):
         series = run.series.get(quantity)
         if series is not None and len(series.finite.values) >= FEWEST_EVALUATIONS:
-            values = series.finite.values
-            is_share = values.min() >= 0 and values.max() <= 1 + 1e-6
-            return bool(is_share and series.finite.last >= SOLVED)
+            return is_at_ceiling(series.finite)
     return False
+
+
+def is_at_ceiling(reward: Series) -> bool:
+    """Return whether rewards are between 0 and 1, and now nearly 1."""
+    values = reward.values
+    return bool(values.min() >= 0 and values.max() <= 1 + 1e-6 and reward.last >= SOLVED)
 
 
 def gain_since(run: Run, step: int) -> Trend | None:
@@ -103,17 +108,24 @@ def reward_scatters(run: Run) -> Alarm | None:
 
 
 def validation_is_left_behind(run: Run) -> Alarm | None:
-    """D03: the training reward rises, the validation reward does not, or falls from its peak."""
+    """D03: the training reward rises and validation does not follow, or validation falls."""
     train, validation = run.series.get("reward"), run.series.get("eval_reward")
     if train is None or validation is None or len(train.finite.values) < FEWEST_STEPS:
         return None
     behind = left_behind(train.finite, validation.finite)
-    if behind is None:
+    falls = trend(validation.finite)
+    if behind is not None:
+        trained, held_out, begins = behind
+        title = "the training reward rises and validation does not follow"
+    elif falls is not None and falls.falls and validation.finite.fell(0.75):
+        rises = trend(train.finite)
+        trained, held_out = rises.change if rises is not None else 0.0, falls.change
+        begins, title = onset(validation.finite, "down"), "the validation reward falls"
+    else:
         return None
-    trained, held_out, begins = behind
     return Alarm(
         "D03",
-        "the training reward rises and validation does not follow",
+        title,
         "warning",
         validation.name,
         f"training gained {trained:+.3g}, validation {held_out:+.3g} at the same steps",
@@ -127,7 +139,7 @@ def validation_is_left_behind(run: Run) -> Alarm | None:
         "AReaL, best practices; TRL, how to read the logs; over-optimisation (2210.10760)",
         {},
         begins,
-        f"all gains since step {begins} are gains in the training reward only",
+        f"what training gained since step {begins} is not the task",
     )
 
 
@@ -150,10 +162,11 @@ def left_behind(train: Series, validation: Series) -> tuple[float, float, int] |
         ]
     )
     third = max(1, count // 3)
-    gained = float(np.median(trained[-third:]) - np.median(trained[:third]))
+    gained = float(np.median(trained[-third:]) - min(trained[0], np.median(trained[:third])))
     start, end = float(np.median(values[:third])), float(np.median(values[-third:]))
     noise = scatter_around(trained, validation)
-    if gained < 4 * train.noise or gained <= 0:
+    rises = trend(train)
+    if gained <= 2 * train.noise or rises is None or not (rises.rises or train.rose(1.0)):
         return None
     peak = max(float(np.median(values[i : i + third])) for i in range(count - third + 1))
     is_share = min(values.min(), train.values.min()) >= 0 and max(values.max(), train.values.max()) <= 1.25
@@ -187,14 +200,10 @@ def reward_fell_from_its_peak(run: Run) -> Alarm | None:
     if reward is None or len(reward.finite.values) < ENOUGH_STEPS:
         return None
     series = reward.finite
-    medians = [
-        float(np.median(series.values[i : i + series.window]))
-        for i in range(len(series.values) - series.window + 1)
-    ]
+    medians = np.median(sliding_window_view(series.values, series.window), axis=1)
     peak = int(np.argmax(medians))
-    # 0.954: median absolute difference of two normal values, in standard deviations.
-    scatter = float(np.median(np.abs(np.diff(series.values)))) / 0.954
-    fall = medians[peak] - series.last
+    scatter = series.noise
+    fall = float(medians[peak]) - series.last
     if not series.sustained(lambda value: medians[peak] - value > 2 * scatter) or fall < 0.1 * abs(
         medians[peak]
     ):
@@ -206,7 +215,7 @@ def reward_fell_from_its_peak(run: Run) -> Alarm | None:
         "error",
         reward.name,
         f"around step {at} its median was {medians[peak]:.3g}, at the end {series.last:.3g}; steps scatter by {scatter:.2g}",
-        ((at, medians[peak]), *series.tail(3)),
+        ((at, float(medians[peak])), *series.tail(3)),
         (
             f"go back to the checkpoint before step {at + series.window}; continuing makes it worse",
             "check what else changed there: entropy, gradient norm, length, importance weights",

@@ -80,7 +80,9 @@ def many_tokens_are_clipped(run: Run) -> Alarm | None:
 def never_moves(run: Run) -> Alarm | None:
     """D13: gradient norm or learning rate is exactly 0: the optimizer changes nothing."""
     norm, rate = run.series.get("grad_norm"), run.series.get("lr")
-    if norm is not None and norm.finite.sustained(lambda value: value == 0.0):
+    alike = run.series.get("zero_variance_groups")
+    is_explained = alike is not None and alike.finite.sustained(lambda value: value > 0.99)  # D22
+    if not is_explained and norm is not None and norm.finite.sustained(lambda value: value == 0.0):
         what, series = "the gradient norm is exactly 0", norm.finite
     elif rate is not None and rate.finite.sustained(lambda value: value == 0.0):
         what, series = "the learning rate is 0", rate.finite
@@ -199,7 +201,7 @@ def critic_fails(run: Run) -> Alarm | None:
 
 
 def rises_from_its_lowest(series: Series) -> bool:
-    """Return whether a loss fell first, and then rose beyond where it had begun."""
+    """Return whether a loss fell first, and then rose beyond where it was at first."""
     medians = np.median(sliding_window_view(series.values, min(series.window, len(series.values))), axis=1)
     has_fallen = series.first - float(medians.min()) > 3 * series.noise
     return has_fallen and series.rose(1.5) and series.last > 3 * float(medians.min())
@@ -278,7 +280,7 @@ def gradients_spike(run: Run) -> Alarm | None:
 
 
 def times_the_neighbours(norms: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    """Return each norm over the median of its neighbours; 1 within 6 deviations of the run's noise."""
+    """Return each norm over the median of its neighbours; 1 within 6 deviations of the noise."""
     moving = np.where(np.isfinite(norms) & (norms > 0), norms, np.nan)
     if np.isfinite(moving).sum() < 5:
         return np.ones(len(norms))

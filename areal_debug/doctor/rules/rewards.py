@@ -1,4 +1,4 @@
-"""What the reward is made of: terms for form that crowd out the task, dead terms, filtered rewards."""
+"""What the reward is made of: terms for form that crowd out the task, dead terms, filters."""
 
 import re
 
@@ -16,6 +16,7 @@ NOT_A_TERM = {"mean", "std", "max", "min", "chosen", "rejected", "margins", "acc
 OF_FORM = re.compile(r"format|tag|xml|json|style|structur|template|think|boxed|syntax|length|brevity", re.I)
 DOMINATES = 0.5  # share of the reward
 TIMES_THE_TASK = 2.0  # gain of the terms for form over that of the task
+FROM_THE_START = 0.1  # share of the run within which a gain counts as one from the beginning
 STILL_RISING = 0.1  # share of the gain that falls into the last fifth
 
 
@@ -35,18 +36,20 @@ def form_dominates(run: Run) -> Alarm | None:
     of_form = [name for name in terms if OF_FORM.search(name)]
     if reward is None or not of_form or len(of_form) == len(terms):
         return None
-    weights = weights_of(terms, reward.finite)
-    if weights is None:
+    if any(not np.array_equal(series.steps, reward.finite.steps) for series in terms.values()):
         return None
-    form = weighted(terms, {name: weights[name] for name in of_form})
-    task = weighted(terms, {name: weight for name, weight in weights.items() if name not in of_form})
-    begins = onset(form, "up")
-    later, task_later = form.since(begins), task.since(begins)
-    if len(later.values) < ENOUGH_STEPS:
+    begins = onset(weighted({name: terms[name] for name in of_form}), "up")
+    if begins < FROM_THE_START * reward.steps[-1] + (1 - FROM_THE_START) * reward.steps[0]:
+        begins = int(reward.steps[0])
+    later = {name: series.since(begins) for name, series in terms.items()}
+    if len(later[of_form[0]].values) < ENOUGH_STEPS:
         return None
-    gain, task_gain = later.last - later.first, task_later.last - task_later.first
+    weights = weights_of(later, reward.finite.since(begins))
+    form = weighted({name: later[name] for name in of_form}, weights)
+    task = weighted({name: series for name, series in later.items() if name not in of_form}, weights)
+    gain, task_gain = form.last - form.first, task.last - task.first
     share = form.last / max(form.last + task.last, 1e-12)
-    fifth = later.values[-max(5, len(later.values) // 5) :]
+    fifth = form.values[-max(5, len(form.values) // 5) :]
     middle = len(fifth) // 2
     recent = float(np.median(fifth[middle:]) - np.median(fifth[:middle]))
     is_settled = recent < max(STILL_RISING * gain, 3 * form.noise / np.sqrt(max(1, middle)))
@@ -76,13 +79,8 @@ def form_dominates(run: Run) -> Alarm | None:
     )
 
 
-def weights_of(terms: dict[str, Series], reward: Series) -> dict[str, float] | None:
-    """Fit the weights with which the terms add up to the reward; None if the steps differ.
-
-    Weights of 1 are returned where the fit is not possible or negative.
-    """
-    if any(not np.array_equal(series.steps, reward.steps) for series in terms.values()):
-        return None
+def weights_of(terms: dict[str, Series], reward: Series) -> dict[str, float]:
+    """Fit the weights with which the terms add up to the reward; 1 each if a weight is negative."""
     columns = np.stack([binned(series)[1] for series in terms.values()], axis=1)
     fitted = np.linalg.lstsq(columns, binned(reward)[1], rcond=None)[0]
     if (fitted < 0).any():
@@ -90,11 +88,13 @@ def weights_of(terms: dict[str, Series], reward: Series) -> dict[str, float] | N
     return dict(zip(terms, fitted.tolist(), strict=True))
 
 
-def weighted(terms: dict[str, Series], weights: dict[str, float]) -> Series:
-    """Return the weighted sum of terms."""
-    some = terms[next(iter(weights))]
-    values = sum(weight * terms[name].values for name, weight in weights.items())
-    return Series(" + ".join(weights), some.steps, np.asarray(values))
+def weighted(terms: dict[str, Series], weights: dict[str, float] | None = None) -> Series:
+    """Return the weighted sum of terms; without weights, their sum."""
+    steps = next(iter(terms.values())).steps
+    total = np.zeros(len(steps))
+    for name, series in terms.items():
+        total += series.values * (1.0 if weights is None else weights[name])
+    return Series(" + ".join(terms), steps, total)
 
 
 def term_is_dead(run: Run) -> Alarm | None:

@@ -16,7 +16,7 @@ TOGETHER = 0.9  # correlation of reward and length since the onset
 
 
 def grows_longer(run: Run) -> Alarm | None:
-    """D21: completions grow for nothing, for a reward that validation does not share, or explode."""
+    """D21: completions grow for nothing, for a reward that validation lacks, or explode."""
     length, reward = run.series.get("length"), run.series.get("reward")
     if length is None or reward is None:
         return None

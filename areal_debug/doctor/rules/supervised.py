@@ -15,6 +15,8 @@ from areal_debug.doctor.series import FEWEST_STEPS, Series, trend
 MEDIAN_OF = 3  # measurements of held-out rows
 # Share of the best held-out loss. The trend starts at the minimum, so significance is not enough.
 CLEAR_SHARE = 0.05
+STEPS_OF_A_PEAK = 5
+EXPLODED = 2.0  # times the first loss
 CHANCE = 0.5
 
 
@@ -24,7 +26,7 @@ def loss_does_not_fall(run: Run) -> Alarm | None:
     if "reward" in run.series or loss is None or len(loss.finite.values) < ENOUGH_STEPS:
         return None
     found = trend(loss.finite)
-    if found is None or found.falls:
+    if found is None or found.falls or loss_explodes(run) is not None:
         return None
     return Alarm(
         "D06",
@@ -42,6 +44,37 @@ def loss_does_not_fall(run: Run) -> Alarm | None:
         "a supervised loss that does not fall means no learning; Theil-Sen slope with block bootstrap",
         {},
         onset(loss.finite, "up"),
+    )
+
+
+def loss_explodes(run: Run) -> Alarm | None:
+    """D41: the loss rose to twice where it began, whether or not it fell again."""
+    loss = run.series.get("loss")
+    if "reward" in run.series or loss is None or len(loss.finite.values) < ENOUGH_STEPS:
+        return None
+    series = loss.finite
+    medians = np.median(sliding_window_view(series.values, STEPS_OF_A_PEAK), axis=1)
+    start, highest = float(np.median(series.values[:MEDIAN_OF])), int(np.argmax(medians))
+    if start <= 0 or medians[highest] < EXPLODED * start:
+        return None
+    at = int(series.steps[highest])
+    beyond = int(series.steps[np.argmax(series.values > EXPLODED * start)])
+    return Alarm(
+        "D41",
+        "the loss explodes",
+        "error" if series.last > start else "warning",
+        loss.name,
+        f"{start:.4g} at first, {medians[highest]:.4g} around step {at}, {series.last:.4g} at the end",
+        ((beyond, float(series.values[np.searchsorted(series.steps, beyond)])), *series.tail(3)),
+        (
+            "a learning rate that is ten times smaller, with a warm-up",
+            "gradient clipping (actor.optimizer.gradient_clipping 1.0)",
+            f"which rows does step {beyond} hold? areal-debug replay RECORD --explain {beyond}",
+        ),
+        "the same run with a tenth of the learning rate: the loss must never exceed its first value by much",
+        "own default: twice the first steps, over five steps; a loss that starts below chance has been lost",
+        {},
+        beyond,
     )
 
 
@@ -135,4 +168,10 @@ def chosen_answers_lose_probability(run: Run) -> Alarm | None:
     )
 
 
-RULES = (loss_does_not_fall, held_out_loss_rises, preferences_are_chance, chosen_answers_lose_probability)
+RULES = (
+    loss_explodes,
+    loss_does_not_fall,
+    held_out_loss_rises,
+    preferences_are_chance,
+    chosen_answers_lose_probability,
+)
