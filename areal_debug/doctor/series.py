@@ -6,6 +6,7 @@ from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
+from numpy.lib.stride_tricks import sliding_window_view
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
@@ -95,13 +96,15 @@ class Series:
 def binned(series: Series, most: int = MOST_BINS) -> tuple[Floats, Floats]:
     """Return medians of at most `most` bins: float64 steps [b] and values [b].
 
-    Bins hold at least three values where there are enough of them, so that one outlier is ignored.
+    An outlier is ignored: each value is first replaced by the median of itself and its neighbours.
     """
+    padded = np.pad(series.values, 1, mode="edge")
+    smooth = np.median(sliding_window_view(padded, 3), axis=1)
     count = min(most, max(len(series.values) // 3, min(len(series.values), 24)))
     bins = np.array_split(np.arange(len(series.values)), count)
     return (
         np.array([series.steps[one[0]] for one in bins], np.float64),
-        np.array([np.median(series.values[one]) for one in bins]),
+        np.array([np.median(smooth[one]) for one in bins]),
     )
 
 

@@ -163,7 +163,7 @@ def left_behind(train: Series, validation: Series) -> tuple[float, float, int] |
     )
     third = max(1, count // 3)
     gained = float(np.median(trained[-third:]) - min(trained[0], np.median(trained[:third])))
-    start, end = float(np.median(values[:third])), float(np.median(values[-third:]))
+    start, end = float(min(values[0], np.median(values[:third]))), float(np.median(values[-third:]))
     noise = scatter_around(trained, validation)
     rises = trend(train)
     if gained <= 2 * train.noise or rises is None or not (rises.rises or train.rose(1.0)):

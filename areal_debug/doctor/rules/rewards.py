@@ -16,7 +16,6 @@ NOT_A_TERM = {"mean", "std", "max", "min", "chosen", "rejected", "margins", "acc
 OF_FORM = re.compile(r"format|tag|xml|json|style|structur|template|think|boxed|syntax|length|brevity", re.I)
 DOMINATES = 0.5  # share of the reward
 TIMES_THE_TASK = 2.0  # gain of the terms for form over that of the task
-FROM_THE_START = 0.1  # share of the run within which a gain counts as one from the beginning
 STILL_RISING = 0.1  # share of the gain that falls into the last fifth
 
 
@@ -38,25 +37,13 @@ def form_dominates(run: Run) -> Alarm | None:
         return None
     if any(not np.array_equal(series.steps, reward.finite.steps) for series in terms.values()):
         return None
-    begins = onset(weighted({name: terms[name] for name in of_form}), "up")
-    if begins < FROM_THE_START * reward.steps[-1] + (1 - FROM_THE_START) * reward.steps[0]:
-        begins = int(reward.steps[0])
-    later = {name: series.since(begins) for name, series in terms.items()}
-    if len(later[of_form[0]].values) < ENOUGH_STEPS:
+    first = int(reward.steps[0])
+    grown = onset(weighted({name: terms[name] for name in of_form}), "up")
+    gains = (gains_since(begins, terms, of_form, reward.finite) for begins in dict.fromkeys((grown, first)))
+    found = next((gain for gain in gains if gain is not None), None)
+    if found is None:
         return None
-    weights = weights_of(later, reward.finite.since(begins))
-    form = weighted({name: later[name] for name in of_form}, weights)
-    task = weighted({name: series for name, series in later.items() if name not in of_form}, weights)
-    gain, task_gain = form.last - form.first, task.last - task.first
-    share = form.last / max(form.last + task.last, 1e-12)
-    fifth = form.values[-max(5, len(form.values) // 5) :]
-    middle = len(fifth) // 2
-    recent = float(np.median(fifth[middle:]) - np.median(fifth[:middle]))
-    is_settled = recent < max(STILL_RISING * gain, 3 * form.noise / np.sqrt(max(1, middle)))
-    outweighs = gain > 3 * form.noise and gain > TIMES_THE_TASK * max(0.0, task_gain)
-    if share < DOMINATES or not outweighs or not is_settled:
-        return None
-    largest = max(of_form, key=lambda name: weights[name] * terms[name].last)
+    begins, gain, task_gain, share, largest = found
     return Alarm(
         "D31",
         "format is rewarded more than the task"
@@ -77,6 +64,38 @@ def form_dominates(run: Run) -> Alarm | None:
         {},
         begins,
     )
+
+
+def gains_since(
+    begins: int, terms: dict[str, Series], of_form: list[str], reward: Series
+) -> tuple[int, float, float, float, str] | None:
+    """Return how much form and task gained since a step, if form outweighs the task and has settled.
+
+    The values: the step, both gains, the share of form in the reward at the end, its largest term.
+    """
+    later = {name: series.since(begins) for name, series in terms.items()}
+    if len(later[of_form[0]].values) < ENOUGH_STEPS:
+        return None
+    weights = weights_of(later, reward.since(begins))
+    form = weighted({name: later[name] for name in of_form}, weights)
+    task = weighted({name: series for name, series in later.items() if name not in of_form}, weights)
+    gain, task_gain = form.last - form.first, task.last - task.first
+    share = form.last / max(form.last + task.last, 1e-12)
+    fifth = form.values[-max(5, len(form.values) // 5) :]
+    middle = len(fifth) // 2
+    recent = float(np.median(fifth[middle:]) - np.median(fifth[:middle]))
+    is_settled = recent < max(STILL_RISING * gain, 3 * form.noise / np.sqrt(max(1, middle)))
+    outweighs = gain > 3 * form.noise and gain > TIMES_THE_TASK * max(0.0, task_gain)
+    # weights of terms that rise together cannot be fitted: what they earn must say the same
+    earned, earned_by_task = (
+        sum(series.last - series.first for name, series in later.items() if (name in of_form) is is_form)
+        for is_form in (True, False)
+    )
+    outweighs = outweighs and earned > TIMES_THE_TASK * earned_by_task
+    if share < DOMINATES or not outweighs or not is_settled:
+        return None
+    largest = max(of_form, key=lambda name: weights[name] * terms[name].last)
+    return begins, gain, task_gain, share, largest
 
 
 def weights_of(terms: dict[str, Series], reward: Series) -> dict[str, float]:

@@ -1,0 +1,342 @@
+"""Each failure by its own series: the alarm and the step at which it begins; its sound twin: none."""
+
+import json
+
+import numpy as np
+import pytest
+
+from areal_debug.doctor.examine import examine
+from areal_debug.doctor.onset import onset
+from areal_debug.doctor.read import read_run
+from areal_debug.doctor.rules.mismatch import explain_growth
+from areal_debug.doctor.series import Series
+
+from .runs import OURS, STEPS, around, healthy, ramp, write_stats
+
+NAMES = OURS | {
+    "generated_reward": "rollout/reward",
+    "reward_std": "reward_std",
+    "advantage_std": "ppo_actor/advantages/std",
+    "advantage_max": "critic/advantages/max",
+    "advantage_min": "critic/advantages/min",
+    "repetition": "rollout/repetition_frac",
+    "value_loss": "critic/vf_loss",
+    "step_time": "timing_s/step",
+    "host_memory": "perf/cpu_memory_used_gb",
+    "format": "rewards/tag_format/mean",
+    "task": "rewards/exact_answer/mean",
+    **{f"position {i}": f"kl_by_position/{i}" for i in range(4)},
+}
+BEGIN = 120  # of most failures here, of 200 steps
+AFTER = np.arange(STEPS) >= BEGIN
+SINCE = np.maximum(0, np.arange(STEPS) - BEGIN) / (STEPS - BEGIN)  # 0 to 1 after the beginning
+X = np.linspace(0, 1, STEPS)
+
+
+def noisy(level, size, seed=3):
+    return around(level, size, seed)
+
+
+def without(run, *names):
+    return {name: values for name, values in run.items() if name not in names}
+
+
+# Alarm, a word of its title, the true first step (None: not tested), the changed columns.
+FAILURES = {
+    "plateau": (
+        "D05",
+        "levelled",
+        30,
+        lambda r: {"reward": noisy(0.2 + 0.3 / (1 + np.exp(-(X - 0.08) / 0.02)), 0.02)},
+    ),
+    "noise beside the gain": ("D02", "noisy", None, lambda r: {"reward": noisy(ramp(0.2, 0.6, 0.0), 0.25)}),
+    "clipping triples": (
+        "D12",
+        "saturates",
+        BEGIN,
+        lambda r: {"clip_ratio": noisy(np.where(AFTER, 0.27, 0.05), 0.01)},
+    ),
+    "entropy rises": (
+        "D19",
+        "rises",
+        BEGIN,
+        lambda r: {"entropy": noisy(1 + SINCE, 0.03), "reward": noisy(0.2 + 0.4 * np.minimum(X, 0.6), 0.03)},
+    ),
+    "entropy explodes": ("D19", "explodes", BEGIN, lambda r: {"entropy": noisy(1 + 5 * SINCE, 0.03)}),
+    "few gradients of great size": (
+        "D17",
+        "spikes",
+        41,
+        lambda r: {"grad_norm": np.where(np.isin(np.arange(STEPS), (41, 90, 160)), 60, 1) * r["grad_norm"]},
+    ),
+    "all right": (
+        "D22",
+        "all answers are right",
+        BEGIN,
+        lambda r: {
+            "reward": noisy(ramp(0.6, 0.97, 0.1), 0.003),
+            "zero_variance_groups": noisy(0.3 + 0.55 * AFTER, 0.02),
+        },
+    ),
+    "all wrong": (
+        "D22",
+        "all answers are wrong",
+        0,
+        lambda r: {"reward": np.abs(noisy(0.03, 0.01)), "zero_variance_groups": noisy(0.8, 0.02)},
+    ),
+    "a third each": (
+        "D22",
+        "right ones and wrong ones",
+        0,
+        lambda r: {"zero_variance_groups": noisy(0.7, 0.02), "reward": noisy(ramp(0.4, 0.55, 0.0), 0.01)},
+    ),
+    "KL while the reward rises": (
+        "D29",
+        "explodes",
+        BEGIN,
+        lambda r: {"reference_kl": np.abs(noisy(0.02, 0.002)) * np.exp(5 * SINCE)},
+    ),
+    "KL at one position": (
+        "D30",
+        "positions",
+        BEGIN,
+        lambda r: {f"position {i}": np.abs(noisy(0.03 + 0.5 * SINCE * (i == 2), 0.004, i)) for i in range(4)},
+    ),
+    "format pays": (
+        "D31",
+        "format",
+        BEGIN,
+        lambda r: {
+            "format": noisy(0.3 + 0.7 * np.minimum(1, 2 * SINCE), 0.01),
+            "task": noisy(0.2, 0.01),
+            "reward": 0.2 + 0.5 * noisy(0.3 + 0.7 * np.minimum(1, 2 * SINCE), 0.01),
+        },
+    ),
+    "a term never pays": ("D32", "always 0", 0, lambda r: {"format": np.zeros(STEPS), "task": r["reward"]}),
+    "advantages": ("D33", "advantages", BEGIN, lambda r: {"advantage_std": noisy(1 - 0.95 * AFTER, 0.02)}),
+    "rewards of equal size": (
+        "D33",
+        "spread of rewards",
+        BEGIN,
+        lambda r: {"reward_std": noisy(0.4 - 0.38 * AFTER, 0.01)},
+    ),
+    "advantages between bounds": (
+        "D33",
+        "advantages",
+        BEGIN,
+        lambda r: {
+            "advantage_max": noisy(2 - 1.9 * AFTER, 0.03),
+            "advantage_min": -noisy(2 - 1.9 * AFTER, 0.03, 4),
+        },
+    ),
+    "some steps without a gradient": (
+        "D34",
+        "without a gradient",
+        7,
+        lambda r: {
+            "grad_norm": np.where(
+                np.arange(STEPS) % 5 == 2, np.where(np.arange(STEPS) < 7, r["grad_norm"], 0), r["grad_norm"]
+            )
+        },
+    ),
+    "repetition": ("D35", "repeat", BEGIN, lambda r: {"repetition": np.abs(noisy(0.02 + 0.5 * SINCE, 0.01))}),
+    "slower steps": ("D36", "slower", BEGIN, lambda r: {"step_time": noisy(20 + 25 * SINCE, 0.5)}),
+    "memory": ("D37", "creeps", 0, lambda r: {"host_memory": noisy(50 + 40 * X, 0.3)}),
+    "a filter hides it": (
+        "D38",
+        "filter",
+        None,
+        lambda r: {"generated_reward": noisy(0.25, 0.02), "reward": noisy(ramp(0.3, 0.7, 0.0), 0.02)},
+    ),
+    "short answers": (
+        "D40",
+        "short",
+        BEGIN,
+        lambda r: {"length": noisy(300 - 260 * np.minimum(1, 3 * SINCE), 5), "reward": noisy(0.3, 0.02)},
+    ),
+    "length is rewarded": (
+        "D21",
+        "validation does not follow",
+        BEGIN,
+        lambda r: {"length": noisy(300 + 500 * SINCE, 10), "eval_reward": noisy(0.3, 0.03)},
+    ),
+    "length explodes": (
+        "D21",
+        "explode",
+        BEGIN,
+        lambda r: {
+            "length": noisy(300 + 1200 * SINCE, 10),
+            "no_eos": np.abs(noisy(0.003 + 0.045 * SINCE, 0.002)),
+        },
+    ),
+    "validation after its peak": (
+        "D03",
+        "validation does not follow",
+        None,
+        lambda r: {"eval_reward": noisy(0.2 + np.minimum(X, 0.4) - np.maximum(0, X - 0.4) / 2, 0.02)},
+    ),
+    "validation falls": (
+        "D03",
+        "falls",
+        BEGIN,
+        lambda r: {"eval_reward": noisy(0.5 - 0.4 * SINCE, 0.01), "reward": noisy(0.5, 0.02)},
+    ),
+    "critic diverges": (
+        "D28",
+        "diverges",
+        BEGIN,
+        lambda r: {"value_loss": noisy(0.2 + 0.6 * np.exp(-6 * X) + 2 * SINCE, 0.01)},
+    ),
+    "mismatch grows": (
+        "D24",
+        "drift apart",
+        BEGIN,
+        lambda r: {"logprob_difference": noisy(0.011 + 0.012 * SINCE, 0.0005)},
+    ),
+}
+
+SOUND = {
+    "reasoning gets longer and validation follows": lambda r: {"length": noisy(300 + 900 * X, 20)},
+    "entropy rises with the reward": lambda r: {"entropy": noisy(ramp(0.5, 0.9, 0.0), 0.03)},
+    "KL grows with the reward": lambda r: {
+        "reference_kl": np.abs(noisy(0.004 + 0.3 * (1 - np.exp(-3 * X)), 0.005))
+    },
+    "longer steps for longer completions": lambda r: {
+        "step_time": noisy(20 + 40 * X, 0.8),
+        "length": noisy(300 + 600 * X, 15),
+    },
+    "memory fills and stays": lambda r: {"host_memory": noisy(50 + 40 * (1 - np.exp(-10 * X)), 0.3)},
+    "gradient norms with heavy tails": lambda r: {"grad_norm": np.exp(noisy(-1.0, 0.7))},
+    "format is learned first": lambda r: {
+        "format": noisy(0.3 + 0.7 * np.minimum(1, 5 * X), 0.02),
+        "task": noisy(r["reward"], 0.01),
+        "reward": r["reward"] + 0.1 * noisy(0.3 + 0.7 * np.minimum(1, 5 * X), 0.02),
+    },
+    "all positions drift alike": lambda r: {
+        f"position {i}": np.abs(noisy(0.03 + 0.1 * X, 0.01, i)) for i in range(4)
+    },
+    "value loss rises while rewards begin": lambda r: {"value_loss": noisy(0.02 + 0.5 * X, 0.02)},
+    "the last gain comes late": lambda r: {
+        "reward": noisy(0.2 + 0.4 / (1 + np.exp(-(X - 0.75) / 0.08)), 0.03)
+    },
+}
+
+
+def judged(folder, columns, names=NAMES):
+    return examine(read_run(write_stats(folder, columns, names)))
+
+
+@pytest.mark.parametrize("name", FAILURES)
+@pytest.mark.parametrize("seed", [0, 7])
+def test_failure_is_named_with_its_onset_its_cost_and_its_source(tmp_path, name, seed):
+    expected, word, begins, change = FAILURES[name]
+    run = healthy(seed)
+    found = judged(tmp_path, run | change(run))
+    alarm = next((one for one in found.alarms if one.id == expected and word in one.title), None)
+    assert alarm is not None, [(one.id, one.title) for one in found.alarms]
+    assert alarm.evidence
+    assert alarm.advice
+    assert alarm.experiment
+    assert alarm.source
+    assert alarm.cost
+    if begins is not None:
+        assert abs(alarm.onset - begins) <= 0.06 * STEPS, alarm.onset
+
+
+@pytest.mark.parametrize("name", SOUND)
+@pytest.mark.parametrize("seed", [0, 7, 11])
+def test_sound_twin_of_a_failure_gets_no_alarm(tmp_path, name, seed):
+    run = healthy(seed)
+    found = judged(tmp_path, run | SOUND[name](run))
+    assert [(one.id, one.title, one.found) for one in found.alarms] == []
+
+
+@pytest.mark.parametrize("steps", [60, 500, 2000])
+@pytest.mark.parametrize("every", [1, 5])
+def test_run_that_learns_gets_no_alarm_at_any_length_or_logging_interval(tmp_path, steps, every):
+    run = {name: values[::every] for name, values in healthy(steps, steps).items()}
+    assert judged(tmp_path, run).alarms == ()
+
+
+def test_length_that_suddenly_pays_is_named_without_validation(tmp_path):
+    run = without(healthy(), "eval_reward")
+    run |= {"length": noisy(300 + 700 * SINCE, 8), "reward": noisy(ramp(0.2, 0.5, 0.0) + 0.3 * SINCE, 0.01)}
+    [alarm] = judged(tmp_path, run).alarms
+    assert (alarm.id, "may be rewarded" in alarm.title) == ("D21", True)
+    assert abs(alarm.onset - BEGIN) <= 12
+
+
+def test_groups_are_told_apart_by_counts_where_they_are_logged(tmp_path):
+    names = NAMES | {"solved": "batch/solve_all", "failed_all": "batch/solve_none"}
+    for right, wrong, word in ((0.6, 0.1, "right"), (0.1, 0.6, "wrong")):
+        counts = {"solved": np.full(STEPS, right), "failed_all": np.full(STEPS, wrong)}
+        run = healthy() | {"zero_variance_groups": noisy(0.7, 0.01)} | counts
+        [alarm] = judged(tmp_path / word, run, names).alarms
+        assert (alarm.id, alarm.title) == ("D22", f"most groups have equal rewards: all answers are {word}")
+
+
+def test_steps_that_validation_and_training_share_are_compared_when_only_four_were_evaluated(tmp_path):
+    for name, later, expected in (
+        ("behind", (0.30, 0.28, 0.27), ["D03"]),
+        ("with it", (0.45, 0.55, 0.6), []),
+    ):
+        folder = write_stats(tmp_path / name, without(healthy(), "eval_reward"))
+        file = folder / "stats.jsonl"
+        rows = [json.loads(line) for line in file.read_text().splitlines()]
+        for step, value in zip((0, 60, 120, 199), (0.22, *later), strict=True):
+            rows[step]["eval-rollout/reward"] = value
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        assert [one.id for one in examine(read_run(folder)).alarms] == expected
+
+
+def test_growth_of_the_mismatch_is_split_by_what_steps_show(tmp_path):
+    rng = np.random.default_rng(1)
+    length = 300 * np.exp(1.2 * X + rng.normal(0, 0.2, STEPS))
+    entropy = noisy(0.6, 0.05)
+    for power, drift, largest in ((1.0, 0.0, "longer completions"), (0.0, 1.2, "weights or staleness")):
+        values = 0.01 * (length / 300) ** power * np.exp(drift * X + rng.normal(0, 0.03, STEPS))
+        run = read_run(
+            write_stats(
+                tmp_path / largest,
+                healthy() | {"length": length, "entropy": entropy, "logprob_difference": values},
+            )
+        )
+        split = explain_growth(run, run.series["logprob_difference"])
+        assert split.split("% is due to ")[1].startswith(largest)
+        assert float(split.split("of the growth, ")[1].split(" %")[0]) == pytest.approx(100, abs=12)
+    assert "cannot be split" in explain_growth(
+        read_run(write_stats(tmp_path / "still", healthy() | {"length": 300 + 300 * X, "entropy": entropy})),
+        Series("x", np.arange(STEPS), np.exp(X + rng.normal(0, 0.3, STEPS))),
+    )
+
+
+@pytest.mark.parametrize("steps", [40, 200, 3000])
+@pytest.mark.parametrize(
+    ("shape", "worse"),
+    [
+        (lambda x: 5 * np.maximum(0, x - 0.6), "up"),
+        (lambda x: np.where(x < 0.6, 1.0, 3.0), "up"),
+        (lambda x: -np.minimum(1, 8 * np.maximum(0, x - 0.6)), "down"),
+        (lambda x: np.exp(-4 * x) - 3 * np.maximum(0, x - 0.6), "down"),
+    ],
+)
+def test_onset_is_the_bend_or_the_jump(steps, shape, worse):
+    x = np.linspace(0, 1, steps)
+    values = shape(x) + 0.05 * np.random.default_rng(0).normal(size=steps)
+    values[5] += 40  # an outlier
+    assert onset(Series("x", np.arange(steps), values), worse) / steps == pytest.approx(0.6, abs=0.05)
+
+
+def test_onset_of_what_changes_from_the_beginning_is_the_first_step():
+    for values in (np.linspace(0, 3, 200), np.zeros(200)):
+        noise = 0.05 * np.random.default_rng(1).normal(size=200)
+        assert onset(Series("x", np.arange(10, 210), values + noise), "up") == 10
+
+
+def test_cost_counts_steps_and_the_hours_that_they_took(tmp_path):
+    run = healthy() | {"no_eos": noisy(ramp(0.01, 0.3, 0.6), 0.003), "step_time": np.full(STEPS, 36.0)}
+    [alarm] = judged(tmp_path, run).alarms
+    assert (
+        alarm.cost
+        == f"{STEPS - alarm.onset} of {STEPS} steps since then, {0.01 * (STEPS - alarm.onset):.2g} h"
+    )
