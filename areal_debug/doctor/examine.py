@@ -20,6 +20,7 @@ from areal_debug.doctor.rules import (
     resources,
     rewards,
     rollout,
+    shift,
     supervised,
 )
 from areal_debug.doctor.rules.thresholds import THRESHOLDS, beyond
@@ -30,6 +31,7 @@ from recorder import Record
 # causes before what follows from them
 RULES: tuple[Callable[[Run], Alarm | None], ...] = (
     *groups.RULES,
+    *shift.RULES,
     *policy.RULES,
     *drift.RULES,
     *(partial(beyond, threshold) for threshold in THRESHOLDS),

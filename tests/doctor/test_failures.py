@@ -1,4 +1,4 @@
-"""Each failure by its own series: the alarm and the step at which it begins; its sound twin: none."""
+"""Each failure by its own series: the alarm and its first step. Its sound twin gets none."""
 
 import json
 
@@ -186,6 +186,21 @@ FAILURES = {
         "diverges",
         BEGIN,
         lambda r: {"value_loss": noisy(0.2 + 0.6 * np.exp(-6 * X) + 2 * SINCE, 0.01)},
+    ),
+    "heavy tails and four spikes": (
+        "D17",
+        "spikes",
+        31,
+        lambda r: {"grad_norm": np.exp(noisy(-1.0, 0.6)) * np.where(np.arange(STEPS) % 50 == 31, 60, 1)},
+    ),
+    "another model from a step on": (
+        "D42",
+        f"step {BEGIN}",
+        BEGIN,
+        lambda r: {
+            "entropy": noisy(1 - 0.4 * X + 0.3 * AFTER, 0.03),
+            "reward": noisy(0.2 + 0.6 * X - 0.3 * AFTER, 0.04),
+        },
     ),
     "mismatch grows": (
         "D24",

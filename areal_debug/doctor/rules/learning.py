@@ -12,6 +12,7 @@ ENOUGH_STEPS = 20
 FEWEST_EVALUATIONS = 4
 SOLVED = 0.95
 # In the order of AReaL's algorithm guide (docs/en/best_practices/algo_perf.md).
+NOISY_SHARE = 0.15  # of the reward's range: 10 prompts a step that are right or wrong scatter so
 NOISY = 0.5  # scatter of a step, as a share of the run's gain
 EXPERIMENTS = (
     "evaluate the model before training: is there any reward to begin with?",
@@ -47,7 +48,7 @@ def reward_does_not_rise(run: Run) -> Alarm | None:
         "the synchronous baseline: if its reward rises, staleness is the cause",
         "AReaL, best practices for algorithm performance; Theil-Sen slope with block bootstrap",
         SYNCHRONOUS,
-        onset(reward.finite, "down"),
+        onset(reward.finite, "down") if falls else int(reward.finite.steps[0]),
     )
 
 
@@ -81,10 +82,13 @@ def reward_scatters(run: Run) -> Alarm | None:
     found = trend(reward.finite)
     half = len(values) // 2
     early, late = (float(np.std(np.diff(part)) / np.sqrt(2)) for part in (values[:half], values[half:]))
-    if found is None or not found.rises:
+    if found is None:
         return None
-    gets_noisier = late >= 1.5 * early and late >= abs(found.change)
-    if not gets_noisier and reward.finite.noise < NOISY * found.change:
+    gets_noisier = late >= (1.5 if found.rises else 2.0) * early and late >= abs(found.change)
+    is_noisy = reward.finite.noise >= max(
+        NOISY * abs(found.change), NOISY_SHARE * max(1.0, float(np.ptp(values)))
+    )
+    if not gets_noisier and not (found.rises and is_noisy):
         return None
     batch = run.config.get("train_dataset.batch_size")
     return Alarm(
@@ -113,13 +117,13 @@ def validation_is_left_behind(run: Run) -> Alarm | None:
     if train is None or validation is None or len(train.finite.values) < FEWEST_STEPS:
         return None
     behind = left_behind(train.finite, validation.finite)
-    falls = trend(validation.finite)
+    falls = fall_of(validation.finite)
     if behind is not None:
         trained, held_out, begins = behind
         title = "the training reward rises and validation does not follow"
-    elif falls is not None and falls.falls and validation.finite.fell(0.75):
+    elif falls < 0:
         rises = trend(train.finite)
-        trained, held_out = rises.change if rises is not None else 0.0, falls.change
+        trained, held_out = rises.change if rises is not None else 0.0, falls
         begins, title = onset(validation.finite, "down"), "the validation reward falls"
     else:
         return None
@@ -141,6 +145,18 @@ def validation_is_left_behind(run: Run) -> Alarm | None:
         begins,
         f"what training gained since step {begins} is not the task",
     )
+
+
+def fall_of(validation: Series) -> float:
+    """Return the change of validation from its first values to its last, if it is a clear fall.
+
+    Otherwise 0. Clear is a loss of a quarter, and of four times the noise.
+    """
+    values = validation.values
+    if len(values) < FEWEST_STEPS:
+        return 0.0
+    start, end = float(values[:2].max()), float(np.median(values[-len(values) // 3 :]))
+    return end - start if start - end > max(0.25 * abs(start), 4 * validation.noise) else 0.0
 
 
 def left_behind(train: Series, validation: Series) -> tuple[float, float, int] | None:

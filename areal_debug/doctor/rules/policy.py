@@ -247,11 +247,11 @@ def gradients_spike(run: Run) -> Alarm | None:
     bad = ~np.isfinite(norm.values)
     if not bad.any() and len(norm.values) < 5:
         return None
-    times = np.where(bad, np.inf, times_the_neighbours(norm.values))
-    spikes, high = bad if bad.any() else times > SPIKE, times > HIGH_SPIKE
+    times, deviations = beside_the_neighbours(norm.values)
+    spikes, high = (times > SPIKE) & (deviations > 6), (times > HIGH_SPIKE) & (deviations > 4)
     if not bad.any() and spikes.sum() < max(2, 0.02 * len(norm.values)) and high.sum() < 3:
         return None
-    at = np.flatnonzero(spikes)
+    at = np.flatnonzero(bad if bad.any() else spikes | high)
     first = int(norm.steps[at[0]])
     return Alarm(
         "D17",
@@ -279,11 +279,16 @@ def gradients_spike(run: Run) -> Alarm | None:
     )
 
 
-def times_the_neighbours(norms: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    """Return each norm over the median of its neighbours; 1 within 6 deviations of the noise."""
+def beside_the_neighbours(
+    norms: npt.NDArray[np.float64],
+) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
+    """Return each norm over the median of its neighbours, and its distance in robust deviations.
+
+    Deviations are those of the logarithm. Norms that are 0 or not finite count as usual ones.
+    """
     moving = np.where(np.isfinite(norms) & (norms > 0), norms, np.nan)
     if np.isfinite(moving).sum() < 5:
-        return np.ones(len(norms))
+        return np.ones(len(norms)), np.zeros(len(norms))
     half = NEIGHBOURS // 2
     windows = sliding_window_view(np.pad(moving, half, constant_values=np.nan), NEIGHBOURS)
     with warnings.catch_warnings():
@@ -291,7 +296,7 @@ def times_the_neighbours(norms: npt.NDArray[np.float64]) -> npt.NDArray[np.float
         usual = np.nanmedian(windows, axis=1)
     ratios = np.nan_to_num(np.log(moving / usual), nan=0.0)
     noise = float(np.median(np.abs(ratios[ratios != 0]))) / 0.6745 if ratios.any() else 0.0
-    return np.where(ratios > 6 * noise, np.exp(ratios), 1.0)
+    return np.exp(ratios), ratios / max(noise, 1e-12)
 
 
 def numbers_that_are_none(run: Run) -> Alarm | None:

@@ -69,9 +69,10 @@ def form_dominates(run: Run) -> Alarm | None:
 def gains_since(
     begins: int, terms: dict[str, Series], of_form: list[str], reward: Series
 ) -> tuple[int, float, float, float, str] | None:
-    """Return how much form and task gained since a step, if form outweighs the task and has settled.
+    """Return how much form and task gained since a step, if form outweighs the task.
 
-    The values: the step, both gains, the share of form in the reward at the end, its largest term.
+    None if it does not, or has not settled. The values: the step, both gains, the share of form in
+    the reward at the end, and the largest of its terms.
     """
     later = {name: series.since(begins) for name, series in terms.items()}
     if len(later[of_form[0]].values) < ENOUGH_STEPS:
