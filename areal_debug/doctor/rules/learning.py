@@ -143,7 +143,6 @@ def validation_is_left_behind(run: Run) -> Alarm | None:
         "AReaL, best practices; TRL, how to read the logs; over-optimisation (2210.10760)",
         {},
         begins,
-        f"what training gained since step {begins} is not the task",
     )
 
 
