@@ -180,13 +180,16 @@ def left_behind(train: Series, validation: Series) -> tuple[float, float, int] |
     gained = float(np.median(trained[-third:]) - min(trained[0], np.median(trained[:third])))
     start, end = float(min(values[0], np.median(values[:third]))), float(np.median(values[-third:]))
     noise = scatter_around(trained, validation)
+    if count >= ENOUGH_STEPS:  # enough for the scatter between neighbours, which no curve inflates
+        noise = min(noise, validation.noise)
     rises = trend(train)
     if gained <= 2 * train.noise or rises is None or not (rises.rises or train.rose(1.0)):
         return None
     peak = max(float(np.median(values[i : i + third])) for i in range(count - third + 1))
     is_share = min(values.min(), train.values.min()) >= 0 and max(values.max(), train.values.max()) <= 1.25
-    stays = end - start < 3 * noise and (not is_share or end - start < 0.5 * gained)
-    fell = peak - end > max(0.5 * (peak - start), 3 * noise)
+    is_clear = gained - (end - start) > 4 * noise if is_share else count >= FEWEST_STEPS
+    stays = is_clear and end - start < 3 * noise and (not is_share or end - start < 0.5 * gained)
+    fell = peak - end > max(0.5 * (peak - start), 4 * noise)
     lags = is_share and end - start < 0.25 * gained and gained - (end - start) > 4 * noise
     if not (stays or fell or lags):
         return None
