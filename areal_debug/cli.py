@@ -35,6 +35,7 @@ SECTIONS = {
         "consistency": "Compare an inference engine's logprobs with the model's, token by token",
         "hang": "Find out why a job hangs and which ranks block it",
         "doctor": "Diagnose a run's metrics and recommend config changes",
+        "reward": "Find out what a reward function pays for, and compare it with a record's rewards",
         "trace": "Show where slow steps spent their time",
     },
     "Look": {

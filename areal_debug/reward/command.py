@@ -1,0 +1,62 @@
+"""`areal-debug reward`: probe a reward function, or compare it with the rewards of a record."""
+
+from dataclasses import asdict
+
+import click
+
+from areal_debug.cli import Verb, VerbGroup, json_option
+from areal_debug.render import errors_as_sentences, fail, print_json
+
+EXAMPLE = "areal-debug reward probe my_rewards.py:math_reward --data gsm8k/test.jsonl"
+
+
+@click.group(cls=VerbGroup, example=EXAMPLE)
+def command() -> None:
+    """Find out what a reward function pays for, and compare it with the rewards of a record."""
+
+
+@command.command(
+    cls=Verb,
+    short_help="Try empty, echoed, truncated and adversarial answers on a reward function",
+    example=EXAMPLE,
+)
+@click.argument("function", metavar="MODULE:FN")
+@click.option("--data", required=True, metavar="FILE", help="JSONL file or dataset with the rows.")
+@click.option("--rows", "num_rows", type=click.IntRange(1), default=8, show_default=True, help="Rows to try.")
+@click.option("--answer", "field", metavar="FIELD", help="Field of a row with its expected answer.")
+@click.option(
+    "--timeout", "timeout_s", type=click.FloatRange(0.1), default=5.0, show_default=True, metavar="SECONDS",
+    help="Time for one call.",
+)  # fmt: skip
+@json_option
+@errors_as_sentences
+def probe(
+    function: str, data: str, num_rows: int, field: str | None, timeout_s: float, as_json: bool
+) -> None:
+    """Try empty, echoed, refusing, truncated, hedged, very long and adversarial answers on the
+    reward function MODULE:FN (or FILE.py:FN), and report which it pays for.
+
+    It is called as in training, in processes that are killed when they are stuck, with UTF-8 bytes
+    in the place of token ids.
+
+    Exit code 0: it pays for right answers alone. 1: it pays for a wrong answer, fails on one or is
+    stuck. 2: inconclusive.
+    """
+    from areal_core.reward.signature import check_reward_fn
+    from areal_debug.agent.engine import read_rows
+    from areal_debug.reward.answers import question_of
+    from areal_debug.reward.probe import probe as probe_function
+    from areal_debug.reward.render import print_probe
+
+    check_reward_fn(function, ["."], takes_row=True)
+    rows = read_rows(data)
+    step = max(1, len(rows) // num_rows)
+    questions = [question_of(row, field) for row in rows[::step][:num_rows]]
+    report = probe_function(function, data, questions, timeout_s)
+    if report.verdict == "problem" and "cannot be imported" in report.sentence:
+        fail(report.sentence)
+    if as_json:
+        print_json(asdict(report))
+    else:
+        print_probe(report)
+    raise SystemExit({"sound": 0, "problem": 1, "unknown": 2}[report.verdict])
