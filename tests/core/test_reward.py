@@ -81,6 +81,10 @@ def score(pool, do, **row):
         ("I do not know", "#### 18", 0.0),
         ("", "#### 18", 0.0),
         ("\\boxed{", "#### 18", 0.0),
+        ("She makes 9 * 2 = $<<9*2=", "#### 18", 0.0),
+        ("9**9**9**9", "#### 18", 0.0),
+        ("\\boxed{\\frac{36}{2}}", "#### 18", 1.0),
+        ("\\boxed{1/2}", "0.5", 1.0),
     ],
 )
 def test_gsm8k_reward_compares_final_answers(completion, answer, reward):
