@@ -102,7 +102,9 @@ def question_of(row: dict[str, Any], field: str | None) -> Question:
         raise ValueError(f"the data has no field {field!r}: it has {', '.join(row)}")
     messages = row["messages"] if "messages" in row else row.get("prompt", "")
     prompt = messages if isinstance(messages, str) else "\n".join(str(m["content"]) for m in messages)
-    worked = next((text for name in ([field] if field else GOLD_FIELDS) if (text := text_in(row, name))), None)
+    worked = next(
+        (text for name in ([field] if field else GOLD_FIELDS) if (text := text_in(row, name))), None
+    )
     return Question(row, prompt, None if worked is None else final_answer(worked), worked)
 
 
@@ -139,9 +141,9 @@ def same(left: str, right: str) -> bool:
 def mentions(text: str, gold: str) -> bool:
     """Return whether the expected answer is in a text, as one of its numbers or as it is."""
     if (number := number_of(gold)) is not None:
-        return any(float(n.replace(",", "")) == number for n in re.findall(r"\d[\d,]*(?:\.\d+)?", text)) or any(
-            same(n, gold) for n in NUMBER.findall(text)
-        )
+        return any(
+            float(n.replace(",", "")) == number for n in re.findall(r"\d[\d,]*(?:\.\d+)?", text)
+        ) or any(same(n, gold) for n in NUMBER.findall(text))
     return re.search(rf"(?<!\w){re.escape(gold.lower())}(?!\w)", text.lower()) is not None
 
 
@@ -246,7 +248,12 @@ def other_spellings(question: Question, setting: Setting) -> Iterator[str]:
         spellings = [gold.upper(), f" {gold} ", f"**{gold}**", f"{gold}."]
     else:
         number = number_of(gold) or 0.0
-        spellings = [f"{number:,.0f}" if number == int(number) else gold, f"{gold}.0", f"${gold}", f"{gold} apples"]
+        spellings = [
+            f"{number:,.0f}" if number == int(number) else gold,
+            f"{gold}.0",
+            f"${gold}",
+            f"{gold} apples",
+        ]
         spellings += [f"**{gold}**", gold.translate(FULL_WIDTH)]
     for answer in spellings:
         yield from setting.placed(answer)

@@ -276,8 +276,8 @@ def try_repeats(caller: Caller, questions: Sequence[Question], setting: Setting)
 def verdict_of(scale: Scale, golds: tuple[str, ...], findings: Sequence[Finding]) -> tuple[str, str]:
     """Return "problem", "sound" or "unknown", and a sentence."""
     problems = [finding for finding in findings if finding.is_problem]
-    if golds and not scale.right and scale.failures:
-        return "problem", f"it fails for every right answer: {scale.failures[0]}"
+    if golds and not scale.formats and scale.failures:
+        return "problem", f"it fails for right or wrong answers: {scale.failures[0]}"
     if golds and not scale.formats:
         values = {*scale.right.values(), *scale.wrong.values()}
         if len(values) == 1:
