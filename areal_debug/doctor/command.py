@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from areal_debug.cli import Verb, force_option, json_option, output_option
-from areal_debug.confined import reads_untrusted
+from areal_debug.confined import ANYWHERE, reads_untrusted
 from areal_debug.render import console, errors_as_sentences, fail, note, print_json, refuse_existing
 
 if TYPE_CHECKING:
@@ -160,4 +160,4 @@ def follow_run(
     return follow(follower, idle_s)
 
 
-judge_record = reads_untrusted("run", outputs="output")(judge_run)
+judge_record = reads_untrusted("run", outputs="output", reads=ANYWHERE)(judge_run)

@@ -24,6 +24,7 @@ from areal_debug.doctor.rules import (
     supervised,
 )
 from areal_debug.doctor.rules.thresholds import THRESHOLDS, beyond
+from areal_debug.doctor.samples.sample_rules import examine_samples
 from areal_debug.doctor.series import FEWEST_STEPS
 from areal_debug.pages.links import view_command
 from recorder import Record
@@ -59,7 +60,10 @@ class Examination:
 
 def examine(run: Run) -> Examination:
     """Apply every rule whose metrics the run logs."""
-    found = (alarm for rule in RULES if (alarm := rule(run)) is not None)
+    found = [alarm for rule in RULES if (alarm := rule(run)) is not None]
+    for alarm, share in [] if run.record is None else examine_samples(run.record):
+        found.append(alarm)
+        run.by_name[alarm.metric] = share
     alarms = [alarm if alarm.cost else replace(alarm, cost=cost_since(run, alarm.onset)) for alarm in found]
     alarms.sort(key=lambda alarm: alarm.severity != "error")
     return Examination(tuple(alarms), tuple(name for name in NAMES if name not in run.series))
@@ -110,6 +114,9 @@ def look_at(run: Run, alarm: Alarm) -> str:
     """
     if run.record is None or not alarm.evidence:
         return ""
+    if alarm.samples:
+        first = alarm.samples[0]
+        return view_command(run.record.path, first.step, first.prompt, first.sample)
     step = alarm.evidence[0][0]
     return view_command(run.record.path, step, *place_in(run.record, step, alarm.metric))
 

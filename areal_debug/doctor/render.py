@@ -7,7 +7,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from areal_debug.doctor.alarm import Alarm
+from areal_debug.doctor.alarm import Alarm, Sample
 from areal_debug.doctor.examine import Examination, look_at
 from areal_debug.doctor.read import Run
 from areal_debug.doctor.series import FEWEST_STEPS
@@ -82,6 +82,7 @@ def print_alarm(out: Console, run: Run, alarm: Alarm) -> None:
         ("found", alarm.found),
         ("evidence", ", ".join(f"step {step}: {format_number(value)}" for step, value in alarm.evidence)),
         *([("look", command)] if (command := look_at(run, alarm)) else []),
+        *((("" if i else "samples"), sample_line(sample)) for i, sample in enumerate(alarm.samples)),
         *((("" if i > 1 else "advice"), f"{i}. {advice}") for i, advice in enumerate(alarm.advice, start=1)),
         ("to confirm", alarm.experiment),
         ("source", alarm.source),
@@ -100,6 +101,11 @@ def alarm_lines(alarm: Mapping[str, Any]) -> list[Text]:
         *(styled("  {}", advice) for advice in alarm["advice"][:1]),
         *(styled("  look  {}", alarm["look"]) for _ in range(bool(alarm["look"]))),
     ]
+
+
+def sample_line(sample: Sample) -> str:
+    """Return the place of a sample, as `view --step` and `--at` take it, and its excerpt."""
+    return f"--step {sample.step} --at {sample.prompt}.{sample.sample}  {sample.text}"
 
 
 def print_curves(out: Console, run: Run) -> None:

@@ -1,0 +1,1 @@
+"""Rules over the samples of a record: each finding shows the samples that prove it."""

@@ -1,0 +1,76 @@
+"""S10: control tokens inside completions become frequent, or generation continues past its end."""
+
+import re
+
+import numpy as np
+
+from areal_debug.doctor.samples.evidence import Finding, alarm_of, finding, has_support, lower_bound, share
+from areal_debug.doctor.samples.phrases import terminal_tokens
+from areal_debug.doctor.samples.read import FIRST_WORD, Rows
+
+CONTROL = re.compile(
+    r"<\|[^|<>]{1,40}\|>|</?s>|<(?:pad|bos|eos|unk)>|\[(?:INST|/INST|PAD|CLS|SEP)\]|</?tool_(?:call|response)>"
+)
+MOST_KINDS = 512
+RISE, LATE, PAST_END = 5.0, 0.05, 0.05
+
+
+def control_token_spike(rows: Rows) -> Finding | None:
+    """S10: late completions have control tokens inside five times as often as early ones."""
+    kinds = control_ids(rows)
+    if not len(kinds):
+        return None
+    inside = np.isin(rows.ids, kinds) & ~rows.ends
+    flagged = np.bincount(rows.row_of_token[inside], minlength=len(rows)) > 0
+    steps = np.unique(rows.step)
+    early = rows.step <= steps[max(1, len(steps) // 3) - 1]
+    before, after = share(flagged, early), share(flagged, rows.late)
+    low = lower_bound((flagged & rows.late).sum(), rows.late.sum())
+    rises = len(steps) > 3 and after >= LATE and after >= RISE * before and low > before
+    past_end = end_is_passed(rows)
+    if rises and has_support(rows, flagged & rows.late):
+        title, shown = "control tokens appear inside completions", flagged & rows.late
+    elif has_support(rows, past_end) and share(past_end, rows.lengths > 0) >= PAST_END:
+        title, shown = "completions continue past their end token", past_end
+    else:
+        return None
+    counts = np.bincount(
+        np.searchsorted(kinds, rows.ids[inside & np.isin(rows.row_of_token, np.flatnonzero(shown))])
+    )
+    common = rows.decode([int(kinds[counts.argmax()])]) if counts.any() else ""
+    found = f"{before:.1%} of the early and {after:.1%} of the late completions have one inside, mostly {common!r}"
+    if shown is past_end:
+        found = f"{share(past_end, rows.lengths > 0):.1%} of the completions have sampled tokens after their end token"
+    alarm = alarm_of(
+        "S10", title, "warning", "samples_with_control_tokens", found,
+        (
+            "read the samples: turns or tool calls that the model invents",
+            "stop tokens of the engine: the chat template's end of turn must be one",
+            "a smaller learning rate, or an earlier checkpoint: probability moved to tokens of the template",
+        ),
+        "areal-debug view RECORD at these samples",
+        "probability of control tokens rises before tool use collapses (2606.26027)",
+    )  # fmt: skip
+    return finding(alarm, rows, flagged if shown is not past_end else past_end, rows.lengths > 0)
+
+
+def control_ids(rows: Rows) -> np.ndarray:
+    """Return the ids of control tokens that occur, ascending; none without a tokenizer."""
+    if not rows.has_text:
+        return np.zeros(0, np.int64)
+    ids = np.unique(rows.ids)
+    return np.array(
+        [token for token in ids.tolist() if CONTROL.fullmatch(rows.decode([token]).strip())], np.int64
+    )
+
+
+def end_is_passed(rows: Rows) -> np.ndarray:
+    """Return [n] bool: the token that ends most completions is followed by a sampled one."""
+    terminal = terminal_tokens(rows)
+    chosen = rows.ended & (rows.lengths > 0)
+    ends = rows.ids[rows.bounds[1:][chosen] - 1]
+    values, counts = np.unique(ends, return_counts=True)
+    if not len(terminal) or not len(values) or counts.max() < 0.5 * chosen.sum() or values[0] >= FIRST_WORD:
+        return np.zeros(len(rows), bool)
+    passed = (rows.ids == values[counts.argmax()]) & ~rows.ends
+    return np.bincount(rows.row_of_token[passed], minlength=len(rows)) > 0

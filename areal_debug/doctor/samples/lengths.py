@@ -1,0 +1,124 @@
+"""S03 and S04: rewards that follow the length of a completion, or that truncated ones get."""
+
+import numpy as np
+
+from areal_debug.doctor.samples.evidence import (
+    FEWEST_PROMPTS,
+    Finding,
+    alarm_of,
+    finding,
+    has_support,
+    share,
+)
+from areal_debug.doctor.samples.read import Rows
+
+FEWEST_GROUPS, FEWEST_OF_GROUP = 30, 3
+SPREAD_TOKENS, SPREAD = 8, 0.2  # of the lengths in a group: tokens, and share of their mean
+DECIDES, FAVOURS, IN_UPPER_HALF, GROWTH = 0.8, 0.5, 0.3, 1.25
+TRUNCATED_PAID, MOST_TRUNCATED = 0.3, 0.9
+
+
+def length_is_paid(rows: Rows) -> Finding | None:
+    """S03: in a group the longer samples have the larger rewards."""
+    judged = rows.ended & np.isfinite(rows.reward) & (rows.group >= 0)
+    found = rank_correlation(rows, judged)
+    if found is None:
+        return None
+    correlation, num_groups, used = found
+    upper = rank_correlation(rows, judged & above_median(rows, judged))
+    steps = np.unique(rows.step)
+    early = rows.step <= steps[max(1, len(steps) // 3) - 1]
+    growth = rows.lengths[rows.late].mean() / max(1.0, rows.lengths[early].mean())
+    grows = growth >= GROWTH and upper is not None and upper[0] >= IN_UPPER_HALF
+    if correlation < DECIDES and not (correlation >= FAVOURS and grows):
+        return None
+    longest = used & (rows.lengths >= np.quantile(rows.lengths[used], 0.8)) & top_of_group(rows, used)
+    alarm = alarm_of(
+        "S03", "the reward follows the length of the completion", "error" if correlation >= DECIDES else "warning",
+        "samples_paid_for_length",
+        f"rank correlation of length and reward inside {num_groups} groups is {correlation:.2f}, and the mean length "
+        f"became {growth:.2f} times that of the beginning",
+        (
+            "read the longest samples: does their length answer the prompt?",
+            "areal-debug reward probe MODULE:fn tries very long answers on the reward",
+            "subtract the part of the reward that length explains, or cap it",
+        ),
+        "areal-debug replay RECORD --filter 'len(completion) < MEDIAN': do advantages change their sign?",
+        "R. Singhal et al. (2310.03716): length accounts for most of the gain",
+    )  # fmt: skip
+    return finding(alarm, rows, longest, used)
+
+
+def rank_correlation(rows: Rows, among: np.ndarray) -> tuple[float, int, np.ndarray] | None:
+    """Return the rank correlation of length and reward inside groups, their number, and their rows.
+
+    Groups whose rewards or lengths are alike are left out. None if too few are left.
+    """
+    order = np.flatnonzero(among)
+    order = order[np.argsort(rows.group[order], kind="stable")]
+    edges = np.append(np.flatnonzero(np.diff(rows.group[order], prepend=-9)), len(order))
+    lengths, rewards, used = [], [], np.zeros(len(rows), bool)
+    for begin, end in zip(edges[:-1], edges[1:], strict=True):
+        members = order[begin:end]
+        length, reward = rows.lengths[members], rows.reward[members]
+        spread = float(np.ptp(length)) if len(members) else 0.0
+        is_varied = spread >= max(SPREAD_TOKENS, SPREAD * length.mean()) and np.ptp(reward) > 0
+        if len(members) < FEWEST_OF_GROUP or not is_varied:
+            continue
+        used[members] = True
+        lengths.append(centred_ranks(length))
+        rewards.append(centred_ranks(reward))
+    if len(lengths) < FEWEST_GROUPS or len(np.unique(rows.prompts[used])) < FEWEST_PROMPTS:
+        return None
+    left, right = np.concatenate(lengths), np.concatenate(rewards)
+    return float(left @ right / np.sqrt((left @ left) * (right @ right))), len(lengths), used
+
+
+def centred_ranks(values: np.ndarray) -> np.ndarray:
+    """Return ranks minus their mean; equal values share the mean of their ranks."""
+    unique, number, counts = np.unique(values, return_inverse=True, return_counts=True)
+    ranks = np.cumsum(counts) - (counts + 1) / 2
+    centred: np.ndarray = ranks[number] - ranks[number].mean()
+    return centred
+
+
+def above_median(rows: Rows, among: np.ndarray) -> np.ndarray:
+    """Return [n] bool: at least as long as the median of its group."""
+    found = np.zeros(len(rows), bool)
+    order = np.flatnonzero(among)
+    order = order[np.argsort(rows.group[order], kind="stable")]
+    for members in np.split(order, np.flatnonzero(np.diff(rows.group[order])) + 1):
+        if len(members):
+            found[members] = rows.lengths[members] >= np.median(rows.lengths[members])
+    return found
+
+
+def top_of_group(rows: Rows, among: np.ndarray) -> np.ndarray:
+    """Return [n] bool: its reward is the largest of its group."""
+    best = np.full(rows.group.max() + 1, -np.inf)
+    np.maximum.at(best, rows.group[among], rows.reward[among])
+    return among & (rows.reward >= best[np.maximum(rows.group, 0)])
+
+
+def truncated_is_paid(rows: Rows) -> Finding | None:
+    """S04: completions that were cut off at the length limit get the full reward."""
+    known = np.isfinite(rows.truncated) & np.isfinite(rows.reward)
+    cut = known & (rows.truncated == 1)
+    if not rows.is_binary or not known.any() or share(cut, known) > MOST_TRUNCATED:
+        return None
+    paid = cut & rows.high
+    if not has_support(rows, paid) or share(rows.high, cut) < TRUNCATED_PAID:
+        return None
+    alarm = alarm_of(
+        "S04", "truncated completions are rewarded", "warning", "samples_truncated_and_rewarded",
+        f"{int(paid.sum())} of {int(cut.sum())} completions that reached the length limit have the full reward "
+        f"({share(rows.high, cut):.0%}; of the finished ones {share(rows.high, known & ~cut):.0%})",
+        (
+            "read the samples: is the answer before the end, and what follows it?",
+            "reward 0 or an overlong penalty for what was cut off (actor.overlong_reward_penalty)",
+            "a reward function that reads a marked final answer only",
+        ),
+        "areal-debug replay RECORD --filter 'finish_reason == \"stop\"'",
+        "DAPO (2503.14476), section 3.4",
+    )  # fmt: skip
+    return finding(alarm, rows, paid, cut, lambda row: rows.text(row)[-80:])

@@ -1,0 +1,67 @@
+"""S09: engine and trainer disagree more and more along a completion, or at its first token."""
+
+import numpy as np
+
+from areal_debug.doctor.samples.evidence import Finding, alarm_of, finding, has_support
+from areal_debug.doctor.samples.read import Rows
+
+BINS, FEWEST_OF_BIN = 8, 200
+GROWTH, LARGE = 4.0, 0.05  # ratio of the last and first bin; nats
+FIRST_RATIO, FIRST_LARGE = 10.0, 0.1
+
+
+def differs_by_position(rows: Rows) -> Finding | None:
+    """S09: the mean difference of log-probs of the last eighth is four times that of the first."""
+    usable = np.isfinite(rows.difference)
+    if usable.sum() < BINS * FEWEST_OF_BIN or not rows.difference[usable].any():
+        return None
+    position = (np.arange(len(rows.ids)) - rows.bounds[rows.row_of_token])[usable]
+    size = np.abs(rows.difference[usable].astype(np.float64))
+    of_first = size[position == 0]
+    later = float(np.median(size[position > 0])) if (position > 0).any() else 0.0
+    edges = np.unique(np.quantile(position, np.linspace(0, 1, BINS + 1)[1:-1]))
+    means = [
+        float(size[number].mean())
+        for bin_ in range(len(edges) + 1)
+        if len(number := np.flatnonzero(np.searchsorted(edges, position, side="left") == bin_))
+        >= FEWEST_OF_BIN
+    ]
+    if len(means) > 3 and means[-1] >= max(LARGE, GROWTH * means[0]) and rises(means):
+        title = "engine and trainer disagree more with every token of a completion"
+        found = f"the mean difference of log-probs grows from {means[0]:.3g} to {means[-1]:.3g} along the completion"
+        of_row = row_means(rows, usable)
+        flagged = of_row >= means[-1] / 2
+    elif len(of_first) >= FEWEST_OF_BIN and of_first.mean() >= max(
+        FIRST_LARGE, FIRST_RATIO * max(later, 1e-6)
+    ):
+        title = "engine and trainer disagree at the first token of a completion"
+        found = f"the mean difference of log-probs is {of_first.mean():.3g} there, in the median {later:.3g} after it"
+        flagged = np.zeros(len(rows), bool)
+        flagged[rows.row_of_token[usable][position == 0][of_first >= of_first.mean() / 2]] = True
+    else:
+        return None
+    if not has_support(rows, flagged):
+        return None
+    alarm = alarm_of(
+        "S09", title, "warning", "samples_with_a_difference_by_position", found,
+        (
+            "positions and masks: rope scaling, sliding window, a cached prefix of other weights",
+            "areal-debug consistency RECORD names the cause of the difference",
+        ),
+        "areal-debug consistency RECORD",
+        "own rule; the noise of a number format does not grow with the position",
+    )  # fmt: skip
+    return finding(alarm, rows, flagged, rows.lengths > 0)
+
+
+def rises(means: list[float]) -> bool:
+    """Return whether nearly every value is larger than the one before."""
+    steps = np.diff(means)
+    return bool((steps > 0).sum() >= len(steps) - 1)
+
+
+def row_means(rows: Rows, usable: np.ndarray) -> np.ndarray:
+    """Return [n] the mean absolute difference of each row."""
+    row = rows.row_of_token[usable]
+    total = np.bincount(row, np.abs(rows.difference[usable]), len(rows))
+    return total / np.maximum(1, np.bincount(row, minlength=len(rows)))

@@ -1,0 +1,36 @@
+"""Apply the rules over samples to a record."""
+
+from collections.abc import Callable
+
+from areal_debug.doctor.samples.control_tokens import control_token_spike
+from areal_debug.doctor.samples.evidence import Finding
+from areal_debug.doctor.samples.lengths import length_is_paid, truncated_is_paid
+from areal_debug.doctor.samples.loops import repeats_itself
+from areal_debug.doctor.samples.marks import broken_format, chosen_texts, contradicts, hedges
+from areal_debug.doctor.samples.phrases import magic_phrase
+from areal_debug.doctor.samples.positions import differs_by_position
+from areal_debug.doctor.samples.prompt_tokens import prompt_in_loss, repeated_prompts
+from areal_debug.doctor.samples.read import Rows, read_rows
+from recorder import Record
+
+OF_ROWS: tuple[Callable[[Rows], Finding | None], ...] = (
+    prompt_in_loss,
+    repeated_prompts,
+    magic_phrase,
+    length_is_paid,
+    repeats_itself,
+    truncated_is_paid,
+    control_token_spike,
+    differs_by_position,
+)
+OF_TEXTS: tuple[Callable[[Rows, dict[int, str]], Finding | None], ...] = (hedges, contradicts, broken_format)
+
+
+def examine_samples(record: Record) -> list[Finding]:
+    """Return what the samples of a record prove. Raises DamagedRecord."""
+    rows = read_rows(record)
+    if rows is None:
+        return []
+    found = [finding for rule in OF_ROWS if (finding := rule(rows)) is not None]
+    texts = chosen_texts(rows)
+    return found + [finding for judge in OF_TEXTS if (finding := judge(rows, texts)) is not None]
