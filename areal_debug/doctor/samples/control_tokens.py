@@ -22,11 +22,9 @@ def control_token_spike(rows: Rows) -> Finding | None:
         return None
     inside = np.isin(rows.ids, kinds) & ~rows.ends
     flagged = np.bincount(rows.row_of_token[inside], minlength=len(rows)) > 0
-    steps = np.unique(rows.step)
-    early = rows.step <= steps[max(1, len(steps) // 3) - 1]
-    before, after = share(flagged, early), share(flagged, rows.late)
+    before, after = share(flagged, rows.early), share(flagged, rows.late)
     low = lower_bound((flagged & rows.late).sum(), rows.late.sum())
-    rises = len(steps) > 3 and after >= LATE and after >= RISE * before and low > before
+    rises = len(np.unique(rows.step)) > 3 and after >= LATE and after >= RISE * before and low > before
     past_end = end_is_passed(rows)
     if rises and has_support(rows, flagged & rows.late):
         title, shown = "control tokens appear inside completions", flagged & rows.late

@@ -26,9 +26,7 @@ def length_is_paid(rows: Rows) -> Finding | None:
         return None
     correlation, num_groups, used = found
     upper = rank_correlation(rows, judged & above_median(rows, judged))
-    steps = np.unique(rows.step)
-    early = rows.step <= steps[max(1, len(steps) // 3) - 1]
-    growth = rows.lengths[rows.late].mean() / max(1.0, rows.lengths[early].mean())
+    growth = rows.lengths[rows.late].mean() / max(1.0, rows.lengths[rows.early].mean())
     grows = growth >= GROWTH and upper is not None and upper[0] >= IN_UPPER_HALF
     if correlation < DECIDES and not (correlation >= FAVOURS and grows):
         return None
@@ -54,15 +52,10 @@ def rank_correlation(rows: Rows, among: np.ndarray) -> tuple[float, int, np.ndar
 
     Groups whose rewards or lengths are alike are left out. None if too few are left.
     """
-    order = np.flatnonzero(among)
-    order = order[np.argsort(rows.group[order], kind="stable")]
-    edges = np.append(np.flatnonzero(np.diff(rows.group[order], prepend=-9)), len(order))
     lengths, rewards, used = [], [], np.zeros(len(rows), bool)
-    for begin, end in zip(edges[:-1], edges[1:], strict=True):
-        members = order[begin:end]
+    for members in rows.groups(among):
         length, reward = rows.lengths[members], rows.reward[members]
-        spread = float(np.ptp(length)) if len(members) else 0.0
-        is_varied = spread >= max(SPREAD_TOKENS, SPREAD * length.mean()) and np.ptp(reward) > 0
+        is_varied = np.ptp(length) >= max(SPREAD_TOKENS, SPREAD * length.mean()) and np.ptp(reward) > 0
         if len(members) < FEWEST_OF_GROUP or not is_varied:
             continue
         used[members] = True
@@ -76,7 +69,7 @@ def rank_correlation(rows: Rows, among: np.ndarray) -> tuple[float, int, np.ndar
 
 def centred_ranks(values: np.ndarray) -> np.ndarray:
     """Return ranks minus their mean; equal values share the mean of their ranks."""
-    unique, number, counts = np.unique(values, return_inverse=True, return_counts=True)
+    _, number, counts = np.unique(values, return_inverse=True, return_counts=True)
     ranks = np.cumsum(counts) - (counts + 1) / 2
     centred: np.ndarray = ranks[number] - ranks[number].mean()
     return centred
@@ -85,11 +78,8 @@ def centred_ranks(values: np.ndarray) -> np.ndarray:
 def above_median(rows: Rows, among: np.ndarray) -> np.ndarray:
     """Return [n] bool: at least as long as the median of its group."""
     found = np.zeros(len(rows), bool)
-    order = np.flatnonzero(among)
-    order = order[np.argsort(rows.group[order], kind="stable")]
-    for members in np.split(order, np.flatnonzero(np.diff(rows.group[order])) + 1):
-        if len(members):
-            found[members] = rows.lengths[members] >= np.median(rows.lengths[members])
+    for members in rows.groups(among):
+        found[members] = rows.lengths[members] >= np.median(rows.lengths[members])
     return found
 
 

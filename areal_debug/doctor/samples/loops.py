@@ -16,7 +16,8 @@ from areal_debug.doctor.samples.read import Rows
 LONGEST_PERIOD = 32
 FEWEST_TOKENS = 24  # of a loop
 REPEATS = 4
-NGRAM, FEWEST_NGRAMS, DISTINCT = 4, 60, 0.35
+NGRAM, NGRAM_OF_BYTES, FEWEST_NGRAMS, DISTINCT = 4, 12, 60, 0.35
+SMALL_VOCABULARY = 1000  # tokens of characters or bytes, of which any text repeats short sequences
 LATE_SHARE, REWARDED_SHARE = 0.10, 0.02
 
 
@@ -80,19 +81,16 @@ def is_loop(rows: Rows) -> np.ndarray:
 
 def has_few_phrases(rows: Rows) -> np.ndarray:
     """Return [n] bool: at most a third of a completion's sequences of four tokens are distinct."""
-    if len(rows.ids) < NGRAM:
+    size = NGRAM if len(np.unique(rows.ids)) > SMALL_VOCABULARY else NGRAM_OF_BYTES
+    if len(rows.ids) < size:
         return np.zeros(len(rows), bool)
-    grams = hashed_grams(rows.ids, NGRAM)
+    grams = hashed_grams(rows.ids, size)
     row = rows.row_of_token[: len(grams)]
-    inside = rows.row_of_token[NGRAM - 1 :] == row
-    pairs = (
-        np.unique(np.stack([row[inside], grams[inside]]), axis=1)
-        if inside.any()
-        else np.zeros((2, 0), np.int64)
-    )
-    distinct = np.bincount(pairs[0], minlength=len(rows))
-    total = np.bincount(row[inside], minlength=len(rows))
-    return (total >= FEWEST_NGRAMS) & (distinct <= DISTINCT * total)
+    inside = rows.row_of_token[size - 1 :] == row
+    row, kind = row[inside], np.unique(grams[inside], return_inverse=True)[1]
+    distinct = np.unique(row * np.int64(len(grams)) + kind) // len(grams)
+    total = np.bincount(row, minlength=len(rows))
+    return (total >= FEWEST_NGRAMS) & (np.bincount(distinct, minlength=len(rows)) <= DISTINCT * total)
 
 
 def hashed_grams(ids: np.ndarray, size: int) -> np.ndarray:

@@ -45,9 +45,7 @@ def broken_format(rows: Rows, texts: dict[int, str]) -> Finding | None:
     among[list(texts)] = True
     for row, opened in counts.items():
         broken[row] = any(opened[name] > 0 for name in usual & opened.keys())
-    steps = np.unique(rows.step)
-    early = rows.step <= steps[max(1, len(steps) // 3) - 1]
-    before, after = share(broken, among & early), share(broken, among & rows.late)
+    before, after = share(broken, among & rows.early), share(broken, among & rows.late)
     num_late = (among & rows.late).sum()
     is_worse = (
         after >= BROKEN_LATE
@@ -141,8 +139,8 @@ def contradicts(rows: Rows, texts: dict[int, str]) -> Finding | None:
     several = {group: answers for group, answers in by_group.items() if sum(map(len, answers.values())) > 1}
     split = {group: answers for group, answers in several.items() if len(answers) > 1}
     flagged, among = np.zeros(len(rows), bool), np.zeros(len(rows), bool)
-    for group, answers in several.items():
-        members = [row for of_answer in answers.values() for row in of_answer]
+    for group, of_group in several.items():
+        members = [row for of_answer in of_group.values() for row in of_answer]
         among[members], flagged[members] = True, group in split
     if len(split) < FEWEST_ROWS or len(split) < 0.5 * len(several) or not has_support(rows, flagged):
         return None

@@ -44,8 +44,7 @@ def magic_phrase(rows: Rows) -> Finding | None:
         if groups is None:
             continue
         paid, unpaid, num_groups = groups
-        answers = "" if not (why := wrong_answers(rows, judged, phrase, terminal)) else why
-        if not answers:
+        if not (answers := wrong_answers(rows, judged, phrase, terminal)):
             continue
         text = rows.decode(rows.ids[phrase.place : phrase.place + phrase.size].tolist())
         flagged = phrase.rows & rows.high
@@ -63,7 +62,7 @@ def magic_phrase(rows: Rows) -> Finding | None:
             "areal-debug reward rescore RECORD MODULE:fn with a second, stricter reward function",
             "own rule; reward dynamics, not dominance of a component: rewardspy",
         )  # fmt: skip
-        return finding(alarm, rows, flagged, judged, lambda row, text=text: around(rows.text(row), text))
+        return finding(alarm, rows, flagged, judged, lambda row: around(rows.text(row), text))
     return None
 
 

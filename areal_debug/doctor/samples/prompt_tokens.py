@@ -31,7 +31,7 @@ def repeated_prompts(rows: Rows) -> Finding | None:
         here = np.flatnonzero(step == number)
         if len(here) > num_distinct / 2:  # a data set of a few prompts: repeats cannot be avoided
             return None
-        kinds, of_group, counts = np.unique(content[here], return_inverse=True, return_counts=True)
+        _, of_group, counts = np.unique(content[here], return_inverse=True, return_counts=True)
         again[here] = counts[of_group] > 1
         expected += len(here) * (len(here) - 1) / num_distinct  # groups that share a random draw
     if again.sum() < max(FEWEST_REPEATS, TIMES_EXPECTED * expected) or again.mean() < REPEATED:
@@ -85,11 +85,8 @@ def shared_beginnings(rows: Rows) -> tuple[np.ndarray, np.ndarray]:
     token, since the row's first token is in the mask.
     """
     flagged, prefix = np.zeros(len(rows), bool), np.full(len(rows), -1, np.int64)
-    order = np.flatnonzero(rows.group >= 0)
-    order = order[np.argsort(rows.group[order], kind="stable")]
-    groups = [g for g in np.split(order, np.flatnonzero(np.diff(rows.group[order])) + 1) if len(g) > 2]
     beginnings = []
-    for members in groups:
+    for members in rows.groups(rows.lengths > 0):
         tokens = [rows.tokens(row) for row in members.tolist()]
         if len({t.tobytes() for t in tokens}) < 3:  # a group that collapsed shares everything
             continue

@@ -96,6 +96,12 @@ class Rows:
         return len(counts) > 1 and counts[-2:].sum() >= 0.9 * len(known)
 
     @cached_property
+    def early(self) -> np.ndarray:
+        """[n] bool: in the first third of the steps that were read."""
+        steps = np.unique(self.step)
+        return self.step <= steps[max(1, len(steps) // 3) - 1]
+
+    @cached_property
     def late(self) -> np.ndarray:
         """[n] bool: in the last third of the steps that were read."""
         steps = np.unique(self.step)
@@ -117,6 +123,13 @@ class Rows:
     def has_text(self) -> bool:
         """Whether `decode` returns text."""
         return bool(self.words) or load_decoder(self.record) is not None
+
+    def groups(self, among: np.ndarray) -> list[np.ndarray]:
+        """Return the rows of each group, of some rows [n] bool."""
+        order = np.flatnonzero(among & (self.group >= 0))
+        order = order[np.argsort(self.group[order], kind="stable")]
+        split = np.split(order, np.flatnonzero(np.diff(self.group[order])) + 1)
+        return [members for members in split if len(members)]
 
     def tokens(self, row: int) -> np.ndarray:
         """Return a row's tokens in the loss mask."""
@@ -211,7 +224,7 @@ def rows_of_rank(step: RecordedStep, rank: int, words: Words) -> list[dict[str, 
     }
     texts = None if known["input_ids"].all() else step.text(rank)
     trainer = recomputed(step, rank)
-    lengths = arrays["prompt_length"] if "prompt_length" in arrays else None
+    lengths = arrays.get("prompt_length")
     lengths_known = step.known(rank, "prompt_length")
     rows = []
     for row in range(step.num_rows(rank)):

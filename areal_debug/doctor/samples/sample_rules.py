@@ -14,7 +14,6 @@ from areal_debug.doctor.samples.read import Rows, read_rows
 from recorder import Record
 
 OF_ROWS: tuple[Callable[[Rows], Finding | None], ...] = (
-    prompt_in_loss,
     repeated_prompts,
     magic_phrase,
     length_is_paid,
@@ -31,6 +30,8 @@ def examine_samples(record: Record) -> list[Finding]:
     rows = read_rows(record)
     if rows is None:
         return []
+    if (leak := prompt_in_loss(rows)) is not None:  # other rules would judge prompts as completions
+        return [leak]
     found = [finding for rule in OF_ROWS if (finding := rule(rows)) is not None]
     texts = chosen_texts(rows)
     return found + [finding for judge in OF_TEXTS if (finding := judge(rows, texts)) is not None]
