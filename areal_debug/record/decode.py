@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from recorder import Record
 
 
-def load_decoder(record: "Record") -> Callable[[list[int]], str] | None:
+def load_decoder(record: "Record", skip_special_tokens: bool = False) -> Callable[[list[int]], str] | None:
     """Load the decoder of the recorded tokenizer.
 
     None if its file is missing or has changed, or tokenizers is not installed.
@@ -36,4 +36,4 @@ def load_decoder(record: "Record") -> Callable[[list[int]], str] | None:
         )
         return None
     tokenizer = Tokenizer.from_file(str(file))
-    return lambda ids: tokenizer.decode(ids, skip_special_tokens=False)
+    return lambda ids: tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)

@@ -17,6 +17,7 @@ from areal_debug.cli import (
 from areal_debug.render import console, errors_as_sentences, fail, is_quiet, note, print_json, with_progress
 
 if TYPE_CHECKING:
+    from areal_debug.reward.rescore import RescoreReport
     from recorder import Record
     from replayer.check import ReplayReport
     from replayer.request import Request
@@ -48,7 +49,11 @@ if TYPE_CHECKING:
 @click.option(
     "--edit", type=click.Path(), help="Python file with edit(batch, step): returns the batch to train on."
 )
-@click.option("--reward", metavar="MODULE:FN", help="Compute every reward again with this function.")
+@click.option(
+    "--reward",
+    metavar="MODULE:FN",
+    help="Compute every reward again with this function, and list where it disagrees (see `reward rescore`).",
+)
 @output_option("Record this replay into a new folder.")
 @force_option
 @click.option(
@@ -102,14 +107,27 @@ def command(
         explain_step(opened, explain, model, config, as_json)
         return
     first, last = step_range(opened, from_step, to_step)
+    rescored = None if reward is None else compare_rewards(opened, reward, first, last, as_json)
     changes = (*settings, *overrides)
     record_to = None if output is None else str(output)
     request = Request(record, first, last, model, changes, row_filter, edit, reward, record_to, config=config)
     check_request(opened, request, force)
     report = run_replay(opened, request, nproc, as_json)
-    print_replay(report, request, as_json)
+    print_replay(report, request, as_json, rescored)
     assert report.verdict is not None
     raise SystemExit(report.verdict.exit_code)
+
+
+def compare_rewards(record: "Record", function: str, first: int, last: int, as_json: bool) -> "RescoreReport":
+    """Score the steps again and print on which samples the rewards disagree; needs no model."""
+    from areal_debug.reward.render import print_rescore
+    from areal_debug.reward.rescore import TIMEOUT_S, rescore
+
+    steps = [step for step in record.steps if first <= step <= last]
+    report = rescore(record, function, None, steps, TIMEOUT_S)
+    if not as_json and report.num_compared:
+        print_rescore(report)
+    return report
 
 
 def check_request(record: "Record", request: "Request", force: bool) -> None:
@@ -158,13 +176,18 @@ def run_replay(record: "Record", request: "Request", nproc: int | None, as_json:
     return replay_on_ranks(request, nproc or record.header.world_size, hidden, report_rerun)
 
 
-def print_replay(report: "ReplayReport", request: "Request", as_json: bool) -> None:
+def print_replay(
+    report: "ReplayReport", request: "Request", as_json: bool, rescored: "RescoreReport | None"
+) -> None:
     """Print the verdict, or the comparison with the record where options were changed."""
+    from dataclasses import asdict
+
     from areal_debug.replay.next_commands import next_commands
     from areal_debug.replay.render import print_comparison, print_verdict
 
     if as_json:
-        print_json(report.to_dict() | {"next": next_commands(report, request)})
+        disagreements = {} if rescored is None else {"rescored": asdict(rescored)}
+        print_json(report.to_dict() | {"next": next_commands(report, request)} | disagreements)
     elif report.guarantee.kind == "changed":
         print_comparison(console(), report)
     else:

@@ -9,6 +9,11 @@ from areal_debug.render import errors_as_sentences, fail, print_json
 
 EXAMPLE = "areal-debug reward probe my_rewards.py:math_reward --data gsm8k/test.jsonl"
 
+timeout_option = click.option(
+    "--timeout", "timeout_s", type=click.FloatRange(0.1), default=5.0, show_default=True, metavar="SECONDS",
+    help="Time for one call.",
+)  # fmt: skip
+
 
 @click.group(cls=VerbGroup, example=EXAMPLE)
 def command() -> None:
@@ -24,10 +29,7 @@ def command() -> None:
 @click.option("--data", required=True, metavar="FILE", help="JSONL file or dataset with the rows.")
 @click.option("--rows", "num_rows", type=click.IntRange(1), default=8, show_default=True, help="Rows to try.")
 @click.option("--answer", "field", metavar="FIELD", help="Field of a row with its expected answer.")
-@click.option(
-    "--timeout", "timeout_s", type=click.FloatRange(0.1), default=5.0, show_default=True, metavar="SECONDS",
-    help="Time for one call.",
-)  # fmt: skip
+@timeout_option
 @json_option
 @errors_as_sentences
 def probe(
@@ -60,3 +62,57 @@ def probe(
     else:
         print_probe(report)
     raise SystemExit({"sound": 0, "problem": 1, "unknown": 2}[report.verdict])
+
+
+@command.command(
+    cls=Verb,
+    short_help="Score a record again with a second reward function; list disagreements",
+    example="areal-debug reward rescore runs/record my_rewards.py:strict --data gsm8k/test.jsonl",
+)
+@click.argument("record", type=click.Path())
+@click.argument("function", metavar="MODULE:FN")
+@click.option("--data", metavar="FILE", help="Rows of the prompts, for a function that takes an answer.")
+@click.option("--from-step", type=int, metavar="N", help="First step to score.")
+@click.option("--to-step", type=int, metavar="N", help="Last step to score.")
+@timeout_option
+@json_option
+@errors_as_sentences
+def rescore(
+    record: str,
+    function: str,
+    data: str | None,
+    from_step: int | None,
+    to_step: int | None,
+    timeout_s: float,
+    as_json: bool,
+) -> None:
+    """Score the samples of RECORD again with the reward function MODULE:FN (or FILE.py:FN), and
+    list the samples that only one of the two rewards pays for. Needs no model.
+
+    With --data, the function gets the fields of the row whose prompt is in the recorded prompt.
+
+    Exit code 0: the rewards agree. 1: they disagree. 2: no sample could be compared.
+    """
+    from areal_core.reward.signature import check_reward_fn
+    from areal_debug.agent.engine import read_rows
+    from areal_debug.reward.render import print_rescore
+    from areal_debug.reward.rescore import rescore as rescore_record
+    from recorder import open_record
+    from recorder.reader import describe_steps
+
+    check_reward_fn(function, ["."], takes_row=data is not None)
+    opened = open_record(record)
+    rows = None if data is None else read_rows(data)
+    steps = [
+        step
+        for step in opened.steps
+        if (from_step is None or step >= from_step) and (to_step is None or step <= to_step)
+    ]
+    if not steps:
+        fail(f"{record} has no such step: it holds {describe_steps(opened.steps)}")
+    report = rescore_record(opened, function, rows, steps, timeout_s)
+    if as_json:
+        print_json(asdict(report))
+    else:
+        print_rescore(report)
+    raise SystemExit(2 if not report.num_compared else 1 if report.disagreements else 0)

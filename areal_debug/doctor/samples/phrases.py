@@ -43,27 +43,32 @@ def magic_phrase(rows: Rows) -> Finding | None:
         groups = contrast_groups(rows, judged, phrase.rows)
         if groups is None:
             continue
-        paid, unpaid, num_groups = groups
         if not (answers := wrong_answers(rows, judged, phrase, terminal)):
             continue
-        text = rows.decode(rows.ids[phrase.place : phrase.place + phrase.size].tolist())
-        flagged = phrase.rows & rows.high
-        found = (
-            f"{int(flagged.sum())} of {int((phrase.rows & judged).sum())} samples with {text!r} are rewarded; in "
-            f"{num_groups} groups that have samples with and without it, {paid:.0%} and {unpaid:.0%}; {answers}"
-        )
-        alarm = alarm_of(
-            "S02", "a phrase decides the reward, not the answer", "error", "samples_with_the_phrase", found,
-            (
-                "read the samples: are the rewarded answers right?",
-                "fix the reward: areal-debug reward probe MODULE:fn shows what it pays for",
-                "start again from a checkpoint before the onset: what was learned since is the phrase",
-            ),
-            "areal-debug reward rescore RECORD MODULE:fn with a second, stricter reward function",
-            "own rule; reward dynamics, not dominance of a component: rewardspy",
-        )  # fmt: skip
-        return finding(alarm, rows, flagged, judged, lambda row: around(rows.text(row), text))
+        return report(rows, judged, phrase, groups, answers)
     return None
+
+
+def report(
+    rows: Rows, judged: np.ndarray, phrase: Phrase, groups: tuple[float, float, int], answers: str
+) -> Finding:
+    """Return the finding on a phrase."""
+    text = rows.decode(rows.ids[phrase.place : phrase.place + phrase.size].tolist())
+    flagged = phrase.rows & rows.high
+    paid, unpaid, num_groups = groups
+    alarm = alarm_of(
+        "S02", "a phrase decides the reward, not the answer", "error", "samples_with_the_phrase",
+        f"{int(flagged.sum())} of {int((phrase.rows & judged).sum())} samples with {text!r} are rewarded; in "
+        f"{num_groups} groups that have samples with and without it, {paid:.0%} and {unpaid:.0%}; {answers}",
+        (
+            "read the samples: are the rewarded answers right?",
+            "fix the reward: areal-debug reward probe MODULE:fn shows what it pays for",
+            "start again from a checkpoint before the onset: what was learned since is the phrase",
+        ),
+        "areal-debug reward rescore RECORD MODULE:fn with a second, stricter reward function",
+        "own rule; reward dynamics, not dominance of a component: rewardspy",
+    )  # fmt: skip
+    return finding(alarm, rows, flagged, judged, lambda row: around(rows.text(row), text))
 
 
 def terminal_tokens(rows: Rows) -> np.ndarray:
