@@ -40,7 +40,7 @@ def make_source(record: Record, trainer: PPOTrainer, request: Request) -> Record
     if request.reward is not None:
         pool = RewardPool(request.reward, num_workers=1)
         closing.append(pool.close)
-        edits.append(reward_rows(pool, trainer.tokenizer))
+        edits.append(reward_rows(pool, trainer.tokenizer, trainer.config.gconfig.skip_special_tokens))
     ranks = trainer.ranks
     return EditedRollouts(source, edits, ranks.maximum, closing, ranks.share) if edits else source
 

@@ -155,13 +155,22 @@ def load_edit(file: str) -> Edit:
     return edit
 
 
-def reward_rows(pool: RewardPool, tokenizer: PreTrainedTokenizerBase) -> Edit:
-    """Return an edit that computes rewards from prompt and completion alone."""
+def reward_rows(pool: RewardPool, tokenizer: PreTrainedTokenizerBase, skip_special_tokens: bool) -> Edit:
+    """Return an edit that computes rewards from prompt and completion alone.
+
+    Args:
+        skip_special_tokens: leave them out of completions, as the run's `gconfig` says.
+    """
 
     def reward(batch: Batch, step: int) -> Batch:
         rows = [split_row(batch, row) for row in range(len(batch["rewards"]))]
         calls = [
-            pool.submit(str(tokenizer.decode(prompt)), str(tokenizer.decode(completion)), prompt, completion)
+            pool.submit(
+                str(tokenizer.decode(prompt)),
+                str(tokenizer.decode(completion, skip_special_tokens=skip_special_tokens)),
+                prompt,
+                completion,
+            )
             for prompt, completion in rows
         ]
         try:
