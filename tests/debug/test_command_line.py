@@ -80,7 +80,7 @@ def test_help_lists_every_verb_in_one_complete_line():
         assert [line.split()[0] for line in lines[start + 1 : start + 1 + len(verbs)]] == list(verbs)
 
 
-@pytest.mark.parametrize("group", ["record", "hang", "agent"])
+@pytest.mark.parametrize("group", ["record", "hang", "agent", "reward"])
 def test_help_of_a_group_lists_its_commands_in_one_complete_line(group):
     out = run(group, "-h")[1]
     command = COMMANDS[group]

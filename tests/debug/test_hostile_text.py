@@ -134,6 +134,12 @@ def places(tmp_path_factory) -> dict[str, Path]:
     )
     found["script"] = top / "script.py"
     found["script"].write_text("raise SystemExit(1)\n")
+    found["reward"] = top / "reward.py"
+    found["reward"].write_text(
+        f"def paid(prompt, completions, prompt_ids, completion_ids, **row):\n    raise ValueError({EVIL!r})\n"
+    )
+    found["questions"] = top / "questions.jsonl"
+    found["questions"].write_text(json.dumps({"prompt": EVIL, "answer": EVIL}))
     found["stacks"] = top / "stacks"
     found["stacks"].mkdir()
     for rank in range(2):
@@ -195,6 +201,10 @@ def commands(at: dict[str, Path]) -> list[tuple[str, list[str]]]:
         ("hang watch", ["hang", "watch", "-o", f"{top}/watch", "--", f"{top}/no such program"]),
         ("doctor", ["doctor", text["stats"], "-o", f"{top}/doctor.html"]),
         ("doctor", ["doctor", absent]),
+        ("reward probe", ["reward", "probe", f"{text['reward']}:paid", "--data", text["questions"]]),
+        ("reward probe", ["reward", "probe", f"{absent}.py:{EVIL}", "--data", absent]),
+        ("reward rescore", ["reward", "rescore", record, f"{text['reward']}:paid"]),
+        ("reward rescore", ["reward", "rescore", absent, EVIL]),
         ("trace", ["trace", text["trace"]]),
         ("trace", ["trace", absent]),
         ("record ls", ["record", "ls", record]),

@@ -28,6 +28,7 @@ from replayer.source import recorded_batch
 from ..browser.chromium import browser_page
 
 CONFIG = Path(__file__).parent / "tiny.yaml"
+REWARDS = Path(__file__).parent / "rewards.py"
 OPTIONS = {
     "output_dir": "out",
     "run_name": "first",
@@ -146,6 +147,7 @@ def verbs_on(record: Path, model: Path, out: Path) -> dict[str, tuple[list, int]
         "consistency": ([record, "--model", model], 1),
         "doctor": ([record], 2),
         "crosscheck": ([record], 2),
+        "reward rescore": ([record, f"{REWARDS}:even_share"], 1),
         "query": ([record, "select step, reward, prompt_id, finish_reason from samples"], 0),
         "view": ([record, "-o", out / "page.html"], 0),
         "open": ([record, "-o", out / "workbench"], 0),
@@ -160,7 +162,7 @@ def verbs_on(record: Path, model: Path, out: Path) -> dict[str, tuple[list, int]
 
 
 def names_of_verbs() -> set[str]:
-    groups = {"record": set(record_group.list_commands(None)) - {"import", "sign"}}
+    groups = {"record": set(record_group.list_commands(None)) - {"import", "sign"}, "reward": {"rescore"}}
     return {name for name in VERBS if name not in OTHERS | groups.keys()} | {
         f"{group} {name}" for group, names in groups.items() for name in names
     }
