@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from areal_core.reward.signature import TEXTS_AND_TOKENS
+
 GOLD_FIELDS = ("answer", "solution", "ground_truth", "gold", "target", "label", "expected", "final_answer")
 FINAL = re.compile(r"####\s*(.+)")
 BOXED = re.compile(r"\\boxed\{([^{}]*)\}")
@@ -52,7 +54,10 @@ FILLER = "Let us look at the question once more and think about it with care. " 
 
 @dataclass(frozen=True)
 class Question:
-    """A row of the data: `gold` is its expected answer, None if it has none; `worked` its text."""
+    """A row of the data, without fields that the prompt and the completion are passed as.
+
+    `gold` is its expected answer, None if it has none, and `worked` the text that ends in it.
+    """
 
     row: dict[str, Any]
     prompt: str
@@ -88,7 +93,7 @@ class Setting:
             yield FORMATS[name].format(answer)
 
     def wrong_for(self, question: Question) -> str:
-        """Return an answer of the same sort that is wrong: one more, or that of another question."""
+        """Return a wrong answer of the same sort: a larger number, or another question's."""
         gold = question.gold or ""
         if (number := number_of(gold)) is not None:
             return f"{number + 7:g}"
@@ -105,7 +110,8 @@ def question_of(row: dict[str, Any], field: str | None) -> Question:
     worked = next(
         (text for name in ([field] if field else GOLD_FIELDS) if (text := text_in(row, name))), None
     )
-    return Question(row, prompt, None if worked is None else final_answer(worked), worked)
+    fields = {name: value for name, value in row.items() if name not in TEXTS_AND_TOKENS}
+    return Question(fields, prompt, None if worked is None else final_answer(worked), worked)
 
 
 def text_in(row: dict[str, Any], name: str) -> str | None:

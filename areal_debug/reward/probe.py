@@ -24,6 +24,8 @@ from areal_debug.reward.answers import (
     hostile_texts,
 )
 
+RAISED = "raised RewardError: "
+NOT_FOUND = f"{RAISED}reward function "
 PAID, MORE = 0.5, 0.1  # shares of the scale
 MOST_FORMATS = 3  # that the manipulated answers are tried in
 ROUNDING = 1e-9
@@ -40,7 +42,7 @@ class Finding:
         paid: answers with more than half of the scale; `more`: those that are paid at least a tenth
             of the scale more than the same answer without the addition.
         failed: calls that raised, returned no finite number or ran out of time; `failure` is one.
-        verdict: "pays", "pays more", "fails", "not paid" (right answers, which is no problem), "ok".
+        verdict: "pays", "pays more", "fails", "not paid" (of right answers, no problem), "ok".
     """
 
     kind: str
@@ -138,7 +140,7 @@ class Scale:
 
     @property
     def ends(self) -> tuple[float, float] | None:
-        """Rewards of a right and a wrong answer in the format with the largest gap; None if none."""
+        """Rewards of a right and a wrong answer where they differ most; None if nowhere."""
         if not self.formats:
             return None
         return self.right[self.formats[0]], self.wrong[self.formats[0]]
@@ -185,7 +187,10 @@ def judge(caller: Caller, function: str, data: str, questions: Sequence[Question
 
 
 def measure_scale(caller: Caller, questions: Sequence[Question], golds: tuple[str, ...]) -> Scale:
-    """Return the rewards of right and wrong answers in each format."""
+    """Return the rewards of right and wrong answers in each format.
+
+    Raises RewardError if the function cannot be imported.
+    """
     setting = Setting((), golds)
     sides: tuple[dict[str, float], dict[str, float]] = ({}, {})
     failures = []
@@ -197,6 +202,8 @@ def measure_scale(caller: Caller, questions: Sequence[Question], golds: tuple[st
             failures += [outcome for *_, outcome in outcomes if isinstance(outcome, str)]
             if rewards:
                 side[name] = median(rewards)
+    if failures and all(failure.startswith(NOT_FOUND) for failure in failures):
+        raise RewardError(failures[0].removeprefix(RAISED))
     return Scale(*sides, tuple(failures))
 
 

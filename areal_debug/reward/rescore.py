@@ -93,14 +93,15 @@ class DataRows:
         self.by_key: dict[str, list[tuple[str, dict[str, Any]]]] = {}
         self.short: dict[str, dict[str, Any]] = {}
         for row in rows:
-            text = question_of(row, None).prompt.removesuffix(BOXED_INSTRUCTION).strip()
+            question = question_of(row, None)
+            text = question.prompt.removesuffix(BOXED_INSTRUCTION).strip()
             if len(text) < KEY:
-                self.short[text] = row
+                self.short[text] = question.row
             else:
-                self.by_key.setdefault(text[:KEY], []).append((text, row))
+                self.by_key.setdefault(text[:KEY], []).append((text, question.row))
 
     def find(self, prompt: str) -> dict[str, Any] | None:
-        """Return the row whose prompt is the longest one inside a prompt's text; None if none is."""
+        """Return the row with the longest prompt inside a prompt's text; None if none is."""
         if prompt in self.short:
             return self.short[prompt]
         found: list[tuple[int, dict[str, Any]]] = []

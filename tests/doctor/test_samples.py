@@ -1,4 +1,4 @@
-"""Rules over the samples of a record: each planted fault is named, healthy records are not accused."""
+"""Rules over the samples of a record: planted faults are named, healthy records are not accused."""
 
 import numpy as np
 import pytest

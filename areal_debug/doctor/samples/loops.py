@@ -61,7 +61,7 @@ def repeats_itself(rows: Rows) -> Finding | None:
 
 
 def is_loop(rows: Rows) -> np.ndarray:
-    """Return [n] bool: a period is repeated at least four times, over a quarter of the completion."""
+    """Return [n] bool: a period is repeated four times or more, over a quarter of the row."""
     found = np.zeros(len(rows), bool)
     row, ids = rows.row_of_token, rows.ids
     for period in range(1, min(LONGEST_PERIOD, len(ids) - 1) + 1):

@@ -78,7 +78,7 @@ def prompt_in_loss(rows: Rows) -> Finding | None:
 
 
 def shared_beginnings(rows: Rows) -> tuple[np.ndarray, np.ndarray]:
-    """Return [n] bool: the row's beginning is its prompt; and [n] the length of what a group shares.
+    """Return [n] bool: a row begins with its prompt; and [n] the length of what its group shares.
 
     All samples of a group begin alike, other prompts' samples do not, and the samples' log-probs
     say that they cannot have been sampled alike by chance; or no log-prob can be of a sampled

@@ -1,0 +1,148 @@
+"""The probe names every faulty reward function, and accuses no sound one."""
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from areal_debug.cli import main
+from areal_debug.reward.answers import Question, Setting, final_answer, mentions, question_of, same
+from areal_debug.reward.probe import probe
+
+FUNCTIONS = Path(__file__).parent / "functions.py"
+QUESTIONS = [
+    ("A farm has 16 hens and sells 9 eggs of each for 2 dollars.", "16 * 9 = 144\n144 * 2 = 288\n#### 288"),
+    ("Tom reads 12 pages a day for 5 days.", "12 * 5 = <<12*5=60>>60\n#### 60"),
+    ("A tank holds 40 litres, a third pump adds 35.", "40 + 35 = 75\n#### 75"),
+]
+FAULTY = {  # what the sentence of the verdict names
+    "contains_answer": "several answers in one place",
+    "any_number_matches": "several answers in one place",
+    "answer_starts_with": "contains the expected answer",
+    "ignores_the_sign": "contains the expected answer",
+    "rounds_down": "contains the expected answer",
+    "wide_tolerance": "wrong answer",
+    "pays_format": "no more than a wrong one",
+    "pays_empty_tags": "magic token or phrase",
+    "pays_length": "no more than a wrong one",
+    "adds_length": "wrong and very long",
+    "pays_empty": "empty",
+    "pays_refusal": "refusal",
+    "pays_everything": "returns 1 for right and for wrong",
+    "pays_nothing": "returns 0 for right and for wrong",
+    "pays_wrong": "no more than a wrong one",
+    "obeys_instructions": "injected instruction",
+    "normalises_look_alikes": "look-alike characters",
+    "raises_without_number": "fails or is stuck: empty",
+    "returns_nan": "fails or is stuck: empty",
+    "returns_text": "fails for right or wrong answers: returned 'wrong'; expected a finite number",
+    "evaluates_text": "text that breaks parsers",
+    "backtracks": "text that breaks parsers",
+    "is_random": "it pays more or otherwise",
+    "pays_magic_token": "magic token or phrase",
+    "pays_echo": "echo of the prompt",
+    "matches_a_prefix": "truncated",
+    "pays_partly_for_trying": "refusal",
+}
+SOUND = (
+    "exact", "after_the_hashes", "last_number_of_text", "boxed_alone", "in_tags", "with_format_bonus",
+    "plus_and_minus_one", "abstaining_is_zero", "ten_points", "with_overlong_penalty", "within_rounding",
+    "one_answer_alone",
+)  # fmt: skip
+QUICK = {
+    "contains_answer",
+    "raises_without_number",
+    "pays_nothing",
+    "with_format_bonus",
+    "abstaining_is_zero",
+}
+
+
+def some_long(names):
+    return [name if name in QUICK else pytest.param(name, marks=pytest.mark.long) for name in names]
+
+
+@pytest.fixture
+def data(tmp_path):
+    file = tmp_path / "questions.jsonl"
+    file.write_text("\n".join(json.dumps({"prompt": q, "answer": a}) for q, a in QUESTIONS))
+    return file
+
+
+def questions():
+    return [question_of({"prompt": q, "answer": a}, None) for q, a in QUESTIONS]
+
+
+@pytest.mark.parametrize("name", some_long(FAULTY))
+def test_a_faulty_function_is_named_with_what_it_pays_for(name):
+    report = probe(f"{FUNCTIONS}:{name}", "questions", questions(), timeout_s=2.0)
+    assert report.verdict == "problem"
+    assert FAULTY[name] in report.sentence
+
+
+@pytest.mark.parametrize("name", some_long(SOUND))
+def test_a_sound_function_is_not_accused(name):
+    report = probe(f"{FUNCTIONS}:{name}", "questions", questions(), timeout_s=5.0)
+    assert [found for found in report.findings if found.is_problem] == []
+    assert report.verdict == "sound"
+    assert report.formats
+
+
+@pytest.mark.long
+def test_the_rewards_of_the_core_are_sound():
+    for function in ("gsm8k_reward_fn", "arithmetic_reward_fn"):
+        name = f"areal_core.reward.functions:{function}"
+        chosen = questions()
+        if function == "arithmetic_reward_fn":
+            chosen = [question_of({"prompt": q.prompt, "answer": q.gold}, None) for q in chosen]
+        assert probe(name, "questions", chosen, timeout_s=15.0).verdict == "sound"
+
+
+def test_the_verb_prints_the_verdict_first_and_exits_with_1(data):
+    arguments = ["reward", "probe", f"{FUNCTIONS}:pays_refusal", "--data", str(data)]
+    done = CliRunner().invoke(main, arguments)
+    assert done.exit_code == 1
+    assert done.stdout.startswith("Pays for what is wrong: ")
+    assert "it pays for refusal" in done.stdout.splitlines()[0]
+    found = json.loads(CliRunner().invoke(main, [*arguments, "--json"]).stdout)
+    refusals = next(item for item in found["findings"] if item["kind"] == "refusal")
+    assert (refusals["verdict"], refusals["paid"], refusals["tried"]) == ("pays", 3, 9)
+    assert refusals["example"].startswith("I'm sorry")
+
+
+@pytest.mark.parametrize(
+    ("function", "options", "sentence"),
+    [
+        ("absent.py:fn", [], "absent.py"),
+        (f"{FUNCTIONS}:nothing", [], "nothing"),
+        (f"{FUNCTIONS}:exact", ["--answer", "gold"], "the data has no field 'gold': it has"),
+    ],
+)
+def test_what_cannot_be_probed_is_one_sentence(function, options, sentence, data):
+    done = CliRunner().invoke(main, ["reward", "probe", function, "--data", str(data), *options])
+    assert done.exit_code == 2
+    assert done.stdout == ""
+    assert sentence in done.stderr
+
+
+def test_rows_without_an_expected_answer_are_inconclusive(tmp_path):
+    (tmp_path / "q.jsonl").write_text(json.dumps({"prompt": "Write a poem."}))
+    done = CliRunner().invoke(
+        main, ["reward", "probe", f"{FUNCTIONS}:needs_nothing", "--data", str(tmp_path / "q.jsonl")]
+    )
+    assert done.exit_code == 2
+    assert "no row has an expected answer" in done.stdout
+
+
+def test_expected_answers_are_found_and_compared():
+    assert final_answer("6 * 3 = 18\n#### 1,018") == "1,018"
+    assert final_answer("so \\boxed{x+1}") == "x+1"
+    assert question_of({"prompt": "p", "reward_model": {"ground_truth": "7"}}, None).gold == "7"
+    assert question_of({"prompt": "p", "answer": 3.0}, None).gold == "3"
+    assert same("1,018", "1018.0")
+    assert not same("Paris", "London")
+    assert mentions("it costs 1,018 dollars", "1018")
+    assert not mentions("it costs 10180 dollars", "1018")
+    wrong = Setting((), ("B", "C")).wrong_for(Question({}, "p", "B", "B"))
+    assert wrong == "C"

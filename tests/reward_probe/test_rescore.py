@@ -1,0 +1,89 @@
+"""A record scored again by a second reward function: who is paid by one of the two alone."""
+
+import json
+
+import pytest
+from click.testing import CliRunner
+
+from areal_debug import Recorder
+from areal_debug.cli import main
+from areal_debug.reward.rescore import DataRows
+
+FUNCTION = """
+def right(prompt, completions, prompt_ids, completion_ids, answer, **row):
+    return 1.0 if completions.strip() == answer else 0.0
+
+def has_digit(prompt, completions, prompt_ids, completion_ids, **row):
+    return float(any(letter.isdigit() for letter in completions))
+"""
+ROWS = [("7+5=", "12"), ("17+5=", "22"), ("2+2=", "4")]
+
+
+@pytest.fixture
+def record(tmp_path):
+    """Of each step one sample is paid wrongly and one is right and not paid."""
+    with Recorder(tmp_path / "r", trainer="other") as recorder:
+        for step in range(3):
+            rows = [
+                {
+                    "prompt": f"<|user|>{prompt}<|end|>",
+                    "completion": f"{said}<|end|>",
+                    "reward": reward,
+                    "group": prompt,
+                }
+                for prompt, answer in ROWS
+                for said, reward in [(answer, 1.0), ("13", 0.0)]
+            ]
+            rows[1]["reward"] = 1.0
+            rows[4]["reward"] = 0.0
+            recorder.step(step, rows)
+    (tmp_path / "fn.py").write_text(FUNCTION)
+    (tmp_path / "rows.jsonl").write_text("\n".join(json.dumps({"prompt": q, "answer": a}) for q, a in ROWS))
+    return tmp_path
+
+
+def run(*arguments):
+    done = CliRunner().invoke(main, ["reward", "rescore", *map(str, arguments)])
+    return done.exit_code, done.stdout, done.stderr
+
+
+def test_disagreements_are_counted_by_step_and_listed_with_their_page(record):
+    arguments = (record / "r", f"{record / 'fn.py'}:right", "--data", record / "rows.jsonl")
+    code, out, _ = run(*arguments)
+    assert code == 1
+    assert "on 6 of 18 samples: 3 are paid by the record alone (false positives), 3 by" in out
+    assert f"areal-debug view {record / 'r'} --step 0 --at 0.1" in out
+    found = json.loads(run(*arguments, "--json")[1])
+    assert [step["false_positives"] for step in found["steps"]] == [1, 1, 1]
+    assert [step["false_negatives"] for step in found["steps"]] == [1, 1, 1]
+    places = {
+        (d["step"], d["prompt"], d["sample"], d["kind"]) for d in found["disagreements"] if d["step"] == 1
+    }
+    assert {(sample, kind) for _, _, sample, kind in places} == {(1, "false positive"), (0, "false negative")}
+
+
+def test_steps_are_chosen_and_a_function_without_its_rows_is_inconclusive(record):
+    code, out, _ = run(record / "r", f"{record / 'fn.py'}:right")
+    assert code == 2
+    assert out.startswith("Inconclusive: no sample has both rewards")
+    assert "18 calls failed" in out
+    found = json.loads(run(record / "r", f"{record / 'fn.py'}:has_digit", "--from-step", 2, "--json")[1])
+    assert [step["step"] for step in found["steps"]] == [2]
+    assert run(record / "r", f"{record / 'fn.py'}:right", "--from-step", 9)[0] == 2
+
+
+def test_samples_whose_prompt_the_data_lacks_are_counted(record):
+    (record / "few.jsonl").write_text(json.dumps({"prompt": "2+2=", "answer": "4"}))
+    found = json.loads(
+        run(record / "r", f"{record / 'fn.py'}:right", "--data", record / "few.jsonl", "--json")[1]
+    )
+    assert [step["unmatched"] for step in found["steps"]] == [4, 4, 4]
+
+
+def test_a_prompt_finds_the_longest_row_inside_it():
+    long = "How many litres are left in the tank after a day?"
+    rows = DataRows([{"prompt": p, "answer": p} for p in ("7+5=", "17+5=", long, f"{long} And after two?")])
+    assert rows.find("user: 17+5=")["answer"] == "17+5="
+    assert rows.find("user: 7+5=")["answer"] == "7+5="
+    assert rows.find(f"system\n{long} And after two? ok")["answer"] == f"{long} And after two?"
+    assert rows.find("user: 3+5=") is None
