@@ -61,13 +61,16 @@ def signature_in_source(name: str, folders: Iterable[str | Path]) -> inspect.Sig
 
 
 def signature_in_text(text: str, function: str) -> inspect.Signature | None:
-    """Return the signature of a top-level function of a module's text; None if it has none."""
+    """Return the signature of a top-level function of a module's text.
+
+    None if there is none, or if a decorator may have changed it.
+    """
     try:
         nodes = ast.parse(text).body
     except SyntaxError:  # the run reports it with its line
         return None
     found = [node for node in nodes if isinstance(node, ast.FunctionDef) and node.name == function]
-    return signature_of(found[-1].args) if found else None
+    return signature_of(found[-1].args) if found and not found[-1].decorator_list else None
 
 
 def signature_of(arguments: ast.arguments) -> inspect.Signature:
