@@ -16,7 +16,7 @@ from areal_debug.doctor.rows import LENGTH, recomputed
 from areal_debug.record.decode import load_decoder
 from recorder import Record, RecordedStep
 
-MOST_TOKENS, MOST_STEPS = 4_000_000, 128
+MOST_TOKENS, MOST_STEPS = 2_000_000, 128
 WORD = re.compile(r"\s*\S+")
 FIRST_WORD = 1 << 30  # ids of words, in the place of tokens that are not known
 HIGH_ENDS = (5, 95)  # percentiles between which a reward is high or low
