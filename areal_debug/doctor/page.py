@@ -12,7 +12,7 @@ from areal_debug.doctor.alarm import Alarm
 from areal_debug.doctor.examine import Examination, look_at, place_in
 from areal_debug.doctor.examine import verdict as verdict_of
 from areal_debug.doctor.read import Run
-from areal_debug.doctor.render import override_lines, unknown_names_of
+from areal_debug.doctor.render import override_lines, sample_line, since, unknown_names_of
 from areal_debug.doctor.series import Series
 from areal_debug.pages.charts import line
 from areal_debug.pages.links import RecordPage
@@ -74,6 +74,16 @@ def alarm_facts(run: Run, alarm: Alarm, record_page: RecordPage | None) -> dict[
     return vars(alarm) | {
         "evidence": evidence,
         "look": look_at(run, alarm),
+        "since": since(alarm) if alarm.onset is not None else "",
+        "samples": [
+            {
+                "text": sample_line(sample),
+                "address": ""
+                if record_page is None
+                else record_page.address(sample.step, sample.prompt, sample.sample),
+            }
+            for sample in alarm.samples
+        ],
         "svg": picture(run.by_name[alarm.metric], steps),
     }
 

@@ -81,6 +81,7 @@ def print_alarm(out: Console, run: Run, alarm: Alarm) -> None:
     rows = [
         ("found", alarm.found),
         ("evidence", ", ".join(f"step {step}: {format_number(value)}" for step, value in alarm.evidence)),
+        *([("since", since(alarm))] if alarm.onset is not None else []),
         *([("look", command)] if (command := look_at(run, alarm)) else []),
         *((("" if i else "samples"), sample_line(sample)) for i, sample in enumerate(alarm.samples)),
         *((("" if i > 1 else "advice"), f"{i}. {advice}") for i, advice in enumerate(alarm.advice, start=1)),
@@ -94,13 +95,18 @@ def print_alarm(out: Console, run: Run, alarm: Alarm) -> None:
 
 def alarm_lines(alarm: Mapping[str, Any]) -> list[Text]:
     """Return an alarm of the JSON report as two or three lines, as `--follow` prints them."""
-    step = f" from step {alarm['evidence'][0][0]}" if alarm["evidence"] else ""
+    step = "" if alarm["onset"] is None else f" from step {alarm['onset']}"
     style = STYLES[alarm["severity"]]
     return [
         styled(f"[bold {style}]{{}}  {{}}[/]{{}}: {{}}", alarm["id"], alarm["title"], step, alarm["found"]),
         *(styled("  {}", advice) for advice in alarm["advice"][:1]),
         *(styled("  look  {}", alarm["look"]) for _ in range(bool(alarm["look"]))),
     ]
+
+
+def since(alarm: Alarm) -> str:
+    """Return when a problem began and what it has cost since."""
+    return f"step {alarm.onset}" + (f": {alarm.cost}" if alarm.cost else "")
 
 
 def sample_line(sample: Sample) -> str:

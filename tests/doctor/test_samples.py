@@ -1,12 +1,19 @@
 """Rules over the samples of a record: planted faults are named, healthy records are not accused."""
 
+import json
+
 import numpy as np
 import pytest
+from click.testing import CliRunner
 from transformers import AutoTokenizer
 
 from areal_core.testing import make_tiny_model
+from areal_debug import Recorder
+from areal_debug.cli import main
+from areal_debug.doctor.samples import read as reading
 from areal_debug.doctor.samples.sample_rules import examine_samples
 from recorder import open_record
+from recorder.testing import write_scripted_record
 
 from .sample_records import STEPS, Episode, write_record
 
@@ -86,6 +93,7 @@ FAULTS = {
     drift_along_the_completion: "S09", first_token_differs: "S09", control_tokens: "S10", past_the_end: "S10",
     contradicting: "S11",
 }  # fmt: skip
+SECOND = {loops, magic_alone, first_token_differs, past_the_end}  # of a rule with another fault
 FROM_THE_MIDDLE = {loops, rewarded_loops, open_tags, hedges, control_tokens}
 
 
@@ -109,7 +117,13 @@ def found_in(folder):
     return {finding.alarm.id: finding.alarm for finding in examine_samples(open_record(folder))}
 
 
-@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
+@pytest.mark.parametrize(
+    "fault",
+    [
+        pytest.param(fault, id=fault.__name__, marks=[pytest.mark.long] if fault in SECOND else [])
+        for fault in FAULTS
+    ],
+)
 def test_a_planted_fault_is_named_with_the_samples_that_prove_it(fault, model, tokenizer, tmp_path):
     record = write_record(tmp_path / "r", tokenizer, model, fault)
     found = found_in(record)
@@ -137,3 +151,46 @@ def test_repeated_prompts_are_named(model, tokenizer, tmp_path):
 )
 def test_a_healthy_run_is_not_accused(seed, accuracy, model, tokenizer, tmp_path):
     assert found_in(write_record(tmp_path / "r", tokenizer, model, seed=seed, accuracy=accuracy)) == {}
+
+
+def test_the_verb_prints_and_writes_the_samples_with_hostile_text_escaped(tmp_path):
+    evil = "\x1b]0;title\x07[bold]<script>alert(1)</script>"
+    with Recorder(tmp_path / "r", trainer="other") as recorder:
+        for step in range(10):
+            rows = [
+                {
+                    "prompt": f"question {step} {group}",
+                    "completion": f"<answer>{evil} {k}</answer><answer>b{k}</answer><answer>c{k}</answer>",
+                    "reward": float(k < 3),
+                    "group": group,
+                    "finish_reason": "stop",
+                }
+                for group in range(4)
+                for k in range(4)
+            ]
+            recorder.step(step, rows)
+    page = tmp_path / "page.html"
+    done = CliRunner().invoke(main, ["doctor", str(tmp_path / "r"), "-o", str(page)])
+    assert done.exit_code == 1, done.output
+    assert "S06  completions with several final answers are rewarded" in done.output
+    assert "--step 0 --at 0.0  \\x1b]0;title" in done.output
+    assert "\x1b" not in done.output
+    text = page.read_text()
+    assert "<script>alert" not in text
+    assert "&lt;script&gt;alert" in text
+    found = json.loads(CliRunner().invoke(main, ["doctor", str(tmp_path / "r"), "--json"]).output)
+    alarm = next(alarm for alarm in found["alarms"] if alarm["id"] == "S06")
+    assert len(alarm["samples"]) == 10
+    assert alarm["look"] == f"areal-debug view {tmp_path / 'r'} --step 0 --at 0.0"
+
+
+def test_a_large_record_is_sampled_by_steps_and_whole_groups(tmp_path, monkeypatch):
+    monkeypatch.setattr(reading, "MOST_TOKENS", 240)
+    monkeypatch.setattr(reading, "MOST_STEPS", 12)
+    write_scripted_record(tmp_path / "r", num_steps=20, num_rows=16)
+    rows = reading.read_rows(open_record(tmp_path / "r"))
+    steps = np.unique(rows.step)
+    assert (steps[0], steps[-1], len(steps)) == (0, 19, 3)
+    assert len(rows) < 3 * 16
+    assert set(np.bincount(rows.group)) == {2}
+    assert "rows of 3 of 20 steps, sampled" in rows.extent
