@@ -185,7 +185,7 @@ def test_the_verb_prints_and_writes_the_samples_with_hostile_text_escaped(tmp_pa
 
 
 def test_a_large_record_is_sampled_by_steps_and_whole_groups(tmp_path, monkeypatch):
-    monkeypatch.setattr(reading, "MOST_TOKENS", 240)
+    monkeypatch.setattr(reading, "MOST_TOKENS", 96)
     monkeypatch.setattr(reading, "MOST_STEPS", 12)
     write_scripted_record(tmp_path / "r", num_steps=20, num_rows=16)
     rows = reading.read_rows(open_record(tmp_path / "r"))
