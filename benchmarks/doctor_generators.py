@@ -1,9 +1,9 @@
 """Measure `areal-debug doctor` on the failures that two other tools draw.
 
 rldoctor (`rl_doctor.simulate`) and rlprobe (`rlprobe.testing.synth`) generate metrics of runs with
-one known failure each. Every run is written as TRL and as verl log it, read by the verb,
-and judged: the rate at which the failure is named, its onset, and healthy runs that are accused. Install them
-where this runs: `pip install rldoctor==0.2.0 rlprobe==0.1.0`.
+one known failure each. Every run is written as TRL and as verl log it, read by the verb, and
+judged: the rate at which the failure is named, its onset, and healthy runs that are accused.
+Install them where this runs: `pip install rldoctor==0.2.0 rlprobe==0.1.0`.
 
     python benchmarks/doctor_generators.py --seeds 20 --healthy 100
     python benchmarks/doctor_generators.py --seeds 20 --variants noise,sparse --steps 60,400,2000

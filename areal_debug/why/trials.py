@@ -30,7 +30,7 @@ class Runner:
         return self.replay_steps(record, record.steps[0], record.steps[-1])
 
     def replay(self, record: Record, step: int, settings: Sequence[str] = ()) -> Record | None:
-        """Replay from the nearest anchor up to a step; return the record of that, None if it fails."""
+        """Replay from the nearest anchor up to a step; None if it fails."""
         return self.replay_steps(record, step, step, settings)
 
     def replay_steps(

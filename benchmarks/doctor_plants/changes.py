@@ -1,4 +1,4 @@
-"""Faults of the corpus that no option makes: each changes the process of one run, which then ends."""
+"""Faults that no option makes: each changes the process of one run, which then ends."""
 
 from collections.abc import Iterable
 from typing import Any

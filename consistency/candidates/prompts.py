@@ -72,7 +72,7 @@ def best_prompt(scorer: Scorer, rows: Sequences, row: int, temperature: float) -
 def after_prompts(
     scorer: Scorer, rows: Sequences, row: int, prompts: list[int], count: int | None, temperature: float
 ) -> Floats:
-    """Score the first tokens of a row's completion after several prompts, float64 [prompts, tokens]."""
+    """Score a row's first sampled tokens after several prompts, float64 [prompts, tokens]."""
 
     def split(one: int) -> tuple[Ints, Ints]:
         ids, sampled = rows.input_ids[rows.row(one)], rows.sampled[rows.row(one)]

@@ -39,7 +39,7 @@ def rounded_logprobs(case: Case) -> Finding | None:
 
 
 def share_on_decimals(values: Floats, digits: int) -> float:
-    """Return the share of numbers with at most `digits` decimal places, but for float32 rounding."""
+    """Return the share of numbers with at most `digits` decimals, but for float32 rounding."""
     scaled = values * 10.0**digits
     scaled = scaled[np.abs(scaled) > 0.5]  # smaller ones round to 0 on any grid
     if len(scaled) < FEWEST_ON_GRID:
@@ -88,7 +88,7 @@ def other_dtype(case: Case) -> Finding | None:
 
 
 def shared_moves(case: Case) -> float:
-    """Correlate D with what another dtype changes; 0 if the sizes differ by more than a factor of 2.
+    """Correlate D with what another dtype changes; 0 if the sizes differ by over a factor of 2.
 
     Two kernels of one dtype round differently, so that scoring in it explains D only in part.
     """

@@ -218,7 +218,7 @@ def letters(text: str) -> str:
 
 
 def other_logprobs(replies: Sequence[Reply]) -> Finding | None:
-    """R09, R61: a token's logprob differs from that of the same token among the most likely ones."""
+    """R09, R61: a token's logprob differs from its own among the most likely tokens."""
     differing = likeliest = compared = 0
     for reply in replies:
         for token, value, top in zip(reply.output_ids, reply.logprobs, reply.tops or (), strict=False):

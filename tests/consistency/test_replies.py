@@ -1,4 +1,4 @@
-"""Replies that contradict themselves or their requests are named; unknown fields contradict nothing."""
+"""Replies that contradict themselves or their requests are named; unknown fields are not."""
 
 from dataclasses import replace
 

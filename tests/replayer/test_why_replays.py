@@ -1,4 +1,4 @@
-"""`why` with replays of a real record: of all of it, and of one step with each of several options."""
+"""`why` with replays of a real record: all of it, and one step with each of several options."""
 
 from pathlib import Path
 
