@@ -25,7 +25,7 @@ from areal_debug.reward.answers import (
 )
 
 RAISED = "raised RewardError: "
-NOT_FOUND = f"{RAISED}reward function "
+NOT_FOUND = f"{RAISED}reward function"
 PAID, MORE = 0.5, 0.1  # shares of the scale
 MOST_FORMATS = 3  # that the manipulated answers are tried in
 ROUNDING = 1e-9

@@ -50,6 +50,8 @@ def longest_shared(case: Case) -> tuple[list[float], int]:
     for row in range(sequences.num_rows):
         tokens = sequences.row(row)
         ids, sampled = sequences.input_ids[tokens], sequences.sampled[tokens]
+        if not sampled.any():
+            continue
         first = int(np.argmax(sampled))
         key = (int(sequences.prompt_id[row]), ids[:first].tobytes())
         groups.setdefault(key, []).append((ids[sampled].tolist(), nats[tokens][sampled].tolist()))

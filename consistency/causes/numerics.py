@@ -214,6 +214,8 @@ def placeholder_logprobs(case: Case) -> Finding | None:
         return None  # spans of zeros are tokens that were not sampled (R18)
     if wrong[best] < FEWEST_REPEATED or wrong[best] < 0.5 * count[best] or len(names) < 2:
         return None
+    if wrong[best] < 0.5 * wrong.sum():
+        return None  # most of what is wrong is no placeholder
     if np.ptp(table.trainer[repeated]) < 0.1 or size[repeated].mean() < BAD_RATIO * size[~repeated].mean():
         return None
     return Finding(

@@ -119,7 +119,8 @@ def final_token_missing(
     early = [
         i
         for i, reply in enumerate(replies)
-        if reply.finish == "length" and len(reply.logprobs) < params.max_new_tokens
+        if reply.finish == "length"
+        and max(len(reply.logprobs), len(reply.output_ids)) < params.max_new_tokens
     ]
     # The end of the context stops rows at one total length, which no other row exceeds.
     totals = [len(prompt) + len(reply.logprobs) for prompt, reply in zip(prompts, replies, strict=True)]

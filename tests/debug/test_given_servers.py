@@ -39,6 +39,7 @@ def weights_of(server: Server) -> str:
     return json.loads(call(server, "GET", "/model_info"))["weight_version"]
 
 
+@pytest.mark.long
 def test_two_runs_use_the_same_server_and_leave_it_running(server, train):
     variable = {"AREAL_LLM_SERVER_ADDRS": server.address}
     first = train("allocation_mode=fsdp:d1", **variable)

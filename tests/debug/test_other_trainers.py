@@ -421,6 +421,7 @@ def test_replay_names_the_value_that_is_missing_and_the_option_that_does_without
     assert "nothing says which tokens to train on" in refusal(no_mask)
 
 
+@pytest.mark.long
 def test_our_trainer_trains_on_the_batches_with_a_config(areal_debug, make, model, tmp_path):
     def change(row):
         if "prompt_tokens" not in row:

@@ -21,7 +21,7 @@ TINTS = ("good", "bad", "amber", "violet", "cool", "warm", "faint")
 
 def test_data_of_a_page_is_escaped_and_printable(tmp_path):
     facts = {
-        "verdict": EVIL, "headline": EVIL, "summary": EVIL, "alarms": [], "overrides": [EVIL], "absent": [EVIL],
+        "verdict": EVIL, "headline": EVIL, "summary": EVIL, "alarms": [], "overrides": [EVIL], "absent": [EVIL], "unknown": EVIL,
         "charts": [{"svg": bars([1.0, 2.0], EVIL, EVIL), "caption": EVIL}, {"svg": Markup("<svg/>"), "caption": ""}],
     }  # fmt: skip
     frame = Frame(EVIL, EVIL, EVIL, EVIL, (Link(EVIL, EVIL),))
@@ -31,7 +31,7 @@ def test_data_of_a_page_is_escaped_and_printable(tmp_path):
     assert "<script" not in page
     assert "<svg/>" in page
     same_escapes = page.replace("&quot;", "&#34;").replace("&#x27;", "&#39;")
-    assert same_escapes.count(SHOWN) == 18
+    assert same_escapes.count(SHOWN) == 19
 
 
 def hash_of(text: str) -> str:

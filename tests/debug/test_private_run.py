@@ -74,6 +74,7 @@ def test_what_verbs_write_is_private_too(areal_debug, run, tmp_path):
     assert {stat.S_IMODE((tmp_path / name).stat().st_mode) for name in ("a.zip", "page.html")} == {0o600}
 
 
+@pytest.mark.long
 def test_the_group_reads_a_run_that_is_group_readable(areal_debug, tiny_model, tmp_path):
     here = Path(__file__).parent
     done = areal_debug(

@@ -70,6 +70,7 @@ def test_two_ranks_replay_to_the_same_bits_without_sglang_and_from_step_one(area
     assert not re.search(r"step +0", done.stdout)
 
 
+@pytest.mark.long
 def test_a_changed_learning_rate_is_reported_before_the_numbers_that_follow(train, recorded):
     done = train("--replay-rollout", recorded, "actor.optimizer.lr=2e-3")
     assert done.returncode == 1, done.stdout + done.stderr
@@ -89,6 +90,7 @@ def test_a_changed_clip_is_reported_and_found_where_it_takes_effect(train, recor
     assert re.search(r"first +step 0, stage loss: loss of rank 0, micro-batch 0, minibatch 1: ", done.stdout)
 
 
+@pytest.mark.long
 def test_another_library_version_is_reported(areal_debug, copied):
     file = copied / "record.json"
     header = parse_checksummed(file.read_bytes(), "record.json")

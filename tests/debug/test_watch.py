@@ -29,6 +29,7 @@ import areal_debug
 
 dist.init_process_group("gloo")
 rank = dist.get_rank()
+torch.manual_seed(1)
 model = torch.nn.Linear(4, 4)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 

@@ -66,6 +66,7 @@ def test_training_continues_from_a_checkpoint_to_the_same_bits_on_two_ranks(two_
     assert two_ranks["resumed"] == two_ranks["straight"][1:]
 
 
+@pytest.mark.long
 def test_checksums_do_not_depend_on_the_number_of_ranks(ranks, tiny_model, torchrun):
     untrained = program.make_engine(ranks, str(tiny_model), 100).checksums()
     file = Path(tiny_model).parent / "untrained.py"

@@ -14,6 +14,9 @@ program = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(program)
 
 
+pytestmark = pytest.mark.long
+
+
 @pytest.fixture(scope="module")
 def four_ranks(torchrun, tiny_model, tmp_path_factory):
     return torchrun(PROGRAM, 4, tiny_model, tmp_path_factory.mktemp("hybrid") / "000001")

@@ -149,6 +149,7 @@ def test_gradient_checkpointing_changes_no_bit(ranks, tiny_model):
     assert checkpointed == plain
 
 
+@pytest.mark.long
 def test_two_ranks_train_the_adapter_as_one_does(ranks, torchrun, tiny_model, tmp_path):
     _, alone = program.train(ranks, str(tiny_model))
     together = torchrun(PROGRAM, 2, tiny_model, tmp_path / "adapter")

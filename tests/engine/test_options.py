@@ -108,6 +108,7 @@ def test_an_idle_engine_sleeps_and_wakes_by_itself(ranks, tiny_model):
 
 
 @NON_LEAF
+@pytest.mark.long
 def test_compiled_layers_give_the_same_bits_and_retrace_nothing_for_other_micro_batches(
     ranks, tiny_model, monkeypatch
 ):

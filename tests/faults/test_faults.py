@@ -42,6 +42,7 @@ def test_a_sample_of_faults_in_every_operation_loses_nothing(tmp_path):
     assert len(results) == 31
 
 
+@pytest.mark.long
 def test_faults_are_injected_without_a_compiler_too(tmp_path):
     results = inject(tmp_path, "--most", 4, "--only", "jsonl|view|health", library=None, timeout_s=120)
     assert losses_of(results) == []

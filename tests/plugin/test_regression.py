@@ -33,7 +33,7 @@ def test_ten_steps_of_grpo_give_the_recorded_numbers(replay_record, recorded_mod
 
 
 OTHER_KERNELS = [
-    ("ATEN_CPU_CAPABILITY", "avx2"),
+    pytest.param("ATEN_CPU_CAPABILITY", "avx2", marks=pytest.mark.long),
     pytest.param("MKL_ENABLE_INSTRUCTIONS", "AVX2", marks=pytest.mark.long),
     pytest.param("ATEN_CPU_CAPABILITY", "default", marks=pytest.mark.long),
     pytest.param("MKL_ENABLE_INSTRUCTIONS", "SSE4_2", marks=pytest.mark.long),

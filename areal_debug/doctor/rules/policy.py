@@ -295,7 +295,7 @@ def beside_the_neighbours(
         warnings.simplefilter("ignore", RuntimeWarning)  # a window of zeros only
         usual = np.nanmedian(windows, axis=1)
     ratios = np.nan_to_num(np.log(moving / usual), nan=0.0)
-    noise = float(np.median(np.abs(ratios[ratios != 0]))) / 0.6745 if ratios.any() else 0.0
+    noise = float(np.median(np.abs(ratios[np.isfinite(moving)]))) / 0.6745
     return np.exp(ratios), ratios / max(noise, 1e-12)
 
 
