@@ -88,7 +88,7 @@ FAILURES = {
         "D22",
         "right ones and wrong ones",
         0,
-        lambda r: {"zero_variance_groups": noisy(0.7, 0.02), "reward": noisy(ramp(0.4, 0.55, 0.0), 0.01)},
+        lambda r: {"zero_variance_groups": noisy(0.9, 0.02), "reward": noisy(ramp(0.4, 0.55, 0.0), 0.01)},
     ),
     "KL while the reward rises": (
         "D29",
@@ -283,9 +283,9 @@ def test_length_that_suddenly_pays_is_named_without_validation(tmp_path):
 
 def test_groups_are_told_apart_by_counts_where_they_are_logged(tmp_path):
     names = NAMES | {"solved": "batch/solve_all", "failed_all": "batch/solve_none"}
-    for right, wrong, word in ((0.6, 0.1, "right"), (0.1, 0.6, "wrong")):
+    for right, wrong, word in ((0.8, 0.1, "right"), (0.1, 0.8, "wrong")):
         counts = {"solved": np.full(STEPS, right), "failed_all": np.full(STEPS, wrong)}
-        run = healthy() | {"zero_variance_groups": noisy(0.7, 0.01)} | counts
+        run = healthy() | {"zero_variance_groups": noisy(0.9, 0.01)} | counts
         [alarm] = judged(tmp_path / word, run, names).alarms
         assert (alarm.id, alarm.title) == ("D22", f"most groups have equal rewards: all answers are {word}")
 
@@ -355,3 +355,26 @@ def test_cost_counts_steps_and_the_hours_that_they_took(tmp_path):
         alarm.cost
         == f"{STEPS - alarm.onset} of {STEPS} steps since then, {0.01 * (STEPS - alarm.onset):.2g} h"
     )
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"zero_variance_groups": noisy(0.7, 0.02), "reward": noisy(ramp(0.3, 0.6, 0.0), 0.02)},
+        {"reward": noisy(0.3, 0.05), "eval_reward": noisy(ramp(0.2, 0.5, 0.0), 0.03)},
+    ],
+    ids=["groups are equal as the reward rises", "validation rises, and the reward is noisy"],
+)
+def test_progress_is_no_failure(tmp_path, change):
+    alarms = judged(tmp_path / "run", healthy() | change).alarms
+    assert not {"D01", "D22"} & {alarm.id for alarm in alarms}
+
+
+def test_a_loss_that_falls_by_next_to_nothing_does_not_fall(tmp_path):
+    steps = range(STEPS)
+    for change, expected in ((1e-5, ["D06"]), (0.2, [])):
+        folder = tmp_path / str(change)
+        folder.mkdir()
+        rows = [{"step": n, "loss": 0.6931 - change * n / STEPS} for n in steps]
+        (folder / "stats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        assert [alarm.id for alarm in examine(read_run(folder)).alarms] == expected

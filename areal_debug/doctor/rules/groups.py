@@ -7,12 +7,12 @@ import numpy as np
 from areal_debug.doctor.alarm import Alarm
 from areal_debug.doctor.onset import onset
 from areal_debug.doctor.read import Run
-from areal_debug.doctor.rules.learning import is_solved
+from areal_debug.doctor.rules.learning import is_solved, rises
 from areal_debug.doctor.series import FEWEST_STEPS, Series
 
 Kind = Literal["right", "wrong", "mixed", "unknown"]
 
-MOST_ALIKE = 0.5  # of the groups
+MOST_ALIKE, NEARLY_ALL = 0.5, 0.8  # of the groups
 MOST_ZERO = 0.1  # of the steps
 VANISHED = 0.2  # of the first spread
 ADVICE: dict[Kind, tuple[str, ...]] = {
@@ -46,18 +46,23 @@ TITLES: dict[Kind, str] = {
 
 
 def groups_are_alike(run: Run) -> Alarm | None:
-    """D22: most groups have equal rewards, so their advantages are 0."""
+    """D22: most groups have equal rewards, so their advantages are 0.
+
+    Where the reward rises, only if nearly all are: the more is solved, the more groups are equal.
+    """
     alike = run.series.get("zero_variance_groups")
     if alike is None or not alike.finite.sustained(lambda value: value > MOST_ALIKE):
         return None
     series = alike.finite
+    if series.last <= NEARLY_ALL and rises(run, "reward"):
+        return None
     kind, why = kind_of(run, series.last)
     begins = onset(series, "up")
     wasted = float(np.mean(series.since(begins).values))
     return Alarm(
         "D22",
         TITLES[kind],
-        "error" if series.last > 0.8 else "warning",
+        "error" if series.last > NEARLY_ALL else "warning",
         alike.name,
         f"median {series.last:.3g} of the groups in the last {series.window} steps (more than {MOST_ALIKE}){why}",
         series.tail(),

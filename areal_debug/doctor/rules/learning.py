@@ -11,6 +11,7 @@ from areal_debug.doctor.series import FEWEST_STEPS, Floats, Series, Trend, trend
 ENOUGH_STEPS = 20
 FEWEST_EVALUATIONS = 4
 SOLVED = 0.95
+CLEAR = 2.0  # times the scatter of a step
 # In the order of AReaL's algorithm guide (docs/en/best_practices/algo_perf.md).
 NOISY_SHARE = 0.15  # of the reward's range: 10 prompts a step that are right or wrong scatter so
 NOISY = 0.5  # scatter of a step, as a share of the run's gain
@@ -29,7 +30,7 @@ SYNCHRONOUS = {
 
 
 def reward_does_not_rise(run: Run) -> Alarm | None:
-    """D01: the 95 % interval of the reward's trend includes 0."""
+    """D01: the 95 % interval of the reward's trend includes 0, and validation does not rise."""
     reward = run.series.get("reward")
     if reward is None or len(reward.finite.values) < ENOUGH_STEPS:
         return None
@@ -37,6 +38,8 @@ def reward_does_not_rise(run: Run) -> Alarm | None:
     if found is None or found.rises or is_at_ceiling(reward.finite):
         return None
     falls = found.falls
+    if not falls and rises(run, "eval_reward"):
+        return None
     return Alarm(
         "D01",
         "the reward falls" if falls else "the reward does not rise",
@@ -50,6 +53,13 @@ def reward_does_not_rise(run: Run) -> Alarm | None:
         SYNCHRONOUS,
         onset(reward.finite, "down") if falls else int(reward.finite.steps[0]),
     )
+
+
+def rises(run: Run, quantity: str) -> bool:
+    """Return whether a quantity clearly rises over the run; False for a short series."""
+    series = run.series.get(quantity)
+    found = None if series is None else trend(series.finite)
+    return found is not None and found.rises and found.change > CLEAR * found.scatter
 
 
 def is_solved(run: Run) -> bool:
