@@ -82,6 +82,7 @@ def test_a_bad_sample_is_shrunk_to_two_tokens_of_one_row(bad_run, cut_to, elsewh
     assert math.isnan(found.steps[0].loss)
 
 
+@pytest.mark.long
 def test_a_second_cut_gives_the_same_rows_and_numbers(bad_run, cut_to, elsewhere):
     one = cut_to(elsewhere / "one.zip", bad_run.path, 2, symptom="grad_norm is nan")
     two = cut_to(elsewhere / "two.zip", bad_run.path, 2, symptom="grad_norm is nan")

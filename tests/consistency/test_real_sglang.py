@@ -81,7 +81,12 @@ def test_float32_server_agrees_to_under_1e_5_and_is_healthy(server, model):
         ({"top_p": 0.8}, "R04", "likelier under top_p 0.8"),
         ({"top_k": 10}, "R04", "likelier under top_k 10"),
         ({"min_p": 0.1}, "R04", "likelier under min_p 0.1"),
-        ({"repetition_penalty": 1.3}, "R05", "repetition_penalty of output tokens 1.3"),
+        pytest.param(
+            {"repetition_penalty": 1.3},
+            "R05",
+            "repetition_penalty of output tokens 1.3",
+            marks=pytest.mark.long,
+        ),
         ({"frequency_penalty": 0.5}, "R05", "frequency_penalty 0.5"),
         ({"presence_penalty": 0.5}, "R05", "presence_penalty 0.5"),
     ],

@@ -56,6 +56,7 @@ def test_everything_that_a_run_leaves_is_its_users_only(run):
         assert modes_below(folder) <= {0o600, 0o700}
 
 
+@pytest.mark.long
 def test_a_record_with_masked_values_is_counted_and_replays(areal_debug, run):
     listed = areal_debug("record", "ls", run / "record")
     assert "4 values of the config" in listed.stdout

@@ -156,12 +156,12 @@ def test_wrong_input_of_replay_is_one_sentence(areal_debug, recorded, copied, tm
     [
         pytest.param(["actor.optimzer.lr=1"], ["actor.optimzer", "did you mean"], marks=pytest.mark.long),
         pytest.param(["allocation_mode=sglang:x1"], ["allocation"], marks=pytest.mark.long),
-        (["--config", "/no/such.yaml"], ["/no/such.yaml"]),
+        pytest.param(["--config", "/no/such.yaml"], ["/no/such.yaml"], marks=pytest.mark.long),
         pytest.param(
             ["train_dataset.batch_size=3"], ["consumer_batch_size", "3", "4"], marks=pytest.mark.long
         ),
         (["actor.path=/no/model"], ["/no/model"]),
-        (["allocation_mode=fsdp:d1"], ["fsdp:d1", "embedded|"]),
+        pytest.param(["allocation_mode=fsdp:d1"], ["fsdp:d1", "embedded|"], marks=pytest.mark.long),
         (["--dump-rollout=a", "--replay-rollout=b"], ["dump_rollout_data", "replay_rollout_data"]),
     ],
 )

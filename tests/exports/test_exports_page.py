@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from pyarrow import parquet
 
 from tests.exports.given import write_full_record
@@ -20,6 +21,7 @@ def blocks(kind: str) -> list[str]:
     return [text for name, text in found if name == kind]
 
 
+@pytest.mark.long
 def test_commands_and_python_of_the_page_run(tmp_path):
     write_full_record(tmp_path / "runs/record")
     environment = os.environ | {"PYTHONPATH": str(ROOT)}

@@ -101,6 +101,7 @@ def test_arguments_are_checked(seconds, target, problem):
     assert str(refused.value).startswith(problem)
 
 
+@pytest.mark.long
 def test_make_fuzz_prints_a_table_and_writes_failing_inputs(tmp_path):
     root = Path(__file__).parent.parent.parent
     command = [sys.executable, "-m", "tests.fuzz", "10", "names"]

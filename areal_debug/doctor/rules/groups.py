@@ -12,7 +12,7 @@ from areal_debug.doctor.series import FEWEST_STEPS, Series
 
 Kind = Literal["right", "wrong", "mixed", "unknown"]
 
-MOST_ALIKE, NEARLY_ALL = 0.5, 0.8  # of the groups
+USUAL, MOST_ALIKE, NEARLY_ALL = 0.2, 0.5, 0.8  # of the groups
 MOST_ZERO = 0.1  # of the steps
 VANISHED = 0.2  # of the first spread
 ADVICE: dict[Kind, tuple[str, ...]] = {
@@ -48,13 +48,13 @@ TITLES: dict[Kind, str] = {
 def groups_are_alike(run: Run) -> Alarm | None:
     """D22: most groups have equal rewards, so their advantages are 0.
 
-    Where the reward rises, only if nearly all are: the more is solved, the more groups are equal.
+    Where many were equal from the start and the reward rises, only if nearly all are.
     """
     alike = run.series.get("zero_variance_groups")
     if alike is None or not alike.finite.sustained(lambda value: value > MOST_ALIKE):
         return None
     series = alike.finite
-    if series.last <= NEARLY_ALL and rises(run, "reward"):
+    if series.first > USUAL and series.last <= NEARLY_ALL and rises(run, "reward"):
         return None
     kind, why = kind_of(run, series.last)
     begins = onset(series, "up")

@@ -22,7 +22,7 @@ LEAST_FALL = 0.005  # of the first loss
 
 
 def loss_does_not_fall(run: Run) -> Alarm | None:
-    """D06: the 95 % interval of the loss's trend includes 0, or the loss falls by next to nothing."""
+    """D06: the 95 % interval of the loss's trend includes 0, or its fall is next to nothing."""
     loss = run.series.get("loss")
     if "reward" in run.series or loss is None or len(loss.finite.values) < ENOUGH_STEPS:
         return None
