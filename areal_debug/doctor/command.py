@@ -112,7 +112,7 @@ def judge_run(
     run: Path, name: str | None, given: dict[str, str], output: Path | None, overrides: bool, as_json: bool
 ) -> None:
     """Judge a run, print the report, and end the command with its exit code."""
-    from areal_debug.doctor.examine import document, examine, verdict
+    from areal_debug.doctor.examine import EXIT_CODES, document, examine, verdict
     from areal_debug.doctor.page import write_page
     from areal_debug.doctor.read import read_run
     from areal_debug.doctor.render import override_lines, print_examination
@@ -128,7 +128,7 @@ def judge_run(
             click.echo(line)
     else:
         print_examination(console(), read, found)
-    raise SystemExit({"problem": 1, "healthy": 0, "unknown": 2}[verdict(read, found)])
+    raise SystemExit(EXIT_CODES[verdict(read, found)])
 
 
 def follow_run(

@@ -44,6 +44,8 @@ RULES: tuple[Callable[[Run], Alarm | None], ...] = (
     *curve.RULES,
 )
 
+EXIT_CODES = {"problem": 1, "healthy": 0, "unknown": 2}  # of a verdict
+
 
 @dataclass(frozen=True)
 class Examination:

@@ -12,7 +12,6 @@ import threading
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
@@ -20,6 +19,7 @@ from urllib.parse import urlsplit
 from areal_core.safety.printable import printable
 from areal_core.safety.secrets import masker
 from hangdoctor.collect.process import descendants, process_table, read_stat
+from hangdoctor.watch.tree import signal_all
 
 Report = Callable[[str], None]
 COMMAND_TIMEOUT_S, WEBHOOK_TIMEOUT_S = 60.0, 10.0
@@ -145,13 +145,12 @@ def call_webhook(url: str, facts: Mapping[str, str], report: Report) -> None:
 
 def stop(pid: int) -> None:
     """Send SIGTERM to a run's launcher, which ends its ranks."""
-    with suppress(ProcessLookupError):
-        os.kill(pid, signal.SIGTERM)
+    signal_all((pid,), signal.SIGTERM)
 
 
 def pause(pid: int) -> None:
     """Stop a launcher and every process below it."""
-    signal_all(pid, signal.SIGSTOP)
+    signal_all(tree_of(pid), signal.SIGSTOP)
 
 
 def is_paused(pid: int) -> bool:
@@ -162,11 +161,9 @@ def is_paused(pid: int) -> bool:
 
 def continue_all(pid: int) -> None:
     """Continue every process below a launcher that the user has continued."""
-    signal_all(pid, signal.SIGCONT)
+    signal_all(tree_of(pid), signal.SIGCONT)
 
 
-def signal_all(pid: int, number: signal.Signals) -> None:
-    """Send a signal to a process and to every one below it."""
-    for one in (pid, *descendants((pid,), process_table())):
-        with suppress(ProcessLookupError):
-            os.kill(one, number)
+def tree_of(pid: int) -> tuple[int, ...]:
+    """Return a process and every one below it."""
+    return (pid, *descendants((pid,), process_table()))

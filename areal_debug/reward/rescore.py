@@ -131,9 +131,9 @@ def rescore(
     with RewardPool(function, timeout_s, max_retries=0, timeout_reward=None) as pool:
         scored = [
             row
-            for number in steps
-            for rank in range(record.step(number).manifest.num_ranks)
-            for row in score_rank(record.step(number), rank, decode, rows_of, pool)
+            for step in map(record.step, steps)
+            for rank in range(step.manifest.num_ranks)
+            for row in score_rank(step, rank, decode, rows_of, pool)
         ]
     return report_of(record, function, scored)
 
@@ -151,8 +151,8 @@ def score_rank(
     texts = step.text(rank) if decode is None or not known.all() else None
     found: list[tuple[int, str, Future[float] | None]] = []
     for row in step.known(rank, "rewards").nonzero()[0].tolist():
-        ids = arrays["input_ids"][slice(*arrays["cu_seqlens"][row : row + 2])]
-        trained = arrays["loss_mask"][slice(*arrays["cu_seqlens"][row : row + 2])].nonzero()[0]
+        here = slice(*arrays["cu_seqlens"][row : row + 2])
+        ids, trained = arrays["input_ids"][here], arrays["loss_mask"][here].nonzero()[0]
         first = int(trained[0]) if len(trained) else len(ids)
         prompt_ids, completion_ids = ids[:first].tolist(), ids[first:].tolist()
         if decode is not None and known[row]:

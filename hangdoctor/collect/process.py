@@ -58,11 +58,16 @@ class Facts:
 def read_stat(pid: int) -> Stat | None:
     """Return /proc/PID/stat, or None when the process is gone."""
     try:
-        text = (PROC / str(pid) / "stat").read_text(errors="replace")
+        fields = stat_fields(PROC / str(pid))
     except (FileNotFoundError, ProcessLookupError):
         return None
-    fields = text[text.rindex(")") + 2 :].split()  # the name before may hold spaces and parentheses
     return Stat(fields[0], int(fields[1]), (int(fields[11]) + int(fields[12])) / CLOCK_TICKS, int(fields[19]))
+
+
+def stat_fields(folder: Path) -> list[str]:
+    """Return the fields of a `stat` file, of a process or a thread, that follow the name."""
+    text = (folder / "stat").read_text(errors="replace")
+    return text[text.rindex(")") + 2 :].split()  # the name may hold spaces and parentheses
 
 
 def read_process(pid: int) -> Process | None:

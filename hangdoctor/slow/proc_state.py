@@ -6,7 +6,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from hangdoctor.collect.process import PROC
+from hangdoctor.collect.process import PROC, stat_fields
 
 NANOSECONDS = 1e-9
 AUTOGRAD_THREAD = "pt_autograd"
@@ -45,12 +45,6 @@ def proc_state(pid: int) -> ProcState | None:
         autograd_runs(folder),
         any(name.startswith(GPU_DEVICE) for name in open_files(pid)),
     )
-
-
-def stat_fields(folder: Path) -> list[str]:
-    """Return the fields of a `stat` file that follow the name."""
-    text = (folder / "stat").read_text(errors="replace")
-    return text[text.rindex(")") + 2 :].split()
 
 
 def autograd_runs(folder: Path) -> bool:

@@ -5,7 +5,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 from hangdoctor.collect.process import read_stat
@@ -18,11 +18,11 @@ def end_all(pids: list[int]) -> None:
     """Send SIGTERM to all, then SIGKILL to those that remain: a rank in a collective ignores
     SIGTERM.
     """
-    _signal(pids, signal.SIGTERM)
+    signal_all(pids, signal.SIGTERM)
     deadline = time.monotonic() + GRACE_S
     while time.monotonic() < deadline and any(lives(pid) for pid in pids):
         time.sleep(0.1)
-    _signal(pids, signal.SIGKILL)
+    signal_all(pids, signal.SIGKILL)
 
 
 def lives(pid: int) -> bool:
@@ -31,7 +31,8 @@ def lives(pid: int) -> bool:
     return stat is not None and stat.state not in "ZX"
 
 
-def _signal(pids: list[int], number: signal.Signals) -> None:
+def signal_all(pids: Iterable[int], number: signal.Signals) -> None:
+    """Send a signal to processes; those that have ended are left out."""
     for pid in pids:
         try:
             os.kill(pid, number)
