@@ -378,3 +378,11 @@ def test_a_loss_that_falls_by_next_to_nothing_does_not_fall(tmp_path):
         rows = [{"step": n, "loss": 0.6931 - change * n / STEPS} for n in steps]
         (folder / "stats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         assert [alarm.id for alarm in examine(read_run(folder)).alarms] == expected
+
+
+def test_groups_that_lose_their_spread_are_named_though_the_reward_rises(tmp_path):
+    change = {
+        "zero_variance_groups": noisy(ramp(0.05, 0.75, 0.2), 0.02),
+        "reward": noisy(ramp(0.3, 0.6, 0.0), 0.02),
+    }
+    assert "D22" in {alarm.id for alarm in judged(tmp_path / "run", healthy() | change).alarms}

@@ -113,10 +113,13 @@ def test_a_file_that_one_run_alone_uses_is_behind_a_library_of_another_version(t
         code |= {"script": {"path": "train.py", "sha256": "1"}}
         return {"libraries": {"transformers": version}, "code": code}
 
+    def other_logprobs(script):
+        script.batch["logprobs"][3] *= np.float32(1.001)
+
     launched = header(environment("5.6.0", **{"launch.py": "2"}))
-    answer = ask(tmp_path / "a", other_advantages, launched, header(environment("5.5.0")))
+    answer = ask(tmp_path / "a", other_logprobs, launched, header(environment("5.5.0")))
     assert answer.finding.cause.what == "transformers 5.5.0 in A, 5.6.0 in B"
-    answer = ask(tmp_path / "b", other_advantages, launched, header(environment("5.6.0")))
+    answer = ask(tmp_path / "b", other_logprobs, launched, header(environment("5.6.0")))
     assert answer.finding.cause.what == "only B uses launch.py"
 
 
