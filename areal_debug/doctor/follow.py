@@ -121,12 +121,19 @@ class Follower:
             actions.stop(self.pid)
             self.is_stopped = True
         elif actions.is_chosen(alarm, self.hooks.pause_on):
-            self.report(f"the run is paused for {alarm['id']}; to continue it: kill -CONT {self.pid}")
-            actions.pause(self.pid)
-            while actions.is_paused(self.pid):
-                time.sleep(POLL_S)
-            actions.continue_all(self.pid)
-            self.report("the run continues")
+            self.pause(alarm["id"], self.pid)
+
+    def pause(self, name: str, pid: int) -> None:
+        """Pause the run for an alarm, and return when the user has continued it."""
+        if not actions.pause(pid):
+            actions.continue_all(pid)
+            self.report(f"the run could not be paused for {name}: process {pid} did not stop")
+            return
+        self.report(f"the run is paused for {name}; to continue it: kill -CONT {pid}")
+        while actions.is_paused(pid):
+            time.sleep(POLL_S)
+        actions.continue_all(pid)
+        self.report("the run continues")
 
 
 def cpu_seconds() -> float:

@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 import threading
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping
@@ -19,10 +20,11 @@ from urllib.parse import urlsplit
 from areal_core.safety.printable import printable
 from areal_core.safety.secrets import masker
 from hangdoctor.collect.process import descendants, process_table, read_stat
-from hangdoctor.watch.tree import signal_all
+from hangdoctor.watch.tree import lives, signal_all
 
 Report = Callable[[str], None]
 COMMAND_TIMEOUT_S, WEBHOOK_TIMEOUT_S = 60.0, 10.0
+PAUSE_TIMEOUT_S = 30.0  # a process in uninterruptible sleep stops when its system call returns
 LONGEST_FACT = 2000
 SEVERITIES = ("error", "warning")
 STOPPED = "T"  # state of a process after SIGSTOP
@@ -148,9 +150,16 @@ def stop(pid: int) -> None:
     signal_all((pid,), signal.SIGTERM)
 
 
-def pause(pid: int) -> None:
-    """Stop a launcher and every process below it."""
+def pause(pid: int) -> bool:
+    """Stop a launcher and every process below it, and return whether the launcher is stopped.
+
+    A signal is sent before it acts: the state of the launcher is waited for.
+    """
     signal_all(tree_of(pid), signal.SIGSTOP)
+    end = time.monotonic() + PAUSE_TIMEOUT_S
+    while not (stopped := is_paused(pid)) and lives(pid) and time.monotonic() < end:
+        time.sleep(0.01)
+    return stopped
 
 
 def is_paused(pid: int) -> bool:

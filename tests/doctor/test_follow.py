@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -16,7 +17,7 @@ from areal_debug.doctor import hooks as actions
 from areal_debug.doctor.follow import Follower, cpu_seconds
 from areal_debug.doctor.hooks import Hooks, is_paused, make_hooks, run_hooks
 from areal_debug.doctor.sources.plain_files import SeveralRuns
-from hangdoctor.watch.tree import lives
+from hangdoctor.watch.tree import lives, signal_all
 
 ALARM = {
     "id": "D17",
@@ -220,35 +221,63 @@ def test_a_finding_that_was_not_chosen_leaves_the_run_alone(tmp_path, sleeper):
     assert ("D17" in announced, lives(sleeper.pid), is_paused(sleeper.pid)) == (True, True, False)
 
 
-def test_a_run_is_paused_with_all_its_processes_until_the_user_continues_its_launcher(tmp_path):
+@pytest.fixture
+def launched():
+    """A launcher and the process below it."""
     child = "import time; time.sleep(600)"
     launcher = f"import subprocess, sys; subprocess.run([sys.executable, '-c', '{child}'])"
-    file = tmp_path / "log.jsonl"
     with subprocess.Popen([sys.executable, "-c", launcher]) as process:
         while not (below := actions.descendants((process.pid,), actions.process_table())):
             time.sleep(0.05)
-        follower, _, notes = follower_of(file, hooks=make_hooks("", "", "", "D17"), pid=process.pid)
-        states = []
+        yield process.pid, *below
+        signal_all((process.pid, *below), signal.SIGKILL)
 
-        def continue_it():
-            while not all(map(is_paused, (process.pid, *below))):
-                time.sleep(0.05)
-            states.append("paused")
-            os.kill(process.pid, actions.signal.SIGCONT)
 
-        for steps in (range(10), [10]):
-            log_steps(file, steps, float("nan"))
-            if steps == [10]:
-                threading.Thread(target=continue_it, daemon=True).start()
-            follower.look()
-        assert states == ["paused"]
-        assert not any(map(is_paused, (process.pid, *below)))
-        assert notes == [
-            f"the run is paused for D17; to continue it: kill -CONT {process.pid}",
-            "the run continues",
-        ]
-        for pid in below:
-            os.kill(pid, actions.signal.SIGKILL)
+@pytest.mark.parametrize("delay_s", [0.0, 0.5], ids=["stops at once", "stops late"])
+def test_a_run_is_paused_with_all_its_processes_until_the_user_continues_its_launcher(
+    tmp_path, monkeypatch, launched, delay_s
+):
+    def send_later(pids, number):
+        threading.Timer(delay_s, signal_all, (pids, number)).start()
+
+    monkeypatch.setattr(actions, "signal_all", send_later if delay_s else signal_all)
+    file = tmp_path / "log.jsonl"
+    follower, _, notes = follower_of(file, hooks=make_hooks("", "", "", "D17"), pid=launched[0])
+    states = []
+
+    def continue_it():
+        while not notes or not all(map(is_paused, launched)):
+            time.sleep(0.05)
+        states.append("paused")
+        os.kill(launched[0], signal.SIGCONT)
+
+    for steps in (range(10), [10]):
+        log_steps(file, steps, float("nan"))
+        if steps == [10]:
+            threading.Thread(target=continue_it, daemon=True).start()
+        follower.look()
+    assert states == ["paused"]
+    assert notes == [
+        f"the run is paused for D17; to continue it: kill -CONT {launched[0]}",
+        "the run continues",
+    ]
+    end = time.monotonic() + 30
+    while any(map(is_paused, launched)) and time.monotonic() < end:
+        time.sleep(0.05)
+    assert not any(map(is_paused, launched))
+
+
+def test_a_run_that_cannot_be_paused_is_one_sentence_and_goes_on(tmp_path, sleeper, monkeypatch):
+    sent = []
+    monkeypatch.setattr(actions, "signal_all", lambda pids, number: sent.append(number))
+    monkeypatch.setattr(actions, "PAUSE_TIMEOUT_S", 0.1)
+    file = tmp_path / "log.jsonl"
+    follower, _, notes = follower_of(file, hooks=make_hooks("", "", "", "D17"), pid=sleeper.pid)
+    for steps in (range(10), [10]):
+        log_steps(file, steps, float("nan"))
+        follower.look()
+    assert notes == [f"the run could not be paused for D17: process {sleeper.pid} did not stop"]
+    assert sent == [signal.SIGSTOP, signal.SIGCONT]  # one that stops later goes on
 
 
 def test_following_takes_at_most_half_a_percent_of_the_cores(tmp_path, monkeypatch):
