@@ -1,7 +1,9 @@
 """A batch: a dict of tensors, padded `[B, T]` between functions, flat `[tokens]` for compute.
 
 Keys, shapes and dtypes are listed in ARCHITECTURE.md. A tensor of two dimensions is per token, one
-of one dimension is per row; there are no others, so each function here treats every key alike.
+of one dimension is per row. The keys of pictures (`PER_IMAGE`, `PER_ENTRY`) are ragged instead: the
+pictures of all rows one after another, `image_count` of each row. A picture is its encoded file, or
+processed pixels. So each function here treats every other key alike.
 """
 
 import heapq
@@ -13,10 +15,26 @@ from torch import Tensor
 Batch = dict[str, Tensor]
 
 FINISH_REASONS = ("stop", "length", "abort")
-# The last four are of agents' episodes only (areal_core/agent/export.py).
+# Four are of agents' episodes only (areal_core/agent/export.py), image_count of rows with pictures.
 PER_ROW = frozenset(
-    {"rewards", "prompt_id", "sample_id", "finish_reason", "episode", "parent_turn", "branch", "failure"}
+    {
+        "rewards",
+        "prompt_id",
+        "sample_id",
+        "finish_reason",
+        "episode",
+        "parent_turn",
+        "branch",
+        "failure",
+        "image_count",
+    }
 )
+PER_IMAGE = frozenset({"image_bytes", "image_units", "image_grid_thw"})  # [images] or [images, 3]
+PER_ENTRY = {  # [entries, ...]: key -> key of the number of entries of each picture
+    "image_data": "image_bytes",  # the bytes of its file
+    "pixel_values": "image_units",  # its patches, or crops
+}
+RAGGED = PER_IMAGE | PER_ENTRY.keys()
 
 
 def sequence_lengths(batch: Batch) -> Tensor:
@@ -38,11 +56,11 @@ def pad_and_concat(batches: Sequence[Batch]) -> Batch:
             difference = sorted(set(batch) ^ set(keys))
             raise ValueError(f"batches have different keys: {difference} are not in all of them")
     width = max((b["attention_mask"].shape[1] for b in batches), default=0)
-    return {key: torch.cat([_widen(batch[key], width) for batch in batches]) for key in keys}
+    return {key: torch.cat([_widen(key, batch[key], width) for batch in batches]) for key in keys}
 
 
-def _widen(tensor: Tensor, width: int) -> Tensor:
-    if tensor.dim() == 1 or tensor.shape[1] == width:
+def _widen(key: str, tensor: Tensor, width: int) -> Tensor:
+    if key in RAGGED or tensor.dim() == 1 or tensor.shape[1] == width:
         return tensor
     return torch.nn.functional.pad(tensor, (0, width - tensor.shape[1]))
 
@@ -52,7 +70,36 @@ def select_rows(batch: Batch, rows: Sequence[int]) -> Batch:
     mask = batch["attention_mask"]
     index = torch.as_tensor(rows, dtype=torch.int64, device=mask.device)
     width = max(mask[index].sum(1).tolist(), default=0)
-    return {key: t[index] if t.dim() == 1 else t[index, :width] for key, t in batch.items()}
+    ragged = _ragged_of_rows(batch, index)
+    return {
+        key: ragged[key] if key in RAGGED else t[index] if t.dim() == 1 else t[index, :width]
+        for key, t in batch.items()
+    }
+
+
+def _ragged_of_rows(batch: Batch, index: Tensor) -> Batch:
+    """Return the pictures of the given rows."""
+    if "image_count" not in batch:
+        return {}
+    images = segment_entries(batch["image_count"], index)
+    found = {key: batch[key][images] for key in PER_IMAGE & batch.keys()}
+    for key in PER_ENTRY.keys() & batch.keys():
+        found[key] = batch[key][segment_entries(batch[PER_ENTRY[key]], images)]
+    return found
+
+
+def segment_entries(lengths: Tensor, chosen: Tensor) -> Tensor:
+    """Return the positions of the entries of the chosen segments, which lie one after another.
+
+    Args:
+        lengths: entries of each segment, int [segments].
+        chosen: indices of segments, int64, in any order and number.
+    """
+    counts = lengths.to(torch.int64)
+    begins = counts.cumsum(0) - counts  # of each segment
+    sizes = counts[chosen]
+    shifts = begins[chosen] - (sizes.cumsum(0) - sizes)  # from a position in the result
+    return torch.arange(int(sizes.sum()), device=lengths.device) + shifts.repeat_interleave(sizes)
 
 
 def sort_canonical(batch: Batch) -> Batch:
@@ -79,13 +126,17 @@ def pack(batch: Batch) -> Batch:
         # Rows are copied, several times faster than selecting by the mask.
         return torch.cat([row[:n] for row, n in zip(padded, tokens, strict=True)] or [padded.flatten()])
 
-    flat = {k: flattened(t) if t.dim() == 2 else t for k, t in batch.items() if k != "attention_mask"}
+    flat = {
+        key: flattened(t) if t.dim() == 2 and key not in RAGGED else t
+        for key, t in batch.items()
+        if key != "attention_mask"
+    }
     flat["cu_seqlens"] = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
     return flat
 
 
 def unpack(flat: Batch, width: int | None = None) -> Batch:
-    """Invert `pack`: every tensor except those in `PER_ROW` is per token.
+    """Invert `pack`: every tensor except those in `PER_ROW` and `RAGGED` is per token.
 
     `width` is T of the result, by default the longest row.
     """
@@ -97,7 +148,7 @@ def unpack(flat: Batch, width: int | None = None) -> Batch:
     for key, tensor in flat.items():
         if key == "cu_seqlens":
             continue
-        batch[key] = tensor if key in PER_ROW else scatter_tokens(tensor, mask)
+        batch[key] = tensor if key in PER_ROW | RAGGED else scatter_tokens(tensor, mask)
     return batch
 
 

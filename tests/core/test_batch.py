@@ -8,7 +8,7 @@ from areal_core import batch as B
 
 def rows(*lengths, prompt_ids=None):
     """Build a batch whose row i has the tokens 10*i+1, 10*i+2, ..."""
-    width = max(lengths)
+    width = max(lengths, default=0)
     tokens = [[10 * i + t + 1 if t < n else 0 for t in range(width)] for i, n in enumerate(lengths)]
     return {
         "input_ids": torch.tensor(tokens, dtype=torch.int32),
@@ -47,10 +47,55 @@ def test_pack_keeps_real_tokens_in_order():
     assert "attention_mask" not in flat
 
 
+def with_pictures(*pictures_of_rows):
+    """Add to a row for each list one picture a name, whose file has the bytes of its name."""
+    names = [name for row in pictures_of_rows for name in row]
+    units = [ord(name[0]) % 3 for name in names]
+    return rows(*[2 + i for i in range(len(pictures_of_rows))]) | {
+        "image_count": torch.tensor([len(row) for row in pictures_of_rows], dtype=torch.int32),
+        "image_bytes": torch.tensor([len(name) for name in names], dtype=torch.int32),
+        "image_data": torch.tensor(list("".join(names).encode()), dtype=torch.uint8),
+        "image_units": torch.tensor(units, dtype=torch.int32),
+        "image_grid_thw": torch.tensor([[1, 1, n] for n in units], dtype=torch.int32).reshape(-1, 3),
+        "pixel_values": torch.tensor(
+            [[ord(name[0]), i] for name, n in zip(names, units, strict=True) for i in range(n)],
+            dtype=torch.float32,
+        ).reshape(-1, 2),
+    }
+
+
+def assert_same_pictures(batch, expected):
+    keys = {"image_count", *B.RAGGED}
+    assert_same({key: batch[key] for key in keys}, {key: expected[key] for key in keys})
+
+
+PICTURES = st.lists(st.lists(st.text("abcdef", min_size=1, max_size=5), max_size=3), min_size=1, max_size=6)
+
+
+@given(PICTURES, st.data())
+def test_pictures_are_selected_with_their_rows(pictures, data):
+    chosen = data.draw(st.lists(st.integers(0, len(pictures) - 1), max_size=8))
+    selected = B.select_rows(with_pictures(*pictures), chosen)
+    assert_same_pictures(selected, with_pictures(*[pictures[i] for i in chosen]))
+
+
+@given(PICTURES, PICTURES)
+def test_pictures_are_concatenated_with_their_rows(left, right):
+    joined = B.pad_and_concat([with_pictures(*left), with_pictures(*right)])
+    assert_same_pictures(joined, with_pictures(*left, *right))
+
+
+@given(PICTURES)
+def test_pictures_are_not_packed(pictures):
+    batch = with_pictures(*pictures)
+    assert_same_pictures(B.pack(batch), batch)
+    assert_same_pictures(B.unpack(B.pack(batch)), batch)
+
+
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=6), st.integers(0, 3))
 def test_unpack_undoes_pack_at_any_width(lengths, extra):
     batch = B.pad_and_concat([rows(*lengths)])
-    batch = {k: B._widen(t, max(lengths) + extra) for k, t in batch.items()}
+    batch = {k: B._widen(k, t, max(lengths) + extra) for k, t in batch.items()}
     assert_same(
         B.unpack(B.pack(batch), max(lengths) + extra), {"attention_mask": batch["attention_mask"]} | batch
     )
