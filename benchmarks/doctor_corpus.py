@@ -1,7 +1,7 @@
 """How often `areal-debug doctor` names a failure that was really trained, and accuses a sound run.
 
-    python benchmarks/doctor_corpus.py --keep FOLDER [--seeds 3] [--only TEXT] [--no-training]
-                                       [--json FILE]
+    python benchmarks/doctor_corpus.py --keep FOLDER [--seeds 3] [--healthy-seeds 5] [--jobs 1]
+                                       [--only TEXT] [--no-training] [--json FILE]
 
 Each failure of benchmarks/doctor_plants/failures.yaml is trained by a tiny model on the task of
 areal_debug/demo/larger.py, once a seed, and so is each sound run of healthy.yaml. Runs are kept and
@@ -21,8 +21,8 @@ import statistics
 import sys
 import time
 import traceback
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -144,16 +144,22 @@ KINDS: dict[str, Any] = {
 }
 
 
-def in_a_fork(output: Path, work: Any, *arguments: Any) -> int:
-    """Call a function in a fork of this process, its output in a file; return the exit code."""
+def wait_for(pid: int) -> int:
+    """Wait for a fork and return its exit code."""
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def in_a_fork(output: Path | None, work: Any, *arguments: Any) -> int:
+    """Call a function in a fork of this process, its output in a file if given; return its pid."""
     child = os.fork()
     if child:
-        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        return child
     status = 1
     try:
-        log = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-        os.dup2(log, 1)
-        os.dup2(log, 2)
+        if output is not None:
+            log = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+            os.dup2(log, 1)
+            os.dup2(log, 2)
         work(*arguments)
         status = 0
     except BaseException:
@@ -164,25 +170,46 @@ def in_a_fork(output: Path, work: Any, *arguments: Any) -> int:
         os._exit(status)
 
 
-def make(plants: Iterable[Plant], seeds: int, keep: Path) -> None:
-    """Train what is not there yet."""
-    for seed in range(1, seeds + 1):
+def make(wanted: Sequence[tuple[Plant, int]], keep: Path, jobs: int) -> None:
+    """Train the runs, each a plant and a seed, that are not there yet."""
+    for seed in sorted({seed for _, seed in wanted}):
         models = keep / f"models-{seed}"
         if not (models / "taught").exists():
             shutil.rmtree(models, ignore_errors=True)
             models.mkdir(parents=True)
-            if in_a_fork(keep / f"teach-{seed}.txt", teach, models, seed):
+            if wait_for(in_a_fork(keep / f"teach-{seed}.txt", teach, models, seed)):
                 raise SystemExit(f"the model of seed {seed} was not taught: see {keep}/teach-{seed}.txt")
-        for plant in plants:
-            folder = keep / f"{plant.name}-{seed}"
-            if (folder / "log.jsonl").exists():
-                continue
-            shutil.rmtree(folder, ignore_errors=True)
-            folder.mkdir()
-            started = time.monotonic()
-            code = in_a_fork(folder / "output.txt", train, plant, folder, models, seed)
-            failed = "" if code == 0 else f", failed: see {folder}/output.txt"
-            print(f"{folder.name}: {time.monotonic() - started:.0f} s{failed}", flush=True)
+    missing = [run for run in wanted if not is_trained(run_of(keep, *run), run[0])]
+    for pid in [in_a_fork(None, make_all, missing[job::jobs], keep) for job in range(jobs)]:
+        wait_for(pid)
+
+
+def make_all(wanted: Sequence[tuple[Plant, int]], keep: Path) -> None:
+    """Train runs one after another, each in a process of its own."""
+    for plant, seed in wanted:
+        folder = run_of(keep, plant, seed)
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir()
+        (folder / "plant.json").write_text(json.dumps(asdict(plant)))
+        started = time.monotonic()
+        code = wait_for(in_a_fork(folder / "output.txt", train, plant, folder, keep / f"models-{seed}", seed))
+        failed = "" if code == 0 else f", failed: see {folder}/output.txt"
+        print(f"{folder.name}: {time.monotonic() - started:.0f} s{failed}", flush=True)
+
+
+def is_trained(folder: Path, plant: Plant) -> bool:
+    """Return whether a folder has the complete log of a run of this plant."""
+    plant_file = folder / "plant.json"
+    if not (folder / "log.jsonl").exists() or not plant_file.exists():
+        return False
+    trained = Plant(**json.loads(plant_file.read_text()))
+    given = Plant(**json.loads(json.dumps(asdict(plant))))  # as JSON has it
+    return replace(trained, expect=()) == replace(given, expect=())
+
+
+def run_of(keep: Path, plant: Plant, seed: int) -> Path:
+    """Return the folder of a run."""
+    return keep / f"{plant.name}-{seed}"
 
 
 @dataclass(frozen=True)
@@ -224,7 +251,9 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--keep", type=Path, required=True)
-    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--seeds", type=int, default=3, help="of each failure")
+    parser.add_argument("--healthy-seeds", type=int, default=5, help="of each sound run")
+    parser.add_argument("--jobs", type=int, default=1, help="runs that are trained at once")
     parser.add_argument("--only", default="")
     parser.add_argument("--no-training", action="store_true")
     parser.add_argument("--json", type=Path)
@@ -234,14 +263,15 @@ def main() -> None:
     )
     keep = options.keep.resolve()
     keep.mkdir(parents=True, exist_ok=True)
+    wanted = [(plant, seed) for plant in failures for seed in range(1, options.seeds + 1)]
+    wanted += [(plant, seed) for plant in healthy for seed in range(1, options.healthy_seeds + 1)]
     if not options.no_training:
-        make([*failures, *healthy], options.seeds, keep)
-    results: list[Judged] = []
-    for plant in (*failures, *healthy):
-        for seed in range(1, options.seeds + 1):
-            folder = keep / f"{plant.name}-{seed}"
-            if (folder / "log.jsonl").exists() and (folder / "config.json").exists():
-                results.append(judge(plant, seed, folder, keep / "scratch"))
+        make(sorted(wanted, key=lambda run: run[1]), keep, options.jobs)
+    results = [
+        judge(plant, seed, folder, keep / "scratch")
+        for plant, seed in wanted
+        if is_trained(folder := run_of(keep, plant, seed), plant)
+    ]
     show(failures, healthy, results)
     if options.json:
         options.json.write_text(json.dumps([asdict(result) for result in results], indent=1))

@@ -66,7 +66,9 @@ NAMES: dict[str, tuple[str, ...]] = {
         "approx_kl",
         "ppo_kl",
     ),
+    "behave_kl": ("*_actor/update/behave_approx_kl/avg",),
     "reference_kl": (
+        "*_actor/update/kl_loss/avg",
         "actor/kl_loss",
         "objective/kl",
         "kl",
@@ -200,7 +202,13 @@ NAMES: dict[str, tuple[str, ...]] = {
     "solved_groups": ("*solve_all*", "*all_correct*"),
     "failed_groups": ("*solve_none*", "*all_wrong*"),
     "repetition": ("*repetition*",),
-    "value_loss": ("critic/vf_loss", "loss/value_avg", "*critic/update/loss*", "value_loss"),
+    "value_loss": (
+        "*_critic/critic_loss/avg",
+        "critic/vf_loss",
+        "loss/value_avg",
+        "*critic/update/loss*",
+        "value_loss",
+    ),
     "step_time": (
         "timing_s/step",
         "timeperf/step",

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from areal_core.embedded import generate
 from areal_core.embedded.replica import Replica
 from areal_core.trainer.rl import PPOTrainer
 
@@ -34,6 +35,18 @@ def engine_rounds(trainer: PPOTrainer) -> None:
         load(self, ((name, coarse(tensor)) for name, tensor in named_tensors))
 
     Replica.load = rounded  # type: ignore[method-assign]
+
+
+def engine_temperature(trainer: PPOTrainer) -> None:
+    """Let the engine sample at 0.6 and give the log-probs of that, whatever is asked for."""
+    options = generate.build_rows
+
+    def colder(*arguments: Any) -> Any:
+        rows = options(*arguments)
+        rows.temperature.fill_(0.6)
+        return rows
+
+    generate.build_rows = colder  # type: ignore[assignment]
 
 
 def coarse(tensor: Tensor) -> Tensor:

@@ -25,12 +25,15 @@ NAMES = OURS | {
     "host_memory": "perf/cpu_memory_used_gb",
     "format": "rewards/tag_format/mean",
     "task": "rewards/exact_answer/mean",
+    "behave_kl": "ppo_actor/update/behave_approx_kl/avg",
     **{f"position {i}": f"kl_by_position/{i}" for i in range(4)},
 }
 BEGIN = 120  # of most failures here, of 200 steps
 AFTER = np.arange(STEPS) >= BEGIN
 SINCE = np.maximum(0, np.arange(STEPS) - BEGIN) / (STEPS - BEGIN)  # 0 to 1 after the beginning
 X = np.linspace(0, 1, STEPS)
+SINGLE = np.arange(STEPS) % 40 == 31
+FOR_A_TIME = (np.arange(STEPS) >= 60) & (np.arange(STEPS) < 90)
 
 
 def noisy(level, size, seed=3):
@@ -39,6 +42,12 @@ def noisy(level, size, seed=3):
 
 def without(run, *names):
     return {name: values for name, values in run.items() if name not in names}
+
+
+def without_mismatch(run, staleness):
+    """Leave out (None) what measures the difference directly: the decoupled loss remains."""
+    names = ("logprob_difference", "k3", "behave_imp_weight")
+    return {name: None for name in names if name in run} | {"staleness": np.full(STEPS, float(staleness))}
 
 
 # Alarm, a word of its title, the true first step (None: not tested), the changed columns.
@@ -208,6 +217,31 @@ FAILURES = {
         BEGIN,
         lambda r: {"logprob_difference": noisy(0.011 + 0.012 * SINCE, 0.0005)},
     ),
+    "an engine that rounds, seen by the decoupled loss": (
+        "D24",
+        "disagree",
+        None,
+        lambda r: without_mismatch(r, 0) | {"behave_kl": noisy(-0.003, 0.005)},
+    ),
+    "single batches of another policy": (
+        "D43",
+        "did not generate",
+        31,
+        lambda r: {
+            "approx_kl": np.where(SINGLE, noisy(-6.0, 1.0), noisy(-0.004, 0.003)),
+            "importance_weight": np.where(SINGLE, 0.05, noisy(1.0, 0.002)),
+        },
+    ),
+    "critic diverges and comes back to nothing": (
+        "D28",
+        "explodes",
+        60,
+        lambda r: {
+            "value_loss": np.where(FOR_A_TIME, noisy(20.0, 3.0), noisy(0.2, 0.02)),
+            "explained_variance": np.where(FOR_A_TIME, noisy(-30.0, 5.0), noisy(0.1, 0.05)),
+        },
+    ),
+    "critic stays a constant": ("D28", "nothing", 0, lambda r: {"explained_variance": noisy(0.0, 0.004)}),
 }
 
 SOUND = {
@@ -230,6 +264,17 @@ SOUND = {
     "all positions drift alike": lambda r: {
         f"position {i}": np.abs(noisy(0.03 + 0.1 * X, 0.01, i)) for i in range(4)
     },
+    "stale samples of an asynchronous run": lambda r: (
+        without_mismatch(r, 1) | {"behave_kl": noisy(-0.02, 0.01)}
+    ),
+    "an engine in bfloat16": lambda r: without_mismatch(r, 0) | {"behave_kl": noisy(-1e-4, 5e-4)},
+    "few tokens of a step with an estimate that has no bound": lambda r: {
+        "approx_kl": np.where(SINGLE, 3.0, noisy(0.004, 0.003))
+    },
+    "returns begin to vary, and the critic predicts them": lambda r: {
+        "value_loss": noisy(0.004 + 0.1 * AFTER, 0.0004),
+        "explained_variance": noisy(0.2 + 0.3 * AFTER, 0.05),
+    },
     "value loss rises while rewards begin": lambda r: {"value_loss": noisy(0.02 + 0.5 * X, 0.02)},
     "the last gain comes late": lambda r: {
         "reward": noisy(0.2 + 0.4 / (1 + np.exp(-(X - 0.75) / 0.08)), 0.03)
@@ -238,7 +283,8 @@ SOUND = {
 
 
 def judged(folder, columns, names=NAMES):
-    return examine(read_run(write_stats(folder, columns, names)))
+    logged = {name: values for name, values in columns.items() if values is not None}
+    return examine(read_run(write_stats(folder, logged, names)))
 
 
 @pytest.mark.parametrize("name", FAILURES)

@@ -92,6 +92,26 @@ def test_the_step_of_the_best_held_out_loss_is_reported(tmp_path):
     assert 90 <= found["evidence"][0][0] <= 110
 
 
+@pytest.mark.parametrize(
+    ("measured", "alarms"),
+    [
+        ((2.7, 3.2, 4.3, 4.8), ["D07"]),
+        ((2.0, 1.4, 1.45, 1.43, 1.44), []),  # within what a held-out loss scatters
+        ((2.7, 3.2), []),
+        ((2.7, 3.2, 3.3, 2.6, 2.5), []),
+    ],
+)
+def test_few_measurements_of_the_held_out_loss_must_all_be_clearly_worse(tmp_path, measured, alarms):
+    folder = write_stats(tmp_path, {"loss": learning()["loss"]}, SFT)
+    file = folder / "stats.jsonl"
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    for row, value in zip(rows[30::30], measured, strict=False):
+        row[SFT["eval_loss"]] = value
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    done = CliRunner().invoke(main, ["doctor", str(folder), "--json"])
+    assert [alarm["id"] for alarm in json.loads(done.stdout)["alarms"]] == alarms
+
+
 def test_the_loss_of_a_policy_with_a_reward_is_not_judged(tmp_path):
     names = {"loss": "loss", "reward": "reward"}
     run = learning() | {"loss": around(0.0, 0.01), "reward": around(ramp(0.2, 0.7, 0.0), 0.05)}

@@ -1,12 +1,16 @@
-"""Why engine and trainer disagree more and more: longer completions, entropy, or the weights."""
+"""Why engine and trainer disagree more and more, and batches that the policy did not generate."""
 
 import numpy as np
 
+from areal_debug.doctor.alarm import Alarm
 from areal_debug.doctor.read import Run
 from areal_debug.doctor.series import FEWEST_STEPS, Floats, Series
 
 NEIGHBOURS = 9  # steps of the moving average that is taken off
 MOST_UNCERTAIN = 0.5  # standard error of a share, as a share of the growth
+FOREIGN_NATS = 1.0  # of mean log ratio: no update of a policy moves all its tokens so far
+FOREIGN_WEIGHT = 0.5  # distance of the mean importance weight to 1
+BESIDE_OTHERS = 10.0  # times the median of all steps
 
 
 def explain_growth(run: Run, difference: Series) -> str:
@@ -51,3 +55,42 @@ def around_neighbours(values: Floats) -> Floats:
     """Return each value minus the mean of its neighbourhood: what changes from step to step."""
     ones = np.convolve(np.ones(len(values)), np.ones(NEIGHBOURS), "same")
     return values - np.convolve(values, np.ones(NEIGHBOURS), "same") / ones
+
+
+def batches_are_foreign(run: Run) -> Alarm | None:
+    """D43: in single steps all tokens are unlikely: the policy did not generate them."""
+    ratio = run.series.get("approx_kl")
+    if ratio is None or len(ratio.finite.values) < FEWEST_STEPS:
+        return None
+    series = ratio.finite
+    sizes = np.abs(series.values)
+    at = np.flatnonzero((sizes > FOREIGN_NATS) & (sizes > BESIDE_OTHERS * np.median(sizes)))
+    weight = run.series.get("importance_weight")
+    if weight is not None:  # a few tokens alone do not move its mean so far
+        far = weight.steps[np.abs(weight.values - 1) > FOREIGN_WEIGHT]
+        at = at[np.isin(series.steps[at], far)]
+    # steps one after another are a policy that diverges
+    if not len(at) or np.median(sizes) > FOREIGN_NATS / BESIDE_OTHERS or (np.diff(at) == 1).any():
+        return None
+    first = int(series.steps[at[0]])
+    return Alarm(
+        "D43",
+        "batches that the policy did not generate",
+        "error",
+        ratio.name,
+        f"in {len(at)} of {len(series.values)} steps the mean log ratio is beyond {FOREIGN_NATS:g}, "
+        f"the largest {sizes.max():.3g}; its median is {np.median(sizes):.2g}",
+        tuple((int(series.steps[i]), float(series.values[i])) for i in at[:8]),
+        (
+            f"read the samples of step {first}: areal-debug view RECORD",
+            "is a buffer reused while it is read, or a batch of another run or tokenizer mixed in?",
+            "were tokens and log-probs of the step taken from the same samples?",
+        ),
+        f"the log-probs of step {first} computed again from its tokens: areal-debug consistency RECORD --step {first}",
+        "own default: a mean log ratio of 1 over a batch, in single steps",
+        {},
+        first,
+    )
+
+
+RULES = (batches_are_foreign,)

@@ -17,6 +17,8 @@ FAR_AT_ONE_MINIBATCH = 1e-3
 NEIGHBOURS = 31  # steps whose median a gradient norm is compared with
 SPIKE = 5.0  # times that median
 HIGH_SPIKE = 10.0  # of these, three are enough
+EXPLODED = 10.0  # times the first loss of a critic
+LEAST_EXPLAINED = 0.02  # variance of the returns
 
 
 def importance_weight_off_one(run: Run) -> Alarm | None:
@@ -169,12 +171,21 @@ def entropy_rises(run: Run) -> Alarm | None:
 
 
 def critic_fails(run: Run) -> Alarm | None:
-    """D28: the critic explains less than a constant does, or its loss rises again."""
+    """D28: the critic explains no more than a constant does, or its loss rises, even for a time."""
     explained, loss = run.series.get("explained_variance"), run.series.get("value_loss")
+    exploded = peak_of_loss(loss.finite, explained) if loss is not None else None
     if explained is not None and explained.finite.sustained(lambda value: value < 0):
         series, worse = explained.finite, onset(explained.finite, "down")
         title = "the critic does not predict the returns"
         found = f"explained variance {series.last:.3g}, below 0 is worse than a constant"
+    elif loss is not None and exploded is not None:
+        series, worse = loss.finite, exploded[0]
+        title = "the critic's loss explodes"
+        found = f"{series.values[0]:.3g} at first, {exploded[1]:.3g} around step {worse}, {series.last:.3g} at the end"
+    elif explained is not None and explains_nothing(explained.finite):
+        series, worse = explained.finite, int(explained.finite.steps[0])
+        title = "the critic learns nothing"
+        found = f"explained variance never exceeds {LEAST_EXPLAINED:g} over a window; a constant has 0"
     elif loss is not None and len(loss.finite.values) >= ENOUGH_STEPS and rises_from_its_lowest(loss.finite):
         series, worse = loss.finite, onset(loss.finite, "up")
         title = "the critic's loss diverges"
@@ -200,9 +211,44 @@ def critic_fails(run: Run) -> Alarm | None:
     )
 
 
+def explains_nothing(explained: Series) -> bool:
+    """Return whether no window of a run that is long enough has an explained variance beyond 0."""
+    if len(explained.values) < 2 * ENOUGH_STEPS:
+        return False
+    return float(medians_of(explained).max()) < LEAST_EXPLAINED
+
+
+def peak_of_loss(loss: Series, explained: Series | None) -> tuple[int, float] | None:
+    """Return step and height of the peak of a critic's loss that exploded; None if it did not.
+
+    Returns that begin to vary raise the loss of a sound critic too: there the explained variance
+    does not fall, and the loss does not come back.
+    """
+    if len(loss.values) < ENOUGH_STEPS:
+        return None
+    medians = medians_of(loss)
+    peak, at = float(medians.max()), int(np.argmax(medians))
+    if peak < EXPLODED * max(float(np.median(loss.values[:3])), 1e-12):
+        return None
+    window = slice(at, at + loss.window)
+    if explained is None:
+        is_bad = loss.last < peak / 3
+    else:
+        inside = np.isin(explained.steps, loss.steps[window]) & np.isfinite(explained.values)
+        is_bad = bool(inside.any()) and float(np.median(explained.values[inside])) < 0
+    return (int(loss.steps[at]), peak) if is_bad else None
+
+
+def medians_of(series: Series) -> npt.NDArray[np.float64]:
+    """Return the median of every window of a series."""
+    windows = sliding_window_view(series.values, min(series.window, len(series.values)))
+    medians: npt.NDArray[np.float64] = np.median(windows, axis=1)
+    return medians
+
+
 def rises_from_its_lowest(series: Series) -> bool:
     """Return whether a loss fell first, and then rose beyond where it was at first."""
-    medians = np.median(sliding_window_view(series.values, min(series.window, len(series.values))), axis=1)
+    medians = medians_of(series)
     has_fallen = series.first - float(medians.min()) > 3 * series.noise
     return has_fallen and series.rose(1.5) and series.last > 3 * float(medians.min())
 

@@ -5,13 +5,14 @@ import numpy as np
 from areal_debug.doctor.alarm import Alarm
 from areal_debug.doctor.onset import onset
 from areal_debug.doctor.read import Run
-from areal_debug.doctor.rules.learning import SYNCHRONOUS, left_behind
+from areal_debug.doctor.rules.learning import ENOUGH_STEPS, SYNCHRONOUS, left_behind
 from areal_debug.doctor.rules.mismatch import explain_growth
 from areal_debug.doctor.series import Series, trend
 
 EXPLODES = 3.0  # times the first length
 DOUBLES = 2.0
 AFTER_A_START = 0.15  # share of the run: growth that begins later is a change, not the recipe
+LEAST_KL = 0.0007  # of logprobs that differ by 0.03 on average, if normal
 TOGETHER = 0.9  # correlation of reward and length since the onset
 
 
@@ -180,19 +181,45 @@ def samples_are_old(run: Run) -> Alarm | None:
     )
 
 
+def measured_difference(run: Run) -> tuple[Series, float] | None:
+    """Return how far engine and trainer are apart, and its limit.
+
+    The KL divergence of the decoupled loss is one where no sample is stale: there it compares the
+    same weights, and is half the square of the difference.
+    """
+    for name, limit in (("logprob_difference", 0.03), ("k3", 0.015)):
+        if name in run.series and len(run.series[name].finite.values):
+            return run.series[name], limit
+    divergence, lag = run.series.get("behave_kl"), run.series.get("staleness")
+    if divergence is None or lag is None or not len(lag.finite.values) or lag.finite.values.max() > 0:
+        return None
+    return Series(divergence.name, divergence.steps, -divergence.values), LEAST_KL
+
+
+def mean_beyond(series: Series, limit: float) -> float | None:
+    """Return the mean of most steps if it exceeds a limit by three standard errors."""
+    if len(series.values) < ENOUGH_STEPS:
+        return None
+    cut = len(series.values) // 10
+    kept = np.sort(series.values)[cut : len(series.values) - cut]
+    mean = float(kept.mean())
+    return mean if mean - limit > 3 * float(kept.std()) / len(kept) ** 0.5 else None
+
+
 def engine_disagrees(run: Run) -> Alarm | None:
     """D24: logprobs of engine and trainer differ, from the start or from some step on.
 
     A growth is split into longer completions, entropy, and what remains: the weights.
     """
-    difference = run.series.get("logprob_difference") or run.series.get("k3")
-    if difference is None:
+    measured = measured_difference(run)
+    if measured is None:
         return None
-    series, is_k3 = difference.finite, "logprob_difference" not in run.series
-    limit = 0.015 if is_k3 else 0.03
+    difference, limit = measured
+    series = difference.finite
     jumped = series.sustained(lambda value: value > 2.5 * series.first) and series.last > limit / 3
     grows = series.rose(1.5) and series.last > limit / 3
-    if not jumped and not grows and not series.sustained(lambda value: value > limit):
+    mean = mean_beyond(series, limit)
+    if not jumped and not grows and mean is None and not series.sustained(lambda value: value > limit):
         return None
     begins = onset(series, "up", in_ratios=True)
     return Alarm(
@@ -200,7 +227,9 @@ def engine_disagrees(run: Run) -> Alarm | None:
         "engine and trainer drift apart" if jumped or grows else "engine and trainer disagree",
         "error" if jumped or series.last > limit else "warning",
         difference.name,
-        f"median {series.last:.3g} in the last {series.window} steps, {series.first:.3g} at the beginning (limit {limit:g})"
+        f"median {series.last:.3g} in the last {series.window} steps, {series.first:.3g} at the beginning"
+        + (f", mean {mean:.3g}" if mean is not None else "")
+        + f" (limit {limit:g})"
         + (explain_growth(run, series) if jumped or grows else ""),
         series.tail(),
         (

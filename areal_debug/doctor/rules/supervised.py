@@ -10,11 +10,12 @@ from areal_debug.doctor.alarm import Alarm
 from areal_debug.doctor.onset import onset
 from areal_debug.doctor.read import Run
 from areal_debug.doctor.rules.learning import ENOUGH_STEPS
-from areal_debug.doctor.series import FEWEST_STEPS, Series, trend
+from areal_debug.doctor.series import Series, trend
 
 MEDIAN_OF = 3  # measurements of held-out rows
 # Share of the best held-out loss. The trend starts at the minimum, so significance is not enough.
 CLEAR_SHARE = 0.05
+FEW_MEASUREMENTS, CLEAR_SHARE_OF_FEW = 12, 0.1
 STEPS_OF_A_PEAK = 5
 EXPLODED = 2.0  # times the first loss
 CHANCE = 0.5
@@ -87,16 +88,11 @@ def held_out_loss_rises(run: Run) -> Alarm | None:
     trained = trend(loss.finite) if loss is not None else None
     if trained is not None and trained.rises:
         return None
-    if held_out is None or len(held_out.finite.values) < FEWEST_STEPS:
+    found = rise_of_held_out(held_out.finite) if held_out is not None else None
+    if held_out is None or found is None:
         return None
     series = held_out.finite
-    medians = np.median(sliding_window_view(series.values, MEDIAN_OF), axis=1)
-    best, lowest = int(np.argmin(medians)) + MEDIAN_OF // 2, float(medians.min())
-    if len(series.values) - best < 2 * series.window:
-        return None
-    found = trend(Series(series.name, series.steps[best:], series.values[best:]))
-    if found is None or not found.rises or found.change < max(CLEAR_SHARE * abs(lowest), 2 * found.scatter):
-        return None
+    best, lowest, change = found
     meanwhile = "" if trained is None else f"; that of training by {trained.change:+.3g} over the run"
     at = int(series.steps[best])
     return Alarm(
@@ -104,7 +100,7 @@ def held_out_loss_rises(run: Run) -> Alarm | None:
         "the held-out loss rises: the model overfits its training rows",
         "warning",
         held_out.name,
-        f"around step {at} it was {lowest:.4g}, from there it changes by {found.change:+.3g}{meanwhile}",
+        f"around step {at} it was {lowest:.4g}, from there it changes by {change:+.3g}{meanwhile}",
         ((at, lowest), *series.tail(3)),
         (
             f"use the checkpoint of about step {at}",
@@ -116,6 +112,27 @@ def held_out_loss_rises(run: Run) -> Alarm | None:
         {},
         at,
     )
+
+
+def rise_of_held_out(series: Series) -> tuple[int, float, float] | None:
+    """Return the index and value of the lowest held-out loss, and its rise since; None without one.
+
+    Few measurements have no trend: each of the last three must then exceed the lowest clearly.
+    """
+    if len(series.values) < FEW_MEASUREMENTS:
+        best = int(np.argmin(series.values)) if len(series.values) else 0
+        since = series.values[best + 1 :]
+        if len(since) < MEDIAN_OF or min(since[-MEDIAN_OF:]) < (1 + CLEAR_SHARE_OF_FEW) * series.values[best]:
+            return None
+        return best, float(series.values[best]), float(since[-1] - series.values[best])
+    medians = np.median(sliding_window_view(series.values, MEDIAN_OF), axis=1)
+    best, lowest = int(np.argmin(medians)) + MEDIAN_OF // 2, float(medians.min())
+    if len(series.values) - best < 2 * series.window:
+        return None
+    found = trend(Series(series.name, series.steps[best:], series.values[best:]))
+    if found is None or not found.rises or found.change < max(CLEAR_SHARE * abs(lowest), 2 * found.scatter):
+        return None
+    return best, lowest, found.change
 
 
 def preferences_are_chance(run: Run) -> Alarm | None:
