@@ -82,6 +82,7 @@ def test_a_changed_learning_rate_is_reported_before_the_numbers_that_follow(trai
     assert re.search(r"first +step 0, stage weights: lr, minibatch 0: 0\.001 recorded, 0\.002 replayed", out)
 
 
+@pytest.mark.long
 def test_a_changed_clip_is_reported_and_found_where_it_takes_effect(train, recorded):
     done = train("--replay-rollout", recorded, "actor.eps_clip=0.0001")
     assert done.returncode == 1, done.stdout + done.stderr
@@ -173,6 +174,7 @@ def test_an_unknown_script_names_the_examples(areal_debug):
     assert_one_sentence(areal_debug("train", "gsm8k_grop"), 2, "gsm8k_grop", "gsm8k_grpo")
 
 
+@pytest.mark.long
 def test_a_watched_run_writes_a_heartbeat_once_a_step_and_reports_its_end(areal_debug, tiny_model, tmp_path):
     options = (f"cluster.fileroot={tmp_path}", f"actor.path={tiny_model}", "total_train_steps=2")
     done = areal_debug("train", SCRIPT, "--config", CONFIG, "--watch", *options)

@@ -20,6 +20,7 @@ SERVER = ("allocation_mode=sglang:d1+fsdp:d2", "sglang.context_length=256", "sgl
 pytestmark = pytest.mark.sglang
 
 
+@pytest.mark.long
 def test_a_run_with_a_server_replays_to_the_same_bits_without_it(areal_debug, train, tmp_path):
     done = train("--dump-rollout", tmp_path / "record", *SERVER)
     assert done.returncode == 0, done.stdout + done.stderr

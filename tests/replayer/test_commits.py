@@ -270,6 +270,7 @@ def test_the_commit_is_found_by_replays_with_each_commits_own_code(clone, tiny_r
     assert (found.path, found.first_line) == (LOSSES, line_of(clone, LOSSES, "higher / 99"))
 
 
+@pytest.mark.long
 def test_a_cast_in_one_layer_is_found_with_its_module_and_file(clone, tmp_path, tiny_run, tiny_model):
     here = open_record(tiny_run.path)
     good, bad = git(clone, "rev-parse", "HEAD"), commit_edit(clone, *CAST)
