@@ -7,7 +7,8 @@ Each failure of benchmarks/doctor_plants/failures.yaml is trained by a tiny mode
 areal_debug/demo/larger.py, once a seed, and so is each sound run of healthy.yaml. Runs are kept and
 not trained again. Then the doctor reads the statistics of each: a failure is found if an alarm of
 one of its rules is given; the delay is from the step at which the fault began (0 for options) to
-the shortest log, in steps of `STRIDE`, that is enough. A sound run with any alarm is accused.
+the shortest log, in steps of `STRIDE`, that is enough. A sound run with any alarm is accused; one
+that did not learn by its own held-out measure (`has_learned`) is not sound, and counted apart.
 
 Exits with 1 if fewer than 90 % of the failures are found, or a sound run is accused.
 """
@@ -57,6 +58,7 @@ DEMO = Path(larger.__file__).parent  # with the configs of the methods
 METHODS = {"grpo": GRPO, "ppo": PPO, "sft": SFT, "dpo": DPO, "reward_model": REWARD_MODEL}
 SMALLER = ("train_dataset.batch_size=16", "rollout.consumer_batch_size=16", "evaluator.freq_steps=4")
 STEPS = {"grpo": 50, "ppo": 50, "sft": 80, "dpo": 64, "reward_model": 64}
+HELD_OUT_LOSSES = ("eval-sft/loss/avg", "eval-dpo/loss/avg", "eval-rw/loss/avg")
 FEWEST_FOUND, STRIDE = 0.90, 2
 
 
@@ -212,6 +214,17 @@ def run_of(keep: Path, plant: Plant, seed: int) -> Path:
     return keep / f"{plant.name}-{seed}"
 
 
+def has_learned(folder: Path) -> bool:
+    """Return whether a run got better by its held-out rows, or else by its own reward."""
+    rows = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+    for name in (*HELD_OUT_LOSSES, "eval-rollout/reward", "rollout/reward"):
+        values = [row[name] for row in rows if row.get(name) is not None]
+        if len(values) >= 3:
+            last = statistics.median(values[-3:])
+            return last < 0.9 * values[0] if name in HELD_OUT_LOSSES else last > values[0] + 0.1
+    raise SystemExit(f"{folder} has no measure of what was learned")
+
+
 @dataclass(frozen=True)
 class Judged:
     """What the doctor said of a run; `delay` in steps after the onset."""
@@ -272,10 +285,13 @@ def main() -> None:
         for plant, seed in wanted
         if is_trained(folder := run_of(keep, plant, seed), plant)
     ]
+    names = {plant.name for plant in failures}
+    no_use = [r for r in results if r.name not in names and not has_learned(keep / f"{r.name}-{r.seed}")]
+    results = [result for result in results if result not in no_use]
+    print("did not learn, so not sound:", ", ".join(f"{r.name}, seed {r.seed}" for r in no_use) or "none")
     show(failures, healthy, results)
     if options.json:
         options.json.write_text(json.dumps([asdict(result) for result in results], indent=1))
-    names = {plant.name for plant in failures}
     bad = [r for r in results if r.name in names]
     accused = [r for r in results if r.name not in names and r.alarms]
     raise SystemExit(bool(accused) or sum(r.found for r in bad) < FEWEST_FOUND * len(bad))

@@ -192,6 +192,7 @@ NAMES: dict[str, tuple[str, ...]] = {
         "accuracy",
     ),
     "chosen_reward": ("dpo/chosen_reward/avg", "rewards/chosen"),
+    "rejected_reward": ("dpo/rejected_reward/avg", "rewards/rejected"),
     "generated_reward": ("rollout/reward/avg", "rollout/reward"),
     "reward_std": ("reward_std", "reward/std", "critic/rewards/std", "critic/score/std"),
     "reward_max": ("critic/rewards/max", "critic/score/max", "reward/max", "reward_max"),

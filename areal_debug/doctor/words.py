@@ -118,6 +118,7 @@ ENDINGS: dict[str, tuple[str, ...]] = {
         "preference accuracy",
     ),
     "chosen_reward": ("chosen reward", "rewards chosen", "chosen rewards"),
+    "rejected_reward": ("rejected reward", "rewards rejected", "rejected rewards"),
 }
 EVALUATED = {
     "eval_reward": (*ENDINGS["reward"], "accuracy", "acc", "correct", "exact match"),

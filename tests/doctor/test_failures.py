@@ -408,8 +408,16 @@ def test_cost_counts_steps_and_the_hours_that_they_took(tmp_path):
     [
         {"zero_variance_groups": noisy(0.7, 0.02), "reward": noisy(ramp(0.3, 0.6, 0.0), 0.02)},
         {"reward": noisy(0.3, 0.05), "eval_reward": noisy(ramp(0.2, 0.5, 0.0), 0.03)},
+        {
+            "zero_variance_groups": noisy(ramp(0.25, 0.65, 0.3), 0.03),
+            "reward": noisy(ramp(0.3, 0.5, 0.0), 0.09),
+        },
     ],
-    ids=["groups are equal as the reward rises", "validation rises, and the reward is noisy"],
+    ids=[
+        "groups are equal as the reward rises",
+        "validation rises, and the reward is noisy",
+        "right and wrong groups as a noisy reward rises",
+    ],
 )
 def test_progress_is_no_failure(tmp_path, change):
     alarms = judged(tmp_path / "run", healthy() | change).alarms
@@ -432,3 +440,28 @@ def test_groups_that_lose_their_spread_are_named_though_the_reward_rises(tmp_pat
         "reward": noisy(ramp(0.3, 0.6, 0.0), 0.02),
     }
     assert "D22" in {alarm.id for alarm in judged(tmp_path / "run", healthy() | change).alarms}
+
+
+@pytest.mark.parametrize(("gain", "scatter", "expected"), [(0.06, 0.08, False), (0.0, 0.08, True)])
+def test_a_short_run_that_may_still_rise_is_not_accused(tmp_path, gain, scatter, expected):
+    """The rise is within the scatter: 25 steps cannot exclude it, nor show it."""
+    reward = 0.3 + gain * np.linspace(0, 1, 25) + scatter * np.random.default_rng(4).standard_normal(25)
+    found = judged(tmp_path, {"reward": reward}, {"reward": OURS["reward"]}).alarms
+    assert ("D01" in {alarm.id for alarm in found}) == expected
+
+
+def test_a_policy_that_left_its_reference_at_once_is_named(tmp_path):
+    """Within the first window the KL is 5 nats: it has no trend after that."""
+    columns = healthy() | {
+        "reference_kl": np.where(np.arange(STEPS) < 2, 1e-3, noisy(5.0, 0.2)),
+        "reward": noisy(0.3, 0.03),
+    }
+    alarms = {alarm.id: alarm for alarm in judged(tmp_path / "flat", columns).alarms}
+    assert alarms["D29"].severity == "error"
+    rising = columns | {"reward": noisy(ramp(0.2, 0.8, 0.0), 0.03)}
+    assert "D29" not in {alarm.id for alarm in judged(tmp_path / "rising", rising).alarms}
+
+
+def test_clipping_that_a_falling_learning_rate_ends_is_named(tmp_path):
+    columns = healthy() | {"clip_ratio": noisy(np.where(X < 0.85, 0.38, 0.1), 0.02)}
+    assert "D12" in {alarm.id for alarm in judged(tmp_path, columns).alarms}

@@ -24,6 +24,7 @@ TRL_DPO = {
     "preference_accuracy": "rewards/accuracies",
     "chosen_reward": "rewards/chosen",
 }
+WITH_REJECTED = TRL_DPO | {"rejected_reward": "rewards/rejected"}
 VERL_SFT = {"loss": "train/loss", "eval_loss": "val/loss"}
 
 
@@ -116,3 +117,13 @@ def test_the_loss_of_a_policy_with_a_reward_is_not_judged(tmp_path):
     names = {"loss": "loss", "reward": "reward"}
     run = learning() | {"loss": around(0.0, 0.01), "reward": around(ramp(0.2, 0.7, 0.0), 0.05)}
     assert examined(tmp_path, run, names)[0] == 0
+
+
+@pytest.mark.parametrize(("rejected", "alarms"), [(-6.0, []), (-2.4, ["D09"])])
+def test_chosen_answers_may_fall_if_rejected_ones_fall_much_further(tmp_path, rejected, alarms):
+    run = learning() | {
+        "chosen_reward": around(ramp(0.0, -2.0, 0.2), 0.05),
+        "rejected_reward": around(ramp(0.0, rejected, 0.2), 0.05),
+    }
+    _, found = examined(tmp_path, run, WITH_REJECTED)
+    assert [alarm["id"] for alarm in found["alarms"]] == alarms

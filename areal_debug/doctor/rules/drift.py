@@ -19,15 +19,21 @@ AHEAD = 4.0  # KL of one position over the median of the others
 
 
 def divergence_explodes(run: Run) -> Alarm | None:
-    """D29: the KL divergence to the reference is multiplied, whatever the reward does."""
-    divergence = run.series.get("reference_kl")
-    if divergence is None or not divergence.finite.rose(GROWTH):
+    """D29: the KL divergence to the reference is multiplied, whatever the reward does.
+
+    It may be multiplied within the first window: then the reward must not have risen.
+    """
+    divergence, reward = run.series.get("reference_kl"), run.series.get("reward")
+    if divergence is None or not len(divergence.finite.values):
         return None
-    series, reward = divergence.finite, run.series.get("reward")
+    series = divergence.finite
+    gains = trend(reward.finite) if reward is not None else None
     is_far = series.sustained(lambda value: value > FAR)
+    at_once = is_far and gains is not None and not gains.rises and series.last > GROWTH * lowest(series)
+    if not at_once and not series.rose(GROWTH):
+        return None
     if not is_far and not (series.last > WORTH_A_LOOK and outruns_reward(series, reward)):
         return None
-    gains = trend(reward.finite) if reward is not None else None
     return Alarm(
         "D29",
         "the KL to the reference explodes",
@@ -48,6 +54,11 @@ def divergence_explodes(run: Run) -> Alarm | None:
         {},
         onset(series, "up", in_ratios=True),
     )
+
+
+def lowest(series: Series) -> float:
+    """Return the lowest value of the first window."""
+    return float(series.values[: series.window].min())
 
 
 def outruns_reward(series: Series, reward: Series | None) -> bool:

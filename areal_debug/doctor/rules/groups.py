@@ -8,7 +8,7 @@ from areal_debug.doctor.alarm import Alarm
 from areal_debug.doctor.onset import onset
 from areal_debug.doctor.read import Run
 from areal_debug.doctor.rules.learning import is_solved, rises
-from areal_debug.doctor.series import FEWEST_STEPS, Series
+from areal_debug.doctor.series import FEWEST_STEPS, Series, trend
 
 Kind = Literal["right", "wrong", "mixed", "unknown"]
 
@@ -54,9 +54,9 @@ def groups_are_alike(run: Run) -> Alarm | None:
     if alike is None or not alike.finite.sustained(lambda value: value > MOST_ALIKE):
         return None
     series = alike.finite
-    if series.first > USUAL and series.last <= NEARLY_ALL and rises(run, "reward"):
-        return None
     kind, why = kind_of(run, series.last)
+    if series.first > USUAL and series.last <= NEARLY_ALL and is_learning(run, clearly=kind != "mixed"):
+        return None
     begins = onset(series, "up")
     wasted = float(np.mean(series.since(begins).values))
     return Alarm(
@@ -73,6 +73,14 @@ def groups_are_alike(run: Run) -> Alarm | None:
         begins,
         f"{100 * wasted:.0f} % of the samples since step {begins} gave no gradient",
     )
+
+
+def is_learning(run: Run, clearly: bool) -> bool:
+    """Return whether the reward rises, clearly or at all, or that of validation does."""
+    if clearly:
+        return rises(run, "reward")
+    found = (trend(run.series[name].finite) for name in ("reward", "eval_reward") if name in run.series)
+    return any(one is not None and one.rises for one in found)
 
 
 def kind_of(run: Run, alike: float) -> tuple[Kind, str]:

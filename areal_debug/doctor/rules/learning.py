@@ -38,7 +38,7 @@ def reward_does_not_rise(run: Run) -> Alarm | None:
     if found is None or found.rises or is_at_ceiling(reward.finite):
         return None
     falls = found.falls
-    if not falls and rises(run, "eval_reward"):
+    if not falls and (rises(run, "eval_reward") or may_still_rise(reward.finite, found)):
         return None
     return Alarm(
         "D01",
@@ -53,6 +53,11 @@ def reward_does_not_rise(run: Run) -> Alarm | None:
         SYNCHRONOUS,
         onset(reward.finite, "down") if falls else int(reward.finite.steps[0]),
     )
+
+
+def may_still_rise(reward: Series, found: Trend) -> bool:
+    """Return whether a run is too short to know: a rise beyond its scatter is within the interval."""
+    return len(reward.values) < 2 * ENOUGH_STEPS and found.change > 0 and found.high > 2 * found.scatter
 
 
 def rises(run: Run, quantity: str) -> bool:

@@ -61,6 +61,7 @@ def many_tokens_are_clipped(run: Run) -> Alarm | None:
     if (
         not is_most
         and not series.sustained(lambda value: value > 0.3)
+        and not (len(series.values) >= ENOUGH_STEPS and np.median(series.values) > 0.3)
         and not (series.rose(3.0) and series.last > 0.2)
     ):
         return None

@@ -19,6 +19,7 @@ FEW_MEASUREMENTS, CLEAR_SHARE_OF_FEW = 12, 0.1
 STEPS_OF_A_PEAK = 5
 EXPLODED = 2.0  # times the first loss
 CHANCE = 0.5
+NEARLY_AS_FAR = 2 / 3  # of the fall of rejected answers
 LEAST_FALL = 0.005  # of the first loss
 
 
@@ -161,12 +162,22 @@ def preferences_are_chance(run: Run) -> Alarm | None:
 
 
 def chosen_answers_lose_probability(run: Run) -> Alarm | None:
-    """D09: DPO lowers both likelihoods, the chosen one to below that of the reference."""
-    chosen = run.series.get("chosen_reward")
+    """D09: DPO lowers both likelihoods, the chosen one to below that of the reference.
+
+    It lowers that of chosen answers a little in most runs: where the rejected ones are logged,
+    the chosen ones must have fallen nearly as far.
+    """
+    chosen, rejected = run.series.get("chosen_reward"), run.series.get("rejected_reward")
     if chosen is None or not chosen.finite.sustained(lambda value: value < 0):
         return None
     found = trend(chosen.finite)
-    if found is None or not found.falls:
+    if found is None:
+        return None
+    if rejected is None or not len(rejected.finite.values):
+        is_lost = found.falls
+    else:  # both are 0 at first: their level is their change
+        is_lost = chosen.finite.last < NEARLY_AS_FAR * rejected.finite.last
+    if not is_lost:
         return None
     return Alarm(
         "D09",
