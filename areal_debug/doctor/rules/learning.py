@@ -99,13 +99,14 @@ def reward_scatters(run: Run) -> Alarm | None:
     early, late = (float(np.std(np.diff(part)) / np.sqrt(2)) for part in (values[:half], values[half:]))
     if found is None:
         return None
+    batch = run.config.get("train_dataset.batch_size")
     gets_noisier = late >= (1.5 if found.rises else 2.0) * early and late >= abs(found.change)
+    gets_noisier = gets_noisier and not is_due_to_prompts(values[half:], late, batch)
     is_noisy = reward.finite.noise >= max(
         NOISY * abs(found.change), NOISY_SHARE * max(1.0, float(np.ptp(values)))
     )
     if not gets_noisier and not (found.rises and is_noisy):
         return None
-    batch = run.config.get("train_dataset.batch_size")
     return Alarm(
         "D02",
         "the reward gets noisier" if gets_noisier else "the reward is noisy beside its gain",
@@ -124,6 +125,17 @@ def reward_scatters(run: Run) -> Alarm | None:
         {},
         onset(Series(reward.name, reward.finite.steps[1:], np.abs(np.diff(values))), "up"),
     )
+
+
+def is_due_to_prompts(rewards: Floats, scatter: float, prompts: object) -> bool:
+    """Return whether the choice of prompts alone explains the scatter of rewards in [0, 1].
+
+    Each prompt is then always or never solved, so that the mean has a binomial's deviation.
+    """
+    if not isinstance(prompts, int) or prompts < 1 or rewards.min() < 0 or rewards.max() > 1:
+        return False
+    mean = float(rewards.mean())
+    return scatter <= 1.2 * float(np.sqrt(mean * (1 - mean) / prompts))
 
 
 def validation_is_left_behind(run: Run) -> Alarm | None:

@@ -229,7 +229,7 @@ def peak_of_loss(loss: Series, explained: Series | None) -> tuple[int, float] | 
         return None
     medians = medians_of(loss)
     peak, at = float(medians.max()), int(np.argmax(medians))
-    if peak < EXPLODED * max(float(np.median(loss.values[:3])), 1e-12):
+    if peak < EXPLODED * max(float(loss.values[:3].min()), 1e-12):  # it may explode in the second step
         return None
     window = slice(at, at + loss.window)
     if explained is None:
