@@ -42,6 +42,8 @@ USED_FROM_OUTSIDE = {
     "observed_default": "prime-rl imports it by its path",
     "MemoryNames": "tests: a name service in one process",
     "WorkerExtension": "vLLM imports its module by this name",
+    "MathAgent": "public: users name it in their scripts",
+    "MultiTurnMathAgent": "public: users name it in their scripts",
     "MultiTurnWorkflow": "public: users name it in their scripts",
     "__getattr__": "called by the interpreter",
     "_repr_html_": "called by notebooks",

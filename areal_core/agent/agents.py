@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from areal_core.agent.errors import NotAnAgent
+from areal_core.import_paths import hint_for, ours
 
 EXPECTED = "an agent has `async def run(self, data, **extra_kwargs)`"
 
@@ -58,7 +59,7 @@ def name_of(agent: Any) -> str:
 
 def import_object(path: str) -> Any:
     """Import the object at 'pkg.mod:Name', 'pkg.mod.Name' or 'file.py:Name'. Raises NotAnAgent."""
-    place, separator, name = path.rpartition(":" if ":" in path else ".")
+    place, separator, name = ours(path).rpartition(":" if ":" in path else ".")
     if not separator or not place or not name:
         raise NotAnAgent(
             f"agent {path!r} is not an import path; expected package.module:Class or file.py:Class"
@@ -66,7 +67,7 @@ def import_object(path: str) -> Any:
     try:
         module = import_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
     except ImportError as error:
-        raise NotAnAgent(f"agent {path!r}: {place} cannot be imported: {error}") from error
+        raise NotAnAgent(f"agent {path!r}: {place} cannot be imported: {error}{hint_for(path)}") from error
     if name not in vars(module):
         classes = [key for key, value in vars(module).items() if isinstance(value, type)]
         raise NotAnAgent(

@@ -16,9 +16,9 @@ from types import ModuleType
 from typing import Any
 
 from areal_core.errors import RewardError
+from areal_core.import_paths import hint_for, ours
 
 RewardFn = Callable[..., float]
-OF_UPSTREAM = {"areal.reward.gsm8k.gsm8k_reward_fn": "areal_core.reward.functions.gsm8k_reward_fn"}
 GSM8K_ANSWER = re.compile(r"####\s*(.+)")
 INTEGER = re.compile(r"-?\d+")
 CALCULATION = re.compile(r"[\d)}]\s*(?:\^|\*|/|\+|-|\\cdot|\\times|\\div)")
@@ -73,7 +73,9 @@ def load_reward_fn(reward_fn: str | RewardFn) -> RewardFn:
     try:
         module = _module_of_file(place) if place.endswith(".py") else importlib.import_module(place)
     except ImportError as error:
-        raise RewardError(f"reward function {reward_fn!r}: {place} cannot be imported: {error}") from error
+        raise RewardError(
+            f"reward function {reward_fn!r}: {place} cannot be imported: {error}{hint_for(str(reward_fn))}"
+        ) from error
     if name not in vars(module):
         names = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
         raise RewardError(
@@ -87,7 +89,7 @@ def load_reward_fn(reward_fn: str | RewardFn) -> RewardFn:
 
 def split_name(reward_fn: str) -> tuple[str, str]:
     """Return the module or file of a named function, and its own name. Raises RewardError."""
-    known = OF_UPSTREAM.get(reward_fn.replace(":", "."), reward_fn)
+    known = ours(reward_fn)
     place, separator, name = known.rpartition(":" if ":" in known else ".")
     if not separator or not place or not name:
         raise RewardError(

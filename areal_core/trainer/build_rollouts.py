@@ -22,6 +22,7 @@ from areal_core.embedded.replica import Replica
 from areal_core.engine.lora import Adapter
 from areal_core.engine.ranks import Ranks
 from areal_core.errors import ConfigError
+from areal_core.import_paths import hint_for, ours
 from areal_core.launch.job import served_model
 from areal_core.paths import run_folder
 from areal_core.reward import RewardPool
@@ -366,7 +367,7 @@ def rewards_differ(rows: Batch) -> bool:
 
 
 def import_attribute(path: str, what: str) -> Any:
-    """Import `package.module.Name`. AReaL's path of the RLVR workflow resolves to ours.
+    """Import `package.module.Name`. A path of AReaL that has an equivalent resolves to ours.
 
     Args:
         what: the name of the argument, for the error.
@@ -374,13 +375,13 @@ def import_attribute(path: str, what: str) -> Any:
     Raises:
         ConfigError: there is no such module or attribute.
     """
-    if path.startswith("areal.workflow.") and path.endswith(".RLVRWorkflow"):
-        return RLVRWorkflow
     if path.startswith("areal.workflow.") and path.endswith(".VisionRLVRWorkflow"):
         raise ConfigError(f"{what} is {path!r}, a workflow of images; {IMAGES_INSTEAD}")
-    module_name, _, name = path.rpartition(".")
+    module_name, _, name = ours(path).rpartition(".")
     try:
         __import__(module_name)
         return getattr(sys.modules[module_name], name)
     except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(f"{what} {path!r} cannot be imported: {error}; give package.module.Name") from error
+        raise ConfigError(
+            f"{what} {path!r} cannot be imported: {error}; give package.module.Name{hint_for(path)}"
+        ) from error

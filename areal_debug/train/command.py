@@ -86,6 +86,7 @@ def command(
     from areal_core.paths import make_run_folders, run_folder
     from areal_debug.doctor.hooks import NO_HOOKS, make_hooks
     from areal_debug.train.script_options import (
+        check_imports,
         check_reward_functions,
         find_script,
         flag_overrides,
@@ -106,6 +107,7 @@ def command(
         raise SystemExit(print_plan(path, arguments, as_json))
     if as_json:
         fail("--json goes with --dry-run")
+    check_imports(path)
     config = read_config(arguments, path)
     check_reward_functions(path)
     allocation = check_allocation(config)
@@ -153,9 +155,15 @@ def print_plan(script: Path, arguments: list[str], as_json: bool) -> int:
     from areal_core.safety.secrets import masker
     from areal_debug.dry_run.plan import plan_run
     from areal_debug.dry_run.render import print_dry_run
-    from areal_debug.train.script_options import check_record, check_reward_functions, config_class
+    from areal_debug.train.script_options import (
+        check_imports,
+        check_record,
+        check_reward_functions,
+        config_class,
+    )
 
     try:
+        check_imports(script)
         check_reward_functions(script)
         config, config_file, notes = load_with_notes(arguments, config_class(arguments, script))
         run = plan_run(script, config_file, config, notes)

@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from areal_core.config import DPOConfig, GRPOConfig, PPOConfig, RWConfig, SFTConfig
+from areal_core.errors import ConfigError
+from areal_core.import_paths import replacements
 from areal_debug.installation import EXAMPLES
 
 LOADERS = ("load_expr_config", "wire")
@@ -112,6 +114,20 @@ def method_of(tree: dict[str, Any]) -> type[Any]:
         kind = "sft"
     methods: dict[str, type[Any]] = {"sft": SFTConfig, "rw": RWConfig, "dpo": DPOConfig}
     return methods.get(kind, PPOConfig)
+
+
+def check_imports(script: Path) -> None:
+    """Check that a script imports nothing from an AReaL that is not installed.
+
+    Raises:
+        ConfigError: it does; with what to write instead.
+    """
+    if lines := list(replacements(script.read_text(encoding="utf-8", errors="replace"))):
+        raise ConfigError(
+            f"{script} imports from AReaL, which is not installed; here these names are\n  "
+            + "\n  ".join(lines)
+            + "\ndocs/coming_from_areal.md lists where their arguments differ"
+        )
 
 
 def check_reward_functions(script: Path) -> None:

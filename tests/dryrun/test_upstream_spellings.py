@@ -100,3 +100,13 @@ def test_options_of_a_script_are_read_from_its_text(script, name, own):
     found = options_of_script(script)
     assert (found and found.__name__) == name
     assert not own or own < set(found.__dataclass_fields__)
+
+
+def test_a_script_that_imports_areal_is_refused_with_what_to_write(plan):
+    script = "from areal import PPOTrainer\nfrom areal.utils.saver import Saver\n" + GRPO
+    code, refused = plan("grpo_0_3_1.yaml", script)
+    assert code == 2
+    assert refused["problems"][1:3] == [
+        "  line 1: areal.PPOTrainer: from areal_core.trainer.rl import PPOTrainer",
+        "  line 2: areal.utils.saver.Saver: no equivalent (docs/coming_from_areal.md lists what there is)",
+    ]
