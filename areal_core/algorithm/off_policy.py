@@ -59,7 +59,10 @@ def behaviour_weights(
     mask = loss_mask.bool()
     log_ratio = (proximal_logprobs - behaviour_logprobs).detach().float()
     log_ratio = torch.where(log_ratio.isfinite() & mask, log_ratio, 0.0)
-    measured = log_ratio if metric == "ratio" else kl_metric(log_ratio, metric)
+    if metric == "binary_kl":
+        measured = torch.where(log_ratio != 0, binary_kl(proximal_logprobs, behaviour_logprobs), 0.0)
+    else:
+        measured = log_ratio if metric == "ratio" else kl_metric(log_ratio, metric)
     log_weight = log_ratio
     if level == "sequence":
         measured = aggregate(measured, mask, cu_seqlens, agg)
@@ -83,8 +86,21 @@ def behaviour_weights(
 def kl_metric(log_ratio: Tensor, metric: str) -> Tensor:
     """Return `advantages.kl_estimate` without its clamp, which would distort a bound."""
     if metric not in ("kl_k1", "kl_k2", "kl_k3"):
-        raise ValueError(f"metric {metric!r} is unknown; expected ratio, kl_k1, kl_k2 or kl_k3")
+        raise ValueError(f"metric {metric!r} is unknown; expected ratio, kl_k1, kl_k2, kl_k3 or binary_kl")
     return kl_estimate(log_ratio, torch.zeros_like(log_ratio), metric.removeprefix("kl_"), clamp=torch.inf)
+
+
+def binary_kl(logprobs: Tensor, other_logprobs: Tensor) -> Tensor:
+    """Return the larger of KL(P, Q) and KL(Q, P), of the same shape, float32.
+
+    P and Q are the two policies on "this token or any other", so that both KLs are sums of two
+    terms. KPop's metric, as AReaL 2.0 has it. Probabilities within 1e-7 of 1 count as that far.
+    """
+    here, there = (given.detach().float().clamp(max=-1e-7) for given in (logprobs, other_logprobs))
+    rest_here, rest_there = (-torch.expm1(given) for given in (here, there))  # of all other tokens
+    difference, of_rest = here - there, rest_here.log() - rest_there.log()
+    forward = here.exp() * difference + rest_here * of_rest
+    return torch.maximum(forward, -there.exp() * difference - rest_there * of_rest)
 
 
 def aggregate(values: Tensor, mask: Tensor, cu_seqlens: Tensor, agg: str) -> Tensor:

@@ -46,6 +46,7 @@ class DatasetConfig:
         None, "Maximum prompt length in tokens; longer rows are left out.", limits=AT_LEAST_1
     )
     dataset_kwargs: dict[str, Any] = section(dict, "Arguments of this data source.")
+    scheduling_spec: Any = option(None, "Without effect: the trainer's process reads rows.")
 
 
 @dataclass

@@ -155,7 +155,7 @@ class InferenceEngineConfig:
     schedule_policy: str = option("round_robin", "Older name of routing_strategy.", ("round_robin",))
     scheduling_spec: Any = option(None, "Placement for a single-controller scheduler; unused.")
     scheduling_strategy: Any = option(None, "Placement for a single-controller scheduler; unused.")
-    _version: str = option("v1", "Interface version of a single-controller worker.", ("v1",))
+    _version: str = option("v1", "Interface version of a single-controller worker.", ("v1", "v2"))
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""Translation of option names of upstream's versions 0.3 to 1.0, before any other processing.
+"""Translation of option names of upstream's versions 0.3 to 2.0, before any other processing.
 
 Each translation is reported in a sentence, so that a file and its run never differ silently.
 """
@@ -13,6 +13,7 @@ Tree = dict[str, Any]
 ENGINES = ("actor", "ref", "critic", "teacher")
 RENAMED = {
     "rollout.openai": "rollout.agent",  # 0.5.3 to 1.0.3
+    "rollout.admin_api_key": "rollout.agent.admin_api_key",  # 2.0 has both
     "perf_tracer.request_tracer": "perf_tracer.session_tracer",  # 0.4
     **{f"{engine}.mb_spec.max_tokens_per_gpu": f"{engine}.mb_spec.max_tokens_per_mb" for engine in ENGINES},
 }
@@ -52,7 +53,7 @@ def translate_older_names(tree: Tree, cls: type, is_override: bool = False) -> l
         section, leaf = holder(tree, gone)
         if leaf in section and section[leaf] == harmless:
             del section[leaf]
-    notes += periods_of_checkpointer(tree)
+    notes += [*periods_of_checkpointer(tree), *engine_of_teacher(tree)]
     if not is_override:
         notes += [*type_of_rows(tree, cls), *rollouts_of_supervised(tree, cls)]
     actor = tree.get("actor")
@@ -76,17 +77,19 @@ def kind_of_rows(tree: Tree) -> str:
 
 
 def move(tree: Tree, older: str, newer: str) -> bool:
-    """Rename an option; return False if it is not given.
+    """Rename an option, which may go to a section below its own; return False if it is not given.
 
-    Raises ConfigError if both names are given.
+    Raises ConfigError if both names are given, with different values.
     """
     section, old_leaf = holder(tree, older)
-    new_leaf = newer.split(".")[-1]
     if old_leaf not in section:
         return False
-    if new_leaf in section:
-        raise ConfigError(f"{older} is an older name of {newer}, and both are given: keep the second")
-    section[new_leaf] = section.pop(old_leaf)
+    for name in newer.split(".")[older.count(".") : -1]:
+        section = section.setdefault(name, {})
+    new_leaf = newer.split(".")[-1]
+    value = holder(tree, older)[0].pop(old_leaf)
+    if section.setdefault(new_leaf, value) != value:
+        raise ConfigError(f"{older} is another name of {newer}, and both are given: keep the second")
     return True
 
 
@@ -117,6 +120,20 @@ def periods_of_checkpointer(tree: Tree) -> Iterator[str]:
     if not any(name in recover for name in periods):
         recover |= periods
     yield "checkpointer is called recover, which defines whether and how often recovery checkpoints are written"
+
+
+def engine_of_teacher(tree: Tree) -> Iterator[str]:
+    """Translate the teacher of 2.0, on servers or with its options in a section below."""
+    teacher = tree.get("teacher")
+    if not isinstance(teacher, dict) or not {"engine_type", "rollout", "train"} & set(teacher):
+        return
+    kind = teacher.pop("engine_type", "rollout")
+    sections = {name: teacher.pop(name, None) for name in ("rollout", "train")}
+    if kind == "train":
+        teacher |= {name: value for name, value in (sections["train"] or {}).items() if name not in teacher}
+        yield "teacher.train is called teacher"
+    else:
+        yield "teacher.engine_type is rollout: the ranks of the actor compute the teacher's log-probs, without servers of its own"
 
 
 def type_of_rows(tree: Tree, cls: type) -> Iterator[str]:

@@ -56,7 +56,7 @@ def groups_have_n_samples(config: PPOConfig) -> Iterator[str]:
             continue
         if norm.group_size != n_samples:
             yield f"actor.{name}.group_size is {norm.group_size} and gconfig.n_samples is {n_samples}; they must be equal"
-        elif n_samples == 1:
+        elif n_samples == 1 and config.rollout.agent.mode != "online":  # whose episodes have several rows
             yield f"actor.{name} works per group and gconfig.n_samples is 1; a group of one has nothing to compare: use 2 or more"
     if config.actor.group_size not in (1, n_samples):
         yield f"actor.group_size is {config.actor.group_size} and gconfig.n_samples is {n_samples}; they must be equal"

@@ -168,7 +168,7 @@ class TrainEngineConfig:
     enable_tree_training: bool = option(False, "Share the forward pass of common prefixes.")
     scheduling_spec: Any = option(None, "Placement for a single-controller scheduler; unused.")
     scheduling_strategy: Any = option(None, "Placement for a single-controller scheduler; unused.")
-    _version: str = option("v1", "Interface version of a single-controller worker.", ("v1",))
+    _version: str = option("v1", "Interface version of a single-controller worker.", ("v1", "v2"))
 
 
 @dataclass
@@ -180,7 +180,9 @@ class RejectionSamplingConfig:
     )
     action: str = option("mask", "Drop what is out of bounds, or clamp its weight.", ("mask", "clamp"))
     metric: str = option(
-        "ratio", "Metric that is compared with the bounds.", ("ratio", "kl_k1", "kl_k2", "kl_k3")
+        "ratio",
+        "Metric that is compared with the bounds.",
+        ("ratio", "kl_k1", "kl_k2", "kl_k3", "binary_kl"),
     )
     agg: str = option("mean", "Aggregation over tokens at level sequence.", ("mean", "sum", "max"))
     weight: str = option(

@@ -19,6 +19,7 @@ from areal_core.algorithm.losses import (
 )
 from areal_core.algorithm.off_policy import (
     behaviour_weights,
+    binary_kl,
     loglinear_proximal_logprobs,
     loglinear_share,
     second_moment_mask,
@@ -218,6 +219,18 @@ def test_kl_metric_drops_by_divergence_and_weighs_by_ratio():
     assert weights == [0.0, 2.0, 0.0, 1.0]
     # k3 = 1 / r - 1 + log r: 3 - log 4 = 1.61 at a quarter, 1/4 - 1 + log 4 = 0.64 at four
     assert weights_of((4.0, 2.0, 0.25, 1.0), metric="kl_k3", upper=1.0)[0] == [True, True, False, True]
+
+
+def test_binary_kl_is_the_larger_of_both_directions():
+    # 1/2 against 1/4: 0.5 log 2 + 0.5 log(2/3) = 0.1438; the other way -0.25 log 2 + 0.75 log 1.5
+    # = 0.1308. Equal policies, also certain ones, have 0.
+    proximal = torch.tensor([0.5, 0.25, 0.3, 1.0]).log()
+    behaviour = torch.tensor([0.25, 0.5, 0.3, 1.0]).log()
+    np.testing.assert_allclose(binary_kl(proximal, behaviour), [0.143841, 0.143841, 0.0, 0.0], atol=1e-6)
+    options = {"metric": "binary_kl", "upper": 0.14}
+    kept, weights, _ = behaviour_weights(proximal, behaviour, torch.ones(4), ONE, **options)
+    assert kept.tolist() == [False, False, True, True]
+    assert weights.tolist() == [0.0, 0.0, 1.0, 1.0]
 
 
 def test_non_finite_logprobs_count_as_equal_policies():

@@ -132,6 +132,7 @@ def test_disagreement_is_named_with_both_values(changes, names_and_values):
     "changes",
     [
         {"actor.kl_ctl": 0.1, "ref": PPOActorConfig(path="model")},
+        {"gconfig.n_samples": 1, "actor.reward_norm": NormConfig("group"), "rollout.agent.mode": "online"},
         {"gconfig.max_tokens": 96, "train_dataset.max_length": 64},
         {"allocation_mode": "", "rollout.backend": "embedded", "actor.backend": "fsdp:d2"},
         {"allocation_mode": "embedded|fsdp:d2", "sglang.context_length": 80},

@@ -1,4 +1,4 @@
-"""Translation of option names of upstream's versions 0.3 to 1.0, each one reported."""
+"""Translation of option names of upstream's versions 0.3 to 2.0, each one reported."""
 
 import pytest
 
@@ -98,7 +98,8 @@ def test_removed_options_without_effect_are_dropped_and_rows_are_those_of_the_me
 @pytest.mark.parametrize(
     ("tree", "sentence"),
     [
-        ({"rollout": {"openai": {}, "agent": {}}}, "rollout.openai is an older name of rollout.agent, and both"),
+        ({"rollout": {"openai": {"mode": "inline"}, "agent": {}}}, "rollout.openai is another name of rollout.agent, and both"),
+        ({"rollout": {"admin_api_key": "a", "agent": {"admin_api_key": "b"}}}, "is another name of rollout.agent.admin_api_key, and both"),
         ({"actor": {"behave_imp_weight_cap": 2.0, "rejection_sampling": {}}}, "keep only the latter"),
         ({"actor": {"behave_imp_weight_mode": "rows"}}, "actor.behave_imp_weight_mode is 'rows'; expected one of"),
     ],
@@ -107,6 +108,29 @@ def test_values_that_never_existed_are_refused(tree, sentence):
     with pytest.raises(ConfigError) as error:
         translate_older_names(tree, GRPOConfig)
     assert sentence in str(error.value)
+
+
+@pytest.mark.parametrize("agent", [{}, {"agent": {}}, {"agent": {"admin_api_key": "k"}}])
+def test_the_key_of_the_proxy_goes_to_the_section_of_agents(agent):
+    tree = {"rollout": {"admin_api_key": "k", **agent}}
+    notes = translate_older_names(tree, GRPOConfig, is_override=True)
+    assert tree == {"rollout": {"agent": {"admin_api_key": "k"}}}
+    assert notes == ["rollout.admin_api_key is called rollout.agent.admin_api_key"]
+
+
+@pytest.mark.parametrize(
+    ("teacher", "expected", "note"),
+    [
+        ({"engine_type": "rollout", "path": "t", "rollout": {"backend": "vllm:d1"}}, {"path": "t"}, "without servers of its own"),
+        ({"engine_type": "train", "path": "t", "train": {"path": "u", "tp": 1}}, {"path": "t", "tp": 1}, "is called teacher"),
+        ({"rollout": {"backend": "sglang:d1"}, "rl_loss_weight": 0.5}, {"rl_loss_weight": 0.5}, "ranks of the actor"),
+    ],
+)  # fmt: skip
+def test_a_teacher_of_2_0_is_one_on_the_ranks_of_the_actor(teacher, expected, note):
+    tree = {"teacher": teacher}
+    [sentence] = translate_older_names(tree, GRPOConfig, is_override=True)
+    assert tree == {"teacher": expected}
+    assert note in sentence
 
 
 FILE = """
