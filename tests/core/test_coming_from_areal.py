@@ -1,0 +1,104 @@
+"""The transition table: its names exist, AReaL's in `upstream_names.txt`, ours in the code."""
+
+import importlib
+import importlib.util
+import re
+from functools import cache
+from pathlib import Path
+
+import click
+import pytest
+
+from areal_core.config import DPOConfig, GRPOConfig, SFTConfig
+from areal_core.config.names import all_options
+from areal_core.import_paths import OURS, REWARDS, WORKFLOWS
+from areal_debug.cli import main
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "coming_from_areal.md").read_text()
+spec = importlib.util.spec_from_file_location("upstream_names", ROOT / "benchmarks" / "upstream_names.py")
+upstream_names = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(upstream_names)
+KNOWN = {
+    name: commits.split()
+    for line in (Path(__file__).parent / "upstream_names.txt").read_text().splitlines()
+    for name, _, commits in [line.partition(" ")]
+}
+UPSTREAM = list(upstream_names.upstream_cells(PAGE))
+HERE = [cell for header, cell in upstream_names.cells(PAGE) if header == "here"]
+OPTIONS = {option for cls in (GRPOConfig, SFTConfig, DPOConfig) for option in all_options(cls)}
+
+
+@cache
+def code() -> str:
+    return "\n".join(file.read_text() for file in ROOT.glob("areal_*/**/*.py"))
+
+
+def exists(name: str) -> bool:
+    """Whether a name of ours exists: an import path, a file, an option or a metric."""
+    if name.startswith(("areal_core.", "areal_debug.")):
+        return imported(name) is not None
+    if name in OPTIONS or (ROOT / name).exists():
+        return True
+    words = [name] if name.isupper() else name.split("/")
+    return len(words) > 1 - name.isupper() and all(re.search(rf"\b{word}\b", code()) for word in words)
+
+
+def imported(path: str) -> object:
+    """The module, or the attribute of a module or class, at a path; None without one."""
+    names = path.split(".")
+    for length in range(len(names), 0, -1):
+        try:
+            found = importlib.import_module(".".join(names[:length]))
+        except ModuleNotFoundError:
+            continue
+        for name in names[length:]:
+            found = getattr(found, name, None)
+        return found
+    return None
+
+
+def has_verb(words: list[str]) -> bool:
+    found: click.Command | None = main
+    for word in words:
+        found = found.get_command(None, word) if isinstance(found, click.Group) else None
+    return found is not None
+
+
+def test_every_name_of_areal_exists_in_a_version_of_its_column():
+    wrong = [
+        (header, name)
+        for header, cell in UPSTREAM
+        for name in upstream_names.names_in(cell)
+        if not set(KNOWN.get(name, ()))
+        & set(upstream_names.COMMITS.get(header.removeprefix("AReaL").strip(), upstream_names.ALL))
+    ]
+    assert wrong == []
+    assert len(UPSTREAM) > 150
+
+
+def test_the_list_has_no_name_that_nothing_uses():
+    used = {name for _, cell in UPSTREAM for name in upstream_names.names_in(cell)}
+    assert set(KNOWN) == used | set(OURS)
+
+
+def test_what_is_named_here_exists():
+    quoted = [text for cell in HERE for text in re.findall(r"`([^`]+)`", cell) if text != "PPOTrainer"]
+    verbs = [text for text in quoted if text.startswith("areal-debug ")]
+    names = [name for text in quoted if text not in verbs for name in upstream_names.names_in(f"`{text}`")]
+    assert [verb for verb in verbs if not has_verb(verb.split()[1:])] == []
+    assert [name for name in names if not exists(name)] == []
+    assert len(names) == len(quoted) - len(verbs) > 90
+
+
+def test_every_translated_string_is_on_the_page():
+    for theirs, ours in (WORKFLOWS | REWARDS).items():
+        assert f"`{theirs}`" in PAGE
+        assert f"`{ours}`" in PAGE
+
+
+@pytest.mark.parametrize(
+    "name", ["areal_core.remote.RemoteEngine.missing", "actor.missing", "rollout/missing_x", "X_MISSING"]
+)
+def test_a_name_that_does_not_exist_would_be_found(name):
+    assert not exists(name)
