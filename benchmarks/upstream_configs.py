@@ -1,4 +1,4 @@
-"""Load every config file of upstream AReaL that names FSDP and an engine that this project has.
+"""Plan a run of every config file of upstream AReaL, as `areal-debug train --dry-run` does.
 
     python benchmarks/upstream_configs.py CLONE [--commit HEAD] [--markdown]
 
@@ -8,16 +8,18 @@ is loaded as its script would: with a config class that declares the options tha
 
 import argparse
 import logging
+import os
+import re
 import subprocess
 import tempfile
 from dataclasses import dataclass, field, make_dataclass
 from pathlib import Path
 from typing import Any
 
-from areal_core.allocation import SERVER_BACKENDS
 from areal_core.config.loading import load_with_notes, read_yaml
 from areal_core.config.names import sections_of
 from areal_core.errors import ConfigError
+from areal_debug.dry_run.plan import plan_run
 from areal_debug.train.script_options import method_of
 
 
@@ -27,7 +29,7 @@ class Outcome:
 
     file: str
     own: tuple[str, ...]
-    loads: bool
+    runs: bool
     sentences: tuple[str, ...]
 
 
@@ -39,20 +41,16 @@ def git(clone: Path, *arguments: str) -> str:
 
 
 def config_files(clone: Path, commit: str) -> dict[str, str]:
-    """Return path -> text of the YAML files that name FSDP, and SGLang or vLLM."""
+    """Return path -> text of the YAML files with the section of a trained model."""
     names = git(clone, "ls-tree", "-r", "--name-only", commit).splitlines()
     texts = {
         name: git(clone, "show", f"{commit}:{name}") for name in names if name.endswith((".yaml", ".yml"))
     }
-    return {
-        name: text
-        for name, text in texts.items()
-        if "fsdp" in text.lower() and any(engine in text.lower() for engine in SERVER_BACKENDS)
-    }
+    return {name: text for name, text in texts.items() if re.search("^(actor|model):", text, re.MULTILINE)}
 
 
 def load(name: str, text: str) -> Outcome:
-    """Load one file with a config class that declares the options of its script."""
+    """Plan the run of a file, with a config class that declares the options of its script."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, Path(name).name)
         file.write_text(text)
@@ -61,13 +59,12 @@ def load(name: str, text: str) -> Outcome:
         except ConfigError as error:
             return Outcome(name, (), False, (str(error).replace(str(file), name),))
         cls = method_of(tree)
-        if not {"actor", "model"} & set(tree):
-            return Outcome(name, (), False, ("it has no section of a model: it is a file of another tool",))
         own = tuple(sorted(set(tree) - set(sections_of(cls)) - {"model", "algorithm"}))
         if own:
             cls = make_dataclass(cls.__name__, [(o, Any, field(default=None)) for o in own], bases=(cls,))
         try:
-            notes = load_with_notes(["--config", str(file)], cls)[2]
+            config, _, notes = load_with_notes(["--config", str(file)], cls)
+            plan_run(Path("train.py"), str(file), config, notes)
         except ConfigError as error:
             lines = str(error).replace(f"{file}: ", "").splitlines()
             return Outcome(name, own, False, tuple(line.strip() for line in lines))
@@ -76,9 +73,9 @@ def load(name: str, text: str) -> Outcome:
 
 def row(outcome: Outcome) -> str:
     """Return the file's row of the table."""
-    cause = "" if outcome.loads else "; and ".join(outcome.sentences)
+    cause = "" if outcome.runs else "; and ".join(outcome.sentences)
     own = ", ".join(f"`{name}`" for name in outcome.own)
-    return f"| `{outcome.file}` | {'yes' if outcome.loads else 'no'} | {own} | {cause.replace('|', chr(92) + '|')} |"
+    return f"| `{outcome.file}` | {'yes' if outcome.runs else 'no'} | {own} | {cause.replace('|', chr(92) + '|')} |"
 
 
 def main() -> None:
@@ -91,15 +88,16 @@ def main() -> None:
     parser.add_argument("--markdown", action="store_true", help="print the table of docs/upstream_configs.md")
     options = parser.parse_args()
     logging.disable()
+    os.environ["HF_HUB_OFFLINE"] = "1"  # as a dry run, which downloads nothing
     outcomes = [load(name, text) for name, text in config_files(options.clone, options.commit).items()]
     if options.markdown:
-        print("| file | loads | options of its script | refused because |\n|---|---|---|---|")
+        print("| file | dry run | options of its script | refused because |\n|---|---|---|---|")
         print("\n".join(row(outcome) for outcome in outcomes))
     else:
         for outcome in outcomes:
-            print(f"{outcome.file}: {'loads' if outcome.loads else 'refused'}")
+            print(f"{outcome.file}: {'runs' if outcome.runs else 'refused'}")
             print("".join(f"    {sentence}\n" for sentence in outcome.sentences), end="")
-    print(f"\n{sum(outcome.loads for outcome in outcomes)} of {len(outcomes)} load.")
+    print(f"\n{sum(outcome.runs for outcome in outcomes)} of {len(outcomes)} would run.")
 
 
 if __name__ == "__main__":

@@ -34,7 +34,7 @@ FOLLOWS = {  # option: the one that it must equal
     "teacher.temperature": "actor.temperature",
 }
 OPTIONAL = ("actor.reward_norm", "actor.adv_norm", "ref", "teacher")  # sections that may be missing
-LENGTH_LIMITS = ("actor.mb_spec.max_tokens_per_mb", "gconfig.max_tokens")
+LENGTH_LIMITS = tuple(f"{model}.mb_spec.max_tokens_per_mb" for model in ("actor", "ref", "critic", "teacher"))
 LONGEST, MINIBATCHES = GenerationHyperparameters.max_new_tokens, PPOActorConfig.ppo_n_minibatches
 PLACES = ("allocation_mode", "rollout.backend", "actor.backend")
 RECOVERING = ("auto", "on", "fault")
@@ -134,19 +134,27 @@ def choices_of_ppo(tree: Tree) -> Iterator[tuple[str, Any]]:
     """Yield options of policy optimisation that are not given and the values that they get."""
     if value_of(tree, "ref") is None and not is_given(tree, "actor.kl_ctl"):
         yield "actor.kl_ctl", 0.0
-    of_servers = "vllm.max_model_len" if "vllm" in "".join(modes_of(tree)) else "sglang.context_length"
-    limits = [
-        limit for option in (*LENGTH_LIMITS, of_servers) if isinstance(limit := value_of(tree, option), int)
-    ]
-    prompt = number_of(tree, "train_dataset.max_length", 0)
-    if limits and 0 < min(limits) - prompt < LONGEST and not is_given(tree, "gconfig.max_new_tokens"):
-        yield "gconfig.max_new_tokens", min(limits) - prompt
+    yield from lengths_that_fit(tree)
     rows = rows_of_rank(tree)
     for model in ("actor", "critic"):
         option = f"{model}.ppo_n_minibatches"
         exists = model == "actor" or isinstance(value_of(tree, model), dict)
         if exists and 0 < rows < MINIBATCHES and not is_given(tree, option):
             yield option, rows
+
+
+def lengths_that_fit(tree: Tree) -> Iterator[tuple[str, int]]:
+    """Yield the maximum length of a completion, or with its prompt, that every limit holds."""
+    of_servers = "vllm.max_model_len" if "vllm" in "".join(modes_of(tree)) else "sglang.context_length"
+    options = (*LENGTH_LIMITS, "gconfig.max_tokens", of_servers)
+    shortest = min((limit for option in options if (limit := number_of(tree, option, 0))), default=0)
+    prompt = number_of(tree, "train_dataset.max_length", 0)
+    longest = prompt + number_of(tree, "gconfig.max_new_tokens", 0)
+    if not is_given(tree, "gconfig.max_new_tokens"):
+        if 0 < shortest - prompt < LONGEST:
+            yield "gconfig.max_new_tokens", shortest - prompt
+    elif 0 < prompt <= shortest < longest and not is_given(tree, "gconfig.max_tokens"):
+        yield "gconfig.max_tokens", shortest
 
 
 def rows_of_rank(tree: Tree) -> int:

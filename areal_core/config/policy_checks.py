@@ -121,7 +121,10 @@ def too_short(config: PPOConfig, limits: dict[str, int | None]) -> Iterator[str]
     )
     for name, limit in limits.items():
         if limit is not None and limit < longest:
-            yield f"{name} is {limit}; {lengths}: a sequence of {longest} tokens would not fit"
+            yield (
+                f"{name} is {limit}; {lengths}: a sequence of {longest} tokens would not fit: raise the first, "
+                "or lower one of the others or gconfig.max_tokens"
+            )
 
 
 def servers_report_what_is_trained(config: PPOConfig) -> Iterator[str]:

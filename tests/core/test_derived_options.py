@@ -68,6 +68,33 @@ def test_derived_options_follow_overrides_and_are_followed_by_interpolations(loa
     assert (config.actor.temperature, config.actor.reward_norm.group_size) == (0.5, 2)
 
 
+@pytest.mark.parametrize(
+    ("limits", "max_tokens"),
+    [
+        ("sglang.context_length=80 allocation_mode=sglang:d1+fsdp:d1", 80),
+        ("actor.mb_spec.max_tokens_per_mb=90", 90),
+        ("actor.mb_spec.max_tokens_per_mb=90 ref.path=m ref.mb_spec.max_tokens_per_mb=70", 70),
+        ("actor.mb_spec.max_tokens_per_mb=96", 32768),
+        ("actor.mb_spec.max_tokens_per_mb=90 gconfig.max_tokens=80", 80),
+    ],
+)
+def test_prompt_and_completion_together_fit_where_each_alone_does(load, limits, max_tokens):
+    config, notes = load(FIVE_LINES, "train_dataset.max_length=32", *limits.split())
+    assert config.gconfig.max_tokens == max_tokens
+    assert (f"gconfig.max_tokens={max_tokens}" in notes[-1]) == (
+        max_tokens in (90, 70) or "80 alloc" in limits
+    )
+
+
+@pytest.mark.parametrize(
+    "limit",
+    ["actor.mb_spec.max_tokens_per_mb=31", "gconfig.max_tokens=90 actor.mb_spec.max_tokens_per_mb=89"],
+)
+def test_prompts_that_do_not_fit_and_a_length_that_is_given_are_refused(load, limit):
+    with pytest.raises(ConfigError, match="would not fit: raise the first, or lower one of the others"):
+        load(FIVE_LINES, "train_dataset.max_length=32", *limit.split())
+
+
 def test_the_kl_penalty_is_on_with_a_reference_and_off_without(load):
     text = FIVE_LINES.replace("algorithm: grpo\n", "")
     without, notes = load(text)
