@@ -30,6 +30,9 @@ if TYPE_CHECKING:
     from areal_debug.doctor.hooks import Hooks
 
 OF_WATCH = tuple(HOOKS)
+NCCL_TIMEOUT_INSTEAD = (
+    "NCCL_TIMEOUT has no effect, neither NCCL nor torch reads it: set AREAL_COLLECTIVE_TIMEOUT_S=300"
+)
 
 
 @click.command(
@@ -113,6 +116,8 @@ def command(
     allocation = check_allocation(config)
     logs = run_folder(config, "logs")
     env = debug_environment(debug_env, logs)
+    if "NCCL_TIMEOUT" in os.environ and not is_quiet():
+        console().print(NCCL_TIMEOUT_INSTEAD)
     if watch:
         raise SystemExit(watch_run(logs, hooks))
     make_run_folders(config)
@@ -143,6 +148,7 @@ def print_presets() -> None:
             setting = f"{name}={value}"
             out.print(styled("  {}  [dim]{}[/dim]", f"{setting:<{width}}", preset.meaning[name]))
         out.print()
+    out.print(NCCL_TIMEOUT_INSTEAD)
     out.print("To use some of them: areal-debug train SCRIPT --debug-env nccl,hang")
 
 

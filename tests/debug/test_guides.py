@@ -2,17 +2,28 @@
 
 import os
 import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
+from areal_core.launch.debug_env import PRESETS
 from areal_core.launch.server_process import free_port
+from areal_debug.cli import main
 
 PAGE = (Path(__file__).parents[2] / "docs" / "guides.md").read_text()
-FILES = {"digits.py", "rows.csv", "rollout.yaml", "rollout.py", "train.py", "train.yaml"}
+FILES = {"digits.py", "my_agent.py", "rows.csv", "rollout.yaml", "rollout.py", "train.py", "train.yaml"}
+QUICK = [
+    "cleanup_deadlock",
+    "collective_mismatch",
+    "nccl_timeout",
+    "AREAL_COLLECTIVE_TIMEOUT_S",
+    "staleness none",
+]
 PRINTED = {  # what the last lines of a command contain, by its first words
     "areal-debug serve --model": "AREAL_LLM_SERVER_ADDRS=127.0.0.1:",
     "areal-debug agent run": "finished after 1 turns",
@@ -36,6 +47,17 @@ def blocks() -> Iterator[tuple[str, str, str]]:
         yield PAGE[: found.start()].rstrip().rpartition("\n\n")[2], found.group(1), found.group(2)
 
 
+def quick_commands() -> list[str]:
+    """The commands that need no server and no run, each with what it prints in a comment."""
+    return [line for _, kind, text in blocks() if kind == "sh" for line in text.splitlines()]
+
+
+def table(header: str) -> list[list[str]]:
+    """The cells of each row of the table that begins so."""
+    rows = PAGE.split(f"| {header} |")[1].split("\n\n")[0].splitlines()[2:]
+    return [[cell.strip().strip("`") for cell in row.strip("|").split(" | ")] for row in rows]
+
+
 def commands() -> list[str]:
     texts = [text for _, kind, text in blocks() if not kind and not text.startswith("prompt,")]
     return [line for text in texts for line in text.splitlines()]
@@ -48,10 +70,13 @@ def folder(tmp_path):
         if kind in ("python", "yaml"):
             name = re.findall(r"`(\w+\.(?:py|yaml))`", before)[-1]
             (tmp_path / name).write_text(text)
+        elif kind == "text":
+            (stacks,) = re.findall(r"`(\w\.txt)`", before)
+            (tmp_path / stacks).write_text(text)
         elif text.startswith("prompt,"):
             header, *lines = text.splitlines(keepends=True)
             (tmp_path / "rows.csv").write_text(header + "".join(lines) * 8)
-    assert {file.name for file in tmp_path.iterdir()} == FILES
+    assert {file.name for file in tmp_path.iterdir()} == FILES | {"a.txt", "b.txt", "c.txt"}
     return tmp_path
 
 
@@ -112,3 +137,22 @@ def test_the_script_without_the_variable_prints_the_command_line_of_the_page(fol
     )  # fmt: skip
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1].strip().startswith(command)
+
+
+@pytest.mark.parametrize(("command", "printed"), list(zip(quick_commands(), QUICK, strict=True)))
+def test_a_quick_recipe_prints_what_its_comment_says(folder, monkeypatch, command, printed):
+    command, _, comment = command.partition("    # ")
+    assert comment == printed
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("AREAL_LLM_SERVER_ADDRS", "127.0.0.1:30000")  # the page has exported it
+    done = CliRunner().invoke(main, shlex.split(command)[1:], catch_exceptions=False)
+    assert done.exit_code == (1 if "hang" in command.split() else 0), done.output
+    assert re.search(comment.replace(" ", r"\s+"), done.output), done.output
+
+
+def test_the_variables_of_the_table_are_those_of_the_presets():
+    variables = {name: preset.name for preset in PRESETS for name in preset.variables}
+    named = {row[0].partition("=")[0]: row[1] for row in table("variable")}
+    assert named.pop("NCCL_TIMEOUT") == "none"
+    assert named == {name: variables[name] for name in named}
+    assert len(named) == 4
