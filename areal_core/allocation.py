@@ -1,7 +1,8 @@
 """Allocations: the devices of rollout and training, 'sglang:d4t1+fsdp:d4', and their parser.
 
 allocation := servers "+" trainer | servers "+" ("eval" | "cpu") | colocated | servers | trainer
-colocated  := ("embedded" | servers) "|" trainer        (embedded: the engine lives in the trainer's processes)
+colocated  := ("embedded" | servers) "|" trainer | "embedded" "|" "eval"
+              (embedded: the engine lives in the trainer's processes; eval: evaluation only, by one process)
 servers    := ("sglang" | "vllm") name? (":" | ".") sizes
 trainer    := ("fsdp" name? (":" | "."))? sizes
 name       := "[" letters "]"                           (parsed and ignored)
@@ -68,6 +69,26 @@ class Allocation:
         return self.rollout_backend in SERVER_BACKENDS
 
     @property
+    def num_ranks(self) -> int:
+        """Processes that run the script; an evaluation has one, which trains nothing."""
+        if self.train is not None:
+            return self.train.world_size
+        return 1 if self.kind == "eval" else 0
+
+    def for_evaluation(self) -> "Allocation":
+        """Return the same rollout engine without a trainer.
+
+        Raises AllocationError if there is none.
+        """
+        if self.rollout is None:
+            raise AllocationError(
+                f"the allocation {self} has no rollout engine, so nothing can be sampled: give allocation_mode=sglang:d1+eval "
+                "or embedded|eval"
+            )
+        rollout = self.rollout if self.has_servers else Parallel()
+        return Allocation(rollout, None, self.rollout_backend, None, "eval")
+
+    @property
     def engine(self) -> str:
         """The rollout side alone: 'sglang:d4', 'embedded' or ''."""
         if self.has_servers:
@@ -85,7 +106,7 @@ class Allocation:
             "colocated": f"{self.engine}|{self.trainer}",
             "train_only": self.trainer,
             "servers_only": self.engine,
-            "eval": f"{self.engine}+eval",
+            "eval": f"{self.engine}+eval" if self.has_servers else f"{self.engine}|eval",
         }[self.kind]
 
 
@@ -131,6 +152,8 @@ def resolve_allocation(allocation_mode: str, rollout_backend: str, actor_backend
     # Next to allocation_mode, configs of 2025 name the bare kind of engine, which implies no sizes.
     engine = "" if rollout_backend in SERVER_BACKENDS else rollout_backend
     trainer = "" if actor_backend == "fsdp" else actor_backend
+    if not (engine or trainer):
+        return allocation
     other = allocation_from_backends(engine or allocation.engine, trainer or allocation.trainer)
     if (other.engine, other.trainer) != (allocation.engine, allocation.trainer):
         raise AllocationError(
@@ -151,6 +174,8 @@ class AllocationParser:
     def allocation(self) -> Allocation:
         if self.take("embedded"):
             self.expect("|")
+            if self.take("eval"):
+                return self.end(Allocation(Parallel(), None, "embedded", None, "eval"))
             train = self.trainer()
             # One rank of each data-parallel group samples its rows, with the complete model.
             return self.end(Allocation(Parallel(train.data), train, "embedded", "fsdp", "colocated"))

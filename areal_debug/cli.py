@@ -18,6 +18,7 @@ SECTIONS = {
     "Train and record": {
         "demo": "Train a tiny model by GRPO, record every step and replay the record bit for bit",
         "train": "Run a training script on all its ranks and servers; record or replay it",
+        "eval": "Evaluate models with a training script, unchanged: pass@k, intervals, comparison",
         "config": "List the options of a run: type, default, limits and help",
         "preflight": "Check that a run is deterministic before it starts",
         "parity": "Check that training computes a model's own log-probs, on its real ranks",

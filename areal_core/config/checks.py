@@ -69,7 +69,7 @@ def check_rollouts(config: BaseExperimentConfig, values: dict[str, Any]) -> list
         problems += [problem for coupling in ROLLOUT_COUPLINGS for problem in coupling(config)]
     if not config.actor.path:
         problems.append("actor.path is empty; give a model folder")
-    problems += evaluation_is_part_of_training(config)
+    problems += supervised_methods_have_no_engine(config)
     if problems:
         raise ConfigError("\n".join([*problems, f"({role})"]))
     return [role, *not_yet(read, refused=False)]
@@ -122,11 +122,11 @@ def model_can_be_trained(config: BaseExperimentConfig) -> Iterator[str]:
         yield "actor.optimizer is empty; give at least actor.optimizer.lr"
 
 
-def evaluation_is_part_of_training(config: BaseExperimentConfig) -> Iterator[str]:
-    if config.allocation.kind == "eval":
+def supervised_methods_have_no_engine(config: BaseExperimentConfig) -> Iterator[str]:
+    if config.allocation.kind == "eval" and not isinstance(config, PPOConfig):
         yield (
-            f"allocation_mode is {config.allocation_mode!r} and no run evaluates without training: use an allocation that trains, "
-            f"with evaluator.eval_before_train=true, or {config.allocation.engine!r} for servers alone"
+            f"the allocation {config.allocation} evaluates samples and {type(config).__name__} has none: use an allocation that "
+            "trains, with evaluator.eval_before_train=true, or evaluate the model by a script of policy optimisation"
         )
 
 
@@ -363,7 +363,6 @@ def dpo_compares_with_its_reference(config: DPOConfig) -> Iterator[str]:
 
 COUPLINGS = (
     model_can_be_trained,
-    evaluation_is_part_of_training,
     recovery_writes_checkpoints,
     debug_either_records_or_replays,
     recorded_steps_are_given_once,

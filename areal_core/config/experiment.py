@@ -84,9 +84,20 @@ class SaverConfig(TimerConfig):
 
 @dataclass
 class EvaluatorConfig(TimerConfig):
-    """Frequency of evaluation on the validation set."""
+    """Frequency of evaluation on the validation set, and what a run evaluates that does not train."""
 
     eval_before_train: bool = option(False, "Also before the first step.")
+    checkpoints: list[str] | None = option(
+        None, "Of a run that only evaluates: the folders of the models; empty: actor.path."
+    )
+    rows: str = option(
+        "valid", "Of a run that only evaluates: on the validation or the training rows.", ("valid", "train")
+    )
+    max_rows: int | None = option(
+        None,
+        "Of a run that only evaluates: on this many rows, the first ones; empty: all.",
+        limits=AT_LEAST_1,
+    )
 
 
 @dataclass

@@ -86,7 +86,7 @@ class Job:
     @property
     def uses_given_servers(self) -> bool:
         """True if the ranks sample from servers that run already."""
-        has_rollouts = isinstance(self.config, PPOConfig) and self.allocation.kind == "decoupled"
+        has_rollouts = isinstance(self.config, PPOConfig) and self.allocation.kind in ("decoupled", "eval")
         return has_rollouts and self.with_servers and bool(self.given_servers)
 
 
@@ -134,7 +134,7 @@ def run_job(job: Job, start_servers: StartServers, run_ranks: RunRanks) -> int:
             return 1
         print(f"inference servers: {', '.join(s.server.address for s in servers)}", flush=True)
         addresses = environment_of([s.server for s in servers])
-        if job.allocation.train is None:
+        if not job.allocation.num_ranks:
             print(
                 f"for other processes: AREAL_LLM_SERVER_ADDRS={addresses['AREAL_LLM_SERVER_ADDRS']}",
                 flush=True,

@@ -15,13 +15,12 @@ def launch(job: Job) -> int:
     """Run a job on this machine; return its exit code (see `run_job`)."""
 
     def run(env: Mapping[str, str], healthy: Callable[[], bool]) -> int:
-        rollout, train = job.allocation.rollout, job.allocation.train
-        assert train is not None  # `run_job` starts no ranks without one
+        rollout = job.allocation.rollout
         separate = job.num_servers and job.allocation.kind != "colocated"
         if separate and rollout is not None and device_of(job.config) == "cuda":
             num_taken = rollout.world_size
             env = {**env, "CUDA_VISIBLE_DEVICES": ",".join(visible_devices()[num_taken:])}
-        return run_ranks(job.script_argv, train.world_size, env, job.log_dir, healthy)
+        return run_ranks(job.script_argv, job.allocation.num_ranks, env, job.log_dir, healthy)
 
     return run_job(job, lambda stack: start_servers(job, stack), run)
 

@@ -22,13 +22,14 @@ class Placement:
     """Machines numbered from 0: those of the trainer first, then those that only serve.
 
     `server_nodes` is the machine of each server; servers share machines with ranks if devices are
-    left.
+    left. `devices_per_rank` is 0 for an evaluation on servers, whose process needs none.
     """
 
     num_trainer_nodes: int
     ranks_per_node: int
     server_nodes: tuple[int, ...]
     devices_per_server: int
+    devices_per_rank: int = 1
 
     @property
     def num_nodes(self) -> int:
@@ -44,7 +45,8 @@ def place(job: Job) -> Placement:
             fill them.
     """
     per_node, limit = job.config.cluster.n_gpus_per_node, job.config.cluster.n_nodes
-    world = job.allocation.train.world_size if job.allocation.train is not None else 0
+    world = job.allocation.num_ranks
+    devices_per_rank = 0 if job.allocation.kind == "eval" and job.allocation.has_servers else 1
     num_trainer_nodes = -(-world // per_node)
     if num_trainer_nodes > 1 and world % per_node:
         raise ConfigError(
@@ -60,7 +62,7 @@ def place(job: Job) -> Placement:
         )
     free = [per_node] * limit
     for node in range(min(num_trainer_nodes, limit)):
-        free[node] = max(per_node - world, 0)
+        free[node] = max(per_node - world * devices_per_rank, 0)
     slots = [node for node, devices in enumerate(free) for _ in range(devices // size)]
     if num_trainer_nodes > limit or len(slots) < job.num_servers:
         raise ConfigError(
@@ -68,7 +70,8 @@ def place(job: Job) -> Placement:
             f"cluster.n_gpus_per_node = {per_node} devices: raise them, or use fewer ranks or servers"
         )
     ranks_per_node = world // num_trainer_nodes if num_trainer_nodes else 0
-    return Placement(num_trainer_nodes, ranks_per_node, tuple(slots[: job.num_servers]), size)
+    servers = tuple(slots[: job.num_servers])
+    return Placement(num_trainer_nodes, ranks_per_node, servers, size, devices_per_rank)
 
 
 @dataclass(frozen=True)

@@ -142,19 +142,25 @@ def cluster_resources() -> dict[str, float]:
 
 def make_bundles(options: LauncherConfig, placement: Placement, device: str) -> list[dict[str, float]]:
     """Return the resources of each actor: the trainer's machines, then the servers."""
-    trainer = (placement.ranks_per_node, options.trainer_cpus_per_gpu, options.trainer_mem_per_gpu)
+    trainer = (
+        placement.devices_per_rank,
+        placement.ranks_per_node,
+        options.trainer_cpus_per_gpu,
+        options.trainer_mem_per_gpu,
+    )
     server = (
+        1,
         placement.devices_per_server,
         options.inference_server_cpus_per_gpu,
         options.inference_server_mem_per_gpu,
     )
     requested = [trainer] * placement.num_trainer_nodes + [server] * len(placement.server_nodes)
     bundles = []
-    for num_devices, cpus, memory_mib in requested:
+    for gpus, count, cpus, memory_mib in requested:
         needs = {
-            "CPU": float(cpus * num_devices),
-            "GPU": float(num_devices if device == "cuda" else 0),
-            "memory": float(memory_mib * num_devices * 2**20),
+            "CPU": float(cpus * count),
+            "GPU": float(gpus * count if device == "cuda" else 0),
+            "memory": float(memory_mib * count * 2**20),
         }
         needed = {name: amount for name, amount in needs.items() if amount}
         bundles.append(needed or {"CPU": 0.01})  # Ray refuses an empty bundle

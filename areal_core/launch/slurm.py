@@ -120,7 +120,7 @@ def machine_options(job: Job, placement: Placement) -> dict[str, str]:
     for node in range(placement.num_nodes):
         ranks = placement.ranks_per_node if node < placement.num_trainer_nodes else 0
         served = placement.server_nodes.count(node) * placement.devices_per_server
-        devices.append(ranks + served)
+        devices.append(ranks * placement.devices_per_rank + served)
         cpus.append(ranks * options.trainer_cpus_per_gpu + served * options.inference_server_cpus_per_gpu)
         memory_mib.append(ranks * options.trainer_mem_per_gpu + served * options.inference_server_mem_per_gpu)
     needed = {
@@ -196,7 +196,7 @@ def run_ranks(
         options.slurm,
         hosts,
         options.slurm.trainer_image,
-        num_gpus=0 if job.config.device == "cpu" else placement.ranks_per_node,
+        num_gpus=0 if job.config.device == "cpu" else placement.ranks_per_node * placement.devices_per_rank,
         num_cpus=placement.ranks_per_node * options.trainer_cpus_per_gpu,
         memory_mib=placement.ranks_per_node * options.trainer_mem_per_gpu,
     )

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from areal_core.batch import Batch
 from areal_core.config import PPOConfig
 from areal_core.dataset import get_dataset
 from areal_core.dataset.read import full_batches
@@ -61,18 +62,22 @@ class Evaluation:
         assert self.executor is not None
         assert self.workflow is not None
         batch = self.executor.rollout_batch(self.rows, self.workflow, n_samples=self.n_samples)
-        every = torch.ones_like(batch["rewards"], dtype=torch.bool)
-        control = self.executor.control
-        with self.stats.scope("eval-rollout"):
-            self.stats.denominator(n_seqs=every)
-            self.stats.stat(
-                "n_seqs",
-                Reduce.AVG,
-                reward=batch["rewards"],
-                seq_len=batch["attention_mask"].sum(1).float(),
-                no_eos_ratios=(batch["finish_reason"] == 1).float(),
-            )
-            self.stats.scalar(accepted=control.accepted, rejected=control.rejected, failed=control.failed)
+        log_samples(self.stats, batch, self.executor)
+
+
+def log_samples(stats: Stats, batch: Batch, executor: Executor) -> None:
+    """Record the rewards and lengths of validation samples, and the counts of their prompts."""
+    control = executor.control
+    with stats.scope("eval-rollout"):
+        stats.denominator(n_seqs=torch.ones_like(batch["rewards"], dtype=torch.bool))
+        stats.stat(
+            "n_seqs",
+            Reduce.AVG,
+            reward=batch["rewards"],
+            seq_len=batch["attention_mask"].sum(1).float(),
+            no_eos_ratios=(batch["finish_reason"] == 1).float(),
+        )
+        stats.scalar(accepted=control.accepted, rejected=control.rejected, failed=control.failed)
 
 
 def validation_rows(

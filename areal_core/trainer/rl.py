@@ -6,6 +6,7 @@ it: set-up, recovery, logging, error handling and clean-up.
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -23,10 +24,18 @@ from areal_core.rollout.source import RolloutSource
 from areal_core.rollout.workflow import RLVRWorkflow, RolloutWorkflow
 from areal_core.safety.secrets import masker
 from areal_core.telemetry import Stats, StatsLogger
+from areal_core.telemetry.trace_hooks import NO_TRACING
 from areal_core.trainer import build, build_models, build_rollouts
 from areal_core.trainer.checkpointing import Recovery, Saver, step_of
 from areal_core.trainer.critic import critic_values, update_critic
 from areal_core.trainer.evaluation import Evaluation, validation_rows
+from areal_core.trainer.evaluation_run import (
+    EvaluationRun,
+    evaluated_models,
+    evaluated_rows,
+    evaluates_only,
+    load_models,
+)
 from areal_core.trainer.nonfinite import NonFiniteGuard
 from areal_core.trainer.objective import PolicyObjective
 from areal_core.trainer.step_stats import log_batch, log_settings, log_versions
@@ -170,10 +179,14 @@ class PPOTrainer:
         self.train_dataset = train_dataset
         self.valid_dataset = valid_dataset
         self.print_steps = print_steps
+        self._cleanup = contextlib.ExitStack()
+        self.only_evaluates = evaluates_only(config)
+        if self.only_evaluates:
+            self._prepare_evaluation(observers)
+            return
         if total_steps is None:
             total_steps = build.count_steps(config, len(train_dataset or ()))
         self.total_steps = total_steps
-        self._cleanup = contextlib.ExitStack()
         self.ranks = build.start_process(config)
         self._cleanup.callback(leave_ranks)
         self.tokenizer = build.load_tokenizer(config)
@@ -210,6 +223,22 @@ class PPOTrainer:
         self.tracing = build.build_tracing(config, self.ranks, self.stats, continued=self.first_step > 0)
         self._cleanup.callback(self.tracing.close)
 
+    def _prepare_evaluation(self, observers: Sequence[Callable[["PPOTrainer"], Observer]]) -> None:
+        """Build what a run needs that only evaluates: no model of the trainer, no optimizer."""
+        config = self.config
+        # servers have the devices
+        self.ranks = build.start_process(
+            replace(config, device="cpu") if config.allocation.has_servers else config
+        )
+        self._cleanup.callback(leave_ranks)
+        self.tokenizer = build.load_tokenizer(config)
+        self.engines = {}
+        self.live_stats = Stats()
+        self.first_step = self.version = 0
+        self.total_steps = self.end_step = len(evaluated_models(config))
+        self.tracing = NO_TRACING
+        self.observers = [make(self) for make in observers]
+
     def train(
         self,
         workflow: Any = None,
@@ -219,6 +248,9 @@ class PPOTrainer:
         dynamic_filter_fn: AcceptFn | str | None = None,
     ) -> None:
         """Train to the last step. If the constructor got a `source`, no argument is used.
+
+        With an allocation of evaluation ('sglang:d1+eval') nothing is trained: the validation rows
+        are sampled with each model of `evaluator.checkpoints` (`evaluation_run.py`).
 
         Args:
             workflow: a `RolloutWorkflow` or an agent: an instance, a class, or its import path; by
@@ -234,17 +266,20 @@ class PPOTrainer:
                 although `evaluator` requests them, or a path that cannot be imported.
             NonFiniteError: a weight, or a number of an update, is not finite (`actor.nonfinite`).
         """
+        workflow = workflow or self.config.rollout.agent.agent_cls_path or RLVRWorkflow
+        if eval_workflow_kwargs is None:
+            gconfig = build_rollouts.eval_gconfig(self.config)
+            eval_workflow_kwargs = (workflow_kwargs or {}) | {"gconfig": gconfig}
+        if self.only_evaluates:
+            self._evaluate_models(eval_workflow or workflow, eval_workflow_kwargs)
+            return
         self.guard.check_weights(self.engines, "before the first step")
         source, evaluation = self.source, None
         if source is None:
-            workflow = workflow or self.config.rollout.agent.agent_cls_path or RLVRWorkflow
             live = self._live_rollouts(workflow, workflow_kwargs or {}, dynamic_filter_fn)
             source = build_rollouts.share_rollouts(self.config, self.ranks, live)
             if self.version > 0:  # the engine has the weights that the run started with
                 source.update_weights(self.actor, self.version)
-            if eval_workflow_kwargs is None:
-                gconfig = build_rollouts.eval_gconfig(self.config)
-                eval_workflow_kwargs = (workflow_kwargs or {}) | {"gconfig": gconfig}
             evaluation = self._evaluation(live, eval_workflow or workflow, eval_workflow_kwargs)
         self._cleanup.callback(source.close)
         if self.recovery.restore(source):
@@ -262,6 +297,27 @@ class PPOTrainer:
                 self.saver.save_last(self.end_step - 1)
             self.saver.finish()
             self._observe_checkpoint(self.recovery.finish())
+
+    def _evaluate_models(self, workflow: Any, arguments: dict[str, Any]) -> None:
+        """Sample the validation rows with each model; observers and loggers get a step of each."""
+        config, stats = self.config, self.live_stats
+        rows = evaluated_rows(config, self.train_dataset, self.valid_dataset, self.tokenizer)
+        built = self._workflow(workflow, arguments, build_rollouts.eval_gconfig(config))
+        with (
+            EvaluationRun(config, self.ranks, rows, built, self.tokenizer, self.print_steps) as evaluation,
+            self._start_and_end_observed(),
+            build.build_loggers(config, self.ranks, (0, self.total_steps), print_steps=False) as logger,
+            contextlib.closing(load_models(config, self.ranks, self.tokenizer)) as models,
+        ):
+            for step, model in enumerate(models):
+                states = rng_state()
+                batch = evaluation.sample(model, stats)
+                self.version, self.last_stats = model.version, stats.export()
+                self._observe("batch", step=step, version=model.version, batch=batch, rng=states)
+                facts = {"plan": {}, "stats": self.last_stats, "checksums": {}}
+                self._observe("step", step=step, version=model.version, **facts)
+                logger.commit(step, self.last_stats)
+            evaluation.finish()
 
     def _after_step(self, source: RolloutSource, logger: StatsLogger, step: int) -> None:
         """Log the statistics of a completed step and save a recovery checkpoint; a collective."""

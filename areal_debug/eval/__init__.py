@@ -1,0 +1,1 @@
+"""`areal-debug eval`: evaluate models on the validation rows of a training script."""

@@ -1,0 +1,213 @@
+"""`areal-debug eval`: evaluate models on the validation rows of a training script."""
+
+import json
+import re
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from areal_debug.cli import Verb, json_option, overrides_argument
+from areal_debug.render import (
+    errors_as_sentences,
+    fail,
+    hidden_output,
+    is_quiet,
+    print_json,
+    print_log_end,
+)
+
+if TYPE_CHECKING:
+    from areal_core.config import PPOConfig
+
+# The options of training, recording and logging that an evaluation sets itself: a step of a record
+# per model, in a trial of its own, whose files are not those of the training run.
+OWN_OPTIONS = (
+    "~rollout.backend",
+    "~actor.backend",
+    "~stats_logger",
+    "~recover",
+    "~debug",
+    "actor.use_lora=false",
+    "consistency.every_k_steps=0",
+    "debug.dump_rollout_data=true",
+    "debug.dump_scope=rollout",
+    "debug.overwrite=true",
+)
+
+
+@click.command(
+    cls=Verb,
+    context_settings={"ignore_unknown_options": True},
+    example="areal-debug eval examples/gsm8k_grpo.py --config my.yaml\n"
+    "areal-debug eval gsm8k_grpo --config my.yaml --baseline --ckpt CHECKPOINT --samples 8",
+)
+@click.argument("script")
+@click.option(
+    "--config", "config_file", type=click.Path(), help="YAML file; by default SCRIPT's name with .yaml."
+)
+@click.option(
+    "--ckpt", "checkpoints", multiple=True, type=click.Path(path_type=Path), metavar="FOLDER",
+    help="Model to evaluate, or a folder of several; by default actor.path.",
+)  # fmt: skip
+@click.option("--baseline", is_flag=True, help="Evaluate actor.path too, first.")
+@click.option(
+    "--on", "rows", type=click.Choice(["valid", "train"]), default="valid", show_default=True,
+    help="Rows to evaluate on.",
+)  # fmt: skip
+@click.option(
+    "--rows", "max_rows", type=click.IntRange(1), help="Number of rows, the first ones; by default all."
+)
+@click.option(
+    "--samples",
+    "n_samples",
+    type=click.IntRange(1),
+    help="Samples of each row; by default n_samples of eval_gconfig.",
+)
+@click.option("--k", "ks", metavar="K,K", help="The k of pass@k; by default 1 and the number of samples.")
+@click.option(
+    "--solved-above", type=float, default=0.0, show_default=True, metavar="REWARD",
+    help="A sample solves its row if its reward is above this.",
+)  # fmt: skip
+@json_option
+@overrides_argument
+@errors_as_sentences
+def command(
+    script: str,
+    config_file: str | None,
+    checkpoints: tuple[Path, ...],
+    baseline: bool,
+    rows: str,
+    max_rows: int | None,
+    n_samples: int | None,
+    ks: str | None,
+    solved_above: float,
+    as_json: bool,
+    overrides: tuple[str, ...],
+) -> None:
+    """Evaluate models with the training script SCRIPT and its config, unchanged: no optimizer, no
+    training step. Every model answers the same rows, by the workflow that SCRIPT trains with.
+
+    OPTION=VALUE changes an option of the config: eval_gconfig.temperature=0.6.
+
+    Exit code 0: all models were evaluated. 1: a model or a server failed. 2: misuse.
+    """
+    from areal_core.paths import make_run_folders, run_folder
+    from areal_debug.eval.results import make_report, read_results
+    from areal_debug.train.script_options import check_reward_functions, find_script
+
+    path = find_script(script)
+    check_reward_functions(path)
+    arguments = ["--config", config_file or str(path.with_suffix(".yaml")), *overrides]
+    config = read_training_config(arguments, path)
+    models = [str(folder) for given in checkpoints for folder in models_in(given)]
+    arguments += [*overrides_of_evaluation(config, n_samples), f"evaluator.rows={rows}"]
+    if max_rows is not None:
+        arguments.append(f"evaluator.max_rows={max_rows}")
+    if models:
+        listed = [config.actor.path, *models] if baseline else models
+        arguments.append(f"evaluator.checkpoints={json.dumps(listed)}")
+    config = read_training_config(arguments, path)
+    chosen = parse_ks(ks, (config.eval_gconfig or config.gconfig).n_samples)
+    logs = run_folder(config, "logs")
+    make_run_folders(config)
+    hides = as_json or is_quiet()
+    with hidden_output() if hides else nullcontext():
+        code = run_evaluation(path, arguments, config, logs)
+    if code:
+        if hides:
+            print_log_end(logs / "trainer.log")
+        raise SystemExit(code)
+    settings, samples = read_results(logs / "evaluation")
+    record = logs / "record"
+    shown = str(record) if (record / "record.json").exists() else None
+    run = f"{config.experiment_name}/{config.trial_name}"
+    report = make_report(run, settings, samples, chosen, solved_above, shown)
+    if as_json:
+        print_json(asdict(report))
+    else:
+        from areal_debug.eval.render import print_report
+
+        print_report(report)
+
+
+def read_training_config(arguments: list[str], script: Path) -> "PPOConfig":
+    """Return the config as the script will read it. Raises ConfigError."""
+    from areal_core.config import PPOConfig
+    from areal_core.config.loading import load_with_notes
+    from areal_debug.train.script_options import config_class
+
+    config = load_with_notes(arguments, config_class(arguments, script))[0]
+    if not isinstance(config, PPOConfig):
+        fail(
+            f"{script} trains with {type(config).__name__}, which samples nothing: give its checkpoints to --ckpt of a script "
+            "of policy optimisation; its validation loss is that of evaluator.eval_before_train=true"
+        )
+    return config
+
+
+def overrides_of_evaluation(config: "PPOConfig", n_samples: int | None) -> list[str]:
+    """Return the overrides that make a training run an evaluation. Raises AllocationError."""
+    overrides = [
+        *OWN_OPTIONS,
+        f"debug.group_readable={str(config.debug.group_readable).lower()}",
+        f"allocation_mode={config.allocation.for_evaluation()}",
+        f"trial_name={config.trial_name}-eval",
+    ]
+    if n_samples is not None:
+        section = "gconfig" if config.eval_gconfig is None else "eval_gconfig"
+        overrides.append(f"{section}.n_samples={n_samples}")
+    return overrides
+
+
+def models_in(folder: Path) -> list[Path]:
+    """Return the folder of a model, or those of the models in it, by their numbers.
+
+    Raises:
+        ValueError: it is missing, or holds no model.
+    """
+    if not folder.is_dir():
+        raise ValueError(
+            f"--ckpt {folder} is not a folder: give a model that a run has saved, as checkpoints/.../default/globalstep9; "
+            "a model of the hub is given by actor.path=NAME"
+        )
+    if (folder / "config.json").is_file():
+        return [folder]
+    if (folder / "checkpoint.json").is_file():
+        raise ValueError(
+            f"--ckpt {folder} is a recovery checkpoint, of shards: give a model of saver, in checkpoints/.../default"
+        )
+    if (folder / "adapter_config.json").is_file():
+        raise ValueError(
+            f"--ckpt {folder} is a LoRA adapter without its model: merge it (peft's merge_and_unload) and give that folder"
+        )
+    found = [below.parent for below in folder.glob("*/config.json")]
+    if not found:
+        raise ValueError(f"--ckpt {folder} holds no config.json, so no model: give a folder that saver wrote")
+    return sorted(found, key=lambda model: (int(re.findall(r"\d+|$", model.name)[-1] or 0), model.name))
+
+
+def parse_ks(text: str | None, n_samples: int) -> list[int]:
+    """Return the k of pass@k, ascending; by default 1 and `n_samples`.
+
+    Raises:
+        ValueError: one is not a number from 1 to `n_samples`.
+    """
+    words = [str(k) for k in (1, n_samples)] if text is None else text.split(",")
+    if not all(word.strip().isdecimal() and 1 <= int(word) <= n_samples for word in words):
+        raise ValueError(
+            f"--k is {text!r} and each row has {n_samples} samples: give numbers from 1 to {n_samples}, or more with --samples"
+        )
+    return sorted({int(word) for word in words})
+
+
+def run_evaluation(script: Path, arguments: Sequence[str], config: "PPOConfig", logs: Path) -> int:
+    """Run the script with its servers, as `train` does; return the exit code."""
+    from areal_core.launch.job import Job
+    from areal_core.launch.run import run
+
+    argv = ("-m", "areal_debug.train.script", str(script), *arguments)
+    return run(lambda attempt: Job(argv, config, config.allocation, {}, logs))

@@ -1,0 +1,99 @@
+"""pass@k, means with intervals, and paired differences, from numbers per prompt.
+
+Prompts are the independent observations; the samples of a prompt are not. So intervals resample
+prompts, and two models are compared prompt by prompt: prompts that are hard for both cancel out,
+which makes the interval of a difference narrower than those of the two means.
+"""
+
+import math
+from dataclasses import dataclass
+from statistics import NormalDist
+
+import numpy as np
+from numpy.typing import NDArray
+
+Values = NDArray[np.float64]
+CONFIDENCE = 0.95
+RESAMPLES = 10_000
+PER_BLOCK = 500  # resamples at a time, which bounds memory: 500 x prompts numbers
+SEED = 0  # the same samples have the same interval
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A mean over prompts and its interval; the limits are None where nothing bounds it."""
+
+    value: float
+    low: float | None
+    high: float | None
+
+
+def pass_at_k(num_samples: int, num_solved: int, k: int) -> float:
+    """Return the unbiased estimate of the chance that one of k samples solves a prompt.
+
+    1 - C(n - c, k) / C(n, k) for c of n solved: Chen et al. 2021, arXiv 2107.03374, equation 1.
+    """
+    return 1.0 - math.comb(num_samples - num_solved, k) / math.comb(num_samples, k)
+
+
+def estimate_mean(values: Values, is_share: bool = False) -> Estimate:
+    """Estimate the mean of one number per prompt, with a percentile bootstrap over prompts.
+
+    Where all prompts have the same value a bootstrap has no width. If that is 0 or 1 of a share,
+    the interval is Wilson's for as many successes or failures; else there is none.
+
+    Args:
+        values: [prompts]; at least one.
+        is_share: values are estimates of a probability.
+    """
+    mean = float(values.mean())
+    if np.ptp(values) > 0:
+        low, high = np.quantile(resampled_means(values), [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
+        return Estimate(mean, float(low), float(high))
+    if is_share and mean in (0.0, 1.0):
+        return Estimate(mean, *wilson(mean, len(values)))
+    return Estimate(mean, None, None)
+
+
+def resampled_means(values: Values) -> Values:
+    """Return the means of `RESAMPLES` samples of the prompts with replacement."""
+    random = np.random.default_rng(SEED)
+    num = len(values)
+    chances = np.full(num, 1 / num)
+    blocks = [
+        random.multinomial(num, chances, size=PER_BLOCK) @ values / num for _ in range(RESAMPLES // PER_BLOCK)
+    ]
+    return np.concatenate(blocks)
+
+
+def wilson(share: float, num: int) -> tuple[float, float]:
+    """Return Wilson's score interval of a share of `num` independent trials.
+
+    Source: Wilson 1927, "Probable inference, the law of succession, and statistical inference".
+    """
+    z = NormalDist().inv_cdf((1 + CONFIDENCE) / 2)
+    centre = share + z * z / (2 * num)
+    half = z * math.sqrt(share * (1 - share) / num + z * z / (4 * num * num))
+    scale = 1 + z * z / num
+    return max((centre - half) / scale, 0.0), min((centre + half) / scale, 1.0)
+
+
+def chance_of_difference(differences: Values) -> float:
+    """Return the two-sided p-value of a mean difference of 0, by flipping signs of prompts.
+
+    If a prompt's two models are exchangeable, either sign of its difference is equally likely. Up
+    to 2^12 sign patterns are all counted, more are drawn.
+    """
+    changed = differences[differences != 0]
+    if not len(changed):
+        return 1.0
+    observed = abs(changed.sum()) * (1 - 1e-12)  # rounding: a pattern equal to the observed one counts
+    if len(changed) <= 12:
+        patterns = (np.arange(2 ** len(changed))[:, None] >> np.arange(len(changed))) & 1
+        return float((np.abs((2 * patterns - 1) @ changed) >= observed).mean())
+    random = np.random.default_rng(SEED)
+    reached = 0
+    for _ in range(RESAMPLES // PER_BLOCK):
+        signs = 2 * random.integers(0, 2, size=(PER_BLOCK, len(changed))) - 1
+        reached += int((np.abs(signs @ changed) >= observed).sum())
+    return (reached + 1) / (RESAMPLES + 1)

@@ -1,0 +1,163 @@
+"""Print an evaluation: a table of the models, the comparison with the first one, where samples are."""
+
+from rich.table import Table
+from rich.text import Text
+
+from areal_core.rollout.types import TOP_K_OFF
+from areal_debug.eval.estimates import CONFIDENCE, RESAMPLES, Estimate
+from areal_debug.eval.results import Comparison, Report, Settings
+from areal_debug.pages.links import view_command
+from areal_debug.render import console, format_number, styled
+
+STYLES = {"better": "green", "worse": "red", "no difference found": "dim"}
+BINARY = 2  # distinct rewards of a reward that is solved or not
+
+
+def print_report(report: Report) -> None:
+    """Print a verdict in one line, then both tables and notes."""
+    out = console()
+    settings = report.settings
+    out.print(styled("[bold]{}[/bold]", headline(report)))
+    out.print(styled("[dim]{}: {}[/dim]", report.run, describe(settings)))
+    out.print()
+    out.print(table_of_models(report))
+    if report.comparisons:
+        out.print()
+        out.print(styled("against {}, prompt by prompt:", report.comparisons[0].baseline))
+        out.print(table_of_comparisons(report))
+    out.print()
+    for text in notes_on(report):
+        out.print(text)
+    for model in report.models:
+        out.print(styled("samples of {}: {}", model.name, model.file))
+    if report.record is not None:
+        out.print(styled("tokens and log-probs, a step per model: {}", view_command(report.record, 0)))
+
+
+def headline(report: Report) -> str:
+    """Return the result in one line."""
+    first = report.models[0]
+    if not report.comparisons:
+        reward = f"mean reward {number(first.mean_reward)}"
+        return f"{first.name}: {reward}, " + ", ".join(
+            f"pass@{k} {percent(estimate)}" for k, estimate in first.pass_at.items()
+        )
+    best = max(report.models, key=lambda model: model.mean_reward.value)
+    verdicts = "; ".join(f"{item.name}: {item.verdict}" for item in report.comparisons)
+    return f"highest mean reward: {best.name}, {number(best.mean_reward)}. Against {first.name}: {verdicts}"
+
+
+def describe(settings: Settings) -> str:
+    """Return the rows and the sampling options in one line."""
+    kind = {"valid": "validation", "train": "training"}[settings.rows]
+    sampling = settings.sampling
+    how = "greedy" if sampling["greedy"] else f"temperature {sampling['temperature']:g}"
+    limits = [f"top_p {sampling['top_p']:g}"] if sampling["top_p"] < 1 else []
+    limits += [f"top_k {sampling['top_k']}"] if sampling["top_k"] < TOP_K_OFF else []
+    how = ", ".join([how, *limits, f"at most {sampling['max_new_tokens']:,} new tokens"])
+    samples = f"{settings.n_samples} sample{'s' * (settings.n_samples != 1)} of each"
+    return f"{settings.num_rows:,} {kind} prompts, {samples}, {how}"
+
+
+def table_of_models(report: Report) -> Table:
+    """Make a table with a row per model."""
+    table = plain_table(
+        "model",
+        "mean reward",
+        *(f"pass@{k}" for k in report.models[0].pass_at),
+        "truncated",
+        "tokens",
+        "time",
+    )
+    for model in report.models:
+        table.add_row(
+            styled("{}", model.name),
+            number(model.mean_reward),
+            *(percent(estimate) for estimate in model.pass_at.values()),
+            f"{100 * model.truncated:.0f} %",
+            f"{model.mean_tokens:,.0f}",
+            f"{model.seconds:.0f} s",
+        )
+    return table
+
+
+def table_of_comparisons(report: Report) -> Table:
+    """Make a table with a row per model but the first."""
+    ks = report.comparisons[0].pass_at
+    table = plain_table(
+        "model", "mean reward", *(f"pass@{k}" for k in ks), "better on", "worse on", "equal", "p"
+    )
+    table.add_column("verdict")
+    for item in report.comparisons:
+        table.add_row(
+            styled("{}", item.name),
+            number(item.mean_reward, sign="+"),
+            *(percent(estimate, sign="+") for estimate in item.pass_at.values()),
+            *(f"{count:,}" for count in (item.better, item.worse, item.equal)),
+            chance(item),
+            Text(item.verdict, STYLES[item.verdict]),
+        )
+    return table
+
+
+def plain_table(first: str, *others: str) -> Table:
+    """Make a table without lines: the first column left, the others right."""
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    table.add_column(first)
+    for heading in others:
+        table.add_column(heading, justify="right", no_wrap=True)
+    return table
+
+
+def number(estimate: Estimate, sign: str = "") -> str:
+    """Return `0.412 [0.361, 0.463]`."""
+    shown = f"{estimate.value:{sign}.3f}"
+    if estimate.low is None or estimate.high is None:
+        return shown
+    return f"{shown} [{estimate.low:{sign}.3f}, {estimate.high:{sign}.3f}]"
+
+
+def percent(estimate: Estimate, sign: str = "") -> str:
+    """Return `41.2 % [36.1, 46.3]`; of a difference, in percentage points."""
+    shown = f"{100 * estimate.value:{sign}.1f} %"
+    if estimate.low is None or estimate.high is None:
+        return shown
+    return f"{shown} [{100 * estimate.low:{sign}.1f}, {100 * estimate.high:{sign}.1f}]"
+
+
+def chance(item: Comparison) -> str:
+    """Return the p-value; at least 1 / resamples can be told apart from 0."""
+    return "< 0.001" if item.p_value < 0.001 else f"{item.p_value:.3f}"
+
+
+def notes_on(report: Report) -> list[Text]:
+    """Explain the numbers, and warn where they may mislead."""
+    notes = [
+        styled(
+            "[dim]{:.0%} intervals: bootstrap over prompts, {:,} resamples (Wilson's where every prompt has 0 % or "
+            "100 %). A sample solves its prompt if its reward is above {}.[/dim]",
+            CONFIDENCE,
+            RESAMPLES,
+            format_number(report.solved_above),
+        )
+    ]
+    if len(report.distinct_rewards) > BINARY:
+        notes.append(
+            styled(
+                "[yellow]note[/yellow]: rewards have {:,} distinct values from {} to {}: --solved-above decides which of "
+                "them pass@k counts as solved",
+                len(report.distinct_rewards),
+                format_number(report.distinct_rewards[0]),
+                format_number(report.distinct_rewards[-1]),
+            )
+        )
+    for model in report.models:
+        if model.missing:
+            notes.append(
+                styled(
+                    "[yellow]note[/yellow]: {:,} samples of {} are missing: the workflow left them out, or they failed",
+                    model.missing,
+                    model.name,
+                )
+            )
+    return notes
