@@ -13,8 +13,9 @@ prompt by prompt.
 import json
 import shutil
 import time
-from collections.abc import Generator, Sequence
-from contextlib import closing
+import warnings
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,8 @@ from transformers import PreTrainedTokenizerBase
 
 from areal_core.batch import Batch
 from areal_core.config import EvaluatorConfig, GenerationHyperparameters, PPOConfig
+from areal_core.engine.errors import ModelError
+from areal_core.engine.model import load_model
 from areal_core.engine.ranks import Ranks
 from areal_core.errors import ConfigError
 from areal_core.launch.job import served_model
@@ -106,8 +109,9 @@ def load_models(config: PPOConfig, ranks: Ranks, tokenizer: PreTrainedTokenizerB
         yield from load_on_servers(config)
         return
     for number, path in enumerate(evaluated_models(config)):
-        of_model = replace(config, actor=replace(config.actor, path=path))
-        engine, _ = build_rollouts.build_embedded(of_model, ranks, tokenizer)
+        with complete_model(path, config.actor.path, merged_folder(config)) as complete:
+            of_model = replace(config, actor=replace(config.actor, path=complete))
+            engine, _ = build_rollouts.build_embedded(of_model, ranks, tokenizer)
         engine.set_version(number)
         with closing(engine):
             yield Model(path, number, engine)
@@ -132,12 +136,49 @@ def load_on_servers(config: PPOConfig) -> Generator[Model]:
                 version = 0
                 pool.load_first_weights(version)
             else:
-                # a server may have another working directory
-                folder = Path(path).resolve() if Path(path).is_dir() else path
-                for load in pool.wire.load_folder(folder, version, flush_cache=True):
-                    pool.post(load)
+                with complete_model(path, config.actor.path, merged_folder(config)) as complete:
+                    # a server may have another working directory
+                    folder = Path(complete).resolve() if Path(complete).is_dir() else complete
+                    for load in pool.wire.load_folder(folder, version, flush_cache=True):
+                        pool.post(load)
             client.set_version(version)
             yield Model(path, version, client)
+
+
+def merged_folder(config: PPOConfig) -> Path:
+    """Return the folder of a merged adapter, which servers can read, too."""
+    return run_folder(config, "checkpoints") / "merged"
+
+
+@contextmanager
+def complete_model(path: str, base: str, folder: Path) -> Iterator[str]:
+    """Provide the path of a complete model: a LoRA adapter is merged into `base` inside the block.
+
+    Args:
+        folder: of the merged model; removed at the end.
+
+    Raises:
+        ModelError: peft is not installed, or the adapter is not of this model.
+    """
+    if not (Path(path) / "adapter_config.json").is_file():
+        yield path
+        return
+    try:
+        from peft import PeftModel
+    except ImportError as error:
+        raise ModelError(
+            f"{path} is a LoRA adapter and needs the package peft ({error}): pip install 'areal-debug[lora]'"
+        ) from error
+    try:
+        with warnings.catch_warnings(action="error", category=UserWarning):  # of names that do not fit
+            adapted = PeftModel.from_pretrained(load_model(base, dtype="auto"), path, torch_device="cpu")
+            adapted.merge_and_unload().save_pretrained(folder)
+    except (RuntimeError, ValueError, UserWarning) as error:
+        raise ModelError(f"the adapter {path} cannot be merged into {base}: {error}") from error
+    try:
+        yield str(folder)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 class SampledWorkflow:

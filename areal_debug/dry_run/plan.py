@@ -201,6 +201,9 @@ def place_processes(config: AnyConfig, allocation: Allocation) -> list[Processes
         )
         kind = "FSDP rank with the embedded engine" if allocation.engine == "embedded" else "FSDP rank"
         found.append(Processes(kind, world, 1, where + describe_groups(allocation.train)))
+    elif allocation.kind == "eval":
+        where = "without a GPU" if allocation.has_servers else on_this_machine(config, 0, 1)
+        found.append(Processes("process that evaluates and does not train", 1, 1, where))
     return found
 
 

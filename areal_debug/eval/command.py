@@ -96,7 +96,6 @@ def command(
     Exit code 0: all models were evaluated. 1: a model or a server failed. 2: misuse.
     """
     from areal_core.paths import make_run_folders, run_folder
-    from areal_debug.eval.results import make_report, read_results
     from areal_debug.train.script_options import check_reward_functions, find_script
 
     path = find_script(script)
@@ -121,17 +120,7 @@ def command(
         if hides:
             print_log_end(logs / "trainer.log")
         raise SystemExit(code)
-    settings, samples = read_results(logs / "evaluation")
-    record = logs / "record"
-    shown = str(record) if (record / "record.json").exists() else None
-    run = f"{config.experiment_name}/{config.trial_name}"
-    report = make_report(run, settings, samples, chosen, solved_above, shown)
-    if as_json:
-        print_json(asdict(report))
-    else:
-        from areal_debug.eval.render import print_report
-
-        print_report(report)
+    print_results(config, chosen, solved_above, as_json)
 
 
 def read_training_config(arguments: list[str], script: Path) -> "PPOConfig":
@@ -174,29 +163,33 @@ def models_in(folder: Path) -> list[Path]:
             f"--ckpt {folder} is not a folder: give a model that a run has saved, as checkpoints/.../default/globalstep9; "
             "a model of the hub is given by actor.path=NAME"
         )
-    if (folder / "config.json").is_file():
+    if is_model(folder):
         return [folder]
     if (folder / "checkpoint.json").is_file():
         raise ValueError(
             f"--ckpt {folder} is a recovery checkpoint, of shards: give a model of saver, in checkpoints/.../default"
         )
-    if (folder / "adapter_config.json").is_file():
-        raise ValueError(
-            f"--ckpt {folder} is a LoRA adapter without its model: merge it (peft's merge_and_unload) and give that folder"
-        )
-    found = [below.parent for below in folder.glob("*/config.json")]
+    # deterministic: sorted below
+    found = [below for below in folder.iterdir() if is_model(below)]
     if not found:
-        raise ValueError(f"--ckpt {folder} holds no config.json, so no model: give a folder that saver wrote")
+        raise ValueError(
+            f"--ckpt {folder} holds no config.json or adapter_config.json, so no model: give a folder that saver wrote"
+        )
     return sorted(found, key=lambda model: (int(re.findall(r"\d+|$", model.name)[-1] or 0), model.name))
 
 
+def is_model(folder: Path) -> bool:
+    """Return whether a folder has a model or a LoRA adapter."""
+    return (folder / "config.json").is_file() or (folder / "adapter_config.json").is_file()
+
+
 def parse_ks(text: str | None, n_samples: int) -> list[int]:
-    """Return the k of pass@k, ascending; by default 1 and `n_samples`.
+    """Return the k of pass@k, ascending; none for the default.
 
     Raises:
         ValueError: one is not a number from 1 to `n_samples`.
     """
-    words = [str(k) for k in (1, n_samples)] if text is None else text.split(",")
+    words = [] if text is None else text.split(",")
     if not all(word.strip().isdecimal() and 1 <= int(word) <= n_samples for word in words):
         raise ValueError(
             f"--k is {text!r} and each row has {n_samples} samples: give numbers from 1 to {n_samples}, or more with --samples"
@@ -211,3 +204,28 @@ def run_evaluation(script: Path, arguments: Sequence[str], config: "PPOConfig", 
 
     argv = ("-m", "areal_debug.train.script", str(script), *arguments)
     return run(lambda attempt: Job(argv, config, config.allocation, {}, logs))
+
+
+def print_results(
+    config: "PPOConfig", ks: Sequence[int] = (), solved_above: float = 0.0, as_json: bool = False
+) -> None:
+    """Print the results that an evaluation has left next to its logs.
+
+    Args:
+        ks: the k of pass@k; by default 1 and the number of samples.
+        solved_above: as of `make_report`.
+    """
+    from areal_core.paths import record_folder, run_folder
+    from areal_debug.eval.render import print_report
+    from areal_debug.eval.results import make_report, read_results
+
+    settings, samples = read_results(run_folder(config, "logs") / "evaluation")
+    record = record_folder(config)
+    shown = str(record) if (record / "record.json").exists() else None
+    run = f"{config.experiment_name}/{config.trial_name}"
+    ks = ks or sorted({1, settings.n_samples})
+    report = make_report(run, settings, samples, ks, solved_above, shown)
+    if as_json:
+        print_json(asdict(report))
+    else:
+        print_report(report)

@@ -6,6 +6,7 @@ which makes the interval of a difference narrower than those of the two means.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
 
@@ -97,3 +98,17 @@ def chance_of_difference(differences: Values) -> float:
         signs = 2 * random.integers(0, 2, size=(PER_BLOCK, len(changed))) - 1
         reached += int((np.abs(signs @ changed) >= observed).sum())
     return (reached + 1) / (RESAMPLES + 1)
+
+
+def holm(p_values: Sequence[float]) -> list[float]:
+    """Return p-values adjusted for their number, in their order.
+
+    Of models that all equal the first one, the chance that any is called different stays at the
+    level of a single test: Holm 1979, "A simple sequentially rejective multiple test procedure".
+    """
+    adjusted, largest = [0.0] * len(p_values), 0.0
+    ascending = sorted(range(len(p_values)), key=lambda i: p_values[i])
+    for rank, place in enumerate(ascending):
+        largest = max(largest, min(1.0, (len(p_values) - rank) * p_values[place]))
+        adjusted[place] = largest
+    return adjusted

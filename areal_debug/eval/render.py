@@ -85,14 +85,14 @@ def table_of_comparisons(report: Report) -> Table:
     """Make a table with a row per model but the first."""
     ks = report.comparisons[0].pass_at
     table = plain_table(
-        "model", "mean reward", *(f"pass@{k}" for k in ks), "better on", "worse on", "equal", "p"
+        "model", "mean reward", *(f"pass@{k}, points" for k in ks), "better on", "worse on", "equal", "p"
     )
     table.add_column("verdict")
     for item in report.comparisons:
         table.add_row(
             styled("{}", item.name),
             number(item.mean_reward, sign="+"),
-            *(percent(estimate, sign="+") for estimate in item.pass_at.values()),
+            *(points(estimate) for estimate in item.pass_at.values()),
             *(f"{count:,}" for count in (item.better, item.worse, item.equal)),
             chance(item),
             Text(item.verdict, STYLES[item.verdict]),
@@ -111,18 +111,24 @@ def plain_table(first: str, *others: str) -> Table:
 
 def number(estimate: Estimate, sign: str = "") -> str:
     """Return `0.412 [0.361, 0.463]`."""
-    shown = f"{estimate.value:{sign}.3f}"
-    if estimate.low is None or estimate.high is None:
-        return shown
-    return f"{shown} [{estimate.low:{sign}.3f}, {estimate.high:{sign}.3f}]"
+    return with_limits(f"{estimate.value:{sign}.3f}", estimate, f"{sign}.3f")
 
 
-def percent(estimate: Estimate, sign: str = "") -> str:
-    """Return `41.2 % [36.1, 46.3]`; of a difference, in percentage points."""
-    shown = f"{100 * estimate.value:{sign}.1f} %"
+def percent(estimate: Estimate) -> str:
+    """Return `41.2 % [36.1, 46.3]`."""
+    return with_limits(f"{100 * estimate.value:.1f} %", estimate, ".1f", 100)
+
+
+def points(estimate: Estimate) -> str:
+    """Return a difference in percentage points, `+4.2 [-1.0, +9.4]`."""
+    return with_limits(f"{100 * estimate.value:+.1f}", estimate, "+.1f", 100)
+
+
+def with_limits(shown: str, estimate: Estimate, spec: str, unit: float = 1) -> str:
+    """Return a value that is shown already, and the limits of its interval."""
     if estimate.low is None or estimate.high is None:
         return shown
-    return f"{shown} [{100 * estimate.low:{sign}.1f}, {100 * estimate.high:{sign}.1f}]"
+    return f"{shown} [{unit * estimate.low:{spec}}, {unit * estimate.high:{spec}}]"
 
 
 def chance(item: Comparison) -> str:

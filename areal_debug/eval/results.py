@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,6 +14,7 @@ from areal_debug.eval.estimates import (
     Values,
     chance_of_difference,
     estimate_mean,
+    holm,
     pass_at_k,
 )
 
@@ -69,8 +70,8 @@ class ModelResult:
 class Comparison:
     """Differences of a model from the first one, on the prompts that both answered.
 
-    `better`, `worse` and `equal` count prompts by their mean reward; `p_value` and `verdict` are of
-    the difference of mean rewards.
+    `better`, `worse` and `equal` count prompts by their mean reward. `p_value` and `verdict` are of
+    the difference of mean rewards; of several models, p-values are Holm's.
     """
 
     name: str
@@ -145,10 +146,12 @@ def make_report(
         summarise(name, of_model, settings, ks, solved_above)
         for name, of_model in zip(names, samples, strict=True)
     ]
-    comparisons = [
-        compare(name, of_model, names[0], samples[0], ks, solved_above)
-        for name, of_model in zip(names[1:], samples[1:], strict=True)
-    ]
+    comparisons = decided(
+        [
+            compare(name, of_model, names[0], samples[0], ks, solved_above)
+            for name, of_model in zip(names[1:], samples[1:], strict=True)
+        ]
+    )
     rewards = {reward for of_model in samples for of_prompt in of_model.rewards for reward in of_prompt}
     return Report(
         run, settings, solved_above, tuple(sorted(rewards)), tuple(models), tuple(comparisons), record
@@ -198,7 +201,7 @@ def passes(rewards: Sequence[Sequence[float]], k: int, solved_above: float) -> V
 def compare(
     name: str, samples: Samples, baseline: str, first: Samples, ks: Sequence[int], solved_above: float
 ) -> Comparison:
-    """Compare a model with the first one, prompt by prompt."""
+    """Compare a model with the first one, prompt by prompt; not yet adjusted for several."""
     of_first = dict(zip(first.prompts, first.rewards, strict=True))
     pairs = [
         (rewards, of_first[prompt])
@@ -213,10 +216,6 @@ def compare(
             new_passes, old_passes = (passes([pair[i] for pair in both], k, solved_above) for i in (0, 1))
             by_k[k] = estimate_mean(new_passes - old_passes)
     better, worse = int((differences > 0).sum()), int((differences < 0).sum())
-    p_value = chance_of_difference(differences)
-    verdict: Verdict = "no difference found"
-    if p_value < 1 - CONFIDENCE:
-        verdict = "better" if differences.sum() > 0 else "worse"
     return Comparison(
         name=name,
         baseline=baseline,
@@ -226,6 +225,22 @@ def compare(
         better=better,
         worse=worse,
         equal=len(pairs) - better - worse,
-        p_value=p_value,
-        verdict=verdict,
+        p_value=chance_of_difference(differences),
+        verdict="no difference found",
     )
+
+
+def decided(comparisons: Sequence[Comparison]) -> list[Comparison]:
+    """Return comparisons with adjusted p-values and their verdicts."""
+    adjusted = holm([item.p_value for item in comparisons])
+    return [
+        replace(item, p_value=p_value, verdict=verdict_of(item.mean_reward.value, p_value))
+        for item, p_value in zip(comparisons, adjusted, strict=True)
+    ]
+
+
+def verdict_of(difference: float, p_value: float) -> Verdict:
+    """Return the verdict on a difference of mean rewards."""
+    if p_value >= 1 - CONFIDENCE:
+        return "no difference found"
+    return "better" if difference > 0 else "worse"

@@ -126,6 +126,10 @@ def command(
         code = run_script(path, arguments, config, allocation, env, logs)
     if is_quiet():
         print_end(code, logs / "trainer.log")
+    if allocation.kind == "eval" and code == 0:
+        from areal_debug.eval.command import print_results
+
+        print_results(config)
     raise SystemExit(code)
 
 
@@ -198,7 +202,8 @@ def check_allocation(config: "PPOConfig") -> "Allocation":
         check_record(config)
     elif config.debug.dump_rollout_data or config.debug.replay_rollout_data:
         fail(
-            "the allocation has no training part, so there is nothing to record or replay: add one, as in 'sglang:d1+fsdp:d2'"
+            "the allocation has no training part, so there is nothing to record or replay: add one, as in 'sglang:d1+fsdp:d2'; "
+            "areal-debug eval records what it samples"
         )
     return allocation
 
