@@ -10,7 +10,13 @@ from collections.abc import Iterator
 from typing import Any
 
 from areal_core.config.derived import num_given_servers
-from areal_core.config.experiment import BaseExperimentConfig, DPOConfig, PPOConfig, RWConfig
+from areal_core.config.experiment import (
+    BaseExperimentConfig,
+    DPOConfig,
+    EvaluatorConfig,
+    PPOConfig,
+    RWConfig,
+)
 from areal_core.config.not_yet import (
     names_of_another_run,
     not_yet,
@@ -54,6 +60,7 @@ def check_config(config: BaseExperimentConfig, role: Role = "train") -> list[str
         *without_effect_on_a_model(config),
         *without_effect_on_a_cpu(config),
         *given_servers_without_use(config),
+        *of_an_evaluation_alone(config),
     ]
 
 
@@ -248,6 +255,17 @@ def given_servers_without_use(config: BaseExperimentConfig) -> Iterator[str]:
             f"{ADDRESSES_VARIABLE} is set and the allocation {config.allocation} samples in the trainer's processes: "
             f"to sample from those servers give {config.allocation.trainer!r}"
         )
+
+
+def of_an_evaluation_alone(config: BaseExperimentConfig) -> Iterator[str]:
+    """Yield one sentence on options of an evaluation without training, in a run that trains."""
+    given = [
+        f"evaluator.{name} is {value!r}"
+        for name in ("checkpoints", "rows", "max_rows")
+        if (value := getattr(config.evaluator, name)) != getattr(EvaluatorConfig, name)
+    ]
+    if given:
+        yield f"{', '.join(given)} and the run trains: they are of a run that only evaluates (areal-debug eval)"
 
 
 def other_model(config: BaseExperimentConfig, name: str) -> TrainEngineConfig | None:

@@ -175,7 +175,7 @@ def models_in(folder: Path) -> list[Path]:
         raise ValueError(
             f"--ckpt {folder} holds no config.json or adapter_config.json, so no model: give a folder that saver wrote"
         )
-    return sorted(found, key=lambda model: (int(re.findall(r"\d+|$", model.name)[-1] or 0), model.name))
+    return sorted(found, key=lambda model: (int(re.findall(r"\d+", f"0{model.name}")[-1]), model.name))
 
 
 def is_model(folder: Path) -> bool:

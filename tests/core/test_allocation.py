@@ -32,6 +32,7 @@ def decoupled(servers: int, ranks: int) -> Allocation:
         ("sglang:d4", Allocation(Parallel(4), None, "sglang", None, "servers_only")),
         ("sglang:d4t2+eval", Allocation(Parallel(4, 2), None, "sglang", None, "eval")),
         ("sglang:d4+cpu", Allocation(Parallel(4), None, "sglang", None, "eval")),
+        ("embedded|eval", Allocation(Parallel(), None, "embedded", None, "eval")),
         ("embedded|fsdp:d2", Allocation(Parallel(2), Parallel(2), "embedded", "fsdp", "colocated")),
         ("fsdp:d2s2t1", Allocation(None, Parallel(2, context=2), None, "fsdp", "train_only")),
         # The engine is in one of the ranks with the same rows, with a complete model.
@@ -89,6 +90,28 @@ def test_wrong_allocation_is_refused_with_its_position(text, sentence):
 def test_any_text_is_read_or_refused(text):
     with contextlib.suppress(AllocationError):
         assert parse_allocation(text).kind
+
+
+@pytest.mark.parametrize(
+    ("text", "evaluation"),
+    [
+        ("sglang:d2t2+fsdp:d4", "sglang:d2t2+eval"),
+        ("vllm:d2+eval", "vllm:d2+eval"),
+        ("sglang:d2|fsdp:d2", "sglang:d2+eval"),
+        ("embedded|fsdp:d4c2", "embedded|eval"),
+    ],
+)
+def test_an_evaluation_has_the_engine_of_the_training_and_one_process(text, evaluation):
+    found = parse_allocation(text).for_evaluation()
+    assert str(found) == evaluation
+    assert parse_allocation(evaluation) == found
+    assert found.num_ranks == 1
+    assert PPOConfig(allocation_mode=evaluation).allocation == found
+
+
+def test_without_a_rollout_engine_there_is_no_evaluation():
+    with pytest.raises(AllocationError, match="fsdp:d2 has no rollout engine, so nothing can be sampled"):
+        parse_allocation("fsdp:d2").for_evaluation()
 
 
 def test_separate_backends_join_to_one_allocation():

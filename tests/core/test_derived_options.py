@@ -141,10 +141,10 @@ def test_supervised_files_have_an_allocation_too_and_no_rollout_options(load):
 def test_servers_alone_need_no_optimizer(load):
     text = FIVE_LINES.replace(", optimizer: {lr: 1.0e-5}", "")
     assert load(text, "allocation_mode=sglang:d1")[0].allocation.kind == "servers_only"
-    with pytest.raises(
-        ConfigError, match=r"no run evaluates without training.*'sglang:d2' for servers alone"
-    ):
-        load(text, "allocation_mode=sglang:d2+eval")
+    assert load(text, "allocation_mode=sglang:d2+eval")[0].allocation.kind == "eval"
+    sft = "actor: {path: m}\ntrain_dataset: {path: d, type: sft}\n"
+    with pytest.raises(ConfigError, match=r"allocation sglang:d2\+eval evaluates samples and SFTConfig has"):
+        load(sft, "allocation_mode=sglang:d2+eval", cls=SFTConfig)
 
 
 def test_options_of_a_script_are_explained_with_their_declaration(load):

@@ -184,7 +184,10 @@ def test_names_of_options_mean_the_same_in_every_verb(name):
         assert ("overrides" in arguments) == (name in OVERRIDES)
 
 
-OVERRIDES = {"train", "replay", "record import", "agent run", "agent stress", "agent rollout", "chaos"}
+OVERRIDES = {
+    *("train", "eval", "replay", "record import", "chaos"),
+    *("agent run", "agent stress", "agent rollout"),
+}
 
 
 def test_quiet_prints_the_verdict_alone(record):

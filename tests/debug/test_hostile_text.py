@@ -175,6 +175,7 @@ def commands(at: dict[str, Path]) -> list[tuple[str, list[str]]]:
         ("demo", ["demo", "-o", top]),
         ("train", ["train", text["script"], "--config", text["config"]]),
         ("train", ["train", absent]),
+        ("eval", ["eval", text["script"], "--config", text["config"], "--ckpt", absent]),
         ("config", ["config", EVIL]),
         ("preflight", ["preflight", "--config", text["config"]]),
         ("preflight", ["preflight", without, EVIL]),

@@ -46,6 +46,7 @@ WHOLE, NO_LOGPROBS, NO_REWARD, NO_GROUP, NO_MASK, TEXT, ONE_LOGPROB = 0, 3, 4, 5
 OTHERS = {
     "demo",
     "train",
+    "eval",
     "config",
     "preflight",
     "parity",

@@ -27,6 +27,8 @@ def placed(tmp_path, allocation: str, n_nodes: int = 4, n_gpus_per_node: int = 8
             2,
         ),  # the second server does not fit next to the ranks
         ("sglang:d3t8+fsdp:d8", Placement(1, 8, (1, 2, 3), 8), 4),
+        ("sglang:d8+eval", Placement(1, 1, (0,) * 8, 1, devices_per_rank=0), 1),  # servers have all devices
+        ("embedded|eval", Placement(1, 1, (), 1), 1),
         ("sglang:d9", Placement(0, 0, (0, 0, 0, 0, 0, 0, 0, 0, 1), 1), 2),
     ],
 )

@@ -1,0 +1,124 @@
+"""`areal-debug eval`: an unchanged training script, its results as a table and JSON, wrong input."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from areal_core.config import PPOConfig
+from areal_debug.cli import main
+from recorder import open_record
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = ROOT / "examples" / "gsm8k_grpo.py"
+CONFIG = """
+actor: {path: MODEL, dtype: float32, optimizer: {lr: 1.0e-3}}
+allocation_mode: embedded|fsdp:d2
+train_dataset: {path: arithmetic, type: rl, batch_size: 4, dataset_kwargs: {num_rows: 8}}
+valid_dataset: {path: arithmetic, type: rl, dataset_kwargs: {num_rows: 6, seed: 1}}
+gconfig: {n_samples: 2, max_new_tokens: 4}
+recover: {mode: auto}
+stats_logger: {tensorboard: {path: TOP/tensorboard}}
+debug: {dump_rollout_data: true, dump_every: 5, path: TOP/record}
+device: cpu
+cluster: {fileroot: TOP/runs}
+"""
+
+
+@pytest.fixture
+def config(tmp_path, tiny_model) -> Path:
+    file = tmp_path / "own.yaml"
+    file.write_text(CONFIG.replace("MODEL", str(tiny_model)).replace("TOP", str(tmp_path)))
+    return file
+
+
+def refusal(*arguments: object) -> str:
+    """Return the one line that is printed instead of an evaluation."""
+    done = CliRunner().invoke(main, ["eval", *map(str, arguments)])
+    assert done.exit_code == 2, done.output
+    assert done.stdout == ""
+    assert done.stderr.startswith("Error: ")
+    return " ".join(done.stderr.split())
+
+
+def test_a_training_script_evaluates_two_models_unchanged(config, tiny_model, tmp_path):
+    (tmp_path / "saved").mkdir()
+    for name in ("globalstep9", "globalstep10"):
+        (tmp_path / "saved" / name).symlink_to(tiny_model)
+    command = [Path(sys.executable).parent / "areal-debug", "eval", SCRIPT, "--config", config, "--json"]
+    options = ["--baseline", "--ckpt", tmp_path / "saved", "--samples", "3", "--rows", "4", "--k", "1,2"]
+    done = subprocess.run(
+        [*command, *options],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = json.loads(done.stdout)
+    assert report["run"] == "own/trial0-eval"
+    assert (report["settings"]["num_rows"], report["settings"]["n_samples"]) == (4, 3)
+    assert [Path(model["path"]).name for model in report["models"]] == [
+        tiny_model.name, "globalstep9", "globalstep10"
+    ]  # fmt: skip
+    for model in report["models"]:
+        assert (model["num_prompts"], model["num_samples"], model["missing"]) == (4, 12, 0)
+        assert model["mean_reward"] == {"value": 0.0, "low": None, "high": None}
+        assert model["pass_at"]["2"]["high"] == pytest.approx(0.4899, abs=1e-4)  # Wilson: 0 of 4
+        assert len(Path(model["file"]).read_text().splitlines()) == 12
+    assert [item["verdict"] for item in report["comparisons"]] == ["no difference found"] * 2
+    record = open_record(report["record"])
+    assert record.steps == (0, 1, 2)
+    assert len(record.step(2).batch(0)["rewards"]) == 12
+    # the files of the training run stay as they are
+    assert not (tmp_path / "record").exists()
+    assert not (tmp_path / "tensorboard").exists()
+    assert not list(tmp_path.glob("runs/logs/*/own/trial0"))
+
+
+def test_wrong_input_is_one_sentence(config, tiny_model, tmp_path):
+    ours = (SCRIPT, "--config", config)
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "recovery").mkdir()
+    (tmp_path / "recovery" / "checkpoint.json").touch()
+    for name, sentence in {
+        "absent": "absent is not a folder: give a model that a run has saved",
+        "empty": "empty holds no config.json or adapter_config.json, so no model",
+        "recovery": "recovery is a recovery checkpoint, of shards: give a model of saver",
+    }.items():
+        assert sentence in refusal(*ours, "--ckpt", tmp_path / name)
+    assert "--k is '4' and each row has 2 samples: give numbers from 1 to 2" in refusal(*ours, "--k", "4")
+    assert "--k is 'x,1' and each row has" in refusal(*ours, "--k", "x,1")
+    assert "fsdp:d1 has no rollout engine" in refusal(*ours, "allocation_mode=fsdp:d1")
+    assert "unknown option 'evaluation'" in refusal(*ours, "evaluation.rows=train")
+    assert "cannot be read" in refusal(SCRIPT, "--config", tmp_path / "no.yaml")
+    assert "there is no script 'no_such_example'" in refusal("no_such_example", "--config", config)
+    supervised = tmp_path / "sft.yaml"
+    supervised.write_text("actor: {path: m, optimizer: {lr: 1.0e-3}}\ntrain_dataset: {path: d, type: sft}\n")
+    sentence = refusal(ROOT / "examples" / "gsm8k_sft.py", "--config", supervised)
+    assert "gsm8k_sft.py trains with SFTConfig, which samples nothing" in sentence
+
+
+def test_options_of_an_evaluation_are_noted_in_a_training_run(config):
+    from areal_core.config.loading import load_with_notes
+
+    own = [
+        "--config",
+        str(config),
+        "evaluator.rows=train",
+        "evaluator.checkpoints=[a]",
+        "evaluator.max_rows=3",
+    ]
+    notes = load_with_notes(own, PPOConfig)[2]
+    [note] = [note for note in notes if "evaluator" in note]
+    assert note == (
+        "evaluator.checkpoints is ['a'], evaluator.rows is 'train', evaluator.max_rows is 3 and the run trains: "
+        "they are of a run that only evaluates (areal-debug eval)"
+    )
+    assert not any(
+        "evaluator" in note for note in load_with_notes([*own, "allocation_mode=embedded|eval"], PPOConfig)[2]
+    )

@@ -1,0 +1,102 @@
+"""Results on disk to a report: literal numbers, names, missing samples, comparisons."""
+
+import json
+
+import pytest
+
+from areal_debug.eval.render import print_report
+from areal_debug.eval.results import make_report, read_results, short_names
+
+
+def write_results(folder, rewards_of_models: dict[str, list[list[float]]], n_samples: int = 4):
+    folder.mkdir(parents=True, exist_ok=True)
+    models = []
+    for number, (path, rewards) in enumerate(rewards_of_models.items()):
+        lines = [
+            {"prompt_id": prompt, "sample_id": i, "reward": reward, "num_sampled": 10,
+             "finish_reason": "length" if i == 0 else "stop", "prompt": "?", "completion": "!"}
+            for prompt, of_prompt in enumerate(rewards)
+            for i, reward in enumerate(of_prompt)
+        ]  # fmt: skip
+        file = f"samples-{number}.jsonl"
+        (folder / file).write_text("".join(json.dumps(line) + "\n" for line in lines))
+        models.append({"path": path, "version": number, "file": file, "seconds": 2.0})
+    sampling = {"greedy": False, "temperature": 0.6, "top_p": 0.9, "top_k": 20, "max_new_tokens": 64}
+    summary = {"rows": "valid", "num_rows": 3, "n_samples": n_samples, "sampling": sampling, "models": models}
+    (folder / "evaluation.json").write_text(json.dumps(summary))
+    return folder
+
+
+def report_of(folder, *, ks=(1, 4), solved_above=0.0):
+    settings, samples = read_results(folder)
+    return make_report("e/t", settings, samples, ks, solved_above, None)
+
+
+def test_a_model_has_its_mean_reward_pass_at_k_and_lengths(tmp_path):
+    rewards = [[1.0, 0.0, 0.0, 0.0], [1.0, 1.0, 1.0, 0.0], [0.0, 0.0, 0.0, 0.0]]
+    report = report_of(write_results(tmp_path, {"m/model": rewards}), ks=(1, 2, 4))
+    [model] = report.models
+    assert (model.name, model.num_prompts, model.num_samples, model.missing) == ("model", 3, 12, 0)
+    assert model.mean_reward.value == pytest.approx(1 / 3)
+    assert model.mean_reward.low < 1 / 3 < model.mean_reward.high
+    assert model.pass_at[1].value == pytest.approx(1 / 3)
+    assert model.pass_at[2].value == pytest.approx((0.5 + 1.0 + 0.0) / 3)
+    assert model.pass_at[4].value == pytest.approx(2 / 3)
+    assert (model.truncated, model.mean_tokens) == (0.25, 10.0)
+    assert report.comparisons == ()
+    assert report.distinct_rewards == (0.0, 1.0)
+
+
+def test_a_sample_is_solved_above_the_given_reward(tmp_path):
+    folder = write_results(tmp_path, {"m": [[0.1, 0.9], [0.5, 0.5], [0.0, 1.0]]}, n_samples=2)
+    assert report_of(folder, ks=(1,)).models[0].pass_at[1].value == pytest.approx(5 / 6)
+    assert report_of(folder, ks=(1,), solved_above=0.5).models[0].pass_at[1].value == pytest.approx(2 / 6)
+
+
+def test_missing_samples_are_counted_and_leave_their_prompt_out_of_pass_at_k(tmp_path):
+    folder = write_results(tmp_path, {"m": [[1.0, 1.0, 1.0, 1.0], [0.0, 0.0, 0.0]]})
+    [model] = report_of(folder).models
+    assert (model.num_prompts, model.missing) == (2, 5)  # a sample, and a whole prompt
+    assert model.pass_at[1].value == 0.5
+    assert model.pass_at[4].value == 1.0  # of the first prompt alone
+
+
+def test_models_are_compared_on_the_prompts_that_both_answered(tmp_path):
+    first = [[0.0, 0.0, 0.0, 0.0], [1.0, 0.0, 0.0, 0.0], [0.0, 0.0, 0.0, 0.0]]
+    second = [[1.0, 1.0, 0.0, 0.0], [0.0, 0.0, 0.0, 0.0]]
+    report = report_of(write_results(tmp_path, {"a/model": first, "b/model": second}))
+    assert [model.name for model in report.models] == ["a/model", "b/model"]
+    [comparison] = report.comparisons
+    assert (comparison.num_prompts, comparison.better, comparison.worse, comparison.equal) == (2, 1, 1, 0)
+    assert comparison.mean_reward.value == pytest.approx(0.125)
+    assert comparison.pass_at[4].value == pytest.approx(0.0)
+    assert comparison.p_value == 1.0
+    assert comparison.verdict == "no difference found"
+
+
+def test_a_difference_on_every_prompt_has_a_verdict(tmp_path):
+    low, high = [[0.0] * 4] * 8, [[1.0, 1.0, 0.0, 0.0]] * 8
+    report = report_of(write_results(tmp_path, {"base": low, "better": high, "same": low}))
+    assert [item.verdict for item in report.comparisons] == ["better", "no difference found"]
+    assert report.comparisons[0].p_value == pytest.approx(2 * 2 / 2**8)  # Holm: of two comparisons
+    report = report_of(write_results(tmp_path, {"base": high, "worse": low}))
+    assert report.comparisons[0].verdict == "worse"
+
+
+def test_names_are_the_last_components_where_these_differ():
+    assert short_names(["run/globalstep1", "run/globalstep3"]) == ["globalstep1", "globalstep3"]
+    assert short_names(["a/final", "b/final", "Qwen/Q"]) == ["a/final", "b/final", "Q"]
+
+
+def test_the_report_warns_of_shaped_rewards_and_missing_samples(tmp_path, capsys):
+    folder = write_results(
+        tmp_path, {"base": [[0.0, 0.5], [1.0]], "new": [[0.0, 0.5], [1.0, 1.0]]}, n_samples=2
+    )
+    print_report(report_of(folder, ks=(1, 2)))
+    out = " ".join(capsys.readouterr().out.split())
+    assert (
+        "3 validation prompts, 2 samples of each, temperature 0.6, top_p 0.9, top_k 20, at most 64 new" in out
+    )
+    assert "rewards have 3 distinct values from 0 to 1: --solved-above decides" in out
+    assert "3 samples of base are missing" in out
+    assert "against base, prompt by prompt:" in out
