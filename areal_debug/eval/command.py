@@ -1,5 +1,6 @@
 """`areal-debug eval`: evaluate models on the validation rows of a training script."""
 
+import ast
 import json
 import re
 from collections.abc import Sequence
@@ -111,6 +112,11 @@ def command(
         arguments.append(f"evaluator.checkpoints={json.dumps(listed)}")
     config = read_training_config(arguments, path)
     chosen = parse_ks(ks, (config.eval_gconfig or config.gconfig).n_samples)
+    if rows == "valid" and config.valid_dataset is None and not passes_validation_rows(path):
+        fail(
+            f"there are no validation rows: {path.name} passes none to its trainer and the config has no valid_dataset: set "
+            "valid_dataset.path and valid_dataset.type, or evaluate on the training rows with --on train"
+        )
     logs = run_folder(config, "logs")
     make_run_folders(config)
     hides = as_json or is_quiet()
@@ -136,6 +142,25 @@ def read_training_config(arguments: list[str], script: Path) -> "PPOConfig":
             "of policy optimisation; its validation loss is that of evaluator.eval_before_train=true"
         )
     return config
+
+
+def passes_validation_rows(script: Path) -> bool:
+    """Return whether a script may pass a dataset of its own to PPOTrainer, as far as its text shows.
+
+    Otherwise a missing one would only be found once the servers have started.
+    """
+    from areal_debug.train.script_options import last_name
+
+    try:
+        tree = ast.parse(script.read_text(encoding="utf-8", errors="replace"))
+    except SyntaxError:  # the run reports it with its line
+        return True
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    trainers = [call for call in calls if last_name(call.func) == "PPOTrainer"]
+    return not trainers or any(
+        len(call.args) > 2 or any(keyword.arg == "valid_dataset" for keyword in call.keywords)
+        for call in trainers
+    )
 
 
 def overrides_of_evaluation(config: "PPOConfig", n_samples: int | None) -> list[str]:
@@ -175,7 +200,12 @@ def models_in(folder: Path) -> list[Path]:
         raise ValueError(
             f"--ckpt {folder} holds no config.json or adapter_config.json, so no model: give a folder that saver wrote"
         )
-    return sorted(found, key=lambda model: (int(re.findall(r"\d+", f"0{model.name}")[-1]), model.name))
+    return sorted(found, key=lambda model: (number_in(model.name), model.name))
+
+
+def number_in(name: str) -> float:
+    """Return the last number in a name, as of globalstep9; infinity in one without, as final."""
+    return float(([*re.findall(r"\d+", name)] or ["inf"])[-1])
 
 
 def is_model(folder: Path) -> bool:

@@ -57,12 +57,16 @@ def estimate_mean(values: Values, is_share: bool = False) -> Estimate:
 
 
 def resampled_means(values: Values) -> Values:
-    """Return the means of `RESAMPLES` samples of the prompts with replacement."""
+    """Return the means of `RESAMPLES` samples of the prompts with replacement.
+
+    Only how often each distinct value is drawn matters, and of 8 samples there are 9 values.
+    """
     random = np.random.default_rng(SEED)
     num = len(values)
-    chances = np.full(num, 1 / num)
+    distinct, counts = np.unique(values, return_counts=True)
     blocks = [
-        random.multinomial(num, chances, size=PER_BLOCK) @ values / num for _ in range(RESAMPLES // PER_BLOCK)
+        random.multinomial(num, counts / num, size=PER_BLOCK) @ distinct / num
+        for _ in range(RESAMPLES // PER_BLOCK)
     ]
     return np.concatenate(blocks)
 

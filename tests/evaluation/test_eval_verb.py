@@ -94,6 +94,9 @@ def test_wrong_input_is_one_sentence(config, tiny_model, tmp_path):
     assert "--k is '4' and each row has 2 samples: give numbers from 1 to 2" in refusal(*ours, "--k", "4")
     assert "--k is 'x,1' and each row has" in refusal(*ours, "--k", "x,1")
     assert "fsdp:d1 has no rollout engine" in refusal(*ours, "allocation_mode=fsdp:d1")
+    assert "gsm8k_grpo.py passes none to its trainer and the config has no valid_dataset" in refusal(
+        *ours, "~valid_dataset"
+    )
     assert "unknown option 'evaluation'" in refusal(*ours, "evaluation.rows=train")
     assert "cannot be read" in refusal(SCRIPT, "--config", tmp_path / "no.yaml")
     assert "there is no script 'no_such_example'" in refusal("no_such_example", "--config", config)
