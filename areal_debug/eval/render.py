@@ -1,5 +1,6 @@
 """Print an evaluation: a table of the models, the comparison with the first one, where samples are."""
 
+from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
@@ -20,11 +21,17 @@ def print_report(report: Report) -> None:
     out.print(styled("[bold]{}[/bold]", headline(report)))
     out.print(styled("[dim]{}: {}[/dim]", report.run, describe(settings)))
     out.print()
-    out.print(table_of_models(report))
+    tables = [table_of_models(report, " ")]
     if report.comparisons:
+        tables.append(table_of_comparisons(report, " "))
+    unlimited = out.options.update(width=10_000)
+    if any(Measurement.get(out, unlimited, table).maximum > out.width for table in tables):
+        tables = [make(report, "\n") for make in (table_of_models, table_of_comparisons)[: len(tables)]]
+    out.print(tables[0])
+    for table in tables[1:]:
         out.print()
         out.print(styled("against {}, prompt by prompt:", report.comparisons[0].baseline))
-        out.print(table_of_comparisons(report))
+        out.print(table)
     out.print()
     for text in notes_on(report):
         out.print(text)
@@ -59,41 +66,32 @@ def describe(settings: Settings) -> str:
     return f"{settings.num_rows:,} {kind} prompts, {samples}, {how}"
 
 
-def table_of_models(report: Report) -> Table:
-    """Make a table with a row per model."""
-    table = plain_table(
-        "model",
-        "mean reward",
-        *(f"pass@{k}" for k in report.models[0].pass_at),
-        "truncated",
-        "tokens",
-        "time",
-    )
+def table_of_models(report: Report, between: str) -> Table:
+    """Make a table with a row per model; `between` is between a value and its interval."""
+    ks = report.models[0].pass_at
+    table = plain_table("model", "mean reward", *(f"pass@{k}" for k in ks), "truncated", "tokens")
     for model in report.models:
         table.add_row(
             styled("{}", model.name),
-            number(model.mean_reward),
-            *(percent(estimate) for estimate in model.pass_at.values()),
+            number(model.mean_reward, between),
+            *(percent(estimate, between) for estimate in model.pass_at.values()),
             f"{100 * model.truncated:.0f} %",
             f"{model.mean_tokens:,.0f}",
-            f"{model.seconds:.0f} s",
         )
     return table
 
 
-def table_of_comparisons(report: Report) -> Table:
-    """Make a table with a row per model but the first."""
+def table_of_comparisons(report: Report, between: str) -> Table:
+    """Make a table with a row per model but the first; `between` as of `table_of_models`."""
     ks = report.comparisons[0].pass_at
-    table = plain_table(
-        "model", "mean reward", *(f"pass@{k}, points" for k in ks), "better on", "worse on", "equal", "p"
-    )
+    table = plain_table("model", "mean reward", *(f"pass@{k}, points" for k in ks), "better/worse/equal", "p")
     table.add_column("verdict")
     for item in report.comparisons:
         table.add_row(
             styled("{}", item.name),
-            number(item.mean_reward, sign="+"),
-            *(points(estimate) for estimate in item.pass_at.values()),
-            *(f"{count:,}" for count in (item.better, item.worse, item.equal)),
+            number(item.mean_reward, between, sign="+"),
+            *(points(estimate, between) for estimate in item.pass_at.values()),
+            f"{item.better:,}/{item.worse:,}/{item.equal:,}",
             chance(item),
             Text(item.verdict, STYLES[item.verdict]),
         )
@@ -105,30 +103,30 @@ def plain_table(first: str, *others: str) -> Table:
     table = Table(box=None, pad_edge=False, header_style="dim")
     table.add_column(first)
     for heading in others:
-        table.add_column(heading, justify="right", no_wrap=True)
+        table.add_column(heading, justify="right")
     return table
 
 
-def number(estimate: Estimate, sign: str = "") -> str:
+def number(estimate: Estimate, between: str = " ", sign: str = "") -> str:
     """Return `0.412 [0.361, 0.463]`."""
-    return with_limits(f"{estimate.value:{sign}.3f}", estimate, f"{sign}.3f")
+    return with_limits(f"{estimate.value:{sign}.3f}", between, estimate, f"{sign}.3f")
 
 
-def percent(estimate: Estimate) -> str:
+def percent(estimate: Estimate, between: str = " ") -> str:
     """Return `41.2 % [36.1, 46.3]`."""
-    return with_limits(f"{100 * estimate.value:.1f} %", estimate, ".1f", 100)
+    return with_limits(f"{100 * estimate.value:.1f} %", between, estimate, ".1f", 100)
 
 
-def points(estimate: Estimate) -> str:
+def points(estimate: Estimate, between: str) -> str:
     """Return a difference in percentage points, `+4.2 [-1.0, +9.4]`."""
-    return with_limits(f"{100 * estimate.value:+.1f}", estimate, "+.1f", 100)
+    return with_limits(f"{100 * estimate.value:+.1f}", between, estimate, "+.1f", 100)
 
 
-def with_limits(shown: str, estimate: Estimate, spec: str, unit: float = 1) -> str:
+def with_limits(shown: str, between: str, estimate: Estimate, spec: str, unit: float = 1) -> str:
     """Return a value that is shown already, and the limits of its interval."""
     if estimate.low is None or estimate.high is None:
         return shown
-    return f"{shown} [{unit * estimate.low:{spec}}, {unit * estimate.high:{spec}}]"
+    return f"{shown}{between}[{unit * estimate.low:{spec}}, {unit * estimate.high:{spec}}]"
 
 
 def chance(item: Comparison) -> str:
