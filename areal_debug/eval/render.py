@@ -130,7 +130,7 @@ def with_limits(shown: str, between: str, estimate: Estimate, spec: str, unit: f
 
 
 def chance(item: Comparison) -> str:
-    """Return the p-value; at least 1 / resamples can be told apart from 0."""
+    """Return the p-value; smaller ones than 0.001 are not exact."""
     return "< 0.001" if item.p_value < 0.001 else f"{item.p_value:.3f}"
 
 
