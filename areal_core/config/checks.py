@@ -176,9 +176,13 @@ def batch_divides_over_ranks(config: BaseExperimentConfig) -> Iterator[str]:
 
 
 def only_critics_and_reward_models_have_scores(config: BaseExperimentConfig) -> Iterator[str]:
-    may_have = "actor.is_critic" if isinstance(config, RWConfig) else "critic.is_critic"
+    may_have = (
+        ("actor.is_critic",)
+        if isinstance(config, RWConfig)
+        else ("critic.is_critic", "reward_model.is_critic")
+    )
     for name, value in flat_values(config).items():
-        if name.endswith(".is_critic") and value and name != may_have:
+        if name.endswith(".is_critic") and value and name not in may_have:
             yield f"{name} is True and the section configures a language model: set it to false"
 
 
@@ -289,7 +293,7 @@ def adapters_have_a_size(config: BaseExperimentConfig) -> Iterator[str]:
 
 
 def only_trained_models_have_adapters(config: BaseExperimentConfig) -> Iterator[str]:
-    for name in ("ref", "teacher"):
+    for name in ("ref", "teacher", "reward_model"):
         model = other_model(config, name)
         if model is not None and model.use_lora:
             yield f"{name}.use_lora is True and {name} is not trained; set it to false"

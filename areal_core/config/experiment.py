@@ -23,6 +23,7 @@ from areal_core.config.train_engine import (
     DPOEngineConfig,
     PPOActorConfig,
     PPOCriticConfig,
+    RewardModelConfig,
     TeacherConfig,
     TrainEngineConfig,
 )
@@ -268,6 +269,7 @@ class PPOConfig(BaseExperimentConfig):
     ref: PPOActorConfig | None = option(None, "The reference policy of the KL penalty.")
     critic: PPOCriticConfig | None = option(None, "The value model.")
     teacher: TeacherConfig | None = option(None, "The model that is distilled.")
+    reward_model: RewardModelConfig | None = option(None, "The model whose scores are added to the rewards.")
     dynamic_bs: bool = option(False, "Do not replace rejected prompts: the batch becomes smaller.")
     consistency: ConsistencyConfig = section(ConsistencyConfig, "Engine logprobs against the trainer's.")
 

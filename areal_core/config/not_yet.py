@@ -148,7 +148,7 @@ def without_effect_on_a_model(config: BaseExperimentConfig) -> Iterator[str]:
         ]
         if given:
             yield f"{', '.join(given)} {'has' if len(given) == 1 else 'have'} no effect: a reference only computes logprobs"
-    for name in ("ref", "critic", "teacher"):
+    for name in ("ref", "critic", "teacher", "reward_model"):
         model, actor = getattr(config, name, None), config.actor
         if model is None:
             continue

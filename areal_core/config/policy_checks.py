@@ -7,7 +7,7 @@ from areal_core.config.experiment import PPOConfig
 from areal_core.config.generation import GenerationHyperparameters
 from areal_core.config.presets import shown
 from areal_core.config.servers import server_options
-from areal_core.config.train_engine import NormConfig
+from areal_core.config.train_engine import NormConfig, TrainEngineConfig
 from areal_core.rollout.fleet.server import ADDRESSES_VARIABLE
 
 
@@ -94,7 +94,8 @@ def given_servers_are_those_of_the_allocation(config: PPOConfig) -> Iterator[str
 
 
 def longest_sequence_is_trained(config: PPOConfig) -> Iterator[str]:
-    models = {"actor": config.actor, "ref": config.ref, "critic": config.critic, "teacher": config.teacher}
+    names = ("actor", "ref", "critic", "teacher", "reward_model")
+    models: dict[str, TrainEngineConfig | None] = {name: getattr(config, name) for name in names}
     limits = {
         f"{name}.mb_spec.max_tokens_per_mb": model.mb_spec.max_tokens_per_mb
         for name, model in models.items()
@@ -269,6 +270,21 @@ def teacher_scores_what_the_actor_sampled(config: PPOConfig) -> Iterator[str]:
         )
 
 
+def reward_model_scores_every_row(config: PPOConfig) -> Iterator[str]:
+    model = config.reward_model
+    if model is None:
+        return
+    if not model.path:
+        yield "reward_model.path is empty; give the folder of a model that `RWTrainer` or another trainer of reward models wrote"
+    if model.init_from_scratch:
+        yield "reward_model.init_from_scratch is True; scores of random weights are no rewards: set it to false"
+    if config.actor.dynamic_sampling:
+        yield (
+            "actor.dynamic_sampling is True and reward_model is given; groups are dropped by the workflow's own rewards, before the "
+            "reward model scores them: set the first to false, or score in the workflow (docs/reward_models.md)"
+        )
+
+
 ROLLOUT_COUPLINGS = (longest_sequence_is_sampled, tokenizers_agree)  # without a trainer, too
 PPO_COUPLINGS = (
     *ROLLOUT_COUPLINGS,
@@ -290,4 +306,5 @@ PPO_COUPLINGS = (
     critic_can_be_trained,
     critic_has_returns_to_learn,
     teacher_scores_what_the_actor_sampled,
+    reward_model_scores_every_row,
 )

@@ -290,6 +290,13 @@ class PPOCriticConfig(TrainEngineConfig):
 
 
 @dataclass
+class RewardModelConfig(TrainEngineConfig):
+    """A trained reward model, which scores the rows of a batch and is not trained."""
+
+    weight: float = option(1.0, "Factor on a row's score, which is added to its reward.")
+
+
+@dataclass
 class DPOEngineConfig(TrainEngineConfig):
     """The policy of direct preference optimisation."""
 

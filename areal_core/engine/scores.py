@@ -66,6 +66,21 @@ def load_score_model(
     return model
 
 
+def load_reward_model(path: str, **options: Any) -> PreTrainedModel:
+    """Load a trained reward model; arguments are those of `load_score_model`.
+
+    Raises:
+        ModelError: as `load_score_model`, and if the checkpoint has no trained head.
+    """
+    model = load_score_model(path, **options)
+    head = score_head(model).weight
+    if not head.is_meta and not head.any():
+        raise ModelError(
+            f"{path!r} has no trained score head, so that every score would be 0: give a model that RWTrainer wrote"
+        )
+    return model
+
+
 def score_every_position(model: PreTrainedModel) -> None:
     """Make the model return the scores of all positions, float32 [1, tokens, 1].
 

@@ -1,12 +1,13 @@
-"""Builders of the models besides the actor: the critic and models that only compute log-probs.
+"""Builders of the models besides the actor: the critic and models that only score.
 
 The reference model of a LoRA policy needs no second copy: it is the policy, adapter disabled.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from torch import Tensor
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from areal_core.batch import Batch
 from areal_core.config import PPOConfig, TrainEngineConfig
@@ -14,9 +15,11 @@ from areal_core.config.checks import is_base_of
 from areal_core.engine.errors import ModelError
 from areal_core.engine.fsdp import FSDPEngine
 from areal_core.engine.lora import adapters_off
+from areal_core.engine.model import load_model
 from areal_core.engine.ranks import Ranks
-from areal_core.engine.scores import load_score_model
+from areal_core.engine.scores import load_reward_model, load_score_model
 from areal_core.trainer.build import build_engine
+from areal_core.trainer.scored_rollouts import RewardModel
 
 
 @dataclass(frozen=True)
@@ -53,26 +56,53 @@ def build_teacher(config: PPOConfig, ranks: Ranks, tokenizer: PreTrainedTokenize
     """
     if config.teacher is None:
         return None
-    path = config.teacher.path
     teacher = build_scorer(config.teacher, ranks)
-    vocab_size = teacher.model.config.get_text_config().vocab_size
-    if vocab_size < len(tokenizer):
-        raise ModelError(
-            f"teacher.path {path!r} has a vocabulary of {vocab_size} tokens and the run's tokenizer {len(tokenizer)}: "
-            "a teacher scores the same token ids, use one of the same family"
-        )
-    try:
-        teacher_tokenizer = AutoTokenizer.from_pretrained(path)
-    except (OSError, ValueError):
-        return teacher  # a folder of weights without a tokenizer: there is nothing to compare
-    if teacher_tokenizer.get_vocab() != tokenizer.get_vocab():
-        raise ModelError(
-            f"teacher.path {path!r} has another tokenizer than the run: a teacher scores the same token ids, "
-            "use one of the same family"
-        )
+    require_same_tokens("teacher", config.teacher.path, teacher, tokenizer)
     return teacher
 
 
-def build_scorer(options: TrainEngineConfig, ranks: Ranks) -> FSDPEngine:
+def build_reward_model(
+    config: PPOConfig, ranks: Ranks, tokenizer: PreTrainedTokenizerBase
+) -> RewardModel | None:
+    """Build the model that scores rows; None without the section `reward_model`.
+
+    Raises:
+        ModelError: it has no trained head, or other token ids than the run's tokenizer.
+    """
+    if config.reward_model is None:
+        return None
+    engine = build_scorer(config.reward_model, ranks, load_reward_model)
+    require_same_tokens("reward_model", config.reward_model.path, engine, tokenizer)
+    return RewardModel(engine, config.reward_model.weight)
+
+
+def require_same_tokens(
+    section: str, path: str, engine: FSDPEngine, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    """Check that a model that scores the run's tokens knows them by the same ids.
+
+    Raises:
+        ModelError: its vocabulary is smaller, or its tokenizer another one.
+    """
+    vocab_size = engine.model.config.get_text_config().vocab_size
+    if vocab_size < len(tokenizer):
+        raise ModelError(
+            f"{section}.path {path!r} has a vocabulary of {vocab_size} tokens and the run's tokenizer {len(tokenizer)}: "
+            f"a {section} scores the same token ids, use one of the same family"
+        )
+    try:
+        own = AutoTokenizer.from_pretrained(path)
+    except (OSError, ValueError):
+        return  # a folder of weights without a tokenizer: there is nothing to compare
+    if own.get_vocab() != tokenizer.get_vocab():
+        raise ModelError(
+            f"{section}.path {path!r} has another tokenizer than the run: a {section} scores the same token ids, "
+            "use one of the same family"
+        )
+
+
+def build_scorer(
+    options: TrainEngineConfig, ranks: Ranks, load: Callable[..., PreTrainedModel] = load_model
+) -> FSDPEngine:
     """Build a model that is never trained, even if its section has an optimizer."""
-    return build_engine(replace(options, optimizer=None), ranks, total_steps=1)
+    return build_engine(replace(options, optimizer=None), ranks, total_steps=1, load=load)

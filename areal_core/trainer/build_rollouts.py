@@ -47,6 +47,7 @@ from areal_core.telemetry import Stats
 from areal_core.telemetry.trace_hooks import NO_TRACING, Tracing
 from areal_core.trainer.checkpointing import Frequency
 from areal_core.trainer.evaluation import Evaluation
+from areal_core.trainer.scored_rollouts import RewardModel
 
 NO_LIMIT = 10**12  # versions
 HEALTH_FILE = "server_health.json"  # of the requests of rank 0
@@ -136,6 +137,7 @@ def build_evaluation(
     dataset: Sequence[dict[str, Any]],
     frequency: Frequency,
     stats: Stats,
+    reward_model: RewardModel | None = None,
 ) -> Evaluation:
     """Build the validation, on the engine and event loop of the training prompts.
 
@@ -146,7 +148,7 @@ def build_evaluation(
             not called there.
     """
     if live is None:
-        return Evaluation(None, (), frequency, stats)
+        return Evaluation(None, (), frequency, stats, reward_model=reward_model)
     executor = Executor(
         live.executor.engine,
         StalenessControl(1, prompts_at_once(config, ranks), NO_LIMIT),
@@ -155,7 +157,9 @@ def build_evaluation(
         check_format=config.rollout.check_trajectory_format,
     )
     rows = [(i, dataset[i]) for i in range(ranks.data_parallel_rank, len(dataset), ranks.data_parallel_size)]
-    return Evaluation(executor, rows, frequency, stats, workflow(), eval_gconfig(config).n_samples)
+    return Evaluation(
+        executor, rows, frequency, stats, workflow(), eval_gconfig(config).n_samples, reward_model
+    )
 
 
 def eval_gconfig(config: PPOConfig) -> GenerationHyperparameters:
@@ -287,8 +291,8 @@ def build_workflow(
     """Build a workflow from an instance, a class, or the import path of a class.
 
     An agent (`async def run(data, ...)`) is wrapped in a workflow. `reward_fn` (a function or its
-    import path) becomes a pool of processes, and `tokenizer` (a path) the run's tokenizer. A class
-    gets `gconfig` and `tokenizer` if it takes them.
+    import path) becomes a pool of processes, unless it is asynchronous, and `tokenizer` (a path)
+    the run's tokenizer. A class gets `gconfig` and `tokenizer` if it takes them.
 
     Args:
         arguments: of the class.
@@ -327,12 +331,19 @@ def build_workflow(
         raise ConfigError(
             f"workflow {found.__qualname__} cannot be constructed from {', '.join(arguments) or 'no argument'}: {error}"
         ) from error
-    if "reward_fn" in arguments:
+    if "reward_fn" in arguments and is_asynchronous(arguments["reward_fn"]):
+        arguments["reward_fn"] = tracing.reward(arguments["reward_fn"])
+    elif "reward_fn" in arguments:
         check_reward_fn(arguments["reward_fn"], sys.path, takes_row=found is RLVRWorkflow)
         pool = RewardPool(arguments["reward_fn"], num_workers=1)
         closing(pool.close)
         arguments["reward_fn"] = tracing.reward(pool)
     return found(**arguments)
+
+
+def is_asynchronous(reward_fn: Any) -> bool:
+    """Return whether a reward function is awaited, as one that waits for a server, not computed."""
+    return any(map(inspect.iscoroutinefunction, (reward_fn, type(reward_fn).__call__)))
 
 
 def find_workflow(workflow: RolloutWorkflow | type | str) -> Any:

@@ -15,6 +15,7 @@ from areal_core.rollout.pipeline import Executor
 from areal_core.rollout.workflow import RolloutWorkflow
 from areal_core.telemetry import Reduce, Stats
 from areal_core.trainer.checkpointing import Frequency
+from areal_core.trainer.scored_rollouts import RewardModel
 
 
 class Evaluation:
@@ -29,6 +30,7 @@ class Evaluation:
         frequency: the steps after which validation runs.
         stats: receives the rewards under `eval-rollout/`.
         n_samples: samples of each row.
+        reward_model: its scores are added to the rewards.
     """
 
     def __init__(
@@ -39,6 +41,7 @@ class Evaluation:
         stats: Stats,
         workflow: RolloutWorkflow | None = None,
         n_samples: int = 1,
+        reward_model: RewardModel | None = None,
     ) -> None:
         self.executor = executor
         self.workflow = workflow
@@ -46,6 +49,7 @@ class Evaluation:
         self.frequency = frequency
         self.n_samples = n_samples
         self.stats = stats
+        self.reward_model = reward_model
 
     def after_step(self, step: int) -> None:
         """Validate if it is due. Call it on every rank after every step."""
@@ -55,14 +59,18 @@ class Evaluation:
     def run(self) -> None:
         """Sample every row `n_samples` times and record the rewards.
 
-        Raises the exception of an episode, as training does.
+        A collective with a reward model. Raises the exception of an episode, as training does.
         """
-        if not self.rows:
-            return
-        assert self.executor is not None
-        assert self.workflow is not None
-        batch = self.executor.rollout_batch(self.rows, self.workflow, n_samples=self.n_samples)
-        log_samples(self.stats, batch, self.executor)
+        batch = None
+        if self.rows:
+            assert self.executor is not None
+            assert self.workflow is not None
+            batch = self.executor.rollout_batch(self.rows, self.workflow, n_samples=self.n_samples)
+        if self.reward_model is not None:
+            batch = self.reward_model.add_scores_of_leader(batch)
+        if batch is not None:
+            assert self.executor is not None
+            log_samples(self.stats, batch, self.executor)
 
 
 def log_samples(stats: Stats, batch: Batch, executor: Executor) -> None:

@@ -38,6 +38,7 @@ from areal_core.trainer.evaluation_run import (
 )
 from areal_core.trainer.nonfinite import NonFiniteGuard
 from areal_core.trainer.objective import PolicyObjective
+from areal_core.trainer.scored_rollouts import ScoredRollouts
 from areal_core.trainer.step_stats import log_batch, log_settings, log_versions
 from areal_core.trainer.update import update
 
@@ -194,6 +195,9 @@ class PPOTrainer:
         self.critic = build_models.build_critic(config, self.ranks, total_steps)
         self.reference = build_models.build_reference(config, self.ranks, self.actor)
         self.teacher = build_models.build_teacher(config, self.ranks, self.tokenizer)
+        self.reward_model = None  # the rows of another source have their rewards
+        if source is None:
+            self.reward_model = build_models.build_reward_model(config, self.ranks, self.tokenizer)
         # The trained models: what checkpoints contain.
         self.engines = {"actor": self.actor} | ({"critic": self.critic} if self.critic else {})
         counts = self.ranks.is_group_leader
@@ -278,6 +282,8 @@ class PPOTrainer:
         if source is None:
             live = self._live_rollouts(workflow, workflow_kwargs or {}, dynamic_filter_fn)
             source = build_rollouts.share_rollouts(self.config, self.ranks, live)
+            if self.reward_model is not None:
+                source = ScoredRollouts(source, self.reward_model, self.live_stats)
             if self.version > 0:  # the engine has the weights that the run started with
                 source.update_weights(self.actor, self.version)
             evaluation = self._evaluation(live, eval_workflow or workflow, eval_workflow_kwargs)
@@ -368,7 +374,7 @@ class PPOTrainer:
         gconfig = build_rollouts.eval_gconfig(self.config)
         make = partial(self._workflow, workflow, arguments, gconfig)
         return build_rollouts.build_evaluation(
-            self.config, self.ranks, live, make, dataset, frequency, self.live_stats
+            self.config, self.ranks, live, make, dataset, frequency, self.live_stats, self.reward_model
         )
 
     def _workflow(self, workflow: Any, arguments: dict[str, Any], gconfig: Any) -> RolloutWorkflow:

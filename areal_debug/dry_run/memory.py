@@ -138,6 +138,8 @@ def models_of(config: AnyConfig) -> list[Model]:
             models.append(Model("reference", config.ref))
         if config.teacher is not None:
             models.append(Model("teacher", config.teacher))
+        if config.reward_model is not None and not config.debug.replay_rollout_data:
+            models.append(Model("reward model", config.reward_model, has_scores=True))
     return models
 
 

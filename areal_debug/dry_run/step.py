@@ -73,6 +73,12 @@ def plan_rollout(config: PPOConfig, allocation: Allocation) -> Iterator[Stage]:
 def plan_scores(config: PPOConfig) -> Iterator[Stage]:
     """Yield the forward passes before the update."""
     actor = config.actor
+    if config.reward_model is not None:
+        weight = config.reward_model.weight
+        yield Stage(
+            "scores",
+            f"one forward pass of {config.reward_model.path}; score x {weight} is added to the reward",
+        )
     if config.critic is not None:
         yield Stage("values", f"one forward pass of {config.critic.path}")
     if config.ref is not None and actor.uses_reference():

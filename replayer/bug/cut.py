@@ -320,6 +320,7 @@ def portable_header(
         if config.get(name) is not None:
             config[name]["path"] = paths.get(name, paths["actor"])
     config["actor"]["init_from_scratch"] = False
+    config["reward_model"] = None  # the rows have their rewards
     config["tokenizer_path"] = paths.get("tokenizer", "")
     config["cluster"]["fileroot"] = ""
     model = carried_identity(anchor, paths["actor"])

@@ -191,7 +191,7 @@ def complete_config() -> GRPOConfig:
     """Return a consistent config in which every optional section is present."""
     config = GRPOConfig(experiment_name="a", trial_name="b", allocation_mode="sglang:d1+fsdp:d2")
     fill(config)
-    for model in (config.actor, config.ref, config.critic, config.teacher):
+    for model in (config.actor, config.ref, config.critic, config.teacher, config.reward_model):
         model.path, model.optimizer = "model", train_engine.OptimizerConfig()
     for policy in (config.actor, config.ref):
         policy.rejection_sampling = policy.reward_norm = policy.adv_norm = None
@@ -246,8 +246,8 @@ ASSERTIONS = (
 )
 # Sections of which any use is noted, whatever is in them.
 NOTED_SECTIONS = ("ref.reward_norm", "ref.adv_norm", "ref.rejection_sampling")
-# A critic has a value head with and without it.
-WITHOUT_CHOICE = ("critic.is_critic",)
+# A critic and a reward model have a head with and without it.
+WITHOUT_CHOICE = ("critic.is_critic", "reward_model.is_critic")
 
 
 def unread_options() -> list[tuple[str, tuple[Any, ...]]]:

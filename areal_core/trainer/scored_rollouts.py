@@ -1,0 +1,95 @@
+"""Rewards of a trained reward model: each row's score is added to its reward before the step.
+
+The source of scored rows is around the live one, so that a record has the rewards that the step
+trained on, and a replay needs no reward model:
+
+    live rollouts ── batch ── the model scores its rows ── rewards + weight * score ──> observe("batch"), the step
+
+The score of a row is that of its last token. All ranks score at once, because the model is sharded.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from areal_core.batch import Batch, sequence_lengths
+from areal_core.engine.fsdp import FSDPEngine
+from areal_core.rollout.source import RolloutSource, TrainedWeights
+from areal_core.telemetry import Stats
+
+SCORE = "scores.reward_model"  # key of the scores, float32 [B]
+NO_ROWS = {
+    "input_ids": torch.zeros(0, 1, dtype=torch.int32),
+    "attention_mask": torch.zeros(0, 1, dtype=torch.bool),
+}
+
+
+@dataclass(frozen=True)
+class RewardModel:
+    """A reward model, and the factor on its scores."""
+
+    engine: FSDPEngine
+    weight: float
+
+    def add_scores(self, batch: Batch) -> Batch:
+        """Return the batch with its scores, and `weight` times these in its rewards; a collective."""
+        scores = last_scores(self.engine.compute_values(batch), batch)
+        return batch | {SCORE: scores, "rewards": batch["rewards"] + self.weight * scores}
+
+    def add_scores_of_leader(self, batch: Batch | None) -> Batch | None:
+        """Return `add_scores` of a batch that only rank 0 of a group has; a collective.
+
+        Without a batch, and on the other ranks, None.
+        """
+        ranks = self.engine.ranks
+        shared = ranks.share(batch)
+        if shared is None:
+            self.engine.compute_values(NO_ROWS)
+            return None
+        scored = self.add_scores(shared)
+        return scored if ranks.is_group_leader else None
+
+
+def last_scores(values: Tensor, batch: Batch) -> Tensor:
+    """Return the values [B, T] of each row's last token, [B]."""
+    return values.gather(1, sequence_lengths(batch)[:, None] - 1)[:, 0]
+
+
+class ScoredRollouts:
+    """A `RolloutSource` whose rows are scored by a reward model.
+
+    Args:
+        sampled: the source of the rows.
+        stats: records the scores under `reward_model/`.
+    """
+
+    def __init__(self, sampled: RolloutSource, model: RewardModel, stats: Stats) -> None:
+        self.sampled, self.model, self.stats = sampled, model, stats
+
+    def next_batch(self, step: int, version: int) -> Batch:
+        """Return the next rows with their scores; a collective."""
+        batch = self.sampled.next_batch(step, version)
+        with self.stats.timing("reward_model"):
+            batch = self.model.add_scores(batch)
+        with self.stats.scope("reward_model"):
+            self.stats.denominator(n_seqs=torch.ones_like(batch[SCORE], dtype=torch.bool))
+            self.stats.stat("n_seqs", score=batch[SCORE])
+        return batch
+
+    def update_weights(self, engine: TrainedWeights, version: int) -> None:
+        """Give the weights to the source of the rows."""
+        self.sampled.update_weights(engine, version)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of the source of the rows."""
+        return self.sampled.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from `state`."""
+        self.sampled.load_state_dict(state)
+
+    def close(self) -> None:
+        """Close the source of the rows."""
+        self.sampled.close()

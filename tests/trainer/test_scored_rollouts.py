@@ -1,0 +1,118 @@
+"""Rewards of a reward model in PPO: against Transformers, in the record, on several ranks."""
+
+import importlib.util
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForSequenceClassification
+
+from areal_core.config import PPOConfig, load_expr_config
+from areal_core.engine.errors import ModelError
+from areal_core.engine.ranks import leave_ranks
+from areal_core.errors import ConfigError
+from areal_core.paths import run_folder
+from areal_core.telemetry import read_stats
+from areal_debug.wiring import recorder_of
+from recorder import Recording, RecordingOptions, open_record
+from replayer.request import Request
+from replayer.run import replay_and_compare
+
+PROGRAM = Path(__file__).with_name("reward_model_program.py")
+specification = importlib.util.spec_from_file_location("reward_model_program", PROGRAM)
+program = importlib.util.module_from_spec(specification)
+specification.loader.exec_module(program)
+
+
+@pytest.fixture(scope="module")
+def scorer(tiny_model, tmp_path_factory):
+    return program.make_reward_model(tiny_model, tmp_path_factory.mktemp("scorer"))
+
+
+def scores_by_transformers(scorer, batch):
+    """Compute the score of each row with the classifier's own forward, one row at a time."""
+    model = AutoModelForSequenceClassification.from_pretrained(scorer, dtype=torch.float32).eval()
+    with torch.no_grad():
+        return torch.stack(
+            [
+                model.score(model.model(ids[mask][None].long()).last_hidden_state)[0, -1, 0]
+                for ids, mask in zip(batch["input_ids"], batch["attention_mask"], strict=True)
+            ]
+        )
+
+
+def test_scores_are_those_of_transformers_and_a_replay_has_them_without_the_model(
+    tiny_model, scorer, tmp_path
+):
+    batches, record = [], tmp_path / "record"
+    moved = tmp_path / "scorer"
+    scorer.rename(moved)
+    options = RecordingOptions(Recording("full"))
+    observers = [program.keep_batches(batches), lambda trainer: recorder_of(trainer, record, options)]
+    with program.build(tiny_model, moved, tmp_path / "run", observers=observers) as trainer:
+        program.train(trainer)
+        logs = run_folder(trainer.config, "logs")
+    moved.rename(scorer)
+    for batch in batches:
+        scores = scores_by_transformers(scorer, batch)
+        assert scores.std() > 0.1
+        torch.testing.assert_close(batch["scores.reward_model"], scores, rtol=1e-4, atol=1e-5)
+        assert torch.equal(batch["rewards"], 0.5 * batch["scores.reward_model"])
+    steps = read_stats(logs / "stats.jsonl")
+    for step, batch in zip(steps, batches, strict=True):
+        assert step["reward_model/score/avg"] == pytest.approx(float(batch["scores.reward_model"].mean()))
+        assert step["ppo_actor/task_reward/avg"] == pytest.approx(float(batch["rewards"].mean()), rel=1e-5)
+        assert step["rollout/reward"] == 0  # the workflow's own
+        assert abs(step["eval-rollout/reward"]) > 0.01
+    recorded = open_record(record)
+    np.testing.assert_array_equal(
+        recorded.step(1).batch(0)["scores.reward_model"], batches[1]["scores.reward_model"]
+    )
+    assert not moved.exists()  # the folder that the record names
+    report = replay_and_compare(Request(str(record), 0, 1))
+    assert report.identical, report.first_different
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("split", ["d2", "d1c2"])
+def test_ranks_compute_the_same_scores(split, tiny_model, scorer, tmp_path, torchrun):
+    batches = []
+    with program.build(
+        tiny_model, scorer, tmp_path / "one", observers=[program.keep_batches(batches)]
+    ) as one:
+        program.train(one)
+    found = torchrun(
+        PROGRAM, 2, tiny_model, scorer, tmp_path / "two", f"allocation_mode=embedded|fsdp:{split}"
+    )
+    for scores, batch in zip(found, batches, strict=True):
+        expected = sorted(set(batch["scores.reward_model"].tolist()))
+        np.testing.assert_allclose(scores, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_language_model_and_another_tokenizer_are_refused(tiny_model, scorer, tmp_path):
+    with pytest.raises(ModelError, match="has no trained score head"):
+        program.build(tiny_model, tiny_model, tmp_path)
+    leave_ranks()  # a trainer that was not made cannot
+    other = program.make_reward_model(tiny_model, tmp_path / "other")
+    text = (other / "tokenizer.json").read_text()
+    (other / "tokenizer.json").write_text(text.replace('"7"', '"@@"'))
+    with pytest.raises(ModelError, match=r"reward_model.path .* has another tokenizer than the run"):
+        program.build(tiny_model, other, tmp_path)
+    leave_ranks()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sentence"),
+    [
+        (["reward_model.weight=2"], "reward_model.path is empty"),
+        (["reward_model.path=m", "reward_model.init_from_scratch=true"], "scores of random weights"),
+        (["reward_model.path=m", "actor.dynamic_sampling=true"], "groups are dropped by the workflow's own"),
+        (["reward_model.path=m", "reward_model.use_lora=true"], "reward_model is not trained"),
+        (["reward_model.path=m", "reward_model.mb_spec.max_tokens_per_mb=4"], "would not fit"),
+    ],
+)
+def test_options_that_contradict_a_reward_model_are_refused(overrides, sentence):
+    given = ["--config", str(program.TINY), "cluster.fileroot=runs", "actor.path=m", *overrides]
+    with pytest.raises(ConfigError, match=sentence):
+        load_expr_config(given, PPOConfig)
