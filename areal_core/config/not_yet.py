@@ -29,7 +29,6 @@ class NotYet:
 
 UPSTREAM_EXTENSION = "areal.engine.vllm_ext.vllm_worker_extension.VLLMWorkerExtension"
 NO_SCALING = "losses are scaled for Megatron only, which is not supported"
-NO_REWARD_MODEL = "no reward model scores completions: call it in a reward function"
 NO_REWARD_SERVICE = "reward functions run in processes of the trainer: give a reward function to the workflow"
 
 NOT_YET = (
@@ -45,8 +44,6 @@ NOT_YET = (
     NotYet("sglang.cuda_graph_max_bs", (None,), "SGLang 0.5.23 calls it sglang.cuda_graph_max_bs_decode"),
     NotYet("sglang.cuda_graph_bs", (None,), "SGLang 0.5.23 calls it sglang.cuda_graph_bs_decode"),
     NotYet("train_dataset.drop_last", (True,), "only full batches are trained: set it to true"),
-    NotYet("scheduler.reward_model_path", ("",), NO_REWARD_MODEL),
-    NotYet("scheduler.reward_model_service_url", ("", "http://localhost:30000/classify"), NO_REWARD_MODEL),
     NotYet("scheduler.functioncall_service_domain", ("", "http://localhost:8080"), NO_REWARD_SERVICE, refused=False),
     NotYet("scheduler.reward_functioncall_config", ({},), NO_REWARD_SERVICE, refused=False),
     NotYet("scheduler.endpoint", ("", "http://localhost:8081"), "scheduler.type starts processes, no service", refused=False),

@@ -7,6 +7,7 @@ from areal_core.config.experiment import PPOConfig
 from areal_core.config.generation import GenerationHyperparameters
 from areal_core.config.presets import shown
 from areal_core.config.servers import server_options
+from areal_core.config.services import REWARD_SERVICE
 from areal_core.config.train_engine import NormConfig, TrainEngineConfig
 from areal_core.rollout.fleet.server import ADDRESSES_VARIABLE
 
@@ -285,6 +286,21 @@ def reward_model_scores_every_row(config: PPOConfig) -> Iterator[str]:
         )
 
 
+def served_reward_model_is_complete(config: PPOConfig) -> Iterator[str]:
+    scheduler = config.scheduler
+    path, url = scheduler.reward_model_path, scheduler.reward_model_service_url
+    if path and not url.startswith(("http://", "https://")):
+        yield (
+            f"scheduler.reward_model_service_url is {url!r} and scheduler.reward_model_path is {path!r}; give the URL of its "
+            f"server, such as {REWARD_SERVICE!r}, or score on the trainer's ranks with reward_model.path"
+        )
+    if not path and url not in ("", REWARD_SERVICE):
+        yield (
+            f"scheduler.reward_model_service_url is {url!r} and scheduler.reward_model_path is empty; give the folder of the served "
+            "model, whose tokenizer renders the conversations"
+        )
+
+
 ROLLOUT_COUPLINGS = (longest_sequence_is_sampled, tokenizers_agree)  # without a trainer, too
 PPO_COUPLINGS = (
     *ROLLOUT_COUPLINGS,
@@ -307,4 +323,5 @@ PPO_COUPLINGS = (
     critic_has_returns_to_learn,
     teacher_scores_what_the_actor_sampled,
     reward_model_scores_every_row,
+    served_reward_model_is_complete,
 )

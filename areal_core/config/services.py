@@ -134,6 +134,9 @@ class LauncherConfig:
     ray: RayLauncherConfig = section(RayLauncherConfig, "Ray.")
 
 
+REWARD_SERVICE = "http://localhost:30000/classify"
+
+
 @dataclass
 class SchedulerConfig:
     """The scheduler that starts the processes of a run."""
@@ -147,8 +150,10 @@ class SchedulerConfig:
     deploy_mode: str = option("", "How it is deployed.")
     functioncall_service_domain: str = option("", "Service that runs reward functions.")
     reward_functioncall_config: dict[str, Any] = section(dict, "Options of that service.")
-    reward_model_path: str = option("", "Reward model.")
-    reward_model_service_url: str = option("", "Service of the reward model.")
+    reward_model_path: str = option(
+        "", "Reward model on a server, which gives the workflow's rewards; its tokenizer is read here."
+    )
+    reward_model_service_url: str = option(REWARD_SERVICE, "Its server: SGLang's /classify.")
 
 
 @dataclass

@@ -16,6 +16,7 @@ from areal_core.agent.agents import import_object, is_agent
 from areal_core.batch import Batch
 from areal_core.config import AgentConfig, GenerationHyperparameters, PPOConfig
 from areal_core.config.checks import serves_adapters
+from areal_core.config.services import SchedulerConfig
 from areal_core.config.vision import INSTEAD as IMAGES_INSTEAD
 from areal_core.embedded.engine import EmbeddedEngine, ReplicaUpdate
 from areal_core.embedded.replica import Replica
@@ -26,6 +27,7 @@ from areal_core.import_paths import hint_for, ours
 from areal_core.launch.job import served_model
 from areal_core.paths import run_folder
 from areal_core.reward import RewardPool
+from areal_core.reward.served import RewardServer
 from areal_core.reward.signature import check_reward_fn
 from areal_core.rollout.episodes import AcceptFn
 from areal_core.rollout.errors import RequestRefused
@@ -339,6 +341,26 @@ def build_workflow(
         closing(pool.close)
         arguments["reward_fn"] = tracing.reward(pool)
     return found(**arguments)
+
+
+def with_served_rewards(
+    workflow: Any, arguments: dict[str, Any], scheduler: SchedulerConfig
+) -> dict[str, Any]:
+    """Return a workflow's arguments, with the reward model of `scheduler` as its reward function.
+
+    Raises:
+        ConfigError: the workflow has its rewards already.
+    """
+    if not scheduler.reward_model_path:
+        return arguments
+    if not isinstance(workflow, type | str) or "reward_fn" in arguments:
+        given = "reward_fn" if "reward_fn" in arguments else "instance"
+        raise ConfigError(
+            f"scheduler.reward_model_path is {scheduler.reward_model_path!r} and the script gives the workflow's {given}: remove "
+            "one of them, or add the scores with reward_model.path"
+        )
+    server = RewardServer(scheduler.reward_model_service_url, scheduler.reward_model_path)
+    return arguments | {"reward_fn": server}
 
 
 def is_asynchronous(reward_fn: Any) -> bool:

@@ -379,6 +379,7 @@ class PPOTrainer:
 
     def _workflow(self, workflow: Any, arguments: dict[str, Any], gconfig: Any) -> RolloutWorkflow:
         closing = self._cleanup.callback
+        arguments = build_rollouts.with_served_rewards(workflow, arguments, self.config.scheduler)
         return build_rollouts.build_workflow(
             workflow, arguments, gconfig, self.tokenizer, closing, self.tracing, self.config.rollout.agent
         )

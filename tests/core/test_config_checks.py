@@ -237,11 +237,14 @@ def test_what_upstream_files_repeat_has_no_note(changes):
     assert check_config(changed(sound_config(), changes)) == []
 
 
-def test_a_reward_model_that_would_not_score_is_refused():
-    with pytest.raises(
-        ConfigError, match=r"scheduler.reward_model_path is 'rm', which is not available: no reward"
-    ):
-        check_config(changed(sound_config(), {"scheduler.reward_model_path": "rm"}))
+def test_a_served_reward_model_has_a_path_and_a_url():
+    served = {"scheduler.reward_model_path": "rm"}
+    assert check_config(changed(sound_config(), served)) == []
+    url = "scheduler.reward_model_service_url"
+    with pytest.raises(ConfigError, match="give the URL of its server, such as 'http://localhost:30000"):
+        check_config(changed(sound_config(), served | {url: ""}))
+    with pytest.raises(ConfigError, match="reward_model_path is empty; give the folder of the served"):
+        check_config(changed(sound_config(), {url: "http://other:1/classify"}))
 
 
 @pytest.mark.parametrize("role", ["train", "rollout"])

@@ -6,14 +6,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from aiohttp import web
 from transformers import AutoModelForSequenceClassification
 
 from areal_core.config import PPOConfig, load_expr_config
+from areal_core.dataset import get_dataset
 from areal_core.engine.errors import ModelError
 from areal_core.engine.ranks import leave_ranks
 from areal_core.errors import ConfigError
 from areal_core.paths import run_folder
+from areal_core.reward import no_reward
+from areal_core.rollout.http_thread import HttpThread
 from areal_core.telemetry import read_stats
+from areal_core.trainer.rl import PPOTrainer
 from areal_debug.wiring import recorder_of
 from recorder import Recording, RecordingOptions, open_record
 from replayer.request import Request
@@ -100,6 +105,36 @@ def test_a_language_model_and_another_tokenizer_are_refused(tiny_model, scorer, 
     with pytest.raises(ModelError, match=r"reward_model.path .* has another tokenizer than the run"):
         program.build(tiny_model, other, tmp_path)
     leave_ranks()
+
+
+def test_a_served_reward_model_gives_the_rewards_of_the_workflow(tiny_model, tmp_path):
+    async def classify(request):
+        tokens = (await request.json())["input_ids"]
+        return web.json_response({"embedding": [len(tokens) / 4]})
+
+    application = web.Application()
+    application.router.add_post("/classify", classify)
+    server = HttpThread(application, "reward model")
+    served = [
+        f"scheduler.reward_model_path={tiny_model}",
+        f"scheduler.reward_model_service_url=http://127.0.0.1:{server.port}/classify",
+    ]
+    batches = []
+    options = [f"cluster.fileroot={tmp_path}", f"actor.path={tiny_model}", "total_train_steps=1", *served]
+    config, _ = load_expr_config(["--config", str(program.TINY), *options], PPOConfig)
+    rows = get_dataset(config.train_dataset)
+    with PPOTrainer(config, rows, observers=[program.keep_batches(batches)], print_steps=False) as trainer:
+        with pytest.raises(
+            ConfigError, match="the script gives the workflow's reward_fn: remove one of them"
+        ):
+            trainer.train(workflow_kwargs={"reward_fn": no_reward})
+        trainer.train()
+    server.close()
+    expected = []
+    for ids, sampled in zip(batches[0]["input_ids"], batches[0]["loss_mask"].bool(), strict=True):
+        completion = trainer.tokenizer.decode(ids[sampled], skip_special_tokens=True)
+        expected.append((int(sampled.int().argmax()) + len(completion) + len(["<|end|>"])) / 4)
+    assert batches[0]["rewards"].tolist() == expected
 
 
 @pytest.mark.parametrize(
