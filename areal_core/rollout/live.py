@@ -147,11 +147,12 @@ class LiveRollouts:
 
 
 def log_rollouts(stats: Stats, executor: Executor, batch: dict[str, Tensor]) -> None:
-    """Record the rewards, and per rank the prompts since the run started and those running now."""
+    """Record rewards and scores, and per rank the prompts since the start and those running now."""
     control = executor.control
     with stats.scope("rollout"):
         stats.denominator(n_seqs=torch.ones_like(batch["rewards"], dtype=torch.bool))
-        stats.stat("n_seqs", Reduce.AVG, reward=batch["rewards"])
+        scores = {key: values for key, values in batch.items() if key.startswith("scores.")}
+        stats.stat("n_seqs", Reduce.AVG, reward=batch["rewards"], **scores)
         stats.scalar(
             accepted=control.accepted,
             rejected=control.rejected,
