@@ -73,7 +73,7 @@ def plan_rollout(config: PPOConfig, allocation: Allocation) -> Iterator[Stage]:
 def plan_scores(config: PPOConfig) -> Iterator[Stage]:
     """Yield the forward passes before the update."""
     actor = config.actor
-    if config.reward_model is not None:
+    if config.reward_model is not None and not config.debug.replay_rollout_data:
         weight = config.reward_model.weight
         yield Stage(
             "scores",

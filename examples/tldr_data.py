@@ -1,0 +1,103 @@
+"""Write a small data set of posts and summaries, with a tokenizer of its words and a random model.
+
+    python examples/tldr_data.py runs/tldr
+
+Each post has a title and three sentences, in the form of the TL;DR data set of Reddit posts. The
+first sentence is what the title is about, and the best summary. The summaries for supervised
+fine-tuning are those of hasty authors: half of them go on with the second sentence, and a quarter
+of the others name a wrong thing. A pair has the best summary and a worse one: too long, of another
+sentence, or with a wrong thing.
+
+A row has `messages` and `answer` (SFT), `chosen` and `rejected` (reward model), and `best`.
+"""
+
+import json
+import random
+import sys
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+SUBJECTS = ("dog", "cat", "boss", "neighbor", "sister", "roommate", "teacher", "cousin", "landlord", "friend")
+VERBS = ("lost", "sold", "broke", "hid", "painted", "returned", "borrowed", "washed", "dropped", "wanted")
+OBJECTS = ("car", "keys", "phone", "bike", "guitar", "laptop", "sofa", "ring", "camera", "garden")
+FILLERS = ("it was raining", "i was tired", "what a week", "it was late")
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ '<|' + message['role'] + '|> ' + message['content'] + ' <|end|> ' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+SPECIAL = ["<|pad|>", "<|end|>", "<|user|>", "<|assistant|>", "<|unknown|>"]
+
+
+def make_row(numbers: random.Random) -> dict[str, object]:
+    """Return one post with its summaries."""
+    subjects, things = numbers.sample(SUBJECTS, 2), numbers.sample(OBJECTS, 3)
+    verbs = numbers.choices(VERBS, k=2)
+    best, detail = (f"{subjects[i]} {verbs[i]} {things[i]}" for i in range(2))
+    wrong = f"{subjects[0]} {verbs[0]} {things[2]}"
+    post = f"title my {subjects[0]} post {best} . {detail} . {numbers.choice(FILLERS)} . tl;dr"
+    short = wrong if numbers.random() < 0.25 else best
+    return {
+        "messages": [{"role": "user", "content": post}],
+        "answer": numbers.choice([short, f"{best} {detail}"]),
+        "chosen": best,
+        "rejected": numbers.choice([f"{best} {detail}", detail, wrong]),
+        "best": best,
+    }
+
+
+def make_tokenizer() -> PreTrainedTokenizerFast:
+    """Return a tokenizer with one token for each word of the posts."""
+    words = sorted({*SUBJECTS, *VERBS, *OBJECTS, *" ".join(FILLERS).split()})
+    words += [".", "title", "my", "post", "tl;dr"]
+    tokenizer = Tokenizer(
+        models.WordLevel({word: i for i, word in enumerate([*SPECIAL, *words])}, unk_token=SPECIAL[-1])
+    )
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    wrapped = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token=SPECIAL[0],
+        eos_token=SPECIAL[1],
+        unk_token=SPECIAL[-1],
+        additional_special_tokens=SPECIAL[2:4],
+    )
+    wrapped.chat_template = CHAT_TEMPLATE
+    return wrapped
+
+
+def make_model(folder: Path, seed: int) -> None:
+    """Write a random model of two layers, and its tokenizer, to `folder/model`."""
+    tokenizer = make_tokenizer()
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        max_position_embeddings=128,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        dtype="float32",
+    )
+    torch.manual_seed(seed)
+    LlamaForCausalLM(config).save_pretrained(folder / "model")
+    tokenizer.save_pretrained(folder / "model")
+
+
+def write(folder: Path, num_rows: int = 4096, num_held_out: int = 128, seed: int = 0) -> None:
+    """Write `train.jsonl`, `test.jsonl` and `model/`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    numbers = random.Random(seed)
+    for split, count in {"train": num_rows, "test": num_held_out}.items():
+        rows = [json.dumps(make_row(numbers)) + "\n" for _ in range(count)]
+        (folder / f"{split}.jsonl").write_text("".join(rows))
+    make_model(folder, seed)
+
+
+if __name__ == "__main__":
+    write(Path(sys.argv[1]))

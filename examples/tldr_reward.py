@@ -1,0 +1,23 @@
+"""Summaries of posts, second of three steps: a reward model on pairs of summaries.
+
+    areal-debug train examples/tldr_reward.py --config examples/tldr_reward.yaml
+
+It starts from the model of `tldr_sft.py`, with a score head in place of the output layer.
+"""
+
+import sys
+
+from areal_core.config import RWConfig, load_expr_config
+from areal_core.dataset import get_dataset
+from areal_core.trainer.build import load_tokenizer
+from areal_core.trainer.reward_model import RWTrainer
+
+
+def main(argv: list[str]) -> None:
+    config, _ = load_expr_config(argv, RWConfig)
+    with RWTrainer(config, get_dataset(config.train_dataset, tokenizer=load_tokenizer(config))) as trainer:
+        trainer.train()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,51 @@
+"""A reward model on a real SGLang server on the CPU scores as the trainer's own engine does."""
+
+import asyncio
+import importlib.util
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+from areal_core.config import SGLangConfig
+from areal_core.errors import RewardError
+from areal_core.reward.served import RewardServer
+from areal_core.sglang.start import SGLangServer, cpu_environment, server_args
+
+pytestmark = [pytest.mark.long, pytest.mark.sglang]
+PROGRAM = Path(__file__).with_name("reward_model_program.py")
+specification = importlib.util.spec_from_file_location("reward_model_program", PROGRAM)
+program = importlib.util.module_from_spec(specification)
+specification.loader.exec_module(program)
+
+
+def test_scores_of_a_real_server_are_those_of_transformers(tiny_model, tmp_path):
+    scorer = program.make_reward_model(tiny_model, tmp_path / "scorer")
+    arguments = server_args(SGLangConfig(dtype="float32", context_length=512), "cpu")
+    rows = [([5, 9, 30], [40, 41, 1]), ([7] * 40, list(range(10, 90))), ([8], [1])]
+    with SGLangServer(
+        scorer, tmp_path / "log", [*arguments, "--is-embedding"], cpu_environment(), ready_timeout_s=600.0
+    ) as server:
+        reward_fn = RewardServer(f"http://{server.server.address}/classify")
+
+        async def score_all():
+            return await asyncio.gather(*(reward_fn("", "", prompt, reply) for prompt, reply in rows))
+
+        found = asyncio.run(score_all())
+        by_template = RewardServer(reward_fn.url, str(scorer))
+        question = [{"role": "user", "content": "1+1="}]
+        rendered = asyncio.run(by_template("", "2", [], [], messages=question))
+        with pytest.raises(RewardError, match="answered 400"):
+            asyncio.run(reward_fn("", "", [1] * 600, [2]))
+    model = AutoModelForSequenceClassification.from_pretrained(scorer, dtype=torch.float32).eval()
+    tokenizer = AutoTokenizer.from_pretrained(scorer)
+    conversation = [*question, {"role": "assistant", "content": "2"}]
+    texts = [prompt + reply for prompt, reply in rows]
+    texts.append(tokenizer.apply_chat_template(conversation, return_dict=False))
+    with torch.no_grad():
+        expected = [
+            float(model.score(model.model(torch.tensor([ids])).last_hidden_state)[0, -1, 0]) for ids in texts
+        ]
+    assert max(expected) - min(expected) > 0.1
+    assert [*found, rendered] == pytest.approx(expected, abs=1e-4)
