@@ -1,6 +1,6 @@
 """Train the three steps of the TL;DR example and draw what PPO makes of the reward model's scores.
 
-    python benchmarks/reward_models.py [--seeds 3] [--folder DIR]
+    OMP_NUM_THREADS=1 python benchmarks/reward_models.py [--seeds 3] [--folder DIR]
 
 Runs examples/tldr_data.py, tldr_sft.py and tldr_reward.py once and tldr_ppo.py per seed, with their
 own YAML files, on one CPU thread. Writes docs/reward_models.svg and prints the table of
@@ -9,12 +9,11 @@ depends on it.
 """
 
 import argparse
+import importlib
 import json
-import os
-import resource
-import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -35,19 +34,12 @@ SCORE = "eval-rollout/reward"
 def run(folder: Path, name: str, *overrides: str) -> tuple[Path, float]:
     """Train one step of the example; return the folder of its logs, and its CPU seconds."""
     given = [f"cluster.fileroot={folder}", f"train_dataset.path={folder}/tldr", *overrides]
-    config = ["--config", f"examples/{name}.yaml", *given] if name != "tldr_data" else [f"{folder}/tldr"]
-    environment = os.environ | {
-        "OMP_NUM_THREADS": "1",
-        "TOKENIZERS_PARALLELISM": "false",
-        "PYTHONPATH": str(ROOT),
-    }
-    before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
-    command = [sys.executable, f"examples/{name}.py", *config]
-    subprocess.run(command, cwd=ROOT, env=environment, check=True, stdout=subprocess.DEVNULL)
-    seconds = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - before
+    before = time.process_time()
+    importlib.import_module(name).main(["--config", f"{ROOT}/examples/{name}.yaml", *given])
+    seconds = time.process_time() - before
     trial = next((o.partition("=")[2] for o in overrides if o.startswith("trial_name=")), "trial0")
-    found = list(folder.glob(f"logs/*/{name.replace('_', '-')}/{trial}"))
-    return (found[0] if found else folder), seconds
+    [logs] = folder.glob(f"logs/*/{name.replace('_', '-')}/{trial}")
+    return logs, seconds
 
 
 def stats_of(logs: Path) -> list[dict[str, Any]]:
@@ -115,7 +107,8 @@ def main() -> None:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = (options.folder or Path(name)).resolve()
-        run(folder, "tldr_data")
+        sys.path.insert(0, str(ROOT / "examples"))
+        importlib.import_module("tldr_data").write(folder / "tldr")
         supervised, of_sft = run(folder, "tldr_sft", f"actor.path={folder}/tldr/model")
         ranked, of_reward = run(folder, "tldr_reward")
         runs = [

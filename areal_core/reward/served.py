@@ -12,6 +12,7 @@ from functools import cache
 from typing import Any
 
 import aiohttp
+from jinja2 import TemplateError
 
 from areal_core.errors import RewardError
 
@@ -129,6 +130,15 @@ def _tokenizer(path: str) -> Any:
 
 
 def conversation_tokens(tokenizer_path: str, messages: list[dict[str, Any]]) -> list[int]:
-    """Return the tokens of a finished conversation in the chat template of a tokenizer."""
-    tokens: list[int] = _tokenizer(tokenizer_path).apply_chat_template(messages, return_dict=False)
+    """Return the tokens of a finished conversation in the chat template of a tokenizer.
+
+    Raises:
+        RewardError: it has no chat template, or one that refuses the conversation.
+    """
+    try:
+        tokens: list[int] = _tokenizer(tokenizer_path).apply_chat_template(messages, return_dict=False)
+    except (ValueError, TemplateError) as error:
+        raise RewardError(
+            f"the tokenizer at {tokenizer_path!r} cannot render the conversation: {str(error).splitlines()[0]}"
+        ) from error
     return tokens

@@ -115,7 +115,7 @@ def test_a_judge_behind_an_api_is_asked_again_when_it_is_busy(server, monkeypatc
     assert requests == [("/v1/chat/completions", sent, "Bearer k")] * 2
 
 
-def test_a_served_reward_model_scores_the_tokens_or_its_own_rendering(server, tiny_model):
+def test_a_served_reward_model_scores_the_tokens_or_its_own_rendering(server, tiny_model, tmp_path):
     url, requests = server
     arguments = ("1+1=", "2", [1, 2], [3])
     assert asyncio.run(RewardServer(f"{url}/classify")(*arguments, **ROW)) == 0.25
@@ -127,5 +127,10 @@ def test_a_served_reward_model_scores_the_tokens_or_its_own_rendering(server, ti
         asyncio.run(RewardServer(f"{url}/bad")(*arguments, **ROW))
     with pytest.raises(RewardError, match="expected an object whose embedding is one finite number"):
         asyncio.run(RewardServer(f"{url}/other")(*arguments, **ROW))
+    bare = make_tiny_tokenizer()
+    bare.chat_template = None
+    bare.save_pretrained(tmp_path)
+    with pytest.raises(RewardError, match=r"cannot render the conversation: .*chat_template is not set"):
+        asyncio.run(RewardServer(f"{url}/classify", str(tmp_path))(*arguments, **ROW))
     with pytest.raises(RewardError, match="is 'host:1'; give one such as"):
         RewardServer("host:1")

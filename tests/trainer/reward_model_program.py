@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForSequenceClassification
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from areal_core.config import PPOConfig, load_expr_config
 from areal_core.dataset import get_dataset
@@ -23,9 +23,7 @@ TINY = Path(__file__).parents[1] / "debug" / "tiny.yaml"
 
 def make_reward_model(model: Path, folder: Path) -> Path:
     """Write a reward model with a random head on the weights and tokenizer of a language model."""
-    for file in model.glob("tokenizer*"):
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / file.name).write_bytes(file.read_bytes())
+    AutoTokenizer.from_pretrained(model).save_pretrained(folder)
     scorer = AutoModelForSequenceClassification.from_pretrained(model, num_labels=1, dtype=torch.float32)
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(5)
