@@ -51,8 +51,12 @@ def derive_options(tree: Tree, cls: type, file: str, role: Role = "train") -> li
         role: of the process that reads them.
     """
     follow(tree, cls)
-    if role == "rollout":  # rows are the script's own matter
-        for option, value in {"train_dataset.path": "", "train_dataset.type": "rl"}.items():
+    if role == "rollout":  # rows are the script's own matter, and the model may be named by its servers
+        served = "${vllm.model}" if value_of(tree, "vllm.model") else "${sglang.model_path}"
+        without = {"train_dataset.path": "", "train_dataset.type": "rl"}
+        if value_of(tree, "sglang.model_path") or value_of(tree, "vllm.model"):
+            without["actor.path"] = served
+        for option, value in without.items():
             if not is_given(tree, option):
                 set_option(tree, option, value)
     notes = sample_from_given_servers(tree) if issubclass(cls, PPOConfig) else []

@@ -161,7 +161,6 @@ def print_plan(script: Path, arguments: list[str], as_json: bool) -> int:
     os.environ["HF_HUB_OFFLINE"] = "1"  # before the libraries are imported, which read it once
     from dataclasses import asdict
 
-    from areal_core.config.loading import load_with_notes
     from areal_core.safety.secrets import masker
     from areal_debug.dry_run.plan import plan_run
     from areal_debug.dry_run.render import print_dry_run
@@ -169,13 +168,13 @@ def print_plan(script: Path, arguments: list[str], as_json: bool) -> int:
         check_imports,
         check_record,
         check_reward_functions,
-        config_class,
+        load_options,
     )
 
     try:
         check_imports(script)
         check_reward_functions(script)
-        config, config_file, notes = load_with_notes(arguments, config_class(arguments, script))
+        config, config_file, notes = load_options(arguments, script)
         run = plan_run(script, config_file, config, notes)
         check_record(config)
     except ValueError as error:

@@ -5,7 +5,9 @@ translated into overrides of options.
 """
 
 import ast
+import logging
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import field, make_dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ from areal_core.errors import ConfigError
 from areal_core.import_paths import replacements
 from areal_debug.installation import EXAMPLES
 
+logger = logging.getLogger(__name__)
 LOADERS = ("load_expr_config", "wire")
 
 OPTIONS = {"--dump-rollout": "dump_rollout_data", "--replay-rollout": "replay_rollout_data"}
@@ -91,10 +94,33 @@ def find_script(name: str) -> Path:
 
 
 def read_config(arguments: list[str], script: Path | None = None) -> PPOConfig:
-    """Return the config as the script will read it. Raises ConfigError."""
-    from areal_core.config import load_expr_config
+    """Return the config as the script will read it, with its notes logged. Raises ConfigError."""
+    config, path, notes = load_options(arguments, script)
+    for note in notes:
+        logger.warning("%s: %s", path, note)
+    return config
 
-    return load_expr_config(arguments, config_class(arguments, script))[0]
+
+def load_options(arguments: list[str], script: Path | None = None) -> tuple[PPOConfig, str, list[str]]:
+    """Return the config as the script will read it, the file's path, and notes.
+
+    A file whose `allocation_mode` has servers only needs no options of training.
+
+    Raises ConfigError.
+    """
+    from areal_core.config.loading import load_with_notes, read_yaml, split_arguments
+
+    cls = config_class(arguments, script)
+    try:
+        return load_with_notes(arguments, cls)
+    except ConfigError:
+        path, overrides = split_arguments(arguments)
+        if "allocation_mode" in {*read_yaml(path), *(text.partition("=")[0] for text in overrides)}:
+            with suppress(ConfigError):
+                served = load_with_notes(arguments, cls, role="rollout")
+                if served[0].allocation.train is None:
+                    return served
+        raise
 
 
 def config_class(arguments: list[str], script: Path | None = None) -> type[PPOConfig]:

@@ -248,3 +248,22 @@ def test_rollouts_alone_need_neither_rows_nor_options_of_training(tmp_path):
     with pytest.raises(ConfigError) as refused:
         load_with_notes(["--config", str(file)], GRPOConfig)
     assert "train_dataset.path must be given" in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("servers", "path"),
+    [
+        ("allocation_mode: sglang:d2\nsglang: {model_path: some/model}", "some/model"),
+        ("allocation_mode: vllm:d1\nvllm: {model: other/model}", "other/model"),
+        ("sglang: {model_path: some/model}\nactor: {path: third/model}\nallocation_mode: sglang:d1", "third/model"),
+    ],
+)
+def test_rollouts_alone_need_no_more_than_the_section_of_their_servers(tmp_path, servers, path):
+    file = tmp_path / "debug.yaml"
+    file.write_text(servers)
+    options = ["--config", str(file)]
+    if "third" in path:
+        options.append("sglang.model_path=third/model")
+    config = load_with_notes(options, GRPOConfig, role="rollout")[0]
+    assert config.actor.path == path
+    assert config.allocation.train is None

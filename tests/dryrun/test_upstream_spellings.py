@@ -110,3 +110,12 @@ def test_a_script_that_imports_areal_is_refused_with_what_to_write(plan):
         "  line 1: areal.PPOTrainer: from areal_core.trainer.rl import PPOTrainer",
         "  line 2: areal.utils.saver.Saver: no equivalent (docs/coming_from_areal.md lists what there is)",
     ]
+
+
+def test_a_file_of_servers_alone_needs_no_options_of_training(plan, tmp_path):
+    file = tmp_path / "debug.yaml"
+    file.write_text("allocation_mode: sglang:d2\nsglang: {model_path: some/model}\n")
+    code, run = plan(file, GRPO)
+    assert (code, run["model"], run["allocation"], run["steps"]) == (0, "some/model", "sglang:d2", None)
+    code, refused = plan(file, GRPO, "allocation_mode=sglang:d1+fsdp:d1")
+    assert (code, "train_dataset.path must be given" in refused["problems"][0]) == (2, True)
