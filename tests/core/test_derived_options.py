@@ -255,7 +255,10 @@ def test_rollouts_alone_need_neither_rows_nor_options_of_training(tmp_path):
     [
         ("allocation_mode: sglang:d2\nsglang: {model_path: some/model}", "some/model"),
         ("allocation_mode: vllm:d1\nvllm: {model: other/model}", "other/model"),
-        ("sglang: {model_path: some/model}\nactor: {path: third/model}\nallocation_mode: sglang:d1", "third/model"),
+        (
+            "sglang: {model_path: some/model}\nactor: {path: third/model}\nallocation_mode: sglang:d1",
+            "third/model",
+        ),
     ],
 )
 def test_rollouts_alone_need_no_more_than_the_section_of_their_servers(tmp_path, servers, path):
