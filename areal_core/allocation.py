@@ -2,7 +2,8 @@
 
 allocation := servers "+" trainer | servers "+" ("eval" | "cpu") | colocated | servers | trainer
 colocated  := ("embedded" | servers) "|" trainer | "embedded" "|" "eval"
-              (embedded: the engine lives in the trainer's processes; eval: evaluation only, by one process)
+              (embedded: the engine is in the trainer's processes)
+eval          one process evaluates, and nothing is trained
 servers    := ("sglang" | "vllm") name? (":" | ".") sizes
 trainer    := ("fsdp" name? (":" | "."))? sizes
 name       := "[" letters "]"                           (parsed and ignored)

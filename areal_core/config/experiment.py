@@ -85,7 +85,7 @@ class SaverConfig(TimerConfig):
 
 @dataclass
 class EvaluatorConfig(TimerConfig):
-    """Frequency of evaluation on the validation set, and what a run evaluates that does not train."""
+    """Frequency of evaluation on the validation set; what a run evaluates that does not train."""
 
     eval_before_train: bool = option(False, "Also before the first step.")
     checkpoints: list[str] | None = option(

@@ -145,7 +145,7 @@ def read_training_config(arguments: list[str], script: Path) -> "PPOConfig":
 
 
 def passes_validation_rows(script: Path) -> bool:
-    """Return whether a script may pass a dataset of its own to PPOTrainer, as far as its text shows.
+    """Return whether a script may pass rows of its own to PPOTrainer, as far as its text shows.
 
     Otherwise a missing one would only be found once the servers have started.
     """

@@ -1,4 +1,4 @@
-"""Print an evaluation: a table of the models, the comparison with the first one, where samples are."""
+"""Print an evaluation: a table of the models, the comparison with the first one, and notes."""
 
 from rich.measure import Measurement
 from rich.table import Table

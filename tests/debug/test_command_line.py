@@ -120,7 +120,7 @@ def test_version():
 @pytest.mark.parametrize(
     ("arguments", "hint"),
     [
-        (["repaly"], "did you mean replay?"),
+        (["repaly"], "did you mean replay"),
         (["bisekt"], "did you mean bisect"),
         (["record", "verfy", "x"], "did you mean verify?"),
         (["hang", "colect"], "did you mean collect?"),

@@ -1,4 +1,4 @@
-"""`areal-debug eval`: an unchanged training script, its results as a table and JSON, wrong input."""
+"""`areal-debug eval`: an unchanged training script, results as JSON, wrong input."""
 
 import json
 import os

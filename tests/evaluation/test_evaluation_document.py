@@ -45,6 +45,6 @@ def test_the_recipes_work_as_written(folder):
     baseline, after_warmup, on_test, on_train = evaluations
     assert baseline.splitlines()[1].startswith("model: mean reward 0.0")
     assert "Against model: final: better" in after_warmup
-    assert "final: better" not in on_test
+    assert "Against final: globalstep19: better" in on_test
     assert "36 validation prompts, 8 samples of each, temperature 1" in on_test
     assert "64 training prompts" in on_train
