@@ -318,6 +318,7 @@ class PPOTrainer:
             for step, model in enumerate(models):
                 states = rng_state()
                 batch = evaluation.sample(model, stats)
+                batch["prompt_id"] += step * len(rows)  # no prompt occurs in two steps of a run
                 self.version, self.last_stats = model.version, stats.export()
                 self._observe("batch", step=step, version=model.version, batch=batch, rng=states)
                 facts = {"plan": {}, "stats": self.last_stats, "checksums": {}}

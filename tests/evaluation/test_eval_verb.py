@@ -74,6 +74,7 @@ def test_a_training_script_evaluates_two_models_unchanged(config, tiny_model, tm
     record = open_record(report["record"])
     assert record.steps == (0, 1, 2)
     assert len(record.step(2).batch(0)["rewards"]) == 12
+    assert CliRunner().invoke(main, ["record", "verify", report["record"]]).exit_code == 0
     # the files of the training run stay as they are
     assert not (tmp_path / "record").exists()
     assert not (tmp_path / "tensorboard").exists()

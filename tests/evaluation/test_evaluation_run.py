@@ -109,6 +109,9 @@ def test_every_model_answers_the_same_rows_and_nothing_is_built_to_train(
     assert [event for event, _ in events] == ["start", *["batch", "step"] * 3, "end"]
     batches = [facts["batch"] for event, facts in events if event == "batch"]
     assert [facts["step"] for event, facts in events if event == "batch"] == [0, 1, 2]
+    assert [batch["prompt_id"].tolist() for batch in batches] == [
+        [prompt + 5 * step for prompt, _ in names] for step in range(3)
+    ]
     rewards = [[line["reward"] for line in lines] for lines in samples]
     assert [batch["rewards"].tolist() for batch in batches] == rewards
     stats = [facts["stats"]["eval-rollout/reward"] for event, facts in events if event == "step"]
