@@ -36,6 +36,12 @@ def config(tmp_path, tiny_model) -> Path:
     return file
 
 
+def areal_debug(*arguments: object) -> subprocess.CompletedProcess[str]:
+    command = [Path(sys.executable).parent / "areal-debug", *arguments]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, capture_output=True, text=True, timeout=900, env=environment)
+
+
 def refusal(*arguments: object) -> str:
     """Return the one line that is printed instead of an evaluation."""
     done = CliRunner().invoke(main, ["eval", *map(str, arguments)])
@@ -49,15 +55,8 @@ def test_a_training_script_evaluates_two_models_unchanged(config, tiny_model, tm
     (tmp_path / "saved").mkdir()
     for name in ("globalstep9", "globalstep10"):
         (tmp_path / "saved" / name).symlink_to(tiny_model)
-    command = [Path(sys.executable).parent / "areal-debug", "eval", SCRIPT, "--config", config, "--json"]
     options = ["--baseline", "--ckpt", tmp_path / "saved", "--samples", "3", "--rows", "4", "--k", "1,2"]
-    done = subprocess.run(
-        [*command, *options],
-        capture_output=True,
-        text=True,
-        timeout=240,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )
+    done = areal_debug("eval", SCRIPT, "--config", config, "--json", *options)
     assert done.returncode == 0, done.stdout + done.stderr
     report = json.loads(done.stdout)
     assert report["run"] == "own/trial0-eval"
@@ -79,6 +78,33 @@ def test_a_training_script_evaluates_two_models_unchanged(config, tiny_model, tm
     assert not (tmp_path / "record").exists()
     assert not (tmp_path / "tensorboard").exists()
     assert not list(tmp_path.glob("runs/logs/*/own/trial0"))
+
+
+@pytest.mark.long
+def test_train_with_an_allocation_of_evaluation_prints_the_same_report(config):
+    done = areal_debug("train", SCRIPT, "--config", config, "allocation_mode=embedded|eval")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "own/trial0: 6 validation prompts, 2 samples of each, temperature 1, at most 4" in done.stdout
+    assert "mean reward 0.000, pass@1 0.0 % [0.0, 39.0], pass@2 0.0 % [0.0, 39.0]" in done.stdout
+
+
+@pytest.mark.long  # five minutes where several servers share two cores
+@pytest.mark.sglang
+def test_a_real_server_loads_both_models_and_completes_as_the_embedded_engine_does(
+    config, random_model, tmp_path
+):
+    models = [str(random_model(tmp_path / name, seed)) for seed, name in enumerate(("first", "second"))]
+    own = [f"actor.path={models[0]}", "gconfig.greedy=true", "gconfig.max_new_tokens=8"]
+    served = ["allocation_mode=sglang:d1+fsdp:d1", "sglang.dtype=float32", "sglang.context_length=256"]
+    reports = []
+    for engine in (served, ["trial_name=embedded"]):
+        arguments = ("eval", SCRIPT, "--config", config, "--baseline", "--ckpt", models[1], "--json")
+        done = areal_debug(*arguments, *own, *engine)
+        assert done.returncode == 0, done.stdout + done.stderr
+        reports.append(json.loads(done.stdout))
+    of_server, of_embedded = ([Path(item["file"]).read_text() for item in r["models"]] for r in reports)
+    assert of_server == of_embedded
+    assert of_server[0] != of_server[1]
 
 
 def test_wrong_input_is_one_sentence(config, tiny_model, tmp_path):

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
 from areal_core.config import PPOConfig, config_from_dict
 from areal_core.config.checks import check_config
@@ -20,7 +20,6 @@ from areal_core.rollout.http_thread import HttpThread
 from areal_core.rollout.types import ModelRequest, sampling_from
 from areal_core.rollout.workflow import episode_tensors, prompt_tokens
 from areal_core.sglang.wire import SGLANG
-from areal_core.testing import make_tiny_model
 from areal_core.trainer import build
 from areal_core.trainer.rl import PPOTrainer
 
@@ -42,23 +41,14 @@ class FirstToken:
         return episode_tensors(response, float(response.output_tokens[0] % 2 == 0))
 
 
-def random_model(folder: Path, seed: int) -> Path:
-    """Write a model that does not repeat its last token, as one with tied embeddings does."""
-    make_tiny_model(folder)
-    config = AutoConfig.from_pretrained(folder, tie_word_embeddings=False)
-    torch.manual_seed(seed)
-    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-    return folder
+@pytest.fixture(scope="module")
+def model(random_model, tmp_path_factory):
+    return random_model(tmp_path_factory.mktemp("model"), 0)
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return random_model(tmp_path_factory.mktemp("model"), seed=0)
-
-
-@pytest.fixture(scope="module")
-def other_model(tmp_path_factory):
-    return random_model(tmp_path_factory.mktemp("other"), seed=1)
+def other_model(random_model, tmp_path_factory):
+    return random_model(tmp_path_factory.mktemp("other"), 1)
 
 
 def config_of(folder: Path, model: Path, allocation: str, **evaluator) -> PPOConfig:
