@@ -32,6 +32,7 @@ from areal_core.errors import ConfigError
 from areal_core.launch.job import served_model
 from areal_core.paths import run_folder
 from areal_core.rollout.fleet.discovery import wait_until_ready
+from areal_core.rollout.fleet.wires import wire_of
 from areal_core.rollout.loop_thread import LoopThread
 from areal_core.rollout.pipeline import Executor
 from areal_core.rollout.staleness import StalenessControl
@@ -124,6 +125,7 @@ def load_on_servers(config: PPOConfig) -> Generator[Model]:
     on the same servers relies on it.
     """
     discovery = build_rollouts.discover_servers(config)
+    build_rollouts.continue_generation(discovery.configured, wire_of(config.allocation).resume())
     servers = wait_until_ready(discovery, config.rollout.setup_timeout)
     pool = build_rollouts.build_pool(config, servers, discovery)
     client = build_rollouts.build_client(config, servers, discovery, knows_versions=True)

@@ -104,6 +104,8 @@ def command(
     arguments = ["--config", config_file or str(path.with_suffix(".yaml")), *overrides]
     config = read_training_config(arguments, path)
     models = [str(folder) for given in checkpoints for folder in models_in(given)]
+    if config.allocation.has_servers:
+        check_shapes(config.actor.path, models)
     arguments += [*overrides_of_evaluation(config, n_samples), f"evaluator.rows={rows}"]
     if max_rows is not None:
         arguments.append(f"evaluator.max_rows={max_rows}")
@@ -201,6 +203,25 @@ def models_in(folder: Path) -> list[Path]:
             f"--ckpt {folder} holds no config.json or adapter_config.json, so no model: give a folder that saver wrote"
         )
     return sorted(found, key=lambda model: (number_in(model.name), model.name))
+
+
+def check_shapes(started_with: str, models: Sequence[str]) -> None:
+    """Check that servers of one model can load the others, as far as their config.json shows.
+
+    Raises:
+        ValueError: the first that has other shapes.
+    """
+    from areal_core.rollout.fleet.identity import SIZES, run_model
+
+    own = run_model(started_with).config
+    for path in models:
+        other = run_model(path).config
+        for name in SIZES:
+            if name in own and name in other and own[name] != other[name]:
+                raise ValueError(
+                    f"--ckpt {path} has {name} {other[name]}, and the servers start with {started_with}, which has {own[name]}: "
+                    f"evaluate it by itself, with actor.path={path}"
+                )
 
 
 def number_in(name: str) -> float:

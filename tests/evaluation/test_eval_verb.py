@@ -10,6 +10,7 @@ import pytest
 from click.testing import CliRunner
 
 from areal_core.config import PPOConfig
+from areal_core.testing import make_tiny_model
 from areal_debug.cli import main
 from recorder import open_record
 
@@ -82,7 +83,7 @@ def test_a_training_script_evaluates_two_models_unchanged(config, tiny_model, tm
 
 @pytest.mark.long
 def test_train_with_an_allocation_of_evaluation_prints_the_same_report(config):
-    done = areal_debug("train", SCRIPT, "--config", config, "allocation_mode=embedded|eval")
+    done = areal_debug("train", SCRIPT, "--config", config, "allocation_mode=embedded|eval", "~debug")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "own/trial0: 6 validation prompts, 2 samples of each, temperature 1, at most 4" in done.stdout
     assert "mean reward 0.000, pass@1 0.0 % [0.0, 39.0], pass@2 0.0 % [0.0, 39.0]" in done.stdout
@@ -118,6 +119,9 @@ def test_wrong_input_is_one_sentence(config, tiny_model, tmp_path):
         "recovery": "recovery is a recovery checkpoint, of shards: give a model of saver",
     }.items():
         assert sentence in refusal(*ours, "--ckpt", tmp_path / name)
+    wider = make_tiny_model(tmp_path / "wider", hidden_size=128)
+    of_servers = refusal(*ours, "--ckpt", wider, "allocation_mode=sglang:d1+fsdp:d1")
+    assert "wider has hidden_size 128, and the servers start with" in of_servers
     assert "--k is '4' and each row has 2 samples: give numbers from 1 to 2" in refusal(*ours, "--k", "4")
     assert "--k is 'x,1' and each row has" in refusal(*ours, "--k", "x,1")
     assert "fsdp:d1 has no rollout engine" in refusal(*ours, "allocation_mode=fsdp:d1")
