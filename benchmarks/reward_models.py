@@ -53,7 +53,7 @@ def curve_of(stats: Sequence[dict[str, Any]], name: str) -> Curve:
 
 
 def share_of_best(logs: Path, folder: Path) -> Curve:
-    """Return the share of sampled summaries that are the best one, by the number of steps trained."""
+    """Return the share of sampled summaries that are the best one, by steps trained."""
     rows = [json.loads(text) for text in (folder / "tldr/train.jsonl").read_text().splitlines()]
     best = {row["messages"][0]["content"]: row["best"] for row in rows}
     tokenizer = AutoTokenizer.from_pretrained(folder / "tldr/model")
@@ -71,7 +71,7 @@ def share_of_best(logs: Path, folder: Path) -> Curve:
 
 
 def picture(scores: Sequence[Curve], best: Sequence[Curve]) -> str:
-    """Return an SVG of two panels: the mean score of held-out posts, and the share of best summaries."""
+    """Return an SVG of two panels: the mean reward of held-out posts, the share of best ones."""
     steps = [step for step, _ in scores[0]]
     means = [float(np.mean([curve[i][1] for curve in scores])) for i in range(len(steps))]
     ends = (f"{min(means):.1f}", f"{max(means):.1f}")

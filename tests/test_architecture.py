@@ -39,7 +39,6 @@ USED_FROM_OUTSIDE = {
     "GroupName": "a type in quotes",
     "Recorded": "public: adapters of other trainers",
     "Replayed": "public: adapters of other trainers",
-    "no_reward": "public: users give it to their workflows",
     "observed_default": "prime-rl imports it by its path",
     "MemoryNames": "tests: a name service in one process",
     "WorkerExtension": "vLLM imports its module by this name",

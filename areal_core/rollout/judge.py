@@ -1,8 +1,8 @@
 """A generative judge: a language model reads a completion and writes a score, which is the reward.
 
     completion ── template ──> judge ──> reply ── score pattern ──> reward
-                                 ^          └── no score: asked again, at last the sample is left out
-                                 └── the run's own engine, another server, or the journal of an earlier run
+                               │         └── no score: asked again, at last the sample is left out
+                               └── the run's engine, another server, or the journal of a run
 
 A reply without a score never becomes a number. Each call is a line of a journal: prompt, reply and
 score. The journal of a run can answer for the judge, as long as the prompts are the same.
@@ -123,7 +123,7 @@ class JournalJudge:
         self.calls = JournalReader(Path(folder))
 
     async def reply(self, engine: EpisodeSampler, text: str, attempt: int) -> str:
-        """Return the recorded reply. Raises RewardError if it was to another text, or is missing."""
+        """Return the recorded reply; RewardError if it was to another text, or is missing."""
         return self.calls.find(engine.prompt_id, engine.sample_id, attempt, text).reply
 
 

@@ -3,7 +3,7 @@
 The source of scored rows is around the live one, so that a record has the rewards that the step
 trained on, and a replay needs no reward model:
 
-    live rollouts ── batch ── the model scores its rows ── rewards + weight * score ──> observe("batch"), the step
+    live rollouts ── batch ──> scores of its rows ── rewards + weight * score ──> the step
 
 The score of a row is that of its last token. All ranks score at once, because the model is sharded.
 """
@@ -34,7 +34,7 @@ class RewardModel:
     weight: float
 
     def add_scores(self, batch: Batch) -> Batch:
-        """Return the batch with its scores, and `weight` times these in its rewards; a collective."""
+        """Return the batch with its scores, `weight` times these in its rewards; a collective."""
         scores = last_scores(self.engine.compute_values(batch), batch)
         return batch | {SCORE: scores, "rewards": batch["rewards"] + self.weight * scores}
 

@@ -1,4 +1,4 @@
-"""Rewards of a reward model or judge in PPO: against Transformers, in the record, on several ranks."""
+"""Rewards of a reward model or judge in PPO: against Transformers, recorded, on several ranks."""
 
 import importlib.util
 from pathlib import Path
