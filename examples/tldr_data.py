@@ -5,8 +5,8 @@
 Each post has a title and three sentences, in the form of the TL;DR data set of Reddit posts. The
 first sentence is what the title is about, and the best summary. The summaries for supervised
 fine-tuning are those of hasty authors: half of them go on with the second sentence, and a quarter
-of the others name a wrong thing. A pair has the best summary and a worse one: too long, of another
-sentence, or with a wrong thing.
+of the others say nothing, as the third one. A pair has the best summary and a worse one: too long,
+without its last word, or one that says nothing.
 
 A row has `messages` and `answer` (SFT), `chosen` and `rejected` (reward model), and `best`.
 """
@@ -33,17 +33,19 @@ SPECIAL = ["<|pad|>", "<|end|>", "<|user|>", "<|assistant|>", "<|unknown|>"]
 
 def make_row(numbers: random.Random) -> dict[str, object]:
     """Return one post with its summaries."""
-    subjects, things = numbers.sample(SUBJECTS, 2), numbers.sample(OBJECTS, 3)
-    verbs = numbers.choices(VERBS, k=2)
-    best, detail = (f"{subjects[i]} {verbs[i]} {things[i]}" for i in range(2))
-    wrong = f"{subjects[0]} {verbs[0]} {things[2]}"
-    post = f"title my {subjects[0]} post {best} . {detail} . {numbers.choice(FILLERS)} . tl;dr"
-    short = wrong if numbers.random() < 0.25 else best
+    subjects, verbs = numbers.sample(SUBJECTS, 2), numbers.choices(VERBS, k=2)
+    best, detail = (f"{subjects[i]} {verbs[i]} {numbers.choice(OBJECTS)}" for i in range(2))
+    filler, long = numbers.choice(FILLERS), f"{best} {detail}"
     return {
-        "messages": [{"role": "user", "content": post}],
-        "answer": numbers.choice([short, f"{best} {detail}"]),
+        "messages": [
+            {
+                "role": "user",
+                "content": f"title my {subjects[0]} post {best} . {detail} . {filler} . tl;dr",
+            }
+        ],
+        "answer": numbers.choice([long, filler if numbers.random() < 0.25 else best]),
         "chosen": best,
-        "rejected": numbers.choice([f"{best} {detail}", detail, wrong]),
+        "rejected": numbers.choice([long, f"{subjects[0]} {verbs[0]}", filler]),
         "best": best,
     }
 

@@ -28,11 +28,11 @@ def test_the_best_summary_is_the_sentence_about_the_title_and_no_other_is_chosen
         assert best.split()[0] == subject
         assert f" {best} ." in post
         assert row["best"] == best != row["rejected"]
-        assert row["answer"].split()[:2] == best.split()[:2]
+        assert row["answer"] == best or row["answer"] in post.replace(" . ", " ")
         ids = tokenizer.apply_chat_template(row["messages"], add_generation_prompt=True, return_dict=False)
         assert tokenizer.unk_token_id not in ids
     assert 0.3 < sum(row["answer"] == row["best"] for row in rows) / len(rows) < 0.45
-    assert {len(row["rejected"].split()) for row in rows} == {3, 6}
+    assert {len(row["rejected"].split()) for row in rows} == {2, 3, 6}
 
 
 @pytest.mark.long
