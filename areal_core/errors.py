@@ -4,6 +4,7 @@ ValueError
 ├── ConfigError          an option: unknown, of the wrong type, missing, or inconsistent with another one
 │   └── AllocationError  the allocation string
 ├── DatasetError         a data file, a row, or a loader that cannot fill a batch
+├── ImageError           a picture that is damaged, too large, or given in an unknown form
 └── RewardError          a reward function that cannot be found, fails, hangs, or returns no finite number
 RuntimeError
 ├── ServerFailed         an inference server ended, or was not ready in time; the message has its last log lines
@@ -21,6 +22,10 @@ class AllocationError(ConfigError):
 
 class DatasetError(ValueError):
     """A data file cannot be read, a row lacks a field, or a loader cannot fill a batch."""
+
+
+class ImageError(ValueError):
+    """A picture is damaged, too large, or given in an unknown form."""
 
 
 class RewardError(ValueError):

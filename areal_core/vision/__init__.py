@@ -1,0 +1,1 @@
+"""Pictures: their bytes, their pixels, and the tokens that stand for them."""

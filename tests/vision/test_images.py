@@ -1,0 +1,129 @@
+"""Pictures become bytes without loss, and bytes of anyone become pixels within limits."""
+
+import base64
+import hashlib
+import threading
+import zlib
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from io import BytesIO
+from urllib.parse import quote
+
+import pytest
+from PIL import Image
+
+from areal_core.errors import ImageError
+from areal_core.vision.images import as_image_bytes, bytes_of_url, decode, image_hash
+
+
+def picture(format: str = "PNG", mode: str = "RGB", size: tuple[int, int] = (5, 3), **options) -> bytes:
+    file = BytesIO()
+    image = Image.new("RGB", size, (200, 30, 40))
+    image.putpixel((0, 0), (1, 2, 3))
+    image.convert(mode).save(file, format=format, **options)
+    return file.getvalue()
+
+
+PNG = picture()
+BASE64 = base64.b64encode(PNG).decode()
+URL = f"data:image/png;base64,{BASE64}"
+
+
+def test_each_form_of_a_picture_gives_its_original_bytes(tmp_path):
+    file = tmp_path / "a.png"
+    file.write_bytes(PNG)
+    for value in (PNG, bytearray(PNG), file, str(file), BASE64, URL, {"bytes": PNG, "path": None}):
+        assert as_image_bytes(value) == PNG
+    assert as_image_bytes({"bytes": None, "path": "a.png"}, tmp_path) == PNG
+    assert as_image_bytes("a.png", tmp_path) == PNG
+    assert bytes_of_url("data:image/png," + quote(PNG)) == PNG
+    assert image_hash(PNG) == hashlib.sha256(PNG).hexdigest()
+
+
+@pytest.mark.parametrize("mode", ["RGB", "RGBA", "L", "P", "1", "CMYK", "F"])
+def test_a_pil_image_is_encoded_without_loss(mode):
+    image = decode(PNG).convert(mode)
+    assert decode(as_image_bytes(image)).tobytes() == image.convert("RGB").tobytes()
+
+
+@pytest.mark.parametrize("format", ["PNG", "JPEG", "WEBP", "GIF", "BMP"])
+def test_formats_are_decoded_to_rgb(format):
+    image = decode(picture(format))
+    assert (image.mode, image.size) == ("RGB", (5, 3))
+
+
+def test_a_rotated_photo_is_upright():
+    exif = Image.Exif()
+    exif[0x0112] = 6  # rotate by 270 degrees to show it
+    assert decode(picture("JPEG", exif=exif.tobytes())).size == (3, 5)
+
+
+def big_png(width: int, height: int) -> bytes:
+    """A PNG whose header has these sizes, with no pixels."""
+    header = b"IHDR" + width.to_bytes(4, "big") + height.to_bytes(4, "big") + bytes([8, 2, 0, 0, 0])
+    return (
+        b"\x89PNG\r\n\x1a\n"
+        + b"\0\0\0\x0d"
+        + header
+        + zlib.crc32(header).to_bytes(4, "big")
+        + b"\0\0\0\1IDAT"
+    )
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (b"", "image of 0 bytes"),
+        (b"<svg onload=...>", "cannot be read; expected PNG, JPEG"),
+        (picture("TIFF"), "cannot be read"),
+        (big_png(8193, 8193), "8193 x 8193 pixels; at most 67108864"),
+        (big_png(10_000, 10_000), "too large"),
+        (big_png(60_000, 60_000), "too large"),
+        (bytes(64 * 2**20 + 1), "at most 67108864 are accepted"),
+        ("data:image/png;base64", "no comma"),
+        ("data:image/png;base64,?", "is not base64"),
+        ("nowhere.png", "no file 'nowhere.png', and not base64"),
+        ("x" * 10_000 + "?", "not base64"),
+        ("https://example.org/a.png", "would be fetched by this process; send the picture as a data: URL"),
+        (7, "an image is a int; expected bytes"),
+        ({"bytes": None, "path": None}, "an image is a dict"),
+    ],
+    ids=lambda value: value[:30] if isinstance(value, str) else "value",
+)
+def test_what_is_no_picture_is_refused_in_one_sentence(value, message):
+    with pytest.raises(ImageError) as raised:
+        as_image_bytes(value)
+    assert message in str(raised.value)
+    assert "\n" not in str(raised.value)
+    assert len(str(raised.value)) < 400
+
+
+def test_a_url_never_reads_a_file(tmp_path):
+    (tmp_path / "a.png").write_bytes(PNG)
+    for url in (f"file://{tmp_path}/a.png", f"{tmp_path}/a.png"):
+        with pytest.raises(ImageError, match="neither a data: URL nor http"):
+            bytes_of_url(url, remote=True)
+
+
+def test_damaged_pixels_are_refused_when_decoded():
+    data = as_image_bytes(PNG[:-30])  # its header is complete
+    with pytest.raises(ImageError, match="cannot be decoded"):
+        decode(data)
+
+
+def test_a_remote_picture_is_fetched_where_allowed():
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_response(200 if self.path == "/a.png" else 404)
+            self.end_headers()
+            self.wfile.write(PNG)
+
+        def log_message(self, *_):
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        address = f"http://127.0.0.1:{server.server_port}"
+        assert bytes_of_url(f"{address}/a.png", remote=True) == PNG
+        with pytest.raises(ImageError, match="404"):
+            bytes_of_url(f"{address}/b.png", remote=True)
+        server.shutdown()
