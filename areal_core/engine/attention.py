@@ -10,7 +10,7 @@ Transformers' attention interface compute them, and `choose_attention` picks one
   when torch's deterministic algorithms are on.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import cast
@@ -61,6 +61,8 @@ class Packing:
         sliding_window: a token attends to itself and the `sliding_window - 1` tokens before it.
         softcap: scores are soft-capped to (-softcap, softcap), as in Gemma 2.
         sinks: per head, the score of a token without a value that every token attends to, [heads].
+        image_blocks: of each sequence, the picture of each token, -1 of text, int64 [length]: tokens
+            of a picture attend to each other in both directions. None for a sequence of text.
     """
 
     sequence_lengths: list[int]
@@ -69,6 +71,7 @@ class Packing:
     sliding_window: int | None = None
     softcap: float | None = None
     sinks: Tensor | None = None
+    image_blocks: Sequence[Tensor | None] | None = None
 
 
 def packed_attention(
@@ -84,6 +87,7 @@ def packed_attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
+    image_blocks: Sequence[Tensor | None] | None = None,
     sequence_parallel: ProcessGroup | None = None,
     kernel: Callable[..., Tensor] | None = None,
     **_: object,
@@ -93,9 +97,9 @@ def packed_attention(
     Args:
         query: [1, heads, tokens, head_dim]. key, value: [1, kv_heads, tokens, head_dim].
         attention_mask: None; the lengths determine the mask.
-        sequence_lengths, scaling, dropout, sliding_window, softcap: the fields of `Packing`; the
-            sum of the lengths is `tokens`. A family whose layers do not pass the lengths on gets
-            attention over all tokens, as of one sequence: see `parity.py`.
+        sequence_lengths, scaling, dropout, sliding_window, softcap, image_blocks: the fields of
+            `Packing`; the sum of the lengths is `tokens`. A family whose layers do not pass the
+            lengths on gets attention over all tokens, as of one sequence: see `parity.py`.
         s_aux: attention sinks, [heads].
         sequence_parallel: the ranks that share the sequences; `tokens` is then this rank's slice.
         kernel: has the arguments of `attend_each`, which is the default.
@@ -107,7 +111,7 @@ def packed_attention(
     scale = query.shape[3] ** -0.5 if scaling is None else scaling
     if s_aux is not None and sequence_parallel is not None:
         s_aux = s_aux.chunk(sequence_parallel.size())[sequence_parallel.rank()]
-    packing = Packing(lengths, scale, dropout, sliding_window, softcap, s_aux)
+    packing = Packing(lengths, scale, dropout, sliding_window, softcap, s_aux, image_blocks)
     attend = partial(kernel or attend_each, packing=packing)
     if sequence_parallel is None:
         return attend(query, key, value), None
@@ -122,9 +126,10 @@ def attend_each(query: Tensor, key: Tensor, value: Tensor, packing: Packing) -> 
     # split, not slices: the backward of a split is one concatenation, that of n slices is n
     # zero-filled copies.
     pieces = zip(*(t.split(packing.sequence_lengths, dim=2) for t in (query, key, value)), strict=True)
+    blocks = packing.image_blocks or [None] * len(packing.sequence_lengths)
     attended = []
-    for q, k, v in pieces:
-        window = _window_mask(q.shape[2], packing.sliding_window, q.device)
+    for (q, k, v), images in zip(pieces, blocks, strict=True):
+        window = _window_mask(q.shape[2], packing.sliding_window, images, q.device)
         if packing.softcap is None and packing.sinks is None:
             attended.append(
                 scaled_dot_product_attention(
@@ -171,18 +176,32 @@ def _explicit_attention(
     return torch.nn.functional.dropout(weights, packing.dropout) @ value
 
 
-def _window_mask(length: int, sliding_window: int | None, device: torch.device) -> Tensor | None:
-    """Mask of allowed keys, bool [length, length]; None when the window covers the sequence."""
-    if sliding_window is None or length <= sliding_window:
+def _window_mask(
+    length: int, sliding_window: int | None, images: Tensor | None, device: torch.device
+) -> Tensor | None:
+    """Mask of allowed keys, bool [length, length]; None for all tokens up to a token itself."""
+    window = sliding_window if sliding_window is not None and length > sliding_window else None
+    if images is None and window is None:
         return None
     distance = torch.arange(length, device=device)[:, None] - torch.arange(length, device=device)
-    return (distance >= 0) & (distance < sliding_window)
+    allowed = distance >= 0
+    if images is not None:
+        images = images.to(device)
+        allowed = allowed | ((images[:, None] == images) & (images >= 0))
+    return allowed if window is None else allowed & (distance < window)
 
 
 def attend_all(query: Tensor, key: Tensor, value: Tensor, packing: Packing) -> Tensor:
     """Compute `attend_each` in one kernel, if it supports the options and the head size."""
     is_explicit = packing.softcap is not None or packing.sinks is not None
-    if packing.dropout or is_explicit or query.shape[3] > WIDEST_HEAD or query.shape[3] != value.shape[3]:
+    has_images = any(images is not None for images in packing.image_blocks or ())
+    if (
+        packing.dropout
+        or is_explicit
+        or has_images
+        or query.shape[3] > WIDEST_HEAD
+        or query.shape[3] != value.shape[3]
+    ):
         return attend_each(query, key, value, packing)
     from torch.nn.attention.varlen import varlen_attn
 

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from transformers import PreTrainedModel
 
-from areal_core.batch import Batch, pack, scatter_tokens, select_rows, sequence_lengths, split_rows
+from areal_core.batch import RAGGED, Batch, pack, scatter_tokens, select_rows, sequence_lengths, split_rows
 from areal_core.engine.checksums import parameter_checksums
 from areal_core.engine.full_weights import FullTensors
 from areal_core.engine.logprobs import note_use_of_entropy
@@ -30,6 +30,7 @@ from areal_core.engine.ranks import Ranks
 from areal_core.engine.scores import is_score_model
 from areal_core.engine.sequence_parallel import slice_tokens
 from areal_core.engine.sharding import fsdp_module
+from areal_core.vision.inputs import VisionInputs, without_images
 
 # (logprobs [tokens], entropies [tokens], packed micro-batch) -> sum of the loss over its tokens;
 # of a reward model: (scores [tokens], packed micro-batch)
@@ -104,6 +105,7 @@ class FSDPEngine:
             rows are a micro-batch, and each row a forward. See `parity.py`.
         numbers_rows: pass to layers with a state where rows begin, by the options `seq_idx` and
             `cu_seq_lens_q` of Transformers, which their GPU kernels read.
+        vision: makes the inputs of a vision model; None for a text model.
     """
 
     model: PreTrainedModel
@@ -125,6 +127,7 @@ class FSDPEngine:
     is_asleep: bool = False
     packs_rows: bool = True
     numbers_rows: bool = False
+    vision: VisionInputs | None = None
 
     def sleep(self) -> None:
         """Release device memory; the next call that needs the weights wakes the engine."""
@@ -138,6 +141,10 @@ class FSDPEngine:
             states_stay = self.step_groups is None
             return_to_device(self.model, self.optimizer, self.ranks.device, with_states=states_stay)
             self.is_asleep = False
+
+    def agree(self, batch: Batch) -> Batch:
+        """Return the batch with the same keys of pictures on every rank; a collective."""
+        return batch if self.vision is None else self.vision.agree(batch, self.ranks)
 
     def divide(self, batch: Batch) -> list[list[int]]:
         """Divide rows into micro-batches, the same number on every rank; a collective."""
@@ -183,6 +190,7 @@ class FSDPEngine:
     def _score_rows(self, batch: Batch, num_columns: int) -> Tensor:
         """Return the columns of `forward` for a batch, float32 [columns, B, T]; a collective."""
         self.model.eval()
+        batch = self.agree(batch)
         columns = torch.zeros(num_columns, *batch["attention_mask"].shape, dtype=torch.float32)
         for rows in self.divide(batch):
             part = select_rows(batch, rows)
@@ -199,6 +207,7 @@ class FSDPEngine:
     def eval_batch(self, batch: Batch, loss_fn: LossFunction) -> None:
         """Call `loss_fn` as `train_batch` does, without gradients; a collective."""
         self.model.eval()
+        batch = self.agree(batch)
         for rows in self.divide(batch):
             part = select_rows(batch, rows)
             columns = self.forward(part)  # a collective: also without rows, other ranks may have some
@@ -234,6 +243,7 @@ class FSDPEngine:
             raise ValueError("the batch has no token in the loss mask on any rank: every loss_mask is 0")
         self.model.train()
         self.optimizer.zero_grad()
+        batch = self.agree(batch)
         groups, results = self.divide(batch), []
         for number, rows in enumerate(groups):
             is_last = number == len(groups) - 1
@@ -310,8 +320,8 @@ class FSDPEngine:
         return DeviceResult(list(rows), num_tokens, loss.detach(), weight_fn(part), nonfinite)
 
     def _packed(self, part: Batch) -> Batch:
-        """Pack rows and copy them to the device, without waiting for it."""
-        flat = pack(part)
+        """Pack rows without their pictures and copy them to the device, without waiting for it."""
+        flat = pack({key: tensor for key, tensor in part.items() if key not in RAGGED})
         if self.ranks.device.type == "cuda":
             flat = {key: tensor if tensor.is_cuda else tensor.pin_memory() for key, tensor in flat.items()}
         return {key: tensor.to(self.ranks.device, non_blocking=True) for key, tensor in flat.items()}
@@ -325,7 +335,8 @@ class FSDPEngine:
         self.wake()
         if part["attention_mask"].shape[0] == 0:
             ones = torch.ones(1 if self.packs_rows else self.granularity, 1, dtype=torch.int32)
-            part = {"input_ids": ones, "attention_mask": ones.bool(), "loss_mask": ones}
+            text = {"input_ids": ones, "attention_mask": ones.bool(), "loss_mask": ones}
+            part = text | without_images(text) if "image_count" in part else text
         if self.packs_rows:
             return self._forward_packed(part)
         rows = range(part["attention_mask"].shape[0])
@@ -338,13 +349,15 @@ class FSDPEngine:
         flat = pack({key: part[key] for key in part.keys() & {"input_ids", "attention_mask", "loss_mask"}})
         input_ids = flat["input_ids"].to(self.ranks.device, torch.int64)
         positions = torch.cat([torch.arange(n, device=self.ranks.device) for n in lengths])
-        inputs = {
+        inputs: dict[str, Any] = {
             "input_ids": tokens.of(input_ids)[None],
             "position_ids": tokens.of(positions)[None],
             "use_cache": False,
             "sequence_lengths": tokens.lengths(lengths),
             "sequence_parallel": tokens.group,
         }
+        if self.vision is not None:  # all tokens: a hook divides them after pictures are embedded
+            inputs |= self._on_device(self.vision.of(part, tokens.padding))
         if self.numbers_rows:
             numbers = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
             inputs["seq_idx"] = numbers[None].to(self.ranks.device, torch.int32)
@@ -360,9 +373,22 @@ class FSDPEngine:
         flat = pack(row)
         input_ids = flat["input_ids"].to(self.ranks.device, torch.int64)
         inputs = {"input_ids": input_ids[None], "use_cache": False}
+        if self.vision is not None:
+            inputs |= self._on_device(self.vision.alone(row))
         if is_score_model(self.model):
             return self.model(**inputs)[0]
         return self._pairs(inputs, flat["loss_mask"], input_ids.roll(-1))
+
+    def _on_device(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        device = self.ranks.device
+        return {
+            key: {name: tensor.to(device) for name, tensor in value.items()}
+            if isinstance(value, dict)
+            else value.to(device)
+            if isinstance(value, Tensor)
+            else value
+            for key, value in inputs.items()
+        }
 
     def _pairs(self, inputs: dict[str, Any], loss_mask: Tensor, labels: Tensor) -> Tensor:
         """Run the model where the loss mask is set: (logprob, entropy) of the labels, else 0.

@@ -28,6 +28,7 @@ from transformers import (
     AttentionInterface,
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     PretrainedConfig,
     PreTrainedModel,
 )
@@ -36,6 +37,7 @@ from transformers.utils import logging as transformers_logging
 
 from areal_core.engine.attention import PACKED
 from areal_core.engine.errors import ModelError
+from areal_core.vision.families import FAMILIES
 
 BACKEND = "inductor"  # of torch.compile
 ATTENTION_OPTIONS = ("sequence_lengths", "sequence_parallel")  # options of a layer that only attention uses
@@ -50,19 +52,20 @@ def load_model(
     disable_dropout: bool = False,
     without_weights: bool = False,
 ) -> PreTrainedModel:
-    """Load a causal language model on the CPU.
+    """Load a causal language model, or a vision model, on the CPU.
 
     Args:
         path: a folder in Hugging Face format, or a hub name.
         dtype: of the parameters, "auto" for the checkpoint's own. Training loads float32, the
             master weights; the sharding policy casts for compute.
         attn_implementation: `PACKED` for training; "sdpa" for generation. A class that has no
-            exchangeable attention, or not this one, keeps its own.
+            exchangeable attention, or not this one, keeps its own, and a vision tower computes SDPA.
         init_from_scratch: initialise random weights from the config, with torch's current seed.
         without_weights: build it on "meta", for weights from another source.
 
     Raises:
-        ModelError: there is no readable model at `path`.
+        ModelError: there is no readable model at `path`, or it is a vision model of a family that
+            training does not support.
     """
     transformers_logging.disable_progress_bar()  # a bar per rank and load would bury the run's own output
     try:
@@ -70,13 +73,14 @@ def load_model(
         if disable_dropout:
             without_dropout(config)
         supported = attn_implementation if supports_attention(config, attn_implementation) else None
-        options = {"dtype": dtype, "attn_implementation": supported}
+        options = {"dtype": dtype, "attn_implementation": supported and attention_option(config, supported)}
+        kind: Any = AutoModelForImageTextToText if is_vision(config) else AutoModelForCausalLM
         if without_weights:
             with torch.device("meta"):
-                return AutoModelForCausalLM.from_config(config, **options)
+                return kind.from_config(config, **options)
         if init_from_scratch:
-            return AutoModelForCausalLM.from_config(config, **options)
-        return AutoModelForCausalLM.from_pretrained(path, config=config, **options)
+            return kind.from_config(config, **options)
+        return kind.from_pretrained(path, config=config, **options)
     except (OSError, ValueError) as error:
         raise load_failure(path, error) from error
 
@@ -85,6 +89,29 @@ def load_failure(path: str, error: Exception) -> ModelError:
     """Return the error for a model that Transformers could not load."""
     where = "is not a folder here" if not Path(path).is_dir() else "could not be loaded by Transformers"
     return ModelError(f"cannot load the model: {path!r} {where} ({str(error).splitlines()[0]})")
+
+
+def is_vision(config: PretrainedConfig) -> bool:
+    """Return whether a config is of a vision model.
+
+    Raises:
+        ModelError: of a family that training does not support.
+    """
+    if not hasattr(config, "vision_config"):
+        return False
+    if config.model_type not in FAMILIES:
+        raise ModelError(
+            f"vision models of type {config.model_type!r} are not supported: train one of "
+            f"{', '.join(FAMILIES)}, or a text model"
+        )
+    return True
+
+
+def attention_option(config: PretrainedConfig, implementation: str) -> str | dict[str, str]:
+    """Return Transformers' option for an attention; a vision tower keeps SDPA."""
+    if not hasattr(config, "vision_config"):
+        return implementation
+    return {"": "sdpa", "vision_config": "sdpa", "text_config": implementation}
 
 
 def supports_attention(config: PretrainedConfig, implementation: str) -> bool:
@@ -109,7 +136,7 @@ def own_attention(model: PreTrainedModel) -> str:
 @contextmanager
 def attention_of(model: PreTrainedModel, implementation: str) -> Iterator[None]:
     """Let the model compute attention by that name in the body, if its class can exchange it."""
-    before = model.config._attn_implementation
+    before = model.config.get_text_config()._attn_implementation
     set_attention(model, implementation)
     try:
         yield
@@ -120,7 +147,7 @@ def attention_of(model: PreTrainedModel, implementation: str) -> Iterator[None]:
 def set_attention(model: PreTrainedModel, implementation: str) -> None:
     """Let the model compute attention by that name, if its class can exchange it."""
     if model._can_set_attn_implementation():
-        model.set_attn_implementation(implementation)
+        model.set_attn_implementation(attention_option(model.config, implementation))
 
 
 def dropout_options(config: PretrainedConfig) -> dict[str, float]:
@@ -173,10 +200,10 @@ def compile_layers(model: PreTrainedModel, layers: Sequence[nn.Module]) -> None:
     """
     if BACKEND == "inductor":
         refuse_without_compiler(torch.cuda.is_available())
-    name = model.config._attn_implementation
+    name = model.config.get_text_config()._attn_implementation
     between = f"{name}_between_graphs"
     AttentionInterface.register(between, _between_graphs(ALL_ATTENTION_FUNCTIONS[name]))
-    model.set_attn_implementation(between)
+    set_attention(model, between)
     for layer in layers:
         compiled = torch.compile(layer.forward, dynamic=True, backend=BACKEND)
         layer.forward = _with_opaque_options(compiled, layer.forward)

@@ -19,7 +19,7 @@ def choose_frequencies_by_row(transformer: nn.Module) -> None:
     The transformer is then called with packed rows and the options `sequence_lengths` and
     `sequence_parallel`, or without them with one row.
     """
-    embeddings = [module for module in transformer.modules() if _depends_on_length(module)]
+    embeddings = [module for module in transformer.modules() if depends_on_length(module)]
     if not embeddings:
         return
     layout: dict[str, Any] = {}
@@ -32,7 +32,8 @@ def choose_frequencies_by_row(transformer: nn.Module) -> None:
         module.forward = _by_row(module, layout)
 
 
-def _depends_on_length(module: nn.Module) -> bool:
+def depends_on_length(module: nn.Module) -> bool:
+    """Return whether a module is a rotary embedding whose frequencies depend on the length."""
     types = getattr(module, "rope_type", None)
     kinds = types.values() if isinstance(types, dict) else [types]
     return any(isinstance(kind, str) and any(name in kind for name in DEPENDS_ON_LENGTH) for kind in kinds)

@@ -30,6 +30,7 @@ from areal_core.engine.ranks import Ranks
 from areal_core.engine.rope import choose_frequencies_by_row
 from areal_core.engine.sequence_parallel import check_heads
 from areal_core.engine.tensor_parallel import split_over_ranks, vocabulary_shard
+from areal_core.vision.forward import hook_forward, text_model, vision_family
 
 
 def shard_model(
@@ -75,7 +76,10 @@ def shard_model(
     if (head := output_layer(model)) is not None:
         is_split = ranks.tensor_parallel_size > 1
         score_next_tokens(model, vocabulary_shard(head, ranks.tensor_mesh) if is_split else None)
-    choose_frequencies_by_row(transformer(model) if head is not None else model.base_model)
+    if vision_family(model) is None:
+        choose_frequencies_by_row(transformer(model) if head is not None else model.base_model)
+    else:
+        hook_forward(model)
     if from_rank_0:
         broadcast_buffers(model, ranks)
     cast_saved_buffers(model, dtype)
@@ -89,7 +93,8 @@ def shard_model(
         model.gradient_checkpointing_enable({"use_reentrant": False})
     layers = _find_layers(model, layer_classes)
     if compiles:
-        compile_layers(model, layers)
+        is_text = set(model.modules() if vision_family(model) is None else text_model(model).modules())
+        compile_layers(model, [layer for layer in layers if layer in is_text])
     # Inputs of layers keep their dtype: some families compute rotary embeddings in float32 (OLMo).
     policy = MixedPrecisionPolicy(
         param_dtype=dtype, reduce_dtype=grad_reduce_dtype, cast_forward_inputs=False
@@ -107,9 +112,11 @@ def _find_layers(model: PreTrainedModel, classes: tuple[str, ...] | None) -> lis
     """Find the layers to shard one by one: by class, or else the longest list of modules."""
     wanted = classes or tuple(model._no_split_modules or ())
     layers = [module for module in model.modules() if type(module).__name__ in wanted]
-    if not layers and not classes:
+    if not classes:
         stacks = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
-        layers = list(max(stacks, key=len, default=[]))
+        # SigLIP also forbids to split its embeddings and its pooling, which are no layers.
+        stacked = {layer for stack in stacks for layer in stack}
+        layers = [layer for layer in layers if layer in stacked] or list(max(stacks, key=len, default=[]))
     if not layers:
         raise ModelError(
             f"no layer of {type(model).__name__} has a class in {list(wanted)}: "

@@ -96,6 +96,7 @@ VISION_FAMILIES: dict[str, dict[str, Any]] = {
             "num_attention_heads": 2,
             "image_size": GEMMA_SIZE,
             "patch_size": PATCH,
+            "vision_use_head": False,
         },
         "tie_word_embeddings": True,
         "mm_tokens_per_image": GEMMA_TOKENS_PER_IMAGE,

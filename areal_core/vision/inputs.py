@@ -1,0 +1,180 @@
+"""Inputs of a vision model's forward from rows of a batch.
+
+rows --> pixels          of their pictures, by the processor, or as the batch has them
+     --> positions       of each row alone, by the model's class, then packed
+     --> image blocks    of each row: which tokens attend to each other in both directions
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+from transformers import PreTrainedModel
+
+from areal_core.batch import PER_ENTRY, PER_IMAGE, Batch, sequence_lengths
+from areal_core.engine.ranks import Ranks
+from areal_core.vision.families import FAMILIES, VisionFamily
+from areal_core.vision.processor import VisionProcessor
+
+IMAGE_KEYS = PER_IMAGE | PER_ENTRY.keys() | {"image_count", "mm_token_type_ids"}
+
+
+@dataclass(frozen=True)
+class VisionInputs:
+    """Makes the inputs of one model's forward.
+
+    Args:
+        processor: computes pixels; None where every batch has them.
+    """
+
+    model: PreTrainedModel
+    family: VisionFamily
+    processor: VisionProcessor | None
+
+    def agree(self, batch: Batch, ranks: Ranks) -> Batch:
+        """Return the batch with image keys if any rank has a picture, else without; a collective.
+
+        The tower's layers are sharded: all ranks run it, or none.
+        """
+        has_images = "image_count" in batch and bool(batch["image_count"].any())
+        if not ranks.maximum(int(has_images)):
+            return {key: tensor for key, tensor in batch.items() if key not in IMAGE_KEYS}
+        return batch if "image_count" in batch else batch | without_images(batch)
+
+    def of(self, part: Batch, padding: int = 0) -> dict[str, Any]:
+        """Return the options of the base model's forward for packed rows, on the CPU.
+
+        Args:
+            padding: tokens after the rows, a sequence of their own.
+
+        Raises:
+            ValueError: a row's placeholders are not those of its pictures.
+        """
+        lengths = sequence_lengths(part).tolist()
+        rows = [ids[:n].long() for ids, n in zip(part["input_ids"], lengths, strict=True)]
+        inputs: dict[str, Any] = {"input_ids": pad(torch.cat(rows), (0, padding))[None]}
+        if "image_count" not in part:
+            positions = torch.cat([torch.arange(n) for n in lengths])
+            return inputs | {"position_ids": pad(positions, (0, padding))[None]}
+        types = [row[:n].long() for row, n in zip(part["mm_token_type_ids"], lengths, strict=True)]
+        pixels, tokens = self.pixels(part)
+        counts = part["image_count"].tolist()
+        _check_placeholders(types, counts, tokens)
+        inputs["token_types"] = pad(torch.cat(types), (0, padding))[None]
+        inputs["position_ids"] = pad(self._positions(rows, types, counts, pixels), (0, padding))
+        if self.family.attends_within_images:
+            inputs["image_blocks"] = [image_blocks(row) for row in types] + [None] * bool(padding)
+        return inputs | (pixels if tokens else {"unused_pixels": self.smallest_image()})
+
+    def alone(self, row: Batch) -> dict[str, Any]:
+        """Return the options of the base model's forward for one row, with its class's attention."""
+        inputs = self.of(row)
+        inputs.pop("image_blocks", None)
+        if self.family.attends_within_images and "token_types" in inputs:
+            inputs[self.family.types_option] = inputs["token_types"]  # makes the mask
+        return inputs
+
+    def pixels(self, part: Batch) -> tuple[dict[str, Tensor], list[int]]:
+        """Return the pixels of all pictures of rows, and the number of vision tokens of each."""
+        if "pixel_values" in part:
+            units = part["image_units"].tolist()
+            pixels = {"pixel_values": part["pixel_values"]}
+            if self.family.has_grids:
+                pixels["image_grid_thw"] = part["image_grid_thw"].long()
+        else:
+            if self.processor is None:
+                raise ValueError(
+                    "the batch has image_data and the model has no processor: give pixel_values instead"
+                )
+            data = part["image_data"].numpy().tobytes()
+            ends = part["image_bytes"].cumsum(0).tolist()
+            images = [data[a:b] for a, b in zip([0, *ends], ends, strict=False)]
+            pixels, units = self.processor.pixels(images), self.processor.units(images)
+        if self.family.has_grids:
+            merged = self.model.config.vision_config.spatial_merge_size**2
+            return pixels, [n // merged for n in units]
+        return pixels, [n * self.model.config.mm_tokens_per_image for n in units]
+
+    def _positions(
+        self,
+        rows: Sequence[Tensor],
+        types: Sequence[Tensor],
+        counts: Sequence[int],
+        pixels: dict[str, Tensor],
+    ) -> Tensor:
+        """Return the positions of packed rows: int64 [3, 1, tokens] of a family with grids, else [1, tokens]."""
+        if not self.family.has_grids:
+            return torch.cat([torch.arange(len(row)) for row in rows])[None]
+        base: Any = self.model.base_model
+        grids = pixels["image_grid_thw"].split(list(counts)) if pixels else [None] * len(rows)
+        positions = [
+            base.get_rope_index(row[None], kind[None], image_grid_thw=grid)[0]
+            for row, kind, grid in zip(rows, types, grids, strict=True)
+        ]
+        return torch.cat(positions, dim=2)
+
+    def smallest_image(self) -> dict[str, Tensor]:
+        """Return the pixels of the smallest picture: zeros."""
+        vision = self.model.config.vision_config
+        if not self.family.has_grids:
+            return {"pixel_values": torch.zeros(1, vision.num_channels, vision.image_size, vision.image_size)}
+        side = vision.spatial_merge_size
+        size = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
+        return {
+            "pixel_values": torch.zeros(side * side, size),
+            "image_grid_thw": torch.tensor([[1, side, side]]),
+        }
+
+
+def image_blocks(types: Tensor) -> Tensor | None:
+    """Return the number of each token's picture in its row, -1 of text; None for a row of text.
+
+    Consecutive placeholders are one picture. Types and result are int64 [tokens].
+    """
+    is_image = types == 1
+    if not bool(is_image.any()):
+        return None
+    begins = is_image & ~pad(is_image, (1, 0))[:-1]
+    return torch.where(is_image, begins.cumsum(0) - 1, -1)
+
+
+def without_images(batch: Batch) -> Batch:
+    """Return the image keys of rows of text."""
+    mask = batch["attention_mask"]
+    return {
+        "image_count": torch.zeros(len(mask), dtype=torch.int32),
+        "mm_token_type_ids": torch.zeros(mask.shape, dtype=torch.int32),
+        "image_bytes": torch.zeros(0, dtype=torch.int32),
+        "image_data": torch.zeros(0, dtype=torch.uint8),
+    }
+
+
+def _check_placeholders(types: Sequence[Tensor], counts: Sequence[int], tokens: Sequence[int]) -> None:
+    """Raise ValueError unless each row has a placeholder for each vision token of its pictures."""
+    begin = 0
+    for number, (row, count) in enumerate(zip(types, counts, strict=True)):
+        expected, found = sum(tokens[begin : begin + count]), int((row == 1).sum())
+        begin += count
+        if expected != found:
+            raise ValueError(
+                f"row {number} has {found} placeholders in mm_token_type_ids and its {count} images have "
+                f"{expected} vision tokens: make prompts with the processor of the trained checkpoint"
+            )
+
+
+def plain_inputs(
+    model: PreTrainedModel, input_ids: Tensor, types: Tensor, pixels: dict[str, Tensor]
+) -> dict[str, Any]:
+    """Return the options of the class's own forward for one row, which finds positions itself.
+
+    Args:
+        input_ids, types: int64 [tokens]; types are 1 at placeholders.
+        pixels: of `VisionProcessor.pixels`.
+    """
+    inputs = {"input_ids": input_ids[None], "use_cache": False}
+    if not pixels:
+        return inputs
+    return inputs | pixels | {FAMILIES[model.config.model_type].types_option: types[None]}

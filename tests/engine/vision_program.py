@@ -1,0 +1,101 @@
+"""One step of a tiny vision model on rows of text and of pictures, by the engine.
+
+For a test that compares with Transformers. Arguments: folder of the model, number of
+sequence-parallel ranks, output file of rank 0 for the gradients, and whether the tower is frozen.
+Prints the loss, and the log-probs of this rank's rows.
+"""
+
+import json
+import sys
+from io import BytesIO
+
+import torch
+from PIL import Image
+from safetensors.torch import save_file
+
+from areal_core.batch import Batch, pad_and_concat, select_rows
+from areal_core.engine.fsdp import FSDPEngine
+from areal_core.engine.model import load_model
+from areal_core.engine.ranks import Ranks, join_ranks, leave_ranks
+from areal_core.engine.sharding import shard_model
+from areal_core.testing import step_with_gradients
+from areal_core.vision.forward import freeze_tower, vision_family
+from areal_core.vision.inputs import VisionInputs
+from areal_core.vision.processor import VisionProcessor, load_processor
+
+MAX_TOKENS = 90  # of a micro-batch, which the rows need two of
+# Sizes of the pictures of each row: on two ranks, the second one has rows of text only.
+ANSWER = [*range(20, 31), 40, 1]
+PICTURES = [[(20, 20)], [], [(33, 17), (12, 30)], []]
+
+
+def picture(width: int, height: int) -> bytes:
+    """Return a PNG file whose pixels depend on its size."""
+    generator = torch.Generator().manual_seed(width * 100 + height)
+    pixels = torch.randint(256, (height, width, 3), generator=generator, dtype=torch.uint8)
+    file = BytesIO()
+    Image.fromarray(pixels.numpy()).save(file, "PNG")
+    return file.getvalue()
+
+
+def row(processor: VisionProcessor, sizes: list[tuple[int, int]], answer: list[int] = ANSWER) -> Batch:
+    """Return a row with pictures of the given sizes, whose answer is trained."""
+    images = [picture(*size) for size in sizes]
+    parts = [{"type": "image"}] * len(images)
+    content = [*parts, {"type": "text", "text": f"How many{len(sizes)}?"}]
+    prompt = processor.prompt([{"role": "user", "content": content}], images)
+    ids = [*prompt.input_ids, *answer]
+    types = [*prompt.mm_token_type_ids, *[0] * len(answer)]
+    trained = [0] * (len(prompt.input_ids) - 1) + [1] * len(answer) + [0]
+    return {
+        "input_ids": torch.tensor([ids], dtype=torch.int32),
+        "attention_mask": torch.ones(1, len(ids), dtype=torch.bool),
+        "loss_mask": torch.tensor([trained], dtype=torch.int32),
+        "mm_token_type_ids": torch.tensor([types], dtype=torch.int32),
+        "image_count": torch.tensor([len(images)], dtype=torch.int32),
+        "image_bytes": torch.tensor([len(image) for image in images], dtype=torch.int32),
+        "image_data": torch.tensor(list(b"".join(images)), dtype=torch.uint8),
+    }
+
+
+def rows(processor: VisionProcessor, rank: int = 0, num_ranks: int = 1) -> Batch:
+    """Return this data-parallel rank's rows."""
+    every = pad_and_concat([row(processor, sizes) for sizes in PICTURES])
+    return select_rows(every, range(rank, len(PICTURES), num_ranks))
+
+
+def make_engine(
+    ranks: Ranks, folder: str, *, freezes: bool = False, max_tokens: int = MAX_TOKENS, **options: object
+) -> FSDPEngine:
+    model = load_model(folder)
+    if freezes:
+        freeze_tower(model)
+    shard_model(model, ranks, dtype=torch.float32, **options)
+    family = vision_family(model)
+    assert family is not None
+    engine = FSDPEngine(model, ranks, torch.float32, max_tokens_per_mb=max_tokens)
+    engine.vision = VisionInputs(model, family, load_processor(folder))
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    engine.optimizer = torch.optim.SGD(trained, lr=0.1)
+    engine.schedule = torch.optim.lr_scheduler.ConstantLR(engine.optimizer)
+    return engine
+
+
+def main() -> None:
+    folder, sequence_parallel, output, freezes = sys.argv[1:]
+    ranks = join_ranks("cpu", sequence_parallel=int(sequence_parallel))
+    engine = make_engine(ranks, folder, freezes=freezes == "True")
+    assert engine.vision is not None
+    assert engine.vision.processor is not None
+    batch = rows(engine.vision.processor, ranks.data_parallel_rank, ranks.data_parallel_size)
+    logprobs = engine.compute_logprobs(batch)
+    result, gradients = step_with_gradients(engine, batch)
+    if ranks.rank == 0:
+        save_file({name: tensor.contiguous() for name, tensor in gradients.items()}, output)
+        found = {"loss": result.loss, "logprobs": logprobs.tolist()}
+        print(json.dumps(found | {"num_micro_batches": len(result.micro_batches)}))
+    leave_ranks()
+
+
+if __name__ == "__main__":
+    main()
