@@ -154,13 +154,14 @@ def step_with_gradients(
     engine: "FSDPEngine", batch: Batch, loss_fn: "LossFunction" = likelihood_with_entropy
 ) -> tuple["TrainResult", dict[str, torch.Tensor]]:
     """Run one step; return its result and the full gradients before clipping; a collective."""
+    from areal_core.engine.lora import trained_parameters
     from areal_core.engine.sharding import full_tensor
 
     gradients: dict[str, torch.Tensor] = {}
 
     def keep(event: str, **_: object) -> None:
         if event == "gradients":
-            for name, parameter in engine.model.named_parameters():
+            for name, parameter in trained_parameters(engine.model).items():
                 assert parameter.grad is not None, name
                 gradients[name] = full_tensor(parameter.grad).clone()
 

@@ -132,6 +132,9 @@ class TrainEngineConfig:
     mb_spec: MicroBatchSpec = section(MicroBatchSpec, "Splitting of a batch into micro-batches.")
     pad_to_maximum: bool = option(False, "Pad every micro-batch to max_tokens_per_mb.")
     disable_dropout: bool = option(False, "Set every dropout to 0.")
+    freeze_vision_tower: bool = option(
+        False, "Of a vision model, train only the text model: not the tower, nor its projector."
+    )
     gradient_checkpointing: bool = option(False, "Recompute activations in the backward pass.")
     dtype: str = option(
         "bfloat16",

@@ -1,4 +1,4 @@
-"""Refusal of models and data with images, which no trainer, workflow or record here can hold."""
+"""Refusal of models and data with images that no trainer here can use together."""
 
 import json
 from collections.abc import Iterator
@@ -6,36 +6,48 @@ from pathlib import Path
 
 from areal_core.config.experiment import BaseExperimentConfig
 from areal_core.config.train_engine import TrainEngineConfig
+from areal_core.vision.families import FAMILIES
 
-IMAGE_DATASETS = ("clevr_count_70k", "geometry3k", "virl39k")
-# Parts of hub names, for models that are not in a local folder.
-IMAGE_MODELS = ("-vl-", "_vl_", "smolvlm", "llava", "internvl", "paligemma", "pixtral", "idefics")
 INSTEAD = "images are not supported: train a text model on text"
+IMAGE_DATASETS = ("clevr_count_70k", "geometry3k", "virl39k")
 
 
 def images_in_use(config: BaseExperimentConfig) -> Iterator[str]:
-    """Yield one sentence that names all datasets and models with images, if there are any."""
-    found: dict[str, str] = {}  # path -> sentence, because several sections have the same one
+    """Yield a sentence for each model or dataset with images that the run cannot use."""
+    sections = {name: s for name, s in vars(config).items() if isinstance(s, TrainEngineConfig)}
+    for name, section in sections.items():
+        family = model_type(section.path, "vision_config")
+        if family is None:
+            continue
+        if family not in FAMILIES:
+            yield (
+                f"{name}.path is {section.path!r}, a vision model of type {family!r}, which is not supported: "
+                f"train one of {', '.join(FAMILIES)}, or a text model"
+            )
+        if name == "critic" or section.is_critic:
+            yield (
+                f"{name}.path is {section.path!r}, a vision model, and scores and values of images are not "
+                f"supported: use a text model, or advantages without a critic"
+            )
+    actor = sections["actor"].path if "actor" in sections else ""
+    if model_type(actor) is None or model_type(actor, "vision_config") is not None:
+        return
     for name in ("train_dataset", "valid_dataset"):
         data = getattr(config, name)
-        if data is not None and any(part in data.path.lower() for part in IMAGE_DATASETS):
-            found.setdefault(data.path, f"{name}.path is {data.path!r}, a dataset of images")
-    for name, section in vars(config).items():
-        if isinstance(section, TrainEngineConfig) and (reason := why_vision(section.path)):
-            found.setdefault(section.path, f"{name}.path is {section.path!r}, a vision model ({reason})")
-    if found:
-        yield f"{', and '.join(found.values())}; {INSTEAD}"
+        if data is not None and any(known in data.path.lower() for known in IMAGE_DATASETS):
+            yield (
+                f"{name}.path is {data.path!r}, a dataset of images, and actor.path {actor!r} is a text "
+                f"model: train a vision model ({', '.join(FAMILIES)})"
+            )
 
 
-def why_vision(path: str) -> str:
-    """Return why a model is one of vision: its `config.json`, or else its name; "" if it is not."""
+def model_type(path: str, option: str = "model_type") -> str | None:
+    """Return the `model_type` of a folder whose `config.json` has an option; None for any other."""
     file = Path(path) / "config.json"
-    if path and file.is_file():
-        try:
-            facts = json.loads(file.read_text(encoding="utf-8"))
-        except ValueError:  # the model's loader reports it
-            return ""
-        has_vision = isinstance(facts, dict) and "vision_config" in facts
-        return f"{facts.get('model_type')} with vision_config" if has_vision else ""
-    name = f"{Path(path).name}-".lower()
-    return "by its name" if any(part in name for part in IMAGE_MODELS) else ""
+    if not path or not file.is_file():
+        return None
+    try:
+        facts = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError:  # the model's loader reports it
+        return None
+    return str(facts.get("model_type")) if isinstance(facts, dict) and option in facts else None

@@ -30,7 +30,7 @@ from areal_core.engine.ranks import Ranks
 from areal_core.engine.scores import is_score_model
 from areal_core.engine.sequence_parallel import slice_tokens
 from areal_core.engine.sharding import fsdp_module
-from areal_core.vision.inputs import VisionInputs, without_images
+from areal_core.vision.inputs import VisionInputs, text_only
 
 # (logprobs [tokens], entropies [tokens], packed micro-batch) -> sum of the loss over its tokens;
 # of a reward model: (scores [tokens], packed micro-batch)
@@ -336,7 +336,7 @@ class FSDPEngine:
         if part["attention_mask"].shape[0] == 0:
             ones = torch.ones(1 if self.packs_rows else self.granularity, 1, dtype=torch.int32)
             text = {"input_ids": ones, "attention_mask": ones.bool(), "loss_mask": ones}
-            part = text | without_images(text) if "image_count" in part else text
+            part = text | text_only(text) if "image_count" in part else text
         if self.packs_rows:
             return self._forward_packed(part)
         rows = range(part["attention_mask"].shape[0])

@@ -24,6 +24,7 @@ from areal_core.engine.errors import ModelError
 from areal_core.engine.logits import output_layer
 from areal_core.engine.scores import HEAD, is_score_model, score_head
 from areal_core.engine.sharding import full_tensor
+from areal_core.vision.forward import text_model, vision_family
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -126,7 +127,7 @@ def add_adapters(
 
     Args:
         target_modules: last components of the names of layers ("q_proj"); empty, or "all-linear",
-            for every linear layer except the output layer.
+            for every linear layer except the output layer. A vision tower gets none.
         dtype: of compute, which frozen parameters are cast to.
         seed: of the adapters' initialisation; it must be the same on every rank, since each shards
             the adapter that it initialised.
@@ -149,15 +150,18 @@ def add_adapters(
 def chosen_layers(model: PreTrainedModel, wanted: Sequence[str]) -> list[str]:
     """Return the requested names of linear layers, or all of them, sorted.
 
-    The output layer is excluded: its logprobs are computed from its weight alone.
+    The output layer is excluded: its logprobs are computed from its weight alone. Of a vision model
+    they are the complete names of layers of its text model.
 
     Raises:
         ModelError: the model has no linear layer of a requested name, or none at all.
     """
     wanted = [] if ALL_LINEAR in wanted else wanted
     heads = {output_layer(model), score_head(model) if is_score_model(model) else None}
+    is_vision = vision_family(model) is not None
+    inside = set((text_model(model) if is_vision else model).modules()) - heads
     layers = [
-        name for name, module in model.named_modules() if type(module) is nn.Linear and module not in heads
+        name for name, module in model.named_modules() if type(module) is nn.Linear and module in inside
     ]
     existing = {name.rpartition(".")[2] for name in layers}
     if not existing or (unknown := set(wanted) - existing):
@@ -167,14 +171,17 @@ def chosen_layers(model: PreTrainedModel, wanted: Sequence[str]) -> list[str]:
             f"it has {', '.join(sorted(existing)) or 'none'}; "
             "the output layer, embeddings and fused experts get none"
         )
-    return sorted(set(wanted) or existing)
+    names = set(wanted) or existing
+    return sorted(name for name in layers if name.rpartition(".")[2] in names) if is_vision else sorted(names)
 
 
 def count_adapters(model: PreTrainedModel, rank: int, target_modules: Sequence[str]) -> int:
     """Return the number of elements that `add_adapters` would train. It raises likewise."""
     names = chosen_layers(model, target_modules)
     layers = [
-        cast(nn.Linear, module) for name, module in model.named_modules() if name.rpartition(".")[2] in names
+        cast(nn.Linear, module)
+        for name, module in model.named_modules()
+        if {name, name.rpartition(".")[2]} & set(names)
     ]
     head = score_head(model).weight.numel() if is_score_model(model) else 0
     return head + sum(rank * (layer.in_features + layer.out_features) for layer in layers)

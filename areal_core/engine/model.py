@@ -32,6 +32,7 @@ from transformers import (
     PretrainedConfig,
     PreTrainedModel,
 )
+from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import logging as transformers_logging
 
@@ -177,6 +178,19 @@ def config_to_save(model: PreTrainedModel, weights: Iterable[Tensor]) -> Pretrai
         setattr(config, name, value)
     config.dtype = next(tensor.dtype for tensor in weights if tensor.is_floating_point())
     return config
+
+
+def checkpoint_names(model: PreTrainedModel) -> dict[str, str]:
+    """Return the name in a checkpoint on the hub of each parameter of a vision model.
+
+    Transformers renames them when it loads one. It is empty for a text model.
+    """
+    if not hasattr(model.config, "vision_config"):
+        return {}
+    names = {}
+    for name, _ in model.named_parameters():
+        (names[name],) = revert_weight_conversion(model, {name: torch.empty(0)})
+    return names
 
 
 @dataclass(frozen=True)

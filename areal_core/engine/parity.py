@@ -35,6 +35,7 @@ from areal_core.engine.model import attention_of, own_attention, set_attention
 from areal_core.engine.scores import is_score_model
 from areal_core.engine.sharding import fsdp_module
 from areal_core.engine.tensor_parallel import whole_vocabulary
+from areal_core.vision.inputs import plain_inputs
 
 logger = logging.getLogger(__name__)
 
@@ -165,6 +166,8 @@ def _measure_parity(engine: FSDPEngine) -> Parity:
         if packed > tolerance:
             noise = measure_noise(engine, rows[0], expected[0])
             tolerance = max(tolerance, NOISE_FACTOR * noise)
+        if engine.vision is not None:
+            packed = max(packed, measure_images(engine, rows))
         reason = why_not_packed(packed, leak, tolerance)
     if reason is not None and packed is not None and engine.ranks.sequence_parallel_size == 1:
         engine.numbers_rows = True
@@ -176,6 +179,8 @@ def _measure_parity(engine: FSDPEngine) -> Parity:
     if reason is not None or packed is None:
         compute_rows_alone(engine)
         difference = _largest(engine, columns_of(engine, rows), expected)
+        if engine.vision is not None:
+            difference = max(difference, measure_images(engine, rows))
         if difference > tolerance:
             reason = "its class computes logits, masks or positions in a way that training does not follow"
     assert difference is not None
@@ -202,6 +207,24 @@ def measure_packed(
     other = (rows[0] + 1) % engine.model.config.get_text_config().vocab_size
     leak = _largest(engine, columns_of(engine, [other, *rows[1:]])[1:], found[1:])
     return _largest(engine, found, expected), leak
+
+
+def measure_images(engine: FSDPEngine, rows: Sequence[Tensor]) -> float:
+    """Return how much a row with a picture, between rows of text, differs; a collective."""
+    assert engine.vision is not None
+    example = engine.vision.example(rows[0])
+    ids, types = example["input_ids"][0].long(), example["mm_token_type_ids"][0].long()
+    pixels: dict[str, Tensor] = {
+        key: example[key] for key in ("pixel_values", "image_grid_thw") if key in example
+    }
+    batch = batch_of([rows[0], ids, rows[-1]])
+    batch["mm_token_type_ids"] = batch_of([rows[0] * 0, types, rows[-1] * 0])["input_ids"]
+    counts = {"image_count": torch.tensor([0, 1, 0], dtype=torch.int32)}
+    engine.model.eval()
+    with torch.no_grad():
+        found = engine.forward(batch | pixels | counts | {"image_units": example["image_units"]}).cpu()
+    mine = found[len(rows[0]) :][: len(ids) - 1]
+    return _largest(engine, [mine], [own_columns(engine, ids, plain_inputs(engine.model, types, pixels))])
 
 
 def why_not_packed(difference: float, leak: float, tolerance: float) -> str | None:
@@ -280,10 +303,13 @@ def columns_of(engine: FSDPEngine, rows: Sequence[Tensor]) -> list[Tensor]:
 
 
 @torch.no_grad()
-def own_columns(engine: FSDPEngine, row: Tensor, *, twice: bool = False) -> Tensor:
+def own_columns(
+    engine: FSDPEngine, row: Tensor, options: dict[str, Tensor] | None = None, *, twice: bool = False
+) -> Tensor:
     """Compute one row by the forward of the model's class, without packing; a collective.
 
     Args:
+        options: of the forward, for the row's pictures.
         twice: in a batch of two rows, which changes the rounding only.
 
     Returns:
@@ -299,7 +325,8 @@ def own_columns(engine: FSDPEngine, row: Tensor, *, twice: bool = False) -> Tens
     if len(row) == 1:
         return torch.zeros(0, 2)  # nothing is predicted; it only has to leave its neighbours alone
     with own_forward(engine):
-        logits = engine.model(input_ids=ids, use_cache=False).logits[0, :-1]  # [length - 1, vocab]
+        images = {key: tensor.to(ids.device) for key, tensor in (options or {}).items()}
+        logits = engine.model(input_ids=ids, use_cache=False, **images).logits[0, :-1]  # [length - 1, vocab]
     log_p = torch.log_softmax(logits.float() / engine.temperature, -1).cpu()
     logprobs = log_p.gather(1, row[1:, None])[:, 0]
     return torch.stack([logprobs, -(log_p.exp() * log_p).sum(-1)], 1)

@@ -4,25 +4,35 @@ In a batch of pairs, for DPO and reward models, chosen and rejected rows alterna
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from areal_core.algorithm.alignment import shifted_left
 from areal_core.batch import Batch, pad_and_concat, select_rows
+from areal_core.errors import DatasetError
 from areal_core.telemetry import Reduce, Stats
+from areal_core.vision.inputs import image_keys
 
 ROWS_PER_PAIR = 2
 Pair = dict[str, list[int]]  # a row of `get_dataset` with type "rw" or "dpo"
 
 
-def rows_to_batch(rows: Sequence[dict[str, list[int]]]) -> Batch:
+def rows_to_batch(rows: Sequence[dict[str, Any]], has_images: bool = False) -> Batch:
     """Build a padded batch of `input_ids` and `loss_mask`, the latter next-token aligned.
 
     Without rows its shape is [0, 1].
+
+    Args:
+        has_images: of a vision model. Rows may have `images`, a list of bytes, with
+            `mm_token_type_ids`, 1 at their placeholders, and the batch has the keys of pictures.
+
+    Raises:
+        DatasetError: a row has images, and the model reads only text.
     """
     if not rows:
-        return select_rows(rows_to_batch([{"input_ids": [0], "loss_mask": [0]}]), [])
+        return select_rows(rows_to_batch([{"input_ids": [0], "loss_mask": [0]}], has_images), [])
     singles = [
         {
             "input_ids": torch.tensor([row["input_ids"]], dtype=torch.int32),
@@ -32,7 +42,17 @@ def rows_to_batch(rows: Sequence[dict[str, list[int]]]) -> Batch:
         for row in rows
     ]
     batch = pad_and_concat(singles)
-    return batch | {"loss_mask": shifted_left(batch["loss_mask"], 0)}
+    batch["loss_mask"] = shifted_left(batch["loss_mask"], 0)
+    images = [row.get("images", ()) for row in rows]
+    if not has_images:
+        if any(images):
+            raise DatasetError("a row has images and actor.path is a text model: train a vision model")
+        return batch
+    types = torch.zeros(batch["input_ids"].shape, dtype=torch.int32)
+    for kinds, row in zip(types, rows, strict=True):
+        if row.get("images"):
+            kinds[: len(row["mm_token_type_ids"])] = torch.tensor(row["mm_token_type_ids"])
+    return batch | image_keys(images) | {"mm_token_type_ids": types}
 
 
 def record_rows(stats: Stats, flat: Batch) -> None:

@@ -61,6 +61,9 @@ from areal_core.telemetry.trace import Trace
 from areal_core.telemetry.trace_hooks import NO_TRACING, Tracing
 from areal_core.trainer.checkpointing import Frequency
 from areal_core.trainer.run_lines import RunLines
+from areal_core.vision.forward import freeze_tower, vision_family
+from areal_core.vision.inputs import VisionInputs
+from areal_core.vision.processor import load_processor
 
 UNSAFE_IN_ID = str.maketrans("/\\#?%:", "------")  # Weights & Biases refuses ids with these
 AnyConfig = PPOConfig | SFTConfig | RWConfig | DPOConfig  # every config of a run has an `actor`
@@ -189,6 +192,8 @@ def shard_engine(
         disable_dropout=options.disable_dropout,
         without_weights=from_rank_0 and ranks.rank > 0,
     )
+    if options.freeze_vision_tower:
+        freeze_tower(model)
     if options.use_liger:
         apply_liger(model, ranks.device.type)
     adapter = adapt_model(model, options, ranks) if options.use_lora else None
@@ -216,7 +221,18 @@ def shard_engine(
         syncs_every_micro_batch=fsdp.sync_every_micro_batch,
         adapter=adapter,
         sleeps=options.offload and not fsdp.offload_params,
+        vision=vision_inputs(model, options.path),
     )
+
+
+def vision_inputs(model: PreTrainedModel, path: str) -> VisionInputs | None:
+    """Return what makes the inputs of a vision model, with its processor; None for a text model.
+
+    Raises:
+        ModelError: the checkpoint has no processor of images.
+    """
+    family = vision_family(model)
+    return None if family is None else VisionInputs(model, family, load_processor(path))
 
 
 def add_optimizer(

@@ -19,7 +19,7 @@ class SFTTrainer(SupervisedTrainer):
 
     Args:
         train_dataset: rows with `input_ids` and `loss_mask`, lists of int (`get_dataset` with type
-            "sft").
+            "sft"); for a vision model also with `images`, see `rows_to_batch`.
         valid_dataset: validation rows; by default those of `config.valid_dataset`, if it is set.
     """
 
@@ -36,7 +36,7 @@ class SFTTrainer(SupervisedTrainer):
 
     def to_batch(self, rows: Sequence[dict[str, Any]]) -> Batch:
         """Build the batch of the rows."""
-        return rows_to_batch(rows)
+        return rows_to_batch(rows, has_images=self.actor.vision is not None)
 
     def weight(self, batch: Batch) -> Tensor:
         """Return the number of tokens in the loss mask."""

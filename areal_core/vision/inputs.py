@@ -42,7 +42,7 @@ class VisionInputs:
         has_images = "image_count" in batch and bool(batch["image_count"].any())
         if not ranks.maximum(int(has_images)):
             return {key: tensor for key, tensor in batch.items() if key not in IMAGE_KEYS}
-        return batch if "image_count" in batch else batch | without_images(batch)
+        return batch if "image_count" in batch else batch | text_only(batch)
 
     def of(self, part: Batch, padding: int = 0) -> dict[str, Any]:
         """Return the options of the base model's forward for packed rows, on the CPU.
@@ -60,8 +60,8 @@ class VisionInputs:
             positions = torch.cat([torch.arange(n) for n in lengths])
             return inputs | {"position_ids": pad(positions, (0, padding))[None]}
         types = [row[:n].long() for row, n in zip(part["mm_token_type_ids"], lengths, strict=True)]
-        pixels, tokens = self.pixels(part)
         counts = part["image_count"].tolist()
+        pixels, tokens = self.pixels(part) if sum(counts) else ({}, [])
         _check_placeholders(types, counts, tokens)
         inputs["token_types"] = pad(torch.cat(types), (0, padding))[None]
         inputs["position_ids"] = pad(self._positions(rows, types, counts, pixels), (0, padding))
@@ -93,10 +93,7 @@ class VisionInputs:
             ends = part["image_bytes"].cumsum(0).tolist()
             images = [data[a:b] for a, b in zip([0, *ends], ends, strict=False)]
             pixels, units = self.processor.pixels(images), self.processor.units(images)
-        if self.family.has_grids:
-            merged = self.model.config.vision_config.spatial_merge_size**2
-            return pixels, [n // merged for n in units]
-        return pixels, [n * self.model.config.mm_tokens_per_image for n in units]
+        return pixels, self._num_tokens(units)
 
     def _positions(
         self,
@@ -118,15 +115,45 @@ class VisionInputs:
 
     def smallest_image(self) -> dict[str, Tensor]:
         """Return the pixels of the smallest picture: zeros."""
+        return {
+            key: tensor * 0 if key == "pixel_values" else tensor for key, tensor in self.noise(1, 1).items()
+        }
+
+    def noise(self, high: int, wide: int) -> dict[str, Tensor]:
+        """Return the pixels of a picture of noise, always the same.
+
+        Args:
+            high, wide: vision tokens of its sides, where pictures have their own sizes.
+        """
         vision = self.model.config.vision_config
+        generator = torch.Generator().manual_seed(0)
         if not self.family.has_grids:
-            return {"pixel_values": torch.zeros(1, vision.num_channels, vision.image_size, vision.image_size)}
+            shape = (1, vision.num_channels, vision.image_size, vision.image_size)
+            return {"pixel_values": torch.randn(shape, generator=generator)}
         side = vision.spatial_merge_size
         size = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
         return {
-            "pixel_values": torch.zeros(side * side, size),
-            "image_grid_thw": torch.tensor([[1, side, side]]),
+            "pixel_values": torch.randn(high * wide * side * side, size, generator=generator),
+            "image_grid_thw": torch.tensor([[1, high * side, wide * side]]),
         }
+
+    def example(self, text: Tensor) -> Batch:
+        """Return a row with a picture of noise after the first of some tokens of text, [1, T]."""
+        pixels = self.noise(2, 3)
+        units = torch.tensor([len(pixels["pixel_values"])], dtype=torch.int32)
+        (num_tokens,) = self._num_tokens(units.tolist())
+        picture = torch.full((num_tokens,), self.model.config.image_token_id)
+        ids = torch.cat([text[:1], picture, text[1:]]).int()[None]
+        types = torch.zeros_like(ids)
+        types[:, 1 : num_tokens + 1] = 1
+        row = {"input_ids": ids, "mm_token_type_ids": types, "image_count": torch.ones(1, dtype=torch.int32)}
+        return row | pixels | {"image_units": units}
+
+    def _num_tokens(self, units: Sequence[int]) -> list[int]:
+        """Return the number of vision tokens of pictures with these numbers of entries."""
+        if self.family.has_grids:
+            return [n // self.model.config.vision_config.spatial_merge_size**2 for n in units]
+        return [n * self.model.config.mm_tokens_per_image for n in units]
 
 
 def image_blocks(types: Tensor) -> Tensor | None:
@@ -141,15 +168,23 @@ def image_blocks(types: Tensor) -> Tensor | None:
     return torch.where(is_image, begins.cumsum(0) - 1, -1)
 
 
-def without_images(batch: Batch) -> Batch:
+def image_keys(rows: Sequence[Sequence[bytes]]) -> Batch:
+    """Return `image_count`, `image_bytes` and `image_data` of rows with these pictures."""
+    images = [image for row in rows for image in row]
+    data = bytearray(b"".join(images))  # a copy: a tensor may be written to, and bytes may not
+    return {
+        "image_count": torch.tensor([len(row) for row in rows], dtype=torch.int32),
+        "image_bytes": torch.tensor([len(image) for image in images], dtype=torch.int32),
+        "image_data": torch.frombuffer(data, dtype=torch.uint8)
+        if data
+        else torch.zeros(0, dtype=torch.uint8),
+    }
+
+
+def text_only(batch: Batch) -> Batch:
     """Return the image keys of rows of text."""
     mask = batch["attention_mask"]
-    return {
-        "image_count": torch.zeros(len(mask), dtype=torch.int32),
-        "mm_token_type_ids": torch.zeros(mask.shape, dtype=torch.int32),
-        "image_bytes": torch.zeros(0, dtype=torch.int32),
-        "image_data": torch.zeros(0, dtype=torch.uint8),
-    }
+    return image_keys([()] * len(mask)) | {"mm_token_type_ids": torch.zeros(mask.shape, dtype=torch.int32)}
 
 
 def _check_placeholders(types: Sequence[Tensor], counts: Sequence[int], tokens: Sequence[int]) -> None:
@@ -165,16 +200,13 @@ def _check_placeholders(types: Sequence[Tensor], counts: Sequence[int], tokens: 
             )
 
 
-def plain_inputs(
-    model: PreTrainedModel, input_ids: Tensor, types: Tensor, pixels: dict[str, Tensor]
-) -> dict[str, Any]:
-    """Return the options of the class's own forward for one row, which finds positions itself.
+def plain_inputs(model: PreTrainedModel, types: Tensor, pixels: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return the options of the class's own forward for the pictures of one row.
+
+    Besides `input_ids` it needs no others: it finds positions and masks itself.
 
     Args:
-        input_ids, types: int64 [tokens]; types are 1 at placeholders.
+        types: 1 at placeholders, int64 [tokens].
         pixels: of `VisionProcessor.pixels`.
     """
-    inputs = {"input_ids": input_ids[None], "use_cache": False}
-    if not pixels:
-        return inputs
-    return inputs | pixels | {FAMILIES[model.config.model_type].types_option: types[None]}
+    return pixels | {FAMILIES[model.config.model_type].types_option: types[None]} if pixels else {}

@@ -11,8 +11,8 @@ import json
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
-from copy import deepcopy
 from dataclasses import dataclass, field
+from functools import lru_cache
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -71,8 +71,10 @@ class VisionProcessor:
             ImageError: the numbers of pictures and placeholders differ, or one is damaged.
         """
         options = {"add_generation_prompt": True} | template_options
-        # A copy, because Transformers rewrites the content of messages.
-        text = self.processor.apply_chat_template(deepcopy(list(messages)), tokenize=False, **options)
+        text = self.tokenizer.apply_chat_template(
+            list(messages), chat_template=self.processor.chat_template, tokenize=False, **options
+        )
+        assert isinstance(text, str)
         return self.tokenize(text, images)
 
     def tokenize(self, text: str, images: Sequence[bytes]) -> Prompt:
@@ -147,6 +149,7 @@ def _num_bytes(tensors: dict[str, Tensor]) -> int:
     return sum(tensor.nbytes for tensor in tensors.values())
 
 
+@lru_cache(maxsize=4)  # shared by the models of a run, and with it the cached pixels
 def load_processor(path: str) -> VisionProcessor:
     """Load the processor of a checkpoint.
 

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedTokenizerFast, ProcessorMixin
 
 from areal_core.testing import make_tiny_tokenizer
@@ -134,8 +135,19 @@ def make_tiny_vision_model(folder: str | Path, family: str, *, seed: int = 0, **
         for parameter in model.parameters():
             parameter.add_(0.05 * torch.randn(parameter.shape))
     model.save_pretrained(folder)
+    if family == "gemma3":
+        rename_tower(folder / "model.safetensors")
     processor.save_pretrained(folder)
     return folder
+
+
+def rename_tower(file: Path) -> None:
+    """Give the weights of SigLIP's tower the names that they have in checkpoints on the hub."""
+    weights = load_file(file)
+    tower, longer = "vision_tower.", "vision_tower.vision_model."
+    save_file(
+        {name.replace(tower, longer): tensor for name, tensor in weights.items()}, file, {"format": "pt"}
+    )
 
 
 def make_tiny_processor(family: str) -> ProcessorMixin:

@@ -17,6 +17,7 @@ from areal_core.engine.fsdp import FSDPEngine
 from areal_core.engine.lora import Adapter, write_adapter
 from areal_core.engine.model import config_to_save
 from areal_core.safety.durable import commit_folder, os_error_of, sentence_of
+from areal_core.vision.processor import VisionProcessor
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,7 @@ class HFFolder:
     model: PreTrainedModel
     weights: dict[str, Tensor]
     adapter: Adapter | None
-    tokenizer: PreTrainedTokenizerBase | None
+    tokenizer: PreTrainedTokenizerBase | VisionProcessor | None
 
     def write(self) -> None:
         """Write the folder, or replace it if it exists; not a collective.
@@ -83,6 +84,8 @@ def take_hf(
 ) -> HFFolder:
     """Copy the weights in the compute dtype, with config and tokenizer; a collective.
 
+    A vision model's processor is written in place of `tokenizer`, which it includes.
+
     For a model with an adapter, only the adapter in float32, as peft loads it; with `merged`, the
     model with its adapter merged into it.
     """
@@ -94,7 +97,8 @@ def take_hf(
             weights[name] = tensor.to("cpu", copy=True)
     if adapter is None and engine.ranks.rank == 0:
         weights |= saved_buffers(engine.model)
-    return HFFolder(Path(folder), engine.model, weights, adapter, tokenizer)
+    processor = None if engine.vision is None else engine.vision.processor
+    return HFFolder(Path(folder), engine.model, weights, adapter, processor or tokenizer)
 
 
 def saved_buffers(model: PreTrainedModel) -> dict[str, Tensor]:
