@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
-from areal_core.config.experiment import BaseExperimentConfig
+from areal_core.config.experiment import BaseExperimentConfig, RWConfig
 from areal_core.config.train_engine import TrainEngineConfig
 from areal_core.vision.families import FAMILIES
 
@@ -24,7 +24,7 @@ def images_in_use(config: BaseExperimentConfig) -> Iterator[str]:
                 f"{name}.path is {section.path!r}, a vision model of type {family!r}, which is not supported: "
                 f"train one of {', '.join(FAMILIES)}, or a text model"
             )
-        if name == "critic" or section.is_critic:
+        if name == "critic" or section.is_critic or isinstance(config, RWConfig):
             yield (
                 f"{name}.path is {section.path!r}, a vision model, and scores and values of images are not "
                 f"supported: use a text model, or advantages without a critic"

@@ -26,7 +26,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from areal_core.engine.errors import ModelError
-from areal_core.engine.model import load_model, own_attention, set_attention
+from areal_core.engine.model import checkpoint_names, load_model, own_attention, set_attention
 from areal_core.engine.parity import TOLERANCE, random_rows
 
 DECODING = "decoding_sdpa"  # name of the attention in Transformers
@@ -54,7 +54,9 @@ class Replica:
         self.device = device
         self.require_parity()
         # Tied weights under each of their names: a checkpoint may have either.
-        self._parameters = dict(self.model.named_parameters(remove_duplicate=False))
+        parameters = dict(self.model.named_parameters(remove_duplicate=False))
+        names = checkpoint_names(self.model)
+        self._parameters = {names.get(name, name): tensor for name, tensor in parameters.items()}
 
     @torch.no_grad()
     def require_parity(self) -> None:

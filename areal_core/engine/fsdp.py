@@ -8,8 +8,8 @@ on how rows are divided into micro-batches.
 
 import math
 import warnings
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 
 from areal_core.batch import RAGGED, Batch, pack, scatter_tokens, select_rows, sequence_lengths, split_rows
 from areal_core.engine.checksums import parameter_checksums
-from areal_core.engine.full_weights import FullTensors
+from areal_core.engine.full_weights import FullTensors, RenamedTensors
 from areal_core.engine.logprobs import note_use_of_entropy
 from areal_core.engine.lora import Adapter, AdapterTensors, MergedTensors
 from areal_core.engine.offload import leave_device, return_to_device, take_step
@@ -106,6 +106,7 @@ class FSDPEngine:
         numbers_rows: pass to layers with a state where rows begin, by the options `seq_idx` and
             `cu_seq_lens_q` of Transformers, which their GPU kernels read.
         vision: makes the inputs of a vision model; None for a text model.
+        names: of the parameters in a checkpoint; empty where they are the model's own.
     """
 
     model: PreTrainedModel
@@ -128,6 +129,7 @@ class FSDPEngine:
     packs_rows: bool = True
     numbers_rows: bool = False
     vision: VisionInputs | None = None
+    names: Mapping[str, str] = field(default_factory=dict)
 
     def sleep(self) -> None:
         """Release device memory; the next call that needs the weights wakes the engine."""
@@ -410,16 +412,20 @@ class FSDPEngine:
             warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step", UserWarning)
             self.schedule.step()
 
-    def named_full_tensors(self) -> FullTensors | MergedTensors:
+    def named_full_tensors(self) -> Iterable[tuple[str, Tensor]]:
         """Return every full weight in the compute dtype, merged with its adapter if there is one.
 
-        Iterating over the result is a collective: every rank must reach its end.
+        The names are those of a checkpoint. The result can be iterated again. Iterating over it is
+        a collective: every rank must reach its end.
         """
         self.wake()
+        tensors: Iterable[tuple[str, Tensor]]
         if self.adapter is None:
-            return FullTensors(self.model, self.dtype, self.ranks.device)
-        masters = FullTensors(self.model, torch.float32, self.ranks.device)
-        return MergedTensors(masters, self.adapter.scaling, self.dtype)
+            tensors = FullTensors(self.model, self.dtype, self.ranks.device)
+        else:
+            masters = FullTensors(self.model, torch.float32, self.ranks.device)
+            tensors = MergedTensors(masters, self.adapter.scaling, self.dtype)
+        return RenamedTensors(tensors, self.names) if self.names else tensors
 
     def named_adapter_tensors(self) -> AdapterTensors:
         """Return the trained tensors under peft's names, as `named_full_tensors`, but float32."""

@@ -8,7 +8,7 @@ all ranks     the same of every rank, in rank order                then cut into
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -59,6 +59,18 @@ class FullTensors:
             return
         shards = [tensor for tensor in cast if isinstance(tensor, DTensor)]
         yield from zip(names, gather_rows(shards, dimension), strict=True)
+
+
+@dataclass(frozen=True)
+class RenamedTensors:
+    """Tensors under other names; it can be iterated again if `tensors` can."""
+
+    tensors: Iterable[tuple[str, Tensor]]
+    names: Mapping[str, str]
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in self.tensors:
+            yield self.names[name], tensor
 
 
 def layout(tensor: Tensor) -> tuple[object, ...]:

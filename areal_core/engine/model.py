@@ -188,7 +188,7 @@ def checkpoint_names(model: PreTrainedModel) -> dict[str, str]:
     if not hasattr(model.config, "vision_config"):
         return {}
     names = {}
-    for name, _ in model.named_parameters():
+    for name, _ in model.named_parameters(remove_duplicate=False):
         (names[name],) = revert_weight_conversion(model, {name: torch.empty(0)})
     return names
 

@@ -166,8 +166,6 @@ def _measure_parity(engine: FSDPEngine) -> Parity:
         if packed > tolerance:
             noise = measure_noise(engine, rows[0], expected[0])
             tolerance = max(tolerance, NOISE_FACTOR * noise)
-        if engine.vision is not None:
-            packed = max(packed, measure_images(engine, rows))
         reason = why_not_packed(packed, leak, tolerance)
     if reason is not None and packed is not None and engine.ranks.sequence_parallel_size == 1:
         engine.numbers_rows = True
@@ -178,9 +176,7 @@ def _measure_parity(engine: FSDPEngine) -> Parity:
     difference = packed
     if reason is not None or packed is None:
         compute_rows_alone(engine)
-        difference = _largest(engine, columns_of(engine, rows), expected)
-        if engine.vision is not None:
-            difference = max(difference, measure_images(engine, rows))
+        difference = measure_rows(engine, rows, columns_of(engine, rows), expected)
         if difference > tolerance:
             reason = "its class computes logits, masks or positions in a way that training does not follow"
     assert difference is not None
@@ -206,7 +202,15 @@ def measure_packed(
     found = columns_of(engine, rows)
     other = (rows[0] + 1) % engine.model.config.get_text_config().vocab_size
     leak = _largest(engine, columns_of(engine, [other, *rows[1:]])[1:], found[1:])
-    return _largest(engine, found, expected), leak
+    return measure_rows(engine, rows, found, expected), leak
+
+
+def measure_rows(
+    engine: FSDPEngine, rows: Sequence[Tensor], found: Sequence[Tensor], expected: Sequence[Tensor]
+) -> float:
+    """Return how much rows, and of a vision model a row with a picture, differ; a collective."""
+    difference = _largest(engine, found, expected)
+    return difference if engine.vision is None else max(difference, measure_images(engine, rows))
 
 
 def measure_images(engine: FSDPEngine, rows: Sequence[Tensor]) -> float:

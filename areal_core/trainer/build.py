@@ -37,7 +37,7 @@ from areal_core.engine.determinism import enforce_determinism, seed_everything
 from areal_core.engine.errors import ModelError
 from areal_core.engine.fsdp import FSDPEngine
 from areal_core.engine.lora import Adapter, add_adapters, trained_parameters
-from areal_core.engine.model import apply_liger, load_model
+from areal_core.engine.model import apply_liger, checkpoint_names, load_model
 from areal_core.engine.offload import step_groups
 from areal_core.engine.optimizer import build_optimizer, build_schedule
 from areal_core.engine.parity import require_parity
@@ -192,6 +192,7 @@ def shard_engine(
         disable_dropout=options.disable_dropout,
         without_weights=from_rank_0 and ranks.rank > 0,
     )
+    names = checkpoint_names(model)
     if options.freeze_vision_tower:
         freeze_tower(model)
     if options.use_liger:
@@ -222,6 +223,7 @@ def shard_engine(
         adapter=adapter,
         sleeps=options.offload and not fsdp.offload_params,
         vision=vision_inputs(model, options.path),
+        names=names,
     )
 
 

@@ -36,6 +36,14 @@ def text_model(model: PreTrainedModel) -> PreTrainedModel:
     return cast(PreTrainedModel, model.base_model.language_model)
 
 
+def tower_parameters(model: PreTrainedModel) -> list[nn.Parameter]:
+    """Return the parameters of a vision model's tower and projector; none of a text model."""
+    if vision_family(model) is None:
+        return []
+    text = {*text_model(model).parameters(), *cast(nn.Module, output_layer(model)).parameters()}
+    return [parameter for parameter in model.parameters() if parameter not in text]
+
+
 def freeze_tower(model: PreTrainedModel) -> None:
     """Freeze the vision tower and its projector: whatever is neither text model nor output layer.
 
@@ -47,9 +55,8 @@ def freeze_tower(model: PreTrainedModel) -> None:
             f"freeze_vision_tower is true and {model.name_or_path!r} is a {model.config.model_type!r} model "
             f"without a vision tower: set it to false"
         )
-    trained = {*text_model(model).parameters(), *cast(nn.Module, output_layer(model)).parameters()}
-    for parameter in model.parameters():
-        parameter.requires_grad_(parameter in trained)
+    for parameter in tower_parameters(model):
+        parameter.requires_grad_(False)
 
 
 def hook_forward(model: PreTrainedModel) -> None:

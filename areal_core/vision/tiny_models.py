@@ -37,14 +37,8 @@ TEXT = {
     "max_position_embeddings": 1024,
 }
 PATCH, MERGE = 4, 2  # pixels of a patch's side; patches of a vision token's side
-QWEN_VISION = {
-    "depth": 2,
-    "num_heads": 2,
-    "patch_size": PATCH,
-    "spatial_merge_size": MERGE,
-    "temporal_patch_size": 2,
-}
-QWEN_PIXELS = {"shortest_edge": 2 * (PATCH * MERGE) ** 2, "longest_edge": 16 * (PATCH * MERGE) ** 2}
+QWEN_VISION = {"depth": 2, "num_heads": 2, "spatial_merge_size": MERGE, "temporal_patch_size": 2}
+QWEN_TOKENS_PER_IMAGE = 2, 16  # at least and at most
 GEMMA_SIZE, GEMMA_TOKENS_PER_IMAGE = 16, 4
 
 VISION_FAMILIES: dict[str, dict[str, Any]] = {
@@ -59,7 +53,6 @@ VISION_FAMILIES: dict[str, dict[str, Any]] = {
             "hidden_size": 32,
             "intermediate_size": 48,
             "out_hidden_size": 64,
-            "window_size": 16,
             "fullatt_block_indexes": [1],
         },
         "tie_word_embeddings": False,
@@ -105,18 +98,25 @@ VISION_FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
-def make_tiny_vision_model(folder: str | Path, family: str, *, seed: int = 0, **changes: Any) -> Path:
+def make_tiny_vision_model(
+    folder: str | Path, family: str, *, seed: int = 0, patch: int = PATCH, **changes: Any
+) -> Path:
     """Write a random float32 model of one of `VISION_FAMILIES` and its processor to `folder`.
 
     Args:
         family: `model_type` in Transformers.
+        patch: pixels of a patch's side, of Qwen families; SGLang serves Qwen2.5-VL with 14 only.
         changes: options of the text model's config.
     """
     folder, options = Path(folder), dict(VISION_FAMILIES[family])
-    processor = make_tiny_processor(family)
+    processor = make_tiny_processor(family, patch)
     tokenizer = processor.tokenizer
     ids = {name: tokenizer.convert_tokens_to_ids(token) for name, token in _tokens(family).items()}
-    vision = options.pop("vision") | ({} if family == "gemma3" else QWEN_VISION)
+    vision = options.pop("vision")
+    if family != "gemma3":
+        vision = vision | QWEN_VISION | {"patch_size": patch}
+    if family == "qwen2_5_vl":
+        vision["window_size"] = 2 * patch * MERGE
     text = TEXT | {"vocab_size": len(tokenizer)} | options.pop("text") | changes
     text |= {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
     text["bos_token_id"] = None
@@ -150,7 +150,7 @@ def rename_tower(file: Path) -> None:
     )
 
 
-def make_tiny_processor(family: str) -> ProcessorMixin:
+def make_tiny_processor(family: str, patch: int = PATCH) -> ProcessorMixin:
     """Build the processor of a family for its tiny model, around the tiny tokenizer."""
     from transformers import (
         Gemma3ImageProcessor,
@@ -172,14 +172,16 @@ def make_tiny_processor(family: str) -> ProcessorMixin:
             tokenizer.chat_template,
             image_seq_length=GEMMA_TOKENS_PER_IMAGE,
         )
-    images = Qwen2VLImageProcessor(size=QWEN_PIXELS, patch_size=PATCH, merge_size=MERGE)
+    least, most = (count * (patch * MERGE) ** 2 for count in QWEN_TOKENS_PER_IMAGE)
+    size = {"shortest_edge": least, "longest_edge": most}
+    images = Qwen2VLImageProcessor(size=size, patch_size=patch, merge_size=MERGE)
     kinds: dict[str, tuple[Any, Any]] = {
         "qwen2_vl": (Qwen2VLProcessor, Qwen2VLVideoProcessor),
         "qwen2_5_vl": (Qwen2_5_VLProcessor, Qwen2VLVideoProcessor),
         "qwen3_vl": (Qwen3VLProcessor, Qwen3VLVideoProcessor),
     }
     kind, video = kinds[family]
-    videos = video(patch_size=PATCH, merge_size=MERGE)
+    videos = video(patch_size=patch, merge_size=MERGE)
     processor: ProcessorMixin = kind(images, tokenizer, videos, chat_template=tokenizer.chat_template)
     return processor
 

@@ -39,7 +39,8 @@ class Shape:
     """Sizes of a model in elements.
 
     `undivided` are those of `num_parameters` that every tensor-parallel rank holds: norms, routers.
-    `adapter` is the number of parameters that an adapter trains instead; 0 if there is none.
+    `adapter` is the number of parameters that an adapter trains instead; 0 if there is none, and
+    `tower` of those of a vision tower with its projector, included in `num_parameters`.
     """
 
     num_parameters: int
@@ -52,6 +53,7 @@ class Shape:
     vocab: int
     cache_per_token: int
     adapter: int = 0
+    tower: int = 0
 
 
 @dataclass(frozen=True)
@@ -114,6 +116,8 @@ def estimate_memory(config: AnyConfig, allocation: Allocation, longest_row: int 
                 rank += [part for part in kept if stays or not part.is_on_host]
                 host += [part for part in kept if part.is_on_host and not stays]
                 unknown += [f"{model.name}: {reason}" for reason in not_estimated(model.options)]
+                if other.tower:
+                    unknown.append(f"{model.name}: pixels and activations of the vision tower")
         rank += working_parts(config, shape, sizes, longest_row, unknown)
     server: list[Part] = []
     if isinstance(config, PPOConfig) and not config.debug.replay_rollout_data:
@@ -167,6 +171,8 @@ def state_parts(model: Model, shape: Shape, sizes: Parallel) -> list[Part]:
         ]
     else:
         parts = [Part(f"{model.name}: masters", FP32 * shard, f"float32, {over}", all_on_host)]
+    if options.freeze_vision_tower and not shape.adapter:
+        shard -= shape.tower // num_ranks
     if model.trains:
         optimizer = options.optimizer or OptimizerConfig()
         size, states = OPTIMIZER_STATES[optimizer.type]
@@ -306,19 +312,28 @@ def read_shape(model: Model, sizes: Parallel = Parallel()) -> Shape | None:
             it has no module that matches the target modules of an adapter.
     """
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
+    from transformers import (
+        AutoConfig,
+        AutoModelForCausalLM,
+        AutoModelForImageTextToText,
+        AutoModelForSequenceClassification,
+    )
 
     from areal_core.engine.lora import count_adapters
+    from areal_core.engine.model import is_vision
     from areal_core.engine.sequence_parallel import check_heads
     from areal_core.engine.tensor_parallel import check_tensor_parallel, placement_of
+    from areal_core.vision.forward import tower_parameters
 
-    head = AutoModelForSequenceClassification if model.has_scores else AutoModelForCausalLM
+    head: Any = AutoModelForSequenceClassification if model.has_scores else AutoModelForCausalLM
     try:
         config = AutoConfig.from_pretrained(model.options.path, local_files_only=True)
+        if is_vision(config) and not model.has_scores:
+            head = AutoModelForImageTextToText
         if model.has_scores:
             config.num_labels = 1
         with torch.device("meta"):
-            built = head.from_config(config)  # type: ignore[no-untyped-call]
+            built = head.from_config(config)
     except (OSError, ValueError):  # no such folder, or a model that Transformers does not know
         return None
     if sizes.tensor > 1:
@@ -337,6 +352,7 @@ def read_shape(model: Model, sizes: Parallel = Parallel()) -> Shape | None:
         if placement_of(name.rpartition(".")[2], parameter.ndim).is_replicate()
     )
     shape = parse_shape(config.get_text_config().to_dict(), total, undivided, layer_sizes)
+    shape = replace(shape, tower=sum(parameter.numel() for parameter in tower_parameters(built)))
     options = model.options
     if not (model.trains and options.use_lora):
         return shape

@@ -10,7 +10,14 @@ from torch import Tensor
 from transformers import AutoModelForImageTextToText, PreTrainedModel
 
 from areal_core.batch import select_rows
+from areal_core.engine.checkpoint.distributed import load_checkpoint, save_checkpoint
+from areal_core.engine.checkpoint.hf_folder import save_hf
+from areal_core.engine.errors import ModelError
+from areal_core.engine.lora import trained_parameters
+from areal_core.engine.model import load_model
+from areal_core.engine.parity import measure_parity
 from areal_core.testing import step_with_gradients
+from areal_core.trainer.batches import rows_to_batch
 from areal_core.vision.inputs import plain_inputs
 from areal_core.vision.processor import load_processor
 from areal_core.vision.tiny_models import VISION_FAMILIES, make_tiny_vision_model
@@ -86,7 +93,9 @@ def test_two_ranks_train_as_transformers_does(
 ):
     # Data-parallel rank 1 has no picture: it runs the tower all the same.
     loss, logprobs, expected = transformers_of(models[family])
-    found = torchrun(PROGRAM, num_ranks, models[family], sequence_parallel, tmp_path / "gradients", freezes)
+    found = torchrun(
+        PROGRAM, num_ranks, models[family], sequence_parallel, tmp_path / "gradients", freezes, timeout_s=400
+    )
     own = slice(None) if sequence_parallel == 2 else slice(0, None, 2)
     mine = logprobs[own][:, : len(found["logprobs"][0])]
     torch.testing.assert_close(torch.tensor(found["logprobs"]), mine, rtol=0, atol=1e-5)
@@ -94,3 +103,143 @@ def test_two_ranks_train_as_transformers_does(
     if freezes:
         expected = {n: g for n, g in expected.items() if "language_model" in n or n.startswith("lm_head")}
     assert_close(load_file(tmp_path / "gradients"), expected)
+
+
+@pytest.mark.parametrize("family", ["qwen3_vl", "gemma3"])
+def test_a_sampled_placeholder_is_no_picture(family, models, ranks):
+    engine = program.make_engine(ranks, models[family])
+    processor = engine.vision.processor
+    answer = [30, processor.image_token_id, 31, 32]
+    row = program.row(processor, [(20, 20)], answer)
+    found = engine.compute_logprobs(row)[0, -len(answer) - 1 : -1]
+    # Transformers reads it as a token that generation appends to the prompt.
+    model = load_model(models[family], attn_implementation="sdpa")
+    ids, types = row["input_ids"][0].long(), row["mm_token_type_ids"][0].long()
+    prompt = len(ids) - len(answer)
+    options = plain_inputs(model, types[:prompt], processor.pixels([program.picture(20, 20)]))
+    with torch.no_grad():
+        read = model(ids[None, :prompt], use_cache=True, **options)
+        logits = [read.logits[0, -1:]]
+        for token in answer[:-1]:
+            read = model(torch.tensor([[token]]), past_key_values=read.past_key_values, use_cache=True)
+            logits.append(read.logits[0])
+    expected = torch.cat(logits).log_softmax(-1).gather(1, torch.tensor(answer)[:, None])[:, 0]
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+
+
+def test_given_pixels_and_pictures_have_the_same_bits(models, ranks):
+    engine = program.make_engine(ranks, models["qwen2_5_vl"])
+    batch = program.rows(engine.vision.processor)
+    expected = engine.compute_logprobs(batch)
+    pictures = [program.picture(*size) for sizes in program.PICTURES for size in sizes]
+    units = torch.tensor(engine.vision.processor.units(pictures), dtype=torch.int32)
+    given = {key: batch[key] for key in batch if key not in ("image_data", "image_bytes")}
+    given |= engine.vision.processor.pixels(pictures) | {"image_units": units}
+    assert torch.equal(engine.compute_logprobs(given), expected)
+
+
+def test_a_row_without_all_its_placeholders_is_refused(models, ranks):
+    engine = program.make_engine(ranks, models["qwen2_5_vl"])
+    batch = program.rows(engine.vision.processor)
+    batch["mm_token_type_ids"][2, :6] = 0
+    with pytest.raises(
+        ValueError, match=r"row 2 has \d+ placeholders in mm_token_type_ids and its 2 images have"
+    ):
+        engine.vision.of(batch)
+
+
+def test_training_on_text_alone_leaves_the_tower_as_it_is(models, ranks, tmp_path):
+    engine = program.make_engine(ranks, models["gemma3"])
+    before = engine.checksums()
+    every = program.rows(engine.vision.processor)
+    engine.train_batch(select_rows(every, [1, 3]), program.likelihood, program.weight)
+    after = engine.checksums()
+    changed = {name for name in before if after[name] != before[name]}
+    assert changed == {name for name in before if ".language_model." in name}
+    # Its optimizer has no state yet: a checkpoint of that moment continues to the same bits.
+    save_checkpoint(tmp_path / "checkpoint", {"actor": engine}, {})
+    found = engine.train_batch(every, program.likelihood, program.weight), engine.checksums()
+    load_checkpoint(tmp_path / "checkpoint", {"actor": engine})
+    again = engine.train_batch(every, program.likelihood, program.weight), engine.checksums()
+    assert again == found
+    assert all(found[1][name] != before[name] for name in before)
+
+
+def test_computing_in_bfloat16_with_recomputed_activations_stays_close(models, ranks):
+    batch = program.rows(load_processor(models["qwen3_vl"]))
+    expected = program.make_engine(ranks, models["qwen3_vl"])
+    found = program.make_engine(ranks, models["qwen3_vl"], dtype="bfloat16", gradient_checkpointing=True)
+    difference = found.compute_logprobs(batch) - expected.compute_logprobs(batch)
+    assert 0 < difference.abs().max() < 0.1
+    results = [e.train_batch(batch, program.likelihood, program.weight) for e in (expected, found)]
+    assert results[1].grad_norm == pytest.approx(results[0].grad_norm, rel=0.05)
+
+
+def test_a_model_whose_pictures_are_computed_differently_fails_parity(models, ranks, monkeypatch):
+    engine = program.make_engine(ranks, models["qwen2_5_vl"])
+    assert measure_parity(engine).packs_rows
+    positions = type(engine.vision)._positions
+    monkeypatch.setattr(type(engine.vision), "_positions", lambda *args: positions(*args) + 1)
+    parity = measure_parity(engine)
+    assert (parity.is_equal, parity.packs_rows) == (True, True)  # rotary positions are relative
+    monkeypatch.setattr(type(engine.vision), "_positions", lambda *args: positions(*args) * 0)
+    assert not measure_parity(engine).is_equal
+
+
+@pytest.mark.parametrize("family", VISION_FAMILIES)
+def test_a_trained_model_is_saved_with_the_names_and_processor_of_its_checkpoint(
+    family, models, ranks, tmp_path
+):
+    engine = program.make_engine(ranks, models[family])
+    assert engine.packs_rows
+    folder = tmp_path / "saved"
+    save_hf(folder, engine)
+    names = load_file(Path(models[family]) / "model.safetensors")
+    saved = load_file(folder / "model.safetensors")
+    assert saved.keys() == names.keys() == dict(engine.named_full_tensors()).keys()
+    assert all(torch.equal(saved[name], tensor) for name, tensor in names.items())
+    assert load_processor(str(folder)).identity() == engine.vision.processor.identity()
+
+
+def test_adapters_go_to_the_text_model(models, ranks):
+    options = {"use_lora": True, "lora_rank": 2, "lora_alpha": 4, "target_modules": ["q_proj"]}
+    engine = program.make_engine(ranks, models["gemma3"], **options)
+    trained = trained_parameters(engine.model)
+    assert len(trained) == 4  # two layers
+    assert all(".language_model." in name for name in trained)
+    batch = program.rows(engine.vision.processor)
+    before = engine.compute_logprobs(batch)
+    engine.train_batch(batch, program.likelihood, program.weight)
+    assert not torch.equal(engine.compute_logprobs(batch), before)
+    assert (
+        dict(engine.named_full_tensors()).keys()
+        == load_file(Path(models["gemma3"]) / "model.safetensors").keys()
+    )
+
+
+def test_a_frozen_tower_needs_a_tower(tiny_model, ranks):
+    with pytest.raises(
+        ModelError, match=r"freeze_vision_tower is true and .* is a 'llama' model without a vision"
+    ):
+        program.make_engine(ranks, str(tiny_model), freeze_vision_tower=True)
+
+
+def test_rows_of_supervised_data_have_the_keys_of_pictures(models):
+    processor = load_processor(models["qwen2_5_vl"])
+    want = program.rows(processor)
+    rows = [
+        {
+            "input_ids": row["input_ids"][0].tolist(),
+            "loss_mask": [0, *row["loss_mask"][0, :-1].tolist()],
+            "mm_token_type_ids": row["mm_token_type_ids"][0].tolist(),
+            "images": [program.picture(*size) for size in sizes],
+        }
+        for sizes, row in ((sizes, program.row(processor, sizes)) for sizes in program.PICTURES)
+    ]
+    del rows[1]["images"], rows[1]["mm_token_type_ids"]  # a row of text among them
+    found = rows_to_batch(rows, has_images=True)
+    assert found.keys() == want.keys()
+    assert all(torch.equal(found[key], want[key]) for key in want)
+    assert rows_to_batch([], has_images=True).keys() == want.keys()
+    with pytest.raises(ValueError, match=r"a row has images and actor\.path is a text model"):
+        rows_to_batch(rows)

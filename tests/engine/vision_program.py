@@ -8,20 +8,19 @@ Prints the loss, and the log-probs of this rank's rows.
 import json
 import sys
 from io import BytesIO
+from typing import Any
 
 import torch
 from PIL import Image
 from safetensors.torch import save_file
 
 from areal_core.batch import Batch, pad_and_concat, select_rows
+from areal_core.config.train_engine import MicroBatchSpec, OptimizerConfig, TrainEngineConfig
 from areal_core.engine.fsdp import FSDPEngine
-from areal_core.engine.model import load_model
 from areal_core.engine.ranks import Ranks, join_ranks, leave_ranks
-from areal_core.engine.sharding import shard_model
 from areal_core.testing import step_with_gradients
-from areal_core.vision.forward import freeze_tower, vision_family
-from areal_core.vision.inputs import VisionInputs
-from areal_core.vision.processor import VisionProcessor, load_processor
+from areal_core.trainer.build import build_engine
+from areal_core.vision.processor import VisionProcessor
 
 MAX_TOKENS = 90  # of a micro-batch, which the rows need two of
 # Sizes of the pictures of each row: on two ranks, the second one has rows of text only.
@@ -64,27 +63,26 @@ def rows(processor: VisionProcessor, rank: int = 0, num_ranks: int = 1) -> Batch
     return select_rows(every, range(rank, len(PICTURES), num_ranks))
 
 
-def make_engine(
-    ranks: Ranks, folder: str, *, freezes: bool = False, max_tokens: int = MAX_TOKENS, **options: object
-) -> FSDPEngine:
-    model = load_model(folder)
-    if freezes:
-        freeze_tower(model)
-    shard_model(model, ranks, dtype=torch.float32, **options)
-    family = vision_family(model)
-    assert family is not None
-    engine = FSDPEngine(model, ranks, torch.float32, max_tokens_per_mb=max_tokens)
-    engine.vision = VisionInputs(model, family, load_processor(folder))
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    engine.optimizer = torch.optim.SGD(trained, lr=0.1)
-    engine.schedule = torch.optim.lr_scheduler.ConstantLR(engine.optimizer)
-    return engine
+def make_engine(ranks: Ranks, folder: str, **options: Any) -> FSDPEngine:
+    spec = MicroBatchSpec(max_tokens_per_mb=MAX_TOKENS)
+    config = TrainEngineConfig(
+        path=folder, mb_spec=spec, optimizer=OptimizerConfig(), **({"dtype": "float32"} | options)
+    )
+    return build_engine(config, ranks, 2)
+
+
+def likelihood(logprobs: torch.Tensor, entropy: torch.Tensor, flat: Batch) -> torch.Tensor:
+    return -(logprobs * flat["loss_mask"]).sum()
+
+
+def weight(part: Batch) -> torch.Tensor:
+    return part["loss_mask"].sum()
 
 
 def main() -> None:
     folder, sequence_parallel, output, freezes = sys.argv[1:]
     ranks = join_ranks("cpu", sequence_parallel=int(sequence_parallel))
-    engine = make_engine(ranks, folder, freezes=freezes == "True")
+    engine = make_engine(ranks, folder, freeze_vision_tower=freezes == "True")
     assert engine.vision is not None
     assert engine.vision.processor is not None
     batch = rows(engine.vision.processor, ranks.data_parallel_rank, ranks.data_parallel_size)

@@ -20,7 +20,7 @@ pickle.
 import json
 import shutil
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -250,10 +250,15 @@ def _load_engine(
     folder: Path, engine: FSDPEngine, saved: SavedEngine, with_optimizer: bool, with_weights: bool
 ) -> None:
     _reshard(engine)
-    optimizer = _optimizer_state(engine) if saved.has_optimizer and with_optimizer else {}
-    tensors = (_weights(engine) if with_weights else {}) | _tensors_of(optimizer)
     reader = HuggingFaceStorageReader(str(folder / saved.folder))
     stored = reader.read_metadata().state_dict_metadata
+    optimizer = {}
+    if saved.has_optimizer and with_optimizer:
+        _forget_partial_state(engine)
+        optimizer = _optimizer_state(engine)
+    tensors = (_weights(engine) if with_weights else {}) | _tensors_of(optimizer)
+    unseen = _without_state(engine, stored) if optimizer else {}
+    tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith(tuple(unseen))}
     for name, tensor in tensors.items():
         metadata = stored.get(name)
         shape = list(metadata.size) if isinstance(metadata, TensorStorageMetadata) else None
@@ -266,11 +271,32 @@ def _load_engine(
     load_distributed_checkpoint(tensors, storage_reader=reader)
     if optimizer:
         set_optimizer_state_dict(engine.model, _optimizer_of(engine), optimizer, options=FLAT)
+        for parameter in unseen.values():
+            del _optimizer_of(engine).state[parameter]
     if saved.schedule is not None and engine.schedule is not None:
         engine.schedule.load_state_dict(saved.schedule)
         rates = engine.schedule.get_last_lr()
         for group, lr in zip(_optimizer_of(engine).param_groups, rates, strict=True):
             group["lr"] = lr  # a schedule writes the rate only when it steps
+
+
+def _without_state(engine: FSDPEngine, stored: Iterable[str]) -> dict[str, Tensor]:
+    """Return parameters without state in a checkpoint, by the beginning of the names of their states.
+
+    A vision tower has none before the first picture.
+    """
+    if engine.vision is None:
+        return {}
+    prefixes = {f"optimizer.state.{name}.": p for name, p in trained_parameters(engine.model).items()}
+    seen = {name.rpartition(".")[0] + "." for name in stored}
+    return {prefix: parameter for prefix, parameter in prefixes.items() if prefix not in seen}
+
+
+def _forget_partial_state(engine: FSDPEngine) -> None:
+    """Drop states unless every parameter has one: torch adds those of all parameters, or of none."""
+    state = _optimizer_of(engine).state
+    if any(parameter not in state for parameter in trained_parameters(engine.model).values()):
+        state.clear()
 
 
 def _ranks_of(engines: Engines) -> Ranks:

@@ -91,10 +91,11 @@ def take_hf(
     """
     adapter = None if merged else engine.adapter
     tensors = engine.named_full_tensors() if adapter is None else engine.named_adapter_tensors()
+    own = {name: own for own, name in engine.names.items()}  # Transformers renames what it writes
     weights = {}
     for name, tensor in tensors:  # a collective: every rank reaches its end
         if engine.ranks.rank == 0:
-            weights[name] = tensor.to("cpu", copy=True)
+            weights[own.get(name, name)] = tensor.to("cpu", copy=True)
     if adapter is None and engine.ranks.rank == 0:
         weights |= saved_buffers(engine.model)
     processor = None if engine.vision is None else engine.vision.processor
