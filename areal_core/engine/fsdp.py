@@ -30,7 +30,9 @@ from areal_core.engine.ranks import Ranks
 from areal_core.engine.scores import is_score_model
 from areal_core.engine.sequence_parallel import slice_tokens
 from areal_core.engine.sharding import fsdp_module
+from areal_core.vision.forward import vision_family
 from areal_core.vision.inputs import VisionInputs, text_only
+from areal_core.vision.processor import VisionProcessor
 
 # (logprobs [tokens], entropies [tokens], packed micro-batch) -> sum of the loss over its tokens;
 # of a reward model: (scores [tokens], packed micro-batch)
@@ -105,7 +107,7 @@ class FSDPEngine:
             rows are a micro-batch, and each row a forward. See `parity.py`.
         numbers_rows: pass to layers with a state where rows begin, by the options `seq_idx` and
             `cu_seq_lens_q` of Transformers, which their GPU kernels read.
-        vision: makes the inputs of a vision model; None for a text model.
+        processor: of a vision model, computes the pixels of pictures.
         names: of the parameters in a checkpoint; empty where they are the model's own.
     """
 
@@ -128,8 +130,13 @@ class FSDPEngine:
     is_asleep: bool = False
     packs_rows: bool = True
     numbers_rows: bool = False
-    vision: VisionInputs | None = None
+    processor: VisionProcessor | None = None
     names: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        family = vision_family(self.model)
+        # Makes the inputs of a vision model; None for a text model.
+        self.vision = None if family is None else VisionInputs(self.model, family, self.processor)
 
     def sleep(self) -> None:
         """Release device memory; the next call that needs the weights wakes the engine."""

@@ -65,8 +65,7 @@ def load_model(
         without_weights: build it on "meta", for weights from another source.
 
     Raises:
-        ModelError: there is no readable model at `path`, or it is a vision model of a family that
-            training does not support.
+        ModelError: there is no readable model at `path`.
     """
     transformers_logging.disable_progress_bar()  # a bar per rank and load would bury the run's own output
     try:
@@ -93,24 +92,13 @@ def load_failure(path: str, error: Exception) -> ModelError:
 
 
 def is_vision(config: PretrainedConfig) -> bool:
-    """Return whether a config is of a vision model.
-
-    Raises:
-        ModelError: of a family that training does not support.
-    """
-    if not hasattr(config, "vision_config"):
-        return False
-    if config.model_type not in FAMILIES:
-        raise ModelError(
-            f"vision models of type {config.model_type!r} are not supported: train one of "
-            f"{', '.join(FAMILIES)}, or a text model"
-        )
-    return True
+    """Return whether a config is of a vision model whose pictures training supports."""
+    return hasattr(config, "vision_config") and config.model_type in FAMILIES
 
 
 def attention_option(config: PretrainedConfig, implementation: str) -> str | dict[str, str]:
     """Return Transformers' option for an attention; a vision tower keeps SDPA."""
-    if not hasattr(config, "vision_config"):
+    if not is_vision(config):
         return implementation
     return {"": "sdpa", "vision_config": "sdpa", "text_config": implementation}
 
@@ -185,7 +173,7 @@ def checkpoint_names(model: PreTrainedModel) -> dict[str, str]:
 
     Transformers renames them when it loads one. It is empty for a text model.
     """
-    if not hasattr(model.config, "vision_config"):
+    if not is_vision(model.config):
         return {}
     names = {}
     for name, _ in model.named_parameters(remove_duplicate=False):

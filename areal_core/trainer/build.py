@@ -62,7 +62,6 @@ from areal_core.telemetry.trace_hooks import NO_TRACING, Tracing
 from areal_core.trainer.checkpointing import Frequency
 from areal_core.trainer.run_lines import RunLines
 from areal_core.vision.forward import freeze_tower, vision_family
-from areal_core.vision.inputs import VisionInputs
 from areal_core.vision.processor import load_processor
 
 UNSAFE_IN_ID = str.maketrans("/\\#?%:", "------")  # Weights & Biases refuses ids with these
@@ -222,19 +221,9 @@ def shard_engine(
         syncs_every_micro_batch=fsdp.sync_every_micro_batch,
         adapter=adapter,
         sleeps=options.offload and not fsdp.offload_params,
-        vision=vision_inputs(model, options.path),
+        processor=None if vision_family(model) is None else load_processor(options.path),
         names=names,
     )
-
-
-def vision_inputs(model: PreTrainedModel, path: str) -> VisionInputs | None:
-    """Return what makes the inputs of a vision model, with its processor; None for a text model.
-
-    Raises:
-        ModelError: the checkpoint has no processor of images.
-    """
-    family = vision_family(model)
-    return None if family is None else VisionInputs(model, family, load_processor(path))
 
 
 def add_optimizer(

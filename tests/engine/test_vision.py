@@ -68,7 +68,7 @@ def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 def test_logprobs_and_gradients_are_those_of_transformers(family, models, ranks):
     loss, logprobs, expected = transformers_of(models[family])
     engine = program.make_engine(ranks, models[family])
-    batch = program.rows(engine.vision.processor)
+    batch = program.rows(engine.processor)
     found = engine.compute_logprobs(batch)
     torch.testing.assert_close(found, logprobs, rtol=0, atol=1e-5)
     result, gradients = step_with_gradients(engine, batch)
@@ -108,7 +108,7 @@ def test_two_ranks_train_as_transformers_does(
 @pytest.mark.parametrize("family", ["qwen3_vl", "gemma3"])
 def test_a_sampled_placeholder_is_no_picture(family, models, ranks):
     engine = program.make_engine(ranks, models[family])
-    processor = engine.vision.processor
+    processor = engine.processor
     answer = [30, processor.image_token_id, 31, 32]
     row = program.row(processor, [(20, 20)], answer)
     found = engine.compute_logprobs(row)[0, -len(answer) - 1 : -1]
@@ -129,18 +129,18 @@ def test_a_sampled_placeholder_is_no_picture(family, models, ranks):
 
 def test_given_pixels_and_pictures_have_the_same_bits(models, ranks):
     engine = program.make_engine(ranks, models["qwen2_5_vl"])
-    batch = program.rows(engine.vision.processor)
+    batch = program.rows(engine.processor)
     expected = engine.compute_logprobs(batch)
     pictures = [program.picture(*size) for sizes in program.PICTURES for size in sizes]
-    units = torch.tensor(engine.vision.processor.units(pictures), dtype=torch.int32)
+    units = torch.tensor(engine.processor.units(pictures), dtype=torch.int32)
     given = {key: batch[key] for key in batch if key not in ("image_data", "image_bytes")}
-    given |= engine.vision.processor.pixels(pictures) | {"image_units": units}
+    given |= engine.processor.pixels(pictures) | {"image_units": units}
     assert torch.equal(engine.compute_logprobs(given), expected)
 
 
 def test_a_row_without_all_its_placeholders_is_refused(models, ranks):
     engine = program.make_engine(ranks, models["qwen2_5_vl"])
-    batch = program.rows(engine.vision.processor)
+    batch = program.rows(engine.processor)
     batch["mm_token_type_ids"][2, :6] = 0
     with pytest.raises(
         ValueError, match=r"row 2 has \d+ placeholders in mm_token_type_ids and its 2 images have"
@@ -151,7 +151,7 @@ def test_a_row_without_all_its_placeholders_is_refused(models, ranks):
 def test_training_on_text_alone_leaves_the_tower_as_it_is(models, ranks, tmp_path):
     engine = program.make_engine(ranks, models["gemma3"])
     before = engine.checksums()
-    every = program.rows(engine.vision.processor)
+    every = program.rows(engine.processor)
     engine.train_batch(select_rows(every, [1, 3]), program.likelihood, program.weight)
     after = engine.checksums()
     changed = {name for name in before if after[name] != before[name]}
@@ -198,7 +198,7 @@ def test_a_trained_model_is_saved_with_the_names_and_processor_of_its_checkpoint
     saved = load_file(folder / "model.safetensors")
     assert saved.keys() == names.keys() == dict(engine.named_full_tensors()).keys()
     assert all(torch.equal(saved[name], tensor) for name, tensor in names.items())
-    assert load_processor(str(folder)).identity() == engine.vision.processor.identity()
+    assert load_processor(str(folder)).identity() == engine.processor.identity()
 
 
 def test_adapters_go_to_the_text_model(models, ranks):
@@ -207,7 +207,7 @@ def test_adapters_go_to_the_text_model(models, ranks):
     trained = trained_parameters(engine.model)
     assert len(trained) == 4  # two layers
     assert all(".language_model." in name for name in trained)
-    batch = program.rows(engine.vision.processor)
+    batch = program.rows(engine.processor)
     before = engine.compute_logprobs(batch)
     engine.train_batch(batch, program.likelihood, program.weight)
     assert not torch.equal(engine.compute_logprobs(batch), before)

@@ -83,9 +83,8 @@ def main() -> None:
     folder, sequence_parallel, output, freezes = sys.argv[1:]
     ranks = join_ranks("cpu", sequence_parallel=int(sequence_parallel))
     engine = make_engine(ranks, folder, freeze_vision_tower=freezes == "True")
-    assert engine.vision is not None
-    assert engine.vision.processor is not None
-    batch = rows(engine.vision.processor, ranks.data_parallel_rank, ranks.data_parallel_size)
+    assert engine.processor is not None
+    batch = rows(engine.processor, ranks.data_parallel_rank, ranks.data_parallel_size)
     logprobs = engine.compute_logprobs(batch)
     result, gradients = step_with_gradients(engine, batch)
     if ranks.rank == 0:

@@ -98,8 +98,7 @@ def take_hf(
             weights[own.get(name, name)] = tensor.to("cpu", copy=True)
     if adapter is None and engine.ranks.rank == 0:
         weights |= saved_buffers(engine.model)
-    processor = None if engine.vision is None else engine.vision.processor
-    return HFFolder(Path(folder), engine.model, weights, adapter, processor or tokenizer)
+    return HFFolder(Path(folder), engine.model, weights, adapter, engine.processor or tokenizer)
 
 
 def saved_buffers(model: PreTrainedModel) -> dict[str, Tensor]:
