@@ -29,7 +29,7 @@ def rows_to_batch(rows: Sequence[dict[str, Any]], has_images: bool = False) -> B
             `mm_token_type_ids`, 1 at their placeholders, and the batch has the keys of pictures.
 
     Raises:
-        DatasetError: a row has images, and the model reads only text.
+        DatasetError: a row has images, and no types or a model that reads only text.
     """
     if not rows:
         return select_rows(rows_to_batch([{"input_ids": [0], "loss_mask": [0]}], has_images), [])
@@ -51,6 +51,10 @@ def rows_to_batch(rows: Sequence[dict[str, Any]], has_images: bool = False) -> B
     types = torch.zeros(batch["input_ids"].shape, dtype=torch.int32)
     for kinds, row in zip(types, rows, strict=True):
         if row.get("images"):
+            if "mm_token_type_ids" not in row:
+                raise DatasetError(
+                    "a row has images and no mm_token_type_ids: use those of its prompt's processor"
+                )
             kinds[: len(row["mm_token_type_ids"])] = torch.tensor(row["mm_token_type_ids"])
     return batch | image_keys(images) | {"mm_token_type_ids": types}
 

@@ -7,7 +7,9 @@ import pytest
 from areal_core.allocation import Parallel
 from areal_core.config import OptimizerConfig, TrainEngineConfig
 from areal_core.config.train_engine import FSDPEngineConfig
-from areal_debug.dry_run.memory import Model, Shape, not_estimated, state_parts
+from areal_core.engine.model import load_model
+from areal_core.vision.tiny_models import make_tiny_vision_model
+from areal_debug.dry_run.memory import Model, Shape, not_estimated, read_shape, state_parts
 from areal_debug.dry_run.step import describe_attention
 
 SHAPE = Shape(1000, 0, 200, 400, 2, 8, 16, 100, 64)
@@ -77,3 +79,15 @@ def test_a_plan_names_the_attention_kernel():
     assert describe_attention("auto", dataclasses.replace(PLAIN, attn_impl="sdpa")).endswith(
         "as attn_impl requests"
     )
+
+
+def test_a_frozen_vision_tower_has_weights_and_neither_gradients_nor_states(tmp_path):
+    folder = str(make_tiny_vision_model(tmp_path, "qwen2_5_vl"))
+    model = load_model(folder)
+    options = dataclasses.replace(PLAIN, path=folder, freeze_vision_tower=True)
+    shape = read_shape(Model("actor", options, trains=True))
+    parts = state_parts(Model("actor", options, trains=True), shape, Parallel())
+    total = sum(parameter.numel() for parameter in model.parameters())
+    tower = sum(parameter.numel() for parameter in model.model.visual.parameters())
+    assert (shape.num_parameters, shape.tower) == (total, tower)
+    assert [part.size_bytes for part in parts] == [4 * total, 8 * (total - tower), 4 * (total - tower)]
