@@ -84,11 +84,15 @@ def move(tree: Tree, older: str, newer: str) -> bool:
     section, old_leaf = holder(tree, older)
     if old_leaf not in section:
         return False
+    target = section
     for name in newer.split(".")[older.count(".") : -1]:
-        section = section.setdefault(name, {})
-    new_leaf = newer.split(".")[-1]
-    value = holder(tree, older)[0].pop(old_leaf)
-    if section.setdefault(new_leaf, value) != value:
+        if target.get(name) is None:
+            target[name] = {}
+        target = target[name]
+        if not isinstance(target, dict):  # refused as no section, with the older name
+            return False
+    value = section.pop(old_leaf)
+    if target.setdefault(newer.split(".")[-1], value) != value:
         raise ConfigError(f"{older} is another name of {newer}, and both are given: keep the second")
     return True
 
@@ -127,12 +131,15 @@ def engine_of_teacher(tree: Tree) -> Iterator[str]:
     teacher = tree.get("teacher")
     if not isinstance(teacher, dict) or not {"engine_type", "rollout", "train"} & set(teacher):
         return
-    kind = teacher.pop("engine_type", "rollout")
+    kind = teacher.get("engine_type", "rollout")
+    if kind not in ("rollout", "train"):
+        raise ConfigError(f"teacher.engine_type is {kind!r}; expected rollout or train")
+    teacher.pop("engine_type", None)
     sections = {name: teacher.pop(name, None) for name in ("rollout", "train")}
-    if kind == "train":
-        teacher |= {name: value for name, value in (sections["train"] or {}).items() if name not in teacher}
+    if kind == "train" and isinstance(sections["train"], dict):
+        teacher |= sections["train"] | teacher
         yield "teacher.train is called teacher"
-    else:
+    elif kind == "rollout":
         yield "teacher.engine_type is rollout: the ranks of the actor compute the teacher's log-probs, without servers of its own"
 
 

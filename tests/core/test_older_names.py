@@ -101,6 +101,7 @@ def test_removed_options_without_effect_are_dropped_and_rows_are_those_of_the_me
         ({"rollout": {"openai": {"mode": "inline"}, "agent": {}}}, "rollout.openai is another name of rollout.agent, and both"),
         ({"rollout": {"admin_api_key": "a", "agent": {"admin_api_key": "b"}}}, "is another name of rollout.agent.admin_api_key, and both"),
         ({"actor": {"behave_imp_weight_cap": 2.0, "rejection_sampling": {}}}, "keep only the latter"),
+        ({"teacher": {"engine_type": "ray"}}, "teacher.engine_type is 'ray'; expected rollout or train"),
         ({"actor": {"behave_imp_weight_mode": "rows"}}, "actor.behave_imp_weight_mode is 'rows'; expected one of"),
     ],
 )  # fmt: skip
@@ -110,7 +111,7 @@ def test_values_that_never_existed_are_refused(tree, sentence):
     assert sentence in str(error.value)
 
 
-@pytest.mark.parametrize("agent", [{}, {"agent": {}}, {"agent": {"admin_api_key": "k"}}])
+@pytest.mark.parametrize("agent", [{}, {"agent": {}}, {"agent": None}, {"agent": {"admin_api_key": "k"}}])
 def test_the_key_of_the_proxy_goes_to_the_section_of_agents(agent):
     tree = {"rollout": {"admin_api_key": "k", **agent}}
     notes = translate_older_names(tree, GRPOConfig, is_override=True)
