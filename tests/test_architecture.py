@@ -62,6 +62,7 @@ USED_FROM_OUTSIDE = {
     "init_transfer_engine": "called by vLLM",
     "log_message": "called by http.server",
     "make_tiny_family": "tests: tiny models of each family",
+    "make_tiny_vision_model": "tests: tiny models of each vision family",
     "on_log": "called by Transformers",
     "on_pre_optimizer_step": "called by Transformers",
     "on_step_begin": "called by Transformers",

@@ -61,8 +61,8 @@ class Packing:
         sliding_window: a token attends to itself and the `sliding_window - 1` tokens before it.
         softcap: scores are soft-capped to (-softcap, softcap), as in Gemma 2.
         sinks: per head, the score of a token without a value that every token attends to, [heads].
-        image_blocks: of each sequence, the picture of each token, -1 of text, int64 [length]: tokens
-            of a picture attend to each other in both directions. None for a sequence of text.
+        image_blocks: of each sequence, the picture of each token, -1 of text, int64 [length].
+            Tokens of a picture attend to each other in both directions. None: all are of text.
     """
 
     sequence_lengths: list[int]

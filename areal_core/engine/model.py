@@ -60,7 +60,7 @@ def load_model(
         dtype: of the parameters, "auto" for the checkpoint's own. Training loads float32, the
             master weights; the sharding policy casts for compute.
         attn_implementation: `PACKED` for training; "sdpa" for generation. A class that has no
-            exchangeable attention, or not this one, keeps its own, and a vision tower computes SDPA.
+            exchangeable attention, or not this one, keeps its own; a vision tower computes SDPA.
         init_from_scratch: initialise random weights from the config, with torch's current seed.
         without_weights: build it on "meta", for weights from another source.
 

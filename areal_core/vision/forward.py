@@ -119,7 +119,7 @@ class _Hooks:
 
 
 def _slice_of_rank(options: Options, rank: int, num_ranks: int) -> Options:
-    """Return a rank's tokens of the options of a text model's forward, with what belongs to them."""
+    """Return the options of a text model's forward for the tokens of one rank."""
     embeddings = options["inputs_embeds"]  # [1, tokens, dim]
     size = embeddings.shape[1] // num_ranks
     here = slice(rank * size, (rank + 1) * size)

@@ -33,8 +33,8 @@ def as_image_bytes(value: Any, folder: str | os.PathLike[str] = ".") -> bytes:
     """Return the encoded picture of a field of a dataset.
 
     Args:
-        value: encoded bytes, a PIL image (encoded as PNG, without loss), the path of a file, a data:
-            URL, base64, or a dict of `datasets` with `bytes` or `path`.
+        value: encoded bytes, a PIL image (encoded as PNG, without loss), the path of a file, a
+            data: URL, base64, or a dict of `datasets` with `bytes` or `path`.
         folder: of relative paths.
 
     Raises:

@@ -70,7 +70,7 @@ class VisionInputs:
         return inputs | (pixels if tokens else {"unused_pixels": self.smallest_image()})
 
     def alone(self, row: Batch) -> dict[str, Any]:
-        """Return the options of the base model's forward for one row, with its class's attention."""
+        """Return the options of the base model's forward for one row, with its own attention."""
         inputs = self.of(row)
         inputs.pop("image_blocks", None)
         if self.family.attends_within_images and "token_types" in inputs:
@@ -102,7 +102,7 @@ class VisionInputs:
         counts: Sequence[int],
         pixels: dict[str, Tensor],
     ) -> Tensor:
-        """Return the positions of packed rows: int64 [3, 1, tokens] of a family with grids, else [1, tokens]."""
+        """Return positions of packed rows: int64 [3, 1, tokens] with grids, else [1, tokens]."""
         if not self.family.has_grids:
             return torch.cat([torch.arange(len(row)) for row in rows])[None]
         base: Any = self.model.base_model

@@ -1,4 +1,4 @@
-"""The processor of a vision model: prompts and pixels as Transformers makes them, once a picture."""
+"""The processor of a vision model: prompts and pixels as Transformers makes them."""
 
 from io import BytesIO
 from pathlib import Path

@@ -281,7 +281,7 @@ def _load_engine(
 
 
 def _without_state(engine: FSDPEngine, stored: Iterable[str]) -> dict[str, Tensor]:
-    """Return parameters without state in a checkpoint, by the beginning of the names of their states.
+    """Return parameters without state in a checkpoint, by the prefix of the names of states.
 
     A vision tower has none before the first picture.
     """
@@ -293,7 +293,7 @@ def _without_state(engine: FSDPEngine, stored: Iterable[str]) -> dict[str, Tenso
 
 
 def _forget_partial_state(engine: FSDPEngine) -> None:
-    """Drop states unless every parameter has one: torch adds those of all parameters, or of none."""
+    """Drop states unless every parameter has one: torch adds all of them, or none."""
     state = _optimizer_of(engine).state
     if any(parameter not in state for parameter in trained_parameters(engine.model).values()):
         state.clear()
