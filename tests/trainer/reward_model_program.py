@@ -1,6 +1,6 @@
 """Train PPO on the scores of a reward model, on the ranks of this job.
 
-Rank 0 prints the scores of the rows of each step, and the validation rewards, as JSON.
+Rank 0 prints the scores of the rows of the first step as JSON.
 """
 
 import json
@@ -59,13 +59,19 @@ def train(trainer: PPOTrainer) -> None:
     trainer.train(workflow_kwargs={"reward_fn": no_reward})
 
 
+def scores_by_name(batch: dict[str, Any]) -> dict[str, float]:
+    """Return the score of each row by the ids of its prompt and sample."""
+    names = zip(batch["prompt_id"].tolist(), batch["sample_id"].tolist(), strict=True)
+    return {f"{p}, {s}": score for (p, s), score in zip(names, batch[SCORE].tolist(), strict=True)}
+
+
 def main(model: str, scorer: str, folder: str, *overrides: str) -> None:
     batches: list[dict[str, Any]] = []
     with build(Path(model), Path(scorer), Path(folder), *overrides, observers=[keep_batches(batches)]) as t:
         train(t)
-        scores = [t.ranks.gather_objects(batch[SCORE].tolist()) for batch in batches]
+        found = t.ranks.gather_objects(scores_by_name(batches[0]))
         if t.ranks.rank == 0:
-            print(json.dumps([sorted({score for rank in step for score in rank}) for step in scores]))
+            print(json.dumps({name: score for rank in found for name, score in rank.items()}))
 
 
 if __name__ == "__main__":
