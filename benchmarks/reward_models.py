@@ -52,6 +52,11 @@ def curve_of(stats: Sequence[dict[str, Any]], name: str) -> Curve:
     return [(step["step"] + 1, step[name]) for step in stats if name in step]
 
 
+def before_and_after(stats: Sequence[dict[str, Any]], name: str) -> str:
+    """Return a statistic of the validation rows before the first step and after the last."""
+    return f"{stats[0][f'eval-before-{name}']:.2f} → {stats[-1][f'eval-{name}']:.2f}"
+
+
 def share_of_best(logs: Path, folder: Path) -> Curve:
     """Return the share of sampled summaries that are the best one, by steps trained."""
     rows = [json.loads(text) for text in (folder / "tldr/train.jsonl").read_text().splitlines()]
@@ -119,15 +124,11 @@ def main() -> None:
         scores = [curve_of(one, SCORE) for one in stats]
         best = [share_of_best(logs, folder) for logs, _ in runs]
         (ROOT / "docs/reward_models.svg").write_text(picture(scores, best))
-        loss, right = (
-            curve_of(stats_of(supervised), "eval-sft/loss/avg"),
-            curve_of(stats_of(ranked), "eval-rw/correct_ratio/avg"),
-        )
+        loss = before_and_after(stats_of(supervised), "sft/loss/avg")
+        right = before_and_after(stats_of(ranked), "rw/correct_ratio/avg")
     print("| step | measure | before → after | CPU seconds |\n|---|---|---|---|")
-    print(f"| SFT | loss of held-out summaries | {loss[0][1]:.2f} → {loss[-1][1]:.2f} | {of_sft:.0f} |")
-    print(
-        f"| reward model | held-out pairs with the better summary above | {right[0][1]:.2f} → {right[-1][1]:.2f} | {of_reward:.0f} |"
-    )
+    print(f"| SFT | loss of held-out summaries | {loss} | {of_sft:.0f} |")
+    print(f"| reward model | held-out pairs with the better summary above | {right} | {of_reward:.0f} |")
     seconds = max(used for _, used in runs)
     print(f"| PPO | reward of held-out posts | {spread(scores)} | {seconds:.0f} |")
     print(f"| PPO | sampled summaries that are the best | {spread(best)} | |")
