@@ -15,7 +15,7 @@ from torch import Tensor
 Batch = dict[str, Tensor]
 
 FINISH_REASONS = ("stop", "length", "abort")
-# Four are of agents' episodes only (areal_core/agent/export.py), image_count of rows with pictures.
+# Five are of agents' episodes only (areal_core/agent), image_count of rows with pictures.
 PER_ROW = frozenset(
     {
         "rewards",
@@ -27,6 +27,7 @@ PER_ROW = frozenset(
         "branch",
         "failure",
         "image_count",
+        "calls_bytes",
     }
 )
 PER_IMAGE = frozenset({"image_bytes", "image_units", "image_grid_thw"})  # [images] or [images, 3]
@@ -34,7 +35,9 @@ PER_ENTRY = {  # [entries, ...]: key -> key of the number of entries of each pic
     "image_data": "image_bytes",  # the bytes of its file
     "pixel_values": "image_units",  # its patches, or crops
 }
-RAGGED = PER_IMAGE | PER_ENTRY.keys()
+# The transcript of an agent's episode, in bytes: key -> key of the number of bytes of each row.
+PER_BYTE = {"calls_data": "calls_bytes"}
+RAGGED = PER_IMAGE | PER_ENTRY.keys() | PER_BYTE.keys()
 
 
 def sequence_lengths(batch: Batch) -> Tensor:
@@ -78,11 +81,16 @@ def select_rows(batch: Batch, rows: Sequence[int]) -> Batch:
 
 
 def _ragged_of_rows(batch: Batch, index: Tensor) -> Batch:
-    """Return the pictures of the given rows."""
+    """Return the pictures and transcripts of the given rows."""
+    found = {
+        key: batch[key][segment_entries(batch[sizes], index)]
+        for key, sizes in PER_BYTE.items()
+        if key in batch
+    }
     if "image_count" not in batch:
-        return {}
+        return found
     images = segment_entries(batch["image_count"], index)
-    found = {key: batch[key][images] for key in PER_IMAGE & batch.keys()}
+    found |= {key: batch[key][images] for key in PER_IMAGE & batch.keys()}
     for key in PER_ENTRY.keys() & batch.keys():
         found[key] = batch[key][segment_entries(batch[PER_ENTRY[key]], images)]
     return found

@@ -96,6 +96,7 @@ FILE_KINDS = {
     "plan": "json",
     "outcome": "json",
     "text": "jsonl",
+    "calls": "jsonl",
 }
 LARGEST_HEADER = 100_000_000  # bytes, as in the safetensors library
 LARGEST_ROW = 1 << 24  # tokens

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from recorder.agents.calls import Transcript, parse_transcripts
 from recorder.checksum_json import (
     MAX_JSON_BYTES,
     checksum,
@@ -159,6 +160,13 @@ class RecordedStep:
         if wrong := [row["row"] for index, row in enumerate(rows) if row["row"] != index]:
             raise DamagedRecord(file, f"has row {wrong[0]} in the place of another")
         return rows
+
+    def calls(self, rank: int) -> list[Transcript] | None:
+        """Read the episodes of an agent; None if there was none, or text was not recorded."""
+        name = self.rank_name("calls", rank, "jsonl")
+        if name not in self.manifest.files:
+            return None
+        return parse_transcripts(self.file(name), self.name_of(name))
 
     def batch_entry(self, rank: int) -> tuple[str, BatchEntry]:
         """Name and entry of the rank's batch file."""

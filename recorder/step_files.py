@@ -58,6 +58,7 @@ class RankStep:
     outcome: Outcome | None = None
     learning: FlatBatch | None = None
     text: bytes | None = None
+    calls: bytes | None = None
 
 
 @dataclass(frozen=True)
@@ -109,6 +110,7 @@ def write_rank(folder: Path, rank: int, num_ranks: int, recorded: RankStep) -> R
         if recorded.outcome is None
         else json_bytes(outcome_document(recorded.outcome)),
         ("text", "jsonl"): recorded.text,
+        ("calls", "jsonl"): recorded.calls,
     }
     files = {}
     for (kind, suffix), data in documents.items():

@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from areal_core.safety.lock import Lock, Lost, Process, check, new_token, this_process
+from recorder.agents.calls import call_lines, without_calls
 from recorder.errors import RecordError, RecordExists, RecordingFailed
 from recorder.format import (
     END_FILE,
@@ -73,7 +74,7 @@ class RecordingOptions:
     """How a run is recorded.
 
     Attributes:
-        text: also store decoded prompts and completions.
+        text: also store decoded prompts and completions, and the calls of agents.
         overwrite: replace an existing record, unless the run resumes it.
         first_step: not 0 for a resumed run, which then resumes its record if there is one.
         queue_steps: how many steps may be queued for the disk; 0 writes each step synchronously.
@@ -252,7 +253,9 @@ class RecordWriter:
             if event == "batch":
                 plan = Plan(facts["step"], facts["version"], dict(facts["rng"]), {})
                 # flatten copies: the trainer may change its tensors afterwards
-                self.current = RankStep(facts["step"], facts["version"], flatten(facts["batch"]), plan)
+                batch = flatten(without_calls(facts["batch"]))
+                calls = call_lines(facts["batch"]) if self.options.text else None
+                self.current = RankStep(facts["step"], facts["version"], batch, plan, calls=calls)
             elif event == "advantages" and self.current and self.options.recording.scope == "full":
                 learning = learning_tensors(facts["inputs"], self.current.batch)
                 self.current = replace(self.current, learning=learning)

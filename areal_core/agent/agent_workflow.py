@@ -40,6 +40,7 @@ from areal_core.agent.proxy import AgentProxy
 from areal_core.agent.proxy_server import InProcessTransport, ProxyServer, write_admin_key
 from areal_core.agent.sessions import Session
 from areal_core.agent.subprocesses import AgentProcesses
+from areal_core.agent.transcripts.transcript import encode, transcript, with_transcript
 from areal_core.config import AgentConfig
 from areal_core.rollout.errors import PromptTooLong
 from areal_core.rollout.loop_thread import UNWIND_S, FewPerTurn, LoopThread, run_on
@@ -83,7 +84,7 @@ class AgentWorkflow:
         agent_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
         self.options = options or AgentConfig()
-        self.name = name_of(agent)
+        self.name, self.agent_kwargs = name_of(agent), agent_kwargs or {}
         self.agent: Any = None if self.options.mode == "online" else load_agent(agent, agent_kwargs)
         admin_key = self.options.admin_api_key or secrets.token_urlsafe(32)
         proxy = AgentProxy(build_dialogue(gconfig, tokenizer, self.options), admin_key)
@@ -99,7 +100,7 @@ class AgentWorkflow:
         self.http_client = httpx.AsyncClient(transport=transport, timeout=None)
         logging.getLogger("httpx").setLevel(logging.WARNING)  # at INFO it logs every call
         self.reported: set[str] = set()
-        self.processes = AgentProcesses(agent, agent_kwargs or {}, self.options.subproc_max_workers)
+        self.processes = AgentProcesses(agent, self.agent_kwargs, self.options.subproc_max_workers)
 
     async def arun_episode(self, engine: TokenSampler, data: dict[str, Any]) -> dict[str, Tensor]:
         """Run the agent once and return its rows.
@@ -114,7 +115,10 @@ class AgentWorkflow:
         keep_libraries_out_of_collection()
         if outcome.failure is not None:
             self._report_once(outcome.failure, outcome.reason)
-        return self.rows_of(session, outcome)
+        line = transcript(
+            self.name, self.agent_kwargs, data, session.in_order(), outcome.rewards, outcome.failure
+        )
+        return with_transcript(self.rows_of(session, outcome), encode(line))
 
     async def run_in(self, session: Session, data: dict[str, Any]) -> "Outcome":
         """Run the agent in an open session.

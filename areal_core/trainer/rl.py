@@ -12,6 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from areal_core.agent.transcripts.transcript import without_transcripts
 from areal_core.config import PPOConfig, config_to_dict, masked_options
 from areal_core.engine.checkpoint.distributed import Engines, save_checkpoint
 from areal_core.engine.determinism import branch_rng, rng_state
@@ -73,6 +74,7 @@ def train_steps(
                 put_to_sleep(engines)
                 batch = source.next_batch(step, trainer.version)
             observe("batch", step=step, version=trainer.version, batch=batch, rng=rng_state())
+            batch = without_transcripts(batch)
             branch_rng(trainer.ranks.sequence_parallel_rank)
 
             # Values of the critic; log-probs of actor, reference and teacher; advantages.

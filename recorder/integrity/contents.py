@@ -33,6 +33,7 @@ def contradictions(step: RecordedStep, header: RecordHeader) -> Iterator[Contrad
         yield from results_problems(step, rank, header.recording, lengths)
         yield from prompt_problems(step, rank, arrays, lengths)
         yield from text_problems(step, rank, arrays["rewards"].astype(np.float64))
+        yield from calls_problems(step, rank, arrays)
         yield from learning_problems(step, rank, arrays["cu_seqlens"])
 
 
@@ -149,6 +150,17 @@ def text_problems(step: RecordedStep, rank: int, rewards: np.ndarray) -> Iterato
     for row in np.flatnonzero(~((rewards == written) | (np.isnan(rewards) & np.isnan(written))))[:1]:
         name = step.name_of(step.rank_name("text", rank, "jsonl"))
         yield name, f"has reward {written[row]:g} in row {row}, the batch {rewards[row]:g}"
+
+
+def calls_problems(step: RecordedStep, rank: int, arrays: dict[str, np.ndarray]) -> Iterator[Contradiction]:
+    """Yield the first episode of an agent that has no row in the batch."""
+    prompts, episodes = arrays["prompt_id"].tolist(), arrays.get("episode", arrays["prompt_id"][:0]).tolist()
+    rows = set(zip(prompts, episodes, strict=False))
+    for one in step.calls(rank) or ():
+        if (one.prompt_id, one.episode) not in rows:
+            name = step.name_of(step.rank_name("calls", rank, "jsonl"))
+            yield name, f"has episode {one.episode} of prompt {one.prompt_id}, which has no row"
+            return
 
 
 def learning_problems(step: RecordedStep, rank: int, cu_seqlens: np.ndarray) -> Iterator[Contradiction]:

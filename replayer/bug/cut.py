@@ -267,7 +267,7 @@ def as_recorded(bench: Bench, rank: int) -> RankStep:
     step = bench.recorded
     name, entry = step.batch_entry(rank)
     learning = step.rank_name("learning", rank, "safetensors")
-    text = step.rank_name("text", rank, "jsonl")
+    text, calls = (step.rank_name(kind, rank, "jsonl") for kind in ("text", "calls"))
     found = RankStep(
         step.manifest.step,
         step.manifest.version,
@@ -278,6 +278,7 @@ def as_recorded(bench: Bench, rank: int) -> RankStep:
         if learning in step.manifest.batches
         else None,
         step.file(text) if text in step.manifest.files else None,
+        step.file(calls) if calls in step.manifest.files else None,
     )
     return found if found.text is not None else with_text(found, bench.trainer)
 

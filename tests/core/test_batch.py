@@ -65,7 +65,7 @@ def with_pictures(*pictures_of_rows):
 
 
 def assert_same_pictures(batch, expected):
-    keys = {"image_count", *B.RAGGED}
+    keys = {"image_count", *B.PER_IMAGE, *B.PER_ENTRY}
     assert_same({key: batch[key] for key in keys}, {key: expected[key] for key in keys})
 
 
@@ -90,6 +90,18 @@ def test_pictures_are_not_packed(pictures):
     batch = with_pictures(*pictures)
     assert_same_pictures(B.pack(batch), batch)
     assert_same_pictures(B.unpack(B.pack(batch)), batch)
+
+
+def test_bytes_of_rows_follow_their_rows():
+    batch = rows(2, 3, 1) | {
+        "calls_bytes": torch.tensor([2, 0, 3], dtype=torch.int32),
+        "calls_data": torch.tensor([1, 2, 3, 4, 5], dtype=torch.uint8),
+    }
+    joined = B.pad_and_concat([batch, batch])
+    selected = B.select_rows(joined, [2, 4, 3])
+    assert selected["calls_bytes"].tolist() == [3, 0, 2]
+    assert selected["calls_data"].tolist() == [3, 4, 5, 1, 2]
+    assert_same(B.unpack(B.pack(selected)), selected)
 
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=6), st.integers(0, 3))

@@ -1,0 +1,1 @@
+"""What a record holds of agents' episodes beside their tokens."""

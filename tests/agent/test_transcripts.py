@@ -1,0 +1,96 @@
+"""The transcripts of episodes in a record: written, read back, verified, archived."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+from areal_core.agent.agents import load_agent
+from areal_core.agent.transcripts.transcript import as_json, from_json, without_transcripts
+from areal_core.batch import select_rows
+from areal_core.rollout.episodes import assemble
+from areal_debug.record.command import command
+from recorder import RecordingOptions, RecordWriter, open_record, verify
+from recorder.header import write_header
+from recorder.integrity.contents import calls_problems
+from recorder.testing import SCRIPTED_HEADER, send_step
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+CALL = '<tool_call>{"name": "calculate", "arguments": {"expression": "7 * 6"}}</tool_call>'
+DATA = {"messages": [{"role": "user", "content": "7 boxes of 6?"}], "answer": "#### 42"}
+
+
+@pytest.fixture
+def batch(episode, scripted_engine):
+    """A prompt whose first episode calls a tool, in two rows, and whose second does not."""
+    agent = load_agent(f"{EXAMPLES}/tool_agent.py:CalculatorAgent")
+    first = episode(agent, scripted_engine(CALL, "It is 42."), DATA)
+    second = episode(agent, scripted_engine("41"), DATA)
+    return assemble([(5, [first, second])])
+
+
+def write(folder, batch, **options):
+    folder.mkdir(parents=True)
+    writer = RecordWriter(folder, options=RecordingOptions(**options))
+    write_header(folder, SCRIPTED_HEADER)
+    send_step(writer, 0, batch)
+    writer("end", steps=1, error=None)
+    return folder
+
+
+def test_a_record_has_tool_calls_and_tool_results(batch, tmp_path):
+    record = write(tmp_path / "record", batch, text=True)
+    first, second = open_record(record).step(0).calls(0)
+    assert (first.prompt_id, first.episode, second.prompt_id, second.episode) == (5, 0, 5, 1)
+    assert first.agent.name.endswith(":CalculatorAgent")
+    assert first.data == DATA
+    assert first.failure is None
+    call, answered = first.calls
+    assert (call.turn, call.after, call.messages) == (0, None, (DATA["messages"][0],))
+    assert [tool["function"]["name"] for tool in call.tools] == ["calculate"]
+    assert call.answer["tool_calls"] == [{"name": "calculate", "arguments": '{"expression": "7 * 6"}'}]
+    assert (answered.turn, answered.after, answered.tools) == (1, 0, None)
+    assert answered.messages == ({"role": "tool", "content": "42"},)
+    assert (answered.answer["content"], answered.finish, answered.reward) == ("It is 42.", "stop", 1.0)
+    assert [call.reward for call in second.calls] == [0.0]
+    assert verify(record).intact
+
+
+def test_the_batch_file_has_no_bytes_of_transcripts(batch, tmp_path):
+    step = open_record(write(tmp_path / "record", batch, text=True)).step(0)
+    assert not {key for key in step.batch(0) if key.startswith("calls")}
+    assert not {key for key in without_transcripts(batch) if key.startswith("calls")}
+
+
+def test_a_record_without_text_has_no_transcripts(batch, tmp_path):
+    assert open_record(write(tmp_path / "record", batch)).step(0).calls(0) is None
+
+
+def test_a_transcript_stays_with_its_rows(batch, tmp_path):
+    second = [row for row, number in enumerate(batch["episode"].tolist()) if number == 1]
+    record = write(tmp_path / "record", select_rows(batch, second), text=True)
+    assert [found.episode for found in open_record(record).step(0).calls(0)] == [1]
+
+
+def test_an_episode_without_rows_contradicts_the_batch(batch, tmp_path):
+    step = open_record(write(tmp_path / "record", batch, text=True)).step(0)
+    arrays = step.batch(0)
+    assert not list(calls_problems(step, 0, arrays))
+    found = list(calls_problems(step, 0, arrays | {"episode": np.zeros(len(arrays["episode"]))}))
+    assert [what for _, what in found] == ["has episode 1 of prompt 5, which has no row"]
+
+
+def test_an_archive_has_the_same_transcripts(batch, tmp_path):
+    record = write(tmp_path / "record", batch, text=True)
+    done = CliRunner().invoke(command, ["archive", str(record), "--to", str(tmp_path / "a.zarr")])
+    assert done.exit_code == 0, done.output
+    assert open_record(tmp_path / "a.zarr").step(0).calls(0) == open_record(record).step(0).calls(0)
+
+
+def test_bytes_of_a_row_come_back_and_other_objects_do_not():
+    row = {"images": [b"\x89PNG\x00"], "n": 3, "nested": {"a": [None, True]}}
+    assert from_json(json.loads(json.dumps(as_json(row)))) == row
+    assert as_json({"array": np.zeros(2)}) is None
+    assert as_json({"x": float("nan")}) is None
