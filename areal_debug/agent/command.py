@@ -9,7 +9,15 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from areal_debug.cli import Verb, VerbGroup, force_option, json_option, output_option, overrides_argument
+from areal_debug.cli import (
+    Verb,
+    VerbGroup,
+    force_option,
+    json_option,
+    model_option,
+    output_option,
+    overrides_argument,
+)
 from areal_debug.render import (
     console,
     errors_as_sentences,
@@ -192,6 +200,63 @@ def rollout(
         print_json({"record": str(folder), "agent": agent, "steps": [asdict(step) for step in facts]})
     else:
         print_rollout(agent, folder, facts)
+
+
+@command.command(
+    cls=Verb,
+    short_help="Run a recorded episode again: tools really, the model's answers from the record",
+    example=f"areal-debug agent replay 'runs/record#3/17/0' {EXAMPLE}",
+)
+@click.argument("episode", metavar="RECORD[#STEP[/PROMPT[/SAMPLE]]]")
+@click.argument("agent", required=False)
+@click.option(
+    "--arg",
+    "arguments",
+    multiple=True,
+    metavar="NAME=VALUE",
+    help="Argument of its constructor, if not as recorded.",
+)
+@model_option
+@click.option("--all", "show_all", is_flag=True, help="Continue after an episode that differs.")
+@json_option
+@errors_as_sentences
+def replay(
+    episode: str,
+    agent: str | None,
+    arguments: tuple[str, ...],
+    model: str | None,
+    show_all: bool,
+    as_json: bool,
+) -> None:
+    """Run AGENT again on recorded episodes, with the model's answers from the record, and find the
+    first request, tool result or reward that differs.
+
+    Tools run again. AGENT is MODULE:NAME or FILE.py:NAME: code runs only if you name it. Exit code
+    0: as recorded. 1: something differs.
+    """
+    from areal_debug.agent.render import print_replay
+    from areal_debug.agent.replay_episode import parse_address, read_episodes
+    from areal_debug.agent.replay_episode import replay as run_again
+    from areal_debug.agent.under_test import build_recorded
+    from recorder import open_record
+
+    address = parse_address(episode)
+    record = open_record(address.record)
+    recorded = next(read_episodes(record, address)).transcript.agent
+    if agent is None:
+        fail(
+            f"the record names its agent {recorded.name!r}; its code runs only if you name it: areal-debug agent replay {episode!r} AGENT"
+        )
+    workflow = build_recorded(record, agent, recorded.arguments, arguments, model)
+    try:
+        report = run_again(record, address, workflow, show_all)
+    finally:
+        workflow.close()
+    if as_json:
+        print_json(asdict(report) | {"identical": not report.differences})
+    else:
+        print_replay(report)
+    raise SystemExit(1 if report.differences else 0)
 
 
 def launch_rollout(config: "PPOConfig", argv: list[str], agent_kwargs: dict[str, Any]) -> int:

@@ -11,15 +11,17 @@ from rich.tree import Tree
 from areal_core.agent.conversation import BROKEN
 from areal_core.safety.printable import printable_block
 from areal_debug.record.render import print_legend, style_of
-from areal_debug.render import console, format_number, format_seconds, one_line, styled
+from areal_debug.render import console, format_number, format_seconds, is_quiet, one_line, styled
 
 if TYPE_CHECKING:
     from areal_debug.agent.loop_monitor import LoopReport
     from areal_debug.agent.record import RolloutFacts
+    from areal_debug.agent.replay_episode import AgentReplay
     from areal_debug.agent.run import EpisodeReport, TurnFacts
     from areal_debug.agent.stress import Latency, StressReport
 
 MAX_STACK_LINES = 12
+EXCERPT = 160  # characters of a value that differs
 BRANCH_WORDS = {
     "root": "first call",
     "fork": "another continuation",
@@ -229,6 +231,53 @@ def print_stalls(loop: "LoopReport") -> None:
     if not loop.stalls and loop.late_s > loop.watched_s / 5:
         places = ", ".join(f"{share:.0%} {place}" for place, share in loop.busiest)
         out.print(styled("[yellow]{} loop busy[/yellow], not blocked; most at {}", loop.name, places))
+
+
+def print_replay(report: "AgentReplay") -> None:
+    """Print the verdict, and each difference with its place, both values and where to look."""
+    out = console()
+    counts = f"{report.num_episodes:,} episodes, {report.num_calls:,} calls, {report.num_tool_results:,} tool results"
+    if not report.differences:
+        out.print(
+            styled(
+                "[green]as recorded[/green]: {} of {} run again in {}", counts, report.agent, report.record
+            )
+        )
+        return
+    first = report.differences[0]
+    place = f"step {first.step}, prompt {first.prompt_id}, sample {first.sample}"
+    call = "" if first.call is None else f", call {first.call}"
+    out.print(styled("[red]different[/red] in {}{}: {}", place, call, first.what))
+    if is_quiet():
+        return
+    for title, value in (("recorded", first.recorded), ("now", first.now)):
+        if first.recorded is not None or first.now is not None:
+            out.print(styled("  {:<10}{}", title, excerpt(value, first.at)))
+    if isinstance(first.recorded, str) and first.at is not None:
+        out.print(styled("  [dim]they differ from character {} on[/dim]", first.at))
+    for frame in first.frames:
+        out.print(styled("  at {}", frame))
+    for other in report.differences[1:]:
+        out.print(
+            styled(
+                "also in step {}, prompt {}, sample {}: {}",
+                other.step,
+                other.prompt_id,
+                other.sample,
+                other.what,
+            )
+        )
+    out.print(styled("[dim]run again: {}[/dim]", counts))
+    show = f"areal-debug record show {report.record} --step {first.step} --prompt-id {first.prompt_id}"
+    out.print(styled("[dim]{}[/dim]", show))
+
+
+def excerpt(value: Any, at: int | None) -> str:
+    """Return a value on one line; of a long text, what is around position `at`."""
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    begin = max((at or 0) - EXCERPT // 3, 0) if isinstance(value, str) else 0
+    shown = text[begin : begin + EXCERPT]
+    return ("…" if begin else "") + repr(shown) + ("…" if begin + EXCERPT < len(text) else "")
 
 
 def print_rollout(agent: str, record: Path, steps: "list[RolloutFacts]") -> None:
