@@ -49,6 +49,7 @@ USED_FROM_OUTSIDE = {
     "MultiTurnWorkflow": "public: users name it in their scripts",
     "ServerJudge": "public: a judge of JudgedWorkflow",
     "__getattr__": "called by the interpreter",
+    "trace_scope": "public: workflows and agents draw themselves in the trace",
     "_repr_html_": "called by notebooks",
     "do_GET": "called by http.server",
     "find_class": "called by pickle",

@@ -14,6 +14,7 @@ import httpx
 
 from areal_core.agent.agents import load_agent
 from areal_core.agent.failures import describe_raised
+from areal_core.telemetry.in_episode import collecting
 
 
 def main(path: str, arguments: str) -> None:
@@ -30,7 +31,9 @@ def main(path: str, arguments: str) -> None:
             "ANTHROPIC_BASE_URL": job["base_url"],
             "ANTHROPIC_API_KEY": job["api_key"],
         }
-        send(replies, asyncio.run(run(agent, job)))
+        with collecting() as scalars:
+            reply = asyncio.run(run(agent, job))
+        send(replies, reply | {"scalars": scalars})
 
 
 async def run(agent: Any, job: dict[str, Any]) -> dict[str, Any]:

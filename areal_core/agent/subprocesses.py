@@ -20,6 +20,7 @@ from typing import Any
 from areal_core.agent.agents import name_of
 from areal_core.agent.errors import AgentError, AgentRaised
 from areal_core.agent.failures import raised_from_json
+from areal_core.telemetry.in_episode import record_all
 
 LONGEST_LINE_BYTES = 64 << 20
 
@@ -44,6 +45,7 @@ class AgentProcesses:
                 await end(worker)
                 raise
             self._idle.append(worker)
+        record_all(reply["scalars"])
         if reply["error"]:
             message = f"{name_of(self._agent)} raised {reply['error']}\n{reply['traceback'].rstrip()}"
             raise AgentRaised(message, raised_from_json(reply["raised"]))

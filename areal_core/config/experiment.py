@@ -15,6 +15,7 @@ from areal_core.config.option import ABOVE_0, AT_LEAST_0, AT_LEAST_1, REQUIRED, 
 from areal_core.config.services import (
     ClusterSpecConfig,
     LauncherConfig,
+    MemoryProfilerConfig,
     PerfTracerConfig,
     SchedulerConfig,
     StatsLoggerConfig,
@@ -230,7 +231,9 @@ class BaseExperimentConfig(TrainsActor):
     evaluator: EvaluatorConfig = section(EvaluatorConfig, "Frequency of evaluation on the validation set.")
     stats_logger: StatsLoggerConfig = section(StatsLoggerConfig, "Destinations of statistics.")
     perf_tracer: PerfTracerConfig | None = option(None, "Traces of the run.")
-    memory_profiler: Any = option(None, "Snapshots of device memory.")
+    memory_profiler: MemoryProfilerConfig | None = option(
+        None, "History of memory in the training part of some steps."
+    )
     recover: RecoverConfig = section(RecoverConfig, "Whether and how a run resumes.")
     sglang: SGLangConfig = section(SGLangConfig, "The SGLang servers.")
     vllm: VLLMConfig = section(VLLMConfig, "The vLLM servers.")

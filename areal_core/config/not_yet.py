@@ -60,7 +60,6 @@ NOT_YET = (
     NotYet("*_dataset.pin_memory", (False,), "rows are not tensors, so there is no memory to pin", refused=False),
     NotYet("valid_dataset.shuffle", (False,), "all validation rows are used, in their order", refused=False),
     NotYet("rollout.queue_size", (None,), "prompts wait in the loader: rollout.max_concurrent_rollouts limits them", refused=False),
-    NotYet("memory_profiler", (None,), "memory snapshots are not written", refused=False),
     NotYet("cluster.cluster_name", ("local",), "the experiment and trial name a run", refused=False),
     NotYet("cluster.name_resolve.type", ("nfs",), "names are files below its nfs_record_root", refused=False),
     NotYet("cluster.name_resolve.etcd3_addr", ("localhost:2379",), "names are files below nfs_record_root", refused=False),

@@ -165,6 +165,14 @@ class SessionTracerConfig:
 
 
 @dataclass
+class MemoryProfilerConfig:
+    """Allocations of the training part of some steps, in `memory_snapshots` next to its logs."""
+
+    profile_steps: list[int] = section(lambda: [0, 1], "Steps to record.")
+    max_entries: int = option(100_000, "Newest allocations that a GPU's history keeps.", limits=AT_LEAST_1)
+
+
+@dataclass
 class PerfTracerConfig:
     """A trace of the run, `trace/trace.json` next to its logs.
 

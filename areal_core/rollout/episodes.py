@@ -22,6 +22,7 @@ from areal_core.errors import RewardError
 from areal_core.rollout.errors import MalformedEpisode
 from areal_core.rollout.types import ModelRequest, ModelResponse, TokenSampler
 from areal_core.rollout.workflow import RolloutWorkflow
+from areal_core.telemetry.in_episode import Scalars, collecting
 
 # Dtypes of the tensors that a workflow returns: per token [n, T], or per row [n] (`batch.PER_ROW`).
 ROW_DTYPES = {
@@ -57,6 +58,7 @@ class EpisodeEngine:
         self.num_generating = 0  # requests that wait for the engine
         self.since = time.monotonic()  # time at which the last request was sent or answered
         self.is_finished = False  # its group may still wait for other samples
+        self.scalars: Scalars = {}  # that its workflow recorded
         self._engine = engine
         self._turn = 0
 
@@ -118,7 +120,8 @@ async def _run_episode(
     episode: EpisodeEngine, workflow: RolloutWorkflow, data: dict[str, Any], check_format: bool
 ) -> Batch | None:
     try:
-        rows = await workflow.arun_episode(episode, data)
+        with collecting() as episode.scalars:
+            rows = await workflow.arun_episode(episode, data)
         if rows is not None:
             refuse_unusable(rows)
             if check_format:
@@ -143,6 +146,16 @@ def is_accepted(prompt_id: int, rows: Sequence[Batch | None], plan: Plan) -> boo
     except Exception as error:
         error.add_note(f"in should_accept_fn for prompt {prompt_id}")
         raise
+
+
+def joined_scalars(groups: Sequence[Group]) -> Scalars:
+    """Return what workflows recorded in the episodes of accepted prompts, by name."""
+    found: Scalars = {}
+    for group in groups:
+        for episode in group.episodes if group.rows is not None else ():
+            for name, values in episode.scalars.items():
+                found.setdefault(name, []).extend(values)
+    return found
 
 
 def refuse_unusable(rows: Batch) -> None:

@@ -33,6 +33,7 @@ from areal_core.rollout.pipeline import Executor, PromptFeed, PromptLoader
 from areal_core.rollout.source import TrainedWeights, update_tensors
 from areal_core.rollout.workflow import RolloutWorkflow
 from areal_core.safety.durable import disk_errors_as_warnings
+from areal_core.telemetry.in_episode import Scalars
 from areal_core.telemetry.stats import Reduce, Stats
 
 COUNTS = ("rejected", "failed", "stale")  # of a run; the accepted ones follow from its version
@@ -161,6 +162,15 @@ def log_rollouts(stats: Stats, executor: Executor, batch: dict[str, Tensor]) -> 
             running=control.running,
         )
         log_episodes(stats, batch)
+    log_scalars(stats, executor.scalars, "workflow")
+
+
+def log_scalars(stats: Stats, scalars: Scalars, scope: str) -> None:
+    """Record the numbers of a workflow under `scope`: their means over calls and ranks."""
+    with stats.scope(scope):
+        for name, values in scalars.items():
+            for value in values:
+                stats.scalar(**{name: value})
 
 
 class SharedRollouts:

@@ -54,6 +54,7 @@ from areal_core.rollout.episodes import (
     Plan,
     assemble,
     is_accepted,
+    joined_scalars,
     oldest_version,
     run_episodes,
 )
@@ -63,6 +64,7 @@ from areal_core.rollout.staleness import StalenessControl, Tolerance, choose_bat
 from areal_core.rollout.types import InferenceEngine
 from areal_core.rollout.watch import Patience, Watch
 from areal_core.rollout.workflow import RolloutWorkflow
+from areal_core.telemetry.in_episode import Scalars
 
 T = TypeVar("T")
 P = ParamSpec("P")
@@ -456,6 +458,7 @@ class Executor:
         self.loop = loop or LoopThread()
         self._owns_loop = loop is None
         self._pipeline = Pipeline(engine, control, max_failures, check_format, patience, holds_rejected)
+        self.scalars: Scalars = {}  # that the workflow recorded in the episodes of the last batch
 
     def submit(
         self,
@@ -502,6 +505,7 @@ class Executor:
         plan = Plan(workflow, n_samples, should_accept)
         groups = self.loop.run(self._pipeline.run_all(prompts, plan, timeout_s))
         accepted = [(group.prompt_id, group.rows) for group in groups if group.rows is not None]
+        self.scalars = joined_scalars(groups)
         if not accepted:
             raise NothingAccepted(f"all {len(groups)} prompts were rejected or failed; look at their rewards")
         return assemble(accepted)
@@ -525,6 +529,7 @@ class Executor:
         """
         plan = Plan(workflow, n_samples, should_accept)
         groups = self.loop.run(self._pipeline.prepare(feed, plan, timeout_s))
+        self.scalars = joined_scalars(groups)
         return assemble([(group.prompt_id, group.rows) for group in groups if group.rows is not None])
 
     set_version = blocking(Pipeline.set_version)

@@ -59,6 +59,12 @@ class Span:
 
 
 _CURRENT: ContextVar[Span | None] = ContextVar("trace_span", default=None)
+_TRACE: ContextVar["Trace | None"] = ContextVar("trace", default=None)
+
+
+def current_trace() -> "Trace | None":
+    """Return the trace of the episode that this task runs for; None without one."""
+    return _TRACE.get()
 
 
 class Trace:
@@ -110,11 +116,13 @@ class Trace:
     def episode(self, prompt_id: int, sample_id: int) -> Iterator[Span]:
         """Time one episode and count it as running; the body may add to its `args`."""
         self._count_running(+1)
+        token = _TRACE.set(self)
         try:
             name = f"episode {prompt_id}.{sample_id}"
             with self.span(name, "episode", None, prompt_id=prompt_id, sample_id=sample_id) as span:
                 yield span
         finally:
+            _TRACE.reset(token)
             self._count_running(-1)
 
     def stage(self, name: str, start_ns: int, end_ns: int, **args: Any) -> None:

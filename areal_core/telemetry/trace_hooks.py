@@ -9,7 +9,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -20,6 +20,7 @@ from areal_core.rollout.fleet.weight_update import NamedTensors, WeightUpdate
 from areal_core.rollout.types import EpisodeSampler, ModelRequest, ModelResponse
 from areal_core.rollout.workflow import RewardFn, RolloutWorkflow
 from areal_core.safety.durable import disk_errors_as_warnings
+from areal_core.telemetry.memory import MemoryProfiler
 from areal_core.telemetry.trace import Span, Trace
 from areal_core.telemetry.trace_merge import merge_if_all_ended
 
@@ -41,6 +42,7 @@ class Tracing:
         profile_steps: steps that are profiled by torch.profiler.
         sessions: number of lines of the session log (one per episode) that are buffered in memory;
             None for no such file.
+        memory: records memory, also without a trace.
     """
 
     def __init__(
@@ -49,7 +51,9 @@ class Tracing:
         save_interval: int = 1,
         profile_steps: Sequence[int] = (),
         sessions: int | None = None,
+        memory: MemoryProfiler | None = None,
     ) -> None:
+        self._memory = memory
         self._trace, self._sessions, self._save_interval = trace, None, save_interval
         self.observers: list[Callable[..., None]] = []
         if trace is None:
@@ -71,6 +75,10 @@ class Tracing:
     def weight_update(self, update: WeightUpdate | None) -> WeightUpdate | None:
         """Return the weight update, traced."""
         return update if self._trace is None or update is None else TracedUpdate(update, self._trace)
+
+    def memory(self, step: int) -> AbstractContextManager[None]:
+        """Record the memory of the body, the training part of a step, if it is to be."""
+        return nullcontext() if self._memory is None else self._memory.during(step)
 
     def commit(self, step: int, stats: dict[str, float]) -> None:
         """End a step: record its statistics that have a track, and write the trace if due."""

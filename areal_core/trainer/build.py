@@ -57,6 +57,7 @@ from areal_core.telemetry import (
     WandbLogger,
 )
 from areal_core.telemetry.loggers import Logger, without_none
+from areal_core.telemetry.memory import MemoryProfiler
 from areal_core.telemetry.trace import Trace
 from areal_core.telemetry.trace_hooks import NO_TRACING, Tracing
 from areal_core.trainer.checkpointing import Frequency
@@ -287,12 +288,18 @@ def build_tracing(
 ) -> Tracing:
     """Build the tracing of this run and its stages.
 
-    Without `perf_tracer.enabled` or `rollout.enable_rollout_tracing` nothing is traced.
+    Without `perf_tracer.enabled` or `rollout.enable_rollout_tracing` nothing is traced; without
+    `memory_profiler` no memory is recorded.
     """
     options = config.perf_tracer or PerfTracerConfig()
     rollout = config.rollout if isinstance(config, PPOConfig) else None
+    memory = None
+    if (snapshots := config.memory_profiler) is not None:
+        folder = run_folder(config, "logs") / "memory_snapshots"
+        steps = frozenset(snapshots.profile_steps)
+        memory = MemoryProfiler(folder, ranks.rank, ranks.device, steps, snapshots.max_entries)
     if not (options.enabled or (rollout is not None and rollout.enable_rollout_tracing)):
-        return NO_TRACING
+        return NO_TRACING if memory is None else Tracing(memory=memory)
     advice: dict[str, Any] = {"batch_size": config.train_dataset.batch_size}
     if isinstance(config, PPOConfig):
         advice |= {
@@ -310,6 +317,7 @@ def build_tracing(
         options.save_interval,
         options.profile_steps or (),
         sessions.flush_threshold if sessions and sessions.enabled else None,
+        memory,
     )
 
 

@@ -11,6 +11,7 @@ from areal_core.config import PPOConfig
 from areal_core.dataset import get_dataset
 from areal_core.dataset.read import full_batches
 from areal_core.errors import ConfigError
+from areal_core.rollout.live import log_scalars
 from areal_core.rollout.pipeline import Executor
 from areal_core.rollout.workflow import RolloutWorkflow
 from areal_core.telemetry import Reduce, Stats
@@ -76,6 +77,7 @@ class Evaluation:
 def log_samples(stats: Stats, batch: Batch, executor: Executor) -> None:
     """Record the rewards and lengths of validation samples, and the counts of their prompts."""
     control = executor.control
+    log_scalars(stats, executor.scalars, "eval-workflow")
     with stats.scope("eval-rollout"):
         stats.denominator(n_seqs=torch.ones_like(batch["rewards"], dtype=torch.bool))
         stats.stat(

@@ -89,7 +89,8 @@ def train_steps(
 
             # Update: the actor, then the critic on the same inputs, a step per minibatch.
             plan: dict[str, Any] = {"total_steps": trainer.total_steps}
-            with stats.scope("ppo_actor"), stats.scope("update"), timing("train_step"):
+            memory = trainer.tracing.memory(step)
+            with stats.scope("ppo_actor"), stats.scope("update"), timing("train_step"), memory:
                 log_versions(stats, batch, trainer.version)
                 plan["minibatches"] = update(
                     actor,

@@ -125,7 +125,7 @@ class SupervisedTrainer(ABC):
         with self.stats.timing("step"), self.stats.scope(self.name):
             rows = self.loader.next_batch()
             batch = self.to_batch([row for _, row in rows])
-            with self.stats.timing("train_step"):
+            with self.stats.timing("train_step"), self.tracing.memory(step):
                 result = self.actor.train_batch(batch, self.loss, self.weight)
             if not result.update_successful:
                 names = [f"row {number} of the run" for number, _ in rows for _ in range(self.granularity)]

@@ -1,0 +1,67 @@
+"""Statistics and trace scopes of a user's own workflow or agent.
+
+    from areal_core.telemetry.in_episode import scalar, trace_scope
+
+    with trace_scope("search"):
+        pages = index.search(query)
+    scalar(num_pages=len(pages))
+
+Numbers are kept with the episode that records them, in any task or thread that it starts through
+asyncio, and reported with the step that trains on it: `workflow/NAME`, the mean, and
+`workflow/NAME__count`. Scopes are drawn in the episode's track of the trace. Outside of an episode,
+or without a trace, both do nothing.
+"""
+
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+from areal_core.telemetry.trace import current_trace
+
+Scalars = dict[str, list[float]]
+
+_SCALARS: ContextVar[Scalars | None] = ContextVar("episode_scalars", default=None)
+
+
+def scalar(**values: float) -> None:
+    """Record numbers of this episode.
+
+    Raises ValueError for one that is not finite, and TypeError for what is not a number.
+    """
+    kept = _SCALARS.get()
+    for name, value in values.items():
+        number = float(value)
+        if not math.isfinite(number):
+            raise ValueError(f"the statistic {name} of a workflow is {number}; expected a finite number")
+        if kept is not None:
+            kept.setdefault(name, []).append(number)
+
+
+@contextmanager
+def collecting() -> Iterator[Scalars]:
+    """Collect what `scalar` records inside, by name."""
+    kept: Scalars = {}
+    token = _SCALARS.set(kept)
+    try:
+        yield kept
+    finally:
+        _SCALARS.reset(token)
+
+
+def record_all(scalars: Mapping[str, list[float]]) -> None:
+    """Record numbers that were collected elsewhere, such as in the process of an agent."""
+    for name, values in scalars.items():
+        for value in values:
+            scalar(**{name: value})
+
+
+@contextmanager
+def trace_scope(name: str, **args: str | int | float | bool) -> Iterator[None]:
+    """Draw the body in the trace, within the current episode; `args` are shown with it."""
+    trace = current_trace()
+    if trace is None:
+        yield
+        return
+    with trace.span(name, name, None, **args):
+        yield

@@ -1,0 +1,141 @@
+"""Statistics and trace scopes of a user's own workflow or agent, and memory of chosen steps."""
+
+import json
+
+import pytest
+import torch
+
+from areal_core.agent.agent_workflow import AgentWorkflow
+from areal_core.config import AgentConfig, GenerationHyperparameters
+from areal_core.rollout.live import log_scalars
+from areal_core.rollout.pipeline import Executor
+from areal_core.rollout.staleness import StalenessControl
+from areal_core.telemetry import Stats
+from areal_core.telemetry.in_episode import scalar, trace_scope
+from areal_core.telemetry.memory import MemoryProfiler
+from areal_core.telemetry.trace import Trace, rank_file
+from areal_core.telemetry.trace_hooks import TracedWorkflow
+from areal_core.testing import ScriptedEngine, make_tiny_tokenizer
+
+# An agent in a file: mode "subproc" imports it in another process.
+AGENT = """
+import asyncio
+from areal_core.telemetry.in_episode import scalar, trace_scope
+from openai import AsyncOpenAI
+
+class Agent:
+    async def run(self, data, **extra):
+        client = AsyncOpenAI(base_url=extra["base_url"], api_key=extra["api_key"], http_client=extra["http_client"])
+        await client.chat.completions.create(model="m", messages=[{"role": "user", "content": "?"}])
+
+        async def tool(number):
+            with trace_scope("search", query=number):
+                scalar(num_pages=number)
+
+        await asyncio.gather(tool(data["n"]), tool(data["n"] + 2))
+        if data["n"] == 5:
+            scalar(rare=1)
+        return 1.0
+"""
+
+
+@pytest.fixture
+def agent(tmp_path):
+    file = tmp_path / "agent_with_statistics.py"
+    file.write_text(AGENT)
+    return f"{file}:Agent"
+
+
+@pytest.fixture
+def executor():
+    control = StalenessControl(batch_size=2, max_concurrent=4)
+    made = Executor(ScriptedEngine(), control)
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize("mode", ["inline", "subproc"])
+def test_numbers_of_an_agent_are_reported_with_its_batch(mode, agent, executor):
+    gconfig = GenerationHyperparameters(max_new_tokens=8, max_tokens=128)
+    workflow = AgentWorkflow(agent, gconfig, make_tiny_tokenizer(), AgentConfig(mode=mode))
+    try:
+        executor.rollout_batch([(0, {"n": 1}), (1, {"n": 5})], workflow)
+    finally:
+        workflow.close()
+    assert {name: sorted(values) for name, values in executor.scalars.items()} == {
+        "num_pages": [1, 3, 5, 7],
+        "rare": [1],
+    }
+    stats = Stats()
+    log_scalars(stats, executor.scalars, "workflow")
+    assert stats.export() == {
+        "workflow/num_pages": 4.0,
+        "workflow/num_pages__count": 4.0,
+        "workflow/rare": 1.0,
+        "workflow/rare__count": 1.0,
+    }
+
+
+def test_rejected_prompts_are_not_reported(agent, executor):
+    gconfig = GenerationHyperparameters(max_new_tokens=8, max_tokens=128)
+    workflow = AgentWorkflow(agent, gconfig, make_tiny_tokenizer(), AgentConfig())
+    try:
+        executor.rollout_batch(
+            [(0, {"n": 1}), (1, {"n": 5})],
+            workflow,
+            should_accept=lambda rows: int(rows["prompt_id"][0]) == 1,
+        )
+    finally:
+        workflow.close()
+    assert sorted(executor.scalars["num_pages"]) == [5, 7]
+
+
+def test_scopes_are_drawn_in_the_episode(agent, executor, tmp_path):
+    gconfig = GenerationHyperparameters(max_new_tokens=8, max_tokens=128)
+    workflow = AgentWorkflow(agent, gconfig, make_tiny_tokenizer(), AgentConfig())
+    trace = Trace(tmp_path / "trace", 0, 1, {})
+    try:
+        executor.rollout_batch([(7, {"n": 1})], TracedWorkflow(workflow, trace))
+    finally:
+        workflow.close()
+        trace.close()
+    events = [json.loads(line) for line in rank_file(tmp_path / "trace", 0).read_text().splitlines()]
+    drawn = [event for event in events if event["name"] == "search"]
+    assert [event["args"] for event in drawn] == [
+        {"query": 1, "episode": "episode 7.0"},
+        {"query": 3, "episode": "episode 7.0"},
+    ]
+    [episode] = [event for event in events if event["name"] == "episode 7.0"]
+    for event in drawn:
+        assert episode["ts"] <= event["ts"] <= event["ts"] + event["dur"] <= episode["ts"] + episode["dur"]
+
+
+def test_outside_of_an_episode_nothing_is_kept():
+    with trace_scope("search"):
+        scalar(num_pages=3)
+
+
+def test_what_is_not_a_finite_number_is_refused():
+    with pytest.raises(
+        ValueError, match="the statistic score of a workflow is nan; expected a finite number"
+    ):
+        scalar(score=float("nan"))
+
+
+def test_the_memory_of_chosen_steps_is_written(tmp_path):
+    profiler = MemoryProfiler(tmp_path, 3, torch.device("cpu"), frozenset({1}), 1000)
+    kept = []
+    for step in range(3):
+        with profiler.during(step):
+            kept.append(torch.ones(1 << 20))
+    [file] = tmp_path.rglob("*.json")
+    assert file.relative_to(tmp_path).parts == ("step_1", "rank-00003.json")
+    events = json.loads(file.read_text())["traceEvents"]
+    assert max(event["args"].get("Bytes", 0) for event in events if event["name"] == "[memory]") == 4 << 20
+
+
+def test_memory_is_written_where_a_step_fails(tmp_path):
+    profiler = MemoryProfiler(tmp_path, 0, torch.device("cpu"), frozenset({0}), 1000)
+    with pytest.raises(RuntimeError, match="out of memory"), profiler.during(0):
+        raise RuntimeError("out of memory")
+    assert (tmp_path / "step_0" / "rank-00000.json").exists()
