@@ -122,7 +122,7 @@ def parse_address(text: str) -> Address:
         raise ValueError(
             f"{text!r} names no episode: expected RECORD#STEP/PROMPT/SAMPLE, as in runs/record#3/17/0"
         )
-    numbers = (found[name] and int(found[name]) for name in ("step", "prompt", "episode"))
+    numbers = [None if found[name] is None else int(found[name]) for name in ("step", "prompt", "episode")]
     return Address(found["record"], *numbers)
 
 

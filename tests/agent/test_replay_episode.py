@@ -1,4 +1,4 @@
-"""`areal-debug agent replay`: an agent run again with recorded answers, and its first difference."""
+"""`areal-debug agent replay`: run an agent again on recorded answers, name what differs first."""
 
 import asyncio
 import json
@@ -13,7 +13,7 @@ from areal_debug.agent.command import command
 from areal_debug.agent.replay_episode import Address, parse_address
 from recorder import RecordingOptions, RecordWriter
 from recorder.header import write_header
-from recorder.testing import SCRIPTED_HEADER, send_step
+from recorder.testing import SCRIPTED_HEADER, send_step, write_scripted_record
 
 # The variant is an argument of the agent; "" is the recorded one.
 AGENT = """
@@ -230,6 +230,13 @@ def test_an_episode_that_is_not_there_is_a_sentence(address, record, agents, scr
     done = CliRunner().invoke(command, ["replay", f"{folder}{address}", f"{agents}:Agent"])
     assert done.exit_code == 2
     assert "Traceback" not in done.output
+
+
+def test_a_record_without_an_agent_is_a_sentence(tmp_path):
+    write_scripted_record(tmp_path / "record", num_steps=1)
+    done = CliRunner().invoke(command, ["replay", str(tmp_path / "record"), "x.py:Agent"])
+    assert done.exit_code == 2
+    assert "has no episode of an agent: " in " ".join(done.output.split())
 
 
 def test_addresses():

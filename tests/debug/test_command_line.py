@@ -124,7 +124,7 @@ def test_version():
         (["bisekt"], "did you mean bisect"),
         (["record", "verfy", "x"], "did you mean verify?"),
         (["hang", "colect"], "did you mean collect?"),
-        (["agent", "xyz"], "choose from run, stress, rollout"),
+        (["agent", "xyz"], "choose from run, stress, rollout, replay"),
     ],
 )
 def test_a_misspelled_verb_gets_a_suggestion(arguments, hint):

@@ -238,6 +238,8 @@ def commands(at: dict[str, Path]) -> list[tuple[str, list[str]]]:
         ("agent run", ["agent", "run", f"{top}/no agent.py:{EVIL}", "--data", absent]),
         ("agent stress", ["agent", "stress", f"{EVIL}:Agent", "--data", absent, "--model", absent]),
         ("agent rollout", ["agent", "rollout", "x.py:Agent", "--config", text["config"], "-o", f"{top}/rollout"]),
+        ("agent replay", ["agent", "replay", f"{record}#1", f"{EVIL}:Agent"]),
+        ("agent replay", ["agent", "replay", f"{absent}#{EVIL}", f"{EVIL}:Agent"]),
         ("chaos", ["chaos", text["config"]]),
         ("rollout-sim", ["rollout-sim", "--servers", EVIL]),
         *((name, [*name.split(), "--no-such", EVIL]) for name in sorted(runnable(main))),

@@ -1,1 +1,1 @@
-"""The calls of an episode as text beside its tokens: what was asked, answered, and by which tool."""
+"""The calls of an episode beside its tokens: what was asked and answered, and by which tool."""
