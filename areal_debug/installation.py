@@ -34,6 +34,8 @@ EXTRA_OF = {  # packages by the name that they are imported by
     "liger_kernel": "liger",
     "wandb": "wandb",
     "trackio": "trackio",
+    "bm25s": "search",
+    "openai": "search",
     "trl": "trl",
     "verl": "verl",
 }

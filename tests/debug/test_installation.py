@@ -20,7 +20,7 @@ OURS = {*PACKAGES, "areal_debug"}
 INSTALLED = packages_distributions()  # seconds: it reads the metadata of all that is installed
 RECORD = ROOT / "tests/records/tiny_grpo.zip"
 # Imported by a name in a string, or by another package when it is given a URL.
-INDIRECT = {"wandb", "trackio", "s3fs", "trl"}
+INDIRECT = {"wandb", "trackio", "s3fs", "trl", "bm25s", "openai"}  # the last two: examples
 # Hosts of our code with what they bring, and tools of which we start the command.
 HOSTS = {"pytest", "vllm", "areal", "prime_rl", "skyrl"} | {"accelerate", "transfer_queue"}
 COMMANDS = {"py-spy"}
