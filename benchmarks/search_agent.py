@@ -1,6 +1,6 @@
 """Train the search agent of examples/ on a tiny model, and draw how its answers improve.
 
-    python benchmarks/search_agent.py [--seeds 3] [--steps 20]
+    python benchmarks/search_agent.py [--seeds 2] [--steps 20]
 
 Writes docs/search_agent.json, the curves, search_agent.svg, and the table of search_agent.md;
 tests/agent/test_search_agent.py trains seed 1. SFT on demonstrations, whose queries often miss a word, teaches the form of
@@ -257,7 +257,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--steps", type=int, default=20)
     options = parser.parse_args()
     trained = []

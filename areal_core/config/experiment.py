@@ -124,7 +124,7 @@ class DebugConfig:
     replay_rollout_data: bool = option(False, "Read the batches from a record instead of sampling them.")
     path: str = option("", "Folder of the record; empty: 'record' next to the run's logs.")
     overwrite: bool = option(False, "Record into a folder that already contains a record.")
-    record_text: bool = option(True, "Also record decoded prompts and completions.")
+    record_text: bool = option(True, "Also record decoded prompts and completions, and the calls of agents.")
     dump_scope: str = option(
         "plan",
         "Contents of a recorded step: its batch; also its plan and outcome; also the training inputs per token.",

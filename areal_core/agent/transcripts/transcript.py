@@ -80,9 +80,12 @@ def begins_with(call: Call, earlier: Interaction) -> bool:
 
 
 def message_facts(message: Message) -> dict[str, Any]:
-    """Return a message as templates get it, without the random ids of tool calls."""
+    """Return a message as templates get it, with its pictures, without random ids of tool calls."""
     facts = message.for_template()
     facts.pop("tool_call_id", None)
+    # a template gets the place of a picture alone
+    if pictures := [part for part in vars(message).get("parts", ()) if isinstance(part, bytes)]:
+        facts["images"] = pictures
     if message.tool_calls:
         calls = [{"name": call.name, "arguments": call.arguments} for call in message.tool_calls]
         facts |= {"tool_calls": calls}
