@@ -11,9 +11,10 @@ import json
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import lru_cache
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -130,19 +131,27 @@ class VisionProcessor:
 
     def identity(self) -> dict[str, Any]:
         """Return what determines pixels and placeholders besides the bytes, for JSON."""
-        packages = ("transformers", "torchvision", "pillow", "torch")
         options: dict[str, Any] = json.loads(self.processor.image_processor.to_json_string())
         return {
             "processor": type(self.processor).__name__,
             "image_processor": type(self.processor.image_processor).__name__,
             "options": options,
             "image_token_id": self.image_token_id,
-            "versions": {name: version(name) for name in packages},
+            "versions": _versions("transformers", "torchvision", "pillow", "torch"),
         }
 
     def save_pretrained(self, folder: str | Path) -> None:
         """Write processor, tokenizer and chat template beside a model."""
         self.processor.save_pretrained(folder)
+
+
+def _versions(*packages: str) -> dict[str, str]:
+    """Return the versions of the packages that are installed."""
+    found = {}
+    for name in packages:
+        with suppress(PackageNotFoundError):  # without torchvision, Pillow resizes
+            found[name] = version(name)
+    return found
 
 
 def _num_bytes(tensors: dict[str, Tensor]) -> int:
