@@ -13,12 +13,22 @@ PACKAGES = ("areal", "realhf")
 PAGE = "docs/coming_from_areal.md lists what there is"
 WORKFLOWS = {
     "areal.workflow.rlvr.RLVRWorkflow": "areal_core.rollout.workflow.RLVRWorkflow",
+    "areal.workflow.vision_rlvr.VisionRLVRWorkflow": "areal_core.rollout.vision_workflow.VisionRLVRWorkflow",
     "areal.workflow.multi_turn.MultiTurnWorkflow": "areal_core.agent.multi_turn.MultiTurnWorkflow",
     "areal.workflow.openai.math_agent.MathAgent": "areal_core.agent.ready.math_agents.MathAgent",
     "areal.workflow.openai.math_agent.MultiTurnMathAgent": "areal_core.agent.ready.math_agents.MultiTurnMathAgent",
     "areal.workflow.anthropic.math_agent.MathAgent": "areal_core.agent.ready.math_agents.MathAgent",
 }
-REWARDS = {"areal.reward.gsm8k.gsm8k_reward_fn": "areal_core.reward.functions.gsm8k_reward_fn"}
+FUNCTIONS = "areal_core.reward.functions"
+REWARDS = {
+    "areal.reward.gsm8k.gsm8k_reward_fn": f"{FUNCTIONS}.gsm8k_reward_fn",
+    "areal.reward.clevr_count_70k.clevr_count_70k_reward_fn": f"{FUNCTIONS}.clevr_count_70k_reward_fn",
+    "areal.reward.geometry3k.geometry3k_reward_fn": f"{FUNCTIONS}.geometry3k_reward_fn",
+    "examples.vlm.clevr_count_70k_grpo.clevr_count_70k_reward_fn": f"{FUNCTIONS}.clevr_count_70k_reward_fn",
+    "examples.vlm.geometry3k_grpo.geometry3k_reward_fn": f"{FUNCTIONS}.reasoned_reward_fn",
+    "examples.vlm_npu.geometry3k_grpo.geometry3k_reward_fn": f"{FUNCTIONS}.reasoned_reward_fn",
+    "examples.vlm_npu.virl39k_grpo.virl39k_reward_fn": f"{FUNCTIONS}.reasoned_reward_fn",
+}
 CONFIGS = (
     "GRPOConfig", "PPOConfig", "SFTConfig", "RWConfig", "DPOConfig", "BaseExperimentConfig",
     "GenerationHyperparameters", "InferenceEngineConfig", "SGLangConfig", "TrainEngineConfig",

@@ -28,7 +28,7 @@ COMMITS = {
     "0.3 to 0.5": ("v0.3.0-lite", "v0.3.1", "v0.3.4", "v0.4.0", "v0.5.1"),
     "1.0 to 2.0": ("v1.0.2", "v1.0.4", "cbff54d64"),
 }
-PACKAGES = ("areal", "realhf")
+PACKAGES = ("areal", "realhf", "examples")
 ALL = [commit for commits in COMMITS.values() for commit in commits]
 
 
@@ -116,7 +116,7 @@ class Commit:
         """Return whether the commit has a name of any kind."""
         if name in self.files or any(file.startswith(f"{name}/") for file in self.files):
             return True
-        if name.startswith(("areal.", "realhf.")):
+        if name.startswith(("areal.", "realhf.", "examples.")):
             return name in self.names
         if "/" in name:  # a metric: each of its scopes, and its own name
             return all(self.mentions(word) for word in name.split("/"))

@@ -1,6 +1,6 @@
 """Rows of one split, from a file, a folder, a Hugging Face dataset or a generator, by their type.
 
-read_rows   JSONL, CSV or Parquet file, folder, `datasets`, "arithmetic"    rows as they are stored
+read_rows   JSONL, CSV or Parquet file, folder, `datasets`, `GENERATED`    rows as they are stored
 tokenized   "rl"          `messages` and the fields that the reward function needs, usually `answer`
             "sft"         tokens with a loss mask
             "rw", "dpo"   two answers to one prompt as tokens, a chosen and a rejected one
@@ -12,10 +12,11 @@ import json
 import logging
 import os
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from areal_core.dataset.image_rows import LazyRows, has_images, image_dataset, shape_rows
 from areal_core.dataset.rows import Row, chat_ids, sft_row
 from areal_core.errors import DatasetError
 
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from areal_core.config import DatasetConfig
+    from areal_core.vision.processor import VisionProcessor
 
 logger = logging.getLogger(__name__)
 PAIR_FIELDS = (
@@ -34,25 +36,35 @@ OPERATIONS = {"+": lambda a, b: a + b, "-": lambda a, b: a - b, "*": lambda a, b
 
 
 def get_dataset(
-    config: "DatasetConfig", split: str | None = None, tokenizer: "PreTrainedTokenizerBase | None" = None
+    config: "DatasetConfig",
+    split: str | None = None,
+    tokenizer: "PreTrainedTokenizerBase | None" = None,
+    processor: "VisionProcessor | None" = None,
 ) -> Sequence[Row]:
     """Return all rows of one split, ready for a `PromptLoader`.
 
     "rl" rows have `messages`, "sft" rows `input_ids` and `loss_mask` (lists of int), "rw" and "dpo"
     rows the fields of `pair_row`. Rows of more than `config.max_length` tokens (of an "rl" row: of
     its prompt) are left out, and pairs of equal sides. All but "rl" rows without `max_length` need
-    `tokenizer`.
+    `tokenizer`. With `processor`, and of datasets that have pictures, rows are those of
+    `image_rows.py`.
 
     Raises:
-        DatasetError: the rows cannot be read or have other fields, none is left, or `tokenizer` is
-            missing.
+        DatasetError: the rows cannot be read or have other fields, none is left, or `tokenizer` or
+            `processor` is missing.
     """
     split = split or config.split
-    rows = read_rows(config.path, split, dict(config.dataset_kwargs))
-    if tokenizer is not None:
-        rows = tokenized(rows, config, tokenizer)
+    arguments = dict(config.dataset_kwargs)
+    rows: Sequence[Row]
+    if processor is not None or has_images(config.path):
+        max_pixels = arguments.pop("max_pixels", None)
+        stored = read_lazily(config.path, split, arguments)
+        folder = config.path if Path(config.path).is_dir() else str(Path(config.path).parent)
+        rows = image_dataset(stored, config, folder, max_pixels, processor)
+    elif tokenizer is not None:
+        rows = tokenized(read_rows(config.path, split, arguments), config, tokenizer)
     elif config.type == "rl" and config.max_length is None:
-        rows = rl_rows(rows, config.path)
+        rows = rl_rows(read_rows(config.path, split, arguments), config.path)
     else:
         raise DatasetError(
             f"type {config.type!r} with max_length {config.max_length} needs a tokenizer; pass one"
@@ -126,19 +138,32 @@ def read_rows(path: str, split: str | None, arguments: dict[str, Any]) -> list[R
     Raises:
         DatasetError: there are none to read, or an argument is unknown.
     """
-    if path == "arithmetic":
-        known = inspect.signature(arithmetic_rows).parameters
+    if path in GENERATED:
+        known = inspect.signature(GENERATED[path]).parameters
         if unknown := sorted(set(arguments) - set(known)):
-            raise DatasetError(
-                f"dataset_kwargs has {', '.join(unknown)}; 'arithmetic' takes {', '.join(known)}"
-            )
-        return arithmetic_rows(**arguments)
+            raise DatasetError(f"dataset_kwargs has {', '.join(unknown)}; {path!r} takes {', '.join(known)}")
+        return GENERATED[path](**arguments)
     local = Path(path)
     if local.is_file():
         return read_file(local)
     if local.is_dir() and (file := file_of_split(local, split)):
         return read_file(file)
     return read_hugging_face(path, split, arguments)
+
+
+def read_lazily(path: str, split: str | None, arguments: dict[str, Any]) -> Sequence[Row]:
+    """Read rows as `read_rows`; those of Parquet files and of the hub when they are used.
+
+    Their pictures are not decoded: `bytes` and `path`, as they are stored.
+    """
+    local = Path(path)
+    if local.is_file() and local.suffix.lower() == ".parquet":
+        loaded = load_hugging_face("parquet", "train", {"data_files": path} | arguments)
+    elif path in GENERATED or local.is_file() or (local.is_dir() and file_of_split(local, split)):
+        return read_rows(path, split, arguments)
+    else:
+        loaded = load_hugging_face(path, split, arguments)
+    return LazyRows(loaded.with_format("arrow"), lambda table, number: table.to_pylist()[0])
 
 
 def read_file(file: Path) -> list[Row]:
@@ -217,19 +242,23 @@ READERS = {".csv": read_csv, ".tsv": read_csv, ".parquet": read_parquet}
 
 def read_hugging_face(path: str, split: str | None, arguments: dict[str, Any]) -> list[Row]:
     """Read a dataset of the hub, its local cache, or a local folder in a format of `datasets`."""
+    return [dict(row) for row in load_hugging_face(path, split, arguments)]
+
+
+def load_hugging_face(path: str, split: str | None, arguments: dict[str, Any]) -> Any:
+    """Load a `datasets.Dataset`, as `read_hugging_face`."""
     import datasets
 
     if "name" not in arguments and path.rstrip("/").endswith("gsm8k"):
         arguments = arguments | {"name": "main"}
     try:
-        loaded = datasets.load_dataset(path, split=split or "train", **arguments)
+        return datasets.load_dataset(path, split=split or "train", **arguments)
     except (OSError, ValueError, TypeError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise DatasetError(
             f"{path} is no file, no folder with JSONL or CSV files, and no dataset that can be loaded "
             f"(split {split}): {reason}"
         ) from None
-    return [dict(row) for row in loaded]
 
 
 def rl_row(row: Row, where: str) -> Row:
@@ -280,6 +309,9 @@ def arithmetic_rows(
         question = {"role": "user", "content": f"{a}{op}{b}="}
         rows.append({"messages": [question], "answer": str(OPERATIONS[op](a, b))})
     return rows
+
+
+GENERATED: dict[str, Callable[..., list[Row]]] = {"arithmetic": arithmetic_rows, "shapes": shape_rows}
 
 
 def pair_row(row: Row, tokenizer: "PreTrainedTokenizerBase", where: str) -> dict[str, list[int]]:

@@ -1,5 +1,7 @@
-"""Rows of datasets, and supervised rows as tokens with a loss mask."""
+"""Rows of datasets, their JSON, and supervised rows as tokens with a loss mask."""
 
+import base64
+import json
 from typing import TYPE_CHECKING, Any, cast
 
 from areal_core.errors import DatasetError
@@ -8,6 +10,32 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Row = dict[str, Any]  # one example of a dataset, by field
+
+
+BYTES = "__bytes__"  # key of an object that stands for bytes, such as a picture
+
+
+def rows_to_json(value: Any) -> str:
+    """Return JSON of rows for another process; `rows_from_json` gives the same value.
+
+    Raises TypeError for a value that is neither of JSON nor bytes.
+    """
+    return json.dumps(value, default=_bytes_to_json)
+
+
+def rows_from_json(text: str | bytes) -> Any:
+    """Return the value of `rows_to_json`."""
+    return json.loads(text, object_hook=_bytes_from_json)
+
+
+def _bytes_to_json(value: Any) -> dict[str, str]:
+    if isinstance(value, bytes):
+        return {BYTES: base64.b64encode(value).decode()}
+    raise TypeError(f"Object of type {type(value).__name__} is not JSON serializable")
+
+
+def _bytes_from_json(found: dict[str, Any]) -> Any:
+    return base64.b64decode(found[BYTES]) if found.keys() == {BYTES} else found
 
 
 def chat_ids(

@@ -21,6 +21,11 @@ from areal_core.import_paths import hint_for, ours
 RewardFn = Callable[..., float]
 GSM8K_ANSWER = re.compile(r"####\s*(.+)")
 INTEGER = re.compile(r"-?\d+")
+BRACKETED_NUMBER = re.compile(r"\[([0-9.]+)\]")
+BRACKETED = re.compile(r"\[([^\]]+)\]")
+NUMBER = re.compile(r"-?\d*\.?\d+")
+REASONED = re.compile(r"<think>.*</think>.*\\boxed\{.*\}.*", re.DOTALL)
+FORMAT_SHARE = 0.1  # of the reward for reasoned answers
 CALCULATION = re.compile(r"[\d)}]\s*(?:\^|\*|/|\+|-|\\cdot|\\times|\\div)")
 
 
@@ -52,6 +57,69 @@ def gsm8k_reward_fn(
             timeout_seconds=None,
         )
     )
+
+
+def clevr_count_70k_reward_fn(
+    prompt: str, completions: str, prompt_ids: list[int], completion_ids: list[int], answer: str, **row: Any
+) -> float:
+    """Return 1.0 if the last number in square brackets is `answer`, else 0.0."""
+    found = BRACKETED_NUMBER.findall(completions)
+    return float(bool(found) and found[-1] == answer.strip())
+
+
+def geometry3k_reward_fn(
+    prompt: str, completions: str, prompt_ids: list[int], completion_ids: list[int], answer: str, **row: Any
+) -> float:
+    """Return 1.0 if the completion's answer equals `answer` as mathematics, else 0.0.
+
+    It is the last box, else the last text in square brackets, else the last number.
+    """
+    boxed = last_boxed(completions)
+    return float(_is_equal(boxed if boxed is not None else _bracketed_or_number(completions), answer))
+
+
+def reasoned_reward_fn(
+    prompt: str, completions: str, prompt_ids: list[int], completion_ids: list[int], answer: str, **row: Any
+) -> float:
+    """Return 0.9 for a right answer in the last box, and 0.1 for reasoning in its tags before it.
+
+    For geometry3k and virl39k, whose prompts request `<think> </think>` and `\\boxed{}`.
+    """
+    boxed = last_boxed(completions)
+    right = boxed is not None and _is_equal(boxed, answer)
+    has_format = REASONED.fullmatch(completions) is not None
+    return (1 - FORMAT_SHARE) * right + FORMAT_SHARE * has_format
+
+
+def last_boxed(text: str) -> str | None:
+    """Return the content of the last `\\boxed{}`, with braces balanced; None without one."""
+    begin = text.rfind("\\boxed{")
+    depth = 0
+    for place in range(begin + len("\\boxed"), len(text)) if begin >= 0 else ():
+        depth += (text[place] == "{") - (text[place] == "}")
+        if depth == 0:
+            return text[begin + len("\\boxed{") : place]
+    return None
+
+
+def _bracketed_or_number(text: str) -> str:
+    bracketed = BRACKETED.findall(text)
+    return (bracketed or NUMBER.findall(text.replace(",", "")) or [""])[-1]
+
+
+def _is_equal(found: str, answer: str) -> bool:
+    """Return whether two texts are the same mathematics; `answer` may be in a box or brackets."""
+    parse, verify, boxed_first = _math_verify()
+    boxed = last_boxed(answer)
+    expected = answer if boxed is None else boxed
+    if not found.strip():
+        return False
+    if found.strip() == expected.strip():
+        return True
+    ours, theirs = (
+        parse(f"\\boxed{{{text}}}", boxed_first, parsing_timeout=None) for text in (expected, found)
+    )
+    return bool(verify(ours, theirs, float_rounding=6, timeout_seconds=None))
 
 
 def arithmetic_reward_fn(

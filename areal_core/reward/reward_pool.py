@@ -23,6 +23,7 @@ from multiprocessing.connection import Connection
 from types import TracebackType
 from typing import Any
 
+from areal_core.dataset.rows import rows_to_json
 from areal_core.errors import RewardError
 from areal_core.reward.functions import RewardFn, name_of_reward_fn
 
@@ -92,7 +93,7 @@ class RewardPool:
     def _run(self, arguments: tuple[Any, ...], row: dict[str, Any]) -> float:
         worker = self._idle.get()
         try:
-            return self._attempt(worker, json.dumps([arguments, row]).encode())
+            return self._attempt(worker, rows_to_json([arguments, row]).encode())
         except (RewardError, TypeError) as error:
             prompt, completion, *_ = arguments
             raise RewardError(

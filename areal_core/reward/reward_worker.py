@@ -13,6 +13,7 @@ import traceback
 from multiprocessing.connection import Connection
 from typing import Any
 
+from areal_core.dataset.rows import rows_from_json
 from areal_core.reward.functions import RewardFn, load_reward_fn
 from areal_core.reward.signature import wrong_call
 
@@ -28,7 +29,7 @@ def main(descriptor: int, reward_name: str, timeout_s: float) -> None:
     connection.send_bytes(b"ready")
     while True:
         try:
-            arguments, row = json.loads(connection.recv_bytes())
+            arguments, row = rows_from_json(connection.recv_bytes())
         except EOFError:  # the pool is gone
             return
         # The pool kills a stuck worker; this ends it if the pool was killed first, also inside C.

@@ -3,6 +3,7 @@
 as_image_bytes   any form in which a row of data gives a picture -> bytes
 bytes_of_url     the URL of a request -> bytes; never a file of this machine
 decode           bytes -> RGB pixels, upright, as Transformers and SGLang decode them
+shrunk           bytes -> bytes of a smaller picture
 
 Bytes may come from anyone: only common formats are decoded, and sizes are checked in the header
 first, so that no small file becomes gigabytes.
@@ -11,6 +12,7 @@ first, so that no small file becomes gigabytes.
 import base64
 import binascii
 import hashlib
+import math
 import os
 from io import BytesIO
 from typing import TYPE_CHECKING, Any
@@ -25,6 +27,7 @@ FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 MAX_BYTES = 64 * 2**20
 MAX_PIXELS = 8192 * 8192
 PNG_MODES = ("1", "L", "LA", "P", "RGB", "RGBA")
+ORIENTATION = 0x0112  # EXIF tag
 REMOTE_TIMEOUT_S = 20.0
 EXPECTED = "expected bytes, a PIL image, a path, a data: URL or base64"
 
@@ -103,13 +106,49 @@ def decode(data: bytes) -> "Image":
         raise ImageError(f"an image of {len(data)} bytes cannot be decoded: {error}") from error
 
 
+def shrunk(data: bytes, max_pixels: int) -> bytes:
+    """Return a picture of at most `max_pixels`, in its proportions; unchanged if it is one.
+
+    A JPEG stays one, other formats become PNG. Raises as `decode` does.
+    """
+    from PIL.Image import Resampling
+
+    image = _opened(data)
+    if image.width * image.height <= max_pixels:
+        return data
+    upright = decode(data)
+    factor = math.sqrt(max_pixels / (image.width * image.height))
+    size = (max(1, int(upright.width * factor)), max(1, int(upright.height * factor)))
+    file = BytesIO()
+    is_jpeg = image.format in ("JPEG", "MPO")
+    upright.resize(size, Resampling.BICUBIC).save(file, "JPEG" if is_jpeg else "PNG", quality=95)
+    return file.getvalue()
+
+
 def image_hash(data: bytes) -> str:
     """Return the sha256 of the encoded bytes, hexadecimal."""
     return hashlib.sha256(data).hexdigest()
 
 
-def _opened(data: bytes) -> "Image":
-    """Return the picture with its header read and its size checked, pixels not yet decoded."""
+def upright_png(data: bytes) -> bytes:
+    """Return a PNG of the pixels that `decode` gives; the same bytes if they are one already.
+
+    For servers that ignore the orientation of a photo, or decode JPEG on a GPU with other rounding.
+    Raises as `decode` does.
+    """
+    image = _opened(data)
+    if image.format == "PNG" and image.getexif().get(ORIENTATION, 1) == 1:
+        return data
+    return _png(decode(data))
+
+
+def data_url(data: bytes) -> str:
+    """Return the data: URL of `upright_png`, as servers take pictures."""
+    return f"data:image/png;base64,{base64.b64encode(upright_png(data)).decode()}"
+
+
+def _opened(data: bytes) -> Any:
+    """Return a `PIL.ImageFile` with its header read and its size checked, pixels not yet decoded."""
     from PIL import Image
 
     if len(data) > MAX_BYTES:

@@ -12,7 +12,15 @@ import pytest
 from PIL import Image
 
 from areal_core.errors import ImageError
-from areal_core.vision.images import as_image_bytes, bytes_of_url, decode, image_hash
+from areal_core.vision.images import (
+    as_image_bytes,
+    bytes_of_url,
+    data_url,
+    decode,
+    image_hash,
+    shrunk,
+    upright_png,
+)
 
 
 def picture(format: str = "PNG", mode: str = "RGB", size: tuple[int, int] = (5, 3), **options) -> bytes:
@@ -54,7 +62,22 @@ def test_formats_are_decoded_to_rgb(format):
 def test_a_rotated_photo_is_upright():
     exif = Image.Exif()
     exif[0x0112] = 6  # rotate by 270 degrees to show it
-    assert decode(picture("JPEG", exif=exif.tobytes())).size == (3, 5)
+    for format in ("JPEG", "PNG"):
+        photo = picture(format, exif=exif.tobytes())
+        upright = upright_png(photo)
+        assert decode(photo).size == Image.open(BytesIO(upright)).size == (3, 5)
+        assert Image.open(BytesIO(upright)).tobytes() == decode(photo).tobytes()
+    assert upright_png(PNG) == PNG
+    assert as_image_bytes(data_url(photo)) == upright
+
+
+@pytest.mark.parametrize(("format", "kept"), [("PNG", "PNG"), ("JPEG", "JPEG"), ("WEBP", "PNG")])
+def test_a_large_picture_shrinks_in_its_proportions(format, kept):
+    large = picture(format, size=(400, 100))
+    small = shrunk(large, 10_000)
+    assert decode(small).size == (200, 50)
+    assert Image.open(BytesIO(small)).format == kept
+    assert shrunk(large, 40_000) == large
 
 
 def big_png(width: int, height: int) -> bytes:
