@@ -159,6 +159,7 @@ class EmbeddedEngine:
                 end_token_ids=self.end_token_ids,
                 pad_token_id=self.pad_token_id,
                 device=self.device,
+                images=[req.images for req in requests],
             )
         return completions, version
 
@@ -392,6 +393,7 @@ class InterruptibleSampler:
             vocab_size=self._vocab_size,
             end_token_ids=self._end_token_ids,
             cut_rows=self._between_tokens,
+            images=[rest.images for rest in rests],
         )
 
     def _between_tokens(self) -> Collection[int]:

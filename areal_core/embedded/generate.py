@@ -7,6 +7,7 @@ their order, nor on a global generator.
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -18,6 +19,21 @@ from areal_core.rollout.types import Sampling
 # forward(input_ids [B, t], attention_mask [B, past + t], position_ids [B, t], cache)
 # -> logits of the last position [B, vocab]
 Forward = Callable[[Tensor, Tensor, Tensor, DynamicCache], Tensor]
+
+
+@runtime_checkable
+class ReadsImages(Protocol):
+    """A forward pass of prompts with pictures."""
+
+    def read_prompts(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        images: Sequence[Sequence[bytes]],
+        cache: DynamicCache,
+    ) -> tuple[Tensor, Tensor]:
+        """Return logits after each prompt [B, vocab], and what to add to later positions, [B]."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -49,6 +65,7 @@ class Rows:
     uniforms: Tensor  # float64 [B, max over rows of max_new]
     stops: Tensor  # bool [B, vocab]; empty row where end tokens are ignored
     attention_mask: Tensor  # int64 [B, width]
+    position_offset: Tensor  # int64: a picture of n tokens may take fewer positions
 
     def select(self, rows: Tensor) -> "Rows":
         """Return these rows only; `rows` holds int64 indices."""
@@ -68,6 +85,7 @@ def generate(
     pad_token_id: int = 0,
     device: torch.device | str = "cpu",
     cut_rows: Callable[[], Collection[int]] = cut_nothing,
+    images: Sequence[tuple[bytes, ...]] = (),
 ) -> list[Completion]:
     """Sample one completion per row.
 
@@ -82,14 +100,17 @@ def generate(
         end_token_ids: stop tokens of every row without `ignore_eos`.
         pad_token_id: the padding on the left.
         cut_rows: called between two tokens; the rows that it returns end there, with "abort".
+        images: the encoded pictures of each row; empty if there are none.
 
     Raises:
-        UnsupportedSampling: an option that needs text or token counts.
+        UnsupportedSampling: an option that needs text or token counts, or pictures for a model of
+            text.
     """
     for sampling in samplings:
         refuse_unsupported(sampling)
-    logits, attention_mask, cache = prefill(forward, input_ids, pad_token_id, device)
-    rows = build_rows(samplings, max_new_tokens, seeds, end_token_ids, vocab_size, attention_mask)
+    rows_images = images or [()] * len(input_ids)
+    logits, attention_mask, cache, offset = prefill(forward, input_ids, rows_images, pad_token_id, device)
+    rows = build_rows(samplings, max_new_tokens, seeds, end_token_ids, vocab_size, attention_mask, offset)
     rows = Rows(**{name: tensor.to(device) for name, tensor in vars(rows).items()})
     done: list[list[tuple[int, float]]] = [[] for _ in input_ids]
     finish = ["length"] * len(input_ids)
@@ -120,7 +141,8 @@ def generate(
             keep = running.nonzero().squeeze(1)
             rows, fed, running = rows.select(keep), fed[keep], running[keep]
             cache.batch_select_indices(keep)
-        logits = forward(fed, rows.attention_mask, positions_of(rows.attention_mask)[:, -1:], cache)
+        positions = positions_of(rows.attention_mask)[:, -1:] + rows.position_offset[:, None]
+        logits = forward(fed, rows.attention_mask, positions, cache)
     return [
         Completion([t for t, _ in row], [p for _, p in row], f) for row, f in zip(done, finish, strict=True)
     ]
@@ -144,20 +166,32 @@ def refuse_unsupported(sampling: Sampling) -> None:
 
 
 def prefill(
-    forward: Forward, input_ids: Sequence[Sequence[int]], pad_token_id: int, device: torch.device | str
-) -> tuple[Tensor, Tensor, DynamicCache]:
-    """Return logits after each prompt [B, vocab], attention mask int64 [B, width], and KV cache.
+    forward: Forward,
+    input_ids: Sequence[Sequence[int]],
+    images: Sequence[tuple[bytes, ...]],
+    pad_token_id: int,
+    device: torch.device | str,
+) -> tuple[Tensor, Tensor, DynamicCache, Tensor]:
+    """Return logits after each prompt [B, vocab], attention mask int64 [B, width], cache, offset.
 
-    Rows with the same prompt, as the samples of a group, share one pass through the model.
+    Rows with the same prompt, as the samples of a group, share one pass through the model. The
+    offset of later positions, int64 [B], is 0 without pictures.
     """
-    prompts = [list(prompt) for prompt in dict.fromkeys(map(tuple, input_ids))]
-    place = {tuple(prompt): i for i, prompt in enumerate(prompts)}
-    of_row = torch.tensor([place[tuple(row)] for row in input_ids], device=device)
+    keys = [(tuple(row), pictures) for row, pictures in zip(input_ids, images, strict=True)]
+    place = {key: i for i, key in enumerate(dict.fromkeys(keys))}
+    of_row = torch.tensor([place[key] for key in keys], device=device)
+    prompts, pictures = zip(*place, strict=True)
     tokens, attention_mask = (tensor.to(device) for tensor in left_pad(prompts, pad_token_id))
     cache = DynamicCache()
-    logits = forward(tokens, attention_mask, positions_of(attention_mask), cache)
+    offset = torch.zeros(len(prompts), dtype=torch.int64, device=device)
+    if not any(pictures):
+        logits = forward(tokens, attention_mask, positions_of(attention_mask), cache)
+    elif isinstance(forward, ReadsImages):
+        logits, offset = forward.read_prompts(tokens, attention_mask, pictures, cache)
+    else:
+        raise UnsupportedSampling("a request has images, and this model reads text only")
     cache.batch_select_indices(of_row)
-    return logits[of_row], attention_mask[of_row], cache
+    return logits[of_row], attention_mask[of_row], cache, offset[of_row]
 
 
 def positions_of(attention_mask: Tensor) -> Tensor:
@@ -180,6 +214,7 @@ def build_rows(
     end_token_ids: Sequence[int],
     vocab_size: int,
     attention_mask: Tensor,
+    position_offset: Tensor,
 ) -> Rows:
     """Return the requests' options as columns, on the CPU."""
     stops = torch.zeros(len(samplings), vocab_size, dtype=torch.bool)
@@ -198,6 +233,7 @@ def build_rows(
         uniforms=torch.stack([draw_uniforms(seed, max(max_new_tokens)) for seed in seeds]),
         stops=stops,
         attention_mask=attention_mask,
+        position_offset=position_offset,
     )
 
 

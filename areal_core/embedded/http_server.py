@@ -36,9 +36,11 @@ from areal_core.embedded.wire import (
     take,
 )
 from areal_core.engine.errors import ModelError
+from areal_core.engine.model import is_vision
 from areal_core.rollout.errors import PromptTooLong, UnsupportedSampling
 from areal_core.rollout.http_thread import refuse_web_pages
 from areal_core.rollout.types import ModelRequest
+from areal_core.vision.processor import load_processor
 
 SPEAKS = "0.5.23"  # the SGLang whose routes these are
 MAX_BODY_BYTES = 64 << 20
@@ -78,18 +80,21 @@ class EmbeddedServer:
     ) -> None:
         self._replica = Replica(model_path, dtype or "auto", torch.device("cpu"))
         config = self._replica.model.config
+        if is_vision(config):
+            self._replica.processor = load_processor(model_path)
+        text = config.get_text_config()
         self.tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(model_path)
         self.identity = ServedModel(
             model_path,
             list(config.architectures or []),
             config.model_type,
-            config.vocab_size,
-            context_length or config.max_position_embeddings,
+            text.vocab_size,
+            context_length or text.max_position_embeddings,
             str(self._replica.model.dtype).removeprefix("torch."),
         )
         self.sampler = InterruptibleSampler(
             self._replica,
-            config.vocab_size,
+            text.vocab_size,
             seed=seed,
             end_token_ids=() if self.tokenizer.eos_token_id is None else (self.tokenizer.eos_token_id,),
             max_rows=max_rows,
@@ -132,7 +137,10 @@ class EmbeddedServer:
 
     async def _generate(self, request: web.Request) -> web.Response:
         body = parse_body(await request.read())
-        wanted = parse_request(body, self.tokenizer, self.identity.context_length, self.identity.vocab_size)
+        identity = self.identity
+        wanted = parse_request(
+            body, self.tokenizer, identity.context_length, identity.vocab_size, self._replica.processor
+        )
         adapter = take(body, "lora_path", str, None)
         self._weights.check_adapter(adapter)
         started = time.monotonic()

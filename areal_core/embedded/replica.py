@@ -16,7 +16,7 @@ On a CPU two things make it faster than Transformers' own forward:
   when its weight has been written to.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, cast
 
 import torch
@@ -28,6 +28,9 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from areal_core.engine.errors import ModelError
 from areal_core.engine.model import checkpoint_names, load_model, own_attention, set_attention
 from areal_core.engine.parity import TOLERANCE, random_rows
+from areal_core.rollout.errors import UnsupportedSampling
+from areal_core.vision.forward import vision_family
+from areal_core.vision.processor import VisionProcessor
 
 DECODING = "decoding_sdpa"  # name of the attention in Transformers
 CHECKED = (5, 6)  # tokens of a prompt and of a completion that are checked at load
@@ -42,9 +45,17 @@ class Replica:
     Args:
         path: folder of the model, for its config and initial weights.
         dtype: of weights and compute; "auto" for the checkpoint's own.
+        processor: of the pictures in prompts; None for a model of text.
     """
 
-    def __init__(self, path: str, dtype: torch.dtype | str, device: torch.device) -> None:
+    def __init__(
+        self,
+        path: str,
+        dtype: torch.dtype | str,
+        device: torch.device,
+        processor: VisionProcessor | None = None,
+    ) -> None:
+        self.processor = processor
         model = load_model(path, dtype=dtype, attn_implementation=DECODING)
         nn.Module.to(model, device)  # `PreTrainedModel.to` is typed for one argument form only
         self.model = model.eval()
@@ -128,6 +139,54 @@ class Replica:
             logits_to_keep=1,
         )
         return output.logits[:, -1]
+
+    @torch.no_grad()
+    def read_prompts(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        images: Sequence[Sequence[bytes]],
+        cache: DynamicCache,
+    ) -> tuple[Tensor, Tensor]:
+        """Logits after prompts with pictures, [batch, vocab], and the offset of later positions.
+
+        Args:
+            input_ids: int64 [batch, width], left-padded, a placeholder for each vision token.
+            attention_mask: [batch, width], 0 on padding.
+            images: encoded pictures of each prompt, in order.
+            cache: empty; the prompts are added to it.
+
+        Raises:
+            UnsupportedSampling: a model of text.
+        """
+        if self.processor is None:
+            raise UnsupportedSampling("a request has images, and this model has no processor of images")
+        pixels = self.processor.pixels([picture for row in images for picture in row])
+        pixels = {name: tensor.to(self.device) for name, tensor in pixels.items()}
+        types = ((input_ids == self.processor.image_token_id) & attention_mask.bool()).long()
+        positions, offset = (attention_mask.cumsum(1) - 1).clamp(min=0), torch.zeros(len(input_ids)).long()
+        family = vision_family(self.model)
+        assert family is not None
+        named = {family.types_option: types}
+        if family.has_grids:  # positions of rows and columns
+            positions, deltas = self.model.model.get_rope_index(
+                input_ids,
+                mm_token_type_ids=types,
+                image_grid_thw=pixels["image_grid_thw"],
+                attention_mask=attention_mask,
+            )
+            offset = deltas.flatten().long()
+        output = self.model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=positions,
+            past_key_values=cache,
+            use_cache=True,
+            logits_to_keep=1,
+            **named,
+            **pixels,
+        )
+        return output.logits[:, -1], offset.to(self.device)
 
 
 def decoding_attention(

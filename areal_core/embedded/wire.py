@@ -3,15 +3,20 @@
 import itertools
 import json
 import uuid
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
 from areal_core.embedded.engine import Sampled
+from areal_core.errors import ImageError
 from areal_core.rollout.types import TOP_K_OFF, ModelRequest, Sampling
+from areal_core.vision.images import bytes_of_url
+from areal_core.vision.processor import VisionProcessor
 
 GENERATE_FIELDS = {
     "input_ids",
+    "image_data",
     "text",
     "sampling_params",
     "return_logprob",
@@ -68,7 +73,11 @@ def take(body: dict[str, Any], name: str, kind: type[T], default: Any = REQUIRED
 
 
 def parse_request(
-    body: dict[str, Any], tokenizer: PreTrainedTokenizerBase, context_length: int, vocab_size: int
+    body: dict[str, Any],
+    tokenizer: PreTrainedTokenizerBase,
+    context_length: int,
+    vocab_size: int,
+    processor: VisionProcessor | None = None,
 ) -> ModelRequest:
     """A `/generate` body. Raises `BadRequest` for anything unsupported."""
     if unknown := set(body) - GENERATE_FIELDS:
@@ -79,6 +88,11 @@ def parse_request(
     input_ids = take(body, "input_ids", list) if text is None else tokenizer(text)["input_ids"]
     if not input_ids or not all(type(token) is int and 0 <= token < vocab_size for token in input_ids):
         raise BadRequest(f"input_ids must be one list of token ids below {vocab_size}, not empty")
+    images = parse_images(body)
+    if images and processor is None:
+        raise BadRequest("image_data is given, and the model reads text only")
+    if processor is not None:
+        input_ids = expanded(input_ids, images, processor)
     params = take(body, "sampling_params", dict, {})
     if unknown := set(params) - RENAMED - PLAIN:
         raise BadRequest(f"the embedded engine does not support sampling_params.{', '.join(sorted(unknown))}")
@@ -103,8 +117,40 @@ def parse_request(
         **{name: value for name, value in params.items() if name in PLAIN and value is not None},
     )
     return ModelRequest(
-        input_ids=input_ids, sampling=sampling, rid=take(body, "rid", str, "") or uuid.uuid4().hex
+        input_ids=input_ids,
+        sampling=sampling,
+        rid=take(body, "rid", str, "") or uuid.uuid4().hex,
+        images=images,
+        image_token_id=-1 if processor is None else processor.image_token_id,
     )
+
+
+def parse_images(body: dict[str, Any]) -> tuple[bytes, ...]:
+    """Return the pictures of `image_data`, data: URLs or base64. Raises `BadRequest`."""
+    pictures = []
+    for text in take(body, "image_data", list, []):
+        if not isinstance(text, str):
+            raise BadRequest(f"image_data contains {str(text)[:80]!r}; expected data: URLs or base64")
+        try:
+            pictures.append(bytes_of_url(text if ":" in text[:6] else f"data:image;base64,{text}"))
+        except ImageError as error:
+            raise BadRequest(str(error)) from error
+    return tuple(pictures)
+
+
+def expanded(input_ids: list[int], images: Sequence[bytes], processor: VisionProcessor) -> list[int]:
+    """Return ids with a placeholder for each vision token, as SGLang expands them.
+
+    Raises `BadRequest` unless there is one for each picture.
+    """
+    token = processor.image_token_id
+    if input_ids.count(token) != len(images):
+        raise BadRequest(
+            f"input_ids have {input_ids.count(token)} image tokens and there are {len(images)} images"
+        )
+    message = {"role": "user", "content": [{"type": "image"}]}
+    sizes = iter([sum(processor.prompt([message], [image]).mm_token_type_ids) for image in images])
+    return [one for id in input_ids for one in ([token] * next(sizes) if id == token else [id])]
 
 
 def generate_reply(

@@ -58,14 +58,17 @@ def sampling_from(gconfig: Any, **changes: Any) -> Sampling:
 class ModelRequest:
     """A request for one completion.
 
-    `metadata` names the episode (`prompt_id`, `sample_id`, `turn`); seeded engines derive their
-    random numbers from it.
+    `images` are the pictures of the prompt in order, encoded. `input_ids` has `image_token_id` for
+    each of their vision tokens, as Transformers' processors write them. `metadata` names the
+    episode (`prompt_id`, `sample_id`, `turn`); seeded engines derive their random numbers from it.
     """
 
     input_ids: list[int]
     sampling: Sampling
     rid: str = field(default_factory=lambda: uuid.uuid4().hex)
     metadata: Mapping[str, int] = field(default_factory=dict)
+    images: tuple[bytes, ...] = ()
+    image_token_id: int = -1
 
     def num_new_tokens(self) -> int:
         """Return the maximum number of new tokens. Raises `PromptTooLong` if it is 0."""

@@ -5,11 +5,13 @@ A server's identity comes from `/server_info` and `/model_info`. After a weight 
 the server was started.
 """
 
+from collections.abc import Sequence
+from itertools import groupby
 from operator import index
 from pathlib import Path
 from typing import Any
 
-from areal_core.rollout.errors import MalformedReply, WrongServer
+from areal_core.rollout.errors import MalformedReply, UnsupportedSampling, WrongServer
 from areal_core.rollout.fleet.identity import RunModel, ServerIdentity, check_model, check_release
 from areal_core.rollout.fleet.reply import (
     Chunk,
@@ -22,7 +24,8 @@ from areal_core.rollout.fleet.reply import (
 )
 from areal_core.rollout.fleet.server import Server, call
 from areal_core.rollout.fleet.wire import Call, HeldWeights, LastBucket, shared_params
-from areal_core.rollout.types import Sampling
+from areal_core.rollout.types import ModelRequest, Sampling
+from areal_core.vision.images import data_url
 
 OLDEST = (0, 5, 0)  # older ones do not report the version of their weights in a reply
 TOO_NEW = (0, 6, 0)  # the wire format is that of 0.5.23
@@ -52,6 +55,19 @@ class SGLangWire:
             "return_logprob": True,
             "stream": False,
         }
+
+    def with_images(self, payload: dict[str, Any], req: ModelRequest) -> dict[str, Any]:
+        """Return the JSON of a request with one placeholder for each picture, which SGLang expands.
+
+        Counts in the request and in its reply are of expanded tokens.
+
+        Raises:
+            UnsupportedSampling: the prompt's placeholders are not those of its pictures.
+        """
+        prompt, rest = req.input_ids, payload["input_ids"][len(req.input_ids) :]
+        collapsed_ids = collapsed(prompt, req.image_token_id, len(req.images))
+        image_data = [data_url(image) for image in req.images]
+        return payload | {"input_ids": collapsed_ids + rest, "image_data": image_data}
 
     def adapter_fields(self, adapter: str) -> dict[str, Any]:
         """Return the field that names the adapter."""
@@ -235,6 +251,23 @@ class SGLangWire:
 
 
 SGLANG = SGLangWire()
+
+
+def collapsed(input_ids: Sequence[int], image_token_id: int, num_images: int) -> list[int]:
+    """Return ids with one placeholder in place of each run of them, which is one picture.
+
+    Raises:
+        UnsupportedSampling: there are more or fewer runs than pictures.
+    """
+    found: list[int] = []
+    for key, run in groupby(input_ids, key=lambda token: token == image_token_id):
+        found += [image_token_id] if key else list(run)
+    if (num_runs := found.count(image_token_id)) != num_images:
+        raise UnsupportedSampling(
+            f"a prompt has {num_runs} runs of image tokens and {num_images} images: SGLang needs another "
+            "token between two images, as chat templates write it"
+        )
+    return found
 
 
 def parse_identity(model_info: str, server_info: str) -> ServerIdentity:

@@ -27,7 +27,7 @@ from areal_core.rollout.fleet.reply import (
 )
 from areal_core.rollout.fleet.server import Server, call
 from areal_core.rollout.fleet.wire import Call, HeldWeights, LastBucket, shared_params
-from areal_core.rollout.types import Sampling
+from areal_core.rollout.types import ModelRequest, Sampling
 
 OLDEST, TOO_NEW = (0, 32, 0), (0, 33, 0)  # older ones have no version of their weights
 SAME_PARAMS = {"presence_penalty", "repetition_penalty", "min_p", "logit_bias"}
@@ -60,6 +60,12 @@ class VLLMWire:
         }
         params |= further_params(sampling.server_only)
         return {"request_id": rid, "token_ids": input_ids, "sampling_params": params}
+
+    def with_images(self, payload: dict[str, Any], req: ModelRequest) -> dict[str, Any]:
+        """Raise `UnsupportedSampling`: vLLM's route of tokens takes pixels, not pictures."""
+        raise UnsupportedSampling(
+            "the request has images, and vLLM's route of token ids takes none: use sglang in allocation_mode"
+        )
 
     def adapter_fields(self, adapter: str) -> dict[str, Any]:
         """Return the field that names the adapter."""

@@ -153,12 +153,14 @@ class FleetClient:
             response, server = await self._sample(req)
             if not req.sampling.model_logprobs:
                 return response
-            scored = await self._scored(response, server)
+            scored = await self._scored(req, response, server)
             if scored is not None:
                 return scored
         raise ServerDied(f"a completion could not be scored {MAX_SCORINGS} times: {self._last_failure}")
 
-    async def _scored(self, response: ModelResponse, server: Server) -> ModelResponse | None:
+    async def _scored(
+        self, req: ModelRequest, response: ModelResponse, server: Server
+    ) -> ModelResponse | None:
         """Return the response with the log-probs of the model; None if it must be sampled again.
 
         Raises RequestRefused if servers cannot score.
@@ -166,8 +168,7 @@ class FleetClient:
         version, tokens = response.output_versions[-1], response.output_tokens
         self._begin_request()
         try:
-            row, num_prompt = response.input_tokens + tokens, len(response.input_tokens)
-            scored = await self._score(server, row, num_prompt, version)
+            scored = await self._score(server, req, tokens, version)
             held = scored.version
             chunk = Chunk(tokens, scored.logprobs, [held] * len(tokens), "stop", "")
             logprobs = checked(chunk, Asked("", len(tokens), None, None)).logprobs
@@ -215,18 +216,21 @@ class FleetClient:
             self._rescorer.start(req, response, server)
         return response, server
 
-    async def _score(self, server: Server, row: list[int], num_prompt: int, version: int) -> Scored:
-        """Return a server's log-probs of the tokens after the prompt, and its version.
+    async def _score(self, server: Server, req: ModelRequest, tokens: list[int], version: int) -> Scored:
+        """Return a server's log-probs of tokens after a request's prompt, and its version.
 
         Args:
             version: of the adapter, where adapters are served; then also the returned one.
         """
         assert self._connections is not None
-        payload = self._wire.score_payload(row, num_prompt, f"score-{next(self._attempts)}")
+        rid = f"score-{next(self._attempts)}"
+        payload = self._wire.score_payload(req.input_ids + tokens, len(req.input_ids), rid)
+        if req.images:
+            payload = self._wire.with_images(payload, req)
         body = await self._connections.post(
             server, self._wire.generate_path, payload | self._adapter(version)
         )
-        scored = self._wire.parse_score(body, row[num_prompt:])
+        scored = self._wire.parse_score(body, tokens)
         held = self._first_version if scored.version is None else scored.version
         return replace(scored, version=version if self._lora_name else held)
 
@@ -383,6 +387,8 @@ class FleetClient:
         payload = self._wire.generate_payload(
             req.input_ids + sampled, req.sampling, budget, len(sampled), rid
         )
+        if req.images:
+            payload = self._wire.with_images(payload, req)
         self._trial = req
         record, started = self.health.record(server), time.monotonic()
         record.requests += 1

@@ -22,7 +22,7 @@ from areal_core.rollout.types import ModelRequest, ModelResponse
 # Mean absolute difference in nats. Servers in bfloat16 with other batches differ by up to 0.02.
 TOLERANCE = 0.1
 logger = logging.getLogger(__name__)
-Score = Callable[[Server, list[int], int, int], Awaitable[Scored]]
+Score = Callable[[Server, ModelRequest, list[int], int], Awaitable[Scored]]
 
 
 class Rescorer:
@@ -30,8 +30,8 @@ class Rescorer:
 
     Args:
         share: of the completions, 0 to 1.
-        score: returns a server's log-probs of a row after its first tokens, at temperature 1; the
-            last argument is the version, of the adapter where adapters are served.
+        score: returns a server's log-probs of tokens after a request's prompt, at temperature 1;
+            the last argument is the version, of the adapter where adapters are served.
         health: knows the servers, and takes the counts.
         reject: called with a server that is wrong, a rule and the evidence.
     """
@@ -70,15 +70,14 @@ class Rescorer:
             return  # the health task finds out whether the server is gone
 
     async def _judge(self, req: ModelRequest, response: ModelResponse, server: Server) -> None:
-        row, num_prompt = response.input_tokens + response.output_tokens, len(response.input_tokens)
-        version = response.output_versions[-1]
+        tokens, version = response.output_tokens, response.output_versions[-1]
         others = [other for other in self._health.serving() if other != server][:2]
         if not others or min(response.output_versions) != version:
             return  # tokens of two versions have no one distribution
         sampled = Scored(response.output_logprobs, version)
         if has_other_distribution(req):
-            sampled = await self._score(server, row, num_prompt, version)
-        first = await self._score(others[0], row, num_prompt, version)
+            sampled = await self._score(server, req, tokens, version)
+        first = await self._score(others[0], req, tokens, version)
         if not sampled.version == first.version == version:
             return  # a weight update came between
         self._health.rescored += 1
@@ -94,7 +93,7 @@ class Rescorer:
                 *(server.address, text.format(others[0].address)),
             )
             return
-        second = await self._score(others[1], row, num_prompt, version)
+        second = await self._score(others[1], req, tokens, version)
         if second.version != version:
             return
         if distance(first, second) <= TOLERANCE:

@@ -12,7 +12,7 @@ from areal_core.rollout.errors import MalformedReply, RequestRefused, WrongServe
 from areal_core.rollout.fleet.identity import RunModel, ServerIdentity
 from areal_core.rollout.fleet.reply import Chunk, Scored
 from areal_core.rollout.fleet.server import Server, call
-from areal_core.rollout.types import Sampling
+from areal_core.rollout.types import ModelRequest, Sampling
 
 ASK_TIMEOUT_S = 2.5
 AGAIN_TIMEOUT_S = 0.5  # of a server that has not answered before
@@ -46,6 +46,14 @@ class Wire(Protocol):
         self, input_ids: list[int], sampling: Sampling, num_new_tokens: int, num_sampled: int, rid: str
     ) -> dict[str, Any]:
         """Return the JSON of a request; the last `num_sampled` ids are of the completion."""
+        ...
+
+    def with_images(self, payload: dict[str, Any], req: ModelRequest) -> dict[str, Any]:
+        """Return the JSON of a request, made for `req`, with its pictures.
+
+        Raises:
+            UnsupportedSampling: the server cannot read them.
+        """
         ...
 
     def adapter_fields(self, adapter: str) -> dict[str, Any]:

@@ -1,0 +1,105 @@
+"""Requests with pictures in SGLang's form: one placeholder each, which the server expands."""
+
+import asyncio
+import json
+
+import pytest
+import torch
+from transformers import AutoModelForImageTextToText
+
+from areal_core.dataset.image_rows import shape_rows
+from areal_core.embedded.http_server import EmbeddedServer
+from areal_core.embedded.wire import BadRequest, parse_request
+from areal_core.rollout.errors import UnsupportedSampling
+from areal_core.rollout.fleet.client import FleetClient
+from areal_core.rollout.types import ModelRequest, Sampling
+from areal_core.sglang.wire import SGLANG, collapsed
+from areal_core.vision.images import data_url
+from areal_core.vision.processor import VisionProcessor, load_processor
+from areal_core.vision.tiny_models import make_tiny_processor, make_tiny_vision_model
+from areal_core.vllm.wire import VLLM
+
+PICTURES = tuple(row["images"][0] for row in shape_rows(num_rows=2, seed=1, size=32))
+PARTS = [{"type": "image"}, {"type": "text", "text": "and"}, {"type": "image"}]
+
+
+def request(processor: VisionProcessor, **sampling) -> ModelRequest:
+    prompt = processor.prompt([{"role": "user", "content": PARTS}], PICTURES)
+    return ModelRequest(
+        input_ids=prompt.input_ids,
+        sampling=Sampling(stop_token_ids=[processor.image_token_id], **sampling),
+        images=PICTURES,
+        image_token_id=processor.image_token_id,
+    )
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "gemma3"])
+def test_a_server_samples_with_the_log_probs_of_a_plain_forward(tmp_path, serve_application, family):
+    folder = make_tiny_vision_model(tmp_path, family)
+    server = EmbeddedServer(str(folder))
+    processor = load_processor(str(folder))
+    asked = request(processor, max_new_tokens=6)
+
+    async def work():
+        client = FleetClient([serve_application(server.application())], SGLANG)
+        try:
+            return await client.agenerate(asked)
+        finally:
+            await client.aclose()
+
+    response = asyncio.run(work())
+    server.sampler.close()
+    assert response.input_tokens == asked.input_ids
+    ids = torch.tensor([response.input_tokens + response.output_tokens])
+    types = (ids == processor.image_token_id).long()
+    types[:, len(asked.input_ids) :] = 0
+    name = "token_type_ids" if family == "gemma3" else "mm_token_type_ids"
+    model = AutoModelForImageTextToText.from_pretrained(folder)
+    with torch.no_grad():
+        logits = model(input_ids=ids, **processor.pixels(PICTURES), **{name: types}).logits[0]
+    logprobs = logits[len(asked.input_ids) - 1 : -1].log_softmax(-1)
+    expected = logprobs.gather(1, torch.tensor([response.output_tokens]).T)[:, 0]
+    torch.testing.assert_close(torch.tensor(response.output_logprobs), expected, atol=1e-5, rtol=0)
+
+
+def test_requests_and_scorings_have_one_placeholder_a_picture_and_the_sampled_tokens():
+    asked = request(VisionProcessor(make_tiny_processor("qwen2_5_vl")))
+    token, sampled = asked.image_token_id, [7, 8]
+    row = asked.input_ids + sampled
+    for payload in (
+        SGLANG.generate_payload(row, asked.sampling, 4, 2, "a"),
+        SGLANG.score_payload(row, len(asked.input_ids), "a"),
+    ):
+        found = SGLANG.with_images(payload, asked)
+        assert found["input_ids"] == collapsed(asked.input_ids, token, 2) + sampled
+        assert found["input_ids"].count(token) == 2
+        assert found["image_data"] == [data_url(image) for image in PICTURES]
+        assert found.get("logprob_start_len", len(asked.input_ids) - 1) == len(asked.input_ids) - 1
+    assert collapsed([1, 9, 9, 2, 9, 3], 9, 2) == [1, 9, 2, 9, 3]
+    with pytest.raises(UnsupportedSampling, match="1 runs of image tokens and 2 images"):
+        collapsed([1, 9, 9, 9, 3], 9, 2)
+    with pytest.raises(UnsupportedSampling, match="vLLM's route of token ids takes none"):
+        VLLM.with_images({"token_ids": row}, asked)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"image_data": []}, "2 image tokens and there are 0 images"),
+        ({"image_data": ["http://example.org/a.png"] * 2}, "would be fetched by this process"),
+        ({"image_data": ["/etc/passwd", "/etc/passwd"]}, "not base64"),
+        ({"image_data": [7]}, "image_data contains '7'"),
+    ],
+)
+def test_an_embedded_server_refuses_other_pictures_with_a_sentence(change, message):
+    processor = VisionProcessor(make_tiny_processor("qwen2_5_vl"))
+    asked = request(processor)
+    body = SGLANG.with_images({"input_ids": asked.input_ids}, asked)
+    parsed = parse_request(
+        json.loads(json.dumps(body)), processor.tokenizer, 512, len(processor.tokenizer), processor
+    )
+    assert (parsed.input_ids, parsed.images) == (asked.input_ids, PICTURES)
+    with pytest.raises(BadRequest, match=message):
+        parse_request(body | change, processor.tokenizer, 512, len(processor.tokenizer), processor)
+    with pytest.raises(BadRequest, match="the model reads text only"):
+        parse_request(body, processor.tokenizer, 512, len(processor.tokenizer))
