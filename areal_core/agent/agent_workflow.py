@@ -45,6 +45,7 @@ from areal_core.config import AgentConfig
 from areal_core.rollout.errors import PromptTooLong
 from areal_core.rollout.loop_thread import UNWIND_S, FewPerTurn, LoopThread, run_on
 from areal_core.rollout.types import TokenSampler, sampling_from
+from areal_core.vision.processor import VisionProcessor
 
 logger = logging.getLogger(__name__)
 IDLE_CHECK_S = 10.0  # period of the check for idle sessions
@@ -70,6 +71,7 @@ class AgentWorkflow:
         tokenizer: with a chat template.
         options: the `rollout.agent` section.
         agent_kwargs: for the agent's class.
+        processor: of the pictures of a vision model; None for a model of text.
 
     Raises:
         NotAnAgent, UnsafeProxy, ConfigError: before anything starts.
@@ -82,12 +84,13 @@ class AgentWorkflow:
         tokenizer: PreTrainedTokenizerBase,
         options: AgentConfig | None = None,
         agent_kwargs: Mapping[str, Any] | None = None,
+        processor: VisionProcessor | None = None,
     ) -> None:
         self.options = options or AgentConfig()
         self.name, self.agent_kwargs = name_of(agent), agent_kwargs or {}
         self.agent: Any = None if self.options.mode == "online" else load_agent(agent, agent_kwargs)
         admin_key = self.options.admin_api_key or secrets.token_urlsafe(32)
-        proxy = AgentProxy(build_dialogue(gconfig, tokenizer, self.options), admin_key)
+        proxy = AgentProxy(build_dialogue(gconfig, tokenizer, self.options, processor), admin_key)
         self.server = ProxyServer(proxy, self.options.host, self.options.port, self.options.max_body_bytes)
         self.key_file: Path | None = None
         if self.options.mode == "online":
@@ -158,6 +161,7 @@ class AgentWorkflow:
             self.options.turn_discount,
             self.options.export_style,
             outcome.failure,
+            self.server.proxy.dialogue.processor,
         )
 
     def tree_of(self, session: Session) -> list[Turn]:
@@ -254,13 +258,22 @@ def keep_libraries_out_of_collection() -> None:
     gc.freeze()
 
 
-def build_dialogue(gconfig: Any, tokenizer: PreTrainedTokenizerBase, options: AgentConfig) -> Dialogue:
+def build_dialogue(
+    gconfig: Any,
+    tokenizer: PreTrainedTokenizerBase,
+    options: AgentConfig,
+    processor: VisionProcessor | None = None,
+) -> Dialogue:
     """Return the conversion of messages to tokens and back.
+
+    No model can read an image token without a picture, so it is a stop token.
 
     Raises ConfigError for an unknown parser.
     """
     check_parsers(options.tool_call_parser, options.reasoning_parser)
     ends = {tokenizer.eos_token_id, tokenizer.pad_token_id, *gconfig.stop_token_ids} - {None}
+    if processor is not None:
+        ends.add(processor.image_token_id)
     sampling = sampling_from(
         gconfig,
         n_samples=1,
@@ -273,4 +286,6 @@ def build_dialogue(gconfig: Any, tokenizer: PreTrainedTokenizerBase, options: Ag
         tool_call_parser=options.tool_call_parser,
         reasoning_parser=options.reasoning_parser,
         chat_template_type=options.chat_template_type,
+        processor=processor,
+        remote_images=options.remote_images,
     )

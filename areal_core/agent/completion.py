@@ -24,6 +24,7 @@ from areal_core.agent.output_parsers import (
 from areal_core.agent.sessions import Session
 from areal_core.rollout.errors import PromptTooLong, RequestRefused, UnsupportedSampling
 from areal_core.rollout.types import ModelRequest, ModelResponse, Sampling
+from areal_core.vision.processor import VisionProcessor
 
 # Options of which the reported logprobs depend; top_p and top_k cut after them.
 LAW_OF_LOGPROBS = ("temperature", "frequency_penalty", "min_new_tokens")
@@ -44,6 +45,13 @@ class Dialogue:
     tool_call_parser: str = "qwen"
     reasoning_parser: str = "qwen3"
     chat_template_type: str = "hf"
+    processor: VisionProcessor | None = None  # of a vision model
+    remote_images: bool = False  # whether pictures of http(s) URLs are fetched
+
+    def prompt_of(self, call: Call, session: Session) -> list[int]:
+        """Return the tokens of a call's prompt. Raises BadRequest."""
+        style = self.chat_template_type
+        return prompt_tokens(self.tokenizer, call, session.in_order(), style, self.processor)
 
 
 async def complete(session: Session, call: Call, dialogue: Dialogue, id_prefix: str) -> list[Interaction]:
@@ -52,7 +60,7 @@ async def complete(session: Session, call: Call, dialogue: Dialogue, id_prefix: 
     Raises:
         BadRequest: unsupported messages or sampling options.
     """
-    prompt = prompt_tokens(dialogue.tokenizer, call, session.in_order(), dialogue.chat_template_type)
+    prompt = dialogue.prompt_of(call, session)
     for name in call.template_kwargs:
         if name not in str(dialogue.tokenizer.chat_template):
             warn_once(f"a request sets {name}, which the model's chat template does not use")
@@ -80,7 +88,13 @@ async def answer(
 ) -> Interaction:
     """Sample one answer. Raises BadRequest."""
     started = time.monotonic()
-    request = ModelRequest(input_ids=prompt, sampling=sampling, metadata={"turn": turn})
+    request = ModelRequest(
+        input_ids=prompt,
+        sampling=sampling,
+        metadata={"turn": turn},
+        images=call.images,
+        image_token_id=-1 if dialogue.processor is None else dialogue.processor.image_token_id,
+    )
     try:
         response = await session.generate(request)
     except PromptTooLong as error:

@@ -43,10 +43,24 @@ class ToolCall:
 
 
 @dataclass(frozen=True)
+class RemoteImage:
+    """A picture that is not fetched yet."""
+
+    url: str
+
+
+Part = str | bytes | RemoteImage  # a text, or a picture
+
+
+@dataclass(frozen=True)
 class Message:
     """One message of a conversation.
 
     Messages that differ only in reasoning are equal, since clients drop it.
+
+    Attributes:
+        content: all its text.
+        parts: texts and pictures in order, if it has pictures; empty otherwise.
     """
 
     role: str
@@ -55,10 +69,15 @@ class Message:
     tool_call_id: str | None = None
     name: str | None = None
     reasoning: str | None = field(default=None, compare=False)
+    parts: tuple[Part, ...] = ()
 
     def for_template(self) -> dict[str, Any]:
         """Return the message in the form of chat templates: arguments of tool calls are objects."""
-        shown: dict[str, Any] = {"role": self.role, "content": self.content}
+        content = [
+            {"type": "text", "text": part} if isinstance(part, str) else {"type": "image"}
+            for part in self.parts
+        ]
+        shown: dict[str, Any] = {"role": self.role, "content": content or self.content}
         if self.tool_calls:
             shown["tool_calls"] = [
                 {
@@ -99,6 +118,11 @@ class Call:
     stream_usage: bool = False  # a last chunk without choices, for clients that request it
     logprobs: bool = False
     echo: bool = False  # the reply repeats the prompt
+
+    @property
+    def images(self) -> tuple[bytes, ...]:
+        """The pictures of the prompt, in order."""
+        return tuple(part for m in self.messages for part in m.parts if isinstance(part, bytes))
 
 
 @dataclass(frozen=True, kw_only=True)

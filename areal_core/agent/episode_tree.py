@@ -86,11 +86,19 @@ def paths(tree: Sequence[Turn]) -> list[Path]:
 
 
 def exact_prefix(interaction: Interaction, earlier: Sequence[Interaction]) -> int | None:
-    """Return the position of the longest earlier call whose tokens begin the prompt."""
-    prompt = interaction.response.input_tokens
+    """Return the position of the longest earlier call whose tokens begin the prompt.
+
+    Its pictures must be the same, too: those of one size have the same tokens.
+    """
+    prompt, images = interaction.response.input_tokens, interaction.call.images
+
+    def begins(one: Interaction) -> bool:
+        same_images = images[: len(one.call.images)] == one.call.images
+        return same_images and prompt[: one.num_tokens] == one.tokens
+
     by_length = sorted(range(len(earlier)), key=lambda i: -earlier[i].num_tokens)
     fitting = (i for i in by_length if earlier[i].num_tokens <= len(prompt))
-    return next((i for i in fitting if prompt[: earlier[i].num_tokens] == earlier[i].tokens), None)
+    return next((i for i in fitting if begins(earlier[i])), None)
 
 
 def relation(

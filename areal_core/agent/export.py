@@ -22,6 +22,8 @@ from areal_core.agent.errors import NoCompletion, WrongReward
 from areal_core.agent.failures import FAILURES
 from areal_core.batch import FINISH_REASONS, pad_and_concat
 from areal_core.rollout.types import ModelResponse
+from areal_core.vision.inputs import image_keys
+from areal_core.vision.processor import VisionProcessor
 
 EXPECTED = "expected a number for the last completion, or a dict of completion ids and numbers"
 
@@ -79,6 +81,7 @@ def export_rows(
     turn_discount: float,
     style: str,
     failure: str | None = None,
+    processor: VisionProcessor | None = None,
 ) -> dict[str, Tensor]:
     """Return the rows of one episode.
 
@@ -92,6 +95,7 @@ def export_rows(
         turn_discount: see `discounted`.
         style: "individual" makes a row of each call, "concat" of each path of `paths`.
         failure: a member of `FAILURES` if the model failed the episode.
+        processor: of a vision model, whose rows have pictures.
 
     Returns:
         Keys and dtypes of ARCHITECTURE.md, "The batch", `[n, T]` and `[n]`.
@@ -102,15 +106,17 @@ def export_rows(
         interactions = [tree[i].interaction for i in path.turns]
         first, reward = tree[path.first_own], returns[path.first_own]
         parent = -1 if first.parent is None else tree[first.parent].interaction.turn
-        rows.append(
-            conversation_row([turn.response for turn in interactions], reward, path.num_shared)
-            | {
-                "turns": turns_of_tokens(interactions),
-                "parent_turn": torch.tensor([parent], dtype=torch.int32),
-                "branch": torch.tensor([BRANCHES.index(first.branch)], dtype=torch.int32),
-                "failure": torch.tensor([FAILURES.index(failure)], dtype=torch.int32),
-            }
-        )
+        turns = turns_of_tokens(interactions)
+        row = conversation_row([turn.response for turn in interactions], reward, path.num_shared) | {
+            "turns": turns,
+            "parent_turn": torch.tensor([parent], dtype=torch.int32),
+            "branch": torch.tensor([BRANCHES.index(first.branch)], dtype=torch.int32),
+            "failure": torch.tensor([FAILURES.index(failure)], dtype=torch.int32),
+        }
+        if processor is not None:
+            is_placeholder = (row["input_ids"] == processor.image_token_id) & (turns == 0)
+            row |= {"mm_token_type_ids": is_placeholder.int(), **image_keys([interactions[-1].call.images])}
+        rows.append(row)
     return pad_and_concat(rows)
 
 

@@ -23,12 +23,13 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from areal_core.agent.apis import anthropic_messages, openai_chat, openai_completions, openai_responses
+from areal_core.agent.apis.image_parts import fetched
 from areal_core.agent.apis.json_fields import parse_object, take
-from areal_core.agent.chat_template import prompt_tokens
 from areal_core.agent.completion import Dialogue, complete
 from areal_core.agent.conversation import Call, Interaction
 from areal_core.agent.errors import BadRequest
 from areal_core.agent.sessions import Session, Sessions, facts_of
+from areal_core.vision.images import data_url
 
 logger = logging.getLogger(__name__)
 
@@ -112,7 +113,7 @@ class AgentProxy:
             if path in DIALECTS and method == "POST":
                 return await self._call(dialect, key_of(headers), body)
             if path in COUNTED and method == "POST":
-                return json_reply(self._count(dialect, key_of(headers), body))
+                return json_reply(await self._count(dialect, key_of(headers), body))
             return json_reply(self._administer(method, path, key_of(headers), body))
         except BadRequest as error:
             refusal = dialect.render_error(error.status, error.code, str(error))
@@ -125,6 +126,7 @@ class AgentProxy:
     async def _call(self, dialect: Dialect, key: str, body: bytes) -> Reply:
         session = self.sessions.with_key(key)
         call = dialect.parse_call(parse_object(body), session.in_order())
+        call = await fetched(call, self.dialogue.remote_images)
         try:
             interactions = await complete(session, call, self.dialogue, dialect.id_prefix)
         except BadRequest:
@@ -137,11 +139,10 @@ class AgentProxy:
             return Reply(200, events, "text/event-stream")
         return json_reply(dialect.render_reply(interactions, self.dialogue.tokenizer))
 
-    def _count(self, dialect: Dialect, key: str, body: bytes) -> dict[str, Any]:
+    async def _count(self, dialect: Dialect, key: str, body: bytes) -> dict[str, Any]:
         session = self.sessions.with_key(key)
         call = dialect.parse_call(parse_object(body), session.in_order())
-        style = self.dialogue.chat_template_type
-        tokens = prompt_tokens(self.dialogue.tokenizer, call, session.in_order(), style)
+        tokens = self.dialogue.prompt_of(await fetched(call, self.dialogue.remote_images), session)
         return {"object": "response.input_tokens", "input_tokens": len(tokens)}
 
     def _administer(self, method: str, path: str, key: str, body: bytes) -> dict[str, Any]:
@@ -217,4 +218,12 @@ def key_of(headers: Mapping[str, str]) -> str:
 def json_reply(facts: dict[str, Any], status: int = 200) -> Reply:
     """Return a reply with a JSON body."""
     # A path or header that is not UTF-8 has lone surrogates, and an error quotes it.
-    return Reply(status, json.dumps(facts, ensure_ascii=False).encode(errors="replace"))
+    text = json.dumps(facts, ensure_ascii=False, default=picture_url)
+    return Reply(status, text.encode(errors="replace"))
+
+
+def picture_url(value: Any) -> str:
+    """Return the data: URL of a picture in a row of data. Raises TypeError for another value."""
+    if isinstance(value, bytes):
+        return data_url(value)
+    raise TypeError(f"a row has a {type(value).__name__}; a client can get JSON and pictures only")

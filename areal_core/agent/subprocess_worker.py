@@ -14,6 +14,7 @@ import httpx
 
 from areal_core.agent.agents import load_agent
 from areal_core.agent.failures import describe_raised
+from areal_core.dataset.rows import rows_from_json
 from areal_core.telemetry.in_episode import collecting
 
 
@@ -24,7 +25,7 @@ def main(path: str, arguments: str) -> None:
     os.dup2(2, 1)
     agent = load_agent(path, json.loads(arguments))
     for line in sys.stdin:
-        job = json.loads(line)
+        job = rows_from_json(line)
         os.environ |= {
             "OPENAI_BASE_URL": job["base_url"],
             "OPENAI_API_KEY": job["api_key"],

@@ -20,6 +20,7 @@ from typing import Any
 from areal_core.agent.agents import name_of
 from areal_core.agent.errors import AgentError, AgentRaised
 from areal_core.agent.failures import raised_from_json
+from areal_core.dataset.rows import rows_to_json
 from areal_core.telemetry.in_episode import record_all
 
 LONGEST_LINE_BYTES = 64 << 20
@@ -36,7 +37,7 @@ class AgentProcesses:
 
     async def run(self, data: Mapping[str, Any], base_url: str, api_key: str) -> Any:
         """Return the result of the agent. Raises AgentRaised with what the agent raised."""
-        job = json.dumps({"data": data, "base_url": base_url, "api_key": api_key})
+        job = rows_to_json({"data": data, "base_url": base_url, "api_key": api_key})
         async with self._slots:
             worker = self._idle.pop() if self._idle else await self._start()
             try:

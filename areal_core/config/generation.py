@@ -70,6 +70,9 @@ class AgentConfig:
     chat_template_type: str = option(
         "hf", "Prompt tokens of a call: render all turns, or append to the sampled tokens.", ("hf", "concat")
     )
+    remote_images: bool = option(
+        False, "Fetch pictures that an agent gives as http(s) URLs; otherwise only data: URLs are accepted."
+    )
     engine_max_tokens: int | None = option(
         None, "Maximum tokens of prompt and completion of one call.", limits=AT_LEAST_1
     )

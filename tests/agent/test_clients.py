@@ -268,7 +268,11 @@ def test_a_law_whose_logprobs_the_trainer_cannot_compute_is_refused(
         ({"stop": ["a", 3]}, "stop contains 3; expected texts"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
-            "only text is supported",
+            "image URL 'x' is neither a data: URL nor http(s)",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "input_audio", "input_audio": {}}]}]},
+            "only text and images are supported",
         ),
     ],
 )

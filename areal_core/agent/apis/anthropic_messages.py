@@ -6,11 +6,11 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from areal_core.agent.apis.image_parts import message_of, part_of, parts_of
 from areal_core.agent.apis.json_fields import (
     forced_functions,
     required_output,
     sampling_fields,
-    shown,
     sse,
     take,
     take_objects,
@@ -19,7 +19,7 @@ from areal_core.agent.apis.json_fields import (
 )
 from areal_core.agent.apis.openai_chat import answer_schema
 from areal_core.agent.apis.request_fields import MESSAGES, check_fields
-from areal_core.agent.conversation import Call, Interaction, Message, ToolCall
+from areal_core.agent.conversation import Call, Interaction, Message, Part, ToolCall
 from areal_core.agent.errors import BadRequest
 from areal_core.agent.output_parsers import dump
 
@@ -69,13 +69,12 @@ def parse_message(message: dict[str, Any]) -> list[Message]:
     blocks = (
         [{"type": "text", "text": content}] if isinstance(content, str) else take_objects(message, "content")
     )
-    texts, reasoning = [], []
+    parts: list[Part] = []
+    reasoning = []
     calls: list[ToolCall] = []
     results: list[Message] = []
     for block in blocks:
         match block:
-            case {"type": "text", "text": str(text)}:
-                texts.append(text)
             case {"type": "thinking", "thinking": str(thought)}:
                 reasoning.append(thought)
             case {"type": "redacted_thinking"}:
@@ -83,15 +82,12 @@ def parse_message(message: dict[str, Any]) -> list[Message]:
             case {"type": "tool_use", "id": str(id), "name": str(name), "input": arguments}:
                 calls.append(ToolCall(id, name, arguments if isinstance(arguments, str) else dump(arguments)))
             case {"type": "tool_result", "tool_use_id": str(id)}:
-                output = text_of(block.get("content"), "the content of a tool result")
-                results.append(Message("tool", output, tool_call_id=id))
+                output = parts_of(block.get("content"), "the content of a tool result")
+                results.append(message_of("tool", output, tool_call_id=id))
             case _:
-                raise BadRequest(
-                    f"a {role} message contains {shown(block)}; only text and tools are supported"
-                )
-    text = "".join(texts)
-    spoken = Message(role, text, tuple(calls), reasoning="".join(reasoning) or None)
-    return [*results, spoken] if text or calls or not results else results
+                parts.append(part_of(block, f"a {role} message"))
+    spoken = message_of(role, tuple(parts), tool_calls=tuple(calls), reasoning="".join(reasoning) or None)
+    return [*results, spoken] if any(parts) or calls or not results else results
 
 
 def tool_of_schema(tool: dict[str, Any]) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from areal_core.agent.apis.image_parts import message_of, parts_of
 from areal_core.agent.apis.json_fields import (
     forced_functions,
     required_output,
@@ -15,7 +16,6 @@ from areal_core.agent.apis.json_fields import (
     take,
     take_objects,
     template_options,
-    text_of,
 )
 from areal_core.agent.apis.request_fields import CHAT, check_fields
 from areal_core.agent.conversation import Call, Interaction, Message, ToolCall
@@ -24,6 +24,7 @@ from areal_core.agent.grammar import ANY_OBJECT
 from areal_core.agent.output_parsers import dump, json_value
 
 ID_PREFIX = "chatcmpl-"
+TEXT_PARTS = ("text", "input_text", "output_text")  # of chat completions; of responses
 MAX_CHOICES = 128  # as at OpenAI
 
 
@@ -100,9 +101,9 @@ def answer_schema(format: dict[str, Any], where: str, inner: str | None) -> Any:
 def parse_message(message: dict[str, Any]) -> Message:
     """Parse one message. Raises BadRequest."""
     role = take(message, "role", str)
-    return Message(
-        role="system" if role == "developer" else role,
-        content=text_of(message.get("content"), f"the content of a {role} message"),
+    return message_of(
+        "system" if role == "developer" else role,
+        parts_of(message.get("content"), f"the content of a {role} message", TEXT_PARTS),
         tool_calls=tuple(parse_tool_call(call) for call in take_objects(message, "tool_calls")),
         tool_call_id=take(message, "tool_call_id", str, None),
         name=take(message, "name", str, None),

@@ -6,6 +6,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from areal_core.agent.apis.image_parts import message_of, parts_of
 from areal_core.agent.apis.json_fields import (
     forced_functions,
     required_output,
@@ -16,13 +17,18 @@ from areal_core.agent.apis.json_fields import (
     template_options,
     text_of,
 )
-from areal_core.agent.apis.openai_chat import answer_schema, parse_message, parse_tool_call, tool_choice
+from areal_core.agent.apis.openai_chat import (
+    TEXT_PARTS,
+    answer_schema,
+    parse_message,
+    parse_tool_call,
+    tool_choice,
+)
 from areal_core.agent.apis.request_fields import RESPONSES, check_fields
 from areal_core.agent.conversation import Call, Interaction, Message
 from areal_core.agent.errors import BadRequest
 
 ID_PREFIX = "resp_"
-TEXT_PARTS = ("input_text", "output_text", "text")
 TOOL_KEYS = ("description", "parameters")
 REASONING_PARTS = ("summary_text", "reasoning_text")
 
@@ -61,16 +67,14 @@ def parse_item(item: dict[str, Any]) -> Message:
     """Parse one input item as a message. Raises BadRequest for an unsupported kind."""
     kind = take(item, "type", str, "message")
     if kind == "message":
-        return parse_message(
-            item | {"content": text_of(item.get("content"), "the content of an item", TEXT_PARTS)}
-        )
+        return parse_message(item)
     if kind == "function_call":
         function = {"name": item.get("name"), "arguments": item.get("arguments")}
         call = parse_tool_call({"id": item.get("call_id"), "function": function})
         return Message("assistant", "", tool_calls=(call,))
     if kind == "function_call_output":
-        output = text_of(item.get("output"), "the output of a function", TEXT_PARTS)
-        return Message("tool", output, tool_call_id=take(item, "call_id", str))
+        output = parts_of(item.get("output"), "the output of a function", TEXT_PARTS)
+        return message_of("tool", output, tool_call_id=take(item, "call_id", str))
     if kind == "reasoning":
         parts = take_objects(item, "content") or take_objects(item, "summary")
         return Message("assistant", "", reasoning=text_of(parts, "a reasoning item", REASONING_PARTS))

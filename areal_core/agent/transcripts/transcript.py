@@ -84,7 +84,7 @@ def message_facts(message: Message) -> dict[str, Any]:
     facts = message.for_template()
     facts.pop("tool_call_id", None)
     # a template gets the place of a picture alone
-    if pictures := [part for part in vars(message).get("parts", ()) if isinstance(part, bytes)]:
+    if pictures := [part for part in message.parts if isinstance(part, bytes)]:
         facts["images"] = pictures
     if message.tool_calls:
         calls = [{"name": call.name, "arguments": call.arguments} for call in message.tool_calls]
