@@ -35,7 +35,8 @@ class DatasetConfig:
     """Source of the training rows, and the batch size."""
 
     path: str = option(
-        REQUIRED, "JSONL, CSV or Parquet file, folder, Hugging Face name, or 'arithmetic' (generated)."
+        REQUIRED,
+        "JSONL, CSV or Parquet file, folder, Hugging Face name, or generated: 'arithmetic', 'shapes'.",
     )
     type: str = option(REQUIRED, "Kind of rows.", ("rl", "sft", "rw", "dpo"))
     split: str | None = option(None, "Split to use.")

@@ -67,7 +67,6 @@ NOT_YET = (
     NotYet("vllm.worker_extension_cls", ("", UPSTREAM_EXTENSION), "workers are extended by our own class", refused=False),
     NotYet("vllm.swap_space", (4,), "vLLM 0.32 has no such flag, and swaps nothing", refused=False),
     NotYet("vllm.max_seq_len_to_capture", (None, 32768), "vLLM 0.32 has no such flag", refused=False),
-    NotYet("sglang.enable_multimodal", (False,), "servers get the flag, and requests carry text only", refused=False),
     NotYet("stats_logger.swanlab.*", ("disabled", None), "use stats.jsonl, TensorBoard, Weights & Biases or Trackio", refused=False),
 )  # fmt: skip
 

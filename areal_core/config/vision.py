@@ -8,7 +8,6 @@ from areal_core.config.experiment import BaseExperimentConfig, RWConfig
 from areal_core.config.train_engine import TrainEngineConfig
 from areal_core.vision.families import FAMILIES
 
-INSTEAD = "images are not supported: train a text model on text"
 IMAGE_DATASETS = ("clevr_count_70k", "geometry3k", "virl39k")
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from areal_core.batch import PER_ROW, Batch, pad_and_concat, sort_canonical
+from areal_core.batch import PER_ENTRY, PER_ROW, RAGGED, Batch, pad_and_concat, sort_canonical
 from areal_core.dataset.rows import Row
 from areal_core.errors import RewardError
 from areal_core.rollout.errors import MalformedEpisode
@@ -33,6 +33,14 @@ ROW_DTYPES = {
     "versions": torch.int32,
     "rewards": torch.float32,
     "finish_reason": torch.int32,
+}
+IMAGE_DTYPES = {
+    "image_count": torch.int32,
+    "mm_token_type_ids": torch.int32,
+    "image_bytes": torch.int32,
+    "image_data": torch.uint8,
+    "image_units": torch.int32,
+    "image_grid_thw": torch.int32,
 }
 AcceptFn = Callable[[Batch], bool]  # all rows of one prompt -> whether to train on them
 
@@ -174,6 +182,32 @@ def refuse_unusable(rows: Batch) -> None:
         raise RewardError(
             f"the workflow returned rewards {rows['rewards'].tolist()}; expected finite numbers"
         )
+    if rows.keys() & {*RAGGED, "image_count"}:
+        refuse_miscounted(rows)
+
+
+def refuse_miscounted(rows: Batch) -> None:
+    """Check that pictures belong to rows: a wrong count would give each later row another's.
+
+    Raises:
+        MalformedEpisode: a key is missing, or counts and lengths disagree.
+    """
+    data = next((key for key in PER_ENTRY if key in rows), "image_data")
+    needed = ["image_count", "mm_token_type_ids", PER_ENTRY[data], data]
+    if missing := [key for key in needed if key not in rows]:
+        raise MalformedEpisode(
+            f"the workflow returned images without {', '.join(missing)}; expected {', '.join(needed)}"
+        )
+    num_images, num_entries = int(rows["image_count"].sum()), int(rows[PER_ENTRY[data]].sum())
+    expected = {"image_count": len(rows["input_ids"]), PER_ENTRY[data]: num_images, data: num_entries}
+    if "image_grid_thw" in rows:
+        expected["image_grid_thw"] = num_images
+    for key, length in expected.items():
+        if len(rows[key]) != length:
+            raise MalformedEpisode(
+                f"the workflow returned {key} with {len(rows[key])} entries; expected {length}, as "
+                f"image_count and {PER_ENTRY[data]} say"
+            )
 
 
 def refuse_malformed(rows: Batch) -> None:
@@ -183,8 +217,13 @@ def refuse_malformed(rows: Batch) -> None:
         MalformedEpisode: one does not fit; the message holds the expected and the actual value.
     """
     shape = rows["input_ids"].shape
-    for name, dtype in ROW_DTYPES.items():
+    images = {name: dtype for name, dtype in IMAGE_DTYPES.items() if name in rows}
+    for name, dtype in (ROW_DTYPES | images).items():
         tensor = rows[name]
+        if name in RAGGED:  # its length is checked by `refuse_miscounted`
+            if tensor.dtype != dtype:
+                raise MalformedEpisode(f"the workflow returned {name} as {tensor.dtype}; expected {dtype}")
+            continue
         expected = shape[:1] if name in PER_ROW else shape
         if tensor.dtype != dtype or tensor.shape != expected or len(shape) != 2:
             raise MalformedEpisode(
@@ -194,6 +233,8 @@ def refuse_malformed(rows: Batch) -> None:
     trained = rows["loss_mask"] != 0
     if (trained & ~rows["attention_mask"]).any():
         raise MalformedEpisode("the workflow returned a loss_mask of 1 where attention_mask is false")
+    if "mm_token_type_ids" in rows and (trained & (rows["mm_token_type_ids"] != 0)).any():
+        raise MalformedEpisode("the workflow returned a loss_mask of 1 on tokens of images")
     if (rows["versions"][trained] < 0).any() or (rows["logprobs"][trained] > 0).any():
         raise MalformedEpisode(
             "the workflow returned tokens in the loss mask with a version below 0 or a logprob above 0"

@@ -17,7 +17,6 @@ from areal_core.batch import Batch
 from areal_core.config import AgentConfig, GenerationHyperparameters, PPOConfig
 from areal_core.config.checks import serves_adapters
 from areal_core.config.services import SchedulerConfig
-from areal_core.config.vision import INSTEAD as IMAGES_INSTEAD
 from areal_core.embedded.engine import EmbeddedEngine, ReplicaUpdate
 from areal_core.embedded.replica import Replica
 from areal_core.engine.lora import Adapter
@@ -44,12 +43,14 @@ from areal_core.rollout.pipeline import Executor, PromptLoader
 from areal_core.rollout.source import RolloutSource
 from areal_core.rollout.staleness import StalenessControl, per_rank
 from areal_core.rollout.types import InferenceEngine
+from areal_core.rollout.vision_workflow import VisionRLVRWorkflow
 from areal_core.rollout.workflow import RLVRWorkflow, RolloutWorkflow, WrittenWorkflow
 from areal_core.telemetry import Stats
 from areal_core.telemetry.trace_hooks import NO_TRACING, Tracing
 from areal_core.trainer.checkpointing import Frequency
 from areal_core.trainer.evaluation import Evaluation
 from areal_core.trainer.scored_rollouts import RewardModel
+from areal_core.vision.processor import VisionProcessor, load_processor
 
 NO_LIMIT = 10**12  # versions
 HEALTH_FILE = "server_health.json"  # of the requests of rank 0
@@ -66,6 +67,7 @@ def build_live_rollouts(
     num_steps: int | None = None,
     stats: Stats | None = None,
     tracing: Tracing = NO_TRACING,
+    processor: VisionProcessor | None = None,
 ) -> LiveRollouts:
     """Build the rollouts of this rank's prompts, on the engine of the allocation.
 
@@ -73,6 +75,7 @@ def build_live_rollouts(
 
     Args:
         num_steps: the run's total; no prompts are started for later ones.
+        processor: of the pictures of a vision model.
 
     Raises:
         ConfigError: the allocation has no rollout engine.
@@ -84,7 +87,9 @@ def build_live_rollouts(
             f"'embedded|' in front, or replay a record"
         )
     engine, weight_update = (
-        build_embedded(config, ranks, tokenizer) if backend == "embedded" else build_servers(config, ranks)
+        build_embedded(config, ranks, tokenizer, processor)
+        if backend == "embedded"
+        else build_servers(config, ranks)
     )
     options = config.rollout
     executor = Executor(
@@ -176,13 +181,16 @@ def prompts_at_once(config: PPOConfig, ranks: Ranks) -> int:
 
 
 def build_embedded(
-    config: PPOConfig, ranks: Ranks, tokenizer: PreTrainedTokenizerBase
+    config: PPOConfig,
+    ranks: Ranks,
+    tokenizer: PreTrainedTokenizerBase,
+    processor: VisionProcessor | None = None,
 ) -> tuple[InferenceEngine, WeightUpdate]:
     """Build an engine in this process, on a replica of the actor's weights."""
-    replica = Replica(config.actor.path, getattr(torch, config.actor.dtype), ranks.device)
+    replica = Replica(config.actor.path, getattr(torch, config.actor.dtype), ranks.device, processor)
     engine = EmbeddedEngine(
         replica,
-        replica.model.config.vocab_size,
+        replica.model.config.get_text_config().vocab_size,
         seed=config.seed,
         end_token_ids=(tokenizer.eos_token_id,),
         pad_token_id=tokenizer.pad_token_id or 0,
@@ -289,12 +297,13 @@ def build_workflow(
     closing: Callable[[Callable[[], None]], object],
     tracing: Tracing = NO_TRACING,
     agent_options: AgentConfig | None = None,
+    processor: VisionProcessor | None = None,
 ) -> RolloutWorkflow:
     """Build a workflow from an instance, a class, or the import path of a class.
 
     An agent (`async def run(data, ...)`) is wrapped in a workflow. `reward_fn` (a function or its
-    import path) becomes a pool of processes, unless it is asynchronous, and `tokenizer` (a path)
-    the run's tokenizer. A class gets `gconfig` and `tokenizer` if it takes them.
+    import path) becomes a pool of processes, unless it is asynchronous; `tokenizer` and `processor`
+    (paths) become the run's. A class gets `gconfig`, `tokenizer` and `processor` if it takes them.
 
     Args:
         arguments: of the class.
@@ -310,7 +319,7 @@ def build_workflow(
     if is_agent(found):
         agent_kwargs = {key: value for key, value in arguments.items() if key != "gconfig"}
         built = AgentWorkflow(
-            workflow, arguments.get("gconfig", gconfig), tokenizer, agent_options, agent_kwargs
+            workflow, arguments.get("gconfig", gconfig), tokenizer, agent_options, agent_kwargs, processor
         )
         closing(built.close)
         return built
@@ -323,10 +332,14 @@ def build_workflow(
         return found
     accepted = inspect.signature(found).parameters
     has_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in accepted.values())
-    given = {"gconfig": gconfig, "tokenizer": tokenizer}
+    given: dict[str, Any] = {"gconfig": gconfig, "tokenizer": tokenizer}
+    if processor is not None:
+        given["processor"] = processor
     arguments = {name: value for name, value in given.items() if has_any or name in accepted} | arguments
     if isinstance(arguments.get("tokenizer"), str):
         arguments["tokenizer"] = tokenizer
+    if isinstance(path := arguments.get("processor"), str):
+        arguments["processor"] = processor or load_processor(path)
     try:
         inspect.signature(found).bind(**arguments)
     except TypeError as error:
@@ -336,7 +349,9 @@ def build_workflow(
     if "reward_fn" in arguments and is_asynchronous(arguments["reward_fn"]):
         arguments["reward_fn"] = tracing.reward(arguments["reward_fn"])
     elif "reward_fn" in arguments:
-        check_reward_fn(arguments["reward_fn"], sys.path, takes_row=found is RLVRWorkflow)
+        check_reward_fn(
+            arguments["reward_fn"], sys.path, takes_row=found in (RLVRWorkflow, VisionRLVRWorkflow)
+        )
         pool = RewardPool(arguments["reward_fn"], num_workers=1)
         closing(pool.close)
         arguments["reward_fn"] = tracing.reward(pool)
@@ -408,8 +423,6 @@ def import_attribute(path: str, what: str) -> Any:
     Raises:
         ConfigError: there is no such module or attribute.
     """
-    if path.startswith("areal.workflow.") and path.endswith(".VisionRLVRWorkflow"):
-        raise ConfigError(f"{what} is {path!r}, a workflow of images; {IMAGES_INSTEAD}")
     module_name, _, name = ours(path).rpartition(".")
     try:
         __import__(module_name)

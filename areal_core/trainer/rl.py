@@ -195,6 +195,7 @@ class PPOTrainer:
         self._cleanup.callback(leave_ranks)
         self.tokenizer = build.load_tokenizer(config)
         self.actor = build.build_engine(config.actor, self.ranks, total_steps)
+        self.processor = self.actor.vision.processor if self.actor.vision is not None else None
         self.critic = build_models.build_critic(config, self.ranks, total_steps)
         self.reference = build_models.build_reference(config, self.ranks, self.actor)
         self.teacher = build_models.build_teacher(config, self.ranks, self.tokenizer)
@@ -364,6 +365,7 @@ class PPOTrainer:
             num_steps=self.end_step,
             stats=self.live_stats,
             tracing=self.tracing,
+            processor=self.processor,
         )
 
     def _evaluation(
@@ -382,10 +384,16 @@ class PPOTrainer:
         )
 
     def _workflow(self, workflow: Any, arguments: dict[str, Any], gconfig: Any) -> RolloutWorkflow:
-        closing = self._cleanup.callback
         arguments = build_rollouts.with_served_rewards(workflow, arguments, self.config.scheduler)
         return build_rollouts.build_workflow(
-            workflow, arguments, gconfig, self.tokenizer, closing, self.tracing, self.config.rollout.agent
+            workflow,
+            arguments,
+            gconfig,
+            self.tokenizer,
+            self._cleanup.callback,
+            self.tracing,
+            self.config.rollout.agent,
+            self.processor,
         )
 
     @contextlib.contextmanager
@@ -411,6 +419,7 @@ class PPOTrainer:
             data_parallel_size=self.ranks.data_parallel_size,
             model_path=self.config.actor.path,
             tokenizer=self.tokenizer,
+            processor=self.processor,
             version=self.version,
             save_checkpoint=lambda folder, step: save_checkpoint(
                 folder, self.engines, {"step": step, "version": self.version}

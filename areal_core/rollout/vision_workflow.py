@@ -1,0 +1,77 @@
+"""One completion of a chat with pictures, and its reward."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from areal_core.rollout.types import ModelRequest, TokenSampler, sampling_from
+from areal_core.rollout.workflow import RewardFn, episode_tensors
+from areal_core.vision.images import as_image_bytes
+from areal_core.vision.inputs import image_keys
+from areal_core.vision.processor import Prompt, VisionProcessor
+
+
+class VisionRLVRWorkflow:
+    """One completion of the chat in `data["messages"]` with `data["images"]`, and its reward.
+
+    A message has parts `{"type": "image"}`, one for each picture in order, and `{"type": "text"}`.
+    `messages` may also be a text, rendered by the chat template with one image token for each
+    picture. Pictures are all that `as_image_bytes` takes.
+
+    Args:
+        reward_fn, gconfig, tokenizer, enable_thinking: as for `RLVRWorkflow`. An image token is a
+            stop token: no model can read one without a picture.
+        processor: of the model's pictures.
+    """
+
+    def __init__(
+        self,
+        reward_fn: RewardFn,
+        gconfig: Any,
+        tokenizer: PreTrainedTokenizerBase,
+        processor: VisionProcessor,
+        enable_thinking: bool = False,
+    ) -> None:
+        ends = {tokenizer.eos_token_id, tokenizer.pad_token_id, *gconfig.stop_token_ids} - {None}
+        ends.add(processor.image_token_id)
+        self.sampling = sampling_from(gconfig, n_samples=1, stop_token_ids=sorted(ends))
+        self.reward_fn = reward_fn
+        self.tokenizer = tokenizer
+        self.processor = processor
+        self.enable_thinking = enable_thinking
+
+    async def arun_episode(self, engine: TokenSampler, data: dict[str, Any]) -> dict[str, Tensor]:
+        """Sample one completion and compute its reward. Returns one row, `[1, T]` per token."""
+        images = tuple(as_image_bytes(image) for image in data["images"])
+        prompt = self._prompt(data["messages"], images)
+        request = ModelRequest(
+            input_ids=prompt.input_ids,
+            sampling=self.sampling,
+            images=images,
+            image_token_id=self.processor.image_token_id,
+        )
+        response = await engine.agenerate(request)
+        reward = await self.reward_fn(
+            self.tokenizer.decode(prompt.input_ids),
+            self.tokenizer.decode(
+                response.output_tokens, skip_special_tokens=self.sampling.skip_special_tokens
+            ),
+            prompt.input_ids,
+            response.output_tokens,
+            **data,
+        )
+        types = token_types(prompt.mm_token_type_ids, len(response.output_tokens))
+        return episode_tensors(response, reward) | types | image_keys([images])
+
+    def _prompt(self, messages: Any, images: Sequence[bytes]) -> Prompt:
+        if isinstance(messages, str):
+            return self.processor.tokenize(messages, images)
+        return self.processor.prompt(messages, images, enable_thinking=self.enable_thinking)
+
+
+def token_types(prompt: Sequence[int], num_sampled: int) -> dict[str, Tensor]:
+    """Return `mm_token_type_ids` int32 [1, T] of a prompt's types; sampled tokens are text."""
+    return {"mm_token_type_ids": torch.tensor([[*prompt, *[0] * num_sampled]], dtype=torch.int32)}
