@@ -1,7 +1,7 @@
 """Names, dataclasses and parsers of the record format, which FORMAT.md specifies."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, TypedDict
 
@@ -25,7 +25,9 @@ from recorder.typed_json import (
 )
 
 FORMAT_VERSION = 2
+PICTURES_VERSION = 3  # of a step.json whose batches have pictures
 READABLE_VERSIONS = (1, 2)
+READABLE_STEPS = (*READABLE_VERSIONS, PICTURES_VERSION)
 RECORD_FILE = "record.json"
 STEP_FILE = "step.json"
 ANCHOR_FILE = "anchor.json"
@@ -40,6 +42,7 @@ UNFINISHED_FILES = frozenset(f"{name}.tmp" for name in TOP_FILES)
 LOCK_FILE = "writer.lock"
 STEPS_FOLDER = "steps"
 ANCHORS_FOLDER = "anchors"
+IMAGES_FOLDER = "images"  # pictures of all steps, named by the sha256 of their bytes
 # safetensors dtype -> NumPy dtype of the stored bytes, little-endian. NumPy has no bfloat16 and no
 # 8-bit floats: their bits are kept in unsigned integers.
 NUMPY_TYPES = {
@@ -78,6 +81,17 @@ BATCH_KEYS = {
 AGENT_KEYS = dict.fromkeys(("episode", "branch", "parent_turn", "failure"), ("int", "row")) | {
     "turns": ("int", "token")
 }
+# what batches with pictures have, by axis; what IMAGE_FORMS lists, of each kind all or none
+IMAGE_KEYS = {
+    "image_count": "row",
+    "image_bytes": "image",
+    "image_sha256": "image",
+    "image_units": "image",
+    "image_grid_thw": "image",
+    "pixel_values": "unit",
+}
+IMAGE_FORMS = (("image_bytes", "image_sha256"), ("image_units", "pixel_values"))
+IMAGE_DATA = "image_data"  # bytes of all pictures of a trainer's batch, one after another
 # what batches of other trainers have besides, and the bit of `unknown` for each value of a row
 OTHER_TRAINER_KEYS = dict.fromkeys(("unknown", "prompt_length"), ("int", "row"))
 UNKNOWN_BITS = {
@@ -100,6 +114,8 @@ FILE_KINDS = {
 }
 LARGEST_HEADER = 100_000_000  # bytes, as in the safetensors library
 LARGEST_ROW = 1 << 24  # tokens
+LARGEST_PICTURE = 1 << 26  # bytes
+LARGEST_PICTURES = 1 << 34  # bytes of all pictures of a batch, repeated ones counted each time
 # largest values of what readers look up or decode; the smallest is 0
 LARGEST_VALUES = {
     "input_ids": 2**31 - 1,
@@ -107,6 +123,9 @@ LARGEST_VALUES = {
     "branch": 11,
     "failure": 5,
     "prompt_length": LARGEST_ROW,
+    "image_count": LARGEST_ROW,
+    "image_bytes": LARGEST_PICTURE,
+    "image_units": LARGEST_ROW,
 }
 LARGEST_SHAPE = 1 << 40  # elements, counted without the dimensions that are 0
 
@@ -189,13 +208,13 @@ class TensorEntry:
 
     `dtype` is the trainer's dtype, `stored` that of the file (integers per token use the narrowest
     type that fits); both are safetensors names. `axis` defines the first dimension: `token`, `row`,
-    or `offset` for `cu_seqlens`.
+    `offset` for `cu_seqlens`, `image`, or `unit`, an entry of the pixels of a picture.
     """
 
     dtype: Annotated[str, dtype_name]
     stored: Annotated[str, dtype_name]
     shape: tuple[Count, ...]
-    axis: Annotated[str, one_of("token", "row", "offset")]
+    axis: Annotated[str, one_of("token", "row", "offset", "image", "unit")]
     offset: Count
     size_bytes: Count
     crc32c: Checksum
@@ -212,6 +231,11 @@ class BatchEntry:
     num_tokens: Count
     padded_length: Annotated[int, integer(0, LARGEST_ROW)]
     tensors: dict[str, TensorEntry]
+
+    def length(self, axis: str) -> int:
+        """Return the size of an axis; 0 if no tensor has it."""
+        sizes = (entry.shape[:1] for entry in self.tensors.values() if entry.axis == axis)
+        return next((size for shape in sizes for size in shape), 0)
 
 
 @dataclass(frozen=True)
@@ -388,13 +412,14 @@ class TextLine(TypedDict):
     reward: float | None
 
 
-def check_version(document: dict[str, Any], file: str) -> int:
+def check_version(document: dict[str, Any], file: str, readable: tuple[int, ...] = READABLE_VERSIONS) -> int:
     """Return the format version. Raises UnknownFormat unless this code reads it."""
     found = document.get("format_version")
-    if type(found) is not int or found not in READABLE_VERSIONS:
+    if type(found) is not int or found not in readable:
+        *others, last = map(str, readable)
         raise UnknownFormat(
             f"{file} has format version {printable(repr(found), 20)}, this version of areal-debug reads "
-            f"{' and '.join(map(str, READABLE_VERSIONS))}: install the version that wrote it"
+            f"{', '.join(others)} and {last}: install the version that wrote it"
         )
     return found
 
@@ -424,14 +449,21 @@ def parse_rank_files(document: dict[str, Any], file: str) -> RankFiles:
 
 def parse_step(document: dict[str, Any], file: str) -> StepManifest:
     """Parse step.json; `file` is its name in errors."""
-    if check_version(document, file) == 1:
+    if check_version(document, file, READABLE_STEPS) == 1:
         document = {"previous": None} | document
     manifest = parse_as(StepManifest, document, file)
     check_ranks(manifest, file)
+    if manifest.format_version != PICTURES_VERSION and has_pictures(manifest.batches.values()):
+        raise DamagedRecord(file, f"has pictures, and format version {manifest.format_version}")
     for name, batch in manifest.batches.items():
         if reason := problem_of_batch(batch, BATCH_KEYS if name.startswith("batch-") else {}):
             raise DamagedRecord(file, f"describes {name} with {reason}")
     return manifest
+
+
+def has_pictures(batches: Iterable[BatchEntry]) -> bool:
+    """Return whether any of the batches has pictures."""
+    return any(IMAGE_KEYS.keys() & batch.tensors.keys() for batch in batches)
 
 
 def check_ranks(manifest: StepManifest, file: str) -> None:
@@ -472,6 +504,8 @@ def problem_of_batch(batch: BatchEntry, keys: Mapping[str, tuple[str, str]]) -> 
             wrong = (problem_of_key(batch.tensors[name], group[name]) for name in sorted(found))
             if reason := next(filter(None, wrong), None):
                 return f"a tensor of {whose} that {reason}"
+    if reason := problem_of_pictures(batch):
+        return reason
     if end != batch.size_bytes:
         return f"{end} bytes of header and tensors in {batch.size_bytes} bytes"
     if batch.num_tokens > batch.num_rows * batch.padded_length:
@@ -481,7 +515,8 @@ def problem_of_batch(batch: BatchEntry, keys: Mapping[str, tuple[str, str]]) -> 
 
 def problem_of_tensor(batch: BatchEntry, tensor: TensorEntry) -> str | None:
     """Return why a tensor's entry contradicts itself or its batch, or None."""
-    length = batch.num_tokens if tensor.axis == "token" else batch.num_rows + (tensor.axis == "offset")
+    lengths = {"token": batch.num_tokens, "row": batch.num_rows, "offset": batch.num_rows + 1}
+    length = lengths[tensor.axis] if tensor.axis in lengths else batch.length(tensor.axis)
     if tensor.shape[:1] != (length,):
         return f"has shape {list(tensor.shape)[:8]} along axis {tensor.axis}, {length} expected"
     if len(tensor.shape) > 8 or math.prod([size or 1 for size in tensor.shape]) > LARGEST_SHAPE:
@@ -490,6 +525,26 @@ def problem_of_tensor(batch: BatchEntry, tensor: TensorEntry) -> str | None:
         return f"has {tensor.size_bytes} bytes, which is not its shape in {tensor.stored}"
     if tensor.stored != tensor.dtype and not {tensor.stored, tensor.dtype} <= INTEGERS:
         return f"is stored as {tensor.stored} and read as {tensor.dtype}"
+    return None
+
+
+def problem_of_pictures(batch: BatchEntry) -> str | None:
+    """Return why the entry of a batch with pictures contradicts itself, or None."""
+    found = {name: tensor for name, tensor in batch.tensors.items() if tensor.axis in ("image", "unit")}
+    found |= {name: batch.tensors[name] for name in IMAGE_KEYS.keys() & batch.tensors.keys()}
+    for name, tensor in found.items():
+        if tensor.axis != IMAGE_KEYS.get(name):
+            return f"tensor {printable(name, 60)} along axis {tensor.axis}"
+        if name in LARGEST_VALUES and (tensor.dtype not in INTEGERS or len(tensor.shape) != 1):
+            return f"tensor {name} that is {tensor.dtype} {list(tensor.shape)}"
+    if found and "image_count" not in found:
+        return f"tensor {min(found)}, but no image_count"
+    for form in IMAGE_FORMS:
+        if found.keys() & set(form) not in (set(), set(form)):
+            return f"tensor {min(found.keys() & set(form))}, but not all of {' and '.join(form)}"
+    digests = found.get("image_sha256")
+    if digests is not None and (digests.stored, digests.dtype, digests.shape[1:]) != ("U8", "U8", (32,)):
+        return f"tensor image_sha256 that is {digests.dtype} {list(digests.shape)}"
     return None
 
 

@@ -25,6 +25,7 @@ from recorder.format import (
     END_FILE,
     FORMAT_VERSION,
     GAPS_FILE,
+    IMAGES_FOLDER,
     RECORD_FILE,
     SIGNATURE_FILE,
     SIGNED_FILE,
@@ -60,7 +61,7 @@ def check_contents(folder: Path, overwrite: bool) -> None:
         raise RecordExists(
             f"{folder} already holds a record: choose another folder, or replace it with --force (debug.overwrite=true)"
         )
-    allowed = {*TOP_FILES, STEPS_FOLDER, ANCHORS_FOLDER} if RECORD_FILE in names else set()
+    allowed = {*TOP_FILES, STEPS_FOLDER, ANCHORS_FOLDER, IMAGES_FOLDER} if RECORD_FILE in names else set()
     steps = folder / STEPS_FOLDER
     if steps.is_dir() and not any(steps.iterdir()):  # of a run that ended before record.json
         allowed.add(STEPS_FOLDER)
@@ -85,6 +86,8 @@ def clear_record(folder: Path) -> None:
                 with suppress(FileNotFoundError, NotADirectoryError):
                     (folder / name / below / committed_by).unlink()
             shutil.rmtree(folder / name)
+    if (folder / IMAGES_FOLDER).exists():  # after the steps that name them
+        shutil.rmtree(folder / IMAGES_FOLDER)
     for name in (*UNFINISHED_FILES, *TOP_FILES):
         (folder / name).unlink(missing_ok=True)
 

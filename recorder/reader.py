@@ -52,6 +52,7 @@ from recorder.format import (
     step_number,
 )
 from recorder.header import Gaps, in_ranges, parse_gaps
+from recorder.pictures.named import check_images, picture_names, read_picture
 from recorder.storage import FolderStorage, Storage, is_url, location_of
 from recorder.tensors import check_header, check_offsets, read_tensor
 
@@ -100,10 +101,12 @@ class RecordedStep:
         for key in LARGEST_VALUES.keys() & arrays.keys():
             if ((arrays[key] < 0) | (arrays[key] > LARGEST_VALUES[key])).any():
                 raise DamagedRecord(file, f"has values that are not from 0 to {LARGEST_VALUES[key]}", key)
+        if arrays.keys() & {"image_count", "image_bytes", "image_units"}:
+            check_images(file, arrays, entry)
         return arrays
 
     def rows(self, rank: int, row: int) -> dict[str, np.ndarray]:
-        """Read one row of a rank: per token [length, ...], per row [...]."""
+        """Read one row of a rank: per token [length, ...], per row [...]; without its pictures."""
         _, entry = self.batch_entry(rank)
         self.check_row(rank, row)
         arrays = self.batch(rank)
@@ -111,7 +114,37 @@ class RecordedStep:
         return {
             key: array[begin:end] if entry.tensors[key].axis == "token" else array[row]
             for key, array in arrays.items()
+            if entry.tensors[key].axis in ("token", "row")
         }
+
+    def pictures(self, rank: int) -> list[tuple[str, int]] | None:
+        """Return the sha256 and size of each picture of a rank, in the order of its rows.
+
+        None if the batch has none as files: it is of text, or has pixels instead.
+        """
+        name, entry = self.batch_entry(rank)
+        if "image_sha256" not in entry.tensors:
+            return None
+        arrays = self.tensors(name, entry, ["image_sha256", "image_bytes"])
+        return list(zip(picture_names(arrays["image_sha256"]), arrays["image_bytes"].tolist(), strict=True))
+
+    def pictures_of_rows(self, rank: int) -> list[list[tuple[str, int]]]:
+        """Return the sha256 and size of the pictures of each row of a rank."""
+        found = self.pictures(rank)
+        if found is None:
+            return [[] for _ in range(self.num_rows(rank))]
+        name, entry = self.batch_entry(rank)
+        ends = np.cumsum(self.tensors(name, entry, ["image_count"])["image_count"]).tolist()
+        return [found[begin:end] for begin, end in zip([0, *ends], ends, strict=False)]
+
+    def named_pictures(self) -> dict[str, int]:
+        """Return the size of each picture of the step, on any rank, by its sha256."""
+        ranks = range(self.manifest.num_ranks)
+        return {name: size for rank in ranks for name, size in self.pictures(rank) or ()}
+
+    def picture(self, name: str, size_bytes: int) -> bytes:
+        """Read and check the picture of a sha256."""
+        return read_picture(self.storage, name, size_bytes)
 
     def known(self, rank: int, key: str) -> np.ndarray:
         """Return [rows] bool: whether the trainer knew the row's value under a key of the batch."""

@@ -14,9 +14,15 @@ import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 from recorder.format import STEPS_FOLDER, step_name
 from recorder.header import Gaps, write_gaps
+from recorder.pictures.shared import SharedPictures
+from recorder.reader import RecordedStep, read_manifest
+from recorder.storage import FolderStorage
+
+NO_PICTURES: Mapping[str, int] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -63,21 +69,35 @@ def kept_by_number(step: int, limits: Retention) -> bool:
 
 
 class KeptSteps:
-    """Rank 0's account of its record: sizes of the steps, removed and dropped steps."""
+    """Rank 0's account of its record: sizes of the steps, removed and dropped steps.
 
-    def __init__(self, record: Path, limits: Retention) -> None:
+    The bytes of a picture belong to one of the steps that have it. `ahead` is how many steps
+    another rank may be ahead of the one that is committed.
+    """
+
+    def __init__(self, record: Path, limits: Retention, ahead: int = 0) -> None:
         self.record, self.limits = record, limits
         self.sizes: dict[int, int] = {}
         self.gaps = Gaps()
+        self.pictures = SharedPictures(record, ahead)
 
     def resume(self, sizes: dict[int, int], gaps: Gaps) -> None:
-        """Start from the state that an earlier run left."""
+        """Start from the state that an earlier run left, without pictures of other steps."""
         self.sizes, self.gaps = sizes, gaps
+        if self.pictures.folder.is_dir():
+            for step in sizes:
+                self.sizes[step] += self.pictures.add(step, self.named_pictures(step))
+            self.pictures.keep_only()
 
-    def add(self, step: int, size_bytes: int) -> None:
-        """Count a committed step and remove steps beyond the limits."""
-        self.sizes[step] = size_bytes
+    def add(self, step: int, size_bytes: int, pictures: Mapping[str, int] = NO_PICTURES) -> None:
+        """Count a committed step with the sizes of its pictures; remove steps beyond the limits."""
+        self.sizes[step] = size_bytes + self.pictures.add(step, pictures)
         self.make_room()
+
+    def named_pictures(self, step: int) -> dict[str, int]:
+        """Return the size of each picture of a committed step."""
+        storage = FolderStorage(self.record)
+        return RecordedStep(storage, read_manifest(storage, step)).named_pictures()
 
     def make_room(self) -> None:
         """Remove steps beyond the limits; gaps.json is updated first."""
@@ -87,8 +107,11 @@ class KeptSteps:
         self.gaps = self.gaps.with_removed(steps)
         write_gaps(self.record, self.gaps)
         for step in steps:
+            pictures = self.named_pictures(step) if self.pictures.uses else NO_PICTURES
             shutil.rmtree(self.record / STEPS_FOLDER / step_name(step))
             del self.sizes[step]
+            heir = max(self.sizes)  # the last step is never removed
+            self.sizes[heir] += self.pictures.drop(step, pictures, heir)
 
     def check_room(self) -> None:
         """Remove what the limits allow; raise OSError (ENOSPC) if the disk is still too full."""

@@ -28,6 +28,7 @@ from recorder.errors import RecordError
 from recorder.format import (
     ANCHOR_FILE,
     FORMAT_VERSION,
+    PICTURES_VERSION,
     STEP_FILE,
     UNKNOWN_BITS,
     AnchorManifest,
@@ -37,10 +38,13 @@ from recorder.format import (
     RankFiles,
     StepLink,
     StepManifest,
+    has_pictures,
     outcome_document,
     parse_rank_files,
     rank_file,
 )
+from recorder.pictures.named import hashed
+from recorder.pictures.shared import write_pictures
 from recorder.tensors import FlatBatch, flatten, write_batch
 
 
@@ -103,7 +107,9 @@ def decode_rows(batch: FlatBatch, tokenizer: Any) -> bytes:
 
 
 def write_rank(folder: Path, rank: int, num_ranks: int, recorded: RankStep) -> RankFiles:
-    """Write one rank's files of a step, durably."""
+    """Write one rank's files of a step, durably, and its pictures that the record does not have."""
+    trained, pictures = hashed(recorded.batch)
+    write_pictures(folder.parent.parent, rank, pictures)
     documents = {
         ("plan", "json"): None if recorded.plan is None else json_bytes(vars(recorded.plan)),
         ("outcome", "json"): None
@@ -119,7 +125,7 @@ def write_rank(folder: Path, rank: int, num_ranks: int, recorded: RankStep) -> R
             write_durably(folder / name, data)
             files[name] = FileEntry(len(data), checksum(data))
     batches = {}
-    for kind, batch in (("batch", recorded.batch), ("learning", recorded.learning)):
+    for kind, batch in (("batch", trained), ("learning", recorded.learning)):
         if batch is not None:
             name = rank_file(kind, rank, num_ranks, "safetensors")
             batches[name] = write_batch(folder / name, batch)
@@ -158,13 +164,21 @@ def commit_step(
 
     `previous` is the step that was committed before it, None for the first of a record.
     """
-    batches = {name: entry for written in ranks for name, entry in written.batches.items()}
-    files = {name: entry for written in ranks for name, entry in written.files.items()}
-    manifest = StepManifest(FORMAT_VERSION, step, version, len(ranks), previous, batches, files)
+    manifest = manifest_of(step, version, ranks, previous)
     data = checksummed_bytes(vars(manifest))
     sync(folder.parent)
     commit_file(folder / STEP_FILE, data)
     return Committed(manifest.size_bytes, StepLink(step, hashlib.sha256(data).hexdigest()))
+
+
+def manifest_of(
+    step: int, version: int, ranks: Sequence[RankFiles], previous: StepLink | None
+) -> StepManifest:
+    """Return the content of step.json."""
+    batches = {name: entry for written in ranks for name, entry in written.batches.items()}
+    files = {name: entry for written in ranks for name, entry in written.files.items()}
+    format_version = PICTURES_VERSION if has_pictures(batches.values()) else FORMAT_VERSION
+    return StepManifest(format_version, step, version, len(ranks), previous, batches, files)
 
 
 def commit_anchor(folder: Path, step: int) -> None:

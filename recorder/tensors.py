@@ -19,7 +19,7 @@ import numpy as np
 from areal_core.safety.durable import write_durably
 from recorder.checksum_json import checksum
 from recorder.errors import DamagedRecord, RecordError
-from recorder.format import NUMPY_TYPES, BatchEntry, TensorEntry
+from recorder.format import IMAGE_DATA, IMAGE_KEYS, NUMPY_TYPES, BatchEntry, TensorEntry
 from recorder.storage import Storage
 
 BITS_ONLY = {"torch.bfloat16": "BF16", "torch.float8_e4m3fn": "F8_E4M3", "torch.float8_e5m2": "F8_E5M2"}
@@ -28,7 +28,10 @@ NAMES = {dtype: name for name, dtype in NUMPY_TYPES.items() if name not in BITS_
 
 @dataclass(frozen=True)
 class FlatTensor:
-    """A tensor ready to be written: `dtype` is the trainer's, `axis` as in TensorEntry."""
+    """A tensor ready to be written: `dtype` is the trainer's, `axis` as in TensorEntry.
+
+    `image_data` has the axis `byte`; `pictures.hashed` replaces it before a file is written.
+    """
 
     dtype: str
     axis: str
@@ -112,7 +115,8 @@ def sequence_lengths(attention_mask: Any) -> np.ndarray:
 def flatten(batch: Mapping[str, Any], any_padding: bool = False) -> FlatBatch:
     """Remove the padding of a batch (ARCHITECTURE.md, "The batch"). All arrays are copies.
 
-    Keys of shape [B, T, ...] are per token, all others of shape [B, ...] per row. `attention_mask`
+    Keys of pictures have axes of their own (FORMAT.md). Of the others, those of shape [B, T, ...]
+    are per token, and those of shape [B, ...] per row. `attention_mask`
     [B, T] bool gives the lengths and is not stored. Padding must be zero unless `any_padding`.
     Raises RecordError for a mask that is not bool and right-padded, and for any other shape.
     """
@@ -122,7 +126,9 @@ def flatten(batch: Mapping[str, Any], any_padding: bool = False) -> FlatBatch:
     tensors = {"cu_seqlens": FlatTensor("I64", "offset", cu_seqlens)}
     for key in sorted(set(batch) - {"attention_mask"}):
         dtype, array = as_array(batch[key])
-        if array.shape[:2] == mask_shape:
+        if key == IMAGE_DATA or key in IMAGE_KEYS:
+            tensors[key] = FlatTensor(dtype, IMAGE_KEYS.get(key, "byte"), array.copy())
+        elif array.shape[:2] == mask_shape:
             flat = without_padding(array, lengths)
             if not any_padding:
                 check_padding(key, array, lengths)

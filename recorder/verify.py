@@ -2,8 +2,8 @@
 
 import hashlib
 import os
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Container, Iterator
+from dataclasses import dataclass, field
 
 from crc32c import crc32c
 
@@ -12,6 +12,7 @@ from recorder.format import (
     ANCHOR_FILE,
     ANCHORS_FOLDER,
     END_FILE,
+    IMAGES_FOLDER,
     RECORD_FILE,
     STEP_FILE,
     STEPS_FOLDER,
@@ -33,6 +34,8 @@ from recorder.header import Gaps
 from recorder.integrity.chain import Chain, missing_steps, read_end
 from recorder.integrity.contents import Prompts, contradictions
 from recorder.lock import writer_of
+from recorder.pictures.named import PICTURE_NAME, picture_file, read_picture
+from recorder.pictures.shared import is_leftover
 from recorder.reader import (
     RecordedStep,
     numbered_folders,
@@ -126,10 +129,12 @@ def verify(path: str | os.PathLike[str], on_step: Callable[[int], None] = lambda
     missing = missing_steps(steps, checks.chain.absent, recording, gaps)
     problems += [Problem(f"{STEPS_FOLDER}/{step_name(step)}", None, "is missing") for step in missing]
     problems += of_steps
+    if len(steps_ok) + len(unfinished_steps) == len(steps):  # else nobody knows which pictures are named
+        problems += orphan_problems(storage, checks.pictures)
     for step in anchors:
         problems += anchor_problems(storage, f"{ANCHORS_FOLDER}/{step_name(step)}")
     return VerifyReport(
-        tuple(problems),
+        tuple(dict.fromkeys(problems)),  # a picture may be of several steps
         tuple(step for step in steps_ok if step not in repeated),
         tuple(sorted([*missing, *unfinished_steps])),
         end,
@@ -176,12 +181,23 @@ def has_step_file(storage: Storage, step: int) -> bool:
 
 def layout_problems(storage: Storage) -> Iterator[Problem]:
     """Yield entries that are not part of a record, at the top and among the steps and anchors."""
-    known = {STEPS_FOLDER, ANCHORS_FOLDER, *TOP_FILES, *UNFINISHED_FILES}
+    known = {STEPS_FOLDER, ANCHORS_FOLDER, IMAGES_FOLDER, *TOP_FILES, *UNFINISHED_FILES}
     names = sorted(name for name in storage.names("") if not is_lock_file(name))
     yield from (unexpected(name) for name in names if name not in known)
     for folder in (STEPS_FOLDER, ANCHORS_FOLDER):
         names = sorted(storage.names(folder))
         yield from (unexpected(f"{folder}/{name}") for name in names if step_number(name) is None)
+    for name in sorted(storage.names(IMAGES_FOLDER)):
+        if not PICTURE_NAME.fullmatch(name) and not is_leftover(name):
+            yield unexpected(picture_file(name))
+
+
+def orphan_problems(storage: Storage, named: Container[str]) -> Iterator[Problem]:
+    """Yield pictures that no step has; `named` are those that a step has."""
+    for name in sorted(storage.names(IMAGES_FOLDER)):
+        if PICTURE_NAME.fullmatch(name) and name not in named:
+            what = "is of no step: a run that was interrupted, or still records, has left it"
+            yield Problem(picture_file(name), None, what, kind="unfinished")
 
 
 def unexpected(file: str) -> Problem:
@@ -191,12 +207,16 @@ def unexpected(file: str) -> Problem:
 
 @dataclass(frozen=True)
 class StepChecks:
-    """The checks of committed steps, in ascending order; `header` is None if it is damaged."""
+    """The checks of committed steps, in ascending order; `header` is None if it is damaged.
+
+    `pictures` has the problem of each picture that was checked, or None.
+    """
 
     storage: Storage
     header: RecordHeader | None
     chain: Chain
     prompts: Prompts
+    pictures: dict[str, Problem | None] = field(default_factory=dict)
 
     def problems(self, step: int) -> Iterator[Problem]:
         """Yield the problems of a step; without step.json no others can be found."""
@@ -213,6 +233,7 @@ class StepChecks:
             yield Problem(file, None, str(error))
             return
         found = list(self.problems_of_bytes(folder, manifest))
+        found += [] if found else self.problems_of_pictures(RecordedStep(self.storage, manifest))
         yield from found
         sha256 = hashlib.sha256(data).hexdigest()
         yield from (contradiction(file, what) for what in self.chain.follow(manifest, sha256))
@@ -229,6 +250,19 @@ class StepChecks:
         yield from listed_problems(self.storage, folder, manifest)
         known = {STEP_FILE, *manifest.batches, *manifest.files}
         yield from (unexpected(f"{folder}/{n}") for n in sorted(self.storage.names(folder)) if n not in known)
+
+    def problems_of_pictures(self, step: RecordedStep) -> Iterator[Problem]:
+        """Yield the damaged pictures of a step, each of which is read once."""
+        try:
+            named = step.named_pictures()
+        except DamagedRecord as error:
+            yield damage(error)
+            return
+        for name, size_bytes in named.items():
+            if name not in self.pictures:
+                self.pictures[name] = picture_problem(self.storage, name, size_bytes)
+            if (problem := self.pictures[name]) is not None:
+                yield problem
 
     def contradictions(self, step: RecordedStep, header: RecordHeader) -> Iterator[Problem]:
         """Yield what the files of a step say about each other and cannot both be true."""
@@ -247,6 +281,15 @@ def listed_problems(storage: Storage, folder: str, manifest: StepManifest) -> It
         yield from batch_problems(storage, f"{folder}/{name}", batch)
     for name, entry in manifest.files.items():
         yield from file_problems(storage, f"{folder}/{name}", entry)
+
+
+def picture_problem(storage: Storage, name: str, size_bytes: int) -> Problem | None:
+    """Return the problem of a picture, or None."""
+    try:
+        read_picture(storage, name, size_bytes)
+    except DamagedRecord as error:
+        return damage(error)
+    return None
 
 
 def batch_problems(storage: Storage, file: str, entry: BatchEntry) -> Iterator[Problem]:

@@ -44,6 +44,7 @@ from recorder.header import check_contents, check_folder, clear_record, describe
 from recorder.integrity.chain import link_to, write_end
 from recorder.lock import lock_folder
 from recorder.outcome import OutcomeObserver
+from recorder.reader import RecordedStep
 from recorder.resume import resume_record
 from recorder.retention import KeptSteps, Retention
 from recorder.step_files import (
@@ -52,9 +53,11 @@ from recorder.step_files import (
     commit_step,
     decode_rows,
     learning_tensors,
+    manifest_of,
     write_rank,
     write_rank_manifest,
 )
+from recorder.storage import FolderStorage
 from recorder.tensors import flatten
 
 if TYPE_CHECKING:
@@ -227,7 +230,9 @@ class RecordWriter:
         self.tokenizer: Any = None
         self.current: RankStep | None = None
         self.outcome = OutcomeObserver(self.end_step)
-        self.kept = KeptSteps(self.folder, options.retention)
+        self.kept = KeptSteps(
+            self.folder, options.retention, ahead=options.queue_steps if num_ranks > 1 else 0
+        )
         self.background = Background(self.record, options.queue_steps) if options.queue_steps else None
         self.stop_waiting = threading.Event()  # ends rank 0's wait for the others
         self.failure: str | None = None  # of this rank, in the training thread
@@ -377,10 +382,14 @@ class RecordWriter:
         ]
         self.check_lock(f"step {step.step}")
         self.kept.add_dropped(self.dropped)
+        manifest = manifest_of(step.step, step.version, ranks, self.last)
+        pictures = RecordedStep(FolderStorage(self.folder), manifest).named_pictures()
+        if self.archive is None:
+            self.kept.pictures.check(pictures)
         committed = commit_step(folder, step.step, step.version, ranks, self.last)
         self.last = committed.link
         if self.archive is None:
-            self.kept.add(step.step, committed.size_bytes)
+            self.kept.add(step.step, committed.size_bytes, pictures)
         else:
             self.archive.move_step(step.step)
 

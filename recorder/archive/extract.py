@@ -19,6 +19,7 @@ from areal_core.safety.scratch import unfinished_folder
 from recorder.archive.confined import OnStep, Progress, in_child, no_progress, write_file
 from recorder.errors import DamagedRecord, RecordExists
 from recorder.format import ANCHOR_FILE, ANCHORS_FOLDER, STEP_FILE, STEPS_FOLDER, step_name
+from recorder.pictures.named import picture_file, read_picture
 from recorder.reader import Record, open_record, read_manifest, top_files
 from recorder.storage import FolderStorage, Storage, walk
 from recorder.verify import Problem, anchor_problems, damage, listed_problems
@@ -72,6 +73,8 @@ def extract(source: str | os.PathLike[str], content: Path, progress: Progress) -
     there = [folder for folder, last in folders if is_complete(content, folder, last)]
 
     def write(on_step: OnStep) -> None:
+        for step in record.steps:
+            write_pictures(record, step, content)
         for folder, last in (*folders, *anchors):
             if folder not in there:
                 shutil.rmtree(content / folder, ignore_errors=True)
@@ -93,6 +96,15 @@ def forget_other_source(content: Path, record: Record) -> None:
         shutil.rmtree(content)
     content.mkdir(mode=0o700, exist_ok=True)
     file.write_text(digest.hexdigest())
+
+
+def write_pictures(record: Record, step: int, content: Path) -> None:
+    """Write the pictures of a step that are not there yet. Raises DamagedRecord."""
+    storage = FolderStorage(content)
+    for name, size_bytes in record.step(step).named_pictures().items():
+        if storage.size(picture_file(name)) != size_bytes:
+            write_file(record.storage, picture_file(name), content)
+        read_picture(storage, name, size_bytes)
 
 
 def is_complete(content: Path, folder: str, last: str) -> bool:

@@ -26,6 +26,7 @@ from recorder.archive.store import Layout, layout_bytes
 from recorder.errors import RecordError
 from recorder.format import ANCHORS_FOLDER, STEP_FILE, STEPS_FOLDER, step_name
 from recorder.header import clear_record
+from recorder.pictures.named import picture_file
 from recorder.reader import open_record
 from recorder.resume import remove_committed
 from recorder.retention import Retention
@@ -58,6 +59,7 @@ class LiveArchive:
         if not overwrite:
             clear_destination(location, overwrite)
         self.anchors: set[str] = set()
+        self.pictures: Layout = {}  # in the archive
 
     def begin(self) -> None:
         """Create the archive of a record without steps, from record.json in the staging folder.
@@ -81,8 +83,11 @@ class LiveArchive:
                 self.anchors.add(folder)
             shutil.rmtree(self.staging / folder)
         folder = f"{STEPS_FOLDER}/{step_name(step)}"
-        self.commit(folder, step_layout(self.stream, record, step))
+        self.commit(folder, step_layout(self.stream, record, step, self.pictures))
+        pictures = record.step(step).named_pictures()
         remove_committed(self.staging / folder, STEP_FILE)
+        for name in pictures:  # a rank that needs it for a later step may write it again
+            (self.staging / picture_file(name)).unlink(missing_ok=True)
 
     def commit(self, folder: str, layout: Layout) -> None:
         """Commit the appended parts as a step or anchor of the archive."""

@@ -11,6 +11,7 @@ import shutil
 import zipfile
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -42,10 +43,11 @@ from recorder.format import (
     step_name,
 )
 from recorder.lock import check_not_in_use
+from recorder.pictures.named import picture_file
 from recorder.reader import Record, open_record, read_checksummed, top_files
 from recorder.storage import STAGING_SUFFIX, Storage, file_blocks, is_url, location_of
 
-DOCUMENTS, CHECKPOINTS = "documents", "checkpoints"
+DOCUMENTS, CHECKPOINTS, PICTURES = "documents", "checkpoints", "pictures"
 
 
 def file_layout(stream: ArrayStream, storage: Storage, file: str, batch: BatchEntry | None) -> list[Part]:
@@ -64,16 +66,26 @@ def file_layout(stream: ArrayStream, storage: Storage, file: str, batch: BatchEn
     ]
 
 
-def step_layout(stream: ArrayStream, record: Record, step: int) -> Layout:
-    """Append the files of a step to a stream."""
-    manifest = record.step(step).manifest
+def step_layout(stream: ArrayStream, record: Record, step: int, pictures: Layout) -> Layout:
+    """Append the files of a step to a stream, and its pictures that are not in `pictures` yet."""
+    recorded = record.step(step)
+    manifest = recorded.manifest
+    named = recorded.named_pictures()
+    new = {name: size for name, size in named.items() if picture_file(name) not in pictures}
+    if new:  # in one call: each may start a shard
+        data = b"".join(recorded.picture(name, size) for name, size in new.items())
+        where = stream.append(PICTURES, "U8", data)
+        for name, end in zip(new, accumulate(new.values()), strict=True):
+            part = Part(where.array, where.offset + end - new[name], new[name], "U8")
+            pictures[picture_file(name)] = [part]
     names = [*manifest.batches, *manifest.files]
     folder = f"{STEPS_FOLDER}/{step_name(step)}"
     layout = {
         name: file_layout(stream, record.storage, f"{folder}/{name}", manifest.batches.get(name))
         for name in names
     }
-    return layout | {STEP_FILE: file_layout(stream, record.storage, f"{folder}/{STEP_FILE}", None)}
+    layout[STEP_FILE] = file_layout(stream, record.storage, f"{folder}/{STEP_FILE}", None)
+    return layout | {picture_file(name): pictures[picture_file(name)] for name in named}
 
 
 def anchor_layout(stream: ArrayStream, record: Record, anchor: int) -> Layout:
@@ -111,15 +123,18 @@ def write_archive(record: Record, location: str, anchors: bool, on_step: OnStep)
     group = create_group(location)
     stream = ArrayStream(group, "all", packed=True, leftover=None if is_url(location) else Path(location))
     layouts: dict[str, Part] = {}
-    sizes: list[int] = []
+    sizes: dict[str, int] = {}
+    pictures: Layout = {}
 
     def add(folder: str, layout: Layout) -> None:
-        sizes.extend(part.size_bytes for parts in layout.values() for part in parts)
+        for name, parts in layout.items():
+            place = name if name in pictures else f"{folder}/{name}"
+            sizes[place] = sum(part.size_bytes for part in parts)
         layouts[folder] = stream.append(DOCUMENTS, "U8", layout_bytes(layout))
 
     add("", top_layout(stream, record.storage))
     for step in record.steps:
-        add(f"{STEPS_FOLDER}/{step_name(step)}", step_layout(stream, record, step))
+        add(f"{STEPS_FOLDER}/{step_name(step)}", step_layout(stream, record, step, pictures))
         on_step(step)
     for anchor in record.anchors() if anchors else ():
         add(f"{ANCHORS_FOLDER}/{step_name(anchor)}", anchor_layout(stream, record, anchor))
@@ -129,7 +144,7 @@ def write_archive(record: Record, location: str, anchors: bool, on_step: OnStep)
     if not is_url(location):
         sync_files(Path(location))
     commit_top(group, layouts[""])
-    return sum(sizes), stream.num_kept
+    return sum(sizes.values()), stream.num_kept
 
 
 @dataclass(frozen=True)

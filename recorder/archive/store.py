@@ -8,7 +8,8 @@ store:
       <stream>/documents            uint8: JSON, safetensors headers, text, layouts
       <stream>/input_ids.I32 ...    one array per key of the batch, in the stored dtype
       <stream>/checkpoints          uint8: files of anchors
-      steps/000042/zarr.json        attributes: layout of that step; written last: the commit
+      <stream>/pictures             uint8: pictures, whose parts steps share
+      steps/000042/zarr.json        attributes: layout of that step and its pictures; written last: the commit
       anchors/000040/zarr.json      the same for an anchor
 
 Each writer appends to a stream of its own (`ArrayStream`). Arrays are sharded and compressed, with
@@ -37,7 +38,15 @@ from recorder.archive.confined import in_child, write_file
 from recorder.archive.objects import Objects, open_objects
 from recorder.checksum_json import parse_checksummed
 from recorder.errors import DamagedRecord, NotARecord, RecordError, RecordNotFound, UnknownFormat
-from recorder.format import ANCHOR_FILE, ANCHORS_FOLDER, NUMPY_TYPES, STEPS_FOLDER, parse_anchor
+from recorder.format import (
+    ANCHOR_FILE,
+    ANCHORS_FOLDER,
+    IMAGES_FOLDER,
+    NUMPY_TYPES,
+    STEPS_FOLDER,
+    parse_anchor,
+    step_number,
+)
 
 ARCHIVE_VERSION = 1
 VERSION_ATTRIBUTE, LAYOUT_ATTRIBUTE = "areal_debug_archive", "layout"
@@ -101,19 +110,29 @@ def parse_part(document: Any) -> Part:
 
 @dataclass
 class ArchiveStorage:
-    """The files of a record, rebuilt from a zarr store; see Storage. `location` is for messages."""
+    """The files of a record, rebuilt from a zarr store; see Storage. `location` is for messages.
+
+    `pictures` are those of the steps whose layouts were read.
+    """
 
     location: str
     objects: Objects
     zeros: Zeros
     layouts: dict[str, Layout] = field(default_factory=dict)
+    pictures: Layout = field(default_factory=dict)
     arrays: dict[str, ArchivedArray] = field(default_factory=dict)
 
     def names(self, folder: str) -> list[str]:
         """See Storage."""
         if folder == "":
             folders = {STEPS_FOLDER, ANCHORS_FOLDER}.intersection(self.children(""))
+            folders |= {IMAGES_FOLDER} if self.names(IMAGES_FOLDER) else set()
             return [*self.layout_of("")[0], *sorted(folders)]
+        if folder == IMAGES_FOLDER:
+            for step in self.children(STEPS_FOLDER):
+                if step_number(step) is not None:
+                    self.layout_of(f"{STEPS_FOLDER}/{step}/")
+            return [name.removeprefix(f"{IMAGES_FOLDER}/") for name in self.pictures]
         if folder in (STEPS_FOLDER, ANCHORS_FOLDER):
             return self.children(folder)
         layout, below = self.layout_of(folder + "/")
@@ -161,6 +180,8 @@ class ArchiveStorage:
         The layout is empty if there is no such step or anchor.
         """
         folder, name = "", file
+        if file.startswith(f"{IMAGES_FOLDER}/"):  # the step that names it has been read
+            return self.pictures, file
         if file.count("/") > 1:
             top, number, name = file.split("/", 2)
             folder = f"{top}/{number}"
@@ -168,7 +189,9 @@ class ArchiveStorage:
             found = self.read_layout(folder)
             if found is None:  # not cached: the run may still be recording
                 return {}, name
-            self.layouts[folder] = found
+            shared = {path for path in found if path.startswith(f"{IMAGES_FOLDER}/")} if folder else set()
+            self.pictures.update({path: found[path] for path in shared})
+            self.layouts[folder] = {path: parts for path, parts in found.items() if path not in shared}
         return self.layouts[folder], name
 
     def read_layout(self, folder: str) -> Layout | None:

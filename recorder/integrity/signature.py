@@ -21,12 +21,14 @@ from recorder.checksum_json import MAX_JSON_BYTES, checksummed_bytes, parse_chec
 from recorder.errors import BadSignature, RecordError
 from recorder.format import (
     FORMAT_VERSION,
+    IMAGES_FOLDER,
     SIGNATURE_FILE,
     SIGNED_FILE,
     UNFINISHED_FILES,
     SignedFile,
     parse_signed,
 )
+from recorder.pictures.shared import is_leftover
 from recorder.reader import open_record, read_small
 from recorder.storage import FolderStorage, Storage, file_blocks, walk
 from recorder.verify import verify
@@ -84,7 +86,8 @@ def sign_record(record: Path, key: Path) -> int:
 def signable_files(storage: Storage) -> Iterator[tuple[str, SignedFile]]:
     """Yield every file but the signature and what a killed process left, with its sha256."""
     for name in walk(storage, ""):
-        if name not in {SIGNED_FILE, SIGNATURE_FILE, *UNFINISHED_FILES}:
+        unsigned = {SIGNED_FILE, SIGNATURE_FILE, *UNFINISHED_FILES}
+        if name not in unsigned and not is_leftover(name.removeprefix(f"{IMAGES_FOLDER}/")):
             yield name, identity_of(storage, name)
 
 
