@@ -145,6 +145,7 @@ def recording_options(debug: DebugConfig) -> RecordingOptions:
     return RecordingOptions(
         Recording(debug.dump_scope, debug.dump_every, steps),
         text=debug.record_text,
+        images=debug.dump_images,
         overwrite=debug.overwrite,
         queue_steps=debug.dump_queue_steps,
         when_slow=debug.dump_when_slow,

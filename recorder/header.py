@@ -101,6 +101,8 @@ def describe_run(facts: Mapping[str, Any], recording: Recording = Recording()) -
     fingerprint = environment()
     if "trainer" in facts:
         fingerprint = environment(facts["code"]) | {"trainer": facts["trainer"]}
+    if "processor" in facts and facts["processor"] is not None:
+        fingerprint |= {"image_processor": facts["processor"].identity()}
     return RecordHeader(
         format_version=FORMAT_VERSION,
         created=datetime.now(UTC).isoformat(timespec="seconds"),

@@ -142,6 +142,12 @@ class RecordedStep:
         ranks = range(self.manifest.num_ranks)
         return {name: size for rank in ranks for name, size in self.pictures(rank) or ()}
 
+    def image_data(self, rank: int) -> np.ndarray:
+        """Return the bytes of a rank's pictures one after another, as the trainer had them: U8."""
+        found = self.pictures(rank) or []
+        each = {name: self.picture(name, size) for name, size in dict(found).items()}
+        return np.frombuffer(bytearray().join(each[name] for name, _ in found), np.uint8)
+
     def picture(self, name: str, size_bytes: int) -> bytes:
         """Read and check the picture of a sha256."""
         return read_picture(self.storage, name, size_bytes)

@@ -44,6 +44,7 @@ from recorder.header import check_contents, check_folder, clear_record, describe
 from recorder.integrity.chain import link_to, write_end
 from recorder.lock import lock_folder
 from recorder.outcome import OutcomeObserver
+from recorder.pictures.named import with_pixels
 from recorder.reader import RecordedStep
 from recorder.resume import resume_record
 from recorder.retention import KeptSteps, Retention
@@ -78,6 +79,8 @@ class RecordingOptions:
 
     Attributes:
         text: also store decoded prompts and completions, and the calls of agents.
+        images: "original", the files of pictures, or "pixels", what the trainer's processor makes
+            of them; pixels that the batch has are stored in either case.
         overwrite: replace an existing record, unless the run resumes it.
         first_step: not 0 for a resumed run, which then resumes its record if there is one.
         queue_steps: how many steps may be queued for the disk; 0 writes each step synchronously.
@@ -87,6 +90,7 @@ class RecordingOptions:
 
     recording: Recording = field(default_factory=Recording)
     text: bool = False
+    images: str = "original"
     overwrite: bool = False
     first_step: int = 0
     queue_steps: int = 0
@@ -228,6 +232,7 @@ class RecordWriter:
             notify,
         )
         self.tokenizer: Any = None
+        self.processor: Any = None  # of pictures, in a run that records pixels
         self.current: RankStep | None = None
         self.outcome = OutcomeObserver(self.end_step)
         self.kept = KeptSteps(
@@ -284,6 +289,8 @@ class RecordWriter:
             # a copy: the writer thread decodes while the run encodes, and a fast tokenizer is not
             # thread-safe
             self.tokenizer = copy.deepcopy(facts["tokenizer"])
+        if self.options.images == "pixels" and "processor" in facts:
+            self.processor = facts["processor"]
         states = self.agree()  # every rank has checked the folder before rank 0 writes into it
         if self.rank == 0 and self.ended is None:
             try:
@@ -366,6 +373,8 @@ class RecordWriter:
             self.kept.check_room()
         if self.tokenizer is not None and step.text is None:
             step = replace(step, text=decode_rows(step.batch, self.tokenizer))
+        if self.processor is not None:
+            step = replace(step, batch=with_pixels(step.batch, self.processor))
         folder = self.step_folder(step)
         self.check_lock(f"step {step.step}")
         folder.mkdir(parents=True, exist_ok=True)

@@ -14,7 +14,7 @@ from areal_core.batch import Batch, pad_and_concat, scatter_tokens, select_rows,
 from areal_core.engine.determinism import set_rng_state
 from areal_core.rollout.source import TrainedWeights
 from recorder import Record, RecordedStep
-from recorder.format import BATCH_KEYS, TensorEntry
+from recorder.format import BATCH_KEYS, IMAGE_DATA, IMAGE_KEYS, TensorEntry
 
 # NumPy lacks these types; the recorder returns their bits
 TORCH_ONLY = {"BF16": torch.bfloat16, "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2}
@@ -66,22 +66,31 @@ class RecordedRollouts(WithoutEngine):
 def recorded_batch(recorded: RecordedStep, rank: int) -> Batch:
     """Return the batch of a rank in a step, padded as it was.
 
-    Of another trainer's batch it has the keys that every batch has; a token whose version is
-    unknown counts as sampled by the weights of the step.
+    Pictures are their bytes again. Of another trainer's batch it has the keys that every batch has,
+    and those of pictures; a token whose version is unknown counts as sampled by the weights of the
+    step.
     """
     _, entry = recorded.batch_entry(rank)
     arrays = recorded.batch(rank)
     lengths = np.diff(arrays.pop("cu_seqlens"))
     if "unknown" in arrays:
-        arrays = {key: arrays[key] for key in BATCH_KEYS if key in arrays}
+        kept = (*BATCH_KEYS, *IMAGE_KEYS, "mm_token_type_ids")
+        arrays = {key: arrays[key] for key in kept if key in arrays}
         guessed = ~np.repeat(recorded.known(rank, "versions"), lengths) & arrays["loss_mask"].astype(bool)
         arrays["versions"][guessed] = recorded.manifest.version - 1
     mask = torch.from_numpy(np.arange(entry.padded_length) < lengths[:, None])
+    pictures = {}
+    if arrays.pop("image_sha256", None) is not None:
+        pictures[IMAGE_DATA] = torch.from_numpy(recorded.image_data(rank))
     tensors = {key: as_tensor(array, entry.tensors[key]) for key, array in arrays.items()}
-    return {"attention_mask": mask} | {
-        key: scatter_tokens(tensor, mask) if entry.tensors[key].axis == "token" else tensor
-        for key, tensor in tensors.items()
-    }
+    return (
+        {"attention_mask": mask}
+        | {
+            key: scatter_tokens(tensor, mask) if entry.tensors[key].axis == "token" else tensor
+            for key, tensor in tensors.items()
+        }
+        | pictures
+    )
 
 
 def redistribute(batches: list[Batch], rank: int, size: int) -> Batch:

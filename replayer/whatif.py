@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from areal_core.batch import FINISH_REASONS, Batch, select_rows
+from areal_core.batch import FINISH_REASONS, RAGGED, Batch, select_rows
 from areal_core.errors import RewardError
 from areal_core.reward import RewardPool
 from areal_core.rollout.source import RolloutSource, TrainedWeights
@@ -90,8 +90,8 @@ def check_batch(edited: object, before: Batch, step: int) -> None:
             raise WrongEdit(
                 f"step {step}: {key} became {tensor.dtype} {list(tensor.shape)}, it was {before[key].dtype}"
             )
-    if len({len(tensor) for tensor in edited.values()}) != 1:
-        rows = {key: len(tensor) for key, tensor in edited.items()}
+    rows = {key: len(tensor) for key, tensor in edited.items() if key not in RAGGED}
+    if len(set(rows.values())) != 1:
         raise WrongEdit(f"step {step}: tensors of the edited batch have different numbers of rows: {rows}")
 
 

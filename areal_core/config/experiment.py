@@ -131,6 +131,11 @@ class DebugConfig:
         "Contents of a recorded step: its batch; also its plan and outcome; also the training inputs per token.",
         ("rollout", "plan", "full"),
     )
+    dump_images: str = option(
+        "original",
+        "Pictures of a recorded step: their files, each once per record, or the pixels that the model gets.",
+        ("original", "pixels"),
+    )
     dump_steps: list[int] | None = option(None, "Steps to record; empty: those of dump_every.")
     dump_every: int = option(1, "Record every n-th step.", limits=AT_LEAST_1)
     dump_queue_steps: int = option(

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from areal_core.batch import Batch, pack, select_rows, sequence_lengths
+from areal_core.batch import RAGGED, Batch, pack, select_rows, sequence_lengths
 from areal_core.engine.determinism import rng_state, set_rng_state
 from areal_core.engine.fsdp import FSDPEngine
 from areal_core.engine.sharding import fsdp_module
@@ -74,6 +74,15 @@ def check_weights(record: Record, trainer: PPOTrainer, step: int) -> None:
         raise ReplayError(
             f"the anchor at step {step} has other weights than step {step - 1} left: {wrong[0]}"
         )
+
+
+def placeholders_end(batch: Batch) -> list[int]:
+    """Return how many tokens at the start of each row stay: those up to its last picture's."""
+    if "mm_token_type_ids" not in batch:
+        return [1] * len(batch["rewards"])
+    of_picture = batch["mm_token_type_ids"] != 0  # [B, T]
+    positions = torch.arange(1, of_picture.shape[1] + 1)
+    return (of_picture * positions).amax(dim=1).clamp(min=1).tolist()
 
 
 @dataclass(frozen=True)
@@ -160,8 +169,12 @@ class Bench:
         """Return the rows of all ranks, in the order of their prompts."""
         lengths = sequence_lengths(self.batch).tolist()
         names = zip(self.batch["prompt_id"].tolist(), self.batch["sample_id"].tolist(), strict=True)
+        fixed = placeholders_end(self.batch)
         own = [
-            ((prompt, sample), Row(self.rank, row, f"{prompt}.{sample}", tuple(range(lengths[row]))))
+            (
+                (prompt, sample),
+                Row(self.rank, row, f"{prompt}.{sample}", tuple(range(lengths[row])), fixed[row]),
+            )
             for row, (prompt, sample) in enumerate(names)
         ]
         everyone = [pair for of_rank in self.trainer.ranks.gather_leaders(own) for pair in of_rank]
@@ -174,10 +187,11 @@ class Bench:
         if all(row.tokens == self.rows_by_place[row.rank, row.row].tokens for row in own):
             return batch
         width = max(len(row.tokens) for row in own)
-        shorter = {key: t if t.dim() == 1 else t.new_zeros(len(own), width) for key, t in batch.items()}
+        per_token = {key for key, tensor in batch.items() if tensor.dim() == 2 and key not in RAGGED}
+        shorter = {key: t.new_zeros(len(own), width) if key in per_token else t for key, t in batch.items()}
         for number, row in enumerate(own):
             for key, tensor in batch.items():
-                if tensor.dim() == 2:
+                if key in per_token:
                     shorter[key][number, : len(row.tokens)] = tensor[number, list(row.tokens)]
         return shorter
 

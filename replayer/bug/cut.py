@@ -17,7 +17,7 @@ from areal_core.trainer.rl import Observer, PPOTrainer
 from recorder import Record, RecordHeader, Recording, commit_anchor, open_record
 from recorder.checksum_json import json_bytes
 from recorder.environment import environment, folder_identity
-from recorder.format import STEPS_FOLDER, BatchEntry, step_name
+from recorder.format import IMAGE_DATA, STEPS_FOLDER, BatchEntry, step_name
 from recorder.header import write_header
 from recorder.integrity.chain import write_end
 from recorder.reader import RecordedStep
@@ -271,7 +271,7 @@ def as_recorded(bench: Bench, rank: int) -> RankStep:
     found = RankStep(
         step.manifest.step,
         step.manifest.version,
-        flat_batch(step, name, entry),
+        with_image_data(step, rank, flat_batch(step, name, entry)),
         step.plan(rank),
         step.outcome(rank),
         flat_batch(step, learning, step.manifest.batches[learning])
@@ -295,6 +295,15 @@ def flat_batch(step: RecordedStep, name: str, entry: BatchEntry) -> FlatBatch:
         key: FlatTensor(tensor.dtype, tensor.axis, arrays[key]) for key, tensor in entry.tensors.items()
     }
     return FlatBatch(entry.num_rows, entry.num_tokens, entry.padded_length, tensors)
+
+
+def with_image_data(step: RecordedStep, rank: int, batch: FlatBatch) -> FlatBatch:
+    """Replace the names of pictures, which are of another record's files, by their bytes."""
+    if "image_sha256" not in batch.tensors:
+        return batch
+    tensors = {key: tensor for key, tensor in batch.tensors.items() if key != "image_sha256"}
+    tensors[IMAGE_DATA] = FlatTensor("U8", "byte", step.image_data(rank))
+    return replace(batch, tensors=tensors)
 
 
 def write_steps(folder: Path, header: RecordHeader, steps: list[RankStep], rank: int) -> None:
