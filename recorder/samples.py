@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from recorder.format import UNKNOWN_BITS
+from recorder.pictures.kinds import kind_of
 from recorder.reader import RecordedStep
 
 # a UTF-8 character has at most four bytes, and a byte-level token at least one
@@ -48,11 +49,23 @@ class Branch:
 
 
 @dataclass(frozen=True)
+class Picture:
+    """A picture of a row by the sha256 of its file, which `images/SHA256` of the record has.
+
+    `kind` is its format and size in pixels, as its header has them.
+    """
+
+    sha256: str
+    size_bytes: int
+    kind: str
+
+
+@dataclass(frozen=True)
 class Sample:
     """A row of a step on a rank; `place` is None unless an agent's calls were recorded.
 
     Where token ids are unknown, `text` has prompt and completion, and `tokens` is None unless their
-    number is known. `scores` are further numbers of another trainer, such as terms of the reward.
+    number is known. `images` are its pictures, in the order of the prompt. `scores` are further numbers of another trainer, such as terms of the reward.
     """
 
     step: int
@@ -66,6 +79,7 @@ class Sample:
     place: Branch | None = None
     text: tuple[str, str] | None = None
     scores: dict[str, float | None] = field(default_factory=dict)
+    images: tuple[Picture, ...] = ()
 
 
 def read_samples(
@@ -75,6 +89,7 @@ def read_samples(
     arrays = step.batch(rank)
     known = {key: step.known(rank, key) for key in UNKNOWN_BITS}
     texts = None if known["input_ids"].all() else step.text(rank)
+    pictures = step.pictures_of_rows(rank)
 
     def value(key: str, row: int) -> Any:
         return arrays[key][row].item() if known[key][row] else None
@@ -101,9 +116,15 @@ def read_samples(
                     for key, column in arrays.items()
                     if key.startswith(SCORES)
                 },
+                images=tuple(picture_of(step, *named) for named in pictures[row]),
             )
         )
     return samples
+
+
+def picture_of(step: RecordedStep, name: str, size_bytes: int) -> Picture:
+    """Return a picture of a step. Raises DamagedRecord."""
+    return Picture(name, size_bytes, str(kind_of(step.picture(name, size_bytes))))
 
 
 def tokens_of(
@@ -123,8 +144,19 @@ def tokens_of(
     logprobs = [None if x is None or math.isnan(x) else x for x in column("logprobs", np.float64)]
     ids = column("input_ids", int)
     texts = token_texts(ids, decode) if known["input_ids"][row] else [UNKNOWN] * len(ids)
+    if decode is not None and "mm_token_type_ids" in arrays:
+        texts = with_images_named(texts, arrays["mm_token_type_ids"][here])
     columns = texts, column("loss_mask", bool), logprobs, column("versions", int)
     return tuple(Token(*values) for values in zip(ids, *columns, strict=True))
+
+
+def with_images_named(texts: list[str], types: np.ndarray) -> list[str]:
+    """Replace the text of each run of placeholders, whose type is not 0, by one phrase."""
+    edges = np.flatnonzero(np.diff(np.concatenate([[0], types != 0, [0]])))
+    named = list(texts)
+    for begin, end in zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True):
+        named[begin:end] = [f"[image: {end - begin} tokens]", *[""] * (end - begin - 1)]
+    return named
 
 
 def place_of(arrays: dict[str, np.ndarray], row: int) -> Branch:

@@ -148,6 +148,9 @@ def print_sample(sample: "Sample", as_table: bool, recorded_text: list[dict[str,
     """Print a row under its heading, as coloured text or as one line per token."""
     out = console()
     out.print(heading(sample))
+    for number, image in enumerate(sample.images):
+        size = format_bytes(image.size_bytes)
+        out.print(styled("[dim]image {}: {}, {}, images/{}[/dim]", number, image.kind, size, image.sha256))
     out.print(token_table(sample.tokens) if as_table and sample.tokens else text_of(sample, recorded_text))
 
 

@@ -118,6 +118,13 @@ def print_imported(imported: "Imported", destination: Path) -> None:
 @click.option(
     "--hub", metavar="USER/NAME", help="With hf: also send the dataset to the Hugging Face Hub, private."
 )
+@click.option(
+    "--images",
+    type=click.Choice(("bytes", "files")),
+    default="bytes",
+    show_default=True,
+    help="With jsonl, parquet and hf: pictures in the table, or files in DESTINATION.images and their paths.",
+)
 @click.option("--public", is_flag=True, help="With --hub: let anybody read it.")
 @step_option("all steps")
 @force_option
@@ -130,6 +137,7 @@ def export(
     destination: Path,
     hub: str | None,
     public: bool,
+    images: str,
     step: int | None,
     force: bool,
     as_json: bool,
@@ -150,6 +158,7 @@ def export(
         destination=destination,
         step=step,
         force=force,
+        images=images,
         as_json=as_json,
     )
     if hub is not None:
@@ -161,12 +170,19 @@ def export(
 @reads_untrusted("record", outputs="destination", cpu_s=60)  # importing torch takes up to 10
 @errors_as_sentences
 def export_confined(
-    record: Path, format_name: str, destination: Path, step: int | None, force: bool, as_json: bool
+    record: Path,
+    format_name: str,
+    destination: Path,
+    step: int | None,
+    force: bool,
+    images: str,
+    as_json: bool,
 ) -> None:
     """Write files, in a confined child, and print what was written."""
     from recorder.exporters.exporting import export_record
 
-    print_exported(export_record(record, format_name, destination, step, force), format_name, as_json)
+    exported = export_record(record, format_name, destination, step, force, images)
+    print_exported(exported, format_name, as_json)
 
 
 def export_to_service(record: Path, service: str, folder: Path, step: int | None, as_json: bool) -> None:

@@ -1,5 +1,6 @@
 """Samples as Arrow: record batches, a table, a data frame. What is unknown is null."""
 
+import json
 import math
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -9,6 +10,7 @@ import numpy as np
 from recorder.errors import RecordError
 from recorder.exporters.sample_columns import (
     MICRO_BATCH,
+    PICTURE,
     Column,
     Field,
     Layout,
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
     import pandas
     import pyarrow
 
+IMAGES_FEATURE = {"feature": {"_type": "Image"}, "_type": "List"}
 MOST_VALUES = 2**31 - 1  # in the lists of one array
 
 
@@ -33,6 +36,8 @@ def type_of(field: Field) -> "pyarrow.DataType":
     if field.dtype == MICRO_BATCH:
         members = [(name, pyarrow.from_numpy_dtype(MICRO_BATCH[name])) for name in MICRO_BATCH.names or ()]
         return pyarrow.list_(pyarrow.struct(members))
+    if field.dtype == PICTURE:
+        return pyarrow.list_(pyarrow.struct([("bytes", pyarrow.binary()), ("path", pyarrow.string())]))
     inner = pyarrow.from_numpy_dtype(field.dtype)
     for _ in range(field.depth + field.is_list):
         inner = pyarrow.list_(inner)
@@ -40,10 +45,13 @@ def type_of(field: Field) -> "pyarrow.DataType":
 
 
 def schema_of(fields: Iterable[Field]) -> "pyarrow.Schema":
-    """Return the schema of columns."""
+    """Return the schema of columns; pictures are those of `datasets` to it."""
     import pyarrow
 
-    return pyarrow.schema([(field.name, type_of(field)) for field in fields])
+    columns = [(field.name, type_of(field)) for field in fields]
+    features = {name: IMAGES_FEATURE for name, _ in columns if name == "images"}
+    metadata = {"huggingface": json.dumps({"info": {"features": features}})} if features else None
+    return pyarrow.schema(columns, metadata)
 
 
 def array_of(field: Field, column: Column) -> "pyarrow.Array":
@@ -63,6 +71,12 @@ def flat_array(field: Field, values: Any, known: np.ndarray | None) -> "pyarrow.
     if field.dtype == MICRO_BATCH:
         names = MICRO_BATCH.names or ()
         return pyarrow.StructArray.from_arrays([number_array(values[name]) for name in names], list(names))
+    if field.dtype == PICTURE:
+        columns = [
+            pyarrow.array(values["bytes"].tolist(), pyarrow.binary()),
+            pyarrow.array(values["path"].tolist(), pyarrow.string()),
+        ]
+        return pyarrow.StructArray.from_arrays(columns, list(PICTURE.names or ()))
     values = values.astype(field.dtype, copy=False)
     if values.ndim == 1:
         return number_array(values, known)

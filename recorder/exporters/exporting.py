@@ -1,15 +1,15 @@
 """Export a record as a file of another tool."""
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from recorder.errors import RecordError
 from recorder.exporters import hugging_face, jsonl, logged, parquet, pt, slime
-from recorder.reader import Record, open_record
+from recorder.reader import open_record
 
-FORMATS: dict[str, Callable[[Record, Path, Sequence[int], bool], list[Path]]] = {
+FORMATS: dict[str, Callable[..., list[Path]]] = {
     "jsonl": jsonl.write,
     "parquet": parquet.write,
     "pt": pt.write,
@@ -17,17 +17,24 @@ FORMATS: dict[str, Callable[[Record, Path, Sequence[int], bool], list[Path]]] = 
     "hf": hugging_face.write,
     "lines": logged.write,  # what is logged to Weights & Biases or Trackio
 }
+TABLES = ("jsonl", "parquet", "hf")
 TABLE_LACKS = ("plans, statistics, checksums and anchors",)
 # Data that each format cannot represent.
 LOST = {
     "jsonl": TABLE_LACKS,
     "parquet": TABLE_LACKS,
     "hf": TABLE_LACKS,
-    "lines": ("plans, checksums and anchors", "values per token"),
-    "pt": ("plans, outcomes, anchors and text", "what the trainer computed", "the rank of each row"),
+    "lines": ("plans, checksums and anchors", "values per token", "pictures"),
+    "pt": (
+        "plans, outcomes, anchors and text",
+        "pictures",
+        "what the trainer computed",
+        "the rank of each row",
+    ),
     "slime": (
         "plans, outcomes and anchors",
         "what the trainer computed",
+        "pictures",
         "the weight version of each token, if a sample has several",
     ),
 }
@@ -49,12 +56,14 @@ def export_record(
     destination: Path,
     step: int | None = None,
     overwrite: bool = False,
+    images: str = "bytes",
 ) -> Exported:
     """Write the steps of a record, or one of them, in the format of another tool.
 
     Args:
         destination: a file; a format with one file per step needs `{step}` in the name if there are
             several. A folder for "hf", and for "parquet" unless the name ends in .parquet.
+        images: in a table, "bytes" of pictures, or the paths of "files" in DESTINATION.images.
 
     Raises:
         RecordError: the record cannot be read, or the destination exists.
@@ -65,5 +74,8 @@ def export_record(
         raise RecordError(f"{record.path} has no finished step: there is nothing to export")
     if not destination.parent.is_dir():
         raise RecordError(f"{destination.parent} is not a folder: create it first")
-    files = FORMATS[format_name](record, destination, steps, overwrite)
+    options = {}
+    if format_name in TABLES and images == "files":
+        options["pictures"] = destination.with_name(f"{destination.name}.images")
+    files = FORMATS[format_name](record, destination, steps, overwrite, **options)
     return Exported(tuple(map(str, files)), tuple(steps), LOST[format_name])

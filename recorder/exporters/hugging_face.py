@@ -19,12 +19,14 @@ from recorder.reader import Record
 DATA_FILE, STATE_FILE, INFO_FILE = "data-00000-of-00001.arrow", "state.json", "dataset_info.json"
 
 
-def write(record: Record, folder: Path, steps: Sequence[int], overwrite: bool) -> list[Path]:
+def write(
+    record: Record, folder: Path, steps: Sequence[int], overwrite: bool, pictures: Path | None = None
+) -> list[Path]:
     """Write one dataset with all steps, atomically."""
     import pyarrow
 
     check_folder(folder, overwrite, lambda place: (place / STATE_FILE).is_file())
-    layout = layout_of_steps(record, steps)
+    layout = layout_of_steps(record, steps, pictures)
     state: dict[str, Any] = {
         "_data_files": [{"filename": DATA_FILE}],
         "_fingerprint": secrets.token_hex(8),  # names what is computed from the dataset, in a cache

@@ -8,6 +8,7 @@ Row groups are small, so that a viewer can read a single sample.
 
 import os
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
@@ -25,21 +26,23 @@ ROW_GROUP = 64
 PARTITION, FILE_NAME = "step=", "part-0.parquet"
 
 
-def write(record: Record, place: Path, steps: Sequence[int], overwrite: bool) -> list[Path]:
+def write(
+    record: Record, place: Path, steps: Sequence[int], overwrite: bool, pictures: Path | None = None
+) -> list[Path]:
     """Write one file with all steps, or a folder with a file per step, atomically."""
     is_file = place.suffix == ".parquet" or (place.exists() and not place.is_dir())
     if is_file:
         check_file(place, overwrite)
     else:
         check_folder(place, overwrite, is_table)
-    layout = layout_of_steps(record, steps)
+    layout = layout_of_steps(record, steps, pictures)
     if is_file:
         with replacing(place) as file:
             write_batches(file, layout, batches(record, steps, layout))
         return [place]
     # the folder's name is the column; with leading zeros DuckDB would take it for text
     names = [f"{PARTITION}{step}/{FILE_NAME}" for step in steps]
-    others = Layout(tuple(f for f in layout.fields if f.name != "step"), layout.from_elsewhere)
+    others = replace(layout, fields=tuple(f for f in layout.fields if f.name != "step"))
     with unfinished_folder(place) as content:
         for step, name in zip(steps, names, strict=True):
             (content / name).parent.mkdir(parents=True)

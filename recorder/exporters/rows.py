@@ -1,6 +1,7 @@
 """The samples of a record for exporters, ordered by step, rank and row; and names of files."""
 
 from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,12 @@ from recorder.reader import Record
 STEP_FIELD = "{step}"
 
 
-def layout_of_steps(record: Record, steps: Sequence[int]) -> Layout:
-    """Return the columns of some steps. Raises StepNotRecorded, DamagedRecord."""
-    return layout_of(record, map(record.step, steps))
+def layout_of_steps(record: Record, steps: Sequence[int], pictures: Path | None = None) -> Layout:
+    """Return the columns of some steps; pictures are bytes, or files in the folder `pictures`.
+
+    Raises StepNotRecorded, DamagedRecord.
+    """
+    return replace(layout_of(record, map(record.step, steps)), pictures=pictures)
 
 
 def read_rows(

@@ -11,12 +11,15 @@ is shifted by one, so that a row's first token has none, unless another trainer 
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from areal_core.safety.durable import commit_file
 from recorder.errors import DamagedRecord
-from recorder.format import BATCH_KEYS, NUMPY_TYPES, TensorEntry
+from recorder.format import BATCH_KEYS, IMAGE_KEYS, NUMPY_TYPES, TensorEntry
+from recorder.pictures.kinds import UNKNOWN, kind_of
 from recorder.reader import Record, RecordedStep
 
 FINISH_REASONS = np.array(["stop", "length", "abort"])  # by number
@@ -39,7 +42,8 @@ FIRST = {
     "logprobs": ("batch", "logprobs", ""),
     "versions": ("batch", "versions", ""),
 }
-LAST = ("micro_batches", "prompt", "completion")
+LAST = ("micro_batches", "prompt", "completion", "images")
+PICTURE = np.dtype([("bytes", "O"), ("path", "O")])
 INNER = {"cu_seqlens", "unknown", "prompt_length"}  # tensors that are no column of their own
 WHOLE = BATCH_KEYS.keys() - {"logprobs"}  # tensors whose values are known as `unknown` says
 
@@ -66,11 +70,12 @@ class Layout:
     """The columns of some steps; `from_elsewhere` is true for a record of another trainer.
 
     Its values that are NaN, and lists of nothing but what FORMAT.md stores for a row that lacks
-    them, are not known.
+    them, are not known. Pictures are bytes, or files in the folder `pictures` and their paths.
     """
 
     fields: tuple[Field, ...]
     from_elsewhere: bool
+    pictures: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -102,9 +107,9 @@ class Column:
 
 
 def plain_value(value: Any) -> Any:
-    """Return a NumPy value as JSON types; a micro-batch as an object."""
-    if getattr(value, "dtype", None) == MICRO_BATCH:
-        return [dict(zip(MICRO_BATCH.names or (), item, strict=True)) for item in value.tolist()]
+    """Return a NumPy value as JSON types; a micro-batch and a picture as an object."""
+    if getattr(value, "dtype", None) in (MICRO_BATCH, PICTURE):
+        return [dict(zip(value.dtype.names, item, strict=True)) for item in value.tolist()]
     return value.tolist() if isinstance(value, np.ndarray | np.generic) else value
 
 
@@ -117,6 +122,9 @@ def layout_of(record: Record, steps: Iterable[RecordedStep]) -> Layout:
         for name, entry in step.manifest.batches.items():
             source = name.partition("-")[0]
             for key, tensor in entry.tensors.items():
+                if key in IMAGE_KEYS:
+                    kinds |= {"images"} if key == "image_sha256" else set()
+                    continue
                 place = (source, key, tensor.axis, len(tensor.shape))
                 dtype = dtype_of(tensor)
                 if found.setdefault(place, dtype) != dtype:
@@ -141,6 +149,8 @@ def layout_of(record: Record, steps: Iterable[RecordedStep]) -> Layout:
         fields["micro_batches"] = Field("micro_batches", "outcome", "", MICRO_BATCH, is_list=True)
     if "text" in kinds:
         fields |= {name: Field(name, "text", name, None) for name in ("prompt", "completion")}
+    if "images" in kinds:
+        fields["images"] = Field("images", "images", "", PICTURE, is_list=True)
     return Layout(tuple(fields.values()), record.header.trainer is not None)
 
 
@@ -182,6 +192,8 @@ def read_columns(
             column = None if texts is None else Column([line[field.key] for line in texts])
         elif field.source == "learning":
             column = learning.get(field.name)
+        elif field.source == "images":
+            column = pictures_of_rows(step, rank, layout.pictures)
         else:
             column = batch_column(step, rank, field, batch)
         if column is None:
@@ -311,6 +323,30 @@ def micro_batches_of(step: RecordedStep, rank: int) -> Column | None:
     counts = np.bincount(rows, minlength=num_rows)
     offsets = np.append(0, np.cumsum(counts))
     return Column(np.array(facts, MICRO_BATCH)[number[order]], offsets, counts > 0)
+
+
+def pictures_of_rows(step: RecordedStep, rank: int, folder: Path | None) -> Column | None:
+    """Return the pictures of each row; with a folder they are written there, each once."""
+    named = step.pictures(rank)
+    if named is None:
+        return None
+    each: dict[str, tuple[bytes | None, str | None]] = {}
+    for name, size_bytes in dict(named).items():
+        data = step.picture(name, size_bytes)
+        kind = kind_of(data)
+        file = f"{name}.{kind.format.lower()}" if kind != UNKNOWN else name
+        if folder is None:
+            each[name] = data, file
+            continue
+        folder.mkdir(exist_ok=True)
+        path = folder / file
+        if not (path.is_file() and path.stat().st_size == size_bytes):
+            commit_file(path, data)
+        each[name] = None, str(path)
+    values = np.empty(len(named), PICTURE)
+    values[:] = [each[name] for name, _ in named]
+    counts = [len(row) for row in step.pictures_of_rows(rank)]
+    return Column(values, np.append(0, np.cumsum(counts, dtype=np.int64)))
 
 
 def has_file(step: RecordedStep, kind: str, rank: int, suffix: str) -> bool:

@@ -12,7 +12,7 @@ import numpy as np
 
 from recorder.checksum_json import json_text
 from recorder.errors import RecordError
-from recorder.format import UNKNOWN_BITS
+from recorder.format import IMAGE_DATA, UNKNOWN_BITS
 from recorder.tensors import FlatBatch, flatten
 from recorder.trainers.sample import Sample
 
@@ -99,7 +99,7 @@ def pad(rows: Sequence[Sample], places: Sequence[Place]) -> dict[str, np.ndarray
         batch[f"scores.{name}"] = np.array(
             [np.nan if score is None else score for score in scores], np.float64
         )
-    return batch | pad_extras(rows, shape)
+    return batch | pad_extras(rows, shape) | join_pictures(rows)
 
 
 def unknown_bits(row: Sample) -> int:
@@ -132,6 +132,18 @@ def pad_extras(rows: Sequence[Sample], shape: tuple[int, int]) -> dict[str, np.n
         for number, row in enumerate(rows):
             padded[name][number, : row.num_tokens] = row.extras.get(name, fill)
     return padded
+
+
+def join_pictures(rows: Sequence[Sample]) -> dict[str, np.ndarray]:
+    """Return the pictures of all rows one after another; nothing if no row has any."""
+    pictures = [picture for row in rows for picture in row.images]
+    if not pictures:
+        return {}
+    return {
+        "image_count": np.array([len(row.images) for row in rows], np.int32),
+        "image_bytes": np.array([len(picture) for picture in pictures], np.int32),
+        IMAGE_DATA: np.frombuffer(b"".join(pictures), np.uint8),
+    }
 
 
 def unknown_value(dtype: np.dtype) -> Any:

@@ -1,6 +1,6 @@
 """A sample as a trainer has it, and how what a user gives becomes one."""
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -8,7 +8,8 @@ import numpy as np
 
 from areal_core.safety.printable import printable
 from recorder.errors import RecordError
-from recorder.format import BATCH_KEYS, LARGEST_VALUES
+from recorder.format import BATCH_KEYS, IMAGE_DATA, IMAGE_KEYS, LARGEST_VALUES
+from recorder.pictures.kinds import encoded
 
 STOP, LENGTH, ABORT = 0, 1, 2
 FINISH_REASONS = {
@@ -38,6 +39,7 @@ LEARNING = {
 GIVEN = (
     *("tokens", "prompt_tokens", "completion_tokens", "prompt_length", "loss_mask", "logprobs", "reward"),
     *("group", "finish_reason", "versions", "prompt", "completion", "scores", "extras", "learning"),
+    "images",
     *LEARNING,
 )
 
@@ -60,6 +62,7 @@ class Sample:
             "advantages", "prox_logp", "ref_logp", "values", ...
         extras: [T, ...] by name, any further values per token, such as "routed_experts".
         scores: further numbers by name, such as the terms of the reward; None for unknown ones.
+        images: the encoded files of its pictures, in the order of the prompt.
     """
 
     tokens: np.ndarray | None
@@ -74,6 +77,7 @@ class Sample:
     learning: Mapping[str, np.ndarray] = field(default_factory=dict)
     extras: Mapping[str, np.ndarray] = field(default_factory=dict)
     scores: Mapping[str, float | None] = field(default_factory=dict)
+    images: Sequence[bytes] = ()
 
     @property
     def num_tokens(self) -> int:
@@ -128,6 +132,7 @@ def parse_sample(given: Any, where: str) -> Sample:
             str(name): None if value is None else number(value, f"{where}, score {name}")
             for name, value in values.get("scores", {}).items()
         },
+        images=pictures_of(values.get("images", ()), where),
     )
     if not isinstance(sample.group, Hashable):
         raise RecordError(f"{where}: the group is a {type(sample.group).__name__}: give a number or text")
@@ -172,7 +177,18 @@ class PerToken:
 
 
 # names in a batch that no extra values may have
-RESERVED = frozenset({"attention_mask", "cu_seqlens", "unknown", "prompt_length", *LARGEST_VALUES, "turns"})
+RESERVED = frozenset(
+    {
+        "attention_mask",
+        "cu_seqlens",
+        "unknown",
+        "prompt_length",
+        "turns",
+        IMAGE_DATA,
+        *IMAGE_KEYS,
+        *LARGEST_VALUES,
+    }
+)
 
 
 def tokens_of(values: Mapping[str, Any], where: str) -> tuple[np.ndarray | None, int | None]:
@@ -239,6 +255,13 @@ def finish_reason_of(value: Any, where: str) -> int | None:
         known = ", ".join(FINISH_REASONS)
         raise RecordError(f"{where}: finish reason {printable(repr(value), 60)}, known are {known}, or None")
     return FINISH_REASONS[str(value).lower()]
+
+
+def pictures_of(values: Any, where: str) -> tuple[bytes, ...]:
+    """Return the encoded files of pictures. Raises RecordError for what is none."""
+    if not isinstance(values, list | tuple):
+        raise RecordError(f"{where}: images are {type(values).__name__}: give a list of encoded files, bytes")
+    return tuple(encoded(value, f"{where}, image {number}") for number, value in enumerate(values))
 
 
 def text_of(values: Mapping[str, Any], where: str) -> tuple[str, str] | None:

@@ -1,0 +1,86 @@
+"""Pictures of a record in the tables that exporters write, and given by another trainer."""
+
+import base64
+import hashlib
+import io
+import json
+from pathlib import Path
+
+import pyarrow.parquet
+import pytest
+from datasets import load_dataset, load_from_disk
+from PIL import Image
+
+from recorder import RecordError, open_record, verify
+from recorder.exporters.exporting import export_record
+from recorder.trainers.recorder import Recorder
+from tests.recorder.pictured import png, write_pictured_record
+
+ROWS = [[png(100 + prompt), png(9999)] for prompt in (0, 0, 1, 1)]
+
+
+@pytest.fixture
+def record(tmp_path):
+    write_pictured_record(tmp_path / "record", 2)
+    return tmp_path / "record"
+
+
+def test_json_lines_have_the_bytes_in_base64(record, tmp_path):
+    export_record(record, "jsonl", tmp_path / "x.jsonl", step=1)
+    rows = [json.loads(line) for line in (tmp_path / "x.jsonl").read_text().splitlines()]
+    assert [[base64.b64decode(p["bytes"]) for p in row["images"]] for row in rows] == ROWS
+    assert rows[0]["images"][0]["path"] == f"{hashlib.sha256(ROWS[0][0]).hexdigest()}.png"
+    assert not {key for row in rows for key in row if key.startswith(("image_", "pixel"))}
+
+
+def test_pictures_as_files_are_written_once_each(record, tmp_path):
+    export_record(record, "jsonl", tmp_path / "x.jsonl", images="files")
+    rows = [json.loads(line) for line in (tmp_path / "x.jsonl").read_text().splitlines()]
+    assert len(list((tmp_path / "x.jsonl.images").iterdir())) == 5
+    for picture, expected in zip(rows[5]["images"], ROWS[1], strict=True):
+        assert picture["bytes"] is None
+        assert Path(picture["path"]).read_bytes() == expected
+
+
+def test_parquet_and_datasets_open_the_pictures(record, tmp_path):
+    export_record(record, "parquet", tmp_path / "x.parquet", step=1)
+    column = pyarrow.parquet.read_table(tmp_path / "x.parquet")["images"].to_pylist()
+    assert [[picture["bytes"] for picture in row] for row in column] == ROWS
+    loaded = load_dataset(
+        "parquet", data_files=str(tmp_path / "x.parquet"), split="train", cache_dir=str(tmp_path / "cache")
+    )
+    assert loaded[2]["images"][0].tobytes() == Image.open(io.BytesIO(ROWS[2][0])).tobytes()
+    export_record(record, "hf", tmp_path / "hf", step=1)
+    assert load_from_disk(str(tmp_path / "hf"))[2]["images"][0].size == (8, 6)
+
+
+def test_a_sample_of_another_trainer_has_its_pictures(tmp_path):
+    image = Image.open(io.BytesIO(png(3)))
+    samples = [
+        {
+            "tokens": [1, 2, 3],
+            "prompt_length": 2,
+            "group": 0,
+            "images": [png(1), {"bytes": png(2), "path": None}],
+        },
+        {"tokens": [1, 2], "prompt_length": 1, "group": 1},
+        {"tokens": [1, 5], "prompt_length": 1, "group": 2, "images": [image]},
+    ]
+    with Recorder(tmp_path / "record", config={}) as recorder:
+        recorder.step(0, samples)
+    step = open_record(tmp_path / "record").step(0)
+    found = [[step.picture(*picture) for picture in row] for row in step.pictures_of_rows(0)]
+    assert found[:2] == [[png(1), png(2)], []]
+    assert Image.open(io.BytesIO(found[2][0])).tobytes() == image.tobytes()
+    assert verify(tmp_path / "record").problems == ()
+
+
+@pytest.mark.parametrize(
+    ("images", "words"),
+    [(["x.png"], "image 0 is str"), (b"bytes", "images are bytes"), ([b""], "image 0 is 0 bytes")],
+)
+def test_what_is_no_picture_is_refused(tmp_path, images, words):
+    recorder = Recorder(tmp_path / "record", config={})
+    with pytest.raises(RecordError, match=f"step 0, sample 0.*{words}"):
+        recorder.step(0, [{"tokens": [1], "images": images}])
+    recorder.end()
