@@ -65,7 +65,8 @@ class Sample:
     """A row of a step on a rank; `place` is None unless an agent's calls were recorded.
 
     Where token ids are unknown, `text` has prompt and completion, and `tokens` is None unless their
-    number is known. `images` are its pictures, in the order of the prompt. `scores` are further numbers of another trainer, such as terms of the reward.
+    number is known. `images` are its pictures, in the order of the prompt. `scores` are further
+    numbers of another trainer, such as terms of the reward.
     """
 
     step: int

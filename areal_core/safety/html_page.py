@@ -30,6 +30,9 @@ TONES = {
 }
 
 
+NOTHING = "'none'"
+
+
 @dataclass(frozen=True)
 class Link:
     """A link to another page; `is_current` is the page that contains it."""
@@ -67,6 +70,7 @@ def framed(
     styles: str = "",
     loads: str = "",
     connect: str = "'none'",
+    images: str = NOTHING,
     tools: str = "",
 ) -> str:
     """Return a complete page.
@@ -78,13 +82,14 @@ def framed(
         styles: further sources of styles for the policy, of a page inside of this one.
         loads: sources of the policy of scripts that the page loads, such as its data.
         connect: source of the policy that the script may request: "'self'" of a served page.
+        images: source of the policy of pictures: "data:" of a page that has them inside.
         tools: HTML of buttons at the end of the header.
     """
     sheet = shared_style() + style
     allowed = f"{hash_source(script) if script else ''} {loads}".strip() or "'none'"
     policy = (
         f"default-src 'none'; style-src {f'{hash_source(sheet)} {styles}'.strip()}; script-src {allowed}; "
-        f"connect-src {connect}; base-uri 'none'; form-action 'none'"
+        f"connect-src {connect}; {f'img-src {images}; ' if images != NOTHING else ''}base-uri 'none'; form-action 'none'"
     )
     run, kind, version = safe(frame.run), safe(frame.kind), safe(installed_version())
     return (

@@ -1,6 +1,7 @@
 """What a page shows: one record or two beside each other, and the data of each step by name.
 
 a-12-text, a-12-numbers      step 12 of the record
+a-12-images                  its pictures, if it has any
 b-15-text, b-15-numbers      step 15 of the one it is compared with
 pair-12                      which rows of both belong together, and what differs
 """
@@ -17,7 +18,7 @@ from areal_debug.view.pack import pack_json, pack_numbers, pack_text
 from areal_debug.view.pairs import pair_document
 from recorder import StepNotRecorded
 
-BLOB_NAME = re.compile(r"(?:([ab])-([0-9]{1,18})-(text|numbers)|pair-([0-9]{1,18}))")
+BLOB_NAME = re.compile(r"(?:([ab])-([0-9]{1,18})-(text|numbers|images)|pair-([0-9]{1,18}))")
 PACKERS = {"text": pack_text, "numbers": pack_numbers}
 
 
@@ -73,8 +74,14 @@ class Contents:
     def names(self, step: int) -> list[str]:
         """Return the names of the data of a step."""
         other = step + self.shift
-        pair = [f"b-{other}-text", f"b-{other}-numbers", f"pair-{step}"] if self.has_partner(step) else []
-        return [f"a-{step}-text", f"a-{step}-numbers", *pair]
+        names = [f"a-{step}-{kind}" for kind in self.kinds(self.record, step)]
+        if self.other is not None and self.has_partner(step):
+            names += [f"b-{other}-{kind}" for kind in self.kinds(self.other, other)] + [f"pair-{step}"]
+        return names
+
+    def kinds(self, side: FollowedRecord, step: int) -> list[str]:
+        """Return the kinds of data of a step."""
+        return [*PACKERS, *(["images"] if side.view(step).images else [])]
 
     def blob(self, name: str) -> bytes:
         """Return the data of a name that `BLOB_NAME` matches. Raises `RecordError`."""
@@ -83,10 +90,15 @@ class Contents:
         with self._lock:
             side, step, kind, paired = found.groups()
             if side == "a":
-                return PACKERS[kind](self.record.view(int(step)))
+                return packed_step(self.record, int(step), kind)
             if self.other is None:
                 raise StepNotRecorded("the page compares with no other record")
             if side == "b":
-                return PACKERS[kind](self.other.view(int(step)))
+                return packed_step(self.other, int(step), kind)
             steps = self.record.step(int(paired)), self.other.step(int(paired) + self.shift)
             return pack_json(pair_document(*steps, (self.record.is_foreign, self.other.is_foreign)))
+
+
+def packed_step(record: FollowedRecord, step: int, kind: str) -> bytes:
+    """Return a kind of data of a step. Raises `RecordError`."""
+    return PACKERS[kind](record.view(step)) if kind in PACKERS else pack_json(record.images(step))

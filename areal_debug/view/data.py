@@ -11,6 +11,7 @@ import numpy as np
 
 from areal_core.safety.printable import printable
 from areal_debug.doctor.names import find_name
+from areal_debug.view.images import image_counts, with_images_named
 from areal_debug.view.text import Decode, TokenText, redact_text, redact_tokens, text_of_tokens
 from recorder.errors import StepNotRecorded
 from recorder.format import UNKNOWN_BITS
@@ -67,6 +68,7 @@ class StepView:
         list[tuple[str, str] | None] | None
     )  # prompt and completion of each row whose tokens have no text
     missing: dict[str, str] = field(default_factory=dict)  # absent columns, and how to record them
+    images: list[int] | None = None  # number of pictures of each row, if there are any
 
 
 def read_run(record: Record, tick: Callable[[object], None] = lambda _: None) -> RunView:
@@ -195,6 +197,9 @@ def read_step(
     if not has_ids.all():
         index = np.where(has_ids, text.index, len(text.texts)).astype(np.uint32)
         text = TokenText(index, [*text.texts, "?"], [*text.ids, -1])
+    if decode and all("mm_token_type_ids" in batch for batch in batches):
+        types = np.concatenate([batch["mm_token_type_ids"] for batch in batches])
+        text = with_images_named(text, bounds, types)
     if patterns:
         text = redact_tokens(text, bounds, patterns)
     trained = tokens["loss_mask"] > 0
@@ -231,6 +236,7 @@ def read_step(
         text=text,
         recorded_text=recorded_texts(step, unknown & UNKNOWN_BITS["input_ids"] if decode else None, patterns),
         missing=missing,
+        images=image_counts(step),
     )
 
 

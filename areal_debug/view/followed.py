@@ -5,6 +5,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import lru_cache
+from typing import Any
 
 from areal_debug.view.data import (
     MAX_CURVE_STEPS,
@@ -16,6 +17,7 @@ from areal_debug.view.data import (
     redacted_run,
     step_point,
 )
+from areal_debug.view.images import image_document
 from areal_debug.view.text import Decode
 from recorder import Record, RecordedStep, open_record
 
@@ -73,6 +75,13 @@ class FollowedRecord:
         if step not in self.steps:
             self._record = open_record(self._path)
         return self._record.step(step)
+
+    def images(self, step: int) -> dict[str, Any]:
+        """Return the pictures of a step, which no pattern can be matched with: all are redacted.
+
+        Raises `RecordError`.
+        """
+        return image_document(self.step(step), hidden=bool(self._patterns))
 
     def view(self, step: int) -> StepView:
         """Return a step as columns; the last few are kept. Raises `RecordError`."""

@@ -39,6 +39,7 @@ def pack_text(view: StepView) -> bytes:
         if view.recorded_text is None
         else [texts and [printable_block(text) for text in texts] for texts in view.recorded_text],
         "missing": view.missing,
+        **({} if view.images is None else {"images": view.images}),
     }
     return packed(header, columns)
 

@@ -102,6 +102,7 @@ def page_around(source: str, document: dict[str, Any], links: Sequence[Link] = (
         script="\n".join(['"use strict";', licence, page_file("uplot.js"), *own]),
         loads=loads,
         connect=connect,
+        images="data:",
         tools=page_file("tools.html").strip(),
     )
     before, after = page.encode().split(STEPS.encode())

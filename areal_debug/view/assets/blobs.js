@@ -53,6 +53,11 @@ class Steps {
     return readText(await unpack(await this.blob(`${key}-text`)));
   }
 
+  // The pictures of a step, and which of them each row has.
+  async images(side, number) {
+    return unpackJson(await this.blob(`${side}-${number}-images`));
+  }
+
   async pair(number) {
     return unpackJson(await this.blob(`pair-${number}`));
   }

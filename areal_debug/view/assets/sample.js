@@ -3,6 +3,19 @@
 
 const SPECIAL = /^\s*<\|?[\w/][^<>\s]*\|?>\s*$/, MOST_IN_PIECE = 400;
 
+const SHOWN_FORMATS = ["png", "jpeg", "gif", "webp", "bmp"];
+
+// A picture and what is known of it; a click shows it larger. Formats that may have scripts are not shown.
+function pictureOf({ about, name, format, data }, number) {
+  const caption = element("figcaption", { textContent: `image ${number}: ${about}${data ? "" : name ? ", not shown" : ""}`, title: name ? `sha256 ${name}` : "" });
+  if (!data || !SHOWN_FORMATS.includes(format)) return element("figure", {}, caption);
+  const picture = element("img", { alt: `image ${number} of the prompt`, src: `data:image/${format};base64,${data}` });
+  const button = element("button", { title: "larger or smaller" }, picture);
+  button.addEventListener("click", () => button.parentNode.classList.toggle("large"));
+  picture.addEventListener("error", () => { button.remove(); caption.textContent += ", which this browser cannot decode"; });
+  return element("figure", {}, button, caption);
+}
+
 class SampleView {
   constructor(root, tip, actions) {
     Object.assign(this, { root, tip, actions, colouring: "logprob", asTurns: null, byChange: false, side: "a", at: -1 });
@@ -59,7 +72,7 @@ class SampleView {
     this.map = element("canvas", { className: "map", title: "The complete sample; click to go to a token", ariaHidden: "true" });
     this.map.addEventListener("click", event => this.goToShare(event.offsetX / this.map.clientWidth));
     this.text = element("div");
-    this.root.replaceChildren(back, title, ...this.sides.map(one => this.facts(one)), ...this.group(), ...this.differences(), this.controls(), this.map, ...this.notes(), this.text);
+    this.root.replaceChildren(back, title, ...this.sides.map(one => this.facts(one)), ...this.group(), ...this.differences(), ...this.images(), this.controls(), this.map, ...this.notes(), this.text);
     this.drawText();
   }
 
@@ -101,6 +114,19 @@ class SampleView {
     }
     if (chips.length === 1 && !unknown) chips.push(element("span", { textContent: other ? "all values of the shared tokens are equal" : "and equal values" }));
     return [element("div", { className: "group differences", role: "group", ariaLabel: "Differences between A and B" }, ...chips)];
+  }
+
+  // The pictures of each side's row, which are loaded with the first sample that has any.
+  images() {
+    return this.sides.filter(({ step, row }) => step.images?.[row]).map(({ side, step, row }) => {
+      const box = element("div", { className: "images" });
+      step.pictures ||= this.actions.images(side, step.step);
+      step.pictures.then(
+        ({ rows, images }) => box.replaceChildren(...rows[row].map((place, number) => pictureOf(images[place], number))),
+        error => { step.pictures = null; box.replaceChildren(error.message); },
+      );
+      return box;
+    });
   }
 
   chip(textContent, leads, go) {

@@ -1,0 +1,129 @@
+"""Pictures in the page: shown from its own bytes, of formats of pixels alone, redacted with the text."""
+
+import hashlib
+import json
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+from areal_debug.record.command import command as record_command
+from areal_debug.view.command import command
+from areal_debug.view.contents import Contents
+from areal_debug.view.followed import FollowedRecord
+from areal_debug.view.images import image_document, with_images_named
+from areal_debug.view.server import make_server
+from areal_debug.view.text import TokenText
+from recorder import open_record
+from recorder.testing import in_step, scripted_batch, send_step, start_facts
+from recorder.writer import RecordWriter
+from tests.recorder.pictured import png, with_pictures
+
+from ..browser.chromium import browser_page
+
+SVG = (
+    b'<svg xmlns="http://www.w3.org/2000/svg" onload="alert(1)"><script>document.title="owned"</script></svg>'
+)
+BOMB = png(1)[:16] + (60000).to_bytes(4, "big") * 2 + png(1)[24:]  # its header claims 60000 x 60000
+ROWS = [[png(1), png(2, 40, 30)], [png(1), SVG], [BOMB, b"\xff\xd8\xff" + bytes(40)], []]
+ABOUT = [
+    f"PNG, 8 x 6, {len(png(1))} bytes",
+    f"PNG, 40 x 30, {len(png(2, 40, 30)):,} bytes",
+    f"unknown format, size unknown, {len(SVG)} bytes",
+    f"PNG, 60000 x 60000, {len(BOMB)} bytes",
+    "JPEG, size unknown, 43 bytes",
+]
+
+
+@pytest.fixture(scope="module")
+def record(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("pictures") / "record"
+    writer = RecordWriter(folder)
+    writer("start", **start_facts())
+    for step in range(2):
+        batch = scripted_batch([5, 6, 7, 3], seed=step)
+        send_step(writer, step, in_step(with_pictures(batch, ROWS), step))
+    writer("end", steps=2, error=None)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory):
+    with browser_page(tmp_path_factory.mktemp("profile")) as page:
+        yield page
+
+
+def shown(page, row):
+    """Return captions and natural sizes of the pictures of a row."""
+    page.evaluate(f"choose({row})")
+    page.wait_for("!document.querySelector('.images') || document.querySelector('.images figcaption')")
+    page.wait_for("[...document.querySelectorAll('.images img')].every(one => one.complete)")
+    captions = page.evaluate(
+        "[...document.querySelectorAll('.images figcaption')].map(one => one.textContent)"
+    )
+    sizes = page.evaluate(
+        "[...document.querySelectorAll('.images img')].map(one => [one.naturalWidth, one.naturalHeight])"
+    )
+    return captions, sizes
+
+
+def check_page(page):
+    assert shown(page, 0) == ([f"image 0: {ABOUT[0]}", f"image 1: {ABOUT[1]}"], [[8, 6], [40, 30]])
+    assert shown(page, 1) == ([f"image 0: {ABOUT[0]}", f"image 1: {ABOUT[2]}, not shown"], [[8, 6]])
+    assert shown(page, 2) == ([f"image 0: {ABOUT[3]}, not shown", f"image 1: {ABOUT[4]}, not shown"], [])
+    assert shown(page, 3) == ([], [])
+    assert page.errors == []
+    assert page.evaluate("document.title") != "owned"
+
+
+@pytest.mark.parametrize("name", ["page.html", "folder"])
+def test_a_page_of_files_shows_pictures_and_requests_nothing(page, record, tmp_path, name):
+    options = ["--all-steps"] if name == "folder" else []
+    done = CliRunner().invoke(command, [str(record), "-o", str(tmp_path / name), *options])
+    assert done.exit_code == 0, done.output
+    file = tmp_path / name / "index.html" if options else tmp_path / name
+    page.open(f"file://{file}")
+    page.wait_for("document.body.dataset.ready")
+    check_page(page)
+    assert all(one.startswith(("file:", "data:image/")) for one in page.requests)
+
+
+def test_a_served_page_shows_pictures(page, record):
+    with make_server(Contents(FollowedRecord(str(record), None, ())), 0) as server:
+        import threading
+
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        page.open(server.address)
+        page.wait_for("document.body.dataset.ready")
+        check_page(page)
+        server.shutdown()
+
+
+def test_what_is_redacted_has_neither_bytes_nor_names(record):
+    step = open_record(record).step(0)
+    document = image_document(step, hidden=True)
+    assert document == {"rows": [[0, 0], [0, 0], [0, 0], []], "images": [{"about": "redacted"}]}
+    named = json.dumps(image_document(step, hidden=False))
+    assert hashlib.sha256(png(1)).hexdigest() in named
+
+
+def test_each_run_of_placeholders_is_one_phrase():
+    text = TokenText(np.array([0, 1, 1, 0, 1, 1, 1], np.uint32), ["a", "<pad>"], [5, 6])
+    types = np.array([0, 1, 1, 0, 1, 1, 1])
+    found = with_images_named(text, np.array([0, 5, 7]), types)  # the second row begins in a picture
+    assert [found.texts[entry] for entry in found.index] == [
+        "a", "[image: 2 tokens]", "", "a", "[image: 1 tokens]", "[image: 2 tokens]", "",
+    ]  # fmt: skip
+
+
+def test_show_lists_the_pictures_of_a_row(record):
+    done = CliRunner().invoke(record_command, ["show", str(record), "--sample", "1"])
+    assert done.exit_code == 0, done.output
+    assert f"image 0: PNG, 8 x 6, {len(png(1))} B, images/{hashlib.sha256(png(1)).hexdigest()}" in done.output
+    done = CliRunner().invoke(record_command, ["show", str(record), "--sample", "0", "--json"])
+    (sample,) = json.loads(done.output)
+    assert sample["images"][1] == {
+        "sha256": hashlib.sha256(png(2, 40, 30)).hexdigest(),
+        "size_bytes": len(png(2, 40, 30)),
+        "kind": "PNG, 40 x 30",
+    }
