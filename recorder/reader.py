@@ -142,11 +142,17 @@ class RecordedStep:
         ranks = range(self.manifest.num_ranks)
         return {name: size for rank in ranks for name, size in self.pictures(rank) or ()}
 
+    def images(self, rank: int) -> tuple[tuple[bytes, ...], ...] | None:
+        """Return the encoded pictures of each row; None if the record has none as files."""
+        if (found := self.pictures(rank)) is None:
+            return None
+        each = {name: self.picture(name, size) for name, size in dict(found).items()}
+        return tuple(tuple(each[name] for name, _ in row) for row in self.pictures_of_rows(rank))
+
     def image_data(self, rank: int) -> np.ndarray:
         """Return the bytes of a rank's pictures one after another, as the trainer had them: U8."""
-        found = self.pictures(rank) or []
-        each = {name: self.picture(name, size) for name, size in dict(found).items()}
-        return np.frombuffer(bytearray().join(each[name] for name, _ in found), np.uint8)
+        rows = self.images(rank) or ()
+        return np.frombuffer(bytearray().join(picture for row in rows for picture in row), np.uint8)
 
     def picture(self, name: str, size_bytes: int) -> bytes:
         """Read and check the picture of a sha256."""

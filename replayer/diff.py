@@ -81,6 +81,7 @@ INPUTS = {
     "logprobs": "the engine returned other logprobs for the same tokens",
     "versions": "the same tokens were sampled by other versions of the weights",
     "rows": "one side lacks rows that the other trained on",
+    "images": "the same prompts have other pictures: check the data set",
     "order of rows": "the same rows were trained on in another order",
     "rewards": "the same completions have other rewards: check the reward function and its inputs",
     "loss_mask": "other tokens of the same rows are trained on",

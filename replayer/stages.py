@@ -21,14 +21,15 @@ from typing import Any
 import numpy as np
 
 from recorder import MicroBatch, Outcome, Plan, RecordedStep
-from recorder.format import OTHER_TRAINER_KEYS, BatchEntry, TensorEntry
+from recorder.format import IMAGE_KEYS, OTHER_TRAINER_KEYS, BatchEntry, TensorEntry
+from replayer.pictures import describe, pictures_of
 
 STAGES = ("batch", "logprobs", "advantages", "loss", "gradient", "weights")
 ACTOR, UPDATE = "ppo_actor/", "ppo_actor/update/"
 
 # of a "learning" file, what does not follow from rewards; log-probs are 0 where the mask is
 LOGPROBS = ("loss_mask", "prox_logp", "ref_logp", "teacher_logp", "values", "entropy")
-NOT_COMPARED = {"cu_seqlens", "prompt_id", "sample_id", *OTHER_TRAINER_KEYS}
+NOT_COMPARED = {"cu_seqlens", "prompt_id", "sample_id", *OTHER_TRAINER_KEYS, *IMAGE_KEYS}
 # last word of a statistic of another trainer -> its stage
 STAGE_OF_STATISTIC = dict.fromkeys(("loss", "pg_loss", "policy_loss"), "loss") | {"grad_norm": "gradient"}
 # in the order of computation: the first difference explains later ones
@@ -191,6 +192,8 @@ def compare_tensors(
         rows, other_rows = find_rows(left), find_rows(right)
     if kind == "batch":
         yield from compare_rows(rows, other_rows, in_order=not any(foreign))
+        if suspects & IMAGE_KEYS.keys():
+            yield from compare_images(left, right, rows, other_rows)
     for key in sorted(suspects - NOT_COMPARED, key=position):
         entries = tensor_entries(here, key)[0], tensor_entries(there, key)[0]
         if entries[0] is None or entries[1] is None:
@@ -348,6 +351,26 @@ def compare_rows(left: Rows, right: Rows, in_order: bool) -> Iterator[StageDiffe
         yield StageDifference(
             "batch", "order of rows", name, other, len(moved), len(left), place=place_of(left[name])
         )
+
+
+def compare_images(
+    left: RecordedStep, right: RecordedStep, rows: Rows, other_rows: Rows
+) -> Iterator[StageDifference]:
+    """Yield the difference of pictures in the rows that both sides have: the first one described."""
+    here, there = (
+        [pictures_of(step, rank) for rank in range(step.manifest.num_ranks)] for step in (left, right)
+    )
+    first, num_different, num_compared = None, 0, 0
+    for name in [name for name in rows if name in other_rows]:
+        row, other = rows[name], other_rows[name]
+        pairs = list(zip_longest(here[row.rank][row.row], there[other.rank][other.row]))
+        different = [number for number, (a, b) in enumerate(pairs) if a != b]
+        num_different, num_compared = num_different + len(different), num_compared + len(pairs)
+        if different and first is None:
+            first = place_of(row, right=other), describe(different[0], *pairs[different[0]], (left, right))
+    if first is not None:
+        place, texts = first
+        yield StageDifference("batch", "images", *texts, num_different, num_compared, place=place)
 
 
 def place_of(row: RowSpan, token: int | None = None, right: RowSpan | None = None) -> Place:
