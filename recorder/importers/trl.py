@@ -11,6 +11,7 @@ from areal_core.safety.printable import printable
 from recorder.errors import ForeignFormat, RecordError, UnfinishedFile
 from recorder.importers.foreign import BY_PROMPT, TEXT_ONLY, Foreign, number_or_none
 from recorder.importers.sources import Source, of_one_run, read_steps
+from recorder.pictures.kinds import encoded
 from recorder.trainers.sample import Sample
 
 FILES = r"completions_\d+\.parquet"
@@ -22,6 +23,7 @@ NOTES = (
     BY_PROMPT,
     "the log has the last generation batch before each step, and no special tokens",
 )
+NO_FILES = "the log names images whose files it does not have: they are not imported"
 SEVERAL = (
     "there are several columns of numbers, and the weights of reward functions are not in the file: "
     "rewards are unknown, and each column is a score"
@@ -86,7 +88,26 @@ def parse_row(row: Mapping[str, Any], notes: list[str]) -> Sample:
         group=prompt,
         text=(prompt, completion),
         scores=scores | {"advantage": number_or_none(row["advantage"])},
+        images=images_of(row, notes),
     )
+
+
+def images_of(row: Mapping[str, Any], notes: list[str]) -> tuple[bytes, ...]:
+    """Return the files of pictures in the columns of the data set, as `datasets` stores them."""
+    found = [row[name] for name in ("images", "image") if row.get(name) is not None]
+    values = [value for item in found for value in (item if isinstance(item, list) else [item])]
+    files = [value.get("bytes") if isinstance(value, dict) else None for value in values]
+    notes += (
+        [NO_FILES] if None in files or ({"type": "image"} in parts_of(row["prompt"]) and not files) else []
+    )
+    return tuple(encoded(file, "an image") for file in files if file is not None)
+
+
+def parts_of(prompt: Any) -> list[Any]:
+    """Return the items of messages that are no text, by their type."""
+    messages = [item for item in prompt if isinstance(item, dict)] if isinstance(prompt, list) else []
+    items = [item for message in messages for item in message.get("content") or () if isinstance(item, dict)]
+    return [{"type": item.get("type")} for item in items]
 
 
 def text_of(value: Any) -> str:

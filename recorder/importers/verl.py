@@ -37,6 +37,7 @@ VERSIONS = (
 )
 ADJACENT = "the file has no uid: n adjacent samples are a group, as in the name of the folder"
 IMAGES = "images and other inputs that are not text are not imported"
+PIXELS = "the file has the pixels of images, not their files"
 NEEDED = ("prompts", "responses", "response_mask")
 COLUMNS = {
     "advantages": "advantages",
@@ -156,8 +157,25 @@ def parse_row(
         reward=None if scores is None else float(np.sum(scores)),
         group=group,
         extras={} if experts is None else experts_of(experts, len(tensors["prompts"]) + size, where),
+        pixels=pixels_of(images_of(others)[row : row + 1]),
         where=where,
     )
+
+
+def images_of(others: Mapping[str, Any]) -> Sequence[Any]:
+    """Return the inputs of each row that are not text."""
+    return stacked(optional(others, "multi_modal_inputs", ()))
+
+
+def pixels_of(inputs: Sequence[Any]) -> dict[str, np.ndarray]:
+    """Return the pixels of a row's inputs; nothing if they do not say which belong to an image."""
+    given = inputs[0] if inputs and isinstance(inputs[0], dict) else {}
+    found = {name: given[name] for name in ("pixel_values", "image_grid_thw") if name in given}
+    if len(found) < 2 or not all(isinstance(values, np.ndarray) for values in found.values()):
+        return {}
+    values, grid = found["pixel_values"], found["image_grid_thw"]
+    is_grid = grid.ndim == 2 and grid.shape[1] == 3 and grid.dtype.kind in "iu" and (grid >= 0).all()
+    return found if is_grid and values.ndim > 1 and grid.prod(axis=1).sum() == len(values) else {}
 
 
 def groups_of(
@@ -180,8 +198,9 @@ def groups_of(
 
 def note_others(others: Mapping[str, Any], notes: list[str]) -> None:
     """Add a note on what is not imported, and on weight versions."""
-    images = stacked(optional(others, "multi_modal_inputs", ()))
-    notes += [IMAGES] if any(isinstance(image, dict) and image for image in images) else []
+    given = [row for row in images_of(others) if isinstance(row, dict) and row]
+    if given:
+        notes.append(PIXELS if all(pixels_of([row]) for row in given) else IMAGES)
     notes += [VERSIONS if "min_global_steps" in others else "weight versions are not in the file"]
 
 
@@ -199,10 +218,12 @@ def read_queue(document: Any, file: Path, notes: list[str]) -> list[Sample]:
     tensors, tags = document["tensordict"], optional(document, "tags", [])
     for name in NEEDED:
         member(tensors, name, str(file))
+    inputs = {name: tensors[name] for name in ("multi_modal_inputs",) if name in tensors}
     names = (*NEEDED, "rollout_log_probs", "rm_scores", "routed_experts", *COLUMNS)
     columns = {name: tensors[name] for name in names if optional(tensors, name) is not None}
     others = {name: [tag.get(name) for tag in tags] for name in ("min_global_steps", "max_global_steps")}
-    note_others(tensors | others, notes)
+    others |= inputs
+    note_others(others, notes)
     return [
         parse_row(
             {name: np.asarray(values[row]) for name, values in columns.items()},

@@ -135,14 +135,39 @@ def pad_extras(rows: Sequence[Sample], shape: tuple[int, int]) -> dict[str, np.n
 
 
 def join_pictures(rows: Sequence[Sample]) -> dict[str, np.ndarray]:
-    """Return the pictures of all rows one after another; nothing if no row has any."""
+    """Return the pictures of all rows one after another, as files, else as pixels.
+
+    Nothing if no row has any.
+    """
     pictures = [picture for row in rows for picture in row.images]
     if not pictures:
-        return {}
+        return join_pixels(rows)
     return {
         "image_count": np.array([len(row.images) for row in rows], np.int32),
         "image_bytes": np.array([len(picture) for picture in pictures], np.int32),
         IMAGE_DATA: np.frombuffer(b"".join(pictures), np.uint8),
+    }
+
+
+def join_pixels(rows: Sequence[Sample]) -> dict[str, np.ndarray]:
+    """Return the pixels of all rows one after another; nothing if no row has any.
+
+    Raises RecordError if those of the rows have other shapes or types.
+    """
+    known = [row.pixels for row in rows if row.pixels]
+    if not known:
+        return {}
+    kinds = {(pixels["pixel_values"].shape[1:], pixels["pixel_values"].dtype) for pixels in known}
+    if len(kinds) > 1:
+        raise RecordError(
+            f"samples of one step have pixel_values of shapes and types {sorted(map(str, kinds))[:4]}"
+        )
+    grids = np.concatenate([pixels["image_grid_thw"] for pixels in known])
+    return {
+        "image_count": np.array([len(row.pixels.get("image_grid_thw", ())) for row in rows], np.int32),
+        "image_units": grids.prod(axis=1).astype(np.int32),
+        "image_grid_thw": grids,
+        "pixel_values": np.concatenate([pixels["pixel_values"] for pixels in known]),
     }
 
 

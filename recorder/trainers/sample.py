@@ -63,6 +63,8 @@ class Sample:
         extras: [T, ...] by name, any further values per token, such as "routed_experts".
         scores: further numbers by name, such as the terms of the reward; None for unknown ones.
         images: the encoded files of its pictures, in the order of the prompt.
+        pixels: `pixel_values` [units, ...] and `image_grid_thw` [images, 3] of pictures whose files
+            are not known; a grid's product is the number of units of its picture.
     """
 
     tokens: np.ndarray | None
@@ -78,6 +80,7 @@ class Sample:
     extras: Mapping[str, np.ndarray] = field(default_factory=dict)
     scores: Mapping[str, float | None] = field(default_factory=dict)
     images: Sequence[bytes] = ()
+    pixels: Mapping[str, np.ndarray] = field(default_factory=dict)
 
     @property
     def num_tokens(self) -> int:
