@@ -356,7 +356,7 @@ def compare_rows(left: Rows, right: Rows, in_order: bool) -> Iterator[StageDiffe
 def compare_images(
     left: RecordedStep, right: RecordedStep, rows: Rows, other_rows: Rows
 ) -> Iterator[StageDifference]:
-    """Yield the difference of pictures in the rows that both sides have: the first one described."""
+    """Yield the difference of pictures in the rows that both sides have, with the first one."""
     here, there = (
         [pictures_of(step, rank) for rank in range(step.manifest.num_ranks)] for step in (left, right)
     )

@@ -9,9 +9,10 @@ store:
       <stream>/input_ids.I32 ...    one array per key of the batch, in the stored dtype
       <stream>/checkpoints          uint8: files of anchors
       <stream>/pictures             uint8: pictures, whose parts steps share
-      steps/000042/zarr.json        attributes: layout of that step and its pictures; written last: the commit
+      steps/000042/zarr.json        attributes: layout of that step; written last: the commit
       anchors/000040/zarr.json      the same for an anchor
 
+The layout of a step also has its pictures, `images/SHA256`; steps with the same one share a part.
 Each writer appends to a stream of its own (`ArrayStream`). Arrays are sharded and compressed, with
 a crc32c of every chunk. The record's own checksums are a layer above and stay valid, because a
 reader gets the bytes of the original files. An archive may come from anybody: names, sizes and

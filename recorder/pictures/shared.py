@@ -1,12 +1,11 @@
 """The folder of a record's pictures, which all steps and ranks share.
 
-    rank r   pictures that are not there ─ fsync ─ rename to SHA256 ─ fsync of the folder ─> its files of the step
-    rank 0   all pictures of the step are there ─> step.json ─> pictures that no step has any more: SHA256.removed
-             ... when no rank can be at work on a step for which it saw the picture ─> gone
+    rank r   pictures that are not there ─ fsync ─> renamed to SHA256 ─> its files of the step
+    rank 0   all of them are there ─> step.json ─> pictures of no step: SHA256.removed ─> gone
 
 A rank does not write a picture that is there. Rank 0 may remove the last step that has it at the
-same time: therefore it renames the file first, and restores the name if a step that it commits
-needs it. A picture is on the disk before the step that names it, and longer; what is left after a
+same time: therefore it renames the file first, restores the name if a step that it commits needs it,
+and removes the file when no rank can be at work on a step for which it saw it. A picture is on the disk before the step that names it, and longer; what is left after a
 crash is named by no step, and a resumed run removes it.
 """
 

@@ -1,4 +1,4 @@
-"""Pictures in the dumps of other frameworks: files where there are some, else pixels, else a note."""
+"""Pictures in the dumps of other frameworks: their files, else pixels, else a note."""
 
 import numpy as np
 import torch

@@ -1,4 +1,4 @@
-"""A writer of pictures that dies at any call to the disk: committed steps are whole, a resumed run goes on."""
+"""A writer of pictures that dies at any call to the disk leaves a record that a run continues."""
 
 import subprocess
 import sys

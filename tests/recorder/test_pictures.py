@@ -1,4 +1,4 @@
-"""Pictures of a record: once per content, there as long as a step names them, checked on each byte."""
+"""Pictures of a record: once per content, as long as a step names them, checked on each byte."""
 
 import hashlib
 import os

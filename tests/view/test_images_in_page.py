@@ -1,4 +1,4 @@
-"""Pictures in the page: shown from its own bytes, of formats of pixels alone, redacted with the text."""
+"""Pictures in the page: from its own bytes, of formats of pixels, redacted with the text."""
 
 import hashlib
 import json
