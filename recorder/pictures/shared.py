@@ -4,9 +4,10 @@
     rank 0   all of them are there ─> step.json ─> pictures of no step: SHA256.removed ─> gone
 
 A rank does not write a picture that is there. Rank 0 may remove the last step that has it at the
-same time: therefore it renames the file first, restores the name if a step that it commits needs it,
-and removes the file when no rank can be at work on a step for which it saw it. A picture is on the disk before the step that names it, and longer; what is left after a
-crash is named by no step, and a resumed run removes it.
+same time: therefore it renames the file first, restores the name if a step that it commits needs
+it, and removes the file when no rank can be at work on a step for which it saw it. A picture is on
+the disk before the step that names it, and longer; what is left after a crash is named by no step,
+and a resumed run removes it.
 """
 
 import os

@@ -2,6 +2,8 @@
 
 import hashlib
 import os
+import random
+import shutil
 import threading
 from dataclasses import replace
 
@@ -30,7 +32,9 @@ from recorder.testing import (
 )
 from recorder.writer import RecordingOptions, RecordWriter
 from replayer.source import recorded_batch
+from tests.recorder.mutations import apply_mutation
 from tests.recorder.pictured import pictured_batch, png, with_pictures, write_pictured_record
+from tests.recorder.test_mutated import crash_of
 
 
 def digest(picture):
@@ -335,3 +339,20 @@ def test_the_scope_full_leaves_pictures_out_of_the_inputs_to_the_loss(tmp_path):
     keys = open_record(tmp_path / "record").step(0).learning(0).keys()
     assert not {key for key in keys if key.startswith(("image", "mm_"))}
     assert verify(tmp_path / "record").problems == ()
+
+
+def read_pictures(folder):
+    """Read the pictures of every row, for records and for training."""
+    record = open_record(folder)
+    for step in map(record.step, record.steps):
+        step.images(0)
+        recorded_batch(step, 0)
+
+
+def test_a_record_changed_and_sealed_again_never_raises_a_traceback(record, tmp_path):
+    for seed in range(20):
+        shutil.rmtree(tmp_path / "changed", ignore_errors=True)
+        shutil.copytree(record, tmp_path / "changed")
+        mutation = apply_mutation(tmp_path / "changed", random.Random(seed))
+        for reader in (verify, read_pictures):
+            assert crash_of(reader, tmp_path / "changed") is None, mutation
