@@ -48,21 +48,20 @@ def describe(
 
     The right one ends with where the pixels differ, if both can be decoded.
     """
-    texts: list[str | None] = []
-    for seen, step in zip((left, right), steps, strict=True):
-        if seen is None:
-            texts.append(None)
-            continue
-        what = f"{seen.units} units of pixels"
-        if seen.units is None:
-            what = str(kind_of(step.picture(seen.sha256, seen.size_bytes)))
-        texts.append(f"image {number} ({what}, {seen.size_bytes:,} bytes, sha256 {seen.sha256[:16]})")
-    if left is not None and right is not None and left.units is None and right.units is None:
-        files = [
-            step.picture(one.sha256, one.size_bytes) for one, step in zip((left, right), steps, strict=True)
-        ]
-        texts[1] = f"{texts[1]}: {where_different(*files)}"
-    return texts[0], texts[1]
+    files = [
+        None if seen is None or seen.units is not None else step.picture(seen.sha256, seen.size_bytes)
+        for seen, step in zip((left, right), steps, strict=True)
+    ]
+    region = "" if files[0] is None or files[1] is None else f"; {where_different(files[0], files[1])}"
+    return text_of(number, left, files[0]), text_of(number, right, files[1], region)
+
+
+def text_of(number: int, seen: Seen | None, file: bytes | None, region: str = "") -> str | None:
+    """Return what is known of a picture; None if there is none."""
+    if seen is None:
+        return None
+    what = f"{seen.units} units of pixels" if file is None else str(kind_of(file))
+    return f"image {number} ({what}, {seen.size_bytes:,} bytes, sha256 {seen.sha256[:16]}{region})"
 
 
 def where_different(left: bytes, right: bytes) -> str:

@@ -48,7 +48,7 @@ def test_the_region_of_the_pixels_is_named(tmp_path):
     assert (difference.place.row, difference.place.sample_id, difference.place.token) == (1, 1, None)
     assert (difference.num_different, difference.num_compared) == (1, 6)
     assert difference.left.startswith(f"image 1 (PNG, 8 x 6, {len(png(2))} bytes, sha256 ")
-    assert difference.right.endswith("): 6 of 48 pixels differ, x 4 to 6, y 2 to 3")
+    assert difference.right.endswith("; 6 of 48 pixels differ, x 4 to 6, y 2 to 3)")
     assert report.verdict.why == "the same prompts have other pictures: check the data set"
 
 
@@ -67,7 +67,7 @@ def test_what_cannot_be_compared_is_said(tmp_path, other, words):
 def test_the_same_pixels_in_another_file_are_said_to_be_the_same(tmp_path):
     file = io.BytesIO()
     Image.open(io.BytesIO(png(2))).save(file, format="BMP")
-    assert compare(tmp_path, file.getvalue()).first.right.endswith("the same pixels in another file")
+    assert compare(tmp_path, file.getvalue()).first.right.endswith("; the same pixels in another file)")
 
 
 def test_a_picture_that_one_side_lacks_is_absent(tmp_path):
