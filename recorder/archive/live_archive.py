@@ -9,6 +9,7 @@ Readers may open the archive while the run continues.
 """
 
 import shutil
+from functools import cached_property
 from pathlib import Path
 
 from areal_core.safety.durable import sync
@@ -59,7 +60,11 @@ class LiveArchive:
         if not overwrite:
             clear_destination(location, overwrite)
         self.anchors: set[str] = set()
-        self.pictures: Layout = {}  # in the archive
+
+    @cached_property
+    def pictures(self) -> Layout:
+        """The parts of the pictures that are in the archive."""
+        return {}
 
     def begin(self) -> None:
         """Create the archive of a record without steps, from record.json in the staging folder.
