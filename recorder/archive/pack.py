@@ -66,8 +66,9 @@ def file_layout(stream: ArrayStream, storage: Storage, file: str, batch: BatchEn
     ]
 
 
-def step_layout(stream: ArrayStream, record: Record, step: int, pictures: Layout) -> Layout:
+def step_layout(stream: ArrayStream, record: Record, step: int, pictures: Layout | None = None) -> Layout:
     """Append the files of a step to a stream, and its pictures that are not in `pictures` yet."""
+    pictures = {} if pictures is None else pictures
     recorded = record.step(step)
     manifest = recorded.manifest
     named = recorded.named_pictures()
