@@ -38,6 +38,7 @@ from recorder.format import (
     Plan,
     Recording,
     StepLink,
+    has_pictures,
     step_name,
 )
 from recorder.header import check_contents, check_folder, clear_record, describe_run, write_header
@@ -392,7 +393,9 @@ class RecordWriter:
         self.check_lock(f"step {step.step}")
         self.kept.add_dropped(self.dropped)
         manifest = manifest_of(step.step, step.version, ranks, self.last)
-        pictures = RecordedStep(FolderStorage(self.folder), manifest).named_pictures()
+        pictures = {}
+        if has_pictures(manifest.batches.values()):
+            pictures = RecordedStep(FolderStorage(self.folder), manifest).named_pictures()
         if self.archive is None:
             self.kept.pictures.check(pictures)
         committed = commit_step(folder, step.step, step.version, ranks, self.last)
