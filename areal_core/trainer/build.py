@@ -31,6 +31,7 @@ from areal_core.config import (
 from areal_core.config.experiment import TimerConfig
 from areal_core.config.services import PerfTracerConfig
 from areal_core.config.train_engine import FSDPEngineConfig, OptimizerConfig
+from areal_core.config.vision import model_type
 from areal_core.dataset import PromptLoader
 from areal_core.engine.attention import choose_attention
 from areal_core.engine.determinism import enforce_determinism, seed_everything
@@ -63,7 +64,7 @@ from areal_core.telemetry.trace_hooks import NO_TRACING, Tracing
 from areal_core.trainer.checkpointing import Frequency
 from areal_core.trainer.run_lines import RunLines
 from areal_core.vision.forward import freeze_tower, vision_family
-from areal_core.vision.processor import load_processor
+from areal_core.vision.processor import VisionProcessor, load_processor
 
 UNSAFE_IN_ID = str.maketrans("/\\#?%:", "------")  # Weights & Biases refuses ids with these
 AnyConfig = PPOConfig | SFTConfig | RWConfig | DPOConfig  # every config of a run has an `actor`
@@ -113,6 +114,12 @@ def load_tokenizer_at(path: str) -> PreTrainedTokenizerBase:
         return AutoTokenizer.from_pretrained(path)
     except (OSError, ValueError) as error:
         raise ModelError(f"cannot load the tokenizer at {path!r}: {str(error).splitlines()[0]}") from error
+
+
+def load_processor_of(config: AnyConfig) -> VisionProcessor | None:
+    """Load the processor of the actor's checkpoint; None for a model of text."""
+    is_vision = model_type(config.actor.path, "vision_config") is not None
+    return load_processor(config.actor.path) if is_vision else None
 
 
 def count_steps(config: BaseExperimentConfig, num_rows: int) -> int:

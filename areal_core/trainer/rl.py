@@ -195,7 +195,7 @@ class PPOTrainer:
         self._cleanup.callback(leave_ranks)
         self.tokenizer = build.load_tokenizer(config)
         self.actor = build.build_engine(config.actor, self.ranks, total_steps)
-        self.processor = self.actor.vision.processor if self.actor.vision is not None else None
+        self.processor = self.actor.processor
         self.critic = build_models.build_critic(config, self.ranks, total_steps)
         self.reference = build_models.build_reference(config, self.ranks, self.actor)
         self.teacher = build_models.build_teacher(config, self.ranks, self.tokenizer)
@@ -232,14 +232,23 @@ class PPOTrainer:
         self._cleanup.callback(self.tracing.close)
 
     def _prepare_evaluation(self, observers: Sequence[Callable[["PPOTrainer"], Observer]]) -> None:
-        """Build what a run needs that only evaluates: no model of the trainer, no optimizer."""
+        """Build what a run needs that only evaluates: no model of the trainer, no optimizer.
+
+        Raises ConfigError for a reward model.
+        """
         config = self.config
+        if config.reward_model is not None:
+            raise ConfigError(
+                f"reward_model.path is {config.reward_model.path!r} and an evaluation has the rewards of the workflow "
+                "alone: set reward_model=null to see those"
+            )
         # servers have the devices
         self.ranks = build.start_process(
             replace(config, device="cpu") if config.allocation.has_servers else config
         )
         self._cleanup.callback(leave_ranks)
         self.tokenizer = build.load_tokenizer(config)
+        self.processor = build.load_processor_of(config)
         self.engines = {}
         self.live_stats = Stats()
         self.first_step = self.version = 0

@@ -9,14 +9,12 @@ from transformers import PreTrainedTokenizerBase
 
 from areal_core.agent.agent_workflow import AgentWorkflow
 from areal_core.agent.agents import is_agent, load_agent
-from areal_core.config.vision import model_type
 from areal_core.engine.errors import EngineError
 from areal_core.rollout.errors import NoServers, WrongServer
 from areal_core.rollout.types import InferenceEngine
 from areal_core.rollout.workflow import RolloutWorkflow
-from areal_core.trainer.build import load_tokenizer
+from areal_core.trainer.build import load_processor_of, load_tokenizer
 from areal_core.trainer.build_rollouts import build_workflow, find_workflow
-from areal_core.vision.processor import load_processor
 from areal_debug.agent.engine import EngineChoice, open_engine
 from areal_debug.agent.settings import parse_arguments, read_settings
 from areal_debug.render import fail
@@ -71,9 +69,9 @@ def build_recorded(
             "the record is of rollout.agent.mode=online: its agent was a client outside of the run"
         )
     arguments = (recorded or {}) | parse_arguments(changed)
-    path = config.actor.path
-    processor = load_processor(path) if model_type(path, "vision_config") else None
-    return AgentWorkflow(agent, config.gconfig, load_tokenizer(config), options, arguments, processor)
+    return AgentWorkflow(
+        agent, config.gconfig, load_tokenizer(config), options, arguments, load_processor_of(config)
+    )
 
 
 def build(

@@ -278,7 +278,7 @@ def as_recorded(bench: Bench, rank: int) -> RankStep:
         if learning in step.manifest.batches
         else None,
         step.file(text) if text in step.manifest.files else None,
-        step.file(calls) if calls in step.manifest.files else None,
+        calls=step.file(calls) if calls in step.manifest.files else None,
     )
     return found if found.text is not None else with_text(found, bench.trainer)
 
