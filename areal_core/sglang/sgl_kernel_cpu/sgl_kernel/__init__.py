@@ -1,8 +1,10 @@
 """Replacement of `sgl_kernel`, whose wheel needs a CUDA driver, in SGLang servers on the CPU.
 
 Dense models on the torch-native path import its names but call none. A call raises with its name.
-Adapters on that path request pinned memory, which torch allocates only with a driver: here they get
-ordinary memory, which is equivalent on a CPU.
+Model files of SGLang that read an operator of `torch.ops.sgl_kernel` while they are imported find
+it in `operators.py`; every other operator stays absent, because SGLang asks by `hasattr` whether
+the CPU has AMX kernels. Adapters on that path request pinned memory, which torch allocates only
+with a driver: here they get ordinary memory, which is equivalent on a CPU.
 """
 
 from collections.abc import Callable
@@ -11,13 +13,15 @@ from typing import Any, NoReturn
 
 import torch
 
+from .operators import IMPLEMENTED, READ_AT_IMPORT
+
 
 def __getattr__(name: str) -> Callable[..., NoReturn]:
     if name.startswith("__"):
         raise AttributeError(name)
 
     def missing(*args: Any, **kwargs: Any) -> NoReturn:
-        raise NotImplementedError(f"sgl_kernel.{name} is a CUDA kernel; this server runs on the CPU")
+        raise NotImplementedError(f"sgl_kernel.{name} is a compiled kernel that this CPU server lacks")
 
     return missing
 
@@ -39,3 +43,5 @@ def pin_memory(self: Any, device: Any = None) -> Any:
 
 torch.tensor, torch.zeros = unpinned(torch.tensor), unpinned(torch.zeros)
 torch.Tensor.pin_memory = pin_memory  # type: ignore[method-assign]  # on purpose
+for name in READ_AT_IMPORT:
+    setattr(torch.ops.sgl_kernel, name, IMPLEMENTED.get(name) or __getattr__(name))
