@@ -12,6 +12,7 @@ from areal_core.errors import RewardError
 from areal_core.reward.functions import RewardFn
 from consistency.case import DTYPES
 from consistency.engine.reply import SamplingParams
+from consistency.errors import BadPrompts
 from consistency.live import Prompt, Vocabulary, query_engines
 
 
@@ -45,9 +46,12 @@ def compare_answers(
         model: loaded by `load_generating`.
 
     Raises:
+        BadPrompts: a prompt has images.
         EngineError: an address does not answer.
         RewardError: the reward function fails on a row.
     """
+    if any(prompt.images for prompt in prompts):
+        raise BadPrompts("--answers compares prompts of text alone: leave it out for prompts with images")
     replies = query_engines(addresses, prompts, 1, params, vocabulary).replies
     engine_ids = [list(reply.output_ids) for reply in replies]
     model_ids = [greedy(model, prompt.ids, params.max_new_tokens) for prompt in prompts]

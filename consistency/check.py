@@ -11,6 +11,7 @@ from functools import partial
 
 import numpy as np
 
+from consistency.candidates.placeholders import prepare_images
 from consistency.case import DTYPES, Request, Setting
 from consistency.cross_checks import Rescoring, TrainerCheck, compare_trainer, trainer_logprobs
 from consistency.diagnose import Diagnosis, diagnose
@@ -81,6 +82,7 @@ def check(
     scorer = load_scorer(request.model, DTYPES[dtype], request.device)
     for chunk in sampled.chunks.values():
         refuse_other_vocabulary(chunk, scorer)
+    sampled = prepare_images(scorer, sampled)
     scores = join_scores(
         [
             score_chunk(scorer, chunk, request, temperature, dtype, name, progress)
@@ -145,6 +147,7 @@ def score_chunk(
         top_k=TOP_K,
         tokens=checksum(
             np.concatenate([sequences.input_ids, sequences.cu_seqlens, sequences.sampled]).tobytes()
+            + b"".join(image for images in sequences.images or () for image in images)
         ),
     )
     if not file.exists():

@@ -23,7 +23,7 @@ from areal_core.config.train_engine import MicroBatchSpec
 from areal_core.engine.ranks import join_ranks, leave_ranks
 from areal_core.trainer.build import build_engine
 from consistency.engine.connect import rescore_all
-from consistency.engine.reply import Engine
+from consistency.engine.reply import Engine, Pictures
 from consistency.measure import k3
 from consistency.score import Scorer, score
 from consistency.tokens import Bools, Floats, Sequences
@@ -61,8 +61,9 @@ async def rescore(
     ids = [rows.input_ids[bound].tolist() for bound in bounds]
     num_prompts = [int((~rows.sampled[bound]).sum()) for bound in bounds]
     workers = [0] * rows.num_rows if rows.worker is None else rows.worker.tolist()
+    seen = pictures_of(scorer, rows)
     first, second = [
-        np.concatenate([np.array(row) for row in await rescore_all(engines, ids, num_prompts, workers)])
+        np.concatenate([np.array(row) for row in await rescore_all(engines, ids, num_prompts, workers, seen)])
         for _ in range(2)
     ]
     model = score(scorer, rows, top_k=1).logprob
@@ -77,6 +78,14 @@ async def rescore(
         model_repeat=mean_distance(model, again),
         model_alone=mean_distance(model, alone),
     )
+
+
+def pictures_of(scorer: Scorer, rows: Sequences) -> list[Pictures | None]:
+    """Return the images that a request for each row carries."""
+    if rows.images is None or scorer.processor is None:
+        return [None] * rows.num_rows
+    placeholder = scorer.processor.image_token_id
+    return [Pictures(images, placeholder) if images else None for images in rows.images]
 
 
 def mean_distance(left: Floats, right: Floats) -> float:

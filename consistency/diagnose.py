@@ -11,7 +11,7 @@ import numpy as np
 
 from consistency.candidates.tensors import ChangedTensor
 from consistency.case import Alternative, Case, Finding, Setting
-from consistency.causes import alignment, architecture, definition, engine, numerics, weights
+from consistency.causes import alignment, architecture, definition, engine, images, numerics, weights
 from consistency.causes.definition import in_logprobs, log_units
 from consistency.cross_checks import Rescoring, TrainerCheck
 from consistency.hypotheses import RESIDUAL_BOUND, Prediction, Replays
@@ -26,6 +26,7 @@ CONFIDENT = 0.5
 CAUSES: tuple[Callable[[Case], Finding | None], ...] = (
     *alignment.CAUSES,
     *definition.CAUSES,
+    *images.CAUSES,
     *weights.CAUSES,
     *architecture.CAUSES,
     *engine.CAUSES,

@@ -273,6 +273,7 @@ def select_rows(sequences: Sequences, rows: Ints) -> Sequences:
         sequences.sampled[tokens],
         sequences.engine_logprobs[tokens],
         worker=None if sequences.worker is None else sequences.worker[rows],
+        images=None if sequences.images is None else tuple(sequences.images[row] for row in rows),
     )
 
 

@@ -13,13 +13,15 @@ from typing import Any
 import numpy as np
 
 from areal_core.dataset.read import read_rows, rl_row
+from areal_core.vision.images import as_image_bytes
+from areal_core.vision.processor import VisionProcessor
 from consistency.case import Request
 from consistency.causes.replies import find_contradictions
 from consistency.check import Checked, Rescorer, check
 from consistency.cross_checks import Rescoring, rescore
 from consistency.engine.connect import connect, sample_all, worker_of
 from consistency.engine.http import open_session
-from consistency.engine.reply import Engine, EngineIdentity, Reply, SamplingParams, Top
+from consistency.engine.reply import Engine, EngineIdentity, Pictures, Reply, SamplingParams, Top
 from consistency.errors import BadPrompts, NothingToCompare
 from consistency.score import Progress, Scorer
 from consistency.source import Sampled, Sampling, concatenate
@@ -30,14 +32,19 @@ PROMPT_KINDS = "input_ids (numbers), messages (a chat), text (tokenised as it is
 
 @dataclass(frozen=True)
 class Prompt:
-    """Token ids of a prompt, and the row that it comes from."""
+    """Token ids of a prompt, with all placeholders of its images, and the row that it comes from."""
 
     ids: tuple[int, ...]
     row: dict[str, Any]
+    images: tuple[bytes, ...] = ()
 
 
 def read_prompts(
-    source: str, split: str | None, tokenizer: Any, count: int | None = None
+    source: str,
+    split: str | None,
+    tokenizer: Any,
+    count: int | None = None,
+    processor: VisionProcessor | None = None,
 ) -> tuple[Prompt, ...]:
     """Read the first `count` prompts of a JSONL file, a text file (one per line) or a dataset.
 
@@ -51,7 +58,7 @@ def read_prompts(
     else:
         rows = read_rows(source, split, {})
     prompts = tuple(
-        parse_prompt(row, tokenizer, f"{source}, row {number}")
+        parse_prompt(row, tokenizer, f"{source}, row {number}", processor)
         for number, row in enumerate(itertools.islice(rows, count))
     )
     if not prompts:
@@ -59,12 +66,17 @@ def read_prompts(
     return prompts
 
 
-def parse_prompt(row: dict[str, Any], tokenizer: Any, where: str) -> Prompt:
+def parse_prompt(
+    row: dict[str, Any], tokenizer: Any, where: str, processor: VisionProcessor | None = None
+) -> Prompt:
     """Tokenise one row: a chat by the chat template, `text` as it is.
 
     Raises:
         BadPrompts: the row holds no prompt, or the tokenizer has no chat template.
+        ImageError: an image is damaged, or its placeholder is missing.
     """
+    if row.get("images"):
+        return prompt_with_images(row, where, processor)
     if "input_ids" in row:
         return Prompt(tuple(int(token) for token in row["input_ids"]), row)
     if "text" in row:
@@ -77,6 +89,19 @@ def parse_prompt(row: dict[str, Any], tokenizer: Any, where: str) -> Prompt:
             f"{where} is a chat, and the model's tokenizer has no chat template: give text instead"
         ) from error
     return Prompt(tuple(ids), chat)
+
+
+def prompt_with_images(row: dict[str, Any], where: str, processor: VisionProcessor | None) -> Prompt:
+    """Tokenise a row with images, as files, data: URLs, base64 or bytes; raises as `parse_prompt`."""
+    if processor is None:
+        raise BadPrompts(f"{where} has images, and the model is a text model: give an image-text model")
+    images = tuple(as_image_bytes(image) for image in row["images"])
+    if "input_ids" in row:
+        return Prompt(tuple(int(token) for token in row["input_ids"]), row, images)
+    if "text" in row:
+        return Prompt(tuple(processor.tokenize(row["text"], images).input_ids), row, images)
+    chat = rl_row(row, where)
+    return Prompt(tuple(processor.prompt(chat["messages"], images).input_ids), chat, images)
 
 
 @dataclass(frozen=True)
@@ -92,15 +117,17 @@ class EngineSamples:
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """Decoding function and size of a tokenizer's vocabulary."""
+    """Decoding function and size of a tokenizer's vocabulary, and the placeholder of images."""
 
     decode: Callable[[list[int]], str]
     size: int
+    image_token_id: int | None = None
 
 
-def vocabulary_of(tokenizer: Any) -> Vocabulary:
-    """Return the vocabulary of a Transformers tokenizer."""
-    return Vocabulary(lambda ids: tokenizer.decode(ids), len(tokenizer))
+def vocabulary_of(tokenizer: Any, processor: VisionProcessor | None = None) -> Vocabulary:
+    """Return the vocabulary of a Transformers tokenizer, or of the processor around it."""
+    placeholder = None if processor is None else processor.image_token_id
+    return Vocabulary(lambda ids: tokenizer.decode(ids), len(tokenizer), placeholder)
 
 
 def query_engines(
@@ -121,11 +148,21 @@ def query_engines(
     async def query() -> EngineSamples:
         async with open_session() as session:
             engines = await connect(session, addresses, vocabulary.decode, vocabulary.size)
-            replies = await sample_all(engines, [prompt.ids for prompt in repeated], params, done)
+            asked = [(prompt.ids, pictures_of(prompt, vocabulary)) for prompt in repeated]
+            replies = await sample_all(engines, asked, params, done)
             identities = tuple(engine.identity for engine in engines)
             return EngineSamples(tuple(addresses), identities, repeated, tuple(replies), params)
 
     return asyncio.run(query())
+
+
+def pictures_of(prompt: Prompt, vocabulary: Vocabulary) -> Pictures | None:
+    """Return the images that a request carries. Raises `BadPrompts` for a text model."""
+    if not prompt.images:
+        return None
+    if vocabulary.image_token_id is None:
+        raise BadPrompts("the prompts have images, and the model is a text model: give an image-text model")
+    return Pictures(prompt.images, vocabulary.image_token_id)
 
 
 def check_engines(
@@ -152,12 +189,14 @@ def sampled_of(samples: EngineSamples, trainer_dtype: str, vocabulary: Vocabular
         raise NothingToCompare(
             f"{len(samples.replies)} replies of the engines hold no token: are the prompts too long?"
         )
+    with_images = frozenset(i for i, prompt in enumerate(samples.prompts) if prompt.images)
     contradictions = find_contradictions(
-        [prompt.ids for prompt in samples.prompts], samples.replies, params, vocabulary.decode
+        [prompt.ids for prompt in samples.prompts], samples.replies, params, vocabulary.decode, with_images
     )
-    numbers = {ids: number for number, ids in enumerate(dict.fromkeys(p.ids for p in samples.prompts))}
+    prompts = dict.fromkeys((prompt.ids, prompt.images) for prompt in samples.prompts)
+    numbers = {prompt: number for number, prompt in enumerate(prompts)}
     rows = [
-        one_sequence(prompt, reply, numbers[prompt.ids], worker_of(number, len(identities)))
+        one_sequence(prompt, reply, numbers[prompt.ids, prompt.images], worker_of(number, len(identities)))
         for number, (prompt, reply) in enumerate(zip(samples.prompts, samples.replies, strict=True))
         if reply.output_ids
     ]
@@ -187,7 +226,9 @@ def tops_of(replies: Sequence[Reply]) -> tuple[Top, ...] | None:
 
 def one_sequence(prompt: Prompt, reply: Reply, prompt_id: int, worker: int) -> Sequences:
     """Turn one reply into a row, with the columns that the engine reported."""
-    row = sequences_from_completions([Completion(prompt.ids, reply.output_ids, reply.logprobs)])
+    row = sequences_from_completions(
+        [Completion(prompt.ids, reply.output_ids, reply.logprobs, prompt.images)]
+    )
     num_tokens = len(row.input_ids)
     return Sequences(
         row.input_ids,
@@ -199,6 +240,7 @@ def one_sequence(prompt: Prompt, reply: Reply, prompt_id: int, worker: int) -> S
         worker=np.full(row.num_rows, worker),
         cached_tokens=None if reply.cached_tokens is None else np.full(row.num_rows, reply.cached_tokens),
         length_differences=row.length_differences,
+        images=row.images,
     )
 
 

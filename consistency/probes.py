@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from consistency.candidates.pixels import image_alternatives, tower_alternative
 from consistency.candidates.positions import rotary_alternatives
 from consistency.candidates.prompts import prompt_alternatives
 from consistency.candidates.stale_tensors import find_stale_tensors, swapped
@@ -107,19 +108,15 @@ def probe_quantization(inputs: ProbeInputs) -> list[Alternative]:
 
 def probe_checkpoints(inputs: ProbeInputs) -> list[Alternative]:
     """Score with the request's other checkpoints: stale weights (R24), missing adapter (R32)."""
-    request = inputs.request
+    request, temperature = inputs.request, inputs.setting.temperature
     wanted = (("R24", "the previous checkpoint", request.previous), ("R32", "the base model", request.base))
-    return [
-        checkpoint_alternative(
-            load_scorer(path, DTYPES[inputs.dtype], request.device),
-            inputs.rows,
-            cause,
-            name,
-            inputs.setting.temperature,
-        )
-        for cause, name, path in wanted
-        if path is not None
-    ]
+    found = []
+    for cause, name, path in wanted:
+        if path is not None:
+            other = load_scorer(path, DTYPES[inputs.dtype], request.device)
+            found += tower_alternative(inputs.scorer, other, inputs.rows, name, temperature)
+            found.append(checkpoint_alternative(other, inputs.rows, cause, name, temperature))
+    return found
 
 
 def probe_partial_update(inputs: ProbeInputs) -> list[Alternative]:
@@ -141,6 +138,11 @@ def probe_positions(inputs: ProbeInputs) -> list[Alternative]:
     return rotary_alternatives(inputs.scorer, inputs.rows, inputs.setting.temperature)
 
 
+def probe_images(inputs: ProbeInputs) -> list[Alternative]:
+    """Score with images treated otherwise."""
+    return image_alternatives(inputs.scorer, inputs.rows, inputs.setting.temperature)
+
+
 def probe_prompts(inputs: ProbeInputs) -> list[Alternative]:
     """Score completions after the prompts of other rows."""
     base = score(inputs.scorer, inputs.rows, temperature=inputs.setting.temperature, top_k=1).logprob
@@ -150,6 +152,7 @@ def probe_prompts(inputs: ProbeInputs) -> list[Alternative]:
 PROBES: tuple[Probe, ...] = (
     probe_dtype,
     probe_bos,
+    probe_images,
     probe_prompts,
     probe_checkpoints,
     probe_quantization,
@@ -193,7 +196,7 @@ def changed(scorer: Scorer, change: Callable[[torch.nn.Module], None]) -> Scorer
     model = copy.deepcopy(scorer.model)
     for module in model.modules():
         change(module)
-    return scorer_of(model)
+    return scorer_of(model, scorer.processor)
 
 
 def shift_norm(module: torch.nn.Module, by: float) -> None:
@@ -238,7 +241,7 @@ def quantized(scorer: Scorer, scheme: Callable[[Tensor], Tensor]) -> Scorer:
     for module in model.base_model.modules():
         if isinstance(module, torch.nn.Linear):
             module.weight.data = scheme(module.weight.data.float()).to(module.weight.dtype)
-    return scorer_of(model)
+    return scorer_of(model, scorer.processor)
 
 
 def rounded_to_float8(weight: Tensor) -> Tensor:
@@ -294,6 +297,7 @@ def with_first(sequences: Sequences, token_id: int) -> Sequences:
         sampled=np.insert(sequences.sampled, begins, False),
         engine_logprobs=np.insert(sequences.engine_logprobs, begins, 0.0),
         cu_seqlens=sequences.cu_seqlens + np.arange(len(sequences.cu_seqlens)),
+        images=sequences.images,
     )
 
 
@@ -305,6 +309,7 @@ def without_first(sequences: Sequences) -> Sequences:
         sampled=np.delete(sequences.sampled, begins),
         engine_logprobs=np.delete(sequences.engine_logprobs, begins),
         cu_seqlens=sequences.cu_seqlens - np.arange(len(sequences.cu_seqlens)),
+        images=sequences.images,
     )
 
 

@@ -4,6 +4,7 @@ Rows are packed by length without padding, and logits are computed for a few tok
 float32 `[tokens, vocab]` never exists.
 """
 
+import inspect
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
@@ -23,6 +24,7 @@ from areal_core.engine.model import attention_of, load_model, own_attention, set
 from areal_core.engine.parity import TOLERANCE, choose_lengths, depends_on_forward, random_rows
 from areal_core.engine.rope import choose_frequencies_by_row
 from areal_core.safety.durable import replacing
+from areal_core.vision.processor import VisionProcessor, load_processor
 from consistency.errors import StaleScores
 from consistency.tokens import Floats, Ints, Sequences
 
@@ -92,12 +94,19 @@ class Head:
 
 @dataclass(frozen=True)
 class Scorer:
-    """A model in evaluation mode; `packs_rows` if packed rows do not change each other."""
+    """A model in evaluation mode; `packs_rows` if packed rows do not change each other.
+
+    `processor` makes the pixels of images, and is None for a text model. `marks_images` gives the
+    model the types of its tokens; without them, images have the positions and the causal attention
+    of text.
+    """
 
     model: Any
     transformer: torch.nn.Module
     head: Head
     packs_rows: bool
+    processor: VisionProcessor | None = None
+    marks_images: bool = True
 
     @property
     def device(self) -> torch.device:
@@ -113,7 +122,12 @@ def load_scorer(path: str, dtype: torch.dtype = torch.float32, device: str = "cp
     """
     refuse_lone_vision_model(Path(path))
     model: Any = load_model(path, dtype=dtype)
-    return scorer_of(model.to(device))
+    return scorer_of(model.to(device), load_processor(path) if sees_images(model.config) else None)
+
+
+def sees_images(config: Any) -> bool:
+    """Return whether a config (Transformers) is that of an image-text model."""
+    return getattr(config, "vision_config", None) is not None
 
 
 def refuse_lone_vision_model(folder: Path) -> None:
@@ -128,16 +142,19 @@ def refuse_lone_vision_model(folder: Path) -> None:
         )
 
 
-def scorer_of(model: Any) -> Scorer:
-    """Make a read-only scorer of a loaded model: no gradients, no dropout."""
+def scorer_of(model: Any, processor: VisionProcessor | None = None) -> Scorer:
+    """Make a read-only scorer of a loaded model: no gradients, no dropout.
+
+    `processor` is that of an image-text model.
+    """
     head = Head(model.get_output_embeddings(), measure_logit_map(model))
     find_hidden = transformer(model)
     choose_frequencies_by_row(find_hidden)
     scorer = Scorer(model.eval().requires_grad_(False), find_hidden, head, packs_rows=True)
-    if packs_rows(scorer):
+    if processor is None and packs_rows(scorer):
         return scorer
     set_attention(model, own_attention(model))
-    return replace(scorer, packs_rows=False)
+    return replace(scorer, packs_rows=False, processor=processor)
 
 
 def packs_rows(scorer: Scorer) -> bool:
@@ -214,19 +231,33 @@ def predictors(
         if not rows:
             continue
         tokens = np.concatenate([np.arange(*sequences.cu_seqlens[row : row + 2]) for row in rows])
-        hidden = hidden_states(scorer, sequences.input_ids[tokens], [lengths[row] for row in rows])
+        images = None if sequences.images is None else [sequences.images[row] for row in rows]
+        hidden = hidden_states(scorer, sequences.input_ids[tokens], [lengths[row] for row in rows], images)
         targets = np.flatnonzero(place_of_token[tokens] >= 0)
         labels = torch.as_tensor(sequences.input_ids[tokens][targets], device=scorer.device)
         at = torch.as_tensor(targets - 1, device=scorer.device)
         yield place_of_token[tokens][targets], hidden[at], labels, len(tokens)
 
 
-def hidden_states(scorer: Scorer, input_ids: Ints, lengths: Sequence[int]) -> Tensor:
-    """Compute the last hidden states [tokens, dim] of packed, isolated sequences."""
+def hidden_states(
+    scorer: Scorer,
+    input_ids: Ints,
+    lengths: Sequence[int],
+    images: Sequence[Sequence[bytes]] | None = None,
+) -> Tensor:
+    """Compute the last hidden states [tokens, dim] of packed, isolated sequences.
+
+    `images` are those of each sequence, for a scorer with a processor.
+    """
     tokens = torch.as_tensor(input_ids, dtype=torch.int64, device=scorer.device)[None]
     if not scorer.packs_rows:
         rows = tokens.split(list(lengths), dim=1)
-        alone = [scorer.transformer(input_ids=row, use_cache=False).last_hidden_state[0] for row in rows]
+        alone = [
+            scorer.transformer(
+                input_ids=row, use_cache=False, **image_inputs(scorer, row, pictures)
+            ).last_hidden_state[0]
+            for row, pictures in zip(rows, images or [()] * len(rows), strict=True)
+        ]
         return torch.cat(alone)
     positions = torch.cat([torch.arange(length) for length in lengths])
     output = scorer.transformer(
@@ -238,6 +269,20 @@ def hidden_states(scorer: Scorer, input_ids: Ints, lengths: Sequence[int]) -> Te
     )
     hidden: Tensor = output.last_hidden_state[0]
     return hidden
+
+
+def image_inputs(scorer: Scorer, input_ids: Tensor, images: Sequence[bytes]) -> dict[str, Tensor]:
+    """Return what the forward of one row takes besides its ids [1, tokens]; nothing without images."""
+    if not images:
+        return {}
+    assert scorer.processor is not None, "a text model has no images"
+    names = inspect.signature(scorer.transformer.forward).parameters
+    types = "mm_token_type_ids" if "mm_token_type_ids" in names else "token_type_ids"
+    is_image = input_ids == scorer.processor.image_token_id
+    pixels = scorer.processor.pixels(images)
+    inputs = {key: tensor.to(scorer.device) for key, tensor in pixels.items() if key in names}
+    inputs["pixel_values"] = inputs["pixel_values"].to(scorer.model.dtype)
+    return {types: is_image.int() * scorer.marks_images, **inputs}
 
 
 def score_logits(logits: Tensor, labels: Tensor, temperature: float, top_k: int | None) -> dict[str, Tensor]:

@@ -11,7 +11,7 @@ from areal_core.engine.errors import ModelError
 from consistency.case import NOISE, Finding, Noise, Setting
 from consistency.engine.reply import Top
 from consistency.errors import NothingToCompare
-from consistency.tokens import Floats, Sequences
+from consistency.tokens import Floats, Images, Sequences
 from recorder import Record, RecordedStep
 from recorder.errors import StepNotRecorded
 
@@ -172,7 +172,15 @@ def concatenate(batches: Sequence[Sequences]) -> Sequences:
         joined("worker"),
         joined("cached_tokens"),
         tuple(difference for batch in batches for difference in batch.length_differences),
+        joined_images(batches),
     )
+
+
+def joined_images(batches: Sequence[Sequences]) -> Images | None:
+    """Concatenate the images of the rows of several batches; None if no batch has any."""
+    if all(batch.images is None for batch in batches):
+        return None
+    return tuple(images for batch in batches for images in batch.images or ((),) * batch.num_rows)
 
 
 def model_dtype(path: str) -> str:

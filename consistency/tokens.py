@@ -20,7 +20,8 @@ Bools = npt.NDArray[np.bool_]
 LOWEST_LOGPROB = -9998.0
 # With float32 sums, the logprob of a certain token exceeds 0 by up to a few 1e-6.
 ROUNDING_ABOVE_ZERO = 1e-5
-PER_ROW = frozenset({"prompt_id", "worker", "cached_tokens"})
+PER_ROW = frozenset({"prompt_id", "worker", "cached_tokens", "images"})
+Images = tuple[tuple[bytes, ...], ...]  # encoded pictures of each row, in the order of the prompt
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,7 @@ class Completion:
     prompt_ids: Sequence[int]
     output_ids: Sequence[int]
     logprobs: Sequence[float]
+    images: tuple[bytes, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -38,8 +40,9 @@ class Sequences:
 
     Per token [tokens]: `input_ids` int64, `sampled` bool (the model chose it), `engine_logprobs`
     float64 (read if sampled), `versions` int64. Per row [rows]: `prompt_id`, `worker`,
-    `cached_tokens` int64. Columns that were not recorded are None. `length_differences` holds
-    logprobs minus ids of each excluded reply.
+    `cached_tokens` int64; `images`, whose placeholders in `input_ids` are expanded: one for each
+    vision token. Columns that were not recorded are None, as are images of text. The last field,
+    `length_differences`, holds logprobs minus ids of each excluded reply.
     """
 
     input_ids: Ints
@@ -51,6 +54,7 @@ class Sequences:
     worker: Ints | None = None
     cached_tokens: Ints | None = None
     length_differences: tuple[int, ...] = ()
+    images: Images | None = None
 
     def __post_init__(self) -> None:
         num_tokens, num_rows = int(self.cu_seqlens[-1]), len(self.cu_seqlens) - 1
@@ -102,6 +106,7 @@ def sequences_from_completions(completions: Sequence[Completion]) -> Sequences:
             [lp for c in usable for lp in (*[0.0] * len(c.prompt_ids), *c.logprobs)], np.float64
         ),
         length_differences=differences,
+        images=tuple(c.images for c in usable) if any(c.images for c in usable) else None,
     )
 
 

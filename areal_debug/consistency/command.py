@@ -223,17 +223,20 @@ def check_live(
     """Check samples of live engines; return check, request, and the source for the report."""
     if model is None or options["prompts"] is None:
         fail("--engine needs --model PATH (the weights it should serve) and --prompts FILE (the prompts)")
-    from transformers import AutoTokenizer
+    from transformers import AutoConfig, AutoTokenizer
 
     from areal_core.reward import load_reward_fn
+    from areal_core.vision.processor import load_processor
     from consistency.answers import compare_answers, load_generating
     from consistency.engine.reply import SamplingParams
     from consistency.live import check_engines, query_engines, read_prompts, sampled_of, vocabulary_of
+    from consistency.score import sees_images
     from consistency.source import model_dtype
 
     tokenizer = AutoTokenizer.from_pretrained(model)
-    vocabulary = vocabulary_of(tokenizer)
-    prompts = read_prompts(options["prompts"], options["split"], tokenizer, options["num_prompts"])
+    processor = load_processor(model) if sees_images(AutoConfig.from_pretrained(model)) else None
+    vocabulary = vocabulary_of(tokenizer, processor)
+    prompts = read_prompts(options["prompts"], options["split"], tokenizer, options["num_prompts"], processor)
     temperature = 1.0 if options["temperature"] is None else options["temperature"]
     law = SamplingParams(temperature, options["top_p"], options["top_k"], options["max_new_tokens"])
     request = request_of(model, options)

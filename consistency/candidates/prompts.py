@@ -86,5 +86,6 @@ def after_prompts(
         np.concatenate([[0], np.cumsum(lengths)]),
         np.concatenate([np.arange(length) >= length - len(completion) for length in lengths]),
         np.zeros(lengths.sum()),
+        images=None if rows.images is None else tuple(rows.images[one] for one in prompts),
     )
     return score(scorer, packed, temperature=temperature, top_k=1).logprob.reshape(len(prompts), -1)

@@ -12,6 +12,7 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -119,6 +120,13 @@ def module_of(name: str) -> str:
     """Return the layer of a parameter, such as `layer 3`, or its module outside of layers."""
     inside = LAYER.search(name)
     return f"layer {inside[1]}" if inside else name.removeprefix("model.").removesuffix(".weight")
+
+
+def vision_tensors(model: Any) -> Names:
+    """Return the names of the parameters outside of the language model and its output layer."""
+    text = {id(parameter) for parameter in model.get_decoder().parameters()}
+    text |= {id(parameter) for parameter in model.get_output_embeddings().parameters()}
+    return tuple(name for name, parameter in model.named_parameters() if id(parameter) not in text)
 
 
 @contextmanager

@@ -13,15 +13,15 @@ leaves much of D as noise, and is not believed. Zeroed, halved and doubled tenso
 """
 
 import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from consistency.candidates.stale_tensors import MOST_TENSORS, nats_gained
+from consistency.candidates.stale_tensors import MOST_TENSORS, nats_gained, vision_tensors
 from consistency.hypotheses import RESIDUAL_BOUND, select_rows, spread_rows
-from consistency.score import Scorer, score
+from consistency.score import Scorer, image_inputs, score
 from consistency.tokens import Floats, Sequences
 
 TOKENS = 256
@@ -29,6 +29,7 @@ MOST_PARAMETERS = 20_000_000
 ELEMENTS_AT_A_TIME = 50_000_000  # of gradients
 SKETCH = 8192  # elements of a tensor's gradient that are kept, larger ones are hashed to as many
 EVERY = "all tensors"
+TOWER = "the vision tower"
 MARGIN_NATS = 12.0  # over the next tensor
 MOST_NOISE = 0.2  # of the root mean square of D, that the winner may leave as noise
 LARGEST = 0.5  # root mean square of D, in nats, up to which the first order holds
@@ -71,7 +72,10 @@ def find_changed_tensor(scorer: Scorer, rows: Sequences, temperature: float) -> 
     kernels = {
         name: kernel[kept][:, kept] for name, kernel in kernels_of(scorer, sample, temperature).items()
     }
+    tower = [kernels[name] for name in vision_tensors(scorer.model)] if sample.images is not None else []
     kernels[EVERY] = torch.stack(list(kernels.values())).sum(0)
+    if tower:
+        kernels[TOWER] = torch.stack(tower).sum(0)
     target = torch.as_tensor(difference[usable])
     alone = -len(target) / 2 * np.log(size**2)
     weighed = {name: evidence(kernel, target) for name, kernel in kernels.items()}
@@ -119,7 +123,9 @@ def kernels_of(scorer: Scorer, rows: Sequences, temperature: float) -> dict[str,
         ids = torch.as_tensor(rows.input_ids[rows.row(row)], device=scorer.device)
         at = torch.as_tensor(np.flatnonzero(rows.sampled[rows.row(row)]), device=scorer.device)
         at = at[at > 0]
-        logits = model(input_ids=ids[None], use_cache=False).logits[0].float() / temperature
+        images = () if rows.images is None else rows.images[row]
+        given = image_inputs(replace(scorer, model=model), ids[None], images)
+        logits = model(input_ids=ids[None], use_cache=False, **given).logits[0].float() / temperature
         logprobs = torch.log_softmax(logits, -1)[at - 1, ids[at]]
         for chunk in torch.eye(len(at), device=scorer.device).split(at_a_time):
             gradients = torch.autograd.grad(

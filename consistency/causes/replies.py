@@ -18,13 +18,20 @@ NOT_LETTERS = re.compile(r"[\s\ufffd]+")
 
 
 def find_contradictions(
-    prompts: Sequence[Sequence[int]], replies: Sequence[Reply], params: SamplingParams, decode: Decode
+    prompts: Sequence[Sequence[int]],
+    replies: Sequence[Reply],
+    params: SamplingParams,
+    decode: Decode,
+    with_images: frozenset[int] = frozenset(),
 ) -> tuple[Finding, ...]:
-    """Compare every redundant fact of the replies; `replies[i]` answers `prompts[i]`."""
+    """Compare every redundant fact of the replies; `replies[i]` answers `prompts[i]`.
+
+    `with_images` are the prompts with images.
+    """
     exchanged = exchanged_requests(replies)
     found = [
         exchanged,
-        None if exchanged is not None else other_prompt_counted(prompts, replies),
+        None if exchanged is not None else other_prompt_counted(prompts, replies, with_images),
         counts_differ(replies),
         final_token_missing(prompts, replies, params),
         too_many_tokens(replies, params),
@@ -51,8 +58,10 @@ def exchanged_requests(replies: Sequence[Reply]) -> Finding | None:
     )
 
 
-def other_prompt_counted(prompts: Sequence[Sequence[int]], replies: Sequence[Reply]) -> Finding | None:
-    """R12, R16: the engine counted another number of prompt tokens than it was sent."""
+def other_prompt_counted(
+    prompts: Sequence[Sequence[int]], replies: Sequence[Reply], with_images: frozenset[int]
+) -> Finding | None:
+    """R12, R16, R63: the engine counted another number of prompt tokens than it was sent."""
     deltas = {
         i: reply.num_prompt - len(prompt)
         for i, (prompt, reply) in enumerate(zip(prompts, replies, strict=True))
@@ -71,6 +80,15 @@ def other_prompt_counted(prompts: Sequence[Sequence[int]], replies: Sequence[Rep
             f"{text}; the counts are those of the prompts in another order",
             "the number of prompt tokens of each reply must be that of its request",
             "pair replies with requests by their id, not by the order in which they arrive",
+        )
+    if set(deltas) <= with_images:
+        return Finding(
+            "R63",
+            "placeholders of images expanded differently",
+            0.84,  # as below: a probe may find which processor made them
+            f"{text}; all of them have images",
+            "prompt_tokens of each reply must equal the number of ids with all placeholders",
+            "one processor on both sides: the same size limits, patch size and merge size in preprocessor_config.json",
         )
     return Finding(
         "R16",

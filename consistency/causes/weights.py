@@ -2,12 +2,13 @@
 
 import numpy as np
 
-from consistency.candidates.tensors import EVERY
+from consistency.candidates.tensors import EVERY, TOWER
 from consistency.case import BAD_RATIO, Case, Finding
 from consistency.causes.definition import confidence, explained, replay_evidence
 from consistency.shape import breaks, explained_by_key, means_by
 
 SURE_MARGIN = 40.0  # nats over the next tensor
+VISION_WORDS = (".visual.", "vision_tower", "multi_modal_projector")
 
 
 def stale_weights(case: Case) -> Finding | None:
@@ -42,7 +43,7 @@ def partly_stale(case: Case) -> Finding | None:
 
 
 def one_tensor_differs(case: Case) -> Finding | None:
-    """R24, R25, R26: the change of one tensor, or of all, explains which tokens differ."""
+    """R24, R25, R26, R65: the change of one tensor, or of all, explains which tokens differ."""
     found = case.changed_tensor
     if found is None or case.explanation is not None:
         return None
@@ -51,10 +52,11 @@ def one_tensor_differs(case: Case) -> Finding | None:
         if found.how is not None
         else f"a change of {found.name} explains which tokens differ, and leaves {found.noise:.0%} of the difference as noise"
     )
+    is_vision = found.name == TOWER or any(word in found.name for word in VISION_WORDS)
     most = 0.6 if found.name == EVERY else 0.95 if found.how is not None else 0.9
     is_vocabulary = "embed" in found.name or "lm_head" in found.name or "wte" in found.name
     return Finding(
-        "R24" if found.name == EVERY else "R26" if is_vocabulary else "R25",
+        "R24" if found.name == EVERY else "R65" if is_vision else "R26" if is_vocabulary else "R25",
         "many tensors differ in the engine (stale weights, or another detail of the model)"
         if found.name == EVERY
         else f"{found.name} differs in the engine"

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from consistency.engine import openai, sglang, vllm
 from consistency.engine.http import HttpClient, base_url
-from consistency.engine.reply import Engine, EngineIdentity, Reply, SamplingParams
+from consistency.engine.reply import Engine, EngineIdentity, Pictures, Reply, SamplingParams
 from consistency.errors import EngineError
 
 MAX_CONCURRENT = 64
@@ -83,14 +83,14 @@ async def gather_limited(
 
 async def sample_all(
     engines: Sequence[Engine],
-    prompts: Sequence[Sequence[int]],
+    prompts: Sequence[tuple[Sequence[int], Pictures | None]],
     params: SamplingParams,
     done: Callable[[int], None],
 ) -> list[Reply]:
     """Sample one reply per prompt; prompt i goes to engine i modulo their number."""
     calls = [
-        partial(engines[worker_of(i, len(engines))].sample, prompt, params)
-        for i, prompt in enumerate(prompts)
+        partial(engines[worker_of(i, len(engines))].sample, prompt, params, pictures)
+        for i, (prompt, pictures) in enumerate(prompts)
     ]
     return await gather_limited(calls, MAX_CONCURRENT * len(engines), done)
 
@@ -100,11 +100,12 @@ async def rescore_all(
     rows: Sequence[Sequence[int]],
     num_prompts: Sequence[int],
     workers: Sequence[int],
+    pictures: Sequence[Pictures | None],
 ) -> list[tuple[float, ...]]:
     """Compute prefill logprobs of each row after its prompt, by the engine that sampled it."""
     calls = [
-        partial(engines[worker].rescore, row, num_prompt)
-        for row, num_prompt, worker in zip(rows, num_prompts, workers, strict=True)
+        partial(engines[worker].rescore, row, num_prompt, seen)
+        for row, num_prompt, worker, seen in zip(rows, num_prompts, workers, pictures, strict=True)
     ]
     return await gather_limited(calls, MAX_CONCURRENT * len(engines), lambda num_calls: None)
 

@@ -7,6 +7,7 @@ from urllib.parse import urlsplit
 
 import aiohttp
 
+from consistency.engine.reply import Pictures
 from consistency.errors import EngineError
 
 MESSAGE_LIMIT = 300
@@ -55,6 +56,14 @@ class HttpClient:
             raise EngineError(
                 f"no answer from {self.address}{path} ({type(error).__name__}: {error}): is the server up?"
             ) from error
+
+
+def refuse_pictures(address: str, pictures: Pictures | None) -> None:
+    """Raise EngineError for images, which only SGLang's `/generate` takes together with ids."""
+    if pictures is not None:
+        raise EngineError(
+            f"{address} takes no images with token ids: give text prompts, or serve the model with SGLang"
+        )
 
 
 def parse_json(source: str, body: str) -> Any:

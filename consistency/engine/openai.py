@@ -4,8 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from consistency.engine.http import HttpClient
-from consistency.engine.reply import EngineIdentity, Reply, SamplingParams
+from consistency.engine.http import HttpClient, refuse_pictures
+from consistency.engine.reply import EngineIdentity, Pictures, Reply, SamplingParams
 from consistency.errors import EngineError
 
 AMBIGUOUS = -1
@@ -28,8 +28,11 @@ class OpenAI:
         """Base URL."""
         return self.client.address
 
-    async def sample(self, prompt_ids: Sequence[int], params: SamplingParams) -> Reply:
+    async def sample(
+        self, prompt_ids: Sequence[int], params: SamplingParams, pictures: Pictures | None = None
+    ) -> Reply:
         """Sample one completion. The API has no top_k."""
+        refuse_pictures(self.address, pictures)
         if params.top_k is not None:
             raise EngineError(
                 f"{self.address} has OpenAI's API, which has no top_k ({params.top_k}): omit it"
@@ -44,8 +47,11 @@ class OpenAI:
         }
         return parse_reply(self.address, await self.client.post("/v1/completions", payload), self.ids)
 
-    async def rescore(self, input_ids: Sequence[int], num_prompt: int) -> tuple[float, ...]:
+    async def rescore(
+        self, input_ids: Sequence[int], num_prompt: int, pictures: Pictures | None = None
+    ) -> tuple[float, ...]:
         """Compute prefill logprobs by echoing the prompt, which few servers still support."""
+        refuse_pictures(self.address, pictures)
         payload = {
             "model": self.model,
             "prompt": list(input_ids),

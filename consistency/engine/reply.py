@@ -19,6 +19,14 @@ class SamplingParams:
 
 
 @dataclass(frozen=True)
+class Pictures:
+    """Encoded images of a prompt; each run of `placeholder` among its ids stands for one of them."""
+
+    images: tuple[bytes, ...]
+    placeholder: int
+
+
+@dataclass(frozen=True)
 class Reply:
     """One completion.
 
@@ -74,10 +82,14 @@ class Engine(Protocol):
         """Identity that the server reports."""
         ...
 
-    async def sample(self, prompt_ids: Sequence[int], params: SamplingParams) -> Reply:
+    async def sample(
+        self, prompt_ids: Sequence[int], params: SamplingParams, pictures: Pictures | None = None
+    ) -> Reply:
         """Sample one completion, with the logprob of every token at the temperature of `params`."""
         ...
 
-    async def rescore(self, input_ids: Sequence[int], num_prompt: int) -> tuple[float, ...]:
+    async def rescore(
+        self, input_ids: Sequence[int], num_prompt: int, pictures: Pictures | None = None
+    ) -> tuple[float, ...]:
         """Compute prefill logprobs at temperature 1 of the tokens after the prompt."""
         ...

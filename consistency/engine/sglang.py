@@ -4,12 +4,13 @@ Logprobs of sampled tokens are under softmax(logits / temperature).
 """
 
 import uuid
+from base64 import b64encode
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from consistency.engine.http import HttpClient
-from consistency.engine.reply import NUM_TOPS, EngineIdentity, Reply, SamplingParams
+from consistency.engine.reply import NUM_TOPS, EngineIdentity, Pictures, Reply, SamplingParams
 from consistency.errors import EngineError
 
 
@@ -25,7 +26,9 @@ class SGLang:
         """Base URL."""
         return self.client.address
 
-    async def sample(self, prompt_ids: Sequence[int], params: SamplingParams) -> Reply:
+    async def sample(
+        self, prompt_ids: Sequence[int], params: SamplingParams, pictures: Pictures | None = None
+    ) -> Reply:
         """Sample one completion."""
         sampling = {
             "temperature": params.temperature,
@@ -35,7 +38,7 @@ class SGLang:
             "skip_special_tokens": False,
         }
         payload: dict[str, Any] = {
-            "input_ids": list(prompt_ids),
+            **prompt_fields(prompt_ids, (), pictures),
             "sampling_params": sampling,
             "return_logprob": True,
         }
@@ -43,10 +46,12 @@ class SGLang:
         reply = parse_reply(self.address, await self.client.post("/generate", payload))
         return replace(reply, sent_id=payload["rid"])
 
-    async def rescore(self, input_ids: Sequence[int], num_prompt: int) -> tuple[float, ...]:
+    async def rescore(
+        self, input_ids: Sequence[int], num_prompt: int, pictures: Pictures | None = None
+    ) -> tuple[float, ...]:
         """Compute prefill logprobs, which SGLang never scales by a temperature."""
         payload = {
-            "input_ids": list(input_ids),
+            **prompt_fields(input_ids[:num_prompt], input_ids[num_prompt:], pictures),
             "sampling_params": {"temperature": 0.0, "max_new_tokens": 0},
             "return_logprob": True,
             # The first row of the reply has no predecessor in the slice and is null.
@@ -54,6 +59,21 @@ class SGLang:
         }
         answer = await self.client.post("/generate", payload)
         return parse_rescored(self.address, answer, list(input_ids[num_prompt:]))
+
+
+def prompt_fields(
+    prompt_ids: Sequence[int], completion_ids: Sequence[int], pictures: Pictures | None
+) -> dict[str, Any]:
+    """Return the fields of the ids, and of images: SGLang expands one placeholder for each itself."""
+    if pictures is None:
+        return {"input_ids": [*prompt_ids, *completion_ids]}
+    collapsed = [
+        token
+        for token, before in zip(prompt_ids, (None, *prompt_ids), strict=False)
+        if token != pictures.placeholder or token != before
+    ]
+    data = [f"data:image/png;base64,{b64encode(image).decode()}" for image in pictures.images]
+    return {"input_ids": [*collapsed, *completion_ids], "image_data": data}
 
 
 # What SGLang reports of itself besides its version; a server that only has its routes does not.

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from consistency.engine.http import HttpClient
-from consistency.engine.reply import NUM_TOPS, EngineIdentity, Reply, SamplingParams, Top
+from consistency.engine.http import HttpClient, refuse_pictures
+from consistency.engine.reply import NUM_TOPS, EngineIdentity, Pictures, Reply, SamplingParams, Top
 from consistency.errors import EngineError
 
 
@@ -25,8 +25,11 @@ class VLLM:
         """Base URL."""
         return self.client.address
 
-    async def sample(self, prompt_ids: Sequence[int], params: SamplingParams) -> Reply:
+    async def sample(
+        self, prompt_ids: Sequence[int], params: SamplingParams, pictures: Pictures | None = None
+    ) -> Reply:
         """Sample one completion."""
+        refuse_pictures(self.address, pictures)
         payload = {
             "model": self.model,
             "prompt": list(prompt_ids),
@@ -42,8 +45,11 @@ class VLLM:
         }
         return parse_reply(self.address, await self.client.post("/v1/completions", payload))
 
-    async def rescore(self, input_ids: Sequence[int], num_prompt: int) -> tuple[float, ...]:
+    async def rescore(
+        self, input_ids: Sequence[int], num_prompt: int, pictures: Pictures | None = None
+    ) -> tuple[float, ...]:
         """Compute prefill logprobs; the one token that vLLM must generate as well is discarded."""
+        refuse_pictures(self.address, pictures)
         payload = {
             "model": self.model,
             "prompt": list(input_ids),

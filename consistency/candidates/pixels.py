@@ -1,0 +1,295 @@
+"""Images that the engine may have seen otherwise: pixels, positions, owners, vision tower.
+
+Each alternative scores the same sampled tokens with one thing changed that processors and engines
+get wrong: decoding, mean and standard deviation, resize kernel, limits of the size, the positions
+of the grid, the images of another request, no images, another order, and the tower's weights.
+"""
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from io import BytesIO
+from typing import Any
+
+import numpy as np
+import transformers
+from PIL import Image, ImageOps
+from PIL.ExifTags import Base
+from transformers.image_utils import PILImageResampling
+from transformers.utils.constants import (
+    IMAGENET_DEFAULT_MEAN,
+    IMAGENET_DEFAULT_STD,
+    IMAGENET_STANDARD_MEAN,
+    IMAGENET_STANDARD_STD,
+    OPENAI_CLIP_MEAN,
+    OPENAI_CLIP_STD,
+)
+
+from areal_core.vision.images import decode
+from areal_core.vision.processor import VisionProcessor
+from consistency.candidates.placeholders import expanded, placeholder_counts, runs_of
+from consistency.candidates.prompts import EXPLAINED, bounded
+from consistency.candidates.stale_tensors import swapped, vision_tensors
+from consistency.case import Alternative
+from consistency.score import Scorer, score
+from consistency.tokens import Floats, Sequences
+
+NORMALISATIONS: dict[str, tuple[Sequence[float], Sequence[float]]] = {
+    "CLIP": (OPENAI_CLIP_MEAN, OPENAI_CLIP_STD),
+    "ImageNet": (IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD),
+    "0.5": (IMAGENET_STANDARD_MEAN, IMAGENET_STANDARD_STD),
+    "0 and 1": ([0.0] * 3, [1.0] * 3),
+}
+KERNELS = (PILImageResampling.BICUBIC, PILImageResampling.BILINEAR, PILImageResampling.NEAREST)
+# Pixels of an image, as checkpoints and serving guides of the Qwen-VL families set them.
+LEAST_PIXELS = (4 * 28**2, 16 * 28**2, 256 * 28**2)
+MOST_PIXELS = (256 * 28**2, 768 * 28**2, 1280 * 28**2, 16384 * 28**2)
+PARTS_OF_LIMIT = (0.25, 0.5, 2.0, 4.0)
+ORIENTATION = Base.Orientation
+PARTNERS_TO_TRY = 4
+ROWS_TO_TRY = 64
+
+
+@dataclass(frozen=True)
+class OtherPixels:
+    """Rows as another processor would make them: `rows` have as many placeholders as it expects."""
+
+    name: str
+    processor: VisionProcessor
+    rows: Sequences
+
+
+def image_alternatives(scorer: Scorer, rows: Sequences, temperature: float) -> list[Alternative]:
+    """Score with images treated otherwise (R62, R64, R66, R67); nothing for rows without images."""
+    if rows.images is None or scorer.processor is None:
+        return []
+
+    def scored(cause: str, name: str, changed: Sequences, by: Scorer = scorer) -> Alternative:
+        return Alternative(cause, name, score(by, changed, temperature=temperature, top_k=1).logprob)
+
+    base = score(scorer, rows, temperature=temperature, top_k=1).logprob
+    found = [
+        scored("R62", other.name, other.rows, replace(scorer, processor=other.processor))
+        for other in other_processors(scorer.processor, rows)
+    ]
+    found.append(
+        scored("R64", "images placed and attended as text", rows, replace(scorer, marks_images=False))
+    )
+    found.append(scored("R67", "no images: placeholders embedded as text", replace(rows, images=None)))
+    if any(len(set(images)) > 1 for images in rows.images):
+        turned = tuple(images[::-1] for images in rows.images)
+        if placeholder_counts(scorer.processor, turned) == placeholder_counts(scorer.processor, rows.images):
+            found.append(scored("R67", "images in the reverse order", replace(rows, images=turned)))
+    return found + exchanged_images(scorer, rows, base, temperature)
+
+
+# Processors
+
+
+def other_processors(own: VisionProcessor, rows: Sequences) -> list[OtherPixels]:
+    """Return the processors that would give these rows other pixels."""
+    assert rows.images is not None
+    found = [OtherPixels(name, with_options(own, **options), rows) for name, options in pixel_options(own)]
+    pil = pil_twin(own)
+    if pil is not None:
+        found.append(OtherPixels("resized by Pillow instead of torchvision", pil, rows))
+    found += [
+        OtherPixels(name, own, replace(rows, images=tuple(tuple(map(decoding, row)) for row in rows.images)))
+        for name, decoding in DECODINGS.items()
+        if any(decoding(image) != image for row in rows.images for image in row)
+    ]
+    seen = {placeholder_counts(own, rows.images)}
+    for name, options in size_options(own):
+        other = with_options(own, **options)
+        counts = placeholder_counts(other, rows.images)
+        if counts not in seen:
+            seen.add(counts)
+            found.append(OtherPixels(name, other, expanded(rows, own.image_token_id, counts)))
+    return found
+
+
+def with_options(own: VisionProcessor, **options: Any) -> VisionProcessor:
+    """Return a processor with some options of its image processor changed."""
+    return around(own, changed_image_processor(own.processor.image_processor, options))
+
+
+def changed_image_processor(own: Any, options: dict[str, Any]) -> Any:
+    changed = copy.deepcopy(own)
+    for name, value in options.items():
+        setattr(changed, name, value)
+    return changed
+
+
+def around(own: VisionProcessor, image_processor: Any) -> VisionProcessor:
+    """Return a processor that differs in its image processor alone."""
+    changed = copy.copy(own.processor)
+    changed.image_processor = image_processor
+    return VisionProcessor(changed)
+
+
+def pil_twin(own: VisionProcessor) -> VisionProcessor | None:
+    """Return the processor of the same options that resizes with Pillow; None if there is none."""
+    image_processor = own.processor.image_processor
+    twin = getattr(transformers, f"{type(image_processor).__name__}Pil", None)
+    return None if twin is None else around(own, twin(**options_of(image_processor)))
+
+
+def options_of(image_processor: Any) -> dict[str, Any]:
+    options: dict[str, Any] = image_processor.to_dict()
+    return {key: value for key, value in options.items() if key != "image_processor_type"}
+
+
+def pixel_options(own: VisionProcessor) -> list[tuple[str, dict[str, Any]]]:
+    """Return names and options that change pixels, and not their number."""
+    image_processor = own.processor.image_processor
+    found: list[tuple[str, dict[str, Any]]] = [
+        (
+            f"pixels normalised by {name}",
+            {"image_mean": list(mean), "image_std": list(std), "do_normalize": True},
+        )
+        for name, (mean, std) in NORMALISATIONS.items()
+        if not np.allclose([*mean, *std], [*image_processor.image_mean, *image_processor.image_std])
+    ]
+    found.append(("pixels from 0 to 255, not divided by 255", {"do_rescale": False}))
+    found += [
+        (f"images resized by the {kernel.name.lower()} kernel", {"resample": kernel})
+        for kernel in KERNELS
+        if kernel != image_processor.resample
+    ]
+    return found
+
+
+def size_options(own: VisionProcessor) -> list[tuple[str, dict[str, Any]]]:
+    """Return names and options of other limits of the size, for processors that have limits."""
+    size = own.processor.image_processor.size
+    least, most = size.get("shortest_edge"), size.get("longest_edge")
+    if least is None or most is None:
+        return []
+    lower = sorted({*LEAST_PIXELS, *(int(least * part) for part in PARTS_OF_LIMIT)} - {least})
+    upper = sorted({*MOST_PIXELS, *(int(most * part) for part in PARTS_OF_LIMIT)} - {most})
+    return [
+        *(
+            (f"images of at most {pixels} pixels", {"size": changed_size(size, longest_edge=pixels)})
+            for pixels in upper
+            if pixels >= least
+        ),
+        *(
+            (f"images of at least {pixels} pixels", {"size": changed_size(size, shortest_edge=pixels)})
+            for pixels in lower
+            if pixels <= most
+        ),
+    ]
+
+
+def changed_size(size: Any, **changes: int) -> Any:
+    return type(size)(
+        **{"shortest_edge": size["shortest_edge"], "longest_edge": size["longest_edge"]} | changes
+    )
+
+
+# Decoding
+
+
+def stored_orientation(image: bytes) -> bytes:
+    """Return a picture whose EXIF data rotate it as PNG of its stored pixels; others as they are."""
+    with Image.open(BytesIO(image)) as opened:
+        turned = opened.getexif().get(ORIENTATION, 1) != 1
+        return as_png(opened.convert("RGB")) if turned else image
+
+
+def on_white(image: bytes) -> bytes:
+    """Return a picture with transparent pixels as PNG on white; others as they are."""
+    with Image.open(BytesIO(image)) as opened:
+        if not opened.has_transparency_data:
+            return image
+        upright = ImageOps.exif_transpose(opened).convert("RGBA")
+    white = Image.new("RGBA", upright.size, "white")
+    return as_png(Image.alpha_composite(white, upright).convert("RGB"))
+
+
+def blue_first(image: bytes) -> bytes:
+    """Return a picture as PNG with red and blue exchanged."""
+    red, green, blue = decode(image).split()
+    return as_png(Image.merge("RGB", (blue, green, red)))
+
+
+def as_png(image: Image.Image) -> bytes:
+    """Encode without loss."""
+    file = BytesIO()
+    image.save(file, format="PNG")
+    return file.getvalue()
+
+
+DECODINGS: dict[str, Callable[[bytes], bytes]] = {
+    "images in their stored orientation, EXIF ignored": stored_orientation,
+    "transparent pixels on white": on_white,
+    "channels in the order blue, green, red": blue_first,
+}
+
+
+# Owners
+
+
+def exchanged_images(scorer: Scorer, rows: Sequences, base: Floats, temperature: float) -> list[Alternative]:
+    """Score rows with the images of another row whose ids are equal to the end of the images (R66).
+
+    Args:
+        base: logprobs of `rows` as they are, float64 [scored].
+    """
+    assert rows.images is not None
+    assert scorer.processor is not None
+    row_of_place = rows.row_of_token[rows.scored]
+    size = bounded(rows.engine_logprobs[rows.scored] - base)
+    counts = np.maximum(np.bincount(row_of_place, minlength=rows.num_rows), 1)
+    means = np.bincount(row_of_place, size, rows.num_rows) / counts
+    beginnings = [image_prefix(rows, row, scorer.processor.image_token_id) for row in range(rows.num_rows)]
+    predicted, moved = base.copy(), 0
+    for row in np.argsort(-means, kind="stable")[:ROWS_TO_TRY].tolist():
+        if means[row] <= EXPLAINED * means.max():
+            break
+        others = {
+            rows.images[other]: None
+            for other in range(rows.num_rows)
+            if beginnings[other] == beginnings[row] and rows.images[other] != rows.images[row]
+        }
+        values, best = rows.engine_logprobs[rows.scored][row_of_place == row], EXPLAINED * means[row]
+        for images in list(others)[:PARTNERS_TO_TRY]:
+            one = replace(one_row(rows, row), images=(images,))
+            logprobs = score(scorer, one, temperature=temperature, top_k=1).logprob
+            left = float(bounded(values - logprobs).mean())
+            if left < best:
+                predicted[row_of_place == row], best = logprobs, left
+        moved += best < EXPLAINED * means[row]
+    if not moved:
+        return []
+    return [
+        Alternative("R66", f"the images of other requests for {moved} of {rows.num_rows} rows", predicted)
+    ]
+
+
+def one_row(rows: Sequences, row: int) -> Sequences:
+    """Return one row alone, with the columns that scoring reads."""
+    at = rows.row(row)
+    length = at.stop - at.start
+    return Sequences(rows.input_ids[at], np.array([0, length]), rows.sampled[at], rows.engine_logprobs[at])
+
+
+def image_prefix(rows: Sequences, row: int, token_id: int) -> bytes:
+    """Return the ids of a row up to its last image: what a prefix cache without images compares."""
+    ids = rows.input_ids[rows.row(row)]
+    runs = runs_of(ids, token_id)
+    return ids[: runs[-1][1]].tobytes() if runs else b""
+
+
+# The tower
+
+
+def tower_alternative(
+    scorer: Scorer, other: Scorer, rows: Sequences, name: str, temperature: float
+) -> list[Alternative]:
+    """Score with the vision tower of another checkpoint (R65); nothing for rows without images."""
+    if rows.images is None or scorer.processor is None:
+        return []
+    with swapped(scorer, other, vision_tensors(scorer.model)):
+        logprobs = score(scorer, rows, temperature=temperature, top_k=1).logprob
+    return [Alternative("R65", f"the vision tower of {name}", logprobs)]
