@@ -1,7 +1,7 @@
 """Operators that SGLang's model files read from `torch.ops.sgl_kernel` while they are imported.
 
 `sglang.srt.models.qwen3_5` is imported by the image processor of all Qwen-VL models, so without
-them no Qwen-VL model is served. What a dense model of that family calls is written in torch.
+them no Qwen-VL model is served. What dense models of that family call is written in torch.
 """
 
 from collections.abc import Callable
@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from .mamba import fused_gdn_gating_cpu, fused_sigmoid_gating_delta_rule_update_cpu
 
 
 def fused_sigmoid_mul_cpu(x: Tensor, gate: Tensor) -> None:
@@ -52,18 +54,32 @@ def fused_qk_gemma_rmsnorm_with_gate_cpu(
     return *normed, gate.reshape(len(gate), -1)
 
 
+def fused_qkvzba_split_reshape_cat_contiguous_cpu(
+    qkvz: Tensor, ba: Tensor, num_key_heads: int, num_heads: int, key_dim: int, value_dim: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Divide the projections of linear attention, which hold q, k, v, z and b, a one after another.
+
+    Returns:
+        q, k and v as [tokens, dim], z [tokens, heads, value_dim], b and a [tokens, heads].
+    """
+    size = 2 * num_key_heads * key_dim + num_heads * value_dim
+    z = qkvz[:, size:].reshape(-1, num_heads, value_dim)
+    return qkvz[:, :size].contiguous(), z, ba[:, :num_heads].contiguous(), ba[:, num_heads:].contiguous()
+
+
 IMPLEMENTED: dict[str, Callable[..., Any]] = {
     function.__name__: function
     for function in (
         fused_sigmoid_mul_cpu,
         fused_qk_gemma_rmsnorm_cpu,
         fused_qk_gemma_rmsnorm_with_gate_cpu,
+        fused_qkvzba_split_reshape_cat_contiguous_cpu,
+        fused_gdn_gating_cpu,
+        fused_sigmoid_gating_delta_rule_update_cpu,
     )
 }
 READ_AT_IMPORT = (
     *IMPLEMENTED,
-    "fused_qkvzba_split_reshape_cat_contiguous_cpu",
-    "fused_gdn_gating_cpu",
     "fused_moe_router_cpu",
     "rmsnorm_cpu",
     "fused_dual_residual_rmsnorm_cpu",

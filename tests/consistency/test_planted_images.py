@@ -1,0 +1,204 @@
+"""What an engine does to images is planted one fault at a time, and named with its option."""
+
+from dataclasses import dataclass, replace
+from io import BytesIO
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from areal_core.vision.tiny_models import make_tiny_vision_model
+from consistency.candidates.pixels import stored_orientation, with_options
+from consistency.candidates.placeholders import expanded, placeholder_counts
+from consistency.case import Request
+from consistency.check import check
+from consistency.errors import NothingToCompare
+from consistency.score import Scorer, hidden_states, load_scorer, score
+from consistency.source import Sampled, Sampling
+from consistency.tokens import Completion, Sequences, sequences_from_completions
+
+NUM_ROWS, NUM_TOKENS = 10, 20
+EVERYTHING = Sampling(1.0, 1.0, None, False, "float32", "float32")
+
+
+@dataclass(frozen=True)
+class World:
+    folder: str
+    scorer: Scorer
+    prompts: tuple[tuple[list[int], tuple[bytes, ...]], ...]
+
+
+def picture(seed: int, size=(40, 28), **save) -> bytes:
+    pixels = np.random.default_rng(seed).integers(0, 255, (size[1], size[0], 3), dtype=np.uint8)
+    file = BytesIO()
+    Image.fromarray(pixels).save(file, **{"format": "PNG"} | save)
+    return file.getvalue()
+
+
+def question(scorer: Scorer, images: tuple[bytes, ...], text="how many?"):
+    content = [*({"type": "image"} for _ in images), {"type": "text", "text": text}]
+    return scorer.processor.prompt([{"role": "user", "content": content}], images).input_ids
+
+
+def make_world(folder, family: str) -> World:
+    path = str(make_tiny_vision_model(folder, family, initializer_range=0.3))
+    scorer = load_scorer(path)
+    images = [(picture(row),) if row % 3 else (picture(row), picture(50 + row)) for row in range(NUM_ROWS)]
+    prompts = tuple((question(scorer, seen), seen) for seen in images)
+    return World(path, scorer, prompts)
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory) -> World:
+    return make_world(tmp_path_factory.mktemp("qwen2_5_vl"), "qwen2_5_vl")
+
+
+def sample(world: World, engine: Scorer, seen=lambda rows: rows) -> Sequences:
+    """Sample from `engine`, which gets the rows as `seen` changes them, without a cache."""
+    random = torch.Generator().manual_seed(0)
+    completions = []
+    for ids, images in world.prompts:
+        drawn: list[int] = []
+        for _ in range(NUM_TOKENS):
+            rows = seen(sequences_from_completions([Completion(ids, drawn, [0.0] * len(drawn), images)]))
+            hidden = hidden_states(engine, rows.input_ids, [len(rows.input_ids)], rows.images)
+            logits = engine.head.cap(engine.head.uncapped(hidden[-1:]))[0]
+            logits[engine.processor.image_token_id] = -torch.inf
+            drawn.append(int(torch.multinomial(logits.softmax(0), 1, generator=random)))
+        completions.append(Completion(ids, drawn, [0.0] * len(drawn), images))
+    rows = sequences_from_completions(completions)
+    rows.engine_logprobs[rows.scored] = score(engine, seen(rows)).logprob
+    return rows
+
+
+def first_cause(world: World, rows: Sequences, **request):
+    found = check(Sampled({"rows": rows}, EVERYTHING), Request(world.folder, **request)).diagnosis
+    return found.verdict, found.causes[0].id, found.causes[0].name + " " + found.causes[0].evidence
+
+
+def with_images(change):
+    return lambda rows: replace(rows, images=change(rows.images))
+
+
+def test_images_without_a_fault_are_healthy(world):
+    assert first_cause(world, sample(world, world.scorer))[:2] == ("healthy", "R35")
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"image_mean": [0.5] * 3, "image_std": [0.5] * 3}, "pixels normalised by 0.5"),
+        ({"do_rescale": False}, "not divided by 255"),
+        ({"resample": 2}, "the bilinear kernel"),
+    ],
+)
+def test_other_pixels_are_named_with_their_option(world, options, named):
+    engine = replace(world.scorer, processor=with_options(world.scorer.processor, **options))
+    verdict, cause, text = first_cause(world, sample(world, engine))
+    assert (verdict, cause) == ("mismatch", "R62")
+    assert named in text
+
+
+def test_another_limit_of_the_size_is_named_though_the_rows_hold_other_placeholders(world):
+    size = dict(world.scorer.processor.processor.image_processor.size)
+    other = with_options(world.scorer.processor, size=size | {"longest_edge": size["longest_edge"] // 2})
+
+    def seen(rows):
+        return expanded(rows, other.image_token_id, placeholder_counts(other, rows.images))
+
+    rows = sample(world, replace(world.scorer, processor=other), seen)
+    verdict, cause, text = first_cause(world, rows)
+    assert (verdict, cause) == ("mismatch", "R62")
+    assert f"at most {size['longest_edge'] // 2} pixels" in text
+    found = check(Sampled({"rows": seen(rows)}, EVERYTHING), Request(world.folder)).diagnosis
+    assert [cause.id for cause in found.causes[:2]] == ["R62", "R63"]
+    assert "10 of 10 rows" in found.causes[1].evidence
+
+
+def test_positions_of_text_are_named(world):
+    rows = sample(world, replace(world.scorer, marks_images=False))
+    assert first_cause(world, rows)[:2] == ("mismatch", "R64")
+
+
+def test_images_of_another_request_with_the_same_text_are_named(world):
+    first: dict[int, tuple[bytes, ...]] = {}
+
+    def seen(rows):
+        def cached(images):
+            return first.setdefault(len(images), images)
+
+        return replace(rows, images=tuple(map(cached, rows.images)))
+
+    verdict, cause, text = first_cause(world, sample(world, world.scorer, seen))
+    assert (verdict, cause) == ("mismatch", "R66")
+    assert "for 8 of 10 rows" in text
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (lambda images: None, "no images"),
+        (lambda images: tuple(row[::-1] for row in images), "reverse order"),
+    ],
+)
+def test_lost_and_reordered_images_are_named(world, change, named):
+    verdict, cause, text = first_cause(world, sample(world, world.scorer, with_images(change)))
+    assert (verdict, cause) == ("mismatch", "R67")
+    assert named in text
+
+
+def stale_tower(world: World, folder) -> tuple[str, Scorer]:
+    """Write the step before, of which the engine still holds the tower."""
+    before = load_scorer(world.folder)
+    random = torch.Generator().manual_seed(1)
+    for parameter in before.model.parameters():
+        parameter.data += 0.1 * parameter.std().nan_to_num() * torch.randn(parameter.shape, generator=random)
+    before.model.save_pretrained(folder)
+    before.processor.save_pretrained(folder)
+    engine = load_scorer(world.folder)
+    engine.model.model.visual.load_state_dict(before.model.model.visual.state_dict())
+    return str(folder), engine
+
+
+def test_stale_vision_tower_is_named_with_and_without_the_checkpoint_before(world, tmp_path):
+    previous, engine = stale_tower(world, tmp_path)
+    rows = sample(world, engine)
+    verdict, cause, text = first_cause(world, rows, previous=previous)
+    assert (verdict, cause) == ("mismatch", "R65")
+    assert "the vision tower of the previous checkpoint" in text
+    assert first_cause(world, rows)[:2] == ("mismatch", "R65")
+
+
+def test_ignored_orientation_is_named(world):
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    turned = tuple(picture(90 + row, exif=exif) for row in range(NUM_ROWS))
+    prompts = tuple((question(world.scorer, (image,)), (image,)) for image in turned)
+    tilted = replace(world, prompts=prompts)
+    seen = with_images(lambda images: tuple(tuple(map(stored_orientation, row)) for row in images))
+    processor = world.scorer.processor
+
+    def engine_sees(rows):
+        stored = seen(rows)
+        return expanded(stored, processor.image_token_id, placeholder_counts(processor, stored.images))
+
+    verdict, cause, text = first_cause(tilted, sample(tilted, world.scorer, engine_sees))
+    assert (verdict, cause) == ("mismatch", "R62")
+    assert "EXIF ignored" in text
+
+
+def test_tokens_from_a_sampled_placeholder_on_are_left_out(world):
+    rows = sample(world, world.scorer)
+    at = int(rows.scored[NUM_TOKENS + 5])
+    rows.input_ids[at] = world.scorer.processor.image_token_id
+    checked = check(Sampled({"rows": rows}, EVERYTHING), Request(world.folder))
+    assert checked.diagnosis.verdict == "healthy"
+    assert checked.diagnosis.measurement.num_tokens == NUM_ROWS * NUM_TOKENS - 15
+    assert checked.notes == ("15 tokens from a sampled placeholder of an image on are not compared",)
+
+
+def test_rows_whose_placeholders_do_not_match_their_images_are_refused(world):
+    rows = sample(world, world.scorer)
+    with pytest.raises(NothingToCompare, match="row 0 has 0 images and 2 runs of their placeholder"):
+        check(Sampled({"rows": replace(rows, images=((),) * NUM_ROWS)}, EVERYTHING), Request(world.folder))
