@@ -4,7 +4,6 @@ Rows are packed by length without padding, and logits are computed for a few tok
 float32 `[tokens, vocab]` never exists.
 """
 
-import inspect
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
@@ -24,6 +23,7 @@ from areal_core.engine.model import attention_of, load_model, own_attention, set
 from areal_core.engine.parity import TOLERANCE, choose_lengths, depends_on_forward, random_rows
 from areal_core.engine.rope import choose_frequencies_by_row
 from areal_core.safety.durable import replacing
+from areal_core.vision.families import FAMILIES
 from areal_core.vision.processor import VisionProcessor, load_processor
 from consistency.errors import StaleScores
 from consistency.tokens import Floats, Ints, Sequences
@@ -276,13 +276,16 @@ def image_inputs(scorer: Scorer, input_ids: Tensor, images: Sequence[bytes]) -> 
     if not images:
         return {}
     assert scorer.processor is not None, "a text model has no images"
-    names = inspect.signature(scorer.transformer.forward).parameters
-    types = "mm_token_type_ids" if "mm_token_type_ids" in names else "token_type_ids"
+    family = FAMILIES[scorer.model.config.model_type]
     is_image = input_ids == scorer.processor.image_token_id
     pixels = scorer.processor.pixels(images)
-    inputs = {key: tensor.to(scorer.device) for key, tensor in pixels.items() if key in names}
-    inputs["pixel_values"] = inputs["pixel_values"].to(scorer.model.dtype)
-    return {types: is_image.int() * scorer.marks_images, **inputs}
+    inputs = {
+        family.types_option: is_image.int() * scorer.marks_images,
+        "pixel_values": pixels["pixel_values"].to(scorer.device, scorer.model.dtype),
+    }
+    return inputs | (
+        {"image_grid_thw": pixels["image_grid_thw"].to(scorer.device)} if family.has_grids else {}
+    )
 
 
 def score_logits(logits: Tensor, labels: Tensor, temperature: float, top_k: int | None) -> dict[str, Tensor]:

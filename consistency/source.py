@@ -150,7 +150,28 @@ def read_rank(step: RecordedStep, rank: int, foreign: bool) -> Sequences:
         engine_logprobs=arrays["logprobs"].astype(np.float64),
         versions=arrays["versions"].astype(np.int64) if step.known(rank, "versions").all() else None,
         prompt_id=arrays["prompt_id"].astype(np.int64),
+        images=read_images(step, rank),
     )
+
+
+def read_images(step: RecordedStep, rank: int) -> Images | None:
+    """Read the images of a rank's rows; None for rows of text.
+
+    Raises:
+        NothingToCompare: the record has pixels in their place.
+    """
+    name, entry = step.batch_entry(rank)
+    if "image_count" not in entry.tensors:
+        return None
+    named = step.pictures_of_rows(rank)
+    if not any(named):
+        if step.tensors(name, entry, ["image_count"])["image_count"].any():
+            raise NothingToCompare(
+                "the record has the pixels of its images and not the images: record with debug.dump_images original"
+            )
+        return None
+    images = {picture: step.picture(*picture) for row in named for picture in row}
+    return tuple(tuple(images[picture] for picture in row) for row in named)
 
 
 def concatenate(batches: Sequence[Sequences]) -> Sequences:

@@ -4,11 +4,11 @@ Logprobs of sampled tokens are under softmax(logits / temperature).
 """
 
 import uuid
-from base64 import b64encode
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from areal_core.vision.images import data_url
 from consistency.engine.http import HttpClient
 from consistency.engine.reply import NUM_TOPS, EngineIdentity, Pictures, Reply, SamplingParams
 from consistency.errors import EngineError
@@ -72,8 +72,7 @@ def prompt_fields(
         for token, before in zip(prompt_ids, (None, *prompt_ids), strict=False)
         if token != pictures.placeholder or token != before
     ]
-    data = [f"data:image/png;base64,{b64encode(image).decode()}" for image in pictures.images]
-    return {"input_ids": [*collapsed, *completion_ids], "image_data": data}
+    return {"input_ids": [*collapsed, *completion_ids], "image_data": list(map(data_url, pictures.images))}
 
 
 # What SGLang reports of itself besides its version; a server that only has its routes does not.
