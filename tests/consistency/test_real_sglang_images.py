@@ -1,0 +1,158 @@
+"""A real SGLang server in float32 sees images as Transformers does; every planted fault is named."""
+
+import json
+import shutil
+from dataclasses import replace
+from io import BytesIO
+
+import numpy as np
+import pytest
+import torch
+from click.testing import CliRunner
+from PIL import Image
+
+from areal_core.config import SGLangConfig
+from areal_core.sglang.start import SGLangServer, cpu_environment, server_args
+from areal_core.vision.images import data_url
+from areal_core.vision.processor import load_processor
+from areal_core.vision.tiny_models import make_tiny_vision_model
+from areal_debug.consistency.command import command
+from consistency.case import Request
+from consistency.check import check
+from consistency.engine.reply import SamplingParams
+from consistency.live import Prompt, check_engines, query_engines, sampled_of, vocabulary_of
+from consistency.score import load_scorer
+
+pytestmark = [pytest.mark.sglang, pytest.mark.long]
+PARAMS = SamplingParams(max_new_tokens=24)
+
+
+def picture(seed: int) -> bytes:
+    random = np.random.default_rng(seed)
+    width, height = random.integers(20, 60, 2)
+    file = BytesIO()
+    Image.fromarray(random.integers(0, 255, (height, width, 3), dtype=np.uint8)).save(file, "PNG")
+    return file.getvalue()
+
+
+def chat(num_images: int):
+    parts = [*({"type": "image"} for _ in range(num_images)), {"type": "text", "text": "how many?"}]
+    return [{"role": "user", "content": parts}]
+
+
+def make_prompts(processor, num_prompts=12):
+    """One image, or two every third time; the size of an image is that of the next one."""
+    images = [(picture(i),) if i % 3 else (picture(i), picture(50 + i)) for i in range(num_prompts)]
+    return [Prompt(tuple(processor.prompt(chat(len(seen)), seen).input_ids), {}, seen) for seen in images]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return make_tiny_vision_model(tmp_path_factory.mktemp("model"), "qwen2_5_vl", initializer_range=0.3)
+
+
+@pytest.fixture(scope="module")
+def address(model, tmp_path_factory):
+    options = SGLangConfig(dtype="float32", context_length=1024, max_total_tokens=16384)
+    log = tmp_path_factory.mktemp("sglang") / "server.log"
+    arguments = server_args(options, "cpu")
+    with SGLangServer(model, log, arguments, cpu_environment(), ready_timeout_s=600.0) as running:
+        yield running.server.address
+
+
+@pytest.fixture(scope="module")
+def processor(model):
+    return load_processor(str(model))
+
+
+def named(folder, address, processor, sent=lambda prompts: prompts, **request):
+    """Sample with what the engine is sent, and judge it as answers to the real prompts."""
+    prompts, vocabulary = make_prompts(processor), vocabulary_of(processor.tokenizer, processor)
+    samples = query_engines([address], sent(prompts), 2, PARAMS, vocabulary)
+    true = tuple(prompt for prompt in prompts for _ in range(2))
+    found = sampled_of(replace(samples, prompts=true), "float32", vocabulary)
+    diagnosis = check(found, Request(str(folder), **request)).diagnosis
+    return diagnosis.verdict, diagnosis.causes[0].id, diagnosis.causes[0].name, diagnosis
+
+
+def test_logprobs_are_those_of_transformers_sampled_and_scored_again(model, address, processor):
+    prompts, vocabulary = make_prompts(processor), vocabulary_of(processor.tokenizer, processor)
+    samples = query_engines([address], prompts, 2, PARAMS, vocabulary)
+    assert [reply.num_prompt for reply in samples.replies] == [len(prompt.ids) for prompt in samples.prompts]
+    sampled = sampled_of(samples, "float32", vocabulary)
+    checked = check_engines(samples, sampled, Request(str(model)), vocabulary)
+    assert (checked.diagnosis.verdict, checked.diagnosis.causes[0].id) == ("healthy", "R35")
+    assert np.abs(checked.diagnosis.table.difference).max() < 1e-4
+    assert checked.rescoring.prefill < 1e-5
+
+
+def other_folder(model, folder, **options):
+    """Copy the model with other options of its image processor: the trainer's side."""
+    shutil.copytree(model, folder)
+    file = folder / "processor_config.json"
+    config = json.loads(file.read_text())
+    config["image_processor"] |= options
+    file.write_text(json.dumps(config))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [
+        ({"image_mean": [0.5] * 3, "image_std": [0.5] * 3}, "pixels normalised by CLIP"),
+        ({"resample": 2}, "images resized by the bicubic kernel"),
+        ({"size": {"shortest_edge": 128, "longest_edge": 512}}, "images of at most 1024 pixels"),
+    ],
+)
+def test_processor_of_the_server_is_named(model, address, processor, tmp_path, options, name):
+    trained = other_folder(model, tmp_path / "trained", **options)
+    verdict, cause, text, found = named(trained, address, load_processor(str(trained)))
+    assert (verdict, cause) == ("mismatch", "R62")
+    assert name in text
+    assert ("R63" in [one.id for one in found.causes]) == ("size" in options)
+
+
+def test_images_that_the_server_did_not_get_are_named(model, address, processor):
+    def lost(prompts):
+        return [replace(prompt, images=()) for prompt in prompts]
+
+    verdict, cause, text, _ = named(model, address, processor, lost)
+    assert (verdict, cause) == ("mismatch", "R67")
+    assert "no images" in text
+
+
+def test_images_of_another_request_are_named(model, address, processor):
+    def first_of_its_length(prompts):
+        first = {}
+        return [replace(prompt, images=first.setdefault(prompt.ids, prompt.images)) for prompt in prompts]
+
+    assert named(model, address, processor, first_of_its_length)[:2] == ("mismatch", "R66")
+
+
+def test_tower_that_the_server_did_not_get_is_named(model, address, processor, tmp_path):
+    newer = load_scorer(str(model))
+    random = torch.Generator().manual_seed(1)
+    for parameter in newer.model.model.visual.parameters():
+        parameter.data += 0.1 * parameter.std().nan_to_num() * torch.randn(parameter.shape, generator=random)
+    newer.model.save_pretrained(tmp_path / "newer")
+    newer.processor.save_pretrained(tmp_path / "newer")
+    assert named(tmp_path / "newer", address, processor, previous=str(model))[:2] == ("mismatch", "R65")
+
+
+def test_verb_reads_prompts_with_images(model, address, tmp_path):
+    rows = [{"messages": chat(1), "images": [data_url(picture(row))]} for row in range(8)]
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    options = [
+        "--engine",
+        address,
+        "--model",
+        str(model),
+        "--prompts",
+        str(prompts),
+        "--max-new-tokens",
+        "24",
+    ]
+    done = CliRunner().invoke(command, [*options, "--json"])
+    assert done.exit_code == 0, done.output
+    assert json.loads(done.stdout)["verdict"] == "healthy"
