@@ -13,6 +13,8 @@ import argparse
 import asyncio
 import copy
 import itertools
+import json
+import shutil
 import tempfile
 import time
 from collections.abc import Awaitable, Callable, Iterator
@@ -24,11 +26,16 @@ from typing import Any
 import numpy as np
 import torch
 from aiohttp import ClientSession, web
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from PIL import Image
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
 
 from areal_core.embedded.http_server import EmbeddedServer
+from areal_core.engine.model import load_model
 from areal_core.rollout.http_thread import HttpThread
 from areal_core.testing import make_tiny_family, make_tiny_model, make_tiny_tokenizer
+from areal_core.vision.images import as_image_bytes
+from areal_core.vision.processor import VisionProcessor, load_processor
+from areal_core.vision.tiny_models import make_tiny_vision_model
 from consistency.case import Request
 from consistency.check import Checked
 from consistency.engine.reply import SamplingParams
@@ -48,11 +55,13 @@ Change = Callable[[Any, torch.Generator], None]  # of a model, in place
 class Engine:
     """One server: its weights, and what is done to requests and replies.
 
-    `weights` changes a copy of the model, or returns another model; `config` are changed options.
+    `weights` changes a copy of the model, or returns another model; `config` are changed options, and
+    `processor` those of the image processor.
     """
 
     weights: Change | None = None
     config: Json = field(default_factory=dict)
+    processor: Json = field(default_factory=dict)
     dtype: str | None = None
     max_rows: int = 256
     proxy: Proxy | None = None
@@ -73,6 +82,7 @@ class Fault:
     previous: Change | None = None
     dtype: str | None = None
     equal_lengths: bool = False
+    images: bool = False
     num_prompts: int = NUM_PROMPTS
 
 
@@ -142,6 +152,19 @@ def swapped_layers(model: Any, random: torch.Generator) -> None:
     layers[0].mlp, layers[1].mlp = layers[1].mlp, layers[0].mlp
 
 
+def tower_of(change: Change) -> Change:
+    """Change the vision tower alone."""
+
+    def only(model: Any, random: torch.Generator) -> None:
+        text = [value for name, value in model.named_parameters() if ".visual." not in name]
+        kept = [value.data.clone() for value in text]
+        change(model, random)
+        for value, own in zip(text, kept, strict=True):
+            value.data.copy_(own)
+
+    return only
+
+
 def rounded(scheme: str) -> Change:
     """Round the linear layers."""
 
@@ -186,6 +209,27 @@ def prompt(change: Callable[[list[int]], list[int]], reports: bool = False) -> P
         return reply
 
     return proxy
+
+
+def image_data(change: Callable[[list[str]], list[str]]) -> Proxy:
+    """Change the images of every request."""
+    return sending(lambda request: request | {"image_data": change(request["image_data"])})
+
+
+def first_images() -> Proxy:
+    """Give every request the images of the first one with the same ids."""
+    first: dict[tuple[int, ...], list[str]] = {}
+
+    def change(request: Json) -> Json:
+        images = first.setdefault(tuple(request["input_ids"]), request["image_data"])
+        return request | {"image_data": images}
+
+    return sending(change)
+
+
+def without_images(request: Json) -> Json:
+    """Lose the images of a request."""
+    return {name: value for name, value in request.items() if name != "image_data"}
 
 
 def replying(change: Callable[[Json], None]) -> Proxy:
@@ -373,6 +417,7 @@ def holding(*weights: Change) -> tuple[Engine, ...]:
     return tuple(Engine(weights=change) for change in weights)
 
 
+LIMITED = {"size": {"shortest_edge": 128, "longest_edge": 512}}
 WEIGHTS = ("R24", "R25", "R26", "R33")
 SOUND = (
     Fault("sound, float32"),
@@ -391,6 +436,7 @@ SOUND = (
     Fault("sound, four samples a prompt", num_prompts=12, num_samples=4),
     Fault("sound, server_info without optional fields", engines=(Engine(info=without("enable_lora", "quantization", "dtype")),)),
     Fault("sound, previous weights given", previous=UPDATE),
+    Fault("sound, images", images=True),
 )  # fmt: skip
 FAULTS = (
     Fault("stale weights", ("R24", "R25"), holding(UPDATE), previous=UPDATE),
@@ -462,6 +508,15 @@ FAULTS = (
     Fault("one of two servers at temperature 0.8", ("R34", "R01"), (Engine(), Engine(proxy=options(temperature=0.8)))),
     Fault("one of two servers shifts logprobs", ("R34", "R11"), (Engine(), Engine(proxy=shifted(1)))),
     Fault("one of two servers, small change", ("R34",), (Engine(), Engine(weights=moved(0.002)))),
+    Fault("images normalised by 0.5", ("R62",), (Engine(processor={"image_mean": [0.5] * 3, "image_std": [0.5] * 3}),), images=True),
+    Fault("images resized bilinearly", ("R62",), (Engine(processor={"resample": 2}),), images=True),
+    Fault("images of at most 512 pixels", ("R62",), (Engine(processor=LIMITED),), images=True),
+    Fault("pixels not divided by 255", ("R62",), (Engine(processor={"do_rescale": False}),), images=True),
+    Fault("vision tower stale", ("R65",), holding(tower_of(UPDATE)), previous=UPDATE, images=True),
+    Fault("vision tower stale, not given", ("R65",), holding(tower_of(UPDATE)), images=True),
+    Fault("images of the first request", ("R66",), proxied(first_images()), images=True),
+    Fault("images lost", ("R67",), proxied(sending(without_images)), images=True),
+    Fault("images in the reverse order", ("R67",), proxied(image_data(lambda data: data[::-1])), images=True),
     Fault("noise at late positions", ("R40", "R43", "R49", "R52"), proxied(noisy(0.5, lambda at: at >= 16))),
 )  # fmt: skip
 
@@ -472,6 +527,8 @@ FAULTS = (
 def make_model(family: str, folder: Path, seed: int) -> Path:
     """Write a tiny model and its tokenizer."""
     tokenizer = make_tiny_tokenizer()
+    if family == "qwen2_5_vl":
+        return make_tiny_vision_model(folder, family, seed=seed, initializer_range=0.3)
     if family == "tiny":
         return make_tiny_model(folder, seed=seed)
     if family == "llama":
@@ -501,9 +558,9 @@ def make_model(family: str, folder: Path, seed: int) -> Path:
 
 def changed_model(model: Path, folder: Path, engine: Engine, seed: int) -> Path:
     """Write a copy of the model with the engine's weights and config; the model itself if equal."""
-    if engine.weights is None and not engine.config:
+    if engine.weights is None and not engine.config and not engine.processor:
         return model
-    loaded: Any = AutoModelForCausalLM.from_pretrained(model)
+    loaded: Any = load_model(str(model), attn_implementation="sdpa")
     if engine.weights is not None:
         engine.weights(loaded, torch.Generator().manual_seed(100 + seed))
     rope = {key: engine.config[key] for key in engine.config if key in ("rope_theta", "rope_type", "factor")}
@@ -511,8 +568,12 @@ def changed_model(model: Path, folder: Path, engine: Engine, seed: int) -> Path:
         loaded.config.rope_parameters = loaded.config.rope_parameters | rope
     for key in engine.config.keys() - rope.keys():
         setattr(loaded.config, key, engine.config[key])
+    shutil.copytree(model, folder, dirs_exist_ok=True)  # its tokenizer and processor
     loaded.save_pretrained(folder)
-    make_tiny_tokenizer().save_pretrained(folder)
+    if engine.processor:
+        file = folder / "processor_config.json"
+        known = json.loads(file.read_text())
+        file.write_text(json.dumps(known | {"image_processor": known["image_processor"] | engine.processor}))
     return folder
 
 
@@ -603,11 +664,24 @@ def proxy_of(engine: Engine, address: str, instead: Exchange | None) -> web.Appl
     return built
 
 
-def make_prompts(fault: Fault, seed: int) -> list[Prompt]:
-    """Draw prompts of 8 to 20 tokens."""
+def make_prompts(fault: Fault, seed: int, processor: VisionProcessor | None) -> list[Prompt]:
+    """Draw prompts of 8 to 20 tokens, or of a question about one image, every third time about two."""
     random = np.random.default_rng(seed)
+    if processor is not None:
+        count = [2 if number % 3 == 0 else 1 for number in range(fault.num_prompts)]
+        drawn = [random.integers(0, 255, (int(n), 28, 40, 3), dtype=np.uint8) for n in count]
+        return [image_prompt(processor, [Image.fromarray(pixels) for pixels in one]) for one in drawn]
     lengths = np.full(fault.num_prompts, 12) if fault.equal_lengths else 8 + np.arange(fault.num_prompts) % 13
     return [Prompt((BOS, *random.integers(5, 100, length - 1).tolist()), {}) for length in lengths]
+
+
+def image_prompt(processor: VisionProcessor, pictures: list[Image.Image]) -> Prompt:
+    """Ask a question about pictures."""
+    images = tuple(map(as_image_bytes, pictures))
+    content = [*({"type": "image"} for _ in images), {"type": "text", "text": "how many?"}]
+    return Prompt(
+        tuple(processor.prompt([{"role": "user", "content": content}], images).input_ids), {}, images
+    )
 
 
 def examine(fault: Fault, model: Path, folder: Path, seed: int) -> Checked:
@@ -615,14 +689,16 @@ def examine(fault: Fault, model: Path, folder: Path, seed: int) -> Checked:
     folder.mkdir(parents=True)
     change = fault.previous or moved(0.3)
     before = changed_model(model, folder / "before", Engine(weights=change), seed)
-    vocabulary = vocabulary_of(make_tiny_tokenizer())
+    processor = load_processor(str(model)) if fault.images else None
+    tokenizer: PreTrainedTokenizerBase = make_tiny_tokenizer() if processor is None else processor.tokenizer
+    vocabulary = vocabulary_of(tokenizer, processor)
     with ExitStack() as running:
         addresses = [
             running.enter_context(serving(engine, model, before, folder / f"engine{number}", seed + number))
             for number, engine in enumerate(fault.engines)
         ]
         samples = query_engines(
-            addresses, make_prompts(fault, seed), fault.num_samples, fault.params, vocabulary
+            addresses, make_prompts(fault, seed, processor), fault.num_samples, fault.params, vocabulary
         )
         dtype = fault.dtype or "float32"
         request = Request(str(model), dtype, previous=str(before) if fault.previous is not None else None)
@@ -660,12 +736,15 @@ def main() -> int:
     torch.set_num_threads(1)
     grades: dict[str, int] = {}
     with tempfile.TemporaryDirectory() as place:
-        model = make_model(given.family, Path(place) / "model", given.seed)
+        models = {
+            False: make_model(given.family, Path(place) / "model", given.seed),
+            True: make_model("qwen2_5_vl", Path(place) / "images", given.seed),
+        }
         chosen = [fault for fault in (*SOUND, *FAULTS) if any(word in fault.name for word in given.only)]
         for number, fault in enumerate(chosen):
             begin = time.perf_counter()
             try:
-                checked = examine(fault, model, Path(place) / str(number), given.seed)
+                checked = examine(fault, models[fault.images], Path(place) / str(number), given.seed)
                 result = grade(fault, checked)
                 first = next(iter(checked.diagnosis.causes), None)
                 named = "-" if first is None else f"{first.id} {first.confidence:.2f} {first.name}"

@@ -76,6 +76,10 @@ def image_alternatives(scorer: Scorer, rows: Sequences, temperature: float) -> l
         scored("R64", "images placed and attended as text", rows, replace(scorer, marks_images=False))
     )
     found.append(scored("R67", "no images: placeholders embedded as text", replace(rows, images=None)))
+    one_each = expanded(rows, scorer.processor.image_token_id, [[1] * len(images) for images in rows.images])
+    found.append(
+        scored("R67", "no images: one placeholder each, embedded as text", replace(one_each, images=None))
+    )
     if any(len(set(images)) > 1 for images in rows.images):
         turned = tuple(images[::-1] for images in rows.images)
         if placeholder_counts(scorer.processor, turned) == placeholder_counts(scorer.processor, rows.images):
