@@ -40,6 +40,7 @@ class Sampled:
     `version` is that of the weights, None if there are several. One entry per scored token: `tops`
     holds the engine's most likely tokens, `trainer` the trainer's logprobs; None if not available.
     `notes` say what was assumed and left out, `contradictions` where replies contradict themselves.
+    `image_processor` is the identity of the processor that the run had.
     """
 
     chunks: Mapping[str, Sequences]
@@ -49,6 +50,7 @@ class Sampled:
     trainer: Floats | None = None
     notes: tuple[str, ...] = ()
     contradictions: tuple[Finding, ...] = ()
+    image_processor: dict[str, Any] | None = None
 
 
 def read_record(record: Record, steps: Sequence[int], assumed: Sampling | None = None) -> Sampled:
@@ -71,7 +73,8 @@ def read_record(record: Record, steps: Sequence[int], assumed: Sampling | None =
     versions = {record.step(number).plan(0).version for number in steps} if has_plans else set()
     version = versions.pop() if len(versions) == 1 else None
     trainer = read_trainer(record, steps, foreign)
-    return Sampled(chunks, sampling, version, trainer=trainer, notes=tuple(notes))
+    identity = record.header.environment.get("image_processor")
+    return Sampled(chunks, sampling, version, trainer=trainer, notes=tuple(notes), image_processor=identity)
 
 
 def left_out(step: RecordedStep) -> str | None:
@@ -160,18 +163,12 @@ def read_images(step: RecordedStep, rank: int) -> Images | None:
     Raises:
         NothingToCompare: the record has pixels in their place.
     """
-    name, entry = step.batch_entry(rank)
-    if "image_count" not in entry.tensors:
-        return None
-    named = step.pictures_of_rows(rank)
-    if not any(named):
-        if step.tensors(name, entry, ["image_count"])["image_count"].any():
-            raise NothingToCompare(
-                "the record has the pixels of its images and not the images: record with debug.dump_images original"
-            )
-        return None
-    images = {picture: step.picture(*picture) for row in named for picture in row}
-    return tuple(tuple(images[picture] for picture in row) for row in named)
+    images = step.images(rank)
+    if images is None and "image_units" in step.batch_entry(rank)[1].tensors:
+        raise NothingToCompare(
+            "the record has the pixels of its images and not the images: record with debug.dump_images original"
+        )
+    return images
 
 
 def concatenate(batches: Sequence[Sequences]) -> Sequences:

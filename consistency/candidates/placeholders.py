@@ -3,6 +3,7 @@
 import itertools
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -69,18 +70,32 @@ def prepare_images(scorer: Scorer, sampled: Sampled) -> Sampled:
     usable = {name: until_placeholder(chunk, token_id) for name, chunk in sampled.chunks.items()}
     kept = np.concatenate([usable[name].sampled[old.scored] for name, old in sampled.chunks.items()])
     fitted = {name: fit_placeholders(scorer.processor, chunk) for name, chunk in usable.items()}
-    note = f"{(~kept).sum()} tokens from a sampled placeholder of an image on are not compared"
+    notes = [*sampled.notes, *other_options(sampled.image_processor, scorer.processor)]
+    if not kept.all():
+        notes.append(f"{(~kept).sum()} tokens from a sampled placeholder of an image on are not compared")
     return replace(
         sampled,
         chunks={name: rows for name, (rows, _) in fitted.items()},
         trainer=None if sampled.trainer is None else sampled.trainer[kept],
         tops=None if sampled.tops is None else tuple(itertools.compress(sampled.tops, kept)),
-        notes=sampled.notes if kept.all() else (*sampled.notes, note),
+        notes=tuple(notes),
         contradictions=(
             *sampled.contradictions,
             *(found for _, found in fitted.values() if found is not None),
         ),
     )
+
+
+def other_options(recorded: dict[str, Any] | None, own: VisionProcessor) -> list[str]:
+    """Describe the options of the run's image processor that the scoring model's has otherwise."""
+    if recorded is None:
+        return []
+    then, now = recorded["options"], own.identity()["options"]
+    return [
+        f"the run's image processor had {name} {then.get(name)}, the model's has {now.get(name)}"
+        for name in sorted(then.keys() | now.keys())
+        if then.get(name) != now.get(name)
+    ]
 
 
 def until_placeholder(rows: Sequences, token_id: int) -> Sequences:

@@ -10,13 +10,16 @@ from PIL import Image
 
 from areal_core.vision.tiny_models import make_tiny_vision_model
 from consistency.candidates.pixels import stored_orientation, with_options
-from consistency.candidates.placeholders import expanded, placeholder_counts
+from consistency.candidates.placeholders import expanded, placeholder_counts, prepare_images
 from consistency.case import Request
 from consistency.check import check
 from consistency.errors import NothingToCompare
 from consistency.score import Scorer, hidden_states, load_scorer, score
-from consistency.source import Sampled, Sampling
+from consistency.source import Sampled, Sampling, read_step
 from consistency.tokens import Completion, Sequences, sequences_from_completions
+from recorder import open_record
+
+from ..recorder.pictured import png, write_pictured_record
 
 NUM_ROWS, NUM_TOKENS = 6, 24
 EVERYTHING = Sampling(1.0, 1.0, None, False, "float32", "float32")
@@ -204,7 +207,20 @@ def test_tokens_from_a_sampled_placeholder_on_are_left_out(world):
     )
 
 
+def test_options_that_the_processor_of_the_run_had_otherwise_are_noted(world):
+    then = with_options(world.scorer.processor, resample=2).identity()
+    sampled = Sampled({"rows": sample(world, world.scorer)}, EVERYTHING, image_processor=then)
+    notes = prepare_images(world.scorer, sampled).notes
+    assert notes == ("the run's image processor had resample 2, the model's has 3",)
+
+
 def test_rows_whose_placeholders_do_not_match_their_images_are_refused(world):
     rows = sample(world, world.scorer)
     with pytest.raises(NothingToCompare, match="row 0 has 0 images and 2 runs of their placeholder"):
         check(Sampled({"rows": replace(rows, images=((),) * NUM_ROWS)}, EVERYTHING), Request(world.folder))
+
+
+def test_images_of_recorded_rows_are_read_in_order(tmp_path):
+    write_pictured_record(tmp_path / "record", 2)
+    rows = read_step(open_record(tmp_path / "record").step(1))
+    assert rows.images == tuple((png(100 + prompt), png(9999)) for prompt in (0, 0, 1, 1))

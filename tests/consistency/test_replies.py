@@ -1,13 +1,19 @@
 """Replies that contradict themselves or their requests are named; unknown fields are not."""
 
+import asyncio
 from dataclasses import replace
 
 import pytest
 
 from consistency.causes.replies import find_contradictions
-from consistency.engine.reply import Reply, SamplingParams
-from consistency.engine.sglang import parse_identity, parse_reply
+from consistency.engine.http import HttpClient
+from consistency.engine.openai import OpenAI
+from consistency.engine.reply import EngineIdentity, Pictures, Reply, SamplingParams
+from consistency.engine.sglang import parse_identity, parse_reply, prompt_fields
+from consistency.engine.vllm import VLLM
 from consistency.errors import EngineError
+
+from ..recorder.pictured import png
 
 PARAMS = SamplingParams(max_new_tokens=4)
 PROMPTS = [(5, 6, 7), (8, 9)]
@@ -119,3 +125,31 @@ def test_one_reply_one_short_is_named_with_less_confidence():
     replies = (reply(0, [1, 2, 3]), reply(1, [6, 7, 3, 4]))
     (found,) = find_contradictions(PROMPTS, replies, PARAMS, decode)
     assert (found.id, found.confidence) == ("R17", 0.7)
+
+
+def test_another_count_of_prompts_with_images_alone_is_an_expansion():
+    other = (replace(SOUND[0], num_prompt=9), SOUND[1])
+    for with_images, cause in (({0}, "R63"), ({0, 1}, "R63"), ({1}, "R16")):
+        found = find_contradictions(PROMPTS, other, PARAMS, decode, frozenset(with_images))
+        assert [finding.id for finding in found] == [cause]
+
+
+def test_request_to_sglang_has_one_placeholder_for_each_image_of_its_prompt():
+    fields = prompt_fields([5, 9, 9, 9, 6, 9, 9, 7], [9, 9, 8], Pictures((png(0), png(1)), placeholder=9))
+    assert fields["input_ids"] == [5, 9, 6, 9, 7, 9, 9, 8]
+    assert [url.partition(",")[0] for url in fields["image_data"]] == ["data:image/png;base64"] * 2
+    assert prompt_fields([5, 9, 9], [8], None) == {"input_ids": [5, 9, 9, 8]}
+
+
+async def refused(server):
+    pictures = Pictures((png(0),), placeholder=9)
+    with pytest.raises(EngineError, match="takes no images with token ids"):
+        await server.sample([5, 9], PARAMS, pictures)
+    with pytest.raises(EngineError, match="takes no images with token ids"):
+        await server.rescore([5, 9, 6], 2, pictures)
+
+
+def test_servers_without_images_beside_ids_are_refused():
+    client, identity = HttpClient("http://127.0.0.1:1", None), EngineIdentity("an engine", "a model")
+    asyncio.run(refused(VLLM(client, identity, "a model")))
+    asyncio.run(refused(OpenAI(client, identity, "a model", lambda texts: [])))
