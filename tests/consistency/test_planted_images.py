@@ -8,12 +8,14 @@ import pytest
 import torch
 from PIL import Image
 
+from areal_core.vision.images import data_url
 from areal_core.vision.tiny_models import make_tiny_vision_model
 from consistency.candidates.pixels import stored_orientation, with_options
 from consistency.candidates.placeholders import expanded, placeholder_counts, prepare_images
 from consistency.case import Request
 from consistency.check import check
-from consistency.errors import NothingToCompare
+from consistency.errors import BadPrompts, NothingToCompare
+from consistency.live import parse_prompt
 from consistency.score import Scorer, hidden_states, load_scorer, score
 from consistency.source import Sampled, Sampling, read_step
 from consistency.tokens import Completion, Sequences, sequences_from_completions
@@ -22,6 +24,7 @@ from recorder import open_record
 from ..recorder.pictured import png, write_pictured_record
 
 NUM_ROWS, NUM_TOKENS = 6, 24
+LONG = pytest.mark.long
 EVERYTHING = Sampling(1.0, 1.0, None, False, "float32", "float32")
 
 
@@ -84,16 +87,21 @@ def with_images(change):
     return lambda rows: replace(rows, images=change(rows.images))
 
 
-def test_images_without_a_fault_are_healthy(world):
-    assert first_cause(world, sample(world, world.scorer))[:2] == ("healthy", "R35")
+@pytest.fixture(scope="module")
+def sound(world) -> Sequences:
+    return sample(world, world.scorer)
+
+
+def test_images_without_a_fault_are_healthy(world, sound):
+    assert first_cause(world, sound)[:2] == ("healthy", "R35")
 
 
 @pytest.mark.parametrize(
     ("options", "named"),
     [
         ({"image_mean": [0.5] * 3, "image_std": [0.5] * 3}, "pixels normalised by 0.5"),
-        ({"do_rescale": False}, "not divided by 255"),
-        ({"resample": 2}, "the bilinear kernel"),
+        pytest.param({"do_rescale": False}, "not divided by 255", marks=LONG),
+        pytest.param({"resample": 2}, "the bilinear kernel", marks=LONG),
     ],
 )
 def test_other_pixels_are_named_with_their_option(world, options, named):
@@ -119,11 +127,13 @@ def test_another_limit_of_the_size_is_named_though_the_rows_hold_other_placehold
     assert "6 of 6 rows" in found.causes[1].evidence
 
 
+@LONG
 def test_positions_of_text_are_named(world):
     rows = sample(world, replace(world.scorer, marks_images=False))
     assert first_cause(world, rows)[:2] == ("mismatch", "R64")
 
 
+@LONG
 def test_images_of_another_request_with_the_same_text_are_named(world):
     first: dict[int, tuple[bytes, ...]] = {}
 
@@ -141,8 +151,8 @@ def test_images_of_another_request_with_the_same_text_are_named(world):
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        (lambda images: None, "no images"),
-        (lambda images: tuple(row[::-1] for row in images), "reverse order"),
+        pytest.param(lambda images: None, "no images", marks=LONG),
+        pytest.param(lambda images: tuple(row[::-1] for row in images), "reverse order", marks=LONG),
     ],
 )
 def test_lost_and_reordered_images_are_named(world, change, named):
@@ -172,11 +182,12 @@ def test_stale_vision_tower_is_named_by_the_checkpoint_before(world, stale):
     assert "the vision tower of the previous checkpoint" in text
 
 
-@pytest.mark.long
+@LONG
 def test_stale_vision_tower_is_named_without_that_checkpoint(world, stale):
     assert first_cause(world, stale[1])[:2] == ("mismatch", "R65")
 
 
+@LONG
 def test_ignored_orientation_is_named(world):
     exif = Image.Exif()
     exif[0x0112] = 6
@@ -195,8 +206,8 @@ def test_ignored_orientation_is_named(world):
     assert "EXIF ignored" in text
 
 
-def test_tokens_from_a_sampled_placeholder_on_are_left_out(world):
-    rows = sample(world, world.scorer)
+def test_tokens_from_a_sampled_placeholder_on_are_left_out(world, sound):
+    rows = replace(sound, input_ids=sound.input_ids.copy())
     at = int(rows.scored[NUM_TOKENS + 5])
     rows.input_ids[at] = world.scorer.processor.image_token_id
     checked = check(Sampled({"rows": rows}, EVERYTHING), Request(world.folder))
@@ -207,20 +218,32 @@ def test_tokens_from_a_sampled_placeholder_on_are_left_out(world):
     )
 
 
-def test_options_that_the_processor_of_the_run_had_otherwise_are_noted(world):
+def test_options_that_the_processor_of_the_run_had_otherwise_are_noted(world, sound):
     then = with_options(world.scorer.processor, resample=2).identity()
-    sampled = Sampled({"rows": sample(world, world.scorer)}, EVERYTHING, image_processor=then)
+    sampled = Sampled({"rows": sound}, EVERYTHING, image_processor=then)
     notes = prepare_images(world.scorer, sampled).notes
     assert notes == ("the run's image processor had resample 2, the model's has 3",)
 
 
-def test_rows_whose_placeholders_do_not_match_their_images_are_refused(world):
-    rows = sample(world, world.scorer)
+def test_rows_whose_placeholders_do_not_match_their_images_are_refused(world, sound):
+    rows = replace(sound, images=((),) * NUM_ROWS)
     with pytest.raises(NothingToCompare, match="row 0 has 0 images and 2 runs of their placeholder"):
-        check(Sampled({"rows": replace(rows, images=((),) * NUM_ROWS)}, EVERYTHING), Request(world.folder))
+        prepare_images(world.scorer, Sampled({"rows": rows}, EVERYTHING))
 
 
 def test_images_of_recorded_rows_are_read_in_order(tmp_path):
     write_pictured_record(tmp_path / "record", 2)
     rows = read_step(open_record(tmp_path / "record").step(1))
     assert rows.images == tuple((png(100 + prompt), png(9999)) for prompt in (0, 0, 1, 1))
+
+
+def test_prompts_of_a_file_name_their_images_beside_a_chat_text_or_ids(world):
+    processor, image = world.scorer.processor, picture(0)
+    ids = question(world.scorer, (image,))
+    chat = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "how many?"}]}]
+    text = processor.tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+    for row in ({"messages": chat}, {"text": text}, {"input_ids": ids}):
+        found = parse_prompt(row | {"images": [data_url(image)]}, processor.tokenizer, "row 0", processor)
+        assert (list(found.ids), found.images) == (ids, (image,))
+    with pytest.raises(BadPrompts, match="row 0 has images, and the model is a text model"):
+        parse_prompt({"text": "x", "images": [image]}, processor.tokenizer, "row 0")

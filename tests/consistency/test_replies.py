@@ -152,4 +152,4 @@ async def refused(server):
 def test_servers_without_images_beside_ids_are_refused():
     client, identity = HttpClient("http://127.0.0.1:1", None), EngineIdentity("an engine", "a model")
     asyncio.run(refused(VLLM(client, identity, "a model")))
-    asyncio.run(refused(OpenAI(client, identity, "a model", lambda texts: [])))
+    asyncio.run(refused(OpenAI(client, identity, "a model", {})))
