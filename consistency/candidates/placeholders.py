@@ -12,9 +12,7 @@ from consistency.case import Finding
 from consistency.errors import NothingToCompare
 from consistency.score import Scorer
 from consistency.source import Sampled
-from consistency.tokens import Images, Ints, Sequences
-
-INSTEAD = 0  # an id that stands for a sampled placeholder, behind all tokens that are compared
+from consistency.tokens import Bools, Images, Ints, Sequences
 
 
 def placeholder_counts(processor: VisionProcessor, images: Images) -> tuple[tuple[int, ...], ...]:
@@ -41,6 +39,11 @@ def expanded(rows: Sequences, token_id: int, counts: Sequence[Sequence[int]]) ->
         for (first, last), count in zip(runs, wanted, strict=False):
             repeats[begin + first : begin + last] = 0
             repeats[begin + first] = count
+    return with_repeats(rows, repeats)
+
+
+def with_repeats(rows: Sequences, repeats: Ints) -> Sequences:
+    """Repeat each token so many times; 0 leaves it out."""
     at = np.repeat(np.arange(len(repeats)), repeats)
     ends = np.concatenate([[0], np.cumsum(repeats)])
     return replace(
@@ -67,8 +70,13 @@ def prepare_images(scorer: Scorer, sampled: Sampled) -> Sampled:
     if scorer.processor is None:
         raise NothingToCompare("rows have images, and the model is a text model: give the one that sampled")
     token_id = scorer.processor.image_token_id
-    usable = {name: until_placeholder(chunk, token_id) for name, chunk in sampled.chunks.items()}
-    kept = np.concatenate([usable[name].sampled[old.scored] for name, old in sampled.chunks.items()])
+    usable = {
+        name: with_repeats(chunk, (~from_placeholder(chunk, token_id)).astype(np.int64))
+        for name, chunk in sampled.chunks.items()
+    }
+    kept = np.concatenate(
+        [~from_placeholder(chunk, token_id)[chunk.scored] for chunk in sampled.chunks.values()]
+    )
     fitted = {name: fit_placeholders(scorer.processor, chunk) for name, chunk in usable.items()}
     notes = [*sampled.notes, *other_options(sampled.image_processor, scorer.processor)]
     if not kept.all():
@@ -98,14 +106,11 @@ def other_options(recorded: dict[str, Any] | None, own: VisionProcessor) -> list
     ]
 
 
-def until_placeholder(rows: Sequences, token_id: int) -> Sequences:
-    """Mark tokens from the first sampled placeholder of a row on as not sampled."""
+def from_placeholder(rows: Sequences, token_id: int) -> Bools:
+    """Return a mask of the tokens from the first sampled placeholder of each row on, bool [tokens]."""
     found = rows.sampled & (rows.input_ids == token_id)
-    if not found.any():
-        return rows
-    seen = np.cumsum(found)
-    after = seen - np.repeat((seen - found)[rows.cu_seqlens[:-1]], np.diff(rows.cu_seqlens)) > 0
-    return replace(rows, sampled=rows.sampled & ~after, input_ids=np.where(found, INSTEAD, rows.input_ids))
+    seen = np.concatenate([[0], np.cumsum(found)])
+    return seen[1:] > np.repeat(seen[rows.cu_seqlens[:-1]], np.diff(rows.cu_seqlens))
 
 
 def fit_placeholders(processor: VisionProcessor, rows: Sequences) -> tuple[Sequences, Finding | None]:

@@ -160,7 +160,8 @@ def parse_rescored(address: str, answer: Any, expected: list[int]) -> tuple[floa
         EngineError: they belong to other tokens than those sent.
     """
     try:
-        rows = answer["meta_info"]["input_token_logprobs"][-len(expected) :]
+        found = answer["meta_info"]["input_token_logprobs"]
+        rows = found[len(found) - len(expected) :]
         ids = [int(row[1]) for row in rows]
         logprobs = tuple(float(row[0]) for row in rows)
     except (IndexError, KeyError, OverflowError, TypeError, ValueError) as error:

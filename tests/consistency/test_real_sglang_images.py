@@ -29,7 +29,7 @@ PARAMS = SamplingParams(max_new_tokens=24)
 
 def picture(seed: int) -> bytes:
     random = np.random.default_rng(seed)
-    width, height = random.integers(20, 60, 2)
+    width, height = random.integers(40, 120, 2)
     file = BytesIO()
     Image.fromarray(random.integers(0, 255, (height, width, 3), dtype=np.uint8)).save(file, "PNG")
     return file.getvalue()
@@ -48,7 +48,8 @@ def make_prompts(processor, num_prompts=12):
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    return make_tiny_vision_model(tmp_path_factory.mktemp("model"), "qwen2_5_vl", initializer_range=0.3)
+    folder = tmp_path_factory.mktemp("model")
+    return make_tiny_vision_model(folder, "qwen2_5_vl", patch=14, initializer_range=0.3)
 
 
 @pytest.fixture(scope="module")
@@ -101,7 +102,7 @@ def other_folder(model, folder, **options):
     [
         ({"image_mean": [0.5] * 3, "image_std": [0.5] * 3}, "pixels normalised by CLIP"),
         ({"resample": 2}, "images resized by the bicubic kernel"),
-        ({"size": {"shortest_edge": 128, "longest_edge": 512}}, "images of at most 1024 pixels"),
+        ({"size": {"shortest_edge": 1568, "longest_edge": 6272}}, "images of at most 12544 pixels"),
     ],
 )
 def test_processor_of_the_server_is_named(model, address, processor, tmp_path, options, name):
