@@ -23,7 +23,7 @@ from areal_core.engine.model import attention_of, load_model, own_attention, set
 from areal_core.engine.parity import TOLERANCE, choose_lengths, depends_on_forward, random_rows
 from areal_core.engine.rope import choose_frequencies_by_row
 from areal_core.safety.durable import replacing
-from areal_core.vision.families import FAMILIES
+from areal_core.vision.inputs import plain_inputs
 from areal_core.vision.processor import VisionProcessor, load_processor
 from consistency.errors import StaleScores
 from consistency.tokens import Floats, Ints, Sequences
@@ -276,16 +276,10 @@ def image_inputs(scorer: Scorer, input_ids: Tensor, images: Sequence[bytes]) -> 
     if not images:
         return {}
     assert scorer.processor is not None, "a text model has no images"
-    family = FAMILIES[scorer.model.config.model_type]
-    is_image = input_ids == scorer.processor.image_token_id
-    pixels = scorer.processor.pixels(images)
-    inputs = {
-        family.types_option: is_image.int() * scorer.marks_images,
-        "pixel_values": pixels["pixel_values"].to(scorer.device, scorer.model.dtype),
-    }
-    return inputs | (
-        {"image_grid_thw": pixels["image_grid_thw"].to(scorer.device)} if family.has_grids else {}
-    )
+    types = (input_ids[0] == scorer.processor.image_token_id).long() * scorer.marks_images
+    pixels = {key: tensor.to(scorer.device) for key, tensor in scorer.processor.pixels(images).items()}
+    pixels["pixel_values"] = pixels["pixel_values"].to(scorer.model.dtype)
+    return plain_inputs(scorer.model, types, pixels)
 
 
 def score_logits(logits: Tensor, labels: Tensor, temperature: float, top_k: int | None) -> dict[str, Tensor]:

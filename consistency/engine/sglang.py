@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from areal_core.sglang.wire import collapsed
 from areal_core.vision.images import data_url
 from consistency.engine.http import HttpClient
 from consistency.engine.reply import NUM_TOPS, EngineIdentity, Pictures, Reply, SamplingParams
@@ -67,12 +68,8 @@ def prompt_fields(
     """Return the fields of the ids, and of images: SGLang expands one placeholder for each itself."""
     if pictures is None:
         return {"input_ids": [*prompt_ids, *completion_ids]}
-    collapsed = [
-        token
-        for token, before in zip(prompt_ids, (None, *prompt_ids), strict=False)
-        if token != pictures.placeholder or token != before
-    ]
-    return {"input_ids": [*collapsed, *completion_ids], "image_data": list(map(data_url, pictures.images))}
+    prompt = collapsed(prompt_ids, pictures.placeholder, len(pictures.images))
+    return {"input_ids": [*prompt, *completion_ids], "image_data": list(map(data_url, pictures.images))}
 
 
 # What SGLang reports of itself besides its version; a server that only has its routes does not.
