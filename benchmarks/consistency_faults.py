@@ -665,7 +665,7 @@ def proxy_of(engine: Engine, address: str, instead: Exchange | None) -> web.Appl
 
 
 def make_prompts(fault: Fault, seed: int, processor: VisionProcessor | None) -> list[Prompt]:
-    """Draw prompts of 8 to 20 tokens, or of a question about one image, every third time about two."""
+    """Draw prompts of 8 to 20 tokens, or questions about one image, every third about two."""
     random = np.random.default_rng(seed)
     if processor is not None:
         count = [2 if number % 3 == 0 else 1 for number in range(fault.num_prompts)]

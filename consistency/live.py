@@ -32,7 +32,7 @@ PROMPT_KINDS = "input_ids (numbers), messages (a chat), text (tokenised as it is
 
 @dataclass(frozen=True)
 class Prompt:
-    """Token ids of a prompt, with all placeholders of its images, and the row that it comes from."""
+    """Token ids of a prompt, with all placeholders of its images, and the row it comes from."""
 
     ids: tuple[int, ...]
     row: dict[str, Any]
@@ -92,7 +92,7 @@ def parse_prompt(
 
 
 def prompt_with_images(row: dict[str, Any], where: str, processor: VisionProcessor | None) -> Prompt:
-    """Tokenise a row with images, as files, data: URLs, base64 or bytes; raises as `parse_prompt`."""
+    """Tokenise a row with images: files, data: URLs, base64, bytes. Raises as `parse_prompt`."""
     if processor is None:
         raise BadPrompts(f"{where} has images, and the model is a text model: give an image-text model")
     images = tuple(as_image_bytes(image) for image in row["images"])

@@ -272,7 +272,7 @@ def hidden_states(
 
 
 def image_inputs(scorer: Scorer, input_ids: Tensor, images: Sequence[bytes]) -> dict[str, Tensor]:
-    """Return what the forward of one row takes besides its ids [1, tokens]; nothing without images."""
+    """Return the options of a row's forward besides its ids [1, tokens]; none without images."""
     if not images:
         return {}
     assert scorer.processor is not None, "a text model has no images"

@@ -195,7 +195,7 @@ def changed_size(size: Any, **changes: int) -> Any:
 
 
 def stored_orientation(image: bytes) -> bytes:
-    """Return a picture whose EXIF data rotate it as PNG of its stored pixels; others as they are."""
+    """Return a picture that its EXIF data rotate as PNG of its stored pixels; others as is."""
     with Image.open(BytesIO(image)) as opened:
         turned = opened.getexif().get(ORIENTATION, 1) != 1
         return as_png(opened.convert("RGB")) if turned else image

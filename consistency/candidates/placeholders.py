@@ -107,14 +107,14 @@ def other_options(recorded: dict[str, Any] | None, own: VisionProcessor) -> list
 
 
 def from_placeholder(rows: Sequences, token_id: int) -> Bools:
-    """Return a mask of the tokens from the first sampled placeholder of each row on, bool [tokens]."""
+    """Mask the tokens from the first sampled placeholder of each row on, bool [tokens]."""
     found = rows.sampled & (rows.input_ids == token_id)
     seen = np.concatenate([[0], np.cumsum(found)])
     return seen[1:] > np.repeat(seen[rows.cu_seqlens[:-1]], np.diff(rows.cu_seqlens))
 
 
 def fit_placeholders(processor: VisionProcessor, rows: Sequences) -> tuple[Sequences, Finding | None]:
-    """Expand images as the model's processor does, and report where the rows had other counts (R63)."""
+    """Expand images as the model's processor does, and report rows of other counts (R63)."""
     if rows.images is None:
         return rows, None
     token_id = processor.image_token_id

@@ -47,7 +47,7 @@ def stale_tower(case: Case) -> Finding | None:
         confidence(found),
         replay_evidence(found),
         "compare checksums of the tower's tensors (rollout.verify_weights_every: 1)",
-        "send the tower with the weight update, under the names that the engine's loader knows, or freeze it "
+        "include the tower in the weight update, under the names that the engine's loader knows, or freeze it "
         "(actor.freeze_vision_tower)",
     )
 
@@ -59,7 +59,7 @@ def other_images(case: Case) -> Finding | None:
         return None
     return Finding(
         "R66",
-        "images of other requests: the prefix cache does not tell images apart",
+        "images of other requests: the prefix cache ignores images",
         confidence(found),
         f"{found.prediction.name} explain the logprobs: {replay_evidence(found)}",
         "send the requests with the cache disabled (SGLang --disable-radix-cache): the difference must vanish",

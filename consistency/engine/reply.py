@@ -20,7 +20,7 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class Pictures:
-    """Encoded images of a prompt; each run of `placeholder` among its ids stands for one of them."""
+    """Encoded images of a prompt; each run of `placeholder` among its ids is one of them."""
 
     images: tuple[bytes, ...]
     placeholder: int

@@ -65,7 +65,7 @@ class SGLang:
 def prompt_fields(
     prompt_ids: Sequence[int], completion_ids: Sequence[int], pictures: Pictures | None
 ) -> dict[str, Any]:
-    """Return the fields of the ids, and of images: SGLang expands one placeholder for each itself."""
+    """Return the fields of ids and images: SGLang expands one placeholder for each image."""
     if pictures is None:
         return {"input_ids": [*prompt_ids, *completion_ids]}
     prompt = collapsed(prompt_ids, pictures.placeholder, len(pictures.images))

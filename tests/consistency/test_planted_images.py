@@ -163,7 +163,7 @@ def test_lost_and_reordered_images_are_named(world, change, named):
 
 @pytest.fixture(scope="module")
 def stale(world, tmp_path_factory) -> tuple[str, Sequences]:
-    """The checkpoint before, whose vision tower the engine still holds, and rows that it sampled."""
+    """The checkpoint before, whose tower the engine still holds, and rows that it sampled."""
     folder = tmp_path_factory.mktemp("before")
     before, engine = load_scorer(world.folder), load_scorer(world.folder)
     random = torch.Generator().manual_seed(1)

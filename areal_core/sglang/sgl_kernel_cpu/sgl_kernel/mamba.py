@@ -79,7 +79,7 @@ def chunk_gated_delta_rule_cpu(
     use_qk_l2norm_in_kernel: bool,
     initial_state_indices: Tensor,
 ) -> tuple[Tensor, Tensor, None]:
-    """Apply the rule to packed prompts: q, k [1, tokens, key heads, key], v [1, tokens, heads, value].
+    """Apply the rule to packed q, k [1, tokens, key heads, key] and v [1, tokens, heads, value].
 
     Returns:
         The output, as v; the pool of states, written in place; None for states inside prompts.
