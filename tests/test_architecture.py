@@ -56,6 +56,8 @@ USED_FROM_OUTSIDE = {
     "_repr_html_": "called by notebooks",
     "do_GET": "called by http.server",
     "find_class": "called by pickle",
+    "causal_conv1d_fn_cpu": "SGLang's CPU servers import it",
+    "causal_conv1d_update_cpu": "SGLang's CPU servers import it",
     "from_environment": "public: users of the recording API",
     "in_step": "tests: batches with prompts of their own",
     "finish_weight_update": "called by vLLM",

@@ -93,7 +93,7 @@ def test_convolution_continues_from_the_slots_of_its_requests(operators):
     stale = states.clone()
     fresh = torch.tensor([False, True])
     first = mamba.causal_conv1d_fn_cpu(
-        inputs[:, :8], weights, None, "silu", states, fresh, slots, bounds, [5, 3]
+        inputs[:, :8], weights, None, "silu", states, fresh, slots, bounds, seq_lens_cpu=[5, 3]
     )
     second = mamba.causal_conv1d_update_cpu(inputs[:, 8:].T, states, weights, None, "silu", torch.tensor([0]))
     after = torch.cat([stale[0], inputs[:, 5:]], 1)  # of the second request

@@ -21,7 +21,7 @@ def causal_conv1d_fn_cpu(
     has_initial_state: Tensor,
     cache_indices: Tensor,
     query_start_loc: Tensor,
-    seq_lens_cpu: list[int],
+    **_: object,
 ) -> Tensor:
     """Convolve packed prompts [dim, tokens] with `conv_weights` [dim, width]."""
     outputs = []
@@ -61,9 +61,11 @@ def convolved(
     return output
 
 
-def fused_gdn_gating_cpu(A_log: Tensor, a: Tensor, b: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
+def fused_gdn_gating_cpu(
+    A_log: Tensor, a: Tensor, b: Tensor, dt_bias: Tensor, beta: float = 1.0, threshold: float = 20.0
+) -> tuple[Tensor, Tensor]:
     """Return log decay g and write strength beta of `a`, `b` [tokens, heads], float32 [1, ...]."""
-    g = -A_log.float().exp() * F.softplus(a.float() + dt_bias.float())
+    g = -A_log.float().exp() * F.softplus(a.float() + dt_bias.float(), beta, threshold)
     return g[None], b.float().sigmoid()[None]
 
 
@@ -109,7 +111,7 @@ def fused_sigmoid_gating_delta_rule_update_cpu(
     softplus_threshold: float,
 ) -> Tensor:
     """Apply the rule to one new token of each request, with the gates computed of `a` and `b`."""
-    g, beta = fused_gdn_gating_cpu(A_log, a, b, dt_bias)
+    g, beta = fused_gdn_gating_cpu(A_log, a, b, dt_bias, softplus_beta, softplus_threshold)
     arguments = (initial_state_source, cu_seqlens, False, use_qk_l2norm_in_kernel, initial_state_indices)
     return chunk_gated_delta_rule_cpu(q, k, v, g, beta, *arguments)[0]
 
