@@ -175,6 +175,7 @@ def stale(world, tmp_path_factory) -> tuple[str, Sequences]:
     return str(folder), sample(world, engine)
 
 
+@LONG
 def test_stale_vision_tower_is_named_by_the_checkpoint_before(world, stale):
     previous, rows = stale
     verdict, cause, text = first_cause(world, rows, previous=previous)
