@@ -55,8 +55,8 @@ Change = Callable[[Any, torch.Generator], None]  # of a model, in place
 class Engine:
     """One server: its weights, and what is done to requests and replies.
 
-    `weights` changes a copy of the model, or returns another model; `config` are changed options, and
-    `processor` those of the image processor.
+    `weights` changes a copy of the model, or returns another model; `config` are changed options,
+    and `processor` those of the image processor.
     """
 
     weights: Change | None = None
