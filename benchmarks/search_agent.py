@@ -3,8 +3,8 @@
     python benchmarks/search_agent.py [--seeds 2] [--steps 20]
 
 Writes docs/search_agent.json, the curves, search_agent.svg, and the table of search_agent.md;
-tests/agent/test_search_agent.py trains seed 1. SFT on demonstrations, whose queries often miss a word, teaches the form of
-tool calls; GRPO then sees only whether the last message is right.
+tests/agent/test_search_agent.py trains seed 1. SFT on demonstrations, whose queries often miss a
+word, teaches the form of tool calls; GRPO then sees only whether the last message is right.
 """
 
 import argparse

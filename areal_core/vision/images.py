@@ -148,7 +148,7 @@ def data_url(data: bytes) -> str:
 
 
 def _opened(data: bytes) -> Any:
-    """Return a `PIL.ImageFile` with its header read and its size checked, pixels not yet decoded."""
+    """Return a `PIL.ImageFile`: header read and size checked, pixels not yet decoded."""
     from PIL import Image
 
     if len(data) > MAX_BYTES:

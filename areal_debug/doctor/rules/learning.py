@@ -56,7 +56,7 @@ def reward_does_not_rise(run: Run) -> Alarm | None:
 
 
 def may_still_rise(reward: Series, found: Trend) -> bool:
-    """Return whether a run is too short to know: a rise beyond its scatter is within the interval."""
+    """Return whether a short run may rise by more than its scatter, within the interval."""
     return len(reward.values) < 2 * ENOUGH_STEPS and found.change > 0 and found.high > 2 * found.scatter
 
 
