@@ -129,7 +129,7 @@ class Commit:
         return bool(self.git("grep", "-lwF", "-m1", word, self.commit, "--", *PACKAGES))
 
     def has_option(self, option: str) -> bool:
-        """Return whether one of the config classes has an option; its last name may be a section."""
+        """Return whether a config class has an option; its last name may be a section."""
         classes: Iterable[str] = [cls for cls in self.fields if cls.endswith("Config")]
         for part in option.split("."):
             types = " ".join(self.fields_of(cls)[part] for cls in classes if part in self.fields_of(cls))
