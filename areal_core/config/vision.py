@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
-from areal_core.config.experiment import BaseExperimentConfig, RWConfig
+from areal_core.config.experiment import BaseExperimentConfig, PPOConfig, RWConfig
 from areal_core.config.train_engine import TrainEngineConfig
 from areal_core.vision.families import FAMILIES
 
@@ -29,6 +29,14 @@ def images_in_use(config: BaseExperimentConfig) -> Iterator[str]:
                 f"supported: use a text model, or advantages without a critic"
             )
     actor = sections["actor"].path if "actor" in sections else ""
+    trained = config.train_dataset.path if config.train_dataset is not None else ""
+    has_images = any(known in trained.lower() for known in IMAGE_DATASETS)
+    engines = f"{config.allocation_mode} {config.rollout.backend}" if isinstance(config, PPOConfig) else ""
+    if has_images and "vllm" in engines:
+        yield (
+            f"train_dataset.path is {trained!r}, a dataset of images, which are not sent to vLLM: use SGLang "
+            f"(sglang:d1+fsdp:d1) or the embedded engine (embedded|fsdp:d1)"
+        )
     if model_type(actor) is None or model_type(actor, "vision_config") is not None:
         return
     for name in ("train_dataset", "valid_dataset"):

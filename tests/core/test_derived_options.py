@@ -189,6 +189,8 @@ def test_image_datasets_are_refused_with_a_text_model(load, tmp_path):
         load(FIVE_LINES, *options, cls=PPOConfig)
     (tmp_path / "config.json").write_text('{"model_type": "qwen3_vl", "vision_config": {}}')
     load(FIVE_LINES, *options, cls=PPOConfig)
+    with pytest.raises(ConfigError, match="a dataset of images, which are not sent to vLLM"):
+        load(FIVE_LINES, *options, "allocation_mode=vllm:d1+fsdp:d1", cls=PPOConfig)
 
 
 def test_an_option_that_refers_to_the_derived_one_is_no_cycle(load):
