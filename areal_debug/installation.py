@@ -20,6 +20,7 @@ EXTRA_OF = {  # packages by the name that they are imported by
     "aiohttp": "train",
     "httpx": "train",
     "tensorboard": "train",
+    "PIL": "train",
     "psutil": "train",
     "zarr": "archive",
     "numcodecs": "archive",
