@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from areal_core.batch import PER_ENTRY, PER_ROW, RAGGED, Batch, pad_and_concat, sort_canonical
+from areal_core.batch import PER_ENTRY, PER_IMAGE, PER_ROW, RAGGED, Batch, pad_and_concat, sort_canonical
 from areal_core.dataset.rows import Row
 from areal_core.errors import RewardError
 from areal_core.rollout.errors import MalformedEpisode
@@ -182,7 +182,7 @@ def refuse_unusable(rows: Batch) -> None:
         raise RewardError(
             f"the workflow returned rewards {rows['rewards'].tolist()}; expected finite numbers"
         )
-    if rows.keys() & {*RAGGED, "image_count"}:
+    if rows.keys() & {*PER_IMAGE, *PER_ENTRY, "image_count"}:
         refuse_miscounted(rows)
 
 

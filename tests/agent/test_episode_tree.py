@@ -190,6 +190,7 @@ def test_a_run_warns_once_of_broken_prefixes(episode, scripted_engine, caplog):
     control = SimpleNamespace(accepted=1, rejected=0, failed=0, stale=0, running=0)
     executor = SimpleNamespace(
         control=control,
+        scalars={},
         continue_at=lambda version: None,
         prepare_batch=lambda *given, **options: assemble([(7, [broken])]),
     )
