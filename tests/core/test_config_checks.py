@@ -209,7 +209,6 @@ def test_every_row_of_the_table_speaks_of_options_that_exist_and_lets_their_defa
         ({"cluster.cluster_name": "mine"}, "cluster.cluster_name is 'mine'"),
         ({"cluster.name_resolve.etcd3_addr": "x:1"}, "cluster.name_resolve.etcd3_addr is 'x:1'"),
         ({"scheduler.deploy_mode": "colocation"}, "scheduler.deploy_mode is 'colocation'"),
-        ({"sglang.enable_multimodal": True}, "sglang.enable_multimodal is True"),
         ({"saver.fileroot": "/other"}, "saver.fileroot is '/other' and cluster.fileroot is '/tmp/areal-"),
         ({"actor.experiment_name": "b"}, "actor.experiment_name is 'b' and experiment_name is 'a'"),
         ({"ref": PPOActorConfig(scheduling_spec=[{"env_vars": {"A": 1}}])}, "ref.scheduling_spec.env_vars has no"),

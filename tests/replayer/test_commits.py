@@ -212,7 +212,14 @@ RUNS = {
     "optimizer": ("loss", "weights"),
 }
 # around a step: what logs, times, observes and checks it
-AROUND = ("telemetry/", "trainer/step_stats.py", "trainer/nonfinite.py", "trainer/rl.py", "engine/ranks.py")
+AROUND = (
+    "telemetry/",
+    "trainer/step_stats.py",
+    "trainer/nonfinite.py",
+    "trainer/rl.py",
+    "engine/ranks.py",
+    "agent/transcripts/",
+)
 
 
 def test_a_real_step_runs_no_code_that_the_table_does_not_reach(tmp_path, tiny_model, tiny_config_of):

@@ -147,7 +147,7 @@ def test_it_reports_what_it_serves(query, tiny_model):
         ({"input_ids": [1], "stream": True}, "stream is true"),
         ({"input_ids": []}, "input_ids must be one list"),
         ({"sampling_params": {}}, "field 'input_ids' is missing"),
-        ({"input_ids": [1], "image_data": "x"}, "does not support image_data"),
+        ({"input_ids": [1], "image_data": "x"}, "image_data is 'x'; expected a value of type list"),
         ({"input_ids": [1], "sampling_params": {"min_p": 0.1}}, "does not support sampling_params.min_p"),
         ({"input_ids": [1], "sampling_params": {"stop": ["a"]}}, "stops at token ids"),
         ({"input_ids": [1], "sampling_params": {"max_new_tokens": 5000}}, "maximum context length of 2048"),
