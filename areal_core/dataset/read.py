@@ -247,6 +247,9 @@ def read_hugging_face(path: str, split: str | None, arguments: dict[str, Any]) -
 
 def load_hugging_face(path: str, split: str | None, arguments: dict[str, Any]) -> Any:
     """Load a `datasets.Dataset`, as `read_hugging_face`."""
+    is_of_files = Path(path).suffix.lower() in {*READERS, ".jsonl", ".json"} or path.startswith(("/", "."))
+    if is_of_files and not Path(path).exists():  # the hub would be asked, several times
+        raise DatasetError(f"{path} does not exist: give a file, a folder or a dataset of the hub")
     import datasets
 
     if "name" not in arguments and path.rstrip("/").endswith("gsm8k"):

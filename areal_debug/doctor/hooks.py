@@ -57,8 +57,10 @@ def choice(option: str, text: str) -> frozenset[str]:
     """Return the alarms of a list with commas. Raises ValueError for what is none."""
     chosen = frozenset(word.strip() for word in text.split(",") if word.strip())
     for word in chosen - {*SEVERITIES, "all"}:
-        if not (word[:1] == "D" and word[1:].isdigit()):
-            raise ValueError(f"{option} {word!r} is no finding: expected ids as D17, error, warning or all")
+        if not (word[:1] in ("D", "S") and word[1:].isdigit()):
+            raise ValueError(
+                f"{option} {word!r} is no finding: expected ids as D17 or S03, error, warning or all"
+            )
     return chosen
 
 
@@ -78,7 +80,8 @@ def run_hooks(alarm: Mapping[str, Any], run: str, hooks: Hooks, report: Report) 
 
 def facts_of(alarm: Mapping[str, Any], run: str) -> dict[str, str]:
     """Return what hooks are given: no config, no samples, no paths but the run's name."""
-    step = alarm["evidence"][0][0] if alarm["evidence"] else ""
+    first = alarm["evidence"][0][0] if alarm["evidence"] else ""
+    step = alarm["onset"] if alarm.get("onset") is not None else first
     facts = {
         "run": run,
         "id": alarm["id"],

@@ -1,6 +1,7 @@
 """Rows from files and generators, supervised rows as tokens, the order of prompts over ranks."""
 
 import json
+import sys
 
 import pytest
 from hypothesis import given
@@ -100,9 +101,16 @@ def test_damaged_file_is_reported_with_its_line(tmp_path, content, sentence):
 
 def test_path_without_data_is_refused(tmp_path):
     with pytest.raises(
-        DatasetError, match=r"nothing.* is no file, no folder with JSONL or CSV files, and no dataset"
+        DatasetError, match=r"test_path.* is no file, no folder with JSONL or CSV files, and no dataset"
     ):
-        get_dataset(DatasetConfig(path=str(tmp_path / "nothing"), type="rl"))
+        get_dataset(DatasetConfig(path=str(tmp_path), type="rl"))
+
+
+@pytest.mark.parametrize("path", ["absent.jsonl", "absent.parquet", "./absent", "/absent/folder"])
+def test_a_file_that_is_absent_is_not_asked_of_the_hub(path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "datasets", None)  # importing it would fail
+    with pytest.raises(DatasetError, match=f"^{path} does not exist: "):
+        get_dataset(DatasetConfig(path=path, type="rl"))
 
 
 def test_unknown_type_is_refused(questions, tokenizer):

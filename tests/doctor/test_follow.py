@@ -112,7 +112,7 @@ def test_the_verb_follows_until_nothing_is_logged_and_its_exit_code_is_the_verdi
     [
         (["--webhook", "ftp://user:hunter22@host/x"], "--webhook is no http:// or https:// address"),
         (["--webhook", "https:///x"], "--webhook is no http:// or https:// address"),
-        (["--stop-on", "D17,everything"], "--stop-on 'everything' is no finding: expected ids as D17"),
+        (["--stop-on", "D17,everything"], "--stop-on 'everything' is no finding: expected ids as D17 or S03"),
         (["--stop-on", "error"], "--stop-on and --pause-on need --pid"),
     ],
 )
@@ -137,6 +137,8 @@ def test_the_command_gets_the_alarm_in_its_environment_and_never_as_its_text(tmp
     run_hooks(alarm, "my-run", Hooks(command), notes.append)
     assert ((tmp_path / "ok").read_text(), notes) == ("D17 7 my-run\n", [])
     assert sorted(file.name for file in tmp_path.iterdir()) == ["ok"]
+    run_hooks(alarm | {"onset": 3}, "my-run", Hooks(command), notes.append)
+    assert (tmp_path / "ok").read_text() == "D17 3 my-run\n"  # where it began, as --follow prints it
     run_hooks(alarm, "my-run", Hooks("exit 4"), notes.append)
     assert notes == ["the command of --on-alarm ended with status 4"]
 
