@@ -10,6 +10,7 @@ with the files `vision_shapes_sft.yaml` and `vision_shapes.yaml`, and draws `cur
 import json
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 from areal_core.vision.tiny_models import make_tiny_vision_model
@@ -24,6 +25,8 @@ STYLE = (
 
 def main(folder: Path) -> None:
     """Make the model, fine-tune it, train it by GRPO, and draw the rewards."""
+    if find_spec("torchvision") is None:
+        raise SystemExit("Error: pictures need torchvision: pip install torchvision, of the build of torch")
     folder = folder.resolve()
     untrained, model = folder / "model-untrained", folder / "model"
     make_tiny_vision_model(untrained, "qwen2_5_vl", seed=1)

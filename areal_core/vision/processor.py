@@ -170,7 +170,12 @@ def load_processor(path: str) -> VisionProcessor:
     """
     try:
         processor = AutoProcessor.from_pretrained(path)
-    except (OSError, ValueError, ImportError) as error:
+    except (ImportError, RuntimeError) as error:  # a torchvision of another build is a RuntimeError
+        reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        raise ModelError(
+            f"cannot load the processor of {path!r} ({reason}): pip install torchvision, of the build of torch"
+        ) from error
+    except (OSError, ValueError) as error:
         raise ModelError(
             f"cannot load the processor of {path!r} ({str(error).splitlines()[0]}): copy "
             f"preprocessor_config.json and processor_config.json of the original model beside its weights"

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from PIL import Image
+from transformers import AutoProcessor
 
 from areal_core.engine.errors import ModelError
 from areal_core.errors import ImageError
@@ -68,3 +69,23 @@ def test_a_saved_processor_is_the_same(tmp_path: Path) -> None:
     again = load_processor(str(tmp_path))
     assert again.identity() == processor.identity()
     assert again.prompt(MESSAGES, PICTURES) == processor.prompt(MESSAGES, PICTURES)
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (
+            ImportError("\nQwen2VLVideoProcessor requires the Torchvision library\nSee"),
+            "Qwen2VLVideoProcessor requires",
+        ),
+        (RuntimeError("operator torchvision::nms does not exist"), "operator torchvision::nms does not"),
+    ],
+)
+def test_without_a_torchvision_that_fits_one_sentence_names_it(monkeypatch, error, reason):
+    def fail(path):
+        raise error
+
+    monkeypatch.setattr(AutoProcessor, "from_pretrained", fail)
+    with pytest.raises(ModelError, match=rf"'a-model' \({reason}.*: pip install torchvision") as found:
+        load_processor("a-model")
+    assert "\n" not in str(found.value)
