@@ -206,6 +206,10 @@ force_option = click.option("--force", is_flag=True, help="Replace an existing o
 model_option = click.option(
     "--model", type=click.Path(), help="Model that the run started from, if it was moved since."
 )
+script_argument = click.argument("script")
+script_config_option = click.option(
+    "--config", "config_file", type=click.Path(), help="YAML file; by default SCRIPT's name with .yaml."
+)
 overrides_argument = click.argument(
     "overrides", nargs=-1, type=click.UNPROCESSED, metavar="[OPTION=VALUE]..."
 )

@@ -30,9 +30,8 @@ def images_in_use(config: BaseExperimentConfig) -> Iterator[str]:
             )
     actor = sections["actor"].path if "actor" in sections else ""
     trained = config.train_dataset.path if config.train_dataset is not None else ""
-    has_images = any(known in trained.lower() for known in IMAGE_DATASETS)
     engines = f"{config.allocation_mode} {config.rollout.backend}" if isinstance(config, PPOConfig) else ""
-    if has_images and "vllm" in engines:
+    if is_of_images(trained) and "vllm" in engines:
         yield (
             f"train_dataset.path is {trained!r}, a dataset of images, which are not sent to vLLM: use SGLang "
             f"(sglang:d1+fsdp:d1) or the embedded engine (embedded|fsdp:d1)"
@@ -41,11 +40,16 @@ def images_in_use(config: BaseExperimentConfig) -> Iterator[str]:
         return
     for name in ("train_dataset", "valid_dataset"):
         data = getattr(config, name)
-        if data is not None and any(known in data.path.lower() for known in IMAGE_DATASETS):
+        if data is not None and is_of_images(data.path):
             yield (
                 f"{name}.path is {data.path!r}, a dataset of images, and actor.path {actor!r} is a text "
                 f"model: train a vision model ({', '.join(FAMILIES)})"
             )
+
+
+def is_of_images(path: str) -> bool:
+    """Return whether a path names a dataset that is known to have pictures."""
+    return any(known in path.lower() for known in IMAGE_DATASETS)
 
 
 def model_type(path: str, option: str = "model_type") -> str | None:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from io import BytesIO
 from typing import TYPE_CHECKING, Any, overload
 
+from areal_core.config.vision import is_of_images
 from areal_core.dataset.rows import Row
 from areal_core.errors import DatasetError, ImageError
 from areal_core.vision.images import as_image_bytes, shrunk
@@ -91,7 +92,7 @@ class LazyRows(Sequence[Row]):
 
 def has_images(path: str) -> bool:
     """Return whether a path names a dataset that is known to have pictures."""
-    return path == "shapes" or any(name in path.lower() for name in TASKS)
+    return path == "shapes" or is_of_images(path)
 
 
 def image_dataset(

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from areal_debug.cli import Verb, json_option, overrides_argument
+from areal_debug.cli import Verb, json_option, overrides_argument, script_argument, script_config_option
 from areal_debug.render import (
     errors_as_sentences,
     fail,
@@ -46,10 +46,8 @@ OWN_OPTIONS = (
     example="areal-debug eval examples/gsm8k_grpo.py --config my.yaml\n"
     "areal-debug eval gsm8k_grpo --config my.yaml --baseline --ckpt CHECKPOINT --samples 8",
 )
-@click.argument("script")
-@click.option(
-    "--config", "config_file", type=click.Path(), help="YAML file; by default SCRIPT's name with .yaml."
-)
+@script_argument
+@script_config_option
 @click.option(
     "--ckpt", "checkpoints", multiple=True, type=click.Path(path_type=Path), metavar="FOLDER",
     help="Model to evaluate, or a folder of several; by default actor.path.",

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from areal_core.launch.debug_env import PRESETS
-from areal_debug.cli import Verb, force_option, overrides_argument
+from areal_debug.cli import Verb, force_option, overrides_argument, script_argument, script_config_option
 from areal_debug.doctor.command import HOOKS, hook_options
 from areal_debug.render import (
     console,
@@ -41,10 +41,8 @@ NCCL_TIMEOUT_INSTEAD = (
     example="areal-debug train examples/gsm8k_grpo.py --config my.yaml --dump-rollout runs/record\n"
     "areal-debug train gsm8k_grpo --config my.yaml --dry-run actor.optimizer.lr=1e-5",
 )
-@click.argument("script")
-@click.option(
-    "--config", "config_file", type=click.Path(), help="YAML file; by default SCRIPT's name with .yaml."
-)
+@script_argument
+@script_config_option
 @click.option(
     "--dump-rollout", is_flag=False, flag_value="", metavar="[DIR]", help="Record every step (into DIR)."
 )

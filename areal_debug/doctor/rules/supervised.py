@@ -89,8 +89,7 @@ def held_out_loss_rises(run: Run) -> Alarm | None:
     trained = trend(loss.finite) if loss is not None else None
     if trained is not None and trained.rises:
         return None
-    found = rise_of_held_out(held_out.finite) if held_out is not None else None
-    if held_out is None or found is None:
+    if held_out is None or (found := rise_of_held_out(held_out.finite)) is None:
         return None
     series = held_out.finite
     best, lowest, change = found
