@@ -11,7 +11,7 @@ from areal_core.rollout.live import log_scalars
 from areal_core.rollout.pipeline import Executor
 from areal_core.rollout.staleness import StalenessControl
 from areal_core.telemetry import Stats
-from areal_core.telemetry.in_episode import scalar, trace_scope
+from areal_core.telemetry.in_episode import collecting, scalar, trace_scope
 from areal_core.telemetry.memory import MemoryProfiler
 from areal_core.telemetry.trace import Trace, rank_file
 from areal_core.telemetry.trace_hooks import TracedWorkflow
@@ -113,6 +113,9 @@ def test_scopes_are_drawn_in_the_episode(agent, executor, tmp_path):
 def test_outside_of_an_episode_nothing_is_kept():
     with trace_scope("search"):
         scalar(num_pages=3)
+    with collecting() as kept:
+        pass
+    assert kept == {}
 
 
 def test_what_is_not_a_finite_number_is_refused():

@@ -3,20 +3,17 @@
 killed_picture_writers.py FOLDER EVERY: at every EVERY-th call, until a run is not killed.
 """
 
-import multiprocessing
-import os
-import signal
 import sys
 from pathlib import Path
 
 import recorder.writer
 from recorder import RecordingOptions, RecordWriter, Retention
 from recorder.testing import SCRIPTED_HEADER, in_step, scripted_batch, send_step, start_facts
+from tests.recorder.killed_writers import kill_at_calls
 from tests.recorder.pictured import png, with_pictures
 
 OPTIONS = RecordingOptions(retention=Retention(keep_last=2))
 NUM_STEPS = 4
-fork = multiprocessing.get_context("fork")
 
 
 def batch_of(step):
@@ -34,31 +31,11 @@ def record(folder, options, first_step):
     writer("end", steps=NUM_STEPS, error=None)
 
 
-def record_until_call(folder, last_call):
-    calls = 0
-
-    def counted(function):
-        def wrapped(*args, **kwargs):
-            nonlocal calls
-            calls += 1
-            if calls == last_call:
-                os.kill(os.getpid(), signal.SIGKILL)
-            return function(*args, **kwargs)
-
-        return wrapped
-
-    for name in ("fsync", "mkdir", "rename", "unlink", "rmdir"):
-        setattr(os, name, counted(getattr(os, name)))
+def record_all(folder):
     record(folder, OPTIONS, 0)
 
 
 if __name__ == "__main__":
-    root, every = Path(sys.argv[1]), int(sys.argv[2])
-    call = 1
-    while True:
-        process = fork.Process(target=record_until_call, args=(root / str(call), call))
-        process.start()
-        process.join()
-        if process.exitcode == 0:
-            break
-        call += every
+    kill_at_calls(
+        Path(sys.argv[1]), record_all, ("fsync", "mkdir", "rename", "unlink", "rmdir"), int(sys.argv[2])
+    )

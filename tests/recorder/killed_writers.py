@@ -7,6 +7,7 @@ killed_writers.py FOLDER times RANKS QUEUE KEEP TRIALS
     committed by then are in FOLDER/0.committed
 """
 
+import itertools
 import multiprocessing
 import os
 import random
@@ -35,8 +36,8 @@ def record_steps(folder, rank, num_ranks, gather, options, num_steps):
     writer("end", steps=num_steps, error=None)
 
 
-def record_until_call(folder, last_call):
-    """Die just before the `last_call`-th fsync, mkdir, rename or unlink."""
+def until_call(last_call, names, record, folder):
+    """Call `record(folder)`, and die just before the `last_call`-th of these functions of `os`."""
     calls = 0
 
     def counted(function):
@@ -49,20 +50,23 @@ def record_until_call(folder, last_call):
 
         return wrapped
 
-    for name in ("fsync", "mkdir", "rename", "unlink"):
+    for name in names:
         setattr(os, name, counted(getattr(os, name)))
-    record_steps(folder, 0, 1, alone, RecordingOptions(), num_steps=2)
+    record(folder)
 
 
-def kill_at_every_stage(root):
-    last_call = 0
-    while True:
-        last_call += 1
-        process = fork.Process(target=record_until_call, args=(root / str(last_call), last_call))
+def kill_at_calls(root, record, names, every=1):
+    """Record in `root/1`, `root/{1 + every}`, ... until a process is not killed at that call."""
+    for last_call in itertools.count(1, every):
+        process = fork.Process(target=until_call, args=(last_call, names, record, root / str(last_call)))
         process.start()
         process.join()
         if process.exitcode == 0:
             return
+
+
+def record_two_steps(folder):
+    record_steps(folder, 0, 1, alone, RecordingOptions(), num_steps=2)
 
 
 def gatherers(num_ranks):
@@ -124,7 +128,7 @@ def kill_at_random_times(root, num_ranks, queue_steps, keep_last, trials):
 if __name__ == "__main__":
     folder = Path(sys.argv[1])
     if sys.argv[2] == "stages":
-        kill_at_every_stage(folder)
+        kill_at_calls(folder, record_two_steps, ("fsync", "mkdir", "rename", "unlink"))
     else:
         num_ranks, queue_steps, keep_last, trials = map(int, sys.argv[3:])
         kill_at_random_times(folder, num_ranks, queue_steps, keep_last or None, trials)
