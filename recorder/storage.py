@@ -11,13 +11,14 @@ import os
 import re
 import stat
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Protocol
 
 from areal_core.safety.file_names import MAX_DEPTH, UnsafeName, open_below
 from recorder.errors import DamagedRecord
 
+LARGEST_KEPT = 1 << 26
 STAGING_SUFFIX = ".recording"  # of the folder in which a run stages the steps of an archive
 # A URL that passed through pathlib has lost one of its slashes.
 URL = re.compile(r"([a-z][a-z0-9+.-]+):/{1,2}(?=[^/])")
@@ -125,6 +126,50 @@ class FolderStorage:
     def local_folder(self, folder: str) -> Path:
         """See Storage."""
         return self.path / folder
+
+
+@dataclass
+class KeptFiles:
+    """A storage whose small files are read once, and stay in memory until `forget`.
+
+    Files beyond `LARGEST_KEPT` bytes in all are read from the storage each time.
+    """
+
+    storage: Storage
+    files: dict[str, bytes | bytearray] = field(default_factory=dict)
+    room_bytes: int = LARGEST_KEPT
+
+    def names(self, folder: str) -> list[str]:
+        """See Storage."""
+        return self.storage.names(folder)
+
+    def size(self, file: str) -> int | None:
+        """See Storage."""
+        return len(self.files[file]) if self.keep(file) else self.storage.size(file)
+
+    def read(self, file: str, offset: int = 0, size_bytes: int | None = None) -> bytes | bytearray:
+        """See Storage."""
+        if not self.keep(file):
+            return self.storage.read(file, offset, size_bytes)
+        return self.files[file][offset : None if size_bytes is None else offset + size_bytes]
+
+    def keep(self, file: str) -> bool:
+        """Return whether a file is in memory; read it if there is room."""
+        if file not in self.files:
+            size_bytes = self.storage.size(file)
+            if size_bytes is None or size_bytes > self.room_bytes:
+                return False
+            self.files[file] = self.storage.read(file, 0, size_bytes)
+            self.room_bytes -= size_bytes
+        return True
+
+    def forget(self) -> None:
+        """Drop the files."""
+        self.files, self.room_bytes = {}, LARGEST_KEPT
+
+    def local_folder(self, folder: str) -> Path:
+        """See Storage."""
+        return self.storage.local_folder(folder)
 
 
 def walk(storage: Storage, folder: str) -> Iterator[str]:

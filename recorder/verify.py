@@ -47,7 +47,7 @@ from recorder.reader import (
     step_file,
     step_folders,
 )
-from recorder.storage import Storage, file_blocks, walk
+from recorder.storage import KeptFiles, Storage, file_blocks, walk
 from recorder.tensors import check_header, checked_bytes
 
 
@@ -97,7 +97,7 @@ def verify(path: str | os.PathLike[str], on_step: Callable[[int], None] = lambda
 
     Raises RecordNotFound and NotARecord, and UnknownFormat for a version that cannot be checked.
     """
-    storage = open_storage(path)
+    storage = KeptFiles(open_storage(path))
     if not {RECORD_FILE, STEPS_FOLDER}.intersection(storage.names("")):
         raise NotARecord(f"{path} holds no {RECORD_FILE}: give the folder that a run recorded into")
     header, gaps, end, problems = read_top(storage)
@@ -120,6 +120,7 @@ def verify(path: str | os.PathLike[str], on_step: Callable[[int], None] = lambda
             steps_ok.append(step)
         elif not has_step_file(storage, step):
             unfinished_steps.append(step)
+        storage.forget()
         on_step(step)
     repeated = dict(checks.prompts.repeated())
     of_steps += [contradiction(step_file(step), what) for step, what in repeated.items()]

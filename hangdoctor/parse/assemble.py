@@ -10,7 +10,7 @@ first stack.
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
-from areal_core.safety.secrets import masker
+from areal_core.safety.secrets import Masker, masker
 from hangdoctor.model import (
     CollectiveRecord,
     ErrorFile,
@@ -85,7 +85,8 @@ def finish(reading: Reading, world_size: int | None) -> Snapshot:
     listed = {entry.name: entry for entry in reading.contents.processes} if reading.contents else {}
     number_unranked(reading, listed)
     keys = sorted(set(reading.stacks) | set(reading.natives), key=lambda key: (key[1], len(key[0]), key[0]))
-    dumps = tuple(dump_of(reading, listed, key) for key in keys)
+    mask = masker()  # reports quote commands, logs and errors, also those that no collector has masked
+    dumps = tuple(dump_of(reading, listed, key, mask) for key in keys)
     if reading.contents:
         reading.notes += [f"host {host}" for host in reading.contents.hosts_missing]
         reading.notes += [
@@ -95,7 +96,6 @@ def finish(reading: Reading, world_size: int | None) -> Snapshot:
         ]
         world_size = world_size or reading.contents.world_size
     world_size = world_size or world_size_of(reading)
-    mask = masker()  # reports quote logs and errors, also those that no collector has masked
     return Snapshot(
         dumps=dumps,
         expected=expected_ranks(reading, listed.values(), dumps, world_size),
@@ -143,7 +143,9 @@ def is_launcher(reading: Reading, name: str) -> bool:
     return any("elastic/agent/server" in frame.file for thread in threads for frame in thread.frames)
 
 
-def dump_of(reading: Reading, listed: dict[str, location.ExpectedProcess], key: Key) -> ProcessDump:
+def dump_of(
+    reading: Reading, listed: dict[str, location.ExpectedProcess], key: Key, mask: Masker
+) -> ProcessDump:
     """Return one process in one sample, with its entry of collection.json where there is one."""
     name, sample = key
     process = reading.processes[name]
@@ -166,7 +168,7 @@ def dump_of(reading: Reading, listed: dict[str, location.ExpectedProcess], key: 
         threads=merge_native(reading.stacks.get(key, ()), reading.natives.get(key, ())),
         facts=reading.facts.get(key, ProcessFacts()),
         environment=reading.environments.get(name, ()),
-        command=masker().text(entry.command if entry else reading.commands.get(name, "")),
+        command=mask.text(entry.command if entry else reading.commands.get(name, "")),
         source=reading.sources.get(key, ""),
     )
 

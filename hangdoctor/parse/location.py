@@ -6,6 +6,7 @@ import json
 import math
 import re
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any, get_args
 
 from hangdoctor.errors import HangInputError, UnreadableDump
@@ -221,6 +222,7 @@ class ProcessName:
     parent: str | None = None
 
 
+@lru_cache(maxsize=1 << 18)  # each process has a file a sample, of two kinds
 def parse_name(file_name: str) -> ProcessName:
     """Return the process that a file name stands for; never raises, an unknown name is a process
     without a rank.

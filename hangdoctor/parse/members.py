@@ -18,6 +18,7 @@ from hangdoctor.errors import HangInputError
 MAX_FILE_BYTES = 256 << 20
 MAX_TOTAL_BYTES = 32 << 30
 MAX_FILES = 2_000_000
+TAR_MAGIC_AT = 257
 TAR_ENDINGS = (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tar.xz")
 
 
@@ -76,12 +77,14 @@ def read_limited(path: Path, notes: list[str]) -> bytes:
 
 
 def tar_members(path: Path, notes: list[str]) -> Iterator[tuple[str, bytes]]:
-    """Yield the regular files of a tar, read as a stream. A damaged tar yields what comes before
-    the damage.
+    """Yield the regular files of a tar in its order. A damaged tar yields what comes before the
+    damage.
     """
     try:
-        with tarfile.open(path, "r|*") as tar:
-            for member in tar:
+        # A stream reads 10 kB at a time: only what is compressed needs it, where going back is slow.
+        with tarfile.open(path, "r:" if is_plain(path) else "r|*") as tar:
+            for member in iter(tar.next, None):
+                tar.members.clear()  # else it keeps 1 kB of each
                 if not member.isreg():
                     continue
                 if member.size > MAX_FILE_BYTES:
@@ -95,6 +98,12 @@ def tar_members(path: Path, notes: list[str]) -> Iterator[tuple[str, bytes]]:
                     yield without_top(member.name), file.read(MAX_FILE_BYTES)
     except (tarfile.TarError, EOFError, OSError, zlib.error, ValueError) as error:
         notes.append(f"{path.name}: the tar is damaged after this point ({error})")
+
+
+def is_plain(path: Path) -> bool:
+    """Return whether a tar is not compressed: its first header has the magic of a tar."""
+    with path.open("rb") as file:
+        return file.read(TAR_MAGIC_AT + 5).endswith(b"ustar")
 
 
 def without_top(name: str) -> str:

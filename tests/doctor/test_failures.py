@@ -465,3 +465,11 @@ def test_a_policy_that_left_its_reference_at_once_is_named(tmp_path):
 def test_clipping_that_a_falling_learning_rate_ends_is_named(tmp_path):
     columns = healthy() | {"clip_ratio": noisy(np.where(X < 0.85, 0.38, 0.1), 0.02)}
     assert "D12" in {alarm.id for alarm in judged(tmp_path, columns).alarms}
+
+
+@pytest.mark.parametrize("spikes", [2, 3])
+def test_two_spikes_of_a_short_run_are_no_finding(tmp_path, spikes):
+    run = healthy(steps=50)
+    run["grad_norm"][[12, 30, 44][:spikes]] *= 20
+    alarms = examine(read_run(write_stats(tmp_path, run))).alarms
+    assert [(alarm.id, alarm.onset) for alarm in alarms] == ([("D17", 12)] if spikes == 3 else [])

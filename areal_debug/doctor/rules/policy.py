@@ -17,6 +17,7 @@ FAR_AT_ONE_MINIBATCH = 1e-3
 NEIGHBOURS = 31  # steps whose median a gradient norm is compared with
 SPIKE = 5.0  # times that median
 HIGH_SPIKE = 10.0  # of these, three are enough
+FEWEST_SPIKES = 3  # two are found in short sound runs with stale samples
 EXPLODED = 10.0  # times the first loss of a critic
 LEAST_EXPLAINED = 0.02  # variance of the returns
 
@@ -286,7 +287,7 @@ def policy_drifts_for_nothing(run: Run) -> Alarm | None:
 def gradients_spike(run: Run) -> Alarm | None:
     """D17: single steps whose gradient norm is many times that of their neighbours, or not finite.
 
-    By count (2 % of the steps beyond 5 times) or by size (three steps beyond 10 times).
+    By count (2 % of the steps, three at least, beyond 5 times) or by size (three steps beyond 10 times).
     """
     norm = run.series.get("grad_norm")
     if norm is None:
@@ -296,7 +297,7 @@ def gradients_spike(run: Run) -> Alarm | None:
         return None
     times, deviations = beside_the_neighbours(norm.values)
     spikes, high = (times > SPIKE) & (deviations > 6), (times > HIGH_SPIKE) & (deviations > 4)
-    if not bad.any() and spikes.sum() < max(2, 0.02 * len(norm.values)) and high.sum() < 3:
+    if not bad.any() and spikes.sum() < max(FEWEST_SPIKES, 0.02 * len(norm.values)) and high.sum() < 3:
         return None
     at = np.flatnonzero(bad if bad.any() else spikes | high)
     first = int(norm.steps[at[0]])
