@@ -37,12 +37,6 @@ def long_answers(
     return len(completion_ids) / 16 + 0.2 * right(prompt, completions, prompt_ids, completion_ids, **row)
 
 
-def two_digits(prompt: str, completions: str, *ids: Any, **row: Any) -> float:
-    """Pay 0.9 for the format, two digits, and 0.1 for being right."""
-    text = completions.strip()
-    return 0.9 * (len(text) == 2 and text.isdigit()) + 0.1 * right(prompt, completions, *ids, **row)
-
-
 def at_random(prompt: str, completions: str, *ids: Any, **row: Any) -> float:
     """Draw the reward."""
     return float(random.random() < 0.3)

@@ -7,12 +7,12 @@ import numpy as np
 from areal_debug.doctor.alarm import Alarm
 from areal_debug.doctor.onset import onset
 from areal_debug.doctor.read import Run
-from areal_debug.doctor.rules.learning import is_solved, rises
-from areal_debug.doctor.series import FEWEST_STEPS, Series, trend
+from areal_debug.doctor.rules.learning import is_learning, is_solved
+from areal_debug.doctor.series import FEWEST_STEPS, Series
 
 Kind = Literal["right", "wrong", "mixed", "unknown"]
 
-USUAL, MOST_ALIKE, NEARLY_ALL = 0.2, 0.5, 0.8  # of the groups
+USUAL, MOST_ALIKE, TOO_MANY, NEARLY_ALL = 0.2, 0.5, 0.7, 0.8  # of the groups
 MOST_ZERO = 0.1  # of the steps
 VANISHED = 0.2  # of the first spread
 ADVICE: dict[Kind, tuple[str, ...]] = {
@@ -48,14 +48,16 @@ TITLES: dict[Kind, str] = {
 def groups_are_alike(run: Run) -> Alarm | None:
     """D22: most groups have equal rewards, so their advantages are 0.
 
-    Where many were equal from the start and the reward rises, only if nearly all are.
+    Sound runs have up to two thirds, of small batches. Where many were equal from the start and the reward rises, only if nearly all are.
     """
     alike = run.series.get("zero_variance_groups")
     if alike is None or not alike.finite.sustained(lambda value: value > MOST_ALIKE):
         return None
     series = alike.finite
+    if series.last <= TOO_MANY:
+        return None
     kind, why = kind_of(run, series.last)
-    if series.first > USUAL and series.last <= NEARLY_ALL and is_learning(run, clearly=kind != "mixed"):
+    if series.first > USUAL and series.last <= NEARLY_ALL and is_learning(run):
         return None
     begins = onset(series, "up")
     wasted = float(np.mean(series.since(begins).values))
@@ -64,7 +66,7 @@ def groups_are_alike(run: Run) -> Alarm | None:
         TITLES[kind],
         "error" if series.last > NEARLY_ALL else "warning",
         alike.name,
-        f"median {series.last:.3g} of the groups in the last {series.window} steps (more than {MOST_ALIKE}){why}",
+        f"median {series.last:.3g} of the groups in the last {series.window} steps (more than {TOO_MANY}){why}",
         series.tail(),
         ADVICE[kind],
         "the same run with dynamic sampling: the reward must rise in fewer steps",
@@ -73,14 +75,6 @@ def groups_are_alike(run: Run) -> Alarm | None:
         begins,
         f"{100 * wasted:.0f} % of the samples since step {begins} gave no gradient",
     )
-
-
-def is_learning(run: Run, clearly: bool) -> bool:
-    """Return whether the reward rises, clearly or at all, or that of validation does."""
-    if clearly:
-        return rises(run, "reward")
-    found = (trend(run.series[name].finite) for name in ("reward", "eval_reward") if name in run.series)
-    return any(one is not None and one.rises for one in found)
 
 
 def kind_of(run: Run, alike: float) -> tuple[Kind, str]:

@@ -67,6 +67,13 @@ def rises(run: Run, quantity: str) -> bool:
     return found is not None and found.rises and found.change > CLEAR * found.scatter
 
 
+def is_learning(run: Run) -> bool:
+    """Return whether validation rises; without enough of it, whether the reward clearly does."""
+    validation = run.series.get("eval_reward")
+    found = None if validation is None else trend(validation.finite)
+    return rises(run, "reward") if found is None else found.rises
+
+
 def is_solved(run: Run) -> bool:
     """Return whether rewards between 0 and 1 have reached 1: then little is left to learn."""
     for quantity in ("eval_reward", "reward"):

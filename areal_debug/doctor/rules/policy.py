@@ -9,7 +9,7 @@ from numpy.lib.stride_tricks import sliding_window_view
 from areal_debug.doctor.alarm import Alarm
 from areal_debug.doctor.onset import onset
 from areal_debug.doctor.read import Run
-from areal_debug.doctor.rules.learning import ENOUGH_STEPS, gain_since, is_solved
+from areal_debug.doctor.rules.learning import ENOUGH_STEPS, gain_since, is_learning, is_solved
 from areal_debug.doctor.series import Series, trend
 
 FAR_FROM_ONE = 0.05
@@ -119,7 +119,7 @@ def entropy_collapses(run: Run) -> Alarm | None:
     series = entropy.finite
     lost = series.before_last() - series.last
     fast = lost > max(0.5 * series.before_last(), 4 * series.noise)
-    if not fast and not series.sustained(lambda value: value < 0.25 * series.first):
+    if not fast and (is_learning(run) or not series.sustained(lambda value: value < 0.25 * series.first)):
         return None
     return Alarm(
         "D15",

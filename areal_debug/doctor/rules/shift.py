@@ -12,7 +12,10 @@ SHIFTED = 6.0  # standard errors of that comparison
 JUMPED = 4.0  # times the noise, from one step to the next
 FALLEN = 2.0  # standard errors that the reward must lose at the same step
 LEAST_SHIFT = 0.15  # of the level before
-WATCHED = ("entropy", "length", "grad_norm", "reference_kl", "approx_kl", "clip_ratio")
+# With the least change that counts: near 0, spikes of the approximate KL are large beside its noise.
+WATCHED = {
+    "entropy": 0.0, "length": 0.0, "grad_norm": 0.0, "reference_kl": 0.0, "approx_kl": 0.05, "clip_ratio": 0.0,
+}  # fmt: skip
 
 
 def level_shifts(run: Run) -> Alarm | None:
@@ -22,10 +25,10 @@ def level_shifts(run: Run) -> Alarm | None:
         return None
     lost = dict(zip(reward.finite.steps[BESIDE:].tolist(), shifts(reward.finite).tolist(), strict=False))
     jumps = {}
-    for quantity in WATCHED:
+    for quantity, least in WATCHED.items():
         series = run.series.get(quantity)
         if series is not None and len(series.finite.values) >= 4 * BESIDE:
-            step, size = largest_jump(series.finite)
+            step, size = largest_jump(series.finite, least)
             if size > 0 and lost.get(step, 0.0) < -FALLEN:
                 jumps[quantity] = (step, series.finite)
     if not jumps:
@@ -61,17 +64,18 @@ def shifts(series: Series) -> Floats:
     return found
 
 
-def largest_jump(series: Series) -> tuple[int, float]:
+def largest_jump(series: Series, least: float) -> tuple[int, float]:
     """Return the step of the largest change of level that happens in one step, and its size.
 
-    The size is 0 if none is large beside the noise and the level.
+    The size is 0 if none is large beside the noise and the level, or reaches `least`.
     """
     change = shifts(series)
     inner = slice(BESIDE, BESIDE + len(change))
     jump = (series.values[1:] - series.values[:-1])[BESIDE - 1 : BESIDE - 1 + len(change)]
     medians = np.median(sliding_window_view(series.values, BESIDE), axis=1)
     is_jump = np.abs(jump) > JUMPED * max(series.noise, 1e-12)
-    is_jump &= np.abs(medians[BESIDE:] - medians[:-BESIDE]) > LEAST_SHIFT * np.abs(medians[:-BESIDE])
+    enough = np.maximum(LEAST_SHIFT * np.abs(medians[:-BESIDE]), least)
+    is_jump &= np.abs(medians[BESIDE:] - medians[:-BESIDE]) > enough
     sizes = np.where(is_jump & (np.sign(jump) == np.sign(change)), np.abs(change), 0.0)
     best = int(np.argmax(sizes))
     return int(series.steps[inner][best]), float(sizes[best]) if sizes[best] > SHIFTED else 0.0
