@@ -12,7 +12,7 @@ from areal_debug.doctor.series import FEWEST_STEPS, Series
 
 Kind = Literal["right", "wrong", "mixed", "unknown"]
 
-USUAL, MOST_ALIKE, TOO_MANY, NEARLY_ALL = 0.2, 0.5, 0.7, 0.8  # of the groups
+USUAL, MOST_ALIKE, TOO_MANY, NEARLY_ALL = 0.15, 0.5, 0.7, 0.8  # of the groups
 MOST_ZERO = 0.1  # of the steps
 VANISHED = 0.2  # of the first spread
 ADVICE: dict[Kind, tuple[str, ...]] = {
@@ -48,16 +48,15 @@ TITLES: dict[Kind, str] = {
 def groups_are_alike(run: Run) -> Alarm | None:
     """D22: most groups have equal rewards, so their advantages are 0.
 
-    Sound runs have up to two thirds, of small batches. Where many were equal from the start and the reward rises, only if nearly all are.
+    Sound runs with small groups have up to two thirds of these from the start; where validation
+    rises nearly all must be so.
     """
     alike = run.series.get("zero_variance_groups")
     if alike is None or not alike.finite.sustained(lambda value: value > MOST_ALIKE):
         return None
     series = alike.finite
-    if series.last <= TOO_MANY:
-        return None
     kind, why = kind_of(run, series.last)
-    if series.first > USUAL and series.last <= NEARLY_ALL and is_learning(run):
+    if series.first > USUAL and series.last <= (NEARLY_ALL if is_learning(run) else TOO_MANY):
         return None
     begins = onset(series, "up")
     wasted = float(np.mean(series.since(begins).values))
@@ -66,7 +65,7 @@ def groups_are_alike(run: Run) -> Alarm | None:
         TITLES[kind],
         "error" if series.last > NEARLY_ALL else "warning",
         alike.name,
-        f"median {series.last:.3g} of the groups in the last {series.window} steps (more than {TOO_MANY}){why}",
+        f"median {series.last:.3g} of the groups in the last {series.window} steps (more than {MOST_ALIKE}){why}",
         series.tail(),
         ADVICE[kind],
         "the same run with dynamic sampling: the reward must rise in fewer steps",
