@@ -63,6 +63,7 @@ ACTS_FROM = (
     ("actor.gradient_checkpointing", "logprobs"),
     ("actor.fsdp", "logprobs"),
     ("actor.attn_impl", "logprobs"),
+    ("actor.enable_tree_training", "logprobs"),
     ("actor.use_liger", "logprobs"),
     ("actor.parity_check", "logprobs"),
     ("ref", "logprobs"),

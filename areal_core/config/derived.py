@@ -24,7 +24,7 @@ from areal_core.errors import AllocationError
 from areal_core.rollout.fleet.server import ADDRESSES_VARIABLE
 
 Tree = dict[str, Any]
-FOLLOWS = {  # option: the one that it must equal
+FOLLOWS = {  # option: the one that it must equal, or does if nothing else is set
     "rollout.consumer_batch_size": "train_dataset.batch_size",
     "actor.temperature": "gconfig.temperature",
     "actor.max_new_tokens": "gconfig.max_new_tokens",
@@ -32,8 +32,12 @@ FOLLOWS = {  # option: the one that it must equal
     "actor.adv_norm.group_size": "gconfig.n_samples",
     "ref.temperature": "actor.temperature",
     "teacher.temperature": "actor.temperature",
+    **{
+        f"{model}.enable_tree_training": "actor.enable_tree_training"
+        for model in ("ref", "critic", "teacher")
+    },
 }
-OPTIONAL = ("actor.reward_norm", "actor.adv_norm", "ref", "teacher")  # sections that may be missing
+OPTIONAL = ("actor.reward_norm", "actor.adv_norm", "ref", "critic", "teacher")  # sections that may be missing
 LENGTH_LIMITS = tuple(f"{model}.mb_spec.max_tokens_per_mb" for model in ("actor", "ref", "critic", "teacher"))
 LONGEST, MINIBATCHES = GenerationHyperparameters.max_new_tokens, PPOActorConfig.ppo_n_minibatches
 PLACES = ("allocation_mode", "rollout.backend", "actor.backend")

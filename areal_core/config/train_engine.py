@@ -168,7 +168,11 @@ class TrainEngineConfig:
         list, "Modules that get an adapter; empty or all-linear: all linear ones."
     )
     peft_type: str = option("lora", "Kind of adapter.", ("lora",))
-    enable_tree_training: bool = option(False, "Share the forward pass of common prefixes.")
+    enable_tree_training: bool = option(
+        False,
+        "Compute tokens that rows begin with in common once: rows of a prompt are a tree of tokens. "
+        "Empty in ref, critic and teacher: as in actor.",
+    )
     scheduling_spec: Any = option(None, "Placement for a single-controller scheduler; unused.")
     scheduling_strategy: Any = option(None, "Placement for a single-controller scheduler; unused.")
     _version: str = option("v1", "Interface version of a single-controller worker.", ("v1", "v2"))

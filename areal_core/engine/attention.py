@@ -8,6 +8,9 @@ Transformers' attention interface compute them, and `choose_attention` picks one
 * `FLASH` runs torch's own flash-attention (`torch.nn.attention.varlen`) on all of them in one
   kernel, where the device supports it; no other package is needed. Its backward is deterministic
   when torch's deterministic algorithms are on.
+
+The sequences may be the segments of a tree of tokens (`trees/token_tree.py`). Each then attends to
+its own tokens and to those before it in its row, and to no others: `KeyBlocks`.
 """
 
 from collections.abc import Callable, Sequence
@@ -53,6 +56,29 @@ def choose_attention(attn_impl: str, device: str, dtype: torch.dtype) -> Attenti
 
 
 @dataclass(frozen=True)
+class KeyBlocks:
+    """Tokens that the segments of a tree attend to.
+
+    Args:
+        lengths: tokens of each block. Together the blocks are all tokens, in order.
+        of_sequence: the blocks of each segment's row, in its order, up to the segment's last token.
+    """
+
+    lengths: list[int]
+    of_sequence: list[list[int]]
+
+    def num_keys(self) -> list[int]:
+        """Return how many tokens each segment attends to, itself included."""
+        return [sum(self.lengths[block] for block in path) for path in self.of_sequence]
+
+    def padded(self, padding: int) -> "KeyBlocks":
+        """Return them with padding as a separate sequence; itself without padding."""
+        if not padding:
+            return self
+        return KeyBlocks([*self.lengths, padding], [*self.of_sequence, [len(self.lengths)]])
+
+
+@dataclass(frozen=True)
 class Packing:
     """The layout of packed sequences and the parameters of attention.
 
@@ -63,6 +89,7 @@ class Packing:
         sinks: per head, the score of a token without a value that every token attends to, [heads].
         image_blocks: of each sequence, the picture of each token, -1 of text, int64 [length].
             Tokens of a picture attend to each other in both directions. None: all are of text.
+        key_blocks: of the segments of a tree. None: each sequence attends to itself alone.
     """
 
     sequence_lengths: list[int]
@@ -72,6 +99,7 @@ class Packing:
     softcap: float | None = None
     sinks: Tensor | None = None
     image_blocks: Sequence[Tensor | None] | None = None
+    key_blocks: KeyBlocks | None = None
 
 
 def packed_attention(
@@ -88,6 +116,7 @@ def packed_attention(
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     image_blocks: Sequence[Tensor | None] | None = None,
+    key_blocks: KeyBlocks | None = None,
     sequence_parallel: ProcessGroup | None = None,
     kernel: Callable[..., Tensor] | None = None,
     **_: object,
@@ -97,9 +126,9 @@ def packed_attention(
     Args:
         query: [1, heads, tokens, head_dim]. key, value: [1, kv_heads, tokens, head_dim].
         attention_mask: None; the lengths determine the mask.
-        sequence_lengths, scaling, dropout, sliding_window, softcap, image_blocks: the fields of
-            `Packing`; the sum of the lengths is `tokens`. A family whose layers do not pass the
-            lengths on gets attention over all tokens, as of one sequence: see `parity.py`.
+        sequence_lengths, scaling, dropout, sliding_window, softcap, image_blocks, key_blocks: the
+            fields of `Packing`; the sum of the lengths is `tokens`. A family whose layers do not
+            pass the lengths on gets attention over all tokens, as of one sequence: see `parity.py`.
         s_aux: attention sinks, [heads].
         sequence_parallel: the ranks that share the sequences; `tokens` is then this rank's slice.
         kernel: has the arguments of `attend_each`, which is the default.
@@ -111,7 +140,7 @@ def packed_attention(
     scale = query.shape[3] ** -0.5 if scaling is None else scaling
     if s_aux is not None and sequence_parallel is not None:
         s_aux = s_aux.chunk(sequence_parallel.size())[sequence_parallel.rank()]
-    packing = Packing(lengths, scale, dropout, sliding_window, softcap, s_aux, image_blocks)
+    packing = Packing(lengths, scale, dropout, sliding_window, softcap, s_aux, image_blocks, key_blocks)
     attend = partial(kernel or attend_each, packing=packing)
     if sequence_parallel is None:
         return attend(query, key, value), None
@@ -123,13 +152,12 @@ def attend_each(query: Tensor, key: Tensor, value: Tensor, packing: Packing) -> 
 
     [1, heads, tokens, head_dim] -> [1, tokens, heads, head_dim].
     """
-    # split, not slices: the backward of a split is one concatenation, that of n slices is n
-    # zero-filled copies.
-    pieces = zip(*(t.split(packing.sequence_lengths, dim=2) for t in (query, key, value)), strict=True)
+    queries = query.split(packing.sequence_lengths, dim=2)
+    keys, values = (_split_keys(t, packing) for t in (key, value))
     blocks = packing.image_blocks or [None] * len(packing.sequence_lengths)
     attended = []
-    for (q, k, v), images in zip(pieces, blocks, strict=True):
-        window = _window_mask(q.shape[2], packing.sliding_window, images, q.device)
+    for q, k, v, images in zip(queries, keys, values, blocks, strict=True):
+        window = _window_mask(q.shape[2], k.shape[2], packing.sliding_window, images, q.device)
         if packing.softcap is None and packing.sinks is None:
             attended.append(
                 scaled_dot_product_attention(
@@ -148,12 +176,24 @@ def attend_each(query: Tensor, key: Tensor, value: Tensor, packing: Packing) -> 
     return torch.cat(attended, dim=2).transpose(1, 2).contiguous()
 
 
+def _split_keys(tensor: Tensor, packing: Packing) -> Sequence[Tensor]:
+    """Split keys or values into those that each sequence attends to.
+
+    split, not slices: the backward of a split is one concatenation, that of n slices is n
+    zero-filled copies.
+    """
+    if packing.key_blocks is None:
+        return tensor.split(packing.sequence_lengths, dim=2)
+    blocks = tensor.split(packing.key_blocks.lengths, dim=2)
+    return [torch.cat([blocks[i] for i in path], dim=2) for path in packing.key_blocks.of_sequence]
+
+
 def _explicit_attention(
     query: Tensor, key: Tensor, value: Tensor, window: Tensor | None, packing: Packing
 ) -> Tensor:
     """Attention of one sequence with what SDPA does not support.
 
-    Its scores are materialised, [heads, length, length].
+    Its scores are materialised, [heads, length, keys].
 
     Soft-capped scores (arXiv 2408.00118, section 2), and sinks (GPT-OSS): a further column of the
     softmax, whose weight is discarded.
@@ -177,13 +217,17 @@ def _explicit_attention(
 
 
 def _window_mask(
-    length: int, sliding_window: int | None, images: Tensor | None, device: torch.device
+    length: int, num_keys: int, sliding_window: int | None, images: Tensor | None, device: torch.device
 ) -> Tensor | None:
-    """Mask of allowed keys, bool [length, length]; None for all tokens up to a token itself."""
-    window = sliding_window if sliding_window is not None and length > sliding_window else None
-    if images is None and window is None:
+    """Mask of allowed keys of the last `length` of `num_keys` tokens, bool [length, num_keys].
+
+    None for a complete sequence in which a token attends to all tokens up to itself.
+    """
+    window = sliding_window if sliding_window is not None and num_keys > sliding_window else None
+    if images is None and window is None and length == num_keys:
         return None
-    distance = torch.arange(length, device=device)[:, None] - torch.arange(length, device=device)
+    positions = torch.arange(num_keys, device=device)
+    distance = positions[num_keys - length :, None] - positions
     allowed = distance >= 0
     if images is not None:
         images = images.to(device)
@@ -205,19 +249,22 @@ def attend_all(query: Tensor, key: Tensor, value: Tensor, packing: Packing) -> T
         return attend_each(query, key, value, packing)
     from torch.nn.attention.varlen import varlen_attn
 
-    ends = _cumulative(tuple(packing.sequence_lengths), query.device)
-    longest = max(packing.sequence_lengths)
+    key_lengths = lengths = tuple(packing.sequence_lengths)
+    if packing.key_blocks is not None:
+        key_lengths = tuple(packing.key_blocks.num_keys())
+        key, value = (torch.cat(list(_split_keys(t, packing)), dim=2) for t in (key, value))
     q, k, v = (t[0].transpose(0, 1) for t in (query, key, value))  # [tokens, heads, head_dim]
     attended = varlen_attn(
         q,
         k,
         v,
-        ends,
-        ends,
-        longest,
-        longest,
+        _cumulative(lengths, query.device),
+        _cumulative(key_lengths, query.device),
+        max(lengths),
+        max(key_lengths),
         scale=packing.scaling,
         # The kernel counts the tokens before a token, Transformers also counts the token itself.
+        # Queries are the last of their keys.
         window_size=(-1 if packing.sliding_window is None else packing.sliding_window - 1, 0),
         enable_gqa=query.shape[1] != key.shape[1],
     )

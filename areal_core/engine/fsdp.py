@@ -30,6 +30,8 @@ from areal_core.engine.ranks import Ranks
 from areal_core.engine.scores import is_score_model
 from areal_core.engine.sequence_parallel import slice_tokens
 from areal_core.engine.sharding import fsdp_module
+from areal_core.engine.trees.token_tree import count_distinct, rows_of, units_of_groups
+from areal_core.engine.trees.tree_forward import forward_tree
 from areal_core.vision.forward import vision_family
 from areal_core.vision.inputs import VisionInputs, text_only
 from areal_core.vision.processor import VisionProcessor
@@ -45,10 +47,14 @@ def ignore_event(event: str, **facts: object) -> None:
 
 @dataclass(frozen=True)
 class MicroBatchResult:
-    """One micro-batch of this rank; `rows` are of the batch, `loss` is summed over tokens."""
+    """One micro-batch of this rank; `rows` are of the batch, `loss` is summed over tokens.
+
+    `num_computed` is the number of its tokens that the model computed: the distinct ones of a tree.
+    """
 
     rows: list[int]
     num_tokens: int
+    num_computed: int
     loss: float
     weight: float
 
@@ -63,6 +69,7 @@ class DeviceResult:
 
     rows: list[int]
     num_tokens: int
+    num_computed: int
     loss: Tensor
     weight: Tensor
     nonfinite: Tensor
@@ -105,6 +112,8 @@ class FSDPEngine:
         sleeps: release the engine's memory on the device while it is idle.
         packs_rows: compute the rows of a micro-batch in one forward; otherwise each `granularity`
             rows are a micro-batch, and each row a forward. See `parity.py`.
+        shares_prefixes: compute tokens that rows begin with in common once; the limit of tokens
+            counts them once, too. See `trees/`.
         numbers_rows: pass to layers with a state where rows begin, by the options `seq_idx` and
             `cu_seq_lens_q` of Transformers, which their GPU kernels read.
         processor: of a vision model, computes the pixels of pictures.
@@ -129,6 +138,7 @@ class FSDPEngine:
     sleeps: bool = False
     is_asleep: bool = False
     packs_rows: bool = True
+    shares_prefixes: bool = False
     numbers_rows: bool = False
     processor: VisionProcessor | None = None
     names: Mapping[str, str] = field(default_factory=dict)
@@ -157,27 +167,38 @@ class FSDPEngine:
 
     def divide(self, batch: Batch) -> list[list[int]]:
         """Divide rows into micro-batches, the same number on every rank; a collective."""
-        size = self.granularity
+        units = self.units(batch)
         if not self.packs_rows:
-            return self._one_unit_each(len(batch["attention_mask"]) // size)
-        lengths = sequence_lengths(batch).view(-1, size).sum(1).tolist()
+            return self._one_unit_each(units)
         groups = split_rows(
-            lengths,
+            self._num_computed(batch, units),
             self.max_tokens_per_mb,
             self.min_micro_batches,
             self.ranks.maximum,
             packing=self.packing,
             divisor=self.micro_batches_divisor,
         )
-        return [[unit * size + row for unit in group for row in range(size)] for group in groups]
+        return [[row for unit in group for row in units[unit]] for group in groups]
 
-    def _one_unit_each(self, num_units: int) -> list[list[int]]:
-        """Return micro-batches of `granularity` rows, the same number on every rank."""
+    def units(self, batch: Batch) -> list[list[int]]:
+        """Return the rows that stay in one micro-batch: `granularity` rows, or a prompt's tree."""
+        rows = list(range(len(batch["attention_mask"])))
+        units = [rows[start : start + self.granularity] for start in rows[:: self.granularity]]
+        return units_of_groups(batch, units, self.max_tokens_per_mb) if self.shares_prefixes else units
+
+    def _num_computed(self, batch: Batch, units: list[list[int]]) -> list[int]:
+        """Return the number of tokens that the model computes for the rows of each unit."""
+        if self.shares_prefixes:
+            rows = rows_of(batch)
+            return [count_distinct([rows[row] for row in unit]) for unit in units]
+        lengths = sequence_lengths(batch).tolist()
+        return [sum(lengths[row] for row in unit) for unit in units]
+
+    def _one_unit_each(self, units: list[list[int]]) -> list[list[int]]:
+        """Return micro-batches of one unit, the same number on every rank."""
         divisor = self.micro_batches_divisor
-        count = -(-self.ranks.maximum(max(num_units, self.min_micro_batches)) // divisor) * divisor
-        rows = range(num_units * self.granularity)
-        units = [list(rows[start : start + self.granularity]) for start in rows[:: self.granularity]]
-        return units + [[] for _ in range(count - num_units)]
+        count = -(-self.ranks.maximum(max(len(units), self.min_micro_batches)) // divisor) * divisor
+        return units + [[] for _ in range(count - len(units))]
 
     def compute_logprobs(self, batch: Batch) -> Tensor:
         """Return the logprobs of `score`; a collective."""
@@ -288,7 +309,7 @@ class FSDPEngine:
         loss_sum, bad, grad_norm, *numbers = torch.cat([sums, norm[None].to(sums), losses]).tolist()
         weights = torch.stack([result.weight for result in results]).tolist()
         micro_batches = [
-            MicroBatchResult(result.rows, result.num_tokens, loss, float(weight))
+            MicroBatchResult(result.rows, result.num_tokens, result.num_computed, loss, float(weight))
             for result, loss, weight in zip(results, numbers, weights, strict=True)
         ]
         return loss_sum, bad, grad_norm, micro_batches
@@ -315,7 +336,7 @@ class FSDPEngine:
             observe("loss", micro_batch_rows=[], flat={}, logprobs=pairs[:, 0], loss=loss)
             loss.backward()
             zero = loss.new_zeros(())
-            return DeviceResult([], 0, zero, weight_fn(part), zero)
+            return DeviceResult([], 0, 0, zero, weight_fn(part), zero)
         flat = self._packed(part)
         columns = pairs.unbind(1)
         loss = loss_fn(*columns, flat)
@@ -325,8 +346,9 @@ class FSDPEngine:
         # FSDP averages gradients over ranks; multiplied by their number, that is a sum.
         (loss * (self.ranks.shard_mesh.size() / total_weight)).backward()
         num_tokens = sum(sequence_lengths(part).tolist())
+        (num_computed,) = self._num_computed(part, [list(range(len(rows)))])
         nonfinite = count_nonfinite(pairs[:, 0].detach(), flat)
-        return DeviceResult(list(rows), num_tokens, loss.detach(), weight_fn(part), nonfinite)
+        return DeviceResult(list(rows), num_tokens, num_computed, loss.detach(), weight_fn(part), nonfinite)
 
     def _packed(self, part: Batch) -> Batch:
         """Pack rows without their pictures and copy them to the device, without waiting for it."""
@@ -346,6 +368,8 @@ class FSDPEngine:
             ones = torch.ones(1 if self.packs_rows else self.granularity, 1, dtype=torch.int32)
             text = {"input_ids": ones, "attention_mask": ones.bool(), "loss_mask": ones}
             part = text | text_only(text) if "image_count" in part else text
+        if self.shares_prefixes:
+            return forward_tree(self.model, part, self.ranks, self.temperature)
         if self.packs_rows:
             return self._forward_packed(part)
         rows = range(part["attention_mask"].shape[0])

@@ -41,7 +41,11 @@ from areal_core.engine.errors import ModelError
 from areal_core.vision.families import FAMILIES
 
 BACKEND = "inductor"  # of torch.compile
-ATTENTION_OPTIONS = ("sequence_lengths", "sequence_parallel")  # options of a layer that only attention uses
+ATTENTION_OPTIONS = (
+    "sequence_lengths",
+    "sequence_parallel",
+    "key_blocks",
+)  # options of a layer that only attention uses
 
 
 def load_model(
@@ -233,9 +237,10 @@ def _between_graphs(attention: Callable[..., Any]) -> Callable[..., Any]:
 
 def _with_opaque_options(compiled: Callable[..., Any], plain: Callable[..., Any]) -> Callable[..., Any]:
     def forward(*args: Any, **options: Any) -> Any:
-        if not options.keys() >= set(ATTENTION_OPTIONS):  # one row, which is not packed
+        hidden = [name for name in ATTENTION_OPTIONS if name in options]
+        if not hidden:  # one row, which is not packed
             return plain(*args, **options)
-        return compiled(*args, **options | {name: Opaque(options[name]) for name in ATTENTION_OPTIONS})
+        return compiled(*args, **options | {name: Opaque(options[name]) for name in hidden})
 
     return forward
 

@@ -201,7 +201,7 @@ def measure_packed(
     """Return how much packed rows differ, and change if the first row changes; a collective."""
     found = columns_of(engine, rows)
     other = (rows[0] + 1) % engine.model.config.get_text_config().vocab_size
-    leak = _largest(engine, columns_of(engine, [other, *rows[1:]])[1:], found[1:])
+    leak = largest_difference(engine, columns_of(engine, [other, *rows[1:]])[1:], found[1:])
     return measure_rows(engine, rows, found, expected), leak
 
 
@@ -209,7 +209,7 @@ def measure_rows(
     engine: FSDPEngine, rows: Sequence[Tensor], found: Sequence[Tensor], expected: Sequence[Tensor]
 ) -> float:
     """Return how much rows, and of a vision model a row with a picture, differ; a collective."""
-    difference = _largest(engine, found, expected)
+    difference = largest_difference(engine, found, expected)
     return difference if engine.vision is None else max(difference, measure_images(engine, rows))
 
 
@@ -228,7 +228,9 @@ def measure_images(engine: FSDPEngine, rows: Sequence[Tensor]) -> float:
     with torch.no_grad():
         found = engine.forward(batch | pixels | counts | {"image_units": example["image_units"]}).cpu()
     mine = found[len(rows[0]) :][: len(ids) - 1]
-    return _largest(engine, [mine], [own_columns(engine, ids, plain_inputs(engine.model, types, pixels))])
+    return largest_difference(
+        engine, [mine], [own_columns(engine, ids, plain_inputs(engine.model, types, pixels))]
+    )
 
 
 def why_not_packed(difference: float, leak: float, tolerance: float) -> str | None:
@@ -248,7 +250,7 @@ def measure_noise(engine: FSDPEngine, row: Tensor, expected: Tensor) -> float:
     others = [own_columns(engine, row, twice=True)]
     with sdpa_kernel(SDPBackend.MATH):
         others.append(own_columns(engine, row))
-    return _largest(engine, others, [expected, expected])
+    return largest_difference(engine, others, [expected, expected])
 
 
 def compute_rows_alone(engine: FSDPEngine) -> None:
@@ -361,7 +363,7 @@ def own_forward(engine: FSDPEngine) -> Iterator[None]:
         yield
 
 
-def _largest(engine: FSDPEngine, found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
+def largest_difference(engine: FSDPEngine, found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
     """Return the largest difference on any rank; infinity if one is not finite; a collective."""
     pairs = zip(found, expected, strict=True)
     differences = torch.cat([(a - b).abs().nan_to_num(torch.inf, torch.inf).flatten() for a, b in pairs])

@@ -45,6 +45,7 @@ from areal_core.engine.parity import require_parity
 from areal_core.engine.ranks import Ranks, join_ranks
 from areal_core.engine.scores import is_score_model
 from areal_core.engine.sharding import shard_model
+from areal_core.engine.trees.check import share_prefixes
 from areal_core.errors import ConfigError
 from areal_core.paths import make_run_folders, run_folder
 from areal_core.safety.durable import commit_file
@@ -171,6 +172,8 @@ def build_engine(
         )
     if options.optimizer is not None:
         add_optimizer(engine, options.optimizer, options.fsdp, total_steps)
+    if options.enable_tree_training:
+        share_prefixes(engine, options.path)
     return engine
 
 

@@ -41,7 +41,8 @@ def update(
         minibatch.
     """
     plan = []
-    for index, rows in enumerate(divide_into_minibatches(inputs, num_minibatches, engine.ranks)):
+    trees = engine.units(inputs) if engine.shares_prefixes else None
+    for index, rows in enumerate(divide_into_minibatches(inputs, num_minibatches, engine.ranks, trees)):
         observe_engine = partial(observe, minibatch=index, rows=rows)
         result = engine.train_batch(select_rows(inputs, rows), loss, weigh, observe_engine)
         stats.scalar(
@@ -73,10 +74,23 @@ def update(
                 "loss": result.loss.hex(),
             }
         )
+        if engine.shares_prefixes:
+            plan[-1]["tree_tokens"] = [micro.num_computed for micro in result.micro_batches]
     return plan
 
 
-def divide_into_minibatches(batch: Batch, num_minibatches: int, ranks: Ranks) -> list[list[int]]:
-    """Return the rows of each optimizer step, equally many steps on every rank; a collective."""
+def divide_into_minibatches(
+    batch: Batch, num_minibatches: int, ranks: Ranks, trees: list[list[int]] | None = None
+) -> list[list[int]]:
+    """Return the rows of each optimizer step, equally many steps on every rank; a collective.
+
+    Args:
+        trees: rows that share tokens; they stay together where every rank has enough trees.
+    """
     lengths = sequence_lengths(batch).tolist()
-    return split_rows(lengths, None, min(num_minibatches, ranks.maximum(len(lengths))), ranks.maximum)
+    units = [[row] for row in range(len(lengths))]
+    if trees is not None and ranks.maximum(num_minibatches - len(trees)) <= 0:
+        units = trees
+    sums = [sum(lengths[row] for row in unit) for unit in units]
+    groups = split_rows(sums, None, min(num_minibatches, ranks.maximum(len(units))), ranks.maximum)
+    return [[row for unit in group for row in units[unit]] for group in groups]

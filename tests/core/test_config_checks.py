@@ -156,10 +156,6 @@ def test_all_disagreements_are_reported_at_once():
     ("changes", "error_text"),
     [
         ({"ref": PPOActorConfig(use_kernels=True)}, "ref.use_kernels is True"),
-        (
-            {"actor.enable_tree_training": True},
-            "actor.enable_tree_training is True, which is not available: tree training is not supported",
-        ),
         ({"recover.mode": "auto"}, "recover.mode is 'auto'"),
         ({"gconfig.use_beam_search": True}, "gconfig.use_beam_search is True"),
         ({"train_dataset.drop_last": False}, "train_dataset.drop_last is False"),
