@@ -2,9 +2,11 @@
 
     python benchmarks/against_trl.py [--rounds 4] [--threads 2] [--only grpo,sft_equal]
                                      [--without trl_bf16] [--model FOLDER]
+                                     [--questions 4] [--samples 4] [--prompt-tokens 0]
 
 grpo: sample 4 questions x 4 completions x exactly 64 tokens at temperature 1; rewards, advantages,
-update, weight update of the sampler.
+update, weight update of the sampler. `ours` trains on the samples of a question as a tree,
+`ours_packed` does not. --prompt-tokens makes prompts that long.
 sft_long_tailed: 16 rows per step, of 16 to 320 tokens; ours packs them, TRL pads them, as each does
 by default.
 sft_equal: 16 rows of 100 tokens, which need no padding.
@@ -33,7 +35,7 @@ import psutil
 
 GOAL = 3.0
 COMPARISONS = {
-    "grpo": ("ours", "trl", "trl_bf16"),
+    "grpo": ("ours", "ours_packed", "trl", "trl_bf16"),
     "sft_long_tailed": ("ours", "trl"),
     "sft_equal": ("ours", "trl"),
 }
@@ -53,10 +55,18 @@ class Side:
     """A training process that runs only during its turn."""
 
     def __init__(
-        self, comparison: str, name: str, model: Path, steps: int, folder: Path, threads: int
+        self,
+        comparison: str,
+        name: str,
+        model: Path,
+        steps: int,
+        folder: Path,
+        threads: int,
+        shape: Sequence[int],
     ) -> None:
         self.log = folder / f"{comparison}-{name}.log"
         command = [sys.executable, str(SIDES), comparison, name, str(model), str(steps), str(folder)]
+        command += map(str, shape)
         environment = os.environ | {"OMP_NUM_THREADS": str(threads)}
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
@@ -92,13 +102,19 @@ class Side:
 
 
 def measure(
-    comparison: str, names: Sequence[str], model: Path, rounds: int, threads: int, folder: Path
+    comparison: str,
+    names: Sequence[str],
+    model: Path,
+    rounds: int,
+    threads: int,
+    folder: Path,
+    shape: Sequence[int],
 ) -> dict[str, list[Step]]:
     """Return the steps of every side, run in turn."""
     sides: dict[str, Side] = {}
     try:
         for name in names:
-            sides[name] = Side(comparison, name, model, rounds + 2, folder, threads)
+            sides[name] = Side(comparison, name, model, rounds + 2, folder, threads, shape)
             sides[name].turn()  # starts, loads, warms up
         return turns(comparison, sides, rounds)
     finally:
@@ -152,7 +168,11 @@ def main() -> None:
     parser.add_argument("--only", default=",".join(COMPARISONS), help="comparisons, separated by commas")
     parser.add_argument("--without", default="", help="sides to leave out, separated by commas")
     parser.add_argument("--model", type=Path, help="checkpoint folder; by default SmolLM2 is downloaded")
+    parser.add_argument("--questions", type=int, default=4, help="of a GRPO step")
+    parser.add_argument("--samples", type=int, default=4, help="completions of each question")
+    parser.add_argument("--prompt-tokens", type=int, default=0, help="at least, of a prompt; 0: as it is")
     options = parser.parse_args()
+    shape = (options.questions, options.samples, options.prompt_tokens)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended"))  # so that no side stays stopped
     chosen = options.only.split(",")
     if unknown := set(chosen) - set(COMPARISONS):
@@ -161,7 +181,7 @@ def main() -> None:
         model = options.model or prepare_model(Path(name) / "smollm2")
         for comparison in chosen:
             names = [side for side in COMPARISONS[comparison] if side not in options.without.split(",")]
-            steps = measure(comparison, names, model, options.rounds, options.threads, Path(name))
+            steps = measure(comparison, names, model, options.rounds, options.threads, Path(name), shape)
             print(json.dumps(verdict(comparison, steps)), flush=True)
 
 

@@ -7,12 +7,27 @@ no reference.
 
 import argparse
 import random
+from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-QUESTIONS, SAMPLES, NEW_TOKENS = 4, 4, 64  # of a GRPO step
+NEW_TOKENS = 64  # of a completion
 SFT_ROWS = 16  # of a step
 SFT_DATA = {"sft_long_tailed": (16, 320), "sft_equal": (100, 100)}  # fewest and most tokens of a row
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Rows of a GRPO step; `prompt_tokens` 0 for the prompts as they are."""
+
+    questions: int
+    samples: int
+    prompt_tokens: int
+
+    @property
+    def num_rows(self) -> int:
+        return self.questions * self.samples
 
 
 def say(tokens: int) -> None:
@@ -35,20 +50,45 @@ def token_rows(kind: str, steps: int) -> list[list[int]]:
     return [[numbers.randrange(100, 40_000) for _ in range(length)] for length in lengths]
 
 
-def ours_grpo(model: Path, steps: int, folder: Path) -> None:
+def questions_of(model: Path, prompt_tokens: int) -> list[dict[str, Any]]:
+    """Return rows of arithmetic whose prompts have `prompt_tokens` tokens, by words before them."""
+    from transformers import AutoTokenizer
+
+    from areal_core.dataset import arithmetic_rows
+
+    rows, tokenizer = (
+        arithmetic_rows(num_rows=256, max_operand=99, seed=3),
+        AutoTokenizer.from_pretrained(model),
+    )
+
+    def length(messages: Iterable[dict[str, str]]) -> int:
+        text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        return len(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    for row in rows:
+        asked = row["messages"][-1]
+        missing = prompt_tokens - length(row["messages"])
+        if missing > 0:
+            asked["content"] = "word " * missing + asked["content"]
+    return rows
+
+
+def ours_grpo(model: Path, steps: int, folder: Path, shape: Shape, *, as_tree: bool) -> None:
     from areal_core.config import GRPOConfig, load_expr_config
-    from areal_core.dataset import get_dataset
     from areal_core.trainer.rl import PPOTrainer
 
     def observer(event: str, **facts: Any) -> None:
         if event == "weights":
-            say(QUESTIONS * SAMPLES * NEW_TOKENS)
+            say(shape.num_rows * NEW_TOKENS)
 
     file = Path(__file__).with_name("against_trl.yaml")
     changes = [f"actor.path={model}", f"total_train_steps={steps}", f"cluster.fileroot={folder}"]
+    changes += [f"train_dataset.batch_size={shape.questions}", f"gconfig.n_samples={shape.samples}"]
+    changes += [f"rollout.consumer_batch_size={shape.questions}", f"actor.enable_tree_training={as_tree}"]
+    changes += [f"actor.reward_norm.group_size={shape.samples}"]
     config, _ = load_expr_config(["--config", str(file), *changes], GRPOConfig)
     with PPOTrainer(
-        config, get_dataset(config.train_dataset), observers=[lambda trainer: observer]
+        config, questions_of(model, shape.prompt_tokens), observers=[lambda trainer: observer]
     ) as trainer:
         trainer.takes_checksums = False  # not needed here
         trainer.train(workflow_kwargs={"reward_fn": f"{__file__}:digit_share"})
@@ -75,14 +115,14 @@ def ours_sft(kind: str, model: Path, steps: int, folder: Path) -> None:
         trainer.train(stop)
 
 
-def trl_arguments(steps: int, folder: Path, dtype: str) -> dict[str, Any]:
+def trl_arguments(steps: int, folder: Path, dtype: str, num_rows: int) -> dict[str, Any]:
     """Return the options that both of TRL's trainers get; the others have their defaults."""
     return {
         "output_dir": str(folder / "trl"),
         "model_init_kwargs": {"dtype": dtype},
         "bf16": True,
         "use_cpu": True,
-        "per_device_train_batch_size": SFT_ROWS,
+        "per_device_train_batch_size": num_rows,
         "learning_rate": 1e-6,
         "max_steps": steps,
         "gradient_checkpointing": False,
@@ -103,24 +143,22 @@ def step_reporter(tokens: list[int]) -> Any:
     return Reporter()
 
 
-def trl_grpo(model: Path, steps: int, folder: Path, dtype: str) -> None:
+def trl_grpo(model: Path, steps: int, folder: Path, dtype: str, shape: Shape) -> None:
     from datasets import Dataset
     from transformers import AutoTokenizer
     from trl.trainer.grpo_config import GRPOConfig
     from trl.trainer.grpo_trainer import GRPOTrainer
 
-    from areal_core.dataset import arithmetic_rows
-
     def reward(completions: list[list[dict[str, str]]], **rows: Any) -> list[float | None]:
         return [digit_share("", c[0]["content"], [], []) for c in completions]
 
-    rows = arithmetic_rows(num_rows=256, max_operand=99, seed=3)
+    rows = questions_of(model, shape.prompt_tokens)
     GRPOTrainer(
         model=str(model),
         reward_funcs=reward,
         args=GRPOConfig(
-            **trl_arguments(steps, folder, dtype),
-            num_generations=SAMPLES,
+            **trl_arguments(steps, folder, dtype, shape.num_rows),
+            num_generations=shape.samples,
             max_completion_length=NEW_TOKENS,
             generation_kwargs={"min_new_tokens": NEW_TOKENS},
             temperature=1.0,
@@ -129,7 +167,7 @@ def trl_grpo(model: Path, steps: int, folder: Path, dtype: str) -> None:
         ),
         train_dataset=Dataset.from_list([{"prompt": row["messages"]} for row in rows]),
         processing_class=AutoTokenizer.from_pretrained(model, padding_side="left"),
-        callbacks=[step_reporter([QUESTIONS * SAMPLES * NEW_TOKENS] * steps)],
+        callbacks=[step_reporter([shape.num_rows * NEW_TOKENS] * steps)],
     ).train()
 
 
@@ -142,7 +180,7 @@ def trl_sft(kind: str, model: Path, steps: int, folder: Path, dtype: str) -> Non
     lengths = [len(row) for row in rows]
     SFTTrainer(
         model=str(model),
-        args=SFTConfig(**trl_arguments(steps, folder, dtype), train_sampling_strategy="sequential"),
+        args=SFTConfig(**trl_arguments(steps, folder, dtype, SFT_ROWS), train_sampling_strategy="sequential"),
         train_dataset=Dataset.from_list([{"input_ids": row} for row in rows]),
         callbacks=[step_reporter([sum(lengths[i : i + SFT_ROWS]) for i in range(0, len(lengths), SFT_ROWS)])],
     ).train()
@@ -151,19 +189,22 @@ def trl_sft(kind: str, model: Path, steps: int, folder: Path, dtype: str) -> Non
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("comparison", choices=("grpo", *SFT_DATA))
-    parser.add_argument("side", choices=("ours", "trl", "trl_bf16"))
+    parser.add_argument("side", choices=("ours", "ours_packed", "trl", "trl_bf16"))
     parser.add_argument("model", type=Path)
     parser.add_argument("steps", type=int)
     parser.add_argument("folder", type=Path)
+    for name in ("questions", "samples", "prompt_tokens"):
+        parser.add_argument(name, type=int)
     o = parser.parse_args()
+    shape = Shape(o.questions, o.samples, o.prompt_tokens)
     dtype = "bfloat16" if o.side == "trl_bf16" else "float32"
     match o.side, o.comparison:
-        case "ours", "grpo":
-            ours_grpo(o.model, o.steps, o.folder)
+        case "ours" | "ours_packed", "grpo":
+            ours_grpo(o.model, o.steps, o.folder, shape, as_tree=o.side == "ours")
         case "ours", kind:
             ours_sft(kind, o.model, o.steps, o.folder)
         case _, "grpo":
-            trl_grpo(o.model, o.steps, o.folder, dtype)
+            trl_grpo(o.model, o.steps, o.folder, dtype, shape)
         case _, kind:
             trl_sft(kind, o.model, o.steps, o.folder, dtype)
 

@@ -16,6 +16,7 @@ that of tree steps, of consecutive steps; ratios of CPU time also hold on a busy
 
 import argparse
 import multiprocessing
+import sys
 import tempfile
 from functools import partial
 from pathlib import Path
@@ -122,6 +123,8 @@ def peak_of(way: str, options: argparse.Namespace) -> float:
     process = context.Process(target=rise_of_peak_mib, args=(way, options, queue))
     process.start()
     process.join()
+    if process.exitcode:
+        sys.exit(f"the process that measures memory of {way} rows ended with {process.exitcode}")
     return queue.get()
 
 
