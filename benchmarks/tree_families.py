@@ -31,7 +31,7 @@ from areal_core.engine.trees.check import branching_rows, share_prefixes  # noqa
 from areal_core.testing import likelihood_with_entropy  # noqa: E402
 
 # Families whose rows are packed and do not share tokens.
-NOT_SHARED = ("llama, dynamic RoPE", "phi3, LongRoPE", "codegen", "gptj", "gpt_neo")
+NOT_SHARED = ("llama, dynamic RoPE", "phi3, LongRoPE", "codegen", "gptj", "gpt_neo", "gpt_neox_japanese")
 
 
 @dataclass(frozen=True)

@@ -220,7 +220,7 @@ def test_a_family_has_the_logprobs_and_gradients_of_packed_rows(ranks, name):
     found = families.measure(name, ranks)
     assert (found.reason is None) == (name not in families.NOT_SHARED), found
     assert found.logprobs < 2e-5  # nats
-    assert found.gradients < 2e-5 or name == "phimoe"  # which draws its experts while it trains
+    assert found.gradients < 1e-4 or name == "phimoe"  # which draws its experts while it trains
 
 
 def test_scores_of_a_tree_are_those_of_packed_rows(ranks, tmp_path):
