@@ -1,9 +1,9 @@
 """Allocations: the devices of rollout and training, 'sglang:d4t1+fsdp:d4', and their parser.
 
 allocation := servers "+" trainer | servers "+" ("eval" | "cpu") | colocated | servers | trainer
-colocated  := ("embedded" | servers) "|" trainer | "embedded" "|" "eval"
+colocated  := ("embedded" | servers) "|" trainer | ("embedded" | trainer) "|" "eval"
               (embedded: the engine is in the trainer's processes)
-eval          one process evaluates, and nothing is trained
+eval          nothing is trained: one process samples, or a trainer's ranks measure given rows
 servers    := ("sglang" | "vllm") name? (":" | ".") sizes
 trainer    := ("fsdp" name? (":" | "."))? sizes
 name       := "[" letters "]"                           (parsed and ignored)
@@ -71,16 +71,25 @@ class Allocation:
 
     @property
     def num_ranks(self) -> int:
-        """Processes that run the script; an evaluation has one, which trains nothing."""
+        """Processes that run the script; an evaluation that samples has one."""
         if self.train is not None:
             return self.train.world_size
         return 1 if self.kind == "eval" else 0
 
-    def for_evaluation(self) -> "Allocation":
+    @property
+    def trains(self) -> bool:
+        """True if weights change during the run."""
+        return self.train is not None and self.kind != "eval"
+
+    def for_evaluation(self, samples: bool) -> "Allocation":
         """Return the same rollout engine without a trainer.
 
-        Raises AllocationError if there is none.
+        Without `samples`, of a supervised method, the trainer's ranks, which only measure.
+
+        Raises AllocationError if there is no rollout engine.
         """
+        if not samples:
+            return Allocation(None, self.train or Parallel(), None, "fsdp", "eval")
         if self.rollout is None:
             raise AllocationError(
                 f"the allocation {self} has no rollout engine, so nothing can be sampled: give allocation_mode=sglang:d1+eval "
@@ -107,7 +116,7 @@ class Allocation:
             "colocated": f"{self.engine}|{self.trainer}",
             "train_only": self.trainer,
             "servers_only": self.engine,
-            "eval": f"{self.engine}+eval" if self.has_servers else f"{self.engine}|eval",
+            "eval": f"{self.engine}+eval" if self.has_servers else f"{self.engine or self.trainer}|eval",
         }[self.kind]
 
 
@@ -182,7 +191,11 @@ class AllocationParser:
             return self.end(Allocation(Parallel(train.data), train, "embedded", "fsdp", "colocated"))
         backend = next((name for name in SERVER_BACKENDS if self.take(name)), None)
         if backend is None:
-            return self.end(Allocation(None, self.trainer(), None, "fsdp", "train_only"))
+            train = self.trainer()
+            if not self.take("|"):
+                return self.end(Allocation(None, train, None, "fsdp", "train_only"))
+            self.expect("eval")
+            return self.end(Allocation(None, train, None, "fsdp", "eval"))
         self.separator()
         rollout = self.sizes("dtp", "servers take d, t and p")
         if self.take("|"):

@@ -76,7 +76,7 @@ def check_rollouts(config: BaseExperimentConfig, values: dict[str, Any]) -> list
         problems += [problem for coupling in ROLLOUT_COUPLINGS for problem in coupling(config)]
     if not config.actor.path:
         problems.append("actor.path is empty; give a model folder")
-    problems += supervised_methods_have_no_engine(config)
+    problems += evaluations_fit_the_method(config)
     if problems:
         raise ConfigError("\n".join([*problems, f"({role})"]))
     return [role, *not_yet(read, refused=False)]
@@ -129,12 +129,14 @@ def model_can_be_trained(config: BaseExperimentConfig) -> Iterator[str]:
         yield "actor.optimizer is empty; give at least actor.optimizer.lr"
 
 
-def supervised_methods_have_no_engine(config: BaseExperimentConfig) -> Iterator[str]:
-    if config.allocation.kind == "eval" and not isinstance(config, PPOConfig):
-        yield (
-            f"the allocation {config.allocation} evaluates samples and {type(config).__name__} has none: use an allocation that "
-            "trains, with evaluator.eval_before_train=true, or evaluate the model by a script of policy optimisation"
-        )
+def evaluations_fit_the_method(config: BaseExperimentConfig) -> Iterator[str]:
+    allocation, method = config.allocation, type(config).__name__
+    if allocation.kind != "eval":
+        return
+    if isinstance(config, PPOConfig) and allocation.rollout is None:
+        yield f"the allocation {allocation} has no rollout engine and {method} samples: use embedded|eval or sglang:d1+eval"
+    if not isinstance(config, PPOConfig) and allocation.train is None:
+        yield f"the allocation {allocation} evaluates samples and {method} has none: use fsdp:d1|eval, which measures its rows"
 
 
 def recovery_writes_checkpoints(config: BaseExperimentConfig) -> Iterator[str]:
@@ -263,6 +265,8 @@ def given_servers_without_use(config: BaseExperimentConfig) -> Iterator[str]:
 
 def of_an_evaluation_alone(config: BaseExperimentConfig) -> Iterator[str]:
     """Yield one sentence on options of an evaluation without training, in a run that trains."""
+    if not config.allocation.trains:
+        return
     given = [
         f"evaluator.{name} is {value!r}"
         for name in ("checkpoints", "rows", "max_rows")
@@ -386,6 +390,7 @@ def dpo_compares_with_its_reference(config: DPOConfig) -> Iterator[str]:
 
 COUPLINGS = (
     model_can_be_trained,
+    evaluations_fit_the_method,
     recovery_writes_checkpoints,
     debug_either_records_or_replays,
     recorded_steps_are_given_once,

@@ -234,7 +234,7 @@ class FSDPEngine:
         return columns
 
     @torch.no_grad()
-    def eval_batch(self, batch: Batch, loss_fn: LossFunction) -> None:
+    def eval_batch(self, batch: Batch, loss_fn: Callable[..., object]) -> None:
         """Call `loss_fn` as `train_batch` does, without gradients; a collective."""
         self.model.eval()
         batch = self.agree(batch)

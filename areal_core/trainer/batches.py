@@ -3,7 +3,9 @@
 In a batch of pairs, for DPO and reward models, chosen and rejected rows alternate.
 """
 
-from collections.abc import Sequence
+import hashlib
+import json
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -11,11 +13,14 @@ from torch import Tensor
 
 from areal_core.algorithm.alignment import shifted_left
 from areal_core.batch import Batch, pad_and_concat, select_rows
+from areal_core.dataset.rows import Row
+from areal_core.engine.fsdp import FSDPEngine
 from areal_core.errors import DatasetError
 from areal_core.telemetry import Reduce, Stats
 from areal_core.vision.inputs import image_keys
 
 ROWS_PER_PAIR = 2
+DIGITS = 16  # of the sha256 of a row: it names a row, and protects nothing
 Pair = dict[str, list[int]]  # a row of `get_dataset` with type "rw" or "dpo"
 
 
@@ -89,3 +94,37 @@ def record_pairs(stats: Stats, flat: Batch, details: dict[str, Tensor]) -> None:
     record_rows(stats, flat)
     stats.denominator(n_pairs=torch.ones_like(details["loss"], dtype=torch.bool))
     stats.stat("n_pairs", Reduce.AVG_MIN_MAX, **details)
+
+
+def measure_rows(
+    engine: FSDPEngine,
+    rows: Sequence[tuple[int, Row]],
+    to_batch: Callable[[Sequence[Row]], Batch],
+    results: Callable[..., dict[str, Tensor]],
+) -> list[dict[str, Any]]:
+    """Return a line per row of this rank: its number, its sha256, and its results; a collective.
+
+    Args:
+        rows: (number, row) of each; perhaps none, if other ranks have some.
+        to_batch: builds the batch; `engine.granularity` adjacent rows of it are one of `rows`.
+        results: gets the inputs of a loss, and returns the results [rows] of a micro-batch.
+    """
+    by_number = dict(rows)
+    numbers = [number for number in by_number for _ in range(engine.granularity)]
+    lines: list[dict[str, Any]] = []
+
+    def keep(*inputs: Any) -> None:
+        found = {name: values.tolist() for name, values in results(*inputs).items()}
+        for i, number in enumerate(inputs[-1]["prompt_id"][:: engine.granularity].tolist()):
+            line = {"row_id": number, "row_sha256": row_sha256(by_number[number])}
+            lines.append(line | {name: values[i] for name, values in found.items()})
+
+    batch = to_batch([row for _, row in rows])
+    engine.eval_batch(batch | {"prompt_id": torch.tensor(numbers, dtype=torch.int64)}, keep)
+    return lines
+
+
+def row_sha256(row: Row) -> str:
+    """Return the first digits of the sha256 of a row's token ids and masks."""
+    lists = {name: value for name, value in row.items() if name.endswith(("_ids", "_mask"))}
+    return hashlib.sha256(json.dumps(lists, sort_keys=True).encode()).hexdigest()[:DIGITS]

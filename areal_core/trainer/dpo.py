@@ -1,6 +1,7 @@
 """Direct preference optimisation: log-probs of pairs against those of a frozen reference."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from torch import Tensor
 
@@ -29,9 +30,12 @@ class DPOTrainer(SupervisedTrainer):
         self, config: DPOConfig, train_dataset: Sequence[Pair], valid_dataset: Sequence[Pair] | None = None
     ) -> None:
         super().__init__(config, train_dataset, valid_dataset)
-        self.reference: FSDPEngine | BaseReference = BaseReference(self.actor)
-        if not is_base_of(config.ref, config.actor):
-            self.reference = build_scorer(config.ref or config.actor, self.ranks)
+        is_adapted = is_base_of(config.ref, config.actor) and not self.only_evaluates
+        self.reference: FSDPEngine | BaseReference = (
+            BaseReference(self.actor)
+            if is_adapted
+            else build_scorer(config.ref or replace(config.actor, use_lora=False), self.ranks)
+        )
         self.options = config.actor
         self.restore()
 
@@ -47,7 +51,22 @@ class DPOTrainer(SupervisedTrainer):
 
     def loss(self, logprobs: Tensor, entropy: Tensor, flat: Batch) -> Tensor:
         """DPO loss, summed over the pairs of a packed micro-batch; records its statistics."""
-        loss, details = dpo_loss(
+        loss, details = self._loss_of_pairs(logprobs, flat)
+        record_pairs(self.stats, flat, details)
+        return loss
+
+    def results(self, logprobs: Tensor, entropy: Tensor, flat: Batch) -> dict[str, Tensor]:
+        """Return of each pair its loss, the margin of its rewards, and whether this is above 0."""
+        details = self._loss_of_pairs(logprobs, flat)[1]
+        return {
+            "loss": details["loss"],
+            "accuracy": details["reward_accuracy"],
+            "margin": details["reward_margin"],
+        }
+
+    def _loss_of_pairs(self, logprobs: Tensor, flat: Batch) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return `dpo_loss` of a packed micro-batch."""
+        return dpo_loss(
             logprobs,
             flat["ref_logp"],
             flat["loss_mask"],
@@ -55,5 +74,3 @@ class DPOTrainer(SupervisedTrainer):
             beta=self.options.beta,
             loss_type=self.options.loss_type,
         )
-        record_pairs(self.stats, flat, details)
-        return loss

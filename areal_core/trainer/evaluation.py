@@ -1,22 +1,44 @@
-"""Validation: other prompts and sampling options, on the rollout engine of the training prompts."""
+"""Validation on the rollout engine of the training prompts, and what runs share that only evaluate.
 
-from collections.abc import Sequence
+The latter, of a policy (`evaluation_run.py`) or of a supervised method, leave
+
+{logs}/evaluation/
+  samples-0.jsonl     the first model: a JSON object per sample, or per row of a supervised method
+  evaluation.json     written last: what was evaluated, and for each model its path and file
+"""
+
+import json
+import shutil
+import time
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
 from areal_core.batch import Batch
-from areal_core.config import PPOConfig
+from areal_core.config import EvaluatorConfig, PPOConfig
+from areal_core.config.experiment import BaseExperimentConfig
 from areal_core.dataset import get_dataset
 from areal_core.dataset.read import full_batches
+from areal_core.engine.errors import ModelError
+from areal_core.engine.model import load_model
 from areal_core.errors import ConfigError
+from areal_core.paths import run_folder
 from areal_core.rollout.live import log_scalars
 from areal_core.rollout.pipeline import Executor
 from areal_core.rollout.workflow import RolloutWorkflow
+from areal_core.safety.durable import commit_file
 from areal_core.telemetry import Reduce, Stats
 from areal_core.trainer.checkpointing import Frequency
-from areal_core.trainer.scored_rollouts import RewardModel
+from areal_core.trainer.scored_rollouts import SCORE, RewardModel
+
+RESULTS = "evaluation"  # folder next to the logs
+SUMMARY = "evaluation.json"
+Rows = Sequence[dict[str, Any]]
 
 
 class Evaluation:
@@ -87,11 +109,57 @@ def log_samples(stats: Stats, batch: Batch, executor: Executor) -> None:
             seq_len=batch["attention_mask"].sum(1).float(),
             no_eos_ratios=(batch["finish_reason"] == 1).float(),
         )
+        if SCORE in batch:
+            stats.stat("n_seqs", Reduce.AVG, score=batch[SCORE])
         stats.scalar(accepted=control.accepted, rejected=control.rejected, failed=control.failed)
 
 
+def evaluates_only(config: BaseExperimentConfig) -> bool:
+    """Return whether the trainer evaluates and does not train.
+
+    Without an allocation, in a config that a script built, it trains.
+    """
+    engine = config.rollout.backend if isinstance(config, PPOConfig) else ""
+    is_given = config.allocation_mode or engine or config.actor.backend
+    return bool(is_given) and config.allocation.kind == "eval"
+
+
+def evaluated_models(config: BaseExperimentConfig) -> list[str]:
+    """Return the models of the run: `evaluator.checkpoints`, or else `actor.path`."""
+    return config.evaluator.checkpoints or [config.actor.path]
+
+
+def evaluated_rows(
+    config: BaseExperimentConfig,
+    train: Rows | None,
+    valid: Rows | None,
+    tokenizer: PreTrainedTokenizerBase,
+) -> list[tuple[int, dict[str, Any]]]:
+    """Return the `(number, row)` that `evaluator.rows` and `evaluator.max_rows` select.
+
+    Args:
+        train, valid: the datasets that the script gave to the trainer.
+
+    Raises:
+        ConfigError: there are none.
+    """
+    options: EvaluatorConfig = config.evaluator
+    rows = train or () if options.rows == "train" else valid
+    if rows is None and config.valid_dataset is None:
+        raise ConfigError(
+            "there are no validation rows: set valid_dataset.path and valid_dataset.type, pass valid_dataset to "
+            "the trainer, or evaluate on the training rows with evaluator.rows=train"
+        )
+    rows = validation_rows(config, rows, tokenizer)
+    if not len(rows):
+        raise ConfigError(
+            f"evaluator.rows is {options.rows!r} and there are 0 such rows: give a dataset that has some"
+        )
+    return [(i, rows[i]) for i in range(min(len(rows), options.max_rows or len(rows)))]
+
+
 def validation_rows(
-    config: PPOConfig, rows: Sequence[dict[str, Any]] | None, tokenizer: PreTrainedTokenizerBase
+    config: BaseExperimentConfig, rows: Sequence[dict[str, Any]] | None, tokenizer: PreTrainedTokenizerBase
 ) -> Sequence[dict[str, Any]]:
     """Return `rows`, or by default those of `config.valid_dataset`.
 
@@ -104,7 +172,63 @@ def validation_rows(
         evaluator = config.evaluator
         raise ConfigError(
             f"evaluator.freq_epochs, freq_steps, freq_secs are {evaluator.freq_epochs}, {evaluator.freq_steps}, "
-            f"{evaluator.freq_secs} and valid_dataset is None: set valid_dataset, pass valid_dataset to PPOTrainer, "
+            f"{evaluator.freq_secs} and valid_dataset is None: set valid_dataset, pass valid_dataset to the trainer, "
             f"or set the periods to null"
         )
     return full_batches(get_dataset(config.valid_dataset, tokenizer=tokenizer), config.valid_dataset)
+
+
+@contextmanager
+def complete_model(path: str, config: BaseExperimentConfig, rank: int = 0) -> Iterator[str]:
+    """Provide the path of a complete model: a LoRA adapter is merged into `actor.path` in a block.
+
+    The merged model is in the run's folder, which servers can read, too, and removed at the end.
+
+    Raises:
+        ModelError: peft is not installed, or the adapter is not of this model.
+    """
+    if not (Path(path) / "adapter_config.json").is_file():
+        yield path
+        return
+    base, folder = config.actor.path, run_folder(config, "checkpoints") / f"merged-{rank}"
+    try:
+        from peft import PeftModel
+    except ImportError as error:
+        raise ModelError(
+            f"{path} is a LoRA adapter and needs the package peft ({error}): pip install 'areal-debug[lora]'"
+        ) from error
+    try:
+        with warnings.catch_warnings(action="error", category=UserWarning):  # of names that do not fit
+            adapted = PeftModel.from_pretrained(load_model(base, dtype="auto"), path, torch_device="cpu")
+            adapted.merge_and_unload().save_pretrained(folder)
+    except (RuntimeError, ValueError, UserWarning) as error:
+        raise ModelError(f"the adapter {path} cannot be merged into {base}: {error}") from error
+    try:
+        yield str(folder)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+class EvaluationResults:
+    """The folder of an evaluation: a file of lines per model, the summary last."""
+
+    def __init__(self, config: BaseExperimentConfig) -> None:
+        self.folder = run_folder(config, "logs") / RESULTS
+        self.rows = config.evaluator.rows
+        self.done: list[dict[str, Any]] = []
+        shutil.rmtree(self.folder, ignore_errors=True)  # results of an earlier evaluation
+        self.folder.mkdir(parents=True)
+
+    def add(self, path: str, lines: Sequence[dict[str, Any]], began_s: float, **facts: Any) -> None:
+        """Write the lines of the model at `path`, whose evaluation began at `time.monotonic()`."""
+        file = f"samples-{len(self.done)}.jsonl"
+        commit_file(
+            self.folder / file, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
+        )
+        self.done.append({"path": path, **facts, "file": file, "seconds": time.monotonic() - began_s})
+
+    def finish(self, **facts: Any) -> None:
+        """Write the summary, which completes the results."""
+        commit_file(
+            self.folder / SUMMARY, json.dumps({"rows": self.rows, **facts, "models": self.done}, indent=2)
+        )

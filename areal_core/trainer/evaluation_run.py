@@ -1,21 +1,17 @@
-"""A run that only evaluates: the validation rows on one or more models, without an optimizer.
+"""A run that only evaluates: samples of the validation rows by one or more models, no optimizer.
 
 The trainer does this in place of training if the allocation has "eval" in place of a trainer. A
 server starts once and loads one checkpoint after another; the embedded engine is built for each. So
 every model answers the same prompts with the same sampling options, and results can be compared
 prompt by prompt.
 
-{logs}/evaluation/
-  samples-0.jsonl     the samples of the first model, a JSON object each, sorted
-  evaluation.json     written last: rows, sampling options, and for each model its path and file
+With a section `reward_model` each sample also has the score of that model. The folder of results is
+in `evaluation.py`.
 """
 
-import json
-import shutil
 import time
-import warnings
-from collections.abc import Generator, Iterator, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Generator, Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -24,13 +20,9 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from areal_core.batch import Batch
-from areal_core.config import EvaluatorConfig, GenerationHyperparameters, PPOConfig
-from areal_core.engine.errors import ModelError
-from areal_core.engine.model import load_model
+from areal_core.config import GenerationHyperparameters, PPOConfig
 from areal_core.engine.ranks import Ranks
-from areal_core.errors import ConfigError
 from areal_core.launch.job import served_model
-from areal_core.paths import run_folder
 from areal_core.rollout.fleet.discovery import wait_until_ready
 from areal_core.rollout.fleet.wires import wire_of
 from areal_core.rollout.loop_thread import LoopThread
@@ -38,55 +30,12 @@ from areal_core.rollout.pipeline import Executor
 from areal_core.rollout.staleness import StalenessControl
 from areal_core.rollout.types import EpisodeSampler, InferenceEngine
 from areal_core.rollout.workflow import RolloutWorkflow, text_lines
-from areal_core.safety.durable import commit_file
 from areal_core.telemetry import Stats
 from areal_core.trainer import build_rollouts
-from areal_core.trainer.evaluation import log_samples, validation_rows
+from areal_core.trainer.evaluation import EvaluationResults, complete_model, evaluated_models, log_samples
+from areal_core.trainer.scored_rollouts import SCORE, RewardModel
 
-RESULTS = "evaluation"  # folder next to the logs
-SUMMARY = "evaluation.json"
 PROGRESS_S = 10.0
-Rows = Sequence[dict[str, Any]]
-
-
-def evaluates_only(config: PPOConfig) -> bool:
-    """Return whether the trainer evaluates and does not train.
-
-    Without an allocation, in a config that a script built, it trains.
-    """
-    is_given = config.allocation_mode or config.rollout.backend or config.actor.backend
-    return bool(is_given) and config.allocation.kind == "eval"
-
-
-def evaluated_models(config: PPOConfig) -> list[str]:
-    """Return the models of the run: `evaluator.checkpoints`, or else `actor.path`."""
-    return config.evaluator.checkpoints or [config.actor.path]
-
-
-def evaluated_rows(
-    config: PPOConfig, train: Rows | None, valid: Rows | None, tokenizer: PreTrainedTokenizerBase
-) -> list[tuple[int, dict[str, Any]]]:
-    """Return the `(number, row)` that `evaluator.rows` and `evaluator.max_rows` select.
-
-    Args:
-        train, valid: the datasets that the script gave to the trainer.
-
-    Raises:
-        ConfigError: there are none.
-    """
-    options: EvaluatorConfig = config.evaluator
-    rows = train or () if options.rows == "train" else valid
-    if rows is None and config.valid_dataset is None:
-        raise ConfigError(
-            "there are no validation rows: set valid_dataset.path and valid_dataset.type, pass valid_dataset to "
-            "PPOTrainer, or evaluate on the training rows with evaluator.rows=train"
-        )
-    rows = validation_rows(config, rows, tokenizer)
-    if not len(rows):
-        raise ConfigError(
-            f"evaluator.rows is {options.rows!r} and there are 0 such rows: give a dataset that has some"
-        )
-    return [(i, rows[i]) for i in range(min(len(rows), options.max_rows or len(rows)))]
 
 
 @dataclass(frozen=True)
@@ -110,7 +59,7 @@ def load_models(config: PPOConfig, ranks: Ranks, tokenizer: PreTrainedTokenizerB
         yield from load_on_servers(config)
         return
     for number, path in enumerate(evaluated_models(config)):
-        with complete_model(path, config.actor.path, merged_folder(config)) as complete:
+        with complete_model(path, config) as complete:
             of_model = replace(config, actor=replace(config.actor, path=complete))
             engine, _ = build_rollouts.build_embedded(of_model, ranks, tokenizer)
         engine.set_version(number)
@@ -138,49 +87,13 @@ def load_on_servers(config: PPOConfig) -> Generator[Model]:
                 version = 0
                 pool.load_first_weights(version)
             else:
-                with complete_model(path, config.actor.path, merged_folder(config)) as complete:
+                with complete_model(path, config) as complete:
                     # a server may have another working directory
                     folder = Path(complete).resolve() if Path(complete).is_dir() else complete
                     for load in pool.wire.load_folder(folder, version, flush_cache=True):
                         pool.post(load)
             client.set_version(version)
             yield Model(path, version, client)
-
-
-def merged_folder(config: PPOConfig) -> Path:
-    """Return the folder of a merged adapter, which servers can read, too."""
-    return run_folder(config, "checkpoints") / "merged"
-
-
-@contextmanager
-def complete_model(path: str, base: str, folder: Path) -> Iterator[str]:
-    """Provide the path of a complete model: a LoRA adapter is merged into `base` inside the block.
-
-    Args:
-        folder: of the merged model; removed at the end.
-
-    Raises:
-        ModelError: peft is not installed, or the adapter is not of this model.
-    """
-    if not (Path(path) / "adapter_config.json").is_file():
-        yield path
-        return
-    try:
-        from peft import PeftModel
-    except ImportError as error:
-        raise ModelError(
-            f"{path} is a LoRA adapter and needs the package peft ({error}): pip install 'areal-debug[lora]'"
-        ) from error
-    try:
-        with warnings.catch_warnings(action="error", category=UserWarning):  # of names that do not fit
-            adapted = PeftModel.from_pretrained(load_model(base, dtype="auto"), path, torch_device="cpu")
-            adapted.merge_and_unload().save_pretrained(folder)
-    except (RuntimeError, ValueError, UserWarning) as error:
-        raise ModelError(f"the adapter {path} cannot be merged into {base}: {error}") from error
-    try:
-        yield str(folder)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 class SampledWorkflow:
@@ -241,6 +154,7 @@ class EvaluationRun:
     Args:
         rows: (number, row) of each.
         prints: whether this process prints.
+        reward_model: adds its `score` to the line of each sample; the rewards stay.
     """
 
     def __init__(
@@ -251,16 +165,14 @@ class EvaluationRun:
         workflow: RolloutWorkflow,
         tokenizer: PreTrainedTokenizerBase,
         prints: bool,
+        reward_model: RewardModel | None = None,
     ) -> None:
         self.config, self.rows, self.workflow = config, rows, workflow
-        self.tokenizer, self.prints = tokenizer, prints
+        self.tokenizer, self.prints, self.reward_model = tokenizer, prints, reward_model
         self.sampling: GenerationHyperparameters = build_rollouts.eval_gconfig(config)
         self.max_concurrent = build_rollouts.prompts_at_once(config, ranks)
-        self.folder = run_folder(config, "logs") / RESULTS
+        self.results = EvaluationResults(config)
         self.loop = LoopThread()
-        self.done: list[dict[str, Any]] = []
-        shutil.rmtree(self.folder, ignore_errors=True)  # results of an earlier evaluation
-        self.folder.mkdir(parents=True)
 
     def __enter__(self) -> "EvaluationRun":
         return self
@@ -287,23 +199,20 @@ class EvaluationRun:
         if self.prints:
             print(f"{model.path}: {len(self.rows):,} prompts, {expected:,} samples", flush=True)
         batch = executor.rollout_batch(self.rows, sampled, n_samples=self.sampling.n_samples)
+        lines = sorted(sampled.lines, key=lambda line: (line["prompt_id"], line["sample_id"]))
+        if self.reward_model is not None:
+            batch = self.reward_model.score(batch)
+            names = zip(batch["prompt_id"].tolist(), batch["sample_id"].tolist(), strict=True)
+            # of an episode of several rows the last one's stays, as the completion
+            scores = dict(zip(names, batch[SCORE].tolist(), strict=True))
+            lines = [line | {"score": scores[line["prompt_id"], line["sample_id"]]} for line in lines]
         log_samples(stats, batch, executor)
-        kept = sorted(sampled.lines, key=lambda line: (line["prompt_id"], line["sample_id"]))
-        file = f"samples-{len(self.done)}.jsonl"
-        text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in kept)
-        commit_file(self.folder / file, text)
-        seconds = time.monotonic() - began_s
-        self.done.append({"path": model.path, "version": model.version, "file": file, "seconds": seconds})
+        self.results.add(model.path, lines, began_s, version=model.version)
         return batch
 
     def finish(self) -> None:
         """Write the summary, which completes the results."""
-        options: EvaluatorConfig = self.config.evaluator
-        summary = {
-            "rows": options.rows,
-            "num_rows": len(self.rows),
-            "n_samples": self.sampling.n_samples,
-            "sampling": asdict(self.sampling),
-            "models": self.done,
-        }
-        commit_file(self.folder / SUMMARY, json.dumps(summary, indent=2))
+        facts: dict[str, Any] = {"n_samples": self.sampling.n_samples, "sampling": asdict(self.sampling)}
+        if self.config.reward_model is not None:
+            facts["reward_model"] = self.config.reward_model.path
+        self.results.finish(num_rows=len(self.rows), **facts)

@@ -43,3 +43,9 @@ class RWTrainer(SupervisedTrainer):
         loss, details = reward_model_loss(scores, flat["cu_seqlens"])
         record_pairs(self.stats, flat, details)
         return loss
+
+    def results(self, scores: Tensor, flat: Batch) -> dict[str, Tensor]:
+        """Return of each pair its loss, the margin of its scores, and whether this is above 0."""
+        details = reward_model_loss(scores, flat["cu_seqlens"])[1]
+        margin = details["pos_score"] - details["neg_score"]
+        return {"loss": details["loss"], "accuracy": details["correct_ratio"], "margin": margin}

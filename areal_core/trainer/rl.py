@@ -29,14 +29,14 @@ from areal_core.telemetry.trace_hooks import NO_TRACING
 from areal_core.trainer import build, build_models, build_rollouts
 from areal_core.trainer.checkpointing import Recovery, Saver, step_of
 from areal_core.trainer.critic import critic_values, update_critic
-from areal_core.trainer.evaluation import Evaluation, validation_rows
-from areal_core.trainer.evaluation_run import (
-    EvaluationRun,
+from areal_core.trainer.evaluation import (
+    Evaluation,
     evaluated_models,
     evaluated_rows,
     evaluates_only,
-    load_models,
+    validation_rows,
 )
+from areal_core.trainer.evaluation_run import EvaluationRun, load_models
 from areal_core.trainer.nonfinite import NonFiniteGuard
 from areal_core.trainer.objective import PolicyObjective
 from areal_core.trainer.scored_rollouts import ScoredRollouts
@@ -232,16 +232,8 @@ class PPOTrainer:
         self._cleanup.callback(self.tracing.close)
 
     def _prepare_evaluation(self, observers: Sequence[Callable[["PPOTrainer"], Observer]]) -> None:
-        """Build what a run needs that only evaluates: no model of the trainer, no optimizer.
-
-        Raises ConfigError for a reward model.
-        """
+        """Build what a run needs that only evaluates: no trained model, no optimizer."""
         config = self.config
-        if config.reward_model is not None:
-            raise ConfigError(
-                f"reward_model.path is {config.reward_model.path!r} and an evaluation has the rewards of the workflow "
-                "alone: set reward_model=null to see those"
-            )
         # servers have the devices
         self.ranks = build.start_process(
             replace(config, device="cpu") if config.allocation.has_servers else config
@@ -249,6 +241,7 @@ class PPOTrainer:
         self._cleanup.callback(leave_ranks)
         self.tokenizer = build.load_tokenizer(config)
         self.processor = build.load_processor_of(config)
+        self.reward_model = build_models.build_reward_model(config, self.ranks, self.tokenizer)
         self.engines = {}
         self.live_stats = Stats()
         self.first_step = self.version = 0
@@ -322,8 +315,11 @@ class PPOTrainer:
         config, stats = self.config, self.live_stats
         rows = evaluated_rows(config, self.train_dataset, self.valid_dataset, self.tokenizer)
         built = self._workflow(workflow, arguments, build_rollouts.eval_gconfig(config))
+        run = EvaluationRun(
+            config, self.ranks, rows, built, self.tokenizer, self.print_steps, self.reward_model
+        )
         with (
-            EvaluationRun(config, self.ranks, rows, built, self.tokenizer, self.print_steps) as evaluation,
+            run as evaluation,
             self._start_and_end_observed(),
             build.build_loggers(config, self.ranks, (0, self.total_steps), print_steps=False) as logger,
             contextlib.closing(load_models(config, self.ranks, self.tokenizer)) as models,

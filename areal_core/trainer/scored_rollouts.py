@@ -33,10 +33,14 @@ class RewardModel:
     engine: FSDPEngine
     weight: float
 
+    def score(self, batch: Batch) -> Batch:
+        """Return the batch with its scores, and the rewards as they are; a collective."""
+        return batch | {SCORE: last_scores(self.engine.compute_values(batch), batch)}
+
     def add_scores(self, batch: Batch) -> Batch:
         """Return the batch with its scores, `weight` times these in its rewards; a collective."""
-        scores = last_scores(self.engine.compute_values(batch), batch)
-        return batch | {SCORE: scores, "rewards": batch["rewards"] + self.weight * scores}
+        scored = self.score(batch)
+        return scored | {"rewards": scored["rewards"] + self.weight * scored[SCORE]}
 
     def add_scores_of_leader(self, batch: Batch | None) -> Batch | None:
         """Return `add_scores` of a batch that only rank 0 of a group has; a collective.

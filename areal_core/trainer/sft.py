@@ -5,6 +5,7 @@ from typing import Any
 
 from torch import Tensor
 
+from areal_core.algorithm.alignment import segment_ids, segment_sum
 from areal_core.algorithm.losses import sft_loss
 from areal_core.batch import Batch
 from areal_core.config import SFTConfig
@@ -51,3 +52,12 @@ class SFTTrainer(SupervisedTrainer):
         self.stats.stat("n_valid_tokens", Reduce.AVG_MIN_MAX, **per_token)
         self.stats.stat("n_seqs", Reduce.AVG_MIN_MAX, **per_row)
         return loss
+
+    def results(self, logprobs: Tensor, entropy: Tensor, flat: Batch) -> dict[str, Tensor]:
+        """Return the tokens in the loss mask of each row, and their mean cross entropy."""
+        mask, cu_seqlens = flat["loss_mask"].bool(), flat["cu_seqlens"]
+        per_token = sft_loss(logprobs, mask, cu_seqlens)[1]["loss"]
+        ids, num_rows = segment_ids(cu_seqlens), len(cu_seqlens) - 1
+        num_tokens = segment_sum(mask.to(per_token.dtype), ids, num_rows)
+        loss = segment_sum(per_token, ids, num_rows) / num_tokens.clamp(min=1)
+        return {"num_tokens": num_tokens.long(), "loss": loss}

@@ -1,11 +1,12 @@
 """Base of the supervised methods: a model, training and validation rows, and the loop over them."""
 
 import contextlib
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Self, TypeVar
 
 from torch import Tensor
 
@@ -14,13 +15,24 @@ from areal_core.config import DPOConfig, RWConfig, SFTConfig
 from areal_core.dataset import get_dataset
 from areal_core.dataset.read import full_batches
 from areal_core.dataset.rows import Row
+from areal_core.engine.fsdp import FSDPEngine
 from areal_core.engine.model import load_model
 from areal_core.engine.ranks import Ranks, leave_ranks
 from areal_core.errors import ConfigError
 from areal_core.telemetry import Stats
 from areal_core.trainer import build
+from areal_core.trainer.batches import measure_rows
 from areal_core.trainer.checkpointing import Frequency, Recovery, Saver
+from areal_core.trainer.evaluation import (
+    EvaluationResults,
+    complete_model,
+    evaluated_models,
+    evaluated_rows,
+    evaluates_only,
+)
 from areal_core.trainer.nonfinite import NonFiniteGuard
+
+T = TypeVar("T")
 
 
 def never(step: int) -> bool:
@@ -31,8 +43,9 @@ def never(step: int) -> bool:
 class SupervisedTrainer(ABC):
     """One model, its rows, and everything around its steps, as a context manager.
 
-    A method defines the batch of its rows, the loss and its denominator; its constructor builds
-    what else it needs, then calls `restore`.
+    A method defines the batch of its rows, the loss, its denominator, and the results per row; its
+    constructor builds what else it needs, then calls `restore`. With an allocation of evaluation
+    ('fsdp:d1|eval') there is no `actor` before `train`, which builds one for each model.
 
     Args:
         train_dataset: the rows of all ranks.
@@ -52,15 +65,21 @@ class SupervisedTrainer(ABC):
         train_dataset: Sequence[Row],
         valid_dataset: Sequence[Row] | None = None,
     ) -> None:
+        self.only_evaluates = evaluates_only(config)
+        if self.only_evaluates:
+            actor: Any = replace(config.actor, optimizer=None, use_lora=False)
+            config = replace(config, actor=actor)
         self.config = config
-        self.total_steps = build.count_steps(config, len(train_dataset))
+        self.train_dataset, self.valid_dataset = train_dataset, valid_dataset
+        self.total_steps = 0 if self.only_evaluates else build.count_steps(config, len(train_dataset))
         self._cleanup = contextlib.ExitStack()
         self.ranks = build.start_process(config)
         self._cleanup.callback(leave_ranks)
         self.tokenizer = build.load_tokenizer(config)
-        self.actor = build.build_engine(config.actor, self.ranks, self.total_steps, load=self.load)
-        self.actor.granularity = self.granularity
         self.stats = Stats(self.ranks.is_group_leader)
+        if self.only_evaluates:
+            return
+        self.actor = self._build_actor(config.actor.path)
         self.guard = NonFiniteGuard(config, {"actor": config.actor}, self.ranks, self.tokenizer, self.stats)
         self.loader = build.build_loader(config, self.ranks, train_dataset)
         self.engines = {"actor": self.actor}
@@ -85,8 +104,21 @@ class SupervisedTrainer(ABC):
     def loss(self, *inputs: Any) -> Tensor:
         """Compute the loss, summed over a packed micro-batch; records its statistics."""
 
+    @abstractmethod
+    def results(self, *inputs: Any) -> dict[str, Tensor]:
+        """Return the results [rows or pairs] of a packed micro-batch, from the inputs of `loss`."""
+
+    def _build_actor(self, path: str) -> FSDPEngine:
+        """Build the model at `path`; a collective."""
+        options = replace(self.config.actor, path=path)
+        actor = build.build_engine(options, self.ranks, self.total_steps, load=self.load)
+        actor.granularity = self.granularity
+        return actor
+
     def restore(self) -> None:
         """Continue from the newest complete checkpoint, if `recover.mode` says so; a collective."""
+        if self.only_evaluates:
+            return
         self.first_step = self.recovery.load(self.engines).step
         self.recovery.restore(self.loader)
         continued = self.first_step > 0
@@ -97,8 +129,12 @@ class SupervisedTrainer(ABC):
         """Train to the last step, or the first after which `stop(step)` is true; write the model.
 
         The model is written to `checkpoints/.../default/final`. `stop` is called on every rank and
-        must return the same on all.
+        must return the same on all. With an allocation of evaluation nothing is trained: the rows
+        are measured with each model of `evaluator.checkpoints`.
         """
+        if self.only_evaluates:
+            self._evaluate_models()
+            return
         steps = (self.first_step, self.total_steps)
         with build.build_loggers(self.config, self.ranks, steps) as logger:
             if self.first_step == 0 and self.config.evaluator.eval_before_train:
@@ -155,6 +191,40 @@ class SupervisedTrainer(ABC):
             for rows in self.validation.batches:
                 self.actor.eval_batch(self.to_batch(rows), self.loss)
 
+    def _evaluate_models(self) -> None:
+        """Measure the rows of `evaluator` with each model, a line per row; a collective."""
+        config, is_first = self.config, self.ranks.rank == 0
+        models = evaluated_models(config)
+        rows = evaluated_rows(config, self.train_dataset, self.valid_dataset, self.tokenizer)
+        batches = shard_batches(rows, config.train_dataset.batch_size, self.ranks)
+        kept = EvaluationResults(config) if is_first else None
+        with build.build_loggers(config, self.ranks, (0, len(models)), print_steps=False) as logger:
+            for step, path in enumerate(models):
+                began_s = time.monotonic()
+                if is_first:
+                    print(f"{path}: {len(rows):,} rows", flush=True)
+                with complete_model(path, config, self.ranks.rank) as complete:
+                    self.actor = self._build_actor(complete)
+                with self.stats.timing("eval"), self.stats.scope(f"eval-{self.name}"):
+                    lines = [line for batch in batches for line in self._measure(batch)]
+                of_ranks = self.ranks.gather_leaders(lines)
+                if kept is not None:
+                    every = sorted((line for of in of_ranks for line in of), key=lambda line: line["row_id"])
+                    kept.add(path, every, began_s)
+                logger.commit(step, self.stats.export())
+                del self.actor  # before the next one is loaded
+        if kept is not None:
+            kept.finish(method=self.name, num_rows=len(rows))
+
+    def _measure(self, rows: Sequence[tuple[int, Row]]) -> list[dict[str, Any]]:
+        """Return the lines of this rank's rows, and record their statistics; a collective."""
+
+        def results(*inputs: Any) -> dict[str, Tensor]:
+            self.loss(*inputs)
+            return self.results(*inputs)
+
+        return measure_rows(self.actor, rows, self.to_batch, results)
+
     def __enter__(self) -> Self:
         return self
 
@@ -191,7 +261,7 @@ def build_validation(trainer: SupervisedTrainer, rows: Sequence[Row] | None) -> 
     return Validation(shard_batches(rows or [], config.train_dataset.batch_size, trainer.ranks), frequency)
 
 
-def shard_batches(rows: Sequence[Row], batch_size: int, ranks: Ranks) -> list[list[Row]]:
+def shard_batches(rows: Sequence[T], batch_size: int, ranks: Ranks) -> list[list[T]]:
     """Divide rows into batches; return this rank's share of each, perhaps none of the last one.
 
     Data-parallel rank r of n gets rows r, r + n, ... of each batch of `batch_size`.

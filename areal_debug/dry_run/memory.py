@@ -105,7 +105,7 @@ def estimate_memory(config: AnyConfig, allocation: Allocation, longest_row: int 
     rank: list[Part] = []
     host: list[Part] = []
     unknown: list[str] = []
-    if allocation.train is not None:
+    if allocation.trains:
         for model in models:
             other = shape if model is models[0] else read_shape(model, sizes)
             if other is None:

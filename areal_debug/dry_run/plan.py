@@ -84,7 +84,7 @@ def plan_run(script: Path, config_file: str, config: AnyConfig, notes: list[str]
     """
     allocation = config.allocation
     refuse_missing_packages(config)
-    steps = plan_length(config) if allocation.train is not None else None
+    steps = plan_length(config) if allocation.trains else None
     step = plan_step(config, allocation) if steps is not None else ()
     upkeep = plan_upkeep(config, lambda timer: describe_period(timer, steps)) if steps is not None else ()
     return DryRun(
@@ -200,6 +200,7 @@ def place_processes(config: AnyConfig, allocation: Allocation) -> list[Processes
             else on_machines(range(placement.num_trainer_nodes), placement)
         )
         kind = "FSDP rank with the embedded engine" if allocation.engine == "embedded" else "FSDP rank"
+        kind = kind if allocation.trains else "FSDP rank that evaluates and does not train"
         found.append(Processes(kind, world, 1, where + describe_groups(allocation.train)))
     elif allocation.kind == "eval":
         where = "without a GPU" if allocation.has_servers else on_this_machine(config, 0, 1)

@@ -23,28 +23,28 @@ from areal_debug.render import (
 
 if TYPE_CHECKING:
     from areal_core.config import PPOConfig
+    from areal_debug.eval.saved import AnyReport
 
 # The options of training, recording and logging that an evaluation sets itself: a step of a record
 # per model, in a trial of its own, whose files are not those of the training run.
-OWN_OPTIONS = (
+OWN_OPTIONS = ("~actor.backend", "~stats_logger", "~recover", "~debug", "actor.use_lora=false")
+OPTIONS_OF_SAMPLES = (
     "~rollout.backend",
-    "~actor.backend",
-    "~stats_logger",
-    "~recover",
-    "~debug",
-    "actor.use_lora=false",
     "consistency.every_k_steps=0",
     "debug.dump_rollout_data=true",
     "debug.dump_scope=rollout",
     "debug.overwrite=true",
 )
 
+TRAINERS = ("PPOTrainer", "SFTTrainer", "RWTrainer", "DPOTrainer")
+
 
 @click.command(
     cls=Verb,
     context_settings={"ignore_unknown_options": True},
     example="areal-debug eval examples/gsm8k_grpo.py --config my.yaml\n"
-    "areal-debug eval gsm8k_grpo --config my.yaml --baseline --ckpt CHECKPOINT --samples 8",
+    "areal-debug eval gsm8k_grpo --config my.yaml --baseline --ckpt CHECKPOINT --samples 8\n"
+    "areal-debug eval --compare BEFORE AFTER --fail-below -0.02",
 )
 @script_argument
 @script_config_option
@@ -71,6 +71,15 @@ OWN_OPTIONS = (
     "--solved-above", type=float, default=0.0, show_default=True, metavar="REWARD",
     help="A sample solves its row if its reward is above this.",
 )  # fmt: skip
+@click.option(
+    "--compare", is_flag=True,
+    help="Instead of a script and options: folders of evaluations, compared with the first one.",
+)  # fmt: skip
+@click.option(
+    "--fail-below", type=float, metavar="DIFFERENCE",
+    help="Exit with 1 if a model's mean reward minus the first one's is below this; of supervised methods the "
+    "first one's loss minus the model's.",
+)  # fmt: skip
 @json_option
 @overrides_argument
 @errors_as_sentences
@@ -84,24 +93,34 @@ def command(
     n_samples: int | None,
     ks: str | None,
     solved_above: float,
+    compare: bool,
+    fail_below: float | None,
     as_json: bool,
     overrides: tuple[str, ...],
 ) -> None:
     """Evaluate models with the training script SCRIPT and its config, unchanged: no optimizer, no
-    training step. Every model answers the same rows, by the workflow that SCRIPT trains with.
+    training step. Every model answers the same rows, by the workflow that SCRIPT trains with. A
+    supervised SCRIPT measures the loss of its validation rows or pairs.
 
     OPTION=VALUE changes an option of the config: eval_gconfig.temperature=0.6.
 
-    Exit code 0: all models were evaluated. 1: a model or a server failed. 2: misuse.
+    Exit code 0: all models were evaluated. 1: a model or a server failed, a model is below
+    --fail-below, or with --compare alone worse than the first one. 2: misuse.
     """
     from areal_core.paths import make_run_folders, run_folder
+    from areal_debug.eval.saved import compare_saved, exit_code, parse_ks
     from areal_debug.train.script_options import check_reward_functions, find_script
 
+    if compare:
+        report = compare_saved([Path(script), *map(Path, overrides)], ks, solved_above)
+        print_any(report, as_json)
+        raise SystemExit(exit_code(report, fail_below, fails_if_worse=True))
     path = find_script(script)
     check_reward_functions(path)
     arguments = ["--config", config_file or str(path.with_suffix(".yaml")), *overrides]
     config = read_training_config(arguments, path)
     models = [str(folder) for given in checkpoints for folder in models_in(given)]
+    check_options(config, path, n_samples, ks)
     if config.allocation.has_servers:
         check_shapes(config.actor.path, models)
     arguments += [*overrides_of_evaluation(config, n_samples), f"evaluator.rows={rows}"]
@@ -111,7 +130,8 @@ def command(
         listed = [config.actor.path, *models] if baseline else models
         arguments.append(f"evaluator.checkpoints={json.dumps(listed)}")
     config = read_training_config(arguments, path)
-    chosen = parse_ks(ks, (config.eval_gconfig or config.gconfig).n_samples)
+    if has_samples(config):
+        parse_ks(ks, (config.eval_gconfig or config.gconfig).n_samples)
     if rows == "valid" and config.valid_dataset is None and not passes_validation_rows(path):
         fail(
             f"there are no validation rows: {path.name} passes none to its trainer and the config has no valid_dataset: set "
@@ -126,26 +146,37 @@ def command(
         if hides:
             print_log_end(logs / "trainer.log")
         raise SystemExit(code)
-    print_results(config, chosen, solved_above, as_json)
+    report = print_results(config, ks, solved_above, as_json)
+    raise SystemExit(exit_code(report, fail_below, fails_if_worse=False))
 
 
 def read_training_config(arguments: list[str], script: Path) -> "PPOConfig":
     """Return the config as the script will read it. Raises ConfigError."""
-    from areal_core.config import PPOConfig
     from areal_core.config.loading import load_with_notes
     from areal_debug.train.script_options import config_class
 
-    config = load_with_notes(arguments, config_class(arguments, script))[0]
-    if not isinstance(config, PPOConfig):
+    return load_with_notes(arguments, config_class(arguments, script))[0]
+
+
+def has_samples(config: "PPOConfig") -> bool:
+    """Return whether the script samples; a supervised one measures given rows."""
+    from areal_core.config import PPOConfig
+
+    return isinstance(config, PPOConfig)
+
+
+def check_options(config: "PPOConfig", script: Path, n_samples: int | None, ks: str | None) -> None:
+    """Refuse options of samples for a script that has none."""
+    given = [name for name, value in {"--samples": n_samples, "--k": ks}.items() if value is not None]
+    if given and not has_samples(config):
         fail(
-            f"{script} trains with {type(config).__name__}, which samples nothing: give its checkpoints to --ckpt of a script "
-            "of policy optimisation; its validation loss is that of evaluator.eval_before_train=true"
+            f"{' and '.join(given)} is of samples, and {script.name} trains with {type(config).__name__}, which samples "
+            "nothing: leave it out"
         )
-    return config
 
 
 def passes_validation_rows(script: Path) -> bool:
-    """Return whether a script may pass rows of its own to PPOTrainer, as far as its text shows.
+    """Return whether a script may pass rows of its own to its trainer, as far as its text shows.
 
     Otherwise a missing one would only be found once the servers have started.
     """
@@ -156,7 +187,7 @@ def passes_validation_rows(script: Path) -> bool:
     except SyntaxError:  # the run reports it with its line
         return True
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
-    trainers = [call for call in calls if last_name(call.func) == "PPOTrainer"]
+    trainers = [call for call in calls if last_name(call.func) in TRAINERS]
     return not trainers or any(
         len(call.args) > 2 or any(keyword.arg == "valid_dataset" for keyword in call.keywords)
         for call in trainers
@@ -165,10 +196,12 @@ def passes_validation_rows(script: Path) -> bool:
 
 def overrides_of_evaluation(config: "PPOConfig", n_samples: int | None) -> list[str]:
     """Return the overrides that make a training run an evaluation. Raises AllocationError."""
+    samples = has_samples(config)
     overrides = [
         *OWN_OPTIONS,
+        *(OPTIONS_OF_SAMPLES if samples else ()),
         f"debug.group_readable={str(config.debug.group_readable).lower()}",
-        f"allocation_mode={config.allocation.for_evaluation()}",
+        f"allocation_mode={config.allocation.for_evaluation(samples)}",
         f"trial_name={config.trial_name}-eval",
     ]
     if n_samples is not None:
@@ -232,20 +265,6 @@ def is_model(folder: Path) -> bool:
     return (folder / "config.json").is_file() or (folder / "adapter_config.json").is_file()
 
 
-def parse_ks(text: str | None, n_samples: int) -> list[int]:
-    """Return the k of pass@k, ascending; none for the default.
-
-    Raises:
-        ValueError: one is not a number from 1 to `n_samples`.
-    """
-    words = [] if text is None else text.split(",")
-    if not all(word.strip().isdecimal() and 1 <= int(word) <= n_samples for word in words):
-        raise ValueError(
-            f"--k is {text!r} and each row has {n_samples} samples: give numbers from 1 to {n_samples}, or more with --samples"
-        )
-    return sorted({int(word) for word in words})
-
-
 def run_evaluation(script: Path, arguments: Sequence[str], config: "PPOConfig", logs: Path) -> int:
     """Run the script with its servers, as `train` does; return the exit code."""
     from areal_core.launch.job import Job
@@ -256,25 +275,33 @@ def run_evaluation(script: Path, arguments: Sequence[str], config: "PPOConfig", 
 
 
 def print_results(
-    config: "PPOConfig", ks: Sequence[int] = (), solved_above: float = 0.0, as_json: bool = False
-) -> None:
-    """Print the results that an evaluation has left next to its logs.
+    config: "PPOConfig", ks: str | None = None, solved_above: float = 0.0, as_json: bool = False
+) -> "AnyReport":
+    """Print the results that an evaluation has left next to its logs, and return them.
 
     Args:
-        ks: the k of pass@k; by default 1 and the number of samples.
-        solved_above: as of `make_report`.
+        ks, solved_above: as of `report_of`.
     """
     from areal_core.paths import record_folder, run_folder
-    from areal_debug.eval.render import print_report
-    from areal_debug.eval.results import make_report, read_results
+    from areal_debug.eval.saved import FOLDER, report_of
 
-    settings, samples = read_results(run_folder(config, "logs") / "evaluation")
     record = record_folder(config)
     shown = str(record) if (record / "record.json").exists() else None
     run = f"{config.experiment_name}/{config.trial_name}"
-    ks = ks or sorted({1, settings.n_samples})
-    report = make_report(run, settings, samples, ks, solved_above, shown)
+    report = report_of(run_folder(config, "logs") / FOLDER, run, ks, solved_above, shown)
+    print_any(report, as_json)
+    return report
+
+
+def print_any(report: "AnyReport", as_json: bool) -> None:
+    """Print a report, of samples or of rows."""
+    from areal_debug.eval.render import print_report
+    from areal_debug.eval.render_rows import print_row_report
+    from areal_debug.eval.results import Report
+
     if as_json:
         print_json(asdict(report))
-    else:
+    elif isinstance(report, Report):
         print_report(report)
+    else:
+        print_row_report(report)

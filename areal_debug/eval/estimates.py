@@ -37,7 +37,7 @@ def pass_at_k(num_samples: int, num_solved: int, k: int) -> float:
     return 1.0 - math.comb(num_samples - num_solved, k) / math.comb(num_samples, k)
 
 
-def estimate_mean(values: Values, is_share: bool = False) -> Estimate:
+def estimate_mean(values: Values, is_share: bool = False, weights: Values | None = None) -> Estimate:
     """Estimate the mean of one number per prompt, with a percentile bootstrap over prompts.
 
     Where all prompts have the same value a bootstrap has no width. If that is 0 or 1 of a share,
@@ -46,10 +46,15 @@ def estimate_mean(values: Values, is_share: bool = False) -> Estimate:
     Args:
         values: [prompts]; at least one.
         is_share: values are estimates of a probability.
+        weights: [prompts] of each value, such as its tokens, not all 0; by default 1.
     """
-    mean = float(values.mean())
+    mean = float(np.average(values, weights=weights))
     if np.ptp(values) > 0:
-        low, high = np.quantile(resampled_means(values), [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
+        if weights is None or not np.ptp(weights):
+            means = resampled_means(values)
+        else:
+            means = resampled_ratios(values, weights)
+        low, high = np.quantile(means, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
         return Estimate(mean, float(low), float(high))
     if is_share and mean in (0.0, 1.0):
         return Estimate(mean, *wilson(mean, len(values)))
@@ -71,6 +76,22 @@ def resampled_means(values: Values) -> Values:
     return np.concatenate(blocks)
 
 
+def resampled_ratios(values: Values, weights: Values) -> Values:
+    """Return the weighted means of `RESAMPLES` samples of the prompts with replacement.
+
+    The total of the weights is resampled with them: the loss per token of a set of texts.
+    """
+    random = np.random.default_rng(SEED)
+    num, total = len(values), values * weights
+    blocks = []
+    for _ in range(RESAMPLES // PER_BLOCK):
+        drawn = random.multinomial(num, np.full(num, 1 / num), size=PER_BLOCK)  # [resamples, prompts]
+        with np.errstate(invalid="ignore"):
+            ratios = drawn @ total / (drawn @ weights)
+        blocks.append(ratios[np.isfinite(ratios)])  # a sample may be of prompts with weight 0 alone
+    return np.concatenate(blocks)
+
+
 def wilson(share: float, num: int) -> tuple[float, float]:
     """Return Wilson's score interval of a share of `num` independent trials.
 
@@ -87,11 +108,16 @@ def chance_of_difference(differences: Values) -> float:
     """Return the two-sided p-value of a mean difference of 0, by flipping signs of prompts.
 
     If a prompt's two models are exchangeable, either sign of its difference is equally likely. Up
-    to 2^12 sign patterns are all counted, more are drawn.
+    to 2^12 sign patterns are all counted, more are drawn. Of differences of one size, as of one
+    sample that is right or wrong, it is the exact test of McNemar 1947, a binomial tail.
     """
     changed = differences[differences != 0]
     if not len(changed):
         return 1.0
+    if not np.ptp(np.abs(changed)):
+        fewer = min(int((changed > 0).sum()), int((changed < 0).sum()))
+        tail = sum(math.comb(len(changed), num) for num in range(fewer + 1))
+        return min(1.0, 2 * tail / 2 ** len(changed))
     observed = abs(changed.sum()) * (1 - 1e-12)  # rounding: a pattern equal to the observed one counts
     if len(changed) <= 12:
         patterns = (np.arange(2 ** len(changed))[:, None] >> np.arange(len(changed))) & 1

@@ -1,17 +1,21 @@
 """Print an evaluation: a table of the models, the comparison with the first one, and notes."""
 
+from collections.abc import Sequence
+
 from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
 from areal_core.rollout.types import TOP_K_OFF
 from areal_debug.eval.estimates import CONFIDENCE, RESAMPLES, Estimate
-from areal_debug.eval.results import Comparison, Report, Settings
+from areal_debug.eval.results import Change, Comparison, Report, Settings
 from areal_debug.pages.links import view_command
 from areal_debug.render import console, format_number, styled
 
 STYLES = {"better": "green", "worse": "red", "no difference found": "dim"}
 BINARY = 2  # distinct rewards of a reward that is solved or not
+SHOWN_CHANGES = 5  # --json has all
+SHOWN_CHARACTERS = 60  # of a prompt
 
 
 def print_report(report: Report) -> None:
@@ -24,8 +28,7 @@ def print_report(report: Report) -> None:
     tables = [table_of_models(report, " ")]
     if report.comparisons:
         tables.append(table_of_comparisons(report, " "))
-    unlimited = out.options.update(width=10_000)
-    if any(Measurement.get(out, unlimited, table).maximum > out.width for table in tables):
+    if any(is_too_wide(table) for table in tables):
         tables = [make(report, "\n") for make in (table_of_models, table_of_comparisons)[: len(tables)]]
     out.print(tables[0])
     for table in tables[1:]:
@@ -33,6 +36,9 @@ def print_report(report: Report) -> None:
         out.print(styled("against {}, prompt by prompt:", report.comparisons[0].baseline))
         out.print(table)
     out.print()
+    for item in report.comparisons:
+        for text in lines_of_changes(item):
+            out.print(text)
     for text in notes_on(report):
         out.print(text)
     for model in report.models:
@@ -41,16 +47,43 @@ def print_report(report: Report) -> None:
         out.print(styled("tokens and log-probs, a step per model: {}", view_command(report.record, 0)))
 
 
+def is_too_wide(table: Table) -> bool:
+    """Return whether a table does not fit the console."""
+    out = console()
+    return Measurement.get(out, out.options.update(width=10_000), table).maximum > out.width
+
+
+def lines_of_changes(item: Comparison) -> list[Text]:
+    """Return a line for the prompts that became wrong, and one for those that became right."""
+    found = {"right to wrong": item.became_wrong, "wrong to right": item.became_right}
+    return [
+        styled("{}, {} ({:,}): {}", item.name, words, len(changes), shown_changes(changes))
+        for words, changes in found.items()
+        if changes
+    ]
+
+
+def shown_changes(changes: Sequence[Change]) -> str:
+    """Return the first changed prompts: numbers and the ends of texts."""
+    shown = [
+        f"{change.prompt_id} {change.prompt[-SHOWN_CHARACTERS:]!r}" for change in changes[:SHOWN_CHANGES]
+    ]
+    return "; ".join(shown) + ("; ..." if len(changes) > SHOWN_CHANGES else "")
+
+
 def headline(report: Report) -> str:
     """Return the result in one line."""
     first = report.models[0]
     if not report.comparisons:
         reward = f"mean reward {number(first.mean_reward)}"
-        return f"{first.name}: {reward}, " + ", ".join(
-            f"pass@{k} {percent(estimate)}" for k, estimate in first.pass_at.items()
-        )
+        score = [] if first.mean_score is None else [f"mean score {number(first.mean_score)}"]
+        passes = [f"pass@{k} {percent(estimate)}" for k, estimate in first.pass_at.items()]
+        return f"{first.name}: {', '.join([reward, *score, *passes])}"
     best = max(report.models, key=lambda model: model.mean_reward.value)
-    verdicts = "; ".join(f"{item.name}: {item.verdict}" for item in report.comparisons)
+    verdicts = "; ".join(
+        f"{item.name}: {item.verdict}" + (f", by score {item.score.verdict}" if item.score else "")
+        for item in report.comparisons
+    )
     return f"highest mean reward: {best.name}, {number(best.mean_reward)}. Against {first.name}: {verdicts}"
 
 
@@ -69,11 +102,14 @@ def describe(settings: Settings) -> str:
 def table_of_models(report: Report, between: str) -> Table:
     """Make a table with a row per model; `between` is between a value and its interval."""
     ks = report.models[0].pass_at
-    table = plain_table("model", "mean reward", *(f"pass@{k}" for k in ks), "truncated", "tokens")
+    scored = any(model.mean_score for model in report.models)
+    score = ("mean score",) if scored else ()
+    table = plain_table("model", "mean reward", *score, *(f"pass@{k}" for k in ks), "truncated", "tokens")
     for model in report.models:
         table.add_row(
             styled("{}", model.name),
             number(model.mean_reward, between),
+            *(["?" if model.mean_score is None else number(model.mean_score, between)] if scored else []),
             *(percent(estimate, between) for estimate in model.pass_at.values()),
             f"{100 * model.truncated:.0f} %",
             f"{model.mean_tokens:,.0f}",
@@ -84,18 +120,30 @@ def table_of_models(report: Report, between: str) -> Table:
 def table_of_comparisons(report: Report, between: str) -> Table:
     """Make a table with a row per model but the first; `between` as of `table_of_models`."""
     ks = report.comparisons[0].pass_at
+    scored = any(item.score for item in report.comparisons)
     table = plain_table("model", "mean reward", *(f"pass@{k}, points" for k in ks), "better/worse/equal", "p")
     table.add_column("verdict")
+    for heading in ("mean score", "p", "by score") if scored else ():
+        table.add_column(heading)
     for item in report.comparisons:
         table.add_row(
             styled("{}", item.name),
             number(item.mean_reward, between, sign="+"),
             *(points(estimate, between) for estimate in item.pass_at.values()),
             f"{item.better:,}/{item.worse:,}/{item.equal:,}",
-            chance(item),
+            chance(item.p_value),
             Text(item.verdict, STYLES[item.verdict]),
+            *(cells_of_score(item, between) if scored else []),
         )
     return table
+
+
+def cells_of_score(item: Comparison, between: str) -> list[str | Text]:
+    """Return the difference of mean scores, its p-value and its verdict; `?` without scores."""
+    if item.score is None:
+        return ["?"] * 3
+    verdict = Text(item.score.verdict, STYLES[item.score.verdict])
+    return [number(item.score.mean, between, sign="+"), chance(item.score.p_value), verdict]
 
 
 def plain_table(first: str, *others: str) -> Table:
@@ -129,9 +177,9 @@ def with_limits(shown: str, between: str, estimate: Estimate, spec: str, unit: f
     return f"{shown}{between}[{unit * estimate.low:{spec}}, {unit * estimate.high:{spec}}]"
 
 
-def chance(item: Comparison) -> str:
+def chance(p_value: float) -> str:
     """Return the p-value; smaller ones than 0.001 are not exact."""
-    return "< 0.001" if item.p_value < 0.001 else f"{item.p_value:.3f}"
+    return "< 0.001" if p_value < 0.001 else f"{p_value:.3f}"
 
 
 def notes_on(report: Report) -> list[Text]:
@@ -155,6 +203,11 @@ def notes_on(report: Report) -> list[Text]:
                 format_number(report.distinct_rewards[-1]),
             )
         )
+    if report.settings.reward_model is not None:
+        notes.append(
+            styled("scores are of {}; the rewards do not contain them", report.settings.reward_model)
+        )
+    notes += [styled("[yellow]note[/yellow]: {}", text) for text in report.differing_settings]
     for model in report.models:
         if model.missing:
             notes.append(

@@ -1,4 +1,4 @@
-"""The results of an evaluation: read from its folder, summarised per model, and compared."""
+"""The samples of evaluations: read from their folders, summarised per model, and compared."""
 
 import json
 from collections.abc import Sequence
@@ -23,13 +23,19 @@ Verdict = Literal["better", "worse", "no difference found"]
 
 @dataclass(frozen=True)
 class Samples:
-    """The samples of one model, by prompt: `rewards[i]` are those of prompt `prompts[i]`."""
+    """The samples of one model, by prompt: `rewards[i]` are those of prompt `prompts[i]`.
+
+    `scores` are those of a reward model, by the same prompts. `num_expected` samples were to be.
+    """
 
     path: str
     file: str
     seconds: float
+    num_expected: int
     prompts: tuple[int, ...]
+    texts: tuple[str, ...]
     rewards: tuple[tuple[float, ...], ...]
+    scores: tuple[tuple[float, ...], ...] | None
     num_truncated: int
     num_tokens: int
 
@@ -41,12 +47,16 @@ class Samples:
 
 @dataclass(frozen=True)
 class Settings:
-    """What was evaluated. `rows` is "valid" or "train"; `sampling` the options of `gconfig`."""
+    """What was evaluated. `rows` is "valid" or "train"; `sampling` the options of `gconfig`.
+
+    `reward_model` is the path of the model whose scores the samples have; None without one.
+    """
 
     rows: str
     num_rows: int
     n_samples: int
     sampling: dict[str, Any]
+    reward_model: str | None
 
 
 @dataclass(frozen=True)
@@ -61,9 +71,32 @@ class ModelResult:
     num_samples: int
     missing: int
     mean_reward: Estimate
+    mean_score: Estimate | None
     pass_at: dict[int, Estimate]
     truncated: float
     mean_tokens: float
+
+
+@dataclass(frozen=True)
+class ScoreDifference:
+    """The difference of mean scores of the reward model, as that of rewards in `Comparison`."""
+
+    mean: Estimate
+    p_value: float
+    verdict: Verdict
+
+
+@dataclass(frozen=True)
+class Change:
+    """A prompt that one model solves and another does not: in more than half of its samples.
+
+    `before` and `after` are the shares of solved samples, of the first model and the other one.
+    """
+
+    prompt_id: int
+    prompt: str
+    before: float
+    after: float
 
 
 @dataclass(frozen=True)
@@ -78,17 +111,25 @@ class Comparison:
     baseline: str
     num_prompts: int
     mean_reward: Estimate
+    score: ScoreDifference | None
     pass_at: dict[int, Estimate]
     better: int
     worse: int
     equal: int
+    became_wrong: tuple[Change, ...]
+    became_right: tuple[Change, ...]
     p_value: float
     verdict: Verdict
+
+    @property
+    def improvement(self) -> float:
+        """The difference of mean rewards."""
+        return self.mean_reward.value
 
 
 @dataclass(frozen=True)
 class Report:
-    """Everything that is printed of an evaluation."""
+    """Everything that is printed of an evaluation, or of several that are compared."""
 
     run: str
     settings: Settings
@@ -97,31 +138,47 @@ class Report:
     models: tuple[ModelResult, ...]
     comparisons: tuple[Comparison, ...]
     record: str | None
+    differing_settings: tuple[str, ...] = ()  # of evaluations that are compared
 
 
 def read_results(folder: Path) -> tuple[Settings, list[Samples]]:
     """Read what `areal_core/trainer/evaluation_run.py` wrote into a folder."""
     summary = json.loads((folder / "evaluation.json").read_text())
-    settings = Settings(summary["rows"], summary["num_rows"], summary["n_samples"], summary["sampling"])
-    return settings, [read_samples(folder / model["file"], model) for model in summary["models"]]
+    settings = Settings(
+        rows=summary["rows"],
+        num_rows=summary["num_rows"],
+        n_samples=summary["n_samples"],
+        sampling=summary["sampling"],
+        reward_model=summary.get("reward_model"),
+    )
+    return settings, [read_samples(folder / model["file"], model, settings) for model in summary["models"]]
 
 
-def read_samples(file: Path, model: dict[str, Any]) -> Samples:
+def read_samples(file: Path, model: dict[str, Any], settings: Settings) -> Samples:
     """Read the samples of one model."""
     rewards: dict[int, list[float]] = {}
+    scores: dict[int, list[float]] = {}
+    texts: dict[int, str] = {}
     num_truncated, num_tokens = 0, 0
     with file.open(encoding="utf-8") as lines:
         for line in lines:
             sample = json.loads(line)
-            rewards.setdefault(sample["prompt_id"], []).append(sample["reward"])
+            prompt = sample["prompt_id"]
+            rewards.setdefault(prompt, []).append(sample["reward"])
+            texts[prompt] = sample["prompt"]
+            if settings.reward_model is not None:
+                scores.setdefault(prompt, []).append(sample["score"])
             num_truncated += sample["finish_reason"] == "length"
             num_tokens += sample["num_sampled"]
     return Samples(
         path=model["path"],
         file=str(file),
         seconds=model["seconds"],
+        num_expected=settings.num_rows * settings.n_samples,
         prompts=tuple(rewards),
+        texts=tuple(texts.values()),
         rewards=tuple(map(tuple, rewards.values())),
+        scores=tuple(map(tuple, scores.values())) if scores else None,
         num_truncated=num_truncated,
         num_tokens=num_tokens,
     )
@@ -134,17 +191,22 @@ def make_report(
     ks: Sequence[int],
     solved_above: float,
     record: str | None,
+    names: Sequence[str] | None = None,
+    differing_settings: Sequence[str] = (),
 ) -> Report:
     """Summarise every model, and compare each with the first one.
 
     Args:
         ks: the k of pass@k; of prompts with fewer samples none is computed.
         solved_above: a sample solves its prompt if its reward is above this.
+        names: of the models; by default `short_names` of their paths.
+
+    Raises:
+        ValueError: two models got different prompts.
     """
-    names = short_names([of_model.path for of_model in samples])
+    names = names or short_names([of_model.path for of_model in samples])
     models = [
-        summarise(name, of_model, settings, ks, solved_above)
-        for name, of_model in zip(names, samples, strict=True)
+        summarise(name, of_model, ks, solved_above) for name, of_model in zip(names, samples, strict=True)
     ]
     comparisons = decided(
         [
@@ -154,7 +216,14 @@ def make_report(
     )
     rewards = {reward for of_model in samples for of_prompt in of_model.rewards for reward in of_prompt}
     return Report(
-        run, settings, solved_above, tuple(sorted(rewards)), tuple(models), tuple(comparisons), record
+        run,
+        settings,
+        solved_above,
+        tuple(sorted(rewards)),
+        tuple(models),
+        tuple(comparisons),
+        record,
+        tuple(differing_settings),
     )
 
 
@@ -164,9 +233,7 @@ def short_names(paths: Sequence[str]) -> list[str]:
     return [name if last.count(name) == 1 and name else path for name, path in zip(last, paths, strict=True)]
 
 
-def summarise(
-    name: str, samples: Samples, settings: Settings, ks: Sequence[int], solved_above: float
-) -> ModelResult:
+def summarise(name: str, samples: Samples, ks: Sequence[int], solved_above: float) -> ModelResult:
     """Summarise one model."""
     return ModelResult(
         name=name,
@@ -175,8 +242,9 @@ def summarise(
         seconds=samples.seconds,
         num_prompts=len(samples.prompts),
         num_samples=samples.num_samples,
-        missing=settings.num_rows * settings.n_samples - samples.num_samples,
+        missing=samples.num_expected - samples.num_samples,
         mean_reward=estimate_mean(means(samples.rewards)),
+        mean_score=None if samples.scores is None else estimate_mean(means(samples.scores)),
         pass_at={
             k: estimate_mean(values, is_share=True)
             for k in ks
@@ -201,46 +269,108 @@ def passes(rewards: Sequence[Sequence[float]], k: int, solved_above: float) -> V
 def compare(
     name: str, samples: Samples, baseline: str, first: Samples, ks: Sequence[int], solved_above: float
 ) -> Comparison:
-    """Compare a model with the first one, prompt by prompt; not yet adjusted for several."""
-    of_first = dict(zip(first.prompts, first.rewards, strict=True))
-    pairs = [
-        (rewards, of_first[prompt])
-        for prompt, rewards in zip(samples.prompts, samples.rewards, strict=True)
-        if prompt in of_first
-    ]
-    differences = means([new for new, _ in pairs]) - means([old for _, old in pairs])
+    """Compare a model with the first one, prompt by prompt; not yet adjusted for several.
+
+    Raises:
+        ValueError: they got different prompts, or none of the same.
+    """
+    pairs = paired(name, samples, baseline, first)
+    new_rewards, old_rewards = (
+        [of[prompt] for prompt in pairs] for of in (rewards_of(samples), rewards_of(first))
+    )
+    differences = means(new_rewards) - means(old_rewards)
     by_k = {}
     for k in ks:
-        both = [(new, old) for new, old in pairs if min(len(new), len(old)) >= k]
+        both = [pair for pair in zip(new_rewards, old_rewards, strict=True) if min(map(len, pair)) >= k]
         if both:
             new_passes, old_passes = (passes([pair[i] for pair in both], k, solved_above) for i in (0, 1))
             by_k[k] = estimate_mean(new_passes - old_passes)
     better, worse = int((differences > 0).sum()), int((differences < 0).sum())
+    before, after = (passes(rewards, 1, solved_above).tolist() for rewards in (old_rewards, new_rewards))
+    changes = [
+        Change(prompt, text, old, new)
+        for (prompt, text), old, new in zip(pairs.items(), before, after, strict=True)
+        if (old > 0.5) != (new > 0.5)
+    ]
     return Comparison(
         name=name,
         baseline=baseline,
         num_prompts=len(pairs),
         mean_reward=estimate_mean(differences),
+        score=compare_scores(samples, first, list(pairs)),
         pass_at=by_k,
         better=better,
         worse=worse,
         equal=len(pairs) - better - worse,
+        became_wrong=tuple(change for change in changes if change.after < change.before),
+        became_right=tuple(change for change in changes if change.after > change.before),
         p_value=chance_of_difference(differences),
         verdict="no difference found",
+    )
+
+
+def rewards_of(samples: Samples) -> dict[int, tuple[float, ...]]:
+    """Return the rewards of each prompt."""
+    return dict(zip(samples.prompts, samples.rewards, strict=True))
+
+
+def paired(name: str, samples: Samples, baseline: str, first: Samples) -> dict[int, str]:
+    """Return the text of each prompt that both models answered, by its number.
+
+    Raises:
+        ValueError: a text differs, or there is no such prompt.
+    """
+    of_first = dict(zip(first.prompts, first.texts, strict=True))
+    pairs = {
+        prompt: text
+        for prompt, text in zip(samples.prompts, samples.texts, strict=True)
+        if prompt in of_first
+    }
+    for prompt, text in pairs.items():
+        if text != of_first[prompt]:
+            raise ValueError(
+                f"prompt {prompt} of {name} is {text!r} and that of {baseline} {of_first[prompt]!r}: evaluations are compared "
+                "prompt by prompt, evaluate both on the same rows with one tokenizer"
+            )
+    if not pairs:
+        raise ValueError(
+            f"{name} and {baseline} have answered no prompt in common: evaluate both on the same rows"
+        )
+    return pairs
+
+
+def compare_scores(samples: Samples, first: Samples, prompts: Sequence[int]) -> ScoreDifference | None:
+    """Compare the scores of the reward model; None if one of the two has none."""
+    if samples.scores is None or first.scores is None:
+        return None
+    new, old = (dict(zip(of.prompts, of.scores or (), strict=True)) for of in (samples, first))
+    differences = means([new[prompt] for prompt in prompts]) - means([old[prompt] for prompt in prompts])
+    return ScoreDifference(
+        estimate_mean(differences), chance_of_difference(differences), "no difference found"
     )
 
 
 def decided(comparisons: Sequence[Comparison]) -> list[Comparison]:
     """Return comparisons with adjusted p-values and their verdicts."""
     adjusted = holm([item.p_value for item in comparisons])
-    return [
+    with_verdicts = [
         replace(item, p_value=p_value, verdict=verdict_of(item.mean_reward.value, p_value))
         for item, p_value in zip(comparisons, adjusted, strict=True)
     ]
+    of_scores = iter(holm([item.score.p_value for item in comparisons if item.score is not None]))
+    return [
+        item if item.score is None else replace(item, score=decided_score(item.score, next(of_scores)))
+        for item in with_verdicts
+    ]
 
 
-def verdict_of(difference: float, p_value: float) -> Verdict:
-    """Return the verdict on a difference of mean rewards."""
+def decided_score(score: ScoreDifference, p_value: float) -> ScoreDifference:
+    """Return a difference of scores with its adjusted p-value and its verdict."""
+    return replace(score, p_value=p_value, verdict=verdict_of(score.mean.value, p_value))
+
+
+def verdict_of(improvement: float, p_value: float) -> Verdict:
+    """Return the verdict on an improvement, such as a difference of mean rewards."""
     if p_value >= 1 - CONFIDENCE:
         return "no difference found"
-    return "better" if difference > 0 else "worse"
+    return "better" if improvement > 0 else "worse"

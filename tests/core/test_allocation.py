@@ -102,7 +102,7 @@ def test_any_text_is_read_or_refused(text):
     ],
 )
 def test_an_evaluation_has_the_engine_of_the_training_and_one_process(text, evaluation):
-    found = parse_allocation(text).for_evaluation()
+    found = parse_allocation(text).for_evaluation(samples=True)
     assert str(found) == evaluation
     assert parse_allocation(evaluation) == found
     assert found.num_ranks == 1
@@ -111,7 +111,17 @@ def test_an_evaluation_has_the_engine_of_the_training_and_one_process(text, eval
 
 def test_without_a_rollout_engine_there_is_no_evaluation():
     with pytest.raises(AllocationError, match="fsdp:d2 has no rollout engine, so nothing can be sampled"):
-        parse_allocation("fsdp:d2").for_evaluation()
+        parse_allocation("fsdp:d2").for_evaluation(samples=True)
+
+
+def test_a_supervised_evaluation_keeps_the_ranks_of_the_training():
+    found = parse_allocation("fsdp:d4t2").for_evaluation(samples=False)
+    assert str(found) == "fsdp:d4t2|eval"
+    assert parse_allocation("d4t2|eval") == found
+    assert (found.kind, found.num_ranks, found.trains) == ("eval", 8, False)
+    assert parse_allocation("fsdp:d4t2").trains
+    with pytest.raises(AllocationError, match="expected 'eval'"):
+        parse_allocation("fsdp:d4|fsdp:d4")
 
 
 def test_separate_backends_join_to_one_allocation():

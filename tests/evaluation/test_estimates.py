@@ -57,13 +57,29 @@ def test_signs_are_flipped_exactly_for_few_prompts_and_at_random_for_many():
     assert chance_of_difference(np.array([1.0, -1.0])) == 1.0
     assert chance_of_difference(np.array([0.5] * 5 + [0.0] * 7)) == 2 / 32
     assert chance_of_difference(np.array([0.1, 0.2, -0.3])) == 1.0  # their sum is 0, but for rounding
-    assert chance_of_difference(np.ones(40)) == 1 / 10_001
+    assert chance_of_difference(np.linspace(0.1, 1, 40)) == 1 / 10_001
     stats = pytest.importorskip("scipy.stats")
     differences = np.random.default_rng(0).normal(0.35, 1.0, size=30)
     other = stats.permutation_test(
         (differences,), np.mean, permutation_type="samples", n_resamples=20_000, rng=0
     )
     assert chance_of_difference(differences) == pytest.approx(other.pvalue, abs=0.01)
+
+
+@pytest.mark.parametrize(("gained", "lost"), [(40, 0), (30, 20), (7, 7), (3, 12), (600, 500)])
+def test_of_one_sample_each_the_test_is_mcnemars_exact_one(gained, lost):
+    binomtest = pytest.importorskip("scipy.stats").binomtest
+    differences = np.array([1.0] * gained + [-1.0] * lost + [0.0] * 5)
+    assert chance_of_difference(differences) == pytest.approx(binomtest(gained, gained + lost).pvalue)
+
+
+def test_a_weighted_mean_is_resampled_with_its_weights():
+    values, weights = np.array([4.0, 2.0, 1.0]), np.array([1.0, 3.0, 0.0])
+    estimate = estimate_mean(values, weights=weights)
+    assert estimate.value == pytest.approx(2.5)
+    assert (estimate.low, estimate.high) == (2.0, 4.0)  # the row without weight never counts
+    even = estimate_mean(values, weights=np.full(3, 7.0))
+    assert even == estimate_mean(values)
 
 
 def test_p_values_of_several_models_are_adjusted_as_holm_does():

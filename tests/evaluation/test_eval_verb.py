@@ -81,6 +81,43 @@ def test_a_training_script_evaluates_two_models_unchanged(config, tiny_model, tm
     assert not list(tmp_path.glob("runs/logs/*/own/trial0"))
 
 
+def test_a_supervised_script_measures_its_validation_rows_on_two_ranks(random_model, tmp_path):
+    models = [random_model(tmp_path / name, seed) for seed, name in enumerate(("first", "second"))]
+    rows = [{"prompt": f"{i}+1=", "completion": str(i + 1)} for i in range(5)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = tmp_path / "own.yaml"
+    config.write_text(
+        f"""
+actor: {{path: {models[0]}, dtype: float32, optimizer: {{lr: 1.0e-3}}}}
+allocation_mode: fsdp:d2
+train_dataset: {{path: {tmp_path}/rows.jsonl, type: sft, batch_size: 4}}
+valid_dataset: {{path: {tmp_path}/rows.jsonl, type: sft}}
+device: cpu
+cluster: {{fileroot: {tmp_path}/runs}}
+"""
+    )
+    script = ROOT / "examples" / "gsm8k_sft.py"
+    options = ["--baseline", "--ckpt", models[1], "--fail-below", "100"]
+    done = areal_debug("eval", script, "--config", config, "--json", *options)
+    assert done.returncode == 1, done.stdout + done.stderr  # no model lowers the loss by 100
+    report = json.loads(done.stdout)
+    assert report["settings"] == {"method": "sft", "rows": "valid", "num_rows": 5}
+    assert [model["num_rows"] for model in report["models"]] == [5, 5]
+    [item] = report["comparisons"]
+    losses = [model["measures"]["loss"]["value"] for model in report["models"]]
+    assert item["measures"]["loss"]["value"] == pytest.approx(losses[1] - losses[0])
+    lines = [json.loads(line) for line in Path(report["models"][0]["file"]).read_text().splitlines()]
+    assert [line["row_id"] for line in lines] == [0, 1, 2, 3, 4]
+    stats = Path(report["models"][0]["file"]).parents[1] / "stats.jsonl"
+    logged = [json.loads(line)["eval-sft/loss/avg"] for line in stats.read_text().splitlines()]
+    assert logged == pytest.approx(losses, rel=1e-5)
+    saved = str(tmp_path / "runs/logs")
+    [folder] = Path(saved).glob("*/own/trial0-eval")
+    compared = areal_debug("eval", "--compare", folder, "--json")
+    assert compared.returncode == (item["verdict"] == "worse")
+    assert json.loads(compared.stdout)["comparisons"][0]["measures"] == item["measures"]
+
+
 @pytest.mark.long
 def test_train_with_an_allocation_of_evaluation_prints_the_same_report(config):
     done = areal_debug("train", SCRIPT, "--config", config, "allocation_mode=embedded|eval", "~debug")
@@ -133,8 +170,11 @@ def test_wrong_input_is_one_sentence(config, tiny_model, tmp_path):
     assert "there is no script 'no_such_example'" in refusal("no_such_example", "--config", config)
     supervised = tmp_path / "sft.yaml"
     supervised.write_text("actor: {path: m, optimizer: {lr: 1.0e-3}}\ntrain_dataset: {path: d, type: sft}\n")
-    sentence = refusal(ROOT / "examples" / "gsm8k_sft.py", "--config", supervised)
-    assert "gsm8k_sft.py trains with SFTConfig, which samples nothing" in sentence
+    sft = (ROOT / "examples" / "gsm8k_sft.py", "--config", supervised)
+    assert "--samples and --k is of samples, and gsm8k_sft.py trains with SFTConfig" in refusal(
+        *sft, "--samples", "2", "--k", "1"
+    )
+    assert "gsm8k_sft.py passes none to its trainer" in refusal(*sft)
 
 
 def test_options_of_an_evaluation_are_noted_in_a_training_run(config):

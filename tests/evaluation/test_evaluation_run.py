@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from areal_core.config import PPOConfig, config_from_dict
 from areal_core.config.checks import check_config
+from areal_core.config.experiment import RewardModelConfig
 from areal_core.embedded.http_server import EmbeddedServer
 from areal_core.errors import ConfigError
 from areal_core.paths import run_folder
@@ -160,6 +161,30 @@ def test_the_training_rows_and_the_first_rows_can_be_chosen(model, tmp_path):
     assert [line["prompt_id"] for line in lines] == [0, 0, 1, 1]
 
 
+def test_a_reward_model_scores_samples_beside_the_verifier(model, tmp_path):
+    torch.manual_seed(0)
+    scorer = AutoModelForSequenceClassification.from_pretrained(model, num_labels=1, dtype=torch.float32)
+    scorer.save_pretrained(tmp_path / "scorer")
+    scorer.config.pad_token_id = None  # one row at a time: its last token
+    without = evaluate(config_of(tmp_path, model, "embedded|eval"))[1][0]
+    config = config_of(tmp_path, model, "embedded|eval")
+    config.reward_model = RewardModelConfig(path=str(tmp_path / "scorer"), dtype="float32", weight=5.0)
+    summary, [lines], events = evaluate(config)
+    assert summary["reward_model"] == str(tmp_path / "scorer")
+    [batch] = [facts["batch"] for event, facts in events if event == "batch"]
+    rows = [
+        ids[mask][None] for ids, mask in zip(batch["input_ids"].long(), batch["attention_mask"], strict=True)
+    ]
+    with torch.no_grad():
+        expected = [scorer(row).logits.item() for row in rows]
+    assert [line["score"] for line in lines] == pytest.approx(expected, abs=1e-5)
+    assert len({line["score"] for line in lines}) > 1
+    assert [{name: line[name] for name in line if name != "score"} for line in lines] == without
+    assert batch["rewards"].tolist() == [line["reward"] for line in without]  # the verifier's alone
+    [stats] = [facts["stats"] for event, facts in events if event == "step"]
+    assert stats["eval-rollout/score"] == pytest.approx(sum(expected) / len(expected), abs=1e-5)
+
+
 def test_a_lora_adapter_is_merged_into_the_model_of_the_config(model, tmp_path):
     peft = pytest.importorskip("peft")
 
@@ -175,4 +200,4 @@ def test_a_lora_adapter_is_merged_into_the_model_of_the_config(model, tmp_path):
     _, [of_adapter, of_merged, of_base], _ = evaluate(config)
     assert of_adapter == of_merged
     assert of_adapter != of_base
-    assert not (run_folder(config, "checkpoints") / "merged").exists()
+    assert not (run_folder(config, "checkpoints") / "merged-0").exists()

@@ -100,3 +100,25 @@ def test_the_report_warns_of_shaped_rewards_and_missing_samples(tmp_path, capsys
     assert "rewards have 3 distinct values from 0 to 1: --solved-above decides" in out
     assert "3 samples of base are missing" in out
     assert "against base, prompt by prompt:" in out
+
+
+def test_scores_of_a_reward_model_have_means_differences_and_a_verdict(tmp_path, capsys):
+    rewards = [[0.0, 0.0]] * 8
+    folder = write_results(tmp_path, {"base": rewards, "new": rewards}, n_samples=2)
+    summary = json.loads((folder / "evaluation.json").read_text()) | {"reward_model": "rm"}
+    (folder / "evaluation.json").write_text(json.dumps(summary))
+    for number in (0, 1):
+        file = folder / f"samples-{number}.jsonl"
+        lines = [json.loads(line) for line in file.read_text().splitlines()]
+        scored = [line | {"score": line["prompt_id"] + number / 2} for line in lines]
+        file.write_text("".join(json.dumps(line) + "\n" for line in scored))
+    report = report_of(folder, ks=(1,))
+    assert [model.mean_score.value for model in report.models] == [3.5, 4.0]
+    [item] = report.comparisons
+    assert (item.verdict, item.score.verdict) == ("no difference found", "better")
+    assert item.score.mean.value == 0.5
+    assert item.score.p_value == pytest.approx(2 / 2**8)
+    print_report(report)
+    out = " ".join(capsys.readouterr().out.split())
+    assert "Against base: new: no difference found, by score better" in out
+    assert "scores are of rm; the rewards do not contain them" in out

@@ -1,0 +1,82 @@
+"""Supervised results on disk to a report: literal numbers, ties, changed pairs, refusals."""
+
+import json
+import math
+
+import pytest
+
+from areal_debug.eval.render_rows import print_row_report
+from areal_debug.eval.supervised_rows import make_row_report, read_rows
+
+
+def write_rows(folder, method: str, of_models: dict[str, list[dict]], sha256: str = "a"):
+    folder.mkdir(parents=True, exist_ok=True)
+    models = []
+    for number, (path, rows) in enumerate(of_models.items()):
+        file = f"samples-{number}.jsonl"
+        lines = [{"row_id": i, "row_sha256": f"{sha256}{i}"} | row for i, row in enumerate(rows)]
+        (folder / file).write_text("".join(json.dumps(line) + "\n" for line in lines))
+        models.append({"path": path, "file": file, "seconds": 1.0})
+    summary = {"method": method, "rows": "valid", "num_rows": len(rows), "models": models}
+    (folder / "evaluation.json").write_text(json.dumps(summary))
+    return folder
+
+
+def pair(margin: float) -> dict[str, float]:
+    return {"loss": math.log(1 + math.exp(-margin)), "accuracy": float(margin > 0), "margin": margin}
+
+
+def report_of(folder):
+    settings, rows = read_rows(folder)
+    return make_row_report("e/t", settings, rows)
+
+
+def test_a_loss_is_a_mean_over_tokens(tmp_path):
+    rows = [{"num_tokens": 1, "loss": 4.0}, {"num_tokens": 3, "loss": 2.0}, {"num_tokens": 0, "loss": 0.0}]
+    [model] = report_of(write_rows(tmp_path, "sft", {"m": rows})).models
+    assert model.measures["loss"].value == pytest.approx(2.5)
+    assert (model.measures["loss"].low, model.measures["loss"].high) == (2.0, 4.0)
+    assert model.measures["perplexity"].value == pytest.approx(math.exp(2.5))
+    assert model.measures["perplexity"].high == pytest.approx(math.exp(4.0))
+    assert (model.num_rows, model.num_tokens, model.num_ties) == (3, 4, None)
+
+
+def test_two_models_are_compared_row_by_row(tmp_path):
+    before = [{"num_tokens": 2, "loss": 1.0 + i} for i in range(8)]
+    after = [{"num_tokens": 2, "loss": 0.5 + i} for i in range(8)]
+    folder = write_rows(tmp_path, "sft", {"base": before, "lower": after, "same": before})
+    lower, same = report_of(folder).comparisons
+    assert lower.measures["loss"].value == pytest.approx(-0.5)
+    assert (lower.better, lower.worse, lower.equal) == (8, 0, 0)
+    assert lower.p_value == pytest.approx(2 * 2 / 2**8)  # Holm: of two comparisons
+    assert (lower.verdict, lower.improvement) == ("better", pytest.approx(0.5))
+    assert (same.verdict, same.p_value) == ("no difference found", 1.0)
+
+
+def test_pairs_have_an_accuracy_a_margin_and_the_pairs_that_changed(tmp_path, capsys):
+    before = [pair(1.0), pair(2.0), pair(0.0), pair(-1.0)]
+    after = [pair(-1.0), pair(3.0), pair(0.5), pair(-2.0)]
+    report = report_of(write_rows(tmp_path, "rw", {"base": before, "new": after}))
+    assert report.models[0].measures["accuracy"].value == 0.5
+    assert report.models[0].measures["margin"].value == 0.5
+    assert (report.models[0].num_ties, report.models[1].num_ties) == (1, 0)
+    [item] = report.comparisons
+    assert item.measures["accuracy"].value == 0.0
+    assert (item.became_wrong, item.became_right) == ((0,), (2,))
+    print_row_report(report)
+    out = " ".join(capsys.readouterr().out.split())
+    assert "4 validation pairs, reward model" in out
+    assert "new, right to wrong (1 pairs): 0" in out
+    assert "1 pairs of base have a margin of 0" in out
+
+
+def test_other_rows_and_numbers_that_are_not_finite_are_refused(tmp_path):
+    rows = [{"num_tokens": 1, "loss": 1.0}]
+    settings, one = read_rows(write_rows(tmp_path / "a", "sft", {"m": rows}))
+    _, other = read_rows(write_rows(tmp_path / "b", "sft", {"n": rows}, sha256="b"))
+    with pytest.raises(ValueError, match="row 0 of n has other tokens than that of m"):
+        make_row_report("", settings, [*one, *other])
+    with pytest.raises(ValueError, match="the loss of row 0 is nan, which has no mean"):
+        read_rows(write_rows(tmp_path, "sft", {"m": [{"num_tokens": 1, "loss": math.nan}]}))
+    with pytest.raises(ValueError, match="no row has a token in its loss mask"):
+        read_rows(write_rows(tmp_path, "sft", {"m": [{"num_tokens": 0, "loss": 0.0}]}))
