@@ -1,4 +1,4 @@
-"""Print a supervised evaluation: a table of the models, the comparison with the first one, notes."""
+"""Print a supervised evaluation: a table of the models, the comparison, and notes."""
 
 from collections.abc import Sequence
 

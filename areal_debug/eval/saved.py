@@ -128,7 +128,7 @@ def parsed(read: Callable[[Path], T], folder: Path) -> T:
 
 
 def differences_of(labels: Sequence[str], every: Sequence[Settings]) -> list[str]:
-    """Return a sentence for each evaluation whose options of sampling are not those of the first."""
+    """Return a sentence for each evaluation that was sampled with other options than the first."""
     first = options_of(every[0])
     found = []
     for label, settings in zip(labels[1:], every[1:], strict=True):
