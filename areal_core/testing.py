@@ -86,27 +86,35 @@ def make_tiny_model(
     num_heads: int = 4,
     num_kv_heads: int = 2,
     seed: int = 0,
+    tokenizer: PreTrainedTokenizerFast | None = None,
+    **changes: Any,
 ) -> Path:
     """Write a random Llama and its tokenizer to `folder` in Hugging Face format, float32.
 
     The same arguments give the same bytes.
+
+    Args:
+        tokenizer: by default `make_tiny_tokenizer`.
+        changes: further options of the Llama, such as `initializer_range`.
     """
     folder = Path(folder)
-    tokenizer = make_tiny_tokenizer()
-    config = LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=hidden_size,
-        intermediate_size=4 * hidden_size,
-        num_hidden_layers=num_layers,
-        num_attention_heads=num_heads,
-        num_key_value_heads=num_kv_heads,
-        max_position_embeddings=2048,
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-        dtype="float32",
-    )
+    tokenizer = tokenizer or make_tiny_tokenizer()
+    options: dict[str, Any] = {
+        "hidden_size": hidden_size,
+        "intermediate_size": 4 * hidden_size,
+        "num_hidden_layers": num_layers,
+        "num_attention_heads": num_heads,
+        "num_key_value_heads": num_kv_heads,
+        "max_position_embeddings": 2048,
+        "tie_word_embeddings": True,
+        "dtype": "float32",
+    }
+    special = {
+        "bos_token_id": None,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+    config = LlamaConfig(vocab_size=len(tokenizer), **special, **(options | changes))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = LlamaForCausalLM(config)

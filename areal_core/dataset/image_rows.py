@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from io import BytesIO
 from typing import TYPE_CHECKING, Any, overload
 
-from areal_core.config.vision import is_of_images
+from areal_core.config.vision import IMAGE_DATASETS, is_of_images
 from areal_core.dataset.rows import Row
 from areal_core.errors import DatasetError, ImageError
 from areal_core.vision.images import as_image_bytes, shrunk
@@ -48,10 +48,11 @@ class ImageTask:
 
 
 # By a substring of the path. Upstream removes the word, too: "How many different items" counts all.
+CLEVR, GEOMETRY, VIRL = IMAGE_DATASETS
 TASKS = {
-    "clevr_count_70k": ImageTask(system=BRACKETS, removed="different ", max_pixels=336 * 336),
-    "geometry3k": ImageTask(suffix=REASONED, max_pixels=448 * 448),
-    "virl39k": ImageTask(suffix=REASONED, max_pixels=320 * 320),
+    CLEVR: ImageTask(system=BRACKETS, removed="different ", max_pixels=336 * 336),
+    GEOMETRY: ImageTask(suffix=REASONED, max_pixels=448 * 448),
+    VIRL: ImageTask(suffix=REASONED, max_pixels=320 * 320),
 }
 OTHER = ImageTask()
 

@@ -200,7 +200,7 @@ def place_processes(config: AnyConfig, allocation: Allocation) -> list[Processes
             else on_machines(range(placement.num_trainer_nodes), placement)
         )
         kind = "FSDP rank with the embedded engine" if allocation.engine == "embedded" else "FSDP rank"
-        kind = kind if allocation.trains else "FSDP rank that evaluates and does not train"
+        kind = kind if allocation.trains else "evaluating FSDP rank"
         found.append(Processes(kind, world, 1, where + describe_groups(allocation.train)))
     elif allocation.kind == "eval":
         where = "without a GPU" if allocation.has_servers else on_this_machine(config, 0, 1)

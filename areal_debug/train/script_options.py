@@ -89,7 +89,8 @@ def find_script(name: str) -> Path:
     for path in (Path(name), EXAMPLES / f"{name.removesuffix('.py')}.py"):
         if path.is_file():
             return path
-    known = sorted(path.stem for path in EXAMPLES.glob("*.py"))
+    # those that make data, as tldr_data.py, read no config and train nothing
+    known = sorted(path.stem for path in EXAMPLES.glob("*.py") if read_options(path) is not None)
     raise ValueError(f"there is no script {name!r}: give a file, or one of the examples {', '.join(known)}")
 
 

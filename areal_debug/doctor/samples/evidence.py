@@ -53,7 +53,8 @@ def onset_of(curve: Series) -> int | None:
     """Return the step from which on a share is clearly larger; None if it was so from the start.
 
     The split with the largest sum of squares between its sides, if the sides differ by more than
-    four standard errors and the later one is at least twice the earlier one.
+    four standard errors and the later one is at least twice the earlier one. Unlike `onset.onset`,
+    which dates the bend of a metric that is known to change, it also decides whether there is one.
     """
     values, best, at = curve.values, 0.0, 0
     for split in range(2, len(values) - 1):
