@@ -15,13 +15,10 @@ Exits with 1 if fewer than 90 % of the failures are found, or a sound run is acc
 
 import argparse
 import json
-import os
 import random
 import shutil
 import statistics
-import sys
 import time
-import traceback
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -30,6 +27,7 @@ from typing import Any
 import torch
 import yaml
 from doctor_plants import changes, rewards
+from why_plants.warm import in_a_fork, wait_for
 
 from areal_core.config import DPOConfig, PPOConfig, RWConfig, SFTConfig, load_expr_config
 from areal_core.paths import run_folder
@@ -144,32 +142,6 @@ KINDS: dict[str, Any] = {
     "dpo": (DPOConfig, DPOTrainer, pairs),
     "reward_model": (RWConfig, RWTrainer, pairs),
 }
-
-
-def wait_for(pid: int) -> int:
-    """Wait for a fork and return its exit code."""
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-
-
-def in_a_fork(output: Path | None, work: Any, *arguments: Any) -> int:
-    """Call a function in a fork of this process, its output in a file if given; return its pid."""
-    child = os.fork()
-    if child:
-        return child
-    status = 1
-    try:
-        if output is not None:
-            log = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-            os.dup2(log, 1)
-            os.dup2(log, 2)
-        work(*arguments)
-        status = 0
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(status)
 
 
 def make(wanted: Sequence[tuple[Plant, int]], keep: Path, jobs: int) -> None:

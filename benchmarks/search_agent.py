@@ -21,7 +21,7 @@ from typing import Any
 
 from markupsafe import Markup
 from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, set_seed
+from transformers import PreTrainedTokenizerFast
 
 from areal_core.config import (
     PPOConfig,
@@ -30,6 +30,7 @@ from areal_core.config import (
 )
 from areal_core.paths import run_folder
 from areal_core.telemetry import read_stats
+from areal_core.testing import make_tiny_model
 from areal_core.trainer.rl import PPOTrainer
 from areal_core.trainer.sft import SFTTrainer
 from areal_debug.pages.charts import HEIGHT, WIDTH, shares
@@ -115,26 +116,14 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 
 def make_model(folder: Path, seed: int) -> Path:
     """Write a random Llama of two layers, width 64, and its tokenizer."""
-    tokenizer = make_tokenizer()
-    config = LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=64,
-        intermediate_size=256,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=4,
+    return make_tiny_model(
+        folder,
+        tokenizer=make_tokenizer(),
+        num_kv_heads=4,
+        seed=seed,
         max_position_embeddings=512,
-        tie_word_embeddings=True,
         initializer_range=0.1,  # with 0.02 a model of this width needs several times as many steps
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-        dtype="float32",
     )
-    set_seed(seed)
-    LlamaForCausalLM(config).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
 
 
 def demonstrations(seed: int) -> list[dict[str, list[int]]]:

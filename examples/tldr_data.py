@@ -16,9 +16,10 @@ import random
 import sys
 from pathlib import Path
 
-import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
+
+from areal_core.testing import make_tiny_model
 
 SUBJECTS = ("dog", "cat", "boss", "neighbor", "sister", "roommate", "teacher", "cousin", "landlord", "friend")
 VERBS = ("lost", "sold", "broke", "hid", "painted", "returned", "borrowed", "washed", "dropped", "wanted")
@@ -69,28 +70,6 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     return wrapped
 
 
-def make_model(folder: Path, seed: int) -> None:
-    """Write a random model of two layers, and its tokenizer, to `folder/model`."""
-    tokenizer = make_tokenizer()
-    config = LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        max_position_embeddings=128,
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-        dtype="float32",
-    )
-    torch.manual_seed(seed)
-    LlamaForCausalLM(config).save_pretrained(folder / "model")
-    tokenizer.save_pretrained(folder / "model")
-
-
 def write(folder: Path, num_rows: int = 4096, num_held_out: int = 128, seed: int = 0) -> None:
     """Write `train.jsonl`, `test.jsonl` and `model/`."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -98,7 +77,10 @@ def write(folder: Path, num_rows: int = 4096, num_held_out: int = 128, seed: int
     for split, count in {"train": num_rows, "test": num_held_out}.items():
         rows = [json.dumps(make_row(numbers)) + "\n" for _ in range(count)]
         (folder / f"{split}.jsonl").write_text("".join(rows))
-    make_model(folder, seed)
+    make_tiny_model(
+        folder / "model", tokenizer=make_tokenizer(), num_kv_heads=4, seed=seed,
+        intermediate_size=128, max_position_embeddings=128,
+    )  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -9,6 +9,8 @@ import os
 import runpy
 import sys
 import traceback
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch.distributed.fsdp  # noqa: F401
@@ -18,25 +20,31 @@ import transformers.models.llama.modeling_llama  # noqa: F401
 def main() -> None:
     for line in sys.stdin:
         job = json.loads(line)
-        child = os.fork()
-        if child == 0:
-            run(job)
-        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+        print(wait_for(in_a_fork(job["output"], run, job)), flush=True)
 
 
 def run(job: dict[str, Any]) -> None:
-    """Run the job's script as the main program of this process, and end the process."""
+    """Run the job's script as the main program of this process."""
+    os.chdir(job["folder"])
+    os.environ.update(job["environment"])
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    sys.path[:0] = [job["folder"], job["environment"]["PYTHONPATH"]]
+    sys.argv = job["arguments"]
+    runpy.run_path(sys.argv[0], run_name="__main__")
+
+
+def in_a_fork(output: str | Path | None, work: Callable[..., None], *arguments: Any) -> int:
+    """Call a function in a fork of this process, its output in a file if given; return its pid."""
+    child = os.fork()
+    if child:
+        return child
     status = 1
     try:
-        os.chdir(job["folder"])
-        os.environ.update(job["environment"])
-        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-        output = os.open(job["output"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-        os.dup2(output, 1)
-        os.dup2(output, 2)
-        sys.path[:0] = [job["folder"], job["environment"]["PYTHONPATH"]]
-        sys.argv = job["arguments"]
-        runpy.run_path(sys.argv[0], run_name="__main__")
+        if output is not None:
+            log = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+            os.dup2(log, 1)
+            os.dup2(log, 2)
+        work(*arguments)
         status = 0
     except BaseException:
         traceback.print_exc()
@@ -44,6 +52,11 @@ def run(job: dict[str, Any]) -> None:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)
+
+
+def wait_for(pid: int) -> int:
+    """Wait for a fork and return its exit code."""
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
 if __name__ == "__main__":
