@@ -167,7 +167,9 @@ def test_wrong_input_is_one_sentence(config, tiny_model, tmp_path):
     )
     assert "unknown option 'evaluation'" in refusal(*ours, "evaluation.rows=train")
     assert "cannot be read" in refusal(SCRIPT, "--config", tmp_path / "no.yaml")
-    assert "there is no script 'no_such_example'" in refusal("no_such_example", "--config", config)
+    unknown = refusal("no_such_example", "--config", config)
+    assert "there is no script 'no_such_example'" in unknown
+    assert "tldr_ppo, tldr_reward, tldr_sft" in unknown  # and not tldr_data, which trains nothing
     supervised = tmp_path / "sft.yaml"
     supervised.write_text("actor: {path: m, optimizer: {lr: 1.0e-3}}\ntrain_dataset: {path: d, type: sft}\n")
     sft = (ROOT / "examples" / "gsm8k_sft.py", "--config", supervised)
