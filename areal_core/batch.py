@@ -1,9 +1,9 @@
 """A batch: a dict of tensors, padded `[B, T]` between functions, flat `[tokens]` for compute.
 
-Keys, shapes and dtypes are listed in ARCHITECTURE.md. A tensor of two dimensions is per token, one
-of one dimension is per row. The keys of pictures (`PER_IMAGE`, `PER_ENTRY`) are ragged instead: the
-pictures of all rows one after another, `image_count` of each row. A picture is its encoded file, or
-processed pixels. So each function here treats every other key alike.
+Keys, shapes and dtypes are listed in ARCHITECTURE.md. A tensor of two dimensions or more is per
+token, one of one dimension is per row. The keys of pictures (`PER_IMAGE`, `PER_ENTRY`) are ragged
+instead: the pictures of all rows one after another, `image_count` of each row. A picture is its
+encoded file, or processed pixels. So each function here treats every other key alike.
 """
 
 import heapq
@@ -65,7 +65,7 @@ def pad_and_concat(batches: Sequence[Batch]) -> Batch:
 def _widen(key: str, tensor: Tensor, width: int) -> Tensor:
     if key in RAGGED or tensor.dim() == 1 or tensor.shape[1] == width:
         return tensor
-    return torch.nn.functional.pad(tensor, (0, width - tensor.shape[1]))
+    return torch.nn.functional.pad(tensor, (0, 0) * (tensor.dim() - 2) + (0, width - tensor.shape[1]))
 
 
 def select_rows(batch: Batch, rows: Sequence[int]) -> Batch:
@@ -126,16 +126,16 @@ def sort_canonical(batch: Batch) -> Batch:
 
 
 def pack(batch: Batch) -> Batch:
-    """Flatten `[B, T]` to `[tokens]`, without padding, and add `cu_seqlens`, int32 [B + 1]."""
+    """Flatten `[B, T, ...]` to `[tokens, ...]` without padding; add `cu_seqlens`, int32 [B + 1]."""
     lengths = sequence_lengths(batch)
     tokens = lengths.tolist()
 
     def flattened(padded: Tensor) -> Tensor:
         # Rows are copied, several times faster than selecting by the mask.
-        return torch.cat([row[:n] for row, n in zip(padded, tokens, strict=True)] or [padded.flatten()])
+        return torch.cat([row[:n] for row, n in zip(padded, tokens, strict=True)] or [padded.flatten(0, 1)])
 
     flat = {
-        key: flattened(t) if t.dim() == 2 and key not in RAGGED else t
+        key: flattened(t) if t.dim() > 1 and key not in RAGGED else t
         for key, t in batch.items()
         if key != "attention_mask"
     }
@@ -161,8 +161,8 @@ def unpack(flat: Batch, width: int | None = None) -> Batch:
 
 
 def scatter_tokens(flat: Tensor, mask: Tensor) -> Tensor:
-    """Scatter `[tokens]` to the true positions of `mask` [B, T], zeros elsewhere."""
-    padded = torch.zeros(mask.shape, dtype=flat.dtype, device=flat.device)
+    """Scatter `[tokens, ...]` to the true positions of `mask` [B, T], zeros elsewhere."""
+    padded = torch.zeros(*mask.shape, *flat.shape[1:], dtype=flat.dtype, device=flat.device)
     padded[mask.to(flat.device)] = flat
     return padded
 

@@ -22,6 +22,7 @@ from areal_core.agent.errors import NoCompletion, WrongReward
 from areal_core.agent.failures import FAILURES
 from areal_core.batch import FINISH_REASONS, pad_and_concat
 from areal_core.rollout.types import ModelResponse
+from areal_core.rollout.workflow import experts_of_row
 from areal_core.vision.inputs import image_keys
 from areal_core.vision.processor import VisionProcessor
 
@@ -155,7 +156,7 @@ def conversation_row(turns: Sequence[ModelResponse], reward: float, num_shared: 
         mask += [0] * num_masked + [1] * num_trained
         logprobs += [0.0] * num_masked + turn.output_logprobs[:num_trained]
         versions += [-1] * num_masked + turn.output_versions[:num_trained]
-    return {
+    row = {
         "input_ids": torch.tensor([tokens], dtype=torch.int32),
         "attention_mask": torch.ones(1, len(tokens), dtype=torch.bool),
         "loss_mask": torch.tensor([mask], dtype=torch.int32),
@@ -164,3 +165,4 @@ def conversation_row(turns: Sequence[ModelResponse], reward: float, num_shared: 
         "rewards": torch.tensor([reward], dtype=torch.float32),
         "finish_reason": torch.tensor([FINISH_REASONS.index(turns[-1].stop_reason)], dtype=torch.int32),
     }
+    return row | experts_of_row(turns)

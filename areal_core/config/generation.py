@@ -153,7 +153,9 @@ class InferenceEngineConfig:
     )
     use_lora: bool = option(False, "Send servers the adapter; false: the merged weights.")
     agent: AgentConfig = section(AgentConfig, "Agents behind an OpenAI-compatible endpoint.")
-    return_routed_experts: bool = option(False, "Return the experts that each token was routed to.")
+    return_routed_experts: bool = option(
+        False, "Keep the experts that the engine chose for each token, and train with the same ones."
+    )
     routing_strategy: str = option("round_robin", "Distribution of prompts over servers.", ("round_robin",))
     schedule_policy: str = option("round_robin", "Older name of routing_strategy.", ("round_robin",))
     scheduling_spec: Any = option(None, "Placement for a single-controller scheduler; unused.")
@@ -182,6 +184,9 @@ class SGLangConfig:
     enable_dp_attention: bool = option(False, "Data-parallel attention, tensor-parallel MLP.")
     enable_ep_moe: bool = option(False, "Expert parallelism.")
     enable_deepep_moe: bool = option(False, "Expert parallelism through DeepEP.")
+    enable_return_routed_experts: bool = option(
+        False, "Return experts; set by rollout.return_routed_experts."
+    )
     enable_torch_compile: bool = option(False, "Compile the model.")
     enable_p2p_check: bool = option(False, "Check peer access instead of assuming it.")
     enable_memory_saver: bool = option(False, "Let a running server release and reacquire memory.")

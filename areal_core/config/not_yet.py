@@ -35,7 +35,6 @@ NOT_YET = (
     NotYet("*gconfig.use_beam_search", (False,), "only sampling is supported: set it to false"),
     NotYet("*.use_kernels", (False,), "kernels are not fetched from the hub: set it to false; use_liger has fused ones"),
     NotYet("*.fsdp.shard_vision_across_sp", (False,), "each rank of a sequence group computes the whole tower: set it to false"),
-    NotYet("rollout.return_routed_experts", (False,), "routing is not replayed: set it to false"),
     NotYet("sglang.enable_ep_moe", (False,), "SGLang 0.5.23 has no such flag: use sglang.ep_size"),
     NotYet("sglang.enable_deepep_moe", (False,), "SGLang 0.5.23 has no such flag: set it to false"),
     NotYet("sglang.enable_fast_load", (False,), "SGLang 0.5.23 has no such flag: set it to false"),

@@ -139,6 +139,16 @@ def servers_report_what_is_trained(config: PPOConfig) -> Iterator[str]:
         )
 
 
+def routed_experts_can_be_replayed(config: PPOConfig) -> Iterator[str]:
+    if not config.rollout.return_routed_experts:
+        return
+    asked = "rollout.return_routed_experts is True"
+    if config.allocation.rollout_backend == "vllm":
+        yield f"{asked} and the servers are vLLM's, which are not asked for experts: use sglang, or set it to false"
+    if config.actor.fsdp.compile:
+        yield f"{asked} and actor.fsdp.compile is True; compiled layers cannot replay experts: set one to false"
+
+
 def overlong_penalty_is_complete(config: PPOConfig) -> Iterator[str]:
     actor, max_new_tokens = config.actor, config.gconfig.max_new_tokens
     if not actor.overlong_reward_penalty:
@@ -306,6 +316,7 @@ PPO_COUPLINGS = (
     *ROLLOUT_COUPLINGS,
     given_servers_are_those_of_the_allocation,
     rollout_limits_let_something_run,
+    routed_experts_can_be_replayed,
     consistency_has_logprobs_to_compare,
     consumer_batch_is_the_train_batch,
     groups_have_n_samples,

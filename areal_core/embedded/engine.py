@@ -102,6 +102,7 @@ class EmbeddedEngine:
             output_logprobs=completion.logprobs,
             output_versions=[version] * len(completion.tokens),
             stop_reason=completion.finish,
+            routed_experts=None if completion.experts is None else completion.experts.numpy(),
         )
 
     def set_version(self, version: int) -> None:

@@ -36,13 +36,47 @@ class ReadsImages(Protocol):
         ...
 
 
+class RoutedCache(DynamicCache):
+    """A cache that keeps the experts of its tokens, too.
+
+    Attributes:
+        experts: int16 [B, cached tokens, layers, top_k]; None before the first tokens.
+    """
+
+    experts: Tensor | None = None  # on the CPU
+
+    def add_experts(self, chosen: Tensor) -> None:
+        """Append the experts of new tokens, int16 [B, new tokens, layers, top_k]."""
+        self.experts = chosen if self.experts is None else torch.cat([self.experts, chosen], dim=1)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep the rows `indices`, in this order."""
+        super().batch_select_indices(indices)
+        if self.experts is not None:
+            self.experts = self.experts[indices.cpu()]
+
+
+@runtime_checkable
+class KeepsExperts(Protocol):
+    """A forward pass that adds the experts of its tokens to caches of its own kind."""
+
+    def new_cache(self) -> DynamicCache:
+        """Return an empty cache: a `RoutedCache` if experts are kept."""
+        ...
+
+
 @dataclass(frozen=True)
 class Completion:
-    """The tokens sampled for one row; the stop token is the last one."""
+    """The tokens sampled for one row; the stop token is the last one.
+
+    `experts`, int16 [tokens but the last, layers, top_k], are of prompt and completion; None where
+    the forward pass keeps none.
+    """
 
     tokens: list[int]
     logprobs: list[float]  # log_softmax(logits / temperature) in float32, before top-k and top-p
     finish: str  # "stop", "length", or "abort" where `cut_rows` named the row
+    experts: Tensor | None = None
 
 
 def cut_nothing() -> Collection[int]:
@@ -114,6 +148,7 @@ def generate(
     rows = Rows(**{name: tensor.to(device) for name, tensor in vars(rows).items()})
     done: list[list[tuple[int, float]]] = [[] for _ in input_ids]
     finish = ["length"] * len(input_ids)
+    experts: list[Tensor | None] = [None] * len(input_ids)
     running = torch.ones(len(input_ids), dtype=torch.bool, device=device)
     step = 0
     while True:
@@ -126,12 +161,14 @@ def generate(
                 done[row].append((token, logprob))
                 finish[row] = "stop" if stop else "length"
         step += 1
-        running = running & ~stopped & (rows.max_new > step)
+        before, running = running, running & ~stopped & (rows.max_new > step)
         if running.any() and (cut := cut_rows()):
             cut_now = running & torch.isin(rows.index, torch.tensor(sorted(cut), device=device))  # [B]
             for row in rows.index[cut_now].tolist():
                 finish[row] = "abort"
             running = running & ~cut_now
+        if isinstance(cache, RoutedCache):
+            keep_experts(experts, cache, rows, before & ~running)
         num_running = int(running.sum())
         if num_running == 0:
             break
@@ -144,8 +181,16 @@ def generate(
         positions = positions_of(rows.attention_mask)[:, -1:] + rows.position_offset[:, None]
         logits = forward(fed, rows.attention_mask, positions, cache)
     return [
-        Completion([t for t, _ in row], [p for _, p in row], f) for row, f in zip(done, finish, strict=True)
+        Completion([t for t, _ in row], [p for _, p in row], reason, chosen)
+        for row, reason, chosen in zip(done, finish, experts, strict=True)
     ]
+
+
+def keep_experts(experts: list[Tensor | None], cache: RoutedCache, rows: Rows, ended: Tensor) -> None:
+    """Store the experts of the rows that have `ended`, bool [B], by the index of their request."""
+    assert cache.experts is not None
+    for row in ended.nonzero().flatten().tolist():
+        experts[int(rows.index[row])] = cache.experts[row][rows.attention_mask[row].bool().cpu()]
 
 
 def refuse_unsupported(sampling: Sampling) -> None:
@@ -182,7 +227,7 @@ def prefill(
     of_row = torch.tensor([place[key] for key in keys], device=device)
     prompts, pictures = zip(*place, strict=True)
     tokens, attention_mask = (tensor.to(device) for tensor in left_pad(prompts, pad_token_id))
-    cache = DynamicCache()
+    cache = forward.new_cache() if isinstance(forward, KeepsExperts) else DynamicCache()
     offset = torch.zeros(len(prompts), dtype=torch.int64, device=device)
     if not any(pictures):
         logits = forward(tokens, attention_mask, positions_of(attention_mask), cache)

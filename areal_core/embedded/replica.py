@@ -25,10 +25,12 @@ from transformers import AttentionInterface, DynamicCache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
+from areal_core.embedded.generate import RoutedCache
 from areal_core.engine.errors import ModelError
 from areal_core.engine.model import checkpoint_names, load_model, own_attention, set_attention
 from areal_core.engine.parity import TOLERANCE, random_rows
 from areal_core.rollout.errors import UnsupportedSampling
+from areal_core.routing.routers import Routers
 from areal_core.vision.forward import vision_family
 from areal_core.vision.processor import VisionProcessor
 
@@ -46,6 +48,10 @@ class Replica:
         path: folder of the model, for its config and initial weights.
         dtype: of weights and compute; "auto" for the checkpoint's own.
         processor: of the pictures in prompts; None for a model of text.
+        keeps_experts: keep the experts of each token in the cache.
+
+    Raises:
+        ModelError: the model cannot be loaded or sampled from, or its experts cannot be replayed.
     """
 
     def __init__(
@@ -54,6 +60,8 @@ class Replica:
         dtype: torch.dtype | str,
         device: torch.device,
         processor: VisionProcessor | None = None,
+        *,
+        keeps_experts: bool = False,
     ) -> None:
         self.processor = processor
         model = load_model(path, dtype=dtype, attn_implementation=DECODING)
@@ -63,6 +71,7 @@ class Replica:
             set_attention(model, "eager")
         pack_linear_layers(self.model)
         self.device = device
+        self._routers = Routers(model) if keeps_experts else None
         self.require_parity()
         # Tied weights under each of their names: a checkpoint may have either.
         parameters = dict(self.model.named_parameters(remove_duplicate=False))
@@ -138,7 +147,16 @@ class Replica:
             use_cache=True,
             logits_to_keep=1,
         )
+        self._add_experts(cache, input_ids)
         return output.logits[:, -1]
+
+    def new_cache(self) -> DynamicCache:
+        """Return an empty cache; it keeps experts if this replica does."""
+        return DynamicCache() if self._routers is None else RoutedCache()
+
+    def _add_experts(self, cache: DynamicCache, input_ids: Tensor) -> None:
+        if self._routers is not None and isinstance(cache, RoutedCache):
+            cache.add_experts(self._routers.choices().unflatten(0, input_ids.shape))
 
     @torch.no_grad()
     def read_prompts(
@@ -186,6 +204,7 @@ class Replica:
             **named,
             **pixels,
         )
+        self._add_experts(cache, input_ids)
         return output.logits[:, -1], offset.to(self.device)
 
 

@@ -32,10 +32,13 @@ from areal_core.engine.sequence_parallel import slice_tokens
 from areal_core.engine.sharding import fsdp_module
 from areal_core.engine.trees.token_tree import count_distinct, rows_of, units_of_groups
 from areal_core.engine.trees.tree_forward import forward_tree
+from areal_core.routing.routers import Routers
+from areal_core.routing.sizes import ROUTED_EXPERTS
 from areal_core.vision.forward import vision_family
 from areal_core.vision.inputs import VisionInputs, text_only
 from areal_core.vision.processor import VisionProcessor
 
+FORWARD_KEYS = {"input_ids", "attention_mask", "loss_mask", ROUTED_EXPERTS}
 # (logprobs [tokens], entropies [tokens], packed micro-batch) -> sum of the loss over its tokens;
 # of a reward model: (scores [tokens], packed micro-batch)
 LossFunction = Callable[..., Tensor]
@@ -118,6 +121,7 @@ class FSDPEngine:
             `cu_seq_lens_q` of Transformers, which their GPU kernels read.
         processor: of a vision model, computes the pixels of pictures.
         names: of the parameters in a checkpoint; empty where they are the model's own.
+        routers: replay the batch's `routed_experts`; None where the model chooses its experts.
     """
 
     model: PreTrainedModel
@@ -142,6 +146,7 @@ class FSDPEngine:
     numbers_rows: bool = False
     processor: VisionProcessor | None = None
     names: Mapping[str, str] = field(default_factory=dict)
+    routers: Routers | None = None
 
     def __post_init__(self) -> None:
         family = vision_family(self.model)
@@ -262,11 +267,17 @@ class FSDPEngine:
                 and `optimizer` after its step, the same number of times on every rank.
 
         Raises:
-            ValueError: the engine has no optimizer, or the weight is 0 on all ranks.
+            ValueError: the engine has no optimizer, or the weight is 0 on all ranks; or the rows
+                have no `routed_experts` to replay.
         """
         if self.optimizer is None or self.schedule is None:
             raise ValueError(
                 "this engine has no optimizer: it can score, not train (actor.optimizer is not set)"
+            )
+        if self.routers is not None and ROUTED_EXPERTS not in batch:
+            raise ValueError(
+                "rollout.return_routed_experts is true and the rows have no routed_experts: let the workflow add "
+                "those of the engine's response, as episode_tensors does, or set it to false"
             )
         total_weight = float(self.ranks.sum(weight_fn(batch).double()))
         if total_weight == 0:
@@ -351,8 +362,8 @@ class FSDPEngine:
         return DeviceResult(list(rows), num_tokens, num_computed, loss.detach(), weight_fn(part), nonfinite)
 
     def _packed(self, part: Batch) -> Batch:
-        """Pack rows without their pictures and copy them to the device, without waiting for it."""
-        flat = pack({key: tensor for key, tensor in part.items() if key not in RAGGED})
+        """Pack what the loss reads and copy it to the device, without waiting for it."""
+        flat = pack({key: t for key, t in part.items() if key not in RAGGED and key != ROUTED_EXPERTS})
         if self.ranks.device.type == "cuda":
             flat = {key: tensor if tensor.is_cuda else tensor.pin_memory() for key, tensor in flat.items()}
         return {key: tensor.to(self.ranks.device, non_blocking=True) for key, tensor in flat.items()}
@@ -379,7 +390,7 @@ class FSDPEngine:
         """Compute `forward` of the rows in one forward of the packed tokens."""
         lengths = sequence_lengths(part).tolist()
         tokens = slice_tokens(sum(lengths), self.ranks)
-        flat = pack({key: part[key] for key in part.keys() & {"input_ids", "attention_mask", "loss_mask"}})
+        flat = pack({key: part[key] for key in part.keys() & FORWARD_KEYS})
         input_ids = flat["input_ids"].to(self.ranks.device, torch.int64)
         positions = torch.cat([torch.arange(n, device=self.ranks.device) for n in lengths])
         inputs: dict[str, Any] = {
@@ -395,6 +406,9 @@ class FSDPEngine:
             numbers = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
             inputs["seq_idx"] = numbers[None].to(self.ranks.device, torch.int32)
             inputs["cu_seq_lens_q"] = flat["cu_seqlens"].to(self.ranks.device)
+        if self.routers is not None:
+            chosen = flat.get(ROUTED_EXPERTS)
+            self.routers.replay(None if chosen is None else tokens.of(chosen), self.ranks.device)
         if is_score_model(self.model):
             return tokens.gather(self.model(**inputs)[0])
         # The label of a sequence's last position is another sequence's first token; no loss mask
@@ -408,6 +422,8 @@ class FSDPEngine:
         inputs = {"input_ids": input_ids[None], "use_cache": False}
         if self.vision is not None:
             inputs |= self._on_device(self.vision.alone(row))
+        if self.routers is not None:
+            self.routers.replay(flat.get(ROUTED_EXPERTS), self.ranks.device)
         if is_score_model(self.model):
             return self.model(**inputs)[0]
         return self._pairs(inputs, flat["loss_mask"], input_ids.roll(-1))

@@ -41,8 +41,9 @@ class TokenSlice:
     group: Group | None
 
     def of(self, tokens: Tensor) -> Tensor:
-        """Return this rank's slice of a tensor [tokens]; 0 on padding."""
-        return pad(tokens, (0, self.padding))[self.start : self.start + self.size]
+        """Return this rank's slice of a tensor [tokens, ...]; 0 on padding."""
+        padded = pad(tokens, (0, 0) * (tokens.dim() - 1) + (0, self.padding))
+        return padded[self.start : self.start + self.size]
 
     def lengths(self, lengths: list[int]) -> list[int]:
         """Return the lengths with the padding as a separate sequence: no token attends to it."""

@@ -138,6 +138,8 @@ def sglang_arguments(
         config.sglang,
         random_seed=config.sglang.random_seed + index,
         lora_target_modules=adapted_modules(config) if config.sglang.enable_lora else None,
+        enable_return_routed_experts=config.sglang.enable_return_routed_experts
+        or config.rollout.return_routed_experts,
     )
     args = sglang.server_args(options, device, tensor_size=rollout.tensor, base_gpu_id=first_device)
     return args, sglang.cpu_environment() if device == "cpu" else {}

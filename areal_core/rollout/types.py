@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Protocol
 
+import numpy as np
+
 from areal_core.rollout.errors import PromptTooLong
 
 TOP_K_OFF = 100_000_000
@@ -95,6 +97,8 @@ class ModelResponse:
     output_logprobs: list[float]
     output_versions: list[int]  # version of the weights that sampled the token
     stop_reason: str  # a member of batch.FINISH_REASONS: "stop", "length" or "abort"
+    # of all tokens but the last, int16 [tokens - 1, layers, top_k]; None where they are not asked
+    routed_experts: np.ndarray | None = None
 
 
 class TokenSampler(Protocol):

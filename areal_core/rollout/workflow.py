@@ -10,12 +10,14 @@ from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol, cast
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from areal_core.batch import FINISH_REASONS
 from areal_core.rollout.types import EpisodeSampler, ModelRequest, ModelResponse, TokenSampler, sampling_from
+from areal_core.routing.sizes import ROUTED_EXPERTS, UNKNOWN
 from areal_core.safety.durable import append_lines
 
 RewardFn = Callable[..., Awaitable[float]]
@@ -92,7 +94,7 @@ def episode_tensors(response: ModelResponse, reward: float) -> dict[str, Tensor]
     def per_token(on_prompt: float, on_output: Sequence[float], dtype: torch.dtype) -> Tensor:
         return torch.tensor([[on_prompt] * num_prompt + list(on_output)], dtype=dtype)  # [1, T]
 
-    return {
+    row = {
         "input_ids": torch.tensor([response.input_tokens + response.output_tokens], dtype=torch.int32),
         "attention_mask": torch.ones(1, num_prompt + num_output, dtype=torch.bool),
         "loss_mask": per_token(0, [1] * num_output, torch.int32),
@@ -101,6 +103,23 @@ def episode_tensors(response: ModelResponse, reward: float) -> dict[str, Tensor]
         "rewards": torch.tensor([reward], dtype=torch.float32),
         "finish_reason": torch.tensor([FINISH_REASONS.index(response.stop_reason)], dtype=torch.int32),
     }
+    return row | experts_of_row([response])
+
+
+def experts_of_row(turns: Sequence[ModelResponse]) -> dict[str, Tensor]:
+    """Return `routed_experts`, int16 [1, T, layers, top_k], of turns that each continue the last.
+
+    A token has the experts of the turn that computed it first. Empty where the engine returns none.
+    """
+    known: list[np.ndarray] = []
+    for turn in turns:
+        if turn.routed_experts is None:
+            return {}
+        known.append(turn.routed_experts[sum(map(len, known)) :])
+    num_tokens = len(turns[-1].input_tokens) + len(turns[-1].output_tokens)
+    chosen = np.full((1, num_tokens, *known[0].shape[1:]), UNKNOWN, np.int16)
+    chosen[0, : sum(map(len, known))] = np.concatenate(known)
+    return {ROUTED_EXPERTS: torch.from_numpy(chosen)}
 
 
 class WrittenWorkflow:

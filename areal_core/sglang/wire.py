@@ -5,11 +5,14 @@ A server's identity comes from `/server_info` and `/model_info`. After a weight 
 the server was started.
 """
 
+from base64 import b64decode
 from collections.abc import Sequence
 from itertools import groupby
 from operator import index
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from areal_core.rollout.errors import MalformedReply, UnsupportedSampling, WrongServer
 from areal_core.rollout.fleet.identity import RunModel, ServerIdentity, check_model, check_release
@@ -73,6 +76,10 @@ class SGLangWire:
         """Return the field that names the adapter."""
         return {"lora_path": adapter}
 
+    def experts_fields(self, start: int) -> dict[str, Any]:
+        """Return the fields that ask for experts; see `SGLangConfig`."""
+        return {"return_routed_experts": True, "routed_experts_start_len": start}
+
     def parse_generate(self, body: bytes) -> Chunk:
         """Parse a reply of `/generate`.
 
@@ -91,6 +98,8 @@ class SGLangWire:
                 {"version": meta.get("weight_version", ""), "start": 0, "end": count}
             ]
             versions = versions_of(spans, count)
+            encoded = meta.get("routed_experts")
+            experts = None if encoded is None else np.frombuffer(b64decode(encoded, validate=True), "<i4")
         except MalformedReply:
             raise
         except (AttributeError, IndexError, KeyError, OverflowError, TypeError, ValueError) as error:
@@ -99,7 +108,7 @@ class SGLangWire:
             raise MalformedReply(
                 f"a /generate reply holds {len(tokens)} logprobs for {count} tokens", "counts_agree"
             )
-        return Chunk(tokens, logprobs, versions, str(finish["type"]), rid)
+        return Chunk(tokens, logprobs, versions, str(finish["type"]), rid, experts)
 
     def score_payload(self, input_ids: list[int], num_prompt: int, rid: str) -> dict[str, Any]:
         """Return the JSON of a prefill, whose log-probs SGLang never scales by a temperature."""

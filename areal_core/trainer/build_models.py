@@ -18,6 +18,7 @@ from areal_core.engine.lora import adapters_off
 from areal_core.engine.model import load_model
 from areal_core.engine.ranks import Ranks
 from areal_core.engine.scores import load_reward_model, load_score_model
+from areal_core.routing.sizes import ROUTED_EXPERTS
 from areal_core.trainer.build import build_engine
 from areal_core.trainer.scored_rollouts import RewardModel
 
@@ -30,8 +31,9 @@ class BaseReference:
 
     def compute_logprobs(self, batch: Batch) -> Tensor:
         """Compute log-probs as `FSDPEngine` does; a collective."""
+        own_experts = {key: tensor for key, tensor in batch.items() if key != ROUTED_EXPERTS}
         with adapters_off(self.actor.model):
-            return self.actor.compute_logprobs(batch)
+            return self.actor.compute_logprobs(own_experts)
 
 
 def build_critic(config: PPOConfig, ranks: Ranks, total_steps: int) -> FSDPEngine | None:

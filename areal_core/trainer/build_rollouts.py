@@ -45,6 +45,7 @@ from areal_core.rollout.staleness import StalenessControl, per_rank
 from areal_core.rollout.types import InferenceEngine
 from areal_core.rollout.vision_workflow import VisionRLVRWorkflow
 from areal_core.rollout.workflow import RLVRWorkflow, RolloutWorkflow, WrittenWorkflow
+from areal_core.routing.routers import routing_sizes_of
 from areal_core.telemetry import Stats
 from areal_core.telemetry.trace_hooks import NO_TRACING, Tracing
 from areal_core.trainer.checkpointing import Frequency
@@ -187,7 +188,13 @@ def build_embedded(
     processor: VisionProcessor | None = None,
 ) -> tuple[InferenceEngine, WeightUpdate]:
     """Build an engine in this process, on a replica of the actor's weights."""
-    replica = Replica(config.actor.path, getattr(torch, config.actor.dtype), ranks.device, processor)
+    replica = Replica(
+        config.actor.path,
+        getattr(torch, config.actor.dtype),
+        ranks.device,
+        processor,
+        keeps_experts=config.rollout.return_routed_experts,
+    )
     engine = EmbeddedEngine(
         replica,
         replica.model.config.get_text_config().vocab_size,
@@ -248,6 +255,7 @@ def build_client(
         lora_name=config.gconfig.lora_name if serves_adapters(config) else None,
         knows_versions=knows_versions,
         rescore_share=options.rescore_share,
+        sizes=routing_sizes_of(config.actor.path) if options.return_routed_experts else None,
     )
 
 

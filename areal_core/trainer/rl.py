@@ -23,6 +23,7 @@ from areal_core.rollout.live import LiveRollouts
 from areal_core.rollout.loop_thread import short_collections
 from areal_core.rollout.source import RolloutSource
 from areal_core.rollout.workflow import RLVRWorkflow, RolloutWorkflow
+from areal_core.routing.routers import Routers
 from areal_core.safety.secrets import masker
 from areal_core.telemetry import Stats, StatsLogger
 from areal_core.telemetry.trace_hooks import NO_TRACING
@@ -195,6 +196,8 @@ class PPOTrainer:
         self._cleanup.callback(leave_ranks)
         self.tokenizer = build.load_tokenizer(config)
         self.actor = build.build_engine(config.actor, self.ranks, total_steps)
+        if config.rollout.return_routed_experts:
+            self.actor.routers = Routers(self.actor.model)
         self.processor = self.actor.processor
         self.critic = build_models.build_critic(config, self.ranks, total_steps)
         self.reference = build_models.build_reference(config, self.ranks, self.actor)

@@ -71,6 +71,12 @@ class VLLMWire:
         """Return the field that names the adapter."""
         return {"model": adapter}
 
+    def experts_fields(self, start: int) -> dict[str, Any]:
+        """Raise UnsupportedSampling: only SGLang is asked for experts."""
+        raise UnsupportedSampling(
+            "routed experts are asked from SGLang only: set rollout.return_routed_experts to false"
+        )
+
     def parse_generate(self, body: bytes) -> Chunk:
         """Parse a reply of tokens.
 

@@ -163,7 +163,14 @@ def test_all_disagreements_are_reported_at_once():
             {"sglang.cuda_graph_max_bs": 8},
             "sglang.cuda_graph_max_bs is 8, which is not available: SGLang 0.5.23 calls it",
         ),
-        ({"rollout.return_routed_experts": True}, "rollout.return_routed_experts is True"),
+        (
+            {"rollout.return_routed_experts": True, "allocation_mode": "vllm:d1+fsdp:d1"},
+            "rollout.return_routed_experts is True and the servers are vLLM's",
+        ),
+        (
+            {"rollout.return_routed_experts": True, "actor.fsdp.compile": True},
+            "rollout.return_routed_experts is True and actor.fsdp.compile is True",
+        ),
     ],
 )
 def test_option_without_its_feature_is_refused_by_name(changes, error_text):
@@ -253,12 +260,12 @@ def test_without_a_trainer_only_the_options_of_rollouts_are_checked(role):
     note = "checked for rollouts alone: options of training may be missing and are not compared"
     assert check_config(config, role) == [note]
     config.gconfig.min_new_tokens, config.sglang.context_length = 100, 50
-    config.rollout.return_routed_experts = True
+    config.gconfig.use_beam_search = True
     with pytest.raises(ConfigError) as refused:
         check_config(config, role)
     *problems, last = str(refused.value).splitlines()
     assert [problem.split(" is ")[0] for problem in problems] == [
-        "rollout.return_routed_experts",
+        "gconfig.use_beam_search",
         "sglang.context_length",
         "gconfig.min_new_tokens",
     ]

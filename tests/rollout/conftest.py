@@ -3,9 +3,11 @@
 import multiprocessing
 import os
 import signal
+from base64 import b64encode
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
 
+import numpy as np
 import pytest
 from aiohttp import web
 
@@ -25,6 +27,7 @@ class FakeServer:
     after which the request is aborted. `refuse` maps a control route to the status and JSON of its
     reply; `model_info` and `server_info` are added to the replies of these routes. `spoil` changes
     the reply to a request of tokens: it returns another JSON, or a status, a text and headers.
+    Experts are those of 3 layers, 2 of 4 for a token; further requests get those of the next 4.
     """
 
     def __init__(self) -> None:
@@ -65,6 +68,11 @@ class FakeServer:
             "completion_tokens": len(tokens),
             "weight_version": self.weight_version,
         }
+        if body.get("return_routed_experts") and tokens:
+            end = len(body["input_ids"]) + len(tokens) - 1
+            positions = np.arange(body["routed_experts_start_len"], end, dtype=np.int32)
+            experts = (positions[:, None, None] + np.arange(6, dtype=np.int32).reshape(3, 2)) % 4
+            meta["routed_experts"] = b64encode(experts + 4 * (len(self.calls) - 1)).decode()
         reply = self.spoil({"output_ids": tokens, "meta_info": meta})
         if isinstance(reply, tuple):
             status, text, headers = reply

@@ -29,6 +29,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import aiohttp
+import numpy as np
 
 from areal_core.rollout.errors import MalformedReply, RequestRefused, ServerDied
 from areal_core.rollout.fleet.connections import Connections, is_own_error
@@ -43,6 +44,7 @@ from areal_core.rollout.fleet.server import Server
 from areal_core.rollout.fleet.wire import ASK_TIMEOUT_S, Wire, ask_version, rejection_reason
 from areal_core.rollout.loop_thread import FewPerTurn
 from areal_core.rollout.types import ModelRequest, ModelResponse
+from areal_core.routing.sizes import RoutingSizes
 
 POLL_S = 0.5  # between two searches for a server
 MAX_FAILURES = 100  # of one request: a server that always breaks it off is not retried indefinitely
@@ -81,6 +83,7 @@ class FleetClient:
         knows_versions: only this run updates the servers, one version after the other, so a
             reply of a later version than the next one is wrong.
         rescore_share: share of completions that another server scores, too (`rescore.py`).
+        sizes: of the experts, which are asked for each token; None asks for none.
         connect: makes the connections, from `timeout_s`.
     """
 
@@ -102,6 +105,7 @@ class FleetClient:
         lora_name: str | None = None,
         knows_versions: bool = False,
         rescore_share: float = 0.0,
+        sizes: RoutingSizes | None = None,
         connect: Callable[[float], Connections] = Connections,
     ) -> None:
         self.version = version
@@ -123,6 +127,7 @@ class FleetClient:
         self._health_timeout_s = health_timeout_s
         self._knows_versions = knows_versions
         self._lora_name = lora_name
+        self._sizes = sizes
         self._threads = ThreadPoolExecutor(MAX_THREADS, thread_name_prefix="query-servers")
         self._searching = asyncio.Lock()
         self._rescorer = Rescorer(rescore_share, self._score, self.health, self._reject)
@@ -191,6 +196,7 @@ class FleetClient:
         tokens: list[int] = []
         logprobs: list[float] = []
         versions: list[int] = []
+        experts: list[np.ndarray] = []
         finish = ""
         self._begin_request()
         try:
@@ -200,6 +206,10 @@ class FleetClient:
                 if finish == "abort" and req.sampling.model_logprobs:
                     # A grammar cannot continue from the middle, and new weights would score these.
                     continue
+                if self._sizes is not None:
+                    if chunk.experts is None:  # aborted in the queue: sampled again, with experts
+                        continue
+                    experts.append(chunk.experts)
                 tokens += chunk.tokens
                 logprobs += chunk.logprobs
                 versions += [self._first_version if v is None else v for v in chunk.versions]
@@ -211,6 +221,7 @@ class FleetClient:
             output_logprobs=logprobs,
             output_versions=versions,
             stop_reason="length" if finish == "abort" else finish,
+            routed_experts=np.concatenate(experts) if experts else None,
         )
         if self._rescorer.share > 0:
             self._rescorer.start(req, response, server)
@@ -384,11 +395,13 @@ class FleetClient:
         # An id of this attempt: after a broken connection the one before may still run, and servers
         # refuse a second request with its id.
         rid = f"{req.rid}-{next(self._attempts)}"
-        payload = self._wire.generate_payload(
-            req.input_ids + sampled, req.sampling, budget, len(sampled), rid
-        )
+        ids = req.input_ids + sampled
+        start = len(ids) - 1 if sampled else 0  # of the tokens before, the experts are known
+        payload = self._wire.generate_payload(ids, req.sampling, budget, len(sampled), rid)
         if req.images:
             payload = self._wire.with_images(payload, req)
+        if self._sizes is not None:
+            payload |= self._wire.experts_fields(start)
         self._trial = req
         record, started = self.health.record(server), time.monotonic()
         record.requests += 1
@@ -403,7 +416,8 @@ class FleetClient:
             chunk = replace(chunk, versions=[version] * len(chunk.tokens))
         vocab_size = None if self._model is None else self._model.vocab_size
         newest = self.version + 1 if self._knows_versions else None
-        chunk = checked(chunk, Asked(rid, budget, vocab_size, newest))
+        asked = Asked(rid, budget, vocab_size, newest, self._sizes, len(ids) - 1 - start)
+        chunk = checked(chunk, asked)
         self.health.replied(server, seconds)
         return chunk
 

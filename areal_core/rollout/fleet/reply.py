@@ -11,7 +11,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
+
 from areal_core.rollout.errors import MalformedReply
+from areal_core.routing.sizes import RoutingSizes
 
 FINISH = ("stop", "length", "abort")
 # A log-softmax in float32 may exceed 0 by rounding; such a log-prob becomes 0.
@@ -28,6 +31,7 @@ class Chunk:
     versions: list[int | None]  # None where the server has no numbered weights yet
     finish: str  # "stop", "length" or "abort"
     rid: str  # of the request that it answers
+    experts: np.ndarray | None = None  # int [tokens * layers * top_k]; [tokens, layers, top_k] once checked
 
 
 @dataclass(frozen=True)
@@ -86,16 +90,22 @@ class Asked:
     """What was asked, as far as a reply must agree with it.
 
     `vocab_size` and `newest`, the newest version that a server may hold, are None if not known.
+    `sizes` are of the experts, None if they are not asked; they are asked for `num_before` tokens
+    before the last one of the prompt, for that one, and for the completion but its last token.
     """
 
     rid: str
     num_new_tokens: int
     vocab_size: int | None
     newest: int | None
+    sizes: RoutingSizes | None = None
+    num_before: int = 0
 
 
 def checked(chunk: Chunk, asked: Asked) -> Chunk:
-    """Return the reply, its log-probs at or below 0.
+    """Return the reply, its log-probs at or below 0, its experts int16 [tokens, layers, top_k].
+
+    Experts that an aborted reply lacks are None.
 
     Raises:
         MalformedReply: it breaks a rule; the error names the rule and the value.
@@ -103,7 +113,38 @@ def checked(chunk: Chunk, asked: Asked) -> Chunk:
     if broken := broken_rule(chunk, asked):
         rule, seen = broken
         raise MalformedReply(f"a reply breaks the rule {rule}: {seen}", rule)
-    return replace(chunk, logprobs=[min(logprob, 0.0) for logprob in chunk.logprobs])
+    experts = experts_of(chunk, asked)
+    return replace(chunk, logprobs=[min(logprob, 0.0) for logprob in chunk.logprobs], experts=experts)
+
+
+def experts_of(chunk: Chunk, asked: Asked) -> np.ndarray | None:
+    """Return the experts of a reply, int16 [tokens, layers, top_k]; None if it may lack them.
+
+    Raises:
+        MalformedReply: they are not those of its tokens, or of another model.
+    """
+    rule, sizes = "routed_experts", asked.sizes
+    if sizes is None or (chunk.experts is None and chunk.finish == "abort"):
+        return None
+    if chunk.experts is None:
+        raise MalformedReply(
+            f"a reply breaks the rule {rule}: it has none; start the server with --enable-return-routed-experts",
+            rule,
+        )
+    shape = (asked.num_before + len(chunk.tokens), sizes.num_layers, sizes.top_k)
+    if chunk.experts.size != math.prod(shape):
+        raise MalformedReply(
+            f"a reply breaks the rule {rule}: {chunk.experts.size} numbers, and {list(shape)} were expected",
+            rule,
+        )
+    experts = chunk.experts.reshape(shape)
+    if experts.size and not 0 <= int(experts.min()) <= int(experts.max()) < sizes.num_experts:
+        raise MalformedReply(
+            f"a reply breaks the rule {rule}: experts from {experts.min()} to {experts.max()}, and the model "
+            f"has {sizes.num_experts}",
+            rule,
+        )
+    return experts.astype(np.int16)
 
 
 def broken_rule(chunk: Chunk, asked: Asked) -> tuple[str, str] | None:

@@ -60,6 +60,10 @@ class Wire(Protocol):
         """Return the fields that make a request use an adapter."""
         ...
 
+    def experts_fields(self, start: int) -> dict[str, Any]:
+        """Return the fields that ask for the experts of all tokens from `start` but the last."""
+        ...
+
     def parse_generate(self, body: bytes) -> Chunk:
         """Parse a reply. Raises `MalformedReply`."""
         ...

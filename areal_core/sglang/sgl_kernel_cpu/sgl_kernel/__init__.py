@@ -3,8 +3,9 @@
 Dense models on the torch-native path import its names but call none. A call raises with its name.
 Model files of SGLang that read an operator of `torch.ops.sgl_kernel` while they are imported find
 it in `operators.py`; every other operator stays absent, because SGLang asks by `hasattr` whether
-the CPU has AMX kernels. Adapters on that path request pinned memory, which torch allocates only
-with a driver: here they get ordinary memory, which is equivalent on a CPU.
+the CPU has AMX kernels. Adapters on that path request pinned memory, and what keeps the experts of
+tokens registers its memory with CUDA. Both need a driver: here they get ordinary memory, which is
+equivalent on a CPU.
 """
 
 from collections.abc import Callable
@@ -41,6 +42,19 @@ def pin_memory(self: Any, device: Any = None) -> Any:
     return self
 
 
+class OrdinaryMemory:
+    """The calls of CUDA's runtime that register memory of the host: they do nothing and succeed."""
+
+    def cudaHostRegister(self, pointer: int, size_bytes: int, flags: int) -> int:
+        """Return 0, for success."""
+        return 0
+
+    def cudaHostUnregister(self, pointer: int) -> int:
+        """Return 0, for success."""
+        return 0
+
+
+torch.cuda.cudart = OrdinaryMemory
 torch.tensor, torch.zeros = unpinned(torch.tensor), unpinned(torch.zeros)
 torch.Tensor.pin_memory = pin_memory  # type: ignore[method-assign]  # on purpose
 for name in READ_AT_IMPORT:

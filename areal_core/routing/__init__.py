@@ -1,0 +1,1 @@
+"""Choices of experts of an engine, which the trainer replays."""

@@ -1,0 +1,38 @@
+"""The batch key `routed_experts`: the experts that the engine has chosen for each token.
+
+`[B, T, layers, top_k]` int16. Position t holds the experts of token t as an input; of the last token
+of a row there are none, because no engine computes it. Layers without experts hold 0.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+ROUTED_EXPERTS = "routed_experts"
+UNKNOWN = -1  # the engine did not report the experts of this token
+
+
+@dataclass(frozen=True)
+class RoutingSizes:
+    """The sizes of a model's choices: layers (with and without experts), experts of a token, all."""
+
+    num_layers: int
+    top_k: int
+    num_experts: int
+
+    def check(self, chosen: Any) -> None:
+        """Raise ValueError unless an array, or a tensor, of integers holds choices in this model.
+
+        Args:
+            chosen: [tokens, layers, top_k].
+        """
+        expected = (self.num_layers, self.top_k)
+        if chosen.shape[1:] != expected:
+            raise ValueError(
+                f"routed_experts are of {list(chosen.shape[1:])} layers and experts of a token, and the model "
+                f"has {list(expected)}: they were recorded with another model"
+            )
+        if len(chosen) and not UNKNOWN <= int(chosen.min()) <= int(chosen.max()) < self.num_experts:
+            raise ValueError(
+                f"routed_experts go from {int(chosen.min())} to {int(chosen.max())}, and the model has "
+                f"{self.num_experts} experts: they were recorded with another model"
+            )

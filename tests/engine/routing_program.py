@@ -1,0 +1,83 @@
+"""One step with replayed experts, on ranks that divide rows, tokens or layers.
+
+Arguments: model folder, file of a batch, and "sequence", "tensor" or "data". Prints loss and norms
+of gradients. Also what test_routing.py uses in its own process.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from areal_core.algorithm.alignment import to_next_token
+from areal_core.batch import Batch, select_rows
+from areal_core.engine.fsdp import FSDPEngine
+from areal_core.engine.model import load_model
+from areal_core.engine.optimizer import build_optimizer, build_schedule
+from areal_core.engine.ranks import Ranks, join_ranks, leave_ranks
+from areal_core.engine.sharding import shard_model
+from areal_core.routing.routers import Routers
+from areal_core.testing import step_with_gradients
+
+MAX_TOKENS = 50  # of a micro-batch
+
+
+def make_engine(
+    ranks: Ranks, folder: Path | str, *, replays: bool = True, recomputes: bool = False
+) -> FSDPEngine:
+    model = load_model(str(folder), dtype=torch.float32)
+    sharded = shard_model(model, ranks, dtype=torch.float32, gradient_checkpointing=recomputes)
+    optimizer = build_optimizer(
+        sharded.parameters(), kind="adam", lr=1e-2, weight_decay=0.0, beta1=0.9, beta2=0.999, eps=1e-8
+    )
+    schedule = build_schedule(
+        optimizer, kind="constant", total_steps=10, warmup_proportion=0.0, min_lr_ratio=0.0
+    )
+    return FSDPEngine(
+        sharded,
+        ranks,
+        torch.float32,
+        max_tokens_per_mb=MAX_TOKENS,
+        optimizer=optimizer,
+        schedule=schedule,
+        routers=Routers(sharded) if replays else None,
+    )
+
+
+def perturbed(folder: Path, output: Path) -> Path:
+    """Write a copy of a model whose routers have other weights."""
+    model = load_model(str(folder), dtype=torch.float32)
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("mlp.gate.weight"):
+                parameter.copy_(torch.randn(parameter.shape, generator=generator))
+    model.save_pretrained(output)
+    return output
+
+
+@torch.no_grad()
+def logits(model: torch.nn.Module, ids: Tensor) -> Tensor:
+    return model(input_ids=ids, use_cache=False).logits
+
+
+def main(folder: str, file: str, split: str) -> None:
+    sizes = {} if split == "data" else {f"{split}_parallel": 2}
+    ranks = join_ranks("cpu", **sizes)
+    batch: Batch = torch.load(file, weights_only=True)
+    rows = range(ranks.data_parallel_rank, len(batch["input_ids"]), ranks.data_parallel_size)
+    result, gradients = step_with_gradients(
+        make_engine(ranks, folder), to_next_token(select_rows(batch, rows))
+    )
+    if ranks.rank == 0:
+        print(
+            json.dumps({"loss": result.loss, "gradients": {n: float(g.norm()) for n, g in gradients.items()}})
+        )
+    leave_ranks()
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    main(*sys.argv[1:])

@@ -1,0 +1,146 @@
+"""Experts in replies: asked for, checked, joined over aborted requests, and made rows of a batch."""
+
+import asyncio
+from base64 import b64encode
+
+import numpy as np
+import pytest
+import torch
+
+from areal_core.agent.export import conversation_row
+from areal_core.batch import pack, pad_and_concat, select_rows, unpack
+from areal_core.rollout.errors import MalformedReply, UnsupportedSampling
+from areal_core.rollout.fleet.client import FleetClient
+from areal_core.rollout.types import ModelRequest, ModelResponse, Sampling
+from areal_core.rollout.workflow import episode_tensors
+from areal_core.routing.sizes import RoutingSizes
+from areal_core.sglang.wire import SGLANG
+from areal_core.vllm.wire import VLLM
+
+SIZES = RoutingSizes(num_layers=3, top_k=2, num_experts=8)
+
+
+def query(servers, max_new_tokens=3, sizes=SIZES) -> ModelResponse:
+    async def work():
+        client = FleetClient(servers, SGLANG, retry_delay_s=0.01, sizes=sizes)
+        request = ModelRequest(input_ids=[5, 6], sampling=Sampling(max_new_tokens=max_new_tokens))
+        try:
+            return await client.agenerate(request)
+        finally:
+            await client.aclose()
+
+    return asyncio.run(work())
+
+
+def test_experts_of_all_tokens_but_the_last_are_asked_for(start_fake):
+    fake = start_fake()
+    experts = query([fake.server]).routed_experts
+    body = fake.calls[0][1]
+    assert (body["return_routed_experts"], body["routed_experts_start_len"]) == (True, 0)
+    assert experts.dtype == np.int16
+    # Positions 0 to 3 of 5 tokens: (position + 0 .. 5) % 4 in 3 layers of 2.
+    assert experts.tolist() == [
+        [[0, 1], [2, 3], [0, 1]],
+        [[1, 2], [3, 0], [1, 2]],
+        [[2, 3], [0, 1], [2, 3]],
+        [[3, 0], [1, 2], [3, 0]],
+    ]
+
+
+def test_without_the_option_nothing_is_asked(start_fake):
+    fake = start_fake()
+    assert query([fake.server], sizes=None).routed_experts is None
+    assert not {"return_routed_experts", "routed_experts_start_len"} & fake.calls[0][1].keys()
+
+
+def test_an_aborted_completion_keeps_the_experts_that_sampled_its_tokens(start_fake):
+    fake = start_fake()
+    fake.script = [0, 2, 3]  # aborted before the first token, then after 2
+    response = query([fake.server], max_new_tokens=5, sizes=RoutingSizes(3, 2, num_experts=12))
+    assert [body["routed_experts_start_len"] for _, body in fake.calls] == [0, 0, 3]
+    assert len(response.output_tokens) == 5
+    # The second request computed positions 0 to 2 with experts 4 to 7, the third those from 3 with 8 on.
+    assert (response.routed_experts // 4 == 1).all(axis=(1, 2)).tolist() == [True] * 3 + [False] * 3
+
+
+@pytest.mark.parametrize(
+    ("experts", "seen"),
+    [
+        (None, "it has none; start the server with --enable-return-routed-experts"),
+        (np.zeros(23, np.int32), "23 numbers, and [4, 3, 2] were expected"),
+        (np.full(24, 8, np.int32), "experts from 8 to 8, and the model has 8"),
+        (np.full(24, -1, np.int32), "experts from -1 to -1"),
+    ],
+)
+def test_experts_that_do_not_fit_are_refused(start_fake, caplog, experts, seen):
+    bad, good = start_fake(), start_fake()
+
+    def spoil(reply):
+        reply["meta_info"]["routed_experts"] = None if experts is None else b64encode(experts).decode()
+        return reply
+
+    bad.spoil = spoil
+
+    async def work():
+        client = FleetClient([bad.server, good.server], SGLANG, retry_delay_s=0.01, sizes=SIZES)
+        requests = [
+            ModelRequest(input_ids=[5, 6], sampling=Sampling(max_new_tokens=3), metadata={"prompt_id": i})
+            for i in range(2)
+        ]
+        try:
+            return await asyncio.gather(*map(client.agenerate, requests))
+        finally:
+            await client.aclose()
+
+    # The second request of the good server has experts from 4.
+    assert all(response.routed_experts.max() < 8 for response in asyncio.run(work()))
+    assert "quarantined" in caplog.text
+    assert f"a reply breaks the rule routed_experts: {seen}" in caplog.text
+
+
+def test_text_that_is_not_base64_is_a_malformed_reply(start_fake):
+    body = b'{"meta_info": {"id": "r", "finish_reason": {"type": "stop"}, "completion_tokens": 1, '
+    body += b'"output_token_logprobs": [[-1, 3, null]], "routed_experts": "%%%"}}'
+    with pytest.raises(MalformedReply, match="not what SGLang"):
+        SGLANG.parse_generate(body)
+
+
+def test_vllm_is_not_asked():
+    with pytest.raises(UnsupportedSampling, match="from SGLang only"):
+        VLLM.experts_fields(0)
+
+
+def response_of(prompt, output, first) -> ModelResponse:
+    num_known = len(prompt) + len(output) - 1
+    experts = np.arange(num_known * 2, dtype=np.int16).reshape(-1, 1, 2) + first
+    return ModelResponse(
+        input_tokens=prompt,
+        output_tokens=output,
+        output_logprobs=[-1.0] * len(output),
+        output_versions=[0] * len(output),
+        stop_reason="stop",
+        routed_experts=experts,
+    )
+
+
+def test_rows_are_padded_packed_and_divided_like_any_key_of_tokens():
+    long, short = (
+        episode_tensors(response_of(p, o, f), 0.0) for p, o, f in (([1, 2], [3, 4, 5], 0), ([6], [7], 90))
+    )
+    batch = pad_and_concat([long, short])
+    experts = batch["routed_experts"]
+    assert (experts.dtype, experts.shape) == (torch.int16, (2, 5, 1, 2))
+    assert experts[1, :, 0].tolist() == [[90, 91], [-1, -1], [0, 0], [0, 0], [0, 0]]
+    flat = pack(batch)
+    assert flat["routed_experts"].shape == (7, 1, 2)
+    assert flat["routed_experts"][5:, 0].tolist() == [[90, 91], [-1, -1]]
+    assert torch.equal(unpack(flat)["routed_experts"], experts)
+    assert torch.equal(select_rows(batch, [1])["routed_experts"], experts[1:, :2])
+    assert pack(select_rows(batch, []))["routed_experts"].shape == (0, 1, 2)
+
+
+def test_a_conversation_has_the_experts_of_the_turn_that_computed_a_token_first():
+    first = response_of([1, 2], [3, 4], 0)  # experts of positions 0 to 2
+    second = response_of([1, 2, 3, 4, 5], [6], 50)  # of 0 to 4
+    row = conversation_row([first, second], 1.0)
+    assert row["routed_experts"][0, :, 0, 0].tolist() == [0, 2, 4, 56, 58, -1]
