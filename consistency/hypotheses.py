@@ -274,6 +274,7 @@ def select_rows(sequences: Sequences, rows: Ints) -> Sequences:
         sequences.engine_logprobs[tokens],
         worker=None if sequences.worker is None else sequences.worker[rows],
         images=None if sequences.images is None else tuple(sequences.images[row] for row in rows),
+        experts=None if sequences.experts is None else sequences.experts[tokens],
     )
 
 

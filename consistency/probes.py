@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from consistency.candidates.experts import expert_alternatives
 from consistency.candidates.pixels import image_alternatives, tower_alternative
 from consistency.candidates.positions import rotary_alternatives
 from consistency.candidates.prompts import prompt_alternatives
@@ -138,6 +139,11 @@ def probe_positions(inputs: ProbeInputs) -> list[Alternative]:
     return rotary_alternatives(inputs.scorer, inputs.rows, inputs.setting.temperature)
 
 
+def probe_experts(inputs: ProbeInputs) -> list[Alternative]:
+    """Score with the experts that the engine chose."""
+    return expert_alternatives(inputs.scorer, inputs.rows, inputs.setting.temperature)
+
+
 def probe_images(inputs: ProbeInputs) -> list[Alternative]:
     """Score with images treated otherwise."""
     return image_alternatives(inputs.scorer, inputs.rows, inputs.setting.temperature)
@@ -151,6 +157,7 @@ def probe_prompts(inputs: ProbeInputs) -> list[Alternative]:
 
 PROBES: tuple[Probe, ...] = (
     probe_dtype,
+    probe_experts,
     probe_bos,
     probe_images,
     probe_prompts,

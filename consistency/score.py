@@ -22,6 +22,7 @@ from areal_core.engine.logprobs import LOGITS_AT_A_TIME
 from areal_core.engine.model import attention_of, load_model, own_attention, set_attention
 from areal_core.engine.parity import TOLERANCE, choose_lengths, depends_on_forward, random_rows
 from areal_core.engine.rope import choose_frequencies_by_row
+from areal_core.routing.routers import Routers
 from areal_core.safety.durable import replacing
 from areal_core.vision.inputs import plain_inputs
 from areal_core.vision.processor import VisionProcessor, load_processor
@@ -98,7 +99,7 @@ class Scorer:
 
     `processor` makes the pixels of images, and is None for a text model. `marks_images` gives the
     model the types of its tokens; without them, images have the positions and the causal attention
-    of text.
+    of text. `routers`, of a scorer that packs rows, replay the experts of the rows.
     """
 
     model: Any
@@ -107,6 +108,7 @@ class Scorer:
     packs_rows: bool
     processor: VisionProcessor | None = None
     marks_images: bool = True
+    routers: Routers | None = None
 
     @property
     def device(self) -> torch.device:
@@ -232,6 +234,8 @@ def predictors(
             continue
         tokens = np.concatenate([np.arange(*sequences.cu_seqlens[row : row + 2]) for row in rows])
         images = None if sequences.images is None else [sequences.images[row] for row in rows]
+        if scorer.routers is not None and sequences.experts is not None:
+            scorer.routers.replay(torch.from_numpy(sequences.experts[tokens]), scorer.device)
         hidden = hidden_states(scorer, sequences.input_ids[tokens], [lengths[row] for row in rows], images)
         targets = np.flatnonzero(place_of_token[tokens] >= 0)
         labels = torch.as_tensor(sequences.input_ids[tokens][targets], device=scorer.device)

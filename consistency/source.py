@@ -8,6 +8,7 @@ import numpy as np
 from transformers import AutoConfig
 
 from areal_core.engine.errors import ModelError
+from areal_core.routing.sizes import ROUTED_EXPERTS
 from consistency.case import NOISE, Finding, Noise, Setting
 from consistency.engine.reply import Top
 from consistency.errors import NothingToCompare
@@ -141,7 +142,8 @@ def read_rank(step: RecordedStep, rank: int, foreign: bool) -> Sequences:
 
     NaN of our engines is a fault to report, NaN of another trainer means unknown.
     """
-    arrays = step.batch(rank, COLUMNS)
+    has_experts = ROUTED_EXPERTS in step.batch_entry(rank)[1].tensors
+    arrays = step.batch(rank, (*COLUMNS, ROUTED_EXPERTS) if has_experts else COLUMNS)
     rows = np.logical_and.reduce([step.known(rank, key) for key in COMPARED])
     sampled = arrays["loss_mask"].astype(bool) & np.repeat(rows, np.diff(arrays["cu_seqlens"]))
     if foreign:
@@ -154,6 +156,7 @@ def read_rank(step: RecordedStep, rank: int, foreign: bool) -> Sequences:
         versions=arrays["versions"].astype(np.int64) if step.known(rank, "versions").all() else None,
         prompt_id=arrays["prompt_id"].astype(np.int64),
         images=read_images(step, rank),
+        experts=arrays.get(ROUTED_EXPERTS),
     )
 
 
@@ -191,6 +194,7 @@ def concatenate(batches: Sequence[Sequences]) -> Sequences:
         joined("cached_tokens"),
         tuple(difference for batch in batches for difference in batch.length_differences),
         joined_images(batches),
+        joined("experts"),
     )
 
 

@@ -41,8 +41,9 @@ class Sequences:
     Per token [tokens]: `input_ids` int64, `sampled` bool (the model chose it), `engine_logprobs`
     float64 (read if sampled), `versions` int64. Per row [rows]: `prompt_id`, `worker`,
     `cached_tokens` int64; `images`, whose placeholders in `input_ids` are expanded: one for each
-    vision token. Columns that were not recorded are None, as are images of text. The last field,
-    `length_differences`, holds logprobs minus ids of each excluded reply.
+    vision token. `experts` int16 [tokens, layers, top_k] are those that the engine chose. Columns
+    that were not recorded are None, as are images of text. `length_differences` holds logprobs
+    minus ids of each excluded reply.
     """
 
     input_ids: Ints
@@ -55,6 +56,7 @@ class Sequences:
     cached_tokens: Ints | None = None
     length_differences: tuple[int, ...] = ()
     images: Images | None = None
+    experts: npt.NDArray[np.int16] | None = None
 
     def __post_init__(self) -> None:
         num_tokens, num_rows = int(self.cu_seqlens[-1]), len(self.cu_seqlens) - 1

@@ -117,6 +117,21 @@ def quantised_engine(case: Case) -> Finding | None:
     )
 
 
+def other_experts(case: Case) -> Finding | None:
+    """R42: the experts that the engine reported explain its logprobs, the trainer's own do not."""
+    found = explained(case, "R42")
+    if found is None:
+        return None
+    return Finding(
+        "R42",
+        "engine and trainer choose different experts",
+        confidence(found),
+        f"{replay_evidence(found)}: experts are those that the engine returned, weights the trainer's",
+        "compare the router's weights and top-k on both sides: if they are equal, only close calls may differ",
+        "train with rollout.return_routed_experts=true, or with a float32 router and deterministic kernels on both sides",
+    )
+
+
 def heavy_tail(case: Case) -> Finding | None:
     """R42: most tokens agree and a few differ widely: experts chosen differently."""
     metrics = case.measurement.metrics
@@ -236,6 +251,7 @@ CAUSES = (
     other_dtype,
     quantised_engine,
     periodic,
+    other_experts,
     heavy_tail,
     unusable_logprobs,
     ordinary_noise,

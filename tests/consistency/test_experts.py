@@ -1,0 +1,92 @@
+"""An engine and a trainer whose routers differ: the engine's experts name the cause."""
+
+import asyncio
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from areal_core.embedded.engine import EmbeddedEngine
+from areal_core.embedded.replica import Replica
+from areal_core.engine.model import load_model
+from areal_core.rollout.types import ModelRequest
+from areal_core.rollout.types import Sampling as EngineSampling
+from areal_core.testing import make_tiny_family, make_tiny_tokenizer
+from consistency.case import Request
+from consistency.check import check
+from consistency.source import Sampled, Sampling
+from consistency.tokens import Completion, sequences_from_completions
+
+SAMPLING = Sampling(
+    temperature=1.0, top_p=1.0, top_k=None, greedy=False, trainer_dtype="float32", engine_dtype="float32"
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("moe")
+    make_tiny_tokenizer().save_pretrained(folder)
+    options = {"num_experts_per_tok": 1, "norm_topk_prob": True, "mlp_only_layers": []}
+    return make_tiny_family(folder, "qwen3_moe", vocab_size=105, eos_token_id=1, **options)
+
+
+@pytest.fixture(scope="module")
+def rows(folder):
+    """Return what the embedded engine samples, with its experts."""
+    replica = Replica(str(folder), torch.float32, torch.device("cpu"), keeps_experts=True)
+    engine = EmbeddedEngine(replica, 105)
+
+    async def work():
+        requests = [
+            ModelRequest(input_ids=[7 + i, 9], sampling=EngineSampling(max_new_tokens=40)) for i in range(8)
+        ]
+        return await asyncio.gather(*map(engine.agenerate, requests))
+
+    responses = asyncio.run(work())
+    packed = sequences_from_completions(
+        [Completion(r.input_tokens, r.output_tokens, r.output_logprobs) for r in responses]
+    )
+    last = [((0, 1), (0, 0), (0, 0))]
+    experts = [np.pad(r.routed_experts, *last, constant_values=-1) for r in responses]
+    return replace(packed, experts=np.concatenate(experts))
+
+
+@pytest.fixture(scope="module")
+def trained(folder, tmp_path_factory):
+    """Return a copy of the model with other routers."""
+    model = load_model(str(folder), dtype=torch.float32)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("mlp.gate.weight"):
+                parameter.copy_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(5)))
+    other = tmp_path_factory.mktemp("other")
+    model.save_pretrained(other)
+    make_tiny_tokenizer().save_pretrained(other)
+    return other
+
+
+def diagnosis(rows, model):
+    return check(Sampled({"rows": rows}, SAMPLING), Request(str(model))).diagnosis
+
+
+def test_other_experts_are_named(rows, trained):
+    found = diagnosis(rows, trained)
+    cause = found.causes[0]
+    assert (cause.id, cause.name) == ("R42", "engine and trainer choose different experts")
+    assert cause.confidence > 0.95
+    assert found.measurement.metrics["mean_abs"] > 0.01
+
+
+def test_without_experts_they_cannot_be(rows, trained):
+    found = diagnosis(replace(rows, experts=None), trained)
+    assert "engine and trainer choose different experts" not in [cause.name for cause in found.causes]
+
+
+def test_equal_routers_are_healthy(rows, folder):
+    assert diagnosis(rows, folder).verdict == "healthy"
+
+
+def test_experts_of_another_model_are_not_replayed(rows, trained):
+    found = diagnosis(replace(rows, experts=rows.experts[:, :1]), trained)
+    assert "R42" not in [cause.id for cause in found.causes if "experts" in cause.name]
