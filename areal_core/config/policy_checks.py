@@ -9,7 +9,10 @@ from areal_core.config.presets import shown
 from areal_core.config.servers import server_options
 from areal_core.config.services import REWARD_SERVICE
 from areal_core.config.train_engine import NormConfig, TrainEngineConfig
+from areal_core.config.vision import model_facts
 from areal_core.rollout.fleet.server import ADDRESSES_VARIABLE
+
+ALL_SPARSE_IN_SGLANG = ("qwen2_moe", "qwen3_moe")  # the families whose `mlp_only_layers` it ignores
 
 
 def rollout_limits_let_something_run(config: PPOConfig) -> Iterator[str]:
@@ -136,6 +139,19 @@ def servers_report_what_is_trained(config: PPOConfig) -> Iterator[str]:
         yield (
             f"gconfig.top_p is {gconfig.top_p} and gconfig.top_k is {gconfig.top_k}; vLLM's log-probs are normalised over the "
             f"tokens that remain, the trainer's over all: set them to 1 and {every_token}, or use sglang"
+        )
+
+
+def sglang_serves_layers_without_experts(config: PPOConfig) -> Iterator[str]:
+    facts = model_facts(config.actor.path)
+    dense, step = facts.get("mlp_only_layers"), facts.get("decoder_sparse_step", 1)
+    if config.allocation.rollout_backend != "sglang" or facts.get("model_type") not in ALL_SPARSE_IN_SGLANG:
+        return
+    if dense or step != 1:
+        yield (
+            f"actor.path is {config.actor.path!r}, whose config has mlp_only_layers {dense} and decoder_sparse_step {step}; "
+            "SGLang 0.5.23 gives every layer experts, and would sample with weights that no file has: "
+            "use embedded|fsdp or vllm in allocation_mode"
         )
 
 
@@ -316,6 +332,7 @@ PPO_COUPLINGS = (
     *ROLLOUT_COUPLINGS,
     given_servers_are_those_of_the_allocation,
     rollout_limits_let_something_run,
+    sglang_serves_layers_without_experts,
     routed_experts_can_be_replayed,
     consistency_has_logprobs_to_compare,
     consumer_batch_is_the_train_batch,

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from areal_core.config.experiment import BaseExperimentConfig, PPOConfig, RWConfig
 from areal_core.config.train_engine import TrainEngineConfig
@@ -54,11 +55,17 @@ def is_of_images(path: str) -> bool:
 
 def model_type(path: str, option: str = "model_type") -> str | None:
     """Return the `model_type` of a folder whose `config.json` has an option; None for any other."""
+    facts = model_facts(path)
+    return str(facts.get("model_type")) if option in facts else None
+
+
+def model_facts(path: str) -> dict[str, Any]:
+    """Return the `config.json` of a folder; empty where there is none to read."""
     file = Path(path) / "config.json"
     if not path or not file.is_file():
-        return None
+        return {}
     try:
         facts = json.loads(file.read_text(encoding="utf-8"))
     except ValueError:  # the model's loader reports it
-        return None
-    return str(facts.get("model_type")) if isinstance(facts, dict) and option in facts else None
+        return {}
+    return facts if isinstance(facts, dict) else {}

@@ -1,6 +1,7 @@
 """Options that must agree: each conflict is one sentence with both names and both values."""
 
 import fnmatch
+import json
 
 import pytest
 
@@ -18,6 +19,7 @@ from areal_core.config import (
 from areal_core.config.checks import flat_values
 from areal_core.config.names import all_options
 from areal_core.config.not_yet import NOT_YET, not_yet
+from areal_core.config.policy_checks import sglang_serves_layers_without_experts
 from areal_core.errors import ConfigError
 from areal_core.safety.private import default_root
 
@@ -270,3 +272,19 @@ def test_without_a_trainer_only_the_options_of_rollouts_are_checked(role):
         "gconfig.min_new_tokens",
     ]
     assert last == f"({note})"
+
+
+@pytest.mark.parametrize(
+    ("facts", "allocation", "refused"),
+    [
+        ({"mlp_only_layers": [0]}, "sglang:d1+fsdp:d2", True),
+        ({"decoder_sparse_step": 2}, "sglang:d1+fsdp:d2", True),
+        ({"mlp_only_layers": []}, "sglang:d1+fsdp:d2", False),
+        ({"mlp_only_layers": [0]}, "embedded|fsdp:d2", False),
+    ],
+)
+def test_sglang_gets_no_model_with_layers_without_experts(tmp_path, facts, allocation, refused):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3_moe"} | facts))
+    config = changed(sound_config(), {"actor.path": str(tmp_path), "allocation_mode": allocation})
+    found = list(sglang_serves_layers_without_experts(config))
+    assert [" gives every layer experts" in sentence for sentence in found] == [True] * refused
