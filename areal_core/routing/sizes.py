@@ -1,7 +1,7 @@
 """The batch key `routed_experts`: the experts that the engine has chosen for each token.
 
-`[B, T, layers, top_k]` int16. Position t holds the experts of token t as an input; of the last token
-of a row there are none, because no engine computes it. Layers without experts hold 0.
+`[B, T, layers, top_k]` int16. Position t holds the experts of token t as an input; of the last
+token of a row there are none, because no engine computes it. Layers without experts hold 0.
 """
 
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ UNKNOWN = -1  # the engine did not report the experts of this token
 
 @dataclass(frozen=True)
 class RoutingSizes:
-    """The sizes of a model's choices: layers (with and without experts), experts of a token, all."""
+    """The sizes of a model's choices: all layers, experts of a token, experts of a layer."""
 
     num_layers: int
     top_k: int

@@ -127,7 +127,7 @@ def test_backward_recomputes_with_the_experts_of_its_micro_batch(ranks, model, s
 
 
 def test_weights_come_from_the_trainers_router_which_is_trained(tmp_path):
-    """Weights by hand: the softmax of the trainer's logits at the given experts, divided by its sum."""
+    """By hand: the softmax of the trainer's logits at the given experts, divided by its sum."""
     router = load_model(
         str(make_tiny_family(tmp_path, "qwen3_moe", norm_topk_prob=True)), dtype=torch.float32
     )

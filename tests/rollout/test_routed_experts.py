@@ -1,4 +1,4 @@
-"""Experts in replies: asked for, checked, joined over aborted requests, and made rows of a batch."""
+"""Experts in replies: asked for, checked, joined over aborted requests, made rows of a batch."""
 
 import asyncio
 from base64 import b64encode
@@ -59,7 +59,7 @@ def test_an_aborted_completion_keeps_the_experts_that_sampled_its_tokens(start_f
     response = query([fake.server], max_new_tokens=5, sizes=RoutingSizes(3, 2, num_experts=12))
     assert [body["routed_experts_start_len"] for _, body in fake.calls] == [0, 0, 3]
     assert len(response.output_tokens) == 5
-    # The second request computed positions 0 to 2 with experts 4 to 7, the third those from 3 with 8 on.
+    # The second request computed positions 0 to 2 with experts 4 to 7, the third the others.
     assert (response.routed_experts // 4 == 1).all(axis=(1, 2)).tolist() == [True] * 3 + [False] * 3
 
 

@@ -10,6 +10,7 @@ equivalent on a CPU.
 
 from collections.abc import Callable
 from functools import wraps
+from types import SimpleNamespace
 from typing import Any, NoReturn
 
 import torch
@@ -42,19 +43,9 @@ def pin_memory(self: Any, device: Any = None) -> Any:
     return self
 
 
-class OrdinaryMemory:
-    """The calls of CUDA's runtime that register memory of the host: they do nothing and succeed."""
-
-    def cudaHostRegister(self, pointer: int, size_bytes: int, flags: int) -> int:
-        """Return 0, for success."""
-        return 0
-
-    def cudaHostUnregister(self, pointer: int) -> int:
-        """Return 0, for success."""
-        return 0
-
-
-torch.cuda.cudart = OrdinaryMemory
+# Registering ordinary memory succeeds, and does nothing.
+REGISTERED = SimpleNamespace(cudaHostRegister=lambda *_: 0, cudaHostUnregister=lambda *_: 0)
+torch.cuda.cudart = lambda: REGISTERED
 torch.tensor, torch.zeros = unpinned(torch.tensor), unpinned(torch.zeros)
 torch.Tensor.pin_memory = pin_memory  # type: ignore[method-assign]  # on purpose
 for name in READ_AT_IMPORT:
