@@ -43,7 +43,7 @@ SECTIONS = {
         "record": "List, show, verify, archive, import and export records",
         "open": "Show everything that a run left in one workbench of pages",
         "view": "Write a record as one HTML page: curves, samples and every token",
-        "query": "Ask a record in SQL: steps, samples, tokens and outcomes",
+        "query": "Ask a record in SQL: steps, samples, tokens, outcomes, calls of agents",
     },
     "Serve and agents": {
         "serve": "Start, list and stop inference servers to debug agents against",

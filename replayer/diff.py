@@ -82,6 +82,7 @@ INPUTS = {
     "logprobs": "the engine returned other logprobs for the same tokens",
     "versions": "the same tokens were sampled by other versions of the weights",
     "rows": "one side lacks rows that the other trained on",
+    "tool result": "a tool of the agent returned something else to the same call",
     "images": "the same prompts have other pictures: check the data set",
     "order of rows": "the same rows were trained on in another order",
     "rewards": "the same completions have other rewards: check the reward function and its inputs",

@@ -21,8 +21,10 @@ from typing import Any
 import numpy as np
 
 from recorder import MicroBatch, Outcome, Plan, RecordedStep
+from recorder.agents.conversations import conversations
 from recorder.format import IMAGE_KEYS, OTHER_TRAINER_KEYS, BatchEntry, TensorEntry
 from replayer.pictures import describe, pictures_of
+from replayer.tool_results import differing_result
 
 STAGES = ("batch", "logprobs", "advantages", "loss", "gradient", "weights")
 ACTOR, UPDATE = "ppo_actor/", "ppo_actor/update/"
@@ -194,6 +196,8 @@ def compare_tensors(
         yield from compare_rows(rows, other_rows, in_order=not any(foreign))
         if suspects & IMAGE_KEYS.keys():
             yield from compare_images(left, right, rows, other_rows)
+        if "input_ids" in suspects:
+            yield from compare_tool_results(left, right, rows, other_rows)
     for key in sorted(suspects - NOT_COMPARED, key=position):
         entries = tensor_entries(here, key)[0], tensor_entries(there, key)[0]
         if entries[0] is None or entries[1] is None:
@@ -371,6 +375,28 @@ def compare_images(
     if first is not None:
         place, texts = first
         yield StageDifference("batch", "images", *texts, num_different, num_compared, place=place)
+
+
+def compare_tool_results(
+    left: RecordedStep, right: RecordedStep, rows: Rows, other_rows: Rows
+) -> Iterator[StageDifference]:
+    """Yield the first row in which a tool returned something else, and in how many it did."""
+    here, there = (
+        [conversations(step, rank) for rank in range(step.manifest.num_ranks)] for step in (left, right)
+    )
+    first, num_different, num_compared = None, 0, 0
+    for name in [name for name in rows if name in other_rows]:
+        row, other = rows[name], other_rows[name]
+        one, two = here[row.rank], there[other.rank]
+        if one is None or two is None:
+            continue
+        found = differing_result(one[row.row], two[other.row])
+        num_different, num_compared = num_different + (found is not None), num_compared + 1
+        if found is not None and first is None:
+            first = place_of(row, right=other), found
+    if first is not None:
+        place, texts = first
+        yield StageDifference("batch", "tool result", *texts, num_different, num_compared, place=place)
 
 
 def place_of(row: RowSpan, token: int | None = None, right: RowSpan | None = None) -> Place:

@@ -76,6 +76,11 @@ class JournalReader:
             )
         return call
 
+    def of_sample(self, prompt_id: int, sample_id: int) -> list[JudgeCall]:
+        """Return the calls for a sample, the last one of each attempt. Raises RewardError."""
+        calls = read_calls(self.folder / f"{prompt_id}.jsonl")
+        return list({call.attempt: call for call in calls if call.sample_id == sample_id}.values())
+
 
 def read_calls(file: Path) -> list[JudgeCall]:
     """Return the calls of one file in their order, [] without the file. Raises RewardError."""

@@ -25,6 +25,7 @@ from areal_core.rollout.types import ModelRequest, ModelResponse
 from areal_debug.agent.run import frames_of_agent
 from recorder import Record, RecordError
 from recorder.agents.calls import RecordedCall, Transcript
+from recorder.agents.conversations import offered_tools
 from recorder.reader import RecordedStep
 
 ADDRESS = re.compile(r"(?P<record>.+?)(?:#(?P<step>\d+)(?:/(?P<prompt>\d+)(?:/(?P<episode>\d+))?)?)?")
@@ -308,7 +309,7 @@ def differing_call(
 ) -> Found | None:
     """Return the first recorded call whose request is another one now."""
     recorded = {call.turn: call for call in episode.transcript.calls}
-    tools = tools_of(episode.transcript)
+    tools = offered_tools(episode.transcript)
     by_turn = sorted((engine.calls[interaction.turn], interaction) for interaction in interactions)
     for turn, interaction in by_turn:
         now = [without_reasoning(message_facts(message)) for message in interaction.call.messages]
@@ -340,16 +341,6 @@ def conversation(calls: dict[int, RecordedCall], call: RecordedCall) -> list[dic
         before = [*call.messages, call.answer]
         messages = [*map(without_reasoning, before), *messages]
     return messages
-
-
-def tools_of(transcript: Transcript) -> dict[int, list[dict[str, Any]]]:
-    """Return the tools that each recorded call offered."""
-    found: dict[int, list[dict[str, Any]]] = {}
-    tools: list[dict[str, Any]] = []
-    for call in transcript.calls:
-        tools = tools if call.tools is None else list(call.tools)
-        found[call.turn] = tools
-    return found
 
 
 def without_reasoning(message: dict[str, Any]) -> dict[str, Any]:

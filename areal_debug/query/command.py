@@ -50,7 +50,8 @@ def command(
     force: bool,
     as_json: bool,
 ) -> None:
-    """Answer a query over RECORD: SQL of DuckDB over the tables steps, samples, tokens, outcomes.
+    """Answer a query over RECORD: SQL of DuckDB over the tables steps, samples, tokens,
+    outcomes, calls and tool_calls.
 
     Only the columns and steps that it needs are read. It can read no file and change nothing.
     """

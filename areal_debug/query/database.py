@@ -24,7 +24,7 @@ SETTINGS = (
     "set python_enable_replacements = false",
     "set lock_configuration = true",
 )
-HINT = "tables are steps, samples, tokens and outcomes; --schema lists their columns"
+HINT = "tables are steps, samples, tokens, outcomes, calls and tool_calls; --schema lists their columns"
 
 
 @dataclass(frozen=True)

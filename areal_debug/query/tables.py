@@ -1,12 +1,14 @@
-"""A record as four tables that are read when a query needs them, and no further than it needs.
+"""A record as six tables that are read when a query needs them, and no further than it needs.
 
     DuckDB ── columns, filter ──> LazyTable ── for each step ──> the tensors of these columns
                                      └ a step of which the filter keeps no row: only what it tests
 
-`steps` has a row per step, `samples` one per sample, `tokens` one per token, and `outcomes` one per
-statistic of a step and number of a micro-batch.
+`steps` has a row per step, `samples` one per sample, `tokens` one per token, `outcomes` one per
+statistic of a step and number of a micro-batch, `calls` one per call of an agent's episode, and
+`tool_calls` one per tool call in the answer of such a call.
 """
 
+import json
 from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import cached_property, lru_cache
 from typing import Any
@@ -15,6 +17,8 @@ import numpy as np
 import pyarrow
 from pyarrow import dataset
 
+from recorder.agents.calls import Transcript
+from recorder.agents.tools import text_of, tool_uses
 from recorder.exporters.arrow import array_of, batch_of, number_array, schema_of, type_of
 from recorder.exporters.sample_columns import Field, Layout, has_file, known_rows, layout_of, read_columns
 from recorder.reader import Record, RecordedStep, read_manifest
@@ -41,6 +45,35 @@ OUTCOMES = pyarrow.schema(
         "micro_batch": pyarrow.int32(),
         "name": pyarrow.string(),
         "value": pyarrow.float64(),
+    }
+)
+OF_CALLS = {
+    "step": pyarrow.int64(),
+    "rank": pyarrow.int32(),
+    "prompt_id": pyarrow.int64(),
+    "episode": pyarrow.int32(),
+    "turn": pyarrow.int32(),
+}
+CALLS = pyarrow.schema(
+    OF_CALLS
+    | {
+        "after": pyarrow.int32(),
+        "agent": pyarrow.string(),
+        "failure": pyarrow.string(),
+        "messages": pyarrow.string(),
+        "answer": pyarrow.string(),
+        "finish": pyarrow.string(),
+        "reward": pyarrow.float64(),
+        "num_tool_calls": pyarrow.int32(),
+    }
+)
+TOOL_CALLS = pyarrow.schema(
+    OF_CALLS
+    | {
+        "tool": pyarrow.string(),
+        "arguments": pyarrow.string(),
+        "result": pyarrow.string(),
+        "failed": pyarrow.bool_(),
     }
 )
 Read = Callable[[int, Collection[str]], Iterator[pyarrow.RecordBatch]]
@@ -136,6 +169,8 @@ class Tables:
             "samples": (lambda: schema_of(self.layout.fields), self.read_samples),
             "tokens": (self.schema_of_tokens, self.read_tokens),
             "outcomes": (lambda: OUTCOMES, self.read_outcomes),
+            "calls": (lambda: CALLS, self.read_calls),
+            "tool_calls": (lambda: TOOL_CALLS, self.read_tool_calls),
         }
         return {
             name: LazyTable(schema, self.record.steps, read, self.failures)
@@ -227,6 +262,43 @@ class Tables:
                 numbers = {"loss": item.loss, "weight": item.weight, "num_tokens": float(item.num_tokens)}
                 rows += [inner | {"name": f"micro_batch/{n}", "value": v} for n, v in numbers.items()]
         yield pyarrow.RecordBatch.from_pylist(rows, OUTCOMES)
+
+    def read_calls(self, number: int, names: Collection[str]) -> Iterator[pyarrow.RecordBatch]:
+        """Yield the calls of the agents' episodes; `messages` are those that the call added."""
+        rows = []
+        for place, transcript in self.transcripts(number):
+            facts: dict[str, Any] = place | {"agent": transcript.agent.name, "failure": transcript.failure}
+            rows += [
+                facts
+                | {
+                    "turn": call.turn,
+                    "after": call.after,
+                    "messages": json.dumps(call.messages, ensure_ascii=False),
+                    "answer": text_of(call.answer),
+                    "finish": call.finish,
+                    "reward": call.reward,
+                    "num_tool_calls": len(call.answer.get("tool_calls", ())),
+                }
+                for call in transcript.calls
+            ]
+        yield pyarrow.RecordBatch.from_pylist(rows, CALLS)
+
+    def read_tool_calls(self, number: int, names: Collection[str]) -> Iterator[pyarrow.RecordBatch]:
+        """Yield the tool calls of the agents' episodes; one without a result has null."""
+        rows = []
+        for place, transcript in self.transcripts(number):
+            for use in tool_uses(transcript.calls):
+                facts = {"arguments": use.arguments, "result": use.result, "failed": use.failed}
+                rows.append(place | {"turn": use.turn, "tool": use.name} | facts)
+        yield pyarrow.RecordBatch.from_pylist(rows, TOOL_CALLS)
+
+    def transcripts(self, number: int) -> Iterator[tuple[dict[str, int], Transcript]]:
+        """Yield each recorded episode of a step, and the columns that name it."""
+        step = self.step(number)
+        for rank in range(step.manifest.num_ranks):
+            for one in step.calls(rank) or ():
+                names = {"step": number, "rank": rank, "prompt_id": one.prompt_id, "episode": one.episode}
+                yield names, one
 
 
 def flattened(array: pyarrow.ListArray, sample: np.ndarray) -> pyarrow.Array:

@@ -10,10 +10,13 @@ from rich.text import Text
 
 from areal_core.safety.printable import printable_block
 from areal_core.safety.secrets import num_masked
+from areal_debug.record.calls_text import lines_of_conversation, lines_of_judge
 from areal_debug.render import console, format_bytes, format_number, sparkline, styled
 
 if TYPE_CHECKING:
+    from areal_core.rollout.judge_journal import JudgeCall
     from recorder import Record, RecordedStep, RecordHeader, Recording, VerifyReport
+    from recorder.agents.conversations import Conversation
     from recorder.header import Gaps
     from recorder.integrity.signature import Signed
     from recorder.reader import StepSummary
@@ -144,14 +147,28 @@ def describe_unknown(summaries: "list[StepSummary]") -> str:
     )
 
 
-def print_sample(sample: "Sample", as_table: bool, recorded_text: list[dict[str, Any]] | None) -> None:
-    """Print a row under its heading, as coloured text or as one line per token."""
+def print_sample(
+    sample: "Sample",
+    as_table: bool,
+    recorded_text: list[dict[str, Any]] | None,
+    conversation: "Conversation | None" = None,
+    in_full: bool = False,
+) -> None:
+    """Print a row under its heading: its calls, then coloured text or one line per token."""
     out = console()
     out.print(heading(sample))
     for number, image in enumerate(sample.images):
         size = format_bytes(image.size_bytes)
         out.print(styled("[dim]image {}: {}, {}, images/{}[/dim]", number, image.kind, size, image.sha256))
+    for line in () if conversation is None else lines_of_conversation(conversation, in_full):
+        out.print(line)
     out.print(token_table(sample.tokens) if as_table and sample.tokens else text_of(sample, recorded_text))
+
+
+def print_judge(calls: "list[JudgeCall]", in_full: bool) -> None:
+    """Print the calls of a judge for a sample."""
+    for line in lines_of_judge(calls, in_full):
+        console().print(line)
 
 
 def heading(sample: "Sample") -> Text:

@@ -1,5 +1,6 @@
 """`areal-debug record import` and `export`: convert between a record and other tools' formats."""
 
+import importlib
 import tempfile
 from dataclasses import asdict
 from pathlib import Path
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from recorder.importers.importing import Imported
 
 FORMATS = ("jsonl", "parquet", "pt", "slime", "hf", "wandb", "trackio")
+OF_TORCH = ("pt", "slime")
 SERVICES = ("wandb", "trackio")  # `areal_debug.record.services` logs to them
 
 
@@ -149,6 +151,10 @@ def export(
     """
     if (hub is not None and format_name != "hf") or (public and hub is None):
         raise ValueError("--hub needs --format hf, and --public needs --hub")
+    if format_name in OF_TORCH:
+        importlib.import_module(
+            "torch"
+        )  # here: CUDA's packages need a temporary file, which the child has not
     if format_name in SERVICES:
         export_to_service(record, format_name, destination, step, as_json)
         return
@@ -167,7 +173,7 @@ def export(
         console(stderr=as_json).print(styled("sent to {}", send_to_hub(destination, hub, public)))
 
 
-@reads_untrusted("record", outputs="destination", cpu_s=60)  # importing torch takes up to 10
+@reads_untrusted("record", outputs="destination", cpu_s=60)
 @errors_as_sentences
 def export_confined(
     record: Path,

@@ -1,7 +1,7 @@
 """What a page shows: one record or two beside each other, and the data of each step by name.
 
 a-12-text, a-12-numbers      step 12 of the record
-a-12-images                  its pictures, if it has any
+a-12-images, a-12-calls      its pictures, and the calls of agents, if it has any
 b-15-text, b-15-numbers      step 15 of the one it is compared with
 pair-12                      which rows of both belong together, and what differs
 """
@@ -18,7 +18,7 @@ from areal_debug.view.pack import pack_json, pack_numbers, pack_text
 from areal_debug.view.pairs import pair_document
 from recorder import StepNotRecorded
 
-BLOB_NAME = re.compile(r"(?:([ab])-([0-9]{1,18})-(text|numbers|images)|pair-([0-9]{1,18}))")
+BLOB_NAME = re.compile(r"(?:([ab])-([0-9]{1,18})-(text|numbers|images|calls)|pair-([0-9]{1,18}))")
 PACKERS = {"text": pack_text, "numbers": pack_numbers}
 
 
@@ -81,7 +81,8 @@ class Contents:
 
     def kinds(self, side: FollowedRecord, step: int) -> list[str]:
         """Return the kinds of data of a step."""
-        return [*PACKERS, *(["images"] if side.view(step).images else [])]
+        view = side.view(step)
+        return [*PACKERS, *(["images"] if view.images else []), *(["calls"] if "calls" in view.rows else [])]
 
     def blob(self, name: str) -> bytes:
         """Return the data of a name that `BLOB_NAME` matches. Raises `RecordError`."""
@@ -101,4 +102,6 @@ class Contents:
 
 def packed_step(record: FollowedRecord, step: int, kind: str) -> bytes:
     """Return a kind of data of a step. Raises `RecordError`."""
-    return PACKERS[kind](record.view(step)) if kind in PACKERS else pack_json(record.images(step))
+    if kind in PACKERS:
+        return PACKERS[kind](record.view(step))
+    return pack_json(record.images(step) if kind == "images" else record.calls(step))

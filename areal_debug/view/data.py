@@ -11,6 +11,7 @@ import numpy as np
 
 from areal_core.safety.printable import printable
 from areal_debug.doctor.names import find_name
+from areal_debug.view.conversations import call_counts, conversations_of
 from areal_debug.view.images import image_counts, with_images_named
 from areal_debug.view.text import Decode, TokenText, redact_text, redact_tokens, text_of_tokens
 from recorder.errors import StepNotRecorded
@@ -226,6 +227,7 @@ def read_step(
                     ("finish", "finish_reason", np.uint8),
                 )
             },
+            **call_counts(conversations_of(step)),
         },
         tokens={
             "mask": tokens["loss_mask"].astype(np.uint8),

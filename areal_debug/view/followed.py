@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
+from areal_debug.view.conversations import calls_document
 from areal_debug.view.data import (
     MAX_CURVE_STEPS,
     RunView,
@@ -82,6 +83,10 @@ class FollowedRecord:
         Raises `RecordError`.
         """
         return image_document(self.step(step), hidden=bool(self._patterns))
+
+    def calls(self, step: int) -> dict[str, Any]:
+        """Return the calls of agents in a step, redacted. Raises `RecordError`."""
+        return calls_document(self.step(step), self._patterns)
 
     def view(self, step: int) -> StepView:
         """Return a step as columns; the last few are kept. Raises `RecordError`."""

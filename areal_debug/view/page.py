@@ -23,7 +23,7 @@ ASSETS = Path(__file__).parent / "assets"
 STYLES = ("uplot.css", "view.css")
 SCRIPTS = (
     "load", "blobs", "links", "colours", "charts", "curves", "histograms", "align", "columns", "table",
-    "sample", "search", "app",
+    "calls", "sample", "search", "app",
 )  # fmt: skip
 STEPS = "<!-- steps -->"  # data is escaped or encoded: it has no such text
 # Of one file: a browser keeps all of it in memory. A folder has no limit.

@@ -30,6 +30,7 @@ ONLY_BATCH = ("gconfig", "train_dataset", "valid_dataset", "rollout", "sglang", 
 # what differs in a batch -> the options that can act on it; {} any option
 OF_DATA = ("seed", "train_dataset", "gconfig.n_samples", "rollout", "dynamic_bs", "total_train", "tokenizer_path",
            "actor.path", "allocation_mode")  # fmt: skip
+OF_TOOLS = ("rollout", "workflow", "agent", "train_dataset")
 OF_REWARDS = ("reward", "workflow", "agent", "train_dataset")
 # members of the environment that `replayer.commits.outside` compares
 OF_CODE = ("code", "libraries", "variables")
@@ -39,6 +40,7 @@ WORDS = {
     "data": ("dataset", "loader", "rows", "prompt", "data", "batch"),
     "rewards": ("reward", "workflow", "agent"),
     "engine": ("embedded", "engine", "sglang", "vllm", "fleet", "generate", "live"),
+    "tools": ("tool", "agent", "workflow"),
     "rows": ("episodes", "workflow", "agent", "batch"),
 }
 HARDWARE = ("cpu", "platform", "num_cores", "torch.gpus", "torch.gpu_driver")
@@ -66,11 +68,13 @@ class Case:
 
     @property
     def kind_of_batch(self) -> str | None:
-        """What of the batch differs: "data", "rewards", "rows", "engine"; None after the batch."""
+        """What of the batch differs: "data", "tools", "rewards", "rows", "engine"; else None."""
         if self.first.stage != "batch":
             return None
         place = self.first.place
-        if self.first.name in ("rows", "order of rows") or (place is not None and place.in_prompt):
+        if self.first.name == "tool result":
+            return "tools"
+        if self.first.name in ("rows", "order of rows", "images") or (place is not None and place.in_prompt):
             return "data"
         if self.first.name in ("input_ids", "logprobs", "versions"):
             return "engine"
@@ -130,7 +134,7 @@ def option_acts(case: Case, item: Difference) -> tuple[bool, str]:
         return False, f"acts later, from the {acts} on"
     if stage != "batch" and option.startswith(ONLY_BATCH):
         return False, "acts on the batch, which is equal"
-    names = {"data": OF_DATA, "rewards": OF_REWARDS}.get(case.kind_of_batch or "")
+    names = {"data": OF_DATA, "rewards": OF_REWARDS, "tools": OF_TOOLS}.get(case.kind_of_batch or "")
     if names is not None and not any(
         name in option if name == "reward" else option.startswith(name) for name in names
     ):
@@ -253,7 +257,7 @@ def outside_acts(case: Case, item: "CodeDifference") -> bool:
     if item.kind == "commit":
         return item.file is not None  # a commit is judged by its own changes
     is_rounding = item.kind == "variable" and item.what.split()[0] in VARIABLES_OF_KERNELS
-    return not (is_rounding and case.kind_of_batch in ("data", "rewards", "rows"))
+    return not (is_rounding and case.kind_of_batch in ("data", "tools", "rewards", "rows"))
 
 
 def distance_of(case: Case, item: "CodeDifference") -> int:
@@ -271,8 +275,19 @@ def distance_of(case: Case, item: "CodeDifference") -> int:
 
 
 def data_finding(case: Case) -> Finding | None:
-    """Judge prompts or rewards that differ though nothing was set differently."""
+    """Judge inputs or rewards that differ though nothing was set differently."""
     show = diff_command(case)
+    first = case.first
+    if first.name == "images":
+        what = f"{first.num_different} of {first.num_compared} pictures of the same rows are others"
+        evidence = f"A has {first.left or 'none'}, B {first.right or 'none'}"
+        refuted = "the data sets of A and B have equal pictures"
+        return Finding(Cause("data", what), "medium", (evidence,), refuted, show)
+    if first.name == "tool result":
+        what = "a tool outside of the run, or its data, answered the same call in another way"
+        evidence = "the messages and the tool calls before it are equal"
+        refuted = "the tool, called again with these arguments, returns the same every time"
+        return Finding(Cause("environment", what), "medium", (evidence,), refuted, show)
     if case.kind_of_batch == "data":
         here, there = prompts_of(case.left.step(case.step), case.right.step(case.step))
         equal = sum(there.get(name) == prompt for name, prompt in here.items())

@@ -120,7 +120,7 @@ class WhyReport:
             return f"{self.verdict.capitalize()}: {self.reason}."
         cause = self.finding.cause
         place = place_of(self.step, self.difference)
-        how = f" ({self.pattern_detail})" if self.pattern_detail else ""
+        how = f" ({self.pattern_detail})" if self.pattern_detail else inputs_of(self.difference)
         likely = {"high": "", "medium": " probably", "low": " perhaps"}[self.finding.confidence]
         if cause.kind == "unknown":
             return f"{self.verdict.capitalize()}: {place}{how}; why is not known: {cause.what}."
@@ -168,6 +168,13 @@ class WhyReport:
             "not_known": list(self.not_known),
             "not_compared": list(self.not_compared),
         }
+
+
+def inputs_of(first: StageDifference) -> str:
+    """Return the pictures or tool results that differ, in parentheses; "" for anything else."""
+    if first.name not in ("images", "tool result"):
+        return ""
+    return f" ({first.left or 'none'} in A, {first.right or 'none'} in B)"
 
 
 def place_of(step: int | None, first: StageDifference) -> str:

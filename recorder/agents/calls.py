@@ -81,4 +81,33 @@ def parse_transcripts(data: bytes, file: str) -> list[Transcript]:
     names = {(episode.prompt_id, episode.episode) for episode in found}
     if len(names) < len(found):
         raise DamagedRecord(file, "has an episode twice")
+    for episode in found:
+        check_calls(file, episode)
     return found
+
+
+def check_calls(file: str, episode: Transcript) -> None:
+    """Raise DamagedRecord unless calls follow earlier ones, with messages as FORMAT.md says."""
+    turns: set[int] = set()
+    for call in episode.calls:
+        where = f"call {call.turn} of episode {episode.episode} of prompt {episode.prompt_id}"
+        if call.turn in turns or (call.after is not None and call.after not in turns):
+            raise DamagedRecord(file, f"has {where} twice, or before the call that it follows")
+        turns.add(call.turn)
+        for message in (*call.messages, call.answer):
+            if not is_message(message):
+                raise DamagedRecord(file, f"has no message of a role, with text or parts, in {where}")
+
+
+def is_message(message: Mapping[str, Any]) -> bool:
+    """Return whether a message has a role, text or a list of parts, and tool calls with a name."""
+    content, calls = message.get("content"), message.get("tool_calls", [])
+    parts = content if isinstance(content, list) else []
+    return (
+        isinstance(message.get("role"), str)
+        and isinstance(content, str | list | None)
+        and all(isinstance(part, dict) and isinstance(part.get("text", ""), str) for part in parts)
+        and isinstance(calls, list)
+        and all(isinstance(call, dict) for call in calls)
+        and all(isinstance(call.get(name), str) for call in calls for name in ("name", "arguments"))
+    )

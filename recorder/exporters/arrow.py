@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from recorder.errors import RecordError
+from recorder.exporters.call_columns import MESSAGE, NAMES
 from recorder.exporters.sample_columns import (
     MICRO_BATCH,
     PICTURE,
@@ -36,12 +37,28 @@ def type_of(field: Field) -> "pyarrow.DataType":
     if field.dtype == MICRO_BATCH:
         members = [(name, pyarrow.from_numpy_dtype(MICRO_BATCH[name])) for name in MICRO_BATCH.names or ()]
         return pyarrow.list_(pyarrow.struct(members))
+    if field.dtype == NAMES:
+        return pyarrow.list_(pyarrow.string())
+    if field.dtype == MESSAGE:
+        return pyarrow.list_(pyarrow.struct(message_members()))
     if field.dtype == PICTURE:
         return pyarrow.list_(pyarrow.struct([("bytes", pyarrow.binary()), ("path", pyarrow.string())]))
     inner = pyarrow.from_numpy_dtype(field.dtype)
     for _ in range(field.depth + field.is_list):
         inner = pyarrow.list_(inner)
     return inner
+
+
+def message_members() -> list[tuple[str, "pyarrow.DataType"]]:
+    """Return the members of a message, in the form of OpenAI's API."""
+    import pyarrow
+
+    text = pyarrow.string()
+    asked = pyarrow.struct(
+        [("type", text), ("function", pyarrow.struct([("name", text), ("arguments", text)]))]
+    )
+    types = {"tool_calls": pyarrow.list_(asked)}
+    return [(name, types.get(name, text)) for name in MESSAGE.names or ()]
 
 
 def schema_of(fields: Iterable[Field]) -> "pyarrow.Schema":
@@ -71,6 +88,12 @@ def flat_array(field: Field, values: Any, known: np.ndarray | None) -> "pyarrow.
     if field.dtype == MICRO_BATCH:
         names = MICRO_BATCH.names or ()
         return pyarrow.StructArray.from_arrays([number_array(values[name]) for name in names], list(names))
+    if field.dtype == NAMES:
+        return pyarrow.array(values.tolist(), pyarrow.string())
+    if field.dtype == MESSAGE:
+        members = message_members()
+        arrays = [pyarrow.array(values[name].tolist(), kind) for name, kind in members]
+        return pyarrow.StructArray.from_arrays(arrays, [name for name, _ in members])
     if field.dtype == PICTURE:
         columns = [
             pyarrow.array(values["bytes"].tolist(), pyarrow.binary()),

@@ -24,9 +24,15 @@ LOST = {
     "jsonl": TABLE_LACKS,
     "parquet": TABLE_LACKS,
     "hf": TABLE_LACKS,
-    "lines": ("plans, checksums and anchors", "values per token", "pictures"),
+    "lines": (
+        "plans, checksums and anchors",
+        "values per token",
+        "pictures",
+        "messages and tools of agents (their numbers are carried)",
+    ),
     "pt": (
         "plans, outcomes, anchors and text",
+        "messages and tool calls of agents",
         "pictures",
         "what the trainer computed",
         "the rank of each row",

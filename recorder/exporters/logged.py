@@ -18,6 +18,7 @@ from recorder.reader import Record
 
 COLUMNS = (
     "prompt_id", "sample_id", "rank", "row", "reward", "finish_reason", "num_tokens", "prompt", "completion",
+    "num_calls", "num_tool_calls", "num_failed_tool_calls",
 )  # fmt: skip
 
 

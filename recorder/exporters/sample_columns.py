@@ -18,6 +18,7 @@ import numpy as np
 
 from areal_core.safety.durable import commit_file
 from recorder.errors import DamagedRecord
+from recorder.exporters.call_columns import CALL_COLUMNS, MESSAGE, columns_of_calls
 from recorder.format import BATCH_KEYS, IMAGE_KEYS, NUMPY_TYPES, TensorEntry
 from recorder.pictures.kinds import UNKNOWN, kind_of
 from recorder.reader import Record, RecordedStep
@@ -42,7 +43,7 @@ FIRST = {
     "logprobs": ("batch", "logprobs", ""),
     "versions": ("batch", "versions", ""),
 }
-LAST = ("micro_batches", "prompt", "completion", "images")
+LAST = ("micro_batches", "prompt", "completion", *CALL_COLUMNS, "images")
 PICTURE = np.dtype([("bytes", "O"), ("path", "O")])
 INNER = {"cu_seqlens", "unknown", "prompt_length"}  # tensors that are no column of their own
 WHOLE = BATCH_KEYS.keys() - {"logprobs"}  # tensors whose values are known as `unknown` says
@@ -107,8 +108,8 @@ class Column:
 
 
 def plain_value(value: Any) -> Any:
-    """Return a NumPy value as JSON types; a micro-batch and a picture as an object."""
-    if getattr(value, "dtype", None) in (MICRO_BATCH, PICTURE):
+    """Return a NumPy value as JSON types; a micro-batch, message and picture as an object."""
+    if getattr(value, "dtype", None) in (MICRO_BATCH, MESSAGE, PICTURE):
         return [dict(zip(value.dtype.names, item, strict=True)) for item in value.tolist()]
     return value.tolist() if isinstance(value, np.ndarray | np.generic) else value
 
@@ -149,6 +150,8 @@ def layout_of(record: Record, steps: Iterable[RecordedStep]) -> Layout:
         fields["micro_batches"] = Field("micro_batches", "outcome", "", MICRO_BATCH, is_list=True)
     if "text" in kinds:
         fields |= {name: Field(name, "text", name, None) for name in ("prompt", "completion")}
+    if "calls" in kinds:
+        fields |= {name: Field(name, "calls", name, *kind) for name, kind in CALL_COLUMNS.items()}
     if "images" in kinds:
         fields["images"] = Field("images", "images", "", PICTURE, is_list=True)
     return Layout(tuple(fields.values()), record.header.trainer is not None)
@@ -184,12 +187,15 @@ def read_columns(
     batch = step.batch(rank, wanted & entry.tensors.keys()) if wanted else {}
     learning = read_learning(step, rank, fields, batch) if "learning" in sources else {}
     texts = step.text(rank) if "text" in sources and has_file(step, "text", rank, "jsonl") else None
+    calls = columns_of_calls(step, rank) if "calls" in sources else None
     columns = {}
     for field in fields:
         if field.source == "outcome":
             column = micro_batches_of(step, rank)
         elif field.source == "text":
             column = None if texts is None else Column([line[field.key] for line in texts])
+        elif field.source == "calls":
+            column = None if calls is None else Column(*calls[field.key])
         elif field.source == "learning":
             column = learning.get(field.name)
         elif field.source == "images":

@@ -16,7 +16,7 @@ from recorder.reader import Record
 STATUS = {"stop": "completed", "length": "truncated", "abort": "aborted", None: "pending"}
 COLUMNS = (
     "step", "prompt_id", "sample_id", "prompt_len", "reward", "finish_reason",
-    "token_ids", "loss_mask", "logprobs", "versions", "prompt", "completion",
+    "token_ids", "loss_mask", "logprobs", "versions", "prompt", "completion", "messages", "tools",
 )  # fmt: skip
 
 
@@ -62,7 +62,8 @@ def sample_of(row: dict[str, Any], index: int) -> dict[str, Any]:
         "teacher_log_probs": None,
         "remove_sample": False,
         "status": STATUS[row["finish_reason"]],
-        "metadata": {"sample_id": row["sample_id"]},
+        "metadata": {"sample_id": row["sample_id"]}
+        | {name: row[name] for name in ("messages", "tools") if row.get(name) is not None},
         "train_metadata": None,
         "session_id": None,
         "non_generation_time": 0.0,

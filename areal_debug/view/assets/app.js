@@ -246,7 +246,7 @@ function nextTheme() {
 }
 
 const steps = new Steps(at("document-data").dataset.source);
-const sample = new SampleView(at("sample"), at("tip"), { choose, close: closeSample, moved: updateLink, images: (side, number) => steps.images(side, number) });
+const sample = new SampleView(at("sample"), at("tip"), { choose, close: closeSample, moved: updateLink, images: (side, number) => steps.images(side, number), calls: (side, number) => steps.calls(side, number) });
 const table = new Table(at("table"), "sample", "No sample matches the filter.", choose);
 const groupTable = new Table(at("groups"), "prompt", "The prompts of this step are not known.", chooseGroup);
 const curves = new Curves(at("run"), step => goTo({ step }));

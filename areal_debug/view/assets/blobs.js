@@ -58,6 +58,11 @@ class Steps {
     return unpackJson(await this.blob(`${side}-${number}-images`));
   }
 
+  // The calls of agents in a step, and which of them each row has.
+  async calls(side, number) {
+    return unpackJson(await this.blob(`${side}-${number}-calls`));
+  }
+
   async pair(number) {
     return unpackJson(await this.blob(`pair-${number}`));
   }

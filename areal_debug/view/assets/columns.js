@@ -16,6 +16,8 @@ const SAMPLES = [
   { name: "ratio", px: 50, keep: 3, value: (s, r) => s.sums.ratio[r], show: mean("ratio", fixed(2)), hide: s => !s.tokens["trainer logprob"], title: "the furthest from 1 of its tokens" },
   { name: "version", px: 66, keep: 2, value: (s, r) => s.sums.oldest[r], title: "weights that sampled it",
     show: (s, r) => mean("oldest", oldest => (oldest === s.sums.newest[r] ? number(oldest) : `${oldest}–${s.sums.newest[r]}`))(s, r) },
+  { name: "calls", px: 50, keep: 4.5, value: (s, r) => s.rows.calls?.[r] ?? NaN, hide: s => !s.rows.calls, title: "calls of the agent in its conversation" },
+  { name: "failed", px: 54, keep: 4.6, value: (s, r) => s.rows.failed?.[r] ?? NaN, hide: s => !s.rows.failed?.some(Boolean), title: "tool calls that failed" },
   { name: "answer", px: 0, keep: 9, value: (s, r) => s.sums.trained[r], show: (s, r) => answerOf(s, r, 120).replace(/\s+/g, " "), start: true, title: "what the model sampled; sorts by how many tokens" },
 ];
 const PAIR_PX = { reward: 64, advantage: 100, length: 84 }, GROUP_PAIR_PX = 106; // with a value of each side

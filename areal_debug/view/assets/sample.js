@@ -72,7 +72,7 @@ class SampleView {
     this.map = element("canvas", { className: "map", title: "The complete sample; click to go to a token", ariaHidden: "true" });
     this.map.addEventListener("click", event => this.goToShare(event.offsetX / this.map.clientWidth));
     this.text = element("div");
-    this.root.replaceChildren(back, title, ...this.sides.map(one => this.facts(one)), ...this.group(), ...this.differences(), ...this.images(), this.controls(), this.map, ...this.notes(), this.text);
+    this.root.replaceChildren(back, title, ...this.sides.map(one => this.facts(one)), ...this.group(), ...this.differences(), ...this.images(), ...this.calls(), this.controls(), this.map, ...this.notes(), this.text);
     this.drawText();
   }
 
@@ -124,6 +124,22 @@ class SampleView {
       step.pictures.then(
         ({ rows, images }) => box.replaceChildren(...rows[row].map((place, number) => pictureOf(images[place], number))),
         error => { step.pictures = null; box.replaceChildren(error.message); },
+      );
+      return box;
+    });
+  }
+
+  // The calls of each side's row, which are loaded with the first sample that has any.
+  calls() {
+    return this.sides.filter(({ step, row }) => step.rows.calls?.[row]).map(({ side, step, row }) => {
+      const box = element("div", { className: "calls" });
+      step.conversations ||= this.actions.calls(side, step.step);
+      step.conversations.then(
+        found => {
+          box.replaceChildren(...(this.view.b ? [`${side.toUpperCase()}: `] : []), callsOf(found, row, this.unfolded ?? true));
+          box.querySelector("details")?.addEventListener("toggle", event => { this.unfolded = event.target.open; });
+        },
+        error => { step.conversations = null; box.replaceChildren(error.message); },
       );
       return box;
     });
