@@ -184,7 +184,7 @@ class Observer(TrainerCallback):
         if len(result) != GENERATED:
             raise unknown_version(f"_generate returned {len(result)} values, {GENERATED} expected")
         prompt_ids, completion_ids, tool_mask, _, logprobs, _, images, _ = result
-        self.generated = Generated(prompt_ids, completion_ids, tool_mask, logprobs)
+        self.generated = Generated(prompt_ids, completion_ids, tool_mask, logprobs, images)
         self.current.has_images = images is not None
         self.watcher.at(self.current, "generated")
         return result

@@ -177,8 +177,8 @@ class Replaying:
         self.load(self.record.steps[0])
         if self.details["trainer"] != name:
             raise CannotReplay(f"{path} is of a {self.details['trainer']}, and the trainer is a {name}")
-        if self.details["not_recorded"]:
-            raise CannotReplay(f"{path} is of a run with images, which are not recorded")
+        if self.details["not_recorded"] or self.details.get("has_images"):
+            raise CannotReplay(f"{path} is of a run with images, which a replay does not give to TRL")
 
     def load(self, number: int) -> None:
         """Read a step of this rank. Raises ReplayEnded if it was not recorded."""

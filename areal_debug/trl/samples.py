@@ -12,6 +12,8 @@ import numpy as np
 import torch
 
 from recorder import RecordedStep
+from recorder.errors import RecordError
+from recorder.pictures.kinds import encoded
 from recorder.trainers.sample import LENGTH, STOP, Sample
 
 # log-probs in a record: those that the loss takes as old ones, of the reference, and of the first
@@ -23,12 +25,13 @@ IGNORED = -100  # label of a token that is not in the loss
 
 @dataclass(frozen=True)
 class Generated:
-    """What TRL sampled on this process; `tool_mask` is 0 on tokens that a tool wrote."""
+    """What TRL sampled on this process, a list a row; `tool_mask` is 0 on a tool's tokens."""
 
     prompt_ids: list[list[int]]
     completion_ids: list[list[int]]
     tool_mask: list[list[int]] | None
     logprobs: list[list[float | None]] | None
+    images: list[list[Any] | None] | None = None  # of the prompt, then of tools
 
 
 @dataclass(frozen=True)
@@ -83,6 +86,7 @@ def samples_of_generation(
     masks = to_numpy(output["completion_mask"] * output.get("tool_mask", 1))
     columns = {name: to_numpy(output[key]) for key, name in LEARNING.items() if key in output}
     columns["advantages"] = to_numpy(output["advantages"])
+    pictures = pictures_of(generated.images)
     ends = {*trainer.eos_token_ids, trainer._tokenizer.pad_token_id}
     first = trainer.accelerator.process_index * len(generated.prompt_ids)
     samples = []
@@ -104,9 +108,25 @@ def samples_of_generation(
                 learning={name: in_loss(mask, len(prompt), column[row]) for name, column in columns.items()},
                 extras={} if tool_mask is None else {"tool_mask": along(*place, tool_mask[row], np.uint8)},
                 scores=dict(zip(rewards.functions, rewards.by_function[row].tolist(), strict=True)),
+                images=pictures[row] if pictures else (),
             )
         )
     return samples
+
+
+def pictures_of(images: Sequence[Sequence[Any] | None] | None) -> list[tuple[bytes, ...]] | None:
+    """Return the files of each row's images, PNG of those that are decoded.
+
+    None without images, and if one is of a kind that no file can be made of.
+    """
+    each: dict[int, bytes] = {}  # by object: the rows of a group share their images
+    try:
+        for image in (image for row in images or () for image in row or ()):
+            if id(image) not in each:
+                each[id(image)] = encoded(image, "an image")
+    except (RecordError, OSError):  # Pillow raises OSError for a mode that PNG has not
+        return None
+    return None if images is None else [tuple(each[id(image)] for image in row or ()) for row in images]
 
 
 def samples_of_batch(inputs: Mapping[str, Any], first: int) -> tuple[list[Sample], list[int]]:

@@ -1,6 +1,7 @@
 """Record and replay of TRL's own trainers: values, identity to the bit, and differences named."""
 
 import importlib.util
+import io
 import json
 import math
 import os
@@ -16,10 +17,12 @@ import torch
 from crc32c import crc32c
 from transformers import TrainerCallback
 
+from areal_core.dataset.image_rows import shape_rows
+from areal_core.vision.tiny_models import make_tiny_vision_model
 from areal_debug.trl import CannotReplay, UnknownTrainer, record, replay
 from areal_debug.trl.generators import Generators
 from areal_debug.trl.known import known_name
-from areal_debug.trl.samples import samples_of_step
+from areal_debug.trl.samples import pictures_of, samples_of_step
 from recorder import RecordExists, open_record, verify
 from recorder.trainers.recorder import Recorder
 
@@ -495,3 +498,35 @@ def test_generators_keep_only_what_changed_and_restore_it():
         assert torch.equal(torch.rand(5), expected)
     finally:
         torch.set_rng_state(state)
+
+
+def test_images_of_prompts_are_recorded(runs, tmp_path):
+    pillow = pytest.importorskip("PIL.Image")
+    make_tiny_vision_model(tmp_path / "model", family="qwen2_5_vl")
+    pictures = [pillow.open(io.BytesIO(row["images"][0])) for row in shape_rows(num_rows=8, size=32)]
+    trainer = runs.grpo_with_pictures(tmp_path / "model", tmp_path / "out", pictures, max_steps=1)
+    record(trainer, tmp_path / "record")
+    trainer.train()
+    step = open_record(tmp_path / "record").step(0)
+    names = step.pictures_of_rows(0)
+    assert [len(row) for row in names] == [1] * step.num_rows(0)
+    prompts = step.batch(0, ["prompt_id"])["prompt_id"].tolist()
+    of_prompt = {prompt: row[0][0] for prompt, row in zip(prompts, names, strict=True)}
+    assert all(row[0][0] == of_prompt[prompt] for prompt, row in zip(prompts, names, strict=True))
+    recorded = [pillow.open(io.BytesIO(step.picture(*row[0]))).convert("RGB").tobytes() for row in names]
+    assert set(recorded) <= {picture.convert("RGB").tobytes() for picture in pictures}
+    assert step.plan(0).details["not_recorded"] == []
+    assert verify(tmp_path / "record").intact
+    with pytest.raises(CannotReplay, match="run with images, which a replay does not give to TRL"):
+        replay(trainer, tmp_path / "record")
+
+
+def test_an_image_without_a_file_is_named_as_not_recorded():
+    pillow = pytest.importorskip("PIL.Image")
+    picture = pillow.new("RGB", (2, 2))
+    assert pictures_of(None) is None
+    assert pictures_of([["http://host/x.png"], [picture]]) is None
+    assert pictures_of([[pillow.new("CMYK", (2, 2))]]) is None
+    first, second = pictures_of([[picture, picture], None])
+    assert (len(first), second) == (2, ())
+    assert first[0].startswith(b"\x89PNG")

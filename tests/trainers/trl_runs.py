@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoProcessor, AutoTokenizer
 
 from areal_core.testing import make_tiny_model
 
@@ -73,6 +73,21 @@ def grpo(
         train_dataset=Dataset.from_list(rows),
         processing_class=tokenizer_of(model),
         **extra,
+    )
+
+
+def grpo_with_pictures(model: Path, folder: Path, pictures: list[Any], **options: Any) -> Any:
+    """Return a GRPOTrainer of a vision model, whose prompts have a picture each."""
+    rows = {
+        "prompt": [[{"role": "user", "content": f"How many? {number}"}] for number in range(len(pictures))],
+        "image": pictures,
+    }
+    return GRPOTrainer(
+        model=str(model),
+        reward_funcs=[lambda completions, **rest: [float(len(str(one)) % 3) for one in completions]],
+        args=GRPOConfig(output_dir=str(folder), **ARGUMENTS | GENERATION | options),
+        train_dataset=Dataset.from_dict(rows),
+        processing_class=AutoProcessor.from_pretrained(model),
     )
 
 
