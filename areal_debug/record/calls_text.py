@@ -1,4 +1,4 @@
-"""The calls of an agent in `record show`: what was asked and answered, by which tool, and judged."""
+"""An agent's calls in `record show`: what was asked and answered, by which tool, and judged."""
 
 from collections.abc import Iterator
 from dataclasses import asdict

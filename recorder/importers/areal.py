@@ -5,6 +5,7 @@ its samples. All tensors are [B, T] or [B] and aligned as here; `versions` may b
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from recorder.importers.foreign import (
 from recorder.importers.sources import Source, read_steps, with_cut_off
 from recorder.importers.stand_ins import Instance
 from recorder.importers.unpickle import first_strings, is_cut_off, load_pickle
+from recorder.pictures.imported import counted, pictures_in
 from recorder.trainers.sample import Sample
 
 KEYS = {"input_ids", "attention_mask", "loss_mask", "rewards"}
@@ -66,14 +68,19 @@ def read(source: Source, files: Sequence[Path]) -> Foreign:
         for number, batch in enumerate(batches):
             if not isinstance(batch, dict) or not batch.keys() >= KEYS:
                 raise ForeignFormat(f"{file} is not a batch of AReaL: it lacks one of {sorted(KEYS)}")
-            samples += parse_batch(batch, number if isinstance(document, list) else None)
+            parsed = parse_batch(batch, number if isinstance(document, list) else None)
+            inputs = optional(batch, "multi_modal_input", ())
+            samples += [
+                replace(sample, **pictures_in(inputs[row] if row < len(inputs) else None, None, notes))
+                for row, sample in enumerate(parsed)
+            ]
             notes.extend([] if "prompt_id" in batch or isinstance(document, list) else [BY_PROMPT])
         return samples
 
     steps, left_out = read_steps(
         [(str(file.relative_to(source.path.parent)), [file]) for file in files], read_batches
     )
-    return Foreign("areal", steps, [*dict.fromkeys(notes), *left_out])
+    return Foreign("areal", steps, [*counted(notes), *left_out])
 
 
 def parse_batch(document: Mapping[str, Any], group: int | None) -> list[Sample]:

@@ -6,6 +6,7 @@ attention mask marks padding: before version 0.4 between prompt and response as 
 """
 
 from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +26,12 @@ from recorder.importers.foreign import (
 from recorder.importers.sources import Source, read_files
 from recorder.importers.stand_ins import Instance
 from recorder.importers.unpickle import load_bytes, load_pickle
+from recorder.pictures.imported import pictures_in
 from recorder.trainers.batches import unknown_value
 from recorder.trainers.sample import LEARNING, Sample
 
 FILES = r".*_training_input\.pkl"
 NOTES = (NO_VERSIONS_OR_REASONS, NO_WEIGHTS)
-IMAGES = "images are not imported"
 REBUILD = "_rebuild_tensor_batch"
 COLUMNS = {
     "advantages": "advantages",
@@ -55,8 +56,7 @@ def read_batch(file: Path, notes: list[str]) -> list[Sample]:
     """Read the rows of a file; add to the notes what they lack."""
     state = state_of(load_pickle(file), str(file))
     metadata, packed = optional(state, "metadata", {}), member(state, "batch_dict", str(file))
-    lists = [key for key, value in packed.items() if isinstance(value, dict) and "items" in value]
-    notes += [IMAGES] if lists else []
+    lists = {key: value["items"] for key, value in packed.items() if is_list(value)}
     batch = {
         key: tensor
         for key, value in packed.items()
@@ -66,9 +66,23 @@ def read_batch(file: Path, notes: list[str]) -> list[Sample]:
     groups = groups_of(metadata, num_rows)
     notes += [BY_PROMPT] if groups is None else []
     return [
-        parse_row(batch, row, None if groups is None else groups[row], f"{file}, row {row}")
+        replace(
+            parse_row(batch, row, None if groups is None else groups[row], f"{file}, row {row}"),
+            **pictures_in(tensors_of_row(lists, row, f"{file}, row {row}"), None, notes),
+        )
         for row in range(num_rows)
     ]
+
+
+def is_list(value: Any) -> bool:
+    """Return whether a member of a batch is a list of tensors, one a row, of any length."""
+    return isinstance(value, dict) and isinstance(value.get("items"), list)
+
+
+def tensors_of_row(lists: Mapping[str, Sequence[Any]], row: int, where: str) -> dict[str, Any]:
+    """Return a row's tensor of each list that has one: pixels and grids of its pictures."""
+    tensors = {key: read_tensor(items[row], where) for key, items in lists.items() if row < len(items)}
+    return {key: tensor for key, tensor in tensors.items() if tensor is not None and tensor.size}
 
 
 def state_of(document: Any, where: str) -> Mapping[str, Any]:

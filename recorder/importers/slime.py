@@ -26,6 +26,7 @@ from recorder.importers.foreign import (
 )
 from recorder.importers.sources import Source, of_one_run, read_steps, with_cut_off
 from recorder.importers.unpickle import first_strings, is_cut_off, load_pickle
+from recorder.pictures.imported import counted, pictures_in
 from recorder.trainers.sample import LEARNING as INPUTS
 from recorder.trainers.sample import Sample
 
@@ -44,8 +45,6 @@ LEARNING = {
     "entropy": INPUTS["entropies"],
 }
 CONTEXT_PARALLEL = "inputs to the loss of context-parallel ranks are slices, and not imported"
-IMAGES = ("multimodal_inputs", "multimodal_train_inputs")
-IMAGES_NOTE = "images and other inputs that are not text are not imported"
 
 
 def find(source: Source) -> list[Path]:
@@ -70,7 +69,7 @@ def read(source: Source, files: Sequence[Path]) -> Foreign:
         [(f"rollout {file.stem}", [file]) for file in of_one_run(files)],
         lambda paths: read_rollout(paths[0], trained.get(paths[0].parents[1] / paths[0].stem, []), notes),
     )
-    return Foreign("slime", steps, [*NOTES, *dict.fromkeys(notes), *left_out])
+    return Foreign("slime", steps, [*NOTES, *counted(notes), *left_out])
 
 
 def read_rollout(file: Path, trained: Sequence[Path], notes: list[str]) -> list[Sample]:
@@ -79,12 +78,14 @@ def read_rollout(file: Path, trained: Sequence[Path], notes: list[str]) -> list[
     if not isinstance(document, dict) or not is_rollout(set(document)):
         raise ForeignFormat(f"{file} is not a slime rollout: it lacks rollout_id or samples")
     found = list(document["samples"])
-    notes += [IMAGES_NOTE] if any(sample.get(name) is not None for sample in found for name in IMAGES) else []
     learning = learning_of(trained, notes)
     notes += [] if learning else [FROM_REWARDS]
     return [
         with_learning(
-            parse_sample(sample, f"{file}, sample {number}"),
+            replace(
+                parse_sample(sample, f"{file}, sample {number}"),
+                **pictures_in(sample.get("multimodal_train_inputs"), sample.get("multimodal_inputs"), notes),
+            ),
             learning.get(("position", number)) or learning.get(("index", sample.get("index"))) or {},
         )
         for number, sample in enumerate(found)

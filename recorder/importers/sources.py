@@ -15,6 +15,7 @@ from typing import Any
 from areal_core.safety.printable import printable
 from recorder.errors import ForeignFormat, UnfinishedFile
 from recorder.importers.foreign import Foreign, Step
+from recorder.pictures.imported import counted
 from recorder.trainers.sample import Sample
 
 MAX_FILES = 200_000
@@ -127,7 +128,7 @@ def read_files(
     found: list[str] = []
     units = [(file.stem, [file]) for file in of_one_run(files)]
     steps, left_out = read_steps(units, lambda paths: read(paths[0], found))
-    return Foreign(name, steps, [*notes, *dict.fromkeys(found), *left_out])
+    return Foreign(name, steps, [*notes, *counted(found), *left_out])
 
 
 def cut_off(paths: Sequence[Path], read: Callable[[Sequence[Path]], object]) -> list[str]:

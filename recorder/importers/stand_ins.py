@@ -254,7 +254,7 @@ UNUSED = (
 ALLOWED |= {name: make_instance(name) for name in UNUSED}
 OLD_MODULES = {"__builtin__": "builtins", "copy_reg": "copyreg"}  # names in protocols 0 to 2
 # Any other name of these packages becomes an Instance: data without code.
-PACKAGES = ("slime", "miles", "verl", "roll", "skyrl", "skyrl_train", "xtuner", "areal", "tensordict")
+PACKAGES = ("slime", "miles", "verl", "roll", "skyrl", "skyrl_train", "xtuner", "areal", "tensordict", "PIL")
 
 
 def find_stand_in(module: str, name: str) -> Any:

@@ -11,6 +11,7 @@ from areal_core.safety.printable import printable
 from recorder.errors import ForeignFormat, RecordError, UnfinishedFile
 from recorder.importers.foreign import BY_PROMPT, TEXT_ONLY, Foreign, number_or_none
 from recorder.importers.sources import Source, of_one_run, read_steps
+from recorder.pictures.imported import NO_FILES, counted
 from recorder.pictures.kinds import encoded
 from recorder.trainers.sample import Sample
 
@@ -23,7 +24,6 @@ NOTES = (
     BY_PROMPT,
     "the log has the last generation batch before each step, and no special tokens",
 )
-NO_FILES = "the log names images whose files it does not have: they are not imported"
 SEVERAL = (
     "there are several columns of numbers, and the weights of reward functions are not in the file: "
     "rewards are unknown, and each column is a score"
@@ -42,7 +42,7 @@ def read(source: Source, files: Sequence[Path]) -> Foreign:
         [(file.stem, [file]) for file in of_one_run(files)],
         lambda paths: [parse_row(row, notes) for row in table_rows(paths[0])],
     )
-    return Foreign("trl", steps, [*NOTES, *dict.fromkeys(notes), *left_out])
+    return Foreign("trl", steps, [*NOTES, *counted(notes), *left_out])
 
 
 def table_rows(file: Path) -> list[dict[str, Any]]:

@@ -27,6 +27,7 @@ from recorder.importers.foreign import (
 from recorder.importers.sources import Source, cut_off, incomplete, of_one_run, read_steps, two_runs
 from recorder.importers.stand_ins import TORCH_TYPES, Instance
 from recorder.importers.unpickle import load_bytes, load_pickle
+from recorder.pictures.imported import counted, pictures_in
 from recorder.trainers.sample import LEARNING, Sample
 
 BATCH, QUEUE = "gen_batch.dp", "tq_batch.pt"
@@ -36,8 +37,6 @@ VERSIONS = (
     "the file has the first and last weight version of a sample: where they differ, versions are unknown"
 )
 ADJACENT = "the file has no uid: n adjacent samples are a group, as in the name of the folder"
-IMAGES = "images and other inputs that are not text are not imported"
-PIXELS = "the file has the pixels of images, not their files"
 NEEDED = ("prompts", "responses", "response_mask")
 COLUMNS = {
     "advantages": "advantages",
@@ -73,7 +72,7 @@ def read(source: Source, files: Sequence[Path]) -> Foreign:
     for folder in partial:
         left_out += cut_off(queues[folder], lambda paths: read_file(paths[0], []))
     left_out += partial.values()
-    return Foreign("verl", steps, [*NOTES, *dict.fromkeys(notes), *left_out])
+    return Foreign("verl", steps, [*NOTES, *counted(notes), *left_out])
 
 
 def read_file(file: Path, notes: list[str]) -> list[Sample]:
@@ -134,13 +133,19 @@ def parse_rows(
             row_tensors["rm_scores"] = tensors["rm_scores"][row]
         row_tensors |= {"prompts": prompt, "responses": responses[row][kept]}
         row_tensors["response_mask"] = response_mask[row][kept]
-        samples.append(parse_row(row_tensors, others, row, groups[row], f"{where}, row {row}"))
-    note_others(others, notes)
+        pictures = pictures_of(others, row, notes)
+        samples.append(parse_row(row_tensors, others, row, groups[row], pictures, f"{where}, row {row}"))
+    notes.append(versions_note(others))
     return samples
 
 
 def parse_row(
-    tensors: Mapping[str, np.ndarray], others: Mapping[str, Any], row: int, group: Hashable, where: str
+    tensors: Mapping[str, np.ndarray],
+    others: Mapping[str, Any],
+    row: int,
+    group: Hashable,
+    pictures: Mapping[str, Any],
+    where: str,
 ) -> Sample:
     """Build the sample of tensors without padding."""
     size = len(tensors["responses"])
@@ -157,25 +162,16 @@ def parse_row(
         reward=None if scores is None else float(np.sum(scores)),
         group=group,
         extras={} if experts is None else experts_of(experts, len(tensors["prompts"]) + size, where),
-        pixels=pixels_of(images_of(others)[row : row + 1]),
+        **pictures,
         where=where,
     )
 
 
-def images_of(others: Mapping[str, Any]) -> Sequence[Any]:
-    """Return the inputs of each row that are not text."""
-    return stacked(optional(others, "multi_modal_inputs", ()))
-
-
-def pixels_of(inputs: Sequence[Any]) -> dict[str, np.ndarray]:
-    """Return the pixels of a row's inputs; nothing if they do not say which belong to an image."""
-    given = inputs[0] if inputs and isinstance(inputs[0], dict) else {}
-    found = {name: given[name] for name in ("pixel_values", "image_grid_thw") if name in given}
-    if len(found) < 2 or not all(isinstance(values, np.ndarray) for values in found.values()):
-        return {}
-    values, grid = found["pixel_values"], found["image_grid_thw"]
-    is_grid = grid.ndim == 2 and grid.shape[1] == 3 and grid.dtype.kind in "iu" and (grid >= 0).all()
-    return found if is_grid and values.ndim > 1 and grid.prod(axis=1).sum() == len(values) else {}
+def pictures_of(others: Mapping[str, Any], row: int, notes: list[str]) -> dict[str, Any]:
+    """Return the pictures of a row: those of the data set, or what the processor made of them."""
+    columns = [stacked(optional(others, name, ())) for name in ("multi_modal_inputs", "multi_modal_data")]
+    inputs, data = (column[row] if row < len(column) else None for column in columns)
+    return pictures_in(inputs, data, notes)
 
 
 def groups_of(
@@ -196,12 +192,9 @@ def groups_of(
     return names
 
 
-def note_others(others: Mapping[str, Any], notes: list[str]) -> None:
-    """Add a note on what is not imported, and on weight versions."""
-    given = [row for row in images_of(others) if isinstance(row, dict) and row]
-    if given:
-        notes.append(PIXELS if all(pixels_of([row]) for row in given) else IMAGES)
-    notes += [VERSIONS if "min_global_steps" in others else "weight versions are not in the file"]
+def versions_note(others: Mapping[str, Any]) -> str:
+    """Return the note on weight versions."""
+    return VERSIONS if "min_global_steps" in others else "weight versions are not in the file"
 
 
 def stacked(values: Any) -> Sequence[Any]:
@@ -218,18 +211,19 @@ def read_queue(document: Any, file: Path, notes: list[str]) -> list[Sample]:
     tensors, tags = document["tensordict"], optional(document, "tags", [])
     for name in NEEDED:
         member(tensors, name, str(file))
-    inputs = {name: tensors[name] for name in ("multi_modal_inputs",) if name in tensors}
+    inputs = {name: tensors[name] for name in ("multi_modal_inputs", "multi_modal_data") if name in tensors}
     names = (*NEEDED, "rollout_log_probs", "rm_scores", "routed_experts", *COLUMNS)
     columns = {name: tensors[name] for name in names if optional(tensors, name) is not None}
     others = {name: [tag.get(name) for tag in tags] for name in ("min_global_steps", "max_global_steps")}
     others |= inputs
-    note_others(others, notes)
+    notes.append(versions_note(others))
     return [
         parse_row(
             {name: np.asarray(values[row]) for name, values in columns.items()},
             others,
             row,
             str(key).rsplit("_", 2)[0],
+            pictures_of(others, row, notes),
             f"{file}, {key}",
         )
         for row, key in enumerate(document["keys"])

@@ -28,13 +28,13 @@ from recorder.importers.foreign import (
 from recorder.importers.sources import Source, read_files
 from recorder.importers.stand_ins import Instance
 from recorder.importers.unpickle import load_pickle
+from recorder.pictures.imported import IMAGES
 from recorder.trainers.sample import Sample
 
 FILES = r"debug_rollout_\d+\.pt"
 IGNORED = -100  # label of a token that is not trained on
 NOTES = (FROM_REWARDS, NO_WEIGHTS)
 EXPERTS = "routed experts are in Ray's memory or in other files, and not imported"
-IMAGES = "images and other inputs that are not text are not imported"
 
 
 def find(source: Source) -> list[Path]:

@@ -140,7 +140,7 @@ def join_pictures(rows: Sequence[Sample]) -> dict[str, np.ndarray]:
     Nothing if no row has any.
     """
     pictures = [picture for row in rows for picture in row.images]
-    if not pictures:
+    if not pictures or any(row.pixels and not row.images for row in rows):
         return join_pixels(rows)
     return {
         "image_count": np.array([len(row.images) for row in rows], np.int32),

@@ -65,7 +65,7 @@ def write_miles(folder: Path) -> Path:
 # SkyRL
 
 
-def write_skyrl(folder: Path, **more) -> Path:
+def write_skyrl(folder: Path, lists=None, **more) -> Path:
     rebuild = named_function("skyrl.backends.skyrl_train.training_batch", "_rebuild_tensor_batch")
     batch_class = stand_in("skyrl.backends.skyrl_train.training_batch", "TrainingInputBatch", dict)
     rows = [*KNOWN, KNOWN[0]]  # the last is padding of the batch
@@ -93,6 +93,7 @@ def write_skyrl(folder: Path, **more) -> Path:
         "values": None,
         "kl": {"format": "torch", "data": buffer.getvalue()},
         "pixel_values": {"format": "tensor_list", "items": []},
+        **{name: {"format": "tensor_list", "items": items} for name, items in (lists or {}).items()},
     }
     state = {
         "batch_dict": batch_dict,
@@ -185,8 +186,8 @@ def areal_batch(known, dtype=np.int32):
     return {key: torch.from_numpy(array) for key, array in arrays.items()}
 
 
-def write_areal_padded(folder: Path) -> Path:
-    torch.save(areal_batch(KNOWN, np.int64), folder / "batch_data.pt")
+def write_areal_padded(folder: Path, **more) -> Path:
+    torch.save(areal_batch(KNOWN, np.int64) | more, folder / "batch_data.pt")
     return folder / "batch_data.pt"
 
 

@@ -104,7 +104,8 @@ def test_verl_of_every_version(write, name, tmp_path):
     assert [row["rewards"] for row in rows] == [one.reward for one in KNOWN]
     assert [int(row["prompt_id"]) for row in rows] == [0, 0, 1, 1]
     assert step.known(0, "versions").all() == (name == "5")
-    assert ("images and other inputs that are not text are not imported" in result.notes) == (name == "5")
+    left_out = "images and other inputs that are not text are not imported: 2 of the samples"
+    assert (left_out in result.notes) == (name == "5")
     assert step.known(0, "prompt_id").all()
 
 
@@ -164,7 +165,11 @@ def test_images_are_named_as_left_out(tmp_path):
     for name, source in (("slime", slime), ("verl", verl)):
         result, _, rows = imported(source, tmp_path / name)
         check_tokens(rows)
-        assert "images and other inputs that are not text are not imported" in result.notes
+        count = len(KNOWN)
+        assert (
+            f"images and other inputs that are not text are not imported: {count} of the samples"
+            in result.notes
+        )
 
 
 def test_verl_keeps_experts_old_and_reference_logprobs_and_unknown_versions(tmp_path):

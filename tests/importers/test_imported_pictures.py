@@ -1,17 +1,22 @@
 """Pictures in the dumps of other frameworks: their files, else pixels, else a note."""
 
+import io
+
 import numpy as np
+import PIL.Image
+import pytest
 import torch
 
 from recorder import open_record, verify
 from recorder.importers.importing import import_record
+from recorder.pictures.imported import png_of
 from replayer.source import recorded_batch
 from tests.recorder.pictured import png
 
-from . import dataproto, lines
+from . import dataproto, lines, pickled
 from .known import KNOWN
 
-NOT_IMPORTED = "images and other inputs that are not text are not imported"
+NOT_IMPORTED = f"images and other inputs that are not text are not imported: {len(KNOWN)} of the samples"
 
 
 def imported(source, folder):
@@ -32,7 +37,7 @@ def test_verls_pixels_are_recorded_by_image_and_row(tmp_path):
     second = {"pixel_values": pixels[6:], "image_grid_thw": torch.tensor([[1, 2, 1]])}
     result, step = imported(write_verl(tmp_path / "verl", [first, second, {}, first]), tmp_path / "record")
     assert "the file has the pixels of images, not their files" in result.notes
-    assert NOT_IMPORTED not in result.notes
+    assert not [note for note in result.notes if "not imported" in note]
     batch = recorded_batch(step, 0)
     assert batch["image_count"].tolist() == [2, 1, 0, 2]
     assert batch["image_units"].tolist() == [2, 4, 2, 2, 4]
@@ -67,5 +72,69 @@ def test_images_that_trls_log_only_names_are_a_note(tmp_path):
     result, step = imported(
         lines.write_trl(tmp_path, prompt=prompts, completion=completions), tmp_path / "record"
     )
-    assert "the log names images whose files it does not have: they are not imported" in result.notes
+    what = "the log names images whose files it does not have: they are not imported"
+    assert f"{what}: {len(KNOWN)} of the samples" in result.notes
     assert step.images(0) is None
+
+
+def test_pickled_pictures_are_png_files_of_the_same_pixels(tmp_path):
+    pictures = [PIL.Image.new(mode, (3, 2), colour) for mode, colour in (("RGB", "red"), ("L", 7))]
+    given = {"images": pictures, "videos": None}
+    slime = pickled.write_slime(tmp_path / "a", multimodal_inputs=given)
+    (slime / "rollout_data" / "10.pt").unlink()
+    column = np.empty(len(KNOWN), object)
+    column[:] = [{"image": pictures}, {}, None, {"image": [PIL.Image.open(io.BytesIO(png(1)))]}]
+    verl = dataproto.write_verl(tmp_path / "b", others=dataproto.verl_others() | {"multi_modal_data": column})
+    for name, source, rows in (("slime", slime, [2, 2, 2, 2]), ("verl", verl, [2, 0, 0, 1])):
+        result, step = imported(source, tmp_path / name)
+        assert not [note for note in result.notes if "not imported" in note]
+        assert [len(row) for row in step.images(0)] == rows
+        found = [PIL.Image.open(io.BytesIO(file)) for file in step.images(0)[0]]
+        assert [(one.mode, one.tobytes()) for one in found] == [(one.mode, one.tobytes()) for one in pictures]
+    assert PIL.Image.open(io.BytesIO(step.images(0)[3][0])).tobytes() == column[3]["image"][0].tobytes()
+
+
+def test_pictures_of_other_modes_and_videos_are_counted(tmp_path):
+    column = np.empty(len(KNOWN), object)
+    column[:] = [{"image": [PIL.Image.new("CMYK", (2, 2))]}, {"video": [1]}, {"image": ["x.png"]}, None]
+    others = dataproto.verl_others() | {"multi_modal_data": column}
+    result, step = imported(dataproto.write_verl(tmp_path / "verl", others=others), tmp_path / "record")
+    assert "images and other inputs that are not text are not imported: 3 of the samples" in result.notes
+    assert step.images(0) is None
+
+
+@pytest.mark.parametrize(
+    ("mode", "size", "data"),
+    [
+        ("RGB", [2, 2], b"x"),
+        ("RGB", [-1, -1], b"xxx"),
+        ("RGB", ["1", 1], b"xxx"),
+        ("RGB", [1], b"xxx"),
+        (["RGB"], [1, 1], b"xxx"),
+        ("RGB", [1, 1], "xxx"),
+        ("RGB", [0, 0], b""),
+    ],
+)
+def test_a_pickled_picture_that_contradicts_itself_is_none(mode, size, data):
+    assert png_of(mode, size, data) is None
+
+
+def test_pixels_of_skyrl_and_areal_are_recorded_by_row(tmp_path):
+    pixels, grid = torch.arange(12, dtype=torch.float32).reshape(4, 3), torch.tensor([[1, 2, 2]])
+    packed = [pickled_tensor(pixels), None, pickled_tensor(pixels)]
+    grids = [pickled_tensor(grid), None, pickled_tensor(grid)]
+    lists = {"pixel_values": packed, "image_grid_thw": grids}
+    source = pickled.write_skyrl(tmp_path / "skyrl", lists=lists)
+    result, step = imported(source, tmp_path / "of_skyrl")
+    assert recorded_batch(step, 0)["image_count"].tolist() == [1, 0, 1, 0]
+    assert "the file has the pixels of images, not their files" in result.notes
+    inputs = [{"pixel_values": pixels, "image_grid_thw": grid}, {}, {}, {}]
+    source = pickled.write_areal_padded(tmp_path, multi_modal_input=inputs)
+    result, step = imported(source, tmp_path / "of_areal")
+    assert recorded_batch(step, 0)["image_count"].tolist() == [1, 0, 0, 0]
+    assert torch.equal(recorded_batch(step, 0)["pixel_values"], pixels)
+
+
+def pickled_tensor(tensor):
+    array = tensor.numpy()
+    return {"format": "numpy", "data": array.tobytes(), "shape": array.shape, "dtype": str(array.dtype)}
