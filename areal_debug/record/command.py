@@ -28,6 +28,7 @@ if TYPE_CHECKING:
         "extract": "record.archive:extract",
         "import": "record.transfer:import_record",
         "export": "record.transfer:export",
+        "redact": "record.redact:redact",
     },
 )
 def command() -> None:

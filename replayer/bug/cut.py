@@ -17,12 +17,12 @@ from areal_core.trainer.rl import Observer, PPOTrainer
 from recorder import Record, RecordHeader, Recording, commit_anchor, open_record
 from recorder.checksum_json import json_bytes
 from recorder.environment import environment, folder_identity
-from recorder.format import IMAGE_DATA, STEPS_FOLDER, BatchEntry, step_name
+from recorder.format import STEPS_FOLDER, step_name
 from recorder.header import write_header
 from recorder.integrity.chain import write_end
-from recorder.reader import RecordedStep
+from recorder.sharing.recorded import rank_step
 from recorder.step_files import RankStep, commit_step, decode_rows, write_rank
-from recorder.tensors import FlatBatch, FlatTensor, flatten
+from recorder.tensors import flatten
 from replayer.anchors import CHECKPOINT, anchor_folder
 from replayer.bug.bench import Bench, trainer_before
 from replayer.bug.carried import CUT_FILE, Cut
@@ -264,46 +264,13 @@ def write_cut(
 
 def as_recorded(bench: Bench, rank: int) -> RankStep:
     """Return a rank's data of the step, as it was recorded."""
-    step = bench.recorded
-    name, entry = step.batch_entry(rank)
-    learning = step.rank_name("learning", rank, "safetensors")
-    text, calls = (step.rank_name(kind, rank, "jsonl") for kind in ("text", "calls"))
-    found = RankStep(
-        step.manifest.step,
-        step.manifest.version,
-        with_image_data(step, rank, flat_batch(step, name, entry)),
-        step.plan(rank),
-        step.outcome(rank),
-        flat_batch(step, learning, step.manifest.batches[learning])
-        if learning in step.manifest.batches
-        else None,
-        step.file(text) if text in step.manifest.files else None,
-        calls=step.file(calls) if calls in step.manifest.files else None,
-    )
+    found = rank_step(bench.recorded, rank)
     return found if found.text is not None else with_text(found, bench.trainer)
 
 
 def with_text(step: RankStep, trainer: PPOTrainer) -> RankStep:
     """Add the text of the rows: the file may be read where their tokenizer is not."""
     return replace(step, text=decode_rows(step.batch, trainer.tokenizer))
-
-
-def flat_batch(step: RecordedStep, name: str, entry: BatchEntry) -> FlatBatch:
-    """Read a safetensors file of a step as what it was written from."""
-    arrays = step.tensors(name, entry)
-    tensors = {
-        key: FlatTensor(tensor.dtype, tensor.axis, arrays[key]) for key, tensor in entry.tensors.items()
-    }
-    return FlatBatch(entry.num_rows, entry.num_tokens, entry.padded_length, tensors)
-
-
-def with_image_data(step: RecordedStep, rank: int, batch: FlatBatch) -> FlatBatch:
-    """Replace the names of pictures, which are of another record's files, by their bytes."""
-    if "image_sha256" not in batch.tensors:
-        return batch
-    tensors = {key: tensor for key, tensor in batch.tensors.items() if key != "image_sha256"}
-    tensors[IMAGE_DATA] = FlatTensor("U8", "byte", step.image_data(rank))
-    return replace(batch, tensors=tensors)
 
 
 def write_steps(folder: Path, header: RecordHeader, steps: list[RankStep], rank: int) -> None:

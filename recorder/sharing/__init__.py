@@ -1,0 +1,1 @@
+"""Records made of recorded steps: read as they were written, and without secrets."""
