@@ -101,6 +101,8 @@ def cut(
         report = run_cut(replace(request, folder=str(folder)), opened.header.world_size, as_json)
         archived = archive_record(folder, destination, force)
     report |= {"to": destination, "size_bytes": archived.archive_bytes}
+    has_calls = any(name.startswith("calls-") for name in opened.step(step).manifest.files)
+    report["lacks_calls"] = has_calls and report["cut"]["kept"] is not None
     has_outcome = report["cut"]["error"] is None
     if not no_check and has_outcome:
         report["replays"] = replays_to_same_bits(destination, step, opened.header.world_size)
@@ -169,6 +171,8 @@ def print_cut(report: dict[str, Any]) -> None:
             format_bytes(report["size_bytes"]),
         )
     )
+    if report["lacks_calls"]:
+        out.print("the calls of agents are left out: a cut of the whole step has them")
     if cut["symptom"] is not None:
         ended = (
             "no single row or token can be left out"

@@ -1,6 +1,7 @@
 """The calls of agents where a record is read: show, query, exports, view, diff and why."""
 
 import json
+import re
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +13,7 @@ from click.testing import CliRunner
 from areal_core.rollout.judge_journal import Journal, JudgeCall
 from areal_debug.cli import main
 from areal_debug.view.contents import Contents
+from areal_debug.view.conversations import calls_document
 from areal_debug.view.followed import FollowedRecord
 from areal_debug.view.pack import pack_json
 from recorder import DamagedRecord, open_record
@@ -197,6 +199,10 @@ def test_a_page_has_the_calls_and_counts_of_failures(records):
     assert contents.blob("a-0-calls") == pack_json(document)
     assert [row["calls"] for row in document["rows"]] == [[0], [0, 1], [2], [2, 3]]
     assert [part["text"] for part in document["calls"][1]["parts"] if part["failed"]] == [FAILURE]
+    hidden = calls_document(open_record(records["failed"]).step(0), [re.compile("Timeout[A-Z]|pixels")])
+    assert "TimeoutE" not in json.dumps(hidden)
+    assert "pixels" not in json.dumps(hidden)
+    assert "no answer of the index" in json.dumps(hidden)
 
 
 def test_why_names_the_tool_whose_result_differs(records):
