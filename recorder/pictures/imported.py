@@ -1,4 +1,4 @@
-"""Pictures in the files of other frameworks: pickled images of Pillow, else pixels with their grids.
+"""Pictures in files of other frameworks: pickled images of Pillow, else pixels with their grids.
 
 What can be imported of neither kind is a note, which counts the samples.
 """

@@ -176,7 +176,7 @@ def masked_tokens(batch: FlatBatch, redactor: Redactor, decode: Decode) -> FlatB
 def hidden_tokens(ids: list[int], redactor: Redactor, decode: Decode) -> Iterator[int]:
     """Yield the positions of the tokens whose text is masked.
 
-    Where the places of several secrets cannot be told apart, all from the first to the last.
+    Where the places of several secrets are not clear, all from the first to the last.
     """
     text = decode(ids)
     masked = redactor.text(text)
