@@ -29,7 +29,7 @@ from areal_core.rollout.pipeline import Executor
 from areal_core.rollout.staleness import StalenessControl
 from areal_core.rollout.types import ModelRequest, ModelResponse
 from areal_core.rollout.workflow import RLVRWorkflow, RolloutWorkflow, WrittenWorkflow
-from areal_core.trainer.build import load_tokenizer
+from areal_core.trainer.build import load_processor_of, load_tokenizer
 from areal_core.trainer.build_rollouts import NO_LIMIT, build_client, build_workflow, discover_servers
 
 logger = logging.getLogger(__name__)
@@ -50,11 +50,13 @@ class RemoteEngine:
 
     Attributes:
         tokenizer: of the model.
+        processor: of the model's images; None for a model of text.
     """
 
     def __init__(self, config: PPOConfig, addresses: Sequence[str] | str = ()) -> None:
         self.config = config
         self.tokenizer = load_tokenizer(config)
+        self.processor = load_processor_of(config)
         self._addresses = addresses.split(",") if isinstance(addresses, str) else addresses
         self._built: list[tuple[Any, dict[str, Any], RolloutWorkflow]] = []
         self._executor: Executor | None = None
@@ -186,6 +188,7 @@ class RemoteEngine:
             self.tokenizer,
             self._cleanup.callback,
             agent_options=config.rollout.agent,
+            processor=self.processor,
         )
         if config.rollout.dump_to_file:
             built = WrittenWorkflow(built, run_folder(config, "logs") / "rollout", self.tokenizer)

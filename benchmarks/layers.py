@@ -28,6 +28,7 @@ from consistency.layers.engines import embedded  # noqa: E402
 from consistency.layers.judge import LayersReport, compare_layers  # noqa: E402
 from consistency.layers.observed import observe, own_forward  # noqa: E402
 from consistency.layers.reference import reference_of  # noqa: E402
+from consistency.layers.rows import Row  # noqa: E402
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -67,13 +68,14 @@ def main() -> None:
     )
 
 
-def make_rows(lengths: tuple[int, ...], vocabulary_size: int = 103) -> list[list[int]]:
+def make_rows(lengths: tuple[int, ...], vocabulary_size: int = 103) -> list[Row]:
     """Return random tokens."""
     generator = torch.Generator().manual_seed(0)
-    return [torch.randint(5, vocabulary_size, (length,), generator=generator).tolist() for length in lengths]
+    drawn = [torch.randint(5, vocabulary_size, (length,), generator=generator) for length in lengths]
+    return [Row(ids.tolist()) for ids in drawn]
 
 
-def report_of(fault: Fault, dtype: torch.dtype, rows: list[list[int]]) -> LayersReport:
+def report_of(fault: Fault, dtype: torch.dtype, rows: list[Row]) -> LayersReport:
     """Compare an engine that has the fault with the reference."""
     model, engine = fault.sides(dtype)
     inner = engine.get_base_model() if fault.adapter else engine
@@ -100,7 +102,7 @@ def named(report: LayersReport) -> str:
     return f"layer {report.first.site.layer}, {report.first.operator}, ratio {report.first.ratio:.3g}"
 
 
-def sound_pairs(dtype: torch.dtype, rows: list[list[int]]) -> Iterator[tuple[str, LayersReport]]:
+def sound_pairs(dtype: torch.dtype, rows: list[Row]) -> Iterator[tuple[str, LayersReport]]:
     """Yield the reports of sound engines."""
     for family in FAMILIES:
         model = make_model(family, dtype)

@@ -10,9 +10,10 @@ import torch
 from areal_core.engine.model import load_model
 from areal_core.errors import RewardError
 from areal_core.reward.functions import RewardFn
+from areal_core.vision.inputs import plain_inputs
+from areal_core.vision.processor import VisionProcessor
 from consistency.case import DTYPES
 from consistency.engine.reply import SamplingParams
-from consistency.errors import BadPrompts
 from consistency.live import Prompt, Vocabulary, query_engines
 
 
@@ -38,23 +39,22 @@ def compare_answers(
     vocabulary: Vocabulary,
     model: Any,
     reward: RewardFn,
+    processor: VisionProcessor | None = None,
 ) -> Answers:
     """Score the greedy completions of engines and model by one reward; above 0.5 is right.
 
     Args:
         params: with temperature 0.
         model: loaded by `load_generating`.
+        processor: of the images in prompts.
 
     Raises:
-        BadPrompts: a prompt has images.
         EngineError: an address does not answer.
         RewardError: the reward function fails on a row.
     """
-    if any(prompt.images for prompt in prompts):
-        raise BadPrompts("--answers compares prompts of text alone: leave it out for prompts with images")
     replies = query_engines(addresses, prompts, 1, params, vocabulary).replies
     engine_ids = [list(reply.output_ids) for reply in replies]
-    model_ids = [greedy(model, prompt.ids, params.max_new_tokens) for prompt in prompts]
+    model_ids = [greedy(model, prompt, params.max_new_tokens, processor) for prompt in prompts]
 
     def num_right(completions: Sequence[list[int]]) -> int:
         return sum(
@@ -106,9 +106,15 @@ def load_generating(path: str, dtype: str, device: str) -> Any:
     return model.to(device).eval()
 
 
-def greedy(model: Any, prompt_ids: Sequence[int], max_new_tokens: int) -> list[int]:
-    """Decode greedily up to and including EOS."""
-    prompt = torch.tensor([list(prompt_ids)], device=model.device)
+def greedy(
+    model: Any, asked: Prompt, max_new_tokens: int, processor: VisionProcessor | None = None
+) -> list[int]:
+    """Decode greedily up to and including EOS; `processor` makes the pixels of the images."""
+    prompt = torch.tensor([asked.ids], device=model.device)
+    options = {}
+    if asked.images and processor is not None:
+        types = (prompt[0] == processor.image_token_id).long()
+        options = plain_inputs(model, types, processor.pixels(asked.images))
     with torch.no_grad():
         output = model.generate(
             input_ids=prompt,
@@ -116,6 +122,7 @@ def greedy(model: Any, prompt_ids: Sequence[int], max_new_tokens: int) -> list[i
             do_sample=False,
             max_new_tokens=max_new_tokens,
             pad_token_id=0,
+            **{name: tensor.to(model.device) for name, tensor in options.items()},
         )
-    ids: list[int] = output[0, len(prompt_ids) :].tolist()
+    ids: list[int] = output[0, len(asked.ids) :].tolist()
     return ids

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 QUESTIONS = ("problem", "question", "prompt")
 PICTURES = ("images", "image")
+UNSUPPORTED = ("videos", "video", "audios", "audio")
 MARKER = "<image>"
 BRACKETS = (
     "Count what the question asks for in the image. Answer with the number in square brackets, such as "
@@ -147,6 +148,8 @@ def image_row(row: Row, task: ImageTask, max_pixels: int | None, folder: str, wh
     Raises:
         DatasetError: it has no question, or not one picture for each `<image>`.
     """
+    if name := next((name for name in UNSUPPORTED if row.get(name)), None):
+        raise DatasetError(f"{where} has {name}, and only text and images are supported: leave such rows out")
     given: Any = next((row[name] for name in PICTURES if row.get(name) is not None), [])
     pictures = given if isinstance(given, list | tuple) else [given]
     try:

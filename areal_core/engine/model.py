@@ -32,7 +32,8 @@ from transformers import (
     PretrainedConfig,
     PreTrainedModel,
 )
-from transformers.core_model_loading import revert_weight_conversion
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import PrefixChange, revert_weight_conversion
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import logging as transformers_logging
 
@@ -76,17 +77,29 @@ def load_model(
         config = AutoConfig.from_pretrained(path)
         if disable_dropout:
             without_dropout(config)
+        refuse_other_families(path, config)
         supported = attn_implementation if supports_attention(config, attn_implementation) else None
         options = {"dtype": dtype, "attn_implementation": supported and attention_option(config, supported)}
         kind: Any = AutoModelForImageTextToText if is_vision(config) else AutoModelForCausalLM
         if without_weights:
             with torch.device("meta"):
-                return kind.from_config(config, **options)
+                return with_published_names(kind.from_config(config, **options))
         if init_from_scratch:
-            return kind.from_config(config, **options)
+            return with_published_names(kind.from_config(config, **options))
         return kind.from_pretrained(path, config=config, **options)
     except (OSError, ValueError) as error:
         raise load_failure(path, error) from error
+
+
+def refuse_other_families(path: str, config: PretrainedConfig) -> None:
+    """Raise ModelError for a vision model of a family that is not supported."""
+    if getattr(config, "vision_config", None) is None or is_vision(config):
+        return
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise ModelError(
+            f"{path!r} is a vision model of type {config.model_type!r}, which is not supported: "
+            f"use one of {', '.join(FAMILIES)}, or a text model"
+        )
 
 
 def load_failure(path: str, error: Exception) -> ModelError:
@@ -183,6 +196,18 @@ def checkpoint_names(model: PreTrainedModel) -> dict[str, str]:
     for name, _ in model.named_parameters(remove_duplicate=False):
         (names[name],) = revert_weight_conversion(model, {name: torch.empty(0)})
     return names
+
+
+def with_published_names(model: PreTrainedModel) -> PreTrainedModel:
+    """Return a model that no checkpoint was loaded into; `checkpoint_names` gives published ones.
+
+    Transformers assumes the names that it would write itself.
+    """
+    if is_vision(model.config):
+        left_out = () if FAMILIES[model.config.model_type].nests_tower else (PrefixChange,)
+        renamings = get_model_conversion_mapping(model, add_legacy=False)
+        model._weight_conversions = [each for each in renamings if not isinstance(each, left_out)]
+    return model
 
 
 @dataclass(frozen=True)

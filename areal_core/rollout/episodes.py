@@ -21,6 +21,7 @@ from areal_core.dataset.rows import Row
 from areal_core.errors import RewardError
 from areal_core.rollout.errors import MalformedEpisode
 from areal_core.rollout.types import ModelRequest, ModelResponse, TokenSampler
+from areal_core.rollout.upstream_rows import is_of_upstream, with_our_keys
 from areal_core.rollout.workflow import RolloutWorkflow
 from areal_core.telemetry.in_episode import Scalars, collecting
 
@@ -67,6 +68,7 @@ class EpisodeEngine:
         self.since = time.monotonic()  # time at which the last request was sent or answered
         self.is_finished = False  # its group may still wait for other samples
         self.scalars: Scalars = {}  # that its workflow recorded
+        self.stop_reason: str | None = None  # of the last completion
         self._engine = engine
         self._turn = 0
 
@@ -82,7 +84,9 @@ class EpisodeEngine:
         self.num_generating += 1
         self.since = time.monotonic()
         try:
-            return await self._engine.agenerate(replace(req, metadata={**name, **req.metadata}))
+            response = await self._engine.agenerate(replace(req, metadata={**name, **req.metadata}))
+            self.stop_reason = response.stop_reason
+            return response
         finally:
             self.num_generating -= 1
             self.since = time.monotonic()
@@ -130,6 +134,8 @@ async def _run_episode(
     try:
         with collecting() as episode.scalars:
             rows = await workflow.arun_episode(episode, data)
+        if is_of_upstream(rows):
+            rows = with_our_keys(rows, episode.stop_reason)
         if rows is not None:
             refuse_unusable(rows)
             if check_format:

@@ -154,6 +154,7 @@ def text_lines(rows: dict[str, Tensor], tokenizer: PreTrainedTokenizerBase) -> l
     The prompt is the text before the first token in the loss mask.
     """
     lines = []
+    reasons = rows.get("finish_reason")  # which a workflow of AReaL does not return
     for row in range(rows["input_ids"].shape[0]):
         real = rows["attention_mask"][row]
         ids, sampled = rows["input_ids"][row][real], rows["loss_mask"][row][real].bool()
@@ -161,7 +162,7 @@ def text_lines(rows: dict[str, Tensor], tokenizer: PreTrainedTokenizerBase) -> l
         lines.append(
             {
                 "reward": float(rows["rewards"][row]),
-                "finish_reason": FINISH_REASONS[int(rows["finish_reason"][row])],
+                "finish_reason": None if reasons is None else FINISH_REASONS[int(reasons[row])],
                 "num_sampled": int(sampled.sum()),
                 "prompt": tokenizer.decode(ids[:begin]),
                 "completion": tokenizer.decode(ids[begin:]),

@@ -69,8 +69,11 @@ class VisionProcessor:
             template_options: of the chat template. `add_generation_prompt` is true by default.
 
         Raises:
-            ImageError: the numbers of pictures and placeholders differ, or one is damaged.
+            ImageError: the numbers of pictures and placeholders differ, one is damaged, or a
+                message has another part, such as a video.
         """
+        for message in messages:
+            refuse_other_parts(message.get("content"))
         options = {"add_generation_prompt": True} | template_options
         text = self.tokenizer.apply_chat_template(
             list(messages), chat_template=self.processor.chat_template, tokenize=False, **options
@@ -143,6 +146,16 @@ class VisionProcessor:
     def save_pretrained(self, folder: str | Path) -> None:
         """Write processor, tokenizer and chat template beside a model."""
         self.processor.save_pretrained(folder)
+
+
+def refuse_other_parts(content: Any) -> None:
+    """Raise ImageError for a part of a message that is neither text nor a picture."""
+    for part in content if isinstance(content, (list, tuple)) else ():
+        if part["type"] not in ("text", "image"):
+            raise ImageError(
+                f"a message has a part of type {part['type']!r}, and only text and images are supported: "
+                "leave such rows out"
+            )
 
 
 def _versions(*packages: str) -> dict[str, str]:

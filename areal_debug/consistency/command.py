@@ -255,6 +255,7 @@ def check_live(
                 vocabulary,
                 load_generating(model, checked.dtype, request.device),
                 load_reward_fn(options["reward"]),
+                processor,
             )
         )
     return checked, request, source

@@ -1,7 +1,7 @@
 """`areal-debug consistency --layers ENGINE`: the first layer and operator that differ."""
 
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,6 +14,7 @@ from areal_debug.render import console, fail, is_quiet, print_json, styled
 if TYPE_CHECKING:
     from consistency.layers.judge import LayersReport, SiteReport
     from consistency.layers.observed import Observed
+    from consistency.layers.rows import Row
 
 NUM_ROWS, ROW_TOKENS, NEW_TOKENS = 8, 256, 32
 ENGINES = ("transformers", "embedded", "sglang", "vllm")
@@ -30,6 +31,8 @@ NEXT_STEPS = {
     "experts": "compare num_experts_per_tok and norm_topk_prob, and this layer's experts",
     "activation": "compare hidden_act (hidden_activation) of both configs",
     "logits": "compare final_logit_softcapping of both configs",
+    "processor": "compare preprocessor_config.json on both sides; without --layers the option is named",
+    "tower": "compare the tower's checksums on both sides: is it in the weight update, or frozen?",
 }
 
 
@@ -67,15 +70,15 @@ def compare(kind: str, path: str, model: str, record: Path | None, options: dict
     from consistency.source import model_dtype
 
     dtype = getattr(torch, options["dtype"] or model_dtype(model))
-    rows = recorded_rows(record, options["steps"]) if record else read_prompt_rows(model, options)
+    rows = recorded_rows(record, model, options["steps"]) if record else read_prompt_rows(model, options)
     values, rows = run_engine(kind, path, dtype, rows, 1 if record else NEW_TOKENS, options)
     reference = reference_of(load_model(model, dtype=dtype, attn_implementation="sdpa"))
     return compare_layers(reference, values, rows)
 
 
 def run_engine(
-    kind: str, path: str, dtype: Any, rows: list[list[int]], num_new: int, options: dict[str, Any]
-) -> "tuple[Observed, list[list[int]]]":
+    kind: str, path: str, dtype: Any, rows: "list[Row]", num_new: int, options: dict[str, Any]
+) -> "tuple[Observed, list[Row]]":
     """Return what the engine computed, and for which rows: servers add tokens of their own."""
     from consistency.layers import engines, servers
 
@@ -95,8 +98,10 @@ def recorded_model(record: Path) -> str | None:
     return open_record(record).header.model["path"] or None
 
 
-def recorded_rows(path: Path, steps: Sequence[int]) -> list[list[int]]:
-    """Return the tokens of the first rows of a record's step."""
+def recorded_rows(path: Path, model: str, steps: Sequence[int]) -> "list[Row]":
+    """Return the first rows of a record's step, up to a sampled placeholder of an image."""
+    from areal_core.vision.processor import load_processor
+    from consistency.candidates.placeholders import from_placeholder
     from consistency.source import read_step
     from recorder import open_record
 
@@ -104,20 +109,38 @@ def recorded_rows(path: Path, steps: Sequence[int]) -> list[list[int]]:
     if not record.steps:
         fail(f"{path} holds no committed step: nothing to check")
     found = read_step(record.step(steps[0] if steps else record.steps[0]), record.header.trainer is not None)
-    rows = [found.input_ids[found.row(row)].tolist() for row in range(min(NUM_ROWS, found.num_rows))]
-    return [row[:ROW_TOKENS] for row in rows]
+    token_id = load_processor(model).image_token_id if found.images else -1
+    is_read = ~from_placeholder(found, token_id)
+    images = found.images or ((),) * found.num_rows
+    places = [found.row(row) for row in range(min(NUM_ROWS, found.num_rows))]
+    return [
+        short_row(found.input_ids[at][is_read[at]].tolist(), seen, token_id)
+        for at, seen in zip(places, images, strict=False)
+    ]
 
 
-def read_prompt_rows(model: str, options: dict[str, Any]) -> list[list[int]]:
-    """Return the first prompts, as tokens."""
-    from transformers import AutoTokenizer
+def read_prompt_rows(model: str, options: dict[str, Any]) -> "list[Row]":
+    """Return the first prompts, as tokens and images."""
+    from transformers import AutoConfig, AutoTokenizer
 
+    from areal_core.vision.processor import load_processor
     from consistency.live import read_prompts
+    from consistency.score import sees_images
 
     tokenizer = AutoTokenizer.from_pretrained(model)
+    processor = load_processor(model) if sees_images(AutoConfig.from_pretrained(model)) else None
+    token_id = -1 if processor is None else processor.image_token_id
     number = min(NUM_ROWS, options["num_prompts"])
-    prompts = read_prompts(options["prompts"], options["split"], tokenizer, number)
-    return [list(prompt.ids)[:ROW_TOKENS] for prompt in prompts]
+    prompts = read_prompts(options["prompts"], options["split"], tokenizer, number, processor)
+    return [short_row(list(prompt.ids), prompt.images, token_id) for prompt in prompts]
+
+
+def short_row(ids: list[int], images: tuple[bytes, ...], token_id: int) -> "Row":
+    """Return a row of at most `ROW_TOKENS` tokens, after its last image if it has one."""
+    from consistency.layers.rows import Row
+
+    row = Row(ids, images, token_id)
+    return replace(row, ids=ids[: row.end_of_images + ROW_TOKENS])
 
 
 def document(report: "LayersReport") -> dict[str, Any]:

@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoConfig
 
+from areal_core.engine.model import is_vision
 from consistency.layers.hooks import dense_routing
 from consistency.layers.observed import RowValues
 from consistency.layers.sites import Site
@@ -53,11 +54,13 @@ class Shape:
     max_length: int
     has_softcap: bool
     has_window: bool
+    has_images: bool
 
     @classmethod
     def of(cls, path: str | Path) -> Self:
         """Read the sizes from a model's config."""
-        config: Any = AutoConfig.from_pretrained(path).get_text_config()
+        whole = AutoConfig.from_pretrained(path)
+        config: Any = whole.get_text_config()
         heads = config.num_attention_heads
         return cls(
             config.num_hidden_layers,
@@ -69,6 +72,7 @@ class Shape:
             config.max_position_embeddings,
             getattr(config, "final_logit_softcapping", None) is not None,
             getattr(config, "sliding_window", None) is not None,
+            is_vision(whole),
         )
 
     def modules(self) -> list[str]:
@@ -86,7 +90,7 @@ def read_row(folder: Path, row: list[int], shape: Shape) -> RowValues:
     has_two_norms = "model.layers.0.pre_feedforward_layernorm" in calls
     for number, first in enumerate(calls[FIRST]):
         end = start + len(first["in0"])
-        values.put(Site("embedding"), start, first["in0"])
+        values.put(Site("images" if shape.has_images else "embedding"), start, first["in0"])
         for name, of_module in calls.items():
             for site, value in sites_of(name, of_module[number], shape, has_two_norms):
                 num_rows = len(value) if site.result in ("head", "logits") else end - start

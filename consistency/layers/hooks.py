@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers import Cache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from areal_core.vision.forward import text_model, vision_family
 from consistency.layers.sites import Site
 
 IN_LAYER = re.compile(r"layers\.(\d+)(?:\.(.+))?")
@@ -170,6 +171,7 @@ def hook_modules(model: Any, taps: Taps) -> Iterator[Any]:
     """Yield the handles of hooks on the modules of the decoder, the head and the model."""
     decoder: Any = decoder_of(model)
     yield model.get_input_embeddings().register_forward_hook(taps.after(Site("embedding")))
+    yield from hook_images(model, taps)
     yield decoder.norm.register_forward_hook(taps.after(Site("final_norm")))
     yield model.get_output_embeddings().register_forward_hook(taps.after(Site("head")))
     yield model.register_forward_hook(logits_hook(taps))
@@ -190,6 +192,30 @@ def hook_modules(model: Any, taps: Taps) -> Iterator[Any]:
                 yield experts.register_forward_pre_hook(routed)
         else:
             yield from hook_leaf(module, leaf, layer, taps)
+
+
+def hook_images(model: Any, taps: Taps) -> Iterator[Any]:
+    """Yield the handles of hooks on what a vision model makes of images; none of a text model."""
+    family = vision_family(model)
+    if family is None:
+        return
+
+    def pixels(module: nn.Module, inputs: Any, options: dict[str, Any]) -> Any:
+        found: Tensor | None = options.get("pixel_values")
+        if found is None:
+            return None
+        is_image = options[family.types_option][0] == 1
+        width = found.numel() // int(is_image.sum())
+        given = found.new_zeros(taps.num_tokens, width)
+        given[is_image] = found.reshape(-1, width)
+        taken = taps.exchange(Site("pixels"), given)[is_image].reshape(found.shape)
+        return inputs, options | {"pixel_values": taken.to(found.dtype)}
+
+    def merged(module: nn.Module, inputs: Any, options: dict[str, Any]) -> Any:
+        return inputs, options | {"inputs_embeds": taps.flat(Site("images"), options["inputs_embeds"])}
+
+    yield model.register_forward_pre_hook(pixels, with_kwargs=True)
+    yield text_model(model).register_forward_pre_hook(merged, with_kwargs=True)
 
 
 def hook_leaf(module: nn.Module, leaf: str, layer: int, taps: Taps) -> Iterator[Any]:

@@ -6,8 +6,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from consistency.layers.observed import Observed, Rows
+from consistency.layers.observed import Observed
 from consistency.layers.reference import Reference, Results, run
+from consistency.layers.rows import Rows
 from consistency.layers.sites import Site
 
 HALF_ULP = 12**-0.5  # rms of rounding to the nearest, in ulps
@@ -105,7 +106,7 @@ def compare_layers(reference: Reference, engine: Observed, rows: Rows) -> Layers
             here.total_floor.append(floor[seen])
     sites = tuple(site_report(site, name, gaps[site]) for site, name in operators(computed, set(gaps)))
     unseen = tuple(dict.fromkeys(site.result for site in sorted(computed - set(gaps))))
-    num_tokens = sum(len(row) for row in rows)
+    num_tokens = sum(len(row.ids) for row in rows)
     return LayersReport(
         engine.name, str(engine.dtype).removeprefix("torch."), len(rows), num_tokens, sites, unseen
     )

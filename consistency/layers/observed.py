@@ -1,6 +1,6 @@
 """The values of an engine's operators on rows of tokens, and a Transformers model as engine."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -10,11 +10,11 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 
 from consistency.layers.hooks import tapped
+from consistency.layers.rows import Row, Rows, image_options
 from consistency.layers.sites import Site
 
-Rows = Sequence[Sequence[int]]
-# forward(tokens int64 [1, t], first position, cache); what it returns is not used
-Forward = Callable[[Tensor, int, DynamicCache], Any]
+# forward(row, start, end, cache) computes the tokens from start to end; its result is not used
+Forward = Callable[[Row, int, int, DynamicCache], Any]
 
 
 @dataclass
@@ -47,9 +47,12 @@ class Observed:
     rows: list[RowValues]
 
 
-def pieces(num_tokens: int, prefill: float, step: int) -> list[tuple[int, int]]:
-    """Return the (start, end) of the calls of a row: a share as prompt, then `step` at a time."""
-    first = max(1, min(num_tokens, round(prefill * num_tokens)))
+def pieces(num_tokens: int, prefill: float, step: int, least: int = 1) -> list[tuple[int, int]]:
+    """Return the (start, end) of the calls of a row: a share as prompt, then `step` at a time.
+
+    The prompt has at least `least` tokens.
+    """
+    first = max(1, least, min(num_tokens, round(prefill * num_tokens)))
     starts = [0, *range(first, num_tokens, step), num_tokens]
     return list(pairwise(starts))
 
@@ -72,19 +75,26 @@ def observe(
 
     with tapped(model, keep) as taps:
         for row in rows:
-            found.append(RowValues(len(row)))
+            found.append(RowValues(len(row.ids)))
             cache = DynamicCache()
-            for taps.start, taps.end in pieces(len(row), prefill, step):
-                forward(torch.tensor([row[taps.start : taps.end]]), taps.start, cache)
+            for taps.start, taps.end in pieces(len(row.ids), prefill, step, row.end_of_images):
+                forward(row, taps.start, taps.end, cache)
     dtype = next(model.parameters()).dtype
     return Observed(name, dtype, found)
 
 
 def own_forward(model: Any) -> Forward:
-    """Return the model's own forward, with a cache."""
+    """Return the model's own forward, with a cache.
 
-    def forward(tokens: Tensor, start: int, cache: DynamicCache) -> None:
-        positions = torch.arange(start, start + tokens.shape[1])[None]
-        model(input_ids=tokens, position_ids=positions, past_key_values=cache, use_cache=True)
+    After images the class finds positions itself.
+    """
+
+    def forward(row: Row, start: int, end: int, cache: DynamicCache) -> None:
+        tokens = torch.tensor([row.ids[start:end]])
+        if not row.images:
+            options = {"position_ids": torch.arange(start, end)[None]}
+        else:
+            options = {} if start else image_options(model, tokens, row)
+        model(input_ids=tokens, past_key_values=cache, use_cache=True, **options)
 
     return forward

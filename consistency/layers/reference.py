@@ -1,18 +1,20 @@
 """The reference model's operators, each fed with what the engine computed before it."""
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from transformers import DynamicCache
 
 from areal_core.engine.model import attention_of, own_attention, set_attention
 from consistency.layers.hooks import tapped
 from consistency.layers.observed import RowValues, own_forward, pieces
+from consistency.layers.rows import Row
 from consistency.layers.sites import Site
 
 Results = dict[Site, Tensor]  # [tokens, width]
@@ -26,18 +28,18 @@ class Reference:
     exact: Any
 
     @property
-    def arrangements(self) -> "list[Callable[[Sequence[int], RowValues | None], Results]]":
+    def arrangements(self) -> "list[Callable[[Row, RowValues | None], Results]]":
         """Ways to compute the same, which differ in rounding: the engine's dtype, with another
         attention in two pieces through the cache, and with rope frequencies one ulp away."""
 
-        def plain(row: Sequence[int], given: RowValues | None) -> Results:
+        def plain(row: Row, given: RowValues | None) -> Results:
             return run(self.model, row, given)
 
-        def other_kernels(row: Sequence[int], given: RowValues | None) -> Results:
+        def other_kernels(row: Row, given: RowValues | None) -> Results:
             with attention_of(self.model, "eager"):
                 return run(self.model, row, given, prefill=0.5)
 
-        def other_frequencies(row: Sequence[int], given: RowValues | None) -> Results:
+        def other_frequencies(row: Row, given: RowValues | None) -> Results:
             with moved_buffers(self.exact):
                 return run(self.exact, row, given)
 
@@ -55,7 +57,7 @@ def reference_of(model: Any) -> Reference:
 
 
 @torch.no_grad()
-def run(model: Any, row: Sequence[int], given: RowValues | None, *, prefill: float = 1.0) -> Results:
+def run(model: Any, row: Row, given: RowValues | None, *, prefill: float = 1.0) -> Results:
     """Return the result of every operator for a row.
 
     Args:
@@ -76,9 +78,11 @@ def run(model: Any, row: Sequence[int], given: RowValues | None, *, prefill: flo
         return torch.where(seen[:, None], engine.to(value.dtype), value)
 
     with tapped(model, exchange) as taps:
-        for taps.start, taps.end in pieces(len(row), prefill, len(row)):
-            forward(torch.tensor([row[taps.start : taps.end]]), taps.start, cache)
-    return {site: torch.cat(values) for site, values in results.items()}
+        for taps.start, taps.end in pieces(len(row.ids), prefill, len(row.ids), row.end_of_images):
+            forward(row, taps.start, taps.end, cache)
+    joined = {site: torch.cat(values) for site, values in results.items()}
+    # Pixels belong to the first piece alone.
+    return {site: pad(values, (0, 0, 0, len(row.ids) - len(values))) for site, values in joined.items()}
 
 
 @contextmanager

@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -18,19 +19,21 @@ from areal_core.launch.server_process import path_with
 from areal_core.rollout.fleet.server import call
 from areal_core.sglang.start import SGLangServer, cpu_environment, server_args
 from areal_core.sglang.wire import SGLANG
+from consistency.engine.reply import Pictures
+from consistency.engine.sglang import prompt_fields
 from consistency.errors import EngineError
 from consistency.layers.dumps import Shape, read_row
-from consistency.layers.observed import Observed, Rows, RowValues
+from consistency.layers.observed import Observed, RowValues
+from consistency.layers.rows import Row, Rows
 
 ROOT = Path(consistency.__file__).parents[1]
 READY_TIMEOUT_S = 600.0
 REPLY_TIMEOUT_S = 600.0
 ENGINE_TOKENS = 4096
+NEVER = -1e4  # bias of a logit
 
 
-def sglang(
-    path: str | Path, dtype: torch.dtype, prompts: Rows, num_new: int
-) -> tuple[Observed, list[list[int]]]:
+def sglang(path: str | Path, dtype: torch.dtype, prompts: Rows, num_new: int) -> tuple[Observed, list[Row]]:
     """Sample from an SGLang server on this machine's CPU; return its values, and the rows.
 
     Raises:
@@ -45,16 +48,28 @@ def sglang(
         environment["PYTHONPATH"] += os.pathsep + str(ROOT)
         log = Path(scratch, "server.log")
         server = SGLangServer(path, log, flags, environment, ready_timeout_s=READY_TIMEOUT_S)
-        found, rows = [], []
+        found: list[RowValues] = []
+        rows: list[Row] = []
         with server as running:
             for prompt in prompts:
                 empty(folder)  # of the server's own warm-up, or the previous row
-                sampling = {"temperature": 1.0, "max_new_tokens": num_new, "ignore_eos": True}
-                payload = {"input_ids": list(prompt), "sampling_params": sampling, "return_logprob": True}
-                reply = call(running.server, "POST", "/generate", payload, REPLY_TIMEOUT_S)
-                rows.append([*prompt, *SGLANG.parse_generate(reply.encode()).tokens[:-1]])
-                found.append(checked_row(folder, rows[-1], shape, "SGLang"))
+                reply = call(
+                    running.server, "POST", "/generate", request_of(prompt, num_new), REPLY_TIMEOUT_S
+                )
+                sampled = SGLANG.parse_generate(reply.encode()).tokens[:-1]
+                rows.append(replace(prompt, ids=[*prompt.ids, *sampled]))
+                found.append(checked_row(folder, rows[-1].ids, shape, "SGLang"))
     return Observed(f"SGLang with {path}", dtype, found), rows
+
+
+def request_of(prompt: Row, num_new: int) -> dict[str, object]:
+    """Return the JSON of a request of `num_new` tokens, none of them a placeholder of images."""
+    sampling = {"temperature": 1.0, "max_new_tokens": num_new, "ignore_eos": True}
+    pictures = None
+    if prompt.images:
+        pictures = Pictures(prompt.images, prompt.image_token_id)
+        sampling["logit_bias"] = {str(prompt.image_token_id): NEVER}
+    return {**prompt_fields(prompt.ids, (), pictures), "sampling_params": sampling, "return_logprob": True}
 
 
 def on_cpu(dtype: torch.dtype, shape: Shape) -> list[str]:
@@ -87,18 +102,23 @@ def hook_specs(shape: Shape, folder: Path) -> list[dict[str, object]]:
 
 def vllm(
     path: str | Path, dtype: torch.dtype, prompts: Rows, num_new: int, python: str
-) -> tuple[Observed, list[list[int]]]:
+) -> tuple[Observed, list[Row]]:
     """Sample from vLLM in a child process of the interpreter `python`; return values and rows.
 
     Raises:
-        EngineError: the child failed; the message has the end of its output.
+        EngineError: the child failed, and the message has the end of its output; or prompts have
+            images.
     """
+    if any(prompt.images for prompt in prompts):
+        raise EngineError(
+            "--layers vllm takes no images: give prompts of text, or transformers, embedded or sglang"
+        )
     shape = Shape.of(path)
     with tempfile.TemporaryDirectory() as scratch:
         request = {
             "model": str(path),
             "dtype": str(dtype).removeprefix("torch."),
-            "prompts": [list(prompt) for prompt in prompts],
+            "prompts": [prompt.ids for prompt in prompts],
             "num_new": num_new,
             "max_length": min(ENGINE_TOKENS, shape.max_length),
             "modules": shape.modules(),
@@ -117,9 +137,9 @@ def vllm(
         result = Path(scratch, "rows.json")
         if done.returncode or not result.is_file():
             raise EngineError(f"vLLM ({python}) ended with code {done.returncode}: {done.stderr[-600:]}")
-        rows: list[list[int]] = json.loads(result.read_text())
+        rows = [Row(ids) for ids in json.loads(result.read_text())]
         found = [
-            checked_row(Path(scratch, str(number)), row, shape, "vLLM") for number, row in enumerate(rows)
+            checked_row(Path(scratch, str(number)), row.ids, shape, "vLLM") for number, row in enumerate(rows)
         ]
     return Observed(f"vLLM with {path}", dtype, found), rows
 

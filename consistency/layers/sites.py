@@ -19,8 +19,10 @@ def with_adapter(name: str) -> dict[str, str]:
     return {name: LINEAR[name], f"{name}_adapter": f"adapter of the {LINEAR[name]}"}
 
 
-# Result -> operator. The two results of rope and of the KV cache are one operator each.
-BEFORE = {"embedding": "embedding"}
+# Result -> operator. `pixels` are those of a row's images, `images` the embeddings with their
+# features in the places of placeholders. The two results of rope and of the KV cache are one
+# operator each.
+BEFORE = {"pixels": "image processor", "embedding": "embedding", "images": "vision tower"}
 IN_LAYER = (
     {"input_norm": "input norm"}
     | with_adapter("q")

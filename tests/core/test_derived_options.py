@@ -170,12 +170,13 @@ def test_models_of_supported_families_load(load, tmp_path, facts):
     assert load(FIVE_LINES, f"actor.path={tmp_path}")[0].actor.path == str(tmp_path)
 
 
-def test_vision_models_of_other_families_are_refused(load, tmp_path):
-    (tmp_path / "config.json").write_text('{"model_type": "llava", "vision_config": {}}')
+@pytest.mark.parametrize("family", ["llava", "smolvlm"])
+def test_vision_models_of_other_families_are_refused(family, load, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": family, "vision_config": {}}))
     with pytest.raises(ConfigError) as error:
         load(FIVE_LINES, f"actor.path={tmp_path}")
     assert str(error.value) == (
-        f"actor.path is {str(tmp_path)!r}, a vision model of type 'llava', which is not supported: "
+        f"actor.path is {str(tmp_path)!r}, a vision model of type {family!r}, which is not supported: "
         "train one of qwen2_vl, qwen2_5_vl, qwen3_vl, gemma3, or a text model"
     )
 

@@ -7,15 +7,16 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import AutoModelForImageTextToText, PreTrainedModel
+from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedModel, SmolVLMConfig
 
 from areal_core.batch import select_rows
 from areal_core.engine.checkpoint.distributed import load_checkpoint, save_checkpoint
 from areal_core.engine.checkpoint.hf_folder import save_hf
 from areal_core.engine.errors import ModelError
 from areal_core.engine.lora import trained_parameters
-from areal_core.engine.model import load_model
+from areal_core.engine.model import checkpoint_names, load_model
 from areal_core.engine.parity import measure_parity
+from areal_core.engine.tensor_parallel import check_tensor_parallel
 from areal_core.testing import step_with_gradients
 from areal_core.trainer.batches import rows_to_batch
 from areal_core.vision.inputs import plain_inputs
@@ -217,6 +218,14 @@ def test_adapters_go_to_the_text_model(models, ranks):
     )
 
 
+def test_other_families_and_tensor_parallel_ranks_are_refused(models, tmp_path):
+    SmolVLMConfig(vision_config={"hidden_size": 32}).save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match="is a vision model of type 'smolvlm', which is not supported"):
+        load_model(str(tmp_path))
+    with pytest.raises(ModelError, match="tensor parallelism does not support 'qwen2_5_vl' models"):
+        check_tensor_parallel(AutoConfig.from_pretrained(models["qwen2_5_vl"]), 2)
+
+
 def test_a_frozen_tower_needs_a_tower(tiny_model, ranks):
     with pytest.raises(
         ModelError, match=r"freeze_vision_tower is true and .* is a 'llama' model without a vision"
@@ -243,3 +252,12 @@ def test_rows_of_supervised_data_have_the_keys_of_pictures(models):
     assert rows_to_batch([], has_images=True).keys() == want.keys()
     with pytest.raises(ValueError, match=r"a row has images and actor\.path is a text model"):
         rows_to_batch(rows)
+
+
+@pytest.mark.parametrize("options", [{"init_from_scratch": True}, {"without_weights": True}])
+@pytest.mark.parametrize("family", VISION_FAMILIES)
+def test_a_model_without_a_checkpoint_has_the_names_of_published_ones(family, options, models):
+    found = checkpoint_names(load_model(models[family], **options))
+    expected = checkpoint_names(load_model(models[family]))
+    published = load_file(Path(models[family]) / "model.safetensors").keys()
+    assert {found[name] for name in expected if expected[name] in published} == published

@@ -172,3 +172,11 @@ def test_names_of_upstream_are_ours():
     name = "examples.vlm.clevr_count_70k_grpo.clevr_count_70k_reward_fn"
     assert load_reward_fn(name) is clevr_count_70k_reward_fn
     assert load_reward_fn("areal.reward.geometry3k:geometry3k_reward_fn") is geometry3k_reward_fn
+
+
+def test_rows_with_videos_are_refused(tmp_path):
+    file = tmp_path / "rows.jsonl"
+    file.write_text(json.dumps({"problem": "What?", "videos": ["a.mp4"], "images": [], "answer": "x"}) + "\n")
+    rows = get_dataset(DatasetConfig(path=str(file), type="rl"), processor=VisionProcessor(None))
+    with pytest.raises(DatasetError, match="row 0 has videos, and only text and images are supported"):
+        rows[0]

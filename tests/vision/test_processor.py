@@ -56,6 +56,13 @@ def test_a_prompt_whose_placeholders_and_pictures_differ_is_refused() -> None:
         processor.prompt(MESSAGES, PICTURES[:1])
 
 
+def test_videos_are_refused() -> None:
+    processor = VisionProcessor(make_tiny_processor("qwen2_vl"))
+    chat = [{"role": "user", "content": [{"type": "video"}, {"type": "text", "text": "what?"}]}]
+    with pytest.raises(ImageError, match="a part of type 'video', and only text and images are supported"):
+        processor.prompt(chat, [])
+
+
 def test_a_text_model_has_no_processor_of_images(tmp_path: Path) -> None:
     make_tiny_tokenizer().save_pretrained(tmp_path / "text")
     make_tiny_model(tmp_path / "text")

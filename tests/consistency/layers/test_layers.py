@@ -12,6 +12,7 @@ from consistency.layers.engines import embedded
 from consistency.layers.judge import LIMIT, compare_layers
 from consistency.layers.observed import observe, own_forward, pieces
 from consistency.layers.reference import reference_of, run
+from consistency.layers.rows import Row
 from consistency.layers.sites import LABELS, Site
 
 ROOT = Path(__file__).parents[3]
@@ -19,7 +20,7 @@ spec = importlib.util.spec_from_file_location("layer_faults", ROOT / "benchmarks
 layer_faults = sys.modules["layer_faults"] = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(layer_faults)
 ROWS = [
-    torch.randint(5, 103, (length,), generator=torch.Generator().manual_seed(length)).tolist()
+    Row(torch.randint(5, 103, (length,), generator=torch.Generator().manual_seed(length)).tolist())
     for length in (24, 17)
 ]
 # One of each kind; benchmarks/layers.py has all of them, in both dtypes.
@@ -67,7 +68,8 @@ def test_there_are_sixty_faults_of_every_operator_that_a_module_or_function_comp
     named = {fault.operator for fault in layer_faults.FAULTS}
     blocks = {"attention block", "MLP", "residual after the MLP"}  # of others: results that are there twice
     projections = {label for label in LABELS.values() if label.startswith("adapter of")}
-    assert set(LABELS.values()) - named <= blocks | projections
+    images = {"image processor", "vision tower"}  # tests/consistency/layers/test_layers_images.py
+    assert set(LABELS.values()) - named <= blocks | projections | images
     assert named <= set(LABELS.values())
 
 
@@ -105,7 +107,7 @@ def test_embedded_engine_is_healthy_while_it_decodes(tmp_path):
     assert report.verdict == "healthy"
     head = next(site for site in report.sites if site.site.result == "head")
     # The logits of a prompt's last token, and of each decoded one.
-    assert head.num_tokens == sum(len(row) - round(0.5 * len(row)) + 1 for row in ROWS)
+    assert head.num_tokens == sum(len(row.ids) - round(0.5 * len(row.ids)) + 1 for row in ROWS)
 
 
 def test_an_operator_is_fed_with_the_engines_values():

@@ -10,9 +10,10 @@ from areal_core.engine.model import load_model
 from areal_core.testing import make_tiny_family, make_tiny_tokenizer
 from consistency.layers.judge import compare_layers
 from consistency.layers.reference import reference_of
+from consistency.layers.rows import Row
 from consistency.layers.servers import sglang, vllm
 
-PROMPTS = [[10, 20, 30, *range(40, 60)], [11, 21, 31, *range(50, 90)]]
+PROMPTS = [Row([10, 20, 30, *range(40, 60)]), Row([11, 21, 31, *range(50, 90)])]
 NUM_NEW = 8
 
 
@@ -45,7 +46,7 @@ def test_sglang_server(tmp_path, family, change, expected):
     (tmp_path / "served/config.json").write_text(json.dumps(config))
     values, rows = sglang(tmp_path / "served", torch.bfloat16, PROMPTS, NUM_NEW)
     report = compared(model, torch.bfloat16, values, rows)
-    assert [len(row) for row in rows] == [len(prompt) + NUM_NEW - 1 for prompt in PROMPTS]
+    assert [len(row.ids) for row in rows] == [len(prompt.ids) + NUM_NEW - 1 for prompt in PROMPTS]
     first = report.first
     assert (first and (first.site.layer, first.operator)) == expected
     assert "attention" not in report.only_reference
