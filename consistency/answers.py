@@ -111,7 +111,7 @@ def greedy(
 ) -> list[int]:
     """Decode greedily up to and including EOS; `processor` makes the pixels of the images."""
     prompt = torch.tensor([asked.ids], device=model.device)
-    options = {}
+    options: dict[str, torch.Tensor] = {}
     if asked.images and processor is not None:
         types = (prompt[0] == processor.image_token_id).long()
         options = plain_inputs(model, types, processor.pixels(asked.images))

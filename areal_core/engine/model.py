@@ -206,7 +206,8 @@ def with_published_names(model: PreTrainedModel) -> PreTrainedModel:
     if is_vision(model.config):
         left_out = () if FAMILIES[model.config.model_type].nests_tower else (PrefixChange,)
         renamings = get_model_conversion_mapping(model, add_legacy=False)
-        model._weight_conversions = [each for each in renamings if not isinstance(each, left_out)]
+        untyped: Any = model
+        untyped._weight_conversions = [each for each in renamings if not isinstance(each, left_out)]
     return model
 
 

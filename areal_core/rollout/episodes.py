@@ -134,9 +134,9 @@ async def _run_episode(
     try:
         with collecting() as episode.scalars:
             rows = await workflow.arun_episode(episode, data)
-        if is_of_upstream(rows):
-            rows = with_our_keys(rows, episode.stop_reason)
         if rows is not None:
+            if is_of_upstream(rows):
+                rows = with_our_keys(rows, episode.stop_reason)
             refuse_unusable(rows)
             if check_format:
                 refuse_malformed(rows)

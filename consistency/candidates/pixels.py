@@ -6,7 +6,7 @@ of the grid, the images of another request, no images, another order, and the to
 """
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from io import BytesIO
 from typing import Any
@@ -31,6 +31,7 @@ from consistency.candidates.placeholders import expanded, placeholder_counts, ru
 from consistency.candidates.prompts import EXPLAINED, bounded
 from consistency.candidates.stale_tensors import swapped, vision_tensors
 from consistency.case import Alternative
+from consistency.hypotheses import residual_size, select_rows, usable_or
 from consistency.score import Scorer, score
 from consistency.tokens import Floats, Sequences
 
@@ -46,6 +47,7 @@ LEAST_PIXELS = (4 * 28**2, 16 * 28**2, 256 * 28**2)
 MOST_PIXELS = (256 * 28**2, 768 * 28**2, 1280 * 28**2, 16384 * 28**2)
 PARTS_OF_LIMIT = (0.25, 0.5, 2.0, 4.0)
 ORIENTATION = Base.Orientation
+ROWS_TO_SCREEN = 16
 PARTNERS_TO_TRY = 4
 ROWS_TO_TRY = 64
 
@@ -59,32 +61,55 @@ class OtherPixels:
     rows: Sequences
 
 
+@dataclass(frozen=True)
+class Treatment:
+    """One other way to treat images: rows as they would be, and who scores them."""
+
+    cause: str
+    name: str
+    rows: Sequences
+    scorer: Scorer
+
+
 def image_alternatives(scorer: Scorer, rows: Sequences, temperature: float) -> list[Alternative]:
-    """Score with images treated otherwise (R62, R64, R66, R67); nothing for rows without images."""
+    """Score with images treated otherwise (R62, R64, R66, R67); nothing for rows without images.
+
+    A treatment that explains the worst rows no better than the model is left out.
+    """
     if rows.images is None or scorer.processor is None:
         return []
-
-    def scored(cause: str, name: str, changed: Sequences, by: Scorer = scorer) -> Alternative:
-        return Alternative(cause, name, score(by, changed, temperature=temperature, top_k=1).logprob)
-
     base = score(scorer, rows, temperature=temperature, top_k=1).logprob
-    found = [
-        scored("R62", other.name, other.rows, replace(scorer, processor=other.processor))
-        for other in other_processors(scorer.processor, rows)
-    ]
-    found.append(
-        scored("R64", "images placed and attended as text", rows, replace(scorer, marks_images=False))
-    )
-    found.append(scored("R67", "no images: placeholders embedded as text", replace(rows, images=None)))
+    engine = usable_or(rows.engine_logprobs[rows.scored], base)
+    row_of_place = rows.row_of_token[rows.scored]
+    apart = np.bincount(row_of_place, bounded(engine - base), rows.num_rows)
+    worst = np.sort(np.argsort(-apart, kind="stable")[:ROWS_TO_SCREEN])
+    at = np.flatnonzero(np.isin(row_of_place, worst))
+    own, found = residual_size(engine[at], base[at]), []
+    for one in treatments(scorer, rows):
+        screened = score(one.scorer, select_rows(one.rows, worst), temperature=temperature, top_k=1).logprob
+        if residual_size(engine[at], screened) < own:
+            logprobs = score(one.scorer, one.rows, temperature=temperature, top_k=1).logprob
+            found.append(Alternative(one.cause, one.name, logprobs))
+    return found + exchanged_images(scorer, rows, base, temperature)
+
+
+def treatments(scorer: Scorer, rows: Sequences) -> Iterator[Treatment]:
+    """Yield other processors, positions of text, no images, and images in another order."""
+    assert rows.images is not None
+    assert scorer.processor is not None
+    for other in other_processors(scorer.processor, rows):
+        yield Treatment("R62", other.name, other.rows, replace(scorer, processor=other.processor))
+    of_text = replace(scorer, marks_images=False)
+    yield Treatment("R64", "images placed and attended as text", rows, of_text)
+    unseen = replace(rows, images=None)
+    yield Treatment("R67", "no images: placeholders embedded as text", unseen, scorer)
     one_each = expanded(rows, scorer.processor.image_token_id, [[1] * len(images) for images in rows.images])
-    found.append(
-        scored("R67", "no images: one placeholder each, embedded as text", replace(one_each, images=None))
-    )
+    unseen = replace(one_each, images=None)
+    yield Treatment("R67", "no images: one placeholder each, embedded as text", unseen, scorer)
     if any(len(set(images)) > 1 for images in rows.images):
         turned = tuple(images[::-1] for images in rows.images)
         if placeholder_counts(scorer.processor, turned) == placeholder_counts(scorer.processor, rows.images):
-            found.append(scored("R67", "images in the reverse order", replace(rows, images=turned)))
-    return found + exchanged_images(scorer, rows, base, temperature)
+            yield Treatment("R67", "images in the reverse order", replace(rows, images=turned), scorer)
 
 
 # Processors
@@ -102,13 +127,14 @@ def other_processors(own: VisionProcessor, rows: Sequences) -> list[OtherPixels]
         for name, decoding in DECODINGS.items()
         if any(decoding(image) != image for row in rows.images for image in row)
     ]
-    seen = {placeholder_counts(own, rows.images)}
+    alike: dict[tuple[tuple[int, ...], ...], list[tuple[str, VisionProcessor]]] = {}
     for name, options in size_options(own):
         other = with_options(own, **options)
-        counts = placeholder_counts(other, rows.images)
-        if counts not in seen:
-            seen.add(counts)
-            found.append(OtherPixels(name, other, expanded(rows, own.image_token_id, counts)))
+        alike.setdefault(placeholder_counts(other, rows.images), []).append((name, other))
+    alike.pop(placeholder_counts(own, rows.images), None)
+    for counts, same in alike.items():  # limits of the same effect on these images
+        names = " or ".join(name for name, _ in same)
+        found.append(OtherPixels(names, same[0][1], expanded(rows, own.image_token_id, counts)))
     return found
 
 

@@ -64,7 +64,7 @@ def sglang(path: str | Path, dtype: torch.dtype, prompts: Rows, num_new: int) ->
 
 def request_of(prompt: Row, num_new: int) -> dict[str, object]:
     """Return the JSON of a request of `num_new` tokens, none of them a placeholder of images."""
-    sampling = {"temperature": 1.0, "max_new_tokens": num_new, "ignore_eos": True}
+    sampling: dict[str, object] = {"temperature": 1.0, "max_new_tokens": num_new, "ignore_eos": True}
     pictures = None
     if prompt.images:
         pictures = Pictures(prompt.images, prompt.image_token_id)
