@@ -2,7 +2,7 @@
 
 allocation := servers "+" trainer | servers "+" ("eval" | "cpu") | colocated | servers | trainer
 colocated  := ("embedded" | servers) "|" trainer | ("embedded" | trainer) "|" "eval"
-              (embedded: the engine is in the trainer's processes)
+              (embedded: the engine is in the trainer's processes; servers: on its devices, in turn)
 eval          nothing is trained: one process samples, or a trainer's ranks measure given rows
 servers    := ("sglang" | "vllm") name? (":" | ".") sizes
 trainer    := ("fsdp" name? (":" | "."))? sizes
@@ -68,6 +68,11 @@ class Allocation:
     def has_servers(self) -> bool:
         """True if rollout is done by inference servers, in processes of their own."""
         return self.rollout_backend in SERVER_BACKENDS
+
+    @property
+    def shares_devices(self) -> bool:
+        """True if inference servers and the trainer use the same devices, in turn."""
+        return self.kind == "colocated" and self.has_servers
 
     @property
     def num_ranks(self) -> int:

@@ -47,6 +47,7 @@ class Scene:
 
     def names(self) -> dict[str, Any]:
         """Return all objects by the names that they have in the interactive shell."""
+        self.trainer.actor.wake()
         return dict(self.facts) | {
             "model": self.trainer.actor.model,
             "optimizer": self.trainer.actor.optimizer,

@@ -20,11 +20,11 @@ from areal_core.config.experiment import (
 from areal_core.config.not_yet import (
     names_of_another_run,
     not_yet,
-    placement_without_effect,
     without_effect_on_a_model,
 )
 from areal_core.config.policy_checks import PPO_COUPLINGS, ROLLOUT_COUPLINGS
 from areal_core.config.roles import ROLLOUT_SECTIONS, Role
+from areal_core.config.scheduling import specs_without_effect, strategies_without_effect, wrong_specs
 from areal_core.config.servers import server_options
 from areal_core.config.train_engine import TrainEngineConfig
 from areal_core.config.vision import images_in_use
@@ -45,6 +45,7 @@ def check_config(config: BaseExperimentConfig, role: Role = "train") -> list[str
     """
     values = flat_values(config)
     problems = [*wrong_values(config), *not_yet(values, refused=True), *images_in_use(config)]
+    problems += wrong_specs(values)
     try:
         if role == "rollout" or config.allocation.train is None:
             return check_rollouts(config, values)
@@ -56,7 +57,8 @@ def check_config(config: BaseExperimentConfig, role: Role = "train") -> list[str
     return [
         *not_yet(values, refused=False),
         *names_of_another_run(config, values),
-        *placement_without_effect(values),
+        *specs_without_effect(values, config.scheduler.type),
+        *strategies_without_effect(values),
         *without_effect_on_a_model(config),
         *without_effect_on_a_cpu(config),
         *given_servers_without_use(config),
@@ -172,9 +174,6 @@ def batch_divides_over_ranks(config: BaseExperimentConfig) -> Iterator[str]:
             f"train_dataset.batch_size is {batch_size} and the allocation trains on d{num_ranks}; "
             "the first must be a multiple of the second"
         )
-    backend = allocation.rollout_backend
-    if allocation.kind == "colocated" and allocation.has_servers:
-        yield f"the allocation puts {backend} and fsdp on the same devices; use 'embedded|fsdp:dN' or '{backend}:dN+fsdp:dM'"
 
 
 def only_critics_and_reward_models_have_scores(config: BaseExperimentConfig) -> Iterator[str]:
@@ -252,6 +251,8 @@ def without_effect_on_a_cpu(config: BaseExperimentConfig) -> Iterator[str]:
         for option, is_on in options.items():
             if is_on:
                 yield f"{name}.{option} is True and device is 'cpu': everything is in host memory already"
+    if isinstance(config, PPOConfig) and config.allocation.shares_devices:
+        yield f"the allocation {config.allocation} and device is 'cpu': SGLang's servers take their turns there and free no memory"
 
 
 def given_servers_without_use(config: BaseExperimentConfig) -> Iterator[str]:

@@ -14,11 +14,12 @@ from typing import Any
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from areal_core.allocation import Parallel, resolve_allocation
+from areal_core.allocation import Allocation, Parallel, resolve_allocation
 from areal_core.config.experiment import DPOConfig, PPOConfig
 from areal_core.config.generation import GenerationHyperparameters
 from areal_core.config.presets import set_option, shown
 from areal_core.config.roles import Role
+from areal_core.config.scheduling import placed_together
 from areal_core.config.train_engine import PPOActorConfig
 from areal_core.errors import AllocationError
 from areal_core.rollout.fleet.server import ADDRESSES_VARIABLE
@@ -43,6 +44,13 @@ LONGEST, MINIBATCHES = GenerationHyperparameters.max_new_tokens, PPOActorConfig.
 PLACES = ("allocation_mode", "rollout.backend", "actor.backend")
 RECOVERING = ("auto", "on", "fault")
 PERIODS = ("freq_epochs", "freq_steps", "freq_secs")
+# Of servers that use the trainer's devices in turn; `policy_checks.py` refuses other values.
+SHARING = {
+    "rollout.max_head_offpolicyness": 0,
+    "actor.weight_update_mode": "disk",
+    "sglang.enable_memory_saver": True,
+    "enable_offload": True,
+}
 RECOVERY_STEPS, RECOVERY_SECONDS = 10, 600
 
 
@@ -143,12 +151,23 @@ def choices_of_ppo(tree: Tree) -> Iterator[tuple[str, Any]]:
     if value_of(tree, "ref") is None and not is_given(tree, "actor.kl_ctl"):
         yield "actor.kl_ctl", 0.0
     yield from lengths_that_fit(tree)
+    yield from choices_on_shared_devices(tree)
     rows = rows_of_rank(tree)
     for model in ("actor", "critic"):
         option = f"{model}.ppo_n_minibatches"
         exists = model == "actor" or isinstance(value_of(tree, model), dict)
         if exists and 0 < rows < MINIBATCHES and not is_given(tree, option):
             yield option, rows
+
+
+def choices_on_shared_devices(tree: Tree) -> Iterator[tuple[str, Any]]:
+    """Yield what servers need that use the trainer's devices in turn, where it is not given."""
+    try:
+        shares = any(modes_of(tree)) and allocation_of(tree).shares_devices
+    except AllocationError:  # the checks report it
+        return
+    if shares:
+        yield from ((name, value) for name, value in SHARING.items() if not is_given(tree, name))
 
 
 def lengths_that_fit(tree: Tree) -> Iterator[tuple[str, int]]:
@@ -167,13 +186,18 @@ def lengths_that_fit(tree: Tree) -> Iterator[tuple[str, int]]:
 
 def rows_of_rank(tree: Tree) -> int:
     """Return the sequences of a data-parallel rank in a step; 0 if the allocation has none."""
-    modes = modes_of(tree)
     try:
-        train = resolve_allocation(*modes).train if any(modes) else Parallel()
+        train = allocation_of(tree).train if any(modes_of(tree)) else Parallel()
     except AllocationError:  # the checks report it
         return 0
     rows = number_of(tree, "train_dataset.batch_size", 1) * number_of(tree, "gconfig.n_samples", 1)
     return rows // train.data if train is not None else 0
+
+
+def allocation_of(tree: Tree) -> Allocation:
+    """Return the allocation of a run that gives one. Raises AllocationError."""
+    strategies = [value_of(tree, f"{role}.scheduling_strategy") for role in ("actor", "rollout")]
+    return placed_together(resolve_allocation(*modes_of(tree)), *strategies)
 
 
 def modes_of(tree: Tree) -> list[str]:

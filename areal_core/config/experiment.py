@@ -12,6 +12,7 @@ from areal_core.config.generation import (
     VLLMConfig,
 )
 from areal_core.config.option import ABOVE_0, AT_LEAST_0, AT_LEAST_1, REQUIRED, option, section
+from areal_core.config.scheduling import placed_together
 from areal_core.config.services import (
     ClusterSpecConfig,
     LauncherConfig,
@@ -285,7 +286,8 @@ class PPOConfig(BaseExperimentConfig):
     @property
     def allocation(self) -> Allocation:
         """The sizes and backends of rollout and training. Raises AllocationError."""
-        return resolve_allocation(self.allocation_mode, self.rollout.backend, self.actor.backend)
+        allocation = resolve_allocation(self.allocation_mode, self.rollout.backend, self.actor.backend)
+        return placed_together(allocation, self.actor.scheduling_strategy, self.rollout.scheduling_strategy)
 
 
 GRPOConfig = PPOConfig

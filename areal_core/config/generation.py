@@ -158,8 +158,10 @@ class InferenceEngineConfig:
     )
     routing_strategy: str = option("round_robin", "Distribution of prompts over servers.", ("round_robin",))
     schedule_policy: str = option("round_robin", "Older name of routing_strategy.", ("round_robin",))
-    scheduling_spec: Any = option(None, "Placement for a single-controller scheduler; unused.")
-    scheduling_strategy: Any = option(None, "Placement for a single-controller scheduler; unused.")
+    scheduling_spec: Any = option(None, "Environment, command, cores, memory and image of the servers.")
+    scheduling_strategy: Any = option(
+        None, "{type: colocation, target: actor}: servers use the trainer's devices in turn."
+    )
     _version: str = option("v1", "Interface version of a single-controller worker.", ("v1", "v2"))
 
 

@@ -68,8 +68,6 @@ NOT_YET = (
     NotYet("stats_logger.swanlab.*", ("disabled", None), "use stats.jsonl, TensorBoard, Weights & Biases or Trackio", refused=False),
 )  # fmt: skip
 
-# Parts of a scheduling_spec that start upstream's own workers, or that repeat the allocation.
-IMPLIED = ("task_type", "port_count", "gpu", "cmd", "env_vars")
 RUN_NAMES = ("experiment_name", "trial_name", "fileroot")
 
 
@@ -104,31 +102,6 @@ def names_of_another_run(config: BaseExperimentConfig, values: dict[str, Any]) -
             yield f"{name} is {value!r} and {of_run} is {run[leaf]!r}: the latter is used everywhere"
 
 
-def placement_without_effect(values: dict[str, Any]) -> Iterator[str]:
-    """Yield sentences on parts of `scheduling_spec` and `scheduling_strategy` without effect."""
-    used = merged_spec(values["actor.scheduling_spec"]).get("env_vars")
-    ignored = sorted(
-        f"{name}.{part}"
-        for name, value in values.items()
-        if name.endswith(".scheduling_spec")
-        for part, wanted in merged_spec(value).items()
-        if part not in IMPLIED
-        or (part == "env_vars" and name != "rollout.scheduling_spec" and wanted != used)
-    )
-    if ignored:
-        yield (
-            f"{', '.join(ignored)} {'has' if len(ignored) == 1 else 'have'} no effect: of actor and rollout env_vars "
-            "are used; cores and memory are launcher.*_cpus_per_gpu and *_mem_per_gpu, images launcher.slurm.*_image"
-        )
-    for name, value in values.items():
-        is_given = name.endswith(".scheduling_strategy") and isinstance(value, dict)
-        if is_given and (value.get("type"), value.get("target")) not in (
-            ("colocation", "actor"),
-            ("separation", None),
-        ):
-            yield f"{name} is {value}, which has no effect: all models are in the trainer's ranks, servers by allocation_mode"
-
-
 def without_effect_on_a_model(config: BaseExperimentConfig) -> Iterator[str]:
     """Yield sentences on options of models that are not trained, or not served."""
     ref = getattr(config, "ref", None)
@@ -154,9 +127,3 @@ def without_effect_on_a_model(config: BaseExperimentConfig) -> Iterator[str]:
 def default_of(field: "dataclasses.Field[Any]") -> Any:
     """Return the default of an option."""
     return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
-
-
-def merged_spec(scheduling_spec: Any) -> dict[str, Any]:
-    """Return the parts of a `scheduling_spec`, which is None, a dict or a list of dicts."""
-    specs = scheduling_spec if isinstance(scheduling_spec, list) else [scheduling_spec]
-    return {part: value for spec in specs if isinstance(spec, dict) for part, value in spec.items()}

@@ -327,10 +327,46 @@ def served_reward_model_is_complete(config: PPOConfig) -> Iterator[str]:
         )
 
 
+def servers_and_trainer_can_take_turns(config: PPOConfig) -> Iterator[str]:
+    allocation, rollout, sglang = config.allocation, config.rollout, config.sglang
+    if not allocation.shares_devices:
+        return
+    assert allocation.rollout is not None
+    assert allocation.train is not None
+    shared = f"the allocation {allocation} samples and trains on the same devices"
+    separate = f"'{allocation.engine}+{allocation.trainer}'"
+    if allocation.rollout_backend != "sglang":
+        yield f"{shared}, and only SGLang servers release their memory here: use sglang, or {separate}"
+    if allocation.rollout.world_size != allocation.train.world_size:
+        yield (
+            f"{shared}, and has {allocation.rollout.world_size} of them for servers and {allocation.train.world_size} for ranks; "
+            "the numbers must be equal"
+        )
+    if config.scheduler.type not in (None, "local"):
+        yield f"{shared}, and scheduler.type is {config.scheduler.type!r}; only the local launcher places both there: use {separate}"
+    wrong = {
+        "rollout.max_head_offpolicyness": (rollout.max_head_offpolicyness, 0, "nothing is sampled meanwhile"),
+        "rollout.rescore_share": (rollout.rescore_share, 0, "a server that is asleep scores nothing"),
+        "actor.weight_update_mode": (config.actor.weight_update_mode, "disk", "NCCL accepts a device once"),
+        "rollout.use_lora": (rollout.use_lora, False, "released weights are loaded again in full"),
+        "sglang.enable_lora": (bool(sglang.enable_lora), False, "released weights are loaded again in full"),
+    }
+    if config.device != "cpu":  # where SGLang has no memory saver
+        wrong["sglang.enable_memory_saver"] = (sglang.enable_memory_saver, True, "servers keep their memory")
+    for name in ("actor", "ref", "critic", "teacher", "reward_model"):
+        model = getattr(config, name)
+        if model is not None and not model.fsdp.offload_params:
+            wrong[f"{name}.offload"] = (model.offload, True, "the model stays on the device")
+    for name, (value, needed, why) in wrong.items():
+        if value != needed:
+            yield f"{name} is {value!r} and {shared} in turn, where {why}: set the first to {shown(needed)}"
+
+
 ROLLOUT_COUPLINGS = (longest_sequence_is_sampled, tokenizers_agree)  # without a trainer, too
 PPO_COUPLINGS = (
     *ROLLOUT_COUPLINGS,
     given_servers_are_those_of_the_allocation,
+    servers_and_trainer_can_take_turns,
     rollout_limits_let_something_run,
     sglang_serves_layers_without_experts,
     routed_experts_can_be_replayed,

@@ -173,8 +173,12 @@ class TrainEngineConfig:
         "Compute tokens that rows begin with in common once: rows of a prompt are a tree of tokens. "
         "Empty in ref, critic and teacher: as in actor.",
     )
-    scheduling_spec: Any = option(None, "Placement for a single-controller scheduler; unused.")
-    scheduling_strategy: Any = option(None, "Placement for a single-controller scheduler; unused.")
+    scheduling_spec: Any = option(
+        None, "Of the actor: environment, command, cores, memory and image of the trainer's ranks."
+    )
+    scheduling_strategy: Any = option(
+        None, "Of the actor: {type: colocation, target: rollout} shares its devices with the servers in turn."
+    )
     _version: str = option("v1", "Interface version of a single-controller worker.", ("v1", "v2"))
 
 

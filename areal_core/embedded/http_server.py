@@ -40,6 +40,7 @@ from areal_core.engine.model import is_vision
 from areal_core.rollout.errors import PromptTooLong, UnsupportedSampling
 from areal_core.rollout.http_thread import refuse_web_pages
 from areal_core.rollout.types import ModelRequest
+from areal_core.sglang.wire import CACHE, WEIGHTS
 from areal_core.vision.processor import load_processor
 
 SPEAKS = "0.5.23"  # the SGLang whose routes these are
@@ -100,6 +101,7 @@ class EmbeddedServer:
             max_rows=max_rows,
         )
         self._weights = ServedWeights(self._replica, self.sampler)
+        self._released: set[str] = set()  # parts of the memory
         self._started = time.time()
 
     def application(self) -> web.Application:
@@ -121,6 +123,11 @@ class EmbeddedServer:
             "/continue_generation": self._continue,
             "/abort_request": self._abort,
             "/flush_cache": self._flush_cache,
+            "/release_memory_occupation": self._release,
+            "/resume_memory_occupation": self._reacquire,
+        }.items():
+            application.router.add_post(path, blocking(handler))
+        for path, handler in {
             "/update_weights_from_disk": weights.load_from_disk,
             "/update_weight_version": weights.rename_weights,
             "/load_lora_adapter": weights.load_adapter,
@@ -132,11 +139,12 @@ class EmbeddedServer:
             "/update_weights_from_distributed": weights.load_from_group,
             "/end_weight_update": weights.end_update,
         }.items():
-            application.router.add_post(path, blocking(handler))
+            application.router.add_post(path, blocking(self._with_memory, {WEIGHTS}, handler))
         return application
 
     async def _generate(self, request: web.Request) -> web.Response:
         body = parse_body(await request.read())
+        self._require_memory({WEIGHTS, CACHE})
         identity = self.identity
         wanted = parse_request(
             body, self.tokenizer, identity.context_length, identity.vocab_size, self._replica.processor
@@ -195,6 +203,7 @@ class EmbeddedServer:
         return succeeded("Generation paused successfully.")
 
     def _continue(self, body: dict[str, Any]) -> dict[str, Any]:
+        self._require_memory({WEIGHTS, CACHE})
         self.sampler.resume()
         return succeeded("Generation continued successfully.")
 
@@ -209,6 +218,45 @@ class EmbeddedServer:
         if self.sampler.num_unfinished():
             raise BadRequest("Failed to flush cache: requests are running or waiting")
         return succeeded("Cache flushed.")
+
+    def _release(self, body: dict[str, Any]) -> dict[str, Any]:
+        """Release parts of the memory; SGLang ends where this refuses."""
+        parts = parts_of_memory(body)
+        if self.sampler.num_unfinished():
+            raise BadRequest("memory is released only while no request is running or waiting")
+        self._require_memory(parts)
+        if WEIGHTS in parts:
+            self._replica.release()
+        self._released |= parts
+        return succeeded("")
+
+    def _reacquire(self, body: dict[str, Any]) -> dict[str, Any]:
+        """Allocate released parts of the memory again; the weights are to be loaded."""
+        parts = parts_of_memory(body)
+        if present := parts - self._released:
+            raise BadRequest(f"the memory of {' and '.join(sorted(present))} is not released")
+        if WEIGHTS in parts:
+            self._replica.allocate()
+        self._released -= parts
+        return succeeded("")
+
+    def _require_memory(self, parts: set[str]) -> None:
+        if missing := parts & self._released:
+            raise BadRequest(
+                f"the server is asleep: its {' and '.join(sorted(missing))} are released; call resume_memory_occupation first"
+            )
+
+    def _with_memory(self, parts: set[str], handler: Any, body: dict[str, Any]) -> Any:
+        self._require_memory(parts)
+        return handler(body)
+
+
+def parts_of_memory(body: dict[str, Any]) -> set[str]:
+    """Return the tags of a body; all if it has none. Raises `BadRequest` for an unknown one."""
+    parts = set(map(str, take(body, "tags", list, None) or (WEIGHTS, CACHE)))
+    if unknown := parts - {WEIGHTS, CACHE}:
+        raise BadRequest(f"tags has {', '.join(sorted(unknown))}; expected {WEIGHTS} and {CACHE}")
+    return parts
 
 
 def blocking(handler: Any, *arguments: Any) -> Any:

@@ -77,6 +77,7 @@ class Replica:
         parameters = dict(self.model.named_parameters(remove_duplicate=False))
         names = checkpoint_names(self.model)
         self._parameters = {names.get(name, name): tensor for name, tensor in parameters.items()}
+        self._shapes: dict[nn.Parameter, torch.Size] = {}  # of released weights
 
     @torch.no_grad()
     def require_parity(self) -> None:
@@ -126,6 +127,20 @@ class Replica:
             if parameter is None or parameter.shape != tensor.shape:  # copy_ would broadcast
                 raise ModelError(f"{name} came with shape {list(tensor.shape)}; the model has {expected}")
             parameter.copy_(tensor)
+
+    def release(self) -> None:
+        """Free the memory of the weights and of their reordered copies; the values are lost."""
+        for module in self.model.modules():
+            if isinstance(module.forward, PackedForward):
+                module.forward.packed = None
+        for parameter in self.model.parameters():
+            self._shapes[parameter] = parameter.shape
+            parameter.data = parameter.data.new_empty(0)
+
+    def allocate(self) -> None:
+        """Allocate the memory of released weights again; they are not a number until `load`."""
+        for parameter, shape in self._shapes.items():
+            parameter.data = parameter.data.new_full(shape, torch.nan)
 
     @torch.no_grad()
     def __call__(

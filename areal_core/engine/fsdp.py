@@ -24,7 +24,7 @@ from areal_core.engine.checksums import parameter_checksums
 from areal_core.engine.full_weights import FullTensors, RenamedTensors
 from areal_core.engine.logprobs import note_use_of_entropy
 from areal_core.engine.lora import Adapter, AdapterTensors, MergedTensors
-from areal_core.engine.offload import leave_device, return_to_device, take_step
+from areal_core.engine.offload import Offloaded, leave_device, return_to_device, take_step
 from areal_core.engine.optimizer import gradient_norm
 from areal_core.engine.ranks import Ranks
 from areal_core.engine.scores import is_score_model
@@ -113,6 +113,7 @@ class FSDPEngine:
         step_groups: the `groups` of `offload.take_step`; None where optimizer states stay on the
             device.
         sleeps: release the engine's memory on the device while it is idle.
+        offloaded: what `sleep` has released; empty while the engine is awake.
         packs_rows: compute the rows of a micro-batch in one forward; otherwise each `granularity`
             rows are a micro-batch, and each row a forward. See `parity.py`.
         shares_prefixes: compute tokens that rows begin with in common once; the limit of tokens
@@ -140,7 +141,7 @@ class FSDPEngine:
     adapter: Adapter | None = None
     step_groups: list[list[Parameter]] | None = None
     sleeps: bool = False
-    is_asleep: bool = False
+    offloaded: list[Offloaded] = field(default_factory=list)
     packs_rows: bool = True
     shares_prefixes: bool = False
     numbers_rows: bool = False
@@ -156,15 +157,22 @@ class FSDPEngine:
     def sleep(self) -> None:
         """Release device memory; the next call that needs the weights wakes the engine."""
         if self.sleeps and not self.is_asleep:
-            leave_device(self.model, self.optimizer)
-            self.is_asleep = True
+            self.offloaded = leave_device(self.model, self.optimizer, self.ranks.device)
 
     def wake(self) -> None:
         """Move back to the device what `sleep` moved to host memory."""
-        if self.is_asleep:
-            states_stay = self.step_groups is None
-            return_to_device(self.model, self.optimizer, self.ranks.device, with_states=states_stay)
-            self.is_asleep = False
+        return_to_device(self.offloaded)
+        self.offloaded = []
+
+    @property
+    def is_asleep(self) -> bool:
+        """True from `sleep` until the engine is used again."""
+        return bool(self.offloaded)
+
+    @property
+    def offloaded_bytes(self) -> int:
+        """Bytes of device memory that `sleep` has released."""
+        return sum(item.copy.nbytes() for item in self.offloaded)
 
     def agree(self, batch: Batch) -> Batch:
         """Return the batch with the same keys of pictures on every rank; a collective."""
@@ -483,6 +491,7 @@ class FSDPEngine:
 
     def checksums(self) -> dict[str, str]:
         """Return the crc32c of every trained parameter; a collective."""
+        self.wake()
         return parameter_checksums(self.model, self.ranks)
 
 

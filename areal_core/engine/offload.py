@@ -7,14 +7,17 @@ offload                      parameters and states are in host memory while the 
 fsdp.offload_params          FSDP's own: all state stays in host memory, layers are copied to the device
 ```
 
-Results are bitwise the same with and without. On a CPU nothing is moved.
+Results are bitwise the same with and without. On a CPU, memory of the device is host memory too, so
+that offloading saves nothing; an idle engine leaves it all the same.
 """
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, UntypedStorage, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 HOST = torch.device("cpu")
@@ -64,19 +67,54 @@ def move_states(optimizer: Optimizer, parameters: Iterable[Tensor], device: torc
         state.update((name, value.to(target)) for name, value in state.items() if torch.is_tensor(value))
 
 
-def leave_device(model: nn.Module, optimizer: Optimizer | None) -> None:
-    """Move parameters and optimizer states to host memory, and release the device's memory."""
-    model.to(HOST)
+@dataclass(frozen=True)
+class Offloaded:
+    """Memory of the device that was released, and a copy of its bytes in host memory."""
+
+    storage: UntypedStorage
+    copy: UntypedStorage
+
+
+def leave_device(model: nn.Module, optimizer: Optimizer | None, device: torch.device) -> list[Offloaded]:
+    """Copy weights, buffers and optimizer states to host memory, and release their device memory.
+
+    Tensors stay what they are, without memory until `return_to_device`. Gradients are dropped.
+    """
     if optimizer is not None:
-        move_states(optimizer, list(optimizer.state), HOST)
-    if torch.cuda.is_available():
+        optimizer.zero_grad()
+    for part in model.modules():
+        if isinstance(part, FSDPModule):
+            part.reshard()  # a forward without a backward leaves weights gathered
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)  # other streams may still read the weights
+    offloaded = []
+    for storage in storages(model, optimizer, device):
+        copy = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=device.type == "cuda")
+        offloaded.append(Offloaded(storage, copy.untyped_storage().copy_(storage, non_blocking=False)))
+        storage.resize_(0)
+    if device.type == "cuda":
         torch.cuda.empty_cache()
+    return offloaded
 
 
-def return_to_device(
-    model: nn.Module, optimizer: Optimizer | None, device: torch.device, *, with_states: bool
-) -> None:
-    """Invert `leave_device`; without states, which `take_step` then moves."""
-    model.to(device)
-    if optimizer is not None and with_states:
-        move_states(optimizer, list(optimizer.state), None)
+def return_to_device(offloaded: Iterable[Offloaded]) -> None:
+    """Invert `leave_device`."""
+    for item in offloaded:
+        item.storage.resize_(item.copy.nbytes())
+        item.storage.copy_(item.copy, non_blocking=False)
+
+
+def storages(model: nn.Module, optimizer: Optimizer | None, device: torch.device) -> list[UntypedStorage]:
+    """Return the memory of weights, buffers and optimizer states on a device, each once."""
+    tensors = [*model.parameters(), *model.buffers()]
+    if optimizer is not None:
+        tensors += [value for state in optimizer.state.values() for value in state.values()]
+    found: dict[int, UntypedStorage] = {}
+    for tensor in tensors:
+        if torch.is_tensor(tensor):
+            detached = tensor.detach()
+            local = detached.to_local() if isinstance(detached, DTensor) else detached
+            storage = local.untyped_storage()
+            if local.device.type == device.type and storage.nbytes() and storage.resizable():
+                found[storage.data_ptr()] = storage
+    return list(found.values())

@@ -23,12 +23,12 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import BinaryIO, Protocol
 
 from areal_core.allocation import Allocation
 from areal_core.config import BaseExperimentConfig, PPOConfig
 from areal_core.config.checks import serves_adapters
-from areal_core.config.not_yet import merged_spec
+from areal_core.config.scheduling import ProcessRole, RoleSpec, role_spec
 from areal_core.config.servers import server_options
 from areal_core.environment import DETERMINISTIC
 from areal_core.errors import ConfigError, ServerFailed
@@ -86,8 +86,9 @@ class Job:
     @property
     def uses_given_servers(self) -> bool:
         """True if the ranks sample from servers that run already."""
-        has_rollouts = isinstance(self.config, PPOConfig) and self.allocation.kind in ("decoupled", "eval")
-        return has_rollouts and self.with_servers and bool(self.given_servers)
+        has_rollouts = isinstance(self.config, PPOConfig) and self.allocation.has_servers
+        has_ranks = self.allocation.kind != "servers_only"
+        return has_rollouts and has_ranks and self.with_servers and bool(self.given_servers)
 
 
 class RunningServer(Protocol):
@@ -113,7 +114,7 @@ def run_job(job: Job, start_servers: StartServers, run_ranks: RunRanks) -> int:
     """
     env = {
         **(DETERMINISTIC if job.config.deterministic else {}),
-        **scheduled_environment(job.config.actor.scheduling_spec),
+        **spec_of(job.config, "actor").env_vars,
         **parse_environment("launcher.trainer_env_vars", job.config.launcher.trainer_env_vars),
         **job.env,
     }
@@ -148,6 +149,11 @@ def problems_of_given_servers(job: Job) -> list[str]:
     config, rollout = job.config, job.allocation.rollout
     assert isinstance(config, PPOConfig)  # because `uses_given_servers` is true
     assert rollout is not None
+    if job.allocation.shares_devices:
+        return [
+            f"{ADDRESSES_VARIABLE} is {job.given_servers!r}, and the allocation {job.allocation} starts its servers on the trainer's "
+            "devices, awake: unset the variable"
+        ]
     try:
         servers = servers_from_environment({ADDRESSES_VARIABLE: job.given_servers})
     except WrongServer as error:
@@ -214,10 +220,10 @@ def parse_environment(option: str, text: str) -> dict[str, str]:
     return {name.strip(): value.strip() for name, _, value in pairs}
 
 
-def scheduled_environment(scheduling_spec: Any) -> dict[str, str]:
-    """Return the variables in `env_vars` of a section's `scheduling_spec`."""
-    variables = merged_spec(scheduling_spec).get("env_vars") or {}
-    return {str(name): str(value) for name, value in variables.items()}
+def spec_of(config: BaseExperimentConfig, role: ProcessRole) -> RoleSpec:
+    """Return how the processes of a role are started."""
+    of_rollout = config.rollout.scheduling_spec if isinstance(config, PPOConfig) else None
+    return role_spec(config.actor.scheduling_spec if role == "actor" else of_rollout, config.launcher, role)
 
 
 @contextmanager

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 
 from areal_core.config import BaseExperimentConfig
-from areal_core.launch.job import Job, run_job
+from areal_core.launch.job import Job, run_job, spec_of
 from areal_core.launch.placement import plan_servers, start_server
 from areal_core.launch.server_process import InferenceServer
 from areal_core.launch.torchrun import run_ranks
@@ -20,7 +20,9 @@ def launch(job: Job) -> int:
         if separate and rollout is not None and device_of(job.config) == "cuda":
             num_taken = rollout.world_size
             env = {**env, "CUDA_VISIBLE_DEVICES": ",".join(visible_devices()[num_taken:])}
-        return run_ranks(job.script_argv, job.allocation.num_ranks, env, job.log_dir, healthy)
+        python = spec_of(job.config, "actor").command
+        num_ranks = job.allocation.num_ranks
+        return run_ranks(job.script_argv, num_ranks, env, job.log_dir, healthy, python=python)
 
     return run_job(job, lambda stack: start_servers(job, stack), run)
 

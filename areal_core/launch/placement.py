@@ -3,6 +3,7 @@
 A `ServerPlan` is plain data, so that another machine can start the server.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from areal_core.config import PPOConfig
 from areal_core.config.checks import ALL_LINEAR
 from areal_core.config.servers import server_options
 from areal_core.errors import ConfigError
-from areal_core.launch.job import NCCL_WITH_SERVERS, Job, parse_environment, scheduled_environment
+from areal_core.launch.job import NCCL_WITH_SERVERS, Job, parse_environment, spec_of
 from areal_core.launch.server_process import InferenceServer
 from areal_core.sglang import start as sglang
 from areal_core.vllm import start as vllm
@@ -76,7 +77,11 @@ def place(job: Job) -> Placement:
 
 @dataclass(frozen=True)
 class ServerPlan:
-    """One server, in JSON types. `python` is the interpreter of a vLLM server."""
+    """One server, in JSON types.
+
+    `python` is the interpreter of a vLLM server; `command`, if not empty, starts a server in place
+    of the engine's own command.
+    """
 
     model_path: str
     log: str
@@ -85,6 +90,7 @@ class ServerPlan:
     ready_timeout_s: float
     engine: str = "sglang"
     python: str = ""
+    command: Sequence[str] = ()
 
 
 def plan_servers(job: Job, device: str, *, share_devices: bool) -> list[ServerPlan]:
@@ -107,7 +113,7 @@ def plan_servers(job: Job, device: str, *, share_devices: bool) -> list[ServerPl
             f"the allocation {job.allocation} has inference servers and {type(config).__name__} has no rollout "
             "section: use an allocation that only trains, such as 'fsdp:d1'"
         )
-    scheduled = scheduled_environment(config.rollout.scheduling_spec)
+    spec = spec_of(config, "rollout")
     with_others = NCCL_WITH_SERVERS if device == "cuda" else {}
     plans = []
     for i in range(job.num_servers):
@@ -121,10 +127,11 @@ def plan_servers(job: Job, device: str, *, share_devices: bool) -> list[ServerPl
                 server_options(config, job.allocation).model,
                 str(job.log_dir / f"llm_server_{i}.log"),
                 args,
-                {**with_others, **env, **scheduled, **named},
+                {**with_others, **env, **spec.env_vars, **named},
                 config.rollout.setup_timeout,
                 str(job.allocation.rollout_backend),
                 config.vllm.python,
+                spec.command,
             )
         )
     return plans
@@ -159,10 +166,14 @@ def adapted_modules(config: PPOConfig) -> list[str]:
     return config.sglang.lora_target_modules or config.actor.target_modules or [ALL_LINEAR]
 
 
+def command_of(plan: ServerPlan) -> list[str]:
+    """Return the command of a server, without its address."""
+    if plan.engine == "vllm":
+        return vllm.server_command(plan.model_path, plan.args, plan.python, plan.command)
+    return sglang.server_command(plan.model_path, plan.args, command=plan.command)
+
+
 def start_server(plan: ServerPlan, host: str = "127.0.0.1") -> InferenceServer:
     """Start a server on this machine, on a free port of `host`, without waiting for readiness."""
-    if plan.engine == "vllm":
-        command = vllm.server_command(plan.model_path, plan.args, plan.python)
-    else:
-        command = sglang.server_command(plan.model_path, plan.args)
-    return InferenceServer(command, Path(plan.log), plan.env, host=host, ready_timeout_s=plan.ready_timeout_s)
+    log, ready_timeout_s = Path(plan.log), plan.ready_timeout_s
+    return InferenceServer(command_of(plan), log, plan.env, host=host, ready_timeout_s=ready_timeout_s)

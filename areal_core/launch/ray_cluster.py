@@ -32,9 +32,9 @@ from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from areal_core.config import LauncherConfig
+from areal_core.config.scheduling import RoleSpec
 from areal_core.errors import ConfigError, ServerFailed
-from areal_core.launch.job import Job, following, run_job
+from areal_core.launch.job import Job, following, run_job, spec_of
 from areal_core.launch.node import earliest_failure
 from areal_core.launch.placement import Placement, ServerPlan, place, plan_servers, start_server
 from areal_core.launch.processes import Child, end_tree, start
@@ -83,7 +83,8 @@ def launch(job: Job) -> int:
     placement = place(job)
     with ended_on_signals(), connected(job.config.launcher.ray.address):
         device = device_of(job.config.device)
-        bundles = make_bundles(job.config.launcher, placement, device)
+        actor, rollout = spec_of(job.config, "actor"), spec_of(job.config, "rollout")
+        bundles = make_bundles(actor, rollout, placement, device)
         with placed(bundles, job.config.launcher.ray.placement_timeout_s) as group, ExitStack() as actors:
             plans = [
                 replace(plan, env=forwarded_environment() | plan.env)
@@ -140,20 +141,13 @@ def cluster_resources() -> dict[str, float]:
     return resources()
 
 
-def make_bundles(options: LauncherConfig, placement: Placement, device: str) -> list[dict[str, float]]:
-    """Return the resources of each actor: the trainer's machines, then the servers."""
-    trainer = (
-        placement.devices_per_rank,
-        placement.ranks_per_node,
-        options.trainer_cpus_per_gpu,
-        options.trainer_mem_per_gpu,
-    )
-    server = (
-        1,
-        placement.devices_per_server,
-        options.inference_server_cpus_per_gpu,
-        options.inference_server_mem_per_gpu,
-    )
+def make_bundles(
+    actor: RoleSpec, rollout: RoleSpec, placement: Placement, device: str
+) -> list[dict[str, float]]:
+    """Return the resources of each Ray actor: the trainer's machines, then the servers."""
+    ranks_per_node, per_server = placement.ranks_per_node, placement.devices_per_server
+    trainer = (placement.devices_per_rank, ranks_per_node, actor.cpus_per_gpu, actor.mem_per_gpu)
+    server = (1, per_server, rollout.cpus_per_gpu, rollout.mem_per_gpu)
     requested = [trainer] * placement.num_trainer_nodes + [server] * len(placement.server_nodes)
     bundles = []
     for gpus, count, cpus, memory_mib in requested:
@@ -256,7 +250,8 @@ def run_agents(
     num_nodes = placement.num_trainer_nodes
     actors = [start_actor(i, AgentActor) for i in range(num_nodes)]
     nodes = Nodes(num_nodes, *ray.get(actors[0].address.remote())) if num_nodes > 1 else None
-    command = rank_command(job.script_argv, placement.ranks_per_node, nodes)
+    python = spec_of(job.config, "actor").command
+    command = rank_command(job.script_argv, placement.ranks_per_node, nodes, python)
     env = forwarded_environment() | rank_environment(env, job.log_dir)
     logs = [job.log_dir / ("trainer.log" if i == 0 else f"trainer_node_{i}.log") for i in range(num_nodes)]
     for log in logs:

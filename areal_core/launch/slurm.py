@@ -29,9 +29,9 @@ from pathlib import Path
 
 from areal_core.allocation import parse_allocation
 from areal_core.config import DPOConfig, PPOConfig, RWConfig, SFTConfig, config_from_dict, config_to_dict
-from areal_core.config.services import SlurmLauncherConfig
+from areal_core.config.scheduling import RoleSpec
 from areal_core.errors import ConfigError, ServerFailed
-from areal_core.launch.job import Job, following, run_job
+from areal_core.launch.job import Job, following, run_job, spec_of
 from areal_core.launch.node import earliest_failure
 from areal_core.launch.placement import Placement, ServerPlan, place, plan_servers
 from areal_core.launch.processes import Child, end_tree, start
@@ -115,14 +115,14 @@ def batch_script(job: Job, placement: Placement, description: Path) -> str:
 
 def machine_options(job: Job, placement: Placement) -> dict[str, str]:
     """Return the largest needs of any machine of the job, as options of sbatch."""
-    options = job.config.launcher
+    actor, rollout = spec_of(job.config, "actor"), spec_of(job.config, "rollout")
     devices, cpus, memory_mib = [], [], []
     for node in range(placement.num_nodes):
         ranks = placement.ranks_per_node if node < placement.num_trainer_nodes else 0
         served = placement.server_nodes.count(node) * placement.devices_per_server
         devices.append(ranks * placement.devices_per_rank + served)
-        cpus.append(ranks * options.trainer_cpus_per_gpu + served * options.inference_server_cpus_per_gpu)
-        memory_mib.append(ranks * options.trainer_mem_per_gpu + served * options.inference_server_mem_per_gpu)
+        cpus.append(ranks * actor.cpus_per_gpu + served * rollout.cpus_per_gpu)
+        memory_mib.append(ranks * actor.mem_per_gpu + served * rollout.mem_per_gpu)
     needed = {
         "gpus-per-node": 0 if job.config.device == "cpu" else max(devices),
         "cpus-per-task": max(cpus),
@@ -191,17 +191,12 @@ def run_ranks(
     """Run the ranks as one step; return the exit code of the first that failed on any machine."""
     hosts = hosts[: placement.num_trainer_nodes]
     nodes = Nodes(len(hosts), hosts[0], free_port()) if len(hosts) > 1 else None
-    options = job.config.launcher
-    step = step_command(
-        options.slurm,
-        hosts,
-        options.slurm.trainer_image,
-        num_gpus=0 if job.config.device == "cpu" else placement.ranks_per_node * placement.devices_per_rank,
-        num_cpus=placement.ranks_per_node * options.trainer_cpus_per_gpu,
-        memory_mib=placement.ranks_per_node * options.trainer_mem_per_gpu,
-    )
+    spec = spec_of(job.config, "actor")
+    num_gpus = 0 if job.config.device == "cpu" else placement.ranks_per_node * placement.devices_per_rank
+    step = step_command(spec, hosts, num_gpus=num_gpus, num_units=placement.ranks_per_node)
     task = [sys.executable, "-m", "areal_core.launch.task"]
-    command = [*step, *task, *rank_command(job.script_argv, placement.ranks_per_node, nodes)]
+    ranks = rank_command(job.script_argv, placement.ranks_per_node, nodes, spec.command)
+    command = [*step, *task, *ranks]
     code = run_command(command, rank_environment(env, job.log_dir), job.log_dir / "trainer.log", healthy)
     failure = earliest_failure(job.log_dir / "ranks")
     return failure.exit_code if failure is not None else code
@@ -254,15 +249,9 @@ def start_server_step(
 ) -> Child:
     """Start a step that runs a server, on the loopback interface if the job has one machine."""
     host = hosts[placement.server_nodes[index]]
-    options, size = job.config.launcher, placement.devices_per_server
-    step = step_command(
-        options.slurm,
-        [host],
-        options.slurm.inference_server_image,
-        num_gpus=0 if job.config.device == "cpu" else size,
-        num_cpus=size * options.inference_server_cpus_per_gpu,
-        memory_mib=size * options.inference_server_mem_per_gpu,
-    )
+    size = placement.devices_per_server
+    num_gpus = 0 if job.config.device == "cpu" else size
+    step = step_command(spec_of(job.config, "rollout"), [host], num_gpus=num_gpus, num_units=size)
     file = job.log_dir / f"llm_server_{index}.json"
     file.touch(mode=0o600)
     file.chmod(0o600)
@@ -284,16 +273,14 @@ def wait_for_address(names: Path, index: int, check: Callable[[], None], timeout
     return found[f"servers/{index}"]
 
 
-def step_command(
-    options: SlurmLauncherConfig,
-    hosts: list[str],
-    image: str | None,
-    *,
-    num_gpus: int,
-    num_cpus: int,
-    memory_mib: int,
-) -> list[str]:
-    """Return an srun prefix with one task per host, in a container if there is an image."""
+def step_command(spec: RoleSpec, hosts: list[str], *, num_gpus: int, num_units: int) -> list[str]:
+    """Return an srun prefix with one task per host, in a container if there is an image.
+
+    Args:
+        num_gpus: of each task; 0 on a CPU.
+        num_units: GPUs, or what counts as one on a CPU, whose cores and memory a task gets.
+    """
+    num_cpus, memory_mib = num_units * spec.cpus_per_gpu, num_units * spec.mem_per_gpu
     command = ["srun", f"--nodes={len(hosts)}", f"--ntasks={len(hosts)}", "--ntasks-per-node=1"]
     command += [f"--nodelist={','.join(hosts)}", "--kill-on-bad-exit=1", "--unbuffered"]
     if num_gpus:  # exact: two steps on one machine never see the same GPU
@@ -301,10 +288,10 @@ def step_command(
     else:
         command += ["--overlap"]
     command += [f"--mem={memory_mib}"] if memory_mib else []
-    command += shlex.split(os.path.expandvars(options.srun_additional_args))
-    if image is None or options.container_type == "none":
+    command += shlex.split(os.path.expandvars(spec.srun_additional_args))
+    if spec.image is None or spec.container_type == "none":
         return command
-    return [*command, options.container_type, "exec", "--nv", "--bind", options.mount, image]
+    return [*command, spec.container_type, "exec", "--nv", "--bind", spec.mount, spec.image]
 
 
 if __name__ == "__main__":

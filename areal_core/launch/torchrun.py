@@ -46,17 +46,18 @@ def run_ranks(
     log_dir: Path,
     healthy: Callable[[], bool] = lambda: True,
     echo: bool = True,
+    python: Sequence[str] = (),
 ) -> int:
     """Run a script (or `-m module`), under torchrun if on several ranks.
 
     Its output goes to `log_dir/trainer.log` and, if `echo`, to standard output. `healthy` is called
-    periodically; the ranks are ended `GRACE_S` after it returns False.
+    periodically; the ranks are ended `GRACE_S` after it returns False. `python`: of `rank_command`.
 
     Returns:
         The exit code of the first rank that failed, 0 when none did.
     """
     return run_command(
-        rank_command(script_argv, num_ranks),
+        rank_command(script_argv, num_ranks, python=python),
         rank_environment(env, log_dir),
         log_dir / "trainer.log",
         healthy,
@@ -64,15 +65,20 @@ def run_ranks(
     )
 
 
-def rank_command(script_argv: Sequence[str], ranks_per_node: int, nodes: Nodes | None = None) -> list[str]:
+def rank_command(
+    script_argv: Sequence[str],
+    ranks_per_node: int,
+    nodes: Nodes | None = None,
+    python: Sequence[str] = (),
+) -> list[str]:
     """Return the command that runs a script on the ranks of one node.
 
-    It is the only node or, with `nodes`, one of several, whose index is
-    PET_NODE_RANK or SLURM_PROCID.
+    It is the only node or, with `nodes`, one of several, whose index is PET_NODE_RANK or
+    SLURM_PROCID. `python` runs the script of each rank; by default it is this interpreter.
     """
     # A single rank needs no agent, whose start takes as long as its own.
     if nodes is None and ranks_per_node == 1:
-        return [sys.executable, *script_argv]
+        return [*(python or [sys.executable]), *script_argv]
     where = ["--standalone", "--local-addr", "127.0.0.1"]
     if nodes is not None:
         where = [
@@ -84,7 +90,8 @@ def rank_command(script_argv: Sequence[str], ranks_per_node: int, nodes: Nodes |
             str(nodes.port),
         ]
     agent = [sys.executable, "-m", "areal_core.launch.node", *where]
-    return [*agent, "--nproc-per-node", str(ranks_per_node), *script_argv]
+    by_command = ["--no-python", *python] if python else []
+    return [*agent, "--nproc-per-node", str(ranks_per_node), *by_command, *script_argv]
 
 
 def rank_environment(env: Mapping[str, str], log_dir: Path) -> dict[str, str]:

@@ -14,6 +14,7 @@ RuntimeError
   ServerDied             a server stopped answering and no other is left
   RequestRefused         a server answered with an error
   WeightUpdateFailed     new weights did not reach every server
+  SharingFailed          servers did not release or reacquire the memory of shared devices
   WeightsDiffer          after a weight update a server holds other weights than the trainer
   NothingAccepted        the workflow or the filter rejected every prompt for several batches
   RolloutStuck           a wait that can never end
@@ -78,6 +79,10 @@ class RequestRefused(RuntimeError):
 
 class WeightUpdateFailed(RuntimeError):
     """New weights did not reach every server; raised on every rank."""
+
+
+class SharingFailed(RuntimeError):
+    """Servers did not release or reacquire the memory of devices that the trainer uses, too."""
 
 
 class WeightsDiffer(RuntimeError):

@@ -115,8 +115,16 @@ class LiveRollouts:
         # Collective: every rank enters the update, though only rank 0 talks to the servers.
         if self.weight_update is not None:
             self.weight_update.send(update_tensors(engine, self.adapter_only), version)
-        self.executor.engine.set_version(version)
+        self.use_weights(version)
         # Last: prompts that start from now on are sampled by the new weights alone.
+        self.start_version(version)
+
+    def use_weights(self, version: int) -> None:
+        """Send requests to servers that hold the weights of `version`."""
+        self.executor.engine.set_version(version)
+
+    def start_version(self, version: int) -> None:
+        """Start the prompts that `version` allows."""
         self.executor.set_version(version)
 
     def state_dict(self) -> dict[str, Any]:
@@ -214,6 +222,16 @@ class SharedRollouts:
         else:
             for _ in tensors:  # rank 0, which loads them, is in each `full_tensor`
                 pass
+
+    def use_weights(self, version: int) -> None:
+        """Send requests to servers that hold the weights of `version`, on rank 0."""
+        if self.sampled is not None:
+            self.sampled.use_weights(version)
+
+    def start_version(self, version: int) -> None:
+        """Start the prompts that `version` allows, on rank 0."""
+        if self.sampled is not None:
+            self.sampled.start_version(version)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of rank 0; the other ranks have none."""

@@ -5,6 +5,7 @@ On the CPU the name `sgl_kernel` must resolve to something that imports without 
 """
 
 import sys
+from collections.abc import Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 
@@ -46,9 +47,11 @@ class SGLangServer(InferenceServer):
         super().__init__(command, log, env, host=host, port=port, ready_timeout_s=ready_timeout_s)
 
 
-def server_command(model_path: Path | str, args: list[str], module: str = MODULE) -> list[str]:
-    """Command of a server."""
-    return [sys.executable, "-m", module, "--model-path", str(model_path), *args]
+def server_command(
+    model_path: Path | str, args: list[str], module: str = MODULE, command: Sequence[str] = ()
+) -> list[str]:
+    """Command of a server: `command`, or else the module."""
+    return [*(command or (sys.executable, "-m", module)), "--model-path", str(model_path), *args]
 
 
 def server_args(
@@ -72,6 +75,7 @@ def on_cpu(options: SGLangConfig) -> SGLangConfig:
         max_total_tokens=options.max_total_tokens or CPU_CACHE_TOKENS,
         disable_overlap_schedule=True,
         enable_metrics=False,
+        enable_memory_saver=False,  # it needs CUDA: memory is "released" and kept
     )
 
 

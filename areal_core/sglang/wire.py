@@ -33,6 +33,7 @@ from areal_core.vision.images import data_url
 OLDEST = (0, 5, 0)  # older ones do not report the version of their weights in a reply
 TOO_NEW = (0, 6, 0)  # the wire format is that of 0.5.23
 ENGINE = "SGLang 0.5"
+WEIGHTS, CACHE = "weights", "kv_cache"  # parts of a server's memory that can be released
 
 
 class SGLangWire:
@@ -172,6 +173,18 @@ class SGLangWire:
     def resume(self) -> Call:
         """Continue generation."""
         return Call("/continue_generation", {})
+
+    def flush_cache(self) -> Call:
+        """Empty the prefix cache; refused while a request is running."""
+        return Call("/flush_cache", {})
+
+    def release_memory(self) -> Call:
+        """Release the device memory of weights and cache; SGLang ends if a request is running."""
+        return Call("/release_memory_occupation", {"tags": [CACHE, WEIGHTS]})
+
+    def resume_memory(self, tag: str) -> Call:
+        """Allocate the memory of `WEIGHTS` or `CACHE` again; its contents are lost."""
+        return Call("/resume_memory_occupation", {"tags": [tag]})
 
     def load_folder(self, folder: Path | str, version: int, flush_cache: bool) -> list[Call]:
         """Load all weights of a checkpoint folder."""

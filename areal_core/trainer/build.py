@@ -174,6 +174,8 @@ def build_engine(
         add_optimizer(engine, options.optimizer, options.fsdp, total_steps)
     if options.enable_tree_training:
         share_prefixes(engine, options.path)
+    if options.optimizer is None:
+        engine.sleep()  # until it scores the first batch
     return engine
 
 

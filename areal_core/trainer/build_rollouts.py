@@ -4,7 +4,7 @@ import inspect
 import os
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +46,7 @@ from areal_core.rollout.types import InferenceEngine
 from areal_core.rollout.vision_workflow import VisionRLVRWorkflow
 from areal_core.rollout.workflow import RLVRWorkflow, RolloutWorkflow, WrittenWorkflow
 from areal_core.routing.routers import routing_sizes_of
+from areal_core.sglang.shared_devices import SharedDevices, TurnRollouts
 from areal_core.telemetry import Stats
 from areal_core.telemetry.trace_hooks import NO_TRACING, Tracing
 from areal_core.trainer.checkpointing import Frequency
@@ -69,6 +70,7 @@ def build_live_rollouts(
     stats: Stats | None = None,
     tracing: Tracing = NO_TRACING,
     processor: VisionProcessor | None = None,
+    devices: SharedDevices | None = None,
 ) -> LiveRollouts:
     """Build the rollouts of this rank's prompts, on the engine of the allocation.
 
@@ -77,6 +79,7 @@ def build_live_rollouts(
     Args:
         num_steps: the run's total; no prompts are started for later ones.
         processor: of the pictures of a vision model.
+        devices: those that servers share with the trainer; then these have no weight update.
 
     Raises:
         ConfigError: the allocation has no rollout engine.
@@ -87,11 +90,15 @@ def build_live_rollouts(
             f"allocation_mode is {config.allocation_mode!r}, which has no rollout engine: add 'sglang:dN+' or "
             f"'embedded|' in front, or replay a record"
         )
-    engine, weight_update = (
-        build_embedded(config, ranks, tokenizer, processor)
-        if backend == "embedded"
-        else build_servers(config, ranks)
-    )
+    engine: InferenceEngine
+    weight_update: WeightUpdate | None
+    if backend == "embedded":
+        engine, weight_update = build_embedded(config, ranks, tokenizer, processor)
+    elif devices is not None:
+        fixed = Discovery(tuple(devices.servers))
+        engine, weight_update = build_client(config, devices.servers, fixed, knows_versions=True), None
+    else:
+        engine, weight_update = build_servers(config, ranks)
     options = config.rollout
     executor = Executor(
         engine,
@@ -121,12 +128,46 @@ def build_live_rollouts(
     )
 
 
-def share_rollouts(config: PPOConfig, ranks: Ranks, live: LiveRollouts | None) -> RolloutSource:
+def share_devices(
+    config: PPOConfig, ranks: Ranks, leave: Callable[[], int], stats: Stats
+) -> SharedDevices | None:
+    """Wait for the servers that share the trainer's devices, and let them release their memory.
+
+    A collective, before models are built. None if no server shares a device.
+
+    Args:
+        leave: as of `SharedDevices`.
+
+    Raises:
+        NoServers, ServerDied, WrongServer: as `build_servers` does.
+        SharingFailed: a server cannot release its memory.
+    """
+    if not config.allocation.shares_devices:
+        return None
+    servers = wait_until_ready(discover_servers(config), config.rollout.setup_timeout)
+    ranks.barrier()  # a server that is asleep would seem not to be ready
+    pool = None
+    if ranks.rank == 0:
+        pool = build_pool(config, servers, Discovery(tuple(servers)))
+        pool.check_model()
+    devices = SharedDevices(servers, build_disk_update(config, pool), ranks.barrier, leave, stats)
+    devices.to_trainer()
+    return devices
+
+
+def share_rollouts(
+    config: PPOConfig, ranks: Ranks, live: LiveRollouts | None, devices: SharedDevices | None = None
+) -> RolloutSource:
     """Return the source of this rank: its own rollouts, or those of its group's rank 0.
 
     Args:
         live: the rollouts of rank 0 of the group; None on its other ranks.
+        devices: those that servers share with the trainer.
     """
+    if devices is not None:
+        sampled = SharedRollouts(live, None, ranks.share) if ranks.model_parallel_size > 1 else live
+        assert sampled is not None
+        return TurnRollouts(sampled, devices)
     if ranks.model_parallel_size == 1:
         assert live is not None
         return live
@@ -146,6 +187,7 @@ def build_evaluation(
     frequency: Frequency,
     stats: Stats,
     reward_model: RewardModel | None = None,
+    turn: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> Evaluation:
     """Build the validation, on the engine and event loop of the training prompts.
 
@@ -154,9 +196,10 @@ def build_evaluation(
     Args:
         live: None on a rank for which rank 0 of its model-parallel group validates; `workflow` is
             not called there.
+        turn: as of `Evaluation`.
     """
     if live is None:
-        return Evaluation(None, (), frequency, stats, reward_model=reward_model)
+        return Evaluation(None, (), frequency, stats, reward_model=reward_model, turn=turn)
     executor = Executor(
         live.executor.engine,
         StalenessControl(1, prompts_at_once(config, ranks), NO_LIMIT),
@@ -165,9 +208,8 @@ def build_evaluation(
         check_format=config.rollout.check_trajectory_format,
     )
     rows = [(i, dataset[i]) for i in range(ranks.data_parallel_rank, len(dataset), ranks.data_parallel_size)]
-    return Evaluation(
-        executor, rows, frequency, stats, workflow(), eval_gconfig(config).n_samples, reward_model
-    )
+    num_samples = eval_gconfig(config).n_samples
+    return Evaluation(executor, rows, frequency, stats, workflow(), num_samples, reward_model, turn)
 
 
 def eval_gconfig(config: PPOConfig) -> GenerationHyperparameters:
@@ -289,12 +331,23 @@ def build_weight_update(config: PPOConfig, ranks: Ranks, pool: ServerPool | None
         adapter = Adapter(actor.lora_rank, actor.lora_alpha, actor.path)
         return AdapterUpdate(pool, folder, adapter, config.gconfig.lora_name, check=check, grace_s=grace_s)
     if actor.weight_update_mode == "disk":
-        return DiskUpdate(pool, folder, Path(actor.path), check=check, grace_s=grace_s)
+        return build_disk_update(config, pool)
     rollout = config.allocation.rollout
     assert rollout is not None
     backend = "nccl" if ranks.device.type == "cuda" else "gloo"
     ranks_per_server = rollout.world_size // rollout.data
     return BroadcastUpdate(pool, backend, ranks_per_server=ranks_per_server, check=check, grace_s=grace_s)
+
+
+def build_disk_update(config: PPOConfig, pool: ServerPool | None) -> DiskUpdate:
+    """Build the weight update through a folder of the run."""
+    return DiskUpdate(
+        pool,
+        run_folder(config, "checkpoints") / "weight_update",
+        Path(config.actor.path),
+        check=WeightCheck(config.rollout.verify_weights_every),
+        grace_s=config.rollout.pause_grace_period,
+    )
 
 
 def build_workflow(

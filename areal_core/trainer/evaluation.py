@@ -11,8 +11,8 @@ import json
 import shutil
 import time
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +54,7 @@ class Evaluation:
         stats: receives the rewards under `eval-rollout/`.
         n_samples: samples of each row.
         reward_model: its scores are added to the rewards.
+        turn: surrounds the sampling, on every rank.
     """
 
     def __init__(
@@ -65,6 +66,7 @@ class Evaluation:
         workflow: RolloutWorkflow | None = None,
         n_samples: int = 1,
         reward_model: RewardModel | None = None,
+        turn: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         self.executor = executor
         self.workflow = workflow
@@ -73,6 +75,7 @@ class Evaluation:
         self.n_samples = n_samples
         self.stats = stats
         self.reward_model = reward_model
+        self.turn = turn
 
     def after_step(self, step: int) -> None:
         """Validate if it is due. Call it on every rank after every step."""
@@ -85,10 +88,11 @@ class Evaluation:
         A collective with a reward model. Raises the exception of an episode, as training does.
         """
         batch = None
-        if self.rows:
-            assert self.executor is not None
-            assert self.workflow is not None
-            batch = self.executor.rollout_batch(self.rows, self.workflow, n_samples=self.n_samples)
+        with self.turn():
+            if self.rows:
+                assert self.executor is not None
+                assert self.workflow is not None
+                batch = self.executor.rollout_batch(self.rows, self.workflow, n_samples=self.n_samples)
         if self.reward_model is not None:
             batch = self.reward_model.add_scores_of_leader(batch)
         if batch is not None:

@@ -16,6 +16,7 @@ from areal_core.agent.transcripts.transcript import without_transcripts
 from areal_core.config import PPOConfig, config_to_dict, masked_options
 from areal_core.engine.checkpoint.distributed import Engines, save_checkpoint
 from areal_core.engine.determinism import branch_rng, rng_state
+from areal_core.engine.fsdp import FSDPEngine
 from areal_core.engine.ranks import leave_ranks
 from areal_core.errors import ConfigError
 from areal_core.rollout.episodes import AcceptFn
@@ -25,6 +26,7 @@ from areal_core.rollout.source import RolloutSource
 from areal_core.rollout.workflow import RLVRWorkflow, RolloutWorkflow
 from areal_core.routing.routers import Routers
 from areal_core.safety.secrets import masker
+from areal_core.sglang.shared_devices import TurnRollouts
 from areal_core.telemetry import Stats, StatsLogger
 from areal_core.telemetry.trace_hooks import NO_TRACING
 from areal_core.trainer import build, build_models, build_rollouts
@@ -46,6 +48,7 @@ from areal_core.trainer.update import update
 
 # observer(event, **facts): the events and their facts are listed in ARCHITECTURE.md.
 Observer = Callable[..., None]
+Turn = Callable[[], contextlib.AbstractContextManager[None]]
 
 
 def train_steps(
@@ -136,10 +139,15 @@ def train_steps(
         after_step(step)
 
 
-def put_to_sleep(engines: Engines) -> None:
-    """Let every engine that may leave the device do so until it is used again."""
+def put_to_sleep(engines: Engines) -> int:
+    """Let every engine that may leave the device do so until it is used again.
+
+    Returns:
+        The bytes of device memory that they have released.
+    """
     for engine in engines.values():
         engine.sleep()
+    return sum(engine.offloaded_bytes for engine in engines.values())
 
 
 class PPOTrainer:
@@ -195,6 +203,15 @@ class PPOTrainer:
         self.ranks = build.start_process(config)
         self._cleanup.callback(leave_ranks)
         self.tokenizer = build.load_tokenizer(config)
+        counts = self.ranks.is_group_leader
+        self.stats = Stats(counts)
+        # Of rollouts and validation: kept apart and not recorded, because a replay has neither.
+        self.live_stats = Stats(counts)
+        self.engines: dict[str, FSDPEngine] = {}  # the trained models: what checkpoints contain
+        self.devices = None  # that servers share with the trainer; no server runs for another source
+        if source is None:
+            sleep = partial(put_to_sleep, self.engines)
+            self.devices = build_rollouts.share_devices(config, self.ranks, sleep, self.live_stats)
         self.actor = build.build_engine(config.actor, self.ranks, total_steps)
         if config.rollout.return_routed_experts:
             self.actor.routers = Routers(self.actor.model)
@@ -205,12 +222,7 @@ class PPOTrainer:
         self.reward_model = None  # the rows of another source have their rewards
         if source is None:
             self.reward_model = build_models.build_reward_model(config, self.ranks, self.tokenizer)
-        # The trained models: what checkpoints contain.
-        self.engines = {"actor": self.actor} | ({"critic": self.critic} if self.critic else {})
-        counts = self.ranks.is_group_leader
-        self.stats = Stats(counts)
-        # Of rollouts and validation: kept apart and not recorded, because a replay has neither.
-        self.live_stats = Stats(counts)
+        self.engines |= {"actor": self.actor} | ({"critic": self.critic} if self.critic else {})
         self.last_stats: dict[str, float] = {}
         trained = {"actor": config.actor} | ({"critic": config.critic} if config.critic else {})
         self.guard = NonFiniteGuard(
@@ -290,12 +302,13 @@ class PPOTrainer:
         source, evaluation = self.source, None
         if source is None:
             live = self._live_rollouts(workflow, workflow_kwargs or {}, dynamic_filter_fn)
-            source = build_rollouts.share_rollouts(self.config, self.ranks, live)
+            source = build_rollouts.share_rollouts(self.config, self.ranks, live, self.devices)
+            turn = source.turn_of_engine if isinstance(source, TurnRollouts) else contextlib.nullcontext
             if self.reward_model is not None:
                 source = ScoredRollouts(source, self.reward_model, self.live_stats)
             if self.version > 0:  # the engine has the weights that the run started with
                 source.update_weights(self.actor, self.version)
-            evaluation = self._evaluation(live, eval_workflow or workflow, eval_workflow_kwargs)
+            evaluation = self._evaluation(live, eval_workflow or workflow, eval_workflow_kwargs, turn)
         self._cleanup.callback(source.close)
         if self.recovery.restore(source):
             source.update_weights(self.actor, self.version)
@@ -374,10 +387,11 @@ class PPOTrainer:
             stats=self.live_stats,
             tracing=self.tracing,
             processor=self.processor,
+            devices=self.devices,
         )
 
     def _evaluation(
-        self, live: LiveRollouts | None, workflow: Any, arguments: dict[str, Any]
+        self, live: LiveRollouts | None, workflow: Any, arguments: dict[str, Any], turn: Turn
     ) -> Evaluation | None:
         """Build the validation of this rank; None if `evaluator` requests none."""
         frequency = build.build_frequency(self.config.evaluator, self.ranks, self.steps_per_epoch)
@@ -388,7 +402,7 @@ class PPOTrainer:
         gconfig = build_rollouts.eval_gconfig(self.config)
         make = partial(self._workflow, workflow, arguments, gconfig)
         return build_rollouts.build_evaluation(
-            self.config, self.ranks, live, make, dataset, frequency, self.live_stats, self.reward_model
+            self.config, self.ranks, live, make, dataset, frequency, self.live_stats, self.reward_model, turn
         )
 
     def _workflow(self, workflow: Any, arguments: dict[str, Any], gconfig: Any) -> RolloutWorkflow:

@@ -1,6 +1,7 @@
 """The command line and environment of one vLLM server, on a GPU or on the CPU."""
 
 import sys
+from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
 
@@ -24,9 +25,11 @@ NOT_ON_CPU = {"block_size", "gpu_memory_utilization", "cpu_offload_gb"}
 CPU_CACHE_GIB = 1
 
 
-def server_command(model: Path | str, args: list[str], python: str = "") -> list[str]:
-    """Command of a server, by the interpreter `python` or else this one."""
-    return [python or sys.executable, "-m", MODULE, "--model", str(model), *args]
+def server_command(
+    model: Path | str, args: list[str], python: str = "", command: Sequence[str] = ()
+) -> list[str]:
+    """Command of a server: `command`, or vLLM's by the interpreter `python` or else this one."""
+    return [*(command or (python or sys.executable, "-m", MODULE)), "--model", str(model), *args]
 
 
 def server_args(

@@ -194,8 +194,9 @@ def place_processes(config: AnyConfig, allocation: Allocation) -> list[Processes
         found.append(Processes(name, job.num_servers, num_taken // job.num_servers, where))
     if allocation.train is not None:
         world = allocation.train.world_size
+        first = 0 if allocation.shares_devices else num_taken
         where = (
-            on_this_machine(config, num_taken, world)
+            on_this_machine(config, first, world)
             if placement is None
             else on_machines(range(placement.num_trainer_nodes), placement)
         )

@@ -23,6 +23,12 @@ from areal_core.config.policy_checks import sglang_serves_layers_without_experts
 from areal_core.errors import ConfigError
 from areal_core.safety.private import default_root
 
+SHARED = {
+    "actor.weight_update_mode": "disk",
+    "actor.offload": True,
+    "sglang.enable_memory_saver": True,
+}
+
 
 def sound_config() -> PPOConfig:
     config = PPOConfig(experiment_name="a", trial_name="b", allocation_mode="sglang:d1+fsdp:d2")
@@ -55,6 +61,16 @@ def test_sound_config_passes_without_notes():
     assert check_config(sound_config()) == []
 
 
+def test_servers_may_share_the_trainers_devices():
+    assert check_config(changed(sound_config(), SHARED | {"allocation_mode": "sglang:d2|fsdp:d2"})) == []
+    together = {"rollout.scheduling_strategy": {"type": "colocation", "target": "actor"}}
+    config = changed(sound_config(), SHARED | together | {"allocation_mode": "sglang:d2+fsdp:d2"})
+    assert str(config.allocation) == "sglang:d2|fsdp:d2"
+    assert check_config(config) == []
+    notes = check_config(changed(config, {"device": "cpu"}))
+    assert "SGLang's servers take their turns there and free no memory" in notes[-1]
+
+
 @pytest.mark.parametrize(
     ("changes", "names_and_values"),
     [
@@ -67,7 +83,18 @@ def test_sound_config_passes_without_notes():
         ({"gconfig.temperature": 0.5}, ["actor.temperature is 1.0", "gconfig.temperature is 0.5"]),
         ({"gconfig.temperature": 0.0, "actor.temperature": 0.0}, ["above 0"]),
         ({"allocation_mode": "sglang:d1+fsdp:d3"}, ["train_dataset.batch_size is 8", "d3"]),
-        ({"allocation_mode": "sglang:d2|fsdp:d2"}, ["same devices", "embedded|fsdp"]),
+        ({"allocation_mode": "sglang:d2|fsdp:d2", **SHARED, "rollout.max_head_offpolicyness": 2},
+         ["rollout.max_head_offpolicyness is 2", "sglang:d2|fsdp:d2 samples and trains on the same devices", "to 0"]),
+        ({"allocation_mode": "sglang:d2|fsdp:d2", **SHARED, "actor.weight_update_mode": "xccl"},
+         ["actor.weight_update_mode is 'xccl'", "NCCL accepts a device once", "to disk"]),
+        ({"allocation_mode": "sglang:d2|fsdp:d2", **SHARED, "sglang.enable_memory_saver": False},
+         ["sglang.enable_memory_saver is False", "to true"]),
+        ({"allocation_mode": "sglang:d2|fsdp:d2", **SHARED, "actor.offload": False}, ["actor.offload is False"]),
+        ({"allocation_mode": "sglang:d2|fsdp:d2", **SHARED, "actor.kl_ctl": 0.1, "ref": PPOActorConfig()},
+         ["ref.offload is False"]),
+        ({"allocation_mode": "sglang:d2|fsdp:d2", **SHARED, "rollout.rescore_share": 0.5}, ["rollout.rescore_share is 0.5"]),
+        ({"allocation_mode": "sglang:d2|fsdp:d2", **SHARED, "scheduler.type": "ray"}, ["scheduler.type is 'ray'", "local launcher"]),
+        ({"allocation_mode": "sglang:d1|fsdp:d2", **SHARED}, ["1 of them for servers and 2 for ranks"]),
         ({"actor.kl_ctl": 0.1}, ["actor.kl_ctl is 0.1", "ref is None"]),
         ({"actor.kl_loss_coef": 0.1}, ["actor.kl_loss_coef is 0.1", "ref is None", "set actor.kl_loss_coef=0"]),
         ({"actor.kl_loss_coef": 0.1, "ref": PPOActorConfig(temperature=0.5)}, ["ref.temperature is 0.5"]),
@@ -75,7 +102,8 @@ def test_sound_config_passes_without_notes():
         ({"actor.mb_spec.max_tokens_per_mb": 95}, ["max_tokens_per_mb is 95", "max_length is 32", "max_new_tokens is 64", "96 tokens"]),
         ({"sglang.context_length": 80}, ["sglang.context_length is 80", "96 tokens"]),
         ({"allocation_mode": "vllm:d1+fsdp:d2", "vllm.max_model_len": 80}, ["vllm.max_model_len is 80", "96 tokens"]),
-        ({"allocation_mode": "vllm:d1|fsdp:d2"}, ["puts vllm and fsdp on the same devices", "vllm:dN+fsdp:dM"]),
+        ({"allocation_mode": "vllm:d2|fsdp:d2", **SHARED}, ["only SGLang servers", "'vllm:d2+fsdp:d2'"]),
+        ({"actor.scheduling_spec": {"cpu": "x"}}, ["actor.scheduling_spec.cpu is 'x'"]),
         ({"allocation_mode": "vllm:d1+fsdp:d2", "gconfig.top_p": 0.9}, ["gconfig.top_p is 0.9", "use sglang"]),
         ({"gconfig.min_new_tokens": 65}, ["gconfig.min_new_tokens is 65", "gconfig.max_new_tokens is 64"]),
         ({"debug.dump_rollout_data": True, "debug.replay_rollout_data": True, "debug.path": "x"},

@@ -83,7 +83,7 @@ def test_ranks_get_servers_determinism_and_thread_limits(stop_file, script, tmp_
 
 def test_a_replay_starts_no_server(stop_file, tmp_path, monkeypatch):
     seen = []
-    monkeypatch.setattr(local, "run_ranks", lambda *args: seen.append(args) or 3)
+    monkeypatch.setattr(local, "run_ranks", lambda *args, **options: seen.append(args) or 3)
     assert launch(["train.py"], "sglang:d1+fsdp:d2", tmp_path, with_servers=False) == 3
     assert [args[:-1] for args in seen] == [(("train.py",), 2, {}, tmp_path / "logs")]
     assert not (tmp_path / "logs").exists()
@@ -174,6 +174,43 @@ def test_the_environment_of_ranks_is_an_option_too(script, tmp_path):
     assert launch(script(WRITE_ENVIRONMENT), "fsdp:d1", tmp_path, made) == 0
     env = json.loads((tmp_path / "rank0.json").read_text())
     assert (env["AGENT_KEY"], env["SEED"], env["OF_ACTOR"]) == ("x=y", "3", "yes")
+
+
+@pytest.mark.parametrize("allocation", ["fsdp:d1", "fsdp:d2"])
+def test_ranks_are_run_by_the_command_of_the_actor(script, tmp_path, allocation):
+    made = config()
+    made.actor.scheduling_spec = {"cmd": f"env WRAPPED=yes {sys.executable}"}
+    assert launch(script(WRITE_ENVIRONMENT), allocation, tmp_path, made) == 0
+    envs = [json.loads(file.read_text()) for file in sorted(tmp_path.glob("rank*.json"))]
+    assert [env["WRAPPED"] for env in envs] == ["yes"] * int(allocation[-1])
+
+
+def test_servers_are_started_by_the_command_of_rollout(stop_file, script, tmp_path):
+    made = config()
+    made.actor.scheduling_spec = {"env_vars": {"STOP_FILE": "elsewhere"}}
+    made.rollout.scheduling_spec = {
+        "cmd": f"{sys.executable} -W ignore -m sglang.launch_server",
+        "env_vars": {"WRAPPED": "yes"},
+    }
+    body = WRITE_ENVIRONMENT + "assert 'WRAPPED' not in os.environ\n"
+    assert launch(script(body), "sglang:d1+fsdp:d1", tmp_path, made) == 0
+    assert (tmp_path / "logs" / "llm_server_0.log").read_text().startswith("model some/model\n")
+    made.rollout.scheduling_spec = {"cmd": "false"}
+    assert launch(script(WRITE_ENVIRONMENT), "sglang:d1+fsdp:d1", tmp_path, made) == 1
+
+
+def test_servers_and_ranks_that_share_devices_are_started_together(
+    stop_file, script, tmp_path, capfd, monkeypatch
+):
+    assert launch(script(WRITE_ENVIRONMENT), "sglang:d1|fsdp:d1", tmp_path) == 0
+    assert "AREAL_LLM_SERVER_ADDRS" in json.loads((tmp_path / "rank0.json").read_text())
+    capfd.readouterr()
+    monkeypatch.setenv("AREAL_LLM_SERVER_ADDRS", "127.0.0.1:9")
+    assert launch(script(WRITE_ENVIRONMENT), "sglang:d1|fsdp:d1", tmp_path) == 2
+    sentence = (
+        "AREAL_LLM_SERVER_ADDRS is '127.0.0.1:9', and the allocation sglang:d1|fsdp:d1 starts its servers"
+    )
+    assert sentence in capfd.readouterr().err
 
 
 LAUNCHER = """

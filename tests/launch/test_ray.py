@@ -63,6 +63,21 @@ def test_ranks_run_on_the_cluster_and_their_output_is_printed_here(cluster, tmp_
     assert capfd.readouterr().out.count("hello from a rank") == 2
 
 
+def test_the_spec_of_each_role_decides_its_resources(tmp_path):
+    from areal_core.launch.job import spec_of
+    from areal_core.launch.placement import place
+    from areal_core.launch.ray_cluster import make_bundles
+
+    made = job(tmp_path, "", "sglang:d1t2+fsdp:d2")
+    made.config.actor.scheduling_spec = {"cpu": 3, "mem": 1}
+    made.config.rollout.scheduling_spec = {"cpu": 0, "mem": 2}
+    specs = [spec_of(made.config, role) for role in ("actor", "rollout")]
+    assert make_bundles(*specs, place(made), "cuda") == [
+        {"CPU": 6.0, "GPU": 2.0, "memory": 2.0 * 2**30},
+        {"GPU": 2.0, "memory": 4.0 * 2**30},
+    ]
+
+
 def test_the_rank_that_fails_first_gives_code_and_error_and_the_other_is_ended(cluster, tmp_path, capfd):
     body = """
     import os, pathlib, sys, time

@@ -13,10 +13,11 @@ import pytest
 
 from areal_core.allocation import parse_allocation
 from areal_core.config import PPOConfig, config_from_dict, config_to_dict
+from areal_core.config.scheduling import role_spec
 from areal_core.errors import ConfigError
 from areal_core.launch import slurm
 from areal_core.launch.job import Job
-from areal_core.launch.placement import place
+from areal_core.launch.placement import command_of, place, plan_servers
 
 HERE = Path(__file__).parent
 TINY = HERE.parent / "debug" / "tiny.yaml"
@@ -168,13 +169,39 @@ def test_the_batch_script_requests_what_the_fullest_machine_needs(tmp_path):
 
 
 def test_a_step_gets_its_own_gpus_and_its_container():
-    options = PPOConfig(experiment_name="e", trial_name="t").launcher.slurm
-    step = slurm.step_command(options, ["a", "b"], "/x.sif", num_gpus=4, num_cpus=16, memory_mib=512)
+    launcher = PPOConfig(experiment_name="e", trial_name="t").launcher
+    launcher.slurm.trainer_image = "/x.sif"
+    spec = role_spec({"mem": 1}, launcher, "actor")
+    step = slurm.step_command(spec, ["a", "b"], num_gpus=4, num_units=4)
     assert step[0] == "srun"
-    assert {"--nodes=2", "--nodelist=a,b", "--exact", "--gpus-per-node=4", "--mem=512", "-K"} <= set(step)
+    assert {"--nodes=2", "--nodelist=a,b", "--exact", "--gpus-per-node=4", "--mem=4096", "-K"} <= set(step)
+    assert "--cpus-per-task=16" in step
     assert step[step.index("--chdir") + 1] == os.environ["PWD"]
     assert step[-6:] == ["apptainer", "exec", "--nv", "--bind", "/storage:/storage", "/x.sif"]
-    assert "--overlap" in slurm.step_command(options, ["a"], None, num_gpus=0, num_cpus=1, memory_mib=0)
+    on_cpu = slurm.step_command(role_spec({"mem": 0}, launcher, "rollout"), ["a"], num_gpus=0, num_units=1)
+    assert "--overlap" in on_cpu
+    assert not any(part.startswith("--mem") for part in on_cpu)
+
+
+def test_the_spec_of_each_role_decides_its_machines_and_steps(tmp_path, monkeypatch):
+    job = gpu_job(tmp_path, "sglang:d2+fsdp:d4")
+    job.config.actor.scheduling_spec = [{"cpu": 2, "mem": 1, "image": "/t.sif", "cmd": "numactl -N 0 python"}]
+    job.config.rollout.scheduling_spec = {"cpu": 6, "mem": 3, "image": "/s.sif", "cmd": "serve --fast"}
+    script = slurm.batch_script(job, place(job), tmp_path / "job.json").splitlines()
+    assert {f"#SBATCH --cpus-per-task={4 * 2 + 2 * 6}", f"#SBATCH --mem={1024 * (4 + 2 * 3)}"} <= set(script)
+    started = []
+    monkeypatch.setattr(slurm, "run_command", lambda command, *rest: started.append(command) or 0)
+    monkeypatch.setattr(slurm, "start", lambda command, *rest: started.append(command))
+    assert slurm.run_ranks(job, place(job), ["a"], {}, lambda: True) == 0
+    [ranks] = started
+    assert ranks[ranks.index("exec") + 4 :][:1] == ["/t.sif"]
+    assert ranks[-7:] == ["--no-python", "numactl", "-N", "0", "python", *job.script_argv][-7:]
+    assert {"--cpus-per-task=8", "--mem=4096"} <= set(ranks)
+    [plan, _] = plan_servers(job, "cuda", share_devices=False)
+    assert command_of(plan)[:4] == ["serve", "--fast", "--model-path", "m"]
+    slurm.start_server_step(job, place(job), ["a"], 0, plan, tmp_path / "s.log")
+    assert "/s.sif" in started[1]
+    assert {"--cpus-per-task=6", "--mem=3072"} <= set(started[1])
 
 
 def test_a_job_survives_its_way_through_json(tmp_path):

@@ -112,6 +112,7 @@ def take_snapshot(
     ranks = _ranks_of(engines)
     saved, pieces = {}, {}
     for name, engine in engines.items():
+        engine.wake()
         _reshard(engine)
         optimizer = _optimizer_state(engine) if with_optimizer and _has_optimizer_state(engine) else {}
         schedule = engine.schedule.state_dict() if engine.schedule else None

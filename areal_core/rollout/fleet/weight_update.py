@@ -122,16 +122,21 @@ class DiskUpdate:
         folder = self.folder / f"v{version}"
         try:
             pool.refresh()
-            self._write(self.check.watch(weights, pool), folder)
+            self.write(self.check.watch(weights, pool), folder)
             with pool.paused():
                 time.sleep(self.grace_s)
-                for call in pool.wire.load_folder(folder, version, pool.flushes):
-                    pool.post(call)
-                self.check.compare(pool, version)
+                self.load(pool, folder, version)
         finally:
             shutil.rmtree(folder, ignore_errors=True)
 
-    def _write(self, weights: NamedTensors, folder: Path) -> None:
+    def load(self, pool: ServerPool, folder: Path, version: int) -> None:
+        """Let paused servers load a checkpoint folder, and compare what they hold when due."""
+        for call in pool.wire.load_folder(folder, version, pool.flushes):
+            pool.post(call)
+        self.check.compare(pool, version)
+
+    def write(self, weights: NamedTensors, folder: Path) -> None:
+        """Write a checkpoint folder that servers can load."""
         folder.mkdir(parents=True, exist_ok=True)
         shutil.copy(self.model_path / "config.json", folder)
         for i, (bucket, _) in enumerate(bucketed(weights, self.bucket_bytes)):
