@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import cast
 
+import numpy as np
 import torch
 from crc32c import crc32c
 from torch import Tensor
@@ -74,8 +75,16 @@ def _shard_checksum(tensor: Tensor) -> ShardChecksum:
             c for c, placed in zip(coordinates, rows.placements, strict=True) if not placed.is_replicate()
         ]
         position, local = tuple(reversed(shards)), rows.to_local()
-    data = local.detach().contiguous().cpu().view(torch.uint8).flatten().numpy().data
+    data = memory_of(local.detach().contiguous().cpu())
     return ShardChecksum(position, crc32c(data), data.nbytes)
+
+
+def memory_of(tensor: Tensor) -> memoryview:
+    """Return the bytes of a contiguous tensor on the CPU, without a copy.
+
+    `Tensor.numpy` would forbid to resize its memory, which an engine that leaves the device does.
+    """
+    return np.from_dlpack(tensor.reshape(-1).view(torch.uint8)).data
 
 
 def _gather_columns(tensor: DTensor) -> DTensor:

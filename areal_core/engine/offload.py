@@ -115,6 +115,7 @@ def storages(model: nn.Module, optimizer: Optimizer | None, device: torch.device
             detached = tensor.detach()
             local = detached.to_local() if isinstance(detached, DTensor) else detached
             storage = local.untyped_storage()
+            # On a CPU, memory that numpy or a file provides cannot be released, and stays.
             if local.device.type == device.type and storage.nbytes() and storage.resizable():
                 found[storage.data_ptr()] = storage
     return list(found.values())

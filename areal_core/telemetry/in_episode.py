@@ -1,10 +1,13 @@
 """Statistics and trace scopes of a user's own workflow or agent.
 
-    from areal_core.telemetry.in_episode import scalar, trace_scope
+    from areal_core.telemetry.in_episode import scalar, trace_scope, traced
 
     with trace_scope("search"):
         pages = index.search(query)
     scalar(num_pages=len(pages))
+
+    @traced
+    async def read(page): ...
 
 Numbers are kept with the episode that records them, in any task or thread that it starts through
 asyncio, and reported with the step that trains on it: `workflow/NAME`, the mean, and
@@ -12,13 +15,18 @@ asyncio, and reported with the step that trains on it: `workflow/NAME`, the mean
 or without a trace, both do nothing.
 """
 
+import inspect
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar, cast
 
 from areal_core.telemetry.trace import current_trace
 
+P = ParamSpec("P")
+T = TypeVar("T")
 Scalars = dict[str, list[float]]
 
 _SCALARS: ContextVar[Scalars | None] = ContextVar("episode_scalars", default=None)
@@ -65,3 +73,17 @@ def trace_scope(name: str, **args: str | int | float | bool) -> Iterator[None]:
         return
     with trace.span(name, name, None, **args):
         yield
+
+
+def traced(function: Callable[P, T]) -> Callable[P, T]:
+    """Draw each call of a function, which may be asynchronous, as a scope of its name."""
+    name = function.__name__
+    if not inspect.iscoroutinefunction(function):
+        return trace_scope(name)(function)
+
+    @wraps(function)
+    async def scoped(*args: P.args, **kwargs: P.kwargs) -> Any:
+        with trace_scope(name):
+            return await function(*args, **kwargs)
+
+    return cast(Callable[P, T], scoped)

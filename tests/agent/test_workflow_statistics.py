@@ -20,8 +20,17 @@ from areal_core.testing import ScriptedEngine, make_tiny_tokenizer
 # An agent in a file: mode "subproc" imports it in another process.
 AGENT = """
 import asyncio
-from areal_core.telemetry.in_episode import scalar, trace_scope
+from areal_core.telemetry.in_episode import scalar, trace_scope, traced
 from openai import AsyncOpenAI
+
+@traced
+async def read(number):
+    await asyncio.sleep(0.02)
+    return parse(number) + 1
+
+@traced
+def parse(number):
+    return number
 
 class Agent:
     async def run(self, data, **extra):
@@ -32,6 +41,7 @@ class Agent:
             with trace_scope("search", query=number):
                 scalar(num_pages=number)
 
+        assert await read(data["n"]) == data["n"] + 1
         await asyncio.gather(tool(data["n"]), tool(data["n"] + 2))
         if data["n"] == 5:
             scalar(rare=1)
@@ -105,8 +115,11 @@ def test_scopes_are_drawn_in_the_episode(agent, executor, tmp_path):
         {"query": 1, "episode": "episode 7.0"},
         {"query": 3, "episode": "episode 7.0"},
     ]
+    [read], [parse] = ([event for event in events if event["name"] == name] for name in ("read", "parse"))
+    assert read["args"] == parse["args"] == {"episode": "episode 7.0"}
+    assert read["dur"] >= 20_000 > parse["dur"]  # microseconds: to the end of the coroutine
     [episode] = [event for event in events if event["name"] == "episode 7.0"]
-    for event in drawn:
+    for event in [*drawn, read, parse]:
         assert episode["ts"] <= event["ts"] <= event["ts"] + event["dur"] <= episode["ts"] + episode["dur"]
 
 

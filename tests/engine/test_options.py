@@ -8,7 +8,7 @@ from torch._dynamo.utils import counters
 from areal_core.engine import model as compiling
 from areal_core.engine.errors import ModelError
 from areal_core.engine.model import apply_liger, load_model, refuse_without_compiler
-from areal_core.engine.offload import step_groups, take_step
+from areal_core.engine.offload import step_groups, storages, take_step
 from areal_core.testing import make_tiny_model
 from areal_core.trainer.build import build_engine
 
@@ -105,6 +105,26 @@ def test_an_idle_engine_sleeps_and_wakes_by_itself(ranks, tiny_model):
     assert engine.is_asleep  # it only scores
     engine.named_full_tensors()
     assert not engine.is_asleep
+
+
+def test_an_engine_that_sleeps_has_no_memory_on_the_device_and_wakes_with_every_bit(ranks, tiny_model):
+    engine = build_engine(program.make_options(str(tiny_model), {"offload": True}), ranks, total_steps=1)
+    program.steps.train_step(engine, program.steps.rows())
+    weights = [parameter.to_local() for parameter in engine.model.parameters()]
+    states = [value for state in engine.optimizer.state.values() for value in state.values()]
+    moments = [value.to_local() for value in states if value.dim()]
+    checksums, num_bytes = engine.checksums(), sum(tensor.nbytes for tensor in [*weights, *moments])
+    copies = [moment.clone() for moment in moments]
+    assert len(moments) == 2 * len(weights)
+
+    engine.sleep()
+    assert {tensor.untyped_storage().nbytes() for tensor in [*weights, *moments]} == {0}
+    assert storages(engine.model, engine.optimizer, ranks.device) == []
+    assert engine.offloaded_bytes >= num_bytes
+    engine.wake()
+    assert engine.offloaded_bytes == 0
+    assert engine.checksums() == checksums
+    assert all(torch.equal(moment, copy) for moment, copy in zip(moments, copies, strict=True))
 
 
 @NON_LEAF

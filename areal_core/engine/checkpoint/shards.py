@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.default_planner import create_default_local_sa
 from torch.distributed.tensor import DTensor
 
 from areal_core.engine.checkpoint.files import file_checksum
+from areal_core.engine.checksums import memory_of
 from areal_core.engine.sharding import mesh_coordinates
 from areal_core.safety.durable import replacing
 
@@ -111,4 +112,4 @@ def _blocks(pieces: list[Piece]) -> Iterator[bytes | memoryview]:
     text += b" " * (-len(text) % 8)  # tensors start at a multiple of 8 bytes
     yield len(text).to_bytes(8, "little") + text
     for piece in pieces:
-        yield piece.data.reshape(-1).view(torch.uint8).numpy().data
+        yield memory_of(piece.data)
