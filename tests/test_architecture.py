@@ -51,7 +51,6 @@ USED_FROM_OUTSIDE = {
     "clevr_count_70k_reward_fn": "public: users name it in their scripts",
     "geometry3k_reward_fn": "public: users name it in their scripts",
     "reasoned_reward_fn": "public: users name it in their scripts",
-    "traced": "public: workflows and agents draw themselves in the trace",
     "_repr_html_": "called by notebooks",
     "do_GET": "called by http.server",
     "find_class": "called by pickle",
