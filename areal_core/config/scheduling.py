@@ -4,13 +4,13 @@ Two roles have processes: the actor (the trainer's ranks) and rollout (the infer
 models are in the ranks of the actor. What launchers use of a `scheduling_spec`:
 
 ```
-env_vars                                        every launcher: environment of the process
-cmd                                             every launcher: the command in place of ours, which is
-                                                `python` of a rank, `python -m sglang.launch_server` of
-                                                a server; our arguments are appended
-cpu, mem                                        Ray and SLURM: cores and GiB for each GPU
-image, mount, container_type,
-srun_additional_args                            SLURM: the container of the process, options of srun
+env_vars                   every launcher: environment of the process
+cmd                        every launcher: the command in place of ours, which is `python` of a rank,
+                           `python -m sglang.launch_server` of a server; our arguments follow
+cpu, mem                   Ray and SLURM: cores and GiB for each GPU
+image, mount,              SLURM: the container of the process
+container_type
+srun_additional_args       SLURM: options of srun
 ```
 
 What it leaves out is taken from `launcher`. The number of GPUs is that of the allocation.
@@ -51,7 +51,7 @@ class RoleSpec:
         env_vars: variables of the environment.
         command: starts a process in place of our own; empty for that.
         cpus_per_gpu, mem_per_gpu: cores and MiB for each GPU; 0: not requested.
-        image, mount, container_type: the container, None for none; folders that it sees; its runtime.
+        image, mount, container_type: the container (None: none), its folders and its runtime.
         srun_additional_args: options of srun.
     """
 
