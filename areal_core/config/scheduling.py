@@ -5,7 +5,7 @@ models are in the ranks of the actor. What launchers use of a `scheduling_spec`:
 
 ```
 env_vars                   every launcher: environment of the process
-cmd                        every launcher: the command in place of ours, which is `python` of a rank,
+cmd                        every launcher: the command in place of ours: `python` of a rank,
                            `python -m sglang.launch_server` of a server; our arguments follow
 cpu, mem                   Ray and SLURM: cores and GiB for each GPU
 image, mount,              SLURM: the container of the process
