@@ -119,8 +119,9 @@ class TrainEngineConfig:
     backend: str = option("", "Allocation of training, if allocation_mode is empty: 'fsdp:d4'.")
     attn_impl: str = option(
         "flash_attention_2",
-        "Flash attention where device and dtype support it, else as sdpa: one sequence at a time.",
-        ("flash_attention_2", "sdpa"),
+        "Flash attention where device and dtype support it, else as sdpa: one sequence at a time; "
+        "batch_invariant: log-probs equal those of the embedded engine to the bit, on a CPU.",
+        ("flash_attention_2", "sdpa", "batch_invariant"),
     )
     use_kernels: bool = option(False, "Use kernels from the Hugging Face hub.")
     use_liger: bool = option(False, "Fused norms and MLPs of the package liger-kernel; on a GPU only.")

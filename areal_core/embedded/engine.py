@@ -213,6 +213,7 @@ class Sampled:
     logprobs: list[float]
     versions: list[str]  # name of the weights that sampled each token
     finish: str  # "stop", "length" or "abort"
+    cached_tokens: int  # of the prompt: those that the prefix cache had
 
 
 @dataclass(eq=False)
@@ -224,6 +225,7 @@ class Job:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[str] = field(default_factory=list)
+    cached_tokens: int | None = None  # None until its first wave
     is_aborted: bool = False
 
     def rest(self) -> ModelRequest:
@@ -244,10 +246,13 @@ class Job:
         self.tokens += completion.tokens
         self.logprobs += completion.logprobs
         self.versions += versions[: len(completion.tokens)]
+        if self.cached_tokens is None:  # later waves find its own tokens
+            self.cached_tokens = completion.cached_tokens
 
     def answer(self, finish: str) -> None:
         """Resolve the future with the tokens so far."""
-        self.future.set_result(Sampled(self.tokens, self.logprobs, self.versions, finish))
+        cached_tokens = self.cached_tokens or 0
+        self.future.set_result(Sampled(self.tokens, self.logprobs, self.versions, finish, cached_tokens))
 
 
 class InterruptibleSampler:

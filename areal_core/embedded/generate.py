@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
+from areal_core.engine.logprobs import label_logprobs
 from areal_core.rollout.errors import UnsupportedSampling
 from areal_core.rollout.types import Sampling
 
@@ -65,6 +66,38 @@ class KeepsExperts(Protocol):
         ...
 
 
+class RunningRows(Protocol):
+    """Rows between two tokens."""
+
+    logits: Tensor  # after the last token of each row, [B, vocab]
+    cached_tokens: list[int]  # of each prompt: tokens that a prefix cache had
+
+    def read(self, tokens: Tensor, running: Sequence[bool]) -> None:
+        """Read the next token of each row, int64 [B]; those of rows not running are ignored."""
+        ...
+
+    def select(self, rows: Tensor) -> None:
+        """Keep these rows only, int64 indices, which may repeat."""
+        ...
+
+    def experts_of(self, row: int) -> Tensor | None:
+        """Return the experts of the tokens of a row, int16 [tokens, layers, top_k], if kept."""
+        ...
+
+    def close(self) -> None:
+        """End all rows."""
+        ...
+
+
+@runtime_checkable
+class ReadsRows(Protocol):
+    """A forward pass with a cache of its own."""
+
+    def read_rows(self, prompts: Sequence[Sequence[int]]) -> RunningRows | None:
+        """Read prompts without pictures; None if the model needs padded rows."""
+        ...
+
+
 @dataclass(frozen=True)
 class Completion:
     """The tokens sampled for one row; the stop token is the last one.
@@ -76,6 +109,7 @@ class Completion:
     tokens: list[int]
     logprobs: list[float]  # log_softmax(logits / temperature) in float32, before top-k and top-p
     finish: str  # "stop", "length", or "abort" where `cut_rows` named the row
+    cached_tokens: int  # of the prompt: those that a prefix cache had before the batch
     experts: Tensor | None = None
 
 
@@ -98,8 +132,6 @@ class Rows:
     max_new: Tensor
     uniforms: Tensor  # float64 [B, max over rows of max_new]
     stops: Tensor  # bool [B, vocab]; empty row where end tokens are ignored
-    attention_mask: Tensor  # int64 [B, width]
-    position_offset: Tensor  # int64: a picture of n tokens may take fewer positions
 
     def select(self, rows: Tensor) -> "Rows":
         """Return these rows only; `rows` holds int64 indices."""
@@ -143,8 +175,9 @@ def generate(
     for sampling in samplings:
         refuse_unsupported(sampling)
     rows_images = images or [()] * len(input_ids)
-    logits, attention_mask, cache, offset = prefill(forward, input_ids, rows_images, pad_token_id, device)
-    rows = build_rows(samplings, max_new_tokens, seeds, end_token_ids, vocab_size, attention_mask, offset)
+    state = prefill(forward, input_ids, rows_images, pad_token_id, device)
+    cached_tokens = state.cached_tokens
+    rows = build_rows(samplings, max_new_tokens, seeds, end_token_ids, vocab_size)
     rows = Rows(**{name: tensor.to(device) for name, tensor in vars(rows).items()})
     done: list[list[tuple[int, float]]] = [[] for _ in input_ids]
     finish = ["length"] * len(input_ids)
@@ -152,7 +185,7 @@ def generate(
     running = torch.ones(len(input_ids), dtype=torch.bool, device=device)
     step = 0
     while True:
-        sampled, logprobs = sample(logits.float(), rows, step)
+        sampled, logprobs = sample(state.logits.float(), rows, step)
         stopped = rows.stops.gather(1, sampled[:, None]).squeeze(1)
         for row, token, logprob, live, stop in zip(
             *(t.tolist() for t in (rows.index, sampled, logprobs, running, stopped)), strict=True
@@ -167,30 +200,21 @@ def generate(
             for row in rows.index[cut_now].tolist():
                 finish[row] = "abort"
             running = running & ~cut_now
-        if isinstance(cache, RoutedCache):
-            keep_experts(experts, cache, rows, before & ~running)
+        for row in (before & ~running).nonzero().flatten().tolist():
+            experts[int(rows.index[row])] = state.experts_of(row)
         num_running = int(running.sum())
         if num_running == 0:
             break
-        rows.attention_mask = torch.nn.functional.pad(rows.attention_mask, (0, 1), value=1)
-        fed = sampled[:, None]
         if num_running <= len(running) // 2:  # half of the work would be wasted
             keep = running.nonzero().squeeze(1)
-            rows, fed, running = rows.select(keep), fed[keep], running[keep]
-            cache.batch_select_indices(keep)
-        positions = positions_of(rows.attention_mask)[:, -1:] + rows.position_offset[:, None]
-        logits = forward(fed, rows.attention_mask, positions, cache)
+            rows, sampled, running = rows.select(keep), sampled[keep], running[keep]
+            state.select(keep)
+        state.read(sampled, running.tolist())
+    state.close()
     return [
-        Completion([t for t, _ in row], [p for _, p in row], reason, chosen)
-        for row, reason, chosen in zip(done, finish, experts, strict=True)
+        Completion([t for t, _ in row], [p for _, p in row], reason, cached, chosen)
+        for row, reason, cached, chosen in zip(done, finish, cached_tokens, experts, strict=True)
     ]
-
-
-def keep_experts(experts: list[Tensor | None], cache: RoutedCache, rows: Rows, ended: Tensor) -> None:
-    """Store the experts of the rows that have `ended`, bool [B], by the index of their request."""
-    assert cache.experts is not None
-    for row in ended.nonzero().flatten().tolist():
-        experts[int(rows.index[row])] = cache.experts[row][rows.attention_mask[row].bool().cpu()]
 
 
 def refuse_unsupported(sampling: Sampling) -> None:
@@ -216,27 +240,61 @@ def prefill(
     images: Sequence[tuple[bytes, ...]],
     pad_token_id: int,
     device: torch.device | str,
-) -> tuple[Tensor, Tensor, DynamicCache, Tensor]:
-    """Return logits after each prompt [B, vocab], attention mask int64 [B, width], cache, offset.
-
-    Rows with the same prompt, as the samples of a group, share one pass through the model. The
-    offset of later positions, int64 [B], is 0 without pictures.
-    """
+) -> RunningRows:
+    """Read the prompts. Rows with the same one, as the samples of a group, share one pass."""
     keys = [(tuple(row), pictures) for row, pictures in zip(input_ids, images, strict=True)]
     place = {key: i for i, key in enumerate(dict.fromkeys(keys))}
-    of_row = torch.tensor([place[key] for key in keys], device=device)
     prompts, pictures = zip(*place, strict=True)
-    tokens, attention_mask = (tensor.to(device) for tensor in left_pad(prompts, pad_token_id))
-    cache = forward.new_cache() if isinstance(forward, KeepsExperts) else DynamicCache()
-    offset = torch.zeros(len(prompts), dtype=torch.int64, device=device)
-    if not any(pictures):
-        logits = forward(tokens, attention_mask, positions_of(attention_mask), cache)
-    elif isinstance(forward, ReadsImages):
-        logits, offset = forward.read_prompts(tokens, attention_mask, pictures, cache)
-    else:
-        raise UnsupportedSampling("a request has images, and this model reads text only")
-    cache.batch_select_indices(of_row)
-    return logits[of_row], attention_mask[of_row], cache, offset[of_row]
+    state = None
+    if not any(pictures) and isinstance(forward, ReadsRows):
+        state = forward.read_rows(prompts)
+    if state is None:
+        state = PaddedRows(forward, prompts, pictures, pad_token_id, device)
+    state.select(torch.tensor([place[key] for key in keys], device=device))
+    return state
+
+
+class PaddedRows:
+    """Rows padded on the left to one length, with Transformers' own cache and no prefix cache."""
+
+    def __init__(
+        self,
+        forward: Forward,
+        prompts: Sequence[Sequence[int]],
+        images: Sequence[tuple[bytes, ...]],
+        pad_token_id: int,
+        device: torch.device | str,
+    ) -> None:
+        tokens, self._mask = (tensor.to(device) for tensor in left_pad(prompts, pad_token_id))
+        self._forward = forward
+        self._cache = forward.new_cache() if isinstance(forward, KeepsExperts) else DynamicCache()
+        self.cached_tokens = [0] * len(prompts)
+        # Of later positions, int64 [B]: a picture of n tokens may take fewer.
+        self._offset = torch.zeros(len(prompts), dtype=torch.int64, device=device)
+        if not any(images):
+            self.logits = forward(tokens, self._mask, positions_of(self._mask), self._cache)
+        elif isinstance(forward, ReadsImages):
+            self.logits, self._offset = forward.read_prompts(tokens, self._mask, images, self._cache)
+        else:
+            raise UnsupportedSampling("a request has images, and this model reads text only")
+
+    def read(self, tokens: Tensor, running: Sequence[bool]) -> None:
+        self._mask = torch.nn.functional.pad(self._mask, (0, 1), value=1)
+        positions = positions_of(self._mask)[:, -1:] + self._offset[:, None]
+        self.logits = self._forward(tokens[:, None], self._mask, positions, self._cache)
+
+    def select(self, rows: Tensor) -> None:
+        self.logits, self._mask, self._offset = self.logits[rows], self._mask[rows], self._offset[rows]
+        self.cached_tokens = [self.cached_tokens[row] for row in rows.tolist()]
+        self._cache.batch_select_indices(rows)
+
+    def experts_of(self, row: int) -> Tensor | None:
+        if not isinstance(self._cache, RoutedCache) or self._cache.experts is None:
+            return None
+        return self._cache.experts[row][self._mask[row].bool().cpu()]
+
+    def close(self) -> None:
+        """Do nothing: nothing is kept."""
 
 
 def positions_of(attention_mask: Tensor) -> Tensor:
@@ -258,8 +316,6 @@ def build_rows(
     seeds: Sequence[int],
     end_token_ids: Sequence[int],
     vocab_size: int,
-    attention_mask: Tensor,
-    position_offset: Tensor,
 ) -> Rows:
     """Return the requests' options as columns, on the CPU."""
     stops = torch.zeros(len(samplings), vocab_size, dtype=torch.bool)
@@ -277,8 +333,6 @@ def build_rows(
         max_new=torch.tensor(max_new_tokens),
         uniforms=torch.stack([draw_uniforms(seed, max(max_new_tokens)) for seed in seeds]),
         stops=stops,
-        attention_mask=attention_mask,
-        position_offset=position_offset,
     )
 
 
@@ -298,13 +352,14 @@ def sample(logits: Tensor, rows: Rows, step: int) -> tuple[Tensor, Tensor]:
     if bool(early.any()):
         logits = logits.masked_fill(rows.stops & early[:, None], -torch.inf)
     scaled = logits / rows.temperature[:, None]
-    all_logprobs = scaled.log_softmax(dim=-1)  # [B, vocab]
-    tokens = draw(all_logprobs.exp(), rows.uniforms[:, step], rows.top_k, rows.top_p)
+    probs = scaled.log_softmax(dim=-1).exp()  # [B, vocab]
+    tokens = draw(probs, rows.uniforms[:, step], rows.top_k, rows.top_p)
     if bool(rows.greedy.any()):
         tokens = torch.where(rows.greedy, scaled.argmax(dim=-1), tokens)
+    logprobs = label_logprobs(scaled, tokens)
     if bool(rows.of_model.any()):
-        all_logprobs = torch.where(rows.of_model[:, None], unmasked.log_softmax(dim=-1), all_logprobs)
-    return tokens, all_logprobs.gather(1, tokens[:, None]).squeeze(1)
+        logprobs = torch.where(rows.of_model, label_logprobs(unmasked, tokens), logprobs)
+    return tokens, logprobs
 
 
 def draw(probs: Tensor, uniforms: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:

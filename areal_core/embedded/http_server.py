@@ -217,6 +217,7 @@ class EmbeddedServer:
     def _flush_cache(self, body: dict[str, Any]) -> dict[str, Any]:
         if self.sampler.num_unfinished():
             raise BadRequest("Failed to flush cache: requests are running or waiting")
+        self._replica.prefixes.clear()
         return succeeded("Cache flushed.")
 
     def _release(self, body: dict[str, Any]) -> dict[str, Any]:

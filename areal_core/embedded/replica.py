@@ -21,20 +21,31 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, DynamicCache
+from transformers import AttentionInterface, DynamicCache, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from areal_core.embedded.generate import RoutedCache
+from areal_core.embedded.prefix_cache import PrefixCache
+from areal_core.embedded.rows import CachedRows
+from areal_core.engine.attention import attend_rows
 from areal_core.engine.errors import ModelError
 from areal_core.engine.model import checkpoint_names, load_model, own_attention, set_attention
-from areal_core.engine.parity import TOLERANCE, random_rows
+from areal_core.engine.parity import (
+    DEPENDS_ON_FORWARD,
+    TOLERANCE,
+    random_rows,
+    require_invariant_products,
+)
 from areal_core.rollout.errors import UnsupportedSampling
 from areal_core.routing.routers import Routers
 from areal_core.vision.forward import vision_family
 from areal_core.vision.processor import VisionProcessor
 
-DECODING = "decoding_sdpa"  # name of the attention in Transformers
+# Names of attention functions in Transformers.
+DECODING, DECODING_INVARIANT = "decoding_sdpa", "decoding_invariant_sdpa"
+SCORES_AT_A_TIME = 1 << 24  # elements of float32 scores that exist at a time
+PREFIX_CACHE_BYTES = 1 << 29
 CHECKED = (5, 6)  # tokens of a prompt and of a completion that are checked at load
 # Rounding of decoding with a cache, by other kernels; a wrong cache changes log-probs by nats.
 DECODING_FACTOR = 50.0
@@ -48,10 +59,15 @@ class Replica:
         path: folder of the model, for its config and initial weights.
         dtype: of weights and compute; "auto" for the checkpoint's own.
         processor: of the pictures in prompts; None for a model of text.
-        keeps_experts: keep the experts of each token in the cache.
+        keeps_experts: keep the experts of each token in the cache; then no prefix is kept.
+        is_invariant: compute logits whose bits do not depend on the batch, its order or the prefix
+            cache; a trainer with `attn_impl=batch_invariant` computes the same.
+        prefix_cache_bytes: the most memory of prompts and completions that are kept to be read
+            once; 0 for none.
 
     Raises:
-        ModelError: the model cannot be loaded or sampled from, or its experts cannot be replayed.
+        ModelError: the model cannot be loaded or sampled from, or not with `is_invariant`, or its
+            experts cannot be replayed.
     """
 
     def __init__(
@@ -62,9 +78,13 @@ class Replica:
         processor: VisionProcessor | None = None,
         *,
         keeps_experts: bool = False,
+        is_invariant: bool = False,
+        prefix_cache_bytes: int = PREFIX_CACHE_BYTES,
     ) -> None:
-        self.processor = processor
-        model = load_model(path, dtype=dtype, attn_implementation=DECODING)
+        self.processor, self.is_invariant = processor, is_invariant
+        self.prefixes = PrefixCache(prefix_cache_bytes)
+        attention = DECODING_INVARIANT if is_invariant else DECODING
+        model = load_model(path, dtype=dtype, attn_implementation=attention)
         nn.Module.to(model, device)  # `PreTrainedModel.to` is typed for one argument form only
         self.model = model.eval()
         if own_attention(model) == "eager":  # SDPA leaves out soft caps and sinks
@@ -72,7 +92,11 @@ class Replica:
         pack_linear_layers(self.model)
         self.device = device
         self._routers = Routers(model) if keeps_experts else None
-        self.require_parity()
+        if not is_invariant:
+            self.require_parity()
+        self._keeps_rows = not keeps_experts and attends_to_all(model) and self.rows_agree()
+        if is_invariant:
+            require_invariance(self.model, self._keeps_rows, device)
         # Tied weights under each of their names: a checkpoint may have either.
         parameters = dict(self.model.named_parameters(remove_duplicate=False))
         names = checkpoint_names(self.model)
@@ -109,6 +133,30 @@ class Replica:
         if not error <= DECODING_FACTOR * TOLERANCE[self.model.dtype]:
             raise ModelError(f"{self._refusal()}: its log-probs would be wrong by {error:.2g} nats")
 
+    @torch.no_grad()
+    def rows_agree(self) -> bool:
+        """Return whether `CachedRows` of different lengths get the logits of the model's forward."""
+        row = random_rows([sum(CHECKED)], self.model.config.get_text_config().vocab_size)[0]
+        own = self.model(input_ids=row[None].to(self.device), use_cache=False).logits[0]
+        starts = (CHECKED[0], 2)
+        try:
+            rows = CachedRows(
+                self.model,
+                [row[:start].tolist() for start in starts],
+                PrefixCache(0),
+                is_invariant=self.is_invariant,
+            )
+            found = [rows.logits]
+            for step in range(CHECKED[1] - 1):
+                rows.read(torch.stack([row[start + step] for start in starts]), [True, True])
+                found.append(rows.logits)
+        except (RuntimeError, TypeError, ValueError, AttributeError, KeyError, IndexError):
+            return False
+        log_p = torch.stack(found, 1).float().log_softmax(-1)  # [2, steps, vocab]
+        expected = torch.stack([own[start - 1 :][: CHECKED[1]] for start in starts]).float().log_softmax(-1)
+        error = float((expected.exp() * (log_p - expected).abs()).sum(-1).max())
+        return error <= DECODING_FACTOR * TOLERANCE[self.model.dtype]
+
     def _refusal(self) -> str:
         family = self.model.config.get_text_config().model_type
         return f"the embedded engine cannot sample from {family!r} models, use sglang in allocation_mode"
@@ -121,6 +169,7 @@ class Replica:
             ModelError: the model has no such name, or its tensor has a different shape; the tensors
                 before it have been copied.
         """
+        self.prefixes.clear()
         for name, tensor in named_tensors:
             parameter = self._parameters.get(name)
             expected = "no such tensor" if parameter is None else f"shape {list(parameter.shape)}"
@@ -174,6 +223,13 @@ class Replica:
             cache.add_experts(self._routers.choices().unflatten(0, input_ids.shape))
 
     @torch.no_grad()
+    def read_rows(self, prompts: Sequence[Sequence[int]]) -> CachedRows | None:
+        """Read prompts of text; None if rows must be padded, without a prefix cache."""
+        if not self._keeps_rows:
+            return None
+        return CachedRows(self.model, prompts, self.prefixes, is_invariant=self.is_invariant)
+
+    @torch.no_grad()
     def read_prompts(
         self,
         input_ids: Tensor,
@@ -192,6 +248,10 @@ class Replica:
         Raises:
             UnsupportedSampling: a model of text.
         """
+        if self.is_invariant:
+            raise UnsupportedSampling(
+                "a request has images, which attn_impl=batch_invariant does not support: use attn_impl=sdpa"
+            )
         if self.processor is None:
             raise UnsupportedSampling("a request has images, and this model has no processor of images")
         pixels = self.processor.pixels([picture for row in images for picture in row])
@@ -223,6 +283,32 @@ class Replica:
         return output.logits[:, -1], offset.to(self.device)
 
 
+def attends_to_all(model: PreTrainedModel) -> bool:
+    """Return whether every layer attends to all tokens before a token, as far as the config says."""
+    config = model.config.get_text_config()
+    windows = ("sliding_window", "attention_chunk_size", *DEPENDS_ON_FORWARD)
+    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
+    has_window = any(getattr(config, name, None) for name in windows)
+    return kinds == {"full_attention"} and not has_window and own_attention(model) == "sdpa"
+
+
+def require_invariance(model: PreTrainedModel, keeps_rows: bool, device: torch.device) -> None:
+    """Check what `is_invariant` needs.
+
+    Raises:
+        ModelError: the device is not a CPU, the model has a state or an attention that it does not
+            support, or this machine's kernels depend on the number of rows.
+    """
+    family = model.config.get_text_config().model_type
+    name = model.config.get_text_config()._attn_implementation
+    if device.type != "cpu" or name != DECODING_INVARIANT or not keeps_rows:
+        raise ModelError(
+            f"attn_impl is 'batch_invariant', which needs a CPU and a model whose layers attend to all tokens; "
+            f"this is a {family!r} model on {device.type}: use attn_impl=sdpa"
+        )
+    require_invariant_products(model)
+
+
 def decoding_attention(
     module: torch.nn.Module,
     query: Tensor,
@@ -248,20 +334,44 @@ def decoding_attention(
     if query.shape[2] > 1 or query.device.type != "cpu" or position_bias is not None:
         options |= {"scaling": scaling, "position_bias": position_bias}
         return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
-    batch, heads, _, head_dim = query.shape
+    if attention_mask is None:
+        attention_mask = torch.ones(1, 1, 1, key.shape[2], dtype=torch.bool)
+    scale = query.shape[3] ** -0.5 if scaling is None else scaling
+    return attend_rows(query, key, value, attention_mask, scale), None
+
+
+def invariant_attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float | None = None,
+    position_bias: Tensor | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """Compute attention as `INVARIANT` of the trainer does, a few queries at a time.
+
+    Arguments and result are those of `decoding_attention`. Raises ModelError for what `attend_rows`
+    does not support.
+    """
+    if position_bias is not None or softcap is not None or s_aux is not None:
+        raise ModelError("attn_impl=batch_invariant does not support this model's attention: use sdpa")
+    batch, heads, new, head_dim = query.shape
+    if attention_mask is None:
+        attention_mask = torch.ones(new, key.shape[2], dtype=torch.bool).tril(key.shape[2] - new)[None, None]
     scale = head_dim**-0.5 if scaling is None else scaling
-    # Heads that share keys are rows of one product. float32, as inside torch's kernel: bfloat16
-    # would round the scores.
-    grouped = query.view(batch, key.shape[1], -1, head_dim).float() * scale
-    scores = grouped @ key.float().transpose(2, 3)  # [batch, kv_heads, heads / kv_heads, tokens]
-    if attention_mask is not None:
-        scores = scores.masked_fill(~attention_mask, -torch.inf)
-    attended = scores.softmax(-1) @ value.float()
-    return attended.to(query.dtype).view(batch, 1, heads, head_dim), None
+    size = max(1, SCORES_AT_A_TIME // (batch * heads * key.shape[2]))
+    pieces = zip(query.split(size, dim=2), attention_mask.split(size, dim=2), strict=True)
+    return torch.cat([attend_rows(q, key, value, allowed, scale) for q, allowed in pieces], dim=1), None
 
 
-AttentionInterface.register(DECODING, decoding_attention)
-AttentionMaskInterface.register(DECODING, sdpa_mask)
+for name, attention in {DECODING: decoding_attention, DECODING_INVARIANT: invariant_attention}.items():
+    AttentionInterface.register(name, attention)
+    AttentionMaskInterface.register(name, sdpa_mask)
 
 
 class PackedForward:

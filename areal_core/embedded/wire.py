@@ -172,7 +172,7 @@ def generate_reply(
             "finish_reason": finish_reason(sampled),
             "prompt_tokens": len(request.input_ids),
             "completion_tokens": len(sampled.tokens),
-            "cached_tokens": 0,
+            "cached_tokens": sampled.cached_tokens,
             "weight_version": spans[-1]["version"],
             "weight_versions": spans,
             "output_token_logprobs": [

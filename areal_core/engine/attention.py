@@ -1,33 +1,43 @@
 """Attention within each packed sequence, without a mask of `[tokens, tokens]`.
 
-The sequences of a micro-batch are concatenated in `[1, heads, tokens, head_dim]`. Two functions of
-Transformers' attention interface compute them, and `choose_attention` picks one:
+The sequences of a micro-batch are concatenated in `[1, heads, tokens, head_dim]`. Three functions
+of Transformers' attention interface compute them, and `choose_attention` picks one:
 
 * `PACKED` splits that by length and runs SDPA on each piece, at the cost of the pieces, on any
   device.
 * `FLASH` runs torch's own flash-attention (`torch.nn.attention.varlen`) on all of them in one
   kernel, where the device supports it; no other package is needed. Its backward is deterministic
   when torch's deterministic algorithms are on.
+* `INVARIANT` (`attn_impl=batch_invariant`) computes on a CPU what the embedded engine computes when
+  it samples (`attend_rows`), so that the bits of a log-prob are those of the sampled one.
 
 The sequences may be the segments of a tree of tokens (`trees/token_tree.py`). Each then attends to
 its own tokens and to those before it in its row, and to no others: `KeyBlocks`.
+
+Why bits follow from the shape of a batch, on a CPU: products of one to three rows, and softmax over
+fewer than 16 keys, add in another order than larger ones; SDPA divides queries and keys into blocks
+that depend on their number. With at least `MIN_ROWS` rows and `MIN_KEYS` keys, each row of a product
+and of a softmax has the same bits in any batch: `parity.py` measures that on the machine.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
 from transformers import AttentionInterface
 
-from areal_core.engine.sequence_parallel import exchange_heads
+from areal_core.engine.errors import ModelError
+from areal_core.engine.sequence_parallel import MIN_ROWS, exchange_heads
 
 # Names in Transformers, which asks a class whether it supports SDPA if the name contains "sdpa".
-PACKED, FLASH = "packed_rows", "packed_flash"
+PACKED, FLASH, INVARIANT = "packed_rows", "packed_flash", "packed_invariant"
+MIN_KEYS = 16  # of a softmax whose bits do not depend on their number, as of `MIN_ROWS` in products
+QUERIES_AT_A_TIME = 128  # of `INVARIANT`: their scores are materialised
 OLDEST_CAPABILITY = (8, 0)  # of a GPU with flash-attention: Ampere
 WIDEST_HEAD = 256  # of flash-attention
 
@@ -41,7 +51,18 @@ class AttentionChoice:
 
 
 def choose_attention(attn_impl: str, device: str, dtype: torch.dtype) -> AttentionChoice:
-    """Return the attention for `attn_impl` on a device ("cpu" or "cuda") in a compute dtype."""
+    """Return the attention for `attn_impl` on a device ("cpu" or "cuda") in a compute dtype.
+
+    Raises:
+        ModelError: there is no such attention on the device.
+    """
+    if attn_impl == "batch_invariant":
+        if device != "cpu":
+            raise ModelError(
+                f"attn_impl is 'batch_invariant' and the device is {device!r}: it has been verified on CPUs "
+                f"only; set device to cpu, or attn_impl to flash_attention_2"
+            )
+        return AttentionChoice(INVARIANT, "the embedded engine's own attention, as attn_impl requests")
     if attn_impl == "sdpa":
         return AttentionChoice(PACKED, "SDPA, one sequence at a time, as attn_impl requests")
     if device != "cuda":
@@ -271,6 +292,87 @@ def attend_all(query: Tensor, key: Tensor, value: Tensor, packing: Packing) -> T
     return cast(Tensor, attended)[None]  # a tuple only with `return_aux`
 
 
+def attend_rows(query: Tensor, key: Tensor, value: Tensor, allowed: Tensor, scaling: float) -> Tensor:
+    """Compute attention in float32, to bits that depend on a query and its allowed keys alone.
+
+    Args:
+        query: [batch, heads, new, head_dim]. key: [batch, kv_heads, keys, head_dim]. value: the
+            same with its own head_dim. There are at least `MIN_KEYS` keys for equal bits.
+        allowed: bool [batch or 1, 1, new, keys], true where a query may attend; for each at least
+            one. Keys begin at the same column whatever the batch.
+
+    Returns:
+        [batch, new, heads, head_dim] in the dtype of the query.
+    """
+    batch, heads, new, head_dim = query.shape
+    kv_heads = key.shape[1]
+    # Heads that share keys are rows of one product. float32, as inside torch's kernels: bfloat16
+    # would round the scores.
+    grouped = query.reshape(batch, kv_heads, -1, head_dim).float() * scaling
+    count = grouped.shape[2]
+    grouped = pad(grouped, (0, 0, 0, max(0, MIN_ROWS - count)))
+    scores = grouped @ key.float().transpose(2, 3)  # [batch, kv_heads, at least 4, keys]
+    by_query = scores[:, :, :count].view(batch, kv_heads, -1, new, key.shape[2])
+    by_query.masked_fill_(~allowed[:, :, None], -torch.inf)
+    attended = (scores.softmax(-1) @ value.float())[:, :, :count].to(query.dtype)
+    return attended.reshape(batch, heads, new, -1).transpose(1, 2)
+
+
+class InvariantAttention(torch.autograd.Function):
+    """`attend_rows` of one causal sequence; its gradient is that of SDPA, computed again."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+        """[1, heads, length, head_dim] -> [1, length, heads, head_dim]."""
+        ctx.save_for_backward(query, key, value)
+        ctx.scaling = scaling
+        length = query.shape[2]
+        short = max(-length % MIN_ROWS, MIN_KEYS - length)
+        query, key, value = (pad(tensor, (0, 0, 0, short)) for tensor in (query, key, value))
+        attended = []
+        for start in range(0, length, QUERIES_AT_A_TIME):
+            stop = min(start + QUERIES_AT_A_TIME, length + short)
+            places = torch.arange(stop, device=query.device)
+            allowed = (places <= places[start:, None])[None, None]
+            attended.append(
+                attend_rows(query[:, :, start:stop], key[:, :, :stop], value[:, :, :stop], allowed, scaling)
+            )
+        return torch.cat(attended, dim=1)[:, :length]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+        with torch.enable_grad():
+            inputs = [tensor.detach().requires_grad_() for tensor in ctx.saved_tensors]
+            attended = scaled_dot_product_attention(
+                *inputs, is_causal=True, scale=ctx.scaling, enable_gqa=True
+            )
+        query, key, value = torch.autograd.grad(attended, inputs, gradient.transpose(1, 2))
+        return query, key, value, None
+
+
+def attend_invariant(query: Tensor, key: Tensor, value: Tensor, packing: Packing) -> Tensor:
+    """Compute `attend_each` to bits that do not depend on the other sequences.
+
+    Raises:
+        ModelError: the attention has what `attend_rows` does not support.
+    """
+    window = packing.sliding_window
+    options = {
+        "a soft cap": packing.softcap is not None,
+        "sinks": packing.sinks is not None,
+        "dropout": packing.dropout > 0,
+        "a sliding window": window is not None and window < max(packing.sequence_lengths),
+        "pictures": any(images is not None for images in packing.image_blocks or ()),
+    }
+    if has := [name for name, is_on in options.items() if is_on]:
+        raise ModelError(
+            f"attn_impl is 'batch_invariant', and this model's attention has {' and '.join(has)}, which it "
+            f"does not support: use attn_impl=sdpa"
+        )
+    pieces = zip(*(t.split(packing.sequence_lengths, dim=2) for t in (query, key, value)), strict=True)
+    return torch.cat([InvariantAttention.apply(*piece, packing.scaling) for piece in pieces], dim=1)
+
+
 @lru_cache(maxsize=4)  # shared by the layers of a micro-batch: the copy to the device blocks
 def _cumulative(lengths: tuple[int, ...], device: torch.device) -> Tensor:
     return torch.tensor([0, *lengths]).cumsum(0).to(device, torch.int32)
@@ -280,3 +382,4 @@ def _cumulative(lengths: tuple[int, ...], device: torch.device) -> Tensor:
 # needs.
 AttentionInterface.register(PACKED, packed_attention)
 AttentionInterface.register(FLASH, partial(packed_attention, kernel=attend_all))
+AttentionInterface.register(INVARIANT, partial(packed_attention, kernel=attend_invariant))

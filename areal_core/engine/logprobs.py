@@ -24,9 +24,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import Node
+from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
 from areal_core.engine.logits import LogitMap, measure_logit_map, output_layer, transformer
+from areal_core.engine.sequence_parallel import MIN_ROWS
 
 # Elements of float32 logits that exist at a time: 16 MB on a CPU, sized for its caches; 512 MB on a
 # GPU, sized for long kernels.
@@ -73,11 +75,7 @@ class ChunkedLogprobs(torch.autograd.Function):
         found = torch.empty(4, hidden.shape[1], dtype=torch.float32, device=hidden.device)
         for rows in _slices(hidden.shape[1], _rows_at_a_time(weight)):
             logits, _ = _logits(hidden[0, rows], weight, bias, temperature, logit_map)  # [rows, vocab]
-            largest = logits.amax(1)
-            shifted = logits.sub_(largest[:, None])
-            at_label = shifted.gather(1, labels[rows, None])[:, 0]
-            weights = shifted.exp()
-            total = weights.sum(1)
+            largest, at_label, total, weights, shifted = _reduce(logits, labels[rows])
             found[:, rows] = torch.stack([largest, at_label, total, weights.mul_(shifted).sum(1)])
         if shard is not None and is_here is not None:
             found = _combine(found, is_here, shard.group)
@@ -139,6 +137,24 @@ class ChunkedLogprobs(torch.autograd.Function):
         return grad_hidden, grad_weight, grad_bias, None, None, None, None
 
 
+def label_logprobs(logits: Tensor, labels: Tensor) -> Tensor:
+    """Return log_softmax(logits) of labels, to the bits of `ChunkedLogprobs`.
+
+    [rows, vocab] float32, [rows] int64 -> [rows] float32.
+    """
+    _, at_label, total, _, _ = _reduce(logits.clone(), labels)
+    return at_label - total.log()
+
+
+def _reduce(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """(largest logit, the label's relative to it, sum exp, exp, relative logits), in place."""
+    largest = logits.amax(1)
+    shifted = logits.sub_(largest[:, None])
+    at_label = shifted.gather(1, labels[:, None])[:, 0]
+    weights = shifted.exp()
+    return largest, at_label, weights.sum(1), weights, shifted
+
+
 def _local_labels(
     labels: Tensor, num_rows: int, shard: VocabularyShard | None
 ) -> tuple[Tensor, Tensor | None]:
@@ -177,7 +193,8 @@ def _logits(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float, logit_map: LogitMap
 ) -> tuple[Tensor, Tensor | None]:
     """float32 logits / temperature, and d capped / d logits with a soft cap (Gemma 2, sec. 2)."""
-    logits = (hidden @ weight.T).float()
+    few = max(0, MIN_ROWS - len(hidden))
+    logits = (pad(hidden, (0, 0, 0, few)) @ weight.T)[: len(hidden)].float()
     if bias is not None:
         logits += bias
     if logit_map.factor != 1.0:

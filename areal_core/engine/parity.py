@@ -28,11 +28,13 @@ from torch.nn.functional import linear, pad
 from transformers import PretrainedConfig
 
 from areal_core.batch import Batch
+from areal_core.engine.attention import INVARIANT
 from areal_core.engine.errors import EngineError, ModelError
 from areal_core.engine.fsdp import FSDPEngine
 from areal_core.engine.logits import output_layer, replaced_forward
 from areal_core.engine.model import attention_of, own_attention, set_attention
 from areal_core.engine.scores import is_score_model
+from areal_core.engine.sequence_parallel import MIN_ROWS
 from areal_core.engine.sharding import fsdp_module
 from areal_core.engine.tensor_parallel import whole_vocabulary
 from areal_core.vision.inputs import plain_inputs
@@ -44,6 +46,7 @@ LONGEST = {"cpu": 512, "cuda": 8192}  # tokens of that row; a larger window is r
 # Differences in nats below which no model is refused: rounding that the noise of two rows does not
 # show. Families that pack wrongly differ by 0.05 to 4 in float32.
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.01, torch.float16: 0.002}
+CHECKED_ROWS = (MIN_ROWS, 5, 33, 512)  # of a product, in `require_invariant_products`
 NOISE_FACTOR = 4.0  # of the measured noise
 LEAK_FACTOR = 1 / 4  # of the tolerance: the same shapes are computed twice, so rounding cancels
 # Options of layers whose attention depends on the whole forward; a few short rows do not show it.
@@ -107,6 +110,8 @@ def require_parity(engine: FSDPEngine, name: str) -> Parity:
             f"{parity.reason}; train another model, or set actor.parity_check=false to train it nevertheless"
         )
     refuse_split_rows(engine, parity, name)
+    if is_invariant(engine):
+        require_invariance(engine, name)
     if parity.reason is not None and engine.ranks.rank == 0:
         logger.warning(
             "%s: rows of a %r model are computed one at a time, which is slower: %s",
@@ -115,6 +120,54 @@ def require_parity(engine: FSDPEngine, name: str) -> Parity:
             parity.reason,
         )
     return parity
+
+
+def is_invariant(engine: FSDPEngine) -> bool:
+    """Return whether log-probs are to have the same bits in any batch (`attn_impl`)."""
+    return engine.model.config.get_text_config()._attn_implementation == INVARIANT
+
+
+def require_invariance(engine: FSDPEngine, name: str) -> None:
+    """Check on a few rows that log-probs have the same bits packed and alone; a collective.
+
+    Raises:
+        ModelError: they have not, or ranks share sums.
+    """
+    if engine.ranks.tensor_parallel_size > 1:
+        raise ModelError(
+            f"{name}: attn_impl is 'batch_invariant' with t{engine.ranks.tensor_parallel_size} in the allocation, "
+            f"whose ranks add parts of sums in another order: leave t out"
+        )
+    require_invariant_products(engine.model)
+    rows = random_rows(LENGTHS, engine.model.config.get_text_config().vocab_size)
+    difference = _largest(engine, columns_of(engine, rows), [columns_of(engine, [row])[0] for row in rows])
+    if difference > 0:
+        raise ModelError(
+            f"{name}: attn_impl is 'batch_invariant', and packed rows of this {engine.model.config.model_type!r} "
+            f"model differ from rows alone by {difference:.3g} nats: use attn_impl=sdpa"
+        )
+
+
+@torch.no_grad()
+def require_invariant_products(model: nn.Module) -> None:
+    """Check that products with the model's weights have the same bits in any number of rows.
+
+    Raises:
+        ModelError: they have not on this machine.
+    """
+    generator = torch.Generator().manual_seed(0)
+    linears = (module for module in model.modules() if isinstance(module, nn.Linear))
+    shapes = {(layer.in_features, layer.out_features, layer.weight.dtype) for layer in linears}
+    for width, height, dtype in sorted(shapes, key=str):
+        rows = torch.randn(max(CHECKED_ROWS), width, generator=generator).to(dtype)
+        weight = torch.randn(height, width, generator=generator).to(dtype)
+        expected = linear(rows, weight)
+        for count in CHECKED_ROWS:
+            if not torch.equal(linear(rows[-count:], weight), expected[-count:]):
+                raise ModelError(
+                    f"attn_impl is 'batch_invariant', and this machine computes a product of {count} rows and a "
+                    f"[{height}, {width}] matrix to other bits than one of {max(CHECKED_ROWS)}: use attn_impl=sdpa"
+                )
 
 
 def refuse_split_rows(engine: FSDPEngine, parity: Parity, name: str) -> None:
@@ -254,7 +307,16 @@ def measure_noise(engine: FSDPEngine, row: Tensor, expected: Tensor) -> float:
 
 
 def compute_rows_alone(engine: FSDPEngine) -> None:
-    """Compute each row in a forward of its own, with the attention of the model's class."""
+    """Compute each row in a forward of its own, with the attention of the model's class.
+
+    Raises:
+        ModelError: the engine's log-probs are to have the same bits in any batch.
+    """
+    if is_invariant(engine):
+        raise ModelError(
+            f"attn_impl is 'batch_invariant', and rows of a {engine.model.config.model_type!r} model cannot be "
+            f"packed: use attn_impl=sdpa"
+        )
     engine.packs_rows = False
     set_attention(engine.model, own_attention(engine.model))
 

@@ -24,6 +24,8 @@ from areal_core.engine.errors import RanksError
 from areal_core.engine.ranks import Ranks
 
 Group = dist.ProcessGroup
+# Products of fewer rows add in another order on a CPU: see `attention.py`.
+MIN_ROWS = 4
 
 
 @dataclass(frozen=True)
@@ -31,7 +33,7 @@ class TokenSlice:
     """This rank's slice of the packed tokens of `group`: `size` tokens from `start`.
 
     The slices cover `num_tokens` tokens and `padding` after them. Without a group the slice is all
-    tokens, and there is no padding.
+    tokens.
     """
 
     start: int
@@ -52,14 +54,17 @@ class TokenSlice:
     def gather(self, columns: Tensor) -> Tensor:
         """Gather every rank's [size, columns] to [tokens, columns]; a differentiable collective."""
         if self.group is None:
-            return columns
+            return columns[: self.num_tokens]
         return GatherTokens.apply(columns, self)[: self.num_tokens]
 
 
 def slice_tokens(num_tokens: int, ranks: Ranks) -> TokenSlice:
-    """Return this rank's slice of the `num_tokens` packed tokens of its group."""
+    """Return this rank's slice of the `num_tokens` packed tokens of its group.
+
+    It has at least `MIN_ROWS` tokens.
+    """
     num_slices = ranks.sequence_parallel_size
-    padding = -num_tokens % num_slices
+    padding = max(-num_tokens % num_slices, MIN_ROWS * num_slices - num_tokens)
     size = (num_tokens + padding) // num_slices
     start = ranks.sequence_parallel_rank * size
     return TokenSlice(start, size, num_tokens, padding, ranks.sequence_parallel_group)

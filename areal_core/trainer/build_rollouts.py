@@ -236,6 +236,7 @@ def build_embedded(
         ranks.device,
         processor,
         keeps_experts=config.rollout.return_routed_experts,
+        is_invariant=config.actor.attn_impl == "batch_invariant",
     )
     engine = EmbeddedEngine(
         replica,

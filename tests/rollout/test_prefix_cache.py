@@ -1,0 +1,133 @@
+"""The radix cache of the embedded engine: what is read once, and when it is dropped."""
+
+import pytest
+import torch
+
+from areal_core.embedded.engine import EmbeddedEngine, InterruptibleSampler, ReplicaUpdate
+from areal_core.embedded.generate import generate
+from areal_core.embedded.prefix_cache import PrefixCache
+from areal_core.embedded.replica import Replica
+from areal_core.rollout.types import ModelRequest, Sampling
+from areal_core.testing import make_tiny_family
+
+PROMPTS = [list(range(5, 25)), [30, 31], [50] * 12, [60, 61, 62, 63]]
+TOKEN_BYTES = 2 * 4  # keys and values of one token in the small tree below: one float each
+
+
+@pytest.fixture
+def replica(tiny_model) -> Replica:
+    return Replica(str(tiny_model), torch.float32, torch.device("cpu"))
+
+
+def sample(replica, prompts, count=6, seed=0):
+    return generate(
+        replica,
+        prompts,
+        [Sampling(max_new_tokens=count)] * len(prompts),
+        [count] * len(prompts),
+        [seed + row for row in range(len(prompts))],
+        vocab_size=replica.model.config.vocab_size,
+    )
+
+
+def values_of(tokens):
+    """One layer whose key of a token is the token itself, and whose value is its negative."""
+    return lambda first, last: [
+        tuple(sign * torch.tensor(tokens[first:last], dtype=torch.float32)[None, :, None] for sign in (1, -1))
+    ]
+
+
+def insert(cache, tokens):
+    cache.insert(tokens, values_of(tokens), cache.epoch)
+
+
+def found(cache, tokens):
+    layers = cache.match(tokens)
+    return layers[0][0][0, :, 0].tolist() if layers else []
+
+
+def test_the_longest_common_beginning_is_found_and_stored_once():
+    cache = PrefixCache(1 << 20)
+    insert(cache, [1, 2, 3, 4])
+    insert(cache, [1, 2, 3, 7, 8])
+    insert(cache, [9])
+    assert found(cache, [1, 2, 3, 7, 8, 9]) == [1, 2, 3, 7, 8]
+    assert found(cache, [1, 2, 5]) == [1, 2]
+    assert found(cache, [2, 3]) == []
+    assert cache.size_bytes == 7 * TOKEN_BYTES  # 1 2 3, 4, 7 8 and 9
+    assert cache.match([1, 2, 3, 7])[0][1][0, :, 0].tolist() == [-1, -2, -3, -7]
+
+
+def test_the_branch_that_was_used_longest_ago_is_dropped_first():
+    cache = PrefixCache(6 * TOKEN_BYTES)
+    insert(cache, [1, 2, 3])
+    insert(cache, [1, 5, 6])
+    assert found(cache, [1, 2, 3]) == [1, 2, 3]  # used later than 1 5 6
+    insert(cache, [8, 9])
+    assert (found(cache, [1, 5, 6]), found(cache, [1, 2, 3]), found(cache, [8, 9])) == (
+        [1],
+        [1, 2, 3],
+        [8, 9],
+    )
+    assert cache.size_bytes == 5 * TOKEN_BYTES
+
+
+def test_a_row_that_began_before_the_weights_changed_is_not_kept():
+    cache = PrefixCache(1 << 20)
+    before = cache.epoch
+    cache.clear()
+    cache.insert([1, 2], values_of([1, 2]), before)
+    assert found(cache, [1, 2]) == []
+
+
+def test_a_group_reads_its_history_once_in_the_next_turn(replica):
+    first = sample(replica, [PROMPTS[0]] * 4 + [PROMPTS[1]])
+    assert [row.cached_tokens for row in first] == [0] * 5
+    turns = [PROMPTS[0] + row.tokens + [7, 8] for row in first[:4]]
+    second = sample(replica, turns, seed=9)
+    # All but the last sampled token, which was never read, and the two new ones.
+    assert [row.cached_tokens for row in second] == [len(turn) - 3 for turn in turns]
+    replica.prefixes.clear()
+    fresh = sample(replica, turns, seed=9)
+    assert [row.cached_tokens for row in fresh] == [0] * 4
+    assert [row.tokens for row in fresh] == [row.tokens for row in second]
+    for mine, other in zip(second, fresh, strict=True):
+        torch.testing.assert_close(
+            torch.tensor(mine.logprobs), torch.tensor(other.logprobs), atol=1e-5, rtol=0
+        )
+
+
+def test_a_weight_update_drops_what_was_read(replica):
+    engine = EmbeddedEngine(replica, replica.model.config.vocab_size)
+    sample(replica, PROMPTS)
+    assert replica.prefixes.size_bytes > 0
+    weights = {name: tensor + 0.01 for name, tensor in replica.model.named_parameters()}
+    ReplicaUpdate(replica, engine).send(weights.items(), 1)
+    assert replica.prefixes.size_bytes == 0
+    updated = sample(replica, PROMPTS)
+    assert [row.cached_tokens for row in updated] == [0] * 4
+    replica.prefixes.clear()
+    assert sample(replica, PROMPTS) == updated
+
+
+def test_rows_that_an_update_interrupts_are_not_kept(replica):
+    rows = replica.read_rows([PROMPTS[0]])
+    replica.load(iter(()))
+    rows.close()
+    assert replica.prefixes.size_bytes == 0
+    replica.read_rows([PROMPTS[0]]).close()
+    assert replica.prefixes.size_bytes > 0
+
+
+def test_a_model_with_a_sliding_window_is_sampled_without_the_cache(tmp_path):
+    replica = Replica(str(make_tiny_family(tmp_path, "gemma2")), torch.float32, torch.device("cpu"))
+    assert replica.read_rows(PROMPTS) is None
+    assert [row.cached_tokens for row in sample(replica, PROMPTS) + sample(replica, PROMPTS)] == [0] * 8
+    assert replica.prefixes.size_bytes == 0
+
+
+def test_the_server_reports_cached_tokens(replica):
+    sampler = InterruptibleSampler(replica, replica.model.config.vocab_size)
+    request = ModelRequest(input_ids=PROMPTS[0], sampling=Sampling(max_new_tokens=4))
+    assert [sampler.submit(request).result(60).cached_tokens for _ in range(2)] == [0, len(PROMPTS[0]) - 1]
+    sampler.close()
