@@ -34,6 +34,7 @@ SECTIONS = {
     },
     "Diagnose": {
         "consistency": "Compare an inference engine's logprobs with the model's, token by token",
+        "certify": "Prove or refute that sampled log-probs equal the trainer's in every bit",
         "hang": "Find out why a job hangs and which ranks block it",
         "doctor": "Diagnose a run's metrics and recommend config changes",
         "reward": "Find out what a reward function pays for, and compare it with a record's rewards",

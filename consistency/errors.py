@@ -7,6 +7,7 @@ ConsistencyError (ValueError)
 ├── StaleScores        saved scores belong to another model, temperature or step
 ├── OtherTokenizer     sampled ids are beyond the model's vocabulary
 ├── BadPrompts         a file of prompts cannot be read, or is empty
+├── BadCertificate     a certificate cannot be read, written or compared
 └── EngineError        an engine cannot be queried, or its reply is unusable
 """
 
@@ -37,6 +38,10 @@ class OtherTokenizer(ConsistencyError):
 
 class BadPrompts(ConsistencyError):
     """Prompts cannot be read."""
+
+
+class BadCertificate(ConsistencyError):
+    """A certificate is unreadable, or belongs to another model."""
 
 
 class EngineError(ConsistencyError):

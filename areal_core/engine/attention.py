@@ -16,8 +16,9 @@ its own tokens and to those before it in its row, and to no others: `KeyBlocks`.
 
 Why bits follow from the shape of a batch, on a CPU: products of one to three rows, and softmax over
 fewer than 16 keys, add in another order than larger ones; SDPA divides queries and keys into blocks
-that depend on their number. With at least `MIN_ROWS` rows and `MIN_KEYS` keys, each row of a product
-and of a softmax has the same bits in any batch: `parity.py` measures that on the machine.
+that depend on their number, and so do products with sums over the keys. With at least `MIN_ROWS`
+rows and `MIN_KEYS` keys, and sums over `KEY_TILE` keys at a time, each row of a product and of a
+softmax has the same bits in any batch: `parity.py` measures that on the machine.
 """
 
 from collections.abc import Callable, Sequence
@@ -37,6 +38,9 @@ from areal_core.engine.sequence_parallel import MIN_ROWS, exchange_heads
 # Names in Transformers, which asks a class whether it supports SDPA if the name contains "sdpa".
 PACKED, FLASH, INVARIANT = "packed_rows", "packed_flash", "packed_invariant"
 MIN_KEYS = 16  # of a softmax whose bits do not depend on their number, as of `MIN_ROWS` in products
+# Terms of one sum in a product: MKL divides longer ones (from 193 on one machine) into blocks whose
+# size depends on their number.
+KEY_TILE = 128
 QUERIES_AT_A_TIME = 128  # of `INVARIANT`: their scores are materialised
 OLDEST_CAPABILITY = (8, 0)  # of a GPU with flash-attention: Ampere
 WIDEST_HEAD = 256  # of flash-attention
@@ -314,8 +318,11 @@ def attend_rows(query: Tensor, key: Tensor, value: Tensor, allowed: Tensor, scal
     scores = grouped @ key.float().transpose(2, 3)  # [batch, kv_heads, at least 4, keys]
     by_query = scores[:, :, :count].view(batch, kv_heads, -1, new, key.shape[2])
     by_query.masked_fill_(~allowed[:, :, None], -torch.inf)
-    attended = (scores.softmax(-1) @ value.float())[:, :, :count].to(query.dtype)
-    return attended.reshape(batch, heads, new, -1).transpose(1, 2)
+    attended = torch.zeros((), device=query.device)
+    tiles = zip(scores.softmax(-1).split(KEY_TILE, dim=3), value.float().split(KEY_TILE, dim=2), strict=True)
+    for weights, values in tiles:
+        attended = attended + weights @ values
+    return attended[:, :, :count].to(query.dtype).reshape(batch, heads, new, -1).transpose(1, 2)
 
 
 class InvariantAttention(torch.autograd.Function):
@@ -342,12 +349,11 @@ class InvariantAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
         with torch.enable_grad():
-            inputs = [tensor.detach().requires_grad_() for tensor in ctx.saved_tensors]
+            query, key, value = (tensor.detach().requires_grad_() for tensor in ctx.saved_tensors)
             attended = scaled_dot_product_attention(
-                *inputs, is_causal=True, scale=ctx.scaling, enable_gqa=True
+                query, key, value, is_causal=True, scale=ctx.scaling, enable_gqa=True
             )
-        query, key, value = torch.autograd.grad(attended, inputs, gradient.transpose(1, 2))
-        return query, key, value, None
+        return *torch.autograd.grad(attended, (query, key, value), gradient.transpose(1, 2)), None
 
 
 def attend_invariant(query: Tensor, key: Tensor, value: Tensor, packing: Packing) -> Tensor:

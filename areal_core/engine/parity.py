@@ -28,7 +28,7 @@ from torch.nn.functional import linear, pad
 from transformers import PretrainedConfig
 
 from areal_core.batch import Batch
-from areal_core.engine.attention import INVARIANT
+from areal_core.engine.attention import INVARIANT, MIN_KEYS, InvariantAttention, attend_rows
 from areal_core.engine.errors import EngineError, ModelError
 from areal_core.engine.fsdp import FSDPEngine
 from areal_core.engine.logits import output_layer, replaced_forward
@@ -46,7 +46,8 @@ LONGEST = {"cpu": 512, "cuda": 8192}  # tokens of that row; a larger window is r
 # Differences in nats below which no model is refused: rounding that the noise of two rows does not
 # show. Families that pack wrongly differ by 0.05 to 4 in float32.
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.01, torch.float16: 0.002}
-CHECKED_ROWS = (MIN_ROWS, 5, 33, 512)  # of a product, in `require_invariant_products`
+# Of products and of attention, in `require_invariant_products`.
+CHECKED_ROWS, CHECKED_KEYS = (MIN_ROWS, 5, 33, 512), (MIN_KEYS, 33, 130, 200, 300, 700, 1024)
 NOISE_FACTOR = 4.0  # of the measured noise
 LEAK_FACTOR = 1 / 4  # of the tolerance: the same shapes are computed twice, so rounding cancels
 # Options of layers whose attention depends on the whole forward; a few short rows do not show it.
@@ -150,7 +151,7 @@ def require_invariance(engine: FSDPEngine, name: str) -> None:
 
 @torch.no_grad()
 def require_invariant_products(model: nn.Module) -> None:
-    """Check that products with the model's weights have the same bits in any number of rows.
+    """Check that products with the model's weights, and attention, have the same bits in any batch.
 
     Raises:
         ModelError: they have not on this machine.
@@ -168,6 +169,21 @@ def require_invariant_products(model: nn.Module) -> None:
                     f"attn_impl is 'batch_invariant', and this machine computes a product of {count} rows and a "
                     f"[{height}, {width}] matrix to other bits than one of {max(CHECKED_ROWS)}: use attn_impl=sdpa"
                 )
+    query, key, value = torch.randn(3, 1, 2, max(CHECKED_KEYS), 64, generator=generator)
+    together = InvariantAttention.apply(query, key, value, 0.125)[0]  # [tokens, heads, head_dim]
+    for count in CHECKED_KEYS:
+        alone = attend_rows(
+            query[:, :, count - 1 : count],
+            key[:, :, :count],
+            value[:, :, :count],
+            torch.ones(1, 1, 1, count, dtype=torch.bool),
+            0.125,
+        )
+        if not torch.equal(alone[0, 0], together[count - 1]):
+            raise ModelError(
+                f"attn_impl is 'batch_invariant', and this machine computes attention of one token over {count} "
+                f"keys to other bits than of {max(CHECKED_KEYS)} tokens at once: use attn_impl=sdpa"
+            )
 
 
 def refuse_split_rows(engine: FSDPEngine, parity: Parity, name: str) -> None:

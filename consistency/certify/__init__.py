@@ -1,0 +1,1 @@
+"""Proves or refutes that sampled log-probs equal the trainer's in every bit."""
