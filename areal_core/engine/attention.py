@@ -347,13 +347,14 @@ class InvariantAttention(torch.autograd.Function):
         return torch.cat(attended, dim=1)[:, :length]
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
         with torch.enable_grad():
             query, key, value = (tensor.detach().requires_grad_() for tensor in ctx.saved_tensors)
             attended = scaled_dot_product_attention(
                 query, key, value, is_causal=True, scale=ctx.scaling, enable_gqa=True
             )
-        return *torch.autograd.grad(attended, (query, key, value), gradient.transpose(1, 2)), None
+        attended.backward(gradient.transpose(1, 2))
+        return query.grad, key.grad, value.grad, None
 
 
 def attend_invariant(query: Tensor, key: Tensor, value: Tensor, packing: Packing) -> Tensor:

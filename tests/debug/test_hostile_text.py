@@ -195,6 +195,8 @@ def commands(at: dict[str, Path]) -> list[tuple[str, list[str]]]:
         ("bisect-step", ["bisect-step", record, without]),
         ("consistency", ["consistency", record]),
         ("consistency", ["consistency", record, "--model", absent]),
+        ("certify", ["certify", "--engine", "embedded", "--model", absent]),
+        ("certify", ["certify", "--engine", EVIL, "--model", top, "--against", absent]),
         ("hang", ["hang", "--pid", "999999999"]),
         ("hang diagnose", ["hang", "diagnose", text["stacks"], "-o", f"{top}/hang.html", "-o", f"{top}/hang.md"]),
         ("hang explain", ["hang", "explain", EVIL]),

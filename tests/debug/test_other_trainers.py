@@ -50,6 +50,7 @@ OTHERS = {
     "config",
     "preflight",
     "parity",
+    "certify",
     "hang",
     "trace",
     "serve",

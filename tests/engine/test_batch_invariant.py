@@ -1,6 +1,8 @@
 """`attn_impl=batch_invariant`: sampled log-probs equal the trainer's in every bit."""
 
+import importlib.util
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,12 +12,16 @@ from areal_core.embedded.generate import generate
 from areal_core.embedded.replica import Replica
 from areal_core.engine.attention import Packing, attend_each, attend_invariant, choose_attention
 from areal_core.engine.errors import ModelError
-from areal_core.engine.parity import batch_of, require_parity
+from areal_core.engine.parity import batch_of, require_invariance, require_parity
 from areal_core.engine.ranks import Ranks, join_ranks, leave_ranks
 from areal_core.rollout.types import Sampling
 from areal_core.testing import make_tiny_family
 from areal_core.trainer.build import shard_engine
 
+PROGRAM = Path(__file__).parent / "invariant_program.py"
+spec = importlib.util.spec_from_file_location("invariant_program", PROGRAM)
+program = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(program)
 LENGTHS = (1, 3, 17, 40, 5, 9, 100, 2)
 CPU = torch.device("cpu")
 
@@ -104,3 +110,15 @@ def test_what_the_mode_does_not_support_is_refused_with_a_sentence(tmp_path):
     folder = make_tiny_family(tmp_path, "gemma2")
     with pytest.raises(ModelError, match="layers attend to all tokens; this is a 'gemma2' model"):
         Replica(str(folder), torch.float32, CPU, is_invariant=True)
+
+
+@pytest.mark.parametrize("sequence_parallel", [1, 2])
+def test_bits_do_not_depend_on_how_ranks_divide_or_share_rows(torchrun, tiny_model, ranks, sequence_parallel):
+    assert torchrun(PROGRAM, 2, tiny_model, sequence_parallel) == program.score(str(tiny_model), ranks)
+
+
+def test_ranks_that_divide_sums_are_refused(tiny_model, ranks, monkeypatch):
+    _, trainer = pair(tiny_model, ranks)
+    monkeypatch.setattr(trainer, "ranks", Ranks(0, 2, CPU, None, 1, 2))
+    with pytest.raises(ModelError, match="with t2 in the allocation"):
+        require_invariance(trainer, "actor")
