@@ -38,7 +38,7 @@ class Node:
 
 
 class PrefixCache:
-    """The tree. It holds at most `max_bytes`; the leaf that was used longest ago is dropped first."""
+    """The tree, of at most `max_bytes`; the leaf that was used longest ago is dropped first."""
 
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
@@ -90,7 +90,7 @@ class PrefixCache:
             self._evict()
 
     def _walk(self, tokens: Sequence[int]) -> list[tuple[Node, int]]:
-        """Return the nodes along a row, each with the number of its tokens that match; mark them."""
+        """Return the nodes along a row, each with its number of matching tokens; mark them."""
         self._uses += 1
         path: list[tuple[Node, int]] = []
         node, place = self._root, 0

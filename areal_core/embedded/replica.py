@@ -27,7 +27,7 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from areal_core.embedded.generate import RoutedCache
 from areal_core.embedded.prefix_cache import PrefixCache
-from areal_core.embedded.rows import CachedRows
+from areal_core.embedded.cached_rows import CachedRows
 from areal_core.engine.attention import attend_rows
 from areal_core.engine.errors import ModelError
 from areal_core.engine.model import checkpoint_names, load_model, own_attention, set_attention
@@ -135,7 +135,7 @@ class Replica:
 
     @torch.no_grad()
     def rows_agree(self) -> bool:
-        """Return whether `CachedRows` of different lengths get the logits of the model's forward."""
+        """Return whether `CachedRows` of two lengths get the logits of the model's forward."""
         row = random_rows([sum(CHECKED)], self.model.config.get_text_config().vocab_size)[0]
         own = self.model(input_ids=row[None].to(self.device), use_cache=False).logits[0]
         starts = (CHECKED[0], 2)
@@ -284,7 +284,7 @@ class Replica:
 
 
 def attends_to_all(model: PreTrainedModel) -> bool:
-    """Return whether every layer attends to all tokens before a token, as far as the config says."""
+    """Return whether every layer attends to all earlier tokens, by the config."""
     config = model.config.get_text_config()
     windows = ("sliding_window", "attention_chunk_size", *DEPENDS_ON_FORWARD)
     kinds = set(getattr(config, "layer_types", None) or ["full_attention"])

@@ -1,4 +1,4 @@
-"""`areal-debug certify`: prove or refute that sampled log-probs equal the trainer's in every bit."""
+"""`areal-debug certify`: are sampled log-probs those of the trainer in every bit?"""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any

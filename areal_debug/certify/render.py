@@ -24,7 +24,7 @@ def print_check(out: Console, check: Check) -> None:
 
 
 def print_certificate(out: Console, certificate: Certificate, worse: Sequence[str] | None) -> None:
-    """Print the verdict, the first token that differs, and the comparison with a saved certificate."""
+    """Print the verdict, the first difference, and what is worse than in a saved certificate."""
     software = certificate.engine["software"]
     if certificate.verdict == PROVEN:
         out.print(

@@ -18,7 +18,7 @@ import torch
 
 from areal_core.engine.ranks import Ranks, join_ranks, leave_ranks
 from consistency.certify.certificate import Certificate, Check, compare, hash_model
-from consistency.certify.reference import Trainer
+from consistency.certify.trainer_scores import Trainer
 from consistency.certify.targets import Completed, EmbeddedTarget, Request, ServerTarget, Target
 
 GROUP = 64  # requests of a batch
@@ -45,7 +45,7 @@ class Run:
         self._random = random.Random(seed)
 
     def requests(self, count: int) -> list[Request]:
-        """Draw requests; each prompt of 1 to 96 random tokens is asked for four times, as a group."""
+        """Draw requests: groups of four of one prompt, of 1 to 96 random tokens."""
         found: list[Request] = []
         while len(found) < count:
             length = self._random.randint(1, LONGEST_PROMPT)
@@ -78,7 +78,7 @@ class Run:
         self.report(check)
 
     def all(self, num_tokens: int) -> None:
-        """Run every check but that of a weight update; batches of 64 until `num_tokens` are compared."""
+        """Run every check but that of a weight update, until `num_tokens` are compared."""
         self.check("batch of 1", self.requests(GROUP // 4), 1)
         self.check("batch of 8", self.requests(GROUP), 8)
         requests = self.requests(GROUP)

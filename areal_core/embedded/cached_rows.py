@@ -44,7 +44,7 @@ class RowCache(Cache):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Write new keys and values [batch, kv_heads, new, head_dim]; return all, [.., width, ..]."""
+        """Write keys and values [batch, kv_heads, new, head_dim]; return all, [.., width, ..]."""
         if layer_idx == len(self.tensors):
             self.tensors.append(
                 [state.new_zeros(*state.shape[:2], 0, state.shape[3]) for state in (key_states, value_states)]
@@ -56,7 +56,7 @@ class RowCache(Cache):
         return pair[0][:, :, : self.width], pair[1][:, :, : self.width]
 
     def reserve(self, layer: int) -> None:
-        """Make room for `width` columns in a layer; new ones are 0, as masked columns must be finite."""
+        """Make room for `width` columns; new ones are 0, as masked columns must be finite."""
         pair = self.tensors[layer]
         missing = self.width - pair[0].shape[2]
         if missing > 0:
@@ -81,10 +81,6 @@ class RowCache(Cache):
         """Keep these rows only."""
         self.tensors = [[held[rows] for held in pair] for pair in self.tensors]
         self._rows = torch.arange(len(rows))[:, None]
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Return 0: positions are given to each forward."""
-        return 0
 
 
 class CachedRows:
