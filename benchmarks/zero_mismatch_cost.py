@@ -18,8 +18,8 @@ import torch
 from areal_core.config import OptimizerConfig, TrainEngineConfig
 from areal_core.engine.ranks import join_ranks, leave_ranks
 from areal_core.trainer.build import add_optimizer, shard_engine
-from consistency.certify.trainer_scores import batch_with_mask
 from consistency.certify.targets import EmbeddedTarget, Request
+from consistency.certify.trainer_scores import batch_with_mask
 
 NUM_REQUESTS, NUM_NEW = 64, 96
 

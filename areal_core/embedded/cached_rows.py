@@ -153,6 +153,9 @@ class CachedRows:
         self.logits = self.logits[rows]
         self._cache.select(rows)
 
+    def experts_of(self, row: int) -> None:
+        """Return None: experts are kept with padded rows only."""
+
     def close(self) -> None:
         """End all rows; they go to the prefix cache."""
         self._keep(range(len(self._tokens)))

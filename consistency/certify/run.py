@@ -18,8 +18,8 @@ import torch
 
 from areal_core.engine.ranks import Ranks, join_ranks, leave_ranks
 from consistency.certify.certificate import Certificate, Check, compare, hash_model
-from consistency.certify.trainer_scores import Trainer
 from consistency.certify.targets import Completed, EmbeddedTarget, Request, ServerTarget, Target
+from consistency.certify.trainer_scores import Trainer
 
 GROUP = 64  # requests of a batch
 LONGEST_PROMPT = 96
