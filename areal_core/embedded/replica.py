@@ -25,8 +25,8 @@ from transformers import AttentionInterface, DynamicCache, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
-from areal_core.embedded.generate import RoutedCache
 from areal_core.embedded.cached_rows import CachedRows
+from areal_core.embedded.generate import RoutedCache
 from areal_core.embedded.prefix_cache import PrefixCache
 from areal_core.engine.attention import attend_rows
 from areal_core.engine.errors import ModelError
