@@ -12,6 +12,7 @@ from typing import Any
 import click
 
 from areal_core.safety.private import keep_files_private
+from areal_debug.bytecode import cache_bytecode
 from areal_debug.terminal import INTERRUPTED, guarded
 
 SECTIONS = {
@@ -130,6 +131,7 @@ class VerbGroup(click.Group):
             self.params += verbosity_options()
 
     def main(self, *args: Any, **settings: Any) -> Any:
+        cache_bytecode()
         return guarded(lambda: super(VerbGroup, self).main(*args, **settings))
 
     def invoke(self, ctx: click.Context) -> Any:

@@ -11,7 +11,9 @@ torch nor zarr; a test imports what it needs when it replays (`areal_debug.regre
     collection ─> records that tests name ─(the end of a worker)─┘
 """
 
+import os
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,6 +23,7 @@ import pytest
 from areal_core.safety.printable import printable_block
 
 if TYPE_CHECKING:
+    from areal_core.launch.warm import WarmRanks
     from replayer.check import ReplayReport
 
 MODES = {
@@ -51,18 +54,35 @@ class Session:
     """The state of the plugin in a session.
 
     `named` are the records of the tests collected so far; `used` those of all tests, None if they
-    are not known.
+    are not known. `cleanup` ends the process that replays.
     """
 
     mode: str
     named: set[Path] = field(default_factory=set)
     used: set[Path] | None = None
+    cleanup: ExitStack = field(default_factory=ExitStack)
+    started: "tuple[WarmRanks, object] | None" = None
+
+    def ranks(self) -> "WarmRanks":
+        """Return the process whose forks run the replays of the tests; the first one starts it.
+
+        A test that changes the current folder or the environment gets a new one: libraries read
+        some variables once.
+        """
+        from areal_debug.replay.ranks import replay_ranks
+
+        wanted = Path.cwd(), {name: os.environ[name] for name in os.environ if name != CURRENT_TEST}
+        if self.started is None or self.started[1] != wanted:
+            self.cleanup.close()
+            self.started = self.cleanup.enter_context(replay_ranks()), wanted
+        return self.started[0]
 
 
 SESSION = pytest.StashKey[Session]()
 REPLAYED = pytest.StashKey[list[ReplayedRecord]]()  # of a test
 ATTRIBUTE = "areal_debug_replayed"  # of a report: a list of `ReplayedRecord` as dicts
 WORKER_OUTPUT = "areal_debug_used"  # of a worker of pytest-xdist, if it knows `Session.used`
+CURRENT_TEST = "PYTEST_CURRENT_TEST"  # a variable that pytest sets in each test
 PARTIAL = ("ignore", "ignore_glob", "lf")  # options with which not all files are collected
 
 
@@ -96,7 +116,8 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """In a worker of pytest-xdist, send which records are used to the process that prints."""
+    """End the process that replays; in a worker of pytest-xdist, send which records are used."""
+    session.config.stash[SESSION].cleanup.close()
     output = getattr(session.config, "workeroutput", None)
     used = session.config.stash[SESSION].used
     if output is not None and used is not None:
@@ -145,7 +166,7 @@ def replay_record(request: pytest.FixtureRequest) -> Callable[..., "ReplayReport
         spec = Spec(place, request.node.nodeid, **{**mark.kwargs, **arguments})
         checked, failure = None, ""
         try:
-            checked = check_spec(spec, session.mode)
+            checked = check_spec(spec, session.mode, session.ranks)
         except RegressionError as error:
             failure = printable_block(str(error))
         if checked is None:  # outside of the handler, else pytest prints both exceptions

@@ -1,7 +1,7 @@
 """Check the code against a record: replay it on its own ranks and raise if the numbers differ.
 
 check_spec ─> mode rewrite / all / once: write the record first
-           ─> replay in separate processes (determinism is set before they start)
+           ─> replay in forks of one process (determinism is set before it starts)
            ─> compare at the record's guarantee ─> report, or RegressionError
 """
 
@@ -12,16 +12,17 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from areal_core.launch.warm import WarmRanks
 from areal_core.safety.durable import commit_folder
 from areal_debug.diff.render import describe
 from areal_debug.render import format_value
 from areal_debug.replay.next_commands import next_commands
-from areal_debug.replay.ranks import run_once
+from areal_debug.replay.ranks import replay_on_ranks, run_once
 from areal_debug.replay.render import difference_of
 from recorder import Record, RecordError, open_record
 from recorder.archive.extract import extract_record
@@ -33,7 +34,6 @@ from replayer.errors import ReplayError
 from replayer.noise import other_machine
 from replayer.preconditions import check_model, check_recorded_results, step_range
 from replayer.request import Request
-from replayer.rerun import replay_and_judge
 
 SHOWN = 6  # differences in a message
 
@@ -72,13 +72,20 @@ class CheckedRecord:
     changes: list[str] | None
 
 
-def check_spec(spec: Spec, mode: str) -> CheckedRecord:
-    """Replay the record of a test, after writing it if `mode` requires. Raises RegressionError."""
+def check_spec(spec: Spec, mode: str, ranks: Callable[[], WarmRanks]) -> CheckedRecord:
+    """Replay the record of a test, after writing it if `mode` requires.
+
+    Args:
+        ranks: starts what replays, or returns it if it has started.
+
+    Raises RegressionError.
+    """
     try:
         with alone_in(spec.path.parent) if mode != "none" else nullcontext():
-            changes = write_if_requested(spec, mode)
+            changes = write_if_requested(spec, mode, ranks)
         request = request_of(spec, open_record(spec.path))
-        report = replay_and_judge(request, run_quietly)
+        with quietly(request) as (quiet, num_ranks):
+            report = replay_on_ranks(ranks(), quiet, num_ranks, quiet=True)
     except (RecordError, ReplayError) as error:
         raise RegressionError(str(error)) from None
     assert report.verdict is not None
@@ -101,10 +108,10 @@ def alone_in(folder: Path) -> Iterator[None]:
         os.close(handle)
 
 
-def write_if_requested(spec: Spec, mode: str) -> list[str] | None:
+def write_if_requested(spec: Spec, mode: str, ranks: Callable[[], WarmRanks]) -> list[str] | None:
     """Write the record if the mode requires it; return the changes, None if nothing was written."""
     if mode == "rewrite" and spec.path.exists():
-        return rewrite(spec)
+        return rewrite(spec, ranks)
     if mode == "all" or (mode in ("once", "rewrite") and not spec.path.exists()):
         return generate(spec)
     if not spec.path.exists():
@@ -124,13 +131,16 @@ def request_of(spec: Spec, record: Record) -> Request:
     return Request(str(spec.path), first, last, model)
 
 
-def run_quietly(request: Request) -> ReplayReport:
-    """Run one replay on as many ranks as recorded, and leave none of its logs."""
-    num_ranks = open_record(request.record).header.world_size
+@contextmanager
+def quietly(request: Request) -> Iterator[tuple[Request, int]]:
+    """Provide a request that leaves no logs, and the recorded number of ranks.
+
+    Raises RegressionError if the replay ends the process.
+    """
     try:
         with tempfile.TemporaryDirectory() as folder:
             settings = (*request.settings, f"cluster.fileroot={folder}")
-            return run_once(replace(request, settings=settings), num_ranks, quiet=True)
+            yield replace(request, settings=settings), open_record(request.record).header.world_size
     except SystemExit as ended:
         raise RegressionError(
             f"the replay of {request.record} ended with exit code {ended.code}: its output is in the captured output"
@@ -181,7 +191,7 @@ def describe_failure(spec: Spec, request: Request, report: ReplayReport) -> str:
     return "\n".join(lines)
 
 
-def rewrite(spec: Spec) -> list[str]:
+def rewrite(spec: Spec, ranks: Callable[[], WarmRanks]) -> list[str]:
     """Train again on the recorded rollouts and replace the record; return what changed.
 
     Options, model and rollouts stay as recorded; the environment is the current one. Checkpoints
@@ -191,7 +201,8 @@ def rewrite(spec: Spec) -> list[str]:
     with tempfile.TemporaryDirectory() as folder:
         new_path = Path(folder) / "record"
         request = replace(request_of(replace(spec, steps=None), old), record_to=str(new_path))
-        run_quietly(request)
+        with quietly(request) as (quiet, num_ranks):
+            run_once(ranks(), quiet, num_ranks, quiet=True)
         new = open_record(new_path)
         moved = other_machine(old.header, new.header)
         changes = [f"environment: {d.where}: {d.recorded} -> {d.current}" for d in moved[:SHOWN]]

@@ -241,6 +241,11 @@ def format_number(value: float) -> str:
     return f"{value:,}" if isinstance(value, int) else f"{value:.6g}"
 
 
+def count(number: int, noun: str) -> str:
+    """`1 rank`, `2 ranks`."""
+    return f"{number:,} {noun}{'s' * (number != 1)}"
+
+
 def format_bytes(size_bytes: float) -> str:
     """`7.5 MB`, in powers of 1000."""
     for unit in ("B", "kB", "MB", "GB"):

@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
@@ -41,27 +41,42 @@ def thread_limits(num_threads: int) -> dict[str, str]:
 
 
 def start(
-    command: list[str], env: Mapping[str, str], output: int | BinaryIO, cwd: Path | None = None
+    command: list[str],
+    env: Mapping[str, str],
+    output: int | BinaryIO,
+    cwd: Path | None = None,
+    pass_fds: Sequence[int] = (),
+    new_session: bool = True,
 ) -> Child:
     """Start a command in its own session, in the current environment changed by `env`.
 
     Both of its streams go to `output`. On Linux it gets SIGTERM when the thread that started it
     ends, so that it ends even if this process is killed by SIGKILL.
+
+    Args:
+        pass_fds: open files that the command may use by their number.
+        new_session: False for one that uses the terminal.
     """
     mark = uuid.uuid4().hex
-    marks = os.environ[MARKS] + ":" + mark if MARKS in os.environ else mark
     child = Child(
         command,
-        env={**os.environ, **env, MARKS: marks},
+        env=marked_environment(env, mark),
         stdin=subprocess.DEVNULL,
         stdout=output,
         stderr=subprocess.STDOUT,
-        start_new_session=True,
+        start_new_session=new_session,
+        pass_fds=pass_fds,
         preexec_fn=_end_with_parent if sys.platform == "linux" else None,
         cwd=cwd,
     )
     child.mark = mark
     return child
+
+
+def marked_environment(env: Mapping[str, str], mark: str) -> dict[str, str]:
+    """Return the current environment changed by `env`, with the mark of a started process."""
+    marks = os.environ[MARKS] + ":" + mark if MARKS in os.environ else mark
+    return {**os.environ, **env, MARKS: marks}
 
 
 def _end_with_parent() -> None:

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoProcessor, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from areal_core.engine.errors import ModelError
 from areal_core.errors import ImageError
@@ -181,6 +181,8 @@ def load_processor(path: str) -> VisionProcessor:
     Raises:
         ModelError: there is none, or it has no processor of images.
     """
+    from transformers import AutoProcessor  # imports torchvision
+
     try:
         processor = AutoProcessor.from_pretrained(path)
     except (ImportError, RuntimeError) as error:  # a torchvision of another build is a RuntimeError

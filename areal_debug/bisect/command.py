@@ -51,6 +51,7 @@ def command(
     from replayer.preconditions import check_model, check_recorded_results, check_steps_present, step_range
     from replayer.request import Request
 
+    note(f"searching {good}..{bad} for the commit that changed the numbers of {record}")
     opened = open_record(record)
     check_recorded_results(opened, "bisect")
     first, last = step_range(opened, from_step, to_step)

@@ -17,6 +17,7 @@ from areal_debug.render import (
     fail,
     hides_progress,
     is_quiet,
+    note,
     print_json,
     refuse_existing,
 )
@@ -152,6 +153,7 @@ def command(
         fail("give either RECORD, or --engine URL with --prompts, to compare with the model")
     if output is not None:
         refuse_existing(output, force)
+    note(f"checking {record or ', '.join(engines)}")
     from areal_debug.consistency.render import print_report, print_verdict
     from consistency.report import check_gates, document, exit_code
 

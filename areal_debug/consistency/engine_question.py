@@ -27,7 +27,7 @@ def ask_with_recorded_weights(
         ReplayError: the record cannot be replayed up to the step.
         ConsistencyError: there is nothing to compare.
     """
-    from areal_debug.replay.ranks import report_of_ranks
+    from areal_debug.replay.ranks import replay_ranks, report_of_ranks
     from consistency.question import ask_engine
     from replayer.preconditions import check_anchor, check_model, check_recorded_results, check_steps_present
 
@@ -39,16 +39,9 @@ def ask_with_recorded_weights(
     check_anchor(record, steps[0])
     check_model(record, path, steps[0])
     with tempfile.TemporaryDirectory() as folder:
-        arguments = [
-            "-m",
-            "areal_debug.replay.on_rank",
-            "weights",
-            record.path,
-            json.dumps(steps),
-            folder,
-            model or "",
-        ]
-        report_of_ranks(arguments, record.header.world_size, quiet=True)
+        task = ["weights", record.path, json.dumps(steps), folder, model or ""]
+        with replay_ranks() as ranks:
+            report_of_ranks(ranks, task, record.header.world_size, quiet=True)
         models = {made.name: made for made in Path(folder).iterdir() if made.name.isdigit()}
         if record.header.config["actor"]["use_lora"]:
             models["base"] = Path(path)

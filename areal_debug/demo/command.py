@@ -39,7 +39,7 @@ def command(output: Path | None, force: bool, steps: int, nproc: int, seed: int,
     """Fine-tune a tiny model to add, train it by GRPO with every step recorded, and replay the
     record bit for bit.
     """
-    from areal_debug.replay.ranks import replay_on_ranks
+    from areal_debug.replay.ranks import replay_on_ranks, replay_ranks
     from areal_debug.replay.render import print_verdict
     from areal_debug.train.script_options import read_config
     from replayer.request import Request
@@ -71,7 +71,8 @@ def command(output: Path | None, force: bool, steps: int, nproc: int, seed: int,
     show_rewards(out, stats_file(output, "grpo"))
     out.print(styled("\n[bold]3. The record is replayed: no engine, no sampling, the same bits.[/bold]"))
     request = Request(str(output / "record"), 0, steps - 1)
-    report = replay_on_ranks(request, nproc, hidden)
+    with replay_ranks() as ranks:
+        report = replay_on_ranks(ranks, request, nproc, hidden)
     if as_json:
         print_json({"output": str(output), "replay": report.to_dict()})
     else:

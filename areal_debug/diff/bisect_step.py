@@ -6,7 +6,7 @@ from pathlib import Path
 import click
 
 from areal_debug.cli import Verb, json_option, model_option
-from areal_debug.render import console, errors_as_sentences, print_json, styled
+from areal_debug.render import console, errors_as_sentences, note, print_json, styled
 
 
 @click.command(cls=Verb, example="areal-debug bisect-step runs/A runs/B --layers")
@@ -33,6 +33,7 @@ def command(
     from recorder import open_record
     from replayer.commits.first_step import bisect_steps, explain_step
 
+    note(f"comparing the weights of {left} and {right}")
     here, there = open_record(left), open_record(right)
     found = bisect_steps(here, there)
     report = explain_step(here, there, found)

@@ -1,9 +1,6 @@
 """`areal-debug goto`: open a shell or debugger at any step of a recorded run."""
 
 import json
-import signal
-import subprocess
-import sys
 import tempfile
 from dataclasses import asdict
 from pathlib import Path
@@ -12,7 +9,16 @@ import click
 
 from areal_debug.cli import Verb, force_option, json_option, model_option, output_option, step_option
 from areal_debug.goto.render import GotoOptions
-from areal_debug.render import console, errors_as_sentences, fail, is_quiet, print_json, refuse_existing
+from areal_debug.render import (
+    console,
+    count,
+    errors_as_sentences,
+    fail,
+    is_quiet,
+    note,
+    print_json,
+    refuse_existing,
+)
 
 STAGES = ("batch", "advantages", "loss", "backward", "optimizer")
 
@@ -78,6 +84,7 @@ def command(
     check_model(opened, model or opened.header.config["actor"]["path"], step)
     save = None if output is None else str(output)
     options = GotoOptions(stage, do, rank, model, save, keep_going, as_json or (is_quiet() and not do))
+    note(f"going to step {step} of {record} on {count(num_ranks, 'rank')}")
     report = run_attached(["goto", record, str(step), json.dumps(asdict(options))], num_ranks)
     if as_json:
         print_json(report)
@@ -100,33 +107,17 @@ def check_action(shell: bool, with_pdb: bool, stage: str, as_json: bool) -> str:
     return "shell" if shell else "pdb" if with_pdb else ""
 
 
-def run_attached(arguments: list[str], num_ranks: int) -> dict[str, object]:
-    """Run a task of `replay_rank` on ranks that have this terminal and return its report.
+def run_attached(task: list[str], num_ranks: int) -> dict[str, object]:
+    """Run a task of `areal_debug.replay.on_rank` on ranks with this terminal; return its report.
 
     A failure ends the command with their exit code.
     """
-    import os
-
-    from areal_core.environment import DETERMINISTIC
-    from areal_core.launch.node import RANK_LOGS
-    from areal_core.launch.processes import thread_limits
     from areal_debug.render import REPORT_FILE, read_report
+    from areal_debug.replay.ranks import ON_RANK, replay_ranks
 
-    agent = ["-m", "areal_core.launch.node", "--standalone", "--nproc-per-node", str(num_ranks)]
-    command = [
-        sys.executable,
-        *(agent if num_ranks > 1 else []),
-        "-m",
-        "areal_debug.replay.on_rank",
-        *arguments,
-    ]
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, replay_ranks(attached=True) as ranks:
         report = Path(folder) / "report.json"
-        environment = DETERMINISTIC | {REPORT_FILE: str(report), RANK_LOGS: folder}
-        process = subprocess.Popen(command, env=os.environ | thread_limits(1) | environment)
-        before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the shell
-        code = process.wait()
-        signal.signal(signal.SIGINT, before)
+        code = ranks.run_attached([*ON_RANK, *task], num_ranks, {REPORT_FILE: str(report)})
         if code != 0 or not report.exists():
             fail(
                 f"the replay ended with exit code {code} before it reached the step; its output is above",

@@ -10,7 +10,16 @@ from typing import TYPE_CHECKING
 import click
 
 from areal_debug.cli import Verb, json_option, nproc_option
-from areal_debug.render import console, errors_as_sentences, fail, is_quiet, print_json, print_log_end
+from areal_debug.render import (
+    console,
+    count,
+    errors_as_sentences,
+    fail,
+    is_quiet,
+    note,
+    print_json,
+    print_log_end,
+)
 from replayer.preflight.other_orders import REVERSED_LISTINGS
 
 if TYPE_CHECKING:
@@ -19,6 +28,7 @@ if TYPE_CHECKING:
     from replayer.preflight.repeats import ParameterNoise, PreflightReport
 
 OTHER_ORDERS = {"PYTHONHASHSEED": "1", REVERSED_LISTINGS: "1"}
+MODULES = ("replayer.preflight.real_steps", "transformers.models.llama.modeling_llama")
 STEPS, RUNS = 2, 2
 THOROUGH_STEPS, THOROUGH_RUNS = 4, 8
 
@@ -73,6 +83,7 @@ def command(
     from replayer.preflight.scan import scan_sources
     from replayer.preflight.source_files import source_files
 
+    note(f"preflight of {config_file}: reading settings and source files")
     record, overrides = split_inputs(inputs)
     arguments = ["--config", config_file, *overrides]
     num_ranks = nproc or ranks_of(arguments)
@@ -87,6 +98,7 @@ def command(
         runs or (THOROUGH_RUNS if thorough else RUNS),
         as_is,
     )
+    note(f"running {count(repeats.num_steps, 'step')} {repeats.num_runs} times on {count(num_ranks, 'rank')}")
     with tempfile.TemporaryDirectory() as folder:
         report = repeat_steps(Path(folder), repeats)
     report = replace(report, findings=report.findings + tuple(around))
@@ -126,18 +138,23 @@ class Repeats:
     as_is: bool
 
     def run(self, folder: Path, keep: Sequence[str] = (), **environment: str) -> Path:
-        """Run the steps once, in processes of their own; their output goes to the folder."""
+        """Run the steps once, by a new interpreter; their output goes to the folder.
+
+        The ranks of one run are its forks. Those of two runs have other layouts of memory.
+        """
         from areal_core.environment import DETERMINISTIC
-        from areal_core.launch.torchrun import run_ranks
+        from areal_core.launch.warm import warm_ranks
+        from areal_debug.replay.ranks import ON_RANK
 
         folder.mkdir()
-        facts = [str(folder), str(self.num_steps), json.dumps(keep)]
-        command = ["-m", "areal_debug.replay.on_rank", "preflight", *facts, *self.arguments]
+        task = [*ON_RANK, "preflight", str(folder), str(self.num_steps), json.dumps(keep), *self.arguments]
         settings = ({} if self.as_is else DETERMINISTIC) | environment
-        code = run_ranks(command, self.num_ranks, settings, folder / "logs", echo=not is_quiet())
+        log = folder / "ranks.log"
+        with warm_ranks(settings, MODULES) as ranks:
+            code = ranks.run(task, self.num_ranks, {}, log, echo=not is_quiet())
         if code != 0:
             if is_quiet():
-                print_log_end(folder / "logs" / "trainer.log")
+                print_log_end(log)
             fail(
                 f"the step could not be run: the ranks ended with exit code {code}; their output is above",
                 code,

@@ -92,6 +92,7 @@ def cut(
     if micro_batch is not None and sample is not None:
         fail("--micro-batch and --sample exclude each other: give one of them")
     request = CutRequest(record, step, "", micro_batch, sample, symptom, keep_advantages, model, max_seconds)
+    note(f"cutting step {step} of {record}")
     opened = open_record(record)
     check_cut(opened, request)
     check_destination(location_of(destination), force)
@@ -126,18 +127,18 @@ def run_cut(request: "CutRequest", num_ranks: int, as_json: bool) -> dict[str, A
     Ends the command with the ranks' exit code if they fail. An interrupt ends the reduction: the
     ranks write the best so far, and the report says so.
     """
-    from areal_core.environment import DETERMINISTIC
-    from areal_core.launch.torchrun import run_ranks
+    from areal_debug.replay.ranks import ON_RANK, replay_ranks
     from replayer.bug.cut_request import cut_request_text
 
     logs = Path(request.folder).parent
     file = logs / "report.json"
     hidden = as_json or is_quiet()
-    environment = DETERMINISTIC | {REPORT_FILE: str(file)} | ({QUIET: "1"} if hidden else {})
-    arguments = ["-m", "areal_debug.replay.on_rank", "cut", cut_request_text(request)]
+    environment = {REPORT_FILE: str(file)} | ({QUIET: "1"} if hidden else {})
+    task = [*ON_RANK, "cut", cut_request_text(request)]
     interrupted = False
     try:
-        code = run_ranks(arguments, num_ranks, environment, logs)
+        with replay_ranks() as ranks:
+            code = ranks.run(task, num_ranks, environment, logs / "ranks.log")
     except SystemExit as ended:
         interrupted, code = True, int(ended.code or 0)
     if not file.exists():
@@ -147,11 +148,12 @@ def run_cut(request: "CutRequest", num_ranks: int, as_json: bool) -> dict[str, A
 
 def replays_to_same_bits(destination: str, step: int, num_ranks: int) -> bool:
     """Replay the file that was written, and return whether every bit is the expected one."""
-    from areal_debug.replay.ranks import run_once
+    from areal_debug.replay.ranks import replay_ranks, run_once
     from replayer.request import Request
 
     note("replaying the file once")
-    return run_once(Request(destination, step, step), num_ranks, quiet=True).identical
+    with replay_ranks() as ranks:
+        return run_once(ranks, Request(destination, step, step), num_ranks, quiet=True).identical
 
 
 def print_cut(report: dict[str, Any]) -> None:

@@ -14,9 +14,19 @@ from areal_debug.cli import (
     output_option,
     overrides_argument,
 )
-from areal_debug.render import console, errors_as_sentences, fail, is_quiet, note, print_json, with_progress
+from areal_debug.render import (
+    console,
+    count,
+    errors_as_sentences,
+    fail,
+    is_quiet,
+    note,
+    print_json,
+    with_progress,
+)
 
 if TYPE_CHECKING:
+    from areal_core.launch.warm import WarmRanks
     from areal_debug.reward.rescore import RescoreReport
     from recorder import Record
     from replayer.check import ReplayReport
@@ -94,6 +104,7 @@ def command(
     beyond it. 2: inconclusive.
     """
     from areal_debug.record.cut_text import note_cut
+    from areal_debug.replay.ranks import replay_ranks
     from recorder import open_record
     from replayer.preconditions import check_options, step_range
     from replayer.request import Request
@@ -111,8 +122,11 @@ def command(
     changes = (*settings, *overrides)
     record_to = None if output is None else str(output)
     request = Request(record, first, last, model, changes, row_filter, edit, reward, record_to, config=config)
-    check_request(opened, request, force)
-    report = run_replay(opened, request, nproc, as_json)
+    num_ranks = nproc or opened.header.world_size
+    note(f"replaying steps {first} to {last} of {record} on {count(num_ranks, 'rank')}")
+    with replay_ranks() as ranks:
+        check_request(opened, request, force)
+        report = run_replay(ranks, opened, request, num_ranks, as_json)
     print_replay(report, request, as_json, rescored)
     assert report.verdict is not None
     raise SystemExit(report.verdict.exit_code)
@@ -158,7 +172,9 @@ def check_request(record: "Record", request: "Request", force: bool) -> None:
         clear_for_record(Path(request.record_to), request.record)
 
 
-def run_replay(record: "Record", request: "Request", nproc: int | None, as_json: bool) -> "ReplayReport":
+def run_replay(
+    ranks: "WarmRanks", record: "Record", request: "Request", num_ranks: int, as_json: bool
+) -> "ReplayReport":
     """Replay on the ranks of this machine and return the judged report."""
     from areal_debug.replay.ranks import replay_on_ranks
     from replayer.preconditions import stand_ins
@@ -173,7 +189,7 @@ def run_replay(record: "Record", request: "Request", nproc: int | None, as_json:
         if not is_quiet():
             console(stderr=as_json).print(why, highlight=False)
 
-    return replay_on_ranks(request, nproc or record.header.world_size, hidden, report_rerun)
+    return replay_on_ranks(ranks, request, num_ranks, hidden, report_rerun)
 
 
 def print_replay(
@@ -196,19 +212,20 @@ def print_replay(
 
 def explain_step(record: "Record", step: int, model: str | None, config: str | None, as_json: bool) -> None:
     """Print each sample's contribution to a step's loss and gradient."""
-    from areal_debug.replay.ranks import report_of_ranks
+    from areal_debug.replay.ranks import replay_ranks, report_of_ranks
     from areal_debug.replay.render import print_explanation
     from replayer.preconditions import check_model, check_steps_present, check_values, step_range
     from replayer.request import replay_config
 
     step_range(record, step, step)
     check_steps_present(record, step, step)
-    options = replay_config(record, model, file=config)
-    check_model(record, options.actor.path, step)
-    check_values(record, options, 0, step)
-    arguments = ["explain", record.path, str(step), model or "", config or ""]
-    arguments = ["-m", "areal_debug.replay.on_rank", *arguments]
-    found = report_of_ranks(arguments, record.header.world_size)
+    note(f"explaining step {step} of {record.path}")
+    with replay_ranks() as ranks:
+        options = replay_config(record, model, file=config)
+        check_model(record, options.actor.path, step)
+        check_values(record, options, 0, step)
+        task = ["explain", record.path, str(step), model or "", config or ""]
+        found = report_of_ranks(ranks, task, record.header.world_size)
     if as_json:
         print_json(found)
     else:

@@ -56,6 +56,7 @@ def command(
 
     if output is not None:
         refuse_existing(output, force)
+    note(f"comparing {left} and {right}" if right else f"replaying {left}")
     options = Options(repository or Path(__file__).parents[2], model, not no_replay, note)
     report = explain_both(left, right, options) if right else explain_replay(left, options)
     if output is not None:
@@ -96,7 +97,6 @@ def explain_replay(record: str, options: "Options") -> "WhyReport":
     opened = open_record(record)
     check_recorded_results(opened, "why")
     with runner(options.model) as run:
-        options.note(f"replaying {record}")
         replayed = run.replay_all(opened)
         if replayed is None:
             raise ReplayError(f"{record} could not be replayed here: see areal-debug replay {record}")

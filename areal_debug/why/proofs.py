@@ -178,7 +178,7 @@ def without_settings(case: Case, run: Runner | None, note: Note) -> Finding:
 def repeated(case: Case, run: Runner, note: Note) -> Finding:
     """Replay the step twice, and judge whether its bits are repeatable."""
     note(f"replaying step {case.step} of A, twice")
-    replays = [run.replay(case.left, case.step) for _ in range(2)]
+    replays = [run.replay(case.left, case.step, apart=True) for _ in range(2)]
     if replays[0] is None or replays[1] is None:
         return by_size(case).with_evidence("A could not be replayed here")
     between = first_of(replays[0], replays[1], case.step)

@@ -10,7 +10,6 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib.util import cache_from_source
 from pathlib import Path
 
 from areal_core.launch.torchrun import ended_on_signals
@@ -37,7 +36,9 @@ class Checkout:
             # Python compares seconds and sizes, which may be equal in both commits
             changed = git(self.place, "diff", "--name-only", "-z", self.commit, wanted, "--", "*.py")
             for name in filter(None, changed.split("\0")):
-                Path(cache_from_source(str(self.place / name))).unlink(missing_ok=True)
+                source = self.place / name
+                for compiled in source.parent.glob(f"__pycache__/{source.stem}.*.pyc"):
+                    compiled.unlink()
         hooks_off = ("-c", f"core.hooksPath={os.devnull}")
         git(self.place, *hooks_off, "checkout", "--quiet", "--force", "--detach", wanted)
         self.commit = wanted

@@ -5,7 +5,7 @@
 Modules are listed as they finish, so the innermost one that differs comes first. The difference
 arises in the first call whose input is still equal and whose output is not.
 
-`warm_server` imports this file beside the packages of another commit: it uses little of them.
+`on_commit` imports this file beside the packages of another commit: it uses little of them.
 """
 
 import inspect

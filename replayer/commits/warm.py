@@ -1,6 +1,8 @@
 """Replay a record with the code of commits, in a private checkout and without a new interpreter.
 
-A commit whose code is older than what `warm_server` calls replays with its own command.
+Each replay is a fork of a process that has imported other packages and nothing of ours, and runs
+`on_commit.py` there. A commit whose code is older than what that calls replays with its own
+command.
 """
 
 import json
@@ -14,24 +16,38 @@ from pathlib import Path
 from typing import Any
 
 from areal_core.environment import DETERMINISTIC
-from areal_core.launch.processes import thread_limits
+from areal_core.launch.warm import WarmRanks, warm_ranks
 from replayer.commits.bisect import BisectReport, Numbers, find_commit, parse_numbers
 from replayer.commits.checkout import Checkout, checkout
 from replayer.commits.layers import Call
-from replayer.commits.warm_server import TOO_OLD
+from replayer.commits.on_commit import TOO_OLD
 from replayer.request import Request
 
 CURRENT = Path(__file__).parents[2]  # this checkout
-SERVER = Path(__file__).with_name("warm_server.py")
+ON_COMMIT = Path(__file__).with_name("on_commit.py")
+# what every replay imports: four of the six seconds of CPU time of a short one
+LIBRARIES = (
+    "accelerate",
+    "aiohttp",
+    "omegaconf",
+    "torch",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor",
+    "torch.utils.tensorboard",
+    "transformers.models.auto.modeling_auto",
+    "transformers.models.auto.tokenization_auto",
+    "transformers.models.llama.modeling_llama",
+    "transformers.tokenization_utils_tokenizers",
+)
 COMMAND = (sys.executable, "-c", "from areal_debug.cli import main; main()", "replay")
 
 
 @dataclass
 class Commits:
-    """The commits of a repository, ready to replay; `server` has imported the libraries."""
+    """The commits of a repository, ready to replay; `ranks` have imported the libraries."""
 
     checkout: Checkout
-    server: "subprocess.Popen[str]"
+    ranks: WarmRanks
 
     def replay(self, commit: str, request: Request, num_ranks: int) -> Numbers | None:
         """Replay with a commit's own code; None if it cannot.
@@ -65,14 +81,14 @@ class Commits:
         self, task: str, place: Path, request: Request, num_ranks: int
     ) -> tuple[int, dict[str, Any] | None]:
         """Return the exit code of a task, and its report if that is 0."""
-        assert self.server.stdin is not None
-        assert self.server.stdout is not None
         report = self.checkout.place.with_name("report.json")
-        asked = {"place": str(place), "report": str(report), "task": task, "num_ranks": num_ranks}
-        self.server.stdin.write(json.dumps(asked | {"request": changed_members(absolute(request))}) + "\n")
-        self.server.stdin.flush()
-        answer = self.server.stdout.readline()
-        code = json.loads(answer)["code"] if answer else 1
+        asked = {"place": str(place), "report": str(report), "task": task}
+        argv = [str(ON_COMMIT), json.dumps(asked | {"request": changed_members(absolute(request))})]
+        environment = {"PYTHONPATH": str(place)}  # of processes that a rank starts
+        log = report.with_name("ranks.log")
+        code = self.ranks.run(argv, num_ranks, environment, log, echo=False, place=place)
+        if code != 0:
+            sys.stderr.write(log.read_text(errors="replace"))
         return code, json.loads(report.read_text()) if code == 0 else None
 
 
@@ -82,21 +98,8 @@ def open_commits(repository: Path) -> Iterator[Commits]:
 
     Raises NothingToBisect for a folder without a repository.
     """
-    environment = os.environ | thread_limits(1) | DETERMINISTIC
-    environment.pop("PYTHONPATH", None)
-    # a test whether there is a GPU must not initialise it before the fork
-    environment["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
-    command = [sys.executable, "-P", str(SERVER)]
-    with (
-        checkout(repository) as place,
-        subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
-        ) as server,
-    ):
-        try:
-            yield Commits(place, server)
-        finally:
-            server.terminate()  # its ranks end with it
+    with checkout(repository) as place, warm_ranks(DETERMINISTIC, LIBRARIES, path=()) as ranks:
+        yield Commits(place, ranks)
 
 
 def search_commits(

@@ -25,7 +25,7 @@ def requested(monkeypatch):
     """Record the plugin's requests instead of replaying."""
     found = []
 
-    def check_spec(spec, mode):
+    def check_spec(spec, mode, ranks):
         found.append((spec, mode))
         steps = [StepResult(step, 1, 1, 0.5, 1.0, (), {}, {}) for step in (0, 1)]
         report = ReplayReport("record", steps=steps, guarantee=Guarantee("noise"))

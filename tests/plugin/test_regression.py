@@ -3,11 +3,13 @@
 import json
 import re
 import shutil
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
 from areal_debug.regression import RegressionError, Spec, check_spec
+from areal_debug.replay.ranks import replay_ranks
 from recorder import open_record
 
 ROOT = Path(__file__).parents[2]
@@ -23,6 +25,13 @@ def recorded_model(tmp_path_factory) -> Path:
     return make_tiny_model(
         tmp_path_factory.mktemp("model") / "m", hidden_size=32, num_heads=2, num_kv_heads=1
     )
+
+
+@pytest.fixture
+def ranks():
+    """Start what replays; each call starts another, in the current folder and environment."""
+    with ExitStack() as cleanup:
+        yield lambda: cleanup.enter_context(replay_ranks())
 
 
 @pytest.mark.replay("tests/records/tiny_grpo.zip", run=RUN)
@@ -42,10 +51,10 @@ OTHER_KERNELS = [
 
 @pytest.mark.parametrize(("variable", "value"), OTHER_KERNELS)
 def test_kernels_of_another_processor_stay_within_the_noise_floor(
-    variable, value, recorded_model, monkeypatch
+    variable, value, recorded_model, monkeypatch, ranks
 ):
     monkeypatch.setenv(variable, value)  # the ranks select their kernels by it
-    checked = check_spec(Spec(RECORD, "a_test", model=recorded_model), "none")
+    checked = check_spec(Spec(RECORD, "a_test", model=recorded_model), "none", ranks)
     assert not checked.report.identical
     assert checked.report.verdict.k < 5  # beyond 10 the comparison is inconclusive
 
@@ -77,12 +86,14 @@ def break_formula(folder: Path, name: str) -> None:
 
 @pytest.mark.long  # test_ci_example.py breaks one in each run
 @pytest.mark.parametrize("name", BREAKS)
-def test_a_changed_formula_fails_and_prints_how_to_reproduce_it(name, recorded_model, tmp_path, monkeypatch):
+def test_a_changed_formula_fails_and_prints_how_to_reproduce_it(
+    name, recorded_model, tmp_path, monkeypatch, ranks
+):
     break_formula(tmp_path, name)
     monkeypatch.chdir(tmp_path)  # from which the ranks import first
     spec = Spec(RECORD, "tests/plugin/test_regression.py::a_test", steps=(0, 1), model=recorded_model)
     with pytest.raises(RegressionError) as caught:
-        check_spec(spec, "none")
+        check_spec(spec, "none", ranks)
     message = str(caught.value)
     assert "tiny_grpo.zip does not match the numbers of the code. " in message
     assert re.search(r"(loss|stat|parameter) .*: recorded .*, replayed ", message)
@@ -92,42 +103,42 @@ def test_a_changed_formula_fails_and_prints_how_to_reproduce_it(name, recorded_m
 
 
 @pytest.mark.long
-def test_rewriting_takes_the_new_numbers_and_shows_what_changed(recorded_model, tmp_path, monkeypatch):
+def test_rewriting_takes_the_new_numbers_and_shows_what_changed(recorded_model, tmp_path, monkeypatch, ranks):
     record = shutil.copy(RECORD, tmp_path / "record.zip")
     break_formula(tmp_path / "core", "clip")
     spec = Spec(Path(record), "a_test", model=recorded_model)
     with monkeypatch.context() as changed:
         changed.chdir(tmp_path / "core")
-        checked = check_spec(spec, "rewrite")
+        checked = check_spec(spec, "rewrite", ranks)
         steps = [line for line in checked.changes if not line.startswith("environment: ")]
         assert len(steps) == 10
         assert re.match(r"step 0: \d+ values, such as ppo_actor/", steps[0])
-        assert check_spec(spec, "rewrite").changes == []
+        assert check_spec(spec, "rewrite", ranks).changes == []
     with pytest.raises(RegressionError, match="does not match the numbers of the code"):
-        check_spec(spec, "none")  # the formula is restored, and the record contains the broken one
+        check_spec(spec, "none", ranks)  # the formula is restored, and the record contains the broken one
 
 
 @pytest.mark.long
-def test_a_missing_record_is_made_once_and_contains_no_path_of_this_machine(recorded_model, tmp_path):
+def test_a_missing_record_is_made_once_and_contains_no_path_of_this_machine(recorded_model, tmp_path, ranks):
     run = [*RUN, "total_train_steps=2"]
     spec = Spec(tmp_path / "new.zip", "a_test", model=recorded_model, run=run)
-    assert check_spec(spec, "once").changes == ["2 steps recorded for the first time"]
-    assert check_spec(spec, "once").changes is None
+    assert check_spec(spec, "once", ranks).changes == ["2 steps recorded for the first time"]
+    assert check_spec(spec, "once", ranks).changes is None
     config = json.dumps(open_record(spec.path).header.config)
     assert str(tmp_path.parent.parent) not in config
     assert str(ROOT) not in config
 
 
-def test_a_missing_record_is_never_generated_unless_requested(tmp_path):
+def test_a_missing_record_is_never_generated_unless_requested(tmp_path, ranks):
     with pytest.raises(RegressionError, match=r"mode 'none' never generates one.*--areal-record=once"):
-        check_spec(Spec(tmp_path / "missing", "a_test"), "none")
+        check_spec(Spec(tmp_path / "missing", "a_test"), "none", ranks)
     with pytest.raises(RegressionError, match="does not define how to generate"):
-        check_spec(Spec(tmp_path / "missing", "a_test"), "once")
+        check_spec(Spec(tmp_path / "missing", "a_test"), "once", ranks)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_cannot_be_replayed_is_refused_before_anything_runs(tmp_path):
+def test_what_cannot_be_replayed_is_refused_before_anything_runs(tmp_path, ranks):
     with pytest.raises(RegressionError, match="0 to 9"):
-        check_spec(Spec(RECORD, "a_test", steps=(0, 10)), "none")
+        check_spec(Spec(RECORD, "a_test", steps=(0, 10)), "none", ranks)
     with pytest.raises(RegressionError, match="model, which is not a folder on this machine"):
-        check_spec(Spec(RECORD, "a_test"), "none")
+        check_spec(Spec(RECORD, "a_test"), "none", ranks)

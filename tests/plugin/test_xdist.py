@@ -14,7 +14,7 @@ from areal_debug import regression
 from replayer.check import ReplayReport, StepResult
 from replayer.noise import Guarantee
 
-def check_spec(spec, mode):
+def check_spec(spec, mode, ranks):
     first, last = spec.steps
     steps = [StepResult(step, 1, 1, 0.5, 1.0, (), {}, {}) for step in range(first, last + 1)]
     if spec.path.name == "red":

@@ -1,0 +1,139 @@
+"""Run a program on ranks again and again without a new interpreter, by forks of a warm process.
+
+this process                                 warm_server.py, starts at once and imports the libraries
+  whatever can be checked meanwhile
+  run(argv) ── request, standard streams ──> fork ─> ranks ─> output -> pipe ─> log, our output
+            <── exit code ─────────────────┘
+any exit (end, error, signal): the server and every descendant are ended
+
+The environment that libraries read once is that of the server: it is set before Python starts, as
+for a new interpreter. All forks share one layout of addresses, which hides what depends on it.
+"""
+
+import json
+import os
+import signal
+import socket
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from areal_core.launch.processes import Child, end_tree, marked_environment, start, thread_limits
+from areal_core.launch.torchrun import copy_output, ended_on_signals, shell_code, terminal_environment
+
+SERVER = Path(__file__).with_name("warm_server.py")
+OURS = Path(__file__).parents[2]
+STDERR = 2
+
+
+@dataclass(frozen=True)
+class WarmRanks:
+    """A process that has imported modules, and forks to run programs.
+
+    `env` has the variables that libraries read once.
+    """
+
+    server: Child
+    channel: socket.socket
+    env: Mapping[str, str]
+
+    def run(
+        self,
+        argv: Sequence[str],
+        num_ranks: int,
+        env: Mapping[str, str],
+        log: Path,
+        echo: bool = True,
+        place: Path | None = None,
+    ) -> int:
+        """Run `-m MODULE ARGUMENT...` or `FILE ARGUMENT...` on ranks that read no input.
+
+        Args:
+            env: changes of the current environment; those of the server cannot change any more.
+            log: file for the output, which also goes to standard output if `echo`.
+            place: folder to run in and to import from; by default the current one.
+
+        Returns:
+            The exit code of the first rank that failed, 0 when none did.
+        """
+        log.parent.mkdir(parents=True, exist_ok=True)
+        reading, writing = os.pipe()
+        with ended_on_signals(), open(reading, "rb") as source, log.open("wb", buffering=0) as file:
+            with open(writing, "wb") as written, open(os.devnull, "rb") as nothing:
+                streams = [nothing.fileno(), written.fileno(), written.fileno()]
+                self._ask(argv, num_ranks, env, place, streams)
+            copy_output(source, file, echo)
+            return self._answer()
+
+    def run_attached(self, argv: Sequence[str], num_ranks: int, env: Mapping[str, str]) -> int:
+        """Run on ranks that have this process's terminal; return as `run` does.
+
+        Ctrl-C is theirs meanwhile.
+        """
+        before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+        try:
+            self._ask(argv, num_ranks, env, None, [0, 1, 2])
+            return self._answer()
+        finally:
+            signal.signal(signal.SIGINT, before)
+
+    def _ask(
+        self,
+        argv: Sequence[str],
+        num_ranks: int,
+        env: Mapping[str, str],
+        place: Path | None,
+        streams: Sequence[int],
+    ) -> None:
+        environment = marked_environment({**self.env, **env}, self.server.mark)
+        request = {"argv": list(argv), "num_ranks": num_ranks, "environment": environment}
+        request["place"] = str(place or Path.cwd())
+        data = json.dumps(request).encode() + b"\n"
+        with suppress(ConnectionError):  # the server has ended: `_answer` has its exit code
+            sent = socket.send_fds(self.channel, [data], streams)
+            self.channel.sendall(data[sent:])
+
+    def _answer(self) -> int:
+        answer = b""
+        with suppress(ConnectionError):
+            while received := self.channel.recv(1024):
+                answer += received
+                if answer.endswith(b"\n"):
+                    return shell_code(json.loads(answer)["code"])
+        return shell_code(self.server.wait()) or 1
+
+
+@contextmanager
+def warm_ranks(
+    env: Mapping[str, str],
+    modules: Sequence[str],
+    attached: bool = False,
+    path: Sequence[Path] | None = None,
+) -> Iterator[WarmRanks]:
+    """Start a process that imports modules while this one continues; end it afterwards.
+
+    Args:
+        env: variables that libraries read once, such as `DETERMINISTIC`.
+        attached: stay in the session of this process, whose terminal ranks may read.
+        path: folders to import the modules from, before the installed packages; by default the
+            current one, as of `python -m`, and that of our packages.
+    """
+    ours, theirs = socket.socketpair()
+    with ours:
+        with theirs:
+            folders = [str(folder) for folder in ((Path.cwd(), OURS) if path is None else path)]
+            settings = {"channel": theirs.fileno(), "modules": list(modules), "path": folders}
+            # -P: the folder of the server is not one to import from
+            command = [sys.executable, "-P", str(SERVER), json.dumps(settings)]
+            # a test whether there is a GPU must not initialise it before the fork
+            fixed = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+            environment = {**thread_limits(1), **terminal_environment(), **fixed, **env}
+            passed = [theirs.fileno()]
+            server = start(command, environment, STDERR, pass_fds=passed, new_session=not attached)
+        try:
+            yield WarmRanks(server, ours, environment)
+        finally:
+            ours.close()
+            end_tree(server)

@@ -1,0 +1,175 @@
+"""Run Python programs in forks of one process that has imported their libraries.
+
+    python warm_server.py SETTINGS    imports the modules of SETTINGS once, by one thread
+      <- {"argv": [...], "num_ranks": N, "environment": {...}, "place": ...}, and standard streams
+      fork ─> rank 0, 1, ...  each runs `argv` in `place` as `python argv` would
+      -> {"code": 0}          or the exit code of the first rank that failed, as of `subprocess`
+
+It is started by its path and imports nothing of ours by itself, so that a fork may import the code
+of another commit. `warm.py` is its other side.
+"""
+
+import atexit
+import ctypes
+import gc
+import json
+import os
+import runpy
+import signal
+import socket
+import sys
+import threading
+import traceback
+from contextlib import suppress
+from importlib import import_module
+from pathlib import Path
+from typing import Any, NoReturn
+
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # <sys/prctl.h>
+MOST_BYTES = 1 << 16
+NUM_STREAMS = 3
+
+
+def main(settings: str) -> None:
+    """Answer the requests until the channel is closed.
+
+    Args:
+        settings: JSON: `channel`, the number of an open socket; `modules` to import, and `path`
+            where they are found besides the installed packages.
+    """
+    given = json.loads(settings)
+    end_with_parent()
+    adopt_orphans()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C is for the ranks and for who asked
+    sys.path[:0] = [folder for folder in given["path"] if folder not in sys.path]
+    gc.disable()  # what is imported stays
+    for name in given["modules"]:
+        with suppress(ImportError):  # not installed, or of another version: a rank says so
+            import_module(name)
+    gc.freeze()
+    gc.enable()
+    with socket.socket(fileno=given["channel"]) as channel:
+        while (received := receive(channel)) is not None:
+            request, streams = received
+            channel.sendall(json.dumps({"code": run_ranks(request, streams, channel)}).encode() + b"\n")
+
+
+def receive(channel: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
+    """Return the next request and its standard streams; None after the last."""
+    data, streams, _, _ = socket.recv_fds(channel, MOST_BYTES, NUM_STREAMS)
+    while data and not data.endswith(b"\n"):
+        more = channel.recv(MOST_BYTES)
+        data = data + more if more else b""
+    return (json.loads(data), streams) if data else None
+
+
+def end_with_parent() -> None:
+    """Let this process get SIGTERM when the one that started it ends, on Linux."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def adopt_orphans() -> None:
+    """Become the parent of processes that ranks leave behind, on Linux."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
+
+
+def run_ranks(request: dict[str, Any], streams: list[int], channel: socket.socket) -> int:
+    """Run a program on its ranks; return 0, or the exit code of the first rank that failed."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    ranks = {fork_rank(request, rank, port, streams, channel) for rank in range(request["num_ranks"])}
+    for stream in streams:
+        os.close(stream)
+    code = 0
+    while ranks:
+        process, status = os.wait()
+        if process in ranks and status and not code:
+            code = os.waitstatus_to_exitcode(status)
+            for other in ranks - {process}:
+                os.kill(other, signal.SIGKILL)
+        ranks.discard(process)
+    end_orphans()
+    return code
+
+
+def end_orphans() -> None:
+    """End what ranks have started and left behind."""
+    children = Path(f"/proc/self/task/{os.getpid()}/children")
+    while True:
+        for process in children.read_text().split() if children.exists() else ():
+            with suppress(ProcessLookupError):
+                os.kill(int(process), signal.SIGKILL)
+        try:
+            os.wait()
+        except ChildProcessError:
+            return
+
+
+def fork_rank(
+    request: dict[str, Any], rank: int, port: int, streams: list[int], channel: socket.socket
+) -> int:
+    """Start a rank of a program and return its process id."""
+    if process := os.fork():
+        return process
+    code = 1
+    try:
+        end_with_parent()
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        channel.close()
+        for number, stream in enumerate(streams):
+            os.dup2(stream, number)
+            os.close(stream)
+        num_ranks = request["num_ranks"]
+        for name in os.environ.keys() - request["environment"].keys():
+            del os.environ[name]
+        os.environ.update(request["environment"])
+        if num_ranks > 1:
+            os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(num_ranks)}
+            os.environ |= {"LOCAL_WORLD_SIZE": str(num_ranks)}
+            os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        os.chdir(request["place"])
+        sys.path.insert(0, request["place"])
+        run_program(request["argv"])
+        code = 0
+    except SystemExit as error:
+        code = exit_code(error)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        end_process(code)
+
+
+def run_program(argv: list[str]) -> None:
+    """Run `-m MODULE ARGUMENT...` or `FILE ARGUMENT...` as the main program."""
+    if argv[0] == "-m":
+        sys.argv = argv[1:]
+        runpy.run_module(argv[1], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = argv
+        runpy.run_path(argv[0], run_name="__main__")
+
+
+def exit_code(error: SystemExit) -> int:
+    """Return the exit code of a program that raised SystemExit; print a message, as Python does."""
+    if error.code is None or isinstance(error.code, int):
+        return error.code or 0
+    print(error.code, file=sys.stderr)
+    return 1
+
+
+def end_process(code: int) -> NoReturn:
+    """Wait for threads and run exit handlers as Python's end does, without the rest of it."""
+    try:
+        threading._shutdown()  # type: ignore[attr-defined]
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+    finally:
+        os._exit(code)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,45 @@
+"""Compiled Python files of libraries, where Python may not write them beside their sources.
+
+Images of containers set PYTHONDONTWRITEBYTECODE, and folders of packages may be read-only. If
+torch was installed without compiled files, too, every process compiles it and Transformers again,
+which takes longer than the rest of a short replay. A private folder of the user has them then.
+"""
+
+import os
+import sys
+from importlib.util import cache_from_source, find_spec
+from pathlib import Path
+
+from areal_core.safety.private import ForeignOwner, default_root, make_private
+
+PREFIX, NEVER_WRITE = "PYTHONPYCACHEPREFIX", "PYTHONDONTWRITEBYTECODE"
+
+
+def cache_bytecode() -> None:
+    """Let this process and those that it starts keep compiled files, if torch has none."""
+    variables = bytecode_variables()
+    os.environ.update(variables)
+    if variables:
+        sys.pycache_prefix, sys.dont_write_bytecode = variables[PREFIX], False
+
+
+def bytecode_variables() -> dict[str, str]:
+    """Return the variables of a Python that keeps compiled files in a folder of this user.
+
+    Empty if torch has compiled files, if Python can write them, or if PYTHONPYCACHEPREFIX is set.
+    """
+    torch = find_spec("torch")
+    if PREFIX in os.environ or torch is None or torch.origin is None:
+        return {}
+    if Path(cache_from_source(torch.origin)).exists():
+        return {}
+    if not sys.dont_write_bytecode and os.access(Path(torch.origin).parent, os.W_OK):
+        return {}
+    root = Path(default_root())
+    folder = root / "bytecode"
+    try:
+        make_private(root)
+        make_private(folder)
+    except (ForeignOwner, OSError):  # slower, and nothing else
+        return {}
+    return {PREFIX: str(folder), NEVER_WRITE: ""}

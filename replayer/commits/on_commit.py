@@ -1,0 +1,56 @@
+"""One rank of a replay with the code of a commit: `python on_commit.py TASK`, in its checkout.
+
+It is run by its path beside the packages of that commit, and uses only what those offer:
+`replayer.run` and `replayer.request`. A commit that lacks them ends with TOO_OLD.
+"""
+
+import json
+import os
+import sys
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from typing import Any
+
+TOO_OLD = 3
+
+
+def main(task: dict[str, Any]) -> None:
+    """Run a task with the code of the current folder; rank 0 writes its report.
+
+    Args:
+        task: `task`, "replay" or "layers"; `request`, members of a `Request`; `place`, the
+            checkout; `report`, the file to write.
+    """
+    sys.pycache_prefix = None  # a cache for all programs is none for a temporary checkout
+    try:
+        from replayer.request import Request
+        from replayer.run import replay, replay_and_compare
+    except ImportError as error:
+        print(f"replay without a new interpreter: {error}", file=sys.stderr)
+        sys.exit(TOO_OLD)
+    given = task["request"]
+    request = Request(**given | {"settings": tuple(given.get("settings", ()))})
+    if task["task"] == "replay":
+        report = replay_and_compare(request).to_dict()
+    else:
+        layers = load_beside("layers")
+        found: list[Any] = []
+        replay(request, [layers.trace_layers(request.last, found.append, task["place"])])
+        report = {"calls": [[vars(call) for call in calls] for calls in found[0]] if found else []}
+    if os.environ.get("RANK", "0") == "0":
+        Path(task["report"]).write_text(json.dumps(report))
+
+
+def load_beside(name: str) -> Any:
+    """Import a file beside this one, which is of another commit than the packages."""
+    spec = spec_from_file_location(f"on_commit_{name}", Path(__file__).with_name(f"{name}.py"))
+    assert spec is not None
+    assert spec.loader is not None
+    module = module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]))

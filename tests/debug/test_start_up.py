@@ -1,0 +1,107 @@
+"""What verbs import, when they say what they do, and where compiled files are kept."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+
+from areal_debug.bytecode import bytecode_variables
+from areal_debug.preflight.command import MODULES as OF_PREFLIGHT
+from areal_debug.replay.ranks import MODULES
+
+# Slow to import, and of no use to a run that reads its batches from a record.
+UNUSED = ["deepdiff", "pandas", "pyarrow", "datasets", "sglang", "vllm", "ray", "wandb", "zarr", "duckdb"]
+UNUSED += ["peft", "trl", "matplotlib", "math_verify"]
+
+
+def loaded_after(modules: tuple[str, ...]) -> tuple[set[str], int]:
+    """Return the modules that a new process has after importing some, and its number of threads."""
+    code = f"""
+import importlib, json, os, sys
+for name in {modules!r}:
+    importlib.import_module(name)
+print(json.dumps([sorted(sys.modules), len(os.listdir("/proc/self/task"))]))
+"""
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, env=environment, check=True)
+    names, num_threads = json.loads(done.stdout)
+    return set(names), num_threads
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_what_replays_import_is_what_they_use_and_starts_no_thread():
+    """A fork has only the thread that forks: others would leave locks that nobody releases."""
+    loaded, num_threads = loaded_after((*MODULES, *OF_PREFLIGHT))
+    assert {"torch", "areal_core.trainer.rl", "areal_debug.replay.observer"} <= loaded
+    assert sorted(loaded & set(UNUSED)) == []
+    assert num_threads == 1
+
+
+@pytest.mark.parametrize("verb", ["replay", "goto", "bisect", "preflight", "why"])
+def test_a_command_checks_its_input_without_torch(verb, tmp_path):
+    """The process that was called prints within a second; another one imports torch meanwhile."""
+    code = f"""
+import sys
+from areal_debug.cli import main
+sys.argv = ["areal-debug", {verb!r}, *sys.argv[1:]]
+try:
+    main()
+finally:
+    print([name for name in ("torch", "transformers", "pandas", "pyarrow") if name in sys.modules])
+"""
+    missing = str(tmp_path / "missing")
+    given = {"bisect": [missing, "--good", "v1"], "preflight": ["--config", missing]}
+    arguments = given.get(verb, [missing])
+    done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (2, "[]\n")
+    assert "Error: " in done.stderr
+
+
+def test_replay_says_what_it_does_before_torch_is_imported(recorded):
+    started_at = time.monotonic()
+    command = [sys.executable, "-m", "areal_debug", "replay", str(recorded), "--to-step", "0"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as running:
+        first = running.stderr.readline()
+        waited_s = time.monotonic() - started_at
+        output, _ = running.communicate()
+        took_s = time.monotonic() - started_at
+    assert first == f"replaying steps 0 to 0 of {recorded} on 1 rank\n"
+    assert running.returncode == 0, output
+    assert waited_s < took_s / 2
+
+
+@pytest.fixture
+def never_written(monkeypatch, tmp_path):
+    """A torch without compiled files, and a Python that may not write them."""
+    package = tmp_path / "torch.py"
+    package.touch()
+    spec = importlib.util.spec_from_file_location("torch", package)
+    monkeypatch.setattr("areal_debug.bytecode.find_spec", lambda name: spec)
+    monkeypatch.setattr("areal_debug.bytecode.default_root", lambda: str(tmp_path / "mine"))
+    monkeypatch.delenv("PYTHONPYCACHEPREFIX", raising=False)
+    monkeypatch.setattr(sys, "pycache_prefix", None)
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    return package
+
+
+def test_compiled_files_are_kept_in_a_private_folder_where_python_may_not_write(never_written, tmp_path):
+    folder = tmp_path / "mine" / "bytecode"
+    assert bytecode_variables() == {"PYTHONPYCACHEPREFIX": str(folder), "PYTHONDONTWRITEBYTECODE": ""}
+    assert [path.stat().st_mode & 0o777 for path in (folder, folder.parent)] == [0o700, 0o700]
+
+
+def test_compiled_files_stay_where_they_are_if_there_are_some_or_the_user_chose(never_written, monkeypatch):
+    monkeypatch.setenv("PYTHONPYCACHEPREFIX", "/a")
+    assert bytecode_variables() == {}
+    monkeypatch.delenv("PYTHONPYCACHEPREFIX")
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)
+    assert bytecode_variables() == {}
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    compiled = importlib.util.cache_from_source(str(never_written))
+    os.makedirs(os.path.dirname(compiled))
+    open(compiled, "w").close()
+    assert bytecode_variables() == {}
