@@ -23,7 +23,7 @@ import traceback
 from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TextIO
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # <sys/prctl.h>
 MOST_BYTES = 1 << 16
@@ -119,9 +119,7 @@ def fork_rank(
         end_with_parent()
         signal.signal(signal.SIGINT, signal.default_int_handler)
         channel.close()
-        for number, stream in enumerate(streams):
-            os.dup2(stream, number)
-            os.close(stream)
+        use_streams(streams)
         num_ranks = request["num_ranks"]
         for name in os.environ.keys() - request["environment"].keys():
             del os.environ[name]
@@ -140,6 +138,21 @@ def fork_rank(
         traceback.print_exc()
     finally:
         end_process(code)
+
+
+def use_streams(streams: list[int]) -> None:
+    """Make open files the standard streams; those of the server may be of another kind."""
+    for number, stream in enumerate(streams):
+        os.dup2(stream, number)
+        os.close(stream)
+    sys.stdin = sys.__stdin__ = open(0, closefd=False)  # noqa: SIM115
+    sys.stdout = sys.__stdout__ = written(1, sys.stdout)
+    sys.stderr = sys.__stderr__ = written(2, sys.stderr)
+
+
+def written(number: int, before: TextIO) -> TextIO:
+    """Return a stream that writes lines to an open file, encoded as another stream."""
+    return open(number, "w", 1, encoding=before.encoding, errors=before.errors, closefd=False)
 
 
 def run_program(argv: list[str]) -> None:

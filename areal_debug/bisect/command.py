@@ -51,7 +51,6 @@ def command(
     from replayer.preconditions import check_model, check_recorded_results, check_steps_present, step_range
     from replayer.request import Request
 
-    note(f"searching {good}..{bad} for the commit that changed the numbers of {record}")
     opened = open_record(record)
     check_recorded_results(opened, "bisect")
     first, last = step_range(opened, from_step, to_step)
@@ -59,6 +58,7 @@ def command(
         last = min(last, first + DEFAULT_STEPS - 1)
     check_steps_present(opened, first, last)
     check_model(opened, model or opened.header.config["actor"]["path"], first)
+    note(f"searching {good}..{bad} for the commit that changed the numbers of {record}")
     refuse_damage(record, len(opened.steps))
     request = Request(record, first, last, model)
     code = repository or Path(__file__).parents[2]

@@ -13,6 +13,7 @@ from click.core import ParameterSource
 from areal_debug.cli import Verb, force_option, json_option, output_option
 from areal_debug.render import (
     console,
+    count,
     errors_as_sentences,
     fail,
     hides_progress,
@@ -153,7 +154,6 @@ def command(
         fail("give either RECORD, or --engine URL with --prompts, to compare with the model")
     if output is not None:
         refuse_existing(output, force)
-    note(f"checking {record or ', '.join(engines)}")
     from areal_debug.consistency.render import print_report, print_verdict
     from consistency.report import check_gates, document, exit_code
 
@@ -199,6 +199,7 @@ def check_recorded(
     if not model:
         fail(f"{path} does not name the model that sampled it: give --model PATH")
     request = request_of(model, options)
+    note(f"scoring {count(len(steps), 'step')} of {path} with {model}")
     sampling, notes = (None, ()) if record.header.config_is_ours else given_sampling(record, model, options)
     sampled = read_record(record, steps, sampling)
     sampled = replace(sampled, notes=(*notes, *sampled.notes))

@@ -6,6 +6,7 @@ import shutil
 import sys
 import threading
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 from rich.console import Console
@@ -22,6 +23,9 @@ from areal_debug.render import (
     sparkline,
     styled,
 )
+
+if TYPE_CHECKING:
+    from areal_core.launch.warm import WarmRanks
 
 DEMO = Path(__file__).parent
 OUTPUTS = {"runs", "logs", "model-untrained", "model", "record"}
@@ -56,22 +60,15 @@ def command(output: Path | None, force: bool, steps: int, nproc: int, seed: int,
     out.print(
         styled("[bold]1. SFT: a tiny model learns to add from examples, until some answers are right.[/bold]")
     )
-    fine_tune(out, output, seed)
-    out.print(styled("\n[bold]2. GRPO on {} FSDP2 ranks, every step recorded.[/bold]", nproc))
-    run_bar(
-        out,
-        "GRPO",
-        "grpo.py",
-        [*options, "--dump-rollout", str(output / "record")],
-        nproc,
-        output,
-        "grpo",
-        steps,
-    )
-    show_rewards(out, stats_file(output, "grpo"))
+    with replay_ranks() as ranks:
+        fine_tune(ranks, out, output, seed)
+        out.print(styled("\n[bold]2. GRPO on {} FSDP2 ranks, every step recorded.[/bold]", nproc))
+        recorded = ["--dump-rollout", str(output / "record")]
+        run_bar(ranks, out, "GRPO", "grpo.py", [*options, *recorded], nproc, output, "grpo", steps)
+        show_rewards(out, stats_file(output, "grpo"))
     out.print(styled("\n[bold]3. The record is replayed: no engine, no sampling, the same bits.[/bold]"))
     request = Request(str(output / "record"), 0, steps - 1)
-    with replay_ranks() as ranks:
+    with replay_ranks() as ranks:  # forks of the process that trained would prove less
         report = replay_on_ranks(ranks, request, nproc, hidden)
     if as_json:
         print_json({"output": str(output), "replay": report.to_dict()})
@@ -104,17 +101,17 @@ def new_folder(output: Path | None, force: bool) -> Path:
     return output.resolve()
 
 
-def fine_tune(out: Console, output: Path, seed: int) -> None:
+def fine_tune(ranks: "WarmRanks", out: Console, output: Path, seed: int) -> None:
     """Make the model and fine-tune it on examples; write it to `output/model`."""
     arguments = ["--config", str(DEMO / "sft.yaml"), f"cluster.fileroot={output}/runs", f"seed={seed}"]
-    run_bar(
-        out, "SFT", "sft.py", [*arguments, f"actor.path={output}/model-untrained"], 1, output, "sft", None
-    )
+    arguments.append(f"actor.path={output}/model-untrained")
+    run_bar(ranks, out, "SFT", "sft.py", arguments, 1, output, "sft", None)
     trained = next((output / "runs" / "checkpoints").glob("*/demo/sft/default/final"))
     trained.rename(output / "model")
 
 
 def run_bar(
+    ranks: "WarmRanks",
     out: Console,
     title: str,
     script: str,
@@ -125,9 +122,6 @@ def run_bar(
     total: int | None,
 ) -> None:
     """Run a script of the demo on its ranks, under a progress bar of its steps."""
-    from areal_core.environment import DETERMINISTIC
-    from areal_core.launch.torchrun import run_ranks
-
     ended = threading.Event()
     columns = (
         TextColumn("   {task.description}"),
@@ -135,6 +129,7 @@ def run_bar(
         TextColumn("{task.completed} steps"),
         TimeElapsedColumn(),
     )
+    log = output / "logs" / trial / "trainer.log"
     with Progress(*columns, console=out, transient=True) as progress:
         task = progress.add_task(f"{title}: starting {num_ranks} process{'es' * (num_ranks > 1)}", total=None)
 
@@ -147,11 +142,10 @@ def run_bar(
         follower.start()
         try:
             command = ["-m", "areal_debug.train.script", str(DEMO / script), *arguments]
-            code = run_ranks(command, num_ranks, DETERMINISTIC, output / "logs" / trial, echo=False)
+            code = ranks.run(command, num_ranks, {}, log, echo=False)
         finally:
             ended.set()
             follower.join()
-    log = output / "logs" / trial / "trainer.log"
     if code != 0:
         fail(
             "\n".join(

@@ -33,7 +33,6 @@ def command(
     from recorder import open_record
     from replayer.commits.first_step import bisect_steps, explain_step
 
-    note(f"comparing the weights of {left} and {right}")
     here, there = open_record(left), open_record(right)
     found = bisect_steps(here, there)
     report = explain_step(here, there, found)
@@ -41,6 +40,7 @@ def command(
     if layers and found.step is not None:
         from replayer.commits.own_code import layers_with_own_code
 
+        note(f"replaying step {found.step} of both, each with its own code")
         code = repository or Path(__file__).parents[2]
         traced = layers_with_own_code(here, there, found.step, model, code)
     if as_json:

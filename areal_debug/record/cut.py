@@ -92,10 +92,10 @@ def cut(
     if micro_batch is not None and sample is not None:
         fail("--micro-batch and --sample exclude each other: give one of them")
     request = CutRequest(record, step, "", micro_batch, sample, symptom, keep_advantages, model, max_seconds)
-    note(f"cutting step {step} of {record}")
     opened = open_record(record)
     check_cut(opened, request)
     check_destination(location_of(destination), force)
+    note(f"cutting step {step} of {record}")
     refuse_damage_of(record, len(opened.steps))
     with tempfile.TemporaryDirectory(prefix="areal-debug-cut-") as scratch:
         folder = Path(scratch) / "record"

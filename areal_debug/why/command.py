@@ -56,7 +56,6 @@ def command(
 
     if output is not None:
         refuse_existing(output, force)
-    note(f"comparing {left} and {right}" if right else f"replaying {left}")
     options = Options(repository or Path(__file__).parents[2], model, not no_replay, note)
     report = explain_both(left, right, options) if right else explain_replay(left, options)
     if output is not None:
@@ -96,6 +95,7 @@ def explain_replay(record: str, options: "Options") -> "WhyReport":
         raise ReplayError("without B, A is replayed: give a second record, or leave out --no-replay")
     opened = open_record(record)
     check_recorded_results(opened, "why")
+    options.note(f"replaying {record}")
     with runner(options.model) as run:
         replayed = run.replay_all(opened)
         if replayed is None:

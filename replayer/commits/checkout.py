@@ -10,6 +10,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.util import cache_from_source
 from pathlib import Path
 
 from areal_core.launch.torchrun import ended_on_signals
@@ -36,9 +37,7 @@ class Checkout:
             # Python compares seconds and sizes, which may be equal in both commits
             changed = git(self.place, "diff", "--name-only", "-z", self.commit, wanted, "--", "*.py")
             for name in filter(None, changed.split("\0")):
-                source = self.place / name
-                for compiled in source.parent.glob(f"__pycache__/{source.stem}.*.pyc"):
-                    compiled.unlink()
+                Path(cache_from_source(str(self.place / name))).unlink(missing_ok=True)
         hooks_off = ("-c", f"core.hooksPath={os.devnull}")
         git(self.place, *hooks_off, "checkout", "--quiet", "--force", "--detach", wanted)
         self.commit = wanted
@@ -71,7 +70,9 @@ def private_folder() -> Iterator[Path]:
     try:
         yield folder
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        compiled = Path(cache_from_source(str(folder / "any.py"))).parent  # elsewhere, if so configured
+        for made in (folder, compiled):
+            shutil.rmtree(made, ignore_errors=True)
         os.close(handle)
 
 

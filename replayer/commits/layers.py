@@ -16,12 +16,12 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
-
 from recorder.checksum_json import checksum
 
 if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
     from areal_core.trainer.rl import Observer, PPOTrainer
     from recorder import Record
     from replayer.request import Request
@@ -50,9 +50,11 @@ class Call:
     functions: tuple[str, ...] = ()
 
 
-def first_tensor(value: Any) -> Tensor | None:
+def first_tensor(value: Any) -> "Tensor | None":
     """Return the first tensor in a module's arguments or result, which may be nested."""
-    if isinstance(value, Tensor):
+    import torch  # not at the top: commands import this file
+
+    if isinstance(value, torch.Tensor):
         return value
     items = value.values() if isinstance(value, dict) else value if isinstance(value, tuple | list) else ()
     return next((found for item in items if (found := first_tensor(item)) is not None), None)
@@ -60,17 +62,21 @@ def first_tensor(value: Any) -> Tensor | None:
 
 def tensor_checksum(value: Any) -> str | None:
     """Return the crc32c of the first tensor's bytes, None if there is none."""
+    import torch
+
     tensor = first_tensor(value)
     if tensor is None:
         return None
     return checksum(tensor.detach().contiguous().cpu().view(torch.uint8).numpy())
 
 
-def described(module: torch.nn.Module) -> tuple[str, str | None, int | None]:
+def described(module: "torch.nn.Module") -> tuple[str, str | None, int | None]:
     """Return the class of a module that defines its forward, its file and the forward's first line.
 
     The file is named from its package's folder. FSDP puts classes of its own before that one.
     """
+    import torch
+
     cls = next((cls for cls in type(module).__mro__ if "forward" in vars(cls)), torch.nn.Identity)
     code = getattr(inspect.unwrap(vars(cls)["forward"]), "__code__", None)
     if code is None:
@@ -88,7 +94,7 @@ class Tracer:
         self._open: list[set[str]] = []  # functions called in each unfinished module, outermost first
         self._handles: list[Any] = []
 
-    def start(self, model: torch.nn.Module) -> None:
+    def start(self, model: "torch.nn.Module") -> None:
         """Observe every module from now on."""
         for name, module in model.named_modules():
             self._handles.append(module.register_forward_pre_hook(self._begin))
@@ -108,11 +114,11 @@ class Tracer:
             if code.co_filename != __file__:
                 self._open[-1].add(f"{path}:{code.co_firstlineno}:{code.co_qualname}")
 
-    def _begin(self, module: torch.nn.Module, arguments: Any) -> None:
+    def _begin(self, module: "torch.nn.Module", arguments: Any) -> None:
         self._open.append(set())
 
     def _end_of(self, name: str) -> Callable[..., None]:
-        def end(module: torch.nn.Module, arguments: Any, keywords: Any, result: Any) -> None:
+        def end(module: "torch.nn.Module", arguments: Any, keywords: Any, result: Any) -> None:
             functions = tuple(sorted(self._open.pop() if self._open else ()))
             given, found = tensor_checksum((arguments, keywords)), tensor_checksum(result)
             self.calls.append(Call(name, given, found, *described(module), functions))

@@ -21,7 +21,6 @@ def main(task: dict[str, Any]) -> None:
         task: `task`, "replay" or "layers"; `request`, members of a `Request`; `place`, the
             checkout; `report`, the file to write.
     """
-    sys.pycache_prefix = None  # a cache for all programs is none for a temporary checkout
     try:
         from replayer.request import Request
         from replayer.run import replay, replay_and_compare
