@@ -145,9 +145,9 @@ def use_streams(streams: list[int]) -> None:
     for number, stream in enumerate(streams):
         os.dup2(stream, number)
         os.close(stream)
-    sys.stdin = sys.__stdin__ = open(0, closefd=False)  # noqa: SIM115
-    sys.stdout = sys.__stdout__ = written(1, sys.stdout)
-    sys.stderr = sys.__stderr__ = written(2, sys.stderr)
+    sys.stdin = open(0, closefd=False)  # noqa: SIM115
+    sys.stdout = written(1, sys.stdout)
+    sys.stderr = written(2, sys.stderr)
 
 
 def written(number: int, before: TextIO) -> TextIO:
