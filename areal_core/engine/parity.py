@@ -141,7 +141,9 @@ def require_invariance(engine: FSDPEngine, name: str) -> None:
         )
     require_invariant_products(engine.model)
     rows = random_rows(LENGTHS, engine.model.config.get_text_config().vocab_size)
-    difference = _largest(engine, columns_of(engine, rows), [columns_of(engine, [row])[0] for row in rows])
+    difference = largest_difference(
+        engine, columns_of(engine, rows), [columns_of(engine, [row])[0] for row in rows]
+    )
     if difference > 0:
         raise ModelError(
             f"{name}: attn_impl is 'batch_invariant', and packed rows of this {engine.model.config.model_type!r} "
