@@ -28,7 +28,10 @@ def bytecode_variables() -> dict[str, str]:
 
     Empty if torch has compiled files, if Python can write them, or if PYTHONPYCACHEPREFIX is set.
     """
-    torch = find_spec("torch")
+    try:
+        torch = find_spec("torch")
+    except ImportError:
+        return {}
     if PREFIX in os.environ or torch is None or torch.origin is None:
         return {}
     if Path(cache_from_source(torch.origin)).exists():

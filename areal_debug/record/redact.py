@@ -13,7 +13,6 @@ from areal_debug.render import (
     console,
     errors_as_sentences,
     print_json,
-    refuse_existing,
     styled,
     with_progress,
 )
@@ -59,7 +58,8 @@ def redact(
     from recorder import open_record
     from recorder.sharing.redact import Rules, redact_record
 
-    refuse_existing(destination, force=False)
+    if destination.exists() or destination.is_symlink():
+        raise ValueError(f"{destination} exists already: give another path, a copy is never replaced")
     opened = open_record(record)
     decode = load_decoder(opened)
     rules = Rules(patterns, not without_text, not without_images)

@@ -81,10 +81,10 @@ def tar_members(path: Path, notes: list[str]) -> Iterator[tuple[str, bytes]]:
     damage.
     """
     try:
-        # A stream reads 10 kB at a time: only what is compressed needs it, where going back is slow.
+        # A stream reads 10 kB at a time: only for what is compressed, where going back is slow.
         with tarfile.open(path, "r:" if is_plain(path) else "r|*") as tar:
             for member in iter(tar.next, None):
-                tar.members.clear()  # else it keeps 1 kB of each
+                tar.members.clear()  # type: ignore[attr-defined]  # else it keeps 1 kB of each
                 if not member.isreg():
                     continue
                 if member.size > MAX_FILE_BYTES:

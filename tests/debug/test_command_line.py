@@ -19,12 +19,16 @@ COMMAND = Path(sys.executable).parent / "areal-debug"
 MAY_HAVE_TO = {
     "record archive",
     "record cut",
+    "record redact",
     "record extract",
     "record import",
     "record export",
     "hang collect",
 }
-NEVER_REPLACES = {"hang watch": "every hang gets a folder of its own, named by the time"}
+NEVER_REPLACES = {
+    "hang watch": "every hang gets a folder of its own, named by the time",
+    "record redact": "a copy that is there may be the only one without credentials",
+}
 
 
 def walk(group: click.Group, path: tuple[str, ...] = ()) -> Iterator[tuple[str, click.Command]]:
@@ -171,7 +175,7 @@ def test_names_of_options_mean_the_same_in_every_verb(name):
     assert ("--output" in options) == ("-o" in options)
     assert not {"--record", "--record-to", "--save", "--markdown", "--set"} & set(options)
     assert options.get("--html") is (options["--output"] if name == "why" else None)
-    assert ("--engine" in options) == (name == "consistency")
+    assert ("--engine" in options) == (name in ("consistency", "certify"))
     writes = bool({"--output", "--to", "--dump-rollout"} & set(options))
     assert ("--force" in options) == (writes and name not in NEVER_REPLACES)
     if "--step" in options:

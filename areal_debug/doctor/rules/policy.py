@@ -291,7 +291,7 @@ def policy_drifts_for_nothing(run: Run) -> Alarm | None:
 def gradients_spike(run: Run) -> Alarm | None:
     """D17: single steps whose gradient norm is many times that of their neighbours, or not finite.
 
-    By count (2 % of the steps, three at least, beyond 5 times) or by size (three steps beyond 10 times).
+    By count (2 % of the steps, three at least, beyond 5 times) or by size (three beyond 10 times).
     """
     norm = run.series.get("grad_norm")
     if norm is None:

@@ -12,7 +12,7 @@ SHIFTED = 6.0  # standard errors of that comparison
 JUMPED = 4.0  # times the noise, from one step to the next
 FALLEN = 2.0  # standard errors that the reward must lose at the same step
 LEAST_SHIFT = 0.15  # of the level before
-# With the least change that counts: near 0, spikes of the approximate KL are large beside its noise.
+# With the least change that counts: near 0, spikes of the KL are large beside its noise.
 WATCHED = {
     "entropy": 0.0, "length": 0.0, "grad_norm": 0.0, "reference_kl": 0.0, "approx_kl": 0.05, "clip_ratio": 0.0,
 }  # fmt: skip
