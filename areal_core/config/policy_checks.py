@@ -163,6 +163,18 @@ def routed_experts_can_be_replayed(config: PPOConfig) -> Iterator[str]:
         yield f"{asked} and the servers are vLLM's, which are not asked for experts: use sglang, or set it to false"
     if config.actor.fsdp.compile:
         yield f"{asked} and actor.fsdp.compile is True; compiled layers cannot replay experts: set one to false"
+    if config.actor.enable_tree_training:
+        yield f"{asked} and actor.enable_tree_training is True; rows that share tokens may have other experts: set one to false"
+    if config.actor.attn_impl == "batch_invariant":
+        yield f"{asked} and actor.attn_impl is 'batch_invariant', whose engine keeps no experts: use attn_impl=sdpa"
+
+
+def trees_have_an_attention(config: PPOConfig) -> Iterator[str]:
+    if config.actor.enable_tree_training and config.actor.attn_impl == "batch_invariant":
+        yield (
+            "actor.enable_tree_training is True and actor.attn_impl is 'batch_invariant'; the bits of trees are not "
+            "those of sampled rows: set the first to false, or use attn_impl=sdpa"
+        )
 
 
 def overlong_penalty_is_complete(config: PPOConfig) -> Iterator[str]:
@@ -370,6 +382,7 @@ PPO_COUPLINGS = (
     rollout_limits_let_something_run,
     sglang_serves_layers_without_experts,
     routed_experts_can_be_replayed,
+    trees_have_an_attention,
     consistency_has_logprobs_to_compare,
     consumer_batch_is_the_train_batch,
     groups_have_n_samples,

@@ -201,6 +201,18 @@ def test_all_disagreements_are_reported_at_once():
             {"rollout.return_routed_experts": True, "actor.fsdp.compile": True},
             "rollout.return_routed_experts is True and actor.fsdp.compile is True",
         ),
+        (
+            {"rollout.return_routed_experts": True, "actor.enable_tree_training": True},
+            "rollout.return_routed_experts is True and actor.enable_tree_training is True",
+        ),
+        (
+            {"rollout.return_routed_experts": True, "actor.attn_impl": "batch_invariant"},
+            "rollout.return_routed_experts is True and actor.attn_impl is 'batch_invariant'",
+        ),
+        (
+            {"actor.enable_tree_training": True, "actor.attn_impl": "batch_invariant"},
+            "actor.enable_tree_training is True and actor.attn_impl is 'batch_invariant'",
+        ),
     ],
 )
 def test_option_without_its_feature_is_refused_by_name(changes, error_text):
