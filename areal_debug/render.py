@@ -151,6 +151,12 @@ def note(text: str) -> None:
         console(stderr=True).print(text, style="dim")
 
 
+def announce(text: str) -> None:
+    """Say on a terminal what begins, on one line; a log gets what came of it."""
+    if console(stderr=True).is_terminal:
+        note(printable(text, len(text)))
+
+
 def fail(message: str, code: int = 2) -> NoReturn:
     """End the command with one sentence on standard error; 2 is misuse, 1 a problem found.
 

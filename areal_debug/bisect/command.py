@@ -7,7 +7,7 @@ import click
 from rich.console import Console
 
 from areal_debug.cli import Verb, json_option, model_option
-from areal_debug.render import console, errors_as_sentences, format_value, note, print_json, styled
+from areal_debug.render import announce, console, errors_as_sentences, format_value, note, print_json, styled
 
 if TYPE_CHECKING:
     from replayer.commits.bisect import BisectReport
@@ -58,7 +58,7 @@ def command(
         last = min(last, first + DEFAULT_STEPS - 1)
     check_steps_present(opened, first, last)
     check_model(opened, model or opened.header.config["actor"]["path"], first)
-    note(f"searching {good}..{bad} for the commit that changed the numbers of {record}")
+    announce(f"searching {good}..{bad} for the commit that changed the numbers of {record}")
     refuse_damage(record, len(opened.steps))
     request = Request(record, first, last, model)
     code = repository or Path(__file__).parents[2]

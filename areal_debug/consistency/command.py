@@ -12,13 +12,13 @@ from click.core import ParameterSource
 
 from areal_debug.cli import Verb, force_option, json_option, output_option
 from areal_debug.render import (
+    announce,
     console,
     count,
     errors_as_sentences,
     fail,
     hides_progress,
     is_quiet,
-    note,
     print_json,
     refuse_existing,
 )
@@ -199,7 +199,7 @@ def check_recorded(
     if not model:
         fail(f"{path} does not name the model that sampled it: give --model PATH")
     request = request_of(model, options)
-    note(f"scoring {count(len(steps), 'step')} of {path} with {model}")
+    announce(f"scoring {count(len(steps), 'step')} of {path} with {model}")
     sampling, notes = (None, ()) if record.header.config_is_ours else given_sampling(record, model, options)
     sampled = read_record(record, steps, sampling)
     sampled = replace(sampled, notes=(*notes, *sampled.notes))

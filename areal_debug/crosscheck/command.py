@@ -3,7 +3,7 @@
 import click
 
 from areal_debug.cli import Verb, json_option, step_option
-from areal_debug.render import errors_as_sentences, note, print_json
+from areal_debug.render import announce, errors_as_sentences, print_json
 
 EXIT_CODES = {"equal": 0, "differs": 1, "not checked": 2}
 
@@ -36,7 +36,7 @@ def command(record: str, opinions: str, step: int | None, model: str | None, as_
     from replayer.crosscheck.step_rows import read_confined
 
     names = parse_opinions(opinions)
-    note(f"recomputing {'the first step' if step is None else f'step {step}'} of {record}")
+    announce(f"recomputing {'the first step' if step is None else f'step {step}'} of {record}")
     report = crosscheck(read_confined(record, step), names, model)
     if as_json:
         print_json(report.to_dict())

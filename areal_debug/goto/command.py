@@ -10,12 +10,12 @@ import click
 from areal_debug.cli import Verb, force_option, json_option, model_option, output_option, step_option
 from areal_debug.goto.render import GotoOptions
 from areal_debug.render import (
+    announce,
     console,
     count,
     errors_as_sentences,
     fail,
     is_quiet,
-    note,
     print_json,
     refuse_existing,
 )
@@ -84,7 +84,7 @@ def command(
     check_model(opened, model or opened.header.config["actor"]["path"], step)
     save = None if output is None else str(output)
     options = GotoOptions(stage, do, rank, model, save, keep_going, as_json or (is_quiet() and not do))
-    note(f"going to step {step} of {record} on {count(num_ranks, 'rank')}")
+    announce(f"going to step {step} of {record} on {count(num_ranks, 'rank')}")
     report = run_attached(["goto", record, str(step), json.dumps(asdict(options))], num_ranks)
     if as_json:
         print_json(report)

@@ -7,7 +7,7 @@ from typing import Any
 import click
 
 from areal_debug.cli import Verb, json_option
-from areal_debug.render import console, errors_as_sentences, fail, is_quiet, note, print_json, read_report
+from areal_debug.render import announce, console, errors_as_sentences, fail, is_quiet, print_json, read_report
 
 DTYPES = ("bfloat16", "float32", "float16")
 
@@ -40,7 +40,7 @@ def command(model: str, dtype: str, allocation: str, as_json: bool) -> None:
     if train is None:
         raise ValueError(f"--allocation {allocation!r} has no training part: give one such as fsdp:d2")
     sizes = {"context": train.context, "tensor": train.tensor}
-    note(f"checking {model} as {train}")
+    announce(f"checking {model} as {train}")
     report = measure_on_ranks(model, dtype, sizes, train.world_size)
     if as_json:
         print_json(report | {"allocation": str(train)})

@@ -11,12 +11,12 @@ import click
 
 from areal_debug.cli import Verb, json_option, nproc_option
 from areal_debug.render import (
+    announce,
     console,
     count,
     errors_as_sentences,
     fail,
     is_quiet,
-    note,
     print_json,
     print_log_end,
 )
@@ -83,7 +83,7 @@ def command(
     from replayer.preflight.scan import scan_sources
     from replayer.preflight.source_files import source_files
 
-    note(f"preflight of {config_file}: reading settings and source files")
+    announce(f"preflight of {config_file}: reading settings and source files")
     record, overrides = split_inputs(inputs)
     arguments = ["--config", config_file, *overrides]
     num_ranks = nproc or ranks_of(arguments)
@@ -98,7 +98,9 @@ def command(
         runs or (THOROUGH_RUNS if thorough else RUNS),
         as_is,
     )
-    note(f"running {count(repeats.num_steps, 'step')} {repeats.num_runs} times on {count(num_ranks, 'rank')}")
+    announce(
+        f"running {count(repeats.num_steps, 'step')} {repeats.num_runs} times on {count(num_ranks, 'rank')}"
+    )
     with tempfile.TemporaryDirectory() as folder:
         report = repeat_steps(Path(folder), repeats)
     report = replace(report, findings=report.findings + tuple(around))

@@ -12,6 +12,7 @@ from areal_debug.record.cut_text import count, numbers_of
 from areal_debug.render import (
     QUIET,
     REPORT_FILE,
+    announce,
     console,
     errors_as_sentences,
     fail,
@@ -95,7 +96,7 @@ def cut(
     opened = open_record(record)
     check_cut(opened, request)
     check_destination(location_of(destination), force)
-    note(f"cutting step {step} of {record}")
+    announce(f"cutting step {step} of {record}")
     refuse_damage_of(record, len(opened.steps))
     with tempfile.TemporaryDirectory(prefix="areal-debug-cut-") as scratch:
         folder = Path(scratch) / "record"

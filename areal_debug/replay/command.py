@@ -15,6 +15,7 @@ from areal_debug.cli import (
     overrides_argument,
 )
 from areal_debug.render import (
+    announce,
     console,
     count,
     errors_as_sentences,
@@ -123,7 +124,7 @@ def command(
     record_to = None if output is None else str(output)
     request = Request(record, first, last, model, changes, row_filter, edit, reward, record_to, config=config)
     num_ranks = nproc or opened.header.world_size
-    note(f"replaying steps {first} to {last} of {record} on {count(num_ranks, 'rank')}")
+    announce(f"replaying steps {first} to {last} of {record} on {count(num_ranks, 'rank')}")
     with replay_ranks() as ranks:
         check_request(opened, request, force)
         report = run_replay(ranks, opened, request, num_ranks, as_json)
@@ -219,7 +220,7 @@ def explain_step(record: "Record", step: int, model: str | None, config: str | N
 
     step_range(record, step, step)
     check_steps_present(record, step, step)
-    note(f"explaining step {step} of {record.path}")
+    announce(f"explaining step {step} of {record.path}")
     with replay_ranks() as ranks:
         options = replay_config(record, model, file=config)
         check_model(record, options.actor.path, step)

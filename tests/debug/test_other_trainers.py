@@ -158,6 +158,7 @@ def verbs_on(record: Path, model: Path, out: Path) -> dict[str, tuple[list, int]
         "record verify": ([record], 0),
         "record archive": ([record, "--to", out / "archive.zip"], 0),
         "record cut": ([record, "--step", 1, "--to", out / "cut.zip"], 2),
+        "record redact": ([record, "--to", out / "redacted", "--without-text"], 0),
         "record extract": ([out / "archive.zip", "--to", out / "extracted"], 0),
         "record export": ([record, "--format", "jsonl", "--to", out / "rows.jsonl"], 0),
     }

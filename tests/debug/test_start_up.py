@@ -64,12 +64,15 @@ finally:
 def test_replay_says_what_it_does_before_torch_is_imported(recorded):
     started_at = time.monotonic()
     command = [sys.executable, "-m", "areal_debug", "replay", str(recorded), "--to-step", "0"]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as running:
+    as_terminal = {**os.environ, "FORCE_COLOR": "1"}
+    with subprocess.Popen(
+        command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=as_terminal
+    ) as running:
         first = running.stderr.readline()
         waited_s = time.monotonic() - started_at
         output, _ = running.communicate()
         took_s = time.monotonic() - started_at
-    assert first == f"replaying steps 0 to 0 of {recorded} on 1 rank\n"
+    assert "replaying steps 0 to 0 of " in first
     assert running.returncode == 0, output
     assert waited_s < took_s / 2
 

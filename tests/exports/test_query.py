@@ -194,7 +194,7 @@ def test_schema_lists_tables_and_columns(full):
     code, out, _ = run(full, "--schema", "--json")
     tables = {table["table"]: table["columns"] for table in json.loads(out)}
     assert code == 0
-    assert list(tables) == ["steps", "samples", "tokens", "outcomes"]
+    assert list(tables) == ["steps", "samples", "tokens", "outcomes", "calls", "tool_calls"]
     assert tables["samples"]["advantages"] == "FLOAT[]"
     assert tables["tokens"]["logprob"] == "FLOAT"
     assert "advantages" in run(full, "--schema")[1]

@@ -69,7 +69,8 @@ def test_a_replay_has_the_recorded_bits(record):
 
 
 def test_an_archive_has_the_experts(record, tmp_path):
-    assert CliRunner().invoke(command, ["archive", record.path, str(tmp_path / "run.zarr")]).exit_code == 0
+    done = CliRunner().invoke(command, ["archive", record.path, "--to", str(tmp_path / "run.zarr")])
+    assert done.exit_code == 0, done.output
     archived = open_record(str(tmp_path / "run.zarr")).step(0).batch(0, ("routed_experts",))
     assert np.array_equal(
         archived["routed_experts"], record.step(0).batch(0, ("routed_experts",))["routed_experts"]
