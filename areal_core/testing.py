@@ -3,7 +3,7 @@
 import asyncio
 import hashlib
 import string
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -182,6 +182,19 @@ def step_with_gradients(
     return result, gradients
 
 
+def complete_response(
+    req: ModelRequest, tokens: Sequence[int], version: int = 0, logprob: float = -0.5
+) -> ModelResponse:
+    """Return an answer that ended by a stop token, with one log-prob for all of its tokens."""
+    return ModelResponse(
+        input_tokens=list(req.input_ids),
+        output_tokens=list(tokens),
+        output_logprobs=[logprob] * len(tokens),
+        output_versions=[version] * len(tokens),
+        stop_reason="stop",
+    )
+
+
 @dataclass
 class ScriptedEngine:
     """An inference engine that follows a script: completions are a pure function of prompt tokens.
@@ -207,13 +220,7 @@ class ScriptedEngine:
         prompt = tuple(req.input_ids)
         digest = int.from_bytes(hashlib.sha256(repr(prompt).encode()).digest()[:4], "big")
         tokens = self.completions[prompt] if prompt in self.completions else [digest % self.vocabulary_size]
-        return ModelResponse(
-            input_tokens=list(prompt),
-            output_tokens=list(tokens),
-            output_logprobs=[-1.0] * len(tokens),
-            output_versions=[self.version] * len(tokens),
-            stop_reason="stop",
-        )
+        return complete_response(req, tokens, self.version, logprob=-1.0)
 
     def set_version(self, version: int) -> None:
         """Set the version of the weights of later answers."""

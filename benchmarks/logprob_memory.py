@@ -10,6 +10,8 @@ tests/engine/test_logprobs.py tests that the two agree.
 
 import argparse
 import multiprocessing
+import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -51,12 +53,15 @@ def memory_mib(name: str) -> float:
     return int(lines[name].split()[0]) / 1024
 
 
-def peak_of(way: str, options: argparse.Namespace) -> float:
+def peak_of(measure: Callable[..., None], way: str, *arguments: object) -> float:
+    """Return the MiB that `measure(way, *arguments, queue)` puts, in a new process."""
     context = multiprocessing.get_context("spawn")
     queue = context.Queue()
-    process = context.Process(target=rise_of_peak_mib, args=(way, options, queue))
+    process = context.Process(target=measure, args=(way, *arguments, queue))
     process.start()
     process.join()
+    if process.exitcode:
+        sys.exit(f"the process that measures memory of {way} ended with {process.exitcode}")
     return queue.get()
 
 
@@ -68,7 +73,7 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
     options = parser.parse_args()
-    ours, whole = (peak_of(way, options) for way in WAYS)
+    ours, whole = (peak_of(rise_of_peak_mib, way, options) for way in WAYS)
     print(
         f"{options.tokens:,} tokens, vocabulary {options.vocabulary:,}, hidden {options.hidden}, {options.dtype}: "
         f"{ours:,.0f} MiB by chunks, {whole:,.0f} MiB with all logits, a ratio of {whole / max(ours, 1):.1f}"

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from logprob_memory import memory_mib
+from logprob_memory import memory_mib, peak_of
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from areal_core.engine.attention import PACKED
@@ -97,16 +97,6 @@ def peak_mib(way: str, vocabulary_size: int, num_tokens: int, queue: "multiproce
     queue.put(memory_mib("VmHWM") - before)
 
 
-def peak_of(way: str, vocabulary_size: int, num_tokens: int) -> float:
-    """Return the MiB by which the peak of a new process rises."""
-    context = multiprocessing.get_context("spawn")
-    queue = context.Queue()
-    process = context.Process(target=peak_mib, args=(way, vocabulary_size, num_tokens, queue))
-    process.start()
-    process.join()
-    return queue.get()
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tokens", type=int, default=1_000_000)
@@ -126,7 +116,7 @@ def main() -> None:
         f"({detailed / bare:.2f} with entropy, rank and the likeliest tokens of all)"
     )
     ours, naive = (
-        peak_of(way, options.vocabulary, options.score_tokens) for way in ("score", "whole logits")
+        peak_of(peak_mib, way, options.vocabulary, options.score_tokens) for way in ("score", "whole logits")
     )
     print(
         f"peak memory: {ours:,.0f} MiB, {naive:,.0f} MiB for all logits at once, a ratio of {naive / max(ours, 1):.1f}"

@@ -16,13 +16,12 @@ that of tree steps, of consecutive steps; ratios of CPU time also hold on a busy
 
 import argparse
 import multiprocessing
-import sys
 import tempfile
 from functools import partial
 from pathlib import Path
 
 import torch
-from logprob_memory import memory_mib
+from logprob_memory import memory_mib, peak_of
 from torch import Tensor
 from train_step import OPTIMIZER, in_turn, make_model, say
 
@@ -117,19 +116,8 @@ def rise_of_peak_mib(way: str, options: argparse.Namespace, queue: "multiprocess
     leave_ranks()
 
 
-def peak_of(way: str, options: argparse.Namespace) -> float:
-    context = multiprocessing.get_context("spawn")
-    queue = context.Queue()
-    process = context.Process(target=rise_of_peak_mib, args=(way, options, queue))
-    process.start()
-    process.join()
-    if process.exitcode:
-        sys.exit(f"the process that measures memory of {way} rows ended with {process.exitcode}")
-    return queue.get()
-
-
 def measure(options: argparse.Namespace) -> None:
-    peaks = {way: peak_of(way, options) for way in WAYS}
+    peaks = {way: peak_of(rise_of_peak_mib, way, options) for way in WAYS}
     ranks = join_ranks("cpu")
     torch.set_num_threads(1)
     engine = make_engine(ranks, options)

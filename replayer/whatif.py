@@ -17,14 +17,14 @@ from transformers import PreTrainedTokenizerBase
 from areal_core.batch import FINISH_REASONS, RAGGED, Batch, select_rows
 from areal_core.errors import RewardError
 from areal_core.reward import RewardPool
-from areal_core.rollout.source import RolloutSource, TrainedWeights
+from areal_core.rollout.source import RolloutSource, WrappedRollouts
 from replayer.errors import WrongEdit
 from replayer.expression import ROW_NAMES, Expression, parse_expression
 
 Edit = Callable[[Batch, int], Batch]
 
 
-class EditedRollouts:
+class EditedRollouts(WrappedRollouts):
     """A source that applies edits to its batches.
 
     Args:
@@ -43,7 +43,8 @@ class EditedRollouts:
         closing: Sequence[Callable[[], None]] = (),
         share: Callable[[Batch], Batch] = lambda batch: batch,
     ) -> None:
-        self.source, self.edits, self.maximum, self.closing = source, edits, maximum, closing
+        super().__init__(source)
+        self.edits, self.maximum, self.closing = edits, maximum, closing
         self.share = share
 
     def next_batch(self, step: int, version: int) -> Batch:
@@ -51,7 +52,7 @@ class EditedRollouts:
 
         Raises WrongEdit if an edit returns no batch, or leaves no row on any rank.
         """
-        batch = self.source.next_batch(step, version)
+        batch = self.sampled.next_batch(step, version)
         for edit in self.edits:
             edited = edit(batch, step)
             check_batch(edited, batch, step)
@@ -61,21 +62,9 @@ class EditedRollouts:
             raise WrongEdit(f"step {step}: no row is left to train on; filter less, or leave the step out")
         return batch
 
-    def update_weights(self, engine: TrainedWeights, version: int) -> None:
-        """Call the source."""
-        self.source.update_weights(engine, version)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the source's state."""
-        return self.source.state_dict()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the source's state."""
-        self.source.load_state_dict(state)
-
     def close(self) -> None:
         """Close the source, and the resources of the edits."""
-        self.source.close()
+        super().close()
         for close in self.closing:
             close()
 

@@ -315,8 +315,9 @@ def is_base_of(reference: TrainEngineConfig | None, actor: TrainEngineConfig) ->
 
     It is equal bit for bit then, and needs no second model.
     """
-    names = ["path", "dtype", "temperature", "mb_spec", "attn_impl", "use_liger", "init_from_scratch"]
-    names.append("enable_tree_training")
+    names = (
+        "path", "dtype", "temperature", "mb_spec", "attn_impl", "use_liger", "init_from_scratch", "enable_tree_training",
+    )  # fmt: skip
     return actor.use_lora and (
         reference is None or all(getattr(reference, name) == getattr(actor, name) for name in names)
     )

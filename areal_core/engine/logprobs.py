@@ -194,7 +194,8 @@ def _logits(
 ) -> tuple[Tensor, Tensor | None]:
     """float32 logits / temperature, and d capped / d logits with a soft cap (Gemma 2, sec. 2)."""
     few = max(0, MIN_ROWS - len(hidden))
-    logits = (pad(hidden, (0, 0, 0, few)) @ weight.T)[: len(hidden)].float()
+    enough = pad(hidden, (0, 0, 0, few)) if few else hidden  # padding by nothing is a copy
+    logits = (enough @ weight.T)[: len(hidden)].float()
     if bias is not None:
         logits += bias
     if logit_map.factor != 1.0:

@@ -57,3 +57,30 @@ class RolloutSource(Protocol):
     def close(self) -> None:
         """End threads and connections."""
         ...
+
+
+class WrappedRollouts:
+    """A `RolloutSource` that changes the batches of another one; all else is the other's.
+
+    Args:
+        sampled: the other one.
+    """
+
+    def __init__(self, sampled: RolloutSource) -> None:
+        self.sampled = sampled
+
+    def update_weights(self, engine: TrainedWeights, version: int) -> None:
+        """See RolloutSource."""
+        self.sampled.update_weights(engine, version)
+
+    def state_dict(self) -> dict[str, Any]:
+        """See RolloutSource."""
+        return self.sampled.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """See RolloutSource."""
+        self.sampled.load_state_dict(state)
+
+    def close(self) -> None:
+        """See RolloutSource."""
+        self.sampled.close()

@@ -27,7 +27,6 @@ import shutil
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 from torch import Tensor
 
@@ -42,7 +41,7 @@ from areal_core.rollout.fleet.weight_update import (
     read_safetensors,
 )
 from areal_core.rollout.live import LiveRollouts, SharedRollouts
-from areal_core.rollout.source import TrainedWeights
+from areal_core.rollout.source import TrainedWeights, WrappedRollouts
 from areal_core.sglang.wire import CACHE, SGLANG, WEIGHTS
 from areal_core.telemetry.stats import Stats
 
@@ -147,7 +146,7 @@ def release(pool: ServerPool) -> None:
     pool.post(SGLANG.release_memory())
 
 
-class TurnRollouts:
+class TurnRollouts(WrappedRollouts):
     """A `RolloutSource` that samples in the turns of the servers, from the weights of each turn.
 
     Args:
@@ -155,8 +154,11 @@ class TurnRollouts:
             between two batches, because none may be stale.
     """
 
+    sampled: LiveRollouts | SharedRollouts
+
     def __init__(self, sampled: LiveRollouts | SharedRollouts, devices: SharedDevices) -> None:
-        self.sampled, self.devices = sampled, devices
+        super().__init__(sampled)
+        self.devices = devices
 
     def next_batch(self, step: int, version: int) -> dict[str, Tensor]:
         """Return the rows of a turn of the servers; a collective."""
@@ -175,15 +177,7 @@ class TurnRollouts:
         """Write the weights, for the next turn of the servers; a collective."""
         self.devices.write(engine.named_full_tensors(), version)
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state of the rollouts."""
-        return self.sampled.state_dict()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from `state`."""
-        self.sampled.load_state_dict(state)
-
     def close(self) -> None:
         """Close the rollouts and the turns."""
-        self.sampled.close()
+        super().close()
         self.devices.close()

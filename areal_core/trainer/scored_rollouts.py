@@ -9,14 +9,13 @@ The score of a row is that of its last token. All ranks score at once, because t
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from areal_core.batch import Batch, sequence_lengths
 from areal_core.engine.fsdp import FSDPEngine
-from areal_core.rollout.source import RolloutSource, TrainedWeights
+from areal_core.rollout.source import RolloutSource, WrappedRollouts
 from areal_core.telemetry import Stats
 
 SCORE = "scores.reward_model"  # key of the scores, float32 [B]
@@ -61,7 +60,7 @@ def last_scores(values: Tensor, batch: Batch) -> Tensor:
     return values.gather(1, sequence_lengths(batch)[:, None] - 1)[:, 0]
 
 
-class ScoredRollouts:
+class ScoredRollouts(WrappedRollouts):
     """A `RolloutSource` whose rows are scored by a reward model.
 
     Args:
@@ -70,7 +69,8 @@ class ScoredRollouts:
     """
 
     def __init__(self, sampled: RolloutSource, model: RewardModel, stats: Stats) -> None:
-        self.sampled, self.model, self.stats = sampled, model, stats
+        super().__init__(sampled)
+        self.model, self.stats = model, stats
 
     def next_batch(self, step: int, version: int) -> Batch:
         """Return the next rows with their scores; a collective."""
@@ -81,19 +81,3 @@ class ScoredRollouts:
             self.stats.denominator(n_seqs=torch.ones_like(batch[SCORE], dtype=torch.bool))
             self.stats.stat("n_seqs", score=batch[SCORE])
         return batch
-
-    def update_weights(self, engine: TrainedWeights, version: int) -> None:
-        """Give the weights to the source of the rows."""
-        self.sampled.update_weights(engine, version)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state of the source of the rows."""
-        return self.sampled.state_dict()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from `state`."""
-        self.sampled.load_state_dict(state)
-
-    def close(self) -> None:
-        """Close the source of the rows."""
-        self.sampled.close()

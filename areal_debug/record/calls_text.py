@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any
 from rich.text import Text
 
 from areal_core.safety.printable import printable_block
-from areal_debug.record.cut_text import count
-from areal_debug.render import format_number, styled
+from areal_debug.render import count, format_number, styled
 
 if TYPE_CHECKING:
     from areal_core.rollout.judge_journal import JudgeCall

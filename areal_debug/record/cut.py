@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from areal_debug.cli import Verb, force_option, json_option, model_option
-from areal_debug.record.cut_text import count, numbers_of
+from areal_debug.record.cut_text import numbers_of
 from areal_debug.render import (
     QUIET,
     REPORT_FILE,
     announce,
     console,
+    count,
     errors_as_sentences,
     fail,
     format_bytes,

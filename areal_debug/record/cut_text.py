@@ -3,15 +3,10 @@
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from areal_debug.render import format_number, note
+from areal_debug.render import count, format_number, note
 
 if TYPE_CHECKING:
     from recorder import Record
-
-
-def count(number: int, what: str) -> str:
-    """Return a number of things."""
-    return f"{number:,} {what}{'s' * (number != 1)}"
 
 
 def note_cut(record: "Record") -> None:

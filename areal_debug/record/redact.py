@@ -8,9 +8,9 @@ import click
 
 from areal_debug.cli import Verb, json_option
 from areal_debug.confined import ANYWHERE, reads_untrusted
-from areal_debug.record.cut_text import count
 from areal_debug.render import (
     console,
+    count,
     errors_as_sentences,
     print_json,
     styled,

@@ -26,10 +26,9 @@ def call_counts(rows: Sequence[Conversation | None] | None) -> dict[str, np.ndar
     """Return the columns of the page's table: calls, and tool calls that failed, uint32 [rows]."""
     if rows is None:
         return {}
-    failed = [0 if row is None else sum(use.failed is True for use in row.tool_uses) for row in rows]
     return {
         "calls": np.array([0 if row is None else len(row.calls) for row in rows], np.uint32),
-        "failed": np.array(failed, np.uint32),
+        "failed": np.array([0 if row is None else row.num_failed for row in rows], np.uint32),
     }
 
 

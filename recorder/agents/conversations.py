@@ -49,6 +49,11 @@ class Conversation:
         return tool_uses(self.calls)
 
     @property
+    def num_failed(self) -> int:
+        """The number of tool calls that failed."""
+        return sum(use.failed is True for use in self.tool_uses)
+
+    @property
     def messages(self) -> list[dict[str, Any]]:
         """All messages, answers included."""
         return [message for call in self.calls for message in (*call.messages, call.answer)]

@@ -42,7 +42,7 @@ def columns_of_calls(step: RecordedStep, rank: int) -> dict[str, Values] | None:
     numbers = {
         "num_calls": [0 if row is None else len(row.calls) for row in rows],
         "num_tool_calls": [len(of_row) for of_row in uses],
-        "num_failed_tool_calls": [sum(use.failed is True for use in of_row) for of_row in uses],
+        "num_failed_tool_calls": [0 if row is None else row.num_failed for row in rows],
     }
     return {
         **{name: (np.array(values, np.int32), None, known) for name, values in numbers.items()},

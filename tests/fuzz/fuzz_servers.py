@@ -12,7 +12,7 @@ from areal_core.rollout.errors import MalformedReply
 from areal_core.rollout.fleet.reply import Asked, Chunk, Scored, checked
 from areal_core.rollout.types import ModelRequest, ModelResponse, Sampling
 from areal_core.sglang import wire as sglang_wire
-from areal_core.testing import make_tiny_tokenizer
+from areal_core.testing import complete_response, make_tiny_tokenizer
 from areal_core.vllm import wire as vllm_wire
 
 from ..agent.conftest import TEMPLATE
@@ -103,13 +103,7 @@ class Scripted:
         req.num_new_tokens()
         tokens = self.tokenizer.encode(ANSWERS[self.count % len(ANSWERS)], add_special_tokens=False)
         tokens.append(self.tokenizer.eos_token_id)
-        return ModelResponse(
-            input_tokens=req.input_ids,
-            output_tokens=tokens,
-            output_logprobs=[-0.5] * len(tokens),
-            output_versions=[3] * len(tokens),
-            stop_reason="stop",
-        )
+        return complete_response(req, tokens, version=3)
 
 
 def proxy_bases(folder: Path) -> dict[str, Files]:

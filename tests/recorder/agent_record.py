@@ -11,6 +11,7 @@ from areal_core.config import AgentConfig, GenerationHyperparameters
 from areal_core.dataset.image_rows import shape_rows
 from areal_core.rollout.episodes import assemble
 from areal_core.rollout.types import ModelRequest, ModelResponse
+from areal_core.testing import complete_response
 from areal_core.vision.images import data_url
 from areal_core.vision.processor import VisionProcessor
 from areal_core.vision.tiny_models import make_tiny_processor
@@ -44,13 +45,7 @@ class Engine:
     async def agenerate(self, req: ModelRequest) -> ModelResponse:
         tokenizer = PROCESSOR.tokenizer
         tokens = [*tokenizer.encode(self.lines.pop(0), add_special_tokens=False), tokenizer.eos_token_id]
-        return ModelResponse(
-            input_tokens=req.input_ids,
-            output_tokens=tokens,
-            output_logprobs=[-0.5] * len(tokens),
-            output_versions=[0] * len(tokens),
-            stop_reason="stop",
-        )
+        return complete_response(req, tokens)
 
 
 class LookingAgent:
