@@ -21,6 +21,7 @@ from consistency.tokens import Floats, Ints, Sequences, TokenTable, compare_toke
 
 SHIFTS = (1, -1, 2, -2, 3, -3)
 TOKENS_TO_PAIR = 24
+CHANCE_SHARE = 0.5  # of a distance that chance leaves; above it, no rows are paired with others
 
 CONFIDENT = 0.5
 CAUSES: tuple[Callable[[Case], Finding | None], ...] = (
@@ -153,6 +154,10 @@ def shifted(base: Floats, row: Ints, by: int) -> Floats:
 def mispaired_rows(engine: Floats, base: Floats, row: Ints) -> Prediction:
     """Predict each row's logprobs by those of the row that fits best.
 
+    Among many short rows one always fits. So no row is paired unless rows fit clearly better than
+    such rows do whose tokens are drawn from all rows, each at its place, and unless the logprobs
+    at each place are those of the model in another order.
+
     `parameter` is the share of rows that another row fits best.
     """
     starts = np.flatnonzero(np.diff(row, prepend=-1))
@@ -160,18 +165,34 @@ def mispaired_rows(engine: Floats, base: Floats, row: Ints) -> Prediction:
     heads = np.full((2, len(starts), TOKENS_TO_PAIR), np.nan)
     for index, (start, end) in enumerate(zip(starts, ends, strict=True)):
         count = min(end - start, TOKENS_TO_PAIR)
-        heads[0, index, :count], heads[1, index, :count] = (
-            engine[start : start + count],
-            base[start : start + count],
-        )
-    predicted, moved = base.copy(), 0
-    for index, (start, end) in enumerate(zip(starts, ends, strict=True)):
-        misses = np.minimum(np.abs(heads[0, index] - heads[1]), RESIDUAL_BOUND)
-        partner = int(np.argmin(np.where(np.isnan(misses), RESIDUAL_BOUND, misses).mean(1)))
-        moved += partner != index
+        heads[0, index, :count] = engine[start : start + count]
+        heads[1, index, :count] = base[start : start + count]
+    partners, misses = best_partners(heads[0], heads[1])
+    random = np.random.default_rng(0)
+    drawn = heads[1].copy()
+    for column in drawn.T:
+        known = ~np.isnan(column)
+        column[known] = random.permutation(column[known])
+    _, by_chance = best_partners(heads[0], drawn)
+    apart, in_order = (np.nanmean(np.abs(a - b)) for a, b in (heads, np.sort(heads, axis=1)))
+    predicted = base.copy()
+    if misses.mean() > CHANCE_SHARE * by_chance.mean() or in_order > CHANCE_SHARE * apart:
+        return Prediction("R12", "mispaired rows", 0.0, predicted)
+    for start, end, partner in zip(starts, ends, partners.tolist(), strict=True):
         count = min(end - start, ends[partner] - starts[partner])
         predicted[start : start + count] = base[starts[partner] : starts[partner] + count]
-    return Prediction("R12", "mispaired rows", moved / len(starts), predicted)
+    moved = float((partners != np.arange(len(starts))).mean())
+    return Prediction("R12", "mispaired rows", moved, predicted)
+
+
+def best_partners(heads: Floats, candidates: Floats) -> tuple[Ints, Floats]:
+    """Return the candidate nearest to each head, and their mean distance; both [rows, tokens]."""
+    found = np.empty((2, len(heads)))
+    for index, head in enumerate(heads):
+        misses = np.minimum(np.abs(head - candidates), RESIDUAL_BOUND)
+        means = np.where(np.isnan(misses), RESIDUAL_BOUND, misses)[:, ~np.isnan(head)].mean(1)
+        found[:, index] = means.argmin(), means.min()
+    return found[0].astype(np.int64), found[1]
 
 
 def forbidden_initially(engine: Floats, base: Floats, everywhere: Prediction, place: Ints) -> Prediction:

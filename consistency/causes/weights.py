@@ -1,12 +1,16 @@
 """The engine computes correctly, with other weights than the trainer's."""
 
+import math
+
 import numpy as np
 
 from consistency.candidates.tensors import EVERY, TOWER
 from consistency.case import BAD_RATIO, Case, Finding
 from consistency.causes.definition import confidence, explained, replay_evidence
 from consistency.shape import breaks, explained_by_key, means_by
+from consistency.tokens import Bools, TokenTable
 
+LARGEST_CHANCE = 0.05
 SURE_MARGIN = 40.0  # nats over the next tensor
 VISION_WORDS = (".visual.", "vision_tower", "multi_modal_projector")
 
@@ -119,7 +123,8 @@ def cache_kept_over_update(case: Case) -> Finding | None:
         return None
     size = np.abs(case.table.difference)
     fresh, reused = float(size[cached == 0].mean()), float(size[cached > 0].mean())
-    if reused < BAD_RATIO * max(fresh, case.level / 2):
+    limit = BAD_RATIO * max(fresh, case.level / 2)
+    if reused < limit or chance_of_sound(case.table, cached == 0, limit) > LARGEST_CHANCE:
         return None
     return Finding(
         "R29",
@@ -129,6 +134,16 @@ def cache_kept_over_update(case: Case) -> Finding | None:
         "flush the cache and sample again: the difference must vanish",
         "SGLang /flush_cache after each weight update (it refuses while requests run) or extra_key per version; vLLM reset_prefix_cache",
     )
+
+
+def chance_of_sound(table: TokenTable, fresh: Bools, limit: float) -> float:
+    """Return how likely no row of those with `fresh` tokens is bad if bad rows are drawn.
+
+    One fresh row of many is sound by chance where half of all rows are.
+    """
+    rows, means, _ = means_by(table.sequence, np.abs(table.difference))
+    num_fresh, num_sound = int(np.isin(rows, table.sequence[fresh]).sum()), int((means <= limit).sum())
+    return math.comb(num_sound, num_fresh) / math.comb(len(rows), num_fresh)
 
 
 def update_in_flight(case: Case) -> Finding | None:

@@ -1,0 +1,46 @@
+"""Rows are paired with other rows' log-probs only where they fit better than by chance."""
+
+import numpy as np
+import pytest
+
+from consistency.diagnose import mispaired_rows
+
+NUM_ROWS = 64
+
+
+def rows_of(num_tokens, seed):
+    random = np.random.default_rng(seed)
+    return -random.exponential(size=(NUM_ROWS, num_tokens)), np.repeat(np.arange(NUM_ROWS), num_tokens)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 2, 3, 16])
+def test_rows_with_other_logprobs_of_the_same_law_are_not_paired(num_tokens):
+    engine, row = rows_of(num_tokens, 0)
+    base, _ = rows_of(num_tokens, 1)
+    found = mispaired_rows(engine.ravel(), base.ravel(), row)
+    assert found.parameter == 0
+    assert np.array_equal(found.logprobs, base.ravel())
+
+
+@pytest.mark.parametrize(("num_tokens", "noise"), [(2, 1e-6), (3, 0.005), (16, 0.02)])
+def test_exchanged_rows_are_paired(num_tokens, noise):
+    base, row = rows_of(num_tokens, 0)
+    random = np.random.default_rng(2)
+    engine = np.roll(base, 5, axis=0) + noise * random.standard_normal(base.shape)
+    found = mispaired_rows(engine.ravel(), base.ravel(), row)
+    assert found.parameter == 1
+    assert np.abs(found.logprobs - engine.ravel()).max() < 6 * noise
+
+
+def test_answers_of_few_kinds_that_an_engine_finds_likelier_are_not_paired():
+    random = np.random.default_rng(0)
+    kinds = np.array([[-0.1, -0.01], [-0.6, -0.02], [-1.9, -0.4], [-4.2, -0.05]])
+    base = kinds[random.choice(4, NUM_ROWS)] - 0.02 * random.random((NUM_ROWS, 2))
+    engine = kinds[random.choice(2, NUM_ROWS)] - 0.02 * random.random((NUM_ROWS, 2))
+    row = np.repeat(np.arange(NUM_ROWS), 2)
+    assert mispaired_rows(engine.ravel(), base.ravel(), row).parameter == 0
+
+
+def test_rows_that_fit_themselves_stay():
+    base, row = rows_of(4, 0)
+    assert np.array_equal(mispaired_rows(base.ravel(), base.ravel(), row).logprobs, base.ravel())
