@@ -49,7 +49,7 @@ def test_greedy_answers_are_identical_until_the_engine_sees_other_pixels(tmp_pat
     shutil.copytree(model, served)
     file = served / "processor_config.json"
     config = json.loads(file.read_text())
-    config["image_processor"]["image_mean"] = [0.0] * 3
+    config["image_processor"] |= {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
     file.write_text(json.dumps(config))
     found, code = answers_of(model, served, tmp_path)
     assert code == 1
