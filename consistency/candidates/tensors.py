@@ -72,14 +72,18 @@ def find_changed_tensor(scorer: Scorer, rows: Sequences, temperature: float) -> 
     kernels = {
         name: kernel[kept][:, kept] for name, kernel in kernels_of(scorer, sample, temperature).items()
     }
-    tower = [kernels[name] for name in vision_tensors(scorer.model)] if sample.images is not None else []
+    tower = [] if sample.images is None else vision_tensors(scorer.model)
     kernels[EVERY] = torch.stack(list(kernels.values())).sum(0)
     if tower:
-        kernels[TOWER] = torch.stack(tower).sum(0)
+        kernels[TOWER] = torch.stack([kernels[name] for name in tower]).sum(0)
     target = torch.as_tensor(difference[usable])
     alone = -len(target) / 2 * np.log(size**2)
     weighed = {name: evidence(kernel, target) for name, kernel in kernels.items()}
-    first, second = sorted(weighed, key=lambda name: -weighed[name][0])[:2]
+    ranked = sorted(weighed, key=lambda name: -weighed[name][0])
+    first, second = ranked[:2]
+    if {first, second} <= {TOWER, *tower} and weighed[first][0] - weighed[second][0] <= MARGIN_NATS:
+        # Which tensor of the tower it is stays open, not that it is in the tower.
+        first, second = TOWER, next(name for name in ranked if name not in {TOWER, *tower})
     nats, noise = weighed[first]
     found = ChangedTensor(first, nats - weighed[second][0], nats - alone, noise / size)
     return found if found.margin > MARGIN_NATS and found.noise < MOST_NOISE else None

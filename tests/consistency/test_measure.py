@@ -1,6 +1,7 @@
 """Metrics: literal numbers computed manually, identities for any input, bad input excluded."""
 
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -8,8 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
+from consistency.causes.numerics import heavy_tail
 from consistency.errors import BadColumn, NothingToCompare
-from consistency.measure import measure, worst_tokens
+from consistency.measure import measure, tail, worst_tokens
 from consistency.tokens import Completion, Sequences, compare_tokens, sequences_from_completions
 
 from .tables import table_of
@@ -148,3 +150,22 @@ def test_turns_and_positions_in_them_follow_the_mask():
 def test_worst_tokens_come_largest_first():
     table = table_of([[-1.0, -5.0, -2.0]], [[-1.5, -1.0, -2.1]])
     assert worst_tokens(table, 2).tolist() == [1, 0]
+
+
+def test_engines_of_different_noise_have_no_tail_together():
+    random = np.random.default_rng(1)
+    precise, coarse = 1e-6 * random.standard_normal((20, 24)), 0.03 * random.standard_t(2.5, (20, 24))
+    few = precise.copy()
+    few[::2, 5] = 1.0
+
+    def found(rows):
+        table = table_of(rows * 0 - 2.0, rows - 2.0, worker=np.arange(len(rows)) % 2)
+        case = SimpleNamespace(explanation=None, level=0.02, table=table, measurement=measure(table))
+        return heavy_tail(case)
+
+    both = np.stack([precise, coarse], 1).reshape(40, 24)
+    together = tail(both.ravel())
+    assert together["kurtosis"] > 20
+    assert together["p99_over_p50"] > 20
+    assert found(both) is None
+    assert found(np.stack([precise, few], 1).reshape(40, 24)).id == "R42"

@@ -25,25 +25,30 @@ QUICK = (
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return planted.make_model("llama", tmp_path_factory.mktemp("model"), 0)
+def models(tmp_path_factory):
+    """The model of faults without images, and that of faults with images."""
+    families = {False: "llama", True: "qwen2_5_vl"}
+    return {
+        images: planted.make_model(family, tmp_path_factory.mktemp(family), 0)
+        for images, family in families.items()
+    }
 
 
-def graded(name, model, folder):
-    checked = planted.examine(EVERY[name], model, folder / "fault", 0)
+def graded(name, models, folder):
+    checked = planted.examine(EVERY[name], models[EVERY[name].images], folder / "fault", 0)
     return planted.grade(EVERY[name], checked), checked.diagnosis.causes[:1]
 
 
 @pytest.mark.parametrize("name", QUICK)
-def test_quick_fault_is_named(name, model, tmp_path):
-    grade, causes = graded(name, model, tmp_path)
+def test_quick_fault_is_named(name, models, tmp_path):
+    grade, causes = graded(name, models, tmp_path)
     assert grade == "right", causes
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", [name for name in EVERY if name not in QUICK])
-def test_fault_is_named_or_left_open(name, model, tmp_path):
-    grade, causes = graded(name, model, tmp_path)
+def test_fault_is_named_or_left_open(name, models, tmp_path):
+    grade, causes = graded(name, models, tmp_path)
     assert grade in ("right", "honest"), causes
 
 

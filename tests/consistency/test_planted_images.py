@@ -24,6 +24,7 @@ from recorder import open_record
 from ..recorder.pictured import png, write_pictured_record
 
 NUM_ROWS, NUM_TOKENS = 6, 24
+STEP = 0.02  # of an update, as a share of the mean weight
 LONG = pytest.mark.long
 EVERYTHING = Sampling(1.0, 1.0, None, False, "float32", "float32")
 
@@ -168,7 +169,7 @@ def stale(world, tmp_path_factory) -> tuple[str, Sequences]:
     before, engine = load_scorer(world.folder), load_scorer(world.folder)
     random = torch.Generator().manual_seed(1)
     for parameter in before.model.parameters():
-        parameter.data += 0.1 * parameter.abs().mean() * torch.randn(parameter.shape, generator=random)
+        parameter.data += STEP * parameter.abs().mean() * torch.randn(parameter.shape, generator=random)
     before.model.save_pretrained(folder)
     before.processor.save_pretrained(folder)
     engine.model.model.visual.load_state_dict(before.model.model.visual.state_dict())

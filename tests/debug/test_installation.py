@@ -37,7 +37,7 @@ def declared() -> dict[str, set[str]]:
     return {
         extra: {distribution(r) for r in listed} - {"areal-debug"}
         for extra, listed in requirements.items()
-        if extra not in ("dev", "all")
+        if extra not in ("dev", "docs", "all")
     }
 
 
