@@ -195,9 +195,7 @@ def check_recorded(
     if not record.steps:
         fail(f"{path} holds no committed step: nothing to check")
     steps = steps or record.steps[:1]
-    model = model or record.header.model["path"]
-    if not model:
-        fail(f"{path} does not name the model that sampled it: give --model PATH")
+    model = model or first_weights(record, steps)
     request = request_of(model, options)
     announce(f"scoring {count(len(steps), 'step')} of {path} with {model}")
     sampling, notes = (None, ()) if record.header.config_is_ours else given_sampling(record, model, options)
@@ -206,6 +204,35 @@ def check_recorded(
     total = sum(len(chunk.input_ids) for chunk in sampled.chunks.values())
     with progress_bar("scoring", total) as advance:
         return check(sampled, request, advance), request, {"record": str(path), "steps": steps}
+
+
+def first_weights(record: "Record", steps: tuple[int, ...]) -> str:
+    """Return the model of a record, which holds the weights before its first step."""
+    path = record.header.model["path"]
+    if not path:
+        fail(f"{record.path} does not name the model that sampled it: give --model PATH")
+    if record.header.config_is_ours:
+        first = min(versions_of(record, record.steps[0]), default=0)
+        for step in steps:
+            newest = max(versions_of(record, step), default=0)
+            if newest > first:
+                fail(
+                    f"step {step} was sampled with weights of version {newest}, and {path} has those of "
+                    f"version {first}: write them with `areal-debug goto {record.path} --step {step} "
+                    f"-o FOLDER` and give --model FOLDER"
+                )
+    return str(path)
+
+
+def versions_of(record: "Record", step: int) -> set[int]:
+    """Return the weight versions that sampled the tokens of a step."""
+    found = record.step(step)
+    return {
+        version
+        for rank in range(found.manifest.num_ranks)
+        for version in set(found.batch(rank, ("versions",))["versions"].tolist())
+        if version >= 0  # not of a prompt
+    }
 
 
 def given_sampling(

@@ -26,7 +26,7 @@ def save_model(folder: Path, seed: int) -> Path:
     return folder
 
 
-def padded_batch(sequences: Sequences) -> dict[str, np.ndarray]:
+def padded_batch(sequences: Sequences, version: int = 0) -> dict[str, np.ndarray]:
     shape = (sequences.num_rows, -1)
     sampled = sequences.sampled.reshape(shape)
     rows = np.arange(sequences.num_rows)
@@ -35,7 +35,7 @@ def padded_batch(sequences: Sequences) -> dict[str, np.ndarray]:
         "attention_mask": np.ones_like(sampled),
         "loss_mask": sampled.astype(np.int32),
         "logprobs": sequences.engine_logprobs.reshape(shape).astype(np.float32),
-        "versions": np.where(sampled, 0, -1).astype(np.int32),
+        "versions": np.where(sampled, version, -1).astype(np.int32),
         "rewards": np.zeros(len(rows), np.float32),
         "prompt_id": rows.astype(np.int64),
         "sample_id": np.zeros(len(rows), np.int32),
@@ -43,8 +43,13 @@ def padded_batch(sequences: Sequences) -> dict[str, np.ndarray]:
     }
 
 
-def write_record(folder: Path, model: Path, seed: int = 0, num_steps: int = 1, **transforms) -> Path:
-    """Write steps that an engine with the model's weights sampled at temperature 1."""
+def write_record(
+    folder: Path, model: Path, seed: int = 0, num_steps: int = 1, updated: bool = False, **transforms
+) -> Path:
+    """Write steps that an engine with the model's weights sampled at temperature 1.
+
+    The weights have version 0 in every step, or with `updated` the step's number.
+    """
     scorer = scorer_of(peaked_model(seed, vocab_size=len(make_tiny_tokenizer())))
     config = {
         "gconfig": {"temperature": 1.0, "top_p": 1.0, "top_k": 100_000_000, "greedy": False},
@@ -64,5 +69,5 @@ def write_record(folder: Path, model: Path, seed: int = 0, num_steps: int = 1, *
         generator = torch.Generator().manual_seed(step)
         prompts = torch.randint(5, 100, (NUM_ROWS, PROMPT_LENGTH), generator=generator)
         engine = FaultyEngine(scorer, noise=0.005, **transforms)
-        send_step(writer, step, padded_batch(sample_rows(engine, prompts, 50, seed=step)))
+        send_step(writer, step, padded_batch(sample_rows(engine, prompts, 50, seed=step), step * updated))
     return folder

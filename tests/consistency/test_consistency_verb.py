@@ -132,3 +132,12 @@ def test_ranks_are_read_one_after_another(clean):
     doubled = concatenate([step, step])
     assert doubled.num_rows == 48
     np.testing.assert_array_equal(doubled.input_ids[doubled.row(30)], step.input_ids[step.row(6)])
+
+
+def test_first_weights_are_not_compared_with_later_steps(model, tmp_path):
+    record = write_record(tmp_path / "record", model, num_steps=2, updated=True)
+    done = run(record, "--step", 1)
+    assert done.exit_code == 2
+    assert f"step 1 was sampled with weights of version 1, and {model} has those of version 0" in done.output
+    assert facts(record)[0] == 0
+    assert facts(record, "--step", 1, "--model", model)[0] == 0
