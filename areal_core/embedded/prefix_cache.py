@@ -12,6 +12,7 @@ calls `clear`. Rows that began before that are refused by their epoch. Pictures 
 the tokens: rows with pictures must not be inserted.
 """
 
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -30,7 +31,6 @@ class Node:
     keys_values: KeysValues
     parent: "Node | None"
     children: "dict[int, Node]" = field(default_factory=dict)
-    last_used: int = 0
 
     def size_bytes(self) -> int:
         """Return the memory of the keys and values."""
@@ -44,14 +44,16 @@ class PrefixCache:
         self.max_bytes = max_bytes
         self.size_bytes = 0
         self.epoch = 0  # number of times that it was cleared
-        self._uses = 0
         self._root = Node((), [], None)
+        # All nodes but the root, used longest ago first, each before its parent.
+        self._by_use: OrderedDict[Node, None] = OrderedDict()
 
     def clear(self) -> None:
         """Drop everything, because the weights have changed."""
         self.epoch += 1
         self.size_bytes = 0
         self._root = Node((), [], None)
+        self._by_use.clear()
 
     def match(self, tokens: Sequence[int]) -> KeysValues:
         """Return the keys and values of the longest beginning that is here; empty if there is none.
@@ -84,25 +86,33 @@ class PrefixCache:
             node = found if count == len(found.tokens) else self._split(found, count)
         if known < len(tokens):
             rest = tuple(tokens[known:])
-            leaf = Node(rest, keys_values(known, len(tokens)), node, last_used=self._uses)
+            leaf = Node(rest, keys_values(known, len(tokens)), node)
             node.children[rest[0]] = leaf
+            self._mark(leaf)
             self.size_bytes += leaf.size_bytes()
             self._evict()
 
     def _walk(self, tokens: Sequence[int]) -> list[tuple[Node, int]]:
         """Return the nodes along a row, each with its number of matching tokens; mark them."""
-        self._uses += 1
         path: list[tuple[Node, int]] = []
         node, place = self._root, 0
         while place < len(tokens) and (child := node.children.get(tokens[place])) is not None:
             count = _common(child.tokens, tokens[place : place + len(child.tokens)])
-            child.last_used = self._uses
             path.append((child, count))
             place += count
             if count < len(child.tokens):
                 break
             node = child
+        if path:
+            self._mark(path[-1][0])
         return path
+
+    def _mark(self, node: Node) -> None:
+        """Make a node and those above it the ones that were used last."""
+        while node.parent is not None:
+            self._by_use[node] = None
+            self._by_use.move_to_end(node)
+            node = node.parent
 
     def _split(self, node: Node, count: int) -> Node:
         """Divide a node after `count` tokens, and return the first of the two."""
@@ -112,29 +122,21 @@ class PrefixCache:
             [(keys[:, :count].clone(), values[:, :count].clone()) for keys, values in node.keys_values],
             node.parent,
             {node.tokens[count]: node},
-            node.last_used,
         )
         node.parent.children[first.tokens[0]] = first
         node.tokens, node.parent = node.tokens[count:], first
         node.keys_values = [
             (keys[:, count:].clone(), values[:, count:].clone()) for keys, values in node.keys_values
         ]
+        self._mark(first)
         return first
 
     def _evict(self) -> None:
         while self.size_bytes > self.max_bytes:
-            for leaf in sorted(self._leaves(), key=lambda node: node.last_used):
-                assert leaf.parent is not None
-                del leaf.parent.children[leaf.tokens[0]]
-                self.size_bytes -= leaf.size_bytes()
-                if self.size_bytes <= self.max_bytes:
-                    return
-
-    def _leaves(self) -> list[Node]:
-        nodes = list(self._root.children.values())
-        for node in nodes:
-            nodes += node.children.values()
-        return [node for node in nodes if not node.children]
+            leaf, _ = self._by_use.popitem(last=False)
+            assert leaf.parent is not None
+            del leaf.parent.children[leaf.tokens[0]]
+            self.size_bytes -= leaf.size_bytes()
 
 
 def _common(left: Sequence[int], right: Sequence[int]) -> int:

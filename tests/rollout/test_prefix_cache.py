@@ -72,6 +72,17 @@ def test_the_branch_that_was_used_longest_ago_is_dropped_first():
     assert cache.size_bytes == 5 * TOKEN_BYTES
 
 
+def test_a_beginning_whose_branches_are_gone_is_dropped_before_what_was_used_later():
+    cache = PrefixCache(6 * TOKEN_BYTES)
+    insert(cache, [1, 2, 3])
+    insert(cache, [1, 2, 4])  # 1 2, 3 and 4
+    insert(cache, [9])
+    insert(cache, [5, 6, 7, 8])  # 9 tokens: 3, 4 and then 1 2 leave room for 9
+    assert found(cache, [1, 2]) == []
+    assert found(cache, [9]) == [9]
+    assert found(cache, [5, 6, 7, 8]) == [5, 6, 7, 8]
+
+
 def test_a_row_that_began_before_the_weights_changed_is_not_kept():
     cache = PrefixCache(1 << 20)
     before = cache.epoch
