@@ -1,0 +1,84 @@
+"""Each option, verb, label, cause, finding and quantity has an entry in the reference pages."""
+
+import dataclasses
+import importlib.util
+import re
+import subprocess
+import sys
+import typing
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from areal_core.config import DPOConfig, PPOConfig, RWConfig, SFTConfig
+from areal_debug.cli import VERBS
+from areal_debug.doctor.names import NAMES
+from hangdoctor.model import Label
+
+ROOT = Path(__file__).parents[2]
+spec = importlib.util.spec_from_file_location("reference_hook", ROOT / "docs/hooks/reference.py")
+assert spec is not None
+assert spec.loader is not None
+reference = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(reference)
+
+
+def anchors(page: str) -> Counter[str]:
+    return Counter(re.findall(r"\{ #([^ }]+) \}", page))
+
+
+def ids_in(folder: str, pattern: str) -> set[str]:
+    """Ids that stand alone in quotes in the code that reports them."""
+    files = (ROOT / folder).rglob("*.py")
+    return {id.lower() for file in files for id in re.findall(rf'"({pattern})"', file.read_text())}
+
+
+@pytest.mark.parametrize("name", ["options", "cli", "labels", "causes", "findings", "metrics"])
+def test_no_two_entries_share_an_anchor(name: str) -> None:
+    repeated = {anchor: n for anchor, n in anchors(reference.PAGES[name]()).items() if n > 1}
+    assert not repeated
+
+
+def test_every_hang_label_has_an_entry() -> None:
+    assert set(anchors(reference.labels())) == set(typing.get_args(Label))
+
+
+def test_every_reported_cause_has_an_entry() -> None:
+    assert ids_in("consistency/causes", r"R\d\d") <= set(anchors(reference.causes()))
+
+
+def test_every_reported_finding_has_an_entry() -> None:
+    reported = ids_in("areal_debug/doctor/rules", r"D\d\d") | ids_in("areal_debug/doctor/samples", r"S\d\d")
+    assert len(reported) > 50
+    assert reported <= set(anchors(reference.findings()))
+
+
+def test_every_quantity_and_verb_has_an_entry() -> None:
+    assert set(anchors(reference.metrics())) == set(NAMES)
+    assert {f"areal-debug-{verb}" for verb in VERBS} <= set(anchors(reference.cli()))
+
+
+@pytest.mark.parametrize(
+    ("kind", "cls"), [("grpo", PPOConfig), ("sft", SFTConfig), ("rw", RWConfig), ("dpo", DPOConfig)]
+)
+def test_every_option_of_a_config_has_an_entry(kind: str, cls: type) -> None:
+    fields = {f"{kind}-{f.name}" for f in dataclasses.fields(cls) if not f.name.startswith("_")}
+    assert fields <= set(anchors(reference.options()))
+
+
+def test_the_pages_build_in_strict_mode_with_their_anchors(tmp_path: Path) -> None:
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs/index.md").write_text("# Home\n")
+    (tmp_path / "mkdocs.yml").write_text(
+        f"site_name: test\ntheme: mkdocs\nhooks: [{ROOT / 'docs/hooks/reference.py'}]\n"
+        "markdown_extensions: [attr_list, def_list, md_in_html, tables]\n"
+        f"plugins:\n  - mkdocstrings:\n      handlers: {{python: {{paths: [{ROOT}], options: {{docstring_options: {{warnings: false}}}}}}}}\n"
+    )
+    built = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict"], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert built.returncode == 0, built.stderr[-3000:]
+    for page, anchor in {"findings": "d18", "causes": "r35", "labels": "collective_mismatch"}.items():
+        assert f'id="{anchor}"' in (tmp_path / f"site/reference/{page}/index.html").read_text()
+    assert 'id="recorder.reader.open_record"' in (tmp_path / "site/reference/api/index.html").read_text()
