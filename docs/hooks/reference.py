@@ -17,13 +17,38 @@ from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parents[2]
 API = (
-    "recorder.reader.open_record",
-    "recorder.reader.Record",
-    "recorder.trainers.recorder.Recorder",
-    "areal_debug.watching.block.watch",
-    "areal_debug.trl.recording.record",
-    "areal_debug.trl.replaying.replay",
+    "recorder.open_record",
+    "recorder.Record",
+    "areal_debug.Recorder",
+    "areal_debug.Sample",
+    "areal_debug.watch",
+    "areal_debug.wiring.wire",
+    "areal_debug.trl.record",
+    "areal_debug.trl.replay",
+    "areal_debug.verl.record_step",
+    "areal_debug.areal.Recorded",
+    "areal_debug.areal.Replayed",
+    "areal_debug.nemo_rl.Recorded",
+    "areal_debug.skyrl.Record",
     "areal_debug.pytest_plugin.replay_record",
+    "areal_core.RemoteEngine",
+    "areal_core.agent.EpisodeFailed",
+    "areal_core.config.GRPOConfig",
+    "areal_core.config.load_expr_config",
+    "areal_core.dataset.get_dataset",
+    "areal_core.reward.arithmetic_reward_fn",
+    "areal_core.reward.no_reward",
+    "areal_core.rollout.judge.JournalJudge",
+    "areal_core.rollout.judge.JudgedWorkflow",
+    "areal_core.rollout.judge.ServerJudge",
+    "areal_core.rollout.types.ModelRequest",
+    "areal_core.rollout.types.sampling_from",
+    "areal_core.rollout.workflow.episode_tensors",
+    "areal_core.rollout.workflow.prompt_tokens",
+    "areal_core.telemetry.in_episode.scalar",
+    "areal_core.telemetry.in_episode.trace_scope",
+    "areal_core.telemetry.in_episode.traced",
+    "areal_core.trainer.rl.PPOTrainer",
 )
 # Position of each text in the arguments of the call that makes a finding.
 TEXTS = {
@@ -77,7 +102,7 @@ def verbs(command: click.Command, context: click.Context) -> Iterator[click.Cont
         for name in command.list_commands(context):
             below = command.get_command(context, name)
             assert below is not None
-            yield from verbs(below, click.Context(below, context, info_name=name, max_content_width=100))
+            yield from verbs(below, click.Context(below, context, info_name=name, terminal_width=100))
 
 
 def cli() -> str:
@@ -85,7 +110,7 @@ def cli() -> str:
     from areal_debug.cli import main
 
     text = "# Commands\n\n"
-    for context in verbs(main, click.Context(main, info_name="areal-debug", max_content_width=100)):
+    for context in verbs(main, click.Context(main, info_name="areal-debug", terminal_width=100)):
         name = context.command_path
         text += entry(name.replace(" ", "-"), f"`{name}`", f"```text\n{context.get_help()}\n```")
     return text
@@ -221,7 +246,11 @@ def rules_in(package: str, pattern: str) -> Iterator[tuple[str, str]]:
             match = re.match(rf"({pattern}(?:, {pattern})*): ", doc or "")
             if isinstance(function, ast.FunctionDef) and doc and match:
                 first, _, more = doc[match.end() :].partition("\n\n")
-                texts = [f"**{escaped(first)}**", escaped(more), *call_texts(function, module)]
+                texts = [
+                    f"**{escaped(first[:1].upper() + first[1:])}**",
+                    escaped(more),
+                    *call_texts(function, module),
+                ]
                 texts.append(limits_in(function, module))
                 for id in match[1].split(", "):
                     yield id, "\n\n".join(dict.fromkeys(filter(None, texts)))
@@ -268,11 +297,31 @@ def findings() -> str:
 
 def metrics() -> str:
     """Every quantity that doctor judges, with the names under which frameworks log it."""
+    from areal_debug.doctor.meanings import MEANINGS
     from areal_debug.doctor.names import NAMES
 
     text = "# Metrics\n\nQuantities that `areal-debug doctor` judges, and their names in logs.\n\n"
     for quantity, names in NAMES.items():
-        text += entry(quantity, f"`{quantity}`", ", ".join(f"`{name}`" for name in names))
+        unit, meaning = MEANINGS[quantity]
+        logged = ", ".join(f"`{name}`" for name in names)
+        paragraphs = (escaped(meaning), f"**Unit**: {unit}", f"**Logged as**: {logged}")
+        text += entry(quantity, f"`{quantity}`", *paragraphs)
+    return text
+
+
+def probes() -> str:
+    """Every kind of answers that `areal-debug reward probe` tries."""
+    from areal_debug.reward.answers import FORMATS, KINDS
+
+    text = "# Answers of reward probe\n\nFormats: " + ", ".join(f"`{name}`" for name in FORMATS) + ".\n\n"
+    for kind in KINDS:
+        limit = (
+            "must not be paid" if kind.expected == "wrong" else "must not be paid more than other right ones"
+        )
+        needs = "; needs rows with an expected answer" if kind.needs_gold else ""
+        text += entry(
+            re.sub(r"\W+", "-", kind.name), kind.name.capitalize(), f"These answers {limit}{needs}."
+        )
     return text
 
 
@@ -293,6 +342,7 @@ PAGES = {
     "causes": causes,
     "findings": findings,
     "metrics": metrics,
+    "probes": probes,
     "format": record_format,
     "api": api,
 }

@@ -13,6 +13,7 @@ import pytest
 
 from areal_core.config import DPOConfig, PPOConfig, RWConfig, SFTConfig
 from areal_debug.cli import VERBS
+from areal_debug.doctor.meanings import MEANINGS
 from areal_debug.doctor.names import NAMES
 from hangdoctor.model import Label
 
@@ -22,6 +23,9 @@ assert spec is not None
 assert spec.loader is not None
 reference = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(reference)
+
+KINDS = [f"## {name}" for name in ("grpo and ppo { #grpo }", "sft { #sft }", "rw { #rw }", "dpo { #dpo }")]
+ANCHORED = ("options", "cli", "labels", "causes", "findings", "metrics", "probes")
 
 
 def anchors(page: str) -> Counter[str]:
@@ -34,10 +38,18 @@ def ids_in(folder: str, pattern: str) -> set[str]:
     return {id.lower() for file in files for id in re.findall(rf'"({pattern})"', file.read_text())}
 
 
-@pytest.mark.parametrize("name", ["options", "cli", "labels", "causes", "findings", "metrics"])
+@pytest.mark.parametrize("name", ANCHORED)
 def test_no_two_entries_share_an_anchor(name: str) -> None:
     repeated = {anchor: n for anchor, n in anchors(reference.PAGES[name]()).items() if n > 1}
     assert not repeated
+
+
+@pytest.mark.parametrize("name", ANCHORED)
+def test_no_entry_is_empty(name: str) -> None:
+    parts = re.split(r"^(.*\{ #[^ }]+ \})$", reference.PAGES[name](), flags=re.MULTILINE)
+    texts = dict(zip(parts[1::2], parts[2::2], strict=True))
+    assert len(texts) > 10
+    assert not [title for title, text in texts.items() if not text.strip(" :\n") and title not in KINDS]
 
 
 def test_every_hang_label_has_an_entry() -> None:
@@ -56,7 +68,28 @@ def test_every_reported_finding_has_an_entry() -> None:
 
 def test_every_quantity_and_verb_has_an_entry() -> None:
     assert set(anchors(reference.metrics())) == set(NAMES)
-    assert {f"areal-debug-{verb}" for verb in VERBS} <= set(anchors(reference.cli()))
+    verbs = {f"areal-debug-{verb}" for verb in VERBS} | {"areal-debug-record-cut", "areal-debug-hang-collect"}
+    assert verbs <= set(anchors(reference.cli()))
+
+
+def test_every_quantity_has_a_unit_and_a_meaning() -> None:
+    assert set(MEANINGS) == set(NAMES)
+    assert all(unit and meaning.endswith(".") for unit, meaning in MEANINGS.values())
+
+
+def test_every_name_that_documents_import_has_an_entry() -> None:
+    imports = r"^ *(?:>>> )?from ((?:areal_debug|areal_core|recorder)[\w.]*) import ([\w, ]+)$"
+    texts = [file.read_text() for file in (ROOT / "README.md", *(ROOT / "docs").rglob("*.md"))]
+    found = [pair for text in texts for pair in re.findall(imports, text, re.MULTILINE)]
+    names = {f"{module}.{name.strip()}" for module, several in found for name in several.split(",")}
+    assert len(names) > 15
+    assert names <= set(reference.API)
+
+
+def test_limits_and_steps_are_those_of_the_rules() -> None:
+    assert "`SPIKE = 5.0  # times that median`" in reference.findings()
+    assert "`ncclras -v`: NCCL 2.24 and later" in reference.labels()
+    assert "A rank of that group whose record is missing." in reference.labels()
 
 
 @pytest.mark.parametrize(
@@ -64,7 +97,8 @@ def test_every_quantity_and_verb_has_an_entry() -> None:
 )
 def test_every_option_of_a_config_has_an_entry(kind: str, cls: type) -> None:
     fields = {f"{kind}-{f.name}" for f in dataclasses.fields(cls) if not f.name.startswith("_")}
-    assert fields <= set(anchors(reference.options()))
+    nested = {"sft-cluster-name_resolve-type", "grpo-actor-optimizer-lr"}
+    assert fields | nested <= set(anchors(reference.options()))
 
 
 def test_the_pages_build_in_strict_mode_with_their_anchors(tmp_path: Path) -> None:
@@ -82,4 +116,4 @@ def test_the_pages_build_in_strict_mode_with_their_anchors(tmp_path: Path) -> No
     assert built.returncode == 0, built.stderr[-3000:]
     for page, anchor in {"findings": "d18", "causes": "r35", "labels": "collective_mismatch"}.items():
         assert f'id="{anchor}"' in (tmp_path / f"site/reference/{page}/index.html").read_text()
-    assert 'id="recorder.reader.open_record"' in (tmp_path / "site/reference/api/index.html").read_text()
+    assert 'id="recorder.open_record"' in (tmp_path / "site/reference/api/index.html").read_text()
