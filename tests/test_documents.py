@@ -1,30 +1,67 @@
 """Statements of the documents, compared with the repository."""
 
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
+import click
 import pytest
 
 from areal_debug.cli import VERBS, main
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
+COMMANDS = (ROOT / "docs/commands.md").read_text()
 
 
 def code_blocks(text: str) -> str:
     return "\n".join(re.findall(r"```\n(.*?)```", text, re.DOTALL))
 
 
-def test_readme_shows_every_verb_and_no_other():
-    shown = set(re.findall(r"areal-debug ([a-z-]+)", code_blocks(README)))
+def test_the_commands_by_task_show_every_verb_and_no_other():
+    shown = set(re.findall(r"areal-debug ([a-z-]+)", code_blocks(COMMANDS)))
     assert shown <= set(VERBS)
     assert set(VERBS) - shown == {"demo"}  # which `make demo` runs
 
 
-def test_readme_tree_lists_what_exists_and_every_folder_of_ours():
-    tree = code_blocks(README.split("## What is where")[1])
+def test_the_readme_links_every_verb_in_few_words_and_fits():
+    rows = re.findall(r"^\| \[([a-z-]+)\]\(docs/verbs/([a-z-]+)\.md\) \| (.+) \|$", README, re.MULTILINE)
+    assert [name for name, _, _ in rows] == list(VERBS)
+    assert [page for _, page, _ in rows] == list(VERBS)
+    assert [purpose for _, _, purpose in rows if len(purpose.split()) > 6] == []
+    lines = README.splitlines()
+    assert len(lines) <= 150
+    assert [line for line in lines if len(line) > 100] == []
+
+
+def test_links_of_the_readme_lead_to_files():
+    links = re.findall(r"\]\(([^)#]+)", README)
+    local = [link for link in links if not link.startswith(("https://", "../../actions/", "docs/verbs/"))]
+    assert len(local) > 40
+    assert [link for link in local if not (ROOT / link).exists()] == []
+
+
+def commands_of(text: str) -> list[str]:
+    return re.findall(r"^(?:\$ )?areal-debug (.+)$", code_blocks(text), re.MULTILINE)
+
+
+@pytest.mark.parametrize("command", [*commands_of(README), *commands_of(COMMANDS)])
+def test_options_that_are_shown_exist(command):
+    words = shlex.split(command, comments=True)
+    verb: click.Command = main
+    parents = [main]
+    while isinstance(verb, click.Group) and words and words[0] in verb.list_commands(click.Context(verb)):
+        verb = verb.get_command(click.Context(verb), words.pop(0))
+        parents.append(verb)
+    known = {name for parent in parents for parameter in parent.params for name in parameter.opts}
+    known |= {"--config", "--dry-run"} if "train" in command or "eval" in command else set()
+    assert [word for word in words if word.startswith("-") and word not in known] == []
+
+
+def test_the_tree_lists_what_exists_and_every_folder_of_ours():
+    tree = code_blocks((ROOT / "docs/layout.md").read_text())
     parents: list[str] = []
     listed = set()
     for line in tree.strip().splitlines():
