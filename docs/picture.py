@@ -21,7 +21,7 @@ from rich.text import Text
 WIDTH = 128
 DOCS = Path(__file__).resolve().parent
 AREAL_DEBUG = str(Path(sys.executable).with_name("areal-debug"))
-HANG_S = 15  # after which the ranks of examples/hang.py have started and wait
+HANG_S = 90  # until which the ranks of examples/hang.py have started and wait
 TERMINAL = os.environ | {"FORCE_COLOR": "1", "TTY_INTERACTIVE": "0", "COLUMNS": str(WIDTH)}
 
 
@@ -70,8 +70,12 @@ def diagnosed_hang(folder: Path) -> str:
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=3"]
     with subprocess.Popen([*launch, "examples/hang.py"], cwd=folder, stderr=subprocess.DEVNULL) as job:
         try:
-            time.sleep(HANG_S)
-            return run([AREAL_DEBUG, "hang", "--pid", str(job.pid)], folder)
+            command = [AREAL_DEBUG, "hang", "--pid", str(job.pid)]
+            deadline = time.monotonic() + HANG_S
+            while subprocess.run([*command, "-q"], capture_output=True).returncode != 1:
+                if time.monotonic() > deadline:
+                    sys.exit(f"examples/hang.py was not found to hang within {HANG_S} s")
+            return run(command, folder)
         finally:
             job.terminate()
 
