@@ -212,9 +212,10 @@ def first_weights(record: "Record", steps: tuple[int, ...]) -> str:
     if not path:
         fail(f"{record.path} does not name the model that sampled it: give --model PATH")
     if record.header.config_is_ours:
-        first = min(versions_of(record, record.steps[0]), default=0)
+        versions = {step: versions_of(record, step) for step in {record.steps[0], *steps}}
+        first = min(versions[record.steps[0]], default=0)
         for step in steps:
-            newest = max(versions_of(record, step), default=0)
+            newest = max(versions[step], default=0)
             if newest > first:
                 fail(
                     f"step {step} was sampled with weights of version {newest}, and {path} has those of "

@@ -81,9 +81,10 @@ def find_changed_tensor(scorer: Scorer, rows: Sequences, temperature: float) -> 
     weighed = {name: evidence(kernel, target) for name, kernel in kernels.items()}
     ranked = sorted(weighed, key=lambda name: -weighed[name][0])
     first, second = ranked[:2]
-    if {first, second} <= {TOWER, *tower} and weighed[first][0] - weighed[second][0] <= MARGIN_NATS:
+    in_tower = {TOWER, *tower}
+    if {first, second} <= in_tower and weighed[first][0] - weighed[second][0] <= MARGIN_NATS:
         # Which tensor of the tower it is stays open, not that it is in the tower.
-        first, second = TOWER, next(name for name in ranked if name not in {TOWER, *tower})
+        first, second = TOWER, next(name for name in ranked if name not in in_tower)
     nats, noise = weighed[first]
     found = ChangedTensor(first, nats - weighed[second][0], nats - alone, noise / size)
     return found if found.margin > MARGIN_NATS and found.noise < MOST_NOISE else None

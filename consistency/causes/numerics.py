@@ -144,15 +144,17 @@ def heavy_tail(case: Case) -> Finding | None:
     # Two engines of different noise have together a tail that none of them has.
     worker, size = case.table.worker, case.table.difference
     engines = [size] if worker is None else [size[worker == one] for one in np.unique(worker)]
-    tails = [tail(of_one) for of_one in engines]
-    if not any(one["kurtosis"] >= 20 and one["p99_over_p50"] >= 20 for one in tails):
+    tails = map(tail, engines)
+    heavy = next((one for one in tails if one["kurtosis"] >= 20 and one["p99_over_p50"] >= 20), None)
+    if heavy is None:
         return None
     return Finding(
         "R42",
         "a few tokens differ widely (as from different expert routing)",
         0.7,
-        f"kurtosis {metrics['kurtosis']:.0f}, p99 over median {metrics['p99_over_p50']:.0f}, "
-        f"{metrics['top_percent_share']:.0%} of |D| in 1 % of the tokens",
+        f"kurtosis {heavy['kurtosis']:.0f}, p99 over median {heavy['p99_over_p50']:.0f}, "
+        f"{heavy['top_percent_share']:.0%} of |D| in 1 % of the tokens"
+        + (" of one engine" if len(engines) > 1 else ""),
         "sample again: routing flips affect other tokens; compare routed_experts (SGLang return_routed_experts)",
         "replay the routing in the trainer, or a float32 router and deterministic kernels (SGLang --enable-deterministic-inference)",
     )
