@@ -18,7 +18,7 @@ from typing import Literal
 from hangdoctor.groups import rank_ranges
 from hangdoctor.model import Confidence, NextStep
 from hangdoctor.slow.budget import Budget, Round, budgets, held_rounds, typical, upper_quartile
-from hangdoctor.slow.phases import OTHER, PHASE_NAMES, WAITING
+from hangdoctor.slow.phases import OTHER, PHASE_NAMES, STARTUP, WAITING
 from hangdoctor.slow.sample import Observation
 from hangdoctor.slow.servers import Blame, blame_server
 
@@ -37,6 +37,7 @@ LEAST_LIFT = 0.15
 HALF_A_ROUND = 0.5
 """Standard deviation of the length of a phase that is counted in rounds."""
 MAIN_SHARE = 0.5
+LEAST_STARTUP = 0.3
 COMPUTE = ("forward", "backward")
 ORDINARY = (*COMPUTE, OTHER, "optimizer")
 """Phases in which every rank of a healthy job is late now and then."""
@@ -126,6 +127,7 @@ def judge(seen: Observation, garbage: Mapping[int, float]) -> SlowVerdict:
     answer = (
         too_little(seen, ranks)
         or slow_ranks(seen, ranks, garbage)
+        or still_starting(ranks)
         or late_in_turn(seen, ranks, garbage)
         or busy_server(seen, ranks)
         or no_rank_is_slow(seen, ranks)
@@ -233,6 +235,17 @@ def cause_of(
     if main in COMPUTE and min(more.get(phase, 0.0) for phase in COMPUTE) >= more[main] / 4:
         return "compute", "", sum(worst.shares[phase] for phase in COMPUTE)
     return main, worst.places[main], worst.shares[main]
+
+
+def still_starting(ranks: Sequence[Budget]) -> SlowVerdict | None:
+    """Return the verdict for a job that trains too little yet: its start says nothing of its steps."""
+    share = mean(budget.shares.get(STARTUP, 0.0) for budget in ranks)
+    if share < LEAST_STARTUP:
+        return None
+    return inconclusive(
+        f"The ranks are starting: imports, process groups and models take {percent(share)} of the time. "
+        "Look again once the job trains."
+    )
 
 
 def late_in_turn(

@@ -5,7 +5,7 @@ an outer one: a forward pass inside a backward is recomputation, an HTTP request
 loads data. C calls have no frame, so the text of the innermost source line is read, too.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -18,6 +18,8 @@ WAITING = ("collective", "device")
 """Phases that end when other ranks arrive: a rank in one of them is not the one that is late. On a
 GPU, waiting for the device is mostly waiting for a collective that is queued on it."""
 OTHER = "other"
+STARTUP = "startup"
+"""Imports, process groups that are made, models that are built: before the first step."""
 # Phase to its name in reports, in the order of the columns.
 PHASE_NAMES = {
     "input": "data loading",
@@ -36,6 +38,7 @@ PHASE_NAMES = {
     "evaluation": "evaluation",
     "compile": "compilation",
     "logging": "logging",
+    STARTUP: "start-up",
     "stopped": "stopped",
     OTHER: "other",
 }
@@ -85,7 +88,7 @@ SOURCE_ROWS = (
 )
 # fmt: on
 # Phases of `waits.phases_of` and kinds of waits, in our terms.
-SAME = {"checkpoint": "checkpoint", "data": "input"}
+SAME = {"checkpoint": "checkpoint", "data": "input", "init": STARTUP}
 KINDS = {
     "collective": "collective",
     "p2p": "collective",
@@ -107,6 +110,7 @@ MEANS = {
     "input": {"evaluation"},
 }
 """Phase to those phases around it which it only serves."""
+IMPORTERS = ("<frozen importlib", "importlib/_bootstrap")
 MOST_FAULTS = 50
 """Major page faults between two rounds: more is a rank that waits for its memory."""
 
@@ -173,6 +177,8 @@ def phase_of(frames: tuple[Frame, ...], source: Source, has_gpu: bool = False) -
     python = [frame for frame in frames if not frame.native]
     if not python:
         return OTHER
+    if imports_library(python):
+        return STARTUP
     text = source(python[0].file, python[0].line)
     named = next((phase for phase, pattern in SOURCE_ROWS if compiled(pattern).search(text)), None)
     around = [phase for frame in python if (phase := phase_of_frame(normal(frame)))]
@@ -199,6 +205,15 @@ def phase_of_frame(frame: Frame) -> str | None:
     if wait and wait[0] in KINDS:
         return KINDS[wait[0]]
     return next((SAME[phase] for phase in SAME if phase in phases_of(frame.function, frame.file)), None)
+
+
+def imports_library(frames: Sequence[Frame]) -> bool:
+    """True if the innermost import that runs is that of a library: its frames show no phase."""
+    importer = next((i for i, f in enumerate(frames) if f.file.startswith(IMPORTERS)), None)
+    if importer is None:
+        return False
+    module = next((f for f in reversed(frames[:importer]) if f.function == "<module>"), None)
+    return module is None or is_library(normal(module).file)
 
 
 def waits_in_backward(frames: tuple[Frame, ...], proc: ProcState) -> bool:

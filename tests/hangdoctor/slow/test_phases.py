@@ -15,6 +15,7 @@ BACKWARD = [
 ]
 CALL = Frame("Module._call_impl", SITE + "torch/nn/modules/module.py", 1790)
 FETCH = Frame("_MapDatasetFetcher.fetch", SITE + "torch/utils/data/_utils/fetch.py", 52)
+IMPORT = Frame("_find_and_load", "<frozen importlib._bootstrap>", 1176)
 REQUEST = [
     Frame("SocketIO.readinto", "/usr/lib/python3.11/socket.py", 706),
     Frame("HTTPConnection.getresponse", "/usr/lib/python3.11/http/client.py", 1386),
@@ -34,6 +35,11 @@ def seen(*frames, proc=SLEEPS, faults=0, source=lambda file, line: "", others=()
 @pytest.mark.parametrize(
     ("frames", "phase"),
     [
+        ([IMPORT], "startup"),
+        ([Frame("<module>", SITE + "torch/optim/adamw.py", 3), IMPORT], "startup"),
+        ([Frame("init_process_group", SITE + "torch/distributed/distributed_c10d.py", 1700)], "collective"),
+        ([user("build_model")], "startup"),
+        ([user("Rows.__getitem__"), user("<module>"), IMPORT], "input"),  # a program that is imported
         ([user("Rows.__getitem__"), FETCH], "input"),
         ([user("read_row"), user("Rows.__getitem__"), FETCH], "input"),
         ([Frame("_try_get_data", SITE + "torch/utils/data/dataloader.py", 1200)], "input"),

@@ -113,6 +113,20 @@ def test_garbage_that_only_native_stacks_show_is_the_cause():
     assert judge(job(only(2, "forward", 0.5)), {2: 0.1}).cause == "forward"
 
 
+def test_ranks_that_still_import_are_not_judged():
+    lines = [[(0.0, "startup"), (9.0 + rank / 10, "forward"), (12.0, "collective")] for rank in range(4)]
+    verdict = judge(sampled(lines, 12.0, 0.31, random.Random(0)), {})
+    assert verdict.label == "inconclusive"
+    assert "imports, process groups and models take 7" in verdict.summary
+
+
+def test_a_rank_that_starts_late_is_slow():
+    starts = [2.0, 2.0, 9.0, 2.0]
+    lines = [[(0.0, "startup"), (start, "collective")] for start in starts]
+    verdict = judge(sampled(lines, 12.0, 0.31, random.Random(0)), {})
+    assert (verdict.label, verdict.culprit_ranks, verdict.cause) == ("slow_rank", (2,), "startup")
+
+
 def test_ranks_of_other_hosts_may_be_the_late_ones():
     lines = [[(0.0, "collective")] for _ in range(4)]
     seen = sampled(lines, 15.0, 0.31, random.Random(0), elsewhere=(4, 5, 6, 7))
