@@ -215,6 +215,8 @@ def test_an_attention_that_ignores_the_tree_is_found_by_measurement(ranks, tmp_p
 
 
 @pytest.mark.long
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:FutureWarning")  # GPTBigCode
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .FSDPOPTDecoderLayer:UserWarning")
 @pytest.mark.parametrize("name", families.packed_families())
 def test_a_family_has_the_logprobs_and_gradients_of_packed_rows(ranks, name):
     found = families.measure(name, ranks)

@@ -30,8 +30,8 @@ def test_a_kill_at_a_call_to_the_disk_loses_no_picture_of_a_committed_step(tmp_p
         assert report.steps_ok == found.steps
         assert {problem.kind for problem in report.problems} <= {"unfinished"}
         seen.add(found.steps)
-        if found.steps:  # the run goes on from a checkpoint after its last step
-            first = found.steps[-1] + 1
+        first = found.steps[-1] + 1 if found.steps else NUM_STEPS
+        if first < NUM_STEPS:  # the run goes on from a checkpoint after its last step
             record(folder, replace(OPTIONS, first_step=first), first)
             assert verify(folder).problems == ()
             assert open_record(folder).steps == (NUM_STEPS - 2, NUM_STEPS - 1)
