@@ -17,6 +17,7 @@ from typing import Any
 
 from areal_core.environment import DETERMINISTIC
 from areal_core.launch.warm import WarmRanks, warm_ranks
+from recorder import open_record
 from replayer.commits.bisect import BisectReport, Numbers, find_commit, parse_numbers
 from replayer.commits.checkout import Checkout, checkout
 from replayer.commits.layers import Call
@@ -138,9 +139,14 @@ def changed_members(request: Request) -> dict[str, Any]:
 
 
 def absolute(request: Request) -> Request:
-    """Return a request for a process in another folder."""
+    """Return a request for a process in another folder: a model's folder that the record names
+    relative to this one is given absolutely.
+    """
     record = request.record if "://" in request.record else os.path.abspath(request.record)
-    return replace(request, record=record, model=request.model and os.path.abspath(request.model))
+    model = request.model or open_record(record).header.config["actor"]["path"]
+    return replace(
+        request, record=record, model=os.path.abspath(model) if os.path.isdir(model) else request.model
+    )
 
 
 def replay_with(place: Path, given: Request) -> Numbers | None:

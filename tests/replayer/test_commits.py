@@ -14,7 +14,7 @@ from replayer.commits.acting import ENTRIES, OF_EVERY_STAGE, ChangedFile, files_
 from replayer.commits.outside import CodeDifference, code_differences, unknown_code
 from replayer.commits.own_code import layers_with_own_code
 from replayer.commits.references import sources
-from replayer.commits.warm import changed_members, search_commits
+from replayer.commits.warm import absolute, changed_members, search_commits
 from replayer.preflight.random_rollouts import RandomRollouts
 from replayer.request import Request
 from replayer.stages import STAGES
@@ -290,6 +290,19 @@ def test_a_cast_in_one_layer_is_found_with_its_module_and_file(clone, tmp_path, 
     )
     assert (report.file, report.line) == (ATTENTION, line_of(clone, ATTENTION, "module.layer_idx == 1"))
     assert report.with_current_code == ()
+
+
+@pytest.mark.long
+def test_a_model_that_the_record_names_from_this_folder_is_found(
+    clone, tmp_path, tiny_model, record_run, monkeypatch
+):
+    monkeypatch.chdir(tiny_model.parent)
+    run = record_run(tmp_path, Path(tiny_model.name), 1)
+    here = with_commit(run, git(clone, "rev-parse", "HEAD"))
+    report = layers_with_own_code(here, here, 0, None, clone)
+    assert (report.name, report.num_calls > 0, report.with_current_code) == (None, True, ())
+    assert absolute(Request(run.path, 0, 0)).model == str(tiny_model)
+    assert absolute(Request(run.path, 0, 0, model="org/name")).model == "org/name"
 
 
 def with_commit(record, commit):
