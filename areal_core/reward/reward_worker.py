@@ -46,11 +46,12 @@ def answer(reward_fn: RewardFn | Exception, arguments: list[Any], row: dict[str,
             raise reward_fn
         value = reward_fn(*arguments, **row)
     except Exception as error:  # boundary: the trainer raises any exception of a user's function
+        wrong = misfit(reward_fn, arguments, row)
         return {
             "value": None,
             "shown": "",
-            "error": misfit(reward_fn, arguments, row) or f"{type(error).__name__}: {error}",
-            "traceback": "".join(traceback.format_exception(error)),
+            "error": wrong or f"{type(error).__name__}: {error}",
+            "traceback": "" if wrong else "".join(traceback.format_exception(error)),
         }
     number = float(value) if isinstance(value, numbers.Real) else None
     return {"value": number, "shown": repr(value)[:200], "error": "", "traceback": ""}
@@ -64,7 +65,7 @@ def misfit(reward_fn: RewardFn | Exception, arguments: list[Any], row: dict[str,
     try:
         signature.bind(*arguments, **row)
     except TypeError as error:
-        return f"TypeError: {wrong_call(reward_fn.__name__, signature, str(error))}\nthe row has {', '.join(row)}"
+        return f"TypeError: {wrong_call(reward_fn.__name__, signature, str(error))}\nthe row has {', '.join(row) or 'no fields'}"
     return ""
 
 

@@ -238,7 +238,7 @@ def cause_of(
 
 
 def still_starting(ranks: Sequence[Budget]) -> SlowVerdict | None:
-    """Return the verdict for a job that trains too little yet: its start says nothing of its steps."""
+    """Return the verdict for a job that starts and hardly trains yet, or None."""
     share = mean(budget.shares.get(STARTUP, 0.0) for budget in ranks)
     if share < LEAST_STARTUP:
         return None

@@ -8,12 +8,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoConfig
 
 from areal_core.batch import pad_and_concat, select_rows
 from areal_core.embedded.engine import EmbeddedEngine
 from areal_core.embedded.replica import Replica
+from areal_core.engine.attention import PACKED
 from areal_core.engine.errors import ModelError
 from areal_core.engine.model import load_model
+from areal_core.engine.parity import depends_on_forward
 from areal_core.rollout.types import ModelRequest, Sampling
 from areal_core.rollout.workflow import episode_tensors
 from areal_core.routing.routers import Routers, routing_sizes
@@ -192,7 +195,9 @@ def check_family(name: str, folder: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         families.write_tiny(name, str(folder))
-        model = load_model(str(folder), dtype=torch.float32).eval()
+        config = AutoConfig.from_pretrained(str(folder))
+        kernel = "eager" if depends_on_forward(config) else PACKED  # a sparse attention needs the mask
+        model = load_model(str(folder), dtype=torch.float32, attn_implementation=kernel).eval()
     routers, ids = Routers(model), torch.randint(3, 90, (1, 12), generator=torch.Generator().manual_seed(0))
     assert routers.sizes == routing_sizes(model.config)
     own, chosen = program.logits(model, ids), routers.choices()
