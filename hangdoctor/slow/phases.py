@@ -110,7 +110,7 @@ MEANS = {
     "input": {"evaluation"},
 }
 """Phase to those phases around it which it only serves."""
-IMPORTERS = ("<frozen importlib", "importlib/_bootstrap")
+IMPORTER = "<frozen importlib"
 MOST_FAULTS = 50
 """Major page faults between two rounds: more is a rank that waits for its memory."""
 
@@ -209,7 +209,7 @@ def phase_of_frame(frame: Frame) -> str | None:
 
 def imports_library(frames: Sequence[Frame]) -> bool:
     """True if the innermost import that runs is that of a library: its frames show no phase."""
-    importer = next((i for i, f in enumerate(frames) if f.file.startswith(IMPORTERS)), None)
+    importer = next((i for i, f in enumerate(frames) if f.file.startswith(IMPORTER)), None)
     if importer is None:
         return False
     module = next((f for f in reversed(frames[:importer]) if f.function == "<module>"), None)

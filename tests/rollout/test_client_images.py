@@ -52,9 +52,8 @@ def test_a_server_samples_with_the_log_probs_of_a_plain_forward(tmp_path, serve_
     response = asyncio.run(work())
     server.sampler.close()
     assert response.input_tokens == asked.input_ids
-    ids = torch.tensor(
-        [response.input_tokens + response.output_tokens[:-1]]
-    )  # the last may be the image token
+    # Without the last token, which may be the image token.
+    ids = torch.tensor([response.input_tokens + response.output_tokens[:-1]])
     types = (ids == processor.image_token_id).long()
     types[:, len(asked.input_ids) :] = 0
     name = "token_type_ids" if family == "gemma3" else "mm_token_type_ids"
