@@ -83,6 +83,7 @@ def command(
     """
     from areal_debug.doctor.hooks import NO_HOOKS, make_hooks
     from areal_debug.doctor.rows import is_record
+    from hangdoctor.watch.tree import lives
 
     hooks = make_hooks(on_alarm, webhook, stop_on, pause_on)
     if output is not None:
@@ -93,6 +94,8 @@ def command(
     if follows:
         if (stop_on or pause_on) and pid is None:
             fail("--stop-on and --pause-on need --pid, the process that launched the run")
+        if pid is not None and not lives(pid):
+            fail(f"--pid {pid}: no process has this id; without --follow the log is judged as it is")
         raise SystemExit(follow_run(run, name, given, every_s, idle_s, pid, hooks, as_json))
     if hooks != NO_HOOKS or pid is not None or idle_s is not None:
         fail("--on-alarm, --webhook, --stop-on, --pause-on, --pid and --idle go with --follow")

@@ -75,6 +75,7 @@ def watch(
     """
     from hangdoctor.watch.liveness import Limits
     from hangdoctor.watch.loop import Plan, watch_command, watch_pids
+    from hangdoctor.watch.tree import lives
 
     if bool(job) == bool(pids):
         raise click.UsageError("Give either a command after -- or --pid.")
@@ -82,6 +83,9 @@ def watch(
         raise click.UsageError(
             "--then restart needs a command after --: a job of --pid cannot be started again."
         )
+    for pid in pids:
+        if not lives(pid):
+            raise click.UsageError(f"--pid {pid}: no process has this id.")
     folder = output or Path(time.strftime("hang-watch-%Y%m%d-%H%M%S"))
 
     def diagnose(place: Path) -> Diagnosis:

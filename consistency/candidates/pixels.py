@@ -172,12 +172,16 @@ def options_of(image_processor: Any) -> dict[str, Any]:
 def pixel_options(own: VisionProcessor) -> list[tuple[str, dict[str, Any]]]:
     """Return names and options that change pixels, and not their number."""
     image_processor = own.processor.image_processor
+    normalisations = NORMALISATIONS | {
+        "its own deviation and mean 0": ([0.0] * 3, list(image_processor.image_std)),
+        "its own mean and deviation 1": (list(image_processor.image_mean), [1.0] * 3),
+    }
     found: list[tuple[str, dict[str, Any]]] = [
         (
             f"pixels normalised by {name}",
             {"image_mean": list(mean), "image_std": list(std), "do_normalize": True},
         )
-        for name, (mean, std) in NORMALISATIONS.items()
+        for name, (mean, std) in normalisations.items()
         if not np.allclose([*mean, *std], [*image_processor.image_mean, *image_processor.image_std])
     ]
     found.append(("pixels from 0 to 255, not divided by 255", {"do_rescale": False}))

@@ -232,6 +232,9 @@ def _watch(
             if finding is not None:
                 report("it moves again")
             patience, finding = 1, None
+        elif finding is None and judgement.silent_s > judgement.limit_s * patience and _has_new(job, search):
+            scanned_at = -RESCAN_S  # it started after the last scan, and may not be silent
+            continue
         elif finding is None and judgement.silent_s > judgement.limit_s * patience:
             finding = _examine(search(), judgement, plan, diagnose, report)
             patience *= 2
@@ -249,6 +252,12 @@ def _find(search: Search) -> Job:
         return find_job(search, process_table())
     except HangInputError:
         return NO_JOB
+
+
+def _has_new(job: Job, search: Callable[[], Search]) -> bool:
+    """Return whether the job has processes now that it did not have at the last scan."""
+    known = {target.pid for target in job.targets}
+    return any(target.pid not in known for target in _find(search()).targets)
 
 
 def _examine(

@@ -2,10 +2,13 @@
 
 import dataclasses
 import functools
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from consistency import hypotheses
+from consistency.causes import weights
 from consistency.diagnose import Diagnosis, diagnose
 from consistency.hypotheses import replay
 from consistency.score import score
@@ -112,3 +115,18 @@ def test_clean_logits_are_not_reported_as_rounded():
     quiet = dataclasses.replace(world(), noise=0.002)
     assert [f.id for f in diagnosis_of(CLEAN(quiet), quiet).causes] == ["R35"]
     assert [f.id for f in diagnosis_of(bfloat16_logits(quiet), quiet).causes if f.fault] == ["R37"]
+
+
+@pytest.mark.parametrize(("correlation", "first"), [(0.1, "R33"), (0.9, "R27")])
+def test_a_token_bias_is_less_sure_than_other_weights_where_nothing_is_alike(correlation, first):
+    ids = np.arange(600) % 30
+    table = SimpleNamespace(token_id=ids, difference=-1.0 - ids / 10, trainer=np.full(600, -4.7))
+    case = SimpleNamespace(
+        unexplained=True,
+        table=table,
+        level=0.01,
+        setting=SimpleNamespace(added_token_ids=frozenset(), vocabulary_size=100),
+        measurement=SimpleNamespace(metrics={"mean_abs": 2.4, "logprob_pearson": correlation}),
+    )
+    found = [finding for finding in (weights.token_bias(case), weights.other_checkpoint(case)) if finding]
+    assert max(found, key=lambda finding: finding.confidence).id == first

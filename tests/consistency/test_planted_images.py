@@ -101,6 +101,7 @@ def test_images_without_a_fault_are_healthy(world, sound):
     ("options", "named"),
     [
         ({"image_mean": [0.5] * 3, "image_std": [0.5] * 3}, "pixels normalised by 0.5"),
+        pytest.param({"image_mean": [0.0] * 3}, "its own deviation and mean 0", marks=LONG),
         pytest.param({"do_rescale": False}, "not divided by 255", marks=LONG),
         pytest.param({"resample": 2}, "the bilinear kernel", marks=LONG),
     ],

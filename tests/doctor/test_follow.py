@@ -2,12 +2,14 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
@@ -107,13 +109,25 @@ def test_the_verb_follows_until_nothing_is_logged_and_its_exit_code_is_the_verdi
     assert (done.exit_code, "no metrics could be read" in done.stderr) == (2, True)
 
 
+def test_every_finding_can_be_chosen():
+    sources = (file.read_text() for file in Path(actions.__file__).parent.rglob("*.py"))
+    found = {
+        letter + number for text in sources for letter, number in re.findall(r'"([DS])([0-9]{2})"', text)
+    }
+    highest = {letter: max(int(name[1:]) for name in found if name[0] == letter) for letter in "DS"}
+    assert highest == actions.LAST_IDS
+    assert actions.choice("--stop-on", ",".join(found)) == found
+
+
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
         (["--webhook", "ftp://user:hunter22@host/x"], "--webhook is no http:// or https:// address"),
         (["--webhook", "https:///x"], "--webhook is no http:// or https:// address"),
         (["--stop-on", "D17,everything"], "--stop-on 'everything' is no finding: expected ids as D17 or S03"),
+        (["--stop-on", "D99"], "--stop-on 'D99' is no finding: expected ids as D17 or S03 (up to D"),
         (["--stop-on", "error"], "--stop-on and --pause-on need --pid"),
+        (["--stop-on", "error", "--pid", "999999999"], "--pid 999999999: no process has this id"),
     ],
 )
 def test_wrong_hooks_are_one_sentence(tmp_path, options, sentence):

@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 from click.testing import CliRunner
 
+from areal_core.errors import ServerFailed
 from areal_debug.certify.command import command
 from consistency.certify import run
 from consistency.certify.certificate import Certificate, Check, compare, read_certificate, worse_than
@@ -103,15 +104,12 @@ def test_bad_input_is_refused_with_a_sentence(tmp_path):
 
 @pytest.mark.sglang
 @pytest.mark.long
-@pytest.mark.parametrize("deterministic", [False, True])
-def test_a_real_server_gets_an_honest_verdict(tiny_model, tmp_path, deterministic):
+def test_a_real_server_gets_an_honest_verdict(tiny_model, tmp_path):
     from areal_core.config import SGLangConfig
     from areal_core.sglang.start import SGLangServer, cpu_environment, server_args
 
     options = SGLangConfig(dtype="float32", context_length=1024, max_total_tokens=16384)
     arguments = server_args(options, "cpu")
-    if deterministic:
-        arguments = [*arguments, "--enable-deterministic-inference"]
     with SGLangServer(
         tiny_model, tmp_path / "log", arguments, cpu_environment(), ready_timeout_s=600.0
     ) as running:
@@ -124,3 +122,21 @@ def test_a_real_server_gets_an_honest_verdict(tiny_model, tmp_path, deterministi
     assert done.exit_code == {"proven": 0, "refuted": 1}[found["verdict"]], done.output
     assert all(check["num_tokens"] > 0 for check in found["checks"])
     assert float.fromhex(found["max_abs_difference"]) < 1e-5
+
+
+@pytest.mark.sglang
+@pytest.mark.long
+def test_the_deterministic_mode_of_sglang_is_refused_by_it_on_a_cpu(tiny_model, tmp_path):
+    from areal_core.config import SGLangConfig
+    from areal_core.sglang.start import SGLangServer, cpu_environment, server_args
+
+    arguments = server_args(SGLangConfig(dtype="float32", context_length=1024), "cpu")
+    refused = r"attention backends are supported for deterministic inference.* 'torch_native'"
+    with pytest.raises(ServerFailed, match=refused):
+        SGLangServer(
+            tiny_model,
+            tmp_path / "log",
+            [*arguments, "--enable-deterministic-inference"],
+            cpu_environment(),
+            ready_timeout_s=600.0,
+        ).__enter__()

@@ -8,7 +8,9 @@ import threading
 import time
 
 import pytest
+from click.testing import CliRunner
 
+from areal_debug.cli import main
 from hangdoctor.collect.pyspy import Options
 from hangdoctor.heartbeat import VARIABLE, read_beats
 from hangdoctor.model import Diagnosis
@@ -141,6 +143,37 @@ def test_process_without_heartbeats_is_watched_by_its_cpu_time(tmp_path):
     threading.Thread(target=job.wait).start()
     assert watch_pids((job.pid,), plan, lambda folder: hung, messages.append) == 1
     assert messages[0].startswith("rank_0 silent for ")
+
+
+LATE = """
+import os, subprocess, sys, time
+asleep = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(8)"], env=os.environ | {"RANK": "0"})
+time.sleep(1.5)
+busy = "import time; end = time.monotonic() + 5\nwhile time.monotonic() < end: pass"
+subprocess.run([sys.executable, "-c", busy], env=os.environ | {"RANK": "1"})
+asleep.kill()
+asleep.wait()
+"""
+
+
+def test_a_rank_that_started_after_the_last_scan_and_works_is_seen_before_a_hang_is_reported(tmp_path):
+    job = subprocess.Popen([sys.executable, "-c", LATE])
+    threading.Thread(target=job.wait).start()
+    messages = []
+    plan = Plan(tmp_path, Limits(quiet_s=3.0, watchdog_s=20), 0.1, then="kill", options=Options(1))
+    hung = Diagnosis("external_wait", "high", (0,), (), "Rank 0 sleeps.")
+    assert watch_pids((job.pid,), plan, lambda folder: hung, messages.append) == 0
+    assert messages == []
+
+
+@pytest.mark.parametrize("options", [[], ["--then", "kill"]])
+def test_a_pid_without_a_process_is_one_sentence(tmp_path, options):
+    output = tmp_path / "found"
+    done = CliRunner().invoke(
+        main, ["hang", "watch", "--pid", "999999999", "--output", str(output), *options]
+    )
+    assert (done.exit_code, output.exists()) == (2, False)
+    assert "--pid 999999999: no process has this id." in done.stderr
 
 
 def test_signals_to_the_watcher_reach_the_job(watched, tmp_path):
