@@ -17,7 +17,7 @@ export HF_HUB_OFFLINE ?= 1
 # Without cached bytecode every process compiles torch and Transformers again: a start takes 10 s, not 2 s.
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: demo demo-real quick test pytest test-long fuzz lint format env env-light clean
+.PHONY: demo demo-real quick test pytest test-long fuzz docs lint format env env-light clean
 
 demo: env-light
 	$(BIN)/areal-debug demo
@@ -44,6 +44,10 @@ test-long: env lint
 # Fresh hostile input for every reader, one after another; TARGET=record for one of them.
 fuzz: env
 	@$(BIN)/python -m tests.fuzz "$(SECONDS)" "$(TARGET)"
+
+# The site, into build/site: `python -m http.server -d build/site` shows it with its search.
+docs: env
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 lint:
 	$(BIN)/ruff check .
