@@ -14,6 +14,10 @@ from areal_debug.cli import VERBS, main
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 COMMANDS = (ROOT / "docs/commands.md").read_text()
+PAGES = sorted(
+    path.relative_to(ROOT)
+    for path in (*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/**/*.md"))
+)
 
 
 def code_blocks(text: str) -> str:
@@ -43,20 +47,42 @@ def test_links_of_the_readme_lead_to_files():
 
 
 def commands_of(text: str) -> list[str]:
-    return re.findall(r"^(?:\$ )?areal-debug (.+)$", code_blocks(text), re.MULTILINE)
+    blocks = re.findall(r"^ *```\w*\n(.*?)^ *```", text, re.DOTALL | re.MULTILINE)
+    code = "\n".join(blocks).replace("\\\n", " ")
+    return re.findall(r"^ *(?:\$ )?areal-debug (.+)$", code, re.MULTILINE)
 
 
-@pytest.mark.parametrize("command", [*commands_of(README), *commands_of(COMMANDS)])
-def test_options_that_are_shown_exist(command):
+def unknown_words(command: str) -> list[str]:
+    """Options of a command line that its verb does not have, or a word in place of a verb."""
     words = shlex.split(command, comments=True)
+    end = next((n for n, word in enumerate(words) if word in ("|", ">", "<", "&", "--")), len(words))
+    words = words[:end]
     verb: click.Command = main
     parents = [main]
     while isinstance(verb, click.Group) and words and words[0] in verb.list_commands(click.Context(verb)):
         verb = verb.get_command(click.Context(verb), words.pop(0))
         parents.append(verb)
+    if isinstance(verb, click.Group) and words and not words[0].startswith("-"):
+        return words[:1]
     known = {name for parent in parents for parameter in parent.params for name in parameter.opts}
+    known |= {"-h", "--help"}
     known |= {"--config", "--dry-run"} if command.split()[0] in ("train", "eval") else set()
-    assert [word for word in words if word.startswith("-") and word not in known] == []
+    return [
+        word
+        for word in words
+        if word.startswith("-") and word not in known and not re.fullmatch(r"-[\d.]*", word)
+    ]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=str)
+def test_commands_that_are_shown_exist(page):
+    found = {command: unknown_words(command) for command in commands_of((ROOT / page).read_text())}
+    assert {command: words for command, words in found.items() if words} == {}
+
+
+def test_an_unknown_command_would_be_found():
+    assert unknown_words("hang colect --to x") == ["colect"]
+    assert unknown_words("hang collect --into x") == ["--into"]
 
 
 def test_the_tree_lists_what_exists_and_every_folder_of_ours():
