@@ -7,6 +7,8 @@ PIP_FLAGS := --disable-pip-version-check --quiet --constraint constraints.txt
 # processes that start: three workers keep two cores busy.
 WORKERS ?= 3
 QUICK := tests/core tests/test_architecture.py tests/test_documents.py tests/test_vocabulary.py
+# Of `make test-light`.
+LIGHT := tests/recorder tests/integrity tests/archive tests/hangdoctor
 # Of `make fuzz`.
 SECONDS ?= 600
 TARGET ?=
@@ -17,7 +19,7 @@ export HF_HUB_OFFLINE ?= 1
 # Without cached bytecode every process compiles torch and Transformers again: a start takes 10 s, not 2 s.
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: demo demo-real quick test pytest test-long fuzz docs lint format env env-light clean
+.PHONY: demo demo-real quick test pytest test-light test-long fuzz docs lint format env env-light clean
 
 demo: env-light
 	$(BIN)/areal-debug demo
@@ -37,6 +39,11 @@ test: env
 
 pytest: env
 	$(BIN)/python -m pytest -m "not long" -n $(WORKERS) --no-loadscope-reorder
+
+# Without SGLang and Ray, so on every version of Python: the tests of what needs no engine.
+test-light: env-light
+	$(BIN)/uv pip install --quiet --python $(BIN)/python --constraint constraints.txt "$(LIGHT_TORCH)" --editable ".[train,archive,query,dev]"
+	$(BIN)/python -m pytest -m "not long and not sglang" $(LIGHT)
 
 test-long: env lint
 	$(BIN)/python -m pytest -m long -o faulthandler_timeout=1800
