@@ -5,7 +5,9 @@ import os
 import re
 import subprocess
 import sys
+import tarfile
 import tomllib
+import zipfile
 from fnmatch import fnmatch
 from importlib.metadata import packages_distributions
 from pathlib import Path
@@ -90,6 +92,7 @@ def test_each_data_file_of_a_package_is_in_the_wheel():
 
 BLOCKED = f"""
 import sys
+import tarfile
 class Absent:
     def find_spec(self, name, path=None, target=None):
         if name.split(".")[0] in {sorted(EXTRA_OF)}:
@@ -178,6 +181,7 @@ def test_another_distributions_package_is_refused(tmp_path, content, monkeypatch
         (tmp_path / "recorder/__init__.py").write_text(content)
     code = f"""
 import sys
+import tarfile
 sys.path.insert(0, {str(tmp_path)!r})
 from areal_debug.installation import check_packages
 from pathlib import Path
@@ -236,3 +240,23 @@ def test_the_wheel_alone_lists_a_record_and_finds_its_examples(tmp_path, record)
     assert found.strip() == "['gsm8k_grpo.py', 'gsm8k_grpo.yaml']"
     installed = run(*pip, "list", "--format=freeze").lower()
     assert not any(f"{package}==" in installed for package in ("torch", "transformers", "zarr", "datasets"))
+
+
+@pytest.mark.long
+def test_the_distributions_are_complete(tmp_path):
+    """The source distribution has every tracked file, the wheel every file of the packages."""
+    source = tmp_path / "source"
+    subprocess.run(["git", "clone", "-q", ROOT, source], check=True)
+    build = [Path(sys.executable).with_name("uv"), "build", "--quiet", "--out-dir", tmp_path / "dist", source]
+    subprocess.run(build, check=True)
+    (packed,) = (tmp_path / "dist").glob("*.tar.gz")
+    (wheel,) = (tmp_path / "dist").glob("*.whl")
+    assert packed.name == f"areal_debug-{PROJECT['project']['version']}.tar.gz"
+    tracked = set(subprocess.check_output(["git", "ls-files"], cwd=source, text=True).split("\n")) - {""}
+    with tarfile.open(packed) as archive:
+        assert tracked - {name.partition("/")[2] for name in archive.getnames()} == set()
+    in_wheel = set(zipfile.ZipFile(wheel).namelist())
+    ours = {name for name in tracked if name.split("/")[0] in OURS}
+    examples = {f"areal_debug/{name}" for name in tracked if name.startswith("examples/")}
+    assert ours | examples <= in_wheel
+    assert {"recorder/FORMAT.md", "areal_debug/py.typed", "areal_debug/examples/gsm8k_grpo.yaml"} <= in_wheel
