@@ -46,6 +46,7 @@ class Hooks:
 NO_HOOKS = Hooks()
 # The highest number of a finding of the curves (D) and of the samples (S).
 LAST_IDS = {"D": 43, "S": 11}
+FINDINGS = {f"{kind}{number:02}" for kind, last in LAST_IDS.items() for number in range(1, last + 1)}
 
 
 def make_hooks(command: str, webhook: str, stop_on: str, pause_on: str) -> Hooks:
@@ -58,12 +59,11 @@ def make_hooks(command: str, webhook: str, stop_on: str, pause_on: str) -> Hooks
 def choice(option: str, text: str) -> frozenset[str]:
     """Return the alarms of a list with commas. Raises ValueError for what is none."""
     chosen = frozenset(word.strip() for word in text.split(",") if word.strip())
-    for word in chosen - {*SEVERITIES, "all"}:
-        if not (word[1:].isdigit() and 1 <= int(word[1:]) <= LAST_IDS.get(word[0], 0)):
-            raise ValueError(
-                f"{option} {word!r} is no finding: expected ids as D17 or S03 (up to D{LAST_IDS['D']} "
-                f"and S{LAST_IDS['S']}), error, warning or all"
-            )
+    for word in chosen - {*SEVERITIES, "all"} - FINDINGS:
+        raise ValueError(
+            f"{option} {word!r} is no finding: expected ids as D17 or S03 (up to D{LAST_IDS['D']} "
+            f"and S{LAST_IDS['S']}), error, warning or all"
+        )
     return chosen
 
 

@@ -232,12 +232,13 @@ def _watch(
             if finding is not None:
                 report("it moves again")
             patience, finding = 1, None
-        elif finding is None and judgement.silent_s > judgement.limit_s * patience and _has_new(job, search):
-            scanned_at = -RESCAN_S  # it started after the last scan, and may not be silent
-            continue
         elif finding is None and judgement.silent_s > judgement.limit_s * patience:
-            finding = _examine(search(), judgement, plan, diagnose, report)
-            patience *= 2
+            latest = _find(search())
+            if _pids(latest) <= _pids(job):
+                finding = _examine(search(), judgement, plan, diagnose, report)
+                patience *= 2
+            else:  # a process started after the last scan, and may not be silent
+                job, scanned_at = latest, now
         elif finding and plan.then != "notify" and now - finding.found_at > judgement.limit_s / 2:
             end_all(members(search(), process_table()))
             return Watched(finding, tracks, ended_by_us=True)
@@ -254,10 +255,8 @@ def _find(search: Search) -> Job:
         return NO_JOB
 
 
-def _has_new(job: Job, search: Callable[[], Search]) -> bool:
-    """Return whether the job has processes now that it did not have at the last scan."""
-    known = {target.pid for target in job.targets}
-    return any(target.pid not in known for target in _find(search()).targets)
+def _pids(job: Job) -> set[int]:
+    return {target.pid for target in job.targets}
 
 
 def _examine(

@@ -126,6 +126,8 @@ def test_every_finding_can_be_chosen():
         (["--webhook", "https:///x"], "--webhook is no http:// or https:// address"),
         (["--stop-on", "D17,everything"], "--stop-on 'everything' is no finding: expected ids as D17 or S03"),
         (["--stop-on", "D99"], "--stop-on 'D99' is no finding: expected ids as D17 or S03 (up to D"),
+        (["--stop-on", "D7"], "--stop-on 'D7' is no finding: expected ids as D17 or S03 (up to D"),
+        (["--stop-on", "D²"], "--stop-on 'D²' is no finding: expected ids as D17 or S03 (up to D"),
         (["--stop-on", "error"], "--stop-on and --pause-on need --pid"),
         (["--stop-on", "error", "--pid", "999999999"], "--pid 999999999: no process has this id"),
     ],

@@ -132,11 +132,10 @@ def test_the_deterministic_mode_of_sglang_is_refused_by_it_on_a_cpu(tiny_model, 
 
     arguments = server_args(SGLangConfig(dtype="float32", context_length=1024), "cpu")
     refused = r"attention backends are supported for deterministic inference.* 'torch_native'"
-    with pytest.raises(ServerFailed, match=refused):
-        SGLangServer(
-            tiny_model,
-            tmp_path / "log",
-            [*arguments, "--enable-deterministic-inference"],
-            cpu_environment(),
-            ready_timeout_s=600.0,
-        ).__enter__()
+    arguments = [*arguments, "--enable-deterministic-inference"]
+    log = tmp_path / "log"
+    with (
+        pytest.raises(ServerFailed, match=refused),
+        SGLangServer(tiny_model, log, arguments, cpu_environment(), ready_timeout_s=600.0),
+    ):
+        pass
