@@ -7,8 +7,9 @@ PIP_FLAGS := --disable-pip-version-check --quiet --constraint constraints.txt
 # processes that start: three workers keep two cores busy.
 WORKERS ?= 3
 QUICK := tests/core tests/test_architecture.py tests/test_documents.py tests/test_vocabulary.py
-# Of `make test-light`.
-LIGHT := tests/recorder tests/integrity tests/archive tests/hangdoctor
+# Of `make test-light`. Two files make records with agents and pictures, by SGLang's openai and torchvision.
+LIGHT := tests/recorder tests/integrity tests/archive tests/hangdoctor \
+	$(addprefix --ignore=tests/recorder/,test_agent_calls.py test_redact.py)
 # Of `make fuzz`.
 SECONDS ?= 600
 TARGET ?=
@@ -43,7 +44,7 @@ pytest: env
 # Without SGLang and Ray, so on every version of Python: the tests of what needs no engine.
 test-light: env-light
 	$(BIN)/uv pip install --quiet --python $(BIN)/python --constraint constraints.txt "$(LIGHT_TORCH)" --editable ".[train,archive,query,dev]"
-	$(BIN)/python -m pytest -m "not long and not sglang" $(LIGHT)
+	$(BIN)/python -m pytest -m "not long and not sglang" -n $(WORKERS) $(LIGHT)
 
 test-long: env lint
 	$(BIN)/python -m pytest -m long -o faulthandler_timeout=1800
