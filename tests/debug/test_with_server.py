@@ -20,9 +20,16 @@ SERVER = ("allocation_mode=sglang:d1+fsdp:d2", "sglang.context_length=256", "sgl
 pytestmark = pytest.mark.sglang
 
 
+TOGETHER = (
+    *("allocation_mode=sglang:d2|fsdp:d2", "enable_offload=true", "rollout.max_head_offpolicyness=0"),
+    *("actor.weight_update_mode=disk", "sglang.context_length=256", "sglang.dtype=float32"),
+)
+
+
 @pytest.mark.long
-def test_a_run_with_a_server_replays_to_the_same_bits_without_it(areal_debug, train, tmp_path):
-    done = train("--dump-rollout", tmp_path / "record", *SERVER)
+@pytest.mark.parametrize("server", [SERVER, TOGETHER], ids=["apart", "on-the-same-devices"])
+def test_a_run_with_a_server_replays_to_the_same_bits_without_it(areal_debug, train, tmp_path, server):
+    done = train("--dump-rollout", tmp_path / "record", *server)
     assert done.returncode == 0, done.stdout + done.stderr
     record = open_record(tmp_path / "record")
     for step in record.steps:

@@ -5,7 +5,8 @@ Model files of SGLang that read an operator of `torch.ops.sgl_kernel` while they
 it in `operators.py`; every other operator stays absent, because SGLang asks by `hasattr` whether
 the CPU has AMX kernels. Adapters on that path request pinned memory, and what keeps the experts of
 tokens registers its memory with CUDA. Both need a driver: here they get ordinary memory, which is
-equivalent on a CPU.
+equivalent on a CPU. A server that releases its memory waits for the current accelerator, which a
+build of torch for CUDA says it has without a driver: here it is the CPU.
 """
 
 from collections.abc import Callable
@@ -47,6 +48,7 @@ def pin_memory(self: Any, device: Any = None) -> Any:
 REGISTERED = SimpleNamespace(cudaHostRegister=lambda *_: 0, cudaHostUnregister=lambda *_: 0)
 torch.cuda.cudart = lambda: REGISTERED
 torch.tensor, torch.zeros = unpinned(torch.tensor), unpinned(torch.zeros)
+torch.cuda.synchronize = torch.cpu.synchronize
 torch.Tensor.pin_memory = pin_memory  # type: ignore[method-assign]  # on purpose
 for name in READ_AT_IMPORT:
     setattr(torch.ops.sgl_kernel, name, IMPLEMENTED.get(name) or __getattr__(name))
