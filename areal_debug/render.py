@@ -18,12 +18,15 @@ import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
+from dataclasses import dataclass
 from pathlib import Path
 from string import Formatter
 from typing import TYPE_CHECKING, Any, NoReturn, ParamSpec, TypeVar
 
 import click
-from rich.console import Console, ConsoleOptions, RenderableType
+from rich.cells import cell_len
+from rich.console import Console, ConsoleOptions, Group, RenderableType
+from rich.control import Control
 from rich.progress import Progress
 from rich.segment import Segment
 from rich.table import Table
@@ -41,7 +44,7 @@ if TYPE_CHECKING:
 P = ParamSpec("P")
 R = TypeVar("R")
 BARS = "▁▂▃▄▅▆▇█"
-PIPED_WIDTH = 200
+PIPED_WIDTH = 10_000  # wider than any table
 FIELD = "\0"  # place of a field in a template
 HEX_FLOAT = re.compile(r"-?0x[01]\.[0-9a-f]+p[+-]\d+")
 
@@ -85,8 +88,54 @@ def is_verbose() -> bool:
     return verbosity() == "verbose"
 
 
+@dataclass(frozen=True)
+class WordWrapped:
+    """What a pipe gets, for a terminal: lines that are too wide are wrapped between words.
+
+    Later lines begin below the last column of the first, where that is in its left half, and never
+    at the edge: data cannot make a line of its own. A word that is wider than the terminal stays
+    whole.
+    """
+
+    objects: tuple[Any, ...]
+    separator: str = " "
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Segment]:
+        is_text = all(isinstance(item, str | Text) for item in self.objects)
+        texts = [console.render_str(item) if isinstance(item, str) else item for item in self.objects]
+        whole = Text(self.separator).join(texts) if is_text else Group(*self.objects)
+        for line in Segment.split_lines(console.render(whole, options.update(width=PIPED_WIDTH))):
+            yield from wrapped_line(line, options.max_width)
+
+
+def wrapped_line(line: Sequence[Segment], width: int) -> Iterator[Segment]:
+    """Yield the segments of a line, wrapped between words to `width` cells, and line ends."""
+    text = "".join(segment.text for segment in line).rstrip()
+    columns = [match.end() for match in re.finditer(r"^ +|\S {2,}", text) if match.end() <= width // 2]
+    indent = max([2, *columns[-1:]])
+    cuts, start, room = [], 0, width
+    for word in re.finditer(r"\S+", text):
+        if cell_len(text[start : word.end()]) > room and word.start() > max(start, indent):
+            cuts.append(word.start())
+            start, room = word.start(), width - indent
+    cells = [cell_len(text[:cut]) for cut in [*cuts, len(text)]]
+    for number, part in enumerate(Segment.divide(line, cells)):
+        if number:
+            yield Segment(" " * indent)
+        content = list(Segment.simplify(part))
+        ended = "".join(segment.text for segment in content).rstrip()
+        yield from Segment.adjust_line_length(content, cell_len(ended))
+        yield Segment.line()
+
+
 class PlainConsole(Console):
     """A console that takes text as data: no markup, no emoji names, control codes shown."""
+
+    def print(self, *objects: Any, sep: str = " ", end: str = "\n", **settings: Any) -> None:
+        is_report = bool(objects) and end == "\n" and not isinstance(objects[0], Control)
+        if is_report and self.file.isatty() and not isinstance(self.file, FirstLine):
+            objects = (WordWrapped(objects, sep),)
+        super().print(*objects, sep=sep, end=end, **settings)
 
     def render_str(self, text: str, **settings: Any) -> Text:
         return super().render_str(printable_block(text), **settings)
@@ -102,7 +151,15 @@ def console(stderr: bool = False, **settings: Any) -> Console:
     width = None if stream.isatty() else PIPED_WIDTH
     if is_quiet() and not stderr:  # one for all consoles of the verb: a report may use several
         stream = click.get_current_context().meta.setdefault("areal_debug.first_line", FirstLine(stream))
-    settings = {"width": width, "highlight": False, "markup": False, "emoji": False} | settings
+    # as of the command lines of BSD: colours where output is no terminal; NO_COLOR takes precedence
+    is_forced = os.environ.get("CLICOLOR_FORCE", "0") not in ("", "0") and not os.environ.get("NO_COLOR")
+    settings = {
+        "width": width,
+        "force_terminal": is_forced or None,
+        "highlight": False,
+        "markup": False,
+        "emoji": False,
+    } | settings
     return PlainConsole(file=stream, soft_wrap=True, **settings)
 
 
