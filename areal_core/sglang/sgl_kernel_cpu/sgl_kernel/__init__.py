@@ -44,11 +44,15 @@ def pin_memory(self: Any, device: Any = None) -> Any:
     return self
 
 
+def synchronize(device: Any = None) -> None:
+    """Do nothing. It is not `torch.cpu.synchronize`: torch.compile refuses one function twice."""
+
+
 # Registering ordinary memory succeeds, and does nothing.
 REGISTERED = SimpleNamespace(cudaHostRegister=lambda *_: 0, cudaHostUnregister=lambda *_: 0)
 torch.cuda.cudart = lambda: REGISTERED
 torch.tensor, torch.zeros = unpinned(torch.tensor), unpinned(torch.zeros)
-torch.cuda.synchronize = torch.cpu.synchronize
+torch.cuda.synchronize = synchronize
 torch.Tensor.pin_memory = pin_memory  # type: ignore[method-assign]  # on purpose
 for name in READ_AT_IMPORT:
     setattr(torch.ops.sgl_kernel, name, IMPLEMENTED.get(name) or __getattr__(name))
