@@ -10,7 +10,7 @@ from areal_core.rollout.types import TOP_K_OFF
 from areal_debug.eval.estimates import CONFIDENCE, RESAMPLES, Estimate
 from areal_debug.eval.results import Change, Comparison, Report, Settings
 from areal_debug.pages.links import view_command
-from areal_debug.render import console, format_number, styled
+from areal_debug.render import PIPED_WIDTH, console, format_number, styled
 
 STYLES = {"better": "green", "worse": "red", "no difference found": "dim"}
 BINARY = 2  # distinct rewards of a reward that is solved or not
@@ -50,7 +50,7 @@ def print_report(report: Report) -> None:
 def is_too_wide(table: Table) -> bool:
     """Return whether a table does not fit the console."""
     out = console()
-    return Measurement.get(out, out.options.update(width=10_000), table).maximum > out.width
+    return Measurement.get(out, out.options.update(width=PIPED_WIDTH), table).maximum > out.width
 
 
 def lines_of_changes(item: Comparison) -> list[Text]:

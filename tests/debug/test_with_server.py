@@ -15,15 +15,14 @@ import pytest
 from recorder import open_record
 
 HERE = Path(__file__).parent
-SERVER = ("allocation_mode=sglang:d1+fsdp:d2", "sglang.context_length=256", "sglang.dtype=float32")
-
-pytestmark = pytest.mark.sglang
-
-
+OPTIONS = ("sglang.context_length=256", "sglang.dtype=float32")
+SERVER = ("allocation_mode=sglang:d1+fsdp:d2", *OPTIONS)
 TOGETHER = (
     *("allocation_mode=sglang:d2|fsdp:d2", "enable_offload=true", "rollout.max_head_offpolicyness=0"),
-    *("actor.weight_update_mode=disk", "sglang.context_length=256", "sglang.dtype=float32"),
+    *("actor.weight_update_mode=disk", *OPTIONS),
 )
+
+pytestmark = pytest.mark.sglang
 
 
 @pytest.mark.long
