@@ -79,8 +79,8 @@ def test_float32_server_agrees_to_under_1e_5_and_is_healthy(server, model):
     [
         ({"temperature": 0.8}, "R01", "of temperature 0.8"),
         ({"top_p": 0.8}, "R04", "likelier under top_p 0.8"),
-        ({"top_k": 10}, "R04", "likelier under top_k 10"),
-        ({"min_p": 0.1}, "R04", "likelier under min_p 0.1"),
+        pytest.param({"top_k": 10}, "R04", "likelier under top_k 10", marks=pytest.mark.long),
+        pytest.param({"min_p": 0.1}, "R04", "likelier under min_p 0.1", marks=pytest.mark.long),
         pytest.param(
             {"repetition_penalty": 1.3},
             "R05",
@@ -88,7 +88,7 @@ def test_float32_server_agrees_to_under_1e_5_and_is_healthy(server, model):
             marks=pytest.mark.long,
         ),
         ({"frequency_penalty": 0.5}, "R05", "frequency_penalty 0.5"),
-        ({"presence_penalty": 0.5}, "R05", "presence_penalty 0.5"),
+        pytest.param({"presence_penalty": 0.5}, "R05", "presence_penalty 0.5", marks=pytest.mark.long),
     ],
 )
 def test_unrequested_option_is_named_with_its_value(server, model, sampling, cause, evidence):
