@@ -2,6 +2,7 @@
 
 import json
 import logging
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,6 +15,8 @@ from areal_core.errors import ConfigError
 from areal_core.trainer.rl import PPOTrainer
 from consistency.case import NOISE
 from consistency.in_loop import InLoop, Reading, Sums, join, read_step, sums_by_lag, suspicion_of
+
+REWARDS = Path(__file__).parents[1] / "debug" / "rewards.py"
 
 
 def test_sums_by_lag_are_those_of_the_tokens_of_each_lag():
@@ -84,10 +87,6 @@ actor:
     return ["--config", str(file)]
 
 
-def length_reward(prompt, completions, prompt_ids, completion_ids, **row):
-    return float(sum(token % 2 for token in completion_ids))
-
-
 def test_lost_weight_update_is_named_in_its_step(tmp_path, tiny_config, monkeypatch, caplog):
     real = ReplicaUpdate.send
 
@@ -103,7 +102,7 @@ def test_lost_weight_update_is_named_in_its_step(tmp_path, tiny_config, monkeypa
         caplog.at_level(logging.WARNING, "consistency.in_loop"),
         PPOTrainer(config, get_dataset(config.train_dataset), observers=[lambda trainer: check]) as trainer,
     ):
-        trainer.train(workflow_kwargs={"reward_fn": f"{__file__}:length_reward"})
+        trainer.train(workflow_kwargs={"reward_fn": f"{REWARDS}:odd_tokens"})
     lines = [json.loads(line) for line in (tmp_path / "consistency.jsonl").read_text().splitlines()]
     suspected = {line["step"]: line["suspicion"]["id"] for line in lines if line["suspicion"]}
     assert suspected == {3: "R24"}

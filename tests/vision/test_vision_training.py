@@ -12,6 +12,7 @@ from areal_core.trainer.rl import PPOTrainer
 from areal_core.vision.tiny_models import make_tiny_vision_model
 
 ROOT = Path(__file__).parents[2]
+REWARDS = ROOT / "tests" / "debug" / "rewards.py"
 UPSTREAM = "areal.workflow.vision_rlvr.VisionRLVRWorkflow"
 
 
@@ -49,7 +50,7 @@ def test_each_step_samples_with_the_log_probs_that_it_trains_on(tmp_path, family
         trainer.train(
             workflow=UPSTREAM,
             # A reward that differs within a group, so that there is a gradient.
-            workflow_kwargs={"reward_fn": f"{__file__}:first_token", "processor": config.actor.path},
+            workflow_kwargs={"reward_fn": f"{REWARDS}:first_token", "processor": config.actor.path},
         )
         after = dict(trainer.actor.named_full_tensors())
     assert pictures == [rows[i]["images"][0] for i in (0, 0, 1, 1, 2, 2, 3, 3)]
@@ -57,12 +58,6 @@ def test_each_step_samples_with_the_log_probs_that_it_trains_on(tmp_path, family
     assert max(differences) < 1e-5
     moved = {name for name, tensor in after.items() if not tensor.equal(before[name])}
     assert any("visual" in name or "vision_tower" in name for name in moved)
-
-
-def first_token(prompt, completions, prompt_ids, completion_ids, **row) -> float:
-    """Return a number that the first token determines; the row has its picture."""
-    assert isinstance(row["images"][0], bytes)
-    return float(completion_ids[0] % 7)
 
 
 def test_the_path_of_upstream_is_our_workflow():
