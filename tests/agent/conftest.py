@@ -2,8 +2,8 @@
 
 import asyncio
 from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
 
-import anthropic
 import httpx
 import openai
 import pytest
@@ -12,6 +12,9 @@ from areal_core.agent.agent_workflow import AgentWorkflow
 from areal_core.config import AgentConfig, GenerationHyperparameters
 from areal_core.rollout.types import ModelRequest, ModelResponse
 from areal_core.testing import make_tiny_tokenizer
+
+if TYPE_CHECKING:
+    import anthropic
 
 TEMPLATE = (
     "{% if tools %}<|system|>tools:{% for tool in tools %} {{ tool.function.name }}{% endfor %}<|end|>{% endif %}"
@@ -105,7 +108,9 @@ class Client:
             base_url=self.base_url, api_key=self.api_key, http_client=self.http, max_retries=0
         )
 
-    def anthropic(self) -> anthropic.AsyncAnthropic:
+    def anthropic(self) -> "anthropic.AsyncAnthropic":
+        import anthropic  # as much as torch: not where tests are only collected
+
         # A separate connection: newer releases are built on httpx2 and reject a client of httpx.
         return anthropic.AsyncAnthropic(base_url=self.base_url, api_key=self.api_key, max_retries=0)
 

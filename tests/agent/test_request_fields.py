@@ -3,31 +3,29 @@
 import logging
 import types
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 import pytest
-from anthropic.types import ToolParam, message_count_tokens_params, message_create_params
-from openai.types import completion_create_params
-from openai.types.chat import completion_create_params as chat_create_params
-from openai.types.responses import FunctionToolParam, response_create_params
 
 from areal_core.agent.apis import anthropic_messages, openai_chat, openai_completions, openai_responses
 from areal_core.agent.apis.request_fields import TABLES, Table, check_fields, warn_once
 from areal_core.agent.errors import BadRequest
 
 PAGE = Path(__file__).parents[2] / "docs/agent_proxy.md"
+# Imported when they are used: the two packages take as long to import as torch.
 SCHEMAS = {
-    "/v1/chat/completions": chat_create_params.CompletionCreateParams,
-    "/v1/completions": completion_create_params.CompletionCreateParams,
-    "/v1/responses": response_create_params.ResponseCreateParams,
-    "/v1/messages": message_create_params.MessageCreateParams,
-    "/v1/messages/count_tokens": message_count_tokens_params.MessageCountTokensParams,
+    "/v1/chat/completions": "openai.types.chat.completion_create_params:CompletionCreateParams",
+    "/v1/completions": "openai.types.completion_create_params:CompletionCreateParams",
+    "/v1/responses": "openai.types.responses.response_create_params:ResponseCreateParams",
+    "/v1/messages": "anthropic.types.message_create_params:MessageCreateParams",
+    "/v1/messages/count_tokens": "anthropic.types.message_count_tokens_params:MessageCountTokensParams",
 }
 # Tools that other companies host are refused by their type; their own fields are never read.
 FUNCTIONS = {
-    "/v1/responses": FunctionToolParam,
-    "/v1/messages": ToolParam,
-    "/v1/messages/count_tokens": ToolParam,
+    "/v1/responses": "openai.types.responses:FunctionToolParam",
+    "/v1/messages": "anthropic.types:ToolParam",
+    "/v1/messages/count_tokens": "anthropic.types:ToolParam",
 }
 PARSERS = {
     "/v1/chat/completions": openai_chat,
@@ -59,11 +57,15 @@ def requested_fields(api: str, table: Table) -> set[str]:
             full = f"{path}{name}"
             found.add(full)
             if any(row.startswith(f"{full}.") for row in table):
-                nested = [FUNCTIONS[api]] if name == "tools" and api in FUNCTIONS else typed_dicts(annotation)
+                nested = (
+                    [resolve_name(FUNCTIONS[api])]
+                    if name == "tools" and api in FUNCTIONS
+                    else typed_dicts(annotation)
+                )
                 found |= {field for each in nested for field in fields_of(each, f"{full}.")}
         return found
 
-    schema = SCHEMAS[api]
+    schema = resolve_name(SCHEMAS[api])
     variants = get_args(schema) if get_origin(schema) in (Union, types.UnionType) else (schema,)
     return {field for variant in variants for field in fields_of(variant, "")}
 

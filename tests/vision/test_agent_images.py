@@ -5,7 +5,6 @@ import base64
 import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
-import anthropic
 import httpx
 import openai
 import pytest
@@ -90,6 +89,8 @@ async def responses(base_url, api_key):
 
 
 async def messages(base_url, api_key):
+    import anthropic  # as much as torch: not where tests are only collected
+
     async with anthropic.AsyncAnthropic(base_url=base_url, api_key=api_key, max_retries=0) as client:
         source = {"type": "base64", "media_type": "image/png", "data": BASE64}
         content = [
