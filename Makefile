@@ -3,7 +3,7 @@ PYTHON ?= python3
 LIGHT_TORCH ?= torch==2.13.0
 BIN := .venv/bin
 PIP_FLAGS := --disable-pip-version-check --quiet --constraint constraints.txt
-# Of `make test`, where one worker runs the tests of a folder, and `make quick`. Tests often wait for
+# Of `make test`, where one worker runs the tests of a file, and `make quick`. Tests often wait for
 # processes that start: three workers keep two cores busy.
 WORKERS ?= 3
 QUICK := tests/core tests/test_architecture.py tests/test_documents.py tests/test_vocabulary.py

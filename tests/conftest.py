@@ -1,5 +1,6 @@
 """Fixtures of many tests: a tiny model, this process as the only rank, torchrun jobs."""
 
+import gc
 import json
 import os
 import subprocess
@@ -8,34 +9,54 @@ from pathlib import Path
 
 import pytest
 
+from tests.forks import run_forked, start_server
+
 # As in the Makefile, before anything imports torch: more threads than cores only wait for each
 # other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 ROOT = Path(__file__).parent.parent
-SLOWEST_FOLDERS = [
-    *("tests/debug", "tests/consistency", "tests/engine", "tests/rollout"),
-    *("tests/launch", "tests/hangdoctor/real", "tests/replayer", "tests/trainer"),
+# In the order in which they start: what waits for servers and processes that hang, then the most
+# CPU time.
+FIRST = [
+    *("tests/consistency/test_real_sglang.py", "tests/hangdoctor/real", "tests/debug/test_demo.py"),
+    *("tests/rollout/test_pool_kill.py", "tests/debug", "tests/rollout", "tests/consistency"),
+    *("tests/replayer", "tests/engine", "tests/launch", "tests/trainer", "tests/recorder/protocol"),
 ]
+# Folders whose tests share what is expensive to make: processes that hang, a record.
+ONE_SCOPE = ("tests/hangdoctor/real/", "tests/bug/")
 EXIT_STATUS = pytest.StashKey[int]()
+FORKS = pytest.StashKey[subprocess.Popen[bytes]]()
+
+
+def pytest_configure(config):
+    """Start the process that forks programs; workers use that of the first process."""
+    gc.disable()
+    if not hasattr(config, "workerinput"):
+        config.stash[FORKS] = start_server()
+
+
+def pytest_collection_finish():
+    """Leave the million objects of imported modules out of each garbage collection."""
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_sessionfinish(session, exitstatus):
     session.config.stash[EXIT_STATUS] = int(exitstatus)
 
 
-def folder_of(nodeid: str) -> str:
-    """Return the folder of a test, which is what one worker runs.
-
-    Tests of a folder share session fixtures, such as servers and records.
-    """
-    return nodeid.split("::")[0].rpartition("/")[0]
+def scope_of(nodeid: str) -> str:
+    """Return what one worker runs: the file of a test, or a folder of ONE_SCOPE."""
+    return next((folder for folder in ONE_SCOPE if nodeid.startswith(folder)), nodeid.split("::")[0])
 
 
 def pytest_collection_modifyitems(items):
-    """Start with the slowest folders, so that the workers end at about the same time."""
-    order = {folder: place for place, folder in enumerate(SLOWEST_FOLDERS)}
-    items.sort(key=lambda item: order.get(folder_of(item.nodeid), len(order)))
+    """Start with the slowest tests, so that the workers end at about the same time."""
+    place = len(FIRST)
+    items.sort(
+        key=lambda item: min([i for i, first in enumerate(FIRST) if item.nodeid.startswith(first)] or [place])
+    )
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -44,11 +65,11 @@ def pytest_xdist_make_scheduler(config, log):
         return None  # another distribution was requested
     from xdist.scheduler import LoadScopeScheduling
 
-    class FolderScheduling(LoadScopeScheduling):
+    class ScopeScheduling(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            return folder_of(nodeid)
+            return scope_of(nodeid)
 
-    return FolderScheduling(config, log)
+    return ScopeScheduling(config, log)
 
 
 @pytest.hookimpl(trylast=True)
@@ -58,6 +79,8 @@ def pytest_unconfigure(config):
     A process that has loaded models in some tests crashes in libpython after Python's own end
     (signal 11, no Python frame), which would turn a run in which every test passed into a failure.
     """
+    if FORKS in config.stash:
+        config.stash[FORKS].communicate()
     if EXIT_STATUS in config.stash:
         sys.stdout.flush()
         sys.stderr.flush()
@@ -113,21 +136,10 @@ def torchrun():
     """
 
     def run(program: Path, num_ranks: int, *arguments: object, timeout_s: int = 120):
-        command = [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            f"--nproc-per-node={num_ranks}",
-        ]
+        options = ["--standalone", f"--nproc-per-node={num_ranks}"]
         environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-        done = subprocess.run(
-            [*command, str(program), *map(str, arguments)],
-            capture_output=True,
-            text=True,
-            timeout=timeout_s,
-            env=environment,
-        )
+        argv = ["-m", "torch.distributed.run", *options, str(program), *map(str, arguments)]
+        done = run_forked(argv, environment, timeout_s=timeout_s)
         assert done.returncode == 0, done.stderr[-4000:]
         return json.loads(done.stdout.strip().splitlines()[-1])
 

@@ -4,7 +4,6 @@ The calculator runs on an engine with scripted answers.
 """
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -14,6 +13,7 @@ import pytest
 from areal_core.agent.agents import load_agent
 from areal_core.environment import DETERMINISTIC
 from recorder import open_record
+from tests.forks import run_forked
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 TINY = (
@@ -38,17 +38,13 @@ TINY = (
 )
 def test_an_example_trains_and_records_rows_of_conversations(example, num_turns, tiny_model, tmp_path):
     record = tmp_path / "record"
-    done = subprocess.run(
+    done = run_forked(
         [
-            sys.executable,
             *("-m", "areal_debug.train.script", str(EXAMPLES / f"{example}.py")),
             *("--config", str(EXAMPLES / f"{example}.yaml"), "--dump-rollout", str(record)),
             *(*TINY, f"cluster.fileroot={tmp_path}", f"actor.path={tiny_model}"),
         ],
-        capture_output=True,
-        text=True,
-        timeout=200,
-        env=os.environ | DETERMINISTIC | {"OMP_NUM_THREADS": "1"},
+        os.environ | DETERMINISTIC,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     step = open_record(record).step(0)

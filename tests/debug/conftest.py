@@ -3,10 +3,11 @@
 import os
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.forks import COMMAND, run_forked
 
 HERE = Path(__file__).parent
 SCRIPT, CONFIG = HERE / "train_tiny.py", HERE / "tiny.yaml"
@@ -17,9 +18,7 @@ def areal_debug():
     """Run the command and return the finished process: `areal_debug("replay", record)`."""
 
     def call(*arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
-        command = [str(Path(sys.executable).parent / "areal-debug"), *map(str, arguments)]
-        env = os.environ | {"OMP_NUM_THREADS": "1"} | environment
-        return subprocess.run(command, capture_output=True, text=True, timeout=240, env=env)
+        return run_forked([COMMAND, *map(str, arguments)], os.environ | environment)
 
     return call
 

@@ -1,11 +1,11 @@
 """The page on the first run, followed to the letter from an empty folder."""
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.forks import COMMAND, run_anew, run_forked
 
 PAGE = (Path(__file__).parents[2] / "docs" / "first_run.md").read_text()
 
@@ -27,15 +27,14 @@ def folder(tmp_path, tiny_model):
     return tmp_path
 
 
-def train(folder, *arguments):
-    command = [str(Path(sys.executable).parent / "areal-debug"), "train", "train.py", *arguments]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=240)
+def train(folder, *arguments, run=run_forked):
+    done = run([COMMAND, "train", "train.py", *arguments], place=folder)
     return done.returncode, done.stdout + done.stderr
 
 
 def test_five_lines_train_and_keep_the_model(folder):
     assert len((folder / "train.yaml").read_text().splitlines()) == 5
-    code, out = train(folder, "total_train_epochs=4")
+    code, out = train(folder, "total_train_epochs=4", run=run_anew)
     assert code == 0, out
     rewards = [
         float(reward)
@@ -71,8 +70,6 @@ def test_a_reward_function_of_another_signature_is_refused_before_anything_start
 
 
 def test_the_help_of_the_script_has_no_traceback(folder):
-    done = subprocess.run(
-        [sys.executable, "train.py", "--help"], cwd=folder, capture_output=True, text=True, timeout=240
-    )
+    done = run_forked(["train.py", "--help"], place=folder)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith("usage: python SCRIPT.py --config FILE.yaml")

@@ -11,6 +11,7 @@ from areal_core.testing import make_tiny_model
 from hangdoctor.heartbeat import read_beats
 from recorder import open_record
 from recorder.checksum_json import checksummed_bytes, parse_checksummed
+from tests.forks import COMMAND, run_anew
 
 HERE = Path(__file__).parent
 SCRIPT, CONFIG = HERE / "train_tiny.py", HERE / "tiny.yaml"
@@ -31,8 +32,8 @@ def assert_one_sentence(done, code, *words):
         assert str(word) in errors[0]
 
 
-def test_replay_gives_the_recorded_bits(areal_debug, recorded):
-    done = areal_debug("replay", recorded, "--json")
+def test_replay_gives_the_recorded_bits(recorded):
+    done = run_anew([COMMAND, "replay", str(recorded), "--json"])
     assert done.returncode == 0, done.stdout + done.stderr
     report = json.loads(done.stdout)
     assert report["identical"] is True

@@ -1,9 +1,7 @@
 """`areal-debug eval`: an unchanged training script, results as JSON, wrong input."""
 
 import json
-import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +11,7 @@ from areal_core.config import PPOConfig
 from areal_core.testing import make_tiny_model
 from areal_debug.cli import main
 from recorder import open_record
+from tests.forks import COMMAND, run_forked
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "examples" / "gsm8k_grpo.py"
@@ -38,9 +37,7 @@ def config(tmp_path, tiny_model) -> Path:
 
 
 def areal_debug(*arguments: object) -> subprocess.CompletedProcess[str]:
-    command = [Path(sys.executable).parent / "areal-debug", *arguments]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    return subprocess.run(command, capture_output=True, text=True, timeout=900, env=environment)
+    return run_forked([COMMAND, *map(str, arguments)], timeout_s=900)
 
 
 def refusal(*arguments: object) -> str:

@@ -1,12 +1,11 @@
 """Imported records are trained on by our trainer, and the result is never called a replay."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.forks import COMMAND, run_forked
 
 from . import pickled
 
@@ -14,9 +13,7 @@ HERE = Path(__file__).parent
 
 
 def test_one_batch_from_three_formats_trains_to_the_same_bits(tiny_model, tmp_path):
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(HERE / "replay_program.py"), str(tiny_model), str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=240)
+    done = run_forked([str(HERE / "replay_program.py"), str(tiny_model), str(tmp_path)])
     assert done.returncode == 0, done.stderr[-3000:]
     printed = json.loads(done.stdout.strip().splitlines()[-1])
     assert set(printed) == {"slime", "areal", "verl"}
@@ -37,10 +34,7 @@ def test_what_is_recorded_of_an_imported_batch_replays_bit_by_bit(tiny_model, tm
     source = pickled.write_slime(tmp_path / "slime")
 
     def call(*arguments, code=0):
-        command = [str(Path(sys.executable).parent / "areal-debug"), *map(str, arguments)]
-        done = subprocess.run(
-            command, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"}
-        )
+        done = run_forked([COMMAND, *map(str, arguments)])
         assert done.returncode == code, done.stdout + done.stderr
         return done.stdout
 

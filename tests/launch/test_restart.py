@@ -3,7 +3,6 @@
 import json
 import os
 import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,9 +15,9 @@ from areal_core.launch import run as launching
 from areal_core.launch.job import Job
 from areal_core.safety.lock import take
 from recorder import open_record
+from tests.forks import COMMAND, run_forked
 
 HERE = Path(__file__).parent
-COMMAND = [Path(sys.executable).parent / "areal-debug", "train", HERE / "train_killed_once.py"]
 
 
 @pytest.fixture
@@ -99,7 +98,7 @@ def test_ray_that_is_not_installed_is_one_sentence(tmp_path, monkeypatch):
 
 def train(model: Path, files: Path, *options: str, **environment: str) -> subprocess.CompletedProcess[str]:
     command = [
-        *COMMAND,
+        *(COMMAND, "train", HERE / "train_killed_once.py"),
         "--config",
         HERE.parent / "debug" / "tiny.yaml",
         f"cluster.fileroot={files}",
@@ -109,7 +108,7 @@ def train(model: Path, files: Path, *options: str, **environment: str) -> subpro
     environment = (
         os.environ | {"OMP_NUM_THREADS": "1", "RANK_TO_KILL": "0", "KILL_IN_STEP": "-1"} | environment
     )
-    return subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment)
+    return run_forked(list(map(str, command)), environment)
 
 
 def facts_of_run(files: Path) -> tuple[dict[str, object], list[dict[str, float]]]:
@@ -161,5 +160,5 @@ def test_a_run_that_is_recorded_and_killed_leaves_one_complete_record_that_repla
     assert done.returncode == 0, done.stdout + done.stderr
     assert "restarting" in done.stderr
     assert list(open_record(record).steps) == [0, 1, 2, 3]
-    replayed = subprocess.run([COMMAND[0], "replay", record], capture_output=True, text=True, timeout=240)
+    replayed = run_forked([COMMAND, "replay", str(record)])
     assert replayed.returncode == 0, replayed.stdout + replayed.stderr

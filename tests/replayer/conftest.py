@@ -89,7 +89,7 @@ def one_thread():
     torch.set_num_threads(1)
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="session")
 def tiny_run(tmp_path_factory, tiny_model) -> TinyRun:
     """Ten steps with anchors before steps 4 and 8. Not to be changed."""
     return train_and_record(tmp_path_factory.mktemp("tiny"), tiny_model, 10, debug__anchor_every_steps=4)

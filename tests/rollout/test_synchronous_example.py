@@ -1,13 +1,12 @@
 """The example of synchronous training, run for real on a tiny model."""
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 from areal_core.environment import DETERMINISTIC
 from areal_core.telemetry import read_stats
 from recorder import open_record
+from tests.forks import run_forked
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 TINY = (
@@ -25,23 +24,13 @@ TINY = (
 
 def test_the_synchronous_example_trains_on_its_own_weights_samples_and_validates(tiny_model, tmp_path):
     example = str(EXAMPLES / "synchronous")
-    done = subprocess.run(
+    done = run_forked(
         [
-            *(
-                sys.executable,
-                "-m",
-                "areal_debug.train.script",
-                f"{example}.py",
-                "--config",
-                f"{example}.yaml",
-            ),
+            *("-m", "areal_debug.train.script", f"{example}.py", "--config", f"{example}.yaml"),
             *("--dump-rollout", str(tmp_path / "record"), *TINY),
             *(f"cluster.fileroot={tmp_path}", f"actor.path={tiny_model}"),
         ],
-        capture_output=True,
-        text=True,
-        timeout=200,
-        env=os.environ | DETERMINISTIC | {"OMP_NUM_THREADS": "1"},
+        os.environ | DETERMINISTIC,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     record = open_record(tmp_path / "record")

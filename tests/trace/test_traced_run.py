@@ -1,14 +1,12 @@
 """A real asynchronous run, traced: the content of its files, and the command's report."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 from click.testing import CliRunner
 
 from areal_debug.trace.command import command
+from tests.forks import COMMAND, run_forked
 
 TINY = Path(__file__).parents[1] / "debug"
 OPTIONS = (
@@ -22,14 +20,8 @@ OPTIONS = (
 
 def test_a_traced_run_leaves_one_file_that_explains_its_steps(tiny_model, tmp_path):
     places = (f"cluster.fileroot={tmp_path}", f"actor.path={tiny_model}")
-    train = [str(Path(sys.executable).parent / "areal-debug"), "train", str(TINY / "train_tiny.py")]
-    done = subprocess.run(
-        [*train, "--config", str(TINY / "tiny.yaml"), *places, *OPTIONS],
-        capture_output=True,
-        text=True,
-        timeout=240,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )
+    train = [COMMAND, "train", str(TINY / "train_tiny.py"), "--config", str(TINY / "tiny.yaml")]
+    done = run_forked([*train, *places, *OPTIONS])
     assert done.returncode == 0, done.stdout + done.stderr
     logs = next((tmp_path / "logs").glob("*/tiny/test"))
     result = CliRunner().invoke(command, [str(logs), "--json"])

@@ -1,0 +1,183 @@
+"""Run Python programs in forks of one process that has imported their libraries.
+
+    python fork_server.py SOCKET_NUMBER    imports at the first connection
+    a test ── argv, environment, place, standard streams ──> fork ─> fork: the program
+           <── its process id, then its exit code ──────────┘
+stdin, which is a pipe of the process that started it: at its end, this process and its forks end
+
+A program that starts ranks with this interpreter (LAUNCHED) forks them too: a process of its own
+with its own streams, environment and session, but without an interpreter that imports torch again.
+`forks.py` is the other side.
+"""
+
+import atexit
+import gc
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from importlib import import_module
+from pathlib import Path
+from typing import Any, NoReturn
+
+ROOT = Path(__file__).parents[1]
+sys.path[0] = str(ROOT)
+from areal_core.launch import warm_server  # noqa: E402
+
+MODULES = (
+    "areal_core.trainer.rl",
+    "areal_debug.replay.observer",
+    "areal_debug.train.script_options",
+    "areal_debug.wiring",
+    "torch.distributed.checkpoint",
+    "torch.distributed.run",
+    "torch.utils.tensorboard",
+    "transformers.models.auto.modeling_auto",
+    "transformers.models.auto.tokenization_auto",
+    "transformers.models.llama.modeling_llama",
+    "transformers.tokenization_utils_tokenizers",
+)
+# What our launchers start, and the scripts of torchrun: `python -u FILE`.
+LAUNCHED = ("-m areal_debug.train.script", "-m areal_core.launch.node", f"-P {warm_server.__file__}", "-u ")
+execute = subprocess._fork_exec  # type: ignore[attr-defined]
+OF_SERVER: set[int] = set()  # open files of the process that is forked
+
+
+def main(number: int) -> None:
+    """Answer connections until stdin ends."""
+    listener = socket.socket(fileno=number)
+    imported = False
+    while True:
+        ready, _, _ = select.select([listener, sys.stdin], [], [], 1.0)
+        with suppress(ChildProcessError):
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        if sys.stdin in ready:
+            address = Path(listener.getsockname())
+            address.unlink()
+            address.parent.rmdir()
+            return
+        if not ready:
+            continue
+        connection, _ = listener.accept()
+        if not imported:
+            gc.disable()
+            for name in MODULES:
+                import_module(name)
+            gc.freeze()
+            gc.enable()
+            imported = True
+        if not os.fork():
+            listener.close()
+            answer(connection)
+        connection.close()
+
+
+def answer(connection: socket.socket) -> NoReturn:
+    """Fork the program of a request, and send its process id and its exit code."""
+    warm_server.end_with_parent()
+    received = warm_server.receive(connection)
+    assert received is not None
+    request, streams = received
+    process = os.fork()
+    if not process:
+        warm_server.end_with_parent()
+        os.setsid()
+        connection.close()
+        become(request["argv"], request["environment"], request["place"], streams)
+    for stream in streams:
+        os.close(stream)
+    with suppress(BrokenPipeError):  # of a test that does not wait any more
+        connection.sendall(b"%d\n" % process)
+        connection.sendall(b"%d\n" % os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]))
+    os._exit(0)
+
+
+def become(argv: list[str], environment: Mapping[str, str], place: str, streams: list[int]) -> NoReturn:
+    """Turn this fork into a program: `-m MODULE ARGUMENT...` or `FILE ARGUMENT...`."""
+    code = 1
+    try:
+        for name in os.environ.keys() - environment.keys():
+            del os.environ[name]
+        os.environ.update(environment)
+        os.chdir(place)
+        first = os.getcwd() if argv[0] == "-m" else os.path.dirname(os.path.abspath(argv[0]))
+        given = environment.get("PYTHONPATH", "").split(os.pathsep)
+        sys.path[:1] = [first, *filter(None, given)]
+        warm_server.use_streams(streams)
+        subprocess._fork_exec = fork_or_execute  # type: ignore[attr-defined]
+        OF_SERVER.update(open_files())
+        if argv[0] == "-m":
+            sys.modules.pop(argv[1], None)  # run as the main program
+        warm_server.run_program(argv)
+        code = 0
+    except SystemExit as error:
+        code = warm_server.exit_code(error)
+    except BaseException:
+        warm_server.traceback.print_exc()
+    finally:
+        warm_server.end_process(code)
+
+
+def fork_or_execute(
+    arguments: Sequence[bytes | str],
+    executables: Sequence[bytes],
+    close_others: bool,
+    kept: Sequence[int],
+    place: str | None,
+    environment: Sequence[bytes] | None,
+    *settings: Any,
+) -> int:
+    """Start a program as `_posixsubprocess.fork_exec` does, by a fork if it is in LAUNCHED."""
+    words = [os.fsdecode(word) for word in arguments]
+    if words[0] != sys.executable or not " ".join(words[1:]).startswith(LAUNCHED):
+        return execute(arguments, executables, close_others, kept, place, environment, *settings)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if process := os.fork():
+        return process
+    try:
+        stdin, _, _, stdout, _, stderr, _, executed, _, new_session = settings[:10]
+        os.close(executed)  # tells our parent that the program has started
+        for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD):
+            signal.signal(number, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        atexit._clear()  # those of the program that starts this one
+        if new_session:
+            os.setsid()
+        if (prepare := settings[15]) is not None:
+            prepare()
+        streams = [os.dup(i if stream == -1 else stream) for i, stream in enumerate((stdin, stdout, stderr))]
+        if close_others:
+            for descriptor in open_files() - OF_SERVER - {*streams, *kept}:
+                os.close(descriptor)
+        variables = os.environ if environment is None else dict(map(variable, environment))
+        become(words[2:] if words[1] in ("-u", "-P") else words[1:], variables, place or os.getcwd(), streams)
+    except BaseException:
+        warm_server.traceback.print_exc()
+    finally:
+        os._exit(255)
+
+
+def variable(assignment: bytes) -> tuple[str, str]:
+    """Split NAME=VALUE."""
+    name, _, value = os.fsdecode(assignment).partition("=")
+    return name, value
+
+
+def open_files() -> set[int]:
+    """Return the numbers of the files that this process has open, without that of the listing."""
+    found = set()
+    for name in os.listdir("/dev/fd"):
+        with suppress(OSError):
+            os.fstat(int(name))
+            found.add(int(name))
+    return found
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

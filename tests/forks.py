@@ -1,0 +1,77 @@
+"""Run programs in forks of a process that has torch imported, and start that process.
+
+A test that needs a new interpreter, such as one of what a command imports, uses `subprocess`.
+"""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+SERVER = Path(__file__).with_name("fork_server.py")
+ADDRESS = "AREAL_TEST_FORKS"
+COMMAND = str(Path(sys.executable).parent / "areal-debug")
+
+
+def start_server() -> subprocess.Popen[bytes]:
+    """Start the process, which ends with its stdin; its address is in the environment."""
+    folder = tempfile.mkdtemp(prefix="forks")
+    os.environ[ADDRESS] = f"{folder}/socket"
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(os.environ[ADDRESS])
+        listener.listen(64)
+        command = [sys.executable, "-P", str(SERVER), str(listener.fileno())]
+        environment = os.environ | {"PYTHONHASHSEED": "0"}  # of deterministic runs
+        return subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=[listener.fileno()], env=environment)
+
+
+def run_forked(
+    argv: Sequence[str],
+    environment: Mapping[str, str] | None = None,
+    place: Path | None = None,
+    typed: str = "",
+    timeout_s: float = 240,
+) -> subprocess.CompletedProcess[str]:
+    """Run `-m MODULE ARGUMENT...` or `FILE ARGUMENT...` in a fork, as `run_anew` runs it."""
+    variables = {"OMP_NUM_THREADS": "1", **(os.environ if environment is None else environment)}
+    variables.pop(ADDRESS, None)
+    request = {"argv": [*argv], "environment": variables, "place": str(place or Path.cwd())}
+    with (
+        socket.socket(socket.AF_UNIX) as channel,
+        tempfile.TemporaryFile() as given,
+        tempfile.TemporaryFile("w+") as output,
+        tempfile.TemporaryFile("w+") as errors,
+    ):
+        given.write(typed.encode())
+        given.seek(0)
+        channel.connect(os.environ[ADDRESS])
+        data = json.dumps(request).encode() + b"\n"
+        streams = [stream.fileno() for stream in (given, output, errors)]
+        channel.sendall(data[socket.send_fds(channel, [data], streams) :])
+        with channel.makefile() as answer:
+            process = int(answer.readline())
+            channel.settimeout(timeout_s)
+            try:
+                code = int(answer.readline())
+            except TimeoutError:
+                with suppress(ProcessLookupError):
+                    os.killpg(process, signal.SIGKILL)
+                raise subprocess.TimeoutExpired(argv, timeout_s) from None
+        for stream in (output, errors):
+            stream.seek(0)
+        return subprocess.CompletedProcess(argv, code, output.read(), errors.read())
+
+
+def run_anew(
+    argv: Sequence[str], environment: Mapping[str, str] | None = None, place: Path | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Run a program by a new interpreter, which imports all that it needs."""
+    variables = {"OMP_NUM_THREADS": "1", **(os.environ if environment is None else environment)}
+    command = [sys.executable, *argv]
+    return subprocess.run(command, cwd=place, env=variables, capture_output=True, text=True, timeout=240)
