@@ -79,7 +79,7 @@ def test_the_version_is_one_and_has_a_section_in_the_changelog():
 
 
 def metadata(folder: Path, repository: str) -> Message:
-    """Make the metadata of the wheel, as `pip` asks for it, from a copy of the files that it needs."""
+    """Make the metadata of the wheel, as `pip` asks for it, from a copy of its files."""
     for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE", "MANIFEST.in"):
         (folder / name).write_bytes((ROOT / name).read_bytes())
     (folder / "examples").mkdir()
