@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from areal_core.engine.model import cache_argument
 from consistency import hypotheses
 from consistency.hypotheses import Rows, Transform, preceding_counts
 from consistency.score import Scorer, predictors
@@ -67,14 +68,15 @@ def draw(engine: FaultyEngine, prompts: Tensor, num_tokens: int, seed: int) -> T
     generator = torch.Generator().manual_seed(seed)
     vocabulary_size = engine.scorer.head.vocabulary_size
     tokens, cache, new = prompts, None, prompts
+    argument = cache_argument(type(model.base_model))
     seen = torch.nn.functional.one_hot(prompts, vocabulary_size).sum(1)
     seen_output = torch.zeros_like(seen)
     for _ in range(num_tokens):
-        output = model.base_model(input_ids=new, past_key_values=cache, use_cache=True)
+        output = model.base_model(input_ids=new, use_cache=True, **{argument: cache})
         uncapped = engine.scorer.head.uncapped(output.last_hidden_state[:, -1])
         rows = Rows(engine.scorer.head.cap(uncapped), uncapped, engine.temperature, seen, seen_output)
         new = torch.multinomial(engine.draws(rows).exp(), 1, generator=generator)
-        tokens, cache = torch.cat([tokens, new], 1), output.past_key_values
+        tokens, cache = torch.cat([tokens, new], 1), output[1]
         seen, seen_output = (c.scatter_add(1, new, torch.ones_like(new)) for c in (seen, seen_output))
     return tokens
 

@@ -271,6 +271,9 @@ class Record:
     uncommitted: tuple[int, ...]
     gaps: Gaps = field(default_factory=Gaps)
 
+    def __repr__(self) -> str:
+        return f"Record({self.path!r}, {describe_steps(self.steps)})"
+
     def step(self, step: int) -> RecordedStep:
         """Return a committed step.
 

@@ -1,12 +1,10 @@
 """Statements of the documents, compared with the repository."""
 
 import re
-import shlex
 import subprocess
 import sys
 from pathlib import Path
 
-import click
 import pytest
 
 from areal_debug.cli import VERBS, main
@@ -14,10 +12,6 @@ from areal_debug.cli import VERBS, main
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 COMMANDS = (ROOT / "docs/commands.md").read_text()
-PAGES = sorted(
-    path.relative_to(ROOT)
-    for path in (*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/**/*.md"))
-)
 
 
 def code_blocks(text: str) -> str:
@@ -39,50 +33,29 @@ def test_the_readme_names_every_verb_in_few_words_and_fits():
     assert [line for line in lines if len(line) > 100] == []
 
 
-def test_links_of_the_readme_lead_to_files():
-    links = re.findall(r"\]\(([^)#]+)", README)
-    local = [link for link in links if not link.startswith("https://")]
-    assert len(local) > 40
-    assert [link for link in local if not (ROOT / link).exists()] == []
+def anchors_in(text: str) -> set[str]:
+    """Anchors of the headings, as GitHub names them."""
+    headings = re.findall(
+        r"^#+ (.+)$", re.sub(r"^```.*?^```$", "", text, flags=re.DOTALL | re.MULTILINE), re.M
+    )
+    return {re.sub(r"[^\w -]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
 
 
-def commands_of(text: str) -> list[str]:
-    blocks = re.findall(r"^ *```\w*\n(.*?)^ *```", text, re.DOTALL | re.MULTILINE)
-    code = "\n".join(blocks).replace("\\\n", " ")
-    return re.findall(r"^ *(?:\$ )?areal-debug (.+)$", code, re.MULTILINE)
-
-
-def unknown_words(command: str) -> list[str]:
-    """Options of a command line that its verb does not have, or a word in place of a verb."""
-    words = shlex.split(command, comments=True)
-    end = next((n for n, word in enumerate(words) if word in ("|", ">", "<", "&", "--")), len(words))
-    words = words[:end]
-    verb: click.Command = main
-    parents = [main]
-    while isinstance(verb, click.Group) and words and words[0] in verb.list_commands(click.Context(verb)):
-        verb = verb.get_command(click.Context(verb), words.pop(0))
-        parents.append(verb)
-    if isinstance(verb, click.Group) and words and not words[0].startswith("-"):
-        return words[:1]
-    known = {name for parent in parents for parameter in parent.params for name in parameter.opts}
-    known |= {"-h", "--help"}
-    known |= {"--config", "--dry-run"} if command.split()[0] in ("train", "eval") else set()
-    return [
-        word
-        for word in words
-        if word.startswith("-") and word not in known and not re.fullmatch(r"-[\d.]*", word)
-    ]
-
-
-@pytest.mark.parametrize("page", PAGES, ids=str)
-def test_commands_that_are_shown_exist(page):
-    found = {command: unknown_words(command) for command in commands_of((ROOT / page).read_text())}
-    assert {command: words for command, words in found.items() if words} == {}
-
-
-def test_an_unknown_command_would_be_found():
-    assert unknown_words("hang colect --to x") == ["colect"]
-    assert unknown_words("hang collect --into x") == ["--into"]
+# Documents that are not pages of the site, whose links the build of the site checks.
+@pytest.mark.parametrize(
+    "name", ["README.md", "CODE_OF_CONDUCT.md", ".github/PULL_REQUEST_TEMPLATE.md", "tests/records/README.md"]
+)
+def test_links_of_a_document_lead_to_files_and_headings(name):
+    here = ROOT / name
+    links = re.findall(r"\]\((?!https://)([^)]+)\)", here.read_text())
+    dead = []
+    for link in links:
+        path, _, anchor = link.partition("#")
+        file = here.parent / path if path else here
+        if not file.exists() or (anchor and anchor not in anchors_in(file.read_text())):
+            dead.append(link)
+    assert dead == []
+    assert name != "README.md" or len(links) > 40
 
 
 def test_the_tree_lists_what_exists_and_every_folder_of_ours():

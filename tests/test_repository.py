@@ -1,7 +1,12 @@
 """Workflows, versions and templates, compared with the Makefile and pyproject.toml."""
 
+import os
 import re
+import subprocess
+import sys
 import tomllib
+from email import message_from_bytes
+from email.message import Message
 from pathlib import Path
 
 import pytest
@@ -71,6 +76,47 @@ def test_the_version_is_one_and_has_a_section_in_the_changelog():
     assert headings[0] == "Unreleased"
     assert headings[1] == f"{here} - {citation['date-released']}"
     assert all(re.fullmatch(r"\d+\.\d+\.\d+ - \d{4}-\d\d-\d\d", heading) for heading in headings[1:])
+
+
+def metadata(folder: Path, repository: str) -> Message:
+    """Make the metadata of the wheel, as `pip` asks for it, from a copy of its files."""
+    for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE", "MANIFEST.in"):
+        (folder / name).write_bytes((ROOT / name).read_bytes())
+    (folder / "examples").mkdir()
+    done = subprocess.run(
+        [sys.executable, "-c", "from setuptools.build_meta import *; prepare_metadata_for_build_wheel('.')"],
+        cwd=folder,
+        env={**os.environ, "AREAL_DEBUG_REPOSITORY": repository},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    (written,) = folder.glob("*.dist-info/METADATA")
+    return message_from_bytes(written.read_bytes())
+
+
+def test_links_on_the_page_of_the_index_lead_to_the_repository(tmp_path):
+    found = metadata(tmp_path, "https://example.org/us/areal-debug")
+    text = found.get_payload()
+    links = re.findall(r"\]\(([^)]+)\)", text)
+    tag = f"https://example.org/us/areal-debug/blob/v{PROJECT['version']}/"
+    assert f"{tag}docs/first_run.md" in links
+    assert f"[![licence](https://img.shields.io/badge/licence-Apache--2.0-blue)]({tag}LICENSE)" in text
+    assert f"]({tag.replace('/blob/', '/raw/')}docs/view.png)" in text
+    assert [link for link in links if not link.startswith("https://")] == []
+    urls = dict(line.split(", ") for line in found.get_all("Project-URL"))
+    assert urls["Changelog"] == f"{tag}CHANGELOG.md"
+    assert set(urls) == {"Source", "Documentation", "Changelog", "Issues"}
+
+
+def test_without_an_address_the_page_of_the_index_has_no_link_that_leads_nowhere(tmp_path):
+    found = metadata(tmp_path, "")
+    assert found["Description-Content-Type"] == "text/markdown"
+    assert found.get_all("Project-URL") is None
+    text = found.get_payload()
+    assert [link for link in re.findall(r"\]\(([^)]+)\)", text) if not link.startswith("https://")] == []
+    assert "[your first run]" not in text
+    assert "your first run" in text
 
 
 def test_the_bug_form_asks_for_commands_that_exist():

@@ -23,6 +23,7 @@ from transformers import Cache, PreTrainedModel
 
 from areal_core.embedded.prefix_cache import KeysValues, PrefixCache
 from areal_core.engine.attention import MIN_KEYS
+from areal_core.engine.model import cache_argument
 from areal_core.engine.sequence_parallel import MIN_ROWS
 
 GROWTH = 64  # columns, and a quarter of those there are, by which the cache grows
@@ -136,7 +137,7 @@ class CachedRows:
             input_ids=ids.to(device),
             attention_mask=allowed[:, None].to(device),
             position_ids=positions.to(device),
-            past_key_values=cache,
+            **{cache_argument(type(self._model)): cache},
             use_cache=True,
             logits_to_keep=-(-MIN_ROWS // len(new)) if self._is_invariant else 1,
         ).logits[:, -1]

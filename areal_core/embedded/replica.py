@@ -30,7 +30,13 @@ from areal_core.embedded.generate import RoutedCache
 from areal_core.embedded.prefix_cache import PrefixCache
 from areal_core.engine.attention import attend_rows
 from areal_core.engine.errors import ModelError
-from areal_core.engine.model import checkpoint_names, load_model, own_attention, set_attention
+from areal_core.engine.model import (
+    cache_argument,
+    checkpoint_names,
+    load_model,
+    own_attention,
+    set_attention,
+)
 from areal_core.engine.parity import (
     DEPENDS_ON_FORWARD,
     TOLERANCE,
@@ -207,7 +213,7 @@ class Replica:
             input_ids=input_ids.to(self.device),
             attention_mask=attention_mask.to(self.device),
             position_ids=position_ids.to(self.device),
-            past_key_values=cache,
+            **{cache_argument(type(self.model)): cache},
             use_cache=True,
             logits_to_keep=1,
         )
@@ -273,7 +279,7 @@ class Replica:
             input_ids=input_ids,
             attention_mask=attention_mask,
             position_ids=positions,
-            past_key_values=cache,
+            **{cache_argument(type(self.model)): cache},
             use_cache=True,
             logits_to_keep=1,
             **named,

@@ -13,11 +13,13 @@ Liger would replace them for every model in the process. Cross-entropy is comput
 
 import copy
 import importlib.util
+import inspect
 import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -128,6 +130,12 @@ def supports_attention(config: PretrainedConfig, implementation: str) -> bool:
         return True
     needs_sdpa = "sdpa" in implementation
     return model_class._can_set_attn_implementation() and (model_class._supports_sdpa or not needs_sdpa)
+
+
+@cache
+def cache_argument(model_class: type[nn.Module]) -> str:
+    """Return the argument of forward that takes the cache, which Transformers 5.24 renamed."""
+    return "cache" if "cache" in inspect.signature(model_class.forward).parameters else "past_key_values"
 
 
 def own_attention(model: PreTrainedModel) -> str:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache
 
+from areal_core.engine.model import cache_argument
 from consistency.layers.hooks import tapped
 from consistency.layers.rows import Row, Rows, image_options
 from consistency.layers.sites import Site
@@ -89,12 +90,14 @@ def own_forward(model: Any) -> Forward:
     After images the class finds positions itself.
     """
 
+    argument = cache_argument(type(model))
+
     def forward(row: Row, start: int, end: int, cache: DynamicCache) -> None:
         tokens = torch.tensor([row.ids[start:end]])
         if not row.images:
             options = {"position_ids": torch.arange(start, end)[None]}
         else:
             options = {} if start else image_options(model, tokens, row)
-        model(input_ids=tokens, past_key_values=cache, use_cache=True, **options)
+        model(input_ids=tokens, use_cache=True, **{argument: cache}, **options)
 
     return forward

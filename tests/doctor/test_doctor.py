@@ -314,6 +314,15 @@ def test_several_runs_in_a_folder_are_listed_and_one_is_chosen_by_name(tmp_path)
     assert (code, "--run else fits none of them; choose" in sentence) == (2, True)
 
 
+def test_a_run_is_named_by_its_folders_though_another_name_begins_so(tmp_path):
+    for name in ("logs/train/a", "logs/train/a-replay"):
+        write_stats(tmp_path / name, healthy())
+    code, found = examined(tmp_path, "--run", "train/a")
+    assert (code, found["source"]) == (0, str(tmp_path / "logs/train/a/stats.jsonl"))
+    code, sentence = examined(tmp_path, "--run", "rain/a")
+    assert (code, "--run rain/a fits 2 of them; choose" in sentence) == (2, True)
+
+
 def test_metrics_files_of_one_run_are_not_counted_as_several_runs(tmp_path):
     for step in (1, 2):
         folder = tmp_path / "hf" / f"checkpoint-{step}"

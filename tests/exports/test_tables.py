@@ -200,7 +200,8 @@ def test_only_the_tensors_of_the_columns_are_read(full, tmp_path):
         record.to_arrow(columns=["advantages"])
 
 
-def test_a_notebook_shows_the_record_with_its_text_escaped(full, foreign):
+def test_a_terminal_and_a_notebook_show_the_record_with_its_text_escaped(full, foreign):
+    assert repr(open_record(foreign)) == f"Record({str(foreign)!r}, steps 0 to 1)"
     html = open_record(foreign)._repr_html_()
     assert "steps 0 to 1 · mine" in html
     assert "<tr><td>0</td><td>4</td><td>12</td><td>1</td></tr>" in html

@@ -96,10 +96,11 @@ def find_source(path: Path, run: str | None = None) -> tuple[Source, tuple[str, 
 
 
 def named(sources: Sequence[Source], run: str) -> list[Source]:
-    """Return the sources that a name fits: exactly, else its last component, else a piece."""
+    """Return the sources that a name fits: exactly, else its last component, folders, a piece."""
     tests: tuple[Callable[[str], bool], ...] = (
         lambda name: name == run,
         lambda name: run in (Path(name).name, Path(name).stem),
+        lambda name: f"/{run}/" in f"/{name}",
         lambda name: run in name,
     )
     fitting = ([source for source in sources if test(source.name)] for test in tests)
