@@ -23,6 +23,7 @@ SECTIONS = {
         "config": "List the options of a run: type, default, limits and help",
         "preflight": "Check that a run is deterministic before it starts",
         "parity": "Check that training computes a model's own log-probs, on its real ranks",
+        "info": "List versions, devices, engines, and which verbs work here",
     },
     "Replay and compare": {
         "replay": "Replay a record without an inference engine, unchanged or with changes",

@@ -16,7 +16,8 @@ README = (ROOT / "README.md").read_text()
 COMMANDS = (ROOT / "docs/commands.md").read_text()
 PAGES = sorted(
     path.relative_to(ROOT)
-    for path in (*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/**/*.md"))
+    for pattern in ("*.md", "docs/**/*.md", "examples/**/*.md", "areal_debug/skills/*/*.md")
+    for path in ROOT.glob(pattern)
 )
 
 

@@ -24,6 +24,7 @@ MAY_HAVE_TO = {
     "record import",
     "record export",
     "hang collect",
+    "info skills",
 }
 NEVER_REPLACES = {
     "hang watch": "every hang gets a folder of its own, named by the time",
@@ -84,7 +85,7 @@ def test_help_lists_every_verb_in_one_complete_line():
         assert [line.split()[0] for line in lines[start + 1 : start + 1 + len(verbs)]] == list(verbs)
 
 
-@pytest.mark.parametrize("group", ["record", "hang", "agent", "reward"])
+@pytest.mark.parametrize("group", ["record", "hang", "agent", "reward", "info"])
 def test_help_of_a_group_lists_its_commands_in_one_complete_line(group):
     out = run(group, "-h")[1]
     command = COMMANDS[group]
