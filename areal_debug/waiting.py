@@ -3,9 +3,9 @@
     verb, and the children that it forks                 thread of the verb's process
       say(text), tick(), output() ──> page of shared memory ──> draws on standard error, where
                                                                 nothing was written for a second
-Writes to a terminal erase it before (`areal_debug.terminal`). There is none in a pipe, with --quiet,
-with --json, or on a terminal that has no control codes (TERM=dumb). Nothing takes a lock: a child
-that is forked while the thread holds one would wait for it indefinitely.
+Writes to a terminal erase it before (`areal_debug.terminal`). There is none in a pipe, with
+--quiet, with --json, or on a terminal that has no control codes (TERM=dumb). Nothing takes a lock:
+a child that is forked while the thread holds one would wait for it indefinitely.
 """
 
 import ctypes
@@ -136,7 +136,7 @@ def line_of(shown: Page, seconds: float) -> str:
 
 
 def write(text: str) -> None:
-    """Write to the terminal, past the buffers of Python, whose locks a forked child would inherit."""
+    """Write past the buffers of Python, whose locks a forked child would inherit."""
     try:
         os.write(STDERR, text.encode(errors="replace"))
     except OSError:  # the terminal is gone

@@ -120,7 +120,7 @@ def importable() -> list[str]:
 
 
 def import_error(package: str) -> str | None:
-    """Import a package in a new process; return the last line of its error, None if there is none."""
+    """Import a package in a new process; return the last line of its error, or None."""
     command = [sys.executable, "-c", f"import {package}"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=IMPORT_TIMEOUT_S)

@@ -19,7 +19,7 @@ def print_info(out: Console, info: Info) -> None:
     installed = [f"{name} {version}" for name, version in info.packages.versions.items() if version]
     absent = [name for name, version in info.packages.versions.items() if not version]
     section(out, "Versions")
-    line(out, "areal-debug", f"{info.version}, Python {info.python}")
+    line(out, "version", f"areal-debug {info.version}, Python {info.python}")
     line(out, "installed", ", ".join(installed))
     line(out, "absent", ", ".join(absent) or "none")
     print_machine(out, info.machine)

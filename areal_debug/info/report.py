@@ -36,9 +36,9 @@ def collect_info(import_errors: list[str]) -> Info:
     )
     problems = (*packages.problems, *import_errors)
     version, num_working = metadata.version(OURS), sum(verb.works for verb in verbs)
-    found = f"{count(len(problems), 'problem')} of what is installed" if problems else "consistent"
+    found = f"Broken: {count(len(problems), 'problem')} of what is installed" if problems else "Consistent"
     return Info(
-        verdict=f"{OURS} {version}: {found}; {num_working} of {count(len(verbs), 'verb')} work here",
+        verdict=f"{found}: {OURS} {version}, {num_working} of {count(len(verbs), 'verb')} work here",
         problems=problems,
         version=version,
         python=platform.python_version(),

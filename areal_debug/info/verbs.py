@@ -29,7 +29,7 @@ USES = {
 
 @dataclass(frozen=True)
 class VerbHere:
-    """A verb: whether it works here, the extra that it lacks, and what of it does not work and why."""
+    """A verb: whether it works here, which extra it lacks, what of it does not work and why."""
 
     name: str
     works: bool

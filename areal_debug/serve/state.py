@@ -52,7 +52,7 @@ def state_folder() -> Path:
 
 
 def state_file(address: str) -> Path:
-    """Return the path of the state of the server at `host:port`, in a folder that exists; mode 700."""
+    """Return the path of the state of the server at `host:port`, in a folder of mode 700."""
     state_folder().mkdir(parents=True, exist_ok=True, mode=0o700)
     return state_folder() / f"{address.replace(':', '-')}.json"
 
