@@ -32,7 +32,7 @@ def command(ctx: click.Context, check: bool, as_json: bool) -> None:
         return
     from areal_debug.info.packages import import_errors, importable
     from areal_debug.info.render import print_info
-    from areal_debug.info.report import collect_info
+    from areal_debug.info.summary import collect_info
 
     errors = with_progress("importing packages", len(importable()), import_errors) if check else []
     info = collect_info(errors)

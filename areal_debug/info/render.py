@@ -3,7 +3,7 @@
 from rich.console import Console
 
 from areal_debug.info.machine import Machine
-from areal_debug.info.report import Info
+from areal_debug.info.summary import Info
 from areal_debug.info.verbs import install
 from areal_debug.render import count, format_bytes, styled
 
