@@ -5,7 +5,7 @@ Each verb is a folder, `areal_debug/VERB/command.py`, imported only when that ve
 
 import difflib
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,40 +17,41 @@ from areal_debug.terminal import INTERRUPTED, guarded
 
 SECTIONS = {
     "Train and record": {
-        "demo": "Train a tiny model by GRPO, record every step and replay the record bit for bit",
-        "train": "Run a training script on all its ranks and servers; record or replay it",
-        "eval": "Evaluate models with a training script, unchanged: pass@k, intervals, comparison",
+        "demo": "Train a tiny model by GRPO, record it, and replay it bit for bit",
+        "train": "Run a training script on its ranks and servers; record or replay",
+        "eval": "Evaluate models with a training script: pass@k, comparison",
         "config": "List the options of a run: type, default, limits and help",
         "preflight": "Check that a run is deterministic before it starts",
-        "parity": "Check that training computes a model's own log-probs, on its real ranks",
+        "parity": "Check that training computes a model's own log-probs",
+        "info": "List versions, devices, engines, and which verbs work here",
     },
     "Replay and compare": {
-        "replay": "Replay a record without an inference engine, unchanged or with changes",
+        "replay": "Replay a record without an engine, unchanged or with changes",
         "goto": "Open a shell or debugger at any step of a recorded run",
-        "why": "Say in one sentence why two records, or a record and its replay, differ",
+        "why": "Say in one sentence why two records differ",
         "diff": "Find where two records diverge, and why",
-        "crosscheck": "Recompute a recorded step by other code, and name the option that differs",
+        "crosscheck": "Recompute a step by other code; name the option that differs",
         "bisect": "Find the commit that changed a record's numbers",
-        "bisect-step": "Find the first step, and layer, at which two records' weights diverge",
+        "bisect-step": "Find the first step and layer at which two records diverge",
     },
     "Diagnose": {
-        "consistency": "Compare an inference engine's logprobs with the model's, token by token",
-        "certify": "Prove or refute that sampled log-probs equal the trainer's in every bit",
+        "consistency": "Compare an engine's logprobs with the model's, token by token",
+        "certify": "Prove that sampled log-probs equal the trainer's in every bit",
         "hang": "Find out why a job hangs and which ranks block it",
         "doctor": "Diagnose a run's metrics and recommend config changes",
-        "reward": "Find out what a reward function pays for, and compare it with a record's rewards",
+        "reward": "Find out what a reward function pays for; score a record again",
         "trace": "Show where slow steps spent their time",
     },
     "Look": {
         "record": "List, show, verify, archive, import and export records",
         "open": "Show everything that a run left in one workbench of pages",
         "view": "Write a record as one HTML page: curves, samples and every token",
-        "query": "Ask a record in SQL: steps, samples, tokens, outcomes, calls of agents",
+        "query": "Ask a record in SQL: steps, samples, tokens, calls of agents",
     },
     "Serve and agents": {
         "serve": "Start, list and stop inference servers to debug agents against",
         "agent": "Run an agent alone, under load or inside the trainer",
-        "chaos": "Train behind servers that fail and send wrong replies, and check every row",
+        "chaos": "Train behind servers that fail or lie, and check every row",
         "rollout-sim": "Measure the rollout client with hundreds of simulated servers",
     },
 }
@@ -102,6 +103,26 @@ class Verb(click.Command):
         super().__init__(name, context_settings={**SETTINGS, **(context_settings or {})}, **settings)
         self.params += verbosity_options()
         self.example = example
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        given = args[: args.index("--")] if "--" in args else list(args)
+        rest = super().parse_args(ctx, args)
+        for parameter in self.params:
+            if isinstance(parameter, click.Argument) and parameter.type is click.UNPROCESSED:
+                passed_on = ctx.params[parameter.name or ""] or ()
+                # of a command that follows, such as a job to watch, only the first word is ours
+                words = passed_on if ctx.allow_interspersed_args else passed_on[:1]
+                self.refuse_misspelled(ctx, [word for word in words if word in given])
+        return rest
+
+    def refuse_misspelled(self, ctx: click.Context, words: Iterable[str]) -> None:
+        """End the verb if a word that it would pass on is nearly one of its own options."""
+        known = [name for option in self.params for name in option.opts if name.startswith("--")]
+        for word in words:
+            name = word.partition("=")[0]
+            close = difflib.get_close_matches(name, known, n=1, cutoff=0.75)
+            if name.startswith("--") and close and name not in known:
+                ctx.fail(f"there is no option {name}: did you mean {close[0]}?")
 
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         write_example(self.example, formatter)
@@ -177,7 +198,9 @@ class VerbGroup(click.Group):
         write_example(self.example, formatter)
         if self.sections:
             completion = 'eval "$(_AREAL_DEBUG_COMPLETE=bash_source areal-debug)"'
-            formatter.write(f"\nShell completion:\n  {completion}   # or zsh_source, fish_source\n")
+            formatter.write(
+                f"\nShell completion (zsh_source for zsh, fish_source for fish):\n  {completion}\n"
+            )
 
 
 @click.group(
@@ -209,7 +232,7 @@ force_option = click.option("--force", is_flag=True, help="Replace an existing o
 model_option = click.option(
     "--model", type=click.Path(), help="Model that the run started from, if it was moved since."
 )
-script_argument = click.argument("script")
+script_argument = click.argument("script", type=click.Path())
 script_config_option = click.option(
     "--config", "config_file", type=click.Path(), help="YAML file; by default SCRIPT's name with .yaml."
 )

@@ -27,7 +27,6 @@ import click
 from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, Group, RenderableType
 from rich.control import Control
-from rich.progress import Progress
 from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
@@ -37,6 +36,7 @@ from areal_core.safety.printable import printable, printable_block
 from areal_debug.cli import VERBOSITY
 from areal_debug.installation import install_hint
 from areal_debug.terminal import styled_stream
+from areal_debug.waiting import doing, has_terminal, say, tick, waiting_line
 
 if TYPE_CHECKING:
     from recorder.difference import Difference
@@ -209,9 +209,11 @@ def note(text: str) -> None:
 
 
 def announce(text: str) -> None:
-    """Say on a terminal what begins, on one line; a log gets what came of it."""
-    if console(stderr=True).is_terminal:
-        note(printable(text, len(text)))
+    """Say on a terminal what begins; a log gets what came of it."""
+    shown = printable(text, len(text))
+    say(shown)
+    if sys.stderr.isatty() and not has_terminal() and not hides_progress():
+        note(shown)
 
 
 def fail(message: str, code: int = 2) -> NoReturn:
@@ -263,7 +265,8 @@ def refuse_existing(output: Path, force: bool) -> None:
 
 
 def errors_as_sentences(body: Callable[P, R]) -> Callable[P, R]:
-    """Decorate a verb: an error that a user can cause ends it with one sentence and an exit code.
+    """Decorate a verb: it shows its progress, and an error that a user can cause ends it with one
+    sentence and an exit code.
 
     Damage is a problem found, code 1; any other ValueError, and what the system refuses (a missing
     file, a full disk), is misuse, code 2. Our own defects keep their traceback; with --verbose
@@ -272,19 +275,22 @@ def errors_as_sentences(body: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(body)
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
-        from recorder.errors import DamagedRecord
-
         try:
-            return body(*args, **kwargs)
-        except (ValueError, OSError, DamagedRecord) as error:
-            if is_verbose():
-                traceback.print_exc()
-            sentence = sentence_of(error) if isinstance(error, OSError) else str(error)
-            fail(sentence, code=1 if isinstance(error, DamagedRecord) else 2)
+            with shown_progress():
+                return body(*args, **kwargs)
         except ModuleNotFoundError as error:
             if (hint := install_hint(error)) is None:
                 raise
             fail(hint)
+        except Exception as error:
+            from recorder.errors import DamagedRecord  # imports NumPy: 0.15 s of each verb's start
+
+            if not isinstance(error, ValueError | OSError | DamagedRecord):
+                raise
+            if is_verbose():
+                traceback.print_exc()
+            sentence = sentence_of(error) if isinstance(error, OSError) else str(error)
+            fail(sentence, code=1 if isinstance(error, DamagedRecord) else 2)
 
     return wrapped
 
@@ -377,19 +383,29 @@ def difference_table(
 
 
 def with_progress(title: str, total: int, work: Callable[[Callable[[object], None]], R]) -> R:
-    """Return `work(tick)`, under a progress bar on standard error that `tick` advances."""
+    """Return `work(tick)`, and show on a terminal meanwhile how often `tick` was called."""
     started_at = time.monotonic()
-    with Progress(console=console(stderr=True), transient=True, disable=hides_progress()) as progress:
-        task = progress.add_task(title, total=total)
-        result = work(lambda _: progress.advance(task))
+    with doing(title, total):
+        result = work(lambda _: tick())
     if is_verbose():
         note(f"{title}: {total} in {format_seconds(time.monotonic() - started_at)}")
     return result
 
 
 def hides_progress() -> bool:
-    """Return whether progress bars are off: --quiet, or standard error is no terminal."""
-    return is_quiet() or not sys.stderr.isatty()
+    """Return whether the running verb shows no progress: --quiet, --json, or it is no verb."""
+    context = click.get_current_context(silent=True)
+    return context is None or is_quiet() or bool(context.params.get("as_json"))
+
+
+@contextmanager
+def shown_progress() -> Iterator[None]:
+    """Show the name of the running verb while it is silent, or what it says that it does."""
+    if hides_progress():
+        yield
+        return
+    with waiting_line(click.get_current_context().command_path.partition(" ")[2]):
+        yield
 
 
 def write_report(report: dict[str, Any]) -> None:

@@ -19,6 +19,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from areal_core.safety.printable import printable_block
+from areal_debug.waiting import output
 
 R = TypeVar("R")
 INTERRUPTED = 130  # exit codes as shells have them: 128 and the number of the signal
@@ -42,6 +43,7 @@ class Printable:
 
     def __init__(self, stream: Any, required: bool) -> None:
         self.stream, self.required = stream, required
+        self.is_terminal = stream.isatty()
 
     def write(self, text: str) -> int:
         bar = text[:1] == "\r"
@@ -50,6 +52,8 @@ class Printable:
 
     def write_styled(self, text: str) -> int:
         """Write a text with styles, whose data is printable already."""
+        if self.is_terminal:
+            output(text)
         self._attempt(lambda: self.stream.write(text))
         return len(text)
 
@@ -64,6 +68,11 @@ class Printable:
                 raise OutputLost(error) from error
 
     @property
+    def buffer(self) -> Any:
+        """The stream of bytes, which gets those of ranks as they are."""
+        return Bytes(self)
+
+    @property
     def encoding(self) -> str:
         """The stream's encoding; not ASCII, for which click would write around this stream."""
         name: str = self.stream.encoding or "utf-8"
@@ -71,6 +80,21 @@ class Printable:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.stream, name)
+
+
+class Bytes:
+    """The stream of bytes below a `Printable`."""
+
+    def __init__(self, stream: Printable) -> None:
+        self.is_terminal, self.buffer = stream.is_terminal, stream.stream.buffer
+
+    def write(self, data: bytes) -> int:
+        if self.is_terminal:
+            output(data[-1:].decode(errors="replace"))
+        return int(self.buffer.write(data))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.buffer, name)
 
 
 class Styled:

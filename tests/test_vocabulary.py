@@ -94,7 +94,8 @@ def test_documents_wrap_at_100_columns():
         in_code = False
         for number, line in enumerate(file.read_text().splitlines(), 1):
             in_code ^= line.lstrip().startswith("```")
-            exempt = in_code or line.lstrip().startswith(("|", "!", "<", "[", "```"))
+            is_of_skill = line.startswith("description: ")  # some readers of front matter read one line
+            exempt = in_code or is_of_skill or line.lstrip().startswith(("|", "!", "<", "[", "```"))
             if len(line) > LONGEST_LINE_OF_PROSE and not exempt:
                 too_long.append(f"{file.relative_to(ROOT)}:{number}")
     assert too_long == []

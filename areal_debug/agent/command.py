@@ -49,7 +49,7 @@ def command() -> None:
 def engine_options(body: Callable[..., Any]) -> Callable[..., Any]:
     """Add the agent, its inference engine, its rows and its own arguments."""
     options = (
-        click.argument("agent"),
+        click.argument("agent", type=click.Path()),
         click.option("--data", required=True, metavar="FILE", help="JSONL file or dataset with the rows."),
         click.option("--model", metavar="PATH", help="Model to sample in this process; tokenizer of --server."),
         click.option("--server", metavar="HOST:PORT", help="SGLang server to sample from (see `serve`)."),
@@ -109,7 +109,7 @@ def print_outcome(report: "EpisodeReport") -> None:
 
 @command.command(
     cls=Verb,
-    short_help="Run an agent with the concurrency of training; find what blocks its event loop",
+    short_help="Run an agent under load; find what blocks its event loop",
     example=f"areal-debug agent stress {EXAMPLE} --data examples/word_problems.jsonl --server HOST:PORT",
 )
 @engine_options
@@ -143,10 +143,10 @@ def stress(agent: str, data: str, batch_size: int, group_size: int, as_json: boo
 
 @command.command(
     cls=Verb,
-    short_help="Roll out batches through launcher, trainer and servers, and record them",
+    short_help="Roll out batches through launcher, trainer and servers",
     example=f"areal-debug agent rollout {EXAMPLE} --config my.yaml --steps 2 -o runs/record",
 )
-@click.argument("agent")
+@click.argument("agent", type=click.Path())
 @click.option("--config", "config_file", required=True, metavar="FILE", help="YAML file of the run.")
 @click.option("--steps", default=1, show_default=True, type=click.IntRange(1), help="Number of batches.")
 @output_option("Folder of the record; by default next to the run's logs.")
@@ -204,11 +204,11 @@ def rollout(
 
 @command.command(
     cls=Verb,
-    short_help="Run a recorded episode again: tools really, the model's answers from the record",
+    short_help="Run a recorded episode again with the model's recorded answers",
     example=f"areal-debug agent replay 'runs/record#3/17/0' {EXAMPLE}",
 )
-@click.argument("episode", metavar="RECORD[#STEP[/PROMPT[/SAMPLE]]]")
-@click.argument("agent", required=False)
+@click.argument("episode", type=click.Path(), metavar="RECORD[#STEP[/PROMPT[/SAMPLE]]]")
+@click.argument("agent", type=click.Path(), required=False)
 @click.option(
     "--arg",
     "arguments",

@@ -6,7 +6,16 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from areal_debug.cli import Verb, force_option, json_option, output_option
-from areal_debug.render import console, errors_as_sentences, fail, is_quiet, note, print_json, refuse_existing
+from areal_debug.render import (
+    announce,
+    console,
+    errors_as_sentences,
+    fail,
+    is_quiet,
+    note,
+    print_json,
+    refuse_existing,
+)
 
 if TYPE_CHECKING:
     from consistency.certify.certificate import Certificate, Check
@@ -82,6 +91,7 @@ def command(
     saved = None if against is None else read_certificate(against)
     if output is not None:
         refuse_existing(output, force)
+    announce(f"sampling {num_tokens:,} tokens of {engine} in each check, and computing them again")
     out, prints_rows = console(), not (as_json or is_quiet())
     if prints_rows:
         out.print(HEADING, highlight=False)

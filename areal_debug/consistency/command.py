@@ -1,8 +1,6 @@
 """`areal-debug consistency`: compare an engine's logprobs with the model's, token by token."""
 
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,11 +15,11 @@ from areal_debug.render import (
     count,
     errors_as_sentences,
     fail,
-    hides_progress,
     is_quiet,
     print_json,
     refuse_existing,
 )
+from areal_debug.waiting import doing, tick
 
 if TYPE_CHECKING:
     from consistency.case import Request
@@ -202,8 +200,8 @@ def check_recorded(
     sampled = read_record(record, steps, sampling)
     sampled = replace(sampled, notes=(*notes, *sampled.notes))
     total = sum(len(chunk.input_ids) for chunk in sampled.chunks.values())
-    with progress_bar("scoring", total) as advance:
-        return check(sampled, request, advance), request, {"record": str(path), "steps": steps}
+    with doing("scoring, in tokens", total):
+        return check(sampled, request, tick), request, {"record": str(path), "steps": steps}
 
 
 def first_weights(record: "Record", steps: tuple[int, ...]) -> str:
@@ -271,11 +269,11 @@ def check_live(
     temperature = 1.0 if options["temperature"] is None else options["temperature"]
     law = SamplingParams(temperature, options["top_p"], options["top_k"], options["max_new_tokens"])
     request = request_of(model, options)
-    with progress_bar("sampling", len(prompts) * options["num_samples"]) as advance:
-        conversation = query_engines(engines, prompts, options["num_samples"], law, vocabulary, advance)
+    with doing("sampling, in samples", len(prompts) * options["num_samples"]):
+        conversation = query_engines(engines, prompts, options["num_samples"], law, vocabulary, tick)
     sampled = sampled_of(conversation, options["dtype"] or model_dtype(model), vocabulary)
-    with progress_bar("scoring", sum(len(chunk.input_ids) for chunk in sampled.chunks.values())) as advance:
-        checked = check_engines(conversation, sampled, request, vocabulary, advance)
+    with doing("scoring, in tokens", sum(len(chunk.input_ids) for chunk in sampled.chunks.values())):
+        checked = check_engines(conversation, sampled, request, vocabulary, tick)
     source: dict[str, Any] = {"engines": [identity.describe() for identity in conversation.identities]}
     if options["answers"]:
         source["answers"] = asdict(
@@ -290,15 +288,3 @@ def check_live(
             )
         )
     return checked, request, source
-
-
-@contextmanager
-def progress_bar(what: str, total: int) -> Iterator[Callable[[int], None]]:
-    """A progress bar on standard error with its rate; yields the function that advances it."""
-    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
-
-    columns = (TextColumn(what), BarColumn(), TaskProgressColumn(show_speed=True))
-    err = console(stderr=True)
-    with Progress(*columns, console=err, transient=True, disable=hides_progress()) as progress:
-        task = progress.add_task(what, total=total)
-        yield lambda count: progress.advance(task, count)

@@ -6,7 +6,7 @@ from pathlib import Path
 import click
 
 from areal_debug.cli import Verb, json_option, model_option
-from areal_debug.render import console, errors_as_sentences, note, print_json, styled
+from areal_debug.render import announce, console, errors_as_sentences, print_json, styled
 
 
 @click.command(cls=Verb, example="areal-debug bisect-step runs/A runs/B --layers")
@@ -34,13 +34,14 @@ def command(
     from replayer.commits.first_step import bisect_steps, explain_step
 
     here, there = open_record(left), open_record(right)
+    announce(f"comparing the weights of {left} and {right}")
     found = bisect_steps(here, there)
     report = explain_step(here, there, found)
     traced = None
     if layers and found.step is not None:
         from replayer.commits.own_code import layers_with_own_code
 
-        note(f"replaying step {found.step} of both, each with its own code")
+        announce(f"replaying step {found.step} of both, each with its own code")
         code = repository or Path(__file__).parents[2]
         traced = layers_with_own_code(here, there, found.step, model, code)
     if as_json:

@@ -8,7 +8,8 @@ import click
 
 from areal_debug.cli import Verb, force_option, json_option, output_option
 from areal_debug.confined import ANYWHERE, reads_untrusted
-from areal_debug.render import console, errors_as_sentences, fail, note, print_json, refuse_existing
+from areal_debug.render import announce, console, errors_as_sentences, fail, note, print_json, refuse_existing
+from areal_debug.waiting import leave_terminal
 
 if TYPE_CHECKING:
     from areal_debug.doctor.hooks import Hooks
@@ -120,6 +121,7 @@ def judge_run(
     from areal_debug.doctor.read import read_run
     from areal_debug.doctor.render import override_lines, print_examination
 
+    announce(f"reading the metrics of {run}")
     read = read_run(run, name, given)
     found = examine(read)
     if output is not None:
@@ -153,13 +155,14 @@ def follow_run(
 
     out = console()
 
-    def announce(alarm: Mapping[str, Any]) -> None:
+    def report(alarm: Mapping[str, Any]) -> None:
         if as_json:
             click.echo(json.dumps(plain(alarm), allow_nan=False, default=str))
         else:
             out.print(*alarm_lines(alarm), sep="\n")
 
-    follower = Follower(*(run, announce, note, hooks), run=name, given=given, pid=pid, every_s=every_s)
+    leave_terminal()  # it waits for the run
+    follower = Follower(*(run, report, note, hooks), run=name, given=given, pid=pid, every_s=every_s)
     return follow(follower, idle_s)
 
 

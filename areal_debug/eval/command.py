@@ -13,6 +13,7 @@ import click
 
 from areal_debug.cli import Verb, json_option, overrides_argument, script_argument, script_config_option
 from areal_debug.render import (
+    announce,
     errors_as_sentences,
     fail,
     hidden_output,
@@ -140,6 +141,7 @@ def command(
     logs = run_folder(config, "logs")
     make_run_folders(config)
     hides = as_json or is_quiet()
+    announce(f"evaluating with {path.name} on {config.allocation_mode}")
     with hidden_output() if hides else nullcontext():
         code = run_evaluation(path, arguments, config, logs)
     if code:

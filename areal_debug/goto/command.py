@@ -19,6 +19,7 @@ from areal_debug.render import (
     print_json,
     refuse_existing,
 )
+from areal_debug.waiting import leave_terminal
 
 STAGES = ("batch", "advantages", "loss", "backward", "optimizer")
 
@@ -117,6 +118,7 @@ def run_attached(task: list[str], num_ranks: int) -> dict[str, object]:
 
     with tempfile.TemporaryDirectory() as folder, replay_ranks(attached=True) as ranks:
         report = Path(folder) / "report.json"
+        leave_terminal()  # to the ranks
         code = ranks.run_attached([*ON_RANK, *task], num_ranks, {REPORT_FILE: str(report)})
         if code != 0 or not report.exists():
             fail(

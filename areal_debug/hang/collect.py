@@ -11,7 +11,7 @@ import click
 
 from areal_core.safety.durable import commit_file, commit_folder
 from areal_debug.cli import Verb, force_option, json_option
-from areal_debug.render import errors_as_sentences, is_quiet, print_json, refuse_existing
+from areal_debug.render import announce, errors_as_sentences, is_quiet, print_json, refuse_existing
 from hangdoctor.collect.discover import Search
 from hangdoctor.collect.host import collect_host
 from hangdoctor.collect.pyspy import Options
@@ -99,6 +99,7 @@ def collect(
             return collect_hosts(*way, search, folder, options, python, all_queried=ssh is None)
         return collect_host(search, folder, options)
 
+    announce("reading the stacks of all ranks")
     manifest = _into(to, gather, force)
     if as_json:
         print_json({"collection": str(to), **asdict(manifest)})
@@ -117,7 +118,9 @@ def live(pids: tuple[int, ...], as_json: bool) -> int:
     from hangdoctor.parse.read import read_snapshot
 
     with tempfile.TemporaryDirectory(prefix="hangdoctor-") as folder:
-        collect_host(Search(pids), Path(folder), Options())
+        options = Options()
+        announce(f"reading the stacks of all ranks, {options.num_samples} times")
+        collect_host(Search(pids), Path(folder), options)
         snapshot = read_snapshot((Path(folder),), None, {})
     return show_diagnosis(diagnose(snapshot), snapshot, as_json=as_json, html=None, markdown=None)
 

@@ -8,7 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from areal_core.safety.printable import printable
-from areal_debug.render import console
+from areal_debug.render import announce, console
 from hangdoctor.collect.discover import Search
 from hangdoctor.slow.blame import SlowVerdict
 from hangdoctor.slow.live import who_is_slow
@@ -25,6 +25,7 @@ def show_slow(pids: tuple[int, ...], seconds: float | None, as_json: bool) -> in
     Raises:
         HangInputError: no py-spy, no rank, or more than one job.
     """
+    announce(f"sampling the stacks of all ranks for {seconds or SECONDS:g} s")
     verdict = who_is_slow(Search(pids), seconds or SECONDS)
     if as_json:
         click.echo(json.dumps(verdict.as_json(), indent=2))

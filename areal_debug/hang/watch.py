@@ -9,6 +9,7 @@ import click
 from areal_core.safety.durable import commit_file
 from areal_debug.cli import USUAL_UMASK, Verb, json_option, output_option
 from areal_debug.render import errors_as_sentences, is_quiet
+from areal_debug.waiting import leave_terminal
 from hangdoctor.model import Diagnosis
 
 
@@ -98,6 +99,7 @@ def watch(
 
     umask = click.get_current_context().meta.get(USUAL_UMASK, -1)
     plan = Plan(folder, Limits(silence_s, watchdog_s), poll_s, then, hook, max_restarts, umask)  # type: ignore[arg-type]
+    leave_terminal()  # to the job
     notify = (lambda text: None) if is_quiet() else report
     if job:
         code = watch_command(list(job), plan, diagnose, notify)

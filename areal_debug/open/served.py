@@ -17,6 +17,7 @@ from pathlib import Path
 from areal_debug.open.find import fingerprint
 from areal_debug.pages.local import LocalHandler, LocalServer, listen
 from areal_debug.render import console, fail, styled
+from areal_debug.waiting import leave_terminal
 
 KINDS = {".html": "text/html; charset=utf-8", ".js": "text/javascript; charset=utf-8"}
 
@@ -61,6 +62,7 @@ def serve_workbench(run: Path, port: int) -> None:
             fail(workbench.problem.removeprefix("Error: "))
         with make_server(workbench, port) as server:
             console().print(styled("{} at {} (Ctrl-C ends it)", run, server.address))
+            leave_terminal()
             server.serve_until_interrupted()
 
 

@@ -13,7 +13,7 @@ DTYPES = ("bfloat16", "float32", "float16")
 
 
 @click.command(cls=Verb, example="areal-debug parity Qwen/Qwen2.5-0.5B-Instruct --dtype float32")
-@click.argument("model")
+@click.argument("model", type=click.Path())
 @click.option("--dtype", type=click.Choice(DTYPES), default="bfloat16", show_default=True, help="Of compute.")
 @click.option(
     "--allocation",

@@ -9,7 +9,7 @@ import click
 from areal_debug.cli import Verb, force_option, json_option, output_option
 from areal_debug.confined import reads_untrusted
 from areal_debug.query import render
-from areal_debug.render import console, errors_as_sentences, print_json, refuse_existing, styled
+from areal_debug.render import announce, console, errors_as_sentences, print_json, refuse_existing, styled
 
 CPU_S = 60
 SHARE_OF_MEMORY = 0.6  # for the database; Python, Arrow and the tensors that are read have the rest
@@ -64,6 +64,7 @@ def command(
     if output is not None:
         render.check_output(output)
         refuse_existing(output, force)
+    announce(f"asking {record}")
     memory_bytes = bounds_for([record]).memory_bytes
     database = Database(open_record(record), int(SHARE_OF_MEMORY * memory_bytes))
     if sql is None:

@@ -10,7 +10,7 @@ import click
 
 from areal_debug.cli import Verb, force_option, json_option, overrides_argument, step_option
 from areal_debug.confined import describes_limits, reads_untrusted
-from areal_debug.render import console, errors_as_sentences, print_json, styled
+from areal_debug.render import announce, console, errors_as_sentences, print_json, styled
 
 if TYPE_CHECKING:
     from recorder.exporters.exporting import Exported
@@ -61,6 +61,7 @@ def import_record(
     from recorder.importers.importing import import_record as write_record
 
     options = resolve_config(config, (*settings, *overrides), model)
+    announce(f"importing {source}")
     imported = write_record(source, destination, format_name, options, model, force)
     if as_json:
         print_json(asdict(imported) | {"record": str(destination)})
@@ -101,7 +102,7 @@ def print_imported(imported: "Imported", destination: Path) -> None:
 
 @click.command(
     cls=Verb,
-    short_help="Write a record as JSON lines, Parquet, a dataset or another tool's files",
+    short_help="Write a record as JSON lines, Parquet or another tool's files",
     example="areal-debug record export runs/record --format jsonl --to samples.jsonl\n"
     "areal-debug record export runs/record --format parquet --to samples",
 )
@@ -187,6 +188,7 @@ def export_confined(
     """Write files, in a confined child, and print what was written."""
     from recorder.exporters.exporting import export_record
 
+    announce(f"exporting {record} as {format_name}")
     exported = export_record(record, format_name, destination, step, force, images)
     print_exported(exported, format_name, as_json)
 

@@ -5,7 +5,7 @@ from dataclasses import asdict
 import click
 
 from areal_debug.cli import Verb, VerbGroup, json_option
-from areal_debug.render import errors_as_sentences, fail, print_json
+from areal_debug.render import announce, count, errors_as_sentences, fail, print_json
 
 EXAMPLE = "areal-debug reward probe my_rewards.py:math_reward --data gsm8k/test.jsonl"
 
@@ -22,10 +22,10 @@ def command() -> None:
 
 @command.command(
     cls=Verb,
-    short_help="Try empty, echoed, truncated and adversarial answers on a reward function",
+    short_help="Try empty, echoed and adversarial answers on a reward function",
     example=EXAMPLE,
 )
-@click.argument("function", metavar="MODULE:FN")
+@click.argument("function", type=click.Path(), metavar="MODULE:FN")
 @click.option("--data", required=True, metavar="FILE", help="JSONL file or dataset with the rows.")
 @click.option("--rows", "num_rows", type=click.IntRange(1), default=8, show_default=True, help="Rows to try.")
 @click.option("--answer", "field", metavar="FIELD", help="Field of a row with its expected answer.")
@@ -54,6 +54,7 @@ def probe(
     rows = read_rows(data)
     step = max(1, len(rows) // num_rows)
     questions = [question_of(row, field) for row in rows[::step][:num_rows]]
+    announce(f"trying answers on {function}")
     report = probe_function(function, data, questions, timeout_s)
     if as_json:
         print_json(asdict(report))
@@ -64,11 +65,11 @@ def probe(
 
 @command.command(
     cls=Verb,
-    short_help="Score a record again with a second reward function; list disagreements",
+    short_help="Score a record with a second reward function; list disagreements",
     example="areal-debug reward rescore runs/record my_rewards.py:strict --data gsm8k/test.jsonl",
 )
 @click.argument("record", type=click.Path())
-@click.argument("function", metavar="MODULE:FN")
+@click.argument("function", type=click.Path(), metavar="MODULE:FN")
 @click.option("--data", metavar="FILE", help="Rows of the prompts, for a function that takes an answer.")
 @click.option("--from-step", type=int, metavar="N", help="First step to score.")
 @click.option("--to-step", type=int, metavar="N", help="Last step to score.")
@@ -108,6 +109,7 @@ def rescore(
     ]
     if not steps:
         fail(f"{record} has no such step: it holds {describe_steps(opened.steps)}")
+    announce(f"scoring {count(len(steps), 'step')} of {record} with {function}")
     report = rescore_record(opened, function, rows, steps, timeout_s)
     if as_json:
         print_json(asdict(report))

@@ -9,6 +9,7 @@ import click
 from areal_core.safety.private import default_names_root
 from areal_debug.cli import Verb, json_option
 from areal_debug.render import console, errors_as_sentences, fail, is_quiet, note, print_json, styled
+from areal_debug.waiting import leave_terminal
 
 if TYPE_CHECKING:
     from areal_debug.serve.keeper import ServeSpec
@@ -128,6 +129,7 @@ def show_facts(state: "ServerState", as_json: bool) -> None:
     else:
         print_facts(console(), facts, state)
     sys.stdout.flush()
+    leave_terminal()  # it waits for requests
 
 
 def show_status(port: int, logs: Path, as_json: bool) -> NoReturn:

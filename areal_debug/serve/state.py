@@ -13,8 +13,6 @@ import signal
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-import psutil
-
 from areal_core.safety.durable import commit_file
 
 
@@ -39,6 +37,8 @@ class ServerState:
     @property
     def keeper_lives(self) -> bool:
         """True if the keeper process is still running."""
+        import psutil
+
         try:
             return abs(psutil.Process(self.keeper_pid).create_time() - self.keeper_started) < 1.0
         except psutil.NoSuchProcess:
@@ -46,20 +46,21 @@ class ServerState:
 
 
 def state_folder() -> Path:
-    """Return `$XDG_STATE_HOME/areal-debug/servers`, by default in `~/.local/state`; mode 700."""
+    """Return `$XDG_STATE_HOME/areal-debug/servers`, by default in `~/.local/state`."""
     base = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
-    folder = Path(base) / "areal-debug" / "servers"
-    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    return folder
+    return Path(base) / "areal-debug" / "servers"
 
 
 def state_file(address: str) -> Path:
-    """Return the path of the state of the server at `host:port`."""
+    """Return the path of the state of the server at `host:port`, in a folder of mode 700."""
+    state_folder().mkdir(parents=True, exist_ok=True, mode=0o700)
     return state_folder() / f"{address.replace(':', '-')}.json"
 
 
 def this_keeper(address: str, engine: str, model: str, run: str) -> ServerState:
     """Make the state of a server whose keeper is this process."""
+    import psutil
+
     me = psutil.Process()
     log = state_file(address).with_suffix(".log")
     return ServerState(address, engine, model, str(log), me.pid, me.create_time(), run=run)
@@ -99,6 +100,8 @@ def stop_keeper(state: ServerState, timeout_s: float = 30.0) -> None:
     Raises:
         psutil.TimeoutExpired: it does not end.
     """
+    import psutil
+
     if state.keeper_lives:
         keeper = psutil.Process(state.keeper_pid)
         try:

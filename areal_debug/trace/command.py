@@ -5,7 +5,7 @@ from pathlib import Path
 import click
 
 from areal_debug.cli import Verb, force_option, json_option, output_option, step_option
-from areal_debug.render import console, errors_as_sentences, print_json, refuse_existing
+from areal_debug.render import announce, console, errors_as_sentences, print_json, refuse_existing
 
 
 @click.command(cls=Verb, example="areal-debug trace runs/logs -o trace.html")
@@ -32,6 +32,7 @@ def command(
     from areal_debug.trace.render import MAX_LINES, print_report, report_document
     from areal_debug.trace.steps import report_on
 
+    announce(f"reading the traces of {run}")
     trace = read_run(run)
     report = report_on(trace, step)
     if output is not None:

@@ -14,6 +14,7 @@ from areal_core.launch.debug_env import PRESETS
 from areal_debug.cli import Verb, force_option, overrides_argument, script_argument, script_config_option
 from areal_debug.doctor.command import HOOKS, hook_options
 from areal_debug.render import (
+    announce,
     console,
     errors_as_sentences,
     fail,
@@ -23,6 +24,7 @@ from areal_debug.render import (
     print_log_end,
     styled,
 )
+from areal_debug.waiting import leave_terminal
 
 if TYPE_CHECKING:
     from areal_core.allocation import Allocation
@@ -120,6 +122,7 @@ def command(
         raise SystemExit(watch_run(logs, hooks))
     make_run_folders(config)
     make_folders(env)
+    announce(f"running {path.name} on {config.allocation_mode}")
     with hidden_output() if is_quiet() else nullcontext():
         code = run_script(path, arguments, config, allocation, env, logs)
     if is_quiet():
@@ -284,6 +287,7 @@ def watch_run(logs: Path, hooks: "Hooks") -> int:
     def note(text: str) -> None:
         out.print(styled("doctor: {}", text))
 
+    leave_terminal()  # to the run
     follower = Follower(logs / "stats.jsonl", announce, note, hooks, label=logs.name)
 
     def waiting(pid: int) -> Callable[[float], object]:

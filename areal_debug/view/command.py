@@ -21,6 +21,7 @@ from areal_debug.render import (
     styled,
     with_progress,
 )
+from areal_debug.waiting import leave_terminal
 
 if TYPE_CHECKING:
     from areal_debug.view.contents import Contents, Place
@@ -236,4 +237,5 @@ def serve_page(path: Path, asked: Asked, port: int, as_json: bool) -> None:
             print_json({"record": str(path), "url": address})
         else:
             console().print(styled("{} at {} (Ctrl-C ends it)", path, address))
+        leave_terminal()
         server.serve_until_interrupted()

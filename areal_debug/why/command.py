@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import click
 
 from areal_debug.cli import Verb, force_option, json_option, model_option, output_option
-from areal_debug.render import errors_as_sentences, note, print_json, refuse_existing
+from areal_debug.render import announce, errors_as_sentences, print_json, refuse_existing
 
 if TYPE_CHECKING:
     from areal_debug.why.chain import Options
@@ -56,7 +56,7 @@ def command(
 
     if output is not None:
         refuse_existing(output, force)
-    options = Options(repository or Path(__file__).parents[2], model, not no_replay, note)
+    options = Options(repository or Path(__file__).parents[2], model, not no_replay, announce)
     report = explain_both(left, right, options) if right else explain_replay(left, options)
     if output is not None:
         from areal_debug.why.page import write_page
@@ -77,6 +77,7 @@ def explain_both(left: str, right: str, options: "Options") -> "WhyReport":
     from recorder import open_record
 
     here, there = open_record(left), open_record(right)
+    options.note(f"comparing {left} and {right}")
     return with_text(here, there, explain(here, there, options))
 
 

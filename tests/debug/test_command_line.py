@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -24,6 +25,7 @@ MAY_HAVE_TO = {
     "record import",
     "record export",
     "hang collect",
+    "info skills",
 }
 NEVER_REPLACES = {
     "hang watch": "every hang gets a folder of its own, named by the time",
@@ -71,7 +73,7 @@ def test_help_lists_every_verb_in_one_complete_line():
     code, out, _ = run("--help")
     assert code == 0
     lines = out.splitlines()
-    assert max(map(len, lines)) <= 100
+    assert max(map(len, lines)) <= 80
     assert "..." not in out.partition("Options:")[2]
     listed = {
         line.split(maxsplit=1)[0]: line.split(maxsplit=1)[1]
@@ -84,7 +86,7 @@ def test_help_lists_every_verb_in_one_complete_line():
         assert [line.split()[0] for line in lines[start + 1 : start + 1 + len(verbs)]] == list(verbs)
 
 
-@pytest.mark.parametrize("group", ["record", "hang", "agent", "reward"])
+@pytest.mark.parametrize("group", ["record", "hang", "agent", "reward", "info"])
 def test_help_of_a_group_lists_its_commands_in_one_complete_line(group):
     out = run(group, "-h")[1]
     command = COMMANDS[group]
@@ -92,7 +94,7 @@ def test_help_of_a_group_lists_its_commands_in_one_complete_line(group):
     for name in command.list_commands(click.Context(command)):
         short = COMMANDS[f"{group} {name}"].short_help
         assert short
-        assert any(line.split(maxsplit=1) == [name, short] and len(line) <= 100 for line in out.splitlines())
+        assert any(line.split(maxsplit=1) == [name, short] and len(line) <= 80 for line in out.splitlines())
 
 
 def test_help_and_completion_import_no_verb():
@@ -113,7 +115,7 @@ def test_shell_completion_knows_the_verbs():
     }
     done = subprocess.run([COMMAND], capture_output=True, text=True, env=os.environ | environment)
     assert done.stdout == "plain,replay\n"
-    assert "_AREAL_DEBUG_COMPLETE=bash_source" in run("-h")[1]
+    assert 'eval "$(_AREAL_DEBUG_COMPLETE=bash_source areal-debug)"' in run("-h")[1]
 
 
 def test_version():
@@ -135,6 +137,33 @@ def test_a_misspelled_verb_gets_a_suggestion(arguments, hint):
     code, out, err = run(*arguments)
     assert (code, out) == (2, "")
     assert f"there is no command {arguments[-2] if arguments[-1] == 'x' else arguments[-1]!r}: {hint}" in err
+
+
+@pytest.mark.parametrize(
+    ("line", "meant"),
+    [
+        ("replay r --modle x", "--model"),
+        ("record verify r --jsno", "--json"),
+        ("train x.py --dump-rolout", "--dump-rollout"),
+        ("eval x.py --smaples=3", "--samples"),
+        ("serve --modle m", "--model"),
+        ("hang watch --thn kill -- true", "--then"),
+        ("preflight --config x --thorogh", "--thorough"),
+        ("chaos x.yaml --minuts 2", "--minutes"),
+    ],
+)
+def test_a_misspelled_option_gets_a_suggestion(line, meant):
+    code, out, err = run(*line.split())
+    assert (code, out) == (2, "")
+    assert re.search(rf"[Dd]id you mean '?{meant}'?\?", err)
+
+
+def test_options_of_a_job_or_a_server_are_passed_on(tmp_path):
+    """Those that follow `--` or the name of the job's program are not ours, however near."""
+    job = "import sys; sys.exit(len(sys.argv))"
+    assert run("hang", "watch", "-o", tmp_path / "w", sys.executable, "-c", job, "--thn", "a")[0] == 3
+    code, _, err = run("serve", "--model", "/absent", "--", "--modle", "m")
+    assert (code, "did you mean" in err) == (2, False)
 
 
 @pytest.mark.parametrize("name", COMMANDS)

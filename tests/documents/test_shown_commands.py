@@ -14,7 +14,14 @@ from areal_debug.config.options import KINDS, options_of
 ROOT = Path(__file__).parents[2]
 PAGES = sorted(
     path.relative_to(ROOT)
-    for pattern in ("*.md", "docs/**/*.md", "examples/**/*.md", "*/FORMAT.md", "*/COLLECTION.md")
+    for pattern in (
+        "*.md",
+        "docs/**/*.md",
+        "examples/**/*.md",
+        "*/FORMAT.md",
+        "*/COLLECTION.md",
+        "areal_debug/skills/*/*.md",
+    )
     for path in ROOT.glob(pattern)
 )
 BLOCK = re.compile(r"^ *```\w*\n(.*?)^ *```", re.DOTALL | re.MULTILINE)

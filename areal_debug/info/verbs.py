@@ -1,0 +1,75 @@
+"""What each verb can do here: by the extras that it needs, and by what this machine lacks."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from areal_debug.cli import VERBS
+
+NEEDS = {  # the extra of every use of the verb; the others need none
+    **dict.fromkeys(("demo", "train", "eval", "preflight", "parity"), "train"),
+    **dict.fromkeys(("replay", "goto", "why", "crosscheck", "bisect", "consistency", "certify"), "train"),
+    **dict.fromkeys(("reward", "serve", "agent", "chaos", "rollout-sim"), "train"),
+    "query": "query",
+}
+# Uses that need one more extra, or that can be impossible here.
+USES = {
+    "train": {"sglang servers": "sglang", "scheduler.type=ray": "ray", "actor.use_lora=true": "lora"},
+    "crosscheck": {"--with trl": "trl", "--with verl": "verl"},
+    "bisect-step": {"--layers": "train"},
+    "consistency": {"--layers sglang": "sglang"},
+    "record": {
+        "archive, cut, and records in archives": "archive",
+        "archives at s3://": "s3",
+        "export --format wandb": "wandb",
+        "export --format trackio": "trackio",
+    },
+    "serve": {"--backend sglang": "sglang"},
+}
+
+
+@dataclass(frozen=True)
+class VerbHere:
+    """A verb: whether it works here, which extra it lacks, what of it does not work and why."""
+
+    name: str
+    works: bool
+    extra: str | None
+    limits: tuple[str, ...]
+
+
+def install(extra: str) -> str:
+    """The command that installs an extra."""
+    return f"pip install 'areal-debug[{extra}]'"
+
+
+def verbs_here(
+    lacks: Mapping[str, Sequence[str]],
+    refuses_stacks: str | None,
+    schedulers: Mapping[str, str | None],
+    has_git: bool,
+) -> list[VerbHere]:
+    """Return every verb with what it can do here.
+
+    Args:
+        lacks: requirements of each extra that are not met.
+        refuses_stacks: why stacks of other processes cannot be read, None if they can.
+        schedulers: how each is reached, None if it is not.
+        has_git: whether there is a git program.
+    """
+    cannot: dict[str, list[str]] = {name: [] for name in VERBS}
+    if refuses_stacks:
+        cannot["hang"].append(f"stacks of running jobs, but saved ones: {refuses_stacks}")
+    if not has_git:
+        cannot["bisect"].append("anything: there is no git program on PATH")
+    if schedulers["SLURM"] is None:
+        cannot["train"].append("scheduler.type=slurm: there is no srun on PATH")
+    found = []
+    for name in VERBS:
+        extra = NEEDS.get(name)
+        if extra is not None and lacks[extra]:
+            found.append(VerbHere(name, False, extra, ()))
+            continue
+        uses = (f"{use}: {install(needed)}" for use, needed in USES.get(name, {}).items() if lacks[needed])
+        is_possible = name != "bisect" or has_git
+        found.append(VerbHere(name, is_possible, None, (*uses, *cannot[name])))
+    return found

@@ -1,0 +1,1 @@
+"""Skills for coding assistants: a folder for each symptom of a run, with its `SKILL.md`."""

@@ -1,0 +1,221 @@
+"""The line that a terminal shows while a verb works: drawn, erased, and absent elsewhere."""
+
+import ast
+import os
+import pty
+import re
+import select
+import subprocess
+import sys
+import termios
+import time
+from pathlib import Path
+
+import click
+import pytest
+
+from areal_debug.cli import main
+from recorder.testing import write_scripted_record
+
+ROOT = Path(__file__).parents[2]
+ERASE = "\r\x1b[2K"
+# A verb that counts, prints, writes bytes as ranks do, and forks as confined verbs do.
+VERB = """
+import os, sys, time
+import click
+from areal_debug import waiting
+from areal_debug.cli import Verb, VerbGroup, json_option
+from areal_debug.render import announce, console, errors_as_sentences, with_progress
+waiting.SILENCE_S, waiting.REDRAW_S = 0.2, 0.02
+
+@click.group(cls=VerbGroup, example="")
+def main(): pass
+
+@main.command(cls=Verb, example="")
+@json_option
+@errors_as_sentences
+def work(as_json):
+    def forked(tick):
+        if os.fork() == 0:
+            for _ in range(3):
+                tick(None)
+            time.sleep(0.5)
+            console().print("row of the child")
+            sys.stdout.flush()
+            os._exit(0)
+        os.wait()
+    time.sleep(0.5)
+    announce("counting " + "words of a long sentence " * 10)
+    time.sleep(0.5)
+    with_progress("reading steps", 1000, forked)
+    sys.stdout.buffer.write(b"bytes of a rank\\n")
+    sys.stdout.buffer.flush()
+    sys.stdout.write("no line end")
+    time.sleep(0.5)
+    print()
+    waiting.leave_terminal()
+    time.sleep(0.5)
+    raise ValueError("it failed")
+
+main(prog_name="areal-debug")
+"""
+
+
+def on_terminal(
+    command: list[str], columns: int = 60, timeout_s: float = 60, **variables: str
+) -> tuple[int, str]:
+    """Run a command whose streams are a terminal; return its exit code and what it wrote."""
+    ours, theirs = pty.openpty()
+    termios.tcsetwinsize(theirs, (24, columns))
+    environment = {k: v for k, v in os.environ.items() if k not in ("NO_COLOR", "COLUMNS")}
+    environment |= {"TERM": "xterm", **variables}
+    process = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=environment)
+    os.close(theirs)
+    written, ends_at = b"", time.monotonic() + timeout_s
+    try:
+        while time.monotonic() < ends_at:
+            if select.select([ours], [], [], 0.2)[0]:
+                try:
+                    written += os.read(ours, 65536)
+                except OSError:  # all have closed the terminal
+                    break
+        return process.wait(10), written.decode()
+    finally:
+        process.kill()
+        process.wait()
+        os.close(ours)
+
+
+def screen(written: str) -> list[str]:
+    """The lines that remain on the terminal, without styles."""
+    lines = []
+    for line in re.sub(r"\x1b\[[\d;]*m", "", written.replace("\r\n", "\n")).split("\n"):
+        lines.append(line.rpartition(ERASE)[2])
+    return lines
+
+
+def drawn(written: str) -> list[str]:
+    """The texts that the line had, one after the other, without its times."""
+    texts = [re.sub(r" · \d+ s$", "", text) for text in re.findall(r"\x1b\[2K([^\r\x1b]+)", written)]
+    return [text for i, text in enumerate(texts) if i == 0 or texts[i - 1] != text]
+
+
+def test_the_line_is_drawn_while_nothing_is_written_and_leaves_nothing():
+    code, written = on_terminal([sys.executable, "-c", VERB, "work"])
+    assert code == 2
+    texts = drawn(written)
+    assert texts[0] == "work"
+    assert texts[1].startswith("counting words of a long sentence")
+    assert texts[1].endswith(" ...")
+    assert "reading steps · 3 of 1,000" in texts
+    assert max(map(len, texts)) <= 60 - len(" · 1 s")
+    assert screen(written) == [
+        "row of the child", "bytes of a rank", "no line end", "Error: it failed", "",
+    ]  # fmt: skip
+    assert ERASE not in written.partition("no line end")[2]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "variables"), [(["-q"], {}), (["--json"], {}), ([], {"TERM": "dumb"}), ([], {"TERM": ""})]
+)
+def test_there_is_no_line_with_quiet_json_or_a_dumb_terminal(arguments, variables):
+    written = on_terminal([sys.executable, "-c", VERB, "work", *arguments], **variables)[1]
+    assert "\x1b[2K" not in written
+    assert ("counting" in written) == (arguments == [])  # of a dumb terminal, a line that stays
+
+
+def test_there_is_no_line_in_a_pipe():
+    done = subprocess.run([sys.executable, "-c", VERB, "work"], capture_output=True, text=True)
+    assert done.stdout == "row of the child\nbytes of a rank\nno line end\n"
+    assert done.stderr == "Error: it failed\n"
+
+
+def commands(group: click.Group, path: tuple[str, ...] = ()):
+    context = click.Context(group)
+    for name in group.list_commands(context):
+        command = group.get_command(context, name)
+        yield (*path, name), command
+        if isinstance(command, click.Group):
+            yield from commands(command, (*path, name))
+
+
+def test_every_verb_shows_the_line():
+    """`errors_as_sentences` draws it; what it wraps keeps a reference to the body."""
+    without = [
+        " ".join(path)
+        for path, command in commands(main)
+        if not shows_line(command.callback) and not isinstance(command, click.Group)
+    ]
+    assert without == []
+
+
+def shows_line(function) -> bool:
+    while function is not None:
+        if "shown_progress" in function.__code__.co_names:
+            return True
+        function = getattr(function, "__wrapped__", None)
+    return False
+
+
+# Verbs that can take more than two seconds, and the file that says what they do meanwhile.
+SLOW = {
+    "replay": "replay/command.py", "goto": "goto/command.py", "bisect": "bisect/command.py",
+    "preflight": "preflight/command.py", "parity": "parity/command.py", "why": "why/command.py",
+    "diff": "diff/command.py", "bisect-step": "diff/bisect_step.py", "crosscheck": "crosscheck/command.py",
+    "consistency": "consistency/command.py", "certify": "certify/command.py",
+    "doctor": "doctor/command.py", "hang": "hang/collect.py", "hang --slow": "hang/slow.py",
+    "record verify": "record/command.py", "record archive": "record/archive.py",
+    "record import": "record/transfer.py", "record redact": "record/redact.py", "record cut": "record/cut.py",
+    "view": "view/command.py", "open": "open/command.py", "query": "query/command.py",
+    "trace": "trace/command.py", "reward": "reward/command.py", "info": "info/command.py",
+    "train": "train/command.py", "eval": "eval/command.py",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("verb", SLOW)
+def test_a_slow_verb_says_what_it_does(verb):
+    tree = ast.parse((ROOT / "areal_debug" / SLOW[verb]).read_text())
+    names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+    assert names & {"announce", "with_progress", "doing"}
+
+
+@pytest.fixture(scope="module")
+def long_record(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("waiting") / "record"
+    write_scripted_record(folder, num_steps=3)
+    return folder
+
+
+# Makes each read of a step slow, and the line quick, in a verb of the real command line.
+SLOWLY = """
+import sys, time
+from areal_debug import waiting
+waiting.SILENCE_S, waiting.REDRAW_S = 0.1, 0.02
+import recorder.reader
+opened = recorder.reader.Record.step
+def step(self, number):
+    time.sleep(0.3)
+    return opened(self, number)
+recorder.reader.Record.step = step
+from areal_debug.cli import main
+main(prog_name="areal-debug")
+"""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ("record ls R", "reading steps · "),
+        ("diff R R", "comparing steps · "),
+        ("view R -o v.html", "reading steps · "),
+        ("doctor R", "reading the metrics of "),
+        ("record export R --format jsonl --to e.jsonl", "exporting "),
+    ],
+)
+def test_a_verb_with_a_slow_record_says_how_far_it_is(long_record, tmp_path, monkeypatch, arguments, said):
+    monkeypatch.chdir(tmp_path)
+    words = [str(long_record) if word == "R" else word for word in arguments.split()]
+    _, written = on_terminal([sys.executable, "-c", SLOWLY, *words], columns=80)
+    assert any(text.startswith(said) for text in drawn(written)), written
+    assert "\x1b[2K" not in written.split("\n")[-1].rpartition(ERASE)[2]
+    assert not any(said in line for line in screen(written))
