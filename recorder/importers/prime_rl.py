@@ -31,7 +31,6 @@ from recorder.importers.foreign import (
     sequence_sample,
 )
 from recorder.importers.msgpack import unpack
-from recorder.importers.prime_rl_images import by_sequence, image_inputs
 from recorder.importers.prime_rl_layouts import MICRO_BATCHES, SAMPLES, named
 from recorder.importers.sources import (
     Source,
@@ -45,6 +44,7 @@ from recorder.importers.sources import (
     with_cut_off,
 )
 from recorder.pictures.imported import counted, pictures_in
+from recorder.pictures.packed import by_sequence, image_inputs
 from recorder.trainers.sample import LEARNING, Sample
 
 BATCH = r"(train_)?rollouts\.bin"

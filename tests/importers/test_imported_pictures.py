@@ -10,8 +10,8 @@ import torch
 
 from recorder import open_record, verify
 from recorder.importers.importing import import_record
-from recorder.importers.prime_rl_images import image_inputs
 from recorder.pictures.imported import png_of
+from recorder.pictures.packed import image_inputs
 from replayer.source import recorded_batch
 from tests.recorder.pictured import png
 
