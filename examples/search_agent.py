@@ -40,8 +40,10 @@ class Pages:
 
     def __init__(self, corpus: str | Path = CORPUS) -> None:
         lines = Path(corpus).read_text(encoding="utf-8").splitlines()
-        self.texts = [json.loads(line)["text"] for line in lines]
+        self.texts = [text_of(line, f"{corpus}, line {i}") for i, line in enumerate(lines, 1)]
         words = bm25s.tokenize(self.texts, stopwords="en", show_progress=False)
+        if not words.vocab:
+            raise ValueError(f"{corpus} has {len(lines)} pages and no word: give JSON lines with a text")
         self.index = bm25s.BM25()
         self.index.index(words, show_progress=False)
 
@@ -55,6 +57,14 @@ class Pages:
         # stable: pages with equal scores keep their order in the corpus
         best = np.argsort(-scores, kind="stable")[:count]
         return [self.texts[page] for page in best if scores[page] > 0]
+
+
+def text_of(line: str, where: str) -> str:
+    """Return the text of a page. Raises ValueError if the line is none."""
+    try:
+        return str(json.loads(line)["text"])
+    except (ValueError, KeyError, TypeError):
+        raise ValueError(f"{where} is {line[:40]!r}; expected a JSON object with title and text") from None
 
 
 class SearchAgent:

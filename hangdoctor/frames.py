@@ -127,10 +127,17 @@ def user_frames(frames: tuple[Frame, ...]) -> tuple[Frame, ...]:
     return tuple(frame for frame in frames if not frame.native and not is_library(frame.file))
 
 
+def location_of(frame: Frame | None) -> str:
+    """Return `file:line`, or the file where the line is unknown, as in excerpts."""
+    if frame is None:
+        return ""
+    return f"{frame.file}:{frame.line}" if frame.line else frame.file
+
+
 def show(frame: Frame) -> str:
     """Return a frame as `function (file:line)`."""
-    place = f"{frame.file}:{frame.line}" if frame.line else frame.file
-    return f"{frame.function} ({place})" if place else frame.function
+    location = location_of(frame)
+    return f"{frame.function} ({location})" if location else frame.function
 
 
 def main_thread(threads: tuple[Thread, ...]) -> Thread | None:

@@ -10,6 +10,7 @@ from areal_core.config.train_engine import TrainEngineConfig
 from areal_core.vision.families import FAMILIES
 
 IMAGE_DATASETS = ("clevr_count_70k", "geometry3k", "virl39k")
+GENERATED = "shapes"
 
 
 def images_in_use(config: BaseExperimentConfig) -> Iterator[str]:
@@ -30,6 +31,14 @@ def images_in_use(config: BaseExperimentConfig) -> Iterator[str]:
                 f"supported: use a text model, or advantages without a critic"
             )
     actor = sections["actor"].path if "actor" in sections else ""
+    for path in config.evaluator.checkpoints or ():
+        kinds = model_type(actor, "vision_config"), model_type(path, "vision_config")
+        if model_facts(actor) and model_facts(path) and kinds[0] != kinds[1]:
+            names = [f"a vision model of type {kind!r}" if kind else "a text model" for kind in kinds]
+            yield (
+                f"evaluator.checkpoints has {path!r}, {names[1]}, and actor.path {actor!r} is {names[0]}: "
+                f"evaluate it by itself, with actor.path={path}"
+            )
     trained = config.train_dataset.path if config.train_dataset is not None else ""
     engines = f"{config.allocation_mode} {config.rollout.backend}" if isinstance(config, PPOConfig) else ""
     if is_of_images(trained) and "vllm" in engines:
@@ -50,7 +59,7 @@ def images_in_use(config: BaseExperimentConfig) -> Iterator[str]:
 
 def is_of_images(path: str) -> bool:
     """Return whether a path names a dataset that is known to have pictures."""
-    return any(known in path.lower() for known in IMAGE_DATASETS)
+    return path == GENERATED or any(known in path.lower() for known in IMAGE_DATASETS)
 
 
 def model_type(path: str, option: str = "model_type") -> str | None:

@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from io import BytesIO
 from typing import TYPE_CHECKING, Any, overload
 
-from areal_core.config.vision import IMAGE_DATASETS, is_of_images
+from areal_core.config.vision import IMAGE_DATASETS
 from areal_core.dataset.rows import Row
 from areal_core.errors import DatasetError, ImageError
-from areal_core.vision.images import as_image_bytes, shrunk
+from areal_core.vision.images import as_image_bytes, decode, shrunk
 
 if TYPE_CHECKING:
     from areal_core.config import DatasetConfig
@@ -92,11 +92,6 @@ class LazyRows(Sequence[Row]):
         return LazyRows(self._stored, self._convert, kept)
 
 
-def has_images(path: str) -> bool:
-    """Return whether a path names a dataset that is known to have pictures."""
-    return path == "shapes" or is_of_images(path)
-
-
 def image_dataset(
     stored: Sequence[Row],
     config: "DatasetConfig",
@@ -155,6 +150,8 @@ def image_row(row: Row, task: ImageTask, max_pixels: int | None, folder: str, wh
     try:
         images = [as_image_bytes(picture, folder) for picture in pictures]
         images = images if max_pixels is None else [shrunk(image, max_pixels) for image in images]
+        for image in images:
+            decode(image)  # damaged pixels are found here, where the row has a name
     except ImageError as error:
         raise DatasetError(f"{where}: {error}") from error
     messages = row.get("messages")

@@ -16,7 +16,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from areal_core.dataset.image_rows import LazyRows, has_images, image_dataset, shape_rows
+from areal_core.config.vision import is_of_images
+from areal_core.dataset.image_rows import LazyRows, image_dataset, shape_rows
 from areal_core.dataset.rows import Row, chat_ids, sft_row
 from areal_core.errors import DatasetError
 
@@ -56,7 +57,7 @@ def get_dataset(
     split = split or config.split
     arguments = dict(config.dataset_kwargs)
     rows: Sequence[Row]
-    if processor is not None or has_images(config.path):
+    if processor is not None or is_of_images(config.path):
         max_pixels = arguments.pop("max_pixels", None)
         stored = read_lazily(config.path, split, arguments)
         folder = config.path if Path(config.path).is_dir() else str(Path(config.path).parent)
@@ -70,7 +71,8 @@ def get_dataset(
             f"type {config.type!r} with max_length {config.max_length} needs a tokenizer; pass one"
         )
     if not rows:
-        raise DatasetError(f"{config.path} (split {split}) has no rows of at most {config.max_length} tokens")
+        limit = "" if config.max_length is None else f" of at most {config.max_length} tokens"
+        raise DatasetError(f"{config.path} (split {split}) has no rows{limit}")
     return rows
 
 

@@ -43,6 +43,7 @@ IMAGE_DTYPES = {
     "image_units": torch.int32,
     "image_grid_thw": torch.int32,
 }
+IN_EPISODE = "in the episode"  # the beginning of the note that names it
 AcceptFn = Callable[[Batch], bool]  # all rows of one prompt -> whether to train on them
 
 
@@ -141,7 +142,9 @@ async def _run_episode(
             if check_format:
                 refuse_malformed(rows)
     except Exception as error:
-        error.add_note(f"in the episode of prompt {episode.prompt_id}, sample {episode.sample_id}")
+        # one error of the embedded engine ends all episodes of its batch
+        if not any(note.startswith(IN_EPISODE) for note in getattr(error, "__notes__", ())):
+            error.add_note(f"{IN_EPISODE} of prompt {episode.prompt_id}, sample {episode.sample_id}")
         raise
     finally:
         episode.is_finished = True

@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from areal_core.batch import FINISH_REASONS
+from areal_core.errors import ImageError
 from areal_core.rollout.types import EpisodeSampler, ModelRequest, ModelResponse, TokenSampler, sampling_from
 from areal_core.routing.sizes import ROUTED_EXPERTS, UNKNOWN
 from areal_core.safety.durable import append_lines
@@ -82,7 +83,18 @@ class RLVRWorkflow:
 def prompt_tokens(
     tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]], options: dict[str, Any]
 ) -> list[int]:
-    """Return the tokens of a chat up to the next reply; `options` are the template's."""
+    """Return the tokens of a chat up to the next reply; `options` are the template's.
+
+    Raises:
+        ImageError: a message has an image, whose placeholder alone would be sampled from.
+    """
+    contents: list[Any] = [message.get("content") for message in messages]
+    parts = [part for content in contents if isinstance(content, list) for part in content]
+    if any(part["type"] != "text" for part in parts):
+        raise ImageError(
+            "the row has images or other parts, and this workflow sends text alone: use "
+            "areal_core.rollout.vision_workflow.VisionRLVRWorkflow, or an agent"
+        )
     tokens = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False, **options)
     return cast(list[int], tokens)  # with return_dict=False and one chat
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
 from areal_core.allocation import Parallel
@@ -31,14 +31,13 @@ from areal_core.config import (
 from areal_core.config.experiment import TimerConfig
 from areal_core.config.services import PerfTracerConfig
 from areal_core.config.train_engine import FSDPEngineConfig, OptimizerConfig
-from areal_core.config.vision import model_type
 from areal_core.dataset import PromptLoader
 from areal_core.engine.attention import choose_attention
 from areal_core.engine.determinism import enforce_determinism, seed_everything
 from areal_core.engine.errors import ModelError
 from areal_core.engine.fsdp import FSDPEngine
 from areal_core.engine.lora import Adapter, add_adapters, trained_parameters
-from areal_core.engine.model import apply_liger, checkpoint_names, load_model
+from areal_core.engine.model import apply_liger, checkpoint_names, is_vision, load_model
 from areal_core.engine.offload import step_groups
 from areal_core.engine.optimizer import build_optimizer, build_schedule
 from areal_core.engine.parity import require_parity
@@ -119,8 +118,8 @@ def load_tokenizer_at(path: str) -> PreTrainedTokenizerBase:
 
 def load_processor_of(config: AnyConfig) -> VisionProcessor | None:
     """Load the processor of the actor's checkpoint; None for a model of text."""
-    is_vision = model_type(config.actor.path, "vision_config") is not None
-    return load_processor(config.actor.path) if is_vision else None
+    options = AutoConfig.from_pretrained(config.actor.path)
+    return load_processor(config.actor.path) if is_vision(options) else None
 
 
 def count_steps(config: BaseExperimentConfig, num_rows: int) -> int:

@@ -34,6 +34,7 @@ from areal_core.telemetry import Stats
 from areal_core.trainer import build_rollouts
 from areal_core.trainer.evaluation import EvaluationResults, complete_model, evaluated_models, log_samples
 from areal_core.trainer.scored_rollouts import SCORE, RewardModel
+from areal_core.vision.processor import VisionProcessor
 
 PROGRESS_S = 10.0
 
@@ -47,7 +48,12 @@ class Model:
     engine: InferenceEngine
 
 
-def load_models(config: PPOConfig, ranks: Ranks, tokenizer: PreTrainedTokenizerBase) -> Generator[Model]:
+def load_models(
+    config: PPOConfig,
+    ranks: Ranks,
+    tokenizer: PreTrainedTokenizerBase,
+    processor: VisionProcessor | None,
+) -> Generator[Model]:
     """Load one model of the run after another; each stays until the next one is requested.
 
     Raises:
@@ -61,7 +67,7 @@ def load_models(config: PPOConfig, ranks: Ranks, tokenizer: PreTrainedTokenizerB
     for number, path in enumerate(evaluated_models(config)):
         with complete_model(path, config) as complete:
             of_model = replace(config, actor=replace(config.actor, path=complete))
-            engine, _ = build_rollouts.build_embedded(of_model, ranks, tokenizer)
+            engine, _ = build_rollouts.build_embedded(of_model, ranks, tokenizer, processor)
         engine.set_version(number)
         with closing(engine):
             yield Model(path, number, engine)

@@ -338,7 +338,7 @@ class PPOTrainer:
             run as evaluation,
             self._start_and_end_observed(),
             build.build_loggers(config, self.ranks, (0, self.total_steps), print_steps=False) as logger,
-            contextlib.closing(load_models(config, self.ranks, self.tokenizer)) as models,
+            contextlib.closing(load_models(config, self.ranks, self.tokenizer, self.processor)) as models,
         ):
             for step, model in enumerate(models):
                 states = rng_state()

@@ -100,7 +100,7 @@ def decode(data: bytes) -> "Image":
 
     image = _opened(data)
     try:
-        return ImageOps.exif_transpose(image).convert("RGB")
+        return ImageOps.exif_transpose(_in_8_bits(image)).convert("RGB")
     # Decoders raise errors of every kind on damaged data, such as SyntaxError and struct.error.
     except Exception as error:
         raise ImageError(f"an image of {len(data)} bytes cannot be decoded: {error}") from error
@@ -137,7 +137,7 @@ def upright_png(data: bytes) -> bytes:
     Raises as `decode` does.
     """
     image = _opened(data)
-    if image.format == "PNG" and image.getexif().get(ORIENTATION, 1) == 1:
+    if image.format == "PNG" and image.mode in PNG_MODES and image.getexif().get(ORIENTATION, 1) == 1:
         return data
     return _png(decode(data))
 
@@ -159,7 +159,8 @@ def _opened(data: bytes) -> Any:
         raise ImageError(f"an image is too large: {error}") from error
     except Exception as error:  # as in `decode`
         raise ImageError(
-            f"an image of {len(data)} bytes, beginning {data[:8]!r}, cannot be read; expected {', '.join(FORMATS)}"
+            f"an image of {len(data)} bytes, beginning {data[:8]!r}, cannot be read; expected a complete file "
+            f"of {', '.join(FORMATS)}"
         ) from error
     if image.width * image.height > MAX_PIXELS:
         raise ImageError(
@@ -173,10 +174,17 @@ def _checked(data: bytes) -> bytes:
     return data
 
 
+def _in_8_bits(image: "Image") -> "Image":
+    """Return grey of 16 bits as grey of 8: Pillow's `convert` would make all above 255 white."""
+    if not image.mode.startswith("I;16"):
+        return image
+    return image.convert("I").point(lambda value: value / 256).convert("L")
+
+
 def _png(image: "Image") -> bytes:
     from PIL import ImageOps
 
-    upright = ImageOps.exif_transpose(image)
+    upright = ImageOps.exif_transpose(_in_8_bits(image))
     file = BytesIO()
     (upright if upright.mode in PNG_MODES else upright.convert("RGB")).save(file, format="PNG")
     return file.getvalue()

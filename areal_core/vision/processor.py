@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -25,6 +25,9 @@ from transformers import PreTrainedTokenizerBase
 from areal_core.engine.errors import ModelError
 from areal_core.errors import ImageError
 from areal_core.vision.images import decode, image_hash
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
 
 MAX_CACHED_BYTES = 1 << 30  # of pixels in one process
 
@@ -89,11 +92,11 @@ class VisionProcessor:
                 f"a prompt has {expected} placeholders of images and {len(images)} images: "
                 f'give each message one {{"type": "image"}} for each of its images, in order'
             )
-        found = self.processor(
-            images=[decode(image) for image in images] or None,
-            text=[text],
-            add_special_tokens=False,
-        )
+        pictures = [decode(image) for image in images]
+        try:
+            found = self.processor(images=pictures or None, text=[text], add_special_tokens=False)
+        except ValueError as error:
+            raise _refused(pictures, error) from error
         (input_ids,) = found["input_ids"]
         (types,) = self.processor.create_mm_token_type_ids([input_ids])
         return Prompt(input_ids, types)
@@ -121,7 +124,11 @@ class VisionProcessor:
                 self._pixels.move_to_end(name)
                 return known
         # Alone: a batch of pictures of one size may take another kernel, with other last bits.
-        inputs = self.processor(images=[decode(image)], return_tensors="pt")
+        picture = decode(image)
+        try:
+            inputs = self.processor(images=[picture], return_tensors="pt")
+        except ValueError as error:
+            raise _refused([picture], error) from error
         names = self.processor.image_processor.model_input_names
         found = {key: inputs[key] for key in names if key in inputs}
         with self._lock:
@@ -146,6 +153,12 @@ class VisionProcessor:
     def save_pretrained(self, folder: str | Path) -> None:
         """Write processor, tokenizer and chat template beside a model."""
         self.processor.save_pretrained(folder)
+
+
+def _refused(pictures: Sequence["Image"], error: ValueError) -> ImageError:
+    """Return the error of pictures that Transformers' processor refuses, such as very narrow ones."""
+    sizes = ", ".join(f"{picture.width} x {picture.height}" for picture in pictures)
+    return ImageError(f"the model's processor refuses images of {sizes} pixels: {error}")
 
 
 def refuse_other_parts(content: Any) -> None:
@@ -197,7 +210,7 @@ def load_processor(path: str) -> VisionProcessor:
         ) from error
     if getattr(processor, "image_processor", None) is None:
         raise ModelError(
-            f"{path!r} has a {type(processor).__name__} and no processor of images: copy "
-            f"preprocessor_config.json and processor_config.json of the original model beside its weights"
+            f"{path!r} has a {type(processor).__name__} and no processor of images: use a vision model; if it "
+            f"is one, copy preprocessor_config.json and processor_config.json of the original beside its weights"
         )
     return VisionProcessor(processor)

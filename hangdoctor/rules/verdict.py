@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hangdoctor.case import Case, ProcessState
-from hangdoctor.frames import show
+from hangdoctor.frames import location_of, show
 from hangdoctor.graph import Graph
 from hangdoctor.groups import first_divergent, rank_ranges
 from hangdoctor.model import Confidence, Evidence, Kind, Label, NextStep, Rank
@@ -181,7 +181,7 @@ def stack_evidence(
                 process=process_state.name,
                 thread=process_state.thread,
                 frame=frame.function if frame else "",
-                location=f"{frame.file}:{frame.line}" if frame else "",
+                location=location_of(frame),
             )
         )
     return tuple(found)
@@ -197,7 +197,7 @@ def thread_evidence(process_state: ProcessState, thread: ThreadState, fact: str)
         process=process_state.name,
         thread=thread.thread,
         frame=frame.function if frame else "",
-        location=f"{frame.file}:{frame.line}" if frame else "",
+        location=location_of(frame),
     )
 
 
@@ -216,7 +216,7 @@ def waiting_evidence(graph: Graph, culprits: Sequence[ProcessState] = ()) -> tup
                 fact=f"{plural(cluster.members, 'waits', 'wait')} in {operation(cluster.members[0])}{site}",
                 thread=cluster.members[0].thread,
                 frame=frame.function if frame else "",
-                location=f"{frame.file}:{frame.line}" if frame else "",
+                location=location_of(frame),
             )
         )
     return tuple(found)

@@ -19,7 +19,7 @@ reply; abort outstanding requests before a pause that waits for them; a time-out
 from dataclasses import replace
 
 from hangdoctor.case import Case
-from hangdoctor.frames import show
+from hangdoctor.frames import location_of, show
 from hangdoctor.graph import Graph, same_place
 from hangdoctor.model import Confidence, Evidence
 from hangdoctor.rules.verdict import (
@@ -175,5 +175,5 @@ def evidence(side: Side) -> Evidence:
         process=side.process.name,
         thread=side.process.thread,
         frame=frame.function if frame else "",
-        location=f"{frame.file}:{frame.line}" if frame else "",
+        location=location_of(frame),
     )

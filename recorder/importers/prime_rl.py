@@ -11,7 +11,7 @@ copies fill ranks that have fewer micro-batches.
 
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any
@@ -43,6 +43,8 @@ from recorder.importers.sources import (
     read_steps,
     with_cut_off,
 )
+from recorder.pictures.imported import counted, pictures_in
+from recorder.pictures.packed import by_sequence, image_inputs
 from recorder.trainers.sample import LEARNING, Sample
 
 BATCH = r"(train_)?rollouts\.bin"
@@ -54,7 +56,6 @@ PADDING = 1  # id of padding tokens
 EXPORT_VERSION = 1
 NOTES = ("groups are not in the file", NO_VERSIONS_OR_REASONS, NO_WEIGHTS)
 PACKED = "micro-batches and ranks are not kept: all samples of a step become one batch"
-IMAGES = "images and other inputs that are not text are not imported"
 NEEDED = ("input_ids", "loss_mask", "inference_logprobs", "advantages")
 # values per token -> their names in learning
 COLUMNS = {
@@ -99,7 +100,7 @@ def read(source: Source, files: Sequence[Path]) -> Foreign:
     for folder in left_out:
         unfinished += cut_off(steps[folder], lambda paths: read_step(paths, []))
     unfinished += source.unfinished(f"{BATCH}|{MICRO_BATCH}")
-    notes = list(dict.fromkeys([*NOTES, *notes, *left_out.values(), *unfinished]))
+    notes = list(dict.fromkeys([*NOTES, *counted(notes), *left_out.values(), *unfinished]))
     return Foreign("prime-rl", found, notes)
 
 
@@ -158,8 +159,8 @@ def batch_of(document: list[Any], file: Path) -> list[Any]:
 
 def parse_sample(members: Mapping[str, Any], where: str, notes: list[str]) -> Sample:
     """Parse a sample of the orchestrator, with or without a split of prompt and completion."""
-    note_images(members, notes)
     known: dict[str, Any] = {"reward": number_or_none(optional(members, "reward")), "where": where}
+    known |= pictures_in(image_inputs(members), None, notes)
     if "token_ids" in members:
         notes.append(BY_MASK)
         tokens, mask, logprobs = (members[name] for name in ("token_ids", "mask", "logprobs"))
@@ -194,7 +195,6 @@ class MicroBatch:
 
 def split(batch: MicroBatch, notes: list[str]) -> Iterator[Sample]:
     """Yield the sequences of a micro-batch, without padding."""
-    note_images(batch.columns, notes)
     arrays = {
         name: np.asarray(values) if name != "routed_experts" else expert_array(values)
         for name in (*NEEDED, "rewards", "env_names", "routed_experts", *COLUMNS)
@@ -212,11 +212,13 @@ def split(batch: MicroBatch, notes: list[str]) -> Iterator[Sample]:
         else:
             notes.append(f"{batch.where}: {name} are of some of its sequences, not named, and left out")
             del arrays[name]
+    pictures = by_sequence(image_inputs(batch.columns), optional(batch.columns, "mm_token_type_ids"), bounds)
     for number, (begin, end) in enumerate(pairwise(bounds)):
         kept = np.flatnonzero(real[begin:end]) + begin
         if len(kept):
             columns = {name: values[kept] for name, values in arrays.items()}
-            yield make_sample(columns, f"{batch.where}, sequence {number}")
+            sample = make_sample(columns, f"{batch.where}, sequence {number}")
+            yield replace(sample, **pictures_in(pictures[number], None, notes))
 
 
 def bounds_of(batch: MicroBatch) -> list[int]:
@@ -262,12 +264,6 @@ def expert_array(experts: Any) -> np.ndarray:
         data, shape, dtype = experts
         return np.frombuffer(data, np.dtype(str(dtype))).reshape([int(size) for size in shape])
     return np.asarray(experts)
-
-
-def note_images(members: Mapping[str, Any], notes: list[str]) -> None:
-    """Add a note if there are images, which are not imported."""
-    if any(optional(members, name) is not None for name in ("pixel_values", "mm_kwargs")):
-        notes.append(IMAGES)
 
 
 def parse_export(row: Mapping[str, Any], where: str) -> Sample:

@@ -28,7 +28,7 @@ from recorder.importers.foreign import (
 from recorder.importers.sources import Source, read_files
 from recorder.importers.stand_ins import Instance
 from recorder.importers.unpickle import load_pickle
-from recorder.pictures.imported import IMAGES
+from recorder.pictures.imported import pictures_in
 from recorder.trainers.sample import Sample
 
 FILES = r"debug_rollout_\d+\.pt"
@@ -72,10 +72,13 @@ def parse_state(state: Any, group: int, where: str, notes: list[str]) -> Sample:
         "finish_reason": finish_reason_of(optional(fields, "finish_reason")),
         "where": where,
     }
-    notes += [IMAGES] if optional(fields, "mm_info") is not None else []
+    inputs = {name: value_of(value) for name, value in (optional(fields, "mm_info") or {}).items()}
+    known |= pictures_in(inputs, None, notes)
     if optional(fields, "labels") is not None:
         return parse_trace(fields, known)
-    prompt, response = member(fields, "prompt_ids", where), member(fields, "response_ids", where)
+    # `prompt_ids` of a prompt with images have one placeholder for each, those of training have all
+    name = "train_prompt_ids" if "train_prompt_ids" in fields else "prompt_ids"
+    prompt, response = member(fields, name, where), member(fields, "response_ids", where)
     experts, versions = experts_in(fields, notes), optional(fields, "response_model_steps")
     mask = optional(fields, "response_mask")
     return completion_sample(
@@ -105,10 +108,13 @@ def parse_trace(fields: Mapping[str, Any], known: Mapping[str, Any]) -> Sample:
 
 def experts_in(fields: Mapping[str, Any], notes: list[str]) -> Any:
     """Return routed experts if the file has them; else add a note if it refers to them."""
-    experts = optional(fields, "routed_experts")
-    if isinstance(experts, Instance):  # SerializedRayObjectRef
-        experts = optional(experts.state or {}, "value")
+    experts = value_of(optional(fields, "routed_experts"))
     if isinstance(experts, np.ndarray) or experts is None:
         return experts
     notes.append(EXPERTS)
     return None
+
+
+def value_of(given: Any) -> Any:
+    """Return the value in a SerializedRayObjectRef, None where it has none; others as they are."""
+    return optional(given.state or {}, "value") if isinstance(given, Instance) else given

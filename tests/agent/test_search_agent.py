@@ -56,6 +56,22 @@ def test_pages_with_equal_scores_keep_the_order_of_the_corpus(tmp_path):
     assert load_agent(AGENT, {"corpus": str(corpus)}).pages.search("fox", 3) == texts[:3]
 
 
+@pytest.mark.parametrize(
+    ("text", "refusal"),
+    [
+        ("", "has 0 pages and no word"),
+        ('{"title": "a", "text": ""}\n', "has 1 pages and no word"),
+        ("river", "line 1 is 'river'; expected a JSON object"),
+        ('{"title": "a"}', "line 1 is .*; expected a JSON object with title and text"),
+    ],
+)
+def test_a_corpus_without_text_is_refused(text, refusal, tmp_path):
+    corpus = tmp_path / "corpus.jsonl"
+    corpus.write_text(text)
+    with pytest.raises(ValueError, match=refusal):
+        load_agent(AGENT, {"corpus": str(corpus)})
+
+
 @pytest.mark.parametrize("arguments", ["{}", "[1]", '{"query": 3}', "river"])
 def test_wrong_arguments_are_a_message_for_the_model(arguments):
     assert load_agent(AGENT).search(arguments).startswith("error: ")

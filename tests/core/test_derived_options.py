@@ -190,8 +190,30 @@ def test_image_datasets_are_refused_with_a_text_model(load, tmp_path):
         load(FIVE_LINES, *options, cls=PPOConfig)
     (tmp_path / "config.json").write_text('{"model_type": "qwen3_vl", "vision_config": {}}')
     load(FIVE_LINES, *options, cls=PPOConfig)
-    with pytest.raises(ConfigError, match="a dataset of images, which are not sent to vLLM"):
-        load(FIVE_LINES, *options, "allocation_mode=vllm:d1+fsdp:d1", cls=PPOConfig)
+    for dataset in ("BUAADreamer/clevr_count_70k", "shapes"):
+        with pytest.raises(ConfigError, match="a dataset of images, which are not sent to vLLM"):
+            load(
+                FIVE_LINES, *options, f"train_dataset.path={dataset}", "allocation_mode=vllm:d1+fsdp:d1",
+                cls=PPOConfig,
+            )  # fmt: skip
+
+
+def test_checkpoints_of_another_vision_family_are_refused(load, tmp_path):
+    facts = {"text": {"model_type": "qwen3"}, "old": {"model_type": "qwen2_vl", "vision_config": {}}}
+    for name, found in (facts | {"new": {"model_type": "qwen3_vl", "vision_config": {}}}).items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(found))
+    (tmp_path / "adapter").mkdir()
+    of = lambda name: f"evaluator.checkpoints=[{tmp_path / name}]"  # noqa: E731
+    for actor, other, kinds in (
+        ("old", "new", "a vision model of type 'qwen3_vl', and .* is a vision model of type 'qwen2_vl'"),
+        ("old", "text", "a text model, and .* is a vision model of type 'qwen2_vl'"),
+        ("text", "new", "a vision model of type 'qwen3_vl', and .* is a text model"),
+    ):
+        with pytest.raises(ConfigError, match=rf"{kinds}: evaluate it by itself, with actor\.path="):
+            load(FIVE_LINES, f"actor.path={tmp_path / actor}", of(other), cls=PPOConfig)
+        load(FIVE_LINES, f"actor.path={tmp_path / actor}", of(actor), cls=PPOConfig)
+        load(FIVE_LINES, f"actor.path={tmp_path / actor}", of("adapter"), cls=PPOConfig)
 
 
 def test_an_option_that_refers_to_the_derived_one_is_no_cycle(load):

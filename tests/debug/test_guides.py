@@ -148,6 +148,7 @@ def test_a_quick_recipe_prints_what_its_comment_says(folder, monkeypatch, comman
     done = CliRunner().invoke(main, shlex.split(command)[1:], catch_exceptions=False)
     assert done.exit_code == (1 if "hang" in command.split() else 0), done.output
     assert re.search(comment.replace(" ", r"\s+"), done.output), done.output
+    assert ".py:0" not in done.output  # an excerpt has no line numbers
 
 
 def test_the_variables_of_the_table_are_those_of_the_presets():

@@ -122,7 +122,15 @@ def write_skyrl(folder: Path, lists=None, **more) -> Path:
 # xtuner
 
 
-def write_xtuner(folder: Path) -> Path:
+def stored_in_ray(tensor):
+    """As xtuner saves a tensor that its workers share."""
+    reference = stand_in("xtuner.v1.train.rl_trainer", "SerializedRayObjectRef")()
+    reference.__dict__["value"] = tensor
+    return reference
+
+
+def write_xtuner(folder: Path, **changes) -> Path:
+    """Write groups; with `mm_info`, prompts of training have two more tokens."""
     module = "xtuner.v1.data_proto.rl_data"
     state_class, status, params = (
         stand_in(module, name) for name in ("RolloutState", "Status", "SampleParams")
@@ -145,6 +153,7 @@ def write_xtuner(folder: Path) -> Path:
             "sample_parms": params(),
             "state": status(),
             "reward": {"score": one.reward},
+            **changes,
         }
         if 0 in one.mask:  # an agent's trace: its response_ids lack the token of the tool
             labels = [token if m else -100 for token, m in zip(one.tokens, one.full_mask, strict=True)]
@@ -161,11 +170,12 @@ def write_xtuner(folder: Path) -> Path:
             "response_mask": None,
             "finish_reason": "stop",
             "response": one.text[1],
-            "extra_fields": {},
+            "extra_fields": {"train_prompt_ids": one.prompt + one.prompt[-1:] * 2} if changes else {},
         }
 
     groups = [[instance(fields_of(one)) for one in KNOWN if one.group == group] for group in (0, 1)]
-    with pretending(state=state_class, status=status, params=params):
+    references = {name: type(value) for name, value in changes.get("mm_info", {}).items()}
+    with pretending(state=state_class, status=status, params=params, **references):
         torch.save(groups, folder / "debug_rollout_2.pt")
     return folder
 

@@ -2,6 +2,7 @@
 
 import io
 
+import msgspec
 import numpy as np
 import PIL.Image
 import pytest
@@ -10,6 +11,7 @@ import torch
 from recorder import open_record, verify
 from recorder.importers.importing import import_record
 from recorder.pictures.imported import png_of
+from recorder.pictures.packed import image_inputs
 from replayer.source import recorded_batch
 from tests.recorder.pictured import png
 
@@ -138,3 +140,84 @@ def test_pixels_of_skyrl_and_areal_are_recorded_by_row(tmp_path):
 def pickled_tensor(tensor):
     array = tensor.numpy()
     return {"format": "numpy", "data": array.tobytes(), "shape": array.shape, "dtype": str(array.dtype)}
+
+
+def encoded_tensor(tensor):
+    """As prime-rl encodes one."""
+    array = tensor.numpy()
+    return [str(array.dtype), list(array.shape), array.tobytes()]
+
+
+def prime_rl_batch(counts, grid, pixels, types=None):
+    """Return a micro-batch of the first two samples, whose tokens are placeholders by `counts`."""
+    batch = lines.micro_batch(KNOWN[:2], padding=3)
+    batch.mm_kwargs = {"pixel_values": encoded_tensor(pixels), "image_grid_thw": encoded_tensor(grid)}
+    sizes = [len(one.tokens) for one in KNOWN[:2]]
+    marks = [int(i < n) for n, size in zip(counts, sizes, strict=True) for i in range(size)]
+    batch.mm_token_type_ids = [*marks, 0, 0, 0] if types is None else types
+    return batch
+
+
+def write_prime_rl(folder, batch):
+    source = lines.write_prime_rl(folder)
+    for rank in (0, 1):
+        content = msgspec.msgpack.encode([batch] if rank == 0 else [lines.micro_batch(KNOWN[2:])])
+        (source / "rollouts" / "step_4" / f"rank_{rank}.bin").write_bytes(content)
+    return source
+
+
+def test_pixels_of_prime_rls_packed_rows_are_those_of_their_placeholders(tmp_path):
+    pixels = torch.arange(8 * 3, dtype=torch.float32).reshape(8, 3)
+    grid = torch.tensor([[1, 2, 1], [1, 2, 1], [1, 2, 2]])
+    source = write_prime_rl(tmp_path / "run", prime_rl_batch((2, 2), grid, pixels))
+    result, step = imported(source, tmp_path / "record")
+    batch = recorded_batch(step, 0)
+    assert batch["image_count"].tolist() == [2, 1, 0, 0]
+    assert batch["image_units"].tolist() == [2, 2, 4]
+    assert torch.equal(batch["pixel_values"], pixels)
+    assert torch.equal(batch["image_grid_thw"].long(), grid)
+    assert "the file has the pixels of images, not their files" in result.notes
+    assert not [note for note in result.notes if "not imported" in note]
+
+
+@pytest.mark.parametrize(
+    ("counts", "types"),
+    [((1, 2), None), ((3, 1), None), ((0, 0), None), ((2, 2), [1]), ((2, 2), 7), ((1, 0), [])],
+)
+def test_pixels_of_unknown_rows_are_left_out_with_a_note(counts, types, tmp_path):
+    pixels, grid = torch.zeros(8, 3), torch.tensor([[1, 2, 2], [1, 2, 2]])
+    batch = prime_rl_batch(counts, grid, pixels, types)
+    result, step = imported(write_prime_rl(tmp_path / "run", batch), tmp_path / "record")
+    assert "pixel_values" not in step.batch(0)
+    assert "images and other inputs that are not text are not imported: 2 of the samples" in result.notes
+
+
+@pytest.mark.parametrize("is_new", [True, False])
+def test_pixels_of_prime_rls_orchestrator_are_read_in_both_layouts(is_new):
+    pixels, grid = torch.arange(12, dtype=torch.float32).reshape(4, 3), torch.tensor([[1, 2, 2]])
+    old = {
+        "pixel_values": pixels.numpy().tobytes(),
+        "pixel_values_shape": [4, 3],
+        "image_grid_thw": [[1, 2, 2]],
+    }
+    new = {"mm_kwargs": {"pixel_values": encoded_tensor(pixels), "image_grid_thw": encoded_tensor(grid)}}
+    inputs = image_inputs(new if is_new else old)
+    assert torch.equal(torch.from_numpy(inputs["pixel_values"].copy()), pixels)
+    assert inputs["image_grid_thw"].tolist() == [[1, 2, 2]]
+    for lie in (["float32", [5, 3]], ["bfloat16", [4, 3]], ["float32", ["4", 3]], ["O", [4, 3]]):
+        found = image_inputs({"mm_kwargs": {"pixel_values": [*lie, b"0" * 48]}})
+        assert found["pixel_values"] == [*lie, b"0" * 48]  # no array: left out
+
+
+def test_pixels_of_xtuner_are_recorded_with_the_prompt_of_training(tmp_path):
+    pixels, grid = torch.arange(12, dtype=torch.float32).reshape(4, 3), torch.tensor([[1, 2, 2]])
+    for number, value in enumerate((pixels.numpy(), pickled.stored_in_ray(pixels))):
+        source = tmp_path / f"run{number}"
+        source.mkdir()
+        pickled.write_xtuner(source, mm_info={"pixel_values": value, "image_grid_thw": grid})
+        result, step = imported(source, tmp_path / f"record{number}")
+        batch = recorded_batch(step, 0)
+        assert batch["image_count"].tolist() == [1] * len(KNOWN)
+        assert torch.equal(batch["pixel_values"], torch.cat([pixels] * len(KNOWN)))
+        assert batch["input_ids"][0, :5].tolist() == [5, 6, 6, 6, 7]
+        assert not [note for note in result.notes if "not imported" in note]

@@ -185,6 +185,16 @@ def test_one_failure_more_than_allowed_raises_the_workflows_exception_and_cancel
     run(scenario())
 
 
+def test_one_error_of_several_episodes_names_one_of_them():
+    async def scenario():
+        error = ValueError("of the engine")
+        with pytest.raises(ValueError, match="of the engine") as raised:
+            await pipeline().prepare(Numbers(), Plan(Scripted(lambda *_: error), 3), None)
+        assert raised.value.__notes__ == ["in the episode of prompt 0, sample 0"]
+
+    run(scenario())
+
+
 def test_failures_are_reset_with_each_batch():
     async def scenario():
         workflow = Scripted(lambda prompt_id, _: ValueError("third") if prompt_id % 3 == 2 else 1.0)

@@ -132,6 +132,9 @@ def test_pictures_and_markers_must_agree(tmp_path):
     file.write_text(json.dumps({"problem": "?", "images": ["b.png"], "answer": "1"}))
     with pytest.raises(DatasetError, match=r"row 0: no file 'b.png'"):
         get_dataset(DatasetConfig(path=str(file), type="rl"))[0]
+    (tmp_path / "b.png").write_bytes(png(80, 80)[:-60])
+    with pytest.raises(DatasetError, match=r"row 0: an image of \d+ bytes cannot be decoded: .*truncated"):
+        get_dataset(DatasetConfig(path=str(file), type="rl"))[0]
     with pytest.raises(DatasetError, match="type 'dpo'; expected 'rl' or 'sft'"):
         get_dataset(DatasetConfig(path=str(file), type="dpo"))
 

@@ -8,6 +8,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 from io import BytesIO
 from urllib.parse import quote
 
+import numpy as np
 import pytest
 from PIL import Image
 
@@ -59,6 +60,18 @@ def test_formats_are_decoded_to_rgb(format):
     assert (image.mode, image.size) == ("RGB", (5, 3))
 
 
+def test_grey_of_16_bits_keeps_its_upper_8():
+    levels = np.arange(0, 65536, 64, dtype=np.uint16).reshape(32, 32)
+    upper = np.repeat((levels >> 8).astype(np.uint8)[..., None], 3, axis=2).tobytes()
+    little = Image.fromarray(levels)
+    big = Image.frombytes("I;16B", little.size, levels.astype(">u2").tobytes())
+    file = BytesIO()
+    little.save(file, format="PNG")
+    for data in (file.getvalue(), as_image_bytes(little), as_image_bytes(big)):
+        assert decode(data).tobytes() == upper
+        assert Image.open(BytesIO(upright_png(data))).convert("RGB").tobytes() == upper
+
+
 def test_a_rotated_photo_is_upright():
     exif = Image.Exif()
     exif[0x0112] = 6  # rotate by 270 degrees to show it
@@ -96,7 +109,7 @@ def big_png(width: int, height: int) -> bytes:
     ("value", "message"),
     [
         (b"", "image of 0 bytes"),
-        (b"<svg onload=...>", "cannot be read; expected PNG, JPEG"),
+        (b"<svg onload=...>", "cannot be read; expected a complete file of PNG, JPEG"),
         (picture("TIFF"), "cannot be read"),
         (big_png(8193, 8193), "8193 x 8193 pixels; at most 67108864"),
         (big_png(10_000, 10_000), "too large"),

@@ -56,6 +56,16 @@ def test_a_prompt_whose_placeholders_and_pictures_differ_is_refused() -> None:
         processor.prompt(MESSAGES, PICTURES[:1])
 
 
+def test_a_picture_that_transformers_refuses_is_named_by_its_size() -> None:
+    processor = VisionProcessor(make_tiny_processor("qwen2_vl"))
+    narrow = picture(2, 900)
+    refusal = "refuses images of 2 x 900 pixels: absolute aspect ratio must be smaller than 200"
+    with pytest.raises(ImageError, match=refusal):
+        processor.pixels([narrow])
+    with pytest.raises(ImageError, match=refusal):
+        processor.prompt([{"role": "user", "content": [{"type": "image"}]}], [narrow])
+
+
 def test_videos_are_refused() -> None:
     processor = VisionProcessor(make_tiny_processor("qwen2_vl"))
     chat = [{"role": "user", "content": [{"type": "video"}, {"type": "text", "text": "what?"}]}]

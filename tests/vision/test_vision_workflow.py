@@ -7,10 +7,12 @@ import torch
 
 from areal_core.batch import pad_and_concat
 from areal_core.dataset.image_rows import shape_rows
+from areal_core.errors import ImageError
 from areal_core.rollout.episodes import refuse_malformed, refuse_unusable
 from areal_core.rollout.errors import MalformedEpisode
 from areal_core.rollout.types import Sampling
 from areal_core.rollout.vision_workflow import VisionRLVRWorkflow
+from areal_core.rollout.workflow import RLVRWorkflow
 from areal_core.testing import ScriptedEngine
 from areal_core.vision.inputs import image_keys
 from areal_core.vision.processor import VisionProcessor
@@ -55,6 +57,15 @@ def test_a_row_has_the_pictures_bytes_and_its_placeholders_types(processor):
     assert rows["rewards"].tolist() == [0.5]
     assert texts[2] == prompt.input_ids
     assert given["answer"] == "3"
+
+
+def test_a_workflow_of_text_refuses_a_row_with_a_picture():
+    processor = VisionProcessor(make_tiny_processor("qwen2_5_vl"))
+    workflow = RLVRWorkflow(None, Sampling(), processor.tokenizer)
+    engine = ScriptedEngine(vocabulary_size=60)
+    with pytest.raises(ImageError, match=r"this workflow sends text alone: use areal_core\.rollout\.vision"):
+        asyncio.run(workflow.arun_episode(engine, {"messages": MESSAGES, "images": [PICTURES[0]]}))
+    assert engine.requests == []
 
 
 def test_a_text_that_is_rendered_already_gives_the_same_prompt(processor):
