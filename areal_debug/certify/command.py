@@ -82,13 +82,16 @@ def command(
     saved = None if against is None else read_certificate(against)
     if output is not None:
         refuse_existing(output, force)
-    out, prints_rows = console(), not (as_json or is_quiet())
-    if prints_rows:
-        out.print(HEADING, highlight=False)
+    out, reported = console(), 0
 
     def report(check: "Check") -> None:
-        if prints_rows:
-            print_check(out, check)
+        nonlocal reported
+        if as_json or is_quiet():
+            return
+        if reported == 0:  # bad input is one sentence, without a table
+            out.print(HEADING, highlight=False)
+        reported += 1
+        print_check(out, check)
 
     certificate = run_checks(engine, model, dtype, update, report, num_tokens, max_new_tokens, seed)
     worse = None if saved is None else worse_than(certificate, saved)

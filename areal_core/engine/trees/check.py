@@ -87,6 +87,8 @@ def why_random(engine: FSDPEngine) -> str | None:
         engine.model.train()
         engine.forward(batch_of(random_rows(LENGTHS, config.vocab_size)))
         draws = not torch.equal(state(), before)
+    # A forward without a backward leaves the weights outside of layers gathered.
+    fsdp_module(engine.model).reshard()
     if draws:
         return f"a {config.model_type!r} model draws random numbers for each token while it trains"
     return None
@@ -104,7 +106,6 @@ def why_other_logprobs(engine: FSDPEngine) -> str | None:
     if difference > tolerance:
         noise = measure_noise(engine, rows[0], own_columns(engine, rows[0]))
         tolerance = max(tolerance, NOISE_FACTOR * noise)
-    # A forward without a backward leaves the weights outside of layers gathered.
     fsdp_module(engine.model).reshard()
     if difference > tolerance:
         return f"a tree changes log-probs by up to {difference:.2g} nats, and rounding by {tolerance:.2g}"
