@@ -82,7 +82,7 @@ def test_two_ranks_replay_a_run_with_trees_to_the_same_bits_and_one_rank_within_
         minibatches = step.plan(rank).details["minibatches"]
         computed = sum(sum(part["tree_tokens"]) for part in minibatches)
         num_tokens = int(step.batch(rank)["cu_seqlens"][-1])
-        assert 0 < computed < 0.6 * num_tokens  # four samples of each prompt
+        assert 0 < computed < 0.8 * num_tokens  # four samples of each prompt
     done = areal_debug("replay", tmp_path / "two")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "Bit-identical: 2 of 2 steps" in done.stdout
