@@ -6,19 +6,27 @@
 
 grpo: sample 4 questions x 4 completions x exactly 64 tokens at temperature 1; rewards, advantages,
 update, weight update of the sampler. `ours` trains on the samples of a question as a tree,
-`ours_packed` does not. --prompt-tokens makes prompts that long.
+`ours_packed` does not. --prompt-tokens makes prompts that long. --samples and --prompt-tokens take
+several numbers, separated by commas; each pair of them is measured by itself. With 8 completions of
+512-token prompts in float32 TRL needs 11 GiB or more, and a stopped side keeps its memory: compare
+with ours_packed in a run of its own (--without trl,trl_bf16).
 sft_long_tailed: 16 rows per step, of 16 to 320 tokens; ours packs them, TRL pads them, as each does
 by default.
 sft_equal: 16 rows of 100 tokens, which need no padding.
 
 Each side is a separate process, stopped (SIGSTOP) while another has its turn. The first step of
-each is left out. Ratios are medians over rounds of TRL's seconds to ours, in wall time and in CPU
-time; the latter also hold on a busy machine. `trl` keeps float32 weights, as it does by default and
-as ours does; `trl_bf16` keeps bfloat16 ones, which is faster but loses small updates. The goal for
-grpo is a ratio of at least 3 to `trl`.
+each is left out. Ratios are of the others' seconds to ours in one round, in wall time and in CPU
+time, [least, median, largest] of the rounds; those of CPU time also hold on a busy machine. Memory
+is the peak of a side's main process in the measured steps. `trl` keeps float32 weights, as it does
+by default and as ours does; `trl_bf16` keeps bfloat16 ones, which is faster but loses small
+updates. The goal for grpo is a median ratio of CPU time of at least 3 to `trl`.
+
+All compute in bfloat16 if the processor has instructions for it, and otherwise in float32, without
+`trl_bf16`: emulated products in bfloat16 are several times slower than those in float32.
 """
 
 import argparse
+import itertools
 import json
 import os
 import signal
@@ -32,6 +40,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
+
+from areal_core.embedded.replica import computes_bfloat16
 
 GOAL = 3.0
 COMPARISONS = {
@@ -66,7 +76,7 @@ class Side:
     ) -> None:
         self.log = folder / f"{comparison}-{name}.log"
         command = [sys.executable, str(SIDES), comparison, name, str(model), str(steps), str(folder)]
-        command += map(str, shape)
+        command += [*map(str, shape), dtype_of_compute()]
         environment = os.environ | {"OMP_NUM_THREADS": str(threads)}
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
@@ -86,10 +96,23 @@ class Side:
         os.killpg(self.process.pid, signal.SIGCONT)
         line = next((text for text in self.process.stdout if text.startswith("@step")), None)
         if line is None:
-            sys.exit(f"{self.log.stem} failed:\n{self.log.read_text()[-3000:]}")
+            code = self.process.wait()
+            reason = (
+                "was killed (signal 9: was there too little memory?)" if code == -9 else f"ended with {code}"
+            )
+            sys.exit(f"{self.log.stem} {reason}:\n{self.log.read_text()[-3000:]}")
         step = Step(time.perf_counter() - began, self.cpu_s() - busy, int(line.split()[1]))
         os.killpg(self.process.pid, signal.SIGSTOP)
         return step
+
+    def reset_peak(self) -> None:
+        """Let `peak_mib` begin here."""
+        Path(f"/proc/{self.process.pid}/clear_refs").write_text("5")
+
+    def peak_mib(self) -> float:
+        """Return the peak of the resident memory of the main process since `reset_peak`."""
+        lines = Path(f"/proc/{self.process.pid}/status").read_text().splitlines()
+        return next(int(line.split()[1]) / 1024 for line in lines if line.startswith("VmHWM:"))
 
     def cpu_s(self) -> float:
         """CPU seconds so far, of all its processes."""
@@ -109,14 +132,16 @@ def measure(
     threads: int,
     folder: Path,
     shape: Sequence[int],
-) -> dict[str, list[Step]]:
-    """Return the steps of every side, run in turn."""
+) -> tuple[dict[str, list[Step]], dict[str, float]]:
+    """Return the steps of every side, run in turn, and the peak of its memory in MiB."""
     sides: dict[str, Side] = {}
     try:
         for name in names:
             sides[name] = Side(comparison, name, model, rounds + 2, folder, threads, shape)
             sides[name].turn()  # starts, loads, warms up
-        return turns(comparison, sides, rounds)
+            sides[name].reset_peak()
+        steps = turns(comparison, sides, rounds)
+        return steps, {name: side.peak_mib() for name, side in sides.items()}
     finally:
         for side in sides.values():
             side.end()
@@ -134,21 +159,31 @@ def turns(comparison: str, sides: dict[str, Side], rounds: int) -> dict[str, lis
     return steps
 
 
-def verdict(comparison: str, steps: dict[str, list[Step]]) -> dict[str, object]:
-    """Return medians, and median ratios of the steps of a round."""
-    result: dict[str, object] = {"comparison": comparison}
+def verdict(
+    comparison: str, steps: dict[str, list[Step]], peaks: dict[str, float], shape: Sequence[int]
+) -> dict[str, object]:
+    """Return medians, peaks, and [least, median, largest] ratios of the steps of a round."""
+    result: dict[str, object] = {"comparison": comparison, "dtype": dtype_of_compute()}
+    if comparison == "grpo":
+        result |= dict(zip(("questions", "samples", "prompt_tokens"), shape, strict=True))
     for name, taken in steps.items():
         result[f"{name}_s"] = round(statistics.median(step.wall_s for step in taken), 2)
         result[f"{name}_cpu_s"] = round(statistics.median(step.cpu_s for step in taken), 2)
         result[f"{name}_tokens_per_s"] = round(statistics.median(s.tokens / s.wall_s for s in taken), 1)
-    for name in list(steps)[1:]:
-        for unit in ("wall_s", "cpu_s"):
-            pairs = zip(steps[name], steps["ours"], strict=True)
-            ratio = statistics.median(getattr(theirs, unit) / getattr(ours, unit) for theirs, ours in pairs)
-            result[f"{name}/ours_{unit}"] = round(ratio, 2)
-    if comparison == "grpo":
-        result |= {"goal": GOAL, "reached": result["trl/ours_wall_s"] >= GOAL}
+        result[f"{name}_peak_mib"] = round(peaks[name])
+    for name, unit in itertools.product(list(steps)[1:], ("wall_s", "cpu_s")):
+        pairs = zip(steps[name], steps["ours"], strict=True)
+        found = [getattr(theirs, unit) / getattr(ours, unit) for theirs, ours in pairs]
+        ratios = [round(number, 2) for number in (min(found), statistics.median(found), max(found))]
+        result[f"{name}/ours_{unit}"] = ratios
+        if (comparison, name, unit) == ("grpo", "trl", "cpu_s"):
+            result |= {"goal": GOAL, "reached": ratios[1] >= GOAL}
     return result
+
+
+def dtype_of_compute() -> str:
+    """Return the dtype of every side's compute on this machine."""
+    return "bfloat16" if computes_bfloat16() else "float32"
 
 
 def prepare_model(folder: Path) -> Path:
@@ -157,6 +192,11 @@ def prepare_model(folder: Path) -> Path:
     from smollm2 import prepare_smollm2
 
     return prepare_smollm2(folder)
+
+
+def numbers(text: str) -> list[int]:
+    """Parse numbers that are separated by commas."""
+    return [int(part) for part in text.split(",")]
 
 
 def main() -> None:
@@ -169,10 +209,12 @@ def main() -> None:
     parser.add_argument("--without", default="", help="sides to leave out, separated by commas")
     parser.add_argument("--model", type=Path, help="checkpoint folder; by default SmolLM2 is downloaded")
     parser.add_argument("--questions", type=int, default=4, help="of a GRPO step")
-    parser.add_argument("--samples", type=int, default=4, help="completions of each question")
-    parser.add_argument("--prompt-tokens", type=int, default=0, help="at least, of a prompt; 0: as it is")
+    parser.add_argument("--samples", type=numbers, default=[4], help="completions of each question")
+    parser.add_argument(
+        "--prompt-tokens", type=numbers, default=[0], help="at least, of a prompt; 0: as it is"
+    )
     options = parser.parse_args()
-    shape = (options.questions, options.samples, options.prompt_tokens)
+    shapes = list(itertools.product([options.questions], options.samples, options.prompt_tokens))
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended"))  # so that no side stays stopped
     chosen = options.only.split(",")
     if unknown := set(chosen) - set(COMPARISONS):
@@ -180,9 +222,11 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         model = options.model or prepare_model(Path(name) / "smollm2")
         for comparison in chosen:
-            names = [side for side in COMPARISONS[comparison] if side not in options.without.split(",")]
-            steps = measure(comparison, names, model, options.rounds, options.threads, Path(name), shape)
-            print(json.dumps(verdict(comparison, steps)), flush=True)
+            left_out = options.without.split(",") + ([] if computes_bfloat16() else ["trl_bf16"])
+            names = [side for side in COMPARISONS[comparison] if side not in left_out]
+            for shape in shapes if comparison == "grpo" else shapes[:1]:
+                found = measure(comparison, names, model, options.rounds, options.threads, Path(name), shape)
+                print(json.dumps(verdict(comparison, *found, shape)), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """The sides of against_trl.py: each is a process that trains and prints `@step TOKENS` per step.
 
-Both sides of a comparison get the same rows in the same order, compute in bfloat16 with float32
+Both sides of a comparison get the same rows in the same order, compute in one dtype with float32
 weights and AdamW, skip the pass for old logprobs (the engine's are used), keep activations, and use
 no reference.
 """
@@ -28,6 +28,14 @@ class Shape:
     @property
     def num_rows(self) -> int:
         return self.questions * self.samples
+
+
+@dataclass(frozen=True)
+class Dtypes:
+    """Of a model of TRL's."""
+
+    weights: str
+    compute: str
 
 
 def say(tokens: int) -> None:
@@ -73,7 +81,7 @@ def questions_of(model: Path, prompt_tokens: int) -> list[dict[str, Any]]:
     return rows
 
 
-def ours_grpo(model: Path, steps: int, folder: Path, shape: Shape, *, as_tree: bool) -> None:
+def ours_grpo(model: Path, steps: int, folder: Path, shape: Shape, dtype: str, *, as_tree: bool) -> None:
     from areal_core.config import GRPOConfig, load_expr_config
     from areal_core.trainer.rl import PPOTrainer
 
@@ -85,7 +93,7 @@ def ours_grpo(model: Path, steps: int, folder: Path, shape: Shape, *, as_tree: b
     changes = [f"actor.path={model}", f"total_train_steps={steps}", f"cluster.fileroot={folder}"]
     changes += [f"train_dataset.batch_size={shape.questions}", f"gconfig.n_samples={shape.samples}"]
     changes += [f"rollout.consumer_batch_size={shape.questions}", f"actor.enable_tree_training={as_tree}"]
-    changes += [f"actor.reward_norm.group_size={shape.samples}"]
+    changes += [f"actor.reward_norm.group_size={shape.samples}", f"actor.dtype={dtype}"]
     config, _ = load_expr_config(["--config", str(file), *changes], GRPOConfig)
     with PPOTrainer(
         config, questions_of(model, shape.prompt_tokens), observers=[lambda trainer: observer]
@@ -94,7 +102,7 @@ def ours_grpo(model: Path, steps: int, folder: Path, shape: Shape, *, as_tree: b
         trainer.train(workflow_kwargs={"reward_fn": f"{__file__}:digit_share"})
 
 
-def ours_sft(kind: str, model: Path, steps: int, folder: Path) -> None:
+def ours_sft(kind: str, model: Path, steps: int, folder: Path, dtype: str) -> None:
     from areal_core.config import SFTConfig
     from areal_core.config.train_engine import OptimizerConfig
     from areal_core.trainer.sft import SFTTrainer
@@ -103,7 +111,7 @@ def ours_sft(kind: str, model: Path, steps: int, folder: Path) -> None:
     config = SFTConfig(
         experiment_name="against_trl", trial_name=kind, device="cpu", allocation_mode="fsdp:d1"
     )
-    config.cluster.fileroot, config.actor.path, config.actor.dtype = str(folder), str(model), "bfloat16"
+    config.cluster.fileroot, config.actor.path, config.actor.dtype = str(folder), str(model), dtype
     config.actor.optimizer = OptimizerConfig(lr=1e-6, weight_decay=0.0)
     config.train_dataset.batch_size, config.train_dataset.shuffle = SFT_ROWS, False
 
@@ -115,12 +123,12 @@ def ours_sft(kind: str, model: Path, steps: int, folder: Path) -> None:
         trainer.train(stop)
 
 
-def trl_arguments(steps: int, folder: Path, dtype: str, num_rows: int) -> dict[str, Any]:
+def trl_arguments(steps: int, folder: Path, dtypes: Dtypes, num_rows: int) -> dict[str, Any]:
     """Return the options that both of TRL's trainers get; the others have their defaults."""
     return {
         "output_dir": str(folder / "trl"),
-        "model_init_kwargs": {"dtype": dtype},
-        "bf16": True,
+        "model_init_kwargs": {"dtype": dtypes.weights},
+        "bf16": dtypes.compute == "bfloat16",
         "use_cpu": True,
         "per_device_train_batch_size": num_rows,
         "learning_rate": 1e-6,
@@ -143,7 +151,7 @@ def step_reporter(tokens: list[int]) -> Any:
     return Reporter()
 
 
-def trl_grpo(model: Path, steps: int, folder: Path, dtype: str, shape: Shape) -> None:
+def trl_grpo(model: Path, steps: int, folder: Path, dtypes: Dtypes, shape: Shape) -> None:
     from datasets import Dataset
     from transformers import AutoTokenizer
     from trl.trainer.grpo_config import GRPOConfig
@@ -157,7 +165,7 @@ def trl_grpo(model: Path, steps: int, folder: Path, dtype: str, shape: Shape) ->
         model=str(model),
         reward_funcs=reward,
         args=GRPOConfig(
-            **trl_arguments(steps, folder, dtype, shape.num_rows),
+            **trl_arguments(steps, folder, dtypes, shape.num_rows),
             num_generations=shape.samples,
             max_completion_length=NEW_TOKENS,
             generation_kwargs={"min_new_tokens": NEW_TOKENS},
@@ -171,7 +179,7 @@ def trl_grpo(model: Path, steps: int, folder: Path, dtype: str, shape: Shape) ->
     ).train()
 
 
-def trl_sft(kind: str, model: Path, steps: int, folder: Path, dtype: str) -> None:
+def trl_sft(kind: str, model: Path, steps: int, folder: Path, dtypes: Dtypes) -> None:
     from datasets import Dataset
     from trl.trainer.sft_config import SFTConfig
     from trl.trainer.sft_trainer import SFTTrainer
@@ -180,7 +188,9 @@ def trl_sft(kind: str, model: Path, steps: int, folder: Path, dtype: str) -> Non
     lengths = [len(row) for row in rows]
     SFTTrainer(
         model=str(model),
-        args=SFTConfig(**trl_arguments(steps, folder, dtype, SFT_ROWS), train_sampling_strategy="sequential"),
+        args=SFTConfig(
+            **trl_arguments(steps, folder, dtypes, SFT_ROWS), train_sampling_strategy="sequential"
+        ),
         train_dataset=Dataset.from_list([{"input_ids": row} for row in rows]),
         callbacks=[step_reporter([sum(lengths[i : i + SFT_ROWS]) for i in range(0, len(lengths), SFT_ROWS)])],
     ).train()
@@ -195,18 +205,19 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     for name in ("questions", "samples", "prompt_tokens"):
         parser.add_argument(name, type=int)
+    parser.add_argument("dtype", choices=("float32", "bfloat16"))
     o = parser.parse_args()
     shape = Shape(o.questions, o.samples, o.prompt_tokens)
-    dtype = "bfloat16" if o.side == "trl_bf16" else "float32"
+    dtypes = Dtypes("bfloat16" if o.side == "trl_bf16" else "float32", o.dtype)
     match o.side, o.comparison:
         case "ours" | "ours_packed", "grpo":
-            ours_grpo(o.model, o.steps, o.folder, shape, as_tree=o.side == "ours")
+            ours_grpo(o.model, o.steps, o.folder, shape, o.dtype, as_tree=o.side == "ours")
         case "ours", kind:
-            ours_sft(kind, o.model, o.steps, o.folder)
+            ours_sft(kind, o.model, o.steps, o.folder, o.dtype)
         case _, "grpo":
-            trl_grpo(o.model, o.steps, o.folder, dtype, shape)
+            trl_grpo(o.model, o.steps, o.folder, dtypes, shape)
         case _, kind:
-            trl_sft(kind, o.model, o.steps, o.folder, dtype)
+            trl_sft(kind, o.model, o.steps, o.folder, dtypes)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,15 @@
 """Sampling in the trainer's process: our decode loop compared with Transformers' `generate`.
 
     python benchmarks/decoding.py --model FOLDER [--prompts 4] [--samples 4] [--tokens 64]
-                                  [--rounds 3] [--threads 1]
+                                  [--rounds 3] [--threads 1] [--turns 1]
+                                  [--prompt-tokens 256]
 
 The same bfloat16 weights, prompts and number of tokens, at temperature 1, in turn in one process.
 Ours also returns each token's logprob. `python examples/smollm2.py FOLDER` writes such a model.
 Prints medians of tokens per CPU second and their ratio as one JSON line.
+
+With --turns N the samples are episodes of N calls, each call after the history and a reply of
+--tokens random tokens, in float32; ours with its prefix cache is compared with ours without it.
 """
 
 import argparse
@@ -13,6 +17,7 @@ import json
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -29,6 +34,32 @@ def cpu_s(work: Callable[[], object]) -> float:
     return time.process_time() - began
 
 
+def measure_turns(o: argparse.Namespace) -> None:
+    """Print CPU seconds of episodes with and without the prefix cache, and their ratios."""
+    sampling, generator = Sampling(max_new_tokens=o.tokens, ignore_eos=True), torch.Generator().manual_seed(0)
+    ways = {
+        "cached": Replica(o.model, torch.float32, torch.device("cpu")),
+        "read_again": Replica(o.model, torch.float32, torch.device("cpu"), prefix_cache_bytes=0),
+    }
+    vocabulary = ways["cached"].model.config.vocab_size
+    prompts = torch.randint(vocabulary, (o.prompts, o.prompt_tokens), generator=generator).tolist()
+    replies = torch.randint(vocabulary, (o.turns, o.tokens), generator=generator).tolist()
+
+    def episodes(replica: Replica) -> None:
+        replica.prefixes.clear()
+        rows = [list(prompt) for prompt in prompts for _ in range(o.samples)]
+        for reply in replies:
+            seeds, options = list(range(len(rows))), [sampling] * len(rows)
+            found = generate(replica, rows, options, [o.tokens] * len(rows), seeds, vocab_size=vocabulary)
+            rows = [row + completion.tokens + reply for row, completion in zip(rows, found, strict=True)]
+
+    taken = [{name: cpu_s(partial(episodes, way)) for name, way in ways.items()} for _ in range(o.rounds + 1)]
+    ratios = sorted(times["read_again"] / times["cached"] for times in taken[1:])
+    medians = {f"{name}_s": round(statistics.median(t[name] for t in taken[1:]), 2) for name in ways}
+    spread = [round(ratio, 2) for ratio in (ratios[0], statistics.median(ratios), ratios[-1])]
+    print(json.dumps(medians | {"ratio": spread}))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -39,8 +70,18 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=64, help="tokens per completion, exactly")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--turns", type=int, default=1, help="calls of an episode")
+    parser.add_argument("--prompt-tokens", type=int, default=256, help="of an episode's prompt")
     o = parser.parse_args()
     torch.set_num_threads(o.threads)
+    if o.turns > 1:
+        measure_turns(o)
+    else:
+        compare_with_transformers(o)
+
+
+def compare_with_transformers(o: argparse.Namespace) -> None:
+    """Print tokens per CPU second of both, and their ratio."""
     tokenizer = AutoTokenizer.from_pretrained(o.model)
     rows = [row["messages"] for row in arithmetic_rows(num_rows=o.prompts, max_operand=99, seed=3)]
     prompts = [

@@ -4,7 +4,7 @@ The same requests are sampled by the fast engine and by the invariant one in tur
 scored and trained on with `sdpa` and `batch_invariant`. Times are of this process's processor, so
 that other load on the machine changes them little; the ratio is that of the medians.
 
-    python benchmarks/zero_mismatch_cost.py MODEL [--dtype float32] [--rounds 9] [--json]
+    python benchmarks/zero_mismatch_cost.py MODEL [--dtype float32] [--requests 64] [--rounds 9] [--json]
 """
 
 import argparse
@@ -21,7 +21,7 @@ from areal_core.trainer.build import add_optimizer, shard_engine
 from consistency.certify.targets import EmbeddedTarget, Request
 from consistency.certify.trainer_scores import batch_with_mask
 
-NUM_REQUESTS, NUM_NEW = 64, 96
+NUM_NEW = 96  # tokens of a completion
 
 
 def cpu_seconds(work: Callable[[], object]) -> float:
@@ -47,6 +47,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model")
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
+    parser.add_argument("--requests", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
@@ -54,19 +55,19 @@ def main() -> None:
     generator = torch.Generator().manual_seed(0)
     fast = EmbeddedTarget(options.model, options.dtype, is_invariant=False)
     invariant = EmbeddedTarget(options.model, options.dtype)
-    lengths = torch.randint(1, 96, (NUM_REQUESTS,), generator=generator).tolist()
+    lengths = torch.randint(1, 96, (options.requests,), generator=generator).tolist()
     prompts = [torch.randint(fast.vocabulary_size, (n,), generator=generator).tolist() for n in lengths]
     requests = [Request(prompt, seed) for seed, prompt in enumerate(prompts)]
 
     def sampling(target: EmbeddedTarget) -> Callable[[], object]:
         def work() -> object:
             target.flush()
-            return target.sample(requests, NUM_REQUESTS, NUM_NEW)
+            return target.sample(requests, options.requests, NUM_NEW)
 
         return work
 
     report = {"sampling": medians({"fast": sampling(fast), "invariant": sampling(invariant)}, options.rounds)}
-    completed = fast.sample(requests, NUM_REQUESTS, NUM_NEW)
+    completed = fast.sample(requests, options.requests, NUM_NEW)
     batch = batch_with_mask([(p, row.tokens) for p, row in zip(prompts, completed, strict=True)])
     ranks = join_ranks("cpu")
     engines = {}
@@ -95,7 +96,7 @@ def main() -> None:
         print(json.dumps(report))
         return
     print(
-        f"{options.model}, {options.dtype}, one thread, {NUM_REQUESTS} requests, median of {options.rounds}"
+        f"{options.model}, {options.dtype}, one thread, {options.requests} requests, median of {options.rounds}"
     )
     for name, times in report.items():
         print(

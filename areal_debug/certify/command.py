@@ -92,13 +92,16 @@ def command(
     if output is not None:
         refuse_existing(output, force)
     announce(f"sampling {num_tokens:,} tokens of {engine} in each check, and computing them again")
-    out, prints_rows = console(), not (as_json or is_quiet())
-    if prints_rows:
-        out.print(HEADING, highlight=False)
+    out, reported = console(), 0
 
     def report(check: "Check") -> None:
-        if prints_rows:
-            print_check(out, check)
+        nonlocal reported
+        if as_json or is_quiet():
+            return
+        if reported == 0:  # bad input is one sentence, without a table
+            out.print(HEADING, highlight=False)
+        reported += 1
+        print_check(out, check)
 
     certificate = run_checks(engine, model, dtype, update, report, num_tokens, max_new_tokens, seed)
     worse = None if saved is None else worse_than(certificate, saved)

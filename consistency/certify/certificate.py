@@ -140,8 +140,12 @@ def read_certificate(path: Path) -> Saved:
             frozenset(str(check["name"]) for check in found["checks"] if check["not_run"] is None),
             {str(name): str(version) for name, version in found["versions"].items()},
         )
-    except (OSError, UnicodeDecodeError, AttributeError, KeyError, TypeError) as error:
-        raise BadCertificate(f"{path} is not a certificate: {error!r}") from error
+    except OSError as error:
+        raise BadCertificate(f"{path} cannot be read: {error.strerror}") from error
+    except KeyError as error:
+        raise BadCertificate(f"{path} is not a certificate: it has no {error}; -o writes one") from error
+    except (UnicodeDecodeError, AttributeError, TypeError) as error:
+        raise BadCertificate(f"{path} is not a certificate: {error}; -o writes one") from error
     except ValueError as error:
         if isinstance(error, BadCertificate):
             raise

@@ -72,6 +72,27 @@ def test_two_ranks_replay_to_the_same_bits_without_sglang_and_from_step_one(area
 
 
 @pytest.mark.long
+def test_two_ranks_replay_a_run_with_trees_to_the_same_bits_and_one_rank_within_noise(
+    areal_debug, train, tmp_path
+):
+    options = ("allocation_mode=embedded|fsdp:d2", "actor.enable_tree_training=true", "total_train_steps=2")
+    done = train("--dump-rollout", tmp_path / "two", *options)
+    assert done.returncode == 0, done.stdout + done.stderr
+    step = open_record(tmp_path / "two").step(1)
+    for rank in range(2):
+        minibatches = step.plan(rank).details["minibatches"]
+        computed = sum(sum(part["tree_tokens"]) for part in minibatches)
+        num_tokens = int(step.batch(rank)["cu_seqlens"][-1])
+        assert 0 < computed < 0.8 * num_tokens  # four samples of each prompt
+    done = areal_debug("replay", tmp_path / "two")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "Bit-identical: 2 of 2 steps" in done.stdout
+    done = areal_debug("replay", tmp_path / "two", "--nproc", 1, "allocation_mode=fsdp:d1")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "1 ranks, recorded with 2" in done.stdout
+
+
+@pytest.mark.long
 def test_a_changed_learning_rate_is_reported_before_the_numbers_that_follow(train, recorded):
     done = train("--replay-rollout", recorded, "actor.optimizer.lr=2e-3")
     assert done.returncode == 1, done.stdout + done.stderr

@@ -1,5 +1,7 @@
 """The radix cache of the embedded engine: what is read once, and when it is dropped."""
 
+import asyncio
+
 import pytest
 import torch
 
@@ -106,6 +108,41 @@ def test_a_group_reads_its_history_once_in_the_next_turn(replica):
         torch.testing.assert_close(
             torch.tensor(mine.logprobs), torch.tensor(other.logprobs), atol=1e-5, rtol=0
         )
+
+
+def test_the_model_computes_each_token_of_a_group_of_four_turns_once(replica):
+    computed = []
+    replica.model.register_forward_pre_hook(
+        lambda module, args, options: computed.append(options["input_ids"].numel()), with_kwargs=True
+    )
+    count, new, samples = 6, 3, 4
+    prompt, engine = list(range(5, 25)), EmbeddedEngine(replica, replica.model.config.vocab_size)
+    sampling = Sampling(max_new_tokens=count, ignore_eos=True)
+
+    async def turn(contexts):
+        requests = [
+            ModelRequest(input_ids=context, sampling=sampling, metadata={"sample": row, "at": len(context)})
+            for row, context in enumerate(contexts)
+        ]
+        return await asyncio.gather(*map(engine.agenerate, requests))
+
+    def tokens_of_turn(contexts):
+        before = sum(computed)
+        answers = asyncio.run(turn(contexts))
+        assert [len(answer.output_tokens) for answer in answers] == [count] * samples
+        continued = [c + a.output_tokens + [7] * new for c, a in zip(contexts, answers, strict=True)]
+        return sum(computed) - before, continued
+
+    sampled = samples * (count - 1)  # the last token of an answer is read in the next turn
+    found, contexts = tokens_of_turn([prompt] * samples)
+    assert found == len(prompt) + sampled  # the prompt once for the group
+    assert len({tuple(context) for context in contexts}) == samples
+    for _ in range(3):
+        found, contexts = tokens_of_turn(contexts)
+        assert found == samples * (1 + new) + sampled
+    ReplicaUpdate(replica, engine).send([], 1)  # with other weights everything is read again
+    length = len(contexts[0])
+    assert tokens_of_turn(contexts)[0] == samples * length + sampled
 
 
 def test_a_weight_update_drops_what_was_read(replica):

@@ -34,7 +34,10 @@ PPO = [
 
 
 class Conversations(RandomRollouts):
-    """Rows with every fifth and sixth token from a tool, every third row truncated; sharded."""
+    """Rows with every fifth and sixth token from a tool, every third row truncated; sharded.
+
+    The rows of a prompt begin with the same two tokens.
+    """
 
     def __init__(self, ranks: Ranks) -> None:
         super().__init__(vocab_size=100, num_prompts=NUM_ROWS // 2, num_samples=2, longest=24, seed=3)
@@ -46,6 +49,9 @@ class Conversations(RandomRollouts):
         own = (torch.arange(batch["loss_mask"].shape[1]) % 6 < 4) & batch["loss_mask"].bool()
         written = {"loss_mask": own.int(), "logprobs": torch.where(own, batch["logprobs"], 0.0)}
         written["versions"] = torch.where(own, version, torch.where(batch["attention_mask"], -1, 0)).int()
+        ids = batch["input_ids"].clone()
+        ids[:, :2] = ids[::2, :2].repeat_interleave(2, 0)
+        written["input_ids"] = ids
         written["finish_reason"] = torch.where(torch.arange(NUM_ROWS) % 3 == 0, LENGTH, STOP).int()
         return select_rows(batch | written, list(self.rows))
 

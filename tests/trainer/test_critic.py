@@ -115,10 +115,13 @@ def saved_critic(folder, step):
 
 
 @pytest.fixture(scope="module")
-def teacher_options(tmp_path_factory):
-    """Options of a teacher, so that every loss is included."""
+def teacher_options(tiny_model, tmp_path_factory):
+    """Options of a teacher and a reference, so that every loss is included."""
     teacher = critic_program.make_teacher(tmp_path_factory.mktemp("teacher"))
     return [
+        f"ref.path={tiny_model}",
+        "ref.dtype=float32",
+        "actor.kl_ctl=0.1",
         f"teacher.path={teacher}",
         "teacher.dtype=float32",
         "teacher.rl_loss_weight=0.5",
@@ -158,14 +161,40 @@ def test_micro_batches_do_not_change_what_is_learned(tiny_model, tmp_path, teach
     assert_same((cut, weights), undivided)
 
 
+TREES = "actor.enable_tree_training=true"
+
+
+def test_trees_do_not_change_what_is_learned_with_every_model(
+    tiny_model, tmp_path, teacher_options, undivided
+):
+    steps, inputs, plans = [], [], []
+
+    def keep_plans(trainer):
+        return lambda event, **facts: plans.append(facts["plan"]) if event == "step" else None
+
+    limit = "actor.mb_spec.max_tokens_per_mb=4096"
+    observers = [measure_into(steps), keep_inputs(inputs), keep_plans]
+    with build(tiny_model, tmp_path, 3, limit, TREES, *teacher_options, observers=observers) as trainer:
+        models = (trainer.actor, trainer.critic, trainer.reference, trainer.teacher)
+        assert all(engine.shares_prefixes for engine in models)
+        trainer.train()
+        weights = norms_of_weights(trainer)
+    num_tokens = int(inputs[0]["attention_mask"].sum())
+    for updates in (plans[0]["minibatches"], plans[0]["critic"]):
+        # the two tokens of each of four prompts are there once, not twice
+        assert [update["tree_tokens"] for update in updates] == [[num_tokens - 2 * 4]]
+    assert {"ppo_actor/update/rkl_loss/avg", "ppo_critic/critic_loss/avg"} <= set(steps[0])
+    assert_same((steps, weights), undivided)
+
+
 @pytest.mark.long
+@pytest.mark.parametrize("options", [(), (TREES,)], ids=["packed", "trees"])
 @pytest.mark.parametrize("split", ["d2", "d1c2", "d1t2"])
 def test_ranks_do_not_change_what_is_learned(
-    split, tiny_model, tmp_path, torchrun, teacher_options, undivided
+    split, options, tiny_model, tmp_path, torchrun, teacher_options, undivided
 ):
-    found = torchrun(
-        PROGRAM, 2, tiny_model, tmp_path, f"allocation_mode=embedded|fsdp:{split}", *teacher_options
-    )
+    given = (f"allocation_mode=embedded|fsdp:{split}", *options, *teacher_options)
+    found = torchrun(PROGRAM, 2, tiny_model, tmp_path, *given)
     assert_same((found["steps"], found["weights"]), undivided)
 
 

@@ -2,7 +2,8 @@
 
 A state that passes from token to token, as in Mamba or linear attention, follows one row and cannot
 branch. What else a class does by row is found by measurement: rows with common beginnings are
-computed as a tree and packed, with the real weights on the real ranks, as in `parity.py`.
+computed as a tree and packed, with the real weights on the real ranks, as in `parity.py`. A model
+that draws random numbers while it trains would draw once for tokens that rows share.
 """
 
 import logging
@@ -15,8 +16,10 @@ from areal_core.engine.attention import FLASH, PACKED
 from areal_core.engine.fsdp import FSDPEngine
 from areal_core.engine.model import dropout_options
 from areal_core.engine.parity import (
+    LENGTHS,
     NOISE_FACTOR,
     TOLERANCE,
+    batch_of,
     choose_lengths,
     columns_of,
     largest_difference,
@@ -39,7 +42,7 @@ def share_prefixes(engine: FSDPEngine, name: str) -> str | None:
     Returns:
         Why rows do not share tokens; None if they do.
     """
-    reason = why_no_tree(engine) or why_other_logprobs(engine)
+    reason = why_no_tree(engine) or why_random(engine) or why_other_logprobs(engine)
     engine.shares_prefixes = reason is None
     if reason is not None and engine.ranks.rank == 0:
         logger.warning("%s: enable_tree_training has no effect, rows do not share tokens: %s", name, reason)
@@ -66,6 +69,31 @@ def why_no_tree(engine: FSDPEngine) -> str | None:
     return None
 
 
+def why_random(engine: FSDPEngine) -> str | None:
+    """Say that a model to train draws random numbers, as phimoe for its experts; a collective.
+
+    None if the forward of training leaves the state of the generators as it is.
+    """
+    if engine.optimizer is None:
+        return None
+    config, device = engine.model.config.get_text_config(), engine.ranks.device
+    on_gpu = [device] if device.type == "cuda" else []
+
+    def state() -> Tensor:
+        return torch.cat([torch.get_rng_state(), *map(torch.cuda.get_rng_state, on_gpu)])
+
+    with torch.random.fork_rng(on_gpu), torch.no_grad():
+        before = state()
+        engine.model.train()
+        engine.forward(batch_of(random_rows(LENGTHS, config.vocab_size)))
+        draws = not torch.equal(state(), before)
+    # A forward without a backward leaves the weights outside of layers gathered.
+    fsdp_module(engine.model).reshard()
+    if draws:
+        return f"a {config.model_type!r} model draws random numbers for each token while it trains"
+    return None
+
+
 def why_other_logprobs(engine: FSDPEngine) -> str | None:
     """Say by how much trees differ from packed rows; None if by rounding; a collective."""
     config = engine.model.config.get_text_config()
@@ -78,7 +106,6 @@ def why_other_logprobs(engine: FSDPEngine) -> str | None:
     if difference > tolerance:
         noise = measure_noise(engine, rows[0], own_columns(engine, rows[0]))
         tolerance = max(tolerance, NOISE_FACTOR * noise)
-    # A forward without a backward leaves the weights outside of layers gathered.
     fsdp_module(engine.model).reshard()
     if difference > tolerance:
         return f"a tree changes log-probs by up to {difference:.2g} nats, and rounding by {tolerance:.2g}"

@@ -98,8 +98,18 @@ def test_the_fast_engine_is_refuted_with_its_first_difference(tiny_model, monkey
 def test_bad_input_is_refused_with_a_sentence(tmp_path):
     done = certify(tmp_path)
     assert (done.exit_code, "has no config.json with safetensors files" in done.output) == (2, True)
+    assert len(done.output.splitlines()) == 1
     done = certify(tmp_path, "--update", str(tmp_path))
     assert (done.exit_code, "--update is for servers" in done.output) == (2, True)
+    file = tmp_path / "certificate.json"
+    done = certify(tmp_path, "--against", str(file))
+    assert (done.exit_code, f"{file} cannot be read: No such file" in done.output) == (2, True)
+    file.write_text("{}")
+    done = certify(tmp_path, "--against", str(file))
+    assert (done.exit_code, f"{file} is not a certificate: it has no 'certificate'" in done.output) == (
+        2,
+        True,
+    )
 
 
 @pytest.mark.sglang
