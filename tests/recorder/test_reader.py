@@ -163,7 +163,7 @@ def test_opening_checks_the_last_step_only(tmp_path, monkeypatch):
 def test_a_record_is_read_and_verified_where_torch_cannot_be_imported(record_of_one_rank):
     code = f"""
 import sys
-for name in ("torch", "transformers", "safetensors", "deepdiff"):
+for name in ("torch", "transformers", "safetensors"):
     sys.modules[name] = None
 from recorder import open_record, verify
 step = open_record({str(record_of_one_rank)!r}).step(0)
