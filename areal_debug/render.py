@@ -209,9 +209,8 @@ def note(text: str) -> None:
 
 
 def announce(text: str) -> None:
-    """Say on a terminal what begins, on one line; a log gets what came of it."""
-    if console(stderr=True).is_terminal:
-        note(printable(text, len(text)))
+    """Print on standard error what begins, on one line, before the slow imports; not with --quiet."""
+    note(printable(text, len(text)))
 
 
 def fail(message: str, code: int = 2) -> NoReturn:

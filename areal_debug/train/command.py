@@ -14,6 +14,7 @@ from areal_core.launch.debug_env import PRESETS
 from areal_debug.cli import Verb, force_option, overrides_argument, script_argument, script_config_option
 from areal_debug.doctor.command import HOOKS, hook_options
 from areal_debug.render import (
+    announce,
     console,
     errors_as_sentences,
     fail,
@@ -118,6 +119,7 @@ def command(
         console().print(NCCL_TIMEOUT_INSTEAD)
     if watch:
         raise SystemExit(watch_run(logs, hooks))
+    announce(f"starting {path} with {config.allocation_mode}")
     make_run_folders(config)
     make_folders(env)
     with hidden_output() if is_quiet() else nullcontext():
