@@ -14,6 +14,7 @@ import click
 from areal_core.safety.private import keep_files_private
 from areal_debug.bytecode import cache_bytecode
 from areal_debug.terminal import INTERRUPTED, guarded
+from areal_debug.train.script import collect_garbage_rarely
 
 SECTIONS = {
     "Train and record": {
@@ -153,6 +154,7 @@ class VerbGroup(click.Group):
 
     def main(self, *args: Any, **settings: Any) -> Any:
         cache_bytecode()
+        collect_garbage_rarely()
         return guarded(lambda: super(VerbGroup, self).main(*args, **settings))
 
     def invoke(self, ctx: click.Context) -> Any:

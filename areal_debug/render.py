@@ -209,10 +209,10 @@ def note(text: str) -> None:
 
 
 def announce(text: str) -> None:
-    """Say on a terminal what begins; a log gets what came of it."""
+    """Say what begins, before slow imports: the waiting line of a terminal, or a line of a log."""
     shown = printable(text, len(text))
     say(shown)
-    if sys.stderr.isatty() and not has_terminal() and not hides_progress():
+    if not has_terminal() and not hides_progress():
         note(shown)
 
 

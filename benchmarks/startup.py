@@ -2,12 +2,14 @@
 
     python benchmarks/startup.py [--before CHECKOUT] [--rounds 3] [--verbs replay goto ...]
 
-Measures each call from its start: wall seconds to its first line and to its end, and CPU seconds
-(user and system) of all its processes. Checkouts take turns; the table has medians. Where compiled
-Python files are is left as the environment has it: run twice, the first run may compile.
+Measures each call from its start: wall seconds to its first line, to its first step and to its end,
+and CPU seconds (user and system) of all its processes. Checkouts take turns; the table has medians,
+and with --before the ratio of the CPU seconds. Where compiled Python files are is left as the
+environment has it: run twice, the first run may compile.
 """
 
 import argparse
+import math
 import os
 import resource
 import subprocess
@@ -34,9 +36,10 @@ def test_it(replay_record, last):
 
 @dataclass(frozen=True)
 class Call:
-    """What one call took, in seconds."""
+    """What one call took, in seconds; `first_step` is NaN for a call that prints no step."""
 
     first_line: float
+    first_step: float
     wall: float
     cpu: float
 
@@ -51,13 +54,14 @@ def measure(checkout: Path, command: Sequence[str], folder: Path) -> Call:
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     with subprocess.Popen(command, env=environment(checkout), cwd=folder, **streams) as process:
         assert process.stdout is not None
-        first = process.stdout.readline()
-        first_line = time.monotonic() - start
-        rest = process.stdout.read()
+        lines = [(time.monotonic() - start, line) for line in process.stdout]
     wall, after = time.monotonic() - start, resource.getrusage(resource.RUSAGE_CHILDREN)
     if process.returncode not in (0, 1):
-        sys.exit(f"{' '.join(command)} ended with {process.returncode}:\n{(first + rest).decode()}")
-    return Call(first_line, wall, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+        output = b"".join(line for _, line in lines).decode()
+        sys.exit(f"{' '.join(command)} ended with {process.returncode}:\n{output}")
+    first_step = next((when for when, line in lines if line.startswith(b"step ")), math.nan)
+    cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    return Call(lines[0][0] if lines else wall, first_step, wall, cpu)
 
 
 def prepare(folder: Path) -> dict[str, list[str]]:
@@ -69,40 +73,51 @@ def prepare(folder: Path) -> dict[str, list[str]]:
     verb = ["-m", "areal_debug"]
     train = [sys.executable, *verb, "train", script, *options, "--dump-rollout", str(record)]
     measure(ROOT, train, folder)
+    again = [*verb, "train", script, *options, "trial_name=again"]
+    cut = ["--step", "1", "--to", str(folder / "cut.zip"), "--force"]
     (folder / "test_it.py").write_text(TEST.format(record=record))
     return {
         "replay": [*verb, "replay", str(record)],
         "goto": [*verb, "goto", str(record), "--step", "2"],
         "why": [*verb, "why", str(record)],
+        "bisect-step": [*verb, "bisect-step", str(record), str(record)],
+        "crosscheck": [*verb, "crosscheck", str(record)],
+        "consistency": [*verb, "consistency", str(record)],
+        "record cut": [*verb, "record", "cut", str(record), *cut],
+        "train": again,
         "preflight": [*verb, "preflight", *options],
         "pytest, 3 tests": ["-m", "pytest", "-q", "-p", "areal_debug.pytest_plugin", "test_it.py"],
     }
 
 
-def row(verb: str, calls: list[Call]) -> str:
-    middle = [median(getattr(call, name) for call in calls) for name in ("first_line", "wall", "cpu")]
-    return f"| {verb} | " + " | ".join(f"{value:.1f}" for value in middle) + " |"
+def row(name: str, calls: list[Call], before: list[Call] | None) -> str:
+    """Return a row of the table: medians, and the ratio of CPU seconds to those of another checkout."""
+    times = zip(*((call.first_line, call.first_step, call.wall, call.cpu) for call in calls), strict=True)
+    cells = ["-" if math.isnan(values[0]) else f"{median(values):.1f}" for values in times]
+    cells.append(
+        "" if before is None else f"{median(c.cpu for c in calls) / median(c.cpu for c in before):.2f}"
+    )
+    return " | ".join([f"| {name}", *cells]) + " |"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--before", type=Path)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument(
-        "--verbs", nargs="+", default=["replay", "goto", "why", "preflight", "pytest, 3 tests"]
-    )
+    parser.add_argument("--verbs", nargs="+", help="default: all")
     options = parser.parse_args()
     checkouts = {"now": ROOT} | ({"before": options.before.resolve()} if options.before else {})
-    found: dict[str, list[Call]] = {}
+    found: dict[tuple[str, str], list[Call]] = {}
     with tempfile.TemporaryDirectory() as name:
         commands = prepare(Path(name))
         for _ in range(options.rounds):
-            for verb in options.verbs:
+            for verb in options.verbs or commands:
                 for when, checkout in checkouts.items():
                     call = measure(checkout, [sys.executable, *commands[verb]], Path(name))
-                    found.setdefault(f"{verb}, {when}", []).append(call)
-    print("| verb | first line, s | end, s | CPU s |\n|---|---|---|---|")
-    print("\n".join(row(verb, calls) for verb, calls in found.items()))
+                    found.setdefault((verb, when), []).append(call)
+    print("| verb | first line, s | first step, s | end, s | CPU s | of before |\n|---|---|---|---|---|---|")
+    for (verb, when), calls in found.items():
+        print(row(f"{verb}, {when}", calls, found.get((verb, "before")) if when == "now" else None))
     print(f"load average {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores")
 
 

@@ -152,13 +152,13 @@ def command(
         fail("give either RECORD, or --engine URL with --prompts, to compare with the model")
     if output is not None:
         refuse_existing(output, force)
-    from areal_debug.consistency.render import print_report, print_verdict
-    from consistency.report import check_gates, document, exit_code
-
     if record is not None:
         checked, request, source = check_recorded(record, steps, model, options)
     else:
         checked, request, source = check_live(engines, model, options)
+    from areal_debug.consistency.render import print_report, print_verdict
+    from consistency.report import check_gates, document, exit_code
+
     gates = check_gates(gate, checked.diagnosis.measurement.metrics)
     if output is not None:
         from areal_debug.consistency.page import write_page
@@ -185,8 +185,6 @@ def check_recorded(
     path: Path, steps: tuple[int, ...], model: str | None, options: dict[str, Any]
 ) -> tuple["Checked", "Request", dict[str, Any]]:
     """Check some steps of a record; return check, request, and the source for the report."""
-    from consistency.check import check
-    from consistency.source import read_record
     from recorder import open_record
 
     record = open_record(path)
@@ -194,8 +192,11 @@ def check_recorded(
         fail(f"{path} holds no committed step: nothing to check")
     steps = steps or record.steps[:1]
     model = model or first_weights(record, steps)
-    request = request_of(model, options)
     announce(f"scoring {count(len(steps), 'step')} of {path} with {model}")
+    from consistency.check import check  # imports torch
+    from consistency.source import read_record
+
+    request = request_of(model, options)
     sampling, notes = (None, ()) if record.header.config_is_ours else given_sampling(record, model, options)
     sampled = read_record(record, steps, sampling)
     sampled = replace(sampled, notes=(*notes, *sampled.notes))
@@ -252,6 +253,7 @@ def check_live(
     """Check samples of live engines; return check, request, and the source for the report."""
     if model is None or options["prompts"] is None:
         fail("--engine needs --model PATH (the weights it should serve) and --prompts FILE (the prompts)")
+    announce(f"sampling from {count(len(engines), 'engine')}, and scoring with {model}")
     from transformers import AutoConfig, AutoTokenizer
 
     from areal_core.reward import load_reward_fn

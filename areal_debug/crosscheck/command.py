@@ -31,12 +31,12 @@ def command(record: str, opinions: str, step: int | None, model: str | None, as_
 
     Exit code 0: equal within the rounding of float32. 1: they differ. 2: nothing could be checked.
     """
+    announce(f"recomputing {'the first step' if step is None else f'step {step}'} of {record}")
     from areal_debug.crosscheck.render import print_crosscheck
-    from replayer.crosscheck.step_check import crosscheck, parse_opinions
+    from replayer.crosscheck.step_check import crosscheck, parse_opinions  # imports torch
     from replayer.crosscheck.step_rows import read_confined
 
     names = parse_opinions(opinions)
-    announce(f"recomputing {'the first step' if step is None else f'step {step}'} of {record}")
     report = crosscheck(read_confined(record, step), names, model)
     if as_json:
         print_json(report.to_dict())

@@ -87,7 +87,6 @@ def cut(
     Exit code 0: written, and replayed to the same bits. 1: it replays to others. 2: not written.
     """
     from recorder import open_record
-    from recorder.archive.pack import archive_record, check_destination
     from recorder.storage import location_of
     from replayer.bug.cut_request import CutRequest, check_cut
 
@@ -96,8 +95,10 @@ def cut(
     request = CutRequest(record, step, "", micro_batch, sample, symptom, keep_advantages, model, max_seconds)
     opened = open_record(record)
     check_cut(opened, request)
-    check_destination(location_of(destination), force)
     announce(f"cutting step {step} of {record}")
+    from recorder.archive.pack import archive_record, check_destination  # imports zarr
+
+    check_destination(location_of(destination), force)
     refuse_damage_of(record, len(opened.steps))
     with tempfile.TemporaryDirectory(prefix="areal-debug-cut-") as scratch:
         folder = Path(scratch) / "record"

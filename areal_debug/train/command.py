@@ -120,6 +120,7 @@ def command(
         console().print(NCCL_TIMEOUT_INSTEAD)
     if watch:
         raise SystemExit(watch_run(logs, hooks))
+    announce(f"starting {path} with {config.allocation_mode}")
     make_run_folders(config)
     make_folders(env)
     announce(f"running {path.name} on {config.allocation_mode}")

@@ -33,7 +33,7 @@ def collect_garbage_rarely() -> None:
     """Let imports run without a garbage collection every 700 objects.
 
     The objects of torch and Transformers stay; looking through them again and again takes a tenth
-    of the CPU time in which a rank starts.
+    of the CPU time in which a process starts.
     """
     gc.set_threshold(100_000)
 

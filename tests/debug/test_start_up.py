@@ -5,6 +5,8 @@ import json
 import os
 import subprocess
 import sys
+import time
+from pathlib import Path
 
 import pytest
 
@@ -16,7 +18,12 @@ from .test_waiting import drawn, on_terminal, screen
 
 # Slow to import, and of no use to a run that reads its batches from a record.
 UNUSED = ["deepdiff", "pandas", "pyarrow", "datasets", "sglang", "vllm", "ray", "wandb", "zarr", "duckdb"]
-UNUSED += ["peft", "trl", "matplotlib", "math_verify"]
+UNUSED += ["peft", "trl", "matplotlib", "math_verify", "torch.distributed.checkpoint"]
+# What a verb may import only once its first line is printed.
+SLOW = ["torch", "transformers", "scipy", "sympy", "aiohttp", "jinja2", *UNUSED]
+
+SCRIPT = str(Path(__file__).with_name("train_tiny.py"))
+OPTIONS = ["--config", str(Path(__file__).with_name("tiny.yaml")), "actor.path=a", "cluster.fileroot=b"]
 
 
 def loaded_after(modules: tuple[str, ...]) -> tuple[set[str], int]:
@@ -70,6 +77,67 @@ def test_replay_says_what_it_does_while_torch_is_imported(recorded):
     assert "replaying steps 0 to 0 of " in drawn(before)[-1]
     assert "replaying" not in "".join(screen(written))
     assert "Bit-identical" in after
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["replay", "RECORD"], "replaying steps 0 to 2 of RECORD on 1 rank"),
+        (["replay", "RECORD", "--explain", "1"], "explaining step 1 of RECORD"),
+        (["goto", "RECORD", "--step", "1"], "going to step 1 of RECORD on 1 rank"),
+        (
+            ["bisect", "RECORD", "--good", "v1"],
+            "searching v1..HEAD for the commit that changed the numbers of RECORD",
+        ),
+        (["preflight", "--config", "a.yaml"], "preflight of a.yaml: reading settings and source files"),
+        (["consistency", "RECORD", "--model", "a"], "scoring 1 step of RECORD with a"),
+        (
+            ["consistency", "--engine", "a", "--model", "b", "--prompts", "c"],
+            "sampling from 1 engine, and scoring with b",
+        ),
+        (["crosscheck", "RECORD"], "recomputing the first step of RECORD"),
+        (["record", "cut", "RECORD", "--step", "1", "--to", "a.zip"], "cutting step 1 of RECORD"),
+        (["parity", "a"], "checking a as d1"),
+        (["train", SCRIPT, *OPTIONS], f"starting {SCRIPT} with embedded|fsdp:d1"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_a_verb_prints_its_first_line_before_it_imports_what_is_slow(arguments, line, recorded):
+    code = f"""
+import sys
+import areal_debug.render
+def stop(text):
+    print(text)
+    print([name for name in {SLOW!r} if name in sys.modules])
+    raise SystemExit
+areal_debug.render.announce = stop
+from areal_debug.cli import main
+main()
+"""
+    given = [argument.replace("RECORD", str(recorded)) for argument in arguments]
+    done = subprocess.run([sys.executable, "-c", code, *given], capture_output=True, text=True)
+    assert done.stdout.splitlines() == [line.replace("RECORD", str(recorded)), "[]"], done.stderr
+
+
+def test_a_replay_prints_its_first_line_at_once_and_no_process_of_it_imports_what_it_does_not_use(recorded):
+    started_at = time.monotonic()
+    command = [sys.executable, "-m", "areal_debug", "replay", str(recorded), "--to-step", "0"]
+    environment = os.environ | {"PYTHONPROFILEIMPORTTIME": "1"}  # each process lists what it imports
+    with subprocess.Popen(
+        command, stderr=subprocess.STDOUT, stdout=subprocess.PIPE, text=True, env=environment
+    ) as running:
+        lines = []
+        for line in running.stdout:
+            lines.append(line)
+            if line == f"replaying steps 0 to 0 of {recorded} on 1 rank\n":
+                waited_s = time.monotonic() - started_at
+    took_s = time.monotonic() - started_at
+    assert running.returncode == 0, "".join(lines)
+    assert waited_s < took_s / 2
+    imported = {line.rsplit("|")[-1].strip() for line in lines if line.startswith("import time:")}
+    assert "torch" in imported
+    compares_configs = {"deepdiff", "pandas", "pyarrow"}  # deepdiff imports the others
+    assert sorted(imported & set(UNUSED) - compares_configs) == []
 
 
 @pytest.fixture

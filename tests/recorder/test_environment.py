@@ -41,6 +41,12 @@ def test_differences_are_found_at_every_depth():
         Difference("b.d", None, 0),
         Difference("e", None, "new"),
     )
+    assert find_differences({"a": [1, [2], {"b": 3}]}, {"a": [1, [2, None], 4, None]}) == (
+        Difference("a.1.1", None, None),
+        Difference("a.2", {"b": 3}, 4),
+        Difference("a.3", None, None),
+    )
+    assert find_differences(1, 2) == (Difference("", 1, 2),)
 
 
 def test_a_model_folder_is_known_by_its_weight_config_and_tokenizer_files(tmp_path):

@@ -14,7 +14,7 @@ take_snapshot ------------------------->  write_snapshot: of rank r: its files, 
 
 A folder gets its name last, so a folder of that name is complete. torch's distributed checkpoint
 reads it onto any number of ranks; its safetensors format is used because its default contains a
-pickle.
+pickle. Functions import it, because most processes neither read nor write a checkpoint.
 """
 
 import json
@@ -26,14 +26,6 @@ from pathlib import Path
 from typing import Any
 
 from torch import Tensor
-from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_optimizer_state_dict,
-    set_optimizer_state_dict,
-)
-from torch.distributed.checkpoint.state_dict_loader import load as load_distributed_checkpoint
 from torch.optim import Optimizer
 
 from areal_core.engine.checkpoint.files import (
@@ -53,7 +45,6 @@ from areal_core.engine.sharding import fsdp_module
 from areal_core.safety.durable import commit_file, commit_folder, sentence_of
 
 POLL_S = 0.005  # of rank 0 for the other ranks' files: a shared folder sends no events
-FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 WITHOUT_WEIGHTS = "without_weights"  # in the state: engines whose weights their model folder has
 
 Engines = Mapping[str, FSDPEngine]  # the trained engines of a run by name: "actor", "critic"
@@ -250,6 +241,11 @@ def _check_files_on_all_ranks(folder: Path, checkpoint: Checkpoint, ranks: Ranks
 def _load_engine(
     folder: Path, engine: FSDPEngine, saved: SavedEngine, with_optimizer: bool, with_weights: bool
 ) -> None:
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, set_optimizer_state_dict
+    from torch.distributed.checkpoint.state_dict_loader import load
+
     _reshard(engine)
     reader = HuggingFaceStorageReader(str(folder / saved.folder))
     stored = reader.read_metadata().state_dict_metadata
@@ -269,9 +265,10 @@ def _load_engine(
                 f"{folder} is of another model or optimizer: {name} {seen} there and has shape "
                 f"{list(tensor.shape)} here"
             )
-    load_distributed_checkpoint(tensors, storage_reader=reader)
+    load(tensors, storage_reader=reader)
     if optimizer:
-        set_optimizer_state_dict(engine.model, _optimizer_of(engine), optimizer, options=FLAT)
+        options = StateDictOptions(flatten_optimizer_state_dict=True)
+        set_optimizer_state_dict(engine.model, _optimizer_of(engine), optimizer, options=options)
         for parameter in unseen.values():
             del _optimizer_of(engine).state[parameter]
     if saved.schedule is not None and engine.schedule is not None:
@@ -324,7 +321,10 @@ def _optimizer_of(engine: FSDPEngine) -> Optimizer:
 
 
 def _optimizer_state(engine: FSDPEngine) -> dict[str, Any]:
-    return get_optimizer_state_dict(engine.model, _optimizer_of(engine), options=FLAT)
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
+
+    options = StateDictOptions(flatten_optimizer_state_dict=True)
+    return get_optimizer_state_dict(engine.model, _optimizer_of(engine), options=options)
 
 
 def _tensors_of(optimizer_state: dict[str, Any]) -> dict[str, Tensor]:

@@ -14,7 +14,6 @@ from pathlib import Path
 import torch
 from crc32c import crc32c
 from torch import Tensor
-from torch.distributed.checkpoint.default_planner import create_default_local_save_plan
 from torch.distributed.tensor import DTensor
 
 from areal_core.engine.checkpoint.files import file_checksum
@@ -52,6 +51,8 @@ def local_pieces(tensors: Mapping[str, Tensor], rank: int, *, copy: bool) -> lis
         tensors: sharded, or equal on all ranks.
         copy: own the memory, because training continues while the pieces are written.
     """
+    from torch.distributed.checkpoint.default_planner import create_default_local_save_plan
+
     pieces = []
     for name, tensor in tensors.items():
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
