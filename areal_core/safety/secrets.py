@@ -158,7 +158,7 @@ class Masker:
 
     def text(self, text: str) -> str:
         """Return a text with every credential replaced by `***`."""
-        return self._masked(text, is_command=False)
+        return self._masked(text, is_command=False) if text else text
 
     def document(self, text: str) -> str:
         """Return a JSON text, masked value by value so that it stays JSON; other text as `text`."""
