@@ -1,14 +1,17 @@
 """Cost of checking logprobs: measuring a million tokens, and time and memory of scoring.
 
     python benchmarks/scoring.py [--tokens 1000000] [--vocabulary 32000] [--score-tokens 4096]
+                                 [--rounds 5]
 
 Scoring is compared with the bare forward pass, which includes the product with the output layer
-that any scoring needs, and with computing all logits at once. Memory is the rise of the peak of a
-process; each way runs in a new one.
+that any scoring needs, in runs that take turns: a ratio is the median of those of CPU seconds in
+one round. Memory is the rise of the peak of a process, beside computing all logits at once; each
+way runs in a new one.
 """
 
 import argparse
 import multiprocessing
+import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -20,10 +23,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from areal_core.engine.attention import PACKED
 from consistency.measure import measure
-from consistency.score import Scorer, hidden_states, score, scorer_of
+from consistency.score import Scorer, hidden_states, score, score_logprobs, scorer_of
 from consistency.tokens import Sequences, compare_tokens
-
-NO_ROWS = np.empty(0, np.int64)
 
 
 def some_sequences(num_tokens: int, vocabulary_size: int, row_length: int) -> Sequences:
@@ -36,22 +37,19 @@ def some_sequences(num_tokens: int, vocabulary_size: int, row_length: int) -> Se
     return Sequences(ids, np.arange(num_rows + 1) * (row_length + 1), sampled, -rng.exponential(1.0, total))
 
 
-def seconds(work: Callable[[], object], repeats: int = 3) -> float:
-    """Return the shortest of several runs."""
-    times = []
-    for _ in range(repeats):
-        begin = time.perf_counter()
-        work()
-        times.append(time.perf_counter() - begin)
-    return min(times)
+def cpu_seconds(work: Callable[[], object]) -> float:
+    """Return the CPU seconds of one run."""
+    begin = time.process_time()
+    work()
+    return time.process_time() - begin
 
 
 def measuring(num_tokens: int) -> float:
-    """Return the seconds from two columns of logprobs to all metrics."""
+    """Return the CPU seconds from two columns of logprobs to all metrics."""
     sequences = some_sequences(num_tokens, 50_000, 2000)
     noise = np.random.default_rng(1).normal(0, 0.01, len(sequences.scored))
     trainer = np.minimum(sequences.engine_logprobs[sequences.scored] + noise, 0)
-    return seconds(lambda: measure(compare_tokens(sequences, trainer)), 1)
+    return cpu_seconds(lambda: measure(compare_tokens(sequences, trainer)))
 
 
 def small_model(vocabulary_size: int) -> Scorer:
@@ -102,19 +100,25 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=1_000_000)
     parser.add_argument("--vocabulary", type=int, default=32_000)
     parser.add_argument("--score-tokens", type=int, default=4096)
+    parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
-    print(f"measuring {options.tokens:,} tokens: {measuring(options.tokens):.2f} s")
+    print(f"measuring {options.tokens:,} tokens: {measuring(options.tokens):.2f} s of CPU")
     scorer = small_model(options.vocabulary)
     sequences = some_sequences(options.score_tokens, options.vocabulary, 512)
-    bare = seconds(lambda: forward(scorer, sequences))
     per_pass = 2 * options.score_tokens
-    scored = seconds(lambda: score(scorer, sequences, tokens_per_pass=per_pass, detailed_rows=NO_ROWS))
-    detailed = seconds(lambda: score(scorer, sequences, tokens_per_pass=per_pass))
-    rate = options.score_tokens / scored
-    print(
-        f"scoring {options.score_tokens:,} tokens: {scored:.2f} s, {rate:,.0f} tokens/s, {scored / bare:.2f} of the bare forward pass "
-        f"({detailed / bare:.2f} with entropy, rank and the likeliest tokens of all)"
-    )
+    ways = {
+        "bare": lambda: forward(scorer, sequences),
+        "log-probs": lambda: score_logprobs(scorer, sequences, tokens_per_pass=per_pass),
+        "in detail": lambda: score(scorer, sequences, tokens_per_pass=per_pass),
+    }
+    rounds = [{way: cpu_seconds(run) for way, run in ways.items()} for _ in range(options.rounds + 1)][1:]
+    bare = statistics.median(one["bare"] for one in rounds)
+    print(f"bare forward pass of {options.score_tokens:,} tokens: {bare:.2f} s of CPU")
+    for way, goal in (("log-probs", 1.05), ("in detail", 1.15)):
+        ratios = sorted(one[way] / one["bare"] for one in rounds)
+        print(
+            f"scoring {way}: {statistics.median(ratios):.3f} of it ({ratios[0]:.3f} to {ratios[-1]:.3f}), goal {goal}"
+        )
     ours, naive = (
         peak_of(peak_mib, way, options.vocabulary, options.score_tokens) for way in ("score", "whole logits")
     )

@@ -25,7 +25,7 @@ from areal_core.trainer.build import build_engine
 from consistency.engine.connect import rescore_all
 from consistency.engine.reply import Engine, Pictures
 from consistency.measure import k3
-from consistency.score import Scorer, score
+from consistency.score import Scorer, score_logprobs
 from consistency.tokens import Bools, Floats, Sequences
 
 # Rows are scored alone as well as packed, to detect logprobs that depend on the batch.
@@ -66,9 +66,9 @@ async def rescore(
         np.concatenate([np.array(row) for row in await rescore_all(engines, ids, num_prompts, workers, seen)])
         for _ in range(2)
     ]
-    model = score(scorer, rows, top_k=1).logprob
-    again = score(scorer, rows, top_k=1).logprob
-    alone = score(scorer, rows, top_k=1, tokens_per_pass=ALONE).logprob
+    model = score_logprobs(scorer, rows)
+    again = score_logprobs(scorer, rows)
+    alone = score_logprobs(scorer, rows, tokens_per_pass=ALONE)
     sampled = rows.engine_logprobs[rows.scored]
     return Rescoring(
         num_tokens=len(model),

@@ -25,7 +25,7 @@ from consistency.cross_checks import Rescoring
 from consistency.diagnose import Diagnosis, is_accusation
 from consistency.hypotheses import Replays, usable_or
 from consistency.measure import k3
-from consistency.score import Scorer, load_scorer, score, scorer_of
+from consistency.score import Scorer, load_scorer, score_logprobs, scorer_of
 from consistency.tokens import Sequences
 
 # Two rounding kernels differ more than a rounding one from an exact one: sqrt(2), with a margin.
@@ -151,7 +151,7 @@ def probe_images(inputs: ProbeInputs) -> list[Alternative]:
 
 def probe_prompts(inputs: ProbeInputs) -> list[Alternative]:
     """Score completions after the prompts of other rows."""
-    base = score(inputs.scorer, inputs.rows, temperature=inputs.setting.temperature, top_k=1).logprob
+    base = score_logprobs(inputs.scorer, inputs.rows, temperature=inputs.setting.temperature)
     return prompt_alternatives(inputs.scorer, inputs.rows, base, inputs.setting.temperature)
 
 
@@ -173,14 +173,14 @@ def checkpoint_alternative(
     scorer: Scorer, sequences: Sequences, cause: str, name: str, temperature: float
 ) -> Alternative:
     """Score with another model; `cause` is the verdict if its scores are the engine's."""
-    return Alternative(cause, name, score(scorer, sequences, temperature=temperature, top_k=1).logprob)
+    return Alternative(cause, name, score_logprobs(scorer, sequences, temperature=temperature))
 
 
 def partial_alternatives(
     scorer: Scorer, previous: Scorer, sequences: Sequences, temperature: float
 ) -> list[Alternative]:
     """Score with those tensors of the previous checkpoint that explain the logprobs (R25)."""
-    base = score(scorer, sequences, temperature=temperature, top_k=1).logprob
+    base = score_logprobs(scorer, sequences, temperature=temperature)
     values = sequences.engine_logprobs.copy()
     values[sequences.scored] = usable_or(values[sequences.scored], base)
     stale = find_stale_tensors(scorer, previous, replace(sequences, engine_logprobs=values), temperature)
@@ -285,7 +285,7 @@ def bos_alternatives(
     if begins_with(sequences, bos_token_id):
         found.append(("missing BOS", without_first(sequences)))
     return [
-        Alternative("R15", name, score(scorer, changed, temperature=temperature, top_k=1).logprob)
+        Alternative("R15", name, score_logprobs(scorer, changed, temperature=temperature))
         for name, changed in found
         if len(changed.scored) == len(sequences.scored)
     ]

@@ -89,25 +89,39 @@ def updates(frame: Frame) -> bool:
 
 
 def sides_of(case: Case) -> tuple[Side, ...]:
-    """Return every process of the job with its side."""
+    """Return every process of the job with its side. Stacks that are one object are judged once."""
     processes = [*case.ranks, *(s for s in case.others if s.role not in ("child", "launcher") and s.threads)]
-    files = [{f.file for f in s.thread_wait.frames} for s in processes]
-    shared = frozenset(set.intersection(*files)) if len(files) > 1 else frozenset()
+    mains = {id(s.thread_wait.frames): s.thread_wait for s in processes}
+    waits = mains | {id(t.thread_wait.frames): t.thread_wait for s in processes for t in s.threads}
+    updating = {key for key, wait in waits.items() if any(map(updates, wait.frames))}
+    files = [{f.file for f in wait.frames} for wait in mains.values()]
+    shared = frozenset(set.intersection(*files)) if len(processes) > 1 else frozenset()
     named = any(s.role in ROLES_APART for s in processes)
-    return tuple(side_of(process_state, shared, named) for process_state in processes)
+    engines: dict[int, bool] = {}
+    return tuple(side_of(s, updating, shared, None if named else engines) for s in processes)
 
 
-def side_of(process_state: ProcessState, shared: frozenset[str], named: bool) -> Side:
+def side_of(
+    process_state: ProcessState,
+    updating: set[int],
+    shared: frozenset[str],
+    engines: dict[int, bool] | None,
+) -> Side:
     """Return the side of one process, by the thread that is in an update where there is one.
 
-    `shared` are the files that every process runs: they distinguish none. `named` means that the
-    processes have roles.
+    `updating` are the stacks that are in one, `shared` the files that every process runs: they
+    distinguish none. `engines` has the answers of `is_engine`; None means that the processes have
+    roles.
     """
-    waits = [process_state.thread_wait, *(t.thread_wait for t in process_state.threads)]
-    found = next((w for w in waits if any(map(updates, w.frames))), None)
+    waits = (process_state.thread_wait, *(t.thread_wait for t in process_state.threads))
+    found = next((w for w in waits if id(w.frames) in updating), None)
     thread_wait = found or process_state.thread_wait
-    generates = process_state.role == "engine" if named else is_engine(thread_wait, shared)
-    return Side(process_state, thread_wait, generates, found is not None)
+    if engines is None:
+        return Side(process_state, thread_wait, process_state.role == "engine", found is not None)
+    key = id(thread_wait.frames)
+    if key not in engines:
+        engines[key] = is_engine(thread_wait, shared)
+    return Side(process_state, thread_wait, engines[key], found is not None)
 
 
 def is_engine(thread_wait: ThreadWait, shared: frozenset[str]) -> bool:

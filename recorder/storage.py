@@ -137,6 +137,7 @@ class KeptFiles:
 
     storage: Storage
     files: dict[str, bytes | bytearray] = field(default_factory=dict)
+    beyond: set[str] = field(default_factory=set)
     room_bytes: int = LARGEST_KEPT
 
     def names(self, folder: str) -> list[str]:
@@ -155,17 +156,18 @@ class KeptFiles:
 
     def keep(self, file: str) -> bool:
         """Return whether a file is in memory; read it if there is room."""
-        if file not in self.files:
-            size_bytes = self.storage.size(file)
-            if size_bytes is None or size_bytes > self.room_bytes:
-                return False
-            self.files[file] = self.storage.read(file, 0, size_bytes)
-            self.room_bytes -= size_bytes
-        return True
+        if file not in self.files and file not in self.beyond:
+            data = self.storage.read(file, 0, self.room_bytes + 1)  # opens it once; `size` would again
+            if len(data) > self.room_bytes:
+                self.beyond.add(file)
+            elif data or self.storage.size(file) is not None:
+                self.files[file] = data
+                self.room_bytes -= len(data)
+        return file in self.files
 
     def forget(self) -> None:
         """Drop the files."""
-        self.files, self.room_bytes = {}, LARGEST_KEPT
+        self.files, self.beyond, self.room_bytes = {}, set(), LARGEST_KEPT
 
     def local_folder(self, folder: str) -> Path:
         """See Storage."""

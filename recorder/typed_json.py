@@ -131,7 +131,10 @@ def dict_parser(parse_key: Parse, parse_value: Parse) -> Parse:
     def parse(value: Any) -> Any:
         if type(value) is not dict:
             raise mismatch("an object", value)
-        return parse_each([(parse_key(key), parse_value) for key in value], value)
+        try:
+            return dict(zip(map(parse_key, value), map(parse_value, value.values()), strict=True))
+        except Mismatch:  # one by one: only an error needs to know its place
+            return parse_each([(parse_key(key), parse_value) for key in value], value)
 
     return parse
 
@@ -145,6 +148,11 @@ def tuple_parser(arguments: tuple[Any, ...]) -> Parse:
         if type(value) not in (list, tuple) or not (any_length or len(value) == len(parsers)):
             raise mismatch("a list" if any_length else f"a list of {len(parsers)}", value)
         parsed: list[Any] = []
+        try:
+            if any_length:
+                return tuple(map(parsers[0], value))
+        except Mismatch:  # one by one: only an error needs to know its place
+            pass
         try:
             for item, parse_item in zip(value, repeat(parsers[0]) if any_length else parsers, strict=False):
                 parsed.append(parse_item(item))

@@ -108,7 +108,7 @@ def verify(path: str | os.PathLike[str], on_step: Callable[[int], None] = lambda
         anchors = numbered_folders(storage, ANCHORS_FOLDER)
     except DamagedRecord as error:
         problems.append(damage(error))
-    last_committed = max((s for s in steps if has_step_file(storage, s)), default=-1)
+    last_committed = next((s for s in reversed(steps) if has_step_file(storage, s)), -1)
     checks = StepChecks(storage, header, Chain(gaps), Prompts())
     of_steps: list[Problem] = []
     steps_ok: list[int] = []

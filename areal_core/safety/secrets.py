@@ -18,6 +18,7 @@ MASK = "***"
 # Lengths of secrets that are masked wherever they reappear; others are masked by name or form only.
 SHORTEST_VALUE, LONGEST_VALUE = 8, 1000
 MOST_FOUND = 100  # secrets of texts that are searched for in later ones, at a cost in each of them
+LONGEST_CLEAN, MOST_CLEAN = 500, 100_000  # of texts that are kept because they have no secret
 
 # Words of a name that make it one of a credential, unless the last word says that it is about one.
 STRONG = re.compile(
@@ -146,6 +147,7 @@ class Masker:
         self._lock = threading.Lock()
         self._known: set[str] = set()
         self._search: re.Pattern[str] | None = None  # of the known values; None: to be compiled
+        self._clean: set[str] = set()  # texts without a secret: stacks have the same ones many times
         self.learn(values)
 
     def learn(self, values: Iterable[str]) -> None:
@@ -155,10 +157,17 @@ class Masker:
             if not new <= self._known:
                 self._known |= new
                 self._search = None
+                self._clean = set()
 
     def text(self, text: str) -> str:
         """Return a text with every credential replaced by `***`."""
-        return self._masked(text, is_command=False)
+        clean = self._clean  # that of the secrets which are known now: another thread may learn one
+        if not text or text in clean:
+            return text
+        masked = self._masked(text, is_command=False)
+        if masked == text and MASK not in text and len(text) <= LONGEST_CLEAN and len(clean) < MOST_CLEAN:
+            clean.add(text)
+        return masked
 
     def document(self, text: str) -> str:
         """Return a JSON text, masked value by value so that it stays JSON; other text as `text`."""

@@ -5,7 +5,7 @@ from dataclasses import replace
 from areal_core.engine.errors import ModelError
 from areal_core.routing.routers import Routers
 from consistency.case import Alternative
-from consistency.score import Scorer, score
+from consistency.score import Scorer, score_logprobs
 from consistency.tokens import Sequences
 
 
@@ -20,7 +20,7 @@ def expert_alternatives(scorer: Scorer, rows: Sequences, temperature: float) -> 
         routers = Routers(scorer.model)
         routers.sizes.check(rows.experts)
         replaying = replace(scorer, routers=routers)
-        logprobs = score(replaying, rows, temperature=temperature, top_k=1).logprob
+        logprobs = score_logprobs(replaying, rows, temperature=temperature)
     except (ModelError, ValueError):
         return []
     routers.replay(None, scorer.device)

@@ -32,7 +32,7 @@ from consistency.candidates.prompts import EXPLAINED, bounded
 from consistency.candidates.stale_tensors import swapped, vision_tensors
 from consistency.case import Alternative
 from consistency.hypotheses import residual_size, select_rows, usable_or
-from consistency.score import Scorer, score
+from consistency.score import Scorer, score_logprobs
 from consistency.tokens import Floats, Sequences
 
 NORMALISATIONS: dict[str, tuple[Sequence[float], Sequence[float]]] = {
@@ -78,7 +78,7 @@ def image_alternatives(scorer: Scorer, rows: Sequences, temperature: float) -> l
     """
     if rows.images is None or scorer.processor is None:
         return []
-    base = score(scorer, rows, temperature=temperature, top_k=1).logprob
+    base = score_logprobs(scorer, rows, temperature=temperature)
     engine = usable_or(rows.engine_logprobs[rows.scored], base)
     row_of_place = rows.row_of_token[rows.scored]
     apart = np.bincount(row_of_place, bounded(engine - base), rows.num_rows)
@@ -86,9 +86,9 @@ def image_alternatives(scorer: Scorer, rows: Sequences, temperature: float) -> l
     at = np.flatnonzero(np.isin(row_of_place, worst))
     own, found = residual_size(engine[at], base[at]), []
     for one in treatments(scorer, rows):
-        screened = score(one.scorer, select_rows(one.rows, worst), temperature=temperature, top_k=1).logprob
+        screened = score_logprobs(one.scorer, select_rows(one.rows, worst), temperature=temperature)
         if residual_size(engine[at], screened) < own:
-            logprobs = score(one.scorer, one.rows, temperature=temperature, top_k=1).logprob
+            logprobs = score_logprobs(one.scorer, one.rows, temperature=temperature)
             found.append(Alternative(one.cause, one.name, logprobs))
     return found + exchanged_images(scorer, rows, base, temperature)
 
@@ -289,7 +289,7 @@ def exchanged_images(scorer: Scorer, rows: Sequences, base: Floats, temperature:
         values, best = rows.engine_logprobs[rows.scored][row_of_place == row], EXPLAINED * means[row]
         for images in list(others)[:PARTNERS_TO_TRY]:
             one = replace(one_row(rows, row), images=(images,))
-            logprobs = score(scorer, one, temperature=temperature, top_k=1).logprob
+            logprobs = score_logprobs(scorer, one, temperature=temperature)
             left = float(bounded(values - logprobs).mean())
             if left < best:
                 predicted[row_of_place == row], best = logprobs, left
@@ -325,5 +325,5 @@ def tower_alternative(
     if rows.images is None or scorer.processor is None:
         return []
     with swapped(scorer, other, vision_tensors(scorer.model)):
-        logprobs = score(scorer, rows, temperature=temperature, top_k=1).logprob
+        logprobs = score_logprobs(scorer, rows, temperature=temperature)
     return [Alternative("R65", f"the vision tower of {name}", logprobs)]

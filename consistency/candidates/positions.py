@@ -11,7 +11,7 @@ import torch
 
 from consistency.case import Alternative
 from consistency.hypotheses import mean_square, select_rows, spread_rows
-from consistency.score import Scorer, score
+from consistency.score import Scorer, score_logprobs
 from consistency.tokens import Floats, Sequences
 
 BASES = (1e3, 2.5e3, 5e3, 1e4, 2e4, 5e4, 1e5, 2.5e5, 5e5, 1e6, 2e6, 5e6, 1e7, 1e8)
@@ -59,7 +59,7 @@ def rotary_alternatives(scorer: Scorer, rows: Sequences, temperature: float) -> 
 def scored_with(scorer: Scorer, rows: Sequences, temperature: float, power: float, factor: float) -> Floats:
     """Score with changed frequencies, float64 [scored]."""
     with changed_frequencies(scorer, power, factor):
-        return score(scorer, rows, temperature=temperature, top_k=1).logprob
+        return score_logprobs(scorer, rows, temperature=temperature)
 
 
 def frequencies(scorer: Scorer) -> list[torch.Tensor]:

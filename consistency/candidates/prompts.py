@@ -4,7 +4,7 @@ import numpy as np
 
 from consistency.case import Alternative
 from consistency.hypotheses import RESIDUAL_BOUND
-from consistency.score import Scorer, score
+from consistency.score import Scorer, score_logprobs
 from consistency.tokens import Floats, Ints, Sequences
 
 ROWS_TO_TRY = 4
@@ -88,4 +88,4 @@ def after_prompts(
         np.zeros(lengths.sum()),
         images=None if rows.images is None else tuple(rows.images[one] for one in prompts),
     )
-    return score(scorer, packed, temperature=temperature, top_k=1).logprob.reshape(len(prompts), -1)
+    return score_logprobs(scorer, packed, temperature=temperature).reshape(len(prompts), -1)

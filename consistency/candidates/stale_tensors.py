@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from consistency.hypotheses import RESIDUAL_BOUND
-from consistency.score import Scorer, score
+from consistency.score import Scorer, score_logprobs
 from consistency.tokens import Floats, Sequences
 
 # Rounding of a recorded float32 log-prob: a residual below it is 0.
@@ -91,7 +91,7 @@ def find_stale_tensors(
 
     def logprobs(stale: Names) -> Floats:
         with swapped(now, before, stale):
-            return score(now, rows, temperature=temperature, top_k=1).logprob
+            return score_logprobs(now, rows, temperature=temperature)
 
     base, old = logprobs(()), logprobs(names)
     is_nearer_old = squares(engine, old) < squares(engine, base)

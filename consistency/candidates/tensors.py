@@ -21,7 +21,7 @@ from torch import Tensor
 
 from consistency.candidates.stale_tensors import MOST_TENSORS, nats_gained, vision_tensors
 from consistency.hypotheses import RESIDUAL_BOUND, select_rows, spread_rows
-from consistency.score import Scorer, image_inputs, score
+from consistency.score import Scorer, image_inputs, score_logprobs
 from consistency.tokens import Floats, Sequences
 
 TOKENS = 256
@@ -57,7 +57,7 @@ def find_changed_tensor(scorer: Scorer, rows: Sequences, temperature: float) -> 
     if sum(p.numel() for p in scorer.model.parameters()) > MOST_PARAMETERS:
         return None
     sample = select_rows(rows, spread_rows(rows, TOKENS))
-    base = score(scorer, sample, temperature=temperature, top_k=1).logprob
+    base = score_logprobs(scorer, sample, temperature=temperature)
     difference = sample.engine_logprobs[sample.scored] - base
     usable = np.isfinite(difference) & (np.abs(difference) < RESIDUAL_BOUND)
     if usable.sum() < 0.8 * len(usable) or not difference[usable].any():
@@ -102,7 +102,7 @@ def find_rescaled(scorer: Scorer, rows: Sequences, base: Floats, temperature: fl
         own = parameter.data
         for how, factor in FACTORS.items():
             parameter.data = own * factor
-            predicted = score(scorer, rows, temperature=temperature, top_k=1).logprob
+            predicted = score_logprobs(scorer, rows, temperature=temperature)
             gains[name, how] = nats_gained(engine, base, predicted)
             left[name, how] = float(np.median(np.abs(engine - predicted)))
         parameter.data = own

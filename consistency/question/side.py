@@ -23,7 +23,7 @@ from consistency.diagnose import is_accusation
 from consistency.errors import NothingToCompare, OtherTokenizer
 from consistency.hypotheses import replay, spread_rows, usable_or
 from consistency.question.sampling_laws import DRAWN_AGAIN, Draws, Law, draws_of, find_law
-from consistency.score import Scorer, load_scorer, score
+from consistency.score import Scorer, load_scorer, score_logprobs
 from consistency.source import Sampled, Sampling, model_dtype, parse_sampling, published_noise, read_step
 from consistency.tokens import Floats, Sequences
 from recorder import Record, RecordedStep
@@ -158,7 +158,7 @@ def examine_version(tokens: Tokens) -> Examined:
         refuse_other_vocabulary(rows, now)
     except OtherTokenizer as error:
         return Examined(Suspect("tokenizer", "another tokenizer", "high", str(error)), num_tokens, str(error))
-    base = score(now, rows, temperature=tokens.temperature, top_k=1).logprob
+    base = score_logprobs(now, rows, temperature=tokens.temperature)
     rows.engine_logprobs[rows.scored] = usable_or(rows.engine_logprobs[rows.scored], base)
     difference = mean_abs(rows.engine_logprobs[rows.scored] - base)
     facts = (
@@ -187,9 +187,7 @@ def suspect_weights(tokens: Tokens, now: Scorer, base: Floats) -> tuple[Suspect 
     keys = [*map(str, earlier), *([BASE] if BASE in tokens.models else [])]
     if not keys:
         return None, ", no weights of versions before to compare with"
-    predicted = {
-        key: score(tokens.load(key), rows, temperature=tokens.temperature, top_k=1).logprob for key in keys
-    }
+    predicted = {key: score_logprobs(tokens.load(key), rows, temperature=tokens.temperature) for key in keys}
     fits = [fit(key, engine, base, logprobs) for key, logprobs in predicted.items()]
     # Of equals (the base model is version 0 of an adapter), the adapter's absence is named.
     best = max(fits, key=lambda found: (round(found.nats, 3), found.name == BASE))

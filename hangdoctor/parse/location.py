@@ -39,6 +39,7 @@ BARE = re.compile(r"^(?:worker|gpu|r|proc)?[_\-]?(?P<rank>\d{1,6})$", re.I)
 LOCAL_RANK = re.compile(r"--(?:local[_-])?rank[= ](\d{1,6})\b")
 # Engines rename their processes: `sglang::scheduler_PP1_TP0`, `VLLM::Worker_TP3`.
 COORDINATE = re.compile(r"_(DP|PP|TP|EP)(\d{1,5})")
+STATUSES: dict[str, Status] = {status: status for status in get_args(Status)}
 SUFFIXES = (".native", ".error", ".stacktrace", ".pyspy", ".dump", ".stack", ".trace")
 # File endings of formats, so that `rank_3.pickle` and `nccl_trace_rank_3` have the same stem.
 ENDINGS = (".json", ".txt", ".log", ".pickle", ".pkl", ".out", ".err", ".bin", ".gz", ".md")
@@ -128,7 +129,6 @@ def contents_from(data: bytes) -> Contents:
 
 def expected_from(entry: dict[str, Any]) -> ExpectedProcess:
     """Parse one entry of `processes`; an unknown status counts as `gone`."""
-    known: dict[Any, Status] = {status: status for status in get_args(Status)}
     return ExpectedProcess(
         name=str(entry.get("name")),
         rank=number(entry.get("rank")),
@@ -136,7 +136,7 @@ def expected_from(entry: dict[str, Any]) -> ExpectedProcess:
         host=text(entry.get("host")),
         pid=number(entry.get("pid")),
         parent=text(entry.get("parent")),
-        status=known.get(str(entry.get("status")), "gone"),
+        status=STATUSES.get(str(entry.get("status")), "gone"),
         detail=str(entry.get("detail") or ""),
         command=str(entry.get("command") or ""),
     )

@@ -2,12 +2,14 @@
 them.
 
 Ten thousand ranks of one job print nearly the same document: only process and thread numbers
-differ. They are cut out first, so that one shape is decoded once and every further rank costs one
-scan and one look-up.
+differ. They are cut out first, so that one shape is decoded once, and every further rank costs a
+comparison with the last few shapes.
 """
 
 import json
 import re
+from collections import deque
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -16,7 +18,41 @@ from hangdoctor.model import Frame, Thread
 
 PYTHON_FILES = (".py", ".pyx", ".pyi", ".ipynb", ".pyc")
 # A literal head lets `re` skip to the next number: 20 kB of dump in 30 microseconds.
-NUMBER = re.compile(r'id": ?(\d+|null)')
+NUMBER = re.compile(r'(id": ?)(\d+|null)')
+PID, OS_ID = re.compile(r'"pid": ?$'), re.compile(r'"os_thread_id": ?$')
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What documents have in common that differ in process and thread numbers only.
+
+    `head` is the text before the first number, `after` the text up to the next number, for each:
+    its first character, itself, its length. `text` is all of it with blanked numbers; `pid_at` and
+    `os_at` are the indices of the numbers of the process and of threads.
+    """
+
+    head: str
+    after: tuple[tuple[str, str, int], ...]
+    text: str
+    pid_at: int | None
+    os_at: tuple[int, ...]
+
+    def numbers(self, text: str) -> list[str] | None:
+        """Return the numbers of a document; None if its shape is another one."""
+        if not text.startswith(self.head):
+            return None
+        found, begin = [], len(self.head)
+        for first, piece, size in self.after:
+            end = text.find(first, begin)
+            number = text[begin:end]
+            if not (number.isdecimal() or number == "null") or not text.startswith(piece, end):
+                return None
+            found.append(number)
+            begin = end + size
+        return found if begin == len(text) else None
+
+
+RECENT: deque[Shape] = deque(maxlen=8)
 
 
 def parse_stacks_json(text: str) -> tuple[int | None, tuple[Thread, ...]]:
@@ -25,13 +61,29 @@ def parse_stacks_json(text: str) -> tuple[int | None, tuple[Thread, ...]]:
     Thread numbers are dropped; the thread whose number is the process id is named MainThread if it
     has no name, because py-spy loses names on some Python versions.
     """
-    pieces = NUMBER.split(text)
-    between, numbers = pieces[0::2], pieces[1::2]
-    pid = next((n for before, n in zip(between, numbers, strict=False) if before.endswith('"p')), "null")
-    os_ids = [n for before, n in zip(between, numbers, strict=False) if before.endswith('"os_thread_')]
+    for shape in tuple(RECENT):
+        numbers = shape.numbers(text)
+        if numbers is not None:
+            break
+    else:
+        shape, numbers = shape_of(text)
+    if not RECENT or RECENT[0] is not shape:  # the last shape is the likeliest next one
+        RECENT.appendleft(shape)
+    pid = "null" if shape.pid_at is None else numbers[shape.pid_at]
+    os_ids = [numbers[at] for at in shape.os_at]
     main = os_ids.index(pid) if pid != "null" and pid in os_ids else -1
-    threads = threads_of_shape('id": 0'.join(between), main)
-    return (int(pid) if pid.isdecimal() else None), threads
+    return (int(pid) if pid.isdecimal() else None), threads_of_shape(shape.text, main)
+
+
+def shape_of(text: str) -> tuple[Shape, list[str]]:
+    """Cut the numbers out of a document."""
+    pieces = NUMBER.split(text)
+    before = [piece + key for piece, key in zip(pieces[0::3], pieces[1::3], strict=False)]
+    pid_at = next((at for at, piece in enumerate(before) if PID.search(piece)), None)
+    os_at = tuple(at for at, piece in enumerate(before) if OS_ID.search(piece))
+    head, *rest = between = [*before, pieces[-1]]
+    after = tuple((piece[:1], piece, len(piece)) for piece in rest)
+    return Shape(head, after, "0".join(between), pid_at, os_at), pieces[2::3]
 
 
 @lru_cache(maxsize=1024)

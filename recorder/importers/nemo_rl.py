@@ -75,10 +75,10 @@ def parse_row(row: Mapping[str, Any], where: str) -> Sample:
 
     def column(name: str) -> Any:
         values = optional(row, name)
-        return None if values is None else np.asarray(values)[:length]
+        return None if values is None else np.asarray(values[:length])  # the rest is padding
 
     tokens = column("token_ids")
-    mask = np.asarray(member(row, "token_loss_mask", where))[:length] != 0
+    mask = np.asarray(member(row, "token_loss_mask", where)[:length]) != 0
     is_trained = optional(row, "sample_loss_mask", 1) != 0
     return sequence_sample(
         tokens,

@@ -183,14 +183,14 @@ class Prompts:
         """Add a step; yield a sample that is in it twice."""
         ranks = range(step.manifest.num_ranks)
         columns = [step.batch(rank, ["prompt_id", "sample_id"]) for rank in ranks]
-        samples = np.concatenate(
-            [np.stack([c["prompt_id"], c["sample_id"].astype(np.int64)], axis=1) for c in columns]
-        )
-        found, counts = np.unique(samples, axis=0, return_counts=True)
-        for prompt, sample in found[counts > 1][:1]:
-            yield step.name_of(STEP_FILE), f"has sample {sample} of prompt {prompt} twice"
+        prompts, samples = (np.concatenate([c[key] for c in columns]) for key in ("prompt_id", "sample_id"))
+        order = np.lexsort((samples, prompts))  # by prompt, then by sample
+        prompts, samples = prompts[order], samples[order]
+        is_new = prompts[1:] != prompts[:-1]
+        for again in np.flatnonzero(~is_new & (samples[1:] == samples[:-1]))[:1]:
+            yield step.name_of(STEP_FILE), f"has sample {samples[again]} of prompt {prompts[again]} twice"
         self.steps.append(step.manifest.step)
-        self.ids.append(np.unique(samples[:, 0]))
+        self.ids.append(prompts[np.concatenate([np.ones(min(1, len(prompts)), bool), is_new])])
 
     def repeated(self) -> Iterator[tuple[int, str]]:
         """Yield each step that has a prompt of an earlier one, with the first such prompt."""

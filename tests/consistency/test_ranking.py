@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from consistency.report import rank_tokens
-from consistency.score import Scores, score_logits
+from consistency.score import Scores, most_likely, score_logits
 
 
 def scores_of(probabilities, labels):
@@ -43,3 +43,25 @@ def test_tokens_not_scored_in_detail_do_not_count():
     empty = Scores.empty(4, 2)
     assert rank_tokens(empty, None) is None
     assert np.isnan(empty.entropy).all()
+
+
+@pytest.mark.parametrize("size", [7, 128, 640, 1000, 5000])
+def test_the_most_likely_tokens_are_those_of_a_sort(size):
+    logits = torch.randn(9, size, generator=torch.Generator().manual_seed(size))
+    logits[0, -5:], logits[1, :5] = 9.0 + torch.arange(5), 9.0 - torch.arange(5)
+    logits[2, 3] = float("-inf")
+    assert torch.equal(most_likely(logits, 5), logits.argsort(dim=1, descending=True)[:, :5])
+
+
+def test_scores_do_not_depend_on_the_rows_that_are_reduced_together():
+    generator = torch.Generator().manual_seed(0)
+    logits, labels = torch.randn(7, 1000, generator=generator), torch.randint(0, 1000, (7,))
+    together, apart = (score_logits(logits.clone(), labels, 0.7, 5, size) for size in (7, 2))
+    assert together.keys() == apart.keys()
+    assert all(torch.equal(together[name], apart[name]) for name in together)
+    logprobs = torch.log_softmax(logits.double() / 0.7, 1)
+    at_label = logprobs.gather(1, labels[:, None])
+    expected = torch.where(logprobs > at_label, logprobs.exp(), 0).sum(1)
+    torch.testing.assert_close(together["mass_before"].double(), expected, rtol=1e-4, atol=1e-6)
+    assert torch.equal(together["rank"], (logprobs > at_label).sum(1))
+    assert torch.equal(score_logits(logits.clone(), labels, 0.7, None)["logprob"], together["logprob"])

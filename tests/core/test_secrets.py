@@ -183,3 +183,12 @@ def test_a_log_of_many_secrets_takes_linear_time():
     assert mask.text(text) == "token=*** " * 12_000
     mask.text(text.replace("token=", ""))
     assert time.process_time() - started < 10
+
+
+def test_a_text_that_was_clean_is_masked_once_its_secret_is_known():
+    mask = Masker()
+    text = "job of tr0ub4dor-and-3"
+    assert [mask.text(text), mask.text(text), mask.count] == [text, text, 0]
+    mask.learn(["tr0ub4dor-and-3"])
+    assert [mask.text(text), mask.text(text), mask.count] == ["job of ***", "job of ***", 2]
+    assert [mask.text("--token=***"), mask.text("")] == ["--token=***", ""]

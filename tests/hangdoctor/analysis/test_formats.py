@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from hangdoctor.errors import UnreadableDump
 from hangdoctor.frames import last_name, main_thread, short_file
 from hangdoctor.model import Frame, Thread
 from hangdoctor.parse.headings import numbers_in
@@ -207,6 +208,26 @@ def test_pyspy_json_of_ranks_that_differ_in_numbers_only_share_their_threads():
     assert first[1] is second[1]
     assert [thread.name for thread in first[1]] == [None, "MainThread"]
     assert first[1][0].frames == (Frame("f", "/v/site-packages/torch/x.py", 3),)
+
+
+def test_pyspy_json_of_another_shape_than_the_last_ones_is_read_anew():
+    documents = [pyspy_json(number, f"f{number % 12}", [number, 5]) for number in range(30)]
+    documents.insert(
+        15, documents[3].replace('"pid": 3', '"pid":3').replace('"os_thread_id": 3', '"os_thread_id":3')
+    )
+    read = [parse_stacks_json(document) for document in documents]
+    assert [pid for pid, _ in read] == [*range(15), 3, *range(15, 30)]
+    assert [threads[0].frames[0].function for _, threads in read[:13]] == [f"f{n % 12}" for n in range(13)]
+    assert [threads[0].name for _, threads in read] == ["MainThread"] * 31
+    assert (read[0][1] is read[12][1], read[15][1] == read[3][1]) == (True, True)
+
+
+@pytest.mark.parametrize("change", [("10", "x"), ('"pid": 10', '"pid": 10 7'), ("}]", "}"), ('"f"', '"f')])
+def test_pyspy_json_like_the_last_one_and_damaged_is_refused(change):
+    text = pyspy_json(10, "f", [12, 10])
+    parse_stacks_json(text)
+    with pytest.raises(UnreadableDump):
+        parse_stacks_json(text.replace(*change))
 
 
 def test_pyspy_json_without_thread_numbers():

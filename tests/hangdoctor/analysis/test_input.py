@@ -8,6 +8,7 @@ import pytest
 
 from hangdoctor.errors import HangInputError
 from hangdoctor.parse.location import ProcessName, parse_name
+from hangdoctor.parse.members import common_members, tar_members
 from hangdoctor.parse.read import parse_mapping, read_snapshot
 
 STACK = 'Thread 1 (idle): "MainThread"\n    f (a.py:1)\n'
@@ -123,6 +124,53 @@ def test_a_truncated_tar_gives_what_comes_before_the_damage(tmp_path):
     snapshot = read_snapshot([path])
     assert [d.rank for d in snapshot.dumps] == [0]
     assert "damaged" in snapshot.notes[0]
+
+
+def some_tar(path, format):
+    """Write a tar with headers of every kind; return its regular files as tarfile reads them."""
+    with tarfile.open(path, "w", format=format) as tar:
+        folder = tarfile.TarInfo("./c")
+        folder.type = tarfile.DIRTYPE
+        tar.addfile(folder)
+        for name in (
+            "./c/rank_0.txt",
+            "c/rank_1.txt",
+            "c/räng_2.txt",
+            f"c/{'d' * 120}/rank_3.txt",
+            "c/rank_4.txt",
+        ):
+            data = name.encode() * 50
+            info = tarfile.TarInfo(name)
+            info.size, info.mtime = len(data), 1.5 if name == "c/rank_4.txt" else 1
+            tar.addfile(info, io.BytesIO(data))
+        link = tarfile.TarInfo("c/rank_5.txt")
+        link.type, link.linkname = tarfile.SYMTYPE, "/etc/passwd"
+        tar.addfile(link)
+    with tarfile.open(path) as tar:
+        return [
+            (member.name.removeprefix("./"), tar.extractfile(member).read())
+            for member in tar
+            if member.isreg()
+        ]
+
+
+@pytest.mark.parametrize("format", [tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
+def test_headers_of_every_kind_are_read_as_tarfile_reads_them(tmp_path, format):
+    expected, notes = some_tar(tmp_path / "c.tar", format), []
+    assert list(tar_members(tmp_path / "c.tar", notes)) == expected
+    assert (len(expected), notes) == (5, [])
+    with (tmp_path / "c.tar").open("rb") as file:
+        assert list(common_members(file)) == expected[:2]  # the next name is not ASCII
+
+
+@pytest.mark.parametrize("at", [0, 140, 156, 2048 + 124])
+def test_a_tar_is_read_up_to_a_header_with_a_changed_byte(tmp_path, at):
+    path = tmp_path / "c.tar"
+    expected = some_tar(path, tarfile.GNU_FORMAT)
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1
+    path.write_bytes(data)
+    assert list(tar_members(path, [])) == (expected[:1] if at > 512 else [])
 
 
 def test_equal_stacks_posted_once_with_a_count_become_that_many_ranks(tmp_path):
