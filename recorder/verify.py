@@ -312,7 +312,8 @@ class StepChecks:
         found += self.problems_of_pictures(pictures)
         sha256 = hashlib.sha256(data).hexdigest()
         linked = Linked(step, manifest.version, manifest.format_version, manifest.previous, sha256)
-        contradictions, prompts = [], list[int]()
+        contradictions: list[Problem] = []
+        prompts: list[int] = []
         if not found and self.header is not None:
             contradictions, prompts = self.contradictions(recorded, self.header)
         return StepFacts(tuple(found), linked, tuple(contradictions), tuple(prompts), tuple(pictures))
