@@ -2,8 +2,9 @@
 
 import hashlib
 import os
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from crc32c import crc32c
 
@@ -23,6 +24,7 @@ from recorder.format import (
     FileEntry,
     RecordHeader,
     Recording,
+    StepLink,
     StepManifest,
     is_lock_file,
     parse_anchor,
@@ -31,8 +33,8 @@ from recorder.format import (
     step_number,
 )
 from recorder.header import Gaps
-from recorder.integrity.chain import Chain, missing_steps, read_end
-from recorder.integrity.contents import Prompts, contradictions
+from recorder.integrity.chain import Chain, Linked, missing_steps, read_end
+from recorder.integrity.contents import Prompts, contradictions, prompts_of
 from recorder.lock import writer_of
 from recorder.pictures.named import PICTURE_NAME, picture_file, read_picture
 from recorder.pictures.shared import is_leftover
@@ -90,10 +92,69 @@ class VerifyReport:
         return not self.problems
 
 
-def verify(path: str | os.PathLike[str], on_step: Callable[[int], None] = lambda step: None) -> VerifyReport:
+@dataclass(frozen=True)
+class StepFacts:
+    """What a committed step says by itself, in JSON types (`asdict`, `parse_facts`).
+
+    `problems` are those of its bytes, `contradictions` those between its files. `linked` is None if
+    step.json cannot be read. `prompts` are the ids of its prompts, `pictures` the names of its
+    pictures; both are empty if they are not known.
+    """
+
+    problems: tuple[Problem, ...] = ()
+    linked: Linked | None = None
+    contradictions: tuple[Problem, ...] = ()
+    prompts: tuple[int, ...] = ()
+    pictures: tuple[str, ...] = ()
+
+
+def parse_facts(document: dict[str, Any]) -> StepFacts:
+    """Parse the facts of a step; the inverse of `asdict`."""
+    linked = document["linked"]
+    if linked is not None:
+        before = linked["previous"]
+        linked = Linked(**linked | {"previous": before and StepLink(**before)})
+    return StepFacts(
+        tuple(Problem(**problem) for problem in document["problems"]),
+        linked,
+        tuple(Problem(**problem) for problem in document["contradictions"]),
+        tuple(document["prompts"]),
+        tuple(document["pictures"]),
+    )
+
+
+def numbered_steps(path: str | os.PathLike[str]) -> list[int]:
+    """Return the numbers of all step folders, committed or not. Raises RecordNotFound."""
+    numbers = map(step_number, open_storage(path).names(STEPS_FOLDER))
+    return sorted(number for number in numbers if number is not None)
+
+
+def check_steps(path: str | os.PathLike[str], steps: Iterable[int]) -> dict[int, StepFacts]:
+    """Check the bytes and files of some committed steps, each by itself; `verify` takes the facts.
+
+    Raises RecordNotFound.
+    """
+    storage = KeptFiles(open_storage(path))
+    checks = StepChecks(storage, read_top(storage)[0])
+    found = {}
+    for step in steps:
+        found[step] = checks.facts(step)
+        storage.forget()
+    return found
+
+
+def verify(
+    path: str | os.PathLike[str],
+    on_step: Callable[[int], None] = lambda step: None,
+    checked: Mapping[int, StepFacts] | None = None,
+) -> VerifyReport:
     """Check a complete record: every byte, then what its files say about each other.
 
     Damage is reported and never raised; calls `on_step` after each step.
+
+    Args:
+        checked: facts of steps that `check_steps` has found: these are not read again, unless their
+            step.json was not readable, as that of a step that is being recorded.
 
     Raises RecordNotFound and NotARecord, and UnknownFormat for a version that cannot be checked.
     """
@@ -109,12 +170,26 @@ def verify(path: str | os.PathLike[str], on_step: Callable[[int], None] = lambda
     except DamagedRecord as error:
         problems.append(damage(error))
     last_committed = next((s for s in reversed(steps) if has_step_file(storage, s)), -1)
-    checks = StepChecks(storage, header, Chain(gaps), Prompts())
+    checks = StepChecks(storage, header)
+    chain, prompts, pictures = Chain(gaps), Prompts(), set[str]()
     of_steps: list[Problem] = []
     steps_ok: list[int] = []
     unfinished_steps: list[int] = []
     for step in steps:
-        found = list(checks.problems(step) if step <= last_committed else checks.unfinished(step))
+        if step > last_committed:
+            what = "is missing: the step was not finished"
+            facts = StepFacts((Problem(step_file(step), None, what, kind="unfinished"),))
+        else:
+            given = None if checked is None or step not in checked else checked[step]
+            facts = checks.facts(step) if given is None or given.linked is None else given
+        found = [*facts.problems]
+        if facts.linked is None:
+            chain.skip()
+        else:
+            found += [contradiction(step_file(step), what) for what in chain.follow(facts.linked)]
+        found += facts.contradictions
+        prompts.add(step, facts.prompts)
+        pictures.update(facts.pictures)
         of_steps += found
         if not found:
             steps_ok.append(step)
@@ -122,16 +197,16 @@ def verify(path: str | os.PathLike[str], on_step: Callable[[int], None] = lambda
             unfinished_steps.append(step)
         storage.forget()
         on_step(step)
-    repeated = dict(checks.prompts.repeated())
+    repeated = dict(prompts.repeated())
     of_steps += [contradiction(step_file(step), what) for step, what in repeated.items()]
     if end is not None:
-        problems += [contradiction(END_FILE, what) for what in checks.chain.check_end(end)]
+        problems += [contradiction(END_FILE, what) for what in chain.check_end(end)]
     recording = Recording() if header is None else header.recording
-    missing = missing_steps(steps, checks.chain.absent, recording, gaps)
+    missing = missing_steps(steps, chain.absent, recording, gaps)
     problems += [Problem(f"{STEPS_FOLDER}/{step_name(step)}", None, "is missing") for step in missing]
     problems += of_steps
     if len(steps_ok) + len(unfinished_steps) == len(steps):  # else nobody knows which pictures are named
-        problems += orphan_problems(storage, checks.pictures)
+        problems += orphan_problems(storage, pictures)
     for step in anchors:
         problems += anchor_problems(storage, f"{ANCHORS_FOLDER}/{step_name(step)}")
     return VerifyReport(
@@ -208,43 +283,40 @@ def unexpected(file: str) -> Problem:
 
 @dataclass(frozen=True)
 class StepChecks:
-    """The checks of committed steps, in ascending order; `header` is None if it is damaged.
+    """The checks of committed steps, each by itself; `header` is None if it is damaged.
 
     `pictures` has the problem of each picture that was checked, or None.
     """
 
     storage: Storage
     header: RecordHeader | None
-    chain: Chain
-    prompts: Prompts
     pictures: dict[str, Problem | None] = field(default_factory=dict)
 
-    def problems(self, step: int) -> Iterator[Problem]:
-        """Yield the problems of a step; without step.json no others can be found."""
+    def facts(self, step: int) -> StepFacts:
+        """Check a step; without step.json nothing else can be found."""
         folder, file = f"{STEPS_FOLDER}/{step_name(step)}", step_file(step)
         try:
             data = read_small(self.storage, file)
             manifest = parse_manifest(data, step)
         except DamagedRecord as error:
-            self.chain.skip()
-            yield damage(error)
-            return
+            return StepFacts((damage(error),))
         except UnknownFormat as error:
-            self.chain.skip()
-            yield Problem(file, None, str(error))
-            return
-        found = list(self.problems_of_bytes(folder, manifest))
-        found += [] if found else self.problems_of_pictures(RecordedStep(self.storage, manifest))
-        yield from found
+            return StepFacts((Problem(file, None, str(error)),))
+        recorded = RecordedStep(self.storage, manifest)
+        found, pictures = [*self.problems_of_bytes(folder, manifest)], dict[str, int]()
+        if not found:
+            try:
+                pictures = recorded.named_pictures()
+            except DamagedRecord as error:
+                found.append(damage(error))
+        found += self.problems_of_pictures(pictures)
         sha256 = hashlib.sha256(data).hexdigest()
-        yield from (contradiction(file, what) for what in self.chain.follow(manifest, sha256))
+        linked = Linked(step, manifest.version, manifest.format_version, manifest.previous, sha256)
+        contradictions: list[Problem] = []
+        prompts: list[int] = []
         if not found and self.header is not None:
-            yield from self.contradictions(RecordedStep(self.storage, manifest), self.header)
-
-    def unfinished(self, step: int) -> Iterator[Problem]:
-        """Yield the problem of a step that was being written when the run ended."""
-        self.chain.skip()
-        yield Problem(step_file(step), None, "is missing: the step was not finished", kind="unfinished")
+            contradictions, prompts = self.contradictions(recorded, self.header)
+        return StepFacts(tuple(found), linked, tuple(contradictions), tuple(prompts), tuple(pictures))
 
     def problems_of_bytes(self, folder: str, manifest: StepManifest) -> Iterator[Problem]:
         """Yield files that are damaged or not listed."""
@@ -252,28 +324,30 @@ class StepChecks:
         known = {STEP_FILE, *manifest.batches, *manifest.files}
         yield from (unexpected(f"{folder}/{n}") for n in sorted(self.storage.names(folder)) if n not in known)
 
-    def problems_of_pictures(self, step: RecordedStep) -> Iterator[Problem]:
-        """Yield the damaged pictures of a step, each of which is read once."""
-        try:
-            named = step.named_pictures()
-        except DamagedRecord as error:
-            yield damage(error)
-            return
+    def problems_of_pictures(self, named: Mapping[str, int]) -> Iterator[Problem]:
+        """Yield the damaged pictures, by name with their sizes; each is read once."""
         for name, size_bytes in named.items():
             if name not in self.pictures:
                 self.pictures[name] = picture_problem(self.storage, name, size_bytes)
             if (problem := self.pictures[name]) is not None:
                 yield problem
 
-    def contradictions(self, step: RecordedStep, header: RecordHeader) -> Iterator[Problem]:
-        """Yield what the files of a step say about each other and cannot both be true."""
+    def contradictions(self, step: RecordedStep, header: RecordHeader) -> tuple[list[Problem], list[int]]:
+        """Return what the files of a step say about each other and cannot both be true.
+
+        With the ids of its prompts, which no other step may have.
+        """
+        found: list[Problem] = []
+        prompts: list[int] = []
         try:
-            yield from (contradiction(file, what) for file, what in contradictions(step, header))
+            found += [contradiction(file, what) for file, what in contradictions(step, header)]
             # imports number the prompts of each step from 0 in format 1
             if step.manifest.format_version > 1 or "imported" not in header.environment:
-                yield from (contradiction(file, what) for file, what in self.prompts.add(step))
+                prompts, twice = prompts_of(step)
+                found += [contradiction(file, what) for file, what in twice]
         except DamagedRecord as error:
-            yield damage(error)
+            found.append(damage(error))
+        return found, prompts
 
 
 def listed_problems(storage: Storage, folder: str, manifest: StepManifest) -> Iterator[Problem]:

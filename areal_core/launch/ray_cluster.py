@@ -99,8 +99,12 @@ def launch(job: Job) -> int:
 
 
 @contextmanager
-def connected(address: str | None) -> Iterator[None]:
-    """A connection to a cluster, unless this process has one already. Raises ConfigError."""
+def connected(address: str | None, num_cpus: int | None = None) -> Iterator[None]:
+    """A connection to a cluster, unless this process has one already. Raises ConfigError.
+
+    Args:
+        num_cpus: of a new cluster (`address` is "local"); by default those of this machine.
+    """
     if ray.is_initialized():
         yield
         return
@@ -110,8 +114,19 @@ def connected(address: str | None) -> Iterator[None]:
     try:
         if port.isdigit() and "/" not in host:  # Ray itself would try for minutes
             socket.create_connection((host, int(port)), CONNECT_TIMEOUT_S).close()
-        ray.init(address, include_dashboard=False, log_to_driver=False, logging_level=logging.WARNING)
-    except (OSError, RuntimeError, ValueError) as error:
+        ray.init(
+            address,
+            num_cpus=num_cpus,
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level=logging.WARNING,
+        )
+    except Exception as error:  # a node that does not start in time raises no class of its own
+        if where == "local":
+            raise ConfigError(
+                f"Ray did not start on this machine ({str(error).splitlines()[0]}): try again when it is less busy, "
+                "or name a running Ray in RAY_ADDRESS"
+            ) from None
         raise ConfigError(
             f"no Ray cluster can be reached at {where!r} ({str(error).splitlines()[0]}): start one with "
             "`ray start --head`, or leave launcher.ray.address and RAY_ADDRESS empty"

@@ -1,20 +1,30 @@
 """`areal-debug consistency`: compare an engine's logprobs with the model's, token by token."""
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 from click.core import ParameterSource
 
-from areal_debug.cli import Verb, force_option, json_option, output_option
+from areal_debug.cli import (
+    Verb,
+    force_option,
+    json_option,
+    output_option,
+    spread_options,
+    step_range_option,
+)
 from areal_debug.render import (
     announce,
     console,
     count,
     errors_as_sentences,
     fail,
+    format_number,
     is_quiet,
     print_json,
     refuse_existing,
@@ -33,6 +43,7 @@ GSM8K_REWARD = "areal_core.reward.functions.gsm8k_reward_fn"
 @click.command(
     cls=Verb,
     example="areal-debug consistency runs/record\n"
+    "areal-debug consistency runs/record --steps 0:1000 --replay-weights --on ray\n"
     "areal-debug consistency --engine HOST:PORT --model MODEL --prompts questions.jsonl -o report.html",
 )
 @click.argument("record", type=click.Path(path_type=Path), required=False)
@@ -54,6 +65,12 @@ GSM8K_REWARD = "areal_core.reward.functions.gsm8k_reward_fn"
     multiple=True,
     metavar="N",
     help="Number of the step; by default the first, which the starting weights sampled. May be repeated.",
+)
+@step_range_option
+@click.option(
+    "--replay-weights",
+    is_flag=True,
+    help="Where a step was sampled with newer weights than the first ones, replay the record up to it first.",
 )
 @click.option(
     "--prompts",
@@ -124,6 +141,7 @@ GSM8K_REWARD = "areal_core.reward.functions.gsm8k_reward_fn"
 )
 @output_option("Write the report as one HTML page, too.")
 @force_option
+@spread_options
 @json_option
 @errors_as_sentences
 def command(
@@ -131,9 +149,12 @@ def command(
     engines: tuple[str, ...],
     model: str | None,
     steps: tuple[int, ...],
+    step_range: str | None,
     gate: str,
     output: Path | None,
     force: bool,
+    place: str | None,
+    workers: int | None,
     as_json: bool,
     **options: Any,
 ) -> None:
@@ -142,6 +163,8 @@ def command(
 
     Exit code 0: healthy. 1: a mismatch, or a metric beyond its --gate. 2: inconclusive.
     """
+    if (step_range, place, workers) != (None, None, None):
+        check_each_step(record, step_range, steps, place, workers, as_json, output or options["layers"])
     if options["layers"]:
         from areal_debug.consistency.layers import check_layers
 
@@ -165,12 +188,40 @@ def command(
 
         write_page(output, checked, gates, request, source)
     if as_json:
-        print_json(source | {"model": request.model} | document(checked, gates))
+        print_json({"model": request.model} | source | document(checked, gates))
     elif is_quiet():
         print_verdict(console(), checked)
     else:
         print_report(console(), checked, gates, request, source)
     raise SystemExit(exit_code(checked, gates))
+
+
+def check_each_step(
+    record: Path | None,
+    step_range: str | None,
+    steps: tuple[int, ...],
+    place: str | None,
+    workers: int | None,
+    as_json: bool,
+    excluded: object,
+) -> NoReturn:
+    """Check each step by itself, and print a line for each."""
+    from areal_debug.spread.render import report_tasks
+    from areal_debug.spread.step_ranges import step_tasks
+
+    if record is None or excluded:
+        fail("--steps and --on ray check the steps of RECORD: leave out --engine, --layers and --output")
+    report_tasks("step", step_tasks(record, step_range, steps), place, workers, columns, as_json)
+
+
+def columns(report: dict[str, Any]) -> dict[str, str]:
+    """Return what the table of several steps has of a step's report."""
+    causes = report["causes"]
+    return {
+        "tokens": f"{report['num_tokens']:,}",
+        "mean |D|": format_number(report["metrics"]["mean_abs"]),
+        "cause": f"{causes[0]['id']} {causes[0]['name']}" if causes else "unknown",
+    }
 
 
 def request_of(model: str, options: dict[str, Any]) -> "Request":
@@ -191,6 +242,10 @@ def check_recorded(
     if not record.steps:
         fail(f"{path} holds no committed step: nothing to check")
     steps = steps or record.steps[:1]
+    source: dict[str, Any] = {"record": str(path), "steps": steps}
+    if model is None and options["replay_weights"] and newest_version(record, steps) is not None:
+        folder = click.get_current_context().with_resource(replayed_model(record, steps))
+        model, source["model"] = folder, f"replayed to step {max(steps)}"
     model = model or first_weights(record, steps)
     announce(f"scoring {count(len(steps), 'step')} of {path} with {model}")
     from consistency.check import check  # imports torch
@@ -202,7 +257,18 @@ def check_recorded(
     sampled = replace(sampled, notes=(*notes, *sampled.notes))
     total = sum(len(chunk.input_ids) for chunk in sampled.chunks.values())
     with doing("scoring, in tokens", total):
-        return check(sampled, request, tick), request, {"record": str(path), "steps": steps}
+        return check(sampled, request, tick), request, source
+
+
+@contextmanager
+def replayed_model(record: "Record", steps: tuple[int, ...]) -> Iterator[str]:
+    """Yield a folder with the weights before the last of the steps, made by a replay up to it."""
+    from areal_debug.consistency.replayed import replayed_weights
+
+    announce(f"replaying {record.path} up to step {max(steps)} for its weights")
+    with replayed_weights(record, [max(steps)]) as folders:
+        [folder] = folders.values()
+        yield str(folder)
 
 
 def first_weights(record: "Record", steps: tuple[int, ...]) -> str:
@@ -210,18 +276,28 @@ def first_weights(record: "Record", steps: tuple[int, ...]) -> str:
     path = record.header.model["path"]
     if not path:
         fail(f"{record.path} does not name the model that sampled it: give --model PATH")
-    if record.header.config_is_ours:
-        versions = {step: versions_of(record, step) for step in {record.steps[0], *steps}}
-        first = min(versions[record.steps[0]], default=0)
-        for step in steps:
-            newest = max(versions[step], default=0)
-            if newest > first:
-                fail(
-                    f"step {step} was sampled with weights of version {newest}, and {path} has those of "
-                    f"version {first}: write them with `areal-debug goto {record.path} --step {step} "
-                    f"-o FOLDER` and give --model FOLDER"
-                )
+    if (newer := newest_version(record, steps)) is not None:
+        step, newest, first = newer
+        fail(
+            f"step {step} was sampled with weights of version {newest}, and {path} has those of "
+            f"version {first}: give --replay-weights, or write them with `areal-debug goto {record.path} "
+            f"--step {step} -o FOLDER` and give --model FOLDER"
+        )
     return str(path)
+
+
+def newest_version(record: "Record", steps: tuple[int, ...]) -> tuple[int, int, int] | None:
+    """Return the first of the steps that newer weights sampled than those of the record's model.
+
+    With the newest version that sampled it, and that of the model; None if there is no such step,
+    or nothing is known about it.
+    """
+    if not record.header.config_is_ours:
+        return None
+    versions = {step: versions_of(record, step) for step in {record.steps[0], *steps}}
+    first = min(versions[record.steps[0]], default=0)
+    newest = {step: max(versions[step], default=0) for step in steps}
+    return next(((step, newest[step], first) for step in steps if newest[step] > first), None)
 
 
 def versions_of(record: "Record", step: int) -> set[int]:

@@ -1,7 +1,5 @@
 """Ask which engine explains that two records sampled differently, with weights made by a replay."""
 
-import json
-import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -27,24 +25,16 @@ def ask_with_recorded_weights(
         ReplayError: the record cannot be replayed up to the step.
         ConsistencyError: there is nothing to compare.
     """
-    from areal_debug.replay.ranks import replay_ranks, report_of_ranks
+    from areal_debug.consistency.replayed import replayed_weights
     from consistency.question import ask_engine
-    from replayer.preconditions import check_anchor, check_model, check_recorded_results, check_steps_present
+    from replayer.preconditions import check_recorded_results
 
     record = max(left, right, key=lambda side: max([0, *(a for a in side.anchors() if a <= step)]))
     check_recorded_results(record, "why")
     steps = [number for number in record.steps if first_step(left, right, step) <= number <= step]
-    path = model or record.header.config["actor"]["path"]
-    check_steps_present(record, steps[0], step)
-    check_anchor(record, steps[0])
-    check_model(record, path, steps[0])
-    with tempfile.TemporaryDirectory() as folder:
-        task = ["weights", record.path, json.dumps(steps), folder, model or ""]
-        with replay_ranks() as ranks:
-            report_of_ranks(ranks, task, record.header.world_size, quiet=True)
-        models = {made.name: made for made in Path(folder).iterdir() if made.name.isdigit()}
+    with replayed_weights(record, steps, model) as models:
         if record.header.config["actor"]["use_lora"]:
-            models["base"] = Path(path)
+            models["base"] = Path(model or record.header.config["actor"]["path"])
         return ask_engine(left, right, step, models)
 
 

@@ -1,8 +1,10 @@
 """`areal-debug crosscheck`: recompute a recorded step by a float64 twin, TRL's and verl's code."""
 
+from typing import Any
+
 import click
 
-from areal_debug.cli import Verb, json_option, step_option
+from areal_debug.cli import Verb, json_option, spread_options, step_option, step_range_option
 from areal_debug.render import announce, errors_as_sentences, print_json
 
 EXIT_CODES = {"equal": 0, "differs": 1, "not checked": 2}
@@ -10,7 +12,8 @@ EXIT_CODES = {"equal": 0, "differs": 1, "not checked": 2}
 
 @click.command(
     cls=Verb,
-    example="areal-debug crosscheck runs/record\nareal-debug crosscheck runs/record --with trl,verl,float64 --json",
+    example="areal-debug crosscheck runs/record\nareal-debug crosscheck runs/record --with trl,verl,float64 --json\n"
+    "areal-debug crosscheck runs/record --steps 0:1000 --on ray",
 )
 @click.argument("record", type=click.Path())
 @click.option(
@@ -22,15 +25,31 @@ EXIT_CODES = {"equal": 0, "differs": 1, "not checked": 2}
     help="Who recomputes: float64 (this package), trl, verl (their own code, if installed).",
 )
 @step_option("the first")
+@step_range_option
 @click.option("--model", type=click.Path(), help="Folder of the weights that the step starts from.")
+@spread_options
 @json_option
 @errors_as_sentences
-def command(record: str, opinions: str, step: int | None, model: str | None, as_json: bool) -> None:
+def command(
+    record: str,
+    opinions: str,
+    step: int | None,
+    step_range: str | None,
+    model: str | None,
+    place: str | None,
+    workers: int | None,
+    as_json: bool,
+) -> None:
     """Recompute the rewards, advantages, loss and gradient norm of a step of RECORD, and name the
     first stage, option and rows that differ.
 
     Exit code 0: equal within the rounding of float32. 1: they differ. 2: nothing could be checked.
     """
+    if (step_range, place, workers) != (None, None, None):
+        from areal_debug.spread.render import report_tasks
+        from areal_debug.spread.step_ranges import step_tasks
+
+        report_tasks("step", step_tasks(record, step_range, step), place, workers, columns, as_json)
     announce(f"recomputing {'the first step' if step is None else f'step {step}'} of {record}")
     from areal_debug.crosscheck.render import print_crosscheck
     from replayer.crosscheck.step_check import crosscheck, parse_opinions  # imports torch
@@ -43,3 +62,8 @@ def command(record: str, opinions: str, step: int | None, model: str | None, as_
     else:
         print_crosscheck(report)
     raise SystemExit(EXIT_CODES[report.verdict])
+
+
+def columns(report: dict[str, Any]) -> dict[str, str]:
+    """Return what the table of several steps has of a step's report."""
+    return {"stage": report["first_stage"] or "-", "option": report["option"] or "-"}

@@ -3,11 +3,11 @@
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from areal_debug.cli import Verb, VerbGroup, json_option, step_option
+from areal_debug.cli import Verb, VerbGroup, json_option, spread_options, step_option
 from areal_debug.confined import ANYWHERE, describes_limits, reads_untrusted
 from areal_debug.record import render
 from areal_debug.record.decode import load_decoder
@@ -36,6 +36,9 @@ def command() -> None:
 
 
 record_argument = click.argument("record", type=click.Path(path_type=Path))
+records_argument = click.argument(
+    "records", type=click.Path(path_type=Path), nargs=-1, required=True, metavar="RECORD..."
+)
 
 
 @command.command(cls=Verb, short_help="List a run and its steps", example="areal-debug record ls runs/record")
@@ -146,45 +149,84 @@ def show(
 @command.command(
     cls=Verb,
     short_help="Check every byte of a record, and who signed it",
-    example="areal-debug record verify runs/record --signed-by ~/.ssh/id_ed25519.pub",
+    example="areal-debug record verify runs/record --signed-by ~/.ssh/id_ed25519.pub\n"
+    "areal-debug record verify runs/*/record --on ray",
 )
-@record_argument
+@records_argument
 @click.option(
     "--signed-by",
     metavar="KEY",
     help="Public ssh key, its file, or an allowed_signers file: also check the signature, and each file against it.",
 )
+@click.option("--facts", "facts_of", hidden=True)
+@spread_options
 @json_option
 @describes_limits
 @errors_as_sentences
-def verify(record: Path, signed_by: str | None, as_json: bool) -> None:
+def verify(
+    records: tuple[Path, ...],
+    signed_by: str | None,
+    facts_of: str | None,
+    place: str | None,
+    workers: int | None,
+    as_json: bool,
+) -> None:
     """Check every byte, and that the files of all steps agree. Exit code 1: a file or tensor is
     damaged, missing, foreign or contradicts another, or is not as it was signed.
+
+    Several records have a line each. With --on ray, one record is divided by its steps.
     """
+    from areal_debug.record.step_facts import facts_of_steps, print_facts
     from recorder.errors import BadSignature
     from recorder.integrity.signature import signed_list
     from recorder.reader import open_storage
 
+    if len(records) > 1:
+        from areal_debug.spread.records import record_tasks
+        from areal_debug.spread.render import report_tasks
+
+        tasks = record_tasks(records, lambda name: {"records": (name,)})
+        report_tasks("record", tasks, place, workers, verified_columns, as_json)
+    [record] = records
     signed = None
     if signed_by is not None:  # ssh-keygen is a program, which a confined process cannot start
         try:
             signed = signed_list(open_storage(record), signed_by)
         except BadSignature as error:
             fail(str(error), code=1)
-    verify_confined(record=record, signed=signed, as_json=as_json)
+    if facts_of is not None:
+        print_facts(record=record, step_range=facts_of)
+        return
+    spread = place is not None or workers is not None
+    facts = facts_of_steps(record, place, workers) if spread else {}
+    verify_confined(record=record, signed=signed, facts=facts, as_json=as_json)
+
+
+def verified_columns(report: dict[str, Any]) -> dict[str, str]:
+    """Return what the table of several records has of a record's report."""
+    problems = report["problems"]
+    first = f"{problems[0]['file']}: {problems[0]['what']}" if problems else "-"
+    return {"steps": str(len(report["steps_ok"])), "problems": str(len(problems)), "first": first}
 
 
 @reads_untrusted("record")
 @errors_as_sentences
-def verify_confined(record: Path, signed: tuple[str, bytes] | None, as_json: bool) -> None:
-    """Check a record, in a confined child; `signed` is what `signed_list` returned."""
+def verify_confined(
+    record: Path, signed: tuple[str, bytes] | None, facts: dict[str, Any], as_json: bool
+) -> None:
+    """Check a record, in a confined child; `signed` is what `signed_list` returned.
+
+    `facts` are those of steps that were checked already.
+    """
     from recorder import verify as verify_record
     from recorder.integrity.signature import changes_since
     from recorder.reader import open_storage
+    from recorder.verify import parse_facts
 
     storage = open_storage(record)
     num_steps = len(storage.names("steps"))
-    report = with_progress("verifying", num_steps, lambda tick: verify_record(record, tick))
+    checked = {int(step): parse_facts(document) for step, document in facts.items()}
+    report = with_progress("verifying", num_steps, lambda tick: verify_record(record, tick, checked))
     changes = None if signed is None else changes_since(storage, *signed)
     if as_json:
         facts = {"record": str(record), "intact": report.intact, **asdict(report)}

@@ -13,6 +13,7 @@ from areal_debug.cli import (
     nproc_option,
     output_option,
     overrides_argument,
+    spread_options,
 )
 from areal_debug.render import (
     announce,
@@ -37,7 +38,8 @@ if TYPE_CHECKING:
 @click.command(
     cls=Verb,
     example="areal-debug replay runs/record\n"
-    "areal-debug replay runs/record actor.eps_clip=0.3 --filter 'reward > 0' -o runs/what-if",
+    "areal-debug replay runs/record actor.eps_clip=0.3 --filter 'reward > 0' -o runs/what-if\n"
+    "areal-debug replay runs/record --sweep actor.eps_clip=0.1,0.2,0.3 --on ray",
 )
 @click.argument("record", type=click.Path())
 @click.option(
@@ -70,6 +72,14 @@ if TYPE_CHECKING:
 @click.option(
     "--explain", type=int, metavar="STEP", help="Each sample's share of a step's loss and gradient."
 )
+@click.option(
+    "--sweep",
+    "sweeps",
+    multiple=True,
+    metavar="OPTION=A,B,...",
+    help="Replay once with each of these values, and compare. May be repeated: every combination.",
+)
+@spread_options
 @json_option
 @overrides_argument
 @errors_as_sentences
@@ -87,6 +97,9 @@ def command(
     output: Path | None,
     force: bool,
     explain: int | None,
+    sweeps: tuple[str, ...],
+    place: str | None,
+    workers: int | None,
     as_json: bool,
     overrides: tuple[str, ...],
 ) -> None:
@@ -119,6 +132,12 @@ def command(
         explain_step(opened, explain, model, config, as_json)
         return
     first, last = step_range(opened, from_step, to_step)
+    if (sweeps, place, workers) != ((), None, None):
+        from areal_debug.replay.sweep import run_sweep
+
+        if not sweeps or output is not None:
+            fail("--on ray and --workers are for --sweep OPTION=A,B,..., and --output for one replay")
+        run_sweep(opened, model, config, nproc, sweeps, (*settings, *overrides), place, workers, as_json)
     rescored = None if reward is None else compare_rewards(opened, reward, first, last, as_json)
     changes = (*settings, *overrides)
     record_to = None if output is None else str(output)

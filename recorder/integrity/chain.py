@@ -10,6 +10,7 @@ byte. Where retention removed that step, gaps.json has its number, and the link 
 import hashlib
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
@@ -23,7 +24,6 @@ from recorder.format import (
     EndMark,
     Recording,
     StepLink,
-    StepManifest,
     parse_end,
     step_name,
 )
@@ -52,6 +52,17 @@ def read_end(storage: Storage) -> EndMark | None:
     return parse_end(read_checksummed(storage, END_FILE))
 
 
+@dataclass(frozen=True)
+class Linked:
+    """What a committed step says of its place in the chain; `sha256` is of its step.json."""
+
+    step: int
+    version: int
+    format_version: int
+    previous: StepLink | None
+    sha256: str
+
+
 class Chain:
     """Follow the links of committed steps in ascending order.
 
@@ -71,19 +82,19 @@ class Chain:
         """Pass a step whose step.json cannot be read."""
         self.before, self.is_unknown = None, True
 
-    def follow(self, manifest: StepManifest, sha256: str) -> Iterator[str]:
+    def follow(self, linked: Linked) -> Iterator[str]:
         """Pass a step; yield what contradicts the steps before it."""
-        step, before, is_unknown = manifest.step, self.before, self.is_unknown
-        if manifest.version < self.version:
-            yield f"has weight version {manifest.version}, and a step before it {self.version}"
-        self.before, self.is_unknown, self.version = StepLink(step, sha256), False, manifest.version
-        if manifest.format_version == 1:
+        step, before, is_unknown = linked.step, self.before, self.is_unknown
+        if linked.version < self.version:
+            yield f"has weight version {linked.version}, and a step before it {self.version}"
+        self.before, self.is_unknown, self.version = StepLink(step, linked.sha256), False, linked.version
+        if linked.format_version == 1:
             if self.is_linked:
                 yield "has format version 1 after steps of version 2"
             return
         self.is_linked = True
-        if manifest.previous is not None or before is not None:
-            yield from self.check_link(f"step {step}", step, manifest.previous, before, is_unknown)
+        if linked.previous is not None or before is not None:
+            yield from self.check_link(f"step {step}", step, linked.previous, before, is_unknown)
 
     def check_end(self, end: EndMark) -> Iterator[str]:
         """Yield what in the end mark contradicts the last step."""

@@ -5,7 +5,7 @@ plan ── rows, micro-batches ──> batch <── rows, tokens ── outcom
 
 import json
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -172,6 +172,21 @@ def learning_problems(step: RecordedStep, rank: int, cu_seqlens: np.ndarray) -> 
         yield step.name_of(name), "has rows of other lengths than the batch"
 
 
+def prompts_of(step: RecordedStep) -> tuple[list[int], list[Contradiction]]:
+    """Return the ids of a step's prompts, ascending, and a sample that is in it twice."""
+    ranks = range(step.manifest.num_ranks)
+    columns = [step.batch(rank, ["prompt_id", "sample_id"]) for rank in ranks]
+    prompts, samples = (np.concatenate([c[key] for c in columns]) for key in ("prompt_id", "sample_id"))
+    order = np.lexsort((samples, prompts))  # by prompt, then by sample
+    prompts, samples = prompts[order], samples[order]
+    is_new = prompts[1:] != prompts[:-1]
+    twice = [
+        (step.name_of(STEP_FILE), f"has sample {samples[again]} of prompt {prompts[again]} twice")
+        for again in np.flatnonzero(~is_new & (samples[1:] == samples[:-1]))[:1]
+    ]
+    return prompts[np.concatenate([np.ones(min(1, len(prompts)), bool), is_new])].tolist(), twice
+
+
 @dataclass
 class Prompts:
     """The prompts of all steps: one is trained in one step, each of its samples once."""
@@ -179,18 +194,10 @@ class Prompts:
     steps: list[int] = field(default_factory=list)
     ids: list[np.ndarray] = field(default_factory=list)
 
-    def add(self, step: RecordedStep) -> Iterator[Contradiction]:
-        """Add a step; yield a sample that is in it twice."""
-        ranks = range(step.manifest.num_ranks)
-        columns = [step.batch(rank, ["prompt_id", "sample_id"]) for rank in ranks]
-        prompts, samples = (np.concatenate([c[key] for c in columns]) for key in ("prompt_id", "sample_id"))
-        order = np.lexsort((samples, prompts))  # by prompt, then by sample
-        prompts, samples = prompts[order], samples[order]
-        is_new = prompts[1:] != prompts[:-1]
-        for again in np.flatnonzero(~is_new & (samples[1:] == samples[:-1]))[:1]:
-            yield step.name_of(STEP_FILE), f"has sample {samples[again]} of prompt {prompts[again]} twice"
-        self.steps.append(step.manifest.step)
-        self.ids.append(prompts[np.concatenate([np.ones(min(1, len(prompts)), bool), is_new])])
+    def add(self, step: int, ids: Sequence[int]) -> None:
+        """Add the prompts of a step."""
+        self.steps.append(step)
+        self.ids.append(np.array(ids, np.int64))
 
     def repeated(self) -> Iterator[tuple[int, str]]:
         """Yield each step that has a prompt of an earlier one, with the first such prompt."""
