@@ -13,6 +13,8 @@ LIGHT := tests/recorder tests/integrity tests/archive tests/hangdoctor \
 # Of `make fuzz`.
 SECONDS ?= 600
 TARGET ?=
+# Of `make bench`.
+ONLY ?=
 # One thread a process: two ranks and a server share the cores, more threads only wait.
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
@@ -20,7 +22,7 @@ export HF_HUB_OFFLINE ?= 1
 # Without cached bytecode every process compiles torch and Transformers again: a start takes 10 s, not 2 s.
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: demo demo-real quick test pytest test-light test-long fuzz docs lint format env env-light clean
+.PHONY: demo demo-real quick test pytest test-light test-long fuzz bench docs lint format env env-light clean
 
 demo: env-light
 	$(BIN)/areal-debug demo
@@ -52,6 +54,12 @@ test-long: env lint
 # Fresh hostile input for every reader, one after another; TARGET=record for one of them.
 fuzz: env
 	@$(BIN)/python -m tests.fuzz "$(SECONDS)" "$(TARGET)"
+
+# Beside TRL, bare FSDP2, torchfrtrace, py-spy and others, into docs/benchmarks.md; ONLY="step hang"
+# for some topics. On a quiet machine about half an hour.
+bench: env
+	$(BIN)/uv pip install --quiet --python $(BIN)/python --constraint constraints.txt --editable ".[bench]"
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/peers.py $(if $(ONLY),--only $(ONLY))
 
 # The site, into build/site: `python -m http.server -d build/site` shows it with its search.
 docs: env

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from peer_results import report
 
 from areal_core.engine.logits import LogitMap
 from areal_core.engine.logprobs import ChunkedLogprobs
@@ -78,6 +79,8 @@ def main() -> None:
         f"{options.tokens:,} tokens, vocabulary {options.vocabulary:,}, hidden {options.hidden}, {options.dtype}: "
         f"{ours:,.0f} MiB by chunks, {whole:,.0f} MiB with all logits, a ratio of {whole / max(ours, 1):.1f}"
     )
+    what = f"log-probs and entropies of {options.tokens:,} tokens with gradients, peak memory"
+    report(what, "all logits at once", "MiB", [ours], [whole])
 
 
 if __name__ == "__main__":

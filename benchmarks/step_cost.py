@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from peer_results import report
 
 from areal_core.batch import Batch
 from areal_core.config import PPOConfig, config_from_dict
@@ -162,6 +163,9 @@ def main() -> None:
             print(
                 f"{kind:9} {title:9} {median:7.3f} s per step ({spread}), ratio to bare {median / reference:.3f}"
             )
+    busy_s = {kind: [cpu_s for _, cpu_s in values] for kind, values in seconds.items()}
+    for kind in ("recorded", "replayed"):
+        report(f"a {kind} training step", "the same step, bare", "CPU s", busy_s[kind], busy_s["bare"])
 
 
 if __name__ == "__main__":

@@ -27,6 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from peer_results import report
 from torch import Tensor
 from torch.distributed.fsdp import fully_shard
 from torch.nn.functional import cross_entropy
@@ -157,7 +158,10 @@ def bare_step(
     return float(norm.full_tensor())
 
 
-def seconds(ranks: Ranks, work: Callable[[], float]) -> tuple[float, float]:
+Seconds = tuple[float, float]
+
+
+def seconds(ranks: Ranks, work: Callable[[], float]) -> Seconds:
     """Return wall seconds, until the last rank is done, and CPU seconds of this process."""
     ranks.barrier()
     clock, busy = time.perf_counter(), time.process_time()
@@ -169,21 +173,23 @@ def seconds(ranks: Ranks, work: Callable[[], float]) -> tuple[float, float]:
 
 def in_turn(
     ranks: Ranks, first: Callable[[], float], second: Callable[[], float], rounds: int
-) -> list[tuple[float, float]]:
-    """Return ratios (wall, CPU) of the first to the second, in pairs of alternating order."""
-    ratios = []
+) -> list[tuple[Seconds, Seconds]]:
+    """Return the (wall, CPU) seconds of the first and the second, in pairs of alternating order."""
+    pairs = []
     for number in range(rounds):
-        pair = [first, second] if number % 2 else [second, first]
-        times = {work: seconds(ranks, work) for work in pair}
-        ratios.append(tuple(a / b for a, b in zip(times[first], times[second], strict=True)))
-    return ratios
+        order = [first, second] if number % 2 else [second, first]
+        times = {work: seconds(ranks, work) for work in order}
+        pairs.append((times[first], times[second]))
+    return pairs
 
 
-def say(title: str, ratios: list[tuple[float, float]]) -> None:
-    for clock, column in zip(("wall time", "CPU time"), zip(*ratios, strict=True), strict=True):
+def say(title: str, pairs: list[tuple[Seconds, Seconds]]) -> None:
+    """Print the ratios of the first to the second."""
+    for clock, name in enumerate(("wall time", "CPU time")):
+        column = [first[clock] / second[clock] for first, second in pairs]
         low, high = min(column), max(column)
         print(
-            f"{title}, {clock}: {statistics.median(column):.3f} ({low:.3f} to {high:.3f}, {len(column)} pairs)"
+            f"{title}, {name}: {statistics.median(column):.3f} ({low:.3f} to {high:.3f}, {len(column)} pairs)"
         )
 
 
@@ -206,14 +212,17 @@ def measure(options: argparse.Namespace) -> None:
         return bare_step(model, adam, packed, scale, loss_of)
 
     norms = [(ours(), bare()) for _ in range(2)]  # a warm-up, and a check that both take the same step
-    ratios = in_turn(ranks, ours, bare, options.rounds)
+    pairs = in_turn(ranks, ours, bare, options.rounds)
     if ranks.rank == 0:
         print(
             f"{ranks.world_size} rank(s), {len(packed)} micro-batches of {options.tokens} tokens, hidden {options.hidden}, "
             f"{options.layers} layers, vocabulary {options.vocabulary:,}; gradient norms "
             + ", ".join(f"{a:.6f} and {b:.6f}" for a, b in norms)
         )
-        say("engine to bare loop", ratios)
+        say("engine to bare loop", pairs)
+        engine_s, bare_s = ([times[1] for times in side] for side in zip(*pairs, strict=True))
+        what = f"a training step, {ranks.world_size} rank{'s' if ranks.world_size > 1 else ''}"
+        report(what, "a bare FSDP2 loop", "CPU s", engine_s, bare_s)
     leave_ranks()
 
 
