@@ -209,7 +209,7 @@ def note(text: str) -> None:
 
 
 def announce(text: str) -> None:
-    """Print on standard error what begins, on one line, before the slow imports; not with --quiet."""
+    """Print what begins on one line of standard error, before slow imports; not with --quiet."""
     note(printable(text, len(text)))
 
 
