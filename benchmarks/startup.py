@@ -91,7 +91,7 @@ def prepare(folder: Path) -> dict[str, list[str]]:
 
 
 def row(name: str, calls: list[Call], before: list[Call] | None) -> str:
-    """Return a row of the table: medians, and the ratio of CPU seconds to those of another checkout."""
+    """Return a row of the table: medians, and the ratio of CPU seconds to another checkout."""
     times = zip(*((call.first_line, call.first_step, call.wall, call.cpu) for call in calls), strict=True)
     cells = ["-" if math.isnan(values[0]) else f"{median(values):.1f}" for values in times]
     cells.append(

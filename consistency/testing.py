@@ -68,7 +68,7 @@ def draw(engine: FaultyEngine, prompts: Tensor, num_tokens: int, seed: int) -> T
     generator = torch.Generator().manual_seed(seed)
     vocabulary_size = engine.scorer.head.vocabulary_size
     tokens, cache, new = prompts, None, prompts
-    argument = cache_argument(type(model.base_model))
+    argument = cache_argument(type(model.base_model).forward)
     seen = torch.nn.functional.one_hot(prompts, vocabulary_size).sum(1)
     seen_output = torch.zeros_like(seen)
     for _ in range(num_tokens):

@@ -137,7 +137,7 @@ class CachedRows:
             input_ids=ids.to(device),
             attention_mask=allowed[:, None].to(device),
             position_ids=positions.to(device),
-            **{cache_argument(type(self._model)): cache},
+            **{cache_argument(type(self._model).forward): cache},
             use_cache=True,
             logits_to_keep=-(-MIN_ROWS // len(new)) if self._is_invariant else 1,
         ).logits[:, -1]

@@ -213,7 +213,7 @@ class Replica:
             input_ids=input_ids.to(self.device),
             attention_mask=attention_mask.to(self.device),
             position_ids=position_ids.to(self.device),
-            **{cache_argument(type(self.model)): cache},
+            **{cache_argument(type(self.model).forward): cache},
             use_cache=True,
             logits_to_keep=1,
         )
@@ -279,7 +279,7 @@ class Replica:
             input_ids=input_ids,
             attention_mask=attention_mask,
             position_ids=positions,
-            **{cache_argument(type(self.model)): cache},
+            **{cache_argument(type(self.model).forward): cache},
             use_cache=True,
             logits_to_keep=1,
             **named,

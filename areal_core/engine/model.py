@@ -133,9 +133,9 @@ def supports_attention(config: PretrainedConfig, implementation: str) -> bool:
 
 
 @cache
-def cache_argument(model_class: type[nn.Module]) -> str:
-    """Return the argument of forward that takes the cache, which Transformers 5.24 renamed."""
-    return "cache" if "cache" in inspect.signature(model_class.forward).parameters else "past_key_values"
+def cache_argument(forward: Callable[..., Any]) -> str:
+    """Return which argument of forward takes the cache: Transformers 5.24 renamed it."""
+    return "cache" if "cache" in inspect.signature(forward).parameters else "past_key_values"
 
 
 def own_attention(model: PreTrainedModel) -> str:

@@ -90,7 +90,7 @@ def own_forward(model: Any) -> Forward:
     After images the class finds positions itself.
     """
 
-    argument = cache_argument(type(model))
+    argument = cache_argument(type(model).forward)
 
     def forward(row: Row, start: int, end: int, cache: DynamicCache) -> None:
         tokens = torch.tensor([row.ids[start:end]])
