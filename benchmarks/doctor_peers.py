@@ -91,7 +91,7 @@ def found_by_ours(rows: list[Row], folder: Path) -> dict[str, Any]:
 def measure(
     generator: str, options: argparse.Namespace, folder: Path
 ) -> tuple[Counter[str], int, Counter[str], int]:
-    """Return runs named by each tool, runs with a failure, healthy runs accused by each, healthy runs."""
+    """Return runs named by each tool, failing runs, healthy runs accused by each, healthy runs."""
     rows_of: Callable[[str, int, int], list[Row]] = GENERATORS[generator][1]
     right: Counter[str] = Counter()
     accused: Counter[str] = Counter()

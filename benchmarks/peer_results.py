@@ -10,7 +10,7 @@ MARK = "@peer "
 def report(what: str, beside: str, unit: str, ours: Sequence[float], theirs: Sequence[float]) -> None:
     """Print a comparison of measurements in `unit` that were taken in pairs.
 
-    The ratio is theirs to ours, so above 1 ours is cheaper: median, lowest and highest of the pairs.
+    The ratio is theirs to ours, so above 1 ours is cheaper: median, lowest, highest of the pairs.
     """
     ratios = [b / a for a, b in zip(ours, theirs, strict=True)]
     values = {"what": what, "beside": beside, "unit": unit}

@@ -3,8 +3,8 @@
     python benchmarks/peers.py [--only TOPIC ...]
 
 Each topic is a benchmark of this folder, run as its command says; what it prints by
-`peer_results.report` becomes a row. Results are kept in docs/benchmarks.json by topic, so a topic may be
-measured again alone. Exits with 1 when a benchmark fails; its topic keeps its earlier rows.
+`peer_results.report` becomes a row. Results are kept in docs/benchmarks.json by topic, so a topic
+may be measured again alone. Exits with 1 when a benchmark fails; its topic keeps its earlier rows.
 """
 
 import argparse
@@ -14,6 +14,7 @@ import platform
 import shlex
 import subprocess
 import sys
+import textwrap
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
@@ -126,7 +127,9 @@ def page(results: dict[str, Any]) -> str:
         text.append(table(result["rows"]))
     setups = sorted({(result["machine"], result["versions"]) for result in results.values()})
     text.append("## Machine and versions\n")
-    text += [f"* {name}: {packages}" for name, packages in setups]
+    for name, packages in setups:
+        lines = textwrap.wrap(f"{name}: {packages}", 96, break_on_hyphens=False)
+        text.append("* " + "\n  ".join(lines))
     return "\n".join(text) + "\n"
 
 

@@ -4,7 +4,8 @@ The same requests are sampled by the fast engine and by the invariant one in tur
 scored and trained on with `sdpa` and `batch_invariant`. Times are of this process's processor, so
 that other load on the machine changes them little; the ratio is that of the medians.
 
-    python benchmarks/zero_mismatch_cost.py MODEL [--dtype float32] [--requests 64] [--rounds 9] [--json]
+    python benchmarks/zero_mismatch_cost.py MODEL [--dtype float32] [--requests 64] [--rounds 9]
+                                                  [--json]
 """
 
 import argparse

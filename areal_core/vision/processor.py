@@ -156,7 +156,7 @@ class VisionProcessor:
 
 
 def _refused(pictures: Sequence["Image"], error: ValueError) -> ImageError:
-    """Return the error of pictures that Transformers' processor refuses, such as very narrow ones."""
+    """Return the error of pictures that the processor refuses, such as very narrow ones."""
     sizes = ", ".join(f"{picture.width} x {picture.height}" for picture in pictures)
     return ImageError(f"the model's processor refuses images of {sizes} pixels: {error}")
 
