@@ -40,6 +40,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
+from peer_results import report
 
 from areal_core.embedded.replica import computes_bfloat16
 
@@ -181,6 +182,19 @@ def verdict(
     return result
 
 
+def report_sides(
+    comparison: str, steps: dict[str, list[Step]], peaks: dict[str, float], shape: Sequence[int]
+) -> None:
+    """Report time and memory of every other side beside ours."""
+    what = f"{comparison}, {dtype_of_compute()}"
+    if comparison == "grpo":
+        what = f"GRPO, {shape[0]} x {shape[1]} samples, prompts of {shape[2] or 'some'} tokens"
+    cpu_s = {name: [step.cpu_s for step in taken] for name, taken in steps.items()}
+    for name in list(steps)[1:]:
+        report(what, name, "CPU s", cpu_s["ours"], cpu_s[name])
+        report(f"{what}, peak memory", name, "MiB", [peaks["ours"]], [peaks[name]])
+
+
 def dtype_of_compute() -> str:
     """Return the dtype of every side's compute on this machine."""
     return "bfloat16" if computes_bfloat16() else "float32"
@@ -227,6 +241,7 @@ def main() -> None:
             for shape in shapes if comparison == "grpo" else shapes[:1]:
                 found = measure(comparison, names, model, options.rounds, options.threads, Path(name), shape)
                 print(json.dumps(verdict(comparison, *found, shape)), flush=True)
+                report_sides(comparison, *found, shape)
 
 
 if __name__ == "__main__":

@@ -16,6 +16,8 @@ import tempfile
 import time
 from pathlib import Path
 
+from peer_results import report
+
 from hangdoctor.collect.discover import Search
 from hangdoctor.collect.host import collect_host
 from hangdoctor.collect.pyspy import Options, dump, find_pyspy
@@ -99,6 +101,9 @@ def main() -> None:
         f"{measured['dumped']} of {measured['ranks']} ranks, two samples: {measured['collect_s']} s on {os.cpu_count()} cores "
         f"(bare py-spy, one after the other: {measured['bare_pyspy_one_by_one_s']} s), {measured['folder_mb']} MB"
     )
+    what = f"stacks of {measured['ranks']} ranks, twice, with system facts"
+    theirs = measured["bare_pyspy_one_by_one_s"]
+    report(what, "py-spy alone, one after the other", "s", [measured["collect_s"]], [theirs])
 
 
 if __name__ == "__main__":

@@ -22,6 +22,8 @@ import tempfile
 import time
 from pathlib import Path
 
+from peer_results import report
+
 GOALS_S = {1_000: 1.0, 10_000: 5.0, 100_000: 10.0}
 DIAGNOSE = """
 import json, resource, sys, time
@@ -176,6 +178,8 @@ def measure_frtrace(num_ranks: int, folder: Path) -> None:
         f"ratio {theirs_s / ours_s:.1f}",
         flush=True,
     )
+    what = f"diagnosis of Flight Recorder dumps of {num_ranks} ranks"
+    report(what, "torchfrtrace", "s", [ours_s], [theirs_s])
 
 
 def main() -> None:

@@ -45,7 +45,12 @@ TOPICS = [
     Topic("replay", "A recorded and a replayed step", "step_cost.py"),
     Topic("step", "A training step", "train_step.py --rounds 8"),
     Topic("ranks", "A training step on two ranks", "train_step.py --ranks 2 --rounds 8 --tokens 256"),
-    Topic("trl", "A GRPO step", "against_trl.py --threads 1 --rounds 2 --only grpo --without trl_bf16"),
+    Topic(
+        "trl",
+        "A GRPO step",
+        "against_trl.py --rounds 1 --only grpo --questions 1 --samples 8 --prompt-tokens 512 "
+        "--without trl_bf16,ours_packed",
+    ),
     Topic("scoring", "Scoring log-probs", "scoring.py --tokens 100000"),
     Topic("memory", "Memory of log-probs", "logprob_memory.py"),
     Topic("hang", "Diagnosis of a hang", "hang_scale.py --ranks 1000 --frtrace 64 512"),

@@ -11,17 +11,21 @@ from the page cache.
 
 import argparse
 import hashlib
+import io
 import json
 import os
+import pickle
 import shutil
 import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from peer_results import report
 
 from areal_core.safety.durable import sync, write_durably
 from recorder import Outcome, Plan, RecordingOptions, RecordWriter, open_record, verify
@@ -60,15 +64,20 @@ def long_tailed_batch(num_rows: int, mean_tokens: int, seed: int = 0) -> dict[st
     }
 
 
-def best_seconds(works: dict[str, Callable[[], Any]], repeats: int) -> dict[str, float]:
-    """Return the shortest of several runs of each, in turn, so that load affects all alike."""
+def seconds_in_turn(works: dict[str, Callable[[], Any]], repeats: int) -> dict[str, list[float]]:
+    """Return the seconds of several runs of each, in turn, so that load affects all alike."""
     times: dict[str, list[float]] = {name: [] for name in works}
     for _ in range(repeats):
         for name, work in works.items():
             begin = time.perf_counter()
             work()
             times[name].append(time.perf_counter() - begin)
-    return {name: min(seconds) for name, seconds in times.items()}
+    return times
+
+
+def best_seconds(works: dict[str, Callable[[], Any]], repeats: int) -> dict[str, float]:
+    """Return the shortest of several runs of each."""
+    return {name: min(seconds) for name, seconds in seconds_in_turn(works, repeats).items()}
 
 
 def scripted_outcome(first_weight: str = "00112233") -> Outcome:
@@ -130,6 +139,47 @@ def write_slime(file: Path, batch: dict[str, np.ndarray]) -> None:
     sync(file)
 
 
+def write_verl(file: Path, batch: dict[str, np.ndarray]) -> None:
+    """Pickle the padded tensors as verl's skipped rollouts: ids and masks in int64, by torch.save."""
+    import torch
+
+    ids, mask = (torch.from_numpy(batch[key].astype(np.int64)) for key in ("input_ids", "attention_mask"))
+    tensors = {
+        "input_ids": ids,
+        "attention_mask": mask,
+        "position_ids": (mask.cumsum(1) - 1).clamp(min=0),
+        "responses": ids,
+        "response_mask": torch.from_numpy(batch["loss_mask"].astype(np.int64)),
+        "rollout_log_probs": torch.from_numpy(batch["logprobs"]),
+        "rm_scores": torch.zeros_like(torch.from_numpy(batch["logprobs"])),
+    }
+    saved = io.BytesIO()
+    torch.save(tensors, saved)
+    others = {"uid": batch["prompt_id"].astype(str).astype(object)}
+    file.write_bytes(pickle.dumps((saved.getvalue(), others, {"global_steps": 0})))
+    sync(file)
+
+
+def write_nemo_rl(file: Path, batch: dict[str, np.ndarray]) -> None:
+    """Write a JSON object a row of lists that are padded to the longest, as NeMo-RL's dump."""
+    with file.open("w") as lines:
+        for row in range(len(batch["rewards"])):
+            values = {
+                "content": [""],
+                "rewards": [float(batch["rewards"][row])],
+                "input_lengths": [int(batch["attention_mask"][row].sum())],
+                "token_ids": [batch["input_ids"][row].tolist()],
+                "token_loss_mask": [batch["loss_mask"][row].tolist()],
+                "sample_loss_mask": [1.0],
+                "advantages": [[0.125] * batch["input_ids"].shape[1]],
+                "generation_logprobs": [batch["logprobs"][row].tolist()],
+                "prev_logprobs": [batch["logprobs"][row].tolist()],
+                "idx": row,
+            }
+            lines.write(json.dumps(values) + "\n")
+    sync(file)
+
+
 def write_json_lines(file: Path, batch: dict[str, np.ndarray]) -> None:
     """Write one JSON object per row with lists of numbers, the common rollout dump."""
     lengths = batch["attention_mask"].sum(axis=1)
@@ -155,11 +205,20 @@ def long_record(folder: Path, num_steps: int, batch: dict[str, np.ndarray]) -> N
         (path / STEP_FILE).write_bytes(checksummed_bytes(manifest | {"step": step}))
 
 
+# What other trainers write of a step, by the name of its file here.
+OTHERS: dict[str, Callable[[Path, dict[str, np.ndarray]], None]] = {
+    "torch.save, padded": write_torch,
+    "slime's dump": write_slime,
+    "verl's rollouts": write_verl,
+    "NeMo-RL's dump": write_nemo_rl,
+    "JSON lines": write_json_lines,
+}
+
+
 def compare_writers(folder: Path, batch: dict[str, np.ndarray], repeats: int) -> None:
     """Print time and size of one step in each format."""
     num_tokens, flat = int(batch["attention_mask"].sum()), flatten(batch)
     record, archive, step = folder / "record", folder / "archive", folder / "record/steps/000000"
-    torch_file, slime_file, json_file = folder / "batch.pt", folder / "slime.pt", folder / "batch.jsonl"
     write_step(step, flat)
     sizes = {path.name: path.stat().st_size for path in step.iterdir()}
     seconds = best_seconds(
@@ -167,27 +226,25 @@ def compare_writers(folder: Path, batch: dict[str, np.ndarray], repeats: int) ->
             "raw": lambda: write_raw(folder / "raw", sizes),
             "record": lambda: write_step(step, flat),
             "flatten": lambda: flatten(batch),
-            "torch": lambda: write_torch(torch_file, batch),
         },
         repeats,
     )
-    slow = {
-        "slime": lambda: write_slime(slime_file, batch),
-        "json": lambda: write_json_lines(json_file, batch),
-        "archive": lambda: archive_record(record, archive, overwrite=True),
-    }
     write_header(record, SCRIPTED_HEADER)
-    seconds |= best_seconds(slow, 2)
+    seconds |= best_seconds({"archive": lambda: archive_record(record, archive, overwrite=True)}, 2)
     archive_bytes = sum(path.stat().st_size for path in archive.rglob("*") if path.is_file())
     size_bytes = sum(sizes.values())
+    works = {name: partial(write, folder / name, batch) for name, write in OTHERS.items()}
+    taken = seconds_in_turn({"record": lambda: write_step(step, flatten(batch)), **works}, 3)
+    what = f"a step of {num_tokens:,} tokens"
+    for name in OTHERS:
+        report(what, name, "s", taken["record"], taken[name])
+        report(f"{what}, size", name, "MB", [size_bytes / 1e6], [(folder / name).stat().st_size / 1e6])
     rows = [
         ("same files, raw bytes", size_bytes, seconds["raw"]),
         ("record", size_bytes, seconds["record"]),
         ("record + remove padding", size_bytes, seconds["record"] + seconds["flatten"]),
         ("record, archived later", archive_bytes, seconds["archive"]),
-        ("torch.save, padded", torch_file.stat().st_size, seconds["torch"]),
-        ("torch.save, slime", slime_file.stat().st_size, seconds["slime"]),
-        ("JSON lines", json_file.stat().st_size, seconds["json"]),
+        *((name, (folder / name).stat().st_size, min(taken[name])) for name in OTHERS),
     ]
     print(
         f"\none step: {len(batch['rewards'])} rows, {num_tokens:,} tokens, {batch['input_ids'].shape[1]} wide"

@@ -6,7 +6,7 @@
 Scoring is compared with the bare forward pass, which includes the product with the output layer
 that any scoring needs, in runs that take turns: a ratio is the median of those of CPU seconds in
 one round. Memory is the rise of the peak of a process, beside computing all logits at once; each
-way runs in a new one.
+way runs in a new one. TRL's way takes log-probs and entropies from all logits by its own functions.
 """
 
 import argparse
@@ -19,6 +19,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from logprob_memory import memory_mib, peak_of
+from peer_results import report
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from areal_core.engine.attention import PACKED
@@ -81,6 +82,16 @@ def whole_logits(scorer: Scorer, sequences: Sequences) -> None:
     logprobs.gather(1, torch.as_tensor(sequences.input_ids)[:, None])
 
 
+def by_trl(scorer: Scorer, sequences: Sequences) -> None:
+    """Compute log-probs and entropies as TRL's GRPO does."""
+    from trl.trainer.utils import entropy_from_logits, selective_log_softmax
+
+    hidden = hidden_states(scorer, sequences.input_ids, np.diff(sequences.cu_seqlens).tolist())
+    logits = scorer.head.uncapped(hidden)
+    selective_log_softmax(logits, torch.as_tensor(sequences.input_ids))
+    entropy_from_logits(logits)
+
+
 def peak_mib(way: str, vocabulary_size: int, num_tokens: int, queue: "multiprocessing.Queue[float]") -> None:
     """Put the MiB by which the peak of this process rises."""
     scorer = small_model(vocabulary_size)
@@ -110,6 +121,8 @@ def main() -> None:
         "bare": lambda: forward(scorer, sequences),
         "log-probs": lambda: score_logprobs(scorer, sequences, tokens_per_pass=per_pass),
         "in detail": lambda: score(scorer, sequences, tokens_per_pass=per_pass),
+        "all logits": lambda: whole_logits(scorer, sequences),
+        "TRL": lambda: by_trl(scorer, sequences),
     }
     rounds = [{way: cpu_seconds(run) for way, run in ways.items()} for _ in range(options.rounds + 1)][1:]
     bare = statistics.median(one["bare"] for one in rounds)
@@ -119,12 +132,17 @@ def main() -> None:
         print(
             f"scoring {way}: {statistics.median(ratios):.3f} of it ({ratios[0]:.3f} to {ratios[-1]:.3f}), goal {goal}"
         )
+    seconds = {way: [one[way] for one in rounds] for way in ways}
+    report("log-probs", "the forward pass alone", "CPU s", seconds["log-probs"], seconds["bare"])
+    report("log-probs", "all logits at once", "CPU s", seconds["log-probs"], seconds["all logits"])
+    report("log-probs, entropies, ranks", "TRL, without ranks", "CPU s", seconds["in detail"], seconds["TRL"])
     ours, naive = (
         peak_of(peak_mib, way, options.vocabulary, options.score_tokens) for way in ("score", "whole logits")
     )
     print(
         f"peak memory: {ours:,.0f} MiB, {naive:,.0f} MiB for all logits at once, a ratio of {naive / max(ours, 1):.1f}"
     )
+    report("peak memory of scoring", "all logits at once", "MiB", [ours], [naive])
 
 
 if __name__ == "__main__":

@@ -143,7 +143,7 @@ def test_a_misspelled_verb_gets_a_suggestion(arguments, hint):
     ("line", "meant"),
     [
         ("replay r --modle x", "--model"),
-        ("record verify r --jsno", "--json"),
+        ("record ls r --jsno", "--json"),
         ("train x.py --dump-rolout", "--dump-rollout"),
         ("eval x.py --smaples=3", "--samples"),
         ("serve --modle m", "--model"),
