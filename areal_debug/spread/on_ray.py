@@ -12,9 +12,11 @@ so a node that ends later takes no result with it.
 
 import os
 import socket
+import sys
 import warnings
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import redirect_stdout
 from dataclasses import replace
 from typing import Any
 
@@ -44,7 +46,8 @@ def run_on_ray(tasks: Sequence[Task], workers: int | None, tick: Callable[[objec
     num_cpus = max((task.num_cpus for task in tasks), default=1)
     address = os.environ.get("RAY_ADDRESS")
     own_cpus = max(num_cpus, num_cpus * workers if workers else os.cpu_count() or 1)
-    with connected(address or "local", None if address else own_cpus):
+    # Ray prints of lost workers on standard output, which has the report.
+    with redirect_stdout(sys.stderr), connected(address or "local", None if address else own_cpus):
         check_nodes(num_cpus)
         at_a_time = workers or max(1, int(cluster_resources()["CPU"]) // num_cpus)
         return run_submitted(tasks, at_a_time, tick)
