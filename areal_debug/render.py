@@ -209,10 +209,10 @@ def note(text: str) -> None:
 
 
 def announce(text: str) -> None:
-    """Say what begins, before slow imports: the waiting line of a terminal, or a line of a log."""
+    """Say on a terminal what begins, before slow imports; a log gets what came of it."""
     shown = printable(text, len(text))
     say(shown)
-    if not has_terminal() and not hides_progress():
+    if sys.stderr.isatty() and not has_terminal() and not hides_progress():
         note(shown)
 
 

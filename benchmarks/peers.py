@@ -42,7 +42,7 @@ TOPICS = [
         "recording", "Recording a step", "recording.py --steps 1000 --repeats 7 --rounds 2 --step-seconds 2"
     ),
     Topic("hooks", "Recording inside another trainer", "trainer_hooks.py"),
-    Topic("replay", "A recorded and a replayed step", "step_cost.py"),
+    Topic("replay", "A recorded and a replayed step", "step_cost.py --rows 8 --steps 6 --rounds 2"),
     Topic("step", "A training step", "train_step.py --rounds 8"),
     Topic("ranks", "A training step on two ranks", "train_step.py --ranks 2 --rounds 8 --tokens 256"),
     Topic(

@@ -18,7 +18,7 @@ from areal_debug.installation import EXTRA_OF
 
 OURS = "areal-debug"
 BESIDE = ("vllm", "flash-attn", "triton", "accelerate", "megatron-core", "deepspeed")  # no extra of ours
-NOT_FOR_USERS = ("dev", "docs", "all")
+NOT_FOR_USERS = ("bench", "dev", "docs", "all")
 IMPORT_TIMEOUT_S = 180
 
 

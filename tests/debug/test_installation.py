@@ -39,7 +39,7 @@ def declared() -> dict[str, set[str]]:
     return {
         extra: {distribution(r) for r in listed} - {"areal-debug"}
         for extra, listed in requirements.items()
-        if extra not in ("dev", "docs", "all")
+        if extra not in ("bench", "dev", "docs", "all")
     }
 
 

@@ -48,6 +48,7 @@ OTHERS = {
     "train",
     "eval",
     "config",
+    "info",
     "preflight",
     "parity",
     "certify",

@@ -23,7 +23,7 @@ def peers(monkeypatch):
 def test_the_page_is_made_of_the_results(peers):
     results = json.loads(peers.RESULTS.read_text())
     assert peers.PAGE.read_text() == peers.page(results)
-    assert set(results) == {topic.name for topic in peers.TOPICS}
+    assert set(results) <= {topic.name for topic in peers.TOPICS}
     for topic in peers.TOPICS:
         assert (ROOT / "benchmarks" / topic.command.split()[0]).is_file()
 
