@@ -42,7 +42,7 @@ TOPICS = [
         "recording", "Recording a step", "recording.py --steps 1000 --repeats 7 --rounds 2 --step-seconds 2"
     ),
     Topic("hooks", "Recording inside another trainer", "trainer_hooks.py"),
-    Topic("replay", "A recorded and a replayed step", "step_cost.py --rows 8 --steps 6 --rounds 2"),
+    Topic("replay", "A recorded and a replayed step", "step_cost.py --hidden 128 --rows 8 --rounds 3"),
     Topic("step", "A training step", "train_step.py --rounds 8"),
     Topic("ranks", "A training step on two ranks", "train_step.py --ranks 2 --rounds 8 --tokens 256"),
     Topic(
@@ -126,9 +126,8 @@ def page(results: dict[str, Any]) -> str:
             continue
         result = results[topic.name]
         load = " to ".join(map(str, result["load"]))
-        text.append(
-            f"## {topic.title}\n\n`python benchmarks/{topic.command}`, {result['date']}, load average {load}\n"
-        )
+        measured = f"{result['date']}, load average {load}."
+        text.append(f"## {topic.title}\n\n```\npython benchmarks/{topic.command}\n```\n\n{measured}\n")
         text.append(table(result["rows"]))
     setups = sorted({(result["machine"], result["versions"]) for result in results.values()})
     text.append("## Machine and versions\n")

@@ -26,7 +26,7 @@ PREFIX = re.compile(
     r"(?P<srun>\d{1,6}):|\[\d+,(?P<mpi>\d+)\]<std\w+>:|[\w.\-]*?-(?P<compose>\d{1,5})\s+\||"
     r"\[pod/[\w.\-]*?-(?P<pod>\d{1,5})/[\w.\-]+\]) ?"
 )
-MAYBE_PREFIXED = re.compile(r"^\s*(?:\[|\(|\d+:|[\w.\-]+-\d+\s+\|)", re.M)
+MAYBE_PREFIXED = re.compile(r"^[^\S\n]*(?:\[|\(|\d+:|[\w.\-]+-\d+\s+\|)", re.M)
 CLOCK = re.compile(
     r"^(?:\[?\d{4}-\d\d-\d\d[ T]\d\d:\d\d:\d\d[.,\d]*(?:[+-]\d\d:?\d\d|Z)?(?: \w+)?\]? ?"
     r"(?:\[?(?:INFO|ERROR|WARNING|DEBUG|CRITICAL)\]?:? ?)?(?:\[[\w.]+\]:? ?)?|"
