@@ -174,7 +174,7 @@ def image_message(url: str, role: str = "user") -> dict:
     [
         (image_message("http://127.0.0.1:1/a.png"), "set rollout.agent.remote_images to true"),
         (image_message("file:///etc/passwd"), "neither a data: URL nor http"),
-        (image_message("data:image/png;base64,AAAA"), "cannot be read; expected PNG"),
+        (image_message("data:image/png;base64,AAAA"), "cannot be read; expected a complete file of PNG"),
         (image_message(data_url(ONE), "assistant"), "an assistant message contains an image"),
         ({"role": "user", "content": "<|image_pad|>"}, "1 placeholders of images and 0 images"),
     ],
