@@ -117,7 +117,10 @@ def load_tokenizer_at(path: str) -> PreTrainedTokenizerBase:
 
 
 def load_processor_of(config: AnyConfig) -> VisionProcessor | None:
-    """Load the processor of the actor's checkpoint; None for a model of text."""
+    """Load the processor of the actor's checkpoint; None for a text model or a tokenizer alone."""
+    folder = Path(config.actor.path)
+    if folder.is_dir() and not (folder / "config.json").is_file():
+        return None
     options = AutoConfig.from_pretrained(config.actor.path)
     return load_processor(config.actor.path) if is_vision(options) else None
 
