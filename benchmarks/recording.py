@@ -140,7 +140,7 @@ def write_slime(file: Path, batch: dict[str, np.ndarray]) -> None:
 
 
 def write_verl(file: Path, batch: dict[str, np.ndarray]) -> None:
-    """Pickle the padded tensors as verl's skipped rollouts: ids and masks in int64, by torch.save."""
+    """Pickle the padded tensors as verl's skipped rollouts: int64 ids and masks, by torch.save."""
     import torch
 
     ids, mask = (torch.from_numpy(batch[key].astype(np.int64)) for key in ("input_ids", "attention_mask"))
