@@ -117,11 +117,12 @@ def load_tokenizer_at(path: str) -> PreTrainedTokenizerBase:
 
 
 def load_processor_of(config: AnyConfig) -> VisionProcessor | None:
-    """Load the processor of the actor's checkpoint; None for a model of text."""
-    path = config.actor.path
-    if os.path.isdir(path) and not os.path.isfile(os.path.join(path, "config.json")):
-        return None  # a folder of a tokenizer alone, for agents on servers
-    return load_processor(path) if is_vision(AutoConfig.from_pretrained(path)) else None
+    """Load the processor of the actor's checkpoint; None for a text model or a tokenizer alone."""
+    folder = Path(config.actor.path)
+    if folder.is_dir() and not (folder / "config.json").is_file():
+        return None
+    options = AutoConfig.from_pretrained(config.actor.path)
+    return load_processor(config.actor.path) if is_vision(options) else None
 
 
 def count_steps(config: BaseExperimentConfig, num_rows: int) -> int:

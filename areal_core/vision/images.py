@@ -54,7 +54,12 @@ def as_image_bytes(value: Any, folder: str | os.PathLike[str] = ".") -> bytes:
             return _checked(data)
         case {"path": str() as path}:
             return _checked(_read(os.path.join(folder, path)))
-        case str() if value.startswith(("data:", "http://", "https://")):
+        case str() if value.startswith(("http://", "https://")):
+            raise ImageError(
+                f"image URL {value[:80]!r} is remote, and images of rows are not fetched: save the file and "
+                "give its path"
+            )
+        case str() if value.startswith("data:"):
             return bytes_of_url(value)
         case str() | os.PathLike():
             path = os.path.join(folder, value)

@@ -23,6 +23,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from areal_core.engine.errors import ModelError
+from areal_core.engine.model import load_failure
 from areal_core.errors import ImageError
 from areal_core.vision.images import decode, image_hash
 
@@ -90,7 +91,8 @@ class VisionProcessor:
         if expected != len(images):
             raise ImageError(
                 f"a prompt has {expected} placeholders of images and {len(images)} images: "
-                f'give each message one {{"type": "image"}} for each of its images, in order'
+                f'give each message one {{"type": "image"}} for each of its images, in order, and no text '
+                f"with {self.processor.image_token!r}"
             )
         pictures = [decode(image) for image in images]
         try:
@@ -204,6 +206,8 @@ def load_processor(path: str) -> VisionProcessor:
             f"cannot load the processor of {path!r} ({reason}): pip install torchvision, of the build of torch"
         ) from error
     except (OSError, ValueError) as error:
+        if not Path(path).is_dir():
+            raise load_failure(path, error) from error
         raise ModelError(
             f"cannot load the processor of {path!r} ({str(error).splitlines()[0]}): copy "
             f"preprocessor_config.json and processor_config.json of the original model beside its weights"

@@ -101,6 +101,8 @@ def command(
         fail("--on-alarm, --webhook, --stop-on and --pause-on go with --watch")
     path = find_script(script)
     flags: list[str] = []
+    if dump_rollout and "=" in dump_rollout:  # the flag without DIR, and the first override after it
+        dump_rollout, overrides = "", (dump_rollout, *overrides)
     if dump_rollout is not None:
         flags += flag_overrides("--dump-rollout", dump_rollout, force)
     if replay_rollout is not None:

@@ -53,6 +53,16 @@ def stages(run: dict) -> dict[str, str]:
     return {stage["name"]: stage["does"] for stage in run["step"] + run["upkeep"]}
 
 
+def test_an_option_after_dump_rollout_is_not_taken_for_its_folder(tiny_model, tmp_path):
+    files = (f"cluster.fileroot={tmp_path}", "experiment_name=e", "trial_name=t")
+    for flag in (["--dump-rollout"], ["--dump-rollout", str(tmp_path / "own")]):
+        argv = [str(SCRIPT), "--config", str(TINY), "--dry-run", "--json", *flag]
+        done = CliRunner().invoke(command, [*argv, f"actor.path={tiny_model}", *files])
+        assert done.exit_code == 0, done.output
+        assert str(tiny_model) in done.stdout
+        assert "actor.path" not in done.stdout
+
+
 def test_the_plan_of_a_tiny_run_is_complete_and_leaves_no_files(dry_run, tiny_model, tmp_path):
     code, run = dry_run(
         TINY,

@@ -119,7 +119,7 @@ def big_png(width: int, height: int) -> bytes:
         ("data:image/png;base64,?", "is not base64"),
         ("nowhere.png", "no file 'nowhere.png', and not base64"),
         ("x" * 10_000 + "?", "not base64"),
-        ("https://example.org/a.png", "would be fetched by this process; send the picture as a data: URL"),
+        ("https://example.org/a.png", "images of rows are not fetched: save the file"),
         (7, "an image is a int; expected bytes"),
         ({"bytes": None, "path": None}, "an image is a dict"),
     ],

@@ -54,6 +54,9 @@ def test_a_prompt_whose_placeholders_and_pictures_differ_is_refused() -> None:
     processor = VisionProcessor(make_tiny_processor("qwen2_vl"))
     with pytest.raises(ImageError, match="has 2 placeholders of images and 1 images"):
         processor.prompt(MESSAGES, PICTURES[:1])
+    literal = [{"role": "user", "content": "what is <|image_pad|>?"}]
+    with pytest.raises(ImageError, match=r"1 placeholders .* and no text with '<\|image_pad\|>'"):
+        processor.prompt(literal, [])
 
 
 def test_a_picture_that_transformers_refuses_is_named_by_its_size() -> None:
@@ -78,6 +81,13 @@ def test_a_text_model_has_no_processor_of_images(tmp_path: Path) -> None:
     make_tiny_model(tmp_path / "text")
     with pytest.raises(ModelError, match="no processor of images"):
         load_processor(str(tmp_path / "text"))
+
+
+def test_a_folder_that_is_missing_is_named_and_one_without_a_processor_gets_the_files_to_copy(tmp_path):
+    with pytest.raises(ModelError, match=r"cannot load the model: '.*/none' is not a folder here"):
+        load_processor(str(tmp_path / "none"))
+    with pytest.raises(ModelError, match=r"copy preprocessor_config\.json"):
+        load_processor(str(tmp_path))
 
 
 def test_a_saved_processor_is_the_same(tmp_path: Path) -> None:
