@@ -27,7 +27,7 @@ from recorder.tensors import flatten
 from recorder.testing import SCRIPTED_HEADER, in_step, scripted_batch
 from recorder.writer import RecordingOptions
 
-from .disk import FOLDER, ROOT, Disk, Machine
+from .disk import FOLDER, ROOT, Disk, Machine, is_ours
 
 verifying = importlib.import_module("recorder.verify")  # the package has a function of this name
 RECORD = Path(ROOT) / "record"
@@ -87,8 +87,11 @@ class Simulation:
         """Put simulated clocks, processes and storage under the recorder."""
         call = self.machine.call
         commit, take, release = writing.commit_step, protocol.take, protocol.Lock.release
+        read = protocol._read
 
         def read_lock(path: Path) -> Found | None:
+            if not is_ours(path):  # the heartbeat of a record that an earlier test has left open
+                return read(path)
             try:
                 data = call("read", str(path))
             except OSError:

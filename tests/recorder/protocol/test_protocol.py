@@ -311,6 +311,16 @@ def test_no_state_breaks_the_commit_protocol(name):
     report(name, EVERYDAY[name]())
 
 
+def test_locks_of_the_real_disk_are_read_from_it(tmp_path):
+    """The heartbeat of a record that another test has left open goes on."""
+    lock = protocol.take(tmp_path / "writer.lock", "run", "another test")
+    try:
+        with Simulation().installed():
+            protocol.check(lock.path, lock.holder.token)
+    finally:
+        lock.release()
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("name", LONG)
 def test_no_state_of_a_larger_run_breaks_the_commit_protocol(name):
