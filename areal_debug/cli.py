@@ -12,9 +12,8 @@ from typing import Any
 import click
 
 from areal_core.safety.private import keep_files_private
-from areal_debug.bytecode import cache_bytecode
+from areal_debug.start_up import cache_bytecode, collect_garbage_rarely
 from areal_debug.terminal import INTERRUPTED, guarded
-from areal_debug.train.script import collect_garbage_rarely
 
 SECTIONS = {
     "Train and record": {

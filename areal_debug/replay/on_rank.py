@@ -16,8 +16,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from areal_debug.start_up import collect_garbage_rarely
 from areal_debug.terminal import open_standard_streams
-from areal_debug.train.script import collect_garbage_rarely, mistakes_as_sentences
+from areal_debug.train.script import mistakes_as_sentences
 
 if TYPE_CHECKING:
     from areal_core.trainer.rl import Observer, PPOTrainer

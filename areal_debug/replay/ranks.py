@@ -8,8 +8,8 @@ from typing import Any
 
 from areal_core.environment import DETERMINISTIC
 from areal_core.launch.warm import WarmRanks, warm_ranks
-from areal_debug.bytecode import bytecode_variables
 from areal_debug.render import QUIET, REPORT_FILE, VERBOSE, fail, is_verbose, read_report
+from areal_debug.start_up import bytecode_variables
 from recorder import open_record
 from replayer.check import ReplayReport, parse_report
 from replayer.request import Request, request_text

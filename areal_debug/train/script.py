@@ -4,7 +4,6 @@ An error that a user can cause ends the rank with one sentence and exit code 2, 
 of a run with code 1, instead of a traceback per rank. Other errors keep their traceback.
 """
 
-import gc
 import logging
 import os
 import runpy
@@ -15,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from areal_core.safety.printable import printable_block
+from areal_debug.start_up import collect_garbage_rarely
 
 
 def main(arguments: list[str]) -> None:
@@ -27,15 +27,6 @@ def main(arguments: list[str]) -> None:
     sys.path.insert(0, str(Path(script).resolve().parent))
     with mistakes_as_sentences():
         runpy.run_path(script, run_name="__main__")
-
-
-def collect_garbage_rarely() -> None:
-    """Let imports run without a garbage collection every 700 objects.
-
-    The objects of torch and Transformers stay; looking through them again and again takes a tenth
-    of the CPU time in which a process starts.
-    """
-    gc.set_threshold(100_000)
 
 
 @contextmanager

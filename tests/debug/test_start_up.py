@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from areal_debug.bytecode import bytecode_variables
 from areal_debug.preflight.command import MODULES as OF_PREFLIGHT
 from areal_debug.replay.ranks import MODULES
+from areal_debug.start_up import bytecode_variables
 
 from .test_waiting import drawn, on_terminal, screen
 
@@ -136,8 +136,8 @@ def never_written(monkeypatch, tmp_path):
     package = tmp_path / "torch.py"
     package.touch()
     spec = importlib.util.spec_from_file_location("torch", package)
-    monkeypatch.setattr("areal_debug.bytecode.find_spec", lambda name: spec)
-    monkeypatch.setattr("areal_debug.bytecode.default_root", lambda: str(tmp_path / "mine"))
+    monkeypatch.setattr("areal_debug.start_up.find_spec", lambda name: spec)
+    monkeypatch.setattr("areal_debug.start_up.default_root", lambda: str(tmp_path / "mine"))
     monkeypatch.delenv("PYTHONPYCACHEPREFIX", raising=False)
     monkeypatch.setattr(sys, "pycache_prefix", None)
     monkeypatch.setattr(sys, "dont_write_bytecode", True)

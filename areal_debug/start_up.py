@@ -1,10 +1,11 @@
-"""Compiled Python files of libraries, where Python may not write them beside their sources.
+"""What a process does first, so that it starts fast.
 
 Images of containers set PYTHONDONTWRITEBYTECODE, and folders of packages may be read-only. If
 torch was installed without compiled files, too, every process compiles it and Transformers again,
 which takes longer than the rest of a short replay. A private folder of the user has them then.
 """
 
+import gc
 import os
 import sys
 from importlib.util import cache_from_source, find_spec
@@ -46,3 +47,12 @@ def bytecode_variables() -> dict[str, str]:
     except (ForeignOwner, OSError):  # slower, and nothing else
         return {}
     return {PREFIX: str(folder), NEVER_WRITE: ""}
+
+
+def collect_garbage_rarely() -> None:
+    """Let imports run without a garbage collection every 700 objects.
+
+    The objects of torch and Transformers stay; looking through them again and again takes a tenth
+    of the CPU time in which a process starts.
+    """
+    gc.set_threshold(100_000)
