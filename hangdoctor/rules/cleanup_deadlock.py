@@ -48,7 +48,8 @@ LAST_CALLS = {
 
 def judge(case: Case, graph: Graph) -> Verdict | None:
     """Return the verdict if the pattern is present, else None."""
-    leaving = [s for s in case.ranks if leaves(s, case)]
+    entered = functions_of_entered(case)
+    leaving = [s for s in case.ranks if leaves(s, entered)]
     if not leaving:
         return None
     staying = [s for s in graph.waiting_ranks if s not in leaving]
@@ -56,7 +57,7 @@ def judge(case: Case, graph: Graph) -> Verdict | None:
     # waits for something else.
     held_up = [s for s in leaving if not s.thread_wait.waits_for_peers]
     culprits = leaving if staying else held_up or leaving
-    certain = bool(staying) and all(last_call(s) or in_exit_handler(s, case) for s in culprits)
+    certain = bool(staying) and all(last_call(s) or in_exit_handler(s, entered) for s in culprits)
     where = place(culprits[0])
     if staying:
         others = f"{name_ranks(staying)} still {plural(staying, 'waits', 'wait')} in {operation(staying[0])}"
@@ -102,7 +103,14 @@ def last_call(process_state: ProcessState) -> bool:
     )
 
 
-def leaves(process_state: ProcessState, case: Case) -> bool:
+def functions_of_entered(case: Case) -> set[tuple[str, str]]:
+    """Return name and file of each function in the stacks that begin in a module, a thread or a
+    spawned process.
+    """
+    return {(f.function, f.file) for s in case.ranks if has_entry(s) for f in s.thread_wait.frames}
+
+
+def leaves(process_state: ProcessState, entered: set[tuple[str, str]]) -> bool:
     """True if a stack is that of an exiting rank: a clean-up function, or an exit handler that
     Python itself calls.
     """
@@ -112,21 +120,18 @@ def leaves(process_state: ProcessState, case: Case) -> bool:
         return False
     if context(process_state.thread_wait.frames, frozenset({"cleanup", "checkpoint"})) == "checkpoint":
         return False
-    return "cleanup" in process_state.thread_wait.phases or in_exit_handler(process_state, case)
+    return "cleanup" in process_state.thread_wait.phases or in_exit_handler(process_state, entered)
 
 
-def in_exit_handler(process_state: ProcessState, case: Case) -> bool:
+def in_exit_handler(process_state: ProcessState, entered: set[tuple[str, str]]) -> bool:
     """True for an atexit callback: C calls it, so its stack has no `<module>` at the bottom, while
     its peers' stacks have one.
     """
     python = python_only(process_state.thread_wait.frames)
     if process_state.thread != "MainThread" or not 0 < len(python) < 100 or has_entry(process_state):
         return False
-    entered = [s for s in case.ranks if has_entry(s)]
-    outermost = (python[-1].function, python[-1].file)
     # An excerpt that was cut ends in a function that its peers call as well.
-    shared = any((f.function, f.file) == outermost for s in entered for f in s.thread_wait.frames)
-    return bool(entered) and not shared
+    return bool(entered) and (python[-1].function, python[-1].file) not in entered
 
 
 def has_entry(process_state: ProcessState) -> bool:
