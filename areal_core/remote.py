@@ -156,8 +156,8 @@ class RemoteEngine:
 
         Raises:
             PromptTooLong: the prompt leaves no space for a new token.
-            ServerDied: no server answers any more.
-            RequestRefused: the server answered with an error.
+            ServerDied: no server gave a usable reply.
+            RequestRefused: no server is left that did not refuse the request.
         """
         executor = self._connected()
         return await run_on(executor.loop.loop, executor.engine.agenerate(req))
