@@ -13,6 +13,9 @@ CMD ["--help"]
 FROM light AS full
 USER root
 WORKDIR /source
+# Triton compiles for the GPU by gcc; git gives records the commit of the code that trained.
+RUN apt-get update && apt-get install --yes --no-install-recommends gcc libc6-dev git \
+    && rm -rf /var/lib/apt/lists/*
 RUN pip install --no-cache-dir --constraint constraints.txt ".[train,archive,query,sglang,ray,lora]"
 USER areal
 WORKDIR /home/areal

@@ -43,10 +43,13 @@ class RemoteEngine:
     or else `RLVRWorkflow`.
 
     Args:
-        config: of the run; `load_expr_config(arguments, GRPOConfig, role="rollout")` requires only
-            what rollouts need.
+        config: of the run, with its model and sampling options; `load_expr_config(arguments,
+            GRPOConfig, role="rollout")` requires only what rollouts need.
         addresses: `host:port` of the servers, in a list or separated by commas; by default those in
-            `AREAL_LLM_SERVER_ADDRS`, or else those that are registered for the experiment.
+            `AREAL_LLM_SERVER_ADDRS`. Servers that are registered for the experiment are used, too.
+
+    Raises:
+        ModelError: the tokenizer or the processor cannot be loaded.
 
     Attributes:
         tokenizer: of the model.
@@ -66,9 +69,10 @@ class RemoteEngine:
         """Wait for the servers, check what they serve, and use the weights that they hold.
 
         Raises:
-            NoServers: none is known.
-            ServerDied: one is not ready within `rollout.setup_timeout`.
-            WrongServer: one serves another model, or they hold different weights.
+            NoServers: none is known, or none of those that are registered answers.
+            ServerDied: one is not ready within `rollout.setup_timeout` seconds.
+            WrongServer: an address is invalid, a server is of another version or model, or they
+                hold different weights.
         """
         options = self.config.rollout
         discovery = discover_servers(self.config, self._addresses)
@@ -96,12 +100,19 @@ class RemoteEngine:
     ) -> Batch:
         """Run these rows and return all episodes as a padded batch, in their order.
 
-        Keys, shapes and dtypes: ARCHITECTURE.md, "The batch".
-
         Args:
+            data: rows of a dataset. A row whose episodes fail is left out.
+            workflow: see above.
+            workflow_kwargs: arguments of its class.
             group_size: episodes per row; by default `gconfig.n_samples`.
+            timeout_s: maximum seconds for all of them; None for no limit.
+
+        Returns:
+            Tensors by name, [B, T] per token and [B] per row, on the CPU; keys and dtypes are in
+            ARCHITECTURE.md, "The batch". `prompt_id` is the number of the row in `data`.
 
         Raises:
+            ConfigError: not connected, or the workflow cannot be built.
             NothingAccepted: no episode returned a row.
             TimeoutError: they have not finished within `timeout_s`.
             Exception: of an episode, beyond `rollout.max_failures` of them.
@@ -119,19 +130,35 @@ class RemoteEngine:
         workflow_kwargs: dict[str, Any] | None = None,
         group_size: int | None = None,
     ) -> int:
-        """Start a row and return its task id at once; `wait` returns its episodes."""
+        """Start a row and return its task id at once; `wait` returns its episodes.
+
+        Arguments are those of `rollout_batch`.
+        """
         built = self._workflow(workflow, workflow_kwargs)
         return self._connected().submit(data, built, n_samples=group_size or self.config.gconfig.n_samples)
 
     def wait(self, count: int, timeout_s: float | None = None) -> list[Batch | None]:
         """Wait for `count` submitted rows; return those submitted first, None for a failed one.
 
-        Raises as `Executor.wait` does.
+        Args:
+            count: number of rows that were submitted and not returned yet.
+            timeout_s: maximum seconds; None for no limit.
+
+        Raises:
+            TimeoutError: not so many have finished within `timeout_s`.
+            RolloutStuck: not so many were submitted, or none of them can start.
+            Exception: of an episode, beyond `rollout.max_failures` of them.
         """
         return self._connected().wait(count, timeout_s)
 
     async def agenerate(self, req: ModelRequest) -> ModelResponse:
-        """Sample one completion, awaited on any event loop."""
+        """Sample one completion; may be awaited on any event loop.
+
+        Raises:
+            PromptTooLong: the prompt leaves no space for a new token.
+            ServerDied: no server gave a usable reply.
+            RequestRefused: no server is left that did not refuse the request.
+        """
         executor = self._connected()
         return await run_on(executor.loop.loop, executor.engine.agenerate(req))
 

@@ -39,12 +39,15 @@ EPISODE = "episode"  # the score that numbers the episodes of a task, each of on
 
 
 class Recorded(RolloutWorkflow):  # type: ignore[misc]  # AReaL is rarely installed
-    """A workflow whose trajectories are recorded; those of evaluations are not.
+    """A workflow of AReaL whose trajectories are recorded; those of evaluations are not.
+
+    The first failure of the recording is one sentence on stderr; the run continues without it.
 
     Args:
-        workflow: a workflow, or the import path of its class, with `workflow_kwargs`.
+        workflow: a workflow, or the import path of its class.
         folder: None: AREAL_DEBUG_RECORD names it. Each process has a record of its own: FOLDER, and
-            FOLDER-rankN for other processes than the first.
+            FOLDER-rankN for other processes than the first. A record in it is continued.
+        workflow_kwargs: arguments of the class, if `workflow` is a path.
         tokenizer: decodes the text of the trajectories, in the background.
     """
 
@@ -61,7 +64,7 @@ class Recorded(RolloutWorkflow):  # type: ignore[misc]  # AReaL is rarely instal
         self.workflow = workflow
         # a full queue drops a step: waiting for the disk would stop the loop of all trajectories
         self.recording = Guarded(
-            "areal", folder, rank=rank_in_job(), last=self.record, tokenizer=tokenizer, when_slow="drop"
+            "areal", folder, rank=rank_in_job(), last=self._record, tokenizer=tokenizer, when_slow="drop"
         )
         self.started = itertools.count()
         self.pending: dict[int, list[Episode]] = defaultdict(list)  # by weight version
@@ -73,18 +76,18 @@ class Recorded(RolloutWorkflow):  # type: ignore[misc]  # AReaL is rarely instal
         context = workflow_context.get()
         if result and not context.is_eval:
             self.recording.attempt(
-                "a trajectory", lambda: self.keep(number, context.task_id, result, engine.get_version())
+                "a trajectory", lambda: self._keep(number, context.task_id, result, engine.get_version())
             )
         return result
 
-    def keep(self, number: int, task: int | None, result: Mapping[str, Any], version: int) -> None:
+    def _keep(self, number: int, task: int | None, result: Mapping[str, Any], version: int) -> None:
         """Record the versions before this one, and keep the trajectory. Raises RecordError."""
-        self.record(before=version)
+        self._record(before=version)
         rows, dropped = rows_of(result)
         task = -1 - number if task is None else task  # called by something else than an executor
         self.pending[version].append(Episode(number, task, rows, dropped))
 
-    def record(self, before: int = sys.maxsize) -> None:
+    def _record(self, before: int = sys.maxsize) -> None:
         """Record the pending trajectories of the versions before one, of all without."""
         for version in sorted(version for version in self.pending if version < before):
             episodes = sorted(self.pending.pop(version), key=lambda episode: episode.number)
@@ -97,10 +100,15 @@ class Recorded(RolloutWorkflow):  # type: ignore[misc]  # AReaL is rarely instal
 
 
 class Replayed(RolloutWorkflow):  # type: ignore[misc]
-    """A workflow that returns the recorded trajectories, in their order, and calls no engine.
+    """A workflow of AReaL that returns recorded trajectories, in their order, and calls no engine.
 
-    A task gets the trajectories of a recorded task, whatever its data; once all are used, tasks
-    fail with RecordError. Raises RecordError if tokens are not in the record.
+    A task gets the trajectories of a recorded task, whatever its data.
+
+    Args:
+        folder: that `Recorded` was given; each process reads its own record.
+
+    Raises:
+        RecordError: there is no record, or it cannot be read.
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
@@ -110,7 +118,14 @@ class Replayed(RolloutWorkflow):  # type: ignore[misc]
         self.calls = itertools.count()
 
     async def arun_episode(self, engine: Any, data: dict[str, Any]) -> dict[str, Tensor] | None:
-        """Return the next trajectory of the task; None if the recorded task has no further one."""
+        """Return the next trajectory of the task; None if the recorded task has no further one.
+
+        Returns:
+            Padded tensors by name: per token [rows, T], `rewards` float32 [rows].
+
+        Raises:
+            RecordError: all recorded tasks are used, or tokens are not in the record.
+        """
         task_id = workflow_context.get().task_id
         task = -1 - next(self.calls) if task_id is None else task_id
         if task not in self.episodes:

@@ -25,11 +25,14 @@ RECORDED |= {"sample_loss_mask", "generation_logprobs", *LEARNING}
 
 
 class Recorded:
-    """A NeMo-RL logger around another one.
+    """A NeMo-RL logger around another one, which records instead of dumping JSONL files.
+
+    The first failure of the recording is one sentence on stderr; from that step on, the files are
+    dumped again.
 
     Args:
         logger: the one that `setup` returned.
-        folder: None: AREAL_DEBUG_RECORD names it.
+        folder: None: AREAL_DEBUG_RECORD names it. A record in it is continued.
         config: `master_config.model_dump()`, or the dict that older versions have.
         dump: also dump the JSONL files.
     """
@@ -43,7 +46,7 @@ class Recorded:
         dump: bool = False,
     ) -> None:
         self.logger, self.config, self.dump = logger, config, dump
-        self.recording = Guarded("nemo-rl", folder, last=self.record)
+        self.recording = Guarded("nemo-rl", folder, last=self._record)
         self.pending: tuple[int, dict[str, Any], str] | None = None  # waits for the step's metrics
 
     def __getattr__(self, name: str) -> Any:
@@ -51,7 +54,7 @@ class Recorded:
 
     def log_batched_dict_as_jsonl(self, to_log: Mapping[str, Any], filename: str) -> None:
         """Keep the data of a training step until its metrics come; dump everything else."""
-        self.record()
+        self._record()
         match = TRAIN_FILE.fullmatch(filename)
         if match and not self.recording.ended:
             self.pending = int(match[1]), dict(to_log), filename
@@ -61,16 +64,16 @@ class Recorded:
     def log_metrics(self, metrics: dict[str, Any], step: int, prefix: str | None = "", **others: Any) -> None:
         """Record the pending step with its metrics, then log them."""
         if self.pending is not None and (step, prefix) == (self.pending[0], "train"):
-            self.record(metrics)
+            self._record(metrics)
         self.logger.log_metrics(metrics, step, prefix, **others)
 
     def finish(self) -> None:
         """End the recording, then the logger."""
-        self.record()
+        self._record()
         self.recording.end()
         self.logger.finish()
 
-    def record(self, metrics: Mapping[str, Any] | None = None) -> None:
+    def _record(self, metrics: Mapping[str, Any] | None = None) -> None:
         """Record the pending step, or dump it if it cannot be recorded.
 
         Step N of NeMo-RL, which counts from 1, is step N - 1 of the record.

@@ -149,9 +149,13 @@ def place_of(config: pytest.Config, path: str) -> Path:
 
 @pytest.fixture
 def replay_record(request: pytest.FixtureRequest) -> Callable[..., "ReplayReport"]:
-    """A function that replays the record of the test's mark and fails if it differs.
+    """A function that replays the record of the test's mark and fails the test if it differs.
 
-    Its arguments override those of the mark. It returns the judged `replayer.check.ReplayReport`.
+    Its arguments override those of the mark, `@pytest.mark.replay(PATH, ...)`: `steps`, the first
+    and the last or one, all by default; `exact`, to require the recorded bits on another machine,
+    too; `model`, the folder of the run's first model, if it has moved; `run`, the arguments of
+    `areal-debug train` that generate the record. It returns the `replayer.ReplayReport`, with a
+    verdict.
     """
 
     def replay(**arguments: Any) -> "ReplayReport":

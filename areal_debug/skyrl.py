@@ -36,10 +36,12 @@ DROPPED = ("rollout_sample_support", "pixel_values", "image_grid_thw")
 
 
 class Record(TrainingCallback):
-    """A TrainingCallback that records every step.
+    """A TrainingCallback of SkyRL that records every step.
+
+    The first failure of the recording is one sentence on stderr; the run continues without it.
 
     Args:
-        folder: of the record; None: AREAL_DEBUG_RECORD names it.
+        folder: of the record; None: AREAL_DEBUG_RECORD names it. A record in it is continued.
     """
 
     def __init__(self, folder: str | os.PathLike[str] | None = None) -> None:
@@ -58,19 +60,19 @@ class Record(TrainingCallback):
         """Look at what the trainer's methods return."""
         self.recorder = Guarded("skyrl", self.folder, tokenizer=getattr(trainer, "tokenizer", None))
         for name, take in (
-            ("convert_to_training_input", self.take_generated),
-            ("compute_advantages_and_returns", self.take_advantages),
+            ("convert_to_training_input", self._take_generated),
+            ("compute_advantages_and_returns", self._take_advantages),
         ):
             if hasattr(trainer, name):
                 setattr(trainer, name, observed(getattr(trainer, name), self.recorder, take))
 
-    def take_generated(self, batch: Any, generator_output: Mapping[str, Any], uids: Sequence[Any]) -> None:
+    def _take_generated(self, batch: Any, generator_output: Mapping[str, Any], uids: Sequence[Any]) -> None:
         """Keep rewards, before a penalty, groups and stop reasons of a batch."""
         self.generated = {"uid": list(uids), "stop_reason": list(generator_output.get("stop_reasons") or ())}
         if batch.get("rewards") is not None:
             self.generated["reward"] = batch["rewards"].sum(-1).tolist()
 
-    def take_advantages(self, batch: Any, data: Any) -> None:
+    def _take_advantages(self, batch: Any, data: Any) -> None:
         """Keep the advantages of a batch."""
         self.advantages = batch["advantages"]
 
@@ -79,9 +81,9 @@ class Record(TrainingCallback):
         if self.recorder is None:  # the callback was added during the run
             self.on_train_start(trainer, callback_input, control)
         assert self.recorder is not None
-        self.recorder.attempt("a step", lambda: self.record(trainer, callback_input))
+        self.recorder.attempt("a step", lambda: self._record(trainer, callback_input))
 
-    def record(self, trainer: Any, callback_input: Any) -> None:
+    def _record(self, trainer: Any, callback_input: Any) -> None:
         """Record the step, with what was kept of it."""
         assert self.recorder is not None
         batch, step = callback_input.batch, callback_input.global_step

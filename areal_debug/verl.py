@@ -71,11 +71,15 @@ def record_step(
 ) -> None:
     """Record a step of a trainer that is built on verl.
 
+    It raises nothing: the first failure is one sentence on stderr, and recording ends.
+
     Args:
         data: DataProto with prompts padded on the left and responses on the right, or KVBatchMeta.
-        folder: of the record, which ends with the process.
+        step: its number; numbers ascend.
+        folder: of the record, which ends with the process; a record in it is continued.
         version: weight version after the step; unless given, one more than before.
-        trainer: has the `config` and the `tokenizer` of the run.
+        stats: numbers by name; other values are left out.
+        trainer: has the `config` and the `tokenizer` of the run, read at the first step.
     """
     recorder = recorder_in(folder, trainer)
     recorder.attempt(f"step {step}", lambda: write(recorder, data, step, version, stats, trainer))

@@ -35,14 +35,22 @@ GIGABYTE = 1e9
 
 
 def wire(argv: Sequence[str], config_class: type[C]) -> tuple[C, dict[str, Any]]:
-    """Read a config as `load_expr_config` does, with the flags `--dump-rollout [DIR]` and
-    `--replay-rollout DIR`.
+    """Read a config as `load_expr_config` does, and record or replay the run as it says.
+
+    The flags `--dump-rollout [DIR]` and `--replay-rollout DIR` set the options `debug.*`.
+
+    Args:
+        argv: as for `load_expr_config`, with these flags anywhere.
+        config_class: `GRPOConfig`, or a class of the script's own that is derived from it.
 
     Returns:
-        The config, and keyword arguments for the trainer.
+        The config, and keyword arguments of `PPOTrainer`: `observers`, and of a replay also
+        `source`, `stop_after` and others.
 
     Raises:
-        ConfigError, RecordError, ReplayError: with what to do next.
+        ConfigError: an option is unknown, or options contradict each other.
+        RecordError: the record to replay cannot be read.
+        ReplayError: it has no step that can be replayed.
     """
     rest, overrides = split_flags(argv)
     # Before the user's own overrides, which take precedence.

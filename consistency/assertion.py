@@ -22,14 +22,17 @@ def assert_consistent(
 
     Args:
         record: folder or archive of a record.
-        model: checkpoint that should have sampled the steps; by default the run's initial one.
+        model: checkpoint that should have sampled the steps, a folder; by default the run's initial
+            one.
         steps: by default the first one.
-        gate: upper limits of metrics, such as `mean_abs=0.02,k3=0.002`.
+        gate: upper limits of metrics, such as `mean_abs=0.02,k3=0.002`; log-probs are in nats.
         options: further fields of `consistency.case.Request`.
 
     Raises:
         AssertionError: names the most likely cause with evidence and fix, and every failed gate.
-        RecordError, ModelError, ConsistencyError: there is nothing to compare.
+        RecordError: the record or a step cannot be read.
+        ModelError: a checkpoint cannot be read.
+        ConsistencyError: there is nothing to compare, or a gate is invalid.
     """
     opened = open_record(record)
     checked = check(

@@ -48,8 +48,15 @@ BAD_RATIO = 3.0
 class Request:
     """Options of a comparison. Checkpoints are folders in Hugging Face format; None if not given.
 
-    `model` holds the weights that should have sampled; `scores_folder` keeps finished scores for
-    the next attempt; `trainer` computes the trainer check if the record does not hold its logprobs.
+    Attributes:
+        model: checkpoint with the weights that should have sampled.
+        dtype: of the model, "float32" or "bfloat16"; None: that of the trainer.
+        device: of the model, such as "cpu" or "cuda".
+        temperature: of the sampling; None: the recorded one.
+        previous: checkpoint before this one, to recognise stale weights.
+        base: checkpoint without the adapter, to recognise an engine that does not use it.
+        scores_folder: keeps finished scores for the next attempt.
+        trainer: compute the trainer check if the record does not hold its logprobs.
     """
 
     model: str

@@ -67,12 +67,16 @@ def check(
     """Compare an engine's logprobs with a model's.
 
     Args:
+        sampled: tokens with the engine's logprobs (`read_record`).
+        request: the model, and how it is run.
+        progress: called with the number of tokens that were scored since the last call.
         rescorer: makes the engines that sampled score some rows again; None without a live engine.
             A note of the result reports when they cannot.
 
     Raises:
         ModelError: a checkpoint cannot be read.
-        ConsistencyError: there is nothing to compare.
+        ConsistencyError: there is nothing to compare, ids are beyond the model's vocabulary, or
+            kept scores are of other inputs.
     """
     sampling = sampled.sampling
     temperature = sampling.temperature if request.temperature is None else request.temperature

@@ -151,7 +151,10 @@ class InLoop:
     warnings.
 
     Args:
+        every: steps from one comparison to the next.
+        file: new lines are appended; mean |D| and k3 are in nats.
         gather: collects the sums of all ranks from one rank's; a collective.
+        rank: of this process.
     """
 
     every: int

@@ -58,11 +58,14 @@ def read_record(record: Record, steps: Sequence[int], assumed: Sampling | None =
     """Read some steps of a record.
 
     Args:
-        assumed: sampling options of a record of another trainer.
+        record: of a run that sampled.
+        steps: their numbers.
+        assumed: sampling options of a record of another trainer; by default those of its config.
 
     Raises:
         RecordError: a step cannot be read.
-        NothingToCompare: the run sampled nothing, or no log-prob of a sampled token is known.
+        NothingToCompare: the run sampled nothing, no log-prob of a sampled token is known, or the
+            record has pixels in the place of its pictures.
     """
     sampling = parse_sampling(record) if assumed is None else assumed
     foreign = record.header.trainer is not None

@@ -21,8 +21,9 @@ MAX_EDGES = 6
 
 
 def diagnose(snapshot: Snapshot) -> Diagnosis:
-    """Return the class of a hang, its culprits and the evidence. Pure: reads nothing but the
-    snapshot.
+    """Return the class of a hang, its culprits and the evidence.
+
+    Pure: it reads nothing but the snapshot.
     """
     case = build_case(snapshot)
     graph = wait_for_graph(case)

@@ -73,13 +73,22 @@ class RecordedStep:
 
         Dtypes are those of the trainer; bfloat16 and 8-bit floats are returned as bits in unsigned
         integers.
+
+        Args:
+            rank: data-parallel rank, from 0.
+            keys: names of the arrays to read; all by default.
+
+        Raises:
+            StepNotRecorded: there is no such rank or array.
         """
         return self.tensors(*self.batch_entry(rank), keys)
 
     def learning(self, rank: int, keys: Iterable[str] | None = None) -> dict[str, np.ndarray]:
-        """Read the inputs to a rank's loss (`advantages`, ...), flat, next-token aligned.
+        """Read the inputs to a rank's loss (`advantages`, ...), [tokens], next-token aligned.
 
-        Raises StepNotRecorded unless the scope of the record is "full".
+        Raises:
+            StepNotRecorded: they are not in the record: its scope is not "full", or another
+                trainer gave none.
         """
         name = self.rank_name("learning", rank, "safetensors")
         if name not in self.manifest.batches:
@@ -106,7 +115,11 @@ class RecordedStep:
         return arrays
 
     def rows(self, rank: int, row: int) -> dict[str, np.ndarray]:
-        """Read one row of a rank: per token [length, ...], per row [...]; without its pictures."""
+        """Read one row of a rank: per token [length, ...], per row [...]; without its pictures.
+
+        Raises:
+            StepNotRecorded: there is no such rank or row.
+        """
         _, entry = self.batch_entry(rank)
         self.check_row(rank, row)
         arrays = self.batch(rank)
@@ -118,7 +131,7 @@ class RecordedStep:
         }
 
     def pictures(self, rank: int) -> list[tuple[str, int]] | None:
-        """Return the sha256 and size of each picture of a rank, in the order of its rows.
+        """Return the sha256 and bytes of each picture of a rank, in the order of its rows.
 
         None if the batch has none as files: it is of text, or has pixels instead.
         """
@@ -129,7 +142,7 @@ class RecordedStep:
         return list(zip(picture_names(arrays["image_sha256"]), arrays["image_bytes"].tolist(), strict=True))
 
     def pictures_of_rows(self, rank: int) -> list[list[tuple[str, int]]]:
-        """Return the sha256 and size of the pictures of each row of a rank."""
+        """Return the sha256 and bytes of the pictures of each row of a rank."""
         found = self.pictures(rank)
         if found is None:
             return [[] for _ in range(self.num_rows(rank))]
@@ -138,7 +151,7 @@ class RecordedStep:
         return [found[begin:end] for begin, end in zip([0, *ends], ends, strict=False)]
 
     def named_pictures(self) -> dict[str, int]:
-        """Return the size of each picture of the step, on any rank, by its sha256."""
+        """Return the bytes of each picture of the step, on any rank, by its sha256."""
         ranks = range(self.manifest.num_ranks)
         return {name: size for rank in ranks for name, size in self.pictures(rank) or ()}
 
@@ -180,14 +193,18 @@ class RecordedStep:
         return {key: counts[key] for key in UNKNOWN_BITS if counts[key]}
 
     def plan(self, rank: int) -> Plan:
-        """Read the rank's plan. Raises StepNotRecorded if the scope of the record is "rollout"."""
+        """Read the rank's plan.
+
+        Raises:
+            StepNotRecorded: the scope of the record is "rollout", or another trainer gave none.
+        """
         name = self.rank_name("plan", rank, "json")
         if name not in self.manifest.files:
             raise not_in_scope(self.name_of(name), "plan")
         return parse_plan(parse_document(self.file(name), self.name_of(name)), self.name_of(name))
 
     def outcome(self, rank: int) -> Outcome:
-        """Read the rank's outcome. Raises StepNotRecorded for scope "rollout"."""
+        """Read the rank's outcome. Raises as `plan` does."""
         name = self.rank_name("outcome", rank, "json")
         if name not in self.manifest.files:
             raise not_in_scope(self.name_of(name), "plan")
@@ -255,11 +272,13 @@ def not_in_scope(file: str, scope: str) -> StepNotRecorded:
 
 @dataclass(frozen=True)
 class Record:
-    """A record, in a folder or an archive.
+    """A record, in a folder or an archive, as `open_record` returns it.
 
     Attributes:
         path: the path or URL that it was opened with.
-        steps: the committed steps, ascending.
+        storage: reads its files.
+        header: the content of record.json: config, environment, model and tokenizer of the run.
+        steps: the committed steps, ascending, counted from 0.
         uncommitted: steps that were being written when the run ended, ascending.
         gaps: steps that are missing for a known reason.
     """
@@ -277,7 +296,9 @@ class Record:
     def step(self, step: int) -> RecordedStep:
         """Return a committed step.
 
-        Raises StepNotRecorded, or DamagedRecord if its step.json is damaged.
+        Raises:
+            StepNotRecorded: the record has no such step; the message has the reason.
+            DamagedRecord: its step.json is damaged.
         """
         if step not in self.steps:
             raise StepNotRecorded(
@@ -296,17 +317,28 @@ class Record:
     def to_arrow(
         self, steps: Sequence[int] | None = None, columns: Sequence[str] | None = None
     ) -> "pyarrow.Table":
-        """Return the samples, or some columns of those of some steps, as an Arrow table.
+        """Return the samples, one a row, as an Arrow table. Needs the extra `archive`.
 
-        Values per token are lists, aligned to the token itself; what is not known is null. Raises
-        RecordError for a column that is not there, StepNotRecorded, DamagedRecord.
+        Values per token are lists, aligned to the token itself; what is not known is null.
+
+        Args:
+            steps: those to read; all by default.
+            columns: those to read, in this order; all by default (docs/exports.md).
+
+        Raises:
+            RecordError: there is no such column.
+            StepNotRecorded: there is no such step.
+            DamagedRecord: bytes differ from those written.
         """
         return self._exporter("arrow").table_of(self, steps, columns)
 
     def to_pandas(
         self, steps: Sequence[int] | None = None, columns: Sequence[str] | None = None
     ) -> "pandas.DataFrame":
-        """Return what `to_arrow` returns as a data frame."""
+        """Return what `to_arrow` returns as a data frame. Needs the extra `query`.
+
+        Integers keep their types; unknown ones are `pandas.NA`.
+        """
         return self._exporter("arrow").frame_of(self, steps, columns)
 
     def _repr_html_(self) -> str:
@@ -324,7 +356,11 @@ class Record:
     def anchor(self, step: int) -> Path:
         """Return the checkpoint's folder on this machine after checking the size of every file.
 
-        `verify` checks the bytes. Raises StepNotRecorded, DamagedRecord.
+        `verify` checks the bytes.
+
+        Raises:
+            StepNotRecorded: there is no checkpoint before this step.
+            DamagedRecord: a file is missing or has another size.
         """
         if step not in self.anchors():
             raise StepNotRecorded(f"{self.path} has no anchor at step {step}: it has {list(self.anchors())}")
@@ -448,8 +484,16 @@ def open_record(path: str | os.PathLike[str]) -> Record:
     """Open a record: a folder, or an archive in a folder, a zip file or at an fsspec URL.
 
     Costs one listing for any number of steps: steps commit in order, so only the last ones can lack
-    step.json; a step that lost it later is damaged, which is reported when it is read. Raises
-    RecordNotFound, NotARecord, UnknownFormat, DamagedRecord.
+    step.json; a step that lost it later is damaged, which is reported when it is read.
+
+    Args:
+        path: folder, zip file or URL. Archives need the extra `archive`.
+
+    Raises:
+        RecordNotFound: nothing exists there, or it is a file and no archive.
+        NotARecord: it has no record.json.
+        UnknownFormat: a newer version wrote it.
+        DamagedRecord: record.json or gaps.json is damaged.
     """
     location, storage = location_of(path), open_storage(path)
     if storage.size(RECORD_FILE) is None:

@@ -145,8 +145,16 @@ def diff_records(
 ) -> DiffReport:
     """Compare two records step by step up to the first that differs, or one step only.
 
-    Calls `on_step` after each step. Raises ReplayError if the records have no step in common,
-    StepNotRecorded for a `step` that one of them lacks, and DamagedRecord.
+    Args:
+        left: a record.
+        right: the other one.
+        step: compare only this one.
+        on_step: called with the number of each step after its comparison.
+
+    Raises:
+        ReplayError: the records have no step in common.
+        StepNotRecorded: one of them lacks `step`.
+        DamagedRecord: bytes differ from those written.
     """
     shared = sorted(set(left.steps) & set(right.steps)) if step is None else [step]
     if not shared:

@@ -24,9 +24,12 @@ C = TypeVar("C", bound=PPOConfig)
 
 @dataclass(frozen=True)
 class Request:
-    """Steps `first` to `last` of a record, both included.
+    """Steps `first` to `last` of a record, both included, and what is changed in their replay.
 
     Args:
+        record: folder or archive.
+        first: the first step to report; the replay starts at the nearest anchor before it.
+        last: the last step.
         model: current path of the model that the run started from, if it has moved.
         settings: overrides of options, as `actor.eps_clip=0.3`.
         config: file with the options, for a record of another trainer.
@@ -84,7 +87,8 @@ def replay_config(
         file: config to use instead of the record's.
 
     Raises:
-        ConfigError: an option is unknown, or options contradict each other.
+        ConfigError: the file cannot be read, an option is unknown, or options contradict each
+            other.
     """
     if file is None:
         tree, source = copy.deepcopy(record.header.config), f"the config of {record.path}"

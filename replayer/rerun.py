@@ -23,12 +23,16 @@ def replay_and_judge(
     run: Callable[[Request], ReplayReport],
     before_rerun: Callable[[str], None] = lambda why: None,
 ) -> ReplayReport:
-    """Return the report of a replay with its verdict.
+    """Replay, and return the report with its verdict.
 
     Args:
-        run: replays (`replayer.run.replay_and_compare`, or on several ranks); called again to
-            measure noise.
-        before_rerun: called with the reason, a sentence.
+        request: record, steps, and what is changed.
+        run: replays (`replayer.replay_and_compare`, or on several ranks); called again to measure
+            noise.
+        before_rerun: called with the reason, a sentence, before that.
+
+    Raises:
+        Exception: what `run` raises.
     """
     report = run(request)
     report.verdict = verdict_at_once(report)

@@ -48,8 +48,17 @@ def make_source(record: Record, trainer: PPOTrainer, request: Request) -> Record
 def replay(request: Request, make_observers: Sequence[MakeObserver]) -> None:
     """Run recorded steps again on this rank, from the nearest anchor or from the run's first model.
 
+    A collective of all ranks of the replay.
+
+    Args:
+        request: record, steps, and what is changed.
+        make_observers: called with record, trainer and request; each returns an observer.
+
     Raises:
-        ReplayError: the requested steps are not in the record, or there is nothing to start from.
+        ReplayError: the requested steps are not in the record, or there is nothing to start from
+            (WrongModel: the model at its path is another one).
+        RecordError: the record cannot be read.
+        ConfigError: a changed option is unknown, or contradicts another one.
     """
     with build_trainer(request, make_observers) as trainer:
         trainer.train()
@@ -93,10 +102,15 @@ def replay_and_compare(request: Request, make_observers: Sequence[MakeObserver] 
     """Replay on this rank and compare every step with the record; a collective.
 
     Args:
+        request: record, steps, and what is changed.
         make_observers: further observers, called after the comparison.
 
     Returns:
-        The report, without a verdict (`replayer.rerun.replay_and_judge` adds it).
+        The report, without a verdict (`replayer.replay_and_judge` adds it).
+
+    Raises:
+        StoppedAtDifference: a step differs, and the request is to stop there.
+        Exception: as `replay`.
     """
     checks: list[ReplayCheck] = []
 

@@ -41,7 +41,7 @@ def test_a_job_has_a_limit_and_pinned_actions_and_keeps_no_token(name, job):
     assert 0 < job["timeout-minutes"] <= 360
     for step in job["steps"]:
         if "uses" in step:
-            assert re.fullmatch(r"[\w.-]+/[\w./-]+@(v\d+|release/v\d+)", step["uses"])
+            assert re.fullmatch(r"[\w.-]+/[\w./-]+@([0-9a-f]{40}|release/v\d+)", step["uses"])
         if step.get("uses", "").startswith("actions/checkout@"):
             assert step["with"]["persist-credentials"] is False
 

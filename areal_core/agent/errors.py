@@ -68,5 +68,6 @@ class BadRequest(ValueError):
 class EpisodeFailed(Exception):
     """Raise it in an agent when the model has failed the episode, with what it did wrong.
 
-    The sampled rows get `rollout.agent.failed_reward`, and the run continues.
+    The last answered call gets `rollout.agent.failed_reward`, as if `run` had returned it, and the
+    run continues. Before the first answered call it is an error of the code, as any exception.
     """

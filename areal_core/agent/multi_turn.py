@@ -18,8 +18,9 @@ FEEDBACK = (
 class MultiTurnWorkflow:
     """Attempts at the chat in `data["messages"]` until one is rewarded, at most `max_turns`.
 
-    The row holds all attempts; the user's messages between them are outside the loss mask. Its
-    reward is the last attempt's, times `turn_discount` for each attempt before it.
+    They also end when `gconfig.max_tokens` leaves no space for another one. The row holds all
+    attempts; the user's messages between them are outside the loss mask. Its reward is the last
+    attempt's, times `turn_discount` for each attempt before it.
 
     Args:
         reward_fn, gconfig, tokenizer, enable_thinking: as for `RLVRWorkflow`. An attempt is right
@@ -54,7 +55,11 @@ class MultiTurnWorkflow:
         self.template_kwargs = {"enable_thinking": enable_thinking}
 
     async def arun_episode(self, engine: TokenSampler, data: dict[str, Any]) -> dict[str, Tensor]:
-        """Sample the attempts. Returns one row, `[1, T]` per token."""
+        """Sample the attempts. Returns one row, with the keys of `episode_tensors`.
+
+        Raises:
+            ImageError: the chat has pictures.
+        """
         prompt = prompt_tokens(self.tokenizer, data["messages"], self.template_kwargs)
         turns: list[ModelResponse] = []
         while True:

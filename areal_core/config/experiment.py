@@ -291,6 +291,10 @@ class PPOConfig(BaseExperimentConfig):
 
 
 GRPOConfig = PPOConfig
+"""The options of GRPO and related algorithms: another name of `PPOConfig`, as AReaL's scripts use.
+
+Every option is on the page "Options" of the reference. `load_expr_config` makes one of a YAML file.
+"""
 
 
 @dataclass

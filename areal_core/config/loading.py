@@ -33,11 +33,20 @@ MAX_YAML_CHARACTERS, MAX_YAML_VALUES, MAX_YAML_DEPTH = 1 << 18, 10_000, 32
 
 
 def load_expr_config(argv: Sequence[str], cls: type[E], role: Role = "train") -> tuple[E, str]:
-    """Read a config as `load_with_notes` does, log its notes, and return it with the file's path.
+    """Read a config from a YAML file and overrides, check it, and log what was derived or ignored.
 
-    With `--help` among the arguments, print how they are given and exit.
+    Args:
+        argv: `[script.py] --config FILE.yaml [OPTION=VALUE]... [~OPTION]...`; `~OPTION` resets one
+            to its default. With `--help`, print this and exit.
+        cls: class of the config, such as `GRPOConfig`, `SFTConfig`, `RWConfig` or `DPOConfig`.
+        role: "rollout" checks only the options that rollouts need.
 
-    Raises ConfigError.
+    Returns:
+        The config, and the path of the file.
+
+    Raises:
+        ConfigError: the file cannot be read, an option is unknown or missing, or options contradict
+            each other.
     """
     if {"-h", "--help"} & set(argv):
         print(usage(cls))

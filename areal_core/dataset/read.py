@@ -42,13 +42,22 @@ def get_dataset(
     tokenizer: "PreTrainedTokenizerBase | None" = None,
     processor: "VisionProcessor | None" = None,
 ) -> Sequence[Row]:
-    """Return all rows of one split, ready for a `PromptLoader`.
+    """Return all rows of one split, ready for a trainer.
 
-    "rl" rows have `messages`, "sft" rows `input_ids` and `loss_mask` (lists of int), "rw" and "dpo"
-    rows the fields of `pair_row`. Rows of more than `config.max_length` tokens (of an "rl" row: of
-    its prompt) are left out, and pairs of equal sides. All but "rl" rows without `max_length` need
-    `tokenizer`. With `processor`, and of datasets that have pictures, rows are those of
-    `image_rows.py`.
+    Rows of more than `config.max_length` tokens (of an "rl" row: of its prompt) are left out, and
+    pairs of equal sides.
+
+    Args:
+        config: `train_dataset` or `valid_dataset` of a config: path, type, split and maximum
+            length.
+        split: by default `config.split`.
+        tokenizer: of the model; all but "rl" rows without `max_length` need it.
+        processor: of a vision model; a dataset that has pictures needs it.
+
+    Returns:
+        Rows as dicts. Type "rl" has `messages` and the fields that the reward function needs, "sft"
+        `input_ids` and `loss_mask` (lists of int, 1 on completion and EOS), "rw" and "dpo" the
+        tokens of a chosen and a rejected answer. With `processor` also `images`.
 
     Raises:
         DatasetError: the rows cannot be read or have other fields, none is left, or `tokenizer` or

@@ -125,8 +125,21 @@ def _is_equal(found: str, answer: str) -> bool:
 def arithmetic_reward_fn(
     prompt: str, completions: str, prompt_ids: list[int], completion_ids: list[int], answer: str, **row: Any
 ) -> float:
-    """Return 1.0 if the completion is the number `answer` and nothing else, else 0.0."""
+    """Return 1.0 if the completion is the text `answer` and nothing else, else 0.0.
+
+    White space around them does not count; "4" and "4.0" are different.
+    """
     return float(completions.strip() == answer.strip())
+
+
+async def no_reward(
+    prompt: str, completions: str, prompt_ids: list[int], completion_ids: list[int], **row: Any
+) -> float:
+    """Return 0.0, for runs whose rewards are a reward model's scores alone.
+
+    It is asynchronous, so that no worker process is started for it.
+    """
+    return 0.0
 
 
 def load_reward_fn(reward_fn: str | RewardFn) -> RewardFn:

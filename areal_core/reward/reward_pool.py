@@ -32,12 +32,21 @@ START_TIMEOUT_S = 120.0  # a reward function may import a large library
 
 
 class RewardPool:
-    """`await pool(prompt, completion, prompt_ids, completion_ids, **row) -> float`.
+    """Worker processes of a reward function, as a reward function that is awaited.
 
-    Run at most `num_workers` calls at once, each for at most `timeout_s` seconds; the wait for a
-    worker does not count. A call that times out returns `timeout_reward`, or raises if that is
-    None. A worker that dies is replaced and its call retried, `max_retries` times. An exception of
-    the reward function, and a result that is not a finite number, raise RewardError with the row.
+    `await pool(prompt, completion, prompt_ids, completion_ids, **row)` returns a float. It raises
+    RewardError with the row for an exception of the function, a result that is not a finite
+    number, and a worker that died in each attempt.
+
+    Args:
+        reward_fn: the function, importable by name, or its import path.
+        timeout_s: maximum seconds of a call; the wait for a worker does not count.
+        num_workers: calls at once; by default one for two CPU cores.
+        max_retries: further attempts of a call whose worker died; it is replaced.
+        timeout_reward: of a call that times out; None: it raises RewardError.
+
+    Raises:
+        RewardError: `reward_fn` has no import path.
     """
 
     def __init__(

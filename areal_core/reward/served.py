@@ -74,7 +74,7 @@ class RewardServer:
         num_retries: further attempts where the server is busy or does not answer.
 
     Raises:
-        RewardError: `url` is empty.
+        RewardError: `url` does not begin with http:// or https://.
     """
 
     def __init__(
@@ -90,7 +90,12 @@ class RewardServer:
     async def __call__(
         self, prompt: str, completions: str, prompt_ids: list[int], completion_ids: list[int], **row: Any
     ) -> float:
-        """Return the score of a completion. Raises RewardError."""
+        """Return the score of a completion.
+
+        Raises:
+            RewardError: the server gave no finite score, or the tokenizer cannot be loaded or
+                refuses the conversation.
+        """
         if self.tokenizer_path:
             reply = {"role": "assistant", "content": completions}
             tokens = conversation_tokens(self.tokenizer_path, [*row["messages"], reply])

@@ -76,7 +76,7 @@ class EngineJudge:
 
 @dataclass(frozen=True)
 class ServerJudge:
-    """A model behind an OpenAI-compatible API, such as an SGLang or vLLM server.
+    """A judge behind an OpenAI-compatible API, such as an SGLang or vLLM server.
 
     Args:
         url: of the API, such as `http://host:30000/v1`.
@@ -95,7 +95,12 @@ class ServerJudge:
     num_retries: int = 3
 
     async def reply(self, engine: EpisodeSampler, text: str, attempt: int) -> str:
-        """Return the reply of the server. Raises RewardError."""
+        """Return the reply of the server.
+
+        Raises:
+            RewardError: it refused the request, gave no reply in `num_retries + 1` attempts, or one
+                without a message.
+        """
         key = os.environ.get(self.api_key_variable, "")
         found = await post_json(
             f"{self.url.rstrip('/')}/chat/completions",
@@ -113,37 +118,49 @@ class ServerJudge:
 
 
 class JournalJudge:
-    """The replies of an earlier run, from its journal: no model is asked.
+    """A judge that repeats the replies of an earlier run, from its journal: no model is asked.
 
     Args:
         folder: the `journal` of that run.
+
+    Raises:
+        RewardError: there is no such folder.
     """
 
     def __init__(self, folder: Path | str) -> None:
         self.calls = JournalReader(Path(folder))
 
     async def reply(self, engine: EpisodeSampler, text: str, attempt: int) -> str:
-        """Return the recorded reply; RewardError if it was to another text, or is missing."""
+        """Return the recorded reply.
+
+        Raises:
+            RewardError: it was to another text, or is missing.
+        """
         return self.calls.find(engine.prompt_id, engine.sample_id, attempt, text).reply
 
 
 class JudgedWorkflow:
     """One completion of the chat in `data["messages"]`, and its score by a judge as the reward.
 
-    Rows also have `scores.judge`, the score, and `scores.judge_unparsed`, the replies without one.
-
     Args:
-        gconfig, tokenizer, enable_thinking: as for `RLVRWorkflow`.
-        judge: by default the run's own engine, sampled as `judge_sampling` says.
-        template: the judge's text; `{prompt}`, `{completion}` and `{NAME}`, a field of the row, are
-            filled in.
+        gconfig: an object with the attributes of `Sampling`; the tokenizer's end and pad tokens
+            become stop tokens.
+        tokenizer: a Transformers tokenizer with a chat template.
+        judge: `ServerJudge`, `JournalJudge` or another object with their method `reply`; by default
+            the run's own engine, sampled as `judge_sampling` says.
+        template: the judge's text; `{prompt}` (the last message), `{completion}` and `{NAME}`, a
+            field of the row, are filled in.
         pattern: regular expression whose only group is the score; its last match counts.
-        lowest, highest: a score outside is none.
+        lowest: a lower score is none.
+        highest: a higher score is none.
         max_attempts: replies until one has a score; then the sample is left out.
-        journal: folder for the calls.
+        judge_sampling: an object with the attributes of `Sampling`, of the run's engine as a judge.
+        journal: folder for the calls: prompt, reply and score of each, one JSON line.
+        enable_thinking: passed to the chat template.
 
     Raises:
         ValueError: `pattern` has not one group, or `max_attempts` is below 1.
+        re.error: `pattern` is no regular expression.
     """
 
     def __init__(
@@ -177,7 +194,17 @@ class JudgedWorkflow:
         self.counts: Counter[str] = Counter()  # "scored", "unparsed" replies; samples "left_out"
 
     async def arun_episode(self, engine: EpisodeSampler, data: dict[str, Any]) -> dict[str, Tensor] | None:
-        """Sample one completion and let it be judged. None if no reply had a score."""
+        """Sample one completion and let it be judged.
+
+        Returns:
+            The row of `episode_tensors`, with `scores.judge`, the score, and
+            `scores.judge_unparsed`, the number of replies without one, float32 [1]. None if no
+            reply had a score.
+
+        Raises:
+            RewardError: of the judge.
+            ImageError: the chat has pictures.
+        """
         options = {"enable_thinking": self.enable_thinking}
         prompt_ids = prompt_tokens(self.tokenizer, data["messages"], options)
         response = await engine.agenerate(ModelRequest(input_ids=prompt_ids, sampling=self.sampling))

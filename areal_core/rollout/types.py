@@ -48,9 +48,11 @@ OF_A_REQUEST = ("server_only", "model_logprobs")
 
 
 def sampling_from(gconfig: Any, **changes: Any) -> Sampling:
-    """Return a `Sampling` with the attributes of `gconfig` (a config section or a `Sampling`).
+    """Return a `Sampling` with the attributes of `gconfig`, some of them changed.
 
-    `changes` override some of them.
+    Args:
+        gconfig: a config section, such as `config.gconfig`, or a `Sampling`.
+        changes: options by name, such as `max_new_tokens=32`.
     """
     names = [f.name for f in fields(Sampling) if f.name not in OF_A_REQUEST]
     return Sampling(**{name: getattr(gconfig, name) for name in names} | changes)
@@ -60,9 +62,15 @@ def sampling_from(gconfig: Any, **changes: Any) -> Sampling:
 class ModelRequest:
     """A request for one completion.
 
-    `images` are the pictures of the prompt in order, encoded. `input_ids` has `image_token_id` for
-    each of their vision tokens, as Transformers' processors write them. `metadata` names the
-    episode (`prompt_id`, `sample_id`, `turn`); seeded engines derive their random numbers from it.
+    Attributes:
+        input_ids: tokens of the prompt, with `image_token_id` for each vision token of its
+            pictures, as Transformers' processors write them.
+        sampling: sampling options (`sampling_from`).
+        rid: name of the request, unique by default.
+        metadata: names the episode (`prompt_id`, `sample_id`, `turn`); seeded engines derive their
+            random numbers from it.
+        images: the pictures of the prompt in order, encoded.
+        image_token_id: -1 for a model of text.
     """
 
     input_ids: list[int]
@@ -73,7 +81,11 @@ class ModelRequest:
     image_token_id: int = -1
 
     def num_new_tokens(self) -> int:
-        """Return the maximum number of new tokens. Raises `PromptTooLong` if it is 0."""
+        """Return the maximum number of new tokens.
+
+        Raises:
+            PromptTooLong: it is 0.
+        """
         limit = min(self.sampling.max_tokens - len(self.input_ids), self.sampling.max_new_tokens)
         if limit <= 0:
             raise PromptTooLong(

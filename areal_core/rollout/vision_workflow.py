@@ -44,7 +44,14 @@ class VisionRLVRWorkflow:
         self.enable_thinking = enable_thinking
 
     async def arun_episode(self, engine: TokenSampler, data: dict[str, Any]) -> dict[str, Tensor]:
-        """Sample one completion and compute its reward. Returns one row, `[1, T]` per token."""
+        """Sample one completion and compute its reward.
+
+        Returns:
+            The row of `episode_tensors`, with `mm_token_type_ids` int32 [1, T] and the pictures.
+
+        Raises:
+            ImageError: a picture cannot be read, or pictures and image tokens do not match.
+        """
         images = tuple(as_image_bytes(image) for image in data["images"])
         prompt = self._prompt(data["messages"], images)
         request = ModelRequest(

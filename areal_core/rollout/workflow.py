@@ -43,7 +43,8 @@ class RLVRWorkflow:
 
     Args:
         reward_fn: awaited as `reward_fn(prompt, completions, prompt_ids, completion_ids, **data)`,
-            with two texts and two lists of token ids.
+            with two texts and two lists of token ids. A trainer that builds the workflow also takes
+            an ordinary function or its import path, and runs it in a `RewardPool`.
         gconfig: an object with the attributes of `Sampling`; the tokenizer's end and pad tokens
             become stop tokens.
         tokenizer: a Transformers tokenizer with a chat template.
@@ -64,7 +65,11 @@ class RLVRWorkflow:
         self.enable_thinking = enable_thinking
 
     async def arun_episode(self, engine: TokenSampler, data: dict[str, Any]) -> dict[str, Tensor]:
-        """Sample one completion and compute its reward. Returns one row, `[1, T]` per token."""
+        """Sample one completion and compute its reward. Returns the row of `episode_tensors`.
+
+        Raises:
+            ImageError: the chat has pictures.
+        """
         options = {"enable_thinking": self.enable_thinking}
         prompt_ids = prompt_tokens(self.tokenizer, data["messages"], options)
         response = await engine.agenerate(ModelRequest(input_ids=prompt_ids, sampling=self.sampling))
@@ -83,7 +88,12 @@ class RLVRWorkflow:
 def prompt_tokens(
     tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]], options: dict[str, Any]
 ) -> list[int]:
-    """Return the tokens of a chat up to the next reply; `options` are the template's.
+    """Return the tokens of a chat up to the next reply.
+
+    Args:
+        tokenizer: with a chat template.
+        messages: with a role and a content, a text or a list of parts of text.
+        options: variables of the template, such as `{"enable_thinking": False}`.
 
     Raises:
         ImageError: a message has an image, whose placeholder alone would be sampled from.
@@ -100,7 +110,18 @@ def prompt_tokens(
 
 
 def episode_tensors(response: ModelResponse, reward: float) -> dict[str, Tensor]:
-    """Return one row of a batch from one completion: `[1, T]` per token, `[1]` per row."""
+    """Return one row of a batch from one completion.
+
+    Args:
+        response: with T tokens, prompt and completion.
+        reward: of the completion.
+
+    Returns:
+        `input_ids`, `loss_mask` (1 on the completion) and `versions` (-1 on the prompt) int32,
+        `attention_mask` bool and `logprobs` (0 on the prompt) float32, all [1, T]; `rewards`
+        float32 and `finish_reason` int32 (0 stop, 1 length, 2 abort), both [1]. Of an engine that
+        returns them also `routed_experts` int16 [1, T, layers, top_k].
+    """
     num_prompt, num_output = len(response.input_tokens), len(response.output_tokens)
 
     def per_token(on_prompt: float, on_output: Sequence[float], dtype: torch.dtype) -> Tensor:

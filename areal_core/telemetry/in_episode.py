@@ -33,9 +33,16 @@ _SCALARS: ContextVar[Scalars | None] = ContextVar("episode_scalars", default=Non
 
 
 def scalar(**values: float) -> None:
-    """Record numbers of this episode.
+    """Record numbers of this episode, reported with the step that trains on it.
 
-    Raises ValueError for one that is not finite, and TypeError for what is not a number.
+    Outside of an episode they are checked and not kept.
+
+    Args:
+        values: numbers by name; `workflow/NAME` is their mean, `workflow/NAME__count` their number.
+
+    Raises:
+        ValueError: one is not finite, or is text that is no number.
+        TypeError: one is neither a number nor text.
     """
     kept = _SCALARS.get()
     for name, value in values.items():
@@ -66,7 +73,12 @@ def record_all(scalars: Mapping[str, list[float]]) -> None:
 
 @contextmanager
 def trace_scope(name: str, **args: str | int | float | bool) -> Iterator[None]:
-    """Draw the body in the trace, within the current episode; `args` are shown with it."""
+    """Draw the body in the trace, within the current episode. Without a trace it does nothing.
+
+    Args:
+        name: of the scope.
+        args: shown with it.
+    """
     trace = current_trace()
     if trace is None:
         yield
@@ -76,7 +88,10 @@ def trace_scope(name: str, **args: str | int | float | bool) -> Iterator[None]:
 
 
 def traced(function: Callable[P, T]) -> Callable[P, T]:
-    """Draw each call of a function, which may be asynchronous, as a scope of its name."""
+    """Draw each call of a function, which may be asynchronous, as a scope of its name.
+
+    A decorator; see `trace_scope`.
+    """
     name = function.__name__
     if not inspect.iscoroutinefunction(function):
         return trace_scope(name)(function)

@@ -154,6 +154,7 @@ class PPOTrainer:
     """A run of policy optimisation on this rank, as a context manager.
 
     Args:
+        config: of the run (`load_expr_config`, `wire`).
         train_dataset: rows with `messages`; not needed when `source` is given.
         valid_dataset: validation rows; by default those of `config.valid_dataset`, if it is set.
         source: builds the source of batches from the trainer; by default batches are sampled live
@@ -170,7 +171,8 @@ class PPOTrainer:
 
     Raises:
         ConfigError: the run would have no steps.
-        ModelError: a model or the tokenizer cannot be loaded.
+        ModelError: a model or the tokenizer cannot be loaded, or computes other log-probs than the
+            original.
         CheckpointError: the checkpoint to continue from cannot be read.
     """
 
@@ -272,7 +274,7 @@ class PPOTrainer:
         eval_workflow_kwargs: dict[str, Any] | None = None,
         dynamic_filter_fn: AcceptFn | str | None = None,
     ) -> None:
-        """Train to the last step. If the constructor got a `source`, no argument is used.
+        """Train to the last step. If the constructor got a `source`, no argument has an effect.
 
         With an allocation of evaluation ('sglang:d1+eval') nothing is trained: the validation rows
         are sampled with each model of `evaluator.checkpoints` (`evaluation_run.py`).
@@ -290,6 +292,8 @@ class PPOTrainer:
             ConfigError: there is no dataset and no source, no rollout engine, no validation rows
                 although `evaluator` requests them, or a path that cannot be imported.
             NonFiniteError: a weight, or a number of an update, is not finite (`actor.nonfinite`).
+            NothingAccepted: too many prompts in a row were rejected or failed.
+            Exception: of an episode, beyond `rollout.max_failures` of them.
         """
         workflow = workflow or self.config.rollout.agent.agent_cls_path or RLVRWorkflow
         if eval_workflow_kwargs is None:
@@ -361,7 +365,10 @@ class PPOTrainer:
         self._observe_checkpoint(saved)
 
     def checksums(self) -> dict[str, str]:
-        """Compute the crc32c of every master weight (a critic's: `critic.NAME`); a collective."""
+        """Return the crc32c of every trained parameter by name (a critic's: `critic.NAME`).
+
+        A collective. A checksum is 8 hexadecimal digits.
+        """
         critic = self.critic.checksums() if self.critic is not None else {}
         return self.actor.checksums() | {f"critic.{name}": value for name, value in critic.items()}
 

@@ -13,13 +13,17 @@ from recorder.trainers.recorder import Recorder
 def record(trainer: Any, folder: str | os.PathLike[str], *, checksums: bool = True, **options: Any) -> None:
     """Record the next `trainer.train()` into a folder; after it the trainer has its own methods.
 
-    A run that resumes from a checkpoint continues its record.
+    A run that resumes from a checkpoint continues its record. `trainer.train()` also raises what
+    `Recorder` and its `step` raise.
 
     Args:
+        trainer: a GRPOTrainer, SFTTrainer or DPOTrainer of TRL, or of a class derived from one.
+        folder: of the record.
         checksums: of the trained parameters after each optimizer step, which a replay compares.
-        options: of Recorder, such as `overwrite`, `text`, `when_slow` and `when_failing`.
+        options: of `Recorder`, such as `overwrite`, `text`, `when_slow` and `when_failing`.
 
-    Raises UnknownTrainer. `trainer.train()` raises RecordExists, RecordInUse and RecordingFailed.
+    Raises:
+        UnknownTrainer: it is none of them, or of a version of TRL with other methods.
     """
     known_name(trainer)
     train = trainer.train

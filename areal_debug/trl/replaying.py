@@ -92,15 +92,23 @@ class Replay:
 def replay(
     trainer: Any, folder: str | os.PathLike[str], *, prompts: bool = True, resume_from_checkpoint: Any = None
 ) -> Replay:
-    """Train on the recorded batches, and compare everything with the record; print the result.
+    """Train on the recorded batches, compare everything with the record, and print the result.
 
-    The trainer is built as for the run, and stands where the run began: `resume_from_checkpoint` as
-    for `trainer.train`. It is trained up to the first difference; nothing is saved or reported.
+    The trainer is trained up to the first difference. Nothing is saved or reported.
 
     Args:
+        trainer: built as for the run.
+        folder: of a record that `record` wrote.
         prompts: also compare the prompts that its dataset and chat template give.
+        resume_from_checkpoint: as for `trainer.train`: where the recorded run began.
 
-    Raises UnknownTrainer, CannotReplay, and the errors of `open_record`.
+    Returns:
+        Whether all is identical, else the first difference: its step, stage and row.
+
+    Raises:
+        UnknownTrainer: as `record`.
+        CannotReplay: record and trainer do not belong together, or the run had images.
+        RecordError: the record cannot be read.
     """
     known_name(trainer)
     replaying = Replaying(trainer, open_record(folder), prompts)

@@ -44,16 +44,26 @@ PR_SET_PTRACER, ANY = 0x59616D61, -1
 class watch(ContextDecorator):
     """Watch this rank, and with the first rank of a node all ranks of the node, for one block.
 
+    Where it cannot watch, it prints one sentence, and training continues.
+
     Args:
         folder: of `stats.jsonl` and of a folder per hang; by default no statistics are written, and
             a hang's folder is made in `areal-watch`.
-        timeout_s: silence that is suspicious; by default estimated from the run's rhythm, and 300 s
-            before the first step.
-        modules: whose outputs are checked, too, in the order in which they are computed.
+        timeout_s: seconds of silence that are suspicious; by default five times the longest pause
+            between steps, from 120 to 300 s, and 300 s before the first step.
+        modules: whose outputs are checked, too, in the order in which they are computed; needs
+            torch imported before the block.
         nonfinite: False checks no value.
-        then: "end" raises NonFiniteError for a value that is not finite, and ends the ranks of this
-            node when a hang was diagnosed and the silence lasts half of its limit longer.
-        rank, world_size: by default of the environment or of torch.distributed.
+        then: "end" raises NonFiniteError for a loss, output, gradient or weight that is not finite,
+            and ends the ranks of this node when a hang was diagnosed and the silence lasts half of
+            its limit longer.
+        rank: of this process; by default of torch.distributed or of the environment.
+        world_size: the same; not read without `rank`.
+
+    Raises:
+        ValueError: `then` is another word, or `timeout_s` is not above 0.
+        NonFiniteError: `then` is "end", and a value is not finite: from `step`, an optimizer's
+            step, or the end of the block.
     """
 
     def __init__(
@@ -116,15 +126,18 @@ class watch(ContextDecorator):
         stats: Mapping[str, Any] | None = None,
         model: "nn.Module | None" = None,
     ) -> None:
-        """Report that a step, counted from 0, is finished.
+        """Report that a step is finished.
 
         Args:
-            loss: a number or tensor, checked, and one of the statistics.
-            stats: numbers, checked; rank 0 writes them to `stats.jsonl`, for `areal-debug doctor`.
+            step: its number, from 0.
+            loss: a number or a tensor with one, checked, and one of the statistics.
+            stats: numbers by name, checked; with a folder, rank 0 writes them to `stats.jsonl`, for
+                `areal-debug doctor`.
             model: its weights are checked, and its gradients where they were not yet.
 
         Raises:
-            NonFiniteError: a value is not finite, and `then` is "end".
+            NonFiniteError: `then` is "end", and a value is not finite that is no statistic; of a
+                GPU's values perhaps a step later.
         """
         self.is_numbered = True
         self.num_steps = step + 1

@@ -19,6 +19,7 @@ ROOT = Path(__file__).parents[2]
 API = (
     "recorder.open_record",
     "recorder.Record",
+    "recorder.RecordedStep",
     "areal_debug.Recorder",
     "areal_debug.Sample",
     "areal_debug.watch",
@@ -43,6 +44,8 @@ API = (
     "areal_core.rollout.judge.ServerJudge",
     "areal_core.rollout.types.ModelRequest",
     "areal_core.rollout.types.sampling_from",
+    "areal_core.rollout.workflow.RLVRWorkflow",
+    "areal_core.rollout.workflow.RolloutWorkflow",
     "areal_core.rollout.workflow.episode_tensors",
     "areal_core.rollout.workflow.prompt_tokens",
     "areal_core.telemetry.in_episode.scalar",

@@ -34,8 +34,18 @@ PARALLEL_DUMPS = 4 * (os.cpu_count() or 1)
 def collect_host(search: Search, folder: Path, options: Options) -> Manifest:
     """Write a collection of the job that `search` finds on this host.
 
+    Args:
+        search: the processes to look at.
+        folder: of the collection (COLLECTION.md).
+        options: number of stack dumps, the time between them, and others.
+
+    Returns:
+        The content of collection.json.
+
     Raises:
-        HangInputError: no py-spy, no rank, or more than one job (subclasses in `errors`).
+        PySpyMissing: there is no py-spy.
+        NoRanksFound: no process looks like a rank.
+        SeveralJobs: more than one job was found.
     """
     tool = pyspy.find_pyspy()
     job = find_job(search, process_table())

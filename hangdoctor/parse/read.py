@@ -66,9 +66,13 @@ def read_snapshot(
 ) -> Snapshot:
     """Return the job that the files under `paths` show.
 
-    `mapping` gives the process name of a file whose own name does not contain it (`{"a.txt":
-    "rank_3"}`); `world_size` is the expected number of trainer ranks. Raises `HangInputError` where
-    nothing of a job is found.
+    Args:
+        paths: folders, archives or files: stacks, logs, Flight Recorder dumps, collections.
+        world_size: expected number of trainer ranks; by default as the files say.
+        mapping: process name of a file whose own name does not contain it (`{"a.txt": "rank_3"}`).
+
+    Raises:
+        HangInputError: nothing of a job is found.
     """
     reading = Reading(mapping or {}, world_size)
     paths = list(paths)

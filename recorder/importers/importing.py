@@ -38,7 +38,7 @@ from recorder.importers.foreign import Foreign
 from recorder.importers.sources import Source, find_source
 from recorder.integrity.chain import write_end
 from recorder.step_files import RankStep, commit_step, write_rank
-from recorder.trainers.batches import Content, content_of, number_groups
+from recorder.trainers.batches import Content, check_kinds, content_of, number_groups
 
 
 @dataclass(frozen=True)
@@ -162,6 +162,7 @@ def write_import(
         write_header(folder, header_of(foreign, source, notes, config, model))
         link, first_prompt = None, 0
         for number, step in enumerate(foreign.steps):
+            check_kinds(step.samples)
             (places,), first_prompt = number_groups([[s.group for s in step.samples]], first_prompt)
             link = write_step(folder, number, content_of(step.samples, places), link)
         write_end(folder, True, link)

@@ -54,11 +54,26 @@ def number_groups(
     return places, first_prompt + len(counts)
 
 
-def content_of(samples: Sequence[Sample], places: Sequence[Place]) -> Content:
-    """Return the content of a step; rows are sorted by place.
+def check_kinds(samples: Sequence[Sample]) -> None:
+    """Raise RecordError unless values of a name have one shape and type in all samples of a step.
 
-    Raises RecordError if values of samples do not fit together.
+    Apart from `content_of`, so that a rank finds it out before others wait for it.
     """
+    has_pixels = any(sample.pixels and not sample.images for sample in samples)  # else files are stored
+    kinds: dict[str, set[tuple[tuple[int, ...], np.dtype]]] = {}
+    for sample in samples:
+        pixels = {"pixel_values": sample.pixels["pixel_values"]} if has_pixels and sample.pixels else {}
+        for name, array in {**sample.extras, **pixels}.items():
+            kinds.setdefault(name, set()).add((array.shape[1:], array.dtype))
+    for name in sorted(kinds):
+        if len(kinds[name]) > 1:
+            raise RecordError(
+                f"samples of one step have {name} of shapes and types {sorted(map(str, kinds[name]))[:4]}"
+            )
+
+
+def content_of(samples: Sequence[Sample], places: Sequence[Place]) -> Content:
+    """Return the content of a step; rows are sorted by place. `check_kinds` comes before it."""
     order = sorted(range(len(samples)), key=places.__getitem__)
     rows = [samples[index] for index in order]
     batch = pad(rows, [places[index] for index in order])
@@ -121,14 +136,9 @@ def pad_extras(rows: Sequence[Sample], shape: tuple[int, int]) -> dict[str, np.n
     """Pad further values per token, [B, T, ...]; -1 or NaN in rows that lack them."""
     padded: dict[str, np.ndarray] = {}
     for name in sorted({name for row in rows for name in row.extras}):
-        arrays = [row.extras[name] for row in rows if name in row.extras]
-        kinds = {(array.shape[1:], array.dtype) for array in arrays}
-        if len(kinds) > 1:
-            raise RecordError(
-                f"samples of one step have {name} of shapes and types {sorted(map(str, kinds))[:4]}"
-            )
-        (inner, dtype), fill = kinds.pop(), unknown_value(arrays[0].dtype)
-        padded[name] = np.zeros((*shape, *inner), dtype)
+        first = next(row.extras[name] for row in rows if name in row.extras)
+        fill = unknown_value(first.dtype)
+        padded[name] = np.zeros((*shape, *first.shape[1:]), first.dtype)
         for number, row in enumerate(rows):
             padded[name][number, : row.num_tokens] = row.extras.get(name, fill)
     return padded
@@ -150,18 +160,10 @@ def join_pictures(rows: Sequence[Sample]) -> dict[str, np.ndarray]:
 
 
 def join_pixels(rows: Sequence[Sample]) -> dict[str, np.ndarray]:
-    """Return the pixels of all rows one after another; nothing if no row has any.
-
-    Raises RecordError if those of the rows have other shapes or types.
-    """
+    """Return the pixels of all rows one after another; nothing if no row has any."""
     known = [row.pixels for row in rows if row.pixels]
     if not known:
         return {}
-    kinds = {(pixels["pixel_values"].shape[1:], pixels["pixel_values"].dtype) for pixels in known}
-    if len(kinds) > 1:
-        raise RecordError(
-            f"samples of one step have pixel_values of shapes and types {sorted(map(str, kinds))[:4]}"
-        )
     grids = np.concatenate([pixels["image_grid_thw"] for pixels in known])
     return {
         "image_count": np.array([len(row.pixels.get("image_grid_thw", ())) for row in rows], np.int32),

@@ -25,7 +25,7 @@ from recorder.errors import RecordError
 from recorder.format import RECORD_FILE, Outcome, Plan, Recording
 from recorder.reader import open_record
 from recorder.step_files import RankStep
-from recorder.trainers.batches import content_of, number_groups
+from recorder.trainers.batches import check_kinds, content_of, number_groups
 from recorder.trainers.sample import parse_sample
 from recorder.writer import RecordingOptions, RecordWriter, alone
 
@@ -35,27 +35,38 @@ NOT_ENDED = "the process ended before Recorder.end()"
 
 
 class Recorder:
-    """Write a record of a training loop into a folder.
+    """Write a record of a training loop into a folder, as a context manager.
 
     Args:
+        folder: of the record: new or empty, unless `overwrite` or `resume` is given.
         config: options of the trainer: a dict, a dataclass, an argparse namespace, or anything with
             `to_dict()`. Credentials are masked. What JSON lacks is stored as text.
-        tokenizer: decodes prompts and completions, unless samples have text; its files are named.
-        model: path of the model that the first step starts from; its files are named.
-        trainer, trainer_version: of the framework, as `record show` prints them.
-        rank, num_ranks: of this process, if several record, each its own samples. Building a
-            recorder, `step` and `end` are collectives then.
+        tokenizer: decodes prompts and completions, unless samples have text. The record has the
+            names, sizes and checksums of its files.
+        model: path of the model that the first step starts from; the same of its files.
+        trainer: name of the framework, as `record show` prints it.
+        trainer_version: its version.
+        rank: of this process, if several record, each its own samples.
+        num_ranks: their number. With several, building a recorder, `step` and `end` are
+            collectives.
         gather: returns every rank's value in rank order; with several ranks the default is that of
             torch.distributed, over gloo.
         text: store text.
         overwrite: replace a record in the folder.
-        resume: continue a record in the folder: the first step that is given, and all after it, are
-            removed from it. A run that starts where the record starts is no resumed one.
-        queue_steps, when_slow, when_failing: as debug.dump_queue_steps, debug.dump_when_slow
-            ("wait", "drop") and debug.dump_when_failing: "stop" raises an error on every rank,
-            "continue" prints one sentence and records no more.
+        resume: continue a record in the folder, if there is one: the first step that is given, and
+            all after it, are removed from it. If none is before that step, this is a new run, and
+            the record is refused unless `overwrite` is given.
+        queue_steps: steps that may wait for the disk; 0 writes each step before `step` returns.
+        when_slow: what a full queue does: "wait", or "drop" the step.
+        when_failing: "stop" raises an error on every rank; "continue" prints one sentence and
+            records no more.
 
-    Raises RecordExists if the folder holds anything, and RecordInUse if another run writes there.
+    Raises:
+        RecordExists: the folder holds anything, or a record that this run cannot resume; with
+            `resume`, the first `step` raises it.
+        RecordInUse: another run writes there.
+        RecordError: `rank` is not below `num_ranks`, `config` is of another type, or
+            torch.distributed does not have `num_ranks` ranks.
     """
 
     def __init__(
@@ -105,21 +116,26 @@ class Recorder:
         self.version: int | None = None  # after the last step
         self.ended = self.started = False
         if not options.first_step:
-            self.start()
+            self._start()
 
     @classmethod
     def from_environment(cls, trainer: str, trainer_version: str | None = None, **options: Any) -> "Recorder":
         """Return a recorder whose folder AREAL_DEBUG_RECORD names, and which continues its record.
 
-        Its failures do not stop the run unless `when_failing` is given. Raises RecordError if the
-        variable is not set.
+        Args:
+            trainer: name of the framework.
+            trainer_version: its version.
+            options: of `Recorder`; by default `resume` is True and `when_failing` is "continue".
+
+        Raises:
+            RecordError: the variable is not set; and as `Recorder` does.
         """
         options = {"resume": True, "when_failing": "continue", **options}
         return cls(
             folder_of_environment(trainer), trainer=trainer, trainer_version=trainer_version, **options
         )
 
-    def start(self) -> None:
+    def _start(self) -> None:
         """Begin the record; a collective."""
         self.started = True
         self.writer("start", **self.facts)
@@ -140,24 +156,29 @@ class Recorder:
         """Record a step of this rank, which may have no samples. Everything is copied.
 
         Args:
-            step: its number; numbers ascend.
-            samples: `Sample`s, or mappings as `parse_sample` takes them. Rows are sorted by group.
-                Samples of equal group, on any rank, answer one prompt.
-            version: weight version after the step; unless given, one more than before.
-            stats: numbers by name; others are left out.
+            step: its number, from 0; numbers ascend.
+            samples: `Sample`s, or mappings with the members that docs/recording_api.md lists. Rows
+                are sorted by group. Samples of equal group, on any rank, answer one prompt.
+            version: weight version after the step; unless given, one more than after the last one,
+                and `step + 1` after the first.
+            stats: numbers by name, or tensors with one; other values are left out.
             checksums: crc32c of each parameter after the step, as in FORMAT.md.
-            details, rng: what the trainer needs for training on the step again: any JSON object,
-                and states of random generators as text.
+            details: what the trainer needs for training on the step again, as JSON types.
+            rng: states of random generators before the step, as text by name.
 
         Raises:
-            RecordError: what cannot be recorded, before anything of the step is written.
-            RecordingFailed: recording failed, on any rank. Both only if `when_failing` is "stop".
+            RecordError: one rank records, and a sample cannot be recorded, or step or version
+                descend; nothing of the step is written.
+            RecordingFailed: recording failed on any rank, for the same reasons where several
+                record. Both only if `when_failing` is "stop".
+            RecordExists: the first step of a resumed run, and the record is another run's.
         """
         if self.writer.ended is not None:
             return
         try:
-            self.check_order(step, version)
+            self._check_order(step, version)
             parsed = [parse_sample(sample, f"step {step}, sample {n}") for n, sample in enumerate(samples)]
+            check_kinds(parsed)
             groups: Any = [sample.group for sample in parsed]
         except Exception as error:
             if self.num_ranks == 1 and self.writer.options.when_failing == "stop":
@@ -171,7 +192,7 @@ class Recorder:
                     self.writer.fail(rank, found)
                 return
         if not self.started:
-            self.resume(step)
+            self._resume(step)
         places, num_prompts = number_groups(gathered, self.num_prompts)
         content = content_of(parsed, places[self.rank])
         before = step if self.version is None else self.version
@@ -187,7 +208,7 @@ class Recorder:
         self.last_step, self.version, self.num_prompts = step, after, num_prompts
         self.writer.record_step(RankStep(step, after, content.batch, plan, outcome, content.learning, text))
 
-    def check_order(self, step: int, version: int | None) -> None:
+    def _check_order(self, step: int, version: int | None) -> None:
         """Raise RecordError unless the step may follow."""
         if self.ended:
             raise RecordError(f"{self.folder}: step {step} comes after the end of the recording")
@@ -198,7 +219,7 @@ class Recorder:
         if version is not None and self.version is not None and version < self.version:
             raise RecordError(f"step {step} has weight version {version}, and the step before {self.version}")
 
-    def resume(self, step: int) -> None:
+    def _resume(self, step: int) -> None:
         """Continue the record in the folder with a step; a collective. Raises RecordExists."""
         record = open_record(self.folder)
         before = [number for number in record.steps if number < step]
@@ -210,10 +231,17 @@ class Recorder:
             ids = [last.batch(rank, ["prompt_id"])["prompt_id"] for rank in ranks]
             self.num_prompts = max(int(column.max(initial=-1)) for column in ids) + 1
             self.version = last.manifest.version
-        self.start()
+        self._start()
 
     def end(self, error: str | None = None) -> None:
-        """Wait for the last steps and end the record; `error` says why the run failed."""
+        """Wait for the last steps and end the record; once, later calls do nothing.
+
+        Args:
+            error: why the run failed; None after a good run.
+
+        Raises:
+            RecordingFailed: the last steps could not be written, and `when_failing` is "stop".
+        """
         if not self.ended:
             self.ended = True
             atexit.unregister(self.end)

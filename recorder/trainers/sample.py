@@ -51,12 +51,13 @@ class Sample:
     Attributes:
         tokens: [T] int32; None: there is text alone, or values per token of unknown tokens.
         loss_mask: [T] int32, 1 on tokens that are trained on.
-        logprobs: [T] float32 of the engine, NaN for single tokens that are not known.
+        logprobs: [T] float32 of the engine, in nats; NaN for single tokens that are not known. Read
+            where `loss_mask` is 1, as `versions`.
         reward: one scalar.
-        group: equal for the answers to one prompt.
+        group: equal for the answers to one prompt; None: the sample has a prompt of its own.
         finish_reason: 0 stop, 1 length, 2 abort.
         versions: [T] int32, the weight version that sampled each token.
-        prompt_length: tokens before the completion.
+        prompt_length: number of tokens before the completion.
         text: prompt and completion.
         learning: [T] float32 by name, inputs to the loss, aligned to the token itself:
             "advantages", "prox_logp", "ref_logp", "values", ...

@@ -101,8 +101,17 @@ def find_commit(
 ) -> BisectReport:
     """Find the commit from `good` to `bad` that changed the record's steps up to `last`.
 
+    Args:
+        record: folder or archive of the record.
+        repository: folder of the git repository with both revisions.
+        good: revision before the change, an ancestor of `bad`.
+        bad: revision after it.
+        last: the last step to replay.
+        replay: replays the record with the code of a commit up to a step; None if it cannot.
+
     Raises:
-        NothingToBisect: with the reason.
+        NothingToBisect: no commit lies between the revisions, one of them cannot replay the record,
+            or both give the same numbers (SameNumbers).
     """
     commits = [commit.hash for commit in commits_between(repository, good, bad)]
     first_hash = git(repository, "rev-parse", f"{good}^{{commit}}").strip()

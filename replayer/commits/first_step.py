@@ -53,10 +53,12 @@ def first_true(count: int, holds: Callable[[int], bool]) -> int:
 
 
 def bisect_steps(left: Record, right: Record) -> FirstStep:
-    """Find the first step after which the weights differ.
+    """Find the first step after which the weights differ, by binary search over common steps.
 
-    Raises ReplayError if the records have no step in common, StepNotRecorded if their scope has no
-    checksums, DamagedRecord.
+    Raises:
+        ReplayError: the records have no step in common, or one of another trainer has no checksums.
+        StepNotRecorded: the scope of one has no checksums.
+        DamagedRecord: bytes differ from those written.
     """
     steps = sorted(set(left.steps) & set(right.steps))
     if not steps:

@@ -156,6 +156,18 @@ def test_what_cannot_be_recorded_is_refused_and_nothing_is_written(tmp_path, nam
     assert open_record(tmp_path / "r").steps == (0,)
 
 
+OTHER_KINDS = [{**BARE, "extras": {"weight": [1.0] * 4}}, {**BARE, "extras": {"weight": [[1.0, 2.0]] * 4}}]
+
+
+def test_samples_of_other_shapes_end_the_recording_and_not_the_run(tmp_path, capsys):
+    with Recorder(tmp_path / "r", when_failing="continue") as recorder:
+        recorder.step(0, [BARE])
+        recorder.step(1, OTHER_KINDS)
+        recorder.step(2, [BARE])
+    assert open_record(tmp_path / "r").steps == (0,)
+    assert "samples of one step have weight of shapes and types" in capsys.readouterr().err
+
+
 def test_steps_ascend_and_end(tmp_path):
     recorder = Recorder(tmp_path / "r")
     recorder.step(10, [BARE])
@@ -208,12 +220,13 @@ def test_a_new_run_never_replaces_the_record_of_another(tmp_path):
     assert verify(tmp_path / "r").steps_ok == (1, 2)
 
 
-def test_a_rank_that_cannot_record_ends_the_recording_on_all(tmp_path, capsys):
+@pytest.mark.parametrize("wrong", [[{"tokens": [-1]}], OTHER_KINDS])
+def test_a_rank_that_cannot_record_ends_the_recording_on_all(tmp_path, capsys, wrong):
     def run(rank, gather):
         options = {"rank": rank, "num_ranks": 2, "gather": gather, "when_failing": "continue"}
         with Recorder(tmp_path / "r", **options) as recorder:
             recorder.step(0, [BARE])
-            recorder.step(1, [BARE if rank else {"tokens": [-1]}])
+            recorder.step(1, [BARE] if rank else wrong)
             recorder.step(2, [BARE])
 
     threads = [threading.Thread(target=run, args=item) for item in enumerate(gatherers(2))]
