@@ -190,9 +190,10 @@ def report_sides(
     if comparison == "grpo":
         what = f"GRPO, {shape[0]} x {shape[1]} samples, prompts of {shape[2] or 'some'} tokens"
     cpu_s = {name: [step.cpu_s for step in taken] for name, taken in steps.items()}
+    titles = {"trl": "TRL", "trl_bf16": "TRL, bfloat16 weights", "ours_packed": "ours, packed"}
     for name in list(steps)[1:]:
-        report(what, name, "CPU s", cpu_s["ours"], cpu_s[name])
-        report(f"{what}, peak memory", name, "MiB", [peaks["ours"]], [peaks[name]])
+        report(what, titles[name], "CPU s", cpu_s["ours"], cpu_s[name])
+        report(f"{what}, peak memory", titles[name], "MiB", [peaks["ours"]], [peaks[name]])
 
 
 def dtype_of_compute() -> str:

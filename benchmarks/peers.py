@@ -48,7 +48,7 @@ TOPICS = [
     Topic(
         "trl",
         "A GRPO step",
-        "against_trl.py --rounds 1 --only grpo --questions 1 --samples 8 --prompt-tokens 512 "
+        "against_trl.py --rounds 2 --only grpo --questions 1 --samples 8 --prompt-tokens 512 "
         "--without trl_bf16,ours_packed",
     ),
     Topic("scoring", "Scoring log-probs", "scoring.py --tokens 100000"),
@@ -151,10 +151,15 @@ def table(rows: list[dict[str, Any]]) -> str:
             middle, low, high = row["ratio"]
             spread = f" ({low:.2f} to {high:.2f})" if low != high else ""
             lines.append(
-                f"| {row['what']} | {row['beside']} | {row['ours']:.3g} {row['unit']} | {row['theirs']:.3g} {row['unit']} "
+                f"| {row['what']} | {row['beside']} | {number(row['ours'])} {row['unit']} | {number(row['theirs'])} {row['unit']} "
                 f"| {middle:.2f}{spread} |"
             )
     return "\n".join(lines) + "\n"
+
+
+def number(value: float) -> str:
+    """Return three significant digits, or a whole number above 1,000."""
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
 
 
 def main() -> None:
