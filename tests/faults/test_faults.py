@@ -35,8 +35,9 @@ def losses_of(results: list[dict]) -> list[str]:
     return [f"{result['name']}: {loss}" for result in results for loss in result["losses"]]
 
 
-def test_a_sample_of_faults_in_every_operation_loses_nothing(tmp_path):
-    results = inject(tmp_path, "--most", 2, library=disk.build(tmp_path), timeout_s=300)
+@pytest.mark.parametrize("most", [1, pytest.param(2, marks=pytest.mark.long)])
+def test_a_sample_of_faults_in_every_operation_loses_nothing(tmp_path, most):
+    results = inject(tmp_path, "--most", most, library=disk.build(tmp_path), timeout_s=300)
     assert losses_of(results) == []
     assert all(result["faults"] >= 1 for result in results)
     assert len(results) == 31

@@ -86,7 +86,9 @@ def test_the_script_and_the_files_that_it_imports_or_names_are_recorded(tmp_path
     }
 
 
-@pytest.mark.parametrize("arguments", [["-"], ["-c", "exec(__import__('sys').stdin.read())"]])
+@pytest.mark.parametrize(
+    "arguments", [["-"], pytest.param(["-c", "exec(__import__('sys').stdin.read())"], marks=pytest.mark.long)]
+)
 def test_a_program_from_standard_input_has_no_script(tmp_path, arguments):
     """A module in a zip file, and one whose file was removed, are named without a digest."""
     with ZipFile(tmp_path / "zipped.zip", "w") as archive:

@@ -613,6 +613,7 @@ def test_a_reward_that_is_shifted_by_a_constant(replayed, monkeypatch):
     assert (name, pattern.kind, pattern.value) == ("total_rewards", "offset", -0.5)
 
 
+@pytest.mark.long
 def test_another_dtype_is_rounding_of_its_size(good, replayed):
     stage, name, pattern = pattern_of(good, replayed("actor.dtype=bfloat16"))
     assert (stage, name, pattern.kind) == ("logprobs", "prox_logp", "rounding")
@@ -625,6 +626,7 @@ def test_other_minibatches_hold_the_same_rows(good, replayed):
     assert pattern.why.startswith("the same 16 rows, divided into other micro-batches")
 
 
+@pytest.mark.long
 def test_another_learning_rate_changes_every_tensor_or_the_rate_itself(good, replayed):
     right = replayed("actor.optimizer.lr=2e-3")
     stage, name, pattern = pattern_of(good, right)
