@@ -132,7 +132,13 @@ def test_a_killed_archive_is_absent_and_the_next_one_clears_what_it_left(source,
     assert sorted(os.listdir(tmp_path)) == [name, "record"]
 
 
-@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EROFS, errno.EIO, errno.EDQUOT])
+@pytest.mark.parametrize(
+    "code",
+    [
+        errno.ENOSPC,
+        *(pytest.param(code, marks=pytest.mark.long) for code in (errno.EROFS, errno.EIO, errno.EDQUOT)),
+    ],
+)
 @pytest.mark.parametrize("call", [extract_record, archive_record])
 def test_a_failing_disk_leaves_nothing(source, tmp_path, monkeypatch, call, code):
     archive_record(source, tmp_path / "a.zip")

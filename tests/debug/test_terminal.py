@@ -116,6 +116,7 @@ def test_characters_that_an_encoding_lacks_are_replaced(reports, tmp_path, encod
     (tmp_path / "13.out").read_bytes().decode(encoding)
 
 
+@pytest.mark.long
 def test_one_column_is_enough_for_every_report(reports, tmp_path):
     ended = run_each(tmp_path, reports, "{}.out", COLUMNS="1")
     assert [text for _, text in ended[:-1]] == [""] * 14

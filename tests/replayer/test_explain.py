@@ -146,7 +146,14 @@ NAN, INF = math.nan, math.inf
         pytest.param("rewards", NAN, None, "reward is nan", 1, marks=pytest.mark.long),
         pytest.param("rewards", -INF, None, "reward is -inf", 1, marks=pytest.mark.long),
         ("rewards", NAN, {"mean_level": "group", "std_level": "group", "group_size": 4}, "reward is nan", 4),
-        ("logprobs", -INF, None, "log-prob (logprobs) of token 2 is -inf (8 of 8)", 1),
+        pytest.param(
+            "logprobs",
+            -INF,
+            None,
+            "log-prob (logprobs) of token 2 is -inf (8 of 8)",
+            1,
+            marks=pytest.mark.long,
+        ),
     ],
 )
 def test_the_first_value_that_is_not_finite_is_named(

@@ -92,8 +92,8 @@ def embedding_hook(hook):
     ("what", "edit", "plant"),
     [
         ("reward", change("rewards", math.nan), None),
-        ("log-prob (logprobs)", change("logprobs", -math.inf), None),
-        ("log-prob of the current weights", mark, break_output),
+        pytest.param("log-prob (logprobs)", change("logprobs", -math.inf), None, marks=pytest.mark.long),
+        pytest.param("log-prob of the current weights", mark, break_output, marks=pytest.mark.long),
         ("gradient of model.embed_tokens.weight", mark, break_gradient),
     ],
 )

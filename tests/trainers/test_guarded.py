@@ -3,7 +3,7 @@
 import pytest
 
 from recorder import open_record, verify
-from tests.forks import run_forked
+from tests.forks import run_anew, run_forked
 
 # a process that never ends its recording: steps, then its end, as the last one is given there
 PROGRAM = """
@@ -22,7 +22,8 @@ if ending == "raises":
 def run(folder, first=0, ending="returns"):
     program = folder.with_name("program.py")
     program.write_text(PROGRAM)
-    return run_forked([str(program), str(folder), str(first), ending])
+    start = run_anew if ending == "raises" else run_forked  # the end of a fork is not an interpreter's
+    return start([str(program), str(folder), str(first), ending])
 
 
 @pytest.mark.parametrize(("ending", "finished"), [("returns", True), ("raises", False)])
