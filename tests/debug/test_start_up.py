@@ -68,6 +68,7 @@ finally:
     assert "Error: " in done.stderr
 
 
+@pytest.mark.long
 def test_replay_says_what_it_does_while_torch_is_imported(recorded):
     command = [sys.executable, "-m", "areal_debug", "replay", str(recorded), "--to-step", "0"]
     code, written = on_terminal(command, columns=200)

@@ -62,6 +62,7 @@ def test_under_torchrun_the_variables_are_exported():
     assert done.stderr.rstrip().splitlines()[-1] == "    export PYTHONHASHSEED=0"
 
 
+@pytest.mark.long
 def test_deterministic_mode_refuses_warn_only():
     done = run(
         "import torch; torch.use_deterministic_algorithms(True, warn_only=True); " + ENFORCE, DETERMINISTIC

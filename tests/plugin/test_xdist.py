@@ -76,6 +76,7 @@ def test_counts_stale_and_unused_records_are_those_of_all_workers(run, options):
     assert "records/old is unused" not in shown
 
 
+@pytest.mark.long
 def test_changes_of_tests_of_one_record_are_joined(run):
     result = run("-n", "2", "--areal-record=rewrite", "-k", "one")
     shown = result.stdout.str()
