@@ -125,7 +125,7 @@ def config_from_dict(tree: dict[str, Any], cls: type[C], source: str = "config")
     given = {name: value for name, value in tree.items() if name != "vllm" or value is not None}
     check_interpolations(given, source)
     try:
-        merged = OmegaConf.merge(schema_of(cls), given)
+        merged = OmegaConf.merge(schema_of(cls), given)  # type: ignore[arg-type]  # a class is hashable
         missing = next(missing_options(container_of(merged)), None)
         if missing is None:
             built: Any = OmegaConf.to_object(merged)
