@@ -19,7 +19,7 @@ ROOT = Path(__file__).parent.parent
 # In the order in which they start: what waits for servers and processes that hang, then the most
 # CPU time.
 FIRST = [
-    *("tests/consistency/test_real_sglang.py", "tests/hangdoctor/real", "tests/debug/test_demo.py"),
+    *("tests/rollout/test_sglang_real.py", "tests/hangdoctor/real", "tests/debug/test_demo.py"),
     *("tests/rollout/test_pool_kill.py", "tests/debug", "tests/rollout", "tests/consistency"),
     *("tests/replayer", "tests/engine", "tests/launch", "tests/trainer", "tests/recorder/protocol"),
 ]
@@ -72,6 +72,12 @@ def pytest_xdist_make_scheduler(config, log):
     return ScopeScheduling(config, log)
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_teardown(item):
+    """Release what a test got from fixtures, so that `collect_garbage` can collect it."""
+    item.funcargs.clear()
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_unconfigure(config):
     """End with the status of the tests, without the destructors of native libraries.
@@ -114,6 +120,14 @@ def forget_rank():
     yield
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
         os.environ.pop(name, None)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def collect_garbage():
+    """Let what a file leaves open fail this file, not the one in which it is collected."""
+    yield
+    gc.collect()
+    gc.freeze()  # what its imports added
 
 
 @pytest.fixture(scope="module")

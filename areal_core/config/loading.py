@@ -8,6 +8,7 @@ import os
 import re
 import textwrap
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -124,7 +125,7 @@ def config_from_dict(tree: dict[str, Any], cls: type[C], source: str = "config")
     given = {name: value for name, value in tree.items() if name != "vllm" or value is not None}
     check_interpolations(given, source)
     try:
-        merged = OmegaConf.merge(OmegaConf.structured(cls), given)
+        merged = OmegaConf.merge(schema_of(cls), given)  # type: ignore[arg-type]  # a class is hashable
         missing = next(missing_options(container_of(merged)), None)
         if missing is None:
             built: Any = OmegaConf.to_object(merged)
@@ -133,6 +134,12 @@ def config_from_dict(tree: dict[str, Any], cls: type[C], source: str = "config")
         reason = str(error).splitlines()[0]
         raise ConfigError(f"{source}: {error.full_key or 'the file'}: {reason}") from None
     raise ConfigError(f"{source}: {missing} must be given: {help_of(cls, missing)}")
+
+
+@cache
+def schema_of(cls: type) -> Any:
+    """Return the options of a class and their defaults; a merge copies it."""
+    return OmegaConf.structured(cls)
 
 
 def config_to_dict(config: Any) -> dict[str, Any]:

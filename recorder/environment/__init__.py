@@ -8,6 +8,7 @@ import os
 import platform
 import re
 import sys
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -148,6 +149,7 @@ def cpu_model() -> str:
     return names[0] if names else platform.machine()
 
 
+@cache
 def library_version(name: str) -> str | None:
     """Return the installed version, or None."""
     try:

@@ -60,7 +60,7 @@ def source(tmp_path):
     return tmp_path / "record"
 
 
-@pytest.mark.parametrize("num_steps", [1, 3])
+@pytest.mark.parametrize("num_steps", [pytest.param(1, marks=pytest.mark.long), 3])
 def test_a_killed_extraction_continues(source, tmp_path, num_steps):
     archive_record(source, tmp_path / "a.zip")
     kill_after(num_steps, "extract_record", tmp_path / "a.zip", tmp_path / "back")
@@ -72,8 +72,15 @@ def test_a_killed_extraction_continues(source, tmp_path, num_steps):
     assert sorted(os.listdir(tmp_path)) == ["a.zip", "back", "record"]
 
 
-@pytest.mark.parametrize("name", ["a.zarr", "a.zip"])
-@pytest.mark.parametrize("damaged", [False, True])
+@pytest.mark.parametrize(
+    ("name", "damaged"),
+    [
+        ("a.zarr", True),
+        ("a.zip", False),
+        pytest.param("a.zarr", False, marks=pytest.mark.long),
+        pytest.param("a.zip", True, marks=pytest.mark.long),
+    ],
+)
 def test_an_interrupted_archive_continues(source, tmp_path, monkeypatch, name, damaged):
     weights = source / "anchors/000002/checkpoint/weights"
     weights.write_bytes(os.urandom(40 << 20))  # two full shards, written before the stream is closed
@@ -125,7 +132,13 @@ def test_a_killed_archive_is_absent_and_the_next_one_clears_what_it_left(source,
     assert sorted(os.listdir(tmp_path)) == [name, "record"]
 
 
-@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EROFS, errno.EIO, errno.EDQUOT])
+@pytest.mark.parametrize(
+    "code",
+    [
+        errno.ENOSPC,
+        *(pytest.param(code, marks=pytest.mark.long) for code in (errno.EROFS, errno.EIO, errno.EDQUOT)),
+    ],
+)
 @pytest.mark.parametrize("call", [extract_record, archive_record])
 def test_a_failing_disk_leaves_nothing(source, tmp_path, monkeypatch, call, code):
     archive_record(source, tmp_path / "a.zip")

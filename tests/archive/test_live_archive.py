@@ -54,8 +54,15 @@ def record_live(location, staging, num_ranks, queue_steps, num_steps=4, between=
         thread.join()
 
 
-@pytest.mark.parametrize(("num_ranks", "queue_steps"), [(1, 0), (2, 2)])
-@pytest.mark.parametrize("kind", ["folder", "memory"])
+@pytest.mark.parametrize(
+    ("kind", "num_ranks", "queue_steps"),
+    [
+        ("folder", 2, 2),
+        ("memory", 1, 0),
+        pytest.param("folder", 1, 0, marks=pytest.mark.long),
+        pytest.param("memory", 2, 2, marks=pytest.mark.long),
+    ],
+)
 def test_a_live_archive_has_the_same_bytes_as_a_folder(kind, num_ranks, queue_steps, tmp_path):
     location = tmp_path / "live.zarr" if kind == "folder" else f"memory://live{next(URLS)}/a"
     record_live(location, tmp_path / "staging", num_ranks, queue_steps)
@@ -117,7 +124,10 @@ record_live(sys.argv[1], Path(sys.argv[1] + ".recording"), 1, int(sys.argv[3]), 
 """
 
 
-@pytest.mark.parametrize(("seen", "queue_steps"), [(1, 0), (3, 2), (6, 0)])
+@pytest.mark.parametrize(
+    ("seen", "queue_steps"),
+    [pytest.param(1, 0, marks=pytest.mark.long), (3, 2), pytest.param(6, 0, marks=pytest.mark.long)],
+)
 def test_a_killed_run_leaves_every_committed_step_complete(seen, queue_steps, tmp_path):
     location = tmp_path / "live.zarr"
     command = [sys.executable, "-c", PROGRAM, str(location), str(Path(__file__).parent), str(queue_steps)]

@@ -121,6 +121,7 @@ def browser_page(profile: Path) -> Iterator[Page]:
             try:
                 yield Page(loop, socket)
             finally:
+                loop.run_until_complete(socket.close())
                 loop.run_until_complete(session.close())
         finally:
             os.killpg(process.pid, signal.SIGKILL)

@@ -31,7 +31,7 @@ def replay_of(file, step):
     return replay_and_compare(Request(str(file), step, step))
 
 
-@pytest.mark.parametrize("step", [0, 1])
+@pytest.mark.parametrize("step", [pytest.param(0, marks=pytest.mark.long), 1])
 def test_a_step_replays_without_its_record_and_its_model(
     step, bad_run, cut_to, elsewhere, tiny_model, tmp_path
 ):
@@ -92,6 +92,7 @@ def test_a_second_cut_gives_the_same_rows_and_numbers(bad_run, cut_to, elsewhere
     assert steps[0].outcome(0).checksums == steps[1].outcome(0).checksums
 
 
+@pytest.mark.long
 def test_an_interrupt_keeps_the_best_so_far(bad_run, cut_to, elsewhere):
     seen = []
     report = cut_to(
@@ -101,6 +102,7 @@ def test_an_interrupt_keeps_the_best_so_far(bad_run, cut_to, elsewhere):
     assert replay_of("bug.zip", 2).identical
 
 
+@pytest.mark.long
 def test_a_sample_keeps_the_advantage_that_it_had_in_the_step(bad_run, cut_to, elsewhere):
     report = cut_to(elsewhere / "kept.zip", bad_run.path, 1, sample="101.2")
     assert (report.rows, report.cut.keeps_advantages, report.cut.kept) == (1, True, ("101.2",))
@@ -111,6 +113,7 @@ def test_a_sample_keeps_the_advantage_that_it_had_in_the_step(bad_run, cut_to, e
     assert open_record("computed.zip").step(1).outcome(0).stats["ppo_actor/advantages/max"] == 0
 
 
+@pytest.mark.long
 def test_a_micro_batch_has_its_rows_and_the_original_numbers_beside_the_new(bad_run, cut_to, elsewhere):
     plan = open_record(bad_run.path).step(1).plan(0).details["minibatches"]
     rows = plan[0]["micro_batches"][1]
@@ -127,6 +130,7 @@ def test_a_symptom_that_does_not_occur_is_said(bad_run, cut_to, elsewhere):
         cut_to(elsewhere / "bug.zip", bad_run.path, 1, symptom="loss is nan")
 
 
+@pytest.mark.long
 def test_a_step_that_ends_with_an_error_is_shrunk_to_the_row_that_causes_it(
     tmp_path, tiny_model, cut_to, elsewhere
 ):
@@ -163,6 +167,7 @@ def write_rollouts(folder, model):
     return target
 
 
+@pytest.mark.long
 def test_reference_and_critic_are_carried(tmp_path, tiny_model, cut_to, elsewhere):
     model = tmp_path / "model"
     shutil.copytree(tiny_model, model)

@@ -13,7 +13,7 @@ from areal_core.rollout.fleet import client
 from areal_debug.chaos.trial import BATCH_SIZE, N_SAMPLES, NUM_STEPS, run_trial
 from areal_debug.cli import main
 
-EVERYDAY, ALL = range(5), range(200)
+EVERYDAY, ALL = (0, 2), range(200)
 
 
 def assert_clean(seed: int, folder: Path) -> None:

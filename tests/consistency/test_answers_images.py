@@ -3,6 +3,7 @@
 import json
 import shutil
 
+import pytest
 from click.testing import CliRunner
 
 from areal_core.embedded.http_server import EmbeddedServer
@@ -39,6 +40,7 @@ def answers_of(model, served, folder):
     return json.loads(done.stdout)["answers"], done.exit_code
 
 
+@pytest.mark.long
 def test_greedy_answers_are_identical_until_the_engine_sees_other_pixels(tmp_path):
     model = make_tiny_vision_model(tmp_path / "model", "qwen2_5_vl", initializer_range=0.3)
     found, code = answers_of(model, model, tmp_path)

@@ -63,6 +63,7 @@ def test_sampling_transform_that_was_not_requested_is_named(scorer, model, promp
     assert (code, found["causes"][0]["id"]) == (1, "R03")
 
 
+@pytest.mark.long
 def test_raw_logprobs_at_another_temperature_are_named(scorer, model, prompts):
     raw = functools.partial(hypotheses.at_temperature, temperature=1.0)
     with serving(FaultyEngine(scorer, reports=raw, temperature=0.7, noise=0.002), "vllm") as url:
@@ -103,6 +104,7 @@ def test_cause_of_different_decoding_depends_on_cache_and_model():
     assert decoding_fault(Setting())[0] == "R40"
 
 
+@pytest.mark.long
 def test_run_to_run_variation_of_the_engine_sets_the_noise_floor(scorer, model, prompts):
     with serving(FaultyEngine(scorer, noise=0.06), "sglang") as url:
         code, found = judged("--engine", url, "--model", model, "--prompts", prompts, "--dtype", "bfloat16")

@@ -113,6 +113,7 @@ def test_other_pixels_are_named_with_their_option(world, options, named):
     assert named in text
 
 
+@pytest.mark.long
 def test_another_limit_of_the_size_is_named_though_the_rows_hold_other_placeholders(world):
     size = dict(world.scorer.processor.processor.image_processor.size)
     other = with_options(world.scorer.processor, size=size | {"longest_edge": size["longest_edge"] // 2})

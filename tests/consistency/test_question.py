@@ -134,7 +134,12 @@ EXPECTED = {
 }
 
 
-@pytest.mark.parametrize("fault", EXPECTED)
+EVERYDAY = {"stale", "top_p"}
+
+
+@pytest.mark.parametrize(
+    "fault", [pytest.param(name, marks=[pytest.mark.long] * (name not in EVERYDAY)) for name in EXPECTED]
+)
 def test_a_fault_of_one_engine_is_named_with_its_side(fault, healthy, tiny_model, tmp_path):
     plant, kind, cause = EXPECTED[fault]
     with planted(plant):

@@ -20,7 +20,7 @@ from consistency.tokens import Completion, sequences_from_completions
 
 from .records import save_model
 
-pytestmark = pytest.mark.sglang
+pytestmark = [pytest.mark.sglang, pytest.mark.long]  # `rollout/test_sglang_real.py` starts one every day
 EOS, BOS = 1, 2
 SETTING = Setting(vocabulary_size=105, eos_token_id=EOS, bos_token_id=BOS, noise=NOISE["float32"])
 
@@ -79,16 +79,11 @@ def test_float32_server_agrees_to_under_1e_5_and_is_healthy(server, model):
     [
         ({"temperature": 0.8}, "R01", "of temperature 0.8"),
         ({"top_p": 0.8}, "R04", "likelier under top_p 0.8"),
-        pytest.param({"top_k": 10}, "R04", "likelier under top_k 10", marks=pytest.mark.long),
-        pytest.param({"min_p": 0.1}, "R04", "likelier under min_p 0.1", marks=pytest.mark.long),
-        pytest.param(
-            {"repetition_penalty": 1.3},
-            "R05",
-            "repetition_penalty of output tokens 1.3",
-            marks=pytest.mark.long,
-        ),
+        ({"top_k": 10}, "R04", "likelier under top_k 10"),
+        ({"min_p": 0.1}, "R04", "likelier under min_p 0.1"),
+        ({"repetition_penalty": 1.3}, "R05", "repetition_penalty of output tokens 1.3"),
         ({"frequency_penalty": 0.5}, "R05", "frequency_penalty 0.5"),
-        pytest.param({"presence_penalty": 0.5}, "R05", "presence_penalty 0.5", marks=pytest.mark.long),
+        ({"presence_penalty": 0.5}, "R05", "presence_penalty 0.5"),
     ],
 )
 def test_unrequested_option_is_named_with_its_value(server, model, sampling, cause, evidence):

@@ -151,7 +151,7 @@ def test_workers_have_no_torch(pool):
     assert score(pool, "has torch") == 0.0
 
 
-@pytest.mark.parametrize("do", ["sleep", "hang in C"])
+@pytest.mark.parametrize("do", [pytest.param("sleep", marks=pytest.mark.long), "hang in C"])
 def test_stuck_worker_is_killed_and_replaced(pool, do, caplog):
     stuck = int(score(pool, "pid"))
     start = time.monotonic()

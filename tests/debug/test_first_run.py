@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.forks import COMMAND, run_anew, run_forked
+from tests.forks import COMMAND, run_forked
 
 PAGE = (Path(__file__).parents[2] / "docs" / "first_run.md").read_text()
 
@@ -27,14 +27,14 @@ def folder(tmp_path, tiny_model):
     return tmp_path
 
 
-def train(folder, *arguments, run=run_forked):
-    done = run([COMMAND, "train", "train.py", *arguments], place=folder)
+def train(folder, *arguments):
+    done = run_forked([COMMAND, "train", "train.py", *arguments], place=folder)
     return done.returncode, done.stdout + done.stderr
 
 
 def test_five_lines_train_and_keep_the_model(folder):
     assert len((folder / "train.yaml").read_text().splitlines()) == 5
-    code, out = train(folder, "total_train_epochs=4", run=run_anew)
+    code, out = train(folder, "total_train_epochs=4")
     assert code == 0, out
     rewards = [
         float(reward)

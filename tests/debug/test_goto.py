@@ -66,8 +66,8 @@ def test_a_shell_at_a_step_has_the_complete_state(recorded):
         (["bisect", "RECORD", "--good", "HEAD", "--repository", "/"], "not a git repository"),
     ],
 )
-def test_wrong_input_is_one_sentence(recorded, arguments, words):
-    done = call(*[recorded if argument == "RECORD" else argument for argument in arguments])
+def test_wrong_input_is_one_sentence(recorded, areal_debug, arguments, words):
+    done = areal_debug(*[recorded if argument == "RECORD" else argument for argument in arguments])
     assert done.returncode == 2, done.stdout + done.stderr
     assert "Traceback" not in done.stderr
     assert done.stderr.count("Error: ") == 1

@@ -125,6 +125,7 @@ def test_the_guides_work_as_written_with_a_real_sglang_server(folder):
     follow(folder)
 
 
+@pytest.mark.long
 def test_the_script_without_the_variable_prints_the_command_line_of_the_page(folder, tiny_model):
     (folder / "model").symlink_to(tiny_model)
     [command] = [line for line in commands() if line.startswith("PYTHONHASHSEED")]

@@ -40,15 +40,19 @@ def train(tree, **arguments):
         return open_record(config.debug.path)
 
 
-def test_limits_and_sampling_hold_in_a_real_run(tmp_path, tiny_model):
-    record = train(make_config(tmp_path / "last", tiny_model, max_keep=1, pin_steps=[1]))
-    assert (record.steps, record.gaps.removed) == ((1, 3), ((0, 0), (2, 2)))
-    record = train(make_config(tmp_path / "sampled", tiny_model, dump_every=2, dump_queue_steps=0))
-    assert (record.steps, record.header.recording.every) == ((0, 2), 2)
-    record = train(make_config(tmp_path / "chosen", tiny_model, dump_steps=[1, 2], dump_scope="rollout"))
-    assert record.steps == (1, 2)
-    for name in ("last", "sampled", "chosen"):
-        assert verify(tmp_path / name / "record").intact
+@pytest.mark.parametrize(
+    ("options", "steps", "removed", "every"),
+    [
+        ({"max_keep": 1, "pin_steps": [1]}, (1, 3), ((0, 0), (2, 2)), 1),
+        pytest.param({"dump_every": 2, "dump_queue_steps": 0}, (0, 2), (), 2, marks=pytest.mark.long),
+        pytest.param({"dump_steps": [1, 2], "dump_scope": "rollout"}, (1, 2), (), 1, marks=pytest.mark.long),
+    ],
+)
+def test_limits_and_sampling_hold_in_a_real_run(tmp_path, tiny_model, options, steps, removed, every):
+    record = train(make_config(tmp_path, tiny_model, **options))
+    assert (record.steps, record.gaps.removed) == (steps, removed)
+    assert record.header.recording.every == every
+    assert verify(tmp_path / "record").intact
 
 
 def test_the_full_scope_contains_what_was_trained_on(tmp_path, tiny_model):
@@ -81,7 +85,7 @@ def fail_in_step(monkeypatch, step):
     monkeypatch.setattr(recorder.writer, "write_rank", failing)
 
 
-@pytest.mark.parametrize("queue_steps", [0, 2])
+@pytest.mark.parametrize("queue_steps", [pytest.param(0, marks=pytest.mark.long), 2])
 def test_a_full_disk_stops_the_run_or_the_recording_as_configured(
     tmp_path, tiny_model, monkeypatch, capfd, queue_steps
 ):
@@ -100,6 +104,7 @@ def test_a_full_disk_stops_the_run_or_the_recording_as_configured(
     assert len((next((tmp_path / "on/files").rglob("stats.jsonl"))).read_text().splitlines()) == 4
 
 
+@pytest.mark.long
 def test_a_continued_run_continues_its_record(tmp_path, tiny_model):
     tree = make_config(tmp_path, tiny_model)
     tree["recover"] = {"mode": "auto", "freq_steps": 1}

@@ -68,6 +68,7 @@ finally:
     assert "Error: " in done.stderr
 
 
+@pytest.mark.long
 def test_replay_says_what_it_does_while_torch_is_imported(recorded):
     command = [sys.executable, "-m", "areal_debug", "replay", str(recorded), "--to-step", "0"]
     code, written = on_terminal(command, columns=200)
@@ -82,17 +83,25 @@ def test_replay_says_what_it_does_while_torch_is_imported(recorded):
     ("arguments", "line"),
     [
         (["replay", "RECORD"], "replaying steps 0 to 2 of RECORD on 1 rank"),
-        (["replay", "RECORD", "--explain", "1"], "explaining step 1 of RECORD"),
+        pytest.param(
+            ["replay", "RECORD", "--explain", "1"], "explaining step 1 of RECORD", marks=pytest.mark.long
+        ),
         (["goto", "RECORD", "--step", "1"], "going to step 1 of RECORD on 1 rank"),
-        (
+        pytest.param(
             ["bisect", "RECORD", "--good", "v1"],
             "searching v1..HEAD for the commit that changed the numbers of RECORD",
+            marks=pytest.mark.long,
         ),
-        (["preflight", "--config", "a.yaml"], "preflight of a.yaml: reading settings and source files"),
+        pytest.param(
+            ["preflight", "--config", "a.yaml"],
+            "preflight of a.yaml: reading settings and source files",
+            marks=pytest.mark.long,
+        ),
         (["consistency", "RECORD", "--model", "a"], "scoring 1 step of RECORD with a"),
-        (
+        pytest.param(
             ["consistency", "--engine", "a", "--model", "b", "--prompts", "c"],
             "sampling from 1 engine, and scoring with b",
+            marks=pytest.mark.long,
         ),
         (["crosscheck", "RECORD"], "recomputing the first step of RECORD"),
         (["record", "cut", "RECORD", "--step", "1", "--to", "a.zip"], "cutting step 1 of RECORD"),
@@ -118,6 +127,7 @@ main()
     assert done.stdout.splitlines() == [line.replace("RECORD", str(recorded)), "[]"], done.stderr
 
 
+@pytest.mark.long
 def test_no_process_of_a_replay_imports_what_it_does_not_use(recorded):
     command = [sys.executable, "-m", "areal_debug", "replay", str(recorded), "--to-step", "0"]
     environment = os.environ | {"PYTHONPROFILEIMPORTTIME": "1"}  # each process lists what it imports

@@ -116,7 +116,13 @@ def test_the_line_is_drawn_while_nothing_is_written_and_leaves_nothing():
 
 
 @pytest.mark.parametrize(
-    ("arguments", "variables"), [(["-q"], {}), (["--json"], {}), ([], {"TERM": "dumb"}), ([], {"TERM": ""})]
+    ("arguments", "variables"),
+    [
+        (["-q"], {}),
+        ([], {"TERM": "dumb"}),
+        pytest.param(["--json"], {}, marks=pytest.mark.long),
+        pytest.param([], {"TERM": ""}, marks=pytest.mark.long),
+    ],
 )
 def test_there_is_no_line_with_quiet_json_or_a_dumb_terminal(arguments, variables):
     written = on_terminal([sys.executable, "-c", VERB, "work", *arguments], **variables)[1]
@@ -207,9 +213,9 @@ main(prog_name="areal-debug")
     [
         ("record ls R", "reading steps · "),
         ("diff R R", "comparing steps · "),
-        ("view R -o v.html", "reading steps · "),
-        ("doctor R", "reading the metrics of "),
-        ("record export R --format jsonl --to e.jsonl", "exporting "),
+        pytest.param("view R -o v.html", "reading steps · ", marks=pytest.mark.long),
+        pytest.param("doctor R", "reading the metrics of ", marks=pytest.mark.long),
+        pytest.param("record export R --format jsonl --to e.jsonl", "exporting ", marks=pytest.mark.long),
     ],
 )
 def test_a_verb_with_a_slow_record_says_how_far_it_is(long_record, tmp_path, monkeypatch, arguments, said):

@@ -101,6 +101,7 @@ def test_every_option_of_a_config_has_an_entry(kind: str, cls: type) -> None:
     assert fields | nested <= set(anchors(reference.options()))
 
 
+@pytest.mark.long
 def test_the_pages_build_in_strict_mode_with_their_anchors(tmp_path: Path) -> None:
     (tmp_path / "docs").mkdir()
     (tmp_path / "docs/index.md").write_text("# Home\n")

@@ -112,7 +112,7 @@ def test_what_the_mode_does_not_support_is_refused_with_a_sentence(tmp_path):
         Replica(str(folder), torch.float32, CPU, is_invariant=True)
 
 
-@pytest.mark.parametrize("sequence_parallel", [1, 2])
+@pytest.mark.parametrize("sequence_parallel", [pytest.param(1, marks=pytest.mark.long), 2])
 def test_bits_do_not_depend_on_how_ranks_divide_or_share_rows(torchrun, tiny_model, ranks, sequence_parallel):
     assert torchrun(PROGRAM, 2, tiny_model, sequence_parallel) == program.score(str(tiny_model), ranks)
 

@@ -21,12 +21,17 @@ def run(code: str, environment: dict[str, str]) -> subprocess.CompletedProcess[s
     )
 
 
+@pytest.mark.long
 def test_deterministic_mode_is_strict_when_everything_was_set_in_time():
     done = run(ENFORCE + REPORT, DETERMINISTIC)
     assert done.stdout.split() == ["True", "False"], done.stderr
 
 
-@pytest.mark.parametrize("missing", DETERMINISTIC)
+# The next test names all of them as missing.
+@pytest.mark.parametrize(
+    "missing",
+    [pytest.param(name, marks=[pytest.mark.long] * (name != "PYTHONHASHSEED")) for name in DETERMINISTIC],
+)
 def test_deterministic_mode_refuses_to_start_without_a_variable(missing):
     environment = {name: value for name, value in DETERMINISTIC.items() if name != missing}
     # Set after the process has started, it is too late, which is detected.
@@ -57,6 +62,7 @@ def test_under_torchrun_the_variables_are_exported():
     assert done.stderr.rstrip().splitlines()[-1] == "    export PYTHONHASHSEED=0"
 
 
+@pytest.mark.long
 def test_deterministic_mode_refuses_warn_only():
     done = run(
         "import torch; torch.use_deterministic_algorithms(True, warn_only=True); " + ENFORCE, DETERMINISTIC

@@ -139,7 +139,11 @@ def distinct(batch):
 
 @pytest.mark.parametrize(
     ("data", "sequence", "tensor"),
-    [(2, 1, 1), (1, 2, 1), (1, 1, 2)],
+    [
+        pytest.param(2, 1, 1, marks=pytest.mark.long),
+        pytest.param(1, 2, 1, marks=pytest.mark.long),
+        pytest.param(1, 1, 2, marks=pytest.mark.long),
+    ],
 )
 def test_two_ranks_take_the_step_of_one_with_packed_rows(ranks, torchrun, tmp_path, data, sequence, tensor):
     model = str(make_tiny_family(tmp_path / "model", "qwen2"))

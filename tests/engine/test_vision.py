@@ -81,7 +81,7 @@ def test_logprobs_and_gradients_are_those_of_transformers(family, models, ranks)
 @pytest.mark.parametrize(
     ("family", "num_ranks", "sequence_parallel", "freezes"),
     [
-        ("qwen3_vl", 2, 2, False),
+        pytest.param("qwen3_vl", 2, 2, False, marks=pytest.mark.long),
         pytest.param("qwen3_vl", 2, 1, False, marks=pytest.mark.long),
         pytest.param("gemma3", 2, 2, False, marks=pytest.mark.long),
         pytest.param("gemma3", 2, 1, True, marks=pytest.mark.long),

@@ -78,6 +78,7 @@ def test_a_training_script_evaluates_two_models_unchanged(config, tiny_model, tm
     assert not list(tmp_path.glob("runs/logs/*/own/trial0"))
 
 
+@pytest.mark.long
 def test_a_supervised_script_measures_its_validation_rows_on_two_ranks(random_model, tmp_path):
     models = [random_model(tmp_path / name, seed) for seed, name in enumerate(("first", "second"))]
     rows = [{"prompt": f"{i}+1=", "completion": str(i + 1)} for i in range(5)]

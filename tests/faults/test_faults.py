@@ -35,11 +35,21 @@ def losses_of(results: list[dict]) -> list[str]:
     return [f"{result['name']}: {loss}" for result in results for loss in result["losses"]]
 
 
-def test_a_sample_of_faults_in_every_operation_loses_nothing(tmp_path):
-    results = inject(tmp_path, "--most", 2, library=disk.build(tmp_path), timeout_s=300)
+# An operation that is a variant of another one is for the long tests.
+DISTINCT = r"^(?!.*(background|--force|pt$|parquet|slime|tar|same name|older))"
+
+
+@pytest.mark.parametrize(
+    ("names", "number"),
+    [(DISTINCT, 21), pytest.param("", 31, marks=pytest.mark.long)],
+    ids=["distinct", "all"],
+)
+def test_a_sample_of_faults_in_every_operation_loses_nothing(tmp_path, names, number):
+    options = ("--most", 2, "--only", names)
+    results = inject(tmp_path, *options, library=disk.build(tmp_path), timeout_s=300)
     assert losses_of(results) == []
     assert all(result["faults"] >= 1 for result in results)
-    assert len(results) == 31
+    assert len(results) == number
 
 
 @pytest.mark.long

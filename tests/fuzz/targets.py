@@ -26,7 +26,7 @@ class Target:
     special: Callable[..., Edit] | None = None
 
 
-# target -> (module, how many fresh inputs an everyday test runs)
+# target -> (module, how many fresh inputs the long tests run; the everyday ones a quarter)
 MODULES = {
     "record": ("records", 60),
     "archive": ("archives", 30),

@@ -23,11 +23,12 @@ def failures(tally: Tally) -> list[str]:
     return [f"{place}: {one.given.to_json()}\n{one.error}" for place, one in tally.failures.items()]
 
 
+@pytest.mark.parametrize("share", [4, pytest.param(1, marks=pytest.mark.long)])
 @pytest.mark.parametrize("target", MODULES)
-def test_no_input_of_the_corpus_and_no_fresh_one_breaks_its_reader(target):
+def test_no_input_of_the_corpus_and_no_fresh_one_breaks_its_reader(target, share):
     """One test a target: a worker takes seconds to start, most of it imports."""
     corpus = [Input.from_json(file.read_text()) for file in sorted((CORPUS / target).glob("*.json"))]
-    fresh = MODULES[target][1]
+    fresh = MODULES[target][1] // share
     tally = run_inputs(target, corpus, fresh, SEED)
     assert failures(tally) == []
     assert tally.num_inputs == len(corpus) + fresh

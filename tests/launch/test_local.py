@@ -176,7 +176,7 @@ def test_the_environment_of_ranks_is_an_option_too(script, tmp_path):
     assert (env["AGENT_KEY"], env["SEED"], env["OF_ACTOR"]) == ("x=y", "3", "yes")
 
 
-@pytest.mark.parametrize("allocation", ["fsdp:d1", "fsdp:d2"])
+@pytest.mark.parametrize("allocation", ["fsdp:d1", pytest.param("fsdp:d2", marks=pytest.mark.long)])
 def test_ranks_are_run_by_the_command_of_the_actor(script, tmp_path, allocation):
     made = config()
     made.actor.scheduling_spec = {"cmd": f"env WRAPPED=yes {sys.executable}"}

@@ -78,6 +78,7 @@ def test_the_spec_of_each_role_decides_its_resources(tmp_path):
     ]
 
 
+@pytest.mark.long
 def test_the_rank_that_fails_first_gives_code_and_error_and_the_other_is_ended(cluster, tmp_path, capfd):
     body = """
     import os, pathlib, sys, time

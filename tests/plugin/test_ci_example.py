@@ -75,6 +75,7 @@ def test_the_job_passes_and_leaves_nothing_in_the_repository(project):
     assert [name for name in new if not name.startswith(".pytest_cache/")] == ["replay.xml"]
 
 
+@pytest.mark.long
 def test_the_job_fails_with_stage_and_commands_if_a_formula_changes(project, tmp_path_factory):
     code = tmp_path_factory.mktemp("changed")
     for package in ("areal_core", "areal_debug", "recorder", "replayer", "consistency", "hangdoctor"):

@@ -56,7 +56,13 @@ def run(pytester, monkeypatch):
 
 @pytest.mark.parametrize(
     "options",
-    [(), ("-n", "0"), ("-n", "2"), ("-n", "2", "--dist", "loadfile"), ("-n", "1", "--maxprocesses", "1")],
+    [
+        (),
+        ("-n", "2"),
+        pytest.param(("-n", "0"), marks=pytest.mark.long),
+        pytest.param(("-n", "2", "--dist", "loadfile"), marks=pytest.mark.long),
+        pytest.param(("-n", "1", "--maxprocesses", "1"), marks=pytest.mark.long),
+    ],
 )
 def test_counts_stale_and_unused_records_are_those_of_all_workers(run, options):
     result = run(*options)
@@ -70,6 +76,7 @@ def test_counts_stale_and_unused_records_are_those_of_all_workers(run, options):
     assert "records/old is unused" not in shown
 
 
+@pytest.mark.long
 def test_changes_of_tests_of_one_record_are_joined(run):
     result = run("-n", "2", "--areal-record=rewrite", "-k", "one")
     shown = result.stdout.str()
@@ -93,14 +100,20 @@ def test_a_failure_is_one_message_in_the_output_and_in_the_xml(run, pytester):
     ] * 4
 
 
-@pytest.mark.parametrize("options", [("--ignore=test_other.py",), ("-n", "2", "--ignore=test_other.py")])
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param(("--ignore=test_other.py",), marks=pytest.mark.long),
+        ("-n", "2", "--ignore=test_other.py"),
+    ],
+)
 def test_no_record_is_called_unused_where_files_are_left_out(run, options):
     result = run(*options)
     result.assert_outcomes(passed=4)
     assert "is unused" not in result.stdout.str()
 
 
-@pytest.mark.parametrize("options", [(), ("-n", "2")])
+@pytest.mark.parametrize("options", [(), pytest.param(("-n", "2"), marks=pytest.mark.long)])
 def test_no_record_is_called_unused_where_a_file_cannot_be_imported(run, pytester, options):
     pytester.makepyfile(test_broken="import no_such_module")
     result = run(*options)
@@ -108,6 +121,7 @@ def test_no_record_is_called_unused_where_a_file_cannot_be_imported(run, pyteste
     assert "is unused" not in result.stdout.str()
 
 
+@pytest.mark.long
 def test_a_worker_that_crashes_takes_only_its_own_test_along(run, pytester):
     pytester.makepyfile(test_crash="import os\ndef test_crash():\n    os._exit(3)")
     result = run("-n", "2")

@@ -71,14 +71,27 @@ def environment_of(folder, body, **variables):
     return json.loads(done.stdout)
 
 
-def test_the_script_and_the_files_that_it_imports_or_names_are_recorded(tmp_path):
-    (tmp_path / "rows.py").write_text("a = 1\n")
-    (tmp_path / "rewards.py").write_text("import shapes\n")  # runs in another process
-    (tmp_path / "shapes.py").write_text("b = 1\n")
-    (tmp_path / "unused.py").write_text("c = 1\n")
-    code = environment_of(tmp_path, "import rows\nreward_fn = 'rewards.py:even'")["code"]
-    assert code["script"]["path"] == str(tmp_path / "train.py")
-    assert code["script"]["sha256"] == sha256((tmp_path / "train.py").read_bytes())
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory):
+    """The folder of a script, and what it records."""
+    folder = tmp_path_factory.mktemp("script")
+    (folder / "rows.py").write_text("a = 1\n")
+    (folder / "rewards.py").write_text("import shapes\n")  # runs in another process
+    (folder / "shapes.py").write_text("b = 1\n")
+    (folder / "unused.py").write_text("c = 1\n")
+    body = """
+import os, rows
+reward_fn = 'rewards.py:even'
+values = os.environ.get("BONUS"), os.getenv("WORDS"), os.environ.get("NOT_SET"), os.environ.get("MY_API_KEY")
+"""
+    given = {"BONUS": "0.25", "WORDS": "a sentence", "MY_API_KEY": "k-123456789", "UNREAD": "1"}
+    return folder, environment_of(folder, body, **given, CUDA_LAUNCH_BLOCKING="1")
+
+
+def test_the_script_and_the_files_that_it_imports_or_names_are_recorded(recorded):
+    folder, code = recorded[0], recorded[1]["code"]
+    assert code["script"]["path"] == str(folder / "train.py")
+    assert code["script"]["sha256"] == sha256((folder / "train.py").read_bytes())
     assert code["local_files"] == {
         "rows.py": sha256(b"a = 1\n"),
         "rewards.py": sha256(b"import shapes\n"),
@@ -86,7 +99,9 @@ def test_the_script_and_the_files_that_it_imports_or_names_are_recorded(tmp_path
     }
 
 
-@pytest.mark.parametrize("arguments", [["-"], ["-c", "exec(__import__('sys').stdin.read())"]])
+@pytest.mark.parametrize(
+    "arguments", [["-"], pytest.param(["-c", "exec(__import__('sys').stdin.read())"], marks=pytest.mark.long)]
+)
 def test_a_program_from_standard_input_has_no_script(tmp_path, arguments):
     """A module in a zip file, and one whose file was removed, are named without a digest."""
     with ZipFile(tmp_path / "zipped.zip", "w") as archive:
@@ -115,13 +130,8 @@ os.unlink(removed.__file__)
     }
 
 
-def test_variables_that_the_script_reads_are_recorded_without_secrets(tmp_path):
-    body = """
-import os
-values = os.environ.get("BONUS"), os.getenv("WORDS"), os.environ.get("NOT_SET"), os.environ.get("MY_API_KEY")
-"""
-    given = {"BONUS": "0.25", "WORDS": "a sentence", "MY_API_KEY": "k-123456789", "UNREAD": "1"}
-    found = environment_of(tmp_path, body, **given, CUDA_LAUNCH_BLOCKING="1")
+def test_variables_that_the_script_reads_are_recorded_without_secrets(recorded):
+    found = recorded[1]
     variables = found["variables"]
     assert variables["BONUS"] == "0.25"
     assert variables["WORDS"].startswith("crc32c ")

@@ -308,7 +308,7 @@ def test_folder_of_the_environment(tmp_path, monkeypatch):
         again.step(0, [BARE])
 
 
-@pytest.mark.parametrize("resumed", [False, True])
+@pytest.mark.parametrize("resumed", [pytest.param(False, marks=pytest.mark.long), True])
 def test_a_process_without_end_loses_no_step(tmp_path, resumed):
     if resumed:
         with Recorder(tmp_path / "r") as recorder:

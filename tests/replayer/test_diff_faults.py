@@ -149,7 +149,13 @@ def test_a_replay_is_the_same_as_its_record(recorded, tmp_path):
     assert (report.same, report.num_compared, report.differences) == (True, NUM_STEPS, ())
 
 
-@pytest.mark.parametrize("name", FAULTS)
+# One fault of each stage and cause is tried every day.
+MORE = {"learning rate", "discount", "minibatches", "dropped sample", "another token"}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.long] * (name in MORE)) for name in FAULTS]
+)
 def test_the_stage_of_every_planted_fault_is_named(recorded, tmp_path, name):
     assert_named(diff(recorded, rerun(recorded, tmp_path, FAULTS[name])), FAULTS[name])
 
@@ -158,8 +164,8 @@ def test_the_stage_of_every_planted_fault_is_named(recorded, tmp_path, name):
     ("changes", "option"),
     [
         ({"seed": 2}, "seed"),
-        ({"train_dataset__shuffle": False}, "train_dataset.shuffle"),
-        ({"gconfig__max_new_tokens": 7}, "gconfig.max_new_tokens"),
+        pytest.param({"train_dataset__shuffle": False}, "train_dataset.shuffle", marks=pytest.mark.long),
+        pytest.param({"gconfig__max_new_tokens": 7}, "gconfig.max_new_tokens", marks=pytest.mark.long),
     ],
 )
 def test_what_changes_the_rollout_is_named(recorded, tmp_path, tiny_model, changes, option):
@@ -222,6 +228,7 @@ def trace(recorded, *observers):
     return traces
 
 
+@pytest.mark.long
 def test_the_first_layer_that_differs_is_named(recorded):
     def disturb(record, trainer, request):
         layer = dict(trainer.actor.model.named_modules())["model.layers.1.mlp.down_proj"]

@@ -58,7 +58,9 @@ def test_shares_add_up_to_the_step_that_was_recorded(spiked):
             assert found.grad_norms[index] == pytest.approx(float.fromhex(minibatch["grad_norm"]), rel=1e-5)
 
 
-@pytest.mark.parametrize("aggregation", ["seq-mean-token-mean", "seq-mean-token-sum-norm"])
+@pytest.mark.parametrize(
+    "aggregation", [pytest.param("seq-mean-token-mean", marks=pytest.mark.long), "seq-mean-token-sum-norm"]
+)
 def test_shares_add_up_with_another_aggregation_and_a_kl_in_the_loss(
     tmp_path, tiny_model, record_run, aggregation
 ):
@@ -76,6 +78,7 @@ def test_shares_add_up_with_another_aggregation_and_a_kl_in_the_loss(
         assert sum(s.loss for s in samples) == pytest.approx(float.fromhex(minibatch["loss"]), abs=1e-5)
 
 
+@pytest.mark.long
 def test_the_random_numbers_of_the_step_are_not_used_up(spiked):
     torch.manual_seed(0)
     explain(spiked.path, 0)
@@ -140,10 +143,17 @@ NAN, INF = math.nan, math.inf
 @pytest.mark.parametrize(
     ("key", "value", "norm", "why", "num_broken"),
     [
-        ("rewards", NAN, None, "reward is nan", 1),
-        ("rewards", -INF, None, "reward is -inf", 1),
+        pytest.param("rewards", NAN, None, "reward is nan", 1, marks=pytest.mark.long),
+        pytest.param("rewards", -INF, None, "reward is -inf", 1, marks=pytest.mark.long),
         ("rewards", NAN, {"mean_level": "group", "std_level": "group", "group_size": 4}, "reward is nan", 4),
-        ("logprobs", -INF, None, "log-prob (logprobs) of token 2 is -inf (8 of 8)", 1),
+        pytest.param(
+            "logprobs",
+            -INF,
+            None,
+            "log-prob (logprobs) of token 2 is -inf (8 of 8)",
+            1,
+            marks=pytest.mark.long,
+        ),
     ],
 )
 def test_the_first_value_that_is_not_finite_is_named(

@@ -19,7 +19,14 @@ def go(run, step, look=lambda scene: None, **options):
 
 
 @pytest.mark.parametrize(
-    ("step", "anchor", "replayed"), [(0, None, 0), (3, None, 3), (4, 4, 0), (7, 4, 3), (9, 8, 1)]
+    ("step", "anchor", "replayed"),
+    [
+        (3, None, 3),
+        (7, 4, 3),
+        pytest.param(0, None, 0, marks=pytest.mark.long),
+        pytest.param(4, 4, 0, marks=pytest.mark.long),
+        pytest.param(9, 8, 1, marks=pytest.mark.long),
+    ],
 )
 def test_the_weights_at_a_step_are_those_of_the_run_bit_for_bit(tiny_run, weights_of, step, anchor, replayed):
     report, seen = go(tiny_run, step, lambda scene: weights_of(scene.trainer))
@@ -40,6 +47,7 @@ def test_the_complete_state_is_available_at_the_step(tiny_run):
     assert names["model"].config.vocab_size == 105
 
 
+@pytest.mark.long
 def test_each_stage_has_what_was_computed_by_then(tiny_run, weights_of):
     def look(scene):
         gradients = [p.grad for p in scene.trainer.actor.model.parameters()]
@@ -60,6 +68,7 @@ def test_each_stage_has_what_was_computed_by_then(tiny_run, weights_of):
     assert seen["optimizer"][2] != tiny_run.weights[5]
 
 
+@pytest.mark.long
 def test_checkpoints_for_recovery_are_anchors_of_the_record(tmp_path, tiny_model, record_run, weights_of):
     run = record_run(tmp_path, tiny_model, 7, recover__mode="auto", recover__freq_steps=2)
     assert run.record.anchors() == (2, 4, 6)

@@ -27,7 +27,9 @@ def test_a_step_has_the_checksum_of_each_tensor_of_the_adapter_and_of_nothing_el
         assert all(before[name] != after[name] for name in before)
 
 
-@pytest.mark.parametrize(("step", "anchor", "replayed"), [(2, None, 2), (4, 3, 1)])
+@pytest.mark.parametrize(
+    ("step", "anchor", "replayed"), [pytest.param(2, None, 2, marks=pytest.mark.long), (4, 3, 1)]
+)
 def test_the_run_replays_to_the_same_bits(adapted_run, weights_of, step, anchor, replayed):
     seen = []
 

@@ -92,8 +92,8 @@ def embedding_hook(hook):
     ("what", "edit", "plant"),
     [
         ("reward", change("rewards", math.nan), None),
-        ("log-prob (logprobs)", change("logprobs", -math.inf), None),
-        ("log-prob of the current weights", mark, break_output),
+        pytest.param("log-prob (logprobs)", change("logprobs", -math.inf), None, marks=pytest.mark.long),
+        pytest.param("log-prob of the current weights", mark, break_output, marks=pytest.mark.long),
         ("gradient of model.embed_tokens.weight", mark, break_gradient),
     ],
 )
@@ -169,6 +169,7 @@ def test_a_weight_is_named_before_the_first_step_and_after_an_update(tmp_path, t
         run(config)
 
 
+@pytest.mark.long
 def test_the_record_of_a_stopped_run_contains_the_step(tmp_path, tiny_model, tiny_config_of):
     folder = tmp_path / "record"
     with pytest.raises(NonFiniteError) as raised:

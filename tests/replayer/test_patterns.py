@@ -604,6 +604,7 @@ def test_a_biased_standard_deviation_is_a_factor(good, replayed, monkeypatch):
     assert pattern.value == pytest.approx((4 / 3) ** 0.5, rel=1e-4)
 
 
+@pytest.mark.long
 def test_a_reward_that_is_shifted_by_a_constant(replayed, monkeypatch):
     shape = objective.shape_rewards
     without_norm = "actor.reward_norm=null", "actor.adv_norm=null"
@@ -613,18 +614,21 @@ def test_a_reward_that_is_shifted_by_a_constant(replayed, monkeypatch):
     assert (name, pattern.kind, pattern.value) == ("total_rewards", "offset", -0.5)
 
 
+@pytest.mark.long
 def test_another_dtype_is_rounding_of_its_size(good, replayed):
     stage, name, pattern = pattern_of(good, replayed("actor.dtype=bfloat16"))
     assert (stage, name, pattern.kind) == ("logprobs", "prox_logp", "rounding")
     assert "bfloat16" in pattern.why
 
 
+@pytest.mark.long
 def test_other_minibatches_hold_the_same_rows(good, replayed):
     name, pattern = pattern_of(good, replayed("actor.ppo_n_minibatches=1"))[1:]
     assert name.startswith("rows of rank 0")
     assert pattern.why.startswith("the same 16 rows, divided into other micro-batches")
 
 
+@pytest.mark.long
 def test_another_learning_rate_changes_every_tensor_or_the_rate_itself(good, replayed):
     right = replayed("actor.optimizer.lr=2e-3")
     stage, name, pattern = pattern_of(good, right)

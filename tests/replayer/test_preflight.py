@@ -127,6 +127,7 @@ def test_two_repeats_of_real_steps_have_the_same_bits(tmp_path, config):
     assert outcomes[0].checksums != outcomes[1].checksums
 
 
+@pytest.mark.long
 def test_an_order_that_varies_in_a_later_step_is_seen(tmp_path, config, monkeypatch):
     orders, real = itertools.cycle([False, False, False, True]), RandomRollouts.next_batch
 

@@ -96,6 +96,7 @@ def test_a_replay_has_the_recorded_bits(record):
     assert report.set_differently.environment == ()
 
 
+@pytest.mark.long
 def test_another_processor_is_named_before_the_numbers(record, monkeypatch):
     processor = type(load_processor(record.header.model["path"]))
     identity, seen = processor.identity, []

@@ -64,14 +64,21 @@ def test_the_same_shape_is_bitwise_and_needs_no_other_run(deterministic_run):
     assert (report.guarantee.kind, report.verdict.finding, messages) == ("bitwise", "identical", [])
 
 
-def test_other_micro_batches_are_within_the_noise_floor_and_report_the_distance(deterministic_run):
-    report, messages = judged(deterministic_run, settings=("actor.mb_spec.max_tokens_per_mb=24",))
+@pytest.fixture(scope="module")
+def divided(deterministic_run):
+    """The report of a replay with other micro-batches, and its messages."""
+    return judged(deterministic_run, settings=("actor.mb_spec.max_tokens_per_mb=24",))
+
+
+def test_other_micro_batches_are_within_the_noise_floor_and_report_the_distance(divided):
+    report, messages = divided
     assert not report.identical
     assert (report.guarantee.kind, report.verdict.finding, len(messages)) == ("noise", "within", 1)
     assert 0 < report.verdict.k <= 10
     assert report.guarantee.reasons == ("actor.mb_spec.max_tokens_per_mb is 24, recorded with 64",)
 
 
+@pytest.mark.long
 def test_on_another_machine_other_rounding_is_no_defect(deterministic_run, another_machine, other_kernels):
     report, _ = judged(deterministic_run)
     assert not report.identical
@@ -108,8 +115,8 @@ def test_noise_is_measured_with_more_micro_batches_or_with_fewer(deterministic_r
     assert other.settings[0] == "actor.mb_spec.n_mbs=1"
 
 
-def test_a_report_survives_json(deterministic_run):
-    report, _ = judged(deterministic_run, settings=("actor.mb_spec.max_tokens_per_mb=24",))
+def test_a_report_survives_json(divided):
+    report, _ = divided
     assert parse_report(json.loads(json.dumps(report.to_dict()))) == report
 
 

@@ -46,7 +46,7 @@ def test_the_plan_has_the_distinct_tokens_of_each_micro_batch(tree_run):
         assert [len({row // 4 for row in part["rows"]}) for part in details["minibatches"]] == [2, 2]
 
 
-@pytest.mark.parametrize(("step", "anchor"), [(1, None), (2, 2)])
+@pytest.mark.parametrize(("step", "anchor"), [pytest.param(1, None, marks=pytest.mark.long), (2, 2)])
 def test_the_run_replays_to_the_same_bits(tree_run, weights_of, step, anchor):
     seen = []
 

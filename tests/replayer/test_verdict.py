@@ -80,6 +80,7 @@ def changed_advantage(monkeypatch):
     monkeypatch.setattr(objective, "compute_advantages", changed)
 
 
+@pytest.mark.long
 def test_another_order_of_micro_batches_leaves_the_weights_the_same(
     recorded, reported, reversed_micro_batches
 ):

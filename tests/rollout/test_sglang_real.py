@@ -1,12 +1,14 @@
 """A real SGLang server on the CPU: its logprobs, weight updates, and the report of its death."""
 
 import asyncio
+import json
 import os
 import signal
 import time
 
 import pytest
 import torch
+from click.testing import CliRunner
 from transformers import AutoModelForCausalLM
 
 from areal_core.errors import ServerFailed
@@ -18,6 +20,7 @@ from areal_core.rollout.fleet.verification import WeightCheck
 from areal_core.rollout.fleet.weight_update import BroadcastUpdate, DiskUpdate
 from areal_core.rollout.types import ModelRequest, ModelResponse, Sampling
 from areal_core.sglang.wire import SGLANG
+from areal_debug.consistency.command import command as consistency
 
 from .sampled import TEMPERATURE, assert_not_sampled_by, assert_sampled_by, generate, perturb
 
@@ -41,6 +44,25 @@ def test_logprobs_are_those_of_transformers(pool, model):
     assert_sampled_by(model, responses)
     assert {v for r in responses for v in r.output_versions} == {0}
     assert all(r.stop_reason == "stop" or len(r.output_tokens) == 24 for r in responses)
+
+
+def test_the_consistency_verb_finds_no_difference(pool, tiny_model, tmp_path):
+    """In this file, because a second server takes minutes; `test_real_sglang.py` has more."""
+    prompts = tmp_path / "prompts.jsonl"
+    rows = [{"input_ids": [10 + row, 20, 30 + row], "answer": "1"} for row in range(16)]
+    prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    options = ["--num-samples", "2", "--max-new-tokens", "32", "--answers", "--json"]
+    options += ["--reward", "areal_core.reward.functions.arithmetic_reward_fn"]
+    engine = pool.servers[0].address
+    given = ["--engine", engine, "--model", str(tiny_model), "--prompts", str(prompts), *options]
+    done = CliRunner().invoke(consistency, given)
+    assert done.exit_code == 0, done.output
+    found = json.loads(done.stdout)
+    assert (found["verdict"], found["num_sequences"]) == ("healthy", 32)
+    assert found["engines"] == [f"SGLang 0.5.23 with {tiny_model} (float32)"]
+    assert found["metrics"]["mean_abs"] < 1e-5
+    assert max(found["rescoring"]["decode"], found["rescoring"]["prefill"]) < 1e-5
+    assert (found["answers"]["num_prompts"], found["answers"]["identical"]) == (16, 16)
 
 
 def test_stop_tokens_end_a_completion_and_stay_in_it(pool):
@@ -92,7 +114,10 @@ def test_a_server_agrees_with_the_scores_of_another(sglang_server, temperature):
     assert (ledger.rescored, ledger.disagreed) == (8, 0)
 
 
-@pytest.mark.parametrize(("mode", "version"), [("abort", 10), ("retract", 11), ("in_place", 12)])
+@pytest.mark.parametrize(
+    ("mode", "version"),
+    [("abort", 10), pytest.param("retract", 11, marks=pytest.mark.long), ("in_place", 12)],
+)
 def test_a_completion_that_an_update_interrupts_continues_with_the_new_weights(
     pool, model, tiny_model, tmp_path, mode, version
 ):

@@ -161,6 +161,7 @@ def test_each_side_has_released_its_memory_while_the_other_works(tiny_model, tmp
     assert parameters <= offloaded[0] < 2 * parameters < 3 * parameters <= offloaded[1]
 
 
+@pytest.mark.long
 def test_validation_has_a_turn_of_its_own_and_samples_from_the_last_weights(
     tiny_model, tmp_path, monkeypatch
 ):

@@ -144,6 +144,7 @@ except WeightUpdateFailed as failed:
 """
 
 
+@pytest.mark.long
 def test_a_failure_on_rank_0_reaches_every_rank(start_fake, tmp_path, model_path, capfd):
     fake = start_fake()
     fake.refuse["/pause_generation"] = (503, {"success": False, "message": "shutting down"})

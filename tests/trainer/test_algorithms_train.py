@@ -54,10 +54,15 @@ def train(folder, model, max_tokens_per_mb, *overrides):
 @pytest.mark.parametrize(
     ("algorithm", "overrides", "logged"),
     [
-        ("sapo", [], "sapo_soft_gate/avg"),
+        pytest.param("sapo", [], "sapo_soft_gate/avg", marks=pytest.mark.long),
         ("m2po", ["actor.m2_threshold=0.01"], "m2_filtered_fraction"),
-        ("decoupled_ppo", ["actor.prox_logp_method=loglinear"], "behave_imp_weight/avg"),
-        ("grpo_paper", ["ref.dtype=float32"], "kl_loss/avg"),
+        pytest.param(
+            "decoupled_ppo",
+            ["actor.prox_logp_method=loglinear"],
+            "behave_imp_weight/avg",
+            marks=pytest.mark.long,
+        ),
+        pytest.param("grpo_paper", ["ref.dtype=float32"], "kl_loss/avg", marks=pytest.mark.long),
     ],
 )
 def test_weights_do_not_depend_on_micro_batches(algorithm, overrides, logged, tmp_path, tiny_model):

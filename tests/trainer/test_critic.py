@@ -164,6 +164,7 @@ def test_micro_batches_do_not_change_what_is_learned(tiny_model, tmp_path, teach
 TREES = "actor.enable_tree_training=true"
 
 
+@pytest.mark.long
 def test_trees_do_not_change_what_is_learned_with_every_model(
     tiny_model, tmp_path, teacher_options, undivided
 ):
@@ -258,6 +259,7 @@ def test_a_recorded_run_replays_bitwise_and_actor_and_critic_are_distinguished(t
     assert differences.verdict.cause == "configuration"
 
 
+@pytest.mark.long
 def test_an_interrupted_run_continues_to_the_same_bits(tiny_model, tmp_path):
     recovering = [
         "recover.mode=auto",

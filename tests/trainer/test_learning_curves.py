@@ -30,9 +30,7 @@ def slowly(*methods):
 @pytest.mark.parametrize(
     "method",
     [
-        pytest.param(REWARD_MODEL, id="reward_model"),
-        pytest.param(DPO, id="dpo"),
-        *slowly(SFT, PPO, GRPO, *OTHER_PRESETS),
+        *slowly(SFT, REWARD_MODEL, DPO, PPO, GRPO, *OTHER_PRESETS),
     ],
 )
 def test_held_out_measure_rises(method, models):

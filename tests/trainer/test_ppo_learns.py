@@ -79,6 +79,7 @@ class Predictable(critic_program.Conversations):
         }
 
 
+@pytest.mark.long
 def test_values_learn_to_predict_the_returns(small_model, tmp_path):
     overrides = [
         "actor.gae_lambda=1.0",
@@ -103,6 +104,7 @@ async def nothing(*arguments, **row) -> float:
     return 0.0
 
 
+@pytest.mark.long
 def test_a_student_that_only_distils_nears_its_teacher(small_model, tmp_path):
     teacher = critic_program.make_teacher(tmp_path / "teacher", hidden_size=32, num_layers=1)
     options = [

@@ -95,7 +95,7 @@ def test_held_out_preferences_are_learned_with_ipo(trainer):
     assert after["held-out/loss/avg"] < 0.5 * 25
 
 
-@pytest.mark.parametrize("method", ["dpo", "rw"])
+@pytest.mark.parametrize("method", ["dpo", pytest.param("rw", marks=pytest.mark.long)])
 def test_micro_batches_keep_pairs_together_and_do_not_change_the_result(trainer, method, tmp_path):
     def few_tokens(config):
         config.actor.mb_spec.max_tokens_per_mb = 40
@@ -135,7 +135,7 @@ def test_saved_reward_model_scores_the_same_in_transformers_and_when_loaded_agai
                 assert mine == [pytest.approx(expected, abs=1e-5)]
 
 
-@pytest.mark.parametrize("method", ["dpo", "rw"])
+@pytest.mark.parametrize("method", [pytest.param("dpo", marks=pytest.mark.long), "rw"])
 def test_a_continued_run_ends_with_the_bits_of_an_uninterrupted_one(trainer, method):
     def short(mode):
         def change(config):

@@ -165,6 +165,7 @@ def judged(model, folder, judge):
     return batches, record, read_stats(logs / "stats.jsonl")
 
 
+@pytest.mark.long
 def test_a_run_with_a_judge_is_replayed_and_sampled_again_without_asking_it(tiny_model, tmp_path):
     judge = OddLengths()
     batches, record, stats = judged(tiny_model, tmp_path / "first", judge)

@@ -1,15 +1,10 @@
 """A guarded recording ends with its process, whose run it never stops."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
 from recorder import open_record, verify
+from tests.forks import run_anew, run_forked
 
-ROOT = Path(__file__).parents[2]
 # a process that never ends its recording: steps, then its end, as the last one is given there
 PROGRAM = """
 import sys
@@ -25,9 +20,10 @@ if ending == "raises":
 
 
 def run(folder, first=0, ending="returns"):
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    program = [sys.executable, "-c", PROGRAM, str(folder), str(first), ending]
-    return subprocess.run(program, env=environment, capture_output=True, text=True, check=False)
+    program = folder.with_name("program.py")
+    program.write_text(PROGRAM)
+    start = run_anew if ending == "raises" else run_forked  # the end of a fork is not an interpreter's
+    return start([str(program), str(folder), str(first), ending])
 
 
 @pytest.mark.parametrize(("ending", "finished"), [("returns", True), ("raises", False)])

@@ -500,6 +500,7 @@ def test_generators_keep_only_what_changed_and_restore_it():
         torch.set_rng_state(state)
 
 
+@pytest.mark.long
 def test_images_of_prompts_are_recorded(runs, tmp_path):
     pillow = pytest.importorskip("PIL.Image")
     make_tiny_vision_model(tmp_path / "model", family="qwen2_5_vl")

@@ -371,8 +371,15 @@ CONTRAST = """(() => {
 })()"""
 
 
-@pytest.mark.parametrize("dark", [False, True])
-@pytest.mark.parametrize("width", [1400, 420])
+@pytest.mark.parametrize(
+    ("width", "dark"),
+    [
+        (1400, True),
+        (420, False),
+        pytest.param(1400, False, marks=pytest.mark.long),
+        pytest.param(420, True, marks=pytest.mark.long),
+    ],
+)
 def test_text_has_contrast_and_nothing_overflows(page, folder, width, dark):
     open_at(page, folder, "#step=2&prompt=200&sample=0&compare=B", width=width, height=900, dark=dark)
     for key in "sghf1237x":

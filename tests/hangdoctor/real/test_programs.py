@@ -21,12 +21,20 @@ def accuses(diagnosis) -> bool:
     return diagnosis.label not in ("straggler_or_not_hung", "unknown") and diagnosis.confidence != "low"
 
 
-@pytest.mark.parametrize("program", FAULTS)
+EVERYDAY = {label: name for name in reversed(FAULTS) if (label := expected_of(name)[0]) != "nccl_timeout"}
+
+
+def daily(programs: list[str], chosen: set[str]) -> list:
+    """Return parameters; a program that is not chosen is for the long tests."""
+    return [pytest.param(name, marks=[pytest.mark.long] * (name not in chosen)) for name in programs]
+
+
+@pytest.mark.parametrize("program", daily(FAULTS, {*EVERYDAY.values(), "uneven_loader", "lock_order"}))
 def test_fault_is_named_with_its_culprits(program, diagnosis):
     assert (diagnosis.label, diagnosis.culprit_ranks) == expected_of(program), diagnosis.summary
 
 
-@pytest.mark.parametrize("program", HEALTHY)
+@pytest.mark.parametrize("program", daily(HEALTHY, {"healthy_training", "healthy_checkpointing"}))
 def test_healthy_program_is_not_accused(program, diagnosis):
     assert not accuses(diagnosis), diagnosis.summary
 

@@ -284,16 +284,17 @@ def two_ranks():
 
 EVERYDAY = {
     "2 ranks, 1 step": two_ranks,
-    "2 ranks, 1 step, both killed": lambda: explore_ranks(2, 1, None, max_kills=2),
     "1 rank, 3 steps, keep_last 1, killed": retained,
     "1 rank, 2 steps, keep_last 1, a reader": lambda: explore_ranks(1, 2, 1, with_reader=True),
     "2 runs, one folder": lambda: explore_runs(nothing, two_runs, 0),
-    "2 runs, one taken for dead": lambda: explore_runs(nothing, two_runs, 0, silent="writer.lock"),
     "2 contenders for a dead lock": lambda: explore_contenders(2, False),
-    "resume before step 1 of 2": lambda: explore_resume(2, 1),
+    "resume behind step 1 of 1": lambda: explore_resume(1, 1),
     "archive, 1 step": lambda: explore_archive(1),
 }
 LONG = {
+    "2 ranks, 1 step, both killed": lambda: explore_ranks(2, 1, None, max_kills=2),
+    "2 runs, one taken for dead": lambda: explore_runs(nothing, two_runs, 0, silent="writer.lock"),
+    "resume before step 1 of 2": lambda: explore_resume(2, 1),
     "2 ranks, 2 steps, keep_last 1, killed": lambda: explore_ranks(2, 2, 1, max_kills=1),
     "3 ranks, 1 step": lambda: explore_ranks(3, 1, None),
     "2 ranks, 2 steps, a reader": lambda: explore_ranks(2, 2, 1, with_reader=True),
@@ -451,7 +452,7 @@ MUTANTS = {
         take_without_second_look,
     ),
     "a cut-back removes step.json with the rest": (
-        EVERYDAY["resume before step 1 of 2"],
+        LONG["resume before step 1 of 2"],
         resume,
         "remove_committed",
         removed_with_the_rest,
@@ -472,7 +473,12 @@ MUTANTS = {
 real_begin, real_place = writing.RecordWriter.begin, protocol._place
 
 
-@pytest.mark.parametrize("name", MUTANTS)
+SLOW = {"a cut-back removes step.json with the rest"}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.long] * (name in SLOW)) for name in MUTANTS]
+)
 def test_the_checker_finds_a_broken_protocol(name):
     explore, place, attribute, broken = MUTANTS[name]
     with mock.patch.object(place, attribute, broken), pytest.raises(Violation) as violation:
