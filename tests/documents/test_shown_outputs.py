@@ -129,5 +129,6 @@ def test_another_number_or_an_absent_line_is_found() -> None:
     assert (
         not_printed(["step 0  loss 0.5  77 tokens/s", "...", "Diverged: loss differs first."], printed) == []
     )
-    assert not_printed(["step 0  loss 0.6 ..."], printed) == ["step 0 loss 0.6 ..."]
+    assert not_printed(["step 1  loss 0.5 ..."], printed) == ["step 1 loss N ..."]
+    assert not_printed(["step 0  reward 0.5 ..."], printed) == ["step 0 reward N ..."]
     assert not_printed(["Healthy"], printed) == ["Healthy"]
