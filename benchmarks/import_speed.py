@@ -1,15 +1,13 @@
-"""Speed of `record import`, beside its JSON parser alone and beside one that is not used.
+"""Speed of `record import`, beside its JSON parser alone and beside Python's.
 
     python benchmarks/import_speed.py [--samples 64] [--mean-tokens 1500] [--rounds 5]
 
 The source is a step of NeMo-RL's JSON lines with log-probs and advantages as a trainer prints them,
 17 digits each. An import reads it, writes the record and its checksums. Everything is CPU seconds,
-children included; ways take turns, and a ratio is the median of those of one round. The parser is
-that of Python's `json`; `orjson` is measured where it is installed.
+children included; ways take turns, and a ratio is the median of those of one round.
 """
 
 import argparse
-import importlib.util
 import json
 import resource
 import statistics
@@ -17,6 +15,7 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import numpy as np
 
 from recorder.importers.importing import import_record
@@ -69,12 +68,9 @@ def main() -> None:
         lines = source.read_bytes().splitlines()
         ways: dict[str, Callable[[], object]] = {
             "json": lambda: [json.loads(line) for line in lines],
+            "msgspec": lambda: [msgspec.json.decode(line) for line in lines],
             "record import": lambda: import_record(source, record, overwrite=True),
         }
-        if importlib.util.find_spec("orjson"):
-            import orjson
-
-            ways["orjson"] = lambda: [orjson.loads(line) for line in lines]
         rounds = [{way: cpu_seconds(run) for way, run in ways.items()} for _ in range(options.rounds)]
     print(f"{size_bytes / 1e6:.1f} MB of JSON lines, {options.samples} samples")
     for way in ways:
