@@ -24,6 +24,14 @@ from hangdoctor.heartbeat import beat, done
 for step in range({steps} + 1):
     beat(step)
     time.sleep(0.05)
+
+
+def wait_for_message(number):
+    # however loaded the machine is
+    while not os.path.exists(os.path.join(os.path.dirname(__file__), f"message{{number}}")):
+        time.sleep(0.02)
+
+
 {ending}
 """
 STUCK = "threading.Event().wait()"
@@ -40,10 +48,14 @@ def watched(tmp_path):
             folders.append(folder)
             return Diagnosis(label, "high", (0,), (), "Rank 0 waits for a lock.")
 
+        def report(message):
+            messages.append(message)
+            (tmp_path / f"message{len(messages)}").touch()
+
         program = tmp_path / "train.py"
         program.write_text(BEAT_THEN.format(steps=steps, ending=ending))
         chosen = Plan(tmp_path / "watch", Limits(quiet_s=1.0, watchdog_s=20), 0.1, options=Options(1), **plan)
-        status = watch_command([sys.executable, str(program)], chosen, diagnose, messages.append)
+        status = watch_command([sys.executable, str(program)], chosen, diagnose, report)
         return status, messages, folders
 
     return watch
@@ -66,7 +78,7 @@ def test_stuck_job_is_collected_reported_and_killed(watched, tmp_path):
 
 
 def test_stuck_job_is_only_reported_by_notify(watched):
-    status, messages, folders = watched("threading.Event().wait(2.5)", then="notify")
+    status, messages, folders = watched("wait_for_message(1)", then="notify")
     assert (status, len(messages), len(folders)) == (0, 1, 1)
 
 
@@ -78,9 +90,7 @@ def test_stuck_job_is_restarted_up_to_the_limit(watched):
 
 
 def test_slow_job_is_not_killed(watched):
-    status, messages, folders = watched(
-        "threading.Event().wait(2.5)", then="kill", label="straggler_or_not_hung"
-    )
+    status, messages, folders = watched("wait_for_message(2)", then="kill", label="straggler_or_not_hung")
     assert status == 0
     assert messages[0].startswith("rank_0 silent for 1 s (limit 1 s), but it moves: ")
     assert len(folders) == 2  # the second one comes after twice the silence
@@ -94,13 +104,13 @@ def test_slow_job_is_reported_with_the_rank_that_slows_it(watched, monkeypatch):
         return "Rank 1 is slow."
 
     monkeypatch.setattr("hangdoctor.watch.loop.sentence_about", about)
-    _, messages, _ = watched("threading.Event().wait(1.5)", label="straggler_or_not_hung", slow_s=7.0)
+    _, messages, _ = watched("wait_for_message(1)", label="straggler_or_not_hung", slow_s=7.0)
     assert messages[0].endswith("but it moves: Rank 1 is slow.")
     assert asked[0] == 7.0
 
 
 def test_job_that_moves_again_before_it_is_killed_lives(watched):
-    status, messages, _ = watched("threading.Event().wait(1.3)\nbeat(9)\ntime.sleep(0.4)", then="kill")
+    status, messages, _ = watched("wait_for_message(1)\nbeat(9)\nwait_for_message(2)", then="kill")
     assert (status, messages[-1]) == (0, "it moves again")
 
 
