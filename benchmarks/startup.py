@@ -2,8 +2,8 @@
 
     python benchmarks/startup.py [--before CHECKOUT] [--rounds 3] [--verbs replay goto ...]
 
-Measures each call from its start: wall seconds to its first line, to its first step and to its end,
-and CPU seconds (user and system) of all its processes. Checkouts take turns; the table has medians,
+Measures each call on a terminal from its start: wall seconds to its first line, to its first step
+and to its end, and CPU seconds (user and system) of all its processes. Checkouts take turns; the table has medians,
 and with --before the ratio of the CPU seconds. Where compiled Python files are is left as the
 environment has it: run twice, the first run may compile.
 """
@@ -11,12 +11,14 @@ environment has it: run twice, the first run may compile.
 import argparse
 import math
 import os
+import pty
+import re
 import resource
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -24,6 +26,7 @@ from statistics import median
 from areal_core.testing import make_tiny_model
 
 ROOT = Path(__file__).parents[1]
+STEP = re.compile(r"^(\x1b\[[\d;]*[a-zA-Z])*step ", re.MULTILINE)
 TEST = """
 import pytest
 
@@ -49,19 +52,30 @@ def environment(checkout: Path) -> dict[str, str]:
 
 
 def measure(checkout: Path, command: Sequence[str], folder: Path) -> Call:
-    """Run a command; exit with its output if it fails."""
+    """Run a command on a terminal; exit with its output if it fails."""
     before, start = resource.getrusage(resource.RUSAGE_CHILDREN), time.monotonic()
-    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    terminal, output = pty.openpty()
+    streams = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": output}
     with subprocess.Popen(command, env=environment(checkout), cwd=folder, **streams) as process:
-        assert process.stdout is not None
-        lines = [(time.monotonic() - start, line) for line in process.stdout]
+        os.close(output)
+        printed = [(time.monotonic() - start, text) for text in texts_of(terminal)]
+    os.close(terminal)
     wall, after = time.monotonic() - start, resource.getrusage(resource.RUSAGE_CHILDREN)
     if process.returncode not in (0, 1):
-        output = b"".join(line for _, line in lines).decode()
-        sys.exit(f"{' '.join(command)} ended with {process.returncode}:\n{output}")
-    first_step = next((when for when, line in lines if line.startswith(b"step ")), math.nan)
+        sys.exit(f"{' '.join(command)} ended with {process.returncode}:\n{''.join(t for _, t in printed)}")
+    first_step = next((when for when, text in printed if STEP.search(text)), math.nan)
     cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-    return Call(lines[0][0] if lines else wall, first_step, wall, cpu)
+    return Call(printed[0][0] if printed else wall, first_step, wall, cpu)
+
+
+def texts_of(terminal: int) -> Iterator[str]:
+    """Yield what is written to a terminal, as it is written, until all writers have closed it."""
+    while True:
+        try:
+            text = os.read(terminal, 1 << 16)
+        except OSError:  # EIO: the last writer has closed it
+            return
+        yield text.decode(errors="replace")
 
 
 def prepare(folder: Path) -> dict[str, list[str]]:
