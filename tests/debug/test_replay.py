@@ -75,7 +75,9 @@ def test_two_ranks_replay_to_the_same_bits_without_sglang_and_from_step_one(area
 def test_two_ranks_replay_a_run_with_trees_to_the_same_bits_and_one_rank_within_noise(
     areal_debug, train, tmp_path
 ):
+    # one minibatch: the rows of several are other ones on another number of ranks
     options = ("allocation_mode=embedded|fsdp:d2", "actor.enable_tree_training=true", "total_train_steps=2")
+    options += ("actor.ppo_n_minibatches=1",)
     done = train("--dump-rollout", tmp_path / "two", *options)
     assert done.returncode == 0, done.stdout + done.stderr
     step = open_record(tmp_path / "two").step(1)
