@@ -92,11 +92,16 @@ def doing(text: str, total: int = 0) -> Iterator[None]:
         tick(before[1])
 
 
-def leave_terminal() -> None:
-    """Show no line any more: the verb waits for requests, or others write to the terminal."""
+def leave_terminal(keeps_line: bool = False) -> None:
+    """Show no line any more: the verb waits for requests, or others write to the terminal.
+
+    With `keeps_line` what was said stays: the others need seconds to start.
+    """
     if page is not None:
         page.is_paused = True
         output("\n")
+        if keeps_line:
+            write(page.text.decode(errors="replace") + "\n")
 
 
 def output(text: str) -> None:

@@ -118,7 +118,7 @@ def run_attached(task: list[str], num_ranks: int) -> dict[str, object]:
 
     with tempfile.TemporaryDirectory() as folder, replay_ranks(attached=True) as ranks:
         report = Path(folder) / "report.json"
-        leave_terminal()  # to the ranks
+        leave_terminal(keeps_line=True)  # to the ranks
         code = ranks.run_attached([*ON_RANK, *task], num_ranks, {REPORT_FILE: str(report)})
         if code != 0 or not report.exists():
             fail(

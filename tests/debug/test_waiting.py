@@ -53,7 +53,8 @@ def work(as_json):
     sys.stdout.write("no line end")
     time.sleep(0.5)
     print()
-    waiting.leave_terminal()
+    announce("going to a step")
+    waiting.leave_terminal(keeps_line=True)
     time.sleep(0.5)
     raise ValueError("it failed")
 
@@ -110,7 +111,7 @@ def test_the_line_is_drawn_while_nothing_is_written_and_leaves_nothing():
     assert "reading steps · 3 of 1,000" in texts
     assert max(map(len, texts)) <= 60 - len(" · 1 s")
     assert screen(written) == [
-        "row of the child", "bytes of a rank", "no line end", "Error: it failed", "",
+        "row of the child", "bytes of a rank", "no line end", "going to a step", "Error: it failed", "",
     ]  # fmt: skip
     assert ERASE not in written.partition("no line end")[2]
 
