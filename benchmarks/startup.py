@@ -3,9 +3,9 @@
     python benchmarks/startup.py [--before CHECKOUT] [--rounds 3] [--verbs replay goto ...]
 
 Measures each call on a terminal from its start: wall seconds to its first line, to its first step
-and to its end, and CPU seconds (user and system) of all its processes. Checkouts take turns; the table has medians,
-and with --before the ratio of the CPU seconds. Where compiled Python files are is left as the
-environment has it: run twice, the first run may compile.
+and to its end, and CPU seconds (user and system) of all its processes. Checkouts take turns; the
+table has medians, and with --before the ratio of the CPU seconds. Where compiled Python files are
+is left as the environment has it: run twice, the first run may compile.
 """
 
 import argparse
