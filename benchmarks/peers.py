@@ -48,7 +48,7 @@ TOPICS = [
     Topic(
         "trl",
         "A GRPO step",
-        "against_trl.py --rounds 2 --only grpo --questions 1 --samples 8 --prompt-tokens 512 "
+        "against_trl.py --threads 1 --rounds 1 --only grpo --questions 1 --samples 8 --prompt-tokens 512 "
         "--without trl_bf16,ours_packed",
     ),
     Topic("scoring", "Scoring log-probs", "scoring.py --tokens 100000"),

@@ -55,8 +55,14 @@ def measure(checkout: Path, command: Sequence[str], folder: Path) -> Call:
     """Run a command on a terminal; exit with its output if it fails."""
     before, start = resource.getrusage(resource.RUSAGE_CHILDREN), time.monotonic()
     terminal, output = pty.openpty()
-    streams = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": output}
-    with subprocess.Popen(command, env=environment(checkout), cwd=folder, **streams) as process:
+    with subprocess.Popen(
+        command,
+        env=environment(checkout),
+        cwd=folder,
+        stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=output,
+    ) as process:
         os.close(output)
         printed = [(time.monotonic() - start, text) for text in texts_of(terminal)]
     os.close(terminal)
