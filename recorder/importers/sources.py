@@ -205,7 +205,7 @@ def first_row(file: Path) -> dict[str, Any]:
     """Return the JSON object in the first line of a file, {} if there is none."""
     with file.open("rb") as lines:
         try:
-            row = json.loads(lines.readline(MAX_LINE).decode() or "null")
+            row = parse_json(lines.readline(MAX_LINE) or b"null")
         except (ValueError, RecursionError):
             return {}
     return row if isinstance(row, dict) else {}
