@@ -122,6 +122,7 @@ def test_a_completion_that_an_update_interrupts_continues_with_the_new_weights(
     pool, model, tiny_model, tmp_path, mode, version
 ):
     """The weights are the same, so the distribution must be, too, in each mode of the pause."""
+    before = generate(pool, 1, 1, ignore_eos=True)[0].output_versions[0]
 
     async def work() -> ModelResponse:
         client = FleetClient(pool.servers, SGLANG)
@@ -138,7 +139,6 @@ def test_a_completion_that_an_update_interrupts_continues_with_the_new_weights(
 
     response = asyncio.run(work())
     assert len(response.output_tokens) == 700
-    before = response.output_versions[0]
     assert before < version
     assert set(response.output_versions) == {before, version}
     assert response.output_versions == sorted(response.output_versions)
