@@ -37,7 +37,7 @@ from hangdoctor.watch.liveness import (
     judge_liveness,
 )
 from hangdoctor.watch.signs import gpu_watts, read_signs
-from hangdoctor.watch.tree import adopt_orphans, end_all, lives, signals_forwarded_to
+from hangdoctor.watch.tree import end_all, lives, orphans_adopted, signals_forwarded_to
 
 Then = Literal["notify", "kill", "restart"]
 RESCAN_S = 15.0
@@ -87,6 +87,7 @@ Diagnose = Callable[[Path], Diagnosis]
 Report = Callable[[str], None]
 
 
+@orphans_adopted()
 def watch_command(
     command: list[str],
     plan: Plan,
@@ -101,7 +102,6 @@ def watch_command(
     Returns the exit status of the command, or 1 when it hung and was killed or finished without a
     step.
     """
-    adopt_orphans()
     for attempt in range(plan.max_restarts + 1):
         beats = plan.folder.resolve() / f"beats-{attempt}"
         beats.mkdir(parents=True)

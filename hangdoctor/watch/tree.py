@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from hangdoctor.collect.process import read_stat
 
 GRACE_S = 10.0
-PR_SET_CHILD_SUBREAPER = 36
+PR_SET_CHILD_SUBREAPER, PR_GET_CHILD_SUBREAPER = 36, 37  # <sys/prctl.h>
 
 
 def end_all(pids: list[int]) -> None:
@@ -54,8 +54,17 @@ def signals_forwarded_to(child: subprocess.Popen[bytes]) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def adopt_orphans() -> None:
-    """Become the parent of ranks whose launcher dies, instead of init: still watched, still
-    readable under Yama.
+@contextmanager
+def orphans_adopted() -> Iterator[None]:
+    """Be the parent of ranks whose launcher dies, instead of init: still watched, still readable
+    under Yama.
+
+    This process is then what it was before: it does not collect the ended children of others.
     """
-    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    prctl, before = ctypes.CDLL(None).prctl, ctypes.c_int()
+    prctl(PR_GET_CHILD_SUBREAPER, ctypes.byref(before), 0, 0, 0)
+    prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    try:
+        yield
+    finally:
+        prctl(PR_SET_CHILD_SUBREAPER, before.value, 0, 0, 0)

@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 
+import psutil
 import pytest
 from click.testing import CliRunner
 
@@ -64,6 +65,17 @@ def watched(tmp_path):
 @pytest.mark.parametrize("status", [0, 7])
 def test_job_that_ends_keeps_its_exit_status_and_is_left_alone(watched, status):
     assert watched(f"sys.exit({status})") == (status, [], [])
+
+
+def test_watcher_no_longer_adopts_orphans_when_the_job_has_ended(watched, tmp_path):
+    """An orphan of a later program would stay as a zombie of this process."""
+    watched("sys.exit(0)")
+    child = "import os, subprocess; os.write(1, b'%d' % subprocess.Popen(['sleep', '0']).pid); os._exit(0)"
+    orphan = int(subprocess.run([sys.executable, "-c", child], capture_output=True, check=True).stdout)
+    deadline = time.monotonic() + 10
+    while psutil.pid_exists(orphan) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not psutil.pid_exists(orphan)
 
 
 def test_stuck_job_is_collected_reported_and_killed(watched, tmp_path):
