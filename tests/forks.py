@@ -37,8 +37,12 @@ def run_forked(
     place: Path | None = None,
     typed: str = "",
     timeout_s: float = 240,
+    terminal: int | None = None,
 ) -> subprocess.CompletedProcess[str]:
-    """Run `-m MODULE ARGUMENT...` or `FILE ARGUMENT...` in a fork, as `run_anew` runs it."""
+    """Run `-m MODULE ARGUMENT...` or `FILE ARGUMENT...` in a fork, as `run_anew` runs it.
+
+    With an open terminal it prints there.
+    """
     variables = {"OMP_NUM_THREADS": "1", **(os.environ if environment is None else environment)}
     variables.pop(ADDRESS, None)
     request = {"argv": [*argv], "environment": variables, "place": str(place or Path.cwd())}
@@ -52,7 +56,7 @@ def run_forked(
         given.seek(0)
         channel.connect(os.environ[ADDRESS])
         data = json.dumps(request).encode() + b"\n"
-        streams = [stream.fileno() for stream in (given, output, errors)]
+        streams = [given.fileno(), terminal or output.fileno(), terminal or errors.fileno()]
         channel.sendall(data[socket.send_fds(channel, [data], streams) :])
         with channel.makefile() as answer:
             process = int(answer.readline())

@@ -8,9 +8,9 @@ import json
 import os
 import pty
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -26,6 +26,8 @@ from recorder.environment import folder_identity
 from recorder.header import write_header
 from recorder.testing import SCRIPTED_HEADER, scripted_batch, send_step
 from recorder.writer import RecordingOptions, RecordWriter
+
+from ..forks import run_forked
 
 # A title, the clipboard, a cleared screen, C1, closing and opening markup, direction, hidden text.
 CODES = "\x1b]0;title\x07\x1b]52;c;ZXZpbA==\x07\x1b[2J\x9b31m\x08\x7f\u202e\u2066\u200b\u2028\ufe0f\U000e0041"
@@ -252,21 +254,21 @@ def on_a_terminal(arguments: list[str], cwd: Path) -> str:
     """Run a program on a pseudo-terminal and return what it printed."""
     ours, theirs = pty.openpty()
     environment = os.environ | {"COLUMNS": "4000", "TERM": "xterm-256color"}
-    process = subprocess.Popen(
-        arguments, stdin=subprocess.DEVNULL, stdout=theirs, stderr=theirs, cwd=cwd, env=environment
-    )
-    os.close(theirs)
-    chunks = []
-    while True:
+
+    def run() -> None:
         try:
-            chunk = os.read(ours, 65536)
-        except OSError:  # every writer has closed it
-            break
-        chunks.append(chunk)
-        if not chunk:
-            break
+            run_forked(arguments, environment, cwd, terminal=theirs)
+        finally:
+            os.close(theirs)
+
+    chunks = []
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(run)
+        with suppress(OSError):  # every writer has closed it
+            while chunk := os.read(ours, 65536):
+                chunks.append(chunk)
+        running.result()
     os.close(ours)
-    process.wait()
     return b"".join(chunks).decode("utf-8", "replace")
 
 
@@ -275,7 +277,7 @@ def outputs(places, tmp_path_factory) -> list[tuple[str, str]]:
     folder = tmp_path_factory.mktemp("driver")
     (folder / "driver.py").write_text(DRIVER)
     (folder / "commands.json").write_text(json.dumps(commands(places)))
-    printed = on_a_terminal([sys.executable, "driver.py", "commands.json"], folder)
+    printed = on_a_terminal(["driver.py", "commands.json"], folder)
     found = re.findall(r"<<([^>]*)>>\r\n(.*?)<<exit (\S+)>>\r\n", printed, re.DOTALL)
     return [(name, text) for name, text, code in found]
 

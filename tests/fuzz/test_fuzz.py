@@ -23,7 +23,7 @@ def failures(tally: Tally) -> list[str]:
     return [f"{place}: {one.given.to_json()}\n{one.error}" for place, one in tally.failures.items()]
 
 
-@pytest.mark.parametrize("share", [4, pytest.param(1, marks=pytest.mark.long)])
+@pytest.mark.parametrize("share", [10, pytest.param(1, marks=pytest.mark.long)])
 @pytest.mark.parametrize("target", MODULES)
 def test_no_input_of_the_corpus_and_no_fresh_one_breaks_its_reader(target, share):
     """One test a target: a worker takes seconds to start, most of it imports."""

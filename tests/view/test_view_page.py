@@ -102,9 +102,9 @@ def test_sorting_and_filtering_select_the_matching_rows(page, url, chats):
     open_ready(page, url)
     rewards = open_record(chats).step(2).batch(0)["rewards"]
     page.press("/")
-    for key in "reward>0 finish=stop calculator":
+    for key in (text := "reward>0 finish=stop calculator"):
         page.press(key)
-    page.wait_for("at('count').textContent.includes(' of ')")
+    page.wait_for(f"table.filter === '{text}' && at('count').textContent.includes(' of ')")
     shown = page.evaluate("table.order")
     assert 0 < len(shown) < 2000
     assert all(rewards[row] > 0 for row in shown)
