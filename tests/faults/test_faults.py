@@ -48,7 +48,7 @@ def test_a_sample_of_faults_in_every_operation_loses_nothing(tmp_path, names, nu
     options = ("--most", most, "--only", names)
     results = inject(tmp_path, *options, library=disk.build(tmp_path), timeout_s=300)
     assert losses_of(results) == []
-    assert all(result["faults"] >= 1 for result in results)
+    assert [result["name"] for result in results if not result["faults"]] == []
     assert len(results) == number
 
 
