@@ -41,7 +41,7 @@ def run_forked(
 ) -> subprocess.CompletedProcess[str]:
     """Run `-m MODULE ARGUMENT...` or `FILE ARGUMENT...` in a fork, as `run_anew` runs it.
 
-    With an open terminal it prints there.
+    With `terminal`, an open file, it prints there, and no output is returned.
     """
     variables = {"OMP_NUM_THREADS": "1", **(os.environ if environment is None else environment)}
     variables.pop(ADDRESS, None)
@@ -56,7 +56,8 @@ def run_forked(
         given.seek(0)
         channel.connect(os.environ[ADDRESS])
         data = json.dumps(request).encode() + b"\n"
-        streams = [given.fileno(), terminal or output.fileno(), terminal or errors.fileno()]
+        printed = [output.fileno(), errors.fileno()] if terminal is None else [terminal, terminal]
+        streams = [given.fileno(), *printed]
         channel.sendall(data[socket.send_fds(channel, [data], streams) :])
         with channel.makefile() as answer:
             process = int(answer.readline())

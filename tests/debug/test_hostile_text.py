@@ -257,7 +257,7 @@ def on_a_terminal(arguments: list[str], cwd: Path) -> str:
 
     def run() -> None:
         try:
-            run_forked(arguments, environment, cwd, terminal=theirs)
+            run_forked(arguments, environment, cwd, timeout_s=600, terminal=theirs)
         finally:
             os.close(theirs)
 

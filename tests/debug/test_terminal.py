@@ -162,6 +162,7 @@ def test_an_interrupt_ends_with_130_and_no_traceback(tmp_path):
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         cwd=tmp_path,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},  # no threads of numpy's
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     try:
