@@ -15,9 +15,11 @@ import subprocess
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
 from areal_core.safety.secrets import names_secret
+from hangdoctor.collect.masked_stacks import without_numbers
 from hangdoctor.collect.process import PROC
 
 KEPT_VARIABLE = re.compile(
@@ -212,11 +214,14 @@ def source_lines(dumps: Iterable[str]) -> dict[str, str]:
     """Return `FILE:LINE` to stripped source for every frame of py-spy JSON dumps whose file is
     readable here.
     """
-    places = {
-        (frame["filename"], frame["line"])
-        for dump in dumps
-        for thread in json.loads(dump)
-        for frame in thread["frames"]
-    }
+    places = frozenset[tuple[str, int]]().union(*(_places(without_numbers(dump)[0]) for dump in dumps))
     found = {f"{file}:{line}": linecache.getline(file, line).strip() for file, line in sorted(places)}
     return {place: text[:MAX_LINE_CHARACTERS] for place, text in found.items() if text}
+
+
+@lru_cache(maxsize=64)  # equal stacks of many ranks
+def _places(dump: str) -> frozenset[tuple[str, int]]:
+    """Return file and line of every frame."""
+    return frozenset(
+        (frame["filename"], frame["line"]) for thread in json.loads(dump) for frame in thread["frames"]
+    )

@@ -16,6 +16,7 @@ from areal_core.safety.secrets import Masker, masker, secret_values
 from hangdoctor.collect import evidence, pyspy
 from hangdoctor.collect.discover import Job, Search, Target, find_job
 from hangdoctor.collect.evidence import source_lines
+from hangdoctor.collect.masked_stacks import StackMasker
 from hangdoctor.collect.process import process_table, read_facts
 from hangdoctor.collect.pyspy import Options, Outcome, dump_target
 from hangdoctor.collect.write import (
@@ -50,6 +51,7 @@ def collect_host(search: Search, folder: Path, options: Options) -> Manifest:
     tool = pyspy.find_pyspy()
     job = find_job(search, process_table())
     mask = _masker_of(job)
+    stacks = StackMasker(mask)
     commands = {target.name: " ".join(mask.command(target.process.command)) for target in job.targets}
     outcomes: list[dict[str, Outcome]] = []
     times: list[float] = []
@@ -58,7 +60,9 @@ def collect_host(search: Search, folder: Path, options: Options) -> Manifest:
             if sample:
                 time.sleep(options.interval_s)
             times.append(time.time())
-            one = partial(dump_target, tool=tool, folder=folder, sample=sample, options=options, mask=mask)
+            one = partial(
+                dump_target, tool=tool, folder=folder, sample=sample, options=options, stacks=stacks
+            )
             outcomes.append(
                 dict(zip([target.name for target in job.targets], pool.map(one, job.targets), strict=True))
             )

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from areal_core.safety.secrets import Masker
 from hangdoctor.collect.discover import Target
+from hangdoctor.collect.masked_stacks import StackMasker
 from hangdoctor.collect.process import read_facts, read_stat
 from hangdoctor.collect.registered import own_stacks
 from hangdoctor.collect.write import write_json, write_text
@@ -197,7 +198,7 @@ class Outcome:
 
 
 def dump_target(
-    target: Target, tool: str, folder: Path, sample: int, options: Options, mask: Masker
+    target: Target, tool: str, folder: Path, sample: int, options: Options, stacks: StackMasker
 ) -> Outcome:
     """Dump one process in one sample: /proc facts first, since py-spy's own reading would change
     them.
@@ -213,14 +214,16 @@ def dump_target(
     if done.status == "not_permitted" and options.registered is not None:
         own = own_stacks(options.registered / f"{target.name}.stacks", target.pid)
         if own is not None:
-            write_text(place.with_name(f"{target.name}.txt"), mask.text(own))
+            write_text(place.with_name(f"{target.name}.txt"), stacks.mask.text(own))
             return Outcome("dumped", cause_of_refusal(current_access(target.process.uid)))
     if done.status != "dumped":
-        write_text(place.with_name(f"{target.name}.error.txt"), mask.text(done.complaint or done.detail))
+        write_text(
+            place.with_name(f"{target.name}.error.txt"), stacks.mask.text(done.complaint or done.detail)
+        )
     else:
-        write_text(place.with_name(f"{target.name}.json"), mask.document(done.output))
+        write_text(place.with_name(f"{target.name}.json"), stacks.document(done.output))
         if options.native and stat.state != "T":
-            _second_pass(target, tool, place, options, mask)
+            _second_pass(target, tool, place, options, stacks.mask)
     if stat.state in "Tt":
         return Outcome("stopped", f"pid {target.pid} is stopped (state {stat.state}): SIGCONT would wake it")
     if done.status == "not_permitted":
