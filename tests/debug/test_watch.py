@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ from hangdoctor.collect.discover import Search
 from hangdoctor.collect.host import collect_host
 from hangdoctor.collect.registered import read_registered
 from hangdoctor.heartbeat import VARIABLE, read_beats
+from tests.forks import run_forked
 
 ROOT = Path(__file__).parents[2]
 TRAIN = """
@@ -80,43 +82,23 @@ with areal_debug.watch() as w:
         os.kill(os.getpid(), 9)
     time.sleep(60)
 """
-TORCHRUN = [
-    "timeout",
-    "120",
-    sys.executable,
-    "-m",
-    "torch.distributed.run",
-    "--standalone",
-    "--nproc-per-node",
-    "2",
-]
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 
 
 @pytest.fixture(scope="module")
 def jobs(tmp_path_factory):
-    """Run jobs of two ranks; return for each its folder, exit status and lines of standard error.
+    """Run jobs of two ranks at the same time; return the folder, status and errors of each."""
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
 
-    They run at the same time, since importing torch takes most of it.
-    """
-    running = {}
-    for name, program in {"good": TRAIN + GOOD, "bad": TRAIN + BAD, "killed": KILLED}.items():
+    def run(name, program):
         folder = tmp_path_factory.mktemp(name)
         (folder / "train.py").write_text(program)
-        running[name] = (
-            subprocess.Popen(
-                [*TORCHRUN, "train.py", "out"],
-                stderr=subprocess.PIPE,
-                text=True,
-                cwd=folder,
-                env={**os.environ, "PYTHONPATH": str(ROOT)},
-            ),
-            folder,
-        )
-    found = {}
-    for name, (process, folder) in running.items():
-        errors = process.communicate()[1]
-        found[name] = (folder, process.returncode, errors.splitlines())
-    return found
+        done = run_forked([*TORCHRUN, "train.py", "out"], environment, folder, timeout_s=120)
+        return folder, done.returncode, done.stderr.splitlines()
+
+    programs = {"good": TRAIN + GOOD, "bad": TRAIN + BAD, "killed": KILLED}
+    with ThreadPoolExecutor() as pool:
+        return dict(zip(programs, pool.map(run, programs, programs.values()), strict=True))
 
 
 def ours(lines):
