@@ -15,12 +15,24 @@ import os
 import signal
 import socket
 import sys
+import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
+from typing import Any
 
-from areal_core.launch.processes import Child, end_tree, marked_environment, start, thread_limits
+from areal_core.errors import ConfigError
+from areal_core.launch.kept import VARIABLE, connect, kept_minutes
+from areal_core.launch.processes import (
+    Child,
+    Stranger,
+    end_tree,
+    marked_environment,
+    start,
+    thread_limits,
+)
 from areal_core.launch.torchrun import copy_output, ended_on_signals, shell_code, terminal_environment
 
 SERVER = Path(__file__).with_name("warm_server.py")
@@ -28,16 +40,30 @@ OURS = Path(__file__).parents[2]
 STDERR = 2
 
 
-@dataclass(frozen=True)
+@dataclass
 class WarmRanks:
     """A process that has imported modules, and forks to run programs.
 
-    `env` has the variables that libraries read once.
+    `env` has the variables that libraries read once. `started` is None for a fork of the process
+    that is kept between commands.
     """
 
-    server: Child
     channel: socket.socket
     env: Mapping[str, str]
+    started: Child | None
+
+    @cached_property
+    def server(self) -> Child | Stranger:
+        """The process; waits for its first answer.
+
+        Raises ConfigError if the kept one has ended.
+        """
+        answer = self._receive()
+        if self.started is not None:
+            return self.started
+        if answer is None:
+            raise ConfigError(f"the process that {VARIABLE} keeps has ended: run the command again")
+        return Stranger(answer["pid"], uuid.uuid4().hex)
 
     def run(
         self,
@@ -72,12 +98,18 @@ class WarmRanks:
 
         Ctrl-C is theirs meanwhile.
         """
-        before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+        # the terminal sends both to the processes of its session, of which a stranger is none
+        handlers: dict[int, Any] = {signal.SIGINT: signal.SIG_IGN}
+        if isinstance(server := self.server, Stranger):
+            handlers = {signal.SIGINT: lambda number, frame: os.killpg(server.pid, number)}
+            handlers[signal.SIGTSTP] = signal.SIG_IGN
+        before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
         try:
             self._ask(argv, num_ranks, env, None, [0, 1, 2])
             return self._answer()
         finally:
-            signal.signal(signal.SIGINT, before)
+            for number, handler in before.items():
+                signal.signal(number, handler)
 
     def _ask(
         self,
@@ -96,13 +128,20 @@ class WarmRanks:
             self.channel.sendall(data[sent:])
 
     def _answer(self) -> int:
-        answer = b""
+        if (answer := self._receive()) is not None:
+            return shell_code(answer["code"])
+        return shell_code(self.server.wait()) or 1
+
+    def _receive(self) -> dict[str, Any] | None:
+        """Return the next message; None if the process has ended."""
+        message = b""
         with suppress(ConnectionError):
             while received := self.channel.recv(1024):
-                answer += received
-                if answer.endswith(b"\n"):
-                    return shell_code(json.loads(answer)["code"])
-        return shell_code(self.server.wait()) or 1
+                message += received
+                if message.endswith(b"\n"):
+                    found: dict[str, Any] = json.loads(message)
+                    return found
+        return None
 
 
 @contextmanager
@@ -111,6 +150,7 @@ def warm_ranks(
     modules: Sequence[str],
     attached: bool = False,
     path: Sequence[Path] | None = None,
+    kept: bool = False,
 ) -> Iterator[WarmRanks]:
     """Start a process that imports modules while this one continues; end it afterwards.
 
@@ -119,21 +159,33 @@ def warm_ranks(
         attached: stay in the session of this process, whose terminal ranks may read.
         path: folders to import the modules from, before the installed packages; by default the
             current one, as of `python -m`, and that of our packages.
+        kept: let the process that is kept between commands fork it, where the user wants one.
+
+    Raises ConfigError for a wrong value of AREAL_DEBUG_WARM_MIN.
     """
-    ours, theirs = socket.socketpair()
-    with ours:
-        with theirs:
-            folders = [str(folder) for folder in ((Path.cwd(), OURS) if path is None else path)]
-            settings = {"channel": theirs.fileno(), "modules": list(modules), "path": folders}
-            # -P: the folder of the server is not one to import from
-            command = [sys.executable, "-P", str(SERVER), json.dumps(settings)]
-            # a test whether there is a GPU must not initialise it before the fork
-            fixed = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
-            environment = {**thread_limits(1), **terminal_environment(), **fixed, **env}
-            passed = [theirs.fileno()]
-            server = start(command, environment, STDERR, pass_fds=passed, new_session=not attached)
+    folders = [str(folder) for folder in ((Path.cwd(), OURS) if path is None else path)]
+    # -P: the folder of the server is not one to import from
+    command = [sys.executable, "-P", str(SERVER)]
+    # a test whether there is a GPU must not initialise it before the fork
+    fixed = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+    environment = {**thread_limits(1), **terminal_environment(), **fixed, **env}
+    minutes = kept_minutes() if kept else None
+    with ExitStack() as stack:
+        started = None
+        if minutes is not None:
+            ours = stack.enter_context(connect(command, {**os.environ, **environment}, minutes))
+        else:
+            ours, theirs = socket.socketpair()
+            stack.enter_context(ours)
+            with theirs:
+                passed = [theirs.fileno()]
+                command.append(str(theirs.fileno()))
+                started = start(command, environment, STDERR, pass_fds=passed, new_session=not attached)
+        ranks = WarmRanks(ours, environment, started)
+        hello = {"modules": list(modules), "path": folders}
         try:
-            yield WarmRanks(server, ours, environment)
+            ours.sendall(json.dumps(hello).encode() + b"\n")
+            yield ranks
         finally:
-            ours.close()
-            end_tree(server)
+            if started is not None or "server" in vars(ranks):  # asked for something
+                end_tree(ranks.server)

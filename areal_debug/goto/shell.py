@@ -10,9 +10,10 @@ so does `model.state_dict()`.
 import code
 import io
 import pdb
+import signal
 import sys
 from collections.abc import Callable
-from contextlib import redirect_stderr, redirect_stdout
+from contextlib import ExitStack, redirect_stderr, redirect_stdout, suppress
 from types import FrameType, TracebackType
 from typing import Any, cast
 
@@ -30,16 +31,16 @@ STAGE_DESCRIPTIONS = {
 def open_shell(scene: Scene) -> None:
     """Open a shell on all ranks, until end of file or `exit()`."""
     ranks = scene.trainer.ranks
-    names = scene.names()
+    names, stack = scene.names(), ExitStack()
     if ranks.world_size > 1:
         console: code.InteractiveConsole = LockstepConsole(names, ranks.rank, ranks.gather_objects)
     else:
         console = code.InteractiveConsole(names)
         enable_completion(names)
-    try:
+        stack.callback(signal.signal, signal.SIGINT, signal.getsignal(signal.SIGINT))
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # Ctrl-C ends a line, not the run
+    with stack, suppress(SystemExit):  # exit() leaves the shell, and is no exit code of the command
         console.interact(banner=describe(scene) if ranks.rank == 0 else "", exitmsg="")
-    except SystemExit:
-        return  # exit() leaves the shell and does not set the exit code of the command
 
 
 def describe(scene: Scene) -> str:

@@ -24,17 +24,18 @@ from replayer.stages import STAGES, StageDifference, compare_steps
 class Runner:
     """Runs steps of records again: a folder for what they write, and the model, if it has moved.
 
-    `cleanup` ends the processes.
+    `cleanup` ends the processes; without `kept` they share nothing with those of other commands.
     """
 
     folder: Path
     cleanup: ExitStack
     model: str | None = None
+    kept: bool = True
 
     @cached_property
     def ranks(self) -> WarmRanks:
         """The process whose forks run the trials."""
-        return self.cleanup.enter_context(replay_ranks())
+        return self.cleanup.enter_context(replay_ranks(kept=self.kept))
 
     def replay_all(self, record: Record) -> Record | None:
         """Replay every step of a record and return the record of that, None if it fails."""
@@ -51,7 +52,9 @@ class Runner:
         if not apart:
             return self.replay_steps(record, step, step, settings)
         with ExitStack() as cleanup:
-            return Runner(self.folder, cleanup, self.model).replay_steps(record, step, step, settings)
+            return Runner(self.folder, cleanup, self.model, kept=False).replay_steps(
+                record, step, step, settings
+            )
 
     def replay_steps(
         self, record: Record, first: int, last: int, settings: Sequence[str] = ()

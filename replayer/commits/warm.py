@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from areal_core.environment import DETERMINISTIC
+from areal_core.launch.kept import LIBRARIES
 from areal_core.launch.warm import WarmRanks, warm_ranks
 from recorder import open_record
 from replayer.commits.bisect import BisectReport, Numbers, find_commit, parse_numbers
@@ -26,20 +27,6 @@ from replayer.request import Request
 
 CURRENT = Path(__file__).parents[2]  # this checkout
 ON_COMMIT = Path(__file__).with_name("on_commit.py")
-# what every replay imports: four of the six seconds of CPU time of a short one
-LIBRARIES = (
-    "accelerate",
-    "aiohttp",
-    "omegaconf",
-    "torch",
-    "torch.distributed.fsdp",
-    "torch.distributed.tensor",
-    "torch.utils.tensorboard",
-    "transformers.models.auto.modeling_auto",
-    "transformers.models.auto.tokenization_auto",
-    "transformers.models.llama.modeling_llama",
-    "transformers.tokenization_utils_tokenizers",
-)
 COMMAND = (sys.executable, "-c", "from areal_debug.cli import main; main()", "replay")
 
 
@@ -99,7 +86,10 @@ def open_commits(repository: Path) -> Iterator[Commits]:
 
     Raises NothingToBisect for a folder without a repository.
     """
-    with checkout(repository) as place, warm_ranks(DETERMINISTIC, LIBRARIES, path=()) as ranks:
+    with (
+        checkout(repository) as place,
+        warm_ranks(DETERMINISTIC, LIBRARIES, path=(), kept=True) as ranks,
+    ):
         yield Commits(place, ranks)
 
 

@@ -1,28 +1,20 @@
 """`goto`, `preflight`, `bisect` and the what-ifs of `replay` on the command line, on real ranks."""
 
 import json
-import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.forks import COMMAND, run_forked
+
 ROOT = Path(__file__).parents[2]
-COMMAND = str(Path(sys.executable).parent / "areal-debug")
 
 
 def call(*arguments, typed="", timeout_s=420):
     """Run the command with `typed` on its standard input; return the finished process."""
-    return subprocess.run(
-        [COMMAND, *map(str, arguments)],
-        input=typed,
-        capture_output=True,
-        text=True,
-        timeout=timeout_s,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )
+    return run_forked([COMMAND, *map(str, arguments)], typed=typed, timeout_s=timeout_s)
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +28,11 @@ def anchored(train, tmp_path_factory) -> Path:
 
 
 def test_a_shell_at_a_step_has_the_complete_state(recorded):
-    typed = "print('rows', len(batch['rewards']), 'of step', step)\nprint(float(loss) == outcome.micro_batches[0].loss)\n"
+    typed = (
+        "import os, signal; os.kill(os.getpid(), signal.SIGINT)\n"  # as Ctrl-C does
+        "print('rows', len(batch['rewards']), 'of step', step)\n"
+        "print(float(loss) == outcome.micro_batches[0].loss)\n"
+    )
     done = call("goto", recorded, "--step", 2, "--shell", "--at", "loss", typed=typed)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "rows 16 of step 2\n" in done.stdout
@@ -44,6 +40,7 @@ def test_a_shell_at_a_step_has_the_complete_state(recorded):
     assert (
         "At step 2 (loss): from the run's first weights, 2 steps replayed, all bit-identical" in done.stdout
     )
+    assert "KeyboardInterrupt" in done.stderr
     assert "model" in done.stderr  # the banner lists the available names
 
 

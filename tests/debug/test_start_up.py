@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from areal_core.launch.kept import LIBRARIES
 from areal_debug.preflight.command import MODULES as OF_PREFLIGHT
 from areal_debug.replay.ranks import MODULES
 from areal_debug.start_up import bytecode_variables
@@ -25,13 +26,18 @@ SCRIPT = str(Path(__file__).with_name("train_tiny.py"))
 OPTIONS = ["--config", str(Path(__file__).with_name("tiny.yaml")), "actor.path=a", "cluster.fileroot=b"]
 
 
-def loaded_after(modules: tuple[str, ...]) -> tuple[set[str], int]:
-    """Return the modules that a new process has after importing some, and its number of threads."""
+def loaded_after(modules: tuple[str, ...], then: tuple[str, ...]) -> tuple[set[str], int]:
+    """Return the modules that a new process has after importing some, and its number of threads
+    after it has imported others, too.
+    """
     code = f"""
 import importlib, json, os, sys
 for name in {modules!r}:
     importlib.import_module(name)
-print(json.dumps([sorted(sys.modules), len(os.listdir("/proc/self/task"))]))
+loaded = sorted(sys.modules)
+for name in {then!r}:
+    importlib.import_module(name)
+print(json.dumps([loaded, len(os.listdir("/proc/self/task"))]))
 """
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, env=environment, check=True)
@@ -42,7 +48,7 @@ print(json.dumps([sorted(sys.modules), len(os.listdir("/proc/self/task"))]))
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_what_replays_import_is_what_they_use_and_starts_no_thread():
     """A fork has only the thread that forks: others would leave locks that nobody releases."""
-    loaded, num_threads = loaded_after((*MODULES, *OF_PREFLIGHT))
+    loaded, num_threads = loaded_after((*MODULES, *OF_PREFLIGHT), LIBRARIES)
     assert {"torch", "areal_core.trainer.rl", "areal_debug.replay.observer"} <= loaded
     assert sorted(loaded & set(UNUSED)) == []
     assert num_threads == 1
