@@ -184,8 +184,11 @@ def warm_ranks(
         ranks = WarmRanks(ours, environment, started)
         hello = {"modules": list(modules), "path": folders}
         try:
-            ours.sendall(json.dumps(hello).encode() + b"\n")
+            with suppress(ConnectionError):  # it has ended: a run says so
+                ours.sendall(json.dumps(hello).encode() + b"\n")
             yield ranks
         finally:
-            if started is not None or "server" in vars(ranks):  # asked for something
+            if started is not None:
+                end_tree(started)
+            elif "server" in vars(ranks):  # it was asked for something
                 end_tree(ranks.server)
