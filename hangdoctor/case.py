@@ -10,7 +10,7 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from hangdoctor.frames import is_library, python_only
+from hangdoctor.frames import is_library
 from hangdoctor.model import Frame, ProcessDump, ProcessFacts, Rank, Snapshot, Status
 from hangdoctor.recorded_operations import OperationFinding, findings_of
 from hangdoctor.threads import ThreadState, best_sample, effective, view
@@ -46,14 +46,14 @@ def call_path(thread_wait: ThreadWait) -> tuple[Frame, ...]:
     """Return the program's own calls; in a process that runs a library only, such as an engine, the
     library's.
     """
-    return thread_wait.chain or python_only(thread_wait.frames)
+    return thread_wait.chain or thread_wait.python
 
 
 def leaf(thread_wait: ThreadWait) -> Frame | None:
     """Return the innermost frame that identifies a place in the program: lines inside a library's
     polling loop do not.
     """
-    python = python_only(thread_wait.frames)
+    python = thread_wait.python
     if not python or (thread_wait.kind not in ("running", "blocked") and is_library(python[0].file)):
         return None
     return python[0]

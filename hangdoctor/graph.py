@@ -11,7 +11,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 
 from hangdoctor.case import Case, ProcessState
-from hangdoctor.frames import ENTRIES, python_only
+from hangdoctor.frames import ENTRIES
 from hangdoctor.groups import rank_ranges
 from hangdoctor.model import Frame
 from hangdoctor.patterns import EVENT_LOOP, ROOTED
@@ -147,7 +147,7 @@ def path_to(thread_wait: ThreadWait) -> tuple[Frame, ...]:
     """Return the calls that led to the wait, innermost first, without the frames inside the waiting
     library.
     """
-    python = python_only(thread_wait.frames)
+    python = thread_wait.python
     if thread_wait.frame in python and thread_wait.kind in ("collective", "p2p"):
         inside_library = thread_wait.frame not in thread_wait.chain
         return python[python.index(thread_wait.frame) + inside_library :]

@@ -10,7 +10,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from hangdoctor.case import ProcessState
-from hangdoctor.frames import python_only
 from hangdoctor.model import Frame, Rank
 
 
@@ -48,9 +47,9 @@ def stack_classes(process_states: Sequence[ProcessState]) -> tuple[StackClass, .
     for process_state in process_states:
         frames = process_state.thread_wait.frames
         if id(frames) not in by_identity:
-            by_identity[id(frames)] = stacks.setdefault(python_only(frames), len(stacks))
+            by_identity[id(frames)] = stacks.setdefault(process_state.thread_wait.python, len(stacks))
         members[(process_state.thread_wait.kind, by_identity[id(frames)])].append(process_state)
-    found = [StackClass(tuple(group), python_only(group[0].thread_wait.frames)) for group in members.values()]
+    found = [StackClass(tuple(group), group[0].thread_wait.python) for group in members.values()]
     return tuple(sorted(found, key=lambda c: (-len(c.members), str(c.ranks[:1]).rjust(12))))
 
 

@@ -5,7 +5,7 @@ another thread.
 import re
 from dataclasses import dataclass, replace
 
-from hangdoctor.frames import main_thread, python_only
+from hangdoctor.frames import main_thread
 from hangdoctor.model import Frame, ProcessDump, ProcessFacts, Thread
 from hangdoctor.patterns import WORKER_LOOP
 from hangdoctor.waits import POSTED, SOURCE, WCHAN, ThreadWait, compiled, thread_wait_of
@@ -94,12 +94,12 @@ def best_sample(views: list[tuple[ThreadState, ...]]) -> int:
     last = max((i for i, v in enumerate(views) if v), default=0)
     if not views[last]:
         return last
-    stack = python_only(views[last][0].thread_wait.frames)
+    stack = views[last][0].thread_wait.python
     for i, v in enumerate(views):
         if (
             v
-            and any(f.native for f in v[0].thread_wait.frames)
-            and python_only(v[0].thread_wait.frames) == stack
+            and len(v[0].thread_wait.python) < len(v[0].thread_wait.frames)
+            and v[0].thread_wait.python == stack
         ):
             return i
     return last

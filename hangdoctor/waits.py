@@ -14,7 +14,7 @@ In the tables, `USER` as a file means: not in a library.
 """
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 
 from hangdoctor.frames import is_library, normal_frames, python_only, user_frames
@@ -280,7 +280,7 @@ class ThreadWait:
 
     `frame` shows the wait, `chain` is the user's call path to it, innermost first. `operation` is
     the outermost name of a collective, as the user called it; `domain` is the parallel dimension
-    whose library calls it, or an empty string.
+    whose library calls it, or an empty string. `python` are the Python frames of `frames`.
     """
 
     kind: str
@@ -290,6 +290,10 @@ class ThreadWait:
     phases: frozenset[str] = frozenset()
     domain: str = ""
     frames: tuple[Frame, ...] = ()
+    python: tuple[Frame, ...] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "python", python_only(self.frames))
 
     @property
     def waits_for_peers(self) -> bool:

@@ -92,13 +92,22 @@ def sides_of(case: Case) -> tuple[Side, ...]:
     """Return every process of the job with its side. Stacks that are one object are judged once."""
     processes = [*case.ranks, *(s for s in case.others if s.role not in ("child", "launcher") and s.threads)]
     mains = {id(s.thread_wait.frames): s.thread_wait for s in processes}
-    waits = mains | {id(t.thread_wait.frames): t.thread_wait for s in processes for t in s.threads}
+    threads = {id(s.threads): s.threads for s in processes}
+    waits = mains | {id(t.thread_wait.frames): t.thread_wait for ts in threads.values() for t in ts}
     updating = {key for key, wait in waits.items() if any(map(updates, wait.frames))}
     files = [{f.file for f in wait.frames} for wait in mains.values()]
     shared = frozenset(set.intersection(*files)) if len(processes) > 1 else frozenset()
     named = any(s.role in ROLES_APART for s in processes)
     engines: dict[int, bool] = {}
-    return tuple(side_of(s, updating, shared, None if named else engines) for s in processes)
+    known: dict[tuple[int, int, str], Side] = {}
+    sides = []
+    for s in processes:
+        key = (id(s.thread_wait), id(s.threads), s.role)
+        if key not in known:
+            known[key] = side_of(s, updating, shared, None if named else engines)
+        alike = known[key]
+        sides.append(Side(s, alike.thread_wait, alike.is_engine, alike.updates))
+    return tuple(sides)
 
 
 def side_of(

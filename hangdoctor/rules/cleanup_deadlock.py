@@ -17,7 +17,6 @@ What helps: abort instead of destroy on the error path, and no collectives in `f
 """
 
 from hangdoctor.case import Case, ProcessState
-from hangdoctor.frames import python_only
 from hangdoctor.graph import Graph
 from hangdoctor.rules.verdict import (
     Verdict,
@@ -49,7 +48,7 @@ LAST_CALLS = {
 def judge(case: Case, graph: Graph) -> Verdict | None:
     """Return the verdict if the pattern is present, else None."""
     entered = functions_of_entered(case)
-    leaving = [s for s in case.ranks if leaves(s, entered)]
+    leaving = leaving_ranks(case, entered)
     if not leaving:
         return None
     staying = [s for s in graph.waiting_ranks if s not in leaving]
@@ -107,7 +106,21 @@ def functions_of_entered(case: Case) -> set[tuple[str, str]]:
     """Return name and file of each function in the stacks that begin in a module, a thread or a
     spawned process.
     """
-    return {(f.function, f.file) for s in case.ranks if has_entry(s) for f in s.thread_wait.frames}
+    waits = {id(s.thread_wait): s for s in case.ranks}  # equal ones are one object
+    return {(f.function, f.file) for s in waits.values() if has_entry(s) for f in s.thread_wait.frames}
+
+
+def leaving_ranks(case: Case, entered: set[tuple[str, str]]) -> list[ProcessState]:
+    """Return the ranks that are exiting. Waits that are one object are judged once."""
+    judged: dict[tuple[int, str, str], bool] = {}
+    leaving = []
+    for process_state in case.ranks:
+        key = (id(process_state.thread_wait), process_state.thread, process_state.status)
+        if key not in judged:
+            judged[key] = leaves(process_state, entered)
+        if judged[key]:
+            leaving.append(process_state)
+    return leaving
 
 
 def leaves(process_state: ProcessState, entered: set[tuple[str, str]]) -> bool:
@@ -127,7 +140,7 @@ def in_exit_handler(process_state: ProcessState, entered: set[tuple[str, str]]) 
     """True for an atexit callback: C calls it, so its stack has no `<module>` at the bottom, while
     its peers' stacks have one.
     """
-    python = python_only(process_state.thread_wait.frames)
+    python = process_state.thread_wait.python
     if process_state.thread != "MainThread" or not 0 < len(python) < 100 or has_entry(process_state):
         return False
     # An excerpt that was cut ends in a function that its peers call as well.
@@ -137,4 +150,4 @@ def in_exit_handler(process_state: ProcessState, entered: set[tuple[str, str]]) 
 def has_entry(process_state: ProcessState) -> bool:
     """True if the stack begins in a module, a thread or a spawned process."""
     entries = ("<module>", "_run_code", "_run_module_as_main", "spawn_main", "_bootstrap", "_bootstrap_inner")
-    return any(f.function in entries for f in python_only(process_state.thread_wait.frames)[-6:])
+    return any(f.function in entries for f in process_state.thread_wait.python[-6:])
