@@ -25,6 +25,7 @@ from pathlib import Path
 from peer_results import report
 
 GOALS_S = {1_000: 1.0, 10_000: 5.0, 100_000: 10.0}
+FIRST_THREAD_ID = 140 * 10**12  # an address on 64-bit Linux: 15 digits
 DIAGNOSE = """
 import json, resource, sys, time
 from pathlib import Path
@@ -68,7 +69,7 @@ def threads_of(rank: int, culprit: bool, random_: random.Random) -> list[dict]:
     )
     pid = 4000 + rank * 40 + random_.randrange(30)
     return [
-        {"pid": pid, "thread_id": random_.randrange(10**14), "thread_name": name, "os_thread_id": pid + number,
+        {"pid": pid, "thread_id": FIRST_THREAD_ID + random_.randrange(10**12), "thread_name": name, "os_thread_id": pid + number,
          "active": False, "owns_gil": False, "frames": frames(stack), "process_info": None}
         for number, (name, stack) in enumerate(stacks)
     ]  # fmt: skip

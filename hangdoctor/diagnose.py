@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from hangdoctor.case import Case, ProcessState, build_case
 from hangdoctor.frames import show
+from hangdoctor.garbage import without_garbage_collection
 from hangdoctor.graph import Graph, wait_for_graph
 from hangdoctor.groups import StackClass, rank_ranges, stack_classes
 from hangdoctor.model import Alternative, Diagnosis, Evidence, Group, NextStep, Rank, RankVerdict, Snapshot
@@ -20,6 +21,7 @@ MAX_GROUPS = 64
 MAX_EDGES = 6
 
 
+@without_garbage_collection()
 def diagnose(snapshot: Snapshot) -> Diagnosis:
     """Return the class of a hang, its culprits and the evidence.
 

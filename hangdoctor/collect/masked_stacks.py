@@ -1,7 +1,7 @@
 """Mask the stacks of many processes: those of a hung job are one document with other numbers.
 
-Masking a document of 80 kB takes 8 ms, a third of the time that py-spy needs to make it. The numbers
-of processes and threads are cut out first, so that equal stacks are masked once.
+Masking a document of 80 kB takes 8 ms, a third of the time that py-spy needs to make it. The
+numbers of processes and threads are cut out first, so that equal stacks are masked once.
 """
 
 from areal_core.safety.secrets import Masker
@@ -27,7 +27,7 @@ class StackMasker:
         return "".join(pieces)
 
     def _masked(self, shape: str) -> str:
-        """Return a document masked; what had no secret is kept until a secret is found elsewhere."""
+        """Return a document masked; one without a secret is kept until a secret is found."""
         count = self.mask.count  # a masker that learns a secret has found it, and counted it
         masked = self._clean.get((count, shape))
         if masked is None:

@@ -35,6 +35,7 @@ RANKED = re.compile(
     r"^(?P<before>.*?)(?<![a-z])rank[_\-.= ]?(?P<rank>\d{1,7})(?!\d)(?:[_\-.]child[_\-.]?(?P<child>\d{1,6}))?",
     re.I,
 )
+PLAIN = re.compile(r"rank_(\d{1,7})\.json")  # the usual name, parsed six times as fast
 BARE = re.compile(r"^(?:worker|gpu|r|proc)?[_\-]?(?P<rank>\d{1,6})$", re.I)
 LOCAL_RANK = re.compile(r"--(?:local[_-])?rank[= ](\d{1,6})\b")
 # Engines rename their processes: `sglang::scheduler_PP1_TP0`, `VLLM::Worker_TP3`.
@@ -81,14 +82,18 @@ class Contents:
 
 def place_of(path: str) -> Place:
     """Return the meaning of a relative path. Folders above the collection's own are ignored."""
-    parts = path.replace("\\", "/").split("/")
-    for at, part in enumerate(parts[:-1]):
-        rest = parts[at + 1 :]
-        if part in PER_SAMPLE and len(rest) == 2 and rest[0].isdecimal():
-            return Place(part, rest[1], int(rest[0][:6]))
-        if part in FOLDERS and part not in PER_SAMPLE and len(rest) == 1:
-            return Place(part, rest[0])
-    return Place("loose", parts[-1])
+    folder, _, file = path.replace("\\", "/").rpartition("/")
+    kind, sample = kind_of(folder)
+    return Place(kind, file, sample)
+
+
+@lru_cache(maxsize=1024)
+def kind_of(folder: str) -> tuple[str, int | None]:
+    """Return kind and sample of the files of a folder."""
+    *_, above, last = ["", "", *folder.split("/")]
+    if above in PER_SAMPLE and last.isdecimal():
+        return above, int(last[:6])
+    return (last, None) if last in FOLDERS and last not in PER_SAMPLE else ("loose", None)
 
 
 def object_from(data: bytes, what: str) -> Any:
@@ -227,6 +232,9 @@ def parse_name(file_name: str) -> ProcessName:
     """Return the process that a file name stands for; never raises, an unknown name is a process
     without a rank.
     """
+    if plain := PLAIN.fullmatch(file_name):
+        rank = int(plain[1])
+        return ProcessName(canonical("trainer", rank), rank)
     stem = stem_of(file_name)
     match = RANKED.match(stem)
     if match is None:
