@@ -57,10 +57,12 @@ class Scan:
         trees = [ast.parse(file.read_text()) for file in code_files()]
         for tree in trees:
             self.collect(tree)
+        functions = [
+            (function, list(ast.walk(function))) for tree in trees for function in functions_in(tree)
+        ]
         for _ in range(2):  # an attribute may be assigned from one of a class that is read later
-            for tree in trees:
-                for function in functions_in(tree):
-                    self.read_function(function)
+            for function, nodes in functions:
+                self.read_function(function, nodes)
 
     def collect(self, tree: ast.Module) -> None:
         for node in ast.walk(tree):
@@ -85,7 +87,7 @@ class Scan:
             found |= {(cls, False) for cls in RUNS}
         return frozenset(found)
 
-    def read_function(self, function: ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) -> None:
+    def read_function(self, function: ast.FunctionDef | ast.AsyncFunctionDef, nodes: list[ast.AST]) -> None:
         arguments = function.args
         scope = {
             argument.arg: self.annotated(argument.annotation)
@@ -93,7 +95,7 @@ class Scan:
             if argument.annotation is not None
         }
         for _ in range(2):
-            for node in ast.walk(function):
+            for node in nodes:
                 if isinstance(node, ast.Assign):
                     for target in node.targets:
                         self.assign(target, node.value, scope)
@@ -103,10 +105,10 @@ class Scan:
                     self.assign(node.target, node.value, scope)
                 elif isinstance(node, ast.For | ast.comprehension):
                     self.assign(node.target, node.iter, scope)
-        for node in ast.walk(function):
+        for node in nodes:
             if isinstance(node, ast.Attribute):
                 self.types_of(node, scope)
-            elif isinstance(node, ast.Call) and ast.unparse(node.func) == "fields" and node.args:
+            elif isinstance(node, ast.Call) and is_name(node.func, "fields") and node.args:
                 for cls, exact in self.types_of(node.args[0], scope):
                     self.reads |= {(cls, exact, field.name) for field in dataclasses.fields(cls)}
 
@@ -134,12 +136,12 @@ class Scan:
             owners = self.types_of(node.value, scope)
             if not owners:
                 return self.attributes.get(node.attr, NONE)
-            found = {one for one in owners if node.attr in {f.name for f in dataclasses.fields(one[0])}}
+            found = {one for one in owners if node.attr in field_names(one[0])}
             self.reads |= {(cls, exact, node.attr) for cls, exact in found}
             nested = {sections_of(cls)[node.attr] for cls, _ in found}
             return frozenset((cls, True) for cls in nested if cls is not None)
         if isinstance(node, ast.Call):
-            name = ast.unparse(node.func).rpartition(".")[2]
+            name = last_name(node.func)
             if name == "replace" and node.args:
                 return self.types_of(node.args[0], scope)
             return frozenset({(CLASSES[name], True)}) if name in CLASSES else self.returns.get(name, NONE)
@@ -147,6 +149,22 @@ class Scan:
             parts = [part for part in ast.iter_child_nodes(node) if isinstance(part, ast.expr)]
             return frozenset().union(*(self.types_of(part, scope) for part in parts))
         return NONE
+
+
+def is_name(node: ast.expr, name: str) -> bool:
+    return isinstance(node, ast.Name) and node.id == name
+
+
+def last_name(function: ast.expr) -> str:
+    """Return the name of a function that is called, without its owner; "" of another expression."""
+    if isinstance(function, ast.Attribute):
+        return function.attr
+    return function.id if isinstance(function, ast.Name) else ""
+
+
+@cache
+def field_names(section: type) -> frozenset[str]:
+    return frozenset(field.name for field in dataclasses.fields(section))
 
 
 def code_files() -> Iterator[Path]:

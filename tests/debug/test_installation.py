@@ -1,6 +1,7 @@
 """What `pip install areal-debug` brings runs without the extras; other verbs name theirs."""
 
 import ast
+import functools
 import os
 import re
 import subprocess
@@ -8,6 +9,7 @@ import sys
 import tarfile
 import tomllib
 import zipfile
+from collections.abc import Mapping
 from fnmatch import fnmatch
 from importlib.metadata import packages_distributions
 from pathlib import Path
@@ -19,7 +21,6 @@ from areal_debug.installation import EXTRA_OF, PACKAGES, check_packages
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 OURS = {*PACKAGES, "areal_debug"}
-INSTALLED = packages_distributions()  # seconds: it reads the metadata of all that is installed
 RECORD = ROOT / "tests/records/tiny_grpo.zip"
 # Imported by a name in a string, or by another package when it is given a URL.
 INDIRECT = {"wandb", "trackio", "s3fs", "trl", "bm25s", "openai"}  # the last two: examples
@@ -56,8 +57,14 @@ def imported() -> set[str]:
     return found - OURS - sys.stdlib_module_names - HOSTS
 
 
+@functools.cache
+def installed() -> Mapping[str, list[str]]:
+    """Return the distributions of each package: seconds, for the metadata of all of them."""
+    return packages_distributions()
+
+
 def distributions_of(package: str) -> set[str]:
-    names = INSTALLED.get(package, [package])
+    names = installed().get(package, [package])
     return {name.lower().replace("_", "-") for name in names}
 
 

@@ -7,7 +7,9 @@ import numpy as np
 import pytest
 import torch
 
-from areal_core.engine.determinism import rng_state, set_rng_state
+from areal_core.engine import determinism
+from areal_core.engine.determinism import enforce_determinism, rng_state, set_rng_state
+from areal_core.engine.errors import DeterminismError
 from areal_core.environment import DETERMINISTIC
 
 ENFORCE = "from areal_core.engine.determinism import enforce_determinism; enforce_determinism('cuda'); "
@@ -49,17 +51,21 @@ def test_all_missing_variables_are_listed_at_once_with_a_command_line_that_works
     assert again.stdout.split() == ["True", "False"], again.stderr
 
 
-def test_only_the_variables_that_matter_on_a_cpu_are_needed_there():
+def test_only_the_variables_that_matter_on_a_cpu_are_needed_there(monkeypatch):
+    monkeypatch.setattr(determinism, "environment_at_start", dict)
+    with pytest.raises(DeterminismError, match=r"needs PYTHONHASHSEED=0 \(was not set\) before") as refused:
+        enforce_determinism("cpu")
+    assert "NCCL" not in str(refused.value)
     on_cpu = ENFORCE.replace("cuda", "cpu")
-    done = run(on_cpu, {})
-    assert "needs PYTHONHASHSEED=0 (was not set) before Python starts" in done.stderr
-    assert "NCCL" not in done.stderr
     assert run(on_cpu + REPORT, {"PYTHONHASHSEED": "0"}).stdout.split() == ["True", "False"]
 
 
-def test_under_torchrun_the_variables_are_exported():
-    done = run(ENFORCE, {"TORCHELASTIC_RUN_ID": "none", **DETERMINISTIC, "PYTHONHASHSEED": "1"})
-    assert done.stderr.rstrip().splitlines()[-1] == "    export PYTHONHASHSEED=0"
+def test_under_torchrun_the_variables_are_exported(monkeypatch):
+    variables = {"TORCHELASTIC_RUN_ID": "none", **DETERMINISTIC, "PYTHONHASHSEED": "1"}
+    monkeypatch.setattr(determinism, "environment_at_start", lambda: variables)
+    with pytest.raises(DeterminismError) as refused:
+        enforce_determinism("cuda")
+    assert str(refused.value).splitlines()[-1] == "    export PYTHONHASHSEED=0"
 
 
 @pytest.mark.long

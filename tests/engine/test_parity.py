@@ -4,9 +4,6 @@ import importlib.util
 import json
 import logging
 import math
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -21,6 +18,7 @@ from areal_core.engine.errors import ModelError
 from areal_core.engine.logits import output_layer
 from areal_core.testing import make_tiny_family, make_tiny_model
 from areal_core.trainer.build import build_engine, shard_engine
+from tests.forks import COMMAND, run_forked
 
 ROOT = Path(__file__).parents[2]
 spec = importlib.util.spec_from_file_location("model_families", ROOT / "benchmarks" / "model_families.py")
@@ -186,13 +184,7 @@ def test_the_verb_refuses_to_split_rows_that_must_be_computed_alone(tmp_path):
 
 
 def verb(*arguments):
-    return subprocess.run(
-        [Path(sys.executable).parent / "areal-debug", "parity", *arguments],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-    )
+    return run_forked([COMMAND, "parity", *arguments], timeout_s=120)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pyarrow.parquet
 import pytest
-from datasets import load_dataset, load_from_disk
 from PIL import Image
 
 from recorder import RecordError, open_record, verify
@@ -43,6 +42,8 @@ def test_pictures_as_files_are_written_once_each(record, tmp_path):
 
 
 def test_parquet_and_datasets_open_the_pictures(record, tmp_path):
+    from datasets import load_dataset, load_from_disk
+
     export_record(record, "parquet", tmp_path / "x.parquet", step=1)
     column = pyarrow.parquet.read_table(tmp_path / "x.parquet")["images"].to_pylist()
     assert [[picture["bytes"] for picture in row] for row in column] == ROWS
