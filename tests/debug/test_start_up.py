@@ -54,7 +54,13 @@ def test_what_replays_import_is_what_they_use_and_starts_no_thread():
     assert num_threads == 1
 
 
-@pytest.mark.parametrize("verb", ["replay", "goto", "bisect", "preflight", "why"])
+@pytest.mark.parametrize(
+    "verb",
+    [
+        *("replay", "preflight", "why"),
+        *(pytest.param(name, marks=pytest.mark.long) for name in ("goto", "bisect")),
+    ],
+)
 def test_a_command_checks_its_input_without_torch(verb, tmp_path):
     """The process that was called prints within a second; another one imports torch meanwhile."""
     code = f"""
@@ -92,7 +98,11 @@ def test_replay_says_what_it_does_while_torch_is_imported(recorded):
         pytest.param(
             ["replay", "RECORD", "--explain", "1"], "explaining step 1 of RECORD", marks=pytest.mark.long
         ),
-        (["goto", "RECORD", "--step", "1"], "going to step 1 of RECORD on 1 rank"),
+        pytest.param(
+            ["goto", "RECORD", "--step", "1"],
+            "going to step 1 of RECORD on 1 rank",
+            marks=pytest.mark.long,
+        ),
         pytest.param(
             ["bisect", "RECORD", "--good", "v1"],
             "searching v1..HEAD for the commit that changed the numbers of RECORD",
@@ -109,7 +119,9 @@ def test_replay_says_what_it_does_while_torch_is_imported(recorded):
             "sampling from 1 engine, and scoring with b",
             marks=pytest.mark.long,
         ),
-        (["crosscheck", "RECORD"], "recomputing the first step of RECORD"),
+        pytest.param(
+            ["crosscheck", "RECORD"], "recomputing the first step of RECORD", marks=pytest.mark.long
+        ),
         (["record", "cut", "RECORD", "--step", "1", "--to", "a.zip"], "cutting step 1 of RECORD"),
         (["parity", "a"], "checking a as d1"),
         (["train", SCRIPT, *OPTIONS], f"starting {SCRIPT} with embedded|fsdp:d1"),

@@ -103,8 +103,8 @@ def test_a_failure_is_one_message_in_the_output_and_in_the_xml(run, pytester):
 @pytest.mark.parametrize(
     "options",
     [
-        pytest.param(("--ignore=test_other.py",), marks=pytest.mark.long),
-        ("-n", "2", "--ignore=test_other.py"),
+        ("--ignore=test_other.py",),
+        pytest.param(("-n", "2", "--ignore=test_other.py"), marks=pytest.mark.long),
     ],
 )
 def test_no_record_is_called_unused_where_files_are_left_out(run, options):
