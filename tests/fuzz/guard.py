@@ -55,7 +55,7 @@ class Tally:
 
 
 class Worker:
-    """A process that runs inputs of one target; started again after a hang or a death."""
+    """A process that runs inputs of one target at a time; started again after a hang or a death."""
 
     def __init__(self, target: str) -> None:
         self.target = target
@@ -66,7 +66,7 @@ class Worker:
         self.stacks = Path(tempfile.mkstemp(prefix="fuzz-stack-")[1])
         self.errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 (as long as the process)
         self.reports, write_end = os.pipe()
-        command = [sys.executable, "-m", "tests.fuzz.worker", self.target, str(write_end), str(self.stacks)]
+        command = [sys.executable, "-m", "tests.fuzz.worker", str(write_end), str(self.stacks)]
         self.process = subprocess.Popen(
             command,
             cwd=ROOT,
@@ -80,12 +80,27 @@ class Worker:
         )
         os.close(write_end)
         self.buffer = b""
+        self.select(self.target)
+
+    def select(self, target: str) -> None:
+        """Let the process, which is started if there is none, run inputs of a target."""
+        self.target = target
+        if self.process is None:
+            self.start()
+            return
+        self.send({"target": target})
         ready = self.read(START_S)
         if ready is None:
             words = self.last_words()
             self.stop()
             raise RuntimeError(f"the worker of {self.target} did not start: {words}")
         self.bases: list[str] = ready["ready"]
+
+    def send(self, request: dict[str, Any]) -> None:
+        assert self.process is not None
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps(request) + "\n")
+        self.process.stdin.flush()
 
     def last_words(self) -> str:
         self.errors.seek(0)
@@ -121,10 +136,7 @@ class Worker:
         """Run a request; after a hang or a death the rest of it is dropped."""
         if self.process is None:
             self.start()
-        assert self.process is not None
-        assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps(request) + "\n")
-        self.process.stdin.flush()
+        self.send(request)
         while (report := self.read(LIMIT_S)) is not None and "done" not in report:
             given, started = Input(**report["start"]), time.monotonic()
             outcome = self.read(LIMIT_S)
@@ -166,12 +178,20 @@ def check_valid(worker: Worker) -> None:
 
 
 def run_inputs(
-    target: str, inputs: list[Input], number: int = 0, seed: int = 0, seconds: float = 0.0
+    target: str,
+    inputs: list[Input],
+    number: int = 0,
+    seed: int = 0,
+    seconds: float = 0.0,
+    shared: Worker | None = None,
 ) -> Tally:
-    """Run given inputs, then fresh ones: `number` of them, or as many as `seconds` allow."""
-    tally, worker = Tally(), Worker(target)
+    """Run given inputs, then fresh ones: `number` of them, or as many as `seconds` allow.
+
+    A worker that is `shared` with targets of the same imports goes on afterwards.
+    """
+    tally, worker = Tally(), shared or Worker(target)
     try:
-        worker.start()
+        worker.select(target)
         check_valid(worker)
         end = time.monotonic() + seconds if seconds else 0.0
         for given in inputs:
@@ -180,7 +200,8 @@ def run_inputs(
             left = 1_000_000 if seconds else len(inputs) + number - tally.num_inputs
             worker.run({"fresh": left, "seed": f"{seed} {tally.num_inputs}"}, tally.add, end)
     finally:
-        worker.stop()
+        if shared is None:
+            worker.stop()
     return tally
 
 

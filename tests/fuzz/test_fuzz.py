@@ -23,13 +23,21 @@ def failures(tally: Tally) -> list[str]:
     return [f"{place}: {one.given.to_json()}\n{one.error}" for place, one in tally.failures.items()]
 
 
+@pytest.fixture(scope="module")
+def worker_of():
+    """Return the worker of the targets of a module: its start takes seconds, most of it imports."""
+    workers: dict[str, Worker] = {}
+    yield lambda target: workers.setdefault(MODULES[target][0], Worker(target))
+    for worker in workers.values():
+        worker.stop()
+
+
 @pytest.mark.parametrize("share", [10, pytest.param(1, marks=pytest.mark.long)])
 @pytest.mark.parametrize("target", MODULES)
-def test_no_input_of_the_corpus_and_no_fresh_one_breaks_its_reader(target, share):
-    """One test a target: a worker takes seconds to start, most of it imports."""
+def test_no_input_of_the_corpus_and_no_fresh_one_breaks_its_reader(worker_of, target, share):
     corpus = [Input.from_json(file.read_text()) for file in sorted((CORPUS / target).glob("*.json"))]
     fresh = MODULES[target][1] // share
-    tally = run_inputs(target, corpus, fresh, SEED)
+    tally = run_inputs(target, corpus, fresh, SEED, shared=worker_of(target))
     assert failures(tally) == []
     assert tally.num_inputs == len(corpus) + fresh
 

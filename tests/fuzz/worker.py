@@ -1,5 +1,6 @@
-"""Run inputs of one target in this process, and report before and after each.
+"""Run inputs of one target at a time in this process, and report before and after each.
 
+    parent --{"target": name}--> stdin;  parent <--{"ready": its bases}-- the descriptor REPORTS
     parent --{"input"} or {"fresh": N, "seed": S}--> stdin
     parent <-- {"start": input} ... {"outcome", "error", "where"} -- the descriptor REPORTS
 
@@ -84,21 +85,24 @@ def run_one(target: Target, bases: dict, given: Input, box: Path) -> dict:
     return outcome | {"bytes": used, "cpu_s": cpu_s}
 
 
-def main(name: str, reports_fd: str, stack_file: str) -> None:
+def main(reports_fd: str, stack_file: str) -> None:
     warnings.simplefilter("ignore")
     reports = os.fdopen(int(reports_fd), "w", buffering=1)
     stacks = open(stack_file, "w")  # noqa: SIM115 (open until the process ends)
     # Below /dev/shm where it exists: thousands of small files.
     with tempfile.TemporaryDirectory(dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None) as folder:
-        target = load_target(name)
-        bases = target.bases(Path(folder) / "bases")
-        mutator = Mutator(bases, target.special)
-        limit = memory("VmSize") + 2 * GIB
-        resource.setrlimit(resource.RLIMIT_AS, (limit, resource.RLIM_INFINITY))
         box = Path(folder) / "box"
-        print(json.dumps({"ready": sorted(bases)}), file=reports)
         for line in sys.stdin:
             request = json.loads(line)
+            if "target" in request:
+                resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+                target = load_target(request["target"])
+                bases = target.bases(Path(folder) / "bases" / request["target"])
+                mutator = Mutator(bases, target.special)
+                limit = memory("VmSize") + 2 * GIB
+                resource.setrlimit(resource.RLIMIT_AS, (limit, resource.RLIM_INFINITY))
+                print(json.dumps({"ready": sorted(bases)}), file=reports)
+                continue
             chance = random.Random(request.get("seed"))
             for _ in range(request.get("fresh", 1)):
                 given = Input(**request["input"]) if "input" in request else mutator.input(chance)
