@@ -1,13 +1,14 @@
-"""`areal-debug query`: ask a record in SQL, without export."""
+"""`areal-debug query`: ask records in SQL, without export."""
 
 import sys
 from dataclasses import asdict
 from pathlib import Path
+from typing import NoReturn
 
 import click
 
-from areal_debug.cli import Verb, force_option, json_option, output_option
-from areal_debug.confined import reads_untrusted
+from areal_debug.cli import Verb, force_option, json_option, output_option, spread_options
+from areal_debug.confined import describes_limits, reads_untrusted
 from areal_debug.query import render
 from areal_debug.render import announce, console, errors_as_sentences, print_json, refuse_existing, styled
 
@@ -18,16 +19,16 @@ SHARE_OF_MEMORY = 0.6  # for the database; Python, Arrow and the tensors that ar
 @click.command(
     cls=Verb,
     example="areal-debug query runs/record 'select step, avg(reward) from samples group by step order by step'\n"
+    "areal-debug query runs/*/record 'select max(step), avg(reward) from samples' --on ray\n"
     "areal-debug query runs/record --schema",
 )
-@click.argument("record", type=click.Path(path_type=Path))
-@click.argument("sql", required=False)
+@click.argument("words", type=click.Path(), nargs=-1, required=True, metavar="RECORD... [SQL]")
 @click.option("--schema", "shows_schema", is_flag=True, help="List the tables and their columns.")
 @click.option(
     "--limit",
     type=click.IntRange(min=0),
     metavar="N",
-    help=f"Rows to return; by default all, and {render.SHOWN} of a table that is printed.",
+    help=f"Rows of each record; by default all, and {render.SHOWN} of a table that is printed.",
 )
 @click.option(
     "--csv",
@@ -37,33 +38,49 @@ SHARE_OF_MEMORY = 0.6  # for the database; Python, Arrow and the tensors that ar
 )
 @output_option("Write the rows into a file: .parquet, .csv, .json or .jsonl.")
 @force_option
+@spread_options
 @json_option
-@reads_untrusted("record", outputs="output", cpu_s=CPU_S)
+@describes_limits
 @errors_as_sentences
 def command(
-    record: Path,
-    sql: str | None,
+    words: tuple[str, ...],
     shows_schema: bool,
     limit: int | None,
     as_csv: bool,
     output: Path | None,
     force: bool,
+    place: str | None,
+    workers: int | None,
     as_json: bool,
 ) -> None:
     """Answer a query over RECORD: SQL of DuckDB over the tables steps, samples, tokens,
     outcomes, calls and tool_calls.
 
     Only the columns and steps that it needs are read. It can read no file and change nothing.
+    Several records answer one after the other, or on Ray; a column before the others names them.
     """
-    from areal_core.safety.confine import bounds_for
-    from areal_debug.query.database import Database
-    from recorder import open_record
-
-    if (sql is None) != shows_schema or as_csv + as_json + (output is not None) > 1:
+    records, sql = (words, None) if shows_schema else (words[:-1], words[-1])
+    wrong = len(records) != 1 if shows_schema else not records
+    if wrong or as_csv + as_json + (output is not None) > 1:
         raise ValueError("give a query or --schema, and at most one of --csv, --json and --output")
     if output is not None:
         render.check_output(output)
         refuse_existing(output, force)
+    if sql is not None and (len(records) > 1 or place is not None or workers is not None):
+        ask_each(records, sql, limit, as_csv, output, place, workers, as_json)
+    ask(record=Path(records[0]), sql=sql, limit=limit, as_csv=as_csv, output=output, as_json=as_json)
+
+
+@reads_untrusted("record", outputs="output", cpu_s=CPU_S)
+@errors_as_sentences
+def ask(
+    record: Path, sql: str | None, limit: int | None, as_csv: bool, output: Path | None, as_json: bool
+) -> None:
+    """Answer a query over a record, or list its tables, in a confined child."""
+    from areal_core.safety.confine import bounds_for
+    from areal_debug.query.database import Database
+    from recorder import open_record
+
     announce(f"asking {record}")
     memory_bytes = bounds_for([record]).memory_bytes
     database = Database(open_record(record), int(SHARE_OF_MEMORY * memory_bytes))
@@ -77,12 +94,49 @@ def command(
     prints_table = not (as_csv or as_json or output)
     shown = render.SHOWN if limit is None else limit
     answer = database.query(sql, shown + 1 if prints_table else limit)
+    if as_json:
+        render.print_rows_as_json(answer)
+    else:
+        show(answer, shown, as_csv, output)
+
+
+def ask_each(
+    records: tuple[str, ...],
+    sql: str,
+    limit: int | None,
+    as_csv: bool,
+    output: Path | None,
+    place: str | None,
+    workers: int | None,
+    as_json: bool,
+) -> NoReturn:
+    """Answer the query for each record and show all rows; exit with 2 if one has no answer."""
+    from areal_debug.spread.places import run_tasks
+    from areal_debug.spread.records import record_tasks
+    from areal_debug.spread.render import document
+
+    prints_table = not (as_csv or as_json or output)
+    shown = render.SHOWN if limit is None else limit
+    changes = {"limit": shown + 1 if prints_table else limit, "as_csv": None, "output": None, "force": None}
+    tasks = record_tasks(records, lambda name: {"words": (name, sql)} | changes)
+    outcomes = run_tasks("records", tasks, place, workers)
+    if as_json:
+        print_json(document(tasks, outcomes))
+    else:
+        answers = {task.name: outcome.report for task, outcome in zip(tasks, outcomes, strict=True)}
+        show(render.joined(answers), shown, as_csv, output)
+    for task, outcome in zip(tasks, outcomes, strict=True):
+        if outcome.error is not None and not as_json:
+            console(stderr=True).print(styled("{}: {}", task.name, outcome.error))
+    raise SystemExit(2 if any(outcome.exit_code for outcome in outcomes) else 0)
+
+
+def show(answer: "render.Answer", shown: int, as_csv: bool, output: Path | None) -> None:
+    """Write the rows into a file, or print them as CSV or as a table of the first ones."""
     if output is not None:
         render.write(answer, output)
         console().print(styled("written: {}", output))
     elif as_csv:
         render.write_csv(answer, sys.stdout)
-    elif as_json:
-        render.print_rows_as_json(answer)
     else:
         render.print_table(answer, shown)

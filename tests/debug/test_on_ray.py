@@ -70,6 +70,13 @@ def test_archives_are_equal(cluster, recorded, tmp_path):
     assert [f.read_bytes() for f in files[0]] == [f.read_bytes() for f in files[1]]
 
 
+def test_answers_are_equal(cluster, recorded, tmp_path):
+    other = shutil.copytree(recorded, tmp_path / "other")
+    sql = "select step, avg(reward) as reward, max(length(completion)) as longest from samples group by 1 order by 1"
+    code, found = equal_on_ray("query", recorded, other, sql)
+    assert (code, [len(task["report"]) for task in found["tasks"]]) == (0, [3, 3])
+
+
 def test_crosschecks_are_equal(cluster, recorded):
     code, found = equal_on_ray("crosscheck", recorded, "--steps", ":")
     assert (code, [task["name"] for task in found["tasks"]]) == (0, ["step 0", "step 1", "step 2"])
