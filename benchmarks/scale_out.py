@@ -1,12 +1,12 @@
-"""CPU seconds of a step in `record verify`, `record archive`, `crosscheck` and `consistency`, and
-the gain of a second worker of Ray.
+"""CPU seconds of a step in `record verify`, `record archive`, `query`, `crosscheck` and
+`consistency`, and the gain of a second worker of Ray.
 
     python benchmarks/scale_out.py RECORD [--copies 4] [--steps A:B] [--on-ray] [--verbs verify,...]
     python benchmarks/scale_out.py --tokens 1000000 --verbs verify,archive
 
 RECORD is one of our trainer, such as `areal-debug demo` leaves; with --tokens a record of 4 steps
 with so many random tokens each is written. Each verb runs as a user runs it, on copies of the
-record (verify, archive) or on some of its steps (crosscheck, consistency). Without --on-ray: CPU
+record (verify, archive, query) or on some of its steps (crosscheck, consistency). Without --on-ray: CPU
 seconds of all processes, less those of the same command for one item, a further item. With it:
 wall seconds with 1 and with 2 workers on a Ray that each command starts, and their ratio; this
 needs a quiet machine.
@@ -28,7 +28,9 @@ from recorder.header import write_header
 from recorder.testing import SCRIPTED_HEADER, in_step, scripted_batch, send_step
 
 AREAL_DEBUG = Path(sys.executable).parent / "areal-debug"
-VERBS = ("verify", "archive", "crosscheck", "consistency")
+OF_RECORDS = ("verify", "archive", "query")
+VERBS = (*OF_RECORDS, "crosscheck", "consistency")
+SQL = "select count(*), avg(logprob), max(logprob) from tokens where loss_mask = 1"
 
 
 def commands(verb: str, record: Path, copies: list[Path], steps: list[int], scratch: Path) -> list[list[str]]:
@@ -41,6 +43,8 @@ def commands(verb: str, record: Path, copies: list[Path], steps: list[int], scra
             ["record", "archive", *map(str, items), "--to", str(place)]
             for items, place in zip((copies[:1], copies), places, strict=True)
         ]
+    if verb == "query":
+        return [["query", *map(str, items), SQL] for items in (copies[:1], copies)]
     more = ["--replay-weights"] if verb == "consistency" else []
     ends = (steps[0] + 1, steps[-1] + 1)
     return [[verb, str(record), "--steps", f"{steps[0]}:{end}", *more] for end in ends]
@@ -100,7 +104,7 @@ def main() -> None:
             Path(shutil.copytree(options.record, scratch / str(number))) for number in range(options.copies)
         ]
         for verb in options.verbs.split(","):
-            on_records = verb in ("verify", "archive")
+            on_records = verb in OF_RECORDS
             one, every = commands(verb, options.record, copies, steps, scratch)
             num_items = len(copies) if on_records else len(steps)
             if options.on_ray:
