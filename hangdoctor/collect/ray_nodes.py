@@ -42,7 +42,7 @@ def collect_ray(address: str, search: Search, folder: Path, options: Options) ->
     limit_s = time_limit_s(options)
     task = ray.remote(num_cpus=0, max_retries=0)(_run_collector)
     pending = {}
-    for node in ray.nodes():  # type: ignore[no-untyped-call]
+    for node in ray.nodes():
         if node["Alive"]:
             here = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
             host = node["NodeManagerHostname"]
