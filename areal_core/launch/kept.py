@@ -120,12 +120,5 @@ def key(command: Sequence[str], env: Mapping[str, str]) -> str:
     limits = [resource.getrlimit(kind) for kind in range(NUM_LIMITS)]
     namespaces = [os.readlink(entry) for entry in sorted(Path("/proc/self/ns").iterdir())]
     facts = [list(command), sorted(read.items()), limits, sorted(os.sched_getaffinity(0)), os.nice(0)]
-    facts += [usual_umask(), namespaces, Path("/proc/self/cgroup").read_text()]
+    facts += [namespaces, Path("/proc/self/cgroup").read_text()]
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:24]
-
-
-def usual_umask() -> int:
-    """Return the umask of this process."""
-    umask = os.umask(0o077)
-    os.umask(umask)
-    return umask

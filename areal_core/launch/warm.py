@@ -182,7 +182,8 @@ def warm_ranks(
                 command.append(str(theirs.fileno()))
                 started = start(command, environment, STDERR, pass_fds=passed, new_session=not attached)
         ranks = WarmRanks(ours, environment, started)
-        hello = {"modules": list(modules), "path": folders}
+        os.umask(umask := os.umask(0o077))
+        hello = {"modules": list(modules), "path": folders, "umask": umask}
         try:
             with suppress(ConnectionError):  # it has ended: a run says so
                 ours.sendall(json.dumps(hello).encode() + b"\n")

@@ -1,7 +1,7 @@
 """Run Python programs in forks of one process that has imported their libraries.
 
     python warm_server.py CHANNEL     an open socket
-      <- {"modules": [...], "path": [...]}  imports them once, by one thread
+      <- {"modules": [...], "path": [...], "umask": N}  imports them once, by one thread
       -> {"pid": N}
       <- {"argv": [...], "num_ranks": N, "environment": {...}, "place": ...}, and standard streams
       fork ─> rank 0, 1, ...  each runs `argv` in `place` as `python argv` would
@@ -58,6 +58,7 @@ def serve(channel: socket.socket) -> None:
         return
     given, _ = first
     send(channel, {"pid": os.getpid()})
+    os.umask(given["umask"])
     sys.path[:0] = [folder for folder in given["path"] if folder not in sys.path]
     import_all(given["modules"])
     while (received := receive(channel)) is not None:
