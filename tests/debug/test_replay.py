@@ -58,6 +58,7 @@ def test_two_recordings_of_one_seed_are_equal_and_another_seed_differs(train, re
     assert len(ours) > 2
 
 
+@pytest.mark.long
 def test_two_ranks_replay_to_the_same_bits_without_sglang_and_from_step_one(areal_debug, train, tmp_path):
     done = train("--dump-rollout", tmp_path / "two", "allocation_mode=embedded|fsdp:d2")
     assert done.returncode == 0, done.stdout + done.stderr

@@ -123,7 +123,8 @@ def test_one_column_is_enough_for_every_report(reports, tmp_path):
     assert [text for _, text in ended[:-1]] == [""] * 14
 
 
-@pytest.mark.parametrize("with_torch", [False, pytest.param(True, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("with_torch", [False, True])
 def test_a_path_that_is_not_utf8_is_read_or_refused_in_one_sentence(reports, tmp_path, with_torch):
     record, stats = (str(tmp_path / f"r\udcff{name}") for name in ("", ".jsonl"))
     shutil.copytree(reports[0][-1], record)

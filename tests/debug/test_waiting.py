@@ -213,7 +213,7 @@ main(prog_name="areal-debug")
     ("arguments", "said"),
     [
         ("record ls R", "reading steps · "),
-        ("diff R R", "comparing steps · "),
+        pytest.param("diff R R", "comparing steps · ", marks=pytest.mark.long),
         pytest.param("view R -o v.html", "reading steps · ", marks=pytest.mark.long),
         pytest.param("doctor R", "reading the metrics of ", marks=pytest.mark.long),
         pytest.param("record export R --format jsonl --to e.jsonl", "exporting ", marks=pytest.mark.long),

@@ -176,6 +176,7 @@ def test_a_patched_file_of_a_library_is_found_also_if_its_size_is_the_same(tmp_p
     assert changed_files(tmp_path, record, names) == {}
 
 
+@pytest.mark.long
 def test_a_library_in_place_of_the_installed_one_is_compared_with_its_wheel(tmp_path):
     (installed,) = find_spec("safetensors").submodule_search_locations
     package = tmp_path / "libraries" / "safetensors"

@@ -85,6 +85,7 @@ def test_on_another_machine_other_rounding_is_no_defect(deterministic_run, anoth
     assert (report.guarantee.kind, report.verdict.finding) == ("noise", "within")
 
 
+@pytest.mark.long
 def test_on_another_machine_a_defect_is_one(deterministic_run, another_machine, monkeypatch):
     real = objective.policy_loss
     monkeypatch.setattr(objective, "policy_loss", lambda *a, **o: (1.001 * (r := real(*a, **o))[0], r[1]))

@@ -10,6 +10,7 @@ from areal_debug.why.command import explain_replay
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.long
 def test_all_steps_are_replayed_those_before_an_anchor_too(tiny_run):
     assert tiny_run.record.anchors() == (4, 8)
     report = explain_replay(str(tiny_run.record.path), Options(ROOT))

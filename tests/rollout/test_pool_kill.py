@@ -188,6 +188,7 @@ def test_kills_lose_no_sample_and_double_none(start_run):
     assert_kills_lose_nothing(start_run("disk"), num_kills=3, seed=1)
 
 
+@pytest.mark.long
 def test_kills_around_broadcasts_lose_nothing_and_the_group_is_formed_again(start_run):
     assert_kills_lose_nothing(start_run("broadcast"), num_kills=3, seed=2)
 
@@ -229,7 +230,7 @@ def assert_a_hung_server_is_left_out(run: Run, within_s: float, delay_s: float, 
     ("kind", "delay_s"),
     [
         ("disk", 0.05),
-        ("broadcast", 0.0),
+        pytest.param("broadcast", 0.0, marks=pytest.mark.long),
         pytest.param("disk", 0.0, marks=pytest.mark.long),
         pytest.param("broadcast", 0.05, marks=pytest.mark.long),
     ],

@@ -57,6 +57,7 @@ async def nearness(prompt, completions, prompt_ids, completion_ids, answer, **ro
     return 1 - abs(int(digit) - answer) / 9 if digit.isdigit() else 0.0
 
 
+@pytest.mark.long
 def test_held_out_answers_improve(small_model, tmp_path):
     steps = train_live(small_model, tmp_path, nearness, 20, "algorithm=ppo")
     assert steps[0]["eval-rollout/reward"] < 0.3
