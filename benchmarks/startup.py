@@ -57,21 +57,18 @@ def environment(checkout: Path, kept: bool) -> dict[str, str]:
     return os.environ | minutes | {"PYTHONPATH": str(checkout), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 
 
-def cpu_seconds() -> float:
-    """Return the CPU seconds of ended children, and of all descendants of kept processes."""
+def cpu_seconds(kept: bool) -> float:
+    """Return the CPU seconds of ended children; if `kept`, also of kept processes and their forks."""
     ended = resource.getrusage(resource.RUSAGE_CHILDREN)
-    kept = [psutil.Process(process).cpu_times() for process in kept_processes()]
-    return (
-        ended.ru_utime
-        + ended.ru_stime
-        + sum(times.user + times.system for times in kept)
-        + sum(times.children_user + times.children_system for times in kept)
-    )
+    processes = kept_processes() if kept else ()
+    times = [psutil.Process(process).cpu_times() for process in processes]
+    own = sum(one.user + one.system + one.children_user + one.children_system for one in times)
+    return ended.ru_utime + ended.ru_stime + own
 
 
 def measure(checkout: Path, command: Sequence[str], folder: Path, kept: bool = False) -> Call:
     """Run a command on a terminal; exit with its output if it fails."""
-    before, start = cpu_seconds(), time.monotonic()
+    before, start = cpu_seconds(kept), time.monotonic()
     terminal, output = pty.openpty()
     with subprocess.Popen(
         command,
@@ -90,7 +87,7 @@ def measure(checkout: Path, command: Sequence[str], folder: Path, kept: bool = F
     if process.returncode not in (0, 1):
         sys.exit(f"{' '.join(command)} ended with {process.returncode}:\n{''.join(t for _, t in printed)}")
     first_step = next((when for when, text in printed if STEP.search(text)), math.nan)
-    return Call(printed[0][0] if printed else wall, first_step, wall, cpu_seconds() - before)
+    return Call(printed[0][0] if printed else wall, first_step, wall, cpu_seconds(kept) - before)
 
 
 def texts_of(terminal: int) -> Iterator[str]:

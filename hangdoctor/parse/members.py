@@ -6,13 +6,12 @@ files in all. Links, pipes and devices are skipped, so that reading cannot block
 the folder.
 """
 
-import math
 import os
 import re
 import stat
 import tarfile
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
@@ -37,8 +36,8 @@ def members_of(path: Path, notes: list[str]) -> Iterator[tuple[str, bytes]]:
     Raises `HangInputError` for a path that does not exist.
     """
     if path.is_dir():
-        found = file_members(path, folder_files(path), notes)
-    elif is_tar(path):
+        found = folder_members(path, notes)
+    elif path.name.lower().endswith(TAR_ENDINGS):
         found = tar_members(path, notes)
     elif path.is_file():
         found = iter([(path.name, read_limited(path, notes))])
@@ -46,15 +45,8 @@ def members_of(path: Path, notes: list[str]) -> Iterator[tuple[str, bytes]]:
         raise HangInputError(
             f"{path} is not a folder, tar or file. Give the path that the stacks were saved to."
         )
-    yield from limited(path, found, notes)
-
-
-def limited(
-    path: Path, found: Iterable[tuple[str, bytes]], notes: list[str], num_before: int = 0
-) -> Iterator[tuple[str, bytes]]:
-    """Yield members up to the limits; `num_before` were read before."""
     total = 0
-    for number, (name, data) in enumerate(found, num_before):
+    for number, (name, data) in enumerate(found):
         total += len(data)
         if number >= MAX_FILES or total > MAX_TOTAL_BYTES:
             notes.append(f"{path}: reading stopped after {number} files and {total >> 20} MiB")
@@ -62,25 +54,16 @@ def limited(
         yield name, data
 
 
-def is_tar(path: Path) -> bool:
-    """Return whether a path has the name of a tar."""
-    return path.name.lower().endswith(TAR_ENDINGS)
-
-
-def folder_files(folder: Path) -> Iterator[Path]:
-    """Yield the paths of everything in a folder but folders, in natural order."""
+def folder_members(folder: Path, notes: list[str]) -> Iterator[tuple[str, bytes]]:
+    """Yield the regular files of a folder in natural order."""
     for where, folders, files in os.walk(folder):
         folders.sort(key=natural)
-        yield from (Path(where, name) for name in sorted(files, key=natural))
-
-
-def file_members(folder: Path, files: Iterable[Path], notes: list[str]) -> Iterator[tuple[str, bytes]]:
-    """Yield those files of a folder that are regular."""
-    for path in files:
-        if stat.S_ISREG(path.lstat().st_mode):
-            yield str(path.relative_to(folder)), read_limited(path, notes)
-        else:
-            notes.append(f"{path.relative_to(folder)}: not a regular file, skipped")
+        for name in sorted(files, key=natural):
+            path = Path(where) / name
+            if stat.S_ISREG(path.lstat().st_mode):
+                yield str(path.relative_to(folder)), read_limited(path, notes)
+            else:
+                notes.append(f"{path.relative_to(folder)}: not a regular file, skipped")
 
 
 def natural(name: str) -> tuple[int, str]:
@@ -101,17 +84,13 @@ def read_limited(path: Path, notes: list[str]) -> bytes:
     return data[:MAX_FILE_BYTES]
 
 
-def tar_members(path: Path, notes: list[str], begin: int = 0) -> Iterator[tuple[str, bytes]]:
+def tar_members(path: Path, notes: list[str]) -> Iterator[tuple[str, bytes]]:
     """Yield the regular files of a tar in its order. A damaged tar yields what comes before the
     damage.
-
-    Args:
-        begin: where to begin in an uncompressed tar: the position of a header.
     """
     try:
         plain = is_plain(path)
         with path.open("rb") as file:
-            file.seek(begin)
             if plain:
                 yield from common_members(file)
             # A stream reads 10 kB at a time: only for what is compressed, where going back is slow.
@@ -133,15 +112,14 @@ def tar_members(path: Path, notes: list[str], begin: int = 0) -> Iterator[tuple[
         notes.append(f"{path.name}: the tar is damaged after this point ({error})")
 
 
-def common_members(file: BinaryIO, end: float = math.inf) -> Iterator[tuple[str, bytes]]:
-    """Yield the next files of an uncompressed tar, as far as headers are of the commonest kind and
-    before `end`.
+def common_members(file: BinaryIO) -> Iterator[tuple[str, bytes]]:
+    """Yield the first files of an uncompressed tar, as far as headers are of the commonest kind.
 
     Leaves `file` at the first header that is not: tarfile, which takes ten times as long for a
     header, reads all others.
     """
-    at, header = file.tell(), file.read(tarfile.BLOCKSIZE)
-    while at < end and (found := common_header(header)) is not None:
+    at, header = 0, file.read(tarfile.BLOCKSIZE)
+    while (found := common_header(header)) is not None:
         name, size_bytes = found
         data = file.read(size_bytes)
         rest = -size_bytes % tarfile.BLOCKSIZE
@@ -167,25 +145,6 @@ def common_header(header: bytes) -> tuple[str, int] | None:
     if match["type"] == b"5":
         return None if size_bytes else ("", 0)
     return (name, size_bytes) if size_bytes <= MAX_FILE_BYTES and not name.endswith("/") else None
-
-
-def tar_positions(path: Path, every_bytes: int) -> tuple[list[int], int]:
-    """Return positions of headers in an uncompressed tar, and the number of headers up to the last.
-
-    The first is 0, the others are at least `every_bytes` apart. They end at the first header that
-    is not of the commonest kind; checksums are not verified here.
-    """
-    positions, at, num_headers = [0], 0, 0
-    with path.open("rb", buffering=0) as file:
-        while len(header := os.pread(file.fileno(), tarfile.BLOCKSIZE, at)) == tarfile.BLOCKSIZE:
-            size, kind, magic = header[124:135], header[156:157], header[257:262]
-            if magic != b"ustar" or kind not in (b"0", b"\0", b"5") or not size.isdigit():
-                break
-            if at - positions[-1] >= every_bytes:
-                positions.append(at)
-            num_headers += 1
-            at += tarfile.BLOCKSIZE + -(-int(size, 8) // tarfile.BLOCKSIZE) * tarfile.BLOCKSIZE
-    return [*positions, at], num_headers
 
 
 def is_plain(path: Path) -> bool:

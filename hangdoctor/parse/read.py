@@ -1,6 +1,6 @@
 """Read folders, tars and files member by member and join them by process name into a snapshot.
 
-    contents_of(path) -> place_of(member) -> a reader per kind -> Reading -> Snapshot
+    members_of(path) -> place_of(member) -> a reader per kind -> Reading -> Snapshot
 
 A member that cannot be read becomes a note, never a failure: the rest of a collection must remain
 usable. A py-spy that failed is classified by its message: its exit status is 1 for every cause.
@@ -15,12 +15,12 @@ from hangdoctor.garbage import without_garbage_collection
 from hangdoctor.model import Snapshot, Status, Thread
 from hangdoctor.parse import location, ras
 from hangdoctor.parse.assemble import Reading, finish
-from hangdoctor.parse.chunks import contents_of
 from hangdoctor.parse.flight_recorder import is_flight_recorder, parse_flight_recorder, records_from
 from hangdoctor.parse.location import ProcessName, parse_name
 from hangdoctor.parse.logs import RELEVANT, exited_ranks, has_timeouts, parse_error_file, parse_log
+from hangdoctor.parse.members import members_of
 from hangdoctor.parse.owners import owners_of
-from hangdoctor.parse.stacks_json import HEAD, Stacks, is_stacks_json, parse_stacks_json
+from hangdoctor.parse.stacks_json import HEAD, is_stacks_json, parse_stacks_json
 from hangdoctor.parse.stacks_text import parse_stacks_text
 
 # Messages of py-spy 0.4.2 and 0.4.3; `Failed to suspend` follows a process header without threads.
@@ -78,8 +78,8 @@ def read_snapshot(
     reading = Reading(mapping or {}, world_size)
     paths = list(paths)
     for path in paths:
-        for member, content in contents_of(path, reading.notes):
-            take(reading, member, content)
+        for member, data in members_of(path, reading.notes):
+            take(reading, member, data)
     snapshot = finish(reading, world_size)
     found = snapshot.dumps or snapshot.records or snapshot.ras or snapshot.expected
     if not (found or any(RELEVANT.search(line) for log in snapshot.logs for line in log.lines)):
@@ -93,26 +93,22 @@ def read_snapshot(
     return snapshot
 
 
-def take(reading: Reading, member: str, content: bytes | Stacks) -> None:
-    """Read one file, or the stacks parsed of it, into `reading`; a file that cannot be read becomes
-    a note.
-    """
+def take(reading: Reading, member: str, data: bytes) -> None:
+    """Read one file into `reading`; a file that cannot be read becomes a note."""
     place = location.place_of(member)
-    if not content:
+    if not data:
         reading.notes.append(f"{member[:200]}: empty")
         return
     try:
-        if isinstance(content, tuple):
-            keep_stacks(reading, place, member, content)
-        elif place.file == "collection.json":
-            reading.contents = location.contents_from(content)
+        if place.file == "collection.json":
+            reading.contents = location.contents_from(data)
         else:
-            READERS[place.kind](reading, place, member, content)
+            READERS[place.kind](reading, place, member, data)
     except UnreadableDump as problem:
         if (
             place.kind != "loose" and reading.contents is None
         ):  # only a folder that happens to be called `logs` or `env`
-            take(reading, place.file, content)
+            take(reading, place.file, data)
         elif len(reading.notes) < MAX_NOTES:
             reading.notes.append(f"{member[:200]}: {problem}")
 
@@ -194,7 +190,8 @@ def take_dump(reading: Reading, place: location.Place, member: str, data: bytes)
         return
     head = data[:HEAD].decode(errors="replace")
     if is_stacks_json(head):
-        keep_stacks(reading, place, member, parse_stacks_json(data))
+        pid, threads = parse_stacks_json(data)
+        keep(reading, owner_of(reading, place, member), place, member, threads, pid)
         return
     text = data.decode(errors="replace")
     if head.lstrip().startswith("{"):
@@ -245,12 +242,6 @@ def take_text(reading: Reading, place: location.Place, member: str, text: str) -
             reading.refusals.setdefault(owner.name, refused)
         if section.command:
             reading.commands[owner.name] = section.command
-
-
-def keep_stacks(reading: Reading, place: location.Place, member: str, stacks: Stacks) -> None:
-    """Store the stacks of one process by the name of their file."""
-    pid, threads = stacks
-    keep(reading, owner_of(reading, place, member), place, member, threads, pid)
 
 
 def keep(

@@ -18,9 +18,6 @@ from typing import Any
 from hangdoctor.errors import UnreadableDump
 from hangdoctor.model import Frame, Thread
 
-Stacks = tuple[int | None, tuple[Thread, ...]]
-"""Process id and threads of one process."""
-
 JSON_ARRAY = re.compile(r"\[\s*[{\]]")
 HEAD = 4096
 PYTHON_FILES = (".py", ".pyx", ".pyi", ".ipynb", ".pyc")
@@ -89,7 +86,7 @@ def is_stacks_json(head: str) -> bool:
     return JSON_ARRAY.match(head[:HEAD].lstrip()) is not None
 
 
-def parse_stacks_json(document: str | bytes) -> Stacks:
+def parse_stacks_json(document: str | bytes) -> tuple[int | None, tuple[Thread, ...]]:
     """Return process id and threads of one `py-spy dump --json` document. Raises `UnreadableDump`.
 
     Thread numbers are dropped; the thread whose number is the process id is named MainThread if it
