@@ -18,6 +18,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 from areal_core.errors import ConfigError
@@ -78,14 +79,16 @@ def connect(command: Sequence[str], env: Mapping[str, str], minutes: float) -> s
     if paths := environment.get("PYTHONPATH"):
         environment["PYTHONPATH"] = os.pathsep.join(map(os.path.abspath, paths.split(os.pathsep)))
     place = folder / key(command, environment)
-    channel = socket.socket(socket.AF_UNIX)
-    with warm_server.locked(place.with_suffix(".lock")):
+    address = str(place.with_suffix(".sock"))
+    with ExitStack() as stack, warm_server.locked(place.with_suffix(".lock")):
+        channel = stack.enter_context(socket.socket(socket.AF_UNIX))
         try:
-            channel.connect(str(place.with_suffix(".sock")))
+            channel.connect(address)
         except (FileNotFoundError, ConnectionRefusedError):  # it has ended, or was killed
             start(command, environment, place, minutes)
-            channel.connect(str(place.with_suffix(".sock")))
-    return channel
+            channel.connect(address)
+        stack.pop_all()
+        return channel
 
 
 def start(command: Sequence[str], env: Mapping[str, str], place: Path, minutes: float) -> None:

@@ -5,6 +5,7 @@ import signal
 import stat
 import subprocess
 import sys
+import tempfile
 import textwrap
 import time
 from pathlib import Path
@@ -27,19 +28,26 @@ print(os.getpid(), psutil.Process().parent().ppid(), sys.modules["library"].VALU
 
 
 @pytest.fixture
-def library(tmp_path, monkeypatch):
+def root(monkeypatch):
+    """The folder of the user, with a short path: an address has at most 107 characters."""
+    with tempfile.TemporaryDirectory() as folder:
+        monkeypatch.setattr(kept, "default_root", lambda: f"{folder}/areal")
+        yield Path(folder, "areal")
+
+
+@pytest.fixture
+def library(root, tmp_path, monkeypatch):
     """A library that the kept process imports; the process is ended afterwards."""
     (tmp_path / "packages").mkdir()
     file = tmp_path / "packages" / "library.py"
     file.write_text("VALUE = 1\n")
     os.utime(file, (1, 1))
     monkeypatch.setattr(kept, "LIBRARIES", ("library", "no_such_module"))
-    monkeypatch.setattr(kept, "default_root", lambda: str(tmp_path / "areal"))
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path / 'packages'}{os.pathsep}{Path(__file__).parents[2]}")
     monkeypatch.setenv(kept.VARIABLE, "5")
     yield file
     for process in psutil.process_iter(["cmdline"]):
-        if any(str(tmp_path) in word and "idle_s" in word for word in process.info["cmdline"] or ()):
+        if any(str(root) in word and "idle_s" in word for word in process.info["cmdline"] or ()):
             process.kill()
 
 
@@ -58,8 +66,8 @@ def run(library, tmp_path):
     return call
 
 
-def addresses(tmp_path: Path) -> list[Path]:
-    return list((tmp_path / "areal" / "warm").glob("*.sock"))
+def addresses(root: Path) -> list[Path]:
+    return list((root / "warm").glob("*.sock"))
 
 
 def wait_until(condition) -> None:
@@ -69,13 +77,13 @@ def wait_until(condition) -> None:
         time.sleep(0.05)
 
 
-def test_commands_share_a_process_that_outlives_them_and_is_private(run, tmp_path):
+def test_commands_share_a_process_that_outlives_them_and_is_private(run, root):
     runs = [run() for _ in range(3)]
     assert [(code, words[2]) for code, words in runs] == [(0, "1")] * 3
     assert len({words[0] for _, words in runs}) == 3
     assert len({words[1] for _, words in runs}) == 1
     assert psutil.Process(int(runs[0][1][1])).ppid() != os.getpid()
-    assert stat.S_IMODE((tmp_path / "areal" / "warm").stat().st_mode) == 0o700
+    assert stat.S_IMODE((root / "warm").stat().st_mode) == 0o700
 
 
 def test_a_command_that_inherits_something_else_gets_another_process(run, monkeypatch):
@@ -107,22 +115,22 @@ def test_a_program_has_environment_folder_and_umask_of_its_command(run, tmp_path
     assert found == (0, [str(tmp_path), "b", "77", str(0o027), expected.stdout.strip()])
 
 
-def test_a_changed_library_is_imported_again(run, library, tmp_path):
+def test_a_changed_library_is_imported_again(run, library, root):
     first = run()[1]
     library.write_text("VALUE = 22\n")
     assert run("import library; print(library.VALUE)") == (0, ["22"])
-    assert addresses(tmp_path) == []
+    assert addresses(root) == []
     second = run()[1]
     assert second[1] != first[1]
     assert second[2] == "22"
     wait_until(lambda: not psutil.pid_exists(int(first[1])))
 
 
-def test_a_process_that_nobody_uses_ends_and_leaves_no_address(run, tmp_path, monkeypatch):
+def test_a_process_that_nobody_uses_ends_and_leaves_no_address(run, root, monkeypatch):
     monkeypatch.setenv(kept.VARIABLE, "0.01")
     process = psutil.Process(int(run()[1][1]))
     wait_until(lambda: not process.is_running())
-    assert addresses(tmp_path) == []
+    assert addresses(root) == []
 
 
 def test_a_process_that_was_killed_is_replaced(run):
@@ -133,14 +141,14 @@ def test_a_process_that_was_killed_is_replaced(run):
     assert int(words[1]) != first
 
 
-def test_ranks_end_when_the_command_is_killed(library, tmp_path):
+def test_ranks_end_when_the_command_is_killed(library, root, tmp_path):
     (tmp_path / "rank.py").write_text("import os, time; print(os.getpid(), flush=True); time.sleep(100)")
     command = f"""
 from pathlib import Path
 from areal_core.launch import kept
 from areal_core.launch.warm import warm_ranks
 from areal_debug.info.machine import kept_processes
-kept.LIBRARIES, kept.default_root = ("library",), lambda: {str(tmp_path / "areal")!r}
+kept.LIBRARIES, kept.default_root = ("library",), lambda: {str(root)!r}
 with warm_ranks({{}}, [], path=(), kept=True) as ranks:
     ranks.run([{str(tmp_path / "rank.py")!r}], 1, {{}}, Path({str(tmp_path / "log")!r}))
 """
@@ -174,13 +182,13 @@ def test_a_wrong_number_of_minutes_is_refused(library, monkeypatch, value):
         pass
 
 
-def test_nothing_is_kept_unless_it_is_wanted(library, monkeypatch, tmp_path):
+def test_nothing_is_kept_unless_it_is_wanted(library, root, monkeypatch, tmp_path):
     with warm_ranks({}, [], path=()) as ranks:
         assert ranks.run([str(library)], 1, {}, tmp_path / "log", echo=False) == 0
     monkeypatch.delenv(kept.VARIABLE)
     with warm_ranks({}, [], path=(), kept=True) as ranks:
         assert ranks.run([str(library)], 1, {}, tmp_path / "log", echo=False) == 0
-    assert not (tmp_path / "areal").exists()
+    assert not root.exists()
 
 
 def test_info_lists_the_process(run):
