@@ -6,8 +6,8 @@
 
 RECORD is one of our trainer, such as `areal-debug demo` leaves; with --tokens a record of 4 steps
 with so many random tokens each is written. Each verb runs as a user runs it, on copies of the
-record (verify, archive, query) or on some of its steps (crosscheck, consistency). Without --on-ray: CPU
-seconds of all processes, less those of the same command for one item, a further item. With it:
+record (verify, archive, query) or on some of its steps (crosscheck, consistency). Without --on-ray:
+CPU seconds of all processes, less those of the same command for one item, a further item. With it:
 wall seconds with 1 and with 2 workers on a Ray that each command starts, and their ratio; this
 needs a quiet machine.
 """

@@ -58,7 +58,7 @@ def environment(checkout: Path, kept: bool) -> dict[str, str]:
 
 
 def cpu_seconds(kept: bool) -> float:
-    """Return the CPU seconds of ended children; if `kept`, also of kept processes and their forks."""
+    """Return the CPU seconds of ended children; if `kept`, also of kept processes and forks."""
     ended = resource.getrusage(resource.RUSAGE_CHILDREN)
     processes = kept_processes() if kept else ()
     times = [psutil.Process(process).cpu_times() for process in processes]

@@ -16,7 +16,7 @@ import signal
 import socket
 import sys
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -45,22 +45,26 @@ class WarmRanks:
     """A process that has imported modules, and forks to run programs.
 
     `env` has the variables that libraries read once. `started` is None for a fork of the process
-    that is kept between commands.
+    that is kept between commands, to which `connect` connects.
     """
 
     channel: socket.socket
     env: Mapping[str, str]
     started: Child | None
+    connect: Callable[[], socket.socket]
 
     @cached_property
     def server(self) -> Child | Stranger:
         """The process; waits for its first answer.
 
-        Raises ConfigError if the kept one has ended.
+        Raises ConfigError if the kept one has ended, and the next one, too.
         """
         answer = self._receive()
         if self.started is not None:
             return self.started
+        if answer is None:  # it was killed while this connection waited
+            self.channel = self.connect()
+            answer = self._receive()
         if answer is None:
             raise ConfigError(f"the process that {VARIABLE} keeps has ended: run the command again")
         return Stranger(answer["pid"], uuid.uuid4().hex)
@@ -170,26 +174,34 @@ def warm_ranks(
     fixed = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
     environment = {**thread_limits(1), **terminal_environment(), **fixed, **env}
     minutes = kept_minutes() if kept else None
+    os.umask(umask := os.umask(0o077))
+    hello = {"modules": list(modules), "path": folders, "umask": umask}
     with ExitStack() as stack:
-        started = None
+
+        def connected(channel: socket.socket) -> socket.socket:
+            stack.enter_context(channel)
+            with suppress(ConnectionError):  # it has ended: a run says so
+                channel.sendall(json.dumps(hello).encode() + b"\n")
+            return channel
+
+        def connect_to_kept() -> socket.socket:
+            assert minutes is not None
+            return connected(connect(command, {**os.environ, **environment}, minutes))
+
         if minutes is not None:
-            ours = stack.enter_context(connect(command, {**os.environ, **environment}, minutes))
+            ranks = WarmRanks(connect_to_kept(), environment, None, connect_to_kept)
         else:
             ours, theirs = socket.socketpair()
-            stack.enter_context(ours)
+            connected(ours)
             with theirs:
                 passed = [theirs.fileno()]
                 command.append(str(theirs.fileno()))
                 started = start(command, environment, STDERR, pass_fds=passed, new_session=not attached)
-        ranks = WarmRanks(ours, environment, started)
-        os.umask(umask := os.umask(0o077))
-        hello = {"modules": list(modules), "path": folders, "umask": umask}
+            ranks = WarmRanks(ours, environment, started, connect_to_kept)
         try:
-            with suppress(ConnectionError):  # it has ended: a run says so
-                ours.sendall(json.dumps(hello).encode() + b"\n")
             yield ranks
         finally:
-            if started is not None:
-                end_tree(started)
+            if ranks.started is not None:
+                end_tree(ranks.started)
             elif "server" in vars(ranks):  # it was asked for something
                 end_tree(ranks.server)

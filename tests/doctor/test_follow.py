@@ -308,9 +308,9 @@ def test_following_takes_at_most_half_a_percent_of_the_cores(tmp_path, monkeypat
     follower.look = lambda: (looks.append(now[0]), real())
     before_s = cpu_seconds()
     monkeypatch.setattr("areal_core.safety.confine.time.monotonic", lambda: now[0])
-    for _ in range(4000):
+    while len(looks) < 3 and now[0] < 3600:  # each look is due later the more it costs
         follower.poll()
         now[0] += 0.01
     spent_s = cpu_seconds() - before_s
-    assert len(looks) > 1
+    assert len(looks) == 3
     assert spent_s / len(os.sched_getaffinity(0)) <= 0.005 * (follower.due_at + 1)

@@ -71,7 +71,8 @@ def test_edits_change_what_they_name_and_seal_it_again():
     ],
 )
 def test_the_guard_names_what_an_input_does(edits, kind, where, monkeypatch):
-    monkeypatch.setattr("tests.fuzz.guard.LIMIT_S", 5.0)
+    if kind == "hang":  # only: 2 GiB take longer to allocate on a busy machine
+        monkeypatch.setattr("tests.fuzz.guard.LIMIT_S", 5.0)
     seen: list[Outcome] = []
     worker = Worker("broken")
     try:
