@@ -19,6 +19,7 @@ from hangdoctor.waits import ThreadWait
 # Measured: the main thread of a hung rank is not switched to once between two samples; that of a
 # rank which makes steps is switched to at least 20 times a second, however loaded the machine.
 RAN_SWITCHES = 5
+UNINTERRUPTIBLE = "D"
 BUSY_CPU_FRACTION = 0.5
 # A wait that spins or polls runs as well: its context switches prove nothing. These kinds only run
 # when there is work.
@@ -60,9 +61,16 @@ def leaf(thread_wait: ThreadWait) -> Frame | None:
 
 
 def has_run(dumps: list[ProcessDump]) -> bool | None:
-    """Return whether the kernel ran the main thread between the first and the last sample."""
-    first, last = switches(dumps[0].facts), switches(dumps[-1].facts)
-    return None if len(dumps) < 2 or first is None or last is None else last - first >= RAN_SWITCHES
+    """Return whether the kernel ran the main thread between the first and the last sample.
+
+    One switch is enough beside an uninterruptible sleep: only what it waits for ends it, such as a
+    write to a busy disk, of which there are few in a second.
+    """
+    before, after = dumps[0].facts, dumps[-1].facts
+    first, last = switches(before), switches(after)
+    if len(dumps) < 2 or first is None or last is None:
+        return None
+    return last - first >= (1 if UNINTERRUPTIBLE in (before.state, after.state) else RAN_SWITCHES)
 
 
 def switches(facts: ProcessFacts) -> int | None:

@@ -7,7 +7,7 @@ that were not seen, or ranks that are elsewhere for another reason, lower it by 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hangdoctor.case import Case, ProcessState
+from hangdoctor.case import UNINTERRUPTIBLE, Case, ProcessState
 from hangdoctor.frames import location_of, show
 from hangdoctor.graph import Graph
 from hangdoctor.groups import first_divergent, rank_ranges
@@ -30,6 +30,8 @@ SLOW_KINDS = (
     "import",
 )
 PATIENCE_S = 10.0
+# A single write to a busy disk takes this long, uninterruptibly, in a job that is healthy.
+DISK_PATIENCE_S = 2.0
 LEVELS: tuple[Confidence, ...] = ("low", "medium", "high")
 MAX_EVIDENCE = 8
 MAX_CLAUSES = 4
@@ -64,7 +66,7 @@ def confidence(
         process_state.thread_wait.kind in SLOW_KINDS for process_state in culprits
     ):
         level = min(level, 1)
-    if any(process_state.works for process_state in culprits):
+    if any(process_state.works or in_short_sleep(case, process_state) for process_state in culprits):
         level = 0
     unseen = sum(
         1 for status in case.missing.values() if status in ("not_permitted", "not_python", "timed_out")
@@ -78,6 +80,17 @@ def confidence(
     if waiters_move(graph):
         level = 0
     return LEVELS[max(level, 0)]
+
+
+def in_short_sleep(case: Case, process_state: ProcessState) -> bool:
+    """True if a process sleeps uninterruptibly, and the samples are too close to tell slow storage
+    from storage that is gone.
+    """
+    return (
+        process_state.facts.state == UNINTERRUPTIBLE
+        and case.num_samples > 1
+        and 0 < case.span_s < DISK_PATIENCE_S
+    )
 
 
 def waiters_move(graph: Graph) -> bool:

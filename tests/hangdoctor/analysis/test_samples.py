@@ -20,6 +20,7 @@ LOADING = [
     MODULE,
 ]
 COMPUTE = ["matmul model.py 12", "forward model.py 30", MODULE]
+SAVING = ["_save torch/serialization.py 1200", "save_checkpoint train.py 70", MODULE]
 PLAIN = ["flush metrics.py 30", "step train.py 58", MODULE]
 ASLEEP = {
     "state": "S",
@@ -28,6 +29,7 @@ ASLEEP = {
     "voluntary_switches": 50,
     "involuntary_switches": 7,
 }
+WRITING = ASLEEP | {"state": "D", "wchan": "submit_bio_wait"}
 
 
 @dataclass
@@ -154,11 +156,32 @@ def test_one_rank_that_computes_is_slow_and_its_peers_are_victims(tmp_path):
 
 
 def test_slow_writing_of_a_checkpoint_is_not_called_a_stall(tmp_path):
-    saving = ["_save torch/serialization.py 1200", "save_checkpoint train.py 70", MODULE]
     diagnosis = judged(
-        tmp_path, {"rank_0": still(saving, facts=ran(200), gil=True), "rank_1": still(BARRIER)}
+        tmp_path, {"rank_0": still(SAVING, facts=ran(200), gil=True), "rank_1": still(BARRIER)}
     )
     assert (diagnosis.label, diagnosis.confidence) == ("straggler_or_not_hung", "medium")
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [(WRITING, WRITING), (WRITING, ASLEEP), (ASLEEP, WRITING)],
+    ids=["two writes", "a write that ended", "a write that began"],
+)
+def test_one_switch_beside_a_write_to_a_busy_disk_is_progress(tmp_path, before, after):
+    facts = [before, after | {"voluntary_switches": 51}]
+    diagnosis = judged(tmp_path, {"rank_0": still(SAVING, facts=facts), "rank_1": still(BARRIER)})
+    assert (diagnosis.label, diagnosis.confidence) == ("straggler_or_not_hung", "medium")
+
+
+@pytest.mark.parametrize(("seconds", "confidence"), [(1.0, "low"), (3.0, "medium"), (30.0, "high")])
+def test_a_single_write_to_a_disk_needs_time_to_be_a_stall(tmp_path, seconds, confidence):
+    processes = {"rank_0": still(SAVING, facts=[WRITING] * 2), "rank_1": still(BARRIER)}
+    diagnosis = judged(tmp_path, processes, seconds=seconds)
+    assert (diagnosis.label, diagnosis.confidence, diagnosis.culprit_ranks) == (
+        "checkpoint_stall",
+        confidence,
+        (0,),
+    )
 
 
 @pytest.mark.parametrize(("seconds", "confidence"), [(3.0, "medium"), (30.0, "high")])
