@@ -83,8 +83,8 @@ def confidence(
 
 
 def in_short_sleep(case: Case, process_state: ProcessState) -> bool:
-    """True if a process sleeps uninterruptibly, and the samples are too close to tell slow storage
-    from storage that is gone.
+    """True if a process sleeps uninterruptibly, and the samples are too close to distinguish slow
+    storage from storage that is gone.
     """
     return (
         process_state.facts.state == UNINTERRUPTIBLE
