@@ -81,7 +81,6 @@ def select_rows(batch: Batch, rows: Sequence[int]) -> Batch:
 
 
 def _ragged_of_rows(batch: Batch, index: Tensor) -> Batch:
-    """Return the pictures and transcripts of the given rows."""
     found = {
         key: batch[key][segment_entries(batch[sizes], index)]
         for key, sizes in PER_BYTE.items()
@@ -219,7 +218,6 @@ def karmarkar_karp(lengths: Sequence[int], capacity: int, min_groups: int = 1) -
 
 
 def _differenced(lengths: Sequence[int], num_groups: int) -> list[tuple[int, list[int]]]:
-    """Return (sum, indices) of each group, the smallest sum first."""
     # (minus the spread of its sums, a number, its groups)
     Division = tuple[int, int, list[tuple[int, list[int]]]]
     empty: list[tuple[int, list[int]]] = [(0, [])] * num_groups

@@ -76,7 +76,6 @@ def ours(path: str) -> str:
 
 
 def defined_at(path: str) -> str:
-    """Return the complete path of a name that one of upstream's packages exports."""
     if path in OURS:
         return path
     package, _, name = path.rpartition(".")
@@ -136,7 +135,6 @@ def replacements(script: str) -> Iterator[str]:
 
 
 def instead_of(path: str) -> str:
-    """Return what a script imports in the place of a name of upstream."""
     found = OURS.get(defined_at(path))
     if found is None:
         return f"no equivalent ({PAGE})"

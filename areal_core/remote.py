@@ -182,7 +182,6 @@ class RemoteEngine:
         self.close()
 
     def _version_of(self, servers: Sequence[Server]) -> int:
-        """Return the version of the weights that all servers hold. Raises `WrongServer`."""
         held, wire = {}, wire_of(self.config.allocation)
         for server in servers:
             identity = wire.ask_identity(server)
@@ -202,7 +201,6 @@ class RemoteEngine:
         return self._executor
 
     def _workflow(self, workflow: Any, arguments: dict[str, Any] | None) -> RolloutWorkflow:
-        """Return the workflow of these arguments, built once."""
         config, arguments = self.config, arguments or {}
         wanted = workflow or config.rollout.agent.agent_cls_path or RLVRWorkflow
         for known, of, built in self._built:

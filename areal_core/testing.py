@@ -154,14 +154,12 @@ def make_tiny_family(folder: str | Path, family: str, *, seed: int = 0, **change
 
 
 def likelihood_with_entropy(logprobs: torch.Tensor, entropy: torch.Tensor, flat: Batch) -> torch.Tensor:
-    """A loss that depends on both log-prob and entropy of each token."""
     return -((logprobs + 0.1 * entropy) * flat["loss_mask"]).sum()
 
 
 def step_with_gradients(
     engine: "FSDPEngine", batch: Batch, loss_fn: "LossFunction" = likelihood_with_entropy
 ) -> tuple["TrainResult", dict[str, torch.Tensor]]:
-    """Run one step; return its result and the full gradients before clipping; a collective."""
     from areal_core.engine.lora import trained_parameters
     from areal_core.engine.sharding import full_tensor
 

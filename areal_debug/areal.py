@@ -149,7 +149,6 @@ class Episode:
 
 
 def rank_in_job() -> int:
-    """Return the rank of this process, or AReaL's number of it if it is a worker."""
     flag = "--worker-index"
     return int(sys.argv[sys.argv.index(flag) + 1]) if flag in sys.argv[:-1] else rank_of_process()
 
@@ -235,7 +234,6 @@ def rows_of_tensors(tensors: Mapping[str, Any]) -> tuple[list[Sample], set[str]]
 
 
 def recorded_tasks(record: Record) -> Iterator[list[dict[str, Tensor]]]:
-    """Yield the trajectories of each recorded task, in order."""
     for number in record.steps:
         step = record.step(number)
         for rank in range(step.manifest.num_ranks):

@@ -71,7 +71,6 @@ def set_verbosity(context: click.Context, option: click.Parameter, given: bool) 
 
 
 def verbosity_options() -> list[click.Parameter]:
-    """`-q` and `-v`."""
     helps = {
         "quiet": "Print only the verdict, one line, and errors.",
         "verbose": "Print progress to logs, too, and the traceback of an error.",
@@ -116,7 +115,6 @@ class Verb(click.Command):
         return rest
 
     def refuse_misspelled(self, ctx: click.Context, words: Iterable[str]) -> None:
-        """End the verb if a word that it would pass on is nearly one of its own options."""
         known = [name for option in self.params for name in option.opts if name.startswith("--")]
         for word in words:
             name = word.partition("=")[0]
@@ -191,7 +189,6 @@ class VerbGroup(click.Group):
             formatter.write(f"\n{title}:\n" + "".join(lines))
 
     def short_helps(self, ctx: click.Context) -> dict[str, str]:
-        """The one-line help of every verb."""
         commands = {name: self.get_command(ctx, name) for name in self.list_commands(ctx)}
         return {name: command.short_help or "" for name, command in commands.items() if command is not None}
 

@@ -112,7 +112,6 @@ class Guarded:
                 self.notice(f"the end of the record is not written: {describe(failure)}")
 
     def end_with_process(self) -> None:
-        """End the recording at the exit of the process, which an exception may have caused."""
         self.last()
         failed = getattr(sys, "last_type", None)
         self.end(None if failed is None else failed.__name__)
@@ -124,5 +123,4 @@ def folder_of_rank(folder: str | os.PathLike[str], rank: int) -> str:
 
 
 def rank_of_process() -> int:
-    """Return the rank that torchrun gave to this process, 0 without."""
     return int(os.environ.get("RANK", "0"))

@@ -62,7 +62,6 @@ class Recorded:
             self.logger.log_batched_dict_as_jsonl(to_log, filename)
 
     def log_metrics(self, metrics: dict[str, Any], step: int, prefix: str | None = "", **others: Any) -> None:
-        """Record the pending step with its metrics, then log them."""
         if self.pending is not None and (step, prefix) == (self.pending[0], "train"):
             self._record(metrics)
         self.logger.log_metrics(metrics, step, prefix, **others)

@@ -6,7 +6,6 @@ from pathlib import Path
 
 
 def newest_first(folder: Path, pattern: str) -> list[Path]:
-    """Return the files below a folder that match, the last written first."""
     return sorted(folder.rglob(pattern), key=lambda file: file.stat().st_mtime_ns, reverse=True)
 
 

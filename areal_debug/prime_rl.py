@@ -53,7 +53,6 @@ def observed_default(inputs: Any, *, noise: str = "bfloat16", first_step: int = 
 
 @functools.cache
 def default_loss(options: tuple[tuple[str, Any], ...]) -> Callable[[Any], Any]:
-    """Return prime-rl's default loss with these options; their class is the one it names."""
     from prime_rl.trainer.rl import loss
 
     config = signature(loss.default_loss_fn).parameters["loss_config"].annotation(**dict(options))

@@ -184,7 +184,6 @@ def replay_record(request: pytest.FixtureRequest) -> Callable[..., "ReplayReport
 
 
 def find_records(folder: Path) -> Iterator[Path]:
-    """Yield the records and archives under a folder."""
     for path in sorted(folder.iterdir()) if folder.is_dir() else []:
         if path.suffix == ".zip" or (path / "record.json").is_file() or (path / "zarr.json").is_file():
             yield path.resolve()
@@ -205,7 +204,6 @@ def unused_records(config: pytest.Config) -> list[Path]:
 
 
 def shown_path(config: pytest.Config, path: Path) -> str:
-    """Return a path relative to pytest's root, if it is below."""
     return str(path.relative_to(config.rootpath)) if path.is_relative_to(config.rootpath) else str(path)
 
 

@@ -98,7 +98,6 @@ def check_spec(spec: Spec, mode: str, ranks: Callable[[], WarmRanks]) -> Checked
 
 @contextmanager
 def alone_in(folder: Path) -> Iterator[None]:
-    """Wait until no other worker of pytest-xdist on this machine writes records here."""
     folder.mkdir(parents=True, exist_ok=True)
     handle = os.open(folder, os.O_RDONLY)
     try:
@@ -148,7 +147,6 @@ def quietly(request: Request) -> Iterator[tuple[Request, int]]:
 
 
 def commands_of(request: Request, report: ReplayReport) -> list[str]:
-    """Return the command that reproduces the failure, and those that continue from it."""
     first_of = open_record(request.record).steps
     words = ["areal-debug", "replay", request.record]
     words += ["--from-step", str(request.first)] if request.first != first_of[0] else []
@@ -273,7 +271,6 @@ def generate(spec: Spec) -> list[str]:
 
 
 def move_record(record: Path, place: Path) -> None:
-    """Move a record to the path of a test, as an archive if the name ends in `.zip` or `.zarr`."""
     place.parent.mkdir(parents=True, exist_ok=True)
     unfinished = place.with_name("." + place.name)
     if unfinished.exists():

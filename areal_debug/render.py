@@ -109,7 +109,6 @@ class WordWrapped:
 
 
 def wrapped_line(line: Sequence[Segment], width: int) -> Iterator[Segment]:
-    """Yield the segments of a line, wrapped between words to `width` cells, and line ends."""
     text = "".join(segment.text for segment in line).rstrip()
     columns = [match.end() for match in re.finditer(r"^ +|\S {2,}", text) if match.end() <= width // 2]
     indent = max([2, *columns[-1:]])
@@ -191,14 +190,12 @@ def styled(template: str, *data: object) -> Text:
 
 
 def field_text(value: object, spec: str, conversion: str | None) -> Text:
-    """Format the value of a field as text."""
     if isinstance(value, Text):
         return value.copy()
     return one_line(format(repr(value) if conversion == "r" else value, spec))
 
 
 def one_line(text: str, style: str = "") -> Text:
-    """Return data as text on one line, with control codes shown."""
     return Text(printable(text, len(text)), style)
 
 
@@ -229,7 +226,6 @@ def fail(message: str, code: int = 2) -> NoReturn:
 
 
 def print_log_end(log: Path, num_lines: int = 15) -> None:
-    """Print the last lines of a log file, if it exists, on standard error."""
     if log.is_file():
         from areal_core.safety.secrets import masker
 
@@ -400,7 +396,6 @@ def hides_progress() -> bool:
 
 @contextmanager
 def shown_progress() -> Iterator[None]:
-    """Show the name of the running verb while it is silent, or what it says that it does."""
     if hides_progress():
         yield
         return
@@ -409,12 +404,10 @@ def shown_progress() -> Iterator[None]:
 
 
 def write_report(report: dict[str, Any]) -> None:
-    """Write a report, if the command that started this rank has named a file."""
     if REPORT_FILE in os.environ:
         Path(os.environ[REPORT_FILE]).write_text(json.dumps(report))
 
 
 def read_report(file: Path) -> dict[str, Any]:
-    """Read the report that rank 0 wrote."""
     report: dict[str, Any] = json.loads(file.read_text())
     return report

@@ -57,7 +57,6 @@ class Record(TrainingCallback):
         raise AttributeError(name)
 
     def on_train_start(self, trainer: Any, callback_input: Any, control: Any) -> None:
-        """Look at what the trainer's methods return."""
         self.recorder = Guarded("skyrl", self.folder, tokenizer=getattr(trainer, "tokenizer", None))
         for name, take in (
             ("convert_to_training_input", self._take_generated),
@@ -67,17 +66,14 @@ class Record(TrainingCallback):
                 setattr(trainer, name, observed(getattr(trainer, name), self.recorder, take))
 
     def _take_generated(self, batch: Any, generator_output: Mapping[str, Any], uids: Sequence[Any]) -> None:
-        """Keep rewards, before a penalty, groups and stop reasons of a batch."""
         self.generated = {"uid": list(uids), "stop_reason": list(generator_output.get("stop_reasons") or ())}
         if batch.get("rewards") is not None:
             self.generated["reward"] = batch["rewards"].sum(-1).tolist()
 
     def _take_advantages(self, batch: Any, data: Any) -> None:
-        """Keep the advantages of a batch."""
         self.advantages = batch["advantages"]
 
     def on_step_end(self, trainer: Any, callback_input: Any, control: Any) -> None:
-        """Record the step."""
         if self.recorder is None:  # the callback was added during the run
             self.on_train_start(trainer, callback_input, control)
         assert self.recorder is not None
@@ -99,7 +95,6 @@ class Record(TrainingCallback):
         )
 
     def on_train_end(self, trainer: Any, callback_input: Any, control: Any) -> None:
-        """End the record."""
         if self.recorder is not None:
             self.recorder.end()
 
@@ -157,7 +152,6 @@ def samples_of(batch: Any, advantages: Any, generated: Mapping[str, Sequence[Any
 
 
 def to_numpy(tensor: Any) -> np.ndarray:
-    """Return the values of a tensor."""
     return as_numpy(tensor, "the batch")
 
 

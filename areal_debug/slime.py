@@ -47,7 +47,6 @@ def record(
 
 @functools.cache
 def recording_of(trainer: str) -> Guarded:
-    """Return the recording of this process."""
     return Guarded(trainer)
 
 

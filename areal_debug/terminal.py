@@ -51,7 +51,6 @@ class Printable:
         return len(text)
 
     def write_styled(self, text: str) -> int:
-        """Write a text with styles, whose data is printable already."""
         if self.is_terminal:
             output(text)
         self._attempt(lambda: self.stream.write(text))
@@ -109,7 +108,6 @@ class Styled:
 
 
 def styled_stream(stream: Any) -> Any:
-    """Return the stream to which rich may write its styles."""
     return Styled(stream) if isinstance(stream, Printable) else stream
 
 
@@ -160,7 +158,6 @@ def open_standard_streams() -> None:
 
 
 def discard_output() -> None:
-    """Let what standard output still buffers go nowhere, so that the interpreter's end succeeds."""
     with contextlib.suppress(OSError, ValueError):  # a stream of a test has no number
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, sys.stdout.fileno())

@@ -86,7 +86,6 @@ def record_step(
 
 
 def recorder_in(folder: str | os.PathLike[str], trainer: Any) -> "Guarded":
-    """Return the recorder of a folder."""
     from areal_debug.guarded import Guarded
 
     key = os.fspath(folder)
@@ -125,7 +124,6 @@ def config_of(trainer: Any) -> Any:
 
 
 def rows_of_proto(data: Any) -> Rows:
-    """Return the rows of a DataProto."""
     attention = to_numpy(data.batch["attention_mask"]).astype(bool)
     width = data.batch["prompts"].shape[1]
     tokens = {}
@@ -167,14 +165,12 @@ def as_list(column: Any) -> list[Any]:
 
 
 def to_numpy(tensor: Any) -> "np.ndarray":
-    """Return the values of a tensor."""
     from recorder.trainers.sample import as_numpy
 
     return as_numpy(tensor, "the batch")
 
 
 def samples_of(rows: Rows) -> list[dict[str, Any]]:
-    """Return samples as `recorder.trainers.sample.parse_sample` takes them."""
     unknown = [None] * len(rows.tokens["prompts"])
     first, last = (rows.others.get(name, unknown) for name in VERSIONS)
     numbers = {
@@ -226,7 +222,6 @@ def recorded(update: Callable[..., Any]) -> Callable[..., Any]:
 def record_update(
     recorder: "Guarded", trainer: Any, batch: Any, result: Any, metrics: Mapping[str, Any] | None = None
 ) -> None:
-    """Record an update: `metrics` are those of the step so far, or they are in the result."""
     step, version = count(trainer)
     if metrics is None and result is not None:
         from verl.utils.metric import reduce_metrics

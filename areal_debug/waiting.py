@@ -115,7 +115,6 @@ def output(text: str) -> None:
 
 
 def draw_until(ended: threading.Event, shown: Page) -> None:
-    """Draw the line again and again while nothing else is written."""
     started_at = time.monotonic()
     while not ended.wait(REDRAW_S):
         now = time.monotonic()

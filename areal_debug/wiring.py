@@ -131,7 +131,6 @@ def recorder_of(
 
 
 def anchor_policy(debug: DebugConfig) -> AnchorPolicy:
-    """Return when to write anchors, by the section `debug`."""
     return AnchorPolicy(
         every_steps=debug.anchor_every_steps,
         max_replay_s=debug.anchor_max_replay_s,
@@ -141,7 +140,6 @@ def anchor_policy(debug: DebugConfig) -> AnchorPolicy:
 
 
 def recording_options(debug: DebugConfig) -> RecordingOptions:
-    """Return the recorder's options, by the section `debug`."""
     limits = Retention(
         keep_last=debug.max_keep,
         keep_every=debug.keep_every,
@@ -163,7 +161,6 @@ def recording_options(debug: DebugConfig) -> RecordingOptions:
 
 
 def make_consistency_check(trainer: PPOTrainer) -> Observer:
-    """Return an observer that compares the engine's logprobs with the trainer's during training."""
     file = run_folder(trainer.config, "logs") / "consistency.jsonl"
     return InLoop(
         trainer.config.consistency.every_k_steps, file, trainer.ranks.gather_leaders, trainer.ranks.rank

@@ -73,7 +73,6 @@ def compare_answers(
 
 
 def common_prefix_length(left: Sequence[int], right: Sequence[int]) -> int:
-    """Return the number of equal tokens at the start of two completions."""
     return next(
         (i for i, (a, b) in enumerate(zip(left, right, strict=False)) if a != b), min(len(left), len(right))
     )

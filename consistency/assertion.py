@@ -55,7 +55,6 @@ def assert_consistent(
 
 
 def complaint_of(checked: Checked) -> str:
-    """Describe verdict and most likely cause in a few lines."""
     found = checked.diagnosis
     size = f"mean |D| {found.measurement.metrics['mean_abs']:.3g} over {found.measurement.num_tokens} tokens"
     if not found.causes:

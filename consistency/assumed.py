@@ -50,7 +50,6 @@ def sampling_of(
 
 
 def numbers_named(options: Any, name: str, path: tuple[str, ...] = ()) -> Iterator[tuple[str, float]]:
-    """Yield the dotted places of numbers under a name, without options of validation."""
     if isinstance(options, Mapping):
         for key, value in options.items():
             if not str(key).startswith(OF_VALIDATION):

@@ -151,7 +151,6 @@ class Case:
 
     @cached_property
     def explanation(self) -> Explanation | None:
-        """The explanation of the reported logprobs, if there is one."""
         return None if self.replays is None else explain(self.replays, self.level)
 
     @cached_property

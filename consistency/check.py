@@ -133,8 +133,6 @@ def score_chunk(
     name: str,
     progress: Progress,
 ) -> Scores:
-    """Score one chunk, or load its scores if an earlier attempt finished it."""
-
     def compute() -> Scores:
         rows = spread_rows(sequences, DETAILED_TOKENS)
         return score(
@@ -160,7 +158,6 @@ def score_chunk(
 
 
 def join_scores(chunks: Sequence[Scores]) -> Scores:
-    """Concatenate the scores of several chunks."""
     return Scores(
         **{name: np.concatenate([getattr(chunk, name) for chunk in chunks]) for name in vars(chunks[0])}
     )
@@ -193,7 +190,6 @@ def refuse_other_vocabulary(sequences: Sequences, scorer: Scorer) -> None:
 def detail_worst(
     scorer: Scorer, sequences: Sequences, scores: Scores, found: Diagnosis, temperature: float
 ) -> None:
-    """Compute the details of the rows of the worst tokens and write them into `scores`."""
     row_of_place = sequences.row_of_token[sequences.scored]
     worst = found.table.index[worst_tokens(found.table, NUM_WORST)]
     rows = np.unique(row_of_place[worst[scores.rank[worst] < 0]])

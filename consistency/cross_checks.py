@@ -89,7 +89,6 @@ def pictures_of(scorer: Scorer, rows: Sequences) -> list[Pictures | None]:
 
 
 def mean_distance(left: Floats, right: Floats) -> float:
-    """Return mean |left - right| of values finite on both sides; NaN if there is none."""
     both = np.isfinite(left) & np.isfinite(right)
     return float(np.abs(left[both] - right[both]).mean()) if both.any() else float("nan")
 

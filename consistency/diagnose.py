@@ -106,7 +106,6 @@ def is_accusation(finding: Finding) -> bool:
 
 
 def missing_columns(case: Case, alternatives: Sequence[Alternative]) -> tuple[str, ...]:
-    """List missing data that would distinguish the remaining causes."""
     given = {alternative.cause for alternative in alternatives}
     wanted = {
         "full logits: a model to score with (--model)": case.replays is None,
@@ -120,7 +119,6 @@ def missing_columns(case: Case, alternatives: Sequence[Alternative]) -> tuple[st
 
 
 def with_derived(replays: Replays, sequences: Sequences, alternatives: Sequence[Alternative]) -> Replays:
-    """Add every hypothesis that follows from the replayed logprobs alone."""
     row = sequences.row_of_token[sequences.scored][replays.sample]
     engine, base = replays.engine, replays.base
     offset = float(np.median(engine - base))
@@ -140,7 +138,6 @@ def with_derived(replays: Replays, sequences: Sequences, alternatives: Sequence[
 
 
 def places_in_rows(row: Ints) -> Ints:
-    """Return the index of each token in its row, int64 [sample]; rows are contiguous."""
     starts = np.flatnonzero(np.diff(row, prepend=-1))
     return np.arange(len(row)) - np.repeat(starts, np.diff([*starts, len(row)]))
 

@@ -248,12 +248,10 @@ def spread_rows(sequences: Sequences, num_tokens: int) -> Ints:
 
 
 def tokens_within(logits: int, vocabulary_size: int) -> int:
-    """Return the number of tokens whose full logits have `logits` entries, within fixed bounds."""
     return min(MOST_TOKENS, max(FEWEST_TOKENS, logits // vocabulary_size))
 
 
 def subsampled(sample: LogitSample, stride: int) -> LogitSample:
-    """Keep every `stride`-th token."""
     return LogitSample(
         sample.rows,
         sample.places[::stride],
@@ -300,7 +298,6 @@ def evaluate(
 def logit_rows(
     scorer: Scorer, sequences: Sequences, sample: LogitSample, temperature: float, chunk: slice
 ) -> Rows:
-    """Compute the full logits of a chunk of the sample, with the counts of preceding tokens."""
     uncapped = scorer.head.uncapped(sample.hidden[chunk])
     seen, seen_output = preceding_counts(sequences, sample.tokens[chunk], uncapped.shape[1])
     return Rows(
@@ -328,7 +325,6 @@ def preceding_counts(sequences: Sequences, tokens: Ints, vocabulary_size: int) -
 
 
 def transform_families(eos_token_id: int | None) -> list[Family]:
-    """List the transforms to test, simple ones first."""
     repetitions = (0.9, 1.02, 1.05, 1.1, 1.2, 1.3, 1.5, 2.0)
     temperatures = (0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2, 1.3, 1.5, 1.75, 2.0, 2.5)
     found = [
@@ -350,7 +346,6 @@ def transform_families(eos_token_id: int | None) -> list[Family]:
 
 
 def normalised(scores: Tensor) -> Tensor:
-    """log_softmax over the vocabulary."""
     return torch.log_softmax(scores, 1)
 
 
@@ -360,12 +355,10 @@ def as_is(rows: Rows) -> Tensor:
 
 
 def largest_logprob(rows: Rows) -> Tensor:
-    """The largest logprob in place of every token's own."""
     return as_is(rows).amax(1, keepdim=True).expand_as(rows.logits)
 
 
 def at_temperature(rows: Rows, temperature: float) -> Tensor:
-    """Temperature `temperature` instead of the trainer's."""
     return normalised(rows.logits / temperature)
 
 
@@ -384,7 +377,6 @@ def top_k(rows: Rows, top_k: float) -> Tensor:
 
 
 def min_p(rows: Rows, min_p: float) -> Tensor:
-    """Tokens at least `min_p` times as likely as the most likely one, renormalised."""
     threshold = rows.scaled.amax(1, keepdim=True) + torch.log(torch.tensor(min_p))
     return _only(rows, rows.scaled >= threshold)
 
@@ -398,7 +390,6 @@ def repetition_penalty(rows: Rows, penalty: float) -> Tensor:
 
 
 def output_repetition_penalty(rows: Rows, penalty: float) -> Tensor:
-    """Penalise repetition of tokens of the output alone, as SGLang does."""
     return _repetition_penalty(rows, rows.seen_output > 0, penalty)
 
 
@@ -413,19 +404,16 @@ def frequency_penalty(rows: Rows, penalty: float) -> Tensor:
 
 
 def presence_penalty(rows: Rows, penalty: float) -> Tensor:
-    """Subtract `penalty` from a token's logit if it occurs in the output."""
     return normalised((rows.logits - penalty * (rows.seen_output > 0)) / rows.temperature)
 
 
 def forbidden_token(rows: Rows, token_id: float) -> Tensor:
-    """One token excluded, as EOS is before `min_new_tokens`."""
     kept = torch.ones_like(rows.scaled, dtype=torch.bool)
     kept[:, round(token_id)] = False
     return _only(rows, kept)
 
 
 def bfloat16_logits(rows: Rows) -> Tensor:
-    """Logits rounded to bfloat16 before the softmax."""
     return normalised(rows.logits.bfloat16().float() / rows.temperature)
 
 
@@ -436,7 +424,6 @@ def soft_cap(rows: Rows, cap: float) -> Tensor:
 
 
 def padded_vocabulary(rows: Rows, num_padding: float) -> Tensor:
-    """Log probabilities with `num_padding` more vocabulary entries of logit 0."""
     total = rows.scaled.logsumexp(1, keepdim=True)
     padding = torch.log(torch.tensor(float(num_padding)))
     return rows.scaled - torch.logaddexp(total, padding)

@@ -63,7 +63,6 @@ class Reading:
 
     @property
     def freshest(self) -> Sums:
-        """Sums over the tokens of the smallest lag."""
         return self.by_lag[min(self.by_lag)]
 
 
@@ -90,7 +89,6 @@ def read_step(batch: dict[str, Tensor], proximal: Tensor, version: int) -> dict[
 
 
 def sums_by_lag(lag: Ints, difference: Floats) -> dict[int, Sums]:
-    """Sum the differences of each lag, ascending; both arguments [n]."""
     found = {}
     for value in np.unique(lag):
         group = difference[lag == value]
@@ -207,7 +205,6 @@ class InLoop:
 
 
 def noise_of_run(config: dict[str, Any]) -> Noise:
-    """Return the published noise floor of the run's dtypes."""
     allocation = config["allocation_mode"] or config["rollout"]["backend"]
     engine = config["vllm" if allocation.startswith("vllm") else "sglang"]
     return published_noise((str(config["actor"]["dtype"]), str(engine["dtype"])), has_experts=False)

@@ -225,7 +225,6 @@ def tops_of(replies: Sequence[Reply]) -> tuple[Top, ...] | None:
 
 
 def one_sequence(prompt: Prompt, reply: Reply, prompt_id: int, worker: int) -> Sequences:
-    """Turn one reply into a row, with the columns that the engine reported."""
     row = sequences_from_completions(
         [Completion(prompt.ids, reply.output_ids, reply.logprobs, prompt.images)]
     )

@@ -283,7 +283,6 @@ def probabilities(table: TokenTable) -> dict[str, float]:
 
 
 def sequence_ratios(sequence: Sums) -> dict[str, float]:
-    """Sequence ratios, the products of token ratios, and their correlation with length."""
     total, mean = sequence.total, sequence.total / sequence.count
     bounded = np.clip(total, -SEQUENCE_BOUND, SEQUENCE_BOUND)
     return {
@@ -385,7 +384,6 @@ def all_groups(table: TokenTable) -> dict[str, tuple[Group, ...]]:
 
 
 def group_by(keys: Ints, difference: Floats) -> tuple[Group, ...]:
-    """Compute the differences of each key, ascending."""
     names, inverse = np.unique(keys, return_inverse=True)
     count = np.bincount(inverse)
     means = [

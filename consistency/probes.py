@@ -74,7 +74,6 @@ def run_probes(diagnose: Diagnose, inputs: ProbeInputs, replays: Replays) -> tup
 
 
 def is_small_for_noise(found: Diagnosis, setting: Setting) -> bool:
-    """Return whether a healthy float32 difference is large enough for one changed tensor."""
     size = found.measurement.metrics["mean_abs"]
     return found.verdict == "healthy" and setting.noise.name == "float32" and size > LEAST_TO_WEIGH
 
@@ -87,7 +86,6 @@ def is_settled(found: Diagnosis) -> bool:
 
 
 def probe_dtype(inputs: ProbeInputs) -> list[Alternative]:
-    """Score in the other dtype."""
     other = "bfloat16" if inputs.dtype == "float32" else "float32"
     model = load_scorer(inputs.request.model, DTYPES[other], inputs.request.device)
     temperature = inputs.setting.temperature
@@ -95,7 +93,6 @@ def probe_dtype(inputs: ProbeInputs) -> list[Alternative]:
 
 
 def probe_bos(inputs: ProbeInputs) -> list[Alternative]:
-    """Score with one BOS more and one less."""
     bos_token_id = inputs.setting.bos_token_id
     if bos_token_id is None:
         return []
@@ -103,7 +100,6 @@ def probe_bos(inputs: ProbeInputs) -> list[Alternative]:
 
 
 def probe_quantization(inputs: ProbeInputs) -> list[Alternative]:
-    """Score with the weights rounded as weight-only quantisation rounds them."""
     return quantized_alternatives(inputs.scorer, inputs.rows, inputs.setting.temperature)
 
 
@@ -121,7 +117,6 @@ def probe_checkpoints(inputs: ProbeInputs) -> list[Alternative]:
 
 
 def probe_partial_update(inputs: ProbeInputs) -> list[Alternative]:
-    """Score with some tensors from the previous checkpoint, if the request names one."""
     request = inputs.request
     if request.previous is None:
         return []
@@ -130,27 +125,22 @@ def probe_partial_update(inputs: ProbeInputs) -> list[Alternative]:
 
 
 def probe_architecture(inputs: ProbeInputs) -> list[Alternative]:
-    """Score with a detail of the architecture computed as other model families do."""
     return architecture_alternatives(inputs.scorer, inputs.rows, inputs.setting.temperature)
 
 
 def probe_positions(inputs: ProbeInputs) -> list[Alternative]:
-    """Score with other rotary embeddings."""
     return rotary_alternatives(inputs.scorer, inputs.rows, inputs.setting.temperature)
 
 
 def probe_experts(inputs: ProbeInputs) -> list[Alternative]:
-    """Score with the experts that the engine chose."""
     return expert_alternatives(inputs.scorer, inputs.rows, inputs.setting.temperature)
 
 
 def probe_images(inputs: ProbeInputs) -> list[Alternative]:
-    """Score with images treated otherwise."""
     return image_alternatives(inputs.scorer, inputs.rows, inputs.setting.temperature)
 
 
 def probe_prompts(inputs: ProbeInputs) -> list[Alternative]:
-    """Score completions after the prompts of other rows."""
     base = score_logprobs(inputs.scorer, inputs.rows, temperature=inputs.setting.temperature)
     return prompt_alternatives(inputs.scorer, inputs.rows, base, inputs.setting.temperature)
 
@@ -172,7 +162,6 @@ PROBES: tuple[Probe, ...] = (
 def checkpoint_alternative(
     scorer: Scorer, sequences: Sequences, cause: str, name: str, temperature: float
 ) -> Alternative:
-    """Score with another model; `cause` is the verdict if its scores are the engine's."""
     return Alternative(cause, name, score_logprobs(scorer, sequences, temperature=temperature))
 
 
@@ -191,7 +180,6 @@ def partial_alternatives(
 
 
 def architecture_alternatives(scorer: Scorer, sequences: Sequences, temperature: float) -> list[Alternative]:
-    """Score with one detail computed as other model families do (R54)."""
     return [
         checkpoint_alternative(changed(scorer, change), sequences, "R54", name, temperature)
         for name, change in DETAILS.items()
@@ -213,14 +201,12 @@ def shift_norm(module: torch.nn.Module, by: float) -> None:
 
 
 def set_epsilon(module: torch.nn.Module, epsilon: float) -> None:
-    """Set the epsilon of a norm, under either of its names in Transformers."""
     for name in ("variance_epsilon", "eps"):
         if is_norm(module) and name in vars(module):
             setattr(module, name, epsilon)
 
 
 def is_norm(module: torch.nn.Module) -> bool:
-    """Return whether the module is a norm with a weight."""
     return type(module).__name__.endswith("Norm") and "weight" in dict(module.named_parameters(recurse=False))
 
 
@@ -235,7 +221,6 @@ DETAILS: dict[str, Callable[[torch.nn.Module], None]] = {
 
 
 def quantized_alternatives(scorer: Scorer, sequences: Sequences, temperature: float) -> list[Alternative]:
-    """Score with linear layers rounded as by an engine's weight-only quantisation (R44)."""
     return [
         checkpoint_alternative(quantized(scorer, scheme), sequences, "R44", f"weights in {name}", temperature)
         for name, scheme in SCHEMES.items()
@@ -243,7 +228,6 @@ def quantized_alternatives(scorer: Scorer, sequences: Sequences, temperature: fl
 
 
 def quantized(scorer: Scorer, scheme: Callable[[Tensor], Tensor]) -> Scorer:
-    """Copy the model with the weights of all linear layers but the output layer rounded."""
     model = copy.deepcopy(scorer.model)
     for module in model.base_model.modules():
         if isinstance(module, torch.nn.Linear):
@@ -252,13 +236,11 @@ def quantized(scorer: Scorer, scheme: Callable[[Tensor], Tensor]) -> Scorer:
 
 
 def rounded_to_float8(weight: Tensor) -> Tensor:
-    """Round [out, in] float32 to float8 e4m3 with one scale per output channel."""
     scale = weight.abs().amax(1, keepdim=True).clamp(min=1e-12) / torch.finfo(torch.float8_e4m3fn).max
     return (weight / scale).to(torch.float8_e4m3fn).float() * scale
 
 
 def rounded_to_integers(weight: Tensor, bits: int, group: int | None) -> Tensor:
-    """Round [out, in] float32 to integers with one scale per output channel or input group."""
     groups = weight if group is None or weight.shape[1] % group else weight.reshape(-1, group)
     most = 2 ** (bits - 1) - 1
     scale = groups.abs().amax(1, keepdim=True).clamp(min=1e-12) / most
@@ -275,7 +257,6 @@ SCHEMES: dict[str, Callable[[Tensor], Tensor]] = {
 def bos_alternatives(
     scorer: Scorer, sequences: Sequences, bos_token_id: int, temperature: float
 ) -> list[Alternative]:
-    """Score with one BOS more, and with one less if every row begins with one (R15)."""
     found = [
         (
             "double BOS" if begins_with(sequences, bos_token_id) else "BOS that the record lacks",
@@ -297,7 +278,6 @@ def begins_with(sequences: Sequences, token_id: int) -> bool:
 
 
 def with_first(sequences: Sequences, token_id: int) -> Sequences:
-    """Prepend a token to every row."""
     begins = sequences.cu_seqlens[:-1]
     return Sequences(
         input_ids=np.insert(sequences.input_ids, begins, token_id),
@@ -309,7 +289,6 @@ def with_first(sequences: Sequences, token_id: int) -> Sequences:
 
 
 def without_first(sequences: Sequences) -> Sequences:
-    """Drop the first token of every row."""
     begins = sequences.cu_seqlens[:-1]
     return Sequences(
         input_ids=np.delete(sequences.input_ids, begins),
@@ -338,7 +317,6 @@ def noise_of_model(published: Noise, other_dtype: Alternative, replays: Replays)
 
 
 def noise_of_engine(published: Noise, rescoring: Rescoring) -> Noise:
-    """Return the published noise, or the engine's run-to-run variation if that is larger."""
     variation = NOISE_MARGIN * rescoring.engine_repeat
     if not variation > published.mean_abs:
         return published

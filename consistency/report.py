@@ -120,7 +120,6 @@ def check_gates(text: str, metrics: dict[str, float]) -> tuple[Gate, ...]:
 
 
 def parse_gate(entry: str, metrics: dict[str, float]) -> Gate:
-    """Parse one gate such as `k3=0.002`."""
     name, _, limit = (part.strip() for part in entry.partition("="))
     if name not in metrics:
         raise UnknownGate(
@@ -159,7 +158,6 @@ def describe_worst(checked: Checked, count: int = 10, num_before: int = 12) -> t
 
 
 def rank_tokens(scores: Scores, tops: Sequence[Top] | None) -> Ranking | None:
-    """Compute the ranking; None if no token was scored in detail."""
     detailed = np.flatnonzero((scores.rank >= 0) & np.isfinite(scores.logprob))
     if not len(detailed):
         return None
@@ -175,7 +173,6 @@ def rank_tokens(scores: Scores, tops: Sequence[Top] | None) -> Ranking | None:
 
 
 def compare_tops(scores: Scores, detailed: Sequence[int], tops: Sequence[Top]) -> dict[str, float]:
-    """Compare with the engine's most likely tokens."""
     compared = [index for index in detailed if tops[index]]
     if not compared:
         return {}
@@ -197,5 +194,4 @@ def most_likely(top: Top) -> int:
 
 
 def overlap(left: set[int], right: set[int]) -> float:
-    """Return the Jaccard index of two sets."""
     return len(left & right) / len(left | right)

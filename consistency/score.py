@@ -97,7 +97,6 @@ class Head:
         return max(1, LOGITS_AT_A_TIME[device.type] // self.vocabulary_size)
 
     def rows_reduced(self, device: torch.device) -> int:
-        """Number of rows of logits to reduce at once."""
         return max(1, REDUCED_AT_A_TIME[device.type] // self.vocabulary_size)
 
 
@@ -232,7 +231,6 @@ def score(
 def score_logprobs(
     scorer: Scorer, sequences: Sequences, *, temperature: float = 1.0, tokens_per_pass: int = TOKENS_PER_PASS
 ) -> Floats:
-    """Return the logprob of every sampled token alone."""
     return score(
         scorer,
         sequences,
@@ -391,7 +389,6 @@ class ScoringKey:
 
 
 def key_text(key: ScoringKey) -> npt.NDArray[np.str_]:
-    """Return the key as an array of text, which NumPy stores without pickle."""
     return np.array([f"{field.name}={getattr(key, field.name)}" for field in fields(key)])
 
 

@@ -138,7 +138,6 @@ def explained_by_key(keys: Ints, values: Floats) -> float:
 
 
 def means_by(keys: Ints, size: Floats) -> tuple[Ints, Floats, Ints]:
-    """Return the distinct keys, and the mean of `size` and number of tokens of each."""
     names, inverse = np.unique(keys, return_inverse=True)
     count = np.bincount(inverse)
     return names, np.bincount(inverse, weights=size) / count, count

@@ -202,7 +202,6 @@ def concatenate(batches: Sequence[Sequences]) -> Sequences:
 
 
 def joined_images(batches: Sequence[Sequences]) -> Images | None:
-    """Concatenate the images of the rows of several batches; None if no batch has any."""
     if all(batch.images is None for batch in batches):
         return None
     return tuple(images for batch in batches for images in batch.images or ((),) * batch.num_rows)
@@ -229,7 +228,6 @@ def published_noise(dtypes: Sequence[str], has_experts: bool) -> Noise:
 def setting_of(
     sampling: Sampling, model_config: Any, temperature: float, dtype: str, version: int | None
 ) -> Setting:
-    """Combine the sampling options with the facts of the model's config (Transformers)."""
     text = model_config.get_text_config()
     eos = text.eos_token_id
     has_experts = any(

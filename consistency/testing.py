@@ -50,7 +50,6 @@ def sample_rows(
 
 
 def sequences_of(tokens: Tensor, prompt_length: int) -> Sequences:
-    """Turn tokens [rows, length] into sequences, sampled after the prompt."""
     num_rows, length = tokens.shape
     return Sequences(
         input_ids=tokens.reshape(-1).numpy(),

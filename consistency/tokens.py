@@ -161,7 +161,6 @@ class TokenTable:
 
 
 def is_minus_infinity(logprobs: Floats) -> Bools:
-    """Return a mask of logprobs that are minus infinity or a placeholder for it."""
     return logprobs <= LOWEST_LOGPROB
 
 
@@ -200,7 +199,6 @@ def compare_tokens(sequences: Sequences, trainer_logprobs: Floats) -> TokenTable
 def build_table(
     sequences: Sequences, tokens: Ints, index: Ints, engine: Floats, trainer: Floats, excluded: Excluded
 ) -> TokenTable:
-    """Compute the columns of the kept tokens."""
     row = sequences.row_of_token
     begin = sequences.cu_seqlens[:-1][row]
     sampled = sequences.sampled.astype(np.int64)

@@ -164,7 +164,6 @@ class Case:
         return len(self.ranks) + len(self.missing)
 
     def children_of(self, name: str) -> list[ProcessState]:
-        """Return the child processes of the process called `name`."""
         return [other for other in self.others if other.parent == name]
 
 
@@ -216,13 +215,11 @@ def judged(process_states: list[ProcessState], role: str) -> list[ProcessState]:
 
 
 def primary_role(process_states: list[ProcessState]) -> str:
-    """Return `trainer` where there is one, else the role that most ranked processes have."""
     counts = Counter(s.role for s in process_states if s.rank is not None)
     return "trainer" if counts["trainer"] or not counts else counts.most_common(1)[0][0]
 
 
 def ranked_by_name(process_state: ProcessState) -> ProcessState:
-    """Identify a rank of another role by its process name: number 1 of the engine is not rank 1."""
     return (
         replace(process_state, rank=process_state.name) if process_state.rank is not None else process_state
     )

@@ -148,7 +148,6 @@ def notes(snapshot: Snapshot) -> tuple[Evidence, ...]:
 
 
 def group_of(stack_class: StackClass) -> Group:
-    """Return a stack class as a group of the diagnosis."""
     first = stack_class.members[0]
     return Group(
         ranks=rank_ranges(stack_class.ranks),
@@ -162,7 +161,6 @@ def group_of(stack_class: StackClass) -> Group:
 def rank_map(
     case: Case, graph: Graph, verdict: Verdict, classes: tuple[StackClass, ...]
 ) -> tuple[RankVerdict, ...]:
-    """Return one cell per rank that exists or should exist, in rank order."""
     group_number = {m.name: i for i, c in enumerate(classes) for m in c.members}
     waiting = {s.name for s in graph.waiting_ranks}
     blamed = set(verdict.culprits)

@@ -118,7 +118,6 @@ def normal_frames(frames: tuple[Frame, ...]) -> tuple[Frame, ...]:
 
 
 def python_only(frames: tuple[Frame, ...]) -> tuple[Frame, ...]:
-    """Return the Python frames of a stack."""
     return tuple(frame for frame in frames if not frame.native)
 
 

@@ -66,12 +66,10 @@ class Graph:
 
     @property
     def source_ranks(self) -> tuple[ProcessState, ...]:
-        """The processes of all source clusters."""
         return tuple(member for cluster in self.sources for member in cluster.members)
 
     @property
     def waiting_ranks(self) -> tuple[ProcessState, ...]:
-        """The processes of all waiting clusters."""
         return tuple(member for cluster in self.waiting for member in cluster.members)
 
 

@@ -68,7 +68,6 @@ def observe(event: str, **facts: object) -> None:
 
 
 def read_beats(folder: Path) -> dict[str, Beat]:
-    """Return name to last beat, for every process that has written one in `folder`."""
     beats = (_parse(path) for path in folder.glob("*.beat"))
     return {one.name: one for one in beats if one is not None}
 

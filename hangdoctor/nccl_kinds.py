@@ -94,7 +94,6 @@ def scheduled(records: tuple[CollectiveRecord, ...]) -> Found | None:
 
 
 def all_started(records: tuple[CollectiveRecord, ...]) -> Found | None:
-    """Return the transport where the kernel has started on every rank of several."""
     late, begun = by_state(records)
     if late or len(begun) < 2:
         return None
@@ -120,7 +119,6 @@ def by_state(records: tuple[CollectiveRecord, ...]) -> tuple[tuple[int, ...], tu
 
 
 def silent_peers(case: Case) -> Found | None:
-    """Return ranks that NCCL RAS cannot reach."""
     silent = tuple(sorted({r.rank for r in case.snapshot.ras if r.status in RAS_SILENT}))
     evidence = (Evidence(rank_ranges(silent), "RAS gets no response from them"),)
     return Found("transport", silent, f"RAS cannot reach {ranks_text(silent)}", evidence) if silent else None
@@ -154,7 +152,6 @@ def idle_devices(case: Case) -> Found | None:
 
 
 def gloo_buffers(ranks: tuple[ProcessState, ...]) -> Found | None:
-    """Return the transport where every rank waits in a buffer of gloo."""
     inside = [s for s in ranks if any(f.native and GLOO.match(f.function) for f in s.thread_wait.frames)]
     if len(inside) < 2 or len(inside) < len(ranks):
         return None
@@ -171,6 +168,5 @@ def named(ranks: Iterable[Rank]) -> str:
 
 
 def ranks_text(ranks: Iterable[Rank]) -> str:
-    """Return `rank 3` or `ranks 0-2`."""
     found = list(ranks)
     return f"{'rank' if len(found) == 1 else 'ranks'} {rank_ranges(found)}"

@@ -315,18 +315,15 @@ def specific_wait(function: str, file: str) -> tuple[str, str] | None:
 
 @lru_cache(maxsize=65536)
 def generic_wait(function: str, file: str) -> tuple[str, str] | None:
-    """Return (kind, operation) of a frame that shows how it waits but not for what."""
     return first_match(GENERIC, function, file)
 
 
 @lru_cache(maxsize=65536)
 def native_wait(function: str) -> tuple[str, str] | None:
-    """Return (kind, operation) of a native frame, by its function name."""
     return first_match(NATIVE, function[:300], "")
 
 
 def first_match(table: tuple[Pattern, ...], function: str, file: str) -> tuple[str, str] | None:
-    """Return (kind, operation) of the first row that matches in full."""
     for row in table:
         if compiled(row.function).fullmatch(function) and compiled(row.file).fullmatch(file):
             return row.kind, row.operation
@@ -424,7 +421,6 @@ def wait_of(frames: tuple[Frame, ...], python: tuple[Frame, ...]) -> tuple[str, 
 
 
 def caller_of(python: tuple[Frame, ...], frame: Frame) -> str:
-    """Return the name of the function that called into the file of `frame`."""
     outer = python[python.index(frame) :]
     return next((f.function for f in outer if f.file != frame.file), "")
 

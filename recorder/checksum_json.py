@@ -72,12 +72,10 @@ def restored(pairs: list[tuple[str, Json]]) -> Json:
 
 
 def refuse_constant(name: str) -> Json:
-    """Refuse NaN and Infinity, which are not JSON."""
     raise ValueError(f"{name} is no JSON number")
 
 
 def is_deep(value: Json) -> bool:
-    """Return whether lists and objects are nested beyond the limit."""
     level = [value] if isinstance(value, dict | list) else []
     for _ in range(MAX_JSON_DEPTH):
         inner = [item.values() if isinstance(item, dict) else item for item in level]
@@ -95,7 +93,6 @@ def json_bytes(document: dict[str, Json]) -> bytes:
 
 
 def json_text(value: Json) -> str:
-    """Serialize a value, which may contain dataclasses, as JSON on one line."""
     try:
         return json.dumps(value, allow_nan=False, default=vars)
     except ValueError:

@@ -131,7 +131,6 @@ LARGEST_SHAPE = 1 << 40  # elements, counted without the dimensions that are 0
 
 
 def dtype_name(value: Any) -> str:
-    """Accept safetensors names of dtypes."""
     if type(value) is not str or value not in NUMPY_TYPES:
         raise mismatch(f"one of {', '.join(NUMPY_TYPES)}", value)
     return value
@@ -163,7 +162,6 @@ def step_number(name: str) -> int | None:
 
 
 def is_lock_file(name: str) -> bool:
-    """Return whether a file at the top belongs to the writers' lock."""
     return name == LOCK_FILE or name.startswith(f"{LOCK_FILE}.")
 
 
@@ -514,7 +512,6 @@ def problem_of_batch(batch: BatchEntry, keys: Mapping[str, tuple[str, str]]) -> 
 
 
 def problem_of_tensor(batch: BatchEntry, tensor: TensorEntry) -> str | None:
-    """Return why a tensor's entry contradicts itself or its batch, or None."""
     lengths = {"token": batch.num_tokens, "row": batch.num_rows, "offset": batch.num_rows + 1}
     length = lengths[tensor.axis] if tensor.axis in lengths else batch.length(tensor.axis)
     if tensor.shape[:1] != (length,):
@@ -529,7 +526,6 @@ def problem_of_tensor(batch: BatchEntry, tensor: TensorEntry) -> str | None:
 
 
 def problem_of_pictures(batch: BatchEntry) -> str | None:
-    """Return why the entry of a batch with pictures contradicts itself, or None."""
     found = {name: tensor for name, tensor in batch.tensors.items() if tensor.axis in ("image", "unit")}
     found |= {name: batch.tensors[name] for name in IMAGE_KEYS.keys() & batch.tensors.keys()}
     for name, tensor in found.items():
@@ -563,7 +559,6 @@ def parse_anchor(document: dict[str, Any], file: str) -> AnchorManifest:
 
 
 def parse_plan(document: dict[str, Any], file: str) -> Plan:
-    """Parse plan-*.json."""
     return parse_as(Plan, document, file)
 
 
@@ -582,5 +577,4 @@ def parse_outcome(document: dict[str, Any], file: str) -> Outcome:
 
 
 def parse_text_line(document: dict[str, Any], file: str) -> dict[str, Any]:
-    """Parse a line of text-*.jsonl."""
     return dict(parse_as(TextLine, document, file))

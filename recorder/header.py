@@ -142,22 +142,18 @@ class Gaps:
         return "was not written before the run was interrupted" if step in self.lost else None
 
     def with_removed(self, steps: Iterable[int]) -> "Gaps":
-        """Return these gaps plus steps that are about to be removed."""
         return replace(self, removed=merge_ranges([*self.removed, *((step, step) for step in steps)]))
 
     def with_dropped(self, steps: Iterable[int]) -> "Gaps":
-        """Return these gaps plus steps that were dropped."""
         return replace(self, dropped=tuple(sorted({*self.dropped, *steps})))
 
 
 def in_ranges(step: int, ranges: Ranges) -> bool:
-    """Return whether the step is in one of the ascending ranges."""
     before = bisect_right(ranges, step, key=lambda ends: ends[0])
     return before > 0 and step <= ranges[before - 1][1]
 
 
 def merge_ranges(ranges: Iterable[tuple[int, int]]) -> Ranges:
-    """Merge adjacent ranges: (1, 2), (3, 3), (7, 7) become (1, 3), (7, 7)."""
     merged: list[tuple[int, int]] = []
     for first, last in sorted(ranges):
         if merged and first <= merged[-1][1] + 1:
@@ -179,5 +175,4 @@ def parse_gaps(document: dict[str, Any]) -> Gaps:
 
 
 def write_gaps(record: Path, gaps: Gaps) -> None:
-    """Commit gaps.json."""
     commit_file(record / GAPS_FILE, checksummed_bytes({"format_version": FORMAT_VERSION} | vars(gaps)))

@@ -41,7 +41,6 @@ class OutcomeObserver:
 
 
 def parse_micro_batch(facts: dict[str, Any]) -> MicroBatch:
-    """Parse the facts of a `micro_batch` event; scalars may be tensors."""
     return MicroBatch(
         minibatch=facts["minibatch"],
         micro_batch=facts["micro_batch"],

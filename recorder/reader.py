@@ -266,7 +266,6 @@ class RecordedStep:
 
 
 def not_in_scope(file: str, scope: str) -> StepNotRecorded:
-    """Build the error for a file that recording with a smaller scope leaves out."""
     return StepNotRecorded(f"{file} was not recorded: it needs debug.dump_scope={scope} or a larger one")
 
 
@@ -307,7 +306,6 @@ class Record:
         return RecordedStep(self.storage, read_manifest(self.storage, step))
 
     def why_missing(self, step: int) -> str:
-        """Describe why a step is missing, as a phrase that follows "step N"."""
         if step in self.uncommitted:
             return "was not finished"
         if not self.header.recording.wants(step):
@@ -342,11 +340,9 @@ class Record:
         return self._exporter("arrow").frame_of(self, steps, columns)
 
     def _repr_html_(self) -> str:
-        """Return what a notebook shows."""
         return self._exporter("html").html_of(self)
 
     def _exporter(self, name: str) -> ModuleType:
-        """Import one of the exporters, which import this module."""
         return import_module(f"recorder.exporters.{name}")
 
     def anchors(self) -> tuple[int, ...]:
@@ -410,7 +406,6 @@ def read_manifest(storage: Storage, step: int) -> StepManifest:
 
 
 def step_file(step: int) -> str:
-    """The file that commits a step."""
     return f"{STEPS_FOLDER}/{step_name(step)}/{STEP_FILE}"
 
 
@@ -438,25 +433,21 @@ def describe_steps(steps: tuple[int, ...]) -> str:
 
 
 def step_folders(storage: Storage, gaps: Gaps = Gaps()) -> list[int]:
-    """List the step folders' numbers, ascending, without those removed according to gaps.json."""
     steps = numbered_folders(storage, STEPS_FOLDER)
     return [step for step in steps if not in_ranges(step, gaps.removed)] if gaps.removed else steps
 
 
 def numbered_folders(storage: Storage, folder: str) -> list[int]:
-    """List the numbers of the steps that folders below a folder are named after, ascending."""
     return sorted([step for step in map(step_number, storage.names(folder)) if step is not None])
 
 
 def anchor_steps(storage: Storage) -> tuple[int, ...]:
-    """List the steps of all finished anchors, ascending."""
     steps = numbered_folders(storage, ANCHORS_FOLDER)
     files = {step: f"{ANCHORS_FOLDER}/{step_name(step)}/{ANCHOR_FILE}" for step in steps}
     return tuple(step for step, file in files.items() if storage.size(file) is not None)
 
 
 def top_files(storage: Storage) -> list[str]:
-    """List the files at the top of a record that are part of it."""
     return [name for name in TOP_FILES if storage.size(name) is not None]
 
 

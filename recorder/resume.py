@@ -75,7 +75,6 @@ def remove_committed(folder: Path, committed_by: str) -> None:
 
 
 def gaps_before(first_step: int, gaps: Gaps, kept: list[int], recording: Recording) -> Gaps:
-    """Return the gaps before `first_step`, plus the steps that did not reach the disk."""
     removed = tuple((first, min(last, first_step - 1)) for first, last in gaps.removed if first < first_step)
     known = Gaps(
         removed,

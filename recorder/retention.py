@@ -64,7 +64,6 @@ def steps_to_remove(sizes: Mapping[int, int], free_bytes: int, limits: Retention
 
 
 def kept_by_number(step: int, limits: Retention) -> bool:
-    """Return whether `keep_every` divides the step."""
     return limits.keep_every is not None and step % limits.keep_every == 0
 
 
@@ -95,7 +94,6 @@ class KeptSteps:
         self.make_room()
 
     def named_pictures(self, step: int) -> dict[str, int]:
-        """Return the size of each picture of a committed step."""
         storage = FolderStorage(self.record)
         return RecordedStep(storage, read_manifest(storage, step)).named_pictures()
 
@@ -126,7 +124,6 @@ class KeptSteps:
             )
 
     def add_dropped(self, steps: Sequence[int]) -> None:
-        """Add dropped steps to gaps.json, if any are new."""
         if not set(steps) <= set(self.gaps.dropped):
             self.gaps = self.gaps.with_dropped(steps)
             write_gaps(self.record, self.gaps)

@@ -197,7 +197,6 @@ def location_of(path: str | os.PathLike[str]) -> str:
 
 
 def is_url(location: str) -> bool:
-    """Return whether the location is an fsspec URL rather than a path."""
     return URL.match(location) is not None
 
 

@@ -144,7 +144,6 @@ def flatten(batch: Mapping[str, Any], any_padding: bool = False) -> FlatBatch:
 
 
 def stored_type(tensor: FlatTensor) -> str:
-    """Return the safetensors dtype in the file."""
     return tensor.dtype if tensor.array.dtype == NUMPY_TYPES[tensor.dtype] else NAMES[tensor.array.dtype]
 
 

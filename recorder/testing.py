@@ -52,7 +52,6 @@ def scripted_batch(lengths: Sequence[int], seed: int = 0, prompt_length: int = 2
 
 
 def in_step(batch: dict[str, np.ndarray], step: int, rank: int = 0) -> dict[str, np.ndarray]:
-    """Return the batch with prompts of its own in each step and rank."""
     return batch | {"prompt_id": batch["prompt_id"] % 1000 + 1000 * (100 * step + rank)}
 
 
@@ -73,7 +72,6 @@ def literal_batch() -> dict[str, np.ndarray]:
 
 
 def scripted_learning(batch: dict[str, Any]) -> dict[str, np.ndarray]:
-    """Compute next-token aligned inputs to a loss, as simple functions of the batch."""
     mask, rewards, logprobs = (np.asarray(batch[key]) for key in ("loss_mask", "rewards", "logprobs"))
     trained = np.roll(mask, -1, axis=1).astype(np.float32)
     advantages = trained * (rewards[:, None] - np.float32(0.5))
@@ -82,7 +80,6 @@ def scripted_learning(batch: dict[str, Any]) -> dict[str, np.ndarray]:
 
 
 def start_facts(rank: int = 0, num_ranks: int = 1, **config: Any) -> dict[str, Any]:
-    """Return the facts of a trainer's `start` event."""
     return {
         "config": {"seed": 1, "allocation_mode": f"fsdp:d{num_ranks}", **config},
         "rank": rank,
@@ -96,7 +93,6 @@ def start_facts(rank: int = 0, num_ranks: int = 1, **config: Any) -> dict[str, A
 
 
 def send_step(observer: Any, step: int, batch: dict[str, Any], rng: Mapping[str, str] = SCRIPTED_RNG) -> None:
-    """Send the events of one training step on one rank; values follow from the step number."""
     num_rows = len(batch["rewards"])
     observer("batch", step=step, version=step, batch=batch, rng=rng)
     observer("advantages", step=step, inputs=batch | scripted_learning(batch))
@@ -121,7 +117,6 @@ def send_step(observer: Any, step: int, batch: dict[str, Any], rng: Mapping[str,
 
 
 def gatherers(num_ranks: int) -> list[Callable[[RankState], list[RankState]]]:
-    """Return the `gather` functions of several writers in threads of one process."""
     barrier = threading.Barrier(num_ranks)
     states: list[Any] = [None] * num_ranks
 
@@ -146,7 +141,6 @@ def write_scripted_record(
     rng: Mapping[str, str] = SCRIPTED_RNG,
     options: RecordingOptions = RecordingOptions(),
 ) -> None:
-    """Write a record; rank r of step s has `scripted_batch` of seed `100 s + r`."""
     lengths = [3 + (5 * row) % 7 for row in range(num_rows)]
     writers = [
         RecordWriter(folder, rank, num_ranks, gather, options)

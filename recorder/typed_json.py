@@ -66,7 +66,6 @@ def parse_as(cls: Callable[..., T], document: Any, file: str) -> T:
 
 @cache
 def parser_of(annotation: Any) -> Parse:
-    """Return the function that parses values of an annotation."""
     origin, arguments = get_origin(annotation), get_args(annotation)
     if annotation is Any:
         return lambda value: value
@@ -88,8 +87,6 @@ def parser_of(annotation: Any) -> Parse:
 
 
 def of_type(accepted: tuple[type, ...], name: str) -> Parse:
-    """Accept values whose type is exactly one of some types."""
-
     def parse(value: Any) -> Any:
         if type(value) not in accepted:
             raise mismatch(name, value)
@@ -110,7 +107,6 @@ def one_of(*allowed: str) -> Parse:
 
 
 def members_parser(cls: Any) -> Parse:
-    """Accept an object with exactly the members of a dataclass or TypedDict."""
     parsers = {name: parser_of(hint) for name, hint in get_type_hints(cls, include_extras=True).items()}
 
     def parse(value: Any) -> Any:
@@ -126,8 +122,6 @@ def members_parser(cls: Any) -> Parse:
 
 
 def dict_parser(parse_key: Parse, parse_value: Parse) -> Parse:
-    """Accept an object with any members."""
-
     def parse(value: Any) -> Any:
         if type(value) is not dict:
             raise mismatch("an object", value)
@@ -140,7 +134,6 @@ def dict_parser(parse_key: Parse, parse_value: Parse) -> Parse:
 
 
 def tuple_parser(arguments: tuple[Any, ...]) -> Parse:
-    """Accept a list, of any length for `tuple[T, ...]`."""
     any_length = arguments[-1] is Ellipsis
     parsers = [parser_of(argument) for argument in arguments if argument is not Ellipsis]
 
@@ -165,7 +158,6 @@ def tuple_parser(arguments: tuple[Any, ...]) -> Parse:
 
 
 def parse_each(parsers: Iterable[tuple[str, Parse]], values: dict[str, Any]) -> dict[str, Any]:
-    """Parse values by name, adding the name to the path of an error."""
     parsed, name = {}, ""
     try:
         for name, parse in parsers:
@@ -207,7 +199,6 @@ def file_name(value: Any) -> str:
 
 
 def hex_float(value: Any) -> float:
-    """Accept C99 hex floats, which equal numbers spell alike."""
     try:
         number = float.fromhex(value)
     except (TypeError, ValueError, OverflowError):

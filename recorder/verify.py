@@ -219,7 +219,6 @@ def verify(
 
 
 def damage(error: DamagedRecord) -> Problem:
-    """Convert a reader's error into a problem."""
     return Problem(error.file, error.tensor, error.what)
 
 
@@ -229,7 +228,6 @@ def contradiction(file: str, what: str) -> Problem:
 
 
 def read_top(storage: Storage) -> tuple[RecordHeader | None, Gaps, EndMark | None, list[Problem]]:
-    """Read record.json, gaps.json and end.json, and the problems in them."""
     header, gaps, end = None, Gaps(), None
     problems = []
     try:
@@ -277,7 +275,6 @@ def orphan_problems(storage: Storage, named: Container[str]) -> Iterator[Problem
 
 
 def unexpected(file: str) -> Problem:
-    """A file or folder that the record does not list."""
     return Problem(file, None, "is not part of the record", kind="foreign")
 
 
@@ -319,7 +316,6 @@ class StepChecks:
         return StepFacts(tuple(found), linked, tuple(contradictions), tuple(prompts), tuple(pictures))
 
     def problems_of_bytes(self, folder: str, manifest: StepManifest) -> Iterator[Problem]:
-        """Yield files that are damaged or not listed."""
         yield from listed_problems(self.storage, folder, manifest)
         known = {STEP_FILE, *manifest.batches, *manifest.files}
         yield from (unexpected(f"{folder}/{n}") for n in sorted(self.storage.names(folder)) if n not in known)
@@ -351,7 +347,6 @@ class StepChecks:
 
 
 def listed_problems(storage: Storage, folder: str, manifest: StepManifest) -> Iterator[Problem]:
-    """Yield the files of a step that are damaged."""
     for name, batch in manifest.batches.items():
         yield from batch_problems(storage, f"{folder}/{name}", batch)
     for name, entry in manifest.files.items():
@@ -359,7 +354,6 @@ def listed_problems(storage: Storage, folder: str, manifest: StepManifest) -> It
 
 
 def picture_problem(storage: Storage, name: str, size_bytes: int) -> Problem | None:
-    """Return the problem of a picture, or None."""
     try:
         read_picture(storage, name, size_bytes)
     except DamagedRecord as error:
@@ -368,7 +362,6 @@ def picture_problem(storage: Storage, name: str, size_bytes: int) -> Problem | N
 
 
 def batch_problems(storage: Storage, file: str, entry: BatchEntry) -> Iterator[Problem]:
-    """Yield each damaged tensor of a batch file, and its header."""
     try:
         check_header(storage, file, entry)
     except DamagedRecord as error:
@@ -383,7 +376,6 @@ def batch_problems(storage: Storage, file: str, entry: BatchEntry) -> Iterator[P
 
 
 def file_problems(storage: Storage, file: str, entry: FileEntry) -> Iterator[Problem]:
-    """Yield the problem of a file that has one checksum for all of its bytes."""
     try:
         size_bytes = storage.size(file)
         if size_bytes is None:

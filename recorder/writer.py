@@ -142,7 +142,6 @@ class Background(Generic[Job]):
 
     @property
     def has_room(self) -> bool:
-        """True if `put` may be called."""
         return len(self.jobs) < self.depth
 
     @property
@@ -415,7 +414,6 @@ class RecordWriter:
             raise RecordError(f"{lost}: {what} is not committed, to leave that record whole") from None
 
     def step_folder(self, step: RankStep) -> Path:
-        """The folder of the step."""
         return self.folder / STEPS_FOLDER / step_name(step.step)
 
     def attempt(self, work: Callable[[], object]) -> None:
@@ -499,7 +497,6 @@ class RecordWriter:
             self.background.wait(AGREE_INTERVAL_S)
 
     def unlock(self, error: str | None) -> None:
-        """Release the folder, or leave its lock to the ranks that may still write into it."""
         if self.lock is None:
             return
         others_ended = self.num_ranks == 1 or (error is None and self.ended is None)
@@ -519,14 +516,12 @@ class RecordWriter:
         self.stop_waiting.set()
 
     def commit_end(self, error: str | None) -> None:
-        """Record which steps were dropped, and that nothing follows the last one."""
         self.check_lock("the end of the run")
         self.kept.add_dropped(self.dropped)
         if self.last is not None:  # without a step the folder may be another run's
             write_end(self.folder, error is None, self.last)
 
     def report_missing_steps(self, error: str | None) -> None:
-        """On rank 0, report dropped steps, and whether recording ended before the run did."""
         if self.dropped:
             self.notify(f"{len(self.dropped)} steps were dropped because the disk was slower than the run")
         # a writer thread that did not end may still commit a step

@@ -84,7 +84,6 @@ class AnchorTaker:
             adopt_checkpoint(self.folder, facts["step"], Path(facts["folder"]))
 
     def save_anchor(self, step: int) -> None:
-        """Save an anchor; a collective."""
         assert self.save is not None
         if self.rank == 0:  # invalidate an anchor of an earlier attempt before rewriting it
             (anchor_folder(self.folder, step) / ANCHOR_FILE).unlink(missing_ok=True)
@@ -97,7 +96,6 @@ class AnchorTaker:
 
 
 def anchor_folder(record: Path, step: int) -> Path:
-    """`RECORD/anchors/000040`."""
     return record / ANCHORS_FOLDER / step_name(step)
 
 
@@ -134,5 +132,4 @@ def thin_out(record: Path, max_bytes: int) -> None:
 
 
 def folder_bytes(folder: Path) -> int:
-    """Bytes of all files below a folder."""
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())

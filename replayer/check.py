@@ -219,13 +219,11 @@ def parse_report(document: dict[str, Any]) -> ReplayReport:
 
 
 def parse_difference(document: dict[str, Any]) -> StageDifference:
-    """Parse the first difference of a report from JSON types."""
     place = document["place"]
     return StageDifference(**(document | {"place": place and Place(**place)}))
 
 
 def parse_step_result(document: dict[str, Any]) -> StepResult:
-    """Parse a step of a report from JSON types."""
     members = {name: value for name, value in document.items() if name != "identical"}
     differences = tuple(RankDifference(**item) for item in document["differences"])
     return StepResult(**(members | {"differences": differences, "warnings": tuple(document["warnings"])}))
@@ -429,7 +427,6 @@ def compare_outcomes(recorded: Outcome, replayed: Outcome, ignored: Sequence[str
 
 
 def loss_values(document: Mapping[str, Any]) -> dict[str, Any]:
-    """Return each fact of each micro-batch under a unique, readable name."""
     return {
         f"minibatch {item['minibatch']}, micro-batch {item['micro_batch']}, {fact}": item[fact]
         for item in document["micro_batches"]

@@ -231,7 +231,6 @@ def share_a_prompt(left: Record, right: Record, steps: Sequence[int]) -> bool:
 
 
 def is_weights(name: str) -> bool:
-    """Return whether a file of a model's folder has weights."""
     return name.endswith((".safetensors", ".bin", ".gguf"))
 
 
@@ -268,7 +267,6 @@ def settings_that_differ(left: Record, right: Record) -> HeaderComparison:
 
 
 def unknown_values(left: Record, right: Record, steps: Sequence[int]) -> list[str]:
-    """Return a phrase for each record some of whose values are unknown in the steps."""
     phrases = []
     for side, record in (("A", left), ("B", right)):
         counts: Counter[str] = Counter()
@@ -283,7 +281,6 @@ def unknown_values(left: Record, right: Record, steps: Sequence[int]) -> list[st
 
 
 def unknown_settings(left: RecordHeader, right: RecordHeader) -> list[str]:
-    """Return a phrase for each kind of settings that cannot be compared."""
     if left.trainer is None and right.trainer is None:
         return []
     sides = {"A": left, "B": right}
@@ -297,7 +294,6 @@ def unknown_settings(left: RecordHeader, right: RecordHeader) -> list[str]:
 def stages_not_recorded(
     left: Record, right: Record, here: RecordedStep, there: RecordedStep
 ) -> tuple[str, ...]:
-    """Stages that cannot be compared because one of the records does not have them."""
     if left.header.trainer or right.header.trainer:
         shared = stages_shared(here, there)
         return tuple(stage for stage in STAGES if stage not in shared)

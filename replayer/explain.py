@@ -234,7 +234,6 @@ class Explainer:
 
 
 def why_no_token(stats: Mapping[str, float]) -> str:
-    """Return why a sample with advantages has no gradient, from the statistics of its loss."""
     whole = [reason for name, reason in TOKEN_REASONS.items() if stats.get(name) == 1.0]
     return whole[0] if whole else OTHER
 

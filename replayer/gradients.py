@@ -29,7 +29,6 @@ class RowSignal:
 
 
 def row_signals(inputs: Mapping[str, Any]) -> list[RowSignal]:
-    """Return the signal of each row of the `advantages` event's inputs, next-token aligned."""
     mask = inputs["loss_mask"].bool()
     has_advantage = (mask & (inputs["advantages"] != 0)).any(1)
     columns = (inputs["prompt_id"], inputs["sample_id"], inputs["rewards"], mask.sum(1), has_advantage)
@@ -37,13 +36,11 @@ def row_signals(inputs: Mapping[str, Any]) -> list[RowSignal]:
 
 
 def normalises_groups(actor: Mapping[str, Any]) -> bool:
-    """Return whether the options of the actor subtract the mean of a group."""
     norms = [actor[name] for name in ("reward_norm", "adv_norm") if actor.get(name) is not None]
     return any(norm["mean_level"] == "group" for norm in norms)
 
 
 def rewards_of_groups(rows: Iterable[RowSignal]) -> dict[int, list[float]]:
-    """Return the rewards of each prompt's rows."""
     groups = defaultdict(list)
     for row in rows:
         groups[row.prompt_id].append(row.reward)

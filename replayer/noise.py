@@ -180,7 +180,6 @@ def family(name: str) -> str:
 
 
 def judge_by_noise(recorded: Trajectory, replayed: Trajectory, noise: Trajectory) -> Verdict:
-    """Judge a replay by its distance from the record in noise floors, at the worst place."""
     worst = max(
         (
             (distance(recorded[s][n], replayed[s][n], noise[s][n]), s, n)

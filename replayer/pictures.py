@@ -65,7 +65,6 @@ def text_of(number: int, seen: Seen | None, file: bytes | None, region: str = ""
 
 
 def where_different(left: bytes, right: bytes) -> str:
-    """Return in which region the pixels of two files differ, or why that is not known."""
     from areal_core.vision.images import decode  # imports Pillow, which reading a record does not need
 
     try:

@@ -137,7 +137,6 @@ def has_tokens(step: RecordedStep) -> bool:
 
 
 def their_replay(record: Record) -> str:
-    """Return the clause on the replay by the record's own trainer, or nothing."""
     call = THEIR_REPLAY.get(record.header.trainer or "")
     return "" if call is None else f"{call.format(path=record.path)}, and "
 
@@ -207,7 +206,6 @@ def stand_ins(record: Record, last: int) -> list[str]:
 
 
 def unknown_rows(step: RecordedStep, keys: list[str]) -> Iterator[tuple[str, int]]:
-    """Yield the keys under which rows have an unknown value, and how many rows."""
     for key in keys:
         count = sum(int((~known_rows(step, rank, key)).sum()) for rank in range(step.manifest.num_ranks))
         if count:

@@ -89,7 +89,6 @@ def noise_reruns(record: Record, request: Request, report: ReplayReport) -> list
 
 
 def smallest_minibatch(record: Record, step: int) -> int:
-    """Rows of the smallest minibatch on any rank."""
     recorded = record.step(step)
     ranks = range(recorded.manifest.num_ranks)
     return min(len(m["rows"]) for rank in ranks for m in recorded.plan(rank).details["minibatches"])

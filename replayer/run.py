@@ -29,7 +29,6 @@ def replay_hooks(request: Request, make_observers: Sequence[MakeObserver]) -> di
 
 
 def make_source(record: Record, trainer: PPOTrainer, request: Request) -> RecordedRollouts | EditedRollouts:
-    """Build the source of this rank's recorded batches, edited as requested."""
     source = RecordedRollouts(record, trainer.ranks.data_parallel_rank, trainer.ranks.data_parallel_size)
     edits: list[Edit] = []
     closing: list[Callable[[], None]] = []

@@ -179,7 +179,6 @@ def compare_steps(
 def compare_tensors(
     left: RecordedStep, right: RecordedStep, kind: str, foreign: Foreign
 ) -> Iterator[StageDifference]:
-    """Compare the tensors of a kind, "batch" or "learning", if both sides recorded them."""
     here, there = files(left, kind), files(right, kind)
     if not here or not there:
         return
@@ -221,7 +220,6 @@ def side_of(step: RecordedStep, names: Files, rows: Rows, key: str, is_foreign: 
 
 
 def stages_shared(left: RecordedStep, right: RecordedStep) -> set[str]:
-    """Return the stages of which both recordings of a step have something to compare."""
     both = [{key for _, entry in files(step, "learning") for key in entry.tensors} for step in (left, right)]
     shared = {"batch", *(stage_of("learning", key) for key in both[0] & both[1] - NOT_COMPARED)}
     outcomes = read_outcomes(left), read_outcomes(right)
@@ -307,7 +305,6 @@ def match_rows(left: RecordedStep, right: RecordedStep) -> tuple[Rows, Rows]:
 
 
 def lacks_tokens(step: RecordedStep) -> bool:
-    """Return whether the tokens of a row are unknown."""
     return not all(step.known(rank, "input_ids").all() for rank in range(step.manifest.num_ranks))
 
 
@@ -409,7 +406,6 @@ def place_of(row: RowSpan, token: int | None = None, right: RowSpan | None = Non
 def compare_tensor(
     stage: str, key: str, left: Side, right: Side, per_token: bool
 ) -> Iterator[StageDifference]:
-    """Yield the difference of one tensor in the rows that both sides have, if its bits differ."""
     found: list[StageDifference] = []
     num_different, num_compared = 0, 0
     for name in [name for name in left.rows if name in right.rows]:
@@ -480,7 +476,6 @@ def parse_updates(plan: Plan, member: str) -> list[Update]:
 
 
 def compare_statistics(left: Mapping[str, float], right: Mapping[str, float]) -> Iterator[StageDifference]:
-    """Compare statistics of the inputs to the loss, if the inputs were not recorded."""
     names = [
         name for name in left if name in right and name.startswith(ACTOR) and not name.startswith(UPDATE)
     ]
@@ -489,7 +484,6 @@ def compare_statistics(left: Mapping[str, float], right: Mapping[str, float]) ->
 
 
 def compare_logged(left: Mapping[str, float], right: Mapping[str, float]) -> Iterator[StageDifference]:
-    """Compare losses and gradient norms that trainers logged under the same names."""
     shared = [(name, STAGE_OF_STATISTIC.get(name.split("/")[-1])) for name in left if name in right]
     for wanted in ("loss", "gradient"):
         for name in [name for name, stage in shared if stage == wanted]:
@@ -499,7 +493,6 @@ def compare_logged(left: Mapping[str, float], right: Mapping[str, float]) -> Ite
 def compare_numbers(
     stage: str, name: str, left: float | None, right: float | None, minibatch: int | None = None
 ) -> Iterator[StageDifference]:
-    """Yield the difference of two numbers, if their bits differ."""
     if (left is None) != (right is None) or (
         left is not None and right is not None and hex_of(left) != hex_of(right)
     ):
@@ -515,7 +508,6 @@ def hex_of(value: float) -> str:
 def compare_updates(
     here: Sequence[Outcome], there: Sequence[Outcome], updates: Sequence[Update], others: Sequence[Update]
 ) -> Iterator[StageDifference]:
-    """Compare losses, gradients and weights, minibatch by minibatch."""
     ran = [m.minibatch + 1 for outcome in (*here, *there) for m in outcome.micro_batches]
     for minibatch in range(max([0, *ran])):
         # other ranks have other micro-batches, whose losses cannot be compared
@@ -536,7 +528,6 @@ def compare_updates(
 
 
 def compare_critics(updates: Sequence[Update], others: Sequence[Update]) -> Iterator[StageDifference]:
-    """Compare losses, gradient norms and learning rates of a critic, by minibatch."""
     for minibatch, (left, right) in enumerate(zip_longest(updates, others)):
         for stage, fact in (("loss", "loss"), ("gradient", "grad_norm"), ("weights", "lr")):
             own, other = (None if one is None else getattr(one, fact) for one in (left, right))
@@ -544,7 +535,6 @@ def compare_critics(updates: Sequence[Update], others: Sequence[Update]) -> Iter
 
 
 def compare_losses(rank: int, minibatch: int, left: Outcome, right: Outcome) -> Iterator[StageDifference]:
-    """Compare how a rank divided a minibatch, and the loss of each micro-batch."""
     sides = [[m for m in outcome.micro_batches if m.minibatch == minibatch] for outcome in (left, right)]
     for number, (a, b) in enumerate(zip_longest(*sides)):
         name = f"rank {rank}, micro-batch {number}"

@@ -101,7 +101,6 @@ def filter_rows(text: str, tokenizer: PreTrainedTokenizerBase) -> Edit:
 def row_values(
     expression: Expression, batch: Batch, row: int, step: int, tokenizer: PreTrainedTokenizerBase
 ) -> dict[str, Any]:
-    """Return the values of the expression's names for a row."""
     prompt, completion = split_row(batch, row)
     trained = batch["loss_mask"][row].bool()
     values: dict[str, Any] = {
@@ -121,7 +120,6 @@ def row_values(
 
 
 def split_row(batch: Batch, row: int) -> tuple[list[int], list[int]]:
-    """Split token ids into prompt, before the first token in the loss mask, and completion."""
     ids = batch["input_ids"][row][batch["attention_mask"][row]].tolist()
     trained = batch["loss_mask"][row].nonzero()
     first = int(trained[0]) if len(trained) else len(ids)

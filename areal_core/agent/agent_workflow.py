@@ -141,7 +141,6 @@ class AgentWorkflow:
         return Outcome(rewards_by_id(returned, session.in_order(), session.rewards, self.name))
 
     def _failed(self, session: Session, error: Exception) -> "Outcome | None":
-        """Return the outcome if the model failed the episode; None for any other error."""
         is_engines = session.failure is not None and not isinstance(session.failure, PromptTooLong)
         interactions = session.in_order()
         if is_engines or not interactions:

@@ -49,7 +49,6 @@ def num_continuing(batch: Batch) -> int:
 
 
 def trained_turns(batch: Batch) -> list[list[int]]:
-    """Return the numbers of the calls in the loss mask of each row, ascending."""
     numbers: Tensor = batch["turns"] * batch["loss_mask"]  # 1 + the number of the call
     return [[int(number) - 1 for number in row.unique() if number > 0] for row in numbers]
 

@@ -45,7 +45,6 @@ class Path:
 
     @property
     def first_own(self) -> int:
-        """The first call that this row trains."""
         return self.turns[self.num_shared]
 
 
@@ -154,13 +153,11 @@ def rendered_differently(interaction: Interaction, tree: Sequence[Turn], parent:
 
 
 def split_system(messages: Sequence[Message]) -> tuple[list[Message], list[Message]]:
-    """Return the system prompt and the other messages."""
     system = [message for message in messages if message.role in ("system", "developer")]
     return system, [message for message in messages if message not in system]
 
 
 def is_answer_edited(messages: Sequence[Message], earlier: Interaction) -> bool:
-    """Whether the conversation continues behind another answer than the one that was sampled."""
     known = len(earlier.call.messages)
     rest = messages[known:]
     return tuple(messages[:known]) == earlier.call.messages and len(rest) > 1 and rest[0].role == "assistant"

@@ -69,7 +69,6 @@ def rewards_by_id(
 
 
 def discounted(own: Sequence[float], turn_discount: float) -> list[float]:
-    """Return the return of each turn: its reward plus `turn_discount` times the next return."""
     returns: list[float] = []
     for reward in reversed(own):
         returns.append(reward + turn_discount * (returns[-1] if returns else 0.0))

@@ -68,7 +68,6 @@ class Raised:
 
 
 def raised_from_json(fields: dict[str, Any]) -> Raised:
-    """Invert `Raised.as_json`."""
     return Raised(**fields | {"origins": [raised_from_json(origin) for origin in fields["origins"]]})
 
 
@@ -86,7 +85,6 @@ def describe_raised(error: BaseException) -> Raised:
 
 
 def unreadable_values(error: BaseException) -> list[Any]:
-    """Return the values that a JSON parser or pydantic refused; none for any other exception."""
     if isinstance(error, JSONDecodeError):
         return [error.doc]
     kind = type(error)
@@ -137,7 +135,6 @@ def is_sampled(values: Sequence[Any], interactions: Sequence[Interaction]) -> bo
 
 
 def sampled_values(interaction: Interaction) -> Iterator[Any]:
-    """Yield the texts of an answer, and every value in those that are JSON."""
     message = interaction.message
     for text in (message.content, *(call.arguments for call in message.tool_calls)):
         yield text
@@ -149,7 +146,6 @@ def sampled_values(interaction: Interaction) -> Iterator[Any]:
 
 
 def values_in(value: Any) -> Iterator[Any]:
-    """Yield a JSON value and the values that it contains."""
     yield value
     members = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
     for member in members:

@@ -59,7 +59,6 @@ def output_format(call: Call, tool_call_parser: str) -> dict[str, Any] | None:
 def forced_calls(
     tools: tuple[dict[str, Any], ...], required: Required, tool_call_parser: str
 ) -> dict[str, Any]:
-    """Return the format of calls of the required functions, or of any tool. Raises BadRequest."""
     names = required.functions or tuple(tool["function"]["name"] for tool in tools)
     chosen = tuple(tool for tool in tools if tool["function"]["name"] in names)
     begin, end, separator = call_spelling(tool_call_parser)
@@ -77,7 +76,6 @@ def forced_calls(
 
 
 def after_reasoning(wanted: dict[str, Any], opened: bool) -> dict[str, Any]:
-    """Return a format with reasoning before the wanted output: more of it if it is opened."""
     gap = {"type": "regex", "pattern": r"\n{0,2}"}
     thought = {
         "type": "tag",

@@ -80,6 +80,5 @@ class MultiTurnWorkflow:
         )
 
     def _next_prompt(self, turn: ModelResponse) -> list[int]:
-        """Return the exact tokens so far, followed by the feedback in the chat format."""
         tokens = turn.input_tokens + turn.output_tokens
         return tokens + continuation_tokens(self.tokenizer, self.feedback, tokens[-1], self.template_kwargs)

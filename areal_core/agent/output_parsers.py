@@ -103,7 +103,6 @@ def check_parsers(tool_call_parser: str, reasoning_parser: str) -> None:
 
 
 def with_ids(found: Iterable[tuple[str, dict[str, Any]]]) -> tuple[ToolCall, ...]:
-    """Return names and arguments as calls with unique ids."""
     return tuple(
         ToolCall(f"call_{uuid.uuid4().hex[:24]}", encodable(name), dump(arguments))
         for name, arguments in found
@@ -170,7 +169,6 @@ def python_list(text: str, tools: Tools) -> Found:
 
 
 def no_calls(text: str, tools: Tools) -> Found:
-    """Everything is content."""
     return text, []
 
 
@@ -179,7 +177,6 @@ def take_out(
     text: str,
     calls_in: Callable[[str], Sequence[tuple[str, dict[str, Any]] | None]],
 ) -> Found:
-    """Return the text without the blocks whose calls parse, and those calls."""
     rest, found, end = [], [], 0
     for match in pattern.finditer(text):
         calls = [call for call in calls_in(match.group(1)) if call]
@@ -221,7 +218,6 @@ def python_call(node: ast.expr) -> tuple[str, dict[str, Any]]:
 
 
 def typed(value: str, function: str, parameter: str, tools: Tools) -> Any:
-    """Return an XML parameter: a string by the tool's schema, else JSON if it parses."""
     for tool in tools:
         match tool["function"]:
             case {"name": name, "parameters": {"properties": dict(properties)}} if name == function:

@@ -194,7 +194,6 @@ class AgentProxy:
 
 
 def model_name(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Return the name of the model's folder; "policy" for a tokenizer without one."""
     return Path(tokenizer.name_or_path).name or "policy"
 
 
@@ -210,20 +209,17 @@ def models_json(name: str) -> dict[str, Any]:
 
 
 def key_of(headers: Mapping[str, str]) -> str:
-    """Return the key of `x-api-key: KEY` or `Authorization: Bearer KEY`; "" without one."""
     bearer = headers.get("authorization", "").removeprefix("Bearer ").strip()
     return headers.get("x-api-key", "") or bearer
 
 
 def json_reply(facts: dict[str, Any], status: int = 200) -> Reply:
-    """Return a reply with a JSON body."""
     # A path or header that is not UTF-8 has lone surrogates, and an error quotes it.
     text = json.dumps(facts, ensure_ascii=False, default=picture_url)
     return Reply(status, text.encode(errors="replace"))
 
 
 def picture_url(value: Any) -> str:
-    """Return the data: URL of a picture in a row of data. Raises TypeError for another value."""
     if isinstance(value, bytes):
         return data_url(value)
     raise TypeError(f"a row has a {type(value).__name__}; a client can get JSON and pictures only")

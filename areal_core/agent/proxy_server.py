@@ -106,7 +106,6 @@ class InProcessTransport(httpx.AsyncBaseTransport):
 
 
 def too_large(max_body_bytes: int) -> Reply:
-    """Return the error for a body that is larger than the limit."""
     message = f"the request is larger than rollout.agent.max_body_bytes, {max_body_bytes}"
     return Reply(413, f'{{"error": {{"message": "{message}", "type": "invalid_request_error"}}}}'.encode())
 

@@ -84,7 +84,6 @@ def behaviour_weights(
 
 
 def kl_metric(log_ratio: Tensor, metric: str) -> Tensor:
-    """Return `advantages.kl_estimate` without its clamp, which would distort a bound."""
     if metric not in ("kl_k1", "kl_k2", "kl_k3"):
         raise ValueError(f"metric {metric!r} is unknown; expected ratio, kl_k1, kl_k2, kl_k3 or binary_kl")
     return kl_estimate(log_ratio, torch.zeros_like(log_ratio), metric.removeprefix("kl_"), clamp=torch.inf)

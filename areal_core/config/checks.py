@@ -100,7 +100,6 @@ def disagreements(config: BaseExperimentConfig) -> Iterator[str]:
 
 
 def flat_values(section: Any, prefix: str = "") -> dict[str, Any]:
-    """Return dotted name -> value of every option below `section`, sections included."""
     flat = {}
     for field in dataclasses.fields(section):
         name, value = prefix + field.name, getattr(section, field.name)
@@ -111,7 +110,6 @@ def flat_values(section: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def wrong_values(section: Any, prefix: str = "") -> Iterator[str]:
-    """Yield one sentence for each value outside of its option's choices or limits."""
     for field in dataclasses.fields(section):
         name, value = prefix + field.name, getattr(section, field.name)
         if dataclasses.is_dataclass(value):
@@ -238,7 +236,6 @@ def compiled_layers_are_not_split(config: BaseExperimentConfig) -> Iterator[str]
 
 
 def without_effect_on_a_cpu(config: BaseExperimentConfig) -> Iterator[str]:
-    """Yield one sentence for each option that offloads to host memory on a CPU run."""
     if config.device != "cpu":
         return
     for name, engine in engines_of(config):
@@ -256,7 +253,6 @@ def without_effect_on_a_cpu(config: BaseExperimentConfig) -> Iterator[str]:
 
 
 def given_servers_without_use(config: BaseExperimentConfig) -> Iterator[str]:
-    """Yield one sentence on inference servers that run already and are not sampled from."""
     if num_given_servers() and config.allocation.rollout_backend == "embedded":
         yield (
             f"{ADDRESSES_VARIABLE} is set and the allocation {config.allocation} samples in the trainer's processes: "

@@ -137,7 +137,6 @@ def choices(tree: Tree, cls: type, file: str, role: Role) -> Iterator[tuple[str,
 
 
 def default_allocation(cls: type, role: Role) -> str:
-    """Return the allocation of a run that gives none."""
     if not issubclass(cls, PPOConfig):
         return "fsdp:d1"
     servers = f"sglang:d{num_given_servers() or 1}"
@@ -161,7 +160,6 @@ def choices_of_ppo(tree: Tree) -> Iterator[tuple[str, Any]]:
 
 
 def choices_on_shared_devices(tree: Tree) -> Iterator[tuple[str, Any]]:
-    """Yield what servers need that use the trainer's devices in turn, where it is not given."""
     try:
         shares = any(modes_of(tree)) and allocation_of(tree).shares_devices
     except AllocationError:  # the checks report it
@@ -218,7 +216,6 @@ def is_given(tree: Tree, option: str) -> bool:
 
 
 def raw_value(tree: Any, option: str) -> Any:
-    """Return the value of an option with its interpolations as text; None if it is not set."""
     for part in option.split("."):
         tree = tree.get(part) if isinstance(tree, dict) else None
     return tree
@@ -246,5 +243,4 @@ def value_of(tree: Tree, option: str) -> Any:
 
 
 def is_resolved_later(value: Any) -> bool:
-    """Return whether a value is an interpolation, or marked as missing."""
     return isinstance(value, str) and ("${" in value or value == "???")

@@ -249,7 +249,6 @@ class BaseExperimentConfig(TrainsActor):
     debug: DebugConfig = section(DebugConfig, "Record and replay.")
 
     def __post_init__(self) -> None:
-        """Apply `enable_offload` to every model of the run."""
         if self.enable_offload:
             for engine in vars(self).values():
                 if isinstance(engine, TrainEngineConfig):

@@ -265,7 +265,6 @@ def absolute(name: str, reference: str) -> str:
 
 
 def container_of(options: Any) -> Any:
-    """Return OmegaConf's `options` as nested dicts and lists, interpolations not yet resolved."""
     return OmegaConf.to_container(options, resolve=False)
 
 

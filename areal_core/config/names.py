@@ -45,7 +45,6 @@ def refuse_unknown_keys(
 
 
 def missing_options(tree: dict[str, Any], prefix: str = "") -> Iterator[str]:
-    """Yield the dotted names of required options that are missing."""
     for key, value in tree.items():
         if value == REQUIRED:
             yield prefix + key
@@ -64,7 +63,6 @@ def hint_for(prefix: str, key: str, value: Any, owner: type, root: type) -> str:
 
 
 def own_class(key: str, value: Any, root: type) -> str:
-    """Return the definition of a config class with one more option, after its name."""
     is_plain = isinstance(value, bool | int | float | str)
     field = f"{key}: {type(value).__name__} = {value!r}" if is_plain else f"{key}: Any = None"
     return f"MyConfig:\n    @dataclass\n    class MyConfig({root.__name__}):\n        {field}"
@@ -81,7 +79,6 @@ def nearest_option(prefix: str, key: str, owner: type, root: type) -> str | None
 
 
 def all_options(cls: type, prefix: str = "") -> Iterator[str]:
-    """Yield the dotted names of all options, outer ones first."""
     sections = sections_of(cls)
     yield from (prefix + key for key in sections)
     for key, nested in sections.items():
@@ -102,7 +99,6 @@ def dataclass_in(annotation: Any) -> type | None:
 
 
 def help_of(cls: type, option: str) -> str:
-    """Return the help text of a dotted option."""
     first, _, rest = option.partition(".")
     nested = sections_of(cls)[first]
     if rest and nested is not None:

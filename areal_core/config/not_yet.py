@@ -91,7 +91,6 @@ def shown(value: Any) -> str:
 
 
 def names_of_another_run(config: BaseExperimentConfig, values: dict[str, Any]) -> Iterator[str]:
-    """Yield one sentence for each section that names another experiment, trial or root folder."""
     run = dict(
         zip(RUN_NAMES, (config.experiment_name, config.trial_name, config.cluster.fileroot), strict=True)
     )
@@ -125,5 +124,4 @@ def without_effect_on_a_model(config: BaseExperimentConfig) -> Iterator[str]:
 
 
 def default_of(field: "dataclasses.Field[Any]") -> Any:
-    """Return the default of an option."""
     return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()

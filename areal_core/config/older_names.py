@@ -107,7 +107,6 @@ def holder(tree: Tree, option: str) -> tuple[Tree, str]:
 
 
 def redirect_interpolations(tree: Tree, older: str, newer: str) -> None:
-    """Rewrite the interpolations of a renamed section in all of `tree`."""
     for key, value in tree.items():
         if isinstance(value, dict):
             redirect_interpolations(value, older, newer)
@@ -116,7 +115,6 @@ def redirect_interpolations(tree: Tree, older: str, newer: str) -> None:
 
 
 def periods_of_checkpointer(tree: Tree) -> Iterator[str]:
-    """Move the periods of `checkpointer`, the recovery checkpoints of 0.3, to `recover`."""
     if not isinstance(tree.get("checkpointer"), dict):
         return
     periods = {name: value for name, value in tree.pop("checkpointer").items() if name.startswith("freq_")}
@@ -127,7 +125,6 @@ def periods_of_checkpointer(tree: Tree) -> Iterator[str]:
 
 
 def engine_of_teacher(tree: Tree) -> Iterator[str]:
-    """Translate the teacher of 2.0, on servers or with its options in a section below."""
     teacher = tree.get("teacher")
     if not isinstance(teacher, dict) or not {"engine_type", "rollout", "train"} & set(teacher):
         return
@@ -144,7 +141,6 @@ def engine_of_teacher(tree: Tree) -> Iterator[str]:
 
 
 def type_of_rows(tree: Tree, cls: type) -> Iterator[str]:
-    """Set the kind of rows, which until 0.3.3 followed from the method alone."""
     data = tree.get("train_dataset")
     if not isinstance(data, dict) or "type" in data:
         return

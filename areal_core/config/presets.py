@@ -23,7 +23,6 @@ def reward_norm(mean_level: str, std_level: str | None) -> Options:
 
 
 def like_actor(section: str) -> Options:
-    """Return options by which another model runs like the actor."""
     return {
         f"{section}.dtype": "${actor.dtype}",
         f"{section}.mb_spec.max_tokens_per_mb": "${actor.mb_spec.max_tokens_per_mb}",
@@ -31,7 +30,6 @@ def like_actor(section: str) -> Options:
 
 
 def optimizer_of_actor(section: str) -> Options:
-    """Return the actor's optimizer options one by one, so that each of them can be overridden."""
     names: tuple[str, ...] = ("type", "lr", "weight_decay", "beta1", "beta2", "eps", "min_lr_ratio")
     names += ("lr_scheduler_type", "warmup_steps_proportion", "gradient_clipping")
     return {f"{section}.optimizer.{name}": f"${{actor.optimizer.{name}}}" for name in names}
@@ -48,7 +46,6 @@ def kl_penalty(weight: float, estimator: str) -> Options:
 
 
 def kl_loss(coefficient: float) -> Options:
-    """Return options of a KL to the initial weights in the loss, if there is no `ref` section."""
     return kl_penalty(0.0, "k1") | {"actor.kl_loss_coef": coefficient, "actor.kl_loss_estimator": "k3"}
 
 
@@ -180,7 +177,6 @@ def split_algorithm(overrides: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def option_name(override: str) -> str:
-    """Return the option name of an override."""
     return override.lstrip("+~").partition("=")[0]
 
 
@@ -225,7 +221,6 @@ def same_place(option: str, other: str) -> bool:
 
 
 def set_option(tree: dict[str, Any], option: str, value: Any) -> None:
-    """Set a dotted option, replacing anything but a dict on its path."""
     *sections, leaf = option.split(".")
     for section in sections:
         if not isinstance(tree.get(section), dict):

@@ -66,7 +66,6 @@ class RoleSpec:
 
 
 def role_spec(scheduling_spec: Any, launcher: LauncherConfig, role: ProcessRole) -> RoleSpec:
-    """Return what launchers use of a valid `scheduling_spec`, completed by `launcher`."""
     spec, slurm = merged_spec(scheduling_spec), launcher.slurm
     is_actor = role == "actor"
     cpus = launcher.trainer_cpus_per_gpu if is_actor else launcher.inference_server_cpus_per_gpu
@@ -134,7 +133,6 @@ def specs_without_effect(values: dict[str, Any], scheduler: str | None) -> Itera
 
 
 def without_effect(names: list[str]) -> str:
-    """Return `A, B have no effect`."""
     return f"{', '.join(sorted(names))} {'has' if len(names) == 1 else 'have'} no effect"
 
 
@@ -166,7 +164,6 @@ def placed_together(allocation: Allocation, actor: Any, rollout: Any) -> Allocat
 
 
 def merged_spec(scheduling_spec: Any) -> dict[str, Any]:
-    """Return the parts that a `scheduling_spec`, which is None, a dict or a list of dicts, sets."""
     specs = scheduling_spec if isinstance(scheduling_spec, list) else [scheduling_spec]
     parts = [item for spec in specs if isinstance(spec, dict) for item in spec.items()]
     return {part: value for part, value in parts if value is not None}

@@ -190,7 +190,6 @@ def with_image_parts(messages: Sequence[Row], num_images: int, where: str) -> li
 
 
 def image_parts(content: Any) -> Any:
-    """Return a text with markers as parts; other content as it is."""
     if not isinstance(content, str) or MARKER not in content:
         return content
     texts = content.split(MARKER)
@@ -220,7 +219,6 @@ def image_sft_row(row: Row, processor: "VisionProcessor") -> Row:
 
 
 def prompt_of(row: Row, processor: "VisionProcessor") -> "Prompt":
-    """Return the prompt of a row with messages."""
     return processor.prompt(row["messages"], row["images"])
 
 

@@ -252,12 +252,10 @@ READERS = {".csv": read_csv, ".tsv": read_csv, ".parquet": read_parquet}
 
 
 def read_hugging_face(path: str, split: str | None, arguments: dict[str, Any]) -> list[Row]:
-    """Read a dataset of the hub, its local cache, or a local folder in a format of `datasets`."""
     return [dict(row) for row in load_hugging_face(path, split, arguments)]
 
 
 def load_hugging_face(path: str, split: str | None, arguments: dict[str, Any]) -> Any:
-    """Load a `datasets.Dataset`, as `read_hugging_face`."""
     is_of_files = Path(path).suffix.lower() in {*READERS, ".jsonl", ".json"} or path.startswith(("/", "."))
     if is_of_files and not Path(path).exists():  # the hub would be asked, several times
         raise DatasetError(f"{path} does not exist: give a file, a folder or a dataset of the hub")
@@ -356,7 +354,6 @@ def pair_row(row: Row, tokenizer: "PreTrainedTokenizerBase", where: str) -> dict
 
 
 def answer_ids(prompt: Any, answer: Any, tokenizer: "PreTrainedTokenizerBase", where: str) -> list[int]:
-    """Return prompt and answer as tokens; a text is tokenised separately from its prompt."""
     match prompt, answer:
         case _, [{"role": "user" | "system"}, *_]:
             return chat_ids(answer, tokenizer)
@@ -383,7 +380,6 @@ def num_shared(chosen: Sequence[int], rejected: Sequence[int]) -> int:
 
 
 def pair_length(row: dict[str, list[int]]) -> int:
-    """Return the number of tokens of the longer side."""
     return max(len(row["chosen_ids"]), len(row["rejected_ids"]))
 
 

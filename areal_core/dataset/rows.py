@@ -24,7 +24,6 @@ def rows_to_json(value: Any) -> str:
 
 
 def rows_from_json(text: str | bytes) -> Any:
-    """Return the value of `rows_to_json`."""
     return json.loads(text, object_hook=_bytes_from_json)
 
 
@@ -41,7 +40,6 @@ def _bytes_from_json(found: dict[str, Any]) -> Any:
 def chat_ids(
     messages: list[Row], tokenizer: "PreTrainedTokenizerBase", add_generation_prompt: bool = False
 ) -> list[int]:
-    """Return the token ids of a conversation in the tokenizer's chat template."""
     ids = tokenizer.apply_chat_template(
         messages, add_generation_prompt=add_generation_prompt, return_dict=False
     )

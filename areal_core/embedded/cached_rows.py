@@ -65,7 +65,6 @@ class RowCache(Cache):
             self.tensors[layer] = [torch.nn.functional.pad(held, (0, 0, 0, more)) for held in pair]
 
     def write_prefix(self, row: int, prefix: KeysValues) -> None:
-        """Copy the keys and values of a prefix to the first columns of a row."""
         for layer, pair in enumerate(prefix):
             if layer == len(self.tensors):
                 shape = (len(self._rows), pair[0].shape[0], 0)

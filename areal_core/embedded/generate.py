@@ -51,7 +51,6 @@ class RoutedCache(DynamicCache):
         self.experts = chosen if self.experts is None else torch.cat([self.experts, chosen], dim=1)
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep the rows `indices`, in this order."""
         super().batch_select_indices(indices)
         if self.experts is not None:
             self.experts = self.experts[indices.cpu()]
@@ -303,7 +302,6 @@ def positions_of(attention_mask: Tensor) -> Tensor:
 
 
 def left_pad(input_ids: Sequence[Sequence[int]], pad_token_id: int) -> tuple[Tensor, Tensor]:
-    """Return token ids and attention mask of left-padded prompts, int64 [B, longest]."""
     width = max(len(row) for row in input_ids)
     ids = torch.tensor([[pad_token_id] * (width - len(row)) + list(row) for row in input_ids])
     mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in input_ids])
@@ -317,7 +315,6 @@ def build_rows(
     end_token_ids: Sequence[int],
     vocab_size: int,
 ) -> Rows:
-    """Return the requests' options as columns, on the CPU."""
     stops = torch.zeros(len(samplings), vocab_size, dtype=torch.bool)
     for row, sampling in enumerate(samplings):
         if not sampling.ignore_eos:

@@ -261,8 +261,6 @@ def parts_of_memory(body: dict[str, Any]) -> set[str]:
 
 
 def blocking(handler: Any, *arguments: Any) -> Any:
-    """Return an aiohttp handler that calls `handler(*arguments, body)` on a thread."""
-
     async def handle(request: web.Request) -> web.Response:
         raw = await request.read()
         body = parse_body(raw) if raw else {}

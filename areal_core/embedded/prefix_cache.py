@@ -108,14 +108,12 @@ class PrefixCache:
         return path
 
     def _mark(self, node: Node) -> None:
-        """Make a node and those above it the ones that were used last."""
         while node.parent is not None:
             self._by_use[node] = None
             self._by_use.move_to_end(node)
             node = node.parent
 
     def _split(self, node: Node, count: int) -> Node:
-        """Divide a node after `count` tokens, and return the first of the two."""
         assert node.parent is not None
         first = Node(
             node.tokens[:count],
@@ -140,7 +138,6 @@ class PrefixCache:
 
 
 def _common(left: Sequence[int], right: Sequence[int]) -> int:
-    """Return the length of the common beginning of two sequences."""
     if tuple(left) == tuple(right):
         return len(left)
     pairs = enumerate(zip(left, right, strict=False))

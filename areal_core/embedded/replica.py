@@ -290,7 +290,6 @@ class Replica:
 
 
 def attends_to_all(model: PreTrainedModel) -> bool:
-    """Return whether every layer attends to all earlier tokens, by the config."""
     config = model.config.get_text_config()
     windows = ("sliding_window", "attention_chunk_size", *DEPENDS_ON_FORWARD)
     kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
@@ -399,7 +398,6 @@ class PackedForward:
 
 
 def pack_linear_layers(model: nn.Module) -> None:
-    """Give bfloat16 linear layers a `PackedForward` for inference, if this CPU supports it."""
     if not computes_bfloat16():
         return
     for module in model.modules():
@@ -408,7 +406,6 @@ def pack_linear_layers(model: nn.Module) -> None:
 
 
 def computes_bfloat16() -> bool:
-    """Return whether torch has oneDNN, and this CPU instructions for bfloat16."""
     return torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 

@@ -74,7 +74,6 @@ class ServedWeights:
         return {**succeeded(""), "loaded_adapters": {}}
 
     def _merge(self, name: str | None, merged: dict[str, Tensor], version: str | None) -> None:
-        """Load weights with an adapter, as a new version, and abort requests in flight."""
         self._sampler.load(iter((self._beneath | merged).items()), version, in_flight="abort")
         self._adapter, self._next = name, None
         self._adapter_of[self._sampler.version] = name

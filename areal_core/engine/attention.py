@@ -93,7 +93,6 @@ class KeyBlocks:
     of_sequence: list[list[int]]
 
     def num_keys(self) -> list[int]:
-        """Return how many tokens each segment attends to, itself included."""
         return [sum(self.lengths[block] for block in path) for path in self.of_sequence]
 
     def padded(self, padding: int) -> "KeyBlocks":

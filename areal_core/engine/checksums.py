@@ -88,7 +88,6 @@ def memory_of(tensor: Tensor) -> memoryview:
 
 
 def _gather_columns(tensor: DTensor) -> DTensor:
-    """Gather the columns that tensor parallelism has sharded; a collective of its group."""
     placements = [
         Replicate() if isinstance(placed, Shard) and placed.dim else placed for placed in tensor.placements
     ]

@@ -166,7 +166,6 @@ class FSDPEngine:
 
     @property
     def is_asleep(self) -> bool:
-        """True from `sleep` until the engine is used again."""
         return bool(self.offloaded)
 
     @property
@@ -200,7 +199,6 @@ class FSDPEngine:
         return units_of_groups(batch, units, self.max_tokens_per_mb) if self.shares_prefixes else units
 
     def _num_computed(self, batch: Batch, units: list[list[int]]) -> list[int]:
-        """Return the number of tokens that the model computes for the rows of each unit."""
         if self.shares_prefixes:
             rows = rows_of(batch)
             return [count_distinct([rows[row] for row in unit]) for unit in units]
@@ -208,7 +206,6 @@ class FSDPEngine:
         return [sum(lengths[row] for row in unit) for unit in units]
 
     def _one_unit_each(self, units: list[list[int]]) -> list[list[int]]:
-        """Return micro-batches of one unit, the same number on every rank."""
         divisor = self.micro_batches_divisor
         count = -(-self.ranks.maximum(max(len(units), self.min_micro_batches)) // divisor) * divisor
         return units + [[] for _ in range(count - len(units))]
@@ -231,7 +228,6 @@ class FSDPEngine:
 
     @torch.no_grad()
     def _score_rows(self, batch: Batch, num_columns: int) -> Tensor:
-        """Return the columns of `forward` for a batch, float32 [columns, B, T]; a collective."""
         self.model.eval()
         batch = self.agree(batch)
         columns = torch.zeros(num_columns, *batch["attention_mask"].shape, dtype=torch.float32)
@@ -370,7 +366,6 @@ class FSDPEngine:
         return DeviceResult(list(rows), num_tokens, num_computed, loss.detach(), weight_fn(part), nonfinite)
 
     def _packed(self, part: Batch) -> Batch:
-        """Pack what the loss reads and copy it to the device, without waiting for it."""
         flat = pack({key: t for key, t in part.items() if key not in RAGGED and key != ROUTED_EXPERTS})
         if self.ranks.device.type == "cuda":
             flat = {key: tensor if tensor.is_cuda else tensor.pin_memory() for key, tensor in flat.items()}
@@ -395,7 +390,6 @@ class FSDPEngine:
         return torch.cat([self._forward_alone(select_rows(part, [row])) for row in rows])
 
     def _forward_packed(self, part: Batch) -> Tensor:
-        """Compute `forward` of the rows in one forward of the packed tokens."""
         lengths = sequence_lengths(part).tolist()
         tokens = slice_tokens(sum(lengths), self.ranks)
         flat = pack({key: part[key] for key in part.keys() & FORWARD_KEYS})
@@ -483,7 +477,6 @@ class FSDPEngine:
         return RenamedTensors(tensors, self.names) if self.names else tensors
 
     def named_adapter_tensors(self) -> AdapterTensors:
-        """Return the trained tensors under peft's names, as `named_full_tensors`, but float32."""
         self.wake()
         # A forward without a backward leaves a score head gathered, in the compute dtype.
         fsdp_module(self.model).reshard()

@@ -119,7 +119,6 @@ def transformer(model: PreTrainedModel) -> nn.Module:
 
 
 def _fit(model: PreTrainedModel, input_factor: float, given: list[float], found: list[float]) -> LogitMap:
-    """Return the map that takes the outputs `given` of the layer to the logits `found`."""
     factor = found[0] / given[0]
     is_capped = found[2] < 0.5 * factor * given[2]
     fitted = LogitMap(input_factor, factor, found[2]) if is_capped else LogitMap(input_factor, found[1])

@@ -147,7 +147,6 @@ def label_logprobs(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def _reduce(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """(largest logit, the label's relative to it, sum exp, exp, relative logits), in place."""
     largest = logits.amax(1)
     shifted = logits.sub_(largest[:, None])
     at_label = shifted.gather(1, labels[:, None])[:, 0]
@@ -192,7 +191,6 @@ def _slices(count: int, size: int) -> list[slice]:
 def _logits(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float, logit_map: LogitMap
 ) -> tuple[Tensor, Tensor | None]:
-    """float32 logits / temperature, and d capped / d logits with a soft cap (Gemma 2, sec. 2)."""
     few = max(0, MIN_ROWS - len(hidden))
     enough = pad(hidden, (0, 0, 0, few)) if few else hidden  # padding by nothing is a copy
     logits = (enough @ weight.T)[: len(hidden)].float()

@@ -105,7 +105,6 @@ def refuse_other_families(path: str, config: PretrainedConfig) -> None:
 
 
 def load_failure(path: str, error: Exception) -> ModelError:
-    """Return the error for a model that Transformers could not load."""
     where = "is not a folder here" if not Path(path).is_dir() else "could not be loaded by Transformers"
     return ModelError(f"cannot load the model: {path!r} {where} ({str(error).splitlines()[0]})")
 
@@ -123,7 +122,6 @@ def attention_option(config: PretrainedConfig, implementation: str) -> str | dic
 
 
 def supports_attention(config: PretrainedConfig, implementation: str) -> bool:
-    """Return whether the class of a model of this config can compute attention by that name."""
     try:
         model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config.get_text_config())]
     except KeyError:  # code of its own, or no language model: loading says so
@@ -165,7 +163,6 @@ def set_attention(model: PreTrainedModel, implementation: str) -> None:
 
 
 def dropout_options(config: PretrainedConfig) -> dict[str, float]:
-    """Return every dropout probability of a config, by name."""
     names = ("dropout", "pdrop", "dropout_prob", "dropout_p")
     options = config.to_dict().items()
     return {name: value for name, value in options if isinstance(value, float) and name.endswith(names)}

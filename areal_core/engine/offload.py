@@ -49,7 +49,6 @@ def take_step(optimizer: Optimizer, groups: Sequence[Sequence[nn.Parameter]] | N
 
 
 def step_groups(model: nn.Module, *, is_per_layer: bool) -> list[list[nn.Parameter]]:
-    """Return the trained parameters in one group, or one per layer and a last for the others."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not is_per_layer:
         return [trained]
@@ -60,7 +59,6 @@ def step_groups(model: nn.Module, *, is_per_layer: bool) -> list[list[nn.Paramet
 
 
 def move_states(optimizer: Optimizer, parameters: Iterable[Tensor], device: torch.device | None) -> None:
-    """Move the states of some parameters to a device, or, with None, to that of each parameter."""
     for parameter in parameters:
         state = optimizer.state.get(parameter, {})  # empty before the first step
         target = parameter.device if device is None else device
@@ -98,7 +96,6 @@ def leave_device(model: nn.Module, optimizer: Optimizer | None, device: torch.de
 
 
 def return_to_device(offloaded: Iterable[Offloaded]) -> None:
-    """Invert `leave_device`."""
     for item in offloaded:
         item.storage.resize_(item.copy.nbytes())
         item.storage.copy_(item.copy, non_blocking=False)

@@ -74,7 +74,6 @@ def schedule_factor(
 def build_schedule(
     optimizer: Optimizer, *, kind: str, total_steps: int, warmup_proportion: float, min_lr_ratio: float
 ) -> LambdaLR:
-    """Build a schedule over `total_steps` training steps, of which a proportion is the warm-up."""
     warmup_steps = int(warmup_proportion * total_steps)
     return LambdaLR(optimizer, schedule_factor(kind, total_steps, warmup_steps, min_lr_ratio))
 

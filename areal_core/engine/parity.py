@@ -269,7 +269,6 @@ def _measure_parity(engine: FSDPEngine) -> Parity:
 def measure_packed(
     engine: FSDPEngine, rows: Sequence[Tensor], expected: Sequence[Tensor]
 ) -> tuple[float, float]:
-    """Return how much packed rows differ, and change if the first row changes; a collective."""
     found = columns_of(engine, rows)
     other = (rows[0] + 1) % engine.model.config.get_text_config().vocab_size
     leak = largest_difference(engine, columns_of(engine, [other, *rows[1:]])[1:], found[1:])

@@ -232,7 +232,6 @@ def build_meshes(
 
 
 def set_timeout(group: dist.ProcessGroup, device_kind: str, timeout: timedelta) -> None:
-    """Set the timeout of a mesh's group, which `init_device_mesh` creates with torch's default."""
     for kind in {"cpu", device_kind}:
         # `dist.set_timeout` would do, but torch 2.13 lacks it.
         group._get_backend(torch.device(kind))._set_default_timeout(timeout)

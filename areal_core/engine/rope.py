@@ -33,14 +33,12 @@ def choose_frequencies_by_row(transformer: nn.Module) -> None:
 
 
 def depends_on_length(module: nn.Module) -> bool:
-    """Return whether a module is a rotary embedding whose frequencies depend on the length."""
     types = getattr(module, "rope_type", None)
     kinds = types.values() if isinstance(types, dict) else [types]
     return any(isinstance(kind, str) and any(name in kind for name in DEPENDS_ON_LENGTH) for kind in kinds)
 
 
 def forget_rows_before(module: nn.Module) -> None:
-    """Reset the frequencies that a longer row of an earlier forward has left."""
     for name in [*vars(module), *module._buffers]:
         if name.endswith("max_seq_len_cached"):
             setattr(module, name, module.original_max_seq_len)

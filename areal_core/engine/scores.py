@@ -104,5 +104,4 @@ def score_head(model: PreTrainedModel) -> nn.Linear:
 
 
 def is_score_model(model: PreTrainedModel) -> bool:
-    """Return whether the model has a score head, and no output layer."""
     return output_layer(model) is None

@@ -109,7 +109,6 @@ def shard_model(
 
 
 def _find_layers(model: PreTrainedModel, classes: tuple[str, ...] | None) -> list[nn.Module]:
-    """Find the layers to shard one by one: by class, or else the longest list of modules."""
     wanted = classes or tuple(model._no_split_modules or ())
     layers = [module for module in model.modules() if type(module).__name__ in wanted]
     if not classes:
@@ -141,7 +140,6 @@ def cast_saved_buffers(model: PreTrainedModel, dtype: torch.dtype) -> None:
 
 
 def broadcast_buffers(model: nn.Module, ranks: Ranks) -> None:
-    """Copy the buffers of rank 0 to every rank's device; a collective."""
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
             module._buffers[name] = _broadcast(buffer, ranks)
@@ -175,7 +173,6 @@ def fsdp_module(model: nn.Module) -> FSDPModule:
 
 
 def mesh_coordinates(tensor: DTensor) -> tuple[int, ...]:
-    """Return this rank's coordinates in the mesh of a tensor that it has a shard of."""
     coordinates = tensor.device_mesh.get_coordinate()
     assert coordinates is not None
     return tuple(coordinates)

@@ -166,7 +166,6 @@ def _compute_on_shards(module: nn.Module, name: str, mesh: DeviceMesh) -> None:
 
 @contextmanager
 def _plain_parameters(module: nn.Module, gradient: Sequence[Placement] | None) -> Iterator[None]:
-    """Replace the module's parameters by plain tensors of this rank's shards, in the body."""
     sharded = dict(module._parameters)
     for name, parameter in sharded.items():
         if parameter is not None:
@@ -233,8 +232,6 @@ Kwargs = dict[str, Any]
 def _sum_gradient_of_input(
     group: dist.ProcessGroup,
 ) -> Callable[[nn.Module, Args, Kwargs], tuple[Args, Kwargs]]:
-    """Return a hook that sums the gradient of a block's input once for all layers that read it."""
-
     def hook(module: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
         if args:
             return (SumGradient.apply(args[0], group), *args[1:]), kwargs

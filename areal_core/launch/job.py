@@ -145,7 +145,6 @@ def run_job(job: Job, start_servers: StartServers, run_ranks: RunRanks) -> int:
 
 
 def problems_of_given_servers(job: Job) -> list[str]:
-    """Return one sentence for each server that runs already and cannot serve the job."""
     config, rollout = job.config, job.allocation.rollout
     assert isinstance(config, PPOConfig)  # because `uses_given_servers` is true
     assert rollout is not None
@@ -186,7 +185,6 @@ def problem_of(wire: Wire, model: RunModel, num_devices: int, server: Server) ->
 
 
 def served_model(config: PPOConfig) -> RunModel:
-    """Return the model that every server of a run must serve."""
     path = server_options(config, config.allocation).model
     if Path(path).is_dir():
         path = str(Path(path).resolve())  # a server may have another working directory
@@ -205,7 +203,6 @@ def any_left(servers: list[RunningServer]) -> bool:
 
 
 def watch_servers(servers: list[RunningServer]) -> int:
-    """Wait until the last server has ended, then return 1."""
     while any_left(servers):
         time.sleep(POLL_S)
     return 1
@@ -221,7 +218,6 @@ def parse_environment(option: str, text: str) -> dict[str, str]:
 
 
 def spec_of(config: BaseExperimentConfig, role: ProcessRole) -> RoleSpec:
-    """Return how the processes of a role are started."""
     of_rollout = config.rollout.scheduling_spec if isinstance(config, PPOConfig) else None
     return role_spec(config.actor.scheduling_spec if role == "actor" else of_rollout, config.launcher, role)
 

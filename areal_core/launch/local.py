@@ -55,7 +55,6 @@ def device_of(config: BaseExperimentConfig) -> str:
 
 
 def visible_devices() -> list[str]:
-    """Return the GPUs that this process may use, by their CUDA names."""
     import torch
 
     named = os.environ.get("CUDA_VISIBLE_DEVICES")

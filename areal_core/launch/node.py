@@ -89,7 +89,6 @@ def note_ends(ends: dict[int, float]) -> None:
 
 
 def first_failure(error: "ChildFailedError", ends: dict[int, float]) -> Failure:
-    """Return the failure of the rank that ended first."""
     rank, first = min(error.failures.items(), key=lambda item: ends.get(item[1].pid, float("inf")))
     code = first.exitcode if first.exitcode > 0 else 128 - first.exitcode  # negative: a signal
     return Failure(ends.get(first.pid, time.time()), rank, code)

@@ -140,7 +140,6 @@ def plan_servers(job: Job, device: str, *, share_devices: bool) -> list[ServerPl
 def sglang_arguments(
     config: PPOConfig, rollout: Parallel, device: str, index: int, first_device: int
 ) -> tuple[list[str], dict[str, str]]:
-    """Return the arguments and the environment of SGLang server `index`."""
     options = replace(
         config.sglang,
         random_seed=config.sglang.random_seed + index,
@@ -155,25 +154,21 @@ def sglang_arguments(
 def vllm_arguments(
     config: PPOConfig, rollout: Parallel, device: str, index: int
 ) -> tuple[list[str], dict[str, str]]:
-    """Return the arguments and the environment of vLLM server `index`."""
     options = replace(config.vllm, seed=config.vllm.seed + index)
     args = vllm.server_args(options, device, tensor_size=rollout.tensor, pipeline_size=rollout.pipeline)
     return args, vllm.server_environment(device)
 
 
 def adapted_modules(config: PPOConfig) -> list[str]:
-    """Return the modules whose adapters a server allocates memory for."""
     return config.sglang.lora_target_modules or config.actor.target_modules or [ALL_LINEAR]
 
 
 def command_of(plan: ServerPlan) -> list[str]:
-    """Return the command of a server, without its address."""
     if plan.engine == "vllm":
         return vllm.server_command(plan.model_path, plan.args, plan.python, plan.command)
     return sglang.server_command(plan.model_path, plan.args, command=plan.command)
 
 
 def start_server(plan: ServerPlan, host: str = "127.0.0.1") -> InferenceServer:
-    """Start a server on this machine, on a free port of `host`, without waiting for readiness."""
     log, ready_timeout_s = Path(plan.log), plan.ready_timeout_s
     return InferenceServer(command_of(plan), log, plan.env, host=host, ready_timeout_s=ready_timeout_s)

@@ -93,7 +93,6 @@ def start(
 
 
 def marked_environment(env: Mapping[str, str], mark: str) -> dict[str, str]:
-    """Return the current environment changed by `env`, with the mark of a started process."""
     marks = os.environ[MARKS] + ":" + mark if MARKS in os.environ else mark
     return {**os.environ, **env, MARKS: marks}
 

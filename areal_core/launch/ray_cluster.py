@@ -139,7 +139,6 @@ def connected(address: str | None, num_cpus: int | None = None) -> Iterator[None
 
 
 def forwarded_environment() -> dict[str, str]:
-    """Return the environment of this process, for the children of actors."""
     return {name: value for name, value in os.environ.items() if not name.startswith(NOT_FORWARDED)}
 
 
@@ -212,7 +211,6 @@ def describe(bundles: list[dict[str, float]]) -> str:
 def make_actor(
     actors: ExitStack, group: PlacementGroup, bundles: list[dict[str, float]], index: int, kind: type
 ) -> Any:
-    """Start an actor that uses all of bundle `index`; `actors` stops it."""
     needs = {"CPU": 0.0, "GPU": 0.0, "memory": 0.0} | bundles[index]
     actor: Any = (
         ray.remote(kind)
@@ -357,6 +355,5 @@ class ServerActor:
 
 
 def own_address() -> str:
-    """Return the address of this machine as Ray knows it."""
     address: Any = ray.util.get_node_ip_address  # Ray leaves it without annotations
     return address()

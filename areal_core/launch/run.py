@@ -104,7 +104,6 @@ def launch(job: Job) -> int:
 
 
 def keep_logs(log_dir: Path, attempt: int) -> None:
-    """Move the logs of a failed attempt to its own folder."""
     kept = log_dir / f"attempt-{attempt}"
     shutil.rmtree(kept, ignore_errors=True)
     kept.mkdir(parents=True)

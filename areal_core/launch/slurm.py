@@ -98,7 +98,6 @@ def submit(job: Job, placement: Placement) -> int:
 
 
 def batch_script(job: Job, placement: Placement, description: Path) -> str:
-    """Return the script that sbatch runs on the first machine."""
     options = {
         "job-name": f"{job.config.experiment_name}_{job.config.trial_name}",
         "nodes": str(placement.num_nodes),
@@ -114,7 +113,6 @@ def batch_script(job: Job, placement: Placement, description: Path) -> str:
 
 
 def machine_options(job: Job, placement: Placement) -> dict[str, str]:
-    """Return the largest needs of any machine of the job, as options of sbatch."""
     actor, rollout = spec_of(job.config, "actor"), spec_of(job.config, "rollout")
     devices, cpus, memory_mib = [], [], []
     for node in range(placement.num_nodes):
@@ -132,7 +130,6 @@ def machine_options(job: Job, placement: Placement) -> dict[str, str]:
 
 
 def job_to_json(job: Job) -> dict[str, object]:
-    """Return a job as JSON types."""
     return {
         "script_argv": list(job.script_argv),
         "method": next(name for name, kind in METHODS.items() if isinstance(job.config, kind)),
@@ -146,7 +143,6 @@ def job_to_json(job: Job) -> dict[str, object]:
 
 
 def read_job(file: Path) -> Job:
-    """Read the file that `job_to_json` describes."""
     content = json.loads(file.read_text())
     config_class = METHODS[content["method"]]
     return Job(
@@ -175,7 +171,6 @@ def run_steps(job: Job, placement: Placement) -> int:
 
 
 def hosts_of_allocation() -> list[str]:
-    """Return the machines of the SLURM allocation that this process is in."""
     done = subprocess.run(
         ["scontrol", "show", "hostnames", os.environ["SLURM_JOB_NODELIST"]],
         check=True,
@@ -247,7 +242,6 @@ def start_servers(job: Job, placement: Placement, hosts: list[str], stack: ExitS
 def start_server_step(
     job: Job, placement: Placement, hosts: list[str], index: int, plan: ServerPlan, log: Path
 ) -> Child:
-    """Start a step that runs a server, on the loopback interface if the job has one machine."""
     host = hosts[placement.server_nodes[index]]
     size = placement.devices_per_server
     num_gpus = 0 if job.config.device == "cpu" else size
@@ -263,7 +257,6 @@ def start_server_step(
 
 
 def wait_for_address(names: Path, index: int, check: Callable[[], None], timeout_s: float) -> str:
-    """Wait for the address that a server's step publishes. Raises `ServerFailed`."""
     deadline = time.monotonic() + timeout_s
     while not (found := FolderNames(names).below("servers")) or f"servers/{index}" not in found:
         check()

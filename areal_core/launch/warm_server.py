@@ -158,7 +158,6 @@ def send(channel: socket.socket, message: dict[str, int]) -> None:
 
 @contextmanager
 def ended_with_peer(channel: socket.socket) -> Iterator[None]:
-    """Get SIGTERM meanwhile when the other side of a channel closes it, on Linux."""
     if sys.platform != "linux":
         yield
         return
@@ -184,13 +183,11 @@ def receive(channel: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
 
 
 def end_with_parent() -> None:
-    """Let this process get SIGTERM when the one that started it ends, on Linux."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def adopt_orphans() -> None:
-    """Become the parent of processes that ranks leave behind, on Linux."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
 
@@ -216,7 +213,6 @@ def run_ranks(request: dict[str, Any], streams: list[int], channel: socket.socke
 
 
 def end_orphans() -> None:
-    """End what ranks have started and left behind."""
     children = Path(f"/proc/self/task/{os.getpid()}/children")
     while True:
         for process in children.read_text().split() if children.exists() else ():
@@ -231,7 +227,6 @@ def end_orphans() -> None:
 def fork_rank(
     request: dict[str, Any], rank: int, port: int, streams: list[int], channel: socket.socket
 ) -> int:
-    """Start a rank of a program and return its process id."""
     if process := os.fork():
         return process
     code = 1
@@ -276,7 +271,6 @@ def written(number: int, before: TextIO) -> TextIO:
 
 
 def run_program(argv: list[str]) -> None:
-    """Run `-m MODULE ARGUMENT...` or `FILE ARGUMENT...` as the main program."""
     if argv[0] == "-m":
         sys.argv = argv[1:]
         runpy.run_module(argv[1], run_name="__main__", alter_sys=True)

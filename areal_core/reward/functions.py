@@ -62,7 +62,6 @@ def gsm8k_reward_fn(
 def clevr_count_70k_reward_fn(
     prompt: str, completions: str, prompt_ids: list[int], completion_ids: list[int], answer: str, **row: Any
 ) -> float:
-    """Return 1.0 if the last number in square brackets is `answer`, else 0.0."""
     found = BRACKETED_NUMBER.findall(completions)
     return float(bool(found) and found[-1] == answer.strip())
 
@@ -92,7 +91,6 @@ def reasoned_reward_fn(
 
 
 def last_boxed(text: str) -> str | None:
-    """Return the content of the last `\\boxed{}`, with braces balanced; None without one."""
     begin = text.rfind("\\boxed{")
     depth = 0
     for place in range(begin + len("\\boxed"), len(text)) if begin >= 0 else ():

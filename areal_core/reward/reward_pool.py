@@ -164,7 +164,6 @@ class _Worker:
         return self.connection.recv_bytes() if self.connection.poll(self.timeout_s) else None
 
     def interrupt(self) -> None:
-        """Kill the process during a call in another thread, which then gets EOFError."""
         if (process := self.process) is not None and process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
 

@@ -108,7 +108,6 @@ class RewardServer:
 
 
 def score_of(url: str, reply: Any) -> float:
-    """Return the one score of a reply of `/classify`. Raises RewardError."""
     match reply:
         case {"embedding": [int() | float() as score]} if math.isfinite(score):
             return float(score)

@@ -42,7 +42,6 @@ def check_signature(name: str, signature: inspect.Signature, takes_row: bool) ->
 
 
 def wrong_call(name: str, signature: inspect.Signature, reason: str) -> str:
-    """Return the sentence on a function that cannot be called, with the right signature."""
     return (
         f"reward function {name}{signature} is called with {', '.join(TEXTS_AND_TOKENS)} and the fields of the row "
         f"by name ({reason}): define it as\n    {EXAMPLE.format(name=name)}"
@@ -50,7 +49,6 @@ def wrong_call(name: str, signature: inspect.Signature, reason: str) -> str:
 
 
 def signature_in_source(name: str, folders: Iterable[str | Path]) -> inspect.Signature | None:
-    """Return the signature of a function by name; None if its source is not below `folders`."""
     place, function = split_name(name)
     file = place if place.endswith(".py") else place.replace(".", "/") + ".py"
     for folder in folders:

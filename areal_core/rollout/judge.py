@@ -237,7 +237,6 @@ class JudgedWorkflow:
         return None
 
     def score_in(self, reply: str) -> float | None:
-        """Return the last score in a reply; None if it has none, or one outside of the limits."""
         found = self.pattern.findall(reply)
         try:
             score = float(found[-1]) if found else None

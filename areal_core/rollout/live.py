@@ -120,11 +120,9 @@ class LiveRollouts:
         self.start_version(version)
 
     def use_weights(self, version: int) -> None:
-        """Send requests to servers that hold the weights of `version`."""
         self.executor.engine.set_version(version)
 
     def start_version(self, version: int) -> None:
-        """Start the prompts that `version` allows."""
         self.executor.set_version(version)
 
     def state_dict(self) -> dict[str, Any]:
@@ -224,12 +222,10 @@ class SharedRollouts:
                 pass
 
     def use_weights(self, version: int) -> None:
-        """Send requests to servers that hold the weights of `version`, on rank 0."""
         if self.sampled is not None:
             self.sampled.use_weights(version)
 
     def start_version(self, version: int) -> None:
-        """Start the prompts that `version` allows, on rank 0."""
         if self.sampled is not None:
             self.sampled.start_version(version)
 

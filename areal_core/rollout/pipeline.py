@@ -190,7 +190,6 @@ class Pipeline:
         return self._fetch(sorted(self._done)[:count])
 
     async def wait_for_task(self, task_id: int, timeout_s: float | None) -> Group:
-        """Wait for one submitted prompt."""
         known = {group.task_id for group in self._pending} | self._running.keys() | self._done.keys()
         if task_id not in known:
             raise RolloutStuck(f"there is no task {task_id}, or its result was fetched before")
@@ -216,7 +215,6 @@ class Pipeline:
         self._something_happened()
 
     async def continue_at(self, version: int) -> None:
-        """Continue a run that has consumed a batch for each version before this one."""
         self.control.continue_at(version)
         self._something_happened()
 
@@ -415,8 +413,6 @@ class Pipeline:
 def blocking(
     method: Callable[Concatenate[Pipeline, P], Coroutine[Any, Any, T]],
 ) -> "Callable[Concatenate[Executor, P], T]":
-    """Return a method of `Executor` that runs `method` on the loop's thread and waits for it."""
-
     @wraps(method)
     def call(executor: "Executor", /, *args: P.args, **options: P.kwargs) -> T:
         return executor.loop.run(method(executor._pipeline, *args, **options))

@@ -72,17 +72,14 @@ class StalenessControl:
         return min(limits)
 
     def continue_at(self, version: int) -> None:
-        """Continue a run that has consumed a batch for each version before this one."""
         self.version = version
         self.accepted, self.held, self.consumed = version * self.batch_size, 0, version * self.batch_size
 
     def drop_stale(self, count: int) -> None:
-        """Count accepted prompts as stale, so that others replace them."""
         self.accepted -= count
         self.stale += count
 
     def is_stale(self, version: int) -> bool:
-        """Return whether a sample with an oldest token of `version` is too stale to be consumed."""
         return version + self.max_head_offpolicyness < self.version
 
 
@@ -127,7 +124,6 @@ class Tolerance:
         self._rejections = 0  # in a row, across batches
 
     def batch_taken(self) -> None:
-        """Reset the counts that are per batch."""
         self._failures = self._stale = 0
 
     def judged(self, accepted: bool) -> None:

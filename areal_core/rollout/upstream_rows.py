@@ -54,12 +54,10 @@ def with_our_keys(rows: dict[str, Any], stop_reason: str | None) -> Batch:
 
 
 def len_of(row: dict[str, Tensor]) -> int:
-    """Return the number of images in one row's tensors."""
     return len(row["image_grid_thw"]) if "image_grid_thw" in row else len(row.get("pixel_values", ()))
 
 
 def image_keys_of(pictured: list[dict[str, Tensor]], counts: list[int]) -> Batch:
-    """Return the keys of processed images: those of rows with images, and the count of each row."""
     if not pictured:
         return {}
     pixels = torch.cat([row["pixel_values"] for row in pictured])

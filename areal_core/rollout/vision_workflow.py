@@ -80,5 +80,4 @@ class VisionRLVRWorkflow:
 
 
 def token_types(prompt: Sequence[int], num_sampled: int) -> dict[str, Tensor]:
-    """Return `mm_token_type_ids` int32 [1, T] of a prompt's types; sampled tokens are text."""
     return {"mm_token_type_ids": torch.tensor([[*prompt, *[0] * num_sampled]], dtype=torch.int32)}

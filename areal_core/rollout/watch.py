@@ -69,5 +69,4 @@ class Watch:
 
 
 def episode_name(episode: EpisodeEngine) -> str:
-    """Return an episode's name for messages."""
     return f"prompt {episode.prompt_id}, sample {episode.sample_id}"

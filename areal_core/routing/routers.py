@@ -53,7 +53,6 @@ def _refusal(family: str, reason: str) -> ModelError:
 
 
 def routing_sizes_of(path: str) -> RoutingSizes:
-    """Return the `routing_sizes` of a checkpoint folder, or a model on the hub."""
     return routing_sizes(AutoConfig.from_pretrained(path))
 
 

@@ -183,7 +183,6 @@ def run_confined(
 
 
 def has_descriptor(stream: Any) -> bool:
-    """Return whether a stream writes to a file of the operating system, or is closed."""
     try:
         return stream is None or int(stream.fileno()) >= 0
     except (OSError, ValueError):  # io.UnsupportedOperation is both
@@ -239,7 +238,6 @@ def limit(bounds: Bounds) -> list[str]:
 
 
 def python_paths() -> list[str]:
-    """The folders that Python imports from, and that its libraries are loaded from."""
     own = str(Path(__file__).resolve().parents[2])
     libraries = os.environ.get("LD_LIBRARY_PATH", "").split(":")
     return [path for path in (sys.prefix, sys.base_prefix, own, *sys.path, *libraries) if path]
@@ -272,7 +270,6 @@ def described(error: BaseException, errors: Sequence[type[Exception]]) -> list[A
 
 
 def raise_again(described: Sequence[Any], bounds: Bounds, errors: Sequence[type[Exception]]) -> NoReturn:
-    """Raise what `described` describes."""
     name, *facts = described
     if name == "known":
         kind = errors[facts[0]]
@@ -294,7 +291,6 @@ def raise_again(described: Sequence[Any], bounds: Bounds, errors: Sequence[type[
 
 
 def too_much(bounds: Bounds, limit: str, variable: str) -> str:
-    """The sentence for a limit that was reached."""
     return (
         f"reading {bounds.name} needs more than {limit}, the limit for an input of its size: it may be made to "
         f"exhaust this machine; set {variable} to allow more"

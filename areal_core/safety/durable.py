@@ -191,13 +191,11 @@ def append_lines(path: Path, text: str) -> None:
 
 
 def remove_partial_line(path: Path) -> None:
-    """Remove the incomplete last line of a log, of a writer that was killed."""
     if path.exists():
         append_lines(path, "")
 
 
 def _size_of_lines(file: IO[bytes]) -> int:
-    """Return the bytes up to the last end of a line."""
     end = file.seek(0, os.SEEK_END)
     while end > 0:
         start = max(0, end - BLOCK_BYTES)

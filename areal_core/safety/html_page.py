@@ -110,12 +110,10 @@ def framed(
 
 
 def last_names(path: str) -> str:
-    """Return the last two names of a path, which fit into a header."""
     return "/".join(path.rstrip("/").split("/")[-2:])
 
 
 def navigation(links: Sequence[Link]) -> str:
-    """Return the links of the header; nothing without links."""
     if not links:
         return ""
     items = "".join(
@@ -153,13 +151,11 @@ def hash_source(text: str) -> str:
 
 @cache
 def shared_style() -> str:
-    """Return the style sheet that all pages share."""
     return (Path(__file__).parent / "page.css").read_text(encoding="utf-8")
 
 
 @cache
 def installed_version() -> str:
-    """Return the version of the suite, "" of a source tree that is not installed."""
     try:
         return metadata.version("areal-debug")
     except metadata.PackageNotFoundError:

@@ -57,7 +57,6 @@ def refusal_of(method: str, headers: Headers, listens_at: str) -> Refusal | None
 
 
 def is_json(kind: str) -> bool:
-    """Return whether a content type is that of JSON."""
     return kind in JSON_TYPES or (kind.startswith("application/") and kind.endswith("+json"))
 
 
@@ -88,7 +87,6 @@ def host_of(header: str) -> str:
 
 
 def is_address(name: str) -> bool:
-    """Return whether a host is an IP address."""
     try:
         ipaddress.ip_address(name)
     except ValueError:

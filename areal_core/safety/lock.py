@@ -198,7 +198,6 @@ def this_process() -> Process:
 
 
 def _place(path: Path, own: Path, holder: Holder, now: float) -> None:
-    """Make `own` the lock at `path`. Raises Held."""
     while True:
         _link(own, path)
         found = _read(path)
@@ -222,7 +221,6 @@ def _place(path: Path, own: Path, holder: Holder, now: float) -> None:
 
 
 def _link(own: Path, path: Path) -> None:
-    """Create `path` with the contents of `own` unless it exists."""
     try:
         os.link(own, path)
     except FileExistsError:  # NFS may also say so of a link that it has created
@@ -259,7 +257,6 @@ def _parse(data: bytes) -> Holder | None:
 
 
 def _describe(path: Path, found: Found, now: float) -> str:
-    """Say who holds a lock, and of another machine how it counts as dead."""
     if found.holder is not None and all(_is_here(process) for process in found.holder.processes):
         return str(found)
     return (
@@ -294,12 +291,10 @@ def _stays_silent(path: Path, found: Found, run: str) -> bool:
 
 
 def _is_here(process: Process) -> bool:
-    """Return whether the process is of this boot and PID namespace, where PIDs can be compared."""
     return process.place != "" and process.place == _place_of_pids()
 
 
 def _is_running(process: Process) -> bool:
-    """Return whether a process of this boot and PID namespace lives, suspended or not."""
     started = _start_time(process.pid)
     return started is not None and started in (process.started, 0)
 
@@ -354,7 +349,6 @@ def _remove(path: Path, holder: Holder, ended: threading.Event) -> None:
 
 
 def _remove_remains(path: Path, now: float) -> None:
-    """Remove what processes left that died while they took the lock."""
     for name in os.listdir(path.parent):
         if name.startswith(f"{path.name}."):
             with suppress(FileNotFoundError):

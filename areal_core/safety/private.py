@@ -123,7 +123,6 @@ def read_owned(path: Path) -> str:
 
 
 def user_name(uid: int) -> str:
-    """Return the name of a user, or `uid N` if the machine has none."""
     try:
         return pwd.getpwuid(uid).pw_name
     except KeyError:

@@ -91,7 +91,6 @@ def landlock(
 
 
 def allow(libc: ctypes.CDLL, rules: int, path: str | Path, rights: int) -> None:
-    """Allow rights below a folder, or on a file; nothing if there is no such path."""
     try:
         place = os.open(path, os.O_PATH | os.O_CLOEXEC)
     except OSError:
@@ -121,7 +120,6 @@ def filter_code(column: int, architecture: int, network: bool, pid: int) -> list
         return [step(EQUAL, number, 0, len(body)), *body]
 
     def if_argument(call: tuple[int, int], place: int, tests: list[bytes]) -> list[bytes]:
-        """Load an argument's low 32 bits, run the tests, and load the number again."""
         body = [step(LOAD, ARGUMENTS_AT + 8 * place), *tests, step(LOAD, NUMBER_AT)]
         return if_call(call[column], body)
 

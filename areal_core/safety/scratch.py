@@ -118,6 +118,5 @@ def exchanged(one: Path, other: Path) -> bool:
 
 
 def put_back(replaced: Path, destination: Path) -> None:
-    """Put back what was moved aside for a content that has not come."""
     if replaced.exists() and not destination.exists():
         replaced.rename(destination)

@@ -128,7 +128,6 @@ def secret_values(variables: Mapping[str, str]) -> set[str]:
 
 
 def is_distinctive(value: str) -> bool:
-    """Return whether a secret would hardly occur by chance, and is not a plain word."""
     is_word = value.isalpha() and value.islower()
     return SHORTEST_VALUE <= len(value) <= LONGEST_VALUE and is_value(value) and not is_word
 
@@ -279,7 +278,6 @@ def is_assigned_secret(found: re.Match[str]) -> bool:
 
 
 def follows_secret_option(previous: str, word: str) -> bool:
-    """Return whether a word of a command line is the value of the option before it."""
     is_option = word.startswith("--") or (word.startswith("-") and len(word) < SHORTEST_VALUE)
     if previous in ("-u", "--user", "--proxy-user"):  # of curl: NAME:PASSWORD
         return ":" in word and not word.startswith("-")
@@ -288,7 +286,6 @@ def follows_secret_option(previous: str, word: str) -> bool:
 
 
 def named_secrets(value: Any, name: str = "") -> Iterable[str]:
-    """Yield the texts of a tree whose own name is that of a credential."""
     if isinstance(value, dict):
         inner = name if names_secret(name) else ""
         for key, item in value.items():

@@ -87,7 +87,6 @@ class SharedDevices:
         self._folder, self.version = folder, version
 
     def to_engine(self) -> None:
-        """Release the trainer's memory, and let the servers load the last weights and go on."""
         with self._stats.timing("trainer_to_engine"):
             self._stats.scalar(offloaded_bytes=self._leave())
             self._barrier()
@@ -109,7 +108,6 @@ class SharedDevices:
         pool.resume()
 
     def _on_rank_0(self, act: Callable[[ServerPool], None]) -> None:
-        """Let rank 0 act while the others wait. Raises `SharingFailed` on every rank."""
         failure: Exception | None = None
         if self._update.pool is not None:
             try:

@@ -80,7 +80,6 @@ def on_cpu(options: SGLangConfig) -> SGLangConfig:
 
 
 def option_args(options: SGLangConfig) -> list[str]:
-    """Return the options as flags."""
     values = {
         field.name: getattr(options, field.name) for field in fields(options) if field.name not in NOT_FLAGS
     }

@@ -74,7 +74,6 @@ class SGLangWire:
         return payload | {"input_ids": collapsed_ids + rest, "image_data": image_data}
 
     def adapter_fields(self, adapter: str) -> dict[str, Any]:
-        """Return the field that names the adapter."""
         return {"lora_path": adapter}
 
     def experts_fields(self, start: int) -> dict[str, Any]:
@@ -187,7 +186,6 @@ class SGLangWire:
         return Call("/resume_memory_occupation", {"tags": [tag]})
 
     def load_folder(self, folder: Path | str, version: int, flush_cache: bool) -> list[Call]:
-        """Load all weights of a checkpoint folder."""
         payload = {"model_path": str(folder), "weight_version": str(version), "flush_cache": flush_cache}
         return [Call("/update_weights_from_disk", payload)]
 
@@ -202,7 +200,6 @@ class SGLangWire:
     def join_group(
         self, host: str, port: int, rank_offset: int, world_size: int, backend: str, group: str
     ) -> Call:
-        """Join a process group."""
         payload = {
             "master_address": host,
             "master_port": port,
@@ -253,7 +250,6 @@ class SGLangWire:
         return HeldWeights(checksums, is_sharded)
 
     def load_adapter(self, name: str, folder: Path) -> Call:
-        """Load a LoRA adapter."""
         return Call("/load_lora_adapter", {"lora_name": name, "lora_path": str(folder)})
 
     def parse_loaded(self, body: str) -> set[str]:
@@ -264,7 +260,6 @@ class SGLangWire:
             raise malformed(ENGINE, "/load_lora_adapter", error, body) from error
 
     def unload_adapter(self, name: str) -> Call:
-        """Unload a LoRA adapter."""
         return Call("/unload_lora_adapter", {"lora_name": name})
 
     def set_version(self, version: int) -> Call:

@@ -23,9 +23,7 @@ Stats = dict[str, float]
 class Logger(Protocol):
     """A destination for the statistics of each step."""
 
-    def __call__(self, step: int, stats: Stats) -> None:
-        """Log the statistics of a step, counted from 0."""
-        ...
+    def __call__(self, step: int, stats: Stats) -> None: ...
 
     def close(self) -> None:
         """Finish; called once, after the last step."""

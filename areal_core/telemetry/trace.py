@@ -54,7 +54,6 @@ class Span:
 
     @property
     def root_name(self) -> str:
-        """Name of the outermost span."""
         return self.name if self.parent is None else self.parent.root_name
 
 
@@ -188,7 +187,6 @@ class Trace:
         return Span(name, category, parent, shares_track, track, time.perf_counter_ns(), args)
 
     def _close(self, span: Span) -> None:
-        """End a span and record it."""
         end_ns = time.perf_counter_ns()
         with self._lock:
             if span.parent is not None and span.shares_track:

@@ -73,7 +73,6 @@ class Tracing:
         return reward_fn if self._trace is None else traced_reward(reward_fn, self._trace)
 
     def weight_update(self, update: WeightUpdate | None) -> WeightUpdate | None:
-        """Return the weight update, traced."""
         return update if self._trace is None or update is None else TracedUpdate(update, self._trace)
 
     def memory(self, step: int) -> AbstractContextManager[None]:
@@ -156,8 +155,6 @@ class TracedEngine:
 
 
 def traced_reward(reward_fn: RewardFn, trace: Trace) -> RewardFn:
-    """Return the reward function in a span, which includes the wait for a free worker."""
-
     async def reward(*args: Any, **row: Any) -> float:
         with trace.span("reward", "reward"):
             return await reward_fn(*args, **row)
@@ -279,7 +276,6 @@ class StepProfiler:
 
 
 def row_facts(rows: dict[str, Tensor]) -> dict[str, Any]:
-    """Return reward, token count, row count and versions of an episode's rows."""
     reward = float(rows["rewards"].float().mean())
     return {
         "reward": reward if math.isfinite(reward) else str(reward),
@@ -290,5 +286,4 @@ def row_facts(rows: dict[str, Tensor]) -> dict[str, Any]:
 
 
 def version_range(versions: list[int]) -> dict[str, int]:
-    """Return the oldest and the newest version of the weights that sampled these tokens."""
     return {"oldest_version": min(versions), "newest_version": max(versions)} if versions else {}

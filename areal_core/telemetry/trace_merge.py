@@ -47,7 +47,6 @@ def take(fields: Any, name: str, kind: type[T], where: str) -> T:
 
 
 def parse_rank_header(args: dict[str, Any], file: Path) -> RankHeader:
-    """Parse the `args` of a header line. Raises BrokenTrace, which names a missing field."""
     where = f"{file}, its header"
     header = RankHeader(
         rank=take(args, "rank", int, where),
@@ -116,7 +115,6 @@ def merge(folder: Path) -> Path:
 
 
 def first_header(file: Path) -> RankHeader:
-    """Return the first header of a rank's file. Raises BrokenTrace."""
     header, _ = next(rank_events(file), (None, None))
     if header is None:
         raise BrokenTrace(f"{file} is empty or cut off; give the trace folder of a run")
@@ -156,7 +154,6 @@ def merge_if_all_ended(folder: Path, world_size: int) -> None:
 
 
 def has_ended(file: Path) -> bool:
-    """Return whether the rank has closed its trace."""
     if not file.exists():
         return False
     with file.open("rb") as content:

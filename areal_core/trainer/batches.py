@@ -65,7 +65,6 @@ def rows_to_batch(rows: Sequence[dict[str, Any]], has_images: bool = False) -> B
 
 
 def record_rows(stats: Stats, flat: Batch) -> None:
-    """Record the numbers of sequences and tokens of a packed batch."""
     every = torch.ones_like(flat["input_ids"], dtype=torch.bool)
     stats.denominator(n_seqs=every[: len(flat["cu_seqlens"]) - 1], n_tokens=every)
 
@@ -125,6 +124,5 @@ def measure_rows(
 
 
 def row_sha256(row: Row) -> str:
-    """Return the first digits of the sha256 of a row's token ids and masks."""
     lists = {name: value for name, value in row.items() if name.endswith(("_ids", "_mask"))}
     return hashlib.sha256(json.dumps(lists, sort_keys=True).encode()).hexdigest()[:DIGITS]

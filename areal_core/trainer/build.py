@@ -244,7 +244,6 @@ def shard_engine(
 def add_optimizer(
     engine: FSDPEngine, options: OptimizerConfig, fsdp: FSDPEngineConfig, total_steps: int
 ) -> None:
-    """Add the optimizer of the trainable parameters, its schedule, and its offloading."""
     engine.optimizer = build_optimizer(
         trained_parameters(engine.model).values(),
         kind=options.type,

@@ -229,7 +229,6 @@ def build_embedded(
     tokenizer: PreTrainedTokenizerBase,
     processor: VisionProcessor | None = None,
 ) -> tuple[InferenceEngine, WeightUpdate]:
-    """Build an engine in this process, on a replica of the actor's weights."""
     replica = Replica(
         config.actor.path,
         getattr(torch, config.actor.dtype),
@@ -313,7 +312,6 @@ def discover_servers(config: PPOConfig, addresses: Sequence[str] = ()) -> Discov
 
 
 def build_pool(config: PPOConfig, servers: list[Server], discovery: Discovery) -> ServerPool:
-    """Build the control connection of rank 0 to the servers."""
     return ServerPool(
         servers,
         wire_of(config.allocation),
@@ -324,7 +322,6 @@ def build_pool(config: PPOConfig, servers: list[Server], discovery: Discovery) -
 
 
 def build_weight_update(config: PPOConfig, ranks: Ranks, pool: ServerPool | None) -> WeightUpdate:
-    """Build the weight update of `actor.weight_update_mode`; of adapters, if servers load them."""
     check = WeightCheck(config.rollout.verify_weights_every)
     grace_s = config.rollout.pause_grace_period
     actor, folder = config.actor, run_folder(config, "checkpoints") / "weight_update"
@@ -341,7 +338,6 @@ def build_weight_update(config: PPOConfig, ranks: Ranks, pool: ServerPool | None
 
 
 def build_disk_update(config: PPOConfig, pool: ServerPool | None) -> DiskUpdate:
-    """Build the weight update through a folder of the run."""
     return DiskUpdate(
         pool,
         run_folder(config, "checkpoints") / "weight_update",
@@ -441,7 +437,6 @@ def with_served_rewards(
 
 
 def is_asynchronous(reward_fn: Any) -> bool:
-    """Return whether a reward function is awaited, as one that waits for a server, not computed."""
     return any(map(inspect.iscoroutinefunction, (reward_fn, type(reward_fn).__call__)))
 
 

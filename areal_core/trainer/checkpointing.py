@@ -111,7 +111,6 @@ class Frequency:
         return self.clock() - self._last
 
     def continue_after(self, elapsed_s: float) -> None:
-        """Continue from the `elapsed_s` of an interrupted run."""
         self._last = self.clock() - elapsed_s
 
 
@@ -331,7 +330,6 @@ def keep_only(folder: Path, *kept: Path | None) -> None:
 
 
 def cut_stats(file: Path, first_step: int) -> None:
-    """Keep the lines of steps before `first_step`, of a file that may end in an incomplete line."""
     if not file.exists():
         return
     kept = []

@@ -51,7 +51,6 @@ def update_critic(
 
 
 def critic_loss(values: Tensor, flat: Batch, *, eps_clip: float, stats: Stats) -> Tensor:
-    """Value loss of a packed micro-batch, summed over the loss mask; records its statistics."""
     mask, old_values, returns = flat["loss_mask"].bool(), flat["values"], flat["returns"]
     loss, details = value_loss(values, old_values, returns, mask, eps_clip=eps_clip)
     stats.denominator(

@@ -65,7 +65,6 @@ class DPOTrainer(SupervisedTrainer):
         }
 
     def _loss_of_pairs(self, logprobs: Tensor, flat: Batch) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return `dpo_loss` of a packed micro-batch."""
         return dpo_loss(
             logprobs,
             flat["ref_logp"],

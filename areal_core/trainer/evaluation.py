@@ -78,7 +78,6 @@ class Evaluation:
         self.turn = turn
 
     def after_step(self, step: int) -> None:
-        """Validate if it is due. Call it on every rank after every step."""
         if self.frequency.is_due(step):
             self.run()
 

@@ -156,7 +156,6 @@ class NonFiniteGuard:
         return "\n".join([*lines, *([hint] if hint else [])])
 
     def shown_rows(self, inputs: Batch, cause: Cause, names: Sequence[str] | None) -> str:
-        """Describe the rows of all ranks, those with the first ones in full."""
         mine = [
             f"    rank {self.ranks.data_parallel_rank}, row {row}, {name_of(inputs, row, names)}: {self.excerpt(inputs, row)}"
             for row in cause.rows[:ROWS_SHOWN]
@@ -246,7 +245,6 @@ def broken_column(ranks: Ranks, inputs: Batch) -> Cause | None:
 
 
 def broken_rows(column: Tensor, mask: Tensor) -> list[int]:
-    """Return the rows of a column, [B] or [B, T], that are not finite in the mask."""
     bad = ~column.isfinite()
     in_row = (bad & mask.bool()).any(1) if bad.dim() == 2 else bad
     return in_row.nonzero()[:, 0].tolist()
@@ -278,7 +276,6 @@ def broken_scores(
 def loss_is_finite(
     engine: FSDPEngine, batch: Batch, columns: Sequence[Tensor], unit: Sequence[int], loss_fn: LossFunction
 ) -> bool:
-    """Return whether the loss of some rows is finite, given their columns [B, T] by the model."""
     own = {str(number): column for number, column in enumerate(columns)}
     flat = {
         key: tensor.to(engine.ranks.device) for key, tensor in pack(select_rows(batch | own, unit)).items()
@@ -323,7 +320,6 @@ def broken_gradient(
 def gradient_is_finite(
     engine: FSDPEngine, batch: Batch, loss_fn: LossFunction, weight_fn: Callable[[Batch], Tensor]
 ) -> bool:
-    """Return whether the gradient of a batch is finite, and leave it in `grad`; a collective."""
     assert engine.optimizer is not None
     engine.model.train()
     engine.optimizer.zero_grad()

@@ -212,7 +212,6 @@ class PolicyObjective:
         return proximal
 
     def _trusted_tokens(self, mask: Tensor, flat: Batch) -> Tensor:
-        """Return the tokens of `mask` that M2PO trusts (bool, [tokens]); without it, `mask`."""
         if self.options.m2_threshold is None:
             return mask
         trusted = mask & flat["trusted_mask"].bool()
@@ -243,7 +242,6 @@ class PolicyObjective:
     def _with_teacher(
         self, weights: TeacherConfig, loss: Tensor, logprobs: Tensor, kept: Tensor, flat: Batch
     ) -> Tensor:
-        """Return the weighted sum of policy loss and distillation loss."""
         losses, details = distillation_loss(logprobs, flat["teacher_logp"], flat["logprobs"], kept)
         distilled = self._total(losses, flat)
         self.stats.stat("n_valid_tokens", rkl_loss=details["loss"])
@@ -254,7 +252,6 @@ class PolicyObjective:
     def _clipped_loss(
         self, logprobs: Tensor, proximal: Tensor, kept: Tensor, weights: Tensor | None, flat: Batch
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Compute `policy_loss` and record the statistics of clipping."""
         options, stats = self.options, self.stats
         loss, details = policy_loss(
             logprobs,
@@ -301,7 +298,6 @@ class PolicyObjective:
 
 
 def uses_proximal_share(options: PPOActorConfig) -> bool:
-    """Return whether proximal log-probs are approximated, for the loss or only for statistics."""
     return options.use_decoupled_loss and options.prox_logp_method != "recompute"
 
 
@@ -352,7 +348,6 @@ class NormArguments(TypedDict):
 
 
 def norm_arguments(norm: NormConfig, sum_over_ranks: SumOverRanks) -> NormArguments:
-    """Return a section of the config as arguments of the normalisations."""
     return {
         "mean_level": norm.mean_level,
         "std_level": norm.std_level,

@@ -31,7 +31,6 @@ class RWTrainer(SupervisedTrainer):
         self.restore()
 
     def to_batch(self, pairs: Sequence[Pair]) -> Batch:
-        """Build the batch of the pairs."""
         return pairs_to_batch(pairs)
 
     def weight(self, batch: Batch) -> Tensor:

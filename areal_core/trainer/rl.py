@@ -427,7 +427,6 @@ class PPOTrainer:
 
     @contextlib.contextmanager
     def _start_and_end_observed(self) -> Iterator[None]:
-        """Send `start` to the observers, and `end` with the error, if any, when the block ends."""
         error: str | None = None
         try:
             self._observe_start()
@@ -456,7 +455,6 @@ class PPOTrainer:
         )
 
     def _observe_checkpoint(self, completed: Path | None) -> None:
-        """Send `checkpoint` to the observers if a recovery checkpoint has been completed."""
         if completed is not None:
             self._observe("checkpoint", step=step_of(completed), folder=completed)
 

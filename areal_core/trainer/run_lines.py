@@ -49,7 +49,6 @@ class RunLines:
         self._handlers: dict[int, Any] = {}
 
     def __call__(self, step: int, stats: dict[str, float]) -> None:
-        """Print the line of a step."""
         self.next_step = step + 1
         self._print(step_summary(step, stats, self.end_step, stats.get("timeperf/step")))
 

@@ -36,7 +36,6 @@ class SFTTrainer(SupervisedTrainer):
         self.restore()
 
     def to_batch(self, rows: Sequence[dict[str, Any]]) -> Batch:
-        """Build the batch of the rows."""
         return rows_to_batch(rows, has_images=self.actor.vision is not None)
 
     def weight(self, batch: Batch) -> Tensor:

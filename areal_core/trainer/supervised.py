@@ -109,7 +109,6 @@ class SupervisedTrainer(ABC):
         """Return the results [rows or pairs] of a packed micro-batch, from the inputs of `loss`."""
 
     def _build_actor(self, path: str) -> FSDPEngine:
-        """Build the model at `path`; a collective."""
         options = replace(self.config.actor, path=path)
         actor = build.build_engine(options, self.ranks, self.total_steps, load=self.load)
         actor.granularity = self.granularity

@@ -119,7 +119,6 @@ class _Hooks:
 
 
 def _slice_of_rank(options: Options, rank: int, num_ranks: int) -> Options:
-    """Return the options of a text model's forward for the tokens of one rank."""
     embeddings = options["inputs_embeds"]  # [1, tokens, dim]
     size = embeddings.shape[1] // num_ranks
     here = slice(rank * size, (rank + 1) * size)
@@ -137,7 +136,6 @@ def _slice_of_rank(options: Options, rank: int, num_ranks: int) -> Options:
 
 
 def _tensors(value: Any) -> list[Tensor]:
-    """Return the floating-point tensors in nested tuples and lists."""
     if isinstance(value, Tensor):
         return [value] if value.is_floating_point() else []
     return [tensor for item in value for tensor in _tensors(item)] if isinstance(value, (tuple, list)) else []

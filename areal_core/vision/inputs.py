@@ -102,7 +102,6 @@ class VisionInputs:
         counts: Sequence[int],
         pixels: dict[str, Tensor],
     ) -> Tensor:
-        """Return positions of packed rows: int64 [3, 1, tokens] with grids, else [1, tokens]."""
         if not self.family.has_grids:
             return torch.cat([torch.arange(len(row)) for row in rows])[None]
         base: Any = self.model.base_model
@@ -150,7 +149,6 @@ class VisionInputs:
         return row | pixels | {"image_units": units}
 
     def _num_tokens(self, units: Sequence[int]) -> list[int]:
-        """Return the number of vision tokens of pictures with these numbers of entries."""
         if self.family.has_grids:
             return [n // self.model.config.vision_config.spatial_merge_size**2 for n in units]
         return [n * self.model.config.mm_tokens_per_image for n in units]

@@ -158,7 +158,6 @@ class VisionProcessor:
 
 
 def _refused(pictures: Sequence["Image"], error: ValueError) -> ImageError:
-    """Return the error of pictures that the processor refuses, such as very narrow ones."""
     sizes = ", ".join(f"{picture.width} x {picture.height}" for picture in pictures)
     return ImageError(f"the model's processor refuses images of {sizes} pixels: {error}")
 
@@ -174,7 +173,6 @@ def refuse_other_parts(content: Any) -> None:
 
 
 def _versions(*packages: str) -> dict[str, str]:
-    """Return the versions of the packages that are installed."""
     found = {}
     for name in packages:
         with suppress(PackageNotFoundError):  # without torchvision, Pillow resizes

@@ -142,7 +142,6 @@ def make_tiny_vision_model(
 
 
 def rename_tower(file: Path) -> None:
-    """Give the weights of SigLIP's tower the names that they have in checkpoints on the hub."""
     weights = load_file(file)
     tower, longer = "vision_tower.", "vision_tower.vision_model."
     save_file(
@@ -151,7 +150,6 @@ def rename_tower(file: Path) -> None:
 
 
 def make_tiny_processor(family: str, patch: int = PATCH) -> ProcessorMixin:
-    """Build the processor of a family for its tiny model, around the tiny tokenizer."""
     from transformers import (
         Gemma3ImageProcessor,
         Gemma3Processor,

@@ -68,7 +68,6 @@ class VLLMWire:
         )
 
     def adapter_fields(self, adapter: str) -> dict[str, Any]:
-        """Return the field that names the adapter."""
         return {"model": adapter}
 
     def experts_fields(self, start: int) -> dict[str, Any]:
@@ -166,12 +165,10 @@ class VLLMWire:
         return Call("/resume", {})
 
     def load_folder(self, folder: Path | str, version: int, flush_cache: bool) -> list[Call]:
-        """Load all weights of a checkpoint folder."""
         load = {"method": "load_checkpoint", "kwargs": {"folder": str(folder)}}
         return [Call("/collective_rpc", load), self.set_version(version)]
 
     def begin_update(self) -> Call:
-        """Open an update session."""
         return Call("/start_weight_update", {})
 
     def end_update(self, version: int | None) -> Call:
@@ -181,7 +178,6 @@ class VLLMWire:
     def join_group(
         self, host: str, port: int, rank_offset: int, world_size: int, backend: str, group: str
     ) -> Call:
-        """Join a process group, and leave the one before it."""
         group_info = {
             "master_address": host,
             "master_port": port,
@@ -227,7 +223,6 @@ class VLLMWire:
         return HeldWeights(checksums, any(len(of_ranks) > 1 for of_ranks in checksums.values()))
 
     def load_adapter(self, name: str, folder: Path) -> Call:
-        """Load a LoRA adapter."""
         return Call("/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(folder)})
 
     def parse_loaded(self, body: str) -> set[str]:
@@ -238,7 +233,6 @@ class VLLMWire:
         return {found[1]}
 
     def unload_adapter(self, name: str) -> Call:
-        """Unload a LoRA adapter."""
         return Call("/v1/unload_lora_adapter", {"lora_name": name})
 
     def set_version(self, version: int) -> Call:

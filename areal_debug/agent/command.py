@@ -47,7 +47,6 @@ def command() -> None:
 
 
 def engine_options(body: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the agent, its inference engine, its rows and its own arguments."""
     options = (
         click.argument("agent", type=click.Path()),
         click.option("--data", required=True, metavar="FILE", help="JSONL file or dataset with the rows."),
@@ -101,7 +100,6 @@ def run(agent: str, data: str, index: int, as_json: bool, **choice: Any) -> None
 
 
 def print_outcome(report: "EpisodeReport") -> None:
-    """Print the episode in one line."""
     outcome = "finished" if report.error is None else f"failed: {report.error}"
     rewards = ", ".join(f"{row.reward:g}" for row in report.rows) or "none"
     console().print(styled("{}: {} turns, rewards {}, {}", report.agent, len(report.turns), rewards, outcome))
@@ -284,7 +282,6 @@ def launch_rollout(config: "PPOConfig", argv: list[str], agent_kwargs: dict[str,
 
 
 def pick_row(data: str, index: int) -> dict[str, Any]:
-    """Return one row of a data file. Raises DatasetError or ValueError."""
     from areal_debug.agent.engine import read_rows
 
     rows = read_rows(data)

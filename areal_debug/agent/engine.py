@@ -108,7 +108,6 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
 
 
 def tiny_tokenizer() -> PreTrainedTokenizerBase:
-    """Make a tokenizer for scripted answers, where no model is given."""
     from areal_core.testing import make_tiny_tokenizer
 
     return make_tiny_tokenizer()

@@ -184,7 +184,6 @@ def percentile(ordered: Sequence[float], share: float) -> float:
 
 
 def callback_and_stack(frame: FrameType) -> tuple[int, tuple[Place, ...]]:
-    """Identify the running callback and return its stack; 0 and () between callbacks."""
     places: list[Place] = []
     inner: FrameType | None = None
     at: FrameType | None = frame
@@ -227,7 +226,6 @@ def find_stalls(samples: Sequence[StackSample], blocking_s: float, late_s: float
 
 
 def callbacks_in_consecutive_samples(samples: Sequence[StackSample]) -> Iterator[list[StackSample]]:
-    """Yield the samples of each callback that was found in at least two consecutive samples."""
     seen: list[StackSample] = []
     for sample in samples:
         continues = seen and sample.callback == seen[-1].callback and sample.beat_s == seen[-1].beat_s
@@ -240,7 +238,6 @@ def callbacks_in_consecutive_samples(samples: Sequence[StackSample]) -> Iterator
 
 
 def own_place(stack: Sequence[Place]) -> Place:
-    """Return the innermost place in user code, else the innermost place."""
     own = [place for place in stack if is_users(place.file)]
     return (own or stack)[-1]
 

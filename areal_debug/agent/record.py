@@ -59,7 +59,6 @@ def join(batches: Sequence[dict[str, np.ndarray]], key: str) -> np.ndarray:
 
 
 def turns_of_rows(batch: dict[str, np.ndarray]) -> list[int]:
-    """Return the number of runs of tokens in the loss mask of each row."""
     bounds = batch["cu_seqlens"]
     rows = (batch["loss_mask"][a:b].astype(int) for a, b in itertools.pairwise(bounds))
     return [int((np.diff(row, prepend=0) == 1).sum()) for row in rows]

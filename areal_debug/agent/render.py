@@ -189,7 +189,6 @@ def verdict(report: "StressReport") -> Text:
 
 
 def latency_table(rows: "dict[str, Latency]") -> Table:
-    """Make a table of latency percentiles, one row per kind of call."""
     table = Table(box=None, pad_edge=False, header_style="dim")
     for heading in ("latency", "count", "p50", "p90", "p99", "max"):
         table.add_column(heading, justify="left" if heading == "latency" else "right")
@@ -200,7 +199,6 @@ def latency_table(rows: "dict[str, Latency]") -> Table:
 
 
 def loop_table(loops: "list[LoopReport]") -> Table:
-    """Make a table of event-loop lag, one row per loop."""
     table = Table(box=None, pad_edge=False, header_style="dim")
     for heading in ("event loop", "lag p50", "lag p99", "lag max", "late"):
         table.add_column(heading, justify="left" if heading == "event loop" else "right")
@@ -212,7 +210,6 @@ def loop_table(loops: "list[LoopReport]") -> Table:
 
 
 def print_stalls(loop: "LoopReport") -> None:
-    """Print each place that blocked a loop, with its stack, or a late loop's busiest places."""
     out = console()
     for stall in loop.stalls:
         style = "red" if stall in loop.blocked() else "yellow"
@@ -281,7 +278,6 @@ def excerpt(value: Any, at: int | None) -> str:
 
 
 def print_rollout(agent: str, record: Path, steps: "list[RolloutFacts]") -> None:
-    """Print what was recorded of the agent, one line per step, and the commands that read it."""
     out = console()
     out.print(styled("[bold]{}[/bold]  recorded in {}", agent, str(record)))
     table = Table(box=None, pad_edge=False, header_style="dim")

@@ -157,7 +157,6 @@ def read_episodes(record: Record, address: Address) -> Iterator[Episode]:
 
 
 def read_answers(step: RecordedStep, rank: int, transcript: Transcript) -> dict[int, Answer]:
-    """Return the recorded answers of an episode by the number of the call."""
     keys = ("input_ids", "turns", "loss_mask", "logprobs", "versions", "prompt_id", "episode", "sample_id")
     arrays = step.batch(rank, [*keys, "cu_seqlens"])
     is_here = (arrays["prompt_id"] == transcript.prompt_id) & (arrays["episode"] == transcript.episode)
@@ -185,7 +184,6 @@ def read_answers(step: RecordedStep, rank: int, transcript: Transcript) -> dict[
 
 
 def nothing_sampled(finish: str) -> Answer:
-    """Return an answer without a token."""
     empty = ModelResponse(
         input_tokens=[], output_tokens=[], output_logprobs=[], output_versions=[], stop_reason=finish
     )
@@ -293,7 +291,6 @@ def first_difference(episode: Episode, workflow: AgentWorkflow, loop: LoopThread
 
 
 async def until_stopped(run: Coroutine[Any, Any, Outcome], stopped: asyncio.Event) -> Outcome | None:
-    """Return the outcome of a run; None if it is cancelled because `stopped` was set."""
     running, stopping = asyncio.ensure_future(run), asyncio.ensure_future(stopped.wait())
     await asyncio.wait({running, stopping}, return_when=asyncio.FIRST_COMPLETED)
     stopping.cancel()
@@ -307,7 +304,6 @@ async def until_stopped(run: Coroutine[Any, Any, Outcome], stopped: asyncio.Even
 def differing_call(
     episode: Episode, engine: RecordedAnswers, interactions: Sequence[Interaction]
 ) -> Found | None:
-    """Return the first recorded call whose request is another one now."""
     recorded = {call.turn: call for call in episode.transcript.calls}
     tools = offered_tools(episode.transcript)
     by_turn = sorted((engine.calls[interaction.turn], interaction) for interaction in interactions)
@@ -344,7 +340,6 @@ def conversation(calls: dict[int, RecordedCall], call: RecordedCall) -> list[dic
 
 
 def without_reasoning(message: dict[str, Any]) -> dict[str, Any]:
-    """Return a message as all clients repeat it: many drop the reasoning."""
     return {key: value for key, value in message.items() if key != "reasoning_content"}
 
 
@@ -354,7 +349,6 @@ def canonical(value: Any) -> Any:
 
 
 def differing_message(turn: int, recorded: list[Any], now: list[Any]) -> Found | None:
-    """Return the first message of a request that differs."""
     for number, (was, found) in enumerate(itertools.zip_longest(recorded, now)):
         if was == found:
             continue
@@ -377,7 +371,6 @@ def differing_message(turn: int, recorded: list[Any], now: list[Any]) -> Found |
 
 
 def tool_call_of(messages: Sequence[dict[str, Any]], number: int) -> str | None:
-    """Return the call whose result is message `number`, as NAME(ARGUMENTS)."""
     first = number
     while first > 0 and messages[first - 1]["role"] == "tool":
         first -= 1
@@ -394,7 +387,6 @@ def differing_value(turn: int, kind: str, what: str, recorded: Any, now: Any) ->
 
 
 def differing_tokens(turn: int, recorded: list[int] | None, now: list[int] | None) -> Found | None:
-    """Return the first token that differs in a prompt of equal messages."""
     if recorded is None or now is None:
         return None
     at = next(

@@ -73,7 +73,6 @@ class EpisodeReport:
 def run_one(
     workflow: AgentWorkflow, engine: InferenceEngine, engine_name: str, data: dict[str, Any], index: int
 ) -> EpisodeReport:
-    """Run the agent once on a row. An exception of the agent is part of the report."""
     began = time.monotonic()
     loop, sessions = LoopThread(), workflow.server.proxy.sessions
     session = sessions.open(EpisodeEngine(engine, index, 0).agenerate, loop.loop)
@@ -128,14 +127,12 @@ def describe_rows(session: Session, outcome: Outcome, workflow: AgentWorkflow) -
 def describe_turns(
     tree: Sequence[Turn], rewards: Mapping[str, float], tokenizer: PreTrainedTokenizerBase
 ) -> list[TurnFacts]:
-    """Describe the calls in order, each with what it adds to the one that it continues."""
     return [describe_turn(turn, tree, rewards.get(turn.interaction.id), tokenizer) for turn in tree]
 
 
 def describe_turn(
     turn: Turn, tree: Sequence[Turn], reward: float | None, tokenizer: PreTrainedTokenizerBase
 ) -> TurnFacts:
-    """Describe one call of the tree."""
     interaction, response = turn.interaction, turn.interaction.response
     message, logprobs = interaction.message, response.output_logprobs
     parent = None if turn.parent is None else tree[turn.parent].interaction
@@ -169,13 +166,11 @@ def describe_turn(
 
 
 def new_messages(interaction: Interaction, parent: Interaction | None) -> list[Message]:
-    """Return the messages of a prompt that are not in the conversation of `parent`."""
     known = parent.conversation if parent else ()
     return [message for message in interaction.call.messages if message not in known]
 
 
 def shows_no_tools(tokenizer: PreTrainedTokenizerBase, call: Call) -> bool:
-    """Return whether a conversation is rendered as if it had no tools."""
     return render(tokenizer, call, None) == render(tokenizer, replace(call, tools=()), None)
 
 

@@ -239,7 +239,6 @@ def run_all(
 
 
 def latency_of(durations_s: Sequence[float]) -> Latency:
-    """Compute the percentiles of some durations."""
     ordered = sorted(durations_s)
     shares = (percentile(ordered, share) for share in (0.5, 0.9, 0.99, 1.0))
     return Latency(len(ordered), *shares)

@@ -85,7 +85,6 @@ def describe_call(
     seconds: float,
     tokenizer: PreTrainedTokenizerBase,
 ) -> TurnFacts:
-    """Describe one call; `earlier` are the calls before it in the episode."""
     tokens, logprobs, prompt = response.output_tokens, response.output_logprobs, response.input_tokens
     texts = token_texts(tokens, lambda ids: str(tokenizer.decode(ids)))
     continued = [i for i, other in enumerate(earlier) if begins_with(prompt, other)]

@@ -71,7 +71,6 @@ def command(
 
 
 def print_culprit(out: Console, report: "BisectReport") -> None:
-    """Print the commit, the values that it changed, and the number of replays."""
     found = report.culprits[-1]
     if len(report.culprits) == 1:
         out.print(styled("[bold red]{}[/bold red] changed the numbers: {}", found.hash[:10], found.subject))

@@ -156,12 +156,10 @@ def chaos_arguments(config_file: str, overrides: Sequence[str], output: Path, nu
 
 
 def names_option(overrides: Sequence[str], name: str) -> bool:
-    """Return whether an override sets an option."""
     return any(override.partition("=")[0].lstrip("+") == name for override in overrides)
 
 
 def tiny_model(output: Path) -> Path:
-    """Write a tiny random model and return its folder."""
     from transformers.utils import logging
 
     from areal_core.testing import make_tiny_model
@@ -302,7 +300,6 @@ def count_steps(record: Path) -> int:
 
 
 def plan_of(config: GRPOConfig) -> Plan:
-    """Return what the run had to do, until it was ended."""
     from areal_core.dataset import get_dataset
     from areal_core.dataset.loader import PromptOrder
 

@@ -105,7 +105,6 @@ def command(
 
 
 def run_schedules(seeds: range, kinds: tuple[str, ...], as_json: bool) -> int:
-    """Run one schedule per seed in this process; print those that violate something."""
     import tempfile
 
     from areal_debug.chaos.render import print_trial, print_trials
@@ -137,7 +136,6 @@ def run_training(
     kinds: tuple[str, ...],
     as_json: bool,
 ) -> int:
-    """Run a training with faults and print what is wrong."""
     import shutil
 
     from areal_core.errors import ServerFailed

@@ -43,8 +43,6 @@ def entries(reply: dict[str, Any]) -> list[list[Any]]:
 
 
 def with_logprob(value: float | None) -> Callable[[dict[str, Any]], None]:
-    """Return a fault that replaces the last token's log-prob."""
-
     def spoil(reply: dict[str, Any]) -> None:
         entries(reply)[-1][0] = value
 
@@ -52,8 +50,6 @@ def with_logprob(value: float | None) -> Callable[[dict[str, Any]], None]:
 
 
 def with_token(value: int) -> Callable[[dict[str, Any]], None]:
-    """Return a fault that replaces the last token."""
-
     def spoil(reply: dict[str, Any]) -> None:
         entries(reply)[-1][1] = value
         if "output_ids" in reply:
@@ -79,29 +75,24 @@ def repeat_tokens(reply: dict[str, Any]) -> None:
 
 
 def drop_token(reply: dict[str, Any]) -> None:
-    """Leave the last token out, and not out of the count."""
     entries(reply).pop()
 
 
 def drop_all_tokens(reply: dict[str, Any]) -> None:
-    """Send no token, as if the first one had been the end."""
     reply["meta_info"] |= {"output_token_logprobs": [], "finish_reason": {"type": "stop", "matched": 0}}
     reply["output_ids"] = []
     set_count(reply, 0)
 
 
 def change_finish(reply: dict[str, Any]) -> None:
-    """Send a finish reason that does not exist."""
     reply["meta_info"]["finish_reason"] = {"type": "weird"}
 
 
 def drop_finish(reply: dict[str, Any]) -> None:
-    """Leave the finish reason out."""
     del reply["meta_info"]["finish_reason"]
 
 
 def change_version(reply: dict[str, Any]) -> None:
-    """Claim weights that nobody has trained yet."""
     meta = reply["meta_info"]
     meta["weight_version"] = str(FAR_VERSIONS)
     for span in meta.get("weight_versions") or ():

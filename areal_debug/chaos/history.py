@@ -107,7 +107,6 @@ def check_history(rows: Sequence[TrainedRow], replies: Iterable[Reply], plan: Pl
 
 
 def check_counts(rows: Sequence[TrainedRow], plan: Plan, found: Violations) -> None:
-    """Every sample of every prompt is in one row of one step."""
     steps = {row.step for row in rows}
     num_steps = plan.num_steps if plan.num_steps is not None else max(steps, default=-1) + 1
     seen = Counter((row.prompt_id, row.sample_id) for row in rows)
@@ -141,7 +140,6 @@ def check_epochs(rows: Sequence[TrainedRow], plan: Plan, found: Violations) -> N
 
 
 def check_versions(row: TrainedRow, staleness: int, found: Violations) -> None:
-    """Every sampled token is of a version within the bound."""
     versions = row.versions[row.sampled]
     if not len(versions):
         found.lost.append(f"{row.name}: no sampled token")
@@ -156,7 +154,6 @@ def check_versions(row: TrainedRow, staleness: int, found: Violations) -> None:
 
 
 def check_tokens(row: TrainedRow, by_prompt: dict[tuple[int, ...], list[Reply]], found: Violations) -> None:
-    """Every run of sampled tokens is a chain of intact replies, each to the tokens before it."""
     changes = np.flatnonzero(np.diff(row.sampled.astype(np.int8), prepend=0, append=0))
     for start, end in zip(changes[::2], changes[1::2], strict=True):
         intact = chain_end(row, int(start), int(end), by_prompt)
@@ -178,7 +175,6 @@ def check_tokens(row: TrainedRow, by_prompt: dict[tuple[int, ...], list[Reply]],
 
 
 def chain_end(row: TrainedRow, start: int, end: int, by_prompt: dict[tuple[int, ...], list[Reply]]) -> int:
-    """Return how far intact replies explain the tokens from `start`, at most to `end`."""
     furthest, open_at, tried = start, [start], set()
     while open_at:
         at = open_at.pop()

@@ -153,7 +153,6 @@ class FaultProxy:
     async def _deliver(
         self, request: web.Request, body: bytes, kind: str, fault: Fault | None
     ) -> web.StreamResponse:
-        """Send a reply to `/generate`, intact or with a fault."""
         prompt, last, self._last = tuple((await request.json())["input_ids"]), self._last, body
         name = "" if fault is None else fault.kind
         spoiled = spoil_json(name, body) if name in WRONG_JSON else None

@@ -47,7 +47,6 @@ def print_chaos(out: Console, report: "ChaosReport") -> None:
 
 
 def print_violations(out: Console, violations: "Violations") -> None:
-    """Print examples of each kind."""
     for kind, messages in vars(violations).items():
         for message in messages[:EXAMPLES]:
             out.print(styled("[red]{}[/red]: {}", HEADINGS[kind], message))

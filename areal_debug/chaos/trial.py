@@ -156,7 +156,6 @@ def run_steps(
 
 @contextlib.contextmanager
 def time_limit(source: LiveRollouts) -> Iterator[None]:
-    """End the source's event loop if the block takes too long."""
     timer = threading.Timer(LIMIT_S, source.executor.loop.close)
     timer.start()
     try:
@@ -166,7 +165,6 @@ def time_limit(source: LiveRollouts) -> Iterator[None]:
 
 
 def open_source(proxies: Sequence[FaultProxy], folder: Path, staleness: int) -> LiveRollouts:
-    """Build the source of batches as a run does."""
     servers = [proxy.server for proxy in proxies]
     model, names = run_model(str(folder / "model")), FolderNames(folder / "names")
     discovery = Discovery(tuple(servers), names, "chaos", "trial")

@@ -205,7 +205,6 @@ def check_each_step(
     as_json: bool,
     excluded: object,
 ) -> NoReturn:
-    """Check each step by itself, and print a line for each."""
     from areal_debug.spread.render import report_tasks
     from areal_debug.spread.step_ranges import step_tasks
 
@@ -235,7 +234,6 @@ def request_of(model: str, options: dict[str, Any]) -> "Request":
 def check_recorded(
     path: Path, steps: tuple[int, ...], model: str | None, options: dict[str, Any]
 ) -> tuple["Checked", "Request", dict[str, Any]]:
-    """Check some steps of a record; return check, request, and the source for the report."""
     from recorder import open_record
 
     record = open_record(path)
@@ -262,7 +260,6 @@ def check_recorded(
 
 @contextmanager
 def replayed_model(record: "Record", steps: tuple[int, ...]) -> Iterator[str]:
-    """Yield a folder with the weights before the last of the steps, made by a replay up to it."""
     from areal_debug.consistency.replayed import replayed_weights
 
     announce(f"replaying {record.path} up to step {max(steps)} for its weights")
@@ -272,7 +269,6 @@ def replayed_model(record: "Record", steps: tuple[int, ...]) -> Iterator[str]:
 
 
 def first_weights(record: "Record", steps: tuple[int, ...]) -> str:
-    """Return the model of a record, which holds the weights before its first step."""
     path = record.header.model["path"]
     if not path:
         fail(f"{record.path} does not name the model that sampled it: give --model PATH")
@@ -314,7 +310,6 @@ def versions_of(record: "Record", step: int) -> set[int]:
 def given_sampling(
     record: "Record", model: str, options: dict[str, Any]
 ) -> tuple["Sampling", tuple[str, ...]]:
-    """Return the sampling options of a record of another trainer, and what was assumed."""
     from consistency.assumed import ASSUMED, sampling_of
     from consistency.source import model_dtype
 
@@ -326,7 +321,6 @@ def given_sampling(
 def check_live(
     engines: tuple[str, ...], model: str | None, options: dict[str, Any]
 ) -> tuple["Checked", "Request", dict[str, Any]]:
-    """Check samples of live engines; return check, request, and the source for the report."""
     if model is None or options["prompts"] is None:
         fail("--engine needs --model PATH (the weights it should serve) and --prompts FILE (the prompts)")
     announce(f"sampling from {count(len(engines), 'engine')}, and scoring with {model}")

@@ -92,7 +92,6 @@ def run_engine(
 
 
 def recorded_model(record: Path) -> str | None:
-    """Return the model that a record names."""
     from recorder import open_record
 
     return open_record(record).header.model["path"] or None
@@ -120,7 +119,6 @@ def recorded_rows(path: Path, model: str, steps: Sequence[int]) -> "list[Row]":
 
 
 def read_prompt_rows(model: str, options: dict[str, Any]) -> "list[Row]":
-    """Return the first prompts, as tokens and images."""
     from transformers import AutoConfig, AutoTokenizer
 
     from areal_core.vision.processor import load_processor
@@ -136,7 +134,6 @@ def read_prompt_rows(model: str, options: dict[str, Any]) -> "list[Row]":
 
 
 def short_row(ids: list[int], images: tuple[bytes, ...], token_id: int) -> "Row":
-    """Return a row of at most `ROW_TOKENS` tokens, after its last image if it has one."""
     from consistency.layers.rows import Row
 
     row = Row(ids, images, token_id)
@@ -158,7 +155,6 @@ def document(report: "LayersReport") -> dict[str, Any]:
 
 
 def site_values(report: "SiteReport") -> dict[str, Any]:
-    """Return one site as JSON values."""
     values = asdict(report)
     return {
         "layer": report.site.layer,
@@ -174,7 +170,6 @@ def place(report: "SiteReport") -> str:
 
 
 def print_layers(out: Console, report: "LayersReport") -> None:
-    """Print verdict, evidence and one line a layer."""
     measured = f"{report.dtype}, {report.num_rows} rows, {report.num_tokens} tokens"
     first = report.first
     if report.verdict == "inconclusive":
@@ -200,7 +195,6 @@ def print_layers(out: Console, report: "LayersReport") -> None:
 
 
 def print_first(out: Console, report: "LayersReport", first: "SiteReport") -> None:
-    """Print the evidence for the first operator, and the others."""
     out.print(
         styled(
             "  created there: fed with the engine's own input, the model's operator gives another result in {} of {} tokens:",

@@ -84,8 +84,6 @@ def page_facts(
 
 
 def worst_facts(token: WorstToken, decode: Callable[[list[int]], str] | None) -> dict[str, str]:
-    """Return a token's table row as text."""
-
     def listed(top: Sequence[tuple[int, float]]) -> str:
         return "\n".join(f"{text_of([i], decode)} {logprob:.2f}" for i, logprob in top)
 

@@ -132,7 +132,6 @@ def left_out(checked: Checked) -> str:
 
 
 def print_finding(out: Console, finding: Finding) -> None:
-    """Print a cause with its evidence."""
     out.print(
         styled(
             "[bold]{}  {}[/bold]  [dim]confidence {:.0%}[/dim]", finding.id, finding.name, finding.confidence
@@ -173,7 +172,6 @@ def print_answers(
 
 
 def print_trainer_check(out: Console, check: TrainerCheck) -> None:
-    """Print how far the trainer's logprobs are from those of engine and model."""
     out.print(
         styled(
             "trainer ({}), mean |difference| over {:,} tokens: to the engine {}, to the model {}; engine to model {}",
@@ -188,7 +186,6 @@ def print_trainer_check(out: Console, check: TrainerCheck) -> None:
 
 
 def print_rescoring(out: Console, rescoring: Rescoring) -> None:
-    """Print the differences between engine and model, and of each with its own repeat."""
     out.print(styled("rescored {:,} tokens, mean |difference|:", rescoring.num_tokens))
     for label, value in rescoring_rows(rescoring):
         out.print(styled("  {:<46}{}", label, value))
@@ -205,7 +202,6 @@ def rescoring_rows(rescoring: Rescoring) -> list[tuple[str, str]]:
 
 
 def print_numbers(out: Console, measured: Measurement) -> None:
-    """Print the metrics, two per line."""
     table = Table(box=None, pad_edge=False, show_header=False)
     half = len(NUMBERS) // 2
     for left, right in zip(NUMBERS[:half], NUMBERS[half:], strict=True):
@@ -257,7 +253,6 @@ def print_curves(out: Console, found: Diagnosis) -> None:
 
 
 def print_worst(out: Console, worst: tuple[WorstToken, ...], decode: Decode) -> None:
-    """Print the tokens with the largest |D| and the text before them."""
     table = Table(title="Worst tokens", title_justify="left", box=None, pad_edge=False, header_style="dim")
     for heading in (
         "sequence",

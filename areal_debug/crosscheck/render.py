@@ -14,7 +14,6 @@ COLOURS = {"equal": "green", "differs": "red", "not checked": "dim"}
 
 
 def print_crosscheck(report: "Crosscheck") -> None:
-    """Print the complete report."""
     out = console()
     print_verdict(report)
     for opinion in report.opinions:
@@ -69,7 +68,6 @@ def print_verdict(report: "Crosscheck") -> None:
 
 
 def row_line(row: "RowDifference") -> Text:
-    """Describe one row that differs."""
     place = styled(
         "[bold]row[/bold]      rank {}, row {} (prompt {}, sample {})",
         row.rank,
@@ -85,7 +83,6 @@ def row_line(row: "RowDifference") -> Text:
 
 
 def stage_line(stage: "StageOpinion") -> Text:
-    """Describe one stage of an opinion."""
     line = Text.assemble(f"  {stage.stage:<11}", (f"{stage.verdict:<12}", COLOURS[stage.verdict]))
     facts = [stage.what, stage.option, stage.reason]
     return line.append_text(styled("{}", ": ".join(fact for fact in facts if fact is not None)))

@@ -102,7 +102,6 @@ def new_folder(output: Path | None, force: bool) -> Path:
 
 
 def fine_tune(ranks: "WarmRanks", out: Console, output: Path, seed: int) -> None:
-    """Make the model and fine-tune it on examples; write it to `output/model`."""
     arguments = ["--config", str(DEMO / "sft.yaml"), f"cluster.fileroot={output}/runs", f"seed={seed}"]
     arguments.append(f"actor.path={output}/model-untrained")
     run_bar(ranks, out, "SFT", "sft.py", arguments, 1, output, "sft", None)
@@ -121,7 +120,6 @@ def run_bar(
     trial: str,
     total: int | None,
 ) -> None:
-    """Run a script of the demo on its ranks, under a progress bar of its steps."""
     ended = threading.Event()
     columns = (
         TextColumn("   {task.description}"),
@@ -160,7 +158,6 @@ def run_bar(
 
 
 def stats_file(output: Path, trial: str) -> Path | None:
-    """Return the statistics file of a run of the demo, once it exists."""
     return next((output / "runs" / "logs").glob(f"*/demo/{trial}/stats.jsonl"), None)
 
 
@@ -171,7 +168,6 @@ def count_steps(output: Path, trial: str) -> int:
 
 
 def show_rewards(out: Console, file: Path | None) -> None:
-    """Print the mean reward of every step as a sparkline."""
     from areal_core.telemetry.loggers import read_stats
 
     assert file is not None
@@ -180,7 +176,6 @@ def show_rewards(out: Console, file: Path | None) -> None:
 
 
 def print_next(out: Console, output: Path, steps: int) -> None:
-    """Print the output folder and the next commands to try."""
     shown = os.path.relpath(output)
     shown = str(output) if shown.startswith("..") else shown
     record = shlex.quote(f"{shown}/record")

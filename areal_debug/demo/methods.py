@@ -79,7 +79,6 @@ def learn(method: Method, folder: Path, seed: int = 1) -> Curve:
 
 
 def teach(folder: Path, seed: int = 1) -> None:
-    """Make a tiny model and fine-tune it until some answers are right, so that RL gets rewards."""
     run = Run(SFT, make_tiny_model(folder / "untrained", seed=seed), folder / "teaching", seed)
     config = run.config("larger_supervised.yaml", SFTConfig)
     with SFTTrainer(config, examples(TRAINING), examples(HELD_OUT)) as trainer:
@@ -88,7 +87,6 @@ def teach(folder: Path, seed: int = 1) -> None:
 
 
 def examples(rows: Sequence[dict[str, Any]]) -> list[TokenRow]:
-    """Return rows as prompts and completions."""
     tokenizer = make_tiny_tokenizer()
     return [sft_row(row, tokenizer) for row in rows]
 
@@ -149,7 +147,6 @@ def logged(config: Any, measure: str) -> Curve:
 
 
 def policy_optimisation(preset: str, title: str, *options: str) -> Method:
-    """Return the method of a preset of docs/algorithms.md."""
     options = (f"algorithm={preset}", *options)
     return Method(preset, title, RIGHT, learn_from_reward, steps=40, margin=0.1, options=options)
 

@@ -30,7 +30,6 @@ def main(argv: list[str]) -> None:
 
 
 def sft_dataset(config: SFTConfig) -> Sequence[Row]:
-    """Return questions with their answers as token ids."""
     return get_dataset(config.train_dataset, tokenizer=load_tokenizer(config))
 
 

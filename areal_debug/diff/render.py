@@ -26,7 +26,6 @@ REFUTED_BY = {
 
 
 def print_diff(left: "Record", right: "Record", report: "DiffReport", show_all: bool) -> None:
-    """Print the complete report."""
     out = console()
     print_verdict(left, right, report)
     if report.first is not None:
@@ -99,7 +98,6 @@ def show(value: object) -> str:
 
 
 def print_context(left: "Record", right: "Record", report: "DiffReport") -> None:
-    """Print the text around the first token that differs, on both sides."""
     assert report.first is not None
     assert report.step is not None
     sides = read_excerpts(left, right, report.step, report.first) or ()
@@ -114,7 +112,6 @@ def marked(excerpt: Excerpt) -> Text:
 
 
 def print_stages(report: "DiffReport", show_all: bool) -> None:
-    """Print every stage, in order, with its differences."""
     from replayer.stages import STAGES
 
     out = console()
@@ -135,7 +132,6 @@ def print_stages(report: "DiffReport", show_all: bool) -> None:
 
 
 def print_not_compared(left: "Record", right: "Record", report: "DiffReport") -> None:
-    """Print the values, stages and steps that could not be compared."""
     out = console()
     if report.not_known:
         out.print(styled("[dim]not known, so not compared: {}[/dim]", "; ".join(report.not_known)))

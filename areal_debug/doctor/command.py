@@ -25,7 +25,6 @@ HOOKS = {
 
 
 def hook_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the options of `HOOKS`."""
     for name, (metavar, text) in reversed(HOOKS.items()):
         command = click.option(name, metavar=metavar, default="", help=text)(command)
     return command
@@ -115,7 +114,6 @@ def split_metric(text: str) -> tuple[str, str]:
 def judge_run(
     run: Path, name: str | None, given: dict[str, str], output: Path | None, overrides: bool, as_json: bool
 ) -> None:
-    """Judge a run, print the report, and end the command with its exit code."""
     from areal_debug.doctor.examine import EXIT_CODES, document, examine, verdict
     from areal_debug.doctor.page import write_page
     from areal_debug.doctor.read import read_run
@@ -146,7 +144,6 @@ def follow_run(
     hooks: "Hooks",
     as_json: bool,
 ) -> int:
-    """Follow a run, print each alarm once, and return the exit code."""
     import json
 
     from areal_debug.doctor.follow import Follower, follow

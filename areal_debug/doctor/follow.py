@@ -137,7 +137,6 @@ class Follower:
 
 
 def cpu_seconds() -> float:
-    """Return the CPU time of this process and of its children that have ended."""
     return sum(os.times()[:4])
 
 
@@ -160,7 +159,6 @@ def follow(follower: Follower, idle_s: float | None) -> int:
 
 
 def preload(path: Path) -> None:
-    """Import TensorBoard once, if it will be needed, and not in the child of each look."""
     pattern = "events.out.tfevents.*"
     if path.match(pattern) or next(path.rglob(pattern), None) is not None:
         from areal_debug.doctor.sources import events

@@ -68,7 +68,6 @@ def choice(option: str, text: str) -> frozenset[str]:
 
 
 def is_chosen(alarm: Mapping[str, Any], chosen: frozenset[str]) -> bool:
-    """Return whether an alarm is one of those chosen."""
     return not chosen.isdisjoint({"all", alarm["id"], alarm["severity"]})
 
 
@@ -115,7 +114,6 @@ def run_command(command: str, facts: Mapping[str, str], report: Report) -> None:
 
 
 def opener() -> urllib.request.OpenerDirector:
-    """Return an opener for http and https that follows no redirect to another address."""
     made = urllib.request.OpenerDirector()
     for handler in (
         urllib.request.ProxyHandler(),
@@ -175,7 +173,6 @@ def is_paused(pid: int) -> bool:
 
 
 def continue_all(pid: int) -> None:
-    """Continue every process below a launcher that the user has continued."""
     signal_all(tree_of(pid), signal.SIGCONT)
 
 

@@ -70,7 +70,6 @@ def best_bends(x: Floats, y: Floats) -> tuple[int, int, float]:
 
 
 def slopes_of(x: Floats, y: Floats, start: int, end: int) -> tuple[float, float, float]:
-    """Return the slopes before, between and after two bends of a continuous line."""
     basis = np.stack([np.ones_like(x), x, np.maximum(0, x - x[start]), np.maximum(0, x - x[end])], axis=1)
     fitted = np.linalg.lstsq(basis, y, rcond=None)[0]
     first, second, third = np.cumsum(fitted[1:])

@@ -66,7 +66,6 @@ def headline_of(run: Run, found: Examination) -> str:
 
 
 def alarm_facts(run: Run, alarm: Alarm, record_page: RecordPage | None) -> dict[str, Any]:
-    """Collect the values of the template, with the evidence marked in the curve."""
     steps = {step for step, _ in alarm.evidence}
     evidence = [
         {
@@ -93,7 +92,6 @@ def alarm_facts(run: Run, alarm: Alarm, record_page: RecordPage | None) -> dict[
 
 
 def address_of(record_page: RecordPage | None, step: int, metric: str) -> str:
-    """Return the address of a step, at the row or token where a metric is most extreme."""
     return (
         "" if record_page is None else record_page.address(step, *place_in(record_page.record, step, metric))
     )

@@ -49,7 +49,6 @@ def unknown_names_of(run: Run) -> str:
 
 
 def verdict_of(run: Run, found: Examination) -> Text:
-    """Return the verdict in one line."""
     what = f"{run.num_steps} steps of {run.source} (names of {run.family})"
     if not run.series:
         return styled("[yellow]Inconclusive:[/yellow] none of the metrics in {} is known", what)
@@ -68,7 +67,6 @@ def verdict_of(run: Run, found: Examination) -> Text:
 
 
 def print_alarm(out: Console, run: Run, alarm: Alarm) -> None:
-    """Print an alarm with its curve and its evidence."""
     out.print(styled(f"[bold {STYLES[alarm.severity]}]{{}}  {{}}[/]", alarm.id, alarm.title))
     out.print(
         styled(
@@ -125,5 +123,4 @@ def print_curves(out: Console, run: Run) -> None:
 
 
 def override_lines(found: Examination) -> list[str]:
-    """Return the recommended change as command-line overrides."""
     return [f"{name}={json.dumps(value)}" for name, value in found.overrides.items()]

@@ -31,7 +31,6 @@ USED = ("rewards", "finish_reason", "loss_mask", "prompt_id", "versions", "logpr
 
 
 def is_record(path: Path) -> bool:
-    """Return whether a record or the archive of one is at the path."""
     if path.is_file():
         return zipfile.is_zipfile(path)
     return (path / RECORD_FILE).is_file() or (path / "zarr.json").is_file()
@@ -155,7 +154,6 @@ def worst_place(step: RecordedStep, metric: str) -> Worst | None:
 
 
 def groups_alike(prompts: np.ndarray, rewards: np.ndarray) -> Iterator[bool]:
-    """Yield for each group of two rows or more, all rewards known, whether these are equal."""
     for prompt in np.unique(prompts[np.isfinite(prompts)]):
         found = rewards[prompts == prompt]
         if len(found) > 1 and np.isfinite(found).all():

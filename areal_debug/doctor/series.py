@@ -128,12 +128,10 @@ class Trend:
 
     @property
     def rises(self) -> bool:
-        """True if the metric rises significantly."""
         return self.low > 0 and self.change > self.scatter
 
     @property
     def falls(self) -> bool:
-        """True if the metric falls significantly."""
         return self.high < 0 and -self.change > self.scatter
 
 

@@ -162,17 +162,14 @@ def read_name(name: str) -> tuple[str, tuple[int, int]] | None:
 
 
 def ends_with(found: Sequence[str], ending: str) -> bool:
-    """Return whether the last words are those of an ending, in order."""
     return list(found[-len(ending.split()) :]) == ending.split()
 
 
 def same_words(found: Sequence[str], ending: str) -> bool:
-    """Return whether the words are those of an ending in any order, and words that add nothing."""
     return words(ending).issubset(found) and NEUTRAL.issuperset(set(found) - words(ending))
 
 
 def words_of(segment: str) -> Sequence[str]:
-    """Return the words of a segment in small letters, without those for a mean, and `@8`."""
     spaced = re.sub(
         r"([a-z0-9])([A-Z])", r"\1 \2", segment.partition("@")[0] if "mean@" in segment else segment
     )

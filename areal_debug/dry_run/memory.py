@@ -130,7 +130,6 @@ def estimate_memory(config: AnyConfig, allocation: Allocation, longest_row: int 
 
 
 def models_of(config: AnyConfig) -> list[Model]:
-    """List every model of a rank, the trained one first."""
     models = [Model("actor", config.actor, trains=True, has_scores=isinstance(config, RWConfig))]
     if isinstance(config, DPOConfig) and not is_base_of(config.ref, config.actor):
         models.append(Model("reference", config.ref or config.actor))
@@ -191,7 +190,6 @@ def state_parts(model: Model, shape: Shape, sizes: Parallel) -> list[Part]:
 
 
 def not_estimated(options: TrainEngineConfig) -> list[str]:
-    """Name the options in use whose effect on memory is not estimated."""
     in_use = {
         "effect of fsdp.compile": options.fsdp.compile,
         "savings of use_liger": options.use_liger,
@@ -251,7 +249,6 @@ def working_parts(
 
 
 def tokens_of_micro_batch(config: AnyConfig, num_ranks: int, longest_row: int | None) -> int | None:
-    """Return the maximum number of tokens of a micro-batch; None if nothing bounds it."""
     spec, rows = config.actor.mb_spec, config.train_dataset.batch_size // num_ranks
     if isinstance(config, PPOConfig):
         longest: int | None = longest_sequence(config, longest_row)
@@ -298,7 +295,6 @@ def cache_part(
 
 
 def longest_sequence(config: PPOConfig, longest_prompt: int | None) -> int:
-    """Return the maximum number of tokens of prompt and completion."""
     if longest_prompt is None:
         return config.gconfig.max_tokens
     return min(config.gconfig.max_tokens, longest_prompt + config.gconfig.max_new_tokens)

@@ -134,7 +134,6 @@ def plan_length(config: AnyConfig) -> Steps:
 
 
 def count_rows(config: AnyConfig, data: DatasetConfig) -> tuple[int | None, str]:
-    """Count the rows of a dataset and name their source; else None and the reason."""
     path = Path(data.path)
     if data.path != "arithmetic" and not path.exists():
         return None, f"{data.path} is not a local file or folder"
@@ -229,7 +228,6 @@ def on_this_machine(config: AnyConfig, first: int, count: int) -> str:
 
 
 def on_machines(nodes: Sequence[int], placement: Placement) -> str:
-    """Name the machines of a scheduler's job, the trainer's first."""
     return f"machine {numbers(nodes)} (of {placement.num_nodes}, from 0)"
 
 
@@ -240,7 +238,6 @@ def numbers(found: Sequence[int]) -> str:
 
 
 def note_on_devices(config: AnyConfig, allocation: Allocation) -> list[str]:
-    """Note if the allocation needs more devices on one machine than the config declares."""
     sides = [side for side in (allocation.rollout, allocation.train) if side is not None]
     num_devices = max if allocation.kind == "colocated" else sum
     needed, per_node = num_devices(side.world_size for side in sides), config.cluster.n_gpus_per_node

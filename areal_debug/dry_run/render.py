@@ -55,12 +55,10 @@ def print_memory(out: Console, run: DryRun) -> None:
 
 
 def memory_rows(parts: Sequence[Part]) -> list[tuple[str, str]]:
-    """Return names, and sizes with their formulas."""
     return [(part.name, f"{format_bytes(part.size_bytes):>9}  {part.how}") for part in parts]
 
 
 def describe_count(item: Processes) -> str:
-    """Return `4 SGLang servers of 2 devices`."""
     noun, _, rest = item.what.partition(" with ")
     plural = f"{item.count} {noun}{'s' * (item.count != 1)}{f' with {rest}' * bool(rest)}"
     return f"{plural} of {item.devices_each} devices" if item.devices_each > 1 else plural

@@ -45,7 +45,6 @@ def plan_step(config: AnyConfig, allocation: Allocation) -> Iterator[Stage]:
 
 
 def plan_rollout(config: PPOConfig, allocation: Allocation) -> Iterator[Stage]:
-    """Yield the source of the batch and the allowed staleness."""
     num_prompts, num_samples = config.train_dataset.batch_size, config.gconfig.n_samples
     batch = f"{num_prompts} prompts x {num_samples} samples = {num_prompts * num_samples:,} sequences"
     if config.debug.replay_rollout_data:
@@ -71,7 +70,6 @@ def plan_rollout(config: PPOConfig, allocation: Allocation) -> Iterator[Stage]:
 
 
 def plan_scores(config: PPOConfig) -> Iterator[Stage]:
-    """Yield the forward passes before the update."""
     actor = config.actor
     if config.reward_model is not None and not config.debug.replay_rollout_data:
         weight = config.reward_model.weight
@@ -101,7 +99,6 @@ def plan_scores(config: PPOConfig) -> Iterator[Stage]:
 
 
 def plan_update(config: AnyConfig, model: TrainEngineConfig, allocation: Allocation) -> Stage:
-    """Describe rows, minibatches and micro-batches of a rank, for one trained model."""
     assert allocation.train is not None
     limit, num_ranks = model.mb_spec.max_tokens_per_mb, allocation.train.data
     rows, minibatches = config.train_dataset.batch_size // num_ranks, 1
@@ -142,13 +139,11 @@ def row_owner(sizes: Parallel) -> str:
 
 
 def reference_of(config: PPOConfig | DPOConfig) -> str:
-    """Name the reference model of the policy."""
     is_base = is_base_of(config.ref, config.actor)
     return "the actor with its adapter off" if is_base else (config.ref or config.actor).path
 
 
 def plan_weight_update(config: PPOConfig, allocation: Allocation) -> Stage:
-    """Describe how the engine receives new weights."""
     if allocation.rollout_backend == "embedded":
         assert allocation.train is not None
         is_alone = allocation.train.context * allocation.train.tensor == 1
@@ -188,7 +183,6 @@ def plan_upkeep(config: AnyConfig, describe_period: Callable[[TimerConfig], str]
 
 
 def plan_saving(config: AnyConfig, period: str, folder: Path) -> str:
-    """Describe when models are exported."""
     when = [*([period] if period else []), *(["after the last step"] if config.saver.save_last else [])]
     if not when:
         return "no checkpoint is exported: saver.save_last is false and saver.freq_* are empty"
@@ -197,7 +191,6 @@ def plan_saving(config: AnyConfig, period: str, folder: Path) -> str:
 
 
 def plan_evaluation(config: AnyConfig, describe_period: Callable[[TimerConfig], str]) -> str:
-    """Describe when validation runs."""
     period = describe_period(config.evaluator)
     when = [
         *(["before the first step"] if config.evaluator.eval_before_train else []),

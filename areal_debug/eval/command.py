@@ -153,7 +153,6 @@ def command(
 
 
 def read_training_config(arguments: list[str], script: Path) -> "PPOConfig":
-    """Return the config as the script will read it. Raises ConfigError."""
     from areal_core.config.loading import load_with_notes
     from areal_debug.train.script_options import config_class
 
@@ -263,7 +262,6 @@ def number_in(name: str) -> float:
 
 
 def is_model(folder: Path) -> bool:
-    """Return whether a folder has a model or a LoRA adapter."""
     return (folder / "config.json").is_file() or (folder / "adapter_config.json").is_file()
 
 
@@ -296,7 +294,6 @@ def print_results(
 
 
 def print_any(report: "AnyReport", as_json: bool) -> None:
-    """Print a report, of samples or of rows."""
     from areal_debug.eval.render import print_report
     from areal_debug.eval.render_rows import print_row_report
     from areal_debug.eval.results import Report

@@ -171,7 +171,6 @@ def points(estimate: Estimate, between: str) -> str:
 
 
 def with_limits(shown: str, between: str, estimate: Estimate, spec: str, unit: float = 1) -> str:
-    """Return a value that is shown already, and the limits of its interval."""
     if estimate.low is None or estimate.high is None:
         return shown
     return f"{shown}{between}[{unit * estimate.low:{spec}}, {unit * estimate.high:{spec}}]"

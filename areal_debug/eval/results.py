@@ -155,7 +155,6 @@ def read_results(folder: Path) -> tuple[Settings, list[Samples]]:
 
 
 def read_samples(file: Path, model: dict[str, Any], settings: Settings) -> Samples:
-    """Read the samples of one model."""
     rewards: dict[int, list[float]] = {}
     scores: dict[int, list[float]] = {}
     texts: dict[int, str] = {}
@@ -234,7 +233,6 @@ def short_names(paths: Sequence[str]) -> list[str]:
 
 
 def summarise(name: str, samples: Samples, ks: Sequence[int], solved_above: float) -> ModelResult:
-    """Summarise one model."""
     return ModelResult(
         name=name,
         path=samples.path,
@@ -340,7 +338,6 @@ def paired(name: str, samples: Samples, baseline: str, first: Samples) -> dict[i
 
 
 def compare_scores(samples: Samples, first: Samples, prompts: Sequence[int]) -> ScoreDifference | None:
-    """Compare the scores of the reward model; None if one of the two has none."""
     if samples.scores is None or first.scores is None:
         return None
     new, old = (dict(zip(of.prompts, of.scores or (), strict=True)) for of in (samples, first))
@@ -351,7 +348,6 @@ def compare_scores(samples: Samples, first: Samples, prompts: Sequence[int]) -> 
 
 
 def decided(comparisons: Sequence[Comparison]) -> list[Comparison]:
-    """Return comparisons with adjusted p-values and their verdicts."""
     adjusted = holm([item.p_value for item in comparisons])
     with_verdicts = [
         replace(item, p_value=p_value, verdict=verdict_of(item.mean_reward.value, p_value))
@@ -365,12 +361,10 @@ def decided(comparisons: Sequence[Comparison]) -> list[Comparison]:
 
 
 def decided_score(score: ScoreDifference, p_value: float) -> ScoreDifference:
-    """Return a difference of scores with its adjusted p-value and its verdict."""
     return replace(score, p_value=p_value, verdict=verdict_of(score.mean.value, p_value))
 
 
 def verdict_of(improvement: float, p_value: float) -> Verdict:
-    """Return the verdict on an improvement, such as a difference of mean rewards."""
     if p_value >= 1 - CONFIDENCE:
         return "no difference found"
     return "better" if improvement > 0 else "worse"

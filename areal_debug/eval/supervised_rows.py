@@ -117,7 +117,6 @@ def read_rows(folder: Path) -> tuple[RowSettings, list[MeasuredRows]]:
 
 
 def read_model(file: Path, model: dict[str, Any], settings: RowSettings) -> MeasuredRows:
-    """Read the rows of one model. Raises as `read_rows`."""
     lines = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
     names = ("loss", ACCURACY, MARGIN) if settings.has_pairs else ("loss",)
     for line in lines:
@@ -171,7 +170,6 @@ def make_row_report(
 
 
 def summarise_rows(name: str, rows: MeasuredRows, settings: RowSettings) -> RowModel:
-    """Summarise one model."""
     means = {
         measure: estimate_mean(values, is_share=measure == ACCURACY, weights=rows.weights)
         for measure, values in rows.measures.items()

@@ -55,7 +55,6 @@ def describe(scene: Scene) -> str:
 
 
 def enable_completion(names: dict[str, Any]) -> None:
-    """Complete names with the tab key, if the terminal library is installed."""
     try:
         import readline
         import rlcompleter
@@ -120,7 +119,6 @@ def open_debugger(scene: Scene, rank: int) -> None:
 
 
 def trainer_frame(frame: FrameType | None) -> FrameType:
-    """Return the innermost frame of the core that called an observer."""
     while frame is not None:
         module, name = str(frame.f_globals["__name__"]), frame.f_code.co_name
         if module.startswith("areal_core.") and name != "_observe":
@@ -137,7 +135,6 @@ class StepDebugger(pdb.Pdb):
         self.names = names
 
     def stop_in(self, frame: FrameType) -> None:
-        """Stop at the next line of `frame`, which runs after all debugger frames have returned."""
         self.reset()
         outer: FrameType | None = frame
         while outer is not None:

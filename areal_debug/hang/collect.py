@@ -144,7 +144,6 @@ def _way_to_hosts(
 
 
 def _kubectl(namespace: str, pod: str, collector: list[str]) -> list[str]:
-    """Return the command for one pod, and print it before it runs."""
     from hangdoctor.collect.remote import kubernetes_command
 
     command = kubernetes_command(namespace, pod, collector)
@@ -176,7 +175,6 @@ def _into(to: Path, gather: Callable[[Path], Manifest], force: bool) -> Manifest
 
 
 def _summary(manifest: Manifest, to: Path) -> list[str]:
-    """One line per process without a dump, then one line for all."""
     ranks = [process for process in manifest.processes if process.role not in ("child", "launcher")]
     dumped = sum(process.status == "dumped" for process in ranks)
     lines = [

@@ -57,7 +57,6 @@ def show_diagnosis(
 
 
 def write_post_mortem(diagnosis: Diagnosis, snapshot: Snapshot, folder: Path) -> None:
-    """Write the page and the Markdown of a diagnosis into the folder of its collection."""
     from hangdoctor.report.html import page
     from hangdoctor.report.markdown import markdown
 
@@ -123,7 +122,6 @@ def add_rank_map(text: Text, diagnosis: Diagnosis, width: int) -> None:
 
 
 def add_tree(text: Text, diagnosis: Diagnosis) -> None:
-    """Append the merged stacks of all ranks."""
     lines = tree_lines(merged_tree(diagnosis.groups))
     if not lines:
         return

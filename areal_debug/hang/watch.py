@@ -113,7 +113,6 @@ def report(text: str) -> None:
 
 
 def print_line(folder: Path, diagnosis: Diagnosis) -> None:
-    """Print a diagnosis and the folder of its post-mortem as one line of JSON."""
     import json
 
     click.echo(json.dumps({"folder": str(folder), **diagnosis.as_json()}))

@@ -88,7 +88,6 @@ def read_machine() -> Machine:
 
 
 def read_gpus() -> tuple[tuple[str, ...], str | None]:
-    """Return a line for each GPU, and why they cannot be listed if that is so."""
     program = shutil.which("nvidia-smi")
     if program is None:
         driver = Path("/sys/module/nvidia/version")
@@ -191,7 +190,6 @@ def reads_a_child() -> bool:
 
 
 def active_confinement() -> str:
-    """Return what limits a child that reads untrusted files here, besides memory and time."""
     active: list[str] = []
     listed: list[str] = run_confined(lambda: active, Bounds("nothing", ()), announce=active.append)
     return ", ".join(name for name in listed[0].split(", ") if name.startswith(("Landlock", "seccomp")))

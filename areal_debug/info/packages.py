@@ -91,7 +91,6 @@ def unmet(requirement: Requirement, versions: Mapping[str, str | None]) -> str |
 
 
 def conflicts(versions: Mapping[str, str | None]) -> list[str]:
-    """Return what installed packages require of each other and do not get."""
     found = []
     for name, version in versions.items():
         for text in (metadata.requires(name) or ()) if version else ():
@@ -120,7 +119,6 @@ def importable() -> list[str]:
 
 
 def import_error(package: str) -> str | None:
-    """Import a package in a new process; return the last line of its error, or None."""
     command = [sys.executable, "-c", f"import {package}"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=IMPORT_TIMEOUT_S)

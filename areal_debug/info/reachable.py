@@ -64,7 +64,6 @@ def accepts(address: str) -> bool:
 
 
 def find_schedulers() -> dict[str, str | None]:
-    """Return for each scheduler how it is reached, or None."""
     ray = os.environ.get("RAY_ADDRESS") or (
         RAY_ADDRESS_FILE.read_text().strip() if RAY_ADDRESS_FILE.is_file() else None
     )

@@ -40,7 +40,6 @@ def print_info(out: Console, info: Info) -> None:
 
 
 def print_machine(out: Console, machine: Machine) -> None:
-    """Print devices, cores, memory, disks and the variables that act on them."""
     section(out, "Machine")
     line(out, "system", machine.system)
     for gpu in machine.gpus:
@@ -61,7 +60,6 @@ def print_machine(out: Console, machine: Machine) -> None:
 
 
 def print_verbs(out: Console, info: Info) -> None:
-    """Print which verbs work, then a line for each that lacks something."""
     section(out, "Verbs")
     line(out, "work here", ", ".join(verb.name for verb in info.verbs if verb.works) or "none")
     for verb in info.verbs:

@@ -26,12 +26,10 @@ class Skill:
 
 
 def shipped_skills() -> list[Skill]:
-    """Return the skills of this installation, by name."""
     return [parse_skill(file.read_text()) for file in sorted(FOLDER.glob("*/SKILL.md"))]
 
 
 def parse_skill(text: str) -> Skill:
-    """Parse the text of a SKILL.md."""
     _, front, _ = text.split("---\n", 2)
     facts = yaml.safe_load(front)
     return Skill(facts["name"], facts["description"], text)
@@ -77,7 +75,6 @@ def skills(names: tuple[str, ...], folder: Path | None, force: bool, as_json: bo
 
 
 def copy_skills(chosen: list[Skill], folder: Path, force: bool) -> None:
-    """Copy folders of skills. Raises ValueError if one exists, unless `force` is set."""
     for skill in chosen:
         refuse_existing(folder / skill.name, force)
     for skill in chosen:

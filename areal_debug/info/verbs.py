@@ -38,7 +38,6 @@ class VerbHere:
 
 
 def install(extra: str) -> str:
-    """The command that installs an extra."""
     return f"pip install 'areal-debug[{extra}]'"
 
 

@@ -97,7 +97,6 @@ def add(found: dict[Path, Found], kind: str, path: Path, name: str) -> None:
 
 
 def sorted_entries(folder: Path) -> list[os.DirEntry[str]]:
-    """Return the entries of a folder by name; none if it cannot be read."""
     try:
         with os.scandir(folder) as entries:
             return sorted(entries, key=lambda entry: entry.name)
@@ -125,7 +124,6 @@ def recognised(path: Path) -> str | None:
 
 
 def add_metrics(found: dict[Path, Found], file: Path, run: Path) -> None:
-    """Add a metrics file; of several files of one run the last written is kept."""
     from areal_debug.doctor.sources.locate import run_of
 
     key = run_of(file) / METRICS_KEY

@@ -92,7 +92,6 @@ def examine_record(found: Found, scratch: Path) -> Item:
 
 
 def examine_metrics(found: Found, scratch: Path) -> Item:
-    """Judge metrics as `doctor` does."""
     from areal_debug.doctor.examine import examine as judge
     from areal_debug.doctor.examine import verdict
     from areal_debug.doctor.page import headline_of, write_page
@@ -139,7 +138,6 @@ def examine_trace(found: Found, scratch: Path) -> Item:
 
 
 def examine_hang(found: Found, scratch: Path) -> Item:
-    """Diagnose a collection of stacks as `hang diagnose` does."""
     from areal_core.safety.durable import commit_file
     from hangdoctor.diagnose import diagnose
     from hangdoctor.parse.read import read_snapshot
@@ -157,7 +155,6 @@ def examine_hang(found: Found, scratch: Path) -> Item:
 
 
 def examine_health(found: Found, scratch: Path) -> Item:
-    """Read the health ledger of inference servers."""
     from areal_core.rollout.fleet.health import State
     from areal_debug.pages.template import write_template
     from areal_debug.serve.ledger import read_ledger
@@ -178,7 +175,6 @@ def examine_health(found: Found, scratch: Path) -> Item:
 
 
 def examine_checkpoint(found: Found, scratch: Path) -> Item:
-    """Add up the size of a checkpoint's files."""
     sizes = [file.stat().st_size for file in found.path.iterdir() if file.is_file()]
     return Item(found, "", f"{len(sizes)} files, {format_bytes(sum(sizes))}")
 

@@ -12,7 +12,6 @@ STYLES = {"good": "green", "bad": "red", "unsure": "yellow", "": "dim"}
 
 
 def print_found(run: Path, items: Sequence[Item], output: Path | None, note: str, as_json: bool) -> None:
-    """Print what was found, as lines or as JSON, and where the workbench is."""
     if as_json:
         print_json(
             {

@@ -72,7 +72,6 @@ def write_workbench(run: Path, items: Sequence[Item], folder: Path, note: str) -
 
 
 def links_of(items: Sequence[Item], current: str) -> list[Link]:
-    """Return the links of the header, relative to the current page."""
     pages = {"Overview": ["index.html"]}
     if any(item.record is not None for item in items):
         pages["Steps"] = ["steps.html"]
@@ -101,7 +100,6 @@ def record_page(item: Item, items: Sequence[Item]) -> RecordPage | None:
 
 
 def write_overview(page: Path, run: Path, items: Sequence[Item], links: Sequence[Link], note: str) -> None:
-    """Write what was found, by kind."""
     groups = [
         {
             "id": kind,
@@ -126,7 +124,6 @@ def worst_verdict(items: Sequence[Item]) -> str:
 
 
 def item_facts(item: Item) -> dict[str, Any]:
-    """Return an item for the overview."""
     return {
         "verdict": item.verdict,
         "tone": tone_of(item.verdict),
@@ -166,7 +163,6 @@ def write_steps(page: Path, run: str, items: Sequence[Item], links: Sequence[Lin
 
 
 def step_facts(step: StepSummary, item: Item, notes: dict[str, str]) -> dict[str, Any]:
-    """Return a step for the table."""
     reward = None if step.mean_reward is None else format_number(step.mean_reward)
     return asdict(step) | {"reward": reward, "address": page_address(item.page, step.step), "notes": notes}
 

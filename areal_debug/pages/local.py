@@ -29,7 +29,6 @@ class LocalServer(http.server.ThreadingHTTPServer):
         return f"http://{HOST}:{self.server_port}/"
 
     def serve_until_interrupted(self) -> None:
-        """Serve until Ctrl-C."""
         try:
             self.serve_forever()
         except KeyboardInterrupt:

@@ -200,7 +200,6 @@ def repeat_steps(folder: Path, repeats: Repeats) -> "PreflightReport":
 def name_order(
     folder: Path, repeats: Repeats, first: Path, differing: "StepComparison"
 ) -> "PreflightFinding":
-    """Find which order the bits follow: hashes of texts, or listings of folders."""
     from replayer.preflight.checks import PreflightFinding
     from replayer.preflight.repeats import compare_repeats
 

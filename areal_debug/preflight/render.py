@@ -62,7 +62,6 @@ def runs_of(report: PreflightReport) -> str:
 
 
 def findings_table(report: PreflightReport) -> Table:
-    """Make a table with one row per finding and its next step."""
     table = Table(box=None, pad_edge=False, show_header=False)
     for finding in report.findings:
         table.add_row(
@@ -75,7 +74,6 @@ def findings_table(report: PreflightReport) -> Table:
 
 
 def noise_table(report: PreflightReport) -> Table:
-    """Make a table of the parameters that differ, noisiest first."""
     table = Table(
         title="Noise floor of this machine in one step",
         title_justify="left",

@@ -114,7 +114,6 @@ class Answer:
         return pyarrow.RecordBatchReader.from_stream(self.relation)
 
     def write_parquet(self, file: IO[bytes]) -> None:
-        """Write the rows as Parquet."""
         from pyarrow import parquet
 
         with self.database.sentences():

@@ -49,7 +49,6 @@ class JoinedAnswer:
         return (tuple(row.get(name) for name in self.names) for row in self.objects)
 
     def write_parquet(self, file: IO[bytes]) -> None:
-        """Write the rows as Parquet."""
         import pyarrow
         from pyarrow import parquet
 
@@ -74,7 +73,6 @@ def joined(answers: Mapping[str, list[dict[str, Any]] | None]) -> JoinedAnswer:
 
 
 def print_schema(tables: Iterable["TableColumns"]) -> None:
-    """Print each table with its columns and their types."""
     out = console()
     for table in tables:
         out.print(styled("[bold]{}[/bold]", table.table))
@@ -99,7 +97,6 @@ def print_table(answer: Answer, shown: int) -> None:
 
 
 def cell_text(value: Any) -> str:
-    """Return a value as text for people: floats with six digits, long values cut."""
     if value is None:
         return "null"
     text = format_number(value) if isinstance(value, float) else text_of(value)
@@ -117,7 +114,6 @@ def json_of(value: Any) -> str:
 
 
 def number_or_text(value: Any) -> int | float | str:
-    """Return what JSON has for a decimal, such as a sum of integers, or for anything else."""
     if isinstance(value, Decimal):
         return int(value) if value.as_tuple().exponent == 0 else float(value)
     return str(value)
@@ -132,7 +128,6 @@ def csv_cell(value: Any) -> Any:
 
 
 def write_csv(answer: Answer, out: IO[str]) -> None:
-    """Write a line of names and one a row."""
     writer = csv.writer(out, lineterminator="\n")
     writer.writerow(map(csv_cell, answer.names))
     writer.writerows(map(csv_cell, row) for row in answer.rows())
@@ -150,7 +145,6 @@ def json_lines(answer: Answer) -> Iterator[str]:
 
 
 def json_list(answer: Answer) -> Iterator[str]:
-    """Yield the pieces of a JSON list of the rows."""
     before = "["
     for line in json_lines(answer):
         yield f"{before}\n{line}"

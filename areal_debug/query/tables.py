@@ -102,7 +102,6 @@ class LazyTable(dataset.Dataset):  # type: ignore[misc]  # pyarrow has no types
     def scanner(
         self, columns: Sequence[str] | None = None, filter: Any = None, **settings: Any
     ) -> "LazyScan":
-        """Return what reads some columns of the rows that a filter keeps."""
         return LazyScan(self, self.schema.names if columns is None else list(columns), filter)
 
     def batches(self, columns: Sequence[str], filter: Any) -> Iterator[pyarrow.RecordBatch]:
@@ -130,7 +129,6 @@ class LazyScan:
         self.table, self.columns, self.filter = table, columns, filter
 
     def to_reader(self) -> pyarrow.RecordBatchReader:
-        """Return a reader of the rows."""
         schema = pyarrow.schema([self.table.schema.field(name) for name in self.columns])
         return pyarrow.RecordBatchReader.from_batches(schema, self.table.batches(self.columns, self.filter))
 
@@ -153,7 +151,6 @@ class Tables:
 
     @cached_property
     def token_fields(self) -> dict[str, Field]:
-        """The columns of tokens and those of samples that they come from."""
         fields = {field.name: field for field in self.layout.fields}
         tokens = {
             TOKEN_NAMES.get(name, name): field
@@ -201,7 +198,6 @@ class Tables:
         return sum(rewards) / len(rewards) if rewards else None
 
     def read_samples(self, number: int, names: Collection[str]) -> Iterator[pyarrow.RecordBatch]:
-        """Yield the samples of each rank."""
         step = self.step(number)
         for rank in range(step.manifest.num_ranks):
             yield batch_of(step, rank, self.layout, names)

@@ -108,7 +108,6 @@ def extract(archive: Path, destination: Path, force: bool, as_json: bool) -> Non
 
 
 def archived_columns(report: dict[str, Any]) -> dict[str, str]:
-    """Return what the table of several records has of a record's report."""
     from recorder.archive.pack import Archived
 
     archived = Archived(**report)
@@ -122,7 +121,6 @@ def archived_columns(report: dict[str, Any]) -> dict[str, str]:
 
 
 def print_archived(archived: "Archived") -> None:
-    """Print the place and size of the archive, and the size of its source."""
     if archived.num_continued:
         note(f"continued: {archived.num_continued} shards were there from a call that was interrupted")
     tokens = max(1, archived.num_tokens)

@@ -203,7 +203,6 @@ def verify(
 
 
 def verified_columns(report: dict[str, Any]) -> dict[str, str]:
-    """Return what the table of several records has of a record's report."""
     problems = report["problems"]
     first = f"{problems[0]['file']}: {problems[0]['what']}" if problems else "-"
     return {"steps": str(len(report["steps_ok"])), "problems": str(len(problems)), "first": first}
@@ -262,7 +261,6 @@ def sign(record: Path, key: Path, as_json: bool) -> None:
 
 
 def judge_calls(journal: Path | None, sample: "Sample") -> "list[JudgeCall]":
-    """Return the calls of a judge for a sample; none without a journal. Raises RewardError."""
     from areal_core.rollout.judge_journal import JournalReader
 
     if journal is None or sample.prompt_id is None:
@@ -277,7 +275,6 @@ def select_samples(
     prompt_id: int | None,
     decode: Callable[[list[int]], str] | None,
 ) -> list["Sample"]:
-    """Return the requested rows: one, all answers to a prompt, or by default the rank's first."""
     from recorder.errors import StepNotRecorded
     from recorder.samples import read_samples, rows_of_prompt
 

@@ -118,7 +118,6 @@ def cut(
 
 
 def refuse_damage_of(record: str, num_steps: int) -> None:
-    """End the command with code 1 if a byte of the record has changed."""
     from areal_debug.replay.command import refuse_damage
 
     refuse_damage(record, num_steps)
@@ -150,7 +149,6 @@ def run_cut(request: "CutRequest", num_ranks: int, as_json: bool) -> dict[str, A
 
 
 def replays_to_same_bits(destination: str, step: int, num_ranks: int) -> bool:
-    """Replay the file that was written, and return whether every bit is the expected one."""
     from areal_debug.replay.ranks import replay_ranks, run_once
     from replayer.request import Request
 
@@ -160,7 +158,6 @@ def replays_to_same_bits(destination: str, step: int, num_ranks: int) -> bool:
 
 
 def print_cut(report: dict[str, Any]) -> None:
-    """Print what was written, what it was reduced from, and the next command."""
     cut, out = report["cut"], console()
     kept = (
         f", of {cut['num_rows']:,} rows and {cut['num_tokens']:,} tokens" if cut["kept"] is not None else ""

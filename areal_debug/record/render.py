@@ -83,14 +83,12 @@ def print_listing(record: "Record", summaries: "list[StepSummary]", max_lines: i
 
 
 def describe_recording(recording: "Recording") -> str:
-    """Return `plan`, `full, every 10 steps`, or `rollout, steps 3, 5`."""
     if recording.steps is not None:
         return f"{recording.scope}, steps {', '.join(map(str, recording.steps))}"
     return recording.scope + (f", every {recording.every} steps" if recording.every > 1 else "")
 
 
 def describe_gaps(gaps: "Gaps") -> list[str]:
-    """Return one sentence per reason for which steps are missing."""
     num_removed = sum(last - first + 1 for first, last in gaps.removed)
     sentences = []
     if num_removed:
@@ -110,7 +108,6 @@ def describe_gaps(gaps: "Gaps") -> list[str]:
 
 
 def step_cells(summary: "StepSummary") -> tuple[str, ...]:
-    """Return a step as a row of the listing."""
     return (
         str(summary.step),
         str(summary.version),
@@ -122,14 +119,12 @@ def step_cells(summary: "StepSummary") -> tuple[str, ...]:
 
 
 def mean_reward_of(summary: "StepSummary") -> str:
-    """Return the mean of the known rewards, `?` if none is known, `-` without rows."""
     if summary.mean_reward is None:
         return UNKNOWN if summary.num_rows else "-"
     return f"{summary.mean_reward:.4f}"
 
 
 def trainer_of(header: "RecordHeader") -> str:
-    """Return `trl 1.16.0`, or `imported from slime`."""
     if "imported" in header.environment:
         return f"imported from {header.trainer}"
     version = header.environment["trainer"].get("version")
@@ -166,7 +161,6 @@ def print_sample(
 
 
 def print_judge(calls: "list[JudgeCall]", in_full: bool) -> None:
-    """Print the calls of a judge for a sample."""
     for line in lines_of_judge(calls, in_full):
         console().print(line)
 
@@ -187,12 +181,10 @@ def heading(sample: "Sample") -> Text:
 
 
 def known_number(value: float | None) -> str:
-    """Return six significant digits, or `?` for an unknown value."""
     return UNKNOWN if value is None else format_number(value)
 
 
 def token_facts(tokens: "tuple[Token, ...]") -> tuple[str, str]:
-    """Return how many tokens are in the loss mask, and the mean of their known log-probs."""
     trained = [token for token in tokens if token.trained is not False]
     known = [token.logprob for token in trained if token.logprob is not None]
     count = UNKNOWN if any(token.trained is None for token in tokens) else len(trained)
@@ -239,7 +231,6 @@ def text_of(sample: "Sample", recorded: list[dict[str, Any]] | None) -> Text:
 
 
 def token_table(tokens: "tuple[Token, ...]") -> Table:
-    """Make a table of tokens with their numbers."""
     table = Table(box=None, pad_edge=False, header_style="dim")
     for name in ("position", "id", "loss mask", "logprob", "version"):
         table.add_column(name, justify="right")
@@ -256,7 +247,6 @@ def token_table(tokens: "tuple[Token, ...]") -> Table:
 
 
 def print_not_recorded(step: "RecordedStep") -> None:
-    """Print the fields that another trainer had and the record has not."""
     plans = [name for name in step.manifest.files if name.startswith("plan-")]
     names = step.plan(0).details.get("not_recorded") if plans else None
     if names:
@@ -264,7 +254,6 @@ def print_not_recorded(step: "RecordedStep") -> None:
 
 
 def print_legend() -> None:
-    """Print the meaning of the colours."""
     bands = [(f"{words}  ", colour) for _, colour, words in BANDS]
     console().print(Text.assemble("probability when sampled: ", *bands, ("not in the loss mask", "dim")))
 
@@ -297,7 +286,6 @@ def print_verification(report: "VerifyReport") -> None:
 
 
 def print_signed(signed: "Signed") -> None:
-    """Print who signed a record, and each file that is not as it was signed."""
     out = console()
     out.print(styled("signed by {}: {} files", signed.signer, signed.num_files))
     for words, names in (("changed", signed.changed), ("added", signed.added), ("removed", signed.removed)):

@@ -73,7 +73,6 @@ SERVICES: dict[str, Callable[[Path, Path, str], str]] = {"wandb": log_to_wandb, 
 
 
 def steps_of(lines: Path) -> Iterator[tuple[int, dict[str, float], Samples]]:
-    """Yield the number, statistics and samples of each step. Raises DamagedRecord."""
     with lines.open("rb") as file:
         documents = (parse_document(line, lines.name) for line in file)
         for step, group in groupby(documents, lambda document: document["step"]):

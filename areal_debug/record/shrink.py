@@ -57,7 +57,6 @@ def make_recorder(trainer: PPOTrainer, folder: Path, recording: Recording) -> Ob
 
 
 def print_size(out: Console, when: str, rows: Rows, numbers: Numbers) -> None:
-    """Print a line with the rows and tokens that are left, and the numbers of the step on them."""
     tokens = sum(len(row.tokens) for row in rows)
     names = ", ".join(row.name for row in rows) if len(rows) <= MOST_NAMED else ""
     seen = (

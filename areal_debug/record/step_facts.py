@@ -43,7 +43,6 @@ def facts_of_steps(record: Path, place: str | None, workers: int | None) -> dict
 @reads_untrusted("record")
 @errors_as_sentences
 def print_facts(record: Path, step_range: str) -> None:
-    """Print the facts of the steps of a range as JSON, by their numbers."""
     from recorder.verify import check_steps, numbered_steps
 
     found = check_steps(record, in_range(numbered_steps(record), step_range))

@@ -83,7 +83,6 @@ def resolve_config(
 
 
 def print_imported(imported: "Imported", destination: Path) -> None:
-    """Print what was imported, and what the format could not carry."""
     out = console()
     out.print(
         styled(
@@ -185,7 +184,6 @@ def export_confined(
     images: str,
     as_json: bool,
 ) -> None:
-    """Write files, in a confined child, and print what was written."""
     from recorder.exporters.exporting import export_record
 
     announce(f"exporting {record} as {format_name}")
@@ -211,7 +209,6 @@ def export_to_service(record: Path, service: str, folder: Path, step: int | None
 
 
 def print_exported(exported: "Exported", format_name: str, as_json: bool) -> None:
-    """Print which files were written, and what the format could not carry."""
     if as_json:
         print_json(asdict(exported))
         return
@@ -225,5 +222,4 @@ def print_exported(exported: "Exported", format_name: str, as_json: bool) -> Non
 
 
 def and_more(count: int) -> str:
-    """Return " and 3 more files", or nothing."""
     return f" and {count} more files" if count else ""

@@ -195,7 +195,6 @@ def check_request(record: "Record", request: "Request", force: bool) -> None:
 def run_replay(
     ranks: "WarmRanks", record: "Record", request: "Request", num_ranks: int, as_json: bool
 ) -> "ReplayReport":
-    """Replay on the ranks of this machine and return the judged report."""
     from areal_debug.replay.ranks import replay_on_ranks
     from replayer.preconditions import stand_ins
 

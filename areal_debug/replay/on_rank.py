@@ -61,7 +61,6 @@ def replay_steps(request_text: str) -> None:
 
 
 def record_again(record: "Record", trainer: "PPOTrainer", request: "Request") -> "Observer":
-    """Make an observer that records this replay into `request.record_to`."""
     from areal_debug.wiring import recorder_of
     from recorder import Recording, RecordingOptions
 

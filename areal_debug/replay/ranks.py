@@ -66,7 +66,6 @@ def replay_on_ranks(
 
 
 def run_once(ranks: WarmRanks, request: Request, num_ranks: int, quiet: bool) -> ReplayReport:
-    """Run one replay and return the report of rank 0."""
     return parse_report(report_of_ranks(ranks, ["replay", request_text(request)], num_ranks, quiet))
 
 

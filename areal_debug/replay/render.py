@@ -103,7 +103,6 @@ def status_of(result: StepResult) -> tuple[str, str]:
 
 
 def compared_columns(result: StepResult) -> list[str]:
-    """Return the numbers that training prints, with the recorded ones where they look different."""
     recorded = summary_columns(result.recorded)
     return [
         f"{column} {number}"
@@ -113,7 +112,6 @@ def compared_columns(result: StepResult) -> list[str]:
 
 
 def describe_value(difference: RankDifference) -> str:
-    """Return one value, recorded and replayed."""
     recorded, replayed = format_value(difference.recorded), format_value(difference.replayed)
     rank = f" (rank {difference.rank})" if difference.kind == "loss" else ""
     return f"{difference.kind} {difference.where}{rank}: recorded {recorded}, replayed {replayed}"
@@ -199,7 +197,6 @@ def print_warnings(out: Console, report: ReplayReport) -> None:
 
 
 def print_distance(out: Console, report: ReplayReport) -> None:
-    """Print a verdict in units of the noise floor or of standard errors."""
     verdict = report.verdict
     assert verdict is not None
     unit = "the noise floor" if report.guarantee.kind == "noise" else "the standard error over steps"
@@ -228,7 +225,6 @@ def print_distance(out: Console, report: ReplayReport) -> None:
 
 
 def reason_of(report: ReplayReport) -> str:
-    """Return where to search for the cause of different numbers."""
     header = report.set_differently
     if report.guarantee.kind == "changed" or (header is not None and (header.config or header.model)):
         return "The cause is what was set differently, see above."
@@ -308,7 +304,6 @@ def percent(share: float) -> str:
 
 
 def explain_table(samples: list[dict[str, Any]]) -> Table:
-    """Make a table with one row per sample."""
     found = Table(box=None, pad_edge=False, header_style="dim")
     for heading in (*EXPLAIN_COLUMNS, "loss", "of loss", "of gradient", "own norm"):
         found.add_column(heading, justify="right")
@@ -328,7 +323,6 @@ def explain_table(samples: list[dict[str, Any]]) -> Table:
 
 
 def print_text(out: Console, record: Record, step: int, sample: dict[str, Any]) -> None:
-    """Print prompt and completion, if the record contains text."""
     text = record.step(step).text(sample["rank"])
     if text is None:
         return
@@ -405,7 +399,6 @@ def print_comparison(out: Console, report: ReplayReport) -> None:
 
 
 def whatif_table(curves: list[Curve]) -> Table:
-    """Make a table with two curves per statistic, on one scale, and their means."""
     found = Table(box=None, pad_edge=False, header_style="dim")
     for heading in ("statistic", "recorded", "replayed"):
         found.add_column(heading)
@@ -432,6 +425,5 @@ def moved_text(moved: float) -> str:
 
 
 def on_one_scale(left: tuple[float, ...], right: tuple[float, ...]) -> tuple[str, str]:
-    """Return two sparklines with a common scale."""
     bars = sparkline([*left, *right], width=min(2 * CURVE_WIDTH, 2 * len(left)))
     return bars[: len(bars) // 2], bars[len(bars) // 2 :]

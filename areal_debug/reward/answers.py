@@ -115,7 +115,6 @@ def question_of(row: dict[str, Any], field: str | None) -> Question:
 
 
 def text_in(row: dict[str, Any], name: str) -> str | None:
-    """Return a field of a row, or of its `reward_model`, as text; None if absent or no text."""
     nested = row.get("reward_model")
     value = row.get(name, nested.get(name) if isinstance(nested, dict) else None)
     if isinstance(value, int | float) and not isinstance(value, bool):
@@ -124,7 +123,6 @@ def text_in(row: dict[str, Any], name: str) -> str | None:
 
 
 def final_answer(worked: str) -> str:
-    """Return the answer at the end of a worked solution: after '####', in \\boxed, or all of it."""
     for pattern in (FINAL, BOXED):
         if found := pattern.findall(worked):
             return str(found[-1]).strip()
@@ -145,7 +143,6 @@ def same(left: str, right: str) -> bool:
 
 
 def mentions(text: str, gold: str) -> bool:
-    """Return whether the expected answer is in a text, as one of its numbers or as it is."""
     if (number := number_of(gold)) is not None:
         return any(
             float(n.replace(",", "")) == number for n in re.findall(r"\d[\d,]*(?:\.\d+)?", text)
@@ -166,15 +163,12 @@ def plain(*texts: str) -> Callable[[Question, Setting], Iterator[str]]:
 
 
 def in_formats(*answers: str) -> Callable[[Question, Setting], Iterator[str]]:
-    """Return a source of fixed answers in each paid format."""
     return lambda question, setting: without_gold(
         (text for answer in answers for text in setting.placed(answer)), question
     )
 
 
 def wrong_then(*extra: str) -> Callable[[Question, Setting], Iterator[str]]:
-    """Return a source of wrong answers, in each paid format, with a text after each."""
-
     def texts(question: Question, setting: Setting) -> Iterator[str]:
         for text in setting.placed(setting.wrong_for(question)):
             yield from (f"{text}\n{added}" for added in extra)
@@ -188,7 +182,6 @@ def echoes(question: Question, setting: Setting) -> Iterator[str]:
 
 
 def numbers_of_prompt(question: Question, setting: Setting) -> Iterator[str]:
-    """Yield the numbers of the prompt as the answer."""
     for number in dict.fromkeys(NUMBER.findall(question.prompt)[:3] + NUMBER.findall(question.prompt)[-1:]):
         yield from setting.placed(number)
 
@@ -248,7 +241,6 @@ def look_alikes(question: Question, setting: Setting) -> Iterator[str]:
 
 
 def other_spellings(question: Question, setting: Setting) -> Iterator[str]:
-    """Yield the expected answer as people also write it."""
     gold = question.gold or ""
     if number_of(gold) is None:
         spellings = [gold.upper(), f" {gold} ", f"**{gold}**", f"{gold}."]
@@ -266,7 +258,6 @@ def other_spellings(question: Question, setting: Setting) -> Iterator[str]:
 
 
 def wrong_answers(question: Question, setting: Setting) -> Iterator[str]:
-    """Yield a wrong answer in every format, also in those that are not paid."""
     yield from (template.format(setting.wrong_for(question)) for template in FORMATS.values())
 
 

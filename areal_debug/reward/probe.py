@@ -151,7 +151,6 @@ class Scale:
         return max(map(self.share, values.values()), default=0.0)
 
     def is_neutral(self, reward: float) -> bool:
-        """Return whether this is a 0 between a penalty for wrong and a reward for right answers."""
         right, wrong = self.ends or (1.0, 0.0)
         return reward == 0 and wrong < 0 < right
 
@@ -210,7 +209,6 @@ def measure_scale(caller: Caller, questions: Sequence[Question], golds: tuple[st
 def try_kind(
     caller: Caller, kind: Kind, questions: Sequence[Question], setting: Setting, scale: Scale
 ) -> Finding:
-    """Try one kind of answers on all questions."""
     chosen = [q for q in questions if q.gold is not None or not kind.needs_gold]
     outcomes = caller.rewards((q, text) for q in chosen for text in kind.texts(q, setting))
     return finding_of(kind.name, kind.expected, outcomes, scale)

@@ -109,7 +109,6 @@ def print_rescore(report: RescoreReport) -> None:
 
 
 def table_of_steps(report: RescoreReport) -> Table:
-    """Make a table of the steps that have disagreements, those with the most first."""
     table = Table(box=None, pad_edge=False, header_style="dim")
     for heading in ("step", "samples", "agree", "false positives", "false negatives", "failed"):
         table.add_column(heading, justify="right")

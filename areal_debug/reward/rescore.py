@@ -145,7 +145,6 @@ def score_rank(
     rows_of: DataRows | None,
     pool: RewardPool,
 ) -> list[Scored]:
-    """Score the rows of a rank whose recorded reward is known."""
     arrays = step.batch(rank, ["input_ids", "loss_mask", "cu_seqlens", "rewards", "prompt_id", "sample_id"])
     known = step.known(rank, "input_ids") & step.known(rank, "loss_mask")
     texts = step.text(rank) if decode is None or not known.all() else None

@@ -139,7 +139,6 @@ class SimulatedFleet(Connections):
         return generate_reply(payload["rid"], first, num_new, version, finish)
 
     def _next_death(self) -> None:
-        """Start the server that died last, with its first weights, and end another one."""
         if self._dead is not None:
             self._dead.is_alive, self._dead.version = True, "default"
         living = [simulated for simulated in self._by_address.values() if simulated.is_alive]
@@ -150,7 +149,6 @@ class SimulatedFleet(Connections):
 
 
 def fail_all(simulated: SimulatedServer) -> None:
-    """Lose the connections of all requests in flight."""
     for reply in simulated.in_flight:
         if not reply.done():
             reply.set_exception(aiohttp.ServerDisconnectedError())
@@ -163,7 +161,6 @@ def settle(reply: "asyncio.Future[str]") -> None:
 
 
 def first_token(prompt_id: int) -> int:
-    """Return the first token of the completions of a prompt, whose first token is its id."""
     return prompt_id * 97 % NUM_FIRST_TOKENS
 
 

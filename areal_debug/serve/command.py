@@ -152,7 +152,6 @@ def show_status(port: int, logs: Path, as_json: bool) -> NoReturn:
 
 
 def stop_servers(port: int, as_json: bool) -> NoReturn:
-    """Stop the servers; exit code 1 if there is none."""
     from areal_debug.serve.state import stop_keeper
 
     states = servers_at(port)
@@ -167,7 +166,6 @@ def stop_servers(port: int, as_json: bool) -> NoReturn:
 
 
 def servers_at(port: int) -> "list[ServerState]":
-    """Return the known servers, or those at one port."""
     from areal_debug.serve.state import known_servers
 
     return [state for state in known_servers() if port in (0, int(state.address.rpartition(":")[2]))]

@@ -93,7 +93,6 @@ def keep(spec: ServeSpec, when_ready: Callable[[ServerState], None] = lambda sta
 
 
 def join_run(stack: ExitStack, spec: ServeSpec) -> None:
-    """Add the server to the names of a run, until the stack ends."""
     if spec.run:
         experiment, _, trial = spec.run.partition("/")
         names = FolderNames(spec.names_root)
@@ -102,7 +101,6 @@ def join_run(stack: ExitStack, spec: ServeSpec) -> None:
 
 
 def leave_run(names: FolderNames, name: str) -> None:
-    """Remove the server from a run's names, if the run has not cleared them."""
     with suppress(NoSuchName):
         names.delete(name)
 

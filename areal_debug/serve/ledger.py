@@ -63,7 +63,6 @@ def read_ledger(file: Path) -> Ledger:
 
 
 def parse_entry(server: dict[str, Any]) -> LedgerEntry:
-    """Parse one server. Raises KeyError, TypeError or ValueError."""
     return LedgerEntry(
         address=str(server["address"]),
         state=State(server["state"]),
@@ -82,5 +81,4 @@ def parse_entry(server: dict[str, Any]) -> LedgerEntry:
 
 
 def counts_of(counts: dict[str, Any]) -> dict[str, int]:
-    """Parse counts by name."""
     return {str(name): int(count) for name, count in counts.items()}

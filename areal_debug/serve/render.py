@@ -68,7 +68,6 @@ def print_facts(out: Console, facts: ServerFacts, state: ServerState) -> None:
 
 
 def shown_facts(facts: ServerFacts, state: ServerState) -> dict[str, str]:
-    """Return the properties that are printed, one per line."""
     sampling = ", ".join(f"{name} {value:g}" for name, value in facts.model_sampling.items())
     return {
         "weights": f"version {facts.weight_version}",
@@ -125,7 +124,6 @@ def print_statuses(out: Console, statuses: list[ServerStatus]) -> None:
 
 
 def health_cells(health: ServerHealth | None) -> list[str]:
-    """Return the columns `HEALTH` of a server."""
     if health is None:
         return ["-"] * len(HEALTH)
     requests = f"{shown(health.running)} running, {shown(health.waiting)} waiting"
@@ -173,7 +171,6 @@ def listed(counts: dict[str, int]) -> str:
 
 
 def ledger_cells(entry: LedgerEntry) -> list[Text]:
-    """Return a server as a row of the ledger's table."""
     numbers = (entry.requests, entry.ok, sum(entry.errors.values()), entry.rejected)
     counts = [entry.version or "-", *(f"{number:,}" for number in numbers)]
     latencies = [shown(ms, " ms") for ms in (entry.p50_ms, entry.p95_ms, entry.p99_ms)]

@@ -58,7 +58,6 @@ def state_file(address: str) -> Path:
 
 
 def this_keeper(address: str, engine: str, model: str, run: str) -> ServerState:
-    """Make the state of a server whose keeper is this process."""
     import psutil
 
     me = psutil.Process()

@@ -65,7 +65,6 @@ def check_nodes(num_cpus: int) -> None:
 
 
 def run_submitted(tasks: Sequence[Task], at_a_time: int, tick: Callable[[object], None]) -> list[Outcome]:
-    """Run the tasks, lost ones again; return their outcomes in order."""
     start: Any = ray.remote(run_there)
     environment = {name: value for name, value in os.environ.items() if name.startswith(FORWARDED)}
     waiting = deque(range(len(tasks)))
@@ -99,7 +98,6 @@ def run_submitted(tasks: Sequence[Task], at_a_time: int, tick: Callable[[object]
 
 
 def seen_here(arguments: Sequence[str]) -> list[str]:
-    """Return the files and folders of this machine that arguments name."""
     values = [argument.partition("=")[2] if argument.startswith("--") else argument for argument in arguments]
     return [os.path.abspath(value) for value in values if value and os.path.exists(value)]
 
@@ -107,7 +105,6 @@ def seen_here(arguments: Sequence[str]) -> list[str]:
 def run_there(
     arguments: Sequence[str], folder: str, needed: Sequence[str], environment: Mapping[str, str]
 ) -> Outcome:
-    """Run a verb in this worker, in the folder and with the variables of the command."""
     missing = [path for path in needed if not os.path.exists(path)]
     if missing:
         return Outcome(

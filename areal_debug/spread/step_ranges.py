@@ -32,7 +32,6 @@ def step_tasks(record: str | PathLike[str], step_range: str | None, step: Any) -
 
 
 def steps_in(record: str | PathLike[str], step_range: str) -> list[int]:
-    """Return the recorded steps of a range, read in a confined child; ValueError for none."""
     from recorder import open_record
     from recorder.archive.confined import in_child
 

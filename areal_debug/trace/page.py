@@ -109,7 +109,6 @@ def spans_of(rank_step: RankStep) -> Iterable[Span]:
 
 
 def row_of(times: StepTimes, is_slow: bool) -> dict[str, Any]:
-    """Return a step as a row of the table."""
     return {
         "step": times.step,
         "is_slow": is_slow,

@@ -124,7 +124,6 @@ def trace_folders(folder: Path) -> list[Path]:
 
 
 def merged_file(folder: Path) -> Path:
-    """Return the merged file of the ranks' files, written again if a rank has written since."""
     merged = folder / MERGED
     newest = max(file.stat().st_mtime_ns for file in folder.glob("rank-*.jsonl"))
     if merged.exists() and merged.stat().st_mtime_ns >= newest:
@@ -168,7 +167,6 @@ def read_merged(file: Path) -> RunTrace:
 
 
 def merged_lines(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the header of a merged file, then each event, with their places in the file."""
     with file.open(encoding="utf-8", errors="replace") as lines:
         head = next(lines, "")
         try:
@@ -188,7 +186,6 @@ def merged_lines(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def parse_options(about: dict[str, Any], where: str) -> RunOptions:
-    """Parse the options in the header of rank 0. Raises `BrokenTrace`."""
     options = take(next(iter(take(about, "ranks", list, where)), None), "options", dict, where)
     kinds = {field.name: str if "str" in str(field.type) else int for field in fields(RunOptions)}
     given = {name: options[name] for name in kinds if options.get(name) is not None}
@@ -198,7 +195,6 @@ def parse_options(about: dict[str, Any], where: str) -> RunOptions:
 
 
 def parse_episode(event: dict[str, Any], start_s: float, end_s: float, where: str) -> Episode:
-    """Parse the event of an episode. Raises `BrokenTrace`."""
     args = event["args"]
     return Episode(
         event["name"],
@@ -221,7 +217,6 @@ def parse_batch(event: dict[str, Any], at_s: float, where: str) -> tuple[int, fl
 
 
 def add_spans(episodes: list[Episode], spans: list[tuple[int, str, str, float]]) -> None:
-    """Add to each episode the seconds of its spans."""
     named = {(episode.rank, episode.name): episode for episode in episodes}
     for rank, name, kind, seconds in spans:
         if (episode := named.get((rank, name))) is not None:  # None if the run ended first

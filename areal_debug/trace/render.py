@@ -116,7 +116,6 @@ def describe(episode: Episode) -> str:
 
 
 def print_shown(out: Console, report: TraceReport) -> None:
-    """Print the step that the finding is about."""
     shown, finding = report.shown, report.finding
     out.print()
     out.print(one_line(f"Step {shown.step}: {format_seconds(shown.seconds)}", style="bold"))
@@ -138,7 +137,6 @@ def print_shown(out: Console, report: TraceReport) -> None:
 
 
 def spent(times: StepTimes) -> str:
-    """Return the stages of a step, the longest first."""
     ordered = sorted(times.stages.items(), key=lambda stage: -stage[1])
     parts = [f"{format_seconds(s)} {WORDS[name]}" for name, s in ordered if s >= 0.005 * times.seconds]
     return ", ".join(parts) + f" (rank {times.rank})"

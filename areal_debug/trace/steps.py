@@ -120,7 +120,6 @@ def step_times(trace: RunTrace) -> list[StepTimes]:
 
 
 def times_of(ranks: Sequence[RankStep], by_prompt: dict[tuple[int, int], list[Episode]]) -> StepTimes:
-    """Combine the ranks of one step."""
     # Of ranks with the same rows only one samples; the others wait for it slightly longer.
     sampling = [r for r in ranks if any((r.rank, prompt) in by_prompt for prompt in r.prompts)]
     slowest = max(sampling or ranks, key=lambda rank_step: rank_step.stage_s("rollout"))
@@ -161,7 +160,6 @@ def percentile(ordered: Sequence[float], percent: float) -> float:
 
 
 def episodes_of(trace: RunTrace, times: StepTimes) -> list[Episode]:
-    """Return the episodes of a step's batch on its slowest rank, longest first."""
     prompts = next(
         (s.prompts for s in reversed(trace.steps) if (s.step, s.rank) == (times.step, times.rank)),
         frozenset(),
@@ -205,7 +203,6 @@ def explain(times: StepTimes, episodes: Sequence[Episode], options: RunOptions) 
 
 
 def reward_finding(share: float, times: StepTimes) -> TraceFinding:
-    """Explain a step whose episodes spend most of their time in the reward."""
     longest = f", the longest {times.reward.longest_s:.2f} s" if times.reward else ""
     return TraceFinding(
         f"episodes spend {share:.0%} of their time in the reward{longest}, the wait for a free worker included",
@@ -215,7 +212,6 @@ def reward_finding(share: float, times: StepTimes) -> TraceFinding:
 
 
 def tail_finding(longest: Episode, half_s: float, options: RunOptions) -> TraceFinding:
-    """Explain a step that waited for its longest episodes."""
     ahead = options.max_head_offpolicyness
     start_earlier = (
         "use asynchronous rollouts (rollout.max_head_offpolicyness is 0)"

@@ -138,7 +138,6 @@ def command(
 
 
 def list_or_split(context: click.Context, names: str | None) -> list[str]:
-    """Return the named presets; 'list' explains all of them and exits."""
     if names == "list":
         print_presets()
         context.exit()
@@ -265,7 +264,6 @@ def replay_exit_code(report: dict[str, Any]) -> int:
 
 
 def print_end(code: int, log: Path) -> None:
-    """Print the outcome of a run whose output was hidden, and for a failure the end of its log."""
     if code:
         print_log_end(log)
     console().print(styled("the run ended with exit code {}; its output is in {}", code, log))
@@ -312,7 +310,6 @@ def watch_run(logs: Path, hooks: "Hooks") -> int:
 
 
 def without_watch(arguments: Sequence[str]) -> list[str]:
-    """Return a command line without --watch and what goes with it."""
     kept, words = [], iter(arguments)
     for word in words:
         option, has_value, _ = word.partition("=")

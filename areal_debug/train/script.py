@@ -82,7 +82,6 @@ def mistakes_as_sentences() -> Iterator[None]:
 
 
 def notes_of(error: Exception) -> str:
-    """Return the notes that were added to the error, for example the episode's name."""
     return "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
 
 

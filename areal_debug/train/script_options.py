@@ -62,7 +62,6 @@ def options_of_script(text: str) -> type[Any] | None:
 
 
 def loaded_class(node: ast.AST) -> str | None:
-    """Return `X` of a call `load_expr_config(arguments, X)`."""
     if isinstance(node, ast.Call) and last_name(node.func) in LOADERS and len(node.args) == 2:
         return last_name(node.args[1])
     return None
@@ -76,7 +75,6 @@ def last_name(node: ast.expr) -> str | None:
 
 
 def read_options(script: Path) -> type[Any] | None:
-    """Return `options_of_script` of a file."""
     return options_of_script(script.read_text(encoding="utf-8", errors="replace"))
 
 
@@ -134,7 +132,6 @@ def config_class(arguments: list[str], script: Path | None = None) -> type[PPOCo
 
 
 def method_of(tree: dict[str, Any]) -> type[Any]:
-    """Return the config class of a file, by its type of rows or the sections of older files."""
     data = tree.get("train_dataset")
     kind = str(data.get("type")) if isinstance(data, dict) else ""
     if "model" in tree and "actor" not in tree:  # supervised fine-tuning of 0.3

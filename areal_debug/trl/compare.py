@@ -138,7 +138,6 @@ def of_weights(
 def of_work(
     samples: Sequence[Sample], recorded: Sequence[Mapping[str, Any]], step: TrainedStep, is_complete: bool
 ) -> Iterator[Found]:
-    """Yield the differences of micro-batches and optimizer steps."""
     after = 0
     for left, item in zip(recorded, step.work, strict=False):
         right = item.document()
@@ -180,7 +179,6 @@ def of_loss(
 
 
 def of_update(left: Mapping[str, Any], right: Mapping[str, Any], after: int) -> Iterator[Found]:
-    """Yield the differences of an optimizer step, from the documents of both."""
     if left["grad_norm"] != right["grad_norm"]:
         norms = (float.fromhex(left["grad_norm"]), float.fromhex(right["grad_norm"]))
         yield Found("gradient norm", norms, after=after)

@@ -47,7 +47,6 @@ def known_name(trainer: Any) -> str:
 
 
 def parameters_of(function: Any) -> tuple[str, ...]:
-    """Return the names of a method's parameters without `self`."""
     return tuple(inspect.signature(function).parameters)[1:]
 
 

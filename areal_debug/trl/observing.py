@@ -109,7 +109,6 @@ class TrainedStep:
         return [item for item in self.work if isinstance(item, Update)]
 
     def num_losses(self) -> int:
-        """Number of its micro-batches so far."""
         return len(self.work) - len(self.updates)
 
 
@@ -199,7 +198,6 @@ class Observer(TrainerCallback):
         return gathered
 
     def generate_and_score(self, inputs: Any) -> Any:
-        """Begin a step, and add the numbers of its rows to the inputs of the loss."""
         if not self.trainer.model.training:
             return self.original["_generate_and_score_completions"](inputs)
         step = self.begin()
@@ -212,7 +210,6 @@ class Observer(TrainerCallback):
         return output | {ROWS: torch.arange(len(step.samples))}
 
     def compute_loss(self, model: Any, inputs: Any, *args: Any, **options: Any) -> Any:
-        """Keep the loss of a micro-batch, and the log-probs that it is computed from."""
         if not self.trainer.model.training:
             return self.original["compute_loss"](model, inputs, *args, **options)
         step = self.current or self.begin()
@@ -236,7 +233,6 @@ class Observer(TrainerCallback):
         return result
 
     def get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
-        """Keep the norm of the gradients before clipping."""
         norm = self.original["_get_grad_norm"](model, grad_norm=grad_norm)
         self.grad_norm = float("nan") if norm is None else float(norm)
         return norm
@@ -280,7 +276,6 @@ class Observer(TrainerCallback):
         return step.num_losses() == expected
 
     def add_learning(self, step: TrainedStep, call: LossCall) -> None:
-        """Add what a pass computed to the samples that do not have it yet."""
         assert call.logps is not None
         # without a pass for old log-probs TRL's loss takes those of its own
         columns = {CURRENT if step.has_old_logps else OLD: to_numpy(call.logps)}
@@ -303,7 +298,6 @@ class Observer(TrainerCallback):
     # events of Transformers' trainer
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Find the number of the first step, which is not 0 after a resume."""
         losses = self.trainer.num_iterations * args.steps_per_generation if self.generates else 0
         self.next_step = (
             state.global_step * args.gradient_accumulation_steps // losses if losses else state.global_step
@@ -317,7 +311,6 @@ class Observer(TrainerCallback):
             self.finish()
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Keep the learning rates of the step."""
         self.lr = [float(group["lr"]) for group in self.trainer.optimizer.param_groups]
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:

@@ -120,7 +120,6 @@ class Recording:
 
 
 def exact_stats(step: TrainedStep) -> dict[str, float]:
-    """Return loss and gradient norm of this process, which TRL logs rounded, not at each step."""
     losses = [float(item.loss) for item in step.work if isinstance(item, LossCall) and item.loss is not None]
     if not step.updates:
         return {}

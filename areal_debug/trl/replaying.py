@@ -241,7 +241,6 @@ class Replaying:
                 )
 
     def calculate_rewards(self, inputs: Any, prompts: Any, completions: Any, completion_ids_list: Any) -> Any:
-        """Return the rewards of all processes, in place of TRL's `_calculate_rewards`."""
         functions = self.details["functions"]
         if len(functions) != len(self.trainer.reward_funcs):
             raise CannotReplay(

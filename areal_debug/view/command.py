@@ -52,7 +52,6 @@ def compiled(
 
 
 def parsed_at(context: click.Context, option: click.Parameter, text: str | None) -> At | None:
-    """Parse PROMPT, PROMPT.SAMPLE or PROMPT.SAMPLE.TOKEN."""
     if text is None:
         return None
     found = re.fullmatch(r"(-?[0-9]{1,18})(?:\.([0-9]{1,18})(?:\.([0-9]{1,18}))?)?", text)
@@ -121,7 +120,6 @@ def command(
 def write_view(
     record: Path, other: Path | None, asked: Asked, output: Path | None, force: bool, as_json: bool
 ) -> None:
-    """Write the page, in a confined child."""
     from areal_debug.view.page import write_file, write_folder
 
     contents = open_contents(record, asked)
@@ -157,7 +155,6 @@ def write_view(
 
 
 def default_name(record: Path, other: Path | None, asked: Asked, step: int) -> str:
-    """Return the name of the page of a record, in the current folder."""
     name = record.absolute().name
     compared = f"-and-{other.absolute().name}" if other else ""
     return f"{name}{compared}-pages" if asked.all_steps else f"{name}{compared}-step{step}.html"
@@ -170,7 +167,6 @@ def refuse_other_folder(folder: Path) -> None:
 
 
 def open_contents(record: Path, asked: Asked) -> "Contents":
-    """Open one record or both, and read their curves."""
     from areal_debug.view.contents import Contents
 
     followed = follow(record, asked.patterns)
@@ -223,7 +219,6 @@ def place_of(contents: "Contents", asked: Asked) -> "Place":
 
 
 def serve_page(path: Path, asked: Asked, port: int, as_json: bool) -> None:
-    """Serve until interrupted."""
     from areal_debug.view.server import make_server
 
     contents = open_contents(path, asked)

@@ -68,7 +68,6 @@ class Contents:
             }
 
     def has_partner(self, step: int) -> bool:
-        """Return whether the other record has the step that belongs to a step of the record."""
         return self.other is not None and step + self.shift in self.other.steps
 
     def names(self, step: int) -> list[str]:
@@ -101,7 +100,6 @@ class Contents:
 
 
 def packed_step(record: FollowedRecord, step: int, kind: str) -> bytes:
-    """Return a kind of data of a step. Raises `RecordError`."""
     if kind in PACKERS:
         return PACKERS[kind](record.view(step))
     return pack_json(record.images(step) if kind == "images" else record.calls(step))

@@ -33,7 +33,6 @@ def call_counts(rows: Sequence[Conversation | None] | None) -> dict[str, np.ndar
 
 
 def calls_document(step: RecordedStep, patterns: Patterns) -> dict[str, Any]:
-    """Return the calls of a step, redacted, and of each row the positions of its calls."""
     calls: list[dict[str, Any]] = []
     places: dict[tuple[int, int, int], int] = {}
     rows: list[dict[str, Any] | None] = []

@@ -146,7 +146,6 @@ def stats_point(step: RecordedStep) -> dict[str, float]:
 
 @cache
 def name_of_curve(quantities: tuple[str, ...], names: tuple[str, ...]) -> str | None:
-    """Return the name under which a trainer logs one of the quantities, or None."""
     return next((name for quantity in quantities if (name := find_name(quantity, list(names)))), None)
 
 
@@ -156,7 +155,6 @@ def mean(values: np.ndarray) -> float:
 
 
 def clip_range(config: dict[str, Any]) -> tuple[float, float] | None:
-    """Return the ratios between which a token has a gradient, for both signs of the advantage."""
     actor = config.get("actor")
     if not isinstance(actor, dict) or not isinstance(actor.get("eps_clip"), float):
         return None

@@ -106,5 +106,4 @@ def kept(decode: Decode) -> Decode:
 
 
 def point_at(run: RunView, place: int) -> dict[str, float]:
-    """Return a step's value on every curve of a run."""
     return {name: values[place] for name, values in run.curves.items()}

@@ -45,13 +45,11 @@ def pack_text(view: StepView) -> bytes:
 
 
 def pack_numbers(view: StepView) -> bytes:
-    """Return the values of each token of a step, compressed."""
     names = [name for name in view.tokens if name != "mask"]
     return packed({}, {("token", name): narrowed(view.tokens[name]) for name in names})
 
 
 def pack_json(document: Any) -> bytes:
-    """Return a document, compressed."""
     return gzip.compress(json.dumps(document, allow_nan=False).encode(), LEVEL, mtime=0)
 
 
@@ -73,7 +71,6 @@ def packed(facts: dict[str, Any], columns: dict[tuple[str, str], np.ndarray]) ->
 
 
 def narrowed(array: np.ndarray) -> np.ndarray:
-    """Cast integers to the narrowest type of the page that represents them."""
     if array.dtype.kind == "f" or not len(array):
         return array
     low, high = int(array.min()), int(array.max())

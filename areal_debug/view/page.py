@@ -83,12 +83,10 @@ def write_folder(
 
 
 def served_page(document: dict[str, Any]) -> bytes:
-    """Return the page without steps, which requests them from its server."""
     return b"".join(page_around("server", document))
 
 
 def page_around(source: str, document: dict[str, Any], links: Sequence[Link] = ()) -> tuple[bytes, bytes]:
-    """Return what is before and after the steps of a page that finds them in `source`."""
     records = [side["record"] for side in document["sides"]]
     names = " and ".join(PurePosixPath(record).name or record for record in records)
     loads, connect = POLICIES[source]
@@ -116,5 +114,4 @@ def encoded(data: bytes) -> str:
 
 @cache
 def page_file(name: str) -> str:
-    """Return the text of a file in `assets`."""
     return (ASSETS / name).read_text(encoding="utf-8")

@@ -36,7 +36,6 @@ def pair_document(left: RecordedStep, right: RecordedStep, foreign: tuple[bool, 
 
 
 def first_rows(step: RecordedStep) -> list[int]:
-    """Return the first row of each rank, counted over all ranks, and the number of all rows."""
     return [0, *accumulate(map(step.num_rows, range(step.manifest.num_ranks)))]
 
 

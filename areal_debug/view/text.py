@@ -46,7 +46,6 @@ def text_of_tokens(ids: np.ndarray, bounds: np.ndarray, decode: Decode | None) -
 
 
 def texts_after_another(tokens: Sequence[int], decode: Decode) -> list[str]:
-    """Return what each token adds to the text of a plain one."""
     anchor = next((t for t in tokens if (text := decode([t])).strip() and BROKEN not in text), None)
     if anchor is None:
         return [decode([token]) for token in tokens]
@@ -57,7 +56,6 @@ def texts_after_another(tokens: Sequence[int], decode: Decode) -> list[str]:
 def join_partial_tokens(
     found: TokenText, places: np.ndarray, bounds: np.ndarray, decode: Decode
 ) -> TokenText:
-    """Return the same tokens; the texts at `places` are decoded from the runs that contain them."""
     index, texts, ids = found.index.copy(), list(found.texts), list(found.ids)
     entries: dict[tuple[int, str], int] = {}
     rows = np.searchsorted(bounds, places, side="right")

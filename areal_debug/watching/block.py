@@ -189,7 +189,6 @@ class watch(ContextDecorator):
             os.close(lock)
 
     def _hook(self) -> None:
-        """Beat after each step of any optimizer, and check gradients before it."""
         from torch.optim.optimizer import (
             register_optimizer_step_post_hook,
             register_optimizer_step_pre_hook,
@@ -252,13 +251,11 @@ def _distributed_rank() -> tuple[int, int] | None:
 
 
 def name_of_rank(environment: Mapping[str, str]) -> str:
-    """Return the name of a rank in a collection."""
     role = identify(dict(environment), command_line()).role
     return f"{'' if role == 'trainer' else role + '_'}rank_{environment['RANK']}"
 
 
 def command_line() -> tuple[str, ...]:
-    """Return how this process was started."""
     process = read_process(os.getpid())
     assert process is not None
     return process.command

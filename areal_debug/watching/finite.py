@@ -156,7 +156,6 @@ class FiniteCheck:
             self.pending.append(Pending(step, kind, [name for name, _ in group], largest.cpu(), event))
 
     def _look(self, wait: bool = False) -> None:
-        """Look at the values that have arrived, in the order in which they were computed."""
         while self.pending:
             first = self.pending[0]
             if first.arrived is not None:

@@ -122,7 +122,6 @@ def settings_of(case: Case) -> list[Setting]:
 
 
 def option_acts(case: Case, item: Difference) -> tuple[bool, str]:
-    """Return whether an option can act where the records differ, and why or why not."""
     stage, option = case.first.stage, item.where
     if case.left.header.trainer is not None:
         return True, f"where an option of {case.left.header.trainer} acts is not known"
@@ -143,7 +142,6 @@ def option_acts(case: Case, item: Difference) -> tuple[bool, str]:
 
 
 def environment_acts(case: Case, item: Difference) -> bool:
-    """Return whether a difference of the environment can act: rows do not depend on hardware."""
     if case.first.stage != "batch" or case.kind_of_batch == "engine":
         return True
     return item.where.split(".")[0] == "python"
@@ -173,19 +171,16 @@ def config_candidates(case: Case, settings: Sequence[Setting]) -> Iterator[Candi
 
 
 def next_of_config(case: Case, override: str) -> str:
-    """Return the command that shows what the option does."""
     if case.first.stage == "batch" or not case.left.header.recording.has_plans:
         return diff_command(case)
     return replay_command(case.left, case.step, override)
 
 
 def diff_command(case: Case) -> str:
-    """Return the command that lists every difference of the step."""
     return f"areal-debug diff {quote(case.left.path)} {quote(case.right.path)} --step {case.step} --all"
 
 
 def replay_command(record: Record, step: int, override: str = "") -> str:
-    """Return the command that replays a step."""
     command = f"areal-debug replay {quote(record.path)} --from-step {step} --to-step {step}"
     return f"{command} {quote(override)}" if override else command
 
@@ -328,7 +323,6 @@ def data_finding(case: Case) -> Finding | None:
 
 
 def shared_steps(case: Case) -> list[int]:
-    """Return the steps that both records have."""
     return sorted(set(case.left.steps) & set(case.right.steps))
 
 
@@ -338,7 +332,6 @@ def shown(value: Any) -> str:
 
 
 def shown_value(value: Any) -> str:
-    """Format a value as an override has it."""
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 

@@ -137,7 +137,6 @@ def first_weights(left: Record, right: Record, report: DiffReport) -> tuple[int 
 
 
 def make_case(left: Record, right: Record, report: DiffReport, is_replay: bool) -> Case:
-    """Collect what is known of the first difference."""
     assert report.step is not None
     step, foreign = report.step, (left.header.trainer is not None, right.header.trainer is not None)
     here, there = left.step(step), right.step(step)
@@ -204,7 +203,6 @@ def find_cause(case: Case, settings: Sequence[Setting], options: Options, run: R
 
 
 def before_the_records(case: Case) -> Finding:
-    """Return that the weights differ before the first step that both records have."""
     found = unknown_finding(case, "the weights differ already before the first step that both records have")
     what = "the runs had other weights before the first step that both records have"
     return replace(found, cause=replace(found.cause, what=what), confidence="high")

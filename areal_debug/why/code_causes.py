@@ -47,7 +47,6 @@ class History:
 
 
 def commits_of(case: Case) -> tuple[str | None, str | None]:
-    """Return the recorded commits of A and B."""
     one, other = (code_of(record.header).get("commit") for record in (case.left, case.right))
     return one, other
 
@@ -128,7 +127,6 @@ def bisected(case: Case, history: History, model: str | None, note: Note) -> Fin
 def commit_finding(
     case: Case, history: History, commit: Commit, place: ChangedFile | None, confidence: Confidence
 ) -> Finding:
-    """Return a commit as the answer."""
     file, line = (None, None) if place is None else (place.path, place.first_line)
     where = "" if file is None else f" changed {file}:{line}"
     side = "A" if history.is_reversed else "B"

@@ -72,7 +72,6 @@ def command(
 
 
 def explain_both(left: str, right: str, options: "Options") -> "WhyReport":
-    """Compare two records."""
     from areal_debug.why.chain import explain
     from recorder import open_record
 

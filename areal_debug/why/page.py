@@ -47,7 +47,6 @@ def page_facts(report: WhyReport) -> dict[str, Any]:
 
 
 def stages_of(report: WhyReport) -> list[dict[str, str]]:
-    """Return every stage with its state in the step that differs."""
     assert report.difference is not None
     first = STAGES.index(report.difference.stage)
     states = ["equal" if stage in report.equal else "not recorded" for stage in STAGES[:first]]

@@ -58,7 +58,6 @@ def option_finding(
 
 
 def isolated(case: Case, candidate: Candidate, run: Runner, note: Note) -> Candidate:
-    """Return the candidate with the one option that is enough, the nearest that is."""
     if len(candidate.settings) == 1:
         return candidate
     for setting in candidate.settings[:3]:
@@ -143,7 +142,6 @@ def engine_finding(case: Case, run: Runner | None, note: Note) -> Finding | None
 
 
 def consistency_command(record: Record, step: int) -> str:
-    """Return the command that compares an engine's log-probs with the model's."""
     return f"areal-debug consistency {quote(record.path)} --step {step}"
 
 
@@ -212,5 +210,4 @@ def by_size(case: Case) -> Finding:
 
 
 def is_rounding(first: StageDifference, case: Case) -> bool:
-    """Return whether the difference is of rounding, by its pattern or its size."""
     return first.largest is not None or (case.pattern is not None and case.pattern.kind == "rounding")

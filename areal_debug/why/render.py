@@ -77,7 +77,6 @@ def facts_of(report: WhyReport) -> list[tuple[str, str]]:
 
 
 def setting_line(setting: Setting) -> Text:
-    """Return a setting, its two values, and whether it acts where the records differ."""
     values = "" if setting.is_outside else f"  {format_value(setting.left)} | {format_value(setting.right)}"
     mark = "[bold]acts[/bold]" if setting.acts else "[dim]no  [/dim]"
     return styled("  " + mark + "  {}{}  [dim]{}[/dim]", setting.where, values, setting.why)

@@ -83,5 +83,4 @@ def first_of(left: Record, right: Record, step: int) -> StageDifference | None:
 
 
 def is_before(one: StageDifference | None, other: StageDifference) -> bool:
-    """Return whether a difference is at the stage of another one or before it."""
     return one is not None and STAGES.index(one.stage) <= STAGES.index(other.stage)

@@ -116,7 +116,6 @@ def treatments(scorer: Scorer, rows: Sequences) -> Iterator[Treatment]:
 
 
 def other_processors(own: VisionProcessor, rows: Sequences) -> list[OtherPixels]:
-    """Return the processors that would give these rows other pixels."""
     assert rows.images is not None
     found = [OtherPixels(name, with_options(own, **options), rows) for name, options in pixel_options(own)]
     pil = pil_twin(own)
@@ -139,7 +138,6 @@ def other_processors(own: VisionProcessor, rows: Sequences) -> list[OtherPixels]
 
 
 def with_options(own: VisionProcessor, **options: Any) -> VisionProcessor:
-    """Return a processor with some options of its image processor changed."""
     return around(own, changed_image_processor(own.processor.image_processor, options))
 
 
@@ -170,7 +168,6 @@ def options_of(image_processor: Any) -> dict[str, Any]:
 
 
 def pixel_options(own: VisionProcessor) -> list[tuple[str, dict[str, Any]]]:
-    """Return names and options that change pixels, and not their number."""
     image_processor = own.processor.image_processor
     normalisations = NORMALISATIONS | {
         "its own deviation and mean 0": ([0.0] * 3, list(image_processor.image_std)),
@@ -194,7 +191,6 @@ def pixel_options(own: VisionProcessor) -> list[tuple[str, dict[str, Any]]]:
 
 
 def size_options(own: VisionProcessor) -> list[tuple[str, dict[str, Any]]]:
-    """Return names and options of other limits of the size, for processors that have limits."""
     size = own.processor.image_processor.size
     least, most = size.get("shortest_edge"), size.get("longest_edge")
     if least is None or most is None:
@@ -242,13 +238,11 @@ def on_white(image: bytes) -> bytes:
 
 
 def blue_first(image: bytes) -> bytes:
-    """Return a picture as PNG with red and blue exchanged."""
     red, green, blue = decode(image).split()
     return as_png(Image.merge("RGB", (blue, green, red)))
 
 
 def as_png(image: Image.Image) -> bytes:
-    """Encode without loss."""
     file = BytesIO()
     image.save(file, format="PNG")
     return file.getvalue()
@@ -302,14 +296,12 @@ def exchanged_images(scorer: Scorer, rows: Sequences, base: Floats, temperature:
 
 
 def one_row(rows: Sequences, row: int) -> Sequences:
-    """Return one row alone, with the columns that scoring reads."""
     at = rows.row(row)
     length = at.stop - at.start
     return Sequences(rows.input_ids[at], np.array([0, length]), rows.sampled[at], rows.engine_logprobs[at])
 
 
 def image_prefix(rows: Sequences, row: int, token_id: int) -> bytes:
-    """Return the ids of a row up to its last image: what a prefix cache without images compares."""
     ids = rows.input_ids[rows.row(row)]
     runs = runs_of(ids, token_id)
     return ids[: runs[-1][1]].tobytes() if runs else b""

@@ -16,7 +16,6 @@ from consistency.tokens import Bools, Images, Ints, Sequences
 
 
 def placeholder_counts(processor: VisionProcessor, images: Images) -> tuple[tuple[int, ...], ...]:
-    """Return how many placeholders a processor makes of each image of each row."""
     known: dict[bytes, int] = {}
     for image in {image for row in images for image in row}:
         ids = processor.tokenize(processor.processor.image_token, [image]).input_ids

@@ -57,18 +57,15 @@ def rotary_alternatives(scorer: Scorer, rows: Sequences, temperature: float) -> 
 
 
 def scored_with(scorer: Scorer, rows: Sequences, temperature: float, power: float, factor: float) -> Floats:
-    """Score with changed frequencies, float64 [scored]."""
     with changed_frequencies(scorer, power, factor):
         return score_logprobs(scorer, rows, temperature=temperature)
 
 
 def frequencies(scorer: Scorer) -> list[torch.Tensor]:
-    """Return the frequencies of the model's rotary embeddings."""
     return [buffer for name, buffer in scorer.model.named_buffers() if name.endswith("inv_freq")]
 
 
 def rotary_base(scorer: Scorer) -> float | None:
-    """Return the base of the first rotary embedding; None if there is none."""
     found = [buffer for buffer in frequencies(scorer) if buffer.numel() > 1]
     if not found or not 0 < float(found[0][1]) < 1:
         return None
@@ -77,7 +74,6 @@ def rotary_base(scorer: Scorer) -> float | None:
 
 @contextmanager
 def changed_frequencies(scorer: Scorer, power: float, factor: float) -> Iterator[None]:
-    """Raise all frequencies to a power and divide them by a factor."""
     kept = [(buffer, buffer.clone()) for buffer in frequencies(scorer)]
     for buffer, own in kept:
         buffer.copy_((own.double() ** power / factor).to(own.dtype))

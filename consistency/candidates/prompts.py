@@ -51,7 +51,6 @@ def fits(partner: tuple[int, float], mean: float, row: int) -> bool:
 
 
 def one_turn(rows: Sequences, row: int) -> bool:
-    """Return whether all sampled tokens of a row follow all others."""
     return bool((np.diff(rows.sampled[rows.row(row)].astype(int)) >= 0).all())
 
 
@@ -61,7 +60,6 @@ def bounded(difference: Floats) -> Floats:
 
 
 def best_prompt(scorer: Scorer, rows: Sequences, row: int, temperature: float) -> tuple[int, float]:
-    """Return the row whose prompt fits a row's completion best, and the mean |D| that it leaves."""
     values = rows.engine_logprobs[rows.row(row)][rows.sampled[rows.row(row)]][:TOKENS_TO_TRY]
     every = list(range(rows.num_rows))
     misses = bounded(values - after_prompts(scorer, rows, row, every, TOKENS_TO_TRY, temperature)).mean(1)
@@ -72,8 +70,6 @@ def best_prompt(scorer: Scorer, rows: Sequences, row: int, temperature: float) -
 def after_prompts(
     scorer: Scorer, rows: Sequences, row: int, prompts: list[int], count: int | None, temperature: float
 ) -> Floats:
-    """Score a row's first sampled tokens after several prompts, float64 [prompts, tokens]."""
-
     def split(one: int) -> tuple[Ints, Ints]:
         ids, sampled = rows.input_ids[rows.row(one)], rows.sampled[rows.row(one)]
         return ids[~sampled], ids[sampled]

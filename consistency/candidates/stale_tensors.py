@@ -123,7 +123,6 @@ def module_of(name: str) -> str:
 
 
 def vision_tensors(model: Any) -> Names:
-    """Return the names of the parameters outside of the language model and its output layer."""
     text = {id(parameter) for parameter in model.get_decoder().parameters()}
     text |= {id(parameter) for parameter in model.get_output_embeddings().parameters()}
     return tuple(name for name, parameter in model.named_parameters() if id(parameter) not in text)

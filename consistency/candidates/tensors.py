@@ -91,7 +91,6 @@ def find_changed_tensor(scorer: Scorer, rows: Sequences, temperature: float) -> 
 
 
 def find_rescaled(scorer: Scorer, rows: Sequences, base: Floats, temperature: float) -> ChangedTensor | None:
-    """Find a tensor that is zero, halved, doubled or negated in the engine."""
     parameters = dict(scorer.model.named_parameters())
     if len(parameters) > MOST_TENSORS:
         return None
@@ -150,7 +149,6 @@ def mean_square(parameter: Tensor) -> float:
 
 
 def sketch_of(num_elements: int, random: torch.Generator) -> tuple[Tensor, Tensor] | None:
-    """Return a bucket and a sign for each element of a large tensor, which keep inner products."""
     if num_elements <= SKETCH:
         return None
     buckets = torch.randint(0, SKETCH, (num_elements,), generator=random)

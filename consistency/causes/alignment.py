@@ -79,7 +79,6 @@ def shifted_logprobs(case: Case) -> Finding | None:
 
 
 def rows_mixed_up(case: Case) -> Finding | None:
-    """R12: rows carry the logprobs of other rows."""
     found = explained(case, "R12")
     if found is None:
         return None

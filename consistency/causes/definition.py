@@ -23,7 +23,6 @@ def confidence(found: Explanation) -> float:
 
 
 def replay_evidence(found: Explanation) -> str:
-    """Describe the evidence of a replay."""
     p = found.prediction
     value = f" {p.parameter:g}" if p.parameter else ""
     return (
@@ -55,7 +54,6 @@ def temperature_differs(case: Case) -> Finding | None:
 
 
 def applied_twice(case: Case, engine: float) -> bool:
-    """Return whether a fitted temperature is the square or the inverse of the recorded one."""
     recorded = case.setting.temperature
     return (
         abs(recorded - 1.0) > T_TOLERANCE
@@ -64,7 +62,6 @@ def applied_twice(case: Case, engine: float) -> bool:
 
 
 def temperature_twice(case: Case) -> Finding | None:
-    """R02: the temperature was applied twice, or inverted."""
     found = explained(case, "R01", "temperature")
     if found is None or not applied_twice(case, found.prediction.parameter):
         return None
@@ -97,7 +94,6 @@ def truncation_renormalised(case: Case) -> Finding | None:
 
 
 def hidden_transform(case: Case, cause: str) -> tuple[Prediction, float] | None:
-    """Return a transform of `cause` that drew the tokens while the logprobs agree, and its nats."""
     if case.drawn_by is None or case.explanation is not None or case.unexplained:
         return None
     return case.drawn_by if case.drawn_by[0].cause == cause else None
@@ -122,7 +118,6 @@ def drawn_from_truncation(case: Case) -> Finding | None:
 
 
 def drawn_at_another_temperature(case: Case) -> Finding | None:
-    """R01: tokens drawn at another temperature, raw logprobs that agree with the trainer's."""
     hidden = hidden_transform(case, "R01")
     if hidden is None:
         return None

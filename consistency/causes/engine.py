@@ -27,7 +27,6 @@ def decoding_differs(case: Case) -> Finding | None:
 
 
 def decoding_fault(setting: Setting) -> tuple[str, str, str]:
-    """Return cause, suspected reason and fix by KV cache dtype and model architecture."""
     if setting.kv_cache_dtype is not None and "8" in setting.kv_cache_dtype:
         return (
             "R43",

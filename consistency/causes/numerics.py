@@ -39,7 +39,6 @@ def rounded_logprobs(case: Case) -> Finding | None:
 
 
 def share_on_decimals(values: Floats, digits: int) -> float:
-    """Return the share of numbers with at most `digits` decimals, but for float32 rounding."""
     scaled = values * 10.0**digits
     scaled = scaled[np.abs(scaled) > 0.5]  # smaller ones round to 0 on any grid
     if len(scaled) < FEWEST_ON_GRID:

@@ -43,7 +43,6 @@ def find_contradictions(
 
 
 def exchanged_requests(replies: Sequence[Reply]) -> Finding | None:
-    """R12: a reply carries the id of another request."""
     sent = {reply.sent_id for reply in replies if reply.sent_id is not None}
     wrong = [i for i, r in enumerate(replies) if r.returned_id in sent and r.returned_id != r.sent_id]
     if not wrong:
@@ -128,7 +127,6 @@ def counts_differ(replies: Sequence[Reply]) -> Finding | None:
 def final_token_missing(
     prompts: Sequence[Sequence[int]], replies: Sequence[Reply], params: SamplingParams
 ) -> Finding | None:
-    """R17: a reply ends before the token, or the number of tokens, that ended it."""
     stopped = [
         i
         for i, reply in enumerate(replies)
@@ -201,7 +199,6 @@ def other_ids(replies: Sequence[Reply], decode: Decode) -> Finding | None:
 
 
 def is_shifted(one: Sequence[int], other: Sequence[int]) -> bool:
-    """Return whether two unequal lists are one list, shifted by one."""
     return tuple(one[1:]) == tuple(other[:-1]) or tuple(one[:-1]) == tuple(other[1:])
 
 

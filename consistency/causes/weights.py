@@ -173,7 +173,6 @@ def update_in_flight(case: Case) -> Finding | None:
 
 
 def are_unrelated(case: Case) -> bool:
-    """Return whether the log-probs of both sides hardly correlate, as those of other weights do."""
     metrics = case.measurement.metrics
     return metrics["mean_abs"] >= 1.0 and metrics["logprob_pearson"] <= 0.35
 

@@ -112,7 +112,6 @@ class Run:
         self.add(compare("trainer, rows alone", sampled, alone))
 
     def bulk(self, num_tokens: int) -> None:
-        """Sample batches of 64 until all checks together have compared `num_tokens`."""
         found: list[Check] = []
         name = "many batches of 64"
         missing = num_tokens - sum(check.num_tokens for check in self.checks)
@@ -186,7 +185,6 @@ def certify_server(
 
 @contextmanager
 def one_rank() -> Iterator[Ranks]:
-    """Be the only rank of a trainer in the body."""
     ranks = join_ranks("cpu")
     try:
         yield ranks
@@ -195,7 +193,6 @@ def one_rank() -> Iterator[Ranks]:
 
 
 def certificate_of(run: Run, sha256: str, dtype: str) -> Certificate:
-    """Return the certificate of checks that have run."""
     versions = {
         "areal-debug": metadata.version("areal-debug"),
         "torch": torch.__version__,

@@ -48,7 +48,6 @@ class Trainer:
 
     @torch.no_grad()
     def change_weights(self, seed: int) -> None:
-        """Add noise to every weight, as a training step would change it."""
         generator = torch.Generator().manual_seed(seed)
         for parameter in self._engine.model.parameters():
             mine = parameter.to_local() if isinstance(parameter, DTensor) else parameter
@@ -60,7 +59,6 @@ class Trainer:
 
 
 def batch_with_mask(rows: Sequence[tuple[Sequence[int], Sequence[int]]]) -> Batch:
-    """Return rows as a batch whose loss mask has the completions, next-token aligned."""
     batch = batch_of([torch.tensor([*prompt, *completion]) for prompt, completion in rows])
     starts = torch.tensor([len(prompt) - 1 for prompt, _ in rows])
     places = torch.arange(batch["loss_mask"].shape[1])

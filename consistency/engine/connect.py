@@ -43,7 +43,6 @@ async def identify(client: HttpClient, decode: Decode, vocabulary_size: int) -> 
 
 
 def parse_model_name(address: str, models: Any) -> str:
-    """Return the first model name of `/v1/models`. Raises EngineError."""
     try:
         return str(models["data"][0]["id"])
     except (IndexError, KeyError, TypeError) as error:
@@ -102,7 +101,6 @@ async def rescore_all(
     workers: Sequence[int],
     pictures: Sequence[Pictures | None],
 ) -> list[tuple[float, ...]]:
-    """Compute prefill logprobs of each row after its prompt, by the engine that sampled it."""
     calls = [
         partial(engines[worker].rescore, row, num_prompt, seen)
         for row, num_prompt, worker, seen in zip(rows, num_prompts, workers, pictures, strict=True)

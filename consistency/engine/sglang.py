@@ -97,7 +97,6 @@ def parse_identity(address: str, info: Any, model: Any) -> EngineIdentity:
 
 
 def software_of(info: dict[str, Any]) -> str:
-    """Name the software behind SGLang's routes."""
     version = known(info, "version") or "unknown"
     if info.get("engine") is not None:
         return f"{info['engine']} engine with the API of SGLang {version}"

@@ -82,7 +82,6 @@ class Shape:
 
 
 def read_row(folder: Path, row: list[int], shape: Shape) -> RowValues:
-    """Return the values of a row whose passes are the only ones in `folder`."""
     calls: dict[str, list[Call]] = defaultdict(list)
     for file in sorted(folder.glob("*.safetensors")):
         calls[file.name.rsplit(".", 2)[0]].append(load_file(file))
@@ -100,7 +99,6 @@ def read_row(folder: Path, row: list[int], shape: Shape) -> RowValues:
 
 
 def sites_of(name: str, call: Call, shape: Shape, has_two_norms: bool) -> Iterator[tuple[Site, Tensor]]:
-    """Yield the sites of one call of a module. `has_two_norms`: the MLP has a norm on each side."""
     if name == LOGITS:
         logits = call["out0"][:, : shape.vocabulary_size]
         yield Site("logits" if shape.has_softcap else "head"), logits

@@ -115,7 +115,6 @@ def dense_routing(chosen: Tensor, weights: Tensor, num_experts: int) -> Tensor:
 
 
 def decoder_of(model: nn.Module) -> nn.Module:
-    """Return the module that holds embedding and layers."""
     embedding = model.get_input_embeddings()  # type: ignore[operator]
     return next(module for module in model.modules() if embedding in module.children())
 
@@ -168,7 +167,6 @@ def with_new(taps: Taps, site: Site, cached: Tensor) -> Tensor:
 
 
 def hook_modules(model: Any, taps: Taps) -> Iterator[Any]:
-    """Yield the handles of hooks on the modules of the decoder, the head and the model."""
     decoder: Any = decoder_of(model)
     yield model.get_input_embeddings().register_forward_hook(taps.after(Site("embedding")))
     yield from hook_images(model, taps)
@@ -195,7 +193,6 @@ def hook_modules(model: Any, taps: Taps) -> Iterator[Any]:
 
 
 def hook_images(model: Any, taps: Taps) -> Iterator[Any]:
-    """Yield the handles of hooks on what a vision model makes of images; none of a text model."""
     family = vision_family(model)
     if family is None:
         return
@@ -254,8 +251,6 @@ def hook_norms(layer: nn.Module, index: int, taps: Taps) -> Iterator[Any]:
 
 
 def logits_hook(taps: Taps) -> Callable[..., None]:
-    """Return a hook that passes on the logits of a model's output."""
-
     def hook(module: nn.Module, inputs: Any, output: Any) -> None:
         taps.flat(Site("logits"), output.logits)
 

@@ -151,7 +151,6 @@ def rms(values: Tensor) -> Tensor:
 
 
 def site_report(site: Site, operator: str, gaps: SiteGaps) -> SiteReport:
-    """Summarise a site over all tokens."""
     created, floor = torch.cat(gaps.created), torch.cat(gaps.floor)
     total, total_floor = torch.cat(gaps.total), torch.cat(gaps.total_floor)
     created = created.nan_to_num(torch.inf, torch.inf)

@@ -87,7 +87,6 @@ def run(model: Any, row: Row, given: RowValues | None, *, prefill: float = 1.0) 
 
 @contextmanager
 def moved_buffers(model: Any) -> Iterator[None]:
-    """Multiply the tables of rope by 1 + 2^-23, as another way to compute them rounds."""
     tables = [buffer for name, buffer in model.named_buffers() if name.endswith("inv_freq")]
     before = [table.clone() for table in tables]
     for table in tables:

@@ -145,7 +145,6 @@ def vllm(
 
 
 def checked_row(folder: Path, row: list[int], shape: Shape, engine: str) -> RowValues:
-    """Return the values of a row. Raises `EngineError` if the engine's modules wrote none."""
     values = read_row(folder, row, shape)
     if not values.values:
         raise EngineError(

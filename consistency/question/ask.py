@@ -54,7 +54,6 @@ def ask_engine(left: Record, right: Record, step: int, models: Mapping[str, Path
 
 
 def decide(left: Examined, right: Examined) -> EngineAnswer:
-    """Combine what both sides show."""
     facts = (f"A: {left.facts}", f"B: {right.facts}")
     one, other = left.suspect, right.suspect
     if one is not None and other is not None:
@@ -118,7 +117,6 @@ def compare_prompts(left: Record, right: Record, step: int) -> EngineAnswer | No
 
 
 def files_that_differ(left: Record, right: Record) -> list[str]:
-    """Names of the tokenizer's files that differ between the runs."""
     one, other = ((record.header.tokenizer or {"files": {}})["files"] for record in (left, right))
     return sorted(
         name

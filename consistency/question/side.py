@@ -151,7 +151,6 @@ def limited(rows: Sequences) -> Sequences:
 
 
 def examine_version(tokens: Tokens) -> Examined:
-    """Examine the tokens of one version."""
     rows, num_tokens = tokens.rows, len(tokens.rows.scored)
     now = tokens.load(str(tokens.version))
     try:
@@ -178,7 +177,6 @@ def examine_version(tokens: Tokens) -> Examined:
 
 
 def suspect_weights(tokens: Tokens, now: Scorer, base: Floats) -> tuple[Suspect | None, str]:
-    """Find the weights that explain the log-probs, and what could not be seen of them."""
     rows = tokens.rows
     engine = rows.engine_logprobs[rows.scored]
     earlier = sorted(
@@ -225,7 +223,6 @@ def suspect_weights(tokens: Tokens, now: Scorer, base: Floats) -> tuple[Suspect 
 
 
 def suspect_of(tokens: Tokens, kind: Kind, cause: str, found: Fit, weights: str) -> Suspect:
-    """Describe the weights that explain a side's log-probs."""
     evidence = (
         f"the log-probs are those {weights}: mean |difference| {found.residual:.2g}, with the expected weights "
         f"{found.difference:.2g} ({found.nats:.0f} nats likelier, {len(tokens.rows.scored)} tokens)"
@@ -275,13 +272,11 @@ def suspect_options(tokens: Tokens, now: Scorer, draws: Draws | None) -> Suspect
 
 
 def describe_config(tokens: Tokens, name: str) -> str:
-    """The value of an option in the config, if it has it."""
     options = vars(tokens.law)
     return f"{name} {options[name]}" if name in options else f"no {name}"
 
 
 def suspect_other(tokens: Tokens) -> Suspect | None:
-    """Return the first cause that the complete check accuses."""
     sampled = Sampled({"step": tokens.rows}, tokens.sampling, tokens.version)
     model = str(tokens.models[str(tokens.version)])
     found = check(sampled, Request(model, dtype=tokens.sampling.trainer_dtype))
@@ -306,15 +301,12 @@ def draws_if_known(tokens: Tokens, now: Scorer) -> Draws | None:
 
 
 def by_evidence(nats: float, num_tokens: int) -> Confidence:
-    """Grade evidence by its nats, and by the tokens that it rests on."""
     return by_tokens(num_tokens) if nats >= SURE_NATS else at_most_medium(by_tokens(num_tokens))
 
 
 def by_tokens(num_tokens: int) -> Confidence:
-    """Grade evidence by its tokens alone."""
     return "high" if num_tokens >= SURE_TOKENS else "medium" if num_tokens >= LIKELY_TOKENS else "low"
 
 
 def at_most_medium(confidence: Confidence) -> Confidence:
-    """Lower "high" to "medium"."""
     return "medium" if confidence == "high" else confidence

@@ -88,7 +88,6 @@ def role_of_server(command: tuple[str, ...]) -> str:
 
 
 def is_launcher(command: tuple[str, ...]) -> bool:
-    """True if a command line is one of the usual launchers of ranks."""
     return any(LAUNCHER.search(word.rsplit("/", 1)[-1]) for word in command[:4])
 
 
@@ -117,7 +116,6 @@ def ranks_of_host(environment: dict[str, str]) -> range | None:
 
 
 def spans_hosts(environment: dict[str, str]) -> bool:
-    """True if a scheduler reports that the job of this process has several hosts."""
     names = ("SLURM_STEP_NUM_NODES", "SLURM_NNODES", "SLURM_JOB_NUM_NODES")
     return any((_number(environment, name) or 1) > 1 for name in names)
 
@@ -348,7 +346,6 @@ def _servers(scope: list[int], claims: list[Claim], table: dict[int, Process]) -
 
 
 def _unranked(search: Search, scope: list[int], table: dict[int, Process]) -> list[Claim]:
-    """Number named processes that claim no rank by pid, topmost Python processes only."""
     python = {pid for pid in scope if table[pid].is_python}
     tops = [pid for pid in sorted(python) if not python & set(ancestors(pid, table))]
     if search == Search() or not tops:
@@ -368,7 +365,6 @@ def _nothing_found(search: Search, scope: list[int], table: dict[int, Process]) 
 
 
 def _name_ranks(claims: list[Claim]) -> list[Target]:
-    """Return one target per rank: the oldest process, where several claim it."""
     named: dict[str, Target] = {}
     for claim in claims:
         prefix = "" if claim.identity.role == "trainer" else f"{claim.identity.role}_"
@@ -378,7 +374,6 @@ def _name_ranks(claims: list[Claim]) -> list[Target]:
 
 
 def _children(rank: Target, ranks: list[Target], table: dict[int, Process]) -> list[Target]:
-    """Return processes below a rank that are not below another rank."""
     others = {other.pid for other in ranks if other is not rank}
     below = [
         pid
@@ -397,7 +392,6 @@ def _between(pid: int, top: int, table: dict[int, Process]) -> list[int]:
 
 
 def _launcher(ranks: list[Target], table: dict[int, Process]) -> list[Target]:
-    """Return the nearest known launcher above a rank."""
     for rank in ranks:
         for pid in ancestors(rank.pid, table):
             if table[pid].is_python and is_launcher(table[pid].command):

@@ -221,7 +221,6 @@ def source_lines(dumps: Iterable[str]) -> dict[str, str]:
 
 @lru_cache(maxsize=64)  # equal stacks of many ranks
 def _places(dump: str) -> frozenset[tuple[str, int]]:
-    """Return file and line of every frame."""
     return frozenset(
         (frame["filename"], frame["line"]) for thread in json.loads(dump) for frame in thread["frames"]
     )

@@ -87,7 +87,6 @@ def _masker_of(job: Job) -> Masker:
 
 
 def _keep_source(target: Target, folder: Path, mask: Masker) -> None:
-    """Save the source lines that its stacks point at, over all samples."""
     dumps = sorted(folder.glob(f"samples/*/{target.name}.json"))
     if dumps:
         write_json(

@@ -40,7 +40,6 @@ class StackMasker:
 
 
 def without_numbers(text: str) -> tuple[str, list[str]]:
-    """Return a document with 0 for the numbers of processes and threads, and these numbers."""
     pieces = NUMBER.split(text)
     numbers = pieces[2::3]
     pieces[2::3] = ["0"] * len(numbers)

@@ -65,7 +65,6 @@ def read_stat(pid: int) -> Stat | None:
 
 
 def stat_fields(folder: Path) -> list[str]:
-    """Return the fields of a `stat` file, of a process or a thread, that follow the name."""
     text = (folder / "stat").read_text(errors="replace")
     return text[text.rindex(")") + 2 :].split()  # the name may hold spaces and parentheses
 

@@ -102,7 +102,6 @@ def _run(command: list[str], timeout_s: float) -> Dump:
 
 
 def _meaning(complaint: str) -> tuple[str, str]:
-    """Return the status and the reason for a message of py-spy."""
     first = complaint.strip().splitlines()[0] if complaint.strip() else "py-spy failed without a message"
     if any(words in complaint for words in REFUSED):
         return "not_permitted", first
@@ -127,7 +126,6 @@ class Access:
 
 
 def explain_refusal(access: Access) -> str:
-    """Return what to do, most likely cause first, and what to do before the next hang."""
     return f"{cause_of_refusal(access)} {NEXT_TIME}"
 
 

@@ -72,7 +72,6 @@ def build_bundle() -> bytes:
 
 
 def collector_command(python: str, search: Search, options: Options, host: str) -> list[str]:
-    """Return the command that, given the bundle on stdin, collects the host it runs on."""
     return [python, "-c", BOOTSTRAP, *arguments_for(search, options), f"--host={host}"]
 
 

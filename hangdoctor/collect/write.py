@@ -59,7 +59,6 @@ class Manifest:
 
 
 def gone_rank(rank: int, host: str, detail: str) -> ProcessEntry:
-    """Return the entry of an expected rank that has no process."""
     return ProcessEntry(f"rank_{rank}", rank, "trainer", host, None, None, "gone", detail, "")
 
 
@@ -95,7 +94,6 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
 
 
 def _other_hosts(manifest: Manifest) -> list[HostEntry]:
-    """Return one entry for all hosts that were not collected, so that a reader reports them."""
     if not manifest.elsewhere:
         return []
     first, last, number = manifest.elsewhere[0], manifest.elsewhere[-1], len(manifest.elsewhere)

@@ -29,7 +29,6 @@ from hangdoctor.parse.logs import watchdog_records
 
 
 def merge_native(threads: tuple[Thread, ...], natives: tuple[Thread, ...]) -> tuple[Thread, ...]:
-    """Return `threads` with native frames where the native pass saw the same Python stack."""
     if not natives or not threads:
         return threads or natives
     seen = {(thread.name, python_frames(thread)): thread.frames for thread in natives}
@@ -174,7 +173,6 @@ def dump_of(
 
 
 def world_size_of(reading: Reading) -> int | None:
-    """Return the WORLD_SIZE that the ranks' own environments agree on."""
     values = {dict(variables).get("WORLD_SIZE", "") for variables in reading.environments.values()}
     sizes = [int(value) for value in values if value.isdecimal() and len(value) < 8]
     return sizes[0] if len(sizes) == 1 else None
@@ -193,7 +191,6 @@ def absent_processes(reading: Reading, listed: Iterable[location.ExpectedProcess
 
 
 def refused_ranks(reading: Reading) -> dict[int, Status]:
-    """Return trainer ranks of which only an error message of py-spy was saved."""
     dumped = {name for name, _ in reading.stacks}
     return {
         process.rank: status

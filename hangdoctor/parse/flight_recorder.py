@@ -16,7 +16,6 @@ PEERS = re.compile(r"(\d+)\s*<?->?\s*(\d+)")
 
 
 def is_flight_recorder(document: Any) -> bool:
-    """True if a decoded document is a Flight Recorder dump."""
     return isinstance(document, dict) and isinstance(document.get("entries"), list) and "version" in document
 
 

@@ -128,7 +128,6 @@ def bare_name(line: str) -> Frame | None:
 
 
 def without_bullets(line: str) -> str:
-    """Return a line without bullets, tree lines and quote marks before it."""
     for _ in range(4):
         cut = BULLET.sub("", line, count=1)
         if cut == line:
@@ -144,7 +143,6 @@ def plain(line: str) -> str:
 
 
 def tool_frame(line: str) -> Frame | None:
-    """Return the frame of a line that a tool printed."""
     if "File" in line and (match := FILE_FRAME.match(line)):
         number = match["line"]
         return Frame(
@@ -183,7 +181,6 @@ def numbered_frame(line: str) -> Frame | None:
 
 
 def full_path(file: str) -> str:
-    """Return the path of a file that is known by its last component, else the file unchanged."""
     return FULL_PATHS.get(file, file)
 
 

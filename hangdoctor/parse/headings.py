@@ -171,7 +171,6 @@ def section_header(line: str, current: Section) -> Section | None:
 
 
 def named_header(bare: str, said: bool) -> Section | None:
-    """Return a process that a heading names by rank, position, role or process number."""
     if "ank" in bare.lower() and (match := RANKS.match(bare)):
         return Section(numbers_in(match[2]), match[1].lower() if match[1] else None, headed=True)
     if match := POSITION.match(bare):
@@ -194,7 +193,6 @@ def named_header(bare: str, said: bool) -> Section | None:
 
 
 def counted_header(bare: str) -> Section | None:
-    """Return a section of several processes that a heading only counts."""
     match = COUNTED.match(bare)
     return Section(count=min(int(match[1]), MAX_RANKS), headed=True) if match else None
 
@@ -211,7 +209,6 @@ def numbers_in(text: str) -> tuple[int, ...]:
 
 
 def thread_header(line: str) -> OpenThread | None:
-    """Return a new thread where the line opens one, in any of the formats."""
     if match := SPY_THREAD.match(line):
         known = match["id"]
         digits = int(known) if known.isdecimal() else None
@@ -243,7 +240,6 @@ def thread_header(line: str) -> OpenThread | None:
 
 
 def other_thread(bare: str) -> OpenThread | None:
-    """Return a thread whose heading a person or a program's own dump has written."""
     if match := BARE_MAIN.match(bare):
         return OpenThread("MainThread", active="active" in (match["state"] or "") or None)
     match = OTHER_THREAD.match(bare)

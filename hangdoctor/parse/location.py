@@ -262,7 +262,6 @@ def coordinates_in(command: str) -> tuple[int, ...] | None:
 
 
 def stem_of(file_name: str) -> str:
-    """Return a file name without folders and without the endings of known formats."""
     stem = file_name.replace("\\", "/").rsplit("/", 1)[-1]
     while stem.lower().endswith(ENDINGS + SUFFIXES):
         stem = stem.rsplit(".", 1)[0]

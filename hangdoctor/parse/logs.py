@@ -48,7 +48,6 @@ def parse_log(name: str, rank: int | None, text: str, source: str) -> LogTail:
 
 
 def has_timeouts(text: str) -> bool:
-    """True if the NCCL watchdog has reported a time-out in a text."""
     return "Watchdog caught collective operation timeout" in text
 
 
@@ -109,7 +108,6 @@ def watchdog_records(logs: Iterable[LogTail]) -> tuple[CollectiveRecord, ...]:
 
 
 def timeout_record(match: re.Match[str], rank: int, group: str) -> CollectiveRecord:
-    """Return a time-out as the record of an operation that has not completed."""
     operation = match["op"].lower()
     sizes = [((int(n[:18]),),) if n else () for n in (match["numel_in"], match["numel_out"])]
     is_p2p = operation in ("send", "recv")

@@ -55,7 +55,6 @@ def members_of(path: Path, notes: list[str]) -> Iterator[tuple[str, bytes]]:
 
 
 def folder_members(folder: Path, notes: list[str]) -> Iterator[tuple[str, bytes]]:
-    """Yield the regular files of a folder in natural order."""
     for where, folders, files in os.walk(folder):
         folders.sort(key=natural)
         for name in sorted(files, key=natural):
@@ -154,5 +153,4 @@ def is_plain(path: Path) -> bool:
 
 
 def without_top(name: str) -> str:
-    """Return a member's path without a leading `./`."""
     return name.removeprefix("./").lstrip("/")

@@ -54,7 +54,6 @@ def described(section: Section) -> bool:
 
 
 def unnamed_ranks(section: Section, taken: set[int], world_size: int | None) -> list[int]:
-    """Return the ranks that stand for those that a heading counts or describes."""
     if section.whose != "named":
         count = (world_size or 0) - len(taken) if world_size else 2 - bool(taken)
     else:
@@ -69,7 +68,6 @@ def unnamed_ranks(section: Section, taken: set[int], world_size: int | None) -> 
 
 
 def unranked(section: Section, number: int, total: int, file: ProcessName) -> ProcessName:
-    """Return the process of a section without a rank: the file's own and then its children."""
     if total == 1 or (number == 0 and file.rank is not None):
         return file
     if file.rank is not None:

@@ -85,7 +85,6 @@ def run(data: bytes) -> Any:
 
 
 def since_mark(stack: list[Any], marks: list[int]) -> list[Any]:
-    """Pop and return what was pushed since the last mark."""
     start = marks.pop()
     items = stack[start:]
     del stack[start:]

@@ -45,12 +45,10 @@ def parse_ras_text(text: str) -> tuple[RasRank, ...]:
 
 
 def ras_rank(communicator: str, rank: str, count: str | None, status: str) -> RasRank:
-    """Return a rank from the matched texts of a report."""
     return RasRank(communicator, int(rank[:9]), int(count[:18]) if count else None, status)
 
 
 def is_ras(document: Any) -> bool:
-    """True if a decoded document is a RAS JSON report."""
     return isinstance(document, dict) and "communicators" in document and "entries" not in document
 
 

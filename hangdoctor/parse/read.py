@@ -132,27 +132,22 @@ def owner_of(reading: Reading, place: location.Place, member: str) -> ProcessNam
 
 
 def take_facts(reading: Reading, place: location.Place, member: str, data: bytes) -> None:
-    """Read a file of `proc`."""
     reading.facts[(name_of(reading, place.file).name, place.sample or 0)] = location.facts_from(data)
 
 
 def take_environment(reading: Reading, place: location.Place, member: str, data: bytes) -> None:
-    """Read a file of `env`."""
     reading.environments[name_of(reading, place.file).name] = location.environment_from(data)
 
 
 def take_source(reading: Reading, place: location.Place, member: str, data: bytes) -> None:
-    """Read a file of `source`."""
     reading.source |= location.source_from(data)
 
 
 def take_gpus(reading: Reading, place: location.Place, member: str, data: bytes) -> None:
-    """Read a file of `gpu`."""
     reading.gpus += location.gpus_from(data, place.file.removesuffix(".json"), place.sample or 0)
 
 
 def take_log(reading: Reading, place: location.Place, member: str, data: bytes) -> None:
-    """Read a file of `logs`; outside a collection, stacks in it are read as a dump."""
     text, process = data.decode(errors="replace"), name_of(reading, place.file)
     if reading.contents is None and parse_stacks_text(text):
         raise UnreadableDump("a log with stacks in it")
@@ -160,12 +155,10 @@ def take_log(reading: Reading, place: location.Place, member: str, data: bytes) 
 
 
 def take_error(reading: Reading, place: location.Place, member: str, data: bytes) -> None:
-    """Read a file of `errors`."""
     reading.errors.append(parse_error_file(data, name_of(reading, place.file).rank, member))
 
 
 def take_records(reading: Reading, place: location.Place, member: str, data: bytes) -> None:
-    """Read a Flight Recorder dump."""
     rank = name_of(reading, place.file).rank
     if rank is None:
         raise UnreadableDump("the name of a Flight Recorder dump must end in its rank")
@@ -173,7 +166,6 @@ def take_records(reading: Reading, place: location.Place, member: str, data: byt
 
 
 def take_ras(reading: Reading, place: location.Place, member: str, data: bytes) -> None:
-    """Read a file of `ras`, text or JSON."""
     if data.lstrip()[:1] == b"{":
         document = location.object_from(data, "ras")
         if not ras.is_ras(document):
@@ -184,7 +176,6 @@ def take_ras(reading: Reading, place: location.Place, member: str, data: bytes) 
 
 
 def take_dump(reading: Reading, place: location.Place, member: str, data: bytes) -> None:
-    """Read a file by its content."""
     if data[:1] == b"\x80":
         take_records(reading, place, member, data)
         return

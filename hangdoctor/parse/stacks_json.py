@@ -53,7 +53,6 @@ class Shape:
         return self.searched_numbers(data)
 
     def searched_numbers(self, data: bytes) -> list[bytes] | None:
-        """Return the same for numbers of any size."""
         head, *rest = self.pieces
         if not data.startswith(head):
             return None
@@ -108,7 +107,6 @@ def parse_stacks_json(document: str | bytes) -> tuple[int | None, tuple[Thread, 
 
 
 def shape_of(data: bytes) -> tuple[Shape, Sequence[bytes]]:
-    """Cut the numbers out of a document."""
     parts = NUMBER_BYTES.split(data)
     before = [piece + key for piece, key in zip(parts[0::3], parts[1::3], strict=False)]
     pid_at = next((at for at, piece in enumerate(before) if PID.search(piece)), None)

@@ -74,7 +74,6 @@ def sections_of_shape(text: str) -> list[Section]:
 
 
 def parse_any(text: str) -> list[Section]:
-    """Return the sections of a text without the cache."""
     sections: list[Section] = []
     for writer, lines in streams(text):
         found = read_sections(lines)
@@ -205,7 +204,6 @@ class Reader:
 
 
 def read_sections(lines: list[str]) -> list[Section]:
-    """Return the processes in the lines of one writer."""
     reader = Reader()
     for raw in lines:
         stripped = raw.strip()

@@ -58,7 +58,6 @@ def page(
 
 @cache
 def own_style() -> str:
-    """Return the rules of this page only."""
     return (Path(__file__).parent / "hang.css").read_text(encoding="utf-8")
 
 
@@ -84,7 +83,6 @@ def rows(pairs: Iterable[tuple[str, str]]) -> str:
 
 
 def bullets(lines: Sequence[str]) -> str:
-    """Return a list, or an empty string without lines."""
     return f"<ul>{''.join(f'<li>{safe(line)}</li>' for line in lines)}</ul>" if lines else ""
 
 
@@ -228,7 +226,6 @@ def names_of(dumps: Sequence[ProcessDump]) -> str:
 
 
 def thread_text(thread: Thread) -> str:
-    """Return one thread as text, innermost frame first."""
     state = "".join(word for flag, word in ((thread.active, " active"), (thread.holds_gil, " gil")) if flag)
     lines = [f"Thread {thread.name or '(unnamed)'}{state}"]
     lines += [f"    {f.function} ({f.file}{f':{f.line}' if f.line else ''})" for f in thread.frames[:400]]

@@ -52,7 +52,6 @@ def section(title: str, lines: list[str]) -> str:
 
 
 def evidence_line(ranks: str, fact: str, process: str, location: str) -> str:
-    """Return one fact with its ranks and location."""
     subject = f"**{plain(ranks or process)}** " if ranks or process else ""
     return f"{subject}{plain(fact)}" + (f" at `{code(location)}`" if location else "")
 
@@ -76,7 +75,6 @@ def plain(text: str) -> str:
 
 
 def escaped(text: str) -> str:
-    """Put a backslash before each character that Markdown reads."""
     return re.sub(r"([\\`*_{}\[\]<>#|~@&$!])", r"\\\1", text)
 
 

@@ -66,7 +66,6 @@ def branches(entries: list[tuple[Group, list[str]]], depth: int) -> tuple[Node, 
 
 
 def joined_ranges(texts: list[str]) -> str:
-    """Return the union of rank range texts."""
     if len(texts) == 1:
         return texts[0]
     ranks: set[Rank] = set()

@@ -83,7 +83,6 @@ def shared_group(case: Case, graph: Graph) -> Verdict | None:
 
 
 def saver_thread(process_state: ProcessState) -> ThreadState | None:
-    """Return the thread of a background save that waits in a collective."""
     for thread in process_state.threads[1:]:
         wait = thread.thread_wait
         if wait.kind in ("collective", "p2p") and "checkpoint" in wait.phases:
@@ -92,7 +91,6 @@ def saver_thread(process_state: ProcessState) -> ThreadState | None:
 
 
 def saves(process_state: ProcessState) -> bool:
-    """True if a rank saves or loads a checkpoint and is not exiting, failing or stopped."""
     thread_wait = process_state.thread_wait
     if thread_wait.kind in ("stopped", "prompt", "file_lock") or "error" in thread_wait.phases:
         return False

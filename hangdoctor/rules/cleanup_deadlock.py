@@ -96,7 +96,6 @@ def judge(case: Case, graph: Graph) -> Verdict | None:
 
 
 def last_call(process_state: ProcessState) -> bool:
-    """True if the rank destroys its process group or is in the interpreter's own exit functions."""
     return process_state.thread_wait.kind == "destroy" or any(
         frame.function in LAST_CALLS for frame in process_state.thread_wait.frames
     )
@@ -111,7 +110,6 @@ def functions_of_entered(case: Case) -> set[tuple[str, str]]:
 
 
 def leaving_ranks(case: Case, entered: set[tuple[str, str]]) -> list[ProcessState]:
-    """Return the ranks that are exiting. Waits that are one object are judged once."""
     judged: dict[tuple[int, str, str], bool] = {}
     leaving = []
     for process_state in case.ranks:
@@ -148,6 +146,5 @@ def in_exit_handler(process_state: ProcessState, entered: set[tuple[str, str]]) 
 
 
 def has_entry(process_state: ProcessState) -> bool:
-    """True if the stack begins in a module, a thread or a spawned process."""
     entries = ("<module>", "_run_code", "_run_module_as_main", "spawn_main", "_bootstrap", "_bootstrap_inner")
     return any(f.function in entries for f in process_state.thread_wait.python[-6:])

@@ -177,6 +177,5 @@ def from_records(case: Case, graph: Graph, finding: OperationFinding) -> Verdict
 
 
 def record_evidence(finding: OperationFinding) -> tuple[Evidence, ...]:
-    """Return a Flight Recorder finding as evidence."""
     fact = f"{finding.source}, group {finding.group}, collective {finding.sequence}: {finding.detail}"
     return (Evidence(rank_ranges(finding.odd_ranks), fact, frame=finding.operation),)

@@ -56,7 +56,6 @@ def judge(case: Case, graph: Graph) -> Verdict | None:
 
 
 def waits_for_data(process_state: ProcessState) -> bool:
-    """True if a rank waits for its data loader or in the program's own data functions."""
     thread_wait = process_state.thread_wait
     if thread_wait.phases & {"cleanup"} or thread_wait.kind in ("stopped", "running", "compile"):
         return False

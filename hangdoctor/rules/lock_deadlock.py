@@ -108,14 +108,12 @@ def import_cycle(process_state: ProcessState) -> bool:
 
 
 def rival(process_state: ProcessState) -> bool:
-    """True if another thread with frames of the program is blocked in a lock as well."""
     return any(
         t.thread_wait.kind in ("lock", "gil") and t.thread_wait.chain for t in process_state.threads[1:]
     )
 
 
 def other_threads(process_states: list[ProcessState]) -> tuple[Evidence, ...]:
-    """Return the other threads that hold the GIL or wait for a lock."""
     found = []
     for process_state in process_states[:4]:
         for thread in process_state.threads[1:6]:
@@ -133,5 +131,4 @@ def other_threads(process_states: list[ProcessState]) -> tuple[Evidence, ...]:
 
 
 def gil_refuted() -> tuple[str, ...]:
-    """Return what would refute a blocked GIL."""
     return ("CPU time of the holder that grows: then it computes with the GIL held and will finish.",)

@@ -108,7 +108,6 @@ def certainty(case: Case, graph: Graph, lost: dict[Rank, str], stopped: list[Pro
 
 
 def loss_evidence(case: Case, lost: dict[Rank, str], stopped: list[ProcessState]) -> tuple[Evidence, ...]:
-    """Return what error files, logs and statuses record about the lost ranks."""
     found = [
         Evidence(str(rank), f"rank {rank} {STATUS_TEXTS[status]}", process=f"rank_{rank}")
         for rank, status in list(lost.items())[:8]

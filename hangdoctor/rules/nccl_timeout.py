@@ -131,7 +131,6 @@ def summary(case: Case, process_state: ProcessState, kind: Found | None) -> str:
 
 
 def communicates(process_state: ProcessState) -> bool:
-    """True if the stack of one rank shows by itself that it waits for others."""
     thread_wait = process_state.thread_wait
     names = (f"{frame.function} {frame.file}" for frame in thread_wait.frames if not frame.native)
     return thread_wait.kind == "collective" or (

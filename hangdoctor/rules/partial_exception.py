@@ -84,7 +84,6 @@ def in_own_error(process_state: ProcessState, graph: Graph) -> bool:
 
 
 def what_of(process_state: ProcessState) -> str:
-    """Return where the culprit is, as a phrase for the summary."""
     kind = process_state.thread_wait.kind
     if kind == "prompt":
         return "at a prompt without a user"

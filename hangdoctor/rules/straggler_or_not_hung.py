@@ -76,7 +76,6 @@ def judge(case: Case, graph: Graph) -> Verdict | None:
 
 
 def computes(process_state: ProcessState) -> bool:
-    """True if the stack shows work, by its kind or by the name of the innermost function."""
     wait = process_state.thread_wait
     named = wait.kind == "blocked" and wait.frame is not None and COMPUTING.search(wait.frame.function)
     return wait.kind in ONCE or (bool(named) and not wait.phases & {"cleanup", "error"})

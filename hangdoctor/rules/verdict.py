@@ -108,7 +108,6 @@ def ranks_of(process_states: Sequence[ProcessState]) -> tuple[Rank, ...]:
 
 
 def name_ranks(process_states: Sequence[ProcessState]) -> str:
-    """Return `rank 3` or `ranks 0-2,5`."""
     found = ranks_of(process_states)
     if len(found) == 1:
         return f"rank {found[0]}" if isinstance(found[0], int) else str(found[0])
@@ -133,7 +132,6 @@ def place(process_state: ProcessState) -> str:
 
 
 def waiting_for(graph: Graph) -> str:
-    """Return what the victims wait in, as a phrase."""
     if not graph.waiting:
         return "no peer waits for it"
     first = graph.waiting[0]
@@ -201,7 +199,6 @@ def stack_evidence(
 
 
 def thread_evidence(process_state: ProcessState, thread: ThreadState, fact: str) -> Evidence:
-    """Return the place of another thread of a process as evidence."""
     frame = thread.thread_wait.frame
     what = f"{fact} {thread.thread_wait.operation or thread.thread_wait.kind}"
     return Evidence(

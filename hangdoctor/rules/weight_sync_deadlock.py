@@ -75,7 +75,6 @@ def judge(case: Case, graph: Graph) -> Verdict | None:
 
 
 def both_inside(case: Case, graph: Graph, inside: list[Side]) -> Verdict:
-    """Return the verdict for two sides that are both in the update and do not meet."""
     outside = [s for s in inside if s.thread_wait.kind not in ("collective", "p2p", "store", "device")]
     apart = {s.thread_wait.kind in ("collective", "p2p", "device") for s in inside} == {True, False}
     holders = outside if apart else []
@@ -117,7 +116,6 @@ def one_side(case: Case, graph: Graph, inside: list[Side]) -> Verdict | None:
 
 
 def absent_engines(case: Case) -> tuple[str, ...]:
-    """Return the engines that were looked for and have no process that could be read."""
     return tuple(name for name in case.snapshot.absent if name.startswith("engine"))
 
 

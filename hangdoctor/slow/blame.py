@@ -136,7 +136,6 @@ def judge(seen: Observation, garbage: Mapping[int, float]) -> SlowVerdict:
 
 
 def too_little(seen: Observation, ranks: Sequence[Budget]) -> SlowVerdict | None:
-    """Return the verdict for a job whose ranks cannot be compared."""
     unread = [track for track in seen.tracks if sum(a is not None for a in track.activities) < 3]
     if unread:
         names = ", ".join(track.name for track in unread[:8])
@@ -192,7 +191,6 @@ def slow_ranks(
 
 
 def late_tracks(seen: Observation, numbers: Sequence[int]) -> set[int]:
-    """Return the indices of the tracks of some ranks."""
     return {i for i, track in enumerate(seen.tracks) if track.rank in numbers}
 
 
@@ -209,7 +207,6 @@ def late_ranks(ranks: Sequence[Budget]) -> list[Budget]:
 
 
 def sigma(usual: float, budget: Budget) -> float:
-    """Return the standard deviation of the difference of two shares."""
     own = budget.waiting
     return math.sqrt((usual * (1 - usual) + own * (1 - own)) / budget.num_samples)
 
@@ -217,7 +214,6 @@ def sigma(usual: float, budget: Budget) -> float:
 def cause_of(
     worst: Budget, peers: Sequence[Budget], excess: float, garbage: Mapping[int, float]
 ) -> tuple[str, str, float]:
-    """Return the cause, its place and its share of the time of a late rank."""
     more = {
         phase: share - typical(peers, phase)
         for phase, share in worst.shares.items()
@@ -238,7 +234,6 @@ def cause_of(
 
 
 def still_starting(ranks: Sequence[Budget]) -> SlowVerdict | None:
-    """Return the verdict for a job that starts and hardly trains yet, or None."""
     share = mean(budget.shares.get(STARTUP, 0.0) for budget in ranks)
     if share < LEAST_STARTUP:
         return None
@@ -251,7 +246,6 @@ def still_starting(ranks: Sequence[Budget]) -> SlowVerdict | None:
 def late_in_turn(
     seen: Observation, ranks: Sequence[Budget], garbage: Mapping[int, float]
 ) -> SlowVerdict | None:
-    """Return the verdict for a phase that makes one rank after the other late, or None."""
     last = last_rounds(held_rounds(seen.tracks))
     if not last or is_one_rank(last):
         return None
@@ -286,7 +280,6 @@ def late_in_turn(
 
 
 def is_one_rank(last: Sequence[Round]) -> bool:
-    """True if one rank is among the last ones mostly, and no other one half as often."""
     times = Counter(i for one in last for i in one.late).most_common(2)
     return times[0][1] >= MAIN_SHARE * len(last) and (len(times) < 2 or times[1][1] * 2 <= times[0][1])
 
@@ -312,7 +305,6 @@ def lost_shares(seen: Observation, last_ones: Sequence[Round]) -> dict[str, floa
 
 
 def last_rounds(held: Sequence[Round]) -> list[Round]:
-    """Return the last of each run of held rounds in which the same ranks are late."""
     ended = [
         one
         for one, after in itertools.pairwise(held)
@@ -322,7 +314,6 @@ def last_rounds(held: Sequence[Round]) -> list[Round]:
 
 
 def busy_server(seen: Observation, ranks: Sequence[Budget]) -> SlowVerdict | None:
-    """Return the verdict for ranks that all wait for rollouts, which one server is behind."""
     if mean(budget.shares.get("rollout", 0.0) for budget in ranks) < LEAST_HELD:
         return None
     blame = blame_server(seen, set())
@@ -351,7 +342,6 @@ def with_server(answer: SlowVerdict, blame: Blame | None) -> SlowVerdict:
 
 
 def no_rank_is_slow(seen: Observation, ranks: Sequence[Budget]) -> SlowVerdict:
-    """Return the verdict for a job in which no rank holds the others."""
     waits = [budget.waiting for budget in ranks]
     between = f"all {len(ranks)} wait {percent(min(waits))} to {percent(max(waits))} of their time"
     if seen.elsewhere and mean(waits) >= LEAST_HELD:
@@ -381,7 +371,6 @@ def largest(ranks: Sequence[Budget]) -> list[str]:
 
 
 def settling(cause: str, pid: int) -> tuple[NextStep, ...]:
-    """Return what would settle whether this is the cause."""
     do, why = SETTLES.get(cause, USUAL_STEP)
     return (NextStep(do.replace("PID", str(pid)), why),)
 

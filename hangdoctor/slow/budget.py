@@ -63,13 +63,11 @@ def held_rounds(tracks: Sequence[Track]) -> list[Round]:
 
 
 def budgets(tracks: Sequence[Track]) -> list[Budget]:
-    """Return the budget of each rank that was read at least once, in the order of `tracks`."""
     held = held_rounds(tracks)
     return [budget_of(i, track, held) for i, track in enumerate(tracks) if any(track.activities)]
 
 
 def budget_of(index: int, track: Track, held: Sequence[Round]) -> Budget:
-    """Return the budget of one rank; `index` is its place in the tracks."""
     seen = [activity for activity in track.activities if activity is not None]
     by_phase = {phase: [a for a in seen if a.phase == phase] for phase in PHASE_NAMES}
     by_phase = {phase: found for phase, found in by_phase.items() if found}
@@ -89,7 +87,6 @@ def budget_of(index: int, track: Track, held: Sequence[Round]) -> Budget:
 
 
 def typical(ranks: Sequence[Budget], phase: str) -> float:
-    """Return the median share of a phase over some ranks."""
     return median(budget.shares.get(phase, 0.0) for budget in ranks) if ranks else 0.0
 
 

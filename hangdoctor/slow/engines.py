@@ -92,7 +92,6 @@ def look_at(engine: Engine, tool: str, round_number: int, timeout_s: float) -> N
 
 
 def load_of(threads: Sequence[Thread], num_requests: int | None) -> Load:
-    """Return the load that stacks show; `num_requests` is that of a metrics page, if any."""
     handling = [thread for thread in threads if calls(thread, HANDLES_REQUEST)]
     computing = [thread for thread in threads if calls(thread, RUNS_MODEL)]
     if num_requests is None:

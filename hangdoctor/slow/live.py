@@ -97,7 +97,6 @@ def collector_suspects(verdict: SlowVerdict) -> list[Budget]:
 
 
 def may_collect(budget: Budget) -> bool:
-    """True if the rank uses its CPU in a phase that the collector may run in."""
     return any(
         budget.shares.get(phase, 0.0) >= LEAST_SHARE and budget.busy[phase] >= LEAST_BUSY
         for phase in UNEXPLAINED
@@ -106,7 +105,6 @@ def may_collect(budget: Budget) -> bool:
 
 
 def garbage_shares(suspects: Sequence[Budget]) -> dict[int, float]:
-    """Return the share of native stacks that show the garbage collector, by rank."""
     look = partial(collects_garbage, tool=pyspy.find_pyspy())
     counts, looks, started = [0] * len(suspects), 0, time.monotonic()
     with ThreadPoolExecutor(PARALLEL) as pool:

@@ -173,7 +173,6 @@ def place_of(frames: tuple[Frame, ...]) -> str:
 
 
 def phase_of(frames: tuple[Frame, ...], source: Source, has_gpu: bool = False) -> str:
-    """Return the phase of one stack, `other` if no frame of it has a row."""
     python = [frame for frame in frames if not frame.native]
     if not python:
         return OTHER
@@ -192,7 +191,6 @@ def phase_of(frames: tuple[Frame, ...], source: Source, has_gpu: bool = False) -
 
 @lru_cache(maxsize=65536)
 def phase_of_frame(frame: Frame) -> str | None:
-    """Return the phase that one normalised frame shows, or None."""
     wait = specific_wait(frame.function, frame.file)
     if wait and KINDS.get(wait[0]) == "collective":
         return "collective"
@@ -208,7 +206,6 @@ def phase_of_frame(frame: Frame) -> str | None:
 
 
 def imports_library(frames: Sequence[Frame]) -> bool:
-    """True if the innermost import that runs is that of a library: its frames show no phase."""
     importer = next((i for i, f in enumerate(frames) if f.file.startswith(IMPORTER)), None)
     if importer is None:
         return False

@@ -110,7 +110,6 @@ def connections(pid: int) -> list[tuple[str, str, str, str]]:
 
 
 def port_of(address: str) -> int:
-    """Return the port of an address as /proc writes it, `0100007F:1F90`."""
     return int(address.rsplit(":", 1)[1], 16)
 
 

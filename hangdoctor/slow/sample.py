@@ -135,17 +135,14 @@ def look(seen: Seen, tool: str) -> None:
 
 
 def requested_ports(seen: list[Seen]) -> set[int]:
-    """Return the ports that ranks are connected to which wait for their rollouts now."""
     return {port for one in seen for port in one.ports}
 
 
 def source_line(file: str, line: int) -> str:
-    """Return a line of a file of the job, where this host has it."""
     return linecache.getline(file, line) if line and Path(file).is_absolute() else ""
 
 
 def track_of(seen: Seen) -> Track:
-    """Return the result of all rounds for one process."""
     cpu_wait = 0.0
     if len(seen.states) > 1:
         (start, first), (end, last) = seen.states[0], seen.states[-1]

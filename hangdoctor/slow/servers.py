@@ -81,19 +81,16 @@ def tail_rounds(seen: Observation, late: set[int]) -> list[int]:
 
 
 def busy_share(engine: Engine, rounds: Sequence[int]) -> float:
-    """Return the share of some rounds in which a server was busy."""
     loads = [engine.loads[index] for index in rounds if index in engine.loads]
     return mean(load.busy for load in loads) if loads else 0.0
 
 
 def requests_in(engine: Engine, rounds: Sequence[int]) -> float:
-    """Return the median number of requests of a server while it was busy in some rounds."""
     loads = [engine.loads[index] for index in rounds if index in engine.loads]
     return median([load.num_requests or 1 for load in loads if load.busy] or [0])
 
 
 def peak_requests(engine: Engine) -> int:
-    """Return the largest number of requests that a server was seen with, or that its ranks send."""
     seen = max((load.num_requests or int(load.busy) for load in engine.loads.values()), default=0)
     return max(seen, len(engine.clients))
 

@@ -286,7 +286,6 @@ def _examine(
 
 
 def _run_hook(finding: WatchFinding, plan: Plan, report: Report) -> None:
-    """Run the user's command, with the finding in its environment."""
     if not plan.hook:
         return
     diagnosis = finding.diagnosis

@@ -35,7 +35,6 @@ class Signs:
 
 
 def read_signs(job: Job, beats: dict[str, Beat], gpu_watts: float | None) -> list[Signs]:
-    """Return the signs of every rank and server of a job, and of every other process that beats."""
     ranks = [target for target in job.targets if target.role not in ("child", "launcher")]
     known = {target.name for target in ranks}
     found = [_signs_of(target, beats.get(target.name), gpu_watts) for target in ranks]

@@ -99,7 +99,6 @@ def conversations(step: RecordedStep, rank: int) -> list[Conversation | None] | 
 
 
 def message_parts(kind: str, message: Mapping[str, Any]) -> list[Part]:
-    """Return the reasoning, the text and the tool calls of a message."""
     role, text, asked = message["role"], text_of(message), message.get("tool_calls", ())
     reasoning = message.get("reasoning_content")
     return [
@@ -110,7 +109,6 @@ def message_parts(kind: str, message: Mapping[str, Any]) -> list[Part]:
 
 
 def calls_before(transcript: Transcript, last: int) -> tuple[RecordedCall, ...]:
-    """Return the calls that lead to call `last`, and that call; none if it is not there."""
     by_turn = {call.turn: call for call in transcript.calls}
     chain: list[RecordedCall] = []
     call = by_turn.get(last)

@@ -89,7 +89,6 @@ class ArchivedArray:
         return found
 
     def shard_bytes(self, number: int, low: int, high: int) -> Iterator[memoryview]:
-        """Yield the bytes of elements `low` to `high` of a shard."""
         size = self.dtype.itemsize
         index = self.index(number)
         for chunk in range(low // self.chunk, -(-high // self.chunk)):
@@ -124,7 +123,6 @@ class ArchivedArray:
         return index
 
     def chunk_bytes(self, number: int, chunk: int, index: np.ndarray | None) -> bytearray:
-        """Return a decompressed chunk."""
         position = number * (self.shard // self.chunk) + chunk
         if self.last is not None and self.last[0] == position:
             return self.last[1]

@@ -154,7 +154,6 @@ class ArrayStream:
 
 
 def round_up(number: int, step: int) -> int:
-    """Round up to a multiple of `step`."""
     return -(-number // step) * step
 
 

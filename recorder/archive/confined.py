@@ -18,7 +18,6 @@ Progress = Callable[[int, Callable[[OnStep], None]], None]
 
 
 def no_progress(num_steps: int, work: Callable[[OnStep], None]) -> None:
-    """Work without showing progress."""
     work(lambda step: None)
 
 

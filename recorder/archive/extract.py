@@ -114,7 +114,6 @@ def is_complete(content: Path, folder: str, last: str) -> bool:
 
 
 def problems_of(storage: Storage, folder: str, last: str) -> Iterator[Problem]:
-    """Yield what differs from its checksum in a step or an anchor."""
     if last == ANCHOR_FILE:
         yield from anchor_problems(storage, folder)
         return

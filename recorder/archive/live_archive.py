@@ -110,7 +110,6 @@ class LiveArchive:
         clear_record(self.staging)
 
     def write_top(self) -> None:
-        """Archive the files at the top of the record, such as record.json."""
         record = open_record(self.staging)
         where = self.stream.append(DOCUMENTS, "U8", layout_bytes(top_layout(self.stream, record.storage)))
         self.sync_objects()

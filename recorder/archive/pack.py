@@ -51,7 +51,6 @@ DOCUMENTS, CHECKPOINTS, PICTURES = "documents", "checkpoints", "pictures"
 
 
 def file_layout(stream: ArrayStream, storage: Storage, file: str, batch: BatchEntry | None) -> list[Part]:
-    """Append a file to a stream: safetensors as header and tensors, other files as bytes."""
     if batch is None:
         column = CHECKPOINTS if file.startswith(ANCHORS_FOLDER) else DOCUMENTS
         if storage.size(file) is None:  # a link, which could name any file of the user
@@ -67,7 +66,6 @@ def file_layout(stream: ArrayStream, storage: Storage, file: str, batch: BatchEn
 
 
 def step_layout(stream: ArrayStream, record: Record, step: int, pictures: Layout | None = None) -> Layout:
-    """Append the files of a step to a stream, and its pictures that are not in `pictures` yet."""
     pictures = {} if pictures is None else pictures
     recorded = record.step(step)
     manifest = recorded.manifest
@@ -90,7 +88,6 @@ def step_layout(stream: ArrayStream, record: Record, step: int, pictures: Layout
 
 
 def anchor_layout(stream: ArrayStream, record: Record, anchor: int) -> Layout:
-    """Append the files that an anchor lists to a stream."""
     folder = f"{ANCHORS_FOLDER}/{step_name(anchor)}"
     file = f"{folder}/{ANCHOR_FILE}"
     manifest = parse_anchor(read_checksummed(record.storage, file), file)
@@ -99,7 +96,6 @@ def anchor_layout(stream: ArrayStream, record: Record, anchor: int) -> Layout:
 
 
 def top_layout(stream: ArrayStream, storage: Storage) -> Layout:
-    """Append the files at the top of a record, such as record.json, to a stream."""
     return {name: file_layout(stream, storage, name, None) for name in top_files(storage)}
 
 
@@ -236,14 +232,12 @@ def pack(source: str | os.PathLike[str], location: str, progress: Progress, anch
 
 
 def remove_metadata(store: Path) -> None:
-    """Leave nothing but the shards of an archive that was interrupted."""
     for path in list(sorted_files(store)):
         if path.parent.name != "c" or not path.name.isdecimal():
             path.unlink()
 
 
 def stored_bytes(location: str) -> int:
-    """Total size in bytes of all objects at a location."""
     if is_url(location):
         files, path = file_system(location)
         return int(files.du(path))
@@ -268,7 +262,6 @@ def check_destination(location: str, overwrite: bool) -> None:
 
 
 def is_unfinished_object(path: Path) -> bool:
-    """Return whether a file is what a killed process left of an object of a store."""
     return UNFINISHED_OBJECT.fullmatch(path.name) is not None and path.is_file()
 
 
@@ -294,11 +287,9 @@ def zip_folder(folder: Path, file: Path) -> None:
 
 
 def sorted_files(folder: Path) -> Iterator[Path]:
-    """All files under a folder, sorted."""
     return (path for path in sorted(folder.rglob("*")) if path.is_file())
 
 
 def sync_files(folder: Path) -> None:
-    """Fsync every file and folder under a folder."""
     for path in (folder, *folder.rglob("*")):
         sync(path)

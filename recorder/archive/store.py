@@ -75,7 +75,6 @@ Layout = dict[str, list[Part]]  # file name -> its parts, in order
 
 
 def layout_bytes(layout: Layout) -> bytes:
-    """Serialize a layout as JSON."""
     parts = {name: [list(vars(part).values()) for part in parts] for name, parts in layout.items()}
     return json.dumps(parts, separators=(",", ":")).encode()
 

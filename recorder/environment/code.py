@@ -130,12 +130,10 @@ def is_ours(path: Path) -> bool:
 
 
 def is_installed(path: Path) -> bool:
-    """Return whether a file belongs to Python or to an installed library."""
     return str(path).startswith(installed_folders())
 
 
 def installed_folders() -> tuple[str, ...]:
-    """Return the folders of Python's library, of installed ones and of their commands."""
     names = ("stdlib", "platstdlib", "purelib", "platlib", "scripts")
     folders = [*map(sysconfig.get_path, names), *site.getsitepackages(), site.getusersitepackages()]
     # where a link leads, too: a virtual environment may be one
@@ -159,7 +157,6 @@ def local_files(script: Path | None) -> set[Path]:
 
 
 def module_files() -> Iterator[tuple[str, str]]:
-    """Yield the name and the absolute path of the file of each imported Python module."""
     for name, module in list(sys.modules.items()):
         file = getattr(module, "__dict__", {}).get("__file__")
         if isinstance(file, str) and file.endswith(".py"):
@@ -167,7 +164,6 @@ def module_files() -> Iterator[tuple[str, str]]:
 
 
 def files_named(script: Path | None) -> Iterator[Path]:
-    """Yield the Python files in the script's folder that it, or one of them, imports or names."""
     if script is None:
         return
     beside = {file.stem: file for file in script.parent.glob("*.py") if file != script}
@@ -180,12 +176,10 @@ def files_named(script: Path | None) -> Iterator[Path]:
 
 
 def user_files(script: Path | None) -> list[Path]:
-    """Return the script and the user's other files."""
     return [*([script] if script else []), *sorted(local_files(script))[:MOST_FILES]]
 
 
 def digests(files: Iterable[Path], folder: Path) -> dict[str, str | None]:
-    """Return the sha256 of files, by their names in a folder, or else by their paths."""
     hide = masker()
     return {
         hide.text(str(file.relative_to(folder) if file.is_relative_to(folder) else file)): digest(file)
@@ -217,7 +211,6 @@ def changed_libraries(names: Iterable[str]) -> dict[str, dict[str, str | None] |
 
 
 def wheel_record(package: str, folders: Iterable[str]) -> Path | None:
-    """Return the RECORD of a package's wheel in the first folder that has one."""
     for folder in folders:
         if found := next(Path(folder).glob(f"{package}-*.dist-info/RECORD"), None):
             return found

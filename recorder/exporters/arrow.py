@@ -50,7 +50,6 @@ def type_of(field: Field) -> "pyarrow.DataType":
 
 
 def message_members() -> list[tuple[str, "pyarrow.DataType"]]:
-    """Return the members of a message, in the form of OpenAI's API."""
     import pyarrow
 
     text = pyarrow.string()
@@ -80,7 +79,6 @@ def array_of(field: Field, column: Column) -> "pyarrow.Array":
 
 
 def flat_array(field: Field, values: Any, known: np.ndarray | None) -> "pyarrow.Array":
-    """Return values [n, ...] as an array of n values, which are lists of the inner dimensions."""
     import pyarrow
 
     if field.dtype is None or field.dtype.kind == "U":
@@ -137,7 +135,6 @@ def list_array(offsets: np.ndarray, values: "pyarrow.Array", known: np.ndarray |
 
 
 def bitmap(known: np.ndarray | None) -> "pyarrow.Buffer | None":
-    """Return the validity of an array."""
     import pyarrow
 
     return None if known is None else pyarrow.py_buffer(np.packbits(known, bitorder="little"))

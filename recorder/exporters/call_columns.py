@@ -71,11 +71,9 @@ def message_of(message: Mapping[str, Any]) -> tuple[Any, ...]:
 
 
 def optional_text(message: Mapping[str, Any], name: str) -> str | None:
-    """Return a member that is text, else None."""
     value = message.get(name)
     return value if isinstance(value, str) else None
 
 
 def tools_text(row: Conversation | None) -> str | None:
-    """Return the tools that the last call offered as JSON text; None of a row without calls."""
     return None if row is None else json.dumps(row.offered, ensure_ascii=False)

@@ -54,7 +54,6 @@ def write(
 
 
 def write_batches(file: IO[bytes], layout: Layout, found: Iterable["pyarrow.RecordBatch"]) -> None:
-    """Write batches of a layout's columns as one Parquet file."""
     from pyarrow import parquet
 
     schema = schema_of(layout.fields)
@@ -64,7 +63,6 @@ def write_batches(file: IO[bytes], layout: Layout, found: Iterable["pyarrow.Reco
 
 
 def is_table(folder: Path) -> bool:
-    """Return whether a folder is what `write` writes, and nothing else."""
     return folder.is_dir() and all(
         path.name.startswith(PARTITION) and path.is_dir() and os.listdir(path) == [FILE_NAME]
         for path in folder.iterdir()

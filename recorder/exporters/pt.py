@@ -55,5 +55,4 @@ def padded(step: RecordedStep) -> dict[str, np.ndarray[Any, Any]]:
 
 
 def has_unknown(step: RecordedStep, rank: int) -> bool:
-    """Return whether something of a rank's rows is not known."""
     return "unknown" in step.batch_entry(rank)[1].tensors

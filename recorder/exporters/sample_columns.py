@@ -211,7 +211,6 @@ def read_columns(
 
 
 def batch_column(step: RecordedStep, rank: int, field: Field, batch: dict[str, np.ndarray]) -> Column | None:
-    """Return a column of the batch, or of a row's place; None if the step has no such tensor."""
     entry = step.batch_entry(rank)[1]
     if field.source == "place":
         places = {"step": step.manifest.step, "rank": rank}
@@ -314,7 +313,6 @@ def without_placeholders(column: Column) -> Column:
 
 
 def micro_batches_of(step: RecordedStep, rank: int) -> Column | None:
-    """Return the micro-batches that trained each row, in the order of execution."""
     if not has_file(step, "outcome", rank, "json"):
         return None
     num_rows = step.num_rows(rank)

@@ -90,7 +90,6 @@ class Imported:
 
 
 def read_foreign(path: Path, format_name: str | None = None) -> Foreign:
-    """Read the steps of a path. Raises ForeignFormat, UnsafePickle."""
     source, name = find_source(path), format_name
     if name is not None:
         name = OTHER_NAMES.get(name.replace("_", "-"), name.replace("_", "-"))
@@ -223,7 +222,6 @@ def header_of(
 
 
 def write_step(destination: Path, number: int, content: Content, previous: StepLink | None) -> StepLink:
-    """Write one committed step, and return the link for the next one."""
     folder = destination / STEPS_FOLDER / step_name(number)
     folder.mkdir(parents=True)
     step = RankStep(number, number + 1, content.batch, learning=content.learning, text=content.text)

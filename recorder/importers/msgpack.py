@@ -54,7 +54,6 @@ def unpack(data: bytes, name: str) -> Any:
 
 
 def read_value(data: bytes, at: int) -> tuple[Any, int]:
-    """Parse the value that begins at a byte; return it and its end."""
     kind = data[at]
     at += 1
     if kind <= 0x7F:
@@ -79,7 +78,6 @@ def read_value(data: bytes, at: int) -> tuple[Any, int]:
 
 
 def read_sized(kind: str, size: int, data: bytes, at: int) -> tuple[Any, int]:
-    """Parse text or bytes of `size` bytes, or a list or dict of `size` values."""
     if kind in ("bytes", "text"):
         if at + size > len(data):
             raise IndexError(f"{size} bytes expected, {len(data) - at} left")

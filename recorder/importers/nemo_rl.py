@@ -58,7 +58,6 @@ def read(source: Source, files: Sequence[Path]) -> Foreign:
 
 
 def unwrapped(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Take the values of a row out of their lists of one."""
     return {
         name: value[0] if isinstance(value, list) and len(value) == 1 else value
         for name, value in row.items()

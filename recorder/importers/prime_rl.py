@@ -76,7 +76,6 @@ def find(source: Source) -> list[Path]:
 
 
 def find_exports(source: Source) -> list[Path]:
-    """Return the token exports."""
     files = source.named(EXPORT, STEP)
     found = [file for file in files if "export_sequence_idx" in first_row(file)]
     return with_cut_off(found, files, is_cut_line, levels=2)
@@ -105,7 +104,6 @@ def read(source: Source, files: Sequence[Path]) -> Foreign:
 
 
 def unmarked(steps: Iterable[Path], marked: Collection[Path]) -> dict[Path, str]:
-    """Return a note for each exported step without its marker."""
     return {
         folder: f"{folder} has no file {STABLE}: it was not written to its end, and is left out"
         for folder in steps
@@ -244,7 +242,6 @@ def real_tokens(arrays: Mapping[str, np.ndarray], bounds: Sequence[int]) -> np.n
 
 
 def make_sample(columns: Mapping[str, np.ndarray], where: str) -> Sample:
-    """Build the sample of a sequence."""
     rewards = columns.get("rewards", np.zeros(0))
     experts = columns.get("routed_experts")
     return sequence_sample(
@@ -267,7 +264,6 @@ def expert_array(experts: Any) -> np.ndarray:
 
 
 def parse_export(row: Mapping[str, Any], where: str) -> Sample:
-    """Parse a sequence of a token export."""
     version = member(row, "schema_version", where)
     if version != EXPORT_VERSION:
         raise ForeignFormat(f"{where} has schema_version {version}, {EXPORT_VERSION} expected")

@@ -86,7 +86,6 @@ def parse_row(tensors: Mapping[str, np.ndarray], others: Mapping[str, Any], row:
 
 
 def rlvr_row(tensors: Mapping[str, np.ndarray], row: int, group: str | None, where: str) -> Sample:
-    """Parse one row of a batch with left-padded prompts."""
     width = tensors["prompts"].shape[1]
     attention = tensors["attention_mask"][row].astype(bool)
     prompt = tensors["prompts"][row][attention[:width]]

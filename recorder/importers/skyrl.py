@@ -80,7 +80,6 @@ def is_list(value: Any) -> bool:
 
 
 def tensors_of_row(lists: Mapping[str, Sequence[Any]], row: int, where: str) -> dict[str, Any]:
-    """Return a row's tensor of each list that has one: pixels and grids of its pictures."""
     tensors = {key: read_tensor(items[row], where) for key, items in lists.items() if row < len(items)}
     return {key: tensor for key, tensor in tensors.items() if tensor is not None and tensor.size}
 

@@ -55,7 +55,6 @@ def find(source: Source) -> list[Path]:
 
 
 def is_rollout(names: set[Any]) -> bool:
-    """Return whether a document with these names has the samples of a rollout."""
     return names >= MEMBERS and not names & OF_TRAINING
 
 
@@ -73,7 +72,6 @@ def read(source: Source, files: Sequence[Path]) -> Foreign:
 
 
 def read_rollout(file: Path, trained: Sequence[Path], notes: list[str]) -> list[Sample]:
-    """Read the samples of a rollout, with the inputs to the loss if they are beside it."""
     document = load_pickle(file)
     if not isinstance(document, dict) or not is_rollout(set(document)):
         raise ForeignFormat(f"{file} is not a slime rollout: it lacks rollout_id or samples")
@@ -110,7 +108,6 @@ def learning_of(files: Sequence[Path], notes: list[str]) -> dict[tuple[str, Any]
 
 
 def trained_samples(document: Any, file: Path, notes: list[str]) -> list[Mapping[str, Any]]:
-    """Return the samples of a file of inputs to the loss."""
     if not isinstance(document, dict) or not document.keys() & {"samples", "rollout_data"}:
         raise ForeignFormat(f"{file} is not of slime's training: it lacks samples or rollout_data")
     if "samples" in document:
@@ -127,7 +124,6 @@ def trained_samples(document: Any, file: Path, notes: list[str]) -> list[Mapping
 
 
 def with_learning(sample: Sample, trained: Mapping[str, Any]) -> Sample:
-    """Add the values of a response, if they are of the same tokens."""
     if sample.tokens is None or not np.array_equal(optional(trained, "tokens", ()), sample.tokens):
         return sample
     before = np.zeros(sample.prompt_length or 0, np.float32)

@@ -87,7 +87,6 @@ def of_one_run(files: Sequence[Path], num_names: int = 1) -> Sequence[Path]:
 
 
 def two_runs(one: Path, other: Path) -> ForeignFormat:
-    """Return the refusal of files that are not of one run."""
     return ForeignFormat(f"{one} and {other} are of two runs: give the folder of one of them")
 
 
@@ -212,7 +211,6 @@ def first_row(file: Path) -> dict[str, Any]:
 
 
 def is_cut_line(file: Path) -> bool:
-    """Return whether the first line of a file begins an object and has no end."""
     with file.open("rb") as lines:
         line = lines.readline(MAX_LINE)
     return line.startswith(b"{") and not line.endswith(b"\n") and not first_row(file)

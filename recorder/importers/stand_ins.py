@@ -112,7 +112,6 @@ class Storage:
 
 
 def as_shape(flat: np.ndarray, shape: Any, order: str) -> np.ndarray:
-    """Reshape the flat array."""
     return flat.reshape(tuple(shape), order=order)  # type: ignore[call-overload]
 
 
@@ -122,12 +121,10 @@ def from_buffer(buffer: Any, dtype: DType, shape: Any, order: str) -> Array:
 
 
 def numpy_scalar(dtype: DType, data: bytes = b"") -> Any:
-    """NumPy's `scalar`."""
     return np.frombuffer(data, dtype.numpy())[0].item()
 
 
 def latin_bytes(text: str, encoding: str) -> bytes:
-    """`_codecs.encode`, with which old protocols encode bytes."""
     if encoding not in ("latin1", "latin-1"):
         raise UnsafePickle(f"it encodes text as {encoding!r}")
     return text.encode("latin-1")
@@ -177,7 +174,6 @@ def rebuild_consolidated(metadata: Mapping[str, Any], storage: np.ndarray) -> di
 
 
 def make_tensordict(_: Any, state: Mapping[str, Any]) -> dict[str, Any]:
-    """tensordict's `_make_td`: the state has the tensors unchanged."""
     return dict(state["_tensordict"])
 
 
@@ -199,7 +195,6 @@ def make_instance(name: str) -> Any:
 
 
 def numpy_names(module: str) -> dict[str, Callable[..., Any]]:
-    """NumPy's helper functions, whose modules NumPy 2 renamed."""
     return {
         f"{module}.multiarray._reconstruct": lambda *_: Array(),
         f"{module}.multiarray.scalar": numpy_scalar,
@@ -208,7 +203,6 @@ def numpy_names(module: str) -> dict[str, Callable[..., Any]]:
 
 
 def plain_dict(*arguments: Any) -> dict[Any, Any]:
-    """Build a dict for OrderedDict and defaultdict, without the default factory."""
     items = [argument for argument in arguments if isinstance(argument, list | dict)]
     return dict(*items)
 

@@ -49,7 +49,6 @@ def read_areal(source: Source, files: Sequence[Path]) -> Foreign:
 
 
 def areal_row(row: Mapping[str, Any]) -> Sample:
-    """Parse one row."""
     text = (row["prompt"], row["completion"])
     group = (row["task_id"], row["prompt"])  # ranks count their tasks alike, and append to one file
     return Sample(tokens=None, reward=number_or_none(row["reward"]), group=group, text=text)
@@ -71,7 +70,6 @@ def read_verl(source: Source, files: Sequence[Path]) -> Foreign:
 
 
 def verl_row(row: Mapping[str, Any]) -> Sample:
-    """Parse one row."""
     text = (row["input"], row["output"])
     return Sample(tokens=None, reward=number_or_none(row["score"]), group=row["input"], text=text)
 
@@ -91,7 +89,6 @@ def read_roll(source: Source, files: Sequence[Path]) -> Foreign:
 
 
 def roll_rows(columns: Mapping[str, Any]) -> list[Sample]:
-    """Parse the rows of an object of columns."""
     rows = zip(*(columns[name] for name in ROLL), strict=True)
     return [
         Sample(tokens=None, reward=number_or_none(score), group=prompt, text=(prompt, response))

@@ -66,13 +66,11 @@ class StorageUnpickler(RestrictedUnpickler):
     """An unpickler of a storage in the format of torch before 1.6, whose data follow the pickle."""
 
     def persistent_load(self, pid: Any) -> Storage:
-        """Return the storage, still without data."""
         _, dtype, key, *_ = pid
         return self.storages.setdefault(key, Storage(dtype))
 
 
 def load_storage(data: bytes) -> Storage:
-    """Read a storage as plain pickles of tensors hold it: torch's `_load_from_bytes`."""
     file = io.BytesIO(data)
     for _ in ("magic number", "version", "system"):
         RestrictedUnpickler(file).load()

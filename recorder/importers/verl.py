@@ -114,7 +114,6 @@ def unpack(packed: Sequence[Any], where: str) -> np.ndarray:
 def parse_rows(
     tensors: Mapping[str, np.ndarray], others: Mapping[str, Any], file: Path, notes: list[str]
 ) -> list[Sample]:
-    """Parse all rows of a padded batch."""
     where = str(file)
     prompts, responses = member(tensors, "prompts", where), member(tensors, "responses", where)
     attention = np.asarray(member(tensors, "attention_mask", where)).astype(bool)
@@ -193,7 +192,6 @@ def groups_of(
 
 
 def versions_note(others: Mapping[str, Any]) -> str:
-    """Return the note on weight versions."""
     return VERSIONS if "min_global_steps" in others else "weight versions are not in the file"
 
 

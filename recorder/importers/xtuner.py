@@ -48,7 +48,6 @@ def read(source: Source, files: Sequence[Path]) -> Foreign:
 
 
 def read_groups(file: Path, notes: list[str]) -> list[Sample]:
-    """Read the groups of a file; add to the notes what is not imported."""
     groups = load_pickle(file)
     if not isinstance(groups, list) or not all(isinstance(group, list) for group in groups):
         raise ForeignFormat(f"{file} has no list of groups")
@@ -60,7 +59,6 @@ def read_groups(file: Path, notes: list[str]) -> list[Sample]:
 
 
 def parse_state(state: Any, group: int, where: str, notes: list[str]) -> Sample:
-    """Parse one RolloutState."""
     if not isinstance(state, Instance) or not isinstance(state.state, dict):
         raise ForeignFormat(f"{where} is not a RolloutState")
     fields = member(state.state, "__dict__", where)
@@ -94,7 +92,6 @@ def parse_state(state: Any, group: int, where: str, notes: list[str]) -> Sample:
 
 
 def parse_trace(fields: Mapping[str, Any], known: Mapping[str, Any]) -> Sample:
-    """Parse a complete sequence, in which labels define the loss mask."""
     tokens = as_tokens(fields["input_ids"], known["where"])
     labels = np.asarray(fields["labels"], np.int64)
     trained = labels != IGNORED

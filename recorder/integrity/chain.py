@@ -35,7 +35,6 @@ MOST_MISSING = 1000  # missing steps that are listed
 
 
 def link_to(record: Path, step: int) -> StepLink:
-    """Return the link to a committed step of a folder."""
     data = (record / STEPS_FOLDER / step_name(step) / STEP_FILE).read_bytes()
     return StepLink(step, hashlib.sha256(data).hexdigest())
 
@@ -97,7 +96,6 @@ class Chain:
             yield from self.check_link(f"step {step}", step, linked.previous, before, is_unknown)
 
     def check_end(self, end: EndMark) -> Iterator[str]:
-        """Yield what in the end mark contradicts the last step."""
         if end.last is not None or self.before is not None:
             yield from self.check_link(
                 "the end", end.last.step + 1 if end.last else 0, end.last, self.before, self.is_unknown
@@ -106,7 +104,6 @@ class Chain:
     def check_link(
         self, name: str, after: int, link: StepLink | None, before: StepLink | None, is_unknown: bool
     ) -> Iterator[str]:
-        """Yield why a link does not lead to the step before; note an absent one."""
         if link is None:
             assert before is not None
             yield f"{name} is linked to no step, but step {before.step} comes before it"
@@ -151,7 +148,6 @@ def missing_steps(present: Sequence[int], absent: set[int], recording: Recording
 
 
 def without_ranges(low: int, high: int, ranges: Ranges) -> Iterator[tuple[int, int]]:
-    """Yield what ascending ranges leave of the steps from `low` to `high`, both included."""
     first = max(0, bisect_right(ranges, low, key=lambda ends: ends[0]) - 1)
     for begin, end in ranges[first : bisect_right(ranges, high, key=lambda ends: ends[0])]:
         if low < begin:

@@ -59,7 +59,6 @@ def results_problems(
 
 
 def describes(storage: Storage, file: str, entry: BatchEntry) -> bool:
-    """Return whether the safetensors header lists the tensors as step.json does."""
     head = read_bytes(storage, file, 0, entry.header_bytes).tobytes()
     expected = {
         name: {
@@ -76,7 +75,6 @@ def describes(storage: Storage, file: str, entry: BatchEntry) -> bool:
 
 
 def problems_of_plan(step: RecordedStep, plan: Plan, lengths: np.ndarray) -> Iterator[str]:
-    """Yield what in a plan contradicts its step or its batch of rows with these lengths."""
     if plan.step != step.manifest.step:
         yield f"belongs to step {plan.step}"
     if plan.version > step.manifest.version:
@@ -110,7 +108,6 @@ def problem_of_rows(rows: list[int], num_rows: int) -> str | None:
 def problems_of_outcome(
     step: RecordedStep, outcome: Outcome, plan: Plan | None, lengths: np.ndarray
 ) -> Iterator[str]:
-    """Yield what in an outcome contradicts step.json, the batch, or the plan."""
     if outcome.step != step.manifest.step:
         yield f"belongs to step {outcome.step}"
     if outcome.version != step.manifest.version:
@@ -132,7 +129,6 @@ def problems_of_outcome(
 def prompt_problems(
     step: RecordedStep, rank: int, arrays: dict[str, np.ndarray], lengths: np.ndarray
 ) -> Iterator[Contradiction]:
-    """Yield rows whose prompt is longer than they are."""
     for row in np.flatnonzero(arrays.get("prompt_length", lengths) > lengths)[:1]:
         found = arrays["prompt_length"][row]
         yield (
@@ -153,7 +149,6 @@ def text_problems(step: RecordedStep, rank: int, rewards: np.ndarray) -> Iterato
 
 
 def calls_problems(step: RecordedStep, rank: int, arrays: dict[str, np.ndarray]) -> Iterator[Contradiction]:
-    """Yield the first episode of an agent that has no row in the batch."""
     prompts, episodes = arrays["prompt_id"].tolist(), arrays.get("episode", arrays["prompt_id"][:0]).tolist()
     rows = set(zip(prompts, episodes, strict=False))
     for one in step.calls(rank) or ():
@@ -164,7 +159,6 @@ def calls_problems(step: RecordedStep, rank: int, arrays: dict[str, np.ndarray])
 
 
 def learning_problems(step: RecordedStep, rank: int, cu_seqlens: np.ndarray) -> Iterator[Contradiction]:
-    """Yield the file of the loss's inputs if its rows have other lengths than the batch's."""
     name = step.rank_name("learning", rank, "safetensors")
     if name not in step.manifest.batches:
         return

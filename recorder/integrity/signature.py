@@ -84,7 +84,6 @@ def sign_record(record: Path, key: Path) -> int:
 
 
 def signable_files(storage: Storage) -> Iterator[tuple[str, SignedFile]]:
-    """Yield every file but the signature and what a killed process left, with its sha256."""
     for name in walk(storage, ""):
         unsigned = {SIGNED_FILE, SIGNATURE_FILE, *UNFINISHED_FILES}
         if name not in unsigned and not is_leftover(name.removeprefix(f"{IMAGES_FOLDER}/")):
@@ -92,7 +91,6 @@ def signable_files(storage: Storage) -> Iterator[tuple[str, SignedFile]]:
 
 
 def identity_of(storage: Storage, name: str) -> SignedFile:
-    """Return size and sha256 of a file, read in blocks."""
     digest, size_bytes = hashlib.sha256(), 0
     for block in file_blocks(storage, name):
         digest.update(block)
@@ -158,7 +156,6 @@ def verify_signature(data: bytes, signature: bytes, signed_by: str) -> str:
 
 
 def allowed_signers(signed_by: str) -> str:
-    """Return the text of an allowed_signers file. Raises RecordError."""
     text = signed_by
     if not PUBLIC_KEY.fullmatch(text):
         file = Path(signed_by)

@@ -63,7 +63,6 @@ def file_of(value: Any) -> bytes | None:
 
 
 def png_of(mode: Any, size: Any, data: Any) -> bytes | None:
-    """Return pixels as a PNG file; None of a mode that is not in `MODES`, or of other sizes."""
     channels, colour = MODES.get(mode, (0, 0)) if isinstance(mode, str) else (0, 0)
     is_size = isinstance(size, list) and list(map(type, size)) == [int, int] and min(size) > 0
     if not is_size or not isinstance(data, bytes) or not data:
@@ -80,7 +79,6 @@ def png_of(mode: Any, size: Any, data: Any) -> bytes | None:
 
 
 def crc_of(data: bytes) -> bytes:
-    """Return the checksum of a chunk of PNG."""
     return struct.pack(">I", zlib.crc32(data))
 
 

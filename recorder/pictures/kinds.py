@@ -58,7 +58,6 @@ def kind_of(data: bytes) -> Kind:
 
 
 def png_size(data: bytes) -> tuple[int, ...]:
-    """Return width and height of a PNG file."""
     return struct.unpack_from(">II", data, 16)
 
 

@@ -32,7 +32,6 @@ Pictures = dict[str, memoryview]  # the bytes of each by its name
 
 
 def picture_file(name: str) -> str:
-    """Return the path of a picture in a record."""
     return f"{IMAGES_FOLDER}/{name}"
 
 

@@ -45,7 +45,6 @@ def write_pictures(record: Path, rank: int, pictures: Pictures) -> None:
 
 
 def is_there(path: Path, size_bytes: int) -> bool:
-    """Return whether the file exists with this size."""
     try:
         return path.stat().st_size == size_bytes
     except FileNotFoundError:
@@ -111,7 +110,6 @@ class SharedPictures:
         return inherited
 
     def purge(self, delay: int) -> None:
-        """Remove what was renamed before the last `delay` commits."""
         for name, when in list(self.removed.items()):
             if self.num_commits - when >= delay:
                 (self.folder / f"{name}{REMOVED}").unlink(missing_ok=True)

@@ -28,7 +28,6 @@ def rank_step(step: RecordedStep, rank: int) -> RankStep:
 
 
 def flat_batch(step: RecordedStep, name: str, entry: BatchEntry) -> FlatBatch:
-    """Read a safetensors file of a step as what it was written from."""
     arrays = step.tensors(name, entry)
     tensors = {}
     for key, tensor in entry.tensors.items():

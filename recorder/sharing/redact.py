@@ -137,7 +137,6 @@ def has_files(step: RankStep) -> bool:
 
 
 def without_secrets(step: RankStep, redactor: Redactor, decode: Decode | None) -> RankStep:
-    """Return a rank's step without what the rules exclude."""
     rules, batch = redactor.rules, step.batch
     if not rules.keeps_images:
         dropped = {IMAGE_DATA, *IMAGE_KEYS}
@@ -163,7 +162,6 @@ def masked_lines(data: bytes, redactor: Redactor) -> bytes:
 
 
 def masked_tokens(batch: FlatBatch, redactor: Redactor, decode: Decode) -> FlatBatch:
-    """Return a batch whose rows have `mask_token` in the place of secrets."""
     bounds = batch.tensors["cu_seqlens"].array.tolist()
     ids = batch.tensors["input_ids"].array.copy()
     for begin, end in pairwise(bounds):
@@ -195,13 +193,11 @@ def hidden_tokens(ids: list[int], redactor: Redactor, decode: Decode) -> Iterato
 
 
 def tokens_between(ends: Sequence[int], begin: int, end: int) -> range:
-    """Return the tokens that have a character of a span of the text."""
     first, last = np.searchsorted(ends, begin, side="right"), np.searchsorted(ends, end, side="left")
     return range(int(first), min(int(last) + 1, len(ends)))
 
 
 def masked_spans(text: str, masked: str) -> list[tuple[int, int]]:
-    """Return where the masks of a masked text are in the text itself."""
     first, *pieces = masked.split(MASK)
     spans, at = [], len(first)
     for number, piece in enumerate(pieces):
@@ -214,13 +210,11 @@ def masked_spans(text: str, masked: str) -> list[tuple[int, int]]:
 
 
 def with_tokens(batch: FlatBatch, ids: np.ndarray) -> FlatBatch:
-    """Return a batch with other tokens, in the narrowest type."""
     tokens = replace(batch.tensors["input_ids"], array=narrow(ids))
     return replace(batch, tensors=batch.tensors | {"input_ids": tokens})
 
 
 def changed_rows(before: RankStep, after: RankStep) -> int:
-    """Return how many rows have other tokens."""
     one, other = (step.batch.tensors["input_ids"].array for step in (before, after))
     bounds = before.batch.tensors["cu_seqlens"].array.tolist()
     return sum(bool((one[begin:end] != other[begin:end]).any()) for begin, end in pairwise(bounds))

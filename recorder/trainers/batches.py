@@ -160,7 +160,6 @@ def join_pictures(rows: Sequence[Sample]) -> dict[str, np.ndarray]:
 
 
 def join_pixels(rows: Sequence[Sample]) -> dict[str, np.ndarray]:
-    """Return the pixels of all rows one after another; nothing if no row has any."""
     known = [row.pixels for row in rows if row.pixels]
     if not known:
         return {}

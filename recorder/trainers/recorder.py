@@ -284,7 +284,6 @@ def gather_by_torch(num_ranks: int) -> Callable[[Any], list[Any]]:
 
 
 def script_folder() -> Path:
-    """Return the folder of the main script, else the working directory."""
     main = getattr(sys.modules.get("__main__"), "__file__", None)
     return Path(main).resolve().parent if main else Path.cwd()
 

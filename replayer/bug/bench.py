@@ -119,7 +119,6 @@ class SavedEngine:
 
 
 def live_tensors(engine: FSDPEngine) -> list[Tensor]:
-    """Return this rank's shards of the parameters, and the buffers."""
     engine.wake()
     fsdp_module(engine.model).reshard()
     parameters = [p.to_local() if isinstance(p, DTensor) else p for p in engine.model.parameters()]
@@ -166,7 +165,6 @@ class Bench:
         self.objective: PolicyObjective = replace(trainer.objective, stats=Stats())
 
     def all_rows(self) -> Rows:
-        """Return the rows of all ranks, in the order of their prompts."""
         lengths = sequence_lengths(self.batch).tolist()
         names = zip(self.batch["prompt_id"].tolist(), self.batch["sample_id"].tolist(), strict=True)
         fixed = placeholders_end(self.batch)
@@ -197,7 +195,6 @@ class Bench:
 
     @cached_property
     def rows_by_place(self) -> dict[tuple[int, int], Row]:
-        """The complete rows by rank and number."""
         return {(row.rank, row.row): row for row in self.rows}
 
     def restore(self) -> None:

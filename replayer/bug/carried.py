@@ -67,7 +67,6 @@ def read_cut(record: Record) -> Cut | None:
 
 
 def cut_manifest(record: Record) -> AnchorManifest | None:
-    """Return the list of files of the anchor of a cut record; None of another record."""
     anchors = record.anchors()
     if len(record.steps) != 1 or anchors != record.steps:
         return None
@@ -99,7 +98,6 @@ def use_carried_models(config: PPOConfig, record: Record) -> None:
 
 
 def is_carried(path: str) -> bool:
-    """Return whether the path of a model means one in the anchor."""
     return path.startswith(f"{MODELS}/")
 
 

@@ -127,7 +127,6 @@ def chosen_rows(bench: Bench, request: CutRequest) -> Rows:
 
 
 def recorded_numbers(record: Record, step: int) -> dict[str, float]:
-    """Return loss and gradient norm of a recorded step, as far as they are recorded."""
     if not record.header.recording.has_plans:
         return {}
     stats = record.step(step).outcome(0).stats
@@ -213,7 +212,6 @@ class Shrinking:
 
 
 def does_not_occur(symptom: Symptom, numbers: Numbers, keeps: bool) -> str:
-    """Return the sentence for a step without the symptom."""
     if numbers.error:
         return (
             f"the step ends with an error ({numbers.error}), so {symptom.text!r} is not true of it: "
@@ -263,7 +261,6 @@ def write_cut(
 
 
 def as_recorded(bench: Bench, rank: int) -> RankStep:
-    """Return a rank's data of the step, as it was recorded."""
     found = rank_step(bench.recorded, rank)
     return found if found.text is not None else with_text(found, bench.trainer)
 
@@ -306,12 +303,10 @@ def portable_header(
 
 
 def carried_identity(anchor: Path, path: str) -> dict[str, Any]:
-    """Return the identity of a carried model."""
     return {"path": path, "files": folder_identity(str(anchor / path))["files"]}
 
 
 def without_folders(value: Any) -> Any:
-    """Return options in which absolute paths are names alone."""
     if isinstance(value, dict):
         return {key: without_folders(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

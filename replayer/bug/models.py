@@ -93,7 +93,6 @@ def write_model(
 
 
 def write_tokenizer(tokenizer: PreTrainedTokenizerBase, source: str, folder: Path) -> None:
-    """Copy the files of a tokenizer, or write those of one that is in no folder here."""
     if not Path(source).is_dir():
         tokenizer.save_pretrained(folder)
         return
@@ -102,18 +101,15 @@ def write_tokenizer(tokenizer: PreTrainedTokenizerBase, source: str, folder: Pat
 
 
 def is_carried_file(path: Path) -> bool:
-    """Return whether a file of a model's folder may be in a cut record."""
     carried = path.is_file() and path.suffix in ALLOWED
     return carried and REFERENCES.get(path.name, "") is not None
 
 
 def is_of_model(path: Path) -> bool:
-    """Return whether a file has weights or options of a model, not those of a tokenizer."""
     return path.name.endswith(WEIGHTS) or path.name in ("config.json", "generation_config.json")
 
 
 def copy_files(files: list[Path], folder: Path) -> None:
-    """Copy files into a folder."""
     folder.mkdir(parents=True, exist_ok=True)
     for file in files:
         shutil.copyfile(file, folder / file.name)
@@ -131,5 +127,4 @@ def clean(file: Path) -> None:
 
 
 def engines_without_weights(trainer: PPOTrainer) -> list[str]:
-    """Return the engines whose weights are in a model's folder, and not in the checkpoint."""
     return ["actor"] if trainer.actor.adapter is None else []

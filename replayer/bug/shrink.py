@@ -70,11 +70,9 @@ class Shrinker:
         return self.best
 
     def fewest_rows(self) -> None:
-        """Remove rows."""
         minimise(self.best, lambda rows: bool(rows) and self.attempt(tuple(rows)))
 
     def fewest_tokens(self, number: int) -> None:
-        """Remove tokens of one row, those at its end first."""
         row = self.best[number]
         fixed, others = row.tokens[: row.fixed], row.tokens[row.fixed :]
 

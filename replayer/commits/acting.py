@@ -139,12 +139,10 @@ def files_acting(
 
 
 def folders_of(scripts: Sequence[str]) -> list[str]:
-    """Return the folders of scripts, from which Python imports their modules."""
     return [f"{folder}/" for script in scripts if str(folder := PurePosixPath(script).parent) != "."]
 
 
 def changed_python_files(repository: Path, good: str, bad: str) -> Iterator[tuple[str, int, int]]:
-    """Yield the Python files that differ, with the lines that were added and removed."""
     for line in git(repository, "diff", "--numstat", "--no-renames", "-z", good, bad, "--").split("\0"):
         if line:
             added, removed, path = line.split("\t", 2)
@@ -163,7 +161,6 @@ def changed_definitions(before: SourceFile, after: SourceFile) -> set[str]:
 
 
 def first_changed_line(repository: Path, good: str, bad: str, after: Sources, definition: Definition) -> int:
-    """Return the first changed line of code in a definition of the later commit."""
     path, name = definition
     nodes = after.file(path).definitions[name]
     # decorators precede the line of a definition
@@ -184,6 +181,5 @@ def first_changed_line(repository: Path, good: str, bad: str, after: Sources, de
 
 
 def docstring_lines(nodes: Sequence[ast.stmt]) -> set[int]:
-    """Return the lines of the docstrings in definitions."""
     texts = [inner for node in nodes for inner in ast.walk(node) if isinstance(inner, ast.Expr)]
     return {n for text in texts if is_docstring(text) for n in range(text.lineno, (text.end_lineno or 0) + 1)}

@@ -30,7 +30,6 @@ class Numbers:
         )
 
     def up_to(self, last: int) -> "Numbers":
-        """Return the same without later steps."""
         return Numbers({step: values for step, values in self.steps.items() if step <= last})
 
 

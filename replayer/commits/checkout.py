@@ -77,7 +77,6 @@ def private_folder() -> Iterator[Path]:
 
 
 def remove_unless_used(folder: Path) -> None:
-    """Remove a folder of this user whose process has ended."""
     try:
         handle = locked_folder(folder)
     except FolderInUse:

@@ -51,7 +51,6 @@ class Call:
 
 
 def first_tensor(value: Any) -> "Tensor | None":
-    """Return the first tensor in a module's arguments or result, which may be nested."""
     import torch  # not at the top: commands import this file
 
     if isinstance(value, torch.Tensor):

@@ -41,7 +41,6 @@ def main(task: dict[str, Any]) -> None:
 
 
 def load_beside(name: str) -> Any:
-    """Import a file beside this one, which is of another commit than the packages."""
     spec = spec_from_file_location(f"on_commit_{name}", Path(__file__).with_name(f"{name}.py"))
     assert spec is not None
     assert spec.loader is not None

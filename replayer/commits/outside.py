@@ -75,7 +75,6 @@ def code_of(header: RecordHeader) -> Mapping[str, Any]:
 
 
 def commit_differences(left: Mapping[str, Any], right: Mapping[str, Any]) -> Iterator[CodeDifference]:
-    """Yield another commit, and each file with other uncommitted changes."""
     commit, other = left.get("commit"), right.get("commit")
     if commit is None or other is None:
         return
@@ -105,7 +104,6 @@ def script_differences(left: Mapping[str, Any], right: Mapping[str, Any]) -> Ite
 
 
 def version_differences(left: Mapping[str, Any], right: Mapping[str, Any]) -> Iterator[CodeDifference]:
-    """Yield libraries of other versions."""
     for name in sorted(left.keys() & right.keys()):
         if left[name] != right[name]:
             yield CodeDifference("library", f"{name} {left[name]} in A, {right[name]} in B")
@@ -124,7 +122,6 @@ def library_differences(left: Mapping[str, Any], right: Mapping[str, Any]) -> It
 
 
 def variable_differences(left: Mapping[str, Any], right: Mapping[str, Any]) -> Iterator[CodeDifference]:
-    """Yield environment variables with other values."""
     known = left.keys() & right.keys() | set(VARIABLES)
     for name in sorted(known):
         values = left.get(name), right.get(name)

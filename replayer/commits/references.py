@@ -70,14 +70,12 @@ def parse_source(path: str, text: str) -> SourceFile:
 
 
 def with_body(node: ast.stmt, body: list[ast.stmt]) -> ast.stmt:
-    """Return a copy of a statement with another body."""
     changed: Any = copy.copy(node)
     changed.body = body or [ast.Pass()]
     return changed
 
 
 def names_assigned(node: ast.Assign | ast.AnnAssign) -> list[str]:
-    """Return the names that a statement binds."""
     targets = node.targets if isinstance(node, ast.Assign) else [node.target]
     return [name.id for target in targets for name in ast.walk(target) if isinstance(name, ast.Name)]
 
@@ -174,7 +172,6 @@ class Sources:
         return [(path, "")]
 
     def files_imported(self, source: SourceFile) -> set[str]:
-        """Return the files that a file imports, and itself."""
         found = {path for target in source.imported.values() for path, _ in self.resolve(*target)}
         return {*found, source.path}
 
@@ -200,7 +197,6 @@ class Sources:
         return {*found, (path, "")} - {definition}
 
     def definitions(self, definition: Definition) -> dict[str, list[ast.stmt]]:
-        """Return all definitions of the file of one."""
         return self.file(definition[0]).definitions
 
     def distances(self, entries: Iterable[str], stops: Iterable[str] = ()) -> dict[Definition, int]:
@@ -233,7 +229,6 @@ class Sources:
 
 
 def called_unseen(method: str) -> bool:
-    """Return whether Python or torch calls a method of this name without naming it."""
     return method in CALLED_BY_TORCH or (method.startswith("__") and method.endswith("__"))
 
 

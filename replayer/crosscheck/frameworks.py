@@ -69,7 +69,6 @@ def imported(module: str) -> Any:
 
 @contextmanager
 def in_float64() -> Any:
-    """Run a framework's code in float64, and report what it lacks as CannotRun."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
@@ -158,7 +157,6 @@ class Trl(Framework):
 
 
 def equal_groups(rows: StepRows) -> tuple[np.ndarray, int]:
-    """Return the rows, one group after the other, and the size of all groups."""
     counts = np.bincount(rows.groups)
     if len(set(counts.tolist())) != 1 or counts[0] < 2:
         raise CannotRun(

@@ -76,14 +76,12 @@ def observations_of(rows: StepRows) -> list[Observation]:
 def statistic(
     rows: StepRows, stage: str, name: str, how: str, values: Callable[[Options], Bounded]
 ) -> Observation:
-    """Compare a recorded statistic with that of recomputed values."""
     return Observation(
         stage, name, np.asarray(rows.stats[name]), lambda options: reduced(values(options), how)
     )
 
 
 def own_rewards(rows: StepRows) -> Bounded:
-    """Return the recorded rewards."""
     return Bounded(rows.rewards, np.zeros(len(rows.rewards)))
 
 
@@ -95,7 +93,6 @@ def terminal(rows: StepRows, options: Options) -> Bounded:
 
 
 def mask_observations(rows: StepRows) -> list[Observation]:
-    """Compare the tokens that have an advantage, and their number, with the loss mask."""
     found = []
     if f"{OURS}n_valid_tokens" in rows.stats:
         count = np.asarray(rows.stats[f"{OURS}n_valid_tokens"])
@@ -120,7 +117,6 @@ def where_counted(rows: StepRows, values: Floats) -> Floats:
 
 
 def exactly(values: object) -> Bounded:
-    """Return values without rounding."""
     exact = np.asarray(values, np.float64)
     return Bounded(exact, np.zeros(exact.shape))
 

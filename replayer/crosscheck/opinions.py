@@ -187,7 +187,6 @@ class Comparison:
         self.differs(stage, wrong[0].name, found, **where(self.rows, *wrong))
 
     def why_not(self, stage: str, observed: list[Observation]) -> str | None:
-        """Return why a stage before the loss cannot be checked, if so."""
         rows, options = self.rows, self.base
         if self.framework is not None and stage in ("rewards", "mask", "kl"):
             return "the twin checks it: it has no code of its own for the record's values"
@@ -255,7 +254,6 @@ class Comparison:
             self.explained = replace(self.explained, **changed)
 
     def compare_loss(self) -> None:
-        """Compare the loss of each optimizer step whose inputs are known."""
         self.updates, reasons = self.known_updates()
         compared = [update for update in self.updates if update.loss is not None]
         if not compared:
@@ -296,7 +294,6 @@ class Comparison:
         )
 
     def known_updates(self) -> tuple[list[Update], list[str]]:
-        """Return the optimizer steps whose inputs are known, and why others are not."""
         rows, options = self.rows, self.base
         if reason := self.configured.unchecked.get("loss"):
             return [], [reason]
@@ -355,12 +352,10 @@ class Comparison:
         return replace(found, value=value, gradient=gradient)
 
     def twin_loss(self, update: Update, options: Options) -> Loss:
-        """Compute the loss of an optimizer step with the twin."""
         options = options if update.with_kl else replace(options, kl_coef=0.0)
         return loss_of(self.inputs(update, options), options)
 
     def moved_rows(self, update: Update, found: Loss, changed: tuple[Change, ...]) -> dict[str, Any]:
-        """Return the rows whose share of the loss an explanation changes; without one, all rows."""
         moved = np.ones(len(update.rows), bool)
         if changed:
             shares = self.twin_loss(
@@ -375,7 +370,6 @@ class Comparison:
         }
 
     def compare_gradient(self) -> None:
-        """Compare the gradient norm of each optimizer step whose loss could be recomputed."""
         compared = [update for update in self.updates if update.grad_norm is not None]
         loss = next(one for one in self.found if one.stage == "loss")
         if self.model is None or not compared or loss.verdict == "not checked":
@@ -410,8 +404,6 @@ class Comparison:
         return (min(norm, options.max_norm) if options.norm == "after" else norm), noise
 
     def misfit_of_norm(self, update: Update, own: Loss) -> Callable[[Options], float]:
-        """Return the misfit of a gradient norm, of options that leave the loss explained."""
-
         def misfit(options: Options) -> float:
             loss = self.twin_loss(update, options)
             same = options.norm == "before" and bool((loss.gradient == own.gradient).all())
@@ -423,14 +415,12 @@ class Comparison:
 
 
 def loss_misfit(update: Update, found: Loss) -> float:
-    """Divide the difference of a recorded and a recomputed loss by what rounding allows."""
     assert update.loss is not None
     misfit = abs(update.loss - found.value) / (found.error + 4 * UNIT * abs(update.loss) + SMALLEST)
     return inf if isnan(misfit) else misfit
 
 
 def norm_misfit(update: Update, norm: float, noise: float) -> float:
-    """Divide the difference of two gradient norms by the noise of float32."""
     assert update.grad_norm is not None
     misfit = abs(update.grad_norm - norm) / (noise + SMALLEST)
     return inf if isnan(misfit) else misfit
@@ -479,6 +469,5 @@ def row_difference(
     recorded: float | None = None,
     recomputed: float | None = None,
 ) -> RowDifference:
-    """Describe a row of the step."""
     rank, number, prompt_id, sample_id = rows.place[row].tolist()
     return RowDifference(rank, number, prompt_id, sample_id, token, recorded, recomputed)

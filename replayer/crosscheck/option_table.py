@@ -81,7 +81,6 @@ class Explanation:
 
 
 def single_changes(base: Options, stages: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """List every other value of every option of some stages."""
     for name, values in TABLE.items():
         if STAGE_OF[name] in stages:
             yield from ({name: value} for value in values if value != getattr(base, name))

@@ -148,7 +148,6 @@ def read_rows(record: Record, step: int | None) -> StepRows:
 
 
 def origin_of(record: Record, step: int, version: int) -> Origin:
-    """Return what the record says about a step's run; `version` is that of the weights after it."""
     header = record.header
     starts = version == 1 and step == record.steps[0] and not record.anchors()
     path = header.model["path"]
@@ -156,7 +155,6 @@ def origin_of(record: Record, step: int, version: int) -> Origin:
 
 
 def to_json(rows: StepRows) -> dict[str, Any]:
-    """Return the rows in JSON types; `from_json` reads them."""
     document = {field.name: getattr(rows, field.name) for field in fields(rows)}
     arrays = {name: array_json(value) for name, value in document.items() if isinstance(value, np.ndarray)}
     return (
@@ -234,7 +232,6 @@ def updates_of(
     row: npt.NDArray[Any],
     stats: dict[str, float],
 ) -> tuple[Update, ...]:
-    """Return the optimizer steps that the plan names, or the only one, of all rows."""
     try:
         plans = [recorded.plan(number).details for number in range(recorded.manifest.num_ranks)]
     except StepNotRecorded:

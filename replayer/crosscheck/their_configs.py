@@ -71,7 +71,6 @@ def options_of(origin: Origin) -> Configured:
 
 
 def of_ours(config: Mapping[str, Any]) -> Configured:
-    """Read the `actor` section of our own trainer's configuration."""
     actor = config["actor"]
     unchecked = {}
     for name in ("use_sapo_loss", "rejection_sampling", "m2_threshold", "entropy_coef"):
@@ -127,7 +126,6 @@ def norm(section: Mapping[str, Any] | None) -> dict[str, Any]:
 
 
 def overlong(actor: Mapping[str, Any]) -> tuple[int, int, float] | None:
-    """Read the penalty of overlong completions."""
     if not actor["overlong_reward_penalty"]:
         return None
     return actor["max_new_tokens"], actor["overlong_tokens"], actor["overlong_penalty_factor"]

@@ -116,7 +116,6 @@ def token_losses(given: LossInputs, options: Options) -> tuple[Tensor, Tensor, T
 
 
 def kl_terms(difference: Tensor, estimator: str) -> Tensor:
-    """Estimate the KL per token, with its gradient, from log pi - log pi_ref."""
     if estimator == "k1":
         return difference
     if estimator == "abs":

@@ -20,7 +20,6 @@ def causal_tensor(differences: tuple[StageDifference, ...]) -> StageDifference:
 
 
 def order_of(difference: StageDifference) -> int:
-    """Return the position of a difference among those of its stage; equal ones keep their order."""
     if difference.stage in ("batch", "logprobs", "advantages"):  # listed in the order of computation
         return 0
     return next(number for number, fact in enumerate(FACTS) if re.match(fact, difference.name))

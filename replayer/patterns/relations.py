@@ -74,7 +74,6 @@ def shifted(pairs: Pairs, rows: Sequence[RowPair]) -> Pattern | None:
 
 
 def as_one_row(pairs: Pairs) -> RowPair:
-    """Return the values per row of all rows as one row."""
     left, right, known, differs = (
         np.concatenate([getattr(row, name) for row in pairs.rows])
         for name in ("left", "right", "known", "differs")
@@ -140,12 +139,10 @@ def differing(rows: Sequence[RowPair]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def has_same_lengths(rows: Sequence[RowPair]) -> bool:
-    """Return whether every row is as long in A as in B."""
     return all(len(row.left) == len(row.right) for row in rows)
 
 
 def distinct_sizes(values: np.ndarray, tolerance: float) -> int:
-    """Count values that are further apart than a relative tolerance."""
     ordered = np.sort(values)
     gaps = np.diff(ordered) > tolerance * np.maximum(np.abs(ordered[1:]), np.abs(ordered[:-1]))
     return int(gaps.sum()) + 1 if len(ordered) else 0
@@ -246,7 +243,6 @@ def permuted(pairs: Pairs, rows: Sequence[RowPair]) -> Pattern | None:
 
 
 def exchanged_values(pairs: Pairs) -> Pattern | None:
-    """Recognise a value per row that belongs to another row."""
     whole = as_one_row(pairs)
     left = whole.left[whole.differs]
     if len(left) <= MIN_DISTINCT or len(np.unique(left)) < MIN_DISTINCT or not whole.known.all():
@@ -294,7 +290,6 @@ def other_support(rows: Sequence[RowPair]) -> Pattern | None:
 
 
 def shift_of_support(rows: Sequence[RowPair]) -> int | None:
-    """Return by how many tokens B's values that are not 0 are later than A's in every row."""
     starts = [(np.flatnonzero(row.left), np.flatnonzero(row.right)) for row in rows]
     shifts = {
         int(b[0] - a[0]) if len(a) and len(a) == len(b) and (b - b[0] == a - a[0]).all() else 0
@@ -366,7 +361,6 @@ def other_prompts(pairs: Pairs) -> Pattern:
 
 
 def other_values(rows: Sequence[RowPair]) -> Pattern | None:
-    """Recognise tokens that are others from the first one that differs."""
     compared, other = 0, 0
     for row in rows:
         first = int(np.flatnonzero(row.differs)[0]) if row.differs.any() else len(row.differs)

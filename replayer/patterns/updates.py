@@ -57,7 +57,6 @@ def numbers_of(here: Sequence[Outcome], there: Sequence[Outcome], minibatch: int
 
 
 def in_minibatch(outcome: Outcome, minibatch: int | None) -> list[MicroBatch]:
-    """Return the micro-batches of a minibatch, in order."""
     return [one for one in outcome.micro_batches if one.minibatch == minibatch]
 
 

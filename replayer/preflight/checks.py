@@ -82,7 +82,6 @@ def mode(wanted: bool, on: bool) -> PreflightFinding:
 
 
 def warn_only(on: bool) -> PreflightFinding:
-    """Reject `use_deterministic_algorithms(True, warn_only=True)`: attention would only warn."""
     if on:
         return PreflightFinding(
             "warn_only", "problem", "algorithms only warn", "remove warn_only=True from your script"

@@ -76,7 +76,6 @@ def shortened(node: ast.AST) -> str:
 
 
 def set_names(own: list[ast.AST]) -> set[str]:
-    """Return the names that hold a set wherever they are assigned in a scope."""
     sets_of: set[str] = set()
     others: set[str] = set()
     for _ in range(2):  # names by way of names
@@ -112,12 +111,10 @@ def is_set(node: ast.AST, names: set[str]) -> bool:
 
 
 def is_keys(node: ast.AST) -> bool:
-    """Return whether an expression is `x.keys()`, whose differences and unions are sets."""
     return isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "keys"
 
 
 def is_order_free(source: Source, node: ast.AST) -> bool:
-    """Return whether what is made of a sequence does not depend on its order."""
     for above in source.above(node):
         if isinstance(above, ast.Call):
             last = source.name_of(above).rpartition(".")[2] or getattr(above.func, "attr", "")
@@ -140,7 +137,6 @@ def has_one_target(assigned: ast.Assign) -> bool:
 
 
 def is_sorted_later(source: Source, assigned: ast.Assign) -> bool:
-    """Return whether the assigned name is sorted, counted or the like in its function."""
     names = {ast.unparse(target) for target in assigned.targets}
     for node in source.scopes[source.function_of(assigned)]:
         match node:
@@ -154,7 +150,6 @@ def is_sorted_later(source: Source, assigned: ast.Assign) -> bool:
 
 
 def has_order_free_body(loop: ast.For | ast.AsyncFor) -> bool:
-    """Return whether a loop only fills sets and dicts, checks, or acts on each member alone."""
     return all(is_order_free_statement(statement) for statement in loop.body)
 
 
@@ -176,7 +171,6 @@ def is_order_free_statement(statement: ast.stmt) -> bool:
 
 
 def acts_alone(node: ast.expr) -> bool:
-    """Return whether an expression calls a method that collects nothing, as `path.unlink()`."""
     if isinstance(node, ast.IfExp):
         return acts_alone(node.body) and acts_alone(node.orelse)
     call = node.value if isinstance(node, ast.Await) else node
@@ -222,7 +216,6 @@ def completions(source: Source) -> Iterator[Hit]:
 
 
 def shared_lists(source: Source) -> Iterator[Hit]:
-    """Find functions of threads that append to a list from outside."""
     functions = {node.name: node for node in source.nodes if isinstance(node, ast.FunctionDef)}
     for call in source.calls:
         if source.name_of(call) != "threading.Thread":

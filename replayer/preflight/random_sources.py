@@ -81,7 +81,6 @@ class Seeded:
 
 
 def seeded_libraries(source: Source) -> Seeded:
-    """Return the libraries that a file seeds with a value."""
     found: set[str] = set()
     for call in source.calls:
         name = source.name_of(call)
@@ -119,7 +118,6 @@ def random_numbers(source: Source, seeded: Seeded) -> Iterator[Hit]:
 
 
 def use_seeded(name: str) -> str:
-    """Return the advice for a function that draws."""
     if name.startswith("torch."):
         return "pass generator=torch.Generator().manual_seed(...)"
     if name.startswith("numpy."):
@@ -134,7 +132,6 @@ def is_unseeded(call: ast.Call) -> bool:
 
 
 def global_generator(name: str, call: ast.Call) -> str | None:
-    """Return the library whose global generator a call draws from; None for another call."""
     head, _, last = name.rpartition(".")
     if head == "random" and last in RANDOM:
         return "random"
@@ -146,7 +143,6 @@ def global_generator(name: str, call: ast.Call) -> str | None:
 
 
 def worker_functions(source: Source) -> set[str]:
-    """Return the functions of a file that other threads or processes run."""
     found: set[str] = set()
     for call in source.calls:
         is_method = isinstance(call.func, ast.Attribute) and call.func.attr in IN_WORKERS
@@ -181,13 +177,11 @@ def values_in_data(source: Source) -> Iterator[Hit]:
 
 
 def is_origin(source: Source, call: ast.Call) -> bool:
-    """Return whether a call returns another value in every run."""
     name = source.name_of(call)
     return name in CLOCKS or name in NAMES
 
 
 def tainted_names(own: Sequence[ast.AST], origins: dict[ast.Call, str]) -> dict[str, ast.Call]:
-    """Return the names that hold a value of an origin, directly or by way of other names."""
     tainted: dict[str, ast.Call] = {}
     while True:
         size = len(tainted)
@@ -212,7 +206,6 @@ def tainted_names(own: Sequence[ast.AST], origins: dict[ast.Call, str]) -> dict[
 
 
 def origin_in(value: ast.AST, origins: dict[ast.Call, str], tainted: dict[str, ast.Call]) -> ast.Call | None:
-    """Return the origin whose value an expression computes with; None for none."""
     for node in ast.walk(value):
         if isinstance(node, ast.Call) and node in origins:
             return node
@@ -254,6 +247,5 @@ def sinks(source: Source, scope: ast.AST, node: ast.AST) -> Iterator[tuple[ast.A
 
 
 def computes_data(source: Source, scope: ast.AST) -> bool:
-    """Return whether a function returns a reward, or an episode that the config names."""
     name = getattr(scope, "name", "")
     return "reward" in name or name.startswith("score") or (source.is_data and not name.startswith("_"))

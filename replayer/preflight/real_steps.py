@@ -71,7 +71,6 @@ def run_steps(config: PPOConfig, num_steps: int = 1, keep: Sequence[str] = ()) -
 
 
 def process_of(trainer: PPOTrainer) -> Process:
-    """Describe this rank's process."""
     options = trainer.actor.model.config.to_dict()
     return Process(
         rank=trainer.ranks.rank,
@@ -89,7 +88,6 @@ def process_of(trainer: PPOTrainer) -> Process:
 
 
 def local_array(tensor: torch.Tensor) -> np.ndarray:
-    """Return a copy of this rank's shard of a tensor, float32."""
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     return local.detach().float().cpu().numpy().copy()
 

@@ -111,7 +111,6 @@ def measure_noise(first: Path, second: Path) -> tuple[ParameterNoise, ...]:
 
 
 def read_values(folder: Path) -> dict[str, list[np.ndarray]]:
-    """Read each kept array, one shard per rank."""
     values: dict[str, list[np.ndarray]] = {}
     for file in sorted(folder.glob("values-*.safetensors")):
         for name, array in load_file(file).items():
@@ -122,7 +121,6 @@ def read_values(folder: Path) -> dict[str, list[np.ndarray]]:
 def parameter_noise(
     name: str, left: dict[str, list[np.ndarray]], right: dict[str, list[np.ndarray]]
 ) -> ParameterNoise:
-    """Return the noise of one parameter."""
     weights = absolute_difference(left[f"weights:{name}"], right[f"weights:{name}"])
     gradients = absolute_difference(left[f"gradients:{name}"], right[f"gradients:{name}"])
     largest = max((float(np.abs(shard).max(initial=0)) for shard in left[f"gradients:{name}"]), default=0.0)

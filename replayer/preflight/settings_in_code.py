@@ -33,5 +33,4 @@ def settings_in_code(source: Source) -> Iterator[Hit]:
 
 
 def is_constant(node: ast.AST, value: bool) -> bool:
-    """Return whether an expression is the constant."""
     return isinstance(node, ast.Constant) and node.value is value

@@ -133,7 +133,6 @@ class Source:
             yield node
 
     def function_of(self, node: ast.AST) -> ast.AST:
-        """Return the function around a node, or the module."""
         kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Module)
         return next(above for above in self.above(node) if isinstance(above, kinds))
 
@@ -211,7 +210,6 @@ def read_source(path: Path, is_data: bool = False) -> Source | None:
 
 
 def strings_of(options: Any, name: str = "") -> Iterator[tuple[str | None, str]]:
-    """Yield (option, value) of all texts of a config."""
     if isinstance(options, Mapping):
         for key, value in options.items():
             yield from strings_of(value, str(key))
@@ -220,7 +218,6 @@ def strings_of(options: Any, name: str = "") -> Iterator[tuple[str | None, str]]
 
 
 def constants_of(source: Source) -> Iterator[str]:
-    """Yield the texts in a file that may name a function."""
     for node in source.nodes:
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and "\n" not in node.value:
             yield node.value
@@ -241,7 +238,6 @@ def named_files(
 
 
 def imported_modules(source: Source) -> Iterator[str]:
-    """Yield the modules that a file imports anywhere, packages around them included."""
     package = package_of(source.path)
     for node in source.nodes:
         names: list[str] = []
@@ -256,7 +252,6 @@ def imported_modules(source: Source) -> Iterator[str]:
 
 
 def package_of(path: Path) -> list[str]:
-    """Return the names of the packages around a file, by the `__init__.py` above it."""
     names: list[str] = []
     folder = path.parent
     while (folder / "__init__.py").is_file():

@@ -115,7 +115,6 @@ def render_reply(interactions: Sequence[Interaction], tokenizer: PreTrainedToken
 
 
 def content_blocks(message: Message) -> list[dict[str, Any]]:
-    """Return the content of a message as blocks: thinking, text, tool uses."""
     blocks: list[dict[str, Any]] = []
     if message.reasoning:
         blocks.append({"type": "thinking", "thinking": message.reasoning, "signature": ""})
@@ -155,7 +154,6 @@ def render_stream(interactions: Sequence[Interaction], tokenizer: PreTrainedToke
 
 
 def opening_and_delta(block: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return a block without its content, and that content as a delta."""
     match block["type"]:
         case "tool_use":
             delta = {"type": "input_json_delta", "partial_json": dump(block["input"])}
@@ -165,6 +163,5 @@ def opening_and_delta(block: dict[str, Any]) -> tuple[dict[str, Any], dict[str, 
 
 
 def render_error(status: int, code: str, message: str) -> dict[str, Any]:
-    """Return an error in Anthropic's form."""
     kind = ERROR_KINDS.get(status, "api_error" if status >= 500 else code)
     return {"type": "error", "error": {"type": kind, "message": message}}

@@ -127,7 +127,6 @@ def sampling_fields(fields: dict[str, Any], *length_names: str) -> dict[str, Any
 
 
 def stop_texts(fields: dict[str, Any]) -> list[str]:
-    """Return `stop` or `stop_sequences` as a list. Raises BadRequest."""
     name = "stop_sequences" if "stop_sequences" in fields else "stop"
     given = fields.get(name)
     texts = take(fields, name, list, []) if isinstance(given, list) else [take(fields, name, str, "")]
@@ -212,6 +211,5 @@ def forced_functions(
 
 
 def sse(event: dict[str, Any] | str, name: str = "") -> bytes:
-    """Return one server-sent event."""
     data = event if isinstance(event, str) else json.dumps(event, ensure_ascii=False)
     return f"{f'event: {name}' + chr(10) if name else ''}data: {data}\n\n".encode()

@@ -191,7 +191,6 @@ def envelope(interaction: Interaction, kind: str) -> dict[str, Any]:
 
 
 def tool_call_json(call: ToolCall) -> dict[str, Any]:
-    """Return a tool call in OpenAI's form."""
     return {
         "id": call.id,
         "type": "function",
@@ -207,7 +206,6 @@ def finish_reason(interaction: Interaction) -> str:
 
 
 def token_logprobs(interaction: Interaction, tokenizer: PreTrainedTokenizerBase) -> list[dict[str, Any]]:
-    """Return one entry per sampled token, with its behaviour logprob."""
     response = interaction.response
     return [
         {"token": tokenizer.decode([token]), "logprob": logprob, "bytes": None, "top_logprobs": []}

@@ -63,7 +63,6 @@ def render_reply(interactions: Sequence[Interaction], tokenizer: PreTrainedToken
 
 
 def choice_json(index: int, interaction: Interaction, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-    """Return one choice, after its prompt if the client requested `echo`."""
     prompt: Any = tokenizer.decode(interaction.response.input_tokens) if interaction.call.echo else ""
     return {
         "index": index,
@@ -75,7 +74,6 @@ def choice_json(index: int, interaction: Interaction, tokenizer: PreTrainedToken
 
 
 def logprobs_json(interaction: Interaction, tokenizer: PreTrainedTokenizerBase, start: int) -> dict[str, Any]:
-    """Return the sampled tokens, their log-probs, and where the text of each begins."""
     tokens: list[str] = [tokenizer.decode([token]) for token in interaction.response.output_tokens]  # type: ignore[misc]
     offsets = list(accumulate(map(len, tokens[:-1]), initial=start))
     logprobs = interaction.response.output_logprobs

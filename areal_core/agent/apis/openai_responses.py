@@ -84,7 +84,6 @@ def parse_item(item: dict[str, Any]) -> Message:
 
 
 def join_turns(messages: Sequence[Message]) -> tuple[Message, ...]:
-    """Join the reasoning, text and function calls of a turn, which are separate items."""
     joined: list[Message] = []
     for message in messages:
         last = joined[-1] if joined else None

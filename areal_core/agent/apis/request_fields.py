@@ -33,7 +33,6 @@ Table = Mapping[str, Rule]
 
 
 def honoured(*names: str, why: str = "") -> Table:
-    """Return rows of fields that the proxy honours."""
     return dict.fromkeys(names, Rule("honoured", why))
 
 

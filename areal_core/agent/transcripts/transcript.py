@@ -147,7 +147,6 @@ def encode(facts: Mapping[str, Any]) -> bytes:
 
 
 def with_transcript(rows: Batch, line: bytes) -> Batch:
-    """Return the n rows of an episode with its transcript in the first."""
     sizes = torch.zeros(len(rows["input_ids"]), dtype=torch.int32)
     sizes[0] = len(line)
     data: Tensor = torch.frombuffer(bytearray(line), dtype=torch.uint8)
@@ -155,5 +154,4 @@ def with_transcript(rows: Batch, line: bytes) -> Batch:
 
 
 def without_transcripts(batch: Batch) -> Batch:
-    """Return the batch without the transcripts of its episodes."""
     return {key: tensor for key, tensor in batch.items() if key not in ("calls_bytes", "calls_data")}

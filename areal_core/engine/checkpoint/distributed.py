@@ -123,7 +123,6 @@ def take_snapshot(
 
 
 def make_partial(snapshot: Snapshot) -> CheckpointNotWritten | None:
-    """Make empty folders for the files of a snapshot; return why it cannot be written, or None."""
     try:
         shutil.rmtree(snapshot.partial, ignore_errors=True)
         for name in snapshot.pieces:
@@ -134,7 +133,6 @@ def make_partial(snapshot: Snapshot) -> CheckpointNotWritten | None:
 
 
 def not_written(snapshot: Snapshot, error: OSError) -> CheckpointNotWritten:
-    """Return the error of a checkpoint for that of its disk."""
     return CheckpointNotWritten(f"cannot write the checkpoint {snapshot.folder}: {sentence_of(error)}")
 
 
@@ -226,7 +224,6 @@ def load_checkpoint(folder: str | Path, engines: Engines, *, with_optimizer: boo
 
 
 def _check_files_on_all_ranks(folder: Path, checkpoint: Checkpoint, ranks: Ranks) -> None:
-    """Verify the files, divided among the ranks; an error is raised on all ranks; a collective."""
     files = sorted(checkpoint.files.items())[ranks.rank :: ranks.world_size]
     found = None
     try:

@@ -118,7 +118,6 @@ def _first_format(parsed: dict[str, Any]) -> Checkpoint:
 
 
 def write_checkpoint_file(folder: Path, checkpoint: Checkpoint) -> None:
-    """Write checkpoint.json, with fsync."""
     content = json.loads(json.dumps(asdict(checkpoint)))  # keys as they will be read
     document = {"format": CHECKPOINT_FORMAT, "crc32c": _checksum(content), "content": content}
     commit_file(folder / CHECKPOINT_FILE, json.dumps(document, indent=1).encode())

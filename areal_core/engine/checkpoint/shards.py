@@ -67,7 +67,6 @@ def local_pieces(tensors: Mapping[str, Tensor], rank: int, *, copy: bool) -> lis
 
 
 def _is_writer(tensor: Tensor, rank: int) -> bool:
-    """Return whether this rank writes its piece: of replicas, only the first rank's is written."""
     if not isinstance(tensor, DTensor):
         return rank == 0
     coordinates = mesh_coordinates(tensor)

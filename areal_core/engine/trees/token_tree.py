@@ -76,12 +76,10 @@ def build_tree(rows: list[Row]) -> TokenTree:
 
 
 def count_distinct(rows: list[Row]) -> int:
-    """Return the number of tokens of the rows' tree."""
     return sum(len(row) - shared for _, row, shared in sorted_with_shared(rows))
 
 
 def sorted_with_shared(rows: list[Row]) -> list[tuple[int, Row, int]]:
-    """Return (index, row, tokens that it begins with in common with the one before), sorted."""
     order = sorted(range(len(rows)), key=lambda index: (rows[index], index))
     pairs = zip([None, *order], order, strict=False)
     return [(i, rows[i], 0 if last is None else num_shared(rows[last], rows[i])) for last, i in pairs]

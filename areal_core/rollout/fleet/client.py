@@ -191,7 +191,6 @@ class FleetClient:
         return replace(response, output_logprobs=logprobs)
 
     async def _sample(self, req: ModelRequest) -> tuple[ModelResponse, Server]:
-        """Sample one completion; return the server of its end, too."""
         budget = req.num_new_tokens()
         tokens: list[int] = []
         logprobs: list[float] = []
@@ -422,7 +421,6 @@ class FleetClient:
         return chunk
 
     async def _note_failure(self, server: Server, error: Exception, count: int) -> None:
-        """Note a broken connection; `count` of this request on this server."""
         self.health.failed(server, type(error).__name__)
         self._last_failure = f"{type(error).__name__} ({error}) from server {server.describe()}"
         if isinstance(error, aiohttp.ClientConnectorError):
@@ -432,7 +430,6 @@ class FleetClient:
             self._reject(server, "no_reply", f"it broke a request off {count} times: {self._last_failure}")
 
     def _note_refusal(self, server: Server, error: RequestRefused, failed: Counter[Server]) -> None:
-        """Note an error status that is the server's fault. Raises it if no server is left."""
         self.health.failed(server, f"http_{error.status}")
         self._last_failure = str(error)
         if error.status == TOO_MANY_REQUESTS or error.retry_after_s is not None:
@@ -445,7 +442,6 @@ class FleetClient:
             self._reject(server, f"http_{error.status}", str(error))
 
     def _reject(self, server: Server, rule: str, example: str) -> None:
-        """Quarantine a server."""
         assert self._connections is not None
         self._last_failure = f"{server.address}: {example}"
         self.health.rejected(server, rule, example)
@@ -462,7 +458,6 @@ class FleetClient:
         await asyncio.sleep(self._retry_delay_s)
 
     def _is_current(self, chunk: Chunk, version: int) -> bool:
-        """Return whether no token is of an older version, as after a restart of the server."""
         if version == self._first_version:
             return True
         return all(v is not None and v >= version for v in chunk.versions)
@@ -489,7 +484,6 @@ class FleetClient:
         return self._first_version if number is None else number
 
     async def _wait_for_server(self) -> Server:
-        """Wait for a usable server. Raises `ServerDied`, at once if none can serve again."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + self._server_wait_s
         async with self._searching:  # one request searches for all
@@ -505,7 +499,6 @@ class FleetClient:
         )
 
     def _may_come(self) -> bool:
-        """Return whether no server serves now, and one may soon."""
         if self.router.servers or self._is_closed:
             return False
         return self._discovery.is_elastic or any(
@@ -513,7 +506,6 @@ class FleetClient:
         )
 
     def _begin_request(self) -> None:
-        """Make sure that connections and health tasks exist on the running event loop."""
         self._num_running += 1
         loop = asyncio.get_running_loop()
         if self._loop is not loop:
@@ -568,7 +560,6 @@ class FleetClient:
             self._connections.hang_up(server)
 
     async def _loads_weights(self, server: Server) -> bool:
-        """Return whether a server that did not report its version answers at all."""
         if self._wire.alive_path == self._wire.version_path:
             return False
         assert self._connections is not None
@@ -594,6 +585,5 @@ class FleetClient:
 
 
 def may_answer(record: ServerRecord) -> bool:
-    """Return whether a server serves, perhaps after a delay or a quarantine."""
     is_on_trial = record.state is State.QUARANTINED and record.num_quarantines <= MAX_TRIALS
     return is_on_trial or record.state is State.SERVING

@@ -74,7 +74,6 @@ class Connections:
 
 
 async def body_of(server: Server, path: str, reply: aiohttp.ClientResponse) -> bytes:
-    """Return the body of a 200 reply. Raises `RequestRefused` for another status."""
     body = await reply.read()
     if reply.status == 200:
         return body

@@ -83,7 +83,6 @@ class FolderNames:
             new.unlink(missing_ok=True)
 
     def _write_new(self, folder: Path, value: str) -> Path:
-        """Write a new file in `folder`, which other processes may delete while it is empty."""
         new = folder / f".{uuid.uuid4().hex}"
         for attempts_left in reversed(range(ATTEMPTS)):
             try:
@@ -172,7 +171,6 @@ def parts_of(name: str) -> list[str]:
 
 
 def servers_name(experiment: str, trial: str) -> str:
-    """Return the name below which a run's inference servers are registered."""
     return f"{getpass.getuser()}/{experiment}/{trial}/gen_servers"
 
 
@@ -184,7 +182,6 @@ def register_server(names: NameService, experiment: str, trial: str, address: st
 
 
 def discovered_servers(names: NameService, experiment: str, trial: str) -> Mapping[str, Server]:
-    """Return the registered servers of a run, by the name of their entry."""
     return {
         name: Server(value.strip()) for name, value in names.below(servers_name(experiment, trial)).items()
     }

@@ -212,7 +212,6 @@ class Health:
             self._set(record, state, reason)
 
     def _set(self, record: ServerRecord, state: State, reason: str) -> None:
-        """Change a state, and log it, once."""
         if record.state is state:
             return
         was, record.state, record.since = record.state, state, time.time()

@@ -56,7 +56,6 @@ def json_of(body: bytes | str) -> Any:
 
 
 def malformed(engine: str, route: str, error: Exception, body: bytes | str) -> MalformedReply:
-    """Return the error of a reply that cannot be parsed."""
     return MalformedReply(
         f"a {route} reply is not what {engine} sends ({error!r}); it begins {body[:SHOWN_BYTES]!r}"
     )
@@ -148,7 +147,6 @@ def experts_of(chunk: Chunk, asked: Asked) -> np.ndarray | None:
 
 
 def broken_rule(chunk: Chunk, asked: Asked) -> tuple[str, str] | None:
-    """Return the name of the first rule that the reply breaks, and the value seen."""
     tokens, logprobs = chunk.tokens, chunk.logprobs
     if chunk.rid != asked.rid:
         return "request_id", f"it answers {chunk.rid!r}, and {asked.rid!r} was asked"
@@ -176,5 +174,4 @@ def broken_rule(chunk: Chunk, asked: Asked) -> tuple[str, str] | None:
 
 
 def first_wrong(values: Sequence[float], is_wrong: Callable[[float], bool]) -> str:
-    """Return the first wrong value and its place."""
     return next(f"{value} at token {i}" for i, value in enumerate(values) if is_wrong(value))

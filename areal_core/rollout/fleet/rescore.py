@@ -103,7 +103,6 @@ class Rescorer:
 
 
 def has_other_distribution(req: ModelRequest) -> bool:
-    """Return whether sampled log-probs are not those of a prefill, at temperature 1."""
     sampling = req.sampling
     is_penalized = sampling.frequency_penalty != 0.0 or bool(sampling.server_only)
     return sampling.greedy or sampling.temperature != 1.0 or is_penalized

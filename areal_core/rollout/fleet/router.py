@@ -59,7 +59,6 @@ class Router:
         return home
 
     def _other_than(self, home: Server | None, servers: Sequence[Server]) -> Server:
-        """Return a random server; `home` only if there is no other."""
         place = self._random.randrange(len(servers))
         return servers[place] if servers[place] != home else servers[(place + 1) % len(servers)]
 

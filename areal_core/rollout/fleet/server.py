@@ -74,7 +74,6 @@ def servers_from_environment(environ: Mapping[str, str] = os.environ) -> list[Se
 
 
 def environment_of(servers: list[Server]) -> dict[str, str]:
-    """Return the variables from which `servers_from_environment` reads these servers."""
     logs = [str(server.log) for server in servers if server.log is not None]
     return {ADDRESSES_VARIABLE: ",".join(s.address for s in servers), LOGS_VARIABLE: ",".join(logs)}
 

@@ -140,7 +140,6 @@ class UpdateGroup:
 
 
 def open_sockets() -> set[tuple[int, str]]:
-    """Return the descriptors of all sockets of this process, each with its inode."""
     found = set()
     for name in os.listdir("/proc/self/fd"):
         with suppress(OSError):  # closed since

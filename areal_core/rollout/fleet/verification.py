@@ -126,7 +126,6 @@ class ExpectedWeights:
 
 
 def bytes_of(tensor: Tensor) -> Tensor:
-    """Return the tensor's bytes, uint8 [bytes], on its device."""
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
@@ -158,19 +157,16 @@ def words_hash(tensor: Tensor) -> str:
 
 
 def mixed_position(position: Tensor, multiplier: int, seed: int, rotation: int) -> Tensor:
-    """Hash 32-bit positions, int64 [n]."""
     rotated = ((position << rotation) | (position >> (32 - rotation))) & MASK_32
     return ((multiply_32(position, multiplier) + seed) & MASK_32) ^ rotated
 
 
 def tile_sums(words: Tensor, num_words: int) -> Tensor:
-    """Return mixed sums of tiles of 8,192 words, int64 [tiles]; `num_words` of the full tensor."""
     padded = torch.nn.functional.pad(words, (0, -len(words) % TILE_WORDS))
     return mix_32((padded.view(-1, TILE_WORDS).sum(1) & MASK_32) ^ (num_words * 4 & MASK_32))
 
 
 def mix_32(x: Tensor) -> Tensor:
-    """Apply MurmurHash3's 32-bit finaliser to int64 values below 2**32."""
     x = multiply_32(x ^ (x >> 16), 0x85EBCA6B)
     x = multiply_32(x ^ (x >> 13), 0xC2B2AE35)
     return x ^ (x >> 16)
@@ -187,7 +183,6 @@ def multiply_32(x: Tensor, factor: int) -> Tensor:
 
 
 def mix_64(x: int) -> int:
-    """Apply the finaliser of SplitMix64."""
     x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & MASK_64
     x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & MASK_64
     return x ^ (x >> 31)
@@ -268,6 +263,5 @@ def describe(name: str) -> str:
 
 
 def join_names(names: list[str]) -> str:
-    """Return the number of tensors and the first few names."""
     rest = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
     return f"{len(names)} tensor{'s' * (len(names) > 1)}, {', '.join(names[:MAX_NAMED])}{rest}"

@@ -392,7 +392,6 @@ class AdapterUpdate:
         self._last, self._sent = name, {name, self._last}
 
     def _load(self, pool: ServerPool, name: str, folder: Path) -> set[str]:
-        """Load the folder as `name` on every server; return the names of all loaded adapters."""
         load = pool.wire.load_adapter(name, folder)
         try:
             replies = pool.post(load, needs_all=True)
@@ -410,7 +409,6 @@ class AdapterUpdate:
         return set().union(*loaded)
 
     def _unload(self, pool: ServerPool, names: Iterable[str]) -> None:
-        """Unload the adapters of this run among `names`; a server without one is fine."""
         for name in names:
             if name.startswith(adapter_name(self.name, "")):
                 with suppress(RequestRefused):

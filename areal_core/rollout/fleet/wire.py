@@ -56,21 +56,15 @@ class Wire(Protocol):
         """
         ...
 
-    def adapter_fields(self, adapter: str) -> dict[str, Any]:
-        """Return the fields that make a request use an adapter."""
-        ...
+    def adapter_fields(self, adapter: str) -> dict[str, Any]: ...
 
-    def experts_fields(self, start: int) -> dict[str, Any]:
-        """Return the fields that ask for the experts of all tokens from `start` but the last."""
-        ...
+    def experts_fields(self, start: int) -> dict[str, Any]: ...
 
     def parse_generate(self, body: bytes) -> Chunk:
         """Parse a reply. Raises `MalformedReply`."""
         ...
 
-    def score_payload(self, input_ids: list[int], num_prompt: int, rid: str) -> dict[str, Any]:
-        """Return the JSON of a request of the log-probs of all ids after the first `num_prompt`."""
-        ...
+    def score_payload(self, input_ids: list[int], num_prompt: int, rid: str) -> dict[str, Any]: ...
 
     def parse_score(self, body: bytes, expected: list[int]) -> Scored:
         """Parse its reply. Raises `MalformedReply` if they belong to other ids than `expected`."""
@@ -120,9 +114,7 @@ class Wire(Protocol):
 
     def join_group(
         self, host: str, port: int, rank_offset: int, world_size: int, backend: str, group: str
-    ) -> Call:
-        """Join the process group of the trainer's rank 0."""
-        ...
+    ) -> Call: ...
 
     def receive(
         self,
@@ -147,17 +139,11 @@ class Wire(Protocol):
         """Parse a reply to `checksums`. Raises `MalformedReply`."""
         ...
 
-    def load_adapter(self, name: str, folder: Path) -> Call:
-        """Load a LoRA adapter beside the others."""
-        ...
+    def load_adapter(self, name: str, folder: Path) -> Call: ...
 
-    def parse_loaded(self, body: str) -> set[str]:
-        """Return the names of all loaded adapters from a reply to `load_adapter`."""
-        ...
+    def parse_loaded(self, body: str) -> set[str]: ...
 
-    def unload_adapter(self, name: str) -> Call:
-        """Unload a LoRA adapter."""
-        ...
+    def unload_adapter(self, name: str) -> Call: ...
 
     def set_version(self, version: int) -> Call:
         """Set the version of the weights without loading any."""

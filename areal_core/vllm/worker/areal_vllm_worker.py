@@ -90,7 +90,6 @@ class GroupTransfer(WeightTransferEngine[GroupInfo, BucketInfo]):  # type: ignor
         self._group = group
 
     def start_weight_update(self) -> None:
-        """Prepare the model's parameters for tensors under the names of a checkpoint."""
         forget_interrupted_load(self.model)
         initialize_layerwise_reload(self.model)
 
@@ -110,7 +109,6 @@ class GroupTransfer(WeightTransferEngine[GroupInfo, BucketInfo]):  # type: ignor
             raise
 
     def finish_weight_update(self) -> None:
-        """Process what was loaded, as after the first load."""
         finalize_layerwise_reload(self.model, self.model_config)
 
     def shutdown(self) -> None:
@@ -124,7 +122,6 @@ class WorkerExtension:
     """Added to vLLM's worker class, whose methods it may call."""
 
     def load_checkpoint(self: Any, folder: str) -> None:
-        """Load all weights of a checkpoint folder."""
         forget_interrupted_load(self.model_runner.get_model())
         self.reload_weights(weights_path=folder)
 
@@ -143,7 +140,6 @@ def forget_interrupted_load(model: torch.nn.Module) -> None:
 
 
 def keep_plain_weights(layer: Any, remove_weight: bool) -> None:
-    """Multiply by the layer's own weight, in place of a packed copy."""
     if layer.weight.ndim == 2:
         layer.cpu_linear = torch.nn.functional.linear
     else:

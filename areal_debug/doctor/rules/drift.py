@@ -74,7 +74,6 @@ def outruns_reward(series: Series, reward: Series | None) -> bool:
 
 
 def thirds(series: Series) -> tuple[float, float, float]:
-    """Return the change over each third of the run, between medians of windows."""
     count, half = len(series.values), max(2, series.window // 2)
     at = [0, count // 3, 2 * count // 3, count]
     levels = [float(np.median(series.values[max(0, i - half) : i + half])) for i in at[:-1]] + [series.last]
@@ -118,7 +117,6 @@ def one_position_drifts(run: Run) -> Alarm | None:
 
 
 def by_position(run: Run) -> dict[int, Series]:
-    """Return the KL series of each position, or bucket of positions, ascending."""
     found: Iterable[tuple[int, Series]] = (
         (int(match[1]), series.finite)
         for name, series in run.by_name.items()

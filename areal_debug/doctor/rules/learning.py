@@ -30,7 +30,6 @@ SYNCHRONOUS = {
 
 
 def reward_does_not_rise(run: Run) -> Alarm | None:
-    """D01: the 95 % interval of the reward's trend includes 0, and validation does not rise."""
     reward = run.series.get("reward")
     if reward is None or len(reward.finite.values) < ENOUGH_STEPS:
         return None
@@ -56,7 +55,6 @@ def reward_does_not_rise(run: Run) -> Alarm | None:
 
 
 def may_still_rise(reward: Series, found: Trend) -> bool:
-    """Return whether a short run may rise by more than its scatter, within the interval."""
     return len(reward.values) < 2 * ENOUGH_STEPS and found.change > 0 and found.high > 2 * found.scatter
 
 
@@ -84,7 +82,6 @@ def is_solved(run: Run) -> bool:
 
 
 def is_at_ceiling(reward: Series) -> bool:
-    """Return whether rewards are between 0 and 1, and now nearly 1."""
     values = reward.values
     return bool(values.min() >= 0 and values.max() <= 1 + 1e-6 and reward.last >= SOLVED)
 
@@ -236,7 +233,6 @@ def left_behind(train: Series, validation: Series) -> tuple[float, float, int] |
 
 
 def scatter_around(trained: Floats, validation: Series) -> float:
-    """Return the scatter of evaluations around a line in steps, or in the training reward."""
     found = []
     for x in (validation.steps.astype(np.float64), trained):
         centred = x - x.mean()

@@ -53,7 +53,6 @@ def importance_weight_off_one(run: Run) -> Alarm | None:
 
 
 def many_tokens_are_clipped(run: Run) -> Alarm | None:
-    """D12: most tokens are clipped, or several times as many as at first."""
     clipped = run.series.get("clip_ratio")
     if clipped is None:
         return None
@@ -218,7 +217,6 @@ def critic_fails(run: Run) -> Alarm | None:
 
 
 def explains_nothing(explained: Series) -> bool:
-    """Return whether no window of a run that is long enough has an explained variance beyond 0."""
     if len(explained.values) < 2 * ENOUGH_STEPS:
         return False
     return float(medians_of(explained).max()) < LEAST_EXPLAINED
@@ -246,14 +244,12 @@ def peak_of_loss(loss: Series, explained: Series | None) -> tuple[int, float] | 
 
 
 def medians_of(series: Series) -> npt.NDArray[np.float64]:
-    """Return the median of every window of a series."""
     windows = sliding_window_view(series.values, min(series.window, len(series.values)))
     medians: npt.NDArray[np.float64] = np.median(windows, axis=1)
     return medians
 
 
 def rises_from_its_lowest(series: Series) -> bool:
-    """Return whether a loss fell first, and then rose beyond where it was at first."""
     medians = medians_of(series)
     has_fallen = series.first - float(medians.min()) > 3 * series.noise
     return has_fallen and series.rose(1.5) and series.last > 3 * float(medians.min())

@@ -20,7 +20,6 @@ STILL_RISING = 0.1  # share of the gain that falls into the last fifth
 
 
 def terms_of(run: Run) -> dict[str, Series]:
-    """Return the logged means of the reward's terms, by the term's name."""
     found = {}
     for name, series in run.by_name.items():
         match = TERM.match(name)

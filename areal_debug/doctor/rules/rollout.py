@@ -197,7 +197,6 @@ def measured_difference(run: Run) -> tuple[Series, float] | None:
 
 
 def mean_beyond(series: Series, limit: float) -> float | None:
-    """Return the mean of most steps if it exceeds a limit by three standard errors."""
     if len(series.values) < ENOUGH_STEPS:
         return None
     cut = len(series.values) // 10

@@ -84,7 +84,6 @@ def loss_explodes(run: Run) -> Alarm | None:
 
 
 def held_out_loss_rises(run: Run) -> Alarm | None:
-    """D07: the held-out loss was lower before; the training loss does not rise (that is D06)."""
     held_out, loss = run.series.get("eval_loss"), run.series.get("loss")
     trained = trend(loss.finite) if loss is not None else None
     if trained is not None and trained.rises:

@@ -43,7 +43,6 @@ def share(flags: np.ndarray, among: np.ndarray) -> float:
 
 
 def curve_of(name: str, rows: Rows, flagged: np.ndarray, among: np.ndarray) -> Series:
-    """Return the share of flagged rows among some, by step."""
     steps, number = np.unique(rows.step[among], return_inverse=True)
     counts = np.bincount(number, flagged[among], len(steps))
     return Series(f"record/{name}", steps, counts / np.bincount(number, minlength=len(steps)))

@@ -68,7 +68,6 @@ def rank_correlation(rows: Rows, among: np.ndarray) -> tuple[float, int, np.ndar
 
 
 def centred_ranks(values: np.ndarray) -> np.ndarray:
-    """Return ranks minus their mean; equal values share the mean of their ranks."""
     _, number, counts = np.unique(values, return_inverse=True, return_counts=True)
     ranks = np.cumsum(counts) - (counts + 1) / 2
     centred: np.ndarray = ranks[number] - ranks[number].mean()

@@ -82,7 +82,6 @@ def broken_format(rows: Rows, texts: dict[int, str]) -> Finding | None:
 
 
 def tag_counts(text: str) -> dict[str, int]:
-    """Return for each mark that a text opens how often it stays open."""
     opened: dict[str, int] = {}
     for closing, name in TAG.findall(text):
         if not closing:
@@ -121,7 +120,6 @@ def hedges(rows: Rows, texts: dict[int, str]) -> Finding | None:
 
 
 def final_answers(text: str) -> list[str]:
-    """Return what a text marks as its final answers."""
     for pattern in (ANSWER, BOX, HASHES):
         if found := pattern.findall(text):
             return [answer.strip() for answer in found]

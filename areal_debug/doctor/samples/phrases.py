@@ -72,7 +72,6 @@ def report(
 
 
 def terminal_tokens(rows: Rows) -> np.ndarray:
-    """Return the tokens that many completions end with."""
     chosen = rows.ended & (rows.lengths > 0)
     ids, counts = np.unique(rows.ids[rows.bounds[1:][chosen] - 1], return_counts=True)
     return ids[counts >= max(2, TERMINAL * chosen.sum())]

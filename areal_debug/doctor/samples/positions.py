@@ -61,7 +61,6 @@ def rises(means: list[float]) -> bool:
 
 
 def row_means(rows: Rows, usable: np.ndarray) -> np.ndarray:
-    """Return [n] the mean absolute difference of each row."""
     row = rows.row_of_token[usable]
     total = np.bincount(row, np.abs(rows.difference[usable]), len(rows))
     return total / np.maximum(1, np.bincount(row, minlength=len(rows)))

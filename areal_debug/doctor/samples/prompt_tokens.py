@@ -118,7 +118,6 @@ def shared_beginnings(rows: Rows) -> tuple[np.ndarray, np.ndarray]:
 
 
 def common_length(tokens: list[np.ndarray]) -> int:
-    """Return how many first tokens all of some rows share."""
     shortest = min(map(len, tokens))
     same = np.ones(shortest, bool)
     for other in tokens[1:]:

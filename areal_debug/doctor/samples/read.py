@@ -121,7 +121,6 @@ class Rows:
 
     @cached_property
     def has_text(self) -> bool:
-        """Whether `decode` returns text."""
         return bool(self.words) or load_decoder(self.record) is not None
 
     def groups(self, among: np.ndarray) -> list[np.ndarray]:
@@ -185,7 +184,6 @@ OF_TOKENS = ("ids", "logprobs", "difference", "ends")
 
 
 def steps_to_read(record: Record) -> tuple[list[int], int]:
-    """Return the steps to read and the most tokens of each."""
     steps = list(record.steps)
     if not steps:
         return [], 0
@@ -201,7 +199,6 @@ def steps_to_read(record: Record) -> tuple[list[int], int]:
 
 
 def rows_of_step(step: RecordedStep, most_tokens: int, words: Words) -> list[dict[str, Any]]:
-    """Return rows of a step, whole groups in the order of the ranks, up to a number of tokens."""
     rows: list[dict[str, Any]] = []
     num_tokens, most = 0, max(1, most_tokens // step.manifest.num_ranks)
     for rank in range(step.manifest.num_ranks):

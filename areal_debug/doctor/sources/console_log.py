@@ -65,7 +65,6 @@ def rows_of(lines: Iterable[str]) -> Iterator[Row]:
 
 
 def pairs_of(line: str) -> Iterator[tuple[str, float]]:
-    """Yield the names and numbers of a line."""
     if "{" in line:
         found = [(name, number, "") for name, number in IN_DICT.findall(line)]
     elif CELLS.search(line):

@@ -10,7 +10,6 @@ NUMBERS = (1, 2, 3, 9)  # float, double, int32, int64 of a TensorProto
 
 
 def read_events(file: Path, run: str = "") -> Iterable[Row]:
-    """Read the TensorBoard event files of one folder, with scalars of either form."""
     EventAccumulator, make_ndarray = import_reader()
     # 0 keeps all; the last tensors would be those of a histogram or an image, which are no numbers
     events = EventAccumulator(str(file.parent), size_guidance={"scalars": 0, "tensors": 0})

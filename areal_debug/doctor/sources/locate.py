@@ -40,7 +40,6 @@ OF_LOGGERS = ("tensorboard", "tensorboard_log", "tb", "wandb", "trackio", "runs"
 
 
 def one_run(file: Path) -> tuple[str, ...]:
-    """Return the one run, without a name, that most files have."""
     return ("",)
 
 
@@ -147,7 +146,6 @@ def several(sources: Iterable[Source]) -> Iterator[Source]:
 
 
 def format_of(file: Path) -> Format | None:
-    """Return the kind of a file by its name."""
     return next((kind for kind in FORMATS if kind is not RECORD and fnmatch(file.name, kind.pattern)), None)
 
 
@@ -174,7 +172,6 @@ def files_below(folder: Path) -> Iterator[tuple[Path, Format]]:
 
 
 def modified_ns(file: Path) -> int:
-    """Return when a file was last written, 0 for one that is gone."""
     try:
         return file.stat().st_mtime_ns
     except OSError:
@@ -205,7 +202,6 @@ def root_of(run: Path) -> Path:
 
 
 def is_same(root: Path, other: Path) -> bool:
-    """Return whether files of two formats below these folders are of one run."""
     return root.is_relative_to(other) or other.is_relative_to(root)
 
 
@@ -239,20 +235,17 @@ def has_steps(read: Callable[[Path, str], Iterable[Row]], file: Path) -> bool:
 
 
 def head_of(file: Path) -> Iterator[Row]:
-    """Yield the first rows of JSON lines, without reading the rest."""
     with file.open(encoding="utf-8", errors="replace") as lines:
         yield from json_lines(lines.readlines(MAX_SNIFFED_BYTES), str(file))
 
 
 def prints_metrics(file: Path) -> bool:
-    """Return whether a log begins with metrics that are known."""
     with file.open(encoding="utf-8", errors="replace") as lines:
         rows = console_log.rows_of(lines.readlines(MAX_SNIFFED_BYTES))
         return bool(choose_names(list(collect(rows))))
 
 
 def is_project(file: Path) -> bool:
-    """Return whether a database is one of Trackio."""
     try:
         return bool(trackio_run.runs_of_project(file))
     except UnreadableRun:

@@ -52,7 +52,6 @@ def json_lines(lines: Sequence[str], source: str) -> Iterator[Row]:
 
 
 def read_trainer_state(file: Path, run: str = "") -> Iterable[Row]:
-    """Read the `trainer_state.json` of TRL or Transformers."""
     history = parse_json(read_text(file), str(file))
     if not isinstance(history, dict) or not isinstance(history.get("log_history"), list):
         raise UnreadableRun(f"{file} has no list log_history: is it a trainer_state.json of Transformers?")

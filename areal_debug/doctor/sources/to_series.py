@@ -43,7 +43,6 @@ def step_of(row: Row) -> int | None:
 
 
 def name_of_step(numbers: Mapping[str, float]) -> str | None:
-    """Return the name of the number that is the row's step."""
     of_phase = (name for name in numbers if STEP_OF_PHASE.fullmatch(name))
     names = (name for known in (STEP_NAMES, of_phase, OTHER_STEP_NAMES) for name in known)
     return next((name for name in names if name in numbers), None)
@@ -71,6 +70,5 @@ def as_number(value: Any) -> float | None:
 
 
 def series_of(name: str, by_step: Mapping[int, float]) -> Series:
-    """Make a series in ascending order of steps."""
     steps = np.array(sorted(by_step), np.int64)
     return Series(name, steps, np.array([by_step[step] for step in steps.tolist()], np.float64))

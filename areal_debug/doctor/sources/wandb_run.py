@@ -65,7 +65,6 @@ def records_of(data: bytes) -> Iterator[bytes]:
 
 
 def fields_of(message: bytes) -> Iterator[tuple[int, Any]]:
-    """Yield number and value of each field of a protobuf message: int or bytes."""
     place = 0
     while place < len(message):
         tag, place = varint(message, place)
@@ -87,7 +86,6 @@ def fields_of(message: bytes) -> Iterator[tuple[int, Any]]:
 
 
 def varint(message: bytes, place: int) -> tuple[int, int]:
-    """Return a number of at most 64 bits and the place after it."""
     value = 0
     for shift in range(0, 70, 7):
         if place >= len(message):

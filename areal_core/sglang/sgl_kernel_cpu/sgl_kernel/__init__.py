@@ -30,8 +30,6 @@ def __getattr__(name: str) -> Callable[..., NoReturn]:
 
 
 def unpinned(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Return `make` ignoring `pin_memory`."""
-
     @wraps(make)
     def made(*args: Any, pin_memory: bool = False, **kwargs: Any) -> torch.Tensor:
         return make(*args, **kwargs)
@@ -40,7 +38,6 @@ def unpinned(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
 
 
 def pin_memory(self: Any, device: Any = None) -> Any:
-    """Return the tensor itself, in place of `torch.Tensor.pin_memory`."""
     return self
 
 

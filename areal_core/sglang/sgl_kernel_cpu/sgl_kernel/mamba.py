@@ -110,7 +110,6 @@ def fused_sigmoid_gating_delta_rule_update_cpu(
     softplus_beta: float,
     softplus_threshold: float,
 ) -> Tensor:
-    """Apply the rule to one new token of each request, with the gates computed of `a` and `b`."""
     g, beta = fused_gdn_gating_cpu(A_log, a, b, dt_bias, softplus_beta, softplus_threshold)
     arguments = (initial_state_source, cu_seqlens, False, use_qk_l2norm_in_kernel, initial_state_indices)
     return chunk_gated_delta_rule_cpu(q, k, v, g, beta, *arguments)[0]

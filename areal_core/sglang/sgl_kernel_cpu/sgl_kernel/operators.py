@@ -14,12 +14,10 @@ from .mamba import fused_gdn_gating_cpu, fused_sigmoid_gating_delta_rule_update_
 
 
 def fused_sigmoid_mul_cpu(x: Tensor, gate: Tensor) -> None:
-    """Multiply `x` [tokens, heads * dim] in place by sigmoid(`gate`), of as many elements."""
     x.mul_(gate.reshape(x.shape).sigmoid())
 
 
 def gemma_norm(rows: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-    """Normalise `rows` [rows, dim] by the root mean square, scaled by 1 + `weight`, in float32."""
     wide = rows.float()
     wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + epsilon)
     return (wide * (1.0 + weight.float())).to(rows.dtype)
@@ -28,7 +26,6 @@ def gemma_norm(rows: Tensor, weight: Tensor, epsilon: float) -> Tensor:
 def fused_qk_gemma_rmsnorm_cpu(
     q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, epsilon: float, head_dim: int
 ) -> tuple[Tensor, Tensor]:
-    """Normalise each head of `q` and `k`; returns both as [tokens * heads, head_dim]."""
     return (
         gemma_norm(q.reshape(-1, head_dim), q_weight, epsilon),
         gemma_norm(k.reshape(-1, head_dim), k_weight, epsilon),
