@@ -11,7 +11,7 @@ from areal_core.safety.html_page import Frame, Link
 from areal_debug.doctor.alarm import Alarm
 from areal_debug.doctor.examine import Examination, look_at, place_in
 from areal_debug.doctor.examine import verdict as verdict_of
-from areal_debug.doctor.meanings import MEANINGS
+from areal_debug.doctor.names import QUANTITIES
 from areal_debug.doctor.read import Run
 from areal_debug.doctor.render import override_lines, sample_line, since, unknown_names_of
 from areal_debug.doctor.series import Series
@@ -48,7 +48,7 @@ def write_page(
         "charts": [
             {
                 "svg": picture(series),
-                "caption": f"{name.replace('_', ' ')}: {series.name}. {MEANINGS[name][1]}",
+                "caption": f"{name.replace('_', ' ')}: {series.name}. {QUANTITIES[name]['meaning']}",
             }
             for name, series in checked
         ],
