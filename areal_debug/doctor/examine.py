@@ -26,7 +26,7 @@ from areal_debug.doctor.rules import (
 )
 from areal_debug.doctor.samples.sample_rules import examine_samples
 from areal_debug.doctor.series import FEWEST_STEPS
-from areal_debug.pages.links import view_command
+from areal_debug.report.links import view_command
 from recorder import Record
 
 # causes before what follows from them

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from areal_core.safety.html_page import tone_of
+from areal_debug.report.frame import tone_of
 from areal_debug.open.items import Item
 from areal_debug.open.workbench import worst_verdict
 from areal_debug.render import console, print_json, styled

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from areal_core.safety.html_page import Link
+from areal_debug.report.frame import Link
 from areal_debug.record.decode import load_decoder
 from recorder import Record
 
