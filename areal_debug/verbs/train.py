@@ -12,7 +12,6 @@ import click
 
 from areal_core.launch.debug_env import PRESETS
 from areal_debug.cli import Verb, force_option, overrides_argument, script_argument, script_config_option
-from areal_debug.verbs.doctor import HOOKS, hook_options
 from areal_debug.render import (
     announce,
     console,
@@ -24,6 +23,7 @@ from areal_debug.render import (
     print_log_end,
     styled,
 )
+from areal_debug.verbs.doctor import HOOKS, hook_options
 from areal_debug.waiting import leave_terminal
 
 if TYPE_CHECKING:
@@ -276,7 +276,7 @@ def watch_run(logs: Path, hooks: "Hooks") -> int:
     has stopped it.
     """
     from areal_debug.doctor.follow import Follower
-    from areal_debug.doctor.render import alarm_lines
+    from areal_debug.doctor.report import alarm_lines
     from areal_debug.hang.watch import post_mortem, report
     from hangdoctor.watch.loop import Plan, watch_command
 

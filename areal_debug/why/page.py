@@ -3,8 +3,8 @@
 from pathlib import Path
 from typing import Any
 
-from areal_debug.report.frame import Frame
 from areal_debug.diff.render import describe
+from areal_debug.report.frame import Frame
 from areal_debug.report.page import write_template
 from areal_debug.why.report import WhyReport
 from replayer.stages import STAGES
