@@ -10,7 +10,7 @@ from areal_core.config.servers import server_options
 from areal_core.config.services import REWARD_SERVICE
 from areal_core.config.train_engine import NormConfig, TrainEngineConfig
 from areal_core.config.vision import model_facts
-from areal_core.rollout.fleet.server import ADDRESSES_VARIABLE
+from areal_core.environment import ADDRESSES_VARIABLE
 
 ALL_SPARSE_IN_SGLANG = ("qwen2_moe", "qwen3_moe")  # the families whose `mlp_only_layers` it ignores
 

@@ -24,6 +24,7 @@ import torch
 from aiohttp import web
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from areal_core.data.processor import load_processor
 from areal_core.embedded.engine import InterruptibleSampler, Sampled
 from areal_core.embedded.replica import Replica
 from areal_core.embedded.weights import ServedWeights
@@ -35,13 +36,12 @@ from areal_core.embedded.wire import (
     succeeded,
     take,
 )
-from areal_core.engine.errors import ModelError
 from areal_core.engine.model import is_vision
+from areal_core.errors import ModelError
 from areal_core.rollout.errors import PromptTooLong, UnsupportedSampling
 from areal_core.rollout.http_thread import refuse_web_pages
 from areal_core.rollout.types import ModelRequest
-from areal_core.sglang.wire import CACHE, WEIGHTS
-from areal_core.vision.processor import load_processor
+from areal_core.servers.sglang import CACHE, WEIGHTS
 
 SPEAKS = "0.5.23"  # the SGLang whose routes these are
 MAX_BODY_BYTES = 64 << 20

@@ -22,9 +22,9 @@ from areal_core.embedded.engine import InterruptibleSampler
 from areal_core.embedded.replica import Replica
 from areal_core.embedded.wire import BadRequest, succeeded, take
 from areal_core.engine.lora import FILE_PREFIX, merged_weight
-from areal_core.rollout.fleet.update_group import form_group
-from areal_core.rollout.fleet.verification import sha256_of
-from areal_core.rollout.fleet.weight_update import read_safetensors
+from areal_core.servers.update_group import form_group
+from areal_core.servers.verification import sha256_of
+from areal_core.servers.weight_update import read_safetensors
 
 GROUP_TIMEOUT = timedelta(seconds=300)
 

@@ -8,11 +8,11 @@ from typing import Any, TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
+from areal_core.data.images import bytes_of_url
+from areal_core.data.processor import VisionProcessor
 from areal_core.embedded.engine import Sampled
 from areal_core.errors import ImageError
 from areal_core.rollout.types import TOP_K_OFF, ModelRequest, Sampling
-from areal_core.vision.images import bytes_of_url
-from areal_core.vision.processor import VisionProcessor
 
 GENERATE_FIELDS = {
     "input_ids",

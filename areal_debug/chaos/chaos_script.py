@@ -10,7 +10,7 @@ def main(argv: list[str]) -> None:
     """Train with the options of a config, on a reward that needs no answer."""
     with mistakes_as_sentences():
         from areal_core.config import GRPOConfig
-        from areal_core.dataset import get_dataset
+        from areal_core.data import get_dataset
         from areal_core.trainer.rl import PPOTrainer
         from areal_debug.wiring import wire
 

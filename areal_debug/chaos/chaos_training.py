@@ -22,15 +22,15 @@ import numpy as np
 
 from areal_core.config import GRPOConfig, load_expr_config
 from areal_core.config.loading import read_yaml
-from areal_core.environment import DETERMINISTIC
+from areal_core.environment import ADDRESSES_VARIABLE, DETERMINISTIC
 from areal_core.errors import ConfigError
 from areal_core.launch.job import NCCL_WITH_SERVERS, Job
 from areal_core.launch.local import device_of
 from areal_core.launch.placement import ServerPlan, plan_servers
 from areal_core.launch.processes import Child, end_tree, find_members, send, start
+from areal_core.launch.sglang_process import SGLangServer
 from areal_core.launch.torchrun import rank_command, rank_environment
-from areal_core.rollout.fleet.server import ADDRESSES_VARIABLE, last_lines
-from areal_core.sglang.start import SGLangServer
+from areal_core.servers.server import last_lines
 from areal_debug.chaos.faults import Durations, make_schedule
 from areal_debug.chaos.history import Plan, TrainedRow, Violations, check_history
 from areal_debug.chaos.proxy import FaultProxy
@@ -300,8 +300,8 @@ def count_steps(record: Path) -> int:
 
 
 def plan_of(config: GRPOConfig) -> Plan:
-    from areal_core.dataset import get_dataset
-    from areal_core.dataset.loader import PromptOrder
+    from areal_core.data import get_dataset
+    from areal_core.data.loader import PromptOrder
 
     data = config.train_dataset
     order = PromptOrder(len(get_dataset(data)), data.batch_size, data.shuffle, config.seed, data.drop_last)

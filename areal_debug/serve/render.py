@@ -10,7 +10,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from areal_core.rollout.fleet.server import ADDRESSES_VARIABLE, Server
+from areal_core.environment import ADDRESSES_VARIABLE
+from areal_core.servers.server import Server
 from areal_debug.render import format_seconds, one_line
 from areal_debug.serve.facts import ServerFacts, worth_checking
 from areal_debug.serve.health import ServerHealth, ask_health

@@ -36,7 +36,7 @@ API = (
     "areal_core.agent.EpisodeFailed",
     "areal_core.config.GRPOConfig",
     "areal_core.config.load_expr_config",
-    "areal_core.dataset.get_dataset",
+    "areal_core.data.get_dataset",
     "areal_core.reward.arithmetic_reward_fn",
     "areal_core.reward.no_reward",
     "areal_core.rollout.judge.JournalJudge",

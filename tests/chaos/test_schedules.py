@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from areal_core.rollout.fleet import client
+from areal_core.servers import client
 from areal_debug.chaos.trial import BATCH_SIZE, N_SAMPLES, NUM_STEPS, run_trial
 from areal_debug.cli import main
 

@@ -13,12 +13,12 @@ from areal_core import RemoteEngine
 from areal_core.config import GRPOConfig, load_expr_config
 from areal_core.embedded.http_server import EmbeddedServer
 from areal_core.errors import ConfigError
+from areal_core.launch.sglang_process import SGLangServer
 from areal_core.rollout.errors import NoServers, WrongServer
-from areal_core.rollout.fleet.server import Server, call
 from areal_core.rollout.http_thread import HttpThread
 from areal_core.rollout.types import ModelRequest, sampling_from
 from areal_core.rollout.workflow import episode_tensors, prompt_tokens
-from areal_core.sglang.start import SGLangServer
+from areal_core.servers.server import Server, call
 from areal_core.testing import make_tiny_model
 from areal_debug.train.command import command
 

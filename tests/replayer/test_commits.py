@@ -144,7 +144,7 @@ def line_of(folder, path, text):
         ("logprobs", CAST, "module.layer_idx == 1"),
         (
             "batch",
-            ("areal_core/dataset/loader.py", ".shuffle(rows)", ".shuffle(rows[:])"),
+            ("areal_core/data/loader.py", ".shuffle(rows)", ".shuffle(rows[:])"),
             "shuffle(rows[:])",
         ),
         (

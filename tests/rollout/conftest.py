@@ -17,9 +17,9 @@ from aiohttp import web
 from areal_core.config import SGLangConfig
 from areal_core.embedded.http_server import serve
 from areal_core.launch.server_process import free_port
-from areal_core.rollout.fleet.server import Server, is_healthy
+from areal_core.launch.sglang_process import SGLangServer, cpu_environment, server_args
 from areal_core.rollout.http_thread import HttpThread
-from areal_core.sglang.start import SGLangServer, cpu_environment, server_args
+from areal_core.servers.server import Server, is_healthy
 from areal_core.testing import make_tiny_model
 
 

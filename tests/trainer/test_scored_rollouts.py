@@ -10,10 +10,9 @@ from aiohttp import web
 from transformers import AutoModelForSequenceClassification
 
 from areal_core.config import PPOConfig, load_expr_config
-from areal_core.dataset import get_dataset
-from areal_core.engine.errors import ModelError
+from areal_core.data import get_dataset
 from areal_core.engine.ranks import leave_ranks
-from areal_core.errors import ConfigError
+from areal_core.errors import ConfigError, ModelError
 from areal_core.paths import run_folder
 from areal_core.reward import no_reward
 from areal_core.rollout.http_thread import HttpThread
