@@ -51,8 +51,6 @@ SECTIONS = {
     "Serve and agents": {
         "serve": "Start, list and stop inference servers to debug agents against",
         "agent": "Run an agent alone, under load or inside the trainer",
-        "chaos": "Train behind servers that fail or lie, and check every row",
-        "rollout-sim": "Measure the rollout client with hundreds of simulated servers",
     },
 }
 VERBS = {name: help for section in SECTIONS.values() for name, help in section.items()}

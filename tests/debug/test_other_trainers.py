@@ -56,8 +56,6 @@ OTHERS = {
     "trace",
     "serve",
     "agent",
-    "chaos",
-    "rollout-sim",
 }
 INVENTED = re.compile(r"\bnan\b|\bNaN\b|Traceback")
 
