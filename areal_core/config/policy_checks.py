@@ -358,7 +358,6 @@ def servers_and_trainer_can_take_turns(config: PPOConfig) -> Iterator[str]:
         yield f"{shared}, and scheduler.type is {config.scheduler.type!r}; only the local launcher places both there: use {separate}"
     wrong = {
         "rollout.max_head_offpolicyness": (rollout.max_head_offpolicyness, 0, "nothing is sampled meanwhile"),
-        "rollout.rescore_share": (rollout.rescore_share, 0, "a server that is asleep scores nothing"),
         "actor.weight_update_mode": (config.actor.weight_update_mode, "disk", "NCCL accepts a device once"),
         "rollout.use_lora": (rollout.use_lora, False, "released weights are loaded again in full"),
         "sglang.enable_lora": (bool(sglang.enable_lora), False, "released weights are loaded again in full"),

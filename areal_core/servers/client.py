@@ -41,7 +41,6 @@ from areal_core.servers.health import Health, ServerRecord, State
 from areal_core.servers.identity import RunModel
 from areal_core.servers.pool import ServerPool
 from areal_core.servers.reply import Asked, Chunk, Scored, checked, parse_version
-from areal_core.servers.rescore import Rescorer
 from areal_core.servers.router import Router
 from areal_core.servers.server import Server
 from areal_core.servers.wire import ASK_TIMEOUT_S, Wire, ask_version, rejection_reason
@@ -82,7 +81,6 @@ class FleetClient:
             weights.
         knows_versions: only this run updates the servers, one version after the other, so a
             reply of a later version than the next one is wrong.
-        rescore_share: share of completions that another server scores, too (`rescore.py`).
         sizes: of the experts, which are asked for each token; None asks for none.
         connect: makes the connections, from `timeout_s`.
     """
@@ -104,7 +102,6 @@ class FleetClient:
         pause_mode: str = "abort",
         lora_name: str | None = None,
         knows_versions: bool = False,
-        rescore_share: float = 0.0,
         sizes: RoutingSizes | None = None,
         connect: Callable[[float], Connections] = Connections,
     ) -> None:
@@ -130,7 +127,6 @@ class FleetClient:
         self._sizes = sizes
         self._threads = ThreadPoolExecutor(MAX_THREADS, thread_name_prefix="query-servers")
         self._searching = asyncio.Lock()
-        self._rescorer = Rescorer(rescore_share, self._score, self.health, self._reject)
         self._connect = connect
         self._connections: Connections | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -222,8 +218,6 @@ class FleetClient:
             stop_reason="length" if finish == "abort" else finish,
             routed_experts=np.concatenate(experts) if experts else None,
         )
-        if self._rescorer.share > 0:
-            self._rescorer.start(req, response, server)
         return response, server
 
     async def _score(self, server: Server, req: ModelRequest, tokens: list[int], version: int) -> Scored:
@@ -310,7 +304,6 @@ class FleetClient:
         self._is_closed = True
         for watcher in self._watchers.values():
             watcher.cancel()
-        await self._rescorer.close()
         if self._connections is not None:
             await self._connections.close()
 

@@ -92,8 +92,6 @@ class Health:
     def __init__(self, servers: Iterable[Server]) -> None:
         self._lock = threading.Lock()
         self._records = {server: ServerRecord(server) for server in servers}
-        self.rescored = 0  # completions that another server has scored, too
-        self.disagreed = 0  # of them, beyond the tolerance
         self._latencies_s: deque[float] = deque(maxlen=LATENCIES)  # of all servers
 
     def record(self, server: Server) -> ServerRecord:
@@ -230,8 +228,6 @@ class Health:
             "servers_quarantined": states[State.QUARANTINED],
             "servers_gone": states[State.HUNG] + states[State.LOST],
             "replies_rejected": sum(record.rejected.total() for record in records),
-            "replies_rescored": self.rescored,
-            "rescores_disagreed": self.disagreed,
             "requests_failed": sum(record.errors.total() for record in records),
             **{f"latency_p{p}_s": percentile(latencies, p) for p in (50, 95, 99)},
         }

@@ -296,7 +296,6 @@ def build_client(
         pause_mode=options.pause_mode,
         lora_name=config.gconfig.lora_name if serves_adapters(config) else None,
         knows_versions=knows_versions,
-        rescore_share=options.rescore_share,
         sizes=routing_sizes_of(config.actor.path) if options.return_routed_experts else None,
     )
 

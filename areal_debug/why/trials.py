@@ -52,9 +52,7 @@ class Runner:
         if not apart:
             return self.replay_steps(record, step, step, settings)
         with ExitStack() as cleanup:
-            return Runner(self.folder, cleanup, self.model, kept=False).replay_steps(
-                record, step, step, settings
-            )
+            return Runner(self.folder, cleanup, self.model).replay_steps(record, step, step, settings)
 
     def replay_steps(
         self, record: Record, first: int, last: int, settings: Sequence[str] = ()

@@ -38,7 +38,7 @@ ENTRIES: dict[str, tuple[str, ...]] = {
         f"{CORE}/trainer/live.py",
         *(f"{CORE}/data/{n}.py" for n in ("loader", "read", "rows")),
         *(f"{CORE}/reward/{n}.py" for n in ("functions", "reward_pool", "reward_worker", "signature")),
-        *(f"{CORE}/embedded/{n}.py" for n in ("engine", "generate", "replica", "weights")),
+        *(f"{CORE}/embedded/{n}.py" for n in ("engine", "generate", "replica")),
         *(
             f"{CORE}/servers/{n}.py"
             for n in ("client", "reply", "sglang", "update_group", "vllm", "weight_update")

@@ -12,7 +12,6 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from areal_core.config import PPOConfig, config_from_dict
 from areal_core.config.checks import check_config
 from areal_core.config.experiment import RewardModelConfig
-from areal_core.embedded.http_server import EmbeddedServer
 from areal_core.environment import ADDRESSES_VARIABLE
 from areal_core.errors import ConfigError
 from areal_core.paths import run_folder
@@ -22,6 +21,7 @@ from areal_core.rollout.workflow import episode_tensors, prompt_tokens
 from areal_core.servers.server import Server
 from areal_core.servers.sglang import SGLANG
 from areal_core.servers.wire import weight_version
+from areal_core.testing.server import EmbeddedServer
 from areal_core.trainer import build
 from areal_core.trainer.rl import PPOTrainer
 

@@ -214,6 +214,7 @@ RUNS = {
 # around a step: what logs, times, observes and checks it
 AROUND = (
     "telemetry/",
+    "trainer/trace_hooks",
     "trainer/step_stats.py",
     "trainer/nonfinite.py",
     "trainer/rl.py",

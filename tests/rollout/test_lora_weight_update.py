@@ -12,7 +12,6 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from areal_core.config import SGLangConfig
-from areal_core.embedded.http_server import EmbeddedServer
 from areal_core.engine.lora import Adapter, AdapterTensors, add_adapters, trained_parameters
 from areal_core.launch.sglang_process import SGLangServer, cpu_environment, server_args
 from areal_core.rollout.errors import RequestRefused, WeightUpdateFailed
@@ -25,6 +24,7 @@ from areal_core.servers.sglang import SGLANG
 from areal_core.servers.verification import WeightCheck
 from areal_core.servers.weight_update import AdapterUpdate, DiskUpdate
 from areal_core.servers.wire import rejection_reason, weight_version
+from areal_core.testing.server import EmbeddedServer
 
 RANK, TEMPERATURE = 4, 0.8
 
