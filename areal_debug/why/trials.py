@@ -30,12 +30,11 @@ class Runner:
     folder: Path
     cleanup: ExitStack
     model: str | None = None
-    kept: bool = True
 
     @cached_property
     def ranks(self) -> WarmRanks:
         """The process whose forks run the trials."""
-        return self.cleanup.enter_context(replay_ranks(kept=self.kept))
+        return self.cleanup.enter_context(replay_ranks())
 
     def replay_all(self, record: Record) -> Record | None:
         """Replay every step of a record and return the record of that, None if it fails."""

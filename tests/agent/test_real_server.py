@@ -12,7 +12,7 @@ from click.testing import CliRunner
 from areal_core.config import SGLangConfig
 from areal_core.launch.sglang_process import SGLangServer, cpu_environment, server_args
 from areal_core.servers.server import call
-from areal_debug.agent.command import command
+from areal_debug.verbs.agent import command
 
 pytestmark = [pytest.mark.long, pytest.mark.sglang]
 

@@ -16,7 +16,7 @@ from areal_core.data.images import data_url
 from areal_core.data.processor import load_processor
 from areal_core.launch.sglang_process import SGLangServer, cpu_environment, server_args
 from areal_core.testing.tiny_vision import make_tiny_vision_model
-from areal_debug.consistency.command import command
+from areal_debug.verbs.consistency import command
 from consistency.case import Request
 from consistency.check import check
 from consistency.engine.reply import SamplingParams

@@ -20,7 +20,7 @@ from areal_core.rollout.workflow import episode_tensors, prompt_tokens
 from areal_core.servers.server import Server, call
 from areal_core.testing import make_tiny_model
 from areal_core.testing.server import EmbeddedServer
-from areal_debug.train.command import command
+from areal_debug.verbs.train import command
 
 HERE = Path(__file__).parent
 ROWS = [{"messages": [{"role": "user", "content": f"{n}?"}], "answer": str(n)} for n in range(3)]

@@ -20,7 +20,7 @@ from areal_core.servers.server import Server
 from areal_core.servers.sglang import SGLANG
 from areal_core.servers.verification import WeightCheck
 from areal_core.servers.weight_update import BroadcastUpdate, DiskUpdate
-from areal_debug.consistency.command import command as consistency
+from areal_debug.verbs.consistency import command as consistency
 
 from .sampled import TEMPERATURE, assert_not_sampled_by, assert_sampled_by, generate, perturb
 

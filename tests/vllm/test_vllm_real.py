@@ -25,7 +25,7 @@ from areal_core.servers.vllm import VLLM
 from areal_core.servers.weight_update import BroadcastUpdate, DiskUpdate
 from areal_core.servers.wire import is_alive, weight_version
 from areal_core.testing import make_tiny_model
-from areal_debug.consistency.command import command as consistency
+from areal_debug.verbs.consistency import command as consistency
 
 from ..rollout.sampled import TEMPERATURE, assert_not_sampled_by, assert_sampled_by, generate, perturb
 
