@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
+from areal_core.data.processor import VisionProcessor
 from areal_core.engine.model import load_model
+from areal_core.engine.vision_inputs import plain_inputs
 from areal_core.errors import RewardError
 from areal_core.reward.functions import RewardFn
-from areal_core.vision.inputs import plain_inputs
-from areal_core.vision.processor import VisionProcessor
 from consistency.case import DTYPES
 from consistency.engine.reply import SamplingParams
 from consistency.live import Prompt, Vocabulary, query_engines

@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from areal_core.dataset.read import read_rows, rl_row
-from areal_core.vision.images import as_image_bytes
-from areal_core.vision.processor import VisionProcessor
+from areal_core.data.images import as_image_bytes
+from areal_core.data.processor import VisionProcessor
+from areal_core.data.read import read_rows, rl_row
 from consistency.case import Request
 from consistency.causes.replies import find_contradictions
 from consistency.check import Checked, Rescorer, check

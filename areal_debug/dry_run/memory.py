@@ -8,8 +8,8 @@ and caches are rough, and their report shows the formula.
 from dataclasses import dataclass, replace
 from typing import Any
 
-from areal_core.allocation import Allocation, Parallel
 from areal_core.config import DPOConfig, OptimizerConfig, PPOConfig, RWConfig, TrainEngineConfig
+from areal_core.config.allocation import Allocation, Parallel
 from areal_core.config.checks import is_base_of
 from areal_core.config.servers import server_options
 from areal_debug.dry_run.step import AnyConfig
@@ -319,7 +319,7 @@ def read_shape(model: Model, sizes: Parallel = Parallel()) -> Shape | None:
     from areal_core.engine.model import is_vision
     from areal_core.engine.sequence_parallel import check_heads
     from areal_core.engine.tensor_parallel import check_tensor_parallel, placement_of
-    from areal_core.vision.forward import tower_parameters
+    from areal_core.engine.vision_forward import tower_parameters
 
     head: Any = AutoModelForSequenceClassification if model.has_scores else AutoModelForCausalLM
     try:

@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from areal_core.allocation import Allocation, Parallel
+from areal_core.config.allocation import Allocation, Parallel
 from areal_core.config.checks import engines_of
 from areal_core.config.experiment import DatasetConfig, TimerConfig
-from areal_core.dataset.read import file_of_split, get_dataset, length_of, read_rows, tokenized
+from areal_core.data.read import file_of_split, get_dataset, length_of, read_rows, tokenized
 from areal_core.errors import ConfigError
 from areal_core.launch.job import Job
 from areal_core.launch.placement import Placement, place

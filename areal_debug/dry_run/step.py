@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from areal_core.allocation import Allocation, Parallel
 from areal_core.config import (
     DPOConfig,
     PPOActorConfig,
@@ -14,10 +13,11 @@ from areal_core.config import (
     SFTConfig,
     TrainEngineConfig,
 )
+from areal_core.config.allocation import Allocation, Parallel
 from areal_core.config.checks import is_base_of, serves_adapters
 from areal_core.config.experiment import TimerConfig
 from areal_core.paths import record_folder, run_folder
-from areal_core.rollout.fleet.client import adapter_name
+from areal_core.servers.client import adapter_name
 
 AnyConfig = PPOConfig | SFTConfig | RWConfig | DPOConfig  # every kind of training has an `actor`
 

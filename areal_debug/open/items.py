@@ -176,7 +176,7 @@ def examine_hang(found: Found, scratch: Path) -> Item:
 
 
 def examine_health(found: Found, scratch: Path) -> Item:
-    from areal_core.rollout.fleet.health import State
+    from areal_core.servers.health import State
     from areal_debug.serve.ledger import read_ledger
     from areal_debug.serve.report import ledger_table
 

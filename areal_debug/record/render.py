@@ -10,11 +10,10 @@ from rich.text import Text
 
 from areal_core.safety.printable import printable_block
 from areal_core.safety.secrets import num_masked
-from areal_debug.record.calls_text import lines_of_conversation, lines_of_judge
+from areal_debug.record.calls_text import lines_of_conversation
 from areal_debug.render import console, format_bytes, format_number, sparkline, styled
 
 if TYPE_CHECKING:
-    from areal_core.rollout.judge_journal import JudgeCall
     from recorder import Record, RecordedStep, RecordHeader, Recording, VerifyReport
     from recorder.agents.conversations import Conversation
     from recorder.header import Gaps
@@ -158,11 +157,6 @@ def print_sample(
     for line in () if conversation is None else lines_of_conversation(conversation, in_full):
         out.print(line)
     out.print(token_table(sample.tokens) if as_table and sample.tokens else text_of(sample, recorded_text))
-
-
-def print_judge(calls: "list[JudgeCall]", in_full: bool) -> None:
-    for line in lines_of_judge(calls, in_full):
-        console().print(line)
 
 
 def heading(sample: "Sample") -> Text:

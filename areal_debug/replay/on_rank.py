@@ -168,7 +168,7 @@ def run_preflight_steps(folder: str, num_steps: str, keep: str, *config_argument
     """
     from areal_core.config import PPOConfig, config_to_dict, load_expr_config
     from areal_core.engine.determinism import enforce_determinism
-    from areal_core.engine.errors import DeterminismError
+    from areal_core.errors import DeterminismError
     from replayer.preflight.checks import check_process
     from replayer.preflight.other_orders import REVERSED_LISTINGS, listings_reversed
     from replayer.preflight.real_steps import run_steps, save_bits

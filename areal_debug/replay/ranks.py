@@ -27,13 +27,9 @@ MODULES = (
 
 
 @contextmanager
-def replay_ranks(attached: bool = False, kept: bool = True) -> Iterator[WarmRanks]:
-    """Start the process that runs the replays of a command; it imports torch meanwhile.
-
-    Args:
-        kept: False for a process that shares nothing with those of other commands.
-    """
-    with warm_ranks(DETERMINISTIC | bytecode_variables(), MODULES, attached, kept=kept) as ranks:
+def replay_ranks(attached: bool = False) -> Iterator[WarmRanks]:
+    """Start the process that runs the replays of a command; it imports torch meanwhile."""
+    with warm_ranks(DETERMINISTIC | bytecode_variables(), MODULES, attached) as ranks:
         yield ranks
 
 
@@ -54,7 +50,7 @@ def replay_on_ranks(
     def run(one: Request) -> ReplayReport:
         if is_first or open_record(request.record).header.config["deterministic"]:
             return run_once(ranks, one, num_ranks, quiet or not is_first)
-        with replay_ranks(kept=False) as others:  # forks of one process vary less than runs do
+        with replay_ranks() as others:  # forks of one process vary less than runs do
             return run_once(others, one, num_ranks, quiet=True)
 
     def before_rerun(why: str) -> None:

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from areal_core.rollout.fleet.server import ADDRESSES_VARIABLE, Server
+from areal_core.config.names import ADDRESSES_VARIABLE
+from areal_core.servers.server import Server
 from areal_debug.render import count, format_seconds
 from areal_debug.report.model import Block, Cell, Facts, Level, Report, Row, Table, rows_of
 from areal_debug.serve.facts import ServerFacts, worth_checking

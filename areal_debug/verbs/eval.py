@@ -243,7 +243,7 @@ def check_shapes(started_with: str, models: Sequence[str]) -> None:
     Raises:
         ValueError: the first that has other shapes.
     """
-    from areal_core.rollout.fleet.identity import SIZES, run_model
+    from areal_core.servers.identity import SIZES, run_model
 
     own = run_model(started_with).config
     for path in models:

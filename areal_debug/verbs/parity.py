@@ -33,7 +33,7 @@ def command(model: str, dtype: str, allocation: str, as_json: bool) -> None:
     Exit code 0: equal within rounding. 1: different; training would refuse the model. 2: the model
     cannot be loaded or split.
     """
-    from areal_core.allocation import parse_allocation
+    from areal_core.config.allocation import parse_allocation
     from areal_debug.parity.render import print_parity
 
     train = parse_allocation(allocation).train

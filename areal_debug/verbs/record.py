@@ -14,7 +14,6 @@ from areal_debug.record.decode import load_decoder
 from areal_debug.render import console, errors_as_sentences, fail, print_json, with_progress
 
 if TYPE_CHECKING:
-    from areal_core.rollout.judge_journal import JudgeCall
     from recorder import RecordedStep
     from recorder.samples import Sample
 
@@ -84,14 +83,7 @@ def ls(record: Path, all_steps: bool, as_json: bool) -> None:
 @click.option("--sample", "row", type=int, metavar="I", help="One row of that rank's batch.")
 @click.option("--prompt-id", type=int, metavar="P", help="All answers to one prompt, from every rank.")
 @click.option("--tokens", is_flag=True, help="One line per token, with its numbers.")
-@click.option("--in-full", is_flag=True, help="Of agents and judges: long messages to their end.")
-@click.option(
-    "--judge",
-    "journal",
-    type=click.Path(path_type=Path),
-    metavar="FOLDER",
-    help="Journal of the run's judge: also show its calls.",
-)
+@click.option("--in-full", is_flag=True, help="Of agents: long messages to their end.")
 @json_option
 @reads_untrusted("record", reads=ANYWHERE)
 @errors_as_sentences
@@ -103,7 +95,6 @@ def show(
     prompt_id: int | None,
     tokens: bool,
     in_full: bool,
-    journal: Path | None,
     as_json: bool,
 ) -> None:
     """Show decoded text, each token coloured by its logprob, tokens outside the loss mask dim; of
@@ -123,20 +114,17 @@ def show(
     samples = select_samples(recorded, rank, row, prompt_id, decode)
     of_rank = {sample.rank: conversations(recorded, sample.rank) for sample in samples}
     found = [None if (rows := of_rank[one.rank]) is None else rows[one.row] for one in samples]
-    judged = [judge_calls(journal, sample) for sample in samples]
     if as_json:
         print_json(
             [
-                asdict(sample) | {"conversation": document_of(one), "judge": [asdict(call) for call in judge]}
-                for sample, one, judge in zip(samples, found, judged, strict=True)
+                asdict(sample) | {"conversation": document_of(one)}
+                for sample, one in zip(samples, found, strict=True)
             ]
         )
         return
-    for sample, conversation, judge in zip(samples, found, judged, strict=True):
+    for sample, conversation in zip(samples, found, strict=True):
         text = None if decode else recorded.text(sample.rank)
         render.print_sample(sample, tokens, text, conversation, in_full)
-        if journal is not None:
-            render.print_judge(judge, in_full)
     render.print_legend()
     render.print_not_recorded(recorded)
     if row is None and prompt_id is None:
@@ -258,14 +246,6 @@ def sign(record: Path, key: Path, as_json: bool) -> None:
         print_json({"record": str(record), "num_files": num_files})
     else:
         console().print(f"{num_files} files signed: `areal-debug record verify --signed-by KEY` checks them")
-
-
-def judge_calls(journal: Path | None, sample: "Sample") -> "list[JudgeCall]":
-    from areal_core.rollout.judge_journal import JournalReader
-
-    if journal is None or sample.prompt_id is None:
-        return []
-    return JournalReader(journal).of_sample(sample.prompt_id, sample.sample_id)
 
 
 def select_samples(

@@ -117,7 +117,7 @@ def serve(spec: "ServeSpec", background: bool, as_json: bool) -> None:
 
 def show_facts(state: "ServerState", as_json: bool) -> None:
     """Query the server's facts and print them; with --quiet its address alone."""
-    from areal_core.rollout.fleet.server import Server
+    from areal_core.servers.server import Server
     from areal_debug.report.terminal import print_report
     from areal_debug.serve.facts import read_facts
     from areal_debug.serve.report import address_line, document_of_server, report_of_server

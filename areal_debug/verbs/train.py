@@ -27,8 +27,8 @@ from areal_debug.verbs.doctor import HOOKS, hook_options
 from areal_debug.waiting import leave_terminal
 
 if TYPE_CHECKING:
-    from areal_core.allocation import Allocation
     from areal_core.config import PPOConfig
+    from areal_core.config.allocation import Allocation
     from areal_debug.doctor.hooks import Hooks
 
 OF_WATCH = tuple(HOOKS)

@@ -30,12 +30,11 @@ class Runner:
     folder: Path
     cleanup: ExitStack
     model: str | None = None
-    kept: bool = True
 
     @cached_property
     def ranks(self) -> WarmRanks:
         """The process whose forks run the trials."""
-        return self.cleanup.enter_context(replay_ranks(kept=self.kept))
+        return self.cleanup.enter_context(replay_ranks())
 
     def replay_all(self, record: Record) -> Record | None:
         """Replay every step of a record and return the record of that, None if it fails."""
@@ -52,9 +51,7 @@ class Runner:
         if not apart:
             return self.replay_steps(record, step, step, settings)
         with ExitStack() as cleanup:
-            return Runner(self.folder, cleanup, self.model, kept=False).replay_steps(
-                record, step, step, settings
-            )
+            return Runner(self.folder, cleanup, self.model).replay_steps(record, step, step, settings)
 
     def replay_steps(
         self, record: Record, first: int, last: int, settings: Sequence[str] = ()

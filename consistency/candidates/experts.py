@@ -2,8 +2,8 @@
 
 from dataclasses import replace
 
-from areal_core.engine.errors import ModelError
-from areal_core.routing.routers import Routers
+from areal_core.engine.routers import Routers
+from areal_core.errors import ModelError
 from consistency.case import Alternative
 from consistency.score import Scorer, score_logprobs
 from consistency.tokens import Sequences

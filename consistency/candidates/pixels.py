@@ -25,8 +25,8 @@ from transformers.utils.constants import (
     OPENAI_CLIP_STD,
 )
 
-from areal_core.vision.images import decode
-from areal_core.vision.processor import VisionProcessor
+from areal_core.data.images import decode
+from areal_core.data.processor import VisionProcessor
 from consistency.candidates.placeholders import expanded, placeholder_counts, runs_of
 from consistency.candidates.prompts import EXPLAINED, bounded
 from consistency.candidates.stale_tensors import swapped, vision_tensors

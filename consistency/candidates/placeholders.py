@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from areal_core.vision.processor import VisionProcessor
+from areal_core.data.processor import VisionProcessor
 from consistency.case import Finding
 from consistency.errors import NothingToCompare
 from consistency.score import Scorer

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from areal_core.sglang.wire import collapsed
-from areal_core.vision.images import data_url
+from areal_core.data.images import data_url
+from areal_core.servers.sglang import collapsed
 from consistency.engine.http import HttpClient
 from consistency.engine.reply import NUM_TOPS, EngineIdentity, Pictures, Reply, SamplingParams
 from consistency.errors import EngineError

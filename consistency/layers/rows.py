@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from areal_core.vision.inputs import plain_inputs
-from areal_core.vision.processor import VisionProcessor, load_processor
+from areal_core.data.processor import VisionProcessor, load_processor
+from areal_core.engine.vision_inputs import plain_inputs
 from consistency.candidates.placeholders import placeholder_counts, runs_of
 from consistency.errors import NothingToCompare
 

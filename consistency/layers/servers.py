@@ -16,9 +16,9 @@ import torch
 import consistency
 from areal_core.config import SGLangConfig
 from areal_core.launch.server_process import path_with
-from areal_core.rollout.fleet.server import call
-from areal_core.sglang.start import SGLangServer, cpu_environment, server_args
-from areal_core.sglang.wire import SGLANG
+from areal_core.launch.sglang_process import SGLangServer, cpu_environment, server_args
+from areal_core.servers.server import call
+from areal_core.servers.sglang import SGLANG
 from consistency.engine.reply import Pictures
 from consistency.engine.sglang import prompt_fields
 from consistency.errors import EngineError

@@ -3,8 +3,8 @@
 import numpy as np
 import torch
 
-from areal_core.batch import Batch
 from areal_core.config import PPOConfig
+from areal_core.data.batch import Batch
 from areal_core.engine.determinism import seed_everything
 from areal_core.trainer.rl import PPOTrainer
 from replayer.source import WithoutEngine

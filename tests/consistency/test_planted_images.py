@@ -8,8 +8,8 @@ import pytest
 import torch
 from PIL import Image
 
-from areal_core.vision.images import data_url
-from areal_core.vision.tiny_models import make_tiny_vision_model
+from areal_core.data.images import data_url
+from areal_core.testing.tiny_vision import make_tiny_vision_model
 from consistency.candidates.pixels import stored_orientation, with_options
 from consistency.candidates.placeholders import expanded, placeholder_counts, prepare_images
 from consistency.case import Request

@@ -8,9 +8,9 @@ import re
 import pytest
 from markupsafe import Markup
 
-from areal_debug.report.frame import Frame, Link, framed, shared_style
 from areal_core.safety.printable import UNPRINTABLE
 from areal_debug.report.charts import bars
+from areal_debug.report.frame import Frame, Link, framed, shared_style
 from areal_debug.report.model import Cell, Curve, Facts, Finding, Picture, Report, Row, Table
 from areal_debug.report.page import write_report
 

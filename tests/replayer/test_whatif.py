@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from areal_core.batch import select_rows
+from areal_core.data.batch import select_rows
 from areal_debug.replay.render import curves_of, on_one_scale
 from recorder import open_record
 from replayer.errors import ReplayError, WrongEdit, WrongFilter
