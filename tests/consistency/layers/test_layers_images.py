@@ -14,10 +14,8 @@ from areal_core.vision.processor import load_processor
 from areal_core.vision.tiny_models import make_tiny_vision_model
 from areal_debug.consistency.command import command
 from consistency.errors import EngineError, NothingToCompare
-from consistency.layers.engines import embedded, transformers
-from consistency.layers.judge import compare_layers
-from consistency.layers.reference import reference_of
-from consistency.layers.rows import Row
+from consistency.layers.judge import compare_layers, reference_of
+from consistency.layers.observed import Row, embedded, transformers
 from consistency.layers.servers import sglang, vllm
 
 from ...recorder.pictured import png
