@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, ParamSpec
 
-from areal_core.safety.confine import CPU_S, HELP_OF_LIMITS, bounds_for, run_confined
 from areal_debug.render import errors_as_sentences, is_verbose, note
 from areal_debug.terminal import guarded
+from recorder.confine import CPU_S, HELP_OF_LIMITS, bounds_for, run_confined
 
 P = ParamSpec("P")
 ANYWHERE = ("/",)  # for verbs that load the tokenizer that a record names

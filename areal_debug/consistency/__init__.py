@@ -25,13 +25,12 @@ if TYPE_CHECKING:
 __getattr__, __all__ = lazy_names(
     {
         "areal_debug.consistency.engine_question": ["ask_with_recorded_weights"],
-        "consistency.report": ["assert_consistent"],
+        "consistency.report": ["assert_consistent", "document"],
         "consistency.case": ["Request"],
         "consistency.check": ["Checked", "check"],
         "consistency.diagnose": ["Diagnosis"],
         "consistency.errors": ["ConsistencyError"],
         "consistency.in_loop": ["InLoop"],
-        "consistency.report": ["document"],
         "consistency.source": ["Sampled", "read_record"],
     },
     __name__,

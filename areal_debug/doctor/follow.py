@@ -15,13 +15,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from areal_core.safety.confine import bounds_for, run_confined
 from areal_debug.doctor import hooks as actions
 from areal_debug.doctor.examine import EXIT_CODES, document, examine
 from areal_debug.doctor.hooks import Hooks, Report
 from areal_debug.doctor.read import read_run
 from areal_debug.doctor.sources.plain_files import SeveralRuns, UnreadableRun
 from hangdoctor.watch.tree import lives
+from recorder.confine import bounds_for, run_confined
 
 SHARE = 0.004  # of the cores; the first look is paid for by those after it
 POLL_S = 0.5

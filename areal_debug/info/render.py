@@ -33,7 +33,7 @@ def print_info(out: Console, info: Info) -> None:
         line(out, name, how or "not found")
     section(out, "Permissions")
     line(out, "stacks", info.permissions.refuses_stacks or "py-spy may read processes of this user")
-    line(out, "confinement", info.permissions.confinement or "none: this kernel has no Landlock or seccomp")
+    line(out, "confinement", info.permissions.confinement or "none: this kernel has no Landlock")
     level = info.permissions.perf_level
     line(out, "perf", "unknown" if level is None else f"kernel.perf_event_paranoid is {level}")
     print_verbs(out, info)

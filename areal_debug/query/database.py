@@ -7,8 +7,8 @@ from typing import IO, TYPE_CHECKING, Any
 
 import duckdb
 
-from areal_core.safety.confine import MEMORY_VARIABLE
 from areal_debug.query.tables import Tables
+from recorder.confine import MEMORY_VARIABLE
 from recorder.reader import Record
 
 if TYPE_CHECKING:

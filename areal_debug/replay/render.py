@@ -15,9 +15,9 @@ from rich.text import Text
 
 from areal_core.telemetry.summary import summary_columns
 from areal_debug.diff.render import describe
-from areal_debug.pages.links import view_command
 from areal_debug.render import difference_table, format_number, format_value, sparkline, styled
 from areal_debug.replay.next_commands import code_difference, next_commands
+from areal_debug.report.links import view_command
 from recorder import Record
 from replayer.check import RankDifference, ReplayReport, StepResult
 from replayer.request import Request

@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 from areal_debug.diff.excerpts import Excerpt
-from areal_debug.pages.links import view_command
+from areal_debug.report.links import view_command
 from replayer.stages import StageDifference
 
 Verdict = Literal["identical", "same weights, other numbers", "diverged", "not comparable"]

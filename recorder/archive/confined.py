@@ -7,8 +7,8 @@ from typing import Any
 
 from crc32c import crc32c
 
-from areal_core.safety.confine import bounds_for, run_confined
 from areal_core.safety.file_names import open_below
+from recorder.confine import bounds_for, run_confined
 from recorder.errors import DamagedRecord, RecordError
 from recorder.storage import Storage, file_blocks, location_of
 

@@ -6,9 +6,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from areal_core.safety.confine import bounds_for, run_confined
 from areal_core.safety.printable import printable
 from areal_core.safety.scratch import unfinished_folder
+from recorder.confine import bounds_for, run_confined
 from recorder.environment import folder_identity
 from recorder.errors import ForeignFormat, RecordError, RecordNotFound, UnsafePickle
 from recorder.format import (

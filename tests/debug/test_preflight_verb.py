@@ -3,7 +3,7 @@
 import pytest
 
 from areal_debug.preflight import command
-from areal_debug.preflight.command import OTHER_ORDERS, Repeats, repeat_steps
+from areal_debug.verbs.preflight import OTHER_ORDERS, Repeats, repeat_steps
 from recorder import Outcome
 from replayer.preflight.other_orders import REVERSED_LISTINGS
 from replayer.preflight.repeats import write_repeat

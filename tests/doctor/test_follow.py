@@ -307,7 +307,7 @@ def test_following_takes_at_most_half_a_percent_of_the_cores(tmp_path, monkeypat
     real, looks = follower.look, []
     follower.look = lambda: (looks.append(now[0]), real())
     before_s = cpu_seconds()
-    monkeypatch.setattr("areal_core.safety.confine.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("recorder.confine.time.monotonic", lambda: now[0])
     while len(looks) < 3 and now[0] < 3600:  # each look is due later the more it costs
         follower.poll()
         now[0] += 0.01

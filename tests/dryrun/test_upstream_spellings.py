@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from areal_debug.train.command import command
+from areal_debug.verbs.train import command
 from areal_debug.train.script_options import options_of_script
 
 UPSTREAM = Path(__file__).parent / "upstream"

@@ -7,7 +7,7 @@ import subprocess
 import pytest
 from click.testing import CliRunner
 
-from areal_debug.record.command import command
+from areal_debug.verbs.record import command
 from recorder import RecordError, open_record, verify
 from recorder.archive.extract import extract_record
 from recorder.archive.pack import archive_record

@@ -7,7 +7,7 @@ import pytest
 from click.testing import CliRunner
 
 from areal_core.telemetry.trace import TRAINER_TRACK, Trace
-from areal_debug.trace.command import command
+from areal_debug.verbs.trace import command
 from areal_debug.trace.read import read_run
 from areal_debug.trace.steps import percentile, report_on
 

@@ -7,7 +7,7 @@ import pytest
 from click.testing import CliRunner
 
 from areal_core.errors import ServerFailed
-from areal_debug.certify.command import command
+from areal_debug.verbs.certify import command
 from consistency import exact as run
 from consistency.errors import BadCertificate
 from consistency.exact import Certificate, Check, EmbeddedTarget, compare, read_certificate, worse_than

@@ -1,6 +1,6 @@
 """Run a function on untrusted input in one forked child process that can do little else.
 
-    parent   run_confined(work, bounds) ──fork──>  child    limits, Landlock, seccomp
+    parent   run_confined(work, bounds) ──fork──>  child    limits, Landlock
                  │ waits: result, death, time               work() ─> value or error
                  │ <────────────── one JSON text on a pipe ─────┘
                  └─ returns the value, or raises: an error of work, or that a limit was reached
@@ -32,7 +32,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from areal_core.safety.sandbox import PR_SET_PDEATHSIG, restrict
+from recorder.landlock import PR_SET_PDEATHSIG, restrict
 
 MEMORY_VARIABLE, TIME_VARIABLE = "AREAL_DEBUG_MEMORY_GIB", "AREAL_DEBUG_TIME_S"
 HELP_OF_LIMITS = (
@@ -234,11 +234,12 @@ def limit(bounds: Bounds) -> list[str]:
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     reads = (*bounds.reads, *SYSTEM_PATHS, *python_paths())
-    return [*active, *restrict(reads, (*bounds.writes, os.devnull), bounds.network)]
+    landlock = restrict(reads, (*bounds.writes, os.devnull), bounds.network)
+    return [*active, *([landlock] if landlock else [])]
 
 
 def python_paths() -> list[str]:
-    own = str(Path(__file__).resolve().parents[2])
+    own = str(Path(__file__).resolve().parents[1])
     libraries = os.environ.get("LD_LIBRARY_PATH", "").split(":")
     return [path for path in (sys.prefix, sys.base_prefix, own, *sys.path, *libraries) if path]
 

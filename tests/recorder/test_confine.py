@@ -4,7 +4,6 @@ import ctypes
 import json
 import mmap
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -14,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from areal_core.safety import sandbox
-from areal_core.safety.confine import GIB, Bounds, LimitReached, bounds_for, run_confined
+from recorder.confine import GIB, Bounds, LimitReached, bounds_for, run_confined
+from recorder.landlock import LANDLOCK_CREATE
 
-LANDLOCK = ctypes.CDLL(None).syscall(sandbox.LANDLOCK_CREATE, None, 0, 1)
+LANDLOCK = ctypes.CDLL(None).syscall(LANDLOCK_CREATE, None, 0, 1)
 needs_landlock = pytest.mark.skipif(LANDLOCK < 1, reason="this kernel has no Landlock")
 BOUNDS = Bounds("the input", (), memory_bytes=GIB, cpu_s=5, wall_s=20)
 
@@ -62,22 +61,19 @@ def test_output_of_the_child_is_output_of_this_process(capsys):
     assert "ZeroDivisionError" in capsys.readouterr().err
 
 
-def test_no_network():
+@pytest.mark.skipif(LANDLOCK < 4, reason="this kernel's Landlock has no rights of TCP")
+def test_no_tcp():
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         assert refused(lambda: socket.create_connection(("127.0.0.1", port), timeout=3)) == "PermissionError"
-        with socket.socket() as opened:  # before the fork
-            assert refused(lambda: opened.connect(("127.0.0.1", port))) == "PermissionError"
-    assert refused(lambda: socket.socket(socket.AF_INET, socket.SOCK_DGRAM)) == "PermissionError"
+        assert refused(lambda: socket.create_server(("127.0.0.1", 0))) == "PermissionError"
     assert refused(lambda: socket.socketpair()[0].fileno() > 0) == "returned"  # what asyncio needs
 
 
-def test_no_new_process_and_no_program():
-    assert refused(os.fork) == "PermissionError"
+@needs_landlock
+def test_no_program():
     assert refused(lambda: subprocess.run(["/bin/true"])) == "PermissionError"
-    assert refused(lambda: os.posix_spawn("/bin/true", ["true"], {})) == "PermissionError"
     assert refused(lambda: os.execv("/bin/true", ["true"])) == "PermissionError"
-    assert refused(lambda: os.kill(os.getppid(), signal.SIGTERM)) == "PermissionError"
 
 
 def test_threads_can_start():
@@ -91,41 +87,6 @@ def test_threads_can_start():
         return seen
 
     assert run_confined(started, BOUNDS) == [1]
-
-
-def test_system_calls_that_change_rights_are_refused(tmp_path):
-    file = tmp_path / "file"
-    file.write_text("mine")
-    file.chmod(0o600)
-    libc = ctypes.CDLL(None, use_errno=True)
-
-    def called(name, *arguments):
-        number = sandbox.DENIED[name][sandbox.MACHINES[os.uname().machine][0]]
-        return lambda: (libc.syscall(number, *arguments), ctypes.get_errno())
-
-    for attempt in (
-        lambda: file.chmod(0o777),
-        lambda: os.utime(file, (1, 1)),
-        lambda: os.mkfifo(tmp_path / "p"),
-    ):
-        assert refused(attempt) == "PermissionError"
-    for name in (
-        "ptrace",
-        "io_uring_setup",
-        "bpf",
-        "userfaultfd",
-        "mount",
-        "unshare",
-        "keyctl",
-        "pidfd_open",
-    ):
-        assert run_confined(called(name, 0, 0, 0, 0, 0), BOUNDS) == [-1, 1], name
-    typed = b"x"
-    assert run_confined(lambda: (libc.ioctl(0, sandbox.TIOCSTI, typed), ctypes.get_errno()), BOUNDS) == [
-        -1,
-        1,
-    ]
-    assert file.stat().st_mode & 0o777 == 0o600
 
 
 @needs_landlock
@@ -215,7 +176,7 @@ def test_the_child_does_not_outlive_its_parent(tmp_path):
     program = f"""
 import os, sys, time
 sys.path.insert(0, {str(Path(__file__).parents[2])!r})
-from areal_core.safety.confine import Bounds, run_confined
+from recorder.confine import Bounds, run_confined
 run_confined(lambda: (print(os.getpid(), flush=True), time.sleep(60)), Bounds("x", ()))
 """
     parent = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
@@ -254,5 +215,5 @@ def test_limits_follow_from_the_size_of_the_input(tmp_path, monkeypatch):
 
 
 def test_where_the_kernel_has_nothing_the_work_still_runs(monkeypatch):
-    monkeypatch.setattr("areal_core.safety.confine.restrict", lambda *arguments: [])
+    monkeypatch.setattr("recorder.confine.restrict", lambda *arguments: None)
     assert json.dumps(run_confined(lambda: 5, BOUNDS)) == "5"

@@ -77,9 +77,9 @@ def ask(
     record: Path, sql: str | None, limit: int | None, as_csv: bool, output: Path | None, as_json: bool
 ) -> None:
     """Answer a query over a record, or list its tables, in a confined child."""
-    from areal_core.safety.confine import bounds_for
     from areal_debug.query.database import Database
     from recorder import open_record
+    from recorder.confine import bounds_for
 
     announce(f"asking {record}")
     memory_bytes = bounds_for([record]).memory_bytes
