@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from areal_core.config.names import ADDRESSES_VARIABLE
+from areal_core.environment import ADDRESSES_VARIABLE
 from areal_core.servers.server import Server
 from areal_debug.render import count, format_seconds
 from areal_debug.report.model import Block, Cell, Facts, Level, Report, Row, Table, rows_of

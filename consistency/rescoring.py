@@ -12,6 +12,7 @@ trainer agrees with Hugging Face; otherwise it is the trainer's.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -22,8 +23,7 @@ from areal_core.config.train_engine import MicroBatchSpec
 from areal_core.data.batch import Batch
 from areal_core.engine.ranks import join_ranks, leave_ranks
 from areal_core.trainer.build import build_engine
-from consistency.engine.connect import rescore_all
-from consistency.engine.reply import Engine, Pictures
+from consistency.engines import MAX_CONCURRENT, Engine, Pictures, call_all
 from consistency.measure import k3
 from consistency.score import Scorer, score_logprobs
 from consistency.tokens import Bools, Floats, Sequences
@@ -49,9 +49,7 @@ class Rescoring:
     model_alone: float
 
 
-async def rescore(
-    engines: Sequence[Engine], scorer: Scorer, rows: Sequences, temperature: float
-) -> Rescoring:
+def rescore(engines: Sequence[Engine], scorer: Scorer, rows: Sequences, temperature: float) -> Rescoring:
     """Score rows twice by the engines that sampled them (`rows.worker`) and twice by the model.
 
     Raises:
@@ -62,10 +60,14 @@ async def rescore(
     num_prompts = [int((~rows.sampled[bound]).sum()) for bound in bounds]
     workers = [0] * rows.num_rows if rows.worker is None else rows.worker.tolist()
     seen = pictures_of(scorer, rows)
-    first, second = [
-        np.concatenate([np.array(row) for row in await rescore_all(engines, ids, num_prompts, workers, seen)])
-        for _ in range(2)
+    calls = [
+        partial(engines[worker].rescore, *asked)
+        for worker, *asked in zip(workers, ids, num_prompts, seen, strict=True)
     ]
+    limit = MAX_CONCURRENT * len(engines)
+    first, second = (
+        np.concatenate([np.array(row) for row in call_all(calls, limit, lambda _: None)]) for _ in range(2)
+    )
     model = score_logprobs(scorer, rows)
     again = score_logprobs(scorer, rows)
     alone = score_logprobs(scorer, rows, tokens_per_pass=ALONE)

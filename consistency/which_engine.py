@@ -1,14 +1,44 @@
-"""Examine one record's step: does its engine show a fault of its own?"""
+"""Find the engine at fault where two records differ though weights, seed and prompts are equal.
 
-from collections.abc import Mapping
+    each side:  tokens ─> prompts equal? ─> log-probs under the weights of each token's version
+                 ─> of versions before, of the base model, with some tensors of before?  stale_tensors
+                 ─> of another temperature, truncation, penalty?                         sampling_laws
+                 ─> tokens that the recorded seed draws (embedded engine)?
+                 ─> any other cause that `check` knows
+    both sides: one has a cause ─> that side │ none ─> neither, the tokens differ by chance
+
+A side is accused only for what its own log-probs and tokens show; that the other side differs is no
+evidence against it.
+"""
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
 import numpy as np
+import torch
 
-from consistency.assumed import sampling_of
-from consistency.candidates.stale_tensors import (
+from areal_core.embedded.engine import row_seed
+from areal_core.embedded.generate import draw, draw_uniforms
+from areal_core.rollout.types import TOP_K_OFF, ModelRequest
+from areal_core.rollout.types import Sampling as RequestSampling
+from consistency.case import DTYPES, Request, explain, likeliest
+from consistency.check import check, refuse_other_vocabulary
+from consistency.diagnose import is_accusation
+from consistency.errors import NothingToCompare, OtherTokenizer
+from consistency.score import TOKENS_PER_PASS, Scorer, load_scorer, predictors, score_logprobs
+from consistency.source import (
+    Sampled,
+    Sampling,
+    model_dtype,
+    parse_sampling,
+    published_noise,
+    read_step,
+    sampling_of,
+)
+from consistency.tensors import (
     LEAST_NATS,
     Fit,
     StaleTensors,
@@ -17,16 +47,124 @@ from consistency.candidates.stale_tensors import (
     mean_abs,
     nats_gained,
 )
-from consistency.case import DTYPES, Request, explain, likeliest
-from consistency.check import check, refuse_other_vocabulary
-from consistency.diagnose import is_accusation
-from consistency.errors import NothingToCompare, OtherTokenizer
-from consistency.hypotheses import replay, spread_rows, usable_or
-from consistency.question.sampling_laws import DRAWN_AGAIN, Draws, Law, draws_of, find_law
-from consistency.score import Scorer, load_scorer, score_logprobs
-from consistency.source import Sampled, Sampling, model_dtype, parse_sampling, published_noise, read_step
-from consistency.tokens import Floats, Sequences
+from consistency.tokens import Floats, Ints, Sequences
+from consistency.transforms import replay, select_rows, spread_rows, tokens_within, usable_or
 from recorder import Record, RecordedStep
+
+# The share of tokens that the right options draw again: rounding at the bounds of a token's share
+# of [0, 1) changes some.
+DRAWN_AGAIN = 0.97
+LOGITS_TO_DRAW = 1 << 21
+TOP_P = (0.3, 0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.95, 0.98, 0.99)
+TOP_K = (1, 2, 3, 5, 8, 10, 20, 30, 40, 50, 64, 80, 100, 200)
+TEMPERATURE = (0.3, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2, 1.5, 2.0)
+POINTS = 9  # between two neighbours of a grid
+
+
+@dataclass(frozen=True)
+class Law:
+    """Options of sampling; `top_k` is None for no limit."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int | None = None
+    greedy: bool = False
+
+    def differences(self, config: "Law") -> str:
+        """Describe what differs from the config."""
+        return ", ".join(
+            f"{name} {describe(value)} (config: {describe(getattr(config, name))})"
+            for name, value in vars(self).items()
+            if value != getattr(config, name)
+        )
+
+
+def describe(value: float | int | bool | None) -> str:
+    """Write the value of an option."""
+    return "no limit" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+@dataclass(frozen=True)
+class Draws:
+    """Tokens of an embedded engine with what drew them: logits [n, vocab], float64 uniforms [n]."""
+
+    logits: torch.Tensor
+    tokens: torch.Tensor
+    uniforms: torch.Tensor
+
+    def share(self, law: Law) -> float:
+        """Share of the tokens that the law draws again."""
+        if law.greedy:
+            return float((self.logits.argmax(1) == self.tokens).double().mean())
+        probs = (self.logits / law.temperature).log_softmax(-1).exp()
+        top_k = torch.full((len(probs),), TOP_K_OFF if law.top_k is None else law.top_k)
+        drawn = draw(probs, self.uniforms, top_k, torch.full((len(probs),), law.top_p))
+        return float((drawn == self.tokens).double().mean())
+
+
+def draws_of(scorer: Scorer, sequences: Sequences, sample_ids: Ints, seed: int) -> Draws:
+    """Compute the logits of some rows, and the random numbers that drew their tokens.
+
+    Args:
+        sequences: of one version of the weights, that of the scorer.
+        sample_ids: per row, int64 [rows].
+        seed: of the run.
+    """
+    rows = spread_rows(sequences, tokens_within(LOGITS_TO_DRAW, scorer.head.vocabulary_size))
+    picked = select_rows(sequences, rows)
+    logits = torch.empty(len(picked.scored), scorer.head.vocabulary_size)
+    for places, hidden, _, _ in predictors(scorer, picked, TOKENS_PER_PASS):
+        logits[torch.as_tensor(places)] = scorer.head.cap(scorer.head.uncapped(hidden)).float().cpu()
+    assert sequences.prompt_id is not None
+    assert sequences.versions is not None
+    version = int(sequences.versions[sequences.scored[0]])
+    uniforms = [
+        value
+        for row, place in enumerate(rows)
+        for value in uniforms_of_row(
+            picked.sampled[picked.row(row)],
+            seed,
+            version,
+            {"prompt_id": int(sequences.prompt_id[place]), "sample_id": int(sample_ids[place])},
+        )
+    ]
+    tokens = torch.as_tensor(picked.input_ids[picked.scored])
+    return Draws(logits, tokens, torch.tensor(uniforms, dtype=torch.float64))
+
+
+def uniforms_of_row(sampled: np.ndarray, seed: int, version: int, name: dict[str, int]) -> Iterator[float]:
+    """Yield the random number of each sampled token; a turn is a span of sampled tokens."""
+    spans = [len(list(group)) for is_sampled, group in itertools.groupby(sampled) if is_sampled]
+    for turn, length in enumerate(spans):
+        request = ModelRequest(input_ids=[], sampling=RequestSampling(), metadata=name | {"turn": turn})
+        yield from draw_uniforms(row_seed(seed, version, request), length).tolist()
+
+
+def find_law(draws: Draws, config: Law) -> tuple[Law, float]:
+    """Return the options that draw the most tokens again, one of them other than in the config."""
+    tried = {law: draws.share(law) for law in (config, replace(config, greedy=not config.greedy))}
+    for name, grid in (("top_p", TOP_P), ("top_k", TOP_K), ("temperature", TEMPERATURE)):
+
+        def share(value: float, name: str = name) -> float:
+            return draws.share(Law(**(vars(config) | {name: value})))
+
+        shares = {value: share(value) for value in grid}
+        best = max(shares, key=lambda value: shares[value])
+        shares |= {value: share(value) for value in between(grid, best, whole=name == "top_k")}
+        # Of equals, the roundest number: the options draw the same tokens in a range.
+        value = max(shares, key=lambda value: (shares[value], -len(f"{value:.6g}")))
+        tried[Law(**(vars(config) | {name: value}))] = shares[value]
+    law = max(tried, key=lambda law: tried[law])
+    return law, tried[law]
+
+
+def between(grid: Sequence[float], best: float, whole: bool) -> list[float]:
+    """Points between a point of the grid and its neighbours."""
+    at = list(grid).index(best)
+    low, high = grid[max(at - 1, 0)], grid[min(at + 1, len(grid) - 1)]
+    points = np.concatenate([np.linspace(low, best, POINTS + 2), np.linspace(best, high, POINTS + 2)])
+    return sorted({round(p) if whole else round(p, 4) for p in points.tolist()} - {best})
+
 
 Confidence = Literal["high", "medium", "low"]
 Kind = Literal["weights", "adapter", "sampling parameters", "seed", "tokenizer", "other", "none"]
@@ -310,3 +448,123 @@ def by_tokens(num_tokens: int) -> Confidence:
 
 def at_most_medium(confidence: Confidence) -> Confidence:
     return "medium" if confidence == "high" else confidence
+
+
+@dataclass(frozen=True)
+class EngineAnswer:
+    """Which engine is at fault: A (left), B (right), both, or None as far as is seen.
+
+    `kind` is a class of causes, `cause` says it in words; `evidence` holds one sentence each.
+    """
+
+    side: Literal["A", "B", "both"] | None
+    kind: Kind
+    cause: str
+    confidence: Confidence
+    evidence: tuple[str, ...]
+
+
+def ask_engine(left: Record, right: Record, step: int, models: Mapping[str, Path]) -> EngineAnswer:
+    """Decide whose engine explains that two records sampled differently in a step.
+
+    Args:
+        models: checkpoints by version of the weights ("7" are those that step 7 of a run from 0
+            trains, and that should sample for it), and "base", the model without its adapter.
+            Versions before are compared as far as they are given.
+
+    Raises:
+        NothingToCompare: a record has no sampled tokens, or no weights of their version are given.
+        ModelError, RecordError: a checkpoint or step cannot be read.
+    """
+    other_prompts = compare_prompts(left, right, step)
+    if other_prompts is not None:
+        return other_prompts
+    return decide(examine(left, step, models), examine(right, step, models))
+
+
+def decide(left: Examined, right: Examined) -> EngineAnswer:
+    facts = (f"A: {left.facts}", f"B: {right.facts}")
+    one, other = left.suspect, right.suspect
+    if one is not None and other is not None:
+        if (one.kind, one.cause) == (other.kind, other.cause):
+            cause = f"{one.cause}, in both engines alike: it does not explain their difference"
+            return EngineAnswer(
+                "both", one.kind, cause, "low", (f"A: {one.evidence}", f"B: {other.evidence}")
+            )
+        cause = f"A: {one.cause}; B: {other.cause}"
+        kind = one.kind if one.kind == other.kind else "other"
+        weaker = min(one.confidence, other.confidence, key=CONFIDENCES.index)
+        return EngineAnswer("both", kind, cause, weaker, (f"A: {one.evidence}", f"B: {other.evidence}"))
+    if one is not None:
+        return EngineAnswer("A", one.kind, one.cause, one.confidence, (f"A: {one.evidence}", facts[1]))
+    if other is not None:
+        return EngineAnswer(
+            "B", other.kind, other.cause, other.confidence, (f"B: {other.evidence}", facts[0])
+        )
+    confidence = by_tokens(min(left.num_tokens, right.num_tokens))
+    by_seed = [side.redrawn is not None and side.redrawn < DRAWN_AGAIN for side in (left, right)]
+    if left.redrawn is not None and right.redrawn is not None and any(by_seed):
+        side: Literal["A", "B", "both"] = "both" if all(by_seed) else "A" if by_seed[0] else "B"
+        cause = (
+            "the tokens are not those that the recorded seed draws: another seed, or other names of the rows"
+        )
+        return EngineAnswer(side, "seed", cause, confidence, facts)
+    cause = "neither engine is at fault as far as is seen: the samples differ by seed, order or rounding"
+    return EngineAnswer(None, "none", cause, confidence, facts)
+
+
+def compare_prompts(left: Record, right: Record, step: int) -> EngineAnswer | None:
+    """Answer if rows of the same name have prompts of other tokens."""
+    prompts = [prompts_by_name(record, step) for record in (left, right)]
+    shared = prompts[0].keys() & prompts[1].keys()
+    other = [name for name in sorted(shared) if prompts[0][name] != prompts[1][name]]
+    if not other:
+        return None
+    evidence = [
+        f"{len(other)} of {len(shared)} prompts have other tokens, the first is that of prompt {other[0][0]}"
+    ]
+    changed = []
+    for side, record in (("A", left), ("B", right)):
+        tokenizer = (record.header.tokenizer or {"files": {}})["files"]
+        model = record.header.model["files"]
+        files = [name for name in tokenizer if name in model and tokenizer[name] != model[name]]
+        if files:
+            changed.append(side)
+            evidence.append(f"{side}: {', '.join(files)} of the tokenizer are not those of the model")
+    files = files_that_differ(left, right)
+    if not files:
+        cause = (
+            "the prompts have other tokens though the tokenizers' files are equal: other data, or other code"
+        )
+        return EngineAnswer(None, "tokenizer", cause, "medium", tuple(evidence))
+    what = "chat template" if all("template" in name for name in files) else "tokenizer"
+    evidence.append(f"{', '.join(files)} differ between A and B")
+    at_fault: Literal["A", "B"] | None = ("A" if "A" in changed else "B") if len(changed) == 1 else None
+    return EngineAnswer(
+        at_fault, "tokenizer", f"another {what}", "high" if at_fault else "medium", tuple(evidence)
+    )
+
+
+def files_that_differ(left: Record, right: Record) -> list[str]:
+    one, other = ((record.header.tokenizer or {"files": {}})["files"] for record in (left, right))
+    return sorted(
+        name
+        for name in one.keys() | other.keys()
+        if one.get(name) != other.get(name) and ("token" in name or "template" in name or "vocab" in name)
+    )
+
+
+def prompts_by_name(record: Record, step: int) -> dict[tuple[int, int], tuple[int, ...]]:
+    """Return the tokens before the first sampled one of each row, by prompt and sample."""
+    found = {}
+    recorded = record.step(step)
+    for rank in range(recorded.manifest.num_ranks):
+        batch = recorded.batch(rank, ("cu_seqlens", "input_ids", "loss_mask", "prompt_id", "sample_id"))
+        bounds = batch["cu_seqlens"]
+        for row, name in enumerate(
+            zip(batch["prompt_id"].tolist(), batch["sample_id"].tolist(), strict=True)
+        ):
+            mask = batch["loss_mask"][bounds[row] : bounds[row + 1]]
+            end = bounds[row] + (int(mask.argmax()) if mask.any() else len(mask))
+            found[name] = tuple(batch["input_ids"][bounds[row] : end].tolist())
+    return found

@@ -31,6 +31,8 @@ ZOOMS = 2
 ZOOM_POINTS = 9
 # Residuals are bounded, so that one token cannot decide.
 RESIDUAL_BOUND = 5.0
+# Of a row's mean |D|, at most, left with the right prompt or images.
+EXPLAINED = 0.2
 # Nats that an excluded token costs: noise at the edge of a nucleus does not refute it.
 FORBIDDEN_COST = 8.0
 # A transform that gains so many nats in the screening is tested on all tokens.
@@ -209,6 +211,11 @@ def residual_size(engine: Floats, predicted: Floats) -> float:
     """Median |difference| of a prediction, plus 5 % of the bounded mean for the tail."""
     size = np.minimum(np.abs(engine - predicted), RESIDUAL_BOUND)
     return float(np.median(size) + 0.05 * size.mean())
+
+
+def bounded(difference: Floats) -> Floats:
+    """Absolute differences, bounded; unusable ones count as 0."""
+    return np.minimum(np.abs(np.nan_to_num(difference, posinf=0, neginf=0)), RESIDUAL_BOUND)
 
 
 def mean_square(engine: Floats, predicted: Floats) -> float:
