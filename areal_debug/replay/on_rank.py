@@ -169,22 +169,18 @@ def run_preflight_steps(folder: str, num_steps: str, keep: str, *config_argument
     from areal_core.config import PPOConfig, config_to_dict, load_expr_config
     from areal_core.engine.determinism import enforce_determinism
     from areal_core.engine.errors import DeterminismError
-    from replayer.preflight.checks import check_process
-    from replayer.preflight.other_orders import REVERSED_LISTINGS, listings_reversed
     from replayer.preflight.real_steps import run_steps, save_bits
     from replayer.preflight.repeats import write_repeat
+    from replayer.preflight.settings import check_process
 
     config, _ = load_expr_config(list(config_arguments), PPOConfig)
     wanted = config_to_dict(config)
-    in_other_order = REVERSED_LISTINGS in os.environ
     if config.deterministic:
         try:
-            enforce_determinism(config.device, except_for=["PYTHONHASHSEED"] if in_other_order else [])
-            config.deterministic = not in_other_order  # the trainer would refuse another hash seed
+            enforce_determinism(config.device)
         except DeterminismError:
             config.deterministic = False  # the findings name what is missing
-    with listings_reversed(os.environ.get(REVERSED_LISTINGS) == "1"):
-        bits = run_steps(config, int(num_steps), json.loads(keep))
+    bits = run_steps(config, int(num_steps), json.loads(keep))
     rank = bits.process.rank
     save_bits(bits, Path(folder), rank)
     if rank == 0:
