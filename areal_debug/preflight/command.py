@@ -1,6 +1,5 @@
 """`areal-debug preflight`: check that a run is deterministic before it starts."""
 
-import json
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -131,13 +130,14 @@ class Repeats:
         """
         from areal_core.environment import DETERMINISTIC
         from areal_core.launch.warm import warm_ranks
-        from areal_debug.replay.ranks import ON_RANK
+        from areal_debug.replay.ranks import task
 
         folder.mkdir()
-        task = [*ON_RANK, "preflight", str(folder), str(self.num_steps), json.dumps(keep), *self.arguments]
+        arguments = {"num_steps": self.num_steps, "keep": list(keep), "config": self.arguments}
+        asked = task("preflight", folder=str(folder), **arguments)
         log = folder / "ranks.log"
         with warm_ranks({} if self.as_is else DETERMINISTIC, MODULES) as ranks:
-            code = ranks.run(task, self.num_ranks, {}, log, echo=not is_quiet())
+            code = ranks.run(asked, self.num_ranks, {}, log, echo=not is_quiet())
         if code != 0:
             if is_quiet():
                 print_log_end(log)
