@@ -1,6 +1,6 @@
 """`areal-debug`: the table of verbs, and the options that they share.
 
-Each verb is a folder, `areal_debug/VERB/command.py`, imported only when that verb runs.
+Each verb is a folder, `areal_debug/verbs/VERB.py`, imported only when that verb runs.
 """
 
 import difflib
@@ -51,8 +51,6 @@ SECTIONS = {
     "Serve and agents": {
         "serve": "Start, list and stop inference servers to debug agents against",
         "agent": "Run an agent alone, under load or inside the trainer",
-        "chaos": "Train behind servers that fail or lie, and check every row",
-        "rollout-sim": "Measure the rollout client with hundreds of simulated servers",
     },
 }
 VERBS = {name: help for section in SECTIONS.values() for name, help in section.items()}
@@ -204,8 +202,7 @@ class VerbGroup(click.Group):
 @click.group(
     cls=VerbGroup,
     example="areal-debug train examples/gsm8k_grpo.py --dump-rollout runs/record\nareal-debug replay runs/record",
-    lazy={name: f"{name.replace('-', '_')}.command:command" for name in VERBS}
-    | {"bisect-step": "diff.bisect_step:command"},
+    lazy={name: f"verbs.{name.replace('-', '_')}:command" for name in VERBS},
     sections=SECTIONS,
 )
 @click.version_option(package_name="areal-debug", prog_name="areal-debug")

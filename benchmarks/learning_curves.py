@@ -25,7 +25,7 @@ from typing import Any
 from markupsafe import Markup
 
 from areal_debug.demo.methods import METHODS, OTHER_PRESETS, Curve, Method, learn, teach
-from areal_debug.pages.charts import HEIGHT, WIDTH, shares
+from areal_debug.report.charts import HEIGHT, WIDTH, shares
 
 DOCS = Path(__file__).parents[1] / "docs"
 CURVES = DOCS / "learning_curves.json"

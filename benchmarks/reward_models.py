@@ -23,7 +23,7 @@ from learning_curves import GAP, STYLE, TITLE_HEIGHT
 from markupsafe import Markup
 from transformers import AutoTokenizer
 
-from areal_debug.pages.charts import HEIGHT, WIDTH, line, shares
+from areal_debug.report.charts import HEIGHT, WIDTH, line, shares
 from recorder import open_record
 
 ROOT = Path(__file__).parents[1]

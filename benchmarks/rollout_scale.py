@@ -1,59 +1,210 @@
-"""The table of docs/chaos.md: `areal-debug rollout-sim` at 8, 64 and 512 servers.
+"""The rollout client against 8, 64 and 512 simulated servers: what was lost, doubled or slow.
 
-Each row is the run with the median lag of `--rounds`. Prints the table, and with `--write` replaces
-the one in the document. On a busy machine lags are those of the machine.
+The executor, the client and its router run in one process; servers differ in speed, die, restart
+with old weights and get new ones ten times. Each row of the table is the run with the median lag.
+
+main thread                              event loop thread
+Executor.prepare_batch  <--------------- Pipeline -> workflow -> client -> router -> SimulatedFleet
+counts rows, checks tokens and versions  a task that ticks every 10 ms: its delay is the lag
+new version: fleet, client, executor --> requests in flight are aborted and sent again
 """
 
 import argparse
+import asyncio
 import json
-import re
+import resource
 import subprocess
 import sys
-from pathlib import Path
+import threading
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
-DOCUMENT = Path(__file__).parents[1] / "docs" / "chaos.md"
+import torch
+
+from areal_core.batch import Batch
+from areal_core.dataset import PromptLoader
+from areal_core.rollout.fleet.client import FleetClient
+from areal_core.rollout.fleet.server import Server
+from areal_core.rollout.loop_thread import short_collections
+from areal_core.rollout.pipeline import Executor, PromptFeed
+from areal_core.rollout.staleness import StalenessControl
+from areal_core.rollout.types import Sampling
+from areal_core.sglang.wire import SGLANG
+from areal_core.testing import TokensWorkflow
+from areal_debug.agent.loop_monitor import running_time
+from benchmarks.rollout_fleet import SimulatedFleet, first_token
+
 SIZES = ((8, 10_000), (64, 50_000), (512, 50_000))  # servers, requests
-COLUMNS = (
-    "servers",
-    "requests",
-    "max_lag_ms",
-    "cpu_s",
-    "requests_per_s",
-    "lost",
-    "doubled",
-    "oldest_version_lag",
-)
-TABLE = re.compile(r"\| servers \|.*?(?=\n\n|\Z)", re.DOTALL)
+COLUMNS = ("servers", "requests", "max_lag_ms", "cpu_s", "requests_per_s", "lost", "doubled")
+COLUMNS += ("oldest_version_lag",)
+MEDIAN_LATENCY_S = 4.0  # of a completion
+TICK_S = 0.01
+NUM_VERSIONS = 10  # batches of a simulation, and weight updates between them
+GROUP = 4  # samples of a prompt
+STALENESS = 2  # the bound; three batches are in flight
+NUM_PROMPT_TOKENS = 64
+MAX_NEW_TOKENS = 64
+SAMPLING = Sampling(max_new_tokens=MAX_NEW_TOKENS, ignore_eos=True)
+
+
+@dataclass(frozen=True)
+class SimulationReport:
+    """The outcome of a simulation.
+
+    `max_lag_ms` and `max_lag_with_waits_ms` are without and with the time in which the threads
+    waited for a core that other processes had.
+    """
+
+    servers: int
+    requests: int  # samples; one that is aborted or loses its server is several replies
+    seed: int
+    max_lag_ms: float
+    max_lag_with_waits_ms: float
+    cpu_s: float
+    wall_s: float
+    requests_per_s: float  # per second of CPU time
+    lost: int  # samples that are in no batch, or there with other tokens than were sampled
+    doubled: int  # samples that are in more than one batch
+    oldest_version_lag: int  # of all tokens: version that was trained less version that sampled
+    staleness_bound: int
+    deaths: int
+    updates: int
+    replies: int
+    aborted: int
+    peak_memory_mb: float
+
+
+class SimulatedClient(FleetClient):
+    """The client of a run, whose servers are simulated."""
+
+    def __init__(self, servers: Sequence[Server], fleet: SimulatedFleet) -> None:
+        super().__init__(servers, SGLANG, retry_delay_s=0.05, knows_versions=True, connect=lambda _: fleet)
+        self._fleet = fleet
+
+    def _ask_version(self, server: Server) -> str | None:
+        return self._fleet.version_of(server)
+
+
+class LoopLag:
+    """The delays of a task that ticks on an event loop."""
+
+    def __init__(self) -> None:
+        self.max_s = self.max_with_waits_s = 0.0
+
+    async def tick(self, threads: Sequence[threading.Thread]) -> None:
+        """Tick until cancelled. While one of `threads` waits for a core, the others wait for it."""
+        while True:
+            began, began_waits = time.monotonic(), waits_for_cores(threads)
+            await asyncio.sleep(TICK_S)
+            late_s = time.monotonic() - began - TICK_S
+            self.max_with_waits_s = max(self.max_with_waits_s, late_s)
+            self.max_s = max(self.max_s, late_s - (waits_for_cores(threads) - began_waits))
+
+
+def waits_for_cores(threads: Sequence[threading.Thread]) -> float:
+    """Return the seconds for which these threads were ready and had no core, in total."""
+    return sum(time.monotonic() - running_time(thread) for thread in threads)
+
+
+class Ledger:
+    """Counts the rows of every batch."""
+
+    def __init__(self) -> None:
+        self.rows: Counter[tuple[int, int]] = Counter()
+        self.oldest_version_lag = 0
+
+    def count(self, batch: Batch, version: int) -> None:
+        """Count the rows that are trained on at `version`; one with wrong tokens is none."""
+        tokens, mask = batch["input_ids"], batch["loss_mask"] != 0
+        assert bool(mask.any())
+        lag = version - int(batch["versions"][mask].min())
+        self.oldest_version_lag = max(self.oldest_version_lag, lag)
+        for row in range(len(tokens)):
+            prompt_id = int(batch["prompt_id"][row])
+            first = first_token(prompt_id)
+            wanted = torch.arange(first, first + MAX_NEW_TOKENS, dtype=tokens.dtype)
+            if int(tokens[row, 0]) == prompt_id and torch.equal(tokens[row][mask[row]], wanted):
+                self.rows[prompt_id, int(batch["sample_id"][row])] += 1
+
+
+def simulate(num_servers: int, num_requests: int, seed: int, median_latency_s: float) -> SimulationReport:
+    """Run one simulation.
+
+    Args:
+        num_requests: rounded up to a multiple of the samples of all batches.
+    """
+    servers = [Server(f"10.{i >> 16}.{i >> 8 & 255}.{i & 255}:30000") for i in range(num_servers)]
+    batch_size = -(-num_requests // (NUM_VERSIONS * GROUP))
+    num_requests = batch_size * NUM_VERSIONS * GROUP
+    num_deaths = min(num_servers // 2, 2 * NUM_VERSIONS)
+    deaths = [num_requests * (i + 1) // (num_deaths + 1) for i in range(num_deaths)]
+    fleet = SimulatedFleet(servers, seed, median_latency_s, NUM_PROMPT_TOKENS, deaths)
+    client = SimulatedClient(servers, fleet)
+    control = StalenessControl(batch_size, (STALENESS + 1) * batch_size, STALENESS, num_steps=NUM_VERSIONS)
+    executor = Executor(client, control)
+    lag, ledger = LoopLag(), Ledger()
+    ticking = executor.loop.submit(lag.tick((executor.loop.thread, threading.main_thread())))
+    began, cpu_began = time.monotonic(), time.process_time()
+    try:
+        rows = [{"tokens": [i, *range(NUM_PROMPT_TOKENS - 1)]} for i in range(batch_size * NUM_VERSIONS)]
+        feed = PromptFeed(PromptLoader(rows, batch_size, shuffle=False))
+        workflow = TokensWorkflow(SAMPLING)
+        for version in range(NUM_VERSIONS):
+            ledger.count(executor.prepare_batch(feed, workflow, n_samples=GROUP), version)
+            executor.loop.run(fleet.update(version + 1))
+            client.set_version(version + 1)
+            executor.set_version(version + 1)
+    finally:
+        wall_s, cpu_s = time.monotonic() - began, time.process_time() - cpu_began
+        ticking.cancel()
+        executor.close()
+    expected = {(prompt, sample) for prompt in range(batch_size * NUM_VERSIONS) for sample in range(GROUP)}
+    return SimulationReport(
+        servers=num_servers,
+        requests=num_requests,
+        seed=seed,
+        max_lag_ms=1000 * lag.max_s,
+        max_lag_with_waits_ms=1000 * lag.max_with_waits_s,
+        cpu_s=cpu_s,
+        wall_s=wall_s,
+        requests_per_s=num_requests / cpu_s,
+        lost=len(expected - ledger.rows.keys()),
+        doubled=sum(count > 1 for count in ledger.rows.values()) + len(ledger.rows.keys() - expected),
+        oldest_version_lag=ledger.oldest_version_lag,
+        staleness_bound=STALENESS,
+        deaths=fleet.num_deaths,
+        updates=NUM_VERSIONS,
+        replies=fleet.num_replies,
+        aborted=fleet.num_aborted,
+        peak_memory_mb=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1000,
+    )
 
 
 def measure(servers: int, requests: int, seed: int) -> dict[str, Any]:
-    """Run one simulation in a process of its own."""
-    options = ["--servers", str(servers), "--requests", str(requests), "--seed", str(seed), "--json"]
-    command = [sys.executable, "-m", "areal_debug", "rollout-sim", *options]
-    return json.loads(subprocess.run(command, capture_output=True, text=True).stdout)
-
-
-def cell(name: str, value: float) -> str:
-    """Format a number of the table."""
-    return f"{value:.1f}" if name == "cpu_s" else f"{value:,.0f}"
+    """Run one simulation in a process of its own: its peak memory is that of the process."""
+    command = [sys.executable, "-m", "benchmarks.rollout_scale", "--one", f"{servers},{requests},{seed}"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--write", action="store_true", help="replace the table of the document")
+    parser.add_argument("--one", metavar="SERVERS,REQUESTS,SEED", help="one simulation, as JSON")
     options = parser.parse_args()
-    lines = ["| " + " | ".join(COLUMNS) + " |", "|" + "---|" * len(COLUMNS)]
+    if options.one:
+        servers, requests, seed = map(int, options.one.split(","))
+        with short_collections():
+            print(json.dumps(asdict(simulate(servers, requests, seed, MEDIAN_LATENCY_S))))
+        return
+    print("| " + " | ".join(COLUMNS) + " |\n|" + "---|" * len(COLUMNS))
     for servers, requests in SIZES:
         rounds = [measure(servers, requests, seed) for seed in range(1, options.rounds + 1)]
         median = sorted(rounds, key=lambda facts: facts["max_lag_ms"])[len(rounds) // 2]
-        lines.append("| " + " | ".join(cell(name, median[name]) for name in COLUMNS) + " |")
-        print(lines[-1], flush=True)
-    table = "\n".join(lines)
-    print(table)
-    if options.write:
-        DOCUMENT.write_text(TABLE.sub(table, DOCUMENT.read_text(), count=1))
+        print("| " + " | ".join(f"{median[name]:,.4g}" for name in COLUMNS) + " |", flush=True)
 
 
 if __name__ == "__main__":

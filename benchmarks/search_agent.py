@@ -33,7 +33,7 @@ from areal_core.telemetry import read_stats
 from areal_core.testing import make_tiny_model
 from areal_core.trainer.rl import PPOTrainer
 from areal_core.trainer.sft import SFTTrainer
-from areal_debug.pages.charts import HEIGHT, WIDTH, shares
+from areal_debug.report.charts import HEIGHT, WIDTH, shares
 from areal_debug.wiring import make_recorder
 
 ROOT = Path(__file__).parents[1]

@@ -8,11 +8,11 @@ from typing import Any
 
 from markupsafe import Markup
 
-from areal_core.safety.html_page import Frame
 from areal_debug.consistency.render import left_out, load_decode, look_at, rescoring_rows, summary_of, text_of
-from areal_debug.pages.charts import bars, dots
-from areal_debug.pages.template import write_template
 from areal_debug.render import format_number
+from areal_debug.report.charts import bars, dots
+from areal_debug.report.frame import Frame
+from areal_debug.report.page import write_template
 from consistency.case import Request
 from consistency.check import Checked
 from consistency.measure import ALIASES, Group

@@ -8,8 +8,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from areal_debug.pages.links import view_command
 from areal_debug.render import format_number, sparkline, styled
+from areal_debug.report.links import view_command
 from consistency.case import Finding, Request
 from consistency.check import Checked
 from consistency.cross_checks import Rescoring, TrainerCheck

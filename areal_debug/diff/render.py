@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING
 from rich.text import Text
 
 from areal_debug.diff.excerpts import read_excerpts
-from areal_debug.pages.links import view_command
 from areal_debug.render import console, difference_table, format_number, styled
+from areal_debug.report.links import view_command
 
 if TYPE_CHECKING:
     from recorder import Record

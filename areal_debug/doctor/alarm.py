@@ -1,7 +1,13 @@
-"""The result of a rule that found a problem."""
+"""The result of a rule that found a problem; what it says is a row of `findings.toml`."""
 
+import tomllib
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
 from typing import Any, NamedTuple
+
+from areal_debug.doctor.series import Series
 
 Evidence = tuple[tuple[int, float], ...]  # (step, value)
 
@@ -40,3 +46,49 @@ class Alarm:
     onset: int | None = None
     cost: str = ""
     samples: tuple[Sample, ...] = ()
+
+
+@cache
+def findings() -> dict[str, dict[str, Any]]:
+    """Return the rows of `findings.toml` by id."""
+    return tomllib.loads((Path(__file__).parent / "findings.toml").read_text(encoding="utf-8"))
+
+
+def alarm(
+    id: str,
+    series: Series,
+    *,
+    found: str,
+    severity: str = "warning",
+    variant: str = "",
+    title: str = "",
+    evidence: Sequence[tuple[int, float]] | None = None,
+    since: int | None = None,
+    cost: str = "",
+    **fields: object,
+) -> Alarm:
+    """Build an alarm from its row of `findings.toml`.
+
+    Args:
+        series: the metric; its last values are the evidence if no other is given.
+        variant: which of the row's variants, if it has some.
+        title: which of the row's titles, if it has several.
+        since: the onset.
+        fields: values of the fields in the row's texts.
+    """
+    row = findings()[id]
+    row = row | row.get("variants", {}).get(variant, {})
+    return Alarm(
+        id,
+        row["titles"][title] if title else row["title"].format(**fields),
+        severity,
+        series.name,
+        found,
+        series.tail() if evidence is None else tuple(evidence),
+        tuple(advice.format(**fields) for advice in row["advice"]),
+        row.get("experiment", "").format(**fields),
+        row.get("source", ""),
+        dict(row.get("overrides", {})),
+        since,
+        cost,
+    )

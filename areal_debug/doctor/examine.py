@@ -2,13 +2,12 @@
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from typing import Any
 
 import numpy as np
 
 from areal_debug.doctor.alarm import Alarm
-from areal_debug.doctor.names import NAMES
+from areal_debug.doctor.names import QUANTITIES
 from areal_debug.doctor.read import Run
 from areal_debug.doctor.rows import worst_place
 from areal_debug.doctor.rules import (
@@ -23,11 +22,11 @@ from areal_debug.doctor.rules import (
     rollout,
     shift,
     supervised,
+    thresholds,
 )
-from areal_debug.doctor.rules.thresholds import THRESHOLDS, beyond
 from areal_debug.doctor.samples.sample_rules import examine_samples
 from areal_debug.doctor.series import FEWEST_STEPS
-from areal_debug.pages.links import view_command
+from areal_debug.report.links import view_command
 from recorder import Record
 
 # causes before what follows from them
@@ -36,7 +35,7 @@ RULES: tuple[Callable[[Run], Alarm | None], ...] = (
     *shift.RULES,
     *policy.RULES,
     *drift.RULES,
-    *(partial(beyond, threshold) for threshold in THRESHOLDS),
+    *thresholds.RULES,
     *rollout.RULES,
     *mismatch.RULES,
     *rewards.RULES,
@@ -70,7 +69,7 @@ def examine(run: Run) -> Examination:
         run.by_name[alarm.metric] = share
     alarms = [alarm if alarm.cost else replace(alarm, cost=cost_since(run, alarm.onset)) for alarm in found]
     alarms.sort(key=lambda alarm: alarm.severity != "error")
-    return Examination(tuple(alarms), tuple(name for name in NAMES if name not in run.series))
+    return Examination(tuple(alarms), tuple(name for name in QUANTITIES if name not in run.series))
 
 
 def cost_since(run: Run, step: int | None) -> str:

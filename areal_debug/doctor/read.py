@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from areal_debug.doctor.names import NAMES, choose_names, family_of
+from areal_debug.doctor.names import QUANTITIES, choose_names, family_of
 from areal_debug.doctor.rows import is_record, metrics_of
 from areal_debug.doctor.series import Series
 from areal_debug.doctor.sources.locate import RECORD, find_source
@@ -109,14 +109,14 @@ def judged(by_name: Mapping[str, Series], given: Mapping[str, str] | None = None
     Raises UnreadableRun for a given quantity or name that is not known.
     """
     for quantity, name in (given or {}).items():
-        if quantity not in NAMES:
-            raise UnreadableRun(f"{quantity!r} is no quantity: expected one of {', '.join(NAMES)}")
+        if quantity not in QUANTITIES:
+            raise UnreadableRun(f"{quantity!r} is no quantity: expected one of {', '.join(QUANTITIES)}")
         if name.removeprefix("train/") not in by_name:
             raise UnreadableRun(f"the run logs no {name!r}: it logs {', '.join(list(by_name)[:20])}")
     chosen = choose_names(list(by_name)) | {
         quantity: name.removeprefix("train/") for quantity, name in (given or {}).items()
     }
-    return {quantity: by_name[chosen[quantity]] for quantity in NAMES if quantity in chosen}
+    return {quantity: by_name[chosen[quantity]] for quantity in QUANTITIES if quantity in chosen}
 
 
 def unknown(by_name: Mapping[str, Series], series: Mapping[str, Series]) -> tuple[str, ...]:

@@ -9,8 +9,8 @@ from rich.text import Text
 from areal_core.rollout.types import TOP_K_OFF
 from areal_debug.eval.estimates import CONFIDENCE, RESAMPLES, Estimate
 from areal_debug.eval.results import Change, Comparison, Report, Settings
-from areal_debug.pages.links import view_command
 from areal_debug.render import PIPED_WIDTH, console, format_number, styled
+from areal_debug.report.links import view_command
 
 STYLES = {"better": "green", "worse": "red", "no difference found": "dim"}
 BINARY = 2  # distinct rewards of a reward that is solved or not

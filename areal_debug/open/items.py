@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from areal_core.safety.html_page import Frame, Link
 from areal_debug.open.find import Found, read_document
-from areal_debug.pages.links import RecordPage
 from areal_debug.render import format_bytes
+from areal_debug.report.frame import Frame, Link
+from areal_debug.report.links import RecordPage
 
 if TYPE_CHECKING:
     from areal_debug.doctor.read import Run
@@ -156,7 +156,7 @@ def examine_hang(found: Found, scratch: Path) -> Item:
 
 def examine_health(found: Found, scratch: Path) -> Item:
     from areal_core.rollout.fleet.health import State
-    from areal_debug.pages.template import write_template
+    from areal_debug.report.page import write_template
     from areal_debug.serve.ledger import read_ledger
 
     ledger = read_ledger(found.path)
@@ -181,7 +181,7 @@ def examine_checkpoint(found: Found, scratch: Path) -> Item:
 
 def examine_report(found: Found, scratch: Path) -> Item:
     """Show a report that a verb wrote: its JSON as text, its page inert and inside a frame."""
-    from areal_debug.pages.template import write_template
+    from areal_debug.report.page import write_template
 
     summary = f"report of `areal-debug {found.verb}`"
     if found.verb == "view" and found.path.suffix == ".html":  # it needs its scripts

@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from areal_core.safety.html_page import tone_of
 from areal_debug.open.items import Item
 from areal_debug.open.workbench import worst_verdict
 from areal_debug.render import console, print_json, styled
+from areal_debug.report.frame import tone_of
 
 STYLES = {"good": "green", "bad": "red", "unsure": "yellow", "": "dim"}
 

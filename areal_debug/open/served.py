@@ -15,8 +15,8 @@ from http import HTTPStatus
 from pathlib import Path
 
 from areal_debug.open.find import fingerprint
-from areal_debug.pages.local import LocalHandler, LocalServer, listen
 from areal_debug.render import console, fail, styled
+from areal_debug.report.local import LocalHandler, LocalServer, listen
 from areal_debug.waiting import leave_terminal
 
 KINDS = {".html": "text/html; charset=utf-8", ".js": "text/javascript; charset=utf-8"}

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from areal_core.safety.html_page import Link
 from areal_debug.record.decode import load_decoder
+from areal_debug.report.frame import Link
 from recorder import Record
 
 

@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from areal_core.safety.html_page import Frame, Link, tone_of
 from areal_debug.doctor.page import picture
 from areal_debug.open.find import Found
 from areal_debug.open.items import Item, examine
-from areal_debug.pages.links import RecordPage, page_address
-from areal_debug.pages.template import write_template
 from areal_debug.render import format_number
+from areal_debug.report.frame import Frame, Link, tone_of
+from areal_debug.report.links import RecordPage, page_address
+from areal_debug.report.page import write_template
 from recorder.reader import StepSummary, summarise_steps
 
 # Titles of the kinds, in the order of the overview, and the name of a kind's page.

@@ -118,7 +118,7 @@ def cut(
 
 
 def refuse_damage_of(record: str, num_steps: int) -> None:
-    from areal_debug.replay.command import refuse_damage
+    from areal_debug.verbs.replay import refuse_damage
 
     refuse_damage(record, num_steps)
 

@@ -16,8 +16,8 @@ from rich.text import Text
 
 from areal_core.telemetry.summary import summary_columns
 from areal_debug.diff.render import describe
-from areal_debug.pages.links import view_command
 from areal_debug.render import difference_table, format_number, format_value, sparkline, styled
+from areal_debug.report.links import view_command
 from recorder import Record
 from recorder.difference import Difference
 from replayer.check import RankDifference, ReplayReport, StepResult

@@ -3,8 +3,8 @@
 from rich.table import Table
 
 from areal_core.safety.printable import printable
-from areal_debug.pages.links import view_command
 from areal_debug.render import console, format_number, styled
+from areal_debug.report.links import view_command
 from areal_debug.reward.probe import Finding, ProbeReport
 from areal_debug.reward.rescore import RescoreReport
 

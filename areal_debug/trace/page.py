@@ -4,11 +4,11 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from areal_core.safety.html_page import Frame, Link
-from areal_debug.pages.charts import Span, stacked, timeline
-from areal_debug.pages.links import RecordPage
-from areal_debug.pages.template import write_template
 from areal_debug.render import format_seconds
+from areal_debug.report.charts import Span, stacked, timeline
+from areal_debug.report.frame import Frame, Link
+from areal_debug.report.links import RecordPage
+from areal_debug.report.page import write_template
 from areal_debug.trace.read import Episode, RankStep, RunTrace
 from areal_debug.trace.render import HEADINGS, describe, format_spread, short, spent, verdict
 from areal_debug.trace.steps import OF_CRITIC, StepTimes, TraceReport

@@ -11,7 +11,7 @@ import threading
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from areal_debug.pages.links import fragment_of
+from areal_debug.report.links import fragment_of
 from areal_debug.view.data import run_document
 from areal_debug.view.followed import FollowedRecord
 from areal_debug.view.pack import pack_json, pack_numbers, pack_text

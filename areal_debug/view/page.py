@@ -14,8 +14,8 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from areal_core.safety.durable import replacing
-from areal_core.safety.html_page import Frame, Link, framed
 from areal_core.safety.scratch import unfinished_folder
+from areal_debug.report.frame import Frame, Link, framed
 from areal_debug.view.contents import Contents
 from areal_debug.view.pack import pack_json
 

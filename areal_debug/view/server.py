@@ -11,7 +11,7 @@ import json
 import re
 from http import HTTPStatus
 
-from areal_debug.pages.local import LocalHandler, LocalServer, listen
+from areal_debug.report.local import LocalHandler, LocalServer, listen
 from areal_debug.view.contents import BLOB_NAME, Contents, Place
 from areal_debug.view.page import served_page
 from recorder import RecordError

@@ -3,9 +3,9 @@
 from pathlib import Path
 from typing import Any
 
-from areal_core.safety.html_page import Frame
 from areal_debug.diff.render import describe
-from areal_debug.pages.template import write_template
+from areal_debug.report.frame import Frame
+from areal_debug.report.page import write_template
 from replayer.compare.stages import STAGES
 from replayer.why.report import WhyReport
 

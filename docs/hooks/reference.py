@@ -272,42 +272,38 @@ def causes() -> str:
     return rules_page("Causes of a mismatch", rules_in("consistency.causes", r"R\d\d"))
 
 
-def thresholds() -> Iterator[tuple[str, str]]:
-    """Yield id and text of each finding that is a limit on one metric."""
-    from areal_debug.doctor.rules.thresholds import THRESHOLDS
-
-    for one in THRESHOLDS:
-        texts = [
-            f"**{escaped(one.title)}**",
-            f"Metric: [`{one.quantity}`](metrics.md#{one.quantity}); limit: {escaped(one.limit)}",
-            listed("What to do", one.advice),
-            listed("To confirm", [one.experiment]),
-            listed("Source", [one.source]),
-        ]
-        yield one.id, "\n\n".join(filter(None, texts))
-
-
 def findings() -> str:
     """Every finding of `areal-debug doctor`: D of metrics, S of the samples of a record."""
 
-    def all_rules() -> Iterator[tuple[str, str]]:
-        yield from rules_in("areal_debug.doctor.rules", r"D\d\d")
-        yield from thresholds()
-        yield from rules_in("areal_debug.doctor.samples", r"S\d\d")
+    from areal_debug.doctor.alarm import findings as rows
 
-    return rules_page("Findings of doctor", all_rules())
+    text = "# Findings of doctor\n\n"
+    for id, row in sorted(rows().items()):
+        of_variants = [variant["title"] for variant in row.get("variants", {}).values()]
+        titles = of_variants or list(row.get("titles", {}).values()) or [row["title"]]
+        quantity = row.get("quantity")
+        text += entry(
+            id.lower(),
+            id,
+            "\n\n".join(f"**{escaped(title[:1].upper() + title[1:])}**" for title in titles),
+            f"Metric: [`{quantity}`](metrics.md#{quantity}); limit: {escaped(row['limit'])}"
+            if quantity
+            else "",
+            listed("What to do", row.get("advice", ())),
+            listed("To confirm", [row.get("experiment", "")]),
+            listed("Source", [row.get("source", "")]),
+        )
+    return text
 
 
 def metrics() -> str:
     """Every quantity that doctor judges, with the names under which frameworks log it."""
-    from areal_debug.doctor.meanings import MEANINGS
-    from areal_debug.doctor.names import NAMES
+    from areal_debug.doctor.names import QUANTITIES
 
     text = "# Metrics\n\nQuantities that `areal-debug doctor` judges, and their names in logs.\n\n"
-    for quantity, names in NAMES.items():
-        unit, meaning = MEANINGS[quantity]
-        logged = ", ".join(f"`{name}`" for name in names)
-        paragraphs = (escaped(meaning), f"**Unit**: {unit}", f"**Logged as**: {logged}")
+    for quantity, row in QUANTITIES.items():
+        logged = ", ".join(f"`{name}`" for name in row["names"])
+        paragraphs = (escaped(row["meaning"]), f"**Unit**: {row['unit']}", f"**Logged as**: {logged}")
         text += entry(quantity, f"`{quantity}`", *paragraphs)
     return text
 

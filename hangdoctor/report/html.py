@@ -10,7 +10,7 @@ from datetime import UTC, datetime
 from functools import cache
 from pathlib import Path
 
-from areal_core.safety.html_page import Frame, Link, framed, lead, safe
+from areal_debug.report.frame import Frame, Link, framed, lead, safe
 from hangdoctor.groups import rank_ranges
 from hangdoctor.model import Diagnosis, ProcessDump, RankVerdict, Snapshot, Thread
 from hangdoctor.report.text import PART_NAMES, Node, exit_status, headline, merged_tree

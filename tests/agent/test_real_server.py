@@ -12,7 +12,7 @@ from click.testing import CliRunner
 from areal_core.config import SGLangConfig
 from areal_core.rollout.fleet.server import call
 from areal_core.sglang.start import SGLangServer, cpu_environment, server_args
-from areal_debug.agent.command import command
+from areal_debug.verbs.agent import command
 
 pytestmark = [pytest.mark.long, pytest.mark.sglang]
 

@@ -7,7 +7,7 @@ from click.testing import CliRunner
 
 from areal_core.agent.agents import load_agent
 from areal_core.rollout.episodes import assemble
-from areal_debug.record.command import command
+from areal_debug.verbs.record import command
 from recorder import RecordWriter, open_record, verify
 from recorder.header import write_header
 from recorder.samples import Branch, read_samples

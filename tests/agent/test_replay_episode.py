@@ -9,8 +9,8 @@ from click.testing import CliRunner
 
 from areal_core.agent.agents import load_agent
 from areal_core.rollout.episodes import assemble
-from areal_debug.agent.command import command
 from areal_debug.agent.replay_episode import Address, parse_address
+from areal_debug.verbs.agent import command
 from recorder import RecordingOptions, RecordWriter
 from recorder.header import write_header
 from recorder.testing import SCRIPTED_HEADER, send_step, write_scripted_record

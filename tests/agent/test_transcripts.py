@@ -11,7 +11,7 @@ from areal_core.agent.agents import load_agent
 from areal_core.agent.transcripts.transcript import as_json, from_json, without_transcripts
 from areal_core.batch import select_rows
 from areal_core.rollout.episodes import assemble
-from areal_debug.record.command import command
+from areal_debug.verbs.record import command
 from recorder import RecordingOptions, RecordWriter, open_record, verify
 from recorder.header import write_header
 from recorder.integrity.contents import calls_problems

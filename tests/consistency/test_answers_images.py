@@ -9,7 +9,7 @@ from click.testing import CliRunner
 from areal_core.embedded.http_server import EmbeddedServer
 from areal_core.vision.images import data_url
 from areal_core.vision.tiny_models import make_tiny_vision_model
-from areal_debug.consistency.command import command
+from areal_debug.verbs.consistency import command
 
 from ..recorder.pictured import png
 from .fault_server import hosting

@@ -7,7 +7,7 @@ import pytest
 from click.testing import CliRunner
 from transformers import Gemma3Config
 
-from areal_debug.consistency.command import command
+from areal_debug.verbs.consistency import command
 from consistency.tokens import Sequences
 
 from .fault_server import SGLANG, application, hosting, serving_rows

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from areal_debug.consistency.command import command
+from areal_debug.verbs.consistency import command
 from consistency import check, hypotheses
 
 from .records import save_model, write_record

@@ -9,7 +9,7 @@ from click.testing import CliRunner
 
 from areal_core.embedded.http_server import EmbeddedServer
 from areal_core.testing import make_tiny_tokenizer
-from areal_debug.consistency.command import command
+from areal_debug.verbs.consistency import command
 from consistency import hypotheses
 from consistency.score import load_scorer
 from consistency.testing import FaultyEngine

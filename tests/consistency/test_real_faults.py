@@ -11,7 +11,7 @@ from areal_core.config import SGLangConfig
 from areal_core.rollout.fleet.server import call
 from areal_core.sglang.start import SGLangServer, cpu_environment, server_args
 from areal_core.testing import make_tiny_tokenizer
-from areal_debug.consistency.command import command
+from areal_debug.verbs.consistency import command
 from consistency.probes import SCHEMES, quantized
 from consistency.score import load_scorer
 

@@ -10,7 +10,7 @@ from areal_core.config import SGLangConfig
 from areal_core.rollout.fleet.server import call
 from areal_core.sglang.start import SGLangServer, cpu_environment, server_args
 from areal_core.sglang.wire import SGLANG
-from areal_debug.consistency.command import command
+from areal_debug.verbs.consistency import command
 from consistency.case import NOISE, Setting
 from consistency.diagnose import diagnose
 from consistency.hypotheses import replay

@@ -16,7 +16,7 @@ from areal_core.sglang.start import SGLangServer, cpu_environment, server_args
 from areal_core.vision.images import data_url
 from areal_core.vision.processor import load_processor
 from areal_core.vision.tiny_models import make_tiny_vision_model
-from areal_debug.consistency.command import command
+from areal_debug.verbs.consistency import command
 from consistency.case import Request
 from consistency.check import check
 from consistency.engine.reply import SamplingParams

@@ -11,7 +11,7 @@ from transformers import AutoTokenizer
 from areal_core.config import SGLangConfig
 from areal_core.rollout.fleet.server import call
 from areal_core.sglang.start import SGLangServer, cpu_environment, server_args
-from areal_debug.consistency.command import command
+from areal_debug.verbs.consistency import command
 from consistency.case import Request
 from consistency.check import check
 from consistency.source import Sampled, Sampling

@@ -11,7 +11,7 @@ from click.testing import CliRunner
 
 from areal_core.rollout.fleet.server import Server, is_healthy, last_lines
 from areal_core.testing import make_tiny_model
-from areal_debug.consistency.command import command
+from areal_debug.verbs.consistency import command
 
 pytestmark = pytest.mark.long
 READY_TIMEOUT_S = 300.0

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from areal_debug.consistency.command import command
+from areal_debug.verbs.consistency import command
 from consistency import cross_checks
 from consistency.cross_checks import compare_trainer, trainer_logprobs
 from consistency.score import load_scorer, score

@@ -149,7 +149,6 @@ def test_a_misspelled_verb_gets_a_suggestion(arguments, hint):
         ("serve --modle m", "--model"),
         ("hang watch --thn kill -- true", "--then"),
         ("preflight --config x --thorogh", "--thorough"),
-        ("chaos x.yaml --minuts 2", "--minutes"),
     ],
 )
 def test_a_misspelled_option_gets_a_suggestion(line, meant):
@@ -218,7 +217,7 @@ def test_names_of_options_mean_the_same_in_every_verb(name):
 
 
 OVERRIDES = {
-    *("train", "eval", "replay", "record import", "chaos"),
+    *("train", "eval", "replay", "record import"),
     *("agent run", "agent stress", "agent rollout"),
 }
 

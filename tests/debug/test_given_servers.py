@@ -20,7 +20,7 @@ from areal_core.rollout.types import ModelRequest, sampling_from
 from areal_core.rollout.workflow import episode_tensors, prompt_tokens
 from areal_core.sglang.start import SGLangServer
 from areal_core.testing import make_tiny_model
-from areal_debug.train.command import command
+from areal_debug.verbs.train import command
 
 HERE = Path(__file__).parent
 ROWS = [{"messages": [{"role": "user", "content": f"{n}?"}], "answer": str(n)} for n in range(3)]

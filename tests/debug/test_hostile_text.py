@@ -244,8 +244,6 @@ def commands(at: dict[str, Path]) -> list[tuple[str, list[str]]]:
         ("agent rollout", ["agent", "rollout", "x.py:Agent", "--config", text["config"], "-o", f"{top}/rollout"]),
         ("agent replay", ["agent", "replay", f"{record}#1", f"{EVIL}:Agent"]),
         ("agent replay", ["agent", "replay", f"{absent}#{EVIL}", f"{EVIL}:Agent"]),
-        ("chaos", ["chaos", text["config"]]),
-        ("rollout-sim", ["rollout-sim", "--servers", EVIL]),
         *((name, [*name.split(), "--no-such", EVIL]) for name in sorted(runnable(main))),
     ]  # fmt: skip
 

@@ -167,7 +167,6 @@ def test_what_diagnoses_needs_no_extra(tmp_path):
         (["record", "export", "RECORD", "--format", "trackio", "--to", "a"], "trackio"),
         (["query", "RECORD", "select 1"], "query"),
         (["record", "ls", RECORD], "archive"),
-        (["rollout-sim", "--servers", "2"], "train"),
     ],
 )
 def test_a_verb_names_the_extra_that_it_needs(arguments, extra, record):

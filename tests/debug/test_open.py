@@ -22,7 +22,7 @@ from areal_debug.cli import main
 from areal_debug.doctor.rows import Worst, worst_place
 from areal_debug.open.find import find
 from areal_debug.open.served import Workbench, make_server
-from areal_debug.pages.links import page_address, view_command
+from areal_debug.report.links import page_address, view_command
 from recorder import open_record
 from recorder.testing import write_scripted_record
 

@@ -7,10 +7,10 @@ import re
 import pytest
 from markupsafe import Markup
 
-from areal_core.safety.html_page import Frame, Link, framed, shared_style
 from areal_core.safety.printable import UNPRINTABLE
-from areal_debug.pages.charts import bars
-from areal_debug.pages.template import write_template
+from areal_debug.report.charts import bars
+from areal_debug.report.frame import Frame, Link, framed, shared_style
+from areal_debug.report.page import write_template
 
 EVIL = "</style><script>x</script>{{ 7*7 }}\x1b]0;x\x07\u202e\U000e0041\"'"
 SHOWN = r"&lt;/style&gt;&lt;script&gt;x&lt;/script&gt;{{ 7*7 }}\x1b]0;x\x07\u202e\U000e0041&#34;&#39;"

@@ -2,7 +2,7 @@
 
 import pytest
 
-from areal_debug.preflight.command import Repeats, repeat_steps
+from areal_debug.verbs.preflight import Repeats, repeat_steps
 from recorder import Outcome
 from replayer.preflight.repeats import write_repeat
 

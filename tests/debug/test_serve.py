@@ -16,8 +16,8 @@ from click.testing import CliRunner
 from areal_core.rollout.fleet.discovery import FolderNames, discovered_servers, register_server
 from areal_core.rollout.fleet.health import Health, State
 from areal_core.rollout.fleet.server import Server
-from areal_debug.serve.command import command
 from areal_debug.serve.facts import parse_facts, worth_checking
+from areal_debug.verbs.serve import command
 
 HERE = Path(__file__).parent
 

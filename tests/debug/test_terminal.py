@@ -22,7 +22,7 @@ COMMAND = [sys.executable, "-m", "areal_debug"]
 # Run each command in a process of its own, which has imported what all need.
 DRIVER = """
 import json, os, sys
-import areal_debug.record.command, areal_debug.record.render, recorder
+import areal_debug.verbs.record, areal_debug.record.render, recorder
 from areal_debug.cli import main
 output, encoding, commands = sys.argv[1], sys.argv[2], json.load(open(sys.argv[3]))
 for number, arguments in enumerate(commands):
@@ -159,7 +159,7 @@ def test_closed_streams_are_not_reused_by_files(reports, tmp_path):
 def test_an_interrupt_ends_with_130_and_no_traceback(tmp_path):
     # a shell starts what runs in the background with SIGINT ignored
     process = subprocess.Popen(
-        [*COMMAND, "rollout-sim", "--servers", "4", "--requests", "500000"],
+        [*COMMAND, "demo"],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         cwd=tmp_path,
@@ -167,7 +167,7 @@ def test_an_interrupt_ends_with_130_and_no_traceback(tmp_path):
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     try:
-        while psutil.Process(process.pid).num_threads() == 1:  # it imports; the simulation has threads
+        while psutil.Process(process.pid).num_threads() == 1:  # it imports; the ranks' watcher is a thread
             time.sleep(0.05)
             assert process.poll() is None
         process.send_signal(signal.SIGINT)

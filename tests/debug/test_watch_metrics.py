@@ -2,7 +2,7 @@
 
 import pytest
 
-from areal_debug.train.command import without_watch
+from areal_debug.verbs.train import without_watch
 
 
 def test_the_child_gets_the_command_line_without_what_goes_with_watching():

@@ -353,7 +353,7 @@ def test_trend_is_the_slope_that_one_can_see_and_outliers_do_not_bend_it():
 
 
 def test_verb_starts_without_torch():
-    code = "import sys; import areal_debug.doctor.command; print('torch' in sys.modules)"
+    code = "import sys; import areal_debug.verbs.doctor; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
 

@@ -2,8 +2,10 @@
 
 import pytest
 
-from areal_debug.doctor.names import NAMES, choose_names
-from areal_debug.doctor.words import ENDINGS, EVALUATED
+from areal_debug.doctor.names import QUANTITIES, choose_names
+
+ENDINGS = {quantity: row["endings"] for quantity, row in QUANTITIES.items() if "endings" in row}
+EVALUATED = {quantity: row["evaluated"] for quantity, row in QUANTITIES.items() if "evaluated" in row}
 
 
 @pytest.mark.parametrize(
@@ -97,4 +99,4 @@ def test_names_of_openrlhf_are_known():
 
 
 def test_every_quantity_of_words_has_names_of_frameworks_too():
-    assert set(ENDINGS) | set(EVALUATED) <= set(NAMES)
+    assert set(ENDINGS) | set(EVALUATED) <= set(QUANTITIES)

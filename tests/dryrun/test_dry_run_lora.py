@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from areal_debug.train.command import command
+from areal_debug.verbs.train import command
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE, SCRIPT = ROOT / "examples/gsm8k_grpo_lora.yaml", ROOT / "examples/gsm8k_grpo.py"

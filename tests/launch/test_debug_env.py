@@ -8,7 +8,7 @@ from click.testing import CliRunner
 from areal_core.engine import ranks
 from areal_core.errors import ConfigError
 from areal_core.launch.debug_env import PRESETS, debug_environment, make_folders
-from areal_debug.train.command import command
+from areal_debug.verbs.train import command
 
 
 def test_presets_add_up_and_name_files_of_the_run(tmp_path):

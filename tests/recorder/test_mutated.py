@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from areal_debug.record.command import command
+from areal_debug.verbs.record import command
 from recorder import RecordError, open_record, verify
 from recorder.reader import summarise_steps
 from recorder.samples import read_samples

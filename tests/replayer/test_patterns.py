@@ -17,8 +17,8 @@ from recorder import Recording, RecordingOptions, RecordWriter, open_record
 from recorder.header import write_header
 from recorder.testing import SCRIPTED_HEADER, gatherers, scripted_batch, scripted_learning
 from recorder.trainers.recorder import Recorder
-from replayer.compare.patterns import KINDS, Pattern, causal_tensor, find_pattern, recognise, same_weights
-from replayer.compare.relations import EPSILON, Pairs, pair_of
+from replayer.compare.patterns import causal_tensor, find_pattern, recognise, same_weights
+from replayer.compare.relations import EPSILON, KINDS, Pairs, Pattern, pair_of
 from replayer.compare.stages import StageDifference, compare_steps
 from replayer.request import Request
 from replayer.run import replay

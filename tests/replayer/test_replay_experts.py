@@ -11,7 +11,7 @@ from areal_core.rollout.types import ModelRequest, Sampling
 from areal_core.rollout.workflow import episode_tensors
 from areal_core.testing import make_tiny_family, make_tiny_tokenizer
 from areal_core.trainer.rl import PPOTrainer
-from areal_debug.record.command import command
+from areal_debug.verbs.record import command
 from areal_debug.wiring import make_recorder
 from recorder import open_record, verify
 from replayer.request import Request

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from replayer.compare.patterns import KINDS
+from replayer.compare.relations import KINDS
 from replayer.compare.stages import STAGES
 
 ROOT = Path(__file__).parents[2]

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from areal_debug.why.command import explain_replay
+from areal_debug.verbs.why import explain_replay
 from replayer.why.chain import Options, explain
 
 ROOT = Path(__file__).parents[2]

@@ -20,7 +20,7 @@ from areal_core.rollout.fleet.verification import WeightCheck
 from areal_core.rollout.fleet.weight_update import BroadcastUpdate, DiskUpdate
 from areal_core.rollout.types import ModelRequest, ModelResponse, Sampling
 from areal_core.sglang.wire import SGLANG
-from areal_debug.consistency.command import command as consistency
+from areal_debug.verbs.consistency import command as consistency
 
 from .sampled import TEMPERATURE, assert_not_sampled_by, assert_sampled_by, generate, perturb
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from click.testing import CliRunner
 
-from areal_debug.trace.command import command
+from areal_debug.verbs.trace import command
 from tests.forks import COMMAND, run_forked
 
 TINY = Path(__file__).parents[1] / "debug"

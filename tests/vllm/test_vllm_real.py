@@ -25,7 +25,7 @@ from areal_core.rollout.types import ModelRequest, ModelResponse, Sampling
 from areal_core.testing import make_tiny_model
 from areal_core.vllm.start import server_args, server_command, server_environment
 from areal_core.vllm.wire import VLLM
-from areal_debug.consistency.command import command as consistency
+from areal_debug.verbs.consistency import command as consistency
 
 from ..rollout.sampled import TEMPERATURE, assert_not_sampled_by, assert_sampled_by, generate, perturb
 

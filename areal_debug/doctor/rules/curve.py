@@ -4,10 +4,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from areal_debug.doctor.alarm import Alarm
+from areal_debug.doctor.alarm import Alarm, alarm
 from areal_debug.doctor.read import Run
 from areal_debug.doctor.rules.groups import MOST_ALIKE
-from areal_debug.doctor.rules.learning import EXPERIMENTS, is_solved
+from areal_debug.doctor.rules.learning import is_solved
 from areal_debug.doctor.series import Floats, Series, binned, trend
 
 FLAT_SHARE = 0.5  # of the run
@@ -62,24 +62,17 @@ def reward_levels_off(run: Run) -> Alarm | None:
     if abs(late.change) > 0.1 * gain or late.high > 0.25 * gain:
         return None
     idle = int(series.steps[-1] - fit.reached)
-    return Alarm(
+    return alarm(
         "D05",
-        "the reward has levelled off",
-        "warning",
-        reward.name,
-        f"the fitted curve rises from {fit.low:.3g} to a ceiling of {fit.ceiling:.3g}; {100 * REACHED:.0f} % of that was "
-        f"reached at step {fit.reached}, and the {idle} steps since then changed it by {late.change:+.2g}",
-        ((fit.reached, fit.low + REACHED * gain), *series.tail(3)),
-        (
-            f"stop here, or go on from the checkpoint of step {fit.reached} with another recipe",
-            *EXPERIMENTS[2:],
-            "what limits it? entropy near 0 (no exploration), groups of equal rewards, samples cut off",
+        reward,
+        found=(
+            f"the fitted curve rises from {fit.low:.3g} to a ceiling of {fit.ceiling:.3g}; {100 * REACHED:.0f} % of that was "
+            f"reached at step {fit.reached}, and the {idle} steps since then changed it by {late.change:+.2g}"
         ),
-        f"from the checkpoint of step {fit.reached}, with twice the samples a prompt, or with harder and new prompts",
-        "ScaleRL (2510.13786): reward is a sigmoid of compute; the limits are our own defaults",
-        {},
-        fit.reached,
-        f"{idle} steps without a gain",
+        evidence=((fit.reached, fit.low + REACHED * gain), *series.tail(3)),
+        since=fit.reached,
+        cost=f"{idle} steps without a gain",
+        reached=fit.reached,
     )
 
 

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from areal_debug.doctor.alarm import Alarm
+from areal_debug.doctor.alarm import Alarm, alarm
 from areal_debug.doctor.onset import onset
 from areal_debug.doctor.read import Run
 from areal_debug.doctor.series import Series, trend
@@ -34,25 +34,16 @@ def divergence_explodes(run: Run) -> Alarm | None:
         return None
     if not is_far and not (series.last > WORTH_A_LOOK and outruns_reward(series, reward)):
         return None
-    return Alarm(
+    return alarm(
         "D29",
-        "the KL to the reference explodes",
-        "error" if is_far else "warning",
-        divergence.name,
-        f"median {series.last:.3g} in the last {series.window} steps, {series.first:.3g} at first "
-        f"({series.last / max(series.first, 1e-12):.0f} times)"
-        + (f"; the reward changed by {gains.change:+.3g}" if gains is not None else ""),
-        series.tail(),
-        (
-            "go back to the checkpoint before the onset",
-            "a larger actor.kl_ctl, or a smaller learning rate from there",
-            "read samples: a policy this far away often exploits the reward",
+        series,
+        found=(
+            f"median {series.last:.3g} in the last {series.window} steps, {series.first:.3g} at first "
+            f"({series.last / max(series.first, 1e-12):.0f} times)"
+            + (f"; the reward changed by {gains.change:+.3g}" if gains is not None else "")
         ),
-        "the same steps with half the learning rate: KL must grow by less for the same reward",
-        "scaling laws for over-optimisation (2210.10760): the true reward falls with distance; "
-        f"limits of our own: {GROWTH:.0f} times, and {FAR:g} nat a token or faster than the reward",
-        {},
-        onset(series, "up", in_ratios=True),
+        severity="error" if is_far else "warning",
+        since=onset(series, "up", in_ratios=True),
     )
 
 
@@ -94,25 +85,17 @@ def one_position_drifts(run: Run) -> Alarm | None:
         return None
     if series.last / max(others, 1e-12) < AHEAD / 2 * series.first / max(before, 1e-12):
         return None  # it was ahead from the beginning
-    return Alarm(
+    return alarm(
         "D30",
-        "the policy drifts from its reference at some positions only",
-        "warning",
-        series.name,
-        f"KL at position {ahead} of {len(positions)}: median {series.last:.3g} in the last {series.window} steps, "
-        f"{series.first:.3g} at first; the median of the others is {others:.3g}",
-        series.tail(),
-        (
-            "read what stands there: "
-            + ("an opening phrase" if ahead == min(positions) else "where answers end, or what follows")
-            + " that the reward pays for?",
-            "does the chat template, or the loss mask, differ from the reference's at these positions?",
-            "a KL penalty per token (actor.kl_ctl) weighs such positions most",
+        series,
+        found=(
+            f"KL at position {ahead} of {len(positions)}: median {series.last:.3g} in the last {series.window} steps, "
+            f"{series.first:.3g} at first; the median of the others is {others:.3g}"
         ),
-        "areal-debug view RECORD: tokens with the largest difference to the reference",
-        "rlprobe names it asymmetric drift; own default: 4 times the other positions",
-        {},
-        onset(series, "up", in_ratios=True),
+        since=onset(series, "up", in_ratios=True),
+        look="read what stands there: "
+        + ("an opening phrase" if ahead == min(positions) else "where answers end, or what follows")
+        + " that the reward pays for?",
     )
 
 

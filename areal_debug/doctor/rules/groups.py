@@ -4,7 +4,7 @@ from typing import Literal
 
 import numpy as np
 
-from areal_debug.doctor.alarm import Alarm
+from areal_debug.doctor.alarm import Alarm, alarm
 from areal_debug.doctor.onset import onset
 from areal_debug.doctor.read import Run
 from areal_debug.doctor.rules.learning import is_learning, is_solved
@@ -60,19 +60,14 @@ def groups_are_alike(run: Run) -> Alarm | None:
         return None
     begins = onset(series, "up")
     wasted = float(np.mean(series.since(begins).values))
-    return Alarm(
+    return alarm(
         "D22",
-        TITLES[kind],
-        "error" if series.last > NEARLY_ALL else "warning",
-        alike.name,
-        f"median {series.last:.3g} of the groups in the last {series.window} steps (more than {MOST_ALIKE}){why}",
-        series.tail(),
-        ADVICE[kind],
-        "the same run with dynamic sampling: the reward must rise in fewer steps",
-        "TRL, frac_reward_zero_std; DAPO (2503.14476), section 3.2",
-        {"actor.dynamic_sampling": True},
-        begins,
-        f"{100 * wasted:.0f} % of the samples since step {begins} gave no gradient",
+        series,
+        found=f"median {series.last:.3g} of the groups in the last {series.window} steps (more than {MOST_ALIKE}){why}",
+        severity="error" if series.last > NEARLY_ALL else "warning",
+        variant=kind,
+        since=begins,
+        cost=f"{100 * wasted:.0f} % of the samples since step {begins} gave no gradient",
     )
 
 
@@ -120,22 +115,13 @@ def advantages_vanish(run: Run) -> Alarm | None:
     series = spread_of(run)
     if series is None or not series.fell(VANISHED) or is_solved(run):
         return None
-    return Alarm(
+    return alarm(
         "D33",
-        "advantages vanish" if "adv" in series.name else "the spread of rewards vanishes",
-        "error" if series.last < 0.5 * VANISHED * series.first else "warning",
-        series.name,
-        f"median {series.last:.3g} in the last {series.window} steps, {series.first:.3g} at first",
-        series.tail(),
-        (
-            "are the rewards of each group equal? drop such groups (actor.dynamic_sampling)",
-            "prompts that the model solves sometimes: neither always nor never",
-            "is the reward clipped or rounded to one value? areal-debug reward probe",
-        ),
-        "areal-debug view RECORD: the rewards of the groups of one step before and one after the fall",
-        "GRPO (2402.03300): the advantage is the distance to the group's mean; DAPO (2503.14476), section 3.2",
-        {"actor.dynamic_sampling": True},
-        onset(series, "down"),
+        series,
+        found=f"median {series.last:.3g} in the last {series.window} steps, {series.first:.3g} at first",
+        severity="error" if series.last < 0.5 * VANISHED * series.first else "warning",
+        title="advantages" if "adv" in series.name else "rewards",
+        since=onset(series, "down"),
     )
 
 
@@ -161,23 +147,15 @@ def steps_without_gradient(run: Run) -> Alarm | None:
     if ends_so or zero.sum() < 5 or zero.mean() <= MOST_ZERO:
         return None
     at = np.flatnonzero(zero)
-    return Alarm(
+    return alarm(
         "D34",
-        "steps without a gradient",
-        "error" if zero.mean() > 0.5 else "warning",
-        norm.name,
-        f"the norm is exactly 0 in {len(at)} of {len(zero)} steps ({100 * zero.mean():.0f} %)",
-        tuple((int(series.steps[i]), 0.0) for i in at[:8]),
-        (
-            "all groups of these steps have equal rewards: drop such groups (actor.dynamic_sampling)",
-            "a larger batch, so that no step consists of such groups only",
-            "is the loss mask of these steps empty?",
-        ),
-        f"areal-debug record show RECORD: rewards of each group of step {int(series.steps[at[0]])}",
-        "a gradient of 0 changes nothing; DAPO (2503.14476), section 3.2",
-        {"actor.dynamic_sampling": True},
-        int(series.steps[at[0]]),
-        f"{len(at)} steps changed no weight",
+        norm,
+        found=f"the norm is exactly 0 in {len(at)} of {len(zero)} steps ({100 * zero.mean():.0f} %)",
+        severity="error" if zero.mean() > 0.5 else "warning",
+        evidence=tuple((int(series.steps[i]), 0.0) for i in at[:8]),
+        since=int(series.steps[at[0]]),
+        cost=f"{len(at)} steps changed no weight",
+        first=int(series.steps[at[0]]),
     )
 
 

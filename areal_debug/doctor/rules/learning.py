@@ -3,7 +3,7 @@
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
-from areal_debug.doctor.alarm import Alarm
+from areal_debug.doctor.alarm import Alarm, alarm
 from areal_debug.doctor.onset import onset
 from areal_debug.doctor.read import Run
 from areal_debug.doctor.series import FEWEST_STEPS, Floats, Series, Trend, trend
@@ -39,18 +39,13 @@ def reward_does_not_rise(run: Run) -> Alarm | None:
     falls = found.falls
     if not falls and (rises(run, "eval_reward") or may_still_rise(reward.finite, found)):
         return None
-    return Alarm(
+    return alarm(
         "D01",
-        "the reward falls" if falls else "the reward does not rise",
-        "error" if falls else "warning",
-        reward.name,
-        found.describe(len(reward.values)),
-        reward.tail(),
-        EXPERIMENTS,
-        "the synchronous baseline: if its reward rises, staleness is the cause",
-        "AReaL, best practices for algorithm performance; Theil-Sen slope with block bootstrap",
-        SYNCHRONOUS,
-        onset(reward.finite, "down") if falls else int(reward.finite.steps[0]),
+        reward,
+        found=found.describe(len(reward.values)),
+        severity="error" if falls else "warning",
+        title="falls" if falls else "flat",
+        since=onset(reward.finite, "down") if falls else int(reward.finite.steps[0]),
     )
 
 
@@ -111,23 +106,15 @@ def reward_scatters(run: Run) -> Alarm | None:
     )
     if not gets_noisier and not (found.rises and is_noisy):
         return None
-    return Alarm(
+    return alarm(
         "D02",
-        "the reward gets noisier" if gets_noisier else "the reward is noisy beside its gain",
-        "warning",
-        reward.name,
-        f"from step to step it scatters by {late:.3g} in the second half, {early:.3g} in the first; the run gained {found.change:.3g}"
-        + (f" with {batch} prompts a step" if batch is not None else ""),
-        reward.tail(),
-        (
-            "a larger train_dataset.batch_size",
-            "more samples a prompt (gconfig.n_samples)",
-            "a smaller learning rate",
+        reward,
+        found=(
+            f"from step to step it scatters by {late:.3g} in the second half, {early:.3g} in the first; the run gained {found.change:.3g}"
+            + (f" with {batch} prompts a step" if batch is not None else "")
         ),
-        "the same run with twice the batch: the scatter must fall by a factor of about 1.4",
-        "AReaL, best practices for algorithm performance: the variance of task_reward should fall",
-        {},
-        onset(Series(reward.name, reward.finite.steps[1:], np.abs(np.diff(values))), "up"),
+        title="noisier" if gets_noisier else "noisy",
+        since=onset(Series(reward.name, reward.finite.steps[1:], np.abs(np.diff(values))), "up"),
     )
 
 
@@ -151,29 +138,19 @@ def validation_is_left_behind(run: Run) -> Alarm | None:
     falls = fall_of(validation.finite)
     if behind is not None:
         trained, held_out, begins = behind
-        title = "the training reward rises and validation does not follow"
+        title = "left_behind"
     elif falls < 0:
         rises = trend(train.finite)
         trained, held_out = rises.change if rises is not None else 0.0, falls
-        begins, title = onset(validation.finite, "down"), "the validation reward falls"
+        begins, title = onset(validation.finite, "down"), "falls"
     else:
         return None
-    return Alarm(
+    return alarm(
         "D03",
-        title,
-        "warning",
-        validation.name,
-        f"training gained {trained:+.3g}, validation {held_out:+.3g} at the same steps",
-        validation.finite.tail(),
-        (
-            "read samples with the highest reward: is it reward hacking? areal-debug reward probe",
-            "compare the distribution of training and validation prompts",
-            "fewer epochs, or more data",
-        ),
-        "score validation samples manually and compare with the reward function",
-        "AReaL, best practices; TRL, how to read the logs; over-optimisation (2210.10760)",
-        {},
-        begins,
+        validation.finite,
+        found=f"training gained {trained:+.3g}, validation {held_out:+.3g} at the same steps",
+        title=title,
+        since=begins,
     )
 
 
@@ -257,22 +234,15 @@ def reward_fell_from_its_peak(run: Run) -> Alarm | None:
     ):
         return None
     at = int(series.steps[peak])
-    return Alarm(
+    return alarm(
         "D04",
-        "the reward fell after a peak",
-        "error",
-        reward.name,
-        f"around step {at} its median was {medians[peak]:.3g}, at the end {series.last:.3g}; steps scatter by {scatter:.2g}",
-        ((at, float(medians[peak])), *series.tail(3)),
-        (
-            f"go back to the checkpoint before step {at + series.window}; continuing makes it worse",
-            "check what else changed there: entropy, gradient norm, length, importance weights",
-            "a smaller learning rate from there",
-        ),
-        f"areal-debug goto RECORD --step {at}, then the same steps with half the learning rate",
-        "own default: two windows below the peak by twice the scatter",
-        {},
-        onset(series.since(at), "down"),
+        reward,
+        found=f"around step {at} its median was {medians[peak]:.3g}, at the end {series.last:.3g}; steps scatter by {scatter:.2g}",
+        severity="error",
+        evidence=((at, float(medians[peak])), *series.tail(3)),
+        since=onset(series.since(at), "down"),
+        until=at + series.window,
+        at=at,
     )
 
 

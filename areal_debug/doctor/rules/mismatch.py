@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from areal_debug.doctor.alarm import Alarm
+from areal_debug.doctor.alarm import Alarm, alarm
 from areal_debug.doctor.read import Run
 from areal_debug.doctor.series import FEWEST_STEPS, Floats, Series
 
@@ -73,23 +73,17 @@ def batches_are_foreign(run: Run) -> Alarm | None:
     if not len(at) or np.median(sizes) > FOREIGN_NATS / BESIDE_OTHERS or (np.diff(at) == 1).any():
         return None
     first = int(series.steps[at[0]])
-    return Alarm(
+    return alarm(
         "D43",
-        "batches that the policy did not generate",
-        "error",
-        ratio.name,
-        f"in {len(at)} of {len(series.values)} steps the mean log ratio is beyond {FOREIGN_NATS:g}, "
-        f"the largest {sizes.max():.3g}; its median is {np.median(sizes):.2g}",
-        tuple((int(series.steps[i]), float(series.values[i])) for i in at[:8]),
-        (
-            f"read the samples of step {first}: areal-debug view RECORD",
-            "is a buffer reused while it is read, or a batch of another run or tokenizer mixed in?",
-            "were tokens and log-probs of the step taken from the same samples?",
+        ratio,
+        found=(
+            f"in {len(at)} of {len(series.values)} steps the mean log ratio is beyond {FOREIGN_NATS:g}, "
+            f"the largest {sizes.max():.3g}; its median is {np.median(sizes):.2g}"
         ),
-        f"the log-probs of step {first} computed again from its tokens: areal-debug consistency RECORD --step {first}",
-        "own default: a mean log ratio of 1 over a batch, in single steps",
-        {},
-        first,
+        severity="error",
+        evidence=tuple((int(series.steps[i]), float(series.values[i])) for i in at[:8]),
+        since=first,
+        first=first,
     )
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 from numpy.lib.stride_tricks import sliding_window_view
 
-from areal_debug.doctor.alarm import Alarm
+from areal_debug.doctor.alarm import Alarm, alarm
 from areal_debug.doctor.onset import onset
 from areal_debug.doctor.read import Run
 from areal_debug.doctor.rules.learning import ENOUGH_STEPS, gain_since, is_learning, is_solved
@@ -32,23 +32,15 @@ def importance_weight_off_one(run: Run) -> Alarm | None:
     series = weight.finite
     if not series.sustained(lambda value: abs(value - 1) > limit):
         return None
-    return Alarm(
+    return alarm(
         "D10",
-        "importance weights deviate from 1",
-        "error" if one_minibatch else "warning",
-        weight.name,
-        f"median {series.last:.5g} in the last {series.window} steps, more than {limit:g} from 1"
-        + (", and with one minibatch it must be exactly 1" if one_minibatch else ""),
-        series.tail(),
-        (
-            "fewer minibatches (actor.ppo_n_minibatches)",
-            "a smaller learning rate",
-            "for mixtures of experts: deterministic kernels, so that routing is reproducible",
+        series,
+        found=(
+            f"median {series.last:.5g} in the last {series.window} steps, more than {limit:g} from 1"
+            + (", and with one minibatch it must be exactly 1" if one_minibatch else "")
         ),
-        "one step with actor.optimizer.lr=0: the weight must be exactly 1",
-        "AReaL, best practices: importance_weight/avg must stay at 1; the limit is our own default",
-        {"actor.ppo_n_minibatches": 1},
-        onset(Series(weight.name, series.steps, np.abs(series.values - 1)), "up"),
+        severity="error" if one_minibatch else "warning",
+        since=onset(Series(weight.name, series.steps, np.abs(series.values - 1)), "up"),
     )
 
 
@@ -65,18 +57,13 @@ def many_tokens_are_clipped(run: Run) -> Alarm | None:
         and not (series.rose(3.0) and series.last > 0.2)
     ):
         return None
-    return Alarm(
+    return alarm(
         "D12",
-        "more than half of the tokens are clipped" if is_most else "clipping saturates",
-        "error" if is_most else "warning",
-        clipped.name,
-        f"median {series.last:.3g} in the last {series.window} steps, {series.first:.3g} at first",
-        series.tail(),
-        ("a smaller learning rate", "fewer minibatches", "the same dtype in engine and trainer"),
-        "one step with actor.optimizer.lr=0: tokens clipped then differ in precision, not in policy",
-        "miles: above 0.5 lower the learning rate; PPO: 0.1 to 0.3 is usual; Hugging Face (2026-04): phantom clipping",
-        {},
-        onset(series, "up"),
+        series,
+        found=f"median {series.last:.3g} in the last {series.window} steps, {series.first:.3g} at first",
+        severity="error" if is_most else "warning",
+        title="most" if is_most else "saturates",
+        since=onset(series, "up"),
     )
 
 
@@ -91,22 +78,12 @@ def never_moves(run: Run) -> Alarm | None:
         what, series = "the learning rate is 0", rate.finite
     else:
         return None
-    return Alarm(
+    return alarm(
         "D13",
-        "the weights do not move",
-        "error",
-        series.name,
-        f"{what} in the last {2 * series.window} steps",
-        series.tail(),
-        (
-            "are all rewards of each group equal? then advantages are 0: filter groups (actor.dynamic_sampling)",
-            "is the loss mask empty, or every token filtered?",
-            "is the schedule at its end (total_train_steps)?",
-        ),
-        "areal-debug record show RECORD: rewards of each group, and the tokens in the loss mask",
-        "a gradient of 0 changes nothing",
-        {"actor.dynamic_sampling": True},
-        onset(series, "down"),
+        series,
+        found=f"{what} in the last {2 * series.window} steps",
+        severity="error",
+        since=onset(series, "down"),
     )
 
 
@@ -124,22 +101,12 @@ def entropy_collapses(run: Run) -> Alarm | None:
     least = (0.1 if is_learning(run) else 0.25) * series.first  # it falls as a sound policy learns
     if not fast and not series.sustained(lambda value: value < least):
         return None
-    return Alarm(
+    return alarm(
         "D15",
-        "entropy collapses",
-        "error" if fast else "warning",
-        entropy.name,
-        f"median {series.last:.3g} in the last {series.window} steps, {series.before_last():.3g} before, {series.first:.3g} at first",
-        series.tail(),
-        (
-            "clip higher: actor.eps_clip_higher 0.28",
-            "a bonus for entropy (actor.entropy_coef 0.001) or a KL penalty (actor.kl_ctl)",
-            "a smaller learning rate; temperature 1",
-        ),
-        "the same run with actor.eps_clip_higher=0.28",
-        "DAPO (2503.14476), section 3.1; the limits are our own defaults, since levels differ from model to model",
-        {"actor.eps_clip_higher": 0.28},
-        onset(series, "down", in_ratios=True),
+        series,
+        found=f"median {series.last:.3g} in the last {series.window} steps, {series.before_last():.3g} before, {series.first:.3g} at first",
+        severity="error" if fast else "warning",
+        since=onset(series, "down", in_ratios=True),
     )
 
 
@@ -154,24 +121,16 @@ def entropy_rises(run: Run) -> Alarm | None:
     is_multiplied = series.rose(3.0)
     if not is_multiplied and (gain is None or gain.rises):
         return None
-    return Alarm(
+    return alarm(
         "D19",
-        "entropy explodes" if is_multiplied else "entropy rises without gaining reward",
-        "error" if is_multiplied else "warning",
-        entropy.name,
-        f"median {series.last:.3g} in the last {series.window} steps, {series.first:.3g} at first"
-        + (f"; the reward changed by {gain.change:+.3g} since step {begins}" if gain is not None else ""),
-        series.tail(),
-        (
-            "no bonus for entropy (actor.entropy_coef 0), and clip higher by less (actor.eps_clip_higher)",
-            "a smaller learning rate; a KL penalty (actor.kl_ctl)",
-            "read samples: mixed languages, noise after the answer, completions that never end?",
-            "does the engine sample what the trainer scores? areal-debug consistency RECORD",
+        series,
+        found=(
+            f"median {series.last:.3g} in the last {series.window} steps, {series.first:.3g} at first"
+            + (f"; the reward changed by {gain.change:+.3g} since step {begins}" if gain is not None else "")
         ),
-        "the same run from the checkpoint before, with actor.entropy_coef=0",
-        "verl #2738, #6382 and Search-R1 #162: entropy rises before the collapse; the limits are our own defaults",
-        {"actor.entropy_coef": 0.0},
-        begins,
+        severity="error" if is_multiplied else "warning",
+        title="explodes" if is_multiplied else "rises",
+        since=begins,
     )
 
 
@@ -181,39 +140,23 @@ def critic_fails(run: Run) -> Alarm | None:
     exploded = peak_of_loss(loss.finite, explained) if loss is not None else None
     if explained is not None and explained.finite.sustained(lambda value: value < 0):
         series, worse = explained.finite, onset(explained.finite, "down")
-        title = "the critic does not predict the returns"
+        title = "worse_than_constant"
         found = f"explained variance {series.last:.3g}, below 0 is worse than a constant"
     elif loss is not None and exploded is not None:
         series, worse = loss.finite, exploded[0]
-        title = "the critic's loss explodes"
+        title = "explodes"
         found = f"{series.values[0]:.3g} at first, {exploded[1]:.3g} around step {worse}, {series.last:.3g} at the end"
     elif explained is not None and explains_nothing(explained.finite):
         series, worse = explained.finite, int(explained.finite.steps[0])
-        title = "the critic learns nothing"
+        title = "explains_nothing"
         found = f"explained variance never exceeds {LEAST_EXPLAINED:g} over a window; a constant has 0"
     elif loss is not None and len(loss.finite.values) >= ENOUGH_STEPS and rises_from_its_lowest(loss.finite):
         series, worse = loss.finite, onset(loss.finite, "up")
-        title = "the critic's loss diverges"
+        title = "diverges"
         found = f"it had fallen, and is {series.last:.3g} in the last {series.window} steps, {series.first:.3g} at first"
     else:
         return None
-    return Alarm(
-        "D28",
-        title,
-        "warning",
-        series.name,
-        found,
-        series.tail(),
-        (
-            "a larger learning rate of the critic, or warm it up first",
-            "clip its gradients; normalise the returns",
-            "group normalisation without a critic",
-        ),
-        "train the critic alone on recorded steps",
-        "Stable Baselines 3 and TRL: explained variance must approach 1; the rest is our own default",
-        {},
-        worse,
-    )
+    return alarm("D28", series, found=found, title=title, since=worse)
 
 
 def explains_nothing(explained: Series) -> bool:
@@ -265,22 +208,11 @@ def policy_drifts_for_nothing(run: Run) -> Alarm | None:
         return None
     if grows.change < max(0.01, abs(divergence.finite.first)):
         return None
-    return Alarm(
+    return alarm(
         "D16",
-        "the policy moves away from its reference without gaining reward",
-        "warning",
-        divergence.name,
-        f"KL grew by {grows.change:.3g}, the reward changed by {gains.change:+.3g}",
-        divergence.tail(),
-        (
-            "stop, and lower the learning rate",
-            "a larger actor.kl_ctl",
-            "check that the reward can be earned at all",
-        ),
-        "the same run with a tenth of the learning rate: KL must grow by less for the same reward",
-        "own default: trends of both over the run",
-        {},
-        onset(divergence.finite, "up", in_ratios=True),
+        divergence,
+        found=f"KL grew by {grows.change:.3g}, the reward changed by {gains.change:+.3g}",
+        since=onset(divergence.finite, "up", in_ratios=True),
     )
 
 
@@ -301,29 +233,24 @@ def gradients_spike(run: Run) -> Alarm | None:
         return None
     at = np.flatnonzero(bad if bad.any() else spikes | high)
     first = int(norm.steps[at[0]])
-    return Alarm(
+    return alarm(
         "D17",
-        "gradients that are not finite" if bad.any() else "gradient spikes",
-        "error" if bad.any() else "warning",
-        norm.name,
-        f"{len(at)} of {len(norm.values)} steps are "
-        + (
-            "not finite"
-            if bad.any()
-            else f"beyond {SPIKE:g} times their neighbours, the largest {times.max():.0f} times"
+        norm,
+        found=(
+            f"{len(at)} of {len(norm.values)} steps are "
+            + (
+                "not finite"
+                if bad.any()
+                else f"beyond {SPIKE:g} times their neighbours, the largest {times.max():.0f} times"
+            )
         ),
-        tuple((int(norm.steps[i]), float(norm.values[i])) for i in at[:8]),
-        (
-            f"find the samples that {'break' if bad.any() else 'dominate'} step {first}: "
-            f"areal-debug replay RECORD --explain {first}",
-            "a smaller learning rate, gradient clipping (actor.optimizer.gradient_clipping 1.0)",
-            "were weights stale there? compare with the logprob difference",
-        ),
-        "replay the step without its largest sample: --filter",
-        "own default: by count and by size; miles: a jump together with the logprob difference means stale weights",
-        {},
-        first,
-        f"{len(at)} updates whose direction a few samples chose" if not bad.any() else "",
+        severity="error" if bad.any() else "warning",
+        title="not_finite" if bad.any() else "spikes",
+        evidence=tuple((int(norm.steps[i]), float(norm.values[i])) for i in at[:8]),
+        since=first,
+        cost=f"{len(at)} updates whose direction a few samples chose" if not bad.any() else "",
+        verb="break" if bad.any() else "dominate",
+        first=first,
     )
 
 
@@ -357,23 +284,17 @@ def numbers_that_are_none(run: Run) -> Alarm | None:
     series, bad = run.series[first], broken[first]
     at = np.flatnonzero(bad)
     step = int(series.steps[at[0]])
-    return Alarm(
+    return alarm(
         "D18",
-        "metrics that are not finite",
-        "error",
-        series.name,
-        f"{len(at)} of {len(bad)} steps, the first is {step}"
-        + (f"; also {', '.join(sorted(set(broken) - {first}))}" if len(broken) > 1 else ""),
-        tuple((int(series.steps[i]), float(series.values[i])) for i in at[:8]),
-        (
-            f"find the first cause: areal-debug replay RECORD --explain {step}",
-            "rewards and logprobs of that step: a reward function that divides by 0, an engine that gave -inf",
-            "go back to the checkpoint before it",
+        series,
+        found=(
+            f"{len(at)} of {len(bad)} steps, the first is {step}"
+            + (f"; also {', '.join(sorted(set(broken) - {first}))}" if len(broken) > 1 else "")
         ),
-        f"areal-debug goto RECORD --step {step}, and inspect the batch",
-        "one value that is not finite makes every mean that contains it not finite",
-        {},
-        step,
+        severity="error",
+        evidence=tuple((int(series.steps[i]), float(series.values[i])) for i in at[:8]),
+        since=step,
+        step=step,
     )
 
 

@@ -1,6 +1,6 @@
 """Steps that take longer than their tokens explain, and memory that grows until it runs out."""
 
-from areal_debug.doctor.alarm import Alarm
+from areal_debug.doctor.alarm import Alarm, alarm
 from areal_debug.doctor.onset import onset
 from areal_debug.doctor.read import Run
 from areal_debug.doctor.series import trend
@@ -30,28 +30,19 @@ def steps_get_slower(run: Run) -> Alarm | None:
     lost_s = float((later.values - series.first * longer).clip(0).mean()) * float(
         later.steps[-1] - begins + 1
     )
-    return Alarm(
+    return alarm(
         "D36",
-        "steps get slower",
-        "warning",
-        times.name,
-        f"{series.first:.3g} s a step at first, {series.last:.3g} s in the last {series.window} steps ({slower:.2f} times)"
-        + (
-            f"; completions are {longer:.2f} times as long, which leaves {slower / longer:.2f}"
-            if longer > 1.05
-            else ""
+        series,
+        found=(
+            f"{series.first:.3g} s a step at first, {series.last:.3g} s in the last {series.window} steps ({slower:.2f} times)"
+            + (
+                f"; completions are {longer:.2f} times as long, which leaves {slower / longer:.2f}"
+                if longer > 1.05
+                else ""
+            )
         ),
-        series.tail(),
-        (
-            "which phase got slower? areal-debug trace, or the timings of each phase in the log",
-            "which rank or engine is slow? areal-debug hang --slow",
-            "does the prefix cache still hit, do requests queue up, does memory swap?",
-        ),
-        "restart from the last checkpoint: if steps are fast again, something accumulates in the process",
-        "own default: 1.5 times the first steps, and 1.25 times what longer completions explain",
-        {},
-        begins,
-        f"{lost_s / 3600:.2g} h more than at the time a token took at first",
+        since=begins,
+        cost=f"{lost_s / 3600:.2g} h more than at the time a token took at first",
     )
 
 
@@ -70,23 +61,14 @@ def memory_creeps(run: Run) -> Alarm | None:
             continue
         a_step = late.change / max(1.0, float(half.steps[-1] - half.steps[0]))
         doubled = int(series.steps[-1] + series.last / a_step)
-        return Alarm(
+        return alarm(
             "D37",
-            f"{name.replace('_', ' ')} creeps up",
-            "warning",
-            memory.name,
-            f"{series.first:.4g} at first, {series.last:.4g} at the end, {a_step:.3g} a step without levelling off",
-            series.tail(),
-            (
-                "what is kept for each step? results, traces, statistics, cached batches, open files",
-                "device memory: tensors that keep their graph (a loss that is summed without detach)",
-                "restart from a checkpoint at intervals until the cause is found",
-            ),
-            f"the same run without rollouts (areal-debug replay RECORD): does it still grow? At this rate it doubles by step {doubled}",
-            "own default: 15 % over the run, and still growing in its second half",
-            {},
-            onset(series, "up"),
-            f"{series.last - series.first:.4g} more than at first, in the metric's unit",
+            series,
+            found=f"{series.first:.4g} at first, {series.last:.4g} at the end, {a_step:.3g} a step without levelling off",
+            since=onset(series, "up"),
+            cost=f"{series.last - series.first:.4g} more than at first, in the metric's unit",
+            memory=name.replace("_", " "),
+            doubled=doubled,
         )
     return None
 

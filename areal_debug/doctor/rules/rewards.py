@@ -4,7 +4,7 @@ import re
 
 import numpy as np
 
-from areal_debug.doctor.alarm import Alarm
+from areal_debug.doctor.alarm import Alarm, alarm
 from areal_debug.doctor.onset import onset
 from areal_debug.doctor.read import Run
 from areal_debug.doctor.rules.learning import ENOUGH_STEPS
@@ -43,25 +43,15 @@ def form_dominates(run: Run) -> Alarm | None:
     if found is None:
         return None
     begins, gain, task_gain, share, largest = found
-    return Alarm(
+    return alarm(
         "D31",
-        "format is rewarded more than the task"
-        if "format" in largest.lower()
-        else "form is rewarded more than the task",
-        "warning",
-        terms[largest].name,
-        f"since step {begins} {', '.join(of_form)} gained {gain:.3g}, the other terms {task_gain:+.3g}; "
-        f"they are {100 * share:.0f} % of the reward at the end",
-        terms[largest].tail(),
-        (
-            "a smaller weight for form, or pay it only if the answer is right",
-            "remove the term once it is earned always: it has no gradient then",
-            "read samples with a high reward and a wrong answer",
+        terms[largest],
+        found=(
+            f"since step {begins} {', '.join(of_form)} gained {gain:.3g}, the other terms {task_gain:+.3g}; "
+            f"they are {100 * share:.0f} % of the reward at the end"
         ),
-        "the same run without the terms for form: does the task's reward rise?",
-        "rldoctor and rlprobe name it format domination and format gaming; the limits are our own defaults",
-        {},
-        begins,
+        title="format" if "format" in largest.lower() else "form",
+        since=begins,
     )
 
 
@@ -127,22 +117,11 @@ def term_is_dead(run: Run) -> Alarm | None:
     if not dead:
         return None
     series = next(iter(dead.values()))
-    return Alarm(
+    return alarm(
         "D32",
-        "a term that is always 0",
-        "warning",
-        series.name,
-        f"{', '.join(dead)}: exactly 0 in all {len(series.values)} steps",
-        series.tail(),
-        (
-            "is the function called, with the columns that it needs, and its exceptions not swallowed?",
-            "of a KL: is the reference another model than the policy, and not updated with it?",
-            "remove the term if it is not wanted",
-        ),
-        "areal-debug reward probe MODULE:fn --data FILE: what does the function pay for?",
-        "NeMo-RL #3792: a term of weight 0.1 contributed exactly 0 for a release",
-        {},
-        int(series.steps[0]),
+        series,
+        found=f"{', '.join(dead)}: exactly 0 in all {len(series.values)} steps",
+        since=int(series.steps[0]),
     )
 
 
@@ -156,22 +135,11 @@ def filter_hides_the_reward(run: Run) -> Alarm | None:
         return None
     if stays.rises and stays.change > 0.3 * gains.change:
         return None
-    return Alarm(
+    return alarm(
         "D38",
-        "the reward rises among the samples that the filter keeps only",
-        "warning",
-        kept.name,
-        f"{kept.name} changed by {gains.change:+.3g}, {generated.name} of all samples by {stays.change:+.3g}",
-        kept.finite.tail(),
-        (
-            "judge the run by the reward of all samples, or by evaluation",
-            "does the filter drop what is hard? count what it rejects by prompt",
-            "which prompts are left? a filter on equal rewards keeps the same few",
-        ),
-        "the same run without the filter (dynamic_filter_fn, actor.dynamic_sampling)",
-        "AReaL, best practices: with filtering, compare rollout/reward with task_reward",
-        {"actor.dynamic_sampling": False},
-        onset(kept.finite, "up"),
+        kept.finite,
+        found=f"{kept.name} changed by {gains.change:+.3g}, {generated.name} of all samples by {stays.change:+.3g}",
+        since=onset(kept.finite, "up"),
     )
 
 

@@ -2,10 +2,10 @@
 
 import numpy as np
 
-from areal_debug.doctor.alarm import Alarm
+from areal_debug.doctor.alarm import Alarm, alarm
 from areal_debug.doctor.onset import onset
 from areal_debug.doctor.read import Run
-from areal_debug.doctor.rules.learning import ENOUGH_STEPS, SYNCHRONOUS, left_behind
+from areal_debug.doctor.rules.learning import ENOUGH_STEPS, left_behind
 from areal_debug.doctor.rules.mismatch import explain_growth
 from areal_debug.doctor.series import Series, trend
 
@@ -29,28 +29,20 @@ def grows_longer(run: Run) -> Alarm | None:
     if kind is None:
         return None
     title, detail = kind
-    return Alarm(
+    return alarm(
         "D21",
-        title,
-        "warning",
-        length.name,
-        f"median {length.finite.first:.0f} tokens at first, {length.finite.last:.0f} at the end, the reward changed "
-        f"by {gains.change:+.3g}{detail}",
-        length.tail(),
-        (
-            "a loss that does not favour length: Dr.GRPO (constant denominator), or DAPO's token mean",
-            "an overlong penalty (actor.overlong_reward_penalty)",
-            "read long samples: do they repeat themselves?",
+        length,
+        found=(
+            f"median {length.finite.first:.0f} tokens at first, {length.finite.last:.0f} at the end, the reward changed "
+            f"by {gains.change:+.3g}{detail}"
         ),
-        "reward against length over one step's samples: areal-debug view RECORD",
-        "Dr.GRPO (2503.20783); DAPO (2503.14476), section 3.4",
-        {"actor.overlong_reward_penalty": True},
-        begins,
+        title=title,
+        since=begins,
     )
 
 
 def why_longer(run: Run, begins: int, for_nothing: bool) -> tuple[str, str] | None:
-    """Return the title of a length that grew, and a phrase with the evidence; None if it may.
+    """Return which title a length that grew has, and a phrase with the evidence; None if it may.
 
     Completions may grow while the reward rises: reasoning gets longer. They may not if validation
     stays behind, if samples are cut off increasingly, or if the length departs from a level in
@@ -60,16 +52,16 @@ def why_longer(run: Run, begins: int, for_nothing: bool) -> tuple[str, str] | No
     validation, cut = run.series.get("eval_reward"), run.series.get("no_eos")
     factor = length.last / max(length.first, 1e-12)
     if for_nothing:
-        return "completions grow longer without more reward", ""
+        return "nothing", ""
     behind = left_behind(reward, validation.finite) if validation is not None else None
     if factor >= 1.5 and behind is not None:
         return (
-            "length is rewarded: completions grow, validation does not follow",
+            "rewarded",
             f", validation by {behind[1]:+.3g}",
         )
     if factor >= EXPLODES and cut is not None and cut.finite.rose(EXPLODES) and cut.finite.last > 0.02:
         return (
-            "completions explode",
+            "explodes",
             f"; {cut.finite.last:.3g} are cut off, {cut.finite.first:.3g} at first",
         )
     is_checked = validation is not None and trend(validation.finite) is not None
@@ -87,7 +79,7 @@ def why_longer(run: Run, begins: int, for_nothing: bool) -> tuple[str, str] | No
     if together < TOGETHER:
         return None
     return (
-        "length may be rewarded: completions grow suddenly, and the reward with them",
+        "perhaps_rewarded",
         f"; since step {begins} they correlate with {together:.2f}, and no validation shows that it is learning",
     )
 
@@ -107,22 +99,11 @@ def completions_shrink(run: Run) -> Alarm | None:
     behind = left_behind(reward.finite, validation.finite) if validation is not None else None
     if gains is None or (gains.rises and behind is None):
         return None
-    return Alarm(
+    return alarm(
         "D40",
-        "completions collapse to short ones",
-        "warning",
-        length.name,
-        f"median {series.first:.0f} tokens at first, {series.last:.0f} at the end, the reward changed by {gains.change:+.3g}",
-        series.tail(),
-        (
-            "read samples: do they answer without working it out, refuse, or end at once?",
-            "does a length penalty, or a mean over the tokens of a sample, favour short answers?",
-            "a KL penalty (actor.kl_ctl)",
-        ),
-        "reward against length over one step's samples: areal-debug view RECORD",
-        "Dr.GRPO (2503.20783): a mean over the sample's tokens favours short right answers; own default: a third",
-        {},
-        onset(series, "down", in_ratios=True),
+        series,
+        found=f"median {series.first:.0f} tokens at first, {series.last:.0f} at the end, the reward changed by {gains.change:+.3g}",
+        since=onset(series, "down", in_ratios=True),
     )
 
 
@@ -134,22 +115,12 @@ def answers_repeat(run: Run) -> Alarm | None:
     series = repetition.finite
     if not (series.rose(3.0) and series.last > 0.1) and not series.sustained(lambda value: value > 0.4):
         return None
-    return Alarm(
+    return alarm(
         "D35",
-        "completions repeat themselves",
-        "error" if series.last > 0.4 else "warning",
-        repetition.name,
-        f"median {series.last:.3g} in the last {series.window} steps, {series.first:.3g} at first",
-        series.tail(),
-        (
-            "go back to the checkpoint before the onset",
-            "is repetition rewarded? a length term, or truncated samples that are paid: areal-debug reward probe",
-            "a penalty for repetition; a smaller learning rate; a KL penalty (actor.kl_ctl)",
-        ),
-        "read ten samples of the last step: areal-debug view RECORD",
-        "slime logs repetition_frac, rlprobe names a repetition spiral; the limits are our own defaults",
-        {},
-        onset(series, "up"),
+        series,
+        found=f"median {series.last:.3g} in the last {series.window} steps, {series.first:.3g} at first",
+        severity="error" if series.last > 0.4 else "warning",
+        since=onset(series, "up"),
     )
 
 
@@ -165,19 +136,16 @@ def samples_are_old(run: Run) -> Alarm | None:
     grows = found is not None and found.rises and found.change > 1
     if not beyond and not (grows and series.last > 2):
         return None
-    return Alarm(
+    return alarm(
         "D23",
-        "samples are staler than allowed" if beyond else "staleness grows",
-        "error" if beyond else "warning",
-        lag.name,
-        f"median {series.last:.2g} versions in the last {series.window} steps, {series.first:.2g} at the beginning"
-        + (f"; rollout.max_head_offpolicyness is {allowed}" if allowed is not None else ""),
-        series.tail(),
-        ("more or faster engines", "a smaller rollout.max_head_offpolicyness", "shorter completions"),
-        "the synchronous baseline",
-        "own default; AReaL bounds staleness by max_head_offpolicyness",
-        SYNCHRONOUS,
-        onset(series, "up"),
+        series,
+        found=(
+            f"median {series.last:.2g} versions in the last {series.window} steps, {series.first:.2g} at the beginning"
+            + (f"; rollout.max_head_offpolicyness is {allowed}" if allowed is not None else "")
+        ),
+        severity="error" if beyond else "warning",
+        title="beyond" if beyond else "grows",
+        since=onset(series, "up"),
     )
 
 
@@ -221,27 +189,18 @@ def engine_disagrees(run: Run) -> Alarm | None:
     if not jumped and not grows and mean is None and not series.sustained(lambda value: value > limit):
         return None
     begins = onset(series, "up", in_ratios=True)
-    return Alarm(
+    return alarm(
         "D24",
-        "engine and trainer drift apart" if jumped or grows else "engine and trainer disagree",
-        "error" if jumped or series.last > limit else "warning",
-        difference.name,
-        f"median {series.last:.3g} in the last {series.window} steps, {series.first:.3g} at the beginning"
-        + (f", mean {mean:.3g}" if mean is not None else "")
-        + f" (limit {limit:g})"
-        + (explain_growth(run, series) if jumped or grows else ""),
-        series.tail(),
-        (
-            "name the cause: areal-debug consistency RECORD --previous CHECKPOINT",
-            "compare weights after every weight sync: rollout.verify_weights_every=1",
-            "flush the prefix cache at every weight sync",
-            "a growth by longer completions: lower the learning rate as they grow",
+        series,
+        found=(
+            f"median {series.last:.3g} in the last {series.window} steps, {series.first:.3g} at the beginning"
+            + (f", mean {mean:.3g}" if mean is not None else "")
+            + f" (limit {limit:g})"
+            + (explain_growth(run, series) if jumped or grows else "")
         ),
-        "areal-debug consistency on one step before and one after the rise",
-        "miles: mean |D| above 0.03; prime-rl: KL above 0.015; vime#64: a rise from 0.011 to 0.036 was a stale engine; "
-        "2602.01826: it grows with length and gradient noise",
-        {"rollout.verify_weights_every": 1, "consistency.every_k_steps": 1},
-        begins,
+        severity="error" if jumped or series.last > limit else "warning",
+        title="drifts" if jumped or grows else "differs",
+        since=begins,
     )
 
 
@@ -253,22 +212,12 @@ def episodes_fail(run: Run) -> Alarm | None:
     count, total = float(failed.values[-1]), float(failed.values[-1] + accepted.values[-1])
     if total == 0 or count / total <= 0.05:
         return None
-    return Alarm(
+    return alarm(
         "D27",
-        "episodes fail",
-        "warning",
-        failed.name,
-        f"{count:.0f} of {total:.0f} prompts so far",
-        failed.tail(),
-        (
-            "read the run's log: it names each failure with its prompt",
-            "run one episode alone: areal-debug agent run",
-        ),
-        "areal-debug agent stress with the concurrency of training",
-        "prime-rl: sustained errors above 5 %",
-        {},
-        onset(failed.finite, "up"),
-        f"{count:.0f} prompts",
+        failed,
+        found=f"{count:.0f} of {total:.0f} prompts so far",
+        since=onset(failed.finite, "up"),
+        cost=f"{count:.0f} prompts",
     )
 
 

@@ -3,7 +3,7 @@
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
-from areal_debug.doctor.alarm import Alarm
+from areal_debug.doctor.alarm import Alarm, alarm
 from areal_debug.doctor.read import Run
 from areal_debug.doctor.series import Floats, Series
 
@@ -36,22 +36,14 @@ def level_shifts(run: Run) -> Alarm | None:
     step, series = next(iter(jumps.values()))
     at = int(np.searchsorted(series.steps, step))
     before, after = np.median(series.values[at - BESIDE : at]), np.median(series.values[at : at + BESIDE])
-    return Alarm(
+    return alarm(
         "D42",
-        f"something changed at step {step}",
-        "warning",
-        series.name,
-        f"{' and '.join(jumps)} jumped (the first from {before:.3g} to {after:.3g}) and the reward fell, in one step",
-        tuple((int(series.steps[i]), float(series.values[i])) for i in range(at - 2, at + 3)),
-        (
-            "was the run resumed there? are weights, optimizer and engine those of the same step?",
-            "did the data, the reward function or the config change there, or a new epoch begin?",
-            f"compare the batches of steps {step - 1} and {step}: areal-debug view RECORD",
-        ),
-        f"areal-debug goto RECORD --step {step}: the same step again, from the checkpoint before",
-        "own default: a jump of 4 times the noise that stays, with a loss of reward",
-        {},
-        step,
+        series,
+        found=f"{' and '.join(jumps)} jumped (the first from {before:.3g} to {after:.3g}) and the reward fell, in one step",
+        evidence=tuple((int(series.steps[i]), float(series.values[i])) for i in range(at - 2, at + 3)),
+        since=step,
+        step=step,
+        before=step - 1,
     )
 
 

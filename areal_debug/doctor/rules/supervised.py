@@ -6,7 +6,7 @@ A run with a reward is judged by the reward: the level of a policy-gradient loss
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
-from areal_debug.doctor.alarm import Alarm
+from areal_debug.doctor.alarm import Alarm, alarm
 from areal_debug.doctor.onset import onset
 from areal_debug.doctor.read import Run
 from areal_debug.doctor.rules.learning import ENOUGH_STEPS
@@ -33,22 +33,13 @@ def loss_does_not_fall(run: Run) -> Alarm | None:
         return None
     if found.falls and -found.change > LEAST_FALL * abs(loss.finite.first):
         return None
-    return Alarm(
+    return alarm(
         "D06",
-        "the loss rises" if found.rises else "the loss does not fall",
-        "error" if found.rises else "warning",
-        loss.name,
-        found.describe(len(loss.values)),
-        loss.tail(),
-        (
-            "another learning rate: three times larger where the loss is flat, three times smaller where it rises",
-            "read a batch as text, with its loss mask: are the tokens in the loss mask the answers?",
-            "do the data fit the model's chat template and its end-of-sequence token?",
-        ),
-        "train on one batch repeatedly: if its loss does not go towards 0, the training is broken, not the data",
-        "a supervised loss that does not fall means no learning; Theil-Sen slope with block bootstrap",
-        {},
-        onset(loss.finite, "up"),
+        loss,
+        found=found.describe(len(loss.values)),
+        severity="error" if found.rises else "warning",
+        title="rises" if found.rises else "flat",
+        since=onset(loss.finite, "up"),
     )
 
 
@@ -64,22 +55,14 @@ def loss_explodes(run: Run) -> Alarm | None:
         return None
     at = int(series.steps[highest])
     beyond = int(series.steps[np.argmax(series.values > EXPLODED * start)])
-    return Alarm(
+    return alarm(
         "D41",
-        "the loss explodes",
-        "error" if series.last > start else "warning",
-        loss.name,
-        f"{start:.4g} at first, {medians[highest]:.4g} around step {at}, {series.last:.4g} at the end",
-        ((beyond, float(series.values[np.searchsorted(series.steps, beyond)])), *series.tail(3)),
-        (
-            "a learning rate that is ten times smaller, with a warm-up",
-            "gradient clipping (actor.optimizer.gradient_clipping 1.0)",
-            f"which rows does step {beyond} hold? areal-debug replay RECORD --explain {beyond}",
-        ),
-        "the same run with a tenth of the learning rate: the loss must never exceed its first value by much",
-        "own default: twice the first steps, over five steps; a loss that starts below chance has been lost",
-        {},
-        beyond,
+        loss,
+        found=f"{start:.4g} at first, {medians[highest]:.4g} around step {at}, {series.last:.4g} at the end",
+        severity="error" if series.last > start else "warning",
+        evidence=((beyond, float(series.values[np.searchsorted(series.steps, beyond)])), *series.tail(3)),
+        since=beyond,
+        beyond=beyond,
     )
 
 
@@ -94,22 +77,14 @@ def held_out_loss_rises(run: Run) -> Alarm | None:
     best, lowest, change = found
     meanwhile = "" if trained is None else f"; that of training by {trained.change:+.3g} over the run"
     at = int(series.steps[best])
-    return Alarm(
+    return alarm(
         "D07",
-        "the held-out loss rises: the model overfits its training rows",
-        "warning",
-        held_out.name,
-        f"around step {at} it was {lowest:.4g}, from there it changes by {change:+.3g}{meanwhile}",
-        ((at, lowest), *series.tail(3)),
-        (
-            f"use the checkpoint of about step {at}",
-            "fewer epochs (total_train_epochs), or more data",
-            "a smaller learning rate, or an adapter (actor.use_lora)",
-        ),
-        f"the same run with total_train_steps={at + 1}: its last held-out loss must be the lowest",
-        "own default: by 5 % of the best and twice the scatter, over two windows or more; Theil-Sen slope with block bootstrap",
-        {},
-        at,
+        held_out,
+        found=f"around step {at} it was {lowest:.4g}, from there it changes by {change:+.3g}{meanwhile}",
+        evidence=((at, lowest), *series.tail(3)),
+        since=at,
+        at=at,
+        end=at + 1,
     )
 
 
@@ -140,22 +115,12 @@ def preferences_are_chance(run: Run) -> Alarm | None:
     if accuracy is None or not accuracy.finite.sustained(lambda value: value <= CHANCE):
         return None
     series = accuracy.finite
-    return Alarm(
+    return alarm(
         "D08",
-        "preference accuracy is at chance level",
-        "error",
-        accuracy.name,
-        f"median {series.last:.3g} in the last {series.window} steps: no better than {CHANCE}",
-        series.tail(),
-        (
-            "read some pairs: is `chosen` the better side, and are both answers to the same prompt?",
-            "a larger learning rate; for DPO a larger actor.beta",
-            "do pairs differ where max_length does not cut them?",
-        ),
-        "train on 32 pairs repeatedly: their accuracy must reach 1",
-        "0.5 is the accuracy of guessing",
-        {},
-        onset(series, "down"),
+        series,
+        found=f"median {series.last:.3g} in the last {series.window} steps: no better than {CHANCE}",
+        severity="error",
+        since=onset(series, "down"),
     )
 
 
@@ -177,23 +142,14 @@ def chosen_answers_lose_probability(run: Run) -> Alarm | None:
         is_lost = chosen.finite.last < NEARLY_AS_FAR * rejected.finite.last
     if not is_lost:
         return None
-    return Alarm(
+    return alarm(
         "D09",
-        "chosen answers become less likely, too",
-        "warning",
-        chosen.name,
-        f"it changes by {found.change:+.3g} over the run and is {chosen.finite.last:.3g} at the end; above 0 the policy "
-        "prefers them more than its reference does",
-        chosen.finite.tail(),
-        (
-            "a smaller learning rate, or a larger actor.beta",
-            "fine-tune on the chosen answers first (SFT)",
-            "actor.loss_type=ipo, which stops at a margin",
+        chosen.finite,
+        found=(
+            f"it changes by {found.change:+.3g} over the run and is {chosen.finite.last:.3g} at the end; above 0 the policy "
+            "prefers them more than its reference does"
         ),
-        "the same run with a tenth of the learning rate: does the accuracy rise without the fall?",
-        "likelihood displacement (2410.08847)",
-        {"actor.loss_type": "ipo"},
-        onset(chosen.finite, "down"),
+        since=onset(chosen.finite, "down"),
     )
 
 

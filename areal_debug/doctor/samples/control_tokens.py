@@ -27,9 +27,9 @@ def control_token_spike(rows: Rows) -> Finding | None:
     rises = len(np.unique(rows.step)) > 3 and after >= LATE and after >= RISE * before and low > before
     past_end = end_is_passed(rows)
     if rises and has_support(rows, flagged & rows.late):
-        title, shown = "control tokens appear inside completions", flagged & rows.late
+        title, shown = "inside", flagged & rows.late
     elif has_support(rows, past_end) and share(past_end, rows.lengths > 0) >= PAST_END:
-        title, shown = "completions continue past their end token", past_end
+        title, shown = "past_end", past_end
     else:
         return None
     counts = np.bincount(
@@ -39,16 +39,7 @@ def control_token_spike(rows: Rows) -> Finding | None:
     found = f"{before:.1%} of the early and {after:.1%} of the late completions have one inside, mostly {common!r}"
     if shown is past_end:
         found = f"{share(past_end, rows.lengths > 0):.1%} of the completions have sampled tokens after their end token"
-    alarm = alarm_of(
-        "S10", title, "warning", "samples_with_control_tokens", found,
-        (
-            "read the samples: turns or tool calls that the model invents",
-            "stop tokens of the engine: the chat template's end of turn must be one",
-            "a smaller learning rate, or an earlier checkpoint: probability moved to tokens of the template",
-        ),
-        "areal-debug view RECORD at these samples",
-        "probability of control tokens rises before tool use collapses (2606.26027)",
-    )  # fmt: skip
+    alarm = alarm_of("S10", "samples_with_control_tokens", found, title=title)
     return finding(alarm, rows, flagged if shown is not past_end else past_end, rows.lengths > 0)
 
 

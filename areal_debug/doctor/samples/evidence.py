@@ -1,13 +1,13 @@
 """From flagged rows to an alarm: its curve over steps, its onset, and the samples that prove it."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
 
 from areal_core.safety.printable import printable
-from areal_debug.doctor.alarm import Alarm, Sample
+from areal_debug.doctor.alarm import Alarm, Sample, alarm
 from areal_debug.doctor.samples.read import Rows
 from areal_debug.doctor.series import Series
 
@@ -99,21 +99,21 @@ def around(text: str, phrase: str) -> str:
 
 
 def finding(
-    alarm: Alarm,
+    found: Alarm,
     rows: Rows,
     flagged: np.ndarray,
     among: np.ndarray,
     excerpt: Callable[[int], str] | None = None,
 ) -> Finding:
     """Complete an alarm whose `metric` is a short name with curve, evidence, onset and samples."""
-    curve = curve_of(alarm.metric, rows, flagged, among)
+    curve = curve_of(found.metric, rows, flagged, among)
     largest = np.sort(np.argsort(-curve.values, kind="stable")[:5])
     evidence = tuple((int(curve.steps[at]), float(curve.values[at])) for at in largest)
     return Finding(
         replace(
-            alarm,
+            found,
             metric=curve.name,
-            found=f"{alarm.found} ({rows.extent})",
+            found=f"{found.found} ({rows.extent})",
             evidence=evidence,
             onset=onset_of(curve),
             samples=samples_of(rows, flagged, excerpt),
@@ -123,14 +123,8 @@ def finding(
 
 
 def alarm_of(
-    id: str,
-    title: str,
-    severity: str,
-    metric: str,
-    found: str,
-    advice: Sequence[str],
-    experiment: str,
-    source: str,
+    id: str, metric: str, found: str, title: str = "", severity: str = "warning", **fields: object
 ) -> Alarm:
     """Build an alarm without what `finding` adds."""
-    return Alarm(id, title, severity, metric, found, (), tuple(advice), experiment, source)
+    none = Series(metric, np.zeros(0, np.int64), np.zeros(0))
+    return alarm(id, none, found=found, title=title, severity=severity, evidence=(), **fields)

@@ -32,18 +32,14 @@ def length_is_paid(rows: Rows) -> Finding | None:
         return None
     longest = used & (rows.lengths >= np.quantile(rows.lengths[used], 0.8)) & top_of_group(rows, used)
     alarm = alarm_of(
-        "S03", "the reward follows the length of the completion", "error" if correlation >= DECIDES else "warning",
+        "S03",
         "samples_paid_for_length",
-        f"rank correlation of length and reward inside {num_groups} groups is {correlation:.2f}, and the mean length "
-        f"became {growth:.2f} times that of the beginning",
         (
-            "read the longest samples: does their length answer the prompt?",
-            "areal-debug reward probe MODULE:fn tries very long answers on the reward",
-            "subtract the part of the reward that length explains, or cap it",
+            f"rank correlation of length and reward inside {num_groups} groups is {correlation:.2f}, and the mean length "
+            f"became {growth:.2f} times that of the beginning"
         ),
-        "areal-debug replay RECORD --filter 'len(completion) < MEDIAN': do advantages change their sign?",
-        "R. Singhal et al. (2310.03716): length accounts for most of the gain",
-    )  # fmt: skip
+        severity="error" if correlation >= DECIDES else "warning",
+    )
     return finding(alarm, rows, longest, used)
 
 
@@ -99,15 +95,11 @@ def truncated_is_paid(rows: Rows) -> Finding | None:
     if not has_support(rows, paid) or share(rows.high, cut) < TRUNCATED_PAID:
         return None
     alarm = alarm_of(
-        "S04", "truncated completions are rewarded", "warning", "samples_truncated_and_rewarded",
-        f"{int(paid.sum())} of {int(cut.sum())} completions that reached the length limit have the full reward "
-        f"({share(rows.high, cut):.0%}; of the finished ones {share(rows.high, known & ~cut):.0%})",
+        "S04",
+        "samples_truncated_and_rewarded",
         (
-            "read the samples: is the answer before the end, and what follows it?",
-            "reward 0 or an overlong penalty for what was cut off (actor.overlong_reward_penalty)",
-            "a reward function that reads a marked final answer only",
+            f"{int(paid.sum())} of {int(cut.sum())} completions that reached the length limit have the full reward "
+            f"({share(rows.high, cut):.0%}; of the finished ones {share(rows.high, known & ~cut):.0%})"
         ),
-        "areal-debug replay RECORD --filter 'finish_reason == \"stop\"'",
-        "DAPO (2503.14476), section 3.4",
-    )  # fmt: skip
+    )
     return finding(alarm, rows, paid, cut, lambda row: rows.text(row)[-80:])

@@ -42,21 +42,14 @@ def repeats_itself(rows: Rows) -> Finding | None:
     )
     if not is_late and not is_paid:
         return None
-    title = "completions that repeat themselves are rewarded" if is_paid else "completions repeat themselves"
+    title = "paid" if is_paid else "loops"
     found = (
         f"{share(loops, rows.late & long_enough):.0%} of the late completions are loops, "
         f"{share(rows.high, loops):.0%} of all loops are rewarded and {share(rows.high, long_enough & ~loops):.0%} of the others"
     )
     alarm = alarm_of(
-        "S01", title, "error" if is_paid else "warning", "samples_that_loop", found,
-        (
-            "read the samples: is it the reward that pays for them?",
-            "areal-debug reward probe MODULE:fn, if loops are rewarded",
-            "a smaller learning rate, or an earlier checkpoint, if they are not",
-        ),
-        "areal-debug replay RECORD --filter on shorter completions: does the reward curve stay?",
-        "periods and distinct 4-grams as in J. Li et al. (1510.03055)",
-    )  # fmt: skip
+        "S01", "samples_that_loop", found, title=title, severity="error" if is_paid else "warning"
+    )
     return finding(alarm, rows, paid if is_paid else late, long_enough)
 
 

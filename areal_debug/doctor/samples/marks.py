@@ -66,18 +66,14 @@ def broken_format(rows: Rows, texts: dict[int, str]) -> Finding | None:
         }
     )
     alarm = alarm_of(
-        "S05", "broken formats are rewarded" if is_paid else "completions break the format", "warning",
+        "S05",
         "samples_with_a_broken_format",
-        f"{', '.join(open_marks[:5])} stay open in {before:.0%} of the early and {after:.0%} of the late "
-        f"completions; {share(rows.high, broken):.0%} of the broken ones are rewarded",
         (
-            "read the samples: does the reward function read what is in the open tag?",
-            "reward 0 for an answer whose format cannot be parsed",
-            "stop tokens and max_new_tokens: is the end of the format generated?",
+            f"{', '.join(open_marks[:5])} stay open in {before:.0%} of the early and {after:.0%} of the late "
+            f"completions; {share(rows.high, broken):.0%} of the broken ones are rewarded"
         ),
-        "areal-debug reward probe MODULE:fn: are truncated answers paid?",
-        "own rule",
-    )  # fmt: skip
+        title="paid" if is_paid else "broken",
+    )
     return finding(alarm, rows, paid if is_paid else broken, among)
 
 
@@ -106,16 +102,14 @@ def hedges(rows: Rows, texts: dict[int, str]) -> Finding | None:
     if not has_support(rows, paid) or not is_paid:
         return None
     alarm = alarm_of(
-        "S06", "completions with several final answers are rewarded", "error", "samples_that_hedge",
-        f"{int(hedged.sum())} of {int(among.sum())} completions give {HEDGES} or more different final answers, and "
-        f"{share(rows.high, hedged):.0%} of them are rewarded ({share(rows.high, among & ~hedged):.0%} of the others)",
+        "S06",
+        "samples_that_hedge",
         (
-            "a reward function that accepts exactly one final answer",
-            "areal-debug reward probe MODULE:fn tries several answers on it",
+            f"{int(hedged.sum())} of {int(among.sum())} completions give {HEDGES} or more different final answers, and "
+            f"{share(rows.high, hedged):.0%} of them are rewarded ({share(rows.high, among & ~hedged):.0%} of the others)"
         ),
-        "areal-debug reward rescore RECORD MODULE:fn with a reward function that reads the last answer alone",
-        "own rule",
-    )  # fmt: skip
+        severity="error",
+    )
     return finding(alarm, rows, paid, among, lambda row: "; ".join(final_answers(texts[row])))
 
 
@@ -143,13 +137,9 @@ def contradicts(rows: Rows, texts: dict[int, str]) -> Finding | None:
     if len(split) < FEWEST_ROWS or len(split) < 0.5 * len(several) or not has_support(rows, flagged):
         return None
     alarm = alarm_of(
-        "S11", "contradicting answers to one prompt are all rewarded", "error", "samples_that_contradict",
+        "S11",
+        "samples_that_contradict",
         f"in {len(split)} of {len(several)} groups with rewarded final answers these differ",
-        (
-            "read the samples: which answer is right?",
-            "areal-debug reward probe MODULE:fn shows which wrong answers are paid",
-        ),
-        "areal-debug reward rescore RECORD MODULE:fn with a second reward function",
-        "own rule; prompts with many right answers are no fault",
-    )  # fmt: skip
+        severity="error",
+    )
     return finding(alarm, rows, flagged, among, lambda row: "; ".join(final_answers(texts[row])))

@@ -57,17 +57,14 @@ def report(
     flagged = phrase.rows & rows.high
     paid, unpaid, num_groups = groups
     alarm = alarm_of(
-        "S02", "a phrase decides the reward, not the answer", "error", "samples_with_the_phrase",
-        f"{int(flagged.sum())} of {int((phrase.rows & judged).sum())} samples with {text!r} are rewarded; in "
-        f"{num_groups} groups that have samples with and without it, {paid:.0%} and {unpaid:.0%}; {answers}",
+        "S02",
+        "samples_with_the_phrase",
         (
-            "read the samples: are the rewarded answers right?",
-            "fix the reward: areal-debug reward probe MODULE:fn shows what it pays for",
-            "start again from a checkpoint before the onset: what was learned since is the phrase",
+            f"{int(flagged.sum())} of {int((phrase.rows & judged).sum())} samples with {text!r} are rewarded; in "
+            f"{num_groups} groups that have samples with and without it, {paid:.0%} and {unpaid:.0%}; {answers}"
         ),
-        "areal-debug reward rescore RECORD MODULE:fn with a second, stricter reward function",
-        "own rule; reward dynamics, not dominance of a component: rewardspy",
-    )  # fmt: skip
+        severity="error",
+    )
     return finding(alarm, rows, flagged, judged, lambda row: around(rows.text(row), text))
 
 

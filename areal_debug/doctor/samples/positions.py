@@ -27,14 +27,14 @@ def differs_by_position(rows: Rows) -> Finding | None:
         >= FEWEST_OF_BIN
     ]
     if len(means) > 3 and means[-1] >= max(LARGE, GROWTH * means[0]) and rises(means):
-        title = "engine and trainer disagree more with every token of a completion"
+        title = "grows"
         found = f"the mean difference of log-probs grows from {means[0]:.3g} to {means[-1]:.3g} along the completion"
         of_row = row_means(rows, usable)
         flagged = of_row >= means[-1] / 2
     elif len(of_first) >= FEWEST_OF_BIN and of_first.mean() >= max(
         FIRST_LARGE, FIRST_RATIO * max(later, 1e-6)
     ):
-        title = "engine and trainer disagree at the first token of a completion"
+        title = "first"
         found = f"the mean difference of log-probs is {of_first.mean():.3g} there, in the median {later:.3g} after it"
         flagged = np.zeros(len(rows), bool)
         flagged[rows.row_of_token[usable][position == 0][of_first >= of_first.mean() / 2]] = True
@@ -42,15 +42,7 @@ def differs_by_position(rows: Rows) -> Finding | None:
         return None
     if not has_support(rows, flagged):
         return None
-    alarm = alarm_of(
-        "S09", title, "warning", "samples_with_a_difference_by_position", found,
-        (
-            "positions and masks: rope scaling, sliding window, a cached prefix of other weights",
-            "areal-debug consistency RECORD names the cause of the difference",
-        ),
-        "areal-debug consistency RECORD",
-        "own rule; the noise of a number format does not grow with the position",
-    )  # fmt: skip
+    alarm = alarm_of("S09", "samples_with_a_difference_by_position", found, title=title)
     return finding(alarm, rows, flagged, rows.lengths > 0)
 
 

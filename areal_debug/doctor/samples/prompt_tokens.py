@@ -40,17 +40,13 @@ def repeated_prompts(rows: Rows) -> Finding | None:
     if len(np.unique(rows.step[flagged])) < FEWEST_STEPS:
         return None
     alarm = alarm_of(
-        "S07", "prompts are repeated inside a step", "warning", "samples_of_a_repeated_prompt",
-        f"{int(again.sum())} of {len(groups)} groups share their prompt with another group of the step; random draws "
-        f"from {num_distinct} prompts would give {expected:.0f}",
+        "S07",
+        "samples_of_a_repeated_prompt",
         (
-            "every rank must draw other rows: check the sampler's rank and world size",
-            "duplicates in the data set: count its distinct prompts",
-            "if groups were split on purpose, their advantages have another baseline than one group's",
+            f"{int(again.sum())} of {len(groups)} groups share their prompt with another group of the step; random draws "
+            f"from {num_distinct} prompts would give {expected:.0f}"
         ),
-        "areal-debug query RECORD 'select step, prompt, count(distinct prompt_id) from samples group by all'",
-        "own rule: three times what random draws give",
-    )  # fmt: skip
+    )
     return finding(alarm, rows, flagged, known)
 
 
@@ -64,16 +60,14 @@ def prompt_in_loss(rows: Rows) -> Finding | None:
         return None
     sizes = np.where(by_length, rows.prompt_length - rows.first, prefix)[flagged]
     alarm = alarm_of(
-        "S08", "prompt tokens are in the loss mask", "error", "samples_whose_prompt_is_trained",
-        f"{share(flagged, among):.0%} of the completions begin with tokens that every sample of their group has and "
-        f"that were not sampled: {float(np.median(sizes)):.0f} tokens in the median",
+        "S08",
+        "samples_whose_prompt_is_trained",
         (
-            "build the loss mask from the completion alone: 0 on the prompt, 1 on sampled tokens",
-            "check an off-by-one between the prompt's length with and without the generation prompt",
+            f"{share(flagged, among):.0%} of the completions begin with tokens that every sample of their group has and "
+            f"that were not sampled: {float(np.median(sizes)):.0f} tokens in the median"
         ),
-        "areal-debug view RECORD: the first token in the loss mask must be the first one that was sampled",
-        "ARCHITECTURE.md, the batch",
-    )  # fmt: skip
+        severity="error",
+    )
     return finding(alarm, rows, flagged, among, lambda row: rows.decode(rows.tokens(row)[:40].tolist()))
 
 

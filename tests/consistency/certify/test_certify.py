@@ -7,7 +7,7 @@ import pytest
 from click.testing import CliRunner
 
 from areal_core.errors import ServerFailed
-from areal_debug.certify.command import command
+from areal_debug.verbs.certify import command
 from consistency.certify import run
 from consistency.certify.certificate import Certificate, Check, compare, read_certificate, worse_than
 from consistency.certify.targets import EmbeddedTarget

@@ -12,7 +12,7 @@ from areal_core.engine.model import load_model
 from areal_core.vision.images import data_url
 from areal_core.vision.processor import load_processor
 from areal_core.vision.tiny_models import make_tiny_vision_model
-from areal_debug.consistency.command import command
+from areal_debug.verbs.consistency import command
 from consistency.errors import EngineError, NothingToCompare
 from consistency.layers.engines import embedded, transformers
 from consistency.layers.judge import compare_layers

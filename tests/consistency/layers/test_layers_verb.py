@@ -7,7 +7,7 @@ import pytest
 from click.testing import CliRunner
 
 from areal_core.testing import make_tiny_model
-from areal_debug.consistency.command import command
+from areal_debug.verbs.consistency import command
 
 from ..records import save_model, write_record
 

@@ -10,7 +10,7 @@ from click.testing import CliRunner
 from markdown_it import MarkdownIt
 
 from areal_core.safety.printable import printable
-from areal_debug.hang.command import command
+from areal_debug.verbs.hang import command
 from hangdoctor.model import Group
 from hangdoctor.report.markdown import plain
 from hangdoctor.report.text import joined_ranges, merged_tree, tree_lines

@@ -13,7 +13,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 from click.testing import CliRunner
 
-from areal_debug.hang.command import command
+from areal_debug.verbs.hang import command
 from hangdoctor.collect.discover import Search
 from hangdoctor.collect.pyspy import find_pyspy
 from hangdoctor.slow.engines import find_engines, metrics_requests

@@ -21,7 +21,7 @@ from aiohttp import web
 
 from areal_core.rollout.fleet.server import Server
 from areal_core.rollout.http_thread import HttpThread
-from areal_debug.chaos.faults import (
+from tests.rollout.chaos.faults import (
     KILL,
     OTHER_REPLY,
     PROCESS,
@@ -34,7 +34,7 @@ from areal_debug.chaos.faults import (
     Fault,
     spoil_json,
 )
-from areal_debug.chaos.history import Reply
+from tests.rollout.chaos.history import Reply
 
 MAX_BODY_BYTES = 64 << 20
 RETRY_AFTER_S = 1

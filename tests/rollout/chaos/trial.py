@@ -36,10 +36,10 @@ from areal_core.rollout.staleness import StalenessControl
 from areal_core.rollout.types import Sampling
 from areal_core.sglang.wire import SGLANG
 from areal_core.testing import TokensWorkflow
-from areal_debug.chaos.faults import KINDS, OF_A_RUN, Durations, Fault, make_schedule
-from areal_debug.chaos.history import Plan, TrainedRow, Violations, check_history
-from areal_debug.chaos.proxy import FaultProxy
-from areal_debug.chaos.scripted_server import VOCABULARY, ScriptedServer
+from tests.rollout.chaos.faults import KINDS, Durations, Fault, make_schedule
+from tests.rollout.chaos.history import Plan, TrainedRow, Violations, check_history
+from tests.rollout.chaos.proxy import FaultProxy
+from tests.rollout.chaos.scripted_server import VOCABULARY, ScriptedServer
 
 NUM_SERVERS, NUM_STEPS, BATCH_SIZE, N_SAMPLES, NUM_ROWS = 3, 6, 8, 2, 16
 SAMPLING = Sampling(max_new_tokens=24, ignore_eos=True)
@@ -62,12 +62,6 @@ class Trial:
     num_rows: int
     num_replies: int
 
-    @property
-    def repeat(self) -> str:
-        """The command that runs this schedule again."""
-        only = "" if self.kinds in (KINDS, OF_A_RUN) else f" --faults {','.join(self.kinds)}"
-        return f"areal-debug chaos --schedules 1 --seed {self.seed}{only}"
-
     def as_dict(self) -> dict[str, Any]:
         """Return the facts as JSON types."""
         return {
@@ -80,7 +74,6 @@ class Trial:
             **self.violations.counts(),
             "violations": vars(self.violations),
             "schedule": [str(fault) for fault in self.schedule] if self.violations else [],
-            "repeat": self.repeat,
         }
 
 

@@ -12,7 +12,6 @@ import click
 
 from areal_core.launch.debug_env import PRESETS
 from areal_debug.cli import Verb, force_option, overrides_argument, script_argument, script_config_option
-from areal_debug.doctor.command import HOOKS, hook_options
 from areal_debug.render import (
     announce,
     console,
@@ -24,6 +23,7 @@ from areal_debug.render import (
     print_log_end,
     styled,
 )
+from areal_debug.verbs.doctor import HOOKS, hook_options
 from areal_debug.waiting import leave_terminal
 
 if TYPE_CHECKING:
@@ -131,7 +131,7 @@ def command(
     if is_quiet():
         print_end(code, logs / "trainer.log")
     if allocation.kind == "eval" and code == 0:
-        from areal_debug.eval.command import print_results
+        from areal_debug.verbs.eval import print_results
 
         print_results(config)
     raise SystemExit(code)

@@ -115,7 +115,7 @@ def explain_replay(record: str, options: "Options", run: "Runner") -> "WhyReport
 def with_text(left: "Record", right: "Record", report: "WhyReport") -> "WhyReport":
     """Add the text around the first token that differs, on both sides, and where to look at it."""
     from areal_debug.diff.excerpts import read_excerpts
-    from areal_debug.pages.links import view_command
+    from areal_debug.report.links import view_command
 
     if report.difference is None or report.step is None:
         return report

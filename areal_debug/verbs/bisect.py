@@ -45,7 +45,7 @@ def command(
     Replays RECORD with the code of commits, checked out in a private folder: about log2(number of
     commits) replays. Your repository is not touched. Exit code 1: a commit was found.
     """
-    from areal_debug.replay.command import refuse_damage
+    from areal_debug.verbs.replay import refuse_damage
     from recorder import open_record
     from replayer.commits.warm import search_commits
     from replayer.preconditions import check_model, check_recorded_results, check_steps_present, step_range

@@ -6,7 +6,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from areal_debug.chaos.history import Plan, Reply, TrainedRow, Violations, check_history
+from tests.rollout.chaos.history import Plan, Reply, TrainedRow, Violations, check_history
 
 BATCH, SAMPLES, STALENESS, EPOCH = 2, 2, 1, 4
 PLAN = Plan(BATCH, SAMPLES, STALENESS, EPOCH, num_steps=4)

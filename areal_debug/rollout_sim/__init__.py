@@ -1,1 +1,0 @@
-"""`areal-debug rollout-sim`: measure the rollout client with hundreds of simulated servers."""

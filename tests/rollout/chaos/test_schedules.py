@@ -1,0 +1,51 @@
+"""Seeded schedules of faults against scripted servers: nothing lost, doubled, too old or poisoned.
+
+The message of a failure has the seed, the faults and what they violated.
+"""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from areal_core.rollout.fleet import client
+from tests.rollout.chaos.trial import BATCH_SIZE, N_SAMPLES, NUM_STEPS, run_trial
+
+EVERYDAY, ALL = (0, 2), range(200)
+
+
+def assert_clean(seed: int, folder: Path) -> None:
+    trial = run_trial(seed, folder)
+    assert not trial.violations, json.dumps(trial.as_dict(), indent=1)
+    assert trial.num_rows == NUM_STEPS * BATCH_SIZE * N_SAMPLES
+    assert trial.num_replies >= trial.num_rows
+
+
+@pytest.mark.parametrize("seed", EVERYDAY)
+def test_a_schedule_of_faults_violates_nothing(seed, tmp_path):
+    assert_clean(seed, tmp_path)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seed", ALL)
+def test_two_hundred_schedules_violate_nothing(seed, tmp_path):
+    assert_clean(seed, tmp_path)
+
+
+def test_a_seed_repeats_its_faults(tmp_path):
+    first, again = (run_trial(11, tmp_path / name, ("delay", "reset")) for name in ("first", "again"))
+    assert (first.schedule, first.staleness, first.restart_at) == (
+        again.schedule,
+        again.staleness,
+        again.restart_at,
+    )
+    assert not first.violations
+
+
+def test_a_client_that_trusts_every_reply_is_caught(tmp_path, monkeypatch):
+    """Without its checks the client trains on what servers made up; the history shows it."""
+    monkeypatch.setattr(client, "checked", lambda chunk, asked: chunk)
+    trial = run_trial(0, tmp_path, ("nan",))
+    assert trial.injected["nan"] > 0
+    assert len(trial.violations.poisoned) > 0
+    assert "as in a spoiled reply: nan from server " in trial.violations.poisoned[0]
