@@ -4,9 +4,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
-from areal_debug.diff.excerpts import Excerpt
-from areal_debug.report.links import view_command
-from replayer.stages import StageDifference
+from replayer.compare.stages import StageDifference
+from replayer.diff import Excerpt
 
 Verdict = Literal["identical", "same weights, other numbers", "diverged", "not comparable"]
 Kind = Literal["config", "code", "environment", "data", "engine", "nondeterminism", "unknown"]
@@ -78,6 +77,7 @@ class WhyReport:
         equal: what is the same before the difference, in the order of computation.
         also: further differences that do not follow from this one, a sentence each.
         text: the tokens around the place, in A and in B.
+        look: the command that shows the place in a page, None if it is not in a row.
     """
 
     left: str
@@ -99,14 +99,7 @@ class WhyReport:
     not_compared: tuple[str, ...] = ()
     equal: tuple[str, ...] = ()
     text: tuple[Excerpt, Excerpt] | None = None
-
-    @property
-    def look(self) -> str | None:
-        """The command that shows the place in a page, None if it is not in a row."""
-        place = None if self.difference is None else self.difference.place
-        if place is None or self.step is None:
-            return None
-        return view_command(self.left, self.step, place.prompt_id, place.sample_id, place.token)
+    look: str | None = None
 
     @property
     def exit_code(self) -> int:

@@ -23,8 +23,7 @@ import numpy as np
 from recorder import MicroBatch, Outcome, Plan, RecordedStep
 from recorder.agents.conversations import conversations
 from recorder.format import IMAGE_KEYS, OTHER_TRAINER_KEYS, BatchEntry, TensorEntry
-from replayer.pictures import describe, pictures_of
-from replayer.tool_results import differing_result
+from replayer.compare.inputs import describe, differing_result, pictures_of
 
 STAGES = ("batch", "logprobs", "advantages", "loss", "gradient", "weights")
 ACTOR, UPDATE = "ppo_actor/", "ppo_actor/update/"

@@ -6,17 +6,59 @@ engine  ──> weights before the step, from a replay ─> which engine sampled
 nothing ──> A replayed twice: are its own bits repeatable?
 """
 
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
 from shlex import quote
+from typing import Any
 
-from areal_debug.why.causes import Candidate, Case, data_finding, finding_of, replay_command, unknown_finding
-from areal_debug.why.code_causes import History, Note, bisected, static_finding
-from areal_debug.why.report import Cause, Confidence, Finding
-from areal_debug.why.trials import Runner, first_of, is_before
 from recorder import Record
+from replayer.compare.stages import STAGES, StageDifference, compare_steps
 from replayer.diff import INPUTS, judge_size
 from replayer.errors import NothingToBisect, ReplayError
-from replayer.stages import StageDifference
+from replayer.why.causes import (
+    Candidate,
+    Case,
+    History,
+    Note,
+    bisected,
+    data_finding,
+    finding_of,
+    replay_command,
+    static_finding,
+    unknown_finding,
+)
+from replayer.why.report import Cause, Confidence, Finding
+
+
+@dataclass(frozen=True)
+class Options:
+    """How far an answer may go.
+
+    Attributes:
+        repository: has the recorded commits. model: of the runs, if it has moved.
+        replay: called with a record, a step, settings, and whether to use a process that shares
+            nothing with others'; returns the record of that, None if it fails. None: run nothing.
+        ask_engines: called with both records, a step and `model`; says whose engine sampled
+            otherwise. Raises RecordError, ValueError.
+        note: called with a sentence before what takes time.
+    """
+
+    repository: Path
+    model: str | None = None
+    replay: Callable[..., Record | None] | None = None
+    ask_engines: Callable[[Record, Record, int, str | None], Any] | None = None
+    note: Note = lambda text: None
+
+
+def first_of(left: Record, right: Record, step: int) -> StageDifference | None:
+    """Return the first difference of a step of two records of ours."""
+    return next(iter(compare_steps(left.step(step), right.step(step))), None)
+
+
+def is_before(one: StageDifference | None, other: StageDifference) -> bool:
+    return one is not None and STAGES.index(one.stage) <= STAGES.index(other.stage)
+
 
 # patterns of a mask, which no layer computes
 OF_MASKS = ("other support", "shifted")
@@ -28,41 +70,40 @@ def is_replayable(case: Case) -> bool:
     return case.first.stage != "batch" and header.config_is_ours and header.recording.has_plans
 
 
-def option_finding(
-    case: Case, candidate: Candidate, others: int, run: Runner | None, note: Note
-) -> Finding | None:
+def option_finding(case: Case, candidate: Candidate, others: int, options: Options) -> Finding | None:
     """Judge options, or model files, that were set differently; None if a replay refutes them.
 
     Args:
         others: what else is not the same and can act there.
     """
     alone = others == 0 and len(candidate.settings) <= 1
+    run = options.replay
     if alone or run is None or not candidate.settings:
         confidence: Confidence = (
             "high" if alone else "medium" if candidate.distance == 0 or not others else "low"
         )
         return finding_of(candidate, confidence)
-    note(f"replaying step {case.step} of A with {' '.join(candidate.settings)}")
-    changed = run.replay(case.left, case.step, candidate.settings)
+    options.note(f"replaying step {case.step} of A with {' '.join(candidate.settings)}")
+    changed = run(case.left, case.step, candidate.settings)
     if changed is None:
         return finding_of(candidate, "medium", "A could not be replayed here with B's options")
     if not is_before(first_of(changed, case.right, case.step), case.first):
         proof = (
             f"A, replayed here with B's options, has B's bits at the {case.first.stage} of step {case.step}"
         )
-        return finding_of(isolated(case, candidate, run, note), "high", proof)
-    plain = run.replay(case.left, case.step)
+        return finding_of(isolated(case, candidate, run, options.note), "high", proof)
+    plain = run(case.left, case.step)
     if plain is not None and not is_before(first_of(plain, changed, case.step), case.first):
         return None
     return finding_of(candidate, "medium", "A, replayed here with B's options, has neither A's nor B's bits")
 
 
-def isolated(case: Case, candidate: Candidate, run: Runner, note: Note) -> Candidate:
+def isolated(case: Case, candidate: Candidate, run: Callable[..., Record | None], note: Note) -> Candidate:
     if len(candidate.settings) == 1:
         return candidate
     for setting in candidate.settings[:3]:
         note(f"replaying step {case.step} of A with {setting}")
-        changed = run.replay(case.left, case.step, (setting,))
+        changed = run(case.left, case.step, (setting,))
         if changed is not None and not is_before(first_of(changed, case.right, case.step), case.first):
             name = setting.split("=")[0]
             return replace(
@@ -73,31 +114,29 @@ def isolated(case: Case, candidate: Candidate, run: Runner, note: Note) -> Candi
     return candidate
 
 
-def code_finding(
-    case: Case, history: History, has_rivals: bool, run: Runner | None, model: str | None, note: Note
-) -> Finding | None:
+def code_finding(case: Case, history: History, has_rivals: bool, options: Options) -> Finding | None:
     """Judge the commits between A and B; None if replays refute them."""
-    if run is None:
+    if options.replay is None:
         found = static_finding(case, history)
         return replace(found, confidence="medium") if has_rivals and found.confidence == "high" else found
     try:
-        changed = bisected(case, history, model, note)
-        return changed and with_layer(case, changed, history, model, note)
+        changed = bisected(case, history, options.model, options.note)
+        return changed and with_layer(case, changed, history, options)
     except NothingToBisect as error:
         found = static_finding(case, history)
         return replace(found, confidence="medium").with_evidence(f"no commit could be replayed: {error}")
 
 
-def with_layer(case: Case, found: Finding, history: History, model: str | None, note: Note) -> Finding:
+def with_layer(case: Case, found: Finding, history: History, options: Options) -> Finding:
     """Add the first layer that differs, of log-probs that the model computes otherwise."""
     is_forward = case.first.stage == "logprobs" and case.first.name != "loss_mask"
     if not is_forward or (case.pattern is not None and case.pattern.kind in OF_MASKS):
         return found
     from replayer.commits.own_code import layers_with_own_code
 
-    note(f"tracing the layers of step {case.step} of A and B, each by its own commit")
+    options.note(f"tracing the layers of step {case.step} of A and B, each by its own commit")
     try:
-        traced = layers_with_own_code(case.left, case.right, case.step, model, history.repository)
+        traced = layers_with_own_code(case.left, case.right, case.step, options.model, history.repository)
     except ReplayError as error:
         return found.with_evidence(f"layers could not be traced: {error}")
     if traced.name is None:
@@ -108,7 +147,7 @@ def with_layer(case: Case, found: Finding, history: History, model: str | None, 
     )
 
 
-def engine_finding(case: Case, run: Runner | None, note: Note) -> Finding | None:
+def engine_finding(case: Case, options: Options) -> Finding | None:
     """Ask which engine is at fault where equal weights and prompts got other tokens.
 
     None if it cannot be asked: the batch differs in something else, or no weights can be made.
@@ -116,16 +155,15 @@ def engine_finding(case: Case, run: Runner | None, note: Note) -> Finding | None
     header = case.left.header
     if (
         case.kind_of_batch != "engine"
-        or run is None
+        or options.ask_engines is None
         or not (header.config_is_ours and header.recording.has_plans)
     ):
         return None
-    from areal_debug.consistency.engine_question import ask_with_recorded_weights
     from recorder.errors import RecordError
 
-    note(f"making the weights of step {case.step}, and asking both engines")
+    options.note(f"making the weights of step {case.step}, and asking both engines")
     try:
-        answer = ask_with_recorded_weights(case.left, case.right, case.step, run.model)
+        answer = options.ask_engines(case.left, case.right, case.step, options.model)
     except (RecordError, ValueError) as error:
         return unknown_finding(case, f"the engines could not be asked: {error}")
     if answer.side is None or answer.kind == "none":
@@ -160,23 +198,24 @@ def by_chance(case: Case, evidence: tuple[str, ...]) -> Finding:
     return unknown_finding(case, INPUTS.get(case.first.name, "the batch differs"), *evidence)
 
 
-def without_settings(case: Case, run: Runner | None, note: Note) -> Finding:
+def without_settings(case: Case, options: Options) -> Finding:
     """Judge a difference of records whose settings, code and environment are the same."""
     found = data_finding(case)
     if found is None and case.kind_of_batch == "engine":
-        found = engine_finding(case, run, note) or by_chance(case, ())
+        found = engine_finding(case, options) or by_chance(case, ())
     if found is not None:
         return found
     same = "options, model files, code and environment are the same, as far as they are recorded"
-    if run is not None and is_replayable(case):
-        return repeated(case, run, note).with_evidence(same)
+    if options.replay is not None and is_replayable(case):
+        return repeated(case, options).with_evidence(same)
     return by_size(case).with_evidence(same)
 
 
-def repeated(case: Case, run: Runner, note: Note) -> Finding:
+def repeated(case: Case, options: Options) -> Finding:
     """Replay the step twice, and judge whether its bits are repeatable."""
-    note(f"replaying step {case.step} of A, twice")
-    replays = [run.replay(case.left, case.step, apart=True) for _ in range(2)]
+    assert options.replay is not None
+    options.note(f"replaying step {case.step} of A, twice")
+    replays = [options.replay(case.left, case.step, apart=True) for _ in range(2)]
     if replays[0] is None or replays[1] is None:
         return by_size(case).with_evidence("A could not be replayed here")
     between = first_of(replays[0], replays[1], case.step)

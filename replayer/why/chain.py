@@ -6,46 +6,37 @@ comparable? ─> first step, stage, tensor, row, token ─> pattern ─> what wa
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import replace
 
-from areal_debug.why.causes import (
+from recorder import Record
+from replayer.commits.first_step import first_true
+from replayer.commits.outside import code_differences, unknown_code
+from replayer.compare.patterns import causal_tensor, find_pattern, same_weights
+from replayer.compare.stages import STAGES
+from replayer.diff import DiffReport, diff_records
+from replayer.errors import ReplayError
+from replayer.why.causes import (
     Case,
+    History,
+    commits_of,
     config_candidates,
     environment_candidates,
     finding_of,
     model_candidates,
     outside_candidates,
+    read_history,
     settings_of,
     unknown_finding,
 )
-from areal_debug.why.code_causes import History, Note, commits_of, read_history
-from areal_debug.why.proofs import (
+from replayer.why.proofs import (
+    Options,
     code_finding,
     engine_finding,
     is_replayable,
     option_finding,
     without_settings,
 )
-from areal_debug.why.report import Finding, Setting, WhyReport
-from areal_debug.why.trials import Runner, runner
-from recorder import Record
-from replayer.commits.first_step import first_true
-from replayer.commits.outside import code_differences, unknown_code
-from replayer.diff import DiffReport, diff_records
-from replayer.errors import ReplayError
-from replayer.patterns import causal_tensor, find_pattern, same_weights
-from replayer.stages import STAGES
-
-
-@dataclass(frozen=True)
-class Options:
-    """How far `explain` may go: `replays` runs steps again, in processes."""
-
-    repository: Path
-    model: str | None = None
-    replays: bool = True
-    note: Note = lambda text: None
+from replayer.why.report import Finding, Setting, WhyReport
 
 
 def explain(left: Record, right: Record, options: Options, is_replay: bool = False) -> WhyReport:
@@ -76,8 +67,7 @@ def explain(left: Record, right: Record, options: Options, is_replay: bool = Fal
         report = independent
     case = make_case(left, right, report, is_replay)
     settings = settings_of(case)
-    with runner(options.model) as run:
-        finding = find_cause(case, settings, options, run if options.replays else None)
+    finding = find_cause(case, settings, options)
     return report_of(case, settings, finding, diverged_at, also)
 
 
@@ -165,7 +155,7 @@ def weights_before(left: Record, right: Record, step: int) -> bool | None:
     return files[0] == files[1] if step == 0 and all(files) else None
 
 
-def find_cause(case: Case, settings: Sequence[Setting], options: Options, run: Runner | None) -> Finding:
+def find_cause(case: Case, settings: Sequence[Setting], options: Options) -> Finding:
     """Return the cause of a difference, as far as it can be shown."""
     config = [*model_candidates(case, settings), *config_candidates(case, settings)]
     if case.weights_before is False and not config:
@@ -174,7 +164,8 @@ def find_cause(case: Case, settings: Sequence[Setting], options: Options, run: R
     around.sort(key=lambda candidate: candidate.distance)
     history = read_history(case, options.repository, commits_of(case))
     notes: tuple[str, ...] = (history,) if isinstance(history, str) else ()
-    can_replay = run if run is not None and is_replayable(case) else None
+    without_replay = replace(options, replay=None)
+    can_replay = options.replay is not None and is_replayable(case)
     code = history if isinstance(history, History) and history.acting else None
     if isinstance(history, History) and not history.acting:
         notes = (
@@ -182,24 +173,24 @@ def find_cause(case: Case, settings: Sequence[Setting], options: Options, run: R
         )
     if config:
         others = len(config) - 1 + len(around) + (code is not None)
-        found = option_finding(case, config[0], others, can_replay, options.note)
+        found = option_finding(case, config[0], others, options if can_replay else without_replay)
         if found is not None:
             return found.with_evidence(*notes)
         notes += (f"{config[0].evidence}, but A replayed with it is as before",)
     if code is not None:
-        found = code_finding(case, code, bool(around), can_replay, options.model, options.note)
+        found = code_finding(case, code, bool(around), options if can_replay else without_replay)
         if found is not None:
-            return with_engine(case, found, options, run).with_evidence(*notes)
+            return with_engine(case, found, options).with_evidence(*notes)
         notes += ("A has the same numbers by the code of both commits",)
     if around:
         return finding_of(around[0], "high" if len(around) == 1 and not notes else "medium", *notes)
-    if isinstance(history, History) and code is None and can_replay is not None:
+    if isinstance(history, History) and code is None and can_replay:
         # what a stage runs is read from its code, which may call what cannot be read
-        found = code_finding(case, history, False, can_replay, options.model, options.note)
+        found = code_finding(case, history, False, options)
         if found is not None:
             return found
         notes += ("A has the same numbers by the code of both commits",)
-    return without_settings(case, run, options.note).with_evidence(*notes)
+    return without_settings(case, options).with_evidence(*notes)
 
 
 def before_the_records(case: Case) -> Finding:
@@ -208,9 +199,9 @@ def before_the_records(case: Case) -> Finding:
     return replace(found, cause=replace(found.cause, what=what), confidence="high")
 
 
-def with_engine(case: Case, found: Finding, options: Options, run: Runner | None) -> Finding:
+def with_engine(case: Case, found: Finding, options: Options) -> Finding:
     """Return a commit's finding with what its engine did, if the engine can be asked and did it."""
-    engine = engine_finding(case, run, options.note)
+    engine = engine_finding(case, options)
     if engine is None or engine.cause.kind != "engine":
         return found
     where = found.cause
