@@ -8,11 +8,12 @@ and caches are rough, and their report shows the formula.
 from dataclasses import dataclass, replace
 from typing import Any
 
-from areal_core.config import DPOConfig, OptimizerConfig, PPOConfig, RWConfig, TrainEngineConfig
+from areal_core.config import DPOConfig, OptimizerConfig, PPOConfig, RWConfig, SFTConfig, TrainEngineConfig
 from areal_core.config.allocation import Allocation, Parallel
 from areal_core.config.checks import is_base_of
 from areal_core.config.servers import server_options
-from areal_debug.dry_run.step import AnyConfig
+
+AnyConfig = PPOConfig | SFTConfig | RWConfig | DPOConfig  # every kind of training has an `actor`
 
 FP32 = 4
 # Bytes per element; the names are also SGLang's.
