@@ -38,7 +38,7 @@ from areal_core.testing.server import EmbeddedServer
 from areal_core.testing.tiny_vision import make_tiny_vision_model
 from consistency.case import Request
 from consistency.check import Checked
-from consistency.engine.reply import SamplingParams
+from consistency.engines import SamplingParams
 from consistency.live import Prompt, check_engines, query_engines, sampled_of, vocabulary_of
 from consistency.probes import SCHEMES
 

@@ -1,4 +1,4 @@
-"""SGLang's routes and JSON, as of 0.5.23. Implements `rollout.fleet.wire.Wire`.
+"""SGLang's routes and JSON, as of 0.5.23. Implements `servers.wire.Wire`.
 
 A server's identity comes from `/server_info` and `/model_info`. After a weight update by disk
 `/model_info` names the folder of that update as the model; `/server_info` keeps the one with which

@@ -1,4 +1,4 @@
-"""vLLM's routes and JSON, as of 0.32. Implements `rollout.fleet.wire.Wire`.
+"""vLLM's routes and JSON, as of 0.32. Implements `servers.wire.Wire`.
 
 Requests of tokens go to `/inference/v1/generate`. Its replies name the weight version of each
 token. A log-prob that is not a number arrives as -9999, and is one that is not a number here.

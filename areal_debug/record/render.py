@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from recorder import Record, RecordedStep, RecordHeader, Recording, VerifyReport
     from recorder.agents.conversations import Conversation
     from recorder.header import Gaps
-    from recorder.integrity.signature import Signed
     from recorder.reader import StepSummary
     from recorder.samples import Branch, Sample, Token
 
@@ -277,11 +276,3 @@ def print_verification(report: "VerifyReport") -> None:
     out.print(
         "intact steps can still be read and replayed; copy the others again from where they were recorded"
     )
-
-
-def print_signed(signed: "Signed") -> None:
-    out = console()
-    out.print(styled("signed by {}: {} files", signed.signer, signed.num_files))
-    for words, names in (("changed", signed.changed), ("added", signed.added), ("removed", signed.removed)):
-        for name in names:
-            out.print(styled("[red]  {}: {} since it was signed[/red]", name, words))

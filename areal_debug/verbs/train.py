@@ -276,7 +276,7 @@ def watch_run(logs: Path, hooks: "Hooks") -> int:
     has stopped it.
     """
     from areal_debug.doctor.follow import Follower
-    from areal_debug.doctor.render import alarm_lines
+    from areal_debug.doctor.report import alarm_lines
     from areal_debug.hang.watch import post_mortem, report
     from hangdoctor.watch.loop import Plan, watch_command
 

@@ -266,7 +266,15 @@ def rules_page(title: str, rules: Iterator[tuple[str, str]]) -> str:
 
 def causes() -> str:
     """Every cause that `areal-debug consistency` reports."""
-    return rules_page("Causes of a mismatch", rules_in("consistency.causes", r"R\d\d"))
+    from consistency.causes import CAUSES
+
+    def rows() -> Iterator[tuple[str, str]]:
+        for key, row in CAUSES.items():
+            texts = [f"**{escaped(row.name)}**", escaped(row.evidence)]
+            texts += [listed("Would refute it", [row.refute]), listed("Fix", [row.fix])]
+            yield key.partition(".")[0], "\n\n".join(filter(None, texts))
+
+    return rules_page("Causes of a mismatch", rows())
 
 
 def findings() -> str:

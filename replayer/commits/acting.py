@@ -113,7 +113,7 @@ def files_acting(
     """List the files changed from `good` to `bad` that act on a stage, the nearest first.
 
     Args:
-        stage: one of `replayer.stages.STAGES`.
+        stage: one of `replayer.compare.stages.STAGES`.
         scripts: paths in the repository of the user's scripts, which are searched in place of our
             trainer; a repository without our trainer needs them.
 

@@ -108,14 +108,6 @@ def test_an_archive_without_anchors_has_every_step_and_no_checkpoint(source, tmp
     assert complete.source_bytes - small.source_bytes > 4 * 70_000
 
 
-def test_a_signed_record_is_not_archived_without_the_anchors_that_its_signature_covers(source, tmp_path):
-    record = Path(shutil.copytree(source, tmp_path / "record"))
-    (record / "signed.json").write_text("{}")
-    with pytest.raises(RecordError, match="signed together with its 1 anchors"):
-        archive_record(record, tmp_path / "a.zip", anchors=False)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["record"]
-
-
 def test_any_zarr_reader_finds_the_columns(source, tmp_path):
     archive_record(source, tmp_path / "a")
     record = open_record(source)

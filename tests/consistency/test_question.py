@@ -16,9 +16,7 @@ from areal_core.trainer.rl import PPOTrainer
 from areal_debug.consistency.engine_question import ask_with_recorded_weights
 from areal_debug.wiring import recorder_of
 from consistency.errors import NothingToCompare
-from consistency.question import ask_engine
-from consistency.question.ask import decide
-from consistency.question.side import Examined, Suspect, by_evidence
+from consistency.which_engine import Examined, Suspect, ask_engine, by_evidence, decide
 from recorder import RecordingOptions, open_record
 
 TINY = Path(__file__).parents[1] / "debug"

@@ -19,8 +19,7 @@ from areal_core.testing.tiny_vision import make_tiny_vision_model
 from areal_debug.verbs.consistency import command
 from consistency.case import Request
 from consistency.check import check
-from consistency.engine.reply import SamplingParams
-from consistency.hypotheses import select_rows
+from consistency.engines import SamplingParams
 from consistency.live import (
     Prompt,
     check_engines,
@@ -30,6 +29,7 @@ from consistency.live import (
     vocabulary_of,
 )
 from consistency.score import load_scorer
+from consistency.transforms import select_rows
 
 pytestmark = [pytest.mark.sglang, pytest.mark.long]
 PARAMS = SamplingParams(max_new_tokens=24)

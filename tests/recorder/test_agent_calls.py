@@ -212,7 +212,7 @@ def test_why_names_the_picture_that_differs(records):
 
 
 def test_a_result_that_follows_from_another_answer_is_not_named(records):
-    from replayer.tool_results import differing_result
+    from replayer.compare.inputs import differing_result
 
     left, right = (conversations(open_record(records[name]).step(0), 0)[1] for name in ("ok", "failed"))
     assert differing_result(left, right) is not None

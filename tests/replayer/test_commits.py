@@ -15,9 +15,9 @@ from replayer.commits.outside import CodeDifference, code_differences, unknown_c
 from replayer.commits.own_code import layers_with_own_code
 from replayer.commits.references import sources
 from replayer.commits.warm import absolute, changed_members, search_commits
-from replayer.preflight.random_rollouts import RandomRollouts
+from replayer.compare.stages import STAGES
+from replayer.preflight.real_steps import RandomRollouts
 from replayer.request import Request
-from replayer.stages import STAGES
 
 ROOT = Path(__file__).parents[2]
 CODE = {

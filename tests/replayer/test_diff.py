@@ -16,9 +16,9 @@ from recorder.step_files import learning_tensors
 from recorder.testing import SCRIPTED_HEADER, gatherers, scripted_batch, scripted_learning
 from replayer.check import HeaderComparison
 from replayer.commits.first_step import bisect_steps, first_true
+from replayer.compare.stages import StageDifference
 from replayer.diff import acts_from, diff_records, find_context, judge_difference, settle_stage
 from replayer.errors import ReplayError
-from replayer.stages import StageDifference
 
 LENGTHS = [3, 8, 6, 4]
 UPDATE = {"loss": (0.5).hex(), "grad_norm": (1.5).hex(), "lr": (1e-6).hex()}

@@ -17,12 +17,11 @@ from recorder import Recording, RecordingOptions, RecordWriter, open_record
 from recorder.header import write_header
 from recorder.testing import SCRIPTED_HEADER, gatherers, scripted_batch, scripted_learning
 from recorder.trainers.recorder import Recorder
-from replayer.patterns import KINDS, Pattern, causal_tensor, find_pattern, same_weights
-from replayer.patterns.find import recognise
-from replayer.patterns.pairs import EPSILON, Pairs, pair_of
+from replayer.compare.patterns import causal_tensor, find_pattern, recognise, same_weights
+from replayer.compare.relations import EPSILON, KINDS, Pairs, Pattern, pair_of
+from replayer.compare.stages import StageDifference, compare_steps
 from replayer.request import Request
 from replayer.run import replay
-from replayer.stages import StageDifference, compare_steps
 
 FULL = RecordingOptions(Recording("full"))
 ARITHMETIC = {"scaled", "offset", "shifted", "permuted"}

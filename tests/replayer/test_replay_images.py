@@ -10,7 +10,7 @@ from areal_core.testing.tiny_vision import make_tiny_vision_model
 from areal_core.trainer.rl import PPOTrainer
 from areal_debug.wiring import make_recorder
 from recorder import open_record, verify
-from replayer.preflight.random_rollouts import RandomRollouts
+from replayer.preflight.real_steps import RandomRollouts
 from replayer.request import Request
 from replayer.run import check_of, replay, replay_and_compare
 from replayer.source import recorded_batch

@@ -1,14 +1,19 @@
 """What if: other options, rows and rewards, without changing the record."""
 
+import json
+from dataclasses import asdict
+
+import msgspec
 import pytest
 import torch
 
-from areal_core.data.batch import select_rows
+from areal_core.batch import select_rows
+from areal_debug.replay.ranks import task
 from areal_debug.replay.render import curves_of, on_one_scale
 from recorder import open_record
 from replayer.errors import ReplayError, WrongEdit, WrongFilter
 from replayer.preconditions import check_edits
-from replayer.request import Request, parse_request, request_text
+from replayer.request import Request
 from replayer.rerun import replay_and_judge
 from replayer.run import replay_and_compare
 from replayer.source import recorded_batch
@@ -135,7 +140,7 @@ def test_a_what_if_is_recorded_next_to_the_record_never_in_it(tiny_run, tmp_path
 
 def test_a_request_reaches_the_ranks_unchanged():
     request = Request("r", 1, 2, None, ("a=1", "b=c"), "reward > 0", "e.py", "m:f", "to", True)
-    assert parse_request(request_text(request)) == request
+    assert msgspec.convert(json.loads(task("replay", **asdict(request))[-1]), Request) == request
     assert len(request.edits) == 3
 
 

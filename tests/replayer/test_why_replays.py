@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from areal_debug.verbs.why import explain_replay
-from areal_debug.why.chain import Options, explain
+from replayer.why.chain import Options, explain
 
 ROOT = Path(__file__).parents[2]
 

@@ -17,7 +17,7 @@ from areal_core.data.batch import Batch, select_rows
 from areal_core.engine.ranks import Ranks
 from areal_core.testing import make_tiny_model
 from areal_core.trainer.rl import PPOTrainer
-from replayer.preflight.random_rollouts import RandomRollouts
+from replayer.preflight.real_steps import RandomRollouts
 
 TINY = Path(__file__).parents[1] / "debug" / "tiny.yaml"
 NUM_ROWS, STOP, LENGTH = 8, 0, 1

@@ -10,8 +10,8 @@ import pytest
 from click.testing import CliRunner
 
 from areal_debug.cli import main
-from areal_debug.why.chain import Options, explain
 from recorder.testing import SCRIPTED_HEADER, scripted_batch, scripted_learning
+from replayer.why.chain import Options, explain
 
 from ..replayer.test_diff import LENGTHS, record
 

@@ -8,10 +8,9 @@ from click.testing import CliRunner
 
 from areal_core.errors import ServerFailed
 from areal_debug.verbs.certify import command
-from consistency.certify import run
-from consistency.certify.certificate import Certificate, Check, compare, read_certificate, worse_than
-from consistency.certify.targets import EmbeddedTarget
+from consistency import exact as run
 from consistency.errors import BadCertificate
+from consistency.exact import Certificate, Check, EmbeddedTarget, compare, read_certificate, worse_than
 
 MODEL = {"sha256": "0" * 64, "dtype": "float32"}
 EQUAL = Check("batch of 1", 100)

@@ -14,10 +14,8 @@ from areal_core.engine.model import load_model
 from areal_core.testing.tiny_vision import make_tiny_vision_model
 from areal_debug.verbs.consistency import command
 from consistency.errors import EngineError, NothingToCompare
-from consistency.layers.engines import embedded, transformers
-from consistency.layers.judge import compare_layers
-from consistency.layers.reference import reference_of
-from consistency.layers.rows import Row
+from consistency.layers.judge import compare_layers, reference_of
+from consistency.layers.observed import Row, embedded, transformers
 from consistency.layers.servers import sglang, vllm
 
 from ...recorder.pictured import png
