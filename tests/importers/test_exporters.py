@@ -12,8 +12,8 @@ from pyarrow import parquet
 from areal_debug.cli import main
 from recorder import RecordError, RecordExists, StepNotRecorded, open_record
 from recorder.exporters.exporting import export_record
-from recorder.importers.importing import import_record
 from recorder.testing import write_scripted_record
+from recorder.trainers.importing import import_record
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ from pyarrow import parquet
 
 from areal_debug.cli import main
 from recorder import RecordError
-from recorder.importers.unpickle import load_bytes
+from recorder.trainers.unpickle import load_bytes
 
 from . import pickled
 

@@ -5,8 +5,8 @@ from argparse import Namespace
 import numpy as np
 import pytest
 
-from areal_debug import slime
 from recorder import open_record, verify
+from recorder.trainers import slime
 
 from .stand_ins import log_rollout_data, slime_sample
 
@@ -162,8 +162,8 @@ def test_wrong_samples_end_the_recording_with_one_sentence(folder, capfd):
         assert log_rollout_data(arguments(), rollout, [sample], None, 1.0), "the run continues"
     (line,) = capfd.readouterr().err.splitlines()
     assert line == (
-        f"recording: recording into {folder} failed on rank 0: RecordError: step 1, sample 0: "
-        "1 values of logprobs, 5 or 3 expected; the run continues without recording"
+        "recording: slime: step 1 is not recorded: sample 0: 1 values per token for 3 tokens of "
+        "completion; the run continues without recording"
     )
     assert open_record(folder).steps == (0,)
     assert verify(folder).intact
