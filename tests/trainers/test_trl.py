@@ -20,11 +20,9 @@ from transformers import TrainerCallback
 from areal_core.dataset.image_rows import shape_rows
 from areal_core.vision.tiny_models import make_tiny_vision_model
 from areal_debug.trl import CannotReplay, UnknownTrainer, record, replay
-from areal_debug.trl.generators import Generators
-from areal_debug.trl.known import known_name
-from areal_debug.trl.samples import pictures_of, samples_of_step
 from recorder import RecordExists, open_record, verify
 from recorder.trainers.recorder import Recorder
+from replayer.trl.observing import Generators, known_name, pictures_of, samples_of_step
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
