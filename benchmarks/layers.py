@@ -24,11 +24,17 @@ sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 from layer_faults import FAMILIES, FAULTS, Fault, make_model  # noqa: E402
 
 from areal_core.engine.model import own_attention, set_attention  # noqa: E402
-from consistency.layers.engines import embedded  # noqa: E402
-from consistency.layers.judge import LayersReport, compare_layers  # noqa: E402
-from consistency.layers.observed import observe, own_forward  # noqa: E402
-from consistency.layers.reference import reference_of  # noqa: E402
-from consistency.layers.rows import Row  # noqa: E402
+from consistency.layers.judge import (  # noqa: E402
+    LayersReport,
+    compare_layers,
+    reference_of,
+)
+from consistency.layers.observed import (  # noqa: E402
+    Row,
+    embedded,
+    observe,
+    own_forward,
+)
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 

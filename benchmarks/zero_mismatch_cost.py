@@ -19,8 +19,7 @@ import torch
 from areal_core.config import OptimizerConfig, TrainEngineConfig
 from areal_core.engine.ranks import join_ranks, leave_ranks
 from areal_core.trainer.build import add_optimizer, shard_engine
-from consistency.certify.targets import EmbeddedTarget, Request
-from consistency.certify.trainer_scores import batch_with_mask
+from consistency.exact import EmbeddedTarget, Request, batch_with_mask
 
 NUM_NEW = 96  # tokens of a completion
 

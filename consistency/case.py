@@ -1,7 +1,7 @@
-"""One comparison of engine and model: its options, its facts for causes, and a cause's finding.
+"""One comparison of engine and model: its options, and its facts for the checks of causes.
 
 A `Request` holds the options: the model that should have sampled, and further checkpoints. A `Case`
-holds everything that a cause may inspect; a `Finding` is its result.
+holds everything that a check may inspect.
 """
 
 from collections.abc import Callable
@@ -12,9 +12,12 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from consistency.candidates.tensors import ChangedTensor
-from consistency.cross_checks import Rescoring, TrainerCheck
-from consistency.hypotheses import (
+from consistency.measure import NOISE, Measurement, Noise
+from consistency.rescoring import Rescoring, TrainerCheck
+from consistency.score import Scores
+from consistency.tensors import ChangedTensor
+from consistency.tokens import Floats, Sequences, TokenTable
+from consistency.transforms import (
     RESIDUAL_BOUND,
     Prediction,
     Replays,
@@ -22,11 +25,6 @@ from consistency.hypotheses import (
     mean_square,
     residual_size,
 )
-from consistency.measure import NOISE as NOISE
-from consistency.measure import Measurement
-from consistency.measure import Noise as Noise
-from consistency.score import Scores
-from consistency.tokens import Floats, Sequences, TokenTable
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -67,22 +65,6 @@ class Request:
     base: str | None = None
     scores_folder: Path | None = None
     trainer: bool = False
-
-
-@dataclass(frozen=True)
-class Finding:
-    """A cause with its evidence.
-
-    One with `fault` false explains the difference without being a fault.
-    """
-
-    id: str
-    name: str
-    confidence: float
-    evidence: str
-    refute: str
-    fix: str
-    fault: bool = True
 
 
 @dataclass(frozen=True)

@@ -11,15 +11,14 @@ from functools import partial
 
 import numpy as np
 
-from consistency.candidates.placeholders import prepare_images
 from consistency.case import DTYPES, Request, Setting
-from consistency.cross_checks import Rescoring, TrainerCheck, compare_trainer, trainer_logprobs
 from consistency.diagnose import Diagnosis, diagnose
-from consistency.engine.reply import Top
+from consistency.engines import Top
 from consistency.errors import EngineError, OtherTokenizer
-from consistency.hypotheses import replay, select_rows, spread_rows
+from consistency.images import prepare_images
 from consistency.measure import KINDS, Group, added_tokens, group_by, token_kinds, worst_tokens
 from consistency.probes import ProbeInputs, noise_of_engine, run_probes
+from consistency.rescoring import Rescoring, TrainerCheck, compare_trainer, trainer_logprobs
 from consistency.score import (
     Progress,
     Scorer,
@@ -32,6 +31,7 @@ from consistency.score import (
 )
 from consistency.source import Sampled, concatenate, setting_of
 from consistency.tokens import Sequences
+from consistency.transforms import replay, select_rows, spread_rows
 from recorder.checksum_json import checksum
 from recorder.environment import folder_identity
 

@@ -4,35 +4,26 @@ To the replayed sampling transforms it adds the hypotheses that need no logits: 
 shift, mispaired rows, and other models.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-from consistency.candidates.tensors import ChangedTensor
-from consistency.case import Alternative, Case, Finding, Setting
-from consistency.causes import alignment, architecture, definition, engine, images, numerics, weights
-from consistency.causes.definition import in_logprobs, log_units
-from consistency.cross_checks import Rescoring, TrainerCheck
-from consistency.hypotheses import RESIDUAL_BOUND, Prediction, Replays
+from consistency.case import Alternative, Case, Setting
+from consistency.causes import Finding
 from consistency.measure import Measurement, measure
+from consistency.recognise import CHECKS, in_logprobs, log_units
+from consistency.rescoring import Rescoring, TrainerCheck
 from consistency.score import Scores
+from consistency.tensors import ChangedTensor
 from consistency.tokens import Floats, Ints, Sequences, TokenTable, compare_tokens
+from consistency.transforms import RESIDUAL_BOUND, Prediction, Replays
 
 SHIFTS = (1, -1, 2, -2, 3, -3)
 TOKENS_TO_PAIR = 24
 CHANCE_SHARE = 0.5  # of a distance that chance leaves; above it, no rows are paired with others
 
 CONFIDENT = 0.5
-CAUSES: tuple[Callable[[Case], Finding | None], ...] = (
-    *alignment.CAUSES,
-    *definition.CAUSES,
-    *images.CAUSES,
-    *weights.CAUSES,
-    *architecture.CAUSES,
-    *engine.CAUSES,
-    *numerics.CAUSES,
-)
 
 
 @dataclass(frozen=True)
@@ -90,7 +81,7 @@ def diagnose(
     case = Case(
         sequences, table, scores, measurement, setting, replays, rescoring, trainer_check, changed_tensor
     )
-    findings += [finding for cause in CAUSES if (finding := cause(case)) is not None]
+    findings += [finding for check in CHECKS if (finding := check(case)) is not None]
     faults = any(is_accusation(finding) for finding in findings)
     # Ordinary noise (R35) and a policy that moved (R57) account for the difference.
     harmless = any(finding.id in ("R35", "R57") for finding in findings)

@@ -18,8 +18,7 @@ from torch import Tensor
 
 from areal_core.algorithm.alignment import to_next_token
 from areal_core.safety.durable import append_lines
-from consistency.case import Noise
-from consistency.measure import k3
+from consistency.measure import Noise, k3
 from consistency.source import published_noise
 from consistency.tokens import Floats, Ints
 

@@ -6,7 +6,8 @@ the noise floor: the published level of a precision, raised by what model or eng
 """
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -14,19 +15,25 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from consistency.candidates.experts import expert_alternatives
-from consistency.candidates.pixels import image_alternatives, tower_alternative
-from consistency.candidates.positions import rotary_alternatives
-from consistency.candidates.prompts import prompt_alternatives
-from consistency.candidates.stale_tensors import find_stale_tensors, swapped
-from consistency.candidates.tensors import find_changed_tensor
-from consistency.case import DTYPES, Alternative, Noise, Request, Setting
-from consistency.cross_checks import Rescoring
+from areal_core.engine.routers import Routers
+from areal_core.errors import ModelError
+from consistency.case import DTYPES, Alternative, Request, Setting
 from consistency.diagnose import Diagnosis, is_accusation
-from consistency.hypotheses import Replays, usable_or
-from consistency.measure import k3
+from consistency.images import image_alternatives, tower_alternative
+from consistency.measure import Noise, k3
+from consistency.rescoring import Rescoring
 from consistency.score import Scorer, load_scorer, score_logprobs, scorer_of
-from consistency.tokens import Sequences
+from consistency.tensors import find_changed_tensor, find_stale_tensors, swapped
+from consistency.tokens import Floats, Ints, Sequences
+from consistency.transforms import (
+    EXPLAINED,
+    Replays,
+    bounded,
+    mean_square,
+    select_rows,
+    spread_rows,
+    usable_or,
+)
 
 # Two rounding kernels differ more than a rounding one from an exact one: sqrt(2), with a margin.
 NOISE_MARGIN = 1.6
@@ -99,10 +106,6 @@ def probe_bos(inputs: ProbeInputs) -> list[Alternative]:
     return bos_alternatives(inputs.scorer, inputs.rows, bos_token_id, inputs.setting.temperature)
 
 
-def probe_quantization(inputs: ProbeInputs) -> list[Alternative]:
-    return quantized_alternatives(inputs.scorer, inputs.rows, inputs.setting.temperature)
-
-
 def probe_checkpoints(inputs: ProbeInputs) -> list[Alternative]:
     """Score with the request's other checkpoints: stale weights (R24), missing adapter (R32)."""
     request, temperature = inputs.request, inputs.setting.temperature
@@ -122,41 +125,6 @@ def probe_partial_update(inputs: ProbeInputs) -> list[Alternative]:
         return []
     previous = load_scorer(request.previous, DTYPES[inputs.dtype], request.device)
     return partial_alternatives(inputs.scorer, previous, inputs.rows, inputs.setting.temperature)
-
-
-def probe_architecture(inputs: ProbeInputs) -> list[Alternative]:
-    return architecture_alternatives(inputs.scorer, inputs.rows, inputs.setting.temperature)
-
-
-def probe_positions(inputs: ProbeInputs) -> list[Alternative]:
-    return rotary_alternatives(inputs.scorer, inputs.rows, inputs.setting.temperature)
-
-
-def probe_experts(inputs: ProbeInputs) -> list[Alternative]:
-    return expert_alternatives(inputs.scorer, inputs.rows, inputs.setting.temperature)
-
-
-def probe_images(inputs: ProbeInputs) -> list[Alternative]:
-    return image_alternatives(inputs.scorer, inputs.rows, inputs.setting.temperature)
-
-
-def probe_prompts(inputs: ProbeInputs) -> list[Alternative]:
-    base = score_logprobs(inputs.scorer, inputs.rows, temperature=inputs.setting.temperature)
-    return prompt_alternatives(inputs.scorer, inputs.rows, base, inputs.setting.temperature)
-
-
-PROBES: tuple[Probe, ...] = (
-    probe_dtype,
-    probe_experts,
-    probe_bos,
-    probe_images,
-    probe_prompts,
-    probe_checkpoints,
-    probe_quantization,
-    probe_architecture,
-    probe_positions,
-    probe_partial_update,
-)
 
 
 def checkpoint_alternative(
@@ -326,3 +294,178 @@ def noise_of_engine(published: Noise, rescoring: Rescoring) -> Noise:
         max(published.k3, variation**2),
         f"two engine scorings of the same tokens differ by {rescoring.engine_repeat:.2g} on average",
     )
+
+
+def expert_alternatives(scorer: Scorer, rows: Sequences, temperature: float) -> list[Alternative]:
+    """Score with the engine's experts (R42).
+
+    Nothing where they are not known or of another model, or rows are scored one at a time.
+    """
+    if rows.experts is None or not scorer.packs_rows:
+        return []
+    try:
+        routers = Routers(scorer.model)
+        routers.sizes.check(rows.experts)
+        replaying = replace(scorer, routers=routers)
+        logprobs = score_logprobs(replaying, rows, temperature=temperature)
+    except (ModelError, ValueError):
+        return []
+    routers.replay(None, scorer.device)
+    return [Alternative("R42", "the engine's experts", logprobs)]
+
+
+ROWS_TO_TRY = 4
+TOKENS_TO_TRY = 16  # of a completion
+MOST_TOKENS = 60_000  # to score before one row fits another prompt
+MOST_TOKENS_AFTER = 500_000
+
+
+def prompt_alternatives(scorer: Scorer, rows: Sequences, temperature: float) -> list[Alternative]:
+    """Score bad rows after the prompts of other rows (R12)."""
+    if rows.num_rows < 2 or not all(one_turn(rows, row) for row in range(rows.num_rows)):
+        return []
+    base = score_logprobs(scorer, rows, temperature=temperature)
+    row_of_place = rows.row_of_token[rows.scored]
+    size = bounded(rows.engine_logprobs[rows.scored] - base)
+    counts = np.bincount(row_of_place, minlength=rows.num_rows)
+    means = np.bincount(row_of_place, size, rows.num_rows) / np.maximum(counts, 1)
+    worst = np.argsort(-means, kind="stable")
+    num_tried = min(ROWS_TO_TRY, MOST_TOKENS // int(rows.cu_seqlens[-1]))
+    tried = {int(row): best_prompt(scorer, rows, int(row), temperature) for row in worst[:num_tried]}
+    if not any(fits(partner, means[row], row) for row, partner in tried.items()):
+        return []
+    predicted, moved, left = base.copy(), 0, MOST_TOKENS_AFTER
+    for row in worst[means[worst] > EXPLAINED * means[worst[0]]].tolist():
+        left -= int(rows.cu_seqlens[-1])
+        partner = tried.get(row) or (best_prompt(scorer, rows, row, temperature) if left > 0 else (row, 0.0))
+        if fits(partner, means[row], row):
+            moved += 1
+            predicted[row_of_place == row] = after_prompts(
+                scorer, rows, row, [partner[0]], None, temperature
+            )[0]
+    return [Alternative("R12", f"the prompts of other rows for {moved} of {rows.num_rows} rows", predicted)]
+
+
+def fits(partner: tuple[int, float], mean: float, row: int) -> bool:
+    """Return whether another row's prompt explains a row."""
+    return partner[0] != row and partner[1] < EXPLAINED * mean
+
+
+def one_turn(rows: Sequences, row: int) -> bool:
+    return bool((np.diff(rows.sampled[rows.row(row)].astype(int)) >= 0).all())
+
+
+def best_prompt(scorer: Scorer, rows: Sequences, row: int, temperature: float) -> tuple[int, float]:
+    values = rows.engine_logprobs[rows.row(row)][rows.sampled[rows.row(row)]][:TOKENS_TO_TRY]
+    every = list(range(rows.num_rows))
+    misses = bounded(values - after_prompts(scorer, rows, row, every, TOKENS_TO_TRY, temperature)).mean(1)
+    best = int(np.argmin(misses))
+    return best, float(misses[best])
+
+
+def after_prompts(
+    scorer: Scorer, rows: Sequences, row: int, prompts: list[int], count: int | None, temperature: float
+) -> Floats:
+    def split(one: int) -> tuple[Ints, Ints]:
+        ids, sampled = rows.input_ids[rows.row(one)], rows.sampled[rows.row(one)]
+        return ids[~sampled], ids[sampled]
+
+    completion = split(row)[1][:count]
+    joined = [np.concatenate([split(one)[0], completion]) for one in prompts]
+    lengths = np.array([len(ids) for ids in joined])
+    packed = Sequences(
+        np.concatenate(joined),
+        np.concatenate([[0], np.cumsum(lengths)]),
+        np.concatenate([np.arange(length) >= length - len(completion) for length in lengths]),
+        np.zeros(lengths.sum()),
+        images=None if rows.images is None else tuple(rows.images[one] for one in prompts),
+    )
+    return score_logprobs(scorer, packed, temperature=temperature).reshape(len(prompts), -1)
+
+
+BASES = (1e3, 2.5e3, 5e3, 1e4, 2e4, 5e4, 1e5, 2.5e5, 5e5, 1e6, 2e6, 5e6, 1e7, 1e8)
+FACTORS = (0.25, 0.5, 2.0, 4.0, 8.0, 16.0, 32.0)
+TOKENS_TO_SCREEN = 256
+LEAST_GAIN = 1.5  # of squares, below which the best candidate is not scored on all tokens
+REFINEMENTS = 3
+POINTS = 5
+
+
+def rotary_alternatives(scorer: Scorer, rows: Sequences, temperature: float) -> list[Alternative]:
+    """Score with the rotary base, or factor of positions, that fits best (R49)."""
+    own = rotary_base(scorer)
+    if own is None:
+        return []
+    screened = select_rows(rows, spread_rows(rows, TOKENS_TO_SCREEN))
+    engine = screened.engine_logprobs[screened.scored]
+    usable = np.isfinite(engine)
+
+    def miss(base: float, factor: float) -> float:
+        predicted = scored_with(scorer, screened, temperature, np.log(base) / np.log(own), factor)
+        return mean_square(engine[usable], predicted[usable])
+
+    as_is = miss(own, 1.0)
+    misses = {(base, 1.0): miss(base, 1.0) for base in BASES}
+    misses |= {(own, factor): miss(own, factor) for factor in FACTORS}
+    best = min(misses, key=lambda key: misses[key])
+    if best[1] == 1.0:
+        grid = sorted({base for base, factor in misses if factor == 1.0} | {own})
+        low, high = grid[max(grid.index(best[0]) - 1, 0)], grid[min(grid.index(best[0]) + 1, len(grid) - 1)]
+        for _ in range(REFINEMENTS):
+            points = np.geomspace(low, high, POINTS + 2)
+            misses |= {(float(base), 1.0): miss(float(base), 1.0) for base in points}
+            best = min(misses, key=lambda key: misses[key])
+            step = (high / low) ** (1 / (POINTS + 1))
+            low, high = best[0] / step, best[0] * step
+    if misses[best] * LEAST_GAIN > as_is:
+        return []
+    base, factor = best
+    name = f"rotary base {base:.3g}" if factor == 1.0 else f"positions divided by {factor:g}"
+    logprobs = scored_with(scorer, rows, temperature, np.log(base) / np.log(own), factor)
+    return [Alternative("R49", f"{name} (the model's base is {own:.3g})", logprobs)]
+
+
+def scored_with(scorer: Scorer, rows: Sequences, temperature: float, power: float, factor: float) -> Floats:
+    with changed_frequencies(scorer, power, factor):
+        return score_logprobs(scorer, rows, temperature=temperature)
+
+
+def frequencies(scorer: Scorer) -> list[torch.Tensor]:
+    return [buffer for name, buffer in scorer.model.named_buffers() if name.endswith("inv_freq")]
+
+
+def rotary_base(scorer: Scorer) -> float | None:
+    found = [buffer for buffer in frequencies(scorer) if buffer.numel() > 1]
+    if not found or not 0 < float(found[0][1]) < 1:
+        return None
+    return float(found[0][1].double() ** -len(found[0]))
+
+
+@contextmanager
+def changed_frequencies(scorer: Scorer, power: float, factor: float) -> Iterator[None]:
+    kept = [(buffer, buffer.clone()) for buffer in frequencies(scorer)]
+    for buffer, own in kept:
+        buffer.copy_((own.double() ** power / factor).to(own.dtype))
+    try:
+        yield
+    finally:
+        for buffer, own in kept:
+            buffer.copy_(own)
+
+
+def of_model(alternatives: Callable[[Scorer, Sequences, float], list[Alternative]]) -> Probe:
+    return lambda inputs: alternatives(inputs.scorer, inputs.rows, inputs.setting.temperature)
+
+
+PROBES: tuple[Probe, ...] = (
+    probe_dtype,
+    of_model(expert_alternatives),
+    probe_bos,
+    of_model(image_alternatives),
+    of_model(prompt_alternatives),
+    probe_checkpoints,
+    of_model(quantized_alternatives),
+    of_model(architecture_alternatives),
+    of_model(rotary_alternatives),
+    probe_partial_update,
+)

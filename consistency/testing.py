@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from areal_core.engine.model import cache_argument
-from consistency import hypotheses
-from consistency.hypotheses import Rows, Transform, preceding_counts
+from consistency import transforms
 from consistency.score import Scorer, predictors
 from consistency.tokens import Sequences
+from consistency.transforms import Rows, Transform, preceding_counts
 
 
 @dataclass(frozen=True)
@@ -27,8 +27,8 @@ class FaultyEngine:
     """
 
     scorer: Scorer
-    draws: Transform = hypotheses.as_is
-    reports: Transform = hypotheses.as_is
+    draws: Transform = transforms.as_is
+    reports: Transform = transforms.as_is
     temperature: float = 1.0
     noise: float = 0.01
 

@@ -28,8 +28,8 @@ from areal_core.config.scheduling import specs_without_effect, strategies_withou
 from areal_core.config.servers import server_options
 from areal_core.config.train_engine import TrainEngineConfig
 from areal_core.config.vision import images_in_use
+from areal_core.environment import ADDRESSES_VARIABLE
 from areal_core.errors import AllocationError, ConfigError
-from areal_core.rollout.fleet.server import ADDRESSES_VARIABLE
 
 ALL_LINEAR = "all-linear"  # upstream's name of every linear layer
 # Adapters in a server's memory: the previous version stays until every client requests the new one.

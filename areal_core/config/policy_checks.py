@@ -10,7 +10,7 @@ from areal_core.config.servers import server_options
 from areal_core.config.services import REWARD_SERVICE
 from areal_core.config.train_engine import NormConfig, TrainEngineConfig
 from areal_core.config.vision import model_facts
-from areal_core.rollout.fleet.server import ADDRESSES_VARIABLE
+from areal_core.environment import ADDRESSES_VARIABLE
 
 ALL_SPARSE_IN_SGLANG = ("qwen2_moe", "qwen3_moe")  # the families whose `mlp_only_layers` it ignores
 
@@ -358,7 +358,6 @@ def servers_and_trainer_can_take_turns(config: PPOConfig) -> Iterator[str]:
         yield f"{shared}, and scheduler.type is {config.scheduler.type!r}; only the local launcher places both there: use {separate}"
     wrong = {
         "rollout.max_head_offpolicyness": (rollout.max_head_offpolicyness, 0, "nothing is sampled meanwhile"),
-        "rollout.rescore_share": (rollout.rescore_share, 0, "a server that is asleep scores nothing"),
         "actor.weight_update_mode": (config.actor.weight_update_mode, "disk", "NCCL accepts a device once"),
         "rollout.use_lora": (rollout.use_lora, False, "released weights are loaded again in full"),
         "sglang.enable_lora": (bool(sglang.enable_lora), False, "released weights are loaded again in full"),

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from areal_core.allocation import Allocation
+from areal_core.config.allocation import Allocation
 from areal_core.config.experiment import PPOConfig
 
 

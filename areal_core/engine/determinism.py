@@ -18,8 +18,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from areal_core.engine.errors import DeterminismError
 from areal_core.environment import DETERMINISTIC, DETERMINISTIC_ON_CPU
+from areal_core.errors import DeterminismError
 
 
 def enforce_determinism(device: str = "auto") -> None:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from rich.console import Console
 
 from areal_debug.render import format_number, format_seconds, is_quiet, styled
-from consistency.certify.certificate import PROVEN, REFUTED, Certificate, Check
+from consistency.exact import PROVEN, REFUTED, Certificate, Check
 
 HEADING = f"{'check':<26} {'tokens':>9} {'different':>9} {'max |D|':>9} {'cached':>9}  sampled in"
 

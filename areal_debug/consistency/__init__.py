@@ -8,13 +8,12 @@ from areal_debug.installation import lazy_names
 __getattr__, __all__ = lazy_names(
     {
         "areal_debug.consistency.engine_question": ["ask_with_recorded_weights"],
-        "consistency.assertion": ["assert_consistent"],
+        "consistency.report": ["assert_consistent", "document"],
         "consistency.case": ["Request"],
         "consistency.check": ["Checked", "check"],
         "consistency.diagnose": ["Diagnosis"],
         "consistency.errors": ["ConsistencyError"],
         "consistency.in_loop": ["InLoop"],
-        "consistency.report": ["document"],
         "consistency.source": ["Sampled", "read_record"],
     },
     __name__,

@@ -13,8 +13,7 @@ from areal_debug.render import console, fail, is_quiet, print_json, styled
 
 if TYPE_CHECKING:
     from consistency.layers.judge import LayersReport, SiteReport
-    from consistency.layers.observed import Observed
-    from consistency.layers.rows import Row
+    from consistency.layers.observed import Observed, Row
 
 NUM_ROWS, ROW_TOKENS, NEW_TOKENS = 8, 256, 32
 ENGINES = ("transformers", "embedded", "sglang", "vllm")
@@ -65,8 +64,7 @@ def compare(kind: str, path: str, model: str, record: Path | None, options: dict
     import torch
 
     from areal_core.engine.model import load_model
-    from consistency.layers.judge import compare_layers
-    from consistency.layers.reference import reference_of
+    from consistency.layers.judge import compare_layers, reference_of
     from consistency.source import model_dtype
 
     dtype = getattr(torch, options["dtype"] or model_dtype(model))
@@ -80,14 +78,14 @@ def run_engine(
     kind: str, path: str, dtype: Any, rows: "list[Row]", num_new: int, options: dict[str, Any]
 ) -> "tuple[Observed, list[Row]]":
     """Return what the engine computed, and for which rows: servers add tokens of their own."""
-    from consistency.layers import engines, servers
+    from consistency.layers import observed, servers
 
     num_new = min(num_new, options["max_new_tokens"])
     if kind == "sglang":
         return servers.sglang(path, dtype, rows, num_new)
     if kind == "vllm":
         return servers.vllm(path, dtype, rows, num_new, options["vllm_python"])
-    engine = engines.embedded if kind == "embedded" else engines.transformers
+    engine = observed.embedded if kind == "embedded" else observed.transformers
     return engine(path, dtype, rows), rows
 
 
@@ -100,7 +98,7 @@ def recorded_model(record: Path) -> str | None:
 def recorded_rows(path: Path, model: str, steps: Sequence[int]) -> "list[Row]":
     """Return the first rows of a record's step, up to a sampled placeholder of an image."""
     from areal_core.vision.processor import load_processor
-    from consistency.candidates.placeholders import from_placeholder
+    from consistency.images import from_placeholder
     from consistency.source import read_step
     from recorder import open_record
 
@@ -134,7 +132,7 @@ def read_prompt_rows(model: str, options: dict[str, Any]) -> "list[Row]":
 
 
 def short_row(ids: list[int], images: tuple[bytes, ...], token_id: int) -> "Row":
-    from consistency.layers.rows import Row
+    from consistency.layers.observed import Row
 
     row = Row(ids, images, token_id)
     return replace(row, ids=ids[: row.end_of_images + ROW_TOKENS])

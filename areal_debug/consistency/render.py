@@ -10,12 +10,13 @@ from rich.table import Table
 
 from areal_debug.render import format_number, sparkline, styled
 from areal_debug.report.links import view_command
-from consistency.case import Finding, Request
+from consistency.case import Request
+from consistency.causes import Finding
 from consistency.check import Checked
-from consistency.cross_checks import Rescoring, TrainerCheck
 from consistency.diagnose import Diagnosis
 from consistency.measure import Measurement
 from consistency.report import Gate, WorstToken, describe_worst
+from consistency.rescoring import Rescoring, TrainerCheck
 from recorder import open_record
 from recorder.samples import token_texts
 

@@ -149,7 +149,7 @@ def run_preflight_steps(folder: str, num_steps: int, keep: Sequence[str], config
     """
     from areal_core.config import PPOConfig, config_to_dict, load_expr_config
     from areal_core.engine.determinism import enforce_determinism
-    from areal_core.engine.errors import DeterminismError
+    from areal_core.errors import DeterminismError
     from replayer.preflight.real_steps import run_steps, save_bits
     from replayer.preflight.repeats import write_repeat
     from replayer.preflight.settings import check_process

@@ -30,13 +30,9 @@ MODULES = (
 
 
 @contextmanager
-def replay_ranks(attached: bool = False, kept: bool = True) -> Iterator[WarmRanks]:
-    """Start the process that runs the replays of a command; it imports torch meanwhile.
-
-    Args:
-        kept: False for a process that shares nothing with those of other commands.
-    """
-    with warm_ranks(DETERMINISTIC | bytecode_variables(), MODULES, attached, kept=kept) as ranks:
+def replay_ranks(attached: bool = False) -> Iterator[WarmRanks]:
+    """Start the process that runs the replays of a command; it imports torch meanwhile."""
+    with warm_ranks(DETERMINISTIC | bytecode_variables(), MODULES, attached) as ranks:
         yield ranks
 
 
@@ -57,7 +53,7 @@ def replay_on_ranks(
     def run(one: Request) -> ReplayReport:
         if is_first or open_record(request.record).header.config["deterministic"]:
             return run_once(ranks, one, num_ranks, quiet or not is_first)
-        with replay_ranks(kept=False) as others:  # forks of one process vary less than runs do
+        with replay_ranks() as others:  # forks of one process vary less than runs do
             return run_once(others, one, num_ranks, quiet=True)
 
     def before_rerun(why: str) -> None:
@@ -102,18 +98,17 @@ class Runner:
     """Replays steps of records into records, for an answer that must be proven.
 
     Every replay runs in processes of its own, forks of one that has imported torch, which starts
-    with the first. `cleanup` ends them; without `kept` they share nothing with other commands'.
+    with the first. `cleanup` ends them.
     """
 
     folder: Path
     cleanup: ExitStack
     model: str | None = None
-    kept: bool = True
 
     @cached_property
     def ranks(self) -> WarmRanks:
         """The process whose forks run the replays."""
-        return self.cleanup.enter_context(replay_ranks(kept=self.kept))
+        return self.cleanup.enter_context(replay_ranks())
 
     def replay(
         self, record: Record, first: int, last: int, settings: Sequence[str] = (), apart: bool = False
@@ -125,7 +120,7 @@ class Runner:
         """
         if apart:
             with ExitStack() as cleanup:
-                other = Runner(self.folder, cleanup, self.model, kept=False)
+                other = Runner(self.folder, cleanup, self.model)
                 return other.replay(record, first, last, settings)
         folder = Path(tempfile.mkdtemp(dir=self.folder))
         output = folder / "record"

@@ -18,7 +18,7 @@ from areal_debug.render import (
 )
 
 if TYPE_CHECKING:
-    from consistency.certify.certificate import Certificate, Check
+    from consistency.exact import Certificate, Check
 
 EMBEDDED = "embedded"
 
@@ -86,7 +86,7 @@ def command(
     undecided because a check could not run.
     """
     from areal_debug.certify.render import HEADING, print_certificate, print_check
-    from consistency.certify.certificate import read_certificate, worse_than
+    from consistency.exact import read_certificate, worse_than
 
     saved = None if against is None else read_certificate(against)
     if output is not None:
@@ -130,8 +130,8 @@ def run_checks(
     max_new_tokens: int,
     seed: int,
 ) -> "Certificate":
-    """Certify the embedded engine or a server. Raises as `consistency.certify.run` does."""
-    from consistency.certify.run import certify_embedded, certify_server
+    """Certify the embedded engine or a server. Raises as `consistency.exact` does."""
+    from consistency.exact import certify_embedded, certify_server
 
     sizes = (num_tokens, max_new_tokens, seed)
     if engine == EMBEDDED:
@@ -139,7 +139,7 @@ def run_checks(
             fail("--update is for servers: the embedded engine loads weights that are changed in place")
         return certify_embedded(model, dtype or "float32", *sizes, report)
     from areal_core.trainer.build import load_tokenizer_at
-    from consistency.certify.targets import ServerTarget
+    from consistency.exact import ServerTarget
     from consistency.live import vocabulary_of
 
     target = ServerTarget(engine, vocabulary_of(load_tokenizer_at(model)))

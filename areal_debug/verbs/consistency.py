@@ -310,8 +310,7 @@ def versions_of(record: "Record", step: int) -> set[int]:
 def given_sampling(
     record: "Record", model: str, options: dict[str, Any]
 ) -> tuple["Sampling", tuple[str, ...]]:
-    from consistency.assumed import ASSUMED, sampling_of
-    from consistency.source import model_dtype
+    from consistency.source import ASSUMED, model_dtype, sampling_of
 
     source = click.get_current_context().get_parameter_source
     given = {name: options[name] for name in ASSUMED if source(name) is ParameterSource.COMMANDLINE}
@@ -328,9 +327,16 @@ def check_live(
 
     from areal_core.reward import load_reward_fn
     from areal_core.vision.processor import load_processor
-    from consistency.answers import compare_answers, load_generating
-    from consistency.engine.reply import SamplingParams
-    from consistency.live import check_engines, query_engines, read_prompts, sampled_of, vocabulary_of
+    from consistency.engines import SamplingParams
+    from consistency.live import (
+        check_engines,
+        compare_answers,
+        load_generating,
+        query_engines,
+        read_prompts,
+        sampled_of,
+        vocabulary_of,
+    )
     from consistency.score import sees_images
     from consistency.source import model_dtype
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -151,9 +152,7 @@ def verify(records: tuple[Path, ...], as_json: bool) -> None:
     reports = {}
     for record in records:
         num_steps = len(open_storage(record).names("steps"))
-        reports[record] = with_progress(
-            "verifying", num_steps, lambda tick, record=record: verify_record(record, tick)
-        )
+        reports[record] = with_progress("verifying", num_steps, partial(verify_record, record))
     if as_json:
         facts = [{"record": str(r), "intact": found.intact, **asdict(found)} for r, found in reports.items()]
         print_json(facts[0] if len(facts) == 1 else facts)

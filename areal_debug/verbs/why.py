@@ -117,9 +117,10 @@ def with_text(left: "Record", right: "Record", report: "WhyReport") -> "WhyRepor
     from areal_debug.diff.excerpts import read_excerpts
     from areal_debug.report.links import view_command
 
-    if report.difference is None or report.step is None:
+    step, first = report.step, report.difference
+    if first is None or step is None:
         return report
-    if (place := report.difference.place) is not None:
-        look = view_command(left.path, report.step, place.prompt_id, place.sample_id, place.token)
+    if (place := first.place) is not None:
+        look = view_command(left.path, step, place.prompt_id, place.sample_id, place.token)
         report = replace(report, look=look)
-    return replace(report, text=read_excerpts(left, right, report.step, report.difference))
+    return replace(report, text=read_excerpts(left, right, step, first))

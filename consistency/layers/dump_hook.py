@@ -6,6 +6,8 @@ its results (`out0`, ...), and for attention what SGLang's KV cache holds for th
 alone.
 """
 
+import json
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -49,3 +51,42 @@ def cached(module: Any, inputs: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
     keys, values = get_token_to_kv_pool().get_kv_buffer(module.layer_id)
     place = batch.out_cache_loc
     return tuple(buffer[place].flatten(1).to(query.dtype) for buffer in (keys, values))
+
+
+def main() -> None:
+    """Sample every prompt by itself."""
+    from vllm import LLM, SamplingParams
+
+    request: dict[str, Any] = json.load(sys.stdin)
+    folder = Path(request["folder"])
+    engine = LLM(
+        model=request["model"],
+        dtype=request["dtype"],
+        enforce_eager=True,
+        enable_prefix_caching=False,
+        max_model_len=request["max_length"],
+        skip_tokenizer_init=True,
+    )
+    sampling = SamplingParams(
+        temperature=1.0, max_tokens=request["num_new"], ignore_eos=True, detokenize=False
+    )
+    model = engine.llm_engine.model_executor.driver_worker.worker.get_model()
+    modules = dict(model.named_modules())
+    rows = []
+    for number, prompt in enumerate(request["prompts"]):
+        target = folder / str(number)
+        target.mkdir()
+        handles = [
+            modules[name].register_forward_hook(dump({"name": name, "folder": str(target)}))
+            for name in request["modules"]
+            if name in modules
+        ]
+        output = engine.generate([{"prompt_token_ids": prompt}], sampling, use_tqdm=False)[0].outputs[0]
+        rows.append([*prompt, *list(output.token_ids)[:-1]])
+        for handle in handles:
+            handle.remove()
+    (folder / "rows.json").write_text(json.dumps(rows))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,13 +1,10 @@
-"""Access to the result of every operator of a Transformers model, while it computes.
-
-Modules have forward hooks. What is no module is reached where it passes: rotated queries and keys
-at the attention function and at the KV cache, sums of residuals as the input of the next norm.
-"""
+"""The operators of a decoder whose results are compared, in the order of their computation."""
 
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property, total_ordering
 from typing import Any
 from unittest.mock import patch
 
@@ -16,10 +13,92 @@ from torch import Tensor, nn
 from transformers import Cache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from areal_core.vision.forward import text_model, vision_family
-from consistency.layers.sites import Site
+from areal_core.engine.vision_forward import text_model, vision_family
 
-IN_LAYER = re.compile(r"layers\.(\d+)(?:\.(.+))?")
+LINEAR = {
+    "q": "q projection",
+    "k": "k projection",
+    "v": "v projection",
+    "o": "output projection",
+    "gate": "gate projection",
+    "up": "up projection",
+    "down": "down projection",
+}
+
+
+def with_adapter(name: str) -> dict[str, str]:
+    """Return the entries of a linear layer: its own result, and the one with its adapter."""
+    return {name: LINEAR[name], f"{name}_adapter": f"adapter of the {LINEAR[name]}"}
+
+
+# Result -> operator. `pixels` are those of a row's images, `images` the embeddings with their
+# features in the places of placeholders. The two results of rope and of the KV cache are one
+# operator each.
+BEFORE = {"pixels": "image processor", "embedding": "embedding", "images": "vision tower"}
+IN_LAYER = (
+    {"input_norm": "input norm"}
+    | with_adapter("q")
+    | with_adapter("k")
+    | with_adapter("v")
+    | {
+        "q_norm": "q norm",
+        "k_norm": "k norm",
+        "rope_q": "rope",
+        "rope_k": "rope",
+        "cache_k": "KV cache",
+        "cache_v": "KV cache",
+        "attention": "attention",
+    }
+    | with_adapter("o")
+    | {
+        "attention_block": "attention block",
+        "post_attention_norm": "norm after attention",
+        "attention_residual": "residual after attention",
+        "mlp_norm": "norm before the MLP",
+        "router": "router",
+        "routing": "choice of experts",
+    }
+    | with_adapter("gate")
+    | with_adapter("up")
+    | {"activation": "activation", "gated": "activation"}
+    | with_adapter("down")
+    | {
+        "experts": "experts",
+        "mlp": "MLP",
+        "post_mlp_norm": "norm after the MLP",
+        "residual": "residual after the MLP",
+    }
+)
+AFTER = {"final_norm": "final norm", "head": "head", "logits": "soft cap of the logits"}
+LABELS = BEFORE | IN_LAYER | AFTER
+ORDER = {result: place for place, result in enumerate(LABELS)}
+
+
+@total_ordering
+@dataclass(frozen=True)
+class Site:
+    """One result of one layer, a key of `LABELS`; `layer` is None before and after the layers."""
+
+    result: str
+    layer: int | None = None
+
+    @cached_property
+    def place(self) -> tuple[int, int]:
+        """Sort key: the order of computation."""
+        if self.layer is not None:
+            return self.layer, ORDER[self.result]
+        return (-1 if self.result in BEFORE else 1 << 30), ORDER[self.result]
+
+    def __lt__(self, other: "Site") -> bool:
+        return self.place < other.place
+
+    @property
+    def operator(self) -> str:
+        """The operator that computes it."""
+        return LABELS[self.result]
+
+
+LAYER_MODULE = re.compile(r"layers\.(\d+)(?:\.(.+))?")
 MLP = r"(?:mlp|block_sparse_moe|feed_forward)"
 # Module of a layer -> result; `{x}` names the projections of one kind.
 OUTPUTS = [
@@ -175,7 +254,7 @@ def hook_modules(model: Any, taps: Taps) -> Iterator[Any]:
     yield model.register_forward_hook(logits_hook(taps))
     modules = dict(decoder.named_modules())
     for name, module in modules.items():
-        match = IN_LAYER.fullmatch(name)
+        match = LAYER_MODULE.fullmatch(name)
         if match is None:
             continue
         layer, leaf = int(match[1]), match[2]

@@ -1,18 +1,73 @@
-"""The values of an engine's operators on rows of tokens, and a Transformers model as engine."""
+"""Rows of tokens that engine and reference both compute, and the inputs of their images."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import DynamicCache
 
-from areal_core.engine.model import cache_argument
-from consistency.layers.hooks import tapped
-from consistency.layers.rows import Row, Rows, image_options
-from consistency.layers.sites import Site
+from areal_core.embedded.replica import Replica
+from areal_core.engine.model import cache_argument, load_model, own_attention, set_attention
+from areal_core.engine.vision_inputs import plain_inputs
+from areal_core.vision.processor import VisionProcessor, load_processor
+from consistency.errors import NothingToCompare
+from consistency.images import placeholder_counts, runs_of
+from consistency.layers.hooks import Site, tapped
+
+
+@dataclass(frozen=True)
+class Row:
+    """Ids of a prompt and its completion; `images` are encoded, their placeholders expanded.
+
+    `image_token_id` is that placeholder, which no token of the completion is; -1 of a text model.
+    """
+
+    ids: list[int]
+    images: tuple[bytes, ...] = ()
+    image_token_id: int = -1
+
+    @property
+    def end_of_images(self) -> int:
+        """Number of tokens up to the last placeholder; 0 without images."""
+        if not self.images:
+            return 0
+        return len(self.ids) - self.ids[::-1].index(self.image_token_id)
+
+
+Rows = Sequence[Row]
+
+
+def image_options(model: Any, tokens: Tensor, row: Row) -> dict[str, Tensor]:
+    """Return the options of the class's forward for the images of a row, besides `input_ids`.
+
+    Args:
+        tokens: int64 [1, t], the first ones of the row, with all placeholders.
+
+    Raises:
+        NothingToCompare: the processor in the model's folder expands images otherwise.
+    """
+    processor = processor_for(model.name_or_path, row)
+    types = (tokens[0] == processor.image_token_id).long()
+    return plain_inputs(model, types, processor.pixels(row.images))
+
+
+def processor_for(path: str, row: Row) -> VisionProcessor:
+    """Load the processor of a folder. Raises as `image_options`."""
+    processor = load_processor(path)
+    (wanted,) = placeholder_counts(processor, (row.images,))
+    given = tuple(end - begin for begin, end in runs_of(np.array(row.ids), processor.image_token_id))
+    if given != wanted:
+        raise NothingToCompare(
+            f"a row has {list(given)} placeholders of its images and the processor of {path} makes {list(wanted)}: "
+            "their size limits differ; leave out --layers, which names the limit"
+        )
+    return processor
+
 
 # forward(row, start, end, cache) computes the tokens from start to end; its result is not used
 Forward = Callable[[Row, int, int, DynamicCache], Any]
@@ -101,3 +156,35 @@ def own_forward(model: Any) -> Forward:
         model(input_ids=tokens, use_cache=True, **{argument: cache}, **options)
 
     return forward
+
+
+PROMPT_SHARE = 0.5  # of a row; the engine decodes the rest token by token
+
+
+def transformers(path: str | Path, dtype: torch.dtype, rows: Rows) -> Observed:
+    """Run rows through the model's own class, with the attention that the class defines."""
+    model = load_model(str(path), dtype=dtype, attn_implementation="sdpa").eval()
+    set_attention(model, own_attention(model))
+    return observe(f"Transformers with {path}", model, own_forward(model), rows)
+
+
+def embedded(path: str | Path, dtype: torch.dtype, rows: Rows) -> Observed:
+    """Run rows through the embedded engine: half as a prompt, the rest token by token.
+
+    A prompt has all images of its row.
+    """
+    replica = Replica(str(path), dtype, torch.device("cpu"))
+    offset = 0  # of positions: the images of a row take fewer than they have tokens
+
+    def forward(row: Row, start: int, end: int, cache: DynamicCache) -> Any:
+        nonlocal offset
+        tokens, mask = torch.tensor([row.ids[start:end]]), torch.ones(1, end, dtype=torch.int64)
+        if row.images and not start:
+            replica.processor = processor_for(str(path), row)
+            logits, offsets = replica.read_prompts(tokens, mask, [row.images], cache)
+            offset = int(offsets[0])
+            return logits
+        offset = offset if row.images else 0
+        return replica(tokens, mask, torch.arange(start, end)[None] + offset, cache)
+
+    return observe(f"the embedded engine with {path}", replica.model, forward, rows, prefill=PROMPT_SHARE)

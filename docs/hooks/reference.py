@@ -36,12 +36,9 @@ API = (
     "areal_core.agent.EpisodeFailed",
     "areal_core.config.GRPOConfig",
     "areal_core.config.load_expr_config",
-    "areal_core.dataset.get_dataset",
+    "areal_core.data.get_dataset",
     "areal_core.reward.arithmetic_reward_fn",
     "areal_core.reward.no_reward",
-    "areal_core.rollout.judge.JournalJudge",
-    "areal_core.rollout.judge.JudgedWorkflow",
-    "areal_core.rollout.judge.ServerJudge",
     "areal_core.rollout.types.ModelRequest",
     "areal_core.rollout.types.sampling_from",
     "areal_core.rollout.workflow.RLVRWorkflow",
@@ -269,7 +266,15 @@ def rules_page(title: str, rules: Iterator[tuple[str, str]]) -> str:
 
 def causes() -> str:
     """Every cause that `areal-debug consistency` reports."""
-    return rules_page("Causes of a mismatch", rules_in("consistency.causes", r"R\d\d"))
+    from consistency.causes import CAUSES
+
+    def rows() -> Iterator[tuple[str, str]]:
+        for key, row in CAUSES.items():
+            texts = [f"**{escaped(row.name)}**", escaped(row.evidence)]
+            texts += [listed("Would refute it", [row.refute]), listed("Fix", [row.fix])]
+            yield key.partition(".")[0], "\n\n".join(filter(None, texts))
+
+    return rules_page("Causes of a mismatch", rows())
 
 
 def findings() -> str:

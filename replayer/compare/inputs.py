@@ -1,7 +1,7 @@
 """Which picture of a row, or which result of a tool, differs between two recordings, and where.
 
 A picture is recorded as its file or as pixels of the model. Files are decoded only to describe a
-difference, within the limits of `areal_core.vision.images`.
+difference, within the limits of `areal_core.data.images`.
 """
 
 import hashlib
@@ -67,7 +67,7 @@ def text_of(number: int, seen: Seen | None, file: bytes | None, region: str = ""
 
 
 def where_different(left: bytes, right: bytes) -> str:
-    from areal_core.vision.images import decode  # imports Pillow, which reading a record does not need
+    from areal_core.data.images import decode  # imports Pillow, which reading a record does not need
 
     try:
         here, there = (np.asarray(decode(file)) for file in (left, right))

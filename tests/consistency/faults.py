@@ -10,7 +10,7 @@ import torch
 from transformers import MistralConfig, MistralForCausalLM
 
 from areal_core.engine.attention import PACKED
-from consistency import hypotheses
+from consistency import transforms
 from consistency.case import NOISE, Alternative, Setting
 from consistency.probes import (
     DETAILS,
@@ -91,8 +91,8 @@ def with_transforms(**transforms) -> Callable[[World], Given]:
 def at_temperature(recorded: float, reported: float, drawn: float) -> Callable[[World], Given]:
     def build(world: World) -> Given:
         engine = {
-            "draws": functools.partial(hypotheses.at_temperature, temperature=drawn),
-            "reports": functools.partial(hypotheses.at_temperature, temperature=reported),
+            "draws": functools.partial(transforms.at_temperature, temperature=drawn),
+            "reports": functools.partial(transforms.at_temperature, temperature=reported),
         }
         return Given(world.sample(**engine), replace(SETTING, temperature=recorded))
 
@@ -157,7 +157,7 @@ def eos_forbidden(world: World) -> Given:
 
     def transform(rows):
         early = rows.seen_output.sum(1, keepdim=True) < NUM_TOKENS // 2
-        return torch.where(early, hypotheses.forbidden_token(rows, eos), hypotheses.as_is(rows))
+        return torch.where(early, transforms.forbidden_token(rows, eos), transforms.as_is(rows))
 
     return Given(world.sample(draws=transform, reports=transform), replace(SETTING, eos_token_id=eos))
 
@@ -169,7 +169,7 @@ def output_bias(num_ids: int) -> Callable[[World], Given]:
         bias[ids] = 1.5 * torch.randn(num_ids, generator=torch.Generator().manual_seed(world.seed)).sign()
 
         def transform(rows):
-            return hypotheses.normalised(rows.logits + bias)
+            return transforms.normalised(rows.logits + bias)
 
         return Given(world.sample(draws=transform, reports=transform))
 
@@ -313,7 +313,7 @@ def in_integers(world: World) -> Given:
 def bfloat16_logits(world: World) -> Given:
     """The noise is small, because noise as large as the grid would hide the rounding."""
     quiet = World(world.trainer, world.prompts, min(world.noise, 0.004), world.seed)
-    return Given(quiet.sample(reports=hypotheses.bfloat16_logits))
+    return Given(quiet.sample(reports=transforms.bfloat16_logits))
 
 
 def rounded(values: np.ndarray) -> np.ndarray:
@@ -345,26 +345,26 @@ def some_nan(values: np.ndarray, world: World) -> np.ndarray:
 
 def largest(world: World) -> Given:
     return Given(
-        world.sample(reports=lambda rows: hypotheses.as_is(rows).amax(1, keepdim=True).expand_as(rows.logits))
+        world.sample(reports=lambda rows: transforms.as_is(rows).amax(1, keepdim=True).expand_as(rows.logits))
     )
 
 
 CLEAN = with_transforms()
 FAULTS: dict[str, tuple[str, Callable[[World], Given]]] = {
-    "temperature 0.8 in the engine": ("R01", with_transforms(**both(hypotheses.at_temperature, temperature=0.8))),
+    "temperature 0.8 in the engine": ("R01", with_transforms(**both(transforms.at_temperature, temperature=0.8))),
     "raw logprobs at temperature 0.7": ("R01", at_temperature(0.7, reported=1.0, drawn=0.7)),
     "drawn at 0.8, reported at 1": ("R01", at_temperature(1.0, reported=1.0, drawn=0.8)),
     "temperature applied twice": ("R02", at_temperature(0.7, reported=0.49, drawn=0.49)),
-    "top-p renormalised": ("R03", with_transforms(**both(hypotheses.top_p, top_p=0.9))),
-    "top-k renormalised": ("R03", with_transforms(**both(hypotheses.top_k, top_k=20))),
-    "min-p renormalised": ("R03", with_transforms(**both(hypotheses.min_p, min_p=0.1))),
-    "top-p drawn": ("R04", with_transforms(draws=functools.partial(hypotheses.top_p, top_p=0.9))),
-    "top-k drawn": ("R04", with_transforms(draws=functools.partial(hypotheses.top_k, top_k=20))),
-    "min-p drawn": ("R04", with_transforms(draws=functools.partial(hypotheses.min_p, min_p=0.1))),
-    "repetition penalty": ("R05", with_transforms(**both(hypotheses.repetition_penalty, penalty=1.15))),
-    "repetition penalty of the output": ("R05", with_transforms(**both(hypotheses.output_repetition_penalty, penalty=1.15))),
-    "frequency penalty": ("R05", with_transforms(**both(hypotheses.frequency_penalty, penalty=0.4))),
-    "presence penalty": ("R05", with_transforms(**both(hypotheses.presence_penalty, penalty=0.6))),
+    "top-p renormalised": ("R03", with_transforms(**both(transforms.top_p, top_p=0.9))),
+    "top-k renormalised": ("R03", with_transforms(**both(transforms.top_k, top_k=20))),
+    "min-p renormalised": ("R03", with_transforms(**both(transforms.min_p, min_p=0.1))),
+    "top-p drawn": ("R04", with_transforms(draws=functools.partial(transforms.top_p, top_p=0.9))),
+    "top-k drawn": ("R04", with_transforms(draws=functools.partial(transforms.top_k, top_k=20))),
+    "min-p drawn": ("R04", with_transforms(draws=functools.partial(transforms.min_p, min_p=0.1))),
+    "repetition penalty": ("R05", with_transforms(**both(transforms.repetition_penalty, penalty=1.15))),
+    "repetition penalty of the output": ("R05", with_transforms(**both(transforms.output_repetition_penalty, penalty=1.15))),
+    "frequency penalty": ("R05", with_transforms(**both(transforms.frequency_penalty, penalty=0.4))),
+    "presence penalty": ("R05", with_transforms(**both(transforms.presence_penalty, penalty=0.6))),
     "EOS forbidden at first": ("R06", eos_forbidden),
     "constant offset": ("R07", reported(lambda v, w: v - 0.1)),
     "base 2": ("R08", reported(lambda v, w: v / np.log(2))),
@@ -402,9 +402,9 @@ FAULTS: dict[str, tuple[str, Callable[[World], Given]]] = {
     "every third token": ("R45", reported(every_third)),
     "other rotary base": ("R49", other_rope),
     "norms of another family": ("R54", other_norms),
-    "soft cap": ("R50", with_transforms(**both(hypotheses.soft_cap, cap=5.0))),
+    "soft cap": ("R50", with_transforms(**both(transforms.soft_cap, cap=5.0))),
     "narrow window": ("R52", narrow_window),
-    "vocabulary padding": ("R53", with_transforms(**both(hypotheses.padded_vocabulary, num_padding=64.0))),
+    "vocabulary padding": ("R53", with_transforms(**both(transforms.padded_vocabulary, num_padding=64.0))),
     "policy moved": ("R57", stitched(lambda row, place: row % 2 == 0, versions=versions)),
     "NaN": ("R60", reported(some_nan)),
 }  # fmt: skip

@@ -4,8 +4,8 @@ import functools
 
 import pytest
 
-from consistency import hypotheses
-from consistency.assertion import assert_consistent
+from consistency import transforms
+from consistency.report import assert_consistent
 
 from .records import save_model, write_record
 
@@ -21,7 +21,7 @@ def test_healthy_record_passes_and_is_returned(model, tmp_path):
 
 
 def test_failure_names_cause_gate_and_command(model, tmp_path):
-    transform = functools.partial(hypotheses.at_temperature, temperature=0.7)
+    transform = functools.partial(transforms.at_temperature, temperature=0.7)
     record = write_record(tmp_path / "record", model, draws=transform, reports=transform)
     with pytest.raises(AssertionError) as failed:
         assert_consistent(record, str(model), gate="mean_abs=0.02")

@@ -8,7 +8,7 @@ import pytest
 from click.testing import CliRunner
 
 from areal_debug.verbs.consistency import command
-from consistency import check, hypotheses
+from consistency import check, transforms
 
 from .records import save_model, write_record
 
@@ -57,7 +57,7 @@ def test_report_puts_the_verdict_first_and_the_worst_tokens_last(clean):
 
 
 def test_truncated_engine_exits_1_and_names_option_and_value(model, tmp_path):
-    transform = functools.partial(hypotheses.top_p, top_p=0.8)
+    transform = functools.partial(transforms.top_p, top_p=0.8)
     record = write_record(tmp_path / "record", model, draws=transform, reports=transform)
     code, found = facts(record)
     assert (code, found["verdict"]) == (1, "mismatch")

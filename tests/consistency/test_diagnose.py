@@ -7,11 +7,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from consistency import hypotheses
-from consistency.causes import weights
+from consistency import recognise, transforms
 from consistency.diagnose import Diagnosis, diagnose
-from consistency.hypotheses import replay
 from consistency.score import score
+from consistency.transforms import replay
 
 from .faults import (
     CLEAN,
@@ -139,7 +138,7 @@ def test_one_bad_engine_without_its_column_is_unknown_and_it_is_requested():
 
 def test_two_faults_at_once_are_both_named():
     rounded = with_transforms(
-        reports=hypotheses.bfloat16_logits, draws=functools.partial(hypotheses.top_k, top_k=20)
+        reports=transforms.bfloat16_logits, draws=functools.partial(transforms.top_k, top_k=20)
     )(dataclasses.replace(world(), noise=0.002))
     assert {f.id for f in diagnosis_of(rounded, world()).causes if f.fault} == {"R04", "R37"}
 
@@ -166,5 +165,5 @@ def test_a_token_bias_is_less_sure_than_other_weights_where_nothing_is_alike(cor
         setting=SimpleNamespace(added_token_ids=frozenset(), vocabulary_size=100),
         measurement=SimpleNamespace(metrics={"mean_abs": 2.4, "logprob_pearson": correlation}),
     )
-    found = [finding for finding in (weights.token_bias(case), weights.other_checkpoint(case)) if finding]
+    found = [finding for finding in (recognise.token_bias(case), recognise.other_checkpoint(case)) if finding]
     assert max(found, key=lambda finding: finding.confidence).id == first

@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from consistency.engine.reply import SamplingParams
+from consistency.engines import SamplingParams
 from consistency.live import Prompt, Vocabulary, query_engines, sampled_of
 
 from .fault_server import serving_rows

@@ -7,7 +7,7 @@ import pytest
 from click.testing import CliRunner
 
 from areal_debug.cli import main
-from consistency import hypotheses
+from consistency import transforms
 
 from .records import save_model, write_record
 
@@ -29,7 +29,7 @@ def imported(record, folder):
 
 
 def test_imported_dump_is_checked_at_the_given_temperature(model, tmp_path):
-    transform = functools.partial(hypotheses.at_temperature, temperature=0.7)
+    transform = functools.partial(transforms.at_temperature, temperature=0.7)
     dump = imported(write_record(tmp_path / "record", model, draws=transform, reports=transform), tmp_path)
     done = run("consistency", dump, "--model", model, "--temperature", "0.7", "--json")
     found = json.loads(done.stdout)

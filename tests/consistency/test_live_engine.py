@@ -7,10 +7,10 @@ import re
 import pytest
 from click.testing import CliRunner
 
-from areal_core.embedded.http_server import EmbeddedServer
 from areal_core.testing import make_tiny_tokenizer
+from areal_core.testing.server import EmbeddedServer
 from areal_debug.verbs.consistency import command
-from consistency import hypotheses
+from consistency import transforms
 from consistency.score import load_scorer
 from consistency.testing import FaultyEngine
 
@@ -57,7 +57,7 @@ def test_healthy_engine_is_healthy_over_every_api(api, software, scorer, model, 
 
 
 def test_sampling_transform_that_was_not_requested_is_named(scorer, model, prompts):
-    transform = functools.partial(hypotheses.top_p, top_p=0.8)
+    transform = functools.partial(transforms.top_p, top_p=0.8)
     with serving(FaultyEngine(scorer, draws=transform, reports=transform, noise=0.002), "sglang") as url:
         code, found = judged("--engine", url, "--model", model, "--prompts", prompts)
     assert (code, found["causes"][0]["id"]) == (1, "R03")
@@ -65,7 +65,7 @@ def test_sampling_transform_that_was_not_requested_is_named(scorer, model, promp
 
 @pytest.mark.long
 def test_raw_logprobs_at_another_temperature_are_named(scorer, model, prompts):
-    raw = functools.partial(hypotheses.at_temperature, temperature=1.0)
+    raw = functools.partial(transforms.at_temperature, temperature=1.0)
     with serving(FaultyEngine(scorer, reports=raw, temperature=0.7, noise=0.002), "vllm") as url:
         code, found = judged("--engine", url, "--model", model, "--prompts", prompts, "--temperature", "0.7")
     first = found["causes"][0]
@@ -93,15 +93,6 @@ def test_engine_whose_decoding_differs_from_its_prefill_is_named(scorer, model, 
     assert (code, found["causes"][0]["id"]) == (1, "R40")
     assert found["rescoring"]["decode"] > 0.1
     assert found["rescoring"]["prefill"] < 0.01
-
-
-def test_cause_of_different_decoding_depends_on_cache_and_model():
-    from consistency.case import Setting
-    from consistency.causes.engine import decoding_fault
-
-    assert decoding_fault(Setting(kv_cache_dtype="fp8_e5m2"))[0] == "R43"
-    assert decoding_fault(Setting(has_linear_attention=True))[0] == "R48"
-    assert decoding_fault(Setting())[0] == "R40"
 
 
 @pytest.mark.long
@@ -138,7 +129,7 @@ def test_row_without_a_prompt_is_named_with_its_number(model, tmp_path):
 
 
 def test_page_shows_the_verdict_first_and_needs_no_network(scorer, model, prompts, tmp_path):
-    transform = functools.partial(hypotheses.top_p, top_p=0.8)
+    transform = functools.partial(transforms.top_p, top_p=0.8)
     page = tmp_path / "report.html"
     with serving(FaultyEngine(scorer, draws=transform, reports=transform, noise=0.002), "sglang") as url:
         code, _ = judged("--engine", url, "--model", model, "--prompts", prompts, "--output", page)

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from consistency.causes.numerics import heavy_tail
 from consistency.errors import BadColumn, NothingToCompare
 from consistency.measure import measure, tail, worst_tokens
+from consistency.recognise import heavy_tail
 from consistency.tokens import Completion, Sequences, compare_tokens, sequences_from_completions
 
 from .tables import table_of

@@ -9,16 +9,14 @@ import torch
 import yaml
 
 from areal_core.config import PPOConfig, config_from_dict
-from areal_core.dataset import get_dataset
+from areal_core.data import get_dataset
 from areal_core.embedded import engine
 from areal_core.engine.checkpoint.hf_folder import save_hf
 from areal_core.trainer.rl import PPOTrainer
 from areal_debug.consistency.engine_question import ask_with_recorded_weights
 from areal_debug.wiring import recorder_of
 from consistency.errors import NothingToCompare
-from consistency.question import ask_engine
-from consistency.question.ask import decide
-from consistency.question.side import Examined, Suspect, by_evidence
+from consistency.which_engine import Examined, Suspect, ask_engine, by_evidence, decide
 from recorder import RecordingOptions, open_record
 
 TINY = Path(__file__).parents[1] / "debug"

@@ -12,15 +12,14 @@ from click.testing import CliRunner
 from PIL import Image
 
 from areal_core.config import SGLangConfig
-from areal_core.sglang.start import SGLangServer, cpu_environment, server_args
-from areal_core.vision.images import data_url
-from areal_core.vision.processor import load_processor
-from areal_core.vision.tiny_models import make_tiny_vision_model
+from areal_core.data.images import data_url
+from areal_core.data.processor import load_processor
+from areal_core.launch.sglang_process import SGLangServer, cpu_environment, server_args
+from areal_core.testing.tiny_vision import make_tiny_vision_model
 from areal_debug.verbs.consistency import command
 from consistency.case import Request
 from consistency.check import check
-from consistency.engine.reply import SamplingParams
-from consistency.hypotheses import select_rows
+from consistency.engines import SamplingParams
 from consistency.live import (
     Prompt,
     check_engines,
@@ -30,6 +29,7 @@ from consistency.live import (
     vocabulary_of,
 )
 from consistency.score import load_scorer
+from consistency.transforms import select_rows
 
 pytestmark = [pytest.mark.sglang, pytest.mark.long]
 PARAMS = SamplingParams(max_new_tokens=24)

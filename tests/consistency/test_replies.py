@@ -1,17 +1,22 @@
 """Replies that contradict themselves or their requests are named; unknown fields are not."""
 
-import asyncio
 from dataclasses import replace
 
 import pytest
 
-from consistency.causes.replies import find_contradictions
-from consistency.engine.http import HttpClient
-from consistency.engine.openai import OpenAI
-from consistency.engine.reply import EngineIdentity, Pictures, Reply, SamplingParams
-from consistency.engine.sglang import parse_identity, parse_reply, prompt_fields
-from consistency.engine.vllm import VLLM
+from consistency.engines import (
+    VLLM,
+    EngineIdentity,
+    OpenAI,
+    Pictures,
+    Reply,
+    SamplingParams,
+    parse_sglang_identity,
+    parse_sglang_reply,
+    with_pictures,
+)
 from consistency.errors import EngineError
+from consistency.replies import find_contradictions
 
 from ..recorder.pictured import png
 
@@ -95,9 +100,9 @@ def test_more_tokens_than_requested_are_named():
 
 def test_fields_that_a_version_lacks_are_unknown():
     meta = {"output_token_logprobs": [[-0.5, 3, None]]}
-    found = parse_reply("here", {"meta_info": meta})
+    found = parse_sglang_reply("here", {"meta_info": meta})
     assert found == Reply((3,), (-0.5,))
-    identity = parse_identity("here", {"version": "0.4.0"}, None)
+    identity = parse_sglang_identity("here", {"version": "0.4.0"}, None)
     assert (identity.model, identity.dtype, identity.quantization) == ("an unknown model", None, None)
 
 
@@ -113,12 +118,12 @@ def test_fields_that_a_version_lacks_are_unknown():
     ],
 )
 def test_server_is_named_by_what_it_proves(info, software):
-    assert parse_identity("here", info, {"model_path": "m"}).software == software
+    assert parse_sglang_identity("here", info, {"model_path": "m"}).software == software
 
 
 def test_server_info_of_something_else_is_refused():
     with pytest.raises(EngineError, match="names neither a version nor an option of SGLang"):
-        parse_identity("here", {"status": "ok"}, {})
+        parse_sglang_identity("here", {"status": "ok"}, {})
 
 
 def test_one_reply_one_short_is_named_with_less_confidence():
@@ -135,21 +140,19 @@ def test_another_count_of_prompts_with_images_alone_is_an_expansion():
 
 
 def test_request_to_sglang_has_one_placeholder_for_each_image_of_its_prompt():
-    fields = prompt_fields([5, 9, 9, 9, 6, 9, 9, 7], [9, 9, 8], Pictures((png(0), png(1)), placeholder=9))
+    prompt, completion = [5, 9, 9, 9, 6, 9, 9, 7], [9, 9, 8]
+    payload = {"input_ids": [*prompt, *completion]}
+    fields = with_pictures(payload, prompt, Pictures((png(0), png(1)), placeholder=9))
     assert fields["input_ids"] == [5, 9, 6, 9, 7, 9, 9, 8]
     assert [url.partition(",")[0] for url in fields["image_data"]] == ["data:image/png;base64"] * 2
-    assert prompt_fields([5, 9, 9], [8], None) == {"input_ids": [5, 9, 9, 8]}
+    assert with_pictures(payload, prompt, None) == payload
 
 
-async def refused(server):
+@pytest.mark.parametrize("api", [VLLM, OpenAI])
+def test_servers_without_images_beside_ids_are_refused(api):
+    server = api("http://127.0.0.1:1", EngineIdentity("an engine", "a model"), "a model")
     pictures = Pictures((png(0),), placeholder=9)
     with pytest.raises(EngineError, match="takes no images with token ids"):
-        await server.sample([5, 9], PARAMS, pictures)
+        server.sample([5, 9], PARAMS, pictures)
     with pytest.raises(EngineError, match="takes no images with token ids"):
-        await server.rescore([5, 9, 6], 2, pictures)
-
-
-def test_servers_without_images_beside_ids_are_refused():
-    client, identity = HttpClient("http://127.0.0.1:1", None), EngineIdentity("an engine", "a model")
-    asyncio.run(refused(VLLM(client, identity, "a model")))
-    asyncio.run(refused(OpenAI(client, identity, "a model", {})))
+        server.rescore([5, 9, 6], 2, pictures)

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 from consistency.case import NOISE, Alternative
-from consistency.hypotheses import Replays
 from consistency.probes import noise_of_model
 from consistency.shape import breaks, explained_by_key, onset, run_lengths, trend
+from consistency.transforms import Replays
 
 from .tables import table_of
 

@@ -7,8 +7,8 @@ import pytest
 from click.testing import CliRunner
 
 from areal_debug.verbs.consistency import command
-from consistency import cross_checks
-from consistency.cross_checks import compare_trainer, trainer_logprobs
+from consistency import rescoring
+from consistency.rescoring import compare_trainer, trainer_logprobs
 from consistency.score import load_scorer, score
 from consistency.source import read_step
 from recorder import open_record
@@ -60,7 +60,7 @@ def test_healthy_trainer_is_reported_next_to_the_engine(model, record):
 
 
 def test_trainer_whose_sequences_leak_into_each_other_is_named_and_not_the_engine(record, monkeypatch):
-    real = cross_checks.trainer_logprobs
+    real = rescoring.trainer_logprobs
 
     def leaking(path, dtype, device, sequences, temperature):
         right = real(path, dtype, device, sequences, temperature)

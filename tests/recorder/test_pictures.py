@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from areal_core.batch import PER_ENTRY, PER_IMAGE
+from areal_core.data.batch import PER_ENTRY, PER_IMAGE
 from recorder import DamagedRecord, RecordError, Retention, UnknownFormat, open_record, verify
 from recorder.archive.extract import extract_record
 from recorder.archive.live_archive import LiveArchive

@@ -144,7 +144,7 @@ def line_of(folder, path, text):
         ("logprobs", CAST, "module.layer_idx == 1"),
         (
             "batch",
-            ("areal_core/dataset/loader.py", ".shuffle(rows)", ".shuffle(rows[:])"),
+            ("areal_core/data/loader.py", ".shuffle(rows)", ".shuffle(rows[:])"),
             "shuffle(rows[:])",
         ),
         (
@@ -214,6 +214,7 @@ RUNS = {
 # around a step: what logs, times, observes and checks it
 AROUND = (
     "telemetry/",
+    "trainer/trace_hooks",
     "trainer/step_stats.py",
     "trainer/nonfinite.py",
     "trainer/rl.py",

@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 import torch
 
-from areal_core.batch import pad_and_concat
+from areal_core.data.batch import pad_and_concat
+from areal_core.data.processor import load_processor
+from areal_core.testing.tiny_vision import make_tiny_vision_model
 from areal_core.trainer.rl import PPOTrainer
-from areal_core.vision.processor import load_processor
-from areal_core.vision.tiny_models import make_tiny_vision_model
 from areal_debug.wiring import make_recorder
 from recorder import open_record, verify
 from replayer.preflight.real_steps import RandomRollouts

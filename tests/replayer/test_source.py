@@ -5,7 +5,7 @@ import shutil
 import pytest
 import torch
 
-from areal_core.batch import pad_and_concat, select_rows
+from areal_core.data.batch import pad_and_concat, select_rows
 from areal_core.engine.determinism import rng_state
 from areal_core.rollout.source import RolloutSource
 from recorder import DamagedRecord, RecordWriter, StepNotRecorded, commit_anchor, open_record

@@ -17,8 +17,8 @@ import torch
 from crc32c import crc32c
 from transformers import TrainerCallback
 
-from areal_core.dataset.image_rows import shape_rows
-from areal_core.vision.tiny_models import make_tiny_vision_model
+from areal_core.data.image_rows import shape_rows
+from areal_core.testing.tiny_vision import make_tiny_vision_model
 from areal_debug.trl import CannotReplay, UnknownTrainer, record, replay
 from recorder import RecordExists, open_record, verify
 from recorder.trainers.recorder import Recorder

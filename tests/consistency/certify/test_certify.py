@@ -8,10 +8,9 @@ from click.testing import CliRunner
 
 from areal_core.errors import ServerFailed
 from areal_debug.verbs.certify import command
-from consistency.certify import run
-from consistency.certify.certificate import Certificate, Check, compare, read_certificate, worse_than
-from consistency.certify.targets import EmbeddedTarget
+from consistency import exact as run
 from consistency.errors import BadCertificate
+from consistency.exact import Certificate, Check, EmbeddedTarget, compare, read_certificate, worse_than
 
 MODEL = {"sha256": "0" * 64, "dtype": "float32"}
 EQUAL = Check("batch of 1", 100)
@@ -116,7 +115,7 @@ def test_bad_input_is_refused_with_a_sentence(tmp_path):
 @pytest.mark.long
 def test_a_real_server_gets_an_honest_verdict(tiny_model, tmp_path):
     from areal_core.config import SGLangConfig
-    from areal_core.sglang.start import SGLangServer, cpu_environment, server_args
+    from areal_core.launch.sglang_process import SGLangServer, cpu_environment, server_args
 
     options = SGLangConfig(dtype="float32", context_length=1024, max_total_tokens=16384)
     arguments = server_args(options, "cpu")
@@ -138,7 +137,7 @@ def test_a_real_server_gets_an_honest_verdict(tiny_model, tmp_path):
 @pytest.mark.long
 def test_the_deterministic_mode_of_sglang_is_refused_by_it_on_a_cpu(tiny_model, tmp_path):
     from areal_core.config import SGLangConfig
-    from areal_core.sglang.start import SGLangServer, cpu_environment, server_args
+    from areal_core.launch.sglang_process import SGLangServer, cpu_environment, server_args
 
     arguments = server_args(SGLangConfig(dtype="float32", context_length=1024), "cpu")
     refused = r"attention backends are supported for deterministic inference.* 'torch_native'"

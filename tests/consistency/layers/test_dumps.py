@@ -9,9 +9,8 @@ import torch
 from transformers import AutoConfig
 
 from consistency.layers.dump_hook import dump
-from consistency.layers.dumps import Shape, read_row
-from consistency.layers.servers import hook_specs
-from consistency.layers.sites import Site
+from consistency.layers.hooks import Site
+from consistency.layers.servers import Shape, hook_specs, read_row
 
 ROOT = Path(__file__).parents[3]
 spec = importlib.util.spec_from_file_location("layer_fault_models", ROOT / "benchmarks/layer_faults.py")

@@ -8,12 +8,9 @@ import pytest
 import torch
 
 from areal_core.engine.model import own_attention, set_attention
-from consistency.layers.engines import embedded
-from consistency.layers.judge import LIMIT, compare_layers
-from consistency.layers.observed import observe, own_forward, pieces
-from consistency.layers.reference import reference_of, run
-from consistency.layers.rows import Row
-from consistency.layers.sites import LABELS, Site
+from consistency.layers.hooks import LABELS, Site
+from consistency.layers.judge import LIMIT, compare_layers, reference_of, run
+from consistency.layers.observed import Row, embedded, observe, own_forward, pieces
 
 ROOT = Path(__file__).parents[3]
 spec = importlib.util.spec_from_file_location("layer_faults", ROOT / "benchmarks/layer_faults.py")

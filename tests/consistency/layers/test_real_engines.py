@@ -8,9 +8,8 @@ import torch
 
 from areal_core.engine.model import load_model
 from areal_core.testing import make_tiny_family, make_tiny_tokenizer
-from consistency.layers.judge import compare_layers
-from consistency.layers.reference import reference_of
-from consistency.layers.rows import Row
+from consistency.layers.judge import compare_layers, reference_of
+from consistency.layers.observed import Row
 from consistency.layers.servers import sglang, vllm
 
 PROMPTS = [Row([10, 20, 30, *range(40, 60)]), Row([11, 21, 31, *range(50, 90)])]

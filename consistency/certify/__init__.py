@@ -1,1 +1,0 @@
-"""Proves or refutes that sampled log-probs equal the trainer's in every bit."""

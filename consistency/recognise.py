@@ -1,0 +1,685 @@
+"""Recognise causes in a comparison: one check per row of the table that no replay alone settles.
+
+A check returns its row filled in (`causes.finding`), or None. What a replayed hypothesis explains
+is one finding (`from_replay`); the other checks look at counts, shape and noise of D.
+"""
+
+import itertools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from consistency.case import BAD_RATIO, Case, Explanation
+from consistency.causes import Finding, finding
+from consistency.measure import correlation, tail
+from consistency.shape import breaks, explained_by_key, means_by, onset, run_lengths, trend
+from consistency.tensors import EVERY, TOWER
+from consistency.tokens import Bools, Floats, TokenTable
+from consistency.transforms import Prediction
+
+# Thresholds, with their units and what they follow from.
+T_TOLERANCE = 0.02  # of a temperature
+MIN_RUN = 3  # tokens; a shorter run can be chance
+COPIED_NATS = 12.0  # once in 160,000 checks by chance
+TOKENS_AFTER_ONSET = 12  # positions after the window's end in which every sequence must be bad
+NOISE_FACTOR = 2.0  # both sides of a comparison round: twice one side's noise is still noise
+PERIODS = range(2, 9)  # tokens
+DECIMALS = (1, 2, 3)  # four or more are below the noise of any engine
+FEWEST_ON_GRID = 50  # tokens
+FEWEST_REPEATED = 5  # tokens
+MOVES_SHARED = 0.4  # correlation of D with what another dtype changes
+LARGEST_CHANCE = 0.05  # that no bad row is among the fresh ones
+SURE_MARGIN = 40.0  # nats over the next tensor
+UNRELATED = 0.5  # confidence, below R33: where nothing is alike, the token id explains much of D, too
+VISION_WORDS = (".visual.", "vision_tower", "multi_modal_projector")
+VOCABULARY_WORDS = ("embed", "lm_head", "wte")
+
+
+# What a replayed hypothesis explains.
+
+
+def from_replay(case: Case) -> Finding | None:
+    """Return the finding of the hypothesis that explains the reported logprobs."""
+    found = case.explanation
+    if found is None:
+        return None
+    p = found.prediction
+    key = "R02" if p.cause == "R01" and applied_twice(case, p.parameter) else p.cause
+    fields: dict[str, Any] = {"name": p.name, "value": p.parameter, "replay": replay_evidence(found)}
+    if key in FIELDS:
+        fields |= FIELDS[key](case, p)
+    if key == "R38":
+        return dtype_finding(
+            case, confidence(found), f"{p.name} explains the engine's logprobs: {fields['replay']}"
+        )
+    return finding(key, confidence(found), **fields)
+
+
+def confidence(found: Explanation) -> float:
+    """Map the gain, residual before over after, to 0.6 (least accepted gain) to 0.99 (from 20)."""
+    return float(np.clip(0.6 + 0.39 * np.log(found.gain / 1.5) / np.log(20 / 1.5), 0.6, 0.99))
+
+
+def replay_evidence(found: Explanation) -> str:
+    p = found.prediction
+    value = f" {p.parameter:g}" if p.parameter else ""
+    return (
+        f"replaying {p.name}{value} leaves a residual {found.gain:.1f} times smaller ({found.residual:.2g})"
+    )
+
+
+def applied_twice(case: Case, engine: float) -> bool:
+    recorded = case.setting.temperature
+    nearest = min(abs(engine - recorded**2), abs(engine - 1 / recorded))
+    return abs(recorded - 1.0) > T_TOLERANCE and nearest < T_TOLERANCE
+
+
+def temperature_fields(case: Case, p: Prediction) -> dict[str, Any]:
+    raw = abs(p.parameter - 1.0) < T_TOLERANCE
+    what = "the engine reports raw logprobs (temperature 1)"
+    return {
+        "what": what if raw else f"the engine's logprobs are of temperature {p.parameter:.3g}",
+        "temperature": case.setting.temperature,
+        "square": case.setting.temperature**2,
+    }
+
+
+def penalty_fields(case: Case, p: Prediction) -> dict[str, Any]:
+    return {"option": p.name.split()[0], "neutral": "1.0" if "repetition" in p.name else "0.0"}
+
+
+def mispaired_fields(case: Case, p: Prediction) -> dict[str, Any]:
+    share = f"{p.parameter:.0%} of the rows fit another row's scores"
+    return {"what": share if p.parameter else f"{p.name} explain the logprobs"}
+
+
+FIELDS: dict[str, Callable[[Case, Prediction], dict[str, Any]]] = {
+    "R01": temperature_fields,
+    "R02": temperature_fields,
+    "R03": lambda case, p: {
+        "positive": case.measurement.metrics["share_positive"],
+        "ratio": case.measurement.metrics["ratio_mean"],
+    },
+    "R05": penalty_fields,
+    "R06": lambda case, p: {
+        "where": "everywhere" if np.isinf(p.parameter) else f"for the first {p.parameter:.0f} tokens"
+    },
+    "R09": lambda case, p: {"share": float(np.mean(case.scores.rank[case.scores.rank >= 0] == 0))},
+    "R12": mispaired_fields,
+}
+
+
+def hidden_transform(case: Case) -> Finding | None:
+    """Return the transform that drew the tokens though their logprobs are the trainer's."""
+    if case.drawn_by is None or case.explanation is not None or case.unexplained:
+        return None
+    p, nats = case.drawn_by
+    key = {"R01": "R01.drawn", "R03": "R04", "R05": "R05"}.get(p.cause)
+    if key is None:
+        return None
+    rank, mass = case.scores.rank.max(), np.nanmax(case.scores.mass_before)
+    drawn = (
+        f"the tokens are {nats:.0f} nats likelier under {p.name} {p.parameter:.3g}, though the logprobs agree"
+    )
+    return finding(
+        key,
+        name=p.name,
+        value=p.parameter,
+        nats=nats,
+        replay=drawn,
+        rank=rank,
+        mass=mass,
+        temperature=case.setting.temperature,
+        surprise=case.surprise,
+        mean_abs=case.mean_abs,
+        **penalty_fields(case, p),
+    )
+
+
+def log_units(engine: Floats, trainer: Floats) -> Finding | None:
+    """R08: values above 0 are probabilities or negative log-likelihoods.
+
+    Runs before anything is averaged.
+    """
+    finite = np.isfinite(engine)
+    if finite.sum() < 2 or np.mean(engine[finite] > 0) < 0.5:
+        return None
+    values, expected = engine[finite], trainer[finite]
+    as_probability = np.inf
+    if (values <= 1).all() and (values > 0).all():
+        as_probability = float(np.median(np.abs(np.log(values) - expected)))
+    as_negative = float(np.median(np.abs(-values - expected)))
+    name = "probabilities" if as_probability < as_negative else "negative log-likelihoods"
+    return finding(
+        "R08.sign",
+        name=f"{name} instead of logprobs",
+        share=np.mean(values > 0),
+        left=min(as_probability, as_negative),
+    )
+
+
+def in_logprobs(units: Finding, engine: Floats) -> Floats:
+    """Convert the engine's numbers as `log_units` found."""
+    if "negative" in units.name:
+        return -engine
+    with np.errstate(divide="ignore"):
+        return np.log(np.maximum(engine, 0))
+
+
+# Alignment.
+
+
+def lengths_differ(case: Case) -> Finding | None:
+    differences = case.sequences.length_differences
+    if not differences:
+        return None
+    at_the_end = all(abs(d) == 1 for d in differences)
+    name = "EOS without its logprob, or a logprob without its token"
+    return finding(
+        "R17",
+        name=name if at_the_end else "logprobs and ids differ in number",
+        count=len(differences),
+        differences=sorted(set(differences))[:5],
+    )
+
+
+def foreign_tokens(case: Case) -> Finding | None:
+    """R18: spans of exact zeros were not sampled (tool output, environment)."""
+    table = case.table
+    zero = (table.engine == 0.0) & (table.trainer < -0.05)
+    runs = run_lengths(zero, table.sequence)
+    long = runs[runs >= MIN_RUN]
+    if not len(long):
+        return None
+    return finding("R18", count=len(long), longest=long.max(), trainer=table.trainer[zero].mean())
+
+
+def duplicate_samples(case: Case) -> Finding | None:
+    """R10: the samples of a prompt are copies of each other: one seed for all of them."""
+    if case.sequences.prompt_id is None or case.setting.greedy:
+        return None
+    shared, num_pairs = longest_shared(case)
+    # A pair shares so many nats by chance once in exp(nats); of several pairs, one may.
+    copies = [nats for nats in shared if nats - np.log(num_pairs) > COPIED_NATS]
+    if not copies:
+        return None
+    greedy = float(np.mean(case.scores.rank[case.scores.rank >= 0] == 0)) > 0.98
+    return finding(
+        "R10",
+        0.85 if greedy else None,  # greedy decoding copies as well, and is then the cause
+        copies=len(copies),
+        pairs=num_pairs,
+        most=max(copies),
+        chance=min(copies) - np.log(num_pairs),
+    )
+
+
+def longest_shared(case: Case) -> tuple[list[float], int]:
+    """Return the nats of the common beginning of each pair of samples of one prompt, and the pairs.
+
+    A sample is compared with the next one of its prompt in the order of their tokens, which is the
+    one that it shares most with.
+    """
+    sequences = case.sequences
+    assert sequences.prompt_id is not None
+    nats = np.zeros(len(sequences.input_ids))
+    # The smaller one: the trainer's is far too large where it scores after another prompt.
+    surprisals = -case.scores.logprob, -sequences.engine_logprobs[sequences.scored]
+    nats[sequences.scored] = np.clip(np.nan_to_num(np.minimum(*surprisals)), 0.0, None)
+    groups: dict[tuple[int, bytes], list[tuple[list[int], list[float]]]] = {}
+    for row in range(sequences.num_rows):
+        tokens = sequences.row(row)
+        ids, sampled = sequences.input_ids[tokens], sequences.sampled[tokens]
+        if sampled.any():
+            key = (int(sequences.prompt_id[row]), ids[: int(np.argmax(sampled))].tobytes())
+            groups.setdefault(key, []).append((ids[sampled].tolist(), nats[tokens][sampled].tolist()))
+    shared = []
+    for samples in groups.values():
+        for (one, own), (other, _) in itertools.pairwise(sorted(samples)):
+            equal = next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), None)
+            shared.append(float(sum(own[: min(len(one), len(other)) if equal is None else equal])))
+    return shared, sum(len(samples) * (len(samples) - 1) // 2 for samples in groups.values())
+
+
+def context_rewritten_at_a_turn(case: Case) -> Finding | None:
+    """R14: from some turn on, the engine saw another history than the recorded one."""
+    turn = case.table.turn
+    if not case.unexplained or turn.max() == 0:
+        return None
+    names, means, _ = means_by(turn, np.abs(case.table.difference))
+    bad = means > BAD_RATIO * max(means[0], case.level / 2)
+    if bad[0] or not bad[1:].any():
+        return None
+    return finding("R14", means=listed_means(means[:6]), first=int(names[np.argmax(bad)]))
+
+
+def listed_means(means: Floats) -> str:
+    return ", ".join(f"{mean:.2g}" for mean in means)
+
+
+def retokenised(case: Case) -> Finding | None:
+    """R13: from some position on, the ids are not those that the engine sampled."""
+    if not case.unexplained or case.table.turn.max() > 0:
+        return None
+    found = breaks(case.table)
+    bad = found.mean > case.level
+    broken = (
+        bad
+        & (found.before < 2 * case.level)
+        & (found.after_median > case.level)
+        & (found.after > BAD_RATIO * np.maximum(found.before, case.level / 2))
+    )
+    if bad.sum() < 3 or broken.sum() < 0.6 * bad.sum() or np.ptp(found.place[broken]) < 8:
+        return None
+    if case.table.version is not None and len(np.unique(case.table.version)) > 1:
+        return None  # an update in flight looks the same
+    before, after = found.before[broken].mean(), found.after[broken].mean()
+    return finding("R13", broken=broken.sum(), bad=bad.sum(), before=before, after=after)
+
+
+def other_context(case: Case) -> Finding | None:
+    """R16: the engine saw another prompt (such as chat template); |D| fades with position."""
+    if not case.unexplained:
+        return None
+    shape = trend(case.table.turn_position, np.minimum(np.abs(case.table.difference), 5.0))
+    if shape is None or shape.line < 0.5:
+        return None
+    if shape.first < 1.5 * shape.last or shape.first < BAD_RATIO * case.level:
+        return None
+    return finding("R16", first=shape.first, last=shape.last)
+
+
+# Weights.
+
+
+def one_tensor_differs(case: Case) -> Finding | None:
+    """R24, R25, R26, R65: the change of one tensor, or of all, explains which tokens differ."""
+    found = case.changed_tensor
+    if found is None or case.explanation is not None:
+        return None
+    weighed = (
+        f"{found.name} {found.how} leaves {found.noise:.0%} of the difference"
+        if found.how is not None
+        else f"a change of {found.name} explains which tokens differ, and leaves {found.noise:.0%} of the difference as noise"
+    )
+    is_vision = found.name == TOWER or any(word in found.name for word in VISION_WORDS)
+    is_vocabulary = any(word in found.name for word in VOCABULARY_WORDS)
+    most = 0.6 if found.name == EVERY else 0.95 if found.how is not None else 0.9
+    id = "R24" if found.name == EVERY else "R65" if is_vision else "R26" if is_vocabulary else "R25"
+    return finding(
+        f"{id}.tensor",
+        min(0.6 + 0.3 * found.margin / SURE_MARGIN, most),
+        tensor=found.name,
+        how=f": it is {found.how}" if found.how is not None else "",
+        weighed=f"{weighed}: {found.nats:.0f} nats likelier than noise alone, {found.margin:.0f} nats than the next tensor",
+    )
+
+
+def policy_moved(case: Case) -> Finding | None:
+    """R57: tokens of older versions differ because the policy moved; not a fault."""
+    version, now = case.table.version, case.setting.model_version
+    if version is None or now is None or len(np.unique(version)) < 2 or case.mean_abs <= case.level / 2:
+        return None
+    lag, means, _ = means_by(now - version, np.abs(case.table.difference))
+    if lag[0] != 0 or means[0] > case.level or means[1:].min() < 1.5 * means[0]:
+        return None
+    return finding("R57", means=means_by_name(lag, means))
+
+
+def means_by_name(names: Any, means: Floats) -> str:
+    return ", ".join(f"{name}: {mean:.2g}" for name, mean in zip(names, means, strict=True))
+
+
+def cache_kept_over_update(case: Case) -> Finding | None:
+    """R29: requests that reused cached keys and values are bad, fresh ones are not."""
+    cached = case.table.cached_tokens
+    if not case.unexplained or cached is None or len(np.unique(cached > 0)) < 2:
+        return None
+    size = np.abs(case.table.difference)
+    fresh, reused = float(size[cached == 0].mean()), float(size[cached > 0].mean())
+    limit = BAD_RATIO * max(fresh, case.level / 2)
+    if reused < limit or chance_of_sound(case.table, cached == 0, limit) > LARGEST_CHANCE:
+        return None
+    return finding("R29", reused=reused, fresh=fresh)
+
+
+def chance_of_sound(table: TokenTable, fresh: Bools, limit: float) -> float:
+    """Return how likely no row of those with `fresh` tokens is bad if bad rows are drawn.
+
+    One fresh row of many is sound by chance where half of all rows are.
+    """
+    rows, means, _ = means_by(table.sequence, np.abs(table.difference))
+    num_fresh, num_sound = int(np.isin(rows, table.sequence[fresh]).sum()), int((means <= limit).sum())
+    return math.comb(num_sound, num_fresh) / math.comb(len(rows), num_fresh)
+
+
+def update_in_flight(case: Case) -> Finding | None:
+    """R30: samples that span a weight update differ before or after it."""
+    table, version = case.table, case.table.version
+    if not case.unexplained or version is None or len(np.unique(version)) < 2:
+        return None
+    spans = (np.diff(version) != 0) & (np.diff(table.sequence) == 0)
+    mixed = np.isin(table.sequence, table.sequence[np.flatnonzero(spans)])
+    if not mixed.any():
+        return None
+    names, means, _ = means_by(version[mixed], np.abs(table.difference[mixed]))
+    if means.max() < BAD_RATIO * max(float(means.min()), case.level / 2):
+        return None
+    return finding("R30", means=means_by_name(names, means))
+
+
+def one_worker_differs(case: Case) -> Finding | None:
+    """R34: some engines or sequences are bad and the others are not."""
+    if not case.unexplained:
+        return None
+    size = np.abs(case.table.difference)
+    if case.table.worker is not None:
+        names, means, _ = means_by(case.table.worker, size)
+        bad = means > BAD_RATIO * max(float(means.min()), case.level / 2)
+        if not bad.any() or bad.all():
+            return None
+        return finding("R34", bad=means[bad].mean(), names=names[bad].tolist(), clean=means[~bad].mean())
+    mean = breaks(case.table).mean
+    bad, clean = mean > BAD_RATIO * case.level, mean < 1.5 * case.level
+    if bad.sum() < 2 or clean.sum() < 2 or (bad | clean).mean() < 0.9:
+        return None
+    return finding(
+        "R34.sequences", count=bad.sum(), total=len(bad), bad=mean[bad].mean(), clean=mean[clean].mean()
+    )
+
+
+def token_bias(case: Case) -> Finding | None:
+    """R26, R27, R55: D depends on the token id: output bias or rows of the output layer differ."""
+    if not case.unexplained:
+        return None
+    difference = np.clip(case.table.difference, -5.0, 5.0)
+    explains = explained_by_key(case.table.token_id, difference)
+    if explains < 0.6:
+        return None
+    names, means, count = means_by(case.table.token_id, np.abs(difference))
+    bad = names[(means > BAD_RATIO * max(float(np.median(means)), case.level)) & (count >= 2)]
+    share_of_bad = (difference[np.isin(case.table.token_id, bad)] ** 2).sum() / (difference**2).sum()
+    if not (0 < len(bad) <= 0.1 * len(names) and share_of_bad > 0.6):
+        return finding("R27", UNRELATED if are_unrelated(case) else None, share=explains)
+    added = set(bad.tolist()) <= case.setting.added_token_ids
+    ids = ", ".join(map(str, bad[:8].tolist()))
+    return finding("R55" if added else "R26", share=explains, count=len(bad), ids=ids)
+
+
+def are_unrelated(case: Case) -> bool:
+    metrics = case.measurement.metrics
+    return metrics["mean_abs"] >= 1.0 and metrics["logprob_pearson"] <= 0.35
+
+
+def other_checkpoint(case: Case) -> Finding | None:
+    """R33: engine and trainer hold different checkpoints."""
+    if not case.unexplained or not are_unrelated(case):
+        return None
+    return finding(
+        "R33",
+        correlation=case.measurement.metrics["logprob_pearson"],
+        trainer=case.table.trainer.mean(),
+        uniform=-np.log(max(case.setting.vocabulary_size, 2)),
+    )
+
+
+# Architecture.
+
+
+def window_differs(case: Case) -> Finding | None:
+    """R52: bad from the same absolute position on in every sequence: the attention window."""
+    if not case.unexplained:
+        return None
+    position, size = case.table.position, np.abs(case.table.difference)
+    place = onset(position, case.table.difference, case.level)
+    if place is None:
+        return None
+    after = (position >= place) & (position < place + TOKENS_AFTER_ONSET)
+    _, means, count = means_by(case.table.sequence[after], size[after])
+    if (means[count >= TOKENS_AFTER_ONSET // 2] > BAD_RATIO * case.level / 2).mean() < 0.7:
+        return None  # sequences diverge at different positions
+    return finding("R52", place=place, after=size[position >= place].mean())
+
+
+def positions_differ(case: Case) -> Finding | None:
+    """R49: |D| rises with position from the start."""
+    if not case.unexplained:
+        return None
+    shape = trend(case.table.position, np.minimum(np.abs(case.table.difference), 5.0))
+    if shape is None or shape.line < 0.6 or shape.line < shape.step - 0.05 or shape.last < 1.5 * shape.first:
+        return None
+    return finding("R49.trend", first=shape.first, last=shape.last, line=shape.line, step=shape.step)
+
+
+# Rescoring.
+
+
+def trainer_differs(case: Case) -> Finding | None:
+    """R20: the trainer's packed path differs from the model, so the fault is the trainer's."""
+    check = case.trainer_check
+    if check is None or check.trainer_model <= NOISE_FACTOR * case.level:
+        return None
+    if check.engine_model > check.trainer_model / NOISE_FACTOR:
+        return None
+    return finding(
+        "R20",
+        source=check.source,
+        trainer=check.trainer_model,
+        tokens=check.num_tokens,
+        engine=check.engine_model,
+    )
+
+
+def decoding_differs(case: Case) -> Finding | None:
+    """R40, R43, R48: the engine's decoding differs from its prefill, which matches the model."""
+    rescoring, dtype = case.rescoring, case.setting.kv_cache_dtype
+    if rescoring is None or rescoring.decode is None:
+        return None
+    floor = NOISE_FACTOR * max(case.level, rescoring.engine_repeat)
+    if rescoring.decode <= floor or rescoring.prefill >= rescoring.decode / NOISE_FACTOR:
+        return None
+    key = (
+        "R43" if dtype is not None and "8" in dtype else "R48" if case.setting.has_linear_attention else "R40"
+    )
+    decode, prefill, repeat = rescoring.decode, rescoring.prefill, rescoring.engine_repeat
+    return finding(key, dtype=dtype, decode=decode, prefill=prefill, repeat=repeat)
+
+
+def model_not_repeatable(case: Case) -> Finding | None:
+    """R47: the model computes different logprobs for the same batch."""
+    if case.rescoring is None or case.rescoring.model_repeat <= 1e-7:
+        return None
+    repeat = case.rescoring.model_repeat
+    return finding("R47", repeat=repeat, is_fault=repeat > case.level)
+
+
+def batch_variant(case: Case) -> Finding | None:
+    """R39: the model's logprobs depend on the batch by more than its dtype allows."""
+    rescoring = case.rescoring
+    if rescoring is None or rescoring.model_alone <= NOISE_FACTOR * case.level:
+        return None
+    return finding("R39", alone=rescoring.model_alone, repeat=rescoring.model_repeat)
+
+
+# Numerics.
+
+
+def placeholder_logprobs(case: Case) -> Finding | None:
+    """R60: one number stands in place of logprobs: 0 at the first token, a lower limit."""
+    table = case.table
+    names, inverse, count = np.unique(table.engine, return_inverse=True, return_counts=True)
+    size = np.minimum(np.abs(table.difference), 5.0)
+    wrong = np.bincount(inverse, size > max(2 * case.level, 0.01))  # tokens of each number
+    best = int(np.argmax(wrong))
+    repeated = inverse == best
+    if names[best] == 0.0 and run_lengths(repeated, table.sequence).max() >= MIN_RUN:
+        return None  # spans of zeros are tokens that were not sampled (R18)
+    if wrong[best] < FEWEST_REPEATED or wrong[best] < 0.5 * count[best] or len(names) < 2:
+        return None
+    if wrong[best] < 0.5 * wrong.sum():
+        return None  # most of what is wrong is no placeholder
+    trainer, others = table.trainer[repeated], size[~repeated].mean()
+    if np.ptp(trainer) < 0.1 or size[repeated].mean() < BAD_RATIO * others:
+        return None
+    low, high = trainer.min(), trainer.max()
+    return finding("R60.repeated", count=count[best], number=names[best], low=low, high=high, others=others)
+
+
+def rounded_logprobs(case: Case) -> Finding | None:
+    """R36: the reported logprobs were rounded to bfloat16, float16, or a few decimal places."""
+    values = case.table.engine[case.table.engine != 0].astype(np.float32)
+    if len(values) < FEWEST_ON_GRID:
+        return None
+    on_grid = {
+        "bfloat16": float(np.mean(values.view(np.uint32) & 0xFFFF == 0)),
+        "float16": float(np.mean(values.astype(np.float16).astype(np.float32) == values)),
+    } | {f"{digits} decimal places": share_on_decimals(case.table.engine, digits) for digits in DECIMALS}
+    name = max(on_grid, key=lambda key: on_grid[key])
+    return finding("R36", grid=name, share=on_grid[name]) if on_grid[name] >= 0.995 else None
+
+
+def share_on_decimals(values: Floats, digits: int) -> float:
+    scaled = values * 10.0**digits
+    scaled = scaled[np.abs(scaled) > 0.5]  # smaller ones round to 0 on any grid
+    if len(scaled) < FEWEST_ON_GRID:
+        return 0.0
+    return float(np.mean(np.abs(scaled - np.round(scaled)) < 1e-6 * np.maximum(1.0, np.abs(scaled))))
+
+
+def rounded_logits(case: Case) -> Finding | None:
+    """R37: the engine's logits are bfloat16 where the trainer's are float32."""
+    if case.replays is None or not case.replays.rounding.std() > 1e-5 or case.explanation is not None:
+        return None
+    residual = np.clip(case.replays.engine - case.replays.base, -0.5, 0.5)
+    shared = correlation(residual, case.replays.rounding)
+    if shared < 0.15 or shared * np.sqrt(len(residual)) < 8:
+        return None
+    return finding("R37", shared=shared, tokens=len(residual))
+
+
+def other_dtype(case: Case) -> Finding | None:
+    """R38: D is as large as what another dtype changes, and correlates with it.
+
+    Two kernels of one dtype round differently, so that scoring in it explains D only in part.
+    """
+    replays = case.replays
+    others = [] if replays is None else [p for p in replays.predictions if p.cause == "R38"]
+    if replays is None or not others or case.mean_abs <= case.level:
+        return None
+    if case.explanation is not None and case.explanation.prediction.cause == "R38":
+        return None
+    moves, difference = others[0].logprobs - replays.base, replays.engine - replays.base
+    if not 0.5 < difference.std() / max(float(moves.std()), 1e-12) < 2.0:
+        return None
+    shared = correlation(moves, difference)
+    shown = f"D correlates with what the other dtype changes: {shared:.2f}, and is as large"
+    return dtype_finding(case, None, shown) if shared > MOVES_SHARED else None
+
+
+def dtype_finding(case: Case, sure: float | None, shown: str) -> Finding:
+    # Below the level it is the noise of a dtype that the engine declares.
+    return finding("R38", sure, shown=shown, is_fault=case.mean_abs > case.level)
+
+
+def periodic(case: Case) -> Finding | None:
+    """R45: every k-th token is bad: logprobs of accepted draft tokens."""
+    if not case.unexplained:
+        return None
+    size = np.minimum(np.abs(case.table.difference), 5.0)
+    for period in PERIODS:
+        _, means, count = means_by(case.table.turn_position % period, size)
+        clean = means < 1.5 * case.level
+        if len(means) < period or count.min() < 20 or not clean.any() or clean.all():
+            continue
+        if means[~clean].min() > BAD_RATIO * max(float(means[clean].max()), case.level / 2):
+            return finding("R45", period=period, means=listed_means(means))
+    return None
+
+
+def heavy_tail(case: Case) -> Finding | None:
+    """R42: most tokens agree and a few differ widely: experts chosen differently."""
+    metrics = case.measurement.metrics
+    if case.explanation is not None:
+        return None
+    if metrics["max_abs"] < 10 * case.level or metrics["p50_abs"] > case.level:
+        return None
+    # Two engines of different noise have together a tail that none of them has.
+    worker, size = case.table.worker, case.table.difference
+    engines = [size] if worker is None else [size[worker == one] for one in np.unique(worker)]
+    tails = map(tail, engines)
+    heavy = next((one for one in tails if one["kurtosis"] >= 20 and one["p99_over_p50"] >= 20), None)
+    if heavy is None:
+        return None
+    return finding(
+        "R42.tail",
+        kurtosis=heavy["kurtosis"],
+        p99=heavy["p99_over_p50"],
+        top=heavy["top_percent_share"],
+        of_one=" of one engine" if len(engines) > 1 else "",
+    )
+
+
+def unusable_logprobs(case: Case) -> Finding | None:
+    """R60: NaN, minus infinity or numbers above 0 among the logprobs."""
+    excluded = case.table.excluded
+    nan, minus, above = excluded.engine_nan, excluded.engine_minus_infinity, excluded.engine_above_zero
+    bad = nan + minus + above + excluded.trainer_not_finite
+    if not bad:
+        return None
+    total, trainer = bad + len(case.table.engine), excluded.trainer_not_finite
+    is_fault = bad / total > 0.001
+    return finding(
+        "R60", bad=bad, total=total, nan=nan, minus=minus, above=above, trainer=trainer, is_fault=is_fault
+    )
+
+
+def ordinary_noise(case: Case) -> Finding | None:
+    """R35: differences of kernels that round differently; not a fault."""
+    k3, noise = case.measurement.metrics["k3"], case.setting.noise
+    if case.mean_abs > noise.mean_abs or k3 > noise.k3:
+        return None
+    return finding(
+        "R35",
+        noise=noise.name,
+        mean_abs=case.mean_abs,
+        limit=noise.mean_abs,
+        k3=k3,
+        k3_limit=noise.k3,
+        source=noise.source,
+    )
+
+
+# In the order in which equally certain findings are listed.
+CHECKS: tuple[Callable[[Case], Finding | None], ...] = (
+    lengths_differ,
+    foreign_tokens,
+    duplicate_samples,
+    from_replay,
+    context_rewritten_at_a_turn,
+    retokenised,
+    other_context,
+    hidden_transform,
+    one_tensor_differs,
+    policy_moved,
+    cache_kept_over_update,
+    update_in_flight,
+    one_worker_differs,
+    token_bias,
+    other_checkpoint,
+    window_differs,
+    positions_differ,
+    trainer_differs,
+    decoding_differs,
+    model_not_repeatable,
+    batch_variant,
+    placeholder_logprobs,
+    rounded_logprobs,
+    rounded_logits,
+    other_dtype,
+    periodic,
+    heavy_tail,
+    unusable_logprobs,
+    ordinary_noise,
+)

@@ -1,0 +1,175 @@
+"""Cross-checks of the same tokens: repeated scoring by engine and model, and the trainer's path.
+
+Rescoring compares A, the engine when sampling, B, its prefill, and C, the model. A difference of A
+and B is a fault of decoding in the engine; one of B and C is a fault of its weights, sampling
+transform or numerics. B and C are repeated: the difference of two Bs is the engine's run-to-run
+variation, the noise floor of any comparison (the experiment of miles, docs/en/advanced, 2026).
+
+The trainer check compares both with logprobs of the trainer's packed and sharded path, from the
+record or computed now. A difference of engine and Hugging Face is the engine's fault only if the
+trainer agrees with Hugging Face; otherwise it is the trainer's.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import torch
+
+from areal_core.algorithm.alignment import shifted_left
+from areal_core.config import TrainEngineConfig
+from areal_core.config.train_engine import MicroBatchSpec
+from areal_core.data.batch import Batch
+from areal_core.engine.ranks import join_ranks, leave_ranks
+from areal_core.trainer.build import build_engine
+from consistency.engines import MAX_CONCURRENT, Engine, Pictures, call_all
+from consistency.measure import k3
+from consistency.score import Scorer, score_logprobs
+from consistency.tokens import Bools, Floats, Sequences
+
+# Rows are scored alone as well as packed, to detect logprobs that depend on the batch.
+ALONE = 1
+
+TOKENS_PER_MICRO_BATCH = 4096
+
+
+@dataclass(frozen=True)
+class Rescoring:
+    """Mean |difference| over the same tokens.
+
+    `decode` (A - B) is None unless A was sampled at temperature 1, which is that of B.
+    """
+
+    num_tokens: int
+    decode: float | None
+    prefill: float
+    engine_repeat: float
+    model_repeat: float
+    model_alone: float
+
+
+def rescore(engines: Sequence[Engine], scorer: Scorer, rows: Sequences, temperature: float) -> Rescoring:
+    """Score rows twice by the engines that sampled them (`rows.worker`) and twice by the model.
+
+    Raises:
+        EngineError: an engine does not score prompts.
+    """
+    bounds = [rows.row(row) for row in range(rows.num_rows)]
+    ids = [rows.input_ids[bound].tolist() for bound in bounds]
+    num_prompts = [int((~rows.sampled[bound]).sum()) for bound in bounds]
+    workers = [0] * rows.num_rows if rows.worker is None else rows.worker.tolist()
+    seen = pictures_of(scorer, rows)
+    calls = [
+        partial(engines[worker].rescore, *asked)
+        for worker, *asked in zip(workers, ids, num_prompts, seen, strict=True)
+    ]
+    limit = MAX_CONCURRENT * len(engines)
+    first, second = (
+        np.concatenate([np.array(row) for row in call_all(calls, limit, lambda _: None)]) for _ in range(2)
+    )
+    model = score_logprobs(scorer, rows)
+    again = score_logprobs(scorer, rows)
+    alone = score_logprobs(scorer, rows, tokens_per_pass=ALONE)
+    sampled = rows.engine_logprobs[rows.scored]
+    return Rescoring(
+        num_tokens=len(model),
+        decode=mean_distance(sampled, first) if temperature == 1.0 else None,
+        prefill=mean_distance(first, model),
+        engine_repeat=mean_distance(first, second),
+        model_repeat=mean_distance(model, again),
+        model_alone=mean_distance(model, alone),
+    )
+
+
+def pictures_of(scorer: Scorer, rows: Sequences) -> list[Pictures | None]:
+    """Return the images that a request for each row carries."""
+    if rows.images is None or scorer.processor is None:
+        return [None] * rows.num_rows
+    placeholder = scorer.processor.image_token_id
+    return [Pictures(images, placeholder) if images else None for images in rows.images]
+
+
+def mean_distance(left: Floats, right: Floats) -> float:
+    both = np.isfinite(left) & np.isfinite(right)
+    return float(np.abs(left[both] - right[both]).mean()) if both.any() else float("nan")
+
+
+@dataclass(frozen=True)
+class TrainerCheck:
+    """Mean |difference| and k3 over `num_tokens`; `source` names the origin of the trainer's."""
+
+    source: str
+    num_tokens: int
+    engine_trainer: float
+    trainer_model: float
+    engine_model: float
+    trainer_model_k3: float
+
+
+def compare_trainer(source: str, engine: Floats, trainer: Floats, model: Floats) -> TrainerCheck | None:
+    """Compare three columns of logprobs, float64 [n], where all are finite; None if none is."""
+    usable = np.isfinite(engine) & np.isfinite(trainer) & np.isfinite(model) & (engine <= 0)
+    if not usable.any():
+        return None
+    engine, trainer, model = engine[usable], trainer[usable], model[usable]
+
+    def distance(left: Floats, right: Floats) -> float:
+        return float(np.abs(left - right).mean())
+
+    return TrainerCheck(
+        source=source,
+        num_tokens=len(engine),
+        engine_trainer=distance(engine, trainer),
+        trainer_model=distance(trainer, model),
+        engine_model=distance(engine, model),
+        trainer_model_k3=float(k3(model - trainer).mean()),
+    )
+
+
+def trainer_logprobs(path: str, dtype: str, device: str, sequences: Sequences, temperature: float) -> Floats:
+    """Return logprobs of the scored tokens by the packed FSDP engine on one rank, float64 [scored].
+
+    Raises:
+        ModelError: the checkpoint cannot be read.
+    """
+    options = TrainEngineConfig(
+        path=path,
+        dtype=dtype,
+        temperature=temperature,
+        mb_spec=MicroBatchSpec(max_tokens_per_mb=TOKENS_PER_MICRO_BATCH),
+    )
+    ranks = join_ranks(device)
+    try:
+        engine = build_engine(options, ranks, total_steps=1)
+        padded, kept = padded_batch(sequences)
+        found = engine.compute_logprobs(padded)
+    finally:
+        leave_ranks()
+    column = np.full(len(sequences.input_ids), np.nan)
+    column[sequences.scored] = shifted_right(found).double().numpy()[kept][sequences.scored]
+    return column[sequences.scored]
+
+
+def shifted_right(values: torch.Tensor) -> torch.Tensor:
+    """Align next-token values [B, T] with the tokens themselves; the first column is 0."""
+    return torch.cat([torch.zeros_like(values[:, :1]), values[:, :-1]], 1)
+
+
+def padded_batch(sequences: Sequences) -> tuple[Batch, Bools]:
+    """Pad to `input_ids`, `attention_mask` and next-token aligned `loss_mask` [B, T].
+
+    Returns:
+        The batch, and a mask bool [B, T] that is true at tokens and false at padding.
+    """
+    lengths = np.diff(sequences.cu_seqlens)
+    kept = np.arange(lengths.max())[None, :] < lengths[:, None]
+    ids, mask = np.zeros(kept.shape, np.int64), np.zeros(kept.shape, np.int64)
+    ids[kept], mask[kept] = sequences.input_ids, sequences.sampled
+    mask[:, 0] = 0
+    batch = {
+        "input_ids": torch.as_tensor(ids),
+        "attention_mask": torch.as_tensor(kept),
+        "loss_mask": shifted_left(torch.as_tensor(mask), 0),
+    }
+    return batch, kept

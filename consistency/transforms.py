@@ -1,0 +1,436 @@
+"""Hypothesis replay: compare the reported logprobs with those of each sampling transform.
+
+Two criteria over the same transforms: the *residual* finds the transform that explains the reported
+logprobs; the *likelihood* finds the one under which the sampled tokens are most likely, which
+detects a truncated nucleus even if the reported logprobs equal the trainer's to the last digit.
+
+A transform is a distribution that an engine may sample from or report: it takes `Rows` of full
+logits and returns normalised log probabilities [rows, vocab], minus infinity for tokens that it
+excludes.
+"""
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from consistency.score import TOKENS_PER_PASS, Scorer, predictors
+from consistency.tokens import ROUNDING_ABOVE_ZERO, Floats, Ints, Sequences, is_minus_infinity
+
+# Size of the full logits that a transform is tested on: 1,365 tokens of a vocabulary of 49 k, of
+# which the screening takes 341.
+LOGITS_TO_REPLAY = 1 << 26
+LOGITS_TO_SCREEN = 1 << 24
+FEWEST_TOKENS = 256
+MOST_TOKENS = 4096
+ZOOMS = 2
+ZOOM_POINTS = 9
+# Residuals are bounded, so that one token cannot decide.
+RESIDUAL_BOUND = 5.0
+# Of a row's mean |D|, at most, left with the right prompt or images.
+EXPLAINED = 0.2
+# Nats that an excluded token costs: noise at the edge of a nucleus does not refute it.
+FORBIDDEN_COST = 8.0
+# A transform that gains so many nats in the screening is tested on all tokens.
+SCREENING_NATS = 2.0
+
+
+@dataclass
+class Rows:
+    """Rows of logits, float32 [rows, vocab]; `uncapped` are those before the model's own soft cap.
+
+    `seen` counts the earlier occurrences of each token in prompt and output, `seen_output` those in
+    the output alone; int64 [rows, vocab].
+    """
+
+    logits: Tensor
+    uncapped: Tensor
+    temperature: float
+    seen: Tensor
+    seen_output: Tensor
+
+    @cached_property
+    def scaled(self) -> Tensor:
+        """Logits divided by the temperature."""
+        return self.logits / self.temperature
+
+    @cached_property
+    def order(self) -> Tensor:
+        """Token ids, most likely first."""
+        return self.scaled.argsort(dim=1, descending=True, stable=True)
+
+    @cached_property
+    def rank(self) -> Tensor:
+        """Number of more likely tokens."""
+        places = torch.arange(self.order.shape[1], device=self.order.device).expand_as(self.order)
+        return torch.empty_like(self.order).scatter_(1, self.order, places)
+
+    @cached_property
+    def mass_before(self) -> Tensor:
+        """Total probability of all more likely tokens."""
+        sorted_probs = torch.softmax(self.scaled, 1).gather(1, self.order)
+        before = sorted_probs.cumsum(1) - sorted_probs
+        return torch.empty_like(before).scatter_(1, self.order, before)
+
+
+Transform = Callable[[Rows], Tensor]
+
+
+@dataclass(frozen=True)
+class Family:
+    """Transforms that differ in one number; the grid is refined around the points that fit best."""
+
+    cause: str
+    name: str
+    transform: Callable[[Rows, float], Tensor]
+    grid: tuple[float, ...]
+    refine: bool = True
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Logprobs that the engine would have reported under one hypothesis, float64 [sample]."""
+
+    cause: str
+    name: str
+    parameter: float
+    logprobs: Floats
+
+
+@dataclass(frozen=True)
+class LogitSample:
+    """Complete rows, few enough for full logits.
+
+    `places` index the scored tokens; `hidden` [sample, dim] predicts them.
+    """
+
+    rows: Ints
+    places: Ints
+    tokens: Ints
+    hidden: Tensor
+    labels: Tensor
+
+
+@dataclass(frozen=True)
+class Replays:
+    """Every tested prediction; float64 [sample].
+
+    `base` is the trainer's own logprob, which also replaces unusable ones in `engine`; `rounding`
+    is the effect of bfloat16 logits; `largest` is the logprob of the most likely token.
+    """
+
+    rows: Ints
+    sample: Ints
+    engine: Floats
+    base: Floats
+    rounding: Floats
+    largest: Floats
+    predictions: tuple[Prediction, ...]
+
+
+def replay(scorer: Scorer, sequences: Sequences, temperature: float, eos_token_id: int | None) -> Replays:
+    """Screen all transforms on a subsample, test promising ones on the rest, refine their grids."""
+    sample = select_sample(scorer, sequences)
+    references = [as_is, bfloat16_logits, largest_logprob]
+    base, rounded, largest = evaluate(scorer, sequences, sample, temperature, references)
+    engine = usable_or(sequences.engine_logprobs[sample.tokens], base)
+
+    def predict(
+        tokens: LogitSample, tried: Sequence[Family], grids: Sequence[tuple[float, ...]]
+    ) -> list[Prediction]:
+        points = [(family, value) for family, grid in zip(tried, grids, strict=True) for value in grid]
+        candidates: list[Transform] = [
+            lambda rows, f=f, v=v: f.transform(rows, v)  # type: ignore[misc]
+            for f, v in points
+        ]
+        values = evaluate(scorer, sequences, tokens, temperature, candidates)
+        return [Prediction(f.cause, f.name, v, row) for (f, v), row in zip(points, values, strict=True)]
+
+    stride = -(-len(sample.places) // tokens_within(LOGITS_TO_SCREEN, scorer.head.vocabulary_size))
+    every = transform_families(eos_token_id)
+    screened = predict(subsampled(sample, stride), every, [family.grid for family in every])
+    tried = [family for family in every if is_promising(family, screened, engine[::stride], base[::stride])]
+    predictions = predict(sample, tried, [family.grid for family in tried])
+    for _ in range(ZOOMS):
+        predictions += predict(sample, tried, [finer_grid(f, predictions, engine, base) for f in tried])
+    return Replays(sample.rows, sample.places, engine, base, rounded - base, largest, tuple(predictions))
+
+
+def is_promising(family: Family, screened: Sequence[Prediction], engine: Floats, base: Floats) -> bool:
+    """Return whether a transform of the family beats the trainer's distribution by any criterion.
+
+    The bar is far lower than that of an explanation.
+    """
+    if family.cause == "R06":  # EOS forbidden for the first tokens alone fits the others worse
+        return True
+    members = [p.logprobs for p in screened if p.name == family.name]
+    explains = min(residual_size(engine, p) for p in members) < 0.95 * residual_size(engine, base)
+    squares = min(mean_square(engine, p) for p in members) < 0.9 * mean_square(engine, base)
+    return explains or squares or max(likelihood(base, p) for p in members) > SCREENING_NATS
+
+
+def usable_or(engine: Floats, base: Floats) -> Floats:
+    """Return the engine's logprobs, with the trainer's in place of unusable ones."""
+    return np.where(
+        np.isfinite(engine) & (engine <= ROUNDING_ABOVE_ZERO) & ~is_minus_infinity(engine), engine, base
+    )
+
+
+def finer_grid(
+    family: Family, predictions: Sequence[Prediction], engine: Floats, base: Floats
+) -> tuple[float, ...]:
+    """Return points between the best grid points and their neighbours.
+
+    Both the best by residual and the best by likelihood; empty for a family that is not refined.
+    """
+    if not family.refine:
+        return ()
+    members = sorted((p for p in predictions if p.name == family.name), key=lambda p: p.parameter)
+    judged = (
+        min(range(len(members)), key=lambda i: residual_size(engine, members[i].logprobs)),
+        max(range(len(members)), key=lambda i: likelihood(base, members[i].logprobs)),
+    )
+    known = {p.parameter for p in members}
+    points: set[float] = set()
+    for best in judged:
+        ends = (
+            members[max(best - 1, 0)].parameter,
+            members[best].parameter,
+            members[min(best + 1, len(members) - 1)].parameter,
+        )
+        for low, high in itertools.pairwise(ends):
+            points |= set(np.linspace(low, high, ZOOM_POINTS // 2 + 2).tolist())
+    return tuple(sorted(points - known))
+
+
+def residual_size(engine: Floats, predicted: Floats) -> float:
+    """Median |difference| of a prediction, plus 5 % of the bounded mean for the tail."""
+    size = np.minimum(np.abs(engine - predicted), RESIDUAL_BOUND)
+    return float(np.median(size) + 0.05 * size.mean())
+
+
+def bounded(difference: Floats) -> Floats:
+    """Absolute differences, bounded; unusable ones count as 0."""
+    return np.minimum(np.abs(np.nan_to_num(difference, posinf=0, neginf=0)), RESIDUAL_BOUND)
+
+
+def mean_square(engine: Floats, predicted: Floats) -> float:
+    """Bounded mean square of a prediction's difference, which the worst tokens dominate."""
+    return float((np.minimum(np.abs(engine - predicted), RESIDUAL_BOUND) ** 2).mean())
+
+
+def likelihood(base: Floats, predicted: Floats) -> float:
+    """Return the log-likelihood gain over the trainer's distribution, in nats."""
+    return float(np.maximum(predicted - base, -FORBIDDEN_COST).sum())
+
+
+def select_sample(scorer: Scorer, sequences: Sequences) -> LogitSample:
+    """Select rows of the batch and compute the hidden states that predict their tokens."""
+    limit = tokens_within(LOGITS_TO_REPLAY, scorer.head.vocabulary_size)
+    row_of_place = sequences.row_of_token[sequences.scored]
+    rows = spread_rows(sequences, limit)
+    places = np.flatnonzero(np.isin(row_of_place, rows))
+    selected = select_rows(sequences, rows)
+    hidden = torch.empty(0)
+    for at, states, _, _ in predictors(scorer, selected, TOKENS_PER_PASS):
+        if not len(hidden):
+            hidden = states.new_empty(len(places), states.shape[1])
+        hidden[torch.as_tensor(at, device=states.device)] = states
+    tokens = sequences.scored[places]
+    return LogitSample(
+        rows, places, tokens, hidden, torch.as_tensor(sequences.input_ids[tokens], device=scorer.device)
+    )
+
+
+def spread_rows(sequences: Sequences, num_tokens: int) -> Ints:
+    """Pick evenly spread rows until they hold `num_tokens` scored tokens; ascending."""
+    row_of_place = sequences.row_of_token[sequences.scored]
+    counts = np.bincount(row_of_place, minlength=sequences.num_rows)
+    spread = np.argsort((np.arange(sequences.num_rows) * 0.618034) % 1.0, kind="stable")
+    return np.sort(spread[np.concatenate([[True], np.cumsum(counts[spread])[:-1] < num_tokens])])
+
+
+def tokens_within(logits: int, vocabulary_size: int) -> int:
+    return min(MOST_TOKENS, max(FEWEST_TOKENS, logits // vocabulary_size))
+
+
+def subsampled(sample: LogitSample, stride: int) -> LogitSample:
+    return LogitSample(
+        sample.rows,
+        sample.places[::stride],
+        sample.tokens[::stride],
+        sample.hidden[::stride],
+        sample.labels[::stride],
+    )
+
+
+def select_rows(sequences: Sequences, rows: Ints) -> Sequences:
+    """Select rows in the given order, with the columns that scoring reads."""
+    tokens = np.concatenate([np.arange(*sequences.cu_seqlens[row : row + 2]) for row in rows])
+    bounds = np.concatenate([[0], np.cumsum(np.diff(sequences.cu_seqlens)[rows])])
+    return Sequences(
+        sequences.input_ids[tokens],
+        bounds,
+        sequences.sampled[tokens],
+        sequences.engine_logprobs[tokens],
+        worker=None if sequences.worker is None else sequences.worker[rows],
+        images=None if sequences.images is None else tuple(sequences.images[row] for row in rows),
+        experts=None if sequences.experts is None else sequences.experts[tokens],
+    )
+
+
+def evaluate(
+    scorer: Scorer,
+    sequences: Sequences,
+    sample: LogitSample,
+    temperature: float,
+    candidates: Sequence[Transform],
+) -> Floats:
+    """Compute logprobs of the sample under each transform, float64 [transforms, sample]."""
+    result = np.empty((len(candidates), len(sample.places)))
+    size = scorer.head.rows_at_a_time(scorer.device)
+    for begin in range(0, len(sample.places), size):
+        chunk = slice(begin, begin + size)
+        rows = logit_rows(scorer, sequences, sample, temperature, chunk)
+        for index, transform in enumerate(candidates):
+            at_label = transform(rows).gather(1, sample.labels[chunk, None])[:, 0]
+            result[index, chunk] = at_label.double().cpu().numpy()
+    return result
+
+
+def logit_rows(
+    scorer: Scorer, sequences: Sequences, sample: LogitSample, temperature: float, chunk: slice
+) -> Rows:
+    uncapped = scorer.head.uncapped(sample.hidden[chunk])
+    seen, seen_output = preceding_counts(sequences, sample.tokens[chunk], uncapped.shape[1])
+    return Rows(
+        scorer.head.cap(uncapped),
+        uncapped,
+        temperature,
+        seen.to(uncapped.device),
+        seen_output.to(uncapped.device),
+    )
+
+
+def preceding_counts(sequences: Sequences, tokens: Ints, vocabulary_size: int) -> tuple[Tensor, Tensor]:
+    """Count each id in the row before each token.
+
+    Returns:
+        Counts over all tokens, and over sampled tokens alone; int64 [tokens, vocab].
+    """
+    seen = np.zeros((2, len(tokens), vocabulary_size), np.int64)
+    begin = sequences.cu_seqlens[:-1][sequences.row_of_token[tokens]]
+    for index, (start, token) in enumerate(zip(begin, tokens, strict=True)):
+        ids = sequences.input_ids[start:token]
+        seen[0, index] = np.bincount(ids, minlength=vocabulary_size)
+        seen[1, index] = np.bincount(ids[sequences.sampled[start:token]], minlength=vocabulary_size)
+    return torch.from_numpy(seen[0]), torch.from_numpy(seen[1])
+
+
+def transform_families(eos_token_id: int | None) -> list[Family]:
+    repetitions = (0.9, 1.02, 1.05, 1.1, 1.2, 1.3, 1.5, 2.0)
+    temperatures = (0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2, 1.3, 1.5, 1.75, 2.0, 2.5)
+    found = [
+        Family("R01", "temperature", at_temperature, temperatures),
+        Family("R03", "top_p", top_p, (0.3, 0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.95, 0.98, 0.99, 0.995)),
+        Family("R03", "top_k", top_k, (1, 2, 3, 5, 8, 10, 20, 30, 40, 50, 64, 80, 100, 200), refine=False),
+        Family("R03", "min_p", min_p, (0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5)),
+        Family("R05", "repetition_penalty", repetition_penalty, repetitions),
+        Family("R05", "repetition_penalty of output tokens", output_repetition_penalty, repetitions),
+        Family("R05", "frequency_penalty", frequency_penalty, (-0.5, 0.1, 0.2, 0.5, 1.0, 1.5, 2.0)),
+        Family("R05", "presence_penalty", presence_penalty, (-0.5, 0.1, 0.2, 0.5, 1.0, 1.5, 2.0)),
+        Family("R50", "final logit soft cap", soft_cap, (2.0, 5.0, 10.0, 15.0, 20.0, 30.0, 50.0, 100.0)),
+        Family("R50", "no final logit soft cap", soft_cap, (float("inf"),), refine=False),
+        Family("R53", "vocabulary padding rows", padded_vocabulary, tuple(4.0**k for k in range(10))),
+    ]
+    if eos_token_id is not None:
+        found.append(Family("R06", "EOS forbidden", forbidden_token, (float(eos_token_id),), refine=False))
+    return found
+
+
+def normalised(scores: Tensor) -> Tensor:
+    return torch.log_softmax(scores, 1)
+
+
+def as_is(rows: Rows) -> Tensor:
+    """The trainer's distribution: log_softmax(logits / temperature)."""
+    return normalised(rows.scaled)
+
+
+def largest_logprob(rows: Rows) -> Tensor:
+    return as_is(rows).amax(1, keepdim=True).expand_as(rows.logits)
+
+
+def at_temperature(rows: Rows, temperature: float) -> Tensor:
+    return normalised(rows.logits / temperature)
+
+
+def _only(rows: Rows, kept: Tensor) -> Tensor:
+    return normalised(rows.scaled.masked_fill(~kept, -torch.inf))
+
+
+def top_p(rows: Rows, top_p: float) -> Tensor:
+    """Nucleus sampling: the fewest tokens with total probability `top_p`, renormalised."""
+    return _only(rows, rows.mass_before < top_p)
+
+
+def top_k(rows: Rows, top_k: float) -> Tensor:
+    """The `top_k` most likely tokens, renormalised."""
+    return _only(rows, rows.rank < round(top_k))
+
+
+def min_p(rows: Rows, min_p: float) -> Tensor:
+    threshold = rows.scaled.amax(1, keepdim=True) + torch.log(torch.tensor(min_p))
+    return _only(rows, rows.scaled >= threshold)
+
+
+def repetition_penalty(rows: Rows, penalty: float) -> Tensor:
+    """Divide positive and multiply negative logits of tokens in prompt or output (CTRL, 4.1).
+
+    This is the penalty of vLLM and Transformers.
+    """
+    return _repetition_penalty(rows, rows.seen > 0, penalty)
+
+
+def output_repetition_penalty(rows: Rows, penalty: float) -> Tensor:
+    return _repetition_penalty(rows, rows.seen_output > 0, penalty)
+
+
+def _repetition_penalty(rows: Rows, seen: Tensor, penalty: float) -> Tensor:
+    penalised = torch.where(rows.logits > 0, rows.logits / penalty, rows.logits * penalty)
+    return normalised(torch.where(seen, penalised, rows.logits) / rows.temperature)
+
+
+def frequency_penalty(rows: Rows, penalty: float) -> Tensor:
+    """Subtract `penalty` from a token's logit for each occurrence in the output."""
+    return normalised((rows.logits - penalty * rows.seen_output) / rows.temperature)
+
+
+def presence_penalty(rows: Rows, penalty: float) -> Tensor:
+    return normalised((rows.logits - penalty * (rows.seen_output > 0)) / rows.temperature)
+
+
+def forbidden_token(rows: Rows, token_id: float) -> Tensor:
+    kept = torch.ones_like(rows.scaled, dtype=torch.bool)
+    kept[:, round(token_id)] = False
+    return _only(rows, kept)
+
+
+def bfloat16_logits(rows: Rows) -> Tensor:
+    return normalised(rows.logits.bfloat16().float() / rows.temperature)
+
+
+def soft_cap(rows: Rows, cap: float) -> Tensor:
+    """cap * tanh(logits / cap) in place of the model's own cap; no cap if infinity."""
+    capped = rows.uncapped if cap == float("inf") else cap * torch.tanh(rows.uncapped / cap)
+    return normalised(capped / rows.temperature)
+
+
+def padded_vocabulary(rows: Rows, num_padding: float) -> Tensor:
+    total = rows.scaled.logsumexp(1, keepdim=True)
+    padding = torch.log(torch.tensor(float(num_padding)))
+    return rows.scaled - torch.logaddexp(total, padding)
