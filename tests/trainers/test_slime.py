@@ -129,14 +129,6 @@ def test_finish_reasons_removed_samples_and_named_rewards(folder):
     assert batch["loss_mask"].reshape(4, 5).sum(axis=1).tolist() == [2, 2, 2, 0]
 
 
-def test_rewards_without_a_key_are_scores_and_no_reward(folder):
-    log_rollout_data(arguments(), 0, [full(reward={"a": 1.0, "b": 2.0})], None, 1.0)
-    slime.recording_of("slime").end()
-    step = open_record(folder).step(0)
-    assert not step.known(0, "rewards").any()
-    assert [step.batch(0)[f"scores.{name}"].tolist() for name in "ab"] == [[1.0], [2.0]]
-
-
 def test_images_are_named_as_not_recorded(folder):
     log_rollout_data(arguments(), 0, [full(multimodal_inputs={"images": ["x"]})], None, 1.0)
     slime.recording_of("slime").end()
