@@ -5,7 +5,8 @@ A sample is a `Sample.to_dict()`: `tokens` are prompt and response; `loss_mask` 
 the loss are in `train_data/`: one file per rollout with `samples`, or one per rank with columns.
 """
 
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,22 +14,28 @@ from typing import Any
 import numpy as np
 
 from recorder.errors import ForeignFormat, UnfinishedFile
-from recorder.importers.foreign import (
+from recorder.trainers.file_pictures import pictures_in
+from recorder.trainers.foreign import (
     FROM_REWARDS,
     NO_WEIGHTS,
     Foreign,
+    Source,
     completion_sample,
-    experts_of,
+    counted,
     finish_reason_of,
     member,
     number_or_none,
+    of_one_run,
     optional,
+    read_steps,
+    values_of_inputs,
+    with_cut_off,
 )
-from recorder.importers.sources import Source, of_one_run, read_steps, with_cut_off
-from recorder.importers.unpickle import first_strings, is_cut_off, load_pickle
-from recorder.pictures.imported import counted, pictures_in
+from recorder.trainers.guarded import Guarded
+from recorder.trainers.recorder import to_number
 from recorder.trainers.sample import LEARNING as INPUTS
 from recorder.trainers.sample import Sample
+from recorder.trainers.unpickle import first_strings, is_cut_off, load_pickle
 
 MEMBERS = {"rollout_id", "samples"}
 OF_TRAINING = {"dp_shards", "format_version"}  # of what a training step was given: other files
@@ -136,8 +143,10 @@ def with_learning(sample: Sample, trained: Mapping[str, Any]) -> Sample:
     return replace(sample, learning={**sample.learning, **whole})
 
 
-def parse_sample(document: Mapping[str, Any], where: str, reward_key: str | None = None) -> Sample:
-    """Parse one sample; `reward_key` chooses one of several rewards."""
+def parse_sample(
+    document: Mapping[str, Any], where: str, reward_key: str | None = None, is_chosen: bool = False
+) -> Sample:
+    """Parse one sample; `reward_key` chooses one of several rewards, if `is_chosen` also none."""
     tokens = np.asarray(member(document, "tokens", where))
     size = int(member(document, "response_length", where))
     if not 0 <= size <= len(tokens):
@@ -145,8 +154,8 @@ def parse_sample(document: Mapping[str, Any], where: str, reward_key: str | None
     mask = optional(document, "loss_mask", np.ones(size, np.int32))
     if optional(document, "remove_sample", False):
         mask = np.zeros(size, np.int32)
-    prompt, experts = (optional(document, name) for name in ("prompt", "rollout_routed_experts"))
-    reward, scores = rewards_of(optional(document, "reward"), where, reward_key)
+    prompt = optional(document, "prompt")
+    reward, scores = rewards_of(optional(document, "reward"), where, reward_key, is_chosen)
     return completion_sample(
         tokens[: len(tokens) - size],
         tokens[len(tokens) - size :],
@@ -158,7 +167,11 @@ def parse_sample(document: Mapping[str, Any], where: str, reward_key: str | None
         finish_reason=finish_reason_of(status_of(optional(document, "status"))),
         versions=version_of(optional(document, "weight_versions"), size),
         learning={"teacher_logp": optional(document, "teacher_log_probs")},
-        extras={} if experts is None else experts_of(experts, len(tokens), where),
+        extras={
+            name: values_of_inputs(document[key], len(tokens), f"{where}, {key}")
+            for key, name in PER_INPUT.items()
+            if optional(document, key) is not None
+        },
         text=(prompt if isinstance(prompt, str) else str(prompt or ""), optional(document, "response", "")),
         where=where,
     )
@@ -170,7 +183,7 @@ def status_of(status: Any) -> str | None:
 
 
 def rewards_of(
-    reward: Any, where: str, key: str | None = None
+    reward: Any, where: str, key: str | None = None, is_chosen: bool = False
 ) -> tuple[float | None, dict[str, float | None]]:
     """Return the reward, a number or a dict of one, and what else it was made of.
 
@@ -183,6 +196,8 @@ def rewards_of(
         for name, value in reward.items()
         if value is None or isinstance(value, int | float)
     }
+    if is_chosen:  # by the run
+        return scores.get(key or ""), scores
     chosen = key or (next(iter(scores)) if len(reward) == len(scores) == 1 else "")
     if chosen not in scores:
         raise ForeignFormat(
@@ -199,3 +214,67 @@ def version_of(versions: Any, size: int) -> np.ndarray | None:
     found = {str(version) for version in versions} if versions is not None else set()
     (version,) = found if len(found) == 1 else ("",)
     return np.full(size, int(version)) if version.isdecimal() else None
+
+
+# what a sample has: recorded and imported alike
+SAMPLE = (
+    *("tokens", "response_length", "loss_mask", "remove_sample", "prompt", "response", "status", "reward"),
+    *("rollout_log_probs", "teacher_log_probs", "group_index", "weight_versions"),
+    *("rollout_routed_experts", "rollout_indexer_topk"),
+)
+# [T - 1, layers, k]: the last token was never an input
+PER_INPUT = {"rollout_routed_experts": "routed_experts", "rollout_indexer_topk": "indexer_topk"}
+NOT_RECORDED = ("multimodal_inputs", "multimodal_train_inputs", "rollout_top_p_token_ids", "opd_reverse_kl")
+
+
+def record(
+    rollout_id: int,
+    args: Any,
+    samples: Sequence[Any],
+    rollout_extra_metrics: Mapping[str, Any] | None,
+    rollout_time: float,
+) -> bool:
+    """Record the samples of a rollout; return False, which keeps the default log.
+
+    `samples` are slime's or miles' `Sample`s, or nested lists of them; `args` is the namespace of
+    the run.
+    """
+    rows = list(flat(samples))
+    recording = recording_of("miles" if rows and type(rows[0]).__module__.startswith("miles") else "slime")
+    recording.step(
+        rollout_id,
+        lambda: [
+            parse_sample(document_of(row), f"sample {number}", args.reward_key, is_chosen=True)
+            for number, row in enumerate(rows)
+        ],
+        not_recorded=[name for name in NOT_RECORDED if any(has(row, name) for row in rows)],
+        config=args,
+        stats={**(rollout_extra_metrics or {}), "rollout_time": rollout_time},
+    )
+    return False
+
+
+@functools.cache
+def recording_of(trainer: str) -> Guarded:
+    return Guarded(trainer)
+
+
+def flat(samples: Any) -> Iterator[Any]:
+    """Yield the samples of nested lists."""
+    for item in samples:
+        yield from flat(item) if isinstance(item, list) else (item,)
+
+
+def has(sample: Any, member: str) -> bool:
+    """Return whether a sample has a value, which one of the two frameworks may not know."""
+    return getattr(sample, member, None) is not None
+
+
+def document_of(sample: Any) -> dict[str, Any]:
+    """Return a sample as `Sample.to_dict()` has it; members that a framework does not know are None."""
+    document = {name: getattr(sample, name, None) for name in SAMPLE}
+    reward, prompt = document["reward"], document["prompt"]
+    if isinstance(reward, Mapping):
+        document["reward"] = {name: to_number(value) for name, value in reward.items()}
+    document["status"] = sample.status.value
+    return document | {"prompt": prompt if isinstance(prompt, str) else str(prompt)}

@@ -9,10 +9,18 @@ from typing import Any
 
 from areal_core.safety.printable import printable
 from recorder.errors import ForeignFormat, RecordError, UnfinishedFile
-from recorder.importers.foreign import BY_PROMPT, TEXT_ONLY, Foreign, number_or_none
-from recorder.importers.sources import Source, of_one_run, read_steps
-from recorder.pictures.imported import NO_FILES, counted
 from recorder.pictures.kinds import encoded
+from recorder.trainers.foreign import (
+    BY_PROMPT,
+    NO_FILES,
+    TEXT_ONLY,
+    Foreign,
+    Source,
+    counted,
+    number_or_none,
+    of_one_run,
+    read_steps,
+)
 from recorder.trainers.sample import Sample
 
 FILES = r"completions_\d+\.parquet"

@@ -4,10 +4,8 @@ import os
 from importlib.metadata import version
 from typing import Any
 
-from areal_debug.trl.generators import Generators
-from areal_debug.trl.known import known_name
-from areal_debug.trl.observing import LossCall, Observer, TrainedStep
 from recorder.trainers.recorder import Recorder
+from replayer.trl.observing import Generators, LossCall, Observer, TrainedStep, known_name
 
 
 def record(trainer: Any, folder: str | os.PathLike[str], *, checksums: bool = True, **options: Any) -> None:

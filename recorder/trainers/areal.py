@@ -12,20 +12,23 @@ from typing import Any
 import numpy as np
 
 from recorder.errors import ForeignFormat
-from recorder.importers.foreign import (
+from recorder.trainers.file_pictures import pictures_in
+from recorder.trainers.foreign import (
     BY_MASK,
     BY_PROMPT,
     NO_WEIGHTS,
     Foreign,
+    Source,
+    counted,
     optional,
     prompt_group,
+    read_steps,
     sequence_sample,
+    with_cut_off,
 )
-from recorder.importers.sources import Source, read_steps, with_cut_off
-from recorder.importers.stand_ins import Instance
-from recorder.importers.unpickle import first_strings, is_cut_off, load_pickle
-from recorder.pictures.imported import counted, pictures_in
 from recorder.trainers.sample import Sample
+from recorder.trainers.stand_ins import Instance
+from recorder.trainers.unpickle import first_strings, is_cut_off, load_pickle
 
 KEYS = {"input_ids", "attention_mask", "loss_mask", "rewards"}
 NOTES = (NO_WEIGHTS, BY_MASK)

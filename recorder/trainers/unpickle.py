@@ -20,7 +20,7 @@ import numpy as np
 from areal_core.safety.printable import printable
 from areal_core.safety.unpickle import RestrictedUnpickler
 from recorder.errors import UnfinishedFile, UnsafePickle
-from recorder.importers.stand_ins import (
+from recorder.trainers.stand_ins import (
     TORCH_TYPES,
     Array,
     BytesFile,

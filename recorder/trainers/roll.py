@@ -11,21 +11,22 @@ from typing import Any
 
 import numpy as np
 
-from recorder.importers.foreign import (
+from recorder.trainers.foreign import (
     BY_PROMPT,
     NO_VERSIONS_OR_REASONS,
     NO_WEIGHTS,
     Foreign,
+    Source,
     completion_sample,
     member,
     optional,
     prompt_group,
+    read_files,
     sequence_sample,
 )
-from recorder.importers.sources import Source, read_files
-from recorder.importers.unpickle import load_pickle
-from recorder.importers.verl import read_proto
 from recorder.trainers.sample import LEARNING, Sample
+from recorder.trainers.unpickle import load_pickle
+from recorder.trainers.verl import read_proto
 
 FILES = r"step_\d+\.pkl"
 NOTES = (NO_WEIGHTS, NO_VERSIONS_OR_REASONS)

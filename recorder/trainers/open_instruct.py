@@ -8,18 +8,20 @@ from typing import Any
 
 import numpy as np
 
-from recorder.importers.foreign import (
+from recorder.trainers.foreign import (
     NO_VERSIONS,
     NO_WEIGHTS,
     Foreign,
+    Source,
     Step,
     completion_sample,
     finish_reason_of,
+    json_lines,
     member,
     number_or_none,
     optional,
+    two_runs,
 )
-from recorder.importers.sources import Source, json_lines, two_runs
 from recorder.trainers.sample import Sample
 
 FILES = r"(.*)_rollouts_\d+\.jsonl"

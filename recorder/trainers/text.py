@@ -9,12 +9,16 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from recorder.importers.foreign import BY_PROMPT, TEXT_ONLY, Foreign, Step, number_or_none
-from recorder.importers.sources import (
+from recorder.trainers.foreign import (
+    BY_PROMPT,
+    TEXT_ONLY,
+    Foreign,
     Source,
+    Step,
     first_row,
     is_cut_line,
     json_lines,
+    number_or_none,
     of_one_run,
     read_steps,
     with_cut_off,

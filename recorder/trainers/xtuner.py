@@ -12,10 +12,12 @@ from typing import Any
 import numpy as np
 
 from recorder.errors import ForeignFormat
-from recorder.importers.foreign import (
+from recorder.trainers.file_pictures import pictures_in
+from recorder.trainers.foreign import (
     FROM_REWARDS,
     NO_WEIGHTS,
     Foreign,
+    Source,
     as_tokens,
     completion_sample,
     experts_of,
@@ -23,13 +25,12 @@ from recorder.importers.foreign import (
     member,
     number_or_none,
     optional,
+    read_files,
     sequence_sample,
 )
-from recorder.importers.sources import Source, read_files
-from recorder.importers.stand_ins import Instance
-from recorder.importers.unpickle import load_pickle
-from recorder.pictures.imported import pictures_in
 from recorder.trainers.sample import Sample
+from recorder.trainers.stand_ins import Instance
+from recorder.trainers.unpickle import load_pickle
 
 FILES = r"debug_rollout_\d+\.pt"
 IGNORED = -100  # label of a token that is not trained on
@@ -86,7 +87,7 @@ def parse_state(state: Any, group: int, where: str, notes: list[str]) -> Sample:
         logprobs=optional(fields, "logprobs"),
         versions=versions if versions is None or mask is None else np.where(mask, versions, -1),
         text=("", optional(fields, "response", "")),
-        extras={} if experts is None else experts_of(experts, len(prompt) + len(response), where),
+        extras=experts_of(experts, len(prompt) + len(response), where),
         **known,
     )
 

@@ -11,18 +11,22 @@ from typing import Any
 import numpy as np
 
 from recorder.errors import ForeignFormat
-from recorder.importers.foreign import (
+from recorder.trainers.foreign import (
     BY_PROMPT,
     NO_VERSIONS_OR_REASONS,
     NO_WEIGHTS,
     Foreign,
+    Source,
     as_tokens,
+    first_row,
+    json_lines,
     member,
     number_or_none,
+    of_one_run,
     optional,
+    read_steps,
     sequence_sample,
 )
-from recorder.importers.sources import Source, first_row, json_lines, of_one_run, read_steps
 from recorder.trainers.sample import Sample
 
 FILES = r"step_\d+\.jsonl"

@@ -20,7 +20,9 @@ from recorder.format import (
     step_name,
 )
 from recorder.header import check_folder, clear_record, write_header
-from recorder.importers import (
+from recorder.integrity.chain import write_end
+from recorder.step_files import RankStep, commit_step, write_rank
+from recorder.trainers import (
     areal,
     areno,
     nemo_rl,
@@ -34,11 +36,8 @@ from recorder.importers import (
     verl,
     xtuner,
 )
-from recorder.importers.foreign import Foreign
-from recorder.importers.sources import Source, find_source
-from recorder.integrity.chain import write_end
-from recorder.step_files import RankStep, commit_step, write_rank
 from recorder.trainers.batches import Content, check_kinds, content_of, number_groups
+from recorder.trainers.foreign import Foreign, Source, find_source
 
 
 @dataclass(frozen=True)

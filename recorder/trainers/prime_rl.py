@@ -10,41 +10,40 @@ copies fill ranks that have fewer micro-batches.
 """
 
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 
-from recorder.errors import ForeignFormat, UnfinishedFile
-from recorder.importers.foreign import (
+from areal_core.safety.printable import printable
+from recorder.errors import ForeignFormat, RecordError, UnfinishedFile
+from recorder.trainers.file_pictures import by_sequence, image_inputs, pictures_in
+from recorder.trainers.foreign import (
     BY_MASK,
     NO_VERSIONS_OR_REASONS,
     NO_WEIGHTS,
     Foreign,
-    experts_of,
-    member,
-    number_or_none,
-    optional,
-    sequence_sample,
-)
-from recorder.importers.msgpack import unpack
-from recorder.importers.prime_rl_layouts import MICRO_BATCHES, SAMPLES, named
-from recorder.importers.sources import (
     Source,
+    counted,
     cut_off,
+    experts_of,
     first_row,
     incomplete,
     is_cut_line,
     json_lines,
+    member,
+    number_or_none,
     of_one_run,
+    optional,
     read_steps,
+    sequence_sample,
     with_cut_off,
 )
-from recorder.pictures.imported import counted, pictures_in
-from recorder.pictures.packed import by_sequence, image_inputs
+from recorder.trainers.guarded import Guarded
 from recorder.trainers.sample import LEARNING, Sample
 
 BATCH = r"(train_)?rollouts\.bin"
@@ -55,7 +54,7 @@ STABLE = "STABLE"
 PADDING = 1  # id of padding tokens
 EXPORT_VERSION = 1
 NOTES = ("groups are not in the file", NO_VERSIONS_OR_REASONS, NO_WEIGHTS)
-PACKED = "micro-batches and ranks are not kept: all samples of a step become one batch"
+ONE_BATCH = "micro-batches and ranks are not kept: all samples of a step become one batch"
 NEEDED = ("input_ids", "loss_mask", "inference_logprobs", "advantages")
 # values per token -> their names in learning
 COLUMNS = {
@@ -64,6 +63,7 @@ COLUMNS = {
     "teacher_logprobs": LEARNING["teacher_logprobs"],
     "trainer_logprobs": LEARNING["old_logprobs"],
     "entropy": LEARNING["entropies"],
+    "loss_weights": "loss_weights",
 }
 
 
@@ -123,7 +123,7 @@ def read_step(files: Sequence[Path], notes: list[str]) -> list[Sample]:
             for file, document in documents.items()
             for number, row in enumerate(batch_of(document, file))
         ]
-    notes += [BY_MASK, PACKED]
+    notes += [BY_MASK, ONE_BATCH]
     packed = [
         MicroBatch(
             f"{file}, micro-batch {number}", named(row, MICRO_BATCHES, f"{file}, micro-batch {number}")
@@ -178,7 +178,7 @@ def parse_sample(members: Mapping[str, Any], where: str, notes: list[str]) -> Sa
         mask,
         logprobs=logprobs,
         learning={COLUMNS[name]: values for name, values in columns.items()},
-        extras={} if experts is None else experts_of(expert_array(experts), len(tokens), where),
+        extras=experts_of(expert_array(experts), len(tokens), where),
         **known,
     )
 
@@ -250,13 +250,15 @@ def make_sample(columns: Mapping[str, np.ndarray], where: str) -> Sample:
         logprobs=columns["inference_logprobs"],
         learning={name: columns.get(key) for key, name in COLUMNS.items()},
         reward=number_or_none(rewards[0]) if len(rewards) else None,
-        extras={} if experts is None else experts_of(experts, len(columns["input_ids"]), where),
+        extras=experts_of(experts, len(columns["input_ids"]), where),
         where=where,
     )
 
 
-def expert_array(experts: Any) -> np.ndarray:
+def expert_array(experts: Any) -> np.ndarray | None:
     """Return [tokens, layers, k] of nested lists, or of (bytes, shape, dtype)."""
+    if experts is None:
+        return None
     if isinstance(experts, list) and len(experts) == 3 and isinstance(experts[0], bytes):
         data, shape, dtype = experts
         return np.frombuffer(data, np.dtype(str(dtype))).reshape([int(size) for size in shape])
@@ -274,3 +276,173 @@ def parse_export(row: Mapping[str, Any], where: str) -> Sample:
     others = {name: optional(row, name) for name in ("rewards", *COLUMNS)}
     columns |= {name: np.asarray(values, np.float64) for name, values in others.items() if values is not None}
     return make_sample(columns, where)
+
+
+PACKED = "input_ids loss_mask advantages inference_logprobs position_ids"
+MM = "routed_experts mm_kwargs mm_token_type_ids"
+OLD_MM = "routed_experts pixel_values pixel_values_shape image_grid_thw mm_token_type_ids"
+STREAMS = "rl_weights ce_weights ref_kl_weights"
+TEACHER = "teacher_logprobs lora_num_tokens"
+MICRO_BATCHES = tuple(
+    f"{PACKED} {rest}".split()
+    for rest in (
+        "temperature",
+        "lora_num_tokens temperature",
+        f"temperature {TEACHER}",
+        f"temperatures {TEACHER}",
+        f"temperatures {TEACHER} pixel_values image_grid_thw",
+        f"temperatures {TEACHER} routed_experts pixel_values image_grid_thw",
+        f"temperatures {TEACHER} routed_experts pixel_values pixel_values_shape image_grid_thw",
+        f"temperatures {TEACHER} {OLD_MM}",
+        f"temperatures {TEACHER} {OLD_MM} sft_loss",
+        f"temperatures env_names {TEACHER} {OLD_MM} training_mode",
+        f"temperatures env_names {TEACHER} {MM} training_mode",
+        f"temperatures env_names {TEACHER} {MM} training_mode rewards",
+        f"temperatures env_names {TEACHER} {MM} training_mode rewards run_id run_step",
+        f"temperatures env_names sequence_lengths {TEACHER} {MM} training_mode rewards run_id run_step",
+        f"sequence_lengths temperatures env_names {TEACHER} {MM} training_mode rewards run_id run_step",
+        f"sequence_lengths temperatures env_names ref_logprobs lora_num_tokens {MM} {STREAMS} run_id run_step",
+        f"sequence_lengths temperatures env_names seq_lens ref_logprobs lora_num_tokens {MM} {STREAMS} run_id run_step",
+        f"sequence_lengths temperatures env_names seq_lens ref_logprobs {MM} {STREAMS}",
+    )
+)
+SPLIT = "prompt_ids prompt_mask completion_ids completion_mask completion_logprobs"
+WHOLE = "token_ids mask logprobs temperatures env_name"
+SCORED = "teacher_logprobs advantage reward"
+OLD_IMAGES = "pixel_values pixel_values_shape image_grid_thw routed_experts"
+SAMPLES = (
+    *(
+        f"{SPLIT} {rest}".split()
+        for rest in (
+            "advantage",
+            "teacher_logprobs advantage",
+            SCORED,
+            f"temperatures {SCORED}",
+            f"temperatures {SCORED} pixel_values image_grid_thw",
+            f"temperatures {SCORED} pixel_values image_grid_thw routed_experts",
+            f"temperatures {SCORED} {OLD_IMAGES}",
+            f"temperatures {SCORED} {OLD_IMAGES} mm_token_type_ids",
+            f"temperatures {SCORED} {OLD_IMAGES} mm_token_type_ids sft_loss",
+            f"temperatures env_name {SCORED} {OLD_IMAGES} mm_token_type_ids training_mode",
+            f"temperatures env_name {SCORED} mm_kwargs routed_experts mm_token_type_ids training_mode",
+        )
+    ),
+    f"{WHOLE} {SCORED} mm_kwargs routed_experts mm_token_type_ids training_mode".split(),
+    f"{WHOLE} ref_logprobs mm_kwargs routed_experts mm_token_type_ids {STREAMS} advantages".split(),
+)
+# the items of lists, by which layouts of one length differ
+TYPES: Mapping[str, type] = {
+    **dict.fromkeys(("input_ids", "prompt_ids", "completion_ids", "token_ids", "position_ids"), int),
+    **dict.fromkeys(("loss_mask", "prompt_mask", "completion_mask", "mask"), bool),
+    **dict.fromkeys(("sequence_lengths", "seq_lens"), int),
+    **dict.fromkeys(("temperatures", "teacher_logprobs", "ref_logprobs"), float),
+    "env_names": str,
+}
+OPTIONAL = ("teacher_logprobs", "ref_logprobs")
+
+
+def named(positions: Any, layouts: Sequence[Sequence[str]], where: str) -> dict[str, Any]:
+    """Return the members of a list by name. Raises ForeignFormat if it fits no layout."""
+    for layout in layouts:
+        if isinstance(positions, list) and len(layout) == len(positions):
+            members = dict(zip(layout, positions, strict=True))
+            if all(fits(name, value) for name, value in members.items()):
+                return members
+    size = f"a list of {len(positions)} positions" if isinstance(positions, list) else "no list"
+    raise ForeignFormat(f"{where} is {size}, which no known version of prime-rl writes")
+
+
+def fits(name: str, value: Any) -> bool:
+    """Return whether a member has its type: a list is judged by its first item."""
+    if name == "env_name":
+        return isinstance(value, str)
+    if name == "temperature":
+        return isinstance(value, int | float)
+    if name not in TYPES or (value is None and name in OPTIONAL):
+        return True
+    kinds = (float, int) if TYPES[name] is float else (TYPES[name],)
+    return isinstance(value, list) and (not value or type(value[0]) in kinds)
+
+
+LARGEST_STEP = 2**26  # tokens of a rank, about 1 GiB
+Row = dict[str, np.ndarray]
+
+
+@dataclass
+class Observation:
+    """The inputs to the loss of the step in progress, [T] tensors of torch by name for each sequence.
+
+    prime-rl calls its loss once per sequence, without the number of the step: a step ends with the
+    first optimizer step after it. Only references are kept until then. `compare` returns statistics
+    of the step's sequences.
+    """
+
+    recording: Guarded
+    step: int
+    compare: Callable[[int, list[Row]], dict[str, float]]
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    num_tokens: int = 0
+
+    def add(self, inputs: Any) -> None:
+        """Keep the inputs of a sequence until the step ends."""
+        self.recording.attempt(f"step {self.step}", lambda: self.keep(inputs))
+
+    def keep(self, inputs: Any) -> None:
+        """Keep references. Raises RecordError if no optimizer of torch ends the step."""
+        values = {name: getattr(inputs, name, None) for name in ("loss_mask", "inference_logprobs", *COLUMNS)}
+        self.rows.append({name: value.detach() for name, value in values.items() if value is not None})
+        self.num_tokens += len(inputs.loss_mask)
+        if self.num_tokens > LARGEST_STEP:
+            self.rows = []
+            raise RecordError(f"no step of a torch optimizer ended these {self.num_tokens} tokens")
+
+    def end_step(self) -> None:
+        """Compare and record the sequences of the step; does nothing without any."""
+        if not self.rows:
+            return
+        rows, self.rows, self.num_tokens = self.rows, [], 0
+        stats: dict[str, float] = {}
+
+        def samples() -> list[Sample]:
+            sequences = [row for row in to_numpy(rows) if row["loss_mask"].any()]
+            stats.update(self.compare(self.step, sequences))
+            return [sample_of(row) for row in sequences]
+
+        self.recording.step(self.step, samples, stats=stats)
+        self.step += 1
+
+
+def to_numpy(rows: list[dict[str, Any]]) -> list[Row]:
+    """Copy the tensors to the host, in one transfer per name."""
+    import torch
+
+    result: list[Row] = [{} for _ in rows]
+    for name in {name for row in rows for name in row}:
+        having = [number for number, row in enumerate(rows) if name in row]
+        tensors = [rows[number][name] for number in having]
+        joined = torch.cat(tensors)
+        values = (joined if joined.dtype == torch.bool else joined.float()).cpu().numpy()
+        ends = np.cumsum([len(tensor) for tensor in tensors])
+        for number, array in zip(having, np.split(values, ends[:-1]), strict=True):
+            result[number][name] = array
+    return result
+
+
+def sample_of(row: Row) -> Sample:
+    """Return the sequence as a sample: a loss function sees no token, reward, group or version."""
+    return Sample(
+        tokens=None,
+        loss_mask=row["loss_mask"].astype(np.int32),
+        logprobs=row["inference_logprobs"],
+        learning={name: row[member] for member, name in COLUMNS.items() if member in row},
+    )
+
+
+def unpack(data: bytes, where: str) -> Any:
+    """Decode MessagePack. Raises UnfinishedFile if it ends too early, else ForeignFormat."""
+    try:
+        return msgspec.msgpack.decode(data)
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
+        if "truncated" in str(error):
+            raise UnfinishedFile(f"{where} is cut off") from None
+        raise ForeignFormat(f"{where} is not MessagePack ({printable(str(error), 100)})") from None
