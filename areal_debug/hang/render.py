@@ -10,7 +10,7 @@ from rich.text import Text
 from areal_core.safety.durable import commit_file
 from areal_core.safety.printable import printable
 from areal_debug.render import console
-from hangdoctor.groups import rank_ranges
+from hangdoctor.graph import rank_ranges
 from hangdoctor.model import Diagnosis, Snapshot
 from hangdoctor.report.text import PART_NAMES, SYMBOLS, exit_status, headline, merged_tree, tree_lines
 

@@ -11,7 +11,7 @@ from functools import cache
 from pathlib import Path
 
 from areal_debug.report.frame import Frame, Link, framed, lead, safe
-from hangdoctor.groups import rank_ranges
+from hangdoctor.graph import rank_ranges
 from hangdoctor.model import Diagnosis, ProcessDump, RankVerdict, Snapshot, Thread
 from hangdoctor.report.text import PART_NAMES, Node, exit_status, headline, merged_tree
 

@@ -5,7 +5,7 @@ refutation.
 import re
 
 from areal_core.safety.printable import printable
-from hangdoctor.groups import rank_ranges
+from hangdoctor.graph import rank_ranges
 from hangdoctor.model import Diagnosis
 from hangdoctor.report.text import headline, merged_tree, tree_lines
 

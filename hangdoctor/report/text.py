@@ -4,7 +4,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hangdoctor.groups import rank_ranges
+from hangdoctor.graph import rank_ranges
 from hangdoctor.model import Diagnosis, Group, Rank
 
 SYMBOLS = {"culprit": "X", "victim": "v", "running": "r", "missing": "?", "not_collected": "-", "other": "."}
