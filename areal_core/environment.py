@@ -1,5 +1,6 @@
-"""Environment variables that libraries read once: set them before the process starts."""
+"""Environment variables: those of servers, and those that libraries read once, before a process starts."""
 
+ADDRESSES_VARIABLE = "AREAL_LLM_SERVER_ADDRS"  # host:port,host:port
 # Ring and Simple: the summation order of NCCL's tree depends on topology.
 DETERMINISTIC = {
     "PYTHONHASHSEED": "0",

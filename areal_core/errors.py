@@ -4,12 +4,20 @@ ValueError
 ├── ConfigError          an option: unknown, of the wrong type, missing, or inconsistent with another one
 │   └── AllocationError  the allocation string
 ├── DatasetError         a data file, a row, or a loader that cannot fill a batch
+├── EngineError          what the engine cannot do and a user can fix
+│   ├── ModelError         a model that cannot be loaded or sharded
+│   ├── RanksError         ranks that cannot be divided as requested
+│   ├── DeterminismError   deterministic mode without its requirements
+│   └── CheckpointError    a checkpoint that is missing, damaged or of another model
+│       └── CheckpointNotWritten   a full or failing disk: a retry may help
 ├── ImageError           a picture that is damaged, too large, or given in an unknown form
 └── RewardError          a reward function that cannot be found, fails, hangs, or returns no finite number
 RuntimeError
 ├── ServerFailed         an inference server ended, or was not ready in time; the message has its last log lines
 └── NonFiniteError       a weight, a loss, a gradient or what they are computed from is not finite
 """
+
+from pathlib import Path
 
 
 class ConfigError(ValueError):
@@ -38,3 +46,32 @@ class ServerFailed(RuntimeError):
 
 class NonFiniteError(RuntimeError):
     """A weight, a loss, a gradient or what they are computed from is not finite."""
+
+
+class EngineError(ValueError):
+    """An error that a user can fix."""
+
+
+class ModelError(EngineError):
+    """A model that cannot be loaded or sharded."""
+
+
+def load_failure(path: str, error: Exception) -> ModelError:
+    where = "is not a folder here" if not Path(path).is_dir() else "could not be loaded by Transformers"
+    return ModelError(f"cannot load the model: {path!r} {where} ({str(error).splitlines()[0]})")
+
+
+class RanksError(EngineError):
+    """Ranks that cannot be divided as requested, or a model that does not divide among them."""
+
+
+class DeterminismError(EngineError):
+    """Deterministic mode was requested, and a requirement is missing or was set too late."""
+
+
+class CheckpointError(EngineError):
+    """A checkpoint that is missing, damaged or of another model."""
+
+
+class CheckpointNotWritten(CheckpointError):
+    """The disk was full, or failed, or the checkpoint was cancelled: a retry may help."""

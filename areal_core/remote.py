@@ -14,21 +14,21 @@ from contextlib import ExitStack
 from types import TracebackType
 from typing import Any
 
-from areal_core.batch import Batch
 from areal_core.config import PPOConfig
-from areal_core.dataset.rows import Row
+from areal_core.data.batch import Batch
+from areal_core.data.rows import Row
 from areal_core.errors import ConfigError
 from areal_core.launch.job import served_model
 from areal_core.paths import run_folder
 from areal_core.rollout.errors import WrongServer
-from areal_core.rollout.fleet.discovery import wait_until_ready
-from areal_core.rollout.fleet.server import Server
-from areal_core.rollout.fleet.wires import wire_of
 from areal_core.rollout.loop_thread import run_on
 from areal_core.rollout.pipeline import Executor
 from areal_core.rollout.staleness import StalenessControl
 from areal_core.rollout.types import ModelRequest, ModelResponse
 from areal_core.rollout.workflow import RLVRWorkflow, RolloutWorkflow, WrittenWorkflow
+from areal_core.servers.discovery import wait_until_ready
+from areal_core.servers.server import Server
+from areal_core.servers.wires import wire_of
 from areal_core.trainer.build import load_processor_of, load_tokenizer
 from areal_core.trainer.build_rollouts import NO_LIMIT, build_client, build_workflow, discover_servers
 

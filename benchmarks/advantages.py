@@ -14,7 +14,7 @@ from areal_core.algorithm.advantages import compute_advantages, gae
 from areal_core.algorithm.alignment import to_next_token
 from areal_core.algorithm.normalization import normalize_tokens
 from areal_core.algorithm.off_policy import second_moment_mask
-from areal_core.batch import Batch, pack, select_rows
+from areal_core.data.batch import Batch, pack, select_rows
 from areal_core.telemetry import Stats
 from areal_core.trainer.step_stats import log_batch, log_versions
 

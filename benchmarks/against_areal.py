@@ -27,7 +27,7 @@ from torch import Tensor
 from areal_core.algorithm.advantages import gae
 from areal_core.algorithm.normalization import normalize_groups, normalize_tokens
 from areal_core.algorithm.off_policy import behaviour_weights
-from areal_core.batch import (
+from areal_core.data.batch import (
     Batch,
     first_fit_decreasing,
     karmarkar_karp,

@@ -62,7 +62,7 @@ def questions_of(model: Path, prompt_tokens: int) -> list[dict[str, Any]]:
     """Return rows of arithmetic whose prompts have `prompt_tokens` tokens, by words before them."""
     from transformers import AutoTokenizer
 
-    from areal_core.dataset import arithmetic_rows
+    from areal_core.data import arithmetic_rows
 
     rows, tokenizer = (
         arithmetic_rows(num_rows=256, max_operand=99, seed=3),

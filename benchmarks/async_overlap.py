@@ -15,14 +15,14 @@ import math
 import random
 import time
 
-from areal_core.batch import Batch
+from areal_core.data.batch import Batch
 from areal_core.rollout.episodes import Plan
-from areal_core.rollout.live import LiveRollouts
 from areal_core.rollout.pipeline import Executor, Pipeline
 from areal_core.rollout.staleness import StalenessControl
 from areal_core.rollout.types import ModelRequest, Sampling, TokenSampler
 from areal_core.rollout.workflow import episode_tensors
 from areal_core.testing import ScriptedEngine
+from areal_core.trainer.live import LiveRollouts
 
 GOAL = 0.9
 BATCH_SIZE, N_SAMPLES, MAX_CONCURRENT = 8, 4, 16

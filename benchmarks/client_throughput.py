@@ -19,16 +19,16 @@ from typing import Any
 
 import aiohttp
 
-from areal_core.batch import Batch
 from areal_core.config import SGLangConfig
-from areal_core.rollout.fleet.client import FleetClient
-from areal_core.rollout.fleet.server import Server
+from areal_core.data.batch import Batch
+from areal_core.launch.sglang_process import SGLangServer, cpu_environment, server_args
 from areal_core.rollout.pipeline import Executor
 from areal_core.rollout.staleness import StalenessControl
 from areal_core.rollout.types import ModelRequest, Sampling, TokenSampler
 from areal_core.rollout.workflow import episode_tensors
-from areal_core.sglang.start import SGLangServer, cpu_environment, server_args
-from areal_core.sglang.wire import SGLANG
+from areal_core.servers.client import FleetClient
+from areal_core.servers.server import Server
+from areal_core.servers.sglang import SGLANG
 from areal_core.testing import make_tiny_model
 
 GOAL = 0.98

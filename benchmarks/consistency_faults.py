@@ -29,13 +29,13 @@ from aiohttp import ClientSession, web
 from PIL import Image
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
 
-from areal_core.embedded.http_server import EmbeddedServer
+from areal_core.data.images import as_image_bytes
+from areal_core.data.processor import VisionProcessor, load_processor
 from areal_core.engine.model import load_model
 from areal_core.rollout.http_thread import HttpThread
 from areal_core.testing import make_tiny_family, make_tiny_model, make_tiny_tokenizer
-from areal_core.vision.images import as_image_bytes
-from areal_core.vision.processor import VisionProcessor, load_processor
-from areal_core.vision.tiny_models import make_tiny_vision_model
+from areal_core.testing.server import EmbeddedServer
+from areal_core.testing.tiny_vision import make_tiny_vision_model
 from consistency.case import Request
 from consistency.check import Checked
 from consistency.engines import SamplingParams

@@ -22,7 +22,7 @@ from functools import partial
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from areal_core.dataset import arithmetic_rows
+from areal_core.data import arithmetic_rows
 from areal_core.embedded.generate import generate, left_pad
 from areal_core.embedded.replica import Replica
 from areal_core.rollout.types import Sampling

@@ -9,13 +9,13 @@ import os
 import sys
 
 from areal_core.config import GRPOConfig, SFTConfig, load_expr_config
-from areal_core.dataset import get_dataset
-from areal_core.rollout.live import LiveRollouts
+from areal_core.data import get_dataset
 from areal_core.rollout.pipeline import Executor
 from areal_core.rollout.staleness import StalenessControl
 from areal_core.rollout.workflow import RLVRWorkflow
 from areal_core.testing import ScriptedEngine
 from areal_core.trainer import build
+from areal_core.trainer.live import LiveRollouts
 from areal_core.trainer.rl import PPOTrainer
 from areal_core.trainer.sft import SFTTrainer
 

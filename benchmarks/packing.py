@@ -29,7 +29,7 @@ from train_step import (
     with_entropies,
 )
 
-from areal_core.batch import Batch, select_rows, sequence_lengths
+from areal_core.data.batch import Batch, select_rows, sequence_lengths
 from areal_core.engine.ranks import join_ranks, leave_ranks
 
 

@@ -27,8 +27,8 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
-from areal_core.allocation import parse_allocation
-from areal_core.batch import Batch, select_rows
+from areal_core.config.allocation import parse_allocation
+from areal_core.data.batch import Batch, select_rows
 from areal_core.engine.fsdp import FSDPEngine
 from areal_core.engine.model import load_model
 from areal_core.engine.optimizer import build_optimizer, build_schedule

@@ -23,8 +23,8 @@ from typing import Any
 
 import aiohttp
 
-from areal_core.rollout.fleet.connections import Connections
-from areal_core.rollout.fleet.server import Server
+from areal_core.servers.connections import Connections
+from areal_core.servers.server import Server
 
 LATENCY_SIGMA = 0.3  # of the logarithm
 NUM_DRAWS = 8192  # latencies, used in turn

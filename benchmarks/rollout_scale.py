@@ -24,15 +24,15 @@ from typing import Any
 
 import torch
 
-from areal_core.batch import Batch
-from areal_core.dataset import PromptLoader
-from areal_core.rollout.fleet.client import FleetClient
-from areal_core.rollout.fleet.server import Server
+from areal_core.data import PromptLoader
+from areal_core.data.batch import Batch
 from areal_core.rollout.loop_thread import short_collections
 from areal_core.rollout.pipeline import Executor, PromptFeed
 from areal_core.rollout.staleness import StalenessControl
 from areal_core.rollout.types import Sampling
-from areal_core.sglang.wire import SGLANG
+from areal_core.servers.client import FleetClient
+from areal_core.servers.server import Server
+from areal_core.servers.sglang import SGLANG
 from areal_core.testing import TokensWorkflow
 from areal_debug.agent.loop_monitor import running_time
 from benchmarks.rollout_fleet import SimulatedFleet, first_token

@@ -1,11 +1,10 @@
 """Start-up times of verbs on a record of the tiny model, of this checkout and of another one.
 
-    python benchmarks/startup.py [--before CHECKOUT] [--kept] [--rounds 3] [--verbs replay goto ...]
+    python benchmarks/startup.py [--before CHECKOUT] [--rounds 3] [--verbs replay goto ...]
 
 Measures each call on a terminal from its start: wall seconds to its first line, to its first step
 and to its end, and CPU seconds (user and system) of all its processes. Checkouts take turns; the
-table has medians, and with --before the ratio of the CPU seconds. With --kept each verb also starts
-from a process that an earlier call has left (AREAL_DEBUG_WARM_MIN). Where compiled Python files are
+table has medians, and with --before the ratio of the CPU seconds. Where compiled Python files are
 is left as the environment has it: run twice, the first run may compile.
 """
 
@@ -24,11 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
-import psutil
-
-from areal_core.launch.warm_server import TICK_S
 from areal_core.testing import make_tiny_model
-from areal_debug.info.machine import kept_processes
 
 ROOT = Path(__file__).parents[1]
 STEP = re.compile(r"^(\x1b\[[\d;]*[a-zA-Z])*step ", re.MULTILINE)
@@ -52,27 +47,22 @@ class Call:
     cpu: float
 
 
-def environment(checkout: Path, kept: bool) -> dict[str, str]:
-    minutes = {"AREAL_DEBUG_WARM_MIN": "5" if kept else ""}
-    return os.environ | minutes | {"PYTHONPATH": str(checkout), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+def environment(checkout: Path) -> dict[str, str]:
+    return os.environ | {"PYTHONPATH": str(checkout), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 
 
-def cpu_seconds(kept: bool) -> float:
-    """Return the CPU seconds of ended children; if `kept`, also of kept processes and forks."""
+def cpu_seconds() -> float:
     ended = resource.getrusage(resource.RUSAGE_CHILDREN)
-    processes = kept_processes() if kept else ()
-    times = [psutil.Process(process).cpu_times() for process in processes]
-    own = sum(one.user + one.system + one.children_user + one.children_system for one in times)
-    return ended.ru_utime + ended.ru_stime + own
+    return ended.ru_utime + ended.ru_stime
 
 
-def measure(checkout: Path, command: Sequence[str], folder: Path, kept: bool = False) -> Call:
+def measure(checkout: Path, command: Sequence[str], folder: Path) -> Call:
     """Run a command on a terminal; exit with its output if it fails."""
-    before, start = cpu_seconds(kept), time.monotonic()
+    before, start = cpu_seconds(), time.monotonic()
     terminal, output = pty.openpty()
     with subprocess.Popen(
         command,
-        env=environment(checkout, kept),
+        env=environment(checkout),
         cwd=folder,
         stdin=subprocess.DEVNULL,
         stdout=output,
@@ -82,12 +72,10 @@ def measure(checkout: Path, command: Sequence[str], folder: Path, kept: bool = F
         printed = [(time.monotonic() - start, text) for text in texts_of(terminal)]
     os.close(terminal)
     wall = time.monotonic() - start
-    if kept:
-        time.sleep(2 * TICK_S)  # until the kept process has collected its forks
     if process.returncode not in (0, 1):
         sys.exit(f"{' '.join(command)} ended with {process.returncode}:\n{''.join(t for _, t in printed)}")
     first_step = next((when for when, text in printed if STEP.search(text)), math.nan)
-    return Call(printed[0][0] if printed else wall, first_step, wall, cpu_seconds(kept) - before)
+    return Call(printed[0][0] if printed else wall, first_step, wall, cpu_seconds() - before)
 
 
 def texts_of(terminal: int) -> Iterator[str]:
@@ -141,22 +129,17 @@ def main() -> None:
     parser.add_argument("--before", type=Path)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--verbs", nargs="+", help="default: all")
-    parser.add_argument("--kept", action="store_true")
     options = parser.parse_args()
-    sides = {"now": (ROOT, False)}
-    if options.kept:
-        sides["kept"] = (ROOT, True)
+    sides = {"now": ROOT}
     if options.before:
-        sides["before"] = (options.before.resolve(), False)
+        sides["before"] = options.before.resolve()
     found: dict[tuple[str, str], list[Call]] = {}
     with tempfile.TemporaryDirectory() as name:
         commands = prepare(Path(name))
-        if options.kept:
-            measure(ROOT, [sys.executable, *commands["replay"]], Path(name), kept=True)
         for _ in range(options.rounds):
             for verb in options.verbs or commands:
-                for when, (checkout, kept) in sides.items():
-                    call = measure(checkout, [sys.executable, *commands[verb]], Path(name), kept)
+                for when, checkout in sides.items():
+                    call = measure(checkout, [sys.executable, *commands[verb]], Path(name))
                     found.setdefault((verb, when), []).append(call)
     print("| verb | first line, s | first step, s | end, s | CPU s | of before |\n|---|---|---|---|---|---|")
     for (verb, when), calls in found.items():

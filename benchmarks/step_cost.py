@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from peer_results import report
 
-from areal_core.batch import Batch
 from areal_core.config import PPOConfig, config_from_dict
+from areal_core.data.batch import Batch
 from areal_core.telemetry import read_stats
 from areal_core.testing import make_tiny_model
 from areal_core.trainer.rl import PPOTrainer

@@ -34,8 +34,8 @@ from torch.nn.functional import cross_entropy
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.utils import logging as transformers_logging
 
-from areal_core.batch import Batch, pack, select_rows, sequence_lengths
 from areal_core.config import MicroBatchSpec, OptimizerConfig, TrainEngineConfig
+from areal_core.data.batch import Batch, pack, select_rows, sequence_lengths
 from areal_core.engine.attention import PACKED
 from areal_core.engine.fsdp import FSDPEngine
 from areal_core.engine.model import load_model

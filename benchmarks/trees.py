@@ -25,8 +25,8 @@ from logprob_memory import memory_mib, peak_of
 from torch import Tensor
 from train_step import OPTIMIZER, in_turn, make_model, say
 
-from areal_core.batch import Batch
 from areal_core.config import MicroBatchSpec, TrainEngineConfig
+from areal_core.data.batch import Batch
 from areal_core.engine.fsdp import FSDPEngine
 from areal_core.engine.ranks import Ranks, join_ranks, leave_ranks
 from areal_core.engine.sharding import full_tensor

@@ -17,7 +17,7 @@ from collections import ChainMap
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from areal_core.import_paths import OURS
+from areal_core.config.import_paths import OURS
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "coming_from_areal.md"

@@ -32,8 +32,8 @@ from why_plants.making import ROOT, Made, RunFailed, Workshop
 from why_plants.plants import Plant, Truth, read_plants
 
 from recorder import open_record
+from replayer.compare.stages import read_outcomes
 from replayer.diff import diff_records
-from replayer.stages import read_outcomes
 
 TIMEOUT_S = 900
 NUM_STAGE, NUM_CAUSE = 0.95, 0.90  # targets: stage and pattern; commit or setting

@@ -18,9 +18,9 @@ from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 from areal_core.rollout.errors import MalformedReply, RequestRefused
-from areal_core.rollout.fleet.server import call_on
 from areal_core.rollout.types import TOP_K_OFF, ModelRequest, Sampling
-from areal_core.sglang.wire import SGLANG
+from areal_core.servers.server import call_on
+from areal_core.servers.sglang import SGLANG
 from consistency.errors import EngineError
 
 Top = tuple[tuple[int, float], ...]  # (id, logprob), most likely first

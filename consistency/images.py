@@ -21,7 +21,7 @@ from transformers.utils.constants import (
     OPENAI_CLIP_STD,
 )
 
-from areal_core.vision.images import decode
+from areal_core.data.images import decode
 from areal_core.vision.processor import VisionProcessor
 from consistency.case import Alternative
 from consistency.causes import Finding, finding

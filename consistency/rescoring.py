@@ -18,9 +18,9 @@ import numpy as np
 import torch
 
 from areal_core.algorithm.alignment import shifted_left
-from areal_core.batch import Batch
 from areal_core.config import TrainEngineConfig
 from areal_core.config.train_engine import MicroBatchSpec
+from areal_core.data.batch import Batch
 from areal_core.engine.ranks import join_ranks, leave_ranks
 from areal_core.trainer.build import build_engine
 from consistency.engines import MAX_CONCURRENT, Engine, Pictures, call_all

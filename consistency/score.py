@@ -15,17 +15,17 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from areal_core.batch import first_fit_decreasing
-from areal_core.engine.errors import ModelError
+from areal_core.data.batch import first_fit_decreasing
+from areal_core.data.processor import VisionProcessor, load_processor
 from areal_core.engine.logits import LogitMap, measure_logit_map, transformer
 from areal_core.engine.logprobs import LOGITS_AT_A_TIME
 from areal_core.engine.model import attention_of, load_model, own_attention, set_attention
 from areal_core.engine.parity import TOLERANCE, choose_lengths, depends_on_forward, random_rows
 from areal_core.engine.rope import choose_frequencies_by_row
-from areal_core.routing.routers import Routers
+from areal_core.engine.routers import Routers
+from areal_core.engine.vision_inputs import plain_inputs
+from areal_core.errors import ModelError
 from areal_core.safety.durable import replacing
-from areal_core.vision.inputs import plain_inputs
-from areal_core.vision.processor import VisionProcessor, load_processor
 from consistency.errors import StaleScores
 from consistency.tokens import Floats, Ints, Sequences
 

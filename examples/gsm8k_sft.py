@@ -9,7 +9,7 @@ The dataset can be any JSONL file with `prompt` and `completion`, `question` and
 import sys
 
 from areal_core.config import SFTConfig, load_expr_config
-from areal_core.dataset import get_dataset
+from areal_core.data import get_dataset
 from areal_core.trainer.build import load_tokenizer
 from areal_core.trainer.sft import SFTTrainer
 

@@ -8,7 +8,7 @@ The dataset can be any JSONL file with `chosen`, `rejected`, and `prompt` or `me
 import sys
 
 from areal_core.config import RWConfig, load_expr_config
-from areal_core.dataset import get_dataset
+from areal_core.data import get_dataset
 from areal_core.trainer.build import load_tokenizer
 from areal_core.trainer.reward_model import RWTrainer
 

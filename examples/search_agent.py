@@ -119,7 +119,7 @@ def words_of(text: str) -> list[str]:
 def main(argv: list[str]) -> None:
     # The trainer is imported here, so that the agent above can be run anywhere that openai is.
     from areal_core.config import GRPOConfig
-    from areal_core.dataset import get_dataset
+    from areal_core.data import get_dataset
     from areal_core.trainer.build import load_tokenizer
     from areal_core.trainer.rl import PPOTrainer
     from areal_debug.wiring import wire

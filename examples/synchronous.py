@@ -8,7 +8,7 @@ Start here if an asynchronous run does not learn: if this one does not, stalenes
 import sys
 
 from areal_core.config import GRPOConfig
-from areal_core.dataset import get_dataset
+from areal_core.data import get_dataset
 from areal_core.trainer.build import load_tokenizer
 from areal_core.trainer.rl import PPOTrainer
 from areal_debug.wiring import wire

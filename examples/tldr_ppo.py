@@ -8,7 +8,7 @@ The workflow itself gives no reward: the section `reward_model` of the config ad
 import sys
 
 from areal_core.config import PPOConfig
-from areal_core.dataset import get_dataset
+from areal_core.data import get_dataset
 from areal_core.reward import no_reward
 from areal_core.trainer.build import load_tokenizer
 from areal_core.trainer.rl import PPOTrainer

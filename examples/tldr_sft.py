@@ -7,7 +7,7 @@ areal-debug train examples/tldr_sft.py --config examples/tldr_sft.yaml
 import sys
 
 from areal_core.config import SFTConfig, load_expr_config
-from areal_core.dataset import get_dataset
+from areal_core.data import get_dataset
 from areal_core.trainer.build import load_tokenizer
 from areal_core.trainer.sft import SFTTrainer
 

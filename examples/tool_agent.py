@@ -88,7 +88,7 @@ def last_number(text: str) -> float | None:
 def main(argv: list[str]) -> None:
     # The trainer is imported here, so that the agent above can be run anywhere that openai is.
     from areal_core.config import GRPOConfig
-    from areal_core.dataset import get_dataset
+    from areal_core.data import get_dataset
     from areal_core.trainer.build import load_tokenizer
     from areal_core.trainer.rl import PPOTrainer
     from areal_debug.wiring import wire

@@ -9,9 +9,9 @@ Rows are those of clevr_count_70k, geometry3k, virl39k, generated shapes, or a f
 import sys
 
 from areal_core.config import GRPOConfig
-from areal_core.dataset import get_dataset
+from areal_core.data import get_dataset
+from areal_core.data.processor import load_processor
 from areal_core.trainer.rl import PPOTrainer
-from areal_core.vision.processor import load_processor
 from areal_debug.wiring import wire
 
 REWARDS = {

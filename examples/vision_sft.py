@@ -6,9 +6,9 @@ areal-debug train examples/vision_sft.py --config examples/vision_shapes_sft.yam
 import sys
 
 from areal_core.config import SFTConfig, load_expr_config
-from areal_core.dataset import get_dataset
+from areal_core.data import get_dataset
+from areal_core.data.processor import load_processor
 from areal_core.trainer.sft import SFTTrainer
-from areal_core.vision.processor import load_processor
 
 
 def main(argv: list[str]) -> None:

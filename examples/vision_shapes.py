@@ -13,7 +13,7 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
-from areal_core.vision.tiny_models import make_tiny_vision_model
+from areal_core.testing.tiny_vision import make_tiny_vision_model
 
 EXAMPLES = Path(__file__).resolve().parent
 WIDTH, HEIGHT, LEFT, TOP = 640, 300, 60, 30

@@ -15,6 +15,8 @@ from recorder.outcome import OutcomeObserver
 from recorder.reader import Record, RecordedStep, open_record
 from recorder.retention import Retention
 from recorder.step_files import commit_anchor
+from recorder.trainers.recorder import Recorder
+from recorder.trainers.sample import Sample, parse_sample
 from recorder.verify import Problem, VerifyReport, verify
 from recorder.writer import RecordingOptions, RecordWriter
 
@@ -33,14 +35,17 @@ __all__ = [
     "RecordNotFound",
     "RecordWriter",
     "RecordedStep",
+    "Recorder",
     "Recording",
     "RecordingFailed",
     "RecordingOptions",
     "Retention",
+    "Sample",
     "StepNotRecorded",
     "UnknownFormat",
     "VerifyReport",
     "commit_anchor",
     "open_record",
+    "parse_sample",
     "verify",
 ]

@@ -9,7 +9,6 @@ RecordError (ValueError)
 ├── RecordingFailed   a rank could not write; the run was configured to stop in that case
 ├── StepNotRecorded   that step, rank, row or tensor is not in the record
 ├── DamagedRecord     bytes differ from those written; names file and tensor
-├── BadSignature      a record is not signed, or not by the given key
 ├── ForeignFormat     a file of another framework does not match its format
 │   └── UnfinishedFile   it ends before its content does
 └── UnsafePickle      a pickle needs a name that no importer allows
@@ -63,10 +62,6 @@ class DamagedRecord(RecordError):
         self.file, self.tensor, self.what = file, tensor, what
         place = f"{file}, tensor {tensor}" if tensor else file
         super().__init__(f"{place}: {what}; `areal-debug record verify` lists every damaged file")
-
-
-class BadSignature(RecordError):
-    """A record is not signed, or not by the given key."""
 
 
 class ForeignFormat(RecordError):

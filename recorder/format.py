@@ -33,9 +33,9 @@ STEP_FILE = "step.json"
 ANCHOR_FILE = "anchor.json"
 GAPS_FILE = "gaps.json"
 END_FILE = "end.json"
-SIGNED_FILE, SIGNATURE_FILE = "signed.json", "signed.json.sig"
+SIGNATURE_FILES = ("signed.json.sig", "signed.json")  # of versions that signed records; not read
 # record.json is last: what removes a record removes these in order, and without it none is left
-TOP_FILES = (SIGNATURE_FILE, SIGNED_FILE, END_FILE, GAPS_FILE, RECORD_FILE)
+TOP_FILES = (*SIGNATURE_FILES, END_FILE, GAPS_FILE, RECORD_FILE)
 # temporary files of a killed process; they can be ignored
 UNFINISHED_FILES = frozenset(f"{name}.tmp" for name in TOP_FILES)
 # held by the writer; of a dead one it means nothing. Files LOCK_FILE.* are of writers that take it.
@@ -336,22 +336,6 @@ class EndMark:
 
 
 @dataclass(frozen=True)
-class SignedFile:
-    """Size and sha256 of a file when the record was signed."""
-
-    size_bytes: Count
-    sha256: Digest
-
-
-@dataclass(frozen=True)
-class SignedList:
-    """signed.json: every file of the record by path."""
-
-    format_version: int
-    files: dict[FileName, SignedFile]
-
-
-@dataclass(frozen=True)
 class Plan:
     """A rank's inputs to a step: weight version and RNG states at its start, the trainer's plan."""
 
@@ -432,12 +416,6 @@ def parse_end(document: dict[str, Any]) -> EndMark:
     """Parse end.json, whose checksum has been checked and removed."""
     check_version(document, END_FILE)
     return parse_as(EndMark, document, END_FILE)
-
-
-def parse_signed(document: dict[str, Any]) -> dict[str, SignedFile]:
-    """Parse signed.json, whose checksum has been checked and removed."""
-    check_version(document, SIGNED_FILE)
-    return parse_as(SignedList, document, SIGNED_FILE).files
 
 
 def parse_rank_files(document: dict[str, Any], file: str) -> RankFiles:

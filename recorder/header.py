@@ -27,8 +27,7 @@ from recorder.format import (
     GAPS_FILE,
     IMAGES_FOLDER,
     RECORD_FILE,
-    SIGNATURE_FILE,
-    SIGNED_FILE,
+    SIGNATURE_FILES,
     STEP_FILE,
     STEPS_FOLDER,
     TOP_FILES,
@@ -78,7 +77,7 @@ def clear_record(folder: Path) -> None:
     partially cleared folder is still a record, and an intact one.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    for name in (SIGNATURE_FILE, SIGNED_FILE, END_FILE):  # they name steps
+    for name in (*SIGNATURE_FILES, END_FILE):  # they name steps
         (folder / name).unlink(missing_ok=True)
     for name, committed_by in ((STEPS_FOLDER, STEP_FILE), (ANCHORS_FOLDER, ANCHOR_FILE)):
         if (folder / name).exists():

@@ -2,9 +2,8 @@
 
 import hashlib
 import os
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from crc32c import crc32c
 
@@ -24,7 +23,6 @@ from recorder.format import (
     FileEntry,
     RecordHeader,
     Recording,
-    StepLink,
     StepManifest,
     is_lock_file,
     parse_anchor,
@@ -94,7 +92,7 @@ class VerifyReport:
 
 @dataclass(frozen=True)
 class StepFacts:
-    """What a committed step says by itself, in JSON types (`asdict`, `parse_facts`).
+    """What a committed step says by itself.
 
     `problems` are those of its bytes, `contradictions` those between its files. `linked` is None if
     step.json cannot be read. `prompts` are the ids of its prompts, `pictures` the names of its
@@ -108,53 +106,13 @@ class StepFacts:
     pictures: tuple[str, ...] = ()
 
 
-def parse_facts(document: dict[str, Any]) -> StepFacts:
-    """Parse the facts of a step; the inverse of `asdict`."""
-    linked = document["linked"]
-    if linked is not None:
-        before = linked["previous"]
-        linked = Linked(**linked | {"previous": before and StepLink(**before)})
-    return StepFacts(
-        tuple(Problem(**problem) for problem in document["problems"]),
-        linked,
-        tuple(Problem(**problem) for problem in document["contradictions"]),
-        tuple(document["prompts"]),
-        tuple(document["pictures"]),
-    )
-
-
-def numbered_steps(path: str | os.PathLike[str]) -> list[int]:
-    """Return the numbers of all step folders, committed or not. Raises RecordNotFound."""
-    numbers = map(step_number, open_storage(path).names(STEPS_FOLDER))
-    return sorted(number for number in numbers if number is not None)
-
-
-def check_steps(path: str | os.PathLike[str], steps: Iterable[int]) -> dict[int, StepFacts]:
-    """Check the bytes and files of some committed steps, each by itself; `verify` takes the facts.
-
-    Raises RecordNotFound.
-    """
-    storage = KeptFiles(open_storage(path))
-    checks = StepChecks(storage, read_top(storage)[0])
-    found = {}
-    for step in steps:
-        found[step] = checks.facts(step)
-        storage.forget()
-    return found
-
-
 def verify(
     path: str | os.PathLike[str],
     on_step: Callable[[int], None] = lambda step: None,
-    checked: Mapping[int, StepFacts] | None = None,
 ) -> VerifyReport:
     """Check a complete record: every byte, then what its files say about each other.
 
     Damage is reported and never raised; calls `on_step` after each step.
-
-    Args:
-        checked: facts of steps that `check_steps` has found: these are not read again, unless their
-            step.json was not readable, as that of a step that is being recorded.
 
     Raises RecordNotFound and NotARecord, and UnknownFormat for a version that cannot be checked.
     """
@@ -180,8 +138,7 @@ def verify(
             what = "is missing: the step was not finished"
             facts = StepFacts((Problem(step_file(step), None, what, kind="unfinished"),))
         else:
-            given = None if checked is None or step not in checked else checked[step]
-            facts = checks.facts(step) if given is None or given.linked is None else given
+            facts = checks.facts(step)
         found = [*facts.problems]
         if facts.linked is None:
             chain.skip()

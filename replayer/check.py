@@ -10,17 +10,19 @@ from dataclasses import asdict, dataclass, field, replace
 from itertools import chain
 from typing import Any, Literal
 
+import msgspec
+
 from recorder import OutcomeObserver, Record
 from recorder.difference import Difference, find_differences
 from recorder.environment import diff_environment
 from recorder.format import Outcome, RecordHeader, outcome_document
 from recorder.header import describe_run
 from replayer.bug.carried import is_same_carried
+from replayer.compare.stages import StageDifference
 from replayer.errors import ReplayError
 from replayer.gradients import RowSignal, no_gradient_warnings, normalises_groups, row_signals
 from replayer.noise import Guarantee, Trajectory, Verdict, expected_guarantee, is_division, smooth
 from replayer.request import is_new_option_at_default
-from replayer.stages import Place, StageDifference
 
 # Options of file locations, logging and recording, none of which changes a number.
 WITHOUT_EFFECT = frozenset(
@@ -202,31 +204,7 @@ class ReplayReport:
 
 def parse_report(document: dict[str, Any]) -> ReplayReport:
     """Parse a report from JSON types; the inverse of `ReplayReport.to_dict`."""
-    header, verdict = document["set_differently"], document["verdict"]
-    sections = ("config", "environment", "model")
-    return ReplayReport(
-        record=document["record"],
-        set_differently=header
-        and HeaderComparison(
-            **{name: tuple(Difference(**item) for item in header[name]) for name in sections}
-        ),
-        guarantee=Guarantee(document["guarantee"]["kind"], tuple(document["guarantee"]["reasons"])),
-        steps=[parse_step_result(item) for item in document["steps"]],
-        verdict=verdict and Verdict(**verdict),
-        first=document["first"] and parse_difference(document["first"]),
-        pattern=document["pattern"],
-    )
-
-
-def parse_difference(document: dict[str, Any]) -> StageDifference:
-    place = document["place"]
-    return StageDifference(**(document | {"place": place and Place(**place)}))
-
-
-def parse_step_result(document: dict[str, Any]) -> StepResult:
-    members = {name: value for name, value in document.items() if name != "identical"}
-    differences = tuple(RankDifference(**item) for item in document["differences"])
-    return StepResult(**(members | {"differences": differences, "warnings": tuple(document["warnings"])}))
+    return msgspec.convert(document, ReplayReport)
 
 
 class StoppedAtDifference(ReplayError):

@@ -19,8 +19,8 @@ from recorder import Record, RecordedStep
 from recorder.difference import Difference
 from recorder.format import RecordHeader
 from replayer.check import WITHOUT_EFFECT, HeaderComparison, compare_headers
+from replayer.compare.stages import STAGES, StageDifference, compare_steps, prompts_of, stages_shared
 from replayer.errors import ReplayError
-from replayer.stages import STAGES, StageDifference, compare_steps, prompts_of, stages_shared
 
 # options that change no number of a run; a replay ignores more options, as it has no engine
 WITHOUT_NUMBERS = WITHOUT_EFFECT - {"allocation_mode", "rollout", "sglang", "vllm"}
@@ -401,6 +401,15 @@ def judge_size(first: StageDifference, config: dict[str, Any]) -> Verdict:
         f"no recorded setting differs, and {first.largest:.3g} is more than the noise of {dtype} "
         f"({limit:.3g}): check code outside the repository, patches, and the hardware",
     )
+
+
+@dataclass(frozen=True)
+class Excerpt:
+    """Text around a token."""
+
+    before: str
+    token: str
+    after: str
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from areal_core.batch import Batch
+from areal_core.data.batch import Batch
 from areal_core.engine.determinism import rng_state, set_rng_state
 from areal_core.telemetry import Stats
 from areal_core.trainer.nonfinite import COLUMNS, broken_tensors, gradient_of

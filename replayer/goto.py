@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from areal_core.batch import Batch
+from areal_core.data.batch import Batch
 from areal_core.trainer.rl import Observer, PPOTrainer
 from recorder import Outcome, Plan, Record, open_record
 from replayer.check import StepResult, StoppedAtDifference

@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from areal_core.allocation import parse_allocation
+from areal_core.config.allocation import parse_allocation
 from recorder.difference import Difference
 from recorder.environment import diff_environment
 from recorder.format import RecordHeader

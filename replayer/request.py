@@ -1,4 +1,4 @@
-"""A replay's request, passed to every rank as JSON, and the options that follow from it.
+"""A replay's request, and the options that follow from it.
 
 The options are those of the recorded run with overrides, without side effects on that run's files
 and services. Imports no torch.
@@ -6,9 +6,8 @@ and services. Imports no torch.
 
 import copy
 import dataclasses
-import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from areal_core.config import PPOConfig, config_from_dict, config_to_dict
@@ -63,17 +62,6 @@ class Request:
             "rewards are computed by": self.reward,
         }
         return tuple(f"{phrase} {value}" for phrase, value in phrases.items() if value)
-
-
-def request_text(request: Request) -> str:
-    """Serialize the request as one line of JSON."""
-    return json.dumps(asdict(request))
-
-
-def parse_request(text: str) -> Request:
-    """Parse a request; the inverse of `request_text`."""
-    members: dict[str, Any] = json.loads(text)
-    return Request(**{**members, "settings": tuple(members["settings"])})
 
 
 def replay_config(

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from areal_core.batch import Batch, pad_and_concat, scatter_tokens, select_rows, sort_canonical
+from areal_core.data.batch import Batch, pad_and_concat, scatter_tokens, select_rows, sort_canonical
 from areal_core.engine.determinism import set_rng_state
 from areal_core.rollout.source import TrainedWeights
 from recorder import Record, RecordedStep

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from areal_core.batch import FINISH_REASONS, RAGGED, Batch, select_rows
+from areal_core.data.batch import FINISH_REASONS, RAGGED, Batch, select_rows
 from areal_core.errors import RewardError
 from areal_core.reward import RewardPool
 from areal_core.rollout.source import RolloutSource, WrappedRollouts

@@ -42,10 +42,10 @@ from areal_core.agent.sessions import Session
 from areal_core.agent.subprocesses import AgentProcesses
 from areal_core.agent.transcripts.transcript import encode, transcript, with_transcript
 from areal_core.config import AgentConfig
+from areal_core.data.processor import VisionProcessor
 from areal_core.rollout.errors import PromptTooLong
 from areal_core.rollout.loop_thread import UNWIND_S, FewPerTurn, LoopThread, run_on
 from areal_core.rollout.types import TokenSampler, sampling_from
-from areal_core.vision.processor import VisionProcessor
 
 logger = logging.getLogger(__name__)
 IDLE_CHECK_S = 10.0  # period of the check for idle sessions

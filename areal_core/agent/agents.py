@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from areal_core.agent.errors import NotAnAgent
-from areal_core.import_paths import hint_for, ours
+from areal_core.config.import_paths import hint_for, ours
 
 EXPECTED = "an agent has `async def run(self, data, **extra_kwargs)`"
 

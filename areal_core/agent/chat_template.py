@@ -15,8 +15,8 @@ from transformers import PreTrainedTokenizerBase
 
 from areal_core.agent.conversation import Call, Interaction, Message
 from areal_core.agent.errors import BadRequest
+from areal_core.data.processor import VisionProcessor
 from areal_core.errors import ImageError
-from areal_core.vision.processor import VisionProcessor
 
 logger = logging.getLogger(__name__)
 TURN_END = "<<the assistant's turn ends here>>"

@@ -22,9 +22,9 @@ from areal_core.agent.output_parsers import (
     with_ids,
 )
 from areal_core.agent.sessions import Session
+from areal_core.data.processor import VisionProcessor
 from areal_core.rollout.errors import PromptTooLong, RequestRefused, UnsupportedSampling
 from areal_core.rollout.types import ModelRequest, ModelResponse, Sampling
-from areal_core.vision.processor import VisionProcessor
 
 # Options of which the reported logprobs depend; top_p and top_k cut after them.
 LAW_OF_LOGPROBS = ("temperature", "frequency_penalty", "min_new_tokens")

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from areal_core.agent.conversation import BRANCHES, BROKEN, RENDERED
 from areal_core.agent.failures import FAILURES
-from areal_core.batch import Batch
+from areal_core.data.batch import Batch
 from areal_core.telemetry.stats import Reduce, Stats
 
 

@@ -20,11 +20,11 @@ from areal_core.agent.conversation import BRANCHES, Interaction
 from areal_core.agent.episode_tree import Path, Turn, paths
 from areal_core.agent.errors import NoCompletion, WrongReward
 from areal_core.agent.failures import FAILURES
-from areal_core.batch import FINISH_REASONS, pad_and_concat
+from areal_core.data.batch import FINISH_REASONS, pad_and_concat
+from areal_core.data.processor import VisionProcessor
+from areal_core.engine.vision_inputs import image_keys
 from areal_core.rollout.types import ModelResponse
 from areal_core.rollout.workflow import experts_of_row
-from areal_core.vision.inputs import image_keys
-from areal_core.vision.processor import VisionProcessor
 
 EXPECTED = "expected a number for the last completion, or a dict of completion ids and numbers"
 

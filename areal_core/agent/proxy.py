@@ -29,7 +29,7 @@ from areal_core.agent.completion import Dialogue, complete
 from areal_core.agent.conversation import Call, Interaction
 from areal_core.agent.errors import BadRequest
 from areal_core.agent.sessions import Session, Sessions, facts_of
-from areal_core.vision.images import data_url
+from areal_core.data.images import data_url
 
 logger = logging.getLogger(__name__)
 

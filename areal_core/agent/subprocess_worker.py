@@ -14,7 +14,7 @@ import httpx
 
 from areal_core.agent.agents import load_agent
 from areal_core.agent.failures import describe_raised
-from areal_core.dataset.rows import rows_from_json
+from areal_core.data.rows import rows_from_json
 from areal_core.telemetry.in_episode import collecting
 
 

@@ -20,7 +20,7 @@ from typing import Any
 from areal_core.agent.agents import name_of
 from areal_core.agent.errors import AgentError, AgentRaised
 from areal_core.agent.failures import raised_from_json
-from areal_core.dataset.rows import rows_to_json
+from areal_core.data.rows import rows_to_json
 from areal_core.telemetry.in_episode import record_all
 
 LONGEST_LINE_BYTES = 64 << 20

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from areal_core.algorithm.alignment import first_and_last, masked
-from areal_core.batch import FINISH_REASONS
+from areal_core.data.batch import FINISH_REASONS
 
 CUT_OFF = FINISH_REASONS.index("length")
 # Tokens of a block of `gae`, and of the window of blocks that fits into a processor's cache.

@@ -14,15 +14,15 @@ from typing import Any
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from areal_core.allocation import Allocation, Parallel, resolve_allocation
+from areal_core.config.allocation import Allocation, Parallel, resolve_allocation
 from areal_core.config.experiment import DPOConfig, PPOConfig
 from areal_core.config.generation import GenerationHyperparameters
 from areal_core.config.presets import set_option, shown
 from areal_core.config.roles import Role
 from areal_core.config.scheduling import placed_together
 from areal_core.config.train_engine import PPOActorConfig
+from areal_core.environment import ADDRESSES_VARIABLE
 from areal_core.errors import AllocationError
-from areal_core.rollout.fleet.server import ADDRESSES_VARIABLE
 
 Tree = dict[str, Any]
 FOLLOWS = {  # option: the one that it must equal, or does if nothing else is set

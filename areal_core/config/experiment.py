@@ -4,7 +4,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from areal_core.allocation import Allocation, resolve_allocation
+from areal_core.config.allocation import Allocation, resolve_allocation
 from areal_core.config.generation import (
     GenerationHyperparameters,
     InferenceEngineConfig,

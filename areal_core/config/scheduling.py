@@ -21,7 +21,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from areal_core.allocation import Allocation
+from areal_core.config.allocation import Allocation
 from areal_core.config.services import LauncherConfig
 
 ProcessRole = Literal["actor", "rollout"]

@@ -25,11 +25,11 @@ from transformers import AttentionInterface, DynamicCache, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
+from areal_core.data.processor import VisionProcessor
 from areal_core.embedded.cached_rows import CachedRows
 from areal_core.embedded.generate import RoutedCache
 from areal_core.embedded.prefix_cache import PrefixCache
 from areal_core.engine.attention import attend_rows
-from areal_core.engine.errors import ModelError
 from areal_core.engine.model import (
     cache_argument,
     checkpoint_names,
@@ -43,10 +43,10 @@ from areal_core.engine.parity import (
     random_rows,
     require_invariant_products,
 )
+from areal_core.engine.routers import Routers
+from areal_core.engine.vision_forward import vision_family
+from areal_core.errors import ModelError
 from areal_core.rollout.errors import UnsupportedSampling
-from areal_core.routing.routers import Routers
-from areal_core.vision.forward import vision_family
-from areal_core.vision.processor import VisionProcessor
 
 # Names of attention functions in Transformers.
 DECODING, DECODING_INVARIANT = "decoding_sdpa", "decoding_invariant_sdpa"

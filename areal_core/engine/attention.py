@@ -32,8 +32,8 @@ from torch.distributed import ProcessGroup
 from torch.nn.functional import pad, scaled_dot_product_attention
 from transformers import AttentionInterface
 
-from areal_core.engine.errors import ModelError
 from areal_core.engine.sequence_parallel import MIN_ROWS, exchange_heads
+from areal_core.errors import ModelError
 
 # Names in Transformers, which asks a class whether it supports SDPA if the name contains "sdpa".
 PACKED, FLASH, INVARIANT = "packed_rows", "packed_flash", "packed_invariant"

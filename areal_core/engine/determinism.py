@@ -12,24 +12,22 @@ import os
 import random
 import shlex
 import sys
-from collections.abc import Collection
 from typing import Any, cast
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from areal_core.engine.errors import DeterminismError
 from areal_core.environment import DETERMINISTIC, DETERMINISTIC_ON_CPU
+from areal_core.errors import DeterminismError
 
 
-def enforce_determinism(device: str = "auto", except_for: Collection[str] = ()) -> None:
+def enforce_determinism(device: str = "auto") -> None:
     """Turn deterministic algorithms on.
 
     Args:
         device: "cpu", "cuda" or "auto" of the run: variables of GPU libraries are not needed on a
             CPU.
-        except_for: variables that may have another value, to see what follows them.
 
     Raises:
         DeterminismError: environment variables were not set before Python started, or
@@ -40,7 +38,7 @@ def enforce_determinism(device: str = "auto", except_for: Collection[str] = ()) 
     wrong = {
         name: wanted
         for name, wanted in (DETERMINISTIC if is_on_gpu else DETERMINISTIC_ON_CPU).items()
-        if started_with.get(name) != wanted and name not in except_for
+        if started_with.get(name) != wanted
     }
     if wrong:
         raise DeterminismError(describe_missing(wrong, started_with))

@@ -19,7 +19,17 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from transformers import PreTrainedModel
 
-from areal_core.batch import RAGGED, Batch, pack, scatter_tokens, select_rows, sequence_lengths, split_rows
+from areal_core.data.batch import (
+    RAGGED,
+    Batch,
+    pack,
+    scatter_tokens,
+    select_rows,
+    sequence_lengths,
+    split_rows,
+)
+from areal_core.data.processor import VisionProcessor
+from areal_core.data.routed_experts import ROUTED_EXPERTS
 from areal_core.engine.checksums import parameter_checksums
 from areal_core.engine.full_weights import FullTensors, RenamedTensors
 from areal_core.engine.logprobs import note_use_of_entropy
@@ -27,16 +37,14 @@ from areal_core.engine.lora import Adapter, AdapterTensors, MergedTensors
 from areal_core.engine.offload import Offloaded, leave_device, return_to_device, take_step
 from areal_core.engine.optimizer import gradient_norm
 from areal_core.engine.ranks import Ranks
+from areal_core.engine.routers import Routers
 from areal_core.engine.scores import is_score_model
 from areal_core.engine.sequence_parallel import slice_tokens
 from areal_core.engine.sharding import fsdp_module
 from areal_core.engine.trees.token_tree import count_distinct, rows_of, units_of_groups
 from areal_core.engine.trees.tree_forward import forward_tree
-from areal_core.routing.routers import Routers
-from areal_core.routing.sizes import ROUTED_EXPERTS
-from areal_core.vision.forward import vision_family
-from areal_core.vision.inputs import VisionInputs, text_only
-from areal_core.vision.processor import VisionProcessor
+from areal_core.engine.vision_forward import vision_family
+from areal_core.engine.vision_inputs import VisionInputs, text_only
 
 FORWARD_KEYS = {"input_ids", "attention_mask", "loss_mask", ROUTED_EXPERTS}
 # (logprobs [tokens], entropies [tokens], packed micro-batch) -> sum of the loss over its tokens;

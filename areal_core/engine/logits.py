@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from areal_core.engine.errors import ModelError
+from areal_core.errors import ModelError
 
 NUM_POSITIONS = 3  # of the probe
 BEYOND_ANY_CAP = 2.0**20  # a logit at which tanh(logit / cap) is 1

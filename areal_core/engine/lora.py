@@ -20,11 +20,11 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from areal_core.engine.errors import ModelError
 from areal_core.engine.logits import output_layer
 from areal_core.engine.scores import HEAD, is_score_model, score_head
 from areal_core.engine.sharding import full_tensor
-from areal_core.vision.forward import text_model, vision_family
+from areal_core.engine.vision_forward import text_model, vision_family
+from areal_core.errors import ModelError
 
 if TYPE_CHECKING:
     from peft import LoraConfig

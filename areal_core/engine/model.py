@@ -20,7 +20,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -39,9 +38,9 @@ from transformers.core_model_loading import PrefixChange, revert_weight_conversi
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import logging as transformers_logging
 
+from areal_core.config.vision import FAMILIES
 from areal_core.engine.attention import PACKED
-from areal_core.engine.errors import ModelError
-from areal_core.vision.families import FAMILIES
+from areal_core.errors import ModelError, load_failure
 
 BACKEND = "inductor"  # of torch.compile
 ATTENTION_OPTIONS = (
@@ -102,11 +101,6 @@ def refuse_other_families(path: str, config: PretrainedConfig) -> None:
             f"{path!r} is a vision model of type {config.model_type!r}, which is not supported: "
             f"use one of {', '.join(FAMILIES)}, or a text model"
         )
-
-
-def load_failure(path: str, error: Exception) -> ModelError:
-    where = "is not a folder here" if not Path(path).is_dir() else "could not be loaded by Transformers"
-    return ModelError(f"cannot load the model: {path!r} {where} ({str(error).splitlines()[0]})")
 
 
 def is_vision(config: PretrainedConfig) -> bool:

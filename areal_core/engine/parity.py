@@ -27,9 +27,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import linear, pad
 from transformers import PretrainedConfig
 
-from areal_core.batch import Batch
+from areal_core.data.batch import Batch
 from areal_core.engine.attention import INVARIANT, MIN_KEYS, InvariantAttention, attend_rows
-from areal_core.engine.errors import EngineError, ModelError
 from areal_core.engine.fsdp import FSDPEngine
 from areal_core.engine.logits import output_layer, replaced_forward
 from areal_core.engine.model import attention_of, own_attention, set_attention
@@ -37,7 +36,8 @@ from areal_core.engine.scores import is_score_model
 from areal_core.engine.sequence_parallel import MIN_ROWS
 from areal_core.engine.sharding import fsdp_module
 from areal_core.engine.tensor_parallel import whole_vocabulary
-from areal_core.vision.inputs import plain_inputs
+from areal_core.engine.vision_inputs import plain_inputs
+from areal_core.errors import EngineError, ModelError
 
 logger = logging.getLogger(__name__)
 

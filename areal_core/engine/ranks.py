@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from areal_core.engine.errors import RanksError
+from areal_core.errors import RanksError
 
 TIMEOUT_VARIABLE = "AREAL_COLLECTIVE_TIMEOUT_S"  # seconds until a collective counts as hung
 DEFAULT_TIMEOUT_S = 7200.0  # a slow evaluation or checkpoint on one rank is not a hang

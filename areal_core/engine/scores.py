@@ -14,9 +14,9 @@ from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrai
 from transformers.utils import logging as transformers_logging
 
 from areal_core.engine.attention import PACKED
-from areal_core.engine.errors import ModelError
 from areal_core.engine.logits import output_layer
-from areal_core.engine.model import load_failure, without_dropout
+from areal_core.engine.model import without_dropout
+from areal_core.errors import ModelError, load_failure
 
 HEAD = "score"
 

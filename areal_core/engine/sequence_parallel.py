@@ -20,8 +20,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 from transformers import PretrainedConfig
 
-from areal_core.engine.errors import RanksError
 from areal_core.engine.ranks import Ranks
+from areal_core.errors import RanksError
 
 Group = dist.ProcessGroup
 # Products of fewer rows add in another order on a CPU: see `attention.py`.

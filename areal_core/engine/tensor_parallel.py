@@ -26,8 +26,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
-from areal_core.engine.errors import ModelError
 from areal_core.engine.logprobs import VocabularyShard
+from areal_core.errors import ModelError
 
 # Measured: benchmarks/model_families.py compares log-probs and gradients of each with Transformers.
 FAMILIES = (

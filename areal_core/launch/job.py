@@ -25,25 +25,18 @@ from functools import partial
 from pathlib import Path
 from typing import BinaryIO, Protocol
 
-from areal_core.allocation import Allocation
 from areal_core.config import BaseExperimentConfig, PPOConfig
-from areal_core.config.checks import serves_adapters
+from areal_core.config.allocation import Allocation
 from areal_core.config.scheduling import ProcessRole, RoleSpec, role_spec
-from areal_core.config.servers import server_options
-from areal_core.environment import DETERMINISTIC
+from areal_core.config.servers import server_options, serves_adapters
+from areal_core.environment import ADDRESSES_VARIABLE, DETERMINISTIC
 from areal_core.errors import ConfigError, ServerFailed
 from areal_core.launch.torchrun import POLL_S, ended_on_signals
 from areal_core.rollout.errors import WrongServer
-from areal_core.rollout.fleet.identity import RunModel, run_model
-from areal_core.rollout.fleet.server import (
-    ADDRESSES_VARIABLE,
-    LOGS_VARIABLE,
-    Server,
-    environment_of,
-    servers_from_environment,
-)
-from areal_core.rollout.fleet.wire import Wire
-from areal_core.rollout.fleet.wires import wire_of
+from areal_core.servers.identity import RunModel, run_model
+from areal_core.servers.server import LOGS_VARIABLE, Server, environment_of, servers_from_environment
+from areal_core.servers.wire import Wire
+from areal_core.servers.wires import wire_of
 
 MISUSE = 2  # exit code of a mistake that the user has to correct
 MAX_THREADS = 32  # that query servers

@@ -96,7 +96,7 @@ def first_failure(error: "ChildFailedError", ends: dict[int, float]) -> Failure:
 
 def describe(failure: Failure, logs: Path, local_rank: int) -> str:
     """Describe the rank that failed first, with the last lines of its standard error."""
-    from areal_core.rollout.fleet.server import last_lines
+    from areal_core.servers.server import last_lines
 
     # deterministic: one file
     files = logs.glob(f"*/attempt_0/{local_rank}/stderr.log")

@@ -7,15 +7,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from areal_core.allocation import Parallel
 from areal_core.config import PPOConfig
-from areal_core.config.checks import ALL_LINEAR
-from areal_core.config.servers import server_options
+from areal_core.config.allocation import Parallel
+from areal_core.config.servers import ALL_LINEAR, server_options
 from areal_core.errors import ConfigError
+from areal_core.launch import sglang_process as sglang
+from areal_core.launch import vllm_process as vllm
 from areal_core.launch.job import NCCL_WITH_SERVERS, Job, parse_environment, spec_of
 from areal_core.launch.server_process import InferenceServer
-from areal_core.sglang import start as sglang
-from areal_core.vllm import start as vllm
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,6 @@ import time
 import uuid
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
@@ -33,24 +32,6 @@ class Child(subprocess.Popen[bytes]):
     """A started process; `mark` is in the environment of all its descendants."""
 
     mark: str
-
-
-@dataclass(frozen=True)
-class Stranger:
-    """A process that this one has not started, so that nobody here knows its exit code.
-
-    `mark` is in the environment of what it starts for this one.
-    """
-
-    pid: int
-    mark: str
-
-    def poll(self) -> None:
-        """Return None."""
-
-    def wait(self) -> int:
-        """Return 1 without waiting."""
-        return 1
 
 
 def thread_limits(num_threads: int) -> dict[str, str]:
@@ -101,7 +82,7 @@ def _end_with_parent() -> None:
     _LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
-def end_tree(process: Child | Stranger, grace_s: float = 10.0) -> None:
+def end_tree(process: Child, grace_s: float = 10.0) -> None:
     """End a process and all its descendants: SIGTERM, then SIGKILL after `grace_s` or in a `hurry`.
 
     The process may have ended already.
@@ -130,7 +111,7 @@ def running(processes: set[psutil.Process]) -> set[psutil.Process]:
     return found
 
 
-def find_members(process: Child | Stranger) -> set[psutil.Process]:
+def find_members(process: Child) -> set[psutil.Process]:
     """Return the process and its descendants, in its session or not, orphans included."""
     children = _running_children(process.pid)
     members = set()

@@ -48,7 +48,7 @@ from areal_core.launch.torchrun import (
     shell_code,
     wait_for,
 )
-from areal_core.rollout.fleet.server import Server
+from areal_core.servers.server import Server
 
 NOT_FORWARDED = ("RAY_", "CUDA_VISIBLE_DEVICES")  # which Ray sets for each actor
 STOP_TIMEOUT_S = 30.0

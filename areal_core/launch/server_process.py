@@ -12,7 +12,7 @@ from typing import Any, Self
 from areal_core.errors import ServerFailed
 from areal_core.launch.processes import end_tree, start
 from areal_core.rollout.errors import ServerDied
-from areal_core.rollout.fleet.server import Server, wait_until_healthy
+from areal_core.servers.server import Server, wait_until_healthy
 
 LISTENING_PORTS = range(20_000, 32_768)  # Linux assigns outgoing connections those from 32,768
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from areal_core.launch.placement import ServerPlan, start_server
 from areal_core.launch.torchrun import ended_on_signals, shell_code
-from areal_core.rollout.fleet.discovery import FolderNames
+from areal_core.servers.discovery import FolderNames
 
 
 def main(plan_file: str, host: str, names: str, index: str) -> int:

@@ -15,19 +15,14 @@ import os
 import signal
 import socket
 import sys
-import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from areal_core.errors import ConfigError
-from areal_core.launch.kept import VARIABLE, connect, kept_minutes
 from areal_core.launch.processes import (
     Child,
-    Stranger,
     end_tree,
     marked_environment,
     start,
@@ -38,36 +33,31 @@ from areal_core.launch.torchrun import copy_output, ended_on_signals, shell_code
 SERVER = Path(__file__).with_name("warm_server.py")
 OURS = Path(__file__).parents[2]
 STDERR = 2
+LIBRARIES = (  # what a replay imports of others
+    "accelerate",
+    "aiohttp",
+    "omegaconf",
+    "torch",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor",
+    "torch.utils.tensorboard",
+    "transformers.models.auto.modeling_auto",
+    "transformers.models.auto.tokenization_auto",
+    "transformers.models.llama.modeling_llama",
+    "transformers.tokenization_utils_tokenizers",
+)
 
 
 @dataclass
 class WarmRanks:
-    """A process that has imported modules, and forks to run programs.
+    """A process, `server`, that has imported modules, and forks to run programs.
 
-    `env` has the variables that libraries read once. `started` is None for a fork of the process
-    that is kept between commands, to which `connect` connects.
+    `env` has the variables that libraries read once.
     """
 
     channel: socket.socket
     env: Mapping[str, str]
-    started: Child | None
-    connect: Callable[[], socket.socket]
-
-    @cached_property
-    def server(self) -> Child | Stranger:
-        """The process; waits for its first answer.
-
-        Raises ConfigError if the kept one has ended, and the next one, too.
-        """
-        answer = self._receive()
-        if self.started is not None:
-            return self.started
-        if answer is None:  # it was killed while this connection waited
-            self.channel = self.connect()
-            answer = self._receive()
-        if answer is None:
-            raise ConfigError(f"the process that {VARIABLE} keeps has ended: run the command again")
-        return Stranger(answer["pid"], uuid.uuid4().hex)
+    server: Child
 
     def run(
         self,
@@ -102,18 +92,12 @@ class WarmRanks:
 
         Ctrl-C is theirs meanwhile.
         """
-        # the terminal sends both to the processes of its session, of which a stranger is none
-        handlers: dict[int, Any] = {signal.SIGINT: signal.SIG_IGN}
-        if isinstance(server := self.server, Stranger):
-            handlers = {signal.SIGINT: lambda number, frame: os.killpg(server.pid, number)}
-            handlers[signal.SIGTSTP] = signal.SIG_IGN
-        before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+        before = signal.signal(signal.SIGINT, signal.SIG_IGN)
         try:
             self._ask(argv, num_ranks, env, None, [0, 1, 2])
             return self._answer()
         finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
+            signal.signal(signal.SIGINT, before)
 
     def _ask(
         self,
@@ -154,7 +138,6 @@ def warm_ranks(
     modules: Sequence[str],
     attached: bool = False,
     path: Sequence[Path] | None = None,
-    kept: bool = False,
 ) -> Iterator[WarmRanks]:
     """Start a process that imports modules while this one continues; end it afterwards.
 
@@ -163,9 +146,6 @@ def warm_ranks(
         attached: stay in the session of this process, whose terminal ranks may read.
         path: folders to import the modules from, before the installed packages; by default the
             current one, as of `python -m`, and that of our packages.
-        kept: let the process that is kept between commands fork it, where the user wants one.
-
-    Raises ConfigError for a wrong value of AREAL_DEBUG_WARM_MIN.
     """
     folders = [str(folder) for folder in ((Path.cwd(), OURS) if path is None else path)]
     # -P: the folder of the server is not one to import from
@@ -173,35 +153,18 @@ def warm_ranks(
     # a test whether there is a GPU must not initialise it before the fork
     fixed = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
     environment = {**thread_limits(1), **terminal_environment(), **fixed, **env}
-    minutes = kept_minutes() if kept else None
     os.umask(umask := os.umask(0o077))
     hello = {"modules": list(modules), "path": folders, "umask": umask}
-    with ExitStack() as stack:
-
-        def connected(channel: socket.socket) -> socket.socket:
-            stack.enter_context(channel)
-            with suppress(ConnectionError):  # it has ended: a run says so
-                channel.sendall(json.dumps(hello).encode() + b"\n")
-            return channel
-
-        def connect_to_kept() -> socket.socket:
-            assert minutes is not None
-            return connected(connect(command, {**os.environ, **environment}, minutes))
-
-        if minutes is not None:
-            ranks = WarmRanks(connect_to_kept(), environment, None, connect_to_kept)
-        else:
-            ours, theirs = socket.socketpair()
-            connected(ours)
-            with theirs:
-                passed = [theirs.fileno()]
-                command.append(str(theirs.fileno()))
-                started = start(command, environment, STDERR, pass_fds=passed, new_session=not attached)
-            ranks = WarmRanks(ours, environment, started, connect_to_kept)
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        passed = [theirs.fileno()]
+        server = start(
+            [*command, str(theirs.fileno())], environment, STDERR, pass_fds=passed, new_session=not attached
+        )
+        theirs.close()
+        with suppress(ConnectionError):  # it has ended: a run says so
+            ours.sendall(json.dumps(hello).encode() + b"\n")
         try:
-            yield ranks
+            yield WarmRanks(ours, environment, server)
         finally:
-            if ranks.started is not None:
-                end_tree(ranks.started)
-            elif "server" in vars(ranks):  # it was asked for something
-                end_tree(ranks.server)
+            end_tree(server)

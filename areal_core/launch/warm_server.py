@@ -2,16 +2,12 @@
 
     python warm_server.py CHANNEL     an open socket
       <- {"modules": [...], "path": [...], "umask": N}  imports them once, by one thread
-      -> {"pid": N}
       <- {"argv": [...], "num_ranks": N, "environment": {...}, "place": ...}, and standard streams
       fork ─> rank 0, 1, ...  each runs `argv` in `place` as `python argv` would
       -> {"code": 0}          or the exit code of the first rank that failed, as of `subprocess`
 
-    python warm_server.py SETTINGS    imports libraries once, and stays between commands
-      fork ─> the same, for each connection, until none has come for some time
-
 It is started by its path and imports nothing of ours by itself, so that a fork may import the code
-of another commit. `warm.py` and `kept.py` are the other sides.
+of another commit. `warm.py` is the other side.
 """
 
 import atexit
@@ -26,9 +22,8 @@ import signal
 import socket
 import sys
 import threading
-import time
 import traceback
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from importlib import import_module
 from pathlib import Path
@@ -37,16 +32,6 @@ from typing import Any, NoReturn, TextIO
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # <sys/prctl.h>
 MOST_BYTES = 1 << 16
 NUM_STREAMS = 3
-TICK_S = 1.0
-
-
-def main(argument: str) -> None:
-    """Serve one command on the socket of a number, or those that connect, as JSON settings say."""
-    if argument.isdigit():
-        with socket.socket(fileno=int(argument)) as channel:
-            serve(channel)
-    else:
-        keep(**json.loads(argument))
 
 
 def serve(channel: socket.socket) -> None:
@@ -57,7 +42,6 @@ def serve(channel: socket.socket) -> None:
     if (first := receive(channel)) is None:
         return
     given, _ = first
-    send(channel, {"pid": os.getpid()})
     os.umask(given["umask"])
     sys.path[:0] = [folder for folder in given["path"] if folder not in sys.path]
     import_all(given["modules"])
@@ -66,79 +50,6 @@ def serve(channel: socket.socket) -> None:
         with ended_with_peer(channel):
             code = run_ranks(request, streams, channel)
         send(channel, {"code": code})
-
-
-def keep(listening: int, lock: str, modules: list[str], idle_s: float) -> None:
-    """Serve each connection by a fork, without a parent, until none has come for `idle_s`.
-
-    Once a file that it has imported was changed, new interpreters serve the connections that are
-    here, and its address is removed.
-
-    Args:
-        listening: number of a listening socket.
-        lock: file, locked by who connects.
-    """
-    if os.fork():
-        os._exit(0)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    began_ns = time.time_ns()
-    import_all(modules)
-    imported = state_of(module.__file__ for module in sys.modules.values() if hasattr(module, "__file__"))
-    current = not any(began_ns <= changed_ns <= time.time_ns() for changed_ns, _ in imported.values())
-    is_open, children, deadline = True, set[int](), time.monotonic() + idle_s
-    with socket.socket(fileno=listening) as listener:
-        address = Path(listener.getsockname())
-        while True:
-            is_asked = bool(select.select([listener], [], [], TICK_S)[0])
-            children = {child for child in children if os.waitpid(child, os.WNOHANG) == (0, 0)}
-            if is_asked:
-                channel, _ = listener.accept()
-                current = current and state_of(imported) == imported
-                children.add(fork_server(channel, listener, current))
-            elif not is_open and not children:
-                return
-            deadline = time.monotonic() + idle_s if children else deadline
-            if is_open and (not current or time.monotonic() > deadline):
-                with locked(lock):
-                    is_open = current and bool(select.select([listener], [], [], 0)[0])
-                    if not is_open:
-                        address.unlink()
-
-
-def fork_server(channel: socket.socket, listener: socket.socket, current: bool) -> int:
-    """Serve a connection in another process and return its id; it is a new interpreter unless
-    `current`.
-    """
-    if process := os.fork():
-        channel.close()
-        return process
-    listener.close()
-    os.setsid()
-    if not current:
-        channel.set_inheritable(True)
-        os.execv(sys.executable, [sys.executable, "-P", __file__, str(channel.fileno())])
-    try:
-        serve(channel)
-    finally:
-        os._exit(0)
-
-
-def state_of(files: Iterable[str | None]) -> dict[str, tuple[int, int]]:
-    """Return the time of the last change, in nanoseconds, and the size of each file that exists."""
-    states = {}
-    for file in filter(None, files):
-        with suppress(OSError):
-            found = os.stat(file)
-            states[file] = found.st_mtime_ns, found.st_size
-    return states
-
-
-@contextmanager
-def locked(path: str | Path) -> Iterator[None]:
-    """Hold the lock on a file, which is created."""
-    with open(path, "a") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
 
 
 def import_all(modules: list[str]) -> None:
@@ -299,4 +210,5 @@ def end_process(code: int) -> NoReturn:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    with socket.socket(fileno=int(sys.argv[1])) as given:
+        serve(given)

@@ -15,8 +15,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from areal_core.config.import_paths import hint_for, ours
 from areal_core.errors import RewardError
-from areal_core.import_paths import hint_for, ours
 
 RewardFn = Callable[..., float]
 GSM8K_ANSWER = re.compile(r"####\s*(.+)")

@@ -23,7 +23,7 @@ from multiprocessing.connection import Connection
 from types import TracebackType
 from typing import Any
 
-from areal_core.dataset.rows import rows_to_json
+from areal_core.data.rows import rows_to_json
 from areal_core.errors import RewardError
 from areal_core.reward.functions import RewardFn, name_of_reward_fn
 

@@ -13,7 +13,7 @@ import traceback
 from multiprocessing.connection import Connection
 from typing import Any
 
-from areal_core.dataset.rows import rows_from_json
+from areal_core.data.rows import rows_from_json
 from areal_core.reward.functions import RewardFn, load_reward_fn
 from areal_core.reward.signature import wrong_call
 

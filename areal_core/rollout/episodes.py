@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from areal_core.batch import PER_ENTRY, PER_IMAGE, PER_ROW, RAGGED, Batch, pad_and_concat, sort_canonical
-from areal_core.dataset.rows import Row
+from areal_core.data.batch import PER_ENTRY, PER_IMAGE, PER_ROW, RAGGED, Batch, pad_and_concat, sort_canonical
+from areal_core.data.rows import Row
 from areal_core.errors import RewardError
 from areal_core.rollout.errors import MalformedEpisode
 from areal_core.rollout.types import ModelRequest, ModelResponse, TokenSampler

@@ -45,8 +45,8 @@ from collections.abc import Callable, Coroutine, Sequence
 from functools import wraps
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
-from areal_core.batch import Batch
-from areal_core.dataset.rows import Row
+from areal_core.data.batch import Batch
+from areal_core.data.rows import Row
 from areal_core.rollout.episodes import (
     AcceptFn,
     EpisodeEngine,

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from areal_core.batch import FINISH_REASONS, Batch
+from areal_core.data.batch import FINISH_REASONS, Batch
 from areal_core.rollout.errors import MalformedEpisode
 
 GIVEN = "multi_modal_input"

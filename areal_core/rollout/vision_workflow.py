@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from areal_core.data.images import as_image_bytes
+from areal_core.data.processor import Prompt, VisionProcessor
+from areal_core.engine.vision_inputs import image_keys
 from areal_core.rollout.types import ModelRequest, TokenSampler, sampling_from
 from areal_core.rollout.workflow import RewardFn, episode_tensors
-from areal_core.vision.images import as_image_bytes
-from areal_core.vision.inputs import image_keys
-from areal_core.vision.processor import Prompt, VisionProcessor
 
 
 class VisionRLVRWorkflow:

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from areal_core.batch import FINISH_REASONS
+from areal_core.data.batch import FINISH_REASONS
+from areal_core.data.routed_experts import ROUTED_EXPERTS, UNKNOWN
 from areal_core.errors import ImageError
 from areal_core.rollout.types import EpisodeSampler, ModelRequest, ModelResponse, TokenSampler, sampling_from
-from areal_core.routing.sizes import ROUTED_EXPERTS, UNKNOWN
 from areal_core.safety.durable import append_lines
 
 RewardFn = Callable[..., Awaitable[float]]

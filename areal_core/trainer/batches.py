@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from areal_core.algorithm.alignment import shifted_left
-from areal_core.batch import Batch, pad_and_concat, select_rows
-from areal_core.dataset.rows import Row
+from areal_core.data.batch import Batch, pad_and_concat, select_rows
+from areal_core.data.rows import Row
 from areal_core.engine.fsdp import FSDPEngine
+from areal_core.engine.vision_inputs import image_keys
 from areal_core.errors import DatasetError
 from areal_core.telemetry import Reduce, Stats
-from areal_core.vision.inputs import image_keys
 
 ROWS_PER_PAIR = 2
 DIGITS = 16  # of the sha256 of a row: it names a row, and protects nothing

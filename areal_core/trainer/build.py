@@ -17,7 +17,6 @@ import torch
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
-from areal_core.allocation import Parallel
 from areal_core.config import (
     BaseExperimentConfig,
     DPOConfig,
@@ -28,13 +27,14 @@ from areal_core.config import (
     config_to_dict,
     masked_options,
 )
+from areal_core.config.allocation import Parallel
 from areal_core.config.experiment import TimerConfig
 from areal_core.config.services import PerfTracerConfig
 from areal_core.config.train_engine import FSDPEngineConfig, OptimizerConfig
-from areal_core.dataset import PromptLoader
+from areal_core.data import PromptLoader
+from areal_core.data.processor import VisionProcessor, load_processor
 from areal_core.engine.attention import choose_attention
 from areal_core.engine.determinism import enforce_determinism, seed_everything
-from areal_core.engine.errors import ModelError
 from areal_core.engine.fsdp import FSDPEngine
 from areal_core.engine.lora import Adapter, add_adapters, trained_parameters
 from areal_core.engine.model import apply_liger, checkpoint_names, is_vision, load_model
@@ -45,7 +45,8 @@ from areal_core.engine.ranks import Ranks, join_ranks
 from areal_core.engine.scores import is_score_model
 from areal_core.engine.sharding import shard_model
 from areal_core.engine.trees.check import share_prefixes
-from areal_core.errors import ConfigError
+from areal_core.engine.vision_forward import freeze_tower, vision_family
+from areal_core.errors import ConfigError, ModelError
 from areal_core.paths import make_run_folders, run_folder
 from areal_core.safety.durable import commit_file
 from areal_core.safety.printable import PrintableFormatter
@@ -60,11 +61,9 @@ from areal_core.telemetry import (
 from areal_core.telemetry.loggers import Logger, without_none
 from areal_core.telemetry.memory import MemoryProfiler
 from areal_core.telemetry.trace import Trace
-from areal_core.telemetry.trace_hooks import NO_TRACING, Tracing
 from areal_core.trainer.checkpointing import Frequency
 from areal_core.trainer.run_lines import RunLines
-from areal_core.vision.forward import freeze_tower, vision_family
-from areal_core.vision.processor import VisionProcessor, load_processor
+from areal_core.trainer.trace_hooks import NO_TRACING, Tracing
 
 UNSAFE_IN_ID = str.maketrans("/\\#?%:", "------")  # Weights & Biases refuses ids with these
 AnyConfig = PPOConfig | SFTConfig | RWConfig | DPOConfig  # every config of a run has an `actor`

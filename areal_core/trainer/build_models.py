@@ -9,16 +9,16 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from areal_core.batch import Batch
 from areal_core.config import PPOConfig, TrainEngineConfig
-from areal_core.config.checks import is_base_of
-from areal_core.engine.errors import ModelError
+from areal_core.config.servers import is_base_of
+from areal_core.data.batch import Batch
+from areal_core.data.routed_experts import ROUTED_EXPERTS
 from areal_core.engine.fsdp import FSDPEngine
 from areal_core.engine.lora import adapters_off
 from areal_core.engine.model import load_model
 from areal_core.engine.ranks import Ranks
 from areal_core.engine.scores import load_reward_model, load_score_model
-from areal_core.routing.sizes import ROUTED_EXPERTS
+from areal_core.errors import ModelError
 from areal_core.trainer.build import build_engine
 from areal_core.trainer.scored_rollouts import RewardModel
 

@@ -13,16 +13,18 @@ from transformers import PreTrainedTokenizerBase
 
 from areal_core.agent.agent_workflow import AgentWorkflow
 from areal_core.agent.agents import import_object, is_agent
-from areal_core.batch import Batch
 from areal_core.config import AgentConfig, GenerationHyperparameters, PPOConfig
-from areal_core.config.checks import serves_adapters
+from areal_core.config.import_paths import hint_for, ours
+from areal_core.config.servers import serves_adapters
 from areal_core.config.services import SchedulerConfig
+from areal_core.data.batch import Batch
+from areal_core.data.processor import VisionProcessor, load_processor
 from areal_core.embedded.engine import EmbeddedEngine, ReplicaUpdate
 from areal_core.embedded.replica import Replica
 from areal_core.engine.lora import Adapter
 from areal_core.engine.ranks import Ranks
+from areal_core.engine.routers import routing_sizes_of
 from areal_core.errors import ConfigError
-from areal_core.import_paths import hint_for, ours
 from areal_core.launch.job import served_model
 from areal_core.paths import run_folder
 from areal_core.reward import RewardPool
@@ -30,29 +32,27 @@ from areal_core.reward.served import RewardServer
 from areal_core.reward.signature import check_reward_fn
 from areal_core.rollout.episodes import AcceptFn
 from areal_core.rollout.errors import RequestRefused
-from areal_core.rollout.fleet.client import FleetClient
-from areal_core.rollout.fleet.discovery import Discovery, FolderNames, discover, wait_until_ready
-from areal_core.rollout.fleet.pool import ServerPool
-from areal_core.rollout.fleet.server import Server, call
-from areal_core.rollout.fleet.verification import WeightCheck
-from areal_core.rollout.fleet.weight_update import AdapterUpdate, BroadcastUpdate, DiskUpdate, WeightUpdate
-from areal_core.rollout.fleet.wire import Call
-from areal_core.rollout.fleet.wires import wire_of
-from areal_core.rollout.live import LiveRollouts, SharedRollouts
 from areal_core.rollout.pipeline import Executor, PromptLoader
 from areal_core.rollout.source import RolloutSource
 from areal_core.rollout.staleness import StalenessControl, per_rank
 from areal_core.rollout.types import InferenceEngine
 from areal_core.rollout.vision_workflow import VisionRLVRWorkflow
 from areal_core.rollout.workflow import RLVRWorkflow, RolloutWorkflow, WrittenWorkflow
-from areal_core.routing.routers import routing_sizes_of
-from areal_core.sglang.shared_devices import SharedDevices, TurnRollouts
+from areal_core.servers.client import FleetClient
+from areal_core.servers.discovery import Discovery, FolderNames, discover, wait_until_ready
+from areal_core.servers.pool import ServerPool
+from areal_core.servers.server import Server, call
+from areal_core.servers.verification import WeightCheck
+from areal_core.servers.weight_update import AdapterUpdate, BroadcastUpdate, DiskUpdate, WeightUpdate
+from areal_core.servers.wire import Call
+from areal_core.servers.wires import wire_of
 from areal_core.telemetry import Stats
-from areal_core.telemetry.trace_hooks import NO_TRACING, Tracing
 from areal_core.trainer.checkpointing import Frequency
 from areal_core.trainer.evaluation import Evaluation
+from areal_core.trainer.live import LiveRollouts, SharedRollouts
 from areal_core.trainer.scored_rollouts import RewardModel
-from areal_core.vision.processor import VisionProcessor, load_processor
+from areal_core.trainer.shared_devices import SharedDevices, TurnRollouts
+from areal_core.trainer.trace_hooks import NO_TRACING, Tracing
 
 NO_LIMIT = 10**12  # versions
 HEALTH_FILE = "server_health.json"  # of the requests of rank 0
@@ -296,7 +296,6 @@ def build_client(
         pause_mode=options.pause_mode,
         lora_name=config.gconfig.lora_name if serves_adapters(config) else None,
         knows_versions=knows_versions,
-        rescore_share=options.rescore_share,
         sizes=routing_sizes_of(config.actor.path) if options.return_routed_experts else None,
     )
 

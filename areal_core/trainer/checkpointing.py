@@ -36,7 +36,7 @@ from typing import Any, Protocol
 from transformers import PreTrainedTokenizerBase
 
 from areal_core.config import BaseExperimentConfig
-from areal_core.dataset.loader import PromptOrder
+from areal_core.data.loader import PromptOrder
 from areal_core.engine.checkpoint.background_save import BackgroundSave
 from areal_core.engine.checkpoint.distributed import (
     Engines,
@@ -48,8 +48,8 @@ from areal_core.engine.checkpoint.distributed import (
 from areal_core.engine.checkpoint.files import read_checkpoint
 from areal_core.engine.checkpoint.hf_folder import HFFolder, take_hf
 from areal_core.engine.determinism import rng_state, set_rng_state
-from areal_core.engine.errors import CheckpointError, CheckpointNotWritten
 from areal_core.engine.ranks import Ranks
+from areal_core.errors import CheckpointError, CheckpointNotWritten
 from areal_core.launch.run import RECOVER_RUN
 from areal_core.paths import run_folder
 from areal_core.safety.durable import (

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from areal_core.algorithm.losses import explained_variance, value_loss
-from areal_core.batch import Batch
 from areal_core.config import PPOCriticConfig
+from areal_core.data.batch import Batch
 from areal_core.engine.fsdp import FSDPEngine
 from areal_core.telemetry import Stats
 from areal_core.trainer.nonfinite import NonFiniteGuard

@@ -19,21 +19,20 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from areal_core.batch import Batch
 from areal_core.config import EvaluatorConfig, PPOConfig
 from areal_core.config.experiment import BaseExperimentConfig
-from areal_core.dataset import get_dataset
-from areal_core.dataset.read import full_batches
-from areal_core.engine.errors import ModelError
+from areal_core.data import get_dataset
+from areal_core.data.batch import Batch
+from areal_core.data.read import full_batches
 from areal_core.engine.model import load_model
-from areal_core.errors import ConfigError
+from areal_core.errors import ConfigError, ModelError
 from areal_core.paths import run_folder
-from areal_core.rollout.live import log_scalars
 from areal_core.rollout.pipeline import Executor
 from areal_core.rollout.workflow import RolloutWorkflow
 from areal_core.safety.durable import commit_file
 from areal_core.telemetry import Reduce, Stats
 from areal_core.trainer.checkpointing import Frequency
+from areal_core.trainer.live import log_scalars
 from areal_core.trainer.scored_rollouts import SCORE, RewardModel
 
 RESULTS = "evaluation"  # folder next to the logs

@@ -19,22 +19,22 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from areal_core.batch import Batch
 from areal_core.config import GenerationHyperparameters, PPOConfig
+from areal_core.data.batch import Batch
+from areal_core.data.processor import VisionProcessor
 from areal_core.engine.ranks import Ranks
 from areal_core.launch.job import served_model
-from areal_core.rollout.fleet.discovery import wait_until_ready
-from areal_core.rollout.fleet.wires import wire_of
 from areal_core.rollout.loop_thread import LoopThread
 from areal_core.rollout.pipeline import Executor
 from areal_core.rollout.staleness import StalenessControl
 from areal_core.rollout.types import EpisodeSampler, InferenceEngine
 from areal_core.rollout.workflow import RolloutWorkflow, text_lines
+from areal_core.servers.discovery import wait_until_ready
+from areal_core.servers.wires import wire_of
 from areal_core.telemetry import Stats
 from areal_core.trainer import build_rollouts
 from areal_core.trainer.evaluation import EvaluationResults, complete_model, evaluated_models, log_samples
 from areal_core.trainer.scored_rollouts import SCORE, RewardModel
-from areal_core.vision.processor import VisionProcessor
 
 PROGRESS_S = 10.0
 

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedTokenizerBase
 
-from areal_core.batch import Batch, pack, select_rows
 from areal_core.config import BaseExperimentConfig, TrainEngineConfig
+from areal_core.data.batch import Batch, pack, select_rows
 from areal_core.engine.checkpoint.distributed import Engines
 from areal_core.engine.determinism import rng_state, set_rng_state
 from areal_core.engine.fsdp import FSDPEngine, LossFunction

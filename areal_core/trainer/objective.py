@@ -23,9 +23,9 @@ from areal_core.algorithm.off_policy import (
     loglinear_share,
     second_moment_mask,
 )
-from areal_core.batch import Batch
 from areal_core.config import PPOActorConfig, TeacherConfig
 from areal_core.config.train_engine import NormConfig
+from areal_core.data.batch import Batch
 from areal_core.engine.fsdp import FSDPEngine
 from areal_core.telemetry import Reduce, Stats
 from areal_core.trainer.build_models import BaseReference

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from areal_core.algorithm.losses import reward_model_loss
-from areal_core.batch import Batch
 from areal_core.config import RWConfig
+from areal_core.data.batch import Batch
 from areal_core.engine.scores import load_score_model
 from areal_core.trainer.batches import ROWS_PER_PAIR, Pair, num_pairs, pairs_to_batch, record_pairs
 from areal_core.trainer.supervised import SupervisedTrainer

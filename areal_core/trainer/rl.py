@@ -18,17 +18,14 @@ from areal_core.engine.checkpoint.distributed import Engines, save_checkpoint
 from areal_core.engine.determinism import branch_rng, rng_state
 from areal_core.engine.fsdp import FSDPEngine
 from areal_core.engine.ranks import leave_ranks
+from areal_core.engine.routers import Routers
 from areal_core.errors import ConfigError
 from areal_core.rollout.episodes import AcceptFn
-from areal_core.rollout.live import LiveRollouts
 from areal_core.rollout.loop_thread import short_collections
 from areal_core.rollout.source import RolloutSource
 from areal_core.rollout.workflow import RLVRWorkflow, RolloutWorkflow
-from areal_core.routing.routers import Routers
 from areal_core.safety.secrets import masker
-from areal_core.sglang.shared_devices import TurnRollouts
 from areal_core.telemetry import Stats, StatsLogger
-from areal_core.telemetry.trace_hooks import NO_TRACING
 from areal_core.trainer import build, build_models, build_rollouts
 from areal_core.trainer.checkpointing import Recovery, Saver, step_of
 from areal_core.trainer.critic import critic_values, update_critic
@@ -40,10 +37,13 @@ from areal_core.trainer.evaluation import (
     validation_rows,
 )
 from areal_core.trainer.evaluation_run import EvaluationRun, load_models
+from areal_core.trainer.live import LiveRollouts
 from areal_core.trainer.nonfinite import NonFiniteGuard
 from areal_core.trainer.objective import PolicyObjective
 from areal_core.trainer.scored_rollouts import ScoredRollouts
+from areal_core.trainer.shared_devices import TurnRollouts
 from areal_core.trainer.step_stats import log_batch, log_settings, log_versions
+from areal_core.trainer.trace_hooks import NO_TRACING
 from areal_core.trainer.update import update
 
 # observer(event, **facts): the events and their facts are listed in ARCHITECTURE.md.

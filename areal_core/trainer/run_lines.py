@@ -21,7 +21,7 @@ from typing import Any
 
 from areal_core.config import BaseExperimentConfig
 from areal_core.engine.checkpoint.files import read_checkpoint_file
-from areal_core.engine.errors import CheckpointError
+from areal_core.errors import CheckpointError
 from areal_core.paths import run_folder
 from areal_core.telemetry import step_summary
 from areal_core.trainer.checkpointing import step_of

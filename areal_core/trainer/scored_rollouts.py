@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from areal_core.batch import Batch, sequence_lengths
+from areal_core.data.batch import Batch, sequence_lengths
 from areal_core.engine.fsdp import FSDPEngine
 from areal_core.rollout.source import RolloutSource, WrappedRollouts
 from areal_core.telemetry import Stats

@@ -10,8 +10,8 @@ from torch import Tensor
 from areal_core.algorithm.advantages import groups_without_spread
 from areal_core.algorithm.alignment import first_and_last
 from areal_core.algorithm.off_policy import loglinear_proximal_logprobs
-from areal_core.batch import Batch, sequence_lengths
 from areal_core.config import PPOActorConfig
+from areal_core.data.batch import Batch, sequence_lengths
 from areal_core.telemetry import Reduce, Stats
 
 

@@ -10,11 +10,11 @@ from typing import Any, ClassVar, Self, TypeVar
 
 from torch import Tensor
 
-from areal_core.batch import Batch
 from areal_core.config import DPOConfig, RWConfig, SFTConfig
-from areal_core.dataset import get_dataset
-from areal_core.dataset.read import full_batches
-from areal_core.dataset.rows import Row
+from areal_core.data import get_dataset
+from areal_core.data.batch import Batch
+from areal_core.data.read import full_batches
+from areal_core.data.rows import Row
 from areal_core.engine.fsdp import FSDPEngine
 from areal_core.engine.model import load_model
 from areal_core.engine.ranks import Ranks, leave_ranks

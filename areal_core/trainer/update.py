@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from areal_core.batch import Batch, select_rows, sequence_lengths, split_rows
+from areal_core.data.batch import Batch, select_rows, sequence_lengths, split_rows
 from areal_core.engine.fsdp import FSDPEngine, LossFunction, ignore_event
 from areal_core.engine.ranks import Ranks
 from areal_core.telemetry import Stats

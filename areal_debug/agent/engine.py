@@ -8,7 +8,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from areal_core.engine.errors import ModelError
+from areal_core.errors import ModelError
 from areal_core.rollout.errors import NoServers
 from areal_core.rollout.types import InferenceEngine, ModelRequest, ModelResponse
 
@@ -60,9 +60,9 @@ def open_server(address: str, model: str | None) -> tuple[InferenceEngine, PreTr
     Raises:
         NoServers: nothing answers at the address.
     """
-    from areal_core.rollout.fleet.client import FleetClient
-    from areal_core.rollout.fleet.server import Server
-    from areal_core.sglang.wire import SGLANG
+    from areal_core.servers.client import FleetClient
+    from areal_core.servers.server import Server
+    from areal_core.servers.sglang import SGLANG
 
     server = Server(address.removeprefix("http://").rstrip("/"))
     try:
@@ -161,6 +161,6 @@ class ScriptedEngine:
 def read_rows(path: str) -> list[dict[str, Any]]:
     """Read the rows of a dataset as training passes them to an agent. Raises DatasetError."""
     from areal_core.config import DatasetConfig
-    from areal_core.dataset import get_dataset
+    from areal_core.data import get_dataset
 
     return list(get_dataset(DatasetConfig(path=path, type="rl")))

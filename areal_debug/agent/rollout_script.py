@@ -14,7 +14,7 @@ ARGUMENTS = "AREAL_DEBUG_AGENT_ARGUMENTS"
 def main(argv: list[str]) -> None:
     """Train with the agent as workflow, as the config defines."""
     from areal_core.config import GRPOConfig
-    from areal_core.dataset import get_dataset
+    from areal_core.data import get_dataset
     from areal_core.trainer.build import load_tokenizer
     from areal_core.trainer.rl import PPOTrainer
     from areal_debug.wiring import wire

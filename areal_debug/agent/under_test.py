@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerBase
 
 from areal_core.agent.agent_workflow import AgentWorkflow
 from areal_core.agent.agents import is_agent, load_agent
-from areal_core.engine.errors import EngineError
+from areal_core.errors import EngineError
 from areal_core.rollout.errors import NoServers, WrongServer
 from areal_core.rollout.types import InferenceEngine
 from areal_core.rollout.workflow import RolloutWorkflow

@@ -5,7 +5,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from areal_core.batch import Batch
+from areal_core.data.batch import Batch
 from areal_core.rollout.episodes import EpisodeEngine, run_episodes
 from areal_core.rollout.loop_thread import LoopThread
 from areal_core.rollout.types import InferenceEngine, ModelRequest, ModelResponse

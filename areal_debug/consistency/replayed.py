@@ -1,6 +1,5 @@
 """The weights before steps of a record, made by a replay of it up to them."""
 
-import json
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -23,7 +22,7 @@ def replayed_weights(
     Raises:
         ReplayError: the record cannot be replayed up to the last step.
     """
-    from areal_debug.replay.ranks import replay_ranks, report_of_ranks
+    from areal_debug.replay.ranks import replay_ranks, report_of_ranks, task
     from replayer.preconditions import check_anchor, check_model, check_steps_present
 
     path = model or record.header.config["actor"]["path"]
@@ -31,7 +30,7 @@ def replayed_weights(
     check_anchor(record, steps[0])
     check_model(record, path, steps[0])
     with tempfile.TemporaryDirectory() as folder:
-        task = ["weights", record.path, json.dumps(steps), folder, model or ""]
+        asked = task("weights", record=record.path, steps=list(steps), folder=folder, model=model)
         with replay_ranks() as ranks:
-            report_of_ranks(ranks, task, record.header.world_size, quiet=True)
+            report_of_ranks(ranks, asked, record.header.world_size, quiet=True)
         yield {made.name: made for made in Path(folder).iterdir() if made.name.isdigit()}

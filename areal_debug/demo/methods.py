@@ -11,8 +11,8 @@ from typing import Any
 
 from areal_core.config import DPOConfig, PPOConfig, RWConfig, SFTConfig, load_expr_config
 from areal_core.config.presets import PRESETS
-from areal_core.dataset.read import pair_row
-from areal_core.dataset.rows import sft_row
+from areal_core.data.read import pair_row
+from areal_core.data.rows import sft_row
 from areal_core.embedded.replica import Replica
 from areal_core.paths import run_folder
 from areal_core.reward import arithmetic_reward_fn

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from areal_core.config import SFTConfig, load_expr_config
-from areal_core.dataset import arithmetic_rows, get_dataset
+from areal_core.data import arithmetic_rows, get_dataset
 from areal_core.embedded.engine import EmbeddedEngine
 from areal_core.embedded.replica import Replica
 from areal_core.rollout.types import ModelRequest, Sampling

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 from rich.text import Text
 
-from areal_debug.diff.excerpts import Excerpt, read_excerpts
+from areal_debug.diff.excerpts import read_excerpts
 from areal_debug.render import console, difference_table, format_number, styled
 from areal_debug.report.links import view_command
 
@@ -12,8 +12,8 @@ if TYPE_CHECKING:
     from recorder import Record
     from replayer.commits.first_step import FirstStep
     from replayer.commits.layers import LayersReport
-    from replayer.diff import DiffReport
-    from replayer.stages import StageDifference
+    from replayer.compare.stages import StageDifference
+    from replayer.diff import DiffReport, Excerpt
 
 SHOWN_OF_A_STAGE = 3
 REFUTED_BY = {
@@ -105,14 +105,14 @@ def print_context(left: "Record", right: "Record", report: "DiffReport") -> None
         console().print(Text(f"text in {name}    ", style="dim") + marked(excerpt))
 
 
-def marked(excerpt: Excerpt) -> Text:
+def marked(excerpt: "Excerpt") -> Text:
     """Return a text with its token between brackets."""
     before, token, after = (repr(part)[1:-1] for part in (excerpt.before, excerpt.token, excerpt.after))
     return Text.assemble((before, "dim"), "[", (token, "bold"), "]", (after, "dim"))
 
 
 def print_stages(report: "DiffReport", show_all: bool) -> None:
-    from replayer.stages import STAGES
+    from replayer.compare.stages import STAGES
 
     out = console()
     out.print()

@@ -10,7 +10,6 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from areal_core.launch import warm_server
 from areal_core.safety.secrets import masker, names_secret
 from recorder.confine import Bounds, run_confined
 
@@ -36,10 +35,7 @@ class Disk:
 
 @dataclass(frozen=True)
 class Machine:
-    """What a run can use. A limit is None where there is none; `gpu_problem` is a sentence.
-
-    `kept`: bytes of memory of each process that is kept between commands, by its id.
-    """
+    """What a run can use. A limit is None where there is none; `gpu_problem` is a sentence."""
 
     system: str
     cpu: str
@@ -51,7 +47,6 @@ class Machine:
     memory_limit_bytes: int | None
     disks: tuple[Disk, ...]
     variables: dict[str, str]
-    kept: dict[int, int]
 
 
 @dataclass(frozen=True)
@@ -83,7 +78,6 @@ def read_machine() -> Machine:
         memory_limit_bytes=memory_limit(),
         disks=tuple(disks),
         variables=variables_set(),
-        kept=kept_processes(),
     )
 
 
@@ -193,19 +187,3 @@ def active_confinement() -> str:
     active: list[str] = []
     listed: list[str] = run_confined(lambda: active, Bounds("nothing", ()), announce=active.append)
     return ", ".join(name for name in listed[0].split(", ") if name.startswith("Landlock"))
-
-
-def kept_processes() -> dict[int, int]:
-    """Return the bytes of memory of each process of this user that AREAL_DEBUG_WARM_MIN keeps."""
-    found: dict[int, dict[str, str]] = {}
-    for entry in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):  # it has ended, or is another user's
-            words = (entry / "cmdline").read_text().split("\0")
-            if warm_server.__file__ in words and "idle_s" in words[-2] and entry.stat().st_uid == os.getuid():
-                lines = (entry / "status").read_text().splitlines()
-                found[int(entry.name)] = dict(line.split(":\t", 1) for line in lines)
-    return {
-        process: int(facts["VmRSS"].split()[0]) * 1024
-        for process, facts in found.items()
-        if int(facts["PPid"]) not in found and "VmRSS" in facts  # no fork of one, and no zombie
-    }

@@ -55,8 +55,6 @@ def print_machine(out: Console, machine: Machine) -> None:
         line(out, "disk", f"{disk.place}: {free}")
     for name, value in machine.variables.items():
         line(out, "variable", f"{name}={value}")
-    for pid, size in machine.kept.items():
-        line(out, "kept warm", f"process {pid}, {format_bytes(size)}; `kill {pid}` ends it")
 
 
 def print_verbs(out: Console, info: Info) -> None:

@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING
 
 from areal_debug.open.find import Found, read_document
 from areal_debug.render import format_bytes
-from areal_debug.report.frame import Frame, Link
+from areal_debug.report.frame import Frame, Link, tone_of
 from areal_debug.report.links import RecordPage
+from areal_debug.report.model import Facts, Report, Row
+from areal_debug.report.page import write_report, write_template
 
 if TYPE_CHECKING:
     from areal_debug.doctor.read import Run
@@ -62,7 +64,6 @@ def examine(found: Found, scratch: Path) -> Item:
 
 def examine_record(found: Found, scratch: Path) -> Item:
     """Check that every step which a record should hold is there, without reading the steps."""
-    from areal_debug.open.tokens import write_tokens
     from recorder import open_record
     from recorder.integrity.chain import missing_steps, read_end
     from recorder.reader import describe_steps
@@ -91,21 +92,38 @@ def examine_record(found: Found, scratch: Path) -> Item:
     return Item(found, verdict, "; ".join(facts), write=write, record=record)
 
 
+def write_tokens(record: "Record", page: Path, links: Sequence[Link]) -> None:
+    """Write the page of all steps; `page` is the index.html of a folder of its own."""
+    from areal_debug.record.decode import load_decoder
+    from areal_debug.view.contents import Contents, Place
+    from areal_debug.view.followed import FollowedRecord
+    from areal_debug.view.page import write_folder
+
+    contents = Contents(FollowedRecord(record.path, load_decoder(record), ()))
+    document = contents.document(list(record.steps), Place(record.steps[-1]))
+    write_folder(contents, document, page.parent, lambda step: None, links)
+
+
 def examine_metrics(found: Found, scratch: Path) -> Item:
     from areal_debug.doctor.examine import examine as judge
     from areal_debug.doctor.examine import verdict
-    from areal_debug.doctor.page import headline_of, write_page
     from areal_debug.doctor.read import read_run
+    from areal_debug.doctor.report import report_of
 
     run = read_run(found.path)
     judged = judge(run)
-    summary = f"{run.num_steps} steps of {run.family}; {headline_of(run, judged).lower()}"
+    first = judged.alarms[0].title if judged.alarms else report_of(run, judged).verdict.lower()
+    summary = f"{run.num_steps} steps of {run.family}; {first}"
     alarms = [(step, alarm.title) for alarm in judged.alarms for step, _ in alarm.evidence]
     return Item(
         found,
         verdict(run, judged),
         summary,
-        write=lambda page, links, record_page: write_page(page, run, judged, links, record_page),
+        write=lambda page, links, record_page: write_report(
+            page,
+            report_of(run, judged, record_page),
+            Frame("Doctor", run.source, "doctor", verdict(run, judged), links),
+        ),
         metrics=run,
         alarms=alarms,
     )
@@ -114,9 +132,8 @@ def examine_metrics(found: Found, scratch: Path) -> Item:
 def examine_trace(found: Found, scratch: Path) -> Item:
     """Find slow steps as `trace` does. The files of the ranks are merged outside of the run."""
     from areal_core.telemetry.trace_merge import merge
-    from areal_debug.trace.page import write_page
     from areal_debug.trace.read import read_merged
-    from areal_debug.trace.render import verdict
+    from areal_debug.trace.report import STYLE, report_of, verdict
     from areal_debug.trace.steps import report_on
 
     scratch.mkdir()
@@ -126,12 +143,16 @@ def examine_trace(found: Found, scratch: Path) -> Item:
     trace = read_merged(merge(scratch))
     trace.file = found.path
     report = report_on(trace)
+    word = "slow" if report.slow else "healthy"
     return Item(
         found,
-        "slow" if report.slow else "healthy",
-        verdict(report).plain,
-        write=lambda page, links, record_page: write_page(
-            page, trace, report, found.name, links, record_page
+        word,
+        ": ".join(verdict(report)),
+        write=lambda page, links, record_page: write_report(
+            page,
+            report_of(trace, report, record_page=record_page),
+            Frame("Steps", found.name, "trace", word, links),
+            style=STYLE.read_text(),
         ),
         alarms=[(step, "slow") for step in report.slow],
     )
@@ -155,9 +176,9 @@ def examine_hang(found: Found, scratch: Path) -> Item:
 
 
 def examine_health(found: Found, scratch: Path) -> Item:
-    from areal_core.rollout.fleet.health import State
-    from areal_debug.report.page import write_template
+    from areal_core.servers.health import State
     from areal_debug.serve.ledger import read_ledger
+    from areal_debug.serve.report import ledger_table
 
     ledger = read_ledger(found.path)
     states = Counter(str(server.state) for server in ledger.servers)
@@ -165,11 +186,11 @@ def examine_health(found: Found, scratch: Path) -> Item:
     verdict = "problem" if bad else "healthy"
     summary = f"{len(ledger.servers)} servers: {', '.join(f'{n} {state}' for state, n in states.items())}"
     summary += f"; as of {ledger.updated}"
+    report = Report(verdict, "inference servers", tone_of(verdict), [ledger_table(ledger)])
 
     def write(page: Path, links: Sequence[Link], _: RecordPage | None) -> None:
         frame = Frame("Inference servers", found.name, "servers", verdict, links)
-        facts = {"verdict": verdict, "summary": summary, "servers": ledger.servers}
-        write_template(page, "open/servers.html", frame, facts)
+        write_report(page, report, frame, summary=summary)
 
     return Item(found, verdict, summary, write=write)
 
@@ -181,8 +202,6 @@ def examine_checkpoint(found: Found, scratch: Path) -> Item:
 
 def examine_report(found: Found, scratch: Path) -> Item:
     """Show a report that a verb wrote: its JSON as text, its page inert and inside a frame."""
-    from areal_debug.report.page import write_template
-
     summary = f"report of `areal-debug {found.verb}`"
     if found.verb == "view" and found.path.suffix == ".html":  # it needs its scripts
         return Item(found, "", f"{summary}: open it by itself")
@@ -193,15 +212,17 @@ def examine_report(found: Found, scratch: Path) -> Item:
     step = document.get("step")
 
     def write(page: Path, links: Sequence[Link], record_page: RecordPage | None) -> None:
-        facts = {
-            "verdict": found.verdict,
-            "heading": f"{found.verb}: {found.name}",
-            "html": html,
-            "rows": [(name, shown(value)) for name, value in document.items()],
-            "step": record_page.address(step) if record_page and isinstance(step, int) else "",
-        }
-        frame = Frame(str(facts["heading"]), found.name, found.verb, found.verdict, links)
-        write_template(page, "open/report.html", frame, facts, inside=html)
+        heading = f"{found.verb}: {found.name}"
+        frame = Frame(heading, found.name, found.verb, found.verdict, links)
+        if html:
+            write_template(
+                page, "open/found_page.html", frame, {"heading": heading, "html": html}, inside=html
+            )
+            return
+        address = record_page.address(step) if record_page and isinstance(step, int) else ""
+        rows = [Row("the step in the record", f"step {step}", address=address)] if address else []
+        rows += [Row(name, shown(value), is_code=True) for name, value in document.items()]
+        write_report(page, Report(found.verdict, heading, tone_of(found.verdict), [Facts(rows)]), frame)
 
     return Item(found, found.verdict, summary, write=write)
 

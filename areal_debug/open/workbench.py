@@ -10,18 +10,16 @@ view/RECORD/           samples and tokens of a record
 import shlex
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 from urllib.parse import quote
 
-from areal_debug.doctor.page import picture
 from areal_debug.open.find import Found
 from areal_debug.open.items import Item, examine
 from areal_debug.render import format_number
 from areal_debug.report.frame import Frame, Link, tone_of
 from areal_debug.report.links import RecordPage, page_address
-from areal_debug.report.page import write_template
+from areal_debug.report.model import Block, Cell, Curve, Facts, Finding, Report, Row, Table
+from areal_debug.report.page import write_report
 from recorder.reader import StepSummary, summarise_steps
 
 # Titles of the kinds, in the order of the overview, and the name of a kind's page.
@@ -36,6 +34,7 @@ KINDS = {
 }
 NAMES = {"record": "Tokens", "metrics": "Doctor", "health": "Servers"}  # in the header, if not the title
 WORST_FIRST = ("bad", "unsure", "", "good")
+STEP_HEADINGS = ("step>", "mean reward>", "samples>", "tokens>", "weights>", "found")
 MOST_STEPS = 5000
 MOST_CURVES = 300
 
@@ -100,21 +99,26 @@ def record_page(item: Item, items: Sequence[Item]) -> RecordPage | None:
 
 
 def write_overview(page: Path, run: Path, items: Sequence[Item], links: Sequence[Link], note: str) -> None:
-    groups = [
-        {
-            "id": kind,
-            "title": title,
-            "items": [item_facts(item) for item in items if item.found.kind == kind],
-        }
-        for kind, (title, _) in KINDS.items()
-        if any(item.found.kind == kind for item in items)
-    ]
-    verdict = worst_verdict(items)
-    counts = ", ".join(f"{len(group['items'])} {str(group['title']).lower()}" for group in groups)
-    summary = f"Found in {run}: {counts}" + (f"; {note}" if note else "")
-    facts = {"verdict": verdict, "heading": run.absolute().name, "summary": summary, "groups": groups}
-    frame = Frame(f"{run.absolute().name}: workbench", run.absolute().name, "workbench", verdict, links)
-    write_template(page, "open/overview.html", frame, facts)
+    verdict, name = worst_verdict(items), run.absolute().name
+    blocks: list[Block] = []
+    counts = []
+    for kind, (title, _) in KINDS.items():
+        of_kind = [item for item in items if item.found.kind == kind]
+        if of_kind:
+            counts.append(f"{len(of_kind)} {title.lower()}")
+            blocks.append(Facts([], title, kind))
+            blocks += [finding_of(item) for item in of_kind]
+    summary = f"Found in {run}: {', '.join(counts)}" + (f"; {note}" if note else "")
+    frame = Frame(f"{name}: workbench", name, "workbench", verdict, links)
+    write_report(page, Report(verdict, name, tone_of(verdict), blocks), frame, summary=summary)
+
+
+def finding_of(item: Item) -> Finding:
+    """Return an item of the overview, with the link to its page and the verb that prints more."""
+    rows = [Row(item.verdict or "found", item.summary, address=quote(item.page))]
+    if item.command:
+        rows.append(Row("more", f"{item.command} {shlex.quote(str(item.found.path))}", is_code=True))
+    return Finding("", item.found.name, tone_of(item.verdict), rows)
 
 
 def worst_verdict(items: Sequence[Item]) -> str:
@@ -123,20 +127,9 @@ def worst_verdict(items: Sequence[Item]) -> str:
     return min(verdicts, key=lambda verdict: WORST_FIRST.index(tone_of(verdict)), default="")
 
 
-def item_facts(item: Item) -> dict[str, Any]:
-    return {
-        "verdict": item.verdict,
-        "tone": tone_of(item.verdict),
-        "name": item.found.name,
-        "address": quote(item.page),
-        "summary": item.summary,
-        "command": item.command and f"{item.command} {shlex.quote(str(item.found.path))}",
-    }
-
-
 def write_steps(page: Path, run: str, items: Sequence[Item], links: Sequence[Link]) -> None:
     """Write a table of the steps of each record, with what was found about each."""
-    records = []
+    blocks: list[Block] = []
     for item in items:
         if item.record is None:
             continue
@@ -147,40 +140,41 @@ def write_steps(page: Path, run: str, items: Sequence[Item], links: Sequence[Lin
                 for step, title in other.alarms:
                     notes.setdefault(step, {})[title] = other.page
         try:
-            steps, problem = summarise_steps(item.record, lambda _: None), ""
+            steps = summarise_steps(item.record, lambda _: None)
         except ValueError as error:
-            steps, problem = [], str(error)
-        records.append(
-            {
-                "name": item.found.name,
-                "problem": problem,
-                "num_left_out": max(0, len(steps) - MOST_STEPS),
-                "rows": [step_facts(step, item, notes.get(step.step, {})) for step in steps[-MOST_STEPS:]],
-            }
-        )
+            blocks.append(f"{item.found.name}: {error}")
+            continue
+        left_out = max(0, len(steps) - MOST_STEPS)
+        more = f"{left_out} earlier steps are left out" if left_out else ""
+        rows = [step_cells(step, item, notes.get(step.step, {})) for step in steps[-MOST_STEPS:]]
+        blocks.append(Table(STEP_HEADINGS, rows, item.found.name, more))
     frame = Frame(f"{run}: steps", run, "steps", "", links)
-    write_template(page, "open/steps.html", frame, {"run": run, "records": records})
+    write_report(page, Report("", f"Steps of {run}", "", blocks), frame)
 
 
-def step_facts(step: StepSummary, item: Item, notes: dict[str, str]) -> dict[str, Any]:
-    reward = None if step.mean_reward is None else format_number(step.mean_reward)
-    return asdict(step) | {"reward": reward, "address": page_address(item.page, step.step), "notes": notes}
+def step_cells(step: StepSummary, item: Item, notes: dict[str, str]) -> list[str | Cell]:
+    """Return a row of the table; what was found about the step is the link of its page."""
+    reward = "?" if step.mean_reward is None else format_number(step.mean_reward)
+    found = Cell(", ".join(notes), address=next(iter(notes.values()), ""))
+    numbers = (f"{step.num_rows}", f"{step.num_tokens}", f"{step.version}")
+    return [Cell(str(step.step), address=page_address(item.page, step.step)), reward, *numbers, found]
 
 
 def write_curves(page: Path, run: str, items: Sequence[Item], links: Sequence[Link]) -> None:
     """Write every metric over the steps, by source and by the name before its last slash."""
-    sources = []
+    blocks: list[Block] = []
     for item in items:
         if item.metrics is None:
             continue
-        groups: dict[str, list[dict[str, Any]]] = {}
-        series = [one for one in item.metrics.by_name.values() if len(one.finite.values)]
+        groups: dict[str, list[Curve]] = {}
+        series = [one.finite for one in item.metrics.by_name.values() if len(one.finite.values)]
         for one in series[:MOST_CURVES]:
             prefix = "/".join(one.name.split("/")[:-1][:2])
-            short = one.name.removeprefix(f"{prefix}/")
-            last = format_number(one.finite.values[-1])
-            groups.setdefault(prefix, []).append({"svg": picture(one), "name": short, "last": last})
-        left_out = max(0, len(series) - MOST_CURVES)
-        sources.append({"name": item.found.name, "groups": groups, "num_left_out": left_out})
+            caption = f"{one.name}: {format_number(float(one.values[-1]))} at the end"
+            curve = Curve(one.name, one.values.tolist(), one.steps.tolist(), caption=caption)
+            groups.setdefault(prefix, []).append(curve)
+        blocks.append(f"{item.found.name}: {len(series)} metrics, the first {MOST_CURVES} are drawn")
+        for prefix, curves in groups.items():
+            blocks += [Facts([], prefix or "without a group"), *curves]
     frame = Frame(f"{run}: curves", run, "curves", "", links)
-    write_template(page, "open/curves.html", frame, {"run": run, "sources": sources})
+    write_report(page, Report("", f"Curves of {run}", "", blocks), frame)

@@ -67,7 +67,7 @@ def findings_table(report: PreflightReport) -> Table:
         table.add_row(
             MARKS[finding.status],
             finding.check,
-            styled("{}{}", f"{finding.file}:{finding.line} " if finding.file else "", finding.seen),
+            styled("{}", finding.seen),
             styled("{}", finding.next_step),
         )
     return table

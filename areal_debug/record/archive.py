@@ -3,11 +3,11 @@
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
-from areal_debug.cli import Verb, force_option, json_option, spread_options
+from areal_debug.cli import Verb, force_option, json_option
 from areal_debug.confined import describes_limits
 from areal_debug.render import (
     console,
@@ -27,49 +27,35 @@ if TYPE_CHECKING:
 @click.command(
     cls=Verb,
     short_help="Write a record into one compressed zarr store",
-    example="areal-debug record archive runs/record --to s3://bucket/record\n"
-    "areal-debug record archive runs/*/record --to s3://bucket/runs --on ray",
+    example="areal-debug record archive runs/record --to s3://bucket/record",
 )
-@click.argument("records", type=click.Path(path_type=Path), nargs=-1, required=True, metavar="RECORD...")
+@click.argument("record", type=click.Path(path_type=Path))
 @click.option(
     "--to",
     "destination",
     required=True,
     metavar="PLACE",
-    help="Folder, file.zip, or fsspec URL; of several records the folder or URL above theirs.",
+    help="Folder, file.zip, or fsspec URL.",
 )
 @click.option(
     "--without-anchors", is_flag=True, help="Leave checkpoints out: replays start from the run's model."
 )
 @force_option
-@spread_options
 @json_option
 @describes_limits
 @errors_as_sentences
 def archive(
-    records: tuple[Path, ...],
+    record: Path,
     destination: str,
     without_anchors: bool,
     force: bool,
-    place: str | None,
-    workers: int | None,
     as_json: bool,
 ) -> None:
     """Write RECORD into a zarr store: compressed, sharded, checksummed. Every verb reads it like
     the folder.
-
-    Several records become an archive each, below PLACE.
     """
     from recorder.archive.pack import archive_record
 
-    if len(records) > 1 or place is not None or workers is not None:
-        from areal_debug.spread.records import places_below, record_tasks
-        from areal_debug.spread.render import report_tasks
-
-        places = places_below(records, destination) if len(records) > 1 else {str(records[0]): destination}
-        tasks = record_tasks(records, lambda name: {"records": (name,), "destination": places[name]})
-        report_tasks("record", tasks, place, workers, archived_columns, as_json, "archived")
-    [record] = records
     archived = archive_record(
         record, destination, force, partial(with_progress, "archiving"), anchors=not without_anchors
     )
@@ -105,19 +91,6 @@ def extract(archive: Path, destination: Path, force: bool, as_json: bool) -> Non
     if extracted.num_continued:
         note(f"continued: {extracted.num_continued} steps were there from an extraction that was interrupted")
     console().print(styled("{} steps in {}, as they were recorded", extracted.num_steps, destination))
-
-
-def archived_columns(report: dict[str, Any]) -> dict[str, str]:
-    from recorder.archive.pack import Archived
-
-    archived = Archived(**report)
-    return {
-        "steps": f"{archived.num_steps:,}",
-        "tokens": f"{archived.num_tokens:,}",
-        "size": format_bytes(archived.archive_bytes),
-        "a token": f"{archived.archive_bytes / max(1, archived.num_tokens):.3g} B",
-        "archive": archived.location,
-    }
 
 
 def print_archived(archived: "Archived") -> None:

@@ -1,4 +1,4 @@
-"""An agent's calls in `record show`: what was asked and answered, by which tool, and judged."""
+"""An agent's calls in `record show`: what was asked and answered, by which tool."""
 
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -10,7 +10,6 @@ from areal_core.safety.printable import printable_block
 from areal_debug.render import count, format_number, styled
 
 if TYPE_CHECKING:
-    from areal_core.rollout.judge_journal import JudgeCall
     from recorder.agents.conversations import Conversation, Part
 
 MOST_CHARACTERS = 600  # of a message
@@ -50,17 +49,6 @@ def beside(name: str, text: str, in_full: bool, style: str) -> Text:
     block = printable_block(shown).replace("\n", "\n" + " " * (WIDTH + 4))
     more = f" ... {len(text) - len(shown):,} more characters" if len(shown) < len(text) else ""
     return Text.assemble((f"  {printable_block(name):<{WIDTH}}  ", "dim"), (block, style), (more, "dim"))
-
-
-def lines_of_judge(calls: "list[JudgeCall]", in_full: bool) -> Iterator[Text]:
-    """Yield what a judge was asked of a sample, its replies and scores."""
-    if not calls:
-        yield styled("[dim]the judge's journal has no call of this sample[/dim]")
-    for call in calls:
-        score = "no score" if call.score is None else f"score {format_number(call.score)}"
-        yield styled("[cyan]judge[/cyan], attempt {}, {}", call.attempt, score)
-        yield beside("asked", call.text, in_full, "dim")
-        yield beside("reply", call.reply, in_full, "")
 
 
 def document_of(conversation: "Conversation | None") -> dict[str, Any] | None:

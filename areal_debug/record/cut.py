@@ -1,7 +1,7 @@
 """`areal-debug record cut`: one step, or the rows of it that show a bug, in a file for anybody."""
 
 import tempfile
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -129,18 +129,16 @@ def run_cut(request: "CutRequest", num_ranks: int, as_json: bool) -> dict[str, A
     Ends the command with the ranks' exit code if they fail. An interrupt ends the reduction: the
     ranks write the best so far, and the report says so.
     """
-    from areal_debug.replay.ranks import ON_RANK, replay_ranks
-    from replayer.bug.cut_request import cut_request_text
+    from areal_debug.replay.ranks import replay_ranks, task
 
     logs = Path(request.folder).parent
     file = logs / "report.json"
     hidden = as_json or is_quiet()
     environment = {REPORT_FILE: str(file)} | ({QUIET: "1"} if hidden else {})
-    task = [*ON_RANK, "cut", cut_request_text(request)]
     interrupted = False
     try:
         with replay_ranks() as ranks:
-            code = ranks.run(task, num_ranks, environment, logs / "ranks.log")
+            code = ranks.run(task("cut", **asdict(request)), num_ranks, environment, logs / "ranks.log")
     except SystemExit as ended:
         interrupted, code = True, int(ended.code or 0)
     if not file.exists():

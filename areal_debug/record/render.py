@@ -10,15 +10,13 @@ from rich.text import Text
 
 from areal_core.safety.printable import printable_block
 from areal_core.safety.secrets import num_masked
-from areal_debug.record.calls_text import lines_of_conversation, lines_of_judge
+from areal_debug.record.calls_text import lines_of_conversation
 from areal_debug.render import console, format_bytes, format_number, sparkline, styled
 
 if TYPE_CHECKING:
-    from areal_core.rollout.judge_journal import JudgeCall
     from recorder import Record, RecordedStep, RecordHeader, Recording, VerifyReport
     from recorder.agents.conversations import Conversation
     from recorder.header import Gaps
-    from recorder.integrity.signature import Signed
     from recorder.reader import StepSummary
     from recorder.samples import Branch, Sample, Token
 
@@ -160,11 +158,6 @@ def print_sample(
     out.print(token_table(sample.tokens) if as_table and sample.tokens else text_of(sample, recorded_text))
 
 
-def print_judge(calls: "list[JudgeCall]", in_full: bool) -> None:
-    for line in lines_of_judge(calls, in_full):
-        console().print(line)
-
-
 def heading(sample: "Sample") -> Text:
     """Return the identity of a row, its reward and how it finished."""
     name = f"step {sample.step}, rank {sample.rank}, row {sample.row}"
@@ -253,9 +246,9 @@ def print_not_recorded(step: "RecordedStep") -> None:
         console().print(styled("not recorded by its trainer: {}", ", ".join(map(str, names))), style="dim")
 
 
-def print_legend() -> None:
+def legend() -> Text:
     bands = [(f"{words}  ", colour) for _, colour, words in BANDS]
-    console().print(Text.assemble("probability when sampled: ", *bands, ("not in the loss mask", "dim")))
+    return Text.assemble("probability when sampled: ", *bands, ("not in the loss mask", "dim"))
 
 
 def print_verification(report: "VerifyReport") -> None:
@@ -283,11 +276,3 @@ def print_verification(report: "VerifyReport") -> None:
     out.print(
         "intact steps can still be read and replayed; copy the others again from where they were recorded"
     )
-
-
-def print_signed(signed: "Signed") -> None:
-    out = console()
-    out.print(styled("signed by {}: {} files", signed.signer, signed.num_files))
-    for words, names in (("changed", signed.changed), ("added", signed.added), ("removed", signed.removed)):
-        for name in names:
-            out.print(styled("[red]  {}: {} since it was signed[/red]", name, words))

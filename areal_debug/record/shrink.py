@@ -12,14 +12,14 @@ from areal_debug.render import QUIET, console, format_number, styled
 from areal_debug.wiring import recorder_of
 from recorder import Recording, RecordingOptions
 from replayer.bug.cut import CutReport, Watcher, cut_step
-from replayer.bug.cut_request import parse_cut_request
+from replayer.bug.cut_request import CutRequest
 from replayer.bug.shrink import Rows
 from replayer.bug.symptom import Numbers
 
 MOST_NAMED = 4  # rows that are printed by their names
 
 
-def cut_on_rank(request_text: str) -> CutReport:
+def cut_on_rank(request: CutRequest) -> CutReport:
     """Cut a step on this rank; rank 0 prints each reduction.
 
     A signal that would end the process ends the reduction: the best so far is written.
@@ -42,7 +42,7 @@ def cut_on_rank(request_text: str) -> CutReport:
         print_size(out, f"run {num_runs}", rows, numbers)
 
     watcher = Watcher(on_start, on_smaller, lambda: bool(received))
-    return cut_step(parse_cut_request(request_text), make_recorder, watcher)
+    return cut_step(request, make_recorder, watcher)
 
 
 def make_recorder(trainer: PPOTrainer, folder: Path, recording: Recording) -> Observer:

@@ -1,18 +1,33 @@
-"""Compare a replay with its record on the ranks: rank 0 prints each step and writes the report."""
+"""Compare a replay with its record on the ranks: rank 0 prints each step and writes the report.
+
+    events ─> recorder ─> only the last step is kept ─┐ ends with the first step that differs
+    record's step ─────────────────────────────────────┴─> compared stage by stage
+
+The replayed step is recorded with the scope of the record, so that it has what the record has.
+"""
 
 import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
 from areal_core.trainer.rl import Observer, PPOTrainer
 from areal_debug.render import QUIET, REPORT_FILE, VERBOSE, console, write_report
-from areal_debug.replay.first_difference import MakeRecorder, StepKeeper
 from areal_debug.replay.render import print_start, print_step, print_verdict
-from recorder import Record
+from recorder import Record, Recording, RecordingOptions, Retention, open_record
+from replayer.anchors import AnchorPolicy
+from replayer.check import ReplayReport
+from replayer.compare.patterns import causal_tensor, find_pattern
+from replayer.compare.stages import compare_steps
+from replayer.diff import settle_stage
 from replayer.request import Request
 from replayer.rerun import verdict_at_once
 from replayer.run import check_of
+
+MakeRecorder = Callable[[PPOTrainer, Path, RecordingOptions, None, AnchorPolicy], Observer]
 
 
 def replay_reporter(
@@ -37,23 +52,50 @@ def replay_reporter(
         on_start=lambda report: print_start(out, report),
         on_step=lambda result: print_step(out, result, VERBOSE in os.environ),
     )
-    keeps = request.locate and record.header.recording.has_plans and REPORT_FILE in os.environ
-    keeper = StepKeeper(record, trainer, check.report, make_recorder) if keeps else None
+    report = check.report
+    folder = keep = None
+    if request.locate and record.header.recording.has_plans and REPORT_FILE in os.environ:
+        # beside the report, where all ranks can write
+        folder = Path(os.environ[REPORT_FILE]).with_name("replayed-step")
+        options = RecordingOptions(
+            Recording("full" if record.header.recording.scope == "full" else "plan"),
+            overwrite=True,
+            queue_steps=1,
+            when_failing="continue",
+            retention=Retention(keep_last=1),
+        )
+        keep = make_recorder(trainer, folder, options, None, AnchorPolicy())
 
     def observe(event: str, **facts: Any) -> None:
-        if keeper is not None:
-            keeper(event, **facts)
+        if keep is not None and (event == "end" or report.first_different is None):
+            keep(event, **facts)
         check(event, **facts)
         if event != "end" or not is_first:
             return
-        if keeper is not None:
-            if check.report.steps:
-                keeper.find()
-            keeper.remove()
-        if check.report.steps:
-            check.report.verdict = verdict_at_once(check.report)
+        if folder is not None:
+            if report.steps:
+                locate(record, report, folder)
+            shutil.rmtree(folder, ignore_errors=True)
+        if report.steps:
+            report.verdict = verdict_at_once(report)
             if with_verdict:
-                print_verdict(out, check.report, request)
-            write_report(check.report.to_dict())
+                print_verdict(out, report, request)
+            write_report(report.to_dict())
 
     return observe
+
+
+def locate(record: Record, report: ReplayReport, folder: Path) -> None:
+    """Add the first difference of the kept step, and its pattern, to the report.
+
+    Adds nothing if no step differs, or the disk did not take the step.
+    """
+    first, replayed = report.first_different, open_record(folder)
+    if first is None or report.set_differently is None or first.step not in replayed.steps:
+        return
+    sides = record.step(first.step), replayed.step(first.step)
+    if not (differences := compare_steps(*sides)):
+        return
+    report.first = causal_tensor(settle_stage(differences, report.set_differently))
+    pattern = find_pattern(*sides, report.first)
+    report.pattern = None if pattern is None else pattern.why

@@ -1,8 +1,11 @@
 """Run replays on ranks of this machine for a command, and judge their reports. Imports no torch."""
 
+import json
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +13,9 @@ from areal_core.environment import DETERMINISTIC
 from areal_core.launch.warm import WarmRanks, warm_ranks
 from areal_debug.render import QUIET, REPORT_FILE, VERBOSE, fail, is_verbose, read_report
 from areal_debug.start_up import bytecode_variables
-from recorder import open_record
+from recorder import Record, open_record
 from replayer.check import ReplayReport, parse_report
-from replayer.request import Request, request_text
+from replayer.request import Request
 from replayer.rerun import replay_and_judge
 
 ON_RANK = ("-m", "areal_debug.replay.on_rank")
@@ -27,13 +30,9 @@ MODULES = (
 
 
 @contextmanager
-def replay_ranks(attached: bool = False, kept: bool = True) -> Iterator[WarmRanks]:
-    """Start the process that runs the replays of a command; it imports torch meanwhile.
-
-    Args:
-        kept: False for a process that shares nothing with those of other commands.
-    """
-    with warm_ranks(DETERMINISTIC | bytecode_variables(), MODULES, attached, kept=kept) as ranks:
+def replay_ranks(attached: bool = False) -> Iterator[WarmRanks]:
+    """Start the process that runs the replays of a command; it imports torch meanwhile."""
+    with warm_ranks(DETERMINISTIC | bytecode_variables(), MODULES, attached) as ranks:
         yield ranks
 
 
@@ -54,7 +53,7 @@ def replay_on_ranks(
     def run(one: Request) -> ReplayReport:
         if is_first or open_record(request.record).header.config["deterministic"]:
             return run_once(ranks, one, num_ranks, quiet or not is_first)
-        with replay_ranks(kept=False) as others:  # forks of one process vary less than runs do
+        with replay_ranks() as others:  # forks of one process vary less than runs do
             return run_once(others, one, num_ranks, quiet=True)
 
     def before_rerun(why: str) -> None:
@@ -66,13 +65,18 @@ def replay_on_ranks(
 
 
 def run_once(ranks: WarmRanks, request: Request, num_ranks: int, quiet: bool) -> ReplayReport:
-    return parse_report(report_of_ranks(ranks, ["replay", request_text(request)], num_ranks, quiet))
+    return parse_report(report_of_ranks(ranks, task("replay", **asdict(request)), num_ranks, quiet))
+
+
+def task(name: str, **arguments: Any) -> list[str]:
+    """Return the arguments of Python for a task of `on_rank`, with its arguments as JSON types."""
+    return [*ON_RANK, name, json.dumps(arguments)]
 
 
 def report_of_ranks(
     ranks: WarmRanks, task: Sequence[str], num_ranks: int, quiet: bool = False
 ) -> dict[str, Any]:
-    """Run a task of `areal_debug.replay.on_rank` on ranks and return the report of rank 0.
+    """Run a task on ranks and return the report of rank 0.
 
     Ends the command with the ranks' exit code if they fail.
     """
@@ -80,10 +84,56 @@ def report_of_ranks(
         report = Path(folder) / "report.json"
         shown = {QUIET: "1"} if quiet else {VERBOSE: "1"} if is_verbose() else {}
         environment = {REPORT_FILE: str(report)} | shown
-        code = ranks.run([*ON_RANK, *task], num_ranks, environment, Path(folder) / "ranks.log")
+        code = ranks.run(list(task), num_ranks, environment, Path(folder) / "ranks.log")
         if code != 0 or not report.exists():
             fail(
                 f"the replay ended with exit code {code} before its last step; see its output above",
                 code or 1,
             )
         return read_report(report)
+
+
+@dataclass
+class Runner:
+    """Replays steps of records into records, for an answer that must be proven.
+
+    Every replay runs in processes of its own, forks of one that has imported torch, which starts
+    with the first. `cleanup` ends them.
+    """
+
+    folder: Path
+    cleanup: ExitStack
+    model: str | None = None
+
+    @cached_property
+    def ranks(self) -> WarmRanks:
+        """The process whose forks run the replays."""
+        return self.cleanup.enter_context(replay_ranks())
+
+    def replay(
+        self, record: Record, first: int, last: int, settings: Sequence[str] = (), apart: bool = False
+    ) -> Record | None:
+        """Replay steps from the nearest anchor; return the record of that, None if it fails.
+
+        Args:
+            apart: by a new interpreter, as forks of one process have the same layout of memory.
+        """
+        if apart:
+            with ExitStack() as cleanup:
+                other = Runner(self.folder, cleanup, self.model)
+                return other.replay(record, first, last, settings)
+        folder = Path(tempfile.mkdtemp(dir=self.folder))
+        output = folder / "record"
+        request = Request(record.path, first, last, self.model, tuple(settings), record_to=str(output))
+        asked = task("replay", **asdict(request))
+        if self.ranks.run(asked, record.header.world_size, {QUIET: "1"}, folder / "ranks.log", False) != 0:
+            return None
+        replayed = open_record(output)
+        return replayed if last in replayed.steps else None
+
+
+@contextmanager
+def runner(model: str | None) -> Iterator[Runner]:
+    """Provide a runner whose files are removed afterwards."""
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as cleanup:
+        yield Runner(Path(folder), cleanup, model)

@@ -5,6 +5,7 @@ After a change of options, recorded and replayed statistics follow as curves and
 """
 
 import math
+import shlex
 from collections import Counter
 from dataclasses import dataclass
 from typing import Any
@@ -16,9 +17,9 @@ from rich.text import Text
 from areal_core.telemetry.summary import summary_columns
 from areal_debug.diff.render import describe
 from areal_debug.render import difference_table, format_number, format_value, sparkline, styled
-from areal_debug.replay.next_commands import code_difference, next_commands
 from areal_debug.report.links import view_command
 from recorder import Record
+from recorder.difference import Difference
 from replayer.check import RankDifference, ReplayReport, StepResult
 from replayer.request import Request
 
@@ -427,3 +428,35 @@ def moved_text(moved: float) -> str:
 def on_one_scale(left: tuple[float, ...], right: tuple[float, ...]) -> tuple[str, str]:
     bars = sparkline([*left, *right], width=min(2 * CURVE_WIDTH, 2 * len(left)))
     return bars[: len(bars) // 2], bars[len(bars) // 2 :]
+
+
+def next_commands(report: ReplayReport, request: Request) -> list[str]:
+    """Return the commands to run next, none if nothing is to be explained.
+
+    They name the record as the request does, so they work in the folder in which it worked.
+    """
+    first, kind = report.first_different, report.guarantee.kind
+    is_within = report.verdict is not None and report.verdict.finding == "within"
+    if first is None or is_within or kind in ("changed", "unrecorded"):
+        return []
+    model = [] if request.model is None else ["--model", request.model]
+    replayed = [] if request.record_to is None else [request.record_to]
+    commands = [["areal-debug", "why", request.record, *replayed, *model]]
+    if request.record_to is not None:
+        commands.append(["areal-debug", "diff", request.record, request.record_to, "--step", str(first.step)])
+    commit, changes = (code_difference(report, name) for name in ("commit", "dirty_sha256"))
+    if commit is not None and commit.recorded and commit.current:
+        revisions = ["--good", commit.recorded[:12], "--bad", commit.current[:12]]
+        steps = ["--to-step", str(first.step)]
+        commands.append(["areal-debug", "bisect", request.record, *revisions, *steps, *model])
+    elif commit is None and changes is not None:
+        commands.append(["git", "diff", "HEAD"])
+    at = first.step if report.weights_diverge_at is None else report.weights_diverge_at
+    commands.append(["areal-debug", "goto", request.record, "--step", str(at), *model, "--shell"])
+    return [shlex.join(command) for command in commands]
+
+
+def code_difference(report: ReplayReport, name: str) -> Difference | None:
+    """Return a member of the trainer's code that differs between the record and this machine."""
+    found = () if report.set_differently is None else report.set_differently.environment
+    return next((item for item in found if item.where == f"code.{name}"), None)

@@ -1,48 +1,26 @@
 """`areal-debug replay --sweep OPTION=A,B,...`: a what-if replay for each value, side by side."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import product
-from typing import TYPE_CHECKING, Any, NoReturn
 
-import click
+from rich.table import Table
 
+from areal_debug.render import console, print_json
 from areal_debug.replay.render import FIRST_STATISTICS, curves_of
-from areal_debug.spread.render import report_tasks
-from areal_debug.spread.tasks import Task, arguments_of
-from replayer.check import parse_report
-from replayer.request import replay_config
-
-if TYPE_CHECKING:
-    from recorder import Record
+from replayer.check import ReplayReport
+from replayer.request import Request
 
 COMMA = re.compile(r",(?![^\[{(]*[\]})])")  # between values, not within a list
 
 
-def run_sweep(
-    record: "Record",
-    model: str | None,
-    config: str | None,
-    nproc: int | None,
-    sweeps: Sequence[str],
-    overrides: Sequence[str],
-    place: str | None,
-    workers: int | None,
-    as_json: bool,
-) -> NoReturn:
-    """Replay once for each combination of values, and print a line for each.
-
-    Raises ValueError for what is no sweep, ConfigError for a value that its option refuses.
-    """
-    context = click.get_current_context()
-    spread = {"sweeps": (), "place": None, "workers": None, "as_json": True}
-    tasks = []
-    for combination in product(*map(settings_of, sweeps)):
-        changed = (*overrides, *combination)
-        replay_config(record, model, changed, config)
-        arguments = arguments_of(context, spread | {"settings": (), "overrides": changed})
-        tasks.append(Task(" ".join(combination), arguments, nproc or record.header.world_size))
-    report_tasks("setting", tasks, place, workers, columns, as_json, "replayed")
+def requests_of(request: Request, sweeps: Sequence[str]) -> dict[str, Request]:
+    """Return a request for each combination of values by its name. Raises ValueError for no sweep."""
+    return {
+        " ".join(settings): replace(request, settings=(*request.settings, *settings))
+        for settings in product(*map(settings_of, sweeps))
+    }
 
 
 def settings_of(sweep: str) -> list[str]:
@@ -55,12 +33,28 @@ def settings_of(sweep: str) -> list[str]:
     return [f"{option}={value}" for value in dict.fromkeys(COMMA.split(values))]
 
 
-def columns(report: dict[str, Any]) -> dict[str, str]:
-    """Return the means of the main statistics over the steps, recorded -> replayed."""
-    means = {
-        curve.name: [sum(values) / len(values) for values in (curve.recorded, curve.replayed)]
-        for curve in curves_of(parse_report(report))
-        if curve.name in FIRST_STATISTICS
-    }
-    shown = {name: " -> ".join(f"{mean:.4g}" for mean in pair) for name, pair in means.items()}
-    return {"/".join(name.removesuffix("/avg").split("/")[-1:]): text for name, text in shown.items()}
+def print_sweep(reports: Mapping[str, ReplayReport], as_json: bool) -> None:
+    """Print a line for each setting, with the means of the main statistics, recorded -> replayed."""
+    if as_json:
+        print_json(
+            {"tasks": [{"name": name, "report": report.to_dict()} for name, report in reports.items()]}
+        )
+        return
+    rows = {name: columns(report) for name, report in reports.items()}
+    headings = list(dict.fromkeys(heading for row in rows.values() for heading in row))
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for heading in ("setting", *headings):
+        table.add_column(heading)
+    for name, row in rows.items():
+        table.add_row(name, *(row.get(heading, "-") for heading in headings))
+    console().print(table)
+
+
+def columns(report: ReplayReport) -> dict[str, str]:
+    shown = {}
+    for curve in curves_of(report):
+        if curve.name in FIRST_STATISTICS:
+            means = (sum(values) / len(values) for values in (curve.recorded, curve.replayed))
+            name = curve.name.removesuffix("/avg").split("/")[-1]
+            shown[name] = " -> ".join(f"{mean:.4g}" for mean in means)
+    return shown

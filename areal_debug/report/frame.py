@@ -18,9 +18,10 @@ from importlib import metadata
 from pathlib import Path
 
 from areal_core.safety.printable import printable
+from areal_debug.report.model import Level
 
 # The colour of a verdict by its first word; any other is neutral.
-TONES = {
+TONES: dict[Level, set[str]] = {
     "good": {"healthy", "identical", "passed", "verified", "not hung", "equal", "agree", "complete"},
     "bad": {"problem", "error", "mismatch", "diverged", "hung", "damaged", "failed", "slow", "differs"},
     "unsure": {
@@ -134,9 +135,9 @@ def badge(verdict: str) -> str:
     return f'<span class="badge {tone_of(verdict)}">{safe(verdict)}</span>' if verdict else ""
 
 
-def tone_of(verdict: str) -> str:
+def tone_of(verdict: str) -> Level:
     """Return the class of a verdict's colour: `good`, `bad`, `unsure`, or "" for another text."""
-    return next((tone for tone, words in TONES.items() if verdict in words), "")
+    return next((tone for tone, words in TONES.items() if verdict.lower() in words), "")
 
 
 def safe(text: str) -> str:

@@ -36,10 +36,11 @@ class Cell(NamedTuple):
 
 @dataclass(frozen=True)
 class Facts:
-    """Labelled lines below a title."""
+    """Labelled lines below a title; `anchor` is the title's place in a page."""
 
     rows: Sequence[Row]
     title: str = ""
+    anchor: str = ""
 
 
 @dataclass(frozen=True)

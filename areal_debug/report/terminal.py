@@ -52,7 +52,9 @@ def print_block(out: Console, block: Block) -> None:
 def print_finding(out: Console, finding: Finding) -> None:
     style = f"bold {STYLES[finding.level]}".strip()
     out.print()
-    out.print(styled(f"[{style}]{{}}[/]  [dim]{{}}[/dim]", f"{finding.id}  {finding.title}".strip(), finding.note))
+    out.print(
+        styled(f"[{style}]{{}}[/]  [dim]{{}}[/dim]", f"{finding.id}  {finding.title}".strip(), finding.note)
+    )
     if finding.curve is not None:
         print_rows(out, [Row("curve", f"{sparkline(finding.curve.values)}  {finding.curve.label}")], "  ")
     print_rows(out, finding.rows, "  ")

@@ -14,7 +14,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
-from areal_core.dataset.read import BOXED_INSTRUCTION
+from areal_core.data.read import BOXED_INSTRUCTION
 from areal_core.reward import RewardPool
 from areal_debug.record.decode import load_decoder
 from areal_debug.reward.answers import question_of

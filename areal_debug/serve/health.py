@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from areal_core.rollout.errors import RequestRefused
-from areal_core.rollout.fleet.server import Server, call, is_healthy
+from areal_core.servers.server import Server, call, is_healthy
 
 ASK_TIMEOUT_S = 5.0
 

@@ -18,14 +18,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from areal_core.errors import ServerFailed
+from areal_core.launch.sglang_process import SGLangServer
 from areal_core.launch.torchrun import ended_on_signals
 from areal_core.rollout.errors import NoSuchName
-from areal_core.rollout.fleet.discovery import FolderNames, register_server
-from areal_core.rollout.fleet.server import last_lines
-from areal_core.sglang.start import SGLangServer
+from areal_core.servers.discovery import FolderNames, register_server
+from areal_core.servers.server import last_lines
 from areal_debug.serve.state import ServerState, forget, read_state, state_file, this_keeper, write_state
 
-MODULES = {"sglang": "sglang.launch_server", "embedded": "areal_core.embedded.http_server"}
+MODULES = {"sglang": "sglang.launch_server", "embedded": "areal_core.testing.server"}
 POLL_S = 0.2
 
 

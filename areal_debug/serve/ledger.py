@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from areal_core.rollout.fleet.health import State
+from areal_core.servers.health import State
 from areal_debug.newest import newest_first
 
 LEDGER = "server_health.json"

@@ -12,8 +12,8 @@ import psutil
 from areal_core.config import SGLangConfig
 from areal_core.launch.processes import thread_limits
 from areal_core.launch.server_process import free_port
-from areal_core.rollout.fleet.discovery import FolderNames
-from areal_core.sglang.start import cpu_environment, server_args
+from areal_core.launch.sglang_process import cpu_environment, server_args
+from areal_core.servers.discovery import FolderNames
 from areal_debug.serve.facts import stored_dtype
 from areal_debug.serve.keeper import ServeSpec
 from areal_debug.serve.state import known_servers

@@ -33,8 +33,15 @@ def main(arguments: list[str]) -> None:
 def mistakes_as_sentences() -> Iterator[None]:
     """Print errors that our packages raise for users as one sentence, on the first such rank."""
     from areal_core.agent.errors import AgentError
-    from areal_core.engine.errors import CheckpointNotWritten, EngineError
-    from areal_core.errors import ConfigError, DatasetError, ImageError, NonFiniteError, RewardError
+    from areal_core.errors import (
+        CheckpointNotWritten,
+        ConfigError,
+        DatasetError,
+        EngineError,
+        ImageError,
+        NonFiniteError,
+        RewardError,
+    )
     from areal_core.rollout import errors as rollout
     from areal_core.safety.durable import ADVICE, sentence_of
     from areal_core.safety.file_names import UnsafeName

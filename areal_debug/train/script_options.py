@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from areal_core.config import DPOConfig, GRPOConfig, PPOConfig, RWConfig, SFTConfig
+from areal_core.config.import_paths import replacements
 from areal_core.errors import ConfigError
-from areal_core.import_paths import replacements
 from areal_debug.installation import EXAMPLES
 
 logger = logging.getLogger(__name__)

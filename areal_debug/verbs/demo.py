@@ -60,7 +60,7 @@ def command(output: Path | None, force: bool, steps: int, nproc: int, seed: int,
     out.print(
         styled("[bold]1. SFT: a tiny model learns to add from examples, until some answers are right.[/bold]")
     )
-    with replay_ranks(kept=False) as ranks:
+    with replay_ranks() as ranks:
         fine_tune(ranks, out, output, seed)
         out.print(styled("\n[bold]2. GRPO on {} FSDP2 ranks, every step recorded.[/bold]", nproc))
         recorded = ["--dump-rollout", str(output / "record")]
@@ -68,7 +68,7 @@ def command(output: Path | None, force: bool, steps: int, nproc: int, seed: int,
         show_rewards(out, stats_file(output, "grpo"))
     out.print(styled("\n[bold]3. The record is replayed: no engine, no sampling, the same bits.[/bold]"))
     request = Request(str(output / "record"), 0, steps - 1)
-    with replay_ranks(kept=False) as ranks:  # forks of the process that trained would prove less
+    with replay_ranks() as ranks:  # forks of the process that trained would prove less
         report = replay_on_ranks(ranks, request, nproc, hidden)
     if as_json:
         print_json({"output": str(output), "replay": report.to_dict()})

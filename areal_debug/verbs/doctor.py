@@ -115,22 +115,25 @@ def judge_run(
     run: Path, name: str | None, given: dict[str, str], output: Path | None, overrides: bool, as_json: bool
 ) -> None:
     from areal_debug.doctor.examine import EXIT_CODES, document, examine, verdict
-    from areal_debug.doctor.page import write_page
     from areal_debug.doctor.read import read_run
-    from areal_debug.doctor.render import override_lines, print_examination
+    from areal_debug.doctor.report import override_lines, report_of
+    from areal_debug.report.frame import Frame
+    from areal_debug.report.page import write_report
+    from areal_debug.report.terminal import print_report
 
     announce(f"reading the metrics of {run}")
     read = read_run(run, name, given)
     found = examine(read)
     if output is not None:
-        write_page(output, read, found)
+        report = report_of(read, found)
+        write_report(output, report, Frame(report.verdict, read.source, "doctor", verdict(read, found)))
     if as_json:
         print_json(document(read, found))
     elif overrides:
         for line in override_lines(found):
             click.echo(line)
     else:
-        print_examination(console(), read, found)
+        print_report(console(), report_of(read, found))
     raise SystemExit(EXIT_CODES[verdict(read, found)])
 
 
@@ -147,7 +150,7 @@ def follow_run(
     import json
 
     from areal_debug.doctor.follow import Follower, follow
-    from areal_debug.doctor.render import alarm_lines
+    from areal_debug.doctor.report import alarm_lines
     from recorder.checksum_json import plain
 
     out = console()

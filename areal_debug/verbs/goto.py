@@ -1,6 +1,5 @@
 """`areal-debug goto`: open a shell or debugger at any step of a recorded run."""
 
-import json
 import tempfile
 from dataclasses import asdict
 from pathlib import Path
@@ -62,6 +61,7 @@ def command(
     Exit code 0: reached, every bit as recorded. 1: an earlier step, or the weights, differ from the
     record.
     """
+    from areal_debug.replay.ranks import task
     from recorder import open_record
     from replayer.preconditions import (
         check_anchor,
@@ -86,7 +86,7 @@ def command(
     save = None if output is None else str(output)
     options = GotoOptions(stage, do, rank, model, save, keep_going, as_json or (is_quiet() and not do))
     announce(f"going to step {step} of {record} on {count(num_ranks, 'rank')}")
-    report = run_attached(["goto", record, str(step), json.dumps(asdict(options))], num_ranks)
+    report = run_attached(task("goto", record=record, step=step, options=asdict(options)), num_ranks)
     if as_json:
         print_json(report)
     elif is_quiet() and not do:
@@ -108,18 +108,18 @@ def check_action(shell: bool, with_pdb: bool, stage: str, as_json: bool) -> str:
     return "shell" if shell else "pdb" if with_pdb else ""
 
 
-def run_attached(task: list[str], num_ranks: int) -> dict[str, object]:
-    """Run a task of `areal_debug.replay.on_rank` on ranks with this terminal; return its report.
+def run_attached(asked: list[str], num_ranks: int) -> dict[str, object]:
+    """Run a task on ranks with this terminal; return its report.
 
     A failure ends the command with their exit code.
     """
     from areal_debug.render import REPORT_FILE, read_report
-    from areal_debug.replay.ranks import ON_RANK, replay_ranks
+    from areal_debug.replay.ranks import replay_ranks
 
     with tempfile.TemporaryDirectory() as folder, replay_ranks(attached=True) as ranks:
         report = Path(folder) / "report.json"
         leave_terminal(keeps_line=True)  # to the ranks
-        code = ranks.run_attached([*ON_RANK, *task], num_ranks, {REPORT_FILE: str(report)})
+        code = ranks.run_attached(asked, num_ranks, {REPORT_FILE: str(report)})
         if code != 0 or not report.exists():
             fail(
                 f"the replay ended with exit code {code} before it reached the step; its output is above",

@@ -3,12 +3,16 @@
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from areal_debug.cli import Verb, force_option, json_option, output_option
 from areal_debug.confined import ANYWHERE, reads_untrusted
-from areal_debug.render import errors_as_sentences, fail, refuse_existing
+from areal_debug.render import console, errors_as_sentences, fail, print_json, refuse_existing
+
+if TYPE_CHECKING:
+    from areal_debug.open.items import Item
 
 CPU_S = 60.0  # an icicle plot or a long record costs more than its bytes
 
@@ -57,7 +61,6 @@ def write(run: Path, output: Path | None, places: Sequence[Path], as_json: bool)
     """
     from areal_core.safety.scratch import unfinished_folder
     from areal_debug.open.find import find
-    from areal_debug.open.render import print_found
     from areal_debug.open.workbench import read_all, write_workbench
     from areal_debug.render import with_progress
 
@@ -68,4 +71,39 @@ def write(run: Path, output: Path | None, places: Sequence[Path], as_json: bool)
     if output is not None:
         with unfinished_folder(output) as folder:
             write_workbench(run, items, folder, note)
-    print_found(run, items, output, note, as_json)
+    show_found(run, items, output, note, as_json)
+
+
+def show_found(run: Path, items: "Sequence[Item]", output: Path | None, note: str, as_json: bool) -> None:
+    from areal_debug.open.workbench import worst_verdict
+    from areal_debug.report.frame import tone_of
+    from areal_debug.report.model import Cell, Report, Table
+    from areal_debug.report.terminal import print_report
+
+    verdict = worst_verdict(items)
+    if as_json:
+        found = [document_of(item) for item in items]
+        facts = {"run": str(run), "verdict": verdict, "found": found, "note": note}
+        print_json(facts | {"output": output and str(output)})
+        return
+    rows = [
+        (Cell(item.verdict or "-", tone_of(item.verdict)), item.found.kind, item.found.name, item.summary)
+        for item in items
+    ]
+    page = "" if output is None else f"; open {output / 'index.html'} in a browser"
+    table = Table(("verdict", "kind", "name", "summary"), rows)
+    report = Report(str(run), f"{len(items)} found{page}", tone_of(verdict), [table], [note] if note else [])
+    print_report(console(), report)
+
+
+def document_of(item: "Item") -> dict[str, object]:
+    """Return an item as JSON types."""
+    return {
+        "kind": item.found.kind,
+        "name": item.found.name,
+        "path": str(item.found.path),
+        "verb": item.found.verb,
+        "verdict": item.verdict,
+        "summary": item.summary,
+        "page": item.page,
+    }

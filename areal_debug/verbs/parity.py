@@ -2,12 +2,25 @@
 
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from areal_debug.cli import Verb, json_option
-from areal_debug.render import announce, console, errors_as_sentences, fail, is_quiet, print_json, read_report
+from areal_debug.render import (
+    announce,
+    console,
+    errors_as_sentences,
+    fail,
+    format_number,
+    format_seconds,
+    is_quiet,
+    print_json,
+    read_report,
+)
+
+if TYPE_CHECKING:
+    from areal_debug.report.model import Report
 
 DTYPES = ("bfloat16", "float32", "float16")
 
@@ -33,8 +46,8 @@ def command(model: str, dtype: str, allocation: str, as_json: bool) -> None:
     Exit code 0: equal within rounding. 1: different; training would refuse the model. 2: the model
     cannot be loaded or split.
     """
-    from areal_core.allocation import parse_allocation
-    from areal_debug.parity.render import print_parity
+    from areal_core.config.allocation import parse_allocation
+    from areal_debug.report.terminal import print_report
 
     train = parse_allocation(allocation).train
     if train is None:
@@ -45,7 +58,7 @@ def command(model: str, dtype: str, allocation: str, as_json: bool) -> None:
     if as_json:
         print_json(report | {"allocation": str(train)})
     else:
-        print_parity(console(), model, str(train), report)
+        print_report(console(), report_of(model, str(train), report))
     raise SystemExit(0 if report["is_equal"] else 1)
 
 
@@ -66,3 +79,29 @@ def measure_on_ranks(model: str, dtype: str, sizes: dict[str, int], num_ranks: i
                 print_log_end(Path(folder) / "trainer.log")
             fail(f"the model could not be checked: the ranks ended with exit code {code}", code or 1)
         return read_report(file)
+
+
+def report_of(model: str, allocation: str, report: dict[str, Any]) -> "Report":
+    """Return the report of one model."""
+    from areal_debug.report.model import Facts, Report, Row, rows_of
+
+    subject = f"{model} ({report['model_type']}) in {report['dtype']} on {allocation}"
+    packing = "packed" if report["packs_rows"] else "computed one at a time"
+    rows = [
+        Row("rows", f"{packing}; of {', '.join(map(str, report['lengths']))} tokens"),
+        Row("largest difference", f"{format_number(report['difference'])} nats"),
+        Row("tolerance", f"{format_number(report['tolerance'])} nats, of rounding in {report['dtype']}"),
+    ]
+    if report["reason"] is not None:
+        rows.append(Row("reason", str(report["reason"])))
+    if not report["packs_rows"] and report["packed_difference"] is not None:
+        rows.append(Row("packed rows", f"would differ by {format_number(report['packed_difference'])} nats"))
+    rows += rows_of("not checked", report["unchecked"])
+    times = f"{format_seconds(report['check_s'])}, after {format_seconds(report['load_s'])} of loading"
+    rows.append(Row("time", times))
+    if report["is_equal"]:
+        return Report(
+            "Equal", f"{subject} trains on the log-probs of its own forward.", "good", [Facts(rows)]
+        )
+    sentence = f"{subject} would train on other log-probs than its own."
+    return Report("Different", sentence, "bad", [Facts(rows)])

@@ -1,6 +1,5 @@
 """`areal-debug preflight`: check that a run is deterministic before it starts."""
 
-import json
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -20,14 +19,10 @@ from areal_debug.render import (
     print_json,
     print_log_end,
 )
-from replayer.preflight.other_orders import REVERSED_LISTINGS
 
 if TYPE_CHECKING:
-    from replayer.check import StepComparison
-    from replayer.preflight.checks import PreflightFinding
     from replayer.preflight.repeats import ParameterNoise, PreflightReport
 
-OTHER_ORDERS = {"PYTHONHASHSEED": "1", REVERSED_LISTINGS: "1"}
 MODULES = ("replayer.preflight.real_steps", "transformers.models.llama.modeling_llama")
 STEPS, RUNS = 2, 2
 THOROUGH_STEPS, THOROUGH_RUNS = 4, 8
@@ -39,7 +34,7 @@ THOROUGH_STEPS, THOROUGH_RUNS = 4, 8
     example="areal-debug preflight --config my.yaml --script train.py",
 )
 @click.option("--config", "config_file", type=click.Path(), required=True, help="YAML file of the run.")
-@click.option("--script", type=click.Path(path_type=Path), help="Script of the run, to be read, not run.")
+@click.option("--script", type=click.Path(path_type=Path), hidden=True)  # was read before 0.3
 @nproc_option
 @click.option(
     "--thorough",
@@ -63,12 +58,8 @@ def command(
     as_json: bool,
     inputs: tuple[str, ...],
 ) -> None:
-    """Find sources of nondeterminism in settings and source files, repeat real steps of the
-    configured run, and compare every bit.
-
-    The source files are the script, what it imports outside of installed packages, the functions
-    that it and the config name, and the trainer. One repeat has other hashes of texts and lists
-    folders in reverse.
+    """Check the settings that can change bits, repeat real steps of the configured run in other
+    processes, and compare every bit.
 
     RECORD, of an earlier run, adds a check of the order of its rows. OPTION=VALUE changes an option
     of the config: actor.path=model.
@@ -76,21 +67,14 @@ def command(
     Exit code 0: no problem, equal bits. 1: a problem, or different bits; then with the noise floor
     per parameter.
     """
-    from areal_core.config import PPOConfig, config_to_dict, load_expr_config
     from areal_debug.preflight.render import print_preflight
     from recorder import open_record
-    from replayer.preflight.checks import order_of_record
-    from replayer.preflight.scan import scan_sources
-    from replayer.preflight.source_files import source_files
+    from replayer.preflight.settings import order_of_record
 
-    announce(f"preflight of {config_file}: reading settings and source files")
     record, overrides = split_inputs(inputs)
     arguments = ["--config", config_file, *overrides]
     num_ranks = nproc or ranks_of(arguments)
-    config = load_expr_config(arguments, PPOConfig)[0]
-    around = scan_sources(source_files(script, config_to_dict(config)), config.device, config.deterministic)
-    if record is not None:
-        around.append(order_of_record(open_record(record)))
+    of_record = () if record is None else (order_of_record(open_record(record)),)
     repeats = Repeats(
         arguments,
         num_ranks,
@@ -103,7 +87,7 @@ def command(
     )
     with tempfile.TemporaryDirectory() as folder:
         report = repeat_steps(Path(folder), repeats)
-    report = replace(report, findings=report.findings + tuple(around))
+    report = replace(report, findings=report.findings + of_record)
     if as_json:
         print_json(report.to_dict())
     else:
@@ -139,21 +123,21 @@ class Repeats:
     num_runs: int
     as_is: bool
 
-    def run(self, folder: Path, keep: Sequence[str] = (), **environment: str) -> Path:
+    def run(self, folder: Path, keep: Sequence[str] = ()) -> Path:
         """Run the steps once, by a new interpreter; their output goes to the folder.
 
         The ranks of one run are its forks. Those of two runs have other layouts of memory.
         """
         from areal_core.environment import DETERMINISTIC
         from areal_core.launch.warm import warm_ranks
-        from areal_debug.replay.ranks import ON_RANK
+        from areal_debug.replay.ranks import task
 
         folder.mkdir()
-        task = [*ON_RANK, "preflight", str(folder), str(self.num_steps), json.dumps(keep), *self.arguments]
-        settings = ({} if self.as_is else DETERMINISTIC) | environment
+        arguments = {"num_steps": self.num_steps, "keep": list(keep), "config": self.arguments}
+        asked = task("preflight", folder=str(folder), **arguments)
         log = folder / "ranks.log"
-        with warm_ranks(settings, MODULES) as ranks:
-            code = ranks.run(task, self.num_ranks, {}, log, echo=not is_quiet())
+        with warm_ranks({} if self.as_is else DETERMINISTIC, MODULES) as ranks:
+            code = ranks.run(asked, self.num_ranks, {}, log, echo=not is_quiet())
         if code != 0:
             if is_quiet():
                 print_log_end(log)
@@ -167,46 +151,23 @@ class Repeats:
 def repeat_steps(folder: Path, repeats: Repeats) -> "PreflightReport":
     """Repeat the steps in separate processes and compare.
 
-    The last repeat has other hashes of texts and reversed listings. If its bits alone differ, what
-    follows such an order is reported; if others differ, two more repeats keep the values, to
-    measure the noise floor.
+    If bits differ, two more repeats keep the values, to measure the noise floor.
     """
     from replayer.preflight.repeats import PreflightReport, compare_repeats, measure_noise, read_repeat
 
-    first, *runs = [repeats.run(folder / f"run-{number}") for number in range(repeats.num_runs - 1)]
-    in_other_orders = compare_repeats(first, repeats.run(folder / "orders", **OTHER_ORDERS))
-    if not in_other_orders.identical and not runs:  # by the orders, or by chance?
-        runs = [repeats.run(folder / "again")]
-    findings = read_repeat(first)[1]
+    first, *runs = [repeats.run(folder / f"run-{number}") for number in range(repeats.num_runs)]
     compared = [compare_repeats(first, run) for run in runs]
     differing = next((comparison for comparison in compared if not comparison.identical), None)
-    if differing is None and not in_other_orders.identical:
-        findings += (name_order(folder, repeats, first, in_other_orders),)
     noise: tuple[ParameterNoise, ...] = ()
     if differing is not None and (names := [difference.where for difference in differing.parameters]):
         shorter = replace(repeats, num_steps=differing.step + 1)
         noise = measure_noise(*(shorter.run(folder / name, names) for name in ("left", "right")))
     return PreflightReport(
-        findings,
-        (differing or in_other_orders).num_compared,
+        read_repeat(first)[1],
+        (differing or compared[0]).num_compared,
         () if differing is None else differing.differences,
         noise,
         repeats.num_steps,
-        len(compared) + 2,
+        repeats.num_runs,
         None if differing is None else differing.step,
     )
-
-
-def name_order(
-    folder: Path, repeats: Repeats, first: Path, differing: "StepComparison"
-) -> "PreflightFinding":
-    from replayer.preflight.checks import PreflightFinding
-    from replayer.preflight.repeats import compare_repeats
-
-    hashes = compare_repeats(first, repeats.run(folder / "hashes", **OTHER_ORDERS | {REVERSED_LISTINGS: "0"}))
-    count = f"{len(differing.differences)} values of step {differing.step} differ"
-    if hashes.identical:
-        seen, advice = f"{count} when folders are listed in reverse", "sort every listing"
-        return PreflightFinding("order", "problem", seen, advice)
-    seen = f"{count} with another PYTHONHASHSEED: they follow the order of a set, or a hash"
-    return PreflightFinding("order", "note", seen, "sort the sets; deterministic mode fixes PYTHONHASHSEED")

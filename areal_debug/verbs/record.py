@@ -2,19 +2,19 @@
 
 from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
-from areal_debug.cli import Verb, VerbGroup, json_option, spread_options, step_option
-from areal_debug.confined import ANYWHERE, describes_limits, reads_untrusted
+from areal_debug.cli import Verb, VerbGroup, json_option, step_option
+from areal_debug.confined import ANYWHERE, reads_untrusted
 from areal_debug.record import render
 from areal_debug.record.decode import load_decoder
-from areal_debug.render import console, errors_as_sentences, fail, print_json, with_progress
+from areal_debug.render import console, errors_as_sentences, fail, print_json, styled, with_progress
 
 if TYPE_CHECKING:
-    from areal_core.rollout.judge_journal import JudgeCall
     from recorder import RecordedStep
     from recorder.samples import Sample
 
@@ -84,14 +84,7 @@ def ls(record: Path, all_steps: bool, as_json: bool) -> None:
 @click.option("--sample", "row", type=int, metavar="I", help="One row of that rank's batch.")
 @click.option("--prompt-id", type=int, metavar="P", help="All answers to one prompt, from every rank.")
 @click.option("--tokens", is_flag=True, help="One line per token, with its numbers.")
-@click.option("--in-full", is_flag=True, help="Of agents and judges: long messages to their end.")
-@click.option(
-    "--judge",
-    "journal",
-    type=click.Path(path_type=Path),
-    metavar="FOLDER",
-    help="Journal of the run's judge: also show its calls.",
-)
+@click.option("--in-full", is_flag=True, help="Of agents: long messages to their end.")
 @json_option
 @reads_untrusted("record", reads=ANYWHERE)
 @errors_as_sentences
@@ -103,7 +96,6 @@ def show(
     prompt_id: int | None,
     tokens: bool,
     in_full: bool,
-    journal: Path | None,
     as_json: bool,
 ) -> None:
     """Show decoded text, each token coloured by its logprob, tokens outside the loss mask dim; of
@@ -123,21 +115,18 @@ def show(
     samples = select_samples(recorded, rank, row, prompt_id, decode)
     of_rank = {sample.rank: conversations(recorded, sample.rank) for sample in samples}
     found = [None if (rows := of_rank[one.rank]) is None else rows[one.row] for one in samples]
-    judged = [judge_calls(journal, sample) for sample in samples]
     if as_json:
         print_json(
             [
-                asdict(sample) | {"conversation": document_of(one), "judge": [asdict(call) for call in judge]}
-                for sample, one, judge in zip(samples, found, judged, strict=True)
+                asdict(sample) | {"conversation": document_of(one)}
+                for sample, one in zip(samples, found, strict=True)
             ]
         )
         return
-    for sample, conversation, judge in zip(samples, found, judged, strict=True):
+    for sample, conversation in zip(samples, found, strict=True):
         text = None if decode else recorded.text(sample.rank)
         render.print_sample(sample, tokens, text, conversation, in_full)
-        if journal is not None:
-            render.print_judge(judge, in_full)
-    render.print_legend()
+    console().print(render.legend())
     render.print_not_recorded(recorded)
     if row is None and prompt_id is None:
         console().print(
@@ -147,125 +136,32 @@ def show(
 
 
 @command.command(
-    cls=Verb,
-    short_help="Check every byte of a record, and who signed it",
-    example="areal-debug record verify runs/record --signed-by ~/.ssh/id_ed25519.pub\n"
-    "areal-debug record verify runs/*/record --on ray",
+    cls=Verb, short_help="Check every byte of a record", example="areal-debug record verify runs/record"
 )
 @records_argument
-@click.option(
-    "--signed-by",
-    metavar="KEY",
-    help="Public ssh key, its file, or an allowed_signers file: also check the signature, and each file against it.",
-)
-@click.option("--facts", "facts_of", hidden=True)
-@spread_options
 @json_option
-@describes_limits
+@reads_untrusted("records")
 @errors_as_sentences
-def verify(
-    records: tuple[Path, ...],
-    signed_by: str | None,
-    facts_of: str | None,
-    place: str | None,
-    workers: int | None,
-    as_json: bool,
-) -> None:
+def verify(records: tuple[Path, ...], as_json: bool) -> None:
     """Check every byte, and that the files of all steps agree. Exit code 1: a file or tensor is
-    damaged, missing, foreign or contradicts another, or is not as it was signed.
-
-    Several records have a line each. With --on ray, one record is divided by its steps.
-    """
-    from areal_debug.record.step_facts import facts_of_steps, print_facts
-    from recorder.errors import BadSignature
-    from recorder.integrity.signature import signed_list
-    from recorder.reader import open_storage
-
-    if len(records) > 1:
-        from areal_debug.spread.records import record_tasks
-        from areal_debug.spread.render import report_tasks
-
-        tasks = record_tasks(records, lambda name: {"records": (name,)})
-        report_tasks("record", tasks, place, workers, verified_columns, as_json)
-    [record] = records
-    signed = None
-    if signed_by is not None:  # ssh-keygen is a program, which a confined process cannot start
-        try:
-            signed = signed_list(open_storage(record), signed_by)
-        except BadSignature as error:
-            fail(str(error), code=1)
-    if facts_of is not None:
-        print_facts(record=record, step_range=facts_of)
-        return
-    spread = place is not None or workers is not None
-    facts = facts_of_steps(record, place, workers) if spread else {}
-    verify_confined(record=record, signed=signed, facts=facts, as_json=as_json)
-
-
-def verified_columns(report: dict[str, Any]) -> dict[str, str]:
-    problems = report["problems"]
-    first = f"{problems[0]['file']}: {problems[0]['what']}" if problems else "-"
-    return {"steps": str(len(report["steps_ok"])), "problems": str(len(problems)), "first": first}
-
-
-@reads_untrusted("record")
-@errors_as_sentences
-def verify_confined(
-    record: Path, signed: tuple[str, bytes] | None, facts: dict[str, Any], as_json: bool
-) -> None:
-    """Check a record, in a confined child; `signed` is what `signed_list` returned.
-
-    `facts` are those of steps that were checked already.
+    damaged, missing, foreign or contradicts another.
     """
     from recorder import verify as verify_record
-    from recorder.integrity.signature import changes_since
     from recorder.reader import open_storage
-    from recorder.verify import parse_facts
 
-    storage = open_storage(record)
-    num_steps = len(storage.names("steps"))
-    checked = {int(step): parse_facts(document) for step, document in facts.items()}
-    report = with_progress("verifying", num_steps, lambda tick: verify_record(record, tick, checked))
-    changes = None if signed is None else changes_since(storage, *signed)
+    reports = {}
+    for record in records:
+        num_steps = len(open_storage(record).names("steps"))
+        reports[record] = with_progress("verifying", num_steps, partial(verify_record, record))
     if as_json:
-        facts = {"record": str(record), "intact": report.intact, **asdict(report)}
-        print_json(facts | ({} if changes is None else {"signed": asdict(changes)}))
+        facts = [{"record": str(r), "intact": found.intact, **asdict(found)} for r, found in reports.items()]
+        print_json(facts[0] if len(facts) == 1 else facts)
     else:
-        render.print_verification(report)
-        if changes is not None:
-            render.print_signed(changes)
-    raise SystemExit(0 if report.intact and (changes is None or changes.unchanged) else 1)
-
-
-@command.command(
-    cls=Verb,
-    short_help="Sign a record with an ssh key",
-    example="areal-debug record sign runs/record --key ~/.ssh/id_ed25519",
-)
-@record_argument
-@click.option("--key", type=click.Path(path_type=Path), required=True, help="Private ssh key.")
-@json_option
-@errors_as_sentences
-def sign(record: Path, key: Path, as_json: bool) -> None:
-    """Sign the sha256 of every file of RECORD with ssh-keygen: signed.json and signed.json.sig.
-
-    The record must be intact. Signing again replaces the signature.
-    """
-    from recorder.integrity.signature import sign_record
-
-    num_files = sign_record(record, key)
-    if as_json:
-        print_json({"record": str(record), "num_files": num_files})
-    else:
-        console().print(f"{num_files} files signed: `areal-debug record verify --signed-by KEY` checks them")
-
-
-def judge_calls(journal: Path | None, sample: "Sample") -> "list[JudgeCall]":
-    from areal_core.rollout.judge_journal import JournalReader
-
-    if journal is None or sample.prompt_id is None:
-        return []
-    return JournalReader(journal).of_sample(sample.prompt_id, sample.sample_id)
+        for record, report in reports.items():
+            if len(records) > 1:
+                console().print(styled("[bold]{}[/bold]", record))
+            render.print_verification(report)
+    raise SystemExit(0 if all(report.intact for report in reports.values()) else 1)
 
 
 def select_samples(

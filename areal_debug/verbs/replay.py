@@ -13,7 +13,6 @@ from areal_debug.cli import (
     nproc_option,
     output_option,
     overrides_argument,
-    spread_options,
 )
 from areal_debug.render import (
     announce,
@@ -39,7 +38,7 @@ if TYPE_CHECKING:
     cls=Verb,
     example="areal-debug replay runs/record\n"
     "areal-debug replay runs/record actor.eps_clip=0.3 --filter 'reward > 0' -o runs/what-if\n"
-    "areal-debug replay runs/record --sweep actor.eps_clip=0.1,0.2,0.3 --on ray",
+    "areal-debug replay runs/record --sweep actor.eps_clip=0.1,0.2,0.3",
 )
 @click.argument("record", type=click.Path())
 @click.option(
@@ -79,7 +78,6 @@ if TYPE_CHECKING:
     metavar="OPTION=A,B,...",
     help="Replay once with each of these values, and compare. May be repeated: every combination.",
 )
-@spread_options
 @json_option
 @overrides_argument
 @errors_as_sentences
@@ -98,8 +96,6 @@ def command(
     force: bool,
     explain: int | None,
     sweeps: tuple[str, ...],
-    place: str | None,
-    workers: int | None,
     as_json: bool,
     overrides: tuple[str, ...],
 ) -> None:
@@ -121,7 +117,7 @@ def command(
     from areal_debug.replay.ranks import replay_ranks
     from recorder import open_record
     from replayer.preconditions import check_options, step_range
-    from replayer.request import Request
+    from replayer.request import Request, replay_config
 
     opened = open_record(record)
     note_cut(opened)
@@ -132,17 +128,24 @@ def command(
         explain_step(opened, explain, model, config, as_json)
         return
     first, last = step_range(opened, from_step, to_step)
-    if (sweeps, place, workers) != ((), None, None):
-        from areal_debug.replay.sweep import run_sweep
-
-        if not sweeps or output is not None:
-            fail("--on ray and --workers are for --sweep OPTION=A,B,..., and --output for one replay")
-        run_sweep(opened, model, config, nproc, sweeps, (*settings, *overrides), place, workers, as_json)
+    if sweeps and output is not None:
+        fail("--output is for one replay, and --sweep makes several")
     rescored = None if reward is None else compare_rewards(opened, reward, first, last, as_json)
     changes = (*settings, *overrides)
     record_to = None if output is None else str(output)
     request = Request(record, first, last, model, changes, row_filter, edit, reward, record_to, config=config)
     num_ranks = nproc or opened.header.world_size
+    if sweeps:
+        from areal_debug.replay.sweep import print_sweep, requests_of
+
+        requests = requests_of(request, sweeps)
+        for one in requests.values():
+            replay_config(opened, one.model, one.settings, one.config)
+        check_request(opened, request, force=False)
+        with replay_ranks() as ranks:
+            reports = {name: replay_setting(ranks, one, num_ranks, name) for name, one in requests.items()}
+        print_sweep(reports, as_json)
+        return
     announce(f"replaying steps {first} to {last} of {record} on {count(num_ranks, 'rank')}")
     with replay_ranks() as ranks:
         check_request(opened, request, force)
@@ -152,15 +155,23 @@ def command(
     raise SystemExit(report.verdict.exit_code)
 
 
+def replay_setting(ranks: "WarmRanks", request: "Request", num_ranks: int, name: str) -> "ReplayReport":
+    from areal_debug.replay.ranks import replay_on_ranks
+
+    announce(f"replaying with {name}")
+    return replay_on_ranks(ranks, request, num_ranks, quiet=True)
+
+
 def compare_rewards(record: "Record", function: str, first: int, last: int, as_json: bool) -> "RescoreReport":
     """Score the steps again and print on which samples the rewards disagree; needs no model."""
-    from areal_debug.reward.render import print_rescore
+    from areal_debug.report.terminal import print_report
+    from areal_debug.reward.report import report_of_rescore
     from areal_debug.reward.rescore import TIMEOUT_S, rescore
 
     steps = [step for step in record.steps if first <= step <= last]
     report = rescore(record, function, None, steps, TIMEOUT_S)
     if not as_json and report.num_compared:
-        print_rescore(report)
+        print_report(console(), report_of_rescore(report))
     return report
 
 
@@ -217,8 +228,7 @@ def print_replay(
     """Print the verdict, or the comparison with the record where options were changed."""
     from dataclasses import asdict
 
-    from areal_debug.replay.next_commands import next_commands
-    from areal_debug.replay.render import print_comparison, print_verdict
+    from areal_debug.replay.render import next_commands, print_comparison, print_verdict
 
     if as_json:
         disagreements = {} if rescored is None else {"rescored": asdict(rescored)}
@@ -231,7 +241,7 @@ def print_replay(
 
 def explain_step(record: "Record", step: int, model: str | None, config: str | None, as_json: bool) -> None:
     """Print each sample's contribution to a step's loss and gradient."""
-    from areal_debug.replay.ranks import replay_ranks, report_of_ranks
+    from areal_debug.replay.ranks import replay_ranks, report_of_ranks, task
     from areal_debug.replay.render import print_explanation
     from replayer.preconditions import check_model, check_steps_present, check_values, step_range
     from replayer.request import replay_config
@@ -243,8 +253,8 @@ def explain_step(record: "Record", step: int, model: str | None, config: str | N
         options = replay_config(record, model, file=config)
         check_model(record, options.actor.path, step)
         check_values(record, options, 0, step)
-        task = ["explain", record.path, str(step), model or "", config or ""]
-        found = report_of_ranks(ranks, task, record.header.world_size)
+        asked = task("explain", record=record.path, step=step, model=model, config=config)
+        found = report_of_ranks(ranks, asked, record.header.world_size)
     if as_json:
         print_json(found)
     else:

@@ -117,17 +117,18 @@ def serve(spec: "ServeSpec", background: bool, as_json: bool) -> None:
 
 def show_facts(state: "ServerState", as_json: bool) -> None:
     """Query the server's facts and print them; with --quiet its address alone."""
-    from areal_core.rollout.fleet.server import Server
+    from areal_core.servers.server import Server
+    from areal_debug.report.terminal import print_report
     from areal_debug.serve.facts import read_facts
-    from areal_debug.serve.render import address_line, facts_document, print_facts
+    from areal_debug.serve.report import address_line, document_of_server, report_of_server
 
     facts = read_facts(Server(state.address))
     if as_json:
-        print_json(facts_document(facts, state))
+        print_json(document_of_server(facts, state))
     elif is_quiet():
         console().print(address_line(facts.address))
     else:
-        print_facts(console(), facts, state)
+        print_report(console(), report_of_server(facts, state))
     sys.stdout.flush()
     leave_terminal()  # it waits for requests
 
@@ -136,18 +137,17 @@ def show_status(port: int, logs: Path, as_json: bool) -> NoReturn:
     """List the servers; exit code 0 if there is at least one and all are healthy."""
     from concurrent.futures import ThreadPoolExecutor
 
+    from areal_debug.report.terminal import print_report
     from areal_debug.serve.ledger import find_ledger
-    from areal_debug.serve.render import print_ledger, print_statuses, status_of, statuses_document
+    from areal_debug.serve.report import document_of_all, report_of_all, status_of
 
     ledger = find_ledger(logs)
     with ThreadPoolExecutor() as threads:
         statuses = list(threads.map(status_of, servers_at(port)))
     if as_json:
-        print_json(statuses_document(statuses, ledger))
+        print_json(document_of_all(statuses, ledger))
     else:
-        print_statuses(console(), statuses)
-        if ledger is not None:
-            print_ledger(console(), ledger)
+        print_report(console(), report_of_all(statuses, ledger))
     raise SystemExit(0 if statuses and all(status.is_well for status in statuses) else 1)
 
 

@@ -28,19 +28,21 @@ def command(
     """
     if output is not None:
         refuse_existing(output, force)
+    from areal_debug.report.frame import Frame
+    from areal_debug.report.page import write_report
+    from areal_debug.report.terminal import print_report
     from areal_debug.trace.read import read_run
-    from areal_debug.trace.render import MAX_LINES, print_report, report_document
+    from areal_debug.trace.report import MAX_LINES, STYLE, report_document, report_of
     from areal_debug.trace.steps import report_on
 
     announce(f"reading the traces of {run}")
     trace = read_run(run)
     report = report_on(trace, step)
     if output is not None:
-        from areal_debug.trace.page import write_page
-
-        write_page(output, trace, report)
+        frame = Frame("Steps", str(trace.file.parent), "trace", "slow" if report.slow else "healthy")
+        write_report(output, report_of(trace, report), frame, style=STYLE.read_text())
     if as_json:
         print_json(report_document(trace, report))
     else:
-        print_report(console(), trace, report, len(report.steps) if all_steps else MAX_LINES)
+        print_report(console(), report_of(trace, report, len(report.steps) if all_steps else MAX_LINES))
     raise SystemExit(1 if report.slow else 0)

@@ -27,8 +27,8 @@ from areal_debug.verbs.doctor import HOOKS, hook_options
 from areal_debug.waiting import leave_terminal
 
 if TYPE_CHECKING:
-    from areal_core.allocation import Allocation
     from areal_core.config import PPOConfig
+    from areal_core.config.allocation import Allocation
     from areal_debug.doctor.hooks import Hooks
 
 OF_WATCH = tuple(HOOKS)
@@ -166,7 +166,8 @@ def print_plan(script: Path, arguments: list[str], as_json: bool) -> int:
 
     from areal_core.safety.secrets import masker
     from areal_debug.dry_run.plan import plan_run
-    from areal_debug.dry_run.render import print_dry_run
+    from areal_debug.dry_run.report import report_of
+    from areal_debug.report.terminal import print_report
     from areal_debug.train.script_options import (
         check_imports,
         check_record,
@@ -188,7 +189,7 @@ def print_plan(script: Path, arguments: list[str], as_json: bool) -> int:
     if as_json:
         print_json(masker().tree({"would_run": True, **asdict(run)}))
     else:
-        print_dry_run(console(), run)
+        print_report(console(), report_of(run))
     return 0
 
 
@@ -276,7 +277,7 @@ def watch_run(logs: Path, hooks: "Hooks") -> int:
     has stopped it.
     """
     from areal_debug.doctor.follow import Follower
-    from areal_debug.doctor.render import alarm_lines
+    from areal_debug.doctor.report import alarm_lines
     from areal_debug.hang.watch import post_mortem, report
     from hangdoctor.watch.loop import Plan, watch_command
 

@@ -10,9 +10,10 @@ from areal_debug.cli import Verb, force_option, json_option, model_option, outpu
 from areal_debug.render import announce, errors_as_sentences, print_json, refuse_existing
 
 if TYPE_CHECKING:
-    from areal_debug.why.chain import Options
-    from areal_debug.why.report import WhyReport
+    from areal_debug.replay.ranks import Runner
     from recorder import Record
+    from replayer.why.proofs import Options
+    from replayer.why.report import WhyReport
 
 
 @click.command(cls=Verb, example="areal-debug why runs/A runs/B\nareal-debug why runs/record --html why.html")
@@ -52,12 +53,21 @@ def command(
     Exit code 0: all common steps have the same bits. 1: they differ, explained or not. 2: the
     records cannot be compared.
     """
-    from areal_debug.why.chain import Options
+    from areal_debug.consistency.engine_question import ask_with_recorded_weights
+    from areal_debug.replay.ranks import runner
+    from replayer.why.proofs import Options
 
     if output is not None:
         refuse_existing(output, force)
-    options = Options(repository or Path(__file__).parents[2], model, not no_replay, announce)
-    report = explain_both(left, right, options) if right else explain_replay(left, options)
+    with runner(model) as run:
+        options = Options(repository or Path(__file__).parents[2], model, note=announce)
+        if not no_replay:
+            options = replace(
+                options,
+                replay=lambda record, step, *given, **apart: run.replay(record, step, step, *given, **apart),
+                ask_engines=ask_with_recorded_weights,
+            )
+        report = explain_both(left, right, options) if right else explain_replay(left, options, run)
     if output is not None:
         from areal_debug.why.page import write_page
 
@@ -72,42 +82,45 @@ def command(
 
 
 def explain_both(left: str, right: str, options: "Options") -> "WhyReport":
-    from areal_debug.why.chain import explain
     from recorder import open_record
+    from replayer.why.chain import explain
 
     here, there = open_record(left), open_record(right)
     options.note(f"comparing {left} and {right}")
     return with_text(here, there, explain(here, there, options))
 
 
-def explain_replay(record: str, options: "Options") -> "WhyReport":
+def explain_replay(record: str, options: "Options", run: "Runner") -> "WhyReport":
     """Replay a record, and compare it with its replay.
 
     Raises ReplayError if that is not allowed, or not possible.
     """
-    from areal_debug.why.chain import explain
-    from areal_debug.why.trials import runner
     from recorder import open_record
     from replayer.errors import ReplayError
     from replayer.preconditions import check_recorded_results
+    from replayer.why.chain import explain
 
-    if not options.replays:
+    if options.replay is None:
         raise ReplayError("without B, A is replayed: give a second record, or leave out --no-replay")
     opened = open_record(record)
     check_recorded_results(opened, "why")
     options.note(f"replaying {record}")
-    with runner(options.model) as run:
-        replayed = run.replay_all(opened)
-        if replayed is None:
-            raise ReplayError(f"{record} could not be replayed here: see areal-debug replay {record}")
-        report = with_text(opened, replayed, explain(opened, replayed, options, is_replay=True))
+    replayed = run.replay(opened, opened.steps[0], opened.steps[-1])
+    if replayed is None:
+        raise ReplayError(f"{record} could not be replayed here: see areal-debug replay {record}")
+    report = with_text(opened, replayed, explain(opened, replayed, options, is_replay=True))
     return replace(report, right=f"a replay of {record}")
 
 
 def with_text(left: "Record", right: "Record", report: "WhyReport") -> "WhyReport":
-    """Add the text around the first token that differs, on both sides."""
+    """Add the text around the first token that differs, on both sides, and where to look at it."""
     from areal_debug.diff.excerpts import read_excerpts
+    from areal_debug.report.links import view_command
 
-    if report.difference is None or report.step is None:
+    step, first = report.step, report.difference
+    if first is None or step is None:
         return report
-    return replace(report, text=read_excerpts(left, right, report.step, report.difference))
+    if (place := first.place) is not None:
+        look = view_command(left.path, step, place.prompt_id, place.sample_id, place.token)
+        report = replace(report, look=look)
+    return replace(report, text=read_excerpts(left, right, step, first))

@@ -7,7 +7,7 @@ from typing import Any
 
 from areal_core.safety.printable import printable
 from recorder import RecordedStep
-from replayer.stages import Rows, StageDifference, compare_steps, find_rows, match_rows
+from replayer.compare.stages import Rows, StageDifference, compare_steps, find_rows, match_rows
 
 MOST_DIFFERENCES = 200  # of a step: its weights alone may be thousands
 

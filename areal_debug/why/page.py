@@ -6,8 +6,8 @@ from typing import Any
 from areal_debug.diff.render import describe
 from areal_debug.report.frame import Frame
 from areal_debug.report.page import write_template
-from areal_debug.why.report import WhyReport
-from replayer.stages import STAGES
+from replayer.compare.stages import STAGES
+from replayer.why.report import WhyReport
 
 STYLE = """
 .stages { display: flex; flex-wrap: wrap; gap: var(--space-2); padding: 0; list-style: none }

@@ -6,7 +6,7 @@ from rich.text import Text
 
 from areal_debug.diff.render import describe
 from areal_debug.render import console, format_value, styled
-from areal_debug.why.report import Setting, WhyReport
+from replayer.why.report import Setting, WhyReport
 
 COLOURS = {"identical": "green", "not comparable": "yellow", "same weights, other numbers": "yellow"}
 WIDTH = 12

@@ -23,9 +23,9 @@ import consistency
 from areal_core.config import SGLangConfig
 from areal_core.engine.model import is_vision
 from areal_core.launch.server_process import path_with
-from areal_core.rollout.fleet.server import call
-from areal_core.sglang.start import SGLangServer, cpu_environment, server_args
-from areal_core.sglang.wire import SGLANG
+from areal_core.launch.sglang_process import SGLangServer, cpu_environment, server_args
+from areal_core.servers.server import call
+from areal_core.servers.sglang import SGLANG
 from consistency.engines import Pictures, with_pictures
 from consistency.errors import EngineError
 from consistency.layers.hooks import Site, dense_routing

@@ -26,7 +26,7 @@ UPDATE_NAMES = re.compile(
 )
 UPDATE_FILES = re.compile(
     r"(?!deepspeed/|torch/).*(weight_?(update|sync|transfer|sender|receiver)|update_weight|param_sync|refit)\w*(/.*|\.py)|"
-    r"(?!deepspeed/|torch/)(.*/)?(checkpoint_engine|weight_transfer|weight_sync)/.*|.*fleet/update_group\.py",
+    r"(?!deepspeed/|torch/)(.*/)?(checkpoint_engine|weight_transfer|weight_sync)/.*|.*(fleet|servers)/update_group\.py",
     re.IGNORECASE,
 )
 GROUP_NAMES = re.compile(

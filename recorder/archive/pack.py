@@ -31,11 +31,10 @@ from recorder.archive.store import (
     Part,
     layout_bytes,
 )
-from recorder.errors import DamagedRecord, RecordError, RecordExists
+from recorder.errors import DamagedRecord, RecordExists
 from recorder.format import (
     ANCHOR_FILE,
     ANCHORS_FOLDER,
-    SIGNED_FILE,
     STEP_FILE,
     STEPS_FOLDER,
     BatchEntry,
@@ -178,8 +177,7 @@ def archive_record(
 
     Raises:
         RecordExists: the destination is not empty.
-        RecordError: the source is not a record or is damaged; or it is signed, and its signature
-            covers anchors that are left out.
+        RecordError: the source is not a record or is damaged.
         LimitReached, OSError: nothing is left behind.
     """
     location = location_of(destination)
@@ -199,11 +197,6 @@ def archive_record(
 def pack(source: str | os.PathLike[str], location: str, progress: Progress, anchors: bool) -> dict[str, Any]:
     """Write an archive, or continue one that was interrupted; return the members of Archived."""
     record = open_record(source)
-    if not anchors and record.anchors() and SIGNED_FILE in top_files(record.storage):
-        raise RecordError(
-            f"{record.path} is signed together with its {len(record.anchors())} anchors: archive it with them, "
-            f"or remove {SIGNED_FILE} and sign the archive's extract"
-        )
     is_zip = location.endswith(".zip") and not is_url(location)
     store = Path(location).with_suffix(".zarr") if is_zip else location
     source_bytes = num_continued = 0

@@ -1,1 +1,1 @@
-"""What a record should hold: the chain of its steps, their contents, its signature."""
+"""What a record should hold: the chain of its steps, and their contents."""

@@ -2,7 +2,7 @@
 
     calls-*.jsonl, text-*.jsonl ─ each text ─────────────> masked
     input_ids ─ decoded, where a row has something to mask ─> tokens of MASK in its place
-    weights, anchors, signature ─────────────────────────> not copied
+    weights, anchors ───────────────────────────────────> not copied
 
 A step in which nothing was masked has the same bits as before.
 """

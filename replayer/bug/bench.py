@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from areal_core.batch import RAGGED, Batch, pack, select_rows, sequence_lengths
+from areal_core.data.batch import RAGGED, Batch, pack, select_rows, sequence_lengths
 from areal_core.engine.determinism import rng_state, set_rng_state
 from areal_core.engine.fsdp import FSDPEngine
 from areal_core.engine.sharding import fsdp_module

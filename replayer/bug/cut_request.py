@@ -1,9 +1,8 @@
 """What to cut, passed to every rank as JSON. Imports no torch."""
 
-import json
 import math
 import re
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 from recorder import Record, RecordedStep
 from replayer.bug.carried import read_cut
@@ -51,16 +50,6 @@ class CutRequest:
     def is_whole(self) -> bool:
         """Return whether the complete step is cut, as it was recorded."""
         return (self.micro_batch, self.sample, self.symptom) == (None, None, None)
-
-
-def cut_request_text(request: CutRequest) -> str:
-    """Serialize the request as one line of JSON."""
-    return json.dumps(asdict(request))
-
-
-def parse_cut_request(text: str) -> CutRequest:
-    """Parse a request; the inverse of `cut_request_text`."""
-    return CutRequest(**json.loads(text))
 
 
 def check_cut(record: Record, request: CutRequest) -> None:

@@ -34,14 +34,16 @@ LOSS = (
 # stage -> where its computation starts; tests/replayer/test_commits.py holds it against a real step
 ENTRIES: dict[str, tuple[str, ...]] = {
     "batch": (
-        *(f"{CORE}/rollout/{n}.py" for n in ("live", "pipeline", "episodes", "staleness", "workflow")),
-        *(f"{CORE}/dataset/{n}.py" for n in ("loader", "read", "rows")),
+        *(f"{CORE}/rollout/{n}.py" for n in ("pipeline", "episodes", "staleness", "workflow")),
+        f"{CORE}/trainer/live.py",
+        *(f"{CORE}/data/{n}.py" for n in ("loader", "read", "rows")),
         *(f"{CORE}/reward/{n}.py" for n in ("functions", "reward_pool", "reward_worker", "signature")),
-        *(f"{CORE}/embedded/{n}.py" for n in ("engine", "generate", "replica", "weights")),
-        *(f"{CORE}/rollout/fleet/{n}.py" for n in ("client", "reply", "update_group", "weight_update")),
-        f"{CORE}/sglang/wire.py",
-        f"{CORE}/vllm/wire.py",
-        f"{CORE}/vllm/worker/areal_vllm_worker.py",
+        *(f"{CORE}/embedded/{n}.py" for n in ("engine", "generate", "replica")),
+        *(
+            f"{CORE}/servers/{n}.py"
+            for n in ("client", "reply", "sglang", "update_group", "vllm", "weight_update")
+        ),
+        f"{CORE}/launch/vllm_worker/areal_vllm_worker.py",
         f"{CORE}/agent/agent_workflow.py",
         f"{CORE}/trainer/build_rollouts.py",
         f"{CORE}/engine/full_weights.py",
@@ -81,7 +83,7 @@ ENTRIES: dict[str, tuple[str, ...]] = {
     ),
 }
 # for every stage; their own references lead to all others
-OF_EVERY_STAGE = (f"{CORE}/trainer/rl.py:train_steps", f"{CORE}/batch.py")
+OF_EVERY_STAGE = (f"{CORE}/trainer/rl.py:train_steps", f"{CORE}/data/batch.py")
 # of a stage, but what they refer to is mostly of another one
 NOT_FOLLOWED = {"logprobs": (f"{OBJECTIVE}.learning_inputs",), "advantages": (f"{OBJECTIVE}._scored",)}
 HUNK = re.compile(r"^@@ -\d+(?:,\d+)? \+(\d+)(?:,(\d+))? @@", re.MULTILINE)
@@ -111,7 +113,7 @@ def files_acting(
     """List the files changed from `good` to `bad` that act on a stage, the nearest first.
 
     Args:
-        stage: one of `replayer.stages.STAGES`.
+        stage: one of `replayer.compare.stages.STAGES`.
         scripts: paths in the repository of the user's scripts, which are searched in place of our
             trainer; a repository without our trainer needs them.
 

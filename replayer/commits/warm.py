@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from areal_core.environment import DETERMINISTIC
-from areal_core.launch.kept import LIBRARIES
-from areal_core.launch.warm import WarmRanks, warm_ranks
+from areal_core.launch.warm import LIBRARIES, WarmRanks, warm_ranks
 from recorder import open_record
 from replayer.commits.bisect import BisectReport, Numbers, find_commit, parse_numbers
 from replayer.commits.checkout import Checkout, checkout
@@ -88,7 +87,7 @@ def open_commits(repository: Path) -> Iterator[Commits]:
     """
     with (
         checkout(repository) as place,
-        warm_ranks(DETERMINISTIC, LIBRARIES, path=(), kept=True) as ranks,
+        warm_ranks(DETERMINISTIC, LIBRARIES, path=()) as ranks,
     ):
         yield Commits(place, ranks)
 

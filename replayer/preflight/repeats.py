@@ -19,7 +19,7 @@ from safetensors.numpy import load_file
 from recorder.difference import Difference
 from recorder.format import Outcome, outcome_document, parse_outcome
 from replayer.check import NOT_COMPUTED, StepComparison, compare_outcomes
-from replayer.preflight.checks import PreflightFinding
+from replayer.preflight.settings import PreflightFinding
 
 REPEAT_FILE = "repeat.json"
 

@@ -75,7 +75,7 @@ def described(rows, engine, tokenizer) -> dict:
 def train(agent: str, model: Path, folder: Path) -> dict:
     """Train two steps; compare every sampled token with the record of what was trained."""
     from areal_core.config import GRPOConfig
-    from areal_core.dataset import get_dataset
+    from areal_core.data import get_dataset
     from areal_core.trainer import build_rollouts
     from areal_core.trainer.build import load_tokenizer
     from areal_core.trainer.rl import PPOTrainer

@@ -9,8 +9,8 @@ import torch
 from areal_core.agent.conversation import BRANCHES
 from areal_core.agent.episode_stats import describe_broken, log_episodes
 from areal_core.rollout.episodes import assemble
-from areal_core.rollout.live import LiveRollouts
 from areal_core.telemetry.stats import Stats
+from areal_core.trainer.live import LiveRollouts
 
 WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
 TIME = {"type": "function", "function": {"name": "time", "parameters": {"type": "object"}}}

@@ -10,8 +10,8 @@ import pytest
 from click.testing import CliRunner
 
 from areal_core.config import SGLangConfig
-from areal_core.rollout.fleet.server import call
-from areal_core.sglang.start import SGLangServer, cpu_environment, server_args
+from areal_core.launch.sglang_process import SGLangServer, cpu_environment, server_args
+from areal_core.servers.server import call
 from areal_debug.verbs.agent import command
 
 pytestmark = [pytest.mark.long, pytest.mark.sglang]

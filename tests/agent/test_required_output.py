@@ -13,10 +13,10 @@ from areal_core.agent.errors import BadRequest
 from areal_core.agent.grammar import server_parameters
 from areal_core.agent.output_parsers import parse_tool_calls
 from areal_core.config import SGLangConfig
-from areal_core.rollout.fleet.client import FleetClient
+from areal_core.launch.sglang_process import SGLangServer, cpu_environment, server_args
 from areal_core.rollout.types import ModelRequest, Sampling
-from areal_core.sglang.start import SGLangServer, cpu_environment, server_args
-from areal_core.sglang.wire import SGLANG
+from areal_core.servers.client import FleetClient
+from areal_core.servers.sglang import SGLANG
 
 PARAMETERS = {
     "type": "object",

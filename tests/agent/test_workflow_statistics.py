@@ -7,15 +7,15 @@ import torch
 
 from areal_core.agent.agent_workflow import AgentWorkflow
 from areal_core.config import AgentConfig, GenerationHyperparameters
-from areal_core.rollout.live import log_scalars
 from areal_core.rollout.pipeline import Executor
 from areal_core.rollout.staleness import StalenessControl
 from areal_core.telemetry import Stats
 from areal_core.telemetry.in_episode import collecting, scalar, trace_scope
 from areal_core.telemetry.memory import MemoryProfiler
 from areal_core.telemetry.trace import Trace, rank_file
-from areal_core.telemetry.trace_hooks import TracedWorkflow
 from areal_core.testing import ScriptedEngine, make_tiny_tokenizer
+from areal_core.trainer.live import log_scalars
+from areal_core.trainer.trace_hooks import TracedWorkflow
 
 # An agent in a file: mode "subproc" imports it in another process.
 AGENT = """

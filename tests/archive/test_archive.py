@@ -108,14 +108,6 @@ def test_an_archive_without_anchors_has_every_step_and_no_checkpoint(source, tmp
     assert complete.source_bytes - small.source_bytes > 4 * 70_000
 
 
-def test_a_signed_record_is_not_archived_without_the_anchors_that_its_signature_covers(source, tmp_path):
-    record = Path(shutil.copytree(source, tmp_path / "record"))
-    (record / "signed.json").write_text("{}")
-    with pytest.raises(RecordError, match="signed together with its 1 anchors"):
-        archive_record(record, tmp_path / "a.zip", anchors=False)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["record"]
-
-
 def test_any_zarr_reader_finds_the_columns(source, tmp_path):
     archive_record(source, tmp_path / "a")
     record = open_record(source)
@@ -124,13 +116,6 @@ def test_any_zarr_reader_finds_the_columns(source, tmp_path):
     assert ids[:].tolist() == np.concatenate(want).tolist()
     assert ids.shards[0] == SHARD_CHUNKS * ids.chunks[0]
     assert [codec.to_dict()["name"] for codec in ids.compressors] == ["zstd", "crc32c"]
-
-
-def test_an_archive_of_an_archive_extracts_to_the_first_record(source, tmp_path):
-    archive_record(source, tmp_path / "one")
-    archive_record(tmp_path / "one", tmp_path / "two.zip")
-    extract_record(tmp_path / "two.zip", tmp_path / "back")
-    assert_same_files(source, tmp_path / "back")
 
 
 def test_shards_are_filled_across_steps_and_cut_at_the_end(tmp_path, monkeypatch):

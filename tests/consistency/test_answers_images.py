@@ -6,9 +6,9 @@ import shutil
 import pytest
 from click.testing import CliRunner
 
-from areal_core.embedded.http_server import EmbeddedServer
-from areal_core.vision.images import data_url
-from areal_core.vision.tiny_models import make_tiny_vision_model
+from areal_core.data.images import data_url
+from areal_core.testing.server import EmbeddedServer
+from areal_core.testing.tiny_vision import make_tiny_vision_model
 from areal_debug.verbs.consistency import command
 
 from ..recorder.pictured import png

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5RMSNorm, torch_recurrent_gated_delta_rule
 
-from areal_core.sglang.start import SHIM
+from areal_core.launch.sglang_process import SHIM
 
 KEY_HEADS, HEADS, KEY, VALUE, WIDTH = 2, 4, 8, 6, 4
 LENGTHS = (5, 3)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from areal_core.config import GRPOConfig, load_expr_config
-from areal_core.dataset import get_dataset
+from areal_core.data import get_dataset
 from areal_core.embedded.engine import ReplicaUpdate
 from areal_core.errors import ConfigError
 from areal_core.trainer.rl import PPOTrainer

@@ -8,8 +8,8 @@ import pytest
 import torch
 from PIL import Image
 
-from areal_core.vision.images import data_url
-from areal_core.vision.tiny_models import make_tiny_vision_model
+from areal_core.data.images import data_url
+from areal_core.testing.tiny_vision import make_tiny_vision_model
 from consistency.case import Request
 from consistency.check import check
 from consistency.errors import BadPrompts, NothingToCompare

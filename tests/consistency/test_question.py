@@ -9,7 +9,7 @@ import torch
 import yaml
 
 from areal_core.config import PPOConfig, config_from_dict
-from areal_core.dataset import get_dataset
+from areal_core.data import get_dataset
 from areal_core.embedded import engine
 from areal_core.engine.checkpoint.hf_folder import save_hf
 from areal_core.trainer.rl import PPOTrainer

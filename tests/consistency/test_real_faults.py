@@ -8,8 +8,8 @@ from click.testing import CliRunner
 from transformers import Gemma3ForCausalLM, Gemma3TextConfig, Qwen3Config, Qwen3ForCausalLM
 
 from areal_core.config import SGLangConfig
-from areal_core.rollout.fleet.server import call
-from areal_core.sglang.start import SGLangServer, cpu_environment, server_args
+from areal_core.launch.sglang_process import SGLangServer, cpu_environment, server_args
+from areal_core.servers.server import call
 from areal_core.testing import make_tiny_tokenizer
 from areal_debug.verbs.consistency import command
 from consistency.probes import SCHEMES, quantized

@@ -7,9 +7,9 @@ import pytest
 from click.testing import CliRunner
 
 from areal_core.config import SGLangConfig
-from areal_core.rollout.fleet.server import call
-from areal_core.sglang.start import SGLangServer, cpu_environment, server_args
-from areal_core.sglang.wire import SGLANG
+from areal_core.launch.sglang_process import SGLangServer, cpu_environment, server_args
+from areal_core.servers.server import call
+from areal_core.servers.sglang import SGLANG
 from areal_debug.verbs.consistency import command
 from consistency.case import NOISE, Setting
 from consistency.diagnose import diagnose

@@ -12,10 +12,10 @@ from click.testing import CliRunner
 from PIL import Image
 
 from areal_core.config import SGLangConfig
-from areal_core.sglang.start import SGLangServer, cpu_environment, server_args
-from areal_core.vision.images import data_url
-from areal_core.vision.processor import load_processor
-from areal_core.vision.tiny_models import make_tiny_vision_model
+from areal_core.data.images import data_url
+from areal_core.data.processor import load_processor
+from areal_core.launch.sglang_process import SGLangServer, cpu_environment, server_args
+from areal_core.testing.tiny_vision import make_tiny_vision_model
 from areal_debug.verbs.consistency import command
 from consistency.case import Request
 from consistency.check import check

@@ -9,8 +9,8 @@ from click.testing import CliRunner
 from transformers import AutoTokenizer
 
 from areal_core.config import SGLangConfig
-from areal_core.rollout.fleet.server import call
-from areal_core.sglang.start import SGLangServer, cpu_environment, server_args
+from areal_core.launch.sglang_process import SGLangServer, cpu_environment, server_args
+from areal_core.servers.server import call
 from areal_debug.verbs.consistency import command
 from consistency.case import Request
 from consistency.check import check

@@ -9,7 +9,7 @@ import time
 import pytest
 from click.testing import CliRunner
 
-from areal_core.rollout.fleet.server import Server, is_healthy, last_lines
+from areal_core.servers.server import Server, is_healthy, last_lines
 from areal_core.testing import make_tiny_model
 from areal_debug.verbs.consistency import command
 

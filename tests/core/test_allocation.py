@@ -6,13 +6,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from areal_core.allocation import (
+from areal_core.config import PPOConfig, SFTConfig
+from areal_core.config.allocation import (
     Allocation,
     Parallel,
     allocation_from_backends,
     parse_allocation,
 )
-from areal_core.config import PPOConfig, SFTConfig
 from areal_core.errors import AllocationError
 
 

@@ -3,7 +3,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from areal_core import batch as B
+from areal_core.data import batch as B
 
 
 def rows(*lengths, prompt_ids=None):

@@ -10,8 +10,8 @@ import click
 import pytest
 
 from areal_core.config import DPOConfig, GRPOConfig, SFTConfig
+from areal_core.config.import_paths import OURS, REWARDS, WORKFLOWS
 from areal_core.config.names import all_options
-from areal_core.import_paths import OURS, REWARDS, WORKFLOWS
 from areal_debug.cli import main
 
 ROOT = Path(__file__).parents[2]

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from areal_core.config import DatasetConfig
-from areal_core.dataset import PromptLoader, get_dataset
-from areal_core.dataset.read import full_batches
+from areal_core.data import PromptLoader, get_dataset
+from areal_core.data.read import full_batches
 from areal_core.errors import DatasetError
 from areal_core.testing import make_tiny_tokenizer
 

@@ -8,7 +8,7 @@ import stat
 import pytest
 
 from areal_core.engine.checkpoint import distributed as checkpoints
-from areal_core.engine.errors import CheckpointNotWritten
+from areal_core.errors import CheckpointNotWritten
 from areal_core.launch.torchrun import copy_output
 from areal_core.safety import durable
 from areal_core.safety.durable import (

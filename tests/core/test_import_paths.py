@@ -6,8 +6,8 @@ import pytest
 
 from areal_core.agent.agents import import_object
 from areal_core.agent.errors import NotAnAgent
+from areal_core.config.import_paths import OURS, hint_for, ours, replacements
 from areal_core.errors import ConfigError, RewardError
-from areal_core.import_paths import OURS, hint_for, ours, replacements
 from areal_core.reward.functions import gsm8k_reward_fn, load_reward_fn
 from areal_core.rollout.workflow import RLVRWorkflow
 from areal_core.trainer.build_rollouts import find_workflow

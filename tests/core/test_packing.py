@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from areal_core.batch import first_fit_decreasing, karmarkar_karp, split_rows
+from areal_core.data.batch import first_fit_decreasing, karmarkar_karp, split_rows
 
 
 def sums(lengths, groups):

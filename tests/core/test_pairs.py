@@ -5,7 +5,7 @@ import json
 import pytest
 
 from areal_core.config import DatasetConfig
-from areal_core.dataset import get_dataset
+from areal_core.data import get_dataset
 from areal_core.errors import DatasetError
 from areal_core.testing import make_tiny_tokenizer
 

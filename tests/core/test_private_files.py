@@ -9,7 +9,6 @@ import pytest
 
 from areal_core.config import GRPOConfig
 from areal_core.paths import make_run_folders, run_folder
-from areal_core.rollout.fleet.discovery import FolderNames, discovered_servers, register_server
 from areal_core.safety.private import (
     ForeignOwner,
     check_owner,
@@ -18,6 +17,7 @@ from areal_core.safety.private import (
     make_shared,
     read_owned,
 )
+from areal_core.servers.discovery import FolderNames, discovered_servers, register_server
 
 ALICE, BOB = 12001, 12002
 needs_root = pytest.mark.skipif(os.getuid() != 0, reason="becomes other users")

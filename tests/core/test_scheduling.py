@@ -2,7 +2,7 @@
 
 import pytest
 
-from areal_core.allocation import parse_allocation
+from areal_core.config.allocation import parse_allocation
 from areal_core.config.scheduling import (
     RoleSpec,
     placed_together,

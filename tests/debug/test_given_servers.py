@@ -11,15 +11,15 @@ from click.testing import CliRunner
 
 from areal_core import RemoteEngine
 from areal_core.config import GRPOConfig, load_expr_config
-from areal_core.embedded.http_server import EmbeddedServer
 from areal_core.errors import ConfigError
+from areal_core.launch.sglang_process import SGLangServer
 from areal_core.rollout.errors import NoServers, WrongServer
-from areal_core.rollout.fleet.server import Server, call
 from areal_core.rollout.http_thread import HttpThread
 from areal_core.rollout.types import ModelRequest, sampling_from
 from areal_core.rollout.workflow import episode_tensors, prompt_tokens
-from areal_core.sglang.start import SGLangServer
+from areal_core.servers.server import Server, call
 from areal_core.testing import make_tiny_model
+from areal_core.testing.server import EmbeddedServer
 from areal_debug.verbs.train import command
 
 HERE = Path(__file__).parent
@@ -29,7 +29,7 @@ ROWS = [{"messages": [{"role": "user", "content": f"{n}?"}], "answer": str(n)} f
 @pytest.fixture(scope="module")
 def server(tiny_model, tmp_path_factory):
     log = tmp_path_factory.mktemp("server") / "server.log"
-    module = "areal_core.embedded.http_server"
+    module = "areal_core.testing.server"
     with SGLangServer(tiny_model, log, ["--dtype", "float32"], {}, module=module) as started:
         started.wait_until_ready()
         yield started.server

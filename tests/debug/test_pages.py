@@ -2,15 +2,17 @@
 
 import base64
 import hashlib
+import html
 import re
 
 import pytest
 from markupsafe import Markup
 
-from areal_debug.report.frame import Frame, Link, framed, shared_style
 from areal_core.safety.printable import UNPRINTABLE
 from areal_debug.report.charts import bars
-from areal_debug.report.page import write_template
+from areal_debug.report.frame import Frame, Link, framed, shared_style
+from areal_debug.report.model import Cell, Curve, Facts, Finding, Picture, Report, Row, Table
+from areal_debug.report.page import write_report
 
 EVIL = "</style><script>x</script>{{ 7*7 }}\x1b]0;x\x07\u202e\U000e0041\"'"
 SHOWN = r"&lt;/style&gt;&lt;script&gt;x&lt;/script&gt;{{ 7*7 }}\x1b]0;x\x07\u202e\U000e0041&#34;&#39;"
@@ -20,18 +22,23 @@ TINTS = ("good", "bad", "amber", "violet", "cool", "warm", "faint")
 
 
 def test_data_of_a_page_is_escaped_and_printable(tmp_path):
-    facts = {
-        "verdict": EVIL, "headline": EVIL, "summary": EVIL, "alarms": [], "overrides": [EVIL], "absent": [EVIL], "unknown": EVIL,
-        "charts": [{"svg": bars([1.0, 2.0], EVIL, EVIL), "caption": EVIL}, {"svg": Markup("<svg/>"), "caption": ""}],
-    }  # fmt: skip
+    rows = [Row(EVIL, EVIL), Row(EVIL, EVIL, is_code=True), Row(EVIL, EVIL, address=EVIL)]
+    curve = Curve(EVIL, [1.0, 2.0], [0, 1], caption=EVIL)
+    blocks = [
+        EVIL, Facts(rows, EVIL), Table([EVIL], [[EVIL], [Cell(EVIL, address=EVIL)]], EVIL, EVIL), curve,
+        Picture(Markup("<svg/>"), EVIL), Picture(bars([1.0, 2.0], EVIL, EVIL), EVIL, wide=True),
+        Finding(EVIL, EVIL, "bad", rows, EVIL, curve),
+    ]  # fmt: skip
     frame = Frame(EVIL, EVIL, EVIL, EVIL, (Link(EVIL, EVIL),))
-    write_template(tmp_path / "page.html", "doctor/doctor.html", frame, facts)
+    report = Report(EVIL, EVIL, "bad", blocks, [EVIL])
+    write_report(tmp_path / "page.html", report, frame, summary=EVIL)
     page = (tmp_path / "page.html").read_text()
     assert not UNPRINTABLE.search(page)
     assert "<script" not in page
     assert "<svg/>" in page
     same_escapes = page.replace("&quot;", "&#34;").replace("&#x27;", "&#39;")
-    assert same_escapes.count(SHOWN) == 19
+    assert same_escapes.count(SHOWN) > 40
+    assert EVIL not in html.unescape(page)
 
 
 def hash_of(text: str) -> str:

@@ -8,7 +8,7 @@ import yaml
 
 import recorder.writer
 from areal_core.config import PPOConfig, config_from_dict
-from areal_core.dataset import get_dataset
+from areal_core.data import get_dataset
 from areal_core.trainer.rl import PPOTrainer
 from areal_debug.wiring import make_recorder
 from recorder import RecordingFailed, open_record, verify

@@ -13,11 +13,11 @@ import psutil
 import pytest
 from click.testing import CliRunner
 
-from areal_core.rollout.fleet.discovery import FolderNames, discovered_servers, register_server
-from areal_core.rollout.fleet.health import Health, State
-from areal_core.rollout.fleet.server import Server
-from areal_debug.verbs.serve import command
+from areal_core.servers.discovery import FolderNames, discovered_servers, register_server
+from areal_core.servers.health import Health, State
+from areal_core.servers.server import Server
 from areal_debug.serve.facts import parse_facts, worth_checking
+from areal_debug.verbs.serve import command
 
 HERE = Path(__file__).parent
 
@@ -41,9 +41,7 @@ def test_a_background_server_joins_a_run_answers_is_listed_and_stops(serve, tiny
     assert done.returncode == 0, done.stderr
     *facts, line = done.stdout.strip().splitlines()
     assert line.startswith("AREAL_LLM_SERVER_ADDRS=127.0.0.1:")
-    assert "  context length  2,048 tokens" in facts
-    assert "  dtype           float32" in facts
-    assert "  joined          exp/trial" in facts
+    assert {"context      2,048 tokens", "dtype        float32", "joined       exp/trial"} <= set(facts)
     address = line.partition("=")[2]
     with urllib.request.urlopen(f"http://{address}/model_info") as reply:
         assert json.load(reply)["model_path"] == str(tiny_model)
@@ -143,16 +141,12 @@ def test_the_servers_as_a_run_sees_them_are_shown(ledger, tmp_path, monkeypatch)
     file.parent.mkdir(parents=True)
     file.write_text(json.dumps(ledger))
     out = show_status(tmp_path, monkeypatch).output
-    assert "no known server" in out
-    bad, good = (
-        line.split() for line in out.splitlines() if line.startswith("127.0.0.1:") and " ms " in line
-    )
-    assert (bad[1], good[1]) == ("quarantined", "serving")
-    latencies = ["120", "ms", "400", "ms", "400", "ms"]
-    assert bad[-11:] == ["4", "1,200", "1,000", "2", "198", *latencies]
-    assert good[-11:] == ["-", "3", "3", "0", "0", *latencies]
-    assert "127.0.0.1:1 errors: reset 2 times" in out
-    assert "127.0.0.1:1 rejected replies: finite 198 times; the last: logprob nan at token 3" in out
+    assert "No known server" in out
+    bad, good = (" ".join(line.split()) for line in out.splitlines() if line.startswith("127.0.0.1:"))
+    assert bad.startswith("127.0.0.1:1 quarantined ")
+    assert bad.endswith(" 4 1,200 1,000 2 reset 198 finite 120 / 400 / 400")
+    assert good.endswith(" - 3 3 120 / 400 / 400")
+    assert "rejected     127.0.0.1:1: 198 replies; the last: logprob nan at token 3" in out
     document = json.loads(show_status(tmp_path, monkeypatch, "--json").output)["ledger"]
     assert document == {"file": str(file), **ledger}
 

@@ -14,7 +14,6 @@ from areal_debug.spread.records import places_below
 from areal_debug.spread.tasks import Outcome, Task, arguments_of, run_verb
 from recorder import open_record
 from recorder.testing import write_scripted_record
-from recorder.verify import check_steps, parse_facts, verify
 
 
 def run(*arguments):
@@ -234,31 +233,3 @@ def test_a_ray_that_does_not_answer_is_named(records, monkeypatch):
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
     done = run("record", "verify", records[0], "--on", "ray")
     assert sentence(done).startswith("no Ray cluster can be reached at '127.0.0.1:1'")
-
-
-def test_facts_of_steps_give_the_same_report_wherever_they_were_found(records):
-    verified = run("record", "verify", records[1], "--json")
-    facts = json.loads(run("record", "verify", records[1], "--facts", "0:1").stdout)
-    facts |= json.loads(run("record", "verify", records[1], "--facts", "1:").stdout)
-    assert facts["0"]["linked"]["previous"] is None
-    assert facts["1"]["linked"]["previous"] == {"step": 0, "sha256": facts["0"]["linked"]["sha256"]}
-    assert (facts["0"]["prompts"], facts["1"]["problems"][0]["kind"]) == ([0, 1], "damaged")
-    checked = {int(step): parse_facts(found) for step, found in facts.items()}
-    report = verify(records[1], checked=checked)
-    assert [str(problem) for problem in report.problems] == [
-        f"{problem['file']}, tensor {problem['tensor']}: {problem['what']}"
-        for problem in json.loads(verified.stdout)["problems"]
-    ]
-    assert report == verify(records[1])
-
-
-def test_facts_are_taken_and_a_step_that_had_none_is_read(records):
-    damaged = check_steps(records[1], [0, 1])
-    report = verify(records[0], checked=damaged)
-    assert [(problem.file, problem.kind) for problem in report.problems] == [
-        (problem.file, problem.kind) for problem in verify(records[1]).problems
-    ]
-    (records[1] / "steps/000001/step.json").rename(records[1] / "kept")
-    unread = check_steps(records[1], [1])
-    assert unread[1].linked is None
-    assert verify(records[0], checked=unread).intact

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 from areal_core.config import GRPOConfig
-from areal_core.dataset import get_dataset
+from areal_core.data import get_dataset
 from areal_core.trainer.rl import PPOTrainer
 from areal_debug.wiring import wire
 

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from areal_debug.verbs.train import command
 from areal_debug.train.script_options import options_of_script
+from areal_debug.verbs.train import command
 
 UPSTREAM = Path(__file__).parent / "upstream"
 SFT = "load_expr_config(sys.argv, SFTConfig)"

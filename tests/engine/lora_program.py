@@ -9,8 +9,8 @@ import sys
 
 import torch
 
-from areal_core.batch import Batch
 from areal_core.config.train_engine import FSDPEngineConfig, OptimizerConfig, TrainEngineConfig
+from areal_core.data.batch import Batch
 from areal_core.engine.checkpoint.hf_folder import save_hf
 from areal_core.engine.fsdp import FSDPEngine
 from areal_core.engine.ranks import Ranks, join_ranks, leave_ranks

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from areal_core.algorithm.alignment import to_next_token
-from areal_core.batch import Batch, select_rows
+from areal_core.data.batch import Batch, select_rows
 from areal_core.engine.fsdp import FSDPEngine
 from areal_core.engine.model import load_model
 from areal_core.engine.optimizer import build_optimizer, build_schedule
 from areal_core.engine.ranks import Ranks, join_ranks, leave_ranks
+from areal_core.engine.routers import Routers
 from areal_core.engine.sharding import shard_model
-from areal_core.routing.routers import Routers
 from areal_core.testing import step_with_gradients
 
 MAX_TOKENS = 50  # of a micro-batch

@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from areal_core.algorithm.losses import dpo_loss, policy_loss, reward_model_loss
-from areal_core.batch import Batch
+from areal_core.data.batch import Batch
 from areal_core.engine.fsdp import FSDPEngine
 from areal_core.engine.model import load_model
 from areal_core.engine.ranks import Ranks, join_ranks, leave_ranks

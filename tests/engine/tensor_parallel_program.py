@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from areal_core.batch import Batch
+from areal_core.data.batch import Batch
 from areal_core.engine.checkpoint.distributed import load_checkpoint, save_checkpoint
 from areal_core.engine.checkpoint.hf_folder import save_hf
 from areal_core.engine.fsdp import FSDPEngine

@@ -11,9 +11,9 @@ from areal_core.config import TrainEngineConfig
 from areal_core.embedded.generate import generate
 from areal_core.embedded.replica import Replica
 from areal_core.engine.attention import Packing, attend_each, attend_invariant, choose_attention
-from areal_core.engine.errors import ModelError
 from areal_core.engine.parity import batch_of, require_invariance, require_parity
 from areal_core.engine.ranks import Ranks, join_ranks, leave_ranks
+from areal_core.errors import ModelError
 from areal_core.rollout.types import Sampling
 from areal_core.testing import make_tiny_family
 from areal_core.trainer.build import shard_engine

@@ -22,7 +22,7 @@ from areal_core.engine.checkpoint.distributed import (
 from areal_core.engine.checkpoint.files import read_checkpoint
 from areal_core.engine.checkpoint.hf_folder import save_hf, take_hf
 from areal_core.engine.determinism import rng_state
-from areal_core.engine.errors import CheckpointError, CheckpointNotWritten
+from areal_core.errors import CheckpointError, CheckpointNotWritten
 from areal_core.testing import make_tiny_model
 
 PROGRAMS = Path(__file__).parent

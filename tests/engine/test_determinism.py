@@ -9,8 +9,8 @@ import torch
 
 from areal_core.engine import determinism
 from areal_core.engine.determinism import enforce_determinism, rng_state, set_rng_state
-from areal_core.engine.errors import DeterminismError
 from areal_core.environment import DETERMINISTIC
+from areal_core.errors import DeterminismError
 
 ENFORCE = "from areal_core.engine.determinism import enforce_determinism; enforce_determinism('cuda'); "
 REPORT = "import torch; print(torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled())"

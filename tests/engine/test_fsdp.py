@@ -6,9 +6,9 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from areal_core.engine.checkpoint.hf_folder import save_hf
-from areal_core.engine.errors import ModelError
 from areal_core.engine.model import load_model
 from areal_core.engine.sharding import shard_model
+from areal_core.errors import ModelError
 
 PROGRAM = Path(__file__).parent / "steps_program.py"
 spec = importlib.util.spec_from_file_location("steps_program", PROGRAM)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from areal_core.engine.errors import RanksError
+from areal_core.errors import RanksError
 from areal_core.trainer.build import build_engine
 
 PROGRAM = Path(__file__).parent / "hybrid_program.py"

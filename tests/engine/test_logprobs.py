@@ -3,8 +3,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from areal_core.engine import logprobs as L
-from areal_core.engine.errors import ModelError
 from areal_core.engine.logits import LogitMap, measure_logit_map
+from areal_core.errors import ModelError
 
 
 def naive(hidden, weight, bias, labels, temperature, factor, softcap):

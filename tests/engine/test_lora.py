@@ -13,11 +13,11 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from areal_core.engine.checkpoint.distributed import load_checkpoint, save_checkpoint
 from areal_core.engine.checkpoint.files import read_checkpoint_file
 from areal_core.engine.checkpoint.hf_folder import save_hf
-from areal_core.engine.errors import ModelError
 from areal_core.engine.lora import Adapter, MergedTensors, add_adapters, trained_parameters
 from areal_core.engine.model import load_model
 from areal_core.engine.scores import load_score_model
 from areal_core.engine.sharding import full_tensor
+from areal_core.errors import ModelError
 from areal_core.trainer.build import build_engine
 from areal_core.trainer.build_models import BaseReference
 

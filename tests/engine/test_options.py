@@ -6,9 +6,9 @@ import torch
 from torch._dynamo.utils import counters
 
 from areal_core.engine import model as compiling
-from areal_core.engine.errors import ModelError
 from areal_core.engine.model import apply_liger, load_model, refuse_without_compiler
 from areal_core.engine.offload import step_groups, storages, take_step
+from areal_core.errors import ModelError
 from areal_core.testing import make_tiny_model
 from areal_core.trainer.build import build_engine
 

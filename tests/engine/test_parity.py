@@ -14,8 +14,8 @@ from transformers.models.lfm2 import modeling_lfm2
 from areal_core.config import MicroBatchSpec, TrainEngineConfig
 from areal_core.engine import parity as P
 from areal_core.engine.checkpoint.hf_folder import save_hf
-from areal_core.engine.errors import ModelError
 from areal_core.engine.logits import output_layer
+from areal_core.errors import ModelError
 from areal_core.testing import make_tiny_family, make_tiny_model
 from areal_core.trainer.build import build_engine, shard_engine
 from tests.forks import COMMAND, run_forked

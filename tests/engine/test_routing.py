@@ -10,16 +10,16 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from areal_core.batch import pad_and_concat, select_rows
+from areal_core.data.batch import pad_and_concat, select_rows
 from areal_core.embedded.engine import EmbeddedEngine
 from areal_core.embedded.replica import Replica
 from areal_core.engine.attention import PACKED
-from areal_core.engine.errors import ModelError
 from areal_core.engine.model import load_model
 from areal_core.engine.parity import depends_on_forward
+from areal_core.engine.routers import Routers, routing_sizes
+from areal_core.errors import ModelError
 from areal_core.rollout.types import ModelRequest, Sampling
 from areal_core.rollout.workflow import episode_tensors
-from areal_core.routing.routers import Routers, routing_sizes
 from areal_core.testing import make_tiny_family, make_tiny_model, step_with_gradients
 
 FOLDER = Path(__file__).parent

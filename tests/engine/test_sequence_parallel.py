@@ -11,10 +11,10 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig
 
-from areal_core.engine.errors import RanksError
 from areal_core.engine.model import load_model
 from areal_core.engine.ranks import Ranks, join_ranks
 from areal_core.engine.sequence_parallel import check_heads, slice_tokens
+from areal_core.errors import RanksError
 from areal_core.testing import make_tiny_family
 
 PROGRAM = Path(__file__).parent / "sequence_parallel_program.py"

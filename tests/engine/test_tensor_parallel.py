@@ -14,10 +14,10 @@ from safetensors.torch import load_file
 from transformers import AutoConfig
 
 from areal_core.engine.checkpoint.distributed import load_checkpoint, save_checkpoint
-from areal_core.engine.errors import ModelError
 from areal_core.engine.model import load_model
 from areal_core.engine.sharding import shard_model
 from areal_core.engine.tensor_parallel import check_tensor_parallel, split_over_ranks
+from areal_core.errors import ModelError
 from areal_core.testing import make_tiny_family, step_with_gradients
 
 PROGRAM = Path(__file__).parent / "tensor_parallel_program.py"

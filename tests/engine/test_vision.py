@@ -9,19 +9,19 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedModel, SmolVLMConfig
 
-from areal_core.batch import select_rows
+from areal_core.data.batch import select_rows
+from areal_core.data.processor import load_processor
 from areal_core.engine.checkpoint.distributed import load_checkpoint, save_checkpoint
 from areal_core.engine.checkpoint.hf_folder import save_hf
-from areal_core.engine.errors import ModelError
 from areal_core.engine.lora import trained_parameters
 from areal_core.engine.model import checkpoint_names, load_model
 from areal_core.engine.parity import measure_parity
 from areal_core.engine.tensor_parallel import check_tensor_parallel
+from areal_core.engine.vision_inputs import plain_inputs
+from areal_core.errors import ModelError
 from areal_core.testing import step_with_gradients
+from areal_core.testing.tiny_vision import VISION_FAMILIES, make_tiny_vision_model
 from areal_core.trainer.batches import rows_to_batch
-from areal_core.vision.inputs import plain_inputs
-from areal_core.vision.processor import load_processor
-from areal_core.vision.tiny_models import VISION_FAMILIES, make_tiny_vision_model
 
 PROGRAM = Path(__file__).parent / "vision_program.py"
 spec = importlib.util.spec_from_file_location("vision_program", PROGRAM)

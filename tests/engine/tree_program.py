@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from areal_core.batch import Batch
+from areal_core.data.batch import Batch
 from areal_core.engine.fsdp import FSDPEngine
 from areal_core.engine.ranks import Ranks, join_ranks, leave_ranks
 from areal_core.testing import step_with_gradients

@@ -14,13 +14,13 @@ import torch
 from PIL import Image
 from safetensors.torch import save_file
 
-from areal_core.batch import Batch, pad_and_concat, select_rows
 from areal_core.config.train_engine import MicroBatchSpec, OptimizerConfig, TrainEngineConfig
+from areal_core.data.batch import Batch, pad_and_concat, select_rows
+from areal_core.data.processor import VisionProcessor
 from areal_core.engine.fsdp import FSDPEngine
 from areal_core.engine.ranks import Ranks, join_ranks, leave_ranks
 from areal_core.testing import step_with_gradients
 from areal_core.trainer.build import build_engine
-from areal_core.vision.processor import VisionProcessor
 
 MAX_TOKENS = 90  # of a micro-batch, which the rows need two of
 # Sizes of the pictures of each row: on two ranks, the second one has rows of text only.

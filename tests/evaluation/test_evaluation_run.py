@@ -12,15 +12,16 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from areal_core.config import PPOConfig, config_from_dict
 from areal_core.config.checks import check_config
 from areal_core.config.experiment import RewardModelConfig
-from areal_core.embedded.http_server import EmbeddedServer
+from areal_core.environment import ADDRESSES_VARIABLE
 from areal_core.errors import ConfigError
 from areal_core.paths import run_folder
-from areal_core.rollout.fleet.server import ADDRESSES_VARIABLE, Server
-from areal_core.rollout.fleet.wire import weight_version
 from areal_core.rollout.http_thread import HttpThread
 from areal_core.rollout.types import ModelRequest, sampling_from
 from areal_core.rollout.workflow import episode_tensors, prompt_tokens
-from areal_core.sglang.wire import SGLANG
+from areal_core.servers.server import Server
+from areal_core.servers.sglang import SGLANG
+from areal_core.servers.wire import weight_version
+from areal_core.testing.server import EmbeddedServer
 from areal_core.trainer import build
 from areal_core.trainer.rl import PPOTrainer
 

@@ -20,9 +20,9 @@ from areal_core.engine.checkpoint.distributed import Snapshot, make_partial
 from areal_core.engine.checkpoint.files import Checkpoint, SavedEngine, read_checkpoint
 from areal_core.engine.checkpoint.hf_folder import HFFolder
 from areal_core.engine.checkpoint.shards import Piece
-from areal_core.rollout.fleet.health import Health
-from areal_core.rollout.fleet.server import Server
 from areal_core.safety.durable import sentence_of
+from areal_core.servers.health import Health
+from areal_core.servers.server import Server
 from areal_core.telemetry.loggers import JsonlLogger, read_stats
 from areal_core.telemetry.trace import Trace
 from areal_core.telemetry.trace_merge import merge

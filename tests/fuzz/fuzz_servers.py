@@ -9,11 +9,11 @@ from typing import Any
 from areal_core.agent.completion import Dialogue
 from areal_core.agent.proxy import AgentProxy
 from areal_core.rollout.errors import MalformedReply
-from areal_core.rollout.fleet.reply import Asked, Chunk, Scored, checked
 from areal_core.rollout.types import ModelRequest, ModelResponse, Sampling
-from areal_core.sglang import wire as sglang_wire
+from areal_core.servers import sglang as sglang_wire
+from areal_core.servers import vllm as vllm_wire
+from areal_core.servers.reply import Asked, Chunk, Scored, checked
 from areal_core.testing import complete_response, make_tiny_tokenizer
-from areal_core.vllm import wire as vllm_wire
 
 from ..agent.conftest import TEMPLATE
 from .inputs import Case, Files

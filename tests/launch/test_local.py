@@ -13,14 +13,14 @@ from pathlib import Path
 import psutil
 import pytest
 
-from areal_core.allocation import parse_allocation
 from areal_core.config import PPOConfig, SFTConfig, SGLangConfig
+from areal_core.config.allocation import parse_allocation
 from areal_core.environment import DETERMINISTIC as DETERMINISM
 from areal_core.errors import ConfigError, ServerFailed
 from areal_core.launch import local, torchrun
 from areal_core.launch.job import Job
 from areal_core.launch.processes import end_tree, start
-from areal_core.sglang.start import SGLangServer, cpu_environment, option_args, server_args
+from areal_core.launch.sglang_process import SGLangServer, cpu_environment, option_args, server_args
 
 
 @pytest.fixture

@@ -2,8 +2,8 @@
 
 import pytest
 
-from areal_core.allocation import parse_allocation
 from areal_core.config import PPOConfig, SFTConfig
+from areal_core.config.allocation import parse_allocation
 from areal_core.errors import ConfigError
 from areal_core.launch.job import Job, parse_environment
 from areal_core.launch.placement import Placement, place, plan_servers

@@ -12,8 +12,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from areal_core.allocation import parse_allocation
 from areal_core.config import PPOConfig
+from areal_core.config.allocation import parse_allocation
 from areal_core.errors import ConfigError
 from areal_core.launch.job import Job
 from areal_core.launch.run import launch

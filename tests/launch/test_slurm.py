@@ -11,8 +11,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from areal_core.allocation import parse_allocation
 from areal_core.config import PPOConfig, config_from_dict, config_to_dict
+from areal_core.config.allocation import parse_allocation
 from areal_core.config.scheduling import role_spec
 from areal_core.errors import ConfigError
 from areal_core.launch import slurm

@@ -8,13 +8,13 @@ import openai
 
 from areal_core.agent.agent_workflow import AgentWorkflow
 from areal_core.config import AgentConfig, GenerationHyperparameters
-from areal_core.dataset.image_rows import shape_rows
+from areal_core.data.image_rows import shape_rows
+from areal_core.data.images import data_url
+from areal_core.data.processor import VisionProcessor
 from areal_core.rollout.episodes import assemble
 from areal_core.rollout.types import ModelRequest, ModelResponse
 from areal_core.testing import complete_response
-from areal_core.vision.images import data_url
-from areal_core.vision.processor import VisionProcessor
-from areal_core.vision.tiny_models import make_tiny_processor
+from areal_core.testing.tiny_vision import make_tiny_processor
 from recorder import RecordingOptions, RecordWriter
 from recorder.environment import folder_identity
 from recorder.header import write_header

@@ -10,7 +10,6 @@ import pyarrow.parquet
 import pytest
 from click.testing import CliRunner
 
-from areal_core.rollout.judge_journal import Journal, JudgeCall
 from areal_debug.cli import main
 from areal_debug.view.contents import Contents
 from areal_debug.view.conversations import calls_document
@@ -147,17 +146,6 @@ def test_show_prints_calls_results_and_failures(records):
     assert [use["failed"] for use in facts[0]["conversation"]["tool_calls"]] == [False, True]
 
 
-def test_show_prints_the_calls_of_a_judge(records, tmp_path):
-    Journal(tmp_path / "judge").write(JudgeCall(5, 1, 0, 3, "Is it a square?", "yes: 0.75", 0.75))
-    text = invoke("record", "show", records["ok"], "--sample", 1, "--judge", tmp_path / "judge")
-    assert "judge, attempt 0, score 0.75" in text
-    assert "Is it a square?" in text
-    text = invoke("record", "show", records["ok"], "--sample", 0, "--judge", tmp_path / "judge")
-    assert "the judge's journal has no call of this sample" in text
-    text = invoke("record", "show", records["ok"], "--judge", tmp_path / "absent", code=2)
-    assert "is no folder of a judge's journal" in text
-
-
 def test_a_query_finds_the_episodes_whose_tool_failed(records):
     sql = "select prompt_id, row, num_calls, tools_used from samples where num_failed_tool_calls > 0"
     assert rows_of(records["failed"], sql) == [(5, 1, 2, ["measure", "search"])]
@@ -224,7 +212,7 @@ def test_why_names_the_picture_that_differs(records):
 
 
 def test_a_result_that_follows_from_another_answer_is_not_named(records):
-    from replayer.tool_results import differing_result
+    from replayer.compare.inputs import differing_result
 
     left, right = (conversations(open_record(records[name]).step(0), 0)[1] for name in ("ok", "failed"))
     assert differing_result(left, right) is not None

@@ -16,7 +16,7 @@ from areal_core.errors import NonFiniteError
 from areal_core.trainer.reward_model import RWTrainer
 from areal_core.trainer.rl import PPOTrainer
 from areal_core.trainer.sft import SFTTrainer
-from replayer.preflight.random_rollouts import RandomRollouts
+from replayer.preflight.real_steps import RandomRollouts
 
 TINY = Path(__file__).parents[1] / "debug" / "tiny.yaml"
 MARKED = 104  # a token that no other row has

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from areal_core.engine.checkpoint.files import Checkpoint, write_checkpoint_file
-from areal_core.engine.errors import CheckpointError
+from areal_core.errors import CheckpointError
 from recorder import open_record, verify
 from recorder.testing import write_scripted_record
 from replayer.anchors import REPLAYED, AnchorPolicy, AnchorTaker, adopt_checkpoint, anchors_to_remove

@@ -9,7 +9,7 @@ import yaml
 
 import recorder.header
 from areal_core.config import PPOConfig, config_from_dict
-from areal_core.dataset import get_dataset
+from areal_core.data import get_dataset
 from areal_core.trainer.objective import PolicyObjective
 from areal_core.trainer.rl import PPOTrainer
 from areal_debug.wiring import recorder_of
@@ -104,7 +104,7 @@ FAULTS = {
         "batch",
         "rows",
         "input",
-        edit="    from areal_core.batch import select_rows\n"
+        edit="    from areal_core.data.batch import select_rows\n"
         "    batch = select_rows(batch, [row for row in range(len(batch['rewards'])) if row != 5])\n",
         step=1,
     ),

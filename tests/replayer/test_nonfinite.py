@@ -13,7 +13,7 @@ from areal_core.trainer.rl import PPOTrainer
 from areal_debug.wiring import recorder_of
 from recorder import RecordingOptions, open_record
 from replayer.explain import explain
-from replayer.preflight.random_rollouts import RandomRollouts
+from replayer.preflight.real_steps import RandomRollouts
 from replayer.request import Request
 from replayer.run import replay_and_compare
 

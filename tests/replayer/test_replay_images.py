@@ -4,13 +4,13 @@ import numpy as np
 import pytest
 import torch
 
-from areal_core.batch import pad_and_concat
+from areal_core.data.batch import pad_and_concat
+from areal_core.data.processor import load_processor
+from areal_core.testing.tiny_vision import make_tiny_vision_model
 from areal_core.trainer.rl import PPOTrainer
-from areal_core.vision.processor import load_processor
-from areal_core.vision.tiny_models import make_tiny_vision_model
 from areal_debug.wiring import make_recorder
 from recorder import open_record, verify
-from replayer.preflight.random_rollouts import RandomRollouts
+from replayer.preflight.real_steps import RandomRollouts
 from replayer.request import Request
 from replayer.run import check_of, replay, replay_and_compare
 from replayer.source import recorded_batch

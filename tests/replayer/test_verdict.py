@@ -14,9 +14,8 @@ from areal_core.engine.fsdp import FSDPEngine
 from areal_core.trainer import objective
 from areal_debug.cli import main
 from areal_debug.render import REPORT_FILE, VERBOSE
-from areal_debug.replay.next_commands import next_commands
 from areal_debug.replay.observer import replay_reporter
-from areal_debug.replay.render import print_comparison
+from areal_debug.replay.render import next_commands, print_comparison
 from areal_debug.wiring import recorder_of
 from recorder.difference import Difference
 from replayer.check import HeaderComparison, RankDifference, ReplayReport, StepResult, parse_report

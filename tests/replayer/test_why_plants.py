@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from replayer.patterns import KINDS
-from replayer.stages import STAGES
+from replayer.compare.relations import KINDS
+from replayer.compare.stages import STAGES
 
 ROOT = Path(__file__).parents[2]
 spec = importlib.util.spec_from_file_location("why_plants_data", ROOT / "benchmarks/why_plants/plants.py")

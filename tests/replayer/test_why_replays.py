@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from areal_debug.why.chain import Options, explain
 from areal_debug.verbs.why import explain_replay
+from replayer.why.chain import Options, explain
 
 ROOT = Path(__file__).parents[2]
 

@@ -15,12 +15,12 @@ import pytest
 from aiohttp import web
 
 from areal_core.config import SGLangConfig
-from areal_core.embedded.http_server import serve
 from areal_core.launch.server_process import free_port
-from areal_core.rollout.fleet.server import Server, is_healthy
+from areal_core.launch.sglang_process import SGLangServer, cpu_environment, server_args
 from areal_core.rollout.http_thread import HttpThread
-from areal_core.sglang.start import SGLangServer, cpu_environment, server_args
+from areal_core.servers.server import Server, is_healthy
 from areal_core.testing import make_tiny_model
+from areal_core.testing.server import serve
 
 
 class FakeServer:
@@ -142,7 +142,7 @@ class ServerProcess:
     def __init__(self, model_path: str, server: Server | None = None) -> None:
         self.server = server or Server(f"127.0.0.1:{free_port()}")
         forks = multiprocessing.get_context("forkserver")
-        forks.set_forkserver_preload(["areal_core.embedded.http_server"])
+        forks.set_forkserver_preload(["areal_core.testing.server"])
         port = int(self.server.address.rpartition(":")[2])
         self._process = forks.Process(target=serve, args=(model_path, "127.0.0.1", port), daemon=True)
         self._process.start()

@@ -5,8 +5,8 @@ import asyncio
 import pytest
 import torch
 
-from areal_core.rollout.fleet.client import FleetClient
 from areal_core.rollout.types import ModelRequest, ModelResponse, Sampling
+from areal_core.servers.client import FleetClient
 
 TEMPERATURE = 0.8
 

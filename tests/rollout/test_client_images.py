@@ -9,17 +9,17 @@ from transformers import AutoModelForImageTextToText
 
 from areal_core import RemoteEngine
 from areal_core.config import GRPOConfig, load_expr_config
-from areal_core.dataset.image_rows import shape_rows
-from areal_core.embedded.http_server import EmbeddedServer
+from areal_core.data.image_rows import shape_rows
+from areal_core.data.images import data_url
+from areal_core.data.processor import VisionProcessor, load_processor
 from areal_core.embedded.wire import BadRequest, parse_request
 from areal_core.rollout.errors import UnsupportedSampling
-from areal_core.rollout.fleet.client import FleetClient
 from areal_core.rollout.types import ModelRequest, Sampling
-from areal_core.sglang.wire import SGLANG, collapsed
-from areal_core.vision.images import data_url
-from areal_core.vision.processor import VisionProcessor, load_processor
-from areal_core.vision.tiny_models import make_tiny_processor, make_tiny_vision_model
-from areal_core.vllm.wire import VLLM
+from areal_core.servers.client import FleetClient
+from areal_core.servers.sglang import SGLANG, collapsed
+from areal_core.servers.vllm import VLLM
+from areal_core.testing.server import EmbeddedServer
+from areal_core.testing.tiny_vision import make_tiny_processor, make_tiny_vision_model
 
 PICTURES = tuple(row["images"][0] for row in shape_rows(num_rows=2, seed=1, size=32))
 PARTS = [{"type": "image"}, {"type": "text", "text": "and"}, {"type": "image"}]

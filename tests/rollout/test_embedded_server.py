@@ -11,9 +11,9 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
-from areal_core.embedded.http_server import EmbeddedServer
-from areal_core.rollout.fleet.verification import sha256_of
 from areal_core.rollout.types import ModelRequest, Sampling
+from areal_core.servers.verification import sha256_of
+from areal_core.testing.server import EmbeddedServer
 
 PROMPT = [10, 11, 12]
 

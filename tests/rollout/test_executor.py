@@ -8,7 +8,6 @@ import pytest
 
 from areal_core.errors import ConfigError
 from areal_core.rollout.errors import NothingAccepted, RolloutStuck
-from areal_core.rollout.live import LiveRollouts
 from areal_core.rollout.pipeline import Executor
 from areal_core.rollout.staleness import StalenessControl
 from areal_core.rollout.types import ModelRequest, Sampling
@@ -18,6 +17,7 @@ from areal_core.testing import ScriptedEngine
 from areal_core.trainer.build_rollouts import build_filter, build_workflow
 from areal_core.trainer.checkpointing import Frequency
 from areal_core.trainer.evaluation import Evaluation
+from areal_core.trainer.live import LiveRollouts
 
 
 class Rewarded:

@@ -14,17 +14,17 @@ import torch
 from aiohttp import web
 
 from areal_core.rollout.errors import RequestRefused, ServerDied, WeightUpdateFailed
-from areal_core.rollout.fleet import health
-from areal_core.rollout.fleet.client import FleetClient
-from areal_core.rollout.fleet.connections import num_connections, parse_retry_after
-from areal_core.rollout.fleet.health import Health, State
-from areal_core.rollout.fleet.identity import RunModel
-from areal_core.rollout.fleet.pool import ServerPool
-from areal_core.rollout.fleet.server import Server
-from areal_core.rollout.fleet.verification import WeightCheck
-from areal_core.rollout.fleet.weight_update import DiskUpdate
 from areal_core.rollout.types import ModelRequest, ModelResponse, Sampling
-from areal_core.sglang.wire import SGLANG
+from areal_core.servers import health
+from areal_core.servers.client import FleetClient
+from areal_core.servers.connections import num_connections, parse_retry_after
+from areal_core.servers.health import Health, State
+from areal_core.servers.identity import RunModel
+from areal_core.servers.pool import ServerPool
+from areal_core.servers.server import Server
+from areal_core.servers.sglang import SGLANG
+from areal_core.servers.verification import WeightCheck
+from areal_core.servers.weight_update import DiskUpdate
 
 VOCABULARY = 1000
 MODEL = RunModel("tiny", {"vocab_size": VOCABULARY})
@@ -202,10 +202,10 @@ MANY_REQUESTS = """
 import asyncio, resource
 resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
 from aiohttp import web
-from areal_core.rollout.fleet.client import FleetClient
-from areal_core.rollout.fleet.server import Server
+from areal_core.servers.client import FleetClient
+from areal_core.servers.server import Server
 from areal_core.rollout.types import ModelRequest, Sampling
-from areal_core.sglang.wire import SGLANG
+from areal_core.servers.sglang import SGLANG
 
 
 async def generate(request):

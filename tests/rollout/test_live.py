@@ -7,12 +7,12 @@ import torch
 
 from areal_core.config import GenerationHyperparameters
 from areal_core.rollout.errors import NothingAccepted
-from areal_core.rollout.live import LiveRollouts
 from areal_core.rollout.pipeline import Executor
 from areal_core.rollout.staleness import StalenessControl
 from areal_core.rollout.types import ModelRequest, ModelResponse, Sampling
 from areal_core.rollout.workflow import RLVRWorkflow, episode_tensors
 from areal_core.testing import ScriptedEngine, make_tiny_tokenizer
+from areal_core.trainer.live import LiveRollouts
 
 TOKENIZER = make_tiny_tokenizer()
 

@@ -7,11 +7,11 @@ import yaml
 
 from areal_core.config import PPOConfig, config_from_dict
 from areal_core.config.checks import check_config
-from areal_core.dataset import get_dataset
-from areal_core.embedded.http_server import EmbeddedServer
-from areal_core.rollout.fleet.server import ADDRESSES_VARIABLE
-from areal_core.rollout.fleet.wire import weight_version
-from areal_core.sglang.wire import SGLANG
+from areal_core.data import get_dataset
+from areal_core.environment import ADDRESSES_VARIABLE
+from areal_core.servers.sglang import SGLANG
+from areal_core.servers.wire import weight_version
+from areal_core.testing.server import EmbeddedServer
 from areal_core.trainer.rl import PPOTrainer
 
 TINY = Path(__file__).parents[1] / "debug"

@@ -12,19 +12,19 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from areal_core.config import SGLangConfig
-from areal_core.embedded.http_server import EmbeddedServer
 from areal_core.engine.lora import Adapter, AdapterTensors, add_adapters, trained_parameters
+from areal_core.launch.sglang_process import SGLangServer, cpu_environment, server_args
 from areal_core.rollout.errors import RequestRefused, WeightUpdateFailed
-from areal_core.rollout.fleet.client import FleetClient
-from areal_core.rollout.fleet.identity import run_model
-from areal_core.rollout.fleet.pool import ServerPool
-from areal_core.rollout.fleet.server import Server, call
-from areal_core.rollout.fleet.verification import WeightCheck
-from areal_core.rollout.fleet.weight_update import AdapterUpdate, DiskUpdate
-from areal_core.rollout.fleet.wire import rejection_reason, weight_version
 from areal_core.rollout.types import ModelRequest, ModelResponse, Sampling
-from areal_core.sglang.start import SGLangServer, cpu_environment, server_args
-from areal_core.sglang.wire import SGLANG
+from areal_core.servers.client import FleetClient
+from areal_core.servers.identity import run_model
+from areal_core.servers.pool import ServerPool
+from areal_core.servers.server import Server, call
+from areal_core.servers.sglang import SGLANG
+from areal_core.servers.verification import WeightCheck
+from areal_core.servers.weight_update import AdapterUpdate, DiskUpdate
+from areal_core.servers.wire import rejection_reason, weight_version
+from areal_core.testing.server import EmbeddedServer
 
 RANK, TEMPERATURE = 4, 0.8
 

@@ -12,12 +12,12 @@ from transformers import AutoModelForCausalLM
 from areal_core.embedded.engine import EmbeddedEngine
 from areal_core.embedded.generate import refuse_unsupported
 from areal_core.embedded.replica import Replica
+from areal_core.launch.sglang_process import SGLangServer
 from areal_core.rollout.errors import ServerDied, UnsupportedSampling
-from areal_core.rollout.fleet.client import MAX_SCORINGS, FleetClient
-from areal_core.rollout.fleet.server import Server
 from areal_core.rollout.types import ModelRequest, ModelResponse, Sampling
-from areal_core.sglang.start import SGLangServer
-from areal_core.sglang.wire import SGLANG
+from areal_core.servers.client import MAX_SCORINGS, FleetClient
+from areal_core.servers.server import Server
+from areal_core.servers.sglang import SGLANG
 
 SCHEMA = json.dumps({"type": "object", "properties": {"a": {"enum": ["x", "yy"]}}, "required": ["a"]})
 

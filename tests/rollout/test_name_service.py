@@ -6,8 +6,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from areal_core.rollout.errors import BadName, NameTaken, NoSuchName
-from areal_core.rollout.fleet.discovery import FolderNames, MemoryNames, discovered_servers, register_server
-from areal_core.rollout.fleet.server import Server
+from areal_core.servers.discovery import FolderNames, MemoryNames, discovered_servers, register_server
+from areal_core.servers.server import Server
 
 
 @pytest.fixture(params=["folder", "memory"])

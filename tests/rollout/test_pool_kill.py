@@ -15,18 +15,18 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from areal_core.config import SGLangConfig
-from areal_core.rollout.fleet.client import FleetClient
-from areal_core.rollout.fleet.discovery import Discovery, FolderNames, register_server
-from areal_core.rollout.fleet.identity import run_model
-from areal_core.rollout.fleet.pool import ServerPool
-from areal_core.rollout.fleet.server import Server
-from areal_core.rollout.fleet.verification import WeightCheck
-from areal_core.rollout.fleet.weight_update import BroadcastUpdate, DiskUpdate, WeightUpdate
-from areal_core.rollout.fleet.wire import ASK_TIMEOUT_S, weight_version
+from areal_core.launch.sglang_process import SGLangServer, cpu_environment, server_args
 from areal_core.rollout.loop_thread import LoopThread
 from areal_core.rollout.types import ModelRequest, ModelResponse, Sampling
-from areal_core.sglang.start import SGLangServer, cpu_environment, server_args
-from areal_core.sglang.wire import SGLANG
+from areal_core.servers.client import FleetClient
+from areal_core.servers.discovery import Discovery, FolderNames, register_server
+from areal_core.servers.identity import run_model
+from areal_core.servers.pool import ServerPool
+from areal_core.servers.server import Server
+from areal_core.servers.sglang import SGLANG
+from areal_core.servers.verification import WeightCheck
+from areal_core.servers.weight_update import BroadcastUpdate, DiskUpdate, WeightUpdate
+from areal_core.servers.wire import ASK_TIMEOUT_S, weight_version
 
 NUM_TOKENS = 40
 

@@ -8,21 +8,21 @@ import pytest
 from aiohttp import web
 
 from areal_core.rollout.errors import NoServers, RequestRefused, ServerDied, WeightUpdateFailed, WrongServer
-from areal_core.rollout.fleet.client import FleetClient
-from areal_core.rollout.fleet.discovery import (
+from areal_core.rollout.types import ModelRequest, Sampling
+from areal_core.servers.client import FleetClient
+from areal_core.servers.discovery import (
     Discovery,
     MemoryNames,
     discover,
     register_server,
     wait_until_ready,
 )
-from areal_core.rollout.fleet.identity import run_model
-from areal_core.rollout.fleet.pool import ServerPool
-from areal_core.rollout.fleet.router import SPARE_REQUESTS, Router
-from areal_core.rollout.fleet.server import Server
-from areal_core.rollout.fleet.weight_update import BroadcastUpdate
-from areal_core.rollout.types import ModelRequest, Sampling
-from areal_core.sglang.wire import SGLANG
+from areal_core.servers.identity import run_model
+from areal_core.servers.pool import ServerPool
+from areal_core.servers.router import SPARE_REQUESTS, Router
+from areal_core.servers.server import Server
+from areal_core.servers.sglang import SGLANG
+from areal_core.servers.weight_update import BroadcastUpdate
 
 A, B, C = Server("a:1"), Server("b:2"), Server("c:3")
 

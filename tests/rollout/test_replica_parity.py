@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from areal_core.embedded.replica import Replica
-from areal_core.engine.errors import ModelError
+from areal_core.errors import ModelError
 
 ROOT = Path(__file__).parents[2]
 spec = importlib.util.spec_from_file_location("model_families", ROOT / "benchmarks" / "model_families.py")

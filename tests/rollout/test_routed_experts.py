@@ -8,14 +8,14 @@ import pytest
 import torch
 
 from areal_core.agent.export import conversation_row
-from areal_core.batch import pack, pad_and_concat, select_rows, unpack
+from areal_core.data.batch import pack, pad_and_concat, select_rows, unpack
+from areal_core.data.routed_experts import RoutingSizes
 from areal_core.rollout.errors import MalformedReply, UnsupportedSampling
-from areal_core.rollout.fleet.client import FleetClient
 from areal_core.rollout.types import ModelRequest, ModelResponse, Sampling
 from areal_core.rollout.workflow import episode_tensors
-from areal_core.routing.sizes import RoutingSizes
-from areal_core.sglang.wire import SGLANG
-from areal_core.vllm.wire import VLLM
+from areal_core.servers.client import FleetClient
+from areal_core.servers.sglang import SGLANG
+from areal_core.servers.vllm import VLLM
 
 SIZES = RoutingSizes(num_layers=3, top_k=2, num_experts=8)
 

@@ -5,11 +5,11 @@ import asyncio
 import pytest
 
 from areal_core.rollout.errors import MalformedReply, NoServers, PromptTooLong, RequestRefused, ServerDied
-from areal_core.rollout.fleet.client import FleetClient
-from areal_core.rollout.fleet.pool import ServerPool
-from areal_core.rollout.fleet.server import Server, environment_of, servers_from_environment
 from areal_core.rollout.types import ModelRequest, ModelResponse, Sampling
-from areal_core.sglang.wire import SGLANG
+from areal_core.servers.client import FleetClient
+from areal_core.servers.pool import ServerPool
+from areal_core.servers.server import Server, environment_of, servers_from_environment
+from areal_core.servers.sglang import SGLANG
 
 
 def run_all(servers: list[Server], requests: list[ModelRequest], **options) -> list[ModelResponse]:

@@ -7,11 +7,11 @@ import torch
 
 from areal_core.config import SGLangConfig
 from areal_core.engine.model import load_model
-from areal_core.rollout.fleet.client import FleetClient
+from areal_core.engine.routers import Routers, routing_sizes_of
+from areal_core.launch.sglang_process import SGLangServer, cpu_environment, server_args
 from areal_core.rollout.types import ModelRequest, Sampling
-from areal_core.routing.routers import Routers, routing_sizes_of
-from areal_core.sglang.start import SGLangServer, cpu_environment, server_args
-from areal_core.sglang.wire import SGLANG
+from areal_core.servers.client import FleetClient
+from areal_core.servers.sglang import SGLANG
 from areal_core.testing import make_tiny_family, make_tiny_tokenizer
 
 

@@ -13,13 +13,13 @@ from transformers import AutoModelForCausalLM
 
 from areal_core.errors import ServerFailed
 from areal_core.rollout.errors import RequestRefused, ServerDied, WeightUpdateFailed
-from areal_core.rollout.fleet.client import FleetClient
-from areal_core.rollout.fleet.pool import ServerPool
-from areal_core.rollout.fleet.server import Server
-from areal_core.rollout.fleet.verification import WeightCheck
-from areal_core.rollout.fleet.weight_update import BroadcastUpdate, DiskUpdate
 from areal_core.rollout.types import ModelRequest, ModelResponse, Sampling
-from areal_core.sglang.wire import SGLANG
+from areal_core.servers.client import FleetClient
+from areal_core.servers.pool import ServerPool
+from areal_core.servers.server import Server
+from areal_core.servers.sglang import SGLANG
+from areal_core.servers.verification import WeightCheck
+from areal_core.servers.weight_update import BroadcastUpdate, DiskUpdate
 from areal_debug.verbs.consistency import command as consistency
 
 from .sampled import TEMPERATURE, assert_not_sampled_by, assert_sampled_by, generate, perturb

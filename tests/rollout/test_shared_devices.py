@@ -10,13 +10,14 @@ import torch
 from aiohttp import web
 
 from areal_core.config import GRPOConfig, config_from_dict
-from areal_core.embedded.http_server import EmbeddedServer
 from areal_core.engine.offload import storages
 from areal_core.engine.ranks import leave_ranks
+from areal_core.environment import ADDRESSES_VARIABLE
 from areal_core.rollout.errors import RequestRefused, SharingFailed
-from areal_core.rollout.fleet.server import ADDRESSES_VARIABLE, call, servers_from_environment
 from areal_core.rollout.http_thread import HttpThread
+from areal_core.servers.server import call, servers_from_environment
 from areal_core.telemetry import read_stats
+from areal_core.testing.server import EmbeddedServer
 from areal_core.trainer.rl import PPOTrainer
 
 ROWS = [{"messages": [{"role": "user", "content": f"{i} + {i} ="}]} for i in range(12)]

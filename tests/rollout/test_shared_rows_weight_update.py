@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from areal_core.environment import DETERMINISTIC
-from areal_core.rollout.fleet.wire import weight_version
-from areal_core.sglang.wire import SGLANG
+from areal_core.servers.sglang import SGLANG
+from areal_core.servers.wire import weight_version
 from recorder import open_record
 
 DEBUG_TESTS = Path(__file__).parents[1] / "debug"

@@ -8,17 +8,17 @@ import torch
 from torch import Tensor
 
 from areal_core.rollout.errors import MalformedReply, WeightUpdateFailed
-from areal_core.rollout.fleet.pool import ServerPool
-from areal_core.rollout.fleet.verification import (
+from areal_core.servers.pool import ServerPool
+from areal_core.servers.sglang import SGLANG
+from areal_core.servers.verification import (
     ExpectedWeights,
     WeightCheck,
     parts_of,
     sha256_of,
     words_hash,
 )
-from areal_core.rollout.fleet.weight_update import DiskUpdate
-from areal_core.rollout.fleet.wire import HeldWeights
-from areal_core.sglang.wire import SGLANG
+from areal_core.servers.weight_update import DiskUpdate
+from areal_core.servers.wire import HeldWeights
 
 QKV = "model.layers.0.self_attn.qkv_proj.weight"
 Q, K, V = (QKV.replace("qkv", part) for part in "qkv")
@@ -50,7 +50,7 @@ def test_a_gpu_servers_hash_is_that_of_sglangs_kernel(size, dtype, expected):
 def test_the_gpu_hash_does_not_depend_on_how_the_tensor_is_cut_for_it(monkeypatch):
     tensor = random_tensor(100_000)
     uncut = words_hash(tensor)
-    monkeypatch.setattr("areal_core.rollout.fleet.verification.CHUNK_TILES", 1)
+    monkeypatch.setattr("areal_core.servers.verification.CHUNK_TILES", 1)
     assert words_hash(tensor) == uncut
 
 

@@ -8,9 +8,9 @@ from safetensors.torch import load_file
 
 from areal_core.launch.torchrun import run_ranks
 from areal_core.rollout.errors import WeightUpdateFailed
-from areal_core.rollout.fleet.pool import ServerPool
-from areal_core.rollout.fleet.weight_update import BroadcastUpdate, DiskUpdate, bucketed
-from areal_core.sglang.wire import SGLANG
+from areal_core.servers.pool import ServerPool
+from areal_core.servers.sglang import SGLANG
+from areal_core.servers.weight_update import BroadcastUpdate, DiskUpdate, bucketed
 
 WEIGHTS = {"a": torch.arange(4.0), "b": torch.ones(2, 2, dtype=torch.bfloat16), "c": torch.zeros(3)}
 
@@ -118,11 +118,11 @@ def test_a_server_that_does_not_join_the_broadcast_is_reported_at_once(start_fak
 RANK = """
 import sys, torch, torch.distributed as dist
 from pathlib import Path
-from areal_core.rollout.fleet.pool import ServerPool
-from areal_core.rollout.fleet.server import Server
+from areal_core.servers.pool import ServerPool
+from areal_core.servers.server import Server
 from areal_core.rollout.errors import WeightUpdateFailed
-from areal_core.rollout.fleet.weight_update import DiskUpdate
-from areal_core.sglang.wire import SGLANG
+from areal_core.servers.weight_update import DiskUpdate
+from areal_core.servers.sglang import SGLANG
 
 dist.init_process_group("gloo")
 rank = dist.get_rank()

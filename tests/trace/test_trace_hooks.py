@@ -12,9 +12,9 @@ from areal_core.rollout.types import ModelRequest, Sampling
 from areal_core.rollout.workflow import episode_tensors
 from areal_core.telemetry import Stats
 from areal_core.telemetry.trace import Trace
-from areal_core.telemetry.trace_hooks import NO_TRACING, Tracing
 from areal_core.telemetry.trace_merge import merge
 from areal_core.testing import ScriptedEngine
+from areal_core.trainer.trace_hooks import NO_TRACING, Tracing
 
 
 async def reward_fn(*texts, **row):

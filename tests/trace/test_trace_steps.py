@@ -7,9 +7,9 @@ import pytest
 from click.testing import CliRunner
 
 from areal_core.telemetry.trace import TRAINER_TRACK, Trace
-from areal_debug.verbs.trace import command
 from areal_debug.trace.read import read_run
 from areal_debug.trace.steps import percentile, report_on
+from areal_debug.verbs.trace import command
 
 OPTIONS = {"batch_size": 2, "max_head_offpolicyness": 0, "max_concurrent_rollouts": 8, "max_new_tokens": 512}
 

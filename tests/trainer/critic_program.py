@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from areal_core.batch import Batch, select_rows
 from areal_core.config import PPOConfig, load_expr_config
+from areal_core.data.batch import Batch, select_rows
 from areal_core.engine.ranks import Ranks
 from areal_core.testing import make_tiny_model
 from areal_core.trainer.rl import PPOTrainer
-from replayer.preflight.random_rollouts import RandomRollouts
+from replayer.preflight.real_steps import RandomRollouts
 
 TINY = Path(__file__).parents[1] / "debug" / "tiny.yaml"
 NUM_ROWS, STOP, LENGTH = 8, 0, 1

@@ -13,7 +13,7 @@ import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from areal_core.config import PPOConfig, load_expr_config
-from areal_core.dataset import get_dataset
+from areal_core.data import get_dataset
 from areal_core.reward import no_reward
 from areal_core.trainer.rl import PPOTrainer
 from areal_core.trainer.scored_rollouts import SCORE

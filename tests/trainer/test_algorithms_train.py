@@ -12,7 +12,7 @@ from areal_core.config import PPOConfig, load_expr_config
 from areal_core.trainer.rl import PPOTrainer
 from areal_debug.wiring import recorder_of
 from recorder import Recording, RecordingOptions, open_record
-from replayer.preflight.random_rollouts import RandomRollouts
+from replayer.preflight.real_steps import RandomRollouts
 
 TINY = Path(__file__).parents[1] / "debug" / "tiny.yaml"
 NUM_STEPS = 3

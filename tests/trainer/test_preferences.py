@@ -9,10 +9,9 @@ from transformers import AutoModelForSequenceClassification
 
 from areal_core.config import DPOConfig, RWConfig, SFTConfig, check_config
 from areal_core.config.train_engine import OptimizerConfig, TrainEngineConfig
-from areal_core.engine.errors import ModelError
 from areal_core.engine.ranks import Ranks
 from areal_core.engine.scores import load_score_model
-from areal_core.errors import ConfigError
+from areal_core.errors import ConfigError, ModelError
 from areal_core.trainer import build, supervised
 from areal_core.trainer.batches import pairs_to_batch
 from areal_core.trainer.dpo import DPOTrainer

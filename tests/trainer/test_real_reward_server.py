@@ -10,8 +10,8 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from areal_core.config import SGLangConfig
 from areal_core.errors import RewardError
+from areal_core.launch.sglang_process import SGLangServer, cpu_environment, server_args
 from areal_core.reward.served import RewardServer
-from areal_core.sglang.start import SGLangServer, cpu_environment, server_args
 
 pytestmark = [pytest.mark.long, pytest.mark.sglang]
 PROGRAM = Path(__file__).with_name("reward_model_program.py")

@@ -8,10 +8,10 @@ import pytest
 
 from areal_core.config import SFTConfig
 from areal_core.config.train_engine import OptimizerConfig
-from areal_core.dataset import PromptLoader
+from areal_core.data import PromptLoader
 from areal_core.engine.checkpoint.files import read_checkpoint
 from areal_core.engine.determinism import rng_state
-from areal_core.engine.errors import CheckpointError
+from areal_core.errors import CheckpointError
 from areal_core.trainer import build, checkpointing, supervised
 from areal_core.trainer.checkpointing import Frequency, Position, Recovery, cut_stats, find_checkpoint
 from areal_core.trainer.sft import SFTTrainer

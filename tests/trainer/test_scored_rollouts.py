@@ -1,4 +1,4 @@
-"""Rewards of a reward model or judge in PPO: against Transformers, recorded, on several ranks."""
+"""Rewards of a reward model in PPO: against Transformers, recorded, on several ranks."""
 
 import importlib.util
 from pathlib import Path
@@ -10,15 +10,12 @@ from aiohttp import web
 from transformers import AutoModelForSequenceClassification
 
 from areal_core.config import PPOConfig, load_expr_config
-from areal_core.dataset import get_dataset
-from areal_core.engine.errors import ModelError
+from areal_core.data import get_dataset
 from areal_core.engine.ranks import leave_ranks
-from areal_core.errors import ConfigError
+from areal_core.errors import ConfigError, ModelError
 from areal_core.paths import run_folder
 from areal_core.reward import no_reward
 from areal_core.rollout.http_thread import HttpThread
-from areal_core.rollout.judge import JournalJudge, JudgedWorkflow
-from areal_core.rollout.judge_journal import read_calls
 from areal_core.telemetry import read_stats
 from areal_core.trainer.rl import PPOTrainer
 from areal_debug.wiring import recorder_of
@@ -135,53 +132,6 @@ def test_a_served_reward_model_gives_the_rewards_of_the_workflow(tiny_model, tmp
         completion = trainer.tokenizer.decode(ids[sampled], skip_special_tokens=True)
         expected.append((int(sampled.int().argmax()) + len(completion) + len(["<|end|>"])) / 4)
     assert batches[0]["rewards"].tolist() == expected
-
-
-class OddLengths:
-    """A judge that gives long completions a higher score, and every third reply without one."""
-
-    def __init__(self):
-        self.num_replies = 0
-
-    async def reply(self, engine, text, attempt):
-        self.num_replies += 1
-        return "hm" if self.num_replies % 3 == 0 else f"Score: {len(text) % 5}"
-
-
-def judged(model, folder, judge):
-    """Train two steps on the scores of a judge; return the batches and the folder of the record."""
-    batches, record = [], folder / "record"
-    observers = [
-        program.keep_batches(batches),
-        lambda trainer: recorder_of(trainer, record, RecordingOptions(Recording("full"))),
-    ]
-    options = [f"cluster.fileroot={folder}", f"actor.path={model}", "total_train_steps=2"]
-    config, _ = load_expr_config(["--config", str(program.TINY), *options], PPOConfig)
-    rows = get_dataset(config.train_dataset)
-    with PPOTrainer(config, rows, observers=observers, print_steps=False) as trainer:
-        arguments = {"judge": judge, "journal": folder / "judge", "template": "{completion}"}
-        trainer.train(JudgedWorkflow, arguments)
-        logs = run_folder(config, "logs")
-    return batches, record, read_stats(logs / "stats.jsonl")
-
-
-@pytest.mark.long
-def test_a_run_with_a_judge_is_replayed_and_sampled_again_without_asking_it(tiny_model, tmp_path):
-    judge = OddLengths()
-    batches, record, stats = judged(tiny_model, tmp_path / "first", judge)
-    calls = [call for file in (tmp_path / "first/judge").iterdir() for call in read_calls(file)]
-    assert len(calls) == judge.num_replies
-    unparsed = torch.cat([batch["scores.judge_unparsed"] for batch in batches])
-    assert unparsed.sum() > 0
-    for step, batch in zip(stats, batches, strict=True):
-        assert torch.equal(batch["rewards"], batch["scores.judge"])
-        expected = float(batch["scores.judge_unparsed"].mean())
-        assert step["rollout/scores.judge_unparsed"] == pytest.approx(expected)
-    report = replay_and_compare(Request(str(record), 0, 1))
-    assert report.identical, report.first_different
-    again, _, _ = judged(tiny_model, tmp_path / "again", JournalJudge(tmp_path / "first/judge"))
-    for batch, other in zip(batches, again, strict=True):
-        assert all(torch.equal(batch[key], other[key]) for key in batch)
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 import pytest
 
-from areal_core.dataset.loader import PromptLoader
+from areal_core.data.loader import PromptLoader
 from areal_core.rollout.pipeline import PromptFeed
 from areal_core.trainer.checkpointing import reshard
 

@@ -9,12 +9,12 @@ from transformers import AutoModelForImageTextToText
 
 from areal_core.config import SFTConfig
 from areal_core.config.train_engine import OptimizerConfig
+from areal_core.data.processor import load_processor
+from areal_core.engine.vision_inputs import plain_inputs
 from areal_core.paths import run_folder
+from areal_core.testing.tiny_vision import make_tiny_vision_model
 from areal_core.trainer import build, supervised
 from areal_core.trainer.sft import SFTTrainer
-from areal_core.vision.inputs import plain_inputs
-from areal_core.vision.processor import load_processor
-from areal_core.vision.tiny_models import make_tiny_vision_model
 
 COLOURS = {"red": (230, 20, 20), "blue": (20, 20, 230)}
 MESSAGES = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "Colour?"}]}]

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from areal_debug.view import page
 from areal_debug.verbs.view import command
+from areal_debug.view import page
 from areal_debug.view.contents import Contents, Place
 from areal_debug.view.followed import FollowedRecord
 from areal_debug.view.pairs import pair_document

@@ -11,13 +11,13 @@ import pytest
 
 from areal_core.agent.agent_workflow import AgentWorkflow
 from areal_core.config import AgentConfig, GenerationHyperparameters
-from areal_core.dataset.image_rows import shape_rows
+from areal_core.data.image_rows import shape_rows
+from areal_core.data.images import data_url
+from areal_core.data.processor import VisionProcessor
 from areal_core.rollout.episodes import refuse_malformed, refuse_unusable
 from areal_core.rollout.types import ModelRequest, ModelResponse
 from areal_core.testing import complete_response
-from areal_core.vision.images import data_url
-from areal_core.vision.processor import VisionProcessor
-from areal_core.vision.tiny_models import make_tiny_processor
+from areal_core.testing.tiny_vision import make_tiny_processor
 
 ONE, TWO = (row["images"][0] for row in shape_rows(num_rows=2, size=32))
 BASE64 = base64.b64encode(ONE).decode()

@@ -7,13 +7,13 @@ import pytest
 import torch
 from transformers import AutoModelForImageTextToText
 
-from areal_core.dataset.image_rows import shape_rows
+from areal_core.data.image_rows import shape_rows
+from areal_core.data.processor import VisionProcessor, load_processor
 from areal_core.embedded.engine import EmbeddedEngine
 from areal_core.embedded.replica import Replica
 from areal_core.rollout.errors import UnsupportedSampling
 from areal_core.rollout.types import ModelRequest, ModelResponse, Sampling
-from areal_core.vision.processor import VisionProcessor, load_processor
-from areal_core.vision.tiny_models import VISION_FAMILIES, make_tiny_vision_model
+from areal_core.testing.tiny_vision import VISION_FAMILIES, make_tiny_vision_model
 
 ROWS = shape_rows(num_rows=3, seed=1, size=32)
 PICTURES = [row["images"][0] for row in ROWS]

@@ -9,7 +9,9 @@ from PIL import Image
 from pyarrow import parquet
 
 from areal_core.config import DatasetConfig
-from areal_core.dataset import get_dataset
+from areal_core.data import get_dataset
+from areal_core.data.images import decode
+from areal_core.data.processor import VisionProcessor
 from areal_core.errors import DatasetError
 from areal_core.reward.functions import (
     clevr_count_70k_reward_fn,
@@ -17,9 +19,7 @@ from areal_core.reward.functions import (
     load_reward_fn,
     reasoned_reward_fn,
 )
-from areal_core.vision.images import decode
-from areal_core.vision.processor import VisionProcessor
-from areal_core.vision.tiny_models import make_tiny_processor
+from areal_core.testing.tiny_vision import make_tiny_processor
 
 IMAGE = {"type": "image"}
 

@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from areal_core.errors import ImageError
-from areal_core.vision.images import (
+from areal_core.data.images import (
     as_image_bytes,
     bytes_of_url,
     data_url,
@@ -22,6 +21,7 @@ from areal_core.vision.images import (
     shrunk,
     upright_png,
 )
+from areal_core.errors import ImageError
 
 
 def picture(format: str = "PNG", mode: str = "RGB", size: tuple[int, int] = (5, 3), **options) -> bytes:

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from areal_core.dataset.image_rows import shape_rows
-from areal_core.sglang.start import SGLangServer
-from areal_core.vision.images import data_url
-from areal_core.vision.tiny_models import make_tiny_vision_model
+from areal_core.data.image_rows import shape_rows
+from areal_core.data.images import data_url
+from areal_core.launch.sglang_process import SGLangServer
+from areal_core.testing.tiny_vision import make_tiny_vision_model
 
 pytestmark = pytest.mark.long
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -55,7 +55,7 @@ def served(model, tmp_path_factory):
     config = json.loads(file.read_text())
     config["image_processor"]["size"]["longest_edge"] = LIMIT
     file.write_text(json.dumps(config))
-    module = "areal_core.embedded.http_server"
+    module = "areal_core.testing.server"
     with SGLangServer(
         folder, folder.parent / "server.log", ["--dtype", "float32"], {}, module=module
     ) as started:

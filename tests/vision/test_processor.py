@@ -8,12 +8,11 @@ import torch
 from PIL import Image
 from transformers import AutoProcessor
 
-from areal_core.engine.errors import ModelError
-from areal_core.errors import ImageError
+from areal_core.data.images import decode
+from areal_core.data.processor import VisionProcessor, load_processor
+from areal_core.errors import ImageError, ModelError
 from areal_core.testing import make_tiny_model, make_tiny_tokenizer
-from areal_core.vision.images import decode
-from areal_core.vision.processor import VisionProcessor, load_processor
-from areal_core.vision.tiny_models import VISION_FAMILIES, make_tiny_processor
+from areal_core.testing.tiny_vision import VISION_FAMILIES, make_tiny_processor
 
 
 def picture(width: int, height: int) -> bytes:

@@ -5,11 +5,11 @@ from pathlib import Path
 import pytest
 
 from areal_core.config import GRPOConfig, load_expr_config
-from areal_core.dataset import get_dataset
+from areal_core.data import get_dataset
 from areal_core.rollout.vision_workflow import VisionRLVRWorkflow
+from areal_core.testing.tiny_vision import make_tiny_vision_model
 from areal_core.trainer.build_rollouts import import_attribute
 from areal_core.trainer.rl import PPOTrainer
-from areal_core.vision.tiny_models import make_tiny_vision_model
 
 ROOT = Path(__file__).parents[2]
 REWARDS = ROOT / "tests" / "debug" / "rewards.py"

@@ -5,8 +5,10 @@ import asyncio
 import pytest
 import torch
 
-from areal_core.batch import pad_and_concat
-from areal_core.dataset.image_rows import shape_rows
+from areal_core.data.batch import pad_and_concat
+from areal_core.data.image_rows import shape_rows
+from areal_core.data.processor import VisionProcessor
+from areal_core.engine.vision_inputs import image_keys
 from areal_core.errors import ImageError
 from areal_core.rollout.episodes import refuse_malformed, refuse_unusable
 from areal_core.rollout.errors import MalformedEpisode
@@ -14,9 +16,7 @@ from areal_core.rollout.types import Sampling
 from areal_core.rollout.vision_workflow import VisionRLVRWorkflow
 from areal_core.rollout.workflow import RLVRWorkflow
 from areal_core.testing import ScriptedEngine
-from areal_core.vision.inputs import image_keys
-from areal_core.vision.processor import VisionProcessor
-from areal_core.vision.tiny_models import make_tiny_processor
+from areal_core.testing.tiny_vision import make_tiny_processor
 
 PICTURES = [row["images"][0] for row in shape_rows(num_rows=2, size=32)]
 MESSAGES = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "How many?"}]}]

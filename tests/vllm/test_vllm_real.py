@@ -13,18 +13,18 @@ from transformers import AutoModelForCausalLM
 
 from areal_core.config import VLLMConfig
 from areal_core.launch.server_process import InferenceServer
+from areal_core.launch.vllm_process import server_args, server_command, server_environment
 from areal_core.rollout.errors import RequestRefused, ServerDied, WeightUpdateFailed, WrongServer
-from areal_core.rollout.fleet.client import FleetClient
-from areal_core.rollout.fleet.identity import run_model
-from areal_core.rollout.fleet.pool import ServerPool
-from areal_core.rollout.fleet.server import call
-from areal_core.rollout.fleet.verification import WeightCheck
-from areal_core.rollout.fleet.weight_update import BroadcastUpdate, DiskUpdate
-from areal_core.rollout.fleet.wire import is_alive, weight_version
 from areal_core.rollout.types import ModelRequest, ModelResponse, Sampling
+from areal_core.servers.client import FleetClient
+from areal_core.servers.identity import run_model
+from areal_core.servers.pool import ServerPool
+from areal_core.servers.server import call
+from areal_core.servers.verification import WeightCheck
+from areal_core.servers.vllm import VLLM
+from areal_core.servers.weight_update import BroadcastUpdate, DiskUpdate
+from areal_core.servers.wire import is_alive, weight_version
 from areal_core.testing import make_tiny_model
-from areal_core.vllm.start import server_args, server_command, server_environment
-from areal_core.vllm.wire import VLLM
 from areal_debug.verbs.consistency import command as consistency
 
 from ..rollout.sampled import TEMPERATURE, assert_not_sampled_by, assert_sampled_by, generate, perturb

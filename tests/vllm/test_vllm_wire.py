@@ -9,12 +9,12 @@ import pytest
 from areal_core.config import PPOConfig, VLLMConfig
 from areal_core.launch.job import Job
 from areal_core.launch.placement import plan_servers
+from areal_core.launch.vllm_process import server_args, server_command
 from areal_core.rollout.errors import MalformedReply, UnsupportedSampling, WrongServer
-from areal_core.rollout.fleet.reply import Asked, checked
-from areal_core.rollout.fleet.server import Server
 from areal_core.rollout.types import Sampling
-from areal_core.vllm.start import server_args, server_command
-from areal_core.vllm.wire import VLLM, parse_identity
+from areal_core.servers.reply import Asked, checked
+from areal_core.servers.server import Server
+from areal_core.servers.vllm import VLLM, parse_identity
 
 
 def reply(**changes) -> bytes:
@@ -143,4 +143,4 @@ def test_a_job_plans_vllm_servers_with_their_own_seeds_and_interpreter(tmp_path)
     ] * 2
     assert [plan.args[plan.args.index("--seed") + 1] for plan in plans] == ["1", "2"]
     assert plans[0].env["VLLM_SERVER_DEV_MODE"] == "1"
-    assert plans[0].env["PYTHONPATH"].split(":")[0].endswith("areal_core/vllm/worker")
+    assert plans[0].env["PYTHONPATH"].split(":")[0].endswith("areal_core/launch/vllm_worker")

@@ -8,8 +8,8 @@ from areal_core.agent.apis.json_fields import shown
 from areal_core.agent.apis.request_fields import warn_once
 from areal_core.agent.conversation import Call, Message, Part, RemoteImage
 from areal_core.agent.errors import BadRequest
+from areal_core.data.images import bytes_of_url
 from areal_core.errors import ImageError
-from areal_core.vision.images import bytes_of_url
 
 
 def parts_of(content: Any, where: str, kinds: tuple[str, ...] = ("text",)) -> tuple[Part, ...]:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from areal_core.agent.conversation import Call, Interaction, Message, Required
-from areal_core.batch import Batch
+from areal_core.data.batch import Batch
 
 BYTES = "base64"  # the only key of an object that stands for bytes in a row of data
 

@@ -37,11 +37,11 @@ from areal_core.engine.checkpoint.files import (
 )
 from areal_core.engine.checkpoint.shards import Piece, local_pieces, write_pieces
 from areal_core.engine.determinism import rng_state, set_rng_state
-from areal_core.engine.errors import CheckpointError, CheckpointNotWritten
 from areal_core.engine.fsdp import FSDPEngine
 from areal_core.engine.lora import trained_parameters
 from areal_core.engine.ranks import Ranks
 from areal_core.engine.sharding import fsdp_module
+from areal_core.errors import CheckpointError, CheckpointNotWritten
 from areal_core.safety.durable import commit_file, commit_folder, sentence_of
 
 POLL_S = 0.005  # of rank 0 for the other ranks' files: a shared folder sends no events

@@ -14,7 +14,7 @@ from typing import Any
 
 from crc32c import crc32c
 
-from areal_core.engine.errors import CheckpointError
+from areal_core.errors import CheckpointError
 from areal_core.safety.durable import commit_file
 
 CHECKPOINT_FILE = "checkpoint.json"

@@ -12,12 +12,12 @@ from pathlib import Path
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from areal_core.engine.errors import CheckpointNotWritten
+from areal_core.data.processor import VisionProcessor
 from areal_core.engine.fsdp import FSDPEngine
 from areal_core.engine.lora import Adapter, write_adapter
 from areal_core.engine.model import config_to_save
+from areal_core.errors import CheckpointNotWritten
 from areal_core.safety.durable import commit_folder, os_error_of, sentence_of
-from areal_core.vision.processor import VisionProcessor
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from areal_core.batch import Batch, sequence_lengths
+from areal_core.data.batch import Batch, sequence_lengths
 from areal_core.engine.attention import KeyBlocks
 
 Row = list[int]

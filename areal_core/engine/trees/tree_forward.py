@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
-from areal_core.batch import Batch, pack
+from areal_core.data.batch import Batch, pack
 from areal_core.engine.ranks import Ranks
 from areal_core.engine.scores import is_score_model
 from areal_core.engine.sequence_parallel import TokenSlice, slice_tokens

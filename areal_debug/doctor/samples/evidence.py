@@ -122,9 +122,7 @@ def finding(
     )
 
 
-def alarm_of(
-    id: str, metric: str, found: str, title: str = "", severity: str = "warning", **fields: object
-) -> Alarm:
+def alarm_of(id: str, metric: str, found: str, title: str = "", severity: str = "warning") -> Alarm:
     """Build an alarm without what `finding` adds."""
     none = Series(metric, np.zeros(0, np.int64), np.zeros(0))
-    return alarm(id, none, found=found, title=title, severity=severity, evidence=(), **fields)
+    return alarm(id, none, found=found, title=title, severity=severity, evidence=())

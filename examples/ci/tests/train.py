@@ -3,7 +3,7 @@
 import sys
 
 from areal_core.config import GRPOConfig
-from areal_core.dataset import get_dataset
+from areal_core.data import get_dataset
 from areal_core.trainer.rl import PPOTrainer
 from areal_debug.wiring import wire
 

@@ -115,7 +115,7 @@ def test_bad_input_is_refused_with_a_sentence(tmp_path):
 @pytest.mark.long
 def test_a_real_server_gets_an_honest_verdict(tiny_model, tmp_path):
     from areal_core.config import SGLangConfig
-    from areal_core.sglang.start import SGLangServer, cpu_environment, server_args
+    from areal_core.launch.sglang_process import SGLangServer, cpu_environment, server_args
 
     options = SGLangConfig(dtype="float32", context_length=1024, max_total_tokens=16384)
     arguments = server_args(options, "cpu")
@@ -137,7 +137,7 @@ def test_a_real_server_gets_an_honest_verdict(tiny_model, tmp_path):
 @pytest.mark.long
 def test_the_deterministic_mode_of_sglang_is_refused_by_it_on_a_cpu(tiny_model, tmp_path):
     from areal_core.config import SGLangConfig
-    from areal_core.sglang.start import SGLangServer, cpu_environment, server_args
+    from areal_core.launch.sglang_process import SGLangServer, cpu_environment, server_args
 
     arguments = server_args(SGLangConfig(dtype="float32", context_length=1024), "cpu")
     refused = r"attention backends are supported for deterministic inference.* 'torch_native'"

@@ -8,10 +8,10 @@ import torch
 from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 
+from areal_core.data.images import data_url
+from areal_core.data.processor import load_processor
 from areal_core.engine.model import load_model
-from areal_core.vision.images import data_url
-from areal_core.vision.processor import load_processor
-from areal_core.vision.tiny_models import make_tiny_vision_model
+from areal_core.testing.tiny_vision import make_tiny_vision_model
 from areal_debug.verbs.consistency import command
 from consistency.errors import EngineError, NothingToCompare
 from consistency.layers.judge import compare_layers, reference_of

@@ -60,11 +60,11 @@ engine rank 0:
 """,
     "the update of this project": f"""trainer rank 0:
     broadcast ({C10D}:2810)
-    broadcast (areal_core/rollout/fleet/update_group.py:90)
-    _broadcast (areal_core/rollout/fleet/weight_update.py:240)
+    broadcast (areal_core/servers/update_group.py:90)
+    _broadcast (areal_core/servers/weight_update.py:240)
 engine rank 0:
     wait (threading.py:327)
-    _pause (areal_core/embedded/http_server.py:185)
+    _pause (areal_core/testing/server.py:185)
 """,
     "NeMo-RL": f"""policy rank 0:
     broadcast ({C10D}:2810)

@@ -19,8 +19,8 @@ from typing import Any, Protocol
 import aiohttp
 from aiohttp import web
 
-from areal_core.rollout.fleet.server import Server
 from areal_core.rollout.http_thread import HttpThread
+from areal_core.servers.server import Server
 from tests.rollout.chaos.faults import (
     KILL,
     OTHER_REPLY,

@@ -10,8 +10,8 @@ from typing import Any
 
 from aiohttp import web
 
-from areal_core.rollout.fleet.server import Server
 from areal_core.rollout.http_thread import HttpThread
+from areal_core.servers.server import Server
 
 VOCABULARY = 512
 SECONDS_A_TOKEN = 0.002

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from areal_core.rollout.fleet import client
+from areal_core.servers import client
 from tests.rollout.chaos.trial import BATCH_SIZE, N_SAMPLES, NUM_STEPS, run_trial
 
 EVERYDAY, ALL = (0, 2), range(200)

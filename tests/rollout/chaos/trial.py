@@ -23,19 +23,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from areal_core.batch import Batch
-from areal_core.dataset import PromptLoader
-from areal_core.rollout.fleet.client import FleetClient
-from areal_core.rollout.fleet.discovery import Discovery, FolderNames
-from areal_core.rollout.fleet.identity import run_model
-from areal_core.rollout.fleet.pool import ServerPool
-from areal_core.rollout.fleet.weight_update import DiskUpdate
-from areal_core.rollout.live import LiveRollouts
+from areal_core.data import PromptLoader
+from areal_core.data.batch import Batch
 from areal_core.rollout.pipeline import Executor
 from areal_core.rollout.staleness import StalenessControl
 from areal_core.rollout.types import Sampling
-from areal_core.sglang.wire import SGLANG
+from areal_core.servers.client import FleetClient
+from areal_core.servers.discovery import Discovery, FolderNames
+from areal_core.servers.identity import run_model
+from areal_core.servers.pool import ServerPool
+from areal_core.servers.sglang import SGLANG
+from areal_core.servers.weight_update import DiskUpdate
 from areal_core.testing import TokensWorkflow
+from areal_core.trainer.live import LiveRollouts
 from tests.rollout.chaos.faults import KINDS, Durations, Fault, make_schedule
 from tests.rollout.chaos.history import Plan, TrainedRow, Violations, check_history
 from tests.rollout.chaos.proxy import FaultProxy

@@ -1,6 +1,0 @@
-"""Datasets: reading and tokenising rows, and the order in which ranks train on them."""
-
-from areal_core.dataset.loader import PromptLoader
-from areal_core.dataset.read import arithmetic_rows, get_dataset
-
-__all__ = ["PromptLoader", "arithmetic_rows", "get_dataset"]

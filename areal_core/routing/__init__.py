@@ -1,1 +1,0 @@
-"""Choices of experts of an engine, which the trainer replays."""

@@ -1,0 +1,307 @@
+"""SGLang's routes and JSON, as of 0.5.23. Implements `servers.wire.Wire`.
+
+A server's identity comes from `/server_info` and `/model_info`. After a weight update by disk
+`/model_info` names the folder of that update as the model; `/server_info` keeps the one with which
+the server was started.
+"""
+
+from base64 import b64decode
+from collections.abc import Sequence
+from itertools import groupby
+from operator import index
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from areal_core.data.images import data_url
+from areal_core.rollout.errors import MalformedReply, UnsupportedSampling, WrongServer
+from areal_core.rollout.types import ModelRequest, Sampling
+from areal_core.servers.identity import RunModel, ServerIdentity, check_model, check_release
+from areal_core.servers.reply import (
+    Chunk,
+    Scored,
+    json_of,
+    malformed,
+    parse_version,
+    parse_weight_version,
+    versions_of,
+)
+from areal_core.servers.server import Server, call
+from areal_core.servers.wire import Call, HeldWeights, LastBucket, shared_params
+
+OLDEST = (0, 5, 0)  # older ones do not report the version of their weights in a reply
+TOO_NEW = (0, 6, 0)  # the wire format is that of 0.5.23
+ENGINE = "SGLang 0.5"
+WEIGHTS, CACHE = "weights", "kv_cache"  # parts of a server's memory that can be released
+
+
+class SGLangWire:
+    """The routes of an SGLang server."""
+
+    generate_path = "/generate"
+    version_path = alive_path = "/model_info"
+
+    def generate_payload(
+        self, input_ids: list[int], sampling: Sampling, num_new_tokens: int, num_sampled: int, rid: str
+    ) -> dict[str, Any]:
+        """Return the JSON of a `/generate` request."""
+        params = {
+            "max_new_tokens": num_new_tokens,
+            "min_new_tokens": max(0, sampling.min_new_tokens - num_sampled),
+            **shared_params(sampling),
+            **sampling.server_only,
+        }
+        return {
+            "rid": rid,
+            "input_ids": input_ids,
+            "sampling_params": params,
+            "return_logprob": True,
+            "stream": False,
+        }
+
+    def with_images(self, payload: dict[str, Any], req: ModelRequest) -> dict[str, Any]:
+        """Return the JSON of a request with one placeholder for each picture, which SGLang expands.
+
+        Counts in the request and in its reply are of expanded tokens.
+
+        Raises:
+            UnsupportedSampling: the prompt's placeholders are not those of its pictures.
+        """
+        prompt, rest = req.input_ids, payload["input_ids"][len(req.input_ids) :]
+        collapsed_ids = collapsed(prompt, req.image_token_id, len(req.images))
+        image_data = [data_url(image) for image in req.images]
+        return payload | {"input_ids": collapsed_ids + rest, "image_data": image_data}
+
+    def adapter_fields(self, adapter: str) -> dict[str, Any]:
+        return {"lora_path": adapter}
+
+    def experts_fields(self, start: int) -> dict[str, Any]:
+        """Return the fields that ask for experts; see `SGLangConfig`."""
+        return {"return_routed_experts": True, "routed_experts_start_len": start}
+
+    def parse_generate(self, body: bytes) -> Chunk:
+        """Parse a reply of `/generate`.
+
+        Raises:
+            MalformedReply: a field is missing, or the lists differ in length.
+        """
+        try:
+            meta = json_of(body)["meta_info"]
+            finish, rid = meta["finish_reason"], str(meta["id"])
+            if finish["type"] == "abort" and not meta.get("output_token_logprobs"):  # before its first token
+                return Chunk([], [], [], "abort", rid)
+            logprobs = [entry[0] + 0.0 for entry in meta["output_token_logprobs"]]
+            tokens = [index(entry[1]) for entry in meta["output_token_logprobs"]]
+            count = int(meta["completion_tokens"])
+            spans = meta.get("weight_versions") or [
+                {"version": meta.get("weight_version", ""), "start": 0, "end": count}
+            ]
+            versions = versions_of(spans, count)
+            encoded = meta.get("routed_experts")
+            experts = None if encoded is None else np.frombuffer(b64decode(encoded, validate=True), "<i4")
+        except MalformedReply:
+            raise
+        except (AttributeError, IndexError, KeyError, OverflowError, TypeError, ValueError) as error:
+            raise malformed(ENGINE, self.generate_path, error, body) from error
+        if len(tokens) != count:
+            raise MalformedReply(
+                f"a /generate reply holds {len(tokens)} logprobs for {count} tokens", "counts_agree"
+            )
+        return Chunk(tokens, logprobs, versions, str(finish["type"]), rid, experts)
+
+    def score_payload(self, input_ids: list[int], num_prompt: int, rid: str) -> dict[str, Any]:
+        """Return the JSON of a prefill, whose log-probs SGLang never scales by a temperature."""
+        return {
+            "rid": rid,
+            "input_ids": input_ids,
+            "sampling_params": {"temperature": 0.0, "max_new_tokens": 0},
+            "return_logprob": True,
+            # The first row of the reply has no predecessor in the slice and is null.
+            "logprob_start_len": num_prompt - 1,
+        }
+
+    def parse_score(self, body: bytes, expected: list[int]) -> Scored:
+        """Parse the reply of a prefill.
+
+        Raises:
+            MalformedReply: a field is missing, or the log-probs are of other ids.
+        """
+        try:
+            meta = json_of(body)["meta_info"]
+            rows = meta["input_token_logprobs"][-len(expected) :]
+            logprobs, ids = [row[0] + 0.0 for row in rows], [index(row[1]) for row in rows]
+            version = parse_version(str(meta.get("weight_version", "")))
+        except (AttributeError, IndexError, KeyError, OverflowError, TypeError, ValueError) as error:
+            raise malformed(ENGINE, self.generate_path, error, body) from error
+        # SGLang 0.5.23 reports the last id of the vocabulary as 0 here, with the right log-prob.
+        if len(ids) != len(expected) or any(x not in (y, 0) for x, y in zip(ids, expected, strict=True)):
+            raise MalformedReply(f"{len(ids)} scored tokens are not the {len(expected)} that were sent")
+        return Scored(logprobs, version)
+
+    def ask_identity(self, server: Server, timeout_s: float = 10.0) -> ServerIdentity:
+        """Query the identity of a server.
+
+        Raises:
+            WrongServer: it lacks the routes: too old, or not SGLang.
+            OSError: it does not answer.
+        """
+        try:
+            model = call(server, "GET", "/model_info", timeout_s=timeout_s)
+            started = call(server, "GET", "/server_info", timeout_s=timeout_s)
+            return parse_identity(model, started)
+        except (MalformedReply, RuntimeError) as error:
+            raise WrongServer(
+                f"{server.address} is not an SGLang server that this version can use ({error}); start one with sglang 0.5, "
+                f"or with areal-debug serve"
+            ) from error
+
+    def check_identity(self, server: Server, identity: ServerIdentity, model: RunModel) -> None:
+        """Raise `WrongServer` if it is of another SGLang release or serves another model."""
+        check_release(server, "SGLang", identity.version, OLDEST, TOO_NEW, "0.5 (0.5.23 is tested)")
+        check_model(server, identity, model, "--enable-lora")
+
+    def parse_weight_version(self, body: bytes) -> str:
+        """Return the version in a reply of `/model_info`. Raises `MalformedReply`."""
+        return parse_weight_version(ENGINE, self.version_path, body)
+
+    def pause(self, mode: str) -> Call:
+        """Pause generation; `mode` is "abort", "retract" or "in_place"."""
+        return Call("/pause_generation", {"mode": mode})
+
+    def resume(self) -> Call:
+        """Continue generation."""
+        return Call("/continue_generation", {})
+
+    def flush_cache(self) -> Call:
+        """Empty the prefix cache; refused while a request is running."""
+        return Call("/flush_cache", {})
+
+    def release_memory(self) -> Call:
+        """Release the device memory of weights and cache; SGLang ends if a request is running."""
+        return Call("/release_memory_occupation", {"tags": [CACHE, WEIGHTS]})
+
+    def resume_memory(self, tag: str) -> Call:
+        """Allocate the memory of `WEIGHTS` or `CACHE` again; its contents are lost."""
+        return Call("/resume_memory_occupation", {"tags": [tag]})
+
+    def load_folder(self, folder: Path | str, version: int, flush_cache: bool) -> list[Call]:
+        payload = {"model_path": str(folder), "weight_version": str(version), "flush_cache": flush_cache}
+        return [Call("/update_weights_from_disk", payload)]
+
+    def begin_update(self) -> Call:
+        """Open an update session; SGLang before 0.5.20 has no such route."""
+        return Call("/begin_weight_update", {})
+
+    def end_update(self, version: int | None) -> Call:
+        """Close an update session; the version came with the last tensors."""
+        return Call("/end_weight_update", {})
+
+    def join_group(
+        self, host: str, port: int, rank_offset: int, world_size: int, backend: str, group: str
+    ) -> Call:
+        payload = {
+            "master_address": host,
+            "master_port": port,
+            "rank_offset": rank_offset,
+            "world_size": world_size,
+            "backend": backend,
+            "group_name": group,
+        }
+        return Call("/init_weights_update_group", payload)
+
+    def receive(
+        self,
+        names: list[str],
+        dtypes: list[str],
+        shapes: list[list[int]],
+        group: str,
+        last: LastBucket | None,
+    ) -> Call:
+        """Receive tensors by broadcast."""
+        payload: dict[str, Any] = {"names": names, "dtypes": dtypes, "shapes": shapes, "group_name": group}
+        payload["flush_cache"] = last is not None and last.flush_cache
+        if last is not None:
+            payload["weight_version"] = str(last.version)
+        return Call("/update_weights_from_distributed", payload)
+
+    def checksums(self) -> Call:
+        """Return checksums of all weights."""
+        return Call("/weights_checker", {"action": "checksum"})
+
+    def hashes_by_sha256(self, device: str) -> bool:
+        """Return whether it is a CPU; a GPU hashes in its own memory."""
+        return device == "cpu"
+
+    def parse_checksums(self, body: str) -> HeldWeights:
+        """Parse a reply of `/weights_checker`.
+
+        Raises `MalformedReply`, which names the missing field.
+        """
+        try:
+            ranks = json_of(body)["ranks"]
+            checksums: dict[str, list[str]] = {}
+            for rank in ranks:
+                for name, checksum in rank["checksums"].items():
+                    checksums.setdefault(name, []).append(checksum)
+            is_sharded = any(info["tp_size"] > 1 for rank in ranks for info in rank["parallelism_info"])
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise malformed(ENGINE, "/weights_checker", error, body) from error
+        return HeldWeights(checksums, is_sharded)
+
+    def load_adapter(self, name: str, folder: Path) -> Call:
+        return Call("/load_lora_adapter", {"lora_name": name, "lora_path": str(folder)})
+
+    def parse_loaded(self, body: str) -> set[str]:
+        """Return the names of a server's adapters. Raises `MalformedReply`."""
+        try:
+            return set(json_of(body)["loaded_adapters"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise malformed(ENGINE, "/load_lora_adapter", error, body) from error
+
+    def unload_adapter(self, name: str) -> Call:
+        return Call("/unload_lora_adapter", {"lora_name": name})
+
+    def set_version(self, version: int) -> Call:
+        """Set the weight version."""
+        return Call("/update_weight_version", {"new_version": str(version), "abort_all_requests": False})
+
+
+SGLANG = SGLangWire()
+
+
+def collapsed(input_ids: Sequence[int], image_token_id: int, num_images: int) -> list[int]:
+    """Return ids with one placeholder in place of each run of them, which is one picture.
+
+    Raises:
+        UnsupportedSampling: there are more or fewer runs than pictures.
+    """
+    found: list[int] = []
+    for key, run in groupby(input_ids, key=lambda token: token == image_token_id):
+        found += [image_token_id] if key else list(run)
+    if (num_runs := found.count(image_token_id)) != num_images:
+        raise UnsupportedSampling(
+            f"a prompt has {num_runs} runs of image tokens and {num_images} images: SGLang needs another "
+            "token between two images, as chat templates write it"
+        )
+    return found
+
+
+def parse_identity(model_info: str, server_info: str) -> ServerIdentity:
+    """Parse the two replies. Raises `MalformedReply`, which names the missing field."""
+    try:
+        model, started = json_of(model_info), json_of(server_info)
+        return ServerIdentity(
+            str(started["version"]),
+            str(started["model_path"]),
+            tuple(model["architectures"] or ()),
+            str(model["weight_version"]),
+            str(started["device"]),
+            str(started["dtype"]),
+            None if started.get("enable_lora") is None else bool(started["enable_lora"]),
+            int(started.get("tp_size", 1)),
+        )
+    except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
+        raise MalformedReply(
+            f"/model_info or /server_info is not what SGLang 0.5 sends: {error!r}"
+        ) from error

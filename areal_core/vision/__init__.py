@@ -1,1 +1,0 @@
-"""Pictures: their bytes, their pixels, and the tokens that stand for them."""

@@ -1,0 +1,1 @@
+"""The one comparison of two recordings of a step: stages, places, values, patterns."""

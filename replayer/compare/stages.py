@@ -1,0 +1,563 @@
+"""Find where two recordings of one step diverge, by its stages in the order of computation.
+
+    batch ─> logprobs ─> advantages ─> [ loss ─> gradient ─> weights ] for each minibatch, a critic's after the actor's
+
+The first difference in this order is the one to explain; later ones may follow from it. A tensor's
+difference names row, token and size. Rows are matched over all ranks, so records with different
+numbers of ranks can be compared: ours by prompt and sample; those of other trainers, which number
+prompts as they like, by what they contain. Tensors whose checksums in step.json are
+equal are not read.
+
+What another trainer did not give is unknown, and differs from nothing: a tensor of one side only, a
+row whose bit is set, NaN in a tensor of that trainer. Its statistics have its own names.
+"""
+
+from collections import defaultdict, deque
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import zip_longest
+from typing import Any
+
+import numpy as np
+
+from recorder import MicroBatch, Outcome, Plan, RecordedStep
+from recorder.agents.conversations import conversations
+from recorder.format import IMAGE_KEYS, OTHER_TRAINER_KEYS, BatchEntry, TensorEntry
+from replayer.compare.inputs import describe, differing_result, pictures_of
+
+STAGES = ("batch", "logprobs", "advantages", "loss", "gradient", "weights")
+ACTOR, UPDATE = "ppo_actor/", "ppo_actor/update/"
+
+# of a "learning" file, what does not follow from rewards; log-probs are 0 where the mask is
+LOGPROBS = ("loss_mask", "prox_logp", "ref_logp", "teacher_logp", "values", "entropy")
+NOT_COMPARED = {"cu_seqlens", "prompt_id", "sample_id", *OTHER_TRAINER_KEYS, *IMAGE_KEYS}
+# last word of a statistic of another trainer -> its stage
+STAGE_OF_STATISTIC = dict.fromkeys(("loss", "pg_loss", "policy_loss"), "loss") | {"grad_norm": "gradient"}
+# in the order of computation: the first difference explains later ones
+ORDER = (
+    "input_ids",
+    "loss_mask",
+    "finish_reason",
+    "rewards",
+    "versions",
+    "logprobs",
+    "prox_logp",
+    "entropy",
+    "ref_logp",
+    "teacher_logp",
+    "values",
+    "kl_rewards",
+    "total_rewards",
+    "returns",
+    "advantages",
+)
+
+
+@dataclass(frozen=True)
+class Place:
+    """A row of a step, and a token of it (None: a value of the row).
+
+    `rank` and `row` are of the left record, `right` those of the other one, None unless both have
+    the row. `in_prompt`: the token precedes the first one in the loss mask.
+    """
+
+    rank: int
+    row: int
+    prompt_id: int
+    sample_id: int
+    token: int | None = None
+    in_prompt: bool = False
+    right: tuple[int, int] | None = None
+
+
+@dataclass(frozen=True)
+class StageDifference:
+    """A tensor or a value that differs, and the stage that computes it.
+
+    Attributes:
+        left, right: the first values that differ; None if absent.
+        num_different, num_compared: elements that differ in bits, of how many.
+        largest: the largest absolute difference; None unless they are floats.
+        place: where `left` and `right` are; None outside the rows of a batch.
+        minibatch: the minibatch of a loss, gradient or weight.
+    """
+
+    stage: str
+    name: str
+    left: Any
+    right: Any
+    num_different: int = 1
+    num_compared: int = 1
+    largest: float | None = None
+    place: Place | None = None
+    minibatch: int | None = None
+
+
+@dataclass(frozen=True)
+class Update:
+    """An optimizer step in the trainer's plan; the loss is that of all ranks."""
+
+    loss: float
+    grad_norm: float
+    lr: float
+
+
+@dataclass(frozen=True)
+class RowSpan:
+    """Position of a row in its rank's flat tensors; the prompt has `prompt_length` tokens."""
+
+    rank: int
+    row: int
+    begin: int
+    end: int
+    prompt_length: int
+    prompt_id: int
+    sample_id: int
+
+    def slice(self, arrays: Sequence[np.ndarray], per_token: bool) -> np.ndarray:
+        """Return the row's tokens, or its one value, from an array per rank."""
+        begin, end = (self.begin, self.end) if per_token else (self.row, self.row + 1)
+        return arrays[self.rank][begin:end]
+
+
+Rows = dict[tuple[int, int], RowSpan]
+Content = tuple[Hashable, Hashable]  # of a row: all of it, and its prompt
+Files = list[tuple[str, BatchEntry]]
+Foreign = tuple[bool, bool]
+
+
+@dataclass(frozen=True)
+class Side:
+    """A tensor of a step: its rows, and an array and the rows with known values of each rank."""
+
+    rows: Rows
+    arrays: Sequence[np.ndarray]
+    known: Sequence[np.ndarray]
+    is_foreign: bool
+
+    def values(self, name: tuple[int, int], per_token: bool) -> np.ndarray | None:
+        """Return the values of a row, None if they are unknown."""
+        row = self.rows[name]
+        return row.slice(self.arrays, per_token) if self.known[row.rank][row.row] else None
+
+    def unknown(self, values: np.ndarray) -> np.ndarray:
+        """Return which values, bool [n, ...], another trainer did not know."""
+        return (
+            np.isnan(values) if self.is_foreign and values.dtype.kind == "f" else np.zeros(values.shape, bool)
+        )
+
+
+def compare_steps(
+    left: RecordedStep, right: RecordedStep, foreign: Foreign = (False, False)
+) -> tuple[StageDifference, ...]:
+    """List all differences of two recordings of a step, in the order of computation.
+
+    Args:
+        foreign: whether the left and the right record are of another trainer.
+
+    Raises DamagedRecord.
+    """
+    batch = list(compare_tensors(left, right, "batch", foreign))
+    learning = list(compare_tensors(left, right, "learning", foreign))
+    learning.sort(key=lambda difference: STAGES.index(difference.stage))
+    here, there = read_outcomes(left), read_outcomes(right)
+    if not here or not there:
+        return (*batch, *learning)
+    sums = here[0].checksums, there[0].checksums
+    weights = () if any(foreign) and not all(sums) else compare_checksums("weights", *sums)
+    if any(foreign):
+        return (*batch, *learning, *compare_logged(here[0].stats, there[0].stats), *weights)
+    if not files(left, "learning") or not files(right, "learning"):
+        learning = list(compare_statistics(here[0].stats, there[0].stats))
+    plans = left.plan(0), right.plan(0)
+    actors = compare_updates(here, there, *(parse_updates(plan, "minibatches") for plan in plans))
+    critics = compare_critics(*(parse_updates(plan, "critic") for plan in plans))
+    return (*batch, *learning, *actors, *critics, *weights)
+
+
+def compare_tensors(
+    left: RecordedStep, right: RecordedStep, kind: str, foreign: Foreign
+) -> Iterator[StageDifference]:
+    here, there = files(left, kind), files(right, kind)
+    if not here or not there:
+        return
+    keys = {key: None for _, entry in (here[0], there[0]) for key in entry.tensors}
+    suspects = {key for key in keys if tensor_entries(here, key) != tensor_entries(there, key)}
+    if not suspects:
+        return
+    if any(foreign):
+        rows, other_rows = match_rows(left, right)
+        suspects = set(keys)  # equal tensors may belong to rows in another order
+    else:
+        rows, other_rows = find_rows(left), find_rows(right)
+    if kind == "batch":
+        yield from compare_rows(rows, other_rows, in_order=not any(foreign))
+        if suspects & IMAGE_KEYS.keys():
+            yield from compare_images(left, right, rows, other_rows)
+        if "input_ids" in suspects:
+            yield from compare_tool_results(left, right, rows, other_rows)
+    for key in sorted(suspects - NOT_COMPARED, key=position):
+        entries = tensor_entries(here, key)[0], tensor_entries(there, key)[0]
+        if entries[0] is None or entries[1] is None:
+            dtypes = [entry and entry.dtype for entry in entries]
+            # records of earlier versions lack the aligned mask
+            if not any(foreign) and (kind, key) != ("learning", "loss_mask"):
+                yield StageDifference(stage_of(kind, key), key, left=dtypes[0], right=dtypes[1])
+            continue
+        one = side_of(left, here, rows, key, foreign[0])
+        other = side_of(right, there, other_rows, key, foreign[1])
+        yield from compare_tensor(stage_of(kind, key), key, one, other, entries[0].axis == "token")
+
+
+def side_of(step: RecordedStep, names: Files, rows: Rows, key: str, is_foreign: bool) -> Side:
+    """Read a tensor of every rank of a step."""
+    # learning-* has no bits: a row that lacks a name is NaN
+    asked = key if names[0][0].startswith("batch-") else "cu_seqlens"
+    known = [step.known(rank, asked) for rank in range(step.manifest.num_ranks)]
+    arrays = [step.tensors(name, entry, [key])[key] for name, entry in names]
+    return Side(rows, arrays, known, is_foreign)
+
+
+def stages_shared(left: RecordedStep, right: RecordedStep) -> set[str]:
+    both = [{key for _, entry in files(step, "learning") for key in entry.tensors} for step in (left, right)]
+    shared = {"batch", *(stage_of("learning", key) for key in both[0] & both[1] - NOT_COMPARED)}
+    outcomes = read_outcomes(left), read_outcomes(right)
+    if all(outcomes):
+        here, there = (of_ranks[0] for of_ranks in outcomes)
+        shared |= {
+            STAGE_OF_STATISTIC.get(name.split("/")[-1], "batch") for name in here.stats.keys() & there.stats
+        }
+        shared |= {"weights"} if here.checksums and there.checksums else set()
+    return shared
+
+
+def stage_of(kind: str, name: str) -> str:
+    """Return the stage that computes a tensor of a "batch" or "learning" file."""
+    if kind == "batch":
+        return "batch"
+    if name == "current_logp":  # of TRL: of the weights of each micro-batch
+        return "loss"
+    return "logprobs" if name in LOGPROBS else "advantages"
+
+
+def files(step: RecordedStep, kind: str) -> Files:
+    """Name and entry of each rank's file of a kind; empty if the kind was not recorded."""
+    names = [step.rank_name(kind, rank, "safetensors") for rank in range(step.manifest.num_ranks)]
+    return [(name, step.manifest.batches[name]) for name in names if name in step.manifest.batches]
+
+
+def tensor_entries(entries: Files, key: str) -> list[TensorEntry | None]:
+    """Return every rank's entry of a tensor in step.json: equal entries mean equal bytes."""
+    return [({key: None} | entry.tensors)[key] for _, entry in entries]
+
+
+def position(key: str) -> tuple[int, str]:
+    """Sort key of a tensor in the order of computation."""
+    return (ORDER.index(key) if key in ORDER else len(ORDER), key)
+
+
+def find_rows(step: RecordedStep) -> Rows:
+    """Return every row of a step by (prompt_id, sample_id), in the order of ranks and rows."""
+    rows: Rows = {}
+    for rank in range(step.manifest.num_ranks):
+        arrays = step.batch(rank, ("cu_seqlens", "prompt_id", "sample_id", "loss_mask"))
+        bounds, mask = arrays["cu_seqlens"].tolist(), arrays["loss_mask"]
+        given = prompt_lengths(step, rank)
+        names = zip(arrays["prompt_id"].tolist(), arrays["sample_id"].tolist(), strict=True)
+        for row, name in enumerate(names):
+            begin, end = bounds[row], bounds[row + 1]
+            trained = np.flatnonzero(mask[begin:end])
+            length = given[row] if given[row] >= 0 else int(trained[0]) if len(trained) else end - begin
+            rows[name] = RowSpan(rank, row, begin, end, length, *name)
+    return rows
+
+
+def prompt_lengths(step: RecordedStep, rank: int) -> list[int]:
+    """Return the tokens before the completion of each row as the trainer gave them, or -1."""
+    known = step.known(rank, "prompt_length")
+    if not known.any():
+        return [-1] * len(known)
+    return np.where(known, step.batch(rank, ["prompt_length"])["prompt_length"], -1).tolist()
+
+
+def match_rows(left: RecordedStep, right: RecordedStep) -> tuple[Rows, Rows]:
+    """Return the rows of both steps; rows with the same content are under the left one's name.
+
+    A row of the right step without a partner is under a name that no other row has.
+    """
+    here, there = find_rows(left), find_rows(right)
+    content = text_of if any(map(lacks_tokens, (left, right))) else tokens_of
+    keys, others = content(left, here), content(right, there)
+    partners: dict[tuple[int, int], tuple[int, int]] = {}  # right -> left
+    for kind in (0, 1):  # of content: all of it, the prompt
+        taken = set(partners.values())
+        free: dict[Hashable, deque[tuple[int, int]]] = defaultdict(deque)
+        for name in here:
+            if name not in taken:
+                free[keys[name][kind]].append(name)
+        for name in there:
+            if name not in partners and free[others[name][kind]]:
+                partners[name] = free[others[name][kind]].popleft()
+    alone = [name for name in there if name not in partners]
+    names = partners | {name: (-1 - number, 0) for number, name in enumerate(alone)}
+    return here, {names[name]: row for name, row in there.items()}
+
+
+def lacks_tokens(step: RecordedStep) -> bool:
+    return not all(step.known(rank, "input_ids").all() for rank in range(step.manifest.num_ranks))
+
+
+def tokens_of(step: RecordedStep, rows: Rows) -> dict[tuple[int, int], Content]:
+    """Return the tokens of each row, and those of its prompt."""
+    ids = [step.batch(rank, ["input_ids"])["input_ids"] for rank in range(step.manifest.num_ranks)]
+    found = {name: row.slice(ids, per_token=True) for name, row in rows.items()}
+    return {
+        name: (found[name].tobytes(), found[name][: row.prompt_length].tobytes())
+        for name, row in rows.items()
+    }
+
+
+def text_of(step: RecordedStep, rows: Rows) -> dict[tuple[int, int], Content]:
+    """Return the text of each row, and that of its prompt; without text its place."""
+    texts = [step.text(rank) for rank in range(step.manifest.num_ranks)]
+
+    def content(row: RowSpan) -> Content:
+        lines = texts[row.rank]
+        if lines is None:
+            return (row.rank, row.row), (row.rank, row.row)
+        line = lines[row.row]
+        return (line["prompt"], line["completion"]), line["prompt"]
+
+    return {name: content(row) for name, row in rows.items()}
+
+
+def prompts_of(*steps: RecordedStep) -> list[dict[tuple[int, int], Hashable]]:
+    """Return the prompts of each step by row: tokens, or text if any step lacks tokens."""
+    content = text_of if any(map(lacks_tokens, steps)) else tokens_of
+    return [{name: key[1] for name, key in content(step, find_rows(step)).items()} for step in steps]
+
+
+def compare_rows(left: Rows, right: Rows, in_order: bool) -> Iterator[StageDifference]:
+    """Yield rows that only one side has, or, if `in_order`, that come in another order."""
+    union = {**left, **right}
+    alone = [name for name in union if name not in left or name not in right]
+    if alone:
+        sides = ["present" if alone[0] in rows else None for rows in (left, right)]
+        place = place_of(union[alone[0]])
+        yield StageDifference("batch", "rows", sides[0], sides[1], len(alone), len(union), place=place)
+    elif in_order and list(left) != list(right):
+        moved = [(name, other) for name, other in zip(left, right, strict=True) if name != other]
+        name, other = moved[0]
+        yield StageDifference(
+            "batch", "order of rows", name, other, len(moved), len(left), place=place_of(left[name])
+        )
+
+
+def compare_images(
+    left: RecordedStep, right: RecordedStep, rows: Rows, other_rows: Rows
+) -> Iterator[StageDifference]:
+    """Yield the difference of pictures in the rows that both sides have, with the first one."""
+    here, there = (
+        [pictures_of(step, rank) for rank in range(step.manifest.num_ranks)] for step in (left, right)
+    )
+    first, num_different, num_compared = None, 0, 0
+    for name in [name for name in rows if name in other_rows]:
+        row, other = rows[name], other_rows[name]
+        pairs = list(zip_longest(here[row.rank][row.row], there[other.rank][other.row]))
+        different = [number for number, (a, b) in enumerate(pairs) if a != b]
+        num_different, num_compared = num_different + len(different), num_compared + len(pairs)
+        if different and first is None:
+            first = place_of(row, right=other), describe(different[0], *pairs[different[0]], (left, right))
+    if first is not None:
+        place, texts = first
+        yield StageDifference("batch", "images", *texts, num_different, num_compared, place=place)
+
+
+def compare_tool_results(
+    left: RecordedStep, right: RecordedStep, rows: Rows, other_rows: Rows
+) -> Iterator[StageDifference]:
+    """Yield the first row in which a tool returned something else, and in how many it did."""
+    here, there = (
+        [conversations(step, rank) for rank in range(step.manifest.num_ranks)] for step in (left, right)
+    )
+    first, num_different, num_compared = None, 0, 0
+    for name in [name for name in rows if name in other_rows]:
+        row, other = rows[name], other_rows[name]
+        one, two = here[row.rank], there[other.rank]
+        if one is None or two is None:
+            continue
+        found = differing_result(one[row.row], two[other.row])
+        num_different, num_compared = num_different + (found is not None), num_compared + 1
+        if found is not None and first is None:
+            first = place_of(row, right=other), found
+    if first is not None:
+        place, texts = first
+        yield StageDifference("batch", "tool result", *texts, num_different, num_compared, place=place)
+
+
+def place_of(row: RowSpan, token: int | None = None, right: RowSpan | None = None) -> Place:
+    """Return the row as a place."""
+    in_prompt = token is not None and token < row.prompt_length
+    other = None if right is None else (right.rank, right.row)
+    return Place(row.rank, row.row, row.prompt_id, row.sample_id, token, in_prompt, other)
+
+
+def compare_tensor(
+    stage: str, key: str, left: Side, right: Side, per_token: bool
+) -> Iterator[StageDifference]:
+    found: list[StageDifference] = []
+    num_different, num_compared = 0, 0
+    for name in [name for name in left.rows if name in right.rows]:
+        a, b = left.values(name, per_token), right.values(name, per_token)
+        if a is None or b is None:
+            continue
+        different, largest = differing_elements(a, b, left.unknown(a), right.unknown(b))
+        num_different, num_compared = num_different + len(different), num_compared + max(len(a), len(b))
+        if len(different):
+            index = int(different[0])
+            place = place_of(left.rows[name], index if per_token else None, right.rows[name])
+            values = value_at(a, index), value_at(b, index)
+            found.append(StageDifference(stage, key, *values, largest=largest, place=place))
+    if found:
+        sizes = [one.largest for one in found if one.largest is not None]
+        yield replace(
+            found[0],
+            num_different=num_different,
+            num_compared=num_compared,
+            largest=max(sizes, default=None),
+        )
+
+
+def differing_elements(
+    left: np.ndarray, right: np.ndarray, unknown_left: np.ndarray, unknown_right: np.ndarray
+) -> tuple[np.ndarray, float | None]:
+    """Return indices at which two rows differ in bits, and the largest float difference.
+
+    `unknown_left` and `unknown_right` are bool, in the shape of the rows: unknown values.
+    """
+    shared = min(len(left), len(right))
+    a, b = left[:shared], right[:shared]
+    unequal = a != b if a.dtype != b.dtype else bits(a) != bits(b)
+    unequal &= ~(unknown_left[:shared] | unknown_right[:shared])
+    indices = np.flatnonzero(unequal.any(axis=tuple(range(1, unequal.ndim))))
+    beyond = np.arange(shared, max(len(left), len(right)))
+    if a.dtype.kind != "f" or not len(indices):
+        return np.concatenate([indices, beyond]), None
+    gaps = np.abs(a[indices].astype(np.float64) - b[indices].astype(np.float64))
+    return np.concatenate([indices, beyond]), float(gaps.max())
+
+
+def bits(array: np.ndarray) -> np.ndarray:
+    """Return the array's bits as integers: 0.0 is not -0.0, and NaN equals NaN."""
+    return array.view(f"u{array.itemsize}") if array.dtype.kind == "f" else array
+
+
+def value_at(array: np.ndarray, index: int) -> Any:
+    """Return an element as a Python number, None beyond the end."""
+    return array[index].tolist() if index < len(array) else None
+
+
+def read_outcomes(step: RecordedStep) -> list[Outcome]:
+    """Read the outcome of each rank; empty if outcomes were not recorded."""
+    recorded = step.rank_name("outcome", 0, "json") in step.manifest.files
+    return [step.outcome(rank) for rank in range(step.manifest.num_ranks)] if recorded else []
+
+
+def parse_updates(plan: Plan, member: str) -> list[Update]:
+    """Parse the optimizer steps in the plan's `member`: "minibatches" (actor) or "critic".
+
+    Empty if the member is absent.
+    """
+    if member not in plan.details:
+        return []
+    numbers = ("loss", "grad_norm", "lr")
+    return [Update(*(float.fromhex(item[name]) for name in numbers)) for item in plan.details[member]]
+
+
+def compare_statistics(left: Mapping[str, float], right: Mapping[str, float]) -> Iterator[StageDifference]:
+    names = [
+        name for name in left if name in right and name.startswith(ACTOR) and not name.startswith(UPDATE)
+    ]
+    for name in names:
+        yield from compare_numbers("advantages", f"statistic {name}", left[name], right[name])
+
+
+def compare_logged(left: Mapping[str, float], right: Mapping[str, float]) -> Iterator[StageDifference]:
+    shared = [(name, STAGE_OF_STATISTIC.get(name.split("/")[-1])) for name in left if name in right]
+    for wanted in ("loss", "gradient"):
+        for name in [name for name, stage in shared if stage == wanted]:
+            yield from compare_numbers(wanted, f"statistic {name}", left[name], right[name])
+
+
+def compare_numbers(
+    stage: str, name: str, left: float | None, right: float | None, minibatch: int | None = None
+) -> Iterator[StageDifference]:
+    if (left is None) != (right is None) or (
+        left is not None and right is not None and hex_of(left) != hex_of(right)
+    ):
+        largest = None if left is None or right is None else abs(left - right)
+        yield StageDifference(stage, name, left, right, largest=largest, minibatch=minibatch)
+
+
+def hex_of(value: float) -> str:
+    """Return C99 hex: equal text means equal bits."""
+    return float(value).hex()
+
+
+def compare_updates(
+    here: Sequence[Outcome], there: Sequence[Outcome], updates: Sequence[Update], others: Sequence[Update]
+) -> Iterator[StageDifference]:
+    ran = [m.minibatch + 1 for outcome in (*here, *there) for m in outcome.micro_batches]
+    for minibatch in range(max([0, *ran])):
+        # other ranks have other micro-batches, whose losses cannot be compared
+        if len(here) == len(there):
+            for rank, (left, right) in enumerate(zip(here, there, strict=True)):
+                yield from compare_losses(rank, minibatch, left, right)
+        own, other = (u[minibatch] if minibatch < len(u) else None for u in (updates, others))
+        if own and other:
+            yield from compare_numbers("gradient", "grad_norm", own.grad_norm, other.grad_norm, minibatch)
+        recorded = zip(here[0].minibatches[minibatch:], there[0].minibatches[minibatch:], strict=False)
+        pair = next(recorded, None)
+        if pair:
+            yield from compare_checksums("gradient", pair[0].gradients, pair[1].gradients, minibatch)
+        if own and other:
+            yield from compare_numbers("weights", "lr", own.lr, other.lr, minibatch)
+        if pair:
+            yield from compare_checksums("weights", pair[0].weights, pair[1].weights, minibatch)
+
+
+def compare_critics(updates: Sequence[Update], others: Sequence[Update]) -> Iterator[StageDifference]:
+    for minibatch, (left, right) in enumerate(zip_longest(updates, others)):
+        for stage, fact in (("loss", "loss"), ("gradient", "grad_norm"), ("weights", "lr")):
+            own, other = (None if one is None else getattr(one, fact) for one in (left, right))
+            yield from compare_numbers(stage, f"{fact} of the critic", own, other, minibatch)
+
+
+def compare_losses(rank: int, minibatch: int, left: Outcome, right: Outcome) -> Iterator[StageDifference]:
+    sides = [[m for m in outcome.micro_batches if m.minibatch == minibatch] for outcome in (left, right)]
+    for number, (a, b) in enumerate(zip_longest(*sides)):
+        name = f"rank {rank}, micro-batch {number}"
+        rows, other_rows = (None if one is None else one.rows for one in (a, b))
+        if rows != other_rows:
+            yield StageDifference("loss", f"rows of {name}", rows, other_rows, minibatch=minibatch)
+        for fact in ("num_tokens", "weight", "loss"):
+            numbers = number_of(a, fact), number_of(b, fact)
+            yield from compare_numbers("loss", f"{fact} of {name}", *numbers, minibatch)
+
+
+def number_of(micro_batch: MicroBatch | None, fact: str) -> float | None:
+    """One number of a micro-batch, None if there is no such micro-batch."""
+    return None if micro_batch is None else getattr(micro_batch, fact)
+
+
+def compare_checksums(
+    stage: str, left: Mapping[str, str], right: Mapping[str, str], minibatch: int | None = None
+) -> Iterator[StageDifference]:
+    """Yield the first parameter, in the model's order, whose checksum differs, and how many do."""
+    names = list({**left, **right})
+    different = [name for name in names if name not in left or name not in right or left[name] != right[name]]
+    if different:
+        sides = [({different[0]: None} | dict(side))[different[0]] for side in (left, right)]
+        yield StageDifference(
+            stage, different[0], sides[0], sides[1], len(different), len(names), minibatch=minibatch
+        )

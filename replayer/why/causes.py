@@ -1,0 +1,497 @@
+"""What can have made two records differ at a place, judged from the records alone.
+
+    settings that differ ─> those that can act there ─┐
+    code that differs    ─> files that act there     ─┼─> candidates, the nearest first ─> a finding
+    rows that differ     ─> data, rewards, engine    ─┘
+
+A candidate acts on the stage that differs or before it, and is on its own what is not the same in
+both. `areal_debug.replay.ranks` runs steps again where several remain.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from shlex import quote
+from typing import TYPE_CHECKING, Any
+
+from recorder import Record
+from recorder.difference import Difference
+from recorder.environment import VARIABLES
+from replayer.commits.acting import ChangedFile, files_acting
+from replayer.commits.outside import code_of
+from replayer.commits.repository import Commit, commits_between, git, has_commit
+from replayer.commits.warm import search_commits
+from replayer.compare.stages import STAGES, StageDifference, prompts_of
+from replayer.diff import DiffReport, acts_from, share_a_prompt
+from replayer.errors import SameNumbers
+from replayer.request import Request, is_new_option_at_default
+from replayer.why.report import UNKNOWN, Cause, Confidence, Finding, Kind, Setting, listed
+
+if TYPE_CHECKING:
+    from replayer.commits.outside import CodeDifference
+    from replayer.compare.relations import Pattern
+
+# prefixes of options that a batch depends on, and nothing after it: its equal rows refute them
+ONLY_BATCH = ("gconfig", "train_dataset", "valid_dataset", "rollout", "sglang", "vllm", "workflow")
+# what differs in a batch -> the options that can act on it; {} any option
+OF_DATA = ("seed", "train_dataset", "gconfig.n_samples", "rollout", "dynamic_bs", "total_train", "tokenizer_path",
+           "actor.path", "allocation_mode")  # fmt: skip
+OF_TOOLS = ("rollout", "workflow", "agent", "train_dataset")
+OF_REWARDS = ("reward", "workflow", "agent", "train_dataset")
+# members of the environment that `replayer.commits.outside` compares
+OF_CODE = ("code", "libraries", "variables")
+VARIABLES_OF_KERNELS = frozenset(VARIABLES) - {"PYTHONHASHSEED"}
+# what differs in a batch -> words in the names of files and variables that compute it
+WORDS = {
+    "data": ("dataset", "loader", "rows", "prompt", "data", "batch"),
+    "rewards": ("reward", "workflow", "agent"),
+    "engine": ("embedded", "engine", "sglang", "vllm", "fleet", "generate", "live"),
+    "tools": ("tool", "agent", "workflow"),
+    "rows": ("episodes", "workflow", "agent", "batch"),
+}
+HARDWARE = ("cpu", "platform", "num_cores", "torch.gpus", "torch.gpu_driver")
+
+
+@dataclass(frozen=True)
+class Case:
+    """Two records, and where they differ first.
+
+    Attributes:
+        outside: code and variables that differ, besides commits (`replayer.commits`).
+        weights_before: whether the weights before the step are equal; None if it is not recorded.
+        is_replay: the right record is a replay of the left one.
+    """
+
+    left: Record
+    right: Record
+    step: int
+    first: StageDifference
+    pattern: "Pattern | None"
+    report: DiffReport
+    outside: "tuple[CodeDifference, ...]"
+    weights_before: bool | None
+    is_replay: bool = False
+
+    @property
+    def kind_of_batch(self) -> str | None:
+        """What of the batch differs: "data", "tools", "rewards", "rows", "engine"; else None."""
+        if self.first.stage != "batch":
+            return None
+        place = self.first.place
+        if self.first.name == "tool result":
+            return "tools"
+        if self.first.name in ("rows", "order of rows", "images") or (place is not None and place.in_prompt):
+            return "data"
+        if self.first.name in ("input_ids", "logprobs", "versions"):
+            return "engine"
+        return "rewards" if self.first.name == "rewards" else "rows"
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A possible cause. `distance` is 0 for what acts directly where the records differ."""
+
+    cause: Cause
+    distance: int
+    evidence: str
+    refuted_by: str
+    next: str
+    settings: tuple[str, ...] = ()
+
+
+def settings_of(case: Case) -> list[Setting]:
+    """List everything that is not the same in both, what acts first."""
+    header, first = case.report.set_differently, case.first
+    found = [
+        Setting("config", item.where, item.recorded, item.current, *option_acts(case, item))
+        for item in header.config
+    ]
+    for item in header.model:
+        found.append(Setting("model", item.where, item.recorded, item.current, True, "every stage reads it"))
+    for item in header.environment:
+        if item.where.split(".")[0] not in OF_CODE:
+            acts = environment_acts(case, item)
+            why = f"can act on the {first.stage}" if acts else "does not act on rows and masks"
+            found.append(Setting("environment", item.where, item.recorded, item.current, acts, why))
+    for outside in case.outside:
+        section = "environment" if outside.kind in ("variable", "library") else "code"
+        acts = outside_acts(case, outside)
+        why = (
+            f"can act on the {first.stage}"
+            if acts
+            else "what acts of a commit is listed as evidence"
+            if outside.kind == "commit"
+            else "does not act on rows"
+        )
+        found.append(Setting(section, outside.what, None, None, acts, why, is_outside=True))
+    return sorted(found, key=lambda setting: not setting.acts)
+
+
+def option_acts(case: Case, item: Difference) -> tuple[bool, str]:
+    stage, option = case.first.stage, item.where
+    if case.left.header.trainer is not None:
+        return True, f"where an option of {case.left.header.trainer} acts is not known"
+    for record, value in ((case.left, item.current), (case.right, item.recorded)):
+        if is_new_option_at_default(option, value, record.header.config):
+            return False, "is at its default, and unknown to the version of the other run"
+    acts = acts_from(option)
+    if STAGES.index(acts) > STAGES.index(stage):
+        return False, f"acts later, from the {acts} on"
+    if stage != "batch" and option.startswith(ONLY_BATCH):
+        return False, "acts on the batch, which is equal"
+    names = {"data": OF_DATA, "rewards": OF_REWARDS, "tools": OF_TOOLS}.get(case.kind_of_batch or "")
+    if names is not None and not any(
+        name in option if name == "reward" else option.startswith(name) for name in names
+    ):
+        return False, f"does not act on {case.kind_of_batch}"
+    return True, f"acts on the {acts}" + (" and after" if acts != stage else "")
+
+
+def environment_acts(case: Case, item: Difference) -> bool:
+    if case.first.stage != "batch" or case.kind_of_batch == "engine":
+        return True
+    return item.where.split(".")[0] == "python"
+
+
+def config_candidates(case: Case, settings: Sequence[Setting]) -> Iterator[Candidate]:
+    """Yield one candidate for the options that act, the latest first."""
+    acting = [item for item in settings if item.section == "config" and item.acts]
+    if not acting:
+        return
+    stage = case.first.stage
+    acting.sort(key=lambda item: -STAGES.index(acts_from(item.where)))
+    nearest = acting[0]
+    overrides = tuple(f"{item.where}={shown_value(item.right)}" for item in acting)
+    what = f"{nearest.where} is {shown(nearest.left)} in A and {shown(nearest.right)} in B"
+    if len(acting) > 1:
+        what = f"{listed([item.where for item in acting])} were set differently ({what})"
+    distance = STAGES.index(stage) - STAGES.index(acts_from(nearest.where))
+    yield Candidate(
+        Cause("config", what),
+        distance,
+        f"{listed([item.where for item in acting])} {'act' if len(acting) > 1 else 'acts'} on the {stage}",
+        f"B, run again with {nearest.where}={shown_value(nearest.left)}, still differs from A there",
+        next_of_config(case, overrides[0]),
+        overrides,
+    )
+
+
+def next_of_config(case: Case, override: str) -> str:
+    if case.first.stage == "batch" or not case.left.header.recording.has_plans:
+        return diff_command(case)
+    return replay_command(case.left, case.step, override)
+
+
+def diff_command(case: Case) -> str:
+    return f"areal-debug diff {quote(case.left.path)} {quote(case.right.path)} --step {case.step} --all"
+
+
+def replay_command(record: Record, step: int, override: str = "") -> str:
+    command = f"areal-debug replay {quote(record.path)} --from-step {step} --to-step {step}"
+    return f"{command} {quote(override)}" if override else command
+
+
+def model_candidates(case: Case, settings: Sequence[Setting]) -> Iterator[Candidate]:
+    """Yield the model's files, if the records start from others."""
+    names = [
+        item.where.split(".size_bytes")[0].split(".crc32c")[0] for item in settings if item.section == "model"
+    ]
+    names = list(dict.fromkeys(names))
+    if names and (case.step == case.left.steps[0] or not case.weights_before):
+        of_weights = any(name.endswith((".safetensors", ".bin", ".gguf")) for name in names)
+        what = f"A and B started from other model files ({listed(names)})"
+        yield Candidate(
+            Cause("config" if of_weights else "data", what),
+            0,
+            f"{listed(names)} of the model have other contents",
+            "B, run again from A's model files, still differs from A there",
+            f"areal-debug record show {quote(case.right.path)}",
+        )
+
+
+def environment_candidates(case: Case, settings: Sequence[Setting]) -> Iterator[Candidate]:
+    """Yield one candidate of the switches that differ, then one of the hardware."""
+    acting = [
+        item for item in settings if item.section == "environment" and item.acts and not item.is_outside
+    ]
+    is_hardware = [item.where.startswith(HARDWARE) for item in acting]
+    for hardware in (False, True):
+        items = [item for item, is_one in zip(acting, is_hardware, strict=True) if is_one is hardware]
+        if not items:
+            continue
+        one = items[0]
+        what = f"{one.where} is {shown(one.left)} in A and {shown(one.right)} in B"
+        if len(items) > 1:
+            what += f" (also {listed([item.where for item in items[1:]])})"
+        yield Candidate(
+            Cause("environment", what),
+            4 if hardware else 3,
+            f"{listed([item.where for item in items])} can act on the {case.first.stage}",
+            f"B, run again where {one.where} is {shown(one.left)}, still differs from A there",
+            replay_command(case.right, case.step),
+        )
+
+
+def outside_candidates(case: Case) -> Iterator[Candidate]:
+    """Yield what no commit shows: uncommitted changes, scripts, patched libraries, variables."""
+    for item in case.outside:
+        if not outside_acts(case, item):
+            continue
+        kind: Kind = "environment" if item.kind in ("variable", "library") else "code"
+        if item.kind in ("variable", "library"):
+            what = item.what
+        elif item.used_by == "both":
+            what = f"{item.what} is not the same in A and B"
+        else:
+            what = f"only {item.used_by} uses {item.file}"
+        yield Candidate(
+            Cause(kind, what, item.file, item.line),
+            distance_of(case, item),
+            f"{item.what} can act on the {case.first.stage}",
+            f"B, run again with A's {item.kind}, still differs from A there",
+            diff_command(case),
+        )
+
+
+def outside_acts(case: Case, item: "CodeDifference") -> bool:
+    """Return whether code or a variable can act: what only rounds acts on no rows or rewards."""
+    if item.kind == "commit":
+        return item.file is not None  # a commit is judged by its own changes
+    is_rounding = item.kind == "variable" and item.what.split()[0] in VARIABLES_OF_KERNELS
+    return not (is_rounding and case.kind_of_batch in ("data", "tools", "rewards", "rows"))
+
+
+def distance_of(case: Case, item: "CodeDifference") -> int:
+    """Return how near code or a variable is: 0 if its name has a word of what differs.
+
+    A file that one run alone uses comes last: a launcher is such a file, and a script that begins
+    to use a module differs itself.
+    """
+    if item.used_by != "both":
+        return 3
+    words = WORDS.get(case.kind_of_batch or "", ())
+    if any(word in f"{item.file or ''} {item.what}".lower() for word in words):
+        return 0
+    return 1 if item.kind != "script" or case.first.stage == "batch" else 2
+
+
+def data_finding(case: Case) -> Finding | None:
+    """Judge inputs or rewards that differ though nothing was set differently."""
+    show = diff_command(case)
+    first = case.first
+    if first.name == "images":
+        what = f"{first.num_different} of {first.num_compared} pictures of the same rows are others"
+        evidence = f"A has {first.left or 'none'}, B {first.right or 'none'}"
+        refuted = "the data sets of A and B have equal pictures"
+        return Finding(Cause("data", what), "medium", (evidence,), refuted, show)
+    if first.name == "tool result":
+        what = "a tool outside of the run, or its data, answered the same call in another way"
+        evidence = "the messages and the tool calls before it are equal"
+        refuted = "the tool, called again with these arguments, returns the same every time"
+        return Finding(Cause("environment", what), "medium", (evidence,), refuted, show)
+    if case.kind_of_batch == "data":
+        here, there = prompts_of(case.left.step(case.step), case.right.step(case.step))
+        equal = sum(there.get(name) == prompt for name, prompt in here.items())
+        if 2 * equal > len(here):
+            what = f"{len(here) - equal} of {len(here)} rows have prompts of other content"
+            evidence = (
+                "the other prompts are equal, at the same place: the data set was changed, not its order"
+            )
+            return Finding(
+                Cause("data", what),
+                "medium",
+                (evidence,),
+                "the data sets of A and B have equal prompts",
+                show,
+            )
+        if share_a_prompt(case.left, case.right, shared_steps(case)):
+            what = (
+                "the order of the prompts is not determined by what is recorded: something draws it at random"
+            )
+            evidence = "B has prompts of A at other places, with the same seed, data set options and code"
+            refuted = "a third run has the order of A or of B"
+            return Finding(Cause("nondeterminism", what), "medium", (evidence,), refuted, show)
+        what = "B trains on other prompts, with the same options"
+        return Finding(
+            Cause("data", what),
+            "medium",
+            ("no prompt of A's steps is in B's",),
+            "the data sets of A and B are equal",
+            show,
+        )
+    if case.first.name == "rewards":
+        what = "the rewards of the same completions are others in each run, with the same code: something draws them at random"
+        refuted = "the reward function, called again with these completions, returns A's rewards every time"
+        return Finding(
+            Cause("nondeterminism", what), "medium", ("prompts and completions are equal",), refuted, show
+        )
+    return None
+
+
+def shared_steps(case: Case) -> list[int]:
+    return sorted(set(case.left.steps) & set(case.right.steps))
+
+
+def shown(value: Any) -> str:
+    """Format a value of a setting; None is "not set"."""
+    return "not set" if value is None else str(value)
+
+
+def shown_value(value: Any) -> str:
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def finding_of(candidate: Candidate, confidence: Confidence, *evidence: str) -> Finding:
+    """Return a candidate as the answer."""
+    return Finding(
+        candidate.cause, confidence, (candidate.evidence, *evidence), candidate.refuted_by, candidate.next
+    )
+
+
+def unknown_finding(case: Case, *evidence: str) -> Finding:
+    """Return that nothing explains the difference."""
+    stage = {"batch": "batch", "logprobs": "advantages"}.get(case.first.stage, case.first.stage)
+    stage = {"gradient": "backward", "weights": "optimizer"}.get(stage, stage)
+    return Finding(
+        UNKNOWN,
+        "low",
+        evidence,
+        "any setting, file or variable that is not the same in A and B",
+        f"areal-debug goto {quote(case.left.path)} --step {case.step} --at {stage} --shell",
+    )
+
+
+Note = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Acting:
+    """A commit that changes what a stage runs, and the file of it that is nearest."""
+
+    commit: Commit
+    file: ChangedFile
+
+
+@dataclass(frozen=True)
+class History:
+    """The commits between two records: `older` to `newer`, and those that act, oldest first.
+
+    `is_reversed`: A has the newer one. `num_commits` is how many there are.
+    """
+
+    repository: Path
+    older: str
+    newer: str
+    is_reversed: bool
+    num_commits: int
+    acting: tuple[Acting, ...]
+
+
+def commits_of(case: Case) -> tuple[str | None, str | None]:
+    one, other = (code_of(record.header).get("commit") for record in (case.left, case.right))
+    return one, other
+
+
+def read_history(
+    case: Case, repository: Path, commits: tuple[str | None, str | None]
+) -> History | str | None:
+    """Return the commits between the records, None if they are the same, or why it is not known."""
+    one, other = commits
+    if one is None or other is None or one == other:
+        return None
+    missing = [commit[:10] for commit in (one, other) if not has_commit(repository, commit)]
+    if missing:
+        return f"commit {' and '.join(missing)} is not in {repository}: give the checkout with --repository"
+    base = git(repository, "merge-base", one, other).strip()
+    if base not in (one, other):
+        return f"commits {one[:10]} and {other[:10]} are on different branches: bisect from {base[:10]}"
+    older, newer = (one, other) if base == one else (other, one)
+    between = commits_between(repository, older, newer)
+    acting = []
+    if paths := [file.path for file in acting_on(case, repository, older, newer)]:
+        touched = git(repository, "rev-list", "--first-parent", f"{older}..{newer}", "--", *paths).split()
+        for commit in [commit for commit in between if commit.hash in touched]:
+            if files := acting_on(case, repository, f"{commit.hash}^", commit.hash):
+                acting.append(Acting(commit, files[0]))
+    return History(repository, older, newer, older == other, len(between), tuple(acting))
+
+
+def acting_on(case: Case, repository: Path, older: str, newer: str) -> list[ChangedFile]:
+    """List the changed files that act where the records differ, the nearest first.
+
+    What an earlier stage computed is not known if that stage was not recorded.
+    """
+    stage = case.first.stage
+    stages = [
+        stage,
+        *(earlier for earlier in STAGES[: STAGES.index(stage)] if earlier in case.report.not_compared),
+    ]
+    if case.first.name == "loss_mask":  # it is aligned where the advantages are computed
+        stages.append("advantages")
+    files = {
+        file.path: file for one in reversed(stages) for file in files_acting(repository, older, newer, one)
+    }
+    return sorted(files.values(), key=lambda file: nearness(case, file))
+
+
+def nearness(case: Case, file: ChangedFile) -> tuple[bool, int]:
+    """Return the sort key of a file: whether its path does not name what differs, its distance."""
+    words = WORDS.get(case.kind_of_batch or "", ())
+    return bool(words) and not any(word in file.path for word in words), file.distance
+
+
+def bisected(case: Case, history: History, model: str | None, note: Note) -> Finding | None:
+    """Replay A by the commits that act, or all, and return the one that changed its numbers.
+
+    None if all of them produce the same numbers: then the code is not the cause.
+
+    Raises NothingToBisect if a commit cannot replay A.
+    """
+    good, bad = history.older, history.newer
+    if history.acting:
+        good, bad = f"{history.acting[0].commit.hash}^", history.acting[-1].commit.hash
+    request = Request(case.left.path, case.step, case.step, model and str(Path(model).resolve()))
+    try:
+        report = search_commits(request, history.repository, good, bad, case.left.header.world_size, note)
+    except SameNumbers:
+        return None
+    culprit = report.culprits[-1]
+    of_culprit = [item for item in history.acting if item.commit.hash == culprit.hash]
+    place = of_culprit[0].file if of_culprit else None
+    found = commit_finding(case, history, culprit, place, "high" if len(report.culprits) == 1 else "medium")
+    return found.with_evidence(
+        "steps of A, replayed by the commits, change with this one, first in "
+        f"step {report.step} ({report.num_replays} replays)"
+    )
+
+
+def commit_finding(
+    case: Case, history: History, commit: Commit, place: ChangedFile | None, confidence: Confidence
+) -> Finding:
+    file, line = (None, None) if place is None else (place.path, place.first_line)
+    where = "" if file is None else f" changed {file}:{line}"
+    side = "A" if history.is_reversed else "B"
+    what = f'commit {commit.hash[:10]} "{commit.subject}"{where}, and only {side} has it'
+    evidence = f"of {history.num_commits} commits between A and B, {len(history.acting)} changed what the {case.first.stage} runs"
+    path = "" if file is None else f" -- {quote(file)}"
+    return Finding(
+        Cause("code", what, file, line, commit.hash),
+        confidence,
+        (evidence,),
+        "B, run again without this commit, still differs from A there",
+        f"git -C {quote(str(history.repository))} show {commit.hash[:10]}{path}",
+    )
+
+
+def static_finding(case: Case, history: History) -> Finding:
+    """Return the commit that acts nearest, of what no replay can show, as a batch."""
+    best = min(reversed(history.acting), key=lambda item: nearness(case, item.file))
+    rivals = [item for item in history.acting if nearness(case, item.file) == nearness(case, best.file)]
+    only = len(rivals) == 1
+    found = commit_finding(case, history, best.commit, best.file, "medium" if only else "low")
+    if len(history.acting) == 1:
+        return replace(found, confidence="high")
+    others = listed(
+        [f"{item.commit.hash[:10]} ({item.file.path})" for item in history.acting if item is not best]
+    )
+    return found.with_evidence(f"further commits that could act: {others}")

@@ -1,0 +1,257 @@
+"""The order of questions that leads from two records to one sentence.
+
+comparable? ─> first step, stage, tensor, row, token ─> pattern ─> what was set differently
+   ─> what acts there: options, model files, code, environment ─> proven by running steps again
+   ─> equal weights and prompts, other tokens: which engine     ─> verdict
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from recorder import Record
+from replayer.commits.first_step import first_true
+from replayer.commits.outside import code_differences, unknown_code
+from replayer.compare.patterns import causal_tensor, find_pattern, same_weights
+from replayer.compare.stages import STAGES
+from replayer.diff import DiffReport, diff_records
+from replayer.errors import ReplayError
+from replayer.why.causes import (
+    Case,
+    History,
+    commits_of,
+    config_candidates,
+    environment_candidates,
+    finding_of,
+    model_candidates,
+    outside_candidates,
+    read_history,
+    settings_of,
+    unknown_finding,
+)
+from replayer.why.proofs import (
+    Options,
+    code_finding,
+    engine_finding,
+    is_replayable,
+    option_finding,
+    without_settings,
+)
+from replayer.why.report import Finding, Setting, WhyReport
+
+
+def explain(left: Record, right: Record, options: Options, is_replay: bool = False) -> WhyReport:
+    """Say why two records differ.
+
+    Args:
+        is_replay: `right` is a replay of `left`, made here.
+
+    Raises DamagedRecord, RecordError.
+    """
+    try:
+        report = diff_records(left, right)
+    except ReplayError as error:
+        return WhyReport(left.path, right.path, "not comparable", str(error), 0, 0)
+    if report.first is None:
+        return identical(left, right, report)
+    if report.unrelated is not None:
+        reason = f"A and B are of different runs: {report.unrelated}"
+        return WhyReport(
+            left.path, right.path, "not comparable", reason, report.num_compared, report.num_shared
+        )
+    diverged_at, independent = first_weights(left, right, report)
+    also: tuple[str, ...] = ()
+    if independent is not None:
+        also = (
+            f"step {report.step} has other numbers before that, with equal weights: {report.first.name}, stage {report.first.stage}",
+        )
+        report = independent
+    case = make_case(left, right, report, is_replay)
+    settings = settings_of(case)
+    finding = find_cause(case, settings, options)
+    return report_of(case, settings, finding, diverged_at, also)
+
+
+def identical(left: Record, right: Record, report: DiffReport) -> WhyReport:
+    """Return that all common steps have the same bits, and what was set without effect."""
+    count = f"{report.num_compared} of {report.num_shared} common steps compared"
+    what = "all that both records know has the same bits" if report.not_known else "all have the same bits"
+    header = report.set_differently
+    settings = tuple(
+        Setting(section, item.where, item.recorded, item.current, False, "had no effect on any number")
+        for section, items in (
+            ("config", header.config),
+            ("model", header.model),
+            ("environment", header.environment),
+        )
+        for item in items
+    )
+    only = [
+        f"{len(steps)} steps from {steps[0]} to {steps[-1]} are only in {side}"
+        for side, steps in (("A", report.only_left), ("B", report.only_right))
+        if steps
+    ]
+    return WhyReport(
+        left.path,
+        right.path,
+        "identical",
+        f"{count}, {what}",
+        report.num_compared,
+        report.num_shared,
+        settings=settings,
+        also=tuple(only),
+        not_known=report.not_known,
+        not_compared=report.not_compared,
+    )
+
+
+def first_weights(left: Record, right: Record, report: DiffReport) -> tuple[int | None, DiffReport | None]:
+    """Return the first common step after which the weights differ, None if none or not recorded.
+
+    With the report on that step, if its first difference cannot follow from the one in `report`:
+    the step began with equal weights, and differs at an earlier stage.
+    """
+    assert report.step is not None
+    assert report.first is not None
+    steps = [step for step in sorted(set(left.steps) & set(right.steps)) if step >= report.step]
+    equal = {step: same_weights(left.step(step), right.step(step)) for step in (steps[0], steps[-1])}
+    if None in equal.values() or equal[steps[-1]]:
+        return None, None
+    index = first_true(len(steps) - 1, lambda i: not same_weights(left.step(steps[i]), right.step(steps[i])))
+    found = steps[index]
+    if found == report.step:
+        return found, None
+    later = diff_records(left, right, found)
+    assert later.first is not None
+    is_independent = STAGES.index(later.first.stage) < STAGES.index(report.first.stage)
+    return found, later if is_independent else None
+
+
+def make_case(left: Record, right: Record, report: DiffReport, is_replay: bool) -> Case:
+    assert report.step is not None
+    step, foreign = report.step, (left.header.trainer is not None, right.header.trainer is not None)
+    here, there = left.step(step), right.step(step)
+    first = causal_tensor(report.differences)
+    pattern = find_pattern(here, there, first, foreign)
+    outside = code_differences(left.header, right.header)
+    return Case(
+        left,
+        right,
+        step,
+        first,
+        pattern,
+        report,
+        tuple(outside),
+        weights_before(left, right, step),
+        is_replay,
+    )
+
+
+def weights_before(left: Record, right: Record, step: int) -> bool | None:
+    """Return whether both started a step from equal weights, None if it is not recorded."""
+    earlier = [number for number in left.steps if number in right.steps and number < step]
+    if earlier:
+        return same_weights(left.step(earlier[-1]), right.step(earlier[-1]))
+    files = [record.header.model["files"] for record in (left, right)]
+    return files[0] == files[1] if step == 0 and all(files) else None
+
+
+def find_cause(case: Case, settings: Sequence[Setting], options: Options) -> Finding:
+    """Return the cause of a difference, as far as it can be shown."""
+    config = [*model_candidates(case, settings), *config_candidates(case, settings)]
+    if case.weights_before is False and not config:
+        return before_the_records(case)
+    around = [*outside_candidates(case), *environment_candidates(case, settings)]
+    around.sort(key=lambda candidate: candidate.distance)
+    history = read_history(case, options.repository, commits_of(case))
+    notes: tuple[str, ...] = (history,) if isinstance(history, str) else ()
+    without_replay = replace(options, replay=None)
+    can_replay = options.replay is not None and is_replayable(case)
+    code = history if isinstance(history, History) and history.acting else None
+    if isinstance(history, History) and not history.acting:
+        notes = (
+            f"{history.num_commits} commits are between A and B, and none changed what the {case.first.stage} runs",
+        )
+    if config:
+        others = len(config) - 1 + len(around) + (code is not None)
+        found = option_finding(case, config[0], others, options if can_replay else without_replay)
+        if found is not None:
+            return found.with_evidence(*notes)
+        notes += (f"{config[0].evidence}, but A replayed with it is as before",)
+    if code is not None:
+        found = code_finding(case, code, bool(around), options if can_replay else without_replay)
+        if found is not None:
+            return with_engine(case, found, options).with_evidence(*notes)
+        notes += ("A has the same numbers by the code of both commits",)
+    if around:
+        return finding_of(around[0], "high" if len(around) == 1 and not notes else "medium", *notes)
+    if isinstance(history, History) and code is None and can_replay:
+        # what a stage runs is read from its code, which may call what cannot be read
+        found = code_finding(case, history, False, options)
+        if found is not None:
+            return found
+        notes += ("A has the same numbers by the code of both commits",)
+    return without_settings(case, options).with_evidence(*notes)
+
+
+def before_the_records(case: Case) -> Finding:
+    found = unknown_finding(case, "the weights differ already before the first step that both records have")
+    what = "the runs had other weights before the first step that both records have"
+    return replace(found, cause=replace(found.cause, what=what), confidence="high")
+
+
+def with_engine(case: Case, found: Finding, options: Options) -> Finding:
+    """Return a commit's finding with what its engine did, if the engine can be asked and did it."""
+    engine = engine_finding(case, options)
+    if engine is None or engine.cause.kind != "engine":
+        return found
+    where = found.cause
+    cause = replace(
+        engine.cause,
+        what=f"{engine.cause.what}; {where.what}",
+        file=where.file,
+        line=where.line,
+        commit=where.commit,
+    )
+    return replace(engine, cause=cause, next=found.next).with_evidence(*found.evidence)
+
+
+def report_of(
+    case: Case,
+    settings: Sequence[Setting],
+    finding: Finding,
+    diverged_at: int | None,
+    also: tuple[str, ...],
+) -> WhyReport:
+    """Collect the answer."""
+    report, pattern = case.report, case.pattern
+    last = max(set(case.left.steps) & set(case.right.steps))
+    ends_equal = same_weights(case.left.step(last), case.right.step(last))
+    return WhyReport(
+        left=case.left.path,
+        right=case.right.path,
+        verdict="same weights, other numbers" if ends_equal else "diverged",
+        reason="",
+        num_compared=report.num_compared,
+        num_shared=report.num_shared,
+        finding=finding,
+        step=case.step,
+        difference=case.first,
+        diverged_at=diverged_at,
+        pattern=None if pattern is None else pattern.kind,
+        pattern_detail=None if pattern is None else pattern.why,
+        pattern_value=None if pattern is None else pattern.value,
+        settings=tuple(settings),
+        also=also,
+        not_known=(*report.not_known, *unknown_code(case.left.header, case.right.header)),
+        not_compared=report.not_compared,
+        equal=equal_before(case),
+    )
+
+
+def equal_before(case: Case) -> tuple[str, ...]:
+    """Return what is equal before the difference: the weights, and earlier stages of the step."""
+    found = []
+    if case.weights_before:
+        found.append("weights before the step")
+    earlier = STAGES[: STAGES.index(case.first.stage)]
+    return (*found, *(stage for stage in earlier if stage not in case.report.not_compared))
