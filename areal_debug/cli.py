@@ -36,7 +36,6 @@ SECTIONS = {
     },
     "Diagnose": {
         "consistency": "Compare an engine's logprobs with the model's, token by token",
-        "certify": "Prove that sampled log-probs equal the trainer's in every bit",
         "hang": "Find out why a job hangs and which ranks block it",
         "doctor": "Diagnose a run's metrics and recommend config changes",
         "reward": "Find out what a reward function pays for; score a record again",
@@ -53,6 +52,7 @@ SECTIONS = {
         "agent": "Run an agent alone, under load or inside the trainer",
     },
 }
+RENAMED = {"certify": ["consistency", "--exact"]}  # hidden: what the old name runs
 VERBS = {name: help for section in SECTIONS.values() for name, help in section.items()}
 
 SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
@@ -172,6 +172,10 @@ class VerbGroup(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
+        if self.sections and args[0] in RENAMED:
+            now = RENAMED[args[0]]
+            click.echo(f"{args[0]} is `areal-debug {' '.join(now)}` now", err=True)
+            args = [*now, *args[1:]]
         name, known = args[0], self.list_commands(ctx)
         if name not in known and not name.startswith("-") and not ctx.resilient_parsing:
             close = difflib.get_close_matches(name, known, n=2)
