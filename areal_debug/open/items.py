@@ -162,8 +162,8 @@ def examine_hang(found: Found, scratch: Path) -> Item:
     from areal_core.safety.durable import commit_file
     from hangdoctor.diagnose import diagnose
     from hangdoctor.parse.read import read_snapshot
-    from hangdoctor.report.html import VERDICTS, page
-    from hangdoctor.report.text import exit_status
+    from areal_debug.hang.html import VERDICTS, page
+    from areal_debug.hang.tree import exit_status
 
     snapshot = read_snapshot([found.path])
     found_cause = diagnose(snapshot)
