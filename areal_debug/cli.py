@@ -239,28 +239,11 @@ nproc_option = click.option(
 )
 
 
-def spread_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """`--on ray` and `--workers`: where the tasks of a verb run."""
-    place = click.option(
-        "--on",
-        "place",
-        type=click.Choice(["ray"]),
-        help="Run a task for each record, step or setting on Ray: that of RAY_ADDRESS, else one started here.",
-    )
-    workers = click.option(
-        "--workers",
-        type=click.IntRange(min=1),
-        metavar="N",
-        help="With --on ray: tasks at a time; by default one a CPU.",
-    )
-    return place(workers(command))
-
-
 step_range_option = click.option(
     "--steps",
     "step_range",
     metavar="A:B",
-    help="Steps from A up to, and without, B, each by itself; `:` for all. With --on ray all by default.",
+    help="Steps from A up to, and without, B, each by itself; `:` for all.",
 )
 
 

@@ -13,8 +13,7 @@ from itertools import pairwise
 from hangdoctor.frames import is_library
 from hangdoctor.model import Frame, ProcessDump, ProcessFacts, Rank, Snapshot, Status
 from hangdoctor.recorded_operations import OperationFinding, findings_of
-from hangdoctor.threads import ThreadState, best_sample, effective, view
-from hangdoctor.waits import ThreadWait
+from hangdoctor.waits import ThreadState, ThreadWait, best_sample, effective, view
 
 # Measured: the main thread of a hung rank is not switched to once between two samples; that of a
 # rank which makes steps is switched to at least 20 times a second, however loaded the machine.

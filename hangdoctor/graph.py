@@ -14,7 +14,7 @@ from hangdoctor.case import Case, ProcessState
 from hangdoctor.frames import ENTRIES
 from hangdoctor.groups import rank_ranges
 from hangdoctor.model import Frame
-from hangdoctor.patterns import EVENT_LOOP, ROOTED
+from hangdoctor.tables import EVENT_LOOP, ROOTED
 from hangdoctor.waits import ThreadWait
 
 WEB_SERVERS = (

@@ -1,7 +1,6 @@
 """Checks of options that must agree, made when a config is loaded.
 
-Each coupling is one function that yields one sentence per disagreement, with both names and values.
-Those of policy optimisation are in `policy_checks.py`, options without their feature in
+Rules that can be written as a row are in `rules.py`, options without their feature in
 `not_yet.py`, models and data with images in `vision.py`.
 """
 
@@ -12,26 +11,24 @@ from typing import Any
 from areal_core.config.derived import num_given_servers
 from areal_core.config.experiment import (
     BaseExperimentConfig,
-    DPOConfig,
     EvaluatorConfig,
     PPOConfig,
-    RWConfig,
 )
 from areal_core.config.not_yet import (
     names_of_another_run,
     not_yet,
     without_effect_on_a_model,
 )
-from areal_core.config.policy_checks import PPO_COUPLINGS, ROLLOUT_COUPLINGS
+from areal_core.config.presets import shown
 from areal_core.config.roles import ROLLOUT_SECTIONS, Role
+from areal_core.config.rules import broken_rules, rows_per_rank
 from areal_core.config.scheduling import specs_without_effect, strategies_without_effect, wrong_specs
-from areal_core.config.servers import server_options
+from areal_core.config.servers import ALL_LINEAR, server_options, serves_adapters
 from areal_core.config.train_engine import TrainEngineConfig
 from areal_core.config.vision import images_in_use
 from areal_core.environment import ADDRESSES_VARIABLE
 from areal_core.errors import AllocationError, ConfigError
 
-ALL_LINEAR = "all-linear"  # upstream's name of every linear layer
 # Adapters in a server's memory: the previous version stays until every client requests the new one.
 ADAPTERS_AT_ONCE = 2
 
@@ -49,7 +46,7 @@ def check_config(config: BaseExperimentConfig, role: Role = "train") -> list[str
     try:
         if role == "rollout" or config.allocation.train is None:
             return check_rollouts(config, values)
-        problems += disagreements(config)
+        problems += disagreements(config, role)
     except AllocationError as error:  # every other reader of the allocation would raise it
         problems.append(str(error))
     if problems:
@@ -74,29 +71,12 @@ def check_rollouts(config: BaseExperimentConfig, values: dict[str, Any]) -> list
     role = "checked for rollouts alone: options of training may be missing and are not compared"
     read = {name: value for name, value in values.items() if name.split(".")[0] in ROLLOUT_SECTIONS}
     problems = [*wrong_values(config), *not_yet(read, refused=True), *images_in_use(config)]
-    if isinstance(config, PPOConfig):
-        problems += [problem for coupling in ROLLOUT_COUPLINGS for problem in coupling(config)]
     if not config.actor.path:
         problems.append("actor.path is empty; give a model folder")
-    problems += evaluations_fit_the_method(config)
+    problems += disagreements(config, "rollout")
     if problems:
         raise ConfigError("\n".join([*problems, f"({role})"]))
     return [role, *not_yet(read, refused=False)]
-
-
-def disagreements(config: BaseExperimentConfig) -> Iterator[str]:
-    """Yield one sentence for each disagreement between options. Raises AllocationError."""
-    for common in COUPLINGS:
-        yield from common(config)
-    if isinstance(config, PPOConfig):
-        for of_ppo in PPO_COUPLINGS + SERVED_LORA_COUPLINGS:
-            yield from of_ppo(config)
-    if isinstance(config, DPOConfig | RWConfig):
-        for of_pairs in PAIR_COUPLINGS:
-            yield from of_pairs(config)
-    if isinstance(config, DPOConfig):
-        for of_dpo in DPO_COUPLINGS:
-            yield from of_dpo(config)
 
 
 def flat_values(section: Any, prefix: str = "") -> dict[str, Any]:
@@ -122,13 +102,6 @@ def wrong_values(section: Any, prefix: str = "") -> Iterator[str]:
                 yield f"{name} is {value}; expected {limits.words}"
 
 
-def model_can_be_trained(config: BaseExperimentConfig) -> Iterator[str]:
-    if not config.actor.path:
-        yield "actor.path is empty; give a model folder"
-    if config.actor.optimizer is None:
-        yield "actor.optimizer is empty; give at least actor.optimizer.lr"
-
-
 def evaluations_fit_the_method(config: BaseExperimentConfig) -> Iterator[str]:
     allocation, method = config.allocation, type(config).__name__
     if allocation.kind != "eval":
@@ -139,100 +112,11 @@ def evaluations_fit_the_method(config: BaseExperimentConfig) -> Iterator[str]:
         yield f"the allocation {allocation} evaluates samples and {method} has none: use fsdp:d1|eval, which measures its rows"
 
 
-def recovery_writes_checkpoints(config: BaseExperimentConfig) -> Iterator[str]:
-    recover = config.recover
-    periods = (recover.freq_epochs, recover.freq_steps, recover.freq_secs)
-    if recover.mode in ("auto", "on", "fault") and not any(periods):
-        yield (
-            f"recover.mode is {recover.mode!r} and recover.freq_epochs, freq_steps and freq_secs are {periods}; "
-            "give one of them, or there is no checkpoint to continue from"
-        )
-
-
-def debug_either_records_or_replays(config: BaseExperimentConfig) -> Iterator[str]:
-    if config.debug.dump_rollout_data and config.debug.replay_rollout_data:
-        yield "debug.dump_rollout_data is True and debug.replay_rollout_data is True; a run records or replays, not both"
-    if config.debug.replay_rollout_data and not config.debug.path:
-        yield "debug.replay_rollout_data is True and debug.path is ''; give the folder of the record"
-
-
-def recorded_steps_are_given_once(config: BaseExperimentConfig) -> Iterator[str]:
-    debug = config.debug
-    if debug.dump_steps is not None and debug.dump_every != 1:
-        yield f"debug.dump_steps is {debug.dump_steps} and debug.dump_every is {debug.dump_every}; give one of them"
-
-
-def batch_divides_over_ranks(config: BaseExperimentConfig) -> Iterator[str]:
-    allocation = config.allocation
-    if allocation.train is None:
-        return
-    batch_size, num_ranks = config.train_dataset.batch_size, allocation.train.data
-    if batch_size % num_ranks:
-        yield (
-            f"train_dataset.batch_size is {batch_size} and the allocation trains on d{num_ranks}; "
-            "the first must be a multiple of the second"
-        )
-
-
-def only_critics_and_reward_models_have_scores(config: BaseExperimentConfig) -> Iterator[str]:
-    may_have = (
-        ("actor.is_critic",)
-        if isinstance(config, RWConfig)
-        else ("critic.is_critic", "reward_model.is_critic")
-    )
-    for name, value in flat_values(config).items():
-        if name.endswith(".is_critic") and value and name not in may_have:
-            yield f"{name} is True and the section configures a language model: set it to false"
-
-
-def only_pairs_stay_together(config: BaseExperimentConfig) -> Iterator[str]:
-    has_pairs = isinstance(config, DPOConfig | RWConfig)
-    for name, value in flat_values(config).items():
-        if name.endswith(".granularity") and value not in ((1, 2) if has_pairs else (1,)):
-            yield f"{name} is {value}; DPO and reward models keep 2 sequences together, others 1: use 1 for both"
-
-
 def engines_of(config: BaseExperimentConfig) -> Iterator[tuple[str, TrainEngineConfig]]:
     """Yield the name and the section of each model."""
     for name, section in vars(config).items():
         if isinstance(section, TrainEngineConfig):
             yield name, section
-
-
-def liger_has_a_gpu(config: BaseExperimentConfig) -> Iterator[str]:
-    for name, engine in engines_of(config):
-        if engine.use_liger and config.device == "cpu":
-            yield f"{name}.use_liger is True and device is 'cpu'; Liger's kernels need a GPU: set it to false"
-
-
-def copies_of_the_weights_divide_the_ranks(config: BaseExperimentConfig) -> Iterator[str]:
-    train = config.allocation.train
-    for name, engine in engines_of(config):
-        size = engine.fsdp.shard_size
-        if size is not None and train is not None and (train.data * train.context % size or train.tensor > 1):
-            yield (
-                f"{name}.fsdp.shard_size is {size} and the allocation trains with {train}; "
-                "the first must divide d x c, and needs t1"
-            )
-
-
-def trained_models_need_no_loss_scaling(config: BaseExperimentConfig) -> Iterator[str]:
-    for name, engine in engines_of(config):
-        if name in ("actor", "critic") and engine.dtype == "float16":
-            yield (
-                f"{name}.dtype is 'float16', in which gradients of long batches become 0, and losses are not scaled: "
-                "use bfloat16 or float32"
-            )
-
-
-def compiled_layers_are_not_split(config: BaseExperimentConfig) -> Iterator[str]:
-    train = config.allocation.train
-    for name, engine in engines_of(config):
-        if engine.fsdp.compile and train is not None and train.tensor > 1:
-            yield (
-                f"{name}.fsdp.compile is True and the allocation trains on t{train.tensor}; "
-                "tensor-parallel layers are not compiled: set the first to false, or use t1"
-            )
 
 
 def without_effect_on_a_cpu(config: BaseExperimentConfig) -> Iterator[str]:
@@ -273,67 +157,13 @@ def of_an_evaluation_alone(config: BaseExperimentConfig) -> Iterator[str]:
         yield f"{', '.join(given)} and the run trains: they are of a run that only evaluates (areal-debug eval)"
 
 
-def other_model(config: BaseExperimentConfig, name: str) -> TrainEngineConfig | None:
-    """Return a section of a model other than the actor; None if it is missing or empty."""
-    has_it = isinstance(config, PPOConfig) or (isinstance(config, DPOConfig) and name == "ref")
-    return getattr(config, name) if has_it else None
-
-
-def adapters_have_a_size(config: BaseExperimentConfig) -> Iterator[str]:
-    for name, model in {"actor": config.actor, "critic": other_model(config, "critic")}.items():
-        if model is None or not model.use_lora:
-            continue
-        if model.lora_rank < 1 or model.lora_alpha <= 0:
-            yield f"{name}.lora_rank is {model.lora_rank} and {name}.lora_alpha is {model.lora_alpha}; expected 1 or more, and above 0"
-        train = config.allocation.train
-        if train is not None and train.tensor > 1:
-            yield (
-                f"{name}.use_lora is True and the allocation trains with {train}; adapters are not sharded over "
-                "tensor-parallel ranks: use t1"
-            )
-
-
-def only_trained_models_have_adapters(config: BaseExperimentConfig) -> Iterator[str]:
-    for name in ("ref", "teacher", "reward_model"):
-        model = other_model(config, name)
-        if model is not None and model.use_lora:
-            yield f"{name}.use_lora is True and {name} is not trained; set it to false"
-
-
-def serves_adapters(config: PPOConfig) -> bool:
-    """Return whether weight updates send servers the adapter alone, not the merged weights."""
-    requested = config.rollout.use_lora or server_options(config, config.allocation).enable_lora
-    return config.actor.use_lora and requested and config.allocation.has_servers
-
-
-def is_base_of(reference: TrainEngineConfig | None, actor: TrainEngineConfig) -> bool:
-    """Return whether a reference (None: the initial actor) is the actor without its adapter.
-
-    It is equal bit for bit then, and needs no second model.
-    """
-    names = (
-        "path", "dtype", "temperature", "mb_spec", "attn_impl", "use_liger", "init_from_scratch", "enable_tree_training",
-    )  # fmt: skip
-    return actor.use_lora and (
-        reference is None or all(getattr(reference, name) == getattr(actor, name) for name in names)
-    )
-
-
-def adapters_are_trained_where_requested(config: PPOConfig) -> Iterator[str]:
-    options = server_options(config, config.allocation)
-    for name, requested in {
-        "rollout.use_lora": config.rollout.use_lora,
-        options.names["enable_lora"]: options.enable_lora,
-    }.items():
-        if requested and not config.actor.use_lora:
-            yield f"{name} is True and actor.use_lora is False; there is no adapter to sample with: set both to the same value"
-
-
 def servers_take_adapters(config: PPOConfig) -> Iterator[str]:
-    if not serves_adapters(config):
-        return
     actor, sglang, options = config.actor, config.sglang, server_options(config, config.allocation)
     names = options.names
+    if options.enable_lora and not actor.use_lora:
+        yield f"{names['enable_lora']} is True and actor.use_lora is False; there is no adapter to sample with: set both to the same value"
+    if not serves_adapters(config):
+        return
     if not options.enable_lora:
         yield f"rollout.use_lora is True and {names['enable_lora']} is not; the servers would refuse adapters: set it to true"
     if options.max_lora_rank is None or options.max_lora_rank < actor.lora_rank:
@@ -347,61 +177,111 @@ def servers_take_adapters(config: PPOConfig) -> Iterator[str]:
             "the new adapter and the previous one"
         )
     served, wanted = sglang.lora_target_modules or [ALL_LINEAR], actor.target_modules or [ALL_LINEAR]
-    if (
-        config.allocation.rollout_backend == "sglang"
-        and not {ALL_LINEAR, "all"} & set(served)
-        and not set(wanted) <= set(served)
-    ):
+    is_open = config.allocation.rollout_backend != "sglang" or {ALL_LINEAR, "all"} & set(served)
+    if not is_open and not set(wanted) <= set(served):
         yield f"sglang.lora_target_modules is {served} and actor.target_modules is {wanted}; the first must include all of the second"
     if actor.weight_update_mode != "disk":
         yield (
             f"actor.weight_update_mode is {actor.weight_update_mode!r} and servers are sent adapters, which they load only from a "
             f"folder: set it to disk, or rollout.use_lora and {names['enable_lora']} to false for merged weights"
         )
-    if config.rollout.pause_mode != "abort":
-        yield (
-            f"rollout.pause_mode is {config.rollout.pause_mode!r} and servers are sent adapters; a request continues with the "
-            "adapter that it started with, and only an aborted one uses the new adapter: set it to abort"
-        )
-    if not config.gconfig.lora_name:
-        yield "gconfig.lora_name is empty; give the adapter a name"
 
 
-def pair_fits_into_a_micro_batch(config: DPOConfig | RWConfig) -> Iterator[str]:
-    limit, longest = config.actor.mb_spec.max_tokens_per_mb, config.train_dataset.max_length
-    if limit and longest and limit < 2 * longest:
+def given_servers_are_those_of_the_allocation(config: PPOConfig) -> Iterator[str]:
+    count, allocation = num_given_servers(), config.allocation
+    if not count or allocation.kind != "decoupled" or config.debug.replay_rollout_data:
+        return
+    assert allocation.rollout is not None  # a decoupled allocation has servers
+    if count != allocation.rollout.data:
         yield (
-            f"actor.mb_spec.max_tokens_per_mb is {limit} and train_dataset.max_length is {longest}; "
-            "a pair stays in one micro-batch: the first must be at least twice the second"
+            f"{ADDRESSES_VARIABLE} names {count} inference servers and the allocation {allocation} has "
+            f"{allocation.rollout.data}: name as many, give {allocation.trainer!r} to use those that are named, or "
+            "unset the variable to let the run start its own"
         )
 
 
-def dpo_compares_with_its_reference(config: DPOConfig) -> Iterator[str]:
-    actor, ref = config.actor, config.ref
-    if ref is not None and not ref.path:
-        yield "ref.path is empty; give a model folder, or no ref section for the initial policy"
-    if ref is not None and ref.temperature != actor.temperature:
-        yield f"ref.temperature is {ref.temperature} and actor.temperature is {actor.temperature}; they must be equal"
-    if actor.init_from_scratch:
-        yield "actor.init_from_scratch is True; the reference could not have the same weights: give a trained model"
+def too_short(config: PPOConfig, limits: dict[str, int | None]) -> Iterator[str]:
+    """Yield one sentence for each limit, by its option, below the longest possible sequence."""
+    gconfig, max_length = config.gconfig, config.train_dataset.max_length
+    longest = min(gconfig.max_tokens, (max_length or 0) + gconfig.max_new_tokens)
+    lengths = (
+        f"train_dataset.max_length is {max_length} and gconfig.max_new_tokens is {gconfig.max_new_tokens}"
+    )
+    for name, limit in limits.items():
+        if limit is not None and limit < longest:
+            yield (
+                f"{name} is {limit}; {lengths}: a sequence of {longest} tokens would not fit: raise the first, "
+                "or lower one of the others or gconfig.max_tokens"
+            )
 
 
-COUPLINGS = (
-    model_can_be_trained,
-    evaluations_fit_the_method,
-    recovery_writes_checkpoints,
-    debug_either_records_or_replays,
-    recorded_steps_are_given_once,
-    batch_divides_over_ranks,
-    only_critics_and_reward_models_have_scores,
-    only_pairs_stay_together,
-    liger_has_a_gpu,
-    trained_models_need_no_loss_scaling,
-    copies_of_the_weights_divide_the_ranks,
-    compiled_layers_are_not_split,
-    adapters_have_a_size,
-    only_trained_models_have_adapters,
-)
-SERVED_LORA_COUPLINGS = (adapters_are_trained_where_requested, servers_take_adapters)
-PAIR_COUPLINGS = (pair_fits_into_a_micro_batch,)
-DPO_COUPLINGS = (dpo_compares_with_its_reference,)
+def servers_and_trainer_can_take_turns(config: PPOConfig) -> Iterator[str]:
+    allocation, rollout, sglang = config.allocation, config.rollout, config.sglang
+    if not allocation.shares_devices:
+        return
+    assert allocation.rollout is not None
+    assert allocation.train is not None
+    shared = f"the allocation {allocation} samples and trains on the same devices"
+    separate = f"'{allocation.engine}+{allocation.trainer}'"
+    if allocation.rollout_backend != "sglang":
+        yield f"{shared}, and only SGLang servers release their memory here: use sglang, or {separate}"
+    if allocation.rollout.world_size != allocation.train.world_size:
+        yield (
+            f"{shared}, and has {allocation.rollout.world_size} of them for servers and {allocation.train.world_size} for ranks; "
+            "the numbers must be equal"
+        )
+    if config.scheduler.type not in (None, "local"):
+        yield f"{shared}, and scheduler.type is {config.scheduler.type!r}; only the local launcher places both there: use {separate}"
+    wrong = {
+        "rollout.max_head_offpolicyness": (rollout.max_head_offpolicyness, 0, "nothing is sampled meanwhile"),
+        "actor.weight_update_mode": (config.actor.weight_update_mode, "disk", "NCCL accepts a device once"),
+        "rollout.use_lora": (rollout.use_lora, False, "released weights are loaded again in full"),
+        "sglang.enable_lora": (bool(sglang.enable_lora), False, "released weights are loaded again in full"),
+    }
+    if config.device != "cpu":  # where SGLang has no memory saver
+        wrong["sglang.enable_memory_saver"] = (sglang.enable_memory_saver, True, "servers keep their memory")
+    for name in ("actor", "ref", "critic", "teacher", "reward_model"):
+        model = getattr(config, name)
+        if model is not None and not model.fsdp.offload_params:
+            wrong[f"{name}.offload"] = (model.offload, True, "the model stays on the device")
+    for name, (value, needed, why) in wrong.items():
+        if value != needed:
+            yield f"{name} is {value!r} and {shared} in turn, where {why}: set the first to {shown(needed)}"
+
+
+def minibatches_have_rows(config: PPOConfig) -> Iterator[str]:
+    per_rank = rows_per_rank(config)
+    for name, model in {"actor": config.actor, "critic": config.critic}.items():
+        if model is not None and model.ppo_n_minibatches > max(per_rank, 1):
+            yield (
+                f"{name}.ppo_n_minibatches is {model.ppo_n_minibatches} and each rank has {per_rank} sequences "
+                "(train_dataset.batch_size x gconfig.n_samples / ranks); expected 1 to that many"
+            )
+
+
+def longest_sequence_fits(config: PPOConfig, role: Role) -> Iterator[str]:
+    models = {name: getattr(config, name) for name in ("actor", "ref", "critic", "teacher", "reward_model")}
+    limits: dict[str, int | None] = {}
+    if config.allocation.has_servers:
+        options = server_options(config, config.allocation)
+        limits[options.names["context_length"]] = options.context_length
+    if role == "train":
+        limits |= {
+            f"{name}.mb_spec.max_tokens_per_mb": model.mb_spec.max_tokens_per_mb
+            for name, model in models.items()
+            if model is not None
+        }
+    yield from too_short(config, limits)
+
+
+def disagreements(config: BaseExperimentConfig, role: Role) -> Iterator[str]:
+    """Yield one sentence for each disagreement between options. Raises AllocationError."""
+    yield from broken_rules(config, role)
+    yield from evaluations_fit_the_method(config)
+    if isinstance(config, PPOConfig):
+        yield from longest_sequence_fits(config, role)
+    if isinstance(config, PPOConfig) and role == "train":
+        yield from given_servers_are_those_of_the_allocation(config)
+        yield from servers_and_trainer_can_take_turns(config)
+        yield from minibatches_have_rows(config)
+        yield from servers_take_adapters(config)

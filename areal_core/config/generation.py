@@ -145,9 +145,6 @@ class InferenceEngineConfig:
         "Compare the servers' weights with the trainer's after the first weight update and every n-th; 0: never.",
         limits=AT_LEAST_0,
     )
-    rescore_share: float = option(
-        0.0, "Share of completions that another server scores, too, to find a faulty one.", limits=SHARE
-    )
     pause_grace_period: float = option(
         0.0, "Seconds between pausing the servers and sending weights.", limits=AT_LEAST_0
     )

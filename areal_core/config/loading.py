@@ -5,7 +5,6 @@ import dataclasses
 import io
 import logging
 import os
-import re
 import textwrap
 from collections.abc import Sequence
 from functools import cache
@@ -20,7 +19,7 @@ from areal_core.config.checks import check_config
 from areal_core.config.derived import derive_options
 from areal_core.config.experiment import BaseExperimentConfig, PPOConfig
 from areal_core.config.names import help_of, missing_options, refuse_unknown_keys, sections_of
-from areal_core.config.older_names import translate_older_names
+from areal_core.config.older_names import translate_older_names, without_gone
 from areal_core.config.presets import expand_preset, leaves, option_name, set_option, split_algorithm
 from areal_core.config.roles import Role
 from areal_core.errors import ConfigError
@@ -29,8 +28,6 @@ from areal_core.safety.secrets import masker
 C = TypeVar("C")  # any dataclass of options
 E = TypeVar("E", bound=BaseExperimentConfig)
 logger = logging.getLogger(__name__)
-INTERPOLATION = re.compile(r"\$\{([\w.-]+)\}")
-MAX_YAML_CHARACTERS, MAX_YAML_VALUES, MAX_YAML_DEPTH = 1 << 18, 10_000, 32
 
 
 def load_expr_config(argv: Sequence[str], cls: type[E], role: Role = "train") -> tuple[E, str]:
@@ -109,7 +106,6 @@ def load_with_notes(argv: Sequence[str], cls: type[E], role: Role = "train") -> 
         notes.append(expand_preset(tree, str(algorithm), given))
     for override in overrides:
         notes += apply_override(tree, override, cls)
-    check_interpolations(tree, path)
     notes += derive_options(tree, cls, path, role)
     config = config_from_dict(tree, cls, source=path)
     return config, path, [*notes, *check_config(config, role)]
@@ -120,10 +116,8 @@ def config_from_dict(tree: dict[str, Any], cls: type[C], source: str = "config")
 
     Inverse of `config_to_dict`. Raises ConfigError.
     """
-    refuse_unknown_keys(tree, cls, source)
-    # Records of earlier versions have `vllm: null`, for a section that was not read.
-    given = {name: value for name, value in tree.items() if name != "vllm" or value is not None}
-    check_interpolations(given, source)
+    given = without_gone(tree)
+    refuse_unknown_keys(given, cls, source)
     try:
         merged = OmegaConf.merge(schema_of(cls), given)  # type: ignore[arg-type]  # a class is hashable
         missing = next(missing_options(container_of(merged)), None)
@@ -176,7 +170,6 @@ def read_yaml(path: str) -> dict[str, Any]:
     """Return the file as nested dicts, interpolations not yet resolved. Raises ConfigError."""
     try:
         text = Path(path).read_text()
-        check_yaml(text, path)
         tree = container_of(OmegaConf.load(io.StringIO(text))) if text.strip() else {}
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
@@ -187,81 +180,6 @@ def read_yaml(path: str) -> dict[str, Any]:
     if not isinstance(tree, dict):
         raise ConfigError(f"{path} holds a list; expected options such as 'seed: 1'")
     return tree
-
-
-def check_yaml(text: str, source: str) -> None:
-    """Raise ConfigError for YAML that is too large, or too deep or large once aliases are expanded.
-
-    Seven lines of aliases of aliases can stand for a billion values.
-    """
-    if len(text) > MAX_YAML_CHARACTERS:
-        raise ConfigError(f"{source} has {len(text):,} characters; at most {MAX_YAML_CHARACTERS:,} are read")
-    try:
-        text.encode()
-        node = yaml.compose(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
-        size, depth = expanded(node, {}) if node is not None else (0, 0)
-    except UnicodeEncodeError:
-        raise ConfigError(f"{source} has a character that UTF-8 does not have; expected text") from None
-    except RecursionError:
-        raise ConfigError(f"{source} is nested too deep: at most {MAX_YAML_DEPTH} levels are read") from None
-    if depth > MAX_YAML_DEPTH:
-        raise ConfigError(f"{source} is nested {depth} levels deep; at most {MAX_YAML_DEPTH} are read")
-    if size > MAX_YAML_VALUES:
-        raise ConfigError(
-            f"{source} has {size:,} values once its aliases are expanded; at most {MAX_YAML_VALUES:,} are read"
-        )
-
-
-def expanded(node: yaml.Node, known: dict[int, tuple[int, int]]) -> tuple[int, int]:
-    """Return the number of values and levels of a node, with each alias as a copy.
-
-    `known` are the results by the identity of a node.
-    """
-    if not isinstance(node, yaml.CollectionNode):
-        return 1, 1
-    if id(node) not in known:
-        known[id(node)] = (MAX_YAML_VALUES + 1, 1)  # found below itself: without end
-        members = [part for item in node.value for part in (item if isinstance(item, tuple) else (item,))]
-        found = [expanded(member, known) for member in members]
-        known[id(node)] = (1 + sum(size for size, _ in found), 1 + max((d for _, d in found), default=0))
-    return known[id(node)]
-
-
-def check_interpolations(tree: dict[str, Any], source: str) -> None:
-    """Raise ConfigError for `${option}` of `${option}` that stand for too long a text.
-
-    Of resolvers, as in `${oc.env:HOME}`, only the options among their arguments count.
-    """
-    texts = {name: str(value) for name, value in leaves(tree) if isinstance(value, str | list)}
-    known: dict[str, int] = {}
-
-    def length(name: str) -> int:
-        if name not in known:
-            known[name] = 0  # a cycle, which OmegaConf reports
-            below = [other for other in texts if other == name or other.startswith(f"{name}.")]
-            known[name] = sum(len(texts[other]) + sum(map(length, names_in(other))) for other in below)
-        return known[name]
-
-    def names_in(name: str) -> list[str]:
-        found = INTERPOLATION.findall(texts[name])
-        return [absolute(name, other) for other in found]
-
-    try:
-        longest = max(map(length, texts), default=0)
-    except RecursionError:
-        raise ConfigError(f"{source} has interpolations of interpolations, too many to resolve") from None
-    if longest > MAX_YAML_CHARACTERS:
-        raise ConfigError(
-            f"{source} has an option of {longest:,} characters once ${{...}} is resolved; "
-            f"at most {MAX_YAML_CHARACTERS:,} are allowed"
-        )
-
-
-def absolute(name: str, reference: str) -> str:
-    """Return the option that `${reference}` means in the value of `name`: `.a` is next to it."""
-    dots = len(reference) - len(reference.lstrip("."))
-    parents = name.split(".")[:-dots] if dots else []
-    return ".".join([*parents, reference.lstrip(".")])
 
 
 def container_of(options: Any) -> Any:
@@ -316,7 +234,6 @@ def parsed_value(source: str, text: str) -> Any:
     Raises ConfigError.
     """
     try:
-        check_yaml(text, source)
         return container_of(OmegaConf.from_dotlist([f"value={text}"]))["value"]
     except (yaml.YAMLError, OmegaConfBaseException) as error:
         raise ConfigError(f"{source}: the value is not valid YAML: {' '.join(str(error).split())}") from None

@@ -1,8 +1,9 @@
-"""Translation of option names of upstream's versions 0.3 to 2.0, before any other processing.
+"""Translation of option names of upstream's versions 0.4 to 2.0, before any other processing.
 
 Each translation is reported in a sentence, so that a file and its run never differ silently.
 """
 
+import copy
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,8 +18,12 @@ RENAMED = {
     "perf_tracer.request_tracer": "perf_tracer.session_tracer",  # 0.4
     **{f"{engine}.mb_spec.max_tokens_per_gpu": f"{engine}.mb_spec.max_tokens_per_mb" for engine in ENGINES},
 }
-# Removed options, with the value that has no effect.
-GONE = {"server_only": False} | {f"{engine}.fsdp.ulysses_sp_size": 1 for engine in ENGINES}
+# Removed options, of upstream and of records of earlier versions, with the value that has no effect.
+GONE = {
+    "server_only": False,
+    "rollout.rescore_share": 0.0,
+    **{f"{engine}.fsdp.ulysses_sp_size": 1 for engine in ENGINES},
+}
 ROWS = {PPOConfig: "rl", SFTConfig: "sft", RWConfig: "rw", DPOConfig: "dpo"}
 SUPERVISED = ("sft", "rw", "dpo")
 ROLLOUT_SECTIONS = ("gconfig", "eval_gconfig", "rollout", "async_training", "dynamic_bs")
@@ -49,17 +54,31 @@ def translate_older_names(tree: Tree, cls: type, is_override: bool = False) -> l
     for older, newer in RENAMED.items():
         if move(tree, older, newer):
             notes.append(f"{older} is called {newer}")
-    for gone, harmless in GONE.items():
-        section, leaf = holder(tree, gone)
-        if leaf in section and section[leaf] == harmless:
-            del section[leaf]
+    drop_gone(tree)
     notes += [*periods_of_checkpointer(tree), *engine_of_teacher(tree)]
     if not is_override:
         notes += [*type_of_rows(tree, cls), *rollouts_of_supervised(tree, cls)]
     actor = tree.get("actor")
     if issubclass(cls, PPOConfig) and isinstance(actor, dict):
-        notes += [*levels_of_norms(actor, is_override), *bounds_of_behaviour_weights(actor, is_override)]
+        notes += [*bounds_of_behaviour_weights(actor, is_override)]
     return notes
+
+
+def drop_gone(tree: Tree) -> None:
+    for gone, harmless in GONE.items():
+        section, leaf = holder(tree, gone)
+        if leaf in section and section[leaf] == harmless:
+            del section[leaf]
+
+
+def without_gone(tree: Tree) -> Tree:
+    """Return a copy without removed options that have the value without effect.
+
+    Records of earlier versions have `vllm: null`, for a section that was not read.
+    """
+    found = copy.deepcopy({name: value for name, value in tree.items() if (name, value) != ("vllm", None)})
+    drop_gone(found)
+    return found
 
 
 def rollouts_of_supervised(tree: Tree, cls: type) -> Iterator[str]:
@@ -148,32 +167,6 @@ def type_of_rows(tree: Tree, cls: type) -> Iterator[str]:
         if issubclass(cls, method):
             data["type"] = kind
             yield f"train_dataset.type is assumed to be {kind}, the rows of this method"
-
-
-def levels_of_norms(actor: Tree, is_override: bool) -> Iterator[str]:
-    """Translate the norms of 0.3: switches per batch or group, and `none` for no level."""
-    for name in ("reward_norm", "adv_norm"):
-        norm = actor.get(name)
-        if isinstance(norm, dict):
-            norm |= {level: None for level in ("mean_level", "std_level") if norm.get(level) == "none"}
-    older: list[str] = [name for name in ("group_reward_norm", "group_adv_norm") if name in actor]
-    older += ["adv_norm"] if isinstance(actor.get("adv_norm"), bool) else []
-    if not older:
-        return
-    group = {"mean_level": "group", "std_level": "group", "group_size": "${gconfig.n_samples}"}
-    if actor.pop("group_reward_norm", False):
-        actor["reward_norm"] = dict(group)
-    if is_override and older == ["group_reward_norm"]:
-        yield "actor.group_reward_norm became the section actor.reward_norm"
-        return
-    by_batch = actor.pop("adv_norm", True)  # the default of 0.3
-    if actor.pop("group_adv_norm", False):
-        actor["adv_norm"] = dict(group)
-    elif isinstance(by_batch, dict):
-        actor["adv_norm"] = by_batch
-    else:
-        actor["adv_norm"] = {"mean_level": "batch", "std_level": "batch"} if by_batch else None
-    yield f"{', '.join(f'actor.{name}' for name in older)} became the sections actor.reward_norm and actor.adv_norm"
 
 
 def bounds_of_behaviour_weights(actor: Tree, is_override: bool) -> Iterator[str]:

@@ -4,6 +4,9 @@ from dataclasses import dataclass
 
 from areal_core.config.allocation import Allocation
 from areal_core.config.experiment import PPOConfig
+from areal_core.config.train_engine import TrainEngineConfig
+
+ALL_LINEAR = "all-linear"  # upstream's name of every linear layer
 
 
 @dataclass(frozen=True)
@@ -50,4 +53,23 @@ def server_options(config: PPOConfig, allocation: Allocation) -> ServerOptions:
             "max_lora_rank": "sglang.max_lora_rank",
             "max_adapters": "sglang.max_loaded_loras",
         },
+    )
+
+
+def serves_adapters(config: PPOConfig) -> bool:
+    """Return whether weight updates send servers the adapter alone, not the merged weights."""
+    requested = config.rollout.use_lora or server_options(config, config.allocation).enable_lora
+    return config.actor.use_lora and requested and config.allocation.has_servers
+
+
+def is_base_of(reference: TrainEngineConfig | None, actor: TrainEngineConfig) -> bool:
+    """Return whether a reference (None: the initial actor) is the actor without its adapter.
+
+    It is equal bit for bit then, and needs no second model.
+    """
+    names = (
+        "path", "dtype", "temperature", "mb_spec", "attn_impl", "use_liger", "init_from_scratch", "enable_tree_training",
+    )  # fmt: skip
+    return actor.use_lora and (
+        reference is None or all(getattr(reference, name) == getattr(actor, name) for name in names)
     )

@@ -10,8 +10,7 @@ from typing import Any
 
 from areal_core.config import DPOConfig, OptimizerConfig, PPOConfig, RWConfig, SFTConfig, TrainEngineConfig
 from areal_core.config.allocation import Allocation, Parallel
-from areal_core.config.checks import is_base_of
-from areal_core.config.servers import server_options
+from areal_core.config.servers import is_base_of, server_options
 
 AnyConfig = PPOConfig | SFTConfig | RWConfig | DPOConfig  # every kind of training has an `actor`
 

@@ -27,9 +27,8 @@ from typing import BinaryIO, Protocol
 
 from areal_core.config import BaseExperimentConfig, PPOConfig
 from areal_core.config.allocation import Allocation
-from areal_core.config.checks import serves_adapters
 from areal_core.config.scheduling import ProcessRole, RoleSpec, role_spec
-from areal_core.config.servers import server_options
+from areal_core.config.servers import server_options, serves_adapters
 from areal_core.environment import ADDRESSES_VARIABLE, DETERMINISTIC
 from areal_core.errors import ConfigError, ServerFailed
 from areal_core.launch.torchrun import POLL_S, ended_on_signals

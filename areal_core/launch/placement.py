@@ -9,8 +9,7 @@ from pathlib import Path
 
 from areal_core.config import PPOConfig
 from areal_core.config.allocation import Parallel
-from areal_core.config.checks import ALL_LINEAR
-from areal_core.config.servers import server_options
+from areal_core.config.servers import ALL_LINEAR, server_options
 from areal_core.errors import ConfigError
 from areal_core.launch import sglang_process as sglang
 from areal_core.launch import vllm_process as vllm

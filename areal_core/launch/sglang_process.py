@@ -10,7 +10,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 
 from areal_core.config import SGLangConfig
-from areal_core.config.checks import ALL_LINEAR
+from areal_core.config.servers import ALL_LINEAR
 from areal_core.launch.processes import thread_limits
 from areal_core.launch.server_process import InferenceServer, flags, path_with
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from areal_core.config import PPOConfig, TrainEngineConfig
-from areal_core.config.checks import is_base_of
+from areal_core.config.servers import is_base_of
 from areal_core.data.batch import Batch
 from areal_core.data.routed_experts import ROUTED_EXPERTS
 from areal_core.engine.fsdp import FSDPEngine

@@ -14,8 +14,8 @@ from transformers import PreTrainedTokenizerBase
 from areal_core.agent.agent_workflow import AgentWorkflow
 from areal_core.agent.agents import import_object, is_agent
 from areal_core.config import AgentConfig, GenerationHyperparameters, PPOConfig
-from areal_core.config.checks import serves_adapters
 from areal_core.config.import_paths import hint_for, ours
+from areal_core.config.servers import serves_adapters
 from areal_core.config.services import SchedulerConfig
 from areal_core.data.batch import Batch
 from areal_core.data.processor import VisionProcessor, load_processor

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from areal_core.algorithm.losses import dpo_loss
 from areal_core.config import DPOConfig
-from areal_core.config.checks import is_base_of
+from areal_core.config.servers import is_base_of
 from areal_core.data.batch import Batch
 from areal_core.engine.fsdp import FSDPEngine
 from areal_core.trainer.batches import ROWS_PER_PAIR, Pair, num_pairs, pairs_to_batch, record_pairs

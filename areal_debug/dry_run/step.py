@@ -13,8 +13,8 @@ from areal_core.config import (
     TrainEngineConfig,
 )
 from areal_core.config.allocation import Allocation, Parallel
-from areal_core.config.checks import is_base_of, serves_adapters
 from areal_core.config.experiment import TimerConfig
+from areal_core.config.servers import is_base_of, serves_adapters
 from areal_core.engine.memory_plan import AnyConfig
 from areal_core.paths import record_folder, run_folder
 from areal_core.servers.client import adapter_name

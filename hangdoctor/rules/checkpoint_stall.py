@@ -29,8 +29,7 @@ from hangdoctor.rules.verdict import (
     waiting_evidence,
     waiting_for,
 )
-from hangdoctor.threads import ThreadState
-from hangdoctor.waits import context
+from hangdoctor.waits import ThreadState, context
 
 STORAGE = step(
     "df -h CHECKPOINT_FOLDER; time dd if=/dev/zero of=CHECKPOINT_FOLDER/probe bs=1M count=64 oflag=direct",

@@ -18,8 +18,8 @@ from hangdoctor.case import Case, ProcessState
 from hangdoctor.frames import show
 from hangdoctor.graph import Graph
 from hangdoctor.model import Confidence, Evidence
-from hangdoctor.patterns import WORKER_LOOP
 from hangdoctor.rules.verdict import Verdict, source_verdict, step
+from hangdoctor.tables import WORKER_LOOP
 
 REMOTE = {
     "storage": "for remote storage",

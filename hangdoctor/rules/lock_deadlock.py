@@ -16,8 +16,8 @@ from hangdoctor.case import Case, ProcessState
 from hangdoctor.frames import show
 from hangdoctor.graph import Graph
 from hangdoctor.model import Confidence, Evidence
-from hangdoctor.patterns import IMPORT_LOCK
 from hangdoctor.rules.verdict import Verdict, source_verdict, step
+from hangdoctor.tables import IMPORT_LOCK
 
 STEPS = (
     step(

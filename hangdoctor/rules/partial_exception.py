@@ -16,7 +16,7 @@ from hangdoctor.case import Case, ProcessState
 from hangdoctor.graph import Graph
 from hangdoctor.model import Confidence, Evidence
 from hangdoctor.rules.verdict import LEVELS, Verdict, source_verdict, step
-from hangdoctor.waits import phases_of
+from hangdoctor.tables import phases_of
 
 REFUTE = (
     "The culprit reaches the collective in a later sample: then it was only slow.",

@@ -15,7 +15,6 @@ import re
 
 from hangdoctor.case import Case, ProcessState
 from hangdoctor.graph import Graph
-from hangdoctor.patterns import ENGINE_LOOP
 from hangdoctor.rules.verdict import (
     Verdict,
     begin,
@@ -29,6 +28,7 @@ from hangdoctor.rules.verdict import (
     waiting_evidence,
     waiting_for,
 )
+from hangdoctor.tables import ENGINE_LOOP
 
 # Work that a job does once, at its start: with one sample it is more likely slow than stuck.
 ONCE = ("compile", "load", "running")

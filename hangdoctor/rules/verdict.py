@@ -12,7 +12,7 @@ from hangdoctor.frames import location_of, show
 from hangdoctor.graph import Graph
 from hangdoctor.groups import first_divergent, rank_ranges
 from hangdoctor.model import Confidence, Evidence, Kind, Label, NextStep, Rank
-from hangdoctor.threads import ThreadState
+from hangdoctor.waits import ThreadState
 
 # Waits that take seconds in a healthy step: no movement for less than PATIENCE_S proves little.
 SLOW_KINDS = (

@@ -1,13 +1,12 @@
 """Read an untrusted pickle with stand-ins, importing nothing it names.
 
-The unpickler is C code that calls no function but the stand-ins, so a pickle can do no more than
-take memory and time. `import_record` reads in a confined child, which limits both.
+The rules are those of `areal_core/safety/unpickle.py`; here are the stand-ins of tensors and arrays.
+`import_record` reads in a confined child, which limits memory and time.
 """
 
 import errno
 import io
 import itertools
-import pickle
 import pickletools
 import zipfile
 from collections.abc import Collection
@@ -19,6 +18,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from areal_core.safety.printable import printable
+from areal_core.safety.unpickle import RestrictedUnpickler
 from recorder.errors import UnfinishedFile, UnsafePickle
 from recorder.trainers.stand_ins import (
     TORCH_TYPES,
@@ -36,21 +36,13 @@ FIRST_BYTES = 1 << 22  # enough for `first_strings`
 ZIP = b"PK\x03\x04"  # first bytes of a zip file; zipfile would also accept one inside a pickle
 
 
-class RestrictedUnpickler(pickle.Unpickler):
-    """An unpickler that uses stand-ins instead of imports.
-
-    `tensors` is the zip file of `torch.save` that has the storages.
-    """
+class TensorUnpickler(RestrictedUnpickler):
+    """An unpickler of stand-ins; `tensors` is the zip file of `torch.save` that has the storages."""
 
     def __init__(self, file: BinaryIO, tensors: zipfile.ZipFile | None = None, prefix: str = "") -> None:
-        super().__init__(file)
+        super().__init__(file, stand_in_or_storage)
         self.tensors, self.prefix = tensors, prefix
         self.storages: dict[str, Storage] = {}
-
-    def find_class(self, module: str, name: str) -> Any:
-        """Return the stand-in for a name. Raises UnsafePickle."""
-        is_storage = (module, name) == ("torch.storage", "_load_from_bytes")
-        return load_storage if is_storage else find_stand_in(module, name)
 
     def persistent_load(self, pid: Any) -> Storage:
         """Read a storage of the zip file: `("storage", type, key, device, number of elements)`."""
@@ -62,7 +54,12 @@ class RestrictedUnpickler(pickle.Unpickler):
         return self.storages[key]
 
 
-class StorageUnpickler(RestrictedUnpickler):
+def stand_in_or_storage(module: str, name: str) -> Any:
+    is_storage = (module, name) == ("torch.storage", "_load_from_bytes")
+    return load_storage if is_storage else find_stand_in(module, name)
+
+
+class StorageUnpickler(TensorUnpickler):
     """An unpickler of a storage in the format of torch before 1.6, whose data follow the pickle."""
 
     def persistent_load(self, pid: Any) -> Storage:
@@ -73,10 +70,10 @@ class StorageUnpickler(RestrictedUnpickler):
 def load_storage(data: bytes) -> Storage:
     file = io.BytesIO(data)
     for _ in ("magic number", "version", "system"):
-        RestrictedUnpickler(file).load()
+        TensorUnpickler(file).load()
     unpickler = StorageUnpickler(file)
     storage = unpickler.load()
-    for key in RestrictedUnpickler(file).load():
+    for key in TensorUnpickler(file).load():
         found = unpickler.storages[key]
         found.data = file.read(int.from_bytes(file.read(8), "little") * TORCH_TYPES[found.dtype].itemsize)
     return storage
@@ -85,7 +82,7 @@ def load_storage(data: bytes) -> Storage:
 def read_any(data: bytes) -> Any:
     """Read a pickle or a file of `torch.save`; nested pickles remain bytes. Raises UnsafePickle."""
     if not data.startswith(ZIP):
-        return RestrictedUnpickler(io.BytesIO(data)).load()
+        return TensorUnpickler(io.BytesIO(data)).load()
     with zipfile.ZipFile(io.BytesIO(data)) as archive:
         if any(member.compress_type != zipfile.ZIP_STORED for member in archive.infolist()):
             raise UnsafePickle("it is a compressed zip file, which torch does not write")
@@ -94,7 +91,7 @@ def read_any(data: bytes) -> Any:
             raise UnsafePickle("it is a zip file, and not one of torch.save")
         prefix = pickles[0].removesuffix("/data.pkl")
         with archive.open(pickles[0]) as file:
-            return RestrictedUnpickler(io.BytesIO(file.read()), archive, prefix).load()
+            return TensorUnpickler(io.BytesIO(file.read()), archive, prefix).load()
 
 
 @dataclass

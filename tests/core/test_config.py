@@ -1,11 +1,8 @@
 """A file and overrides become one typed object, or one error message."""
 
-import itertools
 import json
-import re
 import subprocess
 import sys
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,7 +19,6 @@ from areal_core.config import (
     load_expr_config,
 )
 from areal_core.config.checks import flat_values
-from areal_core.config.loading import apply_override
 from areal_core.config.names import all_options, help_of
 from areal_core.errors import ConfigError
 
@@ -326,34 +322,3 @@ def test_config_needs_no_torch():
         cwd=Path(__file__).parents[2],
     )
     assert done.stdout.strip() == "False"
-
-
-LETTERS = "abcdefgh"
-ALIASES = "a: &a [1, 1, 1, 1, 1, 1, 1, 1, 1, 1]\n" + "".join(
-    f"{name}: &{name} [{', '.join([f'*{before}'] * 10)}]\n" for before, name in itertools.pairwise(LETTERS)
-)
-
-
-@pytest.mark.parametrize(
-    ("text", "sentence"),
-    [
-        (ALIASES, "has 123,456,797 values once its aliases are expanded; at most 10,000 are read"),
-        ("a: &a [*a]\n", "values once its aliases are expanded"),
-        ("a: " + "[" * 40 + "]" * 40, "is nested 41 levels deep; at most 32 are read"),
-        ("a: " + "[" * 5000 + "]" * 5000, "is nested too deep"),
-        ("a: " + "x" * 300_000, "has 300,003 characters; at most 262,144 are read"),
-        ("tokenizer_path: " + "x" * 1000 + "\nexperiment_name: " + "${tokenizer_path}" * 300,
-         "has an option of 305,100 characters once ${...} is resolved"),
-    ],
-    ids=["aliases", "itself", "deep", "deeper", "large", "interpolations"],
-)  # fmt: skip
-def test_a_config_that_expands_to_too_much_is_refused_at_once(tmp_path, text, sentence):
-    file = tmp_path / "config.yaml"
-    file.write_text(text)
-    started = time.process_time()
-    with pytest.raises(ConfigError, match=re.escape(sentence)):
-        load_expr_config(["--config", str(file)], GRPOConfig)
-    flow = "{" + ALIASES.replace("\n", ",") + "}"
-    with pytest.raises(ConfigError, match="values once its aliases are expanded"):
-        apply_override({}, f"seed={flow}", GRPOConfig)
-    assert time.process_time() - started < 5

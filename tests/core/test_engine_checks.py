@@ -22,7 +22,7 @@ def test_kernels_for_a_gpu_are_refused_on_a_cpu():
 
 
 def test_layers_that_are_split_are_not_compiled():
-    with pytest.raises(ConfigError, match=r"actor.fsdp.compile is True and the allocation trains on t2"):
+    with pytest.raises(ConfigError, match=r"actor.fsdp.compile is True and the allocation fsdp:d1t2"):
         check_config(sft("fsdp:d1t2", fsdp=FSDPEngineConfig(compile=True)))
 
 
@@ -54,7 +54,7 @@ def test_enable_offload_speaks_for_every_model():
 
 
 def test_float16_is_refused_where_it_is_trained_in():
-    with pytest.raises(ConfigError, match=r"^actor.dtype is 'float16', .*: use bfloat16 or float32$"):
+    with pytest.raises(ConfigError, match=r"^actor.dtype is 'float16'; .*: use bfloat16 or float32$"):
         check_config(sft(dtype="float16"))
     assert check_config(sft(dtype="bfloat16")) == []
 
@@ -62,7 +62,7 @@ def test_float16_is_refused_where_it_is_trained_in():
 @pytest.mark.parametrize(("allocation", "size", "trains"), [("d4", 3, "d4"), ("d4t2", 2, "d4t2")])
 def test_copies_of_the_weights_that_do_not_divide_the_ranks_are_refused(allocation, size, trains):
     config = sft(f"fsdp:{allocation}", fsdp=FSDPEngineConfig(shard_size=size))
-    with pytest.raises(ConfigError, match=rf"shard_size is {size} and the allocation trains with {trains}; "):
+    with pytest.raises(ConfigError, match=rf"shard_size is {size} and the allocation fsdp:{trains}; "):
         check_config(config)
     config = sft("fsdp:d4", fsdp=FSDPEngineConfig(shard_size=2))
     assert check_config(config) == []

@@ -5,7 +5,8 @@ import dataclasses
 import pytest
 
 from areal_core.config import DPOConfig, PPOConfig, TrainEngineConfig, config_from_dict
-from areal_core.config.checks import check_config, serves_adapters
+from areal_core.config.checks import check_config
+from areal_core.config.servers import serves_adapters
 from areal_core.errors import ConfigError
 
 DATA = {"path": "arithmetic", "type": "rl", "batch_size": 8}
@@ -78,7 +79,7 @@ def test_servers_get_merged_weights_unless_adapters_are_requested():
             "only an aborted one uses the new adapter: set it to abort",
         ),
         ({"gconfig": {"lora_name": ""}}, "gconfig.lora_name is empty"),
-        ({"ref": {"path": "m", "use_lora": True}}, "ref.use_lora is True and ref is not trained"),
+        ({"ref": {"path": "m", "use_lora": True}}, "ref.use_lora is True; the model is not trained"),
         ({"actor": {"peft_type": "ia3"}}, "actor.peft_type is 'ia3'; expected one of 'lora'"),
     ],
 )
@@ -101,5 +102,5 @@ def test_a_reference_of_pairs_has_no_adapter_either():
     )
     check_config(config)
     config.ref = TrainEngineConfig(path="m", use_lora=True)
-    with pytest.raises(ConfigError, match=r"ref\.use_lora is True and ref is not trained"):
+    with pytest.raises(ConfigError, match=r"ref\.use_lora is True; the model is not trained"):
         check_config(config)

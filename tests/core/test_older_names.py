@@ -1,4 +1,4 @@
-"""Translation of option names of upstream's versions 0.3 to 2.0, each one reported."""
+"""Translation of option names of upstream's versions 0.4 to 2.0, each one reported."""
 
 import pytest
 
@@ -39,25 +39,6 @@ def test_switched_off_correction_is_reported_to_stay_on():
     actor, notes = actor_of(behave_imp_weight_cap=None, behave_imp_weight_mode="disabled")
     assert actor == {}
     assert "behaviour policy, unbounded" in notes[0]
-
-
-GROUP = {"mean_level": "group", "std_level": "group", "group_size": "${gconfig.n_samples}"}
-BATCH = {"mean_level": "batch", "std_level": "batch"}
-
-
-@pytest.mark.parametrize(
-    ("older", "newer"),
-    [
-        ({"group_reward_norm": True}, {"reward_norm": GROUP, "adv_norm": BATCH}),
-        ({"group_adv_norm": True}, {"adv_norm": GROUP}),
-        ({"group_adv_norm": False}, {"adv_norm": BATCH}),
-        ({"adv_norm": False}, {"adv_norm": None}),
-        ({"group_adv_norm": False, "adv_norm": {"mean_level": "batch"}}, {"adv_norm": {"mean_level": "batch"}}),
-        ({"adv_norm": {"mean_level": "group", "std_level": "none"}}, {"adv_norm": {"mean_level": "group", "std_level": None}}),
-    ],
-)  # fmt: skip
-def test_switches_of_norms_become_sections(older, newer):
-    assert actor_of(**older)[0] == newer
 
 
 def test_checkpointer_gives_its_periods_to_recover_unless_that_has_its_own():
@@ -148,8 +129,6 @@ actor: {path: m, optimizer: {lr: 1.0e-5}, rejection_sampling: {level: sequence, 
         ("actor.behave_imp_weight_mode=token_mask", "rejection_sampling", ("token", "mask", 9.0, 0.5)),
         ("actor.behave_imp_weight_mode=disabled", "rejection_sampling", None),
         ("actor.mb_spec.max_tokens_per_gpu=512", "mb_spec.max_tokens_per_mb", 512),
-        ("actor.group_reward_norm=true", "reward_norm.mean_level", "group"),
-        ("actor.adv_norm=true", "adv_norm.std_level", "batch"),
         ("actor.fsdp.ulysses_sp_size=1", "adv_norm", None),
     ],
 )

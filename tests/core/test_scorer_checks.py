@@ -46,7 +46,7 @@ def test_a_critic_and_a_teacher_pass():
     ("options", "sentence"),
     [
         ({"path": ""}, "critic.path is empty"),
-        ({"optimizer": None}, "critic.optimizer is empty, so values would never be learned"),
+        ({"optimizer": None}, "critic.optimizer is None; values would never be learned"),
         ({"optimizer": OptimizerConfig(gradient_clipping=0.0)}, "critic.optimizer.gradient_clipping is 0.0; expected above 0"),
         ({"eps_clip": 0.0}, "critic.eps_clip is 0.0; expected above 0"),
         ({"ppo_n_minibatches": 9}, "critic.ppo_n_minibatches is 9 and each rank has 8 sequences"),
@@ -60,7 +60,7 @@ def test_a_critic_that_could_not_learn_is_refused(options, sentence):
 def test_rewards_relative_to_their_group_leave_a_critic_nothing():
     config = make_config(critic=critic())
     config.actor.reward_norm = NormConfig("group", std_level=None, group_size=2)
-    assert "critic is given and actor.reward_norm.mean_level is 'group'" in refusal(config)
+    assert "actor.reward_norm.mean_level is 'group'; critic is given" in refusal(config)
     config.actor.reward_norm.mean_level = "batch"
     assert check_config(config) == []
 
