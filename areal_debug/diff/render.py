@@ -21,7 +21,7 @@ REFUTED_BY = {
     "configuration": "set these options equal and run B again: if it still differs, they were not the cause",
     "input": "replay A with B's options: if that differs from A, the input is not the only cause",
     "environment": "run B again where these are equal: if it still differs, they were not the cause",
-    "kernel noise": "areal-debug preflight on this machine: if two runs of one step are bit-identical, it is not noise",
+    "kernel noise": "areal-debug check run on this machine: if two runs of one step are bit-identical, it is not noise",
     "unknown": "a replay of both records on one machine that reproduces neither",
 }
 
