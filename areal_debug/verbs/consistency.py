@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import click
 from click.core import ParameterSource
@@ -15,9 +15,9 @@ from areal_debug.cli import (
     force_option,
     json_option,
     output_option,
-    spread_options,
     step_range_option,
 )
+from areal_debug.each import report_each_step
 from areal_debug.render import (
     announce,
     console,
@@ -43,7 +43,7 @@ GSM8K_REWARD = "areal_core.reward.functions.gsm8k_reward_fn"
 @click.command(
     cls=Verb,
     example="areal-debug consistency runs/record\n"
-    "areal-debug consistency runs/record --steps 0:1000 --replay-weights --on ray\n"
+    "areal-debug consistency runs/record --steps 0:100 --replay-weights\n"
     "areal-debug consistency --engine HOST:PORT --model MODEL --prompts questions.jsonl -o report.html",
 )
 @click.argument("record", type=click.Path(path_type=Path), required=False)
@@ -172,7 +172,6 @@ GSM8K_REWARD = "areal_core.reward.functions.gsm8k_reward_fn"
 )
 @output_option("Write the report as one HTML page, too; with --exact the certificate.")
 @force_option
-@spread_options
 @json_option
 @errors_as_sentences
 def command(
@@ -184,8 +183,6 @@ def command(
     gate: str,
     output: Path | None,
     force: bool,
-    place: str | None,
-    workers: int | None,
     as_json: bool,
     **options: Any,
 ) -> None:
@@ -199,8 +196,10 @@ def command(
     Exit code 0: healthy, or proven, or not worse than --against. 1: a mismatch, refuted, worse, or a
     metric beyond its --gate. 2: inconclusive, or a check of --exact could not run.
     """
-    if (step_range, place, workers) != (None, None, None):
-        check_each_step(record, step_range, steps, place, workers, as_json, output or options["layers"])
+    if step_range is not None:
+        if record is None or output or options["layers"]:
+            fail("--steps checks the steps of RECORD: leave out --engine, --layers and --output")
+        report_each_step(record, step_range, columns, as_json)
     if options["layers"]:
         from areal_debug.consistency.layers import check_layers
 
@@ -244,23 +243,6 @@ def command(
     else:
         print_report(console(), report)
     raise SystemExit(exit_code(checked, gates))
-
-
-def check_each_step(
-    record: Path | None,
-    step_range: str | None,
-    steps: tuple[int, ...],
-    place: str | None,
-    workers: int | None,
-    as_json: bool,
-    excluded: object,
-) -> NoReturn:
-    from areal_debug.spread.render import report_tasks
-    from areal_debug.spread.step_ranges import step_tasks
-
-    if record is None or excluded:
-        fail("--steps and --on ray check the steps of RECORD: leave out --engine, --layers and --output")
-    report_tasks("step", step_tasks(record, step_range, steps), place, workers, columns, as_json)
 
 
 def recorded_model(record: Path) -> str | None:

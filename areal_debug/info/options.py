@@ -2,17 +2,21 @@
 
 import dataclasses
 import difflib
+import textwrap
 import types
 import typing
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from rich.console import Console
 
 from areal_core.config import DPOConfig, PPOConfig, RWConfig, SFTConfig
 from areal_core.config.derived import FOLLOWS
 from areal_core.config.names import dataclass_in
 from areal_core.config.option import REQUIRED
 from areal_core.config.presets import shown
+from areal_debug.render import styled
 
 KINDS: dict[str, type] = {
     "grpo": PPOConfig,
@@ -22,6 +26,8 @@ KINDS: dict[str, type] = {
     "dpo": DPOConfig,
 }
 
+NARROWEST, WIDEST = 40, 80  # columns
+INDENT = "    "
 
 # Defaults of options that follow from others.
 DERIVED = {option: f"as {other}" for option, other in FOLLOWS.items()} | {
@@ -101,3 +107,31 @@ def select(options: list[OptionFacts], search: str) -> list[OptionFacts]:
     )
     hint = f"; similar: {', '.join(dict.fromkeys(alike))}" if alike else ""
     raise ValueError(f"no option has {search!r} in its name or help{hint}")
+
+
+def print_options(out: Console, options: Sequence[OptionFacts]) -> None:
+    """Print each option: name, type, default and limits, then its help."""
+    width = max(min(out.width, WIDEST), NARROWEST)
+    for option in options:
+        for line in wrapped(facts_line(option), width, INDENT * 2):
+            name, rest = line[: len(option.name)], line[len(option.name) :]
+            is_first = name == option.name
+            out.print(
+                styled("[bold]{}[/bold]{}", name, rest) if is_first else styled("{}", line), soft_wrap=True
+            )
+        for line in wrapped(INDENT + option.help, width, INDENT):
+            out.print(styled("[dim]{}[/dim]", line), soft_wrap=True)
+
+
+def facts_line(option: OptionFacts) -> str:
+    """Return `actor.eps_clip: float = 0.2 (0 or more)`; of a section `actor: PPOActorConfig`."""
+    default = "" if option.default == "section" else f" = {option.default}"
+    allowed = f" ({option.allowed})" if option.allowed else ""
+    return f"{option.name}: {option.type}{default}{allowed}"
+
+
+def wrapped(text: str, width: int, indent: str) -> list[str]:
+    """Wrap text to lines of at most `width`, the second and later ones indented."""
+    return textwrap.wrap(
+        text, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+    )
