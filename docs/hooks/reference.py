@@ -120,7 +120,7 @@ def labels() -> str:
             f"`{label}`",
             escaped(row["about"].strip()),
             listed("What to do", (f"`{o['do']}`: {o['why']}{cost_of(o.get('cost', ''))}" for o in steps)),
-            listed("What would refute it", (escaped(one) for one in refuted)),
+            listed("What would refute it", refuted),
         )
     return text
 
