@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from areal_core.engine.errors import ModelError
 from areal_core.engine.routers import Routers
+from areal_core.errors import ModelError
 from consistency.case import DTYPES, Alternative, Request, Setting
 from consistency.diagnose import Diagnosis, is_accusation
 from consistency.images import image_alternatives, tower_alternative

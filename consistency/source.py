@@ -8,7 +8,7 @@ import numpy as np
 from transformers import AutoConfig
 
 from areal_core.data.routed_experts import ROUTED_EXPERTS
-from areal_core.engine.errors import ModelError
+from areal_core.errors import ModelError
 from consistency.case import Setting
 from consistency.causes import Finding
 from consistency.engines import Top

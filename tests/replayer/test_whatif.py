@@ -7,7 +7,7 @@ import msgspec
 import pytest
 import torch
 
-from areal_core.batch import select_rows
+from areal_core.data.batch import select_rows
 from areal_debug.replay.ranks import task
 from areal_debug.replay.render import curves_of, on_one_scale
 from recorder import open_record
