@@ -20,10 +20,8 @@ SECTIONS = {
         "demo": "Train a tiny model by GRPO, record it, and replay it bit for bit",
         "train": "Run a training script on its ranks and servers; record or replay",
         "eval": "Evaluate models with a training script: pass@k, comparison",
-        "config": "List the options of a run: type, default, limits and help",
-        "preflight": "Check that a run is deterministic before it starts",
-        "parity": "Check that training computes a model's own log-probs",
-        "info": "List versions, devices, engines, and which verbs work here",
+        "check": "Check before a run that it is deterministic and its model trains on its own log-probs",
+        "info": "List versions, devices, engines, options, and which verbs work here",
     },
     "Replay and compare": {
         "replay": "Replay a record without an engine, unchanged or with changes",
@@ -36,7 +34,6 @@ SECTIONS = {
     },
     "Diagnose": {
         "consistency": "Compare an engine's logprobs with the model's, token by token",
-        "certify": "Prove that sampled log-probs equal the trainer's in every bit",
         "hang": "Find out why a job hangs and which ranks block it",
         "doctor": "Diagnose a run's metrics and recommend config changes",
         "reward": "Find out what a reward function pays for; score a record again",
@@ -44,14 +41,25 @@ SECTIONS = {
     },
     "Look": {
         "record": "List, show, verify, archive, import and export records",
-        "open": "Show everything that a run left in one workbench of pages",
-        "view": "Write a record as one HTML page: curves, samples and every token",
+        "open": "Show a record, or everything that a run left, as pages",
         "query": "Ask a record in SQL: steps, samples, tokens, calls of agents",
     },
     "Serve and agents": {
         "serve": "Start, list and stop inference servers to debug agents against",
         "agent": "Run an agent alone, under load or inside the trainer",
     },
+}
+# Verbs of earlier versions, and what they are now.
+ALIASES = {
+    "certify": ("consistency", "--exact"),
+    "config": ("info", "options"),
+    "parity": ("check", "model"),
+    "preflight": ("check", "run"),
+    "view": ("open", "--save"),
+}
+GONE = {
+    "chaos": "it tested the rollout client of this package, and is the test tests/rollout/chaos now",
+    "rollout-sim": "it measured the rollout client of this package, and is benchmarks/rollout_scale.py now",
 }
 VERBS = {name: help for section in SECTIONS.values() for name, help in section.items()}
 
@@ -172,7 +180,13 @@ class VerbGroup(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
+        if self.sections and args[0] in ALIASES and not ctx.resilient_parsing:
+            now = ALIASES[args[0]]
+            click.echo(f"areal-debug {args[0]} is now: areal-debug {' '.join(now)}", err=True)
+            args = [*now, *args[1:]]
         name, known = args[0], self.list_commands(ctx)
+        if self.sections and name in GONE:
+            ctx.fail(f"there is no command {name!r} any more: {GONE[name]}")
         if name not in known and not name.startswith("-") and not ctx.resilient_parsing:
             close = difflib.get_close_matches(name, known, n=2)
             hint = f"did you mean {' or '.join(close)}?" if close else f"choose from {', '.join(known)}"
@@ -239,28 +253,11 @@ nproc_option = click.option(
 )
 
 
-def spread_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """`--on ray` and `--workers`: where the tasks of a verb run."""
-    place = click.option(
-        "--on",
-        "place",
-        type=click.Choice(["ray"]),
-        help="Run a task for each record, step or setting on Ray: that of RAY_ADDRESS, else one started here.",
-    )
-    workers = click.option(
-        "--workers",
-        type=click.IntRange(min=1),
-        metavar="N",
-        help="With --on ray: tasks at a time; by default one a CPU.",
-    )
-    return place(workers(command))
-
-
 step_range_option = click.option(
     "--steps",
     "step_range",
     metavar="A:B",
-    help="Steps from A up to, and without, B, each by itself; `:` for all. With --on ray all by default.",
+    help="Steps from A up to, and without, B, each by itself; `:` for all.",
 )
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from recorder.importers.importing import import_record
+from recorder.trainers.importing import import_record
 
 COLUMNS = ("generation_logprobs", "prev_logprobs", "advantages")
 

@@ -46,7 +46,7 @@ HEADER = """# Models
 {version}: a tiny model with random weights and rows of different lengths, against plain
 Transformers with one row at a time. Of {total} types and variants {equal} train on their own
 log-probs: {packed} with packed rows, {alone} with one row at a time, which is chosen before the
-first step and logged once. `areal-debug parity MODEL` runs the same check on a real model.
+first step and logged once. `areal-debug check model MODEL` runs the same check on a real model.
 
 * float32, bfloat16: largest difference of a log-prob or entropy from plain Transformers in that
   dtype, in nats. `-` where Transformers itself fails in bfloat16.

@@ -27,7 +27,7 @@ import torch
 from peer_results import report
 
 from areal_debug import nemo_rl, prime_rl, slime
-from areal_debug.guarded import Guarded
+from recorder.trainers.guarded import Guarded
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from transformers import TrainerCallback
 
 from areal_core.testing import make_tiny_model
 from areal_debug.trl import record
-from areal_debug.trl.observing import Observer
+from replayer.trl.observing import Observer
 
 RUNS = Path(__file__).parents[1] / "tests" / "trainers" / "trl_runs.py"
 METHODS = [name for name in vars(Observer) if name.startswith("on_")]

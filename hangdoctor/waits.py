@@ -1,281 +1,41 @@
-"""Classify what a stack waits for: tables map (function, file) to a kind of wait and to a phase of
-the job.
+"""What a thread, and a process, waits for: its frames by the rows of `frames.toml`.
 
-A wait is *specific* (a collective, a data loader, an HTTP client: it names what must happen) or
-*generic* (a lock, a queue, a socket, a sleep: it only shows how). The innermost specific wait
-decides; a generic one counts where nothing around it is specific. Phases (cleanup, init,
-checkpoint, data, error, engine) are read from the complete stack.
-
-Python frames end where C begins. A native pass shows the C calls; where there is none, the source
-line names the call, and `/proc/PID/wchan` names the kernel function in which the main thread
-sleeps.
-
-In the tables, `USER` as a file means: not in a library.
+The innermost specific wait decides; a generic one counts where nothing around it is specific.
+Phases are read from the complete stack. Python frames end where C begins: a native pass shows the C
+calls; where there is none, the source line names the call, and `/proc/PID/wchan` the function of
+the kernel. The wait of a process is that of its main thread, unless it only waits for another one.
 """
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
-from hangdoctor.frames import is_library, normal_frames, python_only, user_frames
-from hangdoctor.model import Frame
-from hangdoctor.patterns import (
-    COLLECTIVE_FILES,
-    COLLECTIVES,
+from hangdoctor.frames import is_library, main_thread, normal_frames, python_only, user_frames
+from hangdoctor.model import Frame, ProcessDump, ProcessFacts, Thread
+from hangdoctor.tables import (
     ENGINE_LOOP,
-    GENERIC,
-    P2P,
+    KERNEL,
+    NATIVE_EXIT,
     PEER_KINDS,
-    SPECIFIC,
+    SOURCE_WAITS,
     WORKER_LOOP,
-    Pattern,
+    domain_of,
+    first,
+    generic_wait,
+    native_wait,
+    phases_of,
+    specific_wait,
 )
 
-# fmt: off
-NATIVE = (
-    Pattern("p2p", "recv", r"c10d::ProcessGroupGloo::RecvWork::wait|.*RecvWork.*", r".*"),
-    Pattern("p2p", "send", r"c10d::ProcessGroupGloo::SendWork::wait|.*SendWork.*", r".*"),
-    # Under a collective these mean that its communicator does not exist yet.
-    Pattern(
-        "store", "communicator",
-        r"ncclCommInitRank.*|ncclCommSplit.*|.*broadcastUniqueNCCLID.*|bootstrapInit.*|commInit.*|.*::initNCCLComm.*|.*getNCCLComm.*|"
-        r"gloo::rendezvous.*",
-        r".*",
-    ),
-    Pattern(
-        "collective", "work.wait",
-        r"c10d::Work::wait|c10d::(ops|ProcessGroup)[^(]*::(wait|synchronize).*|.*WorkNCCL::.*|"
-        r"gloo::(?!transport|rendezvous).*|ncclGroupEnd.*|ncclAllReduce.*",
-        r".*",
-    ),
-    Pattern(
-        "store", "store",
-        r"c10d::(TCPStore|FileStore|PrefixStore|HashStore|detail::TCPClient|.*Store::).*",
-        r".*",
-    ),
-    Pattern(
-        "device", "device sync",
-        r"(cuda|cu|hip)(Stream|Device|Event|Ctx)Synchronize.*|aclrtSynchronize.*|c10_npu::.*|cudaMemcpy.*|cuMemcpy.*|"
-        r"at::native::_local_scalar_dense.*|at::native::item.*",
-        r".*",
-    ),
-    Pattern("backward", "backward", r"torch::autograd::Engine::.*", r".*"),
-    Pattern("gil", "GIL", r"take_gil|PyEval_AcquireThread|PyEval_RestoreThread", r".*"),
-    Pattern(
-        "lock", "lock",
-        r"(lock|rlock)_(PyThread_)?acquire.*|.*acquire_timed|PyMutex_Lock.*|_PyMutex.*|_*(GI_)?_*lll_lock_wait.*|"
-        r"_*(GI_)?_*pthread_(mutex|rwlock|spin)_\w*lock.*|std::(__1::)?\w*mutex::lock.*|sem_wait.*|absl::.*Mutex::.*Lock.*",
-        r".*",
-    ),
-    Pattern("file_lock", "file lock", r"flock|fcntl_flock.*|fcntl_lockf.*|lockf", r".*"),
-    Pattern("sleep", "sleep", r"clock_nanosleep|time_sleep|nanosleep|pysleep", r".*"),
-    Pattern("subprocess", "waitpid", r"wait4|waitpid|waitid|os_waitpid.*", r".*"),
-    Pattern("prompt", "input", r"builtin_input.*|PyOS_Readline|readline.*", r".*"),
-    Pattern(
-        "socket", "socket",
-        r"sock_recv.*|sock_accept.*|sock_connect.*|recv|recvfrom|accept4?|connect|SSL_read.*|__libc_recv|"
-        r"__poll|poll|epoll_wait|select",
-        r".*",
-    ),
-    Pattern(
-        "file", "file",
-        r"os_read.*|os_fsync.*|fsync|fdatasync|_io_FileIO_(read|write).*|os_write.*",
-        r".*",
-    ),
-)
-NATIVE_EXIT = r"exit|Py_(Exit|Finalize(Ex)?|RunMain_exit)|__run_exit_handlers|__cxa_finalize|atexit_callfuncs"
-# A call into C leaves no Python frame: the text of the source line names the call that sleeps.
-SOURCE = (
-    ("destroy", "destroy_process_group", r"\b(destroy_process_group|_abort_process_group)\("),
-    ("sleep", "sleep", r"\bsleep\("),
-    ("file_lock", "file lock", r"\b(flock|lockf)\("),
-    ("lock", "lock", r"\bwith\b.*(lock|mutex|semaphore|condition|\bcv\b)|(lock|mutex|sem\w*)\.acquire\(|\.acquire\("),
-    ("prompt", "input", r"\binput\(|breakpoint\(|set_trace\("),
-    ("subprocess", "waitpid", r"\bos\.(system|wait\w*)\("),
-    ("collective", "work.wait", r"\b\w*(work|handle|req|request|pending|future|fut|op|w|h|works?\[\w+\])\.wait\("),
-    ("store", "store", r"\bstore\.\w+\(|TCPStore\("),
-    ("socket", "socket", r"\.(recv\w*|accept|connect)\(|getaddrinfo\("),
-    ("device", "device sync", r"\.(item|cpu|tolist|numpy|synchronize)\(|\bsynchronize\("),
-    ("file", "file", r"\bopen\(|\.(open|read\w*|write\w*|readline\w*)\(|\bos\.(read|write|fsync)\("),
-)
 POSTED = re.compile(
     r"\b(i?recv|i?send|batch_isend_irecv)\b|\b(all_reduce|all_gather\w*|reduce_scatter\w*|broadcast|all_to_all\w*|barrier)\b"
 )
-# Where the stack ends in a line of Python, the kernel still names the call in which the main thread
-# sleeps.
-WCHAN = (
-    ("sleep", r"hrtimer_nanosleep|do_nanosleep|common_nsleep.*"),
-    ("subprocess", r"do_wait.*|kernel_wait.*"),
-    ("queue", r"(anon_)?pipe_(read|write).*|eventfd_read"),
-    (
-        "socket",
-        r".*poll.*|ep_.*|do_select|core_sys_select|inet_csk_accept|sk_wait_data|wait_woken|unix_stream.*|"
-        r"skb_wait.*|tcp_.*",
-    ),
-    ("prompt", r"n_tty_read|tty_.*"),
-    (
-        "file",
-        r"(nfs|rpc_wait|folio_wait|io_schedule|jbd2|fuse|request_wait|wait_on_page|xfs|ext4|lustre|ll_|cl_|wait_for_partner|fifo_open|pipe_wait).*",
-    ),
-    ("file_lock", r"(flock_lock|locks_lock|posix_lock).*"),
-    ("stopped", r"do_signal_stop|ptrace_stop"),
-)
-# fmt: on
-
-
-# fmt: off
-PHASES = (
-    (
-        "cleanup",
-        r"destroy_process_group|_shutdown|_exit_function|_run_finalizers|_run_exitfuncs|_python_exit|"
-        r"_cleanup_process_groups",
-        r"torch/distributed/.*|threading.py|multiprocess(ing)?/(util|process).py|concurrent/futures/.*|<frozen.*|"
-        r"weakref.py",
-    ),
-    (
-        "cleanup",
-        r"shutdown|__exit__|_terminate_pool|terminate",
-        r"concurrent/futures/.*|multiprocess(ing)?/pool.py",
-    ),
-    ("cleanup", r"_shutdown_workers|_clean_up_worker", r"torch(data)?/.*"),
-    (
-        "cleanup",
-        r"__del__|_?(destroy|tear_?down|clean_?up|shut_?down)(_\w+)?|\w+_(tear_?down|clean_?up|shut_?down)",
-        r"(?!torch|asyncio/|concurrent/|multiprocess|threading.py|selectors.py|socket.py).*",
-    ),
-    (
-        "cleanup",
-        r"_?(tear_?down|clean_?up|shut_?down|destroy|finali[sz]e|close|on_exit|atexit|dispose|__del__)"
-        r"(_(all|dist\w*|engines?|process\w*|workers?|train\w*|job|run|servers?|resources?|everything|groups?|parallel\w*|"
-        r"loaders?|writers?|threads?|pools?|and_\w+))?|\w+_(clean_?up|tear_?down|shut_?down)|"
-        r"stop_\w*(workers?|engines?|servers?|threads?|writers?)",
-        r"USER",
-    ),
-    # A timer's or a profiler's context ends with every step.
-    (
-        "cleanup",
-        r"__a?exit__",
-        r"(?!torch|deepspeed/|megatron/|accelerate/|(pytorch_)?lightning|contextlib.py|threading.py|multiprocess|concurrent/|"
-        r"asyncio/|tqdm/|.*(timer|timing|profil|nvtx|trac(e|ing)|metric|stats)).*",
-    ),
-    (
-        "cleanup",
-        r"finish|end_training|teardown|_teardown|strategy_teardown",
-        r"(wandb|accelerate|lightning|pytorch_lightning)/.*",
-    ),
-    (
-        "init",
-        r"init_process_group|_store_based_barrier|rendezvous|_tcp_rendezvous_handler|next_rendezvous|"
-        r"new_group|new_subgroups.*|_new_group_with_tag|_new_process_group_helper|split_group|"
-        r"init_device_mesh|_init_device_mesh|_init_process_groups|_get_or_create_default_group",
-        r"torch/distributed/.*",
-    ),
-    (
-        "init",
-        r"initialize_model_parallel|init_distributed|init_torch_distributed|init_distributed_environment|"
-        r"initialize_megatron|_initialize_distributed|setup_distributed|_sync_module_states|"
-        r"_sync_params_and_buffers|_verify_param_shape_across_processes|_ddp_init_helper",
-        r".*",
-    ),
-    ("init", r"_find_and_load.*", r"<frozen importlib.*|importlib/_bootstrap.*"),
-    (
-        "init",
-        r"_?(init|initiali[sz]e|setup|build|create|construct)_?(distributed|dist|model|engine|process_groups?|"
-        r"groups?|parallel|trainer|worker|mesh|env)\w*|load_model\w*|build_\w*model\w*",
-        r"USER",
-    ),
-    ("init", r"__init__", r"torch/nn/parallel/distributed.py|torch/distributed/fsdp/.*"),
-    (
-        "checkpoint",
-        r".*",
-        r"torch/distributed/checkpoint/.*|torch/serialization.py|safetensors/.*|"
-        r".*dist_checkpointing/.*|deepspeed/runtime/checkpoint_engine/.*",
-    ),
-    (
-        "checkpoint",
-        r"(?!main|<module>|\w*(forward|backward|gradient|activation|recompute)).*",
-        r"(?!torch/utils/|.*(activation|gradient|recompute|checkpoint_wrapper))(.*/)?(async_|background_|dist_)?"
-        r"(checkpoint|ckpt|saver).*",
-    ),
-    # Activation checkpointing only shares the name.
-    (
-        "checkpoint",
-        r"(?!.*(forward|gradient|grad_|activation|layer|block|sequential|wrap|function))\w*(checkpoint|ckpt)\w*",
-        r"USER",
-    ),
-    (
-        "checkpoint",
-        r"save_pretrained|save_state|_?save_model\w*|async_save|maybe_finalize_async\w*|save_hf\w*|"
-        r"_?(save|load)_?\w*(checkpoint|ckpt)\w*|_save_and_\w+",
-        r"(?!torch/utils/checkpoint).*",
-    ),
-    ("data", r".*", r"torch/utils/data/.*|torchdata/.*|webdataset/.*|nvidia/dali/.*|datasets/.*"),
-    (
-        "data",
-        r"__(next|iter|getitem)__|next|get|_?(next|get|fetch|fill|load|read|iter|prefetch)_?\w*",
-        r".*(data_?loader|dataset|data_?iter|datapipe|prefetch|streaming|litdata|shards).*",
-    ),
-    (
-        "data",
-        r"_?(get|next|load|fetch|prefetch|read)_?(batch|data|sample|minibatch|microbatch)\w*|_?next_batch|"
-        r"data_?iter\w*",
-        r"USER",
-    ),
-    (
-        "error",
-        r"\w*(handle|on|report|recover|catch)\w*_(error|exception|failure|oom|crash|fault|nan)\w*|\w*(error|"
-        r"exception|failure)_(handler|handling|loop|recovery)\w*|excepthook\w*|recover\w*|\w*retry\w*|"
-        r"\w*_on_(error|failure|exception)|rollback\w*|wait_for_(recovery|debugger|restart|admin)\w*|"
-        r"\w*after_(error|failure|exception|crash|oom)\w*|post_mortem\w*|panic\w*|except_\w*|quarantine\w*",
-        r"USER",
-    ),
-    ("error", r"on_\w*exception|_interrupt|_on_exception", r"(pytorch_)?lightning\w*/.*|accelerate/.*|transformers/.*"),
-    (
-        "error",
-        r".*",
-        r"(tenacity|backoff|retrying)/.*|retrying.py|pdb.py|bdb.py|code.py|traceback.py|ipdb/.*|pudb/.*|"
-        r"debugpy/.*|rpdb/.*",
-    ),
-    # Requests to services outside the job for samples or rewards: a poll there is no error path.
-    (
-        "outside",
-        r"_?\w*(rollout|generat|trajector|infer(ence|_)|reward|verif|judge|grade)\w*|prepare_batch|"
-        r"_?wait_(for|until)\w*|_?wait_(server|engine|results?|samples?|response|health)\w*|_?poll_\w+",
-        r"USER",
-    ),
-    (
-        "engine",
-        r"event_loop.*|run_busy_loop|worker_busy_loop|_process_input_queue|run_scheduler_process|"
-        r"run_engine_core|run_worker.*|run_batch|worker_main",
-        r"(sglang|vllm)/.*|.*(scheduler|engine/core|multiproc_executor|disaggregation/\w+|decode|prefill).py",
-    ),
-)
-# The parallel dimension of a library's collective: different ones may be different groups.
-DOMAINS = (
-    ("pipeline", r"megatron/.*pipeline.*|deepspeed/runtime/pipe/.*|torch/distributed/pipelining/.*"),
-    ("expert", r".*(moe|expert|token_dispatcher|deep_ep).*"),
-    (
-        "tensor",
-        r"megatron/.*tensor_parallel/.*|.*(parallel_state|tensor_parallel|tensor/parallel|sequence_parallel|"
-        r"vocab_parallel).*",
-    ),
-    ("context", r".*(context_parallel|ring_attention|ulysses).*"),
-    ("sharded data", r"torch/distributed/.*fsdp/.*|deepspeed/runtime/zero/.*"),
-    (
-        "data",
-        r"torch/nn/parallel/distributed.py|megatron/.*distributed/.*|.*(distributed_data_parallel|"
-        r"param_and_grad_buffer|distrib_optimizer).*",
-    ),
-)
-# fmt: on
-
-
 # These call the program back: the code of a module waits, not the import around it.
 AROUND = ("import", "load", "compile", "launcher")
 
 
 @dataclass(frozen=True, slots=True)
-class ThreadWait:
+class Wait:
     """The wait of one thread.
 
     `frame` shows the wait, `chain` is the user's call path to it, innermost first. `operation` is
@@ -302,71 +62,16 @@ class ThreadWait:
 
 
 @lru_cache(maxsize=65536)
-def specific_wait(function: str, file: str) -> tuple[str, str] | None:
-    """Return (kind, operation) where this frame alone identifies the wait."""
-    if file.endswith(COLLECTIVE_FILES):
-        name = function.lstrip("_")
-        if function in COLLECTIVES or name in COLLECTIVES:
-            return "collective", function
-        if function in P2P:
-            return "p2p", function
-    return first_match(SPECIFIC, function, file)
-
-
-@lru_cache(maxsize=65536)
-def generic_wait(function: str, file: str) -> tuple[str, str] | None:
-    return first_match(GENERIC, function, file)
-
-
-@lru_cache(maxsize=65536)
-def native_wait(function: str) -> tuple[str, str] | None:
-    return first_match(NATIVE, function[:300], "")
-
-
-def first_match(table: tuple[Pattern, ...], function: str, file: str) -> tuple[str, str] | None:
-    for row in table:
-        if compiled(row.function).fullmatch(function) and compiled(row.file).fullmatch(file):
-            return row.kind, row.operation
-    return None
-
-
-@lru_cache(maxsize=1024)
-def compiled(pattern: str) -> re.Pattern[str]:
-    """Compile a pattern, cached."""
-    return re.compile(pattern)
-
-
-@lru_cache(maxsize=65536)
-def phases_of(function: str, file: str) -> frozenset[str]:
-    """Return the phases of the job that one frame indicates. `USER` in a table means: not in a
-    library.
-    """
-    user = not is_library(file)
-    return frozenset(
-        phase
-        for phase, names, files in PHASES
-        if compiled(names).fullmatch(function)
-        and (user if files == "USER" else compiled(files).fullmatch(file))
-    )
-
-
-@lru_cache(maxsize=65536)
-def domain_of(file: str) -> str:
-    """Return the parallel dimension that a library file belongs to, or an empty string."""
-    return next((name for name, pattern in DOMAINS if compiled(pattern).fullmatch(file)), "")
-
-
-@lru_cache(maxsize=65536)
-def thread_wait_of(raw: tuple[Frame, ...]) -> ThreadWait:
+def wait_of(raw: tuple[Frame, ...]) -> Wait:
     """Classify a stack from its frames alone."""
     frames = normal_frames(raw)
     python = python_only(frames)
     phases = frozenset(phase for f in python for phase in phases_of(f.function, f.file))
-    if any(f.native and compiled(NATIVE_EXIT).fullmatch(f.function) for f in frames):
+    if any(f.native and NATIVE_EXIT.fullmatch(f.function) for f in frames):
         phases |= {"cleanup"}
     domain = next((name for f in python if (name := domain_of(f.file))), "")
-    kind, operation, frame = wait_of(frames, python)
-    return ThreadWait(kind, operation, frame, user_frames(frames), phases, domain, frames)
+    kind, operation, frame = wait_in_frames(frames, python)
+    return Wait(kind, operation, frame, user_frames(frames), phases, domain, frames)
 
 
 @lru_cache(maxsize=65536)
@@ -380,7 +85,7 @@ def context(frames: tuple[Frame, ...], phases: frozenset[str]) -> str:
     return ""
 
 
-def wait_of(frames: tuple[Frame, ...], python: tuple[Frame, ...]) -> tuple[str, str, Frame | None]:
+def wait_in_frames(frames: tuple[Frame, ...], python: tuple[Frame, ...]) -> tuple[str, str, Frame | None]:
     """Return the innermost specific wait, else the outermost generic one, else that of the native
     frames, else running.
     """
@@ -444,3 +149,148 @@ def calls_program(python: tuple[Frame, ...], frame: Frame) -> bool:
     """
     inner = python[: python.index(frame)]
     return any(not is_library(f.file) for f in inner)
+
+
+UNNAMED = "unnamed thread"
+# A main thread that waits for another thread of its process: that thread shows the real wait.
+DELEGATING = ("future", "event", "queue", "join", "idle", "lock")
+# Threads that look after the process do not show what it waits for.
+WATCHES = re.compile(r"py_?spy|watch_?dog|heartbeat|faulthandler|_?monitor(_\w+)?$", re.I)
+SPECIFIC_KINDS = (
+    "http",
+    "rpc",
+    "collective",
+    "p2p",
+    "checkpoint",
+    "subprocess",
+    "data",
+    "store",
+    "file_lock",
+    "prompt",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ThreadState:
+    """One thread: its name, its wait, and its relation to the GIL."""
+
+    thread: str
+    wait: Wait
+    holds_gil: bool
+    waits_for_gil: bool
+
+
+def view(
+    threads: tuple[Thread, ...], seen: dict[int, tuple[ThreadState, ...]], source: dict[str, str]
+) -> tuple[ThreadState, ...]:
+    """Return the waits of all threads, main thread first. Equal dumps are one object, so
+    they are cached by identity.
+    """
+    if id(threads) not in seen:
+        main = main_thread(threads)
+        ordered = sorted((t for t in threads if t.frames), key=lambda thread: thread is not main)
+        seen[id(threads)] = tuple(
+            ThreadState(
+                thread.name or ("MainThread" if thread is main else UNNAMED),
+                refined(wait_of(thread.frames), thread, source),
+                bool(thread.holds_gil),
+                bool(thread.waits_for_gil),
+            )
+            for thread in ordered
+        )
+    return seen[id(threads)]
+
+
+def refined(wait: Wait, thread: Thread, source: dict[str, str]) -> Wait:
+    """Refine a stack that shows no wait: running if the dump saw it run, else blocked in something
+    not shown.
+    """
+    if thread.waits_for_gil:
+        return replace(wait, kind="gil", operation="GIL")
+    if wait.kind == "running" and not (thread.active or thread.holds_gil):
+        return kind_from_source(wait, [f for f in thread.frames if not f.native], source)
+    return wait
+
+
+def kind_from_source(wait: Wait, python: list[Frame], source: dict[str, str]) -> Wait:
+    """Classify a wait in C by the text of the source line; `blocked` where the text does not
+    identify it.
+    """
+    texts = [source.get(f"{frame.file}:{frame.line}", "") for frame in python[:4]]
+    for row in SOURCE_WAITS:
+        if not texts or not row.function.search(texts[0]):
+            continue
+        kind, operation = row.value, row.operation
+        phases = wait.phases | {"cleanup"} if kind == "destroy" else wait.phases
+        if kind == "collective" and (posted := POSTED.search(" ".join(texts))):
+            # `work.wait()` waits for what this line, or a caller's, has posted.
+            kind, operation = "p2p" if posted[1] else "collective", posted[0]
+        return replace(wait, kind=kind, operation=operation, phases=phases)
+    return replace(wait, kind="blocked")
+
+
+def best_sample(views: list[tuple[ThreadState, ...]]) -> int:
+    """Return the index of the last sample, or of one with the same Python stack and native frames
+    below it.
+    """
+    last = max((i for i, v in enumerate(views) if v), default=0)
+    if not views[last]:
+        return last
+    stack = views[last][0].wait.python
+    for i, v in enumerate(views):
+        if v and len(v[0].wait.python) < len(v[0].wait.frames) and v[0].wait.python == stack:
+            return i
+    return last
+
+
+def effective(threads: tuple[ThreadState, ...], dump: ProcessDump) -> tuple[Wait, str]:
+    """Return the wait of the process: its main thread's, unless that only waits for a thread with a
+    more specific wait.
+    """
+    if not threads:
+        return Wait("nothing", "", None, ()), ""
+    main = threads[0]
+    wait = with_kernel(main.wait, dump.facts)
+    if wait.kind in ("backward", "device"):
+        autograd = [t for t in threads[1:] if from_autograd(t)]
+        for other in autograd:
+            if other.wait.kind in ("collective", "p2p"):
+                return replace(other.wait, phases=wait.phases | other.wait.phases), other.thread
+        if autograd and wait.kind == "backward":
+            return replace(wait, kind="device", operation="device sync"), main.thread
+    if wait.operation == WORKER_LOOP:
+        # Ray runs the training function in a thread of its own; its main thread only serves calls.
+        for other in threads[1:]:
+            if other.wait.chain and other.wait.kind not in ("idle", "event", "sleep"):
+                return other.wait, other.thread
+    if wait.kind in DELEGATING and not ("cleanup" in wait.phases and not wait.chain):
+        # A thread that is itself stuck in a lock explains its process only where no other does.
+        locked = ("lock",) if wait.kind != "lock" else ()
+        for kinds in (SPECIFIC_KINDS, locked):
+            for other in threads[1:]:
+                theirs = other.wait
+                if any(WATCHES.search(frame.function) for frame in theirs.frames):
+                    continue
+                if theirs.kind in kinds and (theirs.chain or theirs.kind in ("collective", "p2p")):
+                    return replace(theirs, phases=wait.phases | theirs.phases), other.thread
+    return wait, main.thread
+
+
+def from_autograd(thread: ThreadState) -> bool:
+    """True for autograd's own threads: they have no name and no Python entry frame at the bottom of
+    their stacks.
+    """
+    bottom = thread.wait.frames[-1].function if thread.wait.frames else ""
+    return bottom not in ("_bootstrap", "<module>", "") and thread.thread == UNNAMED
+
+
+def with_kernel(wait: Wait, facts: ProcessFacts) -> Wait:
+    """Classify a wait by the kernel function it sleeps in, only where the stack itself does not
+    identify it.
+    """
+    if facts.state in ("T", "t"):
+        return replace(wait, kind="stopped", operation="stopped")
+    if wait.kind not in ("blocked", "running") or not facts.wchan:
+        return wait
+    kernel = first(KERNEL, facts.wchan)
+    return replace(wait, kind=kernel[0], operation=facts.wchan) if kernel else wait

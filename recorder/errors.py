@@ -14,6 +14,8 @@ RecordError (ValueError)
 └── UnsafePickle      a pickle needs a name that no importer allows
 """
 
+from areal_core.safety import unpickle
+
 
 class RecordError(ValueError):
     """A record cannot be read or written as requested."""
@@ -70,5 +72,5 @@ class UnfinishedFile(ForeignFormat):
     """A file ends before its content does: its writer was interrupted."""
 
 
-class UnsafePickle(RecordError):
+class UnsafePickle(unpickle.UnsafePickle, RecordError):
     """A pickle needs a name that no importer allows, or exceeds a limit."""

@@ -73,7 +73,7 @@ def usage(cls: type[BaseExperimentConfig]) -> str:
         *textwrap.wrap(f"Others: {', '.join(plain)}.", 78, break_on_hyphens=False),
         *([f"Of the script: {', '.join(own)}."] if own else []),
         "",
-        "Type, default and help of each option: areal-debug config [SECTION|SEARCH]",
+        "Type, default and help of each option: areal-debug info options [SECTION|SEARCH]",
     ]
     return "\n".join(lines)
 

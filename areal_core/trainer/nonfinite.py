@@ -150,7 +150,7 @@ class NonFiniteGuard:
                 record = record_folder(self.config)
                 lines += [
                     f"    areal-debug record show {record} --step {step}",
-                    f"    areal-debug view {record} --step {step}",
+                    f"    areal-debug open {record} --step {step}",
                     f"    areal-debug replay {record} --explain {step}",
                 ]
         return "\n".join([*lines, *([hint] if hint else [])])

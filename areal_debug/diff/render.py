@@ -5,22 +5,23 @@ from typing import TYPE_CHECKING
 from rich.text import Text
 
 from areal_debug.diff.excerpts import read_excerpts
-from areal_debug.render import console, difference_table, format_number, styled
+from areal_debug.render import console, difference_table, format_number, format_value, styled
 from areal_debug.report.links import view_command
 
 if TYPE_CHECKING:
     from recorder import Record
+    from replayer.commits.bisect import BisectReport
     from replayer.commits.first_step import FirstStep
     from replayer.commits.layers import LayersReport
     from replayer.compare.stages import StageDifference
     from replayer.diff import DiffReport, Excerpt
 
-SHOWN_OF_A_STAGE = 3
+SHOWN_OF_A_STAGE, SHOWN_CHANGES = 3, 5
 REFUTED_BY = {
     "configuration": "set these options equal and run B again: if it still differs, they were not the cause",
     "input": "replay A with B's options: if that differs from A, the input is not the only cause",
     "environment": "run B again where these are equal: if it still differs, they were not the cause",
-    "kernel noise": "areal-debug preflight on this machine: if two runs of one step are bit-identical, it is not noise",
+    "kernel noise": "areal-debug check run on this machine: if two runs of one step are bit-identical, it is not noise",
     "unknown": "a replay of both records on one machine that reproduces neither",
 }
 
@@ -203,3 +204,43 @@ def print_layers(report: "LayersReport") -> None:
     )
     if report.file is not None:
         out.print(styled("             {}, {}:{}", report.kind, report.file, report.line))
+
+
+def print_culprit(report: "BisectReport") -> None:
+    out, found = console(), report.culprits[-1]
+    if len(report.culprits) == 1:
+        out.print(styled("[bold red]{}[/bold red] changed the numbers: {}", found.hash[:10], found.subject))
+        out.print(styled("{}, {}", found.author, found.date))
+    else:
+        out.print(
+            styled(
+                "[bold red]One of {} commits[/bold red] changed the numbers; those before the last",
+                len(report.culprits),
+            )
+        )
+        out.print("could not be replayed:")
+        for commit in report.culprits:
+            out.print(styled("  {}  {}", commit.hash[:10], commit.subject))
+    out.print(
+        styled(
+            "\nFirst in step {}, {} values (good, then bad; 'recorded' as in the record):",
+            report.step,
+            len(report.changes),
+        )
+    )
+    for change in report.changes[:SHOWN_CHANGES]:
+        good, bad = (
+            "recorded" if value is None else format_value(value) for value in (change.good, change.bad)
+        )
+        out.print(styled("  {}: {}, {}", change.where, good, bad))
+    out.print()
+    for line in report.files.splitlines():
+        out.print(styled("{}", line))
+    out.print(
+        styled(
+            "[dim]{} replays for {} commits. Next: git show {}[/dim]",
+            report.num_replays,
+            report.num_commits,
+            found.hash[:10],
+        )
+    )

@@ -14,14 +14,14 @@ from areal_core.config.allocation import Allocation, Parallel
 from areal_core.config.checks import engines_of
 from areal_core.config.experiment import DatasetConfig, TimerConfig
 from areal_core.data.read import file_of_split, get_dataset, length_of, read_rows, tokenized
+from areal_core.engine.memory_plan import AnyConfig, Memory, estimate_memory
 from areal_core.errors import ConfigError
 from areal_core.launch.job import Job
 from areal_core.launch.placement import Placement, place
 from areal_core.paths import run_folder
 from areal_core.trainer.build import count_steps, load_tokenizer
 from areal_core.trainer.checkpointing import Frequency
-from areal_debug.dry_run.memory import Memory, estimate_memory
-from areal_debug.dry_run.step import AnyConfig, Stage, plan_step, plan_upkeep
+from areal_debug.dry_run.step import Stage, plan_step, plan_upkeep
 
 LONGEST_TEXTS = 64  # of the dataset
 METHODS = {

@@ -10,16 +10,14 @@ from areal_core.config import (
     PPOConfig,
     PPOCriticConfig,
     RWConfig,
-    SFTConfig,
     TrainEngineConfig,
 )
 from areal_core.config.allocation import Allocation, Parallel
 from areal_core.config.experiment import TimerConfig
 from areal_core.config.servers import is_base_of, serves_adapters
+from areal_core.engine.memory_plan import AnyConfig
 from areal_core.paths import record_folder, run_folder
 from areal_core.servers.client import adapter_name
-
-AnyConfig = PPOConfig | SFTConfig | RWConfig | DPOConfig  # every kind of training has an `actor`
 
 
 @dataclass(frozen=True)

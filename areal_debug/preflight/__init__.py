@@ -1,1 +1,1 @@
-"""`areal-debug preflight`: check before a run that it is deterministic."""
+"""`areal-debug check run`: check before a run that it is deterministic."""

@@ -1,4 +1,4 @@
-"""Print the report of `areal-debug preflight`. Imports no torch."""
+"""Print the report of `areal-debug check run`. Imports no torch."""
 
 from rich.console import Console
 from rich.table import Table

@@ -16,7 +16,7 @@ from areal_debug.render import (
     styled,
     with_progress,
 )
-from areal_debug.verbs.view import compiled
+from areal_debug.verbs.open import compiled
 
 
 @click.command(

@@ -246,9 +246,9 @@ def print_not_recorded(step: "RecordedStep") -> None:
         console().print(styled("not recorded by its trainer: {}", ", ".join(map(str, names))), style="dim")
 
 
-def print_legend() -> None:
+def legend() -> Text:
     bands = [(f"{words}  ", colour) for _, colour, words in BANDS]
-    console().print(Text.assemble("probability when sampled: ", *bands, ("not in the loss mask", "dim")))
+    return Text.assemble("probability when sampled: ", *bands, ("not in the loss mask", "dim"))
 
 
 def print_verification(report: "VerifyReport") -> None:

@@ -14,7 +14,7 @@ from areal_debug.render import announce, console, errors_as_sentences, print_jso
 
 if TYPE_CHECKING:
     from recorder.exporters.exporting import Exported
-    from recorder.importers.importing import Imported
+    from recorder.trainers.importing import Imported
 
 FORMATS = ("jsonl", "parquet", "pt", "slime", "hf", "wandb", "trackio")
 OF_TORCH = ("pt", "slime")
@@ -58,7 +58,7 @@ def import_record(
     the record can be replayed; OPTION=VALUE changes an option of the config, and `areal-debug
     replay DEST -o X` records the replay.
     """
-    from recorder.importers.importing import import_record as write_record
+    from recorder.trainers.importing import import_record as write_record
 
     options = resolve_config(config, (*settings, *overrides), model)
     announce(f"importing {source}")

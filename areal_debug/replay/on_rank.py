@@ -178,7 +178,7 @@ TASKS: dict[str, Callable[..., Report]] = {
     "explain": explain_step,  # areal-debug replay --explain
     "goto": go_to_step,  # areal-debug goto
     "weights": save_recorded_weights,  # the question of the engine
-    "preflight": run_preflight_steps,  # areal-debug preflight
+    "preflight": run_preflight_steps,  # areal-debug check run
     "cut": cut_one_step,  # areal-debug record cut
 }
 

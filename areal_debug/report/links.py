@@ -43,7 +43,7 @@ def view_command(
     other = "" if compare is None else f" --compare {shlex.quote(str(compare))}"
     place = [str(number) for number in (prompt, sample, token) if number is not None]
     at = f" --at {'.'.join(place)}" if place else ""
-    return f"areal-debug view {shlex.quote(str(record))}{other} --step {step}{at}"
+    return f"areal-debug open {shlex.quote(str(record))}{other} --step {step}{at}"
 
 
 @dataclass(frozen=True)

@@ -26,12 +26,11 @@ from areal_debug.render import (
     is_quiet,
     print_json,
     print_log_end,
-    styled,
 )
+from areal_debug.report.terminal import print_report
 
 if TYPE_CHECKING:
     from areal_core.config import PPOConfig
-    from areal_debug.agent.run import EpisodeReport
 
 EXAMPLE = "examples/tool_agent.py:CalculatorAgent"
 
@@ -79,7 +78,7 @@ def run(agent: str, data: str, index: int, as_json: bool, **choice: Any) -> None
     OPTION=VALUE changes an option: gconfig.max_new_tokens=64 rollout.agent.export_style=concat.
     """
     from areal_core.agent.agent_workflow import AgentWorkflow
-    from areal_debug.agent.render import print_episode
+    from areal_debug.agent.report import report_of_episode
     from areal_debug.agent.run import run_one
     from areal_debug.agent.under_test import build
     from areal_debug.agent.workflow_run import run_workflow
@@ -95,14 +94,8 @@ def run(agent: str, data: str, index: int, as_json: bool, **choice: Any) -> None
     if as_json:
         print_json(asdict(report))
     else:
-        print_outcome(report) if is_quiet() else print_episode(report)
+        print_report(console(), report_of_episode(report))
     raise SystemExit(0 if report.error is None else 1)
-
-
-def print_outcome(report: "EpisodeReport") -> None:
-    outcome = "finished" if report.error is None else f"failed: {report.error}"
-    rewards = ", ".join(f"{row.reward:g}" for row in report.rows) or "none"
-    console().print(styled("{}: {} turns, rewards {}, {}", report.agent, len(report.turns), rewards, outcome))
 
 
 @command.command(
@@ -123,7 +116,7 @@ def stress(agent: str, data: str, batch_size: int, group_size: int, as_json: boo
     AGENT is an agent or a RolloutWorkflow: MODULE:NAME or FILE.py:NAME of a class or an instance.
     """
     from areal_debug.agent.engine import read_rows
-    from areal_debug.agent.render import print_stress
+    from areal_debug.agent.report import report_of_stress
     from areal_debug.agent.stress import stress as run_stress
     from areal_debug.agent.under_test import build
 
@@ -135,7 +128,7 @@ def stress(agent: str, data: str, batch_size: int, group_size: int, as_json: boo
     if as_json:
         print_json(asdict(report) | {"healthy": report.is_healthy})
     else:
-        print_stress(report)
+        print_report(console(), report_of_stress(report))
     raise SystemExit(0 if report.is_healthy else 1)
 
 
@@ -171,7 +164,7 @@ def rollout(
     """
     from areal_core.paths import record_folder, run_folder
     from areal_debug.agent.record import describe_step
-    from areal_debug.agent.render import print_rollout
+    from areal_debug.agent.report import report_of_rollout
     from areal_debug.agent.settings import parse_arguments
     from areal_debug.agent.under_test import check_workflow
     from areal_debug.train.script_options import check_record, flag_overrides, read_config
@@ -197,7 +190,7 @@ def rollout(
     if as_json:
         print_json({"record": str(folder), "agent": agent, "steps": [asdict(step) for step in facts]})
     else:
-        print_rollout(agent, folder, facts)
+        print_report(console(), report_of_rollout(agent, folder, facts))
 
 
 @command.command(
@@ -232,9 +225,9 @@ def replay(
     Tools run again. AGENT is MODULE:NAME or FILE.py:NAME: code runs only if you name it. Exit code
     0: as recorded. 1: something differs.
     """
-    from areal_debug.agent.render import print_replay
     from areal_debug.agent.replay_episode import parse_address, read_episodes
     from areal_debug.agent.replay_episode import replay as run_again
+    from areal_debug.agent.report import report_of_replay
     from areal_debug.agent.under_test import build_recorded
     from recorder import open_record
 
@@ -253,7 +246,7 @@ def replay(
     if as_json:
         print_json(asdict(report) | {"identical": not report.differences})
     else:
-        print_replay(report)
+        print_report(console(), report_of_replay(report))
     raise SystemExit(1 if report.differences else 0)
 
 

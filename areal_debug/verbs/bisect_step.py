@@ -1,15 +1,15 @@
-"""`areal-debug bisect-step`: find the first step after which two records' weights differ."""
+"""`areal-debug bisect-step`: the older name of `areal-debug why A B --layers`."""
 
-from dataclasses import asdict
 from pathlib import Path
 
 import click
 
 from areal_debug.cli import Verb, json_option, model_option
-from areal_debug.render import announce, console, errors_as_sentences, print_json, styled
+from areal_debug.render import errors_as_sentences, note
+from areal_debug.verbs.why import compare_layers
 
 
-@click.command(cls=Verb, example="areal-debug bisect-step runs/A runs/B --layers")
+@click.command(cls=Verb, hidden=True, example="areal-debug why runs/A runs/B --layers")
 @click.argument("left", metavar="A", type=click.Path())
 @click.argument("right", metavar="B", type=click.Path())
 @click.option(
@@ -26,34 +26,7 @@ def command(
 ) -> None:
     """Find the first step after which the weights of records A and B differ, by their checksums.
 
-    With --layers, each side runs with the code of its own commit. Exit code 0: the weights never
-    differ. 1: they do.
+    Exit code 0: the weights never differ. 1: they do.
     """
-    from areal_debug.diff.render import print_first_step, print_layers, print_verdict
-    from recorder import open_record
-    from replayer.commits.first_step import bisect_steps, explain_step
-
-    here, there = open_record(left), open_record(right)
-    announce(f"comparing the weights of {left} and {right}")
-    found = bisect_steps(here, there)
-    report = explain_step(here, there, found)
-    traced = None
-    if layers and found.step is not None:
-        from replayer.commits.own_code import layers_with_own_code
-
-        announce(f"replaying step {found.step} of both, each with its own code")
-        code = repository or Path(__file__).parents[2]
-        traced = layers_with_own_code(here, there, found.step, model, code)
-    if as_json:
-        facts = asdict(found) | {"diff": report and report.to_dict(), "layers": traced and asdict(traced)}
-        print_json(facts)
-    else:
-        print_first_step(found)
-        if report is not None:
-            print_verdict(here, there, report)
-            console().print(
-                styled("[dim]all stages: areal-debug diff {} {} --step {}[/dim]", left, right, found.step)
-            )
-        if traced is not None:
-            print_layers(traced)
-    raise SystemExit(0 if found.step is None else 1)
+    note(f"bisect-step is `areal-debug why {left} {right} --layers`")
+    compare_layers(left, right, layers, repository or Path(__file__).parents[2], model, as_json)

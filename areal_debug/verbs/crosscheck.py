@@ -4,7 +4,8 @@ from typing import Any
 
 import click
 
-from areal_debug.cli import Verb, json_option, spread_options, step_option, step_range_option
+from areal_debug.cli import Verb, json_option, step_option, step_range_option
+from areal_debug.each import report_each_step
 from areal_debug.render import announce, errors_as_sentences, print_json
 
 EXIT_CODES = {"equal": 0, "differs": 1, "not checked": 2}
@@ -13,7 +14,7 @@ EXIT_CODES = {"equal": 0, "differs": 1, "not checked": 2}
 @click.command(
     cls=Verb,
     example="areal-debug crosscheck runs/record\nareal-debug crosscheck runs/record --with trl,verl,float64 --json\n"
-    "areal-debug crosscheck runs/record --steps 0:1000 --on ray",
+    "areal-debug crosscheck runs/record --steps 0:100",
 )
 @click.argument("record", type=click.Path())
 @click.option(
@@ -27,7 +28,6 @@ EXIT_CODES = {"equal": 0, "differs": 1, "not checked": 2}
 @step_option("the first")
 @step_range_option
 @click.option("--model", type=click.Path(), help="Folder of the weights that the step starts from.")
-@spread_options
 @json_option
 @errors_as_sentences
 def command(
@@ -36,8 +36,6 @@ def command(
     step: int | None,
     step_range: str | None,
     model: str | None,
-    place: str | None,
-    workers: int | None,
     as_json: bool,
 ) -> None:
     """Recompute the rewards, advantages, loss and gradient norm of a step of RECORD, and name the
@@ -45,11 +43,8 @@ def command(
 
     Exit code 0: equal within the rounding of float32. 1: they differ. 2: nothing could be checked.
     """
-    if (step_range, place, workers) != (None, None, None):
-        from areal_debug.spread.render import report_tasks
-        from areal_debug.spread.step_ranges import step_tasks
-
-        report_tasks("step", step_tasks(record, step_range, step), place, workers, columns, as_json)
+    if step_range is not None:
+        report_each_step(record, step_range, columns, as_json)
     announce(f"recomputing {'the first step' if step is None else f'step {step}'} of {record}")
     from areal_debug.crosscheck.render import print_crosscheck
     from replayer.crosscheck.step_check import crosscheck, parse_opinions  # imports torch

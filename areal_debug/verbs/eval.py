@@ -14,6 +14,7 @@ import click
 from areal_debug.cli import Verb, json_option, overrides_argument, script_argument, script_config_option
 from areal_debug.render import (
     announce,
+    console,
     errors_as_sentences,
     fail,
     hidden_output,
@@ -294,13 +295,10 @@ def print_results(
 
 
 def print_any(report: "AnyReport", as_json: bool) -> None:
-    from areal_debug.eval.render import print_report
-    from areal_debug.eval.render_rows import print_row_report
-    from areal_debug.eval.results import Report
+    from areal_debug.eval.report import report_of
+    from areal_debug.report.terminal import print_report
 
     if as_json:
         print_json(asdict(report))
-    elif isinstance(report, Report):
-        print_report(report)
     else:
-        print_row_report(report)
+        print_report(console(), report_of(report))

@@ -1,18 +1,52 @@
-"""`areal-debug info`: what is installed, what this machine has, and which verbs work here."""
+"""`areal-debug info`: what is installed and works here, the options of a run, and skills.
 
-from dataclasses import asdict
+A skill is a folder with a `SKILL.md`: YAML front matter with name and description, then steps.
+"""
+
+import shutil
+from dataclasses import asdict, dataclass
+from pathlib import Path
 
 import click
+import yaml
 
-from areal_debug.cli import VerbGroup, json_option
-from areal_debug.render import console, errors_as_sentences, print_json, with_progress
+from areal_debug.cli import Verb, VerbGroup, force_option, json_option
+from areal_debug.render import (
+    console,
+    errors_as_sentences,
+    print_json,
+    refuse_existing,
+    styled,
+    with_progress,
+)
+
+KINDS = ("grpo", "ppo", "sft", "rw", "dpo")
+FOLDER = Path(__file__).parents[1] / "skills"
+
+
+@dataclass(frozen=True)
+class Skill:
+    """A skill: its name, when to use it, and its text with front matter."""
+
+    name: str
+    description: str
+    text: str
+
+
+def shipped_skills() -> list[Skill]:
+    return [parse_skill(file.read_text()) for file in sorted(FOLDER.glob("*/SKILL.md"))]
+
+
+def parse_skill(text: str) -> Skill:
+    _, front, _ = text.split("---\n", 2)
+    facts = yaml.safe_load(front)
+    return Skill(facts["name"], facts["description"], text)
 
 
 @click.group(
     cls=VerbGroup,
     invoke_without_command=True,
-    example="areal-debug info\nareal-debug info --check\nareal-debug info skills --to .claude/skills",
-    lazy={"skills": "info.skills:skills"},
+    example="areal-debug info\nareal-debug info options actor.optimizer\nareal-debug info skills --to .claude/skills",
 )
 @click.option("--check", is_flag=True, help="Import each installed package, too; takes up to some minutes.")
 @json_option
@@ -31,13 +65,91 @@ def command(ctx: click.Context, check: bool, as_json: bool) -> None:
             raise click.UsageError(f"--check imports packages: leave out {ctx.invoked_subcommand}.")
         return
     from areal_debug.info.packages import import_errors, importable
-    from areal_debug.info.render import print_info
+    from areal_debug.info.report import report_of
     from areal_debug.info.summary import collect_info
+    from areal_debug.report.terminal import print_report
 
     errors = with_progress("importing packages", len(importable()), import_errors) if check else []
     info = collect_info(errors)
     if as_json:
         print_json(asdict(info))
     else:
-        print_info(console(), info)
+        print_report(console(), report_of(info))
     raise SystemExit(1 if info.problems else 0)
+
+
+@command.command(
+    cls=Verb,
+    short_help="List the options of a run: type, default, limits and help",
+    example="areal-debug info options actor.optimizer\nareal-debug info options temperature --kind grpo",
+)
+@click.argument("search", metavar="[SECTION|SEARCH]", required=False, default="")
+@click.option(
+    "--kind",
+    type=click.Choice(KINDS),
+    default="grpo",
+    show_default=True,
+    help="Method whose options to list.",
+)
+@json_option
+@errors_as_sentences
+def options(search: str, kind: str, as_json: bool) -> None:
+    """List options with their type, default, limits and help.
+
+    SECTION, as actor.optimizer, lists the options below it. SEARCH lists those with the words in
+    their name or help. Without either, all are listed.
+    """
+    from areal_debug.info.options import KINDS as CLASSES
+    from areal_debug.info.options import options_of, print_options, select
+
+    found = select(list(options_of(CLASSES[kind])), search)
+    if as_json:
+        print_json({"kind": kind, "options": [asdict(option) for option in found]})
+    else:
+        print_options(console(), found)
+
+
+@command.command(
+    cls=Verb,
+    short_help="List, print or copy instructions for coding assistants",
+    example="areal-debug info skills\n"
+    "areal-debug info skills rl-run-hangs\n"
+    "areal-debug info skills --to .claude/skills",
+)
+@click.argument("names", nargs=-1, metavar="[NAME]...")
+@click.option(
+    "--to", "folder", type=click.Path(path_type=Path, file_okay=False), metavar="FOLDER",
+    help="Copy the skills into this folder, such as .claude/skills, and not print them.",
+)  # fmt: skip
+@force_option
+@json_option
+@errors_as_sentences
+def skills(names: tuple[str, ...], folder: Path | None, force: bool, as_json: bool) -> None:
+    """List the skills, print those that are named, or copy them to where an assistant reads them.
+
+    A skill leads a coding assistant from one symptom of a run, such as a hang, to a verdict by the
+    commands of areal-debug. Any assistant that reads folders with a SKILL.md can use them.
+    """
+    found = {skill.name: skill for skill in shipped_skills()}
+    if unknown := [name for name in names if name not in found]:
+        raise ValueError(f"there is no skill {unknown[0]!r}: choose from {', '.join(found)}")
+    chosen = [found[name] for name in names or found]
+    if folder is not None:
+        copy_skills(chosen, folder, force)
+    if as_json:
+        print_json({"skills": [asdict(skill) for skill in chosen], "to": folder})
+    elif folder is not None:
+        console().print(styled("{} skills copied to {}", len(chosen), folder))
+    elif names:
+        click.echo("\n".join(skill.text for skill in chosen), nl=False)
+    else:
+        width = max(map(len, found))
+        for skill in chosen:
+            console().print(styled(f"[bold]{{:<{width}}}[/bold]  {{}}", skill.name, skill.description))
+
+
+def copy_skills(chosen: list[Skill], folder: Path, force: bool) -> None:
+    for skill in chosen:
+        refuse_existing(folder / skill.name, force)
+    for skill in chosen:
+        shutil.copytree(FOLDER / skill.name, folder / skill.name, dirs_exist_ok=True)

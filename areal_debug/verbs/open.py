@@ -1,36 +1,145 @@
-"""`areal-debug open`: find what a run left, and show it in one workbench of pages."""
+"""`areal-debug open`: a record, or everything that a run left, as pages: served here or written.
 
+A record is one page: curves over steps, and every token of a step; with `--compare`, a second
+record or step beside the first one. A folder of a run is a workbench of pages.
+"""
+
+import re
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import click
 
-from areal_debug.cli import Verb, force_option, json_option, output_option
+from areal_debug.cli import Verb, force_option, json_option, output_option, step_option
 from areal_debug.confined import ANYWHERE, reads_untrusted
-from areal_debug.render import console, errors_as_sentences, fail, print_json, refuse_existing
+from areal_debug.render import (
+    console,
+    errors_as_sentences,
+    fail,
+    format_bytes,
+    print_json,
+    refuse_existing,
+    styled,
+    with_progress,
+)
+from areal_debug.waiting import leave_terminal
 
 if TYPE_CHECKING:
     from areal_debug.open.items import Item
+    from areal_debug.view.contents import Contents, Place
+    from areal_debug.view.followed import FollowedRecord
 
 CPU_S = 60.0  # an icicle plot or a long record costs more than its bytes
+At = tuple[int, int | None, int | None]
 
 
-@click.command(cls=Verb, example="areal-debug open runs\nareal-debug open runs -o workbench")
-@click.argument("run", type=click.Path(path_type=Path))
-@output_option("New folder for the pages; without it, they are served on this machine.")
+class Asked(NamedTuple):
+    """The options that say what the page shows."""
+
+    step: int | None
+    other: Path | None
+    other_step: int | None
+    at: At | None
+    all_steps: bool
+    patterns: list[re.Pattern[str]]
+
+
+NOTHING_ASKED = Asked(None, None, None, None, False, [])
+
+
+def compiled(
+    context: click.Context, option: click.Parameter, patterns: tuple[str, ...]
+) -> list[re.Pattern[str]]:
+    """Compile the patterns; a wrong one is the user's mistake."""
+    try:
+        return [re.compile(pattern) for pattern in patterns]
+    except re.error as error:
+        raise click.BadParameter(f"{error.pattern!r} is no regular expression: {error}") from error
+
+
+def parsed_at(context: click.Context, option: click.Parameter, text: str | None) -> At | None:
+    if text is None:
+        return None
+    found = re.fullmatch(r"(-?[0-9]{1,18})(?:\.([0-9]{1,18})(?:\.([0-9]{1,18}))?)?", text)
+    if not found:
+        raise click.BadParameter(f"{text!r} is no place: give PROMPT.SAMPLE or PROMPT.SAMPLE.TOKEN, as 4.1.7")
+    prompt, sample, token = (None if number is None else int(number) for number in found.groups())
+    assert prompt is not None
+    return prompt, sample, token
+
+
+@click.command(
+    cls=Verb,
+    example="areal-debug open runs\nareal-debug open runs/record --step 3 --at 4.1 -o step3.html\n"
+    "areal-debug open runs/record --compare runs/other --all-steps -o pages",
+)
+@click.argument("path", metavar="RECORD|RUN", type=click.Path(path_type=Path))
+@step_option("the last")
+@click.option(
+    "--compare", "other", type=click.Path(path_type=Path), metavar="RECORD",
+    help="Show the same step of this record beside it, sample by sample and token by token.",
+)  # fmt: skip
+@click.option(
+    "--compare-step", "other_step", type=int, metavar="N",
+    help="Step of --compare; by default the same. Without --compare, of RECORD itself.",
+)  # fmt: skip
+@click.option(
+    "--at", metavar="PROMPT.SAMPLE[.TOKEN]", callback=parsed_at, help="Open the page at a sample or token."
+)
+@click.option(
+    "--all-steps", is_flag=True,
+    help="Write every step: a folder that loads a step when it is shown, or one file if -o ends in .html.",
+)  # fmt: skip
+@output_option("File or folder to write the pages into; without it, they are served on this machine.")
+@click.option(
+    "--save", is_flag=True, help="Of a record: write the page into a file named after it and its step."
+)
 @force_option
-@click.option("--port", type=click.IntRange(0, 65535), default=0, help="Port of the server; by default any free one.")  # fmt: skip
+@click.option("--redact", "patterns", multiple=True, metavar="PATTERN", callback=compiled,
+              help="Replace text and token ids that match this regular expression; may be repeated.")  # fmt: skip
+@click.option("--serve", is_flag=True, hidden=True)  # the default since 0.3
+@click.option(
+    "--port", type=click.IntRange(0, 65535), default=0, help="Port of the server; by default any free one."
+)
 @json_option
 @errors_as_sentences
-def command(run: Path, output: Path | None, force: bool, port: int, as_json: bool) -> None:
-    """Find what a run left below the folder RUN, and show it in one workbench of pages: records,
-    metrics, hangs, traces, inference servers, checkpoints, reports.
+def command(
+    path: Path,
+    output: Path | None,
+    save: bool,
+    force: bool,
+    serve: bool,
+    port: int,
+    as_json: bool,
+    **asked: object,
+) -> None:
+    """Show RECORD as a page that needs no network: curves over steps, groups, histograms, samples,
+    every token with its numbers, and a search. Or find what a run left below the folder RUN, and
+    show it in one workbench of pages: records, metrics, hangs, traces, inference servers,
+    checkpoints, reports.
 
-    Without -o the pages are served at 127.0.0.1 and written again when they are loaded after the
-    run has changed. With --json and without -o, what was found is listed.
+    Without -o the pages are served at 127.0.0.1 and follow the record or run as it grows. With
+    --json and without -o, what a run left is listed.
     """
+    from areal_debug.doctor.rows import is_record
+
+    wanted = Asked(**asked)  # type: ignore[arg-type]
+    lists = as_json and output is None and not save and not serve
+    if (is_record(path) and not lists) or save or serve or wanted != NOTHING_ASKED:
+        if serve or (output is None and not save and not as_json):
+            serve_page(path, wanted, port, as_json)
+        else:
+            write_view(
+                record=path, other=wanted.other, asked=wanted, output=output, force=force, as_json=as_json
+            )
+        return
+    open_run(path, output, force, port, as_json)
+
+
+def open_run(run: Path, output: Path | None, force: bool, port: int, as_json: bool) -> None:
+    """Show what a run left below a folder."""
     if output is not None:
         refuse_existing(output, force)
         refuse_inside(run, output)
@@ -107,3 +216,126 @@ def document_of(item: "Item") -> dict[str, object]:
         "summary": item.summary,
         "page": item.page,
     }
+
+
+@reads_untrusted("record", "other", outputs="output", reads=ANYWHERE)
+@errors_as_sentences
+def write_view(
+    record: Path, other: Path | None, asked: Asked, output: Path | None, force: bool, as_json: bool
+) -> None:
+    from areal_debug.view.page import write_file, write_folder
+
+    contents = open_contents(record, asked)
+    steps = contents.record.steps
+    if not steps:
+        fail(
+            f"{record} holds no committed step: nothing to show: open it without -o, which waits for the first"
+        )
+    opens = place_of(contents, asked)
+    stored = list(steps) if asked.all_steps else [opens.step]
+    if contents.other and not asked.all_steps:
+        contents.other.step(opens.step + contents.shift)  # raises if it is not recorded
+    output = output or Path(default_name(record, other, asked, opens.step))
+    is_folder = asked.all_steps and output.suffix != ".html"
+    refuse_existing(output, force)
+    if is_folder and output.is_dir():
+        refuse_other_folder(output)
+    document = contents.document(stored, opens)
+    write = write_folder if is_folder else write_file
+    size_bytes = with_progress(
+        "writing steps", len(stored), lambda tick: write(contents, document, output, tick)
+    )
+    page = output / "index.html" if is_folder else output
+    if as_json:
+        facts = {"record": str(record), "compare": other and str(other), "step": opens.step}
+        facts |= {
+            "num_steps": len(stored),
+            "output": str(output),
+            "page": str(page),
+            "size_bytes": size_bytes,
+        }
+        print_json(facts)
+        return
+    console().print(styled("{} ({}): open it in a browser", page, format_bytes(size_bytes)))
+
+
+def default_name(record: Path, other: Path | None, asked: Asked, step: int) -> str:
+    name = record.absolute().name
+    compared = f"-and-{other.absolute().name}" if other else ""
+    return f"{name}{compared}-pages" if asked.all_steps else f"{name}{compared}-step{step}.html"
+
+
+def refuse_other_folder(folder: Path) -> None:
+    """Raise ValueError unless a folder is empty or a page that this verb wrote."""
+    if {path.name for path in folder.iterdir()} - {"index.html", "steps"}:
+        raise ValueError(f"{folder} holds other files than a page: choose another folder")
+
+
+def open_contents(record: Path, asked: Asked) -> "Contents":
+    from areal_debug.view.contents import Contents
+
+    followed = follow(record, asked.patterns)
+    path = asked.other or (record if asked.other_step is not None else None)
+    if path is None:
+        return Contents(followed)
+    other = follow(path, asked.patterns)
+    shift = 0
+    if asked.other_step is not None and followed.steps:
+        other.step(asked.other_step)  # raises if it is not recorded
+        shift = asked.other_step - (followed.steps[-1] if asked.step is None else asked.step)
+    return Contents(followed, other, shift)
+
+
+def follow(path: Path, patterns: list[re.Pattern[str]]) -> "FollowedRecord":
+    """Open a record with its tokenizer and read its curves."""
+    from areal_debug.record.decode import load_decoder
+    from areal_debug.view.data import MAX_CURVE_STEPS
+    from areal_debug.view.followed import FollowedRecord
+    from recorder import open_record
+
+    opened = open_record(path)
+    decode = load_decoder(opened)
+    total = min(len(opened.steps), MAX_CURVE_STEPS)
+    return with_progress(
+        "reading steps", total, lambda tick: FollowedRecord(str(path), decode, patterns, tick)
+    )
+
+
+def place_of(contents: "Contents", asked: Asked) -> "Place":
+    """Return what the page opens at. Raises ValueError if the record has no such place."""
+    from areal_debug.view.contents import Place
+
+    step = contents.record.steps[-1] if asked.step is None else asked.step
+    rows = contents.record.view(step).rows
+    if asked.at is None:
+        return Place(step)
+    prompt, sample, token = asked.at
+    is_named = (rows["prompt"] == prompt) & (rows["sample"] == (rows["sample"] if sample is None else sample))
+    found = is_named.nonzero()[0]
+    named = str(prompt) if sample is None else f"{prompt}.{sample}"
+    if not len(found):
+        prompts = rows["prompt"]
+        has = f"its prompts are {prompts.min()} to {prompts.max()}" if len(prompts) else "it has none"
+        raise ValueError(f"step {step} has no sample {named}: {has}")
+    if token is not None and token >= rows["length"][found[0]]:
+        num_tokens = rows["length"][found[0]]
+        raise ValueError(f"sample {named} of step {step} has {num_tokens} tokens, no token {token}")
+    return Place(step, prompt, sample, token)
+
+
+def serve_page(path: Path, asked: Asked, port: int, as_json: bool) -> None:
+    from areal_debug.view.server import make_server
+
+    contents = open_contents(path, asked)
+    wants_place = asked.at is not None or asked.step is not None
+    opens = place_of(contents, asked) if contents.record.steps and wants_place else None
+    with make_server(contents, port, opens) as server:
+        compared = "&compare=B" if contents.other else ""
+        fragment = f"#{opens.fragment()}{compared}" if opens else ""
+        address = f"{server.address}{fragment}"
+        if as_json:
+            print_json({"record": str(path), "url": address})
+        else:
+            console().print(styled("{} at {} (Ctrl-C ends it)", path, address))
+        leave_terminal()
+        server.serve_until_interrupted()

@@ -3,11 +3,11 @@
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import click
 
-from areal_debug.cli import Verb, force_option, json_option, output_option, spread_options
+from areal_debug.cli import Verb, force_option, json_option, output_option
 from areal_debug.confined import describes_limits, reads_untrusted
 from areal_debug.query import render
 from areal_debug.render import announce, console, errors_as_sentences, print_json, refuse_existing, styled
@@ -19,7 +19,7 @@ SHARE_OF_MEMORY = 0.6  # for the database; Python, Arrow and the tensors that ar
 @click.command(
     cls=Verb,
     example="areal-debug query runs/record 'select step, avg(reward) from samples group by step order by step'\n"
-    "areal-debug query runs/*/record 'select max(step), avg(reward) from samples' --on ray\n"
+    "areal-debug query runs/*/record 'select max(step), avg(reward) from samples'\n"
     "areal-debug query runs/record --schema",
 )
 @click.argument("words", type=click.Path(), nargs=-1, required=True, metavar="RECORD... [SQL]")
@@ -38,7 +38,6 @@ SHARE_OF_MEMORY = 0.6  # for the database; Python, Arrow and the tensors that ar
 )
 @output_option("Write the rows into a file: .parquet, .csv, .json or .jsonl.")
 @force_option
-@spread_options
 @json_option
 @describes_limits
 @errors_as_sentences
@@ -49,8 +48,6 @@ def command(
     as_csv: bool,
     output: Path | None,
     force: bool,
-    place: str | None,
-    workers: int | None,
     as_json: bool,
 ) -> None:
     """Answer a query over RECORD: SQL of DuckDB over the tables steps, samples, tokens,
@@ -66,8 +63,8 @@ def command(
     if output is not None:
         render.check_output(output)
         refuse_existing(output, force)
-    if sql is not None and (len(records) > 1 or place is not None or workers is not None):
-        ask_each(records, sql, limit, as_csv, output, place, workers, as_json)
+    if sql is not None and len(records) > 1:
+        ask_each(records, sql, limit, as_csv, output, as_json)
     ask(record=Path(records[0]), sql=sql, limit=limit, as_csv=as_csv, output=output, as_json=as_json)
 
 
@@ -106,29 +103,33 @@ def ask_each(
     limit: int | None,
     as_csv: bool,
     output: Path | None,
-    place: str | None,
-    workers: int | None,
     as_json: bool,
 ) -> NoReturn:
     """Answer the query for each record and show all rows; exit with 2 if one has no answer."""
-    from areal_debug.spread.places import run_tasks
-    from areal_debug.spread.records import record_tasks
-    from areal_debug.spread.render import document
+    from areal_debug.each import arguments_of, document, run_each
 
+    if twice := [record for record in records if records.count(record) > 1]:
+        raise ValueError(f"{twice[0]} is given {len(twice)} times: give each record once")
     prints_table = not (as_csv or as_json or output)
     shown = render.SHOWN if limit is None else limit
-    changes = {"limit": shown + 1 if prints_table else limit, "as_csv": None, "output": None, "force": None}
-    tasks = record_tasks(records, lambda name: {"words": (name, sql)} | changes)
-    outcomes = run_tasks("records", tasks, place, workers)
+    changes: dict[str, Any] = {
+        "limit": shown + 1 if prints_table else limit,
+        "as_csv": None,
+        "output": None,
+        "force": None,
+        "as_json": True,
+    }
+    calls = {record: arguments_of(changes | {"words": (record, sql)}) for record in records}
+    outcomes = run_each(calls)
     if as_json:
-        print_json(document(tasks, outcomes))
+        print_json(document(outcomes))
     else:
-        answers = {task.name: outcome.report for task, outcome in zip(tasks, outcomes, strict=True)}
+        answers = {name: outcome.report for name, outcome in outcomes.items()}
         show(render.joined(answers), shown, as_csv, output)
-    for task, outcome in zip(tasks, outcomes, strict=True):
+    for name, outcome in outcomes.items():
         if outcome.error is not None and not as_json:
-            console(stderr=True).print(styled("{}: {}", task.name, outcome.error))
-    raise SystemExit(2 if any(outcome.exit_code for outcome in outcomes) else 0)
+            console(stderr=True).print(styled("{}: {}", name, outcome.error))
+    raise SystemExit(2 if any(outcome.exit_code for outcome in outcomes.values()) else 0)
 
 
 def show(answer: "render.Answer", shown: int, as_csv: bool, output: Path | None) -> None:

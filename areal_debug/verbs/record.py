@@ -126,7 +126,7 @@ def show(
     for sample, conversation in zip(samples, found, strict=True):
         text = None if decode else recorded.text(sample.rank)
         render.print_sample(sample, tokens, text, conversation, in_full)
-    render.print_legend()
+    console().print(render.legend())
     render.print_not_recorded(recorded)
     if row is None and prompt_id is None:
         console().print(

@@ -164,13 +164,14 @@ def replay_setting(ranks: "WarmRanks", request: "Request", num_ranks: int, name:
 
 def compare_rewards(record: "Record", function: str, first: int, last: int, as_json: bool) -> "RescoreReport":
     """Score the steps again and print on which samples the rewards disagree; needs no model."""
-    from areal_debug.reward.render import print_rescore
+    from areal_debug.report.terminal import print_report
+    from areal_debug.reward.report import report_of_rescore
     from areal_debug.reward.rescore import TIMEOUT_S, rescore
 
     steps = [step for step in record.steps if first <= step <= last]
     report = rescore(record, function, None, steps, TIMEOUT_S)
     if not as_json and report.num_compared:
-        print_rescore(report)
+        print_report(console(), report_of_rescore(report))
     return report
 
 

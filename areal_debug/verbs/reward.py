@@ -5,7 +5,7 @@ from dataclasses import asdict
 import click
 
 from areal_debug.cli import Verb, VerbGroup, json_option
-from areal_debug.render import announce, count, errors_as_sentences, fail, print_json
+from areal_debug.render import announce, console, count, errors_as_sentences, fail, print_json
 
 EXAMPLE = "areal-debug reward probe my_rewards.py:math_reward --data gsm8k/test.jsonl"
 
@@ -46,9 +46,10 @@ def probe(
     """
     from areal_core.reward.signature import check_reward_fn
     from areal_debug.agent.engine import read_rows
+    from areal_debug.report.terminal import print_report
     from areal_debug.reward.answers import question_of
     from areal_debug.reward.probe import probe as probe_function
-    from areal_debug.reward.render import print_probe
+    from areal_debug.reward.report import report_of_probe
 
     check_reward_fn(function, ["."], takes_row=True)
     rows = read_rows(data)
@@ -59,7 +60,7 @@ def probe(
     if as_json:
         print_json(asdict(report))
     else:
-        print_probe(report)
+        print_report(console(), report_of_probe(report))
     raise SystemExit({"sound": 0, "problem": 1, "unknown": 2}[report.verdict])
 
 
@@ -94,7 +95,8 @@ def rescore(
     """
     from areal_core.reward.signature import check_reward_fn
     from areal_debug.agent.engine import read_rows
-    from areal_debug.reward.render import print_rescore
+    from areal_debug.report.terminal import print_report
+    from areal_debug.reward.report import report_of_rescore
     from areal_debug.reward.rescore import rescore as rescore_record
     from recorder import open_record
     from recorder.reader import describe_steps
@@ -114,5 +116,5 @@ def rescore(
     if as_json:
         print_json(asdict(report))
     else:
-        print_rescore(report)
+        print_report(console(), report_of_rescore(report))
     raise SystemExit(2 if not report.num_compared else 1 if report.disagreements else 0)

@@ -166,7 +166,8 @@ def print_plan(script: Path, arguments: list[str], as_json: bool) -> int:
 
     from areal_core.safety.secrets import masker
     from areal_debug.dry_run.plan import plan_run
-    from areal_debug.dry_run.render import print_dry_run
+    from areal_debug.dry_run.report import report_of
+    from areal_debug.report.terminal import print_report
     from areal_debug.train.script_options import (
         check_imports,
         check_record,
@@ -188,7 +189,7 @@ def print_plan(script: Path, arguments: list[str], as_json: bool) -> int:
     if as_json:
         print_json(masker().tree({"would_run": True, **asdict(run)}))
     else:
-        print_dry_run(console(), run)
+        print_report(console(), report_of(run))
     return 0
 
 

@@ -1,13 +1,23 @@
 """`areal-debug why`: say in one sentence why two records differ, or a record and its replay."""
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import click
 
-from areal_debug.cli import Verb, force_option, json_option, model_option, output_option
-from areal_debug.render import announce, errors_as_sentences, print_json, refuse_existing
+from areal_debug.cli import Verb, force_option, json_option, model_option, output_option, step_option
+from areal_debug.confined import ANYWHERE, reads_untrusted
+from areal_debug.render import (
+    announce,
+    console,
+    errors_as_sentences,
+    note,
+    print_json,
+    refuse_existing,
+    styled,
+    with_progress,
+)
 
 if TYPE_CHECKING:
     from areal_debug.replay.ranks import Runner
@@ -16,7 +26,14 @@ if TYPE_CHECKING:
     from replayer.why.report import WhyReport
 
 
-@click.command(cls=Verb, example="areal-debug why runs/A runs/B\nareal-debug why runs/record --html why.html")
+DEFAULT_STEPS = 5  # that --commits compares
+
+
+@click.command(
+    cls=Verb,
+    example="areal-debug why runs/A runs/B\nareal-debug why runs/A runs/B --all\n"
+    "areal-debug why runs/record --commits v1..HEAD",
+)
 @click.argument("left", metavar="A", type=click.Path())
 @click.argument("right", metavar="[B]", type=click.Path(), required=False)
 @click.option(
@@ -29,6 +46,11 @@ if TYPE_CHECKING:
 @click.option(
     "--no-replay", is_flag=True, help="Judge from the records alone: start no replay and ask no engine."
 )
+@click.option("--all", "show_all", is_flag=True, help="List every stage, and all differences of a step.")
+@step_option("all steps, up to the first that differs")
+@click.option("--layers", is_flag=True, help="Find the first step and layer that differ, by replays of both.")
+@click.option("--commits", metavar="GOOD..BAD", help="Find the commit that changed A's numbers, by replays.")
+@click.option("--to-step", type=int, help=f"With --commits: last step; by default A's first {DEFAULT_STEPS}.")
 @output_option("Write the answer as one HTML page, too.", spellings=("--html",))
 @force_option
 @json_option
@@ -39,6 +61,11 @@ def command(
     repository: Path | None,
     model: str | None,
     no_replay: bool,
+    show_all: bool,
+    step: int | None,
+    layers: bool,
+    commits: str | None,
+    to_step: int | None,
     output: Path | None,
     force: bool,
     as_json: bool,
@@ -48,7 +75,7 @@ def command(
 
     Without B, A is replayed, and the replay takes B's place. Where several causes remain, steps of
     A are run again: with B's options, by each commit that can act, and with the weights that an
-    engine should have had.
+    engine should have had. --all, --layers and --commits show what else there is to see.
 
     Exit code 0: all common steps have the same bits. 1: they differ, explained or not. 2: the
     records cannot be compared.
@@ -57,10 +84,20 @@ def command(
     from areal_debug.replay.ranks import runner
     from replayer.why.proofs import Options
 
+    code = repository or Path(__file__).parents[2]
+    if commits is not None:
+        good, _, bad = commits.partition("..")
+        search(left, good, bad or "HEAD", code, step, to_step, model, as_json)
+    if right is None and (show_all or layers or step is not None):
+        raise ValueError("--all, --step and --layers compare A with B: give both records")
+    if right is not None and (show_all or step is not None):
+        compare_stages(left=left, right=right, step=step, show_all=show_all, as_json=as_json)
+    if layers and right is not None:
+        compare_layers(left, right, True, code, model, as_json)
     if output is not None:
         refuse_existing(output, force)
     with runner(model) as run:
-        options = Options(repository or Path(__file__).parents[2], model, note=announce)
+        options = Options(code, model, note=announce)
         if not no_replay:
             options = replace(
                 options,
@@ -124,3 +161,94 @@ def with_text(left: "Record", right: "Record", report: "WhyReport") -> "WhyRepor
         look = view_command(left.path, step, place.prompt_id, place.sample_id, place.token)
         report = replace(report, look=look)
     return replace(report, text=read_excerpts(left, right, step, first))
+
+
+@reads_untrusted("left", "right", reads=ANYWHERE)
+@errors_as_sentences
+def compare_stages(left: str, right: str, step: int | None, show_all: bool, as_json: bool) -> None:
+    """Compare all stages of the first step that differs, or of one step; ends the command."""
+    from areal_debug.diff.render import print_diff
+    from recorder import open_record
+    from replayer.diff import diff_records
+
+    here, there = open_record(left), open_record(right)
+    total = len(set(here.steps) & set(there.steps)) if step is None else 1
+    report = with_progress("comparing steps", total, lambda tick: diff_records(here, there, step, tick))
+    if as_json:
+        print_json(report.to_dict())
+    else:
+        print_diff(here, there, report, show_all)
+    raise SystemExit(0 if report.same else 1)
+
+
+def compare_layers(
+    left: str, right: str, layers: bool, code: Path, model: str | None, as_json: bool
+) -> NoReturn:
+    """Find the first step after which the weights differ, by their checksums, and its first layer.
+
+    Ends the command: with code 0 if the weights never differ, else with 1.
+    """
+    from areal_debug.diff.render import print_first_step, print_layers, print_verdict
+    from recorder import open_record
+    from replayer.commits.first_step import bisect_steps, explain_step
+    from replayer.commits.own_code import layers_with_own_code
+
+    here, there = open_record(left), open_record(right)
+    announce(f"comparing the weights of {left} and {right}")
+    found = bisect_steps(here, there)
+    report, traced = explain_step(here, there, found), None
+    if layers and found.step is not None:
+        announce(f"replaying step {found.step} of both, each with its own code")
+        traced = layers_with_own_code(here, there, found.step, model, code)
+    if as_json:
+        facts = {"diff": report and report.to_dict(), "layers": traced and asdict(traced)}
+        print_json(asdict(found) | facts)
+    else:
+        print_first_step(found)
+        if report is not None:
+            print_verdict(here, there, report)
+            hint = "[dim]all stages: areal-debug why {} {} --all --step {}[/dim]"
+            console().print(styled(hint, left, right, found.step))
+        if traced is not None:
+            print_layers(traced)
+    raise SystemExit(0 if found.step is None else 1)
+
+
+def search(
+    record: str,
+    good: str,
+    bad: str,
+    code: Path,
+    from_step: int | None,
+    to_step: int | None,
+    model: str | None,
+    as_json: bool,
+) -> NoReturn:
+    """Find the commit between two revisions that changed the numbers of a record; ends the command.
+
+    Replays it with the code of commits, checked out in a private folder: about log2(number of
+    commits) replays. The user's repository is not touched.
+    """
+    from areal_debug.diff.render import print_culprit
+    from areal_debug.verbs.replay import refuse_damage
+    from recorder import open_record
+    from replayer.commits.warm import search_commits
+    from replayer.preconditions import check_model, check_recorded_results, check_steps_present, step_range
+    from replayer.request import Request
+
+    opened = open_record(record)
+    check_recorded_results(opened, "bisect")
+    first, last = step_range(opened, from_step, to_step)
+    if to_step is None:
+        last = min(last, first + DEFAULT_STEPS - 1)
+    check_steps_present(opened, first, last)
+    check_model(opened, model or opened.header.config["actor"]["path"], first)
+    announce(f"searching {good}..{bad} for the commit that changed the numbers of {record}")
+    refuse_damage(record, len(opened.steps))
+    request = Request(record, first, last, model)
+    report = search_commits(request, code, good, bad, opened.header.world_size, note)
+    if as_json:
+        print_json(report.to_dict())
+    else:
+        print_culprit(report)
+    raise SystemExit(1)

@@ -1,1 +1,1 @@
-"""`areal-debug view`: a record as one HTML page, or served while a run records."""
+"""`areal-debug open`: a record as one HTML page, or served while a run records."""

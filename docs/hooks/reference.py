@@ -78,10 +78,9 @@ def entry(anchor: str, title: str, *paragraphs: str) -> str:
 
 def options() -> str:
     """Every option of every kind of trainer."""
-    from areal_debug.config.options import KINDS, options_of
-    from areal_debug.config.render import facts_line
+    from areal_debug.info.options import KINDS, facts_line, options_of
 
-    text = "# Options\n\nThe same list in a terminal: `areal-debug config --kind KIND`.\n\n"
+    text = "# Options\n\nThe same list in a terminal: `areal-debug info options --kind KIND`.\n\n"
     for kind, cls in KINDS.items():
         if kind == "ppo":  # the class of grpo
             continue

@@ -8,9 +8,9 @@ import json
 import re
 from typing import Any
 
+from areal_core.safety.unpickle import UnsafePickle, load_plain
 from hangdoctor.errors import UnreadableDump
 from hangdoctor.model import CollectiveRecord, Frame
-from hangdoctor.parse.pickles import read_plain_pickle
 
 PEERS = re.compile(r"(\d+)\s*<?->?\s*(\d+)")
 
@@ -27,7 +27,10 @@ def parse_flight_recorder(data: bytes, rank: int) -> tuple[CollectiveRecord, ...
         except (ValueError, RecursionError) as error:
             raise UnreadableDump(f"not JSON: {error}") from error
     else:
-        document = read_plain_pickle(data)
+        try:
+            document = load_plain(data)
+        except UnsafePickle as error:
+            raise UnreadableDump(f"not the plain pickle of a Flight Recorder dump: {error}") from error
     return records_from(document, rank)
 
 

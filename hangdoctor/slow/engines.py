@@ -19,10 +19,9 @@ from hangdoctor.model import Thread
 from hangdoctor.parse.stacks_json import parse_stacks_json
 from hangdoctor.slow.phases import place_of
 from hangdoctor.slow.proc_state import listeners, listening_ports, sockets
-from hangdoctor.waits import compiled
 
-HANDLES_REQUEST = r"do_POST|do_GET|do_PUT"
-RUNS_MODEL = (
+HANDLES_REQUEST = re.compile("do_POST|do_GET|do_PUT")
+RUNS_MODEL = re.compile(
     r"run_batch|execute_model|\w*forward\w*|_?generate\w*|_?decode\w*|_?prefill\w*|step(_with_batch_queue)?"
 )
 RUNNING_REQUESTS = re.compile(
@@ -101,9 +100,9 @@ def load_of(threads: Sequence[Thread], num_requests: int | None) -> Load:
     return Load(busy, num_requests, place_of(working[0].frames) if working else "")
 
 
-def calls(thread: Thread, functions: str) -> bool:
+def calls(thread: Thread, functions: re.Pattern[str]) -> bool:
     """True if a thread is inside a function whose name matches."""
-    return any(compiled(functions).fullmatch(last_name(frame.function)) for frame in thread.frames)
+    return any(functions.fullmatch(last_name(frame.function)) for frame in thread.frames)
 
 
 def metrics_requests(engine: Engine) -> int | None:

@@ -1,6 +1,6 @@
 """The phase of a training step that a stack shows, from its frames, source lines and /proc state.
 
-The innermost frame with a row in PHASE_ROWS decides, except that some phases are only the means of
+The innermost frame with a `step` in frames.toml decides, except that some phases are only the means of
 an outer one: a forward pass inside a backward is recomputation, an HTTP request inside a dataset
 loads data. C calls have no frame, so the text of the innermost source line is read, too.
 """
@@ -12,7 +12,7 @@ from functools import lru_cache
 from hangdoctor.frames import LIBRARIES, is_library, main_thread, normal, show
 from hangdoctor.model import Frame, Thread
 from hangdoctor.slow.proc_state import ProcState
-from hangdoctor.waits import compiled, phases_of, specific_wait
+from hangdoctor.tables import SOURCE_STEPS, STEPS, first, phases_of, specific_wait
 
 WAITING = ("collective", "device")
 """Phases that end when other ranks arrive: a rank in one of them is not the one that is late. On a
@@ -42,52 +42,7 @@ PHASE_NAMES = {
     "stopped": "stopped",
     OTHER: "other",
 }
-# fmt: off
-# (phase, last component of a function name, file below site-packages); USER: not in a library.
-PHASE_ROWS = (
-    ("gc", r"\w*garbage_?collect\w*|gc_collect\w*|(run|do|manual|force)_gc|_?collect_garbage\w*", r".*"),
-    ("gc", r"collect|run", r".*garbage.*|torchtitan/tools/utils.py"),
-    ("evaluation", r"_?(evaluate|validate)(_\w+)?|(run_)?(eval|validation|evaluation)_(loop|step|epoch|model)", r".*"),
-    ("compile", r"_compile\w*|compile_inner|_?compile_fx\w*|transform|convert_frame\w*|codegen\w*|inner_compile",
-     r"torch/(_dynamo|_inductor)/.*"),
-    ("compile", r".*", r"triton/(compiler|backends|runtime/(build|autotuner))\W?.*|torch/utils/cpp_extension.py"),
-    ("optimizer", r".*", r"torch/(optim|distributed/optim)/.*|torch/amp/grad_scaler.py|torch/nn/utils/clip_grad.py|"
-     r"apex/optimizers/.*|bitsandbytes/optim/.*|deepspeed/ops/.*"),
-    ("optimizer", r"_?optimizer_step|_?clip_grad\w*|_take_model_step", r".*"),
-    ("backward", r"_engine_run_backward|backward|grad|_run_backward", r"torch/autograd/.*|torch/_tensor.py"),
-    ("forward", r"_call_impl|_wrapped_call_impl|inner", r"torch/nn/modules/module.py"),
-    ("forward", r"forward|compute_loss|_?forward_(step|pass)|loss_fn|loss_func", r".*"),
-    ("h2d", r"pin_memory", r"torch/utils/data/_utils/pin_memory.py"),
-    ("h2d", r"to|cuda|_apply", r"torch/nn/modules/module.py|transformers/(tokenization_utils_base|feature_extraction_utils).py"),
-    ("h2d", r"to|cuda|pin_memory", r"USER"),
-    ("h2d", r"_recursive_to|_to_kwargs|send_to_device|move_data_to_device|to_device|"
-     r"_?((move|send|copy|transfer|put|batch|data|tensors?|inputs?)_)+to_?(the_)?(device|gpu|cuda)\w*|"
-     r"h2d\w*|host_to_device\w*|_?prefetch_to_(device|gpu)\w*", r".*"),
-    ("logging", r".*", r"(wandb|mlflow|swanlab|trackio|comet_ml|tensorboard|tensorboardX|neptune|clearml)/.*|"
-     r"torch/utils/tensorboard/.*"),
-    ("logging", r"_?(log|report|write|upload|push|flush)_?(to_\w+|metrics?|stats|scalars?|wandb)", r"USER"),
-    ("weight_sync", r"_?(update|sync|publish|broadcast|transfer)_(actor_|engine_|policy_|rollout_)?weights?(_\w+)?|"
-     r"weight_(update|sync)\w*", r".*"),
-    ("reward", r"(?!_?(train|main|run|fit|load|init|log|__))\w*(reward|verif(y|ier)|judge|grade)\w*", r"USER"),
-    ("reward", r".*", r".*areal_core/reward/.*|verl/.*reward.*"),
-    ("input", r"__getitem__|__getitems__|__next__|\w*collate\w*|tokeni[sz]e\w*|preprocess\w*|"
-     r"(load|read|decode)_(image|shard|video|audio|record)\w*", r"USER"),
-    ("input", r".*", r"(datasets|tokenizers|webdataset|torchdata|PIL|streaming)/.*|torch/utils/data/.*"),
-    ("rollout", r"_?(prepare_batch|rollout_batch|(wait_for|collect|run|get|make|do)_(rollouts?|generations?|trajector\w+)|"
-     r"rollout|generate(_\w+)?|agenerate)", r".*"),
-    ("rollout", r".*", r".*areal_core/(rollout|agent)/.*|(sglang|vllm|openai)/.*"),
-)
-# A call into C that the innermost source line names.
-SOURCE_ROWS = (
-    ("gc", r"\bgc\.(collect|freeze)\("),
-    ("h2d", r"\.(cuda|pin_memory)\(|\.to\([^)]*(device|cuda|gpu|non_blocking)"),
-    ("optimizer", r"\b(optimizer|optim|opt)\w*\.(step|zero_grad)\("),
-    ("checkpoint", r"\bos\.(fsync|fdatasync|sync)\("),
-    ("collective", r"\b\w*(work|handle|req|request|pending)s?(\[\w+\])?\.wait\("),
-    ("device", r"\.(item|tolist|cpu)\(|\bsynchronize\("),
-)
-# fmt: on
-# Phases of `waits.phases_of` and kinds of waits, in our terms.
+# Phases of `tables.phases_of` and kinds of waits, in our terms.
 SAME = {"checkpoint": "checkpoint", "data": "input", "init": STARTUP}
 KINDS = {
     "collective": "collective",
@@ -179,7 +134,7 @@ def phase_of(frames: tuple[Frame, ...], source: Source, has_gpu: bool = False) -
     if imports_library(python):
         return STARTUP
     text = source(python[0].file, python[0].line)
-    named = next((phase for phase, pattern in SOURCE_ROWS if compiled(pattern).search(text)), None)
+    named = next((row.value for row in SOURCE_STEPS if row.function.search(text)), None)
     around = [phase for frame in python if (phase := phase_of_frame(normal(frame)))]
     phases = [named, *around] if named and (has_gpu or named != "device") else around
     if not phases:
@@ -194,12 +149,8 @@ def phase_of_frame(frame: Frame) -> str | None:
     wait = specific_wait(frame.function, frame.file)
     if wait and KINDS.get(wait[0]) == "collective":
         return "collective"
-    place = frame.file if is_library(frame.file) else "USER"
-    for phase, functions, files in PHASE_ROWS:
-        if compiled(functions).fullmatch(frame.function) and (
-            compiled(files).fullmatch(place) or compiled(files).fullmatch(frame.file)
-        ):
-            return phase
+    if step := first(STEPS, frame.function, frame.file):
+        return step[0]
     if wait and wait[0] in KINDS:
         return KINDS[wait[0]]
     return next((SAME[phase] for phase in SAME if phase in phases_of(frame.function, frame.file)), None)

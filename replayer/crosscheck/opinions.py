@@ -17,7 +17,7 @@ from replayer.crosscheck.frameworks import CannotRun, Framework
 from replayer.crosscheck.model_pass import ModelPass
 from replayer.crosscheck.observations import SMALLEST, Observation, observations_of
 from replayer.crosscheck.option_table import Explanation, explain
-from replayer.crosscheck.options import STAGE_OF, STAGES, Change, Options, sentence
+from replayer.crosscheck.options import KNOWN, STAGES, Change, Options, sentence
 from replayer.crosscheck.step_rows import Floats, StepRows, Update
 from replayer.crosscheck.their_configs import Configured
 from replayer.crosscheck.twin import UNIT, Bounded, advantages_of
@@ -233,7 +233,7 @@ class Comparison:
         """Add a stage that differs, with its explanation if there is one."""
         first = () if found.by_chance else found.changes
         open_stages = self.open_stages(stage)
-        of_changes = [STAGE_OF[change.option] for change in first]
+        of_changes = [KNOWN[change.option].stage for change in first]
         named = min((one for one in of_changes if one in open_stages), key=STAGES.index, default=stage)
         if named != stage:
             self.found = [opinion for opinion in self.found if opinion.stage != named]
@@ -338,7 +338,7 @@ class Comparison:
             advantages = Bounded(rows.tensors["advantages"], np.zeros(rows.mask.shape))
         else:
             stages = self.open_stages("loss")
-            chosen = {n: getattr(options, n) for n, stage in STAGE_OF.items() if stage in stages}
+            chosen = {n: getattr(options, n) for n, known in KNOWN.items() if known.stage in stages}
             advantages = advantages_of(rows, replace(self.explained, **chosen))
         return loss_inputs(rows, options, update, advantages, current)
 

@@ -78,71 +78,83 @@ class Options:
     max_norm: float = inf
 
 
-STAGE_OF = (
-    dict.fromkeys(("reward_bias", "reward_scaling", "reward_clip", "overlong", "truncated"), "rewards")
-    | {"mask": "mask"}
-    | dict.fromkeys(("kl_reward_coef", "kl_reward_estimator", "kl_place"), "kl")
-    | dict.fromkeys(
-        (
-            *("grouping", "mean", "leave_one_out", "std", "unbiased", "eps", "inside_root", "lone"),
-            *("length", "discount", "gae_lambda", "token_mean", "token_std", "token_leave_one_out"),
-            *("token_unbiased", "token_eps", "token_inside_root"),
-        ),
-        "advantages",
-    )
-    | dict.fromkeys(
-        (
-            *("old_logprobs", "correction", "correction_cap", "ratio_level", "clip_low", "clip_high"),
-            *("dual_clip", "aggregation", "max_length", "empty_rows", "kl_coef", "kl_estimator", "kl_weight"),
-        ),
-        "loss",
-    )
-    | dict.fromkeys(("norm", "max_norm"), "gradient")
-)
+@dataclass(frozen=True)
+class Known:
+    """What is known of an option: the stage that it decides, its name in a sentence, usual values."""
 
-PHRASES = {
-    "reward_bias": "the number added to rewards",
-    "reward_scaling": "the factor on rewards",
-    "reward_clip": "the bound on rewards",
-    "overlong": "the penalty of overlong completions (length, zone, factor)",
-    "truncated": "the reward of truncated completions",
-    "mask": "the tokens that count",
-    "kl_reward_coef": "the weight of the KL in the reward",
-    "kl_reward_estimator": "the estimator of the KL in the reward",
-    "kl_place": "what the KL in the reward is added to",
-    "grouping": "the rows of a group",
-    "mean": "the level of the mean that is subtracted",
-    "leave_one_out": "leaving a row out of its own mean",
-    "std": "the level of the standard deviation that divides",
-    "unbiased": "the division by n - 1 in the standard deviation",
-    "eps": "the number added to the standard deviation",
-    "inside_root": "adding that number to the variance instead",
-    "lone": "the advantage of the only row of a group",
-    "length": "the advantage of long rows",
-    "discount": "the discount",
-    "gae_lambda": "lambda of GAE",
-    "token_mean": "the level of the mean over tokens",
-    "token_std": "the level of the standard deviation over tokens",
-    "token_leave_one_out": "leaving a token out of its own mean",
-    "token_unbiased": "the division by n - 1 in the standard deviation over tokens",
-    "token_eps": "the number added to the standard deviation over tokens",
-    "token_inside_root": "adding that number to the variance over tokens instead",
-    "old_logprobs": "the log-probs that the ratio divides by",
-    "correction": "the correction for the sampling policy",
-    "correction_cap": "the largest correction for the sampling policy",
-    "ratio_level": "the level of the importance ratio",
-    "clip_low": "the lower clip range",
-    "clip_high": "the upper clip range",
-    "dual_clip": "the dual clip",
-    "aggregation": "the aggregation of the loss",
-    "max_length": "the length that divides the loss of a sequence",
-    "empty_rows": "rows without a token that counts",
-    "kl_coef": "the weight of the KL in the loss",
-    "kl_estimator": "the estimator of the KL in the loss",
-    "kl_weight": "the weight of a token's KL in the loss",
-    "norm": "the gradient norm that is reported, before or after clipping",
-    "max_norm": "the largest gradient norm",
-}
+    stage: str
+    phrase: str
+    values: tuple[Any, ...] = ()
+
+
+EPS = (0.0, 1e-8, 1e-7, 1e-6, 1e-5, 1e-4, 1e-3)
+LEVELS = ("group", "batch", None)
+ESTIMATORS = ("k1", "k2", "k3", "abs")
+CLIPS = (0.1, 0.15, 0.18, 0.2, 0.25, 0.28, 0.3, 0.4, 0.5, 3e-4, 4e-4, 1e9)
+WEIGHTS = (0.0, 1e-4, 1e-3, 3e-3, 5e-3, 0.01, 0.02, 0.03, 0.04, 0.05, 0.1, 0.2, 0.5, 1.0)
+
+MASKS = (
+    "loss mask",
+    "shifted by +1",
+    "shifted by -1",
+    "without the last token",
+    "without the first token",
+    "without truncated rows",
+    "everything after the prompt",
+    "all tokens",
+)
+CORRECTIONS = (None, "truncated tokens", "masked tokens", "truncated sequences", "masked sequences")
+AGGREGATIONS = (
+    "token-mean",
+    "seq-mean-token-mean",
+    "seq-mean-token-sum",
+    "seq-mean-token-sum-norm",
+    "token-sum",
+    "token-mean of each rank",
+)
+KNOWN = {
+    "reward_bias": Known("rewards", "the number added to rewards", (0.0, -0.5, 0.5, 1.0, -1.0)),
+    "reward_scaling": Known("rewards", "the factor on rewards", (1.0, 0.1, 0.5, 2.0, 5.0, 10.0)),
+    "reward_clip": Known("rewards", "the bound on rewards", (inf, 0.5, 1.0, 5.0, 10.0, 20.0)),
+    "overlong": Known("rewards", "the penalty of overlong completions (length, zone, factor)", (None,)),
+    "truncated": Known("rewards", "the reward of truncated completions", ("kept", "zero")),
+    "mask": Known("mask", "the tokens that count", MASKS),
+    "kl_reward_coef": Known("kl", "the weight of the KL in the reward", WEIGHTS),
+    "kl_reward_estimator": Known("kl", "the estimator of the KL in the reward", ESTIMATORS),
+    "kl_place": Known("kl", "what the KL in the reward is added to", ("advantages", "rewards")),
+    "grouping": Known("advantages", "the rows of a group", ("prompt", "consecutive rows", "every n-th row")),
+    "mean": Known("advantages", "the level of the mean that is subtracted", LEVELS),
+    "leave_one_out": Known("advantages", "leaving a row out of its own mean", (False, True)),
+    "std": Known("advantages", "the level of the standard deviation that divides", LEVELS),
+    "unbiased": Known("advantages", "the division by n - 1 in the standard deviation", (True, False)),
+    "eps": Known("advantages", "the number added to the standard deviation", EPS),
+    "inside_root": Known("advantages", "adding that number to the variance instead", (False, True)),
+    "lone": Known("advantages", "the advantage of the only row of a group", ("zero", "reward")),
+    "length": Known("advantages", "the advantage of long rows", ("kept", "divided")),
+    "discount": Known("advantages", "the discount", (1.0, 0.999, 0.995, 0.99, 0.98, 0.95, 0.9)),
+    "gae_lambda": Known("advantages", "lambda of GAE", (1.0, 0.99, 0.98, 0.97, 0.95, 0.9)),
+    "token_mean": Known("advantages", "the level of the mean over tokens", LEVELS),
+    "token_std": Known("advantages", "the level of the standard deviation over tokens", LEVELS),
+    "token_leave_one_out": Known("advantages", "leaving a token out of its own mean", (False, True)),
+    "token_unbiased": Known("advantages", "the division by n - 1 in the standard deviation over tokens", (True, False)),
+    "token_eps": Known("advantages", "the number added to the standard deviation over tokens", EPS),
+    "token_inside_root": Known("advantages", "adding that number to the variance over tokens instead", (False, True)),
+    "old_logprobs": Known("loss", "the log-probs that the ratio divides by", ("rollout", "trainer", "current")),
+    "correction": Known("loss", "the correction for the sampling policy", CORRECTIONS),
+    "correction_cap": Known("loss", "the largest correction for the sampling policy", (None, 1.5, 2.0, 3.0, 5.0, 10.0)),
+    "ratio_level": Known("loss", "the level of the importance ratio", ("token", "sequence", "sequence sum")),
+    "clip_low": Known("loss", "the lower clip range", CLIPS),
+    "clip_high": Known("loss", "the upper clip range", (None, *CLIPS)),
+    "dual_clip": Known("loss", "the dual clip", (None, 1.5, 2.0, 3.0, 4.0, 5.0, 10.0)),
+    "aggregation": Known("loss", "the aggregation of the loss", AGGREGATIONS),
+    "max_length": Known("loss", "the length that divides the loss of a sequence"),
+    "empty_rows": Known("loss", "rows without a token that counts", ("left out", "counted")),
+    "kl_coef": Known("loss", "the weight of the KL in the loss", WEIGHTS),
+    "kl_estimator": Known("loss", "the estimator of the KL in the loss", ESTIMATORS),
+    "kl_weight": Known("loss", "the weight of a token's KL in the loss", (None, "ratio")),
+    "norm": Known("gradient", "the gradient norm that is reported, before or after clipping", ("before", "after")),
+    "max_norm": Known("gradient", "the largest gradient norm"),
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -166,13 +178,13 @@ def changes(expected: Options, recorded: Options) -> tuple[Change, ...]:
 def sentence(found: tuple[Change, ...], others: tuple[tuple[Change, ...], ...], source: str) -> str:
     """Describe changes: "the number added to the standard deviation is 1e-06, TRL has 0.0001"."""
     text = "; ".join(
-        f"{PHRASES[change.option]} is {shown(change.recorded)}, {source} {shown(change.expected)}"
+        f"{KNOWN[change.option].phrase} is {shown(change.recorded)}, {source} {shown(change.expected)}"
         for change in found
     )
     if not others:
         return text
     fits = "; ".join(
-        ", ".join(f"{PHRASES[change.option]} {shown(change.recorded)}" for change in other)
+        ", ".join(f"{KNOWN[change.option].phrase} {shown(change.recorded)}" for change in other)
         for other in others
     )
     return f"{text} (what fits as well: {fits})"

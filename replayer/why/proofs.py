@@ -244,7 +244,7 @@ def by_size(case: Case) -> Finding:
         return unknown_finding(case, verdict.why)
     what = "a computation rounds otherwise in every run: the same settings gave other bits"
     command = replay_command(case.left, case.step)
-    refuted = "areal-debug preflight finds that two runs of a step have the same bits on this machine"
+    refuted = "areal-debug check run finds that two runs of a step have the same bits on this machine"
     return Finding(Cause("nondeterminism", what), "medium", (verdict.why,), refuted, command)
 
 

@@ -43,9 +43,9 @@ def test_run_shows_every_turn_with_tokens_and_reward(agent):
     assert "turn 1  prompt 15 tokens, starting with the tokens of turn 0  sampled 2, stop" in out
     assert "logprob mean -1.000, lowest -1.00  version 0" in out
     assert "ab<|end|>" in out
-    assert "row of turn 0: reward 1, 3 of 8 tokens in the loss mask" in out
-    assert "row of turn 1: reward 1, 2 of 17 tokens in the loss mask" in out
-    assert "finished after 2 turns" in out
+    assert "of turn 0: reward 1, 3 of 8 tokens in the loss mask" in out
+    assert "of turn 1: reward 1, 2 of 17 tokens in the loss mask" in out
+    assert "finished: after 2 turns" in out
 
 
 def test_run_has_the_same_json(agent):
@@ -73,7 +73,7 @@ def test_run_has_the_same_json(agent):
 def test_run_joins_turns_as_configured(agent):
     overrides = ("rollout.agent.export_style=concat", "rollout.agent.turn_discount=0.5")
     _, out = agent("run", "Plain", "--say", "ab", "--arg", "num_turns=3", *overrides)
-    assert "row of turn 0, 1, 2: reward 0.5, 9 of 28 tokens in the loss mask" in out
+    assert "of turn 0, 1, 2: reward 0.5, 9 of 28 tokens in the loss mask" in out
 
 
 def test_run_reports_where_a_template_renders_a_turn_differently(agent):
@@ -97,19 +97,19 @@ def test_run_shows_the_tree_of_an_episode_that_the_model_failed(agent):
         "    ├── turn 2  after turn 0: another continuation",
         "    └── turn 3  after turn 1: the template leaves out reasoning that was sampled",
         "        └── turn 4  after turn 3: earlier messages were left out or summarised",
-        "row of turn 0, 1: reward -1, 21 of 36 tokens in the loss mask",
-        "row of turn 0, 2: reward -1, 2 of 23 tokens in the loss mask; turn 0 is in that of an earlier row",
-        "row of turn 0, 3: reward -1, 2 of 32 tokens in the loss mask; turn 0 is in that of an earlier row",
-        "row of turn 4: reward -1, 2 of 23 tokens in the loss mask",
+        "row                 of turn 0, 1: reward -1, 21 of 36 tokens in the loss mask",
+        "row                 of turn 0, 2: reward -1, 2 of 23 tokens in the loss mask; turn 0 is in that of an earlier row",
+        "row                 of turn 0, 3: reward -1, 2 of 32 tokens in the loss mask; turn 0 is in that of an earlier row",
+        "row                 of turn 4: reward -1, 2 of 23 tokens in the loss mask",
     ]
-    assert tree[9] == "failed by the model: declared: areal_core.EpisodeFailed: no answer after five calls"
+    assert tree[9] == "failed by the model declared: areal_core.EpisodeFailed: no answer after five calls"
 
 
 def test_run_notes_tools_that_the_template_does_not_show_and_turns_that_were_cut(agent):
     code, out = agent("run", "WithTool", "--say", "a long answer", "gconfig.max_new_tokens=4")
     assert code == 0
-    assert "note: tools were offered, and the chat template does not show them to the model" in out
-    assert "note: 1 of 1 turns were truncated at the length limit: raise gconfig.max_new_tokens" in out
+    assert "tools were offered, and the chat template does not show them to the model" in out
+    assert "1 of 1 turns were truncated at the length limit: raise gconfig.max_new_tokens" in out
 
 
 def test_run_samples_a_real_model_in_this_process(agent, tiny_model):
@@ -124,7 +124,7 @@ def test_run_shows_the_turns_before_a_failure_and_where_it_came_from(agent):
     code, out = agent("run", "Failing", "--say", "a", "--index", 3)
     assert code == 1
     assert "turn 0  prompt 5 tokens" in out
-    assert "failed after 1 turns: LookupError: no entry 3 in the table" in out
+    assert "failed: after 1 turn: LookupError: no entry 3 in the table" in out
     assert f"{AGENTS}:" in out
 
 
@@ -199,20 +199,20 @@ def test_run_shows_every_call_of_a_workflow_and_its_rows(agent):
     assert "turn 0  prompt 5 tokens  sampled 3, stop" in out
     assert "turn 1  prompt 8 tokens, starting with the tokens of turn 0  sampled 2, stop" in out
     assert "  prompt    " in out
-    assert "row of turn 0, 1: reward 2, 2 of 10 tokens in the loss mask" in out
-    assert "finished after 2 turns" in out
+    assert "of turn 0, 1: reward 2, 2 of 10 tokens in the loss mask" in out
+    assert "finished: after 2 turns" in out
 
 
 def test_run_takes_an_instance_and_notes_a_sample_that_is_left_out(agent):
     code, out = agent("run", "leaves_out", "--say", "ab")
     assert code == 0
-    assert "note: the workflow returned None: training leaves this sample out" in out
+    assert "the workflow returned None: training leaves this sample out" in out
 
 
 def test_run_notes_rows_that_were_not_sampled_and_refuses_what_training_would(agent):
     code, out = agent("run", "TokenisedAgain", "--say", "ab")
     assert code == 0
-    assert "note: row 0 begins with the exact tokens of no call: was text tokenised again" in out
+    assert "row 0 begins with the exact tokens of no call: was text tokenised again" in out
     code, out = agent("run", "WrongDtype", "--say", "ab")
     assert code == 1
     assert "MalformedEpisode: the workflow returned rewards as torch.int64 [1]; expected torch.float32" in out

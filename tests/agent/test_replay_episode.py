@@ -172,12 +172,12 @@ def test_the_place_in_a_tool_result_is_printed(record, agents, scripted_engine):
     done = CliRunner().invoke(command, ["replay", str(folder), f"{agents}:Agent", "--arg", "variant=tool"])
     lines = done.output.splitlines()
     assert lines[0] == (
-        'different in step 3, prompt 5, sample 0, call 1: the tool look({"n": 1}) returns something else'
+        'different: in step 3, prompt 5, sample 0, call 1: the tool look({"n": 1}) returns something else'
     )
     assert lines[1:4] == [
-        "  recorded  'result 1'",
-        "  now       'result one'",
-        "  they differ from character 7 on",
+        "recorded     'result 1'",
+        "now          'result one'",
+        "             they differ from character 7 on",
     ]
 
 

@@ -110,7 +110,7 @@ def test_a_changed_corpus_is_the_first_difference_of_a_replay(episode, scripted_
     )
     assert done.exit_code == 1
     assert done.output == (
-        "different in step 0, prompt 4, sample 0, call 1: "
+        "different: in step 0, prompt 4, sample 0, call 1: "
         'the tool search({"query": "Orvik river"}) returns something else\n'
     )
 

@@ -118,13 +118,6 @@ def test_any_zarr_reader_finds_the_columns(source, tmp_path):
     assert [codec.to_dict()["name"] for codec in ids.compressors] == ["zstd", "crc32c"]
 
 
-def test_an_archive_of_an_archive_extracts_to_the_first_record(source, tmp_path):
-    archive_record(source, tmp_path / "one")
-    archive_record(tmp_path / "one", tmp_path / "two.zip")
-    extract_record(tmp_path / "two.zip", tmp_path / "back")
-    assert_same_files(source, tmp_path / "back")
-
-
 def test_shards_are_filled_across_steps_and_cut_at_the_end(tmp_path, monkeypatch):
     # chunks of 64 bytes and shards of two: every step spans several objects
     monkeypatch.setattr("recorder.archive.columns.CHUNK_BYTES", 64)

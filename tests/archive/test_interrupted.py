@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from areal_core.safety.scratch import FolderInUse, unfinished_folder
 from areal_debug.cli import main
 from recorder import DamagedRecord, RecordError, commit_anchor, open_record, verify
 from recorder.archive.columns import ArrayStream
@@ -170,15 +169,6 @@ def test_an_existing_record_is_replaced_only_by_a_complete_one(source, tmp_path,
     assert_same_files(source, tmp_path / "old")
 
 
-def test_two_at_once_are_refused(source, tmp_path):
-    archive_record(source, tmp_path / "a.zip")
-    with unfinished_folder(tmp_path / "back") as content:
-        with pytest.raises(FolderInUse, match="another process is writing"):
-            extract_record(tmp_path / "a.zip", tmp_path / "back")
-        content.mkdir()
-    assert (tmp_path / "back").is_dir()
-
-
 def test_a_damaged_file_ends_an_extraction(source, tmp_path):
     (source / "steps/000001/plan-00000-of-00001.json").write_text("{}")
     with pytest.raises(DamagedRecord, match=r"steps/000001/plan-00000-of-00001\.json"):
@@ -225,13 +215,3 @@ def test_the_local_copy_of_an_anchor_is_private_and_checked(source, tmp_path, mo
     place.parent.chmod(0o777)
     with pytest.raises(RecordError, match="others may write into it: set TMPDIR"):
         open_record(tmp_path / "a.zip").anchor(2)
-
-
-def test_the_verb_says_that_it_continued(source, tmp_path):
-    archive_record(source, tmp_path / "a.zip")
-    kill_after(2, "extract_record", tmp_path / "a.zip", tmp_path / "back")
-    done = CliRunner().invoke(
-        main, ["record", "extract", str(tmp_path / "a.zip"), "--to", str(tmp_path / "back")]
-    )
-    assert done.exit_code == 0, done.output
-    assert "continued: 2 steps were there" in done.output

@@ -19,7 +19,6 @@ from recorder.archive.live_archive import LiveArchive
 from recorder.archive.pack import archive_record
 from recorder.format import RecordHeader
 from recorder.retention import Retention
-from recorder.storage import is_archive_name, staging_folder
 from recorder.testing import SCRIPTED_HEADER, gatherers, scripted_batch, send_step, start_facts, write_header
 from recorder.writer import RecordingOptions, RecordWriter
 
@@ -153,15 +152,6 @@ def test_what_cannot_be_an_archive_of_a_run_is_refused(tmp_path):
         LiveArchive(tmp_path, str(tmp_path / "a.zarr"))
 
 
-def test_file_names_determine_whether_an_archive_is_meant(tmp_path):
-    assert is_archive_name("runs/a.zarr")
-    assert is_archive_name("s3://bucket/a")
-    assert not is_archive_name("runs/record")
-    assert not is_archive_name("")
-    assert staging_folder("runs/a.zarr", tmp_path) == Path("runs/a.zarr.recording")
-    assert staging_folder("s3://bucket/a", tmp_path) == tmp_path / "staging"
-
-
 @pytest.mark.parametrize("when_failing", ["stop", "continue"])
 def test_an_archive_that_cannot_be_finished_ends_the_recording_as_configured(
     tmp_path, when_failing, monkeypatch
@@ -201,14 +191,6 @@ def test_a_resumed_run_without_an_archive_starts_one(tmp_path):
 
 
 LEFTOVER = f"zarr.{'0f' * 16}.partial"  # zarr's name of an object that it had not renamed yet
-
-
-def test_what_a_kill_left_of_the_first_object_is_no_archive_and_is_replaced(tmp_path):
-    (tmp_path / "live.zarr").mkdir()
-    (tmp_path / "live.zarr" / LEFTOVER).write_bytes(b"{")
-    record_live(tmp_path / "live.zarr", tmp_path / "staging", 1, 0)
-    assert verify(tmp_path / "live.zarr").steps_ok == (0, 1, 2, 3)
-    assert not (tmp_path / "live.zarr" / LEFTOVER).exists()
 
 
 def test_an_object_that_was_not_finished_is_no_part_of_the_record(tmp_path):

@@ -1,4 +1,4 @@
-"""`areal-debug config`: the options of a run, and the help of a script."""
+"""`areal-debug info options`: the options of a run, and the help of a script."""
 
 import json
 
@@ -61,4 +61,4 @@ def test_the_help_of_a_script_names_its_arguments_and_options(flag, capsys):
     assert end.value.code == 0
     assert out.startswith("usage: python SCRIPT.py --config FILE.yaml [OPTION=VALUE]...")
     assert "\n  gconfig         Sampling of training completions.\n" in out
-    assert "areal-debug config [SECTION|SEARCH]" in out
+    assert "areal-debug info options [SECTION|SEARCH]" in out

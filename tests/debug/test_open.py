@@ -165,9 +165,9 @@ def test_findings_lead_to_the_step_in_the_record(workbench):
 def test_a_place_is_written_as_an_address_and_as_a_command():
     assert page_address("view/a b/index.html", 3) == "view/a%20b/index.html#step=3"
     assert page_address("p.html", 3, 4, 1, 7) == "p.html#step=3&prompt=4&sample=1&token=7"
-    assert view_command("runs/a b", 3) == "areal-debug view 'runs/a b' --step 3"
-    assert view_command("r", 3, 4, 1) == "areal-debug view r --step 3 --at 4.1"
-    assert view_command("r", 3, 4, 1, 0) == "areal-debug view r --step 3 --at 4.1.0"
+    assert view_command("runs/a b", 3) == "areal-debug open 'runs/a b' --step 3"
+    assert view_command("r", 3, 4, 1) == "areal-debug open r --step 3 --at 4.1"
+    assert view_command("r", 3, 4, 1, 0) == "areal-debug open r --step 3 --at 4.1.0"
 
 
 def test_what_it_refuses_is_one_sentence(run, tmp_path):
@@ -288,7 +288,7 @@ def test_diff_prints_the_page_of_both_records_at_the_first_token(tmp_path):
             recorder.step(3, rows)
     done = CliRunner().invoke(main, ["diff", str(tmp_path / "left"), str(tmp_path / "right")])
     assert done.exit_code == 1, done.output
-    command = f"areal-debug view {tmp_path}/left --compare {tmp_path}/right --step 3 --at 1.0.3"
+    command = f"areal-debug open {tmp_path}/left --compare {tmp_path}/right --step 3 --at 1.0.3"
     assert command in done.output
     assert page_is_written(command, tmp_path / "page.html")
 

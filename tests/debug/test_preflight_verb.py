@@ -1,8 +1,8 @@
-"""How `areal-debug preflight` repeats steps, and what it concludes; the runs are scripted."""
+"""How `areal-debug check run` repeats steps, and what it concludes; the runs are scripted."""
 
 import pytest
 
-from areal_debug.verbs.preflight import Repeats, repeat_steps
+from areal_debug.verbs.check import Repeats, repeat_steps
 from recorder import Outcome
 from replayer.preflight.repeats import write_repeat
 

@@ -21,7 +21,7 @@ PRINTED = {  # what each command prints, by its first words
     "areal-debug record ls": "3 steps",
     "areal-debug record show": "2+2=",
     "areal-debug record verify": "intact",
-    "areal-debug view": "page.html",
+    "areal-debug open": "page.html",
     "areal-debug doctor": "runs/w",
 }
 FACADES = ("areal_debug", *(f"areal_debug.{verb}" for verb in ("record", "replay", "consistency", "hang")))

@@ -12,7 +12,7 @@ import pytest
 from areal_core.launch.warm import LIBRARIES
 from areal_debug.replay.ranks import MODULES
 from areal_debug.start_up import bytecode_variables
-from areal_debug.verbs.preflight import MODULES as OF_PREFLIGHT
+from areal_debug.verbs.check import MODULES as OF_PREFLIGHT
 
 from .test_waiting import drawn, on_terminal, screen
 

@@ -181,7 +181,7 @@ def test_the_verb_prints_and_writes_the_samples_with_hostile_text_escaped(tmp_pa
     found = json.loads(CliRunner().invoke(main, ["doctor", str(tmp_path / "r"), "--json"]).output)
     alarm = next(alarm for alarm in found["alarms"] if alarm["id"] == "S06")
     assert len(alarm["samples"]) == 10
-    assert alarm["look"] == f"areal-debug view {tmp_path / 'r'} --step 0 --at 0.0"
+    assert alarm["look"] == f"areal-debug open {tmp_path / 'r'} --step 0 --at 0.0"
 
 
 def test_a_large_record_is_sampled_by_steps_and_whole_groups(tmp_path, monkeypatch):

@@ -9,7 +9,7 @@ import click
 import pytest
 
 from areal_debug.cli import main
-from areal_debug.config.options import KINDS, options_of
+from areal_debug.info.options import KINDS, options_of
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted(

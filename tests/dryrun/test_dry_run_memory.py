@@ -7,9 +7,9 @@ import pytest
 from areal_core.config import OptimizerConfig, TrainEngineConfig
 from areal_core.config.allocation import Parallel
 from areal_core.config.train_engine import FSDPEngineConfig
+from areal_core.engine.memory_plan import Model, Shape, not_estimated, read_shape, state_parts
 from areal_core.engine.model import load_model
 from areal_core.testing.tiny_vision import make_tiny_vision_model
-from areal_debug.dry_run.memory import Model, Shape, not_estimated, read_shape, state_parts
 from areal_debug.dry_run.step import describe_attention
 
 SHAPE = Shape(1000, 0, 200, 400, 2, 8, 16, 100, 64)

@@ -7,8 +7,8 @@ from torch.profiler import ProfilerActivity, profile
 from areal_core.config import DatasetConfig, GRPOConfig, OptimizerConfig, PPOActorConfig
 from areal_core.config.allocation import parse_allocation
 from areal_core.data import get_dataset
+from areal_core.engine.memory_plan import estimate_memory
 from areal_core.trainer.build import build_engine, load_tokenizer_at
-from areal_debug.dry_run.memory import estimate_memory
 from areal_debug.dry_run.plan import longest_row
 
 

@@ -4,8 +4,10 @@ import json
 
 import pytest
 
-from areal_debug.eval.render import print_report
+from areal_debug.eval import report as report_module
 from areal_debug.eval.results import make_report, read_results, short_names
+from areal_debug.render import console
+from areal_debug.report.terminal import print_report
 
 
 def write_results(folder, rewards_of_models: dict[str, list[list[float]]], n_samples: int = 4):
@@ -92,14 +94,14 @@ def test_the_report_warns_of_shaped_rewards_and_missing_samples(tmp_path, capsys
     folder = write_results(
         tmp_path, {"base": [[0.0, 0.5], [1.0]], "new": [[0.0, 0.5], [1.0, 1.0]]}, n_samples=2
     )
-    print_report(report_of(folder, ks=(1, 2)))
+    print_report(console(), report_module.report_of(report_of(folder, ks=(1, 2))))
     out = " ".join(capsys.readouterr().out.split())
     assert (
         "3 validation prompts, 2 samples of each, temperature 0.6, top_p 0.9, top_k 20, at most 64 new" in out
     )
     assert "rewards have 3 distinct values from 0 to 1: --solved-above decides" in out
     assert "3 samples of base are missing" in out
-    assert "against base, prompt by prompt:" in out
+    assert "against base, prompt by prompt" in out
 
 
 def test_scores_of_a_reward_model_have_means_differences_and_a_verdict(tmp_path, capsys):
@@ -118,7 +120,7 @@ def test_scores_of_a_reward_model_have_means_differences_and_a_verdict(tmp_path,
     assert (item.verdict, item.score.verdict) == ("no difference found", "better")
     assert item.score.mean.value == 0.5
     assert item.score.p_value == pytest.approx(2 / 2**8)
-    print_report(report)
+    print_report(console(), report_module.report_of(report))
     out = " ".join(capsys.readouterr().out.split())
     assert "Against base: new: no difference found, by score better" in out
     assert "scores are of rm; the rewards do not contain them" in out

@@ -5,8 +5,10 @@ import math
 
 import pytest
 
-from areal_debug.eval.render_rows import print_row_report
+from areal_debug.eval import report as report_module
 from areal_debug.eval.supervised_rows import make_row_report, read_rows
+from areal_debug.render import console
+from areal_debug.report.terminal import print_report
 
 
 def write_rows(folder, method: str, of_models: dict[str, list[dict]], sha256: str = "a"):
@@ -63,10 +65,10 @@ def test_pairs_have_an_accuracy_a_margin_and_the_pairs_that_changed(tmp_path, ca
     [item] = report.comparisons
     assert item.measures["accuracy"].value == 0.0
     assert (item.became_wrong, item.became_right) == ((0,), (2,))
-    print_row_report(report)
+    print_report(console(), report_module.report_of(report))
     out = " ".join(capsys.readouterr().out.split())
     assert "4 validation pairs, reward model" in out
-    assert "new, right to wrong (1 pairs): 0" in out
+    assert "right to wrong new (1): 0" in out
     assert "1 pairs of base have a margin of 0" in out
 
 

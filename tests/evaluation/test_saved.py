@@ -45,7 +45,7 @@ def test_a_worse_evaluation_is_found_with_the_prompts_that_changed(before, worse
     assert item["verdict"] == "worse"
     code, out = compare(before, worse)
     assert code == 1
-    assert "after-eval, right to wrong (8): 0 '?'; 1 '?'; 2 '?'; 3 '?'; 4 '?'; ..." in out
+    assert "right to wrong after-eval (8): 0 '?'; 1 '?'; 2 '?'; 3 '?'; 4 '?'; ..." in out
 
 
 def test_the_exit_code_is_that_of_the_verdict_or_of_a_limit(before, worse):

@@ -164,15 +164,6 @@ def test_the_database_itself_refuses_files_extensions_and_settings(full, tmp_pat
     assert list(tmp_path.iterdir()) == []
 
 
-def test_variables_of_the_program_are_no_tables(full):
-    import pyarrow
-
-    secret = pyarrow.table({"a": [1]})
-    code, _, err = run(full, "select * from secret")
-    assert (code, secret.num_rows) == (2, 1)
-    assert "secret does not exist" in err
-
-
 def test_a_query_that_needs_too_much_memory_is_one_sentence_and_writes_nothing(full, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("AREAL_DEBUG_MEMORY_GIB", "0.5")
@@ -180,15 +171,6 @@ def test_a_query_that_needs_too_much_memory_is_one_sentence_and_writes_nothing(f
     assert (code, out) == (2, "")
     assert "AREAL_DEBUG_MEMORY_GIB" in err
     assert list(tmp_path.iterdir()) == []
-
-
-def test_the_table_says_when_there_is_more(full):
-    code, out, _ = run(full, "select row from samples order by step, rank, row")
-    assert (code, out.splitlines()[:3]) == (0, ["16 rows", "row", "  0"])
-    code, out, _ = run(full, "select row from samples order by step, rank, row desc", "--limit", 2)
-    assert [line.strip() for line in out.splitlines()] == [
-        "2 rows, the first of more: --limit N prints N of them", "row", "3", "2",
-    ]  # fmt: skip
 
 
 def test_schema_lists_tables_and_columns(full):
@@ -235,12 +217,6 @@ def test_json_and_files_hold_exact_values(full, tmp_path):
     assert (code, "exists already" in err) == (2, True)
     code, _, err = run(full, sql, "-o", tmp_path / "a.xlsx")
     assert (code, ".parquet, .csv, .json, .jsonl" in err) == (2, True)
-
-
-def test_options_that_contradict_each_other_are_refused(full):
-    for arguments in ([], ["select 1", "--schema"], ["select 1", "--csv", "--json"]):
-        code, _, err = run(full, *arguments)
-        assert (code, "give a query or --schema" in err) == (2, True)
 
 
 def test_several_records_answer_in_their_order_and_are_named(full, tmp_path):

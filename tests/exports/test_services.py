@@ -15,7 +15,7 @@ from click.testing import CliRunner
 from areal_debug.cli import main
 from areal_debug.record.services import steps_of
 from recorder.exporters.exporting import export_record
-from tests.exports.given import FULL_ROW, write_foreign_record, write_full_record
+from tests.exports.given import FULL_ROW, write_foreign_record
 
 ROOT = Path(__file__).parents[2]
 TABLE = (
@@ -99,24 +99,6 @@ def test_trackio_gets_a_local_run(record, tmp_path):
     first = json.loads(rows[0][1])
     assert (first["loss"], first["reward/mean"]) == (0.1, 1.0)
     assert first["samples"]["_value"][0] == FIRST
-
-
-def test_a_run_is_never_replaced(record, tmp_path):
-    (tmp_path / "out").mkdir()
-    done = export(record, "wandb", tmp_path / "out", "--force")
-    assert done.returncode == 2
-    assert "exists already: wandb gets a folder of its own" in done.stderr
-
-
-def test_a_damaged_record_is_one_sentence(tmp_path):
-    record = write_full_record(tmp_path / "record")
-    file = next((record / "steps/000001").glob("outcome-00000-*"))
-    file.write_bytes(file.read_bytes()[:-1])
-    done = export(record, "wandb", tmp_path / "out")
-    assert (done.returncode, done.stdout) == (1, "")
-    assert "outcome-00000-of-00002.json" in done.stderr
-    assert "Traceback" not in done.stderr
-    assert [path.name for path in tmp_path.iterdir()] == ["record"]
 
 
 def test_the_hub_gets_a_private_dataset_unless_public(record, tmp_path, monkeypatch):

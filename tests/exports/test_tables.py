@@ -2,8 +2,6 @@
 
 import json
 import shutil
-import struct
-from dataclasses import replace
 from pathlib import Path
 
 import duckdb
@@ -14,11 +12,8 @@ from click.testing import CliRunner
 from pyarrow import dataset, parquet
 
 from areal_debug.cli import main
-from recorder import DamagedRecord, RecordError, RecordExists, open_record
+from recorder import DamagedRecord, RecordExists, open_record
 from recorder.exporters.exporting import export_record
-from recorder.header import write_header
-from recorder.testing import SCRIPTED_HEADER, scripted_batch, send_step
-from recorder.writer import RecordWriter
 from tests.exports.given import (
     FOREIGN_ROWS,
     FULL_ROW,
@@ -96,14 +91,6 @@ def test_a_folder_is_one_table_of_steps_for_every_reader(full, tmp_path):
     check_against_record([dict(zip(names, row, strict=True)) for row in rows], full)
 
 
-def test_polars_reads_the_folder_as_one_table(full, tmp_path):
-    polars = pytest.importorskip("polars")
-    export_record(full, "parquet", tmp_path / "table")
-    table = polars.scan_parquet(tmp_path / "table").collect()
-    check_against_record(table.to_dicts(), full)
-    assert table.schema["step"] == polars.Int64
-
-
 def test_datasets_opens_the_saved_folder(full, foreign, tmp_path):
     from datasets import load_from_disk
 
@@ -132,20 +119,6 @@ def test_what_is_not_known_is_null(foreign, tmp_path, name):
         check_foreign(parquet.read_table(place).to_pylist())
         nulls = duckdb.sql(f"select count(*) - count(logprobs), count(*) - count(reward) from '{place}'")
         assert nulls.fetchall() == [(3, 4)]
-
-
-def test_a_nan_of_our_own_trainer_is_a_value(tmp_path):
-    (tmp_path / "record").mkdir()
-    writer = RecordWriter(tmp_path / "record")
-    write_header(tmp_path / "record", SCRIPTED_HEADER)
-    batch = scripted_batch([4])
-    batch["logprobs"][0, 2:] = [np.nan, -0.0]
-    batch["rewards"][0] = np.nan
-    send_step(writer, 0, batch)
-    writer("end", steps=1, error=None)
-    row = open_record(tmp_path / "record").to_arrow().to_pylist()[0]
-    assert bits(row["logprobs"]) == batch["logprobs"][0].tobytes()
-    assert struct.pack("f", row["reward"]) == batch["rewards"].tobytes()
 
 
 def test_pt_keeps_what_stands_for_the_unknown_and_says_what_is(foreign, tmp_path):
@@ -181,14 +154,6 @@ def test_a_data_frame_keeps_integers_that_are_null(foreign):
     assert frame["token_ids"][0].tolist() == [5, 6, 7, 8, 9]
 
 
-def test_columns_that_are_not_there_are_named(full):
-    with pytest.raises(RecordError, match="has no column 'rewards': it has step, rank, row, prompt_id"):
-        open_record(full).to_arrow(columns=["rewards"])
-    table = open_record(full).to_arrow(steps=[1], columns=["reward", "step"])
-    assert table.column_names == ["reward", "step"]
-    assert table.column("step").to_pylist() == [1] * 8
-
-
 def test_only_the_tensors_of_the_columns_are_read(full, tmp_path):
     copy = tmp_path / "record"
     shutil.copytree(full, copy)
@@ -198,16 +163,6 @@ def test_only_the_tensors_of_the_columns_are_read(full, tmp_path):
     assert len(record.to_arrow(columns=["reward", "logprobs"])) == 16
     with pytest.raises(DamagedRecord, match="learning-00001-of-00002"):
         record.to_arrow(columns=["advantages"])
-
-
-def test_a_terminal_and_a_notebook_show_the_record_with_its_text_escaped(full, foreign):
-    assert repr(open_record(foreign)) == f"Record({str(foreign)!r}, steps 0 to 1)"
-    html = open_record(foreign)._repr_html_()
-    assert "steps 0 to 1 · mine" in html
-    assert "<tr><td>0</td><td>4</td><td>12</td><td>1</td></tr>" in html
-    record = open_record(full)
-    hostile = replace(record, header=replace(record.header, created="<script>\x1b[2J"))
-    assert "&lt;script&gt;\\x1b[2J" in hostile._repr_html_()
 
 
 def test_no_folder_but_an_earlier_export_is_replaced(full, tmp_path):

@@ -10,12 +10,12 @@ from typing import Any
 
 import numpy as np
 
-import recorder.importers
+import recorder.trainers
 from recorder import open_record
 from recorder.errors import RecordError
-from recorder.importers.importing import import_record, write_import
-from recorder.importers.stand_ins import Instance
-from recorder.importers.unpickle import load_bytes
+from recorder.trainers.importing import import_record, write_import
+from recorder.trainers.stand_ins import Instance
+from recorder.trainers.unpickle import load_bytes
 
 from ..importers import dataproto, eras, lines, pickled
 from .fuzz_records import read_everything
@@ -153,8 +153,8 @@ def run_tree(case: Case, box: Path) -> None:
         document = decoded(json.loads(tree))
     except (ValueError, TypeError, RecursionError, OverflowError, SyntaxError):  # the last: a dtype
         return
-    for module in pkgutil.iter_modules(recorder.importers.__path__):
-        importer = importlib.import_module(f"recorder.importers.{module.name}")
+    for module in pkgutil.iter_modules(recorder.trainers.__path__):
+        importer = importlib.import_module(f"recorder.trainers.{module.name}")
         if hasattr(importer, "load_pickle") and module.name != "unpickle":
             importer.load_pickle = lambda path: document  # type: ignore[attr-defined]
         if hasattr(importer, "first_strings") and module.name != "unpickle":

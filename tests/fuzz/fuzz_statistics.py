@@ -8,8 +8,10 @@ from pathlib import Path
 from areal_core.telemetry.trace import TRAINER_TRACK, Trace
 from areal_core.telemetry.trace_merge import MERGED, merge
 from areal_debug.doctor.examine import document, examine
-from areal_debug.doctor.page import write_page
 from areal_debug.doctor.read import UnreadableRun, read_run
+from areal_debug.doctor.report import report_of
+from areal_debug.report.frame import Frame
+from areal_debug.report.page import write_report
 from areal_debug.trace.read import read_run as read_trace
 from areal_debug.trace.steps import report_on
 
@@ -68,7 +70,7 @@ def run_statistics(case: Case, box: Path) -> None:
     run = read_run(folder)
     found = examine(run)
     json.dumps(document(run, found))
-    write_page(box / "page.html", run, found)
+    write_report(box / "page.html", report_of(run, found), Frame("", "", "doctor"))
     check_verb("doctor", str(folder))
 
 

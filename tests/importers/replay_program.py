@@ -11,7 +11,7 @@ from pathlib import Path
 import yaml
 
 from areal_core.config import PPOConfig, config_from_dict, config_to_dict
-from recorder.importers.importing import import_record
+from recorder.trainers.importing import import_record
 from replayer.request import Request
 from replayer.rerun import verdict_at_once
 from replayer.run import replay_and_compare

@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from recorder import open_record, verify
-from recorder.importers.importing import import_record
-from recorder.importers.slime import parse_sample
+from recorder.trainers.importing import import_record
+from recorder.trainers.slime import parse_sample
 
 from . import dataproto, eras, lines, pickled
 from .known import KNOWN, padded

@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from recorder import open_record, verify
-from recorder.importers.importing import import_record
-from recorder.pictures.imported import png_of
-from recorder.pictures.packed import image_inputs
+from recorder.trainers.file_pictures import image_inputs, png_of
+from recorder.trainers.importing import import_record
 from replayer.source import recorded_batch
 from tests.recorder.pictured import png
 

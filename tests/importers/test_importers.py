@@ -12,7 +12,7 @@ from click.testing import CliRunner
 from areal_debug.cli import main
 from recorder import RecordError, RecordExists, RecordNotFound, open_record, verify
 from recorder.errors import ForeignFormat, StepNotRecorded
-from recorder.importers.importing import FORMATS, import_record
+from recorder.trainers.importing import FORMATS, import_record
 
 from . import dataproto, lines, pickled
 from .known import KNOWN

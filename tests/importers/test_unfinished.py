@@ -11,7 +11,7 @@ from click.testing import CliRunner
 from areal_debug.cli import main
 from recorder import open_record
 from recorder.errors import ForeignFormat
-from recorder.importers.importing import import_record
+from recorder.trainers.importing import import_record
 
 from . import dataproto, eras, lines, pickled
 from .known import KNOWN

@@ -105,27 +105,10 @@ def test_stale_and_unused_records_are_reported(run, requested):
     result.stdout.no_fnmatch_line("records/old is unused*")
 
 
-def test_nothing_is_called_unused_when_only_some_tests_were_selected(run, requested):
-    result = run(TEST, "test_sample.py", records=("one", "forgotten"))
-    result.stdout.no_fnmatch_line("records/forgotten is unused*")
-
-
-def test_a_record_of_a_test_that_was_left_out_is_not_unused(run, requested):
-    result = run(TEST, "-k", "nothing", records=("one", "forgotten"))
-    result.stdout.no_fnmatch_line("records/one is unused*")
-    result.stdout.fnmatch_lines(["records/forgotten is unused*"])
-
-
 def test_a_test_without_its_mark_fails_with_a_sentence(run, requested):
     result = run("def test_it(replay_record):\n    replay_record()")
     result.assert_outcomes(failed=1)
     result.stdout.fnmatch_lines(["*@pytest.mark.replay(*"])
-
-
-def test_a_session_without_records_prints_nothing(run):
-    result = run("def test_it():\n    pass", records=())
-    result.assert_outcomes(passed=1)
-    result.stdout.no_fnmatch_line("*records replayed*")
 
 
 def test_the_plugin_starts_without_torch_and_zarr():

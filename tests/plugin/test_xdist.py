@@ -76,14 +76,6 @@ def test_counts_stale_and_unused_records_are_those_of_all_workers(run, options):
     assert "records/old is unused" not in shown
 
 
-@pytest.mark.long
-def test_changes_of_tests_of_one_record_are_joined(run):
-    result = run("-n", "2", "--areal-record=rewrite", "-k", "one")
-    shown = result.stdout.str()
-    assert shown.count("records/one was rewritten:") == 1
-    assert shown.count("  step 0: 3 values") == 4
-
-
 def test_a_failure_is_one_message_in_the_output_and_in_the_xml(run, pytester):
     result = run("-n", "2", name="red")
     result.assert_outcomes(passed=4, failed=4)
@@ -98,27 +90,6 @@ def test_a_failure_is_one_message_in_the_output_and_in_the_xml(run, pytester):
     assert [failure.text for failure in failures] == [
         "the numbers differ\nfirst in step 2, stage loss: row 7"
     ] * 4
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        ("--ignore=test_other.py",),
-        pytest.param(("-n", "2", "--ignore=test_other.py"), marks=pytest.mark.long),
-    ],
-)
-def test_no_record_is_called_unused_where_files_are_left_out(run, options):
-    result = run(*options)
-    result.assert_outcomes(passed=4)
-    assert "is unused" not in result.stdout.str()
-
-
-@pytest.mark.parametrize("options", [(), pytest.param(("-n", "2"), marks=pytest.mark.long)])
-def test_no_record_is_called_unused_where_a_file_cannot_be_imported(run, pytester, options):
-    pytester.makepyfile(test_broken="import no_such_module")
-    result = run(*options)
-    assert result.ret != 0
-    assert "is unused" not in result.stdout.str()
 
 
 @pytest.mark.long

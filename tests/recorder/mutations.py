@@ -8,7 +8,6 @@ import copy
 import json
 import random
 import re
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -66,15 +65,6 @@ def write_full_record(folder: Path) -> None:
     commit_anchor(anchor, step=2)
 
 
-@dataclass(frozen=True)
-class Mutation:
-    """One changed file: its path, where in it, and what for a failing test's message."""
-
-    file: str
-    where: str
-    what: str
-
-
 def places(document: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
     """Every path into a JSON document but the top."""
     items = (
@@ -120,46 +110,3 @@ def sealed(text: str) -> bytes:
     document = re.sub(r',? ?"crc32c": "[0-9a-f]{8}"\}$', "}", text.strip())
     body = document.removesuffix("}").encode("utf-8", "surrogatepass")
     return body + f',\n "crc32c": "{checksum(body)}"\n}}\n'.encode()
-
-
-def overwrite_tensor(record: Path, rng: random.Random) -> Mutation:
-    """Overwrite bytes of one tensor, and update its checksum in step.json."""
-    file = rng.choice(sorted(record.rglob("*.safetensors")))
-    step = json.loads(file.with_name("step.json").read_bytes())
-    tensors = step["batches"][file.name]["tensors"]
-    name = rng.choice(sorted(tensors))
-    begin, size = tensors[name]["offset"], tensors[name]["size_bytes"]
-    data, count = bytearray(file.read_bytes()), min(size, rng.choice((1, 4, 8, size)))
-    first = begin + rng.randrange(size - count + 1)
-    data[first : first + count] = rng.choice((b"\0", b"\xff", b"\x7f", b"\x80")) * count
-    tensors[name]["crc32c"] = checksum(bytes(data[begin : begin + size]))
-    file.write_bytes(data)
-    file.with_name("step.json").write_bytes(sealed(json.dumps(step)))
-    return Mutation(str(file.relative_to(record)), name, f"{count} bytes from {first}")
-
-
-def apply_mutation(record: Path, rng: random.Random) -> Mutation:
-    """Change one JSON file or tensor of the record, seal it, and update its entry in step.json."""
-    if rng.random() < 0.2:
-        return overwrite_tensor(record, rng)
-    files = sorted(p for p in record.rglob("*") if p.suffix in (".json", ".jsonl"))
-    file = rng.choice(files)
-    name = str(file.relative_to(record))
-    if file.suffix == ".jsonl":
-        lines = file.read_text().splitlines()
-        chosen = rng.randrange(len(lines))
-        lines[chosen], where, what = mutate(json.loads(lines[chosen]), rng)
-        data = ("\n".join(lines) + "\n").encode()
-    else:
-        text, where, what = mutate(json.loads(file.read_bytes()), rng)
-        is_sealed = (
-            file.read_bytes().rstrip().endswith(b'"\n}') and b'\n "crc32c": "' in file.read_bytes()[-30:]
-        )
-        data = sealed(text) if is_sealed else text.encode()
-    file.write_bytes(data)
-    manifest = file.with_name("step.json")
-    if file.name != "step.json" and manifest.exists():
-        step = json.loads(manifest.read_bytes())
-        step["files"][file.name] = {"size_bytes": len(data), "crc32c": checksum(data)}
-        manifest.write_bytes(sealed(json.dumps(step)))
-    return Mutation(name, where, what)

@@ -3,7 +3,7 @@
 import json
 
 from recorder.checksum_json import checksum, checksummed_bytes, parse_checksummed
-from recorder.difference import Difference, find_differences
+from recorder.difference import Difference
 from recorder.environment import diff_environment, environment, file_identity, folder_identity
 
 
@@ -31,22 +31,6 @@ def test_a_changed_library_and_a_missing_variable_are_named(monkeypatch):
         Difference("libraries.torch", recorded["libraries"]["torch"], "9.9"),
         Difference("variables.PYTHONHASHSEED", "0", None),
     )
-
-
-def test_differences_are_found_at_every_depth():
-    left = {"a": 1, "b": {"c": [1, 2], "d": None}, "nan": float("nan")}
-    right = {"a": 1, "b": {"c": [1, 3], "d": 0}, "e": "new", "nan": float("nan")}
-    assert find_differences(left, right) == (
-        Difference("b.c.1", 2, 3),
-        Difference("b.d", None, 0),
-        Difference("e", None, "new"),
-    )
-    assert find_differences({"a": [1, [2], {"b": 3}]}, {"a": [1, [2, None], 4, None]}) == (
-        Difference("a.1.1", None, None),
-        Difference("a.2", {"b": 3}, 4),
-        Difference("a.3", None, None),
-    )
-    assert find_differences(1, 2) == (Difference("", 1, 2),)
 
 
 def test_a_model_folder_is_known_by_its_weight_config_and_tokenizer_files(tmp_path):

@@ -338,7 +338,7 @@ def test_a_killed_run_resumes_its_record(tmp_path, holder):
 
 def test_an_import_a_clearing_and_an_archive_are_refused_where_a_run_writes(tmp_path):
     from areal_debug.train.script_options import clear_for_record
-    from recorder.importers.importing import import_record
+    from recorder.trainers.importing import import_record
 
     writer = started(tmp_path / "record")
     send(writer, 0)

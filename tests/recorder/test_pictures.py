@@ -2,8 +2,6 @@
 
 import hashlib
 import os
-import random
-import shutil
 import threading
 from dataclasses import replace
 
@@ -11,13 +9,11 @@ import numpy as np
 import pytest
 import torch
 
-from areal_core.data.batch import PER_ENTRY, PER_IMAGE
-from recorder import DamagedRecord, RecordError, Retention, UnknownFormat, open_record, verify
+from recorder import DamagedRecord, RecordError, Retention, open_record, verify
 from recorder.archive.extract import extract_record
 from recorder.archive.live_archive import LiveArchive
 from recorder.archive.pack import archive_record
 from recorder.checksum_json import checksummed_bytes, parse_checksummed
-from recorder.format import IMAGE_DATA, IMAGE_KEYS, Recording
 from recorder.header import write_header
 from recorder.pictures.shared import SharedPictures, write_pictures
 from recorder.resume import resume_record
@@ -32,9 +28,7 @@ from recorder.testing import (
 )
 from recorder.writer import RecordingOptions, RecordWriter
 from replayer.source import recorded_batch
-from tests.recorder.mutations import apply_mutation
 from tests.recorder.pictured import pictured_batch, png, with_pictures, write_pictured_record
-from tests.recorder.test_mutated import crash_of
 
 
 def digest(picture):
@@ -49,10 +43,6 @@ def stored(record):
 def record(tmp_path):
     write_pictured_record(tmp_path / "record")
     return tmp_path / "record"
-
-
-def test_the_format_names_the_keys_of_the_batch():
-    assert IMAGE_KEYS.keys() | {IMAGE_DATA} == {"image_count", "image_sha256"} | PER_IMAGE | PER_ENTRY.keys()
 
 
 def test_each_content_is_stored_once_for_samples_and_steps(record):
@@ -184,18 +174,6 @@ def test_entries_that_contradict_are_refused(record, change):
     change(entry["tensors"])
     file.write_bytes(checksummed_bytes(document))
     with pytest.raises(DamagedRecord, match=r"step.json"):
-        open_record(record).step(1)
-
-
-def test_a_reader_of_format_2_would_refuse_a_step_with_pictures(record):
-    file = record / "steps/000001/step.json"
-    document = parse_checksummed(file.read_bytes(), "step.json")
-    assert document["format_version"] == 3
-    file.write_bytes(checksummed_bytes(document | {"format_version": 2}))
-    with pytest.raises(DamagedRecord, match="has pictures, and format version 2"):
-        open_record(record).step(1)
-    file.write_bytes(checksummed_bytes(document | {"format_version": 4}))
-    with pytest.raises(UnknownFormat, match="format version 4, this version of areal-debug reads 1, 2 and 3"):
         open_record(record).step(1)
 
 
@@ -332,27 +310,3 @@ def test_a_run_that_records_into_an_archive_stores_each_picture_once(tmp_path):
     assert verify(place).problems == ()
     extract_record(place, tmp_path / "folder")
     assert len(stored(tmp_path / "folder")) == 7
-
-
-def test_the_scope_full_leaves_pictures_out_of_the_inputs_to_the_loss(tmp_path):
-    write_pictured_record(tmp_path / "record", 1, RecordingOptions(Recording("full")))
-    keys = open_record(tmp_path / "record").step(0).learning(0).keys()
-    assert not {key for key in keys if key.startswith(("image", "mm_"))}
-    assert verify(tmp_path / "record").problems == ()
-
-
-def read_pictures(folder):
-    """Read the pictures of every row, for records and for training."""
-    record = open_record(folder)
-    for step in map(record.step, record.steps):
-        step.images(0)
-        recorded_batch(step, 0)
-
-
-def test_a_record_changed_and_sealed_again_never_raises_a_traceback(record, tmp_path):
-    for seed in range(20):
-        shutil.rmtree(tmp_path / "changed", ignore_errors=True)
-        shutil.copytree(record, tmp_path / "changed")
-        mutation = apply_mutation(tmp_path / "changed", random.Random(seed))
-        for reader in (verify, read_pictures):
-            assert crash_of(reader, tmp_path / "changed") is None, mutation

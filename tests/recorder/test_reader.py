@@ -9,7 +9,6 @@ import pytest
 from recorder import (
     DamagedRecord,
     NotARecord,
-    RecordError,
     RecordNotFound,
     StepNotRecorded,
     UnknownFormat,
@@ -98,11 +97,6 @@ def test_a_step_that_lost_its_commit_later_is_damage_and_not_unfinished(record_o
     assert record.step(2).batch(0)["rewards"].shape == (4,)
 
 
-def test_a_record_without_steps_opens(tmp_path):
-    write_scripted_record(tmp_path / "record", num_steps=0)
-    assert open_record(tmp_path / "record").steps == ()
-
-
 def test_questions_that_a_record_cannot_answer(record_of_one_rank):
     step = open_record(record_of_one_rank).step(0)
     with pytest.raises(StepNotRecorded, match="ranks 0 to 0, not 1"):
@@ -139,11 +133,6 @@ def test_newer_formats_are_refused_with_what_to_do(record_of_one_rank):
     rewrite(record_of_one_rank / "steps/000000/step.json", partial=True)
     with pytest.raises(UnknownFormat, match=r"steps/000000/step.json has unknown keys \['partial'\]"):
         open_record(record_of_one_rank).step(0)
-
-
-def test_every_error_of_a_record_is_a_value_error():
-    assert issubclass(RecordError, ValueError)
-    assert issubclass(DamagedRecord, RecordError)
 
 
 def test_opening_checks_the_last_step_only(tmp_path, monkeypatch):

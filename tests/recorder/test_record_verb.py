@@ -17,7 +17,6 @@ from areal_debug.cli import main
 from recorder import RecordingOptions, RecordWriter
 from recorder.environment import folder_identity
 from recorder.header import write_header
-from recorder.samples import token_texts
 from recorder.testing import SCRIPTED_HEADER, scripted_batch, send_step, write_scripted_record
 
 
@@ -119,22 +118,11 @@ def test_show_colours_tokens_by_probability_and_dims_the_untrained_on_a_terminal
     os.close(terminal)
 
 
-def test_show_makes_escape_sequences_of_the_model_visible(tmp_path, bytes_tokenizer):
-    record = record_of_one_row(tmp_path, bytes_tokenizer, "2+2=\x1b[2Jgone")
-    assert "2+2=\\x1b[2Jgone" in run("show", record).output
-
-
 def test_show_as_json_gives_every_token(record_of_text):
     [sample] = json.loads(run("show", record_of_text, "--json").output)
     assert [token["text"] for token in sample["tokens"]] == ["2", "+", "2", "=", " ", "c", "a", "f", "", "é"]
     assert [token["trained"] for token in sample["tokens"]] == [False] * 4 + [True] * 6
     assert sample["tokens"][7]["logprob"] == -3.0
-
-
-def test_show_by_token_gives_numbers_in_columns(record_of_text):
-    lines = [line.split() for line in run("show", record_of_text, "--tokens").output.splitlines()]
-    assert ["7", "no"] not in lines
-    assert [line[2:] for line in lines if line[:1] == ["7"]] == [["yes", "-3.000000", "0", '"f"']]
 
 
 def test_show_falls_back_to_ids_when_the_tokenizer_is_another_one(record_of_text, tmp_path, bytes_tokenizer):
@@ -198,41 +186,8 @@ def test_reading_a_damaged_file_is_one_sentence_and_exit_1(tmp_path):
     assert result.stderr.startswith("Error: steps/000000/step.json: does not end with its checksum (2 bytes)")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "sentence"),
-    [
-        (("ls", "{folder}/nothing"), "nothing does not exist: give the folder that a run recorded into"),
-        (("verify", "{folder}/nothing"), "nothing does not exist: give the folder that a run recorded into"),
-        (("show", "{folder}"), "holds no record.json: give the folder that a run recorded into"),
-        (("verify", "{folder}"), "holds no record.json: give the folder that a run recorded into"),
-        (("show", "{folder}/record", "--step", "9"), "step 9 is not recorded in"),
-        (("show", "{folder}/record", "--rank", "1"), "step 1 has ranks 0 to 0, not 1"),
-        (("show", "{folder}/record", "--sample", "4"), "step 1, rank 0 has rows 0 to 3, not 4"),
-        (("show", "{folder}/record", "--sample", "-1"), "step 1, rank 0 has rows 0 to 3, not -1"),
-        (("show", "{folder}/record", "--prompt-id", "77"), "step 1 has no row with prompt_id 77"),
-        (("show", "{folder}/record", "--sample", "0", "--prompt-id", "0"), "exclude each other"),
-        (("show", "{folder}/record", "--stepp", "1"), "Did you mean"),
-    ],
-)
-def test_a_mistake_is_one_sentence_and_exit_2(tmp_path, arguments, sentence):
-    write_scripted_record(tmp_path / "record", num_steps=2)
-    result = run(*(argument.format(folder=tmp_path) for argument in arguments))
-    assert result.exit_code == 2
-    assert sentence in result.stderr
-    assert result.stdout == ""
-
-
 def test_show_reports_a_record_without_steps(tmp_path):
     write_scripted_record(tmp_path / "record", num_steps=1)
     shutil.rmtree(tmp_path / "record/steps")
     result = run("show", tmp_path / "record")
     assert (result.exit_code, "holds no committed step" in result.stderr) == (2, True)
-
-
-def test_token_texts_join_to_the_decoded_text(bytes_tokenizer):
-    text = "naïve 猫 🙂!"
-    ids = bytes_tokenizer.encode(text).ids
-    texts = token_texts(ids, bytes_tokenizer.decode)
-    assert len(texts) == len(ids) == len(text.encode())
-    assert "".join(texts) == text
-    assert texts[-5:] == ["", "", "", "🙂", "!"]

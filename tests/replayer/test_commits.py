@@ -14,7 +14,7 @@ from replayer.commits.acting import ENTRIES, OF_EVERY_STAGE, ChangedFile, files_
 from replayer.commits.outside import CodeDifference, code_differences, unknown_code
 from replayer.commits.own_code import layers_with_own_code
 from replayer.commits.references import sources
-from replayer.commits.warm import absolute, changed_members, search_commits
+from replayer.commits.warm import absolute, search_commits
 from replayer.compare.stages import STAGES
 from replayer.preflight.real_steps import RandomRollouts
 from replayer.request import Request
@@ -311,17 +311,6 @@ def with_commit(record, commit):
     found = open_record(record.path)
     found.header.environment["code"] = {"commit": commit}
     return found
-
-
-def test_members_of_a_request_at_their_default_are_not_sent_to_commits_that_may_lack_them():
-    assert changed_members(Request("record", 0, 1)) == {"record": "record", "first": 0, "last": 1}
-    assert changed_members(Request("record", 0, 1, model="m", settings=("a=1",))) == {
-        "record": "record",
-        "first": 0,
-        "last": 1,
-        "model": "m",
-        "settings": ("a=1",),
-    }
 
 
 @pytest.mark.long

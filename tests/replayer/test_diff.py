@@ -12,10 +12,9 @@ from areal_debug.cli import main
 from recorder import Recording, RecordingOptions, RecordWriter, open_record
 from recorder.difference import Difference
 from recorder.header import write_header
-from recorder.step_files import learning_tensors
 from recorder.testing import SCRIPTED_HEADER, gatherers, scripted_batch, scripted_learning
 from replayer.check import HeaderComparison
-from replayer.commits.first_step import bisect_steps, first_true
+from replayer.commits.first_step import bisect_steps
 from replayer.compare.stages import StageDifference
 from replayer.diff import acts_from, diff_records, find_context, judge_difference, settle_stage
 from replayer.errors import ReplayError
@@ -134,15 +133,6 @@ def test_a_smaller_scope_compares_statistics_instead_of_advantages_and_lists_wha
     assert report.not_compared == ("logprobs", "advantages")
 
 
-def test_batches_alone_can_be_compared(tmp_path):
-    def change(script):
-        script.batch["rewards"][3] = 0.75
-
-    report = compare(tmp_path, change, scope="rollout")
-    assert (report.step, report.first.name, report.first.place.row) == (1, "rewards", 3)
-    assert report.not_compared == ("logprobs", "advantages", "loss", "gradient", "weights")
-
-
 def test_rows_are_matched_by_name_and_not_by_position(tmp_path):
     def swap(script):
         for key, array in script.batch.items():
@@ -172,14 +162,6 @@ def test_a_row_that_is_missing_is_named_and_the_others_are_still_compared(tmp_pa
     assert (first.place.prompt_id, first.place.sample_id) == (1001, 0)
     assert [difference.name for difference in report.differences] == ["rows"]
     assert report.verdict.why == "one side lacks rows that the other trained on"
-
-
-def test_zero_is_not_minus_zero(tmp_path):
-    def change(script):
-        script.learning["advantages"][0, 0] = -0.0
-
-    report = compare(tmp_path, change)
-    assert (report.first.name, report.first.largest) == ("advantages", 0.0)
 
 
 def test_the_same_rows_on_other_ranks_are_the_same_step(tmp_path):
@@ -242,15 +224,6 @@ def found(stage, **members):
 def header(*options, environment=(), model=()):
     config = tuple(Difference(name, 1, 2) for name in options)
     return HeaderComparison(config, tuple(Difference(name, 1, 2) for name in environment), model)
-
-
-def test_an_option_that_acts_later_cannot_explain_what_differs_earlier():
-    config = {"actor": {"dtype": "float32"}}
-    assert judge_difference(found("batch"), header("actor.optimizer.lr"), config).cause == "input"
-    assert judge_difference(found("weights"), header("actor.optimizer.lr", "seed"), config).reasons[
-        0
-    ].where == ("actor.optimizer.lr")
-    assert judge_difference(found("loss"), header("actor.kl_ctl"), config).cause == "configuration"
 
 
 def test_the_environment_explains_numbers_but_not_which_rows_there_are():
@@ -321,17 +294,6 @@ def test_the_first_step_with_other_weights_is_found_by_few_comparisons(tmp_path,
     assert found.num_read <= 5
 
 
-def test_weights_that_never_diverge_need_one_comparison(tmp_path):
-    left, right = record(tmp_path / "left"), record(tmp_path / "right")
-    found = bisect_steps(left, right)
-    assert (found.step, found.last_same, found.num_read) == (None, 2, 1)
-
-
-@pytest.mark.parametrize("first", range(9))
-def test_binary_search_finds_the_first(first):
-    assert first_true(8, lambda index: index >= first) == first
-
-
 def run(*arguments):
     return CliRunner().invoke(main, list(map(str, arguments)))
 
@@ -380,49 +342,6 @@ def test_damage_is_code_1(tmp_path):
     result = run("diff", tmp_path / "left", tmp_path / "right")
     assert result.exit_code == 1
     assert "steps/000001/step.json" in result.stderr
-
-
-def test_inputs_to_the_loss_are_listed_in_the_order_of_computation_and_not_by_name(tmp_path):
-    def change(script):
-        for key in ("advantages", "returns", "total_rewards"):
-            script.learning[key] = script.learning["advantages"] + np.float32(1)
-
-    names = ("total_rewards", "returns", "advantages")
-
-    def everywhere(step, script):
-        script.learning |= dict.fromkeys(("returns", "total_rewards"), script.learning["advantages"])
-
-    left = record(tmp_path / "left", change=everywhere)
-    right = record(tmp_path / "right", change=lambda step, script: change(script))
-    report = diff_records(left, right)
-    assert tuple(d.name for d in report.differences if d.stage == "advantages") == names
-
-
-def test_the_aligned_mask_precedes_what_is_masked_by_it(tmp_path):
-    def change(step, script):
-        aligned = script.batch | script.learning
-        script.learning["loss_mask"] = np.roll(aligned["loss_mask"], -(step != 1), axis=1)
-
-    def masked(step, script):
-        change(step, script)
-        if step == 1:
-            script.learning["prox_logp"][0, 1] = 0
-
-    left = record(tmp_path / "left", change=lambda step, script: change(0, script))
-    report = diff_records(left, record(tmp_path / "right", change=masked))
-    assert (report.step, report.first.stage, report.first.name) == (1, "logprobs", "loss_mask")
-    assert "prox_logp" in {d.name for d in report.differences}
-
-
-def test_a_record_without_the_aligned_mask_is_compared_without_it(tmp_path, monkeypatch):
-    right = record(tmp_path / "right")
-    monkeypatch.setattr("recorder.writer.learning_tensors", without_mask)
-    assert diff_records(record(tmp_path / "left"), right).same
-
-
-def without_mask(inputs, batch):
-    learned = learning_tensors(inputs, batch)
-    return replace(learned, tensors={k: t for k, t in learned.tensors.items() if k != "loss_mask"})
 
 
 def test_runs_without_a_common_prompt_and_with_models_of_other_sizes_are_unrelated(tmp_path):

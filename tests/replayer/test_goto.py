@@ -1,7 +1,5 @@
 """Going to a step restores the state of the run there, or reports why it cannot."""
 
-import random
-
 import pytest
 import torch
 
@@ -68,14 +66,6 @@ def test_each_stage_has_what_was_computed_by_then(tiny_run, weights_of):
     assert seen["optimizer"][2] != tiny_run.weights[5]
 
 
-@pytest.mark.long
-def test_checkpoints_for_recovery_are_anchors_of_the_record(tmp_path, tiny_model, record_run, weights_of):
-    run = record_run(tmp_path, tiny_model, 7, recover__mode="auto", recover__freq_steps=2)
-    assert run.record.anchors() == (2, 4, 6)
-    report, seen = go(run, 5, lambda scene: weights_of(scene.trainer))
-    assert (seen, report.anchor, report.faithful) == ([run.weights[5]], 4, True)
-
-
 def test_the_first_step_that_differs_ends_the_way_and_is_named(tiny_run, monkeypatch):
     real = objective.policy_loss
     monkeypatch.setattr(objective, "policy_loss", lambda *a, **o: (1.001 * (r := real(*a, **o))[0], r[1]))
@@ -133,15 +123,3 @@ def test_a_rank_that_has_no_terminal_runs_what_rank_zero_reads(capsys):
 
 def raise_end():
     raise EOFError
-
-
-@pytest.mark.long
-def test_twenty_random_steps_of_two_hundred_are_reached_bit_for_bit(
-    tmp_path, tiny_model, record_run, weights_of
-):
-    run = record_run(tmp_path, tiny_model, 200, debug__anchor_every_steps=25)
-    for step in random.Random(7).sample(range(200), 20):
-        report, seen = go(run, step, lambda scene: weights_of(scene.trainer))
-        assert seen == [run.weights[step]], step
-        assert report.faithful
-        assert len(report.replayed) == step % 25

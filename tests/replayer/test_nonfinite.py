@@ -176,7 +176,7 @@ def test_the_record_of_a_stopped_run_contains_the_step(tmp_path, tiny_model, tin
         run(tiny_config_of(tmp_path, tiny_model, 3), folder, change("rewards", math.nan))
     assert str(raised.value).splitlines()[2:5] == [
         f"    areal-debug record show {folder} --step {STEP}",
-        f"    areal-debug view {folder} --step {STEP}",
+        f"    areal-debug open {folder} --step {STEP}",
         f"    areal-debug replay {folder} --explain {STEP}",
     ]
     assert open_record(folder).steps == (0, STEP)

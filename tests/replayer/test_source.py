@@ -70,20 +70,6 @@ def test_bfloat16_comes_back_as_bfloat16(tmp_path):
     assert torch.equal(back["logprobs"].view(torch.int16), batch["logprobs"].view(torch.int16))
 
 
-@pytest.mark.parametrize("lengths", [[], [0], [0, 2, 0], [1, 1]])
-def test_ranks_without_rows_and_rows_without_tokens_come_back(tmp_path, lengths):
-    batch = as_tensors(scripted_batch(lengths))
-    assert_same_bits(RecordedRollouts(record_batch(tmp_path / "record", batch), 0, 1).next_batch(0, 0), batch)
-
-
-def test_the_trainer_may_write_into_what_it_got(tmp_path):
-    record = record_batch(tmp_path / "record", as_tensors(scripted_batch([3, 5])))
-    source = RecordedRollouts(record, 0, 1)
-    for tensor in source.next_batch(0, 0).values():
-        tensor.zero_()
-    assert_same_bits(source.next_batch(0, 0), as_tensors(scripted_batch([3, 5])))
-
-
 def test_one_changed_bit_in_any_tensor_is_refused_by_file_and_name(tmp_path):
     record = record_batch(tmp_path / "record", scripted_batch([3, 5]))
     source = RecordedRollouts(record, 0, 1)
@@ -134,15 +120,6 @@ def test_the_trainer_continues_with_its_random_numbers(tmp_path):
     torch.manual_seed(6)
     source.next_batch(0, 0)
     assert torch.equal(torch.rand(3), drawn)
-
-
-def test_there_is_no_engine_to_update(tmp_path):
-    write_scripted_record(tmp_path / "record", rng=rng_state(), num_steps=1)
-    source = RecordedRollouts(open_record(tmp_path / "record"), 0, 1)
-    source.update_weights(engine=None, version=1)
-    source.load_state_dict(source.state_dict())
-    source.close()
-    assert source.next_batch(0, 0)["rewards"].shape == (4,)
 
 
 def test_a_missing_step_on_the_way_is_reported_before_the_replay_starts(tmp_path):

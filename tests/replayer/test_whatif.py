@@ -5,11 +5,9 @@ from dataclasses import asdict
 
 import msgspec
 import pytest
-import torch
 
-from areal_core.data.batch import select_rows
 from areal_debug.replay.ranks import task
-from areal_debug.replay.render import curves_of, on_one_scale
+from areal_debug.replay.render import curves_of
 from recorder import open_record
 from replayer.errors import ReplayError, WrongEdit, WrongFilter
 from replayer.preconditions import check_edits
@@ -17,7 +15,7 @@ from replayer.request import Request
 from replayer.rerun import replay_and_judge
 from replayer.run import replay_and_compare
 from replayer.source import recorded_batch
-from replayer.whatif import EditedRollouts, check_batch
+from replayer.whatif import check_batch
 
 
 def what_if(run, last=1, **changes):
@@ -107,25 +105,6 @@ def test_an_edit_that_returns_no_batch_reports_what_is_wrong(tiny_run, edited, w
         check_batch(edited(batch), batch, 0)
 
 
-def test_edits_follow_one_another_and_what_they_hold_is_closed(tiny_run):
-    batch = recorded_batch(tiny_run.record.step(0), 0)
-
-    class Source:
-        def next_batch(self, step, version):
-            return batch
-
-        def close(self):
-            closed.append("source")
-
-    closed = []
-    edits = [lambda b, step: select_rows(b, [3, 1]), lambda b, step: b | {"rewards": b["rewards"] * 0 + step}]
-    source = EditedRollouts(Source(), edits, closing=[lambda: closed.append("pool")])
-    assert source.next_batch(7, 0)["rewards"].tolist() == [7, 7]
-    assert torch.equal(source.next_batch(7, 0)["prompt_id"], batch["prompt_id"][[3, 1]])
-    source.close()
-    assert closed == ["source", "pool"]
-
-
 def test_a_what_if_is_recorded_next_to_the_record_never_in_it(tiny_run, tmp_path):
     record = open_record(tiny_run.path)
     for place in (tiny_run.path, f"{tiny_run.path}/inside"):
@@ -142,7 +121,3 @@ def test_a_request_reaches_the_ranks_unchanged():
     request = Request("r", 1, 2, None, ("a=1", "b=c"), "reward > 0", "e.py", "m:f", "to", True)
     assert msgspec.convert(json.loads(task("replay", **asdict(request))[-1]), Request) == request
     assert len(request.edits) == 3
-
-
-def test_two_curves_share_one_scale():
-    assert on_one_scale((0.0, 1.0), (2.0, 7.0)) == ("▁▂", "▃█")

@@ -52,7 +52,7 @@ def test_disagreements_are_counted_by_step_and_listed_with_their_page(record):
     code, out, _ = run(*arguments)
     assert code == 1
     assert "on 6 of 18 samples: 3 are paid by the record alone (false positives), 3 by" in out
-    assert f"areal-debug view {record / 'r'} --step 0 --at 0.1" in out
+    assert f"areal-debug open {record / 'r'} --step 0 --at 0.1" in out
     found = json.loads(run(*arguments, "--json")[1])
     assert [step["false_positives"] for step in found["steps"]] == [1, 1, 1]
     assert [step["false_negatives"] for step in found["steps"]] == [1, 1, 1]

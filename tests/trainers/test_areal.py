@@ -1,6 +1,7 @@
 """areal_debug.areal: workflows of upstream AReaL 1.x, recorded and replayed."""
 
 import asyncio
+import importlib
 import sys
 
 import numpy as np
@@ -17,11 +18,9 @@ def areal(monkeypatch):
     """The adapter, with AReaL or the stand-ins of the modules that it imports."""
     for name, module in areal_modules().items():
         monkeypatch.setitem(sys.modules, name, module)
-    monkeypatch.delitem(sys.modules, "areal_debug.areal", raising=False)
-    import areal_debug.areal
-
-    yield areal_debug.areal
-    sys.modules.pop("areal_debug.areal", None)
+    monkeypatch.delitem(sys.modules, "recorder.trainers.areal_workflow", raising=False)
+    yield importlib.import_module("recorder.trainers.areal_workflow")
+    sys.modules.pop("recorder.trainers.areal_workflow", None)
 
 
 class Engine:
@@ -191,7 +190,7 @@ def test_a_workflow_is_named_by_its_import_path(areal, tmp_path, monkeypatch):
     monkeypatch.setattr(areal, "SingleTurn", lambda: single_turn(areal), raising=False)
     monkeypatch.setattr(sys, "argv", ["rpc_server", "--role", "rollout", "--worker-index", "2"])
     monkeypatch.setenv("AREAL_DEBUG_RECORD", str(tmp_path / "r"))
-    recorded = areal.Recorded("areal_debug.areal.SingleTurn", workflow_kwargs={})
+    recorded = areal.Recorded("recorder.trainers.areal_workflow.SingleTurn", workflow_kwargs={})
     train(areal, recorded, Engine(), steps=1)
     recorded.recording.end_with_process()
     assert open_record(tmp_path / "r-rank2").steps == (0,)

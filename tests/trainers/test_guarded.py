@@ -8,7 +8,7 @@ from tests.forks import run_anew, run_forked
 # a process that never ends its recording: steps, then its end, as the last one is given there
 PROGRAM = """
 import sys
-from areal_debug.guarded import Guarded
+from recorder.trainers.guarded import Guarded
 folder, first, ending = sys.argv[1], int(sys.argv[2]), sys.argv[3]
 samples = lambda: [{"tokens": [1, 2], "loss_mask": [0, 1]}]
 recording = Guarded("theirs", folder, last=lambda: recording.step(first + 2, samples))

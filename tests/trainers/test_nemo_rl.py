@@ -2,7 +2,6 @@
 
 import json
 
-import numpy as np
 import pytest
 
 from areal_debug.nemo_rl import Recorded
@@ -136,17 +135,3 @@ def test_what_cannot_be_recorded_is_dumped(logger, tmp_path, capfd):
     assert open_record(tmp_path / "r").steps == (0,)
     names = sorted(path.name for path in (tmp_path / "logs").iterdir())
     assert names == ["train_data_step2.jsonl", "train_data_step3.jsonl"]
-
-
-def test_both_are_written_on_demand(logger, tmp_path):
-    recorded = Recorded(logger, tmp_path / "r", dump=True)
-    train_step(recorded, 1, columns())
-    recorded.finish()
-    rows = [
-        json.loads(line) for line in (tmp_path / "logs" / "train_data_step1.jsonl").read_text().splitlines()
-    ]
-    assert [row["rewards"] for row in rows] == [[1.0], [0.0], [0.5]]
-    batch = open_record(tmp_path / "r").step(0).batch(0)
-    lengths = np.diff(batch["cu_seqlens"])
-    ids = [row["token_ids"][0][:length] for row, length in zip(rows, lengths, strict=True)]
-    assert batch["input_ids"].tolist() == np.concatenate(ids).tolist()

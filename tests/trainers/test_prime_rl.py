@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from areal_debug import prime_rl
-from areal_debug.guarded import Guarded
 from consistency.measure import NOISE
 from recorder import RecordError, open_record, verify
+from recorder.trainers.guarded import Guarded
 
 from .stand_ins import load_function, prime_rl_loss
 
@@ -138,24 +138,22 @@ def test_a_mismatch_is_one_sentence(loss, folder, capfd):
 
 @pytest.mark.parametrize(("noise", "warns"), [("bfloat16", True), ("float8", False)])
 def test_what_is_normal_depends_on_the_number_format(noise, warns, capfd):
-    observed = prime_rl.Observation(Guarded("prime-rl"), NOISE[noise], 0)
     row = {
         "trainer_logprobs": np.float32([-1.0, -1.04]),
         "inference_logprobs": np.float32([-1.0, -1.0]),
         "loss_mask": np.array([False, True]),
     }
-    observed.compare([row])
+    prime_rl.compare(0, [row], NOISE[noise], Guarded("prime-rl").notice)
     assert ("engine and trainer differ" in capfd.readouterr().err) == warns
 
 
 def test_values_that_are_not_finite_are_counted(capfd):
-    observed = prime_rl.Observation(Guarded("prime-rl"), NOISE["bfloat16"], 0)
     row = {
         "trainer_logprobs": np.float32([-1.0, math.nan, -1.0]),
         "inference_logprobs": np.float32([-1.0, -1.0, -math.inf]),
         "loss_mask": np.array([True, True, True]),
     }
-    stats = observed.compare([row])
+    stats = prime_rl.compare(0, [row], NOISE["bfloat16"], Guarded("prime-rl").notice)
     assert stats["mismatch/not_finite"] == 2
     assert stats["mismatch/max_abs"] == 0
     assert "1 tokens beyond ln 2, 2 not finite" in capfd.readouterr().err
@@ -185,7 +183,7 @@ def test_a_failure_of_the_record_does_not_stop_the_loss(loss, folder, capfd):
 
 
 def test_memory_is_bounded_if_no_optimizer_is_seen(loss, folder, monkeypatch, capfd):
-    monkeypatch.setattr(prime_rl, "LARGEST_STEP", 7)
+    monkeypatch.setattr("recorder.trainers.prime_rl.LARGEST_STEP", 7)
     function = load_function(PATH)
     inputs = inputs_of(loss, torch.tensor(FIRST[0]), *FIRST[1:])
     for _ in range(3):

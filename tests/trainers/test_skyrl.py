@@ -112,7 +112,7 @@ def test_what_cannot_be_recorded_is_one_sentence_and_the_run_continues(tmp_path,
     wrong = a_batch(sequences=torch.tensor([[2, 3, 5, -6]] * 3))
     train(callback, 1, wrong)
     lines = capsys.readouterr().err.strip().splitlines()
-    assert all("step 1, sample 0, tokens: ids from -6 to 5" in line for line in lines)
+    assert all("sample 0: token ids from -6 to 5" in line for line in lines)
     assert "the run continues without recording" in lines[0]
 
 

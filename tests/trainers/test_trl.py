@@ -20,11 +20,9 @@ from transformers import TrainerCallback
 from areal_core.data.image_rows import shape_rows
 from areal_core.testing.tiny_vision import make_tiny_vision_model
 from areal_debug.trl import CannotReplay, UnknownTrainer, record, replay
-from areal_debug.trl.generators import Generators
-from areal_debug.trl.known import known_name
-from areal_debug.trl.samples import pictures_of, samples_of_step
 from recorder import RecordExists, open_record, verify
 from recorder.trainers.recorder import Recorder
+from replayer.trl.observing import Generators, known_name, pictures_of, samples_of_step
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -137,19 +135,6 @@ def test_record_has_the_values_of_trl(runs, default):
     assert opened.step(3).outcome(0).checksums == weights
 
 
-@pytest.mark.long
-def test_old_log_probs_are_those_of_the_model(runs, default, model):
-    """Without a pass of their own TRL takes those of the pass in the loss: step 0's model."""
-    folder, _, _ = default
-    network = runs.AutoModelForCausalLM.from_pretrained(model)
-    for sample in samples_of_step(open_record(folder).step(0), 0):
-        with torch.no_grad():
-            logits = network(torch.tensor(sample.tokens[None].astype(np.int64))).logits[0]
-        size, tokens = sample.prompt_length, torch.tensor(sample.tokens[1:].astype(np.int64))
-        wanted = logits.log_softmax(-1)[:-1].gather(1, tokens[:, None])[size - 1 :, 0].numpy()
-        np.testing.assert_allclose(sample.learning["prox_logp"][size:], wanted, atol=1e-4)
-
-
 @pytest.mark.parametrize(
     "name",
     [pytest.param(name, marks=[pytest.mark.long] if options else []) for name, options in SAME.items()],
@@ -165,33 +150,6 @@ def test_replay_has_the_same_bits(runs, model, tmp_path, name, capsys):
     assert capsys.readouterr().out.splitlines()[-1].startswith("Identical: ")
     assert "compute_loss" not in vars(trainer)
     assert "_generate" not in vars(trainer)
-
-
-@pytest.mark.long
-def test_replay_draws_the_same_dropout(runs, model, tmp_path):
-    dropping = runs.tiny_model(model, attention_dropout=0.2)
-    options = {"num_iterations": 2, "beta": 0.05, "steps_per_generation": 2}
-    folder = recorded(runs.grpo(dropping, tmp_path / "out", **options), tmp_path / "record")
-    details = open_record(folder).step(0).plan(0).details
-    assert set(details["rng"]) == {"generated"}  # no generator is touched between the passes
-    assert replay(runs.grpo(dropping, tmp_path / "again", **options), folder).identical
-    without = replay(runs.grpo(model, tmp_path / "again", **options), folder)
-    assert (without.step, without.stage) == (0, "old log-probs")
-
-
-@pytest.mark.long
-def test_replay_draws_the_same_dropout_where_something_else_used_random_numbers(runs, model, tmp_path):
-    class Draws(TrainerCallback):
-        def on_step_end(self, args, state, control, **_):
-            if state.is_world_process_zero and draws:
-                torch.rand(3)
-
-    dropping, draws = runs.tiny_model(model, attention_dropout=0.2), True
-    options = {"num_iterations": 2, "callbacks": [Draws()]}
-    folder = recorded(runs.grpo(dropping, tmp_path / "out", **options), tmp_path / "record")
-    assert "loss 1" in open_record(folder).step(0).plan(0).details["rng"]
-    draws = False
-    assert replay(runs.grpo(dropping, tmp_path / "again", **options), folder).identical
 
 
 @pytest.mark.long
@@ -316,26 +274,6 @@ def test_a_run_that_fails_leaves_its_steps_and_the_unfinished_one(runs, model, t
     result = replay(runs.grpo(model, tmp_path / "again"), tmp_path / "record")
     assert result.identical
     assert result.num_steps == 3
-
-
-@pytest.mark.long
-def test_a_killed_run_is_replayed_up_to_its_last_step(runs, model, tmp_path):
-    program = f"""
-import os, sys
-sys.path.insert(0, {str(HERE)!r})
-import trl_runs
-from areal_debug.trl import record
-def kill(completions, trainer_state, **rest):
-    if trainer_state.global_step == 3:
-        os._exit(9)
-    return trl_runs.digit_share(completions)
-trainer = trl_runs.grpo({str(model)!r}, {str(tmp_path / "out")!r}, rewards=(kill,))
-record(trainer, {str(tmp_path / "record")!r}, queue_steps=0)
-trainer.train()
-"""
-    assert subprocess.run([sys.executable, "-c", program], env=environment(), timeout=300).returncode == 9
-    result = replay(runs.grpo(model, tmp_path / "again", rewards=(runs.digit_share,)), tmp_path / "record")
-    assert (result.identical, result.num_steps) == (True, 3)
 
 
 @pytest.mark.long

@@ -15,6 +15,7 @@ import torch
 from areal_debug import verl as adapter
 from areal_debug.doctor.read import read_run
 from recorder import open_record, verify
+from recorder.trainers import verl as recording_of_verl
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -113,7 +114,7 @@ def recording(tmp_path, monkeypatch) -> Path:
     )
     monkeypatch.setitem(sys.modules, "verl.utils.metric", metric)
     monkeypatch.setattr(adapter, "FOLDER", str(tmp_path / "record"))
-    monkeypatch.setattr(adapter, "recorders", {})
+    monkeypatch.setattr(recording_of_verl, "recorders", {})
     monkeypatch.setattr(Trainer, "_update_actor", adapter.recorded(Trainer._update_actor))
     return tmp_path / "record"
 
@@ -122,7 +123,7 @@ def test_an_update_is_recorded_with_what_it_measured(recording):
     """Padding is removed, what is unknown stays unknown, and the result is the trainer's."""
     result = Trainer()._update_actor(a_batch())
     assert result.meta_info["metrics"]["actor/pg_loss"] == [1.0, 3.0]
-    adapter.recorders[str(recording)].end()
+    recording_of_verl.recorders[str(recording)].end()
     assert verify(recording).problems == ()
     first, second = rows_of(recording, 3)
     assert (first["input_ids"], second["input_ids"]) == ([1, 2, 3, 4], [1, 2, 5, 6, 7])
@@ -141,7 +142,7 @@ def test_the_batch_of_a_failed_update_is_recorded(recording):
     """The error is the trainer's own."""
     with pytest.raises(FloatingPointError, match="loss is NaN"):
         Trainer(FloatingPointError("loss is NaN"))._update_actor(a_batch())
-    adapter.recorders[str(recording)].end("FloatingPointError")
+    recording_of_verl.recorders[str(recording)].end("FloatingPointError")
     assert [row["input_ids"] for row in rows_of(recording, 3)] == [[1, 2, 3, 4], [1, 2, 5, 6, 7]]
 
 
@@ -154,14 +155,14 @@ def test_what_cannot_be_recorded_is_one_sentence_and_the_run_continues(recording
     assert trainer._update_actor(a_batch()).meta_info["metrics"]
     lines = capsys.readouterr().err.strip().splitlines()
     assert len(lines) == 1
-    assert "step 3, sample 0, tokens: ids from -3 to 4" in lines[0]
+    assert "sample 0: token ids from -3 to 4" in lines[0]
 
 
 def test_a_step_of_any_loop_is_recorded(tmp_path):
     """`record_step` is public."""
     for step in (0, 1):
         adapter.record_step(a_batch(), step, tmp_path / "r", stats={"loss": step})
-    adapter.recorders.pop(str(tmp_path / "r")).end()
+    recording_of_verl.recorders.pop(str(tmp_path / "r")).end()
     opened = open_record(tmp_path / "r")
     assert [opened.step(step).outcome(0).stats for step in opened.steps] == [{"loss": 0.0}, {"loss": 1.0}]
 

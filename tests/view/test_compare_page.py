@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from areal_core.safety.printable import UNPRINTABLE
 from areal_debug.record.decode import load_decoder
-from areal_debug.verbs.view import command
+from areal_debug.verbs.open import command
 from areal_debug.view.contents import Contents, Place
 from areal_debug.view.followed import FollowedRecord
 from areal_debug.view.server import make_server
@@ -188,53 +187,6 @@ def test_the_command_opens_the_page_at_a_token(page, two, tmp_path):
     assert page.requests == [url]
 
 
-def test_groups_have_the_spread_of_their_rewards(page, folder, two):
-    open_at(page, folder, "#step=2&compare=B")
-    page.press("g")
-    groups = page.evaluate(
-        "groupTable.view.groups.map(g => [g.prompt, ...g.sides.map(s => [s.mean, s.std])])"
-    )
-    rewards = [open_record(path).step(2).batch(0)["rewards"].reshape(2, 4) for path in two]
-    for row, (prompt, *sides) in enumerate(groups):
-        assert prompt == 200 + row
-        expected = [[values[row].mean(), values[row].std()] for values in rewards]
-        assert np.allclose(sides, expected, atol=1e-6)
-    page.press("ArrowDown")
-    assert page.evaluate("[groupTable.chosen, sample.row]") == [0, 0]
-
-
-def test_histograms_count_every_sample_and_token(page, folder, two):
-    open_at(page, folder, "#step=2&compare=B")
-    page.press("h")
-    names = texts(page, ".histogram .chart p span")
-    assert names == ["reward", "length", "advantage", "ratio", "log-prob gap", "logprob", "entropy"]
-    counts = page.evaluate("histograms.charts.map(c => c.lines.map(l => l.reduce((sum, n) => sum + n, 0)))")
-    tokens = [int(open_record(path).step(2).batch(0)["loss_mask"].sum()) for path in two]
-    assert counts == [[8, 8]] * 2 + [tokens] * 5
-    rewards = [open_record(path).step(2).batch(0)["rewards"] for path in two]
-    assert page.evaluate("histograms.charts[0].x") == [0, 1]
-    assert page.evaluate("histograms.charts[0].lines") == [
-        [int((values == bin).sum()) for bin in (0, 1)] for values in rewards
-    ]
-
-
-def test_any_statistic_is_drawn_and_keys_read_it(page, folder):
-    open_at(page, folder)
-    page.press("m")
-    assert texts(page, "#metrics label") == ["reward", "length", "staleness", "loss", "grad norm"]
-    page.evaluate(
-        "document.querySelectorAll('#metrics input[type=checkbox]').forEach((box, i) => i === 3 || box.click())"
-    )
-    page.press("Escape", 27)
-    assert texts(page, ".curve p span") == ["loss"]
-    page.evaluate("document.querySelector('.curve .plot').focus()")
-    page.press("Home")
-    assert texts(page, ".curve b") == ["0.08 · 0.08  at 0"]
-    page.press("ArrowRight")
-    page.press("Enter")
-    page.wait_for("app.number === 1")
-
-
 @pytest.mark.parametrize(
     ("query", "wanted"),
     [
@@ -260,35 +212,6 @@ def test_search_finds_text_in_all_steps(page, folder, two, query, wanted):
     page.wait_for("app.number === 0 && !at('tip').hidden")
     found = page.evaluate("sample.step.texts[sample.step.tokens.index[sample.at]]")
     assert wanted.startswith(found.strip()) or found.strip()[:1] == wanted[:1]
-
-
-def test_search_finds_token_ids_with_any_token_between(page, folder, two):
-    record = open_record(two[1])
-    arrays = record.step(2).batch(0)
-    place = int(np.flatnonzero(arrays["input_ids"] == 390)[0])  # inserted by write_other
-    before, after = arrays["input_ids"][[place - 1, place + 1]].tolist()
-    query = f"[{before} * {after}]"
-    open_at(page, folder, f"#step=0&compare=B&search={query.replace(' ', '%20')}")
-    page.wait_for("at('found').textContent.includes('6 of 6')")
-    row = int(np.searchsorted(arrays["cu_seqlens"], place, side="right")) - 1
-    token = place - 1 - int(arrays["cu_seqlens"][row])
-    prompt, number = int(arrays["prompt_id"][row]), int(arrays["sample_id"][row])
-    assert f"B · step 2 · {prompt}.{number} · token {token}" in texts(page, "#results .where")
-    for bad, problem in (("[12 x]", "give token ids"), ("/(/", "Invalid regular expression")):
-        page.evaluate(f"find({json.dumps(bad)})")
-        assert problem in page.evaluate("at('found').textContent")
-
-
-def test_a_missing_file_and_a_missing_step_of_the_other_are_said(page, two, tmp_path):
-    shorter = write_other(tmp_path / "b", num_steps=2)
-    url = write(tmp_path / "pages", two[0], "--compare", shorter, "--all-steps")
-    open_at(page, f"{url}/index.html", "#step=2&compare=B")
-    assert texts(page, "#problem") == ["B has no step 2."]
-    assert page.evaluate("sample.sides.length") == 1
-    (tmp_path / "pages" / "steps" / "a-1-numbers.js").unlink()
-    page.press("[")
-    page.wait_for("at('problem').textContent.includes('steps/a-1-numbers.js is missing')")
-    assert page.evaluate("app.number") == 2
 
 
 def test_a_served_page_compares_steps_as_they_are_recorded(page, two):
@@ -390,18 +313,3 @@ def test_text_has_contrast_and_nothing_overflows(page, folder, width, dark):
             page.evaluate("document.activeElement.blur()")
         assert page.evaluate(CONTRAST) == []
         assert page.evaluate("document.documentElement.scrollWidth") == width
-
-
-def test_hostile_names_of_statistics_and_matches_stay_text(page, two, tmp_path, monkeypatch):
-    evil = "<img src=x onerror=alert(1)>\x1b]0;x\x07\u202e"
-    monkeypatch.setattr("areal_debug.view.data.STATS", {evil: ("policy_loss", "loss")})
-    url = write(tmp_path / "p.html", two[0], "--compare", two[1])
-    open_at(page, url)
-    page.press("m")
-    page.press("Escape", 27)
-    page.evaluate(f"find({json.dumps('<|im_end|>')})")
-    page.wait_for("at('found').textContent.includes('of 2')")
-    assert set(texts(page, "#results mark")) == {"<|im_end|>"}
-    assert page.evaluate("document.querySelectorAll('img').length") == 0
-    assert any("<img src=x" in text for text in texts(page, "#metrics label"))
-    assert not UNPRINTABLE.search(page.evaluate("document.documentElement.textContent"))

@@ -11,14 +11,12 @@ import pytest
 from click.testing import CliRunner
 
 from areal_debug.record.decode import load_decoder
-from areal_debug.verbs.view import command
+from areal_debug.verbs.open import command
 from areal_debug.view.data import read_run, read_step, run_document
-from areal_debug.view.pack import pack_numbers, pack_text
 from areal_debug.view.text import BLOCK, redact_tokens, text_of_tokens
 from recorder import open_record
 from recorder.testing import write_scripted_record
 
-from . import records
 from .records import QUESTIONS, THOUGHTS, train_tokenizer, write_chats
 
 
@@ -79,16 +77,6 @@ def test_trainer_columns_are_aligned_to_their_own_token(chats):
     assert texts_of(view)[4].endswith(f"{THOUGHTS[1]}<|im_end|>")
 
 
-def test_logprobs_that_the_trainer_took_over_make_no_ratio(tmp_path, monkeypatch):
-    took_over = lambda batch, rng: {"prox_logp": np.roll(batch["logprobs"], -1, 1)}  # noqa: E731
-    monkeypatch.setattr(records, "learned", took_over)
-    record = open_record(write_chats(tmp_path / "record", num_rows=4, num_steps=1))
-    view = read_step(record.step(0), None)
-    assert "trainer logprob" not in view.tokens
-    assert set(view.missing) == {"trainer logprob", "ratio", "entropy"}
-    assert "actor.recompute_logprob=true" in view.missing["ratio"]
-
-
 def test_a_record_of_rollouts_names_missing_columns_and_has_fewer_curves(tmp_path):
     record = open_record(write_chats(tmp_path / "record", num_rows=4, num_steps=2, scope="rollout"))
     view = read_step(record.step(1), load_decoder(record))
@@ -130,19 +118,6 @@ def unpacked(data):
     return head, arrays
 
 
-def test_packed_columns_begin_at_eight_bytes_and_read_back(chats):
-    record = open_record(chats)
-    view = read_step(record.step(2), load_decoder(record))
-    head, arrays = unpacked(pack_text(view))
-    assert head["version"] == 2
-    assert np.array_equal(arrays["index"], view.text.index)
-    assert np.array_equal(arrays["mask"], view.tokens["mask"])
-    _, arrays = unpacked(pack_numbers(view))
-    assert np.array_equal(arrays["logprob"], view.tokens["logprob"])
-    assert arrays["version"].dtype == np.int8  # the narrowest type for -1 to 2
-    assert "mask" not in arrays
-
-
 def call(*arguments):
     return CliRunner().invoke(command, [str(argument) for argument in arguments])
 
@@ -169,28 +144,3 @@ def test_redaction_reaches_paths_and_samples(chats, tmp_path):
         shown = gzip.decompress(base64.b64decode(data)).decode(errors="replace")
         assert "Natalia" not in shown
         assert str(chats.parent) not in shown
-
-
-@pytest.mark.parametrize(
-    ("arguments", "sentence"),
-    [
-        (["{chats}", "--step", "9"], "step 9 is not recorded"),
-        (["{nothing}"], "does not exist"),
-        (["{chats}", "--redact", "("], "is no regular expression"),
-        (["{ids}", "--redact", "x"], "cannot redact: the tokenizer of this record is not available"),
-        (["{chats}", "-o", "{nothing}/deep/page.html"], "No such file or directory"),
-        (["{chats}", "--at", "4.x"], "'4.x' is no place: give PROMPT.SAMPLE or PROMPT.SAMPLE.TOKEN"),
-        (["{chats}", "--at", "200.7"], "step 2 has no sample 200.7: its prompts are 200 to 201"),
-        (["{chats}", "--at", "200.0.999"], "sample 200.0 of step 2 has 213 tokens, no token 999"),
-        (["{chats}", "--compare", "{nothing}"], "does not exist"),
-        (["{chats}", "--compare", "{ids}", "--step", "2"], "step 2 is not recorded in {ids}"),
-        (["{chats}", "--compare-step", "7"], "step 7 is not recorded"),
-        (["{chats}", "--step", "0", "--compare", "{ids}", "--redact", "x"], "cannot redact: the tokenizer"),
-    ],
-)
-def test_mistakes_end_in_a_sentence(arguments, sentence, chats, tmp_path):
-    write_scripted_record(tmp_path / "ids", num_steps=1)
-    places = {"chats": chats, "nothing": tmp_path / "nothing", "ids": tmp_path / "ids"}
-    done = call(*(argument.format(**places) for argument in arguments))
-    assert done.exit_code == 2
-    assert sentence.format(**places) in done.output

@@ -1,9 +1,7 @@
 """The page in a real browser: numbers, keys, filters, colour schemes, a growing record."""
 
 import http.client
-import socket
 import threading
-import urllib.request
 
 import numpy as np
 import pytest
@@ -11,12 +9,11 @@ from click.testing import CliRunner
 
 from areal_core.safety.printable import UNPRINTABLE
 from areal_debug.record.decode import load_decoder
-from areal_debug.verbs.view import command
+from areal_debug.verbs.open import command
 from areal_debug.view.contents import Contents
 from areal_debug.view.followed import FollowedRecord
 from areal_debug.view.server import make_server
 from recorder import open_record
-from recorder.testing import write_scripted_record
 
 from ..browser.chromium import browser_page
 from . import records
@@ -161,40 +158,6 @@ def test_unlikely_tokens_are_tinted_more_and_versions_are_marked(page, url):
     assert marked == [True, False, False, True]
 
 
-def test_both_schemes_and_a_phone_are_readable(page, url):
-    contrast = """(() => {
-        const parse = text => text.match(/[\\d.]+/g).map(Number);
-        const light = ([r, g, b]) => [r, g, b].map(c => c / 255).map(c => c <= 0.03928 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4)
-            .reduce((sum, c, i) => sum + c * [0.2126, 0.7152, 0.0722][i], 0);
-        const style = getComputedStyle(document.documentElement), a = light(parse(style.color)), b = light(parse(style.backgroundColor));
-        return [(Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05), b];
-    })()"""
-    for dark in (False, True):
-        open_ready(page, url, dark=dark)
-        ratio, background = page.evaluate(contrast)
-        assert ratio > 12
-        assert (background < 0.05) is dark
-    open_ready(page, url, width=390, height=800)
-    assert page.evaluate("document.documentElement.scrollWidth") == 390
-    assert page.evaluate("getComputedStyle(at('sample')).display") == "none"
-    page.evaluate("document.querySelector('#table .body .row').click()")
-    assert page.evaluate("at('sample').getBoundingClientRect().width") == 390
-    page.evaluate("document.querySelector('.back').click()")
-    assert page.evaluate("getComputedStyle(at('sample')).display") == "none"
-
-
-def test_without_a_tokenizer_ids_are_coloured_and_the_scope_is_named(page, tmp_path):
-    write_scripted_record(tmp_path / "ids", num_steps=1)
-    open_ready(page, write_page(tmp_path / "ids", tmp_path / "ids.html"))
-    assert page.evaluate("document.querySelector('.tokens span').textContent").startswith("⟨")
-    page.press("2")  # not in this record: nothing happens
-    assert page.evaluate("sample.mode.name") == "logprob"
-    assert "ratio (record with debug.dump_scope=full)" in page.evaluate(
-        "document.querySelector('.missing').textContent"
-    )
-    assert page.errors == []
-
-
 def test_text_of_a_model_is_never_run(page, tmp_path, monkeypatch):
     evil = "</script><script>document.title='owned'</script><img src=x onerror=alert(1)>"
     monkeypatch.setattr(records, "THOUGHTS", (evil,) * 4)
@@ -280,69 +243,3 @@ def test_a_page_of_another_site_gets_nothing_from_the_server(served):
         connection.close()
         assert reply.status == status
     assert b"step 9 is not recorded" in body
-
-
-@pytest.mark.parametrize(
-    ("path", "status"),
-    [
-        (b"/blob/a-" + b"9" * 6000, 404),
-        (b"/blob/a-" + b"9" * 18, 404),
-        (b"/blob/a--1", 404),
-        (b"/blob/a-\xd9\xa3", 404),
-        (b"/%00\x1b]0;x\x07", 404),
-        (b"/" + b"a" * 70_000, 414),
-        (b"//", 200),
-    ],
-    ids=["digits", "large", "negative", "arabic digit", "escape", "long", "slashes"],
-)
-def test_an_absurd_path_is_answered_and_prints_nothing(served, capfd, path, status):
-    _, address = served
-    with socket.create_connection(("127.0.0.1", int(address.rstrip("/").rpartition(":")[2]))) as connection:
-        connection.sendall(b"GET " + path + b" HTTP/1.0\r\nHost: localhost\r\n\r\n")
-        answer = connection.recv(20)
-    assert answer.split()[1] == str(status).encode()
-    assert capfd.readouterr() == ("", "")
-
-
-def test_a_request_that_fails_is_one_line_on_standard_error(served, capfd, monkeypatch):
-    def fail(*_):
-        raise RuntimeError("the record\x1b[2J is gone")
-
-    monkeypatch.setattr(FollowedRecord, "run", fail)
-    _, address = served
-    with pytest.raises(http.client.RemoteDisconnected):
-        urllib.request.urlopen(address)
-    assert capfd.readouterr() == (
-        "",
-        "a request of the page failed: RuntimeError: the record\\x1b[2J is gone\n",
-    )
-
-
-@pytest.mark.long
-def test_a_step_of_ten_thousand_samples_opens_and_answers_at_once(page, tmp_path):
-    record = write_chats(tmp_path / "record", num_rows=10_000, num_steps=1)
-    open_ready(page, write_page(record, tmp_path / "page.html"))
-    assert page.evaluate("at('count').textContent") == "10000 samples"
-    for act in (
-        "table.sortBy('logprob')",
-        "choose(table.order[5000])",
-        "table.show(app.view, table.columns, 'calculator')",
-    ):
-        taken_ms = page.evaluate(
-            f"(() => {{ const t = performance.now(); {act}; return performance.now() - t; }})()"
-        )
-        assert taken_ms < 1000, act
-    assert page.evaluate("document.querySelectorAll('#table .body .row').length") < 100
-
-
-def test_recorded_text_is_shown_where_the_tokenizer_is_missing(page, tmp_path):
-    record = write_chats(tmp_path / "record", num_rows=4, num_steps=1, scope="rollout", text=True)
-    (tmp_path / "model" / "tokenizer.json").unlink()
-    open_ready(page, write_page(record, tmp_path / "text.html"))
-    assert page.evaluate("table.rowAt(0).lastChild.textContent").startswith(
-        '<tool_call> {"name": "calculator"'
-    )
-    assert "Natalia sold clips" in page.evaluate(
-        "[...document.querySelectorAll('.tokens')].at(-1).textContent"
-    )
-    assert "shown as ids" in page.evaluate("[...document.querySelectorAll('.missing')].at(-1).textContent")

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from areal_debug.verbs.view import command
+from areal_debug.verbs.open import command
 from areal_debug.view import page
 from areal_debug.view.contents import Contents, Place
 from areal_debug.view.followed import FollowedRecord

@@ -33,7 +33,7 @@ def ask(tmp_path, change=lambda script: None, right=OURS, left=OURS, at=1, **opt
     there = record(
         tmp_path / "right", header=right, change=lambda step, s: change(s) if step == at else None, **options
     )
-    return explain(here, there, Options(ROOT, replays=False))
+    return explain(here, there, Options(ROOT))
 
 
 def other_loss(script):
@@ -172,11 +172,11 @@ def test_records_of_other_runs_and_without_a_common_step_are_not_comparable(tmp_
 
     here = record(tmp_path / "left", header=left)
     there = record(tmp_path / "right", header=right, change=lambda step, script: unrelated(script))
-    answer = explain(here, there, Options(ROOT, replays=False))
+    answer = explain(here, there, Options(ROOT))
     assert (answer.verdict, answer.exit_code, answer.finding) == ("not comparable", 2, None)
     assert "no prompt of one is in the other, and models of other sizes" in answer.sentence
     empty = record(tmp_path / "empty", num_steps=0)
-    assert explain(here, empty, Options(ROOT, replays=False)).verdict == "not comparable"
+    assert explain(here, empty, Options(ROOT)).verdict == "not comparable"
 
 
 def test_weights_that_diverge_for_another_reason_later_are_the_answer(tmp_path):
@@ -190,7 +190,7 @@ def test_weights_that_diverge_for_another_reason_later_are_the_answer(tmp_path):
     answer = explain(
         record(tmp_path / "left", header=OURS),
         record(tmp_path / "right", header=OURS, change=change),
-        Options(ROOT, replays=False),
+        Options(ROOT),
     )
     assert (answer.verdict, answer.step, answer.diverged_at) == ("diverged", 1, 1)
     assert (answer.difference.stage, answer.difference.name) == ("batch", "rewards")
@@ -230,14 +230,14 @@ def test_the_commit_file_and_line_that_act_on_the_stage_are_named(tmp_path, hist
     there = record(
         tmp_path / "right", header=code(last), change=lambda step, script: other_advantages(script)
     )
-    answer = explain(here, there, Options(clone, replays=False))
+    answer = explain(here, there, Options(clone))
     cause = answer.to_dict()["cause"]
     lines = (clone / "areal_core/algorithm/normalization.py").read_text().splitlines()
     assert (cause["kind"], cause["commit"]) == ("code", bad)
     assert cause["file"] == "areal_core/algorithm/normalization.py"
     assert "self.count - 0" in lines[cause["line"] - 1]
     assert answer.finding.next == f"git -C {clone} show {bad[:10]} -- {cause['file']}"
-    backwards = explain(there, here, Options(clone, replays=False))
+    backwards = explain(there, here, Options(clone))
     assert backwards.to_dict()["cause"]["commit"] == bad
     assert "only A has it" in backwards.sentence
 
@@ -260,7 +260,7 @@ def ask_by_commits(tmp_path, clone, left, right):
     there = record(
         tmp_path / "right", header=code(right), change=lambda step, script: other_advantages(script)
     )
-    return explain(here, there, Options(clone, replays=False))
+    return explain(here, there, Options(clone))
 
 
 def test_the_command_prints_the_sentence_first_and_writes_a_page_and_json(tmp_path):

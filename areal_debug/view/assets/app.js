@@ -60,7 +60,7 @@ async function goTo(place) {
   clearTimeout(app.linking);
   at("problem").textContent = "";
   if (!stored.includes(number)) {
-    at("problem").textContent = `Step ${number} is not in this page, which has ${stored.length > 1 ? `${stored.length} steps, ${stored[0]} to ${stored.at(-1)}` : `step ${stored[0]}`}: areal-debug view RECORD --step ${number}`;
+    at("problem").textContent = `Step ${number} is not in this page, which has ${stored.length > 1 ? `${stored.length} steps, ${stored[0]} to ${stored.at(-1)}` : `step ${stored[0]}`}: areal-debug open RECORD --step ${number}`;
     return;
   }
   const comparing = sides.length > 1 && (place.compare === undefined ? app.comparing : Boolean(place.compare)), hasB = comparing && paired.includes(number);

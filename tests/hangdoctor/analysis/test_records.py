@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from areal_core.safety.unpickle import load_plain
 from hangdoctor.diagnose import diagnose
 from hangdoctor.errors import UnreadableDump
 from hangdoctor.parse.flight_recorder import parse_flight_recorder
 from hangdoctor.parse.logs import parse_log, watchdog_timeouts
-from hangdoctor.parse.pickles import read_plain_pickle
 from hangdoctor.parse.ras import parse_ras_text
 from hangdoctor.parse.read import read_snapshot
 
@@ -111,7 +111,7 @@ def test_a_pickle_that_would_run_code_is_refused_and_runs_nothing(tmp_path, prot
             return (Path.touch, (tmp_path / "ran",))
 
     with pytest.raises(UnreadableDump):
-        read_plain_pickle(pickle.dumps({"version": "1", "entries": [Evil()]}, protocol=protocol))
+        parse_flight_recorder(pickle.dumps({"version": "1", "entries": [Evil()]}, protocol=protocol), 0)
     assert not (tmp_path / "ran").exists()
 
 
@@ -227,7 +227,7 @@ def test_what_torch_itself_writes_is_read(tmp_path):
         timeout=120,
         capture_output=True,
     )
-    assert read_plain_pickle(path.read_bytes()) == pickle.loads(path.read_bytes())
+    assert load_plain(path.read_bytes()) == pickle.loads(path.read_bytes())
     reduced, barrier = parse_flight_recorder(path.read_bytes(), 0)
     assert (reduced.operation, reduced.sequence, reduced.input_sizes, reduced.state) == (
         "all_reduce",

@@ -1,1 +1,0 @@
-"""`areal-debug config`: every option of a run, with its type, default, limits and help."""

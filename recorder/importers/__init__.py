@@ -1,1 +1,0 @@
-"""Importers that make records from the dumps of other frameworks: one module per format."""

@@ -1,0 +1,1 @@
+"""Record and replay TRL's trainers with their own loss and optimizer."""

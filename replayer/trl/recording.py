@@ -1,0 +1,124 @@
+"""Record a training of TRL."""
+
+import os
+from importlib.metadata import version
+from typing import Any
+
+from recorder.trainers.recorder import Recorder
+from replayer.trl.observing import Generators, LossCall, Observer, TrainedStep, known_name
+
+
+def record(trainer: Any, folder: str | os.PathLike[str], *, checksums: bool = True, **options: Any) -> None:
+    """Record the next `trainer.train()` into a folder; after it the trainer has its own methods.
+
+    A run that resumes from a checkpoint continues its record. `trainer.train()` also raises what
+    `Recorder` and its `step` raise.
+
+    Args:
+        trainer: a GRPOTrainer, SFTTrainer or DPOTrainer of TRL, or of a class derived from one.
+        folder: of the record.
+        checksums: of the trained parameters after each optimizer step, which a replay compares.
+        options: of `Recorder`, such as `overwrite`, `text`, `when_slow` and `when_failing`.
+
+    Raises:
+        UnknownTrainer: it is none of them, or of a version of TRL with other methods.
+    """
+    known_name(trainer)
+    train = trainer.train
+
+    def recorded_train(*args: Any, **keywords: Any) -> Any:
+        del trainer.train
+        recording = Recording(trainer, folder, options)
+        observer = Observer(trainer, recording, checksums)
+        error: str | None = None
+        try:
+            with observer.observing():
+                result = train(*args, **keywords)
+                observer.finish()
+        except BaseException as failure:
+            error = type(failure).__name__
+            if trainer.accelerator.num_processes == 1:  # else the other ranks may not be there
+                observer.finish(failed=True)
+            raise
+        finally:
+            recording.end(error)
+        return result
+
+    trainer.train = recorded_train
+
+
+class Recording:
+    """A Watcher that writes a record."""
+
+    def __init__(self, trainer: Any, folder: str | os.PathLike[str], options: dict[str, Any]) -> None:
+        self.trainer, self.folder, self.options = trainer, folder, options
+        self.generators = Generators(trainer.accelerator.device)
+        self.recorder: Recorder | None = None
+
+    def begin(self, first_step: int) -> None:
+        """Open the folder."""
+        trainer, accelerator = self.trainer, self.trainer.accelerator
+        self.recorder = Recorder(
+            self.folder,
+            config=trainer.args.to_dict(),
+            tokenizer=getattr(trainer.processing_class, "tokenizer", trainer.processing_class),
+            model=trainer.model.config._name_or_path,
+            trainer="trl",
+            trainer_version=version("trl"),
+            rank=accelerator.process_index,
+            num_ranks=accelerator.num_processes,
+            resume=first_step > 0,
+            **self.options,
+        )
+
+    def started(self, step: TrainedStep) -> None:
+        """Do nothing: a step is written when it is finished."""
+
+    def at(self, step: TrainedStep, place: str) -> None:
+        """Keep the states of random generators that are not what the last pass left."""
+        if changes := self.generators.changes():
+            step.rng[place] = changes
+
+    def left(self) -> None:
+        """Remember the states of random generators."""
+        self.generators.leave()
+
+    def finished(self, step: TrainedStep) -> None:
+        """Write a step."""
+        assert self.recorder is not None
+        self.recorder.step(
+            step.number,
+            step.samples,
+            version=step.optimizer_step + len(step.updates),
+            stats=step.stats | exact_stats(step),
+            checksums=step.updates[-1].weights if step.updates else None,
+            details=self.details(step),
+        )
+
+    def details(self, step: TrainedStep) -> dict[str, Any]:
+        """Return what a replay needs besides the samples, as JSON."""
+        return {
+            "trainer": known_name(self.trainer),
+            "optimizer_step": step.optimizer_step,
+            "functions": list(step.functions),
+            "use_vllm": getattr(self.trainer, "use_vllm", False),
+            "has_old_logps": step.has_old_logps,
+            "has_images": step.has_images,
+            "not_recorded": ["images"] if step.has_images and not any(s.images for s in step.samples) else [],
+            "is_complete": step.is_complete,
+            "rng": step.rng,
+            "work": [item.document() for item in step.work],
+            "weights_before": step.weights_before,
+        }
+
+    def end(self, error: str | None) -> None:
+        """Close the folder, if training began."""
+        if self.recorder is not None:
+            self.recorder.end(error)
+
+
+def exact_stats(step: TrainedStep) -> dict[str, float]:
+    losses = [float(item.loss) for item in step.work if isinstance(item, LossCall) and item.loss is not None]
+    if not step.updates:
+        return {}
+    return {"loss": sum(losses) / len(step.updates), "grad_norm": step.updates[-1].grad_norm}

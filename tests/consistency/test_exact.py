@@ -1,0 +1,169 @@
+"""Certificates: of the embedded engine, of a server, and compared with saved ones."""
+
+import json
+from dataclasses import replace
+
+import pytest
+from click.testing import CliRunner
+
+from areal_core.errors import ServerFailed
+from areal_debug.verbs.consistency import command
+from consistency import exact as run
+from consistency.errors import BadCertificate
+from consistency.exact import Certificate, Check, EmbeddedTarget, compare, read_certificate, worse_than
+
+MODEL = {"sha256": "0" * 64, "dtype": "float32"}
+EQUAL = Check("batch of 1", 100)
+DIFFERENT = Check("batch of 8", 100, 3, 2.0**-21)
+
+
+def certificate(*checks):
+    return Certificate({"software": "embedded engine"}, MODEL, {"torch": "2"}, checks)
+
+
+def certify(model, *options):
+    arguments = [
+        "--exact",
+        "--engine",
+        "embedded",
+        "--model",
+        str(model),
+        "--max-new-tokens",
+        "8",
+        "--tokens",
+        "1",
+    ]
+    return CliRunner().invoke(command, [*arguments, *options])
+
+
+def test_values_are_compared_bit_for_bit_and_the_first_difference_is_kept():
+    near = -1.0 - 2.0**-23
+    check = compare("x", [([4, 5], [-1.0, -2.0]), ([6], [-1.0])], [[-1.0, -2.0], [near]])
+    assert (check.num_tokens, check.num_different, check.max_abs) == (3, 1, 2.0**-23)
+    first = check.first
+    assert (first.row, first.position, first.token, first.engine, first.trainer) == (1, 0, 6, -1.0, near)
+    assert compare("x", [([4], [float("nan")])], [[float("nan")]]).max_abs == float("inf")
+
+
+def test_the_verdict_follows_from_the_checks():
+    not_run = Check("after a weight update", not_run="no")
+    assert certificate(EQUAL).verdict == "proven"
+    assert certificate(EQUAL, not_run).verdict == "undecided"
+    assert certificate(EQUAL, not_run, DIFFERENT).verdict == "refuted"
+    assert (certificate(EQUAL, DIFFERENT).num_tokens, certificate(EQUAL, DIFFERENT).max_abs) == (
+        200,
+        2.0**-21,
+    )
+
+
+def test_a_saved_certificate_is_worse_better_or_of_something_else(tmp_path):
+    file = tmp_path / "certificate.json"
+    file.write_text(json.dumps(certificate(EQUAL, replace(EQUAL, name="batch of 8")).document()))
+    proven = read_certificate(file)
+    assert worse_than(certificate(EQUAL, replace(EQUAL, name="batch of 8")), proven) == []
+    assert worse_than(certificate(EQUAL, DIFFERENT), proven) == [
+        "it was proven, and 3 of 200 tokens differ",
+        "the largest difference was 0 nats and is 4.77e-07",
+    ]
+    with pytest.raises(BadCertificate, match="checks that did not run now: batch of 8"):
+        worse_than(certificate(EQUAL), proven)
+    with pytest.raises(BadCertificate, match="certify the same one"):
+        worse_than(replace(certificate(EQUAL), model=MODEL | {"dtype": "bfloat16"}), proven)
+    for text in ("{", "[]", json.dumps({"certificate": 2}), json.dumps({"certificate": 1})):
+        file.write_text(text)
+        with pytest.raises(BadCertificate):
+            read_certificate(file)
+
+
+def test_the_embedded_engine_is_proven_and_then_compared(tiny_model, tmp_path):
+    file = tmp_path / "certificate.json"
+    done = certify(tiny_model, "-o", str(file))
+    assert done.exit_code == 0, done.output
+    assert "Proven: " in done.stdout
+    saved = json.loads(file.read_text())
+    assert (saved["verdict"], saved["num_different"], saved["max_abs_difference"]) == (
+        "proven",
+        0,
+        "0x0.0p+0",
+    )
+    by_name = {check["name"]: check for check in saved["checks"]}
+    assert by_name["next turn, cached"]["cached_tokens"] > 0
+    assert by_name["next turn, cache emptied"]["cached_tokens"] == 0
+    assert by_name["after a weight update"]["num_tokens"] > 0
+    again = certify(tiny_model, "--against", str(file))
+    assert (again.exit_code, "Not worse" in again.stdout) == (0, True), again.output
+
+
+def test_the_fast_engine_is_refuted_with_its_first_difference(tiny_model, monkeypatch):
+    monkeypatch.setattr(
+        run, "EmbeddedTarget", lambda path, dtype: EmbeddedTarget(path, dtype, is_invariant=False)
+    )
+    done = certify(tiny_model)
+    assert done.exit_code == 1, done.output
+    assert "Refuted: " in done.stdout
+    assert "First difference, in 'batch of 1': completion" in done.stdout
+
+
+def test_bad_input_is_refused_with_a_sentence(tmp_path):
+    done = certify(tmp_path)
+    assert (done.exit_code, "has no config.json with safetensors files" in done.output) == (2, True)
+    assert len(done.output.splitlines()) == 1
+    done = certify(tmp_path, "--update", str(tmp_path))
+    assert (done.exit_code, "--update is for servers" in done.output) == (2, True)
+    file = tmp_path / "certificate.json"
+    done = certify(tmp_path, "--against", str(file))
+    assert (done.exit_code, f"{file} cannot be read: No such file" in done.output) == (2, True)
+    file.write_text("{}")
+    done = certify(tmp_path, "--against", str(file))
+    assert (done.exit_code, f"{file} is not a certificate: it has no 'certificate'" in done.output) == (
+        2,
+        True,
+    )
+
+
+@pytest.mark.sglang
+@pytest.mark.long
+def test_a_real_server_gets_an_honest_verdict(tiny_model, tmp_path):
+    from areal_core.config import SGLangConfig
+    from areal_core.launch.sglang_process import SGLangServer, cpu_environment, server_args
+
+    options = SGLangConfig(dtype="float32", context_length=1024, max_total_tokens=16384)
+    arguments = server_args(options, "cpu")
+    with SGLangServer(
+        tiny_model, tmp_path / "log", arguments, cpu_environment(), ready_timeout_s=600.0
+    ) as running:
+        address = running.server.address
+        done = CliRunner().invoke(
+            command,
+            [
+                "--exact",
+                "--engine",
+                address,
+                "--model",
+                str(tiny_model),
+                "--update",
+                str(tiny_model),
+                "--json",
+            ],
+        )
+    found = json.loads(done.stdout)
+    assert done.exit_code == {"proven": 0, "refuted": 1}[found["verdict"]], done.output
+    assert all(check["num_tokens"] > 0 for check in found["checks"])
+    assert float.fromhex(found["max_abs_difference"]) < 1e-5
+
+
+@pytest.mark.sglang
+@pytest.mark.long
+def test_the_deterministic_mode_of_sglang_is_refused_by_it_on_a_cpu(tiny_model, tmp_path):
+    from areal_core.config import SGLangConfig
+    from areal_core.launch.sglang_process import SGLangServer, cpu_environment, server_args
+
+    arguments = server_args(SGLangConfig(dtype="float32", context_length=1024), "cpu")
+    refused = r"attention backends are supported for deterministic inference.* 'torch_native'"
+    arguments = [*arguments, "--enable-deterministic-inference"]
+    log = tmp_path / "log"
+    with (
+        pytest.raises(ServerFailed, match=refused),
+        SGLangServer(tiny_model, log, arguments, cpu_environment(), ready_timeout_s=600.0),
+    ):
+        pass
