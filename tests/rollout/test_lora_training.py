@@ -3,6 +3,7 @@
 import os
 from pathlib import Path
 
+import pytest
 import yaml
 
 from areal_core.config import PPOConfig, config_from_dict
@@ -34,6 +35,7 @@ def served_config(folder: Path, model: Path) -> PPOConfig:
     return config_from_dict(tree, PPOConfig)
 
 
+@pytest.mark.long
 def test_the_server_samples_each_step_with_the_adapter_of_its_version(
     serve_application, tiny_model, tmp_path, monkeypatch
 ):

@@ -119,6 +119,7 @@ def test_turns_give_the_bits_of_separate_devices(tiny_model, tmp_path, monkeypat
     assert versions == [{0}, {1}, {2}]
 
 
+@pytest.mark.long
 def test_each_side_has_released_its_memory_while_the_other_works(tiny_model, tmp_path, monkeypatch):
     events: list[str] = []
     bytes_at: list[tuple[str, int]] = []  # of the trainer on its device
