@@ -22,7 +22,7 @@ from transformers.utils.constants import (
 )
 
 from areal_core.data.images import decode
-from areal_core.vision.processor import VisionProcessor
+from areal_core.data.processor import VisionProcessor
 from consistency.case import Alternative
 from consistency.causes import Finding, finding
 from consistency.errors import NothingToCompare

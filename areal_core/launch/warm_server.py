@@ -2,6 +2,7 @@
 
     python warm_server.py CHANNEL     an open socket
       <- {"modules": [...], "path": [...], "umask": N}  imports them once, by one thread
+      -> {"ready": 1}        the next message may come
       <- {"argv": [...], "num_ranks": N, "environment": {...}, "place": ...}, and standard streams
       fork ─> rank 0, 1, ...  each runs `argv` in `place` as `python argv` would
       -> {"code": 0}          or the exit code of the first rank that failed, as of `subprocess`
@@ -42,6 +43,7 @@ def serve(channel: socket.socket) -> None:
     if (first := receive(channel)) is None:
         return
     given, _ = first
+    send(channel, {"ready": 1})
     os.umask(given["umask"])
     sys.path[:0] = [folder for folder in given["path"] if folder not in sys.path]
     import_all(given["modules"])

@@ -97,7 +97,7 @@ def recorded_model(record: Path) -> str | None:
 
 def recorded_rows(path: Path, model: str, steps: Sequence[int]) -> "list[Row]":
     """Return the first rows of a record's step, up to a sampled placeholder of an image."""
-    from areal_core.vision.processor import load_processor
+    from areal_core.data.processor import load_processor
     from consistency.images import from_placeholder
     from consistency.source import read_step
     from recorder import open_record
@@ -119,7 +119,7 @@ def recorded_rows(path: Path, model: str, steps: Sequence[int]) -> "list[Row]":
 def read_prompt_rows(model: str, options: dict[str, Any]) -> "list[Row]":
     from transformers import AutoConfig, AutoTokenizer
 
-    from areal_core.vision.processor import load_processor
+    from areal_core.data.processor import load_processor
     from consistency.live import read_prompts
     from consistency.score import sees_images
 
