@@ -39,9 +39,9 @@ def serve(channel: socket.socket) -> None:
     end_with_parent()
     adopt_orphans()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C is for the ranks and for who asked
-    if (first := receive(channel)) is None:
+    if not (first := first_line(channel)):
         return
-    given, _ = first
+    given = json.loads(first)
     os.umask(given["umask"])
     sys.path[:0] = [folder for folder in given["path"] if folder not in sys.path]
     import_all(given["modules"])
@@ -82,6 +82,16 @@ def ended_with_peer(channel: socket.socket) -> Iterator[None]:
         os.kill(os.getpid(), signal.SIGTERM)
     yield
     fcntl.fcntl(channel, fcntl.F_SETFL, flags)
+
+
+def first_line(channel: socket.socket) -> bytes:
+    """Return the first message, byte by byte: the next may be there already. Empty without one."""
+    data = b""
+    while not data.endswith(b"\n"):
+        if not (more := channel.recv(1)):
+            return b""
+        data += more
+    return data
 
 
 def receive(channel: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
