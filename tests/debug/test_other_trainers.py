@@ -12,8 +12,8 @@ from transformers import AutoTokenizer
 from areal_core.testing import make_tiny_model
 from areal_debug import Recorder
 from areal_debug.cli import VERBS, main
-from areal_debug.verbs.record import command as record_group
 from areal_debug.verbs.open import command as view
+from areal_debug.verbs.record import command as record_group
 from areal_debug.view.data import read_run, read_step, run_document
 from recorder import open_record
 from recorder.format import UNKNOWN_BITS

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from areal_debug.verbs.record import command as record_command
 from areal_debug.verbs.open import command
+from areal_debug.verbs.record import command as record_command
 from areal_debug.view.contents import Contents
 from areal_debug.view.followed import FollowedRecord
 from areal_debug.view.images import image_document, with_images_named
