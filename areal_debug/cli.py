@@ -34,7 +34,6 @@ SECTIONS = {
     },
     "Diagnose": {
         "consistency": "Compare an engine's logprobs with the model's, token by token",
-        "certify": "Prove that sampled log-probs equal the trainer's in every bit",
         "hang": "Find out why a job hangs and which ranks block it",
         "doctor": "Diagnose a run's metrics and recommend config changes",
         "reward": "Find out what a reward function pays for; score a record again",
@@ -52,6 +51,7 @@ SECTIONS = {
 }
 # Verbs of earlier versions, and what they are now.
 ALIASES = {
+    "certify": ("consistency", "--exact"),
     "config": ("info", "options"),
     "parity": ("check", "model"),
     "preflight": ("check", "run"),

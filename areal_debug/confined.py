@@ -8,10 +8,15 @@ from typing import Any, ParamSpec
 
 from areal_debug.render import errors_as_sentences, is_verbose, note
 from areal_debug.terminal import guarded
-from recorder.confine import CPU_S, HELP_OF_LIMITS, bounds_for, run_confined
 
 P = ParamSpec("P")
 ANYWHERE = ("/",)  # for verbs that load the tokenizer that a record names
+CPU_S = 10.0  # for an empty input
+HELP_OF_LIMITS = (
+    "The input is read in a process that has no network, unless it is a URL, and at most 1 GiB of "
+    "memory plus 20 bytes a byte of input, and 10 s of CPU time plus 1 s a MB: "
+    "AREAL_DEBUG_MEMORY_GIB and AREAL_DEBUG_TIME_S replace these limits."
+)
 
 
 def reads_untrusted(
@@ -33,6 +38,7 @@ def reads_untrusted(
         @errors_as_sentences
         def wrapped(*args: P.args, **kwargs: P.kwargs) -> None:
             from recorder.archive.confined import is_in_memory
+            from recorder.confine import bounds_for, run_confined  # NumPy: 0.15 s of each verb's start
             from recorder.storage import location_of
 
             places = [location_of(place) for name in inputs for place in several(kwargs[name])]

@@ -4,7 +4,7 @@
                                        [--only TEXT] [--no-training] [--json FILE]
 
 Each failure of benchmarks/doctor_plants/failures.yaml is trained by a tiny model on the task of
-areal_debug/demo/larger.py, once a seed, and so is each sound run of healthy.yaml. Runs are kept and
+benchmarks/larger_numbers.py, once a seed, and so is each sound run of healthy.yaml. Runs are kept and
 not trained again. Then the doctor reads the statistics of each: a failure is found if an alarm of
 one of its rules is given; the delay is from the step at which the fault began (0 for options) to
 the shortest log, in steps of `STRIDE`, that is enough. A sound run with any alarm is accused; one
@@ -35,8 +35,10 @@ from areal_core.trainer.dpo import DPOTrainer
 from areal_core.trainer.reward_model import RWTrainer
 from areal_core.trainer.rl import PPOTrainer
 from areal_core.trainer.sft import SFTTrainer
-from areal_debug.demo import larger
-from areal_debug.demo.methods import (
+from areal_debug.doctor.examine import examine
+from areal_debug.doctor.read import read_run
+from benchmarks import larger_numbers as larger
+from benchmarks.learning_methods import (
     DPO,
     GRPO,
     HELD_OUT,
@@ -48,8 +50,6 @@ from areal_debug.demo.methods import (
     pairs,
     teach,
 )
-from areal_debug.doctor.examine import examine
-from areal_debug.doctor.read import read_run
 
 HERE = Path(__file__).parent / "doctor_plants"
 DEMO = Path(larger.__file__).parent  # with the configs of the methods

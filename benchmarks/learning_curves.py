@@ -3,7 +3,7 @@
     python benchmarks/learning_curves.py [--seeds 3] [--only grpo,ppo] [--again]
 
 Writes docs/learning_curves.md, learning_curves.svg and learning_curves_presets.svg. Task and
-options are those of `areal_debug/demo/methods.py`, which the tests train, too. Curves are added to
+options are those of `benchmarks/learning_methods.py`, which the tests train, too. Curves are added to
 docs/learning_curves.json one by one; existing ones are trained again only with --again, so that the
 script may be interrupted.
 """
@@ -24,8 +24,8 @@ from typing import Any
 
 from markupsafe import Markup
 
-from areal_debug.demo.methods import METHODS, OTHER_PRESETS, Curve, Method, learn, teach
 from areal_debug.report.charts import HEIGHT, WIDTH, shares
+from benchmarks.learning_methods import METHODS, OTHER_PRESETS, Curve, Method, learn, teach
 
 DOCS = Path(__file__).parents[1] / "docs"
 CURVES = DOCS / "learning_curves.json"

@@ -1,6 +1,6 @@
 """The analysed snapshot: for each process its wait, whether it moved, and its other threads.
 
-Snapshot -> by process: threads of the best sample -> ThreadWait of the main thread
+Snapshot -> by process: threads of the best sample -> Wait of the main thread
                         other threads and /proc    -> what the main thread waits for
                         all samples                -> moved or not: place, context switches, CPU time
          -> Case: ranks (of the job itself), others (engines, children), missing
@@ -13,7 +13,7 @@ from itertools import pairwise
 from hangdoctor.frames import is_library
 from hangdoctor.model import Frame, ProcessDump, ProcessFacts, Rank, Snapshot, Status
 from hangdoctor.recorded_operations import OperationFinding, findings_of
-from hangdoctor.waits import ThreadState, ThreadWait, best_sample, effective, view
+from hangdoctor.waits import ThreadState, Wait, best_sample, effective, view
 
 # Measured: the main thread of a hung rank is not switched to once between two samples; that of a
 # rank which makes steps is switched to at least 20 times a second, however loaded the machine.
@@ -27,7 +27,7 @@ WORKING_KINDS = (
 )  # fmt: skip
 
 
-def has_moved(mains: list[ThreadWait], dumps: list[ProcessDump], thread_wait: ThreadWait) -> bool:
+def has_moved(mains: list[Wait], dumps: list[ProcessDump], wait: Wait) -> bool:
     """Return whether the main thread was elsewhere in the user's program, or ran through its waits,
     between two samples.
     """
@@ -39,22 +39,22 @@ def has_moved(mains: list[ThreadWait], dumps: list[ProcessDump], thread_wait: Th
     first, last = dumps[0].facts.voluntary_switches, dumps[-1].facts.voluntary_switches
     spins = (cpu_fraction(dumps) or 0.0) > BUSY_CPU_FRACTION
     woken = first is not None and last is not None and last - first >= RAN_SWITCHES
-    return thread_wait.kind in ("collective", "p2p") and woken and not spins
+    return wait.kind in ("collective", "p2p") and woken and not spins
 
 
-def call_path(thread_wait: ThreadWait) -> tuple[Frame, ...]:
+def call_path(wait: Wait) -> tuple[Frame, ...]:
     """Return the program's own calls; in a process that runs a library only, such as an engine, the
     library's.
     """
-    return thread_wait.chain or thread_wait.python
+    return wait.chain or wait.python
 
 
-def leaf(thread_wait: ThreadWait) -> Frame | None:
+def leaf(wait: Wait) -> Frame | None:
     """Return the innermost frame that identifies a place in the program: lines inside a library's
     polling loop do not.
     """
-    python = thread_wait.python
-    if not python or (thread_wait.kind not in ("running", "blocked") and is_library(python[0].file)):
+    python = wait.python
+    if not python or (wait.kind not in ("running", "blocked") and is_library(python[0].file)):
         return None
     return python[0]
 
@@ -89,7 +89,7 @@ def cpu_fraction(dumps: list[ProcessDump]) -> float | None:
 
 
 @dataclass(frozen=True, slots=True)
-class ProcessState:
+class Process:
     """The state of one process of the job, over all samples.
 
     `moved`: the main thread was at another place of the program; `ran`: the kernel switched to it
@@ -104,7 +104,7 @@ class ProcessState:
     status: Status
     detail: str
     parent: str | None
-    thread_wait: ThreadWait
+    wait: Wait
     thread: str
     threads: tuple[ThreadState, ...]
     moved: bool | None
@@ -123,7 +123,7 @@ class ProcessState:
         """True if it makes progress: it computes, or its main thread ran although it waits for no
         peer.
         """
-        return self.busy or (bool(self.ran) and self.thread_wait.kind in WORKING_KINDS)
+        return self.busy or (bool(self.ran) and self.wait.kind in WORKING_KINDS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,8 +136,8 @@ class Case:
 
     snapshot: Snapshot
     role: str
-    ranks: tuple[ProcessState, ...]
-    others: tuple[ProcessState, ...]
+    ranks: tuple[Process, ...]
+    others: tuple[Process, ...]
     missing: dict[int, Status]
     span_s: float
     findings: tuple[OperationFinding, ...]
@@ -162,7 +162,7 @@ class Case:
         """The number of ranks that exist or should exist."""
         return len(self.ranks) + len(self.missing)
 
-    def children_of(self, name: str) -> list[ProcessState]:
+    def children_of(self, name: str) -> list[Process]:
         return [other for other in self.others if other.parent == name]
 
 
@@ -172,13 +172,13 @@ def build_case(snapshot: Snapshot) -> Case:
     for dump in snapshot.dumps:
         by_process[dump.name].append(dump)
     seen: dict[int, tuple[ThreadState, ...]] = {}
-    process_states = [process_state_of(dumps, seen, snapshot.source) for dumps in by_process.values()]
-    role = primary_role(process_states)
-    ranks = judged(process_states, role)
+    processes = [process_of(dumps, seen, snapshot.source) for dumps in by_process.values()]
+    role = primary_role(processes)
+    ranks = judged(processes, role)
     chosen = {s.name for s in ranks}
     others = [
         ranked_by_name(s)
-        for s in process_states
+        for s in processes
         if s.name not in chosen and (s.role != role or s.rank is None or s.threads)
     ]
     present = {s.rank for s in ranks}
@@ -202,31 +202,29 @@ def build_case(snapshot: Snapshot) -> Case:
     )
 
 
-def judged(process_states: list[ProcessState], role: str) -> list[ProcessState]:
+def judged(processes: list[Process], role: str) -> list[Process]:
     """Return the processes that are judged: the ranks of `role` that are no launchers; where no
     process has a rank, all that have a stack, by name; launchers only where there is nothing else.
     """
-    ranks = [s for s in process_states if s.role == role and s.rank is not None and s.threads]
+    ranks = [s for s in processes if s.role == role and s.rank is not None and s.threads]
     if not ranks:
-        ranks = [replace(s, rank=s.name) for s in process_states if s.threads]
-    workers = [s for s in ranks if s.thread_wait.kind != "launcher" and s.role not in ("launcher", "child")]
+        ranks = [replace(s, rank=s.name) for s in processes if s.threads]
+    workers = [s for s in ranks if s.wait.kind != "launcher" and s.role not in ("launcher", "child")]
     return workers or ranks
 
 
-def primary_role(process_states: list[ProcessState]) -> str:
-    counts = Counter(s.role for s in process_states if s.rank is not None)
+def primary_role(processes: list[Process]) -> str:
+    counts = Counter(s.role for s in processes if s.rank is not None)
     return "trainer" if counts["trainer"] or not counts else counts.most_common(1)[0][0]
 
 
-def ranked_by_name(process_state: ProcessState) -> ProcessState:
-    return (
-        replace(process_state, rank=process_state.name) if process_state.rank is not None else process_state
-    )
+def ranked_by_name(process: Process) -> Process:
+    return replace(process, rank=process.name) if process.rank is not None else process
 
 
-def process_state_of(
+def process_of(
     dumps: list[ProcessDump], seen: dict[int, tuple[ThreadState, ...]], source: dict[str, str]
-) -> ProcessState:
+) -> Process:
     """Return the state of one process from its dumps. `seen` caches the waits of equal thread
     lists.
     """
@@ -235,8 +233,8 @@ def process_state_of(
     at = best_sample(views)
     dump, threads = dumps[at], views[at]
     mains = [v[0] for v in views if v]
-    thread_wait, thread = effective(threads, dump)
-    return ProcessState(
+    wait, thread = effective(threads, dump)
+    return Process(
         name=dump.name,
         rank=dump.rank,
         role=dump.role,
@@ -244,10 +242,10 @@ def process_state_of(
         status="stopped" if dump.facts.state in ("T", "t") else dump.status,
         detail=dump.detail,
         parent=dump.parent,
-        thread_wait=thread_wait,
+        wait=wait,
         thread=thread,
         threads=threads,
-        moved=has_moved([main.thread_wait for main in mains], dumps, thread_wait) if len(mains) > 1 else None,
+        moved=has_moved([main.wait for main in mains], dumps, wait) if len(mains) > 1 else None,
         ran=has_run(dumps),
         cpu_fraction=cpu_fraction(dumps),
         facts=dump.facts,

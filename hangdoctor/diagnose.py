@@ -6,15 +6,14 @@ others.
 
 from dataclasses import replace
 
-from hangdoctor.case import Case, ProcessState, build_case
+from hangdoctor.case import Case, Process, build_case
 from hangdoctor.frames import show
 from hangdoctor.garbage import without_garbage_collection
-from hangdoctor.graph import Graph, wait_for_graph
-from hangdoctor.groups import StackClass, rank_ranges, stack_classes
+from hangdoctor.graph import Graph, StackClass, rank_ranges, stack_classes, wait_for_graph
 from hangdoctor.model import Alternative, Diagnosis, Evidence, Group, NextStep, Rank, RankVerdict, Snapshot
 from hangdoctor.recorded_operations import behind_by_ras
 from hangdoctor.rules.order import RULES
-from hangdoctor.rules.unknown import to_collect
+from hangdoctor.rules.progress import to_collect
 from hangdoctor.rules.verdict import LEVELS, Verdict, operation
 
 MAX_GROUPS = 64
@@ -29,7 +28,7 @@ def diagnose(snapshot: Snapshot) -> Diagnosis:
     """
     case = build_case(snapshot)
     graph = wait_for_graph(case)
-    verdicts = [weighed(verdict, case) for rule in RULES if (verdict := rule.judge(case, graph)) is not None]
+    verdicts = [weighed(verdict, case) for rule in RULES if (verdict := rule(case, graph)) is not None]
     # Sorting is stable: among equally certain verdicts the order of the rules decides.
     # `unknown` comes last.
     first, *rest = sorted(verdicts, key=lambda v: (v.label == "unknown", -LEVELS.index(v.confidence)))
@@ -64,7 +63,7 @@ def blamed_elsewhere(case: Case, verdict: Verdict) -> Verdict:
         theirs = tuple(s for s in case.others if s.role == role and s.threads)
         part = replace(case, role=role, ranks=theirs, others=(), missing={}, findings=())
         graph = wait_for_graph(part)
-        found = [v for rule in RULES if (v := rule.judge(part, graph)) is not None]
+        found = [v for rule in RULES if (v := rule(part, graph)) is not None]
         surest = min(found, key=lambda v: -LEVELS.index(v.confidence))
         if (
             surest.label not in ("unknown", "straggler_or_not_hung", "external_wait")
@@ -152,7 +151,7 @@ def group_of(stack_class: StackClass) -> Group:
     return Group(
         ranks=rank_ranges(stack_class.ranks),
         size=len(stack_class.members),
-        waits_for=first.thread_wait.kind,
+        waits_for=first.wait.kind,
         doing=operation(first),
         stack=tuple(show(frame) for frame in stack_class.frames[:200]),
     )
@@ -183,10 +182,10 @@ def part_of_absent(rank: Rank, status: str, blamed: set[Rank]) -> str:
     return "not_collected" if status == "not_collected" else "missing"
 
 
-def part_of(process_state: ProcessState, blamed: set[Rank], waiting: set[str]) -> str:
+def part_of(process: Process, blamed: set[Rank], waiting: set[str]) -> str:
     """Return the part of a rank in the hang: culprit, victim, running or other."""
-    if process_state.rank in blamed:
+    if process.rank in blamed:
         return "culprit"
-    if process_state.name in waiting and not process_state.moved:
+    if process.name in waiting and not process.moved:
         return "victim"
-    return "running" if process_state.moved or process_state.busy else "other"
+    return "running" if process.moved or process.busy else "other"

@@ -1,21 +1,79 @@
-"""The wait-for graph of the ranks. Ranks that wait for no other rank are the sources: the culprits.
+"""Equivalence classes: ranks whose main threads are at the same place, their ranges, and where they
+diverge.
 
-    rank in a collective  ->  every rank that has not reached it
-    rank in send/recv     ->  its peer, or every rank that is not there either
-    rank in anything else ->  no rank of the job: a source (reported with its child, engine, lock, file)
-
-Nodes are clusters of ranks that wait at the same place, so that 100,000 ranks are a few nodes.
+Stacks are compared from the outermost frame in, as in STAT (LLNL): the first frame below the common
+prefix is where the ranks diverge.
 """
 
 from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from hangdoctor.case import Case, ProcessState
+from hangdoctor.case import Case, Process
 from hangdoctor.frames import ENTRIES
-from hangdoctor.groups import rank_ranges
-from hangdoctor.model import Frame
+from hangdoctor.model import Frame, Rank
 from hangdoctor.tables import EVENT_LOOP, ROOTED
-from hangdoctor.waits import ThreadWait
+from hangdoctor.waits import Wait
+
+
+@dataclass(frozen=True, slots=True)
+class StackClass:
+    """Processes with one stack. `frames` are normalised Python frames, innermost first."""
+
+    members: tuple[Process, ...]
+    frames: tuple[Frame, ...]
+
+    @property
+    def ranks(self) -> tuple[Rank, ...]:
+        """The ranks of the class."""
+        return tuple(m.rank for m in self.members if m.rank is not None)
+
+
+def rank_ranges(ranks: Iterable[Rank]) -> str:
+    """Format ranks as `0-2,5-7`; names follow unchanged, the first twenty of them."""
+    given = list(ranks)
+    numbers = sorted({rank for rank in given if isinstance(rank, int)})
+    parts, start = [], 0
+    for i, number in enumerate(numbers):
+        if i + 1 == len(numbers) or numbers[i + 1] != number + 1:
+            parts.append(f"{numbers[start]}-{number}" if i > start else f"{number}")
+            start = i + 1
+    names = sorted({rank for rank in given if isinstance(rank, str)})
+    return ",".join([*parts, *names[:20], *(["..."] if len(names) > 20 else [])])
+
+
+def stack_classes(processes: Sequence[Process]) -> tuple[StackClass, ...]:
+    """Group processes by wait and Python stack, largest class first, then by lowest rank."""
+    members: dict[tuple[str, int], list[Process]] = defaultdict(list)
+    stacks: dict[tuple[Frame, ...], int] = {}
+    by_identity: dict[int, int] = {}
+    for process in processes:
+        frames = process.wait.frames
+        if id(frames) not in by_identity:
+            by_identity[id(frames)] = stacks.setdefault(process.wait.python, len(stacks))
+        members[(process.wait.kind, by_identity[id(frames)])].append(process)
+    found = [StackClass(tuple(group), group[0].wait.python) for group in members.values()]
+    return tuple(sorted(found, key=lambda c: (-len(c.members), str(c.ranks[:1]).rjust(12))))
+
+
+def common_prefix(stacks: Sequence[Sequence[Frame]]) -> int:
+    """Return how many outermost frames all stacks share, lines included."""
+    if not stacks:
+        return 0
+    depth = 0
+    shortest = min(len(stack) for stack in stacks)
+    while depth < shortest and len({stack[-1 - depth] for stack in stacks}) == 1:
+        depth += 1
+    return depth
+
+
+def first_divergent(stack: Sequence[Frame], others: Sequence[Sequence[Frame]]) -> Frame | None:
+    """Return the outermost frame of `stack` that differs from the path of all `others`, or None
+    where it lies on their path.
+    """
+    depth = common_prefix([stack, *others])
+    return stack[-1 - depth] if depth < len(stack) else None
+
 
 WEB_SERVERS = (
     "uvicorn/",
@@ -37,8 +95,8 @@ CHILD_KINDS = ("data", "subprocess", "join", "future", "queue")
 class Cluster:
     """Ranks that wait for the same thing at the same place of the program."""
 
-    members: tuple[ProcessState, ...]
-    thread_wait: ThreadWait
+    members: tuple[Process, ...]
+    wait: Wait
     path: tuple[Frame, ...]
 
     @property
@@ -65,11 +123,11 @@ class Graph:
     edges: tuple[Edge, ...]
 
     @property
-    def source_ranks(self) -> tuple[ProcessState, ...]:
+    def source_ranks(self) -> tuple[Process, ...]:
         return tuple(member for cluster in self.sources for member in cluster.members)
 
     @property
-    def waiting_ranks(self) -> tuple[ProcessState, ...]:
+    def waiting_ranks(self) -> tuple[Process, ...]:
         return tuple(member for cluster in self.waiting for member in cluster.members)
 
 
@@ -79,47 +137,45 @@ def wait_for_graph(case: Case) -> Graph:
     The event loop of a server beside ranks that wait only serves requests: it is no source.
     """
     clusters = cluster(case.ranks)
-    waiting = tuple(c for c in clusters if c.thread_wait.waits_for_peers)
-    others = [c for c in clusters if not c.thread_wait.waits_for_peers]
-    sources = tuple(c for c in others if not (waiting and serves(c.thread_wait)))
+    waiting = tuple(c for c in clusters if c.wait.waits_for_peers)
+    others = [c for c in clusters if not c.wait.waits_for_peers]
+    sources = tuple(c for c in others if not (waiting and serves(c.wait)))
     return Graph(waiting, sources, edges_between(case, waiting, sources))
 
 
-def serves(thread_wait: ThreadWait) -> bool:
+def serves(wait: Wait) -> bool:
     """True for the event loop of a web server: it waits for requests, whatever the ranks do."""
-    return thread_wait.operation == EVENT_LOOP and any(
-        frame.file.startswith(WEB_SERVERS) for frame in thread_wait.frames
-    )
+    return wait.operation == EVENT_LOOP and any(frame.file.startswith(WEB_SERVERS) for frame in wait.frames)
 
 
-def cluster(ranks: tuple[ProcessState, ...]) -> tuple[Cluster, ...]:
+def cluster(ranks: tuple[Process, ...]) -> tuple[Cluster, ...]:
     """Group ranks by (kind, operation, path to the wait); root and others of a rooted collective
     are joined although they differ by a line.
     """
-    by_place: dict[tuple[str, str, tuple[Frame, ...]], list[ProcessState]] = defaultdict(list)
+    by_place: dict[tuple[str, str, tuple[Frame, ...]], list[Process]] = defaultdict(list)
     paths: dict[int, tuple[Frame, ...]] = {}
-    for process_state in ranks:
-        thread_wait = process_state.thread_wait
-        if id(thread_wait) not in paths:
-            paths[id(thread_wait)] = path_to(thread_wait)
-        by_place[(thread_wait.kind, thread_wait.operation, paths[id(thread_wait)])].append(process_state)
-    joined: dict[object, list[ProcessState]] = {}
+    for process in ranks:
+        wait = process.wait
+        if id(wait) not in paths:
+            paths[id(wait)] = path_to(wait)
+        by_place[(wait.kind, wait.operation, paths[id(wait)])].append(process)
+    joined: dict[object, list[Process]] = {}
     for (kind, operation, path), members in by_place.items():
         joined.setdefault((kind, operation, place_key(operation, path)), []).extend(members)
     found = [
-        Cluster(tuple(members), members[0].thread_wait, path_to(members[0].thread_wait))
+        Cluster(tuple(members), members[0].wait, path_to(members[0].wait))
         for members in with_excerpts(list(joined.values()))
     ]
     return tuple(sorted(found, key=lambda c: (-len(c.members), c.ranks)))
 
 
-def with_excerpts(groups: list[list[ProcessState]]) -> list[list[ProcessState]]:
+def with_excerpts(groups: list[list[Process]]) -> list[list[Process]]:
     """Join each group whose stack was cut before its outer frames with one that continues it."""
     if len(groups) > MAX_PLACES:
         return groups
-    complete: list[list[ProcessState]] = []
-    for members in sorted(groups, key=lambda group: -len(path_to(group[0].thread_wait))):
-        wait = members[0].thread_wait
+    complete: list[list[Process]] = []
+    for members in sorted(groups, key=lambda group: -len(path_to(group[0].wait))):
+        wait = members[0].wait
         path = path_to(wait)
         cut = bool(path) and not any(frame.function in ENTRIES for frame in path)
         home = next(
@@ -128,7 +184,7 @@ def with_excerpts(groups: list[list[ProcessState]]) -> list[list[ProcessState]]:
                 for group in complete
                 if cut
                 and wait.waits_for_peers
-                and (other := group[0].thread_wait).kind == wait.kind
+                and (other := group[0].wait).kind == wait.kind
                 and other.operation == wait.operation
                 and path_to(other)[: len(path)] == path
             ),
@@ -141,15 +197,15 @@ def with_excerpts(groups: list[list[ProcessState]]) -> list[list[ProcessState]]:
     return complete
 
 
-def path_to(thread_wait: ThreadWait) -> tuple[Frame, ...]:
+def path_to(wait: Wait) -> tuple[Frame, ...]:
     """Return the calls that led to the wait, innermost first, without the frames inside the waiting
     library.
     """
-    python = thread_wait.python
-    if thread_wait.frame in python and thread_wait.kind in ("collective", "p2p"):
-        inside_library = thread_wait.frame not in thread_wait.chain
-        return python[python.index(thread_wait.frame) + inside_library :]
-    return thread_wait.chain or python
+    python = wait.python
+    if wait.frame in python and wait.kind in ("collective", "p2p"):
+        inside_library = wait.frame not in wait.chain
+        return python[python.index(wait.frame) + inside_library :]
+    return wait.chain or python
 
 
 def place_key(operation: str, path: tuple[Frame, ...]) -> object:
@@ -168,12 +224,12 @@ def edges_between(case: Case, waiting: tuple[Cluster, ...], sources: tuple[Clust
     edges = []
     missing = rank_ranges(case.lost)
     for waiter in waiting[:50]:
-        what = f"{waiter.thread_wait.operation or waiter.thread_wait.kind}"
+        what = f"{waiter.wait.operation or waiter.wait.kind}"
         targets = [s.ranks for s in sources[:50]] or [w.ranks for w in waiting[:50] if w is not waiter]
         edges += [Edge(waiter.ranks, target, f"has not reached {what}") for target in targets]
         if missing:
             edges.append(Edge(waiter.ranks, missing, f"is missing in {what}"))
-    for source in [s for s in sources[:50] if s.thread_wait.kind in CHILD_KINDS]:
+    for source in [s for s in sources[:50] if s.wait.kind in CHILD_KINDS]:
         for member in source.members[:5]:
             edges += [
                 Edge(str(member.rank), child.name, "it started") for child in case.children_of(member.name)
@@ -186,5 +242,5 @@ def same_place(clusters: tuple[Cluster, ...]) -> bool:
 
     A wait for the device hides which collective the device is in, so it agrees with any.
     """
-    named = [c for c in clusters if c.thread_wait.kind != "device"]
+    named = [c for c in clusters if c.wait.kind != "device"]
     return len(named) <= 1

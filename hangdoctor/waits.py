@@ -35,7 +35,7 @@ AROUND = ("import", "load", "compile", "launcher")
 
 
 @dataclass(frozen=True, slots=True)
-class ThreadWait:
+class Wait:
     """The wait of one thread.
 
     `frame` shows the wait, `chain` is the user's call path to it, innermost first. `operation` is
@@ -62,7 +62,7 @@ class ThreadWait:
 
 
 @lru_cache(maxsize=65536)
-def thread_wait_of(raw: tuple[Frame, ...]) -> ThreadWait:
+def wait_of(raw: tuple[Frame, ...]) -> Wait:
     """Classify a stack from its frames alone."""
     frames = normal_frames(raw)
     python = python_only(frames)
@@ -70,8 +70,8 @@ def thread_wait_of(raw: tuple[Frame, ...]) -> ThreadWait:
     if any(f.native and NATIVE_EXIT.fullmatch(f.function) for f in frames):
         phases |= {"cleanup"}
     domain = next((name for f in python if (name := domain_of(f.file))), "")
-    kind, operation, frame = wait_of(frames, python)
-    return ThreadWait(kind, operation, frame, user_frames(frames), phases, domain, frames)
+    kind, operation, frame = wait_in_frames(frames, python)
+    return Wait(kind, operation, frame, user_frames(frames), phases, domain, frames)
 
 
 @lru_cache(maxsize=65536)
@@ -85,7 +85,7 @@ def context(frames: tuple[Frame, ...], phases: frozenset[str]) -> str:
     return ""
 
 
-def wait_of(frames: tuple[Frame, ...], python: tuple[Frame, ...]) -> tuple[str, str, Frame | None]:
+def wait_in_frames(frames: tuple[Frame, ...], python: tuple[Frame, ...]) -> tuple[str, str, Frame | None]:
     """Return the innermost specific wait, else the outermost generic one, else that of the native
     frames, else running.
     """
@@ -175,7 +175,7 @@ class ThreadState:
     """One thread: its name, its wait, and its relation to the GIL."""
 
     thread: str
-    thread_wait: ThreadWait
+    wait: Wait
     holds_gil: bool
     waits_for_gil: bool
 
@@ -183,7 +183,7 @@ class ThreadState:
 def view(
     threads: tuple[Thread, ...], seen: dict[int, tuple[ThreadState, ...]], source: dict[str, str]
 ) -> tuple[ThreadState, ...]:
-    """Return the thread_waits of all threads, main thread first. Equal dumps are one object, so
+    """Return the waits of all threads, main thread first. Equal dumps are one object, so
     they are cached by identity.
     """
     if id(threads) not in seen:
@@ -192,7 +192,7 @@ def view(
         seen[id(threads)] = tuple(
             ThreadState(
                 thread.name or ("MainThread" if thread is main else UNNAMED),
-                refined(thread_wait_of(thread.frames), thread, source),
+                refined(wait_of(thread.frames), thread, source),
                 bool(thread.holds_gil),
                 bool(thread.waits_for_gil),
             )
@@ -201,18 +201,18 @@ def view(
     return seen[id(threads)]
 
 
-def refined(thread_wait: ThreadWait, thread: Thread, source: dict[str, str]) -> ThreadWait:
+def refined(wait: Wait, thread: Thread, source: dict[str, str]) -> Wait:
     """Refine a stack that shows no wait: running if the dump saw it run, else blocked in something
     not shown.
     """
     if thread.waits_for_gil:
-        return replace(thread_wait, kind="gil", operation="GIL")
-    if thread_wait.kind == "running" and not (thread.active or thread.holds_gil):
-        return kind_from_source(thread_wait, [f for f in thread.frames if not f.native], source)
-    return thread_wait
+        return replace(wait, kind="gil", operation="GIL")
+    if wait.kind == "running" and not (thread.active or thread.holds_gil):
+        return kind_from_source(wait, [f for f in thread.frames if not f.native], source)
+    return wait
 
 
-def kind_from_source(thread_wait: ThreadWait, python: list[Frame], source: dict[str, str]) -> ThreadWait:
+def kind_from_source(wait: Wait, python: list[Frame], source: dict[str, str]) -> Wait:
     """Classify a wait in C by the text of the source line; `blocked` where the text does not
     identify it.
     """
@@ -221,12 +221,12 @@ def kind_from_source(thread_wait: ThreadWait, python: list[Frame], source: dict[
         if not texts or not row.function.search(texts[0]):
             continue
         kind, operation = row.value, row.operation
-        phases = thread_wait.phases | {"cleanup"} if kind == "destroy" else thread_wait.phases
+        phases = wait.phases | {"cleanup"} if kind == "destroy" else wait.phases
         if kind == "collective" and (posted := POSTED.search(" ".join(texts))):
             # `work.wait()` waits for what this line, or a caller's, has posted.
             kind, operation = "p2p" if posted[1] else "collective", posted[0]
-        return replace(thread_wait, kind=kind, operation=operation, phases=phases)
-    return replace(thread_wait, kind="blocked")
+        return replace(wait, kind=kind, operation=operation, phases=phases)
+    return replace(wait, kind="blocked")
 
 
 def best_sample(views: list[tuple[ThreadState, ...]]) -> int:
@@ -236,67 +236,61 @@ def best_sample(views: list[tuple[ThreadState, ...]]) -> int:
     last = max((i for i, v in enumerate(views) if v), default=0)
     if not views[last]:
         return last
-    stack = views[last][0].thread_wait.python
+    stack = views[last][0].wait.python
     for i, v in enumerate(views):
-        if (
-            v
-            and len(v[0].thread_wait.python) < len(v[0].thread_wait.frames)
-            and v[0].thread_wait.python == stack
-        ):
+        if v and len(v[0].wait.python) < len(v[0].wait.frames) and v[0].wait.python == stack:
             return i
     return last
 
 
-def effective(threads: tuple[ThreadState, ...], dump: ProcessDump) -> tuple[ThreadWait, str]:
+def effective(threads: tuple[ThreadState, ...], dump: ProcessDump) -> tuple[Wait, str]:
     """Return the wait of the process: its main thread's, unless that only waits for a thread with a
     more specific wait.
     """
     if not threads:
-        return ThreadWait("nothing", "", None, ()), ""
+        return Wait("nothing", "", None, ()), ""
     main = threads[0]
-    thread_wait = with_kernel(main.thread_wait, dump.facts)
-    if thread_wait.kind in ("backward", "device"):
+    wait = with_kernel(main.wait, dump.facts)
+    if wait.kind in ("backward", "device"):
         autograd = [t for t in threads[1:] if from_autograd(t)]
         for other in autograd:
-            if other.thread_wait.kind in ("collective", "p2p"):
-                return replace(
-                    other.thread_wait, phases=thread_wait.phases | other.thread_wait.phases
-                ), other.thread
-        if autograd and thread_wait.kind == "backward":
-            return replace(thread_wait, kind="device", operation="device sync"), main.thread
-    if thread_wait.operation == WORKER_LOOP:
+            if other.wait.kind in ("collective", "p2p"):
+                return replace(other.wait, phases=wait.phases | other.wait.phases), other.thread
+        if autograd and wait.kind == "backward":
+            return replace(wait, kind="device", operation="device sync"), main.thread
+    if wait.operation == WORKER_LOOP:
         # Ray runs the training function in a thread of its own; its main thread only serves calls.
         for other in threads[1:]:
-            if other.thread_wait.chain and other.thread_wait.kind not in ("idle", "event", "sleep"):
-                return other.thread_wait, other.thread
-    if thread_wait.kind in DELEGATING and not ("cleanup" in thread_wait.phases and not thread_wait.chain):
+            if other.wait.chain and other.wait.kind not in ("idle", "event", "sleep"):
+                return other.wait, other.thread
+    if wait.kind in DELEGATING and not ("cleanup" in wait.phases and not wait.chain):
         # A thread that is itself stuck in a lock explains its process only where no other does.
-        locked = ("lock",) if thread_wait.kind != "lock" else ()
+        locked = ("lock",) if wait.kind != "lock" else ()
         for kinds in (SPECIFIC_KINDS, locked):
             for other in threads[1:]:
-                wait = other.thread_wait
-                if any(WATCHES.search(frame.function) for frame in wait.frames):
+                theirs = other.wait
+                if any(WATCHES.search(frame.function) for frame in theirs.frames):
                     continue
-                if wait.kind in kinds and (wait.chain or wait.kind in ("collective", "p2p")):
-                    return replace(wait, phases=thread_wait.phases | wait.phases), other.thread
-    return thread_wait, main.thread
+                if theirs.kind in kinds and (theirs.chain or theirs.kind in ("collective", "p2p")):
+                    return replace(theirs, phases=wait.phases | theirs.phases), other.thread
+    return wait, main.thread
 
 
 def from_autograd(thread: ThreadState) -> bool:
     """True for autograd's own threads: they have no name and no Python entry frame at the bottom of
     their stacks.
     """
-    bottom = thread.thread_wait.frames[-1].function if thread.thread_wait.frames else ""
+    bottom = thread.wait.frames[-1].function if thread.wait.frames else ""
     return bottom not in ("_bootstrap", "<module>", "") and thread.thread == UNNAMED
 
 
-def with_kernel(thread_wait: ThreadWait, facts: ProcessFacts) -> ThreadWait:
+def with_kernel(wait: Wait, facts: ProcessFacts) -> Wait:
     """Classify a wait by the kernel function it sleeps in, only where the stack itself does not
     identify it.
     """
     if facts.state in ("T", "t"):
-        return replace(thread_wait, kind="stopped", operation="stopped")
-    if thread_wait.kind not in ("blocked", "running") or not facts.wchan:
-        return thread_wait
+        return replace(wait, kind="stopped", operation="stopped")
+    if wait.kind not in ("blocked", "running") or not facts.wchan:
+        return wait
     kernel = first(KERNEL, facts.wchan)
-    return replace(thread_wait, kind=kernel[0], operation=facts.wchan) if kernel else thread_wait
+    return replace(wait, kind=kernel[0], operation=facts.wchan) if kernel else wait

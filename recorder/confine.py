@@ -35,11 +35,6 @@ from typing import Any, NoReturn
 from recorder.landlock import PR_SET_PDEATHSIG, restrict
 
 MEMORY_VARIABLE, TIME_VARIABLE = "AREAL_DEBUG_MEMORY_GIB", "AREAL_DEBUG_TIME_S"
-HELP_OF_LIMITS = (
-    "The input is read in a process that has no network, unless it is a URL, and at most 1 GiB of "
-    "memory plus 20 bytes a byte of input, and 10 s of CPU time plus 1 s a MB: "
-    f"{MEMORY_VARIABLE} and {TIME_VARIABLE} replace these limits."
-)
 GIB = 1 << 30
 MEMORY_BYTES, MEMORY_PER_BYTE = GIB, 20
 CPU_S, CPU_S_PER_BYTE = 10.0, 1e-6
@@ -85,7 +80,7 @@ def bounds_for(
     network: bool = False,
     cpu_s: float = CPU_S,
 ) -> Bounds:
-    """Return the bounds for reading paths or URLs: the rules of `HELP_OF_LIMITS`.
+    """Return the bounds for reading paths or URLs: the rules of `areal_debug.confined.HELP_OF_LIMITS`.
 
     Raises ValueError if a variable that replaces a limit is no positive number.
     """

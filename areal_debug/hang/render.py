@@ -9,10 +9,19 @@ from rich.text import Text
 
 from areal_core.safety.durable import commit_file
 from areal_core.safety.printable import printable
+from areal_debug.hang.tree import (
+    PART_NAMES,
+    SYMBOLS,
+    Line,
+    exit_status,
+    headline,
+    merged_tree,
+    sections,
+    tree_lines,
+)
 from areal_debug.render import console
-from hangdoctor.groups import rank_ranges
+from hangdoctor.graph import rank_ranges
 from hangdoctor.model import Diagnosis, Snapshot
-from hangdoctor.report.text import PART_NAMES, SYMBOLS, exit_status, headline, merged_tree, tree_lines
 
 STYLES = {
     "culprit": "bold red",
@@ -41,11 +50,11 @@ def show_diagnosis(
         The exit status: 0 not hung, 1 hung, 2 unknown.
     """
     if html is not None:
-        from hangdoctor.report.html import page
+        from areal_debug.hang.html import page
 
         commit_file(html, page(diagnosis, snapshot))
     if markdown is not None:
-        from hangdoctor.report.markdown import markdown as as_markdown
+        from areal_debug.hang.markdown import markdown as as_markdown
 
         commit_file(markdown, as_markdown(diagnosis))
     if as_json:
@@ -57,8 +66,8 @@ def show_diagnosis(
 
 
 def write_post_mortem(diagnosis: Diagnosis, snapshot: Snapshot, folder: Path) -> None:
-    from hangdoctor.report.html import page
-    from hangdoctor.report.markdown import markdown
+    from areal_debug.hang.html import page
+    from areal_debug.hang.markdown import markdown
 
     commit_file(folder / "post_mortem.html", page(diagnosis, snapshot, folder.absolute().name))
     commit_file(folder / "post_mortem.md", markdown(diagnosis))
@@ -79,30 +88,16 @@ def report(diagnosis: Diagnosis, width: int = 120) -> Text:
     for title, lines in sections(diagnosis):
         if lines:
             text.append(f"\n{title}\n", "bold")
-            for line in lines:
-                text.append(f"  {printable(line)}\n")
+        for line in lines:
+            text.append(f"  {printable(plain_line(title, line))}\n")
     return text
 
 
-def sections(diagnosis: Diagnosis) -> list[tuple[str, list[str]]]:
-    """Return titles and lines of the sections after the tree."""
-    evidence = [
-        f"{f'rank {e.ranks}' if e.ranks[:1].isdigit() else e.process or '-'}: {e.fact}"
-        + (f"  {e.frame} ({e.location})" if e.location else "")
-        for e in diagnosis.evidence
-    ]
-    steps = [
-        f"{s.do}\n".strip() + f"   # {s.why}" + (f"; costs {s.cost}" if s.cost else "")
-        for s in diagnosis.next_steps
-    ]
-    other = [f"{a.label} ({a.confidence}): {a.summary}" for a in diagnosis.alternatives]
-    return [
-        ("Evidence", evidence),
-        ("Next", steps),
-        ("Would refute it", list(diagnosis.would_refute)),
-        ("Other explanations", other),
-        ("To collect", list(diagnosis.collect)),
-    ]
+def plain_line(title: str, line: Line) -> str:
+    if line.is_code:
+        return f"{line.head}   # {line.text}"
+    head = line.head or ("-" if title == "Evidence" else "")
+    return (f"{head}: " if head else "") + line.text + (f"  {line.where}" if line.where else "")
 
 
 def add_rank_map(text: Text, diagnosis: Diagnosis, width: int) -> None:

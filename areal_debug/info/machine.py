@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from areal_core.safety.secrets import masker, names_secret
-from recorder.confine import Bounds, run_confined
 
 GPU_TIMEOUT_S = 10.0  # nvidia-smi does not return while a driver hangs
 GPU_FIELDS = "name,memory.total,driver_version"
@@ -184,6 +183,8 @@ def reads_a_child() -> bool:
 
 
 def active_confinement() -> str:
+    from recorder.confine import Bounds, run_confined
+
     active: list[str] = []
     listed: list[str] = run_confined(lambda: active, Bounds("nothing", ()), announce=active.append)
     return ", ".join(name for name in listed[0].split(", ") if name.startswith("Landlock"))

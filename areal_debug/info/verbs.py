@@ -7,7 +7,7 @@ from areal_debug.cli import VERBS
 
 NEEDS = {  # the extra of every use of the verb; the others need none
     **dict.fromkeys(("demo", "train", "eval", "check"), "train"),
-    **dict.fromkeys(("replay", "goto", "why", "crosscheck", "bisect", "consistency", "certify"), "train"),
+    **dict.fromkeys(("replay", "goto", "why", "crosscheck", "bisect", "consistency"), "train"),
     **dict.fromkeys(("reward", "serve", "agent"), "train"),
     "query": "query",
 }

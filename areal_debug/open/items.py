@@ -160,10 +160,10 @@ def examine_trace(found: Found, scratch: Path) -> Item:
 
 def examine_hang(found: Found, scratch: Path) -> Item:
     from areal_core.safety.durable import commit_file
+    from areal_debug.hang.html import VERDICTS, page
+    from areal_debug.hang.tree import exit_status
     from hangdoctor.diagnose import diagnose
     from hangdoctor.parse.read import read_snapshot
-    from hangdoctor.report.html import VERDICTS, page
-    from hangdoctor.report.text import exit_status
 
     snapshot = read_snapshot([found.path])
     found_cause = diagnose(snapshot)

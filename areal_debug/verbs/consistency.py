@@ -25,7 +25,6 @@ from areal_debug.render import (
     errors_as_sentences,
     fail,
     format_number,
-    is_quiet,
     print_json,
     refuse_existing,
 )
@@ -37,6 +36,7 @@ if TYPE_CHECKING:
     from consistency.source import Sampling
     from recorder import Record
 
+EXACT_NEW_TOKENS = 64  # by default
 GSM8K_REWARD = "areal_core.reward.functions.gsm8k_reward_fn"
 
 
@@ -139,7 +139,38 @@ GSM8K_REWARD = "areal_core.reward.functions.gsm8k_reward_fn"
     metavar="FILE",
     help="Interpreter that has vLLM, for --layers vllm.",
 )
-@output_option("Write the report as one HTML page, too.")
+@click.option(
+    "--exact",
+    is_flag=True,
+    help="Sample from --engine (a URL, or `embedded`) and compare with the trainer bit for bit; -o writes a certificate.",
+)
+@click.option(
+    "--tokens",
+    "num_tokens",
+    type=click.IntRange(1),
+    default=20_000,
+    show_default=True,
+    help="With --exact: least number of sampled tokens to compare.",
+)
+@click.option(
+    "--update",
+    metavar="FOLDER",
+    help="With --exact: checkpoint that a server loads to check a weight update, and then --model.",
+)
+@click.option(
+    "--seed",
+    type=click.IntRange(0),
+    default=0,
+    show_default=True,
+    help="With --exact: of prompts and sampling.",
+)
+@click.option(
+    "--against",
+    type=click.Path(path_type=Path),
+    metavar="CERTIFICATE",
+    help="With --exact: certificate of an earlier run; exit code 1 only if this one is worse.",
+)
+@output_option("Write the report as one HTML page, too; with --exact the certificate.")
 @force_option
 @json_option
 @errors_as_sentences
@@ -158,7 +189,12 @@ def command(
     """Score the sampled tokens of RECORD or of a live engine with a model, and check the engine's
     logprobs.
 
-    Exit code 0: healthy. 1: a mismatch, or a metric beyond its --gate. 2: inconclusive.
+    With --exact: sample from an engine in batches of 1, 8 and 64, in another order, again, from its
+    prefix cache and after a weight update, and compare with a trainer of
+    actor.attn_impl=batch_invariant on a CPU.
+
+    Exit code 0: healthy, or proven, or not worse than --against. 1: a mismatch, refuted, worse, or a
+    metric beyond its --gate. 2: inconclusive, or a check of --exact could not run.
     """
     if step_range is not None:
         if record is None or output or options["layers"]:
@@ -170,6 +206,18 @@ def command(
         if engines or output is not None:
             fail("--layers starts its engine and prints its report: leave out --engine and --output")
         raise SystemExit(check_layers(record, model, steps, as_json, options))
+    if options["exact"]:
+        from areal_debug.consistency.exact import check_exact
+
+        model = model or (recorded_model(record) if record else None)
+        if len(engines) != 1 or model is None:
+            fail("--exact needs --engine URL or `embedded`, and RECORD or --model FOLDER that it serves")
+        if output is not None:
+            refuse_existing(output, force)
+        given = click.get_current_context().get_parameter_source("max_new_tokens")
+        if given is not ParameterSource.COMMANDLINE:
+            options["max_new_tokens"] = EXACT_NEW_TOKENS
+        raise SystemExit(check_exact(engines[0], model, output, as_json, options))
     if (record is None) == (not engines):
         fail("give either RECORD, or --engine URL with --prompts, to compare with the model")
     if output is not None:
@@ -178,21 +226,29 @@ def command(
         checked, request, source = check_recorded(record, steps, model, options)
     else:
         checked, request, source = check_live(engines, model, options)
-    from areal_debug.consistency.render import print_report, print_verdict
+    from areal_debug.consistency.report import report_of
+    from areal_debug.report.terminal import print_report
     from consistency.report import check_gates, document, exit_code
 
     gates = check_gates(gate, checked.diagnosis.measurement.metrics)
+    report = report_of(checked, gates, request, source)
     if output is not None:
-        from areal_debug.consistency.page import write_page
+        from areal_debug.report.frame import Frame
+        from areal_debug.report.page import write_report
 
-        write_page(output, checked, gates, request, source)
+        run, verdict = str(source.get("record", "live engine")), checked.diagnosis.verdict
+        write_report(output, report, Frame(report.sentence, run, "consistency", verdict))
     if as_json:
         print_json({"model": request.model} | source | document(checked, gates))
-    elif is_quiet():
-        print_verdict(console(), checked)
     else:
-        print_report(console(), checked, gates, request, source)
+        print_report(console(), report)
     raise SystemExit(exit_code(checked, gates))
+
+
+def recorded_model(record: Path) -> str | None:
+    from recorder import open_record
+
+    return open_record(record).header.model["path"] or None
 
 
 def columns(report: dict[str, Any]) -> dict[str, str]:

@@ -1,3 +1,1 @@
-"""One file per label: `judge(case, graph)` looks for its pattern; the module docstring explains the
-pattern.
-"""
+"""Rules: each looks for the pattern of one label. `labels.toml` explains the patterns."""

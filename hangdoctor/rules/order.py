@@ -1,28 +1,23 @@
 """The order in which the rules are applied: what explains more comes first, `unknown` last."""
 
 import difflib
-import inspect
-from types import ModuleType
 
 from hangdoctor.errors import HangInputError
-from hangdoctor.rules import (
+from hangdoctor.rules.nccl import nccl_timeout
+from hangdoctor.rules.one_rank import (
     checkpoint_stall,
-    cleanup_deadlock,
-    collective_mismatch,
     dataloader_stall,
     external_wait,
-    init_deadlock,
     lock_deadlock,
-    missing_rank,
-    nccl_timeout,
-    p2p_shape_mismatch,
     partial_exception,
-    straggler_or_not_hung,
-    unknown,
-    weight_sync_deadlock,
 )
+from hangdoctor.rules.progress import straggler_or_not_hung, unknown
+from hangdoctor.rules.start_and_end import cleanup_deadlock, init_deadlock, missing_rank
+from hangdoctor.rules.together import collective_mismatch, p2p_shape_mismatch
+from hangdoctor.rules.verdict import LABELS
+from hangdoctor.rules.weight_sync import weight_sync_deadlock
 
-RULES: tuple[ModuleType, ...] = (
+RULES = (
     straggler_or_not_hung,
     missing_rank,
     weight_sync_deadlock,
@@ -42,7 +37,7 @@ RULES: tuple[ModuleType, ...] = (
 
 def labels() -> tuple[str, ...]:
     """Return every label, in the order in which the rules are applied."""
-    return tuple(rule.__name__.rsplit(".", 1)[-1] for rule in RULES)
+    return tuple(LABELS)
 
 
 def explain(label: str | None) -> str:
@@ -50,12 +45,11 @@ def explain(label: str | None) -> str:
 
     Raises `HangInputError` for a label that does not exist.
     """
-    texts = {rule.__name__.rsplit(".", 1)[-1]: inspect.getdoc(rule) or "" for rule in RULES}
     if label is None:
-        width = max(map(len, texts))
-        return "\n".join(f"{name:{width}}  {text.splitlines()[0]}" for name, text in texts.items())
-    if label not in texts:
-        close = difflib.get_close_matches(label, texts, n=1)
+        width = max(map(len, LABELS))
+        return "\n".join(f"{name:{width}}  {row['about'].splitlines()[0]}" for name, row in LABELS.items())
+    if label not in LABELS:
+        close = difflib.get_close_matches(label, LABELS, n=1)
         hint = f" Did you mean {close[0]}?" if close else ""
-        raise HangInputError(f"No label is called {label!r}.{hint} The labels: {', '.join(texts)}.")
-    return f"{label}\n\n{texts[label]}"
+        raise HangInputError(f"No label is called {label!r}.{hint} The labels: {', '.join(LABELS)}.")
+    return f"{label}\n\n{LABELS[label]['about']}"

@@ -1,34 +1,28 @@
-"""The result of a rule, and the confidence it may claim.
+"""The result of a rule, the confidence it may claim, and its sentences.
 
 One sample of a job cannot distinguish slow from stuck, so it caps the confidence at medium; ranks
 that were not seen, or ranks that are elsewhere for another reason, lower it by one level.
 """
 
+import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
-from hangdoctor.case import UNINTERRUPTIBLE, Case, ProcessState
+from hangdoctor.case import UNINTERRUPTIBLE, Case, Process
 from hangdoctor.frames import location_of, show
-from hangdoctor.graph import Graph
-from hangdoctor.groups import first_divergent, rank_ranges
-from hangdoctor.model import Confidence, Evidence, Kind, Label, NextStep, Rank
+from hangdoctor.graph import Graph, first_divergent, rank_ranges
+from hangdoctor.model import Confidence, Evidence, Frame, Kind, Label, NextStep, Rank
 from hangdoctor.waits import ThreadState
 
+LABELS: dict[str, dict[str, Any]] = tomllib.loads(
+    Path(__file__).with_name("labels.toml").read_text(encoding="utf-8")
+)
 # Waits that take seconds in a healthy step: no movement for less than PATIENCE_S proves little.
 SLOW_KINDS = (
-    "data",
-    "http",
-    "rpc",
-    "subprocess",
-    "checkpoint",
-    "file",
-    "future",
-    "queue",
-    "socket",
-    "join",
-    "load",
-    "import",
-)
+    "data", "http", "rpc", "subprocess", "checkpoint", "file", "future", "queue", "socket", "join", "load", "import",
+)  # fmt: skip
 PATIENCE_S = 10.0
 # A single write to a busy disk takes this long, uninterruptibly, in a job that is healthy.
 DISK_PATIENCE_S = 2.0
@@ -51,46 +45,57 @@ class Verdict:
     kind: Kind = ""
 
 
+def make_verdict(
+    label: Label,
+    level: Confidence,
+    culprits: Sequence[Rank | Process],
+    summary: str,
+    evidence: tuple[Evidence, ...],
+    variant: str = "",
+    steps: tuple[NextStep, ...] | None = None,
+    kind: Kind = "",
+) -> Verdict:
+    """Return a verdict with the texts of its label, or of a variant of it in labels.toml."""
+    ranks = ranks_of(culprits)
+    refute = tuple(LABELS[label].get(variant, {}).get("refute", LABELS[label]["refute"]))
+    found = steps_of(label, variant) if steps is None else steps
+    return Verdict(label, level, ranks, summary, evidence, found, refute, kind)
+
+
+def steps_of(label: Label, variant: str = "") -> tuple[NextStep, ...]:
+    row = LABELS[label]
+    return tuple(NextStep(**step) for step in row.get(variant, row).get("steps", row["steps"]))
+
+
 def confidence(
-    case: Case, graph: Graph, culprits: Sequence[ProcessState], best: Confidence = "high"
+    case: Case, graph: Graph, culprits: Sequence[Process], best: Confidence = "high"
 ) -> Confidence:
-    """Return the highest level that this case allows; `best` is the level that the pattern alone
-    may claim.
-    """
+    """Return the highest level that this case allows; `best` is that of the pattern alone."""
     level = LEVELS.index(best)
     if case.num_samples < 2:
         level = min(level, 1)
-    elif any(process_state.moved for process_state in culprits):
+    elif any(process.moved for process in culprits):
         level -= 1
-    if case.span_s < PATIENCE_S and any(
-        process_state.thread_wait.kind in SLOW_KINDS for process_state in culprits
-    ):
+    if case.span_s < PATIENCE_S and any(process.wait.kind in SLOW_KINDS for process in culprits):
         level = min(level, 1)
-    if any(process_state.works or in_short_sleep(case, process_state) for process_state in culprits):
+    if any(process.works or in_short_sleep(case, process) for process in culprits):
         level = 0
-    unseen = sum(
-        1 for status in case.missing.values() if status in ("not_permitted", "not_python", "timed_out")
-    )
+    unseen = any(status in ("not_permitted", "not_python", "timed_out") for status in case.missing.values())
     if len(case.ranks) < 2 or unseen or (case.missing and not case.lost):
         level -= 1
-    mine = {process_state.name for process_state in culprits}
-    elsewhere = [s for s in graph.source_ranks if s.name not in mine]
-    if culprits and elsewhere and not {s.name for s in graph.source_ranks}.isdisjoint(mine):
+    mine = {process.name for process in culprits}
+    sources = {process.name for process in graph.source_ranks}
+    if mine and sources - mine and sources & mine:
         level -= 1
-    if waiters_move(graph):
-        level = 0
-    return LEVELS[max(level, 0)]
+    return LEVELS[0 if waiters_move(graph) else max(level, 0)]
 
 
-def in_short_sleep(case: Case, process_state: ProcessState) -> bool:
+def in_short_sleep(case: Case, process: Process) -> bool:
     """True if a process sleeps uninterruptibly, and the samples are too close to distinguish slow
     storage from storage that is gone.
     """
-    return (
-        process_state.facts.state == UNINTERRUPTIBLE
-        and case.num_samples > 1
-        and 0 < case.span_s < DISK_PATIENCE_S
-    )
+    asleep = process.facts.state == UNINTERRUPTIBLE
+    return asleep and case.num_samples > 1 and 0 < case.span_s < DISK_PATIENCE_S
 
 
 def waiters_move(graph: Graph) -> bool:
@@ -100,15 +105,19 @@ def waiters_move(graph: Graph) -> bool:
     return sum(1 for s in graph.waiting_ranks if s.moved) * 2 > len(graph.waiting_ranks)
 
 
-def ranks_of(process_states: Sequence[ProcessState]) -> tuple[Rank, ...]:
-    """Return the ranks of some processes in order, names last."""
-    return tuple(
-        sorted((s.rank for s in process_states if s.rank is not None), key=lambda r: (isinstance(r, str), r))
-    )
+# Words.
 
 
-def name_ranks(process_states: Sequence[ProcessState]) -> str:
-    found = ranks_of(process_states)
+def ranks_of(culprits: Sequence[Rank | Process]) -> tuple[Rank, ...]:
+    """Return the ranks of some processes in order, names last; ranks stay in their order."""
+    if not any(isinstance(one, Process) for one in culprits):
+        return tuple(culprits)  # type: ignore[arg-type]
+    ranks = [one.rank for one in culprits if isinstance(one, Process) and one.rank is not None]
+    return tuple(sorted(ranks, key=lambda rank: (isinstance(rank, str), rank)))
+
+
+def name_ranks(processes: Sequence[Process]) -> str:
+    found = ranks_of(processes)
     if len(found) == 1:
         return f"rank {found[0]}" if isinstance(found[0], int) else str(found[0])
     return f"ranks {rank_ranges(found)}"
@@ -119,115 +128,104 @@ def begin(text: str) -> str:
     return f"R{text[1:]}" if text.startswith(("rank ", "ranks ")) else text
 
 
-def plural(process_states: Sequence[ProcessState], one: str, many: str) -> str:
-    """Return `one` for a single process, else `many`."""
-    return one if len(process_states) == 1 else many
+def plural(things: Sequence[object], one: str, many: str) -> str:
+    """Return `one` for a single thing, else `many`."""
+    return one if len(things) == 1 else many
 
 
-def place(process_state: ProcessState) -> str:
+def wait_in(processes: Sequence[Process]) -> str:
+    """Return who waits in what: `ranks 0-2 wait in all_reduce`."""
+    return f"{name_ranks(processes)} {plural(processes, 'waits', 'wait')} in {operation(processes[0])}"
+
+
+def place(process: Process) -> str:
     """Return the place in the user's program where a process is, as a phrase."""
-    chain = process_state.thread_wait.chain
-    frame = chain[0] if chain else process_state.thread_wait.frame
+    frame = process.wait.chain[0] if process.wait.chain else process.wait.frame
     return show(frame) if frame else "no frame of the program"
 
 
 def waiting_for(graph: Graph) -> str:
-    if not graph.waiting:
-        return "no peer waits for it"
-    first = graph.waiting[0]
-    return f"{name_ranks(first.members)} {plural(first.members, 'waits', 'wait')} in {operation(first.members[0])}"
+    return wait_in(graph.waiting[0].members) if graph.waiting else "no peer waits for it"
 
 
-def apart(graph: Graph, odd: Sequence[ProcessState]) -> str:
+def operation(process: Process) -> str:
+    """Return the operation that a process waits in, as a phrase."""
+    wait = process.wait
+    return {
+        "device": "a synchronisation with the device",
+        "backward": "the backward pass",
+        "store": f"the store ({wait.operation})",
+    }.get(wait.kind, wait.operation or wait.kind)
+
+
+def apart(graph: Graph, odd: Sequence[Process]) -> str:
     """Return where each cluster of waiting ranks is, those of `odd` first, as one clause each."""
-    names = {process_state.name for process_state in odd}
+    names = {process.name for process in odd}
     clusters = sorted(graph.waiting, key=lambda c: names.isdisjoint(m.name for m in c.members))
-    clauses = [
-        f"{name_ranks(c.members)} {plural(c.members, 'waits', 'wait')} in {operation(c.members[0])} at {place(c.members[0])}"
-        for c in clusters[:MAX_CLAUSES]
-    ]
+    clauses = [f"{wait_in(c.members)} at {place(c.members[0])}" for c in clusters[:MAX_CLAUSES]]
     if rest := [member for c in clusters[MAX_CLAUSES:] for member in c.members]:
         clauses.append(f"{name_ranks(rest)} {plural(rest, 'waits', 'wait')} elsewhere")
     text = ", while ".join([clauses[0], " and ".join(clauses[1:])]) if clauses[1:] else clauses[0]
     return text[0].upper() + text[1:]
 
 
-def apart_evidence(graph: Graph, odd: Sequence[ProcessState]) -> tuple[Evidence, ...]:
-    """Return one line per rank of `odd` (at most eight) with the operation it waits in."""
-    found = [e for s in odd[:MAX_EVIDENCE] for e in stack_evidence([s], f"waits in {operation(s)}", graph)]
-    return tuple(found)
+# Evidence.
 
 
-def operation(process_state: ProcessState) -> str:
-    """Return the operation that a process waits in, as a phrase."""
-    thread_wait = process_state.thread_wait
-    return {
-        "device": "a synchronisation with the device",
-        "backward": "the backward pass",
-        "store": f"the store ({thread_wait.operation})",
-    }.get(thread_wait.kind, thread_wait.operation or thread_wait.kind)
-
-
-def stack_evidence(
-    process_states: Sequence[ProcessState], fact: str, graph: Graph | None = None
-) -> tuple[Evidence, ...]:
-    """Return one line per culprit (at most eight) with the frame that shows the wait and where its
-    path diverges from its peers'.
-    """
-    found = []
-    peers = [c.members[0].thread_wait.frames for c in graph.waiting[:8]] if graph else []
-    for process_state in process_states[:MAX_EVIDENCE]:
-        frame = process_state.thread_wait.frame
-        others = [p for p in peers if p is not process_state.thread_wait.frames]
-        fork = (
-            first_divergent(process_state.thread_wait.frames, others)
-            if others and process_state.thread_wait.frames
-            else None
-        )
-        diverges = f"; its path diverges from its peers' at {show(fork)}" if fork else ""
-        found.append(
-            Evidence(
-                ranks=str(process_state.rank if process_state.rank is not None else ""),
-                fact=fact + diverges,
-                process=process_state.name,
-                thread=process_state.thread,
-                frame=frame.function if frame else "",
-                location=location_of(frame),
-            )
-        )
-    return tuple(found)
-
-
-def thread_evidence(process_state: ProcessState, thread: ThreadState, fact: str) -> Evidence:
-    frame = thread.thread_wait.frame
-    what = f"{fact} {thread.thread_wait.operation or thread.thread_wait.kind}"
+def evidence_of(process: Process, fact: str, thread: str, frame: Frame | None) -> Evidence:
+    """Return a fact about a thread of a process, and the frame that shows it."""
     return Evidence(
-        ranks=str(process_state.rank if process_state.rank is not None else ""),
-        fact=what,
-        process=process_state.name,
-        thread=thread.thread,
+        ranks=str(process.rank if process.rank is not None else ""),
+        fact=fact,
+        process=process.name,
+        thread=thread,
         frame=frame.function if frame else "",
         location=location_of(frame),
     )
 
 
-def waiting_evidence(graph: Graph, culprits: Sequence[ProcessState] = ()) -> tuple[Evidence, ...]:
+def stack_evidence(
+    processes: Sequence[Process], fact: str, graph: Graph | None = None
+) -> tuple[Evidence, ...]:
+    """Return one line per culprit (at most eight) with the frame that shows the wait and where its
+    path diverges from its peers'.
+    """
+    found = []
+    peers = [c.members[0].wait.frames for c in graph.waiting[:8]] if graph else []
+    for process in processes[:MAX_EVIDENCE]:
+        frames = process.wait.frames
+        others = [p for p in peers if p is not frames]
+        fork = first_divergent(frames, others) if others and frames else None
+        diverges = f"; its path diverges from its peers' at {show(fork)}" if fork else ""
+        found.append(evidence_of(process, fact + diverges, process.thread, process.wait.frame))
+    return tuple(found)
+
+
+def apart_evidence(graph: Graph, odd: Sequence[Process]) -> tuple[Evidence, ...]:
+    """Return one line per rank of `odd` (at most eight) with the operation it waits in."""
+    return tuple(
+        e for s in odd[:MAX_EVIDENCE] for e in stack_evidence([s], f"waits in {operation(s)}", graph)
+    )
+
+
+def thread_evidence(process: Process, thread: ThreadState, fact: str) -> Evidence:
+    what = f"{fact} {thread.wait.operation or thread.wait.kind}"
+    return evidence_of(process, what, thread.thread, thread.wait.frame)
+
+
+def waiting_evidence(graph: Graph, culprits: Sequence[Process] = ()) -> tuple[Evidence, ...]:
     """Return one line per place where ranks wait for others; places where only culprits wait are
     covered already.
     """
     found = []
-    blamed = {process_state.name for process_state in culprits}
+    blamed = {process.name for process in culprits}
     for cluster in [c for c in graph.waiting if not blamed.issuperset(m.name for m in c.members)][:4]:
-        frame = cluster.thread_wait.frame
-        site = f" called from {show(cluster.thread_wait.chain[0])}" if cluster.thread_wait.chain else ""
+        first, frame = cluster.members[0], cluster.wait.frame
+        site = f" called from {show(cluster.wait.chain[0])}" if cluster.wait.chain else ""
+        fact = f"{plural(cluster.members, 'waits', 'wait')} in {operation(first)}{site}"
+        shown = frame.function if frame else ""
         found.append(
-            Evidence(
-                ranks=cluster.ranks,
-                fact=f"{plural(cluster.members, 'waits', 'wait')} in {operation(cluster.members[0])}{site}",
-                thread=cluster.members[0].thread,
-                frame=frame.function if frame else "",
-                location=location_of(frame),
-            )
+            Evidence(cluster.ranks, fact, thread=first.thread, frame=shown, location=location_of(frame))
         )
     return tuple(found)
 
@@ -242,32 +240,16 @@ def stillness(case: Case) -> tuple[Evidence, ...]:
     return (Evidence(rank_ranges(ranks_of(moved)), fact + ("; these moved" if moved else "")),)
 
 
-def step(do: str, why: str, cost: str = "") -> NextStep:
-    """Return a `NextStep`."""
-    return NextStep(do, why, cost)
-
-
-def source_verdict(
-    label: Label,
-    case: Case,
-    graph: Graph,
-    culprits: Sequence[ProcessState],
-    what: str,
-    next_steps: tuple[NextStep, ...],
-    would_refute: tuple[str, ...],
-    best: Confidence = "high",
-    more: tuple[Evidence, ...] = (),
-) -> Verdict:
-    """Return the verdict of every rule whose culprits are outside the operation that their peers
-    wait in.
-    """
-    level = confidence(case, graph, culprits, best if graph.waiting else "medium")
-    return Verdict(
-        label,
-        level,
-        ranks_of(culprits),
-        f"{begin(name_ranks(culprits))} {plural(culprits, 'waits', 'wait')} {what} at {place(culprits[0])}; {waiting_for(graph)}.",
-        stack_evidence(culprits, f"waits {what}", graph) + more + waiting_evidence(graph) + stillness(case),
-        next_steps,
-        would_refute,
+def child_evidence(case: Case, processes: Sequence[Process], what: str) -> tuple[Evidence, ...]:
+    """Return what the child processes that may be waited for are in."""
+    pairs = [(process, child) for process in processes[:4] for child in case.children_of(process.name)[:4]]
+    return tuple(
+        Evidence(
+            str(process.rank),
+            f"{what} {child.wait.operation or child.wait.kind}"
+            + (f" at {show(child.wait.frame)}" if child.wait.frame else ""),
+            child.name,
+            child.thread,
+        )
+        for process, child in pairs
     )

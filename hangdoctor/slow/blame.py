@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, replace
 from statistics import mean, median
 from typing import Literal
 
-from hangdoctor.groups import rank_ranges
+from hangdoctor.graph import rank_ranges
 from hangdoctor.model import Confidence, NextStep
 from hangdoctor.slow.budget import Budget, Round, budgets, held_rounds, typical, upper_quartile
 from hangdoctor.slow.phases import OTHER, PHASE_NAMES, STARTUP, WAITING

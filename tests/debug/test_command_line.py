@@ -203,7 +203,7 @@ def test_names_of_options_mean_the_same_in_every_verb(name):
     assert ("--output" in options) == ("-o" in options)
     assert not {"--record", "--record-to", "--save", "--markdown", "--set"} & set(options)
     assert options.get("--html") is (options["--output"] if name == "why" else None)
-    assert ("--engine" in options) == (name in ("consistency", "certify"))
+    assert ("--engine" in options) == (name == "consistency")
     writes = bool({"--output", "--to", "--dump-rollout"} & set(options))
     assert ("--force" in options) == (writes and name not in NEVER_REPLACES)
     if "--step" in options:

@@ -51,7 +51,6 @@ OTHERS = {
     "info",
     "preflight",
     "parity",
-    "certify",
     "hang",
     "trace",
     "serve",

@@ -169,7 +169,7 @@ SLOW = {
     "replay": "replay/command.py", "goto": "goto/command.py", "bisect": "bisect/command.py",
     "preflight": "preflight/command.py", "parity": "parity/command.py", "why": "why/command.py",
     "diff": "diff/command.py", "bisect-step": "diff/bisect_step.py", "crosscheck": "crosscheck/command.py",
-    "consistency": "consistency/command.py", "certify": "certify/command.py",
+    "consistency": "consistency/command.py",
     "doctor": "doctor/command.py", "hang": "hang/collect.py", "hang --slow": "hang/slow.py",
     "record verify": "record/command.py", "record archive": "record/archive.py",
     "record import": "record/transfer.py", "record redact": "record/redact.py", "record cut": "record/cut.py",

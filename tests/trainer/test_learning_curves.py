@@ -6,8 +6,18 @@ from pathlib import Path
 
 import pytest
 
-from areal_debug.demo.larger import larger_number_rows
-from areal_debug.demo.methods import DPO, GRPO, METHODS, OTHER_PRESETS, PPO, REWARD_MODEL, SFT, learn, teach
+from benchmarks.larger_numbers import larger_number_rows
+from benchmarks.learning_methods import (
+    DPO,
+    GRPO,
+    METHODS,
+    OTHER_PRESETS,
+    PPO,
+    REWARD_MODEL,
+    SFT,
+    learn,
+    teach,
+)
 
 ROOT = Path(__file__).parents[2]
 spec = importlib.util.spec_from_file_location("learning_curves", ROOT / "benchmarks/learning_curves.py")

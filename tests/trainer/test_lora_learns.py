@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from areal_core.testing import make_tiny_model
-from areal_debug.demo.methods import DPO, GRPO, PPO, REWARD_MODEL, SFT, Method, learn, teach
+from benchmarks.learning_methods import DPO, GRPO, PPO, REWARD_MODEL, SFT, Method, learn, teach
 
 ADAPTER = ("actor.use_lora=true", "actor.lora_rank=16", "actor.lora_alpha=32")
 

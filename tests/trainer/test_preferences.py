@@ -16,8 +16,8 @@ from areal_core.trainer import build, supervised
 from areal_core.trainer.batches import pairs_to_batch
 from areal_core.trainer.dpo import DPOTrainer
 from areal_core.trainer.reward_model import RWTrainer
-from areal_debug.demo.larger import larger_number_rows
-from areal_debug.demo.methods import pairs
+from benchmarks.larger_numbers import larger_number_rows
+from benchmarks.learning_methods import pairs
 
 ACCURACY = {"dpo": "reward_accuracy/avg", "rw": "correct_ratio/avg"}
 

@@ -11,14 +11,14 @@ from pathlib import Path
 
 import pytest
 
+from areal_debug.hang.html import page
+from areal_debug.hang.markdown import markdown
 from areal_debug.hang.render import report
 from hangdoctor.diagnose import diagnose
 from hangdoctor.errors import HangInputError
 from hangdoctor.parse.assemble import Reading, finish
 from hangdoctor.parse.members import members_of
 from hangdoctor.parse.read import read_snapshot, take
-from hangdoctor.report.html import page
-from hangdoctor.report.markdown import markdown
 
 STACK = 'Process 1: x\n\nThread 1 (idle): "MainThread"\n    f (x.py:3)\n'
 CASES = Path(__file__).parent / "cases"

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from areal_debug.hang.html import page
 from hangdoctor.diagnose import diagnose
 from hangdoctor.parse.read import read_snapshot
-from hangdoctor.report.html import page
 
 INSTALL = Path(__file__).parents[2] / "browser" / "install_chromium.sh"
 FLAGS = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync"]

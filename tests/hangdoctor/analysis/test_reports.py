@@ -10,10 +10,10 @@ from click.testing import CliRunner
 from markdown_it import MarkdownIt
 
 from areal_core.safety.printable import printable
+from areal_debug.hang.markdown import plain
+from areal_debug.hang.tree import joined_ranges, merged_tree, tree_lines
 from areal_debug.verbs.hang import command
 from hangdoctor.model import Group
-from hangdoctor.report.markdown import plain
-from hangdoctor.report.text import joined_ranges, merged_tree, tree_lines
 from hangdoctor.rules.order import explain, labels
 
 WAITING = """Process {pid}: python train.py
@@ -200,7 +200,7 @@ def test_unprintable_text_is_shown_as_its_code():
 
 def test_hangdoctor_comes_up_without_torch_and_click():
     heavy = ("torch", "click", "rich", "numpy")
-    code = f"import sys, hangdoctor.diagnose, hangdoctor.report.html; print([m for m in {heavy} if m in sys.modules])"
+    code = f"import sys, hangdoctor.diagnose; print([m for m in {heavy} if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
 

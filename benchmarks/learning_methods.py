@@ -22,8 +22,8 @@ from areal_core.trainer.dpo import DPOTrainer
 from areal_core.trainer.reward_model import RWTrainer
 from areal_core.trainer.rl import PPOTrainer
 from areal_core.trainer.sft import SFTTrainer
-from areal_debug.demo.larger import larger_number_rows
 from areal_debug.demo.sft import right_sometimes, share_right
+from benchmarks.larger_numbers import larger_number_rows
 
 HERE = Path(__file__).parent
 TRAINING, HELD_OUT = larger_number_rows()

@@ -1,10 +1,11 @@
-"""The exit code and the merged tree of a diagnosis, as lines."""
+"""What the reports of a diagnosis share: exit code, sections of lines, the merged tree of stacks."""
 
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from hangdoctor.groups import rank_ranges
+from hangdoctor.graph import rank_ranges
 from hangdoctor.model import Diagnosis, Group, Rank
 
 SYMBOLS = {"culprit": "X", "victim": "v", "running": "r", "missing": "?", "not_collected": "-", "other": "."}
@@ -30,6 +31,40 @@ def exit_status(diagnosis: Diagnosis) -> int:
     if diagnosis.label == "straggler_or_not_hung":
         return 0
     return 2 if diagnosis.label == "unknown" or diagnosis.confidence == "low" else 1
+
+
+class Line(NamedTuple):
+    """One line of a section: whom or what it is about, what it says, and the frame that shows it."""
+
+    head: str
+    text: str
+    where: str = ""
+    is_code: bool = False
+
+
+def sections(diagnosis: Diagnosis) -> list[tuple[str, list[Line]]]:
+    """Return titles and lines of the sections below the stacks."""
+    evidence = [
+        Line(subject(e.ranks, e.process), e.fact, f"{e.frame} ({e.location})" if e.location else "")
+        for e in diagnosis.evidence
+    ]
+    steps = [
+        Line(s.do, s.why + (f"; costs {s.cost}" if s.cost else ""), is_code=True)
+        for s in diagnosis.next_steps
+    ]
+    others = [Line(f"{a.label} ({a.confidence})", a.summary) for a in diagnosis.alternatives]
+    return [
+        ("Evidence", evidence),
+        ("Next", steps),
+        ("Would refute it", [Line("", text) for text in diagnosis.would_refute]),
+        ("Other explanations", others),
+        ("To collect", [Line("", text) for text in diagnosis.collect]),
+    ]
+
+
+def subject(ranks: str, process: str) -> str:
+    """Return whom a fact is about: its ranks, else its process."""
+    return f"rank {ranks}" if ranks[:1].isdigit() else process
 
 
 @dataclass(frozen=True, slots=True)

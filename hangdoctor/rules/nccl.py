@@ -1,5 +1,4 @@
-"""What keeps a collective from ending that every rank has reached: its launch, its transport or a
-device.
+"""The rule for ranks that all wait in one collective, and what keeps it from ending.
 
 launch     a thread of a rank is still inside the call that gives the kernel to the device (module
            loading, connection set-up, a full queue), or its record is scheduled where that of the
@@ -15,9 +14,23 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from hangdoctor.case import Case, ProcessState
-from hangdoctor.groups import rank_ranges
-from hangdoctor.model import CollectiveRecord, Evidence, Kind, Rank
+from hangdoctor.case import Case, Process
+from hangdoctor.graph import Graph, rank_ranges, same_place
+from hangdoctor.model import CollectiveRecord, Confidence, Evidence, Kind, NextStep, Rank
+from hangdoctor.parse.logs import watchdog_timeouts
+from hangdoctor.recorded_operations import behind_by_ras
+from hangdoctor.rules.verdict import (
+    Verdict,
+    confidence,
+    make_verdict,
+    name_ranks,
+    operation,
+    place,
+    plural,
+    steps_of,
+    stillness,
+    waiting_evidence,
+)
 
 LAUNCH = re.compile(
     r"ncclLaunchKernel.*|ncclLaunch.*|ncclGroupEnd.*|ncclGroupLaunch.*|doLaunches.*|ncclEnqueueCheck.*|"
@@ -40,18 +53,124 @@ RAS_SILENT = ("MISSING", "DEAD", "UNRESPONSIVE")
 IDLE_PERCENT, SPINNING_PERCENT = 5.0, 90.0
 
 
+# Code that synchronises with the device because messages to other ranks are under way.
+TRANSFER = re.compile(r"nccl|p2p|batch_isend|transfer_stream|communicat", re.IGNORECASE)
+
+
 @dataclass(frozen=True, slots=True)
 class Found:
     """The kind with the ranks that show it (empty where it has no rank of its own)."""
 
-    kind: Kind
-    ranks: tuple[Rank, ...]
-    says: str
-    evidence: tuple[Evidence, ...]
+    kind: Kind = ""
+    ranks: tuple[Rank, ...] = ()
+    says: str = ""
+    evidence: tuple[Evidence, ...] = ()
 
 
-def kind_of(case: Case) -> Found | None:
-    """Return what keeps the collective from ending, or None where nothing decides."""
+def nccl_timeout(case: Case, graph: Graph) -> Verdict | None:
+    if not case.ranks:
+        return from_records(case)
+    waiting = graph.waiting_ranks
+    if graph.sources or case.lost or not graph.waiting or not same_place(graph.waiting):
+        return None
+    first = next((c.members[0] for c in graph.waiting if c.wait.kind != "device"), None)
+    if len(waiting) < 2 and not (case.snapshot.expected and communicates(waiting[0])):
+        return None
+    if first is not None and first.wait.kind not in ("collective", "backward"):
+        return None
+    behind, found = recorded(case)
+    kind = kind_of(case)
+    return make_verdict(
+        "nccl_timeout",
+        confidence(case, graph, waiting, certainty(case, graph, first)),
+        behind or kind.ranks,
+        summary(case, first or graph.waiting[0].members[0], kind),
+        waiting_evidence(graph) + found + kind.evidence + stillness(case),
+        steps=steps_of_kind(kind),
+        kind=kind.kind,
+    )
+
+
+def steps_of_kind(kind: Found) -> tuple[NextStep, ...]:
+    own = steps_of("nccl_timeout", kind.kind) if kind.kind in ("stuck_in_launch", "device") else ()
+    return own + steps_of("nccl_timeout")
+
+
+def certainty(case: Case, graph: Graph, first: Process | None) -> Confidence:
+    """Return the level of the pattern; `first` is a rank that waits in more than the device."""
+    # Equal stacks may still belong to different steps: only records make it certain.
+    agreed = any(finding.kind == "same" for finding in case.findings)
+    best: Confidence = "high" if first and agreed else "medium"
+    on_device = any(c.wait.kind == "device" for c in graph.waiting)
+    if first is not None and (first.wait.kind == "backward" or on_device):
+        best = "low"  # some wait for the device, which may run another collective than the others
+    if case.missing or len(case.ranks) < 2:  # a rank that was not read may be elsewhere
+        best = "medium" if best == "high" else "low"
+    return best
+
+
+def summary(case: Case, process: Process, kind: Found) -> str:
+    """Return the verdict as a sentence; it claims no more than what was read."""
+    where = f"{operation(process)} at {place(process)}"
+    if case.missing or len(case.ranks) < 2:
+        one = len(case.missing) == 1
+        unread = ranks_text(case.missing) if case.missing else "the other ranks"
+        text = (
+            f"{name_ranks(case.ranks).capitalize()} {plural(case.ranks, 'waits', 'wait')} in {where}; "
+            f"whether {unread}, which {'was' if one else 'were'} not read, reached it is not known"
+        )
+        return f"{text}; {kind.says}." if kind.kind else f"{text}."
+    why = f"and {kind.says}" if kind.kind else "so check the network, the driver and the devices"
+    return f"All {len(case.ranks)} ranks wait in {where}: every rank reached it, {why}."
+
+
+def communicates(process: Process) -> bool:
+    names = (f"{frame.function} {frame.file}" for frame in process.wait.frames if not frame.native)
+    on_device = process.wait.kind == "device" and any(TRANSFER.search(name) for name in names)
+    return process.wait.kind == "collective" or on_device
+
+
+def from_records(case: Case) -> Verdict | None:
+    """Return the verdict without stacks, where every rank's record ends in the same unfinished
+    collective.
+    """
+    if not case.findings or any(finding.kind != "same" for finding in case.findings):
+        return None
+    finding, kind = case.findings[0], kind_of(case)
+    says = f"; {kind.says}" if kind.kind else ""
+    fact = f"{finding.source}, group {finding.group}: {finding.detail}"
+    return make_verdict(
+        "nccl_timeout",
+        # A watchdog speaks of its own rank only: whoever wrote nothing may be elsewhere.
+        "medium" if finding.source != "watchdog" else "low",
+        kind.ranks,
+        f"{finding.source.capitalize()}: {finding.detail} of group {finding.group}, and it has not completed{says}.",
+        (Evidence(rank_ranges(finding.agreeing_ranks), fact), *kind.evidence),
+        "records",
+        steps=steps_of_kind(kind),
+        kind=kind.kind,
+    )
+
+
+def recorded(case: Case) -> tuple[tuple[Rank, ...], tuple[Evidence, ...]]:
+    """Return the ranks that records, RAS or watchdog messages report as behind, with the findings
+    as evidence.
+    """
+    found = [
+        Evidence(rank_ranges(f.odd_ranks), f"{f.source}, group {f.group}: {f.detail}") for f in case.findings
+    ]
+    behind = next((f.odd_ranks for f in case.findings if f.kind == "behind"), ())
+    ras, fact = behind_by_ras(case.snapshot.ras)
+    if ras:
+        found.append(Evidence(rank_ranges(ras), fact))
+    for log in case.snapshot.logs[:1000]:
+        for rank, sequence, name in watchdog_timeouts(log)[:2]:
+            found.append(Evidence(str(rank), f"its watchdog timed out on {name} number {sequence}", log.name))
+    return behind or ras, tuple(found[:8])
+
+
+def kind_of(case: Case) -> Found:
+    """Return what keeps the collective from ending; of no kind where nothing decides."""
     return (
         from_logs(case, DEVICE_LOG, "device", "a device reports an error")
         or launching(case.ranks)
@@ -61,16 +180,17 @@ def kind_of(case: Case) -> Found | None:
         or idle_devices(case)
         or gloo_buffers(case.ranks)
         or all_started(case.snapshot.records)
+        or Found()
     )
 
 
-def launching(ranks: Iterable[ProcessState]) -> Found | None:
+def launching(ranks: Iterable[Process]) -> Found | None:
     """Return ranks whose waiting thread is still inside a call that launches the kernel."""
     found = {}
-    for process_state in ranks:
-        native = [f for f in process_state.thread_wait.frames if f.native and LAUNCH.fullmatch(f.function)]
-        if native and process_state.rank is not None:
-            found[process_state.rank] = native[0].function
+    for process in ranks:
+        native = [f for f in process.wait.frames if f.native and LAUNCH.fullmatch(f.function)]
+        if native and process.rank is not None:
+            found[process.rank] = native[0].function
     if not found:
         return None
     evidence = tuple(Evidence(str(rank), f"is inside {call}") for rank, call in list(found.items())[:4])
@@ -151,8 +271,8 @@ def idle_devices(case: Case) -> Found | None:
     return Found("device", (), f"GPU {names} computes nothing", evidence)
 
 
-def gloo_buffers(ranks: tuple[ProcessState, ...]) -> Found | None:
-    inside = [s for s in ranks if any(f.native and GLOO.match(f.function) for f in s.thread_wait.frames)]
+def gloo_buffers(ranks: tuple[Process, ...]) -> Found | None:
+    inside = [s for s in ranks if any(f.native and GLOO.match(f.function) for f in s.wait.frames)]
     if len(inside) < 2 or len(inside) < len(ranks):
         return None
     evidence = (

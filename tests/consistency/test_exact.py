@@ -7,7 +7,7 @@ import pytest
 from click.testing import CliRunner
 
 from areal_core.errors import ServerFailed
-from areal_debug.verbs.certify import command
+from areal_debug.verbs.consistency import command
 from consistency import exact as run
 from consistency.errors import BadCertificate
 from consistency.exact import Certificate, Check, EmbeddedTarget, compare, read_certificate, worse_than
@@ -22,7 +22,17 @@ def certificate(*checks):
 
 
 def certify(model, *options):
-    arguments = ["--engine", "embedded", "--model", str(model), "--max-new-tokens", "8", "--tokens", "1"]
+    arguments = [
+        "--exact",
+        "--engine",
+        "embedded",
+        "--model",
+        str(model),
+        "--max-new-tokens",
+        "8",
+        "--tokens",
+        "1",
+    ]
     return CliRunner().invoke(command, [*arguments, *options])
 
 
@@ -125,7 +135,16 @@ def test_a_real_server_gets_an_honest_verdict(tiny_model, tmp_path):
         address = running.server.address
         done = CliRunner().invoke(
             command,
-            ["--engine", address, "--model", str(tiny_model), "--update", str(tiny_model), "--json"],
+            [
+                "--exact",
+                "--engine",
+                address,
+                "--model",
+                str(tiny_model),
+                "--update",
+                str(tiny_model),
+                "--json",
+            ],
         )
     found = json.loads(done.stdout)
     assert done.exit_code == {"proven": 0, "refuted": 1}[found["verdict"]], done.output

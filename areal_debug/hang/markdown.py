@@ -5,9 +5,9 @@ refutation.
 import re
 
 from areal_core.safety.printable import printable
-from hangdoctor.groups import rank_ranges
+from areal_debug.hang.tree import Line, headline, merged_tree, sections, tree_lines
+from hangdoctor.graph import rank_ranges
 from hangdoctor.model import Diagnosis
-from hangdoctor.report.text import headline, merged_tree, tree_lines
 
 # Words that an issue tracker links, or notifies somebody for, even where `@` or `#` is escaped.
 LINKED = re.compile(r"(\S*(?:@|://|www\.|#\d)\S*)", re.IGNORECASE)
@@ -18,42 +18,22 @@ def markdown(diagnosis: Diagnosis) -> str:
     parts = [
         f"## {headline(diagnosis)} ({diagnosis.confidence} confidence)",
         plain(diagnosis.summary),
-        who(diagnosis),
-        section(
-            "Evidence", [evidence_line(e.ranks, e.fact, e.process, e.location) for e in diagnosis.evidence]
-        ),
+        f"Culprits: {plain(rank_ranges(diagnosis.culprit_ranks) or 'none')}. "
+        f"Victims: {plain(rank_ranges(diagnosis.victim_ranks) or 'none')}.",
         tree(diagnosis),
-        section(
-            "Next",
-            [
-                f"`{code(s.do)}`: {plain(s.why)}{f' (cost: {plain(s.cost)})' if s.cost else ''}"
-                for s in diagnosis.next_steps
-            ],
-        ),
-        section("Would refute it", [plain(line) for line in diagnosis.would_refute]),
-        section(
-            "Other readings",
-            [f"{a.label} ({a.confidence}): {plain(a.summary)}" for a in diagnosis.alternatives],
-        ),
-        section("To collect", [plain(line) for line in diagnosis.collect]),
+        *(section(title, lines) for title, lines in sections(diagnosis)),
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
-def who(diagnosis: Diagnosis) -> str:
-    """Return the line of culprits and victims."""
-    culprits = rank_ranges(diagnosis.culprit_ranks) or "none"
-    return f"Culprits: {plain(culprits)}. Victims: {plain(rank_ranges(diagnosis.victim_ranks) or 'none')}."
-
-
-def section(title: str, lines: list[str]) -> str:
+def section(title: str, lines: list[Line]) -> str:
     """Return a heading with a list, or an empty string for no lines."""
-    return "\n".join([f"### {title}", "", *(f"- {line}" for line in lines)]) if lines else ""
+    return "\n".join([f"### {title}", "", *(f"- {item(line)}" for line in lines)]) if lines else ""
 
 
-def evidence_line(ranks: str, fact: str, process: str, location: str) -> str:
-    subject = f"**{plain(ranks or process)}** " if ranks or process else ""
-    return f"{subject}{plain(fact)}" + (f" at `{code(location)}`" if location else "")
+def item(line: Line) -> str:
+    head = f"`{code(line.head)}`: " if line.is_code else f"**{plain(line.head)}** " if line.head else ""
+    return head + plain(line.text) + (f" at `{code(line.where)}`" if line.where else "")
 
 
 def tree(diagnosis: Diagnosis) -> str:

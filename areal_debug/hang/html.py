@@ -10,10 +10,10 @@ from datetime import UTC, datetime
 from functools import cache
 from pathlib import Path
 
+from areal_debug.hang.tree import PART_NAMES, Line, Node, exit_status, headline, merged_tree, sections
 from areal_debug.report.frame import Frame, Link, framed, lead, safe
-from hangdoctor.groups import rank_ranges
+from hangdoctor.graph import rank_ranges
 from hangdoctor.model import Diagnosis, ProcessDump, RankVerdict, Snapshot, Thread
-from hangdoctor.report.text import PART_NAMES, Node, exit_status, headline, merged_tree
 
 MAX_CELLS = 20_000
 MAX_NODES = 4000
@@ -29,23 +29,8 @@ def page(
     parts = [
         verdict(diagnosis),
         heading("Ranks", grid(diagnosis.ranks)),
-        heading(
-            "Evidence",
-            rows(
-                (subject(e.ranks, e.process), fact(e.fact, e.frame, e.location)) for e in diagnosis.evidence
-            ),
-        ),
         heading("Stacks merged, width is ranks", icicle(diagnosis)),
-        heading(
-            "Next steps",
-            rows((f"<code>{safe(s.do)}</code>", safe(s.why) + cost(s.cost)) for s in diagnosis.next_steps),
-        ),
-        heading("Would refute it", bullets(diagnosis.would_refute)),
-        heading(
-            "Other readings",
-            rows((f"{safe(a.label)} ({a.confidence})", safe(a.summary)) for a in diagnosis.alternatives),
-        ),
-        heading("To collect", bullets(diagnosis.collect)),
+        *(heading(title, rows(map(cells, lines))) for title, lines in sections(diagnosis)),
         heading("Timeline", rows((when(at), safe(text)) for at, text in events(snapshot))),
         heading("Raw stacks", raw_stacks(snapshot)),
     ]
@@ -82,25 +67,11 @@ def rows(pairs: Iterable[tuple[str, str]]) -> str:
     return f'<table class="facts">{body}</table>' if body else ""
 
 
-def bullets(lines: Sequence[str]) -> str:
-    return f"<ul>{''.join(f'<li>{safe(line)}</li>' for line in lines)}</ul>" if lines else ""
-
-
-def subject(ranks: str, process: str) -> str:
-    """Return whom a fact is about: its ranks, else its process."""
-    if ranks[:1].isdigit():
-        return f"{'ranks' if set(ranks) & set(',-') else 'rank'} {safe(ranks[:60])}"
-    return safe(process)
-
-
-def fact(text: str, frame: str, location: str) -> str:
-    """Return a fact with its frame and location."""
-    return safe(text) + (f"<br><code>{safe(frame)} ({safe(location)})</code>" if location else "")
-
-
-def cost(text: str) -> str:
-    """Return the cost of a step as a remark."""
-    return f" <span class='who'>Cost: {safe(text)}.</span>" if text else ""
+def cells(line: Line) -> tuple[str, str]:
+    """Return the two cells of a line: whom or what it is about, and what it says."""
+    head = f"<code>{safe(line.head)}</code>" if line.is_code else safe(line.head[:60])
+    where = f"<br><code>{safe(line.where)}</code>" if line.where else ""
+    return head, safe(line.text) + where
 
 
 def verdict(diagnosis: Diagnosis) -> str:

@@ -1,0 +1,112 @@
+"""`areal-debug consistency --exact`: are sampled log-probs those of the trainer in every bit?"""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from areal_debug.render import (
+    announce,
+    console,
+    fail,
+    format_number,
+    format_seconds,
+    is_quiet,
+    note,
+    print_json,
+)
+from areal_debug.report.model import Facts, Report, Row, Table
+from areal_debug.report.terminal import print_report
+from consistency.exact import PROVEN, REFUTED, UNDECIDED, Certificate, Check, read_certificate, worse_than
+
+EMBEDDED = "embedded"
+EXIT_CODES = {PROVEN: 0, REFUTED: 1, UNDECIDED: 2}
+
+
+def check_exact(engine: str, model: str, output: Path | None, as_json: bool, options: dict[str, Any]) -> int:
+    """Certify an engine; print and write the certificate, return the exit code."""
+    saved = None if options["against"] is None else read_certificate(options["against"])
+    announce(f"sampling {options['num_tokens']:,} tokens of {engine}, and computing them again")
+    certificate = certify(engine, model, options)
+    worse = None if saved is None else worse_than(certificate, saved)
+    if output is not None:
+        output.write_text(json.dumps(certificate.document(), indent=1) + "\n")
+    if as_json:
+        print_json(certificate.document() | {"worse": worse})
+    else:
+        print_report(console(), report_of(certificate, worse))
+        if output is not None:
+            note(f"certificate written to {output}")
+    return EXIT_CODES[certificate.verdict] if worse is None else bool(worse)
+
+
+def certify(engine: str, model: str, options: dict[str, Any]) -> Certificate:
+    """Certify the embedded engine or a server. Raises as `consistency.exact` does."""
+    from consistency.exact import ServerTarget, certify_embedded, certify_server
+    from consistency.live import vocabulary_of
+
+    def report(check: Check) -> None:
+        if not is_quiet():
+            note(
+                f"{check.name}: {check.not_run or f'{check.num_different:,} of {check.num_tokens:,} differ'}"
+            )
+
+    dtype, update = options["dtype"], options["update"]
+    sizes = (options["num_tokens"], options["max_new_tokens"], options["seed"])
+    if engine == EMBEDDED:
+        if update is not None:
+            fail("--update is for servers: the embedded engine loads weights that are changed in place")
+        return certify_embedded(model, dtype or "float32", *sizes, report)
+    from areal_core.trainer.build import load_tokenizer_at
+
+    target = ServerTarget(engine, vocabulary_of(load_tokenizer_at(model)))
+    served = target.facts["dtype"]
+    of_trainer = dtype or (served if served in ("float32", "bfloat16") else "float32")
+    return certify_server(target, model, of_trainer, *sizes, update, report)
+
+
+def report_of(certificate: Certificate, worse: Sequence[str] | None) -> Report:
+    """Return the verdict, the checks, the first difference, and what is worse than before."""
+    software, total = certificate.engine["software"], f"{certificate.num_tokens:,}"
+    sentence, level = {
+        PROVEN: (
+            f"{total} tokens of the {software}, max |D| = 0: every log-prob equals the trainer's in every bit.",
+            "good",
+        ),
+        REFUTED: (
+            f"{certificate.num_different:,} of {total} tokens of the {software} differ from the trainer's, by up to "
+            f"{format_number(certificate.max_abs)} nats.",
+            "bad",
+        ),
+        UNDECIDED: (
+            f"{total} tokens of the {software} equal the trainer's, and a check did not run.",
+            "unsure",
+        ),
+    }[certificate.verdict]
+    headings = ("check", "tokens>", "different>", "max |D|>", "cached>", "sampled in>", "")
+    table = Table(headings, [cells(check) for check in certificate.checks])
+    rows = [*first_difference(certificate)]
+    if worse is not None:
+        rows.append(Row("", "; ".join(worse) if worse else "Not worse than the given certificate."))
+    return Report(certificate.verdict.capitalize(), sentence, level, [table, Facts(rows)])  # type: ignore[arg-type]
+
+
+def cells(check: Check) -> tuple[str, ...]:
+    if check.not_run is not None:
+        return (check.name, *[""] * 5, f"not run: {check.not_run}")
+    cached = "-" if check.cached_tokens is None else f"{check.cached_tokens:,}"
+    seconds = format_seconds(check.seconds) if check.seconds else "-"
+    numbers = (f"{check.num_tokens:,}", f"{check.num_different:,}", format_number(check.max_abs))
+    return (check.name, *numbers, cached, seconds, "")
+
+
+def first_difference(certificate: Certificate) -> list[Row]:
+    """Return the first token that differs, with both values."""
+    for check in certificate.checks:
+        if (first := check.first) is not None:
+            text = (
+                f"First difference, in {check.name!r}: completion {first.row}, token {first.position} (id {first.token}): "
+                f"engine {first.engine:.9g} ({first.engine.hex()}), trainer {first.trainer:.9g} ({first.trainer.hex()})"
+            )
+            return [Row("", text)]
+    return []

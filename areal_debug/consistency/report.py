@@ -1,0 +1,262 @@
+"""What `areal-debug consistency` says: verdict, causes, numbers, curves, and the worst tokens."""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from areal_debug.render import count, format_number, sparkline
+from areal_debug.report.charts import bars, dots
+from areal_debug.report.links import view_command
+from areal_debug.report.model import Block, Cell, Facts, Finding, Level, Picture, Report, Row, Table
+from consistency.case import Request
+from consistency.check import Checked
+from consistency.diagnose import is_accusation
+from consistency.measure import ALIASES, Group
+from consistency.report import Gate, WorstToken, describe_worst
+from recorder import open_record
+from recorder.samples import token_texts
+
+LEVELS: dict[str, Level] = {"healthy": "good", "mismatch": "bad", "unknown": "unsure"}
+NUMBERS = {
+    "mean_abs": "mean |D|",
+    "p50_abs": "median |D|",
+    "p95_abs": "95 %",
+    "p99_abs": "99 %",
+    "max_abs": "largest",
+    "mean": "mean D",
+    "t_clustered": "t, clustered by sequence",
+    "k1": "k1",
+    "k3": "k3",
+    "ratio_mean": "mean ratio",
+    "ess_token": "effective samples",
+    "share_above_ln2": "share |D| > ln 2",
+    "logprob_pearson": "correlation",
+    "surprisal_correlation": "corr. D, surprisal",
+}
+RESCORING_LABELS = {
+    "decode": "engine when sampling, engine scoring (A - B)",
+    "prefill": "engine scoring, model (B - C)",
+    "engine_repeat": "engine scoring, repeated",
+    "model_repeat": "model, repeated",
+    "model_alone": "model, batch of one",
+}
+# Columns of groups, and whether a terminal shows their curve.
+CURVES = {
+    "response_position": ("position in the response", True),
+    "turn": ("turn", True),
+    "surprisal_decile": ("decile of surprisal, most likely tokens first", True),
+    "entropy_decile": ("decile of entropy, lowest entropy first", False),
+    "version": ("weight version", True),
+    "worker": ("worker", False),
+    "length": ("length of the completion", False),
+}
+NUM_DOTS, NUM_WORST = 1500, 30
+Decode = Callable[[list[int]], str] | None
+
+
+def report_of(checked: Checked, gates: Sequence[Gate], request: Request, source: dict[str, Any]) -> Report:
+    """Return the report; `source` describes what was compared with the model."""
+    found, measured = checked.diagnosis, checked.diagnosis.measurement
+    name = (
+        found.causes[0].name
+        if found.causes
+        else "no known cause explains the difference beyond the noise floor"
+    )
+    summary = (
+        f"{measured.num_tokens:,} tokens of {measured.num_sequences:,} sequences, mean |D| "
+        f"{format_number(measured.metrics['mean_abs'])}, D = trainer - engine, scored in {checked.dtype} at "
+        f"temperature {checked.setting.temperature:g}"
+    )
+    notes = [note for note in (left_out(checked), *checked.notes, *engines_of(source)) if note]
+    blocks: list[Block] = [*findings(checked)]
+    if found.missing:
+        blocks.append(Facts([Row("", name) for name in found.missing], "For a more precise answer, add"))
+    blocks += [Facts([gate_row(gate) for gate in gates], "Gates")] if gates else []
+    blocks += [*cross_checks(checked), numbers(checked), *curves(checked), *kinds(checked)]
+    blocks += [*worst_tokens(checked, request, source), *all_numbers(checked)]
+    verdict, level = found.verdict.capitalize(), LEVELS[found.verdict]
+    return Report(verdict, f"{name}. {summary}", level, blocks, notes)
+
+
+def left_out(checked: Checked) -> str:
+    """Describe how many tokens were not compared and why; empty if all were."""
+    counts = vars(checked.diagnosis.measurement.excluded).items()
+    listed = ", ".join(f"{number:,} {name.replace('_', ' ')}" for name, number in counts if number)
+    return f"left out: {listed}" if listed else ""
+
+
+def engines_of(source: dict[str, Any]) -> Iterator[str]:
+    """Yield the engines, and how many of their greedy answers are right."""
+    yield from (f"engine: {engine}" for engine in source.get("engines", ()))
+    if answers := source.get("answers"):
+        after = answers["diverges_after"]
+        diverged = "" if after is None else f", the others diverge after {after:g} (median)"
+        yield (
+            f"greedy answers: engine {answers['engine_right']} of {answers['num_prompts']} correct, model "
+            f"{answers['model_right']}; {answers['identical']} completions have identical tokens{diverged}"
+        )
+
+
+def findings(checked: Checked) -> Iterator[Finding]:
+    for cause in checked.diagnosis.causes:
+        level: Level = "bad" if is_accusation(cause) else "unsure" if cause.fault else "good"
+        rows = [Row("evidence", cause.evidence), Row("refuted if", cause.refute), Row("fix", cause.fix)]
+        yield Finding(cause.id, cause.name, level, rows, f"confidence {cause.confidence:.0%}")
+
+
+def gate_row(gate: Gate) -> Row:
+    word = "passed" if gate.holds else "failed"
+    text = f"{format_number(gate.value)} {word}"
+    return Row(f"gate {gate.metric} <= {gate.limit:g}", text, "good" if gate.holds else "bad")
+
+
+def cross_checks(checked: Checked) -> Iterator[Facts]:
+    """Yield the trainer's own path, and second scorings of the same tokens."""
+    if (trainer := checked.trainer_check) is not None:
+        pairs = {
+            "to the engine": trainer.engine_trainer,
+            "to the model": trainer.trainer_model,
+            "engine to model": trainer.engine_model,
+        }
+        title = f"trainer ({trainer.source}), mean |difference| over {count(trainer.num_tokens, 'token')}"
+        yield Facts([Row(name, format_number(value)) for name, value in pairs.items()], title)
+    if (rescoring := checked.rescoring) is not None:
+        values = asdict(rescoring)
+        rows = [
+            Row(
+                label,
+                "not comparable at this temperature" if values[name] is None else format_number(values[name]),
+            )
+            for name, label in RESCORING_LABELS.items()
+        ]
+        yield Facts(rows, f"rescored {count(rescoring.num_tokens, 'token')}, mean |difference|")
+
+
+def numbers(checked: Checked) -> Table:
+    metrics = checked.diagnosis.measurement.metrics
+    cells = [(label, format_number(metrics[name])) for name, label in NUMBERS.items()]
+    half = len(cells) // 2
+    rows = [(*left, *right) for left, right in zip(cells[:half], cells[half:], strict=True)]
+    return Table(("", ">", "", ">"), rows, only="terminal")
+
+
+def curves(checked: Checked) -> Iterator[Block]:
+    """Yield the histogram of D, engine against trainer, and mean |D| by each column of groups."""
+    table, measured = checked.diagnosis.table, checked.diagnosis.measurement
+    edges = [edge for edge, _ in measured.histogram]
+    counts = [math.log1p(number) for _, number in measured.histogram]
+    reach = format_number(-edges[0])
+    lines = [Row("tokens by D (log)", f"{sparkline(counts)}  {format_number(edges[0])} to {reach}")]
+    pictures = [Picture(bars(counts, format_number(edges[0]), reach), "tokens by D (logarithmic count)")]
+    every = max(1, len(table.engine) // NUM_DOTS)
+    trainer, engine = table.trainer[::every].tolist(), table.engine[::every].tolist()
+    caption = "logprob of the engine against that of the trainer; equal on the line"
+    pictures.append(Picture(dots(trainer, engine, format_number(min(*trainer, *engine))), caption))
+    for column, (label, is_printed) in CURVES.items():
+        groups = measured.by.get(column, ())
+        if len(groups) > 1:
+            sizes = [group.mean_abs for group in groups]
+            first, last = str(groups[0].key), str(groups[-1].key)
+            ends = f"{first} to {last}; {min(sizes):.2g} to {max(sizes):.2g}"
+            caption = f"mean |D| by {label}; largest {format_number(max(sizes))}"
+            pictures.append(Picture(bars(sizes, first, last), caption))
+            lines += (
+                [Row(f"|D| by {label.partition(',')[0]}", f"{sparkline(sizes)}  {ends}")]
+                if is_printed
+                else []
+            )
+    yield Facts(lines, "Where they differ (D = trainer - engine, in nats)")
+    yield from pictures
+
+
+def kinds(checked: Checked) -> Iterator[Table]:
+    groups: Sequence[Group] = checked.diagnosis.measurement.by.get("kind", ())
+    rows = [(str(g.key), str(g.num_tokens), format_number(g.mean_abs), format_number(g.mean)) for g in groups]
+    if rows:
+        headings = ("kind", "tokens>", "mean |D|>", "mean D>")
+        yield Table(headings, rows, "By kind of token", only="page")
+
+
+def worst_tokens(checked: Checked, request: Request, source: dict[str, Any]) -> Iterator[Block]:
+    """Yield the tokens with the largest |D|: ten on a terminal, more on a page."""
+    worst, decode = describe_worst(checked, count=NUM_WORST), load_decode(request.model)
+    looks = look_at(source, worst)
+    headings = ("sequence>", "position>", "engine>", "trainer>", "rank>", "preceding text", "token")
+    rows = [worst_cells(token, decode) for token in worst]
+    few = [(*row, top_of(token.top[:3], decode)) for row, token in zip(rows[:10], worst, strict=False)]
+    yield Table((*headings, "trainer's top tokens"), few, "Worst tokens", only="terminal")
+    all_rows = [
+        (*row, top_of(token.engine_top, decode), top_of(token.top, decode), *([look] if looks else []))
+        for row, token, look in zip(rows, worst, looks or [""] * len(worst), strict=True)
+    ]
+    more = ("engine's top tokens", "trainer's top tokens", *(["look"] if looks else []))
+    yield Table((*headings, *more), all_rows, "Worst tokens", only="page")
+    if looks:
+        yield Facts([Row("look", looks[0], is_code=True)])
+
+
+def worst_cells(token: WorstToken, decode: Decode) -> tuple[str, ...]:
+    numbers = (f"{token.engine:.4g}", f"{token.trainer:.4g}", str(token.rank))
+    before = text_of(list(token.before), decode)[-32:]
+    return (str(token.sequence), str(token.position), *numbers, before, text_of([token.token_id], decode))
+
+
+def top_of(top: Sequence[tuple[int, float]], decode: Decode) -> str:
+    return ", ".join(f"{text_of([i], decode)} {logprob:.2f}" for i, logprob in top)
+
+
+def all_numbers(checked: Checked) -> Iterator[Table]:
+    measured = checked.diagnosis.measurement
+    rows = [
+        (name, format_number(value), "; ".join(ALIASES.get(name, ())))
+        for name, value in measured.metrics.items()
+    ]
+    headings = ("name", "value>", "name in other frameworks")
+    yield Table(headings, rows, "All numbers", only="page")
+    checks = [
+        (one.name, f"{one.left:.6g}", f"{one.right:.6g}", passed(one.holds)) for one in measured.identities
+    ]
+    yield Table(("identity", "left>", "right>", ""), checks, "Self-checks", only="page")
+
+
+def passed(holds: bool) -> Cell:
+    return Cell("passed", "good") if holds else Cell("failed", "bad")
+
+
+def look_at(source: dict[str, Any], worst: Sequence[WorstToken]) -> list[str]:
+    """Return the commands that show these tokens in the record; none for a live engine."""
+    if "record" not in source or not worst:
+        return []
+    record, rows = open_record(source["record"]), list[tuple[int, int | None, int | None]]()
+    for number in source["steps"]:
+        step = record.step(number)
+        for rank in range(step.manifest.num_ranks):
+            arrays, known = step.batch(rank, ["prompt_id", "sample_id"]), step.known(rank, "prompt_id")
+            names = zip(arrays["prompt_id"].tolist(), arrays["sample_id"].tolist(), known, strict=True)
+            rows += [
+                (number, prompt, sample) if is_known else (number, None, None)
+                for prompt, sample, is_known in names
+            ]
+    found = [(*rows[token.sequence], token.position) for token in worst]
+    return [
+        view_command(source["record"], step, prompt, sample, None if prompt is None else position)
+        for step, prompt, sample, position in found
+    ]
+
+
+def text_of(ids: list[int], decode: Decode) -> str:
+    """Return the ids as text with line breaks escaped, or the ids if there is no tokenizer."""
+    return repr("".join(token_texts(ids, decode)))[1:-1]
+
+
+def load_decode(model: str) -> Decode:
+    """Load the decoder of the model's own tokenizer; None if its folder has none."""
+    file = Path(model) / "tokenizer.json"
+    if not file.is_file():
+        return None
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(file))
+    return lambda ids: tokenizer.decode(ids, skip_special_tokens=False)

@@ -1,1 +1,0 @@
-"""Diagnoses as text for people: pure functions from a diagnosis to a string."""

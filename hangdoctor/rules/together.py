@@ -1,0 +1,151 @@
+"""Rules for ranks that all wait for their peers: in different collectives, or in send and receive."""
+
+from hangdoctor.case import Case, Process
+from hangdoctor.graph import Cluster, Graph, common_prefix, rank_ranges, same_place
+from hangdoctor.model import Confidence, Evidence
+from hangdoctor.recorded_operations import OperationFinding
+from hangdoctor.rules.progress import waits_for_requests
+from hangdoctor.rules.verdict import (
+    Verdict,
+    apart,
+    apart_evidence,
+    begin,
+    confidence,
+    make_verdict,
+    name_ranks,
+    place,
+    plural,
+    stack_evidence,
+    stillness,
+    wait_in,
+    waiting_evidence,
+)
+
+
+def collective_mismatch(case: Case, graph: Graph) -> Verdict | None:
+    recorded = next((f for f in case.findings if f.kind in ("operation", "dtype", "size")), None)
+    if recorded is not None:
+        return from_records(case, graph, recorded)
+    if not case.lost and graph.waiting and graph.sources and all(map(waits_for_requests, graph.source_ranks)):
+        return out_of_step(case, graph)
+    if graph.sources or case.lost or not graph.waiting or same_place(graph.waiting):
+        return None
+    if any(s.wait.operation == "new_group" for s in graph.waiting_ranks):
+        return None  # group creation belongs to init_deadlock
+    clusters = [c for c in graph.waiting if c.wait.kind != "device"]
+    odd = (behind_in_program(clusters) if several_groups(clusters) else []) or odd_ones(clusters)
+    behind = next((f for f in case.findings if f.kind == "behind"), None)
+    if behind is not None:
+        odd = [s for s in graph.waiting_ranks if s.rank in behind.odd_ranks] or odd
+    return make_verdict(
+        "collective_mismatch",
+        confidence(case, graph, odd, certainty(clusters, odd, behind is not None)),
+        odd,
+        f"{apart(graph, odd)}.",
+        apart_evidence(graph, odd)
+        + (record_evidence(behind) if behind else ())
+        + waiting_evidence(graph, odd)
+        + stillness(case),
+    )
+
+
+def out_of_step(case: Case, graph: Graph) -> Verdict | None:
+    """Return the verdict for an engine of which some ranks run a step and others wait for one."""
+    waiting, sources = graph.waiting_ranks, graph.source_ranks
+    if all(map(waits_for_requests, waiting)):
+        return None  # an idle engine: one rank polls, the others wait for its broadcast
+    odd = waiting if len(waiting) <= len(sources) else sources
+    return make_verdict(
+        "collective_mismatch",
+        confidence(case, graph, odd, "medium"),
+        odd,
+        f"{begin(wait_in(waiting))} of a step, while {name_ranks(sources)} {plural(sources, 'waits', 'wait')} for "
+        "the next request: the engine's ranks are out of step.",
+        waiting_evidence(graph) + stack_evidence(sources[:4], "waits for a request") + stillness(case),
+        "engine",
+    )
+
+
+def odd_ones(clusters: list[Cluster]) -> list[Process]:
+    """Return the ranks outside the largest cluster; all of them where no cluster is the largest."""
+    largest = len(clusters[0].members)
+    if sum(1 for c in clusters if len(c.members) == largest) > 1:
+        return [s for c in clusters if len(c.members) == largest for s in c.members]
+    return [s for c in clusters[1:] for s in c.members]
+
+
+def several_groups(clusters: list[Cluster]) -> bool:
+    """True if libraries of different parallel dimensions wait: one group may correctly wait for a
+    rank of another.
+    """
+    domains = {c.wait.domain for c in clusters}
+    return bool(domains & {"tensor", "pipeline", "expert", "context"}) and len(domains) > 1
+
+
+def behind_in_program(clusters: list[Cluster]) -> list[Process]:
+    """Return the ranks at the earliest line of the function in which the call paths diverge: with
+    several groups they block the others.
+    """
+    paths = [tuple(reversed(c.path)) for c in clusters]
+    depth = common_prefix([c.path for c in clusters])
+    forks = [path[depth] for path in paths if depth < len(path)]
+    if len(forks) < len(clusters) or len({(f.function, f.file) for f in forks}) > 1:
+        return []
+    first = min(fork.line for fork in forks)
+    return [s for c, fork in zip(clusters, forks, strict=True) if fork.line == first for s in c.members]
+
+
+def certainty(clusters: list[Cluster], odd: list[Process], recorded: bool) -> Confidence:
+    """Return high only for one rank against all others: several could be a sub-group that is stuck
+    by itself.
+    """
+    if recorded:
+        return "high"
+    # A collective of a clean-up or an error path is no mismatch of the program.
+    if any(c.wait.phases & {"cleanup", "error"} for c in clusters) or several_groups(clusters):
+        return "low"
+    return "high" if len(odd) == 1 and len(clusters) == 2 and len(clusters[0].members) > 1 else "medium"
+
+
+def from_records(case: Case, graph: Graph, finding: OperationFinding) -> Verdict:
+    """Return the verdict for recorded operations that contradict each other, which needs no
+    assumption about groups; stacks show where the odd ranks are.
+    """
+    odd = [s for s in case.ranks if s.rank in finding.odd_ranks]
+    where = f" at {place(odd[0])}" if odd and odd[0].wait.frames else ""
+    elsewhere = any(s.rank not in finding.odd_ranks for s in graph.source_ranks)
+    return make_verdict(
+        "collective_mismatch",
+        # A watchdog message numbers the operations of one group and seldom names the group.
+        "medium" if elsewhere or finding.source == "watchdog" else "high",
+        finding.odd_ranks,
+        f"Ranks {rank_ranges(finding.odd_ranks)} and {rank_ranges(finding.agreeing_ranks)} disagree on the "
+        f"{finding.kind} of collective {finding.sequence} of group {finding.group}: {finding.detail}{where}.",
+        record_evidence(finding) + stack_evidence(odd, "is here", graph) + stillness(case),
+        "records",
+    )
+
+
+def record_evidence(finding: OperationFinding) -> tuple[Evidence, ...]:
+    fact = f"{finding.source}, group {finding.group}, collective {finding.sequence}: {finding.detail}"
+    return (Evidence(rank_ranges(finding.odd_ranks), fact, frame=finding.operation),)
+
+
+def p2p_shape_mismatch(case: Case, graph: Graph) -> Verdict | None:
+    if graph.sources or case.lost:
+        return None
+    peers = [s for s in graph.waiting_ranks if s.wait.kind == "p2p"]
+    pipeline = any(s.wait.domain == "pipeline" for s in peers)
+    if not peers or (len(peers) < 2 and not pipeline and len(case.ranks) > 1):
+        return None
+    others = [c for c in graph.waiting if c.wait.kind not in ("p2p", "device")]
+    if len(others) > 1 or len(peers) * 2 < len(case.ranks):
+        return None  # stages wait behind ranks that disagree on a collective
+    read = "that was read " if case.not_collected else ""
+    return make_verdict(
+        "p2p_shape_mismatch",
+        confidence(case, graph, peers, "high" if len(peers) == len(case.ranks) else "low"),
+        peers,
+        f"{apart(graph, peers)}: no rank {read}is on the other side.",
+        apart_evidence(graph, peers) + stillness(case),
+    )
