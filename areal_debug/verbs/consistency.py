@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from recorder import Record
 
 EXACT_NEW_TOKENS = 64  # by default
-GSM8K_REWARD = "areal_core.reward.functions.gsm8k_reward_fn"
 
 
 @click.command(
@@ -89,12 +88,6 @@ GSM8K_REWARD = "areal_core.reward.functions.gsm8k_reward_fn"
     help="Of a live engine, or a record of another trainer.",
 )
 @click.option("--top-k", type=int, help="Of a live engine, or a record of another trainer.")
-@click.option(
-    "--answers", is_flag=True, help="Compare greedy answers too; rows need an answer (see --reward)."
-)
-@click.option(
-    "--reward", default=GSM8K_REWARD, show_default=True, help="Grades answers: package.module.function."
-)
 @click.option(
     "--trainer", is_flag=True, help="Score with the trainer's packed path too, where it was not recorded."
 )
@@ -356,13 +349,10 @@ def check_live(
     announce(f"sampling from {count(len(engines), 'engine')}, and scoring with {model}")
     from transformers import AutoConfig, AutoTokenizer
 
-    from areal_core.reward import load_reward_fn
     from areal_core.vision.processor import load_processor
     from consistency.engines import SamplingParams
     from consistency.live import (
         check_engines,
-        compare_answers,
-        load_generating,
         query_engines,
         read_prompts,
         sampled_of,
@@ -384,16 +374,4 @@ def check_live(
     with doing("scoring, in tokens", sum(len(chunk.input_ids) for chunk in sampled.chunks.values())):
         checked = check_engines(conversation, sampled, request, vocabulary, tick)
     source: dict[str, Any] = {"engines": [identity.describe() for identity in conversation.identities]}
-    if options["answers"]:
-        source["answers"] = asdict(
-            compare_answers(
-                engines,
-                prompts,
-                replace(law, temperature=0.0, top_p=1.0, top_k=None),
-                vocabulary,
-                load_generating(model, checked.dtype, request.device),
-                load_reward_fn(options["reward"]),
-                processor,
-            )
-        )
     return checked, request, source

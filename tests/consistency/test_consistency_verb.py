@@ -3,7 +3,6 @@
 import functools
 import json
 
-import numpy as np
 import pytest
 from click.testing import CliRunner
 
@@ -50,7 +49,7 @@ def test_report_puts_the_verdict_first_and_the_worst_tokens_last(clean):
         "refuted if",
         "mean |D|",
         "tokens by D (log)",
-        "|D| by position in response",
+        "|D| by position in the response",
         "Worst tokens",
     ):
         assert text in done.stdout
@@ -80,7 +79,7 @@ def test_stale_engine_is_unknown_until_the_previous_checkpoint_is_given(clean, m
 def test_failed_gate_exits_1_though_the_verdict_is_healthy(clean):
     done = run(clean, "--gate", "mean_abs=0.02,max_abs=0.0001")
     assert done.exit_code == 1
-    assert "gate max_abs <= 0.0001:" in done.stdout
+    assert "gate max_abs <= 0.0001" in done.stdout
     assert run(clean, "--gate", "mean_abs=0.02").exit_code == 0
 
 
@@ -122,16 +121,6 @@ def test_run_that_did_not_sample_is_refused_in_one_sentence(tmp_path):
     done = run(tmp_path / "record")
     assert done.exit_code == 2
     assert "its config has no 'gconfig'" in done.stderr
-
-
-def test_ranks_are_read_one_after_another(clean):
-    from consistency.source import concatenate, read_step
-    from recorder import open_record
-
-    step = read_step(open_record(clean).step(0))
-    doubled = concatenate([step, step])
-    assert doubled.num_rows == 48
-    np.testing.assert_array_equal(doubled.input_ids[doubled.row(30)], step.input_ids[step.row(6)])
 
 
 def test_first_weights_are_not_compared_with_later_steps(model, tmp_path):

@@ -123,16 +123,6 @@ def test_page_faults_replace_the_phase_of_a_rank_that_works():
     assert seen(Frame("all_reduce", SITE + "torch/distributed/distributed_c10d.py", 1), faults=200).waits
 
 
-def test_a_stopped_process_is_stopped_wherever_it_is():
-    activity = seen(user("Policy.forward"), CALL, proc=ProcState("T"))
-    assert (activity.phase, activity.place) == ("stopped", "forward (/job/train.py:10)")
-
-
-def test_a_thread_that_holds_the_gil_is_named():
-    holder = Thread((user("export"),), "exporter", holds_gil=True)
-    assert seen(user("Policy.forward"), CALL, others=[holder]).gil_held_at == "export (/job/train.py:10)"
-
-
 def test_a_main_thread_that_waits_for_a_thread_has_its_phase():
     waits = Frame("Event.wait", "/usr/lib/python3.11/threading.py", 607)
     saver = Thread((Frame("save", SITE + "torch/serialization.py", 9), user("write")), "saver")
