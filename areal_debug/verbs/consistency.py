@@ -103,12 +103,6 @@ EXACT_NEW_TOKENS = 64  # by default
 )
 @click.option("--device", default="cpu", show_default=True, help="Device of the scoring.")
 @click.option(
-    "--scores",
-    "scores_folder",
-    type=click.Path(path_type=Path),
-    help="Folder that keeps finished scores; a later call continues from them.",
-)
-@click.option(
     "--gate",
     default="",
     metavar="METRIC=LIMIT,...",
@@ -251,7 +245,7 @@ def request_of(model: str, options: dict[str, Any]) -> "Request":
     """Return the options that concern the model's side."""
     from consistency.case import Request
 
-    names = ("dtype", "device", "temperature", "previous", "base", "scores_folder", "trainer")
+    names = ("dtype", "device", "temperature", "previous", "base", "trainer")
     return Request(model, **{name: options[name] for name in names})
 
 

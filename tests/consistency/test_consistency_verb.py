@@ -7,7 +7,7 @@ import pytest
 from click.testing import CliRunner
 
 from areal_debug.verbs.consistency import command
-from consistency import check, transforms
+from consistency import transforms
 
 from .records import save_model, write_record
 
@@ -91,27 +91,6 @@ def test_gate_that_cannot_be_checked_is_one_sentence(clean, gate, sentence):
     done = run(clean, "--gate", gate)
     assert done.exit_code == 2
     assert sentence in done.stderr
-
-
-def test_interrupted_scoring_resumes_at_its_step(clean, tmp_path, monkeypatch):
-    arguments = (clean, "--step", 0, "--step", 1, "--scores", tmp_path)
-    _, first = facts(*arguments)
-    (tmp_path / "step-000001.npz").unlink()
-    scored, real = [], check.score
-    monkeypatch.setattr(
-        check, "score", lambda scorer, rows, **options: scored.append(rows) or real(scorer, rows, **options)
-    )
-    _, second = facts(*arguments)
-    assert len(scored) == 1
-    assert first["metrics"] == second["metrics"]
-    assert first["num_tokens"] == 2 * 24 * 50
-
-
-def test_scores_of_other_weights_are_not_taken(clean, model, tmp_path):
-    facts(clean, "--scores", tmp_path / "scores")
-    done = run(clean, "--scores", tmp_path / "scores", "--dtype", "bfloat16")
-    assert done.exit_code == 2
-    assert "dtype=float32 (now dtype=bfloat16)" in done.stderr
 
 
 def test_run_that_did_not_sample_is_refused_in_one_sentence(tmp_path):

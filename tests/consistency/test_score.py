@@ -11,8 +11,7 @@ from transformers import AutoModelForCausalLM, Gemma2Config, Gemma2ForCausalLM
 
 from areal_core.engine.attention import PACKED
 from consistency import score as scoring
-from consistency.errors import StaleScores
-from consistency.score import ScoringKey, load_scorer, load_scores, save_scores, score, scorer_of
+from consistency.score import load_scorer, score, scorer_of
 from consistency.tokens import Sequences
 
 ROOT = Path(__file__).parents[2]
@@ -103,16 +102,6 @@ def test_a_soft_cap_and_a_sliding_window_are_those_of_the_model():
     check_against_plain(
         score(scorer_of(packed), sequences), logits, sequences.input_ids[sequences.scored], 1.0, 2e-5
     )
-
-
-def test_saved_scores_load_for_the_same_key_only(tiny_model, tmp_path):
-    scorer = load_scorer(str(tiny_model))
-    scores = score(scorer, some_sequences(scorer.head.vocabulary_size))
-    key = ScoringKey("model", "float32", 1.0, 5, "tokens")
-    save_scores(tmp_path / "step.npz", key, scores)
-    np.testing.assert_array_equal(load_scores(tmp_path / "step.npz", key).top_logprobs, scores.top_logprobs)
-    with pytest.raises(StaleScores, match=r"temperature=1\.0 \(now temperature=0\.5\)"):
-        load_scores(tmp_path / "step.npz", ScoringKey("model", "float32", 0.5, 5, "tokens"))
 
 
 @pytest.mark.parametrize(
