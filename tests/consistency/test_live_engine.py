@@ -12,9 +12,9 @@ from areal_core.testing.server import EmbeddedServer
 from areal_debug.verbs.consistency import command
 from consistency import transforms
 from consistency.score import load_scorer
-from consistency.testing import FaultyEngine
 
 from .fault_server import hosting, serving
+from .faulty_engine import FaultyEngine
 from .records import save_model
 
 

@@ -11,9 +11,8 @@ import pytest
 from areal_core.safety.unpickle import load_plain
 from hangdoctor.diagnose import diagnose
 from hangdoctor.errors import UnreadableDump
-from hangdoctor.parse.flight_recorder import parse_flight_recorder
+from hangdoctor.parse.flight_recorder import parse_flight_recorder, parse_ras_text
 from hangdoctor.parse.logs import parse_log, watchdog_timeouts
-from hangdoctor.parse.ras import parse_ras_text
 from hangdoctor.parse.read import read_snapshot
 
 WAITING = """Process {pid}: python train.py

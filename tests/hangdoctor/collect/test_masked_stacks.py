@@ -5,7 +5,7 @@ from pathlib import Path
 
 from areal_core.safety.secrets import Masker
 from hangdoctor.collect.evidence import source_lines
-from hangdoctor.collect.masked_stacks import StackMasker
+from hangdoctor.collect.pyspy import StackMasker
 
 SECRET = "hf_" + "q7Yx2" * 8
 

@@ -15,11 +15,10 @@ from click.testing import CliRunner
 
 from areal_debug.verbs.hang import command
 from hangdoctor.collect.discover import Search
+from hangdoctor.collect.process import connected_ports, listening_ports
 from hangdoctor.collect.pyspy import find_pyspy
-from hangdoctor.slow.engines import find_engines, metrics_requests
-from hangdoctor.slow.live import sentence_about
-from hangdoctor.slow.proc_state import connected_ports, listening_ports
-from hangdoctor.slow.sample import collects_garbage
+from hangdoctor.slow.sample import collects_garbage, sentence_about
+from hangdoctor.slow.servers import find_engines, metrics_requests
 
 NUM_RANKS = 3
 ALL_REDUCE = """

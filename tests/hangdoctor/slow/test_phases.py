@@ -2,9 +2,9 @@
 
 import pytest
 
+from hangdoctor.collect.process import ProcState
 from hangdoctor.model import Frame, Thread
 from hangdoctor.slow.phases import activity_of
-from hangdoctor.slow.proc_state import ProcState
 
 SITE = "/venv/lib/python3.11/site-packages/"
 MAIN = Frame("<module>", "/job/train.py", 90)

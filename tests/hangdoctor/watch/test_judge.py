@@ -1,7 +1,6 @@
 """Slow or stuck by the clock alone: literal signs at literal times."""
 
-from hangdoctor.watch.liveness import Judgement, Limits, follow, judge_liveness
-from hangdoctor.watch.signs import Signs
+from hangdoctor.watch.liveness import Judgement, Limits, Signs, follow, judge_liveness
 
 
 def tracks_of(*polls):

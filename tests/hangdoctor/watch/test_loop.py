@@ -16,8 +16,7 @@ from hangdoctor.collect.pyspy import Options
 from hangdoctor.heartbeat import VARIABLE, read_beats
 from hangdoctor.model import Diagnosis
 from hangdoctor.watch.liveness import Limits
-from hangdoctor.watch.loop import Plan, watch_command, watch_pids
-from hangdoctor.watch.tree import lives
+from hangdoctor.watch.loop import Plan, lives, watch_command, watch_pids
 
 BEAT_THEN = """
 import os, sys, threading, time
