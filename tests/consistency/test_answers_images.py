@@ -7,7 +7,7 @@ import pytest
 from click.testing import CliRunner
 
 from areal_core.data.images import data_url
-from areal_core.testing.server import EmbeddedServer
+from areal_core.testing.embedded_server import EmbeddedServer
 from areal_core.testing.tiny_vision import make_tiny_vision_model
 from areal_debug.verbs.consistency import command
 
