@@ -227,10 +227,7 @@ def hash_model(folder: Path) -> str:
 
 
 def compare(
-    name: str,
-    sampled: list[tuple[list[int], list[float]]],
-    trained: list[list[float]],
-    **facts: Any,
+    name: str, sampled: list[tuple[list[int], list[float]]], trained: list[list[float]], **facts: Any
 ) -> Check:
     """Compare log-probs in float32, bit for bit.
 

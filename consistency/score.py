@@ -270,10 +270,7 @@ def predictors(
 
 
 def hidden_states(
-    scorer: Scorer,
-    input_ids: Ints,
-    lengths: Sequence[int],
-    images: Sequence[Sequence[bytes]] | None = None,
+    scorer: Scorer, input_ids: Ints, lengths: Sequence[int], images: Sequence[Sequence[bytes]] | None = None
 ) -> Tensor:
     """Compute the last hidden states [tokens, dim] of packed, isolated sequences.
 

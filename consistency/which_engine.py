@@ -38,15 +38,7 @@ from consistency.source import (
     read_step,
     sampling_of,
 )
-from consistency.tensors import (
-    LEAST_NATS,
-    Fit,
-    StaleTensors,
-    find_stale_tensors,
-    fit,
-    mean_abs,
-    nats_gained,
-)
+from consistency.tensors import LEAST_NATS, Fit, StaleTensors, find_stale_tensors, fit, mean_abs, nats_gained
 from consistency.tokens import Floats, Ints, Sequences
 from consistency.transforms import replay, select_rows, spread_rows, tokens_within, usable_or
 from recorder import Record, RecordedStep

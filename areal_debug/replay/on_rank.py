@@ -25,7 +25,7 @@ from areal_debug.train.script import mistakes_as_sentences
 
 if TYPE_CHECKING:
     from areal_core.trainer.rl import Observer, PPOTrainer
-    from areal_debug.goto.render import GotoOptions
+    from areal_debug.goto.report import GotoOptions
     from recorder import Record
     from replayer.goto import Scene
     from replayer.request import Request
@@ -87,9 +87,10 @@ def go_to_step(record: str, step: int, options: dict[str, Any]) -> Report:
     """Replay up to a step and open the requested shell or debugger there; rank 0 prints the way."""
     from rich.console import Console
 
-    from areal_debug.goto.render import GotoOptions, print_report
+    from areal_debug.goto.report import GotoOptions, report_of
     from areal_debug.render import console
     from areal_debug.replay.render import print_step
+    from areal_debug.report.terminal import print_report
     from replayer.goto import goto
 
     chosen = GotoOptions(**options)
@@ -104,7 +105,7 @@ def go_to_step(record: str, step: int, options: dict[str, Any]) -> Report:
         finish_step=chosen.do == "pdb",
         on_step=lambda result: print_step(out, result),
     )
-    print_report(out, report)
+    print_report(out, report_of(report))
     return report.to_dict()
 
 

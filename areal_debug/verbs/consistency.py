@@ -10,13 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
-from areal_debug.cli import (
-    Verb,
-    force_option,
-    json_option,
-    output_option,
-    step_range_option,
-)
+from areal_debug.cli import Verb, force_option, json_option, output_option, step_range_option
 from areal_debug.each import report_each_step
 from areal_debug.render import (
     announce,
@@ -55,8 +49,7 @@ GSM8K_REWARD = "areal_core.reward.functions.gsm8k_reward_fn"
     help="A live engine instead of a record: SGLang, vLLM or OpenAI-compatible. May be repeated.",
 )
 @click.option(
-    "--model",
-    help="Weights that should have sampled; by default those that the recorded run started from.",
+    "--model", help="Weights that should have sampled; by default those that the recorded run started from."
 )
 @click.option(
     "--step",

@@ -93,7 +93,7 @@ def command(
     if right is not None and (show_all or step is not None):
         compare_stages(left=left, right=right, step=step, show_all=show_all, as_json=as_json)
     if layers and right is not None:
-        compare_layers(left, right, True, code, model, as_json)
+        compare_layers(left, right, not no_replay, code, model, as_json)
     if output is not None:
         refuse_existing(output, force)
     with runner(model) as run:

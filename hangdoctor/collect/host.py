@@ -133,13 +133,7 @@ def _manifest(
     ]
     gone = [gone_rank(rank, host, "no process on this host claims this rank") for rank in job.gone]
     return Manifest(
-        times[0],
-        job.world_size,
-        job.elsewhere,
-        (HostEntry(host),),
-        tuple(times),
-        (*found, *gone),
-        num_masked,
+        times[0], job.world_size, job.elsewhere, (HostEntry(host),), tuple(times), (*found, *gone), num_masked
     )
 
 

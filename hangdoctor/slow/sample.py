@@ -148,12 +148,7 @@ def track_of(seen: Seen) -> Track:
         (start, first), (end, last) = seen.states[0], seen.states[-1]
         cpu_wait = (last.cpu_wait_s - first.cpu_wait_s) / (end - start)
     return Track(
-        seen.target.name,
-        seen.target.rank,
-        seen.target.pid,
-        tuple(seen.activities),
-        cpu_wait,
-        seen.problem,
+        seen.target.name, seen.target.rank, seen.target.pid, tuple(seen.activities), cpu_wait, seen.problem
     )
 
 

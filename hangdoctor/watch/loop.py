@@ -28,14 +28,7 @@ from hangdoctor.heartbeat import VARIABLE, read_beats
 from hangdoctor.model import Diagnosis
 from hangdoctor.slow.live import sentence_about
 from hangdoctor.slow.sample import SECONDS
-from hangdoctor.watch.liveness import (
-    Judgement,
-    Limits,
-    Track,
-    finished_without_steps,
-    follow,
-    judge_liveness,
-)
+from hangdoctor.watch.liveness import Judgement, Limits, Track, finished_without_steps, follow, judge_liveness
 from hangdoctor.watch.signs import gpu_watts, read_signs
 from hangdoctor.watch.tree import end_all, lives, orphans_adopted, signals_forwarded_to
 

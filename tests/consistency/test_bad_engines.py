@@ -105,8 +105,7 @@ def test_unusable_logprobs_are_counted_and_not_averaged(model, prompts):
     row.engine_logprobs[5] = -9999.0
     with serving_rows(row) as address:
         done = CliRunner().invoke(
-            command,
-            ["--engine", address, "--model", str(model), "--prompts", str(prompts), "--json"],
+            command, ["--engine", address, "--model", str(model), "--prompts", str(prompts), "--json"]
         )
     found = json.loads(done.stdout)
     counted = ("engine_nan", "engine_minus_infinity", "engine_above_zero")

@@ -12,16 +12,7 @@ from consistency.diagnose import Diagnosis, diagnose
 from consistency.score import score
 from consistency.transforms import replay
 
-from .faults import (
-    CLEAN,
-    FAULTS,
-    Given,
-    World,
-    bfloat16_logits,
-    make_world,
-    stitched,
-    with_transforms,
-)
+from .faults import CLEAN, FAULTS, Given, World, bfloat16_logits, make_world, stitched, with_transforms
 
 FIRST = {cause: name for name, (cause, _) in reversed(FAULTS.items())}
 # Like another fault of this list to the code that finds it.

@@ -20,14 +20,7 @@ from areal_debug.verbs.consistency import command
 from consistency.case import Request
 from consistency.check import check
 from consistency.engines import SamplingParams
-from consistency.live import (
-    Prompt,
-    check_engines,
-    make_rescorer,
-    query_engines,
-    sampled_of,
-    vocabulary_of,
-)
+from consistency.live import Prompt, check_engines, make_rescorer, query_engines, sampled_of, vocabulary_of
 from consistency.score import load_scorer
 from consistency.transforms import select_rows
 

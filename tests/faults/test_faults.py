@@ -41,7 +41,7 @@ DISTINCT = r"^(?!.*(background|--force|pt$|parquet|slime|tar|same name|older))"
 
 @pytest.mark.parametrize(
     ("names", "number", "most"),
-    [(DISTINCT, 21, 1), pytest.param("", 31, 2, marks=pytest.mark.long)],
+    [(DISTINCT, 14, 1), pytest.param("", 24, 2, marks=pytest.mark.long)],
     ids=["distinct", "all"],
 )
 def test_a_sample_of_faults_in_every_operation_loses_nothing(tmp_path, names, number, most):

@@ -48,11 +48,7 @@ ELASTIC = """Root Cause (first observed failure):
 
 @pytest.mark.parametrize(
     "proof",
-    [
-        ELASTIC,
-        "srun: error: node-1: task 3: Killed\n",
-        "srun: error: node-1: tasks 3: Out Of Memory\n",
-    ],
+    [ELASTIC, "srun: error: node-1: task 3: Killed\n", "srun: error: node-1: tasks 3: Out Of Memory\n"],
 )
 def test_a_report_of_the_launcher_is_a_proof(tmp_path, proof):
     diagnosis = read(tmp_path, {"paste.txt": f"Ranks 0-2:\n{WAITING}", "job.log": proof}, 4)

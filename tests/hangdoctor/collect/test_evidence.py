@@ -30,10 +30,7 @@ def tool(tmp_path, monkeypatch):
 
 def test_gpus_are_read_with_their_processes(tool):
     tool("nvidia-smi", NVIDIA_SMI)
-    assert evidence.gpus() == [
-        evidence.Gpu(0, 100.0, 121.5, (4711, 4712)),
-        evidence.Gpu(1, None, None, ()),
-    ]
+    assert evidence.gpus() == [evidence.Gpu(0, 100.0, 121.5, (4711, 4712)), evidence.Gpu(1, None, None, ())]
 
 
 def test_broken_driver_gives_no_gpus_and_no_error(tool):

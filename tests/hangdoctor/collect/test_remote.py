@@ -77,7 +77,7 @@ def test_ssh_hosts_stream_into_one_folder_and_each_has_a_status(rank, tmp_path, 
         ("closed", "not_permitted", "me@closed: Permission denied (publickey)."),
     ]
     assert [(p.name, p.host, p.pid, p.status) for p in manifest.processes] == [
-        ("rank_0", "node-1", rank.pid, "dumped"),
+        ("rank_0", "node-1", rank.pid, "dumped")
     ]
     assert (manifest.job_size, manifest.elsewhere) == (2, (1,))
     assert "host down: unreachable" in done.output
