@@ -445,7 +445,7 @@ class PPOEvaluator(PPOTrainer):
         *,
         observers: Sequence[Callable[["PPOTrainer"], Observer]] = (),
         print_steps: bool = True,
-        **of_training: Any,
+        **_of_training: Any,
     ) -> None:
         self.config = config
         self.train_dataset = train_dataset

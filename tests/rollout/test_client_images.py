@@ -16,7 +16,7 @@ from areal_core.rollout.types import ModelRequest, Sampling
 from areal_core.servers.client import FleetClient
 from areal_core.servers.sglang import SGLANG, collapsed
 from areal_core.servers.vllm import VLLM
-from areal_core.testing.server import EmbeddedServer
+from areal_core.testing.embedded_server import EmbeddedServer
 from areal_core.testing.tiny_vision import make_tiny_processor, make_tiny_vision_model
 
 PICTURES = tuple(row["images"][0] for row in shape_rows(num_rows=2, seed=1, size=32))

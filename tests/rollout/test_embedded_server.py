@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
 from areal_core.rollout.types import ModelRequest, Sampling
-from areal_core.testing.server import EmbeddedServer
+from areal_core.testing.embedded_server import EmbeddedServer
 
 PROMPT = [10, 11, 12]
 

@@ -12,7 +12,7 @@ from areal_core.data import get_dataset
 from areal_core.environment import ADDRESSES_VARIABLE
 from areal_core.servers.sglang import SGLANG
 from areal_core.servers.wire import weight_version
-from areal_core.testing.server import EmbeddedServer
+from areal_core.testing.embedded_server import EmbeddedServer
 from areal_core.trainer.rl import PPOTrainer
 
 TINY = Path(__file__).parents[1] / "debug"

@@ -17,7 +17,7 @@ from areal_core.rollout.errors import RequestRefused, SharingFailed
 from areal_core.rollout.http_thread import HttpThread
 from areal_core.servers.server import call, servers_from_environment
 from areal_core.telemetry import read_stats
-from areal_core.testing.server import EmbeddedServer
+from areal_core.testing.embedded_server import EmbeddedServer
 from areal_core.trainer.rl import PPOTrainer
 
 ROWS = [{"messages": [{"role": "user", "content": f"{i} + {i} ="}]} for i in range(12)]

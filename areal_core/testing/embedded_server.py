@@ -1,6 +1,6 @@
 """The embedded engine behind SGLang's HTTP routes: starts in seconds, for development and tests.
 
-    python -m areal_core.testing.server --model-path M --port P
+    python -m areal_core.testing.embedded_server --model-path M --port P
 
 event loop (aiohttp)                          sampling thread
 /generate ---- submit, await the future ----> waves of requests, up to `max_rows` each
