@@ -32,8 +32,11 @@ def worker_of():
         worker.stop()
 
 
-@pytest.mark.parametrize("share", [10, pytest.param(1, marks=pytest.mark.long)])
-@pytest.mark.parametrize("target", MODULES)
+# the corpus of two targets every day; all of them with fresh inputs in the long tests
+@pytest.mark.parametrize(
+    ("target", "share"),
+    [("record", 10), ("pickles", 10), *(pytest.param(name, 1, marks=pytest.mark.long) for name in MODULES)],
+)
 def test_no_input_of_the_corpus_and_no_fresh_one_breaks_its_reader(worker_of, target, share):
     corpus = [Input.from_json(file.read_text()) for file in sorted((CORPUS / target).glob("*.json"))]
     fresh = MODULES[target][1] // share
