@@ -32,7 +32,7 @@ from consistency.score import (
 from consistency.source import Sampled, concatenate, setting_of
 from consistency.tokens import Sequences
 from consistency.transforms import replay, select_rows, spread_rows
-from recorder.checksum_json import checksum
+from recorder.documents import checksum
 from recorder.environment import folder_identity
 
 TOP_K = 5

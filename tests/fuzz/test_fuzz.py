@@ -53,7 +53,7 @@ def test_the_corpus_is_small_and_each_input_of_it_has_an_effect():
 
 
 def test_edits_change_what_they_name_and_seal_it_again():
-    from recorder.checksum_json import checksummed_bytes, parse_checksummed
+    from recorder.documents import checksummed_bytes, parse_checksummed
 
     base = {"a.json": checksummed_bytes({"n": 1, "m": [2]}), "b.jsonl": b'{"x": 1}\n{"x": 2}\n'}
     edits = [["set", "a.json", ["m", 0], 5], ["drop", "b.jsonl", [1, "x"]], ["bytes", "c", 0, 0, "gone"]]
