@@ -98,7 +98,7 @@ def recorded_model(record: Path) -> str | None:
 def recorded_rows(path: Path, model: str, steps: Sequence[int]) -> "list[Row]":
     """Return the first rows of a record's step, up to a sampled placeholder of an image."""
     from areal_core.vision.processor import load_processor
-    from consistency.images import from_placeholder
+    from consistency.alternatives.images import from_placeholder
     from consistency.source import read_step
     from recorder import open_record
 
