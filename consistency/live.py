@@ -18,7 +18,7 @@ from areal_core.data.images import as_image_bytes
 from areal_core.data.processor import VisionProcessor
 from areal_core.data.read import read_rows, rl_row
 from areal_core.engine.model import load_model
-from areal_core.engine.vision_inputs import plain_inputs
+from areal_core.engine.vision import plain_inputs
 from areal_core.errors import RewardError
 from areal_core.reward.functions import RewardFn
 from consistency.case import DTYPES, Request
