@@ -1,4 +1,4 @@
-"""Options that must agree, as rows of a table: each broken one is a sentence with names and values."""
+"""Options that must agree, a row each: a broken one is a sentence with names and values."""
 
 import dataclasses
 from collections.abc import Callable, Iterator

@@ -1,4 +1,4 @@
-"""Families of vision models, and refusal of models and data with images that cannot be used together."""
+"""Families of vision models, and refusal of models that cannot use the data's images."""
 
 import json
 from collections.abc import Iterator

@@ -38,7 +38,7 @@ class RestrictedUnpickler(pickle.Unpickler):
 
 
 def load_plain(data: bytes) -> Any:
-    """Return the dicts, lists, tuples, text, numbers and None of a pickle. Raises `UnsafePickle`."""
+    """Return the plain data of a pickle: no object. Raises `UnsafePickle`."""
     try:
         # The C code makes its memo as large as the largest place in it, which is at most a place an
         # opcode.
