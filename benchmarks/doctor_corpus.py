@@ -35,9 +35,9 @@ from areal_core.trainer.dpo import DPOTrainer
 from areal_core.trainer.reward_model import RWTrainer
 from areal_core.trainer.rl import PPOTrainer
 from areal_core.trainer.sft import SFTTrainer
-from areal_debug.demo import larger
 from areal_debug.doctor.examine import examine
 from areal_debug.doctor.read import read_run
+from benchmarks import larger_numbers as larger
 from benchmarks.learning_methods import (
     DPO,
     GRPO,

@@ -27,8 +27,8 @@ import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
 
-from areal_core.batch import Batch
 from areal_core.config import MicroBatchSpec, TrainEngineConfig
+from areal_core.data.batch import Batch
 from areal_core.embedded.generate import generate
 from areal_core.embedded.replica import Replica
 from areal_core.engine.parity import batch_of, require_parity

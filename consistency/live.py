@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from areal_core.data.images import as_image_bytes
+from areal_core.data.processor import VisionProcessor
 from areal_core.data.read import read_rows, rl_row
-from areal_core.vision.processor import VisionProcessor
 from consistency.alternatives.rescoring import Rescoring, rescore
 from consistency.case import Request
 from consistency.check import Checked, Rescorer, check

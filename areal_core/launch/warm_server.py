@@ -2,6 +2,7 @@
 
     python warm_server.py CHANNEL     an open socket
       <- {"modules": [...], "path": [...], "umask": N}  imports them once, by one thread
+      -> {"ready": 1}        the next message may come
       <- {"argv": [...], "num_ranks": N, "environment": {...}, "place": ...}, and standard streams
       fork ─> rank 0, 1, ...  each runs `argv` in `place` as `python argv` would
       -> {"code": 0}          or the exit code of the first rank that failed, as of `subprocess`
@@ -42,6 +43,7 @@ def serve(channel: socket.socket) -> None:
     if (first := receive(channel)) is None:
         return
     given, _ = first
+    send(channel, {"ready": 1})
     os.umask(given["umask"])
     sys.path[:0] = [folder for folder in given["path"] if folder not in sys.path]
     import_all(given["modules"])
@@ -86,11 +88,14 @@ def ended_with_peer(channel: socket.socket) -> Iterator[None]:
 
 def receive(channel: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
     """Return the next request and its standard streams; None after the last."""
-    data, streams, _, _ = socket.recv_fds(channel, MOST_BYTES, NUM_STREAMS)
-    while data and not data.endswith(b"\n"):
-        more = channel.recv(MOST_BYTES)
-        data = data + more if more else b""
-    return (json.loads(data), streams) if data else None
+    data, streams = b"", list[int]()
+    while not data.endswith(b"\n"):
+        head = channel.recv(MOST_BYTES, socket.MSG_PEEK)  # the next message may be there already
+        if not head:
+            return None
+        part, found, _, _ = socket.recv_fds(channel, head.find(b"\n") + 1 or len(head), NUM_STREAMS)
+        data, streams = data + part, streams + found
+    return json.loads(data), streams
 
 
 def end_with_parent() -> None:

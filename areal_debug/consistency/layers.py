@@ -91,7 +91,7 @@ def run_engine(
 
 def recorded_rows(path: Path, model: str, steps: Sequence[int]) -> "list[TokenRow]":
     """Return the first rows of a record's step, up to a sampled placeholder of an image."""
-    from areal_core.vision.processor import load_processor
+    from areal_core.data.processor import load_processor
     from consistency.alternatives.images import from_placeholder
     from consistency.source import read_step
     from recorder import open_record
@@ -113,7 +113,7 @@ def recorded_rows(path: Path, model: str, steps: Sequence[int]) -> "list[TokenRo
 def read_prompt_rows(model: str, options: dict[str, Any]) -> "list[TokenRow]":
     from transformers import AutoConfig, AutoTokenizer
 
-    from areal_core.vision.processor import load_processor
+    from areal_core.data.processor import load_processor
     from consistency.live import read_prompts
     from consistency.score import sees_images
 

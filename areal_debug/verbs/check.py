@@ -22,15 +22,20 @@ from areal_debug.render import (
     print_log_end,
     read_report,
 )
+from areal_debug.report.model import Block, Cell, Facts, Level, Report, Row, Table, rows_of
 
 if TYPE_CHECKING:
-    from areal_debug.report.model import Report
     from replayer.preflight.repeats import ParameterNoise, PreflightReport
 
 MODULES = ("replayer.preflight.real_steps", "transformers.models.llama.modeling_llama")
 STEPS, RUNS = 2, 2
 DTYPES = ("bfloat16", "float32", "float16")
 THOROUGH_STEPS, THOROUGH_RUNS = 4, 8
+LEVELS: dict[str, Level] = {"ok": "good", "note": "unsure", "problem": "bad"}
+SHOWN = 12
+NOISE_HEADINGS = (
+    *("parameter", "weights that differ>", "largest weight diff>", "largest gradient diff>", "relative>"),
+)
 
 
 @click.group(
@@ -81,7 +86,7 @@ def run(
     Exit code 0: no problem, equal bits. 1: a problem, or different bits; then with the noise floor
     per parameter.
     """
-    from areal_debug.preflight.render import print_preflight
+    from areal_debug.report.terminal import print_report
     from recorder import open_record
     from replayer.preflight.settings import order_of_record
 
@@ -105,7 +110,7 @@ def run(
     if as_json:
         print_json(report.to_dict())
     else:
-        print_preflight(console(), report)
+        print_report(console(), determinism_report(report))
     raise SystemExit(0 if report.identical and not report.problems else 1)
 
 
@@ -187,6 +192,44 @@ def repeat_steps(folder: Path, repeats: Repeats) -> "PreflightReport":
     )
 
 
+def determinism_report(report: "PreflightReport") -> Report:
+    """Return the verdict, the findings, and the noise floor if bits differ."""
+    runs = f"{report.num_runs} runs of {count(report.num_steps, 'step')}"
+    problems, notes = len(report.problems), []
+    if report.identical and not problems:
+        verdict, sentence = "Deterministic", f"{runs} are bit-identical."
+        missed = 100 * 0.5 ** (report.num_runs - 1)
+        notes = [f"A difference in every second run would have been missed in {missed:.2g} %."]
+    elif report.identical:
+        found = f"{count(problems, 'problem')} below can make others differ."
+        verdict, sentence = "Not safe", f"{runs} are bit-identical, but {found}"
+    else:
+        values = f"{len(report.differences)} of {report.num_compared} values"
+        verdict, sentence = "Not deterministic", f"of {runs}, step {report.step} differs in {values}."
+    rows = [
+        (Cell(finding.status, LEVELS[finding.status]), finding.check, finding.seen, finding.next_step)
+        for finding in report.findings
+    ]
+    blocks: list[Block] = [Table(("", "", "", ""), rows)]
+    if report.noise:
+        more = len(report.noise) - SHOWN
+        left_out = f"... and {more} parameters with less noise; --json lists all of them" if more > 0 else ""
+        title = "Noise floor of this machine in one step"
+        blocks.append(Table(NOISE_HEADINGS, [*map(noise_cells, report.noise[:SHOWN])], title, left_out))
+    is_good = report.identical and not problems
+    return Report(verdict, sentence, "good" if is_good else "bad", blocks, notes)
+
+
+def noise_cells(noise: "ParameterNoise") -> list[str]:
+    return [
+        noise.name,
+        f"{noise.num_different:,} of {noise.num_elements:,}",
+        format_number(noise.weight),
+        format_number(noise.gradient),
+        f"{100 * noise.gradient_share:.2g} %",
+    ]
+
+
 @command.command(
     cls=Verb,
     short_help="Check that training computes a model's own log-probs",
@@ -247,10 +290,8 @@ def measure_on_ranks(model: str, dtype: str, sizes: dict[str, int], num_ranks: i
         return read_report(file)
 
 
-def parity_report(model: str, allocation: str, report: dict[str, Any]) -> "Report":
+def parity_report(model: str, allocation: str, report: dict[str, Any]) -> Report:
     """Return the report of one model."""
-    from areal_debug.report.model import Facts, Report, Row, rows_of
-
     subject = f"{model} ({report['model_type']}) in {report['dtype']} on {allocation}"
     packing = "packed" if report["packs_rows"] else "computed one at a time"
     rows = [

@@ -344,7 +344,7 @@ def check_live(
     announce(f"sampling from {count(len(engines), 'engine')}, and scoring with {model}")
     from transformers import AutoConfig, AutoTokenizer
 
-    from areal_core.vision.processor import load_processor
+    from areal_core.data.processor import load_processor
     from consistency.engines import SamplingParams
     from consistency.live import (
         check_engines,

@@ -1,13 +1,23 @@
 """`areal-debug crosscheck`: recompute a recorded step by a float64 twin, TRL's and verl's code."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from areal_debug.cli import Verb, json_option, step_option, step_range_option
 from areal_debug.each import report_each_step
-from areal_debug.render import announce, errors_as_sentences, print_json
+from areal_debug.render import announce, console, errors_as_sentences, print_json
+from areal_debug.report.model import Facts, Level, Report, Row, rows_of
 
+if TYPE_CHECKING:
+    from replayer.crosscheck.opinions import Crosscheck, RowDifference, StageOpinion
+
+SHOWN_ROWS = 5
+VERDICTS: dict[str, tuple[str, Level]] = {
+    "equal": ("Equal", "good"),
+    "differs": ("Different", "bad"),
+    "not checked": ("Not checked", "unsure"),
+}
 EXIT_CODES = {"equal": 0, "differs": 1, "not checked": 2}
 
 
@@ -46,8 +56,8 @@ def command(
     if step_range is not None:
         report_each_step(record, step_range, columns, as_json)
     announce(f"recomputing {'the first step' if step is None else f'step {step}'} of {record}")
-    from areal_debug.crosscheck.render import print_crosscheck
-    from replayer.crosscheck.step_check import crosscheck, parse_opinions  # imports torch
+    from areal_debug.report.terminal import print_report
+    from replayer.crosscheck.opinions import crosscheck, parse_opinions  # imports torch
     from replayer.crosscheck.step_rows import read_confined
 
     names = parse_opinions(opinions)
@@ -55,10 +65,53 @@ def command(
     if as_json:
         print_json(report.to_dict())
     else:
-        print_crosscheck(report)
+        print_report(console(), report_of(report))
     raise SystemExit(EXIT_CODES[report.verdict])
 
 
 def columns(report: dict[str, Any]) -> dict[str, str]:
     """Return what the table of several steps has of a step's report."""
     return {"stage": report["first_stage"] or "-", "option": report["option"] or "-"}
+
+
+def report_of(report: "Crosscheck") -> Report:
+    """Return the verdict, the first difference, and every stage of every opinion."""
+    rows: list[Row] = []
+    if report.first is not None:
+        opinion, stage = report.first
+        sentence = f"step {report.step}, stage {stage.stage}, as recomputed by {opinion.name}."
+        rows = [Row("option", stage.option or "unknown")]
+        rows += rows_of("row", [line_of_row(row) for row in stage.rows[:SHOWN_ROWS]])
+        if stage.num_rows > SHOWN_ROWS:
+            rows.append(Row("", f"{stage.num_rows} rows in total", "dim"))
+        refuted = "the step trained again with the options set equal, if that record still differs"
+        rows.append(Row("refuted if", refuted, "dim"))
+    elif report.verdict == "equal":
+        sentence = f"step {report.step}, within the rounding of float32."
+    else:
+        sentence = f"nothing of step {report.step} could be recomputed."
+    word, level = VERDICTS[report.verdict]
+    stages = [
+        Facts([row for stage in opinion.stages for row in rows_of_stage(stage)], opinion.name)
+        for opinion in report.opinions
+    ]
+    return Report(word, sentence, level, [Facts(rows), *stages, Facts(rows_of("note", report.notes))])
+
+
+def line_of_row(row: "RowDifference") -> str:
+    place = f"rank {row.rank}, row {row.row} (prompt {row.prompt_id}, sample {row.sample_id})"
+    if row.token is not None:
+        place += f", token {row.token}"
+    if row.recorded is not None:
+        place += f": {row.recorded:.9g} in the record, {row.recomputed:.9g} recomputed"
+    return place
+
+
+def rows_of_stage(stage: "StageOpinion") -> list[Row]:
+    facts = [fact for fact in (stage.what, stage.option, stage.reason) if fact is not None]
+    level = VERDICTS[stage.verdict][1] if stage.verdict != "not checked" else "dim"
+    rows = [Row(stage.stage, f"{stage.verdict:<12}{': '.join(facts)}".rstrip(), level)]
+    if stage.verdict == "differs" and stage.recorded is not None:
+        values = f"{stage.recorded:.9g} in the record, {stage.recomputed:.9g} recomputed"
+        rows.append(Row("", f"{values}; rounding allows {stage.allowed:.2g}"))
+    return rows

@@ -151,7 +151,7 @@ def follow_run(
 
     from areal_debug.doctor.follow import Follower, follow
     from areal_debug.doctor.report import alarm_lines
-    from recorder.checksum_json import plain
+    from recorder.documents import plain
 
     out = console()
 

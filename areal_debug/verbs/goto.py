@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from areal_debug.cli import Verb, force_option, json_option, model_option, output_option, step_option
-from areal_debug.goto.render import GotoOptions
+from areal_debug.goto.report import GotoOptions
 from areal_debug.render import (
     announce,
     console,

@@ -23,12 +23,12 @@ if TYPE_CHECKING:
     cls=VerbGroup,
     example="areal-debug record ls runs/record\nareal-debug record show runs/record --step 3",
     lazy={
-        "archive": "record.archive:archive",
-        "cut": "record.cut:cut",
-        "extract": "record.archive:extract",
-        "import": "record.transfer:import_record",
-        "export": "record.transfer:export",
-        "redact": "record.redact:redact",
+        "archive": "verbs.record_archive:archive",
+        "cut": "verbs.record_cut:cut",
+        "extract": "verbs.record_archive:extract",
+        "import": "verbs.record_transfer:import_record",
+        "export": "verbs.record_transfer:export",
+        "redact": "verbs.record_redact:redact",
     },
 )
 def command() -> None:
@@ -103,7 +103,7 @@ def show(
     """
     from areal_debug.record.calls_text import document_of
     from recorder import open_record
-    from recorder.agents.conversations import conversations
+    from recorder.conversations import conversations
 
     if row is not None and prompt_id is not None:
         fail("--sample and --prompt-id exclude each other: give one of them")

@@ -93,7 +93,7 @@ def command(
     if right is not None and (show_all or step is not None):
         compare_stages(left=left, right=right, step=step, show_all=show_all, as_json=as_json)
     if layers and right is not None:
-        compare_layers(left, right, True, code, model, as_json)
+        compare_layers(left, right, not no_replay, code, model, as_json)
     if output is not None:
         refuse_existing(output, force)
     with runner(model) as run:
@@ -191,7 +191,7 @@ def compare_layers(
     from areal_debug.diff.render import print_first_step, print_layers, print_verdict
     from recorder import open_record
     from replayer.commits.first_step import bisect_steps, explain_step
-    from replayer.commits.own_code import layers_with_own_code
+    from replayer.commits.warm import layers_with_own_code
 
     here, there = open_record(left), open_record(right)
     announce(f"comparing the weights of {left} and {right}")

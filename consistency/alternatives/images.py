@@ -22,7 +22,7 @@ from transformers.utils.constants import (
 )
 
 from areal_core.data.images import decode
-from areal_core.vision.processor import VisionProcessor
+from areal_core.data.processor import VisionProcessor
 from consistency.alternatives.tensors import swapped, vision_tensors
 from consistency.alternatives.transforms import EXPLAINED, bounded, residual_size, select_rows, usable_or
 from consistency.case import Alternative

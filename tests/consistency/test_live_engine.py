@@ -8,7 +8,7 @@ import pytest
 from click.testing import CliRunner
 
 from areal_core.testing import make_tiny_tokenizer
-from areal_core.testing.server import EmbeddedServer
+from areal_core.testing.embedded_server import EmbeddedServer
 from areal_debug.verbs.consistency import command
 from consistency.alternatives import transforms
 from consistency.score import load_scorer

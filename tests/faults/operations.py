@@ -25,7 +25,6 @@ from areal_core.servers.health import Health
 from areal_core.servers.server import Server
 from areal_core.telemetry.loggers import JsonlLogger, read_stats
 from areal_core.telemetry.trace import Trace
-from areal_core.telemetry.trace_merge import merge
 from areal_core.trainer.checkpointing import cut_stats, find_checkpoint, write_and_clear
 from areal_debug.cli import main
 from areal_debug.hang.collect import _into
@@ -348,11 +347,6 @@ def page(name: str, before: Callable[[Path], object], *words: str, files: tuple[
     )
 
 
-def statistics_of_a_run(folder: Path) -> None:
-    runs = load("doctor/runs.py")
-    runs.write_stats(folder / "logs", runs.healthy())
-
-
 def collection(folder: Path) -> None:
     samples = load("hangdoctor/analysis/test_samples.py")
     ranks = {f"rank_{rank}": samples.still(samples.REDUCE) for rank in range(2)}
@@ -475,21 +469,6 @@ def tracing() -> Operation:
     return Operation("trace", lambda folder: None, as_sentence(run), unfinished=r"trace.*")
 
 
-def merging() -> Operation:
-    def before(folder: Path) -> None:
-        trace = Trace(folder / "trace", 0, 1, {})
-        trace.stage("update", 1, 2)
-        trace.close()
-        (folder / "trace/trace.json").write_text("an older trace")
-
-    return Operation(
-        "trace, merged",
-        before,
-        as_sentence(lambda folder: merge(folder / "trace")),
-        files=("trace/trace.json",),
-    )
-
-
 def checkpoint(folder: Path, step: int, num_ranks: int = 2) -> list[Snapshot]:
     """Make the snapshots of all ranks, as `take_snapshot` does."""
     weights = [Piece("model.w", (rank * 4,), torch.arange(4.0) + step) for rank in range(num_ranks)]
@@ -579,7 +558,6 @@ def hf_export(name: str, over_old: bool) -> Operation:
     )
 
 
-CHATS = "view/records.py"
 OPERATIONS = [
     recording("record, 1 rank", 1),
     recording("record, 1 rank, background", 1, queue_steps=2),
@@ -595,18 +573,9 @@ OPERATIONS = [
     extracting(),
     importing(),
     *map(exporting, ("jsonl", "pt", "parquet", "slime")),
-    page("view", lambda folder: load(CHATS).write_chats(folder / "record", 4, 2),
-         "view", "FOLDER/record", "-o", "FOLDER/view.html", files=("view.html",)),
-    page("doctor", statistics_of_a_run, "doctor", "FOLDER/logs", "-o", "FOLDER/doctor.html", files=("doctor.html",)),
-    page("hang diagnose", collection, "hang", "diagnose", "FOLDER/stacks", "-o", "FOLDER/hang.html",
-         "-o", "FOLDER/hang.md", files=("hang.html", "hang.md")),
-    post_mortem(),
     collecting("collection"),
     collecting("collection.tar.gz"),
     stats_logger(),
-    server_health(),
-    tracing(),
-    merging(),
     saving("checkpoint", 3),
     saving("checkpoint, same name", 2),
     hf_export("model", over_old=False),

@@ -1,19 +1,17 @@
 """Files of other frameworks, mutated; pickles, and what an unpickler returns."""
 
 import contextlib
-import importlib
 import json
-import pkgutil
 import random
+import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-import recorder.trainers
 from recorder import open_record
 from recorder.errors import RecordError
-from recorder.trainers.importing import import_record, write_import
+from recorder.trainers.importing import FORMATS, import_record, write_import
 from recorder.trainers.stand_ins import Instance
 from recorder.trainers.unpickle import load_bytes
 
@@ -153,11 +151,10 @@ def run_tree(case: Case, box: Path) -> None:
         document = decoded(json.loads(tree))
     except (ValueError, TypeError, RecursionError, OverflowError, SyntaxError):  # the last: a dtype
         return
-    for module in pkgutil.iter_modules(recorder.trainers.__path__):
-        importer = importlib.import_module(f"recorder.trainers.{module.name}")
-        if hasattr(importer, "load_pickle") and module.name != "unpickle":
+    for importer in {sys.modules[known.read.__module__] for known in FORMATS.values()}:
+        if hasattr(importer, "load_pickle"):
             importer.load_pickle = lambda path: document  # type: ignore[attr-defined]
-        if hasattr(importer, "first_strings") and module.name != "unpickle":
+        if hasattr(importer, "first_strings"):
             importer.first_strings = lambda path: names_in(document)  # type: ignore[attr-defined]
     source = case.write(box / "source")
     (box / "record").mkdir()

@@ -1,13 +1,9 @@
-"""What a user or a file writes as text: configs, overrides, filters, names of files."""
+"""What a user or a file writes as text: filters, names of files."""
 
-import json
 import os
 import random
 from pathlib import Path
 
-from areal_core.config import GRPOConfig
-from areal_core.config.loading import apply_override, load_with_notes, read_yaml
-from areal_core.errors import ConfigError
 from areal_core.safety.file_names import UnsafeName, checked_name, open_below
 from replayer.errors import WrongFilter
 from replayer.expression import ROW_NAMES, parse_expression
@@ -73,59 +69,6 @@ OVERRIDES = [
     "actor.optimizer.lr",
     "",
 ]
-
-
-def config_bases(folder: Path) -> dict[str, Files]:
-    tiny = (ROOT / "tests/debug/tiny.yaml").read_bytes().replace(b"???", b"somewhere")
-    return {"tiny": {"run.yaml": tiny, "overrides.json": json.dumps(["seed=2", "actor.path=x"]).encode()}}
-
-
-def run_config(case: Case, box: Path) -> None:
-    (box / "run.yaml").write_bytes(case.files["run.yaml"])
-    load_with_notes(["--config", str(box / "run.yaml"), *overrides_of(case)], GRPOConfig)
-
-
-def overrides_of(case: Case) -> list[str]:
-    try:
-        given = json.loads(case.files["overrides.json"])
-    except (ValueError, RecursionError):
-        return []
-    return [str(one) for one in given] if isinstance(given, list) else []
-
-
-def run_overrides(case: Case, box: Path) -> None:
-    """What costs a full load 0.4 s is left out: the checks of the dataclasses."""
-    (box / "run.yaml").write_bytes(case.files["run.yaml"])
-    tree = read_yaml(str(box / "run.yaml"))
-    for one in overrides_of(case):
-        apply_override(tree, one, GRPOConfig)
-
-
-def yaml_edit(chance: random.Random) -> Edit:
-    text = chance.choice(YAML)
-    if chance.random() < 0.5:
-        option = (
-            chance.choice(["", "+", "~", "++"]) + chance.choice(OVERRIDES) + chance.choice([".", "", ".x"])
-        )
-        return [
-            "set",
-            "overrides.json",
-            [chance.randrange(2)],
-            option + chance.choice(["=", "", "=="]) + text,
-        ]
-    if chance.random() < 0.2:  # each line refers ten times to the one before
-        width, depth = chance.randrange(2, 12), chance.randrange(2, 9)
-        lines = ["a0: &a0 x"] + [
-            f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * width)}]" for n in range(1, depth)
-        ]
-        return ["file", "run.yaml", "\n".join(lines)]
-    return [
-        "bytes",
-        "run.yaml",
-        chance.randrange(900),
-        chance.choice([0, 0, 5]),
-        text.encode("utf-8", "replace").decode("latin-1"),
-    ]
 
 
 # Filters
@@ -292,8 +235,6 @@ def run_name(case: Case, box: Path) -> None:
 
 
 TARGETS = {
-    "config": Target(config_bases, run_config, (ConfigError,), yaml_edit),
-    "overrides": Target(config_bases, run_overrides, (ConfigError,), yaml_edit),
     "expression": Target(filter_bases, run_filter, (WrongFilter,), filter_edit),
     "names": Target(name_bases, run_name, (UnsafeName,), name_edit),
 }

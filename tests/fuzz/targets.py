@@ -34,17 +34,11 @@ MODULES = {
     "importers": ("imports", 40),
     "pickles": ("imports", 500),
     "trees": ("imports", 200),
-    "hang": ("hangs", 60),
-    "flight_recorder": ("hangs", 1000),
-    "config": ("options", 15),
-    "overrides": ("options", 40),
     "expression": ("options", 1500),
     "names": ("options", 1500),
     "proxy": ("servers", 150),
     "replies": ("servers", 1500),
     "page": ("page", 300),
-    "statistics": ("statistics", 60),
-    "trace": ("statistics", 100),
 }
 
 

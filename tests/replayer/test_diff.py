@@ -303,31 +303,31 @@ def test_the_commands_report_it_in_words_and_as_json_and_end_with_the_code_of_di
     record(same)
     record(left)
     record(tmp_path / "right", change=diverge_at(1))
-    result = run("diff", left, same)
+    result = run("why", left, same, "--all")
     assert result.exit_code == 0
     assert "Same: 3 steps compared, all bit-identical." in result.output
-    result = run("diff", left, tmp_path / "right")
+    result = run("why", left, tmp_path / "right", "--all")
     assert result.exit_code == 1
     assert "the records diverge first in step 1, stage weights" in result.output
     assert "head, minibatch 0: 00000002 in A, 0000004e in B; 1 of 2 differ" in result.output
-    facts = json.loads(run("diff", left, tmp_path / "right", "--json").output)
+    facts = json.loads(run("why", left, tmp_path / "right", "--all", "--json").output)
     assert (facts["same"], facts["step"], facts["stage"]) == (False, 1, "weights")
     assert facts["verdict"]["cause"] == "kernel noise"
-    result = run("bisect-step", left, tmp_path / "right")
+    result = run("why", left, tmp_path / "right", "--layers", "--no-replay")
     assert result.exit_code == 1
     assert "The weights differ after step 1; they were the same after step 0." in result.output
-    facts = json.loads(run("bisect-step", left, tmp_path / "right", "--json").output)
+    facts = json.loads(run("why", left, tmp_path / "right", "--layers", "--no-replay", "--json").output)
     assert (facts["step"], facts["last_same"], facts["diff"]["stage"]) == (1, 0, "weights")
-    assert run("bisect-step", left, same).exit_code == 0
+    assert run("why", left, same, "--layers", "--no-replay").exit_code == 0
 
 
 def test_misuse_is_one_sentence_and_code_2(tmp_path):
     record(tmp_path / "left")
     record(tmp_path / "rollout", scope="rollout")
     for arguments, words in (
-        (("diff", tmp_path / "left", tmp_path / "nothing"), "does not exist"),
-        (("diff", tmp_path / "left", tmp_path / "left", "--step", 9), "step 9 is not recorded"),
-        (("bisect-step", tmp_path / "left", tmp_path / "rollout"), "debug.dump_scope=plan"),
+        (("why", tmp_path / "left", tmp_path / "nothing", "--all"), "does not exist"),
+        (("why", tmp_path / "left", tmp_path / "left", "--step", 9), "step 9 is not recorded"),
+        (("why", tmp_path / "left", tmp_path / "rollout", "--layers"), "debug.dump_scope=plan"),
     ):
         result = run(*arguments)
         assert (result.exit_code, len(result.stderr.splitlines())) == (2, 1), result.stderr
@@ -339,7 +339,7 @@ def test_damage_is_code_1(tmp_path):
     record(tmp_path / "right")
     file = tmp_path / "right/steps/000001/step.json"
     file.write_bytes(file.read_bytes()[:-1])
-    result = run("diff", tmp_path / "left", tmp_path / "right")
+    result = run("why", tmp_path / "left", tmp_path / "right", "--all")
     assert result.exit_code == 1
     assert "steps/000001/step.json" in result.stderr
 
@@ -360,7 +360,7 @@ def test_runs_without_a_common_prompt_and_with_models_of_other_sizes_are_unrelat
     # other data for one model, and one set of prompts for two models, are experiments
     assert diff_records(left, record(tmp_path / "data", change=other, header=header(10))).unrelated is None
     assert diff_records(left, record(tmp_path / "model", header=header(9))).unrelated is None
-    result = CliRunner().invoke(main, ["diff", left.path, smaller.path])
+    result = CliRunner().invoke(main, ["why", left.path, smaller.path, "--all"])
     assert "unrelated runs: no prompt of one is in the other" in result.output
 
 

@@ -26,6 +26,7 @@ def picture(colour: str) -> bytes:
     return file.getvalue()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("family", "freezes"), [("qwen2_5_vl", False), pytest.param("gemma3", True, marks=pytest.mark.long)]
 )

@@ -64,7 +64,7 @@ engine rank 0:
     _broadcast (areal_core/servers/weight_update.py:240)
 engine rank 0:
     wait (threading.py:327)
-    _pause (areal_core/testing/server.py:185)
+    _pause (areal_core/testing/embedded_server.py:185)
 """,
     "NeMo-RL": f"""policy rank 0:
     broadcast ({C10D}:2810)

@@ -1,1 +1,0 @@
-"""`areal-debug crosscheck`: a step recomputed by other code than the trainer's."""

@@ -1,1 +1,0 @@
-"""`areal-debug check run`: check before a run that it is deterministic."""

@@ -1,0 +1,225 @@
+"""`areal-debug record import` and `export`: convert between a record and other tools' formats."""
+
+import importlib
+import tempfile
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from areal_debug.cli import Verb, force_option, json_option, overrides_argument, step_option
+from areal_debug.confined import describes_limits, reads_untrusted
+from areal_debug.render import announce, console, errors_as_sentences, print_json, styled
+
+if TYPE_CHECKING:
+    from recorder.tables.formats import Exported
+    from recorder.trainers.importing import Imported
+
+FORMATS = ("jsonl", "parquet", "pt", "slime", "hf", "wandb", "trackio")
+OF_TORCH = ("pt", "slime")
+SERVICES = ("wandb", "trackio")  # `areal_debug.record.services` logs to them
+
+
+@click.command(
+    cls=Verb,
+    short_help="Write a record from rollout files of another framework",
+    example="areal-debug record import rollouts/ --to runs/record --config my.yaml --model MODEL",
+)
+@click.argument("source", type=click.Path(path_type=Path))
+@click.option("--from", "format_name", help="The format; by default recognised by names and contents.")
+@click.option(
+    "--to", "destination", type=click.Path(path_type=Path), required=True, help="New folder for the record."
+)
+@click.option("--config", type=click.Path(path_type=Path), help="YAML file of the run that will train on it.")
+@click.option("--set", "settings", multiple=True, hidden=True)
+@click.option("--model", type=click.Path(), help="The model that the first step starts from.")
+@force_option
+@json_option
+@overrides_argument
+@describes_limits
+@errors_as_sentences
+def import_record(
+    source: Path,
+    format_name: str | None,
+    destination: Path,
+    config: Path | None,
+    settings: tuple[str, ...],
+    model: str | None,
+    force: bool,
+    as_json: bool,
+    overrides: tuple[str, ...],
+) -> None:
+    """Write a record from SOURCE, a file or the folder of an experiment of slime, miles, verl,
+    prime-rl, NeMo-RL, SkyRL, ROLL, xtuner, open-instruct, AReNo, AReaL or TRL.
+
+    What its format does not have is recorded as unknown, and what is left out is printed. Nothing
+    that a pickle names is imported. With --config and --model
+    the record can be replayed; OPTION=VALUE changes an option of the config, and `areal-debug
+    replay DEST -o X` records the replay.
+    """
+    from recorder.trainers.importing import import_record as write_record
+
+    options = resolve_config(config, (*settings, *overrides), model)
+    announce(f"importing {source}")
+    imported = write_record(source, destination, format_name, options, model, force)
+    if as_json:
+        print_json(asdict(imported) | {"record": str(destination)})
+    else:
+        print_imported(imported, destination)
+
+
+def resolve_config(
+    config: Path | None, settings: tuple[str, ...], model: str | None
+) -> dict[str, Any] | None:
+    """Return the checked options of a run from a YAML file; None without one."""
+    if config is None:
+        return None
+    from areal_core.config import GRPOConfig, config_to_dict, load_expr_config
+
+    overrides = [*settings, *([f"actor.path={model}"] if model else [])]
+    resolved, _ = load_expr_config(["--config", str(config), *overrides], GRPOConfig)
+    return config_to_dict(resolved)
+
+
+def print_imported(imported: "Imported", destination: Path) -> None:
+    out = console()
+    out.print(
+        styled(
+            "{} steps of {}: {} samples, {:,} tokens, in {}",
+            len(imported.steps),
+            imported.format,
+            imported.num_samples,
+            imported.num_tokens,
+            destination,
+        )
+    )
+    out.print("not carried by the format, or assumed:")
+    for note in imported.notes:
+        out.print(styled("  {}", note))
+
+
+@click.command(
+    cls=Verb,
+    short_help="Write a record as JSON lines, Parquet or another tool's files",
+    example="areal-debug record export runs/record --format jsonl --to samples.jsonl\n"
+    "areal-debug record export runs/record --format parquet --to samples",
+)
+@click.argument("record", type=click.Path(path_type=Path))
+@click.option(
+    "--format", "format_name", type=click.Choice(FORMATS), required=True, help="Format of the files."
+)
+@click.option(
+    "--to",
+    "destination",
+    type=click.Path(path_type=Path),
+    required=True,
+    help="File to write; pt and slime have one per step: put {step} into its name. A folder for hf, wandb and "
+    "trackio, and for parquet a table by step unless the name ends in .parquet.",
+)
+@click.option(
+    "--hub", metavar="USER/NAME", help="With hf: also send the dataset to the Hugging Face Hub, private."
+)
+@click.option(
+    "--images",
+    type=click.Choice(("bytes", "files")),
+    default="bytes",
+    show_default=True,
+    help="With jsonl, parquet and hf: pictures in the table, or files in DESTINATION.images and their paths.",
+)
+@click.option("--public", is_flag=True, help="With --hub: let anybody read it.")
+@step_option("all steps")
+@force_option
+@json_option
+@describes_limits
+@errors_as_sentences
+def export(
+    record: Path,
+    format_name: str,
+    destination: Path,
+    hub: str | None,
+    public: bool,
+    images: str,
+    step: int | None,
+    force: bool,
+    as_json: bool,
+) -> None:
+    """Write the samples of RECORD as JSON lines, Parquet, torch tensors, slime's rollout data, a
+    dataset of Hugging Face, or an offline run of Weights & Biases or Trackio.
+
+    What is not known is null, or absent.
+    """
+    if (hub is not None and format_name != "hf") or (public and hub is None):
+        raise ValueError("--hub needs --format hf, and --public needs --hub")
+    if format_name in OF_TORCH:
+        importlib.import_module(
+            "torch"
+        )  # here: CUDA's packages need a temporary file, which the child has not
+    if format_name in SERVICES:
+        export_to_service(record, format_name, destination, step, as_json)
+        return
+    export_confined(
+        record=record,
+        format_name=format_name,
+        destination=destination,
+        step=step,
+        force=force,
+        images=images,
+        as_json=as_json,
+    )
+    if hub is not None:
+        from areal_debug.record.services import send_to_hub
+
+        console(stderr=as_json).print(styled("sent to {}", send_to_hub(destination, hub, public)))
+
+
+@reads_untrusted("record", outputs="destination", cpu_s=60)
+@errors_as_sentences
+def export_confined(
+    record: Path,
+    format_name: str,
+    destination: Path,
+    step: int | None,
+    force: bool,
+    images: str,
+    as_json: bool,
+) -> None:
+    from recorder.tables.formats import export_record
+
+    announce(f"exporting {record} as {format_name}")
+    exported = export_record(record, format_name, destination, step, force, images)
+    print_exported(exported, format_name, as_json)
+
+
+def export_to_service(record: Path, service: str, folder: Path, step: int | None, as_json: bool) -> None:
+    """Log a record as an offline run of a service, into a new folder, and print what shows it."""
+    from areal_debug.record.services import log_lines
+    from recorder.archive.confined import in_child
+    from recorder.tables.formats import Exported, export_record
+
+    if folder.exists():
+        raise ValueError(f"{folder} exists already: {service} gets a folder of its own, choose another name")
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}.") as scratch:
+        lines = Path(scratch) / "lines.jsonl"
+        written = in_child(
+            lambda: asdict(export_record(record, "lines", lines, step)), [record], Path(scratch)
+        )
+        shows = log_lines(lines, service, folder, record.name)
+    print_exported(Exported(**written | {"files": [str(folder)], "next": shows}), service, as_json)
+
+
+def print_exported(exported: "Exported", format_name: str, as_json: bool) -> None:
+    if as_json:
+        print_json(asdict(exported))
+        return
+    out = console()
+    out.print(
+        styled("{} steps in {}{}", len(exported.steps), exported.files[0], and_more(len(exported.files) - 1))
+    )
+    out.print(styled("not carried by {}: {}", format_name, "; ".join(exported.lost)), style="dim")
+    if exported.next is not None:
+        out.print(styled("next: {}", exported.next))
+
+
+def and_more(count: int) -> str:
+    return f" and {count} more files" if count else ""

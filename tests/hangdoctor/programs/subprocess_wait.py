@@ -1,0 +1,27 @@
+"""Rank 0 waits for an upload command that never ends; its peers wait in a barrier.
+
+label: external_wait
+culprits: 0
+ranks: 2
+"""
+
+import subprocess
+
+import torch.distributed as dist
+from hang_point import here
+
+
+def upload_logs() -> None:
+    subprocess.run(["sleep", "3600"], check=True)
+
+
+def main() -> None:
+    dist.init_process_group("gloo")
+    dist.barrier()
+    here()
+    if dist.get_rank() == 0:
+        upload_logs()
+    dist.barrier()
+
+
+main()
