@@ -10,7 +10,7 @@ import torch
 from transformers import MistralConfig, MistralForCausalLM
 
 from areal_core.engine.attention import PACKED
-from consistency.alternatives import transforms
+from consistency import transforms
 from consistency.alternatives.probes import (
     SCHEMES,
     partial_alternatives,
