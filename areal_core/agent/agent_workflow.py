@@ -39,7 +39,7 @@ from areal_core.agent.output_parsers import check_parsers
 from areal_core.agent.proxy import AgentProxy
 from areal_core.agent.proxy_server import InProcessTransport, ProxyServer, write_admin_key
 from areal_core.agent.sessions import Session
-from areal_core.agent.transcripts.transcript import encode, transcript, with_transcript
+from areal_core.agent.transcript import encode, transcript, with_transcript
 from areal_core.config import AgentConfig
 from areal_core.data.processor import VisionProcessor
 from areal_core.rollout.errors import PromptTooLong

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from areal_core.agent.transcripts.transcript import without_transcripts
+from areal_core.agent.transcript import without_transcripts
 from areal_core.config import PPOConfig, config_to_dict, masked_options
 from areal_core.engine.checkpoint.distributed import Engines, save_checkpoint
 from areal_core.engine.determinism import branch_rng, rng_state
@@ -28,7 +28,6 @@ from areal_core.safety.secrets import masker
 from areal_core.telemetry import Stats, StatsLogger
 from areal_core.trainer import build, build_models, build_rollouts
 from areal_core.trainer.checkpointing import Recovery, Saver, step_of
-from areal_core.trainer.critic import critic_values, update_critic
 from areal_core.trainer.evaluation import (
     Evaluation,
     evaluated_models,
@@ -44,7 +43,7 @@ from areal_core.trainer.scored_rollouts import ScoredRollouts
 from areal_core.trainer.shared_devices import TurnRollouts
 from areal_core.trainer.step_stats import log_batch, log_settings, log_versions
 from areal_core.trainer.trace_hooks import NO_TRACING
-from areal_core.trainer.update import update
+from areal_core.trainer.update import critic_values, update, update_critic
 
 # observer(event, **facts): the events and their facts are listed in ARCHITECTURE.md.
 Observer = Callable[..., None]

@@ -5,9 +5,9 @@ import asyncio
 import pytest
 import torch
 
+from areal_core.embedded.cached_rows import PrefixCache
 from areal_core.embedded.engine import EmbeddedEngine, ReplicaUpdate
 from areal_core.embedded.generate import generate
-from areal_core.embedded.prefix_cache import PrefixCache
 from areal_core.embedded.replica import Replica
 from areal_core.rollout.types import ModelRequest, Sampling
 from areal_core.testing import make_tiny_family
