@@ -1,1 +1,1 @@
-"""Logprobs of the same tokens under other settings: weights, images, details of the architecture."""
+"""Logprobs of the same tokens under other settings: weights, images, architecture."""

@@ -1,1 +1,1 @@
-"""Other questions: is it equal in every bit, which of two engines is at fault, while a run trains."""
+"""Other questions: equal in every bit, which of two engines is at fault, while a run trains."""

@@ -1,7 +1,7 @@
 """The phase of a training step that a stack shows, from its frames, source lines and /proc state.
 
-The innermost frame with a `step` in frames.toml decides, except that some phases are only the means of
-an outer one: a forward pass inside a backward is recomputation, an HTTP request inside a dataset
+The innermost frame with a `step` in frames.toml decides, except that some phases are only the means
+of an outer one: a forward pass inside a backward is recomputation, an HTTP request inside a dataset
 loads data. C calls have no frame, so the text of the innermost source line is read, too.
 """
 
