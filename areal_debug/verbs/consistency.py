@@ -188,7 +188,7 @@ def command(
         model = model or (recorded_model(record) if record else None)
         raise SystemExit(check_layers(record, model, steps, as_json, options))
     if options["exact"]:
-        from areal_debug.consistency.entry.exact import check_exact
+        from areal_debug.consistency.exact import check_exact
 
         model = model or (recorded_model(record) if record else None)
         if len(engines) != 1 or model is None:
