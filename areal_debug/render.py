@@ -296,7 +296,7 @@ def print_json(facts: Any) -> None:
 
     Non-finite floats, which JSON lacks, are printed as `{"float": "nan"}`.
     """
-    from recorder.checksum_json import plain
+    from recorder.documents import plain
 
     click.echo(json.dumps(plain(facts), indent=2, allow_nan=False, default=str))
 

@@ -24,11 +24,10 @@ import crosscheck_steps as steps  # noqa: E402
 
 from recorder import open_record  # noqa: E402
 from replayer.crosscheck.frameworks import FRAMEWORKS, CannotRun  # noqa: E402
-from replayer.crosscheck.step_check import crosscheck  # noqa: E402
+from replayer.crosscheck.opinions import crosscheck  # noqa: E402
 from replayer.crosscheck.step_rows import StepRows, read_rows  # noqa: E402
 from replayer.crosscheck.their_configs import options_of  # noqa: E402
-from replayer.crosscheck.twin import Bounded, advantages_of  # noqa: E402
-from replayer.crosscheck.twin_loss import loss_inputs, loss_of  # noqa: E402
+from replayer.crosscheck.twin import Bounded, advantages_of, loss_inputs, loss_of  # noqa: E402  # noqa: E402
 
 
 def main() -> None:

@@ -30,7 +30,7 @@ from peer_results import report
 from areal_core.safety.durable import sync, write_durably
 from recorder import Outcome, Plan, RecordingOptions, RecordWriter, open_record, verify
 from recorder.archive.pack import archive_record
-from recorder.checksum_json import checksummed_bytes, parse_checksummed
+from recorder.documents import checksummed_bytes, parse_checksummed
 from recorder.format import STEP_FILE, rank_file, step_name
 from recorder.header import write_header
 from recorder.integrity.chain import link_to, write_end

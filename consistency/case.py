@@ -7,7 +7,6 @@ holds everything that a check may inspect.
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -46,7 +45,6 @@ class Request:
         temperature: of the sampling; None: the recorded one.
         previous: checkpoint before this one, to recognise stale weights.
         base: checkpoint without the adapter, to recognise an engine that does not use it.
-        scores_folder: keeps finished scores for the next attempt.
         trainer: compute the trainer check if the record does not hold its logprobs.
     """
 
@@ -56,7 +54,6 @@ class Request:
     temperature: float | None = None
     previous: str | None = None
     base: str | None = None
-    scores_folder: Path | None = None
     trainer: bool = False
 
 

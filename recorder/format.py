@@ -8,8 +8,7 @@ from typing import Annotated, Any, TypedDict
 import numpy as np
 
 from areal_core.safety.printable import printable
-from recorder.errors import DamagedRecord, UnknownFormat
-from recorder.typed_json import (
+from recorder.documents import (
     Checksum,
     Count,
     Digest,
@@ -23,6 +22,7 @@ from recorder.typed_json import (
     parse_as,
     parser_of,
 )
+from recorder.errors import DamagedRecord, UnknownFormat
 
 FORMAT_VERSION = 2
 PICTURES_VERSION = 3  # of a step.json whose batches have pictures

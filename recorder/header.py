@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from areal_core.safety.durable import commit_file, sync
-from recorder.checksum_json import checksummed_bytes
+from recorder.documents import Step, checksummed_bytes, parse_as
 from recorder.environment import environment, folder_identity
 from recorder.errors import DamagedRecord, RecordExists
 from recorder.format import (
@@ -38,7 +38,6 @@ from recorder.format import (
     is_lock_file,
 )
 from recorder.lock import check_not_in_use
-from recorder.typed_json import Step, parse_as
 
 Ranges = tuple[tuple[Step, Step], ...]
 

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from recorder.agents.calls import Transcript, parse_transcripts
-from recorder.checksum_json import (
+from recorder.conversations import Transcript, parse_transcripts
+from recorder.documents import (
     MAX_JSON_BYTES,
     checksum,
     parse_checksummed,
@@ -343,7 +343,7 @@ class Record:
         return self._exporter("html").html_of(self)
 
     def _exporter(self, name: str) -> ModuleType:
-        return import_module(f"recorder.exporters.{name}")
+        return import_module(f"recorder.tables.{name}")
 
     def anchors(self) -> tuple[int, ...]:
         """Steps before which a complete checkpoint was saved."""

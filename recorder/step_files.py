@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from areal_core.safety.durable import commit_file, sync, write_durably
-from recorder.checksum_json import (
+from recorder.documents import (
     checksum,
     checksummed_bytes,
     json_bytes,

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from areal_core.safety.durable import write_durably
-from recorder.checksum_json import checksum
+from recorder.documents import checksum
 from recorder.errors import DamagedRecord, RecordError
 from recorder.format import IMAGE_DATA, IMAGE_KEYS, NUMPY_TYPES, BatchEntry, TensorEntry
 from recorder.storage import Storage

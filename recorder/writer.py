@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from areal_core.safety.lock import Lock, Lost, Process, check, new_token, this_process
-from recorder.agents.calls import call_lines, without_calls
+from recorder.conversations import call_lines, without_calls
 from recorder.errors import RecordError, RecordExists, RecordingFailed
 from recorder.format import (
     END_FILE,

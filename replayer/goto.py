@@ -4,15 +4,18 @@ nearest anchor ─> replay, each step compared ─differs?─> stop and report
                           └─> step N ─> its batch | advantages | loss | backward | optimizer ─> visit(scene) ─> end of the replay
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 from areal_core.data.batch import Batch
+from areal_core.engine.checkpoint.hf_folder import save_hf
 from areal_core.trainer.rl import Observer, PPOTrainer
 from recorder import Outcome, Plan, Record, open_record
 from replayer.check import StepResult, StoppedAtDifference
+from replayer.errors import ReplayError
 from replayer.preconditions import nearest_anchor, step_range
 from replayer.request import Request
 from replayer.run import check_of, replay
@@ -204,3 +207,36 @@ def compare_weights(record: Record, trainer: PPOTrainer, step: int) -> tuple[int
     recorded = record.step(step - 1).outcome(trainer.ranks.data_parallel_rank).checksums
     found = trainer.checksums()
     return len(found), sorted({name for name, _ in found.items() ^ recorded.items()})
+
+
+def save_weights(record: str, steps: Sequence[int], folder: Path, model: str | None = None) -> None:
+    """Save the weights before each step into `folder/VERSION`, adapters merged; a collective.
+
+    Args:
+        steps: ascending.
+        model: current path of the model that the run started from, if it has moved.
+
+    Raises:
+        ReplayError: the weights before a step are not those of the recorded run, or its steps are
+            missing.
+    """
+
+    def make_saver(record: Record, trainer: PPOTrainer, request: Request) -> Observer:
+        def observe(event: str, **facts: Any) -> None:
+            if event != "batch" or facts["step"] not in steps:
+                return
+            _, wrong = compare_weights(record, trainer, facts["step"])
+            if wrong:
+                raise ReplayError(
+                    f"{record.path}: replayed up to step {facts['step']}, {len(wrong)} parameters differ from the "
+                    f"recorded run, such as {wrong[0]}: replay it with the code and on the machine that recorded it"
+                )
+            save_hf(folder / str(facts["version"]), trainer.actor, trainer.tokenizer, merged=True)
+            if facts["step"] == steps[-1]:
+                raise VisitFinished
+
+        return observe
+
+    start = nearest_anchor(open_record(record), steps[0])
+    with suppress(VisitFinished):
+        replay(Request(record, steps[0] if start is None else start, steps[-1], model), [make_saver])

@@ -10,8 +10,7 @@ from replayer.anchors import CHECKPOINT
 from replayer.check import ReplayCheck, ReplayReport
 from replayer.preconditions import check_model, check_steps_present, nearest_anchor, step_range
 from replayer.request import Request, replay_config
-from replayer.source import RecordedRollouts
-from replayer.whatif import Edit, EditedRollouts, filter_rows, load_edit, reward_rows
+from replayer.source import Edit, EditedRollouts, RecordedRollouts, filter_rows, load_edit, reward_rows
 
 MakeObserver = Callable[[Record, PPOTrainer, Request], Observer]
 

@@ -24,8 +24,7 @@ from areal_core.rollout.loop_thread import LoopThread
 from areal_core.rollout.types import ModelRequest, ModelResponse
 from areal_debug.agent.run import frames_of_agent
 from recorder import Record, RecordError
-from recorder.agents.calls import RecordedCall, Transcript
-from recorder.agents.conversations import offered_tools
+from recorder.conversations import RecordedCall, Transcript, offered_tools
 from recorder.reader import RecordedStep
 
 ADDRESS = re.compile(r"(?P<record>.+?)(?:#(?P<step>\d+)(?:/(?P<prompt>\d+)(?:/(?P<episode>\d+))?)?)?")

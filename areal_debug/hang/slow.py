@@ -11,9 +11,8 @@ from areal_core.safety.printable import printable
 from areal_debug.render import announce, console
 from hangdoctor.collect.discover import Search
 from hangdoctor.slow.blame import SlowVerdict
-from hangdoctor.slow.live import who_is_slow
 from hangdoctor.slow.phases import PHASE_NAMES
-from hangdoctor.slow.sample import SECONDS
+from hangdoctor.slow.sample import SECONDS, who_is_slow
 
 STYLES = {0: "bold green", 1: "bold red", 2: "bold"}
 LEAST_SHOWN = 0.02

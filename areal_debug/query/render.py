@@ -14,7 +14,7 @@ from rich.table import Table
 
 from areal_core.safety.durable import replacing
 from areal_debug.render import console, format_number, one_line, styled
-from recorder.checksum_json import plain, restored
+from recorder.documents import plain, restored
 
 if TYPE_CHECKING:
     from areal_debug.query.database import TableColumns

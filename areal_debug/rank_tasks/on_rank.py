@@ -124,7 +124,7 @@ def visit(scene: "Scene", options: "GotoOptions") -> None:
 
 def save_recorded_weights(record: str, steps: Sequence[int], folder: str, model: str | None) -> Report:
     """Save the weights before some steps, ascending, of a record."""
-    from replayer.saved_weights import save_weights
+    from replayer.goto import save_weights
 
     save_weights(record, steps, Path(folder), model)
     return {}

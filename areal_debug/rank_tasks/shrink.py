@@ -13,8 +13,7 @@ from areal_debug.wiring import recorder_of
 from recorder import Recording, RecordingOptions
 from replayer.bug.cut import CutReport, Watcher, cut_step
 from replayer.bug.cut_request import CutRequest
-from replayer.bug.shrink import Rows
-from replayer.bug.symptom import Numbers
+from replayer.bug.shrink import Numbers, Rows
 
 MOST_NAMED = 4  # rows that are printed by their names
 

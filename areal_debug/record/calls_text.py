@@ -10,7 +10,7 @@ from areal_core.safety.printable import printable_block
 from areal_debug.render import count, format_number, styled
 
 if TYPE_CHECKING:
-    from recorder.agents.conversations import Conversation, Part
+    from recorder.conversations import Conversation, Part
 
 MOST_CHARACTERS = 600  # of a message
 WIDTH = 12  # of the names beside messages

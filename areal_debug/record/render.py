@@ -15,7 +15,7 @@ from areal_debug.render import console, format_bytes, format_number, sparkline, 
 
 if TYPE_CHECKING:
     from recorder import Record, RecordedStep, RecordHeader, Recording, VerifyReport
-    from recorder.agents.conversations import Conversation
+    from recorder.conversations import Conversation
     from recorder.header import Gaps
     from recorder.reader import StepSummary
     from recorder.samples import Branch, Sample, Token

@@ -1,6 +1,6 @@
 """Log an exported record into files of Weights & Biases or Trackio, and send a dataset to the Hub.
 
-The lines come from `recorder.exporters.logged`, which a confined process wrote; nothing here opens
+The lines come from `recorder.tables.formats`, which a confined process wrote; nothing here opens
 the record. Both services write local files only: sending them is a command of theirs.
 """
 
@@ -13,7 +13,7 @@ from typing import Any
 
 from areal_core.telemetry.loggers import masked_arguments
 from areal_debug.render import hidden_output
-from recorder.checksum_json import parse_document
+from recorder.documents import parse_document
 from recorder.errors import RecordError
 
 PROJECT = "areal-debug"

@@ -57,7 +57,7 @@ def command(
         report_each_step(record, step_range, columns, as_json)
     announce(f"recomputing {'the first step' if step is None else f'step {step}'} of {record}")
     from areal_debug.report.terminal import print_report
-    from replayer.crosscheck.step_check import crosscheck, parse_opinions  # imports torch
+    from replayer.crosscheck.opinions import crosscheck, parse_opinions  # imports torch
     from replayer.crosscheck.step_rows import read_confined
 
     names = parse_opinions(opinions)

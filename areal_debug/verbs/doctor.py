@@ -83,7 +83,7 @@ def command(
     """
     from areal_debug.doctor.hooks import NO_HOOKS, make_hooks
     from areal_debug.doctor.rows import is_record
-    from hangdoctor.watch.tree import lives
+    from hangdoctor.watch.loop import lives
 
     hooks = make_hooks(on_alarm, webhook, stop_on, pause_on)
     if output is not None:
@@ -151,7 +151,7 @@ def follow_run(
 
     from areal_debug.doctor.follow import Follower, follow
     from areal_debug.doctor.report import alarm_lines
-    from recorder.checksum_json import plain
+    from recorder.documents import plain
 
     out = console()
 

@@ -103,7 +103,7 @@ def show(
     """
     from areal_debug.record.calls_text import document_of
     from recorder import open_record
-    from recorder.agents.conversations import conversations
+    from recorder.conversations import conversations
 
     if row is not None and prompt_id is not None:
         fail("--sample and --prompt-id exclude each other: give one of them")

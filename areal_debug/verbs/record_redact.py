@@ -56,7 +56,7 @@ def redact(
     """
     from areal_debug.record.decode import load_decoder
     from recorder import open_record
-    from recorder.sharing.redact import Rules, redact_record
+    from recorder.redact import Rules, redact_record
 
     if destination.exists() or destination.is_symlink():
         raise ValueError(f"{destination} exists already: give another path, a copy is never replaced")

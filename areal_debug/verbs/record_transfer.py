@@ -13,7 +13,7 @@ from areal_debug.confined import describes_limits, reads_untrusted
 from areal_debug.render import announce, console, errors_as_sentences, print_json, styled
 
 if TYPE_CHECKING:
-    from recorder.exporters.exporting import Exported
+    from recorder.tables.formats import Exported
     from recorder.trainers.importing import Imported
 
 FORMATS = ("jsonl", "parquet", "pt", "slime", "hf", "wandb", "trackio")
@@ -184,7 +184,7 @@ def export_confined(
     images: str,
     as_json: bool,
 ) -> None:
-    from recorder.exporters.exporting import export_record
+    from recorder.tables.formats import export_record
 
     announce(f"exporting {record} as {format_name}")
     exported = export_record(record, format_name, destination, step, force, images)
@@ -195,7 +195,7 @@ def export_to_service(record: Path, service: str, folder: Path, step: int | None
     """Log a record as an offline run of a service, into a new folder, and print what shows it."""
     from areal_debug.record.services import log_lines
     from recorder.archive.confined import in_child
-    from recorder.exporters.exporting import Exported, export_record
+    from recorder.tables.formats import Exported, export_record
 
     if folder.exists():
         raise ValueError(f"{folder} exists already: {service} gets a folder of its own, choose another name")

@@ -9,7 +9,7 @@ import numpy as np
 
 from areal_core.safety.printable import printable, printable_block
 from areal_debug.view.text import redact_text
-from recorder.agents.conversations import Conversation, conversations
+from recorder.conversations import Conversation, conversations
 from recorder.reader import RecordedStep
 
 Patterns = Sequence[re.Pattern[str]]

@@ -37,7 +37,7 @@ from areal_core.safety.scratch import FolderInUse, unfinished_folder
 from recorder.archive.arrays import ArchivedArray, Zeros, open_array, read_metadata
 from recorder.archive.confined import in_child, write_file
 from recorder.archive.objects import Objects, open_objects
-from recorder.checksum_json import parse_checksummed
+from recorder.documents import parse_checksummed
 from recorder.errors import DamagedRecord, NotARecord, RecordError, RecordNotFound, UnknownFormat
 from recorder.format import (
     ANCHOR_FILE,

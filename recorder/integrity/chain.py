@@ -15,7 +15,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from areal_core.safety.durable import commit_file
-from recorder.checksum_json import checksummed_bytes
+from recorder.documents import checksummed_bytes
 from recorder.format import (
     END_FILE,
     FORMAT_VERSION,

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from recorder.checksum_json import json_text
+from recorder.documents import json_text
 from recorder.errors import RecordError
 from recorder.format import IMAGE_DATA, UNKNOWN_BITS
 from recorder.tensors import FlatBatch, flatten

@@ -178,7 +178,7 @@ def parse_sample(members: Mapping[str, Any], where: str, notes: list[str]) -> Sa
         mask,
         logprobs=logprobs,
         learning={COLUMNS[name]: values for name, values in columns.items()},
-        extras=experts_of(expert_array(experts), len(tokens), where),
+        extras=experts_of(None if experts is None else expert_array(experts), len(tokens), where),
         **known,
     )
 
@@ -255,10 +255,8 @@ def make_sample(columns: Mapping[str, np.ndarray], where: str) -> Sample:
     )
 
 
-def expert_array(experts: Any) -> np.ndarray | None:
+def expert_array(experts: Any) -> np.ndarray:
     """Return [tokens, layers, k] of nested lists, or of (bytes, shape, dtype)."""
-    if experts is None:
-        return None
     if isinstance(experts, list) and len(experts) == 3 and isinstance(experts[0], bytes):
         data, shape, dtype = experts
         return np.frombuffer(data, np.dtype(str(dtype))).reshape([int(size) for size in shape])

@@ -25,8 +25,7 @@ from areal_core.telemetry import Stats
 from areal_core.trainer.objective import PolicyObjective
 from areal_core.trainer.rl import Observer, PPOTrainer, train_steps
 from recorder import Record, RecordedStep
-from replayer.bug.shrink import Row, Rows
-from replayer.bug.symptom import Numbers, Symptom
+from replayer.bug.shrink import Numbers, Row, Rows, Symptom
 from replayer.check import GRAD_NORM, LOSS, StepResult
 from replayer.errors import ReplayError
 from replayer.preconditions import nearest_anchor

@@ -15,10 +15,9 @@ from typing import Any
 from areal_core.config import PPOConfig
 from areal_core.safety.private import default_root
 from recorder import Record
-from recorder.checksum_json import parse_document
+from recorder.documents import Count, HexFloat, Step, parse_as, parse_document
 from recorder.format import ANCHOR_FILE, ANCHORS_FOLDER, AnchorManifest, parse_anchor, step_name
 from recorder.reader import checked_file, read_checksummed
-from recorder.typed_json import Count, HexFloat, Step, parse_as
 from replayer.errors import WrongModel
 
 CUT_FILE, MODELS = "cut.json", "models"

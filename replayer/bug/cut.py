@@ -15,12 +15,12 @@ from areal_core.config.experiment import DebugConfig
 from areal_core.engine.checkpoint.distributed import save_checkpoint
 from areal_core.trainer.rl import Observer, PPOTrainer
 from recorder import Record, RecordHeader, Recording, commit_anchor, open_record
-from recorder.checksum_json import json_bytes
+from recorder.documents import json_bytes
 from recorder.environment import environment, folder_identity
 from recorder.format import STEPS_FOLDER, step_name
 from recorder.header import write_header
 from recorder.integrity.chain import write_end
-from recorder.sharing.recorded import rank_step
+from recorder.redact import rank_step
 from recorder.step_files import RankStep, commit_step, decode_rows, write_rank
 from recorder.tensors import flatten
 from replayer.anchors import CHECKPOINT, anchor_folder
@@ -28,8 +28,7 @@ from replayer.bug.bench import Bench, trainer_before
 from replayer.bug.carried import CUT_FILE, Cut
 from replayer.bug.cut_request import CutRequest, rows_of_micro_batch
 from replayer.bug.models import engines_without_weights, write_models
-from replayer.bug.shrink import Rows, Shrinker, Stopped
-from replayer.bug.symptom import Numbers, Symptom, parse_symptom, shown
+from replayer.bug.shrink import Numbers, Rows, Shrinker, Stopped, Symptom, parse_symptom, shown
 from replayer.check import GRAD_NORM, LOSS
 from replayer.errors import ReplayError, WrongFilter
 from replayer.preconditions import nearest_anchor

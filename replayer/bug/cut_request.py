@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from recorder import Record, RecordedStep
 from replayer.bug.carried import read_cut
-from replayer.bug.symptom import parse_symptom
+from replayer.bug.shrink import parse_symptom
 from replayer.errors import ReplayError
 from replayer.preconditions import (
     check_anchor,

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from recorder.checksum_json import checksum
+from recorder.documents import checksum
 
 if TYPE_CHECKING:
     import torch

@@ -12,7 +12,7 @@ import numpy as np
 
 from areal_core.errors import ImageError
 from recorder import RecordedStep
-from recorder.agents.conversations import Conversation, Part
+from recorder.conversations import Conversation, Part
 from recorder.pictures.kinds import kind_of
 
 

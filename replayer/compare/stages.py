@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from recorder import MicroBatch, Outcome, Plan, RecordedStep
-from recorder.agents.conversations import conversations
+from recorder.conversations import conversations
 from recorder.format import IMAGE_KEYS, OTHER_TRAINER_KEYS, BatchEntry, TensorEntry
 from replayer.compare.inputs import describe, differing_result, pictures_of
 

@@ -21,8 +21,7 @@ from torch import Tensor
 from replayer.crosscheck.options import Options
 from replayer.crosscheck.step_rows import Floats, StepRows
 from replayer.crosscheck.their_configs import TRL_AGGREGATIONS, as_trl, as_verl
-from replayer.crosscheck.twin import groups_of, mask_of
-from replayer.crosscheck.twin_loss import LossInputs, correction
+from replayer.crosscheck.twin import LossInputs, correction, groups_of, mask_of
 
 
 class CannotRun(ValueError):

@@ -1,27 +1,150 @@
-"""Compare a recorded step with a second computation, stage by stage, and name what differs.
+"""What a record says of each stage of a step, beside the functions that recompute it."""
 
-An opinion is the float64 twin, or the code of a framework. Each stage takes its inputs from the
-record where they were recorded, so that a difference belongs to its own stage; otherwise from the
-options that explain the stages before it. Where an opinion differs, the twin looks for the options
-that explain the recorded values, starting from what the opinion computes.
-"""
-
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from math import inf, isnan
 from typing import Any
 
 import numpy as np
 
-from replayer.crosscheck.frameworks import CannotRun, Framework
-from replayer.crosscheck.model_pass import ModelPass
-from replayer.crosscheck.observations import SMALLEST, Observation, observations_of
-from replayer.crosscheck.option_table import Explanation, explain
-from replayer.crosscheck.options import KNOWN, STAGES, Change, Options, sentence
-from replayer.crosscheck.step_rows import Floats, StepRows, Update
-from replayer.crosscheck.their_configs import Configured
-from replayer.crosscheck.twin import UNIT, Bounded, advantages_of
-from replayer.crosscheck.twin_loss import Loss, LossInputs, loss_inputs, loss_of
+from recorder.environment import folder_identity
+from replayer.crosscheck.frameworks import FRAMEWORKS, CannotRun, Framework
+from replayer.crosscheck.model_pass import ModelPass, load_pass
+from replayer.crosscheck.options import KNOWN, STAGES, Change, Explanation, Options, explain, sentence
+from replayer.crosscheck.step_rows import Bools, Floats, StepRows, Update
+from replayer.crosscheck.their_configs import Configured, options_of
+from replayer.crosscheck.twin import (
+    UNIT,
+    Bounded,
+    Loss,
+    LossInputs,
+    advantages_of,
+    kl_rewards,
+    loss_inputs,
+    loss_of,
+    mask_of,
+    row_rewards,
+    sum_error,
+)
+from replayer.errors import WrongModel
+
+SMALLEST = 2.0**-126
+OURS = "ppo_actor/"
+# Statistics of the rewards of all rows, by trainer: ours, TRL's, verl's.
+REWARD_STATISTICS = {
+    f"{OURS}task_reward/avg": "avg", f"{OURS}task_reward/max": "max", f"{OURS}task_reward/min": "min",
+    "reward": "avg", "critic/score/mean": "avg", "critic/score/max": "max", "critic/score/min": "min",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Observation:
+    """Recorded values of a stage and how to recompute them.
+
+    `recorded` is [N], [N, T] (then row i is row i of the step), or [] for a statistic; nan is not
+    known.
+    """
+
+    stage: str
+    name: str
+    recorded: Floats
+    recompute: Callable[[Options], Bounded]
+
+    def misfit(self, found: Bounded) -> Floats:
+        """Divide differences by what rounding to float32 allows: above 1, it explains nothing."""
+        allowed = found.error + UNIT * np.abs(self.recorded) + SMALLEST
+        with np.errstate(invalid="ignore"):
+            misfit = np.abs(self.recorded - found.value) / allowed
+        # a recomputed nan or inf fits nothing
+        return np.where(np.isnan(self.recorded), 0.0, np.where(np.isnan(misfit), np.inf, misfit))
+
+
+def observations_of(rows: StepRows) -> list[Observation]:
+    """List what was recorded of the stages before the loss, in the order of computation."""
+    found = [
+        statistic(rows, "rewards", name, how, lambda _: own_rewards(rows))
+        for name, how in REWARD_STATISTICS.items()
+        if name in rows.stats
+    ]
+    found += mask_observations(rows)
+    recorded = rows.tensors
+    if "kl_rewards" in recorded:
+        found.append(Observation("kl", "kl_rewards", recorded["kl_rewards"], partial(kl_rewards, rows)))
+        if "total_rewards" in recorded:
+            total = np.where(rows.mask, recorded["total_rewards"] - recorded["kl_rewards"], 0.0).sum(1)
+            found.append(Observation("advantages", "normalised rewards", total, partial(terminal, rows)))
+    if "advantages" in recorded:
+        counted = where_counted(rows, recorded["advantages"])
+        return [*found, Observation("advantages", "advantages", counted, partial(advantages_of, rows))]
+    return found + [
+        statistic(rows, "advantages", name, how, lambda o: advantages_of(rows, o).at(mask_of(rows, o)))
+        for how in ("max", "min", "avg")
+        if (name := f"{OURS}advantages/{how}") in rows.stats
+    ]
+
+
+def statistic(
+    rows: StepRows, stage: str, name: str, how: str, values: Callable[[Options], Bounded]
+) -> Observation:
+    return Observation(
+        stage, name, np.asarray(rows.stats[name]), lambda options: reduced(values(options), how)
+    )
+
+
+def own_rewards(rows: StepRows) -> Bounded:
+    return Bounded(rows.rewards, np.zeros(len(rows.rewards)))
+
+
+def terminal(rows: StepRows, options: Options) -> Bounded:
+    """Return the normalised reward of each row with a token that counts, 0 of others."""
+    found, counts = row_rewards(rows, options), mask_of(rows, options).any(1)
+    size = np.abs(found.value) + np.abs(rows.tensors["kl_rewards"]).sum(1)
+    return Bounded(np.where(counts, found.value, 0.0), found.error + 4 * UNIT * size)
+
+
+def mask_observations(rows: StepRows) -> list[Observation]:
+    found = []
+    if f"{OURS}n_valid_tokens" in rows.stats:
+        count = np.asarray(rows.stats[f"{OURS}n_valid_tokens"])
+        found.append(Observation("mask", "n_valid_tokens", count, lambda o: exactly(mask_of(rows, o).sum())))
+    if "advantages" in rows.tensors:
+        advantages = where_counted(rows, rows.tensors["advantages"])
+        has_any: Bools = np.asarray(np.nan_to_num(advantages).any(1))
+        known = has_any[:, None] & ~np.isnan(advantages)
+        found.append(
+            Observation(
+                "mask", "tokens with an advantage", np.where(known, advantages != 0, np.nan),
+                lambda o: exactly(mask_of(rows, o)),
+            )
+        )  # fmt: skip
+    return found
+
+
+def where_counted(rows: StepRows, values: Floats) -> Floats:
+    """Return values with nan at tool tokens: some trainers give one number for a whole row."""
+    tools = mask_of(rows, Options(mask="everything after the prompt")) & ~rows.mask
+    return np.where(tools, np.nan, values)
+
+
+def exactly(values: object) -> Bounded:
+    exact = np.asarray(values, np.float64)
+    return Bounded(exact, np.zeros(exact.shape))
+
+
+def reduced(values: Bounded, how: str) -> Bounded:
+    """Reduce values of all rows or tokens to a statistic."""
+    if how == "avg":
+        count = max(values.value.size, 1)
+        size = np.abs(values.value).sum() / count
+        return Bounded(
+            np.asarray(values.value.sum() / count),
+            np.asarray(values.error.sum() / count + (sum_error(count) + 2 * UNIT) * size),
+        )
+    at = values.value.argmax() if how == "max" else values.value.argmin()
+    return Bounded(np.asarray(values.value.flat[at]), np.asarray(values.error.max()))
+
 
 BEFORE_LOSS = STAGES[:4]
 SHOWN_ROWS = 50
@@ -471,3 +594,76 @@ def row_difference(
 ) -> RowDifference:
     rank, number, prompt_id, sample_id = rows.place[row].tolist()
     return RowDifference(rank, number, prompt_id, sample_id, token, recorded, recomputed)
+
+
+TWIN = "float64"
+OPINIONS = (TWIN, *FRAMEWORKS)
+
+
+def parse_opinions(text: str) -> tuple[str, ...]:
+    """Parse names divided by commas. Raises ValueError for an unknown one."""
+    names = tuple(dict.fromkeys(name.strip().lower() for name in text.split(",") if name.strip()))
+    if not names or any(name not in OPINIONS for name in names):
+        raise ValueError(f"--with {text} names nobody who recomputes: choose from {', '.join(OPINIONS)}")
+    return names
+
+
+def crosscheck(rows: StepRows, opinions: Sequence[str], model: str | None = None) -> Crosscheck:
+    """Recompute a step with each of the `opinions`.
+
+    Args:
+        model: folder of the weights that the step starts from; by default that of the recorded run,
+            for the step that starts from it.
+
+    Raises:
+        ValueError: the record has no configuration that is read here, or the model is another one.
+        ModuleNotFoundError: a framework is not installed.
+    """
+    frameworks = [FRAMEWORKS[name]() for name in opinions if name != TWIN]
+    configured = options_of(rows.origin)
+    loaded, no_model = find_model(rows, configured, model)
+    if loaded is not None and "current_logp" not in rows.tensors:
+        current, noise = loaded.logprobs(rows)
+        rows = replace(rows, tensors=rows.tensors | {"current_logp": current}, noise=noise)
+    twin = Comparison(rows, configured, None, loaded, no_model)
+    own, notes = twin.run(), []
+    stage = next(stage for stage in own.stages if stage.stage == "advantages")
+    if "advantages" not in rows.tensors and not stage.is_unexplained:
+        found = advantages_of(rows, twin.explained).value.astype(np.float32).astype(np.float64)
+        rows = replace(rows, tensors=rows.tensors | {"advantages": found})
+        notes.append("the record has statistics of its advantages; those of the twin agree and are used here")
+    others = [Comparison(rows, configured, framework, loaded, no_model).run() for framework in frameworks]
+    listed: list[Opinion] = [own, *others] if TWIN in opinions else others
+    return Crosscheck(rows.step, tuple(listed), tuple(notes) if others else ())
+
+
+def find_model(rows: StepRows, configured: Configured, given: str | None) -> tuple[ModelPass | None, str]:
+    """Load the weights that a step starts from; None with the reason if they are not at hand.
+
+    Raises WrongModel if the folder for a step that starts from the run's model is another one.
+    """
+    origin = rows.origin
+    actor = origin.config["actor"] if configured.trainer is None else {}
+    if actor.get("use_lora"):
+        return None, "an adapter was trained, which is not recomputed here"
+    if configured.dtype != "float32":
+        return None, (
+            "the record has no log-probs of the weights that the step starts from, and a model that "
+            f"computed in {configured.dtype or 'an unknown dtype'} cannot be recomputed closely enough"
+        )
+    path = given or (origin.model_path if origin.starts_from_model else None)
+    if not path or not os.path.isdir(path):
+        if given:
+            raise WrongModel(f"{given} is not a folder on this machine: give one with a model to --model")
+        return None, (
+            "the weights that the step starts from are not at hand: give a folder with them with "
+            "--model, or record the current log-probs"
+        )
+    if origin.starts_from_model:
+        files = folder_identity(path)["files"]
+        if names := [name for name, identity in origin.model_files.items() if files.get(name) != identity]:
+            raise WrongModel(
+                f"{path} is not the model that the step starts from: {', '.join(names[:3])} differ; "
+                "give the right one with --model"
+            )
+    return load_pass(path, float(actor.get("temperature", 1.0))), ""

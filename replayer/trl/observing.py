@@ -26,7 +26,7 @@ from transformers import TrainerCallback
 
 from areal_core.engine.checksums import local_checksums
 from recorder import RecordedStep
-from recorder.checksum_json import checksum
+from recorder.documents import checksum
 from recorder.errors import RecordError
 from recorder.pictures.kinds import encoded
 from recorder.trainers.sample import LEARNING, LENGTH, STOP, Sample

@@ -18,8 +18,8 @@ from recorder import Record
 from recorder.difference import Difference
 from recorder.environment import VARIABLES
 from replayer.commits.acting import ChangedFile, files_acting
+from replayer.commits.bisect import Commit, commits_between, git, has_commit
 from replayer.commits.outside import code_of
-from replayer.commits.repository import Commit, commits_between, git, has_commit
 from replayer.commits.warm import search_commits
 from replayer.compare.stages import STAGES, StageDifference, prompts_of
 from replayer.diff import DiffReport, acts_from, share_a_prompt

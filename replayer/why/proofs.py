@@ -132,7 +132,7 @@ def with_layer(case: Case, found: Finding, history: History, options: Options) -
     is_forward = case.first.stage == "logprobs" and case.first.name != "loss_mask"
     if not is_forward or (case.pattern is not None and case.pattern.kind in OF_MASKS):
         return found
-    from replayer.commits.own_code import layers_with_own_code
+    from replayer.commits.warm import layers_with_own_code
 
     options.note(f"tracing the layers of step {case.step} of A and B, each by its own commit")
     try:

@@ -71,6 +71,7 @@ def test_a_killed_extraction_continues(source, tmp_path, num_steps):
     assert sorted(os.listdir(tmp_path)) == ["a.zip", "back", "record"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "damaged"),
     [

@@ -2,8 +2,7 @@
 
 import pytest
 
-from replayer.bug.shrink import Row, Shrinker, Stopped, minimise
-from replayer.bug.symptom import Numbers, parse_symptom
+from replayer.bug.shrink import Numbers, Row, Shrinker, Stopped, minimise, parse_symptom
 from replayer.errors import WrongFilter
 
 

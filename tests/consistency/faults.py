@@ -22,9 +22,9 @@ from consistency.probes import (
     quantized_alternatives,
 )
 from consistency.score import Scorer, score, scorer_of
-from consistency.testing import FaultyEngine, draw, report, sample_rows, sequences_of
 from consistency.tokens import Completion, Sequences, sequences_from_completions
 
+from .faulty_engine import FaultyEngine, draw, report, sample_rows, sequences_of
 from .models import ARCHITECTURE, BOS, VOCABULARY_SIZE, peaked_model
 
 NUM_ROWS, PROMPT_LENGTH, NUM_TOKENS = 40, 12, 80

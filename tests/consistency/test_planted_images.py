@@ -136,61 +136,6 @@ def test_positions_of_text_are_named(world):
 
 
 @LONG
-def test_images_of_another_request_with_the_same_text_are_named(world):
-    first: dict[int, tuple[bytes, ...]] = {}
-
-    def seen(rows):
-        def cached(images):
-            return first.setdefault(len(images), images)
-
-        return replace(rows, images=tuple(map(cached, rows.images)))
-
-    verdict, cause, text = first_cause(world, sample(world, world.scorer, seen))
-    assert (verdict, cause) == ("mismatch", "R66")
-    assert "for 4 of 6 rows" in text
-
-
-@pytest.mark.parametrize(
-    ("change", "named"),
-    [
-        pytest.param(lambda images: None, "no images", marks=LONG),
-        pytest.param(lambda images: tuple(row[::-1] for row in images), "reverse order", marks=LONG),
-    ],
-)
-def test_lost_and_reordered_images_are_named(world, change, named):
-    verdict, cause, text = first_cause(world, sample(world, world.scorer, with_images(change)))
-    assert (verdict, cause) == ("mismatch", "R67")
-    assert named in text
-
-
-@pytest.fixture(scope="module")
-def stale(world, tmp_path_factory) -> tuple[str, Sequences]:
-    """The checkpoint before, whose tower the engine still holds, and rows that it sampled."""
-    folder = tmp_path_factory.mktemp("before")
-    before, engine = load_scorer(world.folder), load_scorer(world.folder)
-    random = torch.Generator().manual_seed(1)
-    for parameter in before.model.parameters():
-        parameter.data += STEP * parameter.abs().mean() * torch.randn(parameter.shape, generator=random)
-    before.model.save_pretrained(folder)
-    before.processor.save_pretrained(folder)
-    engine.model.model.visual.load_state_dict(before.model.model.visual.state_dict())
-    return str(folder), sample(world, engine)
-
-
-@LONG
-def test_stale_vision_tower_is_named_by_the_checkpoint_before(world, stale):
-    previous, rows = stale
-    verdict, cause, text = first_cause(world, rows, previous=previous)
-    assert (verdict, cause) == ("mismatch", "R65")
-    assert "the vision tower of the previous checkpoint" in text
-
-
-@LONG
-def test_stale_vision_tower_is_named_without_that_checkpoint(world, stale):
-    assert first_cause(world, stale[1])[:2] == ("mismatch", "R65")
-
-
-@LONG
 def test_ignored_orientation_is_named(world):
     exif = Image.Exif()
     exif[0x0112] = 6

@@ -15,7 +15,7 @@ from areal_core.testing import make_tiny_model
 from areal_debug import Recorder
 from areal_debug.installation import EXTRA_OF
 from recorder import open_record
-from replayer.crosscheck.step_check import crosscheck
+from replayer.crosscheck.opinions import crosscheck
 from replayer.crosscheck.step_rows import from_json, read_rows, to_json
 
 ROOT = Path(__file__).parents[2]

@@ -10,7 +10,7 @@ import pytest
 from areal_core.testing import make_tiny_model
 from hangdoctor.heartbeat import read_beats
 from recorder import open_record
-from recorder.checksum_json import checksummed_bytes, parse_checksummed
+from recorder.documents import checksummed_bytes, parse_checksummed
 from tests.forks import COMMAND, run_anew
 
 HERE = Path(__file__).parent

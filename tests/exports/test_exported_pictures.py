@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 
 from recorder import RecordError, open_record, verify
-from recorder.exporters.exporting import export_record
+from recorder.tables.formats import export_record
 from recorder.trainers.recorder import Recorder
 from tests.recorder.pictured import png, write_pictured_record
 

@@ -14,7 +14,7 @@ from click.testing import CliRunner
 
 from areal_debug.cli import main
 from areal_debug.record.services import steps_of
-from recorder.exporters.exporting import export_record
+from recorder.tables.formats import export_record
 from tests.exports.given import FULL_ROW, write_foreign_record
 
 ROOT = Path(__file__).parents[2]

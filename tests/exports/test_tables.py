@@ -13,7 +13,7 @@ from pyarrow import dataset, parquet
 
 from areal_debug.cli import main
 from recorder import DamagedRecord, RecordExists, open_record
-from recorder.exporters.exporting import export_record
+from recorder.tables.formats import export_record
 from tests.exports.given import (
     FOREIGN_ROWS,
     FULL_ROW,

@@ -35,14 +35,13 @@ def losses_of(results: list[dict]) -> list[str]:
     return [f"{result['name']}: {loss}" for result in results for loss in result["losses"]]
 
 
-# An operation that is a variant of another one is for the long tests.
-DISTINCT = r"^(?!.*(background|--force|pt$|parquet|slime|tar|same name|older))"
+DAILY = r"^(record, 1 rank|checkpoint)$"
 
 
 @pytest.mark.parametrize(
     ("names", "number", "most"),
-    [(DISTINCT, 14, 1), pytest.param("", 24, 2, marks=pytest.mark.long)],
-    ids=["distinct", "all"],
+    [(DAILY, 2, 1), pytest.param("", 24, 2, marks=pytest.mark.long)],
+    ids=["daily", "all"],
 )
 def test_a_sample_of_faults_in_every_operation_loses_nothing(tmp_path, names, number, most):
     options = ("--most", most, "--only", names)

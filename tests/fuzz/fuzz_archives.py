@@ -13,7 +13,7 @@ from recorder import open_record, verify
 from recorder.archive.columns import ArrayStream
 from recorder.archive.extract import extract_record
 from recorder.archive.pack import archive_record
-from recorder.checksum_json import checksum
+from recorder.documents import checksum
 from recorder.errors import RecordError
 
 from .fuzz_records import NAMES, prepared, read_everything, write_full

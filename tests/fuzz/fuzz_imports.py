@@ -11,7 +11,7 @@ import numpy as np
 
 from recorder import open_record
 from recorder.errors import RecordError
-from recorder.trainers.importing import import_record, write_import
+from recorder.trainers.importing import FORMATS, import_record, write_import
 from recorder.trainers.stand_ins import Instance
 from recorder.trainers.unpickle import load_bytes
 

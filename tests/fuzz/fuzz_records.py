@@ -10,7 +10,7 @@ from click.testing import CliRunner
 
 from areal_debug.cli import main
 from recorder import open_record, verify
-from recorder.checksum_json import checksum
+from recorder.documents import checksum
 from recorder.errors import NotARecord, RecordError, RecordNotFound, UnknownFormat
 from recorder.format import Recording
 from recorder.reader import Record, summarise_steps

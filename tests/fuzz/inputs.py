@@ -20,7 +20,7 @@ from typing import Any
 
 import msgpack
 
-from recorder.checksum_json import CHECKSUM_MEMBER, CHECKSUM_MEMBER_BYTES, checksum
+from recorder.documents import CHECKSUM_MEMBER, CHECKSUM_MEMBER_BYTES, checksum
 
 Files = dict[str, bytes]
 Edit = list[Any]

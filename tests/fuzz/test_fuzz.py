@@ -32,8 +32,11 @@ def worker_of():
         worker.stop()
 
 
-@pytest.mark.parametrize("share", [10, pytest.param(1, marks=pytest.mark.long)])
-@pytest.mark.parametrize("target", MODULES)
+# the corpus of two targets every day; all of them with fresh inputs in the long tests
+@pytest.mark.parametrize(
+    ("target", "share"),
+    [("record", 10), ("pickles", 10), *(pytest.param(name, 1, marks=pytest.mark.long) for name in MODULES)],
+)
 def test_no_input_of_the_corpus_and_no_fresh_one_breaks_its_reader(worker_of, target, share):
     corpus = [Input.from_json(file.read_text()) for file in sorted((CORPUS / target).glob("*.json"))]
     fresh = MODULES[target][1] // share
@@ -50,7 +53,7 @@ def test_the_corpus_is_small_and_each_input_of_it_has_an_effect():
 
 
 def test_edits_change_what_they_name_and_seal_it_again():
-    from recorder.checksum_json import checksummed_bytes, parse_checksummed
+    from recorder.documents import checksummed_bytes, parse_checksummed
 
     base = {"a.json": checksummed_bytes({"n": 1, "m": [2]}), "b.jsonl": b'{"x": 1}\n{"x": 2}\n'}
     edits = [["set", "a.json", ["m", 0], 5], ["drop", "b.jsonl", [1, "x"]], ["bytes", "c", 0, 0, "gone"]]

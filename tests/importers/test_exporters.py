@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from recorder import open_record
-from recorder.exporters.exporting import export_record
+from recorder.tables.formats import export_record
 from recorder.testing import write_scripted_record
 from recorder.trainers.importing import import_record
 

@@ -55,6 +55,7 @@ def test_nested_pairs_are_refused_at_once(tmp_path, name):
     refusal(tmp_path / "0.pt", name, tmp_path)
 
 
+@pytest.mark.long
 def test_a_key_whose_hash_takes_for_ever_is_ended(tmp_path, monkeypatch):
     monkeypatch.setenv("AREAL_DEBUG_TIME_S", "2")
     (tmp_path / "0.pt").write_bytes(b"\x80\x02}" + pairs(60) + b"K\x01s.")

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from recorder import verify
-from recorder.checksum_json import checksum
+from recorder.documents import checksum
 from recorder.testing import write_scripted_record
 from tests.recorder.mutations import sealed, write_full_record
 

@@ -6,7 +6,7 @@ import tracemalloc
 import pytest
 
 from recorder import DamagedRecord, open_record, verify
-from recorder.checksum_json import checksum
+from recorder.documents import checksum
 
 PLAN, OUTCOME, TEXT = "plan-00000-of-00001.json", "outcome-00000-of-00001.json", "text-00000-of-00001.jsonl"
 STEP = "steps/000003"

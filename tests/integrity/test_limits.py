@@ -6,7 +6,7 @@ import tracemalloc
 import pytest
 
 from recorder import DamagedRecord
-from recorder.checksum_json import (
+from recorder.documents import (
     MAX_JSON_BYTES,
     checksummed_bytes,
     parse_checksummed,

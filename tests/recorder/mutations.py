@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from recorder import Recording, RecordingOptions, RecordWriter, Retention, commit_anchor
-from recorder.checksum_json import checksum
+from recorder.documents import checksum
 from recorder.header import write_header
 from recorder.testing import SCRIPTED_HEADER, scripted_batch, send_step
 

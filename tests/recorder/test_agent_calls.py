@@ -16,10 +16,17 @@ from areal_debug.view.conversations import calls_document
 from areal_debug.view.followed import FollowedRecord
 from areal_debug.view.pack import pack_json
 from recorder import DamagedRecord, open_record
-from recorder.agents.calls import Constructed, RecordedCall, Transcript, check_calls
-from recorder.agents.conversations import calls_before, conversations
-from recorder.agents.tools import is_failure, tool_uses
-from recorder.exporters.exporting import export_record
+from recorder.conversations import (
+    Constructed,
+    RecordedCall,
+    Transcript,
+    calls_before,
+    check_calls,
+    conversations,
+    is_failure,
+    tool_uses,
+)
+from recorder.tables.formats import export_record
 
 sys.path.insert(0, str(Path(__file__).parent))
 from agent_record import FAILURE, PICTURES, RESULTS, write_agent_record

@@ -2,8 +2,8 @@
 
 import json
 
-from recorder.checksum_json import checksum, checksummed_bytes, parse_checksummed
 from recorder.difference import Difference
+from recorder.documents import checksum, checksummed_bytes, parse_checksummed
 from recorder.environment import diff_environment, environment, file_identity, folder_identity
 
 

@@ -7,7 +7,7 @@ import pytest
 
 import recorder
 from recorder import open_record
-from recorder.checksum_json import checksum, parse_checksummed
+from recorder.documents import checksum, parse_checksummed
 from recorder.format import AGENT_KEYS, BATCH_KEYS, NUMPY_TYPES, OTHER_TRAINER_KEYS, UNKNOWN_BITS
 from recorder.header import Gaps, parse_gaps
 from recorder.testing import write_worked_example

@@ -13,7 +13,7 @@ from recorder import DamagedRecord, RecordError, Retention, open_record, verify
 from recorder.archive.extract import extract_record
 from recorder.archive.live_archive import LiveArchive
 from recorder.archive.pack import archive_record
-from recorder.checksum_json import checksummed_bytes, parse_checksummed
+from recorder.documents import checksummed_bytes, parse_checksummed
 from recorder.header import write_header
 from recorder.pictures.shared import SharedPictures, write_pictures
 from recorder.resume import resume_record

@@ -14,7 +14,7 @@ from recorder import (
     UnknownFormat,
     open_record,
 )
-from recorder.checksum_json import checksummed_bytes, parse_checksummed
+from recorder.documents import checksummed_bytes, parse_checksummed
 from recorder.storage import FolderStorage
 from recorder.testing import scripted_batch, write_scripted_record
 

@@ -11,7 +11,7 @@ from click.testing import CliRunner
 
 from areal_debug.cli import main
 from recorder import RecordError, open_record, verify
-from recorder.sharing.redact import Rules, masked_spans, redact_record
+from recorder.redact import Rules, masked_spans, redact_record
 
 sys.path.insert(0, str(Path(__file__).parent))
 from agent_record import PICTURES, PROCESSOR, RESULTS, write_agent_record

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from areal_core.safety.durable import commit_file
 from recorder import DamagedRecord
-from recorder.checksum_json import checksum, checksummed_bytes, parse_checksummed
+from recorder.documents import checksum, checksummed_bytes, parse_checksummed
 
 scalars = st.none() | st.booleans() | st.integers() | st.floats() | st.text()
 documents = st.dictionaries(

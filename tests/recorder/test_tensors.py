@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from recorder import RecordError
-from recorder.checksum_json import checksum
+from recorder.documents import checksum
 from recorder.storage import FolderStorage
 from recorder.tensors import flatten, narrow, read_tensor, write_batch
 from recorder.testing import scripted_batch

@@ -18,7 +18,7 @@ from recorder import (
     StepNotRecorded,
     open_record,
 )
-from recorder.checksum_json import checksum
+from recorder.documents import checksum
 from recorder.header import write_header
 from recorder.testing import (
     SCRIPTED_HEADER,

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from replayer.commits.bisect import Numbers, bisect, changes, find_commit, parse_numbers
-from replayer.commits.checkout import checkout
+from replayer.commits.warm import checkout
 from replayer.errors import NothingToBisect
 
 
@@ -98,7 +98,7 @@ def test_the_commit_is_named_with_what_it_changed_and_the_checkout_stays(reposit
 def holder(repository, tmp_path):
     """Start a process that has a commit checked out; return it and its folder."""
     program = (
-        "import sys, time; from pathlib import Path; from replayer.commits.checkout import checkout\n"
+        "import sys, time; from pathlib import Path; from replayer.commits.warm import checkout\n"
         "with checkout(Path(sys.argv[1])) as code:\n"
         "    print(code.switch('HEAD~5'), flush=True); time.sleep(600)"
     )

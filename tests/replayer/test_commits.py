@@ -10,11 +10,9 @@ import pytest
 from areal_core.trainer.rl import PPOTrainer
 from recorder import open_record
 from recorder.testing import SCRIPTED_HEADER
-from replayer.commits.acting import ENTRIES, OF_EVERY_STAGE, ChangedFile, files_acting
+from replayer.commits.acting import ENTRIES, OF_EVERY_STAGE, ChangedFile, files_acting, sources
 from replayer.commits.outside import CodeDifference, code_differences, unknown_code
-from replayer.commits.own_code import layers_with_own_code
-from replayer.commits.references import sources
-from replayer.commits.warm import absolute, search_commits
+from replayer.commits.warm import absolute, layers_with_own_code, search_commits
 from replayer.compare.stages import STAGES
 from replayer.preflight.real_steps import RandomRollouts
 from replayer.request import Request
@@ -219,7 +217,7 @@ AROUND = (
     "trainer/nonfinite.py",
     "trainer/rl.py",
     "engine/ranks.py",
-    "agent/transcripts/",
+    "agent/transcript.py",
 )
 
 

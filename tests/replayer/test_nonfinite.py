@@ -212,6 +212,7 @@ def test_more_skipped_updates_than_the_limit_stop_the_run(tmp_path, tiny_model, 
         run(config, edit=change("rewards", math.nan))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("allocation", "broken", "found"),
     [

@@ -14,8 +14,7 @@ from replayer.preconditions import check_edits
 from replayer.request import Request
 from replayer.rerun import replay_and_judge
 from replayer.run import replay_and_compare
-from replayer.source import recorded_batch
-from replayer.whatif import check_batch
+from replayer.source import check_batch, recorded_batch
 
 
 def what_if(run, last=1, **changes):

@@ -69,11 +69,6 @@ def test_wrong_options_are_refused_in_one_sentence(folder, arguments, message):
     assert (code, message in text) == (2, True), text
 
 
-def test_tokens_are_needed():
-    done = CliRunner().invoke(command, ["--layers", "embedded"])
-    assert (done.exit_code, "--layers needs tokens" in done.output) == (2, True)
-
-
 def test_rows_of_a_record_are_run_through_the_engine(tmp_path):
     model = save_model(tmp_path / "model", seed=0)
     record = write_record(tmp_path / "record", model)

@@ -15,7 +15,6 @@ from hangdoctor.collect.remote import (
     collect_hosts,
     merge_answers,
     slurm_command,
-    slurm_hosts,
     ssh_command,
 )
 from hangdoctor.collect.write import read_manifest
@@ -117,24 +116,6 @@ def test_srun_shares_the_job_and_takes_no_gpu_from_it():
     assert command[:7] == [
         *("srun", "--overlap", "--jobid=42", "--nodelist=node-7", "--nodes=1", "--ntasks=1", "--gres=none")
     ]
-
-
-def test_missing_scheduler_is_reported(monkeypatch, tmp_path):
-    monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(HostsUnknown, match="squeue is not on PATH here"):
-        slurm_hosts("42")
-
-
-def test_two_ways_to_the_hosts_are_refused(tmp_path):
-    done = run_collect(tmp_path, "--ssh", "a", "--slurm", "7")
-    assert done.exit_code == 2
-    assert "--slurm, --ray, --ssh and --k8s exclude each other: give one." in done.output
-
-
-def test_missing_ssh_is_reported(tmp_path, monkeypatch):
-    monkeypatch.setenv("PATH", str(tmp_path))
-    done = run_collect(tmp_path, "--ssh", "a")
-    assert "a: unreachable: ssh is not on PATH here" in done.output
 
 
 @pytest.mark.parametrize("host", ["-oProxyCommand=touch x", "--", "", "a b", "a\x1b[2J"])

@@ -8,7 +8,8 @@ Every value per token is aligned to the token itself: what the trainer computed 
 is shifted by one, so that a row's first token has none, unless another trainer gave it.
 """
 
-from collections.abc import Collection, Iterable
+import json
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
@@ -17,11 +18,77 @@ from typing import Any
 import numpy as np
 
 from areal_core.safety.durable import commit_file
+from recorder.conversations import Conversation, conversations, text_of
 from recorder.errors import DamagedRecord
-from recorder.exporters.call_columns import CALL_COLUMNS, MESSAGE, columns_of_calls
 from recorder.format import BATCH_KEYS, IMAGE_KEYS, NUMPY_TYPES, TensorEntry
 from recorder.pictures.kinds import UNKNOWN, kind_of
 from recorder.reader import Record, RecordedStep
+
+MESSAGE = np.dtype([(name, "O") for name in ("role", "content", "reasoning_content", "name", "tool_calls")])
+NAMES = np.dtype("O")  # texts, a list a row
+# name -> dtype (None for text), and whether it is a list
+CALL_COLUMNS: dict[str, tuple[np.dtype[Any] | None, bool]] = {
+    "num_calls": (np.dtype("i4"), False),
+    "num_tool_calls": (np.dtype("i4"), False),
+    "num_failed_tool_calls": (np.dtype("i4"), False),
+    "tools_used": (NAMES, True),
+    "messages": (MESSAGE, True),
+    "tools": (None, False),
+}
+Values = tuple[Any, np.ndarray | None, np.ndarray]  # values, offsets, known rows
+
+
+def columns_of_calls(step: RecordedStep, rank: int) -> dict[str, Values] | None:
+    """Return the columns of a rank's rows: values, offsets of lists, and the rows that have calls.
+
+    None if the calls of agents were not recorded. Raises DamagedRecord.
+    """
+    rows = conversations(step, rank)
+    if rows is None:
+        return None
+    known = np.array([row is not None for row in rows])
+    uses = [[] if row is None else row.tool_uses for row in rows]
+    used = [list(dict.fromkeys(use.name for use in of_row)) for of_row in uses]
+    messages = [[] if row is None else [message_of(message) for message in row.messages] for row in rows]
+    numbers = {
+        "num_calls": [0 if row is None else len(row.calls) for row in rows],
+        "num_tool_calls": [len(of_row) for of_row in uses],
+        "num_failed_tool_calls": [0 if row is None else row.num_failed for row in rows],
+    }
+    return {
+        **{name: (np.array(values, np.int32), None, known) for name, values in numbers.items()},
+        "tools_used": (*joined(used, NAMES), known),
+        "messages": (*joined(messages, MESSAGE), known),
+        "tools": ([tools_text(row) for row in rows], None, known),
+    }
+
+
+def joined(rows: Sequence[Sequence[Any]], dtype: np.dtype[Any]) -> tuple[np.ndarray, np.ndarray]:
+    """Return the items of all rows one after another, and where each row begins and ends."""
+    items = [item for row in rows for item in row]
+    values = np.empty(len(items), dtype)
+    values[:] = items
+    return values, np.append(0, np.cumsum([len(row) for row in rows], dtype=np.int64))
+
+
+def message_of(message: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Return a recorded message as the members of MESSAGE."""
+    asked = [
+        {"type": "function", "function": {"name": call["name"], "arguments": call["arguments"]}}
+        for call in message.get("tool_calls", ())
+    ]
+    texts = (optional_text(message, name) for name in ("reasoning_content", "name"))
+    return message["role"], text_of(message), *texts, asked or None
+
+
+def optional_text(message: Mapping[str, Any], name: str) -> str | None:
+    value = message.get(name)
+    return value if isinstance(value, str) else None
+
+
+def tools_text(row: Conversation | None) -> str | None:
+    return None if row is None else json.dumps(row.offered, ensure_ascii=False)
+
 
 FINISH_REASONS = np.array(["stop", "length", "abort"])  # by number
 MICRO_BATCH = np.dtype(

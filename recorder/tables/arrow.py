@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from recorder.errors import RecordError
-from recorder.exporters.call_columns import MESSAGE, NAMES
-from recorder.exporters.sample_columns import (
+from recorder.reader import Record, RecordedStep
+from recorder.tables.columns import (
+    MESSAGE,
     MICRO_BATCH,
+    NAMES,
     PICTURE,
     Column,
     Field,
@@ -18,7 +20,6 @@ from recorder.exporters.sample_columns import (
     layout_of,
     read_columns,
 )
-from recorder.reader import Record, RecordedStep
 
 if TYPE_CHECKING:
     import pandas

@@ -1,1 +1,0 @@
-"""What a record holds of agents' episodes beside their tokens."""

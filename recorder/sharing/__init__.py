@@ -1,1 +1,0 @@
-"""Records made of recorded steps: read as they were written, and without secrets."""
