@@ -20,7 +20,7 @@ SECTIONS = {
         "demo": "Train a tiny model by GRPO, record it, and replay it bit for bit",
         "train": "Run a training script on its ranks and servers; record or replay",
         "eval": "Evaluate models with a training script: pass@k, comparison",
-        "check": "Check before a run that it is deterministic and its model trains on its own log-probs",
+        "check": "Check that a run is deterministic and that its model trains right",
         "info": "List versions, devices, engines, options, and which verbs work here",
     },
     "Replay and compare": {

@@ -185,6 +185,7 @@ def command(
 
         if engines or output is not None:
             fail("--layers starts its engine and prints its report: leave out --engine and --output")
+        model = model or (recorded_model(record) if record else None)
         raise SystemExit(check_layers(record, model, steps, as_json, options))
     if options["exact"]:
         from areal_debug.consistency.exact import check_exact

@@ -6,6 +6,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from hangdoctor.model import ProcessFacts
+
 PROC = Path("/proc")
 CLOCK_TICKS = os.sysconf("SC_CLK_TCK")
 
@@ -38,22 +40,6 @@ class Stat:
     parent_pid: int
     cpu_s: float
     start_ticks: int
-
-
-@dataclass(frozen=True, slots=True)
-class Facts:
-    """The contents of `proc/K/NAME.json`; None where the process is gone or /proc refuses access.
-
-    `start_time` is seconds since the epoch, `cpu_s` user plus system time of all threads.
-    """
-
-    state: str | None
-    wchan: str | None
-    parent_pid: int | None
-    cpu_s: float | None
-    voluntary_switches: int | None
-    involuntary_switches: int | None
-    start_time: float | None
 
 
 def read_stat(pid: int) -> Stat | None:
@@ -119,10 +105,10 @@ def ancestors(pid: int, table: dict[int, Process]) -> list[int]:
     return found
 
 
-def read_facts(pid: int) -> Facts:
+def read_facts(pid: int) -> ProcessFacts:
     """Return the facts of one process at this moment."""
     stat, status = read_stat(pid), _status_lines(pid)
-    return Facts(
+    return ProcessFacts(
         state=stat.state if stat else None,
         wchan=_wchan(pid),
         parent_pid=stat.parent_pid if stat else None,

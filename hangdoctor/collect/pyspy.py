@@ -23,7 +23,7 @@ from hangdoctor.collect.process import read_facts, read_stat
 from hangdoctor.collect.registered import own_stacks
 from hangdoctor.collect.write import write_json, write_text
 from hangdoctor.errors import PySpyMissing
-from hangdoctor.parse.stacks_json import NUMBER
+from hangdoctor.model import NUMBER, Status
 
 MAX_KEPT = 64
 
@@ -83,7 +83,7 @@ class Dump:
     and stderr.
     """
 
-    status: str
+    status: Status
     detail: str
     output: str
     complaint: str
@@ -143,7 +143,7 @@ def _run(command: list[str], timeout_s: float) -> Dump:
     return Dump(*_meaning(done.stderr), done.stdout, done.stderr)
 
 
-def _meaning(complaint: str) -> tuple[str, str]:
+def _meaning(complaint: str) -> tuple[Status, str]:
     first = complaint.strip().splitlines()[0] if complaint.strip() else "py-spy failed without a message"
     if any(words in complaint for words in REFUSED):
         return "not_permitted", first
@@ -233,7 +233,7 @@ class Options:
 class Outcome:
     """The outcome of dumping one target in one sample."""
 
-    status: str
+    status: Status
     detail: str
 
 

@@ -28,7 +28,8 @@ from hangdoctor.collect.registered import read_registered, remove_dead, remove_e
 from hangdoctor.errors import HangInputError
 from hangdoctor.heartbeat import VARIABLE, read_beats
 from hangdoctor.model import Diagnosis
-from hangdoctor.slow.sample import SECONDS, sentence_about
+from hangdoctor.slow.live import sentence_about
+from hangdoctor.slow.sample import SECONDS
 from hangdoctor.watch.liveness import (
     Judgement,
     Limits,

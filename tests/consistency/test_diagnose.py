@@ -7,10 +7,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from consistency import recognise, transforms
+from consistency import recognise
+from consistency.alternatives import transforms
+from consistency.alternatives.transforms import replay
 from consistency.diagnose import Diagnosis, diagnose
 from consistency.score import score
-from consistency.transforms import replay
 
 from .faults import CLEAN, FAULTS, Given, World, bfloat16_logits, make_world, stitched, with_transforms
 

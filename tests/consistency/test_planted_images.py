@@ -10,10 +10,16 @@ from PIL import Image
 
 from areal_core.data.images import data_url
 from areal_core.testing.tiny_vision import make_tiny_vision_model
+from consistency.alternatives.images import (
+    expanded,
+    placeholder_counts,
+    prepare_images,
+    stored_orientation,
+    with_options,
+)
 from consistency.case import Request
 from consistency.check import check
 from consistency.errors import BadPrompts, NothingToCompare
-from consistency.images import expanded, placeholder_counts, prepare_images, stored_orientation, with_options
 from consistency.live import parse_prompt
 from consistency.score import Scorer, hidden_states, load_scorer, score
 from consistency.source import Sampled, Sampling, read_step

@@ -130,5 +130,5 @@ def test_verb_reads_prompts_with_images_and_says_what_to_compare(model, tmp_path
     options = ["--model", str(model), "--prompts", str(prompts), "--layers", f"transformers={other}"]
     done = CliRunner().invoke(command, options)
     assert done.exit_code == 1, done.output
-    assert done.output.startswith("mismatch  image processor in Transformers with")
-    assert "next  compare preprocessor_config.json on both sides" in done.output
+    assert done.output.startswith("Mismatch: image processor in Transformers with")
+    assert "compare preprocessor_config.json on both sides" in done.output

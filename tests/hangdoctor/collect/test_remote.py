@@ -1,8 +1,10 @@
 """Many hosts in one folder, with stand-ins for ssh and kubectl that run the collector here."""
 
+import io
 import os
 import subprocess
 import sys
+import tarfile
 
 import pytest
 from click.testing import CliRunner
@@ -12,6 +14,7 @@ from hangdoctor.collect.discover import Search
 from hangdoctor.collect.pyspy import Options
 from hangdoctor.collect.remote import (
     Answer,
+    build_bundle,
     collect_hosts,
     merge_answers,
     slurm_command,
@@ -82,6 +85,13 @@ def test_ssh_hosts_stream_into_one_folder_and_each_has_a_status(rank, tmp_path, 
     assert "host down: unreachable" in done.output
     assert (tmp_path / "out/samples/0/rank_0.json").exists()
     assert not [path for path in (tmp_path / "out").iterdir() if path.name.startswith("hangdoctor-")]
+
+
+def test_the_bundle_needs_nothing_of_the_host(tmp_path):
+    with tarfile.open(fileobj=io.BytesIO(build_bundle())) as tar:
+        tar.extractall(tmp_path, filter="data")
+    code = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import hangdoctor.collect.__main__"
+    subprocess.run([sys.executable, "-I", "-S", "-c", code], check=True, cwd=tmp_path)
 
 
 def test_kubernetes_commands_are_printed_and_run(rank, tmp_path, monkeypatch):

@@ -17,8 +17,9 @@ from areal_debug.verbs.hang import command
 from hangdoctor.collect.discover import Search
 from hangdoctor.collect.process import connected_ports, listening_ports
 from hangdoctor.collect.pyspy import find_pyspy
-from hangdoctor.slow.sample import collects_garbage, sentence_about
-from hangdoctor.slow.servers import find_engines, metrics_requests
+from hangdoctor.slow.engines import find_engines, metrics_requests
+from hangdoctor.slow.live import sentence_about
+from hangdoctor.slow.sample import collects_garbage
 
 NUM_RANKS = 3
 ALL_REDUCE = """

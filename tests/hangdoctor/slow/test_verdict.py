@@ -7,9 +7,9 @@ from collections.abc import Callable
 import pytest
 
 from hangdoctor.slow.blame import budgets, judge
+from hangdoctor.slow.engines import Engine, Load
 from hangdoctor.slow.phases import Activity
 from hangdoctor.slow.sample import Observation, Track
-from hangdoctor.slow.servers import Engine, Load
 
 USUAL = {"input": 0.05, "forward": 0.15, "backward": 0.15, "optimizer": 0.05}
 STEPS = 60
