@@ -1,7 +1,7 @@
 """Checks of options that must agree, made when a config is loaded.
 
 Rules that can be written as a row are in `rules.py`, options without their feature in
-`upstream.py`, models and data with images in `vision.py`.
+`upstream.py`, models and data with images in `vision_checks.py`.
 """
 
 import dataclasses
@@ -25,7 +25,7 @@ from areal_core.config.upstream import (
     not_yet,
     without_effect_on_a_model,
 )
-from areal_core.config.vision import images_in_use
+from areal_core.config.vision_checks import images_in_use
 from areal_core.environment import ADDRESSES_VARIABLE
 from areal_core.errors import AllocationError, ConfigError
 
