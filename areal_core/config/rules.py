@@ -1,4 +1,4 @@
-"""Options that must agree, as rows of a table: each broken one is a sentence with names and values."""
+"""Options that must agree, as rows of a table: a broken one is a sentence with the values."""
 
 import dataclasses
 from collections.abc import Callable, Iterator

@@ -24,7 +24,7 @@ RENAMED = {
     "perf_tracer.request_tracer": "perf_tracer.session_tracer",  # 0.4
     **{f"{engine}.mb_spec.max_tokens_per_gpu": f"{engine}.mb_spec.max_tokens_per_mb" for engine in ENGINES},
 }
-# Removed options, of upstream and of records of earlier versions, with the value that has no effect.
+# Removed options, of upstream and of earlier records, with the value that has no effect.
 GONE = {
     "server_only": False,
     "rollout.rescore_share": 0.0,
