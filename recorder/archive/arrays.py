@@ -17,7 +17,7 @@ import numpy as np
 from crc32c import crc32c
 from numcodecs import blosc, zstd
 
-from recorder.archive.objects import Objects, read_object, total_bytes
+from recorder.archive.objects import Objects, read_object
 from recorder.errors import DamagedRecord
 from recorder.format import NUMPY_TYPES
 
@@ -26,9 +26,6 @@ SHARD_CHUNKS = 64  # 16 MiB of tensors an object
 METADATA_BYTES = 1 << 20  # most of a zarr.json
 CRC_BYTES = 4
 ABSENT = 2**64 - 1  # in a shard's index: the chunk is all zeros and not stored
-# Shards of zeros are not stored. An archive may stand for at most this many times its size in them:
-# zstd takes 25 bytes for a chunk of zeros.
-FREE_ZEROS, ZEROS_PER_BYTE = 1 << 26, 1000
 DTYPES = {dtype.name: dtype for dtype in NUMPY_TYPES.values()}
 LITTLE = {"name": "bytes", "configuration": {"endian": "little"}}
 CRC = {"name": "crc32c"}
@@ -36,34 +33,10 @@ KEYS = {"name": "default", "configuration": {"separator": "/"}}
 
 
 @dataclass
-class Zeros:
-    """Count the shards that are not stored, so that a small archive cannot fill the memory."""
-
-    objects: Objects
-    counted: set[str] = field(default_factory=set)
-    size_bytes: int = 0
-    limit: int | None = None
-
-    def count(self, shard: str, size_bytes: int) -> None:
-        """Count a shard once. Raises ValueError for more than the archive's size allows."""
-        if shard in self.counted:
-            return
-        self.counted.add(shard)
-        self.size_bytes += size_bytes
-        if self.size_bytes <= FREE_ZEROS:
-            return
-        if self.limit is None:
-            self.limit = FREE_ZEROS + ZEROS_PER_BYTE * total_bytes(self.objects)
-        if self.size_bytes > self.limit:
-            raise ValueError(f"more than {self.limit} bytes of it are not stored")
-
-
-@dataclass
 class ArchivedArray:
     """One array. `chunk` and `shard` are numbers of elements."""
 
     objects: Objects
-    zeros: Zeros
     name: str
     dtype: np.dtype[Any]
     length: int
@@ -103,8 +76,6 @@ class ArchivedArray:
         name = f"{self.name}/c/{number}"
         size_bytes = self.objects.size(name)
         if size_bytes is None:
-            stored = min(self.shard, self.length - number * self.shard) * self.dtype.itemsize
-            self.zeros.count(name, stored)
             return None
         num_chunks = self.shard // self.chunk
         index_bytes = 16 * num_chunks + CRC_BYTES
@@ -157,13 +128,13 @@ def decompress(compressor: str, data: memoryview, into: bytearray) -> None:
     zstd.decompress(data, into)
 
 
-def open_array(objects: Objects, name: str, zeros: Zeros) -> ArchivedArray:
+def open_array(objects: Objects, name: str) -> ArchivedArray:
     """Open an array after checking its metadata. Raises DamagedRecord."""
     document = read_metadata(objects, name)
     try:
         if document is None or document["node_type"] != "array":
             raise ValueError("the archive has no such array")
-        return parse_array(document, objects, name, zeros)
+        return parse_array(document, objects, name)
     except (ValueError, KeyError, TypeError) as error:
         what = f"is not an array that `record archive` writes ({type(error).__name__}: {error})"
         raise DamagedRecord(f"{name}/zarr.json", what) from None
@@ -184,7 +155,7 @@ def read_metadata(objects: Objects, name: str) -> dict[str, Any] | None:
     return document
 
 
-def parse_array(document: dict[str, Any], objects: Objects, name: str, zeros: Zeros) -> ArchivedArray:
+def parse_array(document: dict[str, Any], objects: Objects, name: str) -> ArchivedArray:
     """Parse the metadata of an array. Raises ValueError, KeyError, TypeError."""
     dtype = DTYPES[document["data_type"]]
     (length,) = document["shape"]
@@ -212,4 +183,4 @@ def parse_array(document: dict[str, Any], objects: Objects, name: str, zeros: Ze
         or document.get("storage_transformers")
     ):
         raise ValueError("another fill value, naming of chunks or transformation than written ones have")
-    return ArchivedArray(objects, zeros, name, dtype, length, chunk, shard, compressor["name"])
+    return ArchivedArray(objects, name, dtype, length, chunk, shard, compressor["name"])

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from areal_core.safety.file_names import MAX_DEPTH, UnsafeName, checked_name
+from areal_core.safety.file_names import UnsafeName, checked_name
 from recorder.errors import DamagedRecord, RecordError, RecordNotFound
 from recorder.storage import FolderStorage, is_url
 
@@ -185,15 +185,3 @@ def read_object(objects: Objects, name: str, max_bytes: int) -> bytes | None:
         return bytes(objects.read(name, 0, size_bytes))
     except (OSError, ValueError, zipfile.BadZipFile) as error:
         raise DamagedRecord(name, str(error)) from None
-
-
-def total_bytes(objects: Objects, folder: str = "", depth: int = 0) -> int:
-    """Total size of all objects below a prefix, in bytes."""
-    if depth > MAX_DEPTH:
-        return 0
-    total = 0
-    for name in objects.names(folder):
-        path = f"{folder}/{name}" if folder else name
-        size_bytes = objects.size(path)
-        total += total_bytes(objects, path, depth + 1) if size_bytes is None else size_bytes
-    return total

@@ -34,7 +34,7 @@ from typing import Any
 
 from areal_core.safety.file_names import checked_name
 from areal_core.safety.scratch import FolderInUse, unfinished_folder
-from recorder.archive.arrays import ArchivedArray, Zeros, open_array, read_metadata
+from recorder.archive.arrays import ArchivedArray, open_array, read_metadata
 from recorder.archive.confined import in_child, write_file
 from recorder.archive.objects import Objects, open_objects
 from recorder.documents import parse_checksummed
@@ -117,7 +117,6 @@ class ArchiveStorage:
 
     location: str
     objects: Objects
-    zeros: Zeros
     layouts: dict[str, Layout] = field(default_factory=dict)
     pictures: Layout = field(default_factory=dict)
     arrays: dict[str, ArchivedArray] = field(default_factory=dict)
@@ -166,7 +165,7 @@ class ArchiveStorage:
         """Return the bytes of a part as in the file. Raises DamagedRecord, which names the file."""
         try:
             if part.array not in self.arrays:
-                self.arrays[part.array] = open_array(self.objects, part.array, self.zeros)
+                self.arrays[part.array] = open_array(self.objects, part.array)
             array = self.arrays[part.array]
             if array.dtype != NUMPY_TYPES[part.stored]:
                 raise DamagedRecord(file, f"has {part.stored} in {part.array}, an array of {array.dtype}")
@@ -233,7 +232,7 @@ def open_archive(location: str) -> ArchiveStorage:
             f"{location} is an archive of version {version}, this version of areal-debug reads {ARCHIVE_VERSION}: "
             "install the version that wrote it"
         )
-    return ArchiveStorage(location, objects, Zeros(objects))
+    return ArchiveStorage(location, objects)
 
 
 def local_copy(storage: ArchiveStorage, folder: str) -> Path:

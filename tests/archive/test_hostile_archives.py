@@ -130,19 +130,6 @@ def test_deep_json_is_refused(archive, depth):
         read_all(archive)
 
 
-def test_a_virtual_array_takes_no_memory(archive):
-    document = json.loads((archive / "all/documents/zarr.json").read_text())
-    (archive / "all/virtual").mkdir()
-    (archive / "all/virtual/zarr.json").write_text(json.dumps(document | {"shape": [3 * 10**9]}))
-    bomb = [["all/virtual", 0, 3 * 10**9, "U8"]]
-    forge(archive, "steps/000002", layout_of(archive, "steps/000002") | {"bomb": bomb})
-    tracemalloc.start()
-    with pytest.raises(DamagedRecord, match="are not stored"):
-        read_all(archive)
-    assert tracemalloc.get_traced_memory()[1] < 200e6
-    tracemalloc.stop()
-
-
 @pytest.mark.parametrize(
     ("array", "members"),
     [

@@ -11,10 +11,9 @@ import pytest
 from click.testing import CliRunner
 
 from areal_debug.cli import main
-from areal_debug.view.contents import Contents
-from areal_debug.view.conversations import calls_document
-from areal_debug.view.followed import FollowedRecord
+from areal_debug.view.data import calls_document
 from areal_debug.view.pack import pack_json
+from areal_debug.view.page import Contents, FollowedRecord
 from recorder import DamagedRecord, open_record
 from recorder.conversations import (
     Constructed,

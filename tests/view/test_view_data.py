@@ -12,8 +12,7 @@ from click.testing import CliRunner
 
 from areal_debug.record.decode import load_decoder
 from areal_debug.verbs.open import command
-from areal_debug.view.data import read_run, read_step, run_document
-from areal_debug.view.text import BLOCK, redact_tokens, text_of_tokens
+from areal_debug.view.data import BLOCK, read_run, read_step, redact_tokens, run_document, text_of_tokens
 from recorder import open_record
 from recorder.testing import write_scripted_record
 
