@@ -20,17 +20,14 @@ SECTIONS = {
         "demo": "Train a tiny model by GRPO, record it, and replay it bit for bit",
         "train": "Run a training script on its ranks and servers; record or replay",
         "eval": "Evaluate models with a training script: pass@k, comparison",
-        "check": "Check before a run that it is deterministic and its model trains on its own log-probs",
+        "check": "Check that a run is deterministic and that its model trains right",
         "info": "List versions, devices, engines, options, and which verbs work here",
     },
     "Replay and compare": {
         "replay": "Replay a record without an engine, unchanged or with changes",
         "goto": "Open a shell or debugger at any step of a recorded run",
         "why": "Say in one sentence why two records differ",
-        "diff": "Find where two records diverge, and why",
         "crosscheck": "Recompute a step by other code; name the option that differs",
-        "bisect": "Find the commit that changed a record's numbers",
-        "bisect-step": "Find the first step and layer at which two records diverge",
     },
     "Diagnose": {
         "consistency": "Compare an engine's logprobs with the model's, token by token",
@@ -51,6 +48,9 @@ SECTIONS = {
 }
 # Verbs of earlier versions, and what they are now.
 ALIASES = {
+    "bisect": ("why", "--commits"),
+    "bisect-step": ("why", "--layers"),
+    "diff": ("why", "--all"),
     "certify": ("consistency", "--exact"),
     "config": ("info", "options"),
     "parity": ("check", "model"),
@@ -68,6 +68,19 @@ USUAL_UMASK = "areal_debug.umask"  # key in a context's meta: of the user, for j
 VERBOSITY = "areal_debug.verbosity"  # key in a context's meta: "quiet" or "verbose"
 
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+
+def revisions_joined(words: list[str]) -> list[str]:
+    """Return the arguments of the older `bisect`, as `why --commits` takes them: GOOD..BAD first."""
+    revisions, rest = {"--good": "", "--bad": "HEAD"}, []
+    left = iter(words)
+    for word in left:
+        name, has_value, value = word.partition("=")
+        if name in revisions:
+            revisions[name] = value if has_value else next(left, "")
+        else:
+            rest.append(word.replace("--from-step", "--step"))
+    return ["..".join(revisions.values()), *rest]
 
 
 def set_verbosity(context: click.Context, option: click.Parameter, given: bool) -> None:
@@ -181,9 +194,15 @@ class VerbGroup(click.Group):
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
         if self.sections and args[0] in ALIASES and not ctx.resilient_parsing:
-            now = ALIASES[args[0]]
+            now, rest = ALIASES[args[0]], args[1:]
             click.echo(f"areal-debug {args[0]} is now: areal-debug {' '.join(now)}", err=True)
-            args = [*now, *args[1:]]
+            if args[0] == "bisect":
+                rest = revisions_joined(rest)
+            elif args[0] == "bisect-step":
+                rest = [word for word in rest if word != "--layers"] + ["--no-replay"] * (
+                    "--layers" not in rest
+                )
+            args = [*now, *rest]
         name, known = args[0], self.list_commands(ctx)
         if self.sections and name in GONE:
             ctx.fail(f"there is no command {name!r} any more: {GONE[name]}")

@@ -34,13 +34,13 @@ from areal_core.data.processor import VisionProcessor, load_processor
 from areal_core.engine.model import load_model
 from areal_core.rollout.http_thread import HttpThread
 from areal_core.testing import make_tiny_family, make_tiny_model, make_tiny_tokenizer
-from areal_core.testing.server import EmbeddedServer
+from areal_core.testing.embedded_server import EmbeddedServer
 from areal_core.testing.tiny_vision import make_tiny_vision_model
+from consistency.alternatives.probes import SCHEMES
 from consistency.case import Request
 from consistency.check import Checked
 from consistency.engines import SamplingParams
 from consistency.live import Prompt, check_engines, query_engines, sampled_of, vocabulary_of
-from consistency.probes import SCHEMES
 
 SURE = 0.8
 NUM_PROMPTS, NUM_SAMPLES, NUM_TOKENS = 24, 2, 32

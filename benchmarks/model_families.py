@@ -109,10 +109,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "gpt_neo": {"attention_types": [[["global", "local"], 2]], "window_size": 8, "num_layers": 4},
     "kimi_linear": {"num_experts_per_token": 2, "num_expert_group": 1, "topk_group": 1},
     "lfm2": {"layer_types": ["conv", "full_attention", "conv", "full_attention"]},
-    "lfm2_moe": {
-        "layer_types": ["conv", "full_attention", "conv", "full_attention"],
-        "num_dense_layers": 1,
-    },
+    "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv", "full_attention"], "num_dense_layers": 1},
     "mamba2": {"num_heads": 8, "head_dim": 16, "n_groups": 1, "expand": 2},
     "nemotron": {"num_key_value_heads": 2, "head_dim": 16},
     "zamba2": {"n_mamba_heads": 8, "mamba_headdim": 16},

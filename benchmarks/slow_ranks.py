@@ -25,7 +25,7 @@ from areal_core.launch.server_process import free_port
 from hangdoctor.collect.discover import Search
 from hangdoctor.collect.process import descendants, process_table
 from hangdoctor.slow.live import who_is_slow
-from hangdoctor.watch.tree import end_all, lives
+from hangdoctor.watch.loop import end_all, lives
 
 JOB = Path(__file__).with_name("slow_jobs") / "train.py"
 ENGINE = JOB.with_name("engine_server.py")

@@ -7,17 +7,13 @@ holds everything that a check may inspect.
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 
 import numpy as np
 import torch
 
-from consistency.measure import NOISE, Measurement, Noise
-from consistency.rescoring import Rescoring, TrainerCheck
-from consistency.score import Scores
-from consistency.tensors import ChangedTensor
-from consistency.tokens import Floats, Sequences, TokenTable
-from consistency.transforms import (
+from consistency.alternatives.rescoring import Rescoring, TrainerCheck
+from consistency.alternatives.tensors import ChangedTensor
+from consistency.alternatives.transforms import (
     RESIDUAL_BOUND,
     Prediction,
     Replays,
@@ -25,6 +21,9 @@ from consistency.transforms import (
     mean_square,
     residual_size,
 )
+from consistency.measure import NOISE, Measurement, Noise
+from consistency.score import Scores
+from consistency.tokens import Floats, Sequences, TokenTable
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -53,7 +52,6 @@ class Request:
         temperature: of the sampling; None: the recorded one.
         previous: checkpoint before this one, to recognise stale weights.
         base: checkpoint without the adapter, to recognise an engine that does not use it.
-        scores_folder: keeps finished scores for the next attempt.
         trainer: compute the trainer check if the record does not hold its logprobs.
     """
 
@@ -63,7 +61,6 @@ class Request:
     temperature: float | None = None
     previous: str | None = None
     base: str | None = None
-    scores_folder: Path | None = None
     trainer: bool = False
 
 

@@ -1,39 +1,27 @@
 """Check sampled tokens against a model: score, rescore with live engines, diagnose, probe.
 
 Scoring runs in chunks: logprobs of all tokens, details of a sample and of the worst tokens.
-Finished chunks are kept on disk if the request names a folder.
 """
 
-import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 
+from consistency.alternatives.images import prepare_images
+from consistency.alternatives.probes import ProbeInputs, noise_of_engine, run_probes
+from consistency.alternatives.rescoring import Rescoring, TrainerCheck, compare_trainer, trainer_logprobs
+from consistency.alternatives.transforms import replay, select_rows, spread_rows
 from consistency.case import DTYPES, Request, Setting
 from consistency.diagnose import Diagnosis, diagnose
 from consistency.engines import Top
 from consistency.errors import EngineError, OtherTokenizer
-from consistency.images import prepare_images
 from consistency.measure import KINDS, Group, added_tokens, group_by, token_kinds, worst_tokens
-from consistency.probes import ProbeInputs, noise_of_engine, run_probes
-from consistency.rescoring import Rescoring, TrainerCheck, compare_trainer, trainer_logprobs
-from consistency.score import (
-    Progress,
-    Scorer,
-    Scores,
-    ScoringKey,
-    load_scorer,
-    load_scores,
-    save_scores,
-    score,
-)
+from consistency.score import Progress, Scorer, Scores, load_scorer, score
 from consistency.source import Sampled, concatenate, setting_of
 from consistency.tokens import Sequences
-from consistency.transforms import replay, select_rows, spread_rows
-from recorder.documents import checksum
-from recorder.environment import folder_identity
 
 TOP_K = 5
 # Tokens of a chunk that are scored in detail (entropy, rank, top tokens), besides the worst ones.
@@ -75,8 +63,7 @@ def check(
 
     Raises:
         ModelError: a checkpoint cannot be read.
-        ConsistencyError: there is nothing to compare, ids are beyond the model's vocabulary, or
-            kept scores are of other inputs.
+        ConsistencyError: there is nothing to compare, or ids are beyond the model's vocabulary.
     """
     sampling = sampled.sampling
     temperature = sampling.temperature if request.temperature is None else request.temperature
@@ -87,12 +74,13 @@ def check(
     for chunk in sampled.chunks.values():
         refuse_other_vocabulary(chunk, scorer)
     sampled = prepare_images(scorer, sampled)
-    scores = join_scores(
-        [
-            score_chunk(scorer, chunk, request, temperature, dtype, name, progress)
-            for name, chunk in sampled.chunks.items()
-        ]
-    )
+    how: Any = {"temperature": temperature, "top_k": TOP_K, "progress": progress}
+    chunks = [
+        score(scorer, chunk, detailed_rows=spread_rows(chunk, DETAILED_TOKENS), **how)
+        for chunk in sampled.chunks.values()
+    ]
+    columns = vars(chunks[0])
+    scores = Scores(**{name: np.concatenate([getattr(c, name) for c in chunks]) for name in columns})
     sequences = concatenate(list(sampled.chunks.values()))
     setting = setting_of(sampling, scorer.model.config, temperature, dtype, sampled.version)
     setting = replace(setting, added_token_ids=frozenset(added_tokens(request.model)))
@@ -122,45 +110,6 @@ def check(
     detail_worst(scorer, sequences, scores, found, temperature)
     found = with_more_groups(found, scores, setting, request.model)
     return Checked(found, sequences, scores, setting, dtype, rescoring, sampled.tops, trainer_check, notes)
-
-
-def score_chunk(
-    scorer: Scorer,
-    sequences: Sequences,
-    request: Request,
-    temperature: float,
-    dtype: str,
-    name: str,
-    progress: Progress,
-) -> Scores:
-    def compute() -> Scores:
-        rows = spread_rows(sequences, DETAILED_TOKENS)
-        return score(
-            scorer, sequences, temperature=temperature, top_k=TOP_K, detailed_rows=rows, progress=progress
-        )
-
-    if request.scores_folder is None:
-        return compute()
-    file = request.scores_folder / f"{name}.npz"
-    key = ScoringKey(
-        model=checksum(json.dumps(folder_identity(request.model), sort_keys=True).encode()),
-        dtype=dtype,
-        temperature=temperature,
-        top_k=TOP_K,
-        tokens=checksum(
-            np.concatenate([sequences.input_ids, sequences.cu_seqlens, sequences.sampled]).tobytes()
-            + b"".join(image for images in sequences.images or () for image in images)
-        ),
-    )
-    if not file.exists():
-        save_scores(file, key, compute())
-    return load_scores(file, key)
-
-
-def join_scores(chunks: Sequence[Scores]) -> Scores:
-    return Scores(
-        **{name: np.concatenate([getattr(chunk, name) for chunk in chunks]) for name in vars(chunks[0])}
-    )
 
 
 def check_trainer(

@@ -11,10 +11,13 @@ that contradicts itself is a finding (`replies.py`) and not an error. vLLM is as
 import http.client
 import json
 import uuid
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from queue import SimpleQueue
+from threading import Thread
+from typing import Any, TypeVar, cast
 from urllib.parse import urlsplit
 
 from areal_core.rollout.errors import MalformedReply, RequestRefused
@@ -416,18 +419,30 @@ def parse_sglang_identity(address: str, info: Any, model: Any) -> EngineIdentity
 def call_all(calls: Sequence[Callable[[], T]], limit: int, done: Callable[[int], None]) -> list[T]:
     """Run `limit` calls at a time and return all results in order.
 
-    The first exception cancels the calls that have not begun, and is raised.
+    The first exception is raised at once: it waits for no other call, and none begins after it.
     """
-    with ThreadPoolExecutor(limit) as pool:
-        futures = [pool.submit(call) for call in calls]
-        try:
-            results = []
-            for future in futures:
-                results.append(future.result())
-                done(1)
-            return results
-        finally:
-            pool.shutdown(wait=False, cancel_futures=True)
+    waiting, finished = deque(enumerate(calls)), SimpleQueue[tuple[int, T | None, Exception | None]]()
+
+    def work() -> None:
+        while waiting:
+            with suppress(IndexError):  # another thread took the last one
+                number, call = waiting.popleft()
+                try:
+                    finished.put((number, call(), None))
+                except Exception as error:  # raised by the caller's thread
+                    finished.put((number, None, error))
+
+    for _ in range(min(limit, len(calls))):
+        Thread(target=work, daemon=True).start()
+    results: dict[int, T] = {}
+    while len(results) < len(calls):
+        number, result, error = finished.get()
+        if error is not None:
+            waiting.clear()
+            raise error
+        results[number] = cast("T", result)
+        done(1)
+    return [results[number] for number in range(len(calls))]
 
 
 def worker_of(prompt: int, num_engines: int) -> int:

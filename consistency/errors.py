@@ -4,7 +4,6 @@ ConsistencyError (ValueError)
 ├── NothingToCompare   no token was sampled, or none has a usable logprob on both sides
 ├── BadColumn          the length of a column differs from the number of tokens or rows
 ├── UnknownGate        a gate names an unknown metric, or its limit is not a number
-├── StaleScores        saved scores belong to another model, temperature or step
 ├── OtherTokenizer     sampled ids are beyond the model's vocabulary
 ├── BadPrompts         a file of prompts cannot be read, or is empty
 ├── BadCertificate     a certificate cannot be read, written or compared
@@ -26,10 +25,6 @@ class BadColumn(ConsistencyError):
 
 class UnknownGate(ConsistencyError):
     """A gate cannot be checked."""
-
-
-class StaleScores(ConsistencyError):
-    """Scores on disk belong to other inputs."""
 
 
 class OtherTokenizer(ConsistencyError):

@@ -15,21 +15,20 @@ import json
 import math
 import random
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from areal_core.batch import Batch
 from areal_core.config import MicroBatchSpec, TrainEngineConfig
+from areal_core.data.batch import Batch
 from areal_core.embedded.generate import generate
 from areal_core.embedded.replica import Replica
 from areal_core.engine.parity import batch_of, require_parity
@@ -43,6 +42,15 @@ from consistency.live import Vocabulary
 
 FORMAT = 1
 PROVEN, REFUTED, UNDECIDED = "proven", "refuted", "undecided"
+TOKENS_PER_MICRO_BATCH = 8192
+UPDATE = 1e-3  # standard deviation of the noise that stands for a training step
+GROUP = 64  # requests of a batch
+LONGEST_PROMPT = 96  # tokens
+NUM_NEW = 5  # tokens of a user's next turn
+AFTER_UPDATE = "after a weight update"
+
+
+# Certificates.
 
 
 @dataclass(frozen=True)
@@ -79,45 +87,29 @@ class Check:
     seconds: float = 0.0
 
 
-@dataclass(frozen=True)
 class Certificate:
-    """The result of all checks.
+    """The result of all checks: facts of the engine, sha256 and dtype of the model, versions."""
 
-    Args:
-        engine: facts that the engine reports.
-        model: sha256 of the model's files, and dtype of the scoring.
-        versions: of the software and the processor.
-    """
-
-    engine: dict[str, str | None]
-    model: dict[str, str]
-    versions: dict[str, str]
-    checks: tuple[Check, ...]
-
-    @property
-    def verdict(self) -> str:
-        """Proven, refuted, or undecided where a check did not run."""
-        if any(check.num_different for check in self.checks):
-            return REFUTED
-        return UNDECIDED if any(check.not_run is not None for check in self.checks) else PROVEN
-
-    @property
-    def num_tokens(self) -> int:
-        """Number of compared tokens."""
-        return sum(check.num_tokens for check in self.checks)
-
-    @property
-    def num_different(self) -> int:
-        """Number of compared tokens whose bits differ."""
-        return sum(check.num_different for check in self.checks)
-
-    @property
-    def max_abs(self) -> float:
-        """Largest difference of all checks, in nats."""
-        return max((check.max_abs for check in self.checks), default=0.0)
+    def __init__(
+        self,
+        engine: dict[str, str | None],
+        model: dict[str, str],
+        versions: dict[str, str],
+        checks: Sequence[Check],
+    ) -> None:
+        self.engine, self.model, self.versions, self.checks = engine, model, versions, tuple(checks)
+        self.num_tokens = sum(check.num_tokens for check in checks)
+        self.num_different = sum(check.num_different for check in checks)
+        self.max_abs = max((check.max_abs for check in checks), default=0.0)  # in nats
+        is_complete = all(check.not_run is None for check in checks)
+        self.verdict = REFUTED if self.num_different else PROVEN if is_complete else UNDECIDED
 
     def document(self) -> dict[str, Any]:
         """Return what the file holds."""
+        checks = [asdict(check) | {"max_abs": check.max_abs.hex()} for check in self.checks]
+        for check in checks:
+            if first := check["first"]:
+                first |= {"engine": first["engine"].hex(), "trainer": first["trainer"].hex()}
         return {
             "certificate": FORMAT,
             "verdict": self.verdict,
@@ -127,61 +119,40 @@ class Certificate:
             "engine": self.engine,
             "model": self.model,
             "versions": self.versions,
-            "checks": [
-                asdict(check) | {"max_abs": check.max_abs.hex(), "first": _exact(check.first)}
-                for check in self.checks
-            ],
+            "checks": checks,
         }
 
 
-def _exact(first: FirstDifference | None) -> dict[str, Any] | None:
-    if first is None:
-        return None
-    return asdict(first) | {"engine": first.engine.hex(), "trainer": first.trainer.hex()}
-
-
-@dataclass(frozen=True)
-class Saved:
+class Saved(NamedTuple):
     """What is read back of a certificate's file."""
 
     verdict: str
     max_abs: float
-    sha256: str
-    dtype: str
+    model: dict[str, str]
     checks: frozenset[str]  # names of those that ran
-    versions: dict[str, str]
 
 
 def read_certificate(path: Path) -> Saved:
     """Read a certificate. Raises `BadCertificate`."""
     try:
         found = json.loads(path.read_text())
-        if found["certificate"] != FORMAT:
-            raise BadCertificate(
-                f"{path} has certificate format {found['certificate']!r}; this version reads format {FORMAT}: "
-                f"write it again"
-            )
         saved = Saved(
-            str(found["verdict"]),
+            found["verdict"],
             float.fromhex(found["max_abs_difference"]),
-            str(found["model"]["sha256"]),
-            str(found["model"]["dtype"]),
+            {name: str(found["model"][name]) for name in ("sha256", "dtype")},
             frozenset(str(check["name"]) for check in found["checks"] if check["not_run"] is None),
-            {str(name): str(version) for name, version in found["versions"].items()},
         )
+        is_sound = saved.verdict in (PROVEN, REFUTED, UNDECIDED) and saved.max_abs >= 0
     except OSError as error:
         raise BadCertificate(f"{path} cannot be read: {error.strerror}") from error
     except KeyError as error:
         raise BadCertificate(f"{path} is not a certificate: it has no {error}; -o writes one") from error
-    except (UnicodeDecodeError, AttributeError, TypeError) as error:
+    except (AttributeError, TypeError, ValueError) as error:
         raise BadCertificate(f"{path} is not a certificate: {error}; -o writes one") from error
-    except ValueError as error:
-        if isinstance(error, BadCertificate):
-            raise
-        raise BadCertificate(f"{path} is not a certificate: {error}") from error
-    if saved.verdict not in (PROVEN, REFUTED, UNDECIDED) or not saved.max_abs >= 0:
+    if found.get("certificate") != FORMAT or not is_sound:
         raise BadCertificate(
-            f"{path} has verdict {saved.verdict!r} and a largest difference of {saved.max_abs}: it is damaged"
+            f"{path} has verdict {saved.verdict!r}, a largest difference of {saved.max_abs} and format "
+            f"{found.get('certificate')!r}: it is damaged, or of another version; -o writes one"
         )
     return saved
 
@@ -192,13 +163,12 @@ def worse_than(found: Certificate, saved: Saved) -> list[str]:
     Raises:
         BadCertificate: they are of other models or dtypes, or a check of the saved one did not run.
     """
-    if (saved.sha256, saved.dtype) != (found.model["sha256"], found.model["dtype"]):
+    if saved.model != found.model:
         raise BadCertificate(
-            f"the certificate is of model {saved.sha256[:12]} in {saved.dtype}, this is model "
+            f"the certificate is of model {saved.model['sha256'][:12]} in {saved.model['dtype']}, this is model "
             f"{found.model['sha256'][:12]} in {found.model['dtype']}: certify the same one"
         )
-    ran = {check.name for check in found.checks if check.not_run is None}
-    if missing := sorted(saved.checks - ran):
+    if missing := sorted(saved.checks - {check.name for check in found.checks if check.not_run is None}):
         raise BadCertificate(
             f"the certificate has checks that did not run now: {', '.join(missing)}; give the same options"
         )
@@ -227,10 +197,7 @@ def hash_model(folder: Path) -> str:
 
 
 def compare(
-    name: str,
-    sampled: list[tuple[list[int], list[float]]],
-    trained: list[list[float]],
-    **facts: Any,
+    name: str, sampled: list[tuple[list[int], list[float]]], trained: list[list[float]], **facts: Any
 ) -> Check:
     """Compare log-probs in float32, bit for bit.
 
@@ -252,35 +219,25 @@ def compare(
     return Check(name, num_tokens, num_different, max_abs, first=first, **facts)
 
 
-TOKENS_PER_MICRO_BATCH = 8192
-UPDATE = 1e-3  # standard deviation of the noise that stands for a training step
+# The trainer, and engines.
 
 
 class Trainer:
-    """A train engine with `attn_impl=batch_invariant`.
-
-    Args:
-        path: folder of the model.
-        dtype: of compute.
+    """A train engine with `attn_impl=batch_invariant`, of a model's folder.
 
     Raises:
         ModelError: the model cannot be loaded, or its log-probs depend on the batch.
     """
 
     def __init__(self, path: str, dtype: str, ranks: Ranks) -> None:
-        options = TrainEngineConfig(
-            path=path,
-            dtype=dtype,
-            attn_impl="batch_invariant",
-            mb_spec=MicroBatchSpec(max_tokens_per_mb=TOKENS_PER_MICRO_BATCH),
-        )
-        self._engine = shard_engine(options, ranks)
-        require_parity(self._engine, path)
+        spec = MicroBatchSpec(max_tokens_per_mb=TOKENS_PER_MICRO_BATCH)
+        options = TrainEngineConfig(path=path, dtype=dtype, attn_impl="batch_invariant", mb_spec=spec)
+        self.dtype, self.ranks, self.engine = dtype, ranks, shard_engine(options, ranks)
+        require_parity(self.engine, path)
 
     def score(self, rows: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[list[float]]:
         """Return the log-probs of the completions of rows, (prompt, completion) each."""
-        batch = batch_with_mask(rows)
-        scored = self._engine.compute_logprobs(batch).tolist()
+        scored = self.engine.compute_logprobs(batch_with_mask(rows)).tolist() if rows else []
         return [
             line[len(prompt) - 1 : len(prompt) - 1 + len(completion)]
             for line, (prompt, completion) in zip(scored, rows, strict=True)
@@ -289,33 +246,26 @@ class Trainer:
     @torch.no_grad()
     def change_weights(self, seed: int) -> None:
         generator = torch.Generator().manual_seed(seed)
-        for parameter in self._engine.model.parameters():
+        for parameter in self.engine.model.parameters():
             mine = parameter.to_local() if isinstance(parameter, DTensor) else parameter
             mine.add_(UPDATE * torch.randn(mine.shape, generator=generator))
-
-    def weights(self) -> Iterable[tuple[str, Tensor]]:
-        """Return the weights as training sends them to an engine."""
-        return self._engine.named_full_tensors()
 
 
 def batch_with_mask(rows: Sequence[tuple[Sequence[int], Sequence[int]]]) -> Batch:
     batch = batch_of([torch.tensor([*prompt, *completion]) for prompt, completion in rows])
     starts = torch.tensor([len(prompt) - 1 for prompt, _ in rows])
-    places = torch.arange(batch["loss_mask"].shape[1])
-    batch["loss_mask"] *= places >= starts[:, None]
+    batch["loss_mask"] *= torch.arange(batch["loss_mask"].shape[1]) >= starts[:, None]
     return batch
 
 
-@dataclass(frozen=True)
-class Request:
+class Request(NamedTuple):
     """A prompt, and a seed where the engine has seeds."""
 
     prompt: list[int]
     seed: int
 
 
-@dataclass(frozen=True)
-class Completed:
+class Completed(NamedTuple):
     """Sampled tokens with the log-probs that the engine reported, and its cached tokens."""
 
     tokens: list[int]
@@ -323,43 +273,26 @@ class Completed:
     cached_tokens: int | None
 
 
-class Target(Protocol):
-    """An engine. Every call raises `EngineError` if it cannot be made."""
-
-    facts: dict[str, str | None]
-    vocabulary_size: int
-
-    def sample(self, requests: Sequence[Request], batch_size: int, max_new_tokens: int) -> list[Completed]:
-        """Sample at temperature 1, at most `batch_size` requests at a time."""
-        ...
-
-    def flush(self) -> bool:
-        """Empty the prefix cache; return whether the engine did."""
-        ...
-
-
 class EmbeddedTarget:
-    """The embedded engine with `attn_impl=batch_invariant`, or the fast one to compare with it."""
+    """The embedded engine with `attn_impl=batch_invariant`, or the fast one to compare with it.
+
+    Raises:
+        ModelError: the model cannot be loaded.
+    """
 
     def __init__(self, path: str, dtype: str, *, is_invariant: bool = True) -> None:
-        """Load the model. Raises ModelError."""
         self._replica = Replica(path, getattr(torch, dtype), torch.device("cpu"), is_invariant=is_invariant)
-        self.vocabulary_size = self._replica.model.config.get_text_config().vocab_size
+        self.vocabulary_size: int = self._replica.model.config.get_text_config().vocab_size
         self.facts: dict[str, str | None] = {"software": "embedded engine", "dtype": dtype}
 
     def sample(self, requests: Sequence[Request], batch_size: int, max_new_tokens: int) -> list[Completed]:
-        """Sample in batches of exactly `batch_size`, but for the last one."""
+        """Sample at temperature 1, in batches of exactly `batch_size`, but for the last one."""
         found = []
         for start in range(0, len(requests), batch_size):
-            batch = requests[start : start + batch_size]
-            found += generate(
-                self._replica,
-                [request.prompt for request in batch],
-                [Sampling(max_new_tokens=max_new_tokens)] * len(batch),
-                [max_new_tokens] * len(batch),
-                [request.seed for request in batch],
-                vocab_size=self.vocabulary_size,
-            )
+            prompts, seeds = zip(*requests[start : start + batch_size], strict=True)
+            options = [Sampling(max_new_tokens=max_new_tokens)] * len(prompts)
+            limits, size = [max_new_tokens] * len(prompts), self.vocabulary_size
+            found += generate(self._replica, prompts, options, limits, seeds, vocab_size=size)
         return [Completed(row.tokens, row.logprobs, row.cached_tokens) for row in found]
 
     def flush(self) -> bool:
@@ -367,39 +300,37 @@ class EmbeddedTarget:
         self._replica.prefixes.clear()
         return True
 
-    def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Load weights, as a weight update of training does."""
-        self._replica.load(weights)
+    @contextmanager
+    def updated(self, trainer: Trainer, seed: int) -> Iterator[Trainer]:
+        """Change the trainer's weights, and load them as a weight update of training does."""
+        trainer.change_weights(seed)
+        self._replica.load(trainer.engine.named_full_tensors())
+        yield trainer
 
 
 class ServerTarget:
-    """A server with SGLang's native API, vLLM's, or OpenAI's with log-probs of tokens."""
+    """A server with SGLang's native API, vLLM's, or OpenAI's with log-probs of tokens.
 
-    def __init__(self, address: str, vocabulary: Vocabulary) -> None:
-        """Identify the server. Raises EngineError."""
+    `update` is the folder of a checkpoint that the server's machine can read, or None. Every call
+    raises `EngineError` if the server does not answer, or without log-probs.
+    """
+
+    def __init__(self, address: str, vocabulary: Vocabulary, path: str, update: str | None) -> None:
         (self._engine,) = connect([address], vocabulary.decode, vocabulary.size)
         self.vocabulary_size = vocabulary.size
-        identity = self._engine.identity
-        self.facts: dict[str, str | None] = {
-            "software": identity.software,
-            "dtype": identity.dtype,
-            "quantization": identity.quantization,
-            "kv_cache_dtype": identity.kv_cache_dtype,
-        }
+        self._path, self._update = path, update
+        names = ("software", "dtype", "quantization", "kv_cache_dtype")
+        self.facts: dict[str, str | None] = {n: getattr(self._engine.identity, n) for n in names}
 
     def sample(self, requests: Sequence[Request], batch_size: int, max_new_tokens: int) -> list[Completed]:
         """Send `batch_size` requests at a time; the server chooses the seeds."""
         params = SamplingParams(max_new_tokens=max_new_tokens)
         calls = [partial(self._engine.sample, request.prompt, params) for request in requests]
-        return [
-            # The trainer's log-probs are float32; a server may print fewer or more digits.
-            Completed(
-                list(reply.output_ids),
-                np.array(reply.logprobs, dtype=np.float32).tolist(),
-                reply.cached_tokens,
-            )
-            for reply in call_all(calls, batch_size, lambda _: None)
-        ]
+        replies = call_all(calls, batch_size, lambda _: None)
+        # The trainer's log-probs are float32; a server may print fewer or more digits.
+        numbers = [np.array(reply.logprobs, dtype=np.float32).tolist() for reply in replies]
+        pairs = zip(replies, numbers, strict=True)
+        return [Completed(list(r.output_ids), logprobs, r.cached_tokens) for r, logprobs in pairs]
 
     def flush(self) -> bool:
         """Ask for an empty prefix cache by SGLang's route; a server without it keeps its cache."""
@@ -409,201 +340,130 @@ class ServerTarget:
             return False
         return True
 
-    def load_from_disk(self, folder: str) -> None:
-        """Load a checkpoint by SGLang's route. Raises EngineError."""
-        post(self._engine.address, "/update_weights_from_disk", {"model_path": folder})
+    @contextmanager
+    def updated(self, trainer: Trainer, seed: int) -> Iterator[Trainer | None]:
+        """Let the server load the checkpoint by SGLang's route, and at the end its own again."""
+        if self._update is None:
+            yield None
+            return
+        route = (self._engine.address, "/update_weights_from_disk")
+        try:
+            post(*route, {"model_path": self._update})
+            yield Trainer(self._update, trainer.dtype, trainer.ranks)
+        finally:
+            post(*route, {"model_path": self._path})
 
 
-GROUP = 64  # requests of a batch
-LONGEST_PROMPT = 96
-AFTER_UPDATE = "after a weight update"
-NUM_NEW = 5  # tokens of a user's next turn
-Report = Callable[[Check], None]
+# All checks.
 
 
 class Run:
-    """The checks in order; each is reported when it has run.
-
-    Args:
-        max_new_tokens: of a completion.
-        seed: of prompts and, where the engine has seeds, of sampling.
-    """
+    """The checks in order; each is reported when it has run."""
 
     def __init__(
-        self, target: Target, trainer: Trainer, max_new_tokens: int, seed: int, report: Report
+        self,
+        target: EmbeddedTarget | ServerTarget,
+        trainer: Trainer,
+        max_new_tokens: int,
+        seed: int,
+        report: Callable[[Check], None],
     ) -> None:
         self.target, self.trainer, self.max_new_tokens = target, trainer, max_new_tokens
         self.report = report
         self.checks: list[Check] = []
         self._random = random.Random(seed)
 
-    def requests(self, count: int) -> list[Request]:
+    def requests(self, count: int = GROUP) -> list[Request]:
         """Draw requests: groups of four of one prompt, of 1 to 96 random tokens."""
         found: list[Request] = []
         while len(found) < count:
-            length = self._random.randint(1, LONGEST_PROMPT)
-            prompt = [self._random.randrange(self.target.vocabulary_size) for _ in range(length)]
+            prompt = self.tokens(self._random.randint(1, LONGEST_PROMPT))
             found += [Request(prompt, self._random.getrandbits(62)) for _ in range(4)]
-        return found[:count]
+        return found
 
-    def check(self, name: str, requests: Sequence[Request], batch_size: int) -> list[Completed]:
-        """Sample requests, and compare their log-probs with the trainer's."""
+    def tokens(self, count: int) -> list[int]:
+        return [self._random.randrange(self.target.vocabulary_size) for _ in range(count)]
+
+    def check(self, name: str, requests: Sequence[Request], batch_size: int = GROUP) -> list[Completed]:
+        """Sample requests, compare their log-probs with the trainer's, and add the check."""
         started = time.perf_counter()
         completed = self.target.sample(requests, batch_size, self.max_new_tokens)
         seconds = time.perf_counter() - started
-        self.compare(name, requests, completed, seconds)
-        return completed
-
-    def compare(
-        self, name: str, requests: Sequence[Request], completed: Sequence[Completed], seconds: float = 0.0
-    ) -> None:
-        """Score completions with the trainer, and add the check."""
-        rows = [(r.prompt, c.tokens) for r, c in zip(requests, completed, strict=True) if c.tokens]
+        rows = rows_of(requests, completed)
         sampled = [(c.tokens, c.logprobs) for c in completed if c.tokens]
         cached = [c.cached_tokens for c in completed if c.cached_tokens is not None]
-        cached_tokens = sum(cached) if len(cached) == len(completed) else None
-        trained = self.trainer.score(rows) if rows else []
-        self.add(compare(name, sampled, trained, cached_tokens=cached_tokens, seconds=seconds))
+        facts = {"cached_tokens": sum(cached) if len(cached) == len(completed) else None, "seconds": seconds}
+        self.add(compare(name, sampled, self.trainer.score(rows), **facts))
+        return completed
 
     def add(self, check: Check) -> None:
-        """Add a check to the result, and report it."""
         self.checks.append(check)
         self.report(check)
 
     def all(self, num_tokens: int) -> None:
         """Run every check but that of a weight update, until `num_tokens` are compared."""
         self.check("batch of 1", self.requests(GROUP // 4), 1)
-        self.check("batch of 8", self.requests(GROUP), 8)
-        requests = self.requests(GROUP)
-        completed = self.check("batch of 64", requests, GROUP)
-        self.check("other order", requests[::-1], GROUP)
-        self.check("repeated", requests, GROUP)
-        turns = self.turns(requests, completed)
-        self.check("next turn, cached", turns, GROUP)
+        self.check("batch of 8", self.requests(), 8)
+        requests = self.requests()
+        completed = self.check("batch of 64", requests)
+        self.check("other order", requests[::-1])
+        self.check("repeated", requests)
+        new = self.tokens(NUM_NEW)
+        pairs = zip(requests, completed, strict=True)
+        turns = [Request([*asked.prompt, *row.tokens, *new], asked.seed + 1) for asked, row in pairs]
+        self.check("next turn, cached", turns)
         if self.target.flush():
-            self.check("next turn, cache emptied", turns, GROUP)
+            self.check("next turn, cache emptied", turns)
         else:
             self.add(Check("next turn, cache emptied", not_run="the engine has no route /flush_cache"))
-        self.trainer_alone(requests, completed)
-        self.bulk(num_tokens)
+        self.trainer_alone(rows_of(requests, completed))
+        missing = num_tokens - sum(check.num_tokens for check in self.checks)
+        if missing > 0:
+            count = math.ceil(missing / max(1, sum(len(row.tokens) for row in completed))) * GROUP
+            self.check("many batches of 64", self.requests(count))
 
-    def turns(self, requests: Sequence[Request], completed: Sequence[Completed]) -> list[Request]:
-        """Return requests that continue completions by a few tokens of a user."""
-        new = [self._random.randrange(self.target.vocabulary_size) for _ in range(NUM_NEW)]
-        return [
-            Request([*request.prompt, *row.tokens, *new], request.seed + 1)
-            for request, row in zip(requests, completed, strict=True)
-        ]
-
-    def trainer_alone(self, requests: Sequence[Request], completed: Sequence[Completed]) -> None:
+    def trainer_alone(self, rows: Sequence[tuple[list[int], list[int]]]) -> None:
         """Compare the trainer with itself: packed rows in another order, and each row alone."""
-        pairs = zip(requests, completed, strict=True)
-        rows = [(request.prompt, row.tokens) for request, row in pairs if row.tokens]
         packed = self.trainer.score(rows[::-1])[::-1]
         alone = [self.trainer.score([row])[0] for row in rows]
         sampled = [(tokens, logprobs) for (_, tokens), logprobs in zip(rows, packed, strict=True)]
         self.add(compare("trainer, rows alone", sampled, alone))
 
-    def bulk(self, num_tokens: int) -> None:
-        found: list[Check] = []
-        name = "many batches of 64"
-        missing = num_tokens - sum(check.num_tokens for check in self.checks)
-        while missing > 0:
-            part = Run(
-                self.target, self.trainer, self.max_new_tokens, self._random.getrandbits(62), found.append
-            )
-            part.check(name, part.requests(GROUP), GROUP)
-            if found[-1].num_tokens == 0:
-                break
-            missing -= found[-1].num_tokens
-        if found:
-            self.add(merged(name, found))
+
+def rows_of(requests: Sequence[Request], completed: Sequence[Completed]) -> list[tuple[list[int], list[int]]]:
+    """Return prompt and completion of each request that got tokens."""
+    pairs = zip(requests, completed, strict=True)
+    return [(request.prompt, row.tokens) for request, row in pairs if row.tokens]
 
 
-def certify_embedded(
-    path: str, dtype: str, num_tokens: int, max_new_tokens: int, seed: int, report: Report
-) -> Certificate:
-    """Certify the embedded engine in this process.
-
-    Raises:
-        ModelError: the model cannot be sampled from or scored batch-invariantly.
-        BadCertificate: `path` is not a folder of a model.
-    """
-    sha256 = hash_model(Path(path))
-    target = EmbeddedTarget(path, dtype)
-    with one_rank() as ranks:
-        run = Run(target, Trainer(path, dtype, ranks), max_new_tokens, seed, report)
-        run.all(num_tokens)
-        run.trainer.change_weights(seed)
-        target.load(run.trainer.weights())
-        run.check(AFTER_UPDATE, run.requests(GROUP), GROUP)
-    return certificate_of(run, sha256, dtype)
-
-
-def certify_server(
-    target: ServerTarget,
+def certify(
+    target: EmbeddedTarget | ServerTarget,
     path: str,
+    sha256: str,
     dtype: str,
     num_tokens: int,
     max_new_tokens: int,
     seed: int,
-    update: str | None,
-    report: Report,
+    report: Callable[[Check], None],
 ) -> Certificate:
-    """Certify a server that serves the model at `path`.
-
-    Args:
-        update: folder of a checkpoint that the server loads for the last check, and the server's
-            machine can read; it loads `path` again at the end. None leaves that check out.
+    """Certify an engine that holds the model at `path`, whose hash is `sha256`.
 
     Raises:
-        EngineError: the server does not answer, or without log-probs.
-        ModelError, BadCertificate: as in `certify_embedded`.
+        ModelError: the model cannot be sampled from or scored batch-invariantly.
+        EngineError: a server does not answer, or without log-probs.
     """
-    sha256 = hash_model(Path(path))
-    with one_rank() as ranks:
-        run = Run(target, Trainer(path, dtype, ranks), max_new_tokens, seed, report)
-        run.all(num_tokens)
-        if update is None:
-            run.add(Check(AFTER_UPDATE, not_run="give --update CHECKPOINT"))
-        else:
-            run.trainer = Trainer(update, dtype, ranks)
-            try:
-                target.load_from_disk(update)
-                run.check(AFTER_UPDATE, run.requests(GROUP), GROUP)
-            finally:
-                target.load_from_disk(path)
-    return certificate_of(run, sha256, dtype)
-
-
-@contextmanager
-def one_rank() -> Iterator[Ranks]:
     ranks = join_ranks("cpu")
     try:
-        yield ranks
+        run = Run(target, Trainer(path, dtype, ranks), max_new_tokens, seed, report)
+        run.all(num_tokens)
+        with target.updated(run.trainer, seed) as trainer:
+            if trainer is None:
+                run.add(Check(AFTER_UPDATE, not_run="give --update CHECKPOINT"))
+            else:
+                run.trainer = trainer
+                run.check(AFTER_UPDATE, run.requests())
     finally:
         leave_ranks()
-
-
-def certificate_of(run: Run, sha256: str, dtype: str) -> Certificate:
-    versions = {
-        "areal-debug": metadata.version("areal-debug"),
-        "torch": torch.__version__,
-        "transformers": metadata.version("transformers"),
-        "processor": torch.backends.cpu.get_cpu_capability(),
-    }
-    return Certificate(run.target.facts, {"sha256": sha256, "dtype": dtype}, versions, tuple(run.checks))
-
-
-def merged(name: str, checks: Sequence[Check]) -> Check:
-    """Return many checks as one; the first difference is that of the first check that has one."""
-    cached = [check.cached_tokens for check in checks if check.cached_tokens is not None]
-    return Check(
-        name,
-        sum(check.num_tokens for check in checks),
-        sum(check.num_different for check in checks),
-        max(check.max_abs for check in checks),
-        sum(cached) if len(cached) == len(checks) else None,
-        next((check.first for check in checks if check.first is not None), None),
-        seconds=sum(check.seconds for check in checks),
-    )
+    versions = {name: metadata.version(name) for name in ("areal-debug", "transformers")}
+    versions |= {"torch": torch.__version__, "processor": torch.backends.cpu.get_cpu_capability()}
+    return Certificate(target.facts, {"sha256": sha256, "dtype": dtype}, versions, run.checks)

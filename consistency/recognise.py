@@ -11,25 +11,34 @@ from typing import Any
 
 import numpy as np
 
+from consistency.alternatives.tensors import EVERY, TOWER
+from consistency.alternatives.transforms import Prediction
 from consistency.case import BAD_RATIO, Case, Explanation
 from consistency.causes import Finding, finding
-from consistency.measure import correlation, tail
+from consistency.numerics import (
+    MIN_RUN,
+    batch_variant,
+    decoding_differs,
+    dtype_finding,
+    heavy_tail,
+    listed_means,
+    model_not_repeatable,
+    ordinary_noise,
+    other_dtype,
+    periodic,
+    placeholder_logprobs,
+    rounded_logits,
+    rounded_logprobs,
+    trainer_differs,
+    unusable_logprobs,
+)
 from consistency.shape import breaks, explained_by_key, means_by, onset, run_lengths, trend
-from consistency.tensors import EVERY, TOWER
 from consistency.tokens import Bools, Floats, TokenTable
-from consistency.transforms import Prediction
 
 # Thresholds, with their units and what they follow from.
 T_TOLERANCE = 0.02  # of a temperature
-MIN_RUN = 3  # tokens; a shorter run can be chance
 COPIED_NATS = 12.0  # once in 160,000 checks by chance
 TOKENS_AFTER_ONSET = 12  # positions after the window's end in which every sequence must be bad
-NOISE_FACTOR = 2.0  # both sides of a comparison round: twice one side's noise is still noise
-PERIODS = range(2, 9)  # tokens
-DECIMALS = (1, 2, 3)  # four or more are below the noise of any engine
-FEWEST_ON_GRID = 50  # tokens
-FEWEST_REPEATED = 5  # tokens
-MOVES_SHARED = 0.4  # correlation of D with what another dtype changes
 LARGEST_CHANCE = 0.05  # that no bad row is among the fresh ones
 SURE_MARGIN = 40.0  # nats over the next tensor
 UNRELATED = 0.5  # confidence, below R33: where nothing is alike, the token id explains much of D, too
@@ -255,10 +264,6 @@ def context_rewritten_at_a_turn(case: Case) -> Finding | None:
     return finding("R14", means=listed_means(means[:6]), first=int(names[np.argmax(bad)]))
 
 
-def listed_means(means: Floats) -> str:
-    return ", ".join(f"{mean:.2g}" for mean in means)
-
-
 def retokenised(case: Case) -> Finding | None:
     """R13: from some position on, the ids are not those that the engine sampled."""
     if not case.unexplained or case.table.turn.max() > 0:
@@ -451,204 +456,6 @@ def positions_differ(case: Case) -> Finding | None:
     if shape is None or shape.line < 0.6 or shape.line < shape.step - 0.05 or shape.last < 1.5 * shape.first:
         return None
     return finding("R49.trend", first=shape.first, last=shape.last, line=shape.line, step=shape.step)
-
-
-# Rescoring.
-
-
-def trainer_differs(case: Case) -> Finding | None:
-    """R20: the trainer's packed path differs from the model, so the fault is the trainer's."""
-    check = case.trainer_check
-    if check is None or check.trainer_model <= NOISE_FACTOR * case.level:
-        return None
-    if check.engine_model > check.trainer_model / NOISE_FACTOR:
-        return None
-    return finding(
-        "R20",
-        source=check.source,
-        trainer=check.trainer_model,
-        tokens=check.num_tokens,
-        engine=check.engine_model,
-    )
-
-
-def decoding_differs(case: Case) -> Finding | None:
-    """R40, R43, R48: the engine's decoding differs from its prefill, which matches the model."""
-    rescoring, dtype = case.rescoring, case.setting.kv_cache_dtype
-    if rescoring is None or rescoring.decode is None:
-        return None
-    floor = NOISE_FACTOR * max(case.level, rescoring.engine_repeat)
-    if rescoring.decode <= floor or rescoring.prefill >= rescoring.decode / NOISE_FACTOR:
-        return None
-    key = (
-        "R43" if dtype is not None and "8" in dtype else "R48" if case.setting.has_linear_attention else "R40"
-    )
-    decode, prefill, repeat = rescoring.decode, rescoring.prefill, rescoring.engine_repeat
-    return finding(key, dtype=dtype, decode=decode, prefill=prefill, repeat=repeat)
-
-
-def model_not_repeatable(case: Case) -> Finding | None:
-    """R47: the model computes different logprobs for the same batch."""
-    if case.rescoring is None or case.rescoring.model_repeat <= 1e-7:
-        return None
-    repeat = case.rescoring.model_repeat
-    return finding("R47", repeat=repeat, is_fault=repeat > case.level)
-
-
-def batch_variant(case: Case) -> Finding | None:
-    """R39: the model's logprobs depend on the batch by more than its dtype allows."""
-    rescoring = case.rescoring
-    if rescoring is None or rescoring.model_alone <= NOISE_FACTOR * case.level:
-        return None
-    return finding("R39", alone=rescoring.model_alone, repeat=rescoring.model_repeat)
-
-
-# Numerics.
-
-
-def placeholder_logprobs(case: Case) -> Finding | None:
-    """R60: one number stands in place of logprobs: 0 at the first token, a lower limit."""
-    table = case.table
-    names, inverse, count = np.unique(table.engine, return_inverse=True, return_counts=True)
-    size = np.minimum(np.abs(table.difference), 5.0)
-    wrong = np.bincount(inverse, size > max(2 * case.level, 0.01))  # tokens of each number
-    best = int(np.argmax(wrong))
-    repeated = inverse == best
-    if names[best] == 0.0 and run_lengths(repeated, table.sequence).max() >= MIN_RUN:
-        return None  # spans of zeros are tokens that were not sampled (R18)
-    if wrong[best] < FEWEST_REPEATED or wrong[best] < 0.5 * count[best] or len(names) < 2:
-        return None
-    if wrong[best] < 0.5 * wrong.sum():
-        return None  # most of what is wrong is no placeholder
-    trainer, others = table.trainer[repeated], size[~repeated].mean()
-    if np.ptp(trainer) < 0.1 or size[repeated].mean() < BAD_RATIO * others:
-        return None
-    low, high = trainer.min(), trainer.max()
-    return finding("R60.repeated", count=count[best], number=names[best], low=low, high=high, others=others)
-
-
-def rounded_logprobs(case: Case) -> Finding | None:
-    """R36: the reported logprobs were rounded to bfloat16, float16, or a few decimal places."""
-    values = case.table.engine[case.table.engine != 0].astype(np.float32)
-    if len(values) < FEWEST_ON_GRID:
-        return None
-    on_grid = {
-        "bfloat16": float(np.mean(values.view(np.uint32) & 0xFFFF == 0)),
-        "float16": float(np.mean(values.astype(np.float16).astype(np.float32) == values)),
-    } | {f"{digits} decimal places": share_on_decimals(case.table.engine, digits) for digits in DECIMALS}
-    name = max(on_grid, key=lambda key: on_grid[key])
-    return finding("R36", grid=name, share=on_grid[name]) if on_grid[name] >= 0.995 else None
-
-
-def share_on_decimals(values: Floats, digits: int) -> float:
-    scaled = values * 10.0**digits
-    scaled = scaled[np.abs(scaled) > 0.5]  # smaller ones round to 0 on any grid
-    if len(scaled) < FEWEST_ON_GRID:
-        return 0.0
-    return float(np.mean(np.abs(scaled - np.round(scaled)) < 1e-6 * np.maximum(1.0, np.abs(scaled))))
-
-
-def rounded_logits(case: Case) -> Finding | None:
-    """R37: the engine's logits are bfloat16 where the trainer's are float32."""
-    if case.replays is None or not case.replays.rounding.std() > 1e-5 or case.explanation is not None:
-        return None
-    residual = np.clip(case.replays.engine - case.replays.base, -0.5, 0.5)
-    shared = correlation(residual, case.replays.rounding)
-    if shared < 0.15 or shared * np.sqrt(len(residual)) < 8:
-        return None
-    return finding("R37", shared=shared, tokens=len(residual))
-
-
-def other_dtype(case: Case) -> Finding | None:
-    """R38: D is as large as what another dtype changes, and correlates with it.
-
-    Two kernels of one dtype round differently, so that scoring in it explains D only in part.
-    """
-    replays = case.replays
-    others = [] if replays is None else [p for p in replays.predictions if p.cause == "R38"]
-    if replays is None or not others or case.mean_abs <= case.level:
-        return None
-    if case.explanation is not None and case.explanation.prediction.cause == "R38":
-        return None
-    moves, difference = others[0].logprobs - replays.base, replays.engine - replays.base
-    if not 0.5 < difference.std() / max(float(moves.std()), 1e-12) < 2.0:
-        return None
-    shared = correlation(moves, difference)
-    shown = f"D correlates with what the other dtype changes: {shared:.2f}, and is as large"
-    return dtype_finding(case, None, shown) if shared > MOVES_SHARED else None
-
-
-def dtype_finding(case: Case, sure: float | None, shown: str) -> Finding:
-    # Below the level it is the noise of a dtype that the engine declares.
-    return finding("R38", sure, shown=shown, is_fault=case.mean_abs > case.level)
-
-
-def periodic(case: Case) -> Finding | None:
-    """R45: every k-th token is bad: logprobs of accepted draft tokens."""
-    if not case.unexplained:
-        return None
-    size = np.minimum(np.abs(case.table.difference), 5.0)
-    for period in PERIODS:
-        _, means, count = means_by(case.table.turn_position % period, size)
-        clean = means < 1.5 * case.level
-        if len(means) < period or count.min() < 20 or not clean.any() or clean.all():
-            continue
-        if means[~clean].min() > BAD_RATIO * max(float(means[clean].max()), case.level / 2):
-            return finding("R45", period=period, means=listed_means(means))
-    return None
-
-
-def heavy_tail(case: Case) -> Finding | None:
-    """R42: most tokens agree and a few differ widely: experts chosen differently."""
-    metrics = case.measurement.metrics
-    if case.explanation is not None:
-        return None
-    if metrics["max_abs"] < 10 * case.level or metrics["p50_abs"] > case.level:
-        return None
-    # Two engines of different noise have together a tail that none of them has.
-    worker, size = case.table.worker, case.table.difference
-    engines = [size] if worker is None else [size[worker == one] for one in np.unique(worker)]
-    tails = map(tail, engines)
-    heavy = next((one for one in tails if one["kurtosis"] >= 20 and one["p99_over_p50"] >= 20), None)
-    if heavy is None:
-        return None
-    return finding(
-        "R42.tail",
-        kurtosis=heavy["kurtosis"],
-        p99=heavy["p99_over_p50"],
-        top=heavy["top_percent_share"],
-        of_one=" of one engine" if len(engines) > 1 else "",
-    )
-
-
-def unusable_logprobs(case: Case) -> Finding | None:
-    """R60: NaN, minus infinity or numbers above 0 among the logprobs."""
-    excluded = case.table.excluded
-    nan, minus, above = excluded.engine_nan, excluded.engine_minus_infinity, excluded.engine_above_zero
-    bad = nan + minus + above + excluded.trainer_not_finite
-    if not bad:
-        return None
-    total, trainer = bad + len(case.table.engine), excluded.trainer_not_finite
-    is_fault = bad / total > 0.001
-    return finding(
-        "R60", bad=bad, total=total, nan=nan, minus=minus, above=above, trainer=trainer, is_fault=is_fault
-    )
-
-
-def ordinary_noise(case: Case) -> Finding | None:
-    """R35: differences of kernels that round differently; not a fault."""
-    k3, noise = case.measurement.metrics["k3"], case.setting.noise
-    if case.mean_abs > noise.mean_abs or k3 > noise.k3:
-        return None
-    return finding(
-        "R35",
-        noise=noise.name,
-        mean_abs=case.mean_abs,
-        limit=noise.mean_abs,
-        k3=k3,
-        k3_limit=noise.k3,
-        source=noise.source,
-    )
 
 
 # In the order in which equally certain findings are listed.

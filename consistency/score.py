@@ -6,12 +6,11 @@ float32 `[tokens, vocab]` never exists.
 
 import json
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -21,12 +20,9 @@ from areal_core.engine.logits import LogitMap, measure_logit_map, transformer
 from areal_core.engine.logprobs import LOGITS_AT_A_TIME
 from areal_core.engine.model import attention_of, load_model, own_attention, set_attention
 from areal_core.engine.parity import TOLERANCE, choose_lengths, depends_on_forward, random_rows
-from areal_core.engine.rope import choose_frequencies_by_row
 from areal_core.engine.routers import Routers
-from areal_core.engine.vision_inputs import plain_inputs
+from areal_core.engine.vision import choose_frequencies_by_row, plain_inputs
 from areal_core.errors import ModelError
-from areal_core.safety.durable import replacing
-from consistency.errors import StaleScores
 from consistency.tokens import Floats, Ints, Sequences
 
 TOKENS_PER_PASS = 4096
@@ -270,10 +266,7 @@ def predictors(
 
 
 def hidden_states(
-    scorer: Scorer,
-    input_ids: Ints,
-    lengths: Sequence[int],
-    images: Sequence[Sequence[bytes]] | None = None,
+    scorer: Scorer, input_ids: Ints, lengths: Sequence[int], images: Sequence[Sequence[bytes]] | None = None
 ) -> Tensor:
     """Compute the last hidden states [tokens, dim] of packed, isolated sequences.
 
@@ -375,41 +368,3 @@ def most_likely(logits: Tensor, count: int) -> Tensor:
     after = torch.arange(end, logits.shape[1], device=logits.device).expand(len(logits), -1)
     columns = torch.cat([(blocks[:, :, None] * TOP_BLOCK + inside).flatten(1), after], dim=1)
     return columns.gather(1, logits.gather(1, columns).topk(count, dim=1).indices)
-
-
-@dataclass(frozen=True)
-class ScoringKey:
-    """The inputs that saved scores belong to; `model` identifies the weights."""
-
-    model: str
-    dtype: str
-    temperature: float
-    top_k: int
-    tokens: str
-
-
-def key_text(key: ScoringKey) -> npt.NDArray[np.str_]:
-    return np.array([f"{field.name}={getattr(key, field.name)}" for field in fields(key)])
-
-
-def save_scores(file: Path, key: ScoringKey, scores: Scores) -> None:
-    """Write scores atomically: the file is complete or absent."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    with replacing(file) as out:
-        np.savez(out, question=key_text(key), **vars(scores))
-
-
-def load_scores(file: Path, key: ScoringKey) -> Scores:
-    """Load scores that were saved under the same key.
-
-    Raises:
-        StaleScores: the file was saved under another one.
-    """
-    with np.load(file, allow_pickle=False) as saved:
-        now, stored = key_text(key).tolist(), saved["question"].tolist()
-        if now != stored:
-            differing = [f"{b} (now {a})" for a, b in zip(now, stored, strict=True) if a != b]
-            raise StaleScores(
-                f"{file} holds scores of {', '.join(differing)}: delete it, or name another folder"
-            )
-        return Scores(**{field.name: saved[field.name] for field in fields(Scores)})

@@ -7,8 +7,7 @@ others.
 from dataclasses import replace
 
 from hangdoctor.case import Case, Process, build_case
-from hangdoctor.frames import show
-from hangdoctor.garbage import without_garbage_collection
+from hangdoctor.frames import show, without_garbage_collection
 from hangdoctor.graph import Graph, StackClass, rank_ranges, stack_classes, wait_for_graph
 from hangdoctor.model import Alternative, Diagnosis, Evidence, Group, NextStep, Rank, RankVerdict, Snapshot
 from hangdoctor.recorded_operations import behind_by_ras

@@ -6,7 +6,10 @@ prints `Condition.wait`, older ones `wait`; one host has
 are matched, on the remaining text: last component of the name, end of the path, line.
 """
 
+import gc
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import lru_cache
 
 from hangdoctor.model import Frame, Thread
@@ -160,3 +163,15 @@ def of_threading(thread: Thread) -> bool:
     return (
         last_name(frame.function) in ("_bootstrap", "_bootstrap_inner") and "multiprocess" not in frame.file
     )
+
+
+@contextmanager
+def without_garbage_collection() -> Iterator[None]:
+    """Free by reference counts only; usable as a decorator too."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()

@@ -5,6 +5,7 @@ rule never knows whether a stack came from py-spy, faulthandler or gdb. Everythi
 hashable: equal stacks of ten thousand ranks are one object.
 """
 
+import re
 from dataclasses import asdict, dataclass, field
 from typing import Literal
 
@@ -29,6 +30,8 @@ Kind = Literal["", "stuck_in_launch", "transport", "device"]
 """What keeps a collective that every rank has reached from ending; empty where nothing decides."""
 Status = Literal["dumped", "gone", "not_permitted", "not_python", "stopped", "timed_out", "not_collected"]
 """`not_collected` means that nobody looked for the process; every other status is a finding."""
+NUMBER = re.compile(r'(id": ?)(\d+|null)')
+"""A number of a process or thread in py-spy's JSON, where equal stacks differ."""
 Rank = int | str
 """A rank of the job's trainer (or only) role is an int; a process of another role is named, such as
 `engine_rank_1`."""
@@ -57,9 +60,10 @@ class Thread:
 
 @dataclass(frozen=True, slots=True)
 class ProcessFacts:
-    """The contents of /proc at the time of one dump.
+    """The contents of /proc at the time of one dump, and of `proc/K/NAME.json`.
 
-    `state` is the letter of /proc/PID/stat; `cpu_s` is user plus system time in seconds.
+    None where the process is gone or /proc refuses access. `state` is the letter of /proc/PID/stat;
+    `cpu_s` is user plus system time of all threads, `start_time` is seconds since the epoch.
     """
 
     state: str | None = None

@@ -14,7 +14,7 @@ RecordError (ValueError)
 └── UnsafePickle      a pickle needs a name that no importer allows
 """
 
-from areal_core.safety import unpickle
+from areal_core.safety.unpickle import UnsafePickle as UnsafePlainPickle
 
 
 class RecordError(ValueError):
@@ -72,5 +72,5 @@ class UnfinishedFile(ForeignFormat):
     """A file ends before its content does: its writer was interrupted."""
 
 
-class UnsafePickle(unpickle.UnsafePickle, RecordError):
+class UnsafePickle(UnsafePlainPickle, RecordError):
     """A pickle needs a name that no importer allows, or exceeds a limit."""

@@ -32,15 +32,14 @@ from transformers import PreTrainedTokenizerBase
 from areal_core.agent.agents import load_agent, name_of
 from areal_core.agent.completion import Dialogue
 from areal_core.agent.episode_tree import Turn, episode_tree
-from areal_core.agent.errors import AgentRaised, AgentStalled
+from areal_core.agent.errors import AgentStalled
 from areal_core.agent.export import export_rows, rewards_by_id
 from areal_core.agent.failures import describe_raised, failure_of
 from areal_core.agent.output_parsers import check_parsers
 from areal_core.agent.proxy import AgentProxy
 from areal_core.agent.proxy_server import InProcessTransport, ProxyServer, write_admin_key
 from areal_core.agent.sessions import Session
-from areal_core.agent.subprocesses import AgentProcesses
-from areal_core.agent.transcripts.transcript import encode, transcript, with_transcript
+from areal_core.agent.transcript import encode, transcript, with_transcript
 from areal_core.config import AgentConfig
 from areal_core.data.processor import VisionProcessor
 from areal_core.rollout.errors import PromptTooLong
@@ -64,8 +63,8 @@ class AgentWorkflow:
     """A `RolloutWorkflow` around an agent.
 
     Args:
-        agent: an object or a class with `async def run(self, data, **extra_kwargs)`, or its path;
-            in mode "subproc" a class or path. `run` gets the row, `base_url`, `api_key` and
+        agent: an object or a class with `async def run(self, data, **extra_kwargs)`, or its path.
+            `run` gets the row, `base_url`, `api_key` and
             `http_client` (httpx), and returns a number or a dict by completion id.
         gconfig: an object with the attributes of `Sampling`: the defaults of a call.
         tokenizer: with a chat template.
@@ -103,7 +102,6 @@ class AgentWorkflow:
         self.http_client = httpx.AsyncClient(transport=transport, timeout=None)
         logging.getLogger("httpx").setLevel(logging.WARNING)  # at INFO it logs every call
         self.reported: set[str] = set()
-        self.processes = AgentProcesses(agent, self.agent_kwargs, self.options.subproc_max_workers)
 
     async def arun_episode(self, engine: TokenSampler, data: dict[str, Any]) -> dict[str, Tensor]:
         """Run the agent once and return its rows.
@@ -129,7 +127,7 @@ class AgentWorkflow:
         Raises the agent's exception, or the engine's if that caused it, unless it is an outcome:
         the model failed the episode (`failures.py`), and at least one call was answered.
         """
-        run = {"inline": self._inline, "subproc": self._in_process, "online": self._online}[self.options.mode]
+        run = self._online if self.options.mode == "online" else self._inline
         try:
             returned = await self._unless_stalled(run(session, data), session)
         except Exception as error:
@@ -145,7 +143,7 @@ class AgentWorkflow:
         interactions = session.in_order()
         if is_engines or not interactions:
             return None
-        raised = error.raised if isinstance(error, AgentRaised) else describe_raised(error)
+        raised = describe_raised(error)
         failure = failure_of(raised, interactions, session.refusals, self.options.failure_errors)
         if failure is None:
             return None
@@ -190,7 +188,6 @@ class AgentWorkflow:
 
     async def _close_agents(self) -> None:
         await self.http_client.aclose()
-        await self.processes.close()
 
     async def _inline(self, session: Session, data: dict[str, Any]) -> Any:
         run = self.agent.run(
@@ -205,10 +202,6 @@ class AgentWorkflow:
             run.close()
             raise
         return await run
-
-    async def _in_process(self, session: Session, data: dict[str, Any]) -> Any:
-        run = self.processes.run(data, self.server.base_url, session.key)
-        return await run_on(self.agents.loop, run)
 
     async def _online(self, session: Session, data: dict[str, Any]) -> None:
         """Offer the session to clients of `/rl/start_session`, and wait until `/rl/end_session`."""

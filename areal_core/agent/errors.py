@@ -5,7 +5,6 @@ ValueError
     NotAnAgent       an object without `async def run(self, data, **extra_kwargs)`
     WrongReward      a run returned an invalid reward: text, NaN, an unknown completion id
     NoCompletion     a run ended without one call to the model
-    AgentRaised      a run in another process raised an exception
     AgentStalled     a run made no call for longer than its session may be idle
     UnsafeProxy      the proxy would listen to other machines with a guessable key
     UnreachableProxy the proxy cannot listen on its host and port
@@ -17,7 +16,7 @@ Exception
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from areal_core.agent.failures import Raised
+    pass
 
 
 class AgentError(ValueError):
@@ -34,14 +33,6 @@ class WrongReward(AgentError):
 
 class NoCompletion(AgentError):
     """A run ended without one call to the model."""
-
-
-class AgentRaised(AgentError):
-    """A run in another process raised an exception; `raised` is what that exception says."""
-
-    def __init__(self, message: str, raised: "Raised") -> None:
-        super().__init__(message)
-        self.raised = raised
 
 
 class AgentStalled(AgentError):

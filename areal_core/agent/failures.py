@@ -16,7 +16,7 @@ of a framework's error is a fault of the code. So is any error of the engine.
 
 import json
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from json import JSONDecodeError
 from typing import Any
 
@@ -61,14 +61,6 @@ class Raised:
     unreadable: list[Any] = field(default_factory=list)
     is_group: bool = False
     origins: list["Raised"] = field(default_factory=list)
-
-    def as_json(self) -> dict[str, Any]:
-        """Return the fields as JSON types."""
-        return asdict(self)
-
-
-def raised_from_json(fields: dict[str, Any]) -> Raised:
-    return Raised(**fields | {"origins": [raised_from_json(origin) for origin in fields["origins"]]})
 
 
 def describe_raised(error: BaseException) -> Raised:

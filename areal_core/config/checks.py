@@ -19,8 +19,8 @@ from areal_core.config.not_yet import (
     not_yet,
     without_effect_on_a_model,
 )
+from areal_core.config.option import ROLLOUT_SECTIONS, Role
 from areal_core.config.presets import shown
-from areal_core.config.roles import ROLLOUT_SECTIONS, Role
 from areal_core.config.rules import broken_rules, rows_per_rank
 from areal_core.config.scheduling import specs_without_effect, strategies_without_effect, wrong_specs
 from areal_core.config.servers import ALL_LINEAR, server_options, serves_adapters

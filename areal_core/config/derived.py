@@ -17,8 +17,8 @@ from omegaconf.errors import OmegaConfBaseException
 from areal_core.config.allocation import Allocation, Parallel, resolve_allocation
 from areal_core.config.experiment import DPOConfig, PPOConfig
 from areal_core.config.generation import GenerationHyperparameters
+from areal_core.config.option import Role
 from areal_core.config.presets import set_option, shown
-from areal_core.config.roles import Role
 from areal_core.config.scheduling import placed_together
 from areal_core.config.train_engine import PPOActorConfig
 from areal_core.environment import ADDRESSES_VARIABLE

@@ -60,7 +60,7 @@ class AgentConfig:
     )
     mode: str = option(
         "inline",
-        "Where the agent runs: in the trainer's process, in worker processes, or in a client that opens sessions.",
+        "Where the agent runs: in the trainer's process, or in a client that opens sessions.",
         ("inline", "subproc", "online"),
     )
     tool_call_parser: str = option(
@@ -90,7 +90,7 @@ class AgentConfig:
     failure_errors: list[str] = section(
         list, "Exceptions that also mean that the model failed, by 'package.Class' or 'Class'."
     )
-    subproc_max_workers: int = option(4, "Worker processes for agents in mode subproc.", limits=AT_LEAST_1)
+    subproc_max_workers: int = option(4, "Without effect: agents run in this process.", limits=AT_LEAST_1)
     session_timeout_seconds: int = option(
         3600, "Seconds after which an idle session is dropped.", limits=ABOVE_0
     )

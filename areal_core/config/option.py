@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 REQUIRED = "???"  # OmegaConf's marker of a value that the user must give
 
@@ -37,3 +37,7 @@ def option(default: Any, help: str, choices: tuple[Any, ...] = (), limits: Limit
 def section(factory: Callable[[], Any], help: str) -> Any:
     """Return a field whose default is a new object: a nested section, a list or a dict."""
     return field(default_factory=factory, metadata={"help": help, "choices": (), "limits": None})
+
+
+Role = Literal["train", "rollout"]
+ROLLOUT_SECTIONS = ("rollout", "gconfig", "sglang", "vllm", "cluster")  # that rollouts alone read

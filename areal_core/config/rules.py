@@ -8,8 +8,8 @@ from typing import Any
 
 from areal_core.config.experiment import BaseExperimentConfig, DPOConfig, PPOConfig, RWConfig
 from areal_core.config.generation import GenerationHyperparameters
+from areal_core.config.option import Role
 from areal_core.config.presets import shown
-from areal_core.config.roles import Role
 from areal_core.config.servers import serves_adapters
 from areal_core.config.services import REWARD_SERVICE
 from areal_core.config.train_engine import NormConfig, TrainEngineConfig

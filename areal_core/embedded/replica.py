@@ -26,9 +26,8 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from areal_core.data.processor import VisionProcessor
-from areal_core.embedded.cached_rows import CachedRows
+from areal_core.embedded.cached_rows import CachedRows, PrefixCache
 from areal_core.embedded.generate import RoutedCache
-from areal_core.embedded.prefix_cache import PrefixCache
 from areal_core.engine.attention import attend_rows
 from areal_core.engine.model import (
     cache_argument,
@@ -44,7 +43,7 @@ from areal_core.engine.parity import (
     require_invariant_products,
 )
 from areal_core.engine.routers import Routers
-from areal_core.engine.vision_forward import vision_family
+from areal_core.engine.vision import vision_family
 from areal_core.errors import ModelError
 from areal_core.rollout.errors import UnsupportedSampling
 

@@ -26,10 +26,14 @@ from areal_core.engine.logits import output_layer, transformer
 from areal_core.engine.logprobs import score_next_tokens
 from areal_core.engine.model import compile_layers
 from areal_core.engine.ranks import Ranks
-from areal_core.engine.rope import choose_frequencies_by_row
 from areal_core.engine.sequence_parallel import check_heads
 from areal_core.engine.tensor_parallel import split_over_ranks, vocabulary_shard
-from areal_core.engine.vision_forward import hook_forward, text_model, vision_family
+from areal_core.engine.vision import (
+    choose_frequencies_by_row,
+    hook_forward,
+    text_model,
+    vision_family,
+)
 from areal_core.errors import ModelError
 
 

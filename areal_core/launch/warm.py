@@ -58,6 +58,7 @@ class WarmRanks:
     channel: socket.socket
     env: Mapping[str, str]
     server: Child
+    is_ready: bool = False
 
     def run(
         self,
@@ -107,6 +108,9 @@ class WarmRanks:
         place: Path | None,
         streams: Sequence[int],
     ) -> None:
+        if not self.is_ready:  # it has read what was sent before
+            self._receive()
+            self.is_ready = True
         environment = marked_environment({**self.env, **env}, self.server.mark)
         request = {"argv": list(argv), "num_ranks": num_ranks, "environment": environment}
         request["place"] = str(place or Path.cwd())

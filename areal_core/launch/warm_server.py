@@ -2,6 +2,7 @@
 
     python warm_server.py CHANNEL     an open socket
       <- {"modules": [...], "path": [...], "umask": N}  imports them once, by one thread
+      -> {"ready": 1}        the next message may come
       <- {"argv": [...], "num_ranks": N, "environment": {...}, "place": ...}, and standard streams
       fork ─> rank 0, 1, ...  each runs `argv` in `place` as `python argv` would
       -> {"code": 0}          or the exit code of the first rank that failed, as of `subprocess`
@@ -39,9 +40,10 @@ def serve(channel: socket.socket) -> None:
     end_with_parent()
     adopt_orphans()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C is for the ranks and for who asked
-    if not (first := first_line(channel)):
+    if (first := receive(channel)) is None:
         return
-    given = json.loads(first)
+    given, _ = first
+    send(channel, {"ready": 1})
     os.umask(given["umask"])
     sys.path[:0] = [folder for folder in given["path"] if folder not in sys.path]
     import_all(given["modules"])
@@ -82,16 +84,6 @@ def ended_with_peer(channel: socket.socket) -> Iterator[None]:
         os.kill(os.getpid(), signal.SIGTERM)
     yield
     fcntl.fcntl(channel, fcntl.F_SETFL, flags)
-
-
-def first_line(channel: socket.socket) -> bytes:
-    """Return the first message, byte by byte: the next may be there already. Empty without one."""
-    data = b""
-    while not data.endswith(b"\n"):
-        if not (more := channel.recv(1)):
-            return b""
-        data += more
-    return data
 
 
 def receive(channel: socket.socket) -> tuple[dict[str, Any], list[int]] | None:

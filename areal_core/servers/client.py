@@ -232,7 +232,7 @@ class FleetClient:
         if req.images:
             payload = self._wire.with_images(payload, req)
         body = await self._connections.post(
-            server, self._wire.generate_path, payload | self._adapter(version)
+            server, self._wire.routes.generate, payload | self._adapter(version)
         )
         scored = self._wire.parse_score(body, tokens)
         held = self._first_version if scored.version is None else scored.version
@@ -399,7 +399,7 @@ class FleetClient:
         record.requests += 1
         with self.router.request_to(server):
             body = await self._connections.post(
-                server, self._wire.generate_path, payload | self._adapter(version)
+                server, self._wire.routes.generate, payload | self._adapter(version)
             )
         seconds = time.monotonic() - started
         await self._turns.wait()
@@ -528,7 +528,7 @@ class FleetClient:
         loop = asyncio.get_running_loop()
         current, started = self.version, loop.time()
         try:
-            body = await self._connections.get(server, self._wire.version_path, self._health_timeout_s)
+            body = await self._connections.get(server, self._wire.routes.version, self._health_timeout_s)
             version = self._wire.parse_weight_version(body)
         except aiohttp.ClientConnectorError as error:
             if not is_own_error(error):
@@ -553,11 +553,11 @@ class FleetClient:
             self._connections.hang_up(server)
 
     async def _loads_weights(self, server: Server) -> bool:
-        if self._wire.alive_path == self._wire.version_path:
+        if self._wire.routes.alive == self._wire.routes.version:
             return False
         assert self._connections is not None
         try:
-            await self._connections.get(server, self._wire.alive_path, self._health_timeout_s)
+            await self._connections.get(server, self._wire.routes.alive, self._health_timeout_s)
         except (aiohttp.ClientError, TimeoutError, RequestRefused):
             return False
         return True

@@ -11,13 +11,11 @@ entry does not imply that the server is alive: only a request to the server show
 import getpass
 import logging
 import os
-import threading
 import uuid
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 from areal_core.environment import ADDRESSES_VARIABLE
 from areal_core.rollout.errors import BadName, NameTaken, NoServers, NoSuchName
@@ -29,33 +27,10 @@ ATTEMPTS = 1000  # to write an entry into a folder that others delete while it i
 logger = logging.getLogger(__name__)
 
 
-class NameService(Protocol):
-    """A tree of texts. Names are components joined by slashes: `user/experiment/trial/key`."""
-
-    def add(self, name: str, value: str, *, replace: bool = False) -> None:
-        """Add an entry.
-
-        Raises:
-            NameTaken: it exists and `replace` is false.
-            BadName: the name is invalid.
-        """
-        ...
-
-    def get(self, name: str) -> str:
-        """Return the text of an entry. Raises `NoSuchName`."""
-        ...
-
-    def delete(self, name: str) -> None:
-        """Delete an entry. Raises `NoSuchName`."""
-        ...
-
-    def below(self, name: str) -> dict[str, str]:
-        """Return all entries below a name, by their full names, sorted."""
-        ...
-
-
 class FolderNames:
-    """A `NameService` in a folder, for processes of one user that share a file system.
+    """A tree of texts in a folder, for processes of one user that share a file system.
+
+    Names are components joined by slashes: `user/experiment/trial/key`.
 
     The first component of a name is a folder that only its user can write: entries that somebody
     else has planted there, with addresses of other servers, raise `ForeignOwner`.
@@ -65,6 +40,12 @@ class FolderNames:
         self.root = Path(root)
 
     def add(self, name: str, value: str, *, replace: bool = False) -> None:
+        """Add an entry.
+
+        Raises:
+            NameTaken: it exists and `replace` is false.
+            BadName: the name is invalid.
+        """
         folder = self.root.joinpath(*parts_of(name))
         new = self._write_new(folder, value)
         try:
@@ -91,6 +72,7 @@ class FolderNames:
         return new
 
     def get(self, name: str) -> str:
+        """Return the text of an entry. Raises `NoSuchName`."""
         parts = parts_of(name)
         try:
             check_owner(self.root / parts[0])
@@ -99,6 +81,7 @@ class FolderNames:
             raise NoSuchName(f"there is no {name} under {self.root}") from error
 
     def delete(self, name: str) -> None:
+        """Delete an entry. Raises `NoSuchName`."""
         folder = self.root.joinpath(*parts_of(name))
         try:
             (folder / ENTRY).unlink()
@@ -112,6 +95,7 @@ class FolderNames:
             folder = folder.parent
 
     def below(self, name: str) -> dict[str, str]:
+        """Return all entries below a name, by their full names, sorted."""
         found = {}
         with suppress(FileNotFoundError):
             check_owner(self.root / parts_of(name)[0])
@@ -122,36 +106,6 @@ class FolderNames:
             except NoSuchName:  # deleted since it was listed
                 continue
         return found
-
-
-class MemoryNames:
-    """A `NameService` within one process: a fake for tests, not used by a run."""
-
-    def __init__(self) -> None:
-        self._entries: dict[str, str] = {}
-        self._lock = threading.Lock()
-
-    def add(self, name: str, value: str, *, replace: bool = False) -> None:
-        parts_of(name)
-        with self._lock:
-            if name in self._entries and not replace:
-                raise NameTaken(f"{name} is there already")
-            self._entries[name] = value
-
-    def get(self, name: str) -> str:
-        with self._lock:
-            if name not in self._entries:
-                raise NoSuchName(f"there is no {name}")
-            return self._entries[name]
-
-    def delete(self, name: str) -> None:
-        self.get(name)
-        with self._lock:
-            self._entries.pop(name, None)
-
-    def below(self, name: str) -> dict[str, str]:
-        with self._lock:
-            return {key: self._entries[key] for key in sorted(self._entries) if key.startswith(f"{name}/")}
 
 
 def parts_of(name: str) -> list[str]:
@@ -169,14 +123,14 @@ def servers_name(experiment: str, trial: str) -> str:
     return f"{getpass.getuser()}/{experiment}/{trial}/gen_servers"
 
 
-def register_server(names: NameService, experiment: str, trial: str, address: str) -> str:
+def register_server(names: FolderNames, experiment: str, trial: str, address: str) -> str:
     """Register a server (`host:port`) for a run, running or not; return its entry's name."""
     name = f"{servers_name(experiment, trial)}/{uuid.uuid4().hex}"
     names.add(name, address)
     return name
 
 
-def discovered_servers(names: NameService, experiment: str, trial: str) -> Mapping[str, Server]:
+def discovered_servers(names: FolderNames, experiment: str, trial: str) -> Mapping[str, Server]:
     return {
         name: Server(value.strip()) for name, value in names.below(servers_name(experiment, trial)).items()
     }
@@ -194,7 +148,7 @@ class Discovery:
     """
 
     configured: tuple[Server, ...]
-    names: NameService | None = None
+    names: FolderNames | None = None
     experiment: str = ""
     trial: str = ""
 
@@ -222,7 +176,7 @@ class Discovery:
 def discover(
     addresses: Sequence[str],
     environ: Mapping[str, str],
-    names: NameService,
+    names: FolderNames,
     experiment: str,
     trial: str,
 ) -> Discovery:

@@ -61,14 +61,6 @@ def malformed(engine: str, route: str, error: Exception, body: bytes | str) -> M
     )
 
 
-def parse_weight_version(engine: str, route: str, body: bytes) -> str:
-    """Return the field `weight_version` of a reply. Raises `MalformedReply`."""
-    try:
-        return str(json_of(body)["weight_version"])
-    except (KeyError, TypeError, ValueError) as error:
-        raise malformed(engine, route, error, body) from error
-
-
 def versions_of(spans: Sequence[dict[str, Any]], count: int) -> list[int | None]:
     """Return the version of each of `count` tokens from spans `{version, start, end}`.
 

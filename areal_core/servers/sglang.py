@@ -17,30 +17,31 @@ import numpy as np
 from areal_core.data.images import data_url
 from areal_core.rollout.errors import MalformedReply, UnsupportedSampling, WrongServer
 from areal_core.rollout.types import ModelRequest, Sampling
-from areal_core.servers.identity import RunModel, ServerIdentity, check_model, check_release
-from areal_core.servers.reply import (
-    Chunk,
-    Scored,
-    json_of,
-    malformed,
-    parse_version,
-    parse_weight_version,
-    versions_of,
-)
+from areal_core.servers.identity import ServerIdentity
+from areal_core.servers.reply import Chunk, Scored, json_of, parse_version, versions_of
 from areal_core.servers.server import Server, call
-from areal_core.servers.wire import Call, HeldWeights, LastBucket, shared_params
+from areal_core.servers.wire import Call, HeldWeights, LastBucket, Routes, Wire, shared_params
 
-OLDEST = (0, 5, 0)  # older ones do not report the version of their weights in a reply
-TOO_NEW = (0, 6, 0)  # the wire format is that of 0.5.23
-ENGINE = "SGLang 0.5"
 WEIGHTS, CACHE = "weights", "kv_cache"  # parts of a server's memory that can be released
 
 
-class SGLangWire:
+class SGLangWire(Wire):
     """The routes of an SGLang server."""
 
-    generate_path = "/generate"
-    version_path = alive_path = "/model_info"
+    engine = "SGLang 0.5"
+    # older ones do not report the version of their weights in a reply; the wire format is that of 0.5.23
+    releases = ("SGLang", (0, 5, 0), (0, 6, 0), "0.5 (0.5.23 is tested)")
+    routes = Routes(
+        generate="/generate",
+        version="/model_info",
+        alive="/model_info",
+        resume="/continue_generation",
+        begin_update="/begin_weight_update",
+        join_group="/init_weights_update_group",
+        checksums="/weights_checker",
+        load_adapter="/load_lora_adapter",
+        unload_adapter="/unload_lora_adapter",
+    )
 
     def generate_payload(
         self, input_ids: list[int], sampling: Sampling, num_new_tokens: int, num_sampled: int, rid: str
@@ -80,30 +81,20 @@ class SGLangWire:
         """Return the fields that ask for experts; see `SGLangConfig`."""
         return {"return_routed_experts": True, "routed_experts_start_len": start}
 
-    def parse_generate(self, body: bytes) -> Chunk:
-        """Parse a reply of `/generate`.
-
-        Raises:
-            MalformedReply: a field is missing, or the lists differ in length.
-        """
-        try:
-            meta = json_of(body)["meta_info"]
-            finish, rid = meta["finish_reason"], str(meta["id"])
-            if finish["type"] == "abort" and not meta.get("output_token_logprobs"):  # before its first token
-                return Chunk([], [], [], "abort", rid)
-            logprobs = [entry[0] + 0.0 for entry in meta["output_token_logprobs"]]
-            tokens = [index(entry[1]) for entry in meta["output_token_logprobs"]]
-            count = int(meta["completion_tokens"])
-            spans = meta.get("weight_versions") or [
-                {"version": meta.get("weight_version", ""), "start": 0, "end": count}
-            ]
-            versions = versions_of(spans, count)
-            encoded = meta.get("routed_experts")
-            experts = None if encoded is None else np.frombuffer(b64decode(encoded, validate=True), "<i4")
-        except MalformedReply:
-            raise
-        except (AttributeError, IndexError, KeyError, OverflowError, TypeError, ValueError) as error:
-            raise malformed(ENGINE, self.generate_path, error, body) from error
+    def parsed_generate(self, reply: Any) -> Chunk:
+        meta = reply["meta_info"]
+        finish, rid = meta["finish_reason"], str(meta["id"])
+        if finish["type"] == "abort" and not meta.get("output_token_logprobs"):  # before its first token
+            return Chunk([], [], [], "abort", rid)
+        logprobs = [entry[0] + 0.0 for entry in meta["output_token_logprobs"]]
+        tokens = [index(entry[1]) for entry in meta["output_token_logprobs"]]
+        count = int(meta["completion_tokens"])
+        spans = meta.get("weight_versions") or [
+            {"version": meta.get("weight_version", ""), "start": 0, "end": count}
+        ]
+        versions = versions_of(spans, count)
+        encoded = meta.get("routed_experts")
+        experts = None if encoded is None else np.frombuffer(b64decode(encoded, validate=True), "<i4")
         if len(tokens) != count:
             raise MalformedReply(
                 f"a /generate reply holds {len(tokens)} logprobs for {count} tokens", "counts_agree"
@@ -121,23 +112,14 @@ class SGLangWire:
             "logprob_start_len": num_prompt - 1,
         }
 
-    def parse_score(self, body: bytes, expected: list[int]) -> Scored:
-        """Parse the reply of a prefill.
-
-        Raises:
-            MalformedReply: a field is missing, or the log-probs are of other ids.
-        """
-        try:
-            meta = json_of(body)["meta_info"]
-            rows = meta["input_token_logprobs"][-len(expected) :]
-            logprobs, ids = [row[0] + 0.0 for row in rows], [index(row[1]) for row in rows]
-            version = parse_version(str(meta.get("weight_version", "")))
-        except (AttributeError, IndexError, KeyError, OverflowError, TypeError, ValueError) as error:
-            raise malformed(ENGINE, self.generate_path, error, body) from error
+    def parsed_score(self, reply: Any, expected: list[int]) -> Scored:
+        meta = reply["meta_info"]
+        rows = meta["input_token_logprobs"][-len(expected) :]
+        logprobs, ids = [row[0] + 0.0 for row in rows], [index(row[1]) for row in rows]
         # SGLang 0.5.23 reports the last id of the vocabulary as 0 here, with the right log-prob.
         if len(ids) != len(expected) or any(x not in (y, 0) for x, y in zip(ids, expected, strict=True)):
             raise MalformedReply(f"{len(ids)} scored tokens are not the {len(expected)} that were sent")
-        return Scored(logprobs, version)
+        return Scored(logprobs, parse_version(str(meta.get("weight_version", ""))))
 
     def ask_identity(self, server: Server, timeout_s: float = 10.0) -> ServerIdentity:
         """Query the identity of a server.
@@ -156,22 +138,9 @@ class SGLangWire:
                 f"or with areal-debug serve"
             ) from error
 
-    def check_identity(self, server: Server, identity: ServerIdentity, model: RunModel) -> None:
-        """Raise `WrongServer` if it is of another SGLang release or serves another model."""
-        check_release(server, "SGLang", identity.version, OLDEST, TOO_NEW, "0.5 (0.5.23 is tested)")
-        check_model(server, identity, model, "--enable-lora")
-
-    def parse_weight_version(self, body: bytes) -> str:
-        """Return the version in a reply of `/model_info`. Raises `MalformedReply`."""
-        return parse_weight_version(ENGINE, self.version_path, body)
-
     def pause(self, mode: str) -> Call:
         """Pause generation; `mode` is "abort", "retract" or "in_place"."""
         return Call("/pause_generation", {"mode": mode})
-
-    def resume(self) -> Call:
-        """Continue generation."""
-        return Call("/continue_generation", {})
 
     def flush_cache(self) -> Call:
         """Empty the prefix cache; refused while a request is running."""
@@ -189,26 +158,12 @@ class SGLangWire:
         payload = {"model_path": str(folder), "weight_version": str(version), "flush_cache": flush_cache}
         return [Call("/update_weights_from_disk", payload)]
 
-    def begin_update(self) -> Call:
-        """Open an update session; SGLang before 0.5.20 has no such route."""
-        return Call("/begin_weight_update", {})
-
     def end_update(self, version: int | None) -> Call:
         """Close an update session; the version came with the last tensors."""
         return Call("/end_weight_update", {})
 
-    def join_group(
-        self, host: str, port: int, rank_offset: int, world_size: int, backend: str, group: str
-    ) -> Call:
-        payload = {
-            "master_address": host,
-            "master_port": port,
-            "rank_offset": rank_offset,
-            "world_size": world_size,
-            "backend": backend,
-            "group_name": group,
-        }
-        return Call("/init_weights_update_group", payload)
+    def group_payload(self, group_info: dict[str, Any]) -> dict[str, Any]:
+        return group_info
 
     def receive(
         self,
@@ -225,46 +180,24 @@ class SGLangWire:
             payload["weight_version"] = str(last.version)
         return Call("/update_weights_from_distributed", payload)
 
-    def checksums(self) -> Call:
-        """Return checksums of all weights."""
-        return Call("/weights_checker", {"action": "checksum"})
-
     def hashes_by_sha256(self, device: str) -> bool:
         """Return whether it is a CPU; a GPU hashes in its own memory."""
         return device == "cpu"
 
-    def parse_checksums(self, body: str) -> HeldWeights:
-        """Parse a reply of `/weights_checker`.
-
-        Raises `MalformedReply`, which names the missing field.
-        """
-        try:
-            ranks = json_of(body)["ranks"]
-            checksums: dict[str, list[str]] = {}
-            for rank in ranks:
-                for name, checksum in rank["checksums"].items():
-                    checksums.setdefault(name, []).append(checksum)
-            is_sharded = any(info["tp_size"] > 1 for rank in ranks for info in rank["parallelism_info"])
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise malformed(ENGINE, "/weights_checker", error, body) from error
-        return HeldWeights(checksums, is_sharded)
-
-    def load_adapter(self, name: str, folder: Path) -> Call:
-        return Call("/load_lora_adapter", {"lora_name": name, "lora_path": str(folder)})
+    def parsed_checksums(self, reply: Any) -> HeldWeights:
+        checksums: dict[str, list[str]] = {}
+        for rank in reply["ranks"]:
+            for name, checksum in rank["checksums"].items():
+                checksums.setdefault(name, []).append(checksum)
+        infos = [info for rank in reply["ranks"] for info in rank["parallelism_info"]]
+        return HeldWeights(checksums, any(info["tp_size"] > 1 for info in infos))
 
     def parse_loaded(self, body: str) -> set[str]:
-        """Return the names of a server's adapters. Raises `MalformedReply`."""
-        try:
+        with self.parsing(self.routes.load_adapter, body):
             return set(json_of(body)["loaded_adapters"])
-        except (KeyError, TypeError, ValueError) as error:
-            raise malformed(ENGINE, "/load_lora_adapter", error, body) from error
-
-    def unload_adapter(self, name: str) -> Call:
-        return Call("/unload_lora_adapter", {"lora_name": name})
 
     def set_version(self, version: int) -> Call:
-        """Set the weight version."""
-        return Call("/update_weight_version", {"new_version": str(version), "abort_all_requests": False})
+        return Call(self.routes.set_version, {"new_version": str(version), "abort_all_requests": False})
 
 
 SGLANG = SGLangWire()

@@ -14,9 +14,9 @@ if TYPE_CHECKING:
         TrackioLogger,
         WandbLogger,
         read_stats,
+        step_summary,
     )
     from areal_core.telemetry.stats import Reduce, Stats
-    from areal_core.telemetry.summary import step_summary
 
 __all__ = [
     "JsonlLogger",
@@ -29,7 +29,7 @@ __all__ = [
     "read_stats",
     "step_summary",
 ]
-MODULES = dict.fromkeys(__all__, "loggers") | {"Reduce": "stats", "Stats": "stats", "step_summary": "summary"}
+MODULES = dict.fromkeys(__all__, "loggers") | {"Reduce": "stats", "Stats": "stats"}
 
 
 def __getattr__(name: str) -> Any:

@@ -17,7 +17,7 @@ or without a trace, both do nothing.
 
 import inspect
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import wraps
@@ -62,13 +62,6 @@ def collecting() -> Iterator[Scalars]:
         yield kept
     finally:
         _SCALARS.reset(token)
-
-
-def record_all(scalars: Mapping[str, list[float]]) -> None:
-    """Record numbers that were collected elsewhere, such as in the process of an agent."""
-    for name, values in scalars.items():
-        for value in values:
-            scalar(**{name: value})
 
 
 @contextmanager

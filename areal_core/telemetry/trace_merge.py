@@ -7,56 +7,37 @@ before it is kept.
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any
+
+import msgspec
 
 from areal_core.safety.durable import replacing
 from areal_core.telemetry.trace import FOOTER, HEADER, TRAINER_TRACK, rank_file
 
 MERGED = "trace.json"
-T = TypeVar("T")
 
 
-@dataclass(frozen=True)
-class RankHeader:
-    """The place and time of a rank's start, and the options that it recorded."""
+class RankHeader(msgspec.Struct, frozen=True):
+    """The place and time of a rank's start; further fields of its line are options of the run."""
 
     rank: int
     world_size: int
     host: str
     pid: int
     start_ns: int
-    options: dict[str, Any]
+
+
+class Placed(msgspec.Struct, frozen=True):
+    """What an event must have to be placed in the merged file."""
+
+    name: str
+    tid: int = 0
+    ts: float = 0.0
 
 
 class BrokenTrace(ValueError):
     """A file that is not a trace of ours, or is damaged before its last line."""
-
-
-def take(fields: Any, name: str, kind: type[T], where: str) -> T:
-    """Return a field of one kind; `float` accepts integers.
-
-    Raises BrokenTrace, which names the field and its value.
-    """
-    value = fields.get(name) if isinstance(fields, dict) else None
-    accepted = isinstance(value, (int, float) if kind is float else kind) and not isinstance(value, bool)
-    if not accepted or (isinstance(value, int | float) and not abs(value) < 2**63):
-        raise BrokenTrace(f"{where}: {name} is {value!r:.80}; the file is damaged, or of another version")
-    return cast("T", value)
-
-
-def parse_rank_header(args: dict[str, Any], file: Path) -> RankHeader:
-    where = f"{file}, its header"
-    header = RankHeader(
-        rank=take(args, "rank", int, where),
-        world_size=take(args, "world_size", int, where),
-        host=take(args, "host", str, where),
-        pid=take(args, "pid", int, where),
-        start_ns=take(args, "start_ns", int, where),
-        options={},
-    )
-    return replace(header, options={name: args[name] for name in args if name not in header.__dict__})
 
 
 def rank_events(file: Path) -> Iterator[tuple[RankHeader, dict[str, Any]]]:
@@ -76,12 +57,13 @@ def rank_events(file: Path) -> Iterator[tuple[RankHeader, dict[str, Any]]]:
             except (ValueError, RecursionError):
                 broken = number  # fine if it is the last: the rank was killed while it wrote
                 continue
-            where = f"{file}, line {number}"
-            if take(event, "name", str, where) == HEADER:
-                header = parse_rank_header(take(event, "args", dict, where), file)
-            elif event["name"] != FOOTER:
-                take(event, "tid", int, where)
-                take(event, "ts", float, where)
+            try:
+                if msgspec.convert(event, Placed).name == HEADER:
+                    header = msgspec.convert(event["args"], RankHeader)
+            except (msgspec.ValidationError, KeyError) as error:
+                raise BrokenTrace(
+                    f"{file}, line {number}: {error}; the file is damaged, or of another version"
+                ) from None
             if header is None:
                 raise BrokenTrace(f"{file}: does not start with a header; give the trace folder of a run")
             yield header, event
@@ -96,14 +78,18 @@ def merge(folder: Path) -> Path:
     first = rank_file(folder, 0)
     if not first.exists():
         raise BrokenTrace(f"{folder} holds no {first.name}: give the trace folder of a run")
-    world_size = first_header(first).world_size
+    world_size = first_header(first)[0].world_size
     # of the files that exist: a damaged header may state any number of ranks
     known = {file: file.stem.removeprefix("rank-") for file in sorted(folder.glob("rank-*.jsonl"))}
     files = [file for file, rank in known.items() if rank.isdecimal() and int(rank) < world_size]
     headers = [first_header(file) for file in files]
-    start_ns = min(header.start_ns for header in headers)
+    start_ns = min(header.start_ns for header, _ in headers)
     with replacing(folder / MERGED) as out:
-        about = {"start_ns": start_ns, "world_size": world_size, "ranks": [vars(one) for one in headers]}
+        about = {
+            "start_ns": start_ns,
+            "world_size": world_size,
+            "ranks": [about_rank(*one) for one in headers],
+        }
         out.write(f'{{"displayTimeUnit":"ms","otherData":{json.dumps(about)},"traceEvents":[\n'.encode())
         separator = ""
         for file in files:
@@ -114,11 +100,18 @@ def merge(folder: Path) -> Path:
     return folder / MERGED
 
 
-def first_header(file: Path) -> RankHeader:
-    header, _ = next(rank_events(file), (None, None))
-    if header is None:
+def about_rank(header: RankHeader, args: dict[str, Any]) -> dict[str, Any]:
+    facts = msgspec.to_builtins(header)
+    return facts | {"options": {name: value for name, value in args.items() if name not in facts}}
+
+
+def first_header(file: Path) -> tuple[RankHeader, dict[str, Any]]:
+    """Return a rank's header, and all that its line has."""
+    found = next(rank_events(file), None)
+    if found is None:
         raise BrokenTrace(f"{file} is empty or cut off; give the trace folder of a run")
-    return header
+    header, event = found
+    return header, event["args"]
 
 
 def placed_events(file: Path, start_ns: int) -> Iterator[dict[str, Any]]:

@@ -45,7 +45,7 @@ from areal_core.engine.ranks import Ranks, join_ranks
 from areal_core.engine.scores import is_score_model
 from areal_core.engine.sharding import shard_model
 from areal_core.engine.trees.check import share_prefixes
-from areal_core.engine.vision_forward import freeze_tower, vision_family
+from areal_core.engine.vision import freeze_tower, vision_family
 from areal_core.errors import ConfigError, ModelError
 from areal_core.paths import make_run_folders, run_folder
 from areal_core.safety.durable import commit_file
@@ -59,11 +59,10 @@ from areal_core.telemetry import (
     WandbLogger,
 )
 from areal_core.telemetry.loggers import Logger, without_none
-from areal_core.telemetry.memory import MemoryProfiler
 from areal_core.telemetry.trace import Trace
 from areal_core.trainer.checkpointing import Frequency
 from areal_core.trainer.run_lines import RunLines
-from areal_core.trainer.trace_hooks import NO_TRACING, Tracing
+from areal_core.trainer.trace_hooks import NO_TRACING, MemoryProfiler, Tracing
 
 UNSAFE_IN_ID = str.maketrans("/\\#?%:", "------")  # Weights & Biases refuses ids with these
 AnyConfig = PPOConfig | SFTConfig | RWConfig | DPOConfig  # every config of a run has an `actor`

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from areal_core.agent.transcripts.transcript import without_transcripts
+from areal_core.agent.transcript import without_transcripts
 from areal_core.config import PPOConfig, config_to_dict, masked_options
 from areal_core.engine.checkpoint.distributed import Engines, save_checkpoint
 from areal_core.engine.determinism import branch_rng, rng_state
@@ -28,7 +28,6 @@ from areal_core.safety.secrets import masker
 from areal_core.telemetry import Stats, StatsLogger
 from areal_core.trainer import build, build_models, build_rollouts
 from areal_core.trainer.checkpointing import Recovery, Saver, step_of
-from areal_core.trainer.critic import critic_values, update_critic
 from areal_core.trainer.evaluation import (
     Evaluation,
     evaluated_models,
@@ -44,7 +43,7 @@ from areal_core.trainer.scored_rollouts import ScoredRollouts
 from areal_core.trainer.shared_devices import TurnRollouts
 from areal_core.trainer.step_stats import log_batch, log_settings, log_versions
 from areal_core.trainer.trace_hooks import NO_TRACING
-from areal_core.trainer.update import update
+from areal_core.trainer.update import critic_values, update, update_critic
 
 # observer(event, **facts): the events and their facts are listed in ARCHITECTURE.md.
 Observer = Callable[..., None]
@@ -176,6 +175,10 @@ class PPOTrainer:
         CheckpointError: the checkpoint to continue from cannot be read.
     """
 
+    def __new__(cls, config: PPOConfig, *arguments: Any, **options: Any) -> "PPOTrainer":
+        """Return a `PPOEvaluator` for an allocation of evaluation, in place of a trainer."""
+        return super().__new__(PPOEvaluator if cls is PPOTrainer and evaluates_only(config) else cls)
+
     def __init__(
         self,
         config: PPOConfig,
@@ -195,10 +198,6 @@ class PPOTrainer:
         self.valid_dataset = valid_dataset
         self.print_steps = print_steps
         self._cleanup = contextlib.ExitStack()
-        self.only_evaluates = evaluates_only(config)
-        if self.only_evaluates:
-            self._prepare_evaluation(observers)
-            return
         if total_steps is None:
             total_steps = build.count_steps(config, len(train_dataset or ()))
         self.total_steps = total_steps
@@ -248,24 +247,6 @@ class PPOTrainer:
         self.tracing = build.build_tracing(config, self.ranks, self.stats, continued=self.first_step > 0)
         self._cleanup.callback(self.tracing.close)
 
-    def _prepare_evaluation(self, observers: Sequence[Callable[["PPOTrainer"], Observer]]) -> None:
-        """Build what a run needs that only evaluates: no trained model, no optimizer."""
-        config = self.config
-        # servers have the devices
-        self.ranks = build.start_process(
-            replace(config, device="cpu") if config.allocation.has_servers else config
-        )
-        self._cleanup.callback(leave_ranks)
-        self.tokenizer = build.load_tokenizer(config)
-        self.processor = build.load_processor_of(config)
-        self.reward_model = build_models.build_reward_model(config, self.ranks, self.tokenizer)
-        self.engines = {}
-        self.live_stats = Stats()
-        self.first_step = self.version = 0
-        self.total_steps = self.end_step = len(evaluated_models(config))
-        self.tracing = NO_TRACING
-        self.observers = [make(self) for make in observers]
-
     def train(
         self,
         workflow: Any = None,
@@ -276,8 +257,7 @@ class PPOTrainer:
     ) -> None:
         """Train to the last step. If the constructor got a `source`, no argument has an effect.
 
-        With an allocation of evaluation ('sglang:d1+eval') nothing is trained: the validation rows
-        are sampled with each model of `evaluator.checkpoints` (`evaluation_run.py`).
+        With an allocation of evaluation ('sglang:d1+eval') nothing is trained (`PPOEvaluator`).
 
         Args:
             workflow: a `RolloutWorkflow` or an agent: an instance, a class, or its import path; by
@@ -297,11 +277,7 @@ class PPOTrainer:
         """
         workflow = workflow or self.config.rollout.agent.agent_cls_path or RLVRWorkflow
         if eval_workflow_kwargs is None:
-            gconfig = build_rollouts.eval_gconfig(self.config)
-            eval_workflow_kwargs = (workflow_kwargs or {}) | {"gconfig": gconfig}
-        if self.only_evaluates:
-            self._evaluate_models(eval_workflow or workflow, eval_workflow_kwargs)
-            return
+            eval_workflow_kwargs = self._eval_arguments(workflow_kwargs)
         self.guard.check_weights(self.engines, "before the first step")
         source, evaluation = self.source, None
         if source is None:
@@ -329,31 +305,6 @@ class PPOTrainer:
                 self.saver.save_last(self.end_step - 1)
             self.saver.finish()
             self._observe_checkpoint(self.recovery.finish())
-
-    def _evaluate_models(self, workflow: Any, arguments: dict[str, Any]) -> None:
-        """Sample the validation rows with each model; observers and loggers get a step of each."""
-        config, stats = self.config, self.live_stats
-        rows = evaluated_rows(config, self.train_dataset, self.valid_dataset, self.tokenizer)
-        built = self._workflow(workflow, arguments, build_rollouts.eval_gconfig(config))
-        run = EvaluationRun(
-            config, self.ranks, rows, built, self.tokenizer, self.print_steps, self.reward_model
-        )
-        with (
-            run as evaluation,
-            self._start_and_end_observed(),
-            build.build_loggers(config, self.ranks, (0, self.total_steps), print_steps=False) as logger,
-            contextlib.closing(load_models(config, self.ranks, self.tokenizer, self.processor)) as models,
-        ):
-            for step, model in enumerate(models):
-                states = rng_state()
-                batch = evaluation.sample(model, stats)
-                batch["prompt_id"] += step * len(rows)  # no prompt occurs in two steps of a run
-                self.version, self.last_stats = model.version, stats.export()
-                self._observe("batch", step=step, version=model.version, batch=batch, rng=states)
-                facts = {"plan": {}, "stats": self.last_stats, "checksums": {}}
-                self._observe("step", step=step, version=model.version, **facts)
-                logger.commit(step, self.last_stats)
-            evaluation.finish()
 
     def _after_step(self, source: RolloutSource, logger: StatsLogger, step: int) -> None:
         """Log the statistics of a completed step and save a recovery checkpoint; a collective."""
@@ -411,6 +362,9 @@ class PPOTrainer:
         return build_rollouts.build_evaluation(
             self.config, self.ranks, live, make, dataset, frequency, self.live_stats, self.reward_model, turn
         )
+
+    def _eval_arguments(self, workflow_kwargs: dict[str, Any] | None) -> dict[str, Any]:
+        return (workflow_kwargs or {}) | {"gconfig": build_rollouts.eval_gconfig(self.config)}
 
     def _workflow(self, workflow: Any, arguments: dict[str, Any], gconfig: Any) -> RolloutWorkflow:
         arguments = build_rollouts.with_served_rewards(workflow, arguments, self.config.scheduler)
@@ -473,3 +427,80 @@ class PPOTrainer:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+class PPOEvaluator(PPOTrainer):
+    """A run that only evaluates: no trained model, no optimizer (`evaluation_run.py`).
+
+    The validation rows are sampled with each model of `evaluator.checkpoints`. Arguments are those
+    of `PPOTrainer`; what belongs to training has no effect.
+    """
+
+    def __init__(
+        self,
+        config: PPOConfig,
+        train_dataset: Sequence[dict[str, Any]] | None = None,
+        valid_dataset: Sequence[dict[str, Any]] | None = None,
+        *,
+        observers: Sequence[Callable[["PPOTrainer"], Observer]] = (),
+        print_steps: bool = True,
+        **_of_training: Any,
+    ) -> None:
+        self.config = config
+        self.train_dataset = train_dataset
+        self.valid_dataset = valid_dataset
+        self.print_steps = print_steps
+        self._cleanup = contextlib.ExitStack()
+        # servers have the devices
+        self.ranks = build.start_process(
+            replace(config, device="cpu") if config.allocation.has_servers else config
+        )
+        self._cleanup.callback(leave_ranks)
+        self.tokenizer = build.load_tokenizer(config)
+        self.processor = build.load_processor_of(config)
+        self.reward_model = build_models.build_reward_model(config, self.ranks, self.tokenizer)
+        self.engines = {}
+        self.live_stats = Stats()
+        self.first_step = self.version = 0
+        self.total_steps = self.end_step = len(evaluated_models(config))
+        self.tracing = NO_TRACING
+        self.observers = [make(self) for make in observers]
+
+    def train(
+        self,
+        workflow: Any = None,
+        workflow_kwargs: dict[str, Any] | None = None,
+        eval_workflow: Any = None,
+        eval_workflow_kwargs: dict[str, Any] | None = None,
+        dynamic_filter_fn: AcceptFn | str | None = None,
+    ) -> None:
+        """Sample the validation rows with each model; observers and loggers get a step of each.
+
+        Arguments are those of `PPOTrainer.train`, without effect where they are of training.
+        """
+        config, stats = self.config, self.live_stats
+        rows = evaluated_rows(config, self.train_dataset, self.valid_dataset, self.tokenizer)
+        built = self._workflow(
+            eval_workflow or workflow or config.rollout.agent.agent_cls_path or RLVRWorkflow,
+            self._eval_arguments(workflow_kwargs) if eval_workflow_kwargs is None else eval_workflow_kwargs,
+            build_rollouts.eval_gconfig(config),
+        )
+        run = EvaluationRun(
+            config, self.ranks, rows, built, self.tokenizer, self.print_steps, self.reward_model
+        )
+        with (
+            run as evaluation,
+            self._start_and_end_observed(),
+            build.build_loggers(config, self.ranks, (0, self.total_steps), print_steps=False) as logger,
+            contextlib.closing(load_models(config, self.ranks, self.tokenizer, self.processor)) as models,
+        ):
+            for step, model in enumerate(models):
+                states = rng_state()
+                batch = evaluation.sample(model, stats)
+                batch["prompt_id"] += step * len(rows)  # no prompt occurs in two steps of a run
+                self.version, self.last_stats = model.version, stats.export()
+                self._observe("batch", step=step, version=model.version, batch=batch, rng=states)
+                facts = {"plan": {}, "stats": self.last_stats, "checksums": {}}
+                self._observe("step", step=step, version=model.version, **facts)
+                logger.commit(step, self.last_stats)
+            evaluation.finish()

@@ -19,7 +19,7 @@ import numpy as np
 
 from areal_core.agent.agent_workflow import AgentWorkflow, Outcome
 from areal_core.agent.conversation import Interaction
-from areal_core.agent.transcripts.transcript import encode, from_json, message_facts, options_of
+from areal_core.agent.transcript import encode, from_json, message_facts, options_of
 from areal_core.rollout.loop_thread import LoopThread
 from areal_core.rollout.types import ModelRequest, ModelResponse
 from areal_debug.agent.run import frames_of_agent

@@ -8,7 +8,7 @@ from areal_debug.installation import lazy_names
 __getattr__, __all__ = lazy_names(
     {
         "areal_debug.consistency.engine_question": ["ask_with_recorded_weights"],
-        "consistency.report": ["assert_consistent", "document"],
+        "consistency.report": ["document"],
         "consistency.case": ["Request"],
         "consistency.check": ["Checked", "check"],
         "consistency.diagnose": ["Diagnosis"],

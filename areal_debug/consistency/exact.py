@@ -17,7 +17,16 @@ from areal_debug.render import (
 )
 from areal_debug.report.model import Facts, Report, Row, Table
 from areal_debug.report.terminal import print_report
-from consistency.exact import PROVEN, REFUTED, UNDECIDED, Certificate, Check, read_certificate, worse_than
+from consistency.exact import (
+    PROVEN,
+    REFUTED,
+    UNDECIDED,
+    Certificate,
+    Check,
+    hash_model,
+    read_certificate,
+    worse_than,
+)
 
 EMBEDDED = "embedded"
 EXIT_CODES = {PROVEN: 0, REFUTED: 1, UNDECIDED: 2}
@@ -27,7 +36,7 @@ def check_exact(engine: str, model: str, output: Path | None, as_json: bool, opt
     """Certify an engine; print and write the certificate, return the exit code."""
     saved = None if options["against"] is None else read_certificate(options["against"])
     announce(f"sampling {options['num_tokens']:,} tokens of {engine}, and computing them again")
-    certificate = certify(engine, model, options)
+    certificate = certificate_of(engine, model, options)
     worse = None if saved is None else worse_than(certificate, saved)
     if output is not None:
         output.write_text(json.dumps(certificate.document(), indent=1) + "\n")
@@ -40,10 +49,9 @@ def check_exact(engine: str, model: str, output: Path | None, as_json: bool, opt
     return EXIT_CODES[certificate.verdict] if worse is None else bool(worse)
 
 
-def certify(engine: str, model: str, options: dict[str, Any]) -> Certificate:
+def certificate_of(engine: str, model: str, options: dict[str, Any]) -> Certificate:
     """Certify the embedded engine or a server. Raises as `consistency.exact` does."""
-    from consistency.exact import ServerTarget, certify_embedded, certify_server
-    from consistency.live import vocabulary_of
+    from consistency.exact import EmbeddedTarget, ServerTarget, certify
 
     def report(check: Check) -> None:
         if not is_quiet():
@@ -53,16 +61,20 @@ def certify(engine: str, model: str, options: dict[str, Any]) -> Certificate:
 
     dtype, update = options["dtype"], options["update"]
     sizes = (options["num_tokens"], options["max_new_tokens"], options["seed"])
+    if engine == EMBEDDED and update is not None:
+        fail("--update is for servers: the embedded engine loads weights that are changed in place")
+    sha256 = hash_model(Path(model))
+    target: EmbeddedTarget | ServerTarget
     if engine == EMBEDDED:
-        if update is not None:
-            fail("--update is for servers: the embedded engine loads weights that are changed in place")
-        return certify_embedded(model, dtype or "float32", *sizes, report)
-    from areal_core.trainer.build import load_tokenizer_at
+        target = EmbeddedTarget(model, dtype or "float32")
+    else:
+        from areal_core.trainer.build import load_tokenizer_at
+        from consistency.live import vocabulary_of
 
-    target = ServerTarget(engine, vocabulary_of(load_tokenizer_at(model)))
+        target = ServerTarget(engine, vocabulary_of(load_tokenizer_at(model)), model, update)
     served = target.facts["dtype"]
     of_trainer = dtype or (served if served in ("float32", "bfloat16") else "float32")
-    return certify_server(target, model, of_trainer, *sizes, update, report)
+    return certify(target, model, sha256, of_trainer, *sizes, report)
 
 
 def report_of(certificate: Certificate, worse: Sequence[str] | None) -> Report:

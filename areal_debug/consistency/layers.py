@@ -6,18 +6,19 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-from rich.table import Table
-
-from areal_debug.render import console, fail, is_quiet, print_json, styled
+from areal_debug.render import console, fail, print_json
+from areal_debug.report.model import Block, Facts, Level, Report, Row, Table
+from areal_debug.report.terminal import print_report
 
 if TYPE_CHECKING:
     from consistency.layers.judge import LayersReport, SiteReport
-    from consistency.layers.observed import Observed, Row
+    from consistency.layers.observed import Observed
+    from consistency.layers.observed import Row as TokenRow
 
 NUM_ROWS, ROW_TOKENS, NEW_TOKENS = 8, 256, 32
 ENGINES = ("transformers", "embedded", "sglang", "vllm")
 EXIT_CODES = {"healthy": 0, "mismatch": 1, "inconclusive": 2}
+LEVELS: dict[str, Level] = {"healthy": "good", "mismatch": "bad", "inconclusive": "unsure"}
 
 WEIGHTS = "compare this layer's weights and biases on both sides: after an update, one tensor may be stale"
 NORM = "compare rms_norm_eps, the norm's weight, and whether the class multiplies by w or by 1 + w"
@@ -48,14 +49,13 @@ def check_layers(
         fail(f"--layers computes on the CPU: leave out --device {options['device']}")
     if record is None and options["prompts"] is None:
         fail("--layers needs tokens: give RECORD, or --prompts FILE with --model PATH")
-    model = model or (recorded_model(record) if record else None)
     if model is None:
         fail("--layers needs --model PATH, the weights that the engine should have")
     report = compare(kind, path or model, model, record, options | {"steps": steps})
     if as_json:
         print_json(document(report))
     else:
-        print_layers(console(), report)
+        print_report(console(), report_of(report))
     return EXIT_CODES[report.verdict]
 
 
@@ -75,8 +75,8 @@ def compare(kind: str, path: str, model: str, record: Path | None, options: dict
 
 
 def run_engine(
-    kind: str, path: str, dtype: Any, rows: "list[Row]", num_new: int, options: dict[str, Any]
-) -> "tuple[Observed, list[Row]]":
+    kind: str, path: str, dtype: Any, rows: "list[TokenRow]", num_new: int, options: dict[str, Any]
+) -> "tuple[Observed, list[TokenRow]]":
     """Return what the engine computed, and for which rows: servers add tokens of their own."""
     from consistency.layers import observed, servers
 
@@ -89,16 +89,10 @@ def run_engine(
     return engine(path, dtype, rows), rows
 
 
-def recorded_model(record: Path) -> str | None:
-    from recorder import open_record
-
-    return open_record(record).header.model["path"] or None
-
-
-def recorded_rows(path: Path, model: str, steps: Sequence[int]) -> "list[Row]":
+def recorded_rows(path: Path, model: str, steps: Sequence[int]) -> "list[TokenRow]":
     """Return the first rows of a record's step, up to a sampled placeholder of an image."""
-    from areal_core.vision.processor import load_processor
-    from consistency.images import from_placeholder
+    from areal_core.data.processor import load_processor
+    from consistency.alternatives.images import from_placeholder
     from consistency.source import read_step
     from recorder import open_record
 
@@ -116,10 +110,10 @@ def recorded_rows(path: Path, model: str, steps: Sequence[int]) -> "list[Row]":
     ]
 
 
-def read_prompt_rows(model: str, options: dict[str, Any]) -> "list[Row]":
+def read_prompt_rows(model: str, options: dict[str, Any]) -> "list[TokenRow]":
     from transformers import AutoConfig, AutoTokenizer
 
-    from areal_core.vision.processor import load_processor
+    from areal_core.data.processor import load_processor
     from consistency.live import read_prompts
     from consistency.score import sees_images
 
@@ -131,10 +125,10 @@ def read_prompt_rows(model: str, options: dict[str, Any]) -> "list[Row]":
     return [short_row(list(prompt.ids), prompt.images, token_id) for prompt in prompts]
 
 
-def short_row(ids: list[int], images: tuple[bytes, ...], token_id: int) -> "Row":
-    from consistency.layers.observed import Row
+def short_row(ids: list[int], images: tuple[bytes, ...], token_id: int) -> "TokenRow":
+    from consistency.layers.observed import Row as TokenRow
 
-    row = Row(ids, images, token_id)
+    row = TokenRow(ids, images, token_id)
     return replace(row, ids=ids[: row.end_of_images + ROW_TOKENS])
 
 
@@ -167,61 +161,37 @@ def place(report: "SiteReport") -> str:
     return report.operator if report.site.layer is None else f"layer {report.site.layer}, {report.operator}"
 
 
-def print_layers(out: Console, report: "LayersReport") -> None:
+def report_of(report: "LayersReport") -> Report:
+    """Return the first operator that differs, what supports it, and a row for each layer."""
+    sentence = {
+        "inconclusive": f"no operator of {report.engine} was seen",
+        "healthy": f"every operator of {report.engine} computes what the model's does",
+    }.get(report.verdict) or f"{place(report.first)} in {report.engine}"  # type: ignore[arg-type]
     measured = f"{report.dtype}, {report.num_rows} rows, {report.num_tokens} tokens"
-    first = report.first
-    if report.verdict == "inconclusive":
-        out.print(
-            styled("[yellow]inconclusive[/yellow]  no operator of {} was seen ({})", report.engine, measured)
-        )
-        return
-    if first is None:
-        out.print(
-            styled(
-                "[green]healthy[/green]  every operator of {} computes what the model's does ({})",
-                report.engine,
-                measured,
-            )
-        )
-    else:
-        out.print(styled("[red]mismatch[/red]  {} in {} ({})", place(first), report.engine, measured))
-        print_first(out, report, first)
+    blocks: list[Block] = [] if report.first is None else [Facts(rows_about(report, report.first))]
     if report.only_reference:
-        out.print(styled("not shown by the engine: {}", ", ".join(report.only_reference)))
-    if not is_quiet():
-        out.print(layers_table(report))
+        blocks.append(Facts([Row("not shown", f"by the engine: {', '.join(report.only_reference)}")]))
+    blocks += [layers_table(report)] if report.sites else []
+    return Report(report.verdict.capitalize(), f"{sentence} ({measured})", LEVELS[report.verdict], blocks)
 
 
-def print_first(out: Console, report: "LayersReport", first: "SiteReport") -> None:
-    out.print(
-        styled(
-            "  created there: fed with the engine's own input, the model's operator gives another result in {} of {} tokens:",
-            first.num_beyond,
-            first.num_tokens,
-        )
+def rows_about(report: "LayersReport", first: "SiteReport") -> list[Row]:
+    """Return why the difference begins here, where else one does, and what to do."""
+    created = (
+        "fed with the engine's own input, the model's operator gives another result in "
+        f"{first.num_beyond} of {first.num_tokens} tokens: {first.created:.2g} of its size; rounding gives "
+        f"{first.floor:.2g}, {first.ratio:.3g} times less"
     )
-    out.print(
-        styled(
-            "  {:.2g} of its size; rounding gives {:.2g}, {:.3g} times less",
-            first.created,
-            first.floor,
-            first.ratio,
-        )
-    )
+    rows = [Row("created there", created)]
     before = [site for site in report.sites if site.site < first.site and site.is_inherited]
     if before:
-        out.print(styled("  its input already differs more than rounding does, since {}", place(before[0])))
-    others = list(
-        dict.fromkeys(place(site) for site in report.sites if site.is_created and site is not first)
-    )
-    others = [name for name in others if name != place(first)]
+        rows.append(Row("input", f"differs more than rounding does already, since {place(before[0])}"))
+    others = dict.fromkeys(place(s) for s in report.sites if s.is_created and place(s) != place(first))
     if others:
         rest = f" and {len(others) - 6} more" if len(others) > 6 else ""
-        out.print(styled("  also created in {}{}", "; ".join(others[:6]), rest))
-    out.print(styled("  next  {}", next_step(first)))
-    out.print(
-        "  refuted if the engine's class computes this operator otherwise on purpose, as a quantised cache does"
-    )
+        rows.append(Row("created also in", "; ".join([*others][:6]) + rest))
+    refuted = "the engine's class computes this operator otherwise on purpose, as a quantised cache does"
+    return [*rows, Row("next", next_step(first)), Row("refuted if", refuted)]
 
 
 def next_step(first: "SiteReport") -> str:
@@ -236,13 +206,12 @@ def next_step(first: "SiteReport") -> str:
 
 def layers_table(report: "LayersReport") -> Table:
     """Return a row for each layer: the operator with the largest gap, in noise floors."""
-    table = Table(box=None, pad_edge=False)
-    for name in ("layer", "operator", "created", "floor", "ratio", "total gap", ""):
-        table.add_column(name, justify="left" if name in ("layer", "operator", "") else "right")
+    rows = []
     for _, group in groupby(report.sites, key=lambda site: site.site.place[0]):
         worst = max(group, key=lambda site: site.ratio)
         word = "created" if worst.is_created else "inherited" if worst.is_inherited else ""
         numbers = (f"{worst.created:.2g}", f"{worst.floor:.2g}", f"{worst.ratio:.3g}", f"{worst.total:.2g}")
         layer = "" if worst.site.layer is None else str(worst.site.layer)
-        table.add_row(layer, worst.operator, *numbers, word)
-    return table
+        rows.append((layer, worst.operator, *numbers, word))
+    headings = ("layer", "operator", "created>", "floor>", "ratio>", "total gap>", "")
+    return Table(headings, rows, "Largest gap of each layer, in noise floors")

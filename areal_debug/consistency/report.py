@@ -69,7 +69,8 @@ def report_of(checked: Checked, gates: Sequence[Gate], request: Request, source:
         f"{format_number(measured.metrics['mean_abs'])}, D = trainer - engine, scored in {checked.dtype} at "
         f"temperature {checked.setting.temperature:g}"
     )
-    notes = [note for note in (left_out(checked), *checked.notes, *engines_of(source)) if note]
+    engines = (f"engine: {engine}" for engine in source.get("engines", ()))
+    notes = [note for note in (left_out(checked), *checked.notes, *engines) if note]
     blocks: list[Block] = [*findings(checked)]
     if found.missing:
         blocks.append(Facts([Row("", name) for name in found.missing], "For a more precise answer, add"))
@@ -85,18 +86,6 @@ def left_out(checked: Checked) -> str:
     counts = vars(checked.diagnosis.measurement.excluded).items()
     listed = ", ".join(f"{number:,} {name.replace('_', ' ')}" for name, number in counts if number)
     return f"left out: {listed}" if listed else ""
-
-
-def engines_of(source: dict[str, Any]) -> Iterator[str]:
-    """Yield the engines, and how many of their greedy answers are right."""
-    yield from (f"engine: {engine}" for engine in source.get("engines", ()))
-    if answers := source.get("answers"):
-        after = answers["diverges_after"]
-        diverged = "" if after is None else f", the others diverge after {after:g} (median)"
-        yield (
-            f"greedy answers: engine {answers['engine_right']} of {answers['num_prompts']} correct, model "
-            f"{answers['model_right']}; {answers['identical']} completions have identical tokens{diverged}"
-        )
 
 
 def findings(checked: Checked) -> Iterator[Finding]:

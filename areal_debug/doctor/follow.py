@@ -20,7 +20,7 @@ from areal_debug.doctor.examine import EXIT_CODES, document, examine
 from areal_debug.doctor.hooks import Hooks, Report
 from areal_debug.doctor.read import read_run
 from areal_debug.doctor.sources.plain_files import SeveralRuns, UnreadableRun
-from hangdoctor.watch.tree import lives
+from hangdoctor.watch.loop import lives
 from recorder.confine import bounds_for, run_confined
 
 SHARE = 0.004  # of the cores; the first look is paid for by those after it

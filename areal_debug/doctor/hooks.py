@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 from areal_core.safety.printable import printable
 from areal_core.safety.secrets import masker
 from hangdoctor.collect.process import descendants, process_table, read_stat
-from hangdoctor.watch.tree import lives, signal_all
+from hangdoctor.watch.loop import lives, signal_all
 
 Report = Callable[[str], None]
 COMMAND_TIMEOUT_S, WEBHOOK_TIMEOUT_S = 60.0, 10.0

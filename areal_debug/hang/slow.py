@@ -4,18 +4,17 @@ import json
 import shutil
 
 import click
-from rich.table import Table
-from rich.text import Text
 
-from areal_core.safety.printable import printable
 from areal_debug.render import announce, console
+from areal_debug.report.model import Block, Cell, Facts, Level, Report, Row, Table
+from areal_debug.report.terminal import print_report
 from hangdoctor.collect.discover import Search
 from hangdoctor.slow.blame import SlowVerdict
 from hangdoctor.slow.live import who_is_slow
 from hangdoctor.slow.phases import PHASE_NAMES
 from hangdoctor.slow.sample import SECONDS
 
-STYLES = {0: "bold green", 1: "bold red", 2: "bold"}
+LEVELS: dict[int, Level] = {0: "good", 1: "bad", 2: "unsure"}
 LEAST_SHOWN = 0.02
 
 
@@ -30,11 +29,7 @@ def show_slow(pids: tuple[int, ...], seconds: float | None, as_json: bool) -> in
     if as_json:
         click.echo(json.dumps(verdict.as_json(), indent=2))
         return exit_status(verdict)
-    out = console(width=shutil.get_terminal_size((120, 40)).columns)
-    out.print(heading(verdict))
-    if verdict.ranks:
-        out.print(table_of(verdict))
-    out.print(reasons(verdict))
+    print_report(console(width=shutil.get_terminal_size((120, 40)).columns), report_of(verdict))
     return exit_status(verdict)
 
 
@@ -43,41 +38,23 @@ def exit_status(verdict: SlowVerdict) -> int:
     return {"no_rank_is_slow": 0, "inconclusive": 2}.get(verdict.label, 1)
 
 
-def heading(verdict: SlowVerdict) -> Text:
-    """Return the verdict as styled text."""
-    text = Text()
-    text.append(verdict.label, STYLES[exit_status(verdict)])
-    text.append(f"  {verdict.confidence} confidence\n")
-    return text.append(f"{printable(verdict.summary)}\n")
-
-
-def table_of(verdict: SlowVerdict) -> Table:
-    """Return the time budget: a row per rank, a column per phase that takes some time."""
+def report_of(verdict: SlowVerdict) -> Report:
+    """Return who is slow, the time budget of each rank, evidence and what would settle it."""
     shown = [
         phase for phase in PHASE_NAMES if any(b.shares.get(phase, 0.0) >= LEAST_SHOWN for b in verdict.ranks)
     ]
-    table = Table(title="Share of the time, in percent", title_justify="left", box=None, pad_edge=False)
-    table.add_column("rank", justify="right")
-    for phase in shown:
-        table.add_column(PHASE_NAMES[phase], justify="right")
-    table.add_column("late", justify="right")
+    rows = []
     for budget in verdict.ranks:
         cells = [f"{100 * budget.shares[phase]:.0f}" if phase in budget.shares else "-" for phase in shown]
-        style = "bold red" if budget.rank in verdict.culprit_ranks else ""
-        table.add_row(str(budget.rank), *cells, f"{100 * budget.late:.0f}", style=style)
-    return table
-
-
-def reasons(verdict: SlowVerdict) -> Text:
-    """Return evidence and what would settle it, then how much was seen."""
-    text = Text()
-    steps = [f"{step.do}   # {step.why}" for step in verdict.next_steps]
-    for title, lines in (("Evidence", verdict.evidence), ("Would settle it", steps)):
-        if lines:
-            text.append(f"\n{title}\n", "bold")
-            for line in lines:
-                text.append(f"  {printable(line)}\n")
-    seen = f"\n{verdict.num_rounds} rounds of stacks in {verdict.seconds:.0f} s."
+        level: Level = "bad" if budget.rank in verdict.culprit_ranks else ""
+        rows.append([Cell(cell, level) for cell in (str(budget.rank), *cells, f"{100 * budget.late:.0f}")])
+    headings = [f"{name}>" for name in ("rank", *(PHASE_NAMES[phase] for phase in shown), "late")]
+    blocks: list[Block] = [Table(headings, rows, "Share of the time, in percent")] if rows else []
+    if verdict.evidence:
+        blocks.append(Facts([Row("", text) for text in verdict.evidence], "Evidence"))
+    if steps := [Row(step.do, step.why, is_code=True) for step in verdict.next_steps]:
+        blocks.append(Facts(steps, "Would settle it"))
     late = " late: of the moments in which most ranks wait, those in which this one does not."
-    text.append(seen + (late if verdict.ranks else ""), "dim")
-    return text
+    blocks.append(f"{verdict.num_rounds} rounds of stacks in {verdict.seconds:.0f} s.{late if rows else ''}")
+    sentence = f"{verdict.summary} ({verdict.confidence} confidence)"
+    return Report(verdict.label, sentence, LEVELS[exit_status(verdict)], blocks)

@@ -75,8 +75,7 @@ def watch(
     job's, or 1 for a hang.
     """
     from hangdoctor.watch.liveness import Limits
-    from hangdoctor.watch.loop import Plan, watch_command, watch_pids
-    from hangdoctor.watch.tree import lives
+    from hangdoctor.watch.loop import Plan, lives, watch_command, watch_pids
 
     if bool(job) == bool(pids):
         raise click.UsageError("Give either a command after -- or --pid.")

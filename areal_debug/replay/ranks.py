@@ -18,7 +18,7 @@ from replayer.check import ReplayReport, parse_report
 from replayer.request import Request
 from replayer.rerun import replay_and_judge
 
-ON_RANK = ("-m", "areal_debug.replay.on_rank")
+ON_RANK = ("-m", "areal_debug.rank_tasks.on_rank")
 # What every replay imports, and the model of most of them.
 MODULES = (
     "areal_debug.replay.observer",

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from areal_core.telemetry.summary import summary_columns
+from areal_core.telemetry.loggers import summary_columns
 from areal_debug.diff.render import describe
 from areal_debug.render import difference_table, format_number, format_value, sparkline, styled
 from areal_debug.report.links import view_command

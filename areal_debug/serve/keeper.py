@@ -25,7 +25,7 @@ from areal_core.servers.discovery import FolderNames, register_server
 from areal_core.servers.server import last_lines
 from areal_debug.serve.state import ServerState, forget, read_state, state_file, this_keeper, write_state
 
-MODULES = {"sglang": "sglang.launch_server", "embedded": "areal_core.testing.server"}
+MODULES = {"sglang": "sglang.launch_server", "embedded": "areal_core.testing.embedded_server"}
 POLL_S = 0.2
 
 

@@ -6,10 +6,22 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from areal_core.telemetry.trace_merge import MERGED, BrokenTrace, merge, take
+from areal_core.telemetry.trace_merge import MERGED, BrokenTrace, merge
 from areal_debug.newest import describe_choice, newest_first
 
 EPISODE_SPANS = ("generation", "reward")
+
+
+def take(fields: Any, name: str, kind: type[Any], where: str) -> Any:
+    """Return a field of one kind; `float` accepts integers.
+
+    Raises BrokenTrace, which names the field and its value.
+    """
+    value = fields.get(name) if isinstance(fields, dict) else None
+    accepted = isinstance(value, (int, float) if kind is float else kind) and not isinstance(value, bool)
+    if not accepted or (isinstance(value, int | float) and not abs(value) < 2**63):
+        raise BrokenTrace(f"{where}: {name} is {value!r:.80}; the file is damaged, or of another version")
+    return value
 
 
 @dataclass

@@ -3,20 +3,14 @@
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 from click.core import ParameterSource
 
-from areal_debug.cli import (
-    Verb,
-    force_option,
-    json_option,
-    output_option,
-    step_range_option,
-)
+from areal_debug.cli import Verb, force_option, json_option, output_option, step_range_option
 from areal_debug.each import report_each_step
 from areal_debug.render import (
     announce,
@@ -37,7 +31,6 @@ if TYPE_CHECKING:
     from recorder import Record
 
 EXACT_NEW_TOKENS = 64  # by default
-GSM8K_REWARD = "areal_core.reward.functions.gsm8k_reward_fn"
 
 
 @click.command(
@@ -55,8 +48,7 @@ GSM8K_REWARD = "areal_core.reward.functions.gsm8k_reward_fn"
     help="A live engine instead of a record: SGLang, vLLM or OpenAI-compatible. May be repeated.",
 )
 @click.option(
-    "--model",
-    help="Weights that should have sampled; by default those that the recorded run started from.",
+    "--model", help="Weights that should have sampled; by default those that the recorded run started from."
 )
 @click.option(
     "--step",
@@ -97,12 +89,6 @@ GSM8K_REWARD = "areal_core.reward.functions.gsm8k_reward_fn"
 )
 @click.option("--top-k", type=int, help="Of a live engine, or a record of another trainer.")
 @click.option(
-    "--answers", is_flag=True, help="Compare greedy answers too; rows need an answer (see --reward)."
-)
-@click.option(
-    "--reward", default=GSM8K_REWARD, show_default=True, help="Grades answers: package.module.function."
-)
-@click.option(
     "--trainer", is_flag=True, help="Score with the trainer's packed path too, where it was not recorded."
 )
 @click.option("--previous", help="Checkpoint before --model, to recognise stale weights.")
@@ -116,12 +102,6 @@ GSM8K_REWARD = "areal_core.reward.functions.gsm8k_reward_fn"
     help="Of the trainer's logprobs, and of a live engine's sampling; by default as recorded, or 1.",
 )
 @click.option("--device", default="cpu", show_default=True, help="Device of the scoring.")
-@click.option(
-    "--scores",
-    "scores_folder",
-    type=click.Path(path_type=Path),
-    help="Folder that keeps finished scores; a later call continues from them.",
-)
 @click.option(
     "--gate",
     default="",
@@ -205,6 +185,7 @@ def command(
 
         if engines or output is not None:
             fail("--layers starts its engine and prints its report: leave out --engine and --output")
+        model = model or (recorded_model(record) if record else None)
         raise SystemExit(check_layers(record, model, steps, as_json, options))
     if options["exact"]:
         from areal_debug.consistency.exact import check_exact
@@ -265,7 +246,7 @@ def request_of(model: str, options: dict[str, Any]) -> "Request":
     """Return the options that concern the model's side."""
     from consistency.case import Request
 
-    names = ("dtype", "device", "temperature", "previous", "base", "scores_folder", "trainer")
+    names = ("dtype", "device", "temperature", "previous", "base", "trainer")
     return Request(model, **{name: options[name] for name in names})
 
 
@@ -363,13 +344,10 @@ def check_live(
     announce(f"sampling from {count(len(engines), 'engine')}, and scoring with {model}")
     from transformers import AutoConfig, AutoTokenizer
 
-    from areal_core.reward import load_reward_fn
-    from areal_core.vision.processor import load_processor
+    from areal_core.data.processor import load_processor
     from consistency.engines import SamplingParams
     from consistency.live import (
         check_engines,
-        compare_answers,
-        load_generating,
         query_engines,
         read_prompts,
         sampled_of,
@@ -391,16 +369,4 @@ def check_live(
     with doing("scoring, in tokens", sum(len(chunk.input_ids) for chunk in sampled.chunks.values())):
         checked = check_engines(conversation, sampled, request, vocabulary, tick)
     source: dict[str, Any] = {"engines": [identity.describe() for identity in conversation.identities]}
-    if options["answers"]:
-        source["answers"] = asdict(
-            compare_answers(
-                engines,
-                prompts,
-                replace(law, temperature=0.0, top_p=1.0, top_k=None),
-                vocabulary,
-                load_generating(model, checked.dtype, request.device),
-                load_reward_fn(options["reward"]),
-                processor,
-            )
-        )
     return checked, request, source

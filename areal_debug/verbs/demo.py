@@ -27,7 +27,7 @@ from areal_debug.render import (
 if TYPE_CHECKING:
     from areal_core.launch.warm import WarmRanks
 
-DEMO = Path(__file__).parent
+DEMO = Path(__file__).parents[1] / "demo"
 OUTPUTS = {"runs", "logs", "model-untrained", "model", "record"}
 
 

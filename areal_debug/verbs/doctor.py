@@ -83,7 +83,7 @@ def command(
     """
     from areal_debug.doctor.hooks import NO_HOOKS, make_hooks
     from areal_debug.doctor.rows import is_record
-    from hangdoctor.watch.tree import lives
+    from hangdoctor.watch.loop import lives
 
     hooks = make_hooks(on_alarm, webhook, stop_on, pause_on)
     if output is not None:

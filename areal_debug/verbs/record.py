@@ -23,12 +23,12 @@ if TYPE_CHECKING:
     cls=VerbGroup,
     example="areal-debug record ls runs/record\nareal-debug record show runs/record --step 3",
     lazy={
-        "archive": "record.archive:archive",
-        "cut": "record.cut:cut",
-        "extract": "record.archive:extract",
-        "import": "record.transfer:import_record",
-        "export": "record.transfer:export",
-        "redact": "record.redact:redact",
+        "archive": "verbs.record_archive:archive",
+        "cut": "verbs.record_cut:cut",
+        "extract": "verbs.record_archive:extract",
+        "import": "verbs.record_transfer:import_record",
+        "export": "verbs.record_transfer:export",
+        "redact": "verbs.record_redact:redact",
     },
 )
 def command() -> None:

@@ -80,10 +80,6 @@ def command(
     Exit code 0: all common steps have the same bits. 1: they differ, explained or not. 2: the
     records cannot be compared.
     """
-    from areal_debug.consistency.engine_question import ask_with_recorded_weights
-    from areal_debug.replay.ranks import runner
-    from replayer.why.proofs import Options
-
     code = repository or Path(__file__).parents[2]
     if commits is not None:
         good, _, bad = commits.partition("..")
@@ -94,6 +90,10 @@ def command(
         compare_stages(left=left, right=right, step=step, show_all=show_all, as_json=as_json)
     if layers and right is not None:
         compare_layers(left, right, not no_replay, code, model, as_json)
+    from areal_debug.consistency.engine_question import ask_with_recorded_weights
+    from areal_debug.replay.ranks import runner
+    from replayer.why.proofs import Options
+
     if output is not None:
         refuse_existing(output, force)
     with runner(model) as run:

@@ -4,11 +4,8 @@ Texts of causes and findings are the arguments of their `Finding`, `Alarm` or `a
 are read from the source, which needs no torch; what is known only in a run is shown as `…`.
 """
 
-import ast
-import inspect
 import re
 from collections.abc import Iterable, Iterator
-from functools import cache
 from pathlib import Path
 
 import click
@@ -50,12 +47,6 @@ API = (
     "areal_core.telemetry.in_episode.traced",
     "areal_core.trainer.rl.PPOTrainer",
 )
-# Position of each text in the arguments of the call that makes a finding.
-TEXTS = {
-    "Finding": {"Reported as": 1, "What would refute it": 4, "What to do": 5},
-    "Alarm": {"Reported as": 1, "What to do": 6, "To confirm": 7, "Source": 8},
-    "alarm_of": {"Reported as": 1, "What to do": 5, "To confirm": 6, "Source": 7},
-}
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
@@ -117,21 +108,19 @@ def cli() -> str:
 
 def labels() -> str:
     """Every label of a hang, as `areal-debug hang explain LABEL` prints it."""
-    from hangdoctor.rules.order import RULES
+    from hangdoctor.rules.verdict import LABELS
 
     text = "# Labels of hangs\n\nIn a terminal: `areal-debug hang explain LABEL`.\n\n"
-    for rule in RULES:
-        module, label = rule.__name__, rule.__name__.rpartition(".")[2]
-        calls = [node for node in ast.walk(source_of(module)[1]) if isinstance(node, ast.Call)]
-        names = [(call.func.id if isinstance(call.func, ast.Name) else "", call.args) for call in calls]
-        steps = [[text_of(arg, module) for arg in args] for name, args in names if name == "step"]
-        refuted = [args[6] for name, args in names if name in ("Verdict", "source_verdict")]
+    for label, row in LABELS.items():
+        kinds = [row, *(variant for variant in row.values() if isinstance(variant, dict))]
+        steps = [one for kind in kinds for one in kind.get("steps", ())]
+        refuted = [one for kind in kinds for one in kind.get("refute", ())]
         text += entry(
             label,
             f"`{label}`",
-            escaped(inspect.getdoc(rule) or ""),
-            listed("What to do", (f"`{do}`: {why}{cost_of(*cost)}" for do, why, *cost in steps)),
-            listed("What would refute it", (one for arg in refuted for one in texts_of(arg, module))),
+            escaped(row["about"].strip()),
+            listed("What to do", (f"`{o['do']}`: {o['why']}{cost_of(o.get('cost', ''))}" for o in steps)),
+            listed("What would refute it", refuted),
         )
     return text
 
@@ -141,118 +130,12 @@ def cost_of(cost: str = "") -> str:
     return f" (cost: {cost})" if cost else ""
 
 
-@cache
-def source_of(module: str) -> tuple[str, ast.Module]:
-    """Return the text of one of our modules and its tree, both empty for any other module."""
-    path = ROOT / module.replace(".", "/")
-    file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
-    text = file.read_text() if file.is_file() else ""
-    return text, ast.parse(text)
-
-
-def constant(name: str, module: str) -> tuple[ast.expr, str] | None:
-    """Return the value of a name of a module, and the module that assigns it; None if none does."""
-    for node in source_of(module)[1].body:
-        match node:
-            case ast.Assign(targets=[ast.Name(id=found)], value=value) if found == name:
-                return value, module
-            case ast.AnnAssign(target=ast.Name(id=found), value=ast.expr() as value) if found == name:
-                return value, module
-            case ast.ImportFrom(module=str(origin), names=aliases):
-                if any((alias.asname or alias.name) == name for alias in aliases):
-                    return constant(name, origin)
-    return None
-
-
-def resolved(node: ast.expr, module: str) -> tuple[ast.expr, str]:
-    """Return what a name stands for, or the node itself."""
-    found = constant(node.id, module) if isinstance(node, ast.Name) else None
-    return found or (node, module)
-
-
-def text_of(node: ast.expr, module: str) -> str:
-    """Return an argument as text, with `…` for what only a run knows."""
-    node, module = resolved(node, module)
-    match node:
-        case ast.Constant(value=str() | int() | float() as value):
-            return str(value)
-        case ast.JoinedStr(values=parts):
-            return "".join(text_of(part, module) for part in parts)
-        case ast.FormattedValue(value=value, format_spec=spec):
-            shown, _ = resolved(value, module)
-            if isinstance(shown, ast.Constant) and spec is not None:
-                return format(shown.value, text_of(spec, module))
-            return text_of(value, module)
-        case ast.BinOp(op=ast.Add(), left=left, right=right):
-            return text_of(left, module) + text_of(right, module)
-        case ast.IfExp(body=body, orelse=other):
-            return f"{text_of(body, module)} / {text_of(other, module)}"
-    return "…"
-
-
-def texts_of(node: ast.expr, module: str) -> list[str]:
-    """Return the items of an argument that is a tuple of texts, or its one text."""
-    node, module = resolved(node, module)
-    match node:
-        case ast.Tuple(elts=parts):
-            return [text for part in parts for text in texts_of(part, module)]
-        case ast.Starred(value=value):
-            return texts_of(value, module)
-        case ast.Subscript(value=value, slice=ast.Slice()):
-            return texts_of(value, module)
-        case ast.BinOp(op=ast.Add(), left=left, right=right) if any(
-            isinstance(resolved(side, module)[0], ast.Tuple | ast.IfExp) for side in (left, right)
-        ):
-            return texts_of(left, module) + texts_of(right, module)
-        case ast.IfExp(body=body, orelse=other) if isinstance(body, ast.Tuple):
-            return texts_of(body, module) + texts_of(other, module)
-    return [text_of(node, module)]
-
-
 def listed(title: str, items: Iterable[str]) -> str:
     """Return titled items, a list if there are several, without what is only known in a run."""
     lines = [escaped(item) for item in dict.fromkeys(items) if item.strip(" …/")]
     if len(lines) < 2:
         return f"**{title}**: {lines[0]}" if lines else ""
     return "\n".join([f"**{title}**", "", *(f"- {line}" for line in lines)])
-
-
-def call_texts(tree: ast.AST, module: str) -> Iterator[str]:
-    """Yield the lists of texts that the calls of `TEXTS` in a tree are given."""
-    for call in ast.walk(tree):
-        if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id in TEXTS:
-            for title, at in TEXTS[call.func.id].items():
-                if at < len(call.args):
-                    yield listed(title, texts_of(call.args[at], module))
-
-
-def limits_in(function: ast.FunctionDef, module: str) -> str:
-    """Return the numbers that a rule compares with, as their modules define and explain them."""
-    lines = []
-    for node in ast.walk(function):
-        found = constant(node.id, module) if isinstance(node, ast.Name) and node.id.isupper() else None
-        if found and isinstance(found[0], ast.Constant) and isinstance(found[0].value, int | float):
-            lines.append(f"`{source_of(found[1])[0].splitlines()[found[0].lineno - 1]}`")
-    return listed("Limits", sorted(set(lines)))
-
-
-def rules_in(package: str, pattern: str) -> Iterator[tuple[str, str]]:
-    """Yield id and text of each rule whose docstring begins with one or several ids."""
-    for file in sorted((ROOT / package.replace(".", "/")).glob("*.py")):
-        module = f"{package}.{file.stem}"
-        for function in source_of(module)[1].body:
-            doc = ast.get_docstring(function) if isinstance(function, ast.FunctionDef) else None
-            match = re.match(rf"({pattern}(?:, {pattern})*): ", doc or "")
-            if isinstance(function, ast.FunctionDef) and doc and match:
-                first, _, more = doc[match.end() :].partition("\n\n")
-                texts = [
-                    f"**{escaped(first[:1].upper() + first[1:])}**",
-                    escaped(more),
-                    *call_texts(function, module),
-                ]
-                texts.append(limits_in(function, module))
-                for id in match[1].split(", "):
-                    yield id, "\n\n".join(dict.fromkeys(filter(None, texts)))
 
 
 def rules_page(title: str, rules: Iterator[tuple[str, str]]) -> str:

@@ -19,8 +19,8 @@ from functools import lru_cache
 from pathlib import Path
 
 from areal_core.safety.secrets import names_secret
-from hangdoctor.collect.masked_stacks import without_numbers
 from hangdoctor.collect.process import PROC
+from hangdoctor.collect.pyspy import without_numbers
 
 KEPT_VARIABLE = re.compile(
     r"^(?:RANK|LOCAL_RANK|WORLD_SIZE|LOCAL_WORLD_SIZE|GROUP_RANK|ROLE_(?:NAME|RANK|WORLD_SIZE)|MASTER_\w+|TORCHELASTIC_\w+|"

@@ -16,9 +16,8 @@ from areal_core.safety.secrets import Masker, masker, secret_values
 from hangdoctor.collect import evidence, pyspy
 from hangdoctor.collect.discover import Job, Search, Target, find_job
 from hangdoctor.collect.evidence import source_lines
-from hangdoctor.collect.masked_stacks import StackMasker
 from hangdoctor.collect.process import process_table, read_facts
-from hangdoctor.collect.pyspy import Options, Outcome, dump_target
+from hangdoctor.collect.pyspy import Options, Outcome, StackMasker, dump_target
 from hangdoctor.collect.write import (
     HostEntry,
     Manifest,
@@ -133,13 +132,7 @@ def _manifest(
     ]
     gone = [gone_rank(rank, host, "no process on this host claims this rank") for rank in job.gone]
     return Manifest(
-        times[0],
-        job.world_size,
-        job.elsewhere,
-        (HostEntry(host),),
-        tuple(times),
-        (*found, *gone),
-        num_masked,
+        times[0], job.world_size, job.elsewhere, (HostEntry(host),), tuple(times), (*found, *gone), num_masked
     )
 
 

@@ -61,7 +61,8 @@ def build_bundle() -> bytes:
     """Return the collector, what it imports and py-spy as a gzipped tar, a folder a package."""
     package = Path(__file__).parents[1]
     shared = package.parent / "areal_core"
-    sources = [package / "__init__.py", package / "errors.py", *sorted((package / "collect").glob("*.py"))]
+    sources = [package / "__init__.py", package / "errors.py", package / "model.py"]
+    sources += [*sorted((package / "collect").glob("*.py"))]
     sources += [shared / "__init__.py", *sorted((shared / "safety").glob("*.py"))]
     packed = io.BytesIO()
     with tarfile.open(fileobj=packed, mode="w:gz", compresslevel=1) as tar:

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from areal_core.safety.file_names import checked_name
+from hangdoctor.model import Status
 
 FORMAT = "hangdoctor-collection"
 VERSION = 1
@@ -23,10 +24,10 @@ class ProcessEntry:
     name: str
     rank: int | None
     role: str
-    host: str
+    host: str | None
     pid: int | None
     parent: str | None
-    status: str
+    status: Status
     detail: str
     command: str
 

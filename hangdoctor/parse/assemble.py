@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 from areal_core.safety.secrets import Masker, masker
+from hangdoctor.collect.write import ProcessEntry
 from hangdoctor.model import (
     CollectiveRecord,
     ErrorFile,
@@ -113,7 +114,7 @@ def finish(reading: Reading, world_size: int | None) -> Snapshot:
     )
 
 
-def number_unranked(reading: Reading, listed: dict[str, location.ExpectedProcess]) -> None:
+def number_unranked(reading: Reading, listed: dict[str, ProcessEntry]) -> None:
     """Number processes where no name has a rank: by command line (`--local_rank=3`,
     `sglang::scheduler_PP1_TP0`), else in the order of the files.
     """
@@ -142,9 +143,7 @@ def is_launcher(reading: Reading, name: str) -> bool:
     return any("elastic/agent/server" in frame.file for thread in threads for frame in thread.frames)
 
 
-def dump_of(
-    reading: Reading, listed: dict[str, location.ExpectedProcess], key: Key, mask: Masker
-) -> ProcessDump:
+def dump_of(reading: Reading, listed: dict[str, ProcessEntry], key: Key, mask: Masker) -> ProcessDump:
     """Return one process in one sample, with its entry of collection.json where there is one."""
     name, sample = key
     process = reading.processes[name]
@@ -178,7 +177,7 @@ def world_size_of(reading: Reading) -> int | None:
     return sizes[0] if len(sizes) == 1 else None
 
 
-def absent_processes(reading: Reading, listed: Iterable[location.ExpectedProcess]) -> dict[str, Status]:
+def absent_processes(reading: Reading, listed: Iterable[ProcessEntry]) -> dict[str, Status]:
     """Return processes of other roles than the trainer's that were looked for and have no stack."""
     dumped = {name for name, _ in reading.stacks}
     found = {e.name: e.status for e in listed if e.role not in ("trainer", "child", "launcher")}
@@ -203,7 +202,7 @@ def refused_ranks(reading: Reading) -> dict[int, Status]:
 
 def expected_ranks(
     reading: Reading,
-    listed: Iterable[location.ExpectedProcess],
+    listed: Iterable[ProcessEntry],
     dumps: tuple[ProcessDump, ...],
     world_size: int | None,
 ) -> dict[int, Status]:

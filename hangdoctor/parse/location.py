@@ -9,12 +9,12 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, get_args
 
+from hangdoctor.collect.write import FORMAT, VERSION, ProcessEntry
 from hangdoctor.errors import HangInputError, UnreadableDump
 from hangdoctor.model import GpuFacts, ProcessFacts, Status
 
 FOLDERS = ("samples", "proc", "env", "gpu", "logs", "errors", "fr", "ras", "source")
 PER_SAMPLE = ("samples", "proc", "gpu")
-VERSION = 1
 ROLES = {
     "engine": "engine",
     "rollout": "engine",
@@ -56,27 +56,12 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True)
-class ExpectedProcess:
-    """One entry of `processes` in collection.json."""
-
-    name: str
-    rank: int | None
-    role: str
-    host: str | None
-    pid: int | None
-    parent: str | None
-    status: Status
-    detail: str
-    command: str
-
-
-@dataclass(frozen=True, slots=True)
 class Contents:
     """The contents of collection.json."""
 
     world_size: int | None
     times: tuple[float | None, ...]
-    processes: tuple[ExpectedProcess, ...]
+    processes: tuple[ProcessEntry, ...]
     hosts_missing: tuple[str, ...]
 
 
@@ -107,10 +92,8 @@ def object_from(data: bytes, what: str) -> Any:
 def contents_from(data: bytes) -> Contents:
     """Parse collection.json. Raises `HangInputError` for another format or a newer version."""
     document = object_from(data, "collection.json")
-    if not isinstance(document, dict) or document.get("format") != "hangdoctor-collection":
-        raise HangInputError(
-            "collection.json is not hangdoctor's: its 'format' is not 'hangdoctor-collection'."
-        )
+    if not isinstance(document, dict) or document.get("format") != FORMAT:
+        raise HangInputError(f"collection.json is not hangdoctor's: its 'format' is not {FORMAT!r}.")
     version = document.get("version")
     if version != VERSION:
         raise HangInputError(
@@ -132,9 +115,9 @@ def contents_from(data: bytes) -> Contents:
         raise HangInputError(f"collection.json is damaged: {error}. Collect again.") from error
 
 
-def expected_from(entry: dict[str, Any]) -> ExpectedProcess:
+def expected_from(entry: dict[str, Any]) -> ProcessEntry:
     """Parse one entry of `processes`; an unknown status counts as `gone`."""
-    return ExpectedProcess(
+    return ProcessEntry(
         name=str(entry.get("name")),
         rank=number(entry.get("rank")),
         role=str(entry.get("role") or "trainer"),
@@ -152,15 +135,7 @@ def facts_from(data: bytes) -> ProcessFacts:
     document = object_from(data, "proc")
     if not isinstance(document, dict):
         raise UnreadableDump("a proc file is one object")
-    facts = ProcessFacts(
-        state=text(document.get("state")),
-        wchan=text(document.get("wchan")),
-        parent_pid=number(document.get("parent_pid")),
-        cpu_s=real(document.get("cpu_s")),
-        voluntary_switches=number(document.get("voluntary_switches")),
-        involuntary_switches=number(document.get("involuntary_switches")),
-        start_time=real(document.get("start_time")),
-    )
+    facts = ProcessFacts(**{name: parse(document.get(name)) for name, parse in FACTS.items()})
     # Kernels and sandboxes that hide the symbol print 0.
     return replace(facts, wchan=None) if facts.wchan in ("0", "") else facts
 
@@ -212,6 +187,10 @@ def real(value: Any) -> float | None:
 def text(value: Any) -> str | None:
     """Return a string, or None for another type."""
     return value if isinstance(value, str) else None
+
+
+FACTS: dict[str, Any] = dict.fromkeys(("state", "wchan"), text) | dict.fromkeys(("cpu_s", "start_time"), real)
+FACTS |= dict.fromkeys(("parent_pid", "voluntary_switches", "involuntary_switches"), number)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,11 +11,19 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from hangdoctor.errors import HangInputError, UnreadableDump
-from hangdoctor.garbage import without_garbage_collection
+from hangdoctor.frames import without_garbage_collection
 from hangdoctor.model import Snapshot, Status, Thread
-from hangdoctor.parse import location, ras
+from hangdoctor.parse import location
 from hangdoctor.parse.assemble import Reading, finish
-from hangdoctor.parse.flight_recorder import is_flight_recorder, parse_flight_recorder, records_from
+from hangdoctor.parse.flight_recorder import (
+    is_flight_recorder,
+    is_ras,
+    is_ras_text,
+    parse_flight_recorder,
+    parse_ras_text,
+    ras_from,
+    records_from,
+)
 from hangdoctor.parse.location import ProcessName, parse_name
 from hangdoctor.parse.logs import RELEVANT, exited_ranks, has_timeouts, parse_error_file, parse_log
 from hangdoctor.parse.members import members_of
@@ -168,11 +176,11 @@ def take_records(reading: Reading, place: location.Place, member: str, data: byt
 def take_ras(reading: Reading, place: location.Place, member: str, data: bytes) -> None:
     if data.lstrip()[:1] == b"{":
         document = location.object_from(data, "ras")
-        if not ras.is_ras(document):
+        if not is_ras(document):
             raise UnreadableDump("a RAS report has 'communicators'")
-        reading.ras += ras.ras_from(document)
+        reading.ras += ras_from(document)
     else:
-        reading.ras += ras.parse_ras_text(data.decode(errors="replace"))
+        reading.ras += parse_ras_text(data.decode(errors="replace"))
 
 
 def take_dump(reading: Reading, place: location.Place, member: str, data: bytes) -> None:
@@ -187,8 +195,8 @@ def take_dump(reading: Reading, place: location.Place, member: str, data: bytes)
     text = data.decode(errors="replace")
     if head.lstrip().startswith("{"):
         take_object(reading, place, member, data)
-    elif ras.is_ras_text(text):
-        reading.ras += ras.parse_ras_text(text)
+    elif is_ras_text(text):
+        reading.ras += parse_ras_text(text)
     else:
         take_text(reading, place, member, text)
 
@@ -201,8 +209,8 @@ def take_object(reading: Reading, place: location.Place, member: str, data: byte
         if rank is None:
             raise UnreadableDump("the name of a Flight Recorder dump must end in its rank")
         reading.records += records_from(document, rank)
-    elif ras.is_ras(document):
-        reading.ras += ras.ras_from(document)
+    elif is_ras(document):
+        reading.ras += ras_from(document)
     elif "message" in document:
         reading.errors.append(parse_error_file(data, rank, member))
     else:

@@ -16,12 +16,11 @@ from struct import Struct
 from typing import Any
 
 from hangdoctor.errors import UnreadableDump
-from hangdoctor.model import Frame, Thread
+from hangdoctor.model import NUMBER, Frame, Thread
 
 JSON_ARRAY = re.compile(r"\[\s*[{\]]")
 HEAD = 4096
 PYTHON_FILES = (".py", ".pyx", ".pyi", ".ipynb", ".pyc")
-NUMBER = re.compile(r'(id": ?)(\d+|null)')
 NUMBER_BYTES = re.compile(NUMBER.pattern.encode())
 PID, OS_ID = re.compile(rb'"pid": ?$'), re.compile(rb'"os_thread_id": ?$')
 MAX_LAYOUTS = 64

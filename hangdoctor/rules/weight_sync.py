@@ -117,10 +117,7 @@ def sides_of(case: Case) -> tuple[Side, ...]:
 
 
 def side_of(
-    process: Process,
-    updating: set[int],
-    shared: frozenset[str],
-    engines: dict[int, bool] | None,
+    process: Process, updating: set[int], shared: frozenset[str], engines: dict[int, bool] | None
 ) -> Side:
     """Return the side of one process, by the thread that is in an update where there is one.
 

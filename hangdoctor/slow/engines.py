@@ -12,13 +12,12 @@ from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from hangdoctor.collect import pyspy
-from hangdoctor.collect.process import descendants, process_table
+from hangdoctor.collect.process import descendants, listeners, listening_ports, process_table, sockets
 from hangdoctor.errors import UnreadableDump
 from hangdoctor.frames import last_name
 from hangdoctor.model import Thread
 from hangdoctor.parse.stacks_json import parse_stacks_json
 from hangdoctor.slow.phases import place_of
-from hangdoctor.slow.proc_state import listeners, listening_ports, sockets
 
 HANDLES_REQUEST = re.compile("do_POST|do_GET|do_PUT")
 RUNS_MODEL = re.compile(

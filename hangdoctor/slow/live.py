@@ -14,8 +14,7 @@ from hangdoctor.collect.process import descendants, process_table
 from hangdoctor.errors import HangInputError, UnreadableDump
 from hangdoctor.frames import main_thread
 from hangdoctor.parse.stacks_json import parse_stacks_json
-from hangdoctor.slow.blame import SlowVerdict, judge
-from hangdoctor.slow.budget import Budget
+from hangdoctor.slow.blame import Budget, SlowVerdict, judge
 from hangdoctor.slow.phases import WAITING, place_of
 from hangdoctor.slow.sample import PARALLEL, SECONDS, TIMEOUT_S, collects_garbage, observe
 

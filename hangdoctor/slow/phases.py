@@ -9,9 +9,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
+from hangdoctor.collect.process import ProcState
 from hangdoctor.frames import LIBRARIES, is_library, main_thread, normal, show
 from hangdoctor.model import Frame, Thread
-from hangdoctor.slow.proc_state import ProcState
 from hangdoctor.tables import SOURCE_STEPS, STEPS, first, phases_of, specific_wait
 
 WAITING = ("collective", "device")

@@ -17,12 +17,11 @@ from pathlib import Path
 
 from hangdoctor.collect import pyspy
 from hangdoctor.collect.discover import Search, Target, find_job
-from hangdoctor.collect.process import process_table
+from hangdoctor.collect.process import ProcState, connected_ports, proc_state, process_table
 from hangdoctor.errors import UnreadableDump
 from hangdoctor.parse.stacks_json import parse_stacks_json
 from hangdoctor.slow.engines import Engine, find_engines, look_at
 from hangdoctor.slow.phases import Activity, activity_of
-from hangdoctor.slow.proc_state import ProcState, connected_ports, proc_state
 
 SECONDS = 15.0
 PAUSE_S = 0.15
@@ -148,12 +147,7 @@ def track_of(seen: Seen) -> Track:
         (start, first), (end, last) = seen.states[0], seen.states[-1]
         cpu_wait = (last.cpu_wait_s - first.cpu_wait_s) / (end - start)
     return Track(
-        seen.target.name,
-        seen.target.rank,
-        seen.target.pid,
-        tuple(seen.activities),
-        cpu_wait,
-        seen.problem,
+        seen.target.name, seen.target.rank, seen.target.pid, tuple(seen.activities), cpu_wait, seen.problem
     )
 
 

@@ -250,14 +250,13 @@ OBJECTIVE = f"{CORE}/trainer/objective.py:PolicyObjective"
 ENGINE = f"{CORE}/engine/fsdp.py:FSDPEngine"
 MODEL = tuple(
     f"{CORE}/engine/{name}.py"
-    for name in ("attention", "logits", "logprobs", "lora", "model", "rope", "scores", "sequence_parallel",
-                 "sharding", "tensor_parallel")
+    for name in ("attention", "logits", "logprobs", "lora", "model", "scores", "sequence_parallel",
+                 "sharding", "tensor_parallel", "vision")
 )  # fmt: skip
 LOSS = (
     f"{OBJECTIVE}.loss",
     f"{OBJECTIVE}.denominator",
     f"{CORE}/trainer/update.py",
-    f"{CORE}/trainer/critic.py",
     f"{CORE}/algorithm/losses.py",
     f"{CORE}/algorithm/off_policy.py",
     f"{ENGINE}.train_batch",
@@ -287,7 +286,7 @@ ENTRIES: dict[str, tuple[str, ...]] = {
         f"{ENGINE}.score",
         f"{ENGINE}.compute_logprobs",
         f"{ENGINE}.compute_values",
-        f"{CORE}/trainer/critic.py:critic_values",
+        f"{CORE}/trainer/update.py:critic_values",
         f"{CORE}/trainer/build_models.py",
         f"{CORE}/trainer/build.py:build_engine",
         f"{CORE}/engine/determinism.py",

@@ -15,8 +15,8 @@ import torch
 from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
 
-from areal_core.batch import Batch
 from areal_core.config import PPOConfig
+from areal_core.data.batch import Batch
 from areal_core.engine.determinism import environment_at_start, seed_everything
 from areal_core.trainer.rl import Observer, PPOTrainer
 from recorder import Outcome, OutcomeObserver

@@ -158,6 +158,7 @@ def test_what_cannot_be_run_is_one_sentence_and_code_2(agent, name, arguments, s
     assert "Traceback" not in out
 
 
+@pytest.mark.long
 def test_stress_of_a_plain_agent_reports_load_latency_and_lag(agent):
     code, out = agent(
         "stress", "Plain", "--say", "ab", "--latency", 0.3, "--batch-size", 16, "--group-size", 8, "--json"
@@ -221,6 +222,7 @@ def test_run_notes_rows_that_were_not_sampled_and_refuses_what_training_would(ag
     assert "workflow Turns cannot be constructed from gconfig, tokenizer, turns: got an unexpected" in out
 
 
+@pytest.mark.long
 def test_stress_of_a_workflow_reports_load_and_what_blocks(agent):
     load = ("--say", "ab", "--batch-size", 8, "--group-size", 4, "--json")
     code, out = agent("stress", "Turns", *load)

@@ -7,7 +7,7 @@ import logging
 import openai
 import pytest
 
-from areal_core.agent.transcripts.transcript import without_transcripts
+from areal_core.agent.transcript import without_transcripts
 
 WEATHER = {
     "name": "weather",

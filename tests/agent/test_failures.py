@@ -10,13 +10,11 @@ import pytest
 
 from areal_core.agent import EpisodeFailed
 from areal_core.agent.conversation import Call, Interaction, Message, ToolCall
-from areal_core.agent.errors import AgentError, AgentRaised
 from areal_core.agent.failures import (
     FAILURES,
     MODEL_FAILURES,
     describe_raised,
     failure_of,
-    raised_from_json,
 )
 from areal_core.config import AgentConfig
 from areal_core.config.checks import wrong_values
@@ -106,7 +104,6 @@ def test_an_exception_is_the_models_only_on_evidence(error, kind):
     added = ("own.Refused", "ByClass")
     raised = describe_raised(error)
     assert failure_of(raised, answers, [REFUSAL], added) == kind
-    assert raised_from_json(json.loads(json.dumps(raised.as_json()))) == raised
 
 
 def test_an_error_in_the_handler_of_a_models_error_is_one_of_the_code():
@@ -151,12 +148,11 @@ class Raiser:
         raise {"model": EpisodeFailed("it invented a tool"), "code": KeyError("row")}[data["raise"]]
 
 
-@pytest.mark.parametrize("mode", ["inline", "subproc"])
 def test_a_failed_episode_keeps_its_rows_with_the_failed_reward(
-    make_workflow, scripted_engine, tokenizer, mode, caplog
+    make_workflow, scripted_engine, tokenizer, caplog
 ):
     workflow = make_workflow(
-        f"{__file__}:Raiser", mode=mode, failed_reward=-0.5, turn_discount=0.5, export_style="concat"
+        f"{__file__}:Raiser", failed_reward=-0.5, turn_discount=0.5, export_style="concat"
     )
 
     def episode(what: str, *lines: str, **data):
@@ -173,9 +169,9 @@ def test_a_failed_episode_keeps_its_rows_with_the_failed_reward(
     assert trained == ["x<|end|>", "y<|end|>"]
     assert caplog.text.count("the model failed an episode (declared), whose reward is") == 1
     assert "EpisodeFailed: it invented a tool" in caplog.text
-    with pytest.raises((KeyError, AgentError), match="row"):
+    with pytest.raises(KeyError, match="row"):
         episode("code", "x", "y")
-    with pytest.raises((EpisodeFailed, AgentRaised), match="it invented a tool"):
+    with pytest.raises(EpisodeFailed, match="it invented a tool"):
         episode("model", calls=0)  # nothing was sampled, so there is no row
 
 

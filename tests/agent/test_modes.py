@@ -1,49 +1,13 @@
-"""Agents outside the process of the trainer: in subprocesses, or in an external HTTP client."""
+"""Agents outside the process of the trainer: an external HTTP client."""
 
 import asyncio
 import http.client
-import os
-from pathlib import Path
 
 import httpx
-import pytest
-
-from areal_core.agent.errors import AgentError, WrongReward
-
-AGENT = f"{Path(__file__).parent}/environment_agent.py:EnvironmentAgent"
 
 
 def admin_of(workflow) -> dict[str, str]:
     return {"authorization": f"Bearer {workflow.key_file.read_text()}"}
-
-
-def test_agents_in_processes_find_the_proxy_in_their_environment(make_workflow, scripted_engine):
-    workflow = make_workflow(AGENT, mode="subproc", subproc_max_workers=1, agent_kwargs={"scale": 0.5})
-    engine = scripted_engine("a", "b", "c", "d")
-
-    async def episodes():
-        first = await workflow.arun_episode(engine, {"ask": "0"})
-        with pytest.raises(AgentError, match=r"EnvironmentAgent raised KeyError: 'ask'\nTraceback"):
-            await workflow.arun_episode(engine, {})
-        with pytest.raises(WrongReward, match=r"returned '<object object"):
-            await workflow.arun_episode(engine, {"ask": "1", "return": "object"})
-        with pytest.raises(AgentError, match="ended with exit code 3 during an episode"):
-            await workflow.arun_episode(engine, {"ask": "2", "exit": 3})
-        return first, await workflow.arun_episode(engine, {"ask": "3"})
-
-    first, last = asyncio.run(episodes())
-    (pid,), (next_pid,) = (set((rows["rewards"] * 2).int().tolist()) for rows in (first, last))
-    assert os.getpid() not in (pid, next_pid)
-    assert pid != next_pid  # the one that ended was replaced
-
-
-def test_an_agent_object_cannot_go_into_another_process(make_workflow, scripted_engine):
-    class Local:
-        async def run(self, data, **extra): ...
-
-    workflow = make_workflow(Local(), mode="subproc")
-    with pytest.raises(AgentError, match="give its class or its import path"):
-        asyncio.run(workflow.arun_episode(scripted_engine(), {}))
 
 
 def test_an_external_client_runs_the_waiting_episodes(make_workflow, scripted_engine):

@@ -8,7 +8,7 @@ import pytest
 from click.testing import CliRunner
 
 from areal_core.agent.agents import load_agent
-from areal_core.agent.transcripts.transcript import as_json, from_json, without_transcripts
+from areal_core.agent.transcript import as_json, from_json, without_transcripts
 from areal_core.data.batch import select_rows
 from areal_core.rollout.episodes import assemble
 from areal_debug.verbs.record import command

@@ -11,11 +11,10 @@ from areal_core.rollout.pipeline import Executor
 from areal_core.rollout.staleness import StalenessControl
 from areal_core.telemetry import Stats
 from areal_core.telemetry.in_episode import collecting, scalar, trace_scope
-from areal_core.telemetry.memory import MemoryProfiler
 from areal_core.telemetry.trace import Trace, rank_file
 from areal_core.testing import ScriptedEngine, make_tiny_tokenizer
 from areal_core.trainer.live import log_scalars
-from areal_core.trainer.trace_hooks import TracedWorkflow
+from areal_core.trainer.trace_hooks import MemoryProfiler, TracedWorkflow
 
 # An agent in a file: mode "subproc" imports it in another process.
 AGENT = """

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from areal_debug.record.shrink import make_recorder
+from areal_debug.rank_tasks.shrink import make_recorder
 from recorder.archive.pack import archive_record
 from replayer.bug.cut import Watcher, cut_step
 from replayer.bug.cut_request import CutRequest

@@ -17,8 +17,9 @@ import torch
 from aiohttp import web
 
 from areal_core.rollout.http_thread import HttpThread
-from consistency.testing import FaultyEngine, report, sample_rows, sequences_of
 from consistency.tokens import Sequences
+
+from .faulty_engine import FaultyEngine, report, sample_rows, sequences_of
 
 Answer = Callable[[dict[str, Any]], Any]
 Decode = Callable[[list[int]], str]

@@ -10,9 +10,8 @@ import torch
 from transformers import MistralConfig, MistralForCausalLM
 
 from areal_core.engine.attention import PACKED
-from consistency import transforms
-from consistency.case import NOISE, Alternative, Setting
-from consistency.probes import (
+from consistency.alternatives import transforms
+from consistency.alternatives.probes import (
     DETAILS,
     SCHEMES,
     architecture_alternatives,
@@ -21,10 +20,11 @@ from consistency.probes import (
     quantized,
     quantized_alternatives,
 )
+from consistency.case import NOISE, Alternative, Setting
 from consistency.score import Scorer, score, scorer_of
-from consistency.testing import FaultyEngine, draw, report, sample_rows, sequences_of
 from consistency.tokens import Completion, Sequences, sequences_from_completions
 
+from .faulty_engine import FaultyEngine, draw, report, sample_rows, sequences_of
 from .models import ARCHITECTURE, BOS, VOCABULARY_SIZE, peaked_model
 
 NUM_ROWS, PROMPT_LENGTH, NUM_TOKENS = 40, 12, 80
@@ -195,13 +195,13 @@ def extra_bos(world: World) -> Given:
 
 
 def scored_with_bos(scorer: Scorer, sequences: Sequences) -> Alternative:
-    from consistency.probes import bos_alternatives
+    from consistency.alternatives.probes import bos_alternatives
 
     return next(a for a in bos_alternatives(scorer, sequences, BOS, 1.0) if "double" in a.name)
 
 
 def missing_bos(world: World) -> Given:
-    from consistency.probes import bos_alternatives
+    from consistency.alternatives.probes import bos_alternatives
 
     recorded_prompt = torch.cat([torch.full((NUM_ROWS, 1), BOS), world.prompts], 1)
     full = draw(world.engine(), world.prompts, NUM_TOKENS, world.seed)

@@ -8,12 +8,12 @@ import torch
 
 from areal_core.testing import make_tiny_tokenizer
 from consistency.score import scorer_of
-from consistency.testing import FaultyEngine, sample_rows
 from consistency.tokens import Sequences
 from recorder.header import write_header
 from recorder.testing import SCRIPTED_HEADER, send_step
 from recorder.writer import RecordWriter
 
+from .faulty_engine import FaultyEngine, sample_rows
 from .models import peaked_model
 
 NUM_ROWS, PROMPT_LENGTH = 24, 10

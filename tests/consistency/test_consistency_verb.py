@@ -3,12 +3,11 @@
 import functools
 import json
 
-import numpy as np
 import pytest
 from click.testing import CliRunner
 
 from areal_debug.verbs.consistency import command
-from consistency import check, transforms
+from consistency.alternatives import transforms
 
 from .records import save_model, write_record
 
@@ -50,7 +49,7 @@ def test_report_puts_the_verdict_first_and_the_worst_tokens_last(clean):
         "refuted if",
         "mean |D|",
         "tokens by D (log)",
-        "|D| by position in response",
+        "|D| by position in the response",
         "Worst tokens",
     ):
         assert text in done.stdout
@@ -80,7 +79,7 @@ def test_stale_engine_is_unknown_until_the_previous_checkpoint_is_given(clean, m
 def test_failed_gate_exits_1_though_the_verdict_is_healthy(clean):
     done = run(clean, "--gate", "mean_abs=0.02,max_abs=0.0001")
     assert done.exit_code == 1
-    assert "gate max_abs <= 0.0001:" in done.stdout
+    assert "gate max_abs <= 0.0001" in done.stdout
     assert run(clean, "--gate", "mean_abs=0.02").exit_code == 0
 
 
@@ -94,27 +93,6 @@ def test_gate_that_cannot_be_checked_is_one_sentence(clean, gate, sentence):
     assert sentence in done.stderr
 
 
-def test_interrupted_scoring_resumes_at_its_step(clean, tmp_path, monkeypatch):
-    arguments = (clean, "--step", 0, "--step", 1, "--scores", tmp_path)
-    _, first = facts(*arguments)
-    (tmp_path / "step-000001.npz").unlink()
-    scored, real = [], check.score
-    monkeypatch.setattr(
-        check, "score", lambda scorer, rows, **options: scored.append(rows) or real(scorer, rows, **options)
-    )
-    _, second = facts(*arguments)
-    assert len(scored) == 1
-    assert first["metrics"] == second["metrics"]
-    assert first["num_tokens"] == 2 * 24 * 50
-
-
-def test_scores_of_other_weights_are_not_taken(clean, model, tmp_path):
-    facts(clean, "--scores", tmp_path / "scores")
-    done = run(clean, "--scores", tmp_path / "scores", "--dtype", "bfloat16")
-    assert done.exit_code == 2
-    assert "dtype=float32 (now dtype=bfloat16)" in done.stderr
-
-
 def test_run_that_did_not_sample_is_refused_in_one_sentence(tmp_path):
     from recorder.testing import write_scripted_record
 
@@ -122,16 +100,6 @@ def test_run_that_did_not_sample_is_refused_in_one_sentence(tmp_path):
     done = run(tmp_path / "record")
     assert done.exit_code == 2
     assert "its config has no 'gconfig'" in done.stderr
-
-
-def test_ranks_are_read_one_after_another(clean):
-    from consistency.source import concatenate, read_step
-    from recorder import open_record
-
-    step = read_step(open_record(clean).step(0))
-    doubled = concatenate([step, step])
-    assert doubled.num_rows == 48
-    np.testing.assert_array_equal(doubled.input_ids[doubled.row(30)], step.input_ids[step.row(6)])
 
 
 def test_first_weights_are_not_compared_with_later_steps(model, tmp_path):

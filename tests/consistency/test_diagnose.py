@@ -7,21 +7,13 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from consistency import recognise, transforms
+from consistency import recognise
+from consistency.alternatives import transforms
+from consistency.alternatives.transforms import replay
 from consistency.diagnose import Diagnosis, diagnose
 from consistency.score import score
-from consistency.transforms import replay
 
-from .faults import (
-    CLEAN,
-    FAULTS,
-    Given,
-    World,
-    bfloat16_logits,
-    make_world,
-    stitched,
-    with_transforms,
-)
+from .faults import CLEAN, FAULTS, Given, World, bfloat16_logits, make_world, stitched, with_transforms
 
 FIRST = {cause: name for name, (cause, _) in reversed(FAULTS.items())}
 # Like another fault of this list to the code that finds it.

@@ -85,8 +85,3 @@ def test_without_experts_they_cannot_be(rows, trained):
 
 def test_equal_routers_are_healthy(rows, folder):
     assert diagnosis(rows, folder).verdict == "healthy"
-
-
-def test_experts_of_another_model_are_not_replayed(rows, trained):
-    found = diagnosis(replace(rows, experts=rows.experts[:, :1]), trained)
-    assert "R42" not in [cause.id for cause in found.causes if "experts" in cause.name]

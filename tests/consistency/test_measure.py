@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from consistency.errors import BadColumn, NothingToCompare
-from consistency.measure import measure, tail, worst_tokens
+from consistency.errors import NothingToCompare
+from consistency.measure import measure, tail
 from consistency.recognise import heavy_tail
-from consistency.tokens import Completion, Sequences, compare_tokens, sequences_from_completions
+from consistency.tokens import Sequences, compare_tokens
 
 from .tables import table_of
 
@@ -107,32 +107,9 @@ def test_bad_logprobs_are_counted_by_name_and_not_averaged():
     assert measure(table).metrics["mean_abs"] == 0.0
 
 
-def test_replies_with_too_few_logprobs_are_excluded_and_counted():
-    replies = [
-        Completion([1, 2], [3, 4], [-1.0, -2.0]),
-        Completion([1], [3, 4], [-1.0]),
-        Completion([1], [5], [-1.0, -0.1]),
-    ]
-    sequences = sequences_from_completions(replies)
-    assert sequences.length_differences == (-1, 1)
-    table = compare_tokens(sequences, np.array([-1.0, -2.0]))
-    assert table.excluded.length_differs == 2
-    assert table.token_id.tolist() == [3, 4]
-
-
-def test_a_sampled_token_without_predecessor_is_counted():
-    sequences = Sequences(np.array([5, 6]), np.array([0, 2]), np.array([True, True]), np.array([-1.0, -1.0]))
-    assert compare_tokens(sequences, np.array([-1.0])).excluded.no_predecessor == 1
-
-
 def test_nothing_left_to_compare_reports_the_excluded_tokens():
     with pytest.raises(NothingToCompare, match="engine_nan=2"):
         table_of([[-1.0, -1.0]], [[math.nan, math.nan]])
-
-
-def test_a_column_of_another_length_is_rejected_by_name():
-    with pytest.raises(BadColumn, match="worker has 2 values, expected 1"):
-        table_of([[-1.0]], [[-1.0]], worker=np.array([0, 1]))
 
 
 def test_turns_and_positions_in_them_follow_the_mask():
@@ -145,11 +122,6 @@ def test_turns_and_positions_in_them_follow_the_mask():
     assert table.response_position.tolist() == [0, 1, 2, 0, 1]
     assert table.position.tolist() == [1, 2, 5, 1, 2]
     assert table.length.tolist() == [3, 3, 3, 2, 2]
-
-
-def test_worst_tokens_come_largest_first():
-    table = table_of([[-1.0, -5.0, -2.0]], [[-1.5, -1.0, -2.1]])
-    assert worst_tokens(table, 2).tolist() == [1, 0]
 
 
 def test_engines_of_different_noise_have_no_tail_together():

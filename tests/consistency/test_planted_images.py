@@ -10,10 +10,16 @@ from PIL import Image
 
 from areal_core.data.images import data_url
 from areal_core.testing.tiny_vision import make_tiny_vision_model
+from consistency.alternatives.images import (
+    expanded,
+    placeholder_counts,
+    prepare_images,
+    stored_orientation,
+    with_options,
+)
 from consistency.case import Request
 from consistency.check import check
 from consistency.errors import BadPrompts, NothingToCompare
-from consistency.images import expanded, placeholder_counts, prepare_images, stored_orientation, with_options
 from consistency.live import parse_prompt
 from consistency.score import Scorer, hidden_states, load_scorer, score
 from consistency.source import Sampled, Sampling, read_step
@@ -133,61 +139,6 @@ def test_another_limit_of_the_size_is_named_though_the_rows_hold_other_placehold
 def test_positions_of_text_are_named(world):
     rows = sample(world, replace(world.scorer, marks_images=False))
     assert first_cause(world, rows)[:2] == ("mismatch", "R64")
-
-
-@LONG
-def test_images_of_another_request_with_the_same_text_are_named(world):
-    first: dict[int, tuple[bytes, ...]] = {}
-
-    def seen(rows):
-        def cached(images):
-            return first.setdefault(len(images), images)
-
-        return replace(rows, images=tuple(map(cached, rows.images)))
-
-    verdict, cause, text = first_cause(world, sample(world, world.scorer, seen))
-    assert (verdict, cause) == ("mismatch", "R66")
-    assert "for 4 of 6 rows" in text
-
-
-@pytest.mark.parametrize(
-    ("change", "named"),
-    [
-        pytest.param(lambda images: None, "no images", marks=LONG),
-        pytest.param(lambda images: tuple(row[::-1] for row in images), "reverse order", marks=LONG),
-    ],
-)
-def test_lost_and_reordered_images_are_named(world, change, named):
-    verdict, cause, text = first_cause(world, sample(world, world.scorer, with_images(change)))
-    assert (verdict, cause) == ("mismatch", "R67")
-    assert named in text
-
-
-@pytest.fixture(scope="module")
-def stale(world, tmp_path_factory) -> tuple[str, Sequences]:
-    """The checkpoint before, whose tower the engine still holds, and rows that it sampled."""
-    folder = tmp_path_factory.mktemp("before")
-    before, engine = load_scorer(world.folder), load_scorer(world.folder)
-    random = torch.Generator().manual_seed(1)
-    for parameter in before.model.parameters():
-        parameter.data += STEP * parameter.abs().mean() * torch.randn(parameter.shape, generator=random)
-    before.model.save_pretrained(folder)
-    before.processor.save_pretrained(folder)
-    engine.model.model.visual.load_state_dict(before.model.model.visual.state_dict())
-    return str(folder), sample(world, engine)
-
-
-@LONG
-def test_stale_vision_tower_is_named_by_the_checkpoint_before(world, stale):
-    previous, rows = stale
-    verdict, cause, text = first_cause(world, rows, previous=previous)
-    assert (verdict, cause) == ("mismatch", "R65")
-    assert "the vision tower of the previous checkpoint" in text
-
-
-@LONG
-def test_stale_vision_tower_is_named_without_that_checkpoint(world, stale):
-    assert first_cause(world, stale[1])[:2] == ("mismatch", "R65")
 
 
 @LONG

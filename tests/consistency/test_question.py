@@ -155,13 +155,6 @@ def test_healthy_engines_are_not_accused(healthy, tiny_model, tmp_path):
     assert all("100% of the tokens are those that the recorded seed draws" in e for e in answer.evidence)
 
 
-def test_both_engines_with_the_same_fault_do_not_explain_a_difference(healthy, tiny_model, tmp_path):
-    with planted(sampled_with(temperature=1.2)):
-        faulty = train(tmp_path, tiny_model)
-    answer = ask_engine(faulty, faulty, 0, healthy.models)
-    assert (answer.side, answer.kind, answer.confidence) == ("both", "sampling parameters", "low")
-
-
 @pytest.mark.long
 def test_an_adapter_that_the_engine_lacks_is_named(tiny_model, tmp_path):
     options = {"use_lora": True, "optimizer": {"lr": 1e-2, "warmup_steps_proportion": 0.0}}

@@ -1,11 +1,10 @@
 """Ranks of sampled tokens and both sides' most likely tokens, on small literal numbers."""
 
-import numpy as np
 import pytest
 import torch
 
 from consistency.report import rank_tokens
-from consistency.score import Scores, most_likely, score_logits
+from consistency.score import Scores, score_logits
 
 
 def scores_of(probabilities, labels):
@@ -37,20 +36,6 @@ def test_near_ties_are_distinguished_from_clear_mismatches():
     assert found.argmax_mismatch == pytest.approx(2 / 3)
     assert found.clear_mismatch == pytest.approx(1 / 2)
     assert found.jaccard == pytest.approx((1 + 1 + 1 / 3) / 3)
-
-
-def test_tokens_not_scored_in_detail_do_not_count():
-    empty = Scores.empty(4, 2)
-    assert rank_tokens(empty, None) is None
-    assert np.isnan(empty.entropy).all()
-
-
-@pytest.mark.parametrize("size", [7, 128, 640, 1000, 5000])
-def test_the_most_likely_tokens_are_those_of_a_sort(size):
-    logits = torch.randn(9, size, generator=torch.Generator().manual_seed(size))
-    logits[0, -5:], logits[1, :5] = 9.0 + torch.arange(5), 9.0 - torch.arange(5)
-    logits[2, 3] = float("-inf")
-    assert torch.equal(most_likely(logits, 5), logits.argsort(dim=1, descending=True)[:, :5])
 
 
 def test_scores_do_not_depend_on_the_rows_that_are_reduced_together():

@@ -11,12 +11,12 @@ from areal_core.launch.sglang_process import SGLangServer, cpu_environment, serv
 from areal_core.servers.server import call
 from areal_core.servers.sglang import SGLANG
 from areal_debug.verbs.consistency import command
+from consistency.alternatives.probes import bos_alternatives, checkpoint_alternative
+from consistency.alternatives.transforms import replay
 from consistency.case import NOISE, Setting
 from consistency.diagnose import diagnose
-from consistency.probes import bos_alternatives, checkpoint_alternative
 from consistency.score import load_scorer, score
 from consistency.tokens import Completion, sequences_from_completions
-from consistency.transforms import replay
 
 from .records import save_model
 
@@ -107,12 +107,11 @@ def test_server_that_still_holds_the_previous_checkpoint_is_stale(server, model,
     assert (found.verdict, found.causes[0].id) == ("mismatch", "R24")
 
 
-def test_live_server_is_queried_and_its_greedy_answers_are_compared(server, model, tmp_path):
+def test_live_server_is_queried(server, model, tmp_path):
     prompts = tmp_path / "prompts.jsonl"
-    rows = [{"input_ids": [BOS, 10 + row, 20, 30 + row], "answer": "1"} for row in range(16)]
+    rows = [{"input_ids": [BOS, 10 + row, 20, 30 + row]} for row in range(16)]
     prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    reward = "areal_core.reward.functions.arithmetic_reward_fn"
-    options = ["--num-samples", "2", "--max-new-tokens", "32", "--answers", "--reward", reward, "--json"]
+    options = ["--num-samples", "2", "--max-new-tokens", "32", "--json"]
     done = CliRunner().invoke(
         command, ["--engine", server.address, "--model", str(model), "--prompts", str(prompts), *options]
     )
@@ -123,10 +122,3 @@ def test_live_server_is_queried_and_its_greedy_answers_are_compared(server, mode
     assert found["metrics"]["mean_abs"] < 1e-5
     assert found["rescoring"]["decode"] < 1e-5
     assert found["rescoring"]["prefill"] < 1e-5
-    assert found["answers"] == {
-        "num_prompts": 16,
-        "engine_right": 0,
-        "model_right": 0,
-        "identical": 16,
-        "diverges_after": None,
-    }

@@ -7,7 +7,6 @@ from io import BytesIO
 
 import numpy as np
 import pytest
-import torch
 from click.testing import CliRunner
 from PIL import Image
 
@@ -17,19 +16,12 @@ from areal_core.data.processor import load_processor
 from areal_core.launch.sglang_process import SGLangServer, cpu_environment, server_args
 from areal_core.testing.tiny_vision import make_tiny_vision_model
 from areal_debug.verbs.consistency import command
+from consistency.alternatives.transforms import select_rows
 from consistency.case import Request
 from consistency.check import check
 from consistency.engines import SamplingParams
-from consistency.live import (
-    Prompt,
-    check_engines,
-    make_rescorer,
-    query_engines,
-    sampled_of,
-    vocabulary_of,
-)
+from consistency.live import Prompt, check_engines, make_rescorer, query_engines, sampled_of, vocabulary_of
 from consistency.score import load_scorer
-from consistency.transforms import select_rows
 
 pytestmark = [pytest.mark.sglang, pytest.mark.long]
 PARAMS = SamplingParams(max_new_tokens=24)
@@ -125,33 +117,6 @@ def test_processor_of_the_server_is_named(model, address, processor, tmp_path, o
     assert (verdict, cause) == ("mismatch", "R62")
     assert name in text
     assert ("R63" in [one.id for one in found.causes]) == ("size" in options)
-
-
-def test_images_that_the_server_did_not_get_are_named(model, address, processor):
-    def lost(prompts):
-        return [replace(prompt, images=()) for prompt in prompts]
-
-    verdict, cause, text, _ = named(model, address, processor, lost)
-    assert (verdict, cause) == ("mismatch", "R67")
-    assert "no images" in text
-
-
-def test_images_of_another_request_are_named(model, address, processor):
-    def first_of_its_length(prompts):
-        first = {}
-        return [replace(prompt, images=first.setdefault(prompt.ids, prompt.images)) for prompt in prompts]
-
-    assert named(model, address, processor, first_of_its_length)[:2] == ("mismatch", "R66")
-
-
-def test_tower_that_the_server_did_not_get_is_named(model, address, processor, tmp_path):
-    newer = load_scorer(str(model))
-    random = torch.Generator().manual_seed(1)
-    for parameter in newer.model.model.visual.parameters():
-        parameter.data += 0.1 * parameter.std().nan_to_num() * torch.randn(parameter.shape, generator=random)
-    newer.model.save_pretrained(tmp_path / "newer")
-    newer.processor.save_pretrained(tmp_path / "newer")
-    assert named(tmp_path / "newer", address, processor, previous=str(model))[:2] == ("mismatch", "R65")
 
 
 def test_verb_reads_prompts_with_images(model, address, tmp_path):

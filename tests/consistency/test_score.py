@@ -11,12 +11,8 @@ from transformers import AutoModelForCausalLM, Gemma2Config, Gemma2ForCausalLM
 
 from areal_core.engine.attention import PACKED
 from consistency import score as scoring
-from consistency.errors import StaleScores
-from consistency.score import ScoringKey, load_scorer, load_scores, save_scores, score, scorer_of
-from consistency.testing import FaultyEngine, sample_rows
+from consistency.score import load_scorer, score, scorer_of
 from consistency.tokens import Sequences
-
-from .models import peaked_model
 
 ROOT = Path(__file__).parents[2]
 spec = importlib.util.spec_from_file_location("model_families", ROOT / "benchmarks" / "model_families.py")
@@ -106,30 +102,6 @@ def test_a_soft_cap_and_a_sliding_window_are_those_of_the_model():
     check_against_plain(
         score(scorer_of(packed), sequences), logits, sequences.input_ids[sequences.scored], 1.0, 2e-5
     )
-
-
-def test_saved_scores_load_for_the_same_key_only(tiny_model, tmp_path):
-    scorer = load_scorer(str(tiny_model))
-    scores = score(scorer, some_sequences(scorer.head.vocabulary_size))
-    key = ScoringKey("model", "float32", 1.0, 5, "tokens")
-    save_scores(tmp_path / "step.npz", key, scores)
-    np.testing.assert_array_equal(load_scores(tmp_path / "step.npz", key).top_logprobs, scores.top_logprobs)
-    with pytest.raises(StaleScores, match=r"temperature=1\.0 \(now temperature=0\.5\)"):
-        load_scores(tmp_path / "step.npz", ScoringKey("model", "float32", 0.5, 5, "tokens"))
-
-
-def test_rows_without_detail_have_the_same_logprobs_and_nothing_else():
-    scorer = scorer_of(peaked_model(0))
-    prompts = torch.arange(3, 51).reshape(4, 12)
-    sequences = sample_rows(FaultyEngine(scorer), prompts, 10, seed=0)
-    full, partial = score(scorer, sequences), score(scorer, sequences, detailed_rows=np.array([1, 3]))
-    np.testing.assert_array_equal(partial.logprob, full.logprob)
-    row = sequences.row_of_token[sequences.scored]
-    detailed = np.isin(row, [1, 3])
-    np.testing.assert_array_equal(partial.entropy[detailed], full.entropy[detailed])
-    np.testing.assert_array_equal(partial.rank[detailed], full.rank[detailed])
-    assert np.isnan(partial.entropy[~detailed]).all()
-    assert (partial.rank[~detailed] == -1).all()
 
 
 @pytest.mark.parametrize(

@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
+from consistency.alternatives.probes import noise_of_model
+from consistency.alternatives.transforms import Replays
 from consistency.case import NOISE, Alternative
-from consistency.probes import noise_of_model
-from consistency.shape import breaks, explained_by_key, onset, run_lengths, trend
-from consistency.transforms import Replays
+from consistency.shape import breaks, explained_by_key, onset, trend
 
 from .tables import table_of
 
@@ -22,10 +22,6 @@ def test_a_ramp_is_a_line_and_a_jump_is_a_step():
     assert jump.step > 0.99 > jump.line
     assert jump.step_place == pytest.approx(50, abs=3)
     assert (ramp.first < 0.2, ramp.last > 0.8) == (True, True)
-
-
-def test_too_few_tokens_have_no_trend():
-    assert trend(POSITION[:200], NOISE_SIZE[:200]) is None
 
 
 def test_onset_is_the_first_bad_position_after_clean_ones():
@@ -44,12 +40,6 @@ def test_each_sequence_is_cut_where_it_goes_wrong():
     assert found.place.tolist() == [13, 31]  # one token of prompt
     assert found.before.tolist() == [0.0, 0.0]
     assert found.after_median.tolist() == [1.0, 1.0]
-
-
-def test_runs_end_at_the_end_of_a_sequence():
-    flags = np.array([True, True, False, True, True, True])
-    assert run_lengths(flags, np.array([0, 0, 0, 0, 1, 1])).tolist() == [2, 1, 2]
-    assert run_lengths(~flags & flags, np.zeros(6)).tolist() == []
 
 
 def test_share_explained_by_a_key_is_evaluated_on_held_out_tokens():

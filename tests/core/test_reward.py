@@ -183,6 +183,7 @@ def test_time_out_raises_if_it_has_no_reward(functions):
         score(pool, "sleep")
 
 
+@pytest.mark.long
 def test_waiting_for_a_worker_is_not_running_time(functions):
     with RewardPool(functions, timeout_s=1.0, num_workers=1) as pool:
         first = pool.submit("p", "abc", [], [], do="sleep")
@@ -194,6 +195,7 @@ def test_worker_that_died_is_replaced_and_the_call_repeated(pool, tmp_path):
     assert score(pool, "die once", mark=str(tmp_path / "mark")) == 1.0
 
 
+@pytest.mark.long
 def test_worker_that_always_dies_is_reported(functions):
     with RewardPool(functions, num_workers=1, max_retries=1) as pool:
         with pytest.raises(RewardError, match=r"killed its process 2 times\n(.|\n)*'do': 'die'"):

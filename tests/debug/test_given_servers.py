@@ -19,7 +19,7 @@ from areal_core.rollout.types import ModelRequest, sampling_from
 from areal_core.rollout.workflow import episode_tensors, prompt_tokens
 from areal_core.servers.server import Server, call
 from areal_core.testing import make_tiny_model
-from areal_core.testing.server import EmbeddedServer
+from areal_core.testing.embedded_server import EmbeddedServer
 from areal_debug.verbs.train import command
 
 HERE = Path(__file__).parent
@@ -29,7 +29,7 @@ ROWS = [{"messages": [{"role": "user", "content": f"{n}?"}], "answer": str(n)} f
 @pytest.fixture(scope="module")
 def server(tiny_model, tmp_path_factory):
     log = tmp_path_factory.mktemp("server") / "server.log"
-    module = "areal_core.testing.server"
+    module = "areal_core.testing.embedded_server"
     with SGLangServer(tiny_model, log, ["--dtype", "float32"], {}, module=module) as started:
         started.wait_until_ready()
         yield started.server

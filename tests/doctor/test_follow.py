@@ -19,7 +19,7 @@ from areal_debug.doctor import hooks as actions
 from areal_debug.doctor.follow import Follower, cpu_seconds
 from areal_debug.doctor.hooks import Hooks, is_paused, make_hooks, run_hooks
 from areal_debug.doctor.sources.plain_files import SeveralRuns
-from hangdoctor.watch.tree import lives, signal_all
+from hangdoctor.watch.loop import lives, signal_all
 
 ALARM = {
     "id": "D17",

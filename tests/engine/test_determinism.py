@@ -42,6 +42,7 @@ def test_deterministic_mode_refuses_to_start_without_a_variable(missing):
     assert f"needs {missing}={DETERMINISTIC[missing]} (was not set) before Python starts" in done.stderr
 
 
+@pytest.mark.long
 def test_all_missing_variables_are_listed_at_once_with_a_command_line_that_works():
     done = run(ENFORCE + REPORT, {"NCCL_ALGO": "Tree"})
     *_, listed, command = done.stderr.rstrip().splitlines()
@@ -51,6 +52,7 @@ def test_all_missing_variables_are_listed_at_once_with_a_command_line_that_works
     assert again.stdout.split() == ["True", "False"], again.stderr
 
 
+@pytest.mark.long
 def test_only_the_variables_that_matter_on_a_cpu_are_needed_there(monkeypatch):
     monkeypatch.setattr(determinism, "environment_at_start", dict)
     with pytest.raises(DeterminismError, match=r"needs PYTHONHASHSEED=0 \(was not set\) before") as refused:

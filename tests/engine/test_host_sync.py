@@ -53,6 +53,7 @@ def syncs_of_a_step(engine, loss):
     return len(result.micro_batches), scalars.count, reads.count
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("loss", [likelihood, likelihood_with_entropy])
 def test_a_step_reads_its_numbers_at_once_however_many_micro_batches_it_has(ranks, tiny_model, loss):
     few = syncs_of_a_step(program.make_engine(ranks, str(tiny_model), 1000), loss)

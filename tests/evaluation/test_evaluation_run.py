@@ -21,7 +21,7 @@ from areal_core.rollout.workflow import episode_tensors, prompt_tokens
 from areal_core.servers.server import Server
 from areal_core.servers.sglang import SGLANG
 from areal_core.servers.wire import weight_version
-from areal_core.testing.server import EmbeddedServer
+from areal_core.testing.embedded_server import EmbeddedServer
 from areal_core.trainer import build
 from areal_core.trainer.rl import PPOTrainer
 

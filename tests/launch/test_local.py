@@ -243,6 +243,7 @@ def test_the_end_of_the_launcher_ends_the_ranks(script, tmp_path, number, code):
         time.sleep(0.05)
 
 
+@pytest.mark.long
 def test_a_second_signal_ends_ranks_that_ignore_the_first(script, tmp_path):
     argv = script(
         """
@@ -272,6 +273,7 @@ def is_running(pid: int) -> bool:
     return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
 
 
+@pytest.mark.long
 def test_a_server_that_is_late_is_stopped_and_reported(tmp_path, monkeypatch):
     (tmp_path / "sglang").mkdir()
     (tmp_path / "sglang" / "__init__.py").touch()

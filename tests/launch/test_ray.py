@@ -127,6 +127,7 @@ def test_each_machine_has_an_agent_and_the_earliest_failure_counts(cluster, tmp_
     )
 
 
+@pytest.mark.long
 def test_servers_run_on_the_cluster_and_ranks_get_their_addresses(cluster, stop_file, tmp_path, capfd):
     body = f"""
     import os, pathlib, time
@@ -148,6 +149,7 @@ def test_servers_run_on_the_cluster_and_ranks_get_their_addresses(cluster, stop_
     assert (tmp_path / "logs" / "llm_server_0.log").read_text().startswith("model some/model\n")
 
 
+@pytest.mark.long
 def test_a_server_that_cannot_start_is_reported_with_its_last_line(cluster, stop_file, tmp_path, capfd):
     Path(f"{stop_file}1").touch()
     started = job(tmp_path, "raise SystemExit(5)", "sglang:d1+fsdp:d1")
@@ -158,6 +160,7 @@ def test_a_server_that_cannot_start_is_reported_with_its_last_line(cluster, stop
     assert not (tmp_path / "logs" / "trainer.log").exists()
 
 
+@pytest.mark.long
 def test_a_run_that_does_not_fit_is_refused_with_requested_and_available_resources(cluster, tmp_path):
     with pytest.raises(ConfigError, match=r"Ray did not provide 8 CPU within 1 s .* it has 2 CPU, .* in all"):
         launch(job(tmp_path, "", cpus=4))

@@ -20,7 +20,7 @@ from areal_core.launch.sglang_process import SGLangServer, cpu_environment, serv
 from areal_core.rollout.http_thread import HttpThread
 from areal_core.servers.server import Server, is_healthy
 from areal_core.testing import make_tiny_model
-from areal_core.testing.server import serve
+from areal_core.testing.embedded_server import serve
 
 
 class FakeServer:
@@ -142,7 +142,7 @@ class ServerProcess:
     def __init__(self, model_path: str, server: Server | None = None) -> None:
         self.server = server or Server(f"127.0.0.1:{free_port()}")
         forks = multiprocessing.get_context("forkserver")
-        forks.set_forkserver_preload(["areal_core.testing.server"])
+        forks.set_forkserver_preload(["areal_core.testing.embedded_server"])
         port = int(self.server.address.rpartition(":")[2])
         self._process = forks.Process(target=serve, args=(model_path, "127.0.0.1", port), daemon=True)
         self._process.start()

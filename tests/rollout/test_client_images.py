@@ -1,7 +1,6 @@
 """Requests with pictures in SGLang's form: one placeholder each, which the server expands."""
 
 import asyncio
-import json
 
 import pytest
 import torch
@@ -12,13 +11,12 @@ from areal_core.config import GRPOConfig, load_expr_config
 from areal_core.data.image_rows import shape_rows
 from areal_core.data.images import data_url
 from areal_core.data.processor import VisionProcessor, load_processor
-from areal_core.embedded.wire import BadRequest, parse_request
 from areal_core.rollout.errors import UnsupportedSampling
 from areal_core.rollout.types import ModelRequest, Sampling
 from areal_core.servers.client import FleetClient
 from areal_core.servers.sglang import SGLANG, collapsed
 from areal_core.servers.vllm import VLLM
-from areal_core.testing.server import EmbeddedServer
+from areal_core.testing.embedded_server import EmbeddedServer
 from areal_core.testing.tiny_vision import make_tiny_processor, make_tiny_vision_model
 
 PICTURES = tuple(row["images"][0] for row in shape_rows(num_rows=2, seed=1, size=32))
@@ -99,26 +97,3 @@ def test_requests_and_scorings_have_one_placeholder_a_picture_and_the_sampled_to
         collapsed([1, 9, 9, 9, 3], 9, 2)
     with pytest.raises(UnsupportedSampling, match="vLLM's route of token ids takes none"):
         VLLM.with_images({"token_ids": row}, asked)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"image_data": []}, "2 image tokens and there are 0 images"),
-        ({"image_data": ["http://example.org/a.png"] * 2}, "would be fetched by this process"),
-        ({"image_data": ["/etc/passwd", "/etc/passwd"]}, "not base64"),
-        ({"image_data": [7]}, "image_data contains '7'"),
-    ],
-)
-def test_an_embedded_server_refuses_other_pictures_with_a_sentence(change, message):
-    processor = VisionProcessor(make_tiny_processor("qwen2_5_vl"))
-    asked = request(processor)
-    body = SGLANG.with_images({"input_ids": asked.input_ids}, asked)
-    parsed = parse_request(
-        json.loads(json.dumps(body)), processor.tokenizer, 512, len(processor.tokenizer), processor
-    )
-    assert (parsed.input_ids, parsed.images) == (asked.input_ids, PICTURES)
-    with pytest.raises(BadRequest, match=message):
-        parse_request(body | change, processor.tokenizer, 512, len(processor.tokenizer), processor)
-    with pytest.raises(BadRequest, match="the model reads text only"):
-        parse_request(body, processor.tokenizer, 512, len(processor.tokenizer))

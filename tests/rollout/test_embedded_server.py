@@ -12,8 +12,7 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
 from areal_core.rollout.types import ModelRequest, Sampling
-from areal_core.servers.verification import sha256_of
-from areal_core.testing.server import EmbeddedServer
+from areal_core.testing.embedded_server import EmbeddedServer
 
 PROMPT = [10, 11, 12]
 
@@ -147,8 +146,6 @@ def test_it_reports_what_it_serves(query, tiny_model):
         ({"input_ids": [1], "stream": True}, "stream is true"),
         ({"input_ids": []}, "input_ids must be one list"),
         ({"sampling_params": {}}, "field 'input_ids' is missing"),
-        ({"input_ids": [1], "image_data": "x"}, "image_data is 'x'; expected a value of type list"),
-        ({"input_ids": [1], "sampling_params": {"min_p": 0.1}}, "does not support sampling_params.min_p"),
         ({"input_ids": [1], "sampling_params": {"stop": ["a"]}}, "stops at token ids"),
         ({"input_ids": [1], "sampling_params": {"max_new_tokens": 5000}}, "maximum context length of 2048"),
     ],
@@ -219,12 +216,6 @@ def test_weights_that_do_not_fit_are_refused_by_name(query, tmp_path):
     assert query("/model_info")["weight_version"] == "default"
 
 
-def test_checksums_are_those_of_the_weights(query, tiny_model):
-    (rank,) = query("/weights_checker", {"action": "checksum"})["ranks"]
-    model = AutoModelForCausalLM.from_pretrained(tiny_model)
-    assert rank["checksums"] == {name: sha256_of(p) for name, p in model.named_parameters()}
-
-
 def test_a_request_that_the_model_fails_on_is_answered(query, gate, in_flight, monkeypatch):
     monkeypatch.setattr(gate, "forward", lambda *arguments: 1 / 0)
     with pytest.raises(AssertionError, match="500"):
@@ -251,53 +242,18 @@ def test_a_request_whose_client_has_gone_is_not_sampled_on(embedded, gate):
     assert gate.calls == 5
 
 
-def test_requests_that_a_web_page_could_send_are_refused(embedded, serve_application):
-    address = serve_application(embedded.application()).address
-
-    def status(method: str, path: str, body: str | None = None, **headers: str) -> int:
-        connection = http.client.HTTPConnection(address, timeout=30)
-        connection.request(
-            method, path, body, {name.replace("_", "-"): text for name, text in headers.items()}
-        )
-        found = connection.getresponse().status
-        connection.close()
-        return found
-
-    update = json.dumps({"model_path": "/no/model"})
-    assert status("GET", "/health") == 200
-    assert status("GET", "/pause_generation") == 405
-    assert status("POST", "/pause_generation", "{}", Origin="http://evil.example") == 403
-    assert status("GET", "/server_info", Host="evil.example") == 403
-    assert status("POST", "/update_weights_from_disk", update, Content_Type="text/plain") == 415
-    assert status("POST", "/update_weights_from_disk", update, Content_Type="application/json") == 400
-    assert status("POST", "/continue_generation") == 200
-
-
 @pytest.mark.parametrize(
     ("path", "body", "complaint"),
     [
-        ("/generate", "[1]", "the body is a list; expected a JSON object"),
-        ("/pause_generation", "5", "the body is a int"),
-        ("/generate", "[" * 100_000, "the body is not JSON"),
-        ("/generate", '{"text": "\\ud800"}', "surrogates not allowed"),
-        ("/generate", "\xff", "the body is not JSON"),
+        ("/generate", "[1]", "Expected `object`, got `array`"),
+        ("/generate", "[" * 100_000, "the body is not what this route takes"),
+        ("/generate", "\xff", "the body is not what this route takes"),
         ("/generate", '{"input_ids": [1, 99999999]}', "token ids below "),
-        ("/generate", '{"input_ids": [-1]}', "token ids below "),
-        ("/generate", '{"input_ids": [true]}', "token ids below "),
-        ("/generate", '{"input_ids": 5}', "input_ids is '5'; expected a value of type list"),
-        ("/generate", '{"text": 5}', "text is '5'; expected a value of type str"),
-        ("/generate", '{"input_ids": [1], "sampling_params": {"temperature": "x"}}', "temperature is 'x'"),
-        (
-            "/generate",
-            '{"input_ids": [1], "sampling_params": {"stop_token_ids": ["a"]}}',
-            "a list of token ids",
-        ),
-        ("/generate", '{"input_ids": [1], "sampling_params": []}', "sampling_params is '[]'"),
-        ("/update_weights_from_disk", '{"model_path": 5}', "model_path is '5'; expected a value of type str"),
+        ("/generate", '{"input_ids": [true]}', "Expected `int`, got `bool` - at `$.input_ids[0]`"),
+        ("/generate", '{"input_ids": [1], "sampling_params": {"min_p": 0.1}}', "unknown field `min_p`"),
+        ("/pause_generation", '{"mode": "soon"}', "Invalid enum value 'soon'"),
         ("/update_weights_from_disk", "{}", "field 'model_path' is missing"),
-        ("/init_weights_update_group", '{"group_name": "g", "world_size": "2"}', "world_size is '2'"),
-        ("/abort_request", '{"rid": 5}', "rid is '5'"),
-        ("/load_lora_adapter", '{"lora_name": "a", "lora_path": {}}', "lora_path is '{}'"),
+        ("/init_weights_update_group", '{"group_name": "g", "world_size": "2"}', "at `$.world_size`"),
     ],
 )
 def test_malformed_requests_are_the_clients_fault(embedded, serve_application, path, body, complaint):

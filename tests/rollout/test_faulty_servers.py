@@ -50,7 +50,6 @@ def run_requests(fakes, count=20, num_tokens=3, **options):
         ]
         try:
             responses = await asyncio.gather(*map(client.agenerate, requests), return_exceptions=True)
-            await asyncio.gather(*client._rescorer._tasks)
             return client, responses
         finally:
             await client.aclose()
@@ -314,54 +313,6 @@ def shifted(reply):
     for entry in reply["meta_info"]["output_token_logprobs"]:
         entry[0] -= 0.5
     return reply
-
-
-def test_a_server_whose_finite_logprobs_are_wrong_is_found_by_two_others(start_fake, caplog):
-    fakes = [start_fake() for _ in range(3)]
-    fakes[1].spoil = shifted
-
-    async def work():
-        client = FleetClient([fake.server for fake in fakes], SGLANG, rescore_share=1.0)
-        for i in range(6):
-            sampling = Sampling(max_new_tokens=4)
-            request = ModelRequest(input_ids=[i, i], sampling=sampling, metadata={"prompt_id": i})
-            await client.agenerate(request)
-            await asyncio.gather(*client._rescorer._tasks)
-        await client.aclose()
-        return client
-
-    ledger = asyncio.run(work()).health
-    assert [ledger.record(fake.server).rejected for fake in fakes] == [{}, {"rescored": 1}, {}]
-    assert ledger.record(fakes[1].server).state is State.QUARANTINED
-    assert (ledger.rescored, ledger.disagreed) == (6, 1)
-    assert "0.5 nats from those of two other servers in the mean over 4 tokens" in caplog.text
-
-
-def test_two_servers_that_disagree_are_named_and_both_stay(start_fake, caplog):
-    fakes = [start_fake(), start_fake()]
-    fakes[0].spoil = shifted
-
-    async def work():
-        client = FleetClient([fake.server for fake in fakes], SGLANG, rescore_share=1.0)
-        await client.agenerate(ModelRequest(input_ids=[1], sampling=Sampling(max_new_tokens=2)))
-        await asyncio.gather(*client._rescorer._tasks)
-        await client.aclose()
-        return client
-
-    ledger = asyncio.run(work()).health
-    assert set(ledger.serving()) == {fake.server for fake in fakes}
-    assert (
-        f"inference servers disagree: the log-probs of {fakes[0].server.address} are 0.5 nats" in caplog.text
-    )
-
-
-@pytest.mark.parametrize("share", [0.0, 0.25, 1.0])
-def test_the_share_of_completions_that_are_scored_again(start_fake, share):
-    fakes = [start_fake(), start_fake()]
-    _, responses = run_requests(fakes, 200, rescore_share=share)
-    scored = sum("logprob_start_len" in body for fake in fakes for _, body in fake.calls)
-    assert len(responses) == 200
-    assert abs(scored - 200 * share) <= 20 * (0 < share < 1)
 
 
 def test_retry_after_is_a_number_or_a_date():

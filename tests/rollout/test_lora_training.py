@@ -3,6 +3,7 @@
 import os
 from pathlib import Path
 
+import pytest
 import yaml
 
 from areal_core.config import PPOConfig, config_from_dict
@@ -11,7 +12,7 @@ from areal_core.data import get_dataset
 from areal_core.environment import ADDRESSES_VARIABLE
 from areal_core.servers.sglang import SGLANG
 from areal_core.servers.wire import weight_version
-from areal_core.testing.server import EmbeddedServer
+from areal_core.testing.embedded_server import EmbeddedServer
 from areal_core.trainer.rl import PPOTrainer
 
 TINY = Path(__file__).parents[1] / "debug"
@@ -34,6 +35,7 @@ def served_config(folder: Path, model: Path) -> PPOConfig:
     return config_from_dict(tree, PPOConfig)
 
 
+@pytest.mark.long
 def test_the_server_samples_each_step_with_the_adapter_of_its_version(
     serve_application, tiny_model, tmp_path, monkeypatch
 ):
@@ -67,7 +69,7 @@ def test_the_server_samples_each_step_with_the_adapter_of_its_version(
     assert max(step["difference"] for step in seen) < 1e-5
     # A stale adapter would be visible: after three steps the weights differ from the first.
     assert weight_version(server, SGLANG) == "3"
-    moved = {name: (merged[name] - tensor).abs().max() for name, tensor in engine._weights._beneath.items()}
+    moved = {name: (merged[name] - tensor).abs().max() for name, tensor in engine._adapters.beneath.items()}
     assert min(moved.values()) > 1e-4
     served = dict(engine._replica.model.named_parameters())
     assert all((served[name] - merged[name]).abs().max() < 1e-6 for name in moved)

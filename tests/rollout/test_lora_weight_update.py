@@ -24,7 +24,7 @@ from areal_core.servers.sglang import SGLANG
 from areal_core.servers.verification import WeightCheck
 from areal_core.servers.weight_update import AdapterUpdate, DiskUpdate
 from areal_core.servers.wire import rejection_reason, weight_version
-from areal_core.testing.server import EmbeddedServer
+from areal_core.testing.embedded_server import EmbeddedServer
 
 RANK, TEMPERATURE = 4, 0.8
 

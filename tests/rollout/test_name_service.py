@@ -1,4 +1,4 @@
-"""The name service: entries appear at once or not at all, in memory and in a shared folder."""
+"""The name service: entries appear at once or not at all."""
 
 import getpass
 from concurrent.futures import ThreadPoolExecutor
@@ -6,13 +6,13 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from areal_core.rollout.errors import BadName, NameTaken, NoSuchName
-from areal_core.servers.discovery import FolderNames, MemoryNames, discovered_servers, register_server
+from areal_core.servers.discovery import FolderNames, discovered_servers, register_server
 from areal_core.servers.server import Server
 
 
-@pytest.fixture(params=["folder", "memory"])
-def names(request, tmp_path):
-    return FolderNames(tmp_path / "names") if request.param == "folder" else MemoryNames()
+@pytest.fixture
+def names(tmp_path):
+    return FolderNames(tmp_path / "names")
 
 
 def test_an_entry_is_read_replaced_and_deleted(names):

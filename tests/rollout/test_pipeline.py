@@ -12,10 +12,9 @@ from hypothesis import strategies as st
 from areal_core.errors import RewardError
 from areal_core.rollout.episodes import Plan, refuse_malformed
 from areal_core.rollout.errors import MalformedEpisode, NothingAccepted, RolloutStuck
-from areal_core.rollout.pipeline import Pipeline
+from areal_core.rollout.pipeline import Patience, Pipeline
 from areal_core.rollout.staleness import StalenessControl
 from areal_core.rollout.types import ModelRequest, Sampling
-from areal_core.rollout.watch import Patience
 from areal_core.rollout.workflow import episode_tensors
 from areal_core.testing import ScriptedEngine
 

@@ -298,6 +298,7 @@ def test_a_real_sglang_server_that_hangs_delays_nothing(start_real_run, caplog, 
     assert_a_hung_server_is_left_out(run, within_s=20.0, delay_s=0.1, caplog=caplog)
 
 
+@pytest.mark.long
 def test_a_server_that_joins_serves_the_current_version_and_none_before(start_run):
     run = start_run("disk", num_servers=1)
     requests = run.start_requests(concurrency=4)
@@ -330,6 +331,7 @@ def test_a_server_that_is_restarted_at_its_address_gets_the_weights_again(start_
     assert_run_continues(run, requests)
 
 
+@pytest.mark.long
 def test_when_all_servers_have_died_requests_wait_for_one_that_joins(start_run):
     run = start_run("disk", num_servers=1)
     requests = run.start_requests(concurrency=2)

@@ -12,7 +12,7 @@ from areal_core.rollout.types import ModelRequest, Sampling
 from areal_core.servers.client import FleetClient
 from areal_core.servers.discovery import (
     Discovery,
-    MemoryNames,
+    FolderNames,
     discover,
     register_server,
     wait_until_ready,
@@ -36,8 +36,8 @@ def write_config(folder, **config):
 # ---- discovery
 
 
-def test_explicit_addresses_override_the_environment_and_discovered_servers_are_added_to_both():
-    names = MemoryNames()
+def test_explicit_addresses_override_the_environment_and_discovered_servers_are_added_to_both(tmp_path):
+    names = FolderNames(tmp_path)
     register_server(names, "exp", "trial", "c:3")
     register_server(names, "exp", "trial", "a:1")
     environ = {"AREAL_LLM_SERVER_ADDRS": "b:2"}
@@ -46,18 +46,20 @@ def test_explicit_addresses_override_the_environment_and_discovered_servers_are_
     assert set(discover([], {}, names, "exp", "trial").servers()) == {A, C}
 
 
-def test_a_run_without_a_server_names_the_sources_that_were_searched():
+def test_a_run_without_a_server_names_the_sources_that_were_searched(tmp_path):
     with pytest.raises(
         NoServers,
         match=r"AREAL_LLM_SERVER_ADDRS is not set and none is registered below \w+/exp/trial/gen_servers",
     ):
-        discover([], {}, MemoryNames(), "exp", "trial")
+        discover([], {}, FolderNames(tmp_path), "exp", "trial")
 
 
-def test_a_dead_discovered_server_is_forgotten_but_a_configured_one_is_waited_for(start_fake, caplog):
+def test_a_dead_discovered_server_is_forgotten_but_a_configured_one_is_waited_for(
+    start_fake, caplog, tmp_path
+):
     alive, dead = start_fake(), start_fake()
     dead.stop()
-    names = MemoryNames()
+    names = FolderNames(tmp_path)
     for fake in (alive, dead):
         register_server(names, "exp", "trial", fake.server.address)
     discovery = Discovery((), names, "exp", "trial")
@@ -73,9 +75,9 @@ def test_a_dead_discovered_server_is_forgotten_but_a_configured_one_is_waited_fo
 
 
 @pytest.mark.parametrize("address", ["nonsense", "host:", ":80", "http://host:80/"])
-def test_an_invalid_address_is_refused_at_once(address):
+def test_an_invalid_address_is_refused_at_once(address, tmp_path):
     with pytest.raises(WrongServer, match="is not an address of an inference server: expected host:port"):
-        discover([], {"AREAL_LLM_SERVER_ADDRS": address}, MemoryNames(), "exp", "trial")
+        discover([], {"AREAL_LLM_SERVER_ADDRS": address}, FolderNames(tmp_path), "exp", "trial")
 
 
 # ---- identity
@@ -133,10 +135,12 @@ def test_a_server_other_than_sglang_is_refused(start_fake):
         SGLANG.ask_identity(fake.server)
 
 
-def test_a_wrong_server_that_joins_a_running_training_is_ignored_with_one_warning(start_fake, caplog):
+def test_a_wrong_server_that_joins_a_running_training_is_ignored_with_one_warning(
+    start_fake, caplog, tmp_path
+):
     good, wrong = start_fake(), start_fake()
     wrong.server_info["version"] = "0.3.0"
-    names = MemoryNames()
+    names = FolderNames(tmp_path)
     pool = ServerPool(
         [good.server], SGLANG, discovery=Discovery((good.server,), names, "e", "t"), model=run_model("tiny")
     )
@@ -223,10 +227,10 @@ def test_only_servers_with_the_current_weights_get_requests(start_fake):
     assert requested == {updated.server, missed.server}
 
 
-def test_a_server_of_another_model_gets_no_request_even_before_the_first_update(start_fake):
+def test_a_server_of_another_model_gets_no_request_even_before_the_first_update(start_fake, tmp_path):
     good, wrong = start_fake(), start_fake()
     wrong.server_info["version"] = "0.3.0"
-    names = MemoryNames()
+    names = FolderNames(tmp_path)
     client = FleetClient(
         [good.server], SGLANG, discovery=Discovery((good.server,), names, "e", "t"), model=run_model("tiny")
     )

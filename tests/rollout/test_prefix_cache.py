@@ -1,19 +1,19 @@
-"""The radix cache of the embedded engine: what is read once, and when it is dropped."""
+"""The prefix cache of the embedded engine: what is read once, and when it is dropped."""
 
 import asyncio
 
 import pytest
 import torch
 
-from areal_core.embedded.engine import EmbeddedEngine, InterruptibleSampler, ReplicaUpdate
+from areal_core.embedded.cached_rows import PrefixCache
+from areal_core.embedded.engine import EmbeddedEngine, ReplicaUpdate
 from areal_core.embedded.generate import generate
-from areal_core.embedded.prefix_cache import PrefixCache
 from areal_core.embedded.replica import Replica
 from areal_core.rollout.types import ModelRequest, Sampling
 from areal_core.testing import make_tiny_family
 
 PROMPTS = [list(range(5, 25)), [30, 31], [50] * 12, [60, 61, 62, 63]]
-TOKEN_BYTES = 2 * 4  # keys and values of one token in the small tree below: one float each
+TOKEN_BYTES = 2 * 4  # keys and values of one token in the small cache below: one float each
 
 
 @pytest.fixture
@@ -48,41 +48,24 @@ def found(cache, tokens):
     return layers[0][0][0, :, 0].tolist() if layers else []
 
 
-def test_the_longest_common_beginning_is_found_and_stored_once():
+def test_the_longest_beginning_is_found_and_a_row_replaces_the_one_that_it_continues():
     cache = PrefixCache(1 << 20)
     insert(cache, [1, 2, 3, 4])
-    insert(cache, [1, 2, 3, 7, 8])
-    insert(cache, [9])
-    assert found(cache, [1, 2, 3, 7, 8, 9]) == [1, 2, 3, 7, 8]
-    assert found(cache, [1, 2, 5]) == [1, 2]
-    assert found(cache, [2, 3]) == []
-    assert cache.size_bytes == 7 * TOKEN_BYTES  # 1 2 3, 4, 7 8 and 9
-    assert cache.match([1, 2, 3, 7])[0][1][0, :, 0].tolist() == [-1, -2, -3, -7]
+    insert(cache, [1, 2, 8])
+    assert found(cache, [1, 2, 3, 9]) == [1, 2, 3]
+    assert found(cache, [5]) == []
+    insert(cache, [1, 2, 3, 4, 5])
+    assert found(cache, [1, 2, 3, 4, 5, 6]) == [1, 2, 3, 4, 5]
+    assert cache.size_bytes == 8 * TOKEN_BYTES
 
 
-def test_the_branch_that_was_used_longest_ago_is_dropped_first():
+def test_the_row_that_was_used_longest_ago_is_dropped_first():
     cache = PrefixCache(6 * TOKEN_BYTES)
     insert(cache, [1, 2, 3])
-    insert(cache, [1, 5, 6])
-    assert found(cache, [1, 2, 3]) == [1, 2, 3]  # used later than 1 5 6
-    insert(cache, [8, 9])
-    assert (found(cache, [1, 5, 6]), found(cache, [1, 2, 3]), found(cache, [8, 9])) == (
-        [1],
-        [1, 2, 3],
-        [8, 9],
-    )
-    assert cache.size_bytes == 5 * TOKEN_BYTES
-
-
-def test_a_beginning_whose_branches_are_gone_is_dropped_before_what_was_used_later():
-    cache = PrefixCache(6 * TOKEN_BYTES)
-    insert(cache, [1, 2, 3])
-    insert(cache, [1, 2, 4])  # 1 2, 3 and 4
-    insert(cache, [9])
-    insert(cache, [5, 6, 7, 8])  # 9 tokens: 3, 4 and then 1 2 leave room for 9
-    assert found(cache, [1, 2]) == []
-    assert found(cache, [9]) == [9]
-    assert found(cache, [5, 6, 7, 8]) == [5, 6, 7, 8]
+    insert(cache, [4, 5, 6])
+    assert found(cache, [1, 2]) == [1, 2]
+    insert(cache, [7])
+    assert (found(cache, [4]), found(cache, [1, 2, 3])) == ([], [1, 2, 3])
 
 
 def test_a_row_that_began_before_the_weights_changed_is_not_kept():
@@ -172,10 +155,3 @@ def test_a_model_with_a_sliding_window_is_sampled_without_the_cache(tmp_path):
     assert replica.read_rows(PROMPTS) is None
     assert [row.cached_tokens for row in sample(replica, PROMPTS) + sample(replica, PROMPTS)] == [0] * 8
     assert replica.prefixes.size_bytes == 0
-
-
-def test_the_server_reports_cached_tokens(replica):
-    sampler = InterruptibleSampler(replica, replica.model.config.vocab_size)
-    request = ModelRequest(input_ids=PROMPTS[0], sampling=Sampling(max_new_tokens=4))
-    assert [sampler.submit(request).result(60).cached_tokens for _ in range(2)] == [0, len(PROMPTS[0]) - 1]
-    sampler.close()

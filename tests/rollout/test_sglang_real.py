@@ -16,7 +16,6 @@ from areal_core.rollout.errors import RequestRefused, ServerDied, WeightUpdateFa
 from areal_core.rollout.types import ModelRequest, ModelResponse, Sampling
 from areal_core.servers.client import FleetClient
 from areal_core.servers.pool import ServerPool
-from areal_core.servers.server import Server
 from areal_core.servers.sglang import SGLANG
 from areal_core.servers.verification import WeightCheck
 from areal_core.servers.weight_update import BroadcastUpdate, DiskUpdate
@@ -93,25 +92,6 @@ def test_updates_by_broadcast_change_the_weights_and_the_version(pool, model):
         assert_sampled_by(model, responses)
         assert {v for r in responses for v in r.output_versions} == {version}
     update._leave()
-
-
-@pytest.mark.parametrize("temperature", [1.0, TEMPERATURE])
-def test_a_server_agrees_with_the_scores_of_another(sglang_server, temperature):
-    """One server under two addresses is two servers for the client."""
-    port = sglang_server.server.address.rpartition(":")[2]
-
-    async def work():
-        servers = [Server(f"127.0.0.1:{port}"), Server(f"localhost:{port}")]
-        client = FleetClient(servers, SGLANG, rescore_share=1.0)
-        sampling = Sampling(max_new_tokens=20, temperature=temperature)
-        requests = [ModelRequest(input_ids=[5, i + 6], sampling=sampling) for i in range(8)]
-        await asyncio.gather(*map(client.agenerate, requests))
-        await asyncio.gather(*client._rescorer._tasks)
-        await client.aclose()
-        return client
-
-    ledger = asyncio.run(work()).health
-    assert (ledger.rescored, ledger.disagreed) == (8, 0)
 
 
 @pytest.mark.parametrize(

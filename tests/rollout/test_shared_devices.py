@@ -17,7 +17,7 @@ from areal_core.rollout.errors import RequestRefused, SharingFailed
 from areal_core.rollout.http_thread import HttpThread
 from areal_core.servers.server import call, servers_from_environment
 from areal_core.telemetry import read_stats
-from areal_core.testing.server import EmbeddedServer
+from areal_core.testing.embedded_server import EmbeddedServer
 from areal_core.trainer.rl import PPOTrainer
 
 ROWS = [{"messages": [{"role": "user", "content": f"{i} + {i} ="}]} for i in range(12)]
@@ -119,6 +119,7 @@ def test_turns_give_the_bits_of_separate_devices(tiny_model, tmp_path, monkeypat
     assert versions == [{0}, {1}, {2}]
 
 
+@pytest.mark.long
 def test_each_side_has_released_its_memory_while_the_other_works(tiny_model, tmp_path, monkeypatch):
     events: list[str] = []
     bytes_at: list[tuple[str, int]] = []  # of the trainer on its device
@@ -211,7 +212,7 @@ def test_a_request_while_the_server_is_asleep_is_an_error(tiny_model, tmp_path, 
         post("/update_weights_from_disk", {"model_path": str(tiny_model)})
         post("/resume_memory_occupation", {"tags": ["kv_cache"]})
         assert tokens_of(post("/generate", body)) == tokens_of(before)
-        with pytest.raises(RequestRefused, match="tags has cuda; expected weights and kv_cache"):
+        with pytest.raises(RequestRefused, match="Invalid enum value 'cuda'"):
             post("/release_memory_occupation", {"tags": ["cuda"]})
 
 

@@ -160,9 +160,9 @@ def test_a_full_disk_ends_the_trace_with_a_warning_and_not_the_run(tmp_path, cap
 @pytest.mark.parametrize(
     ("field", "value", "sentence"),
     [
-        ("ts", "x", "line 2: ts is 'x'; the file is damaged"),
-        ("tid", [], "line 2: tid is []"),
-        ("name", None, "line 2: name is None"),
+        ("ts", "x", "at `$.ts`; the file is damaged"),
+        ("tid", [], "at `$.tid`"),
+        ("name", None, "at `$.name`"),
         ("dur", float("inf"), "line 2: dur is inf"),
         ("args", 5, "line 2: args is 5"),
         ("cat", {}, "line 2: cat is {}"),

@@ -164,15 +164,6 @@ def loss_of(subject, flat, logprobs):
     return subject.loss(torch.from_numpy(logprobs), torch.zeros(12), tensors).item()
 
 
-def test_sapo_equals_numpy():
-    flat, logprobs = random_flat()
-    mask, advantages = flat["loss_mask"] > 0, flat["advantages"]
-    ratio, tau = np.exp(logprobs - flat["prox_logp"]), np.where(advantages > 0, 0.7, 1.3)
-    want = (-advantages * 4 / tau / (1 + np.exp(-tau * (ratio - 1))))[mask].sum()
-    subject = objective(use_sapo_loss=True, sapo_tau_pos=0.7, sapo_tau_neg=1.3)
-    assert loss_of(subject, flat, logprobs) == pytest.approx(want, rel=1e-6)
-
-
 def clipped_by_numpy(ratio, weight, advantages, mask):
     return (np.maximum(-advantages * ratio, -advantages * ratio.clip(0.8, 1.2)) * weight)[mask].sum()
 
@@ -188,43 +179,12 @@ def test_m2po_trusts_tokens_until_the_mean_square_of_the_batch_is_reached():
     assert inputs["loss_mask"].sum() == 8  # the loss is still divided by all tokens in the loss mask
 
 
-def test_m2po_equals_numpy_and_drops_what_is_not_trusted_before_the_weights():
-    flat, logprobs = random_flat(1)
-    flat["trusted_mask"] = np.tile([1, 1, 0], 4).astype(np.int32)
-    mask = (flat["loss_mask"] > 0) & (flat["trusted_mask"] > 0)
-    ratio, weight = np.exp(logprobs - flat["prox_logp"]), np.exp(flat["prox_logp"] - flat["logprobs"])
-    subject = objective(use_decoupled_loss=True, m2_threshold=0.05)
-    want = clipped_by_numpy(ratio, weight, flat["advantages"], mask)
-    assert loss_of(subject, flat, logprobs) == pytest.approx(want, rel=1e-5)
-    dropped = 1 - mask.sum() / flat["loss_mask"].sum()
-    assert subject.stats.export()["m2_filtered_fraction"] == pytest.approx(dropped)
-
-
 def test_loglinear_needs_no_forward_and_takes_the_share_from_the_staleness_of_each_token():
     subject = objective(use_decoupled_loss=True, prox_logp_method="loglinear")
     rows = batch()
     rows["versions"] = torch.tensor([[-1, 5, 4], [-1, 3, 1], [-1, 5, 5], [-1, 5, 5]], dtype=torch.int32)
     inputs = subject.learning_inputs(rows, None, None, 5)  # there is no engine that could score
     assert inputs["proximal_share"][:2].tolist() == [[0.0, 0.0, 0.0], [0.5, 0.75, 0.0]]
-
-
-def test_loglinear_equals_numpy_and_its_proximal_policy_has_no_gradient():
-    flat, logprobs = random_flat(2)
-    flat["proximal_share"] = np.linspace(0, 0.9, 12)
-    mask = flat["loss_mask"] > 0
-    proximal = flat["logprobs"] + flat["proximal_share"] * (logprobs - flat["logprobs"])
-    ratio, weight = np.exp(logprobs - proximal), np.exp(proximal - flat["logprobs"])
-    subject = objective(use_decoupled_loss=True, prox_logp_method="loglinear")
-    want = clipped_by_numpy(ratio, weight, flat["advantages"], mask)
-    assert loss_of(subject, flat, logprobs) == pytest.approx(want, rel=1e-5)
-
-    tokens = torch.from_numpy(
-        flat["logprobs"]
-    ).requires_grad_()  # on policy: proximal is behaviour at any share
-    tensors = {name: torch.from_numpy(array) for name, array in flat.items()}
-    loss = subject.loss(tokens, torch.zeros(12), tensors | {"logprobs": tokens.detach()})
-    (gradient,) = torch.autograd.grad(loss, tokens)
-    np.testing.assert_allclose(gradient.numpy(), np.where(mask, -flat["advantages"], 0.0), rtol=1e-6)
 
 
 def test_metrics_train_on_the_computed_policy_and_record_the_errors_of_the_approximations():

@@ -15,6 +15,7 @@ def adapted(method: Method, *options: str) -> Method:
     return replace(method, options=(*method.options, *ADAPTER, *options))
 
 
+@pytest.mark.long
 def test_held_out_pairs_are_ranked_by_a_reward_model_with_an_adapter(tmp_path):
     make_tiny_model(tmp_path / "untrained")
     curve = learn(replace(adapted(REWARD_MODEL), steps=24), tmp_path)

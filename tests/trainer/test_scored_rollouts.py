@@ -140,7 +140,7 @@ def test_a_served_reward_model_gives_the_rewards_of_the_workflow(tiny_model, tmp
         (["reward_model.weight=2"], "reward_model.path is empty"),
         (["reward_model.path=m", "reward_model.init_from_scratch=true"], "scores of random weights"),
         (["reward_model.path=m", "actor.dynamic_sampling=true"], "groups are dropped by the workflow's own"),
-        (["reward_model.path=m", "reward_model.use_lora=true"], "reward_model is not trained"),
+        (["reward_model.path=m", "reward_model.use_lora=true"], "the model is not trained"),
         (["reward_model.path=m", "reward_model.mb_spec.max_tokens_per_mb=4"], "would not fit"),
     ],
 )

@@ -55,7 +55,7 @@ def served(model, tmp_path_factory):
     config = json.loads(file.read_text())
     config["image_processor"]["size"]["longest_edge"] = LIMIT
     file.write_text(json.dumps(config))
-    module = "areal_core.testing.server"
+    module = "areal_core.testing.embedded_server"
     with SGLangServer(
         folder, folder.parent / "server.log", ["--dtype", "float32"], {}, module=module
     ) as started:

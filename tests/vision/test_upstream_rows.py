@@ -9,10 +9,9 @@ from areal_core.data.batch import pad_and_concat
 from areal_core.data.image_rows import shape_rows
 from areal_core.data.images import as_image_bytes, decode
 from areal_core.data.processor import VisionProcessor
-from areal_core.rollout.episodes import EpisodeEngine, run_episodes
+from areal_core.rollout.episodes import EpisodeEngine, run_episodes, with_our_keys
 from areal_core.rollout.errors import MalformedEpisode
 from areal_core.rollout.types import ModelRequest, Sampling
-from areal_core.rollout.upstream_rows import with_our_keys
 from areal_core.testing import ScriptedEngine
 from areal_core.testing.tiny_vision import make_tiny_processor
 

@@ -60,6 +60,7 @@ def test_each_step_samples_with_the_log_probs_that_it_trains_on(tmp_path, family
     assert any("visual" in name or "vision_tower" in name for name in moved)
 
 
+@pytest.mark.long
 def test_an_evaluation_gives_each_model_the_pictures(tmp_path):
     model = str(make_tiny_vision_model(tmp_path / "model", "qwen2_5_vl"))
     options = [

@@ -86,7 +86,7 @@ def test_logprobs_are_those_of_transformers(pool, model):
 
 def test_a_server_scores_given_tokens_as_transformers_does(pool, model):
     row, num_prompt = [10, 11, 12, *range(40, 60)], 3
-    body = call(pool.servers[0], "POST", VLLM.generate_path, VLLM.score_payload(row, num_prompt, "score"))
+    body = call(pool.servers[0], "POST", VLLM.routes.generate, VLLM.score_payload(row, num_prompt, "score"))
     scored = VLLM.parse_score(body.encode(), row[num_prompt:])
     with torch.no_grad():
         logprobs = model(torch.tensor([row])).logits[0, num_prompt - 1 : -1].log_softmax(-1)

@@ -27,8 +27,8 @@ from areal_core.engine.parity import (
     own_columns,
     random_rows,
 )
-from areal_core.engine.rope import depends_on_length
 from areal_core.engine.sharding import fsdp_module
+from areal_core.engine.vision import depends_on_length
 
 logger = logging.getLogger(__name__)
 

@@ -61,19 +61,3 @@ def test_ranks_that_nobody_read_are_named_and_not_blamed(tmp_path):
     assert (diagnosis.label, diagnosis.confidence, diagnosis.culprit_ranks) == ("nccl_timeout", "low", ())
     assert "not known" in diagnosis.summary
     assert diagnosis.collect[0] == "the stacks of ranks 1-3: areal-debug hang collect --to FOLDER"
-
-
-def test_a_store_barrier_that_lacks_workers_proves_that_a_rank_is_missing(tmp_path):
-    case = next(c for c in hang_calibration.own_cases() if c.title.startswith("store barrier line"))
-    complete = {name: text.replace("worker_count=7", "worker_count=8") for name, text in case.files.items()}
-    given = hang_calibration.answer(hang_calibration.replace(case, files=complete))
-    assert hang_calibration.answer(case).label == "missing_rank"
-    assert given.label == "init_deadlock"
-
-
-def test_a_process_without_a_rank_is_judged_by_its_name(tmp_path):
-    joined = hang_calibration.text_of("w", "join@threading.py:1 < _shutdown@threading.py:2", "Worker_TP0")
-    (tmp_path / "Worker_TP0.txt").write_text(joined)
-    diagnosis = diagnose(read_snapshot([tmp_path]))
-    assert (diagnosis.label, diagnosis.culprit_ranks) == ("cleanup_deadlock", ("Worker_TP0",))
-    assert diagnosis.summary.startswith("Worker_TP0 is exiting")

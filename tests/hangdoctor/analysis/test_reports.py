@@ -11,7 +11,7 @@ from markdown_it import MarkdownIt
 
 from areal_core.safety.printable import printable
 from areal_debug.hang.markdown import plain
-from areal_debug.hang.tree import joined_ranges, merged_tree, tree_lines
+from areal_debug.hang.tree import merged_tree, tree_lines
 from areal_debug.verbs.hang import command
 from hangdoctor.model import Group
 from hangdoctor.rules.order import explain, labels
@@ -163,16 +163,6 @@ def test_every_label_is_taught(label):
     assert "What it looks like:" in lesson
 
 
-def test_a_misspelt_label_gets_a_suggestion():
-    done = run("explain", "cleanup_deadlok")
-    assert done.exit_code == 2
-    assert "Did you mean cleanup_deadlock?" in done.output
-
-
-def test_explain_without_a_label_lists_all():
-    assert len(run("explain").output.splitlines()) == len(labels()) == 14
-
-
 def test_tree_shows_where_ranks_part():
     groups = (
         Group(
@@ -188,14 +178,6 @@ def test_tree_shows_where_ranks_part():
         (1, "step (t.py:3)", "6", True),
         (1, "next (d.py:1)", "", False),
     ]
-
-
-def test_ranges_join_and_names_follow_numbers():
-    assert joined_ranges(["0-2,9", "3,engine_rank_1"]) == "0-3,9,engine_rank_1"
-
-
-def test_unprintable_text_is_shown_as_its_code():
-    assert printable("a\x1b[31mb\u202ec\td") == "a\\x1b[31mb\\u202ec d"
 
 
 def test_hangdoctor_comes_up_without_torch_and_click():

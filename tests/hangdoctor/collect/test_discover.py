@@ -93,15 +93,6 @@ def test_servers_without_a_rank_are_counted_by_role():
     ]
 
 
-def test_named_processes_without_a_rank_are_numbered():
-    job = find_job(
-        Search(match="solo"),
-        table(process(11, 1, "python solo.py", {}), process(12, 1, "python solo.py", {})),
-    )
-    assert [(target.name, target.pid) for target in job.targets] == [("rank_0", 11), ("rank_1", 12)]
-    assert (job.gone, job.elsewhere, job.world_size) == ((), (), None)
-
-
 def test_several_jobs_are_listed_with_their_pids():
     two = table(process(11, 1, environment=rank(0, 1)), process(12, 1, environment=rank(0, 1, port="4000")))
     with pytest.raises(
@@ -129,16 +120,3 @@ def test_the_collector_and_its_callers_are_never_ranks():
         Search(), table(process(10, 1, environment=rank(7, 8)), ours, process(11, 1, environment=rank(0, 2)))
     )
     assert [target.pid for target in job.targets] == [11]
-
-
-def test_pattern_and_variable_must_both_hold():
-    slurm = {"SLURM_JOB_ID": "5"}
-    found = find_job(
-        Search(match="train", variable=("SLURM_JOB_ID", "5")),
-        table(
-            process(11, 1, "python train.py", slurm),
-            process(12, 1, "python serve.py", slurm),
-            process(13, 1, "python train.py", {}),
-        ),
-    )
-    assert [target.pid for target in found.targets] == [11]

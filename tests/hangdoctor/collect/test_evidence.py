@@ -30,15 +30,7 @@ def tool(tmp_path, monkeypatch):
 
 def test_gpus_are_read_with_their_processes(tool):
     tool("nvidia-smi", NVIDIA_SMI)
-    assert evidence.gpus() == [
-        evidence.Gpu(0, 100.0, 121.5, (4711, 4712)),
-        evidence.Gpu(1, None, None, ()),
-    ]
-
-
-def test_broken_driver_gives_no_gpus_and_no_error(tool):
-    tool("nvidia-smi", "#!/bin/sh\necho 'Unable to determine the device handle' >&2; exit 15\n")
-    assert evidence.gpus() == []
+    assert evidence.gpus() == [evidence.Gpu(0, 100.0, 121.5, (4711, 4712)), evidence.Gpu(1, None, None, ())]
 
 
 def test_ras_is_queried_by_its_tool_where_there_is_one(tool):
@@ -96,12 +88,3 @@ def test_flight_recorder_file_of_an_earlier_run_is_left_alone(tmp_path):
     environment = {"TORCH_FR_DUMP_TEMP_FILE": str(tmp_path / "fr_")}
     assert evidence.flight_recorder_dump(1, environment, started=2000.0, uid=os.getuid()) is None
     assert evidence.flight_recorder_dump(1, environment, started=500.0, uid=os.getuid()) == b"dump"
-
-
-@pytest.mark.skipif(os.getuid() != 0, reason="gives a file to another user")
-def test_flight_recorder_file_of_another_user_is_left_alone(tmp_path):
-    (tmp_path / "fr_1").write_bytes(b"planted")
-    os.chown(tmp_path / "fr_1", 12001, -1)
-    environment = {"TORCH_FR_DUMP_TEMP_FILE": str(tmp_path / "fr_")}
-    assert evidence.flight_recorder_dump(1, environment, started=500.0, uid=os.getuid()) is None
-    assert evidence.flight_recorder_dump(1, environment, started=500.0, uid=12001) == b"planted"

@@ -2,13 +2,7 @@
 
 import pytest
 
-from hangdoctor.collect.discover import (
-    ProcessIdentity,
-    identify,
-    is_launcher,
-    ranks_of_host,
-    spans_hosts,
-)
+from hangdoctor.collect.discover import ProcessIdentity, identify, is_launcher, ranks_of_host, spans_hosts
 
 TORCHRUN = {
     "RANK": "9",

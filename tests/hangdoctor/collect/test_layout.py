@@ -100,34 +100,6 @@ def test_rank_of_a_host_that_was_not_queried_or_did_not_respond_is_not_gone(tmp_
         assert read_manifest(tmp_path / "all") == merged
 
 
-def test_manifest_on_disk_has_the_documented_shape(tmp_path):
-    collection(tmp_path, "a", entry("rank_0", 0), job_size=1)
-    assert json.loads((tmp_path / "collection.json").read_text()) == {
-        "format": "hangdoctor-collection",
-        "version": 1,
-        "created": 7.0,
-        "world_size": 1,
-        "job_size": 1,
-        "elsewhere": [],
-        "hosts": [{"host": "a", "status": "ok", "detail": ""}],
-        "samples": [{"time": 8.0}, {"time": 9.0}],
-        "masked": 1,
-        "processes": [
-            {
-                "name": "rank_0",
-                "rank": 0,
-                "role": "trainer",
-                "host": "a",
-                "pid": 1,
-                "parent": None,
-                "status": "dumped",
-                "detail": "",
-                "command": "python train.py",
-            }
-        ],
-    }
-
-
 def test_packed_collection_unpacks_to_the_same_files(tmp_path):
     a = collection(tmp_path / "a", "a", entry("rank_0", 0))
     unpack(pack(a), tmp_path / "b")
@@ -142,11 +114,3 @@ def test_answer_cannot_write_outside_its_folder(tmp_path, name):
         tar.addfile(tarfile.TarInfo(name), io.BytesIO())
     with pytest.raises(ValueError, match="the response has the file name"):
         unpack(packed.getvalue(), tmp_path / "in")
-
-
-def test_answer_that_was_cut_off_is_refused(tmp_path):
-    a = collection(tmp_path / "a", "a", entry("rank_0", 0))
-    with pytest.raises(ValueError, match="no tar"):
-        unpack(pack(a)[:100], tmp_path / "b")
-    with pytest.raises(ValueError, match=r"no tar.*Traceback"):
-        unpack(b"Traceback (most recent call last):", tmp_path / "b")

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from areal_core.safety.secrets import Masker
 from hangdoctor.collect.evidence import source_lines
-from hangdoctor.collect.masked_stacks import MAX_KEPT, StackMasker, without_numbers
+from hangdoctor.collect.pyspy import StackMasker
 
 SECRET = "hf_" + "q7Yx2" * 8
 
@@ -69,20 +69,6 @@ def test_a_secret_number_and_text_that_is_no_json_are_masked_as_by_the_masker() 
     for text in ('[{"secret_id": 1234567890, "pid": 5}]', f'"pid": 5 {SECRET}', "", "[]"):
         mask, alone = Masker(), Masker()
         assert StackMasker(mask).document(text) == alone.document(text)
-
-
-def test_what_is_kept_has_a_limit() -> None:
-    stacks = StackMasker(Masker())
-    for number in range(3 * MAX_KEPT):
-        stacks.document(document(17, name=f"worker of {number}"))
-    assert len(stacks._clean) <= MAX_KEPT
-
-
-def test_numbers_of_lines_are_no_numbers_of_processes() -> None:
-    shape, numbers = without_numbers(document(17))
-    assert numbers == ["17", "140000000000017", "17", "17", "140000000000017", "null"]
-    assert '"line": 3' in shape
-    assert shape == without_numbers(document(18))[0]
 
 
 def test_source_lines_are_those_of_all_stacks(tmp_path: Path) -> None:

@@ -1,8 +1,10 @@
 """Many hosts in one folder, with stand-ins for ssh and kubectl that run the collector here."""
 
+import io
 import os
 import subprocess
 import sys
+import tarfile
 
 import pytest
 from click.testing import CliRunner
@@ -12,10 +14,10 @@ from hangdoctor.collect.discover import Search
 from hangdoctor.collect.pyspy import Options
 from hangdoctor.collect.remote import (
     Answer,
+    build_bundle,
     collect_hosts,
     merge_answers,
     slurm_command,
-    slurm_hosts,
     ssh_command,
 )
 from hangdoctor.collect.write import read_manifest
@@ -77,12 +79,19 @@ def test_ssh_hosts_stream_into_one_folder_and_each_has_a_status(rank, tmp_path, 
         ("closed", "not_permitted", "me@closed: Permission denied (publickey)."),
     ]
     assert [(p.name, p.host, p.pid, p.status) for p in manifest.processes] == [
-        ("rank_0", "node-1", rank.pid, "dumped"),
+        ("rank_0", "node-1", rank.pid, "dumped")
     ]
     assert (manifest.job_size, manifest.elsewhere) == (2, (1,))
     assert "host down: unreachable" in done.output
     assert (tmp_path / "out/samples/0/rank_0.json").exists()
     assert not [path for path in (tmp_path / "out").iterdir() if path.name.startswith("hangdoctor-")]
+
+
+def test_the_bundle_needs_nothing_of_the_host(tmp_path):
+    with tarfile.open(fileobj=io.BytesIO(build_bundle())) as tar:
+        tar.extractall(tmp_path, filter="data")
+    code = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import hangdoctor.collect.__main__"
+    subprocess.run([sys.executable, "-I", "-S", "-c", code], check=True, cwd=tmp_path)
 
 
 def test_kubernetes_commands_are_printed_and_run(rank, tmp_path, monkeypatch):
@@ -117,24 +126,6 @@ def test_srun_shares_the_job_and_takes_no_gpu_from_it():
     assert command[:7] == [
         *("srun", "--overlap", "--jobid=42", "--nodelist=node-7", "--nodes=1", "--ntasks=1", "--gres=none")
     ]
-
-
-def test_missing_scheduler_is_reported(monkeypatch, tmp_path):
-    monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(HostsUnknown, match="squeue is not on PATH here"):
-        slurm_hosts("42")
-
-
-def test_two_ways_to_the_hosts_are_refused(tmp_path):
-    done = run_collect(tmp_path, "--ssh", "a", "--slurm", "7")
-    assert done.exit_code == 2
-    assert "--slurm, --ray, --ssh and --k8s exclude each other: give one." in done.output
-
-
-def test_missing_ssh_is_reported(tmp_path, monkeypatch):
-    monkeypatch.setenv("PATH", str(tmp_path))
-    done = run_collect(tmp_path, "--ssh", "a")
-    assert "a: unreachable: ssh is not on PATH here" in done.output
 
 
 @pytest.mark.parametrize("host", ["-oProxyCommand=touch x", "--", "", "a b", "a\x1b[2J"])

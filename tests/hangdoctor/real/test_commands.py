@@ -26,13 +26,13 @@ update()
 
 
 def test_live_diagnosis_of_a_torchrun_job_by_the_pid_of_its_launcher(hanging):
-    with hanging("extra_all_reduce") as [launcher]:
+    with hanging("swapped_order") as [launcher]:
         done = subprocess.run(
             [*COMMAND, "--pid", str(launcher), "--json"], capture_output=True, text=True, check=False
         )
     assert done.returncode == 1, done.stderr
     diagnosis = json.loads(done.stdout)
-    assert (diagnosis["label"], diagnosis["culprit_ranks"]) == ("collective_mismatch", [0])
+    assert (diagnosis["label"], diagnosis["culprit_ranks"]) == ("collective_mismatch", [2])
     assert diagnosis["confidence"] == "high"
 
 

@@ -72,10 +72,3 @@ def test_tasks_of_a_slurm_job_are_collected_beside_its_own_step(job, tmp_path):
     [thread] = json.loads((out / "samples/1/rank_1.json").read_text())
     assert thread["frames"][0]["name"] == "wait_for_peers"
     assert json.loads((out / "env/rank_1.json").read_text())["SLURM_JOB_ID"] == job
-
-
-@pytest.mark.long
-def test_unknown_slurm_job_is_reported(slurm, tmp_path):
-    done = CliRunner().invoke(collect, ["--slurm", "999999", "--to", str(tmp_path / "out")])
-    assert done.exit_code == 2
-    assert "found no SLURM job 999999" in done.output

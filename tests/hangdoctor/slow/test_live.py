@@ -15,10 +15,10 @@ from click.testing import CliRunner
 
 from areal_debug.verbs.hang import command
 from hangdoctor.collect.discover import Search
+from hangdoctor.collect.process import connected_ports, listening_ports
 from hangdoctor.collect.pyspy import find_pyspy
 from hangdoctor.slow.engines import find_engines, metrics_requests
 from hangdoctor.slow.live import sentence_about
-from hangdoctor.slow.proc_state import connected_ports, listening_ports, proc_state
 from hangdoctor.slow.sample import collects_garbage
 
 NUM_RANKS = 3
@@ -114,13 +114,6 @@ def test_a_healthy_job_has_no_slow_rank_and_the_watch_says_nothing(job):
     assert sentence_about(Search((pid,)), 1.0) is None
 
 
-def test_options_of_slow_are_refused_without_it():
-    done = CliRunner().invoke(command, ["--seconds", "3"])
-    assert (done.exit_code, "give both" in done.output) == (2, True)
-    done = CliRunner().invoke(command, ["--slow", "explain"])
-    assert (done.exit_code, "leave out explain" in done.output) == (2, True)
-
-
 def test_garbage_collection_is_seen_in_native_stacks():
     code = "import gc\nclass A: pass\nkept = [A() for _ in range(200000)]\nprint(1, flush=True)\nwhile True: gc.collect()"
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as process:
@@ -155,10 +148,3 @@ def test_a_server_is_found_by_its_port_and_its_metrics_are_read():
     assert find_engines((), {port}, [os.getpid()]) == []
     server.shutdown()
     server.server_close()
-
-
-def test_proc_of_a_process_that_has_ended_is_none():
-    process = subprocess.Popen([sys.executable, "-c", ""])
-    process.wait()
-    assert proc_state(process.pid) is None
-    assert proc_state(os.getpid()).state == "R"

@@ -2,9 +2,9 @@
 
 import pytest
 
+from hangdoctor.collect.process import ProcState
 from hangdoctor.model import Frame, Thread
 from hangdoctor.slow.phases import activity_of
-from hangdoctor.slow.proc_state import ProcState
 
 SITE = "/venv/lib/python3.11/site-packages/"
 MAIN = Frame("<module>", "/job/train.py", 90)
@@ -121,16 +121,6 @@ def test_page_faults_replace_the_phase_of_a_rank_that_works():
     assert seen(user("Policy.forward"), CALL, faults=200).phase == "swap"
     assert seen(user("Rows.__getitem__"), FETCH, faults=200).phase == "input"  # it reads its files
     assert seen(Frame("all_reduce", SITE + "torch/distributed/distributed_c10d.py", 1), faults=200).waits
-
-
-def test_a_stopped_process_is_stopped_wherever_it_is():
-    activity = seen(user("Policy.forward"), CALL, proc=ProcState("T"))
-    assert (activity.phase, activity.place) == ("stopped", "forward (/job/train.py:10)")
-
-
-def test_a_thread_that_holds_the_gil_is_named():
-    holder = Thread((user("export"),), "exporter", holds_gil=True)
-    assert seen(user("Policy.forward"), CALL, others=[holder]).gil_held_at == "export (/job/train.py:10)"
 
 
 def test_a_main_thread_that_waits_for_a_thread_has_its_phase():

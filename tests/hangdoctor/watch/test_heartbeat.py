@@ -56,12 +56,6 @@ def test_forked_child_beats_into_a_file_of_its_own_opening(folder):
     assert {name: one.step for name, one in read_beats(folder).items()} == {"rank_3": 1, "child": 2}
 
 
-def test_file_that_is_only_just_being_made_is_no_beat(folder):
-    folder.mkdir()
-    (folder / "rank_0.beat").touch()
-    assert read_beats(folder) == {}
-
-
 def test_a_beat_costs_microseconds(folder):
     beat(0)
     started = time.process_time()

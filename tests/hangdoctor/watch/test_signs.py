@@ -9,7 +9,7 @@ import pytest
 from hangdoctor.collect.discover import Search, find_job
 from hangdoctor.collect.process import process_table
 from hangdoctor.heartbeat import Beat
-from hangdoctor.watch.signs import Signs, gpu_watts, read_signs
+from hangdoctor.watch.liveness import Signs, gpu_watts, read_signs
 
 PROGRAM = "import sys, time; print('step 1', flush=True); time.sleep(600)"
 

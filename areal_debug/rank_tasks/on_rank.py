@@ -1,4 +1,4 @@
-"""One rank of a replay: `python -m areal_debug.replay.on_rank TASK ARGUMENTS`, a name and JSON.
+"""One rank of a replay: `python -m areal_debug.rank_tasks.on_rank TASK ARGUMENTS`, a name and JSON.
 
 `TASKS` names what a rank can be started for. Every rank of a task runs the same function; rank 0
 writes what it returns as the report for the command that started the ranks.
@@ -132,7 +132,7 @@ def save_recorded_weights(record: str, steps: Sequence[int], folder: str, model:
 
 def cut_one_step(**members: Any) -> Report:
     """Cut a record to one step, as a CutRequest asks; rank 0 prints how it is reduced."""
-    from areal_debug.record.shrink import cut_on_rank
+    from areal_debug.rank_tasks.shrink import cut_on_rank
     from replayer.bug.cut_request import CutRequest
 
     return cut_on_rank(CutRequest(**members)).to_dict()

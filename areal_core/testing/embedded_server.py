@@ -1,6 +1,6 @@
 """The embedded engine behind SGLang's HTTP routes: starts in seconds, for development and tests.
 
-    python -m areal_core.testing.server --model-path M --port P
+    python -m areal_core.testing.embedded_server --model-path M --port P
 
 event loop (aiohttp)                          sampling thread
 /generate ---- submit, await the future ----> waves of requests, up to `max_rows` each
@@ -446,6 +446,8 @@ class EmbeddedServer:
         params = body.sampling_params or Params()
         if body.stream:
             raise BadRequest("stream is true; the embedded engine answers in one piece")
+        if body.input_ids is None and body.text is None:
+            raise BadRequest("field 'input_ids' is missing")
         ids = self._tokenizer(body.text)["input_ids"] if body.input_ids is None else body.input_ids
         if not ids or not all(0 <= token < self._vocab_size for token in ids):
             raise BadRequest(f"input_ids must be one list of token ids below {self._vocab_size}, not empty")

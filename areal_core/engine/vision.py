@@ -1,23 +1,207 @@
-"""Inputs of a vision model's forward from rows of a batch.
+"""A vision model's own forward, made usable for packed rows on ranks that share tokens and layers.
 
-rows --> pixels          of their pictures, by the processor, or as the batch has them
-     --> positions       of each row alone, by the model's class, then packed
-     --> image blocks    of each row: which tokens attend to each other in both directions
+```
+model.model(input_ids and pixels of all tokens)        the same on each sequence-parallel rank
+  embeddings of the tokens, placeholders' from the vision tower
+  -- hook: this rank's slice of the tokens -->  model.model.language_model
+```
+
+Every rank of a group computes the whole tower; its gradient comes from the rank's own tokens, and
+FSDP sums it over ranks as it does with every parameter.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
 from areal_core.config.vision import FAMILIES, VisionFamily
 from areal_core.data.batch import PER_ENTRY, PER_IMAGE, Batch, sequence_lengths
 from areal_core.data.processor import VisionProcessor
+from areal_core.engine.logits import output_layer
 from areal_core.engine.ranks import Ranks
+from areal_core.errors import ModelError
+
+DEPENDS_ON_LENGTH = ("dynamic", "longrope")
+
+
+def choose_frequencies_by_row(transformer: nn.Module) -> None:
+    """Make the rotary embeddings of a transformer independent of other rows, in place.
+
+    The transformer is then called with packed rows and the options `sequence_lengths` and
+    `sequence_parallel`, or without them with one row.
+    """
+    embeddings = [module for module in transformer.modules() if depends_on_length(module)]
+    if not embeddings:
+        return
+    layout: dict[str, Any] = {}
+
+    def remember(_: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> None:
+        layout.update(lengths=options.get("sequence_lengths"), group=options.get("sequence_parallel"))
+
+    transformer.register_forward_pre_hook(remember, with_kwargs=True)
+    for module in embeddings:
+        module.forward = _by_row(module, layout)
+
+
+def depends_on_length(module: nn.Module) -> bool:
+    types = getattr(module, "rope_type", None)
+    kinds = types.values() if isinstance(types, dict) else [types]
+    return any(isinstance(kind, str) and any(name in kind for name in DEPENDS_ON_LENGTH) for kind in kinds)
+
+
+def forget_rows_before(module: nn.Module) -> None:
+    for name in [*vars(module), *module._buffers]:
+        if name.endswith("max_seq_len_cached"):
+            setattr(module, name, module.original_max_seq_len)
+        elif name.endswith("original_inv_freq"):
+            setattr(module, name.replace("original_", ""), getattr(module, name))
+
+
+def _by_row(module: Any, layout: dict[str, Any]) -> Any:
+    embed = module.forward
+
+    def of_row(x: Tensor, length: int, **options: Any) -> Any:
+        forget_rows_before(module)
+        return embed(x, torch.arange(length, device=x.device)[None], **options)
+
+    def forward(x: Tensor, position_ids: Tensor, **options: Any) -> Any:
+        lengths, group = layout["lengths"], layout["group"]
+        if lengths is None:
+            return of_row(x, position_ids.shape[1], **options)
+        rows = [of_row(x, length, **options) for length in lengths]
+        size = position_ids.shape[1]
+        start = 0 if group is None else group.rank() * size
+        if isinstance(rows[0], Tensor):
+            return torch.cat(rows, dim=1)[:, start : start + size]
+        # cos and sin, each [1, tokens, head_dim]
+        return tuple(torch.cat(part, dim=1)[:, start : start + size] for part in zip(*rows, strict=True))
+
+    return forward
+
+
+Args = tuple[Any, ...]
+Options = dict[str, Any]
+
+
+def vision_family(model: PreTrainedModel) -> VisionFamily | None:
+    """Return the family of a vision model; None for a text model."""
+    return FAMILIES.get(model.config.model_type) if hasattr(model.config, "vision_config") else None
+
+
+def text_model(model: PreTrainedModel) -> PreTrainedModel:
+    """Return the transformer of text inside a vision model."""
+    return cast(PreTrainedModel, model.base_model.language_model)
+
+
+def tower_parameters(model: PreTrainedModel) -> list[nn.Parameter]:
+    """Return the parameters of a vision model's tower and projector; none of a text model."""
+    if vision_family(model) is None:
+        return []
+    text = {*text_model(model).parameters(), *cast(nn.Module, output_layer(model)).parameters()}
+    return [parameter for parameter in model.parameters() if parameter not in text]
+
+
+def freeze_tower(model: PreTrainedModel) -> None:
+    """Freeze the vision tower and its projector: whatever is neither text model nor output layer.
+
+    Raises:
+        ModelError: it is not a vision model.
+    """
+    if vision_family(model) is None:
+        raise ModelError(
+            f"freeze_vision_tower is true and {model.name_or_path!r} is a {model.config.model_type!r} model "
+            f"without a vision tower: set it to false"
+        )
+    for parameter in tower_parameters(model):
+        parameter.requires_grad_(False)
+
+
+def hook_forward(model: PreTrainedModel) -> None:
+    """Let the base model's forward take the options of `VisionInputs.of`, in place.
+
+    * `token_types`, int64 [1, tokens]: a token with the id of a placeholder is one only where its
+      type is 1, not where a policy sampled it.
+    * `unused_pixels`: pixels that go through the tower and change nothing.
+    * `sequence_parallel`: the text model computes this rank's slice of the tokens.
+
+    Raises:
+        ModelError: positions of tokens depend on the length of the row.
+    """
+    base, text = model.base_model, text_model(model)
+    if any(depends_on_length(module) for module in text.modules()):
+        raise ModelError(
+            f"{model.config.model_type!r} models with rotary embeddings that depend on the length of a row "
+            f"(dynamic, longrope) are not supported: train another model, or set its rope_parameters"
+        )
+    hooks = _Hooks(int(model.config.image_token_id))
+    base.register_forward_pre_hook(hooks.before_model, with_kwargs=True)
+    text.get_input_embeddings().register_forward_pre_hook(hooks.before_embedding)
+    text.register_forward_pre_hook(hooks.before_text, with_kwargs=True)
+
+
+@dataclass
+class _Hooks:
+    """What one forward passes from hook to hook."""
+
+    image_token_id: int
+    input_ids: Tensor | None = None
+    zero: Tensor | None = None
+
+    def before_model(self, base: Any, args: Args, options: Options) -> tuple[Args, Options]:
+        types = options.pop("token_types", None)
+        if types is not None:
+            ids = options["input_ids"]
+            # The class finds placeholders by their id, so sampled ones get another id, which only
+            # the embedding does not see.
+            options["input_ids"] = ids.masked_fill((ids == self.image_token_id) & (types == 0), 0)
+            self.input_ids = ids
+        pixels = options.pop("unused_pixels", None)
+        if pixels is not None:
+            features = base.get_image_features(**pixels, return_dict=True)
+            self.zero = torch.stack([tensor.sum() for tensor in _tensors(features.to_tuple())]).sum() * 0.0
+        return args, options
+
+    def before_embedding(self, _: nn.Module, args: Args) -> Args | None:
+        if self.input_ids is None:
+            return None
+        ids, self.input_ids = self.input_ids, None
+        return (ids,)
+
+    def before_text(self, _: nn.Module, args: Args, options: Options) -> tuple[Args, Options]:
+        if self.zero is not None:
+            options["inputs_embeds"] = options["inputs_embeds"] + self.zero
+            self.zero = None
+        group = options.get("sequence_parallel")
+        return args, options if group is None else _slice_of_rank(options, group.rank(), group.size())
+
+
+def _slice_of_rank(options: Options, rank: int, num_ranks: int) -> Options:
+    embeddings = options["inputs_embeds"]  # [1, tokens, dim]
+    size = embeddings.shape[1] // num_ranks
+    here = slice(rank * size, (rank + 1) * size)
+    sliced = options | {
+        "inputs_embeds": embeddings[:, here],
+        "position_ids": options["position_ids"][..., here],
+    }
+    is_visual = options.get("visual_pos_masks")  # [1, tokens], of families that add features to layers
+    if is_visual is not None:
+        positions = is_visual[0].nonzero()[:, 0]
+        mine = (positions >= here.start) & (positions < here.stop)
+        sliced["visual_pos_masks"] = is_visual[:, here]
+        sliced["deepstack_visual_embeds"] = [each[mine] for each in options["deepstack_visual_embeds"]]
+    return sliced
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value] if value.is_floating_point() else []
+    return [tensor for item in value for tensor in _tensors(item)] if isinstance(value, (tuple, list)) else []
+
 
 IMAGE_KEYS = PER_IMAGE | PER_ENTRY.keys() | {"image_count", "mm_token_type_ids"}
 

@@ -1,0 +1,1 @@
+"""Logprobs of the same tokens under other settings: weights, sampling options, images, details."""
