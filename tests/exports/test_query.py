@@ -37,7 +37,7 @@ def ask(folder: Path, sql: str) -> list[tuple]:
 @pytest.fixture(autouse=True)
 def in_this_process(monkeypatch):
     """A child that is forked while DuckDB's threads run, as `ask` leaves them, may wait for one."""
-    monkeypatch.setattr("areal_debug.confined.run_confined", lambda work, bounds, announce: work())
+    monkeypatch.setattr("recorder.confine.run_confined", lambda work, bounds, announce: work())
 
 
 def run(*arguments: object) -> tuple[int, str, str]:
