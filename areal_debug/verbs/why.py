@@ -237,7 +237,7 @@ def search(
     from replayer.request import Request
 
     opened = open_record(record)
-    check_recorded_results(opened, "bisect")
+    check_recorded_results(opened, "why --commits")
     first, last = step_range(opened, from_step, to_step)
     if to_step is None:
         last = min(last, first + DEFAULT_STEPS - 1)

@@ -2,7 +2,6 @@
 
 import base64
 import gzip
-import json
 import re
 from itertools import pairwise
 
@@ -101,20 +100,6 @@ def test_ranks_follow_each_other_with_their_own_rows(tmp_path):
     assert view.rows["rank"].tolist() == [0, 0, 0, 1, 1, 1]
     assert view.rows["row"].tolist() == [0, 1, 2, 0, 1, 2]
     assert len(view.tokens["logprob"]) == view.rows["length"].sum()
-
-
-def unpacked(data):
-    """Return the header and the columns of a packed step, as the page reads them."""
-    packed = gzip.decompress(data)
-    size = int.from_bytes(packed[:4], "little")
-    head = json.loads(packed[4 : 4 + size])
-    offset, arrays = 4 + size, {}
-    for column in head["columns"]:
-        assert offset % 8 == 0
-        dtype = np.dtype(column["type"].removesuffix("Array").lower())
-        arrays[column["name"]] = np.frombuffer(packed, dtype, column["length"], offset)
-        offset += -(-arrays[column["name"]].nbytes // 8) * 8
-    return head, arrays
 
 
 def call(*arguments):
