@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 def note_cut(record: "Record") -> None:
     """Print what a record was cut from, if it was."""
-    from replayer.bug.carried import read_cut
+    from replayer.carried import read_cut
 
     if (found := read_cut(record)) is None:
         return

@@ -40,9 +40,9 @@ from recorder.redact import rank_step
 from recorder.step_files import RankStep, commit_step, decode_rows, write_rank
 from recorder.tensors import flatten
 from replayer.anchors import CHECKPOINT, anchor_folder
-from replayer.bug.carried import ALLOWED, CUT_FILE, MODELS, REFERENCES, Cut
 from replayer.bug.cut_request import CutRequest, rows_of_micro_batch
 from replayer.bug.shrink import Numbers, Row, Rows, Shrinker, Stopped, Symptom, parse_symptom, shown
+from replayer.carried import ALLOWED, CUT_FILE, MODELS, REFERENCES, Cut
 from replayer.check import GRAD_NORM, LOSS, StepResult
 from replayer.errors import ReplayError, WrongFilter
 from replayer.preconditions import nearest_anchor

@@ -19,7 +19,7 @@ from numcodecs import blosc, zstd
 from recorder import DamagedRecord, RecordError, RecordNotFound, open_record, verify
 from recorder.archive.extract import extract_record
 from recorder.archive.pack import archive_record, zip_folder
-from recorder.archive.store import open_archive
+from recorder.archive_storage import open_archive
 from recorder.testing import write_scripted_record
 
 
