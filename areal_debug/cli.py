@@ -21,7 +21,7 @@ SECTIONS = {
         "train": "Run a training script on its ranks and servers; record or replay",
         "eval": "Evaluate models with a training script: pass@k, comparison",
         "check": "Check that a run is deterministic and that its model trains right",
-        "info": "List versions, devices, engines, options, and which verbs work here",
+        "info": "List versions, devices, engines, options and the verbs that work",
     },
     "Replay and compare": {
         "replay": "Replay a record without an engine, unchanged or with changes",

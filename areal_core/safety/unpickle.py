@@ -53,4 +53,4 @@ def load_plain(data: bytes) -> Any:
 def places_in_memo(data: bytes) -> Iterator[int]:
     for opcode, argument, _ in pickletools.genops(data):
         if opcode.name in ("PUT", "BINPUT", "LONG_BINPUT"):
-            yield argument
+            yield int(argument or 0)

@@ -93,7 +93,9 @@ def parsed_at(context: click.Context, option: click.Parameter, text: str | None)
 )  # fmt: skip
 @output_option("File or folder to write the pages into; without it, they are served on this machine.")
 @click.option(
-    "--save", is_flag=True, help="Of a record: write the page into a file named after it and its step."
+    "--save",
+    is_flag=True,
+    hidden=True,  # of `view`: a page named after the record and its step
 )
 @force_option
 @click.option("--redact", "patterns", multiple=True, metavar="PATTERN", callback=compiled,
