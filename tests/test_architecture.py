@@ -33,7 +33,19 @@ LONGEST_LOOP = 150
 DEEPEST_LOOP = 3
 # File names that occur more than once in a package because they are the same thing for each
 # verb, format or subpackage.
-ROLES = {"__init__", "__main__", "errors", "command", "render", "page", "read", "slime", "start", "wire"}
+ROLES = {
+    "__init__",
+    "__main__",
+    "batch",
+    "errors",
+    "command",
+    "render",
+    "page",
+    "read",
+    "slime",
+    "start",
+    "wire",
+}
 # What vulture finds and who uses it.
 USED_FROM_OUTSIDE = {
     "GroupName": "a type in quotes",
@@ -44,10 +56,9 @@ USED_FROM_OUTSIDE = {
     "WorkerExtension": "vLLM imports its module by this name",
     "MathAgent": "public: users name it in their scripts",
     "MultiTurnMathAgent": "public: users name it in their scripts",
-    "JournalJudge": "public: a judge of JudgedWorkflow",
-    "JudgedWorkflow": "public: users name it in their scripts",
+    "DPOTrainer": "public: users name it in their scripts",
     "MultiTurnWorkflow": "public: users name it in their scripts",
-    "ServerJudge": "public: a judge of JudgedWorkflow",
+    "RWTrainer": "public: users name it in their scripts",
     "clevr_count_70k_reward_fn": "public: users name it in their scripts",
     "geometry3k_reward_fn": "public: users name it in their scripts",
     "reasoned_reward_fn": "public: users name it in their scripts",

@@ -11,7 +11,7 @@ from typing import Any
 
 from areal_core.environment import DETERMINISTIC
 from areal_core.launch.warm import WarmRanks, warm_ranks
-from areal_debug.render import QUIET, REPORT_FILE, VERBOSE, fail, is_verbose, read_report
+from areal_debug.render import QUIET, REPORT_FILE, VERBOSE, fail, is_verbose, read_report, with_progress
 from areal_debug.start_up import bytecode_variables
 from recorder import Record, open_record
 from replayer.check import ReplayReport, parse_report
@@ -137,3 +137,13 @@ def runner(model: str | None) -> Iterator[Runner]:
     """Provide a runner whose files are removed afterwards."""
     with tempfile.TemporaryDirectory() as folder, ExitStack() as cleanup:
         yield Runner(Path(folder), cleanup, model)
+
+
+def refuse_damage(record: str | Path, num_steps: int) -> None:
+    """End the command with code 1 if any byte has changed, naming the first damaged files."""
+    from replayer.preconditions import verify_bytes
+
+    problems = with_progress("checking bytes", num_steps, lambda tick: verify_bytes(record, tick))
+    if problems:
+        named = "; ".join(str(problem) for problem in problems[:5])
+        fail(f"the record is damaged: {named}", code=1)

@@ -106,6 +106,7 @@ def cut(
 
     Exit code 0: written, and replayed to the same bits. 1: it replays to others. 2: not written.
     """
+    from areal_debug.replay.ranks import refuse_damage
     from recorder import open_record
     from recorder.storage import location_of
     from replayer.bug.cut_request import CutRequest, check_cut
@@ -119,7 +120,7 @@ def cut(
     from recorder.archive.pack import archive_record, check_destination  # imports zarr
 
     check_destination(location_of(destination), force)
-    refuse_damage_of(record, len(opened.steps))
+    refuse_damage(record, len(opened.steps))
     with tempfile.TemporaryDirectory(prefix="areal-debug-cut-") as scratch:
         folder = Path(scratch) / "record"
         report = run_cut(replace(request, folder=str(folder)), opened.header.world_size, as_json)
@@ -135,12 +136,6 @@ def cut(
     else:
         print_cut(report)
     raise SystemExit(130 if report["interrupted"] else 1 if report.get("replays") is False else 0)
-
-
-def refuse_damage_of(record: str, num_steps: int) -> None:
-    from areal_debug.verbs.replay import refuse_damage
-
-    refuse_damage(record, num_steps)
 
 
 def run_cut(request: "CutRequest", num_ranks: int, as_json: bool) -> dict[str, Any]:

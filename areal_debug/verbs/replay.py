@@ -23,7 +23,6 @@ from areal_debug.render import (
     is_quiet,
     note,
     print_json,
-    with_progress,
 )
 
 if TYPE_CHECKING:
@@ -182,6 +181,7 @@ def check_request(record: "Record", request: "Request", force: bool) -> None:
     """
     from dataclasses import replace
 
+    from areal_debug.replay.ranks import refuse_damage
     from areal_debug.train.script_options import clear_for_record
     from replayer.preconditions import (
         check_anchor,
@@ -259,13 +259,3 @@ def explain_step(record: "Record", step: int, model: str | None, config: str | N
         print_json(found)
     else:
         print_explanation(console(), record, found)
-
-
-def refuse_damage(record: str | Path, num_steps: int) -> None:
-    """End the command with code 1 if any byte has changed, naming the first damaged files."""
-    from replayer.preconditions import verify_bytes
-
-    problems = with_progress("checking bytes", num_steps, lambda tick: verify_bytes(record, tick))
-    if problems:
-        named = "; ".join(str(problem) for problem in problems[:5])
-        fail(f"the record is damaged: {named}", code=1)
