@@ -21,7 +21,7 @@ SECTIONS = {
         "train": "Run a training script on its ranks and servers; record or replay",
         "eval": "Evaluate models with a training script: pass@k, comparison",
         "check": "Check that a run is deterministic and that its model trains right",
-        "info": "List versions, devices, engines, options, and which verbs work here",
+        "info": "List versions, devices, engines, options and the verbs that work",
     },
     "Replay and compare": {
         "replay": "Replay a record without an engine, unchanged or with changes",
@@ -71,7 +71,7 @@ Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 def revisions_joined(words: list[str]) -> list[str]:
-    """Return the arguments of the older `bisect`, as `why --commits` takes them: GOOD..BAD first."""
+    """Return the arguments of the older `bisect` for `why --commits`: GOOD..BAD first."""
     revisions, rest = {"--good": "", "--bad": "HEAD"}, []
     left = iter(words)
     for word in left:

@@ -37,8 +37,11 @@ def reads_untrusted(
         @functools.wraps(body)
         @errors_as_sentences
         def wrapped(*args: P.args, **kwargs: P.kwargs) -> None:
-            from recorder.archive.confined import is_in_memory
-            from recorder.confine import bounds_for, run_confined  # NumPy: 0.15 s of each verb's start
+            from recorder.confine import (  # NumPy: 0.15 s of each verb's start
+                bounds_for,
+                is_in_memory,
+                run_confined,
+            )
             from recorder.storage import location_of
 
             places = [location_of(place) for name in inputs for place in several(kwargs[name])]

@@ -32,7 +32,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
+from crc32c import crc32c
+
+from areal_core.safety.file_names import open_below
+from recorder.errors import DamagedRecord, RecordError
 from recorder.landlock import PR_SET_PDEATHSIG, restrict
+from recorder.storage import Storage, file_blocks, location_of
 
 MEMORY_VARIABLE, TIME_VARIABLE = "AREAL_DEBUG_MEMORY_GIB", "AREAL_DEBUG_TIME_S"
 GIB = 1 << 30
@@ -80,7 +85,7 @@ def bounds_for(
     network: bool = False,
     cpu_s: float = CPU_S,
 ) -> Bounds:
-    """Return the bounds for reading paths or URLs: the rules of `areal_debug.confined.HELP_OF_LIMITS`.
+    """Return the bounds for reading paths or URLs, as HELP_OF_LIMITS of areal_debug has them.
 
     Raises ValueError if a variable that replaces a limit is no positive number.
     """
@@ -164,7 +169,7 @@ def run_confined(
         pid = os.fork()
     if pid == 0:
         os.close(reading)
-        in_child(work, bounds, errors, announce, relayed, writing)
+        work_in_child(work, bounds, errors, announce, relayed, writing)
     os.close(writing)
     try:
         document = wait_for(pid, reading, bounds)
@@ -184,7 +189,7 @@ def has_descriptor(stream: Any) -> bool:
         return False
 
 
-def in_child(
+def work_in_child(
     work: Callable[[], Any],
     bounds: Bounds,
     errors: Sequence[type[Exception]],
@@ -347,3 +352,48 @@ def parsed(data: bytes, status: int, bounds: Bounds) -> dict[str, Any]:
             f"the process that reads {bounds.name} ended with {how}: the input is damaged, or made to attack its reader"
         ) from None
     return document
+
+
+ERRORS = (DamagedRecord, RecordError)  # of a child that reads a record
+OnStep = Callable[[int], None]
+Progress = Callable[[int, Callable[[OnStep], None]], None]
+
+
+def no_progress(num_steps: int, work: Callable[[OnStep], None]) -> None:
+    work(lambda step: None)
+
+
+def is_in_memory(place: str | os.PathLike[str]) -> bool:
+    """Return whether a URL means files in this process's memory, which a child cannot change."""
+    return location_of(place).startswith("memory:")
+
+
+def in_child(work: Callable[[], Any], inputs: Sequence[str | os.PathLike[str]], *writes: Path) -> Any:
+    """Return `work()`, JSON, from a confined child that reads the inputs.
+
+    Raises what it raises, and LimitReached.
+    """
+    if any(map(is_in_memory, inputs)):
+        return work()
+    return run_confined(work, bounds_for([location_of(place) for place in inputs], writes), errors=ERRORS)
+
+
+def write_file(storage: Storage, name: str, folder: Path) -> str:
+    """Write a file of a record below a folder, fsync it, return its crc32c as hex.
+
+    A file that is there already is of a killed process, and replaced. Raises DamagedRecord if the
+    record has no such regular file, UnsafeName.
+    """
+    if storage.size(name) is None:
+        raise DamagedRecord(name, "is missing or no regular file")
+    path = folder / name
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    path.unlink(missing_ok=True)
+    crc = 0
+    with open(open_below(folder, name, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "wb") as file:
+        for block in file_blocks(storage, name):
+            file.write(block)
+            crc = crc32c(block, crc)
+        file.flush()
+        os.fsync(file.fileno())
+    return f"{crc:08x}"

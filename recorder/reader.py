@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from recorder.conversations import Transcript, parse_transcripts
 from recorder.documents import (
     MAX_JSON_BYTES,
     checksum,
@@ -55,6 +54,7 @@ from recorder.header import Gaps, in_ranges, parse_gaps
 from recorder.pictures.named import check_images, picture_names, read_picture
 from recorder.storage import FolderStorage, Storage, is_url, location_of
 from recorder.tensors import check_header, check_offsets, read_tensor
+from recorder.transcripts import Transcript, parse_transcripts
 
 if TYPE_CHECKING:
     import pandas
@@ -466,7 +466,7 @@ def open_storage(path: str | os.PathLike[str]) -> Storage:
             return FolderStorage(local)
         if local.is_file() and not zipfile.is_zipfile(local):
             raise RecordNotFound(f"{location} is a file: give the folder that a run recorded into")
-    from recorder.archive.store import open_archive  # zarr takes 0.2 s to import
+    from recorder.archive_storage import open_archive  # zarr takes 0.2 s to import
 
     return open_archive(location)
 

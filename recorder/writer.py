@@ -27,7 +27,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from areal_core.safety.lock import Lock, Lost, Process, check, new_token, this_process
-from recorder.conversations import call_lines, without_calls
 from recorder.errors import RecordError, RecordExists, RecordingFailed
 from recorder.format import (
     END_FILE,
@@ -61,6 +60,7 @@ from recorder.step_files import (
 )
 from recorder.storage import FolderStorage
 from recorder.tensors import flatten
+from recorder.transcripts import call_lines, without_calls
 
 if TYPE_CHECKING:
     from recorder.archive.live_archive import LiveArchive

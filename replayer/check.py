@@ -17,7 +17,7 @@ from recorder.difference import Difference, find_differences
 from recorder.environment import diff_environment
 from recorder.format import Outcome, RecordHeader, outcome_document
 from recorder.header import describe_run
-from replayer.bug.carried import is_same_carried
+from replayer.carried import is_same_carried
 from replayer.compare.stages import StageDifference
 from replayer.errors import ReplayError
 from replayer.gradients import RowSignal, no_gradient_warnings, normalises_groups, row_signals

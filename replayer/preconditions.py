@@ -160,7 +160,7 @@ def check_checksums(record: Record, step: int) -> None:
     if record.header.trainer is not None and not (has_outcome and recorded.outcome(0).checksums):
         raise ReplayError(
             f"{record.path} is a record of {record.header.trainer} without checksums of its weights "
-            "(`checksums` of Recorder.step): `areal-debug diff` compares what it has"
+            "(`checksums` of Recorder.step): `areal-debug why A B --all` compares what it has"
         )
 
 

@@ -16,7 +16,7 @@ from areal_core.config.loading import apply_override, load_with_notes
 from areal_core.config.names import sections_of
 from areal_core.safety.private import default_root
 from recorder import Record
-from replayer.bug.carried import use_carried_models
+from replayer.carried import use_carried_models
 
 C = TypeVar("C", bound=PPOConfig)
 

@@ -38,9 +38,10 @@ class RestrictedUnpickler(pickle.Unpickler):
 
 
 def load_plain(data: bytes) -> Any:
-    """Return the dicts, lists, tuples, text, numbers and None of a pickle. Raises `UnsafePickle`."""
+    """Return the plain data of a pickle: no object. Raises `UnsafePickle`."""
     try:
-        # The C code makes its memo as large as the largest place in it, which is at most a place an opcode.
+        # The C code makes its memo as large as the largest place in it, which is at most a place an
+        # opcode.
         if any(place > len(data) for place in places_in_memo(data)):
             raise UnsafePickle("it numbers more values than it has bytes")
         return RestrictedUnpickler(io.BytesIO(data)).load()
@@ -53,4 +54,4 @@ def load_plain(data: bytes) -> Any:
 def places_in_memo(data: bytes) -> Iterator[int]:
     for opcode, argument, _ in pickletools.genops(data):
         if opcode.name in ("PUT", "BINPUT", "LONG_BINPUT"):
-            yield argument
+            yield int(argument or 0)

@@ -24,8 +24,9 @@ from areal_core.rollout.loop_thread import LoopThread
 from areal_core.rollout.types import ModelRequest, ModelResponse
 from areal_debug.agent.run import frames_of_agent
 from recorder import Record, RecordError
-from recorder.conversations import RecordedCall, Transcript, offered_tools
+from recorder.conversations import offered_tools
 from recorder.reader import RecordedStep
+from recorder.transcripts import RecordedCall, Transcript
 
 ADDRESS = re.compile(r"(?P<record>.+?)(?:#(?P<step>\d+)(?:/(?P<prompt>\d+)(?:/(?P<episode>\d+))?)?)?")
 

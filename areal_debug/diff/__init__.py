@@ -1,1 +1,1 @@
-"""`areal-debug diff` and `bisect-step`: find where two records diverge."""
+"""What `areal-debug why` prints with --all, --layers and --commits."""

@@ -7,7 +7,7 @@ from areal_debug.cli import VERBS
 
 NEEDS = {  # the extra of every use of the verb; the others need none
     **dict.fromkeys(("demo", "train", "eval", "check"), "train"),
-    **dict.fromkeys(("replay", "goto", "why", "crosscheck", "bisect", "consistency"), "train"),
+    **dict.fromkeys(("replay", "goto", "why", "crosscheck", "consistency"), "train"),
     **dict.fromkeys(("reward", "serve", "agent"), "train"),
     "query": "query",
 }
@@ -15,7 +15,6 @@ NEEDS = {  # the extra of every use of the verb; the others need none
 USES = {
     "train": {"sglang servers": "sglang", "scheduler.type=ray": "ray", "actor.use_lora=true": "lora"},
     "crosscheck": {"--with trl": "trl", "--with verl": "verl"},
-    "bisect-step": {"--layers": "train"},
     "consistency": {"--layers sglang": "sglang"},
     "record": {
         "archive, cut, and records in archives": "archive",
@@ -59,7 +58,7 @@ def verbs_here(
     if refuses_stacks:
         cannot["hang"].append(f"stacks of running jobs, but saved ones: {refuses_stacks}")
     if not has_git:
-        cannot["bisect"].append("anything: there is no git program on PATH")
+        cannot["why"].append("--commits: there is no git program on PATH")
     if schedulers["SLURM"] is None:
         cannot["train"].append("scheduler.type=slurm: there is no srun on PATH")
     found = []
@@ -69,6 +68,5 @@ def verbs_here(
             found.append(VerbHere(name, False, extra, ()))
             continue
         uses = (f"{use}: {install(needed)}" for use, needed in USES.get(name, {}).items() if lacks[needed])
-        is_possible = name != "bisect" or has_git
-        found.append(VerbHere(name, is_possible, None, (*uses, *cannot[name])))
+        found.append(VerbHere(name, True, None, (*uses, *cannot[name])))
     return found

@@ -95,9 +95,7 @@ def examine_record(found: Found, scratch: Path) -> Item:
 def write_tokens(record: "Record", page: Path, links: Sequence[Link]) -> None:
     """Write the page of all steps; `page` is the index.html of a folder of its own."""
     from areal_debug.record.decode import load_decoder
-    from areal_debug.view.contents import Contents, Place
-    from areal_debug.view.followed import FollowedRecord
-    from areal_debug.view.page import write_folder
+    from areal_debug.view.page import Contents, FollowedRecord, Place, write_folder
 
     contents = Contents(FollowedRecord(record.path, load_decoder(record), ()))
     document = contents.document(list(record.steps), Place(record.steps[-1]))

@@ -17,10 +17,10 @@ import numpy as np
 import pyarrow
 from pyarrow import dataset
 
-from recorder.conversations import Transcript, text_of, tool_uses
 from recorder.reader import Record, RecordedStep, read_manifest
 from recorder.tables.arrow import array_of, batch_of, number_array, schema_of, type_of
 from recorder.tables.columns import Field, Layout, has_file, known_rows, layout_of, read_columns
+from recorder.transcripts import Transcript, text_of, tool_uses
 
 KEPT_MANIFESTS = 20_000  # parsed step.json files of one rank each, about 200 MB
 TOKEN_NAMES = {"token_ids": "token_id", "logprobs": "logprob", "versions": "version"}

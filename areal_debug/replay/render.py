@@ -443,12 +443,13 @@ def next_commands(report: ReplayReport, request: Request) -> list[str]:
     replayed = [] if request.record_to is None else [request.record_to]
     commands = [["areal-debug", "why", request.record, *replayed, *model]]
     if request.record_to is not None:
-        commands.append(["areal-debug", "diff", request.record, request.record_to, "--step", str(first.step)])
+        where = ["--all", "--step", str(first.step)]
+        commands.append(["areal-debug", "why", request.record, request.record_to, *where])
     commit, changes = (code_difference(report, name) for name in ("commit", "dirty_sha256"))
     if commit is not None and commit.recorded and commit.current:
-        revisions = ["--good", commit.recorded[:12], "--bad", commit.current[:12]]
+        revisions = ["--commits", f"{commit.recorded[:12]}..{commit.current[:12]}"]
         steps = ["--to-step", str(first.step)]
-        commands.append(["areal-debug", "bisect", request.record, *revisions, *steps, *model])
+        commands.append(["areal-debug", "why", request.record, *revisions, *steps, *model])
     elif commit is None and changes is not None:
         commands.append(["git", "diff", "HEAD"])
     at = first.step if report.weights_diverge_at is None else report.weights_diverge_at

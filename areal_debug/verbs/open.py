@@ -28,8 +28,7 @@ from areal_debug.waiting import leave_terminal
 
 if TYPE_CHECKING:
     from areal_debug.open.items import Item
-    from areal_debug.view.contents import Contents, Place
-    from areal_debug.view.followed import FollowedRecord
+    from areal_debug.view.page import Contents, FollowedRecord, Place
 
 CPU_S = 60.0  # an icicle plot or a long record costs more than its bytes
 At = tuple[int, int | None, int | None]
@@ -94,7 +93,9 @@ def parsed_at(context: click.Context, option: click.Parameter, text: str | None)
 )  # fmt: skip
 @output_option("File or folder to write the pages into; without it, they are served on this machine.")
 @click.option(
-    "--save", is_flag=True, help="Of a record: write the page into a file named after it and its step."
+    "--save",
+    is_flag=True,
+    hidden=True,  # of `view`: a page named after the record and its step
 )
 @force_option
 @click.option("--redact", "patterns", multiple=True, metavar="PATTERN", callback=compiled,
@@ -272,7 +273,7 @@ def refuse_other_folder(folder: Path) -> None:
 
 
 def open_contents(record: Path, asked: Asked) -> "Contents":
-    from areal_debug.view.contents import Contents
+    from areal_debug.view.page import Contents
 
     followed = follow(record, asked.patterns)
     path = asked.other or (record if asked.other_step is not None else None)
@@ -290,7 +291,7 @@ def follow(path: Path, patterns: list[re.Pattern[str]]) -> "FollowedRecord":
     """Open a record with its tokenizer and read its curves."""
     from areal_debug.record.decode import load_decoder
     from areal_debug.view.data import MAX_CURVE_STEPS
-    from areal_debug.view.followed import FollowedRecord
+    from areal_debug.view.page import FollowedRecord
     from recorder import open_record
 
     opened = open_record(path)
@@ -303,7 +304,7 @@ def follow(path: Path, patterns: list[re.Pattern[str]]) -> "FollowedRecord":
 
 def place_of(contents: "Contents", asked: Asked) -> "Place":
     """Return what the page opens at. Raises ValueError if the record has no such place."""
-    from areal_debug.view.contents import Place
+    from areal_debug.view.page import Place
 
     step = contents.record.steps[-1] if asked.step is None else asked.step
     rows = contents.record.view(step).rows
@@ -324,7 +325,7 @@ def place_of(contents: "Contents", asked: Asked) -> "Place":
 
 
 def serve_page(path: Path, asked: Asked, port: int, as_json: bool) -> None:
-    from areal_debug.view.server import make_server
+    from areal_debug.view.page import make_server
 
     contents = open_contents(path, asked)
     wants_place = asked.at is not None or asked.step is not None

@@ -101,7 +101,7 @@ def show(
     """Show decoded text, each token coloured by its logprob, tokens outside the loss mask dim; of
     an agent's row also its calls with tool calls and results.
     """
-    from areal_debug.record.calls_text import document_of
+    from areal_debug.record.render import document_of
     from recorder import open_record
     from recorder.conversations import conversations
 

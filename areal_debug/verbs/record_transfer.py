@@ -194,7 +194,7 @@ def export_confined(
 def export_to_service(record: Path, service: str, folder: Path, step: int | None, as_json: bool) -> None:
     """Log a record as an offline run of a service, into a new folder, and print what shows it."""
     from areal_debug.record.services import log_lines
-    from recorder.archive.confined import in_child
+    from recorder.confine import in_child
     from recorder.tables.formats import Exported, export_record
 
     if folder.exists():

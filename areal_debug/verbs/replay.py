@@ -113,8 +113,8 @@ def command(
     Exit code 0: within the tolerance of the replay's layout; always for what-if and --explain. 1:
     beyond it. 2: inconclusive.
     """
-    from areal_debug.record.cut_text import note_cut
     from areal_debug.replay.ranks import replay_ranks
+    from areal_debug.verbs.record_cut import note_cut
     from recorder import open_record
     from replayer.preconditions import check_options, step_range
     from replayer.request import Request, replay_config

@@ -191,6 +191,7 @@ def compare_layers(
     from areal_debug.diff.render import print_first_step, print_layers, print_verdict
     from recorder import open_record
     from replayer.commits.first_step import bisect_steps, explain_step
+    from replayer.errors import ReplayError
     from replayer.commits.warm import layers_with_own_code
 
     here, there = open_record(left), open_record(right)
@@ -199,7 +200,10 @@ def compare_layers(
     report, traced = explain_step(here, there, found), None
     if layers and found.step is not None:
         announce(f"replaying step {found.step} of both, each with its own code")
-        traced = layers_with_own_code(here, there, found.step, model, code)
+        try:
+            traced = layers_with_own_code(here, there, found.step, model, code)
+        except ReplayError as error:  # the step is an answer without it
+            note(f"layers are not traced: {error}")
     if as_json:
         facts = {"diff": report and report.to_dict(), "layers": traced and asdict(traced)}
         print_json(asdict(found) | facts)
@@ -237,7 +241,7 @@ def search(
     from replayer.request import Request
 
     opened = open_record(record)
-    check_recorded_results(opened, "bisect")
+    check_recorded_results(opened, "why --commits")
     first, last = step_range(opened, from_step, to_step)
     if to_step is None:
         last = min(last, first + DEFAULT_STEPS - 1)

@@ -1,22 +1,211 @@
-"""Read the data of a page from a record: curves of the run, columns of a step."""
+"""Read the data of a page from a record: curves of the run; text and columns of a step, with calls."""
 
+import base64
 import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cache
+from itertools import accumulate, groupby, pairwise
 from typing import Any
 
 import numpy as np
 
-from areal_core.safety.printable import printable
+from areal_core.safety.printable import printable, printable_block
 from areal_debug.doctor.names import find_name
-from areal_debug.view.conversations import call_counts, conversations_of
-from areal_debug.view.images import image_counts, with_images_named
-from areal_debug.view.text import Decode, TokenText, redact_text, redact_tokens, text_of_tokens
+from recorder.conversations import Conversation, conversations
 from recorder.errors import StepNotRecorded
 from recorder.format import UNKNOWN_BITS
+from recorder.pictures.kinds import kind_of
 from recorder.reader import Record, RecordedStep
+from recorder.samples import token_texts
+
+Decode = Callable[[list[int]], str]
+BROKEN = "\ufffd"  # text of an incomplete character
+BLOCK = "█"
+
+
+@dataclass(frozen=True)
+class TokenText:
+    """Token `i` is entry `index[i]` of the tables. A redacted token has the id -1."""
+
+    index: np.ndarray  # uint32 [tokens]
+    texts: list[str]
+    ids: list[int]
+
+
+def text_of_tokens(ids: np.ndarray, bounds: np.ndarray, decode: Decode | None) -> TokenText:
+    """Decode flat `ids` [tokens], rows from `bounds[i]` to `bounds[i + 1]`.
+
+    Without `decode`, the texts are ids in angle brackets.
+    """
+    unique, index = np.unique(ids, return_inverse=True)
+    known = [int(token) for token in unique]
+    if decode is None:
+        return TokenText(index.astype(np.uint32), [f"⟨{token}⟩" for token in known], known)
+    texts = texts_after_another(known, decode)
+    partial = np.array([BROKEN in text for text in texts], dtype=bool)
+    found = TokenText(index.astype(np.uint32), texts, known)
+    return (
+        join_partial_tokens(found, np.flatnonzero(partial[index]), bounds, decode) if partial.any() else found
+    )
+
+
+def texts_after_another(tokens: Sequence[int], decode: Decode) -> list[str]:
+    anchor = next((t for t in tokens if (text := decode([t])).strip() and BROKEN not in text), None)
+    if anchor is None:
+        return [decode([token]) for token in tokens]
+    before = len(decode([anchor]))
+    return [decode([anchor, token])[before:] for token in tokens]
+
+
+def join_partial_tokens(
+    found: TokenText, places: np.ndarray, bounds: np.ndarray, decode: Decode
+) -> TokenText:
+    index, texts, ids = found.index.copy(), list(found.texts), list(found.ids)
+    entries: dict[tuple[int, str], int] = {}
+    rows = np.searchsorted(bounds, places, side="right")
+    for _, run in groupby(
+        enumerate(zip(places.tolist(), rows.tolist(), strict=True)), lambda p: (p[1][0] - p[0], p[1][1])
+    ):
+        where = [place for _, (place, _) in run]
+        run_ids = [ids[index[place]] for place in where]
+        for place, token, text in zip(where, run_ids, token_texts(run_ids, decode), strict=True):
+            entry = entries.setdefault((token, text), len(texts))
+            if entry == len(texts):
+                texts.append(text)
+                ids.append(token)
+            index[place] = entry
+    return TokenText(index, texts, ids)
+
+
+def redact_tokens(found: TokenText, bounds: np.ndarray, patterns: Sequence[re.Pattern[str]]) -> TokenText:
+    """Replace every token that overlaps a match by a block; drop unused table entries."""
+    hidden = np.zeros(len(found.index), dtype=bool)
+    for begin, end in pairwise(bounds):
+        pieces = [found.texts[entry] for entry in found.index[begin:end]]
+        ends = list(accumulate(map(len, pieces)))
+        text = "".join(pieces)
+        for pattern in patterns:
+            for match in pattern.finditer(text):
+                first = np.searchsorted(ends, match.start(), side="right")
+                last = np.searchsorted(ends, match.end(), side="left")
+                hidden[begin + first : begin + last + (match.end() > match.start())] = True
+    index = np.where(hidden, len(found.texts), found.index)
+    used, compact = np.unique(index, return_inverse=True)
+    texts, ids = [*found.texts, BLOCK], [*found.ids, -1]
+    return TokenText(compact.astype(np.uint32), [texts[i] for i in used], [ids[i] for i in used])
+
+
+def redact_text(text: str, patterns: Sequence[re.Pattern[str]]) -> str:
+    """Replace every match in a text by a block."""
+    for pattern in patterns:
+        text = pattern.sub(BLOCK, text)
+    return text
+
+
+def image_counts(step: RecordedStep) -> list[int] | None:
+    """Return the number of pictures of each row over all ranks; None if no row has one."""
+    ranks = range(step.manifest.num_ranks)
+    counts = [len(row) for rank in ranks for row in step.pictures_of_rows(rank)]
+    return counts if any(counts) else None
+
+
+def image_document(step: RecordedStep, hidden: bool) -> dict[str, Any]:
+    """Return the pictures of a step, and their positions by row over all ranks.
+
+    `hidden` ones have neither bytes nor names, which would identify them. Raises DamagedRecord.
+    """
+    ranks = range(step.manifest.num_ranks)
+    rows = [row for rank in ranks for row in step.pictures_of_rows(rank)]
+    if hidden:
+        return {"rows": [[0] * len(row) for row in rows], "images": [{"about": "redacted"}]}
+    places: dict[str, int] = {}
+    images: list[dict[str, str]] = []
+    for name, size_bytes in (named for row in rows for named in row):
+        if name in places:
+            continue
+        places[name] = len(images)
+        data = step.picture(name, size_bytes)
+        kind = kind_of(data)
+        image = {"about": f"{kind}, {size_bytes:,} bytes", "name": name}
+        if kind.is_shown:
+            image |= {"format": kind.format.lower(), "data": base64.b64encode(data).decode()}
+        images.append(image)
+    return {"rows": [[places[name] for name, _ in row] for row in rows], "images": images}
+
+
+def with_images_named(found: TokenText, bounds: np.ndarray, types: np.ndarray) -> TokenText:
+    """Replace the text of each run of placeholders of a picture by one phrase.
+
+    `types` [tokens] are 0 for text; rows go from `bounds[i]` to `bounds[i + 1]`.
+    """
+    of_image = types != 0
+    begins = of_image & ~np.concatenate([[False], of_image[:-1]])
+    begins[bounds[:-1][bounds[:-1] < len(types)]] = of_image[bounds[:-1][bounds[:-1] < len(types)]]
+    places = np.flatnonzero(begins)
+    run = np.cumsum(begins) - 1  # of each placeholder
+    sizes = np.bincount(run[of_image], minlength=len(places))
+    entries = {size: len(found.texts) + 1 + number for number, size in enumerate(np.unique(sizes).tolist())}
+    index = np.where(of_image, len(found.texts), found.index)
+    index[places] = [entries[size] for size in sizes.tolist()]
+    names = [f"[image: {size} tokens]" for size in entries]
+    return TokenText(
+        index.astype(np.uint32), [*found.texts, "", *names], [*found.ids, -1, *[-1] * len(names)]
+    )
+
+
+Patterns = Sequence[re.Pattern[str]]
+
+
+def conversations_of(step: RecordedStep) -> list[Conversation | None] | None:
+    """Return the calls of each row over all ranks; None if no row has any. Raises DamagedRecord."""
+    ranks = range(step.manifest.num_ranks)
+    rows = [row for rank in ranks for row in conversations(step, rank) or [None] * step.num_rows(rank)]
+    return rows if any(rows) else None
+
+
+def call_counts(rows: Sequence[Conversation | None] | None) -> dict[str, np.ndarray]:
+    """Return the columns of the page's table: calls, and tool calls that failed, uint32 [rows]."""
+    if rows is None:
+        return {}
+    return {
+        "calls": np.array([0 if row is None else len(row.calls) for row in rows], np.uint32),
+        "failed": np.array([0 if row is None else row.num_failed for row in rows], np.uint32),
+    }
+
+
+def calls_document(step: RecordedStep, patterns: Patterns) -> dict[str, Any]:
+    calls: list[dict[str, Any]] = []
+    places: dict[tuple[int, int, int], int] = {}
+    rows: list[dict[str, Any] | None] = []
+    for row in conversations_of(step) or ():
+        if row is None:
+            rows.append(None)
+            continue
+        one = row.transcript
+        for call in row.calls:
+            name = (one.prompt_id, one.episode, call.turn)
+            if name not in places:
+                places[name] = len(calls)
+                parts = [shown(asdict(part), patterns) for part in row.parts(call)]
+                facts = {"turn": call.turn, "after": call.after, "finish": printable(call.finish)}
+                calls.append(facts | {"reward": call.reward, "parts": parts})
+        rows.append(
+            {
+                "agent": printable(redact_text(one.agent.name, patterns)),
+                "failure": one.failure and printable(one.failure),
+                "calls": [places[one.prompt_id, one.episode, call.turn] for call in row.calls],
+            }
+        )
+    return {"rows": rows, "calls": calls}
+
+
+def shown(part: dict[str, Any], patterns: Patterns) -> dict[str, Any]:
+    """Return a part of a call without what the patterns match."""
+    texts = {name: printable_block(redact_text(part[name], patterns)) for name in ("name", "text")}
+    return part | texts
+
 
 MAX_CURVE_STEPS = 1000
 # Curves from the outcome's statistics: label on the page, and the quantities of `doctor.names`.

@@ -1,23 +1,213 @@
-"""The page: one file with style, script and data inline, a folder, or what a server sends.
-
-    x.html              everything inline; a step is compressed, and unpacked when it is shown
-    FOLDER/index.html   without the steps: it loads
-    FOLDER/steps/*.js   the data of the steps, as script elements, which pages of files may load
-
-The frame of all pages is around it, whose policy forbids requests beyond that.
-"""
+"""The page of a record or of two, as one file, a folder or served, followed while a run records."""
 
 import base64
+import json
+import re
+import threading
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from functools import cache
+from dataclasses import asdict, dataclass, replace
+from functools import cache, lru_cache
+from http import HTTPStatus
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from areal_core.safety.durable import replacing
 from areal_core.safety.scratch import unfinished_folder
 from areal_debug.report.frame import Frame, Link, framed
-from areal_debug.view.contents import Contents
-from areal_debug.view.pack import pack_json
+from areal_debug.report.links import fragment_of
+from areal_debug.report.local import LocalHandler, LocalServer, listen
+from areal_debug.view.data import (
+    MAX_CURVE_STEPS,
+    Decode,
+    RunView,
+    StepView,
+    calls_document,
+    curves_of,
+    image_document,
+    read_run,
+    read_step,
+    redacted_run,
+    run_document,
+    step_point,
+)
+from areal_debug.view.pack import pack_json, pack_numbers, pack_text
+from areal_debug.view.pairs import pair_document
+from recorder import Record, RecordedStep, RecordError, StepNotRecorded, open_record
+
+KEPT_STEPS = 4
+SHORT, KEPT_TEXTS = 2, 1 << 20  # most texts are those of one token, decoded after another one
+
+
+class FollowedRecord:
+    """A record that may be growing.
+
+    Args:
+        path: path of the record.
+        decode: decodes token ids, or None.
+        patterns: what to redact.
+        tick: called for each step whose curve values were read.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        decode: Decode | None,
+        patterns: Sequence[re.Pattern[str]],
+        tick: Callable[[object], None] = lambda _: None,
+    ) -> None:
+        self._path, self._decode, self._patterns = path, decode and kept(decode), patterns
+        self._record: Record = open_record(path)
+        self._run = redacted_run(read_run(self._record, tick), patterns)
+        self._points = {step: point_at(self._run, place) for place, step in enumerate(self._run.steps)}
+        self._views: OrderedDict[int, StepView] = OrderedDict()
+
+    @property
+    def is_foreign(self) -> bool:
+        """Return whether another trainer recorded it."""
+        return self._record.header.trainer is not None
+
+    @property
+    def steps(self) -> tuple[int, ...]:
+        """Return the steps that were committed when it was last read."""
+        return self._record.steps
+
+    def run(self) -> RunView:
+        """Return the run with the steps recorded so far."""
+        self._record = open_record(self._path)
+        new = [step for step in self.steps if step > max(self._points, default=-1)]
+        for step in new:
+            self._points[step] = step_point(self._record.step(step), lambda _: None)
+        steps = list(self._points)[-MAX_CURVE_STEPS:]
+        curves = curves_of([self._points[step] for step in steps])
+        run = replace(self._run, steps=steps, curves=curves, num_steps=len(self.steps))
+        self._run = redacted_run(run, self._patterns)
+        return self._run
+
+    def step(self, step: int) -> RecordedStep:
+        """Return a committed step. Raises `RecordError`."""
+        if step not in self.steps:
+            self._record = open_record(self._path)
+        return self._record.step(step)
+
+    def images(self, step: int) -> dict[str, Any]:
+        """Return the pictures of a step, which no pattern can be matched with: all are redacted.
+
+        Raises `RecordError`.
+        """
+        return image_document(self.step(step), hidden=bool(self._patterns))
+
+    def calls(self, step: int) -> dict[str, Any]:
+        """Return the calls of agents in a step, redacted. Raises `RecordError`."""
+        return calls_document(self.step(step), self._patterns)
+
+    def view(self, step: int) -> StepView:
+        """Return a step as columns; the last few are kept. Raises `RecordError`."""
+        if step not in self._views:
+            trainer = self._record.header.trainer
+            self._views[step] = read_step(self.step(step), self._decode, self._patterns, trainer)
+            if len(self._views) > KEPT_STEPS:
+                self._views.popitem(last=False)
+        self._views.move_to_end(step)
+        return self._views[step]
+
+
+def kept(decode: Decode) -> Decode:
+    """Return the decoder with the texts of short lists kept: those of all steps repeat."""
+    short = lru_cache(maxsize=KEPT_TEXTS)(lambda ids: decode(list(ids)))
+    return lambda ids: short(tuple(ids)) if len(ids) <= SHORT else decode(ids)
+
+
+def point_at(run: RunView, place: int) -> dict[str, float]:
+    return {name: values[place] for name, values in run.curves.items()}
+
+
+BLOB_NAME = re.compile(r"(?:([ab])-([0-9]{1,18})-(text|numbers|images|calls)|pair-([0-9]{1,18}))")
+PACKERS = {"text": pack_text, "numbers": pack_numbers}
+
+
+@dataclass(frozen=True)
+class Place:
+    """What a page opens at: a step, and a sample and token of it."""
+
+    step: int
+    prompt: int | None = None
+    sample: int | None = None
+    token: int | None = None
+
+    def fragment(self) -> str:
+        """Return the place as the fragment of a page's address."""
+        return fragment_of(**asdict(self))
+
+
+class Contents:
+    """The data of a page, for several threads.
+
+    Args:
+        record: the record.
+        other: the one it is compared with, or None.
+        shift: step N of the record is compared with step N + `shift` of the other.
+    """
+
+    def __init__(self, record: FollowedRecord, other: FollowedRecord | None = None, shift: int = 0) -> None:
+        self.record, self.other, self.shift = record, other, shift
+        self._lock = threading.Lock()
+
+    def document(self, stored: list[int] | None, opens: Place | None) -> dict[str, Any]:
+        """Return what a page needs to begin.
+
+        Args:
+            stored: the steps that the page has; None if it has a server, which has all.
+        """
+        with self._lock:
+            sides = [self.record, *([self.other] if self.other else [])]
+            runs = [run_document(side.run()) for side in sides]
+            stored = list(self.record.steps) if stored is None else stored
+            return {
+                "sides": runs,
+                "stored": stored,
+                "paired": [step for step in stored if self.has_partner(step)],
+                "shift": self.shift,
+                "opens": opens and asdict(opens),
+            }
+
+    def has_partner(self, step: int) -> bool:
+        return self.other is not None and step + self.shift in self.other.steps
+
+    def names(self, step: int) -> list[str]:
+        """Return the names of the data of a step."""
+        other = step + self.shift
+        names = [f"a-{step}-{kind}" for kind in self.kinds(self.record, step)]
+        if self.other is not None and self.has_partner(step):
+            names += [f"b-{other}-{kind}" for kind in self.kinds(self.other, other)] + [f"pair-{step}"]
+        return names
+
+    def kinds(self, side: FollowedRecord, step: int) -> list[str]:
+        """Return the kinds of data of a step."""
+        view = side.view(step)
+        return [*PACKERS, *(["images"] if view.images else []), *(["calls"] if "calls" in view.rows else [])]
+
+    def blob(self, name: str) -> bytes:
+        """Return the data of a name that `BLOB_NAME` matches. Raises `RecordError`."""
+        found = BLOB_NAME.fullmatch(name)
+        assert found, name
+        with self._lock:
+            side, step, kind, paired = found.groups()
+            if side == "a":
+                return packed_step(self.record, int(step), kind)
+            if self.other is None:
+                raise StepNotRecorded("the page compares with no other record")
+            if side == "b":
+                return packed_step(self.other, int(step), kind)
+            steps = self.record.step(int(paired)), self.other.step(int(paired) + self.shift)
+            return pack_json(pair_document(*steps, (self.record.is_foreign, self.other.is_foreign)))
+
+
+def packed_step(record: FollowedRecord, step: int, kind: str) -> bytes:
+    if kind in PACKERS:
+        return PACKERS[kind](record.view(step))
+    return pack_json(record.images(step) if kind == "images" else record.calls(step))
+
 
 ASSETS = Path(__file__).parent / "assets"
 STYLES = ("uplot.css", "view.css")
@@ -115,3 +305,37 @@ def encoded(data: bytes) -> str:
 @cache
 def page_file(name: str) -> str:
     return (ASSETS / name).read_text(encoding="utf-8")
+
+
+RUN_PATH = re.compile(r"/run\.json(?:\?([0-9]{1,18}))?")
+
+
+def make_server(contents: Contents, port: int, opens: Place | None = None) -> LocalServer:
+    """Make a server at `127.0.0.1:port` that is not yet serving; port 0 takes any free one."""
+
+    class Handler(LocalHandler):
+        def reply(self, path: str) -> None:
+            if path == "/":
+                page = served_page(contents.document(None, opens))
+                self.answer(HTTPStatus.OK, page, "text/html; charset=utf-8")
+            elif found := RUN_PATH.fullmatch(path):
+                self.answer_run(found[1])
+            elif found := BLOB_NAME.fullmatch(path.removeprefix("/blob/")):
+                self.answer_blob(found[0])
+            else:
+                self.answer(HTTPStatus.NOT_FOUND, b"no such page")
+
+        def answer_run(self, last: str | None) -> None:
+            document = contents.document(None, opens)
+            if last is not None and document["stored"][-1:] == [int(last)]:
+                self.answer(HTTPStatus.NO_CONTENT, b"")
+            else:
+                self.answer(HTTPStatus.OK, json.dumps(document, allow_nan=False).encode(), "application/json")
+
+        def answer_blob(self, name: str) -> None:
+            try:
+                self.answer(HTTPStatus.OK, contents.blob(name), "application/octet-stream")
+            except RecordError as error:
+                self.answer(HTTPStatus.NOT_FOUND, str(error).encode())
+
+    return listen(Handler, port)

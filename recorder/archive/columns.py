@@ -16,8 +16,7 @@ import zarr
 from zarr.codecs import BloscCodec, Crc32cCodec, ZstdCodec
 from zarr.storage import FsspecStore, LocalStore
 
-from recorder.archive.arrays import CHUNK_BYTES, SHARD_CHUNKS
-from recorder.archive.store import Part
+from recorder.archive_storage import CHUNK_BYTES, SHARD_CHUNKS, Part
 from recorder.format import NUMPY_TYPES
 from recorder.storage import is_url
 

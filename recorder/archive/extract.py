@@ -16,7 +16,7 @@ from typing import Any
 
 from areal_core.safety.durable import sync
 from areal_core.safety.scratch import unfinished_folder
-from recorder.archive.confined import OnStep, Progress, in_child, no_progress, write_file
+from recorder.confine import OnStep, Progress, in_child, no_progress, write_file
 from recorder.errors import DamagedRecord, RecordExists
 from recorder.format import ANCHOR_FILE, ANCHORS_FOLDER, STEP_FILE, STEPS_FOLDER, step_name
 from recorder.pictures.named import picture_file, read_picture

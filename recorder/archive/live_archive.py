@@ -23,7 +23,7 @@ from recorder.archive.pack import (
     step_layout,
     top_layout,
 )
-from recorder.archive.store import Layout, layout_bytes
+from recorder.archive_storage import Layout, layout_bytes
 from recorder.errors import RecordError
 from recorder.format import ANCHORS_FOLDER, STEP_FILE, STEPS_FOLDER, step_name
 from recorder.header import clear_record

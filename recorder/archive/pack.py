@@ -20,17 +20,17 @@ import zarr
 from areal_core.safety.durable import sync
 from areal_core.safety.scratch import unfinished_folder
 from recorder.archive.columns import ArrayStream, create_group
-from recorder.archive.confined import OnStep, Progress, in_child, no_progress
-from recorder.archive.objects import file_system
-from recorder.archive.store import (
+from recorder.archive_storage import (
     ARCHIVE_VERSION,
     LAYOUT_ATTRIBUTE,
     UNFINISHED_OBJECT,
     VERSION_ATTRIBUTE,
     Layout,
     Part,
+    file_system,
     layout_bytes,
 )
+from recorder.confine import OnStep, Progress, in_child, no_progress
 from recorder.errors import DamagedRecord, RecordExists
 from recorder.format import (
     ANCHOR_FILE,

@@ -18,11 +18,12 @@ from typing import Any
 import numpy as np
 
 from areal_core.safety.durable import commit_file
-from recorder.conversations import Conversation, conversations, text_of
+from recorder.conversations import Conversation, conversations
 from recorder.errors import DamagedRecord
 from recorder.format import BATCH_KEYS, IMAGE_KEYS, NUMPY_TYPES, TensorEntry
 from recorder.pictures.kinds import UNKNOWN, kind_of
 from recorder.reader import Record, RecordedStep
+from recorder.transcripts import text_of
 
 MESSAGE = np.dtype([(name, "O") for name in ("role", "content", "reasoning_content", "name", "tool_calls")])
 NAMES = np.dtype("O")  # texts, a list a row

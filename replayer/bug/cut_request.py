@@ -5,8 +5,8 @@ import re
 from dataclasses import dataclass
 
 from recorder import Record, RecordedStep
-from replayer.bug.carried import read_cut
 from replayer.bug.shrink import parse_symptom
+from replayer.carried import read_cut
 from replayer.errors import ReplayError
 from replayer.preconditions import (
     check_anchor,

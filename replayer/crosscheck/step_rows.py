@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from recorder import Record, RecordedStep, StepNotRecorded, open_record
-from recorder.archive.confined import in_child
+from recorder.confine import in_child
 
 Floats = npt.NDArray[np.float64]
 Bools = npt.NDArray[np.bool_]

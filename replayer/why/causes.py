@@ -183,7 +183,7 @@ def next_of_config(case: Case, override: str) -> str:
 
 
 def diff_command(case: Case) -> str:
-    return f"areal-debug diff {quote(case.left.path)} {quote(case.right.path)} --step {case.step} --all"
+    return f"areal-debug why {quote(case.left.path)} {quote(case.right.path)} --all --step {case.step}"
 
 
 def replay_command(record: Record, step: int, override: str = "") -> str:

@@ -8,8 +8,8 @@ import pytest
 
 from recorder import open_record, verify
 from recorder.archive.extract import extract_record
-from replayer.bug.carried import read_cut
 from replayer.bug.cut_request import CutRequest, check_cut
+from replayer.carried import read_cut
 from replayer.errors import ReplayError, WrongModel
 from replayer.request import Request
 from replayer.run import replay_and_compare

@@ -127,7 +127,7 @@ def test_version():
     ("arguments", "hint"),
     [
         (["repaly"], "did you mean replay"),
-        (["bisekt"], "did you mean bisect"),
+        (["crosschek"], "did you mean crosscheck"),
         (["record", "verfy", "x"], "did you mean verify?"),
         (["hang", "colect"], "did you mean collect?"),
         (["agent", "xyz"], "choose from run, stress, rollout, replay"),
@@ -255,11 +255,11 @@ def test_quiet_and_verbose_exclude_each_other(record):
 def test_a_file_is_replaced_with_force_alone(record, tmp_path):
     page = tmp_path / "page.html"
     page.write_text("mine")
-    code, _, err = run("view", record, "-o", page)
+    code, _, err = run("open", record, "-o", page)
     assert code == 2
     assert err == f"Error: {page} exists already: give --force to replace it, or another path\n"
     assert page.read_text() == "mine"
-    code, out, _ = run("view", record, "-o", page, "--force", "--json")
+    code, out, _ = run("open", record, "-o", page, "--force", "--json")
     assert code == 0
     assert json.loads(out) == {
         "record": str(record),
@@ -309,7 +309,7 @@ def test_labels_of_hangs_as_json():
     assert explained["explanation"].startswith(f"{labels[0]}\n\n")
 
 
-def test_a_record_and_overrides_of_preflight_are_distinguished_by_their_form(tmp_path):
-    code, _, err = run("preflight", "--config", tmp_path / "c.yaml", "runs/A", "runs/B", "seed=1")
+def test_a_record_and_overrides_of_check_run_are_distinguished_by_their_form(tmp_path):
+    code, _, err = run("check", "run", "--config", tmp_path / "c.yaml", "runs/A", "runs/B", "seed=1")
     assert code == 2
     assert "expected one RECORD and overrides OPTION=VALUE, got runs/A runs/B" in err

@@ -66,9 +66,9 @@ def test_a_shell_at_a_step_has_the_complete_state(recorded):
         (["replay", "RECORD", "--edit", "/no/such.py"], "there is no edit script"),
         (["replay", "RECORD", "-o", "RECORD"], "already holds a record"),
         (["replay", "RECORD", "--explain", 9], "has 0 to 2"),
-        (["preflight", "--config", "/no/such.yaml"], "/no/such.yaml cannot be read"),
-        (["bisect", "RECORD", "--good", "nowhere"], "nowhere"),
-        (["bisect", "RECORD", "--good", "HEAD", "--repository", "/"], "not a git repository"),
+        (["check", "run", "--config", "/no/such.yaml"], "/no/such.yaml cannot be read"),
+        (["why", "RECORD", "--commits", "nowhere..HEAD"], "nowhere"),
+        (["why", "RECORD", "--commits", "HEAD..HEAD", "--repository", "/"], "not a git repository"),
     ],
 )
 def test_wrong_input_is_one_sentence(recorded, areal_debug, arguments, words):
@@ -160,11 +160,11 @@ def test_samples_of_all_ranks_are_explained(anchored):
 @pytest.mark.long
 def test_preflight_reports_whether_two_ranks_are_deterministic(tiny_model, tmp_path):
     options = ("--config", ROOT / "tests/debug/tiny.yaml", "--nproc", 2, f"cluster.fileroot={tmp_path}")
-    done = call("preflight", *options, f"actor.path={tiny_model}", "deterministic=true", "--json")
+    done = call("check", "run", *options, f"actor.path={tiny_model}", "deterministic=true", "--json")
     assert done.returncode == 0, done.stdout + done.stderr
     report = json.loads(done.stdout)
     assert (report["identical"], report["problems"], report["noise"]) == (True, 0, [])
-    done = call("preflight", *options, f"actor.path={tiny_model}", "deterministic=true", "--as-is")
+    done = call("check", "run", *options, f"actor.path={tiny_model}", "deterministic=true", "--as-is")
     assert done.returncode == 1
     assert "CUBLAS_WORKSPACE_CONFIG is None" in done.stdout
 
@@ -191,7 +191,7 @@ def test_one_changed_line_of_a_loss_is_found_among_thirty_two_commits(recorded, 
             (clone / "NOTES.md").write_text(f"note {number}\n")
             git(clone, "add", "NOTES.md")
         git(clone, "commit", "--quiet", "-am", f"Change {number}")
-    done = call("bisect", recorded, "--good", "good", "--repository", clone, "--json", timeout_s=900)
+    done = call("why", recorded, "--commits", "good..HEAD", "--repository", clone, "--json", timeout_s=900)
     assert done.returncode == 1, done.stdout + done.stderr
     report = json.loads(done.stdout)
     assert [commit["subject"] for commit in report["culprits"]] == ["Change 19"]

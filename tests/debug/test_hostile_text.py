@@ -178,10 +178,10 @@ def commands(at: dict[str, Path]) -> list[tuple[str, list[str]]]:
         ("train", ["train", text["script"], "--config", text["config"]]),
         ("train", ["train", absent]),
         ("eval", ["eval", text["script"], "--config", text["config"], "--ckpt", absent]),
-        ("config", ["config", EVIL]),
-        ("preflight", ["preflight", "--config", text["config"]]),
-        ("preflight", ["preflight", without, EVIL]),
-        ("parity", ["parity", absent]),
+        ("info options", ["info", "options", EVIL]),
+        ("check run", ["check", "run", "--config", text["config"]]),
+        ("check run", ["check", "run", without, EVIL]),
+        ("check model", ["check", "model", absent]),
         ("replay", ["replay", record]),
         ("replay", ["replay", record, "--explain", "1"]),
         ("replay", ["replay", record, "--filter", EVIL]),
@@ -189,12 +189,12 @@ def commands(at: dict[str, Path]) -> list[tuple[str, list[str]]]:
         ("goto", ["goto", record, "--step", "1"]),
         ("why", ["why", record, without, "--no-replay", "--html", f"{top}/why.html"]),
         ("why", ["why", record, absent]),
-        ("diff", ["diff", record, without, "--all"]),
-        ("diff", ["diff", record, absent]),
+        ("why", ["why", record, without, "--all"]),
+        ("why", ["why", record, absent, "--all"]),
         ("crosscheck", ["crosscheck", record]),
         ("crosscheck", ["crosscheck", absent, "--with", EVIL]),
-        ("bisect", ["bisect", record, "--good", EVIL, "--bad", EVIL]),
-        ("bisect-step", ["bisect-step", record, without]),
+        ("why", ["why", "--commits", f"{EVIL}..{EVIL}", record]),
+        ("why", ["why", record, without, "--layers"]),
         ("consistency", ["consistency", record]),
         ("consistency", ["consistency", record, "--model", absent]),
         ("consistency", ["consistency", "--exact", "--engine", "embedded", "--model", absent]),
@@ -229,11 +229,11 @@ def commands(at: dict[str, Path]) -> list[tuple[str, list[str]]]:
         ("query", ["query", record, f"select '{EVIL}' from samples"]),
         ("query", ["query", record, "--schema"]),
         ("query", ["query", record, EVIL]),
-        ("view", ["view", record, "-o", f"{top}/view.html"]),
-        ("view", ["view", record, "--redact", f"({EVIL}"]),
-        ("view", ["view", record, "--compare", without, "--all-steps", "-o", f"{top}/pages"]),
-        ("view", ["view", record, "--compare", without, "--step", "9", "-o", f"{top}/view9.html"]),
-        ("view", ["view", record, "--at", EVIL]),
+        ("open", ["open", record, "-o", f"{top}/view.html"]),
+        ("open", ["open", record, "--redact", f"({EVIL}"]),
+        ("open", ["open", record, "--compare", without, "--all-steps", "-o", f"{top}/pages"]),
+        ("open", ["open", record, "--compare", without, "--step", "9", "-o", f"{top}/view9.html"]),
+        ("open", ["open", record, "--at", EVIL]),
         ("open", ["open", top, "-o", f"{top} workbench"]),
         ("open", ["open", top, "--json"]),
         ("open", ["open", absent]),
@@ -304,7 +304,7 @@ def test_no_verb_prints_a_control_code_or_takes_data_for_markup(outputs):
 def test_hostile_text_is_shown_and_not_dropped(outputs):
     plain = [(name, STYLES.sub("", text)) for name, text in outputs]
     shown = {name for name, text in plain if "\\x1b]52;c;ZXZpbA==" in text and "[/oops]" in text}
-    assert {"record ls", "record show", "diff", "view", "record archive", "doctor"} <= shown
+    assert {"record ls", "record show", "why", "open", "record archive", "doctor"} <= shown
 
 
 def test_a_template_styles_its_own_text_and_leaves_data_alone():

@@ -136,10 +136,10 @@ def test_what_reads_records_needs_no_extra(record, tmp_path):
     assert "intact" in done.stdout
     done = without_extras("record", "export", record, "--format", "jsonl", "--to", tmp_path / "out")
     assert done.returncode == 0, done.stderr
-    done = without_extras("diff", record, record)
+    done = without_extras("why", record, record, "--all")
     assert done.returncode == 0
     assert "all bit-identical" in done.stdout
-    done = without_extras("view", record, "--output", tmp_path / "page.html")
+    done = without_extras("open", record, "--output", tmp_path / "page.html")
     assert done.returncode == 0, done.stderr
     assert "<html" in (tmp_path / "page.html").read_text()
 
@@ -153,7 +153,7 @@ def test_what_diagnoses_needs_no_extra(tmp_path):
     done = without_extras("hang", "diagnose", tmp_path / "rank_0.txt")
     assert "Traceback" not in done.stderr
     assert done.stdout != ""
-    assert without_extras("config").returncode == 0
+    assert without_extras("info", "options").returncode == 0
 
 
 @pytest.mark.parametrize(
@@ -236,7 +236,7 @@ def test_the_wheel_alone_lists_a_record_and_finds_its_examples(tmp_path, record)
     run(*pip, "install", "-q", wheel)
     command = tmp_path / "venv/bin/areal-debug"
     assert "10 steps" in run(command, "record", "ls", record)
-    run(command, "view", record, "--output", tmp_path / "page.html")
+    run(command, "open", record, "--output", tmp_path / "page.html")
     assert run(command, "--version").startswith("areal-debug, version ")
     assert run(tmp_path / "venv/bin/python", "-m", "areal_debug", "--help") == run(command, "--help")
     found = run(

@@ -286,7 +286,7 @@ def test_diff_prints_the_page_of_both_records_at_the_first_token(tmp_path):
             ]
             rows[1]["logprobs"][1] -= added
             recorder.step(3, rows)
-    done = CliRunner().invoke(main, ["diff", str(tmp_path / "left"), str(tmp_path / "right")])
+    done = CliRunner().invoke(main, ["why", str(tmp_path / "left"), str(tmp_path / "right"), "--all"])
     assert done.exit_code == 1, done.output
     command = f"areal-debug open {tmp_path}/left --compare {tmp_path}/right --step 3 --at 1.0.3"
     assert command in done.output

@@ -47,10 +47,8 @@ OTHERS = {
     "demo",
     "train",
     "eval",
-    "config",
     "info",
-    "preflight",
-    "parity",
+    "check",
     "hang",
     "trace",
     "serve",
@@ -141,16 +139,12 @@ def verbs_on(record: Path, model: Path, out: Path) -> dict[str, tuple[list, int]
         "replay": ([record], 2),
         "goto": ([record], 2),
         "why": ([record, record], 0),
-        "diff": ([record, record], 0),
-        "bisect": ([record, "--good", "HEAD~1"], 2),
-        "bisect-step": ([record, record], 2),
         "consistency": ([record, "--model", model], 1),
         "doctor": ([record], 2),
         "crosscheck": ([record], 2),
         "reward rescore": ([record, f"{REWARDS}:even_share"], 1),
         "query": ([record, "select step, reward, prompt_id, finish_reason from samples"], 0),
-        "view": ([record, "-o", out / "page.html"], 0),
-        "open": ([record, "-o", out / "workbench"], 0),
+        "open": ([record, "-o", out / "page.html"], 0),
         "record ls": ([record], 0),
         "record show": ([record, "--tokens"], 0),
         "record verify": ([record], 0),
@@ -163,7 +157,7 @@ def verbs_on(record: Path, model: Path, out: Path) -> dict[str, tuple[list, int]
 
 
 def names_of_verbs() -> set[str]:
-    groups = {"record": set(record_group.list_commands(None)) - {"import", "sign"}, "reward": {"rescore"}}
+    groups = {"record": set(record_group.list_commands(None)) - {"import"}, "reward": {"rescore"}}
     return {name for name in VERBS if name not in OTHERS | groups.keys()} | {
         f"{group} {name}" for group, names in groups.items() for name in names
     }
@@ -176,7 +170,7 @@ def test_every_verb_answers_and_invents_nothing(record, model, tmp_path):
         found, output = run(*name.split(), *arguments)
         assert found == code, (name, output)
         assert not INVENTED.search(output), (name, output)
-        if name in ("replay", "goto", "bisect", "bisect-step", "record cut"):
+        if name in ("replay", "goto", "record cut"):
             assert output.startswith("Error: "), (name, output)
             assert output.count("\n") == 1, (name, output)
             assert "a record of trl" in output
@@ -235,7 +229,7 @@ def test_page_marks_what_is_not_known_and_keeps_known_text(record):
 
 
 def test_the_page_shows_question_marks_in_a_browser(record, page, tmp_path):
-    assert run("view", record, "--step", 0, "-o", tmp_path / "page.html")[0] == 0
+    assert run("open", record, "--step", 0, "-o", tmp_path / "page.html")[0] == 0
     page.open(f"file://{tmp_path}/page.html")
     page.wait_for("document.body.dataset.ready")
     cells = (
@@ -256,7 +250,7 @@ def test_the_page_shows_question_marks_in_a_browser(record, page, tmp_path):
 
 def test_what_is_not_known_is_not_known_beside_another_record_either(record, page, tmp_path):
     both = ("--compare", record, "--all-steps", "-o", tmp_path / "pages")
-    assert run("view", record, *both)[0] == 0
+    assert run("open", record, *both)[0] == 0
     page.open(f"file://{tmp_path}/pages/index.html#step=0&prompt=0&sample=0&compare=B")
     page.wait_for("document.body.dataset.ready")
     assert (
@@ -303,7 +297,7 @@ def test_another_reward_is_found_and_options_are_named_as_those_of_the_trainer(m
     assert (report.first.left, report.first.right, report.first.place.row) == (1.0, 0.25, 2)
     assert [reason.where for reason in report.verdict.reasons] == ["learning_rate"]
     assert "where an option of trl acts is not known" in report.verdict.why
-    assert run("diff", record, other)[0] == 1
+    assert run("why", record, other, "--all")[0] == 1
 
 
 def test_a_record_without_config_is_accused_of_nothing_that_is_not_known(make, record, tmp_path):
@@ -339,16 +333,16 @@ def test_an_import_of_our_export_is_the_same_as_far_as_it_is_known(tmp_path):
     assert report.not_compared == ("logprobs", "advantages", "loss", "gradient", "weights")
 
 
-def test_bisect_step_uses_the_checksums_that_a_trainer_gives(make, tmp_path):
+def test_why_uses_the_checksums_that_a_trainer_gives(make, tmp_path):
     records = []
     for name, last in (("a", "00000001"), ("b", "00000002")):
         with Recorder(tmp_path / name, trainer="slime") as recorder:
             for step, value in enumerate(("00000000", last)):
                 recorder.step(step, [{"tokens": [1, 2], "loss_mask": [0, 1]}], checksums={"w": value})
         records.append(tmp_path / name)
-    code, text = run("bisect-step", *records, "--json")
+    code, text = run("why", *records, "--no-replay", "--json")
     assert (code, json.loads(text)["step"]) == (1, 1)
-    code, text = run("bisect-step", *records, "--layers")
+    code, text = run("why", *records, "--layers")
     assert code == 2
     assert "--layers needs the plans and outcomes that our trainer records" in text
 

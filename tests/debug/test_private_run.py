@@ -68,7 +68,7 @@ def test_a_record_with_masked_values_is_counted_and_replays(areal_debug, run):
 def test_what_verbs_write_is_private_too(areal_debug, run, tmp_path):
     for verb in (["record", "archive", run / "record", "--to", tmp_path / "a.zip"],
                  ["record", "extract", tmp_path / "a.zip", "--to", tmp_path / "extracted"],
-                 ["view", run / "record", "-o", tmp_path / "page.html"]):  # fmt: skip
+                 ["open", run / "record", "-o", tmp_path / "page.html"]):  # fmt: skip
         done = areal_debug(*verb)
         assert done.returncode == 0, done.stdout + done.stderr
     assert modes_below(tmp_path / "extracted") == {0o600, 0o700}

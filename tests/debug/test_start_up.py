@@ -57,8 +57,8 @@ def test_what_replays_import_is_what_they_use_and_starts_no_thread():
 @pytest.mark.parametrize(
     "verb",
     [
-        *("replay", "preflight", "why"),
-        *(pytest.param(name, marks=pytest.mark.long) for name in ("goto", "bisect")),
+        *("replay", "check run", "why"),
+        *(pytest.param(name, marks=pytest.mark.long) for name in ("goto", "why --commits")),
     ],
 )
 def test_a_command_checks_its_input_without_torch(verb, tmp_path):
@@ -66,14 +66,14 @@ def test_a_command_checks_its_input_without_torch(verb, tmp_path):
     code = f"""
 import sys
 from areal_debug.cli import main
-sys.argv = ["areal-debug", {verb!r}, *sys.argv[1:]]
+sys.argv = ["areal-debug", *{verb.split()!r}, *sys.argv[1:]]
 try:
     main()
 finally:
     print([name for name in ("torch", "transformers", "pandas", "pyarrow") if name in sys.modules])
 """
     missing = str(tmp_path / "missing")
-    given = {"bisect": [missing, "--good", "v1"], "preflight": ["--config", missing]}
+    given = {"why --commits": ["v1..HEAD", missing], "check run": ["--config", missing]}
     arguments = given.get(verb, [missing])
     done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (2, "[]\n")
@@ -104,12 +104,12 @@ def test_replay_says_what_it_does_while_torch_is_imported(recorded):
             marks=pytest.mark.long,
         ),
         pytest.param(
-            ["bisect", "RECORD", "--good", "v1"],
+            ["why", "RECORD", "--commits", "v1..HEAD"],
             "searching v1..HEAD for the commit that changed the numbers of RECORD",
             marks=pytest.mark.long,
         ),
         pytest.param(
-            ["preflight", "--config", "a.yaml"],
+            ["check", "run", "--config", "a.yaml"],
             "preflight of a.yaml: reading settings and source files",
             marks=pytest.mark.long,
         ),
@@ -123,7 +123,7 @@ def test_replay_says_what_it_does_while_torch_is_imported(recorded):
             ["crosscheck", "RECORD"], "recomputing the first step of RECORD", marks=pytest.mark.long
         ),
         (["record", "cut", "RECORD", "--step", "1", "--to", "a.zip"], "cutting step 1 of RECORD"),
-        (["parity", "a"], "checking a as d1"),
+        (["check", "model", "a"], "checking a as d1"),
         (["train", SCRIPT, *OPTIONS], f"starting {SCRIPT} with embedded|fsdp:d1"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",

@@ -184,7 +184,7 @@ def test_the_verb_refuses_to_split_rows_that_must_be_computed_alone(tmp_path):
 
 
 def verb(*arguments):
-    return run_forked([COMMAND, "parity", *arguments], timeout_s=120)
+    return run_forked([COMMAND, "check", "model", *arguments], timeout_s=120)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

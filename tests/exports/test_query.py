@@ -37,7 +37,7 @@ def ask(folder: Path, sql: str) -> list[tuple]:
 @pytest.fixture(autouse=True)
 def in_this_process(monkeypatch):
     """A child that is forked while DuckDB's threads run, as `ask` leaves them, may wait for one."""
-    monkeypatch.setattr("areal_debug.confined.run_confined", lambda work, bounds, announce: work())
+    monkeypatch.setattr("recorder.confine.run_confined", lambda work, bounds, announce: work())
 
 
 def run(*arguments: object) -> tuple[int, str, str]:
@@ -231,7 +231,7 @@ def test_several_records_answer_in_their_order_and_are_named(full, tmp_path):
         "tasks": [
             {"name": str(record), "exit_code": 0, "report": each, "error": None} for record in (full, other)
         ],
-        "retries": {},
+        
     }
     lines = [f"{record},{row['step']},{row['n']},nan" for record in (full, other) for row in each]
     assert run(full, other, sql, "--csv")[:2] == (0, "\n".join(["record,step,n,x", *lines, ""]))

@@ -21,10 +21,7 @@ from areal_core.engine.checkpoint.files import Checkpoint, SavedEngine, read_che
 from areal_core.engine.checkpoint.hf_folder import HFFolder
 from areal_core.engine.checkpoint.shards import Piece
 from areal_core.safety.durable import sentence_of
-from areal_core.servers.health import Health
-from areal_core.servers.server import Server
 from areal_core.telemetry.loggers import JsonlLogger, read_stats
-from areal_core.telemetry.trace import Trace
 from areal_core.trainer.checkpointing import cut_stats, find_checkpoint, write_and_clear
 from areal_debug.cli import main
 from areal_debug.hang.collect import _into
@@ -331,22 +328,6 @@ def exporting(format_name: str) -> Operation:
 # Pages and reports
 
 
-def page(name: str, before: Callable[[Path], object], *words: str, files: tuple[str, ...]) -> Operation:
-    """A verb that replaces pages; FOLDER in its words is the folder."""
-
-    def before_with_old(folder: Path) -> None:
-        before(folder)
-        for file in files:
-            (folder / file).write_text("an older page")
-
-    return Operation(
-        name,
-        before_with_old,
-        lambda folder: verb(*(word.replace("FOLDER", str(folder)) for word in words), "--force"),
-        files=files,
-    )
-
-
 def collection(folder: Path) -> None:
     samples = load("hangdoctor/analysis/test_samples.py")
     ranks = {f"rank_{rank}": samples.still(samples.REDUCE) for rank in range(2)}
@@ -442,31 +423,6 @@ def stats_logger() -> Operation:
         assert all(row["loss"] == row["step"] / 7 for row in rows)
 
     return Operation("statistics", before, as_sentence(run), check, unfinished=r"logs/stats.jsonl")
-
-
-def server_health() -> Operation:
-    def before(folder: Path) -> None:
-        (folder / "server_health.json").write_text('{"updated": "earlier", "servers": []}')
-
-    def run(folder: Path) -> None:
-        health = Health([Server("127.0.0.1:1")])
-        health.document = lambda: {"updated": "now", "servers": []}
-        health.write(folder / "server_health.json")
-
-    return Operation("server health", before, as_sentence(run), files=("server_health.json",))
-
-
-def tracing() -> Operation:
-    """A trace that cannot be written never ends a run."""
-
-    def run(folder: Path) -> None:
-        trace = Trace(folder / "trace", 0, 1, {})
-        for step in range(3):
-            trace.stage("update", step, step + 1)
-            trace.flush()
-        trace.close()
-
-    return Operation("trace", lambda folder: None, as_sentence(run), unfinished=r"trace.*")
 
 
 def checkpoint(folder: Path, step: int, num_ranks: int = 2) -> list[Snapshot]:

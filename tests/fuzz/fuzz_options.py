@@ -12,65 +12,6 @@ from .fuzz_records import OBEYED
 from .inputs import Case, Edit, Files
 from .targets import Target
 
-ROOT = Path(__file__).parent.parent.parent
-YAML = [
-    *(
-        "&a [*a, *a]",
-        "*a",
-        "<<: *a",
-        "!!python/object:os.system x",
-        "!!binary x",
-        "- a",
-        "? [a]: b",
-        "{a: b",
-        "[1, 2]",
-    ),
-    *(
-        "${oc.env:HOME}",
-        "${actor}",
-        "${a.b.c}",
-        "${",
-        "???",
-        "!!set {a}",
-        "2020-01-01",
-        "0x10",
-        "1_000",
-        "~",
-        "'",
-        '"',
-        "%",
-    ),
-    *(
-        "\t",
-        "---",
-        "...",
-        "|",
-        ">",
-        "\x00",
-        "\ud800",
-        "é",
-        "1e999",
-        ".nan",
-        "yes",
-        "null",
-        "{}",
-        "[]",
-        "a: b: c",
-        "@",
-    ),
-]
-OVERRIDES = [
-    "actor",
-    "actor.path",
-    "seed",
-    "a",
-    "gconfig.n_samples",
-    "cluster.fileroot",
-    "actor.optimizer.lr",
-    "",
-]
-
-
 # Filters
 
 ATOMS = [

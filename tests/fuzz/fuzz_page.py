@@ -8,9 +8,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from areal_debug.view.contents import Contents
-from areal_debug.view.followed import FollowedRecord
-from areal_debug.view.server import make_server
+from areal_debug.view.page import Contents, FollowedRecord, make_server
 from recorder.testing import write_scripted_record
 
 from .inputs import Case, Edit, Files

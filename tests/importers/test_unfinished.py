@@ -16,8 +16,6 @@ from recorder.trainers.importing import import_record
 from . import dataproto, eras, lines, pickled
 from .known import KNOWN
 
-NUM_TOKENS = sum(len(one.tokens) for one in KNOWN)
-
 
 def two_steps(write, folder: Path, first: str, second: str) -> Path:
     """Write a dump, and its file again under the name of the next step; return the second file."""

@@ -132,14 +132,13 @@ def test_a_verb_without_its_extra_names_it_and_others_work_with_limits():
     assert found["record"].limits == (
         "archive, cut, and records in archives: pip install 'areal-debug[archive]'",
     )
-    assert found["bisect-step"].limits == ("--layers: pip install 'areal-debug[train]'",)
 
 
 def test_what_the_machine_refuses_is_a_limit_of_the_verb():
     found = verbs_of(refuses="no.", schedulers=SCHEDULERS | {"SLURM": None}, has_git=False)
     assert found["hang"].works
     assert found["hang"].limits == ("stacks of running jobs, but saved ones: no.",)
-    assert not found["bisect"].works
+    assert found["why"].limits == ("--commits: there is no git program on PATH",)
     assert found["train"].limits == ("scheduler.type=slurm: there is no srun on PATH",)
 
 

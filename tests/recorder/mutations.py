@@ -4,9 +4,6 @@ The checksum of the changed file, and its entry in step.json, are computed again
 the change reaches the parsers and what runs after them.
 """
 
-import copy
-import json
-import random
 import re
 from pathlib import Path
 from typing import Any
@@ -22,17 +19,6 @@ HOSTILE_VALUES: tuple[Any, ...] = (
     "BF16", "X9", "F64", "U8", "token", "ffffffff", "inf", "0x1p5000", [], {}, [[]], [1, 2, 3], [-1], [True],
     ["x"], {"a": 1}, {"float": "nan"}, {"float": "x"}, {"": {}}, [[1, 2], [3]], [[5, 1]], [[0, 10**9]],
 )  # fmt: skip
-RAW_VALUES = (
-    "NaN",
-    "-Infinity",
-    "1" * 5000,
-    "1e999999",
-    "[" * 100_000 + "]" * 100_000,
-    '{"a":1,"a":2}',
-    "01",
-    "'x'",
-)
-MARK = "@@raw@@"
 
 
 class Words:
@@ -75,34 +61,6 @@ def places(document: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
         else ()
     )
     return [found for key, value in items for found in ((*path, key), *places(value, (*path, key)))]
-
-
-def mutate(document: Any, rng: random.Random) -> tuple[str, str, str]:
-    """Change one place; return the JSON text, the place and the change."""
-    document = copy.deepcopy(document)
-    *above, last = rng.choice([p for p in places(document) if p != ("crc32c",)])
-    holder = document
-    for key in above:
-        holder = holder[key]
-    kind = rng.choice(("value", "value", "value", "raw", "delete", "rename", "add", "duplicate", "swap"))
-    raw = ""
-    if kind == "value":
-        holder[last] = rng.choice(HOSTILE_VALUES)
-    elif kind == "raw":
-        holder[last], raw = MARK, rng.choice(RAW_VALUES)
-    elif kind == "delete":
-        del holder[last]
-    elif kind == "swap":
-        other = rng.choice(list(holder) if isinstance(holder, dict) else range(len(holder)))
-        holder[last], holder[other] = holder[other], holder[last]
-    elif isinstance(holder, dict):
-        new = rng.choice(("../../x", "/x", "", "a\nb", "extra", "\ud800", "crc", f"{last}x"))
-        holder[new] = holder.pop(last) if kind == "rename" else holder[last]
-    else:
-        holder.append(holder[last])
-    text = json.dumps(document).replace(f'"{MARK}"', raw)
-    shown = raw[:20] if kind == "raw" else repr(holder[last])[:40] if kind == "value" else ""
-    return text, "/".join(map(str, (*above, last))), f"{kind} {shown}"
 
 
 def sealed(text: str) -> bytes:

@@ -11,22 +11,13 @@ import pytest
 from click.testing import CliRunner
 
 from areal_debug.cli import main
-from areal_debug.view.contents import Contents
-from areal_debug.view.conversations import calls_document
-from areal_debug.view.followed import FollowedRecord
+from areal_debug.view.data import calls_document
 from areal_debug.view.pack import pack_json
+from areal_debug.view.page import Contents, FollowedRecord
 from recorder import DamagedRecord, open_record
-from recorder.conversations import (
-    Constructed,
-    RecordedCall,
-    Transcript,
-    calls_before,
-    check_calls,
-    conversations,
-    is_failure,
-    tool_uses,
-)
+from recorder.conversations import calls_before, conversations
 from recorder.tables.formats import export_record
+from recorder.transcripts import Constructed, RecordedCall, Transcript, check_calls, is_failure, tool_uses
 
 sys.path.insert(0, str(Path(__file__).parent))
 from agent_record import FAILURE, PICTURES, RESULTS, write_agent_record

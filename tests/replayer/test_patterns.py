@@ -489,8 +489,3 @@ def replayed(tiny_run, tmp_path_factory):
         return open_record(folder / "record").step(0)
 
     return call
-
-
-@pytest.fixture(scope="module")
-def good(replayed):
-    return replayed()

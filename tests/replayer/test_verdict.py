@@ -207,7 +207,7 @@ def report_of(kind="bitwise", finding="different", code=()):
             Request("my runs/r", 0, 9, "m"),
             [
                 "areal-debug why 'my runs/r' --model m",
-                "areal-debug bisect 'my runs/r' --good 5d5b2e1f0c9a --bad c0ffee000000 --to-step 4 --model m",
+                "areal-debug why 'my runs/r' --commits 5d5b2e1f0c9a..c0ffee000000 --to-step 4 --model m",
                 "areal-debug goto 'my runs/r' --step 4 --model m --shell",
             ],
         ),
@@ -216,7 +216,7 @@ def report_of(kind="bitwise", finding="different", code=()):
             Request("r", 0, 9, record_to="again"),
             [
                 "areal-debug why r again",
-                "areal-debug diff r again --step 4",
+                "areal-debug why r again --all --step 4",
                 "git diff HEAD",
                 "areal-debug goto r --step 4 --shell",
             ],

@@ -11,9 +11,7 @@ from click.testing import CliRunner
 
 from areal_debug.record.decode import load_decoder
 from areal_debug.verbs.open import command
-from areal_debug.view.contents import Contents, Place
-from areal_debug.view.followed import FollowedRecord
-from areal_debug.view.server import make_server
+from areal_debug.view.page import Contents, FollowedRecord, Place, make_server
 from recorder import open_record
 
 from ..browser.chromium import browser_page

@@ -9,11 +9,8 @@ from click.testing import CliRunner
 
 from areal_debug.verbs.open import command
 from areal_debug.verbs.record import command as record_command
-from areal_debug.view.contents import Contents
-from areal_debug.view.followed import FollowedRecord
-from areal_debug.view.images import image_document, with_images_named
-from areal_debug.view.server import make_server
-from areal_debug.view.text import TokenText
+from areal_debug.view.data import TokenText, image_document, with_images_named
+from areal_debug.view.page import Contents, FollowedRecord, make_server
 from recorder import open_record
 from recorder.testing import in_step, scripted_batch, send_step, start_facts
 from recorder.writer import RecordWriter

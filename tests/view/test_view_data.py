@@ -2,7 +2,6 @@
 
 import base64
 import gzip
-import json
 import re
 from itertools import pairwise
 
@@ -12,8 +11,7 @@ from click.testing import CliRunner
 
 from areal_debug.record.decode import load_decoder
 from areal_debug.verbs.open import command
-from areal_debug.view.data import read_run, read_step, run_document
-from areal_debug.view.text import BLOCK, redact_tokens, text_of_tokens
+from areal_debug.view.data import BLOCK, read_run, read_step, redact_tokens, run_document, text_of_tokens
 from recorder import open_record
 from recorder.testing import write_scripted_record
 
@@ -102,20 +100,6 @@ def test_ranks_follow_each_other_with_their_own_rows(tmp_path):
     assert view.rows["rank"].tolist() == [0, 0, 0, 1, 1, 1]
     assert view.rows["row"].tolist() == [0, 1, 2, 0, 1, 2]
     assert len(view.tokens["logprob"]) == view.rows["length"].sum()
-
-
-def unpacked(data):
-    """Return the header and the columns of a packed step, as the page reads them."""
-    packed = gzip.decompress(data)
-    size = int.from_bytes(packed[:4], "little")
-    head = json.loads(packed[4 : 4 + size])
-    offset, arrays = 4 + size, {}
-    for column in head["columns"]:
-        assert offset % 8 == 0
-        dtype = np.dtype(column["type"].removesuffix("Array").lower())
-        arrays[column["name"]] = np.frombuffer(packed, dtype, column["length"], offset)
-        offset += -(-arrays[column["name"]].nbytes // 8) * 8
-    return head, arrays
 
 
 def call(*arguments):

@@ -10,9 +10,7 @@ from click.testing import CliRunner
 from areal_core.safety.printable import UNPRINTABLE
 from areal_debug.record.decode import load_decoder
 from areal_debug.verbs.open import command
-from areal_debug.view.contents import Contents
-from areal_debug.view.followed import FollowedRecord
-from areal_debug.view.server import make_server
+from areal_debug.view.page import Contents, FollowedRecord, make_server
 from recorder import open_record
 
 from ..browser.chromium import browser_page

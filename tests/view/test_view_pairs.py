@@ -12,8 +12,7 @@ from click.testing import CliRunner
 
 from areal_debug.verbs.open import command
 from areal_debug.view import page
-from areal_debug.view.contents import Contents, Place
-from areal_debug.view.followed import FollowedRecord
+from areal_debug.view.page import Contents, FollowedRecord, Place
 from areal_debug.view.pairs import pair_document
 from recorder import StepNotRecorded, open_record
 from recorder.testing import write_scripted_record

@@ -1,1 +1,0 @@
-"""`areal-debug bisect`: find the commit that changed a record's numbers."""
