@@ -191,8 +191,8 @@ def compare_layers(
     from areal_debug.diff.render import print_first_step, print_layers, print_verdict
     from recorder import open_record
     from replayer.commits.first_step import bisect_steps, explain_step
-    from replayer.errors import ReplayError
     from replayer.commits.warm import layers_with_own_code
+    from replayer.errors import ReplayError
 
     here, there = open_record(left), open_record(right)
     announce(f"comparing the weights of {left} and {right}")

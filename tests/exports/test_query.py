@@ -231,7 +231,6 @@ def test_several_records_answer_in_their_order_and_are_named(full, tmp_path):
         "tasks": [
             {"name": str(record), "exit_code": 0, "report": each, "error": None} for record in (full, other)
         ],
-        
     }
     lines = [f"{record},{row['step']},{row['n']},nan" for record in (full, other) for row in each]
     assert run(full, other, sql, "--csv")[:2] == (0, "\n".join(["record,step,n,x", *lines, ""]))

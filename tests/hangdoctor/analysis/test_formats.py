@@ -229,14 +229,6 @@ def test_pyspy_json_like_the_last_one_and_damaged_is_refused(change):
         parse_stacks_json(text.replace(*change))
 
 
-
-
-
-
-
-
-
-
 def test_a_native_pass_is_laid_under_the_python_frames_it_belongs_to(tmp_path):
     (tmp_path / "rank_0.json").write_text(pyspy_json(10, "f", [10]))
     (tmp_path / "rank_0.native.txt").write_text(
