@@ -56,8 +56,7 @@ def test_the_consistency_verb_finds_no_difference(pool, tiny_model, tmp_path):
     prompts = tmp_path / "prompts.jsonl"
     rows = [{"input_ids": [10 + row, 20, 30 + row], "answer": "1"} for row in range(16)]
     prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    options = ["--num-samples", "2", "--max-new-tokens", "32", "--answers", "--json"]
-    options += ["--reward", "areal_core.reward.functions.arithmetic_reward_fn"]
+    options = ["--num-samples", "2", "--max-new-tokens", "32", "--json"]
     engine = pool.servers[0].address
     given = ["--engine", engine, "--model", str(tiny_model), "--prompts", str(prompts), *options]
     done = CliRunner().invoke(consistency, given)
@@ -67,7 +66,6 @@ def test_the_consistency_verb_finds_no_difference(pool, tiny_model, tmp_path):
     assert found["engines"] == [f"SGLang 0.5.23 with {tiny_model} (float32)"]
     assert found["metrics"]["mean_abs"] < 1e-5
     assert max(found["rescoring"]["decode"], found["rescoring"]["prefill"]) < 1e-5
-    assert (found["answers"]["num_prompts"], found["answers"]["identical"]) == (16, 16)
 
 
 def test_stop_tokens_end_a_completion_and_stay_in_it(pool):
