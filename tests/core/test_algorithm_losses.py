@@ -19,7 +19,6 @@ from areal_core.algorithm.losses import (
 )
 from areal_core.algorithm.off_policy import (
     behaviour_weights,
-    binary_kl,
     loglinear_proximal_logprobs,
     loglinear_share,
     second_moment_mask,
@@ -192,47 +191,6 @@ def test_sequence_ratio_is_the_geometric_mean_and_falls_as_a_whole():
 
 
 # Sequences of ratios 2, 8 and 1, 1/4: geometric means 4, 1/2; products 16, 1/4; largest 8, 1.
-@pytest.mark.parametrize(
-    ("options", "kept", "weights"),
-    [
-        ({"agg": "sum", "upper": 10.0}, [False, True], [0.0, 0.5]),
-        ({"agg": "sum", "upper": 20.0}, [True, True], [4.0, 0.5]),
-        ({"agg": "sum", "upper": 10.0, "action": "clamp"}, [True, True], [4.0, 0.5]),
-        ({"agg": "sum", "upper": 3.0, "action": "clamp"}, [True, True], [3.0, 0.5]),
-        ({"agg": "max", "upper": 9.0, "lower": 2.0}, [True, False], [4.0, 0.0]),
-        ({"agg": "max", "upper": 7.0, "action": "clamp"}, [True, True], [4.0, 0.5]),
-        ({"agg": "sum", "upper": 20.0, "weight": "product"}, [True, True], [16.0, 0.25]),
-        ({"agg": "sum", "upper": 10.0, "weight": "product", "action": "clamp"}, [True, True], [10.0, 0.25]),
-        ({"agg": "mean", "upper": 5.0, "weight": "product"}, [True, True], [16.0, 0.25]),
-    ],
-)
-def test_bounds_judge_a_sequence_and_do_not_choose_its_weight(options, kept, weights):
-    found = weights_of((2.0, 8.0, 1.0, 0.25), cu_seqlens=TWO, level="sequence", **options)
-    assert found[0] == [kept[0], kept[0], kept[1], kept[1]]
-    assert found[1] == [weights[0], weights[0], weights[1], weights[1]]
-
-
-def test_kl_metric_drops_by_divergence_and_weighs_by_ratio():
-    # k2 = log(ratio)^2 / 2: log(4)^2 / 2 = 0.96, log(2)^2 / 2 = 0.24
-    kept, weights, _ = weights_of((4.0, 2.0, 0.25, 1.0), metric="kl_k2", upper=0.5)
-    assert kept == [False, True, False, True]
-    assert weights == [0.0, 2.0, 0.0, 1.0]
-    # k3 = 1 / r - 1 + log r: 3 - log 4 = 1.61 at a quarter, 1/4 - 1 + log 4 = 0.64 at four
-    assert weights_of((4.0, 2.0, 0.25, 1.0), metric="kl_k3", upper=1.0)[0] == [True, True, False, True]
-
-
-def test_binary_kl_is_the_larger_of_both_directions():
-    # 1/2 against 1/4: 0.5 log 2 + 0.5 log(2/3) = 0.1438; the other way -0.25 log 2 + 0.75 log 1.5
-    # = 0.1308. Equal policies, also certain ones, have 0.
-    proximal = torch.tensor([0.5, 0.25, 0.3, 1.0]).log()
-    behaviour = torch.tensor([0.25, 0.5, 0.3, 1.0]).log()
-    np.testing.assert_allclose(binary_kl(proximal, behaviour), [0.143841, 0.143841, 0.0, 0.0], atol=1e-6)
-    options = {"metric": "binary_kl", "upper": 0.14}
-    kept, weights, _ = behaviour_weights(proximal, behaviour, torch.ones(4), ONE, **options)
-    assert kept.tolist() == [False, False, True, True]
-    assert weights.tolist() == [0.0, 0.0, 1.0, 1.0]
-
-
 def test_non_finite_logprobs_count_as_equal_policies():
     behaviour = torch.tensor([float("nan"), -float("inf"), 0.0, 0.0])
     kept, weights, _ = behaviour_weights(torch.zeros(4), behaviour, torch.ones(4), ONE, upper=5.0)

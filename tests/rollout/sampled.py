@@ -7,6 +7,8 @@ import torch
 
 from areal_core.rollout.types import ModelRequest, ModelResponse, Sampling
 from areal_core.servers.client import FleetClient
+from areal_core.servers.verification import WeightCheck
+from areal_core.servers.weight_update import BroadcastUpdate, DiskUpdate
 
 TEMPERATURE = 0.8
 
@@ -52,3 +54,40 @@ def perturb(model, seed: int) -> None:
 def assert_not_sampled_by(model, responses: list[ModelResponse]) -> None:
     with pytest.raises(AssertionError):
         assert_sampled_by(model, responses)
+
+
+def check_logprobs(pool, model):
+    responses = generate(pool)
+    assert_sampled_by(model, responses)
+    assert {v for r in responses for v in r.output_versions} == {0}
+    assert all(r.stop_reason == "stop" or len(r.output_tokens) == 24 for r in responses)
+
+
+def check_stop_tokens(pool):
+    (free,) = generate(pool, 1, 12, greedy=True, ignore_eos=True)
+    stop = free.output_tokens[3]
+    (stopped,) = generate(pool, 1, 12, greedy=True, stop_token_ids=[stop])
+    assert stopped.output_tokens == free.output_tokens[: free.output_tokens.index(stop) + 1]
+    assert stopped.stop_reason == "stop"
+
+
+def check_update_by_disk(pool, model, model_path, tmp_path):
+    perturb(model, 1)
+    assert_not_sampled_by(model, generate(pool))
+    check = WeightCheck(every=1)
+    DiskUpdate(pool, tmp_path / "update", model_path, check=check).send(model.named_parameters(), 7)
+    responses = generate(pool)
+    assert_sampled_by(model, responses)
+    assert {v for r in responses for v in r.output_versions} == {7}
+
+
+def check_updates_by_broadcast(pool, model, bucket_bytes):
+    update = BroadcastUpdate(pool, "gloo", bucket_bytes=bucket_bytes, check=WeightCheck(every=1))
+    for version in (8, 9):
+        perturb(model, version)
+        assert_not_sampled_by(model, generate(pool))
+        update.send(iter(model.named_parameters()), version)
+        responses = generate(pool)
+        assert_sampled_by(model, responses)
+        assert {v for r in responses for v in r.output_versions} == {version}
+    update._leave()

@@ -21,7 +21,16 @@ from areal_core.servers.verification import WeightCheck
 from areal_core.servers.weight_update import BroadcastUpdate, DiskUpdate
 from areal_debug.verbs.consistency import command as consistency
 
-from .sampled import TEMPERATURE, assert_not_sampled_by, assert_sampled_by, generate, perturb
+from .sampled import (
+    TEMPERATURE,
+    assert_sampled_by,
+    check_logprobs,
+    check_stop_tokens,
+    check_update_by_disk,
+    check_updates_by_broadcast,
+    generate,
+    perturb,
+)
 
 pytestmark = pytest.mark.sglang
 
@@ -39,10 +48,7 @@ def pool(sglang_server):
 
 
 def test_logprobs_are_those_of_transformers(pool, model):
-    responses = generate(pool)
-    assert_sampled_by(model, responses)
-    assert {v for r in responses for v in r.output_versions} == {0}
-    assert all(r.stop_reason == "stop" or len(r.output_tokens) == 24 for r in responses)
+    check_logprobs(pool, model)
 
 
 def test_the_consistency_verb_finds_no_difference(pool, tiny_model, tmp_path):
@@ -50,8 +56,7 @@ def test_the_consistency_verb_finds_no_difference(pool, tiny_model, tmp_path):
     prompts = tmp_path / "prompts.jsonl"
     rows = [{"input_ids": [10 + row, 20, 30 + row], "answer": "1"} for row in range(16)]
     prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    options = ["--num-samples", "2", "--max-new-tokens", "32", "--answers", "--json"]
-    options += ["--reward", "areal_core.reward.functions.arithmetic_reward_fn"]
+    options = ["--num-samples", "2", "--max-new-tokens", "32", "--json"]
     engine = pool.servers[0].address
     given = ["--engine", engine, "--model", str(tiny_model), "--prompts", str(prompts), *options]
     done = CliRunner().invoke(consistency, given)
@@ -61,37 +66,18 @@ def test_the_consistency_verb_finds_no_difference(pool, tiny_model, tmp_path):
     assert found["engines"] == [f"SGLang 0.5.23 with {tiny_model} (float32)"]
     assert found["metrics"]["mean_abs"] < 1e-5
     assert max(found["rescoring"]["decode"], found["rescoring"]["prefill"]) < 1e-5
-    assert (found["answers"]["num_prompts"], found["answers"]["identical"]) == (16, 16)
 
 
 def test_stop_tokens_end_a_completion_and_stay_in_it(pool):
-    (free,) = generate(pool, 1, 12, greedy=True, ignore_eos=True)
-    stop = free.output_tokens[3]
-    (stopped,) = generate(pool, 1, 12, greedy=True, stop_token_ids=[stop])
-    assert stopped.output_tokens == free.output_tokens[: free.output_tokens.index(stop) + 1]
-    assert stopped.stop_reason == "stop"
+    check_stop_tokens(pool)
 
 
 def test_an_update_by_disk_changes_the_weights_and_the_version(pool, model, tiny_model, tmp_path):
-    perturb(model, 1)
-    assert_not_sampled_by(model, generate(pool))
-    check = WeightCheck(every=1)
-    DiskUpdate(pool, tmp_path / "update", tiny_model, check=check).send(model.named_parameters(), 7)
-    responses = generate(pool)
-    assert_sampled_by(model, responses)
-    assert {v for r in responses for v in r.output_versions} == {7}
+    check_update_by_disk(pool, model, tiny_model, tmp_path)
 
 
 def test_updates_by_broadcast_change_the_weights_and_the_version(pool, model):
-    update = BroadcastUpdate(pool, "gloo", bucket_bytes=100_000, check=WeightCheck(every=1))
-    for version in (8, 9):
-        perturb(model, version)
-        assert_not_sampled_by(model, generate(pool))
-        update.send(iter(model.named_parameters()), version)
-        responses = generate(pool)
-        assert_sampled_by(model, responses)
-        assert {v for r in responses for v in r.output_versions} == {version}
-    update._leave()
+    check_updates_by_broadcast(pool, model, 100_000)
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,16 @@ from areal_core.servers.wire import is_alive, weight_version
 from areal_core.testing import make_tiny_model
 from areal_debug.verbs.consistency import command as consistency
 
-from ..rollout.sampled import TEMPERATURE, assert_not_sampled_by, assert_sampled_by, generate, perturb
+from ..rollout.sampled import (
+    TEMPERATURE,
+    assert_sampled_by,
+    check_logprobs,
+    check_stop_tokens,
+    check_update_by_disk,
+    check_updates_by_broadcast,
+    generate,
+    perturb,
+)
 
 pytestmark = pytest.mark.long
 RUNNING = re.compile(r"^vllm:num_requests_running\{.*\} 12\.0$", re.MULTILINE)
@@ -78,10 +87,7 @@ def test_the_server_is_known_as_the_runs(pool, model_path):
 
 
 def test_logprobs_are_those_of_transformers(pool, model):
-    responses = generate(pool)
-    assert_sampled_by(model, responses)
-    assert {v for r in responses for v in r.output_versions} == {0}
-    assert all(r.stop_reason == "stop" or len(r.output_tokens) == 24 for r in responses)
+    check_logprobs(pool, model)
 
 
 def test_a_server_scores_given_tokens_as_transformers_does(pool, model):
@@ -109,33 +115,15 @@ def test_the_server_is_judged_healthy_at_any_temperature(pool, model_path, tmp_p
 
 
 def test_stop_tokens_end_a_completion_and_stay_in_it(pool):
-    (free,) = generate(pool, 1, 12, greedy=True, ignore_eos=True)
-    stop = free.output_tokens[3]
-    (stopped,) = generate(pool, 1, 12, greedy=True, stop_token_ids=[stop])
-    assert stopped.output_tokens == free.output_tokens[: free.output_tokens.index(stop) + 1]
-    assert stopped.stop_reason == "stop"
+    check_stop_tokens(pool)
 
 
 def test_an_update_by_disk_changes_the_weights_and_the_version(pool, model, model_path, tmp_path):
-    perturb(model, 1)
-    assert_not_sampled_by(model, generate(pool))
-    check = WeightCheck(every=1)
-    DiskUpdate(pool, tmp_path / "update", model_path, check=check).send(model.named_parameters(), 7)
-    responses = generate(pool)
-    assert_sampled_by(model, responses)
-    assert {v for r in responses for v in r.output_versions} == {7}
+    check_update_by_disk(pool, model, model_path, tmp_path)
 
 
 def test_updates_by_broadcast_change_the_weights_and_the_version(pool, model):
-    update = BroadcastUpdate(pool, "gloo", bucket_bytes=1_000_000, check=WeightCheck(every=1))
-    for version in (8, 9):
-        perturb(model, version)
-        assert_not_sampled_by(model, generate(pool))
-        update.send(iter(model.named_parameters()), version)
-        responses = generate(pool)
-        assert_sampled_by(model, responses)
-        assert {v for r in responses for v in r.output_versions} == {version}
-    update._leave()
+    check_updates_by_broadcast(pool, model, 1_000_000)
 
 
 @pytest.mark.parametrize(("mode", "version"), [("abort", 10), ("retract", 11), ("in_place", 12)])
