@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 import click
 
+from areal_core.safety.printable import printable
 from areal_debug.cli import Verb, force_option, json_option, model_option, output_option, step_option
 from areal_debug.confined import ANYWHERE, reads_untrusted
 from areal_debug.render import (
@@ -191,8 +192,8 @@ def compare_layers(
     from areal_debug.diff.render import print_first_step, print_layers, print_verdict
     from recorder import open_record
     from replayer.commits.first_step import bisect_steps, explain_step
-    from replayer.errors import ReplayError
     from replayer.commits.warm import layers_with_own_code
+    from replayer.errors import ReplayError
 
     here, there = open_record(left), open_record(right)
     announce(f"comparing the weights of {left} and {right}")
@@ -203,7 +204,7 @@ def compare_layers(
         try:
             traced = layers_with_own_code(here, there, found.step, model, code)
         except ReplayError as error:  # the step is an answer without it
-            note(f"layers are not traced: {error}")
+            note(printable(f"layers are not traced: {error}", 500))
     if as_json:
         facts = {"diff": report and report.to_dict(), "layers": traced and asdict(traced)}
         print_json(asdict(found) | facts)
