@@ -10,6 +10,19 @@ QUICK := tests/core tests/test_architecture.py tests/test_documents.py tests/tes
 # Of `make test-light`. Two files make records with agents and pictures, by SGLang's openai and torchvision.
 LIGHT := tests/recorder tests/integrity tests/archive tests/hangdoctor \
 	$(addprefix --ignore=tests/recorder/,test_agent_calls.py test_redact.py)
+# Of `make test-long`: its parts, which the nightly workflow runs beside each other.
+PART ?=
+PARTS := core engine rollout agent record replay consistency hang debug rest
+PART_core := tests/core tests/dryrun tests/launch
+PART_engine := tests/engine tests/trainer tests/vision
+PART_rollout := tests/rollout tests/vllm
+PART_agent := tests/agent tests/evaluation
+PART_record := tests/recorder tests/archive tests/integrity tests/importers tests/exports tests/fuzz tests/faults
+PART_replay := tests/replayer tests/bug tests/why tests/trainers
+PART_consistency := tests/consistency
+PART_hang := tests/hangdoctor
+PART_debug := tests/debug
+PART_rest := $(addprefix --ignore=,$(foreach part,$(filter-out rest,$(PARTS)),$(PART_$(part)))) tests
 # Of `make fuzz`.
 SECONDS ?= 600
 TARGET ?=
@@ -22,7 +35,7 @@ export HF_HUB_OFFLINE ?= 1
 # Without cached bytecode every process compiles torch and Transformers again: a start takes 10 s, not 2 s.
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: demo demo-real quick test pytest test-light test-long fuzz bench docs lint format env env-light clean
+.PHONY: demo demo-real quick test test-light test-long fuzz bench docs lint format env env-light clean
 
 demo: env-light
 	$(BIN)/areal-debug demo
@@ -36,11 +49,7 @@ quick: env
 	$(BIN)/ruff format --check .
 	$(BIN)/python -m pytest -m "not long" -n $(WORKERS) --dist loadfile $(QUICK)
 
-# mypy runs next to the tests: they often wait.
 test: env
-	@$(MAKE) --no-print-directory --jobs=2 lint pytest
-
-pytest: env
 	$(BIN)/python -m pytest -m "not long" -n $(WORKERS) --no-loadscope-reorder
 
 # Without SGLang and Ray, so on every version of Python: the tests of what needs no engine.
@@ -48,8 +57,9 @@ test-light: env-light
 	$(BIN)/uv pip install --quiet --python $(BIN)/python --constraint constraints.txt "$(LIGHT_TORCH)" --editable ".[train,archive,query,dev]"
 	$(BIN)/python -m pytest -m "not long and not sglang" -n $(WORKERS) $(LIGHT)
 
-test-long: env lint
-	$(BIN)/python -m pytest -m long -o faulthandler_timeout=1800
+# All parts one after another, or one: `make test-long PART=hang`. Of the others, `rest`.
+test-long: env
+	$(BIN)/python -m pytest -m long -o faulthandler_timeout=1800 --durations=20 $(if $(PART),$(PART_$(PART)))
 
 # Fresh hostile input for every reader, one after another; TARGET=record for one of them.
 fuzz: env
@@ -65,7 +75,7 @@ bench: env
 docs: env
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
-lint:
+lint: env
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy

@@ -1,4 +1,4 @@
-"""Environment variables: those of servers, and those that libraries read once, before a process starts."""
+"""Environment variables: of servers, and those that libraries read as a process starts."""
 
 ADDRESSES_VARIABLE = "AREAL_LLM_SERVER_ADDRS"  # host:port,host:port
 # Ring and Simple: the summation order of NCCL's tree depends on topology.

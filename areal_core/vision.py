@@ -1,3 +1,8 @@
-"""The former name of `areal_core.data.processor`, which users' scripts import."""
+"""The former package of pictures, whose names users' scripts import."""
 
-from areal_core.data.processor import *  # noqa: F403
+import sys
+
+from areal_core.data import processor
+from areal_core.engine import vision_models as inputs
+
+sys.modules |= {f"{__name__}.processor": processor, f"{__name__}.inputs": inputs}

@@ -1,4 +1,4 @@
-"""Upstream AReaL 1.x: `trainer.train(workflow=Recorded(workflow, "runs/r"))`, and `Replayed("runs/r")`."""
+"""Upstream AReaL 1.x: `train(workflow=Recorded(workflow, "runs/r"))`, `Replayed("runs/r")`."""
 
 from recorder.trainers.areal_workflow import Recorded, Replayed
 

@@ -71,7 +71,7 @@ Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 def revisions_joined(words: list[str]) -> list[str]:
-    """Return the arguments of the older `bisect`, as `why --commits` takes them: GOOD..BAD first."""
+    """Return the arguments of the older `bisect` for `why --commits`: GOOD..BAD first."""
     revisions, rest = {"--good": "", "--bad": "HEAD"}, []
     left = iter(words)
     for word in left:

@@ -9,7 +9,6 @@ the environment.
 import functools
 import itertools
 import json
-import logging
 import math
 import os
 import re
@@ -238,20 +237,6 @@ def hidden_output() -> Iterator[None]:
     """Drop standard output; the log files of ranks keep theirs."""
     with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
         yield
-
-
-@contextmanager
-def quiet_core() -> Iterator[None]:
-    """Drop warnings unless the verb is --verbose: it provokes them, and counts them itself."""
-    loggers = [logging.getLogger(name) for name in ("areal_core", "aiohttp.server")]
-    levels = [logger.level for logger in loggers]
-    for logger in loggers:
-        logger.setLevel(logger.level if is_verbose() else logging.CRITICAL)
-    try:
-        yield
-    finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
 
 
 def refuse_existing(output: Path, force: bool) -> None:

@@ -18,7 +18,7 @@ from areal_core.paths import record_folder, run_folder
 from areal_core.trainer.rl import Observer, PPOTrainer
 from areal_debug.replay.observer import replay_reporter
 from areal_debug.train.script_options import split_flags
-from consistency.in_loop import InLoop
+from consistency.entry.in_loop import InLoop
 from hangdoctor import heartbeat
 from recorder import Recording, RecordingOptions, RecordWriter, Retention, open_record
 from recorder.storage import is_archive_name, staging_folder

@@ -4,9 +4,9 @@
                                        [--only TEXT] [--no-training] [--json FILE]
 
 Each failure of benchmarks/doctor_plants/failures.yaml is trained by a tiny model on the task of
-benchmarks/larger_numbers.py, once a seed, and so is each sound run of healthy.yaml. Runs are kept and
-not trained again. Then the doctor reads the statistics of each: a failure is found if an alarm of
-one of its rules is given; the delay is from the step at which the fault began (0 for options) to
+benchmarks/larger_numbers.py, once a seed, and so is each sound run of healthy.yaml. Runs are kept
+and not trained again. Then the doctor reads the statistics of each: a failure is found if an alarm
+of one of its rules is given; the delay is from the step at which the fault began (0 for options) to
 the shortest log, in steps of `STRIDE`, that is enough. A sound run with any alarm is accused; one
 that did not learn by its own held-out measure (`has_learned`) is not sound, and counted apart.
 

@@ -1,12 +1,11 @@
 """What `hang diagnose` answers to every case at hand, and how often each confidence is right.
 
-    python benchmarks/hang_calibration.py [--external FILE] [-v] [--write]
+    python benchmarks/hang_calibration.py [-v] [--write]
 
 Own cases are texts under tests/hangdoctor/analysis (`field/*.txt` in the short notation below,
 `cases/*.txt` as pastes). A case that has all ranks of its job is scored a second time as a
-collection of two samples in which nothing moved: one sample alone is never certain. `--external`
-takes a JSON list of cases (`label`, `accept`, `world_size`, `procs` of `who` and `threads`,
-`logs`). `--write` puts the table into docs/hang.md.
+collection of two samples in which nothing moved: one sample alone is never certain. `--write` puts
+the table into docs/hang.md.
 
     ##### TITLE | LABEL | OTHER ACCEPTABLE LABELS | WORLD SIZE
     0,2-3: FRAME < FRAME       a main thread, innermost frame first; names work as well as ranks
@@ -157,36 +156,6 @@ def shown(frame: str) -> str:
     return f"{function} ({file})"
 
 
-def external_cases(path: Path) -> Iterator[Case]:
-    """Yield the cases of a JSON file whose stacks are lists of [function, file, line]."""
-    for case in json.loads(path.read_text()):
-        files: dict[str, str] = {}
-        for process in case["procs"]:
-            for name in process["who"]:
-                files[f"{name}.txt"] = external_text(process["threads"], name)
-        for fact in case.get("logs", ()):
-            files[f"rank_{fact['rank']}.log"] = fact.get("text", "") + "\n"
-        accept = tuple(case["accept"])
-        yield Case(case["id"], path.stem, case["label"], accept, case["world_size"], files)
-
-
-def external_text(threads: object, name: str) -> str:
-    """Return the threads of one external process as py-spy text."""
-    if not isinstance(threads, list):
-        return "Error: Failed to suspend process\n"
-    pid = 1000 + sum(map(ord, name))
-    text = f"Process {pid}: python train.py\nPython v3.11.9 (/usr/bin/python3.11)\n\n"
-    for number, thread in enumerate(threads):
-        shown_name = f': "{thread["name"]}"' if thread["name"] else ""
-        text += f"Thread {pid + number} ({thread['state'] or 'idle'}){shown_name}\n"
-        frames = (
-            f"    {f} ({file}:{line})\n" if line else f"    {f} ({file})\n"
-            for f, file, line in thread["frames"]
-        )
-        text += "".join(frames)
-    return text
-
-
 def answer(case: Case) -> Answer:
     """Diagnose one case from its files."""
     with tempfile.TemporaryDirectory() as folder:
@@ -224,12 +193,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--external", type=Path, action="append", default=[])
     parser.add_argument("--write", action="store_true", help="put the table into docs/hang.md")
     parser.add_argument("-v", action="store_true", help="list every answer that is not acceptable")
     options = parser.parse_args()
-    cases = [*own_cases(), *(case for path in options.external for case in external_cases(path))]
-    answers = [answer(case) for case in cases]
+    answers = [answer(case) for case in own_cases()]
     if options.v:
         for given in answers:
             if not given.right:

@@ -3,9 +3,9 @@
     python benchmarks/learning_curves.py [--seeds 3] [--only grpo,ppo] [--again]
 
 Writes docs/learning_curves.md, learning_curves.svg and learning_curves_presets.svg. Task and
-options are those of `benchmarks/learning_methods.py`, which the tests train, too. Curves are added to
-docs/learning_curves.json one by one; existing ones are trained again only with --again, so that the
-script may be interrupted.
+options are those of `benchmarks/learning_methods.py`, which the tests train, too. Curves are added
+to docs/learning_curves.json one by one; existing ones are trained again only with --again, so that
+the script may be interrupted.
 """
 
 import argparse

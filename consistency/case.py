@@ -11,9 +11,12 @@ from functools import cached_property
 import numpy as np
 import torch
 
-from consistency.alternatives.rescoring import Rescoring, TrainerCheck
-from consistency.alternatives.tensors import ChangedTensor
-from consistency.alternatives.transforms import (
+from consistency.measure import NOISE, Measurement, Noise
+from consistency.rescoring import Rescoring, TrainerCheck
+from consistency.score import Scores
+from consistency.tensors import ChangedTensor
+from consistency.tokens import Floats, Sequences, TokenTable
+from consistency.transforms import (
     RESIDUAL_BOUND,
     Prediction,
     Replays,
@@ -21,9 +24,6 @@ from consistency.alternatives.transforms import (
     mean_square,
     residual_size,
 )
-from consistency.measure import NOISE, Measurement, Noise
-from consistency.score import Scores
-from consistency.tokens import Floats, Sequences, TokenTable
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 

@@ -41,7 +41,7 @@ CAUSES = {
 
 
 def finding(key: str, sure: float | None = None, *, is_fault: bool | None = None, **fields: Any) -> Finding:
-    """Fill in the row `RNN` or `RNN.x`; `sure` and `is_fault` override what it says of every case."""
+    """Fill in the row `RNN` or `RNN.x`; `sure` and `is_fault` override what it says."""
     row = CAUSES[key]
     return Finding(
         key.partition(".")[0],

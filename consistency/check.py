@@ -12,16 +12,16 @@ import numpy as np
 
 from consistency.alternatives.images import prepare_images
 from consistency.alternatives.probes import ProbeInputs, noise_of_engine, run_probes
-from consistency.alternatives.rescoring import Rescoring, TrainerCheck, compare_trainer, trainer_logprobs
-from consistency.alternatives.transforms import replay, select_rows, spread_rows
 from consistency.case import DTYPES, Request, Setting
 from consistency.diagnose import Diagnosis, diagnose
 from consistency.engines import Top
 from consistency.errors import EngineError, OtherTokenizer
 from consistency.measure import KINDS, Group, added_tokens, group_by, token_kinds, worst_tokens
+from consistency.rescoring import Rescoring, TrainerCheck, compare_trainer, trainer_logprobs
 from consistency.score import Progress, Scorer, Scores, load_scorer, score
 from consistency.source import Sampled, concatenate, setting_of
 from consistency.tokens import Sequences
+from consistency.transforms import replay, select_rows, spread_rows
 
 TOP_K = 5
 # Tokens of a chunk that are scored in detail (entropy, rank, top tokens), besides the worst ones.

@@ -9,15 +9,15 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from consistency.alternatives.rescoring import Rescoring, TrainerCheck
-from consistency.alternatives.tensors import ChangedTensor
-from consistency.alternatives.transforms import RESIDUAL_BOUND, Prediction, Replays
 from consistency.case import Alternative, Case, Setting
 from consistency.causes import Finding
+from consistency.checks.recognise import CHECKS, in_logprobs, log_units
 from consistency.measure import Measurement, measure
-from consistency.recognise import CHECKS, in_logprobs, log_units
+from consistency.rescoring import Rescoring, TrainerCheck
 from consistency.score import Scores
+from consistency.tensors import ChangedTensor
 from consistency.tokens import Floats, Ints, Sequences, TokenTable, compare_tokens
+from consistency.transforms import RESIDUAL_BOUND, Prediction, Replays
 
 SHIFTS = (1, -1, 2, -2, 3, -3)
 TOKENS_TO_PAIR = 24

@@ -10,6 +10,7 @@ that contradicts itself is a finding (`replies.py`) and not an error. vLLM is as
 
 import http.client
 import json
+import time
 import uuid
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -30,6 +31,7 @@ Top = tuple[tuple[int, float], ...]  # (id, logprob), most likely first
 NUM_TOPS = 5
 MAX_CONCURRENT = 64
 TIMEOUT_S = 600.0
+RESET_PAUSES_S = (0.2, 1.0, 3.0)
 AMBIGUOUS = -1  # id of a text that several ids decode to
 # What SGLang reports of itself besides its version; a server that only has its routes does not.
 OWN_FIELDS = frozenset({"internal_states", "schedule_policy", "mem_fraction_static", "chunked_prefill_size"})
@@ -483,12 +485,18 @@ def get(address: str, path: str) -> Any | None:
 def exchange(address: str, method: str, path: str, payload: Any) -> str:
     parts = urlsplit(address)
     kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
-    try:
-        return call_on(kind(parts.netloc, timeout=TIMEOUT_S), method, path, payload)
-    except (OSError, http.client.HTTPException) as error:
-        raise EngineError(
-            f"no answer from {address}{path} ({type(error).__name__}: {error}): is the server up?"
-        ) from error
+    pauses_s = list(RESET_PAUSES_S)
+    while True:
+        try:
+            return call_on(kind(parts.netloc, timeout=TIMEOUT_S), method, path, payload)
+        except (OSError, http.client.HTTPException) as error:
+            # A server that gets many connections at once drops those beyond its backlog.
+            is_dropped = isinstance(error, ConnectionError) and not isinstance(error, ConnectionRefusedError)
+            if not pauses_s or not is_dropped:
+                raise EngineError(
+                    f"no answer from {address}{path} ({type(error).__name__}: {error}): is the server up?"
+                ) from error
+        time.sleep(pauses_s.pop(0))
 
 
 def parse_json(source: str, body: str) -> Any:

@@ -15,7 +15,6 @@ import numpy as np
 from areal_core.data.images import as_image_bytes
 from areal_core.data.processor import VisionProcessor
 from areal_core.data.read import read_rows, rl_row
-from consistency.alternatives.rescoring import Rescoring, rescore
 from consistency.case import Request
 from consistency.check import Checked, Rescorer, check
 from consistency.engines import (
@@ -31,6 +30,7 @@ from consistency.engines import (
 )
 from consistency.errors import BadPrompts, NothingToCompare
 from consistency.replies import find_contradictions
+from consistency.rescoring import Rescoring, rescore
 from consistency.score import Progress, Scorer
 from consistency.source import Sampled, Sampling, concatenate
 from consistency.tokens import Completion, Sequences, sequences_from_completions

@@ -21,7 +21,7 @@ from areal_core.engine.logprobs import LOGITS_AT_A_TIME
 from areal_core.engine.model import attention_of, load_model, own_attention, set_attention
 from areal_core.engine.parity import TOLERANCE, choose_lengths, depends_on_forward, random_rows
 from areal_core.engine.routers import Routers
-from areal_core.engine.vision import choose_frequencies_by_row, plain_inputs
+from areal_core.engine.vision_models import choose_frequencies_by_row, plain_inputs
 from areal_core.errors import ModelError
 from consistency.tokens import Floats, Ints, Sequences
 

@@ -12,8 +12,8 @@ from hangdoctor.frames import is_library
 USER = "USER"  # as the file of a row: not in a library
 # Waits that end only when other ranks arrive: a rank in one is a victim while some rank is not.
 PEER_KINDS = ("collective", "p2p", "device", "backward", "store")
-# Operations of waits that rules look for. A worker without a task waits in its loop, one with a task
-# runs inside it; a server without work waits in the loops of an engine or of events.
+# Operations of waits that rules look for. A worker without a task waits in its loop, one with a
+# task runs inside it; a server without work waits in the loops of an engine or of events.
 WORKER_LOOP, ENGINE_LOOP, EVENT_LOOP = "worker loop", "engine loop", "event loop"
 IMPORT_LOCK = "import lock"
 

@@ -85,7 +85,7 @@ def bounds_for(
     network: bool = False,
     cpu_s: float = CPU_S,
 ) -> Bounds:
-    """Return the bounds for reading paths or URLs: the rules of `areal_debug.confined.HELP_OF_LIMITS`.
+    """Return the bounds for reading paths or URLs, as HELP_OF_LIMITS of areal_debug has them.
 
     Raises ValueError if a variable that replaces a limit is no positive number.
     """

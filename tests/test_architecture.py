@@ -204,7 +204,7 @@ def test_a_circle_would_be_found():
 
 
 def folder_of(name: str) -> str:
-    """The folder of a package that a module belongs to, with the folders below it, or the module."""
+    """The folder of a package that a module belongs to, or the module itself."""
     file = next(
         f
         for f in (ROOT / Path(*name.split(".")) / "__init__.py", ROOT / f"{name.replace('.', '/')}.py")

@@ -48,7 +48,7 @@ def test_a_job_has_a_limit_and_pinned_actions_and_keeps_no_token(name, job):
 
 def test_only_the_publishing_job_has_a_permission_and_no_workflow_has_a_secret():
     assert {name: flow["permissions"] for name, flow in WORKFLOWS.items()} == {
-        name: {"contents": "read"} for name in ("ci", "weekly", "release")
+        name: {"contents": "read"} for name in ("ci", "nightly", "release")
     }
     assert {name: job["permissions"] for name, job in JOBS if "permissions" in job} == {
         "release.publish": {"id-token": "write"}

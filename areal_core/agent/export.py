@@ -22,7 +22,7 @@ from areal_core.agent.errors import NoCompletion, WrongReward
 from areal_core.agent.failures import FAILURES
 from areal_core.data.batch import FINISH_REASONS, pad_and_concat
 from areal_core.data.processor import VisionProcessor
-from areal_core.engine.vision import image_keys
+from areal_core.engine.vision_models import image_keys
 from areal_core.rollout.types import ModelResponse
 from areal_core.rollout.workflow import experts_of_row
 

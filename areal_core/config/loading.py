@@ -19,9 +19,9 @@ from areal_core.config.checks import check_config
 from areal_core.config.derived import derive_options
 from areal_core.config.experiment import BaseExperimentConfig, PPOConfig
 from areal_core.config.names import help_of, missing_options, refuse_unknown_keys, sections_of
-from areal_core.config.older_names import translate_older_names, without_gone
 from areal_core.config.option import Role
 from areal_core.config.presets import expand_preset, leaves, option_name, set_option, split_algorithm
+from areal_core.config.upstream import translate_older_names, without_gone
 from areal_core.errors import ConfigError
 from areal_core.safety.secrets import masker
 

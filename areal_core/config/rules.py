@@ -1,4 +1,4 @@
-"""Options that must agree, as rows of a table: each broken one is a sentence with names and values."""
+"""Options that must agree, as rows of a table: a broken one is a sentence with the values."""
 
 import dataclasses
 from collections.abc import Callable, Iterator
@@ -13,7 +13,7 @@ from areal_core.config.presets import shown
 from areal_core.config.servers import serves_adapters
 from areal_core.config.services import REWARD_SERVICE
 from areal_core.config.train_engine import NormConfig, TrainEngineConfig
-from areal_core.config.vision import model_facts
+from areal_core.config.vision_checks import model_facts
 
 ALL_SPARSE_IN_SGLANG = ("qwen2_moe", "qwen3_moe")  # the families whose `mlp_only_layers` it ignores
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from io import BytesIO
 from typing import TYPE_CHECKING, Any, overload
 
-from areal_core.config.vision import IMAGE_DATASETS
+from areal_core.config.vision_checks import IMAGE_DATASETS
 from areal_core.data.images import as_image_bytes, decode, shrunk
 from areal_core.data.rows import Row
 from areal_core.errors import DatasetError, ImageError

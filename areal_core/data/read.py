@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from areal_core.config.vision import is_of_images
+from areal_core.config.vision_checks import is_of_images
 from areal_core.data.image_rows import LazyRows, image_dataset, shape_rows
 from areal_core.data.rows import Row, chat_ids, sft_row
 from areal_core.errors import DatasetError

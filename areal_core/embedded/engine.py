@@ -1,4 +1,4 @@
-"""An engine around a forward pass in the trainer's process: concurrent requests form waves, a batch each.
+"""An engine around a forward pass in the trainer's process: requests form waves, a batch each.
 
 agenerate x N          waves task (same event loop)                                    a thread        trainer's thread
 request ------------>  waits until a few turns of the loop bring no new request

@@ -43,7 +43,7 @@ from areal_core.engine.parity import (
     require_invariant_products,
 )
 from areal_core.engine.routers import Routers
-from areal_core.engine.vision import vision_family
+from areal_core.engine.vision_models import vision_family
 from areal_core.errors import ModelError
 from areal_core.rollout.errors import UnsupportedSampling
 

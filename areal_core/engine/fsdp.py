@@ -43,7 +43,7 @@ from areal_core.engine.sequence_parallel import slice_tokens
 from areal_core.engine.sharding import fsdp_module
 from areal_core.engine.trees.token_tree import count_distinct, rows_of, units_of_groups
 from areal_core.engine.trees.tree_forward import forward_tree
-from areal_core.engine.vision import VisionInputs, text_only, vision_family
+from areal_core.engine.vision_models import VisionInputs, text_only, vision_family
 
 FORWARD_KEYS = {"input_ids", "attention_mask", "loss_mask", ROUTED_EXPERTS}
 # (logprobs [tokens], entropies [tokens], packed micro-batch) -> sum of the loss over its tokens;

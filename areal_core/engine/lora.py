@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 from areal_core.engine.logits import output_layer
 from areal_core.engine.scores import HEAD, is_score_model, score_head
 from areal_core.engine.sharding import full_tensor
-from areal_core.engine.vision import text_model, vision_family
+from areal_core.engine.vision_models import text_model, vision_family
 from areal_core.errors import ModelError
 
 if TYPE_CHECKING:

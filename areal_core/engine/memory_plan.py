@@ -319,7 +319,7 @@ def read_shape(model: Model, sizes: Parallel = Parallel()) -> Shape | None:
     from areal_core.engine.model import is_vision
     from areal_core.engine.sequence_parallel import check_heads
     from areal_core.engine.tensor_parallel import check_tensor_parallel, placement_of
-    from areal_core.engine.vision import tower_parameters
+    from areal_core.engine.vision_models import tower_parameters
 
     head: Any = AutoModelForSequenceClassification if model.has_scores else AutoModelForCausalLM
     try:

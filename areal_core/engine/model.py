@@ -38,7 +38,7 @@ from transformers.core_model_loading import PrefixChange, revert_weight_conversi
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import logging as transformers_logging
 
-from areal_core.config.vision import FAMILIES
+from areal_core.config.vision_checks import FAMILIES
 from areal_core.engine.attention import PACKED
 from areal_core.errors import ModelError, load_failure
 

@@ -36,7 +36,7 @@ from areal_core.engine.scores import is_score_model
 from areal_core.engine.sequence_parallel import MIN_ROWS
 from areal_core.engine.sharding import fsdp_module
 from areal_core.engine.tensor_parallel import whole_vocabulary
-from areal_core.engine.vision import plain_inputs
+from areal_core.engine.vision_models import plain_inputs
 from areal_core.errors import EngineError, ModelError
 
 logger = logging.getLogger(__name__)

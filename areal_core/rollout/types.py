@@ -1,7 +1,7 @@
 """The interface of an engine: requests of token ids; responses of ids, logprobs and versions.
 
-The SGLang client, the embedded engine and the scripted one of `areal_core/testing/__init__.py` implement
-`InferenceEngine`. A workflow sees only the `EpisodeSampler` of its episode.
+The client of servers, the embedded engine and the scripted one of `areal_core/testing/__init__.py`
+implement `InferenceEngine`. A workflow sees only the `EpisodeSampler` of its episode.
 """
 
 import uuid

@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerBase
 
 from areal_core.data.images import as_image_bytes
 from areal_core.data.processor import Prompt, VisionProcessor
-from areal_core.engine.vision import image_keys
+from areal_core.engine.vision_models import image_keys
 from areal_core.rollout.types import ModelRequest, TokenSampler, sampling_from
 from areal_core.rollout.workflow import RewardFn, episode_tensors
 

@@ -38,9 +38,10 @@ class RestrictedUnpickler(pickle.Unpickler):
 
 
 def load_plain(data: bytes) -> Any:
-    """Return the dicts, lists, tuples, text, numbers and None of a pickle. Raises `UnsafePickle`."""
+    """Return the plain data of a pickle: no object. Raises `UnsafePickle`."""
     try:
-        # The C code makes its memo as large as the largest place in it, which is at most a place an opcode.
+        # The C code makes its memo as large as the largest place in it, which is at most a place an
+        # opcode.
         if any(place > len(data) for place in places_in_memo(data)):
             raise UnsafePickle("it numbers more values than it has bytes")
         return RestrictedUnpickler(io.BytesIO(data)).load()

@@ -29,7 +29,7 @@ class SGLangWire(Wire):
     """The routes of an SGLang server."""
 
     engine = "SGLang 0.5"
-    # older ones do not report the version of their weights in a reply; the wire format is that of 0.5.23
+    # Older ones do not report the version of their weights; the wire format is that of 0.5.23.
     releases = ("SGLang", (0, 5, 0), (0, 6, 0), "0.5 (0.5.23 is tested)")
     routes = Routes(
         generate="/generate",

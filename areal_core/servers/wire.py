@@ -145,7 +145,7 @@ class Wire(ABC):
             return self.parsed_generate(json_of(body))
 
     def parse_score(self, body: bytes, expected: list[int]) -> Scored:
-        """Parse the reply of a prefill. Raises `MalformedReply` if it is of other ids than `expected`."""
+        """Parse the reply of a prefill. Raises `MalformedReply`, also if it is of other ids."""
         with self.parsing(self.routes.generate, body):
             return self.parsed_score(json_of(body), expected)
 

@@ -7,7 +7,8 @@ event loop (aiohttp)                          sampling thread
 /pause_generation "abort"     waits until ..> all requests, queued ones too, return their tokens so far
 /pause_generation "retract"   waits until ..> the wave is aborted; its requests are queued again, with their tokens
 /pause_generation "in_place"  waits until ..> the wave stops between two tokens, and keeps its cache
-weights: waits until .......................> no token is being sampled; without a pause it pauses ("retract")
+weights: waits until .......................> no token is being sampled; without a pause it pauses
+("retract")
 
 It has the routes of SGLang 0.5.23, and refuses what it does not support with 400. An adapter is
 merged into the weights, so there is one at a time: requests that name another are refused.

@@ -15,7 +15,7 @@ from areal_core.algorithm.alignment import shifted_left
 from areal_core.data.batch import Batch, pad_and_concat, select_rows
 from areal_core.data.rows import Row
 from areal_core.engine.fsdp import FSDPEngine
-from areal_core.engine.vision import image_keys
+from areal_core.engine.vision_models import image_keys
 from areal_core.errors import DatasetError
 from areal_core.telemetry import Reduce, Stats
 

@@ -45,7 +45,7 @@ from areal_core.engine.ranks import Ranks, join_ranks
 from areal_core.engine.scores import is_score_model
 from areal_core.engine.sharding import shard_model
 from areal_core.engine.trees.check import share_prefixes
-from areal_core.engine.vision import freeze_tower, vision_family
+from areal_core.engine.vision_models import freeze_tower, vision_family
 from areal_core.errors import ConfigError, ModelError
 from areal_core.paths import make_run_folders, run_folder
 from areal_core.safety.durable import commit_file

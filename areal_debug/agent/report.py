@@ -1,4 +1,4 @@
-"""What `areal-debug agent` says: an episode turn by turn, an agent under load, a replay, a rollout."""
+"""Reports of `areal-debug agent`: an episode turn by turn, load, a replay, a rollout."""
 
 import json
 from collections.abc import Sequence
@@ -37,7 +37,7 @@ ROLLOUT_HEADINGS = (
 
 
 def report_of_episode(report: "EpisodeReport") -> Report:
-    """Return each turn with its sampled tokens coloured by probability, the rows, and the rewards."""
+    """Return each turn, its sampled tokens coloured by probability, rows and rewards."""
     blocks: list[Block] = []
     for turn in report.turns:
         blocks += blocks_of_turn(turn)

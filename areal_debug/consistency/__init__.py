@@ -13,7 +13,7 @@ __getattr__, __all__ = lazy_names(
         "consistency.check": ["Checked", "check"],
         "consistency.diagnose": ["Diagnosis"],
         "consistency.errors": ["ConsistencyError"],
-        "consistency.in_loop": ["InLoop"],
+        "consistency.entry.in_loop": ["InLoop"],
         "consistency.source": ["Sampled", "read_record"],
     },
     __name__,

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from consistency.which_engine import EngineAnswer
+    from consistency.entry.which_engine import EngineAnswer
     from recorder import Record
 
 # Versions before the sampled ones that an engine may still have held.
@@ -26,7 +26,7 @@ def ask_with_recorded_weights(
         ConsistencyError: there is nothing to compare.
     """
     from areal_debug.consistency.replayed import replayed_weights
-    from consistency.which_engine import ask_engine
+    from consistency.entry.which_engine import ask_engine
     from replayer.preconditions import check_recorded_results
 
     record = max(left, right, key=lambda side: max([0, *(a for a in side.anchors() if a <= step)]))

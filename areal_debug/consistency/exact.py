@@ -17,7 +17,7 @@ from areal_debug.render import (
 )
 from areal_debug.report.model import Facts, Report, Row, Table
 from areal_debug.report.terminal import print_report
-from consistency.exact import (
+from consistency.entry.exact import (
     PROVEN,
     REFUTED,
     UNDECIDED,
@@ -50,8 +50,8 @@ def check_exact(engine: str, model: str, output: Path | None, as_json: bool, opt
 
 
 def certificate_of(engine: str, model: str, options: dict[str, Any]) -> Certificate:
-    """Certify the embedded engine or a server. Raises as `consistency.exact` does."""
-    from consistency.exact import EmbeddedTarget, ServerTarget, certify
+    """Certify the embedded engine or a server. Raises as `consistency.entry.exact` does."""
+    from consistency.entry.exact import EmbeddedTarget, ServerTarget, certify
 
     def report(check: Check) -> None:
         if not is_quiet():

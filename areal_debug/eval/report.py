@@ -1,4 +1,4 @@
-"""What `areal-debug eval` says: the models, the comparison with the first one, and what may mislead."""
+"""Report of `areal-debug eval`: models, their comparison with the first, what may mislead."""
 
 from collections.abc import Callable, Sequence
 

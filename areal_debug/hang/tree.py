@@ -1,4 +1,4 @@
-"""What the reports of a diagnosis share: exit code, sections of lines, the merged tree of stacks."""
+"""What reports of a diagnosis share: exit code, sections of lines, the merged tree of stacks."""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -34,7 +34,7 @@ def exit_status(diagnosis: Diagnosis) -> int:
 
 
 class Line(NamedTuple):
-    """One line of a section: whom or what it is about, what it says, and the frame that shows it."""
+    """One line of a section: whom it is about, what it says, and the frame that shows it."""
 
     head: str
     text: str

@@ -16,7 +16,7 @@ COMMA = re.compile(r",(?![^\[{(]*[\]})])")  # between values, not within a list
 
 
 def requests_of(request: Request, sweeps: Sequence[str]) -> dict[str, Request]:
-    """Return a request for each combination of values by its name. Raises ValueError for no sweep."""
+    """Return a request for each combination of values by name; ValueError for no sweep."""
     return {
         " ".join(settings): replace(request, settings=(*request.settings, *settings))
         for settings in product(*map(settings_of, sweeps))

@@ -30,7 +30,7 @@ def write_report(file: Path, report: Report, frame: Frame, *, summary: str = "",
 
 
 def page_blocks(blocks: Sequence[Block]) -> Iterator[dict[str, Any]]:
-    """Yield the blocks that a page shows, with their kind; curves and pictures in a row are one grid."""
+    """Yield the blocks of a page, with their kind; curves and pictures in a row are one grid."""
     figures: list[dict[str, Any]] = []
     for block in blocks:
         if isinstance(block, Curve | Picture) and not getattr(block, "wide", False):

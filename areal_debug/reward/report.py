@@ -1,4 +1,4 @@
-"""What `areal-debug reward` says: what a reward function pays for, and where it disagrees with a record."""
+"""Report of `areal-debug reward`: what a function pays for, where a record disagrees."""
 
 from areal_core.safety.printable import printable
 from areal_debug.render import format_number

@@ -1,4 +1,4 @@
-"""What `areal-debug serve` says: a server's properties, the known servers, and a run's view of them."""
+"""Report of `areal-debug serve`: a server, the known servers, a run's view of them."""
 
 import datetime
 import os

@@ -1,4 +1,4 @@
-"""One rank of `areal-debug check model`: `python -m areal_debug.train.parity_rank MODEL DTYPE C T`."""
+"""One rank of `areal-debug check model`: arguments MODEL DTYPE C T."""
 
 import sys
 import time

@@ -173,7 +173,7 @@ def command(
     prefix cache and after a weight update, and compare with a trainer of
     actor.attn_impl=batch_invariant on a CPU.
 
-    Exit code 0: healthy, or proven, or not worse than --against. 1: a mismatch, refuted, worse, or a
+    Exit code 0: healthy, proven, or not worse than --against. 1: a mismatch, refuted, worse, or a
     metric beyond its --gate. 2: inconclusive, or a check of --exact could not run.
     """
     if step_range is not None:

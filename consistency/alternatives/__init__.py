@@ -1,1 +1,1 @@
-"""Logprobs of the same tokens under other settings: weights, sampling options, images, details."""
+"""Logprobs of the same tokens under other settings: weights, images, architecture."""

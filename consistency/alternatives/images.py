@@ -23,14 +23,14 @@ from transformers.utils.constants import (
 
 from areal_core.data.images import decode
 from areal_core.data.processor import VisionProcessor
-from consistency.alternatives.tensors import swapped, vision_tensors
-from consistency.alternatives.transforms import EXPLAINED, bounded, residual_size, select_rows, usable_or
 from consistency.case import Alternative
 from consistency.causes import Finding, finding
 from consistency.errors import NothingToCompare
 from consistency.score import Scorer, score_logprobs
 from consistency.source import Sampled
+from consistency.tensors import swapped, vision_tensors
 from consistency.tokens import Bools, Floats, Images, Ints, Sequences
+from consistency.transforms import EXPLAINED, bounded, residual_size, select_rows, usable_or
 
 
 def placeholder_counts(processor: VisionProcessor, images: Images) -> tuple[tuple[int, ...], ...]:

@@ -18,9 +18,14 @@ from torch import Tensor
 from areal_core.engine.routers import Routers
 from areal_core.errors import ModelError
 from consistency.alternatives.images import image_alternatives, tower_alternative
-from consistency.alternatives.rescoring import Rescoring
-from consistency.alternatives.tensors import find_changed_tensor, find_stale_tensors, swapped
-from consistency.alternatives.transforms import (
+from consistency.case import DTYPES, Alternative, Request, Setting
+from consistency.diagnose import Diagnosis, is_accusation
+from consistency.measure import Noise, k3
+from consistency.rescoring import Rescoring
+from consistency.score import Scorer, load_scorer, score_logprobs, scorer_of
+from consistency.tensors import find_changed_tensor, find_stale_tensors, swapped
+from consistency.tokens import Floats, Ints, Sequences
+from consistency.transforms import (
     EXPLAINED,
     Replays,
     bounded,
@@ -29,11 +34,6 @@ from consistency.alternatives.transforms import (
     spread_rows,
     usable_or,
 )
-from consistency.case import DTYPES, Alternative, Request, Setting
-from consistency.diagnose import Diagnosis, is_accusation
-from consistency.measure import Noise, k3
-from consistency.score import Scorer, load_scorer, score_logprobs, scorer_of
-from consistency.tokens import Floats, Ints, Sequences
 
 # Two rounding kernels differ more than a rounding one from an exact one: sqrt(2), with a margin.
 NOISE_MARGIN = 1.6

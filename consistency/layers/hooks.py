@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import Cache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from areal_core.engine.vision import text_model, vision_family
+from areal_core.engine.vision_models import text_model, vision_family
 
 LINEAR = {
     "q": "q projection",

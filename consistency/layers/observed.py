@@ -14,7 +14,7 @@ from transformers import DynamicCache
 from areal_core.data.processor import VisionProcessor, load_processor
 from areal_core.embedded.replica import Replica
 from areal_core.engine.model import cache_argument, load_model, own_attention, set_attention
-from areal_core.engine.vision import plain_inputs
+from areal_core.engine.vision_models import plain_inputs
 from consistency.alternatives.images import placeholder_counts, runs_of
 from consistency.errors import NothingToCompare
 from consistency.layers.hooks import Site, tapped

@@ -56,7 +56,7 @@ def one_rank_verdict(
     more: tuple[Evidence, ...] = (),
     variant: str = "",
 ) -> Verdict:
-    """Return the verdict of every rule of this file: some ranks wait `what`, their peers for them."""
+    """Return the verdict of a rule of this file: some ranks wait `what`, their peers for them."""
     waits = plural(culprits, "waits", "wait")
     return make_verdict(
         label,
@@ -69,7 +69,7 @@ def one_rank_verdict(
 
 
 def checkpoint_stall(case: Case, graph: Graph) -> Verdict | None:
-    """Look for ranks that save, or for a background save that meets the main thread's collectives."""
+    """Look for ranks that save, or a background save that meets the main thread's collectives."""
     saving = [s for s in graph.source_ranks if saves(s)]
     if saving:
         best: Confidence = "high" if len(saving) < len(case.ranks) else "medium"

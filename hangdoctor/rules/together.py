@@ -1,4 +1,4 @@
-"""Rules for ranks that all wait for their peers: in different collectives, or in send and receive."""
+"""Rules for ranks that all wait for peers: in different collectives, or in send and receive."""
 
 from hangdoctor.case import Case, Process
 from hangdoctor.graph import Cluster, Graph, common_prefix, rank_ranges, same_place

@@ -20,7 +20,7 @@ from typing import Literal
 
 from hangdoctor.graph import rank_ranges
 from hangdoctor.model import Confidence, NextStep
-from hangdoctor.slow.phases import OTHER, PHASE_NAMES, STARTUP, WAITING, Activity
+from hangdoctor.slow.phases import CAUSES, OTHER, PHASE_NAMES, STARTUP, WAITING, Activity
 from hangdoctor.slow.sample import Observation, Track
 from hangdoctor.slow.servers import Blame, blame_server
 
@@ -127,51 +127,6 @@ LEAST_STARTUP = 0.3
 COMPUTE = ("forward", "backward")
 ORDINARY = (*COMPUTE, OTHER, "optimizer")
 """Phases in which every rank of a healthy job is late now and then."""
-CAUSE_NAMES = PHASE_NAMES | {
-    "compute": "forward and backward",
-    "gil": "waiting for the GIL",
-    "cpu": "waiting for a CPU",
-}
-SETTLES = {
-    "input": ("train on one batch kept in memory", "if the rank keeps pace then, its data are the cause"),
-    "h2d": ("pin the batches and copy with non_blocking=True", "if the rank keeps pace then, it is the copy"),
-    "forward": (
-        "exchange the data of this rank and another",
-        "work that moves with the data is uneven input",
-    ),
-    "backward": (
-        "exchange the data of this rank and another",
-        "work that moves with the data is uneven input",
-    ),
-    "compute": (
-        "nvidia-smi -q -d CLOCK,PERFORMANCE",
-        "a device that is throttled computes everything slower",
-    ),
-    "optimizer": (
-        "py-spy record --nonblocking --pid PID --duration 30",
-        "profiles the optimizer of this rank",
-    ),
-    "gc": (
-        "gc.disable() after the first step, and gc.collect() every N steps on all ranks at once",
-        "if the steps even out, it was the collector",
-    ),
-    "checkpoint": ("save to a local disk", "if the rank keeps pace then, its storage is the cause"),
-    "swap": (
-        "grep -E 'VmSwap|RssFile' /proc/PID/status",
-        "memory that was swapped out or is read from files",
-    ),
-    "reward": (
-        "score the same answers alone, with a clock",
-        "separates one slow answer from a slow verifier",
-    ),
-    "rollout": ("send one prompt to each engine, with a clock", "separates a slow engine from a long prompt"),
-    "gil": ("py-spy record --nonblocking --gil --threads --pid PID --duration 30", "shows who holds the GIL"),
-    "cpu": ("grep Cpus_allowed_list /proc/PID/status; top -H", "shows who shares the CPUs of this rank"),
-    "stopped": (
-        "grep -E 'State|TracerPid' /proc/PID/status",
-        "shows who stops it: a debugger, a freezer, a signal",
-    ),
-}
 USUAL_STEP = ("py-spy record --nonblocking --pid PID --duration 30", "profiles what this rank does meanwhile")
 
 
@@ -179,7 +134,7 @@ USUAL_STEP = ("py-spy record --nonblocking --pid PID --duration 30", "profiles w
 class SlowVerdict:
     """The answer. `as_json` returns exactly the object that `--json` prints.
 
-    `cause` is a key of CAUSE_NAMES or empty, `place` the call that it was seen in; shares are of
+    `cause` is a key of CAUSES or empty, `place` the call that it was seen in; shares are of
     the time.
     """
 
@@ -259,7 +214,7 @@ def slow_ranks(
     compared = "" if usual is None else f" (the others: {percent(usual)})"
     waits = median(budget.waiting for budget in peers)
     summary = (
-        f"{who} slow: {CAUSE_NAMES[cause]} takes {percent(share)} of the time{compared}"
+        f"{who} slow: {CAUSES[cause]['name']} takes {percent(share)} of the time{compared}"
         f"{f' at {place}' if place else ''}, and the others wait {percent(waits)} of theirs."
     )
     evidence = (
@@ -352,7 +307,7 @@ def late_in_turn(
     place = Counter(b.places[phase] for b in ranks if phase in b.places).most_common(1)[0][0]
     waits = mean(budget.waiting for budget in ranks)
     summary = (
-        f"No single rank is slow: ranks are late in turn, by {CAUSE_NAMES[cause]} at {place}; all wait, "
+        f"No single rank is slow: ranks are late in turn, by {CAUSES[cause]['name']} at {place}; all wait, "
         f"{percent(waits)} of the time, {percent(lost[phase])} for this."
     )
     evidence = (
@@ -457,7 +412,8 @@ def largest(ranks: Sequence[Budget]) -> list[str]:
 
 
 def settling(cause: str, pid: int) -> tuple[NextStep, ...]:
-    do, why = SETTLES.get(cause, USUAL_STEP)
+    row = CAUSES[cause]
+    do, why = (row["do"], row["why"]) if "do" in row else USUAL_STEP
     return (NextStep(do.replace("PID", str(pid)), why),)
 
 

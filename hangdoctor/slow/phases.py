@@ -1,13 +1,16 @@
 """The phase of a training step that a stack shows, from its frames, source lines and /proc state.
 
-The innermost frame with a `step` in frames.toml decides, except that some phases are only the means of
-an outer one: a forward pass inside a backward is recomputation, an HTTP request inside a dataset
+The innermost frame with a `step` in frames.toml decides, except that some phases are only the means
+of an outer one: a forward pass inside a backward is recomputation, an HTTP request inside a dataset
 loads data. C calls have no frame, so the text of the innermost source line is read, too.
 """
 
+import tomllib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from pathlib import Path
+from typing import Any
 
 from hangdoctor.collect.process import ProcState
 from hangdoctor.frames import LIBRARIES, is_library, main_thread, normal, show
@@ -20,28 +23,10 @@ GPU, waiting for the device is mostly waiting for a collective that is queued on
 OTHER = "other"
 STARTUP = "startup"
 """Imports, process groups that are made, models that are built: before the first step."""
-# Phase to its name in reports, in the order of the columns.
-PHASE_NAMES = {
-    "input": "data loading",
-    "h2d": "host-to-device copy",
-    "forward": "forward",
-    "backward": "backward",
-    "collective": "collective wait",
-    "device": "device wait",
-    "optimizer": "optimizer",
-    "gc": "garbage collection",
-    "checkpoint": "checkpoint",
-    "swap": "swap or page faults",
-    "reward": "reward",
-    "rollout": "rollout wait",
-    "weight_sync": "weight update",
-    "evaluation": "evaluation",
-    "compile": "compilation",
-    "logging": "logging",
-    STARTUP: "start-up",
-    "stopped": "stopped",
-    OTHER: "other",
-}
+CAUSES: dict[str, dict[str, Any]] = tomllib.loads(
+    Path(__file__).with_suffix(".toml").read_text(encoding="utf-8")
+)
+PHASE_NAMES = {cause: row["name"] for cause, row in CAUSES.items() if row.get("is_phase", True)}
 # Phases of `tables.phases_of` and kinds of waits, in our terms.
 SAME = {"checkpoint": "checkpoint", "data": "input", "init": STARTUP}
 KINDS = {

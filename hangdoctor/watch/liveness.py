@@ -1,4 +1,4 @@
-"""Signs of life of each process, and what they say: slow or stuck, by the signs and the clock alone.
+"""Signs of life of each process, and what they say: slow or stuck, by signs and clock alone.
 
 signs ──follow──> tracks (when did each process last move?) ──judge──> starting | moving | quiet |
 partly_done

@@ -2,9 +2,9 @@
 
 Parquet is one file, or FOLDER/step=12/part-0.parquet for each step, a table for DuckDB, Polars and
 Ray Data; a dataset of Hugging Face is as its `save_to_disk` writes it, without that package, which
-imports slowly and writes temporary files. What a service for experiments is given are lines of JSON:
-{"step": 3, "stats": {...}}, then {"step": 3, "sample": {...}}; a process that never opens the record
-logs them. slime's files also load with `weights_only=True`.
+imports slowly and writes temporary files. What a service for experiments is given are lines of
+JSON: {"step": 3, "stats": {...}}, then {"step": 3, "sample": {...}}; a process that never opens the
+record logs them. slime's files also load with `weights_only=True`.
 """
 
 import base64

@@ -6,10 +6,10 @@ At the end of a step, the batch of SkyRL has no rewards and no groups any more, 
 are those of the loss, divided by its number of tokens. So the callback also looks at what two
 methods of the trainer return. docs/trainers/skyrl.md says what is recorded.
 
-A dump is `global_step_{N}_training_input.pkl`, a pickled TrainingInputBatch. In either, `loss_mask`,
-`rollout_logprobs` and others cover the last columns of `sequences`, the response; the attention mask
-marks padding: before version 0.4 between prompt and response as well. The last `pad_size` rows are
-copies with weight 0. The dump has advantages but no rewards.
+A dump is `global_step_{N}_training_input.pkl`, a pickled TrainingInputBatch. In either,
+`loss_mask`, `rollout_logprobs` and others cover the last columns of `sequences`, the response; the
+attention mask marks padding: before version 0.4 between prompt and response as well. The last
+`pad_size` rows are copies with weight 0. The dump has advantages but no rewards.
 """
 
 import functools

@@ -1,7 +1,7 @@
 """Read an untrusted pickle with stand-ins, importing nothing it names.
 
-The rules are those of `areal_core/safety/unpickle.py`; here are the stand-ins of tensors and arrays.
-`import_record` reads in a confined child, which limits memory and time.
+The rules are those of `areal_core/safety/unpickle.py`; here are the stand-ins of tensors and
+arrays. `import_record` reads in a confined child, which limits memory and time.
 """
 
 import errno

@@ -251,7 +251,7 @@ ENGINE = f"{CORE}/engine/fsdp.py:FSDPEngine"
 MODEL = tuple(
     f"{CORE}/engine/{name}.py"
     for name in ("attention", "logits", "logprobs", "lora", "model", "scores", "sequence_parallel",
-                 "sharding", "tensor_parallel", "vision")
+                 "sharding", "tensor_parallel", "vision_models")
 )  # fmt: skip
 LOSS = (
     f"{OBJECTIVE}.loss",

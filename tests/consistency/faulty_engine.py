@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from areal_core.engine.model import cache_argument
-from consistency.alternatives import transforms
-from consistency.alternatives.transforms import Rows, Transform, preceding_counts
+from consistency import transforms
 from consistency.score import Scorer, predictors
 from consistency.tokens import Sequences
+from consistency.transforms import Rows, Transform, preceding_counts
 
 
 @dataclass(frozen=True)

@@ -7,9 +7,9 @@ import pytest
 from click.testing import CliRunner
 
 from areal_debug.verbs.consistency import command
-from consistency import exact as run
+from consistency.entry import exact as run
+from consistency.entry.exact import Certificate, Check, EmbeddedTarget, compare, read_certificate, worse_than
 from consistency.errors import BadCertificate
-from consistency.exact import Certificate, Check, EmbeddedTarget, compare, read_certificate, worse_than
 
 MODEL = {"sha256": "0" * 64, "dtype": "float32"}
 EQUAL = Check("batch of 1", 100)

@@ -7,7 +7,7 @@ import pytest
 from click.testing import CliRunner
 
 from areal_debug.cli import main
-from consistency.alternatives import transforms
+from consistency import transforms
 
 from .records import save_model, write_record
 

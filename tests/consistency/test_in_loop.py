@@ -14,7 +14,7 @@ from areal_core.embedded.engine import ReplicaUpdate
 from areal_core.errors import ConfigError
 from areal_core.trainer.rl import PPOTrainer
 from consistency.case import NOISE
-from consistency.in_loop import InLoop, Reading, Sums, join, read_step, sums_by_lag, suspicion_of
+from consistency.entry.in_loop import InLoop, Reading, Sums, join, read_step, sums_by_lag, suspicion_of
 
 REWARDS = Path(__file__).parents[1] / "debug" / "rewards.py"
 
@@ -99,7 +99,7 @@ def test_lost_weight_update_is_named_in_its_step(tmp_path, tiny_config, monkeypa
     config, _ = load_expr_config(tiny_config, GRPOConfig)
     check = InLoop(1, tmp_path / "consistency.jsonl", lambda local: [local])
     with (
-        caplog.at_level(logging.WARNING, "consistency.in_loop"),
+        caplog.at_level(logging.WARNING, "consistency.entry.in_loop"),
         PPOTrainer(config, get_dataset(config.train_dataset), observers=[lambda trainer: check]) as trainer,
     ):
         trainer.train(workflow_kwargs={"reward_fn": f"{REWARDS}:odd_tokens"})

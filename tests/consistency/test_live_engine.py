@@ -10,7 +10,7 @@ from click.testing import CliRunner
 from areal_core.testing import make_tiny_tokenizer
 from areal_core.testing.embedded_server import EmbeddedServer
 from areal_debug.verbs.consistency import command
-from consistency.alternatives import transforms
+from consistency import transforms
 from consistency.score import load_scorer
 
 from .fault_server import hosting, serving

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
+from consistency.checks.recognise import heavy_tail
 from consistency.errors import NothingToCompare
 from consistency.measure import measure, tail
-from consistency.recognise import heavy_tail
 from consistency.tokens import Sequences, compare_tokens
 
 from .tables import table_of

@@ -15,8 +15,8 @@ from areal_core.engine.checkpoint.hf_folder import save_hf
 from areal_core.trainer.rl import PPOTrainer
 from areal_debug.consistency.engine_question import ask_with_recorded_weights
 from areal_debug.wiring import recorder_of
+from consistency.entry.which_engine import Examined, Suspect, ask_engine, by_evidence, decide
 from consistency.errors import NothingToCompare
-from consistency.which_engine import Examined, Suspect, ask_engine, by_evidence, decide
 from recorder import RecordingOptions, open_record
 
 TINY = Path(__file__).parents[1] / "debug"

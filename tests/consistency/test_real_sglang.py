@@ -12,11 +12,11 @@ from areal_core.servers.server import call
 from areal_core.servers.sglang import SGLANG
 from areal_debug.verbs.consistency import command
 from consistency.alternatives.probes import bos_alternatives, checkpoint_alternative
-from consistency.alternatives.transforms import replay
 from consistency.case import NOISE, Setting
 from consistency.diagnose import diagnose
 from consistency.score import load_scorer, score
 from consistency.tokens import Completion, sequences_from_completions
+from consistency.transforms import replay
 
 from .records import save_model
 

@@ -16,12 +16,12 @@ from areal_core.data.processor import load_processor
 from areal_core.launch.sglang_process import SGLangServer, cpu_environment, server_args
 from areal_core.testing.tiny_vision import make_tiny_vision_model
 from areal_debug.verbs.consistency import command
-from consistency.alternatives.transforms import select_rows
 from consistency.case import Request
 from consistency.check import check
 from consistency.engines import SamplingParams
 from consistency.live import Prompt, check_engines, make_rescorer, query_engines, sampled_of, vocabulary_of
 from consistency.score import load_scorer
+from consistency.transforms import select_rows
 
 pytestmark = [pytest.mark.sglang, pytest.mark.long]
 PARAMS = SamplingParams(max_new_tokens=24)

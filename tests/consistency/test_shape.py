@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 from consistency.alternatives.probes import noise_of_model
-from consistency.alternatives.transforms import Replays
 from consistency.case import NOISE, Alternative
-from consistency.shape import breaks, explained_by_key, onset, trend
+from consistency.checks.shape import breaks, explained_by_key, onset, trend
+from consistency.transforms import Replays
 
 from .tables import table_of
 

@@ -7,8 +7,8 @@ import pytest
 from click.testing import CliRunner
 
 from areal_debug.verbs.consistency import command
-from consistency.alternatives import rescoring
-from consistency.alternatives.rescoring import compare_trainer, trainer_logprobs
+from consistency import rescoring
+from consistency.rescoring import compare_trainer, trainer_logprobs
 from consistency.score import load_scorer, score
 from consistency.source import read_step
 from recorder import open_record

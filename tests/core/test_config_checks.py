@@ -18,8 +18,8 @@ from areal_core.config import (
 )
 from areal_core.config.checks import flat_values
 from areal_core.config.names import all_options
-from areal_core.config.not_yet import NOT_YET, not_yet
 from areal_core.config.rules import broken_rules
+from areal_core.config.upstream import NOT_YET, not_yet
 from areal_core.errors import ConfigError
 from areal_core.safety.private import default_root
 

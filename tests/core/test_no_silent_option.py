@@ -15,7 +15,7 @@ from areal_core.errors import ConfigError
 ROOT = Path(__file__).parents[2]
 CODE = ("areal_core", "areal_debug", "consistency", "replayer")
 # Files that compare or list options without using them.
-NOT_USES = ("checks.py", "rules.py", "derived.py", "not_yet.py", "vision.py", "older_names.py")
+NOT_USES = ("checks.py", "rules.py", "derived.py", "upstream.py", "vision_checks.py")
 
 
 @cache

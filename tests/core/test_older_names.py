@@ -4,7 +4,7 @@ import pytest
 
 from areal_core.config import GRPOConfig, SFTConfig
 from areal_core.config.loading import load_with_notes
-from areal_core.config.older_names import translate_older_names
+from areal_core.config.upstream import translate_older_names
 from areal_core.errors import ConfigError
 
 

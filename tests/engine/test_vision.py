@@ -17,7 +17,7 @@ from areal_core.engine.lora import trained_parameters
 from areal_core.engine.model import checkpoint_names, load_model
 from areal_core.engine.parity import measure_parity
 from areal_core.engine.tensor_parallel import check_tensor_parallel
-from areal_core.engine.vision import plain_inputs
+from areal_core.engine.vision_models import plain_inputs
 from areal_core.errors import ModelError
 from areal_core.testing import step_with_gradients
 from areal_core.testing.tiny_vision import VISION_FAMILIES, make_tiny_vision_model

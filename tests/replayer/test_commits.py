@@ -217,7 +217,7 @@ AROUND = (
     "trainer/nonfinite.py",
     "trainer/rl.py",
     "engine/ranks.py",
-    "agent/transcripts/",
+    "agent/transcript.py",
 )
 
 

@@ -10,7 +10,7 @@ from transformers import AutoModelForImageTextToText
 from areal_core.config import SFTConfig
 from areal_core.config.train_engine import OptimizerConfig
 from areal_core.data.processor import load_processor
-from areal_core.engine.vision import plain_inputs
+from areal_core.engine.vision_models import plain_inputs
 from areal_core.paths import run_folder
 from areal_core.testing.tiny_vision import make_tiny_vision_model
 from areal_core.trainer import build, supervised

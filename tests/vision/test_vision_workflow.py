@@ -8,7 +8,7 @@ import torch
 from areal_core.data.batch import pad_and_concat
 from areal_core.data.image_rows import shape_rows
 from areal_core.data.processor import VisionProcessor
-from areal_core.engine.vision import image_keys
+from areal_core.engine.vision_models import image_keys
 from areal_core.errors import ImageError
 from areal_core.rollout.episodes import refuse_malformed, refuse_unusable
 from areal_core.rollout.errors import MalformedEpisode

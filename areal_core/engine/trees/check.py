@@ -28,7 +28,7 @@ from areal_core.engine.parity import (
     random_rows,
 )
 from areal_core.engine.sharding import fsdp_module
-from areal_core.engine.vision import depends_on_length
+from areal_core.engine.vision_models import depends_on_length
 
 logger = logging.getLogger(__name__)
 

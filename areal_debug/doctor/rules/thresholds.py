@@ -10,7 +10,7 @@ from areal_debug.doctor.series import Series
 
 
 def is_beyond(row: dict[str, Any], limit: float | None, value: float) -> bool:
-    """Return whether a value is beyond a limit, in the direction that a row of `findings.toml` names."""
+    """Return whether a value is beyond a limit, in the direction of a row of `findings.toml`."""
     if limit is None:
         return False
     if "off" in row:

@@ -50,6 +50,11 @@ Thread 6790 (active+gil)
     assert other == Thread((Frame("helper", "<frozen runpy>", 88),), None, True, True)
 
 
+def test_pyspy_text_of_the_first_years_with_tabs_hex_ids_and_colours():
+    text = "Thread 0x7F5AB1F5E740 (active)\n\t\x1b[32mfoo\x1b[0m (\x1b[36mx.py\x1b[0m:\x1b[2m3\x1b[0m)\n\t<module> (x.py:9)\n"
+    assert only(text) == [Thread((Frame("foo", "x.py", 3), Frame("<module>", "x.py", 9)), None, True, False)]
+
+
 def test_main_thread_is_found_by_its_number_where_pyspy_lost_the_names():
     text = "Process 77: python t.py\nPython v3.14.0\n\nThread 99 (idle)\n    poll (x.py:1)\nThread 77 (idle)\n    main (t.py:3)\n"
     assert [thread.name for thread in only(text)] == [None, "MainThread"]
@@ -84,6 +89,40 @@ Current thread 0x00007f8c40d4b740 (most recent call first):
         Frame("step", "/job/train.py", 12),
     ]
     assert main_thread(tuple(threads)) is threads[1]
+
+
+def test_faulthandler_of_two_ranks_interleaved_in_one_log():
+    text = """[rank0]: Thread 0x0000000000000001 (most recent call first):
+[rank1]: Thread 0x0000000000000001 (most recent call first):
+[rank1]:   File "/job/train.py", line 50 in load
+[rank0]:   File "/job/train.py", line 60 in step
+[rank1]:   File "/job/train.py", line 90 in <module>
+[rank0]:   File "/job/train.py", line 90 in <module>
+"""
+    found = {section.ranks: section.threads[0].frames[0].function for section in parse_stacks_text(text)}
+    assert found == {(0,): "step", (1,): "load"}
+
+
+def test_torch_debug_server_concatenates_ranks():
+    text = """=== Rank 0 ===
+Thread 0x01 (most recent call first):
+  File "/job/a.py", line 1 in f
+=== Rank 1 ===
+Thread 0x01 (most recent call first):
+  File "/job/b.py", line 2 in g
+"""
+    assert [(s.ranks, s.threads[0].frames) for s in parse_stacks_text(text)] == [
+        ((0,), (Frame("f", "/job/a.py", 1),)),
+        ((1,), (Frame("g", "/job/b.py", 2),)),
+    ]
+
+
+def test_srun_labels_split_the_ranks():
+    text = '0: Thread 5 (idle): "MainThread"\n1: Thread 6 (idle): "MainThread"\n0:     f (a.py:1)\n1:     g (b.py:2)\n'
+    assert {s.ranks: s.threads[0].frames[0].function for s in parse_stacks_text(text)} == {
+        (0,): "f",
+        (1,): "g",
+    }
 
 
 def test_pystack_is_turned_round_and_says_who_waits_for_the_gil():
@@ -136,6 +175,14 @@ def test_an_exception_in_a_log_is_no_stack_of_a_waiting_rank():
     )
 
 
+def test_watchdog_stack_of_the_failed_collective():
+    text = 'Thread 1 (idle): "MainThread"\n#0 all_reduce from /v/torch/distributed/distributed_c10d.py:2501\n#1 main from /job/t.py:9\n'
+    assert only(text)[0].frames == (
+        Frame("all_reduce", "/v/torch/distributed/distributed_c10d.py", 2501),
+        Frame("main", "/job/t.py", 9),
+    )
+
+
 def pyspy_json(pid: int, function: str, os_ids: list[int | None]) -> str:
     frame = {
         "name": function,
@@ -162,12 +209,32 @@ def test_pyspy_json_of_ranks_that_differ_in_numbers_only_share_their_threads():
     assert first[1][0].frames == (Frame("f", "/v/site-packages/torch/x.py", 3),)
 
 
+def test_pyspy_json_of_another_shape_than_the_last_ones_is_read_anew():
+    documents = [pyspy_json(number, f"f{number % 12}", [number, 5]) for number in range(30)]
+    documents.insert(
+        15, documents[3].replace('"pid": 3', '"pid":3').replace('"os_thread_id": 3', '"os_thread_id":3')
+    )
+    read = [parse_stacks_json(document) for document in documents]
+    assert [pid for pid, _ in read] == [*range(15), 3, *range(15, 30)]
+    assert [threads[0].frames[0].function for _, threads in read[:13]] == [f"f{n % 12}" for n in range(13)]
+    assert [threads[0].name for _, threads in read] == ["MainThread"] * 31
+    assert (read[0][1] is read[12][1], read[15][1] == read[3][1]) == (True, True)
+
+
 @pytest.mark.parametrize("change", [("10", "x"), ('"pid": 10', '"pid": 10 7'), ("}]", "}"), ('"f"', '"f')])
 def test_pyspy_json_like_the_last_one_and_damaged_is_refused(change):
     text = pyspy_json(10, "f", [12, 10])
     parse_stacks_json(text)
     with pytest.raises(UnreadableDump):
         parse_stacks_json(text.replace(*change))
+
+
+
+
+
+
+
+
 
 
 def test_a_native_pass_is_laid_under_the_python_frames_it_belongs_to(tmp_path):
@@ -325,6 +392,18 @@ def test_a_process_that_comes_twice_in_a_text_is_its_next_sample(tmp_path):
     dump = f'Process 7: python t.py\nPython v3.11.7\n\nThread 7 (idle): "MainThread"\n{IN_STEP}'
     (tmp_path / "rank_3.txt").write_text(f"{dump}\n{dump}")
     assert [(d.name, d.sample) for d in read_snapshot([tmp_path]).dumps] == [("rank_3", 0), ("rank_3", 1)]
+
+
+def test_native_frames_of_gdb_stand_above_the_python_frames_of_its_py_bt():
+    text = f'''(gdb) bt
+#0  0x00007f2a in futex_wait (private=0) at ../sysdeps/nptl/futex.h:146
+#1  0x00007f2b in gloo::transport::tcp::UnboundBuffer::waitRecv(int*) () from /v/libtorch_cpu.so
+(gdb) py-bt
+Traceback (most recent call first):
+  File "{C10D}", line 2806, in all_reduce
+    work.wait()
+'''
+    assert [frame.native for frame in only(text)[0].frames] == [True, True, False]
 
 
 @pytest.mark.parametrize(

@@ -31,6 +31,12 @@ def test_a_number_of_ranks_does_not_prove_that_the_others_are_gone(tmp_path):
     assert [cell.part for cell in diagnosis.ranks] == ["victim"] * 7 + ["not_collected"]
 
 
+def test_a_gap_in_the_numbers_is_no_proof(tmp_path):
+    diagnosis = read(tmp_path, {f"rank_{rank}.txt": WAITING for rank in (0, 1, 3)})
+    assert diagnosis.label != "missing_rank"
+    assert [cell.part for cell in diagnosis.ranks][2] == "not_collected"
+
+
 ELASTIC = """Root Cause (first observed failure):
 [0]:
   time      : 2025-01-02_10:00:00

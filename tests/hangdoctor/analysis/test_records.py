@@ -1,5 +1,6 @@
 """Records of Flight Recorder, RAS and the watchdog, and their weight against the stacks."""
 
+import json
 import os
 import pickle
 import subprocess
@@ -89,6 +90,19 @@ def test_record_of_one_collective_is_read_whole():
     assert (record.input_sizes, record.input_dtypes) == (((8,),), ("Float",))
 
 
+def test_json_and_pickle_of_a_dump_give_the_same_records():
+    document = pickle.loads(dump([entry(1), entry(2, done=False)]))
+    assert parse_flight_recorder(json.dumps(document).encode(), 0) == parse_flight_recorder(
+        dump([entry(1), entry(2, done=False)]), 0
+    )
+
+
+def test_send_and_receive_name_their_peer():
+    sent = entry(1, "send 0->3") | {"is_p2p": True, "p2p_seq_id": 5}
+    (record,) = parse_flight_recorder(dump([sent]), 0)
+    assert (record.operation, record.peer, record.sequence, record.is_p2p) == ("send", 3, 5, True)
+
+
 @pytest.mark.parametrize("protocol", [0, 1, 2, 3, 4, 5])
 def test_a_pickle_that_would_run_code_is_refused_and_runs_nothing(tmp_path, protocol):
     class Evil:
@@ -115,6 +129,20 @@ def test_other_operation_at_the_same_number_is_a_mismatch_with_high_confidence(t
         "Ranks 2 and 0-1,3 disagree on the operation of collective 2 of group 0:default_pg: "
         "broadcast where the others have all_reduce."
     )
+
+
+def test_other_size_at_the_same_number_is_a_mismatch(tmp_path):
+    records = {rank: [entry(1, done=False, size=9 if rank == 0 else 8)] for rank in range(3)}
+    diagnosis = diagnose(read_snapshot([write(tmp_path, records, {})]))
+    assert (diagnosis.label, diagnosis.culprit_ranks) == ("collective_mismatch", (0,))
+    assert "((9,),) where the others have ((8,),)" in diagnosis.summary
+
+
+def test_records_alone_name_who_is_behind_but_not_why(tmp_path):
+    records = {rank: [entry(1), entry(2, done=False)] if rank != 1 else [entry(1)] for rank in range(4)}
+    diagnosis = diagnose(read_snapshot([write(tmp_path, records, {})]))
+    assert (diagnosis.label, diagnosis.confidence, diagnosis.culprit_ranks) == ("unknown", "low", (1,))
+    assert "stacks" in diagnosis.collect[0]
 
 
 def test_records_that_agree_with_the_stacks_make_one_sample_certain(tmp_path):
@@ -150,6 +178,24 @@ def test_ras_text_names_the_rank_with_fewer_operations():
         6649,
         "RUNNING",
     )
+
+
+def test_ras_json_names_missing_ranks(tmp_path):
+    report = {
+        "communicators": [
+            {
+                "hash": "ab",
+                "ranks": [{"rank": 0, "collective_operation_counts": {"AllReduce": 5}}],
+                "missing_ranks": [{"rank": 1}],
+            }
+        ]
+    }
+    (tmp_path / "ras.json").write_text(json.dumps(report))
+    snapshot = read_snapshot([tmp_path])
+    assert [(r.rank, r.operations, r.status) for r in snapshot.ras] == [
+        (1, None, "MISSING"),
+        (0, 5, "RUNNING"),
+    ]
 
 
 def test_watchdog_message_gives_rank_number_and_operation():

@@ -139,6 +139,29 @@ def test_ranks_that_all_moved_hang_nowhere(tmp_path):
     )
 
 
+def test_ranks_at_the_same_line_that_the_kernel_woke_are_stepping(tmp_path):
+    woken = {f"rank_{rank}": still(REDUCE, facts=ran(21)) for rank in range(3)}
+    diagnosis = judged(tmp_path, woken | {"rank_3": still(DESTROY)})
+    assert diagnosis.label == "straggler_or_not_hung" or diagnosis.confidence == "low"
+
+
+def test_one_rank_that_computes_is_slow_and_its_peers_are_victims(tmp_path):
+    slow = still(COMPUTE, facts=ran(0, cpu_s=2.9, state="R"), active=True)
+    diagnosis = judged(tmp_path, {"rank_0": still(REDUCE), "rank_1": slow, "rank_2": still(REDUCE)})
+    assert (diagnosis.label, diagnosis.culprit_ranks, diagnosis.victim_ranks) == (
+        "straggler_or_not_hung",
+        (1,),
+        (0, 2),
+    )
+
+
+def test_slow_writing_of_a_checkpoint_is_not_called_a_stall(tmp_path):
+    diagnosis = judged(
+        tmp_path, {"rank_0": still(SAVING, facts=ran(200), gil=True), "rank_1": still(BARRIER)}
+    )
+    assert (diagnosis.label, diagnosis.confidence) == ("straggler_or_not_hung", "medium")
+
+
 @pytest.mark.parametrize(
     ("before", "after"),
     [(WRITING, WRITING), (WRITING, ASLEEP), (ASLEEP, WRITING)],
@@ -180,6 +203,11 @@ def test_the_worker_beside_a_starved_rank_is_shown(tmp_path):
     assert any(
         e.process == "rank_0_child_0" and "read_bytes (shards.py:9)" in e.fact for e in diagnosis.evidence
     )
+
+
+def test_a_sleeping_owner_of_the_gil_is_a_lock_deadlock(tmp_path):
+    diagnosis = judged(tmp_path, {"rank_0": still(REDUCE), "rank_1": still(PLAIN, gil=True)})
+    assert (diagnosis.label, diagnosis.confidence, diagnosis.culprit_ranks) == ("lock_deadlock", "high", (1,))
 
 
 def test_a_stopped_rank_is_missing(tmp_path):
@@ -273,3 +301,15 @@ def test_an_engine_that_hangs_by_itself_makes_the_waiting_trainer_a_victim(tmp_p
     diagnosis = diagnose(read_snapshot([folder]))
     assert (diagnosis.label, diagnosis.culprit_ranks) == ("partial_exception", ("engine_rank_2",))
     assert set(diagnosis.victim_ranks) >= {0, 1}
+
+
+def test_a_gap_in_the_numbers_of_saved_files_does_not_hide_what_the_others_show(tmp_path):
+    for rank, stack in ((0, DESTROY), (1, REDUCE), (3, REDUCE)):
+        text = "\n".join(f"    {frame.split()[0]} ({frame.split()[1]}:{frame.split()[2]})" for frame in stack)
+        (tmp_path / f"rank_{rank}.txt").write_text(f'Thread 1 (idle): "MainThread"\n{text}\n')
+    diagnosis = diagnose(read_snapshot([tmp_path]))
+    assert (diagnosis.label, diagnosis.confidence, diagnosis.culprit_ranks) == (
+        "cleanup_deadlock",
+        "low",
+        (0,),
+    )

@@ -64,7 +64,7 @@ engine rank 0:
     _broadcast (areal_core/servers/weight_update.py:240)
 engine rank 0:
     wait (threading.py:327)
-    _pause (areal_core/testing/embedded_server.py:185)
+    _pause (areal_core/testing/server.py:185)
 """,
     "NeMo-RL": f"""policy rank 0:
     broadcast ({C10D}:2810)
@@ -118,6 +118,26 @@ def test_an_engine_that_could_not_be_read_is_to_blame(tmp_path):
     assert "engine_rank_0 is on the other side and gone" in diagnosis.summary
 
 
+def test_an_engine_that_was_not_read_is_not_to_blame(tmp_path):
+    diagnosis = read(tmp_path, f"rank 0:\n{TRAINER}")
+    assert (diagnosis.label, diagnosis.culprit_ranks) == ("weight_sync_deadlock", ())
+    assert "the engine, which must be on the other side, was not read" in diagnosis.summary
+
+
+def test_the_trainer_is_to_blame_where_it_waits_for_samples_and_the_engine_for_weights(tmp_path):
+    diagnosis = read(
+        tmp_path,
+        f"""trainer rank 0:
+    wait (threading.py:327)
+    result (concurrent/futures/_base.py:451)
+    next_batch (rl/loop.py:60)
+    train (rl/loop.py:40)
+engine rank 0:
+{RECEIVER}""",
+    )
+    assert (diagnosis.label, diagnosis.culprit_ranks) == ("weight_sync_deadlock", (0,))
+
+
 @pytest.mark.parametrize(
     ("engine", "label"),
     [
@@ -132,3 +152,15 @@ def test_an_engine_that_loads_what_it_received_is_not_accused(tmp_path, engine, 
     text = f'trainer rank 0:\n{TRAINER}engine rank 0:\nThread 7 (active): "MainThread"\n{engine}'
     accused = read(tmp_path, text).label == label
     assert accused == ("barrier" in engine)
+
+
+def test_a_trainer_rank_outside_the_update_explains_the_wait_of_the_others(tmp_path):
+    text = f"""rank 0:
+{TRAINER}
+rank 1:
+    wait (threading.py:327)
+    get (queue.py:171)
+    _try_get_data (torch/utils/data/dataloader.py:1131)
+    train (rl/loop.py:30)
+"""
+    assert read(tmp_path, text).label == "dataloader_stall"

@@ -11,11 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from consistency.alternatives.tensors import EVERY, TOWER
-from consistency.alternatives.transforms import Prediction
 from consistency.case import BAD_RATIO, Case, Explanation
 from consistency.causes import Finding, finding
-from consistency.numerics import (
+from consistency.checks.numerics import (
     MIN_RUN,
     batch_variant,
     decoding_differs,
@@ -32,8 +30,10 @@ from consistency.numerics import (
     trainer_differs,
     unusable_logprobs,
 )
-from consistency.shape import breaks, explained_by_key, means_by, onset, run_lengths, trend
+from consistency.checks.shape import breaks, explained_by_key, means_by, onset, run_lengths, trend
+from consistency.tensors import EVERY, TOWER
 from consistency.tokens import Bools, Floats, TokenTable
+from consistency.transforms import Prediction
 
 # Thresholds, with their units and what they follow from.
 T_TOLERANCE = 0.02  # of a temperature

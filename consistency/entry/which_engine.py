@@ -24,16 +24,6 @@ from areal_core.embedded.engine import row_seed
 from areal_core.embedded.generate import draw, draw_uniforms
 from areal_core.rollout.types import TOP_K_OFF, ModelRequest
 from areal_core.rollout.types import Sampling as RequestSampling
-from consistency.alternatives.tensors import (
-    LEAST_NATS,
-    Fit,
-    StaleTensors,
-    find_stale_tensors,
-    fit,
-    mean_abs,
-    nats_gained,
-)
-from consistency.alternatives.transforms import replay, select_rows, spread_rows, tokens_within, usable_or
 from consistency.case import DTYPES, Request, explain, likeliest
 from consistency.check import check, refuse_other_vocabulary
 from consistency.diagnose import is_accusation
@@ -48,7 +38,17 @@ from consistency.source import (
     read_step,
     sampling_of,
 )
+from consistency.tensors import (
+    LEAST_NATS,
+    Fit,
+    StaleTensors,
+    find_stale_tensors,
+    fit,
+    mean_abs,
+    nats_gained,
+)
 from consistency.tokens import Floats, Ints, Sequences
+from consistency.transforms import replay, select_rows, spread_rows, tokens_within, usable_or
 from recorder import Record, RecordedStep
 
 # The share of tokens that the right options draw again: rounding at the bounds of a token's share

@@ -4,8 +4,8 @@ import numpy as np
 
 from consistency.case import BAD_RATIO, Case
 from consistency.causes import Finding, finding
+from consistency.checks.shape import means_by, run_lengths
 from consistency.measure import correlation, tail
-from consistency.shape import means_by, run_lengths
 from consistency.tokens import Floats
 
 NOISE_FACTOR = 2.0  # both sides of a comparison round: twice one side's noise is still noise

@@ -1,4 +1,4 @@
-"""Are sampled log-probs those of the trainer in every bit? One engine, one trainer, many situations.
+"""Are sampled log-probs those of the trainer in every bit? One engine and trainer, many situations.
 
 The result is a certificate, a small JSON file: what was sampled, how much of it differs, and with
 what. Differences are exact: hexadecimal floats.

@@ -19,9 +19,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from consistency.alternatives.transforms import RESIDUAL_BOUND, select_rows, spread_rows
 from consistency.score import Scorer, image_inputs, score_logprobs
 from consistency.tokens import Floats, Sequences
+from consistency.transforms import RESIDUAL_BOUND, select_rows, spread_rows
 
 # Rounding of a recorded float32 log-prob: a residual below it is 0.
 ROUNDING = 1e-6

@@ -1,4 +1,4 @@
-"""Families of vision models, and refusal of models and data with images that cannot be used together."""
+"""Families of vision models; refusal of models and pictures that cannot be used together."""
 
 import json
 from collections.abc import Iterator

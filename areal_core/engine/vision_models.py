@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
-from areal_core.config.vision import FAMILIES, VisionFamily
+from areal_core.config.vision_checks import FAMILIES, VisionFamily
 from areal_core.data.batch import PER_ENTRY, PER_IMAGE, Batch, sequence_lengths
 from areal_core.data.processor import VisionProcessor
 from areal_core.engine.logits import output_layer

@@ -1,0 +1,1 @@
+"""Checks of a comparison: one function for each cause of `causes.toml`."""
