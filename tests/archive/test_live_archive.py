@@ -3,7 +3,6 @@
 import errno
 import filecmp
 import itertools
-import json
 import signal
 import subprocess
 import sys
@@ -198,18 +197,3 @@ def test_an_object_that_was_not_finished_is_no_part_of_the_record(tmp_path):
     (tmp_path / "live.zarr" / "steps" / LEFTOVER).write_bytes(b"{")
     assert open_record(tmp_path / "live.zarr").steps == (0, 1, 2, 3)
     assert verify(tmp_path / "live.zarr").problems == ()
-
-
-def test_the_top_of_an_archive_never_has_a_version_without_a_layout(tmp_path, monkeypatch):
-    seen = []
-    replace = Path.replace
-
-    def replaced(path, target):
-        result = replace(path, target)
-        if Path(target) == tmp_path / "live.zarr" / "zarr.json":
-            seen.append(sorted(json.loads(Path(target).read_text())["attributes"]))
-        return result
-
-    monkeypatch.setattr(Path, "replace", replaced)
-    record_live(tmp_path / "live.zarr", tmp_path / "staging", 1, 0)
-    assert set(map(tuple, seen)) == {(), ("areal_debug_archive", "layout")}

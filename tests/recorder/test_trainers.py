@@ -159,15 +159,6 @@ def test_what_cannot_be_recorded_is_refused_and_nothing_is_written(tmp_path, nam
 OTHER_KINDS = [{**BARE, "extras": {"weight": [1.0] * 4}}, {**BARE, "extras": {"weight": [[1.0, 2.0]] * 4}}]
 
 
-def test_samples_of_other_shapes_end_the_recording_and_not_the_run(tmp_path, capsys):
-    with Recorder(tmp_path / "r", when_failing="continue") as recorder:
-        recorder.step(0, [BARE])
-        recorder.step(1, OTHER_KINDS)
-        recorder.step(2, [BARE])
-    assert open_record(tmp_path / "r").steps == (0,)
-    assert "samples of one step have weight of shapes and types" in capsys.readouterr().err
-
-
 def test_steps_ascend_and_end(tmp_path):
     recorder = Recorder(tmp_path / "r")
     recorder.step(10, [BARE])
@@ -183,16 +174,6 @@ def test_steps_ascend_and_end(tmp_path):
     assert report.steps_missing == ()
     (tmp_path / "r/steps/000010/step.json").unlink()
     assert not verify(tmp_path / "r").intact
-
-
-def test_a_removed_step_is_missing(tmp_path):
-    import shutil
-
-    with Recorder(tmp_path / "r") as recorder:
-        for step in (1, 5, 9):
-            recorder.step(step, [BARE])
-    shutil.rmtree(tmp_path / "r/steps/000005")
-    assert verify(tmp_path / "r").steps_missing == (5,)
 
 
 def test_prompts_never_repeat_between_steps_and_resumed_runs(tmp_path):
