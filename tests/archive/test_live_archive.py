@@ -6,7 +6,6 @@ import itertools
 import signal
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +19,7 @@ from recorder.format import RecordHeader
 from recorder.retention import Retention
 from recorder.testing import SCRIPTED_HEADER, gatherers, scripted_batch, send_step, start_facts, write_header
 from recorder.writer import RecordingOptions, RecordWriter
+from tests.recorder.ranks import on_ranks
 
 URLS = itertools.count()
 
@@ -45,11 +45,7 @@ def record_live(location, staging, num_ranks, queue_steps, num_steps=4, between=
                 between(step)
         writers[rank]("end", steps=num_steps, error=None)
 
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(num_ranks)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    assert on_ranks(num_ranks, run) == [None] * num_ranks
 
 
 @pytest.mark.parametrize(

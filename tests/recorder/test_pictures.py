@@ -2,7 +2,6 @@
 
 import hashlib
 import os
-import threading
 from dataclasses import replace
 
 import numpy as np
@@ -28,6 +27,7 @@ from recorder.testing import (
 from recorder.writer import RecordingOptions, RecordWriter
 from replayer.source import recorded_batch
 from tests.recorder.pictured import pictured_batch, png, with_pictures, write_pictured_record
+from tests.recorder.ranks import on_ranks
 
 
 def digest(picture):
@@ -227,11 +227,7 @@ def test_ranks_share_pictures(tmp_path):
             send_step(writers[rank], step, batch | with_pictures(batch, rows))
         writers[rank]("end", steps=6, error=None)
 
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    assert on_ranks(3, run) == [None] * 3
     assert [writer.ended for writer in writers] == [None] * 3
     assert verify(folder).problems == ()
     assert open_record(folder).steps == (4, 5)
