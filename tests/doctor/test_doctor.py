@@ -96,7 +96,7 @@ def examined(run, *options):
     return done.exit_code, json.loads(done.stdout) if done.exit_code != 2 else done.stderr
 
 
-@pytest.mark.parametrize("seed", [*range(5), *(pytest.param(n, marks=LONG) for n in range(5, 20))])
+@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(n, marks=LONG) for n in range(2, 20))])
 def test_run_that_learns_gets_no_alarm(tmp_path, seed):
     code, found = examined(write_stats(tmp_path, healthy(seed)))
     assert (code, found["verdict"], found["alarms"]) == (0, "healthy", [])
@@ -274,13 +274,6 @@ def test_each_framework_is_known_by_its_own_names(tmp_path, framework):
     assert run.family == framework
     judged = {quantity: series.name for quantity, series in run.series.items()}
     assert judged == {quantity: name.removeprefix("train/") for quantity, name in names.items()}
-
-
-def test_file_log_of_verl_is_read(tmp_path):
-    lines = [{"step": step, "data": {"critic/rewards/mean": step / 10}} for step in range(3)]
-    (tmp_path / "experiment.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    run = read_run(tmp_path)
-    assert (run.family, run.series["reward"].values.tolist()) == ("verl", [0.0, 0.1, 0.2])
 
 
 def test_several_runs_in_a_folder_are_listed_and_one_is_chosen_by_name(tmp_path):

@@ -288,7 +288,7 @@ def judged(folder, columns, names=NAMES):
 
 
 @pytest.mark.parametrize("name", FAILURES)
-@pytest.mark.parametrize("seed", [0, 7])
+@pytest.mark.parametrize("seed", [0, pytest.param(7, marks=pytest.mark.long)])
 def test_failure_is_named_with_its_onset_its_cost_and_its_source(tmp_path, name, seed):
     expected, word, begins, change = FAILURES[name]
     run = healthy(seed)
@@ -305,14 +305,14 @@ def test_failure_is_named_with_its_onset_its_cost_and_its_source(tmp_path, name,
 
 
 @pytest.mark.parametrize("name", SOUND)
-@pytest.mark.parametrize("seed", [0, 7, 11])
+@pytest.mark.parametrize("seed", [0, *(pytest.param(n, marks=pytest.mark.long) for n in (7, 11))])
 def test_sound_twin_of_a_failure_gets_no_alarm(tmp_path, name, seed):
     run = healthy(seed)
     found = judged(tmp_path, run | SOUND[name](run))
     assert [(one.id, one.title, one.found) for one in found.alarms] == []
 
 
-@pytest.mark.parametrize("steps", [60, 500, 2000])
+@pytest.mark.parametrize("steps", [60, 500, pytest.param(2000, marks=pytest.mark.long)])
 @pytest.mark.parametrize("every", [1, 5])
 def test_run_that_learns_gets_no_alarm_at_any_length_or_logging_interval(tmp_path, steps, every):
     run = {name: values[::every] for name, values in healthy(steps, steps).items()}
@@ -371,7 +371,7 @@ def test_growth_of_the_mismatch_is_split_by_what_steps_show(tmp_path):
     )
 
 
-@pytest.mark.parametrize("steps", [40, 200, 3000])
+@pytest.mark.parametrize("steps", [40, 200, pytest.param(3000, marks=pytest.mark.long)])
 @pytest.mark.parametrize(
     ("shape", "worse"),
     [

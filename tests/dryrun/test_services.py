@@ -3,10 +3,8 @@
 import json
 import os
 import sqlite3
-import struct
 import subprocess
 import sys
-from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -15,8 +13,7 @@ from areal_core.config import PPOConfig, SFTConfig
 from areal_core.errors import ConfigError
 from areal_core.telemetry import StatsLogger
 from areal_core.trainer.build import build_services
-
-BLOCK_BYTES, RECORD_HEADER, FULL, LAST = 32768, struct.Struct("<IHB"), 1, 4
+from tests.exports.given import logged_values
 
 
 @pytest.fixture
@@ -109,26 +106,6 @@ def test_trackio_online_wants_a_space(config, tmp_path):
         build_services(config, tmp_path)
 
 
-def wandb_history(folder: Path) -> list[dict[str, object]]:
-    """Read the rows of an offline run of the real package: a log in the format of LevelDB."""
-    from wandb.proto.wandb_internal_pb2 import Record
-
-    [file] = folder.glob("wandb/offline-run-*/*.wandb")
-    data, position, record, rows = file.read_bytes(), 7, b"", []
-    while position < len(data):
-        if (left := BLOCK_BYTES - position % BLOCK_BYTES) < RECORD_HEADER.size:
-            position += left
-            continue
-        _, size, kind = RECORD_HEADER.unpack_from(data, position)
-        position += RECORD_HEADER.size + size
-        record += data[position - size : position]
-        if kind in (FULL, LAST):
-            items = Record.FromString(record).history.item
-            rows += [{item.nested_key[0]: json.loads(item.value_json) for item in items}] if items else []
-            record = b""
-    return rows
-
-
 @pytest.mark.long
 def test_the_real_weights_and_biases_package_writes_every_step_offline(config, tmp_path, monkeypatch):
     wandb = pytest.importorskip("wandb", reason="needs the package: pip install 'areal-debug[wandb]'")
@@ -139,11 +116,11 @@ def test_the_real_weights_and_biases_package_writes_every_step_offline(config, t
         logger.commit(0, {"ppo_actor/task_reward/avg": 0.25})
         logger.commit(1, {"ppo_actor/task_reward/avg": 0.1 + 0.2})
     wandb.teardown()  # afterwards its process, which may still be writing, has ended
-    rows = wandb_history(tmp_path)
-    assert [(row["_step"], row["ppo_actor/task_reward/avg"]) for row in rows] == [(0, 0.25), (1, 0.1 + 0.2)]
     [run] = tmp_path.glob("wandb/offline-run-*")
     assert run.name.endswith("-math_a-b_train")
     [written] = run.glob("*.wandb")
+    assert logged_values(written, "_step") == [0, 1]
+    assert logged_values(written, "ppo_actor/task_reward/avg") == [0.25, 0.1 + 0.2]
     assert b"seed=7411" in written.read_bytes()  # the package stores the command line
     assert b"S3CRET-key" not in written.read_bytes()
 

@@ -3,7 +3,6 @@
 import json
 import os
 import sqlite3
-import struct
 import subprocess
 import sys
 from pathlib import Path
@@ -15,7 +14,7 @@ from click.testing import CliRunner
 from areal_debug.cli import main
 from areal_debug.record.services import steps_of
 from recorder.tables.formats import export_record
-from tests.exports.given import FULL_ROW, write_foreign_record
+from tests.exports.given import FULL_ROW, logged_values, write_foreign_record
 
 ROOT = Path(__file__).parents[2]
 TABLE = (
@@ -67,25 +66,6 @@ def test_weights_and_biases_gets_an_offline_run(record, tmp_path):
     (run,) = (tmp_path / "out").rglob("*.wandb")
     assert logged_values(run, "loss") == [0.1]
     assert logged_values(run, "reward/mean") == [1.0]
-
-
-def logged_values(run: Path, name: str) -> list[float]:
-    """Read the values of a name from a run's own file: blocks of 32 KiB with pieces of messages."""
-    from wandb.proto import wandb_internal_pb2
-
-    data, place, pieces, values = run.read_bytes(), 7, b"", []
-    while place < len(data):
-        if -place % 32768 < 7:  # no piece begins in the rest of a block
-            place += -place % 32768
-        _, size, kind = struct.unpack_from("<IHB", data, place)
-        pieces += data[place + 7 : place + 7 + size]
-        place += 7 + size
-        if kind in (1, 4):  # a whole message, or its last piece
-            message = wandb_internal_pb2.Record()
-            message.ParseFromString(pieces)
-            items, pieces = message.history.item, b""
-            values += [json.loads(item.value_json) for item in items if name in (item.key, *item.nested_key)]
-    return values
 
 
 @pytest.mark.long

@@ -59,25 +59,16 @@ def test_an_edit_script_changes_what_is_trained_on(tiny_run, tmp_path):
     assert [after[name] - before[name] for before, after in rewards] == pytest.approx([0, 1])
 
 
-def test_rewards_are_recomputed_from_text_and_tokens(tiny_run, tmp_path):
+def test_rewards_are_recomputed_from_tokens_and_text_without_special_tokens(tiny_run, tmp_path):
     reward = tmp_path / "reward.py"
     reward.write_text(
-        "def size(prompt, completions, prompt_ids, completion_ids, **row):\n    return len(completion_ids)\n"
+        "def size(prompt, completions, prompt_ids, completion_ids, **row):\n"
+        "    return len(completion_ids) if '<|end|>' not in completions else -100\n"
     )
     report = what_if(tiny_run, last=0, reward=f"{reward}:size")
     batch = recorded_batch(tiny_run.record.step(0), 0)
     lengths = batch["loss_mask"].sum(1).double()
     assert report.steps[0].replayed["ppo_actor/task_reward/avg"] == pytest.approx(lengths.mean().item())
-
-
-def test_a_recomputed_reward_gets_completions_without_special_tokens(tiny_run, tmp_path):
-    reward = tmp_path / "reward.py"
-    reward.write_text(
-        "def has_end(prompt, completions, prompt_ids, completion_ids, **row):\n"
-        "    return float('<|end|>' in completions)\n"
-    )
-    report = what_if(tiny_run, last=0, reward=f"{reward}:has_end")
-    assert report.steps[0].replayed["ppo_actor/task_reward/avg"] == 0
 
 
 def test_a_reward_that_needs_a_dataset_row_reports_what_a_record_lacks(tiny_run, tmp_path):

@@ -14,17 +14,10 @@ from areal_debug.verbs.open import command
 from areal_debug.view.page import Contents, FollowedRecord, Place, make_server
 from recorder import open_record
 
-from ..browser.chromium import browser_page
 from . import records
 from .records import write_chats, write_other
 
 TEXTS = "[...document.querySelectorAll({!r})].map(node => node.textContent)"
-
-
-@pytest.fixture(scope="module")
-def page(tmp_path_factory):
-    with browser_page(tmp_path_factory.mktemp("profile")) as page:
-        yield page
 
 
 @pytest.fixture(scope="module")

@@ -16,8 +16,6 @@ from recorder.testing import in_step, scripted_batch, send_step, start_facts
 from recorder.writer import RecordWriter
 from tests.recorder.pictured import png, with_pictures
 
-from ..browser.chromium import browser_page
-
 SVG = (
     b'<svg xmlns="http://www.w3.org/2000/svg" onload="alert(1)"><script>document.title="owned"</script></svg>'
 )
@@ -42,12 +40,6 @@ def record(tmp_path_factory):
         send_step(writer, step, in_step(with_pictures(batch, ROWS), step))
     writer("end", steps=2, error=None)
     return folder
-
-
-@pytest.fixture(scope="module")
-def page(tmp_path_factory):
-    with browser_page(tmp_path_factory.mktemp("profile")) as page:
-        yield page
 
 
 def shown(page, row):

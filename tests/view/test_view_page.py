@@ -13,15 +13,8 @@ from areal_debug.verbs.open import command
 from areal_debug.view.page import Contents, FollowedRecord, make_server
 from recorder import open_record
 
-from ..browser.chromium import browser_page
 from . import records
 from .records import begin_chats, chat_batch, send, write_chats
-
-
-@pytest.fixture(scope="module")
-def page(tmp_path_factory):
-    with browser_page(tmp_path_factory.mktemp("profile")) as page:
-        yield page
 
 
 @pytest.fixture(scope="module")
