@@ -58,9 +58,8 @@ def test_shares_add_up_to_the_step_that_was_recorded(spiked):
             assert found.grad_norms[index] == pytest.approx(float.fromhex(minibatch["grad_norm"]), rel=1e-5)
 
 
-@pytest.mark.parametrize(
-    "aggregation", [pytest.param("seq-mean-token-mean", marks=pytest.mark.long), "seq-mean-token-sum-norm"]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("aggregation", ["seq-mean-token-mean", "seq-mean-token-sum-norm"])
 def test_shares_add_up_with_another_aggregation_and_a_kl_in_the_loss(
     tmp_path, tiny_model, record_run, aggregation
 ):
