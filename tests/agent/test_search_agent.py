@@ -49,13 +49,6 @@ def test_a_search_returns_the_page_with_the_words(query, pages):
     assert load_agent(AGENT).pages.search(query, 1) == pages
 
 
-def test_pages_with_equal_scores_keep_the_order_of_the_corpus(tmp_path):
-    corpus = tmp_path / "corpus.jsonl"
-    texts = [f"fox number {number}" for number in range(40)]
-    corpus.write_text("".join(json.dumps({"title": "", "text": text}) + "\n" for text in texts))
-    assert load_agent(AGENT, {"corpus": str(corpus)}).pages.search("fox", 3) == texts[:3]
-
-
 @pytest.mark.parametrize(
     ("text", "refusal"),
     [

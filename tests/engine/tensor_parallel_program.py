@@ -5,7 +5,6 @@ of the checkpoint. Writes the gradients of each model into its folder, a checkpo
 Hugging Face folder `hf` next to `one`. Prints the other results.
 """
 
-import importlib.util
 import json
 import sys
 from pathlib import Path
@@ -23,10 +22,7 @@ from areal_core.engine.ranks import Ranks, join_ranks, leave_ranks
 from areal_core.engine.scores import load_score_model
 from areal_core.engine.sharding import shard_model
 from areal_core.testing import step_with_gradients
-
-spec = importlib.util.spec_from_file_location("steps_program", Path(__file__).parent / "steps_program.py")
-program = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(program)
+from tests.engine import steps_program as program
 
 VOCABULARY, SHARD_SIZE = 23, 12
 MAX_TOKENS = 30

@@ -4,7 +4,6 @@ import asyncio
 import json
 import logging
 import os
-import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -17,7 +16,7 @@ from areal_core.rollout.errors import RequestRefused, ServerDied, WeightUpdateFa
 from areal_core.rollout.types import ModelRequest, ModelResponse, Sampling
 from areal_core.servers import health
 from areal_core.servers.client import FleetClient
-from areal_core.servers.connections import num_connections, parse_retry_after
+from areal_core.servers.connections import parse_retry_after
 from areal_core.servers.health import Health, State
 from areal_core.servers.identity import RunModel
 from areal_core.servers.pool import ServerPool
@@ -300,21 +299,6 @@ def test_a_server_that_asks_for_a_delay_gets_no_request_meanwhile(start_fake, ca
     assert caplog.text.count("asks for a delay (status 429): no requests for 30 s") == 1
 
 
-def test_the_only_server_that_asks_for_a_delay_is_asked_again_after_it(start_fake):
-    fake = start_fake()
-    replies = iter([(429, "slow down", {"Retry-After": "1"})])
-    fake.spoil = lambda reply: next(replies, reply)
-    _, [response] = run_requests([fake], 1)
-    assert response.output_tokens == [1, 2, 3]
-
-
-def shifted(reply):
-    """Make every log-prob wrong, and no rule is broken."""
-    for entry in reply["meta_info"]["output_token_logprobs"]:
-        entry[0] -= 0.5
-    return reply
-
-
 def test_retry_after_is_a_number_or_a_date():
     assert parse_retry_after("7") == 7.0
     assert parse_retry_after("Wed, 21 Oct 2015 07:28:00 GMT") == 0.0
@@ -348,11 +332,6 @@ def test_the_ledger_counts_what_each_server_answered(start_fake):
     assert found["errors"] == {}
 
 
-def test_percentiles_are_by_the_nearest_rank():
-    assert [health.percentile(range(1, 101), p) for p in (50, 95, 99)] == [51, 96, 100]
-    assert health.percentile([], 50) == 0.0
-
-
 def test_a_server_is_hung_after_three_queries_without_an_answer_and_serves_again_after_one():
     server = Server("a:1")
     ledger = Health([server])
@@ -367,17 +346,6 @@ def test_a_server_is_hung_after_three_queries_without_an_answer_and_serves_again
     assert ledger.answered(server, "5", current=5, first=0)
     ledger.approved(server)
     assert ledger.serving() == [server]
-
-
-def test_the_descriptors_of_the_process_limit_its_connections(monkeypatch):
-    limits = [(256, 4096)]
-    monkeypatch.setattr(resource, "getrlimit", lambda which: limits[-1])
-    monkeypatch.setattr(resource, "setrlimit", lambda which, new: limits.append(new))
-    assert num_connections() == (4096 - 256) // 2
-    assert limits[-1] == (4096, 4096)
-    limits.append((256, 256))
-    assert num_connections() == 64
-    assert limits[-1] == (256, 256)
 
 
 @pytest.mark.parametrize(

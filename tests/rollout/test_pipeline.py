@@ -1,7 +1,6 @@
 """The pipeline on its event loop: start and consumption of prompts, and errors."""
 
 import asyncio
-import itertools
 import logging
 
 import pytest
@@ -184,16 +183,6 @@ def test_one_failure_more_than_allowed_raises_the_workflows_exception_and_cancel
     run(scenario())
 
 
-def test_one_error_of_several_episodes_names_one_of_them():
-    async def scenario():
-        error = ValueError("of the engine")
-        with pytest.raises(ValueError, match="of the engine") as raised:
-            await pipeline().prepare(Numbers(), Plan(Scripted(lambda *_: error), 3), None)
-        assert raised.value.__notes__ == ["in the episode of prompt 0, sample 0"]
-
-    run(scenario())
-
-
 def test_failures_are_reset_with_each_batch():
     async def scenario():
         workflow = Scripted(lambda prompt_id, _: ValueError("third") if prompt_id % 3 == 2 else 1.0)
@@ -350,19 +339,6 @@ def test_a_long_wait_is_reported_by_name(engine, paused, expected, caplog):
     assert 1 <= len(reported) <= 4  # again only when the wait has doubled
 
 
-def test_an_engine_that_was_paused_and_never_resumed_is_reported(caplog):
-    async def scenario():
-        pipe = pipeline(engine=Stuck(is_paused=True))
-        with pytest.raises(TimeoutError):
-            await pipe.prepare(Numbers(), Plan(Gated()), 0.1)
-        await pipe.close()
-
-    run(scenario())
-    assert (
-        "the engine, which samples nothing, has been paused for all of 0 s; call its resume()" in caplog.text
-    )
-
-
 def test_a_version_that_moves_without_a_batch_drops_stale_prompts_and_counts_them(caplog):
     async def scenario():
         pipe, feed, workflow = pipeline(batch_size=1, ahead=1), Numbers(), Gated()
@@ -440,20 +416,6 @@ def test_in_any_order_every_prompt_is_consumed_once_and_in_time(batch_size, ahea
         assert sorted(consumed + rejected + in_flight) == list(range(feed.num_taken))
         assert pipe.control.stale == 0
         await pipe.close()
-
-    run(scenario())
-
-
-def test_task_ids_count_up():
-    async def scenario():
-        pipe = pipeline(ahead=3)
-        plan = Plan(Scripted(lambda *_: 1.0))
-        submitted = [await pipe.submit(None, {"number": 0}, plan) for _ in range(3)]
-        assert submitted == list(itertools.islice(itertools.count(), 3))
-        assert [group.task_id for group in await pipe.wait(2, None)] == [0, 1]
-        assert (await pipe.wait_for_task(2, None)).task_id == 2
-        with pytest.raises(RolloutStuck, match="no task 2, or its result was fetched before"):
-            await pipe.wait_for_task(2, None)
 
     run(scenario())
 

@@ -3,7 +3,6 @@
 Tested against plain torch and numpy, other ranks, its record and its checkpoints.
 """
 
-import importlib.util
 from pathlib import Path
 
 import numpy as np
@@ -21,11 +20,9 @@ from replayer.goto import goto
 from replayer.request import Request
 from replayer.rerun import noise_reruns
 from replayer.run import replay_and_compare
+from tests.trainer import critic_program
 
 PROGRAM = Path(__file__).with_name("critic_program.py")
-specification = importlib.util.spec_from_file_location("critic_program", PROGRAM)
-critic_program = importlib.util.module_from_spec(specification)
-specification.loader.exec_module(critic_program)
 build, measure_into = critic_program.build, critic_program.measure_into
 norms_of_weights = critic_program.norms_of_weights
 
@@ -147,6 +144,7 @@ def assert_same(found, expected):
     assert weights == pytest.approx(expected_weights, rel=1e-5)
 
 
+@pytest.mark.long
 def test_micro_batches_do_not_change_what_is_learned(tiny_model, tmp_path, teacher_options, undivided):
     cut = []
     limit = "actor.mb_spec.max_tokens_per_mb=32"
@@ -221,6 +219,7 @@ def recorded(folder):
     return make
 
 
+@pytest.mark.long
 def test_a_recorded_run_replays_bitwise_and_actor_and_critic_are_distinguished(tiny_model, tmp_path):
     folder = tmp_path / "record"
     with build(tiny_model, tmp_path / "run", 4, observers=[recorded(folder)]) as trainer:
