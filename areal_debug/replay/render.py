@@ -7,6 +7,7 @@ After a change of options, recorded and replayed statistics follow as curves and
 import math
 import shlex
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +17,7 @@ from rich.text import Text
 
 from areal_core.telemetry.loggers import summary_columns
 from areal_debug.diff.render import describe
-from areal_debug.render import difference_table, format_number, format_value, sparkline, styled
+from areal_debug.render import count, difference_table, format_number, format_value, note, sparkline, styled
 from areal_debug.report.links import view_command
 from recorder import Record
 from recorder.difference import Difference
@@ -461,3 +462,21 @@ def code_difference(report: ReplayReport, name: str) -> Difference | None:
     """Return a member of the trainer's code that differs between the record and this machine."""
     found = () if report.set_differently is None else report.set_differently.environment
     return next((item for item in found if item.where == f"code.{name}"), None)
+
+
+def note_cut(record: Record) -> None:
+    """Print what a record was cut from, if it was."""
+    from replayer.carried import read_cut
+
+    if (found := read_cut(record)) is None:
+        return
+    rows = "" if found.kept is None else f", {len(found.kept)} of its {count(found.num_rows, 'row')}"
+    symptom = "" if found.symptom is None else f", cut for: {found.symptom}"
+    note(f"step {found.step} of {found.source}{rows}{symptom} (there {numbers_of(found.numbers)})")
+    if found.error is not None:
+        note(f"expected: {found.error}")
+
+
+def numbers_of(numbers: Mapping[str, float]) -> str:
+    """Format loss and gradient norm."""
+    return ", ".join(f"{name} {format_number(value)}" for name, value in numbers.items()) or "not recorded"

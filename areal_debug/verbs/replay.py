@@ -113,7 +113,7 @@ def command(
     beyond it. 2: inconclusive.
     """
     from areal_debug.replay.ranks import replay_ranks
-    from areal_debug.verbs.record_cut import note_cut
+    from areal_debug.replay.render import note_cut
     from recorder import open_record
     from replayer.preconditions import check_options, step_range
     from replayer.request import Request, replay_config

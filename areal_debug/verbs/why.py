@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 import click
 
+from areal_core.safety.printable import printable
 from areal_debug.cli import Verb, force_option, json_option, model_option, output_option, step_option
 from areal_debug.confined import ANYWHERE, reads_untrusted
 from areal_debug.render import (
@@ -203,7 +204,7 @@ def compare_layers(
         try:
             traced = layers_with_own_code(here, there, found.step, model, code)
         except ReplayError as error:  # the step is an answer without it
-            note(f"layers are not traced: {error}")
+            note(printable(f"layers are not traced: {error}", 500))
     if as_json:
         facts = {"diff": report and report.to_dict(), "layers": traced and asdict(traced)}
         print_json(asdict(found) | facts)

@@ -343,7 +343,7 @@ def test_why_uses_the_checksums_that_a_trainer_gives(make, tmp_path):
     code, text = run("why", *records, "--no-replay", "--json")
     assert (code, json.loads(text)["step"]) == (1, 1)
     code, text = run("why", *records, "--layers")
-    assert code == 2
+    assert code == 1
     assert "--layers needs the plans and outcomes that our trainer records" in text
 
 

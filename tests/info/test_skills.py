@@ -109,7 +109,7 @@ def test_the_skill_of_differing_runs_leads_to_the_option_that_differs(tmp_path, 
     assert {name: code for name, (code, _) in results.items()} == {
         "record ls runs/A": 0,
         "why runs/A runs/B --json": 1,
-        "diff runs/A runs/B": 1,
+        "why runs/A runs/B --all": 1,
     }
     answer = json.loads(results["why runs/A runs/B --json"][1])
     assert (answer["step"], answer["stage"], answer["confidence"]) == (1, "loss", "high")
@@ -117,7 +117,7 @@ def test_the_skill_of_differing_runs_leads_to_the_option_that_differs(tmp_path, 
     assert answer["cause"]["what"] == "actor.eps_clip is 0.2 in A and 0.1 in B"
     assert "eps_clip" in answer["next"]
     assert answer["refuted_by"]
-    assert "diverge first in step 1, stage loss" in results["diff runs/A runs/B"][1]
+    assert "diverge first in step 1, stage loss" in results["why runs/A runs/B --all"][1]
 
 
 STACK = """Process {pid}: python train.py
