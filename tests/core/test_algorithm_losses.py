@@ -146,26 +146,6 @@ def test_token_mask_drops_and_token_clamp_limits():
     )  # fmt: skip
 
 
-def test_sequence_ratio_is_the_geometric_mean_and_falls_as_a_whole():
-    # sqrt(2 * 8) = 4 and sqrt(1 * 0.25) = 0.5
-    ratios = (2.0, 8.0, 1.0, 0.25)
-    assert weights_of(ratios, cu_seqlens=TWO, level="sequence")[1] == [4.0, 4.0, 0.5, 0.5]
-    assert weights_of(ratios, cu_seqlens=TWO, level="sequence", upper=3.0)[0] == [False, False, True, True]
-    assert weights_of(ratios, cu_seqlens=TWO, level="sequence", upper=3.0, action="clamp")[1] == [
-        3.0,
-        3.0,
-        0.5,
-        0.5,
-    ]
-    assert weights_of(ratios, cu_seqlens=TWO, level="sequence", agg="max", upper=3.0)[0] == [
-        False,
-        False,
-        True,
-        True,
-    ]
-
-
-# Sequences of ratios 2, 8 and 1, 1/4: geometric means 4, 1/2; products 16, 1/4; largest 8, 1.
 def test_non_finite_logprobs_count_as_equal_policies():
     behaviour = torch.tensor([float("nan"), -float("inf"), 0.0, 0.0])
     kept, weights, _ = behaviour_weights(torch.zeros(4), behaviour, torch.ones(4), ONE, upper=5.0)

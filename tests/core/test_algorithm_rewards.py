@@ -151,21 +151,6 @@ def test_token_normalisation_counts_only_masked_tokens():
     assert got.tolist() == [[-1.0, 0.0, 0.0], [1.0, 0.0, 0.0]]
 
 
-def test_token_normalisation_by_group_equals_numpy():
-    random = np.random.default_rng(6)
-    values, mask = random.normal(size=(6, 9)).astype(np.float32), random.random((6, 9)) < 0.6
-    rows = np.array([4, 4, 2, 4, 2, 2])
-    got = normalize_tokens(
-        torch.from_numpy(values), torch.from_numpy(mask), group_ids=torch.from_numpy(rows), mean_level="group", std_level="group"
-    )  # fmt: skip
-    expected = np.zeros_like(values, dtype=float)
-    tokens = np.broadcast_to(rows[:, None], mask.shape)[mask]
-    expected[mask] = normalised_by_numpy(
-        values[mask].astype(float), tokens, "group", "group", False, True, 1e-5
-    )
-    np.testing.assert_allclose(got.numpy(), expected, rtol=1e-5, atol=1e-6)
-
-
 def test_padding_and_rows_of_other_groups_change_no_bit_of_normalised_tokens():
     generator = torch.Generator().manual_seed(2)
     values, mask = torch.randn(6, 2500, generator=generator), torch.rand(6, 2500, generator=generator) < 0.8

@@ -161,6 +161,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.long
 def test_real_ranks_with_different_names_agree(torchrun, tmp_path):
     program = tmp_path / "ranks.py"
     program.write_text(RANKS)

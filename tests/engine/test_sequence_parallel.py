@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from areal_core.engine.model import load_model
 from areal_core.engine.ranks import Ranks, join_ranks
-from areal_core.engine.sequence_parallel import check_heads, slice_tokens
+from areal_core.engine.sequence_parallel import check_heads
 from areal_core.errors import RanksError
 from areal_core.testing import make_tiny_family
 from tests.engine import sequence_parallel_program as program
@@ -86,20 +86,6 @@ def test_eight_ranks_are_numbered_with_tensor_parallelism_innermost():
     assert [r.sequence_parallel_rank for r in ranks] == [0, 0, 1, 1, 0, 0, 1, 1]
     assert [r.rank for r in ranks if r.is_group_leader] == [0, 4]
     assert {(r.data_parallel_size, r.model_parallel_size) for r in ranks} == {(2, 4)}
-
-
-def test_seven_tokens_on_two_ranks_are_padded_to_four_and_four():
-    tokens = torch.arange(1, 8)
-
-    class OneOfTwo(Ranks):  # a slice needs the group, which needs processes
-        sequence_parallel_group = None
-
-    slices = [slice_tokens(7, OneOfTwo(rank, 2, torch.device("cpu"), None, 2)) for rank in range(2)]
-    assert [part.of(tokens).tolist() for part in slices] == [[1, 2, 3, 4], [5, 6, 7, 0]]
-    assert slices[0].lengths([3, 4]) == [3, 4, 1]
-    alone = slice_tokens(7, rank_of(0, 1, 1, 1))
-    assert alone.of(tokens).equal(tokens)
-    assert alone.lengths([3, 4]) == [3, 4]
 
 
 def test_heads_that_ranks_cannot_share_are_refused(folder):

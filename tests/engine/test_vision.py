@@ -253,6 +253,7 @@ def test_rows_of_supervised_data_have_the_keys_of_pictures(models):
         rows_to_batch(rows)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("options", [{"init_from_scratch": True}, {"without_weights": True}])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_model_without_a_checkpoint_has_the_names_of_published_ones(family, options, models):

@@ -1,31 +1,18 @@
 """The SGLang client against a server that speaks its wire format."""
 
-import asyncio
-
 import pytest
 
 from areal_core.rollout.errors import NoServers, PromptTooLong, RequestRefused, ServerDied
 from areal_core.rollout.types import ModelRequest, ModelResponse, Sampling
-from areal_core.servers.client import FleetClient
 from areal_core.servers.pool import ServerPool
 from areal_core.servers.server import Server, environment_of, servers_from_environment
 from areal_core.servers.sglang import SGLANG
-
-
-def run_all(servers: list[Server], requests: list[ModelRequest], **options) -> list[ModelResponse]:
-    async def work() -> list[ModelResponse]:
-        client = FleetClient(servers, SGLANG, retry_delay_s=0.01, **options)
-        try:
-            return await asyncio.gather(*(client.agenerate(request) for request in requests))
-        finally:
-            await client.aclose()
-
-    return asyncio.run(work())
+from tests.rollout.sampled import ask
 
 
 def query(servers: list[Server], prompt=(5, 6), sampling=None, **options) -> ModelResponse:
     request = ModelRequest(input_ids=list(prompt), sampling=sampling or Sampling(max_new_tokens=3))
-    return run_all(servers, [request], **options)[0]
+    return ask(servers, [request], **options)[0]
 
 
 def test_tokens_logprobs_and_reason_are_those_of_the_server(start_fake):

@@ -163,30 +163,6 @@ TREES = "actor.enable_tree_training=true"
 
 
 @pytest.mark.long
-def test_trees_do_not_change_what_is_learned_with_every_model(
-    tiny_model, tmp_path, teacher_options, undivided
-):
-    steps, inputs, plans = [], [], []
-
-    def keep_plans(trainer):
-        return lambda event, **facts: plans.append(facts["plan"]) if event == "step" else None
-
-    limit = "actor.mb_spec.max_tokens_per_mb=4096"
-    observers = [measure_into(steps), keep_inputs(inputs), keep_plans]
-    with build(tiny_model, tmp_path, 3, limit, TREES, *teacher_options, observers=observers) as trainer:
-        models = (trainer.actor, trainer.critic, trainer.reference, trainer.teacher)
-        assert all(engine.shares_prefixes for engine in models)
-        trainer.train()
-        weights = norms_of_weights(trainer)
-    num_tokens = int(inputs[0]["attention_mask"].sum())
-    for updates in (plans[0]["minibatches"], plans[0]["critic"]):
-        # the two tokens of each of four prompts are there once, not twice
-        assert [update["tree_tokens"] for update in updates] == [[num_tokens - 2 * 4]]
-    assert {"ppo_actor/update/rkl_loss/avg", "ppo_critic/critic_loss/avg"} <= set(steps[0])
-    assert_same((steps, weights), undivided)
-
-
-@pytest.mark.long
 @pytest.mark.parametrize("options", [(), (TREES,)], ids=["packed", "trees"])
 @pytest.mark.parametrize("split", ["d2", "d1c2", "d1t2"])
 def test_ranks_do_not_change_what_is_learned(

@@ -218,12 +218,3 @@ def test_statistics_of_a_batch_have_the_names_and_values_that_users_know():
     assert stats["ppo_actor/correct_n_seqs"] == 3
     assert stats["ppo_actor/prompt_len/avg"] == 1
     assert stats["ppo_actor/seq_len/max"] == 3
-
-
-def test_a_prompt_with_one_sample_is_no_group_without_variance():
-    subject, rows = objective(reward_norm=None), batch()
-    rows["prompt_id"] = torch.tensor([0, 0, 1, 2])
-    log_batch(subject.stats, rows, subject.learning_inputs(rows, FixedScorer(torch.zeros(4, 3)), None, 0))
-    stats = subject.stats.export()
-    assert stats["n_groups"] == 1
-    assert stats["zero_variance_groups"] == 0.0
