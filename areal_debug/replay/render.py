@@ -16,9 +16,10 @@ from rich.table import Table
 from rich.text import Text
 
 from areal_core.telemetry.loggers import summary_columns
-from areal_debug.diff.render import describe
-from areal_debug.render import count, difference_table, format_number, format_value, note, sparkline, styled
+from areal_debug.diff.report import describe, format_value, tables_of
+from areal_debug.render import count, format_number, note, sparkline, styled
 from areal_debug.report.links import view_command
+from areal_debug.report.terminal import print_block
 from recorder import Record
 from recorder.difference import Difference
 from replayer.check import RankDifference, ReplayReport, StepResult
@@ -53,14 +54,9 @@ def print_start(out: Console, report: ReplayReport) -> None:
     """Print what was set differently and which guarantee follows, before the first number."""
     header = report.set_differently
     assert header is not None
-    for title, differences in (
-        ("Set differently in the config", header.config),
-        ("Different environment", header.environment),
-        ("Different model files", header.model),
-    ):
-        if differences:
-            out.print(difference_table(title, differences))
-            out.print()
+    for table in tables_of(header, ("what", "recorded", "now")):
+        print_block(out, table)
+        out.print()
     if report.guarantee.kind != "bitwise":
         out.print(styled("[bold]Expect[/bold] {}:", EXPECTED[report.guarantee.kind]))
         for reason in report.guarantee.reasons:
