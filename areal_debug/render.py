@@ -33,7 +33,7 @@ from areal_core.safety.durable import sentence_of
 from areal_core.safety.printable import printable, printable_block
 from areal_debug.cli import VERBOSITY
 from areal_debug.installation import install_hint
-from areal_debug.terminal import styled_stream
+from areal_debug.streams import styled_stream
 from areal_debug.waiting import doing, has_terminal, say, tick, waiting_line
 
 P = ParamSpec("P")

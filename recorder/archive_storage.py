@@ -18,9 +18,9 @@ a crc32c of every chunk. The record's own checksums are a layer above and stay v
 reader gets the bytes of the original files. An archive may come from anybody: names, sizes and
 places are checked as they are parsed, before anything that they refer to is read.
 
-Arrays are read here, exactly the kind that `archive.columns` writes: zarr itself would read any
-codec that its packages know, some of which unpickle. A zip file must be as `record archive` writes
-it: stored without compression or encryption, each name once, no bytes in two entries.
+Arrays are read here, exactly the kind that `archive.array_streams` writes: zarr itself would read
+any codec that its packages know, some of which unpickle. A zip file must be as `record archive`
+writes it: stored without compression or encryption, each name once, no bytes in two entries.
 """
 
 import contextlib

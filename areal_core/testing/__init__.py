@@ -19,7 +19,8 @@ from transformers import (
 )
 
 from areal_core.data.batch import Batch
-from areal_core.rollout.types import ModelRequest, ModelResponse
+from areal_core.rollout.types import ModelRequest, ModelResponse, Sampling, TokenSampler
+from areal_core.rollout.workflow import episode_tensors
 
 if TYPE_CHECKING:
     from areal_core.engine.fsdp import FSDPEngine, LossFunction, TrainResult
@@ -233,3 +234,15 @@ class ScriptedEngine:
 
     def close(self) -> None:
         """Do nothing: there is nothing to release."""
+
+
+@dataclass(frozen=True)
+class TokensWorkflow:
+    """A workflow of one completion of the tokens in `data["tokens"]`; every reward is 0."""
+
+    sampling: Sampling
+
+    async def arun_episode(self, engine: TokenSampler, data: dict[str, Any]) -> Batch:
+        """Sample one completion. Returns one row."""
+        request = ModelRequest(input_ids=data["tokens"], sampling=self.sampling)
+        return episode_tensors(await engine.agenerate(request), reward=0.0)

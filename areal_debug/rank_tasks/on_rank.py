@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from areal_debug.start_up import collect_garbage_rarely
-from areal_debug.terminal import open_standard_streams
+from areal_debug.streams import open_standard_streams
 from areal_debug.train.script import mistakes_as_sentences
 
 if TYPE_CHECKING:

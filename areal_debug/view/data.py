@@ -1,4 +1,4 @@
-"""Read the data of a page from a record: curves of the run; text and columns of a step, with calls."""
+"""Read the data of a page from a record: curves of the run; text, columns, calls of a step."""
 
 import base64
 import math

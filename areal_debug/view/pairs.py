@@ -1,4 +1,4 @@
-"""Match the samples of two steps, and list where the steps differ, as `areal-debug why --all` does."""
+"""Match the samples of two steps, and list where they differ, as `why --all` does."""
 
 import math
 from dataclasses import asdict

@@ -13,7 +13,7 @@ from functools import cached_property
 from pathlib import Path
 
 from areal_core.safety.durable import sync
-from recorder.archive.columns import ArrayStream, create_group
+from recorder.archive.array_streams import ArrayStream, create_group
 from recorder.archive.pack import (
     DOCUMENTS,
     anchor_layout,

@@ -19,7 +19,7 @@ import zarr
 
 from areal_core.safety.durable import sync
 from areal_core.safety.scratch import unfinished_folder
-from recorder.archive.columns import ArrayStream, create_group
+from recorder.archive.array_streams import ArrayStream, create_group
 from recorder.archive_storage import (
     ARCHIVE_VERSION,
     LAYOUT_ATTRIBUTE,

@@ -140,7 +140,7 @@ def samples_of(columns: Mapping[str, Any]) -> list[Sample]:
 
 
 def recorded_row(row: dict[str, Any], where: str) -> Sample:
-    """Return a sample with its conversation as text, which is not split into prompt and completion."""
+    """Return a sample with its conversation as text, not split into prompt and completion."""
     content = row.pop("content", None)
     arrays = {name: as_numpy(row[name], name) for name in PER_TOKEN if name in row}
     text = content if isinstance(content, str) else json.dumps(content, default=str)

@@ -368,7 +368,7 @@ Row = dict[str, np.ndarray]
 
 @dataclass
 class Observation:
-    """The inputs to the loss of the step in progress, [T] tensors of torch by name for each sequence.
+    """The inputs to the loss of the step in progress: [T] tensors by name for each sequence.
 
     prime-rl calls its loss once per sequence, without the number of the step: a step ends with the
     first optimizer step after it. Only references are kept until then. `compare` returns statistics

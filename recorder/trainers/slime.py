@@ -271,7 +271,7 @@ def has(sample: Any, member: str) -> bool:
 
 
 def document_of(sample: Any) -> dict[str, Any]:
-    """Return a sample as `Sample.to_dict()` has it; members that a framework does not know are None."""
+    """Return a sample as `Sample.to_dict()` has it; what a framework does not know is None."""
     document = {name: getattr(sample, name, None) for name in SAMPLE}
     reward, prompt = document["reward"], document["prompt"]
     if isinstance(reward, Mapping):

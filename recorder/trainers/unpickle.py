@@ -37,7 +37,7 @@ ZIP = b"PK\x03\x04"  # first bytes of a zip file; zipfile would also accept one 
 
 
 class TensorUnpickler(RestrictedUnpickler):
-    """An unpickler of stand-ins; `tensors` is the zip file of `torch.save` that has the storages."""
+    """An unpickler of stand-ins; `tensors` is the zip file of `torch.save` with the storages."""
 
     def __init__(self, file: BinaryIO, tensors: zipfile.ZipFile | None = None, prefix: str = "") -> None:
         super().__init__(file, stand_in_or_storage)

@@ -84,7 +84,7 @@ class Options:
 
 @dataclass(frozen=True)
 class Known:
-    """What is known of an option: the stage that it decides, its name in a sentence, usual values."""
+    """An option: the stage that it decides, its name in a sentence, usual values."""
 
     stage: str
     phrase: str

@@ -1,4 +1,4 @@
-"""Judge settings that can change bits, without torch: what a rank's process is and was started with."""
+"""Judge settings of a rank's process that can change bits, without torch."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -45,7 +45,7 @@ class Process:
 
 
 def check_process(config: Mapping[str, Any], process: Process) -> list[PreflightFinding]:
-    """Return the findings of a rank, one for each check; `config` has the options as nested dicts."""
+    """Return the findings of a rank, one a check; `config` has the options as nested dicts."""
     wrong: dict[str, PreflightFinding] = {}
     for finding in faults(config, process):
         wrong.setdefault(finding.check, finding)

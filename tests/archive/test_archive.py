@@ -25,7 +25,7 @@ from recorder import (
     open_record,
     verify,
 )
-from recorder.archive.columns import SHARD_CHUNKS
+from recorder.archive.array_streams import SHARD_CHUNKS
 from recorder.archive.extract import extract_record
 from recorder.archive.pack import archive_record
 from recorder.testing import write_scripted_record
@@ -120,8 +120,8 @@ def test_any_zarr_reader_finds_the_columns(source, tmp_path):
 
 def test_shards_are_filled_across_steps_and_cut_at_the_end(tmp_path, monkeypatch):
     # chunks of 64 bytes and shards of two: every step spans several objects
-    monkeypatch.setattr("recorder.archive.columns.CHUNK_BYTES", 64)
-    monkeypatch.setattr("recorder.archive.columns.SHARD_CHUNKS", 2)
+    monkeypatch.setattr("recorder.archive.array_streams.CHUNK_BYTES", 64)
+    monkeypatch.setattr("recorder.archive.array_streams.SHARD_CHUNKS", 2)
     write_scripted_record(tmp_path / "record", num_steps=3, num_rows=9)
     archive_record(tmp_path / "record", tmp_path / "a")
     num_ids = sum(len(open_record(tmp_path / "record").step(step).batch(0)["input_ids"]) for step in range(3))

@@ -13,7 +13,7 @@ from click.testing import CliRunner
 
 from areal_debug.cli import main
 from recorder import DamagedRecord, RecordError, commit_anchor, open_record, verify
-from recorder.archive.columns import ArrayStream
+from recorder.archive.array_streams import ArrayStream
 from recorder.archive.extract import extract_record
 from recorder.archive.pack import archive_record
 from recorder.testing import write_scripted_record

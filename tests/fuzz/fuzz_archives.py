@@ -10,7 +10,7 @@ from typing import Any
 import zarr
 
 from recorder import open_record, verify
-from recorder.archive.columns import ArrayStream
+from recorder.archive.array_streams import ArrayStream
 from recorder.archive.extract import extract_record
 from recorder.archive.pack import archive_record
 from recorder.documents import checksum
