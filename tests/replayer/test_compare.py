@@ -84,5 +84,3 @@ def test_config_environment_and_model_differences_come_by_name():
     assert comparison.environment == (Difference("torch.build", "2.13.0", "2.14.1"),)
     assert [d.where for d in comparison.model] == ["config.json"]
     assert compare_headers(SCRIPTED_HEADER, SCRIPTED_HEADER).identical
-
-
