@@ -13,7 +13,7 @@ import click
 
 from areal_core.safety.private import keep_files_private
 from areal_debug.start_up import cache_bytecode, collect_garbage_rarely
-from areal_debug.terminal import INTERRUPTED, guarded
+from areal_debug.streams import INTERRUPTED, guarded
 
 SECTIONS = {
     "Train and record": {

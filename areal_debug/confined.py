@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, ParamSpec
 
 from areal_debug.render import errors_as_sentences, is_verbose, note
-from areal_debug.terminal import guarded
+from areal_debug.streams import guarded
 
 P = ParamSpec("P")
 ANYWHERE = ("/",)  # for verbs that load the tokenizer that a record names

@@ -113,7 +113,7 @@ def run_verb(arguments: Sequence[str]) -> Outcome:
 def exit_code_of(arguments: Sequence[str]) -> tuple[int, str | None]:
     """Run a verb; return its exit code, and the sentence for an error that it has not printed."""
     from areal_debug.cli import main
-    from areal_debug.terminal import INTERRUPTED
+    from areal_debug.streams import INTERRUPTED
 
     try:
         code = main.main([*arguments], prog_name="areal-debug", standalone_mode=False)

@@ -3,7 +3,7 @@
     verb, and the children that it forks                 thread of the verb's process
       say(text), tick(), output() ──> page of shared memory ──> draws on standard error, where
                                                                 nothing was written for 0.5 s
-Writes to a terminal erase it before (`areal_debug.terminal`). There is none in a pipe, with
+Writes to a terminal erase it before (`areal_debug.streams`). There is none in a pipe, with
 --quiet, with --json, or on a terminal that has no control codes (TERM=dumb). Nothing takes a lock:
 a child that is forked while the thread holds one would wait for it indefinitely.
 """

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from areal_debug.start_up import collect_garbage_rarely
-from areal_debug.terminal import open_standard_streams
+from areal_debug.streams import open_standard_streams
 from areal_debug.train.script import mistakes_as_sentences
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ def go_to_step(record: str, step: int, options: dict[str, Any]) -> Report:
 
     from areal_debug.goto.report import GotoOptions, report_of
     from areal_debug.render import console
-    from areal_debug.replay.render import print_step
+    from areal_debug.replay.report import print_step
     from areal_debug.report.terminal import print_report
     from replayer.goto import goto
 

@@ -1,16 +1,12 @@
 """The tree of calls of an episode: credit of every row, branches, and why a prefix is broken."""
 
-from types import SimpleNamespace
-
 import openai
 import pytest
-import torch
 
 from areal_core.agent.conversation import BRANCHES
 from areal_core.agent.episode_stats import describe_broken, log_episodes
 from areal_core.rollout.episodes import assemble
 from areal_core.telemetry.stats import Stats
-from areal_core.trainer.live import LiveRollouts
 
 WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
 TIME = {"type": "function", "function": {"name": "time", "parameters": {"type": "object"}}}
@@ -175,27 +171,3 @@ def test_statistics_have_the_share_of_broken_prefixes_and_the_warning_its_common
         "2 because earlier messages were left out or summarised, most often in turn 2 (statistic rollout/broken_prefix)"
     )
     assert describe_broken(assemble([(7, [exact])])) is None
-
-
-def test_a_batch_without_a_tree_has_no_such_statistics():
-    plain = {"rewards": torch.zeros(1)}
-    stats = Stats()
-    log_episodes(stats, plain)
-    assert stats.export() == {}
-    assert describe_broken(plain) is None
-
-
-def test_a_run_warns_once_of_broken_prefixes(episode, scripted_engine, caplog):
-    broken = episode(Script(*COMPACTION), scripted_engine("a", "b", "c"), export_style="concat")
-    control = SimpleNamespace(accepted=1, rejected=0, failed=0, stale=0, running=0)
-    executor = SimpleNamespace(
-        control=control,
-        scalars={},
-        continue_at=lambda version: None,
-        prepare_batch=lambda *given, **options: assemble([(7, [broken])]),
-    )
-    rollouts = LiveRollouts(executor, loader=None, workflow=None)
-    for step in range(2):
-        rollouts.next_batch(step, step)
-        assert rollouts.stats.export()["rollout/broken_prefix"] == 0.5
-    assert caplog.text.count("do not begin with its exact tokens") == 1

@@ -6,9 +6,7 @@ import time
 import httpx
 import openai
 import pytest
-import torch
 
-from areal_core.agent.agent_workflow import AgentWorkflow
 from areal_core.agent.errors import (
     AgentStalled,
     NoCompletion,
@@ -18,8 +16,6 @@ from areal_core.agent.errors import (
     WrongReward,
 )
 from areal_core.agent.proxy_server import check_exposure
-from areal_core.config import AgentConfig, GenerationHyperparameters
-from areal_core.errors import ConfigError
 from areal_core.rollout.errors import PromptTooLong, ServerDied
 
 
@@ -120,30 +116,6 @@ def test_concat_prompt_closes_a_turn_that_was_cut_without_training_its_end(
     assert trained_text(tokenizer, rows) == ["a...b<|end|>"]
 
 
-class Brancher:
-    """Request one completion, and continue from it in two ways."""
-
-    async def run(self, data, **extra):
-        history = [{"role": "user", "content": "?"}]
-        first = await chat(extra, history)
-        history.append(first.choices[0].message)
-        rewards = {}
-        for way in ("x", "y"):
-            reply = await chat(extra, [*history, {"role": "user", "content": way}])
-            rewards[reply.id] = float(way == "y")
-        return rewards
-
-
-def test_concat_export_has_a_row_for_each_branch(episode, scripted_engine, tokenizer):
-    rows = episode(Brancher(), scripted_engine("a", "b", "c"), export_style="concat", turn_discount=0.5)
-    assert [text[len("<|user|>?<|end|><|assistant|>a<|end|>") :] for text in text_rows(tokenizer, rows)] == [
-        "<|user|>x<|end|><|assistant|>b<|end|>",
-        "<|user|>y<|end|><|assistant|>c<|end|>",
-    ]
-    assert trained_text(tokenizer, rows) == ["a<|end|>b<|end|>", "c<|end|>"]
-    assert rows["rewards"].tolist() == [0.25, 1.0]  # of turns 0 and 2, the first that each row trains
-
-
 @pytest.mark.parametrize(
     ("returned", "error_text"),
     [
@@ -162,11 +134,6 @@ def test_what_is_no_reward_is_refused_with_the_agent_and_the_value(
 ):
     with pytest.raises(WrongReward, match=f"test_episodes:Asker {error_text}"):
         episode(Asker(lambda ids: returned), scripted_engine("a", "b"))
-
-
-@pytest.mark.parametrize("returned", [1, True, torch.ones(1).item()])
-def test_any_real_number_is_a_reward(episode, scripted_engine, returned):
-    assert episode(Asker(lambda ids: returned), scripted_engine("a", "b"))["rewards"].tolist() == [1.0, 1.0]
 
 
 class Silent:
@@ -212,17 +179,6 @@ def test_what_is_no_agent_is_refused_before_anything_starts(make_workflow, agent
 def test_a_run_that_never_called_the_model_is_an_error_and_not_a_sample(episode, scripted_engine):
     with pytest.raises(NoCompletion, match="test_episodes:Silent ended without a call"):
         episode(Silent(), scripted_engine())
-
-
-class Unreachable:
-    async def run(self, data, **extra):
-        async with httpx.AsyncClient() as http_client:
-            await chat(extra | {"base_url": "http://127.0.0.1:9", "http_client": http_client}, [])
-
-
-def test_an_agents_own_exception_comes_out_of_its_episode(episode, scripted_engine):
-    with pytest.raises(openai.APIConnectionError):
-        episode(Unreachable(), scripted_engine())
 
 
 class DeadEngine:
@@ -370,9 +326,3 @@ def test_a_port_that_is_taken_is_one_sentence(make_workflow):
         UnreachableProxy, match=f"cannot listen on 127.0.0.1:{taken}: .*set rollout.agent.port to 0"
     ):
         make_workflow(Silent, port=taken)
-
-
-def test_a_parser_that_is_not_known_is_refused_with_the_known_ones(tokenizer):
-    for option in ("tool_call_parser", "reasoning_parser"):
-        with pytest.raises(ConfigError, match=f"rollout.agent.{option} is 'qwem'; expected one of qwen"):
-            AgentWorkflow(Silent, GenerationHyperparameters(), tokenizer, AgentConfig(**{option: "qwem"}))

@@ -33,9 +33,8 @@ TINY = (
 )
 
 
-@pytest.mark.parametrize(
-    ("example", "num_turns"), [pytest.param("multi_turn", 3, marks=pytest.mark.long), ("tool_agent", 1)]
-)
+@pytest.mark.long
+@pytest.mark.parametrize(("example", "num_turns"), [("multi_turn", 3), ("tool_agent", 1)])
 def test_an_example_trains_and_records_rows_of_conversations(example, num_turns, tiny_model, tmp_path):
     record = tmp_path / "record"
     done = run_forked(

@@ -67,6 +67,7 @@ async def compute(seconds: float) -> None:
         pass
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not Path("/proc/self/schedstat").exists(), reason="this kernel does not count waits")
 def test_waits_for_a_core_are_no_callbacks(loop):
     """The callback computes for 0.3 s, and for five times as long waits for the only core."""

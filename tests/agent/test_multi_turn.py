@@ -55,8 +55,3 @@ def test_attempts_continue_until_one_is_right_or_none_is_left(
 def test_a_row_too_long_for_another_attempt_ends(tokenizer, scripted_engine):
     row = attempts(tokenizer, scripted_engine("3", "unused"), max_tokens=12, max_turns=5)
     assert tokenizer.decode(row["input_ids"][0]) == "<|user|>1+1<|end|><|assistant|>3<|end|>"
-
-
-def test_no_attempt_at_all_is_refused(tokenizer, scripted_engine):
-    with pytest.raises(ValueError, match="max_turns is 0; expected at least 1"):
-        attempts(tokenizer, scripted_engine(), max_turns=0)

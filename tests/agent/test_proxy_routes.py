@@ -216,16 +216,3 @@ def test_a_forced_call_and_an_answers_format_reach_the_engine(run_client, script
     assert {json.dumps(f["tags"][0]["content"]["json_schema"]) for f in formats} == {
         json.dumps(WEATHER["parameters"])
     }
-
-
-def test_template_variables_of_a_request_that_the_template_lacks_are_logged(
-    run_client, scripted_engine, caplog
-):
-    async def body(client):
-        async with client.anthropic() as client:
-            options = {"model": "m", "messages": ASK, "max_tokens": 2048}
-            await client.messages.create(**options, thinking={"type": "enabled", "budget_tokens": 1024})
-
-    run_client(scripted_engine("a"), body)
-    assert "a request sets enable_thinking, which the model's chat template does not use" in caplog.text
-    assert "thinking.budget_tokens, which is ignored: `max_tokens` bounds" in caplog.text

@@ -11,7 +11,7 @@ from areal_debug.verbs.record import command
 from recorder import RecordWriter, open_record, verify
 from recorder.header import write_header
 from recorder.samples import Branch, read_samples
-from recorder.testing import SCRIPTED_HEADER, send_step, write_scripted_record
+from recorder.testing import SCRIPTED_HEADER, send_step
 
 AGENTS = Path(__file__).parent / "agents_under_test.py"
 
@@ -60,8 +60,3 @@ def test_verify_names_a_changed_turn(record):
     content[entry.tensors["turns"].offset + 3] ^= 1
     file.write_bytes(content)
     assert [problem.tensor for problem in verify(record).problems] == ["turns"]
-
-
-def test_a_record_without_a_tree_is_read_as_before(tmp_path):
-    write_scripted_record(tmp_path / "record", num_steps=1)
-    assert read_samples(open_record(tmp_path / "record").step(0), 0, [0], None)[0].place is None

@@ -167,28 +167,6 @@ def test_the_first_difference_is_named(
     assert (found["recorded"], found["now"]) == (recorded, now)
 
 
-def test_the_place_in_a_tool_result_is_printed(record, agents, scripted_engine):
-    folder = record(f"{agents}:Agent", scripted_engine(CALLS, "done"), DATA)
-    done = CliRunner().invoke(command, ["replay", str(folder), f"{agents}:Agent", "--arg", "variant=tool"])
-    lines = done.output.splitlines()
-    assert lines[0] == (
-        'different: in step 3, prompt 5, sample 0, call 1: the tool look({"n": 1}) returns something else'
-    )
-    assert lines[1:4] == [
-        "recorded     'result 1'",
-        "now          'result one'",
-        "             they differ from character 7 on",
-    ]
-
-
-def test_changed_tools_are_named(record, agents, scripted_engine):
-    folder = record(f"{agents}:Agent", scripted_engine(CALLS, "done"), DATA)
-    _, report = run_again(folder, f"{agents}:Agent", "--arg", "variant=tools")
-    [found] = report["differences"]
-    assert (found["call"], found["kind"]) == (0, "tools")
-    assert found["now"][0]["function"]["description"] == "new"
-
-
 def test_requests_that_run_together_may_come_in_another_order(record, agents, scripted_engine, tokenizer):
     class ByPrompt(type(scripted_engine())):
         async def agenerate(self, req):

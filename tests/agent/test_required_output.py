@@ -1,6 +1,5 @@
 """Outputs that a client requires: grammars, and what a real SGLang server samples with them."""
 
-import asyncio
 import json
 
 import pytest
@@ -15,8 +14,7 @@ from areal_core.agent.output_parsers import parse_tool_calls
 from areal_core.config import SGLangConfig
 from areal_core.launch.sglang_process import SGLangServer, cpu_environment, server_args
 from areal_core.rollout.types import ModelRequest, Sampling
-from areal_core.servers.client import FleetClient
-from areal_core.servers.sglang import SGLANG
+from tests.rollout.sampled import ask
 
 PARAMETERS = {
     "type": "object",
@@ -111,14 +109,7 @@ def sample(server, tokenizer, text: str, required: Required, parser="qwen", reas
     prompt = tokenizer.encode(text)
     sampling = sampling_of(Call(messages=ASK, tools=tools, required=required), prompt, dialogue)
 
-    async def work():
-        client = FleetClient([server], SGLANG)
-        try:
-            return await client.agenerate(ModelRequest(input_ids=prompt, sampling=sampling))
-        finally:
-            await client.aclose()
-
-    response = asyncio.run(work())
+    [response] = ask([server], [ModelRequest(input_ids=prompt, sampling=sampling)])
     return tokenizer.decode(response.output_tokens, skip_special_tokens=True), response
 
 

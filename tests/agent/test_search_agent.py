@@ -49,34 +49,6 @@ def test_a_search_returns_the_page_with_the_words(query, pages):
     assert load_agent(AGENT).pages.search(query, 1) == pages
 
 
-def test_pages_with_equal_scores_keep_the_order_of_the_corpus(tmp_path):
-    corpus = tmp_path / "corpus.jsonl"
-    texts = [f"fox number {number}" for number in range(40)]
-    corpus.write_text("".join(json.dumps({"title": "", "text": text}) + "\n" for text in texts))
-    assert load_agent(AGENT, {"corpus": str(corpus)}).pages.search("fox", 3) == texts[:3]
-
-
-@pytest.mark.parametrize(
-    ("text", "refusal"),
-    [
-        ("", "has 0 pages and no word"),
-        ('{"title": "a", "text": ""}\n', "has 1 pages and no word"),
-        ("river", "line 1 is 'river'; expected a JSON object"),
-        ('{"title": "a"}', "line 1 is .*; expected a JSON object with title and text"),
-    ],
-)
-def test_a_corpus_without_text_is_refused(text, refusal, tmp_path):
-    corpus = tmp_path / "corpus.jsonl"
-    corpus.write_text(text)
-    with pytest.raises(ValueError, match=refusal):
-        load_agent(AGENT, {"corpus": str(corpus)})
-
-
-@pytest.mark.parametrize("arguments", ["{}", "[1]", '{"query": 3}', "river"])
-def test_wrong_arguments_are_a_message_for_the_model(arguments):
-    assert load_agent(AGENT).search(arguments).startswith("error: ")
-
-
 def test_the_agent_searches_and_is_rewarded_for_the_answer(episode, scripted_engine, tokenizer):
     engine = scripted_engine(search("Orvik river"), "anwel.")
     rows = episode(load_agent(AGENT), engine, DATA, export_style="concat", chat_template_type="concat")

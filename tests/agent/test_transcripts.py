@@ -8,7 +8,7 @@ import pytest
 from click.testing import CliRunner
 
 from areal_core.agent.agents import load_agent
-from areal_core.agent.transcript import as_json, from_json, without_transcripts
+from areal_core.agent.transcript import as_json, from_json
 from areal_core.data.batch import select_rows
 from areal_core.rollout.episodes import assemble
 from areal_debug.verbs.record import command
@@ -56,16 +56,6 @@ def test_a_record_has_tool_calls_and_tool_results(batch, tmp_path):
     assert (answered.answer["content"], answered.finish, answered.reward) == ("It is 42.", "stop", 1.0)
     assert [call.reward for call in second.calls] == [0.0]
     assert verify(record).intact
-
-
-def test_the_batch_file_has_no_bytes_of_transcripts(batch, tmp_path):
-    step = open_record(write(tmp_path / "record", batch, text=True)).step(0)
-    assert not {key for key in step.batch(0) if key.startswith("calls")}
-    assert not {key for key in without_transcripts(batch) if key.startswith("calls")}
-
-
-def test_a_record_without_text_has_no_transcripts(batch, tmp_path):
-    assert open_record(write(tmp_path / "record", batch)).step(0).calls(0) is None
 
 
 def test_a_transcript_stays_with_its_rows(batch, tmp_path):

@@ -129,36 +129,11 @@ def packed(seed: int, lengths: list[int]):
     return logprobs, old, advantages, mask, cu_seqlens
 
 
-def test_loss_does_not_depend_on_how_sequences_are_packed():
-    logprobs, old, advantages, mask, cu = packed(4, [5, 4])
-    whole = policy_loss(*map(torch.from_numpy, (logprobs, old, advantages, mask, cu)), level="sequence")[0]
-    parts = 0.0
-    for start, end in ((0, 5), (5, 9)):
-        arrays = [a[start:end] for a in (logprobs, old, advantages, mask)]
-        parts += policy_loss(
-            *map(torch.from_numpy, arrays), torch.tensor([0, end - start]), level="sequence"
-        )[0].sum()
-    torch.testing.assert_close(whole.sum(), parts)
-
-
-def test_unknown_level_is_refused():
-    with pytest.raises(ValueError, match="'row' is unknown"):
-        policy_loss(torch.zeros(4), torch.zeros(4), torch.zeros(4), torch.ones(4), ONE, level="row")
-
-
 def weights_of(ratios, mask=(1, 1, 1, 1), cu_seqlens=ONE, **options):
     kept, weights, filtered = behaviour_weights(
         log(*ratios), torch.zeros(4), torch.tensor(mask), cu_seqlens, **options
     )
     return kept.tolist(), [round(w, 5) for w in weights.tolist()], filtered.tolist()
-
-
-def test_without_bounds_every_token_keeps_its_ratio():
-    assert weights_of((0.5, 1.0, 8.0, 2.0), (1, 1, 1, 0)) == (
-        [True, True, True, False],
-        [0.5, 1.0, 8.0, 0.0],
-        [False] * 4,
-    )
 
 
 def test_token_mask_drops_and_token_clamp_limits():
@@ -171,26 +146,6 @@ def test_token_mask_drops_and_token_clamp_limits():
     )  # fmt: skip
 
 
-def test_sequence_ratio_is_the_geometric_mean_and_falls_as_a_whole():
-    # sqrt(2 * 8) = 4 and sqrt(1 * 0.25) = 0.5
-    ratios = (2.0, 8.0, 1.0, 0.25)
-    assert weights_of(ratios, cu_seqlens=TWO, level="sequence")[1] == [4.0, 4.0, 0.5, 0.5]
-    assert weights_of(ratios, cu_seqlens=TWO, level="sequence", upper=3.0)[0] == [False, False, True, True]
-    assert weights_of(ratios, cu_seqlens=TWO, level="sequence", upper=3.0, action="clamp")[1] == [
-        3.0,
-        3.0,
-        0.5,
-        0.5,
-    ]
-    assert weights_of(ratios, cu_seqlens=TWO, level="sequence", agg="max", upper=3.0)[0] == [
-        False,
-        False,
-        True,
-        True,
-    ]
-
-
-# Sequences of ratios 2, 8 and 1, 1/4: geometric means 4, 1/2; products 16, 1/4; largest 8, 1.
 def test_non_finite_logprobs_count_as_equal_policies():
     behaviour = torch.tensor([float("nan"), -float("inf"), 0.0, 0.0])
     kept, weights, _ = behaviour_weights(torch.zeros(4), behaviour, torch.ones(4), ONE, upper=5.0)
@@ -211,14 +166,6 @@ def test_value_loss_takes_the_worse_of_clipped_and_not():
     assert stats["loss"].tolist() == [2.0, 6.125, 0.0]
     assert loss.item() == 8.125
     assert stats["clip_mask"].tolist() == [False, True, False]
-
-
-def test_value_loss_equals_numpy():
-    values, old, returns, mask, _ = packed(5, [14])
-    clipped = old + np.clip(values - old, -0.3, 0.3)
-    worse = 0.5 * np.maximum((values - returns) ** 2, (clipped - returns) ** 2)
-    loss, _ = value_loss(*map(torch.from_numpy, (values, old, returns, mask)), eps_clip=0.3)
-    np.testing.assert_allclose(loss.item(), worse[mask].sum(), rtol=1e-10)
 
 
 def test_sft_loss_sums_over_trainable_tokens_and_perplexity_is_that_of_each_sequence():
@@ -260,22 +207,6 @@ def test_m2po_drops_the_largest_until_the_mean_is_small():
     assert second_moment_mask(prox, zeros, mask, 9.0).tolist() == [True, True, True, True, False]
     assert second_moment_mask(prox, zeros, mask, 0.0).tolist() == [True, False, False, False, False]
     assert second_moment_mask(prox, zeros, zeros, 0.04).tolist() == [False] * 5
-
-
-def test_m2po_asks_the_other_ranks_four_times():
-    random, calls = torch.Generator().manual_seed(3), []
-
-    def sum_over_ranks(sums):
-        calls.append(sums.shape)
-        return sums
-
-    prox = torch.randn(5000, generator=random)
-    kept = second_moment_mask(prox, prox * 0, prox < 9, 0.04, sum_over_ranks=sum_over_ranks)
-    assert calls == [(2, 2048)] * 3 + [(2, 1)]
-    smallest = (prox**2).double().sort().values
-    largest_set = (smallest.cumsum(0) / torch.arange(1, 5001) < 0.04).sum()
-    assert kept.sum() == largest_set
-    assert (prox[kept] ** 2).max() == smallest[largest_set - 1]
 
 
 def test_m2po_equals_numpy_for_any_distribution_of_tokens_over_ranks():

@@ -10,7 +10,6 @@ from areal_core.config import PPOConfig, SFTConfig
 from areal_core.config.allocation import (
     Allocation,
     Parallel,
-    allocation_from_backends,
     parse_allocation,
 )
 from areal_core.errors import AllocationError
@@ -45,12 +44,6 @@ def decoupled(servers: int, ranks: int) -> Allocation:
 )
 def test_spelling_is_read(text, expected):
     assert parse_allocation(text) == expected
-
-
-def test_world_size_multiplies_all_but_experts():
-    allocation = parse_allocation("sglang:d2t4p2+fsdp:d8t2c2")
-    assert allocation.rollout.world_size == 16
-    assert allocation.train.world_size == 32
 
 
 @given(
@@ -122,13 +115,6 @@ def test_a_supervised_evaluation_keeps_the_ranks_of_the_training():
     assert parse_allocation("fsdp:d4t2").trains
     with pytest.raises(AllocationError, match="expected 'eval'"):
         parse_allocation("fsdp:d4|fsdp:d4")
-
-
-def test_separate_backends_join_to_one_allocation():
-    assert allocation_from_backends("sglang:d4", "fsdp:d2") == parse_allocation("sglang:d4+fsdp:d2")
-    assert allocation_from_backends("embedded", "fsdp:d2") == parse_allocation("embedded|fsdp:d2")
-    assert allocation_from_backends("", "fsdp:d2") == parse_allocation("fsdp:d2")
-    assert allocation_from_backends("sglang:d4", "") == parse_allocation("sglang:d4")
 
 
 def test_config_gives_its_allocation_in_either_spelling():

@@ -134,14 +134,6 @@ def test_first_fit_decreasing_matches_a_literal_result():
     assert B.first_fit_decreasing([6, 5, 4, 2, 1], capacity=8) == [[0], [1, 4], [2, 3]]
 
 
-@given(st.lists(st.integers(1, 50), max_size=30), st.integers(50, 120), st.integers(1, 5))
-def test_every_row_is_in_exactly_one_group_that_fits(lengths, capacity, min_groups):
-    groups = B.first_fit_decreasing(lengths, capacity, min_groups)
-    assert sorted(i for group in groups for i in group) == list(range(len(lengths)))
-    assert all(sum(lengths[i] for i in group) <= capacity for group in groups)
-    assert len(groups) >= min(min_groups, len(lengths))
-
-
 def test_a_sequence_longer_than_a_micro_batch_is_refused_with_both_numbers():
     with pytest.raises(ValueError, match=r"90 tokens .* of 64"):
         B.first_fit_decreasing([10, 90], capacity=64)

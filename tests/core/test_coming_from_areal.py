@@ -1,7 +1,6 @@
 """The transition table: its names exist, AReaL's in `upstream_names.txt`, ours in the code."""
 
 import importlib
-import importlib.util
 import re
 from functools import cache
 from pathlib import Path
@@ -13,12 +12,10 @@ from areal_core.config import DPOConfig, GRPOConfig, SFTConfig
 from areal_core.config.import_paths import OURS, REWARDS, WORKFLOWS
 from areal_core.config.names import all_options
 from areal_debug.cli import main
+from benchmarks import upstream_names
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "coming_from_areal.md").read_text()
-spec = importlib.util.spec_from_file_location("upstream_names", ROOT / "benchmarks" / "upstream_names.py")
-upstream_names = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(upstream_names)
 KNOWN = {
     name: commits.split()
     for line in (Path(__file__).parent / "upstream_names.txt").read_text().splitlines()

@@ -175,11 +175,6 @@ def test_order_does_not_depend_on_the_number_of_ranks(world_size, shuffle, drop_
     assert global_batches(9, world_size, **options) == global_batches(9, 1, **options)
 
 
-def test_ranks_take_turns_within_a_batch():
-    loaders = [PromptLoader(rows_of(8), 4, rank, 2, shuffle=False) for rank in range(2)]
-    assert [[prompt_id for prompt_id, _ in loader.next_batch()] for loader in loaders] == [[0, 2], [1, 3]]
-
-
 def test_prompt_ids_count_on_through_epochs_and_never_repeat():
     ids = [prompt_id for batch in global_batches(7, 1, seed=2) for prompt_id, _ in batch]
     assert ids == list(range(28))

@@ -162,14 +162,6 @@ def test_options_of_a_script_are_explained_with_their_declaration(load):
         load(FIVE_LINES + "export_style: concat\n")
 
 
-@pytest.mark.parametrize(
-    "facts", [{"model_type": "gemma3", "vision_config": {}}, {"model_type": "gemma3_text"}]
-)
-def test_models_of_supported_families_load(load, tmp_path, facts):
-    (tmp_path / "config.json").write_text(json.dumps(facts))
-    assert load(FIVE_LINES, f"actor.path={tmp_path}")[0].actor.path == str(tmp_path)
-
-
 @pytest.mark.parametrize("family", ["llava", "smolvlm"])
 def test_vision_models_of_other_families_are_refused(family, load, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": family, "vision_config": {}}))

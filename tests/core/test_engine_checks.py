@@ -26,13 +26,6 @@ def test_layers_that_are_split_are_not_compiled():
         check_config(sft("fsdp:d1t2", fsdp=FSDPEngineConfig(compile=True)))
 
 
-def test_attention_that_is_not_known_is_refused():
-    with pytest.raises(
-        ConfigError, match="attn_impl is 'eager'; expected one of 'flash_attention_2', 'sdpa'"
-    ):
-        check_config(sft(attn_impl="eager"))
-
-
 def test_moving_to_host_memory_where_there_is_no_device_memory_is_only_noted():
     config = sft(offload=True, fsdp=FSDPEngineConfig(offload_params=True, per_layer_optim_step=True))
     config.actor.optimizer.offload = True

@@ -12,11 +12,7 @@ import torch
 
 from areal_core.algorithm.advantages import (
     compute_advantages,
-    groups_without_spread,
-    overlong_penalty,
-    shape_rewards,
 )
-from areal_core.algorithm.alignment import to_next_token
 from areal_core.algorithm.losses import (
     dpo_loss,
     entropy_bonus,
@@ -25,7 +21,7 @@ from areal_core.algorithm.losses import (
     sapo_loss,
     sft_loss,
 )
-from areal_core.algorithm.off_policy import behaviour_weights, loglinear_proximal_logprobs, loglinear_share
+from areal_core.algorithm.off_policy import behaviour_weights
 
 # Lengths of packed sequences; the sequence at EMPTY has no tokens in the loss mask.
 SHAPES = ([5, 1, 9, 3], [1, 1], [40, 2, 17, 8, 23, 1])
@@ -138,29 +134,6 @@ def test_every_form_of_rejection_sampling(lengths, level, action, metric, agg, l
     assert got[2].tolist() == filtered.tolist()
 
 
-def test_truncated_importance_sampling_is_a_clamp_from_above():
-    _, prox, behaviour, _, mask, cu_seqlens = packed(SHAPES[2])
-    arguments = tensors(prox, behaviour, mask, cu_seqlens)
-    _, weights, _ = behaviour_weights(*arguments, action="clamp", upper=1.1)
-    np.testing.assert_allclose(weights, np.where(mask, np.minimum(np.exp(prox - behaviour), 1.1), 0), rtol=1e-5)  # fmt: skip
-
-
-@pytest.mark.parametrize("current", [1, 5])
-def test_loglinear_proximal_policy(current):
-    random = np.random.default_rng(current)
-    versions = random.integers(-1, current + 2, 60)
-    logprobs, behaviour = random.normal(size=(2, 60))
-    expected = np.empty(60)
-    for i, version in enumerate(versions):
-        share = 0.0
-        if 0 <= version < current:
-            share = min(max((current - 1 - version) / (current - version), 0.0), 1.0)
-        expected[i] = behaviour[i] + share * (logprobs[i] - behaviour[i])
-    share = loglinear_share(torch.from_numpy(versions), current)
-    got = loglinear_proximal_logprobs(*tensors(logprobs, behaviour), share)
-    np.testing.assert_allclose(got.numpy(), expected, rtol=1e-6, atol=1e-7)
-
-
 @pytest.mark.parametrize("num_tokens", [1, 7, 64])
 def test_sft_loss_and_entropy_bonus_are_those_of_logits(num_tokens):
     generator = torch.Generator().manual_seed(num_tokens)
@@ -203,46 +176,6 @@ def test_reward_model_loss(lengths):
     loss, stats = reward_model_loss(*tensors(scores, cu_seqlens))
     np.testing.assert_allclose(loss.item(), expected, rtol=1e-10)
     assert stats["correct_ratio"].tolist() == (last[::2] > last[1::2]).tolist()
-
-
-@pytest.mark.parametrize("limits", [(100, 20, 0.5), (4096, 512, 1.0), (64, 64, 2.0)])
-def test_overlong_penalty(limits):
-    longest, zone, factor = limits
-    lengths = np.random.default_rng(longest).integers(0, longest + 1, 200)
-
-    def penalty(
-        length,
-    ):  # DAPO eq. 13, with the completion's length and without the part beyond what can be sampled
-        return 0.0 if length <= longest - zone else factor * ((longest - zone) - length) / zone
-
-    got = overlong_penalty(torch.from_numpy(lengths), *limits)
-    np.testing.assert_allclose(got.numpy(), [penalty(length) for length in lengths], rtol=1e-6)
-
-
-def test_reward_shaping():
-    rewards = np.random.default_rng(0).normal(0, 3, 50).astype(np.float32)
-    got = shape_rewards(torch.from_numpy(rewards), bias=0.25, scaling=4.0, clip=9.0)
-    np.testing.assert_allclose(got.numpy(), np.clip((rewards + 0.25) * 4.0, -9, 9), rtol=1e-6)
-
-
-def test_groups_without_spread():
-    random = np.random.default_rng(4)
-    rewards, groups = random.integers(0, 2, 60).astype(np.float32), random.permutation(np.arange(60) % 23)
-    alike, several = groups_without_spread(*tensors(rewards, groups))
-    for group in range(23):
-        own = rewards[groups == group]
-        assert (alike[group].item(), several[group].item()) == (len(set(own)) == 1, len(own) > 1)
-
-
-def test_alignment():
-    random = np.random.default_rng(7)
-    logprobs, mask = random.normal(size=(4, 9)), random.integers(0, 2, (4, 9))
-    versions = np.where(mask, random.integers(0, 5, (4, 9)), -1)
-    columns = {"logprobs": logprobs, "loss_mask": mask, "versions": versions}
-    got = to_next_token({name: torch.from_numpy(column) for name, column in columns.items()})
-    for name, last in (("logprobs", 0), ("loss_mask", 0), ("versions", -1)):
-        np.testing.assert_array_equal(got[name][:, :-1], columns[name][:, 1:])
-        assert set(got[name][:, -1].tolist()) == {last}
 
 
 def advantages_by_numpy(rewards, mask, logprobs, reference, values, attention, cut_off, options):

@@ -6,7 +6,7 @@ import pytest
 
 from areal_core.agent.agents import import_object
 from areal_core.agent.errors import NotAnAgent
-from areal_core.config.import_paths import OURS, hint_for, ours, replacements
+from areal_core.config.import_paths import OURS, ours, replacements
 from areal_core.errors import ConfigError, RewardError
 from areal_core.reward.functions import gsm8k_reward_fn, load_reward_fn
 from areal_core.rollout.workflow import RLVRWorkflow
@@ -59,10 +59,6 @@ def test_each_place_that_imports_by_name_translates():
 def test_an_unknown_path_is_refused_with_the_nearest(load, path, error, nearest):
     with pytest.raises(error, match=f"AReaL's .*{nearest}"):
         load(path)
-
-
-def test_other_paths_get_no_hint():
-    assert hint_for("my.workflow.Missing") == ""
 
 
 def test_the_imports_of_a_script_are_listed_with_what_to_write():

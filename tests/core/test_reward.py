@@ -55,6 +55,13 @@ def functions(tmp_path_factory):
     return f"{file}:by_row"
 
 
+@pytest.fixture(scope="module")
+def lasting_pool(functions):
+    """A pool for functions that return or raise."""
+    with RewardPool(functions, num_workers=1) as made:
+        yield made
+
+
 @pytest.fixture
 def pool(functions):
     with RewardPool(functions, timeout_s=1.0, num_workers=1) as made:
@@ -131,10 +138,6 @@ def test_function_that_another_process_cannot_find_is_refused():
         RewardPool(lambda *a, **k: 1.0)
 
 
-def test_pool_passes_texts_tokens_and_row(pool):
-    assert score(pool, "echo", extra=10) == 3 + 5 + 10
-
-
 def test_pool_is_awaited(functions):
     async def run():
         with RewardPool(functions, num_workers=2) as pool:
@@ -144,11 +147,11 @@ def test_pool_is_awaited(functions):
     assert asyncio.run(run()) == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
 
 
-def test_workers_have_no_torch(pool):
+def test_workers_have_no_torch(lasting_pool):
     import torch  # here it is loaded
 
     assert torch
-    assert score(pool, "has torch") == 0.0
+    assert score(lasting_pool, "has torch") == 0.0
 
 
 @pytest.mark.parametrize("do", [pytest.param("sleep", marks=pytest.mark.long), "hang in C"])
@@ -203,32 +206,32 @@ def test_worker_that_always_dies_is_reported(functions):
         assert score(pool, "echo") == 8.0
 
 
-def test_exception_is_raised_again_with_row_and_traceback(pool):
+def test_exception_is_raised_again_with_row_and_traceback(lasting_pool):
     with pytest.raises(RewardError) as error:
-        score(pool, "raise", answer="42")
+        score(lasting_pool, "raise", answer="42")
     message = str(error.value)
     assert "by_row raised KeyError: 'no such answer'" in message
     assert "\nprompt 'the prompt'\ncompletion 'abc'\nrow {" in message
     assert "'answer': '42'" in message
     assert 'raise KeyError("no such answer")' in message
-    assert score(pool, "echo") == 8.0
+    assert score(lasting_pool, "echo") == 8.0
 
 
 @pytest.mark.parametrize(
     ("do", "shown"), [("nan", "nan"), ("inf", "inf"), ("text", "'1.0'"), ("none", "None")]
 )
-def test_result_that_is_no_finite_number_is_refused(pool, do, shown):
+def test_result_that_is_no_finite_number_is_refused(lasting_pool, do, shown):
     with pytest.raises(RewardError, match=f"returned {shown}; expected a finite number\nprompt 'the prompt'"):
-        score(pool, do)
+        score(lasting_pool, do)
 
 
-def test_numbers_of_other_types_become_floats(pool):
-    assert [score(pool, do) for do in ("true", "int")] == [1.0, 3.0]
+def test_numbers_of_other_types_become_floats(lasting_pool):
+    assert [score(lasting_pool, do) for do in ("true", "int")] == [1.0, 3.0]
 
 
-def test_row_that_is_no_json_is_refused(pool):
+def test_row_that_is_no_json_is_refused(lasting_pool):
     with pytest.raises(RewardError, match="Object of type object is not JSON serializable"):
-        score(pool, "echo", image=object())
+        score(lasting_pool, "echo", image=object())
 
 
 def test_function_that_cannot_be_imported_is_reported_with_the_reason():
@@ -313,7 +316,3 @@ def test_a_call_with_other_fields_gives_the_signature_and_the_fields(tmp_path):
     assert "missing a required argument: 'gold'" in str(error.value)
     assert "the row has answer" in str(error.value)
     assert "Traceback" not in str(error.value)  # the function never ran
-
-
-def test_upstreams_name_of_a_function_that_we_have_is_ours():
-    assert load_reward_fn("areal.reward.gsm8k.gsm8k_reward_fn") is gsm8k_reward_fn

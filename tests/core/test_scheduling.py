@@ -54,11 +54,6 @@ def test_a_part_of_the_wrong_kind_is_named(spec, sentence):
     assert problem.startswith(sentence)
 
 
-def test_every_known_part_is_right():
-    spec = {"env_vars": {"A": 1}, "cmd": "x", "cpu": 1, "mem": None, "gpu": 1, "nodelist": "a"} | IMAGE
-    assert list(wrong_specs({"actor.scheduling_spec": [spec]})) == []
-
-
 @pytest.mark.parametrize(
     ("scheduler", "names"),
     [

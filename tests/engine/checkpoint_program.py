@@ -12,7 +12,6 @@ import sys
 import threading
 from pathlib import Path
 
-import steps_program as program
 import torch
 
 from areal_core.engine.checkpoint.background_save import BackgroundSave
@@ -23,6 +22,7 @@ from areal_core.engine.checkpoint.distributed import (
     write_snapshot,
 )
 from areal_core.engine.ranks import join_ranks, leave_ranks
+from tests.engine import steps_program as program
 
 
 def main(model: str, checkpoint: str, folder: Path) -> None:

@@ -3,11 +3,9 @@
 Arguments: model folder, and a folder for a checkpoint.
 """
 
-import importlib.util
 import json
 import os
 import sys
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -19,10 +17,7 @@ from areal_core.engine.model import load_model
 from areal_core.engine.ranks import TIMEOUT_VARIABLE, Ranks, join_ranks, leave_ranks
 from areal_core.engine.sharding import full_tensor
 from areal_core.trainer.build import build_engine
-
-spec = importlib.util.spec_from_file_location("options_program", Path(__file__).parent / "options_program.py")
-options = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(options)
+from tests.engine import options_program as options
 
 TIMEOUT_S = 1234.0
 WAYS = {

@@ -7,7 +7,6 @@ loading is measured ("" for none).
 import copy
 import ctypes
 import gc
-import importlib.util
 import json
 import sys
 from pathlib import Path
@@ -18,10 +17,8 @@ from areal_core.config import MicroBatchSpec, OptimizerConfig, TrainEngineConfig
 from areal_core.engine.fsdp import FSDPEngine
 from areal_core.engine.ranks import Ranks, join_ranks, leave_ranks
 from areal_core.trainer.build import build_engine, shard_engine
+from tests.engine import steps_program as steps
 
-spec = importlib.util.spec_from_file_location("steps_program", Path(__file__).parent / "steps_program.py")
-steps = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(steps)
 SAME_BITS = {
     "as it is": {},
     "parameters in host memory": {"fsdp.offload_params": True},

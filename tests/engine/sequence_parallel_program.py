@@ -5,7 +5,6 @@ For a test that compares with one rank. Arguments: a folder with models called g
 gradients. Prints the loss of each case on rank 0 and on the other ranks, and the scores.
 """
 
-import importlib.util
 import json
 import sys
 from collections.abc import Callable
@@ -22,10 +21,7 @@ from areal_core.engine.model import load_model
 from areal_core.engine.ranks import Ranks, join_ranks, leave_ranks
 from areal_core.engine.scores import load_score_model
 from areal_core.testing import step_with_gradients
-
-spec = importlib.util.spec_from_file_location("steps_program", Path(__file__).parent / "steps_program.py")
-steps = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(steps)
+from tests.engine import steps_program as steps
 
 MAX_TOKENS = 36  # of a micro-batch: pairs of the lengths below need three
 LENGTHS = [12, 5, 21, 9, 3, 14, 7, 7]

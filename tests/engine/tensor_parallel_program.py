@@ -5,7 +5,6 @@ of the checkpoint. Writes the gradients of each model into its folder, a checkpo
 Hugging Face folder `hf` next to `one`. Prints the other results.
 """
 
-import importlib.util
 import json
 import sys
 from pathlib import Path
@@ -23,10 +22,7 @@ from areal_core.engine.ranks import Ranks, join_ranks, leave_ranks
 from areal_core.engine.scores import load_score_model
 from areal_core.engine.sharding import shard_model
 from areal_core.testing import step_with_gradients
-
-spec = importlib.util.spec_from_file_location("steps_program", Path(__file__).parent / "steps_program.py")
-program = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(program)
+from tests.engine import steps_program as program
 
 VOCABULARY, SHARD_SIZE = 23, 12
 MAX_TOKENS = 30
@@ -41,7 +37,6 @@ def main(folder: Path, family: str) -> None:
             for temperature in (1.0, 0.7)
             for softcap in (None, 5.0)
         },
-        "uniform": uniform(VocabularyShard(4 * part, group)),
         "steps": {path.parent.name: one_step(ranks, path.parent) for path in folder.glob("*/config.json")},
         "scores": score_step(ranks, folder / family),
         "checkpoints": checkpoints(ranks, folder, family),
@@ -74,14 +69,6 @@ def vocabulary_differences(
     got = run(weight[mine], VocabularyShard(mine.start, group))
     expected[2] = expected[2][mine]
     return [float((a - b).abs().max() / b.abs().max()) for a, b in zip(got, expected, strict=True)]
-
-
-def uniform(part: VocabularyShard) -> list[list[float]]:
-    """Return (logprob, entropy) of three labels under eight equal logits, four on a rank."""
-    labels = torch.tensor([0, 3, 7])
-    return ChunkedLogprobs.apply(torch.zeros(1, 3, 4), torch.ones(4, 4), None, labels, 1.0, LogitMap(), part)[
-        0
-    ].tolist()
 
 
 def rows_of(ranks: Ranks) -> Batch:

@@ -1,6 +1,5 @@
 """`attn_impl=batch_invariant`: sampled log-probs equal the trainer's in every bit."""
 
-import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,11 +16,9 @@ from areal_core.errors import ModelError
 from areal_core.rollout.types import Sampling
 from areal_core.testing import make_tiny_family
 from areal_core.trainer.build import shard_engine
+from tests.engine import invariant_program as program
 
 PROGRAM = Path(__file__).parent / "invariant_program.py"
-spec = importlib.util.spec_from_file_location("invariant_program", PROGRAM)
-program = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(program)
 LENGTHS = (1, 3, 17, 40, 5, 9, 100, 2)
 CPU = torch.device("cpu")
 
@@ -112,7 +109,8 @@ def test_what_the_mode_does_not_support_is_refused_with_a_sentence(tmp_path):
         Replica(str(folder), torch.float32, CPU, is_invariant=True)
 
 
-@pytest.mark.parametrize("sequence_parallel", [pytest.param(1, marks=pytest.mark.long), 2])
+@pytest.mark.long
+@pytest.mark.parametrize("sequence_parallel", [1, 2])
 def test_bits_do_not_depend_on_how_ranks_divide_or_share_rows(torchrun, tiny_model, ranks, sequence_parallel):
     assert torchrun(PROGRAM, 2, tiny_model, sequence_parallel) == program.score(str(tiny_model), ranks)
 

@@ -1,6 +1,5 @@
 """Checkpoints: contents, damage, writing in the background, other numbers of ranks."""
 
-import importlib.util
 import json
 import shutil
 import threading
@@ -24,11 +23,9 @@ from areal_core.engine.checkpoint.hf_folder import save_hf, take_hf
 from areal_core.engine.determinism import rng_state
 from areal_core.errors import CheckpointError, CheckpointNotWritten
 from areal_core.testing import make_tiny_model
+from tests.engine import steps_program as program
 
 PROGRAMS = Path(__file__).parent
-spec = importlib.util.spec_from_file_location("steps_program", PROGRAMS / "steps_program.py")
-program = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(program)
 
 
 @pytest.fixture
@@ -139,6 +136,7 @@ def test_damage_is_named(saved, tmp_path, file, damage):
         read_checkpoint(tmp_path / "c")
 
 
+@pytest.mark.long
 def test_no_flipped_bit_of_checkpoint_json_goes_unseen(saved, tmp_path):
     content, expected = (saved / "checkpoint.json").read_bytes(), read_checkpoint(saved)
     (tmp_path / "c").mkdir()
@@ -227,10 +225,10 @@ def test_a_checkpoint_that_waits_for_another_rank_is_abandoned_when_that_has_fai
     assert not (tmp_path / "c").exists()
 
 
+@pytest.mark.long
 def test_two_ranks_continue_from_a_checkpoint_of_one_and_one_from_theirs(
-    saved, ranks, tiny_model, tmp_path, torchrun, monkeypatch
+    saved, ranks, tiny_model, tmp_path, torchrun
 ):
-    monkeypatch.setenv("PYTHONPATH", str(PROGRAMS))
     printed = torchrun(PROGRAMS / "checkpoint_program.py", 2, tiny_model, saved, tmp_path)
     engines = {name: program.make_engine(ranks, str(tiny_model), 100) for name in ("actor", "critic")}
     load_checkpoint(saved, engines)

@@ -29,11 +29,8 @@ def test_deterministic_mode_is_strict_when_everything_was_set_in_time():
     assert done.stdout.split() == ["True", "False"], done.stderr
 
 
-# The next test names all of them as missing.
-@pytest.mark.parametrize(
-    "missing",
-    [pytest.param(name, marks=[pytest.mark.long] * (name != "PYTHONHASHSEED")) for name in DETERMINISTIC],
-)
+@pytest.mark.long
+@pytest.mark.parametrize("missing", DETERMINISTIC)
 def test_deterministic_mode_refuses_to_start_without_a_variable(missing):
     environment = {name: value for name, value in DETERMINISTIC.items() if name != missing}
     # Set after the process has started, it is too late, which is detected.

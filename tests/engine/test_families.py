@@ -3,7 +3,6 @@
 Transformers computes one sequence at a time.
 """
 
-import importlib.util
 import json
 import os
 import subprocess
@@ -17,15 +16,16 @@ from transformers import AutoModelForCausalLM
 from areal_core.engine.checkpoint.hf_folder import save_hf
 from areal_core.engine.model import load_model
 from areal_core.testing import TINY_FAMILIES, make_tiny_family, step_with_gradients
+from tests.engine import steps_program as program
 
-FOLDER = Path(__file__).parent
-ROOT = FOLDER.parents[1]
-spec = importlib.util.spec_from_file_location("steps_program", FOLDER / "steps_program.py")
-program = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(program)
+ROOT = Path(__file__).parents[2]
+QUICK = ("llama", "qwen3_moe", "gemma3_text")
 
 
-@pytest.fixture(scope="module", params=TINY_FAMILIES)
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(name, marks=[pytest.mark.long] * (name not in QUICK)) for name in TINY_FAMILIES],
+)
 def model(request, tmp_path_factory):
     return make_tiny_family(tmp_path_factory.mktemp(request.param), request.param)
 

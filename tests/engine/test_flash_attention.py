@@ -27,12 +27,6 @@ def test_flash_attention_is_chosen_where_it_exists(
     assert reason in choice.reason
 
 
-def test_a_gpu_that_is_too_old_has_none(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (7, 5))
-    assert F.choose_attention("flash_attention_2", "cuda", torch.bfloat16).implementation == F.PACKED
-
-
 @pytest.mark.parametrize(
     ("sliding_window", "window"),
     [(None, (-1, 0)), (7, (6, 0))],  # the token itself is not counted

@@ -1,19 +1,15 @@
-import importlib.util
 from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from areal_core.engine.checkpoint.hf_folder import save_hf
 from areal_core.engine.model import load_model
 from areal_core.engine.sharding import shard_model
 from areal_core.errors import ModelError
+from tests.engine import steps_program as program
 
 PROGRAM = Path(__file__).parent / "steps_program.py"
-spec = importlib.util.spec_from_file_location("steps_program", PROGRAM)
-program = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(program)
 
 
 @pytest.fixture(scope="module")
@@ -25,18 +21,6 @@ def two_ranks(torchrun, tiny_model, tmp_path_factory):
 def run_alone(ranks, model, max_tokens, steps=3):
     engine = program.make_engine(ranks, str(model), max_tokens)
     return [program.train_step(engine, program.rows()) for _ in range(steps)]
-
-
-def test_logprobs_equal_those_of_an_unpacked_forward(ranks, tiny_model):
-    batch = program.rows()
-    got = program.make_engine(ranks, str(tiny_model), 24).compute_logprobs(batch)
-    plain = AutoModelForCausalLM.from_pretrained(tiny_model, attn_implementation="eager").double()
-    with torch.no_grad():
-        ids = batch["input_ids"].long()
-        logits = plain(input_ids=ids, attention_mask=batch["attention_mask"].long()).logits
-    want = torch.log_softmax(logits, -1)[:, :-1].gather(2, ids[:, 1:, None])[..., 0]
-    trained = batch["loss_mask"][:, :-1].bool()
-    torch.testing.assert_close(got[:, :-1][trained].double(), want[trained], rtol=0, atol=2e-6)
 
 
 def test_loss_and_gradient_do_not_depend_on_micro_batches(ranks, tiny_model):
@@ -66,21 +50,6 @@ def test_training_continues_from_a_checkpoint_to_the_same_bits_on_two_ranks(two_
     assert two_ranks["resumed"] == two_ranks["straight"][1:]
 
 
-@pytest.mark.long
-def test_checksums_do_not_depend_on_the_number_of_ranks(ranks, tiny_model, torchrun):
-    untrained = program.make_engine(ranks, str(tiny_model), 100).checksums()
-    file = Path(tiny_model).parent / "untrained.py"
-    file.write_text(
-        "import importlib.util, json, sys\n"
-        f"spec = importlib.util.spec_from_file_location('p', {str(PROGRAM)!r})\n"
-        "p = importlib.util.module_from_spec(spec); spec.loader.exec_module(p)\n"
-        "ranks = p.join_ranks('cpu'); c = p.make_engine(ranks, sys.argv[1], 100).checksums()\n"
-        "if ranks.rank == 0: print(json.dumps(c))\n"
-        "p.leave_ranks()\n"
-    )
-    assert torchrun(file, 2, tiny_model) == untrained
-
-
 def test_a_step_with_nothing_to_train_on_is_an_error(ranks, tiny_model):
     batch = program.rows()
     batch["loss_mask"].zero_()
@@ -100,22 +69,6 @@ def test_an_update_with_an_infinite_loss_is_not_taken_though_its_gradient_is_fin
     assert not result.update_successful
     assert 0 < result.grad_norm < torch.inf
     assert engine.checksums() == before
-
-
-def test_saved_hugging_face_folder_holds_the_trained_weights(ranks, tiny_model, tmp_path):
-    engine = program.make_engine(ranks, str(tiny_model), 100)
-    program.train_step(engine, program.rows())
-    save_hf(tmp_path, engine)
-    loaded = dict(load_model(str(tmp_path)).named_parameters())
-    trained = dict(engine.named_full_tensors())
-    assert loaded.keys() == trained.keys()
-    for name, tensor in trained.items():
-        assert torch.equal(loaded[name], tensor), name
-
-
-def test_a_missing_model_is_one_clear_sentence(ranks):
-    with pytest.raises(ModelError, match=r"cannot load the model: '/no/such' is not a folder here"):
-        load_model("/no/such")
 
 
 def test_unknown_layer_class_is_named(ranks, tiny_model):

@@ -1,18 +1,12 @@
 """A step reads from the device once: nothing in a micro-batch waits for it."""
 
-import importlib.util
-from pathlib import Path
-
 import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from areal_core.testing import likelihood_with_entropy
-
-spec = importlib.util.spec_from_file_location("steps_program", Path(__file__).parent / "steps_program.py")
-program = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(program)
+from tests.engine import steps_program as program
 
 READS = {torch.Tensor.tolist, torch.Tensor.cpu, torch.Tensor.numpy, torch.Tensor.nonzero}
 

@@ -1,17 +1,14 @@
 """Four ranks: weights sharded over all or over pairs of them, read once, gathered in few bytes."""
 
-import importlib.util
 from pathlib import Path
 
 import pytest
 
 from areal_core.errors import RanksError
 from areal_core.trainer.build import build_engine
+from tests.engine import hybrid_program as program
 
 PROGRAM = Path(__file__).parent / "hybrid_program.py"
-spec = importlib.util.spec_from_file_location("hybrid_program", PROGRAM)
-program = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(program)
 
 
 pytestmark = pytest.mark.long

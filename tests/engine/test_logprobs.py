@@ -89,26 +89,3 @@ def test_a_model_with_layers_before_its_output_layer_is_refused():
         ModelError, match=r"RobertaForCausalLM: it has further layers between its transformer"
     ):
         L.score_next_tokens(model)
-
-
-def test_a_model_scores_the_given_labels_at_the_given_positions():
-    config = AutoConfig.for_model(
-        "gemma2",
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        head_dim=16,
-        final_logit_softcapping=5.0,
-    )
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
-    ids, positions, labels = torch.randint(64, (1, 6)), torch.tensor([1, 4]), torch.tensor([7, 63])
-    log_p = torch.log_softmax(model(input_ids=ids).logits[0, positions] / 0.7, -1)
-    L.score_next_tokens(model)
-    pairs = model(input_ids=ids, positions=positions, labels=labels, temperature=0.7)
-    assert pairs.shape == (1, 2, 2)
-    torch.testing.assert_close(pairs[0, :, 0], log_p.gather(1, labels[:, None])[:, 0])
-    torch.testing.assert_close(pairs[0, :, 1], -(log_p.exp() * log_p).sum(-1))

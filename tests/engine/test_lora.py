@@ -1,7 +1,5 @@
 """Adapters: trainable weights, saving and loading, and the base model as reference."""
 
-import importlib.util
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,11 +18,9 @@ from areal_core.engine.sharding import full_tensor
 from areal_core.errors import ModelError
 from areal_core.trainer.build import build_engine
 from areal_core.trainer.build_models import BaseReference
+from tests.engine import lora_program as program
 
 PROGRAM = Path(__file__).parent / "lora_program.py"
-spec = importlib.util.spec_from_file_location("lora_program", PROGRAM)
-program = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(program)
 LAYERS = ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]
 
 
@@ -143,12 +139,6 @@ def test_frozen_weights_are_in_the_compute_dtype_and_adapters_in_float32(ranks, 
     assert second < first
 
 
-def test_gradient_checkpointing_changes_no_bit(ranks, tiny_model):
-    _, plain = program.train(ranks, str(tiny_model))
-    _, checkpointed = program.train(ranks, str(tiny_model), gradient_checkpointing=True)
-    assert checkpointed == plain
-
-
 @pytest.mark.long
 def test_two_ranks_train_the_adapter_as_one_does(ranks, torchrun, tiny_model, tmp_path):
     _, alone = program.train(ranks, str(tiny_model))
@@ -204,14 +194,6 @@ def test_a_layer_that_is_not_there_is_named_with_those_that_are(tiny_model):
             dtype=torch.float32,
             seed=0,
         )
-
-
-def test_without_peft_one_sentence_explains_how_to_install_it(tiny_model, monkeypatch):
-    monkeypatch.setitem(sys.modules, "peft", None)
-    with pytest.raises(
-        ModelError, match=r"actor\.use_lora needs the package peft .* pip install 'areal-debug\[lora\]'"
-    ):
-        add_adapters(load_model(str(tiny_model)), Adapter(2, 4, "m"), [], dtype=torch.float32, seed=0)
 
 
 def test_options_of_memory_placement_work_with_adapters(ranks, tiny_model):

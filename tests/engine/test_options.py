@@ -1,4 +1,3 @@
-import importlib.util
 from pathlib import Path
 
 import pytest
@@ -7,15 +6,13 @@ from torch._dynamo.utils import counters
 
 from areal_core.engine import model as compiling
 from areal_core.engine.model import apply_liger, load_model, refuse_without_compiler
-from areal_core.engine.offload import step_groups, storages, take_step
+from areal_core.engine.offload import storages
 from areal_core.errors import ModelError
 from areal_core.testing import make_tiny_model
 from areal_core.trainer.build import build_engine
+from tests.engine import options_program as program
 
 PROGRAM = Path(__file__).parent / "options_program.py"
-spec = importlib.util.spec_from_file_location("options_program", PROGRAM)
-program = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(program)
 # torch.compile reads it while it traces the parameters that FSDP has gathered
 NON_LEAF = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 
@@ -36,11 +33,13 @@ def two_ranks(torchrun, tiny_model, larger_model):
     return torchrun(PROGRAM, 2, tiny_model, larger_model)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("way", [way for way in program.SAME_BITS if way != "as it is"])
 def test_memory_placement_changes_no_bit(two_ranks, way):
     assert two_ranks[way] == two_ranks["as it is"]
 
 
+@pytest.mark.long
 def test_a_rank_that_receives_its_shards_never_has_the_complete_model_in_memory(two_ranks, larger_model):
     model_mib = 4 * sum(p.numel() for p in load_model(str(larger_model)).parameters()) / 2**20
     _, given = two_ranks["peaks"]["rank 0 reads"]
@@ -67,29 +66,6 @@ def test_recomputed_activations_are_not_kept(ranks, tiny_model):
         return sum(size for pointer, size in kept.items() if pointer not in weights)
 
     assert kept_bytes(True) < 0.5 * kept_bytes(False)
-
-
-def test_layers_step_one_after_the_other_and_each_parameter_once(ranks, tiny_model):
-    options = program.make_options(str(tiny_model), {"fsdp.per_layer_optim_step": True})
-    engine = build_engine(options, ranks, total_steps=1)
-    assert [len(group) for group in engine.step_groups] == [
-        9,
-        9,
-        2,
-    ]  # two layers; the embedding and the last norm
-    seen = []
-
-    class Noting(torch.optim.SGD):
-        def step(self, closure=None):
-            seen.append([p for p in self.param_groups[0]["params"] if p.grad is not None])
-
-    parameters = list(engine.model.parameters())
-    for parameter in parameters:
-        parameter.grad = torch.zeros_like(parameter)
-    take_step(Noting(parameters, lr=1.0), engine.step_groups)
-    assert [list(map(id, group)) for group in seen] == [list(map(id, group)) for group in engine.step_groups]
-    assert all(parameter.grad is not None for parameter in parameters)  # which observers read
-    assert step_groups(engine.model, is_per_layer=False) == [parameters]
 
 
 def test_an_idle_engine_sleeps_and_wakes_by_itself(ranks, tiny_model):
@@ -165,11 +141,6 @@ def test_without_a_compiler_the_reason_is_one_sentence(monkeypatch):
         ModelError, match=r"fsdp\.compile is true and no-such-compiler is not installed, which"
     ):
         refuse_without_compiler(on_gpu=False)
-
-
-def test_liger_on_a_cpu_is_one_sentence(tiny_model):
-    with pytest.raises(ModelError, match=r"use_liger is true and the device is 'cpu': .* need a GPU"):
-        apply_liger(load_model(str(tiny_model)), "cpu")
 
 
 @pytest.mark.skipif(

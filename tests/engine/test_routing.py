@@ -1,7 +1,6 @@
 """Experts that one model chose, replayed in another: log-probs, gradients, ranks, families."""
 
 import asyncio
-import importlib.util
 import re
 import warnings
 from pathlib import Path
@@ -21,6 +20,8 @@ from areal_core.errors import ModelError
 from areal_core.rollout.types import ModelRequest, Sampling
 from areal_core.rollout.workflow import episode_tensors
 from areal_core.testing import make_tiny_family, make_tiny_model, step_with_gradients
+from benchmarks import model_families as families
+from tests.engine import routing_program as program
 
 FOLDER = Path(__file__).parent
 PROGRAM = FOLDER / "routing_program.py"
@@ -30,17 +31,7 @@ DOCUMENT = (FOLDER.parents[1] / "docs" / "routed_experts.md").read_text()
 # The families that the page lists.
 REPLAYED = re.findall(r"\w+", DOCUMENT.partition("<!-- families -->")[2].partition("<!-- end -->")[0])
 OTHERS = ("deepseek_v4", "hunyuan_v1_moe", "jamba", "jetmoe", "longcat_flash", "phimoe")
-QUICK = ("mixtral", "qwen2_moe", "deepseek_v3", "gpt_oss")
-
-
-def load(name: str, path: Path):
-    spec = importlib.util.spec_from_file_location(name, path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-program = load("routing_program", PROGRAM)
+QUICK = ("qwen2_moe", "deepseek_v3")
 
 
 @pytest.fixture(scope="module")
@@ -171,14 +162,8 @@ def test_a_model_without_experts_is_refused(tmp_path):
         Routers(dense)
 
 
-@pytest.mark.parametrize(
-    "split",
-    [
-        "sequence",
-        pytest.param("tensor", marks=pytest.mark.long),
-        pytest.param("data", marks=pytest.mark.long),
-    ],
-)
+@pytest.mark.long
+@pytest.mark.parametrize("split", ["sequence", "tensor", "data"])
 def test_ranks_replay_the_experts_of_their_tokens(ranks, torchrun, sampled, model, tmp_path, split):
     changed = program.perturbed(model, tmp_path)
     batch = select_rows(sampled[0], [4, 2, 0, 1, 3])
@@ -191,7 +176,6 @@ def test_ranks_replay_the_experts_of_their_tokens(ranks, torchrun, sampled, mode
 
 
 def check_family(name: str, folder: Path) -> None:
-    families = load("model_families", FOLDER.parents[1] / "benchmarks" / "model_families.py")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         families.write_tiny(name, str(folder))

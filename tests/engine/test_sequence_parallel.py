@@ -3,24 +3,20 @@
 Losses of complete rows, gradients, scores.
 """
 
-import importlib.util
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoConfig
 
 from areal_core.engine.model import load_model
 from areal_core.engine.ranks import Ranks, join_ranks
-from areal_core.engine.sequence_parallel import check_heads, slice_tokens
+from areal_core.engine.sequence_parallel import check_heads
 from areal_core.errors import RanksError
 from areal_core.testing import make_tiny_family
+from tests.engine import sequence_parallel_program as program
 
 PROGRAM = Path(__file__).parent / "sequence_parallel_program.py"
-spec = importlib.util.spec_from_file_location("sequence_parallel_program", PROGRAM)
-program = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(program)
 
 LOSS_TOLERANCE, GRADIENT_TOLERANCE = 1e-6, 1e-5  # relative, in float32
 
@@ -56,11 +52,13 @@ def two_ranks(torchrun, folder, tmp_path_factory):
     return torchrun(PROGRAM, 2, folder, 2, output), output
 
 
+@pytest.mark.long
 def test_two_ranks_that_share_rows_take_the_step_of_one_and_repeat_it_to_the_bit(ranks, folder, two_ranks):
     seen, output = two_ranks
     assert_steps_of_one_rank(ranks, folder, output, seen)
 
 
+@pytest.mark.long
 def test_two_ranks_that_share_rows_score_as_one_does(ranks, folder, two_ranks):
     seen, _ = two_ranks
     batch = program.rows()
@@ -90,34 +88,11 @@ def test_eight_ranks_are_numbered_with_tensor_parallelism_innermost():
     assert {(r.data_parallel_size, r.model_parallel_size) for r in ranks} == {(2, 4)}
 
 
-def test_seven_tokens_on_two_ranks_are_padded_to_four_and_four():
-    tokens = torch.arange(1, 8)
-
-    class OneOfTwo(Ranks):  # a slice needs the group, which needs processes
-        sequence_parallel_group = None
-
-    slices = [slice_tokens(7, OneOfTwo(rank, 2, torch.device("cpu"), None, 2)) for rank in range(2)]
-    assert [part.of(tokens).tolist() for part in slices] == [[1, 2, 3, 4], [5, 6, 7, 0]]
-    assert slices[0].lengths([3, 4]) == [3, 4, 1]
-    alone = slice_tokens(7, rank_of(0, 1, 1, 1))
-    assert alone.of(tokens).equal(tokens)
-    assert alone.lengths([3, 4]) == [3, 4]
-
-
 def test_heads_that_ranks_cannot_share_are_refused(folder):
     config = load_model(str(folder / "llama")).config
     check_heads(config, 2, 2)
     with pytest.raises(RanksError, match=r"has 4 attention heads, which c3 x t1 ranks cannot share"):
         check_heads(config, 3, 1)
-
-
-def test_a_model_without_attention_cannot_share_heads():
-    config = AutoConfig.for_model("mamba")
-    check_heads(config, 1, 1)
-    with pytest.raises(
-        RanksError, match="a 'mamba' model has no attention heads, which c2 x t1 ranks would share"
-    ):
-        check_heads(config, 2, 1)
 
 
 def test_ranks_that_do_not_form_groups_are_refused(monkeypatch):

@@ -3,9 +3,7 @@
 The same logprobs, losses, gradients and weights.
 """
 
-import importlib.util
 import shutil
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,15 +13,12 @@ from transformers import AutoConfig
 
 from areal_core.engine.checkpoint.distributed import load_checkpoint, save_checkpoint
 from areal_core.engine.model import load_model
-from areal_core.engine.sharding import shard_model
 from areal_core.engine.tensor_parallel import check_tensor_parallel, split_over_ranks
 from areal_core.errors import ModelError
 from areal_core.testing import make_tiny_family, step_with_gradients
+from tests.engine import tensor_parallel_program as program
 
 PROGRAM = Path(__file__).parent / "tensor_parallel_program.py"
-spec = importlib.util.spec_from_file_location("tensor_parallel_program", PROGRAM)
-program = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(program)
 steps = program.program
 # Biases, experts, and norms of heads with tied weights; the other families use the same code
 # (`test_families.py` tests all of them).
@@ -52,11 +47,6 @@ def test_shards_of_a_vocabulary_give_the_logprobs_and_gradients_of_all_of_it(two
     for rank in two_ranks:
         for case, differences in rank["vocabulary"].items():
             assert max(differences) < 2e-6, case
-
-
-def test_eight_equal_logits_on_two_ranks_give_log_8(two_ranks):
-    for rank in two_ranks:
-        assert rank["uniform"] == [pytest.approx([-2.0794415, 2.0794415])] * 3
 
 
 @pytest.mark.parametrize("family", TRIED)
@@ -110,13 +100,6 @@ def test_a_checkpoint_goes_from_one_rank_to_two_pairs_and_back(ranks, folder, to
     four_ranks = torchrun(PROGRAM, 4, copied, TRIED[0])
     assert four_ranks[0]["checkpoints"] == four_ranks[3]["checkpoints"]
     assert_checkpoints_agree(ranks, copied, four_ranks[0]["checkpoints"])
-
-
-def test_compiled_layers_are_not_split(ranks, folder):
-    model = load_model(str(folder / "llama"))
-    two = replace(ranks, tensor_parallel_size=2)
-    with pytest.raises(ModelError, match=r"fsdp\.compile is true with t2"):
-        shard_model(model, two, dtype=torch.float32, compiles=True)
 
 
 def test_a_family_without_a_plan_is_refused_by_name():

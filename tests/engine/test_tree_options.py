@@ -1,8 +1,5 @@
 """Trees with the options of an engine: where its tensors are, adapters, compiled layers."""
 
-import importlib.util
-from pathlib import Path
-
 import pytest
 import torch
 from torch._dynamo.utils import counters
@@ -11,18 +8,8 @@ from areal_core.engine import model as compiling
 from areal_core.engine.lora import trained_parameters
 from areal_core.testing import make_tiny_family, step_with_gradients
 from areal_core.trainer.build import build_engine
+from tests.engine import options_program, tree_program
 
-FOLDER = Path(__file__).parent
-
-
-def load(name):
-    spec = importlib.util.spec_from_file_location(name, FOLDER / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-options_program, tree_program = load("options_program"), load("tree_program")
 LORA = {"use_lora": True, "lora_rank": 4, "lora_alpha": 8}
 
 
@@ -50,7 +37,14 @@ def as_it_is(ranks, model):
     return two_steps(engine_of(ranks, model, {}), tree_program.rows())
 
 
-@pytest.mark.parametrize("way", [way for way in options_program.SAME_BITS if way != "as it is"])
+@pytest.mark.parametrize(
+    "way",
+    [
+        pytest.param(way, marks=[pytest.mark.long] * (way != "all at once"))
+        for way in options_program.SAME_BITS
+        if way != "as it is"
+    ],
+)
 def test_where_tensors_are_changes_no_bit_of_a_tree(ranks, model, as_it_is, way):
     engine = engine_of(ranks, model, options_program.SAME_BITS[way])
     assert two_steps(engine, tree_program.rows()) == as_it_is

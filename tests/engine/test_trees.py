@@ -1,9 +1,7 @@
 """Rows that share tokens, computed as a tree, against the same rows packed one after another."""
 
-import importlib.util
 import logging
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,19 +13,10 @@ from areal_core.engine.scores import load_score_model, score_head
 from areal_core.engine.trees.token_tree import build_tree, count_distinct, units_of_groups
 from areal_core.testing import TINY_FAMILIES, make_tiny_family, step_with_gradients
 from areal_core.trainer.build import build_engine
+from benchmarks import tree_families as families
+from tests.engine import tree_program as program
 
-FOLDER = Path(__file__).parent
-
-
-def load(path):
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-program = load(FOLDER / "tree_program.py")
-families = load(FOLDER.parents[1] / "benchmarks" / "tree_families.py")
+QUICK = ("qwen3_moe", "gemma2")
 ROWS = [[1, 2, 3, 4], [7, 8], [1, 2, 5, 6], [1, 2, 3], [1, 2, 5, 6]]
 
 
@@ -109,7 +98,9 @@ def test_the_flash_kernel_gets_each_segment_with_the_keys_of_its_row(monkeypatch
     assert got["keys"].tolist() == [0, 1, 2, 0, 1, 2, 3, 0, 1, 4, 5, 6, 7]
 
 
-@pytest.mark.parametrize("family", TINY_FAMILIES)
+@pytest.mark.parametrize(
+    "family", [pytest.param(name, marks=[pytest.mark.long] * (name not in QUICK)) for name in TINY_FAMILIES]
+)
 def test_a_tree_has_loss_gradients_and_logprobs_of_packed_rows(ranks, tmp_path, family):
     batch = program.rows()
     packed, tree = (

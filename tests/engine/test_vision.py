@@ -1,6 +1,5 @@
 """Vision models in the engine: log-probs and gradients are those of Transformers' own forward."""
 
-import importlib.util
 from pathlib import Path
 
 import pytest
@@ -22,11 +21,11 @@ from areal_core.errors import ModelError
 from areal_core.testing import step_with_gradients
 from areal_core.testing.tiny_vision import VISION_FAMILIES, make_tiny_vision_model
 from areal_core.trainer.batches import rows_to_batch
+from tests.engine import vision_program as program
 
 PROGRAM = Path(__file__).parent / "vision_program.py"
-spec = importlib.util.spec_from_file_location("vision_program", PROGRAM)
-program = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(program)
+QUICK = ("qwen2_5_vl", "gemma3")
+FAMILIES = [pytest.param(name, marks=[pytest.mark.long] * (name not in QUICK)) for name in VISION_FAMILIES]
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +64,7 @@ def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
         torch.testing.assert_close(found[name], gradient, rtol=1e-4, atol=1e-5 * max(largest, 1e-3), msg=name)
 
 
-@pytest.mark.parametrize("family", VISION_FAMILIES)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_logprobs_and_gradients_are_those_of_transformers(family, models, ranks):
     loss, logprobs, expected = transformers_of(models[family])
     engine = program.make_engine(ranks, models[family])
@@ -187,7 +186,7 @@ def test_a_model_whose_pictures_are_computed_differently_fails_parity(models, ra
     assert not measure_parity(engine).is_equal
 
 
-@pytest.mark.parametrize("family", VISION_FAMILIES)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_a_trained_model_is_saved_with_the_names_and_processor_of_its_checkpoint(
     family, models, ranks, tmp_path
 ):
@@ -254,8 +253,9 @@ def test_rows_of_supervised_data_have_the_keys_of_pictures(models):
         rows_to_batch(rows)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("options", [{"init_from_scratch": True}, {"without_weights": True}])
-@pytest.mark.parametrize("family", VISION_FAMILIES)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_a_model_without_a_checkpoint_has_the_names_of_published_ones(family, options, models):
     found = checkpoint_names(load_model(models[family], **options))
     expected = checkpoint_names(load_model(models[family]))

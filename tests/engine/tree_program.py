@@ -5,10 +5,8 @@ and of tensor-parallel ranks, output file of rank 0 for the gradients. Prints th
 and the tokens that each rank computed.
 """
 
-import importlib.util
 import json
 import sys
-from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
@@ -17,10 +15,7 @@ from areal_core.data.batch import Batch
 from areal_core.engine.fsdp import FSDPEngine
 from areal_core.engine.ranks import Ranks, join_ranks, leave_ranks
 from areal_core.testing import step_with_gradients
-
-spec = importlib.util.spec_from_file_location("steps_program", Path(__file__).parent / "steps_program.py")
-steps = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(steps)
+from tests.engine import steps_program as steps
 
 PROMPTS = (17, 9, 21)
 SAMPLES = 3

@@ -1,11 +1,8 @@
 """Environment presets: their variables, their effect on torch, and the list of them."""
 
-from datetime import timedelta
-
 import pytest
 from click.testing import CliRunner
 
-from areal_core.engine import ranks
 from areal_core.errors import ConfigError
 from areal_core.launch.debug_env import PRESETS, debug_environment, make_folders
 from areal_debug.verbs.train import command
@@ -36,23 +33,3 @@ def test_listing_explains_every_variable_and_needs_no_script():
         assert preset.cost in listed.output
         assert all(f"{name}={value}" in listed.output for name, value in preset.variables.items())
         assert all(preset.meaning[name] in listed.output for name in preset.variables)
-
-
-def test_ranks_take_the_time_out_of_the_preset(monkeypatch, tmp_path):
-    seen = []
-    monkeypatch.setattr(
-        ranks.dist, "init_process_group", lambda *args, **options: seen.append(options["timeout"])
-    )
-    monkeypatch.setattr(ranks, "build_meshes", lambda *args: None)
-    for name, value in debug_environment(["hang"], tmp_path).items():
-        monkeypatch.setenv(name, value)
-    for name, alone in {
-        "RANK": "0",
-        "WORLD_SIZE": "1",
-        "LOCAL_RANK": "0",
-        "MASTER_ADDR": "",
-        "MASTER_PORT": "0",
-    }.items():
-        monkeypatch.setenv(name, alone)
-    ranks.join_ranks("cpu")
-    assert seen == [timedelta(minutes=10)]

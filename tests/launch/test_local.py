@@ -13,10 +13,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from areal_core.config import PPOConfig, SFTConfig, SGLangConfig
+from areal_core.config import PPOConfig, SGLangConfig
 from areal_core.config.allocation import parse_allocation
 from areal_core.environment import DETERMINISTIC as DETERMINISM
-from areal_core.errors import ConfigError, ServerFailed
+from areal_core.errors import ServerFailed
 from areal_core.launch import local, torchrun
 from areal_core.launch.job import Job
 from areal_core.launch.processes import end_tree, start
@@ -79,14 +79,6 @@ def test_ranks_get_servers_determinism_and_thread_limits(stop_file, script, tmp_
     assert (tmp_path / "logs" / "trainer.log").read_text().count("hello from a rank") == 2
     assert capfd.readouterr().out.count("hello from a rank") == 2
     assert no_child_left()
-
-
-def test_a_replay_starts_no_server(stop_file, tmp_path, monkeypatch):
-    seen = []
-    monkeypatch.setattr(local, "run_ranks", lambda *args, **options: seen.append(args) or 3)
-    assert launch(["train.py"], "sglang:d1+fsdp:d2", tmp_path, with_servers=False) == 3
-    assert [args[:-1] for args in seen] == [(("train.py",), 2, {}, tmp_path / "logs")]
-    assert not (tmp_path / "logs").exists()
 
 
 def test_servers_alone_print_their_addresses_and_serve_until_the_last_has_ended(stop_file, tmp_path, capfd):
@@ -300,6 +292,7 @@ def test_ending_a_process_ends_its_orphaned_grandchildren_too(tmp_path):
     assert not is_running(grandchild)
 
 
+@pytest.mark.long
 def test_an_orphan_that_takes_long_to_free_its_memory_has_ended_too(tmp_path):
     """While it exits, it is no zombie yet, and the mark in its environment is gone."""
     memory = "import time; kept = bytearray(b'1') * 600_000_000; print('ready', flush=True); time.sleep(60)"
@@ -333,12 +326,3 @@ def test_server_options_become_flags():
     assert gpu[gpu.index("--attention-backend") + 1] == "fa3"
     assert server_args(options, "cpu")[:2] == ["--device", "cpu"]
     assert os.environ.get("PYTHONPATH", "") in cpu_environment()["PYTHONPATH"]
-
-
-def test_supervised_training_next_to_servers_is_refused_whether_they_run_already_or_not(
-    tmp_path, monkeypatch
-):
-    monkeypatch.setenv("AREAL_LLM_SERVER_ADDRS", "127.0.0.1:9")
-    made = SFTConfig(experiment_name="e", trial_name="t", device="cpu")
-    with pytest.raises(ConfigError, match="SFTConfig has no rollout section"):
-        launch(["train.py"], "sglang:d1+fsdp:d1", tmp_path, made)

@@ -69,12 +69,6 @@ def test_environment_options_are_pairs():
         parse_environment("launcher.trainer_env_vars", "A")
 
 
-def test_a_job_that_only_trains_has_no_servers_to_plan(tmp_path):
-    config = SFTConfig(experiment_name="e", trial_name="t")
-    job = Job((), config, parse_allocation("fsdp:d2"), {}, tmp_path)
-    assert plan_servers(job, "cpu", share_devices=False) == []
-
-
 def test_servers_for_a_method_without_rollouts_are_refused(tmp_path):
     config = SFTConfig(experiment_name="e", trial_name="t")
     job = Job((), config, parse_allocation("sglang:d1+fsdp:d2"), {}, tmp_path)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -142,7 +143,7 @@ def test_servers_run_on_the_cluster_and_ranks_get_their_addresses(cluster, stop_
     started.config.sglang.model_path = "some/model"
     assert launch(started) == 0
     printed = capfd.readouterr()
-    address = printed.out.splitlines()[0].removeprefix("inference servers: ")
+    [address] = re.findall(r"^inference servers: (\S+)$", printed.out, re.MULTILINE)
     assert f"servers {address} 0" in printed.out
     assert f"ended with exit code 1: server {address}; the last lines of" in printed.err
     assert "the scheduler died" in printed.err
@@ -175,8 +176,7 @@ def test_the_end_of_the_launcher_ends_the_ranks_and_releases_the_machines(cluste
         stdout=subprocess.PIPE,
         text=True,
     ) as launcher:
-        word, pid = launcher.stdout.readline().split()
-        assert word == "started"
+        pid = next(line.split()[1] for line in launcher.stdout if line.startswith("started "))
         launcher.send_signal(signal.SIGTERM)
         launcher.stdout.read()
     assert launcher.returncode == 128 + signal.SIGTERM

@@ -17,7 +17,7 @@ from areal_core.config.scheduling import role_spec
 from areal_core.errors import ConfigError
 from areal_core.launch import slurm
 from areal_core.launch.job import Job
-from areal_core.launch.placement import command_of, place, plan_servers
+from areal_core.launch.placement import place
 
 HERE = Path(__file__).parent
 TINY = HERE.parent / "debug" / "tiny.yaml"
@@ -137,8 +137,8 @@ def test_the_end_of_the_launcher_cancels_the_job(cluster, tmp_path):
     script.write_text("import time; print('started', flush=True); time.sleep(600)")
     command = [*COMMAND, script, "--config", TINY, *overrides(tmp_path, Path("m"))]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as launcher:
-        job_id = launcher.stdout.readline().removeprefix("SLURM job ").strip()
-        assert launcher.stdout.readline() == "started\n"
+        job_id = next(line.split()[2] for line in launcher.stdout if line.startswith("SLURM job "))
+        assert "started\n" in iter(launcher.stdout.readline, "")
         launcher.send_signal(signal.SIGTERM)
         launcher.stdout.read()
     assert launcher.returncode == 128 + signal.SIGTERM
@@ -181,27 +181,6 @@ def test_a_step_gets_its_own_gpus_and_its_container():
     on_cpu = slurm.step_command(role_spec({"mem": 0}, launcher, "rollout"), ["a"], num_gpus=0, num_units=1)
     assert "--overlap" in on_cpu
     assert not any(part.startswith("--mem") for part in on_cpu)
-
-
-def test_the_spec_of_each_role_decides_its_machines_and_steps(tmp_path, monkeypatch):
-    job = gpu_job(tmp_path, "sglang:d2+fsdp:d4")
-    job.config.actor.scheduling_spec = [{"cpu": 2, "mem": 1, "image": "/t.sif", "cmd": "numactl -N 0 python"}]
-    job.config.rollout.scheduling_spec = {"cpu": 6, "mem": 3, "image": "/s.sif", "cmd": "serve --fast"}
-    script = slurm.batch_script(job, place(job), tmp_path / "job.json").splitlines()
-    assert {f"#SBATCH --cpus-per-task={4 * 2 + 2 * 6}", f"#SBATCH --mem={1024 * (4 + 2 * 3)}"} <= set(script)
-    started = []
-    monkeypatch.setattr(slurm, "run_command", lambda command, *rest: started.append(command) or 0)
-    monkeypatch.setattr(slurm, "start", lambda command, *rest: started.append(command))
-    assert slurm.run_ranks(job, place(job), ["a"], {}, lambda: True) == 0
-    [ranks] = started
-    assert ranks[ranks.index("exec") + 4 :][:1] == ["/t.sif"]
-    assert ranks[-7:] == ["--no-python", "numactl", "-N", "0", "python", *job.script_argv][-7:]
-    assert {"--cpus-per-task=8", "--mem=4096"} <= set(ranks)
-    [plan, _] = plan_servers(job, "cuda", share_devices=False)
-    assert command_of(plan)[:4] == ["serve", "--fast", "--model-path", "m"]
-    slurm.start_server_step(job, place(job), ["a"], 0, plan, tmp_path / "s.log")
-    assert "/s.sif" in started[1]
-    assert {"--cpus-per-task=6", "--mem=3072"} <= set(started[1])
 
 
 def test_a_job_survives_its_way_through_json(tmp_path):

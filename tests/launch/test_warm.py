@@ -55,11 +55,6 @@ def test_one_run_leaves_nothing_to_the_next(run):
     assert run(program) == (0, "None None\n")
 
 
-def test_a_variable_that_is_removed_meanwhile_is_removed_in_the_program(run, monkeypatch):
-    monkeypatch.delenv("PATH")
-    assert run("import os; print('PATH' in os.environ)") == (0, "False\n")
-
-
 def test_ranks_are_numbered_and_can_meet_at_an_address(run, tmp_path):
     program = f"""
     import os, pathlib

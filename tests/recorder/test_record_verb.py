@@ -76,7 +76,7 @@ def test_ls_as_json_has_the_same_facts(tmp_path):
 
 
 def test_ls_of_a_long_record_shows_its_two_ends(tmp_path, monkeypatch):
-    monkeypatch.setattr("areal_debug.record.render.MAX_LINES", 4)
+    monkeypatch.setattr("areal_debug.verbs.record.MAX_LINES", 4)
     write_scripted_record(tmp_path / "record", num_steps=9)
     lines = [line.split() for line in run("ls", tmp_path / "record").output.splitlines()]
     first = [

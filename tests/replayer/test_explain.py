@@ -7,7 +7,8 @@ import pytest
 import torch
 from rich.console import Console
 
-from areal_debug.replay.render import print_explanation
+from areal_debug.replay.report import report_of_explanation
+from areal_debug.report.terminal import print_report
 from replayer.explain import explain
 
 SPIKE = (2, 9)  # step, row
@@ -92,7 +93,7 @@ def explained(run, step=0):
     found = explain(run.path, step)
     assert found.faithful
     out = Console(file=io.StringIO(), width=400)
-    print_explanation(out, run.record, found.to_dict())
+    print_report(out, report_of_explanation(run.record, found.to_dict()))
     return found, {sample.row: sample for sample in found.samples}, out.file.getvalue().splitlines()[0]
 
 

@@ -7,10 +7,24 @@ import torch
 
 from areal_core.rollout.types import ModelRequest, ModelResponse, Sampling
 from areal_core.servers.client import FleetClient
+from areal_core.servers.sglang import SGLANG
 from areal_core.servers.verification import WeightCheck
 from areal_core.servers.weight_update import BroadcastUpdate, DiskUpdate
 
 TEMPERATURE = 0.8
+
+
+def ask(servers, requests: list[ModelRequest], **options) -> list[ModelResponse]:
+    """Send requests at once, by a client with these options."""
+
+    async def work() -> list[ModelResponse]:
+        client = FleetClient(servers, SGLANG, retry_delay_s=0.01, **options)
+        try:
+            return await asyncio.gather(*map(client.agenerate, requests))
+        finally:
+            await client.aclose()
+
+    return asyncio.run(work())
 
 
 def generate(pool, num_requests=6, max_new_tokens=24, version=0, **sampling) -> list[ModelResponse]:

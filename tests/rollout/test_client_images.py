@@ -1,7 +1,5 @@
 """Requests with pictures in SGLang's form: one placeholder each, which the server expands."""
 
-import asyncio
-
 import pytest
 import torch
 from transformers import AutoModelForImageTextToText
@@ -13,11 +11,11 @@ from areal_core.data.images import data_url
 from areal_core.data.processor import VisionProcessor, load_processor
 from areal_core.rollout.errors import UnsupportedSampling
 from areal_core.rollout.types import ModelRequest, Sampling
-from areal_core.servers.client import FleetClient
 from areal_core.servers.sglang import SGLANG, collapsed
 from areal_core.servers.vllm import VLLM
 from areal_core.testing.embedded_server import EmbeddedServer
 from areal_core.testing.tiny_vision import make_tiny_processor, make_tiny_vision_model
+from tests.rollout.sampled import ask
 
 PICTURES = tuple(row["images"][0] for row in shape_rows(num_rows=2, seed=1, size=32))
 PARTS = [{"type": "image"}, {"type": "text", "text": "and"}, {"type": "image"}]
@@ -33,21 +31,14 @@ def request(processor: VisionProcessor, **sampling) -> ModelRequest:
     )
 
 
-@pytest.mark.parametrize("family", ["qwen2_5_vl", "gemma3"])
+@pytest.mark.parametrize("family", ["qwen2_5_vl", pytest.param("gemma3", marks=pytest.mark.long)])
 def test_a_server_samples_with_the_log_probs_of_a_plain_forward(tmp_path, serve_application, family):
     folder = make_tiny_vision_model(tmp_path, family)
     server = EmbeddedServer(str(folder))
     processor = load_processor(str(folder))
     asked = request(processor, max_new_tokens=6)
 
-    async def work():
-        client = FleetClient([serve_application(server.application())], SGLANG)
-        try:
-            return await client.agenerate(asked)
-        finally:
-            await client.aclose()
-
-    response = asyncio.run(work())
+    [response] = ask([serve_application(server.application())], [asked])
     server.sampler.close()
     assert response.input_tokens == asked.input_ids
     # Without the last token, which may be the image token.

@@ -1,7 +1,6 @@
 """The executor as a script uses it: from a thread without an event loop."""
 
 import asyncio
-import threading
 import time
 
 import pytest
@@ -90,19 +89,6 @@ def test_a_synchronous_batch_is_in_canonical_order_and_without_rejected_prompts(
     assert pairs == [(5, 1), (7, 0), (7, 1), (9, 0), (9, 1)]
     with pytest.raises(NothingAccepted, match="all 2 prompts were rejected or failed"):
         start().rollout_batch(rows(1, 2), Rewarded(lambda *_: None))
-
-
-def test_a_thread_that_waits_is_woken_by_a_new_version(start):
-    executor = start(batch_size=1)
-    executor.submit({"number": 0}, Rewarded())
-    executor.submit({"number": 1}, Rewarded())
-    executor.wait(1)
-    results = []
-    waiter = threading.Thread(target=lambda: results.extend(executor.wait(1, timeout_s=10)))
-    waiter.start()
-    executor.set_version(1)
-    waiter.join()
-    assert results[0]["prompt_id"].tolist() == [1]
 
 
 def test_paused_it_starts_nothing_and_resumed_it_continues(start):
@@ -235,6 +221,7 @@ def wall_time(executor: Executor, num_steps: int, train_s: float) -> float:
     return time.perf_counter() - start_s
 
 
+@pytest.mark.long
 def test_asynchronous_rollouts_beat_waiting_for_the_longest(start):
     synchronous = wall_time(start(batch_size=2, engine=ScriptedEngine(duration_s=seconds_of)), 6, 0.04)
     ahead = wall_time(start(batch_size=2, ahead=2, engine=ScriptedEngine(duration_s=seconds_of)), 6, 0.04)

@@ -4,7 +4,6 @@ import asyncio
 import json
 import logging
 import os
-import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -17,11 +16,10 @@ from areal_core.rollout.errors import RequestRefused, ServerDied, WeightUpdateFa
 from areal_core.rollout.types import ModelRequest, ModelResponse, Sampling
 from areal_core.servers import health
 from areal_core.servers.client import FleetClient
-from areal_core.servers.connections import num_connections, parse_retry_after
-from areal_core.servers.health import Health, State
+from areal_core.servers.connections import parse_retry_after
+from areal_core.servers.health import State
 from areal_core.servers.identity import RunModel
 from areal_core.servers.pool import ServerPool
-from areal_core.servers.server import Server
 from areal_core.servers.sglang import SGLANG
 from areal_core.servers.verification import WeightCheck
 from areal_core.servers.weight_update import DiskUpdate
@@ -186,6 +184,7 @@ def test_a_request_that_is_never_answered_in_time_names_the_option(start_fake, s
     asyncio.run(work())
 
 
+@pytest.mark.long
 def test_file_descriptors_that_run_out_are_no_fault_of_a_server(tmp_path):
     """256 descriptors and 600 requests at once, in a process of its own."""
     script = tmp_path / "many.py"
@@ -300,21 +299,6 @@ def test_a_server_that_asks_for_a_delay_gets_no_request_meanwhile(start_fake, ca
     assert caplog.text.count("asks for a delay (status 429): no requests for 30 s") == 1
 
 
-def test_the_only_server_that_asks_for_a_delay_is_asked_again_after_it(start_fake):
-    fake = start_fake()
-    replies = iter([(429, "slow down", {"Retry-After": "1"})])
-    fake.spoil = lambda reply: next(replies, reply)
-    _, [response] = run_requests([fake], 1)
-    assert response.output_tokens == [1, 2, 3]
-
-
-def shifted(reply):
-    """Make every log-prob wrong, and no rule is broken."""
-    for entry in reply["meta_info"]["output_token_logprobs"]:
-        entry[0] -= 0.5
-    return reply
-
-
 def test_retry_after_is_a_number_or_a_date():
     assert parse_retry_after("7") == 7.0
     assert parse_retry_after("Wed, 21 Oct 2015 07:28:00 GMT") == 0.0
@@ -346,38 +330,6 @@ def test_the_ledger_counts_what_each_server_answered(start_fake):
     assert 0 < found["p50_ms"] <= found["p95_ms"] <= found["p99_ms"] < 10_000
     assert found["rejected"] == 0
     assert found["errors"] == {}
-
-
-def test_percentiles_are_by_the_nearest_rank():
-    assert [health.percentile(range(1, 101), p) for p in (50, 95, 99)] == [51, 96, 100]
-    assert health.percentile([], 50) == 0.0
-
-
-def test_a_server_is_hung_after_three_queries_without_an_answer_and_serves_again_after_one():
-    server = Server("a:1")
-    ledger = Health([server])
-    for _ in range(2):
-        ledger.missed(server, "timeout")
-    assert ledger.serving() == [server]
-    ledger.missed(server, "timeout")
-    assert ledger.serving() == []
-    assert ledger.record(server).state is State.HUNG
-    assert not ledger.answered(server, "4", current=5, first=0)  # it missed an update
-    assert ledger.record(server).state is State.STALE
-    assert ledger.answered(server, "5", current=5, first=0)
-    ledger.approved(server)
-    assert ledger.serving() == [server]
-
-
-def test_the_descriptors_of_the_process_limit_its_connections(monkeypatch):
-    limits = [(256, 4096)]
-    monkeypatch.setattr(resource, "getrlimit", lambda which: limits[-1])
-    monkeypatch.setattr(resource, "setrlimit", lambda which, new: limits.append(new))
-    assert num_connections() == (4096 - 256) // 2
-    assert limits[-1] == (4096, 4096)
-    limits.append((256, 256))
-    assert num_connections() == 64
-    assert limits[-1] == (256, 256)
 
 
 @pytest.mark.parametrize(

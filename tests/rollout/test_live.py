@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from areal_core.config import GenerationHyperparameters
-from areal_core.rollout.errors import NothingAccepted
 from areal_core.rollout.pipeline import Executor
 from areal_core.rollout.staleness import StalenessControl
 from areal_core.rollout.types import ModelRequest, ModelResponse, Sampling
@@ -63,19 +62,6 @@ def live():
         rollouts.close()
 
 
-def test_rows_come_in_canonical_order_whatever_finishes_first(live):
-    async def later_samples_finish_first(engine, data):
-        rows = await one_call(engine, data)
-        await asyncio.sleep(0.05 - 0.01 * int(rows["input_ids"][0, 0] == 10))
-        return rows
-
-    batch = live(later_samples_finish_first, n_samples=3).next_batch(step=0, version=0)
-    assert batch["prompt_id"].tolist() == [0, 0, 0, 1, 1, 1]
-    assert batch["sample_id"].tolist() == [0, 1, 2, 0, 1, 2]
-    assert batch["input_ids"][:, 0].tolist() == [10, 10, 10, 11, 11, 11]
-    assert (batch["prompt_id"].dtype, batch["sample_id"].dtype) == (torch.int64, torch.int32)
-
-
 def test_requests_carry_the_name_of_their_episode_and_turn(live):
     async def two_calls(engine, data):
         await one_call(engine, data)
@@ -106,55 +92,6 @@ def test_rows_of_one_episode_get_separate_sample_ids(live):
     ]
 
 
-def test_an_exception_in_an_episode_ends_the_batch_and_names_the_prompt(live):
-    ended = []
-
-    async def fail_on_prompt_one(engine, data):
-        if data["messages"][0]["content"] == "1":
-            raise KeyError("answer")
-        try:
-            await asyncio.sleep(60)
-        finally:
-            ended.append(True)
-
-    with pytest.raises(KeyError, match="answer") as raised:
-        live(fail_on_prompt_one).next_batch(0, 0)
-    assert raised.value.__notes__ == ["in the episode of prompt 1, sample 0"]
-    assert ended == [True]  # the other episode was cancelled, not left running
-
-
-def test_rejected_samples_are_left_out(live):
-    async def reject_first_sample(engine, data):
-        rows = await one_call(engine, data)
-        return None if engine.sample_id == 0 else rows
-
-    batch = live(reject_first_sample, n_samples=2).next_batch(0, 0)
-    assert batch["sample_id"].tolist() == [1, 1]
-
-
-def test_a_workflow_that_rejects_everything_is_an_error(live):
-    async def reject(engine, data):
-        return None
-
-    with pytest.raises(NothingAccepted, match="32 prompts in a row were rejected at version 2"):
-        live(reject).next_batch(step=3, version=2)
-
-
-def test_no_more_episodes_run_than_allowed(live):
-    running, most = 0, 0
-
-    async def count(engine, data):
-        nonlocal running, most
-        running += 1
-        most = max(most, running)
-        await asyncio.sleep(0.01)
-        running -= 1
-        return await one_call(engine, data)
-
-    live(count, n_samples=4, max_concurrent=1).next_batch(0, 0)
-    assert most == 4  # one prompt with all its samples
-
-
 def test_new_weights_are_sent_before_the_version_moves(live):
     class Weights:
         def named_full_tensors(self):
@@ -171,14 +108,6 @@ def test_new_weights_are_sent_before_the_version_moves(live):
     live(engine=engine, weight_update=update).update_weights(Weights(), 4)
     assert update.seen == ([("w", 1.0)], 4, 0)
     assert engine.version == 4
-
-
-def test_position_in_the_data_is_restored(live):
-    first = live()
-    first.next_batch(0, 0)
-    second = live()
-    second.load_state_dict(first.state_dict())
-    assert torch.equal(second.next_batch(1, 0)["prompt_id"], torch.tensor([2, 3]))
 
 
 def test_rlvr_episode_holds_prompt_and_completion_with_masks_logprobs_and_versions():

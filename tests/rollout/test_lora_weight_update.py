@@ -23,7 +23,7 @@ from areal_core.servers.server import Server, call
 from areal_core.servers.sglang import SGLANG
 from areal_core.servers.verification import WeightCheck
 from areal_core.servers.weight_update import AdapterUpdate, DiskUpdate
-from areal_core.servers.wire import rejection_reason, weight_version
+from areal_core.servers.wire import rejection_reason
 from areal_core.testing.embedded_server import EmbeddedServer
 
 RANK, TEMPERATURE = 4, 0.8
@@ -328,16 +328,6 @@ def test_a_server_that_restarts_without_the_adapter_gets_no_more_requests(embedd
     assert list(client.router.servers) == [good]
     assert worst_difference(adapted, responses) < 1e-5
     client.close()
-
-
-def test_a_server_that_joins_later_gets_the_adapter_with_the_next_update(embedded, update_of, adapted):
-    first, second = embedded(), embedded()
-    update = update_of(first)
-    update.send(AdapterTensors(adapted, torch.device("cpu")), 1)
-    update.pool._discovery = type(update.pool._discovery)((first, second))
-    update.send(AdapterTensors(adapted, torch.device("cpu")), 2)
-    assert [weight_version(server, SGLANG) for server in (first, second)] == ["2", "2"]
-    assert worst_difference(adapted, generate([second], version=2)) < 1e-5
 
 
 @pytest.mark.long

@@ -18,19 +18,13 @@ from areal_core.rollout.types import ModelRequest, ModelResponse, Sampling
 from areal_core.servers.client import MAX_SCORINGS, FleetClient
 from areal_core.servers.server import Server
 from areal_core.servers.sglang import SGLANG
+from tests.rollout.sampled import ask
 
 SCHEMA = json.dumps({"type": "object", "properties": {"a": {"enum": ["x", "yy"]}}, "required": ["a"]})
 
 
 def generate(server: Server, sampling: Sampling, prompt: list[int]) -> ModelResponse:
-    async def work() -> ModelResponse:
-        client = FleetClient([server], SGLANG, retry_delay_s=0.01)
-        try:
-            return await client.agenerate(ModelRequest(input_ids=prompt, sampling=sampling))
-        finally:
-            await client.aclose()
-
-    return asyncio.run(work())
+    return ask([server], [ModelRequest(input_ids=prompt, sampling=sampling)])[0]
 
 
 class MaskingServer:

@@ -1,7 +1,7 @@
 """The pipeline on its event loop: start and consumption of prompts, and errors."""
 
 import asyncio
-import itertools
+import functools
 import logging
 
 import pytest
@@ -70,6 +70,16 @@ def run(scenario) -> None:
     asyncio.run(asyncio.wait_for(scenario, 5))
 
 
+def on_a_loop(test):
+    """Run a test as a scenario."""
+
+    @functools.wraps(test)
+    def call(**given):
+        run(test(**given))
+
+    return call
+
+
 async def settle() -> None:
     """Let every task run as far as it can."""
     for _ in range(10):
@@ -93,127 +103,103 @@ def ids(groups) -> list[int]:
     return sorted(group.prompt_id for group in groups)
 
 
-def test_synchronously_no_more_than_a_batch_starts_and_the_next_version_starts_the_next():
-    async def scenario():
-        pipe, workflow = pipeline(batch_size=2), Gated()
-        first = asyncio.create_task(pipe.prepare(Numbers(), Plan(workflow), None))
-        await settle()
-        assert sorted(workflow.gates) == [(0, 0), (1, 0)]
-        await workflow.open(1)
-        assert not first.done()
-        await workflow.open(0)
-        assert ids(await first) == [0, 1]
-        await settle()
-        assert workflow.gates == {}  # consumed, but still of this version
-        await advance(pipe, 1)  # no waiter for a batch now: the version alone wakes the producer
-        assert sorted(workflow.gates) == [(2, 0), (3, 0)]
-        await pipe.close()
-
-    run(scenario())
+@on_a_loop
+async def test_synchronously_no_more_than_a_batch_starts_and_the_next_version_starts_the_next():
+    pipe, workflow = pipeline(batch_size=2), Gated()
+    first = asyncio.create_task(pipe.prepare(Numbers(), Plan(workflow), None))
+    await settle()
+    assert sorted(workflow.gates) == [(0, 0), (1, 0)]
+    await workflow.open(1)
+    assert not first.done()
+    await workflow.open(0)
+    assert ids(await first) == [0, 1]
+    await settle()
+    assert workflow.gates == {}  # consumed, but still of this version
+    await advance(pipe, 1)  # no waiter for a batch now: the version alone wakes the producer
+    assert sorted(workflow.gates) == [(2, 0), (3, 0)]
+    await pipe.close()
 
 
-def test_asynchronously_the_pipe_stays_full_while_the_trainer_trains():
-    async def scenario():
-        pipe, workflow = pipeline(batch_size=2, ahead=1, max_concurrent=3), Gated()
-        batch = asyncio.create_task(pipe.prepare(Numbers(), Plan(workflow), None))
-        await settle()
-        assert len(workflow.gates) == 3  # max_concurrent, of the 4 that the version allows
-        await workflow.open(0)
-        assert len(workflow.gates) == 3
-        await workflow.open(2)
-        assert ids(await batch) == [0, 2]
-        assert sorted(workflow.gates) == [(1, 0), (3, 0)]  # 4 of version 0 were started: no more
-        await advance(pipe, 1)
-        assert len(workflow.gates) == 3
-        await pipe.close()
-
-    run(scenario())
+@on_a_loop
+async def test_asynchronously_the_pipe_stays_full_while_the_trainer_trains():
+    pipe, workflow = pipeline(batch_size=2, ahead=1, max_concurrent=3), Gated()
+    batch = asyncio.create_task(pipe.prepare(Numbers(), Plan(workflow), None))
+    await settle()
+    assert len(workflow.gates) == 3  # max_concurrent, of the 4 that the version allows
+    await workflow.open(0)
+    assert len(workflow.gates) == 3
+    await workflow.open(2)
+    assert ids(await batch) == [0, 2]
+    assert sorted(workflow.gates) == [(1, 0), (3, 0)]  # 4 of version 0 were started: no more
+    await advance(pipe, 1)
+    assert len(workflow.gates) == 3
+    await pipe.close()
 
 
-def test_a_group_is_complete_and_starts_and_ends_together():
-    async def scenario():
-        seen = []
-        pipe, workflow = pipeline(batch_size=1), Gated()
+@on_a_loop
+async def test_a_group_is_complete_and_starts_and_ends_together():
+    seen = []
+    pipe, workflow = pipeline(batch_size=1), Gated()
 
-        def accept(rows):
-            seen.append((rows["prompt_id"].tolist(), rows["sample_id"].tolist(), rows["rewards"].tolist()))
-            return True
+    def accept(rows):
+        seen.append((rows["prompt_id"].tolist(), rows["sample_id"].tolist(), rows["rewards"].tolist()))
+        return True
 
-        batch = asyncio.create_task(pipe.prepare(Numbers(), Plan(workflow, 3, accept), None))
-        await settle()
-        assert sorted(workflow.gates) == [(0, 0), (0, 1), (0, 2)]
-        for sample_id in (2, 0, 1):
-            assert seen == []
-            await workflow.open(0, float(sample_id), sample_id)
-        (group,) = await batch
-        assert seen == [([0, 0, 0], [0, 1, 2], [0.0, 1.0, 2.0])]
-        assert group.batch()["sample_id"].tolist() == [0, 1, 2]
-
-    run(scenario())
+    batch = asyncio.create_task(pipe.prepare(Numbers(), Plan(workflow, 3, accept), None))
+    await settle()
+    assert sorted(workflow.gates) == [(0, 0), (0, 1), (0, 2)]
+    for sample_id in (2, 0, 1):
+        assert seen == []
+        await workflow.open(0, float(sample_id), sample_id)
+    (group,) = await batch
+    assert seen == [([0, 0, 0], [0, 1, 2], [0.0, 1.0, 2.0])]
+    assert group.batch()["sample_id"].tolist() == [0, 1, 2]
 
 
-def test_rejected_prompts_are_replaced_and_counted_separately_from_failed_ones():
-    async def scenario():
-        outcomes = {0: None, 1: ValueError("flaky"), 2: 0.0, 3: 1.0, 4: 1.0}
-        workflow = Scripted(lambda prompt_id, _: outcomes[prompt_id])
-        pipe = pipeline(batch_size=2, max_failures=1)
-        groups = await pipe.prepare(
-            Numbers(), Plan(workflow, 1, lambda rows: bool(rows["rewards"].sum() > 0)), None
-        )
-        assert ids(groups) == [3, 4]
-        counts = pipe.control
-        assert (counts.accepted, counts.rejected, counts.failed, counts.running) == (2, 2, 1, 0)
-
-    run(scenario())
+@on_a_loop
+async def test_rejected_prompts_are_replaced_and_counted_separately_from_failed_ones():
+    outcomes = {0: None, 1: ValueError("flaky"), 2: 0.0, 3: 1.0, 4: 1.0}
+    workflow = Scripted(lambda prompt_id, _: outcomes[prompt_id])
+    pipe = pipeline(batch_size=2, max_failures=1)
+    groups = await pipe.prepare(
+        Numbers(), Plan(workflow, 1, lambda rows: bool(rows["rewards"].sum() > 0)), None
+    )
+    assert ids(groups) == [3, 4]
+    counts = pipe.control
+    assert (counts.accepted, counts.rejected, counts.failed, counts.running) == (2, 2, 1, 0)
 
 
-def test_one_failure_more_than_allowed_raises_the_workflows_exception_and_cancels_the_rest():
-    async def scenario():
-        pipe, workflow = pipeline(batch_size=3, max_failures=1), Gated()
-        batch = asyncio.create_task(pipe.prepare(Numbers(), Plan(workflow, 2), None))
-        await settle()
-        await workflow.open(1, ValueError("first"))
-        assert not batch.done()
-        await workflow.open(2, KeyError("second"), sample_id=1)
-        with pytest.raises(KeyError, match="second") as raised:
-            await batch
-        assert raised.value.__notes__ == ["in the episode of prompt 2, sample 1"]
-        assert pipe.control.running == 0
-        assert all(gate.cancelled() for gate in workflow.gates.values())
-
-    run(scenario())
+@on_a_loop
+async def test_one_failure_more_than_allowed_raises_the_workflows_exception_and_cancels_the_rest():
+    pipe, workflow = pipeline(batch_size=3, max_failures=1), Gated()
+    batch = asyncio.create_task(pipe.prepare(Numbers(), Plan(workflow, 2), None))
+    await settle()
+    await workflow.open(1, ValueError("first"))
+    assert not batch.done()
+    await workflow.open(2, KeyError("second"), sample_id=1)
+    with pytest.raises(KeyError, match="second") as raised:
+        await batch
+    assert raised.value.__notes__ == ["in the episode of prompt 2, sample 1"]
+    assert pipe.control.running == 0
+    assert all(gate.cancelled() for gate in workflow.gates.values())
 
 
-def test_one_error_of_several_episodes_names_one_of_them():
-    async def scenario():
-        error = ValueError("of the engine")
-        with pytest.raises(ValueError, match="of the engine") as raised:
-            await pipeline().prepare(Numbers(), Plan(Scripted(lambda *_: error), 3), None)
-        assert raised.value.__notes__ == ["in the episode of prompt 0, sample 0"]
-
-    run(scenario())
-
-
-def test_failures_are_reset_with_each_batch():
-    async def scenario():
-        workflow = Scripted(lambda prompt_id, _: ValueError("third") if prompt_id % 3 == 2 else 1.0)
-        pipe, feed = pipeline(batch_size=2, max_failures=1), Numbers()
-        for version in range(6):
-            await pipe.prepare(feed, Plan(workflow), None)
-            await advance(pipe, version + 1)
-        assert pipe.control.failed >= 5
-
-    run(scenario())
+@on_a_loop
+async def test_failures_are_reset_with_each_batch():
+    workflow = Scripted(lambda prompt_id, _: ValueError("third") if prompt_id % 3 == 2 else 1.0)
+    pipe, feed = pipeline(batch_size=2, max_failures=1), Numbers()
+    for version in range(6):
+        await pipe.prepare(feed, Plan(workflow), None)
+        await advance(pipe, version + 1)
+    assert pipe.control.failed >= 5
 
 
-def test_an_error_of_the_filter_names_its_prompt():
-    async def scenario():
-        plan = Plan(Scripted(lambda *_: 1.0), 1, lambda rows: rows["reward"].mean() > 0)
-        with pytest.raises(KeyError, match="reward") as raised:
-            await pipeline(batch_size=1).prepare(Numbers(), plan, None)
-        assert raised.value.__notes__ == ["in should_accept_fn for prompt 0"]
-
-    run(scenario())
+@on_a_loop
+async def test_an_error_of_the_filter_names_its_prompt():
+    plan = Plan(Scripted(lambda *_: 1.0), 1, lambda rows: rows["reward"].mean() > 0)
+    with pytest.raises(KeyError, match="reward") as raised:
+        await pipeline(batch_size=1).prepare(Numbers(), plan, None)
+    assert raised.value.__notes__ == ["in should_accept_fn for prompt 0"]
 
 
 def test_an_error_of_the_dataset_reaches_the_trainer():
@@ -226,14 +212,12 @@ def test_an_error_of_the_dataset_reaches_the_trainer():
 
 
 @pytest.mark.parametrize("reward", [float("nan"), float("inf")])
-def test_a_reward_that_is_no_finite_number_is_an_error_of_its_prompt(reward):
-    async def scenario():
-        workflow = Scripted(lambda prompt_id, _: reward if prompt_id == 1 else 0.0)
-        with pytest.raises(RewardError, match=rf"rewards \[{reward}\]; expected finite numbers") as raised:
-            await pipeline().prepare(Numbers(), Plan(workflow), None)
-        assert raised.value.__notes__ == ["in the episode of prompt 1, sample 0"]
-
-    run(scenario())
+@on_a_loop
+async def test_a_reward_that_is_no_finite_number_is_an_error_of_its_prompt(reward):
+    workflow = Scripted(lambda prompt_id, _: reward if prompt_id == 1 else 0.0)
+    with pytest.raises(RewardError, match=rf"rewards \[{reward}\]; expected finite numbers") as raised:
+        await pipeline().prepare(Numbers(), Plan(workflow), None)
+    assert raised.value.__notes__ == ["in the episode of prompt 1, sample 0"]
 
 
 @pytest.mark.parametrize(
@@ -350,19 +334,6 @@ def test_a_long_wait_is_reported_by_name(engine, paused, expected, caplog):
     assert 1 <= len(reported) <= 4  # again only when the wait has doubled
 
 
-def test_an_engine_that_was_paused_and_never_resumed_is_reported(caplog):
-    async def scenario():
-        pipe = pipeline(engine=Stuck(is_paused=True))
-        with pytest.raises(TimeoutError):
-            await pipe.prepare(Numbers(), Plan(Gated()), 0.1)
-        await pipe.close()
-
-    run(scenario())
-    assert (
-        "the engine, which samples nothing, has been paused for all of 0 s; call its resume()" in caplog.text
-    )
-
-
 def test_a_version_that_moves_without_a_batch_drops_stale_prompts_and_counts_them(caplog):
     async def scenario():
         pipe, feed, workflow = pipeline(batch_size=1, ahead=1), Numbers(), Gated()
@@ -396,15 +367,13 @@ def test_an_engine_without_the_new_weights_is_an_error_with_the_versions():
         run(scenario())
 
 
-def test_cancelling_before_a_task_has_started_leaves_no_count_behind():
-    async def scenario():
-        pipe = pipeline(ahead=3)
-        for number in range(3):
-            await pipe.submit(None, {"number": number}, Plan(Gated()))
-        await pipe.close()
-        assert pipe.control.running == 0
-
-    run(scenario())
+@on_a_loop
+async def test_cancelling_before_a_task_has_started_leaves_no_count_behind():
+    pipe = pipeline(ahead=3)
+    for number in range(3):
+        await pipe.submit(None, {"number": number}, Plan(Gated()))
+    await pipe.close()
+    assert pipe.control.running == 0
 
 
 @settings(max_examples=40, deadline=None)
@@ -414,48 +383,34 @@ def test_cancelling_before_a_task_has_started_leaves_no_count_behind():
     max_concurrent=st.integers(1, 8),
     seed=st.randoms(use_true_random=False),
 )
-def test_in_any_order_every_prompt_is_consumed_once_and_in_time(batch_size, ahead, max_concurrent, seed):
-    async def scenario():
-        pipe, feed, workflow = pipeline(batch_size, max_concurrent, ahead), Numbers(), Gated()
-        consumed, rejected = [], []
-        for version in range(8):
-            batch = asyncio.create_task(pipe.prepare(feed, Plan(workflow), None))
+@on_a_loop
+async def test_in_any_order_every_prompt_is_consumed_once_and_in_time(
+    batch_size, ahead, max_concurrent, seed
+):
+    pipe, feed, workflow = pipeline(batch_size, max_concurrent, ahead), Numbers(), Gated()
+    consumed, rejected = [], []
+    for version in range(8):
+        batch = asyncio.create_task(pipe.prepare(feed, Plan(workflow), None))
+        await settle()
+        while not batch.done():
+            prompt_id, _ = seed.choice(sorted(workflow.gates))
+            if len(rejected) < 10 and seed.random() < 0.1:
+                rejected.append(prompt_id)
+            await workflow.open(prompt_id, None if prompt_id in rejected else 0.0)
+        groups = await batch
+        assert len(groups) == batch_size
+        versions = [int(rows["versions"].max()) for group in groups for rows in group.rows]
+        assert all(version - ahead <= sampled <= version for sampled in versions)
+        consumed += [group.prompt_id for group in groups]
+        await advance(pipe, version + 1)
+        for _ in range(seed.randrange(3)):  # some finish while the trainer trains
             await settle()
-            while not batch.done():
-                prompt_id, _ = seed.choice(sorted(workflow.gates))
-                if len(rejected) < 10 and seed.random() < 0.1:
-                    rejected.append(prompt_id)
-                await workflow.open(prompt_id, None if prompt_id in rejected else 0.0)
-            groups = await batch
-            assert len(groups) == batch_size
-            versions = [int(rows["versions"].max()) for group in groups for rows in group.rows]
-            assert all(version - ahead <= sampled <= version for sampled in versions)
-            consumed += [group.prompt_id for group in groups]
-            await advance(pipe, version + 1)
-            for _ in range(seed.randrange(3)):  # some finish while the trainer trains
-                await settle()
-                if workflow.gates:
-                    await workflow.open(seed.choice(sorted(workflow.gates))[0])
-        in_flight = await pipe.snapshot(list)
-        assert sorted(consumed + rejected + in_flight) == list(range(feed.num_taken))
-        assert pipe.control.stale == 0
-        await pipe.close()
-
-    run(scenario())
-
-
-def test_task_ids_count_up():
-    async def scenario():
-        pipe = pipeline(ahead=3)
-        plan = Plan(Scripted(lambda *_: 1.0))
-        submitted = [await pipe.submit(None, {"number": 0}, plan) for _ in range(3)]
-        assert submitted == list(itertools.islice(itertools.count(), 3))
-        assert [group.task_id for group in await pipe.wait(2, None)] == [0, 1]
-        assert (await pipe.wait_for_task(2, None)).task_id == 2
-        with pytest.raises(RolloutStuck, match="no task 2, or its result was fetched before"):
-            await pipe.wait_for_task(2, None)
-
-    run(scenario())
+            if workflow.gates:
+                await workflow.open(seed.choice(sorted(workflow.gates))[0])
+    in_flight = await pipe.snapshot(list)
+    assert sorted(consumed + rejected + in_flight) == list(range(feed.num_taken))
+    assert pipe.control.stale == 0
+    await pipe.close()
 
 
 def test_an_episode_that_has_finished_is_not_called_stuck_while_its_group_runs(caplog):

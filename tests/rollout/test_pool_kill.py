@@ -185,7 +185,7 @@ def assert_kills_lose_nothing(run: Run, num_kills: int, seed: int) -> None:
 
 
 def test_kills_lose_no_sample_and_double_none(start_run):
-    assert_kills_lose_nothing(start_run("disk"), num_kills=3, seed=1)
+    assert_kills_lose_nothing(start_run("disk"), num_kills=1, seed=1)
 
 
 @pytest.mark.long
@@ -226,15 +226,9 @@ def assert_a_hung_server_is_left_out(run: Run, within_s: float, delay_s: float, 
     assert_run_continues(run, requests)
 
 
-@pytest.mark.parametrize(
-    ("kind", "delay_s"),
-    [
-        ("disk", 0.05),
-        pytest.param("broadcast", 0.0, marks=pytest.mark.long),
-        pytest.param("disk", 0.0, marks=pytest.mark.long),
-        pytest.param("broadcast", 0.05, marks=pytest.mark.long),
-    ],
-)
+@pytest.mark.long
+@pytest.mark.parametrize("kind", ["disk", "broadcast"])
+@pytest.mark.parametrize("delay_s", [0.0, 0.05])
 def test_a_hung_server_delays_neither_requests_nor_updates(start_run, caplog, kind, delay_s):
     run = start_run(kind, ask_timeout_s=0.5)
     assert_a_hung_server_is_left_out(run, within_s=15.0, delay_s=delay_s, caplog=caplog)
@@ -318,7 +312,8 @@ def test_a_server_that_joins_serves_the_current_version_and_none_before(start_ru
     assert_run_continues(run, requests)
 
 
-@pytest.mark.parametrize("kind", [pytest.param("disk", marks=pytest.mark.long), "broadcast"])
+@pytest.mark.long
+@pytest.mark.parametrize("kind", ["disk", "broadcast"])
 def test_a_server_that_is_restarted_at_its_address_gets_the_weights_again(start_run, kind):
     run = start_run(kind)
     requests = run.start_requests(concurrency=4)

@@ -7,7 +7,7 @@ import logging
 import pytest
 from aiohttp import web
 
-from areal_core.rollout.errors import NoServers, RequestRefused, ServerDied, WeightUpdateFailed, WrongServer
+from areal_core.rollout.errors import NoServers, RequestRefused, ServerDied, WrongServer
 from areal_core.rollout.types import ModelRequest, Sampling
 from areal_core.servers.client import FleetClient
 from areal_core.servers.discovery import (
@@ -22,7 +22,6 @@ from areal_core.servers.pool import ServerPool
 from areal_core.servers.router import SPARE_REQUESTS, Router
 from areal_core.servers.server import Server
 from areal_core.servers.sglang import SGLANG
-from areal_core.servers.weight_update import BroadcastUpdate
 
 A, B, C = Server("a:1"), Server("b:2"), Server("c:3")
 
@@ -303,16 +302,3 @@ def test_a_server_that_answers_500_to_one_request_is_not_dropped(start_fake):
         return response
 
     assert asyncio.run(work()).output_tokens == [6, 7, 8]
-
-
-def test_weights_that_can_be_iterated_once_cannot_be_sent_again(start_fake, monkeypatch):
-    fake = start_fake()
-    pool = ServerPool([fake.server], SGLANG)
-    update = BroadcastUpdate(pool, "gloo")
-    monkeypatch.setattr(
-        update, "_broadcast", lambda pool, weights, version: (_ for _ in ()).throw(RuntimeError("peer gone"))
-    )
-    monkeypatch.setattr(pool, "has_lost_one", lambda: True)
-    with pytest.raises(WeightUpdateFailed, match="weights that are an iterator cannot be sent again"):
-        update.send(iter({}.items()), 1)
-    pool.close()

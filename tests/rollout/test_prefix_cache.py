@@ -141,15 +141,6 @@ def test_a_weight_update_drops_what_was_read(replica):
     assert sample(replica, PROMPTS) == updated
 
 
-def test_rows_that_an_update_interrupts_are_not_kept(replica):
-    rows = replica.read_rows([PROMPTS[0]])
-    replica.load(iter(()))
-    rows.close()
-    assert replica.prefixes.size_bytes == 0
-    replica.read_rows([PROMPTS[0]]).close()
-    assert replica.prefixes.size_bytes > 0
-
-
 def test_a_model_with_a_sliding_window_is_sampled_without_the_cache(tmp_path):
     replica = Replica(str(make_tiny_family(tmp_path, "gemma2")), torch.float32, torch.device("cpu"))
     assert replica.read_rows(PROMPTS) is None

@@ -1,6 +1,5 @@
 """Experts in replies: asked for, checked, joined over aborted requests, made rows of a batch."""
 
-import asyncio
 from base64 import b64encode
 
 import numpy as np
@@ -10,26 +9,16 @@ import torch
 from areal_core.agent.export import conversation_row
 from areal_core.data.batch import pack, pad_and_concat, select_rows, unpack
 from areal_core.data.routed_experts import RoutingSizes
-from areal_core.rollout.errors import MalformedReply, UnsupportedSampling
 from areal_core.rollout.types import ModelRequest, ModelResponse, Sampling
 from areal_core.rollout.workflow import episode_tensors
-from areal_core.servers.client import FleetClient
-from areal_core.servers.sglang import SGLANG
-from areal_core.servers.vllm import VLLM
+from tests.rollout.sampled import ask
 
 SIZES = RoutingSizes(num_layers=3, top_k=2, num_experts=8)
 
 
 def query(servers, max_new_tokens=3, sizes=SIZES) -> ModelResponse:
-    async def work():
-        client = FleetClient(servers, SGLANG, retry_delay_s=0.01, sizes=sizes)
-        request = ModelRequest(input_ids=[5, 6], sampling=Sampling(max_new_tokens=max_new_tokens))
-        try:
-            return await client.agenerate(request)
-        finally:
-            await client.aclose()
-
-    return asyncio.run(work())
+    request = ModelRequest(input_ids=[5, 6], sampling=Sampling(max_new_tokens=max_new_tokens))
+    return ask(servers, [request], sizes=sizes)[0]
 
 
 def test_experts_of_all_tokens_but_the_last_are_asked_for(start_fake):
@@ -81,33 +70,15 @@ def test_experts_that_do_not_fit_are_refused(start_fake, caplog, experts, seen):
 
     bad.spoil = spoil
 
-    async def work():
-        client = FleetClient([bad.server, good.server], SGLANG, retry_delay_s=0.01, sizes=SIZES)
-        requests = [
-            ModelRequest(input_ids=[5, 6], sampling=Sampling(max_new_tokens=3), metadata={"prompt_id": i})
-            for i in range(2)
-        ]
-        try:
-            return await asyncio.gather(*map(client.agenerate, requests))
-        finally:
-            await client.aclose()
-
+    requests = [
+        ModelRequest(input_ids=[5, 6], sampling=Sampling(max_new_tokens=3), metadata={"prompt_id": i})
+        for i in range(2)
+    ]
+    responses = ask([bad.server, good.server], requests, sizes=SIZES)
     # The second request of the good server has experts from 4.
-    assert all(response.routed_experts.max() < 8 for response in asyncio.run(work()))
+    assert all(response.routed_experts.max() < 8 for response in responses)
     assert "quarantined" in caplog.text
     assert f"a reply breaks the rule routed_experts: {seen}" in caplog.text
-
-
-def test_text_that_is_not_base64_is_a_malformed_reply(start_fake):
-    body = b'{"meta_info": {"id": "r", "finish_reason": {"type": "stop"}, "completion_tokens": 1, '
-    body += b'"output_token_logprobs": [[-1, 3, null]], "routed_experts": "%%%"}}'
-    with pytest.raises(MalformedReply, match="not what SGLang"):
-        SGLANG.parse_generate(body)
-
-
-def test_vllm_is_not_asked():
-    with pytest.raises(UnsupportedSampling, match="from SGLang only"):
-        VLLM.experts_fields(0)
 
 
 def response_of(prompt, output, first) -> ModelResponse:

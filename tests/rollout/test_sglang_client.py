@@ -1,31 +1,18 @@
 """The SGLang client against a server that speaks its wire format."""
 
-import asyncio
-
 import pytest
 
-from areal_core.rollout.errors import MalformedReply, NoServers, PromptTooLong, RequestRefused, ServerDied
+from areal_core.rollout.errors import NoServers, PromptTooLong, RequestRefused, ServerDied
 from areal_core.rollout.types import ModelRequest, ModelResponse, Sampling
-from areal_core.servers.client import FleetClient
 from areal_core.servers.pool import ServerPool
 from areal_core.servers.server import Server, environment_of, servers_from_environment
 from areal_core.servers.sglang import SGLANG
-
-
-def run_all(servers: list[Server], requests: list[ModelRequest], **options) -> list[ModelResponse]:
-    async def work() -> list[ModelResponse]:
-        client = FleetClient(servers, SGLANG, retry_delay_s=0.01, **options)
-        try:
-            return await asyncio.gather(*(client.agenerate(request) for request in requests))
-        finally:
-            await client.aclose()
-
-    return asyncio.run(work())
+from tests.rollout.sampled import ask
 
 
 def query(servers: list[Server], prompt=(5, 6), sampling=None, **options) -> ModelResponse:
     request = ModelRequest(input_ids=list(prompt), sampling=sampling or Sampling(max_new_tokens=3))
-    return run_all(servers, [request], **options)[0]
+    return ask(servers, [request], **options)[0]
 
 
 def test_tokens_logprobs_and_reason_are_those_of_the_server(start_fake):
@@ -118,23 +105,6 @@ def test_a_request_aborted_before_prefill_brings_no_tokens():
     assert SGLANG.parse_generate(body).tokens == []
 
 
-@pytest.mark.parametrize(
-    ("body", "complaint"),
-    [
-        (b"<html>", "begins b'<html>'"),
-        (b'{"meta_info": {}}', "finish_reason"),
-        (b"[" * 100_000, "nested too deeply"),
-        (
-            b'{"meta_info": {"id": "r", "finish_reason": {"type": "stop"}, "completion_tokens": 2, "output_token_logprobs": []}}',
-            "0 logprobs for 2 tokens",
-        ),
-    ],
-)
-def test_a_reply_of_another_shape_is_named(body, complaint):
-    with pytest.raises(MalformedReply, match=complaint):
-        SGLANG.parse_generate(body)
-
-
 def test_a_passing_server_error_is_retried(start_fake):
     fake = start_fake()
     fake.script = [(503, "busy"), (500, "oops")]
@@ -149,22 +119,6 @@ def test_a_refused_request_is_not_retried_and_its_payload_stays_out_of_the_messa
         query([fake.server], [987654] * 50)
     assert "987654" not in str(refused.value)
     assert len(fake.calls) == 1
-
-
-def test_requests_are_distributed_round_robin_over_the_servers(start_fake):
-    fakes = [start_fake(), start_fake()]
-    requests = [ModelRequest(input_ids=[i], sampling=Sampling(max_new_tokens=1)) for i in range(6)]
-    run_all([fake.server for fake in fakes], requests)
-    assert [len(fake.calls) for fake in fakes] == [3, 3]
-
-
-def test_when_a_server_dies_the_others_take_its_requests(start_fake):
-    dead, alive = start_fake(), start_fake()
-    dead.stop()
-    requests = [ModelRequest(input_ids=[i], sampling=Sampling(max_new_tokens=1)) for i in range(4)]
-    responses = run_all([dead.server, alive.server], requests, num_retries=1)
-    assert [r.output_tokens for r in responses] == [[1], [2], [3], [4]]
-    assert len(alive.calls) == 4
 
 
 def test_when_the_last_server_dies_it_is_named_with_its_last_log_lines(start_fake, tmp_path):

@@ -1,7 +1,5 @@
 """The experts that a real SGLang server on the CPU reports, against those of Transformers."""
 
-import asyncio
-
 import pytest
 import torch
 
@@ -10,9 +8,8 @@ from areal_core.engine.model import load_model
 from areal_core.engine.routers import Routers, routing_sizes_of
 from areal_core.launch.sglang_process import SGLangServer, cpu_environment, server_args
 from areal_core.rollout.types import ModelRequest, Sampling
-from areal_core.servers.client import FleetClient
-from areal_core.servers.sglang import SGLANG
 from areal_core.testing import make_tiny_family, make_tiny_tokenizer
+from tests.rollout.sampled import ask
 
 
 @pytest.mark.long
@@ -25,19 +22,10 @@ def test_experts_and_logprobs_are_those_of_transformers(tmp_path):
     )
     args, env = server_args(options, "cpu"), cpu_environment()
     with SGLangServer(tmp_path, tmp_path / "server.log", args, env, ready_timeout_s=600.0) as server:
-
-        async def work():
-            client = FleetClient([server.server], SGLANG, sizes=routing_sizes_of(str(tmp_path)))
-            requests = [
-                ModelRequest(input_ids=[7 + i, 9, 11], sampling=Sampling(max_new_tokens=12 + i))
-                for i in range(4)
-            ]
-            try:
-                return await asyncio.gather(*map(client.agenerate, requests))
-            finally:
-                await client.aclose()
-
-        responses = asyncio.run(work())
+        requests = [
+            ModelRequest(input_ids=[7 + i, 9, 11], sampling=Sampling(max_new_tokens=12 + i)) for i in range(4)
+        ]
+        responses = ask([server.server], requests, sizes=routing_sizes_of(str(tmp_path)))
     model = load_model(str(tmp_path), dtype=torch.float32).eval()
     routers = Routers(model)
     for response in responses:

@@ -82,7 +82,11 @@ def test_updates_by_broadcast_change_the_weights_and_the_version(pool, model):
 
 @pytest.mark.parametrize(
     ("mode", "version"),
-    [("abort", 10), pytest.param("retract", 11, marks=pytest.mark.long), ("in_place", 12)],
+    [
+        ("abort", 10),
+        pytest.param("retract", 11, marks=pytest.mark.long),
+        pytest.param("in_place", 12, marks=pytest.mark.long),
+    ],
 )
 def test_a_completion_that_an_update_interrupts_continues_with_the_new_weights(
     pool, model, tiny_model, tmp_path, mode, version

@@ -28,15 +28,6 @@ def test_capacity_is_the_smaller_of_two_limits(control, capacity):
     assert control.capacity() == capacity
 
 
-def test_a_rejection_or_a_failure_frees_capacity_and_an_acceptance_does_not():
-    control = StalenessControl(2, 10, running=2)
-    assert control.capacity() == 0
-    control.running, control.rejected = 1, 1
-    assert control.capacity() == 1
-    control.running, control.accepted = 0, 1
-    assert control.capacity() == 1
-
-
 @pytest.mark.parametrize(("total", "num_ranks", "share"), [(8, 2, 4), (7, 2, 3), (1, 4, 1), (3, 4, 1)])
 def test_a_ranks_share_is_never_zero(total, num_ranks, share):
     assert per_rank(total, num_ranks) == share
@@ -46,14 +37,6 @@ def test_a_resumed_run_has_the_capacity_of_an_uninterrupted_one():
     control = StalenessControl(4, 100, 1)
     control.continue_at(7)
     assert control.capacity() == 8
-
-
-def test_the_oldest_finished_are_consumed():
-    assert choose_batch([2, 1, 2, 1], [], 2, 1, 2) == [1, 3]
-
-
-def test_an_incomplete_batch_is_waited_for():
-    assert choose_batch([1], [1, 1], 1, 2, 2) is None
 
 
 def test_the_trainer_waits_for_stale_ones_that_would_not_fit_into_later_batches():

@@ -3,6 +3,8 @@
 import os
 from pathlib import Path
 
+import pytest
+
 from areal_core.environment import DETERMINISTIC
 from areal_core.telemetry import read_stats
 from recorder import open_record
@@ -22,6 +24,7 @@ TINY = (
 )
 
 
+@pytest.mark.long
 def test_the_synchronous_example_trains_on_its_own_weights_samples_and_validates(tiny_model, tmp_path):
     example = str(EXAMPLES / "synchronous")
     done = run_forked(

@@ -13,7 +13,6 @@ from areal_core.servers.sglang import SGLANG
 from areal_core.servers.verification import (
     ExpectedWeights,
     WeightCheck,
-    parts_of,
     sha256_of,
     words_hash,
 )
@@ -45,22 +44,6 @@ def test_a_cpu_server_hashes_the_bytes_with_sha256():
 def test_a_gpu_servers_hash_is_that_of_sglangs_kernel(size, dtype, expected):
     """The values are those of SGLang 0.5.23's kernel, run by Triton's interpreter."""
     assert words_hash(random_tensor(size, seed=size, dtype=dtype)) == expected
-
-
-def test_the_gpu_hash_does_not_depend_on_how_the_tensor_is_cut_for_it(monkeypatch):
-    tensor = random_tensor(100_000)
-    uncut = words_hash(tensor)
-    monkeypatch.setattr("areal_core.servers.verification.CHUNK_TILES", 1)
-    assert words_hash(tensor) == uncut
-
-
-def test_fused_parameters_are_known_by_their_parts():
-    assert parts_of(QKV) == (Q, K, V)
-    assert parts_of("model.layers.3.mlp.gate_up_proj.weight") == (
-        "model.layers.3.mlp.gate_proj.weight",
-        "model.layers.3.mlp.up_proj.weight",
-    )
-    assert parts_of("model.norm.weight") == ("model.norm.weight",)
 
 
 def expectation(names, weights, dtype=torch.float32) -> ExpectedWeights:
@@ -165,12 +148,6 @@ def test_the_first_update_and_every_kth_after_it_is_checked_while_generation_is_
     checked = ["/weights_checker", *plain[:2], "/weights_checker", plain[2]]
     assert fake.routes() == checked + 2 * plain + checked + plain
     assert len(checks) == 4
-
-
-def test_zero_checks_nothing(update_of):
-    fake, update = update_of({}, every=0)
-    update.send(WEIGHTS.items(), 1)
-    assert "/weights_checker" not in fake.routes()
 
 
 def test_a_server_without_the_route_gives_one_warning_and_is_updated(update_of, caplog):

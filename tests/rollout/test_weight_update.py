@@ -96,16 +96,6 @@ def test_an_update_skips_a_dead_server(start_fake, pool_of, model_path, tmp_path
     assert "/update_weights_from_disk" in alive.routes()
 
 
-def test_an_update_without_any_server_names_the_dead_one(start_fake, pool_of, model_path, tmp_path):
-    dead = start_fake()
-    pool = pool_of(dead)
-    dead.stop()
-    with pytest.raises(
-        WeightUpdateFailed, match=f"it does not answer: the last server, {dead.server.address}"
-    ):
-        DiskUpdate(pool, tmp_path / "update", model_path).send(iter(WEIGHTS.items()), 1)
-
-
 def test_a_server_that_does_not_join_the_broadcast_is_reported_at_once(start_fake, pool_of):
     fake = start_fake()
     fake.refuse["/init_weights_update_group"] = (400, {"success": False, "message": "no such backend"})

@@ -3,7 +3,6 @@
 Tested against plain torch and numpy, other ranks, its record and its checkpoints.
 """
 
-import importlib.util
 from pathlib import Path
 
 import numpy as np
@@ -21,11 +20,9 @@ from replayer.goto import goto
 from replayer.request import Request
 from replayer.rerun import noise_reruns
 from replayer.run import replay_and_compare
+from tests.trainer import critic_program
 
 PROGRAM = Path(__file__).with_name("critic_program.py")
-specification = importlib.util.spec_from_file_location("critic_program", PROGRAM)
-critic_program = importlib.util.module_from_spec(specification)
-specification.loader.exec_module(critic_program)
 build, measure_into = critic_program.build, critic_program.measure_into
 norms_of_weights = critic_program.norms_of_weights
 
@@ -147,6 +144,7 @@ def assert_same(found, expected):
     assert weights == pytest.approx(expected_weights, rel=1e-5)
 
 
+@pytest.mark.long
 def test_micro_batches_do_not_change_what_is_learned(tiny_model, tmp_path, teacher_options, undivided):
     cut = []
     limit = "actor.mb_spec.max_tokens_per_mb=32"
@@ -162,30 +160,6 @@ def test_micro_batches_do_not_change_what_is_learned(tiny_model, tmp_path, teach
 
 
 TREES = "actor.enable_tree_training=true"
-
-
-@pytest.mark.long
-def test_trees_do_not_change_what_is_learned_with_every_model(
-    tiny_model, tmp_path, teacher_options, undivided
-):
-    steps, inputs, plans = [], [], []
-
-    def keep_plans(trainer):
-        return lambda event, **facts: plans.append(facts["plan"]) if event == "step" else None
-
-    limit = "actor.mb_spec.max_tokens_per_mb=4096"
-    observers = [measure_into(steps), keep_inputs(inputs), keep_plans]
-    with build(tiny_model, tmp_path, 3, limit, TREES, *teacher_options, observers=observers) as trainer:
-        models = (trainer.actor, trainer.critic, trainer.reference, trainer.teacher)
-        assert all(engine.shares_prefixes for engine in models)
-        trainer.train()
-        weights = norms_of_weights(trainer)
-    num_tokens = int(inputs[0]["attention_mask"].sum())
-    for updates in (plans[0]["minibatches"], plans[0]["critic"]):
-        # the two tokens of each of four prompts are there once, not twice
-        assert [update["tree_tokens"] for update in updates] == [[num_tokens - 2 * 4]]
-    assert {"ppo_actor/update/rkl_loss/avg", "ppo_critic/critic_loss/avg"} <= set(steps[0])
-    assert_same((steps, weights), undivided)
 
 
 @pytest.mark.long
@@ -221,6 +195,7 @@ def recorded(folder):
     return make
 
 
+@pytest.mark.long
 def test_a_recorded_run_replays_bitwise_and_actor_and_critic_are_distinguished(tiny_model, tmp_path):
     folder = tmp_path / "record"
     with build(tiny_model, tmp_path / "run", 4, observers=[recorded(folder)]) as trainer:

@@ -6,7 +6,7 @@ import torch
 
 from areal_core.config import NormConfig, PPOActorConfig, RejectionSamplingConfig
 from areal_core.telemetry import Stats
-from areal_core.trainer.objective import PolicyObjective, behaviour_bounds
+from areal_core.trainer.objective import PolicyObjective
 from areal_core.trainer.step_stats import log_batch, log_settings
 from areal_core.trainer.update import divide_into_minibatches
 
@@ -80,17 +80,6 @@ def test_whose_logprobs_are_behaviour_and_proximal(options, behaviour, proximal)
     assert inputs["prox_logp"][0, 2] == 0.0  # nothing is trained there
 
 
-def test_kl_penalty_against_the_reference_equals_literal_numbers():
-    reference = FixedScorer(torch.full((4, 3), -1.5))
-    inputs = objective(kl_ctl=0.1, reward_norm=None).learning_inputs(
-        batch(), FixedScorer(torch.zeros(4, 3)), reference, 0
-    )
-    # k1: -0.1 * (logprob - reference) = -0.1 * 0.5 and -0.1 * -0.5; the reward 1 is at the last
-    # token in the loss mask.
-    torch.testing.assert_close(inputs["kl_rewards"][0], torch.tensor([-0.05, 0.05, 0.0]))
-    torch.testing.assert_close(inputs["advantages"][0], torch.tensor([1.0, 1.05, 0.0]))
-
-
 def packed(**tensors):
     mask = torch.tensor([1, 1, 0, 1, 1, 0])
     values = {
@@ -101,14 +90,6 @@ def packed(**tensors):
         "advantages": torch.tensor([1.0, 1.0, 0.0, -1.0, -1.0, 0.0]),
     }
     return values | tensors
-
-
-def test_loss_on_policy_is_minus_the_sum_of_advantages_and_its_gradient_minus_each():
-    logprobs = (-torch.ones(6)).requires_grad_()
-    loss = objective().loss(logprobs, torch.zeros(6), packed())
-    assert loss.item() == 0.0  # -(1 + 1 - 1 - 1)
-    (gradient,) = torch.autograd.grad(loss, logprobs)
-    assert gradient.tolist() == [-1.0, -1.0, 0.0, 1.0, 1.0, 0.0]
 
 
 def test_decoupled_loss_weighs_each_token_by_proximal_over_behaviour():
@@ -135,21 +116,6 @@ def test_tokens_beyond_the_bound_are_left_out_and_counted():
     assert rejecting.stats.export()["rs_filtered_fraction"] == pytest.approx(0.25)
 
 
-def test_sapo_is_a_gate_on_the_ratio_to_the_behaviour_policy():
-    subject = objective(use_sapo_loss=True, sapo_tau_pos=1.0, sapo_tau_neg=2.0)
-    logprobs = (-torch.ones(6)).requires_grad_()
-    loss = subject.loss(logprobs, torch.zeros(6), packed())
-    # At ratio 1 the gate is sigmoid(0) * 4 / tau: 2 for the two tokens of advantage 1, 1 for those
-    # of -1.
-    assert loss.item() == -2.0
-    (gradient,) = torch.autograd.grad(loss, logprobs)
-    assert gradient.tolist() == [-1.0, -1.0, 0.0, 1.0, 1.0, 0.0]
-    stats = subject.stats.export()
-    assert stats["sapo_soft_gate/avg"] == 1.5
-    assert stats["importance_weight/avg"] == 1.0
-    assert "clip_ratio/avg" not in stats
-
-
 def random_flat(seed=0):
     """Three sequences of 5, 1 and 6 packed tokens."""
     random = np.random.default_rng(seed)
@@ -162,10 +128,6 @@ def random_flat(seed=0):
 def loss_of(subject, flat, logprobs):
     tensors = {name: torch.from_numpy(array) for name, array in flat.items()}
     return subject.loss(torch.from_numpy(logprobs), torch.zeros(12), tensors).item()
-
-
-def clipped_by_numpy(ratio, weight, advantages, mask):
-    return (np.maximum(-advantages * ratio, -advantages * ratio.clip(0.8, 1.2)) * weight)[mask].sum()
 
 
 def test_m2po_trusts_tokens_until_the_mean_square_of_the_batch_is_reached():
@@ -234,14 +196,6 @@ def test_options_that_limit_the_update_are_logged_as_scalars(options, bounds):
     }
 
 
-def test_older_cap_means_a_bound_on_the_ratio_and_without_decoupling_there_is_no_correction():
-    assert behaviour_bounds(PPOActorConfig(use_decoupled_loss=True, behav_imp_weight_cap=3.0)) == {
-        "upper": 3.0
-    }
-    assert behaviour_bounds(PPOActorConfig(use_decoupled_loss=True)) == {"upper": None}
-    assert behaviour_bounds(PPOActorConfig()) is None
-
-
 def test_minibatches_share_the_rows_and_are_never_more_than_rows(ranks):
     assert divide_into_minibatches(batch(), 2, ranks) == [[0, 2], [1, 3]]
     assert divide_into_minibatches(batch(), 9, ranks) == [[0], [1], [2], [3]]
@@ -264,12 +218,3 @@ def test_statistics_of_a_batch_have_the_names_and_values_that_users_know():
     assert stats["ppo_actor/correct_n_seqs"] == 3
     assert stats["ppo_actor/prompt_len/avg"] == 1
     assert stats["ppo_actor/seq_len/max"] == 3
-
-
-def test_a_prompt_with_one_sample_is_no_group_without_variance():
-    subject, rows = objective(reward_norm=None), batch()
-    rows["prompt_id"] = torch.tensor([0, 0, 1, 2])
-    log_batch(subject.stats, rows, subject.learning_inputs(rows, FixedScorer(torch.zeros(4, 3)), None, 0))
-    stats = subject.stats.export()
-    assert stats["n_groups"] == 1
-    assert stats["zero_variance_groups"] == 0.0

@@ -1,11 +1,11 @@
 """Every method improves its validation measure on a tiny task; the documents show the same runs."""
 
-import importlib.util
 import json
 from pathlib import Path
 
 import pytest
 
+from benchmarks import learning_curves
 from benchmarks.larger_numbers import larger_number_rows
 from benchmarks.learning_methods import (
     DPO,
@@ -20,9 +20,6 @@ from benchmarks.learning_methods import (
 )
 
 ROOT = Path(__file__).parents[2]
-spec = importlib.util.spec_from_file_location("learning_curves", ROOT / "benchmarks/learning_curves.py")
-learning_curves = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(learning_curves)
 
 
 @pytest.fixture(scope="module")

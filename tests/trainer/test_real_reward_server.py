@@ -1,7 +1,6 @@
 """A reward model on a real SGLang server on the CPU scores as the trainer's own engine does."""
 
 import asyncio
-import importlib.util
 from pathlib import Path
 
 import pytest
@@ -12,12 +11,10 @@ from areal_core.config import SGLangConfig
 from areal_core.errors import RewardError
 from areal_core.launch.sglang_process import SGLangServer, cpu_environment, server_args
 from areal_core.reward.served import RewardServer
+from tests.trainer import reward_model_program as program
 
 pytestmark = [pytest.mark.long, pytest.mark.sglang]
 PROGRAM = Path(__file__).with_name("reward_model_program.py")
-specification = importlib.util.spec_from_file_location("reward_model_program", PROGRAM)
-program = importlib.util.module_from_spec(specification)
-specification.loader.exec_module(program)
 
 
 def test_scores_of_a_real_server_are_those_of_transformers(tiny_model, tmp_path):

@@ -1,6 +1,5 @@
 """Rewards of a reward model in PPO: against Transformers, recorded, on several ranks."""
 
-import importlib.util
 from pathlib import Path
 
 import numpy as np
@@ -22,11 +21,9 @@ from areal_debug.wiring import recorder_of
 from recorder import Recording, RecordingOptions, open_record
 from replayer.request import Request
 from replayer.run import replay_and_compare
+from tests.trainer import reward_model_program as program
 
 PROGRAM = Path(__file__).with_name("reward_model_program.py")
-specification = importlib.util.spec_from_file_location("reward_model_program", PROGRAM)
-program = importlib.util.module_from_spec(specification)
-specification.loader.exec_module(program)
 
 
 @pytest.fixture(scope="module")

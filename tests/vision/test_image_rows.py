@@ -16,7 +16,6 @@ from areal_core.errors import DatasetError
 from areal_core.reward.functions import (
     clevr_count_70k_reward_fn,
     geometry3k_reward_fn,
-    load_reward_fn,
     reasoned_reward_fn,
 )
 from areal_core.testing.tiny_vision import make_tiny_processor
@@ -169,12 +168,6 @@ def test_shapes_are_the_same_every_time_and_as_many_as_the_answer():
 )
 def test_rewards(reward_fn, completion, answer, reward):
     assert reward_fn("", completion, [], [], answer=answer) == pytest.approx(reward)
-
-
-def test_names_of_upstream_are_ours():
-    name = "examples.vlm.clevr_count_70k_grpo.clevr_count_70k_reward_fn"
-    assert load_reward_fn(name) is clevr_count_70k_reward_fn
-    assert load_reward_fn("areal.reward.geometry3k:geometry3k_reward_fn") is geometry3k_reward_fn
 
 
 def test_rows_with_videos_are_refused(tmp_path):

@@ -2,9 +2,7 @@
 
 import base64
 import hashlib
-import threading
 import zlib
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from io import BytesIO
 from urllib.parse import quote
 
@@ -144,22 +142,3 @@ def test_damaged_pixels_are_refused_when_decoded():
     data = as_image_bytes(PNG[:-30])  # its header is complete
     with pytest.raises(ImageError, match="cannot be decoded"):
         decode(data)
-
-
-def test_a_remote_picture_is_fetched_where_allowed():
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self):
-            self.send_response(200 if self.path == "/a.png" else 404)
-            self.end_headers()
-            self.wfile.write(PNG)
-
-        def log_message(self, *_):
-            pass
-
-    with HTTPServer(("127.0.0.1", 0), Handler) as server:
-        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-        address = f"http://127.0.0.1:{server.server_port}"
-        assert bytes_of_url(f"{address}/a.png", remote=True) == PNG
-        with pytest.raises(ImageError, match="404"):
-            bytes_of_url(f"{address}/b.png", remote=True)
-        server.shutdown()

@@ -42,13 +42,6 @@ def test_prompts_and_pixels_are_those_of_transformers(family: str) -> None:
     assert sum(processor.units(PICTURES)) == len(pixels["pixel_values"])
 
 
-def test_a_picture_is_processed_once() -> None:
-    processor = VisionProcessor(make_tiny_processor("qwen2_vl"))
-    first = processor._pixels_of(PICTURES[0])
-    processor.pixels([PICTURES[1], PICTURES[0]])
-    assert processor._pixels_of(PICTURES[0]) is first
-
-
 def test_a_prompt_whose_placeholders_and_pictures_differ_is_refused() -> None:
     processor = VisionProcessor(make_tiny_processor("qwen2_vl"))
     with pytest.raises(ImageError, match="has 2 placeholders of images and 1 images"):
@@ -66,13 +59,6 @@ def test_a_picture_that_transformers_refuses_is_named_by_its_size() -> None:
         processor.pixels([narrow])
     with pytest.raises(ImageError, match=refusal):
         processor.prompt([{"role": "user", "content": [{"type": "image"}]}], [narrow])
-
-
-def test_videos_are_refused() -> None:
-    processor = VisionProcessor(make_tiny_processor("qwen2_vl"))
-    chat = [{"role": "user", "content": [{"type": "video"}, {"type": "text", "text": "what?"}]}]
-    with pytest.raises(ImageError, match="a part of type 'video', and only text and images are supported"):
-        processor.prompt(chat, [])
 
 
 def test_a_text_model_has_no_processor_of_images(tmp_path: Path) -> None:

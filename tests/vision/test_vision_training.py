@@ -6,9 +6,7 @@ import pytest
 
 from areal_core.config import GRPOConfig, load_expr_config
 from areal_core.data import get_dataset
-from areal_core.rollout.vision_workflow import VisionRLVRWorkflow
 from areal_core.testing.tiny_vision import make_tiny_vision_model
-from areal_core.trainer.build_rollouts import import_attribute
 from areal_core.trainer.rl import PPOTrainer
 
 ROOT = Path(__file__).parents[2]
@@ -81,7 +79,3 @@ def test_an_evaluation_gives_each_model_the_pictures(tmp_path):
         trainer.train(workflow=UPSTREAM, workflow_kwargs={"reward_fn": f"{REWARDS}:first_token"})
     (data,) = pictures
     assert data.numpy().tobytes() == b"".join(rows[i]["images"][0] for i in (0, 0, 1, 1))
-
-
-def test_the_path_of_upstream_is_our_workflow():
-    assert import_attribute(UPSTREAM, "workflow") is VisionRLVRWorkflow
