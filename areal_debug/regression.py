@@ -19,10 +19,9 @@ from pathlib import Path
 
 from areal_core.launch.warm import WarmRanks
 from areal_core.safety.durable import commit_folder
-from areal_debug.diff.render import describe
-from areal_debug.render import format_value
+from areal_debug.diff.report import describe, format_value
 from areal_debug.replay.ranks import replay_on_ranks, run_once
-from areal_debug.replay.render import difference_of, next_commands
+from areal_debug.replay.report import difference_of, next_commands
 from recorder import Record, RecordError, open_record
 from recorder.archive.extract import extract_record
 from recorder.archive.pack import archive_record

@@ -1,4 +1,4 @@
-"""Output to a terminal that all verbs share: errors, progress, numbers, differences and curves.
+"""Output to a terminal that all verbs share: errors, progress, numbers and curves.
 
 Rich drops colour by itself when output is piped or NO_COLOR is set. With --quiet a report is its
 first line, which is its verdict; with --verbose progress is printed to files, too, and errors with
@@ -20,14 +20,13 @@ from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from string import Formatter
-from typing import TYPE_CHECKING, Any, NoReturn, ParamSpec, TypeVar
+from typing import Any, NoReturn, ParamSpec, TypeVar
 
 import click
 from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, Group, RenderableType
 from rich.control import Control
 from rich.segment import Segment
-from rich.table import Table
 from rich.text import Text
 
 from areal_core.safety.durable import sentence_of
@@ -37,15 +36,11 @@ from areal_debug.installation import install_hint
 from areal_debug.streams import styled_stream
 from areal_debug.waiting import doing, has_terminal, say, tick, waiting_line
 
-if TYPE_CHECKING:
-    from recorder.difference import Difference
-
 P = ParamSpec("P")
 R = TypeVar("R")
 BARS = "▁▂▃▄▅▆▇█"
 PIPED_WIDTH = 10_000  # wider than any table
 FIELD = "\0"  # place of a field in a template
-HEX_FLOAT = re.compile(r"-?0x[01]\.[0-9a-f]+p[+-]\d+")
 
 REPORT_FILE = "AREAL_DEBUG_REPORT"  # path of the file
 QUIET = "AREAL_DEBUG_QUIET"  # if set, the ranks do not print their report
@@ -330,37 +325,6 @@ def sparkline(values: Sequence[float], width: int = 60) -> str:
     return "".join(
         BARS[int((mean - low) / span * (len(BARS) - 1))] if math.isfinite(mean) else " " for mean in means
     )
-
-
-def format_value(value: Any) -> str:
-    """Format a recorded value: hex floats as decimals with their bits, None as "absent"."""
-    if value is None:
-        return "absent"
-    if isinstance(value, str) and HEX_FLOAT.fullmatch(value):
-        return f"{float.fromhex(value):.9g} ({value})"
-    return str(value)
-
-
-def difference_table(
-    title: str,
-    differences: "Sequence[Difference]",
-    limit: int = 20,
-    headings: tuple[str, str, str] = ("what", "recorded", "now"),
-) -> Table:
-    """Make a table of recorded and current values: `limit` rows, and a count of the rest."""
-    table = Table(title=title, title_justify="left", box=None, pad_edge=False, header_style="dim")
-    for heading in headings:
-        table.add_column(heading, overflow="fold")
-    for item in differences[:limit]:
-        table.add_row(
-            *(
-                styled("{}", text)
-                for text in (item.where, format_value(item.recorded), format_value(item.current))
-            )
-        )
-    if len(differences) > limit:
-        table.add_row(f"... and {len(differences) - limit} more", "", "")
-    return table
 
 
 def with_progress(title: str, total: int, work: Callable[[Callable[[object], None]], R]) -> R:

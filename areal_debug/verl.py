@@ -13,7 +13,12 @@ from collections.abc import Callable, Sequence
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from recorder.trainers.verl import record_step
+
+__all__ = ["record_step"]
 
 FOLDER = os.environ.get("AREAL_DEBUG_RECORD")
 # module -> class: the trainer of DataProto, and that of TransferQueue, which is 0.9's default

@@ -10,7 +10,7 @@ from rich.tree import Tree
 
 from areal_core.agent.conversation import BROKEN
 from areal_core.safety.printable import printable_block
-from areal_debug.record.render import legend, style_of
+from areal_debug.record.report import legend, style_of
 from areal_debug.render import count, format_number, format_seconds, one_line
 from areal_debug.report.model import Block, Cell, Facts, Report, Row, Styled, Table, rows_of
 

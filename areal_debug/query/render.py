@@ -10,10 +10,9 @@ from decimal import Decimal
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Protocol
 
-from rich.table import Table
-
 from areal_core.safety.durable import replacing
-from areal_debug.render import console, format_number, one_line, styled
+from areal_debug.render import console, count, format_number, styled
+from areal_debug.report.model import Report, Table
 from recorder.documents import plain, restored
 
 if TYPE_CHECKING:
@@ -80,20 +79,16 @@ def print_schema(tables: Iterable["TableColumns"]) -> None:
             out.print(styled("  {:<16} [dim]{}[/dim]", name, kind))
 
 
-def print_table(answer: Answer, shown: int) -> None:
-    """Print the first rows; `answer` has one more if there are more."""
+def report_of_rows(answer: Answer, shown: int) -> Report:
+    """Return the first rows; `answer` has one more if there are more."""
     rows = list(answer.rows())
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    for number, name in enumerate(answer.names):
-        is_number = any(isinstance(row[number], int | float | Decimal) for row in rows)
-        table.add_column(one_line(name), justify="right" if is_number else "left", overflow="fold")
-    for row in rows[:shown]:
-        table.add_row(*(one_line(cell_text(value)) for value in row))
-    out = console()
+    headings = [
+        name + ">" * any(isinstance(row[number], int | float | Decimal) for row in rows)
+        for number, name in enumerate(answer.names)
+    ]
     more = ", the first of more: --limit N prints N of them" if len(rows) > shown else ""
-    count = min(len(rows), shown)
-    out.print(f"{count:,} {'row' if count == 1 else 'rows'}{more}", style="dim")
-    out.print(table)
+    table = Table(headings, [list(map(cell_text, row)) for row in rows[:shown]])
+    return Report(f"{count(min(len(rows), shown), 'row')}{more}", "", "dim", [table])
 
 
 def cell_text(value: Any) -> str:

@@ -89,7 +89,7 @@ def go_to_step(record: str, step: int, options: dict[str, Any]) -> Report:
 
     from areal_debug.goto.report import GotoOptions, report_of
     from areal_debug.render import console
-    from areal_debug.replay.render import print_step
+    from areal_debug.replay.report import print_step
     from areal_debug.report.terminal import print_report
     from replayer.goto import goto
 

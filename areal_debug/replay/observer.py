@@ -16,7 +16,8 @@ from rich.console import Console
 
 from areal_core.trainer.rl import Observer, PPOTrainer
 from areal_debug.render import QUIET, REPORT_FILE, VERBOSE, console, write_report
-from areal_debug.replay.render import print_start, print_step, print_verdict
+from areal_debug.replay.report import print_start, print_step, report_of
+from areal_debug.report.terminal import print_report
 from recorder import Record, Recording, RecordingOptions, Retention, open_record
 from replayer.anchors import AnchorPolicy
 from replayer.check import ReplayReport
@@ -79,7 +80,7 @@ def replay_reporter(
         if report.steps:
             report.verdict = verdict_at_once(report)
             if with_verdict:
-                print_verdict(out, report, request)
+                print_report(out, report_of(report, request))
             write_report(report.to_dict())
 
     return observe

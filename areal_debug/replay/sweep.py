@@ -5,10 +5,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import product
 
-from rich.table import Table
-
 from areal_debug.render import console, print_json
-from areal_debug.replay.render import FIRST_STATISTICS, curves_of
+from areal_debug.replay.report import FIRST_STATISTICS, curves_of
+from areal_debug.report.model import Table
+from areal_debug.report.terminal import print_block
 from replayer.check import ReplayReport
 from replayer.request import Request
 
@@ -42,12 +42,8 @@ def print_sweep(reports: Mapping[str, ReplayReport], as_json: bool) -> None:
         return
     rows = {name: columns(report) for name, report in reports.items()}
     headings = list(dict.fromkeys(heading for row in rows.values() for heading in row))
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    for heading in ("setting", *headings):
-        table.add_column(heading)
-    for name, row in rows.items():
-        table.add_row(name, *(row.get(heading, "-") for heading in headings))
-    console().print(table)
+    cells = [[name, *(row.get(heading, "-") for heading in headings)] for name, row in rows.items()]
+    print_block(console(), Table(("setting", *headings), cells))
 
 
 def columns(report: ReplayReport) -> dict[str, str]:

@@ -78,7 +78,8 @@ def table_of(table: Table) -> RichTable:
     )
     for heading in table.headings:
         is_number = heading.endswith(">")
-        made.add_column(heading.removesuffix(">"), justify="right" if is_number else "left", overflow="fold")
+        name = one_line(heading.removesuffix(">"))
+        made.add_column(name, justify="right" if is_number else "left", overflow="fold")
     for row in table.rows:
         made.add_row(*(cell_text(cell) for cell in row))
     if table.more:

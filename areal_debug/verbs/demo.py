@@ -44,7 +44,8 @@ def command(output: Path | None, force: bool, steps: int, nproc: int, seed: int,
     record bit for bit.
     """
     from areal_debug.replay.ranks import replay_on_ranks, replay_ranks
-    from areal_debug.replay.render import print_verdict
+    from areal_debug.replay.report import report_of
+    from areal_debug.report.terminal import print_report
     from areal_debug.train.script_options import read_config
     from replayer.request import Request
 
@@ -73,7 +74,7 @@ def command(output: Path | None, force: bool, steps: int, nproc: int, seed: int,
     if as_json:
         print_json({"output": str(output), "replay": report.to_dict()})
     else:
-        print_verdict(console(), report, request)
+        print_report(console(), report_of(report, request))
         print_next(out, output, steps)
     raise SystemExit(0 if report.identical else 1)
 

@@ -11,6 +11,7 @@ from areal_debug.cli import Verb, force_option, json_option, output_option
 from areal_debug.confined import describes_limits, reads_untrusted
 from areal_debug.query import render
 from areal_debug.render import announce, console, errors_as_sentences, print_json, refuse_existing, styled
+from areal_debug.report.terminal import print_report
 
 CPU_S = 60
 SHARE_OF_MEMORY = 0.6  # for the database; Python, Arrow and the tensors that are read have the rest
@@ -140,4 +141,4 @@ def show(answer: "render.Answer", shown: int, as_csv: bool, output: Path | None)
     elif as_csv:
         render.write_csv(answer, sys.stdout)
     else:
-        render.print_table(answer, shown)
+        print_report(console(), render.report_of_rows(answer, shown))

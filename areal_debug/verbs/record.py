@@ -10,9 +10,18 @@ import click
 
 from areal_debug.cli import Verb, VerbGroup, json_option, step_option
 from areal_debug.confined import ANYWHERE, reads_untrusted
-from areal_debug.record import render
 from areal_debug.record.decode import load_decoder
+from areal_debug.record.report import (
+    MAX_LINES,
+    document_of,
+    legend,
+    print_not_recorded,
+    print_sample,
+    report_of_listing,
+    report_of_verification,
+)
 from areal_debug.render import console, errors_as_sentences, fail, print_json, styled, with_progress
+from areal_debug.report.terminal import print_report
 
 if TYPE_CHECKING:
     from recorder import RecordedStep
@@ -47,7 +56,7 @@ records_argument = click.argument(
     "--all",
     "all_steps",
     is_flag=True,
-    help=f"List every step, also of more than {render.MAX_LINES}.",
+    help=f"List every step, also of more than {MAX_LINES}.",
 )
 @json_option
 @reads_untrusted("record")
@@ -70,7 +79,8 @@ def ls(record: Path, all_steps: bool, as_json: bool) -> None:
             }
         )
     else:
-        render.print_listing(opened, summaries, len(summaries) if all_steps else render.MAX_LINES)
+        most = len(summaries) if all_steps else MAX_LINES
+        print_report(console(), report_of_listing(opened, summaries, most))
 
 
 @command.command(
@@ -101,7 +111,6 @@ def show(
     """Show decoded text, each token coloured by its logprob, tokens outside the loss mask dim; of
     an agent's row also its calls with tool calls and results.
     """
-    from areal_debug.record.render import document_of
     from recorder import open_record
     from recorder.conversations import conversations
 
@@ -125,9 +134,9 @@ def show(
         return
     for sample, conversation in zip(samples, found, strict=True):
         text = None if decode else recorded.text(sample.rank)
-        render.print_sample(sample, tokens, text, conversation, in_full)
-    console().print(render.legend())
-    render.print_not_recorded(recorded)
+        print_sample(sample, tokens, text, conversation, in_full)
+    console().print(legend())
+    print_not_recorded(recorded)
     if row is None and prompt_id is None:
         console().print(
             f"one of {recorded.num_rows(rank)} rows of this rank: --sample I or --prompt-id P shows others",
@@ -160,7 +169,7 @@ def verify(records: tuple[Path, ...], as_json: bool) -> None:
         for record, report in reports.items():
             if len(records) > 1:
                 console().print(styled("[bold]{}[/bold]", record))
-            render.print_verification(report)
+            print_report(console(), report_of_verification(report))
     raise SystemExit(0 if all(report.intact for report in reports.values()) else 1)
 
 

@@ -23,7 +23,7 @@ from areal_debug.render import (
     read_report,
     styled,
 )
-from areal_debug.replay.render import numbers_of
+from areal_debug.replay.report import numbers_of
 
 if TYPE_CHECKING:
     from replayer.bug.cut_request import CutRequest

@@ -113,7 +113,7 @@ def command(
     beyond it. 2: inconclusive.
     """
     from areal_debug.replay.ranks import replay_ranks
-    from areal_debug.replay.render import note_cut
+    from areal_debug.replay.report import note_cut
     from recorder import open_record
     from replayer.preconditions import check_options, step_range
     from replayer.request import Request, replay_config
@@ -228,21 +228,22 @@ def print_replay(
     """Print the verdict, or the comparison with the record where options were changed."""
     from dataclasses import asdict
 
-    from areal_debug.replay.render import next_commands, print_comparison, print_verdict
+    from areal_debug.replay.report import next_commands, report_of, report_of_comparison
+    from areal_debug.report.terminal import print_report
 
     if as_json:
         disagreements = {} if rescored is None else {"rescored": asdict(rescored)}
         print_json(report.to_dict() | {"next": next_commands(report, request)} | disagreements)
-    elif report.guarantee.kind == "changed":
-        print_comparison(console(), report)
     else:
-        print_verdict(console(), report, request)
+        is_what_if = report.guarantee.kind == "changed"
+        print_report(console(), report_of_comparison(report) if is_what_if else report_of(report, request))
 
 
 def explain_step(record: "Record", step: int, model: str | None, config: str | None, as_json: bool) -> None:
     """Print each sample's contribution to a step's loss and gradient."""
     from areal_debug.replay.ranks import replay_ranks, report_of_ranks, task
-    from areal_debug.replay.render import print_explanation
+    from areal_debug.replay.report import report_of_explanation
+    from areal_debug.report.terminal import print_report
     from replayer.preconditions import check_model, check_steps_present, check_values, step_range
     from replayer.request import replay_config
 
@@ -258,4 +259,4 @@ def explain_step(record: "Record", step: int, model: str | None, config: str | N
     if as_json:
         print_json(found)
     else:
-        print_explanation(console(), record, found)
+        print_report(console(), report_of_explanation(record, found))

@@ -19,6 +19,7 @@ from areal_debug.render import (
     styled,
     with_progress,
 )
+from areal_debug.report.terminal import print_report
 
 if TYPE_CHECKING:
     from areal_debug.replay.ranks import Runner
@@ -93,6 +94,9 @@ def command(
         compare_layers(left, right, not no_replay, code, model, as_json)
     from areal_debug.consistency.engine_question import ask_with_recorded_weights
     from areal_debug.replay.ranks import runner
+    from areal_debug.report.frame import Frame
+    from areal_debug.report.page import write_report
+    from areal_debug.why.report import report_of
     from replayer.why.proofs import Options
 
     if output is not None:
@@ -106,16 +110,16 @@ def command(
                 ask_engines=ask_with_recorded_weights,
             )
         report = explain_both(left, right, options) if right else explain_replay(left, options, run)
+    shown = report_of(report)
     if output is not None:
-        from areal_debug.why.page import write_page
-
-        write_page(output, report)
+        frame = Frame(report.sentence, f"{report.left} and {report.right}", "why", report.verdict)
+        write_report(output, shown, frame)
     if as_json:
         print_json(report.to_dict())
     else:
-        from areal_debug.why.render import print_report
-
-        print_report(report, output)
+        print_report(console(), shown)
+        if output is not None:
+            console().print(styled("[dim]{:<12}[/dim] {}", "page", output))
     raise SystemExit(report.exit_code)
 
 
@@ -168,7 +172,7 @@ def with_text(left: "Record", right: "Record", report: "WhyReport") -> "WhyRepor
 @errors_as_sentences
 def compare_stages(left: str, right: str, step: int | None, show_all: bool, as_json: bool) -> None:
     """Compare all stages of the first step that differs, or of one step; ends the command."""
-    from areal_debug.diff.render import print_diff
+    from areal_debug.diff.report import report_of_diff
     from recorder import open_record
     from replayer.diff import diff_records
 
@@ -178,7 +182,7 @@ def compare_stages(left: str, right: str, step: int | None, show_all: bool, as_j
     if as_json:
         print_json(report.to_dict())
     else:
-        print_diff(here, there, report, show_all)
+        print_report(console(), report_of_diff(here, there, report, show_all))
     raise SystemExit(0 if report.same else 1)
 
 
@@ -189,7 +193,7 @@ def compare_layers(
 
     Ends the command: with code 0 if the weights never differ, else with 1.
     """
-    from areal_debug.diff.render import print_first_step, print_layers, print_verdict
+    from areal_debug.diff.report import report_of_first_step
     from recorder import open_record
     from replayer.commits.first_step import bisect_steps, explain_step
     from replayer.commits.warm import layers_with_own_code
@@ -209,13 +213,7 @@ def compare_layers(
         facts = {"diff": report and report.to_dict(), "layers": traced and asdict(traced)}
         print_json(asdict(found) | facts)
     else:
-        print_first_step(found)
-        if report is not None:
-            print_verdict(here, there, report)
-            hint = "[dim]all stages: areal-debug why {} {} --all --step {}[/dim]"
-            console().print(styled(hint, left, right, found.step))
-        if traced is not None:
-            print_layers(traced)
+        print_report(console(), report_of_first_step(found, here, there, report, traced))
     raise SystemExit(0 if found.step is None else 1)
 
 
@@ -234,7 +232,7 @@ def search(
     Replays it with the code of commits, checked out in a private folder: about log2(number of
     commits) replays. The user's repository is not touched.
     """
-    from areal_debug.diff.render import print_culprit
+    from areal_debug.diff.report import report_of_culprit
     from areal_debug.replay.ranks import refuse_damage
     from recorder import open_record
     from replayer.commits.warm import search_commits
@@ -255,5 +253,5 @@ def search(
     if as_json:
         print_json(report.to_dict())
     else:
-        print_culprit(report)
+        print_report(console(), report_of_culprit(report))
     raise SystemExit(1)

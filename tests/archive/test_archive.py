@@ -3,9 +3,7 @@
 import filecmp
 import itertools
 import json
-import re
 import shutil
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -171,22 +169,6 @@ def test_a_lost_shard_is_damage_of_the_files_in_it(tmp_path):
         open_record(tmp_path / "a").step(0).batch(0)
 
 
-def test_an_archive_that_was_not_finished_is_none(tmp_path, monkeypatch):
-    write_scripted_record(tmp_path / "record")
-
-    def die(*arguments):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("recorder.archive.pack.sync_files", die)
-    with pytest.raises(KeyboardInterrupt):
-        archive_record(tmp_path / "record", tmp_path / "a")
-    assert [path.name for path in tmp_path.iterdir() if path.name != "record"] == [".a.unfinished"]
-    monkeypatch.undo()
-    archive_record(tmp_path / "record", tmp_path / "a")
-    assert verify(tmp_path / "a").intact
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "record"]
-
-
 def test_what_cannot_be_opened_is_reported(tmp_path, source):
     with pytest.raises(RecordNotFound, match="missing"):
         open_record(tmp_path / "missing")
@@ -218,43 +200,6 @@ def test_an_archive_replaces_nothing_unless_requested_and_then_only_an_archive(s
     with pytest.raises(RecordExists):
         archive_record(source, tmp_path / "mine", overwrite=True)
     assert (tmp_path / "mine" / "notes").read_text() == "keep"
-
-
-def text_like_record(folder: Path, num_tokens: int) -> None:
-    """Tokens of this repository's prose, one per word, half in the loss mask; full logprobs."""
-    from recorder.testing import SCRIPTED_HEADER, send_step, write_header
-    from recorder.writer import RecordWriter
-
-    root = Path(__file__).parents[2]
-    prose = " ".join(path.read_text() for path in sorted(root.glob("*/*.py")))
-    words = re.findall(r"\w+|[^\w\s]|\s+", prose)[:num_tokens]
-    vocabulary = {word: number for number, word in enumerate(dict.fromkeys(words))}
-    ids = np.array([vocabulary[word] for word in words], np.int32).reshape(-1, 500)
-    trained = np.broadcast_to(np.arange(500) >= 250, ids.shape)
-    logprobs = -np.random.default_rng(0).exponential(1.0, ids.shape)
-    batch = {
-        "input_ids": ids,
-        "attention_mask": np.ones(ids.shape, bool),
-        "loss_mask": trained.astype(np.int32),
-        "logprobs": np.where(trained, logprobs, 0).astype(np.float32),
-        "versions": np.where(trained, 3, -1).astype(np.int32),
-        "rewards": np.ones(len(ids), np.float32),
-        "prompt_id": np.arange(len(ids)),
-        "sample_id": np.zeros(len(ids), np.int32),
-        "finish_reason": np.zeros(len(ids), np.int32),
-    }
-    writer = RecordWriter(folder)
-    folder.mkdir()
-    write_header(folder, SCRIPTED_HEADER)
-    send_step(writer, 0, batch)
-
-
-def test_text_takes_less_than_four_and_a_half_bytes_a_token(tmp_path):
-    text_like_record(tmp_path / "record", 100_000)
-    archived = archive_record(tmp_path / "record", tmp_path / "a")
-    assert archived.num_tokens == 100_000
-    assert archived.archive_bytes / archived.num_tokens < 4.5
-    assert archived.archive_bytes < archived.source_bytes / 2
 
 
 def test_the_verbs_archive_list_and_extract(source, tmp_path):

@@ -3,11 +3,9 @@
 import errno
 import filecmp
 import itertools
-import json
 import signal
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +19,7 @@ from recorder.format import RecordHeader
 from recorder.retention import Retention
 from recorder.testing import SCRIPTED_HEADER, gatherers, scripted_batch, send_step, start_facts, write_header
 from recorder.writer import RecordingOptions, RecordWriter
+from tests.recorder.ranks import on_ranks
 
 URLS = itertools.count()
 
@@ -46,11 +45,7 @@ def record_live(location, staging, num_ranks, queue_steps, num_steps=4, between=
                 between(step)
         writers[rank]("end", steps=num_steps, error=None)
 
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(num_ranks)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    assert on_ranks(num_ranks, run) == [None] * num_ranks
 
 
 @pytest.mark.parametrize(
@@ -198,18 +193,3 @@ def test_an_object_that_was_not_finished_is_no_part_of_the_record(tmp_path):
     (tmp_path / "live.zarr" / "steps" / LEFTOVER).write_bytes(b"{")
     assert open_record(tmp_path / "live.zarr").steps == (0, 1, 2, 3)
     assert verify(tmp_path / "live.zarr").problems == ()
-
-
-def test_the_top_of_an_archive_never_has_a_version_without_a_layout(tmp_path, monkeypatch):
-    seen = []
-    replace = Path.replace
-
-    def replaced(path, target):
-        result = replace(path, target)
-        if Path(target) == tmp_path / "live.zarr" / "zarr.json":
-            seen.append(sorted(json.loads(Path(target).read_text())["attributes"]))
-        return result
-
-    monkeypatch.setattr(Path, "replace", replaced)
-    record_live(tmp_path / "live.zarr", tmp_path / "staging", 1, 0)
-    assert set(map(tuple, seen)) == {(), ("areal_debug_archive", "layout")}

@@ -11,14 +11,9 @@ from areal_debug.verbs.consistency import command
 from consistency.tokens import Sequences
 
 from .fault_server import SGLANG, application, hosting, serving_rows
-from .records import save_model, write_record
+from .records import write_record
 
 PROMPT = [5, 6, 7]
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return save_model(tmp_path_factory.mktemp("model"), seed=0)
 
 
 @pytest.fixture

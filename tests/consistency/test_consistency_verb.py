@@ -12,16 +12,6 @@ from consistency import transforms
 from .records import save_model, write_record
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return save_model(tmp_path_factory.mktemp("peaked"), seed=0)
-
-
-@pytest.fixture(scope="module")
-def clean(model, tmp_path_factory):
-    return write_record(tmp_path_factory.mktemp("clean") / "record", model, num_steps=2)
-
-
 def run(*arguments):
     return CliRunner().invoke(command, [str(argument) for argument in arguments])
 
@@ -31,8 +21,8 @@ def facts(*arguments):
     return done.exit_code, json.loads(done.stdout)
 
 
-def test_healthy_record_exits_0_and_prints_the_distance_of_both_sides(clean):
-    code, found = facts(clean)
+def test_healthy_record_exits_0_and_prints_the_distance_of_both_sides(record):
+    code, found = facts(record)
     assert (code, found["verdict"], [cause["id"] for cause in found["causes"]]) == (0, "healthy", ["R35"])
     assert found["num_tokens"] == 24 * 50
     assert 0.001 < found["metrics"]["mean_abs"] < 0.01
@@ -41,8 +31,8 @@ def test_healthy_record_exits_0_and_prints_the_distance_of_both_sides(clean):
     assert "NeMo-RL: gen_kl_error" in found["names_elsewhere"]["k3"]
 
 
-def test_report_puts_the_verdict_first_and_the_worst_tokens_last(clean):
-    done = run(clean)
+def test_report_puts_the_verdict_first_and_the_worst_tokens_last(record):
+    done = run(record)
     assert done.exit_code == 0
     assert done.stdout.startswith("Healthy: ordinary noise of bfloat16, dense. 1,200 tokens of 24 sequences")
     for text in (
@@ -67,28 +57,28 @@ def test_truncated_engine_exits_1_and_names_option_and_value(model, tmp_path):
     assert run(record).stdout.startswith("Mismatch: top_p renormalises the engine's logprobs.")
 
 
-def test_stale_engine_is_unknown_until_the_previous_checkpoint_is_given(clean, model, tmp_path):
+def test_stale_engine_is_unknown_until_the_previous_checkpoint_is_given(record, model, tmp_path):
     newer = save_model(tmp_path / "newer", seed=9)
-    code, found = facts(clean, "--model", newer)
+    code, found = facts(record, "--model", newer)
     assert (code, found["verdict"]) in ((2, "unknown"), (1, "mismatch"))
     assert "R24" not in [cause["id"] for cause in found["causes"]]
-    code, found = facts(clean, "--model", newer, "--previous", model)
+    code, found = facts(record, "--model", newer, "--previous", model)
     assert (code, found["causes"][0]["id"]) == (1, "R24")
 
 
-def test_failed_gate_exits_1_though_the_verdict_is_healthy(clean):
-    done = run(clean, "--gate", "mean_abs=0.02,max_abs=0.0001")
+def test_failed_gate_exits_1_though_the_verdict_is_healthy(record):
+    done = run(record, "--gate", "mean_abs=0.02,max_abs=0.0001")
     assert done.exit_code == 1
     assert "gate max_abs <= 0.0001" in done.stdout
-    assert run(clean, "--gate", "mean_abs=0.02").exit_code == 0
+    assert run(record, "--gate", "mean_abs=0.02").exit_code == 0
 
 
 @pytest.mark.parametrize(
     ("gate", "sentence"),
     [("meanabs=1", "there is no metric 'meanabs'"), ("k3=much", "'much' is not a number; write k3=0.02")],
 )
-def test_gate_that_cannot_be_checked_is_one_sentence(clean, gate, sentence):
-    done = run(clean, "--gate", gate)
+def test_gate_that_cannot_be_checked_is_one_sentence(record, gate, sentence):
+    done = run(record, "--gate", gate)
     assert done.exit_code == 2
     assert sentence in done.stderr
 

@@ -83,6 +83,7 @@ def test_the_embedded_engine_is_proven_and_then_compared(tiny_model, tmp_path):
     assert (again.exit_code, "Not worse" in again.stdout) == (0, True), again.output
 
 
+@pytest.mark.long
 def test_the_fast_engine_is_refuted_with_its_first_difference(tiny_model, monkeypatch):
     monkeypatch.setattr(
         run, "EmbeddedTarget", lambda path, dtype: EmbeddedTarget(path, dtype, is_invariant=False)

@@ -78,10 +78,5 @@ def test_other_experts_are_named(rows, trained):
     assert found.measurement.metrics["mean_abs"] > 0.01
 
 
-def test_without_experts_they_cannot_be(rows, trained):
-    found = diagnosis(replace(rows, experts=None), trained)
-    assert "engine and trainer choose different experts" not in [cause.name for cause in found.causes]
-
-
 def test_equal_routers_are_healthy(rows, folder):
     assert diagnosis(rows, folder).verdict == "healthy"

@@ -3,18 +3,12 @@
 import functools
 import json
 
-import pytest
 from click.testing import CliRunner
 
 from areal_debug.cli import main
 from consistency import transforms
 
-from .records import save_model, write_record
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return save_model(tmp_path_factory.mktemp("model"), seed=0)
+from .records import write_record
 
 
 def run(*arguments):

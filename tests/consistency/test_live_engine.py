@@ -15,25 +15,11 @@ from consistency.score import load_scorer
 
 from .fault_server import hosting, serving
 from .faulty_engine import FaultyEngine
-from .records import save_model
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return save_model(tmp_path_factory.mktemp("model"), seed=0)
 
 
 @pytest.fixture(scope="module")
 def scorer(model):
     return load_scorer(str(model))
-
-
-@pytest.fixture(scope="module")
-def prompts(tmp_path_factory):
-    file = tmp_path_factory.mktemp("prompts") / "prompts.jsonl"
-    rows = [{"input_ids": [5 + (7 * row + 3 * i) % 95 for i in range(10)]} for row in range(20)]
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return file
 
 
 def judged(*arguments):
@@ -51,16 +37,9 @@ def test_healthy_engine_is_healthy_over_every_api(api, software, scorer, model, 
         code, found = judged("--engine", url, "--model", model, "--prompts", prompts)
     assert (code, found["verdict"], [cause["id"] for cause in found["causes"]]) == (0, "healthy", ["R35"])
     assert found["engines"] == [f"{software} with faulty"]
-    assert found["num_tokens"] == 20 * 40
+    assert found["num_tokens"] == 24 * 40
     assert 0 < found["rescoring"]["engine_repeat"] < 0.01
     assert found["rescoring"]["model_repeat"] == 0
-
-
-def test_sampling_transform_that_was_not_requested_is_named(scorer, model, prompts):
-    transform = functools.partial(transforms.top_p, top_p=0.8)
-    with serving(FaultyEngine(scorer, draws=transform, reports=transform, noise=0.002), "sglang") as url:
-        code, found = judged("--engine", url, "--model", model, "--prompts", prompts)
-    assert (code, found["causes"][0]["id"]) == (1, "R03")
 
 
 @pytest.mark.long
@@ -105,13 +84,13 @@ def test_row_without_a_prompt_is_named_with_its_number(model, tmp_path):
     assert "row 1 has solution; expected messages, question or prompt" in printed
 
 
-def test_page_shows_the_verdict_first_and_needs_no_network(scorer, model, prompts, tmp_path):
+def test_an_unrequested_transform_is_named_on_a_page_that_needs_no_network(scorer, model, prompts, tmp_path):
     transform = functools.partial(transforms.top_p, top_p=0.8)
     page = tmp_path / "report.html"
     with serving(FaultyEngine(scorer, draws=transform, reports=transform, noise=0.002), "sglang") as url:
-        code, _ = judged("--engine", url, "--model", model, "--prompts", prompts, "--output", page)
+        code, found = judged("--engine", url, "--model", model, "--prompts", prompts, "--output", page)
     text = page.read_text(encoding="utf-8")
-    assert code == 1
+    assert (code, found["causes"][0]["id"]) == (1, "R03")
     assert text.index("mismatch</span>") < text.index("R03") < text.index("Where they differ")
     assert text.count("<svg") >= 4
     assert "replaying top_p 0.8" in text

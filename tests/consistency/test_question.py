@@ -132,7 +132,7 @@ EXPECTED = {
 }
 
 
-EVERYDAY = {"stale", "top_p"}
+EVERYDAY = {"stale"}
 
 
 @pytest.mark.parametrize(

@@ -26,11 +26,6 @@ SETTING = Setting(vocabulary_size=105, eos_token_id=EOS, bos_token_id=BOS, noise
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return save_model(tmp_path_factory.mktemp("model"), seed=0)
-
-
-@pytest.fixture(scope="module")
 def server(model, tmp_path_factory):
     options = SGLangConfig(dtype="float32", context_length=1024, max_total_tokens=16384)
     log = tmp_path_factory.mktemp("sglang") / "server.log"

@@ -50,14 +50,6 @@ def server(vllm_python, model, tmp_path_factory):
         process.wait(60)
 
 
-@pytest.fixture(scope="module")
-def prompts(tmp_path_factory):
-    file = tmp_path_factory.mktemp("prompts") / "prompts.jsonl"
-    rows = [{"input_ids": [5 + (7 * row + 3 * i) % 95 for i in range(10)]} for row in range(24)]
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return file
-
-
 def judged(server, model, prompts, *options):
     arguments = ["--engine", server.address, "--model", model, "--prompts", prompts, "--json"]
     done = CliRunner().invoke(

@@ -1,8 +1,6 @@
 """Scores equal those of plain Transformers for any packing; saved scores load for their key."""
 
 import copy
-import importlib.util
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,14 +8,12 @@ import torch
 from transformers import AutoModelForCausalLM, Gemma2Config, Gemma2ForCausalLM
 
 from areal_core.engine.attention import PACKED
+from benchmarks import model_families as families
 from consistency import score as scoring
 from consistency.score import load_scorer, score, scorer_of
 from consistency.tokens import Sequences
 
-ROOT = Path(__file__).parents[2]
-spec = importlib.util.spec_from_file_location("model_families", ROOT / "benchmarks" / "model_families.py")
-families = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(families)
+LONG = pytest.mark.long
 
 
 def some_sequences(vocabulary_size: int, lengths=(7, 30, 2, 19, 1), seed: int = 0) -> Sequences:
@@ -105,7 +101,12 @@ def test_a_soft_cap_and_a_sliding_window_are_those_of_the_model():
 
 
 @pytest.mark.parametrize(
-    "name", ["granite", "minicpm3", "phi", "qwen3_next", "stablelm", "llama, dynamic RoPE"]
+    "name",
+    [
+        "qwen3_next",
+        "llama, dynamic RoPE",
+        *(pytest.param(name, marks=LONG) for name in ("granite", "minicpm3", "phi", "stablelm")),
+    ],
 )
 def test_scores_of_unusual_families_equal_those_of_transformers(name, tmp_path):
     families.write_tiny(name, str(tmp_path))

@@ -13,18 +13,6 @@ from consistency.score import load_scorer, score
 from consistency.source import read_step
 from recorder import open_record
 
-from .records import save_model, write_record
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return save_model(tmp_path_factory.mktemp("model"), seed=0)
-
-
-@pytest.fixture(scope="module")
-def record(model, tmp_path_factory):
-    return write_record(tmp_path_factory.mktemp("record") / "record", model)
-
 
 def facts(*arguments):
     done = CliRunner().invoke(command, [*map(str, arguments), "--json"])

@@ -22,7 +22,7 @@ COMMAND = [sys.executable, "-m", "areal_debug"]
 # Run each command in a process of its own, which has imported what all need.
 DRIVER = """
 import json, os, sys
-import areal_debug.verbs.record, areal_debug.record.render, recorder
+import areal_debug.verbs.record, areal_debug.record.report, recorder
 from areal_debug.cli import main
 output, encoding, commands = sys.argv[1], sys.argv[2], json.load(open(sys.argv[3]))
 for number, arguments in enumerate(commands):

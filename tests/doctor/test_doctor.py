@@ -3,8 +3,6 @@
 import csv
 import json
 import os
-import subprocess
-import sys
 from collections import defaultdict
 from pathlib import Path
 
@@ -19,6 +17,7 @@ from areal_debug.doctor.sources.locate import find_sources
 
 from .runs import OURS, STEPS, TROUBLES, healthy, write_stats
 
+LONG = pytest.mark.long
 # Further alarms of a run whose reward does not rise, and of one that peaked.
 CONSEQUENCES = defaultdict(tuple, D01=("D04", "D16"), D16=("D01",), D21=("D01", "D16"), D04=("D01", "D16"))
 VERL = {
@@ -97,7 +96,7 @@ def examined(run, *options):
     return done.exit_code, json.loads(done.stdout) if done.exit_code != 2 else done.stderr
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", [*range(5), *(pytest.param(n, marks=LONG) for n in range(5, 20))])
 def test_run_that_learns_gets_no_alarm(tmp_path, seed):
     code, found = examined(write_stats(tmp_path, healthy(seed)))
     assert (code, found["verdict"], found["alarms"]) == (0, "healthy", [])
@@ -106,7 +105,7 @@ def test_run_that_learns_gets_no_alarm(tmp_path, seed):
 
 
 @pytest.mark.parametrize("name", TROUBLES)
-@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=LONG)])
 def test_trouble_is_named_with_steps_advice_source_and_experiment(tmp_path, name, seed):
     expected, spoil = TROUBLES[name]
     code, found = examined(write_stats(tmp_path, spoil(healthy(seed))))
@@ -171,12 +170,6 @@ def test_metrics_of_verl_in_jsonl_and_of_trl_in_trainer_state_are_judged(tmp_pat
     (tmp_path / "trl" / "trainer_state.json").write_text(json.dumps({"log_history": history}))
     code, found = examined(tmp_path / "trl")
     assert (code, found["names_of"], [alarm["id"] for alarm in found["alarms"]]) == (1, "TRL", ["D20"])
-
-
-def test_staleness_is_found_under_upstreams_name(tmp_path):
-    names = OURS | {"staleness": "ppo_actor/update/version_stats/sample_staleness_proximal_avg"}
-    _, found = examined(write_stats(tmp_path, TROUBLES["old samples"][1](healthy()), names))
-    assert [alarm["id"] for alarm in found["alarms"]] == ["D23"]
 
 
 def test_tensorboard_events_and_an_exported_table_are_judged_alike(tmp_path):
@@ -350,12 +343,6 @@ def test_trend_is_the_slope_that_one_can_see_and_outliers_do_not_bend_it():
     assert found.low < found.change < found.high
     assert found.rises
     assert trend(Series("x", x[:7], values[:7])) is None
-
-
-def test_verb_starts_without_torch():
-    code = "import sys; import areal_debug.verbs.doctor; print('torch' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "False"
 
 
 @pytest.mark.parametrize(

@@ -99,8 +99,8 @@ def test_shown_options_exist(page: Path) -> None:
         ("hang collect --into x", "No such option"),
         ("serve --backend vllm", "'vllm' is not one of 'sglang', 'embedded'"),
         ("record export r --format csw --to x", "is not one of"),
-        ("diff runs/a", "missing"),
-        ("view runs/a runs/b", "too many arguments"),
+        ("goto --step 1", "missing"),
+        ("why runs/a runs/b runs/c", "too many arguments"),
         ("record verify r --gpu 2> log | less", "No such option"),
     ],
 )

@@ -205,13 +205,6 @@ def test_what_the_run_would_refuse_the_dry_run_refuses_with_code_2(dry_run, monk
     assert sentence in " ".join(refused["problems"])
 
 
-def test_a_refusal_for_people_is_a_sentence_and_code_2(dry_run):
-    code, text = dry_run(UPSTREAM / "refused_archon.yaml", as_json=False)
-    assert code == 2
-    assert text.startswith("Error: ")
-    assert "there is no Archon engine" in text
-
-
 def test_one_machine_that_is_too_small_is_noted(dry_run):
     _, run = dry_run(UPSTREAM / "grpo_0_3.yaml", "cluster.n_gpus_per_node=3")
     assert any(

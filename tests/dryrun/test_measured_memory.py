@@ -40,7 +40,10 @@ def peak_bytes(call) -> int:
 
 @pytest.mark.parametrize(
     ("dtype", "max_new_tokens"),
-    [("float32", 8), ("float32", 256), pytest.param("bfloat16", 256, marks=pytest.mark.long)],
+    [
+        ("float32", 8),
+        *(pytest.param(dtype, 256, marks=pytest.mark.long) for dtype in ("float32", "bfloat16")),
+    ],
 )
 def test_the_estimate_is_within_a_factor_of_two_of_the_measured_peak(
     tiny_model, ranks, dtype, max_new_tokens

@@ -129,6 +129,7 @@ def wandb_history(folder: Path) -> list[dict[str, object]]:
     return rows
 
 
+@pytest.mark.long
 def test_the_real_weights_and_biases_package_writes_every_step_offline(config, tmp_path, monkeypatch):
     wandb = pytest.importorskip("wandb", reason="needs the package: pip install 'areal-debug[wandb]'")
     monkeypatch.setenv("WANDB_SILENT", "true")

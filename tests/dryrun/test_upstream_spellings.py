@@ -55,13 +55,6 @@ def test_supervised_fine_tuning_of_0_3(plan):
     assert [note.partition(" is ")[0] for note in run["notes"][:2]] == ["model", "actor.mb_spec.max_tokens_per_gpu"]  # fmt: skip
 
 
-def test_policy_optimisation_of_0_3_1(plan):
-    code, run = plan("grpo_0_3_1.yaml", GRPO)
-    assert (code, run["allocation"], run["steps"]["total"]) == (0, "sglang:d4+fsdp:d4", 4)
-    assert any("became the sections actor.reward_norm and actor.adv_norm" in note for note in run["notes"])
-    assert stages(run)["staleness"].startswith("samples up to 2 versions old")
-
-
 def test_dapo_on_ray_with_options_of_the_script(plan):
     code, run = plan("dapo_1_0.yaml", OWN, "search.top_k=9")
     assert code == 0, run
@@ -82,7 +75,7 @@ def test_an_option_of_no_class_is_refused(plan):
 
 
 def test_a_file_of_another_method_than_the_scripts_is_refused(plan):
-    assert plan("grpo_0_3_1.yaml", SFT)[0] == 2
+    assert plan("grpo_vllm_1_0.yaml", SFT)[0] == 2
 
 
 @pytest.mark.parametrize(
@@ -104,7 +97,7 @@ def test_options_of_a_script_are_read_from_its_text(script, name, own):
 
 def test_a_script_that_imports_areal_is_refused_with_what_to_write(plan):
     script = "from areal import PPOTrainer\nfrom areal.utils.saver import Saver\n" + GRPO
-    code, refused = plan("grpo_0_3_1.yaml", script)
+    code, refused = plan("grpo_vllm_1_0.yaml", script)
     assert code == 2
     assert refused["problems"][1:3] == [
         "  line 1: areal.PPOTrainer: from areal_core.trainer.rl import PPOTrainer",

@@ -54,6 +54,7 @@ def test_the_lines_hold_numbers_and_samples_of_each_step(record, tmp_path):
     assert (second, nothing, len(others)) == (1, {}, 1)
 
 
+@pytest.mark.long
 def test_weights_and_biases_gets_an_offline_run(record, tmp_path):
     done = export(record, "wandb", tmp_path / "out")
     assert done.returncode == 0, done.stderr
@@ -87,6 +88,7 @@ def logged_values(run: Path, name: str) -> list[float]:
     return values
 
 
+@pytest.mark.long
 def test_trackio_gets_a_local_run(record, tmp_path):
     done = export(record, "trackio", tmp_path / "out", "--json")
     assert done.returncode == 0, done.stderr
@@ -117,6 +119,7 @@ def test_the_hub_gets_a_private_dataset_unless_public(record, tmp_path, monkeypa
     assert sent == [("me/run", True, FULL_ROW["advantages"]), ("me/run", False, FULL_ROW["advantages"])]
 
 
+@pytest.mark.long
 def test_the_hub_without_a_network_is_one_sentence_and_the_dataset_is_kept(record, tmp_path):
     done = export(record, "hf", tmp_path / "out", "--hub", "me/run")
     assert done.returncode == 2

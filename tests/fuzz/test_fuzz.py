@@ -67,9 +67,9 @@ def test_edits_change_what_they_name_and_seal_it_again():
     ("edits", "kind", "where"),
     [
         ([["text", "name", "raise"]], "traceback", "KeyError: 'broken'"),
-        ([["text", "name", "sleep"]], "hang", "no frame"),
-        ([["text", "name", "allocate"]], "memory", "no error"),
-        ([["text", "name", "exit"]], "died", "exit code 3"),
+        pytest.param([["text", "name", "sleep"]], "hang", "no frame", marks=pytest.mark.long),
+        pytest.param([["text", "name", "allocate"]], "memory", "no error", marks=pytest.mark.long),
+        pytest.param([["text", "name", "exit"]], "died", "exit code 3", marks=pytest.mark.long),
         ([["text", "name", "refuse"]], "refused", ""),
     ],
 )
@@ -86,12 +86,14 @@ def test_the_guard_names_what_an_input_does(edits, kind, where, monkeypatch):
     assert [(one.kind, one.where) for one in seen] == [(kind, where), ("passed", "")]
 
 
+@pytest.mark.long
 def test_a_failure_is_minimised_to_the_edit_and_the_text_that_cause_it():
     edits = [["text", "other", "x"], ["text", "name", "well, raise and more"], ["remove", "other"]]
     found = Outcome(Input("valid", edits), "traceback", "KeyError: 'broken'")
     assert minimised("broken", found).given.edits == [["text", "name", "raise"]]
 
 
+@pytest.mark.long
 def test_a_seed_gives_the_same_inputs_again():
     first, second = (run_fresh("names", 50, SEED) for _ in range(2))
     assert (first.num_inputs, first.kinds) == (second.num_inputs, second.kinds)

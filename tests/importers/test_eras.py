@@ -2,7 +2,6 @@
 
 import numpy as np
 import pytest
-import torch
 
 from recorder import open_record, verify
 from recorder.trainers.importing import import_record
@@ -153,23 +152,6 @@ def test_routed_experts_of_slime_are_kept_and_unknown_for_the_last_token(kind, t
     assert row["routed_experts"][:4].tolist() == routed.tolist()
     unknown = np.iinfo(kind).max if kind is np.uint8 else -1
     assert row["routed_experts"][4].tolist() == [[unknown] * 2] * 2
-
-
-def test_images_are_named_as_left_out(tmp_path):
-    slime = pickled.write_slime(tmp_path / "a", multimodal_train_inputs={"pixel_values": torch.zeros(2)})
-    (slime / "rollout_data" / "10.pt").unlink()
-    images = np.array([{"pixel_values": torch.zeros(2)}] * len(KNOWN), object)
-    verl = dataproto.write_verl(
-        tmp_path / "b", others=dataproto.verl_others() | {"multi_modal_inputs": images}
-    )
-    for name, source in (("slime", slime), ("verl", verl)):
-        result, _, rows = imported(source, tmp_path / name)
-        check_tokens(rows)
-        count = len(KNOWN)
-        assert (
-            f"images and other inputs that are not text are not imported: {count} of the samples"
-            in result.notes
-        )
 
 
 def test_verl_keeps_experts_old_and_reference_logprobs_and_unknown_versions(tmp_path):

@@ -99,9 +99,8 @@ def test_the_script_and_the_files_that_it_imports_or_names_are_recorded(recorded
     }
 
 
-@pytest.mark.parametrize(
-    "arguments", [["-"], pytest.param(["-c", "exec(__import__('sys').stdin.read())"], marks=pytest.mark.long)]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("arguments", [["-"], ["-c", "exec(__import__('sys').stdin.read())"]])
 def test_a_program_from_standard_input_has_no_script(tmp_path, arguments):
     """A module in a zip file, and one whose file was removed, are named without a digest."""
     with ZipFile(tmp_path / "zipped.zip", "w") as archive:

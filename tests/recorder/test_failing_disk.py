@@ -19,6 +19,7 @@ from recorder import (
 )
 from recorder.header import write_header
 from recorder.testing import SCRIPTED_HEADER, gatherers, in_step, scripted_batch, send_step
+from tests.recorder.ranks import on_ranks
 
 FULL_IN_STEP = 3
 
@@ -36,24 +37,19 @@ def start_writers(folder, num_ranks, messages, **options):
 
 def run_on_ranks(writers, num_steps, batch):
     """Run steps on every rank, in threads, as a trainer; return the steps and error of each."""
-    taken, errors = [0] * len(writers), [None] * len(writers)
+    taken = [0] * len(writers)
 
     def run(rank):
+        error = "the run failed"
         try:
             for step in range(num_steps):
                 send_step(writers[rank], step, in_step(batch, step, rank))
                 taken[rank] += 1
-        except Exception as error:
-            errors[rank] = error
-        writers[rank]("end", steps=taken[rank], error=errors[rank] and str(errors[rank]))
+            error = None
+        finally:
+            writers[rank]("end", steps=taken[rank], error=error)
 
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(len(writers))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-        assert not thread.is_alive()
-    return taken, errors
+    return taken, on_ranks(len(writers), run)
 
 
 def fill_disk_of(folder, rank, num_ranks):

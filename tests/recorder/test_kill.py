@@ -74,14 +74,6 @@ def check_kills(tmp_path, num_ranks, queue_steps, keep_last, trials):
     return num_caught
 
 
-@pytest.mark.parametrize(
-    ("num_ranks", "queue_steps", "keep_last"),
-    [pytest.param(1, 2, 3, marks=pytest.mark.long), pytest.param(2, 0, 0, marks=pytest.mark.long), (2, 2, 0)],
-)
-def test_ranks_killed_at_random_times_lose_no_committed_step(tmp_path, num_ranks, queue_steps, keep_last):
-    assert check_kills(tmp_path, num_ranks, queue_steps, keep_last, trials=8) > 0
-
-
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("num_ranks", "queue_steps", "keep_last"), [(1, 0, 0), (1, 2, 3), (2, 0, 3), (2, 2, 0)]

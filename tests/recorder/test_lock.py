@@ -19,9 +19,11 @@ from recorder.errors import RecordInUse
 from recorder.header import check_folder
 from recorder.lock import writing
 from recorder.testing import gatherers, scripted_batch, send_step, start_facts, write_scripted_record
+from tests.recorder.ranks import on_ranks
 
 NAMES = {"experiment_name": "gsm8k", "trial_name": "first"}
 fork = multiprocessing.get_context("fork")
+LONG = pytest.mark.long
 ELSEWHERE = [{"place": "another boot pid:[1]", "pid": 7, "started": 1}]
 
 
@@ -87,22 +89,10 @@ def test_a_record_that_was_finished_since_the_writer_was_built_is_not_erased(tmp
     assert open_record(tmp_path).steps == (0,)
 
 
-def start_in_threads(writers):
+def start_on_ranks(writers):
     """Send `start` to a writer per rank; return the error of each, or None."""
-    errors = [None] * len(writers)
-
-    def run(rank):
-        try:
-            writers[rank]("start", **start_facts(rank, len(writers), **NAMES))
-        except ValueError as error:
-            errors[rank] = error
-
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(len(writers))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return errors
+    num_ranks = len(writers)
+    return on_ranks(num_ranks, lambda rank: writers[rank]("start", **start_facts(rank, num_ranks, **NAMES)))
 
 
 def test_every_rank_of_the_second_run_is_refused_and_every_rank_of_the_first_checks(tmp_path):
@@ -111,8 +101,8 @@ def test_every_rank_of_the_second_run_is_refused_and_every_rank_of_the_first_che
         [RecordWriter(tmp_path, rank, 2, gather, options) for rank, gather in enumerate(gatherers(2))]
         for _ in range(2)
     )
-    assert start_in_threads(first) == [None, None]
-    assert [type(error) for error in start_in_threads(second)] == [RecordInUse, RecordInUse]
+    assert start_on_ranks(first) == [None, None]
+    assert [type(error) for error in start_on_ranks(second)] == [RecordInUse, RecordInUse]
     assert len(json.loads((tmp_path / "writer.lock").read_text())["processes"]) == 2
     assert [writer.lock_token for writer in first] == [first[0].token] * 2
     for writer in first:
@@ -130,16 +120,6 @@ def test_a_writer_whose_lock_was_taken_stops_before_it_commits(tmp_path):
     writer("end", steps=1, error="stopped")
     assert open_record(tmp_path).steps == (0,)
     assert json.loads((tmp_path / "writer.lock").read_text())["run"] == "run-2"
-
-
-def test_a_lock_that_vanishes_between_files_and_commit_is_noticed(tmp_path):
-    writer = started(tmp_path, when_failing="continue")
-    write, messages = writer.write, []
-    writer.notify = messages.append
-    writer.write = lambda step: (write(step), (tmp_path / "writer.lock").unlink())
-    send(writer, 0)
-    assert open_record(tmp_path).steps == ()
-    assert "writer.lock was removed: step 0 is not committed" in messages[0]
 
 
 @pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGCONT])
@@ -261,7 +241,13 @@ def contend(lock, begin, results, number):
         held.check()
 
 
-@pytest.mark.parametrize("remains", ["nothing", "a dead lock", "a dead claim", "an empty lock"])
+@pytest.mark.parametrize(
+    "remains",
+    [
+        "a dead lock",
+        *(pytest.param(name, marks=LONG) for name in ("nothing", "a dead claim", "an empty lock")),
+    ],
+)
 def test_exactly_one_of_eight_contenders_wins(tmp_path, remains, fast_watch):
     lock = tmp_path / "lock"
     if remains != "nothing":

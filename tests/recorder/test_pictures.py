@@ -2,7 +2,6 @@
 
 import hashlib
 import os
-import threading
 from dataclasses import replace
 
 import numpy as np
@@ -24,11 +23,11 @@ from recorder.testing import (
     scripted_batch,
     send_step,
     start_facts,
-    write_scripted_record,
 )
 from recorder.writer import RecordingOptions, RecordWriter
 from replayer.source import recorded_batch
 from tests.recorder.pictured import pictured_batch, png, with_pictures, write_pictured_record
+from tests.recorder.ranks import on_ranks
 
 
 def digest(picture):
@@ -61,12 +60,6 @@ def test_the_batch_that_is_read_back_is_the_one_that_was_recorded(record):
         assert found.keys() == given.keys()
         for key, array in given.items():
             assert torch.equal(found[key], torch.from_numpy(array)), key
-
-
-def test_a_text_record_has_no_folder_of_pictures_and_the_version_of_before(tmp_path):
-    write_scripted_record(tmp_path / "record")
-    assert not (tmp_path / "record/images").exists()
-    assert open_record(tmp_path / "record").step(0).manifest.format_version == 2
 
 
 def test_pixels_of_a_batch_are_kept_and_padded_as_they_were(tmp_path):
@@ -234,11 +227,7 @@ def test_ranks_share_pictures(tmp_path):
             send_step(writers[rank], step, batch | with_pictures(batch, rows))
         writers[rank]("end", steps=6, error=None)
 
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    assert on_ranks(3, run) == [None] * 3
     assert [writer.ended for writer in writers] == [None] * 3
     assert verify(folder).problems == ()
     assert open_record(folder).steps == (4, 5)
@@ -266,12 +255,6 @@ def test_a_picture_that_is_removed_while_another_rank_counts_on_it_comes_back(tm
     for step in (5, 6):
         shared.add(step, {})
     assert stored(tmp_path) == {}
-
-
-def test_a_step_whose_picture_is_gone_is_not_committed(tmp_path):
-    shared = SharedPictures(tmp_path, delay=0)
-    with pytest.raises(RecordError, match="is gone"):
-        shared.check([digest(png(1))])
 
 
 @pytest.mark.parametrize("name", ["archive.zarr", "archive.zip"])

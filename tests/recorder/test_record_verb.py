@@ -4,8 +4,6 @@ import json
 import os
 import pty
 import shutil
-import subprocess
-import sys
 from dataclasses import replace
 
 import numpy as np
@@ -18,6 +16,7 @@ from recorder import RecordingOptions, RecordWriter
 from recorder.environment import folder_identity
 from recorder.header import write_header
 from recorder.testing import SCRIPTED_HEADER, scripted_batch, send_step, write_scripted_record
+from tests.forks import COMMAND, run_forked
 
 
 def run(*arguments):
@@ -77,7 +76,7 @@ def test_ls_as_json_has_the_same_facts(tmp_path):
 
 
 def test_ls_of_a_long_record_shows_its_two_ends(tmp_path, monkeypatch):
-    monkeypatch.setattr("areal_debug.record.render.MAX_LINES", 4)
+    monkeypatch.setattr("areal_debug.verbs.record.MAX_LINES", 4)
     write_scripted_record(tmp_path / "record", num_steps=9)
     lines = [line.split() for line in run("ls", tmp_path / "record").output.splitlines()]
     first = [
@@ -100,17 +99,9 @@ def test_show_prints_the_decoded_text_plain_when_piped(record_of_text):
 def test_show_colours_tokens_by_probability_and_dims_the_untrained_on_a_terminal(record_of_text):
     reader, terminal = pty.openpty()
     environment = {name: value for name, value in os.environ.items() if name != "NO_COLOR"}
-    command = [
-        sys.executable,
-        "-c",
-        "from areal_debug.cli import main; main()",
-        "record",
-        "show",
-        str(record_of_text),
-    ]
     for no_color, coloured in ((None, True), ("1", False)):
         extra = {"TERM": "xterm", **({"NO_COLOR": no_color} if no_color else {})}
-        subprocess.run(command, stdout=terminal, check=True, env=environment | extra)
+        run_forked([COMMAND, "record", "show", str(record_of_text)], environment | extra, terminal=terminal)
         output = os.read(reader, 65536).decode()
         assert ("\x1b[32m \x1b[0m\x1b[36mc\x1b[0m" in output) == coloured  # 99 %: green, 74 %: cyan
         assert ("\x1b[1;31m" in output) == coloured  # 0.2 %

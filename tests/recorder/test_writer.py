@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 
-import recorder.writer as writer_module
 from recorder import (
     RecordError,
     RecordExists,
@@ -29,6 +28,7 @@ from recorder.testing import (
     send_step,
     write_scripted_record,
 )
+from tests.recorder.ranks import on_ranks
 
 
 class Letters:
@@ -115,24 +115,6 @@ def test_text_holds_prompt_completion_and_reward(tmp_path):
     assert [json.loads(line)["row"] for line in lines] == [0, 1]
 
 
-def run_ranks(writers, work):
-    """Call `work(rank, writer)` in a thread per rank; return the exception of each, or None."""
-    errors = [None] * len(writers)
-
-    def run(rank):
-        try:
-            work(rank, writers[rank])
-        except Exception as error:
-            errors[rank] = error
-
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(len(writers))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return errors
-
-
 def writers_of_two_ranks(folder, **options):
     folder.mkdir(exist_ok=True)
     return [
@@ -142,32 +124,15 @@ def writers_of_two_ranks(folder, **options):
 
 
 @pytest.mark.parametrize("queue_steps", [0, 2])
-def test_two_ranks_commit_once_both_have_written(tmp_path, queue_steps, monkeypatch):
-    written, seen = [], []
-    write_rank = writer_module.write_rank
-
-    def spied(folder, rank, *arguments):
-        seen.append((folder / "step.json").exists())
-        files = write_rank(folder, rank, *arguments)
-        written.append(rank)
-        return files
-
-    def commit(*arguments):
-        assert sorted(written) == [0, 1]
-        return commit_step(*arguments)
-
-    commit_step = writer_module.commit_step
-    monkeypatch.setattr(writer_module, "write_rank", spied)
-    monkeypatch.setattr(writer_module, "commit_step", commit)
+def test_two_ranks_commit_one_step(tmp_path, queue_steps):
     writers = writers_of_two_ranks(tmp_path, queue_steps=queue_steps)
     write_header(tmp_path, replace(SCRIPTED_HEADER, num_ranks=2))
 
-    def work(rank, writer):
-        send_step(writer, 0, scripted_batch([3, 4], seed=rank))
-        writer("end", steps=1, error=None)
+    def work(rank):
+        send_step(writers[rank], 0, scripted_batch([3, 4], seed=rank))
+        writers[rank]("end", steps=1, error=None)
 
-    assert run_ranks(writers, work) == [None, None]
-    assert seen == [False, False]
+    assert on_ranks(2, work) == [None, None]
     step = open_record(tmp_path).step(0)
     assert sorted(step.manifest.files) == [
         f"{kind}-0000{rank}-of-00002.json" for kind in ("outcome", "plan") for rank in (0, 1)

@@ -123,7 +123,10 @@ def holder(repository, tmp_path):
         process.stdout.close()
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+@pytest.mark.parametrize(
+    "number",
+    [signal.SIGTERM, *(pytest.param(n, marks=pytest.mark.long) for n in (signal.SIGINT, signal.SIGHUP))],
+)
 def test_a_signal_removes_the_checkout_and_leaves_nothing_in_the_repository(repository, holder, number):
     before = files_of(repository / ".git")
     process, place = holder()

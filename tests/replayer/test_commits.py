@@ -140,20 +140,23 @@ def line_of(folder, path, text):
     [
         ("loss", CLIP, "higher / 99"),
         ("logprobs", CAST, "module.layer_idx == 1"),
-        (
+        pytest.param(
             "batch",
             ("areal_core/data/loader.py", ".shuffle(rows)", ".shuffle(rows[:])"),
             "shuffle(rows[:])",
+            marks=pytest.mark.long,
         ),
-        (
+        pytest.param(
             "advantages",
             ("areal_core/algorithm/normalization.py", "self.count - int(unbiased)", "self.count - 1 * 1"),
             "self.count - 1 * 1",
+            marks=pytest.mark.long,
         ),
-        (
+        pytest.param(
             "weights",
             ("areal_core/engine/optimizer.py", "import torch\n", "import torch\n\nSCALE = 2\n"),
             "SCALE = 2",
+            marks=pytest.mark.long,
         ),
     ],
 )
@@ -221,6 +224,7 @@ AROUND = (
 )
 
 
+@pytest.mark.long
 def test_a_real_step_runs_no_code_that_the_table_does_not_reach(tmp_path, tiny_model, tiny_config_of):
     core = f"{ROOT}/areal_core/"
     ran = {event: set() for event in RUNS}
@@ -262,6 +266,7 @@ def test_a_real_step_runs_no_code_that_the_table_does_not_reach(tmp_path, tiny_m
             assert missing == set(), event
 
 
+@pytest.mark.long
 def test_the_commit_is_found_by_replays_with_each_commits_own_code(clone, tiny_run, tiny_model):
     good = git(clone, "rev-parse", "HEAD")
     commit_edit(clone, *INNOCENT)

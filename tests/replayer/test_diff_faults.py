@@ -149,23 +149,24 @@ def test_a_replay_is_the_same_as_its_record(recorded, tmp_path):
     assert (report.same, report.num_compared, report.differences) == (True, NUM_STEPS, ())
 
 
-# One fault of each stage and cause is tried every day.
-MORE = {"learning rate", "discount", "minibatches", "dropped sample", "another token"}
+# Scripted records have a difference in every stage (test_diff.py); of real runs, these two do.
+EVERYDAY = {"dtype", "reward"}
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.long] * (name in MORE)) for name in FAULTS]
+    "name", [pytest.param(name, marks=[pytest.mark.long] * (name not in EVERYDAY)) for name in FAULTS]
 )
 def test_the_stage_of_every_planted_fault_is_named(recorded, tmp_path, name):
     assert_named(diff(recorded, rerun(recorded, tmp_path, FAULTS[name])), FAULTS[name])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("changes", "option"),
     [
         ({"seed": 2}, "seed"),
-        pytest.param({"train_dataset__shuffle": False}, "train_dataset.shuffle", marks=pytest.mark.long),
-        pytest.param({"gconfig__max_new_tokens": 7}, "gconfig.max_new_tokens", marks=pytest.mark.long),
+        ({"train_dataset__shuffle": False}, "train_dataset.shuffle"),
+        ({"gconfig__max_new_tokens": 7}, "gconfig.max_new_tokens"),
     ],
 )
 def test_what_changes_the_rollout_is_named(recorded, tmp_path, tiny_model, changes, option):
@@ -174,6 +175,7 @@ def test_what_changes_the_rollout_is_named(recorded, tmp_path, tiny_model, chang
     assert report.verdict.reasons[0].where == option
 
 
+@pytest.mark.long
 def test_another_model_file_is_an_input(recorded, tmp_path):
     from areal_core.testing import make_tiny_model
 
@@ -184,6 +186,7 @@ def test_another_model_file_is_an_input(recorded, tmp_path):
     )
 
 
+@pytest.mark.long
 def test_a_library_flag_is_the_environment(recorded, tmp_path):
     torch.backends.cuda.enable_flash_sdp(False)
     try:
@@ -212,6 +215,7 @@ def test_a_last_bit_of_a_gradient_is_kernel_noise(recorded, tmp_path):
     assert (report.first.minibatch, report.verdict.cause) == (1, "kernel noise")
 
 
+@pytest.mark.long
 def test_code_that_no_record_knows_of_is_not_taken_for_noise(recorded, tmp_path, monkeypatch):
     loss = PolicyObjective.loss
     monkeypatch.setattr(PolicyObjective, "loss", lambda self, *arguments: loss(self, *arguments) * 1.01 + 0.1)

@@ -7,7 +7,8 @@ import pytest
 import torch
 from rich.console import Console
 
-from areal_debug.replay.render import print_explanation
+from areal_debug.replay.report import report_of_explanation
+from areal_debug.report.terminal import print_report
 from replayer.explain import explain
 
 SPIKE = (2, 9)  # step, row
@@ -58,9 +59,8 @@ def test_shares_add_up_to_the_step_that_was_recorded(spiked):
             assert found.grad_norms[index] == pytest.approx(float.fromhex(minibatch["grad_norm"]), rel=1e-5)
 
 
-@pytest.mark.parametrize(
-    "aggregation", [pytest.param("seq-mean-token-mean", marks=pytest.mark.long), "seq-mean-token-sum-norm"]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("aggregation", ["seq-mean-token-mean", "seq-mean-token-sum-norm"])
 def test_shares_add_up_with_another_aggregation_and_a_kl_in_the_loss(
     tmp_path, tiny_model, record_run, aggregation
 ):
@@ -93,7 +93,7 @@ def explained(run, step=0):
     found = explain(run.path, step)
     assert found.faithful
     out = Console(file=io.StringIO(), width=400)
-    print_explanation(out, run.record, found.to_dict())
+    print_report(out, report_of_explanation(run.record, found.to_dict()))
     return found, {sample.row: sample for sample in found.samples}, out.file.getvalue().splitlines()[0]
 
 

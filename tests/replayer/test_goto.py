@@ -19,8 +19,8 @@ def go(run, step, look=lambda scene: None, **options):
 @pytest.mark.parametrize(
     ("step", "anchor", "replayed"),
     [
-        (3, None, 3),
         (7, 4, 3),
+        pytest.param(3, None, 3, marks=pytest.mark.long),
         pytest.param(0, None, 0, marks=pytest.mark.long),
         pytest.param(4, 4, 0, marks=pytest.mark.long),
         pytest.param(9, 8, 1, marks=pytest.mark.long),

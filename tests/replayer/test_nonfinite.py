@@ -1,6 +1,5 @@
 """A planted value that is not finite stops the run and is named; a skipped update replays."""
 
-import importlib.util
 import logging
 import math
 from pathlib import Path
@@ -17,6 +16,9 @@ from replayer.preflight.real_steps import RandomRollouts
 from replayer.request import Request
 from replayer.run import replay_and_compare
 
+from . import nonfinite_program as program
+
+LONG = pytest.mark.long
 PROGRAM = Path(__file__).parent / "nonfinite_program.py"
 MARKED = 104  # a token that no other row has
 STEP, ROW = 1, 9
@@ -91,7 +93,7 @@ def embedding_hook(hook):
 @pytest.mark.parametrize(
     ("what", "edit", "plant"),
     [
-        ("reward", change("rewards", math.nan), None),
+        pytest.param("reward", change("rewards", math.nan), None, marks=LONG),
         pytest.param("log-prob (logprobs)", change("logprobs", -math.inf), None, marks=pytest.mark.long),
         pytest.param("log-prob of the current weights", mark, break_output, marks=pytest.mark.long),
         ("gradient of model.embed_tokens.weight", mark, break_gradient),
@@ -110,6 +112,7 @@ def test_a_planted_value_is_named_with_its_row(tmp_path, tiny_model, tiny_config
     assert others == ["actor.nonfinite=skip continues without such updates"]
 
 
+@pytest.mark.long
 def test_a_loss_that_is_not_finite_is_named(tmp_path, tiny_model, tiny_config_of):
     def overflow(trainer):
         real = trainer.objective.loss
@@ -131,7 +134,9 @@ def test_a_loss_that_is_not_finite_is_named(tmp_path, tiny_model, tiny_config_of
 @pytest.mark.parametrize(
     ("hook", "found"),
     [
-        (break_output, "actor, minibatch 0: the value (values) is not finite in 1 row"),
+        pytest.param(
+            break_output, "actor, minibatch 0: the value (values) is not finite in 1 row", marks=LONG
+        ),
         (
             break_gradient,
             "critic, minibatch 0: the gradient of model.embed_tokens.weight is not finite in at least 1",
@@ -206,6 +211,7 @@ def test_skipped_updates_leave_the_weights_and_replay_to_the_same_bits(
     assert replay_and_compare(Request(str(record.path), 0, 2)).identical
 
 
+@pytest.mark.long
 def test_more_skipped_updates_than_the_limit_stop_the_run(tmp_path, tiny_model, tiny_config_of):
     config = tiny_config_of(tmp_path, tiny_model, 3, actor__nonfinite="skip", actor__nonfinite_skips=1)
     with pytest.raises(NonFiniteError, match="nonfinite_skips is 1, and this is update 2 that is skipped"):
@@ -240,13 +246,10 @@ def test_both_of_two_ranks_stop_with_the_row_of_the_one_that_has_it(
     ("method", "what"),
     [
         ("sft", "log-prob of the current weights is not finite in 1 row"),
-        ("rw", "score of the current weights is not finite in 1 row"),
+        pytest.param("rw", "score of the current weights is not finite in 1 row", marks=LONG),
     ],
 )
 def test_a_supervised_run_stops_and_names_the_row(tmp_path, tiny_model, method, what):
-    spec = importlib.util.spec_from_file_location("nonfinite_program", PROGRAM)
-    program = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(program)
     message = program.train_supervised(tmp_path, tiny_model, method)
     first, second, *_ = message.splitlines()
     assert first == f"step 2, actor, minibatch 0: the {what}:"

@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from areal_debug.wiring import recorder_of
 from recorder import Recording, RecordingOptions, RecordWriter, open_record
 from recorder.header import write_header
 from recorder.testing import SCRIPTED_HEADER, gatherers, scripted_batch, scripted_learning
@@ -18,8 +17,6 @@ from recorder.trainers.recorder import Recorder
 from replayer.compare.patterns import causal_tensor, find_pattern, recognise
 from replayer.compare.relations import EPSILON, KINDS, Pairs, Pattern, pair_of
 from replayer.compare.stages import StageDifference, compare_steps
-from replayer.request import Request
-from replayer.run import replay
 
 FULL = RecordingOptions(Recording("full"))
 ARITHMETIC = {"scaled", "offset", "shifted", "permuted"}
@@ -476,16 +473,3 @@ def test_a_sample_that_another_trainer_lacks_is_one_row(tmp_path):
 
 
 # In replays of a real run
-
-
-@pytest.fixture(scope="module")
-def replayed(tiny_run, tmp_path_factory):
-    """Record a replay of a tiny run's first step in full: `replayed("actor.eps_clip=0.3")`."""
-
-    def call(*settings):
-        folder = tmp_path_factory.mktemp("replayed")
-        request = Request(tiny_run.path, 0, 0, settings=settings)
-        replay(request, [lambda record, trainer, request: recorder_of(trainer, folder / "record", FULL)])
-        return open_record(folder / "record").step(0)
-
-    return call

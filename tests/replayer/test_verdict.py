@@ -15,7 +15,8 @@ from areal_core.trainer import objective
 from areal_debug.cli import main
 from areal_debug.render import REPORT_FILE, VERBOSE
 from areal_debug.replay.observer import replay_reporter
-from areal_debug.replay.render import next_commands, print_comparison
+from areal_debug.replay.report import next_commands, report_of_comparison
+from areal_debug.report.terminal import print_report
 from areal_debug.wiring import recorder_of
 from recorder.difference import Difference
 from replayer.check import HeaderComparison, RankDifference, ReplayReport, StepResult, parse_report
@@ -122,7 +123,7 @@ def test_weights_diverge_at_the_step_whose_stage_and_row_are_named(recorded, rep
         line.startswith("first        step 1, stage advantages: returns, rank 0, row 5 (prompt")
         for line in lines
     )
-    assert lines[-2].startswith("Next         areal-debug why ")
+    assert lines[-2].startswith("next         areal-debug why ")
     assert lines[-1].startswith("             areal-debug goto ")
     assert lines[-1].endswith("--step 1 --shell")
 
@@ -177,10 +178,10 @@ def test_a_filter_that_leaves_no_gradient_is_reported(recorded, row_filter, grad
     assert [result.grad_norm] == grad_norms or grad_norms is None
     assert parse_report(json.loads(json.dumps(report.to_dict()))).steps[0].warnings == warnings
     out = Console(file=io.StringIO(), width=300)
-    print_comparison(out, report)
-    shown = [line for line in out.file.getvalue().splitlines() if line.startswith("Warning: ")]
+    print_report(out, report_of_comparison(report))
+    shown = [line for line in out.file.getvalue().splitlines() if line.startswith("warning ")]
     assert shown == [
-        f"Warning: 1 of 1 steps learn less than the options say; in step 0: {'; '.join(warnings)}."
+        f"warning      1 of 1 steps learn less than the options say; in step 0: {'; '.join(warnings)}."
     ] * bool(warnings)
 
 

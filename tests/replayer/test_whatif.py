@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 from areal_debug.replay.ranks import task
-from areal_debug.replay.render import curves_of
+from areal_debug.replay.report import curves_of
 from recorder import open_record
 from replayer.errors import ReplayError, WrongEdit, WrongFilter
 from replayer.preconditions import check_edits

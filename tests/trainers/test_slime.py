@@ -159,16 +159,3 @@ def test_wrong_samples_end_the_recording_with_one_sentence(folder, capfd):
     )
     assert open_record(folder).steps == (0,)
     assert verify(folder).intact
-
-
-def test_without_a_folder_one_sentence_says_what_to_set(monkeypatch, capfd):
-    monkeypatch.delenv("AREAL_DEBUG_RECORD", raising=False)
-    slime.recording_of.cache_clear()
-    for rollout in (0, 1):
-        assert log_rollout_data(arguments(), rollout, [full()], None, 1.0)
-    (line,) = capfd.readouterr().err.splitlines()
-    assert line == (
-        "recording: slime: step 0 is not recorded: no folder to record slime into: set AREAL_DEBUG_RECORD, "
-        "such as AREAL_DEBUG_RECORD=runs/r; the run continues without recording"
-    )
-    slime.recording_of.cache_clear()

@@ -1,6 +1,5 @@
 """Record and replay of TRL's own trainers: values, identity to the bit, and differences named."""
 
-import importlib.util
 import io
 import json
 import math
@@ -58,10 +57,9 @@ CHANGED = {
 @pytest.fixture(scope="module")
 def runs():
     """The module of real trainers, which needs TRL (`pip install areal-debug[dev]`)."""
-    spec = importlib.util.spec_from_file_location("trl_runs", HERE / "trl_runs.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    from . import trl_runs
+
+    return trl_runs
 
 
 @pytest.fixture(scope="module")

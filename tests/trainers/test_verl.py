@@ -209,15 +209,6 @@ def test_trainers_are_wrapped_when_verl_imports_them_and_only_if_asked(tmp_path)
         assert done.stdout.strip() == expected, done.stderr
 
 
-def test_doctor_reads_the_log_of_verl(tmp_path):
-    """`trainer.logger=["file"]` writes {"step": step, "data": metrics}."""
-    lines = [{"step": step, "data": {"actor/grad_norm": step / 2, "actor/lr": None}} for step in (1, 2)]
-    (tmp_path / "run.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    found = read_run(tmp_path)
-    assert (found.family, list(found.series)) == ("verl", ["grad_norm"])
-    assert found.series["grad_norm"].values.tolist() == [0.5, 1.0]
-
-
 def test_the_package_declares_the_plugin():
     """verl loads every entry point of the group."""
     declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]

@@ -296,7 +296,7 @@ CONTRAST = """(() => {
     ("width", "dark"),
     [
         (1400, True),
-        (420, False),
+        pytest.param(420, False, marks=pytest.mark.long),
         pytest.param(1400, False, marks=pytest.mark.long),
         pytest.param(420, True, marks=pytest.mark.long),
     ],

@@ -1,21 +1,14 @@
 """Files that the hook writes inside a server, read as values of sites."""
 
-import importlib.util
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import torch
 from transformers import AutoConfig
 
+from benchmarks import layer_faults
 from consistency.layers.dump_hook import dump
 from consistency.layers.hooks import Site
 from consistency.layers.servers import Shape, hook_specs, read_row
-
-ROOT = Path(__file__).parents[3]
-spec = importlib.util.spec_from_file_location("layer_fault_models", ROOT / "benchmarks/layer_faults.py")
-layer_faults = sys.modules["layer_fault_models"] = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(layer_faults)
 
 
 def shape_of(family, folder):

@@ -1,21 +1,14 @@
 """The first layer and operator of an engine that computes something else, created or inherited."""
 
-import importlib.util
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
 from areal_core.engine.model import own_attention, set_attention
+from benchmarks import layer_faults
 from consistency.layers.hooks import LABELS, Site
 from consistency.layers.judge import LIMIT, compare_layers, reference_of, run
 from consistency.layers.observed import Row, embedded, observe, own_forward, pieces
 
-ROOT = Path(__file__).parents[3]
-spec = importlib.util.spec_from_file_location("layer_faults", ROOT / "benchmarks/layer_faults.py")
-layer_faults = sys.modules["layer_faults"] = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(layer_faults)
 ROWS = [
     Row(torch.randint(5, 103, (length,), generator=torch.Generator().manual_seed(length)).tolist())
     for length in (24, 17)

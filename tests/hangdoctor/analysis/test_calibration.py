@@ -1,19 +1,14 @@
 """Cases in the shape of what people post: acceptable answers, and what each confidence is worth."""
 
-import importlib.util
-import sys
 from pathlib import Path
 
 import pytest
 
+from benchmarks import hang_calibration
 from hangdoctor.diagnose import diagnose
 from hangdoctor.parse.read import read_snapshot
 
 ROOT = Path(__file__).parents[3]
-spec = importlib.util.spec_from_file_location("hang_calibration", ROOT / "benchmarks" / "hang_calibration.py")
-hang_calibration = importlib.util.module_from_spec(spec)
-sys.modules[spec.name] = hang_calibration
-spec.loader.exec_module(hang_calibration)
 
 
 @pytest.fixture(scope="module")

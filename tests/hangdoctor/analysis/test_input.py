@@ -173,18 +173,6 @@ def test_a_tar_is_read_up_to_a_header_with_a_changed_byte(tmp_path, at):
     assert list(tar_members(path, [])) == (expected[:1] if at > 512 else [])
 
 
-def test_equal_stacks_posted_once_with_a_count_become_that_many_ranks(tmp_path):
-    (tmp_path / "post.txt").write_text(f"3 in:\n{STACK}\n1 in:\n{STACK.replace('f (', 'g (')}")
-    snapshot = read_snapshot([tmp_path])
-    assert [(d.rank, d.threads[0].frames[0].function) for d in snapshot.dumps] == [
-        (0, "f"),
-        (1, "f"),
-        (2, "f"),
-        (3, "g"),
-    ]
-    assert "numbered in the order" in snapshot.notes[0]
-
-
 def test_a_folder_may_carry_the_rank(tmp_path):
     for rank in (0, 7):
         (tmp_path / f"rank_{rank}").mkdir()

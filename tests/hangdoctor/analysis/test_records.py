@@ -3,8 +3,6 @@
 import json
 import os
 import pickle
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,6 +13,7 @@ from hangdoctor.errors import UnreadableDump
 from hangdoctor.parse.flight_recorder import parse_flight_recorder, parse_ras_text
 from hangdoctor.parse.logs import parse_log, watchdog_timeouts
 from hangdoctor.parse.read import read_snapshot
+from tests.forks import run_forked
 
 WAITING = """Process {pid}: python train.py
 Python v3.11.7
@@ -217,15 +216,10 @@ open(sys.argv[1], "wb").write(c10d._dump_fr_trace())
 
 
 def test_what_torch_itself_writes_is_read(tmp_path):
-    path = tmp_path / "trace_rank_0"
-    environment = os.environ | {"TORCH_FR_BUFFER_SIZE": "100", "OMP_NUM_THREADS": "1"}
-    subprocess.run(
-        [sys.executable, "-c", RECORDING, str(path)],
-        env=environment,
-        check=True,
-        timeout=120,
-        capture_output=True,
-    )
+    path, program = tmp_path / "trace_rank_0", tmp_path / "recording.py"
+    program.write_text(RECORDING)
+    done = run_forked([str(program), str(path)], os.environ | {"TORCH_FR_BUFFER_SIZE": "100"})
+    assert done.returncode == 0, done.stderr
     assert load_plain(path.read_bytes()) == pickle.loads(path.read_bytes())
     reduced, barrier = parse_flight_recorder(path.read_bytes(), 0)
     assert (reduced.operation, reduced.sequence, reduced.input_sizes, reduced.state) == (

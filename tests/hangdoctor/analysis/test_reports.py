@@ -149,13 +149,6 @@ def test_unknown_lists_what_to_collect(tmp_path):
     ]
 
 
-def test_a_path_that_does_not_exist_is_one_sentence(tmp_path):
-    done = run("diagnose", str(tmp_path / "nowhere"))
-    assert done.exit_code == 2
-    assert "is not a folder, tar or file" in done.output
-    assert "Traceback" not in done.output
-
-
 @pytest.mark.parametrize("label", labels())
 def test_every_label_is_taught(label):
     lesson = explain(label)

@@ -1,10 +1,8 @@
 """Stacks of many processes are masked once, and as if each was masked by itself."""
 
 import json
-from pathlib import Path
 
 from areal_core.safety.secrets import Masker
-from hangdoctor.collect.evidence import source_lines
 from hangdoctor.collect.pyspy import StackMasker
 
 SECRET = "hf_" + "q7Yx2" * 8
@@ -23,26 +21,6 @@ def document(pid: int, file: str = "/job/train.py", name: str | None = "MainThre
     thread = {"pid": pid, "thread_id": 140_000_000_000_000 + pid, "thread_name": name, "os_thread_id": pid,
               "active": True, "owns_gil": False, "frames": [frame]}  # fmt: skip
     return json.dumps([thread, thread | {"os_thread_id": None}], indent=2)
-
-
-class CountingMasker(Masker):
-    """A masker that counts the documents it is given."""
-
-    num_documents = 0
-
-    def document(self, text: str) -> str:
-        self.num_documents += 1
-        return super().document(text)
-
-
-def test_equal_stacks_are_masked_once_and_keep_their_numbers() -> None:
-    mask = CountingMasker()
-    stacks = StackMasker(mask)
-    for pid in (17, 18, 4711):
-        assert stacks.document(document(pid)) == json.dumps(json.loads(document(pid)))
-    assert mask.num_documents == 1
-    assert stacks.document(document(17, name="other")) == json.dumps(json.loads(document(17, name="other")))
-    assert mask.num_documents == 2
 
 
 def test_a_secret_is_masked_and_counted_in_every_document() -> None:
@@ -69,11 +47,3 @@ def test_a_secret_number_and_text_that_is_no_json_are_masked_as_by_the_masker() 
     for text in ('[{"secret_id": 1234567890, "pid": 5}]', f'"pid": 5 {SECRET}', "", "[]"):
         mask, alone = Masker(), Masker()
         assert StackMasker(mask).document(text) == alone.document(text)
-
-
-def test_source_lines_are_those_of_all_stacks(tmp_path: Path) -> None:
-    one, other = tmp_path / "one.py", tmp_path / "other.py"
-    one.write_text("a = 1\nb = 2\n    c = 3\n")
-    other.write_text("\n\nlock.acquire()\n")
-    dumps = [document(17, file=str(one)), document(18, file=str(one)), document(18, file=str(other))]
-    assert source_lines(dumps) == {f"{one}:3": "c = 3", f"{other}:3": "lock.acquire()"}

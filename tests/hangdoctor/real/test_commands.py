@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 COMMAND = [str(Path(sys.executable).with_name("areal-debug")), "hang"]
 DEADLOCK = """
 import threading
@@ -25,6 +27,7 @@ update()
 """
 
 
+@pytest.mark.long
 def test_live_diagnosis_of_a_torchrun_job_by_the_pid_of_its_launcher(hanging):
     with hanging("swapped_order") as [launcher]:
         done = subprocess.run(
@@ -34,12 +37,6 @@ def test_live_diagnosis_of_a_torchrun_job_by_the_pid_of_its_launcher(hanging):
     diagnosis = json.loads(done.stdout)
     assert (diagnosis["label"], diagnosis["culprit_ranks"]) == ("collective_mismatch", [2])
     assert diagnosis["confidence"] == "high"
-
-
-def test_nothing_to_look_at_is_misuse(tmp_path):
-    done = subprocess.run([*COMMAND, "--pid", "999999999"], capture_output=True, text=True, check=False)
-    assert done.returncode == 2
-    assert "There is no process 999999999 on this host" in done.stderr
 
 
 def test_watched_job_that_deadlocks_is_explained_and_killed(tmp_path):

@@ -29,12 +29,12 @@ def daily(programs: list[str], chosen: set[str]) -> list:
     return [pytest.param(name, marks=[pytest.mark.long] * (name not in chosen)) for name in programs]
 
 
-@pytest.mark.parametrize("program", daily(FAULTS, {*EVERYDAY.values(), "uneven_loader", "lock_order"}))
+@pytest.mark.parametrize("program", daily(FAULTS, {*EVERYDAY.values()}))
 def test_fault_is_named_with_its_culprits(program, diagnosis):
     assert (diagnosis.label, diagnosis.culprit_ranks) == expected_of(program), diagnosis.summary
 
 
-@pytest.mark.parametrize("program", daily(HEALTHY, {"healthy_training", "healthy_checkpointing"}))
+@pytest.mark.parametrize("program", daily(HEALTHY, {"healthy_training"}))
 def test_healthy_program_is_not_accused(program, diagnosis):
     assert not accuses(diagnosis), diagnosis.summary
 

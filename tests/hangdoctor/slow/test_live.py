@@ -104,6 +104,7 @@ def test_the_slow_rank_of_a_running_job_is_named(job):
     assert verdict["ranks"][0]["shares"]["collective"] > 0.4
 
 
+@pytest.mark.long
 def test_a_healthy_job_has_no_slow_rank_and_the_watch_says_nothing(job):
     pid = job()
     done = CliRunner().invoke(command, ["--slow", "--pid", str(pid), "--seconds", "4"])

@@ -142,6 +142,7 @@ asleep.wait()
 """
 
 
+@pytest.mark.long
 def test_a_rank_that_started_after_the_last_scan_and_works_is_seen_before_a_hang_is_reported(tmp_path):
     job = subprocess.Popen([sys.executable, "-c", LATE])
     threading.Thread(target=job.wait).start()

@@ -291,6 +291,12 @@ EVERYDAY = {
     "resume behind step 1 of 1": lambda: explore_resume(1, 1),
     "archive, 1 step": lambda: explore_archive(1),
 }
+SLOW = {
+    "2 runs, one folder",
+    "resume behind step 1 of 1",
+    "a cut-back removes step.json with the rest",
+    "no check of the lock at commits",
+}
 LONG = {
     "2 ranks, 1 step, both killed": lambda: explore_ranks(2, 1, None, max_kills=2),
     "2 runs, one taken for dead": lambda: explore_runs(nothing, two_runs, 0, silent="writer.lock"),
@@ -307,7 +313,9 @@ LONG = {
 }
 
 
-@pytest.mark.parametrize("name", EVERYDAY)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.long] * (name in SLOW)) for name in EVERYDAY]
+)
 def test_no_state_breaks_the_commit_protocol(name):
     report(name, EVERYDAY[name]())
 
@@ -471,9 +479,6 @@ MUTANTS = {
     ),
 }
 real_begin, real_place = writing.RecordWriter.begin, protocol._place
-
-
-SLOW = {"a cut-back removes step.json with the rest"}
 
 
 @pytest.mark.parametrize(

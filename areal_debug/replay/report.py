@@ -1,4 +1,4 @@
-"""Print a replay: what was set differently, its guarantee, one line per step, a verdict.
+"""What a replay says: what was set differently, its guarantee, one line per step, a verdict.
 
 After a change of options, recorded and replayed statistics follow as curves and means; with
 `--explain`, the samples of a step by their share of its gradient.
@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 from areal_core.telemetry.loggers import summary_columns
-from areal_debug.diff.render import describe
-from areal_debug.render import count, difference_table, format_number, format_value, note, sparkline, styled
+from areal_debug.diff.report import describe, format_value, tables_of
+from areal_debug.render import count, format_number, note, sparkline, styled
 from areal_debug.report.links import view_command
+from areal_debug.report.model import Block, Facts, Level, Report, Row, Table, rows_of
+from areal_debug.report.terminal import print_block, print_rows
 from recorder import Record
 from recorder.difference import Difference
 from replayer.check import RankDifference, ReplayReport, StepResult
@@ -34,7 +34,10 @@ EXPECTED = {
 }
 
 EXPLAIN_SHOWN = 10
-EXPLAIN_COLUMNS = ("rank", "row", "prompt", "sample", "minibatch", "reward", "advantage", "tokens")
+EXPLAIN_HEADINGS = (
+    *("rank>", "row>", "prompt>", "sample>", "minibatch>", "reward>", "advantage>", "tokens>", "loss>"),
+    *("of loss>", "of gradient>", "own norm>"),
+)
 
 # Listed first; the rest follows by how much it changed.
 FIRST_STATISTICS = (
@@ -53,18 +56,12 @@ def print_start(out: Console, report: ReplayReport) -> None:
     """Print what was set differently and which guarantee follows, before the first number."""
     header = report.set_differently
     assert header is not None
-    for title, differences in (
-        ("Set differently in the config", header.config),
-        ("Different environment", header.environment),
-        ("Different model files", header.model),
-    ):
-        if differences:
-            out.print(difference_table(title, differences))
-            out.print()
+    for table in tables_of(header, ("what", "recorded", "now")):
+        print_block(out, table)
+        out.print()
     if report.guarantee.kind != "bitwise":
         out.print(styled("[bold]Expect[/bold] {}:", EXPECTED[report.guarantee.kind]))
-        for reason in report.guarantee.reasons:
-            out.print(styled("  {}", reason))
+        print_rows(out, rows_of("because", report.guarantee.reasons), "  ")
         out.print()
 
 
@@ -119,45 +116,37 @@ def describe_value(difference: RankDifference) -> str:
     return f"{difference.kind} {difference.where}{rank}: recorded {recorded}, replayed {replayed}"
 
 
-def print_verdict(out: Console, report: ReplayReport, request: Request) -> None:
-    """Print whether the replay met its guarantee, where it diverged first, and what to do next."""
-    count = len(report.steps)
-    print_warnings(out, report)
+def report_of(report: ReplayReport, request: Request) -> Report:
+    """Return whether the replay met its guarantee, where it diverged first, and what to do next."""
+    rows = rows_of_warnings(report)
     if report.result == "not comparable":
-        out.print(
-            styled(
-                "[bold yellow]Nothing to compare:[/bold yellow] {} steps were trained on recorded rollouts.",
-                count,
-            )
+        rows.append(
+            Row("next", "`--output FOLDER` records what comes out, and that record replays bit by bit.")
         )
-        out.print("`--output FOLDER` records what comes out, and that record replays bit by bit.")
-        return
+    elif report.result != "identical":
+        rows += rows_of_distance(report) + rows_of_first(report)
+        if report.guarantee.kind in ("bitwise", "changed"):
+            rows.append(Row("cause", reason_of(report)))
+        rows += [row._replace(is_code=True) for row in rows_of("next", next_commands(report, request))]
+    return Report(*verdict_of(report), [Facts(rows)])
+
+
+def verdict_of(report: ReplayReport) -> tuple[str, str, Level]:
+    num, verdict = len(report.steps), report.verdict
+    is_noisy = report.guarantee.kind in ("noise", "statistical")
+    if report.result == "not comparable":
+        return "Nothing to compare", f"{num} steps were trained on recorded rollouts.", "unsure"
     if report.result == "identical":
-        out.print(
-            styled(
-                "[bold green]Bit-identical:[/bold green] {} of {} steps: every loss, gradient norm, statistic "
-                "and parameter checksum has the recorded bits.",
-                count,
-                count,
-            )
-        )
-        return
-    if report.verdict is None:
-        out.print(styled("[bold yellow]Inconclusive:[/bold yellow] {}", difference_of(report)))
-        out.print(
-            "A difference is allowed here, see above. `areal-debug replay` measures this machine's noise floor and compares."
-        )
-    elif report.guarantee.kind in ("noise", "statistical"):
-        print_distance(out, report)
-    else:
-        style = "yellow" if report.weights_diverge_at is None else "red"
-        verdict, _, evidence = difference_of(report).partition(": ")
-        out.print(styled(f"[bold {style}]{{}}:[/bold {style}] {{}}", verdict, evidence))
-    print_first(out, report)
-    if report.guarantee.kind in ("bitwise", "changed"):
-        out.print(reason_of(report))
-    for number, command in enumerate(next_commands(report, request)):
-        out.print(styled("{:<13}{}", "" if number else "Next", command))
+        same = "every loss, gradient norm, statistic and parameter checksum has the recorded bits."
+        return "Bit-identical", f"{num} of {num} steps: {same}", "good"
+    differs = difference_of(report)
+    if verdict is None or (is_noisy and verdict.finding == "unclear"):
+        return "Inconclusive", differs, "unsure"
+    if is_noisy:
+        is_within = verdict.finding == "within"
+        return (f"Within {unit_of(report)}", differs, "good") if is_within else ("Different", differs, "bad")
+    name, _, evidence = differs.partition(": ")
+    return name, evidence, "unsure" if report.weights_diverge_at is None else "bad"
 
 
 def difference_of(report: ReplayReport) -> str:
@@ -172,132 +161,97 @@ def difference_of(report: ReplayReport) -> str:
     return f"Same weights, other numbers: {where}; after every step all {first.num_parameters} parameters have the recorded bits."
 
 
-def print_first(out: Console, report: ReplayReport) -> None:
-    """Print the first stage that differs, its place, and the pattern of its values."""
+def rows_of_first(report: ReplayReport) -> list[Row]:
+    """Return the first stage that differs, its place, and the pattern of its values."""
     first, step = report.first, report.first_different
     if first is None or step is None:
-        return
-    names = ("recorded", "replayed")
-    out.print(styled("{:<13}step {}, stage {}: {}", "first", step.step, first.stage, describe(first, names)))
-    if report.pattern is not None:
-        out.print(styled("{:<13}{}", "pattern", report.pattern))
+        return []
+    place = f"step {step.step}, stage {first.stage}: {describe(first, ('recorded', 'replayed'))}"
+    return [Row("first", place), *([Row("pattern", report.pattern)] if report.pattern is not None else [])]
 
 
-def print_warnings(out: Console, report: ReplayReport) -> None:
-    """Print what the first step with a warning did not learn, and how many steps have one."""
+def rows_of_warnings(report: ReplayReport) -> list[Row]:
+    """Return what the first step with a warning did not learn, and how many steps have one."""
     steps = [result for result in report.steps if result.warnings]
-    if steps:
-        out.print(
-            styled(
-                "[bold yellow]Warning:[/bold yellow] {} of {} steps learn less than the options say; in step {}: {}.",
-                len(steps),
-                len(report.steps),
-                steps[0].step,
-                "; ".join(steps[0].warnings),
-            )
-        )
+    if not steps:
+        return []
+    many = f"{len(steps)} of {len(report.steps)} steps learn less than the options say"
+    return [Row("warning", f"{many}; in step {steps[0].step}: {'; '.join(steps[0].warnings)}.", "unsure")]
 
 
-def print_distance(out: Console, report: ReplayReport) -> None:
-    verdict = report.verdict
-    assert verdict is not None
-    unit = "the noise floor" if report.guarantee.kind == "noise" else "the standard error over steps"
-    word = {
-        "within": styled("[bold green]Within {}:[/bold green]", unit),
-        "unclear": styled("[bold yellow]Inconclusive:[/bold yellow]"),
-        "different": styled("[bold red]Different:[/bold red]"),
-    }[verdict.finding]
-    out.print(styled("{} {}", word, difference_of(report)))
+def unit_of(report: ReplayReport) -> str:
+    """Return what differences that are not of bits are measured in."""
+    return "the noise floor" if report.guarantee.kind == "noise" else "the standard error over steps"
+
+
+def rows_of_distance(report: ReplayReport) -> list[Row]:
+    """Return the largest difference, and what follows from its size."""
+    verdict, kind = report.verdict, report.guarantee.kind
+    if verdict is None:
+        how = "`areal-debug replay` measures this machine's noise floor and compares."
+        return [Row("note", f"A difference is allowed here, see above. {how}")]
+    if kind not in ("noise", "statistical"):
+        return []
     if verdict.k is None:
-        out.print("Too few values could be compared: replay more steps.")
-        return
+        return [Row("note", "Too few values could be compared: replay more steps.")]
     at = f" in step {verdict.step}" if verdict.step is not None else ""
-    out.print(styled("The largest difference is {:.3g} x {}: {}{}.", verdict.k, unit, verdict.where, at))
-    if verdict.finding == "within":
-        out.print(
-            styled(
-                "A defect smaller than that cannot be excluded; the guarantee is {}, not bitwise.",
-                report.guarantee.kind,
-            )
-        )
-    elif verdict.finding == "unclear":
-        out.print(
-            "This is above the noise floor and below what a defect usually causes: replay on the recorded machine."
-        )
+    notes = {
+        "within": f"A defect smaller than that cannot be excluded; the guarantee is {kind}, not bitwise.",
+        "unclear": "This is above the noise floor and below what a defect usually causes: replay on the "
+        "recorded machine.",
+    }
+    rows = [Row("largest", f"{verdict.k:.3g} x {unit_of(report)}: {verdict.where}{at}.")]
+    return rows + ([Row("note", notes[verdict.finding])] if verdict.finding in notes else [])
 
 
 def reason_of(report: ReplayReport) -> str:
     header = report.set_differently
     if report.guarantee.kind == "changed" or (header is not None and (header.config or header.model)):
-        return "The cause is what was set differently, see above."
+        return "What was set differently, see above."
     if code_difference(report, "commit") or code_difference(report, "dirty_sha256"):
         return "Only the trainer's code is not that of the record, see above."
     return "Nothing was set differently: check the hardware, and for kernels that are not deterministic."
 
 
-def print_explanation(out: Console, record: Record, found: dict[str, Any]) -> None:
-    """Print the verdict, a table, and the text of the sample with the largest gradient."""
+def report_of_explanation(record: Record, found: dict[str, Any]) -> Report:
+    """Return the samples of a step by gradient, and the text of the first one."""
     samples, step = found["samples"], found["step"]
-    first = samples[0]
+    first, left_out = samples[0], len(samples) - EXPLAIN_SHOWN
     norms = ", ".join(format_number(norm) for norm in found["grad_norms"])
-    out.print(
-        styled(
-            "[bold]Step {}[/bold]: {} samples, gradient norm {} (by minibatch). {}",
-            step,
-            len(samples),
-            norms,
-            verdict_on(samples),
-        )
-    )
-    if not found["faithful"]:
-        out.print(
-            styled(
-                "[yellow]The replay up to this step differs from the record: shares are those of the replay.[/yellow]"
-            )
-        )
-    out.print(explain_table(samples[:EXPLAIN_SHOWN]))
-    if len(samples) > EXPLAIN_SHOWN:
-        out.print(
-            styled("... and {} with smaller gradients; --json has all of them", len(samples) - EXPLAIN_SHOWN)
-        )
-    print_text(out, record, step, first)
-    out.print(
-        styled(
-            "[dim]Shares of a minibatch's gradient sum to 100 %; a negative share opposes it. Next: {}[/dim]",
-            view_command(record.path, step, first["prompt_id"], first["sample_id"]),
-        )
+    rows = []
+    if left_out > 0:
+        rows.append(Row("left out", f"{left_out} with smaller gradients; --json has all of them"))
+    if (text := record.step(step).text(first["rank"])) is not None:
+        line = next(line for line in text if line["row"] == first["row"])
+        rows += [Row(name, repr(line[name])) for name in ("prompt", "completion")]
+    look = view_command(record.path, step, first["prompt_id"], first["sample_id"])
+    shares = "Shares of a minibatch's gradient sum to 100 %; a negative share opposes it."
+    rows += [Row("shares", shares, "dim"), Row("next", look, is_code=True)]
+    differs = "The replay up to this step differs from the record: shares are those of the replay."
+    return Report(
+        f"Step {step}",
+        f"{len(samples)} samples, gradient norm {norms} (by minibatch). {verdict_on(samples)}",
+        "",
+        [explain_table(samples[:EXPLAIN_SHOWN]), Facts(rows)],
+        [] if found["faithful"] else [differs],
     )
 
 
-def verdict_on(samples: list[dict[str, Any]]) -> Text:
+def verdict_on(samples: list[dict[str, Any]]) -> str:
     """Name the sample with the largest gradient, and why others have none, or no finite one."""
-    first = samples[0]
-    name = styled(
-        "[bold]rank {}, row {}[/bold] (prompt {}, sample {})",
-        first["rank"],
-        first["row"],
-        first["prompt_id"],
-        first["sample_id"],
-    )
-    num_broken = sum(sample["stage"] is not None for sample in samples)
-    if num_broken:
-        return styled(
-            "{} of {} samples have a value that is not finite, so the update is not taken; the earliest is in {}: {}.",
-            num_broken,
-            len(samples),
-            name,
-            first["why"],
-        )
+    first, num = samples[0], len(samples)
+    place = f"(prompt {first['prompt_id']}, sample {first['sample_id']})"
+    name = f"rank {first['rank']}, row {first['row']} {place}"
+    if broken := sum(sample["stage"] is not None for sample in samples):
+        many = f"{broken} of {num} samples have a value that is not finite, so the update is not taken"
+        return f"{many}; the earliest is in {name}: {first['why']}."
     zero = [sample for sample in samples if sample["gradient_norm"] == 0]
-    counted = Counter(sample["why"] for sample in zero).most_common()
-    reasons = "; ".join(f"{count} x {why}" for why, count in counted)
-    if len(zero) == len(samples):
-        return styled("Every sample's gradient is 0, so nothing is learned: {}.", reasons)
-    shares = f"{percent(first['gradient_share'])} of the minibatch's gradient, {percent(first['loss_share'])} of its loss"
-    largest = styled("The largest gradient is that of {}: {}.", name, shares)
-    if not zero:
-        return largest
-    return styled("{} {} of {} samples have none: {}.", largest, len(zero), len(samples), reasons)
+    reasons = "; ".join(f"{n} x {why}" for why, n in Counter(sample["why"] for sample in zero).most_common())
+    if len(zero) == num:
+        return f"Every sample's gradient is 0, so nothing is learned: {reasons}."
+    gradient, loss = percent(first["gradient_share"]), percent(first["loss_share"])
+    none = f" {len(zero)} of {num} samples have none: {reasons}." if zero else ""
+    return f"The largest gradient is that of {name}: {gradient} of the minibatch's gradient, {loss} of its loss.{none}"
 
 
 def percent(share: float) -> str:
@@ -306,33 +260,14 @@ def percent(share: float) -> str:
 
 
 def explain_table(samples: list[dict[str, Any]]) -> Table:
-    found = Table(box=None, pad_edge=False, header_style="dim")
-    for heading in (*EXPLAIN_COLUMNS, "loss", "of loss", "of gradient", "own norm"):
-        found.add_column(heading, justify="right")
-    found.add_column("why" if any(s["why"] for s in samples) else "")
+    rows = []
     for s in samples:
         names = (s["rank"], s["row"], s["prompt_id"], s["sample_id"], s["minibatch"])
         numbers = (s["reward"], s["advantage"], s["num_trained_tokens"], s["loss"])
-        found.add_row(
-            *(str(name) for name in names),
-            *(format_number(number) for number in numbers),
-            percent(s["loss_share"]),
-            percent(s["gradient_share"]),
-            f"{s['gradient_norm']:.3g}{' x' if math.isfinite(s['gradient_share']) else ''}",
-            styled("{}", s["why"]),
-        )
-    return found
-
-
-def print_text(out: Console, record: Record, step: int, sample: dict[str, Any]) -> None:
-    text = record.step(step).text(sample["rank"])
-    if text is None:
-        return
-    line = next(line for line in text if line["row"] == sample["row"])
-    out.print()
-    for name in ("prompt", "completion"):
-        out.print(styled("[bold]{}[/bold]  {}", name, repr(line[name])))
-    out.print()
+        norm = f"{s['gradient_norm']:.3g}{' x' if math.isfinite(s['gradient_share']) else ''}"
+        shares = (percent(s["loss_share"]), percent(s["gradient_share"]))
+        rows.append([*map(str, names), *map(format_number, numbers), *shares, norm, s["why"]])
+    return Table((*EXPLAIN_HEADINGS, "why" if any(s["why"] for s in samples) else ""), rows)
 
 
 @dataclass(frozen=True)
@@ -369,54 +304,28 @@ def curve(report: ReplayReport, name: str) -> Curve:
     return Curve(name, tuple(s.recorded[name] for s in both), tuple(s.replayed[name] for s in both))
 
 
-def print_comparison(out: Console, report: ReplayReport) -> None:
-    """Print a table of the statistics that changed."""
+def report_of_comparison(report: ReplayReport) -> Report:
+    """Return the statistics that changed, recorded and replayed."""
+    if report.first_different is None:
+        return Report("Nothing changed", f"all {len(report.steps)} steps have the recorded bits.", "")
     curves = curves_of(report)
     moved = [c for c in curves if c.moved > 0]
-    first = report.first_different
-    out.print()
-    if first is None:
-        out.print(
-            styled("[bold]Nothing changed:[/bold] all {} steps have the recorded bits.", len(report.steps))
-        )
-        return
-    out.print(
-        styled(
-            "[bold]Recorded against replayed[/bold] over {} steps. {}",
-            len(report.steps),
-            difference_of(report),
-        )
-    )
-    print_first(out, report)
-    print_warnings(out, report)
-    out.print(whatif_table(moved[:WHATIF_SHOWN]))
-    if len(moved) > WHATIF_SHOWN:
-        out.print(
-            styled(
-                "... and {} statistics that changed less; --json lists all of them", len(moved) - WHATIF_SHOWN
-            )
-        )
-    same = [c.name for c in curves if c.moved == 0]
-    out.print(styled("[dim]{} statistics did not change. The record was not modified.[/dim]", len(same)))
+    same = f"{len(curves) - len(moved)} statistics did not change. The record was not modified."
+    rows = [Row("unchanged", same, "dim")]
+    if (left_out := len(moved) - WHATIF_SHOWN) > 0:
+        rows.insert(0, Row("left out", f"{left_out} statistics that changed less; --json lists all of them"))
+    headings = ("statistic", "recorded", "replayed", "mean recorded>", "mean replayed>", "change>")
+    table = Table(headings, [whatif_cells(c) for c in moved[:WHATIF_SHOWN]])
+    blocks: list[Block] = [Facts(rows_of_first(report) + rows_of_warnings(report)), table, Facts(rows)]
+    compared = f"Recorded against replayed over {len(report.steps)} steps. {difference_of(report)}"
+    verdict, _, evidence = compared.partition(": ")
+    return Report(verdict, evidence, "", blocks)
 
 
-def whatif_table(curves: list[Curve]) -> Table:
-    found = Table(box=None, pad_edge=False, header_style="dim")
-    for heading in ("statistic", "recorded", "replayed"):
-        found.add_column(heading)
-    for heading in ("mean recorded", "mean replayed", "change"):
-        found.add_column(heading, justify="right")
-    for item in curves:
-        left, right = on_one_scale(item.recorded, item.replayed)
-        means = [sum(values) / len(values) for values in (item.recorded, item.replayed)]
-        found.add_row(
-            styled("{}", item.name),
-            styled("[cyan]{}[/cyan]", left),
-            styled("[magenta]{}[/magenta]", right),
-            *(format_number(mean) for mean in means),
-            moved_text(item.moved),
-        )
-    return found
+def whatif_cells(item: Curve) -> list[str]:
+    means = [sum(values) / len(values) for values in (item.recorded, item.replayed)]
+    curves = on_one_scale(item.recorded, item.replayed)
+    return [item.name, *curves, *map(format_number, means), moved_text(item.moved)]
 
 
 def moved_text(moved: float) -> str:

@@ -1,4 +1,4 @@
-"""An agent's calls in `record show`: what was asked and answered, by which tool."""
+"""What a record says: its steps, a row with its calls and coloured tokens, its verification."""
 
 import json
 import math
@@ -7,12 +7,13 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from rich.table import Table
+from rich.table import Table as RichTable
 from rich.text import Text
 
 from areal_core.safety.printable import printable_block
 from areal_core.safety.secrets import num_masked
 from areal_debug.render import console, count, format_bytes, format_number, sparkline, styled
+from areal_debug.report.model import Block, Facts, Report, Row, Table, rows_of
 
 if TYPE_CHECKING:
     from recorder import Record, RecordedStep, RecordHeader, Recording, VerifyReport
@@ -86,18 +87,15 @@ BANDS = (
 )
 
 
-def print_listing(record: "Record", summaries: "list[StepSummary]", max_lines: int) -> None:
-    """Print the run in a few lines, then one line per step.
+def report_of_listing(record: "Record", summaries: "list[StepSummary]", max_lines: int) -> Report:
+    """Return the run in a few lines, one line a step, and what is missing.
 
-    Of more than `max_lines` steps, the first and the last are printed.
+    Of more than `max_lines` steps, the first and the last are listed.
     """
-    out, header = console(), record.header
+    header, num_masks = record.header, num_masked(record.header.config)
     num_tokens = sum(summary.num_tokens for summary in summaries)
     size_bytes = sum(summary.size_bytes for summary in summaries)
-    out.print(
-        styled("{} steps, {:,} tokens, {}", len(summaries), num_tokens, format_bytes(size_bytes)),
-        style="bold",
-    )
+    rewards = [math.nan if s.mean_reward is None else s.mean_reward for s in summaries]
     facts = {
         "recorded": header.created,
         **({"trainer": trainer_of(header)} if header.trainer else {}),
@@ -107,30 +105,25 @@ def print_listing(record: "Record", summaries: "list[StepSummary]", max_lines: i
         "scope": describe_recording(header.recording),
         "torch": header.environment["torch"]["build"],
         "code": header.environment["code"]["commit"],
-        "masked": f"{num_masked(header.config)} values of the config" if num_masked(header.config) else None,
-        "mean reward": sparkline([math.nan if s.mean_reward is None else s.mean_reward for s in summaries]),
+        "masked": f"{num_masks} values of the config" if num_masks else None,
+        "mean reward": sparkline(rewards),
         **({"not known": describe_unknown(summaries)} if any(s.num_unknown for s in summaries) else {}),
     }
-    for name, value in facts.items():
-        out.print(styled("[dim]{:<20}[/dim]{}", name, value if value is not None else "-"))
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    for heading in ("step", "weights", "rows", "tokens", "size", "mean reward"):
-        table.add_column(heading, justify="right")
-    num_left_out = max(0, len(summaries) - max_lines)
-    head = max_lines // 2 if num_left_out else len(summaries)
-    for summary in summaries[:head]:
-        table.add_row(*step_cells(summary))
-    if num_left_out:
-        table.add_row("...")
-    for summary in summaries[head + num_left_out :]:
-        table.add_row(*step_cells(summary))
-    out.print(table)
-    if num_left_out:
-        out.print(styled("{:,} steps left out: --all lists them", num_left_out), style="dim")
-    for sentence in describe_gaps(record.gaps):
-        out.print(sentence, style="yellow")
-    for step in record.uncommitted:
-        out.print(styled("step {} was not finished and is not in the record", step), style="yellow")
+    cells = [step_cells(summary) for summary in summaries]
+    missing = describe_gaps(record.gaps)
+    missing += [f"step {step} was not finished and is not in the record" for step in record.uncommitted]
+    if (num_left_out := len(cells) - max_lines) > 0:
+        head = max_lines // 2
+        cells[head : head + num_left_out] = [("...",)]
+        missing.insert(0, f"{num_left_out:,} steps left out: --all lists them")
+    blocks: list[Block] = [
+        Facts([Row(name, "-" if value is None else str(value)) for name, value in facts.items()]),
+        Table(("step>", "weights>", "rows>", "tokens>", "size>", "mean reward>"), cells),
+        *missing,
+    ]
+    return Report(
+        f"{len(summaries)} steps, {num_tokens:,} tokens, {format_bytes(size_bytes)}", "", "", blocks
+    )
 
 
 def describe_recording(recording: "Recording") -> str:
@@ -276,8 +269,8 @@ def text_of(sample: "Sample", recorded: list[dict[str, Any]] | None) -> Text:
     return Text.assemble(*((printable_block(token.text), style_of(token)) for token in tokens))
 
 
-def token_table(tokens: "tuple[Token, ...]") -> Table:
-    table = Table(box=None, pad_edge=False, header_style="dim")
+def token_table(tokens: "tuple[Token, ...]") -> RichTable:
+    table = RichTable(box=None, pad_edge=False, header_style="dim")
     for name in ("position", "id", "loss mask", "logprob", "version"):
         table.add_column(name, justify="right")
     table.add_column("text")
@@ -304,28 +297,19 @@ def legend() -> Text:
     return Text.assemble("probability when sampled: ", *bands, ("not in the loss mask", "dim"))
 
 
-def print_verification(report: "VerifyReport") -> None:
-    """Print who writes it, the verdict, each problem with its file and tensor, then what to do."""
-    out = console()
-    if report.written_by is not None:
-        out.print(Text(f"being written by {report.written_by}"))
+def report_of_verification(report: "VerifyReport") -> Report:
+    """Return the verdict, who writes the record, each problem with its place, and what to do."""
+    notes = [] if report.written_by is None else [f"being written by {report.written_by}"]
+    num_intact = len(report.steps_ok)
     if report.intact:
-        out.print(styled("[green]intact[/green]: every byte of {} steps is as written", len(report.steps_ok)))
         if report.end is None:
-            out.print(
-                "it has no end mark: steps that are missing after the last one are not noticed", style="dim"
-            )
-        return
-    plural = "" if len(report.problems) == 1 else "s"
-    out.print(
-        styled(
-            "[red]{} problem{}[/red], {} steps are intact", len(report.problems), plural, len(report.steps_ok)
-        )
-    )
-    for problem in report.problems:
-        out.print(styled("  {}", problem))
+            notes.append("it has no end mark: steps that are missing after the last one are not noticed")
+        return Report("intact", f"every byte of {num_intact} steps is as written", "good", notes=notes)
+    rows = rows_of("problem", list(map(str, report.problems)))
     if report.steps_missing:
-        out.print(styled("steps missing: {}", ", ".join(map(str, report.steps_missing))))
-    out.print(
+        rows.append(Row("missing", f"steps {', '.join(map(str, report.steps_missing))}"))
+    advice = (
         "intact steps can still be read and replayed; copy the others again from where they were recorded"
     )
+    verdict = f"{count(len(report.problems), 'problem')}, {num_intact} steps are intact"
+    return Report(verdict, "", "bad", [Facts([*rows, Row("next", advice)])], notes)

@@ -1,0 +1,28 @@
+"""A tiny peaked model, a record that it sampled, and prompts, for all tests of a session."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from .records import save_model, write_record
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory) -> Path:
+    return save_model(tmp_path_factory.mktemp("peaked") / "model", seed=0)
+
+
+@pytest.fixture(scope="session")
+def record(model, tmp_path_factory) -> Path:
+    """Two steps without a fault."""
+    return write_record(tmp_path_factory.mktemp("clean") / "record", model, num_steps=2)
+
+
+@pytest.fixture(scope="session")
+def prompts(tmp_path_factory) -> Path:
+    """24 prompts of 10 tokens."""
+    file = tmp_path_factory.mktemp("prompts") / "prompts.jsonl"
+    rows = [{"input_ids": [5 + (7 * row + 3 * i) % 95 for i in range(10)]} for row in range(24)]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return file
