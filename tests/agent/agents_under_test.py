@@ -10,6 +10,13 @@ from areal_core.rollout.types import ModelRequest, sampling_from
 from areal_core.rollout.workflow import episode_tensors, prompt_tokens
 
 
+def client_of(extra) -> openai.AsyncOpenAI:
+    """Return the client of the run's own connection."""
+    return openai.AsyncOpenAI(
+        base_url=extra["base_url"], api_key=extra["api_key"], http_client=extra["http_client"]
+    )
+
+
 class Plain:
     """Request `num_turns` completions; the reward is the length of the last answer."""
 
@@ -17,9 +24,7 @@ class Plain:
         self.num_turns = num_turns
 
     async def run(self, data, **extra):
-        client = openai.AsyncOpenAI(
-            base_url=extra["base_url"], api_key=extra["api_key"], http_client=extra["http_client"]
-        )
+        client = client_of(extra)
         messages = list(data["messages"])
         for _ in range(self.num_turns):
             reply = await client.chat.completions.create(model="m", messages=messages)
@@ -59,9 +64,7 @@ class Words(Plain):
 
 class WithTool:
     async def run(self, data, **extra):
-        client = openai.AsyncOpenAI(
-            base_url=extra["base_url"], api_key=extra["api_key"], http_client=extra["http_client"]
-        )
+        client = client_of(extra)
         tool = {"type": "function", "function": {"name": "f", "parameters": {}}}
         await client.chat.completions.create(model="m", messages=data["messages"], tools=[tool])
         return 0.0
@@ -123,9 +126,7 @@ class Branching:
     async def run(self, data, **extra):
         from areal_core.agent import EpisodeFailed
 
-        client = openai.AsyncOpenAI(
-            base_url=extra["base_url"], api_key=extra["api_key"], http_client=extra["http_client"]
-        )
+        client = client_of(extra)
         start = [{"role": "system", "content": "s"}, *data["messages"]]
 
         async def ask(*messages):

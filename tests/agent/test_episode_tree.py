@@ -1,12 +1,12 @@
 """The tree of calls of an episode: credit of every row, branches, and why a prefix is broken."""
 
-import openai
 import pytest
 
 from areal_core.agent.conversation import BRANCHES
 from areal_core.agent.episode_stats import describe_broken, log_episodes
 from areal_core.rollout.episodes import assemble
 from areal_core.telemetry.stats import Stats
+from tests.agent.agents_under_test import client_of
 
 WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
 TIME = {"type": "function", "function": {"name": "time", "parameters": {"type": "object"}}}
@@ -24,9 +24,7 @@ class Script:
         self.prompts, self.reward, self.tools = prompts, reward, tools
 
     async def run(self, data, **extra):
-        client = openai.AsyncOpenAI(
-            base_url=extra["base_url"], api_key=extra["api_key"], http_client=extra["http_client"]
-        )
+        client = client_of(extra)
         answers, ids = [], []
         for number, prompt in enumerate(self.prompts):
             messages = [answers[message] if isinstance(message, int) else message for message in prompt]

@@ -16,7 +16,6 @@ from areal_core.agent.errors import (
     WrongReward,
 )
 from areal_core.agent.proxy_server import check_exposure
-from areal_core.rollout.errors import PromptTooLong, ServerDied
 
 
 async def chat(extra, messages, **request_options):
@@ -179,30 +178,6 @@ def test_what_is_no_agent_is_refused_before_anything_starts(make_workflow, agent
 def test_a_run_that_never_called_the_model_is_an_error_and_not_a_sample(episode, scripted_engine):
     with pytest.raises(NoCompletion, match="test_episodes:Silent ended without a call"):
         episode(Silent(), scripted_engine())
-
-
-class DeadEngine:
-    """An engine whose servers are gone."""
-
-    version = 0
-
-    async def agenerate(self, req):
-        raise ServerDied("no inference server is left")
-
-
-@pytest.mark.parametrize(
-    ("engine", "error", "error_text"),
-    [
-        (DeadEngine(), ServerDied, "no inference server is left"),
-        (None, PromptTooLong, "leaves no room to sample"),
-    ],
-)
-def test_the_engines_exception_comes_out_and_not_the_status_that_the_agent_saw(
-    episode, scripted_engine, engine, error, error_text
-):
-    with pytest.raises(error, match=error_text) as raised:
-        episode(Asker(), engine or scripted_engine(), gconfig={"max_tokens": 4})
-    assert isinstance(raised.value.__cause__, openai.APIStatusError)
 
 
 class Intruder:

@@ -19,6 +19,7 @@ from areal_core.config import AgentConfig
 from areal_core.config.checks import wrong_values
 from areal_core.rollout.errors import PromptTooLong, ServerDied
 from areal_core.rollout.types import ModelResponse
+from tests.agent.agents_under_test import client_of
 
 REFUSAL = "a prompt of 60 tokens leaves no room to sample"
 
@@ -133,9 +134,7 @@ class Raiser:
     """Make two calls, reward the first over HTTP, then raise what `data["raise"]` names."""
 
     async def run(self, data, **extra):
-        client = openai.AsyncOpenAI(
-            base_url=extra["base_url"], api_key=extra["api_key"], http_client=extra["http_client"]
-        )
+        client = client_of(extra)
         for content in "ab"[: data.get("calls", 2)]:
             await client.chat.completions.create(
                 model="m", messages=[{"role": "user", "content": content * data.get("length", 1)}]
@@ -175,9 +174,7 @@ def test_a_prompt_that_grew_too_long_is_an_outcome_and_one_that_always_was_stops
 ):
     class Growing:
         async def run(self, data, **extra):
-            client = openai.AsyncOpenAI(
-                base_url=extra["base_url"], api_key=extra["api_key"], http_client=extra["http_client"]
-            )
+            client = client_of(extra)
             for length in data["lengths"]:
                 await client.chat.completions.create(
                     model="m", messages=[{"role": "user", "content": "x" * length}]
@@ -205,9 +202,7 @@ def test_an_error_of_the_engine_is_never_the_models(episode, scripted_engine):
         """Report every failure of a call as one of the model."""
 
         async def run(self, data, **extra):
-            client = openai.AsyncOpenAI(
-                base_url=extra["base_url"], api_key=extra["api_key"], http_client=extra["http_client"]
-            )
+            client = client_of(extra)
             try:
                 for content in "ab":
                     await client.chat.completions.create(

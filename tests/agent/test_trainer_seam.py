@@ -2,13 +2,13 @@
 
 import asyncio
 
-import openai
 import pytest
 
 from areal_core.agent.agent_workflow import AgentWorkflow
 from areal_core.config import AgentConfig, GenerationHyperparameters
 from areal_core.errors import ConfigError
 from areal_core.trainer.build_rollouts import build_workflow
+from tests.agent.agents_under_test import client_of
 
 
 class Sized:
@@ -51,9 +51,7 @@ class Patient:
     ended = False
 
     async def run(self, data, **extra):
-        client = openai.AsyncOpenAI(
-            base_url=extra["base_url"], api_key=extra["api_key"], http_client=extra["http_client"]
-        )
+        client = client_of(extra)
         try:
             await client.chat.completions.create(model="m", messages=[{"role": "user", "content": "?"}])
         finally:

@@ -71,17 +71,6 @@ def test_long_prompts_are_left_out(questions, tokenizer):
         get_dataset(config, tokenizer=tokenizer)
 
 
-def test_hugging_face_folder_is_read(tmp_path):
-    import datasets
-
-    datasets.disable_progress_bars()
-    datasets.Dataset.from_list(QUESTIONS).to_parquet(str(tmp_path / "train.parquet"))
-    rows = get_dataset(
-        DatasetConfig(path=str(tmp_path), type="rl", dataset_kwargs={"cache_dir": str(tmp_path / "c")})
-    )
-    assert [row["answer"] for row in rows] == [row["answer"] for row in QUESTIONS]
-
-
 @pytest.mark.parametrize(
     ("content", "sentence"),
     [

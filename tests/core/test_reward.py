@@ -167,6 +167,7 @@ def test_stuck_worker_is_killed_and_replaced(pool, do, caplog):
     assert int(score(pool, "pid")) != stuck
 
 
+@pytest.mark.long
 def test_child_processes_of_a_stuck_function_end_with_it(pool):
     def programs():
         return [p for p in psutil.process_iter(["cmdline"]) if p.info["cmdline"] == ["sleep", "61"]]
@@ -255,6 +256,7 @@ def test_closing_ends_busy_workers(functions):
         running.result(1)
 
 
+@pytest.mark.long
 def test_function_of_a_script_runs_and_workers_end_with_the_script(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(

@@ -165,6 +165,7 @@ def test_masking_again_changes_and_counts_nothing():
     assert mask.count == 0
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "unit", ["a", "sk-", "eyJ-", "s3://a:", "://a:", "a=", "token='", "token=\\", "-----BEGIN PRIVATE KEY-----", "--token ",
              "authorization: ", "?token=", "&a", "bearer ", "wandb login ", "a."],

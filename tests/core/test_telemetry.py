@@ -193,18 +193,6 @@ def test_jsonl_reads_back_to_the_same_bits(tmp_path):
     }
 
 
-def test_tensorboard_gets_every_scalar(tmp_path):
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    log = TensorBoardLogger(tmp_path)
-    log(0, {"ppo_actor/loss": 0.5})
-    log(1, {"ppo_actor/loss": 0.25})
-    log.close()
-    events = EventAccumulator(str(tmp_path))
-    events.Reload()
-    assert [(e.step, e.value) for e in events.Scalars("ppo_actor/loss")] == [(0, 0.5), (1, 0.25)]
-
-
 def test_tensorboard_discards_steps_that_are_repeated(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 

@@ -185,7 +185,7 @@ def assert_kills_lose_nothing(run: Run, num_kills: int, seed: int) -> None:
 
 
 def test_kills_lose_no_sample_and_double_none(start_run):
-    assert_kills_lose_nothing(start_run("disk"), num_kills=1, seed=1)
+    assert_kills_lose_nothing(start_run("disk"), num_kills=2, seed=1)
 
 
 @pytest.mark.long

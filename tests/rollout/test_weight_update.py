@@ -88,14 +88,6 @@ def test_after_a_failed_update_generation_continues_and_all_weights_were_iterate
     assert list((tmp_path / "update").iterdir()) == []
 
 
-def test_an_update_skips_a_dead_server(start_fake, pool_of, model_path, tmp_path):
-    dead, alive = start_fake(), start_fake()
-    pool = pool_of(dead, alive)
-    dead.stop()
-    DiskUpdate(pool, tmp_path / "update", model_path).send(iter(WEIGHTS.items()), 1)
-    assert "/update_weights_from_disk" in alive.routes()
-
-
 def test_a_server_that_does_not_join_the_broadcast_is_reported_at_once(start_fake, pool_of):
     fake = start_fake()
     fake.refuse["/init_weights_update_group"] = (400, {"success": False, "message": "no such backend"})
