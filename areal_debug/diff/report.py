@@ -7,7 +7,7 @@ import shlex
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from areal_debug.diff.excerpts import read_excerpts
+from areal_debug.record.decode import load_decoder
 from areal_debug.render import count, format_number
 from areal_debug.report.links import view_command
 from areal_debug.report.model import Block, Facts, Report, Row, Table, rows_of
@@ -70,6 +70,24 @@ def rows_of_place(left: "Record", right: "Record", report: "DiffReport") -> list
     return rows + rows_of_text(read_excerpts(left, right, step, first))
 
 
+def read_excerpts(
+    left: "Record", right: "Record", step: int, difference: "StageDifference"
+) -> "tuple[Excerpt, Excerpt] | None":
+    """Return the text around a difference in A and in B, None if it is not at a token of both."""
+    from replayer.diff import Excerpt, find_context
+
+    context = find_context(left, right, step, difference)
+    if context is None:
+        return None
+    decode = load_decoder(left) or (lambda ids: " ".join(map(str, ids)))
+
+    def excerpt(ids: tuple[int, ...]) -> "Excerpt":
+        parts = ids[: context.at], ids[context.at :][:1], ids[context.at + 1 :]
+        return Excerpt(*(decode(list(part)) if part else "" for part in parts))
+
+    return excerpt(context.left), excerpt(context.right)
+
+
 def rows_of_text(sides: "tuple[Excerpt, Excerpt] | None") -> list[Row]:
     """Return the text around a difference in A and in B, its token between brackets."""
     rows: list[Row] = []
@@ -91,19 +109,16 @@ def describe(difference: "StageDifference", sides: tuple[str, str] = ("in A", "i
         if place.token is not None:
             words.append(f"token {place.token}")
     values = f"{show(difference.left)} {sides[0]}, {show(difference.right)} {sides[1]}"
-    text = f"{', '.join(words)}: {values}"
-    if difference.num_compared > 1:
-        text += f"; {difference.num_different:,} of {difference.num_compared:,} differ"
-    if difference.largest is not None:
-        text += f", by at most {format_number(difference.largest)}" if difference.num_compared > 1 else ""
-    return text
+    text, largest = f"{', '.join(words)}: {values}", difference.largest
+    if difference.num_compared <= 1:
+        return text
+    by = "" if largest is None else f", by at most {format_number(largest)}"
+    return f"{text}; {difference.num_different:,} of {difference.num_compared:,} differ{by}"
 
 
 def show(value: object) -> str:
-    """Format a value of a record; None is "absent"."""
-    if value is None:
-        return "absent"
-    return f"{value:.9g}" if isinstance(value, float) else str(value)
+    """Format a value of a difference: floats with the digits that float32 has."""
+    return f"{value:.9g}" if isinstance(value, float) else format_value(value)
 
 
 def format_value(value: Any) -> str:

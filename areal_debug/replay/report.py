@@ -74,22 +74,13 @@ def print_step(out: Console, result: StepResult, in_detail: bool = False) -> Non
     out.print(styled("{}  [yellow]{}[/yellow]", line, missing) if missing else line)
     if not in_detail:
         return
-    out.print(
-        styled(
-            "           [dim]{} of {} values differ; {} parameter checksums[/dim]",
-            len(result.differences),
-            result.num_compared,
-            result.num_parameters,
-        )
-    )
-    by_kind = {
-        kind: [d for d in result.differences if d.kind == kind] for kind in ("loss", "stat", "parameter")
-    }
-    shown = [difference for same in by_kind.values() for difference in same[:SHOWN_OF_A_KIND]]
-    for difference in shown:
-        out.print(styled("           {}", describe_value(difference)))
-    if len(result.differences) > len(shown):
-        out.print(styled("           ... and {} more", len(result.differences) - len(shown)))
+    differences = result.differences
+    of_kinds = ([d for d in differences if d.kind == kind] for kind in ("loss", "stat", "parameter"))
+    shown = [describe_value(d) for same in of_kinds for d in same[:SHOWN_OF_A_KIND]]
+    more = [f"... and {len(differences) - len(shown)} more"] * (len(differences) > len(shown))
+    of = f"{len(differences)} of {result.num_compared} values differ"
+    for text in (f"{of}; {result.num_parameters} parameter checksums", *shown, *more):
+        out.print(styled("           {}", text))
 
 
 def status_of(result: StepResult) -> tuple[str, str]:
@@ -293,15 +284,14 @@ class Curve:
 def curves_of(report: ReplayReport) -> list[Curve]:
     """Return the statistics: `FIRST_STATISTICS`, then the others by how much they changed."""
     names = {name for step in report.steps for name in step.recorded.keys() & step.replayed.keys()}
-    curves = [curve(report, name) for name in names if not name.endswith(("__count", "/min", "/max"))]
+    curves = []
+    for name in names:
+        if not name.endswith(("__count", "/min", "/max")):
+            both = [step for step in report.steps if name in step.recorded and name in step.replayed]
+            values = zip(*((step.recorded[name], step.replayed[name]) for step in both), strict=True)
+            curves.append(Curve(name, *values))
     order = {name: position for position, name in enumerate(FIRST_STATISTICS)}
     return sorted(curves, key=lambda c: (order[c.name] if c.name in order else len(order), -c.moved, c.name))
-
-
-def curve(report: ReplayReport, name: str) -> Curve:
-    """Collect one statistic over the steps that have it on both sides."""
-    both = [step for step in report.steps if name in step.recorded and name in step.replayed]
-    return Curve(name, tuple(s.recorded[name] for s in both), tuple(s.replayed[name] for s in both))
 
 
 def report_of_comparison(report: ReplayReport) -> Report:

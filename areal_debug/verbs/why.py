@@ -156,7 +156,7 @@ def explain_replay(record: str, options: "Options", run: "Runner") -> "WhyReport
 
 def with_text(left: "Record", right: "Record", report: "WhyReport") -> "WhyReport":
     """Add the text around the first token that differs, on both sides, and where to look at it."""
-    from areal_debug.diff.excerpts import read_excerpts
+    from areal_debug.diff.report import read_excerpts
     from areal_debug.report.links import view_command
 
     step, first = report.step, report.difference
