@@ -215,6 +215,7 @@ open(sys.argv[1], "wb").write(c10d._dump_fr_trace())
 """
 
 
+@pytest.mark.long
 def test_what_torch_itself_writes_is_read(tmp_path):
     path, program = tmp_path / "trace_rank_0", tmp_path / "recording.py"
     program.write_text(RECORDING)
