@@ -6,6 +6,7 @@ Validation rewards rise, values learn to predict returns, and a student approach
 import random
 
 import pytest
+import torch
 
 from areal_core.config import PPOConfig, load_expr_config
 from areal_core.paths import run_folder
@@ -43,6 +44,56 @@ def train_live(model, folder, reward, num_steps, *overrides):
     with PPOTrainer(config, rows[:80], rows[80:], print_steps=False) as trainer:
         trainer.train(RLVRWorkflow(reward, config.gconfig, tokenizer))
     return read_stats(run_folder(config, "logs") / "stats.jsonl")
+
+
+async def nearness(prompt, completions, prompt_ids, completion_ids, answer, **row) -> float:
+    """Reward 1 for the second digit of the question, less for other digits, 0 for no digit."""
+    digit = completions.strip()[-1:]
+    return 1 - abs(int(digit) - answer) / 9 if digit.isdigit() else 0.0
+
+
+@pytest.mark.long
+def test_held_out_answers_improve(small_model, tmp_path):
+    steps = train_live(small_model, tmp_path, nearness, 20, "algorithm=ppo")
+    assert steps[0]["eval-rollout/reward"] < 0.3
+    assert steps[-1]["eval-rollout/reward"] > 0.5
+    last = steps[-1]
+    assert last["ppo_critic/new_value/avg"] == pytest.approx(last["ppo_actor/task_reward/avg"], abs=0.3)
+
+
+class Predictable(critic_program.Conversations):
+    """Rewards that depend on the prompt only."""
+
+    def next_batch(self, step, version):
+        batch = super().next_batch(step, version)
+        is_good = batch["prompt_id"] % 2 == 0
+        is_prompt = (batch["loss_mask"].cumsum(1) == 0) & batch["attention_mask"]
+        token = torch.where(is_good, 5, 60)[:, None].int()
+        return batch | {
+            "input_ids": torch.where(is_prompt, token, batch["input_ids"]),
+            "rewards": is_good.float(),
+        }
+
+
+@pytest.mark.long
+def test_values_learn_to_predict_the_returns(small_model, tmp_path):
+    overrides = [
+        "actor.gae_lambda=1.0",
+        "actor.discount=1.0",
+        "critic.optimizer.type=adam",
+        "critic.optimizer.lr=3e-3",
+    ]
+    measured = []
+    observers = [critic_program.measure_into(measured)]
+    with critic_program.build(
+        small_model, tmp_path, 24, *overrides, observers=observers, rollouts=Predictable
+    ) as trainer:
+        trainer.train()
+    explained = [step["ppo_critic/explained_variance"] for step in measured]
+    losses = [step["ppo_critic/critic_loss/avg"] for step in measured]
+    assert explained[0] == 0  # all values are 0
+    assert min(explained[-3:]) > 0.8
+    assert max(losses[-3:]) < 0.2 * losses[0]
 
 
 async def nothing(*arguments, **row) -> float:

@@ -8,10 +8,12 @@ import pytest
 
 from areal_core.config import SFTConfig
 from areal_core.config.train_engine import OptimizerConfig
+from areal_core.data import PromptLoader
 from areal_core.engine.checkpoint.files import read_checkpoint
+from areal_core.engine.determinism import rng_state
 from areal_core.errors import CheckpointError
 from areal_core.trainer import build, checkpointing, supervised
-from areal_core.trainer.checkpointing import cut_stats, find_checkpoint
+from areal_core.trainer.checkpointing import Frequency, Position, Recovery, cut_stats, find_checkpoint
 from areal_core.trainer.sft import SFTTrainer
 
 ROWS = [{"input_ids": [5 + i, 6, 7, 8 + i % 3], "loss_mask": [0, 1, 1, 1]} for i in range(8)]
@@ -127,6 +129,24 @@ def test_optimizer_states_that_were_not_saved_or_not_loaded_make_a_difference(tr
         saved = read_checkpoint(checkpoints(trial) / "step-000002").engines["actor"]
         assert saved.has_optimizer == (trial == "b")
         assert train("auto", trial=trial, **{option: True}) != uninterrupted
+
+
+def test_timers_continue_from_their_saved_state(ranks, tmp_path):
+    now = [100.0]
+    timer = Frequency(None, None, 60.0, 4, clock=lambda: now[0])
+    now[0] = 145.0
+    config = SFTConfig(experiment_name="e", trial_name="t")
+    config.cluster.fileroot, config.recover.mode = str(tmp_path), "auto"
+    again = Recovery(config, ranks, 4)
+    again.keep("saver", Frequency(None, None, 60.0, 4, clock=lambda: now[0]))
+    again._position, again._rng = Position(3, 3, None, {"saver": timer.elapsed_s(), "gone": 1.0}), rng_state()
+    assert timer.elapsed_s() == 45.0
+    now[0] = 1000.0  # the run was down for a while, which does not count
+    assert again.restore(PromptLoader(ROWS, 2))
+    now[0] = 1014.0
+    assert not again._timers["saver"].is_due(3)
+    now[0] = 1015.0
+    assert again._timers["saver"].is_due(4)
 
 
 def test_a_damaged_checkpoint_is_reported_and_the_previous_one_is_used(
