@@ -119,7 +119,7 @@ def test_the_line_is_drawn_while_nothing_is_written_and_leaves_nothing():
     ("arguments", "variables"),
     [
         (["-q"], {}),
-        ([], {"TERM": "dumb"}),
+        pytest.param([], {"TERM": "dumb"}, marks=pytest.mark.long),
         pytest.param(["--json"], {}, marks=pytest.mark.long),
         pytest.param([], {"TERM": ""}, marks=pytest.mark.long),
     ],

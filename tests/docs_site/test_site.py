@@ -59,6 +59,7 @@ def verbs_below(command: click.Command, path: str) -> Iterator[tuple[str, str]]:
             yield path, name
 
 
+@pytest.mark.long  # `make docs` builds the site
 def test_a_page_loads_nothing_from_a_network(site: Path) -> None:
     pages = list(site.rglob("*.html"))
     assert len(pages) > 100
@@ -86,6 +87,7 @@ def test_a_verb_page_covers_its_commands_and_their_options(verb: str) -> None:
         assert f"reference/cli.md#areal-debug-{verb}-{name})" in text
 
 
+@pytest.mark.long
 def test_pages_of_the_site_are_reachable_from_its_navigation(site: Path) -> None:
     home = (site / "index.html").read_text()
     built = {str(page.relative_to(site)) for page in site.rglob("*.html")}
@@ -93,6 +95,7 @@ def test_pages_of_the_site_are_reachable_from_its_navigation(site: Path) -> None
     assert {page for page in built if not page.startswith("source/")} - listed == {"404.html"}
 
 
+@pytest.mark.long
 def test_a_link_of_a_page_to_a_file_outside_docs_leads_to_its_text(site: Path) -> None:
     text = (site / "source/examples/gsm8k_grpo.py.html").read_text()
     assert "PPOTrainer" in text

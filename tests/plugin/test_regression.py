@@ -34,6 +34,7 @@ def ranks():
         yield lambda: cleanup.enter_context(replay_ranks())
 
 
+@pytest.mark.long
 @pytest.mark.replay("tests/records/tiny_grpo.zip", run=RUN)
 def test_ten_steps_of_grpo_give_the_recorded_numbers(replay_record, recorded_model):
     report = replay_record(model=recorded_model)

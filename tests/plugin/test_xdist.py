@@ -57,7 +57,7 @@ def run(pytester, monkeypatch):
 @pytest.mark.parametrize(
     "options",
     [
-        (),
+        pytest.param((), marks=pytest.mark.long),
         ("-n", "2"),
         pytest.param(("-n", "0"), marks=pytest.mark.long),
         pytest.param(("-n", "2", "--dist", "loadfile"), marks=pytest.mark.long),

@@ -14,7 +14,7 @@ from tests.recorder.killed_picture_writers import NUM_STEPS, OPTIONS, batch_of, 
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.parametrize("every", [11, 1])
+@pytest.mark.parametrize("every", [11, pytest.param(1, marks=pytest.mark.long)])
 def test_a_kill_at_a_call_to_the_disk_loses_no_picture_of_a_committed_step(tmp_path, every, monkeypatch):
     monkeypatch.setattr(recorder.writer, "describe_run", recorder.writer.describe_run)  # restored afterwards
     program = [sys.executable, "-m", "tests.recorder.killed_picture_writers"]

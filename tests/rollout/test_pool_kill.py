@@ -184,6 +184,7 @@ def assert_kills_lose_nothing(run: Run, num_kills: int, seed: int) -> None:
     assert any(len(set(response.output_versions)) > 1 for response in run.responses)
 
 
+@pytest.mark.long
 def test_kills_lose_no_sample_and_double_none(start_run):
     assert_kills_lose_nothing(start_run("disk"), num_kills=2, seed=1)
 
