@@ -1,6 +1,6 @@
 """`areal-debug`: the table of verbs, and the options that they share.
 
-Each verb is a folder, `areal_debug/verbs/VERB.py`, imported only when that verb runs.
+Each verb is a file of `areal_debug/verbs/`, imported only when that verb runs.
 """
 
 import difflib

@@ -60,7 +60,7 @@ learning rate for all: this shows that each learns, not which learns best.
 
 Made by `{command}` on one CPU thread
 ({dates}; {versions}), with the options of
-`larger_supervised.yaml`, `larger_rl.yaml` and `methods.py` in `areal_debug/demo/`.
+`larger_supervised.yaml`, `larger_rl.yaml` and `learning_methods.py` in `benchmarks/`.
 `tests/trainer/test_learning_curves.py` trains the same and checks that each improves by its margin.
 All points are in [learning_curves.json](learning_curves.json).
 """

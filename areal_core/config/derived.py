@@ -44,7 +44,7 @@ LONGEST, MINIBATCHES = GenerationHyperparameters.max_new_tokens, PPOActorConfig.
 PLACES = ("allocation_mode", "rollout.backend", "actor.backend")
 RECOVERING = ("auto", "on", "fault")
 PERIODS = ("freq_epochs", "freq_steps", "freq_secs")
-# Of servers that use the trainer's devices in turn; `policy_checks.py` refuses other values.
+# Of servers that use the trainer's devices in turn; `checks.py` refuses other values.
 SHARING = {
     "rollout.max_head_offpolicyness": 0,
     "actor.weight_update_mode": "disk",

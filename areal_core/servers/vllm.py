@@ -32,7 +32,7 @@ PAUSES = {"abort": "abort", "retract": "abort", "in_place": "keep"}
 
 
 class VLLMWire(Wire):
-    """The routes of a vLLM server that `vllm.start` started, or one with its arguments."""
+    """The routes of a vLLM server with the arguments of `launch/vllm_process.py`."""
 
     engine = "vLLM 0.32"
     releases = ("vLLM", (0, 32, 0), (0, 33, 0), "0.32")  # older ones have no version of their weights

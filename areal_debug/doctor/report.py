@@ -122,7 +122,7 @@ def since(alarm: Alarm) -> str:
 
 
 def sample_line(sample: Sample) -> str:
-    """Return the place of a sample, as `view --step` and `--at` take it, and its excerpt."""
+    """Return the place of a sample, as `open --step` and `--at` take it, and its excerpt."""
     return f"--step {sample.step} --at {sample.prompt}.{sample.sample}  {sample.text}"
 
 

@@ -2,8 +2,8 @@
 
 `MODULE.NUMBER.safetensors` has the tensors among the module's arguments (`in0`, `in1`, ...), among
 its results (`out0`, ...), and for attention what SGLang's KV cache holds for the new tokens (`kv0`,
-`kv1`). SGLang loads `dump` by `--forward-hooks`; `vllm_child.py` registers it. It needs torch
-alone.
+`kv1`). SGLang loads `dump` by `--forward-hooks`; this file, run as a script, registers it
+in vLLM. It needs torch alone.
 """
 
 import json

@@ -4,7 +4,7 @@
     rollouts/step_N/rank_R.bin           micro-batches of a rank of the trainer
     token_exports/step_N/rank_R.jsonl    sequences with the trainer's log-probs; STABLE ends a step
 
-The .bin files are MessagePack of lists by position (`prime_rl_layouts.py`). In a micro-batch,
+The .bin files are MessagePack of lists by position. In a micro-batch,
 sequences follow each other; the tokens of the padding have no environment name, and fully masked
 copies fill ranks that have fewer micro-batches.
 """

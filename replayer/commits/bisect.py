@@ -30,7 +30,7 @@ def commits_between(repository: Path, good: str, bad: str) -> list[Commit]:
     commits = [Commit(*line.split("\0")) for line in text.splitlines()]
     if not commits:
         raise NothingToBisect(
-            f"there is no commit between {good} and {bad}: --good must be an ancestor of --bad"
+            f"there is no commit between {good} and {bad}: the first must be an ancestor of the second"
         )
     return commits
 

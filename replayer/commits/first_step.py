@@ -2,7 +2,7 @@
 
 Weights that have diverged do not become equal again, so log2(steps) pairs of outcomes find the
 first step with other weights. A batch that differs without changing the weights is not found:
-`diff` reads every step.
+`why --all` reads every step.
 """
 
 from collections.abc import Callable

@@ -1,8 +1,9 @@
 """What a trainer's options mean for the numbers of a step, in one vocabulary for all trainers.
 
 `Options` holds the values that decide rewards, advantages, loss and gradient. Configurations of our
-trainer, TRL and verl are read into it (`their_configs.py`), and `option_table.py` lists the values
-that a search tries. A value that a configuration leaves to its trainer is that trainer's default.
+trainer, TRL and verl are read into it (`their_configs.py`), and the rows of
+`KNOWN` list the values that a search tries. A value that a configuration leaves to its trainer is
+that trainer's default.
 """
 
 import time
