@@ -9,7 +9,6 @@ import numpy as np
 from areal_debug.doctor.alarm import Alarm, findings
 from areal_debug.doctor.checks import Checks, checks_of, unread
 from areal_debug.doctor.names import QUANTITIES
-from areal_debug.doctor.wording import OWN, in_words_of
 from areal_debug.doctor.read import Run
 from areal_debug.doctor.rows import worst_place
 from areal_debug.doctor.rules import (
@@ -30,6 +29,7 @@ from areal_debug.doctor.rules import (
 from areal_debug.doctor.samples.read import read_rows
 from areal_debug.doctor.samples.sample_rules import examine_samples
 from areal_debug.doctor.series import FEWEST_STEPS
+from areal_debug.doctor.wording import OWN, in_words_of
 from areal_debug.report.links import view_command
 from recorder import Record
 

@@ -21,7 +21,7 @@ def load_decoder(record: "Record", skip_special_tokens: bool = False) -> Callabl
 
 
 def special_texts(record: "Record") -> frozenset[str]:
-    """Return the texts of the special tokens of the recorded tokenizer; none if they are not known."""
+    """Return the special tokens of the recorded tokenizer; none if they are not known."""
     tokenizer = load_tokenizer(record)
     added = {} if tokenizer is None else tokenizer.get_added_tokens_decoder()
     return frozenset(token.content for token in added.values() if token.special)

@@ -9,9 +9,9 @@ from click.testing import CliRunner
 from areal_debug.cli import main
 from areal_debug.doctor.examine import causes_first, examine
 from areal_debug.doctor.names import choose_names
-from areal_debug.doctor.wording import renamed
 from areal_debug.doctor.read import Run, judged
 from areal_debug.doctor.series import Series
+from areal_debug.doctor.wording import renamed
 
 STEPS = 100
 X = np.linspace(0, 1, STEPS)
