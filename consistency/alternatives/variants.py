@@ -62,7 +62,7 @@ class Variant:
 
 
 def variant_alternatives(scorer: Scorer, rows: Sequences, temperature: float) -> list[Alternative]:
-    """Score with the variant of the model that fits the engine's logprobs best; none if none does."""
+    """Score with the variant that fits the engine's logprobs best; none if none does."""
     screened = select_rows(rows, spread_rows(rows, TOKENS_TO_SCREEN))
     engine = screened.engine_logprobs[screened.scored]
     usable = np.isfinite(engine)

@@ -6,9 +6,9 @@ from consistency.case import BAD_RATIO, Case
 from consistency.causes import Finding, finding
 from consistency.checks.shape import means_by, run_lengths
 from consistency.measure import correlation, tail
+from consistency.rescoring import NOISE_FACTOR
 from consistency.tokens import Floats
 
-NOISE_FACTOR = 2.0  # both sides of a comparison round: twice one side's noise is still noise
 PERIODS = range(2, 9)  # tokens
 DECIMALS = (1, 2, 3)  # four or more are below the noise of any engine
 FEWEST_ON_GRID = 50  # tokens
@@ -26,12 +26,11 @@ def listed_means(means: Floats) -> str:
 def trainer_differs(case: Case) -> Finding | None:
     """R20: the trainer's packed path differs from the model, so the fault is the trainer's."""
     check = case.trainer_check
-    if check is None or check.trainer_model <= NOISE_FACTOR * case.level:
-        return None
-    if check.engine_model > check.trainer_model / NOISE_FACTOR:
+    if check is None or not check.is_at_fault(case.level):
         return None
     return finding(
-        "R20",
+        "R20.explained" if check.explanation else "R20",
+        how=check.explanation,
         source=check.source,
         trainer=check.trainer_model,
         tokens=check.num_tokens,
