@@ -61,6 +61,17 @@ LIBRARIES = (
 )  # fmt: skip
 
 
+LAUNCHER_FILE = re.compile(
+    r"(?:^|/)(?:torch/distributed/(?:run|launcher/api)|accelerate/commands/launch|deepspeed/launcher/\w+|bin/(?:torchrun|accelerate|deepspeed))"
+    r"(?:\.py)?$|torch/distributed/elastic/agent/"
+)
+
+
+def is_launcher_file(file: str) -> bool:
+    """True if only a process that starts ranks runs this file."""
+    return LAUNCHER_FILE.search(file) is not None
+
+
 # Where the main thread of a process begins.
 ENTRIES = {"<module>", "_run_module_as_main", "spawn_main"}
 

@@ -195,7 +195,7 @@ def missing_rank(case: Case, graph: Graph) -> Verdict | None:
     waiters = [s for s in graph.waiting_ranks if s not in stopped]
     if not lost:
         return never_joined(case, graph)
-    if not case.ranks or (not waiters and len(stopped) < len(case.ranks)):
+    if not case.ranks or (not waiters and len(stopped) < len(case.ranks)) or case.snapshot.endings:
         return None
     who = f"{'Rank' if len(lost) == 1 else 'Ranks'} {rank_ranges(lost)}"
     statuses = [
