@@ -60,6 +60,14 @@ def diagnose(snapshot: Snapshot) -> Diagnosis:
     )
 
 
+def unsettled(snapshot: Snapshot) -> bool:
+    """True if ranks of a live job wait for others and came there since the sample before: a later
+    sample tells whether they go on.
+    """
+    graph = wait_for_graph(build_case(snapshot))
+    return any(s.moved or s.arrived for s in graph.waiting_ranks)
+
+
 def blamed_elsewhere(case: Case, verdict: Verdict) -> Verdict:
     """Replace `external_wait` where the ranks of another role (an engine, a reward service) hang
     themselves: the rank that waits for them is a victim.
@@ -171,7 +179,17 @@ def rank_map(
     waiting = {s.name for s in graph.waiting_ranks}
     blamed = set(verdict.culprits)
     cells = [
-        RankVerdict(s.rank, part_of(s, blamed, waiting), s.status, group_number[s.name], operation(s))
+        RankVerdict(
+            s.rank,
+            part_of(s, blamed, waiting),
+            s.status,
+            group_number[s.name],
+            operation(s),
+            s.pid,
+            s.host,
+            s.command,
+            s.facts.start_time,
+        )
         for s in case.ranks
         if s.rank is not None
     ]

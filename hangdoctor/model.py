@@ -26,8 +26,10 @@ Label = Literal[
     "unknown",
 ]
 Confidence = Literal["high", "medium", "low"]
-Kind = Literal["", "stuck_in_launch", "transport", "device"]
-"""What keeps a collective that every rank has reached from ending; empty where nothing decides."""
+Kind = Literal["", "stuck_in_launch", "transport", "device", "starting"]
+"""What keeps a collective that every rank has reached from ending, or that the job is starting;
+empty where nothing decides.
+"""
 Status = Literal["dumped", "gone", "not_permitted", "not_python", "stopped", "timed_out", "not_collected"]
 """`not_collected` means that nobody looked for the process; every other status is a finding."""
 NUMBER = re.compile(r'(id": ?)(\d+|null)')
@@ -266,13 +268,19 @@ class Alternative:
 
 @dataclass(frozen=True, slots=True)
 class RankVerdict:
-    """One cell of the rank map. `part` is a key of `report.text.SYMBOLS`."""
+    """One cell of the rank map. `part` is a key of `report.text.SYMBOLS`; the rest identifies the
+    process: `started` is in seconds since the epoch.
+    """
 
     rank: Rank
     part: str
     status: Status
     group: int | None
     doing: str
+    pid: int | None = None
+    host: str | None = None
+    command: str = ""
+    started: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
