@@ -47,6 +47,7 @@ FILE_FIRST = re.compile(
     rf"[(`]?(?P<function>[A-Za-z_<][\w.<>]*)(?:\([^()]*\))?[)`]?$"
 )
 ARROWS = re.compile(r"\s*(<-+|<=+|←|⟵|-+>|=+>|→|›| > | < )\s*")
+REMARK = re.compile(r"\s*\([^():/]*\)[ .]*$")
 NAME = re.compile(r"^[A-Za-z_<][\w.<>:]*(?:\(\))?$")
 
 C10D = "torch/distributed/distributed_c10d.py"
@@ -102,15 +103,16 @@ def loose_frames(line: str) -> tuple[Frame, ...]:
     for pattern in (NAME_FIRST, FILE_FIRST):
         if match := pattern.match(shown):
             return (Frame(match["function"], full_path(match["file"]), int(match["line"][:9])),)
-    pieces = ARROWS.split(without_bullets(line))
+    pieces = ARROWS.split(REMARK.sub("", without_bullets(line).replace("`", "")))
     if len(pieces) < 3 or len({arrow.strip("-=") for arrow in pieces[1::2]}) > 1:
         return ()
     found = [piece_frame(piece.strip()) for piece in pieces[0::2]]
     frames = [frame for frame in found if frame is not None]
     if len(frames) < len(found) or not any(frame.file for frame in frames):
         return ()
-    # `a <- b`: b called a. `a -> b`: a called b.
-    return tuple(frames if "<" in pieces[1] or pieces[1] in "←⟵" else reversed(frames))
+    # `a <- b`: b called a. `a -> b`: a called b, unless only a is a call that waits.
+    waits_first = frames[0].function in FILES_OF_NAMES and frames[-1].function not in FILES_OF_NAMES
+    return tuple(frames if "<" in pieces[1] or pieces[1] in "←⟵" or waits_first else reversed(frames))
 
 
 def piece_frame(text: str) -> Frame | None:

@@ -18,6 +18,7 @@ from hangdoctor.parse.headings import numbers_in
 from hangdoctor.parse.stacks_text import ANSI, PREFIX, read_sections, writer_of
 
 MAX_CHARACTERS = 32 << 20
+MAX_TRACEBACK = 20_000
 REPORT_LINES = 60
 # Only a job that has ended, or a rank of it, leaves one of these.
 ENDED = re.compile(
@@ -90,6 +91,7 @@ JOINED = (
     re.compile(r"\b(?P<joined>\d{1,7})/(?P<world>\d{1,7}) clients joined"),
     re.compile(r"world_size=(?P<world>\d{1,7}), (?:num_)?workers?_(?:count|joined)=(?P<joined>\d{1,7})"),
 )
+STALLED = re.compile(r"(?P<op>\w[\w./-]*) \[ready ranks: (?P<ranks>\d[\d, ]*)\]")
 FINGERPRINT = re.compile(
     r"Rank (?P<rank>\d{1,7}) is running collective: CollectiveFingerPrint\((?:SequenceNumber=(?P<seq>\d{1,18}), )?OpType=(?P<op>\w+)"
     r"(?:, TensorShape=\[(?P<shape>[\d, ]*)\], TensorDtypes=(?P<dtype>\w+))?"
@@ -154,7 +156,14 @@ class JobLog:
 
 
 def has_ended(text: str) -> bool:
-    return ENDED.search(text) is not None
+    """True if a text says that a job has ended, or is of a process whose traceback is its last
+    word.
+    """
+    *indented, last = (
+        text[-MAX_TRACEBACK:].rpartition("Traceback (most recent call last):\n")[2].rstrip().split("\n")
+    )
+    whole = bool(indented) and all(line.lstrip("| ") != line for line in indented) and ERROR.match(last)
+    return ENDED.search(text) is not None or bool(whole)
 
 
 def read_job_log(texts: Iterable[Text]) -> JobLog:
@@ -376,7 +385,20 @@ def read_messages(job: JobLog, lines: Lines) -> None:
             job.joined = max(job.joined or (0, 0), (int(match["joined"]), int(match["world"])))
     stopped = STOPPED.search(text)
     job.stopped = job.stopped or (stopped[0][:200] if stopped else "")
-    job.records += fingerprints(text)
+    job.records += fingerprints(text) + stalled(text)
+
+
+def stalled(text: str) -> list[CollectiveRecord]:
+    """Return the operations of Horovod's report that different ranks have submitted alone."""
+    ready = {m["ranks"]: m["op"] for m in STALLED.finditer(text)}
+    ranks = [numbers_in(text) for text in ready]
+    if len(ready) < 2 or len({rank for found in ranks for rank in found}) < sum(map(len, ranks)):
+        return []
+    return [
+        CollectiveRecord(rank, "default", (), operation, 0, False, "started", source="Horovod")
+        for found, operation in zip(ranks, ready.values(), strict=True)
+        for rank in found
+    ]
 
 
 def fingerprints(text: str) -> list[CollectiveRecord]:

@@ -69,16 +69,15 @@ def absent_at_the_end(case: Case, graph: Graph) -> Verdict | None:
     """Look for ranks without a stack that the others of a dead job have waited for."""
     absent = [e for e in case.snapshot.endings if e.rank in case.lost]
     waited = [e.rank for e in case.snapshot.endings if e.how in ("timed_out", "lost_peer")]
-    if not absent or not (waited or graph.waiting):
+    if not absent or not (waited or graph.waiting or any(e.named for e in absent)):
         return None
     broken = [e for e in absent if e.how in ("failed", "killed")]
     named = [e for e in absent if e.named]
     blamed = broken or named or absent
     label, level = label_of(case, blamed)
     who = f"{plural(blamed, 'Rank', 'Ranks')} {rank_ranges(e.rank for e in blamed)}"
-    others = (
-        waiting_for(graph) if graph.waiting else f"ranks {rank_ranges(waited)} waited for it until a time-out"
-    )
+    known = f"ranks {rank_ranges(waited)}" if waited else "its peers"
+    others = waiting_for(graph) if graph.waiting else f"{known} waited for it until a time-out"
     how = HOW[blamed[0].how] if not named else "did not arrive"
     last = last_lines(case, blamed)
     seen = f" Its last line: {last[0].fact.partition(': ')[2]}" if last else ""
@@ -96,7 +95,7 @@ def failed_in_wait(case: Case, graph: Graph) -> Verdict | None:
     """Look for ranks that failed and then waited for their peers, in a handler or at the exit."""
     failed = {e.rank: e for e in case.snapshot.endings if e.how == "failed"}
     waiting = [s for s in case.ranks if s.rank in failed]
-    if not waiting:
+    if not waiting or len(graph.waiting) + len(graph.sources) < 2:
         return None
     first = waiting[0]
     words = next(e.words for e in failed.values() if e.rank == first.rank)

@@ -88,7 +88,8 @@ def job_moves(case: Case, graph: Graph) -> Verdict | None:
         return None
     return make_verdict(
         "straggler_or_not_hung",
-        "high" if len(moved) == len(case.ranks) else "medium",
+        # Texts that somebody has pasted have no times: they may be of two processes.
+        "high" if len(moved) == len(case.ranks) and case.span_s else "medium",
         (),
         f"The job moves: {len(moved)} of {len(case.ranks)} ranks were elsewhere in the next sample.",
         stillness(case) + stack_evidence(moved[:3], "moved between the samples"),

@@ -165,6 +165,8 @@ def leaves(process: Process, entered: set[tuple[str, str]]) -> bool:
     wait = process.wait
     if wait.kind in ("data", "stopped", "launcher") or process.status == "stopped":
         return False
+    if any(f.file == "weakref.py" and f.function == "__call__" for f in wait.frames):
+        return False  # a finalizer of an object, which runs wherever that is freed
     if wait.kind == "future" and wait.operation == "pool result":
         return False
     if context(wait.frames, frozenset({"cleanup", "checkpoint"})) == "checkpoint":
