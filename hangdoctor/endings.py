@@ -12,18 +12,13 @@ from dataclasses import dataclass, field
 
 from hangdoctor.model import Ending, Frame, How, Thread
 from hangdoctor.parse.job_log import Attempt, Failure, JobLog
+from hangdoctor.tables import message
 from hangdoctor.waits import wait_of
 
-INTERRUPTED = re.compile(r"KeyboardInterrupt|SignalException|SystemExit|got signal")
-LOST_PEER = re.compile(
-    r"Connection (?:closed|reset|refused)|Broken pipe|pair closure|remote (?:worker|peer|process)|ncclRemoteError|"
-    r"failed to recv, got 0 bytes|Connection was likely closed|ncclSystemError",
-    re.I,
-)
-TIMED_OUT = re.compile(
-    r"time[d\- ]*out|(?:failed to pass|reached) monitoredBarrier|Detected mismatch|clients joined", re.I
-)
-STORE = re.compile(r"DistStoreError|DistNetworkError|store->get|monitoredBarrier")
+INTERRUPTED = message("endings", "interrupted")
+LOST_PEER = message("endings", "lost_peer")
+TIMED_OUT = message("endings", "timed_out")
+STORE = message("endings", "store")
 # Signals by which a launcher ends the ranks that are left, and those of a process that was killed.
 BY_LAUNCHER, KILLED = (-15, -2, 143), (-9, -11, -7, -4, 137, 139)
 ABORTED = (-6, 134)

@@ -1,4 +1,6 @@
-"""The tables of `frames.toml`, and the constants that rules and readers of a wait share."""
+"""The tables of `frames.toml` and `messages.toml`, and the constants that rules and readers of a wait
+share.
+"""
 
 import re
 import tomllib
@@ -64,6 +66,18 @@ def row_of(fields: dict[str, str], column: str) -> Row:
 
 def pattern(text: str) -> re.Pattern[str]:
     return re.compile(re.sub(r"\n\s*", "", text.strip()))
+
+
+MESSAGES = tomllib.loads(Path(__file__).with_name("messages.toml").read_text(encoding="utf-8"))
+
+
+def message(module: str, name: str) -> re.Pattern[str]:
+    """Return what a module looks for in logs, by its name in `messages.toml`."""
+    return pattern(MESSAGES[module][name])
+
+
+def messages(module: str, name: str) -> tuple[re.Pattern[str], ...]:
+    return tuple(pattern(text) for text in MESSAGES[module][name])
 
 
 TABLES = tomllib.loads(Path(__file__).with_name("frames.toml").read_text(encoding="utf-8"))

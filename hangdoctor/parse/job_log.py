@@ -16,32 +16,22 @@ from hangdoctor.frames import is_launcher_file
 from hangdoctor.model import CollectiveRecord, Frame, Thread
 from hangdoctor.parse.headings import numbers_in
 from hangdoctor.parse.stacks_text import ANSI, PREFIX, read_sections, writer_of
+from hangdoctor.tables import message, messages
 
 MAX_CHARACTERS = 32 << 20
 MAX_TRACEBACK = 20_000
 REPORT_LINES = 60
 # Only a job that has ended, or a rank of it, leaves one of these.
-ENDED = re.compile(
-    r"ChildFailedError|Root Cause \(first|failed \(exitcode: |closing signal SIG|"
-    r"\b(?:srun|slurmstepd|mpirun|prterun)\b.*(?:error|exited|noticed)|"
-    r"Timed out waiting|DistStoreError|DistBackendError|Connection (?:closed|reset) by (?:remote )?peer|pair closure|"
-    r"failed to pass monitoredBarrier|Detected mismatch between collectives|collective operation timeout|"
-    r"Timeout at (?:collective|NCCL work)|ncclRemoteError|waiting for remainder of ranks|got error: |SignalException|"
-    r"Process \d+ terminated with|watchdog got stuck|store based barrier",
-    re.M,
-)
+ENDED = message("job_log", "ended")
 TORCHRUN_FILE = re.compile(
     r"(?:^|/)attempt_(?P<attempt>\d{1,4})/(?P<rank>\d{1,6})/(?:stdout|stderr|error)\.\w+$"
 )
-KNOWN = re.compile(
-    r'^(?P<prefix>.*?\S.*?) ?(?:\^C)?(?:Traceback \(most recent call last\):|(?:Current t|T)hread 0x[0-9a-f]+ |  File "[^"]+", line \d)',
-    re.M,
-)
+KNOWN = message("job_log", "known")
 TASK = re.compile(r"(?:^|[\s|\]])(?P<number>\d{1,6}):\s*$")
 SAYS_RANK = re.compile(r"(?:\S+ ){0,4}?\[?rank[ _=:]?(\d{1,6})\b", re.I)
 WRITER = re.compile(r"(?:\[(?:rank|default)\d+\]:|(?<!\d)\d{1,6}:)$")
 OF_RANK = re.compile(r"\brank[ _=:]*(\d{1,6})|\[default(\d{1,6})\]", re.I)
-LAUNCHER = re.compile(r"ChildFailedError|elastic/(?:multiprocessing/api|agent)|torch/distributed/run\.py")
+LAUNCHER = message("job_log", "launcher")
 AGENT_FAILED = re.compile(r"failed \(exitcode: -?\d+\) local_rank: \d+")
 TRACEBACK = re.compile(r"^\s*(?:\^C)?Traceback \(most recent call last\):")
 TRACEBACK_FRAME = re.compile(
@@ -54,48 +44,14 @@ FATAL = re.compile(r"^Fatal Python error: .*")
 DUMP_LINE = re.compile(r'^\s*(?:$|(?:Current t|T)hread 0x|File "|<no Python frame>|\.\.\.)')
 THREAD = re.compile(r"^\s*(?:Current t|T)hread 0x")
 # torchelastic's report at the end of a run.
-REPORTED = re.compile(
-    r"\brank +: (?P<rank>\d{1,7}) \(local_rank: \d+\)[ \t]*\n[^\n]{0,120}?\bexitcode +: (?P<code>-?\d{1,6}) \(pid: \d+\)"
-    r"(?P<rest>(?:(?!\n *\[\d+\]:|\n *[-=]{20}).)*)",
-    re.S,
-)
-EXITED = (
-    re.compile(
-        r"\bsrun: error: \S+: tasks? (?P<ranks>\d[\d,\-]{0,200}): (?P<words>Killed|Out Of Memory|Segmentation fault|Exited[^\n]{0,60})",
-        re.M,
-    ),
-    re.compile(
-        r"process rank (?P<ranks>\d{1,7}) with PID \d+ .{0,200}?exited (?P<words>on signal \d+[^.\n]{0,40})"
-    ),
-    re.compile(r"\bprocess (?P<ranks>\d{1,7}) terminated with (?P<words>(?:signal|exit code) \w+)", re.I),
-    re.compile(r"\bpod\S*-(?P<ranks>\d{1,5})\b.{0,200}?(?P<words>OOMKilled|Evicted)"),
-)
-STOPPED = re.compile(
-    r"CANCELLED AT.*|DUE TO (?:TIME LIMIT|PREEMPTION|NODE FAILURE).*|Received (?:Signals\.)?SIG\w+ death signal.*|"
-    r"SignalException: Process \d+ got signal: \d+|Received SIGTERM.*"
-)
+REPORTED = message("job_log", "reported")
+EXITED = messages("job_log", "exited")
+STOPPED = message("job_log", "stopped")
 # A peer names the ranks that it has waited for.
-NAMED = (
-    re.compile(r"(?P<words>Ranks? (?P<ranks>\d[\d, ]*) failed to pass monitoredBarrier)"),
-    re.compile(
-        r"(?P<words>wait timeout after \d+ms, keys: \S*//(?:cpu|cuda)//\d+/(?P<ranks>\d{1,6}))\s*$", re.M
-    ),
-    re.compile(
-        r"(?P<words>\[(?P<ranks>\d[\d, ]*)\] finished collective #\d+, but didn't join collective #\d+)"
-    ),
-    re.compile(r"(?P<words>retrieving ncclUniqueId from \[(?P<ranks>\d+)\].{0,200}?got error: .{0,60})"),
-    re.compile(r"(?P<words>\[missing ranks?: ?(?P<ranks>\d[\d, ]*)[^\]]*\])"),
-    re.compile(r"(?P<words>^Missing ranks:\s*\n(?P<ranks>\d+): \[.*)", re.M),
-)
-JOINED = (
-    re.compile(r"\b(?P<joined>\d{1,7})/(?P<world>\d{1,7}) clients joined"),
-    re.compile(r"world_size=(?P<world>\d{1,7}), (?:num_)?workers?_(?:count|joined)=(?P<joined>\d{1,7})"),
-)
-STALLED = re.compile(r"(?P<op>\w[\w./-]*) \[ready ranks: (?P<ranks>\d[\d, ]*)\]")
-FINGERPRINT = re.compile(
-    r"Rank (?P<rank>\d{1,7}) is running collective: CollectiveFingerPrint\((?:SequenceNumber=(?P<seq>\d{1,18}), )?OpType=(?P<op>\w+)"
-    r"(?:, TensorShape=\[(?P<shape>[\d, ]*)\], TensorDtypes=(?P<dtype>\w+))?"
-)
+NAMED = messages("job_log", "named")
+JOINED = messages("job_log", "joined")
+STALLED = message("job_log", "stalled")
+FINGERPRINT = message("job_log", "fingerprint")
 
 
 @dataclass(frozen=True, slots=True)

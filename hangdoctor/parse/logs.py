@@ -10,25 +10,13 @@ from collections.abc import Iterable
 
 from hangdoctor.errors import UnreadableDump
 from hangdoctor.model import CollectiveRecord, ErrorFile, LogTail
+from hangdoctor.tables import message
 
 MAX_LINES = 400
-RELEVANT = re.compile(
-    r"Watchdog caught collective operation timeout|last enqueued (?:NCCL )?work|Waiting in store based barrier|watchdog got stuck|"
-    r"Traceback \(most recent call last\)|"
-    r"^\w*(?:Error|Exception|Interrupt)\b.*:|RuntimeError|CUDA error|out of memory|OutOfMemory|Killed|SIGKILL|SIGTERM|"
-    r"Fatal Python error|NCCL (?:WARN|error)|ncclRemoteError|Connection (?:refused|reset|closed)|timed? ?out|"
-    r"No available shared memory broadcast block|Broken pipe|exitcode|Signal \d+",
-    re.IGNORECASE,
-)
-WATCHDOG = re.compile(
-    r"(?:\[rank(?P<global>\d+)\].*?)?\[(?:PG [^\]]*?)?Rank (?P<rank>\d+)\].*Watchdog caught collective operation timeout: "
-    r"WorkNCCL\(SeqNum=(?P<seq>\d+), OpType=(?P<op>\w+)(?:, NumelIn=(?P<numel_in>\d+), NumelOut=(?P<numel_out>\d+))?"
-)
+RELEVANT = message("logs", "relevant")
+WATCHDOG = message("logs", "watchdog")
 # Follows a time-out: how far this rank has come in the group.
-PROGRESS = re.compile(
-    r"(?:\[rank(?P<global>\d+)\].*?)?\[PG (?:ID )?\d+(?: PG GUID (?P<guid>[^\s(]+))?(?: ?\((?P<name>[^)]*)\))? Rank (?P<rank>\d+)\]"
-    r".*?(?:NCCL work: |watchdog at work: |sequence id: )(?P<seq>\d+)\b.*?last enqueued (?:NCCL )?work: (?P<enqueued>\d+)"
-)
+PROGRESS = message("logs", "progress")
 
 
 def parse_log(name: str, rank: int | None, text: str, source: str) -> LogTail:

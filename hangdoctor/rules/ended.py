@@ -4,8 +4,6 @@ Who waited until a time-out is a victim. A rank that is known only because it di
 anywhere: it is the culprit at less than high confidence. Without a time-out nothing hung.
 """
 
-import re
-
 from hangdoctor.case import Case
 from hangdoctor.frames import show
 from hangdoctor.graph import Graph, rank_ranges
@@ -23,9 +21,10 @@ from hangdoctor.rules.verdict import (
     waiting_evidence,
     waiting_for,
 )
+from hangdoctor.tables import message
 from hangdoctor.waits import ThreadState
 
-RETRIES = re.compile(r"\bretr(?:y|ies|ying)\b|\battempt \d+|Error\b|Exception\b|out of memory", re.I)
+RETRIES = message("ended", "retries")
 HOW = {
     "timed_out": "waited until a time-out",
     "lost_peer": "waited until a peer was gone",

@@ -1,7 +1,5 @@
 """Rules for ranks that have not arrived, are leaving, or are gone."""
 
-import re
-
 from hangdoctor.case import Case, Process
 from hangdoctor.frames import show
 from hangdoctor.graph import Graph, rank_ranges
@@ -24,12 +22,10 @@ from hangdoctor.rules.verdict import (
     waiting_evidence,
     waiting_for,
 )
-from hangdoctor.tables import LAST_CALLS, MODULE_ENTRIES
+from hangdoctor.tables import LAST_CALLS, MODULE_ENTRIES, message
 from hangdoctor.waits import context
 
-STORE_BARRIER = re.compile(
-    r"Waiting in store based barrier.*world_size=(?P<world>\d{1,7}), worker_count=(?P<workers>\d{1,7})"
-)
+STORE_BARRIER = message("start_and_end", "store_barrier")
 STATUS_TEXTS = {
     "gone": "has no process that could be dumped",
     "stopped": "is stopped (state T) and runs no instruction",
