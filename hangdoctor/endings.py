@@ -54,7 +54,7 @@ def endings_of(job: JobLog, world_size: int | None, timed_out: set[int]) -> Ende
         if how:
             found.endings[rank] = Ending(rank, how, words)
     found.stacks |= dumps
-    for rank in timed_out - set(found.endings):
+    for rank in (timed_out | job.waited) - set(found.endings):
         found.endings[rank] = Ending(rank, "timed_out", "its watchdog timed out")
     for rank, (code, words) in job.exits.items():
         if rank not in found.endings and (how := how_ended(code, words, rank == job.first, bool(timed_out))):

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
-from hangdoctor.frames import is_library
+from hangdoctor.frames import TABLES, is_library
 
 USER = "USER"  # as the file of a row: not in a library
 # Waits that end only when other ranks arrive: a rank in one is a victim while some rank is not.
@@ -78,9 +78,6 @@ def message(module: str, name: str) -> re.Pattern[str]:
 
 def messages(module: str, name: str) -> tuple[re.Pattern[str], ...]:
     return tuple(pattern(text) for text in MESSAGES[module][name])
-
-
-TABLES = tomllib.loads(Path(__file__).with_name("frames.toml").read_text(encoding="utf-8"))
 
 
 ROOTED, P2P = (frozenset(TABLES["calls"][name]) for name in ("rooted", "p2p"))

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from areal_core.safety.secrets import Masker, masker
 from hangdoctor.collect.write import ProcessEntry
 from hangdoctor.endings import Ended, endings_of
-from hangdoctor.frames import is_launcher_file
+from hangdoctor.frames import of_launcher
 from hangdoctor.model import (
     CollectiveRecord,
     ErrorFile,
@@ -172,7 +172,7 @@ def number_unranked(reading: Reading, listed: dict[str, ProcessEntry]) -> None:
 def is_launcher(reading: Reading, name: str) -> bool:
     """True if the stacks of a process are those of torchelastic's agent."""
     threads = reading.stacks.get((name, 0)) or reading.natives.get((name, 0)) or ()
-    return any(is_launcher_file(frame.file) for thread in threads for frame in thread.frames)
+    return any(of_launcher(frame) for thread in threads for frame in thread.frames)
 
 
 def dump_of(reading: Reading, listed: dict[str, ProcessEntry], key: Key, mask: Masker) -> ProcessDump:

@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
-from hangdoctor.frames import is_launcher_file
+from hangdoctor.frames import of_launcher
 from hangdoctor.model import CollectiveRecord, Frame, Thread
 from hangdoctor.parse.headings import numbers_in
 from hangdoctor.parse.stacks_text import ANSI, PREFIX, read_sections, writer_of
@@ -39,6 +39,7 @@ TRACEBACK_FRAME = re.compile(
 )
 ERROR = re.compile(r"^(?:[A-Za-z_]\w*\.)*[A-Za-z_]\w*(?::\s|$)")
 CHAINED = re.compile(r"^(?:During handling of the above|The above exception was the direct cause)")
+SPAWNED = re.compile(r"^-- Process (\d{1,6}) terminated with the following error:")
 IGNORED = re.compile(r"^Exception ignored in")
 FATAL = re.compile(r"^Fatal Python error: .*")
 DUMP_LINE = re.compile(r'^\s*(?:$|(?:Current t|T)hread 0x|File "|<no Python frame>|\.\.\.)')
@@ -46,6 +47,8 @@ THREAD = re.compile(r"^\s*(?:Current t|T)hread 0x")
 # torchelastic's report at the end of a run.
 REPORTED = message("job_log", "reported")
 EXITED = messages("job_log", "exited")
+TIMED_OUT_ON = message("job_log", "timed_out_on")
+SIGNALLED = message("job_log", "signalled")
 STOPPED = message("job_log", "stopped")
 # A peer names the ranks that it has waited for.
 NAMED = messages("job_log", "named")
@@ -94,7 +97,8 @@ class JobLog:
 
     `exits` maps a rank to its exit code, if there is one, and the launcher's words; `named` maps a
     rank that others say they waited for to their words; `written` has the lines of each rank;
-    `reported` are tracebacks in the launcher's report; `complete` says that it names all ranks that
+    `reported` are tracebacks in the launcher's report; `waited` are ranks whose watchdog says so;
+    `complete` says that it names all ranks that
     failed.
     """
 
@@ -108,6 +112,7 @@ class JobLog:
     written: dict[int, list[str]] = field(default_factory=dict)
     source: dict[str, str] = field(default_factory=dict)
     reported: list[Failure] = field(default_factory=list)
+    waited: set[int] = field(default_factory=set)
     complete: bool = False
 
 
@@ -253,13 +258,16 @@ def read_tracebacks(job: JobLog, found: Attempt, writer: int | None, lines: list
     rest: list[str] = []
     frames: list[Frame] | None = None
     chained = in_report = crashed = False
+    spawned: int | None = None
     mixed = 0  # tracebacks of ranks without a prefix, line by line into each other
 
     def close(error: str) -> None:
         nonlocal frames, chained, mixed
-        if (frames and not any(is_launcher_file(frame.file) for frame in frames)) or FATAL.match(error):
+        if (frames and not any(of_launcher(frame) for frame in frames)) or FATAL.match(error):
             unique = dict.fromkeys(reversed(frames or ()))
-            found.failures.append(Failure(writer, tuple(unique), error, chained))
+            found.failures.append(
+                Failure(writer if spawned is None else spawned, tuple(unique), error, chained)
+            )
         frames, chained = (frames if mixed else None), False
         mixed = max(mixed - 1, 0)
 
@@ -285,6 +293,9 @@ def read_tracebacks(job: JobLog, found: Attempt, writer: int | None, lines: list
             close(line.strip()[:1000])
         elif CHAINED.match(line):
             chained = True
+        elif of_spawn := SPAWNED.match(line):
+            close("")
+            spawned = int(of_spawn[1])
         elif IGNORED.match(line):
             close("")
             chained = True
@@ -336,6 +347,13 @@ def read_messages(job: JobLog, lines: Lines) -> None:
             words = " ".join(match["words"].split())[:200]
             for rank in numbers_in(match["ranks"].replace("-", " ")):
                 job.named.setdefault(rank, words)
+    wanted = max((int(m[1]) for m in TIMED_OUT_ON.finditer(text)), default=0)
+    for match in SIGNALLED.finditer(text):
+        rank, last = int(match["rank"]), int(match["last"])
+        if last < wanted:
+            job.named.setdefault(rank, f"it has enqueued {last} operations, others wait in number {wanted}")
+        else:
+            job.waited.add(rank)
     for pattern in JOINED:
         for match in pattern.finditer(text):
             job.joined = max(job.joined or (0, 0), (int(match["joined"]), int(match["world"])))

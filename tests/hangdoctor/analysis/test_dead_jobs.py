@@ -177,3 +177,33 @@ def test_without_the_launchers_report_a_rank_may_be_unknown(tmp_path):
     (tmp_path / "job.log").write_text(prefixed(0, waiting()) + prefixed(1, waiting()))
     diagnosis = diagnose(read_snapshot([tmp_path / "job.log"]))
     assert (diagnosis.label, diagnosis.confidence) == ("nccl_timeout", "low")
+
+
+SIGNAL = (
+    "[rank{r}]:[E1114 21:17:00.6 ProcessGroupNCCL.cpp:1537] [PG ID 0 PG GUID 0(default_pg) Rank {r}] Received a dump signal due to "
+    "a collective timeout from  rank 0 and we will try our best to dump the debug info. Last enqueued NCCL work: {n}, last completed "
+    "NCCL work: 182.\n"
+)
+SPAWNED = "-- Process 1 terminated with the following error:\n" + traceback(
+    "ValueError: label 10",
+    ("_wrap", "/opt/torch/multiprocessing/spawn.py", 90),
+    ("worker", "/home/u/train.py", 9),
+)
+PARENT = traceback(
+    "torch.multiprocessing.spawn.ProcessRaisedException: ",
+    ("<module>", "/home/u/train.py", 99),
+    ("join", "/opt/torch/multiprocessing/spawn.py", 220),
+)
+
+
+def test_a_rank_that_enqueued_less_is_behind(tmp_path):
+    (tmp_path / "job.log").write_text(NCCL + SIGNAL.format(r=1, n=182) + SIGNAL.format(r=3, n=184))
+    diagnosis = diagnose(read_snapshot([tmp_path / "job.log"]))
+    assert (diagnosis.label, diagnosis.culprit_ranks, diagnosis.confidence) == ("missing_rank", (1,), "low")
+
+
+def test_an_error_of_a_spawned_process_is_its_own(tmp_path):
+    (tmp_path / "job.log").write_text(f"{PARENT}\n{SPAWNED}")
+    diagnosis = diagnose(read_snapshot([tmp_path / "job.log"]))
+    assert (diagnosis.label, diagnosis.culprit_ranks) == ("unknown", (1,))
+    assert "rank 1 failed with an error of its own (ValueError: label 10)" in diagnosis.summary
