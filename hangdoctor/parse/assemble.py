@@ -12,7 +12,6 @@ from dataclasses import dataclass, field, replace
 
 from areal_core.safety.secrets import Masker, masker
 from hangdoctor.collect.write import ProcessEntry
-from hangdoctor.endings import Ended, endings_of
 from hangdoctor.frames import of_launcher
 from hangdoctor.model import (
     CollectiveRecord,
@@ -27,6 +26,7 @@ from hangdoctor.model import (
     Thread,
 )
 from hangdoctor.parse import location
+from hangdoctor.parse.endings import Ended, endings_of
 from hangdoctor.parse.job_log import Text, read_job_log
 from hangdoctor.parse.location import ProcessName, coordinates_in, parse_name, role_in
 from hangdoctor.parse.logs import parse_log, watchdog_records, watchdog_timeouts

@@ -4,7 +4,7 @@ its launcher.
 text -> lines without prefixes, by writer -> attempts -> failures, stacks   -> JobLog
                                           -> messages about ranks, exits
 
-What stands before the text of a line (time, pod, task, `[rank3]:`) is learned from lines whose text
+What stands before the text of a line (time, pod, task, `[rank3]:`) is taken from lines whose text
 is known. A prefix without a word for ranks is that of a node where torchrun itself writes with it.
 """
 
