@@ -1,6 +1,4 @@
-"""The tables of `frames.toml` and `messages.toml`, and the constants that rules and readers of a wait
-share.
-"""
+"""The tables of `frames.toml` and `messages.toml`, and what rules and readers of a wait share."""
 
 import re
 import tomllib
