@@ -57,6 +57,7 @@ def record_of_text(tmp_path, bytes_tokenizer):
 def test_ls_gives_one_line_a_step_and_names_the_unfinished(tmp_path):
     write_scripted_record(tmp_path / "record", num_steps=3, num_ranks=2)
     (tmp_path / "record/steps/000002/step.json").unlink()
+    (tmp_path / "record/end.json").unlink()
     result = run("ls", tmp_path / "record")
     assert result.exit_code == 0
     lines = [line.split() for line in result.output.splitlines()]
