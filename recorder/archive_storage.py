@@ -577,6 +577,14 @@ def open_archive(location: str) -> ArchiveStorage:
     objects = open_objects(location)
     document = read_metadata(objects, "")
     if document is None:
+        found = objects.names("")
+        if {".zgroup", ".zattrs", ".zarray", ".zmetadata"}.intersection(found):
+            raise NotARecord(f"{location} is a store of zarr v2: archives of records are zarr v3")
+        if found:
+            names = ", ".join(sorted(found)[:3])
+            raise NotARecord(
+                f"{location} has {names} and no zarr.json: unpack it if it has a record's folder"
+            )
         raise RecordNotFound(f"no archive exists at {location}: give the path or URL of a record")
     attributes = document.get("attributes")
     if not isinstance(attributes, dict) or VERSION_ATTRIBUTE not in attributes:

@@ -485,6 +485,9 @@ def top_files(storage: Storage) -> list[str]:
     return [name for name in TOP_FILES if storage.size(name) is not None]
 
 
+ZIP_BEGIN = b"PK\x03\x04"
+
+
 def open_storage(path: str | os.PathLike[str]) -> Storage:
     """Open the storage at a folder, a zip file or an fsspec URL.
 
@@ -499,6 +502,10 @@ def open_storage(path: str | os.PathLike[str]) -> Storage:
         if local.is_dir() and not (local / "zarr.json").is_file():
             return FolderStorage(local)
         if local.is_file() and not zipfile.is_zipfile(local):
+            with local.open("rb") as file:
+                if file.read(len(ZIP_BEGIN)) == ZIP_BEGIN:
+                    size_bytes = local.stat().st_size
+                    raise DamagedRecord(local.name, f"is a zip file that is cut off after {size_bytes} bytes")
             raise RecordNotFound(f"{location} is a file: give the folder that a run recorded into")
     from recorder.archive_storage import open_archive  # zarr takes 0.2 s to import
 

@@ -377,7 +377,8 @@ def judge_difference(
         names = ", ".join(item.where for item in environment[:3])
         settings = "settings are the same" if config else "settings are not known"
         return Verdict("environment", f"{settings}, but the environment is not: {names}", environment)
-    if first.stage == "batch" and first.place is not None and first.place.in_prompt:
+    in_prompt = first.place is not None and first.place.in_prompt and first.name != "loss_mask"
+    if first.stage == "batch" and in_prompt:
         return Verdict("input", "the prompts differ: other data, or another order of it")
     if first.stage == "batch":
         return Verdict("input", ({first.name: f"{first.name} of the batch differs"} | INPUTS)[first.name])

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from recorder.errors import RecordError
+from recorder.errors import ForeignFormat, RecordError
 from recorder.trainers.foreign import (
     BY_MASK,
     BY_PROMPT,
@@ -184,7 +184,10 @@ def parse_row(row: Mapping[str, Any], text: tuple[str, str] | None, where: str) 
 
     Rows with equal prompts are a group, as for NeMo-RL's own baseline.
     """
-    length = int(member(row, "input_lengths", where))
+    length = member(row, "input_lengths", where)
+    size = max((len(row[name]) for name in PER_TOKEN if row.get(name) is not None), default=0)
+    if not isinstance(length, int | np.integer) or not 0 <= length <= size:
+        raise ForeignFormat(f"{where}: input_lengths is {length!r}, and {size} values per token are there")
 
     def column(name: str) -> Any:
         values = optional(row, name)

@@ -4,6 +4,7 @@ import filecmp
 import itertools
 import json
 import shutil
+import zipfile
 
 import numpy as np
 import pytest
@@ -184,6 +185,15 @@ def test_what_cannot_be_opened_is_reported(tmp_path, source):
     zarr.open_group(tmp_path / "foreign", mode="w")
     with pytest.raises(NotARecord, match="not a finished archive"):
         open_record(tmp_path / "foreign")
+    for name, words in ((".zgroup", "zarr v2"), ("record/record.json", "no zarr.json: unpack it")):
+        with zipfile.ZipFile(tmp_path / "other.zip", "w") as file:
+            file.writestr(name, "{}")
+        with pytest.raises(NotARecord, match=words):
+            open_record(tmp_path / "other.zip")
+    archive_record(source, tmp_path / "cut.zip")
+    (tmp_path / "cut.zip").write_bytes((tmp_path / "cut.zip").read_bytes()[:1000])
+    with pytest.raises(DamagedRecord, match="cut off after 1000 bytes"):
+        open_record(tmp_path / "cut.zip")
     archive_record(source, tmp_path / "newer")
     zarr.open_group(tmp_path / "newer", mode="r+").attrs["areal_debug_archive"] = 99
     with pytest.raises(UnknownFormat, match="99"):

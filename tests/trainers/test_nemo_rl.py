@@ -54,7 +54,7 @@ def test_every_value_of_two_steps_is_recorded_and_nothing_is_dumped(logger, tmp_
     assert batch["cu_seqlens"].tolist() == [0, 4, 9, 12]
     assert batch["input_ids"].tolist() == [5, 6, 7, 8, 5, 6, 9, 8, 8, 4, 6, 3]
     assert batch["loss_mask"].tolist() == [0, 0, 1, 1, 0, 0, 1, 0, 1, 0, 0, 0]
-    assert batch["logprobs"].tolist() == [0, 0, -0.5, -1.0, 0, 0, -1.5, 0, -2.0, 0, 0, 0]
+    assert batch["logprobs"].tolist() == [0, 0, -0.5, -1.0, 0, 0, -1.5, 0, -2.0, 0, 0, -2.5]
     assert batch["rewards"].tolist() == [1.0, 0.0, 0.5]
     assert batch["prompt_id"].tolist() == [0, 0, 1]
     assert batch["prompt_length"].tolist() == [2, 2, 2]

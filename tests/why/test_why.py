@@ -162,6 +162,17 @@ def test_prompts_of_other_content_are_data_and_another_order_is_not_determined(t
     assert "order of the prompts" in answer.finding.cause.what
 
 
+def test_another_loss_mask_is_no_other_data_set(tmp_path):
+    def on_the_prompt(script):
+        script.batch["loss_mask"][0, 1] = 1
+
+    answer = ask(tmp_path, on_the_prompt)
+    assert (answer.difference.name, answer.difference.place.in_prompt) == ("loss_mask", True)
+    assert answer.finding.cause.kind == "unknown"
+    assert answer.finding.cause.what.startswith("the loss mask of 1 of ")
+    assert "what makes the mask is not the same" in answer.finding.evidence[0]
+
+
 def test_records_of_other_runs_and_without_a_common_step_are_not_comparable(tmp_path):
     files = {"model.safetensors": {"size_bytes": 10, "crc32c": "00000000"}}
     other = {"model.safetensors": {"size_bytes": 11, "crc32c": "00000000"}}
