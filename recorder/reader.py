@@ -203,17 +203,17 @@ class RecordedStep:
         Raises:
             StepNotRecorded: the scope of the record is "rollout", or another trainer gave none.
         """
-        name = self.rank_name("plan", rank, "json")
-        if name not in self.manifest.files:
-            raise not_in_scope(self.name_of(name), "plan")
-        return parse_plan(parse_document(self.file(name), self.name_of(name)), self.name_of(name))
+        return parse_plan(*self._json("plan", rank))
 
     def outcome(self, rank: int) -> Outcome:
         """Read the rank's outcome. Raises as `plan` does."""
-        name = self.rank_name("outcome", rank, "json")
+        return parse_outcome(*self._json("outcome", rank))
+
+    def _json(self, kind: str, rank: int) -> tuple[Any, str]:
+        name = self.rank_name(kind, rank, "json")
         if name not in self.manifest.files:
             raise not_in_scope(self.name_of(name), "plan")
-        return parse_outcome(parse_document(self.file(name), self.name_of(name)), self.name_of(name))
+        return parse_document(self.file(name), self.name_of(name)), self.name_of(name)
 
     def text(self, rank: int) -> list[dict[str, Any]] | None:
         """Read the text of each row, in order; None if text was not recorded."""
@@ -276,7 +276,7 @@ def not_in_scope(file: str, scope: str) -> StepNotRecorded:
 
 @dataclass
 class Damage:
-    """What a reader that goes on with the rest has left out: each error once, as it was found."""
+    """What a reader that continues with the rest has left out: each error once, as it was found."""
 
     found: dict[str, DamagedRecord] = field(default_factory=dict)
 

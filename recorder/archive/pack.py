@@ -9,7 +9,7 @@ records into (`live_archive`).
 import os
 import shutil
 import zipfile
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
@@ -165,7 +165,7 @@ class Archived:
     source_bytes: int
     archive_bytes: int
     num_continued: int
-    left_out: tuple[str, ...] = ()
+    left_out: Sequence[str] = ()
     is_damaged: bool = False
 
 
@@ -199,7 +199,7 @@ def archive_record(
     if is_url(location):
         clear_destination(location, overwrite)
         work = partial(pack, source, location, progress, anchors, skip_damaged)
-        return archived_as(location, in_child(work, [source, location]))
+        return Archived(**in_child(work, [source, location]))
     check_not_in_use(Path(location + STAGING_SUFFIX))
     with unfinished_folder(Path(location), may_continue=True) as content:
         target = f"{content}.zip" if location.endswith(".zip") else str(content)
@@ -207,11 +207,7 @@ def archive_record(
         facts = in_child(work, [source], content.parent)
         if target != str(content):
             Path(target).rename(content)
-    return archived_as(location, facts)
-
-
-def archived_as(location: str, facts: dict[str, Any]) -> Archived:
-    return Archived(**facts | {"location": location, "left_out": tuple(facts["left_out"])})
+    return Archived(**facts | {"location": location})
 
 
 def pack(

@@ -185,9 +185,11 @@ def parse_row(row: Mapping[str, Any], text: tuple[str, str] | None, where: str) 
     Rows with equal prompts are a group, as for NeMo-RL's own baseline.
     """
     length = member(row, "input_lengths", where)
-    size = max((len(row[name]) for name in PER_TOKEN if row.get(name) is not None), default=0)
-    if not isinstance(length, int | np.integer) or not 0 <= length <= size:
-        raise ForeignFormat(f"{where}: input_lengths is {length!r}, and {size} values per token are there")
+    sizes = [len(row[name]) for name in PER_TOKEN if row.get(name) is not None]
+    if not isinstance(length, int | np.integer) or not 0 <= length <= max(sizes, default=length):
+        raise ForeignFormat(
+            f"{where}: input_lengths is {length!r}, with values for {max(sizes, default=0)} tokens"
+        )
 
     def column(name: str) -> Any:
         values = optional(row, name)

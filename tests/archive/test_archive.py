@@ -3,7 +3,6 @@
 import filecmp
 import itertools
 import json
-import shutil
 import zipfile
 
 import numpy as np
@@ -158,16 +157,6 @@ def test_every_flipped_byte_of_an_archive_is_found_and_none_is_read(tmp_path):
             pass  # the store cannot be opened any more, and reports it
         path.write_bytes(before)
     assert unnoticed == []
-
-
-def test_a_lost_shard_is_damage_of_the_files_in_it(tmp_path):
-    write_scripted_record(tmp_path / "record", num_steps=1)
-    archive_record(tmp_path / "record", tmp_path / "a")
-    shutil.rmtree(tmp_path / "a/all/logprobs.F32/c")
-    (problem,) = verify(tmp_path / "a").problems
-    assert (problem.file, problem.tensor) == ("steps/000000/batch-00000-of-00001.safetensors", "logprobs")
-    with pytest.raises(DamagedRecord, match="logprobs"):
-        open_record(tmp_path / "a").step(0).batch(0)
 
 
 def test_what_cannot_be_opened_is_reported(tmp_path, source):

@@ -66,7 +66,7 @@ COMPARES = {"why", "why of the damaged one", "diff", "bisect-step"}
 
 
 def write_record(folder: Path, num_ranks: int) -> None:
-    """Write steps 1 to 3 of four with every kind of file: text, pictures, plans, an anchor, gaps."""
+    """Write steps 1 to 3 of four, with text, pictures, plans, an anchor and gaps."""
     options = RecordingOptions(Recording("full"), text=True, retention=Retention(keep_last=3))
     writers = [RecordWriter(folder, r, num_ranks, g, options) for r, g in enumerate(gatherers(num_ranks))]
     folder.mkdir(parents=True)
@@ -91,7 +91,7 @@ def write_record(folder: Path, num_ranks: int) -> None:
 
 
 def files_to_damage(record: Path) -> list[str]:
-    """Return the files at the top, of the damaged step, of the anchor, and a picture of the step."""
+    """Return the files at the top, of the damaged step and the anchor, and a picture."""
     names = sorted(str(path.relative_to(record)) for path in record.rglob("*") if path.is_file())
     of_step = [name for name in names if not name.startswith(("steps/", "images/"))]
     of_step += [name for name in names if name.startswith(f"steps/{DAMAGED:06}/")]
@@ -142,7 +142,7 @@ def say(verb: str, intact: Path, damaged: Path, folder: Path) -> Said:
 
 
 def complaint(verb: str, file: str, said: Said, of_intact: Said, zipped: bool) -> str | None:
-    """Return what is wrong about an answer on a record whose file is damaged; None if it is right."""
+    """Return what is wrong about an answer on a damaged record; None if it is right."""
     if said.error is not None or any(words in said.text for words in LIBRARY):
         return f"a traceback or a library's words: {said.error!r}"
     if said.code == 1:
@@ -151,6 +151,7 @@ def complaint(verb: str, file: str, said: Said, of_intact: Said, zipped: bool) -
             f"step {DAMAGED}",
             f"{DAMAGED:06}",
             "anchors/",
+            "is missing",
             *(("/", ".json") if zipped else ()),
         )
         return None if any(name in said.text for name in named) else "the damage is not named"
@@ -174,8 +175,8 @@ def in_process(monkeypatch):
     monkeypatch.setattr("recorder.confine.run_confined", lambda work, *_, **__: work())
 
 
-# What no reader of ours needs: metadata of zarr's groups, and an anchor's commit, without which it is
-# an anchor that was being written.
+# What no reader of ours needs: metadata of zarr's groups, and the commit of an anchor, without which
+# it is an anchor that was being written.
 UNUSED = {"all/zarr.json", "steps/zarr.json", "anchors/zarr.json"}
 COMMITS_OF_ANCHORS = {"anchors/000002/anchor.json", "anchors/000002/zarr.json"}
 
@@ -189,7 +190,7 @@ def is_silent(name: str, kind: str) -> bool:
 
 
 def complaints(tmp_path: Path, num_ranks: int, zipped: bool, every: int) -> tuple[list[str], Counter[str]]:
-    """Damage a record in each way, or in one of `every`; return what is wrong, and answers by verb."""
+    """Damage a record in one way of `every`; return what is wrong, and the answers by verb."""
     intact, damaged = tmp_path / "intact", tmp_path / "damaged"
     write_record(intact, num_ranks)
     names = files_to_damage(intact)
