@@ -175,8 +175,8 @@ def in_process(monkeypatch):
     monkeypatch.setattr("recorder.confine.run_confined", lambda work, *_, **__: work())
 
 
-# What no reader of ours needs: metadata of zarr's groups, and the commit of an anchor, without which
-# it is an anchor that was being written.
+# What no reader of ours needs: metadata of groups of zarr, and the commit of an anchor, without
+# which it is an anchor that was being written.
 UNUSED = {"all/zarr.json", "steps/zarr.json", "anchors/zarr.json"}
 COMMITS_OF_ANCHORS = {"anchors/000002/anchor.json", "anchors/000002/zarr.json"}
 
