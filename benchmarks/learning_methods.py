@@ -92,7 +92,6 @@ def examples(rows: Sequence[dict[str, Any]]) -> list[TokenRow]:
 
 
 def pairs(rows: Sequence[dict[str, Any]]) -> list[TokenRow]:
-    """Return rows as preference pairs."""
     tokenizer = make_tiny_tokenizer()
     return [pair_row(row, tokenizer, "larger.py") for row in rows]
 

@@ -104,7 +104,6 @@ class SimulatedFleet(Connections):
         fail_all(self._by_address[server])
 
     async def close(self) -> None:
-        """End all requests."""
         for simulated in self._by_address.values():
             fail_all(simulated)
 

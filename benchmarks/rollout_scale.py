@@ -9,7 +9,6 @@ counts rows, checks tokens and versions  a task that ticks every 10 ms: its dela
 new version: fleet, client, executor --> requests in flight are aborted and sent again
 """
 
-import argparse
 import asyncio
 import json
 import resource
@@ -35,6 +34,7 @@ from areal_core.servers.server import Server
 from areal_core.servers.sglang import SGLANG
 from areal_core.testing import TokensWorkflow
 from areal_debug.agent.loop_monitor import running_time
+from benchmarks.harness import read_options
 from benchmarks.rollout_fleet import SimulatedFleet, first_token
 
 SIZES = ((8, 10_000), (64, 50_000), (512, 50_000))  # servers, requests
@@ -191,10 +191,7 @@ def measure(servers: int, requests: int, seed: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--one", metavar="SERVERS,REQUESTS,SEED", help="one simulation, as JSON")
-    options = parser.parse_args()
+    options = read_options(__doc__, rounds=3, one="")
     if options.one:
         servers, requests, seed = map(int, options.one.split(","))
         with short_collections():

@@ -10,9 +10,8 @@ from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
-from why_plants.plants import HERE, Edit, Library, Plant, innocent_commits, read
-
 from areal_core.testing import make_tiny_model, make_tiny_tokenizer
+from benchmarks.why_plants.plants import HERE, Edit, Library, Plant, innocent_commits, read
 
 ROOT = HERE.parents[1]
 NUM_STEPS, LAST_OF_FIRST_RUN = 5, 3
