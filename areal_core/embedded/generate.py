@@ -34,7 +34,6 @@ class ReadsImages(Protocol):
         cache: DynamicCache,
     ) -> tuple[Tensor, Tensor]:
         """Return logits after each prompt [B, vocab], and what to add to later positions, [B]."""
-        ...
 
 
 class RoutedCache(DynamicCache):
@@ -62,7 +61,6 @@ class KeepsExperts(Protocol):
 
     def new_cache(self) -> DynamicCache:
         """Return an empty cache: a `RoutedCache` if experts are kept."""
-        ...
 
 
 class RunningRows(Protocol):
@@ -73,19 +71,15 @@ class RunningRows(Protocol):
 
     def read(self, tokens: Tensor, running: Sequence[bool]) -> None:
         """Read the next token of each row, int64 [B]; those of rows not running are ignored."""
-        ...
 
     def select(self, rows: Tensor) -> None:
         """Keep these rows only, int64 indices, which may repeat."""
-        ...
 
     def experts_of(self, row: int) -> Tensor | None:
         """Return the experts of the tokens of a row, int16 [tokens, layers, top_k], if kept."""
-        ...
 
     def close(self) -> None:
         """End all rows."""
-        ...
 
 
 @runtime_checkable
@@ -94,7 +88,6 @@ class ReadsRows(Protocol):
 
     def read_rows(self, prompts: Sequence[Sequence[int]]) -> RunningRows | None:
         """Read prompts without pictures; None if the model needs padded rows."""
-        ...
 
 
 @dataclass(frozen=True)

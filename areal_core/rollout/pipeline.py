@@ -141,19 +141,15 @@ class PromptLoader(Protocol):
 
     def next_batch(self) -> list[tuple[int, Row]]:
         """Return the next `(prompt_id, row)` pairs."""
-        ...
 
     def row(self, prompt_id: int) -> Row:
         """Return the row of a prompt that `next_batch` returned before."""
-        ...
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position in the data, as JSON types."""
-        ...
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from `state`."""
-        ...
 
 
 class Feed(Protocol):
@@ -161,7 +157,6 @@ class Feed(Protocol):
 
     def take(self) -> tuple[int, Row]:
         """Return the next `(prompt_id, row)`; never exhausted."""
-        ...
 
 
 class PromptFeed:

@@ -35,7 +35,6 @@ class RolloutWorkflow(Protocol):
             batch" (`prompt_id` and `sample_id` are added by the caller); None to leave this sample
             out.
         """
-        ...
 
 
 class RLVRWorkflow:

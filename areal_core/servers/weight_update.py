@@ -77,11 +77,9 @@ class WeightUpdate(Protocol):
 
         Collective: every rank calls it and iterates to the end, perhaps more than once.
         """
-        ...
 
     def close(self) -> None:
         """Release the servers and groups."""
-        ...
 
 
 class DiskUpdate:

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from types import ModuleType, TracebackType
+from types import ModuleType
 from typing import Any, Protocol
 
 from areal_core.errors import ConfigError
@@ -27,7 +27,6 @@ class Logger(Protocol):
 
     def close(self) -> None:
         """Finish; called once, after the last step."""
-        ...
 
 
 class JsonlLogger:
@@ -180,9 +179,7 @@ class StatsLogger:
     def __enter__(self) -> "StatsLogger":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
