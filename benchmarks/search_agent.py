@@ -28,7 +28,7 @@ from areal_core.config import (
     load_expr_config,
 )
 from areal_core.paths import run_folder
-from areal_core.telemetry import read_stats
+from areal_core.telemetry.loggers import read_stats
 from areal_core.testing import make_tiny_model
 from areal_core.trainer.rl import PPOTrainer
 from areal_core.trainer.sft import SFTTrainer

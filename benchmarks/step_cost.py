@@ -20,7 +20,7 @@ import torch
 
 from areal_core.config import PPOConfig, config_from_dict
 from areal_core.data.batch import Batch
-from areal_core.telemetry import read_stats
+from areal_core.telemetry.loggers import read_stats
 from areal_core.testing import make_tiny_model
 from areal_core.trainer.rl import PPOTrainer
 from areal_debug.wiring import make_recorder

@@ -46,7 +46,7 @@ from areal_core.servers.verification import WeightCheck
 from areal_core.servers.weight_update import AdapterUpdate, BroadcastUpdate, DiskUpdate, WeightUpdate
 from areal_core.servers.wire import Call
 from areal_core.servers.wires import wire_of
-from areal_core.telemetry import Stats
+from areal_core.telemetry.stats import Stats
 from areal_core.trainer.checkpointing import Frequency
 from areal_core.trainer.evaluation import Evaluation
 from areal_core.trainer.live import LiveRollouts, SharedRollouts

@@ -30,7 +30,7 @@ from areal_core.paths import run_folder
 from areal_core.rollout.pipeline import Executor
 from areal_core.rollout.workflow import RolloutWorkflow
 from areal_core.safety.durable import commit_file
-from areal_core.telemetry import Reduce, Stats
+from areal_core.telemetry.stats import Reduce, Stats
 from areal_core.trainer.checkpointing import Frequency
 from areal_core.trainer.live import log_scalars
 from areal_core.trainer.scored_rollouts import SCORE, RewardModel

@@ -31,7 +31,7 @@ from areal_core.rollout.types import EpisodeSampler, InferenceEngine
 from areal_core.rollout.workflow import RolloutWorkflow, text_lines
 from areal_core.servers.discovery import wait_until_ready
 from areal_core.servers.wires import wire_of
-from areal_core.telemetry import Stats
+from areal_core.telemetry.stats import Stats
 from areal_core.trainer import build_rollouts
 from areal_core.trainer.evaluation import EvaluationResults, complete_model, evaluated_models, log_samples
 from areal_core.trainer.scored_rollouts import SCORE, RewardModel

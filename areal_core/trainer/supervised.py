@@ -18,7 +18,7 @@ from areal_core.engine.fsdp import FSDPEngine
 from areal_core.engine.model import load_model
 from areal_core.engine.ranks import Ranks, leave_ranks
 from areal_core.errors import ConfigError
-from areal_core.telemetry import Stats
+from areal_core.telemetry.stats import Stats
 from areal_core.trainer import build
 from areal_core.trainer.batches import measure_rows
 from areal_core.trainer.checkpointing import Frequency, Recovery, Saver
