@@ -1,18 +1,20 @@
-"""Apply all rules to one run; the most severe alarm comes first."""
+"""Apply all rules to one run; the alarm that explains the others comes first."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from areal_debug.doctor.alarm import Alarm
+from areal_debug.doctor.alarm import Alarm, findings
+from areal_debug.doctor.checks import Checks, checks_of, unread
 from areal_debug.doctor.names import QUANTITIES
 from areal_debug.doctor.read import Run
 from areal_debug.doctor.rows import worst_place
 from areal_debug.doctor.rules import (
     curve,
     drift,
+    extremes,
     groups,
     learning,
     mismatch,
@@ -24,8 +26,10 @@ from areal_debug.doctor.rules import (
     supervised,
     thresholds,
 )
+from areal_debug.doctor.samples.read import read_rows
 from areal_debug.doctor.samples.sample_rules import examine_samples
 from areal_debug.doctor.series import FEWEST_STEPS
+from areal_debug.doctor.wording import OWN, in_words_of
 from areal_debug.report.links import view_command
 from recorder import Record
 
@@ -36,6 +40,7 @@ RULES: tuple[Callable[[Run], Alarm | None], ...] = (
     *policy.RULES,
     *drift.RULES,
     *thresholds.RULES,
+    *extremes.RULES,
     *rollout.RULES,
     *mismatch.RULES,
     *rewards.RULES,
@@ -45,14 +50,19 @@ RULES: tuple[Callable[[Run], Alarm | None], ...] = (
     *curve.RULES,
 )
 
+ONSET_SHARE = 0.1  # of the run: how exact onsets are
 EXIT_CODES = {"problem": 1, "healthy": 0, "unknown": 2}  # of a verdict
 
 
 @dataclass(frozen=True)
 class Examination:
-    """The alarms of a run. `absent` are the quantities that it does not log."""
+    """The alarms of a run, and the state of every check.
+
+    `absent` are the quantities that the run does not log.
+    """
 
     alarms: tuple[Alarm, ...]
+    checks: Checks
     absent: tuple[str, ...]
 
     @property
@@ -64,12 +74,35 @@ class Examination:
 def examine(run: Run) -> Examination:
     """Apply every rule whose metrics the run logs."""
     found = [alarm for rule in RULES if (alarm := rule(run)) is not None]
-    for alarm, share in [] if run.record is None else examine_samples(run.record):
+    rows = None if run.record is None else read_rows(run.record)
+    for alarm, share in [] if rows is None else examine_samples(rows):
         found.append(alarm)
         run.by_name[alarm.metric] = share
     alarms = [alarm if alarm.cost else replace(alarm, cost=cost_since(run, alarm.onset)) for alarm in found]
-    alarms.sort(key=lambda alarm: alarm.severity != "error")
-    return Examination(tuple(alarms), tuple(name for name in QUANTITIES if name not in run.series))
+    absent = tuple(name for name in QUANTITIES if name not in run.series)
+    alarms = [in_words_of(OWN if run.config else run.family, alarm) for alarm in alarms]
+    checks = checks_of(run, rows, list(dict.fromkeys(alarm.id for alarm in alarms)))
+    return Examination(tuple(causes_first(alarms, run.num_steps)), checks, absent)
+
+
+def causes_first(alarms: Sequence[Alarm], num_steps: int) -> Iterator[Alarm]:
+    """Yield alarms: causes before what follows from them, errors before warnings, early ones first.
+
+    A cause must not begin later than its effect; onsets are exact to a tenth of the run.
+    """
+    left = sorted(alarms, key=lambda alarm: (alarm.severity != "error", alarm.onset or 0))
+
+    def follows(effect: Alarm) -> bool:
+        return any(
+            effect.id in findings()[cause.id].get("leads_to", ())
+            and (cause.onset or 0) <= (effect.onset or 0) + ONSET_SHARE * num_steps
+            for cause in left
+        )
+
+    while left:
+        chosen = next((alarm for alarm in left if not follows(alarm)), left[0])
+        left.remove(chosen)
+        yield chosen
 
 
 def cost_since(run: Run, step: int | None) -> str:
@@ -87,10 +120,11 @@ def cost_since(run: Run, step: int | None) -> str:
 
 
 def verdict(run: Run, found: Examination) -> str:
-    """Return "problem", "healthy", or "unknown" if no known metric or too few steps were logged."""
+    """Return "problem", "healthy", or "unknown" if too few steps or checks had data."""
     if found.alarms:
         return "problem"
-    return "healthy" if run.series and run.num_steps >= FEWEST_STEPS else "unknown"
+    looked = run.series and run.num_steps >= FEWEST_STEPS and not found.checks.are_few
+    return "healthy" if looked else "unknown"
 
 
 def document(run: Run, found: Examination) -> dict[str, Any]:
@@ -104,6 +138,8 @@ def document(run: Run, found: Examination) -> dict[str, Any]:
         "num_steps": run.num_steps,
         "alarms": [asdict(alarm) | {"look": look_at(run, alarm)} for alarm in found.alarms],
         "overrides": found.overrides,
+        "checks": asdict(found.checks),
+        "not_read": unread(run),
         "judged": {quantity: series.name for quantity, series in run.series.items()},
         "absent": list(found.absent),
         "unknown": list(run.unknown_names),

@@ -19,6 +19,7 @@ from urllib.parse import urlsplit
 
 from areal_core.safety.printable import printable
 from areal_core.safety.secrets import masker
+from areal_debug.doctor.alarm import findings
 from hangdoctor.collect.process import descendants, process_table, read_stat
 from hangdoctor.watch.loop import lives, signal_all
 
@@ -44,9 +45,6 @@ class Hooks:
 
 
 NO_HOOKS = Hooks()
-# The highest number of a finding of the curves (D) and of the samples (S).
-LAST_IDS = {"D": 43, "S": 11}
-FINDINGS = {f"{kind}{number:02}" for kind, last in LAST_IDS.items() for number in range(1, last + 1)}
 
 
 def make_hooks(command: str, webhook: str, stop_on: str, pause_on: str) -> Hooks:
@@ -59,10 +57,10 @@ def make_hooks(command: str, webhook: str, stop_on: str, pause_on: str) -> Hooks
 def choice(option: str, text: str) -> frozenset[str]:
     """Return the alarms of a list with commas. Raises ValueError for what is none."""
     chosen = frozenset(word.strip() for word in text.split(",") if word.strip())
-    for word in chosen - {*SEVERITIES, "all"} - FINDINGS:
+    for word in chosen - {*SEVERITIES, "all", *findings()}:
         raise ValueError(
-            f"{option} {word!r} is no finding: expected ids as D17 or S03 (up to D{LAST_IDS['D']} "
-            f"and S{LAST_IDS['S']}), error, warning or all"
+            f"{option} {word!r} is no finding: expected ids as D17 or S03 (up to {max(findings())}), "
+            "error, warning or all"
         )
     return chosen
 

@@ -56,7 +56,7 @@ EVALUATION = words("eval evaluation val valid validation test heldout dev")
 NEUTRAL = words(
     "train training global batch total overall raw task final policy actor ppo grpo pg rl model token tokens"
     " step approx approximate seq sequence sample env episode outcome rollout trainer optim trajectory update"
-    " stats metrics losses rlhf objective"
+    " stats metrics losses rlhf objective episodic charts default optimizer learner learners"
 )
 # Words before the ending that make it another quantity.
 FORBIDDEN = words(
@@ -77,6 +77,11 @@ def choose_names(names: Sequence[str]) -> dict[str, str]:
         chosen |= dict(zip(("eval_reward",), sets, strict=False))
     free = [name for name in names if name not in chosen.values()]
     return by_words(free) | chosen
+
+
+def is_validation(name: str) -> bool:
+    """Return whether a name alone means the reward on a validation set."""
+    return "eval_reward" in choose_names([name])
 
 
 def matches(name: str, patterns: Iterable[str]) -> bool:
@@ -138,6 +143,24 @@ def read_name(name: str) -> tuple[str, tuple[int, int]] | None:
     if is_end and not is_evaluation and not (NEUTRAL | needed).issuperset(in_leaf):
         return None
     return quantity, (rank, len(found_words) - size)
+
+
+def nearest_quantity(name: str) -> str:
+    """Return the quantity whose words a name has beside others, the longest; "" without one.
+
+    A guess, to be offered and not to be judged by: `my_critic_loss` is perhaps a value loss.
+    """
+    found = {word for segment in re.split(r"[/|:]", name) for word in words_of(segment)}
+    is_evaluation = not EVALUATION.isdisjoint(found)
+    if not is_evaluation and not found.isdisjoint(words("std min max median p50 p90 p95 p99 coef time")):
+        return ""
+    fitting = [
+        (len(ending.split()), quantity)
+        for quantity, endings in endings_by_quantity(is_evaluation).items()
+        for ending in endings
+        if found.issuperset(ending.split())
+    ]
+    return max(fitting, default=(0, ""), key=lambda one: one[0])[1]
 
 
 def ends_with(found: Sequence[str], ending: str) -> bool:

@@ -1,7 +1,7 @@
 """Read the metrics of one run, whatever it was logged with and under which names."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -116,7 +116,16 @@ def judged(by_name: Mapping[str, Series], given: Mapping[str, str] | None = None
     chosen = choose_names(list(by_name)) | {
         quantity: name.removeprefix("train/") for quantity, name in (given or {}).items()
     }
-    return {quantity: by_name[chosen[quantity]] for quantity in QUANTITIES if quantity in chosen}
+    series = {quantity: by_name[chosen[quantity]] for quantity in QUANTITIES if quantity in chosen}
+    entropy = series.get("entropy")
+    if (
+        entropy is not None
+        and "loss" in entropy.name
+        and len(entropy.finite.values)
+        and entropy.finite.values.max() <= 0
+    ):
+        series["entropy"] = replace(entropy, values=-entropy.values)  # a loss is the negative entropy
+    return series
 
 
 def unknown(by_name: Mapping[str, Series], series: Mapping[str, Series]) -> tuple[str, ...]:

@@ -7,6 +7,7 @@ from typing import Any
 from rich.text import Text
 
 from areal_debug.doctor.alarm import Alarm, Sample
+from areal_debug.doctor.checks import Checks, unread
 from areal_debug.doctor.examine import Examination, look_at, place_in
 from areal_debug.doctor.names import QUANTITIES
 from areal_debug.doctor.read import Run
@@ -38,9 +39,11 @@ def report_of(run: Run, found: Examination, record_page: RecordPage | None = Non
         for quantity, series in run.series.items()
         if len(series.finite.values)
     ]
-    if found.absent:
-        absent = ", ".join(name.replace("_", " ") for name in found.absent)
-        blocks.append(f"not logged, so not checked: {absent}")
+    if found.checks.unobserved:
+        blocks.append(unobserved_of(found.checks))
+    blocks += [
+        f"not read: {name}; to judge it: --metric {quantity}={name}" for name, quantity in unread(run).items()
+    ]
     if run.unknown_names:
         blocks.append(unknown_names_of(run))
     return Report(verdict, sentence, level, blocks, run.notes)
@@ -52,11 +55,26 @@ def verdict_of(run: Run, found: Examination) -> tuple[str, str, Level]:
         return "Inconclusive", f"none of the metrics in {what} is known", "unsure"
     if not found.alarms and run.num_steps < FEWEST_STEPS:
         return "Inconclusive", f"{what}, and a trend needs at least {FEWEST_STEPS}", "unsure"
+    if not found.alarms and found.checks.are_few:
+        tried = f"only {found.checks.num_tried} of {found.checks.num_all} checks had data"
+        return "Few checks ran", f"{tried} in {what}", "unsure"
     if not found.alarms:
         return "Healthy", f"no problem found in {what}", "good"
     first = found.alarms[0]
     more = f", and {len(found.alarms) - 1} more" if len(found.alarms) > 1 else ""
     return f"{first.title[:1].upper()}{first.title[1:]}{more}", what, LEVELS[first.severity]
+
+
+def unobserved_of(checks: Checks) -> str:
+    """Return one sentence on the checks that had no data, and what each of them needs."""
+    by_need: dict[str, list[str]] = {}
+    for id, needs in checks.unobserved.items():
+        by_need.setdefault(" and ".join(need.replace("|", " or ") for need in needs), []).append(id)
+    lacking = "; ".join(f"{need.replace('_', ' ')} ({', '.join(ids)})" for need, ids in by_need.items())
+    return (
+        f"{checks.num_tried} of {checks.num_all} checks had data, {len(checks.failed)} failed; "
+        f"not checked, for want of: {lacking}"
+    )
 
 
 def unknown_names_of(run: Run) -> str:

@@ -20,17 +20,22 @@ WINDOWS = 10
 
 @dataclass(frozen=True)
 class Series:
-    """Values float64 [n] at `steps` int64 [n], ascending. `name` is the name in the source."""
+    """Values float64 [n] at `steps` int64 [n], ascending. `name` is the name in the source.
+
+    `resolution` is the last digit that the source prints, 0 if values are not rounded: a value of 0
+    may then be any value below half of it.
+    """
 
     name: str
     steps: Ints
     values: Floats
+    resolution: float = 0.0
 
     @cached_property
     def finite(self) -> "Series":
         """The series without NaN and infinities."""
         kept = np.isfinite(self.values)
-        return Series(self.name, self.steps[kept], self.values[kept])
+        return Series(self.name, self.steps[kept], self.values[kept], self.resolution)
 
     @cached_property
     def trend(self) -> "Trend | None":
@@ -63,14 +68,26 @@ class Series:
 
     @cached_property
     def noise(self) -> float:
-        """Standard deviation of a step around its neighbours; outliers do not change it."""
+        """Standard deviation of a step around its neighbours; outliers do not change it.
+
+        At least the resolution.
+        """
+        if len(self.values) < 2:
+            return self.resolution
         # 0.954: median absolute difference of two normal values, in standard deviations.
-        return float(np.median(np.abs(np.diff(self.values)))) / 0.954 if len(self.values) > 1 else 0.0
+        return max(self.resolution, float(np.median(np.abs(np.diff(self.values)))) / 0.954)
+
+    @cached_property
+    def deviation(self) -> float:
+        """The same with outliers: where most rewards are 0, `noise` is 0 and no scale."""
+        if len(self.values) < 2:
+            return self.noise
+        return max(self.noise, float(np.std(np.diff(self.values))) / 2**0.5)
 
     def since(self, step: int) -> "Series":
         """Return the steps from `step` on."""
         kept = self.steps >= step
-        return Series(self.name, self.steps[kept], self.values[kept])
+        return Series(self.name, self.steps[kept], self.values[kept], self.resolution)
 
     def rose(self, factor: float) -> bool:
         """Return whether both last windows are `factor` times the first, beyond the noise.
@@ -87,6 +104,11 @@ class Series:
         """
         level = min(factor * self.first, self.first - 4 * self.noise)
         return self.sustained(lambda value: value < level)
+
+    @property
+    def is_zero(self) -> bool:
+        """Whether both last windows are exactly 0; False if values are rounded."""
+        return self.resolution == 0 and self.sustained(lambda value: value == 0.0)
 
     def tail(self, count: int = 5) -> tuple[tuple[int, float], ...]:
         """Return the last values with their steps, for evidence."""
@@ -166,5 +188,6 @@ def theil_sen(series: Series) -> Trend | None:
     index = (starts[:, :, None] + np.arange(block)).reshape(NUM_RESAMPLES, -1)[:, : len(x)]
     slopes = [slope(best * x + residual[row]) for row in index]
     low, high = np.quantile(slopes, (0.025, 0.975))
-    scatter = float(np.median(np.abs(residual))) / 0.6745  # of a normal distribution
+    # 0.6745: median absolute value of a normal distribution
+    scatter = max(series.resolution, float(np.median(np.abs(residual))) / 0.6745)
     return Trend(best * span, float(low) * span, float(high) * span, scatter)

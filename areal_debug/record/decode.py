@@ -3,7 +3,7 @@
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from areal_debug.installation import install_hint
 from areal_debug.render import console, note, styled
@@ -13,7 +13,22 @@ if TYPE_CHECKING:
 
 
 def load_decoder(record: "Record", skip_special_tokens: bool = False) -> Callable[[list[int]], str] | None:
-    """Load the decoder of the recorded tokenizer.
+    """Load the decoder of the recorded tokenizer; None if `load_tokenizer` has none."""
+    tokenizer = load_tokenizer(record)
+    if tokenizer is None:
+        return None
+    return lambda ids: tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
+
+
+def special_texts(record: "Record") -> frozenset[str]:
+    """Return the special tokens of the recorded tokenizer; none if they are not known."""
+    tokenizer = load_tokenizer(record)
+    added = {} if tokenizer is None else tokenizer.get_added_tokens_decoder()
+    return frozenset(token.content for token in added.values() if token.special)
+
+
+def load_tokenizer(record: "Record") -> Any:
+    """Load the recorded tokenizer.
 
     None if its file is missing or has changed, or tokenizers is not installed.
     """
@@ -35,5 +50,4 @@ def load_decoder(record: "Record", skip_special_tokens: bool = False) -> Callabl
             styled("[yellow]{} differs from the recorded one: showing ids[/yellow]", file)
         )
         return None
-    tokenizer = Tokenizer.from_file(str(file))
-    return lambda ids: tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
+    return Tokenizer.from_file(str(file))

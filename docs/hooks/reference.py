@@ -168,7 +168,7 @@ def findings() -> str:
 
     text = "# Findings of doctor\n\n"
     for id, row in sorted(rows().items()):
-        of_variants = [variant["title"] for variant in row.get("variants", {}).values()]
+        of_variants = [one["title"] for one in row.get("variants", {}).values() if "title" in one]
         titles = of_variants or list(row.get("titles", {}).values()) or [row["title"]]
         quantity = row.get("quantity")
         text += entry(

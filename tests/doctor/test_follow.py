@@ -16,6 +16,7 @@ from click.testing import CliRunner
 
 from areal_debug.cli import main
 from areal_debug.doctor import hooks as actions
+from areal_debug.doctor.alarm import findings
 from areal_debug.doctor.follow import Follower
 from areal_debug.doctor.hooks import Hooks, is_paused, make_hooks, run_hooks
 from areal_debug.doctor.sources.plain_files import SeveralRuns
@@ -32,11 +33,23 @@ ALARM = {
 }
 
 
+# Enough columns for more than a third of the checks.
+SOUND = {
+    "kl": 0.01,
+    "entropy": 0.8,
+    "clip_ratio": 0.02,
+    "approx_kl": 0.001,
+    "completion_length": 200.0,
+    "frac_reward_zero_std": 0.1,
+}
+
+
 def log_steps(file, steps, grad_norm=0.5):
     with file.open("a") as out:
         for step in steps:
             norm = grad_norm if grad_norm == grad_norm else "nan"
-            out.write(json.dumps({"step": step, "reward": 0.5 + step / 100, "grad_norm": norm}) + "\n")
+            row = {"step": step, "reward": 0.5 + step / 100, "grad_norm": norm} | SOUND
+            out.write(json.dumps(row) + "\n")
 
 
 @pytest.fixture
@@ -109,14 +122,12 @@ def test_the_verb_follows_until_nothing_is_logged_and_its_exit_code_is_the_verdi
     assert (done.exit_code, "no metrics could be read" in done.stderr) == (2, True)
 
 
-def test_every_finding_can_be_chosen():
+def test_every_finding_can_be_chosen_and_has_what_its_check_needs():
     sources = (file.read_text() for file in Path(actions.__file__).parent.rglob("*.py"))
-    found = {
-        letter + number for text in sources for letter, number in re.findall(r'"([DS])([0-9]{2})"', text)
-    }
-    highest = {letter: max(int(name[1:]) for name in found if name[0] == letter) for letter in "DS"}
-    assert highest == actions.LAST_IDS
-    assert actions.choice("--stop-on", ",".join(found)) == found
+    found = {name for text in sources for name in re.findall(r'"([DS][0-9]{2})"', text)}
+    assert actions.choice("--stop-on", ",".join(findings())) == set(findings())
+    assert found <= set(findings())
+    assert all("needs" in row for row in findings().values())
 
 
 @pytest.mark.parametrize(
@@ -125,9 +136,9 @@ def test_every_finding_can_be_chosen():
         (["--webhook", "ftp://user:hunter22@host/x"], "--webhook is no http:// or https:// address"),
         (["--webhook", "https:///x"], "--webhook is no http:// or https:// address"),
         (["--stop-on", "D17,everything"], "--stop-on 'everything' is no finding: expected ids as D17 or S03"),
-        (["--stop-on", "D99"], "--stop-on 'D99' is no finding: expected ids as D17 or S03 (up to D"),
-        (["--stop-on", "D7"], "--stop-on 'D7' is no finding: expected ids as D17 or S03 (up to D"),
-        (["--stop-on", "D²"], "--stop-on 'D²' is no finding: expected ids as D17 or S03 (up to D"),
+        (["--stop-on", "D99"], "--stop-on 'D99' is no finding: expected ids as D17 or S03 (up to S"),
+        (["--stop-on", "D7"], "--stop-on 'D7' is no finding: expected ids as D17 or S03 (up to S"),
+        (["--stop-on", "D²"], "--stop-on 'D²' is no finding: expected ids as D17 or S03 (up to S"),
         (["--stop-on", "error"], "--stop-on and --pause-on need --pid"),
         (["--stop-on", "error", "--pid", "999999999"], "--pid 999999999: no process has this id"),
     ],

@@ -1,6 +1,7 @@
 """Rules over the samples of a record: planted faults are named, healthy records are not accused."""
 
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -114,7 +115,8 @@ def tokenizer(model):
 
 
 def found_in(folder):
-    return {finding.alarm.id: finding.alarm for finding in examine_samples(open_record(folder))}
+    rows = reading.read_rows(open_record(folder))
+    return {finding.alarm.id: finding.alarm for finding in examine_samples(rows)}
 
 
 @pytest.mark.parametrize(
@@ -151,6 +153,18 @@ def test_repeated_prompts_are_named(model, tokenizer, tmp_path):
 )
 def test_a_healthy_run_is_not_accused(seed, accuracy, model, tokenizer, tmp_path):
     assert found_in(write_record(tmp_path / "r", tokenizer, model, seed=seed, accuracy=accuracy)) == {}
+
+
+def test_an_end_token_that_looks_like_a_tag_is_no_open_format(model, tokenizer, tmp_path):
+    folder = shutil.copytree(model, tmp_path / "model")
+    gemma = AutoTokenizer.from_pretrained(model)
+    gemma.add_special_tokens({"additional_special_tokens": ["<end_of_turn>"]})
+    gemma.save_pretrained(folder)
+
+    def ends_a_turn(e: Episode) -> None:
+        e.end = "<end_of_turn>" if e.end else ""
+
+    assert found_in(write_record(tmp_path / "r", gemma, folder, ends_a_turn)) == {}
 
 
 def test_the_verb_prints_and_writes_the_samples_with_hostile_text_escaped(tmp_path):

@@ -57,7 +57,7 @@ def reward_levels_off(run: Run) -> Alarm | None:
     gain, length = fit.ceiling - fit.low, int(series.steps[-1] - series.steps[0])
     flat = series.since(fit.reached)
     late = trend(flat)
-    if gain < 4 * series.noise or late is None or series.steps[-1] - fit.reached < FLAT_SHARE * length:
+    if gain < 4 * series.deviation or late is None or series.steps[-1] - fit.reached < FLAT_SHARE * length:
         return None
     if abs(late.change) > 0.1 * gain or late.high > 0.25 * gain:
         return None

@@ -12,6 +12,7 @@ from areal_debug.doctor.series import Series, trend
 
 FAR = 1.0  # nat a token
 GROWTH = 10.0
+LEAST_NEGATIVE = 0.01  # nat: an estimate over few samples may be a little below 0
 WORTH_A_LOOK = 0.2  # nat a token
 SPEEDS_UP = 4.0  # growth in the last third of the run over that in the first
 POSITION = re.compile(r"kl\w*(?:pos|bucket)\w*[/_.-](\d+)$", re.I)
@@ -44,6 +45,27 @@ def divergence_explodes(run: Run) -> Alarm | None:
         ),
         severity="error" if is_far else "warning",
         since=onset(series, "up", in_ratios=True),
+    )
+
+
+def divergence_is_negative(run: Run) -> Alarm | None:
+    """D44: the KL to the reference is below 0, which no divergence of own samples is."""
+    divergence = run.series.get("reference_kl")
+    if divergence is None:
+        return None
+    series = divergence.finite
+    limit = -max(LEAST_NEGATIVE, 3 * series.noise)
+    if not series.sustained(lambda value: value < limit):
+        return None
+    found = trend(series)
+    falls = found is not None and found.falls
+    return alarm(
+        "D44",
+        series,
+        found=f"median {series.last:.3g} in the last {series.window} steps, {series.first:.3g} at first",
+        severity="error" if falls else "warning",
+        title="falls" if falls else "negative",
+        since=onset(series, "down"),
     )
 
 
@@ -108,4 +130,4 @@ def by_position(run: Run) -> dict[int, Series]:
     return {number: series for number, series in sorted(found, key=lambda one: one[0]) if len(series.values)}
 
 
-RULES = (divergence_explodes, one_position_drifts)
+RULES = (divergence_explodes, divergence_is_negative, one_position_drifts)

@@ -15,34 +15,6 @@ Kind = Literal["right", "wrong", "mixed", "unknown"]
 USUAL, MOST_ALIKE, TOO_MANY, NEARLY_ALL = 0.15, 0.5, 0.7, 0.8  # of the groups
 MOST_ZERO = 0.1  # of the steps
 VANISHED = 0.2  # of the first spread
-ADVICE: dict[Kind, tuple[str, ...]] = {
-    "right": (
-        "harder prompts: these are solved, more steps on them teach nothing",
-        "drop solved prompts from the data, and solved groups from the batch (actor.dynamic_sampling)",
-        "more samples a prompt (gconfig.n_samples), so that some fail",
-    ),
-    "wrong": (
-        "easier prompts first, or fine-tune on solutions (SFT): no sample earns a reward",
-        "read samples of such groups: is the answer right and the verifier wrong? areal-debug reward probe",
-        "more samples a prompt (gconfig.n_samples), a larger gconfig.max_new_tokens",
-    ),
-    "mixed": (
-        "drop such groups: actor.dynamic_sampling",
-        "more samples a prompt (gconfig.n_samples)",
-        "is the reward too coarse? a reward with steps separates samples of one group",
-    ),
-}
-ADVICE["unknown"] = (
-    "drop such groups: actor.dynamic_sampling",
-    "harder prompts if rewards are high, easier ones if they are low",
-    "more samples a prompt (gconfig.n_samples)",
-)
-TITLES: dict[Kind, str] = {
-    "right": "most groups have equal rewards: all answers are right",
-    "wrong": "most groups have equal rewards: all answers are wrong",
-    "mixed": "most groups have equal rewards, right ones and wrong ones",
-    "unknown": "most groups have equal rewards",
-}
 
 
 def groups_are_alike(run: Run) -> Alarm | None:
@@ -143,8 +115,7 @@ def steps_without_gradient(run: Run) -> Alarm | None:
         return None
     series = norm.finite
     zero = series.values == 0.0
-    ends_so = series.sustained(lambda value: value == 0.0)
-    if ends_so or zero.sum() < 5 or zero.mean() <= MOST_ZERO:
+    if series.resolution or series.is_zero or zero.sum() < 5 or zero.mean() <= MOST_ZERO:
         return None
     at = np.flatnonzero(zero)
     return alarm(

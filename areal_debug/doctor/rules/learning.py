@@ -4,6 +4,7 @@ import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
 from areal_debug.doctor.alarm import Alarm, alarm
+from areal_debug.doctor.names import is_validation
 from areal_debug.doctor.onset import onset
 from areal_debug.doctor.read import Run
 from areal_debug.doctor.series import FEWEST_STEPS, Floats, Series, Trend, trend
@@ -11,22 +12,10 @@ from areal_debug.doctor.series import FEWEST_STEPS, Floats, Series, Trend, trend
 ENOUGH_STEPS = 20
 FEWEST_EVALUATIONS = 4
 SOLVED = 0.95
+BEYOND_THE_DRAW = 4.0  # standard errors: the best of all windows is chosen by its height
 CLEAR = 2.0  # times the scatter of a step
-# In the order of AReaL's algorithm guide (docs/en/best_practices/algo_perf.md).
 NOISY_SHARE = 0.15  # of the reward's range: 10 prompts a step that are right or wrong scatter so
 NOISY = 0.5  # scatter of a step, as a share of the run's gain
-EXPERIMENTS = (
-    "evaluate the model before training: is there any reward to begin with?",
-    "train on the test set: if its reward cannot rise either, the training is broken, not the data",
-    "tune the learning rate and the batch size",
-    "fine-tune on solutions (SFT) first, so that some samples are right",
-    "filter the data: drop prompts that all samples solve or none does",
-)
-SYNCHRONOUS = {
-    "rollout.max_head_offpolicyness": 0,
-    "actor.recompute_logprob": False,
-    "actor.use_decoupled_loss": False,
-}
 
 
 def reward_does_not_rise(run: Run) -> Alarm | None:
@@ -131,9 +120,26 @@ def is_due_to_prompts(rewards: Floats, scatter: float, prompts: object) -> bool:
 
 def validation_is_left_behind(run: Run) -> Alarm | None:
     """D03: the training reward rises and validation does not follow, or validation falls."""
-    train, validation = run.series.get("reward"), run.series.get("eval_reward")
-    if train is None or validation is None or len(train.finite.values) < FEWEST_STEPS:
+    train = run.series.get("reward")
+    if train is None or len(train.finite.values) < FEWEST_STEPS:
         return None
+    found = (compare(train, one) for one in validations(run) if one.finite.values.any())  # else D32
+    return next((alarm for alarm in found if alarm is not None), None)
+
+
+def validations(run: Run) -> list[Series]:
+    """Return the reward on each validation set; the one that other rules use first."""
+    first = run.series.get("eval_reward")
+    if first is None:
+        return []
+    return [
+        first,
+        *(series for name, series in run.by_name.items() if name != first.name and is_validation(name)),
+    ]
+
+
+def compare(train: Series, validation: Series) -> Alarm | None:
+    """Compare the training reward with that of one validation set."""
     behind = left_behind(train.finite, validation.finite)
     falls = fall_of(validation.finite)
     if behind is not None:
@@ -148,7 +154,7 @@ def validation_is_left_behind(run: Run) -> Alarm | None:
     return alarm(
         "D03",
         validation.finite,
-        found=f"training gained {trained:+.3g}, validation {held_out:+.3g} at the same steps",
+        found=f"training gained {trained:+.3g}, {validation.name} {held_out:+.3g} at the same steps",
         title=title,
         since=begins,
     )
@@ -233,6 +239,8 @@ def reward_fell_from_its_peak(run: Run) -> Alarm | None:
         medians[peak]
     ):
         return None
+    if not exceeds_the_draw(series, peak):
+        return None
     at = int(series.steps[peak])
     return alarm(
         "D04",
@@ -244,6 +252,23 @@ def reward_fell_from_its_peak(run: Run) -> Alarm | None:
         until=at + series.window,
         at=at,
     )
+
+
+def exceeds_the_draw(series: Series, peak: int) -> bool:
+    """Return whether the mean fell since the window at `peak` by more than chance allows.
+
+    The standard error of a window is that of independent steps or, where larger, that of windows
+    beside their neighbours: rewards of neighbouring steps are often correlated.
+    """
+    width = series.window
+    high, low = series.values[peak : peak + width], series.values[-2 * width :]
+    pooled = float(np.concatenate([high - high.mean(), low - low.mean()]).std())
+    count = len(series.values) // width
+    means = series.values[-count * width :].reshape(count, width).mean(axis=1)
+    # of the second difference of independent means: 6 times their variance; 0.6745 as in `noise`
+    bends = float(np.median(np.abs(np.diff(means, 2)))) / (0.6745 * 6**0.5) if count > 3 else 0.0
+    error = max(pooled / width**0.5, series.deviation / width**0.5, bends) * 1.5**0.5
+    return float(high.mean() - low.mean()) > BEYOND_THE_DRAW * error
 
 
 RULES = (reward_fell_from_its_peak, reward_does_not_rise, reward_scatters, validation_is_left_behind)

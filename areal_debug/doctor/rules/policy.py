@@ -19,6 +19,7 @@ SPIKE = 5.0  # times that median
 HIGH_SPIKE = 10.0  # of these, three are enough
 FEWEST_SPIKES = 3  # two are found in short sound runs with stale samples
 EXPLODED = 10.0  # times the first loss of a critic
+GROWN = 1.5  # times its first level
 LEAST_EXPLAINED = 0.02  # variance of the returns
 
 
@@ -72,9 +73,9 @@ def never_moves(run: Run) -> Alarm | None:
     norm, rate = run.series.get("grad_norm"), run.series.get("lr")
     alike = run.series.get("zero_variance_groups")
     is_explained = alike is not None and alike.finite.sustained(lambda value: value > 0.99)  # D22
-    if not is_explained and norm is not None and norm.finite.sustained(lambda value: value == 0.0):
+    if not is_explained and norm is not None and norm.finite.is_zero:
         what, series = "the gradient norm is exactly 0", norm.finite
-    elif rate is not None and rate.finite.sustained(lambda value: value == 0.0):
+    elif rate is not None and rate.finite.is_zero:
         what, series = "the learning rate is 0", rate.finite
     else:
         return None
@@ -83,6 +84,7 @@ def never_moves(run: Run) -> Alarm | None:
         series,
         found=f"{what} in the last {2 * series.window} steps",
         severity="error",
+        variant="" if "reward" in run.series else "supervised",
         since=onset(series, "down"),
     )
 
@@ -116,9 +118,9 @@ def entropy_rises(run: Run) -> Alarm | None:
     if entropy is None or not entropy.finite.rose(1.5):
         return None
     series = entropy.finite
-    begins = onset(series, "up")
-    gain = gain_since(run, begins)
     is_multiplied = series.rose(3.0)
+    begins = onset(series, "up", in_ratios=is_multiplied)
+    gain = gain_since(run, begins)
     if not is_multiplied and (gain is None or gain.rises):
         return None
     return alarm(
@@ -154,9 +156,34 @@ def critic_fails(run: Run) -> Alarm | None:
         series, worse = loss.finite, onset(loss.finite, "up")
         title = "diverges"
         found = f"it had fallen, and is {series.last:.3g} in the last {series.window} steps, {series.first:.3g} at first"
+    elif loss is not None and explained is None and grows_to_the_end(loss.finite, run.series.get("reward")):
+        series, worse = loss.finite, onset(loss.finite, "up")
+        title = "grows"
+        found = f"{series.first:.3g} at first, {series.last:.3g} in the last {series.window} steps, and it has not levelled off"
     else:
         return None
     return alarm("D28", series, found=found, title=title, since=worse)
+
+
+def grows_to_the_end(loss: Series, reward: Series | None) -> bool:
+    """Return whether a critic's loss grows over the run, by more than the rewards explain.
+
+    Rewards between 0 and 1 that are seldom 0 or 1 have returns that vary more: up to the variance
+    of a coin.
+    """
+    found = trend(loss)
+    if found is None or len(loss.values) < ENOUGH_STEPS or not (found.rises and loss.rose(GROWN)):
+        return False
+    late = trend(loss.since(int(loss.steps[len(loss.steps) // 2])))
+    if late is None or late.low <= 0:
+        return False
+    if reward is None or not len(reward.finite.values):
+        return True
+    kept = reward.finite
+    if kept.values.min() < 0 or kept.values.max() > 1 or loss.last > 1:
+        return True
+    varied = (kept.last * (1 - kept.last)) / max(kept.first * (1 - kept.first), 1e-12)
+    return loss.last > GROWN * varied * loss.first
 
 
 def explains_nothing(explained: Series) -> bool:

@@ -7,7 +7,7 @@ import numpy as np
 from areal_debug.doctor.alarm import Alarm, alarm
 from areal_debug.doctor.onset import onset
 from areal_debug.doctor.read import Run
-from areal_debug.doctor.rules.learning import ENOUGH_STEPS
+from areal_debug.doctor.rules.learning import ENOUGH_STEPS, FEWEST_EVALUATIONS, validations
 from areal_debug.doctor.series import Series, binned, trend
 
 # `rewards/NAME/mean` of TRL, and spellings that users choose
@@ -107,13 +107,18 @@ def weighted(terms: dict[str, Series], weights: dict[str, float] | None = None) 
 
 
 def term_is_dead(run: Run) -> Alarm | None:
-    """D32: a term of the reward, or the KL to the reference, is exactly 0 in every step."""
+    """D32: a term of the reward, the KL, or one of several validation sets is always 0."""
     logged = dict(terms_of(run))
     norm, divergence = run.series.get("grad_norm"), run.series.get("reference_kl")
     moves = norm is not None and len(norm.finite.values) and norm.finite.last > 0
     if moves and divergence is not None and len(divergence.finite.values) >= ENOUGH_STEPS:
         logged["the KL to the reference"] = divergence.finite
-    dead = {name: series for name, series in logged.items() if not series.values.any()}
+    sets = [series.finite for series in validations(run) if len(series.finite.values) >= FEWEST_EVALUATIONS]
+    if any(series.values.any() for series in sets):  # none is solved where the model solves nothing
+        logged |= {f"the validation set {series.name}": series for series in sets}
+    dead = {
+        name: series for name, series in logged.items() if not series.resolution and not series.values.any()
+    }
     if not dead:
         return None
     series = next(iter(dead.values()))

@@ -12,6 +12,7 @@ from areal_debug.doctor.series import Series, trend
 EXPLODES = 3.0  # times the first length
 DOUBLES = 2.0
 AFTER_A_START = 0.15  # share of the run: growth that begins later is a change, not the recipe
+FAR_BEYOND = 10.0  # times the limit: a steady level below that is a warning, some runs learn at it
 LEAST_KL = 0.0007  # of logprobs that differ by 0.03 on average, if normal
 TOGETHER = 0.9  # correlation of reward and length since the onset
 
@@ -198,7 +199,7 @@ def engine_disagrees(run: Run) -> Alarm | None:
             + f" (limit {limit:g})"
             + (explain_growth(run, series) if jumped or grows else "")
         ),
-        severity="error" if jumped or series.last > limit else "warning",
+        severity="error" if jumped or series.last > (limit if grows else FAR_BEYOND * limit) else "warning",
         title="drifts" if jumped or grows else "differs",
         since=begins,
     )

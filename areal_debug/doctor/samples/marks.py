@@ -13,7 +13,9 @@ from areal_debug.doctor.samples.evidence import (
     lower_bound,
     share,
 )
+from areal_debug.doctor.samples.phrases import terminal_tokens
 from areal_debug.doctor.samples.read import Rows
+from areal_debug.record.decode import special_texts
 
 MOST_TEXTS = 4000
 TAG = re.compile(r"<(/?)([A-Za-z_][\w-]{1,30})>")
@@ -38,7 +40,8 @@ def broken_format(rows: Rows, texts: dict[int, str]) -> Finding | None:
     """S05: tags, boxes or code fences stay open, more often than at the beginning, or rewarded."""
     if len(texts) < 5 * FEWEST_ROWS:
         return None
-    counts = {row: tag_counts(text) for row, text in texts.items()}
+    control = control_texts(rows)
+    counts = {row: tag_counts(without(control, text)) for row, text in texts.items()}
     names = {name for opened in counts.values() for name in opened}
     usual = {name for name in names if sum(name in opened for opened in counts.values()) >= USED * len(texts)}
     broken, among = np.zeros(len(rows), bool), np.zeros(len(rows), bool)
@@ -75,6 +78,22 @@ def broken_format(rows: Rows, texts: dict[int, str]) -> Finding | None:
         title="paid" if is_paid else "broken",
     )
     return finding(alarm, rows, paid if is_paid else broken, among)
+
+
+def control_texts(rows: Rows) -> frozenset[str]:
+    """Return what looks like an open tag and is a special token, or ends most completions.
+
+    Gemma ends a turn with `<end_of_turn>`, other models with `<eos>`: nothing closes these.
+    """
+    ends = {rows.decode([token]).strip() for token in terminal_tokens(rows).tolist()}
+    found = (TAG.fullmatch(text) for text in special_texts(rows.record) | ends)
+    return frozenset(match[0] for match in found if match is not None and not match[1])
+
+
+def without(control: frozenset[str], text: str) -> str:
+    for token in control:
+        text = text.replace(token, "")
+    return text
 
 
 def tag_counts(text: str) -> dict[str, int]:

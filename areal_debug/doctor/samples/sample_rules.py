@@ -10,8 +10,7 @@ from areal_debug.doctor.samples.marks import broken_format, chosen_texts, contra
 from areal_debug.doctor.samples.phrases import magic_phrase
 from areal_debug.doctor.samples.positions import differs_by_position
 from areal_debug.doctor.samples.prompt_tokens import prompt_in_loss, repeated_prompts
-from areal_debug.doctor.samples.read import Rows, read_rows
-from recorder import Record
+from areal_debug.doctor.samples.read import Rows
 
 OF_ROWS: tuple[Callable[[Rows], Finding | None], ...] = (
     repeated_prompts,
@@ -25,11 +24,8 @@ OF_ROWS: tuple[Callable[[Rows], Finding | None], ...] = (
 OF_TEXTS: tuple[Callable[[Rows, dict[int, str]], Finding | None], ...] = (hedges, contradicts, broken_format)
 
 
-def examine_samples(record: Record) -> list[Finding]:
-    """Return what the samples of a record prove. Raises DamagedRecord."""
-    rows = read_rows(record)
-    if rows is None:
-        return []
+def examine_samples(rows: Rows) -> list[Finding]:
+    """Return what the samples of a record prove."""
     if (leak := prompt_in_loss(rows)) is not None:  # other rules would judge prompts as completions
         return [leak]
     found = [finding for rule in OF_ROWS if (finding := rule(rows)) is not None]

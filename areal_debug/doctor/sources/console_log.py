@@ -7,6 +7,7 @@ TRL and Transformers print no step: there a name that comes again begins the nex
 
 import re
 from collections.abc import Iterable, Iterator
+from decimal import Decimal
 from pathlib import Path
 
 from areal_debug.doctor.sources.plain_files import Row
@@ -64,7 +65,8 @@ def rows_of(lines: Iterable[str]) -> Iterator[Row]:
             yield {**pairs, "step": step}
 
 
-def pairs_of(line: str) -> Iterator[tuple[str, float]]:
+def pairs_of(line: str) -> Iterator[tuple[str, str]]:
+    """Yield names and numbers as printed; a percentage as the share that it is."""
     if "{" in line:
         found = [(name, number, "") for name, number in IN_DICT.findall(line)]
     elif CELLS.search(line):
@@ -76,7 +78,7 @@ def pairs_of(line: str) -> Iterator[tuple[str, float]]:
         bullet = BULLET.match(line)
         found = [] if bullet is None else [(bullet[1], bullet[2], bullet[3])]
     for name, number, percent in found:
-        yield name.strip(), float(number) / (100 if percent else 1)
+        yield name.strip(), str(Decimal(number) / 100) if percent else number
 
 
 def in_cells(cells: list[str]) -> Iterator[tuple[str, str, str]]:

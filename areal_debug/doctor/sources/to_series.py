@@ -18,11 +18,19 @@ OTHER_STEP_NAMES = ("train_step", "training_step", "Step", "_step", "iteration",
 CONTAINERS = ("data", "metrics", "logs", "log", "stats", "scalars")  # add nothing to a name
 TRAINING = "train/"  # the prefix that loggers add to training metrics
 MAX_DEPTH = 4
+FIXED = re.compile(r"-?\d*\.(\d+0)")  # what prints 0.000 or 0.50 has cut digits off; 0.0 and 0.5 are exact
+
+
+class Rounded(float):
+    """A number that was printed with a fixed number of decimals."""
+
+    resolution: float
 
 
 def collect(rows: Iterable[Row]) -> dict[str, Series]:
     """Collect rows into series; if a step was logged more than once, the last value is kept."""
     values: dict[str, dict[int, float]] = {}
+    resolution: dict[str, float] = {}
     for row in rows:
         numbers = dict(numbers_of(row)) if isinstance(row, dict) else {}
         step_name = name_of_step(numbers)
@@ -30,9 +38,13 @@ def collect(rows: Iterable[Row]) -> dict[str, Series]:
             continue  # not a row of metrics
         step = int(numbers[step_name])
         for name, number in numbers.items():
-            if name != step_name:
-                values.setdefault(name.removeprefix(TRAINING), {})[step] = number
-    return {name: series_of(name, by_step) for name, by_step in values.items()}
+            if name == step_name:
+                continue
+            name = name.removeprefix(TRAINING)
+            values.setdefault(name, {})[step] = number
+            if isinstance(number, Rounded):
+                resolution[name] = min(number.resolution, resolution.get(name, 1.0))
+    return {name: series_of(name, by_step, resolution.get(name, 0.0)) for name, by_step in values.items()}
 
 
 def step_of(row: Row) -> int | None:
@@ -63,12 +75,17 @@ def as_number(value: Any) -> float | None:
     """Convert a number, or text that spells one; None for anything else."""
     if isinstance(value, bool) or value is None:
         return None
+    if isinstance(value, str) and (fixed := FIXED.fullmatch(value.strip())):
+        number = Rounded(value)
+        number.resolution = 10.0 ** -len(fixed[1])
+        return number
     try:
         return float(value)
     except (OverflowError, TypeError, ValueError):
         return None
 
 
-def series_of(name: str, by_step: Mapping[int, float]) -> Series:
+def series_of(name: str, by_step: Mapping[int, float], resolution: float = 0.0) -> Series:
     steps = np.array(sorted(by_step), np.int64)
-    return Series(name, steps, np.array([by_step[step] for step in steps.tolist()], np.float64))
+    values = np.array([by_step[step] for step in steps.tolist()], np.float64)
+    return Series(name, steps, values, resolution)

@@ -1,0 +1,219 @@
+"""What the doctor needs before it says something: exact values, enough checks, more than one draw."""
+
+import json
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+from areal_debug.cli import main
+from areal_debug.doctor.examine import causes_first, examine
+from areal_debug.doctor.names import choose_names
+from areal_debug.doctor.read import Run, judged
+from areal_debug.doctor.series import Series
+from areal_debug.doctor.wording import renamed
+
+STEPS = 100
+X = np.linspace(0, 1, STEPS)
+
+
+def scattered(level, size=0.02, seed=0):
+    return level + size * np.random.default_rng(seed).normal(size=STEPS)
+
+
+# Columns of TRL of a run that learns.
+SOUND = {
+    "reward": scattered(0.2 + 0.5 * X),
+    "grad_norm": np.abs(scattered(0.3)),
+    "learning_rate": np.full(STEPS, 1e-6),
+    "entropy": scattered(1.0 - 0.3 * X),
+    "kl": np.abs(scattered(0.02 * X, 0.002)),
+    "clip_ratio": np.abs(scattered(0.03)),
+    "completions/mean_length": scattered(300.0, 9),
+    "completions/clipped_ratio": np.abs(scattered(0.01, 0.005)),
+    "frac_reward_zero_std": np.abs(scattered(0.1)),
+}
+
+
+def examined(columns, family="TRL"):
+    series = {name: Series(name, np.arange(len(values)), values) for name, values in columns.items()}
+    run = Run("run", "run", family, judged(series), series, {})
+    return run, examine(run)
+
+
+def ids(columns):
+    return [alarm.id for alarm in examined(columns)[1].alarms]
+
+
+def doctor(path, *options):
+    done = CliRunner().invoke(main, ["doctor", str(path), "--json", *options])
+    return done.exit_code, json.loads(done.stdout)
+
+
+def write_log(file, line_of):
+    file.write_text("".join(line_of(step) + "\n" for step in range(60)))
+    return file
+
+
+@pytest.mark.parametrize(("printed", "expected"), [("0.000", []), ("0.0", ["D13"]), ("0e-07", ["D13"])])
+def test_a_number_that_is_rounded_to_0_is_not_0(printed, expected, tmp_path):
+    file = write_log(
+        tmp_path / "train.log",
+        lambda step: (
+            f"step:{step} - critic/score/mean:{0.3 + step / 200:.3f} - actor/lr:{printed} - actor/entropy:0.512"
+        ),
+    )
+    _, found = doctor(file)
+    assert [alarm["id"] for alarm in found["alarms"]] == expected
+    assert ("D13" in found["checks"]["unobserved"]) == (not expected)
+
+
+def test_few_checks_are_no_health(tmp_path):
+    file = write_log(tmp_path / "run.jsonl", lambda step: json.dumps({"step": step, "reward": step / 60}))
+    code, found = doctor(file)
+    assert (code, found["verdict"], found["alarms"]) == (2, "unknown", [])
+    assert found["checks"]["unobserved"]["D24"] == ["logprob_difference|k3|behave_kl"]
+    assert set(found["checks"]["passed"]) == {"D01", "D02", "D04", "D05", "D18", "D45"}
+    shown = CliRunner().invoke(main, ["doctor", str(file)]).stdout
+    assert shown.startswith("Few checks ran: only 6 of 39 checks had data")
+
+
+def test_checks_are_those_of_the_kind_of_run():
+    _, found = examined({"loss": scattered(2.0 - X), "grad_norm": SOUND["grad_norm"]})
+    assert set(found.checks.passed) == {"D06", "D13", "D17", "D18", "D34", "D41", "D45"}
+    assert set(found.checks.unobserved) == {"D07", "D36", "D37"}
+    assert not found.checks.are_few
+
+
+def test_a_column_that_is_perhaps_a_known_quantity_is_named(tmp_path):
+    rising = write_log(
+        tmp_path / "run.jsonl", lambda step: json.dumps({"step": step, "my_critic_loss": 4.0 + step / 9})
+    )
+    code, found = doctor(rising)
+    assert (code, found["not_read"]) == (2, {"my_critic_loss": "value_loss"})
+    command = "not read: my_critic_loss; to judge it: --metric value_loss=my_critic_loss"
+    assert command in CliRunner().invoke(main, ["doctor", str(rising)]).stdout
+    code, found = doctor(rising, "--metric", "value_loss=my_critic_loss")
+    assert (code, [alarm["id"] for alarm in found["alarms"]]) == (1, ["D28"])
+
+
+@pytest.mark.parametrize(
+    ("changed", "expected"),
+    [
+        ({}, []),
+        ({"kl": scattered(-5 * X, 0.1)}, ["D44"]),
+        ({"kl": scattered(np.zeros(STEPS), 0.002)}, []),  # an estimate around 0
+        ({"value_loss": scattered(4 + 3 * X, 0.3)}, ["D28"]),
+        ({"value_loss": scattered(0.05 + 0.2 * X, 0.005), "reward": scattered(0.05 + 0.4 * X)}, []),
+        ({"value_loss": scattered(1 + 2 * np.minimum(X, 0.3))}, []),  # it levels off
+        ({"completions/max_length": np.full(STEPS, 200.0)}, ["D45"]),  # below the mean
+        ({"len/mean": SOUND["completions/mean_length"], "len/max": np.full(STEPS, 200.0)}, ["D45"]),
+        ({"len/mean": SOUND["completions/mean_length"], "len/max": np.full(STEPS, 400.0)}, []),
+        ({"sampling/sampling_logp_difference/mean": scattered(0.08, 0.005)}, ["D24"]),
+    ],
+)
+def test_a_rule_needs_what_contradicts_a_sound_run(changed, expected):
+    assert ids(SOUND | changed) == expected
+
+
+def test_a_level_without_a_trend_is_a_warning():
+    level = {"sampling/sampling_logp_difference/mean": scattered(0.08, 0.005)}
+    assert [alarm.severity for alarm in examined(SOUND | level)[1].alarms] == ["warning"]
+    rises = {"sampling/sampling_logp_difference/mean": scattered(0.01 + 0.07 * X, 0.002)}
+    assert [alarm.severity for alarm in examined(SOUND | rises)[1].alarms] == ["error"]
+
+
+def test_every_validation_set_is_judged():
+    sets = {
+        "val-core/gsm8k/acc/mean@1": scattered(0.5 + 0.3 * X),
+        "val-core/MATH/acc/mean@1": np.zeros(STEPS),
+    }
+    _, found = examined(SOUND | sets)
+    assert [alarm.id for alarm in found.alarms] == ["D32"]
+    assert "val-core/MATH/acc/mean@1: exactly 0" in found.alarms[0].found
+    sets["val-core/MATH/acc/mean@1"] = scattered(0.6 - 0.4 * X)
+    assert [alarm.metric for alarm in examined(SOUND | sets)[1].alarms] == ["val-core/MATH/acc/mean@1"]
+
+
+def sound_rewards(rng, steps):
+    """Yield rewards of ten shapes that do not fall."""
+    rise = 1 - np.exp(-3 * np.linspace(0, 1, steps))
+    drift = np.zeros(steps)
+    for i in range(1, steps):
+        drift[i] = 0.8 * drift[i - 1] + rng.normal(0, 0.05)
+    yield rng.binomial(64, 0.005, steps) / 64
+    yield rng.binomial(16, 0.02, steps) / 16
+    yield np.where(rng.random(steps) < 0.7, 0, rng.uniform(0, 1, steps))
+    yield np.where(rng.random(steps) < 0.9, 0.0, 1.0)
+    yield rng.binomial(32, 0.2 + 0.5 * rise) / 32
+    yield rng.binomial(64, 0.002 + 0.05 * rise) / 64
+    yield rng.normal(3 * rise - 1, 0.3)
+    yield rise + 0.1 * rng.standard_t(2, steps)
+    yield 0.2 + 0.4 * rise + drift
+    yield (0.5 + 0.5 * rise) * rng.lognormal(0, 0.5, steps)
+
+
+def test_at_most_one_of_200_sound_rewards_fell_after_a_peak():
+    accused = [
+        "D04" in ids({"reward": np.asarray(reward, np.float64)})
+        for seed in range(20)
+        for steps in (60, 200)
+        for reward in sound_rewards(np.random.default_rng(seed), steps)
+    ]
+    assert (len(accused), sum(accused) <= 2) == (400, True)
+
+
+def test_the_cause_comes_before_what_follows_from_it():
+    collapse = {
+        "sampling/sampling_logp_difference/mean": 0.01 * np.exp(4 * np.maximum(0, X - 0.4)),
+        "completions/clipped_ratio": np.clip(3 * (X - 0.6), 0.01, 0.9),
+        "reward": scattered(np.where(X < 0.6, 0.5, 0.5 - 1.2 * (X - 0.6))),
+    }
+    found = [alarm.id for alarm in examined(SOUND | collapse)[1].alarms]
+    assert found[0] == "D24"
+    assert {"D20", "D04"} <= set(found)
+    _, gravest = examined(SOUND | collapse)
+    assert [alarm.id for alarm in causes_first(reversed(gravest.alarms), STEPS)] == found
+
+
+def test_advice_names_options_as_the_users_trainer_does():
+    own = "a larger gconfig.max_new_tokens"
+    assert renamed("TRL", own) == "a larger max_completion_length"
+    assert renamed("verl", own) == "a larger data.max_response_length"
+    assert renamed("unknown", own) == "a larger limit of new tokens"
+    assert renamed("TRL", "drop such groups (actor.dynamic_sampling)") == "drop such groups"
+    _, found = examined(SOUND | {"completions/clipped_ratio": scattered(0.3)})
+    assert found.alarms[0].advice[0] == "a larger max_completion_length"
+    assert found.overrides == {}
+
+
+def test_a_supervised_run_is_not_told_about_groups():
+    _, found = examined({"loss": scattered(2.0 + 0 * X), "grad_norm": np.zeros(STEPS)})
+    assert found.alarms[0].id == "D13"
+    assert "requires_grad" in found.alarms[0].advice[0]
+    assert not any("group" in advice for alarm in found.alarms for advice in alarm.advice)
+
+
+@pytest.mark.parametrize(
+    ("name", "quantity"),
+    [
+        ("critic_loss", "value_loss"),
+        ("losses/value_loss", "value_loss"),
+        ("info/learner/default_policy/learner_stats/vf_loss", "value_loss"),
+        ("rollout/ep_rew_mean", "reward"),
+        ("charts/episodic_return", "reward"),
+        ("learners/default_policy/mean_kl_loss", "approx_kl"),
+        ("learners/default_policy/gradients_default_optimizer_global_norm", "grad_norm"),
+        ("act_loss", "policy_loss"),
+        ("init_policy_kl", "reference_kl"),
+        ("val/sequence_lengths", "length"),
+        ("env/all/by_group/frac_all_bad", "failed_groups"),
+    ],
+)
+def test_names_of_other_trainers_and_libraries_are_known(name, quantity):
+    assert choose_names([name]) == {quantity: name}
+
+
+def test_the_entropy_loss_of_a_library_is_the_negative_entropy():
+    run, _ = examined({"entropy_loss": -SOUND["entropy"]})
+    assert (run.series["entropy"].values == SOUND["entropy"]).all()
