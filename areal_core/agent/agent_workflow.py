@@ -178,16 +178,13 @@ class AgentWorkflow:
 
     def close(self) -> None:
         """End runs, connections and threads. An agent that blocks its loop keeps its thread."""
-        ending = self.agents.submit(self._close_agents())
+        ending = self.agents.submit(self.http_client.aclose())
         with contextlib.suppress(TimeoutError):
             ending.result(UNWIND_S)
         self.agents.close(UNWIND_S)
         self.server.close()
         if self.key_file is not None:
             self.key_file.unlink(missing_ok=True)
-
-    async def _close_agents(self) -> None:
-        await self.http_client.aclose()
 
     async def _inline(self, session: Session, data: dict[str, Any]) -> Any:
         run = self.agent.run(
