@@ -26,9 +26,10 @@ import torch
 from torch import Tensor
 
 from areal_core.agent.episode_stats import describe_broken, log_episodes
+from areal_core.data.loader import PromptLoader
 from areal_core.engine.determinism import rng_state, set_rng_state
 from areal_core.rollout.episodes import AcceptFn
-from areal_core.rollout.pipeline import Executor, PromptFeed, PromptLoader
+from areal_core.rollout.pipeline import Executor, PromptFeed
 from areal_core.rollout.source import TrainedWeights, update_tensors
 from areal_core.rollout.workflow import RolloutWorkflow
 from areal_core.safety.durable import disk_errors_as_warnings
