@@ -694,22 +694,15 @@ def examine(fault: Fault, model: Path, folder: Path, seed: int) -> Checked:
 def grade(fault: Fault, checked: Checked) -> str:
     """Return right, honest, wrong, or wrong with high confidence."""
     found = checked.diagnosis
-    first = found.causes[0] if found.causes else None
-    if not fault.causes:
-        return (
-            "right"
-            if found.verdict == "healthy"
-            else "honest"
-            if found.verdict == "unknown"
-            else "WRONG, SURE"
-        )
+    first = next(iter(found.causes), None)
     if found.verdict == "unknown":
         return "honest"
-    if found.verdict == "healthy" or first is None:
-        return "right" if first is not None and first.id in fault.causes else "WRONG, SURE"
-    if first.id in fault.causes:
+    if not fault.causes:
+        return "right" if found.verdict == "healthy" else "WRONG, SURE"
+    if first is not None and first.id in fault.causes:
         return "right"
-    return "WRONG, SURE" if first.confidence >= SURE else "wrong"
+    is_sure = found.verdict == "healthy" or first is None or first.confidence >= SURE
+    return "WRONG, SURE" if is_sure else "wrong"
 
 
 def main() -> int:
@@ -727,23 +720,18 @@ def main() -> int:
             begin = time.perf_counter()
             try:
                 checked = examine(fault, models[fault.images], Path(place) / str(number), given.seed)
-                result = grade(fault, checked)
-                first = next(iter(checked.diagnosis.causes), None)
-                named = "-" if first is None else f"{first.id} {first.confidence:.2f} {first.name}"
-                tokens, size = (
-                    checked.diagnosis.measurement.num_tokens,
-                    checked.diagnosis.measurement.metrics["mean_abs"],
-                )
             except ValueError as error:
-                result, named, tokens, size = "refused", str(error)[:90], 0, float("nan")
-                checked = None  # type: ignore[assignment]
-            verdict = "" if checked is None else checked.diagnosis.verdict
+                result, said = "refused", str(error)[:90]
+            else:
+                result, found = grade(fault, checked), checked.diagnosis
+                first = next(iter(found.causes), None)
+                named = "-" if first is None else f"{first.id} {first.confidence:.2f} {first.name}"
+                size = found.measurement.metrics["mean_abs"]
+                said = f"{found.verdict:9} {named[:70]:70} {found.measurement.num_tokens:5} {size:.2g}"
             grades[result] = grades.get(result, 0) + 1
-            print(
-                f"{result:12} {fault.name:44} {'/'.join(fault.causes) or 'healthy':20} {verdict:9} {named[:70]:70} "
-                f"{tokens:5} {size:.2g} {time.perf_counter() - begin:.1f}s",
-                flush=True,
-            )
+            expected = "/".join(fault.causes) or "healthy"
+            seconds = time.perf_counter() - begin
+            print(f"{result:12} {fault.name:44} {expected:20} {said} {seconds:.1f}s", flush=True)
     print(grades)
     return int(any(name not in ("right", "honest") for name in grades))
 

@@ -124,6 +124,12 @@ def in_new_process(measure: Callable[..., float], *arguments: object) -> float:
         return pool.apply(measure, arguments)
 
 
+def git(clone: Path, *arguments: str) -> str:
+    """Return the output of a git command in a clone. Raises CalledProcessError."""
+    command = ["git", "-C", str(clone), *arguments]
+    return subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout.strip()
+
+
 def report(what: str, beside: str, unit: str, ours: Sequence[float], theirs: Sequence[float]) -> None:
     """Print a comparison of measurements in `unit` that were taken in pairs.
 

@@ -35,6 +35,7 @@ from areal_core.trainer.sft import SFTTrainer
 from areal_debug.report.charts import HEIGHT, WIDTH, shares
 from areal_debug.wiring import make_recorder
 from benchmarks.harness import read_options
+from benchmarks.learning_curves import STYLE
 
 ROOT = Path(__file__).parents[1]
 SEARCH = ROOT / "examples" / "search"
@@ -65,13 +66,6 @@ eval_gconfig: {n_samples: 2, max_new_tokens: 12, max_tokens: 160}
 rollout:
   consumer_batch_size: 12
   agent: {export_style: concat, chat_template_type: concat}
-"""
-STYLE = """
-text { font: 12px system-ui, sans-serif; fill: #5c6778; } .paper { fill: #ffffff; } .axis { stroke: #8b95a5; }
-.even { stroke: #e3e5ea; stroke-dasharray: 3 4; } .line { fill: none; stroke: #2f62c9; stroke-width: 1.6; }
-.spot { fill: #2f62c9; }
-@media (prefers-color-scheme: dark) { text { fill: #9aa6b8; } .paper { fill: #13161b; } .axis { stroke: #6d788a; }
-.even { stroke: #2b313b; } .line { stroke: #7ea6f4; } .spot { fill: #7ea6f4; } }
 """
 Curve = list[tuple[int, float]]  # steps, share of the held-out questions that are answered
 

@@ -9,7 +9,6 @@ is loaded as its script would: with a config class that declares the options tha
 import logging
 import os
 import re
-import subprocess
 import tempfile
 from dataclasses import dataclass, field, make_dataclass
 from pathlib import Path
@@ -20,7 +19,7 @@ from areal_core.config.names import sections_of
 from areal_core.errors import ConfigError
 from areal_debug.dry_run.plan import plan_run
 from areal_debug.train.script_options import method_of
-from benchmarks.harness import read_options
+from benchmarks.harness import git, read_options
 
 
 @dataclass(frozen=True)
@@ -31,13 +30,6 @@ class Outcome:
     own: tuple[str, ...]
     runs: bool
     sentences: tuple[str, ...]
-
-
-def git(clone: Path, *arguments: str) -> str:
-    """Return the output of a git command in the clone."""
-    return subprocess.run(
-        ["git", "-C", str(clone), *arguments], capture_output=True, text=True, check=True
-    ).stdout
 
 
 def config_files(clone: Path, commit: str) -> dict[str, str]:

@@ -27,8 +27,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness import SomeOf, read_options
-from benchmarks.why_plants.making import ROOT, Made, RunFailed, Workshop
+from benchmarks.harness import ROOT, SomeOf, read_options
+from benchmarks.why_plants.making import Made, RunFailed, Workshop
 from benchmarks.why_plants.plants import Plant, Truth, read_plants
 from recorder import open_record
 from replayer.compare.stages import read_outcomes
