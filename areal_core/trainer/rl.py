@@ -244,7 +244,7 @@ class PPOTrainer:
         print_steps: bool,
         device: str | None = None,
     ) -> None:
-        """Start this process of the run, on `device` if given; all that an evaluation needs, too."""
+        """Start this process of the run, on `device` if given, with what evaluations need, too."""
         self.config, self.print_steps = config, print_steps
         self.train_dataset, self.valid_dataset = train_dataset, valid_dataset
         self._cleanup = contextlib.ExitStack()

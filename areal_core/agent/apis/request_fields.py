@@ -36,7 +36,7 @@ PARTS = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="ut
 
 
 def table_of(part: str) -> dict[str, Rule]:
-    """Return the rules of a part of request_fields.toml, with those of the parts that it includes."""
+    """Return the rules of a part of request_fields.toml, and of the parts that it includes."""
     table: dict[str, Rule] = {}
     for included in PARTS[part].get("parts", ()):
         table |= table_of(included)
