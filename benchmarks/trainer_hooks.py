@@ -24,9 +24,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from areal_debug import nemo_rl, prime_rl, slime
+from areal_debug import nemo_rl, prime_rl
 from benchmarks.harness import read_options, report
+from recorder.trainers import slime
 from recorder.trainers.guarded import Guarded
+from recorder.trainers.prime_rl import Observation
 
 
 @dataclass(frozen=True)
@@ -102,7 +104,10 @@ def slime_cost(rows: list[Row], steps: int, folder: Path) -> Cost:
 def prime_rl_cost(rows: list[Row], steps: int, folder: Path) -> Cost:
     """Cost of the observation of a loss, without the loss."""
     recording = Guarded("prime-rl", folder)
-    observed = prime_rl.Observation(recording, prime_rl.NOISE["bfloat16"], 0)
+    noise = prime_rl.NOISE["bfloat16"]
+    observed = Observation(
+        recording, 0, lambda step, rows: prime_rl.compare(step, rows, noise, recording.notice)
+    )
     inputs = [
         Namespace(
             loss_mask=torch.tensor(row.mask, dtype=torch.bool),
