@@ -36,7 +36,7 @@ from areal_core.testing import make_tiny_family, make_tiny_model, make_tiny_toke
 from areal_core.testing.embedded_server import EmbeddedServer
 from areal_core.testing.tiny_vision import make_tiny_vision_model
 from benchmarks.harness import read_options
-from consistency.alternatives.probes import SCHEMES
+from consistency.alternatives.variants import SCHEMES
 from consistency.case import Request
 from consistency.check import Checked
 from consistency.engines import SamplingParams

@@ -8,7 +8,6 @@ Snapshot -> by process: threads of the best sample -> Wait of the main thread
 
 from collections import Counter, defaultdict
 from dataclasses import dataclass, replace
-from itertools import pairwise
 
 from hangdoctor.frames import is_library
 from hangdoctor.model import Frame, ProcessDump, ProcessFacts, Rank, Snapshot, Status
@@ -29,17 +28,27 @@ WORKING_KINDS = (
 
 def has_moved(mains: list[Wait], dumps: list[ProcessDump], wait: Wait) -> bool:
     """Return whether the main thread was elsewhere in the user's program, or ran through its waits,
-    between two samples.
+    between the last two samples: what moved before may have hung since.
     """
-    for before, after in pairwise(mains):
-        if before is after:
-            continue
-        if call_path(before) != call_path(after) or leaf(before) != leaf(after):
-            return True
-    first, last = dumps[0].facts.voluntary_switches, dumps[-1].facts.voluntary_switches
+    before, after = mains[-2:]
+    if before is not after and (call_path(before) != call_path(after) or leaf(before) != leaf(after)):
+        return not has_arrived(mains)
+    first, last = dumps[-2].facts.voluntary_switches, dumps[-1].facts.voluntary_switches
     spins = (cpu_fraction(dumps) or 0.0) > BUSY_CPU_FRACTION
     woken = first is not None and last is not None and last - first >= RAN_SWITCHES
     return wait.kind in ("collective", "p2p") and woken and not spins
+
+
+def has_arrived(mains: list[Wait]) -> bool:
+    """True if a rank that was starting in one sample waits for its peers in the next: that it came
+    there is no sign that it goes on.
+    """
+    return len(mains) > 1 and starts(mains[-2]) and mains[-1].waits_for_peers and not starts(mains[-1])
+
+
+def starts(wait: Wait) -> bool:
+    """True for a rank that is still starting: it imports, loads, or creates its groups."""
+    return wait.kind in ("import", "load", "compile") or "init" in wait.phases
 
 
 def call_path(wait: Wait) -> tuple[Frame, ...]:
@@ -94,7 +103,7 @@ class Process:
 
     `moved`: the main thread was at another place of the program; `ran`: the kernel switched to it
     in between; `cpu_fraction`: CPU seconds of the process per second. Each is None where the
-    samples are inconclusive.
+    samples are inconclusive. `arrived`: it came from its start to a wait for peers in between.
     """
 
     name: str
@@ -112,6 +121,8 @@ class Process:
     cpu_fraction: float | None
     facts: ProcessFacts
     pid: int | None
+    arrived: bool = False
+    command: str = ""
 
     @property
     def busy(self) -> bool:
@@ -250,4 +261,6 @@ def process_of(
         cpu_fraction=cpu_fraction(dumps),
         facts=dump.facts,
         pid=dump.pid,
+        arrived=has_arrived([main.wait for main in mains]),
+        command=dump.command,
     )

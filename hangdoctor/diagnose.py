@@ -11,6 +11,7 @@ from hangdoctor.frames import show, without_garbage_collection
 from hangdoctor.graph import Graph, StackClass, rank_ranges, stack_classes, wait_for_graph
 from hangdoctor.model import Alternative, Diagnosis, Evidence, Group, NextStep, Rank, RankVerdict, Snapshot
 from hangdoctor.recorded_operations import behind_by_ras
+from hangdoctor.rules.ended import end_evidence, ended_otherwise
 from hangdoctor.rules.order import RULES
 from hangdoctor.rules.progress import to_collect
 from hangdoctor.rules.verdict import LEVELS, Verdict, operation
@@ -28,6 +29,10 @@ def diagnose(snapshot: Snapshot) -> Diagnosis:
     case = build_case(snapshot)
     graph = wait_for_graph(case)
     verdicts = [weighed(verdict, case) for rule in RULES if (verdict := rule(case, graph)) is not None]
+    if (otherwise := ended_otherwise(case, graph)) is not None:
+        verdicts = [otherwise]
+    if not snapshot.complete:  # a rank that wrote nothing may be the one that the others wait for
+        verdicts = [v if v.confidence == "high" else replace(v, confidence="low") for v in verdicts]
     # Sorting is stable: among equally certain verdicts the order of the rules decides.
     # `unknown` comes last.
     first, *rest = sorted(verdicts, key=lambda v: (v.label == "unknown", -LEVELS.index(v.confidence)))
@@ -39,7 +44,10 @@ def diagnose(snapshot: Snapshot) -> Diagnosis:
         culprit_ranks=first.culprits,
         victim_ranks=victims(first, graph),
         summary=first.summary,
-        evidence=first.evidence + (waits(graph) if first.culprits else ()) + notes(snapshot),
+        evidence=first.evidence
+        + end_evidence(case)
+        + (waits(graph) if first.culprits else ())
+        + notes(snapshot),
         next_steps=first.next_steps + reproduction(first, classes),
         would_refute=first.would_refute,
         alternatives=tuple(
@@ -50,6 +58,14 @@ def diagnose(snapshot: Snapshot) -> Diagnosis:
         collect=to_collect(case) if first.label == "unknown" or first.confidence == "low" else (),
         kind=first.kind,
     )
+
+
+def unsettled(snapshot: Snapshot) -> bool:
+    """True if ranks of a live job wait for others and came there since the sample before: a later
+    sample tells whether they go on.
+    """
+    graph = wait_for_graph(build_case(snapshot))
+    return any(s.moved or s.arrived for s in graph.waiting_ranks)
 
 
 def blamed_elsewhere(case: Case, verdict: Verdict) -> Verdict:
@@ -163,7 +179,17 @@ def rank_map(
     waiting = {s.name for s in graph.waiting_ranks}
     blamed = set(verdict.culprits)
     cells = [
-        RankVerdict(s.rank, part_of(s, blamed, waiting), s.status, group_number[s.name], operation(s))
+        RankVerdict(
+            s.rank,
+            part_of(s, blamed, waiting),
+            s.status,
+            group_number[s.name],
+            operation(s),
+            s.pid,
+            s.host,
+            s.command,
+            s.facts.start_time,
+        )
         for s in case.ranks
         if s.rank is not None
     ]

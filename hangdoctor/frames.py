@@ -8,57 +8,35 @@ are matched, on the remaining text: last component of the name, end of the path,
 
 import gc
 import re
+import tomllib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache
+from pathlib import Path
 
 from hangdoctor.model import Frame, Thread
 
 LIBRARY_ROOT = re.compile(
     r"^.*/(?:site-packages|dist-packages)/|^.*/lib(?:64)?/python3\.\d+/|^(?:lib(?:64)?/)?python3\.\d+/"
 )
-# Frames between a caller and the call it makes, which never wait themselves.
-WRAPPERS = {
-    ("wrapper", "torch/distributed/c10d_logger.py"),
-    ("wrapped_fn", "deepspeed/utils/nvtx.py"),
-    ("log_wrapper", "deepspeed/comm/comm.py"),
-    ("wrapper", "typing_extensions.py"),
-    ("_call_impl", "torch/nn/modules/module.py"),
-    ("_wrapped_call_impl", "torch/nn/modules/module.py"),
-    ("inner", "torch/nn/modules/module.py"),
-    ("decorate_context", "torch/utils/_contextlib.py"),
-    ("decorate_autocast", "torch/amp/autocast_mode.py"),
-    ("decorate_fwd", "torch/amp/autocast_mode.py"),
-    ("_fn", "torch/_dynamo/eval_frame.py"),
-    ("wrapper", "torch/optim/optimizer.py"),
-    ("inner", "contextlib.py"),
-    ("wrapper", "torch/distributed/elastic/multiprocessing/errors/__init__.py"),
-}
+TABLES = tomllib.loads(Path(__file__).with_name("frames.toml").read_text(encoding="utf-8"))
+WRAPPERS = {(name, file) for file, names in TABLES["wrappers"].items() for name in names}
 # Standard library files are recognised by name where the dump has cut the path down to it.
-STANDARD = {
-    "threading.py", "queue.py", "socket.py", "ssl.py", "selectors.py", "subprocess.py", "contextlib.py", "runpy.py",
-    "typing_extensions.py", "pdb.py", "bdb.py", "cmd.py", "code.py", "codeop.py", "functools.py", "weakref.py",
-}  # fmt: skip
-STANDARD_FOLDERS = (
-    "asyncio/",
-    "concurrent/",
-    "multiprocessing/",
-    "multiprocess/",
-    "importlib/",
-    "http/",
-    "urllib/",
-    "json/",
-    "logging/",
+STANDARD = frozenset(TABLES["libraries"]["standard_files"])
+STANDARD_FOLDERS = tuple(TABLES["libraries"]["standard_folders"])
+LIBRARIES = tuple(TABLES["libraries"]["folders"])
+LAUNCHER_FILE = re.compile(
+    r"(?:^|/)(?:torch/distributed/(?:run|launcher/api)|accelerate/commands/launch|deepspeed/launcher/\w+|bin/(?:torchrun|accelerate|deepspeed))"
+    r"(?:\.py)?$|torch/distributed/elastic/agent/"
 )
-LIBRARIES = (
-    "torch/", "torchdata/", "transformers/", "accelerate/", "deepspeed/", "megatron/", "lightning/", "pytorch_lightning/",
-    "lightning_fabric/", "datasets/", "trl/", "peft/", "verl/", "sglang/", "vllm/", "ray/", "urllib3/", "requests/",
-    "httpx/", "httpcore/", "aiohttp/", "anyio/", "uvicorn/", "uvloop/", "starlette/", "fastapi/", "zmq/", "grpc/",
-    "openai/", "boto3/", "botocore/", "s3fs/", "fsspec/", "gcsfs/", "filelock/", "safetensors/", "triton/", "numpy/",
-    "wandb/", "mlflow/", "huggingface_hub/", "tenacity/", "backoff/", "retrying", "click/", "typer/", "hydra/", "fire/",
-    "torchtitan/", "psutil/", "redis/", "tqdm/", "ddtrace/", "snowflake/", "ultralytics/", "fla/", "flash_attn/",
-    "transformer_engine/", "prefetch_generator/", "colossalai/", "horovod/", "torchvision/", "tokenizers/", "pyarrow/",
-)  # fmt: skip
+
+
+def of_launcher(frame: Frame) -> bool:
+    """True for a call that only a process which starts ranks makes."""
+    spawns = frame.function in ("start_processes", "join") and frame.file.endswith(
+        "torch/multiprocessing/spawn.py"
+    )
+    return spawns or LAUNCHER_FILE.search(frame.file) is not None
 
 
 # Where the main thread of a process begins.

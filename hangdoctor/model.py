@@ -26,8 +26,10 @@ Label = Literal[
     "unknown",
 ]
 Confidence = Literal["high", "medium", "low"]
-Kind = Literal["", "stuck_in_launch", "transport", "device"]
-"""What keeps a collective that every rank has reached from ending; empty where nothing decides."""
+Kind = Literal["", "stuck_in_launch", "transport", "device", "starting"]
+"""What keeps a collective that every rank has reached from ending, or that the job is starting;
+empty where nothing decides.
+"""
 Status = Literal["dumped", "gone", "not_permitted", "not_python", "stopped", "timed_out", "not_collected"]
 """`not_collected` means that nobody looked for the process; every other status is a finding."""
 NUMBER = re.compile(r'(id": ?)(\d+|null)')
@@ -162,6 +164,24 @@ class ErrorFile:
     source: str = ""
 
 
+How = Literal["timed_out", "lost_peer", "failed", "killed", "ended", "cut"]
+"""`ended`: by the launcher or the scheduler, without an error of its own."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """How a rank of a dead job ended: `words` are its exception's, a peer's or the launcher's.
+
+    `named` says that a peer names it as the one it waited for; `first` that it failed first.
+    """
+
+    rank: int
+    how: How
+    words: str
+    named: bool = False
+    first: bool = False
+
+
 @dataclass(frozen=True, slots=True)
 class GpuFacts:
     """One GPU at one sample, in percent and watts."""
@@ -182,7 +202,9 @@ class Snapshot:
     `--world-size` or a message about a rank defines it. A rank without a dump is `not_collected`
     unless the input proves that its process was looked for. `source` maps `FILE:LINE` to the text
     of a line. `absent` maps processes of other roles that were looked for and have no stack to
-    a status. `notes` are remarks on the input for the reader (files not read).
+    a status. `notes` are remarks on the input for the reader (files not read). `endings` has the
+    ranks of a job that is dead; `stopped` are the words of who ended it from outside; `recovered`
+    says that it ran on after that, `complete` that no rank of it is unknown.
     """
 
     dumps: tuple[ProcessDump, ...]
@@ -196,6 +218,10 @@ class Snapshot:
     gpus: tuple[GpuFacts, ...] = ()
     source: dict[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    endings: tuple[Ending, ...] = ()
+    stopped: str = ""
+    recovered: bool = False
+    complete: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,13 +268,19 @@ class Alternative:
 
 @dataclass(frozen=True, slots=True)
 class RankVerdict:
-    """One cell of the rank map. `part` is a key of `report.text.SYMBOLS`."""
+    """One cell of the rank map. `part` is a key of `report.text.SYMBOLS`; the rest identifies the
+    process: `started` is in seconds since the epoch.
+    """
 
     rank: Rank
     part: str
     status: Status
     group: int | None
     doing: str
+    pid: int | None = None
+    host: str | None = None
+    command: str = ""
+    started: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

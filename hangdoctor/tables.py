@@ -1,4 +1,4 @@
-"""The tables of `frames.toml`, and the constants that rules and readers of a wait share."""
+"""The tables of `frames.toml` and `messages.toml`, and what rules and readers of a wait share."""
 
 import re
 import tomllib
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
-from hangdoctor.frames import is_library
+from hangdoctor.frames import TABLES, is_library
 
 USER = "USER"  # as the file of a row: not in a library
 # Waits that end only when other ranks arrive: a rank in one is a victim while some rank is not.
@@ -66,7 +66,16 @@ def pattern(text: str) -> re.Pattern[str]:
     return re.compile(re.sub(r"\n\s*", "", text.strip()))
 
 
-TABLES = tomllib.loads(Path(__file__).with_name("frames.toml").read_text(encoding="utf-8"))
+MESSAGES = tomllib.loads(Path(__file__).with_name("messages.toml").read_text(encoding="utf-8"))
+
+
+def message(module: str, name: str) -> re.Pattern[str]:
+    """Return what a module looks for in logs, by its name in `messages.toml`."""
+    return pattern(MESSAGES[module][name])
+
+
+def messages(module: str, name: str) -> tuple[re.Pattern[str], ...]:
+    return tuple(pattern(text) for text in MESSAGES[module][name])
 
 
 ROOTED, P2P = (frozenset(TABLES["calls"][name]) for name in ("rooted", "p2p"))

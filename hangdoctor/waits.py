@@ -120,7 +120,8 @@ def wait_in_frames(frames: tuple[Frame, ...], python: tuple[Frame, ...]) -> tupl
             (kind, operation) = native[0][0]
         return kind, operation, frame
     if native:
-        (kind, operation), _ = native[0]
+        # Below a call of the store or of a collective C waits for a socket or a lock.
+        (kind, operation), _ = next((n for n in native if n[0][0] in PEER_KINDS), native[0])
         return kind, operation, python[0] if python else native[0][1]
     return "running", "", python[0] if python else (frames[0] if frames else None)
 

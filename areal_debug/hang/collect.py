@@ -19,6 +19,7 @@ from hangdoctor.collect.write import Manifest, pack
 from hangdoctor.errors import HangInputError
 
 TAR_ENDINGS = (".tar.gz", ".tgz")
+LOOKS = 5
 
 
 @click.command(
@@ -108,21 +109,31 @@ def collect(
         click.echo(lines[-1] if is_quiet() else "\n".join(lines))
 
 
-def live(pids: tuple[int, ...], as_json: bool) -> int:
+def live(search: Search, as_json: bool) -> int:
     """Collect this host, diagnose, print; return the exit code of `hang diagnose`.
+
+    Where ranks have come to their waits since the sample before, look again: twice in motion is a
+    job that moves, and one that has just hung stands still in the next samples.
 
     Raises HangInputError if there are no ranks.
     """
     from areal_debug.hang.render import show_diagnosis
-    from hangdoctor.diagnose import diagnose
+    from hangdoctor.diagnose import diagnose, unsettled
     from hangdoctor.parse.read import read_snapshot
 
-    with tempfile.TemporaryDirectory(prefix="hangdoctor-") as folder:
-        options = Options()
-        announce(f"reading the stacks of all ranks, {options.num_samples} times")
-        collect_host(Search(pids), Path(folder), options)
-        snapshot = read_snapshot((Path(folder),), None, {})
-    return show_diagnosis(diagnose(snapshot), snapshot, as_json=as_json, html=None, markdown=None)
+    options = Options()
+    announce(f"reading the stacks of all ranks, {options.num_samples} times")
+    for again in range(LOOKS):
+        with tempfile.TemporaryDirectory(prefix="hangdoctor-") as folder:
+            collect_host(search, Path(folder), options)
+            snapshot = read_snapshot((Path(folder),), None, {})
+        diagnosis = diagnose(snapshot)
+        moves = diagnosis.label == "straggler_or_not_hung"
+        if not unsettled(snapshot) or (again and moves):
+            break
+        limit_s = (LOOKS - 1) * options.interval_s
+        announce(f"ranks came to where they wait a moment ago: looking again, for up to {limit_s:g} s")
+    return show_diagnosis(diagnosis, snapshot, as_json=as_json, html=None, markdown=None)
 
 
 def _way_to_hosts(

@@ -5,19 +5,23 @@ The width of a node in the icicle plot is its number of ranks. The file opens fr
 on a machine without a network; there is no script in it.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from functools import cache
 from pathlib import Path
 
-from areal_debug.hang.tree import PART_NAMES, Line, Node, exit_status, headline, merged_tree, sections
-from areal_debug.report.frame import Frame, Link, framed, lead, safe
+from markupsafe import Markup
+
+from areal_core.safety.printable import printable
+from areal_debug.hang.tree import PART_NAMES, Node, exit_status, headline, merged_tree, sections
+from areal_debug.report.frame import Frame, Link, framed, safe
+from areal_debug.report.page import body_of
 from hangdoctor.graph import rank_ranges
-from hangdoctor.model import Diagnosis, ProcessDump, RankVerdict, Snapshot, Thread
+from hangdoctor.model import Diagnosis, ProcessDump, Snapshot, Thread
 
 MAX_CELLS = 20_000
 MAX_NODES = 4000
-MAX_RAW_PROCESSES = 512
+MAX_DUMPS = 1536
 MAX_EVENTS = 200
 VERDICTS = {0: "not hung", 1: "hung", 2: "unknown"}
 
@@ -26,19 +30,26 @@ def page(
     diagnosis: Diagnosis, snapshot: Snapshot, run: str = "saved stacks", links: Sequence[Link] = ()
 ) -> str:
     """Return the complete page; `run` and `links` are for its header."""
-    parts = [
-        verdict(diagnosis),
-        heading("Ranks", grid(diagnosis.ranks)),
-        heading("Stacks merged, width is ranks", icicle(diagnosis)),
-        *(heading(title, rows(map(cells, lines))) for title, lines in sections(diagnosis)),
-        heading("Timeline", rows((when(at), safe(text)) for at, text in events(snapshot))),
-        heading("Raw stacks", raw_stacks(snapshot)),
-    ]
-    frame = Frame(
-        f"{diagnosis.label}: {diagnosis.summary[:80]}", run, "hang", VERDICTS[exit_status(diagnosis)], links
-    )
-    style = own_style() + width_rules(merged_tree(diagnosis.groups))
-    return framed(frame, "\n".join(part for part in parts if part), style=style)
+    verdict = VERDICTS[exit_status(diagnosis)]
+    nodes = merged_tree(diagnosis.groups)
+    facts = {
+        "verdict": verdict,
+        "heading": f"{headline(diagnosis)} ({diagnosis.confidence} confidence)",
+        "summary": diagnosis.summary,
+        "culprits": rank_ranges(diagnosis.culprit_ranks),
+        "victims": rank_ranges(diagnosis.victim_ranks),
+        "ranks": diagnosis.ranks,
+        "most_ranks": MAX_CELLS,
+        "names": PART_NAMES,
+        "used": list(dict.fromkeys(cell.part for cell in diagnosis.ranks)),
+        "icicle": Markup(icicle(diagnosis, nodes)),
+        "sections": [(title, lines) for title, lines in sections(diagnosis) if lines],
+        "events": [(when(at), text) for at, text in events(snapshot)],
+        "stacks": raw_stacks(snapshot),
+        "more_dumps": max(0, len(snapshot.dumps) - MAX_DUMPS),
+    }
+    frame = Frame(f"{diagnosis.label}: {diagnosis.summary[:80]}", run, "hang", verdict, links)
+    return framed(frame, body_of("hang/hang.html", facts), style=own_style() + width_rules(nodes))
 
 
 @cache
@@ -56,67 +67,12 @@ def width_rules(nodes: Sequence[Node]) -> str:
     return "".join(f".w{size} {{ flex: {size} 1 0; }}\n" for size in sorted(sizes))
 
 
-def heading(title: str, body: str) -> str:
-    """Return a section, or an empty string without a body."""
-    return f'<section aria-label="{title}"><h2>{title}</h2>\n{body}</section>' if body else ""
-
-
-def rows(pairs: Iterable[tuple[str, str]]) -> str:
-    """Return a table of two columns, or an empty string without rows."""
-    body = "".join(f"<tr><td>{left}</td><td>{right}</td></tr>" for left, right in pairs)
-    return f'<table class="facts">{body}</table>' if body else ""
-
-
-def cells(line: Line) -> tuple[str, str]:
-    """Return the two cells of a line: whom or what it is about, and what it says."""
-    head = f"<code>{safe(line.head)}</code>" if line.is_code else safe(line.head[:60])
-    where = f"<br><code>{safe(line.where)}</code>" if line.where else ""
-    return head, safe(line.text) + where
-
-
-def verdict(diagnosis: Diagnosis) -> str:
-    """Return label, confidence, summary, culprits and victims."""
-    who = " · ".join(
-        f"{name} {safe(rank_ranges(ranks))}"
-        for name, ranks in (("culprits", diagnosis.culprit_ranks), ("victims", diagnosis.victim_ranks))
-        if ranks
-    )
-    first = lead(
-        VERDICTS[exit_status(diagnosis)],
-        f"{headline(diagnosis)} ({diagnosis.confidence} confidence)",
-        diagnosis.summary,
-    )
-    return first + (f'<p class="who">{who}</p>' if who else "")
-
-
-def grid(ranks: Sequence[RankVerdict]) -> str:
-    """Return one cell per rank; small ones where there are many."""
-    if not ranks:
-        return ""
-    cells = "".join(
-        f'<div class="cell {cell.part}" title="{safe(f"{cell.rank}: {PART_NAMES[cell.part]}, {cell.doing}")}">'
-        f"{safe(str(cell.rank)[-4:])}</div>"
-        for cell in ranks[:MAX_CELLS]
-    )
-    more = f"<p class='who'>and {len(ranks) - MAX_CELLS} more ranks</p>" if len(ranks) > MAX_CELLS else ""
-    used = dict.fromkeys(cell.part for cell in ranks)
-    legend = "".join(f'<i class="{part}"></i>{PART_NAMES[part]}' for part in used)
-    small = " small" if len(ranks) > 512 else ""
-    label = f"{len(ranks)} ranks by what they do"
-    return (
-        f'<div class="ranks{small}" role="img" aria-label="{label}">{cells}</div>{more}'
-        f'<div class="legend">{legend}</div>'
-    )
-
-
-def icicle(diagnosis: Diagnosis) -> str:
+def icicle(diagnosis: Diagnosis, nodes: Sequence[Node]) -> str:
     """Return the merged tree, outermost call on top; a node is as wide as its share of ranks."""
     blamed = {rank_ranges([rank]) for rank in diagnosis.culprit_ranks} | {
         rank_ranges(diagnosis.culprit_ranks)
     }
-    nodes = merged_tree(diagnosis.groups)
-    left = [MAX_NODES]
-    return f'<div class="icicle">{row(nodes, blamed, left)}</div>' if nodes else ""
+    return row(nodes, blamed, [MAX_NODES])
 
 
 def row(nodes: Sequence[Node], blamed: set[str], left: list[int]) -> str:
@@ -169,23 +125,17 @@ def when(seconds: float) -> str:
     return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M:%S.%f")[:-3]
 
 
-def raw_stacks(snapshot: Snapshot) -> str:
-    """Return every dump in a collapsed element; processes with equal threads share one."""
+def raw_stacks(snapshot: Snapshot) -> list[tuple[str, int, str]]:
+    """Return whose, in which sample, and text of every dump; processes with equal threads share
+    one.
+    """
     shared: dict[tuple[int, tuple[Thread, ...]], list[ProcessDump]] = {}
-    for dump in snapshot.dumps[: MAX_RAW_PROCESSES * 3]:
+    for dump in snapshot.dumps[:MAX_DUMPS]:
         shared.setdefault((dump.sample, dump.threads), []).append(dump)
-    blocks = []
-    for (sample, threads), dumps in shared.items():
-        names = names_of(dumps)
-        body = "\n\n".join(thread_text(thread) for thread in threads[:200])
-        blocks.append(
-            f"<details><summary>{safe(names)}, sample {sample}</summary><pre>{body}</pre></details>"
-        )
-    if len(snapshot.dumps) > MAX_RAW_PROCESSES * 3:
-        blocks.append(
-            f"<p class='who'>and {len(snapshot.dumps) - MAX_RAW_PROCESSES * 3} more dumps in the collection</p>"
-        )
-    return "".join(blocks)
+    return [
+        (names_of(dumps), sample, "\n\n".join(thread_text(thread) for thread in threads[:200]))
+        for (sample, threads), dumps in shared.items()
+    ]
 
 
 def names_of(dumps: Sequence[ProcessDump]) -> str:
@@ -200,4 +150,4 @@ def thread_text(thread: Thread) -> str:
     state = "".join(word for flag, word in ((thread.active, " active"), (thread.holds_gil, " gil")) if flag)
     lines = [f"Thread {thread.name or '(unnamed)'}{state}"]
     lines += [f"    {f.function} ({f.file}{f':{f.line}' if f.line else ''})" for f in thread.frames[:400]]
-    return "\n".join(safe(line) for line in lines)
+    return "\n".join(printable(line) for line in lines)

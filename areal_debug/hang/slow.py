@@ -18,14 +18,14 @@ LEVELS: dict[int, Level] = {0: "good", 1: "bad", 2: "unsure"}
 LEAST_SHOWN = 0.02
 
 
-def show_slow(pids: tuple[int, ...], seconds: float | None, as_json: bool) -> int:
+def show_slow(search: Search, seconds: float | None, as_json: bool) -> int:
     """Sample the job and print the verdict; return 0 if no rank is slow, 1 if one is, else 2.
 
     Raises:
         HangInputError: no py-spy, no rank, or more than one job.
     """
     announce(f"sampling the stacks of all ranks for {seconds or SECONDS:g} s")
-    verdict = who_is_slow(Search(pids), seconds or SECONDS)
+    verdict = who_is_slow(search, seconds or SECONDS)
     if as_json:
         click.echo(json.dumps(verdict.as_json(), indent=2))
         return exit_status(verdict)

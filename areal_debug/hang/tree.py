@@ -1,5 +1,6 @@
 """What reports of a diagnosis share: exit code, sections of lines, the merged tree of stacks."""
 
+import time
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,6 +22,8 @@ PART_NAMES = {
 
 def headline(diagnosis: Diagnosis) -> str:
     """Return the label, with its kind where there is one."""
+    if diagnosis.kind == "starting":
+        return diagnosis.kind
     return f"{diagnosis.label}, {diagnosis.kind}" if diagnosis.kind else diagnosis.label
 
 
@@ -29,7 +32,7 @@ def exit_status(diagnosis: Diagnosis) -> int:
     low confidence).
     """
     if diagnosis.label == "straggler_or_not_hung":
-        return 0
+        return 2 if diagnosis.kind == "starting" else 0
     return 2 if diagnosis.label == "unknown" or diagnosis.confidence == "low" else 1
 
 
@@ -58,8 +61,24 @@ def sections(diagnosis: Diagnosis) -> list[tuple[str, list[Line]]]:
         ("Next", steps),
         ("Would refute it", [Line("", text) for text in diagnosis.would_refute]),
         ("Other explanations", others),
+        ("Processes", processes(diagnosis)),
         ("To collect", [Line("", text) for text in diagnosis.collect]),
     ]
+
+
+def processes(diagnosis: Diagnosis) -> list[Line]:
+    """Return a line on the process of each rank that is known, culprits first, at most eight."""
+    known = [rank for rank in diagnosis.ranks if rank.pid is not None]
+    known.sort(key=lambda rank: rank.part != "culprit")
+    lines = []
+    for rank in known[:8]:
+        since = f", since {time.strftime('%H:%M:%S', time.localtime(rank.started))}" if rank.started else ""
+        where = f" on {rank.host}" if rank.host else ""
+        lines.append(
+            Line(subject(str(rank.rank), str(rank.rank)), f"pid {rank.pid}{where}{since}: {rank.command}")
+        )
+    more = len(known) - len(lines)
+    return lines + ([Line("", f"and {more} more: --json lists them")] if more else [])
 
 
 def subject(ranks: str, process: str) -> str:

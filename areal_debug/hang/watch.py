@@ -83,6 +83,8 @@ def watch(
         raise click.UsageError(
             "--then restart needs a command after --: a job of --pid cannot be started again."
         )
+    if job and job[0].startswith("-"):
+        raise click.UsageError(f"{job[0]} is no option of hang watch. The command of the job comes after --.")
     for pid in pids:
         if not lives(pid):
             raise click.UsageError(f"--pid {pid}: no process has this id.")

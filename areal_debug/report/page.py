@@ -88,6 +88,13 @@ def write_template(
         style: rules of this page only.
         inside: a complete page that is shown inside of this one, whose own styles apply.
     """
+    body = body_of(template, facts)
+    styles = " ".join(hash_source(sheet) for sheet in STYLE_ELEMENT.findall(inside))
+    commit_file(file, framed(frame, body, style=style, styles=styles))
+
+
+def body_of(template: str, facts: Mapping[str, Any]) -> str:
+    """Return the content of a page, with everything in `facts` made printable and escaped."""
     pages = Environment(
         loader=FileSystemLoader(PACKAGE), autoescape=True, undefined=StrictUndefined, finalize=shown
     )
@@ -96,9 +103,7 @@ def write_template(
         "badge": lambda verdict: Markup(badge(verdict)),
         "tone_of": tone_of,
     }
-    body = pages.get_template(template).render(facts)
-    styles = " ".join(hash_source(sheet) for sheet in STYLE_ELEMENT.findall(inside))
-    commit_file(file, framed(frame, body, style=style, styles=styles))
+    return pages.get_template(template).render(facts)
 
 
 def shown(value: Any) -> Any:

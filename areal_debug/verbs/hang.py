@@ -42,6 +42,7 @@ def spools_standard_input(verb: Callable[..., None]) -> Callable[..., None]:
     lazy={"collect": "hang.collect:collect", "watch": "hang.watch:watch"},
 )
 @click.option("--pid", "pids", type=int, multiple=True, help="A rank or a launcher; may be repeated.")
+@click.option("--match", default="", help="Regular expression that the ranks' command lines match.")
 @click.option("--slow", is_flag=True, help="Of a job that runs: which rank or engine is slow, and why.")
 @click.option(
     "--seconds",
@@ -52,7 +53,7 @@ def spools_standard_input(verb: Callable[..., None]) -> Callable[..., None]:
 @click.pass_context
 @errors_as_sentences
 def command(
-    ctx: click.Context, pids: tuple[int, ...], slow: bool, seconds: float | None, as_json: bool
+    ctx: click.Context, pids: tuple[int, ...], match: str, slow: bool, seconds: float | None, as_json: bool
 ) -> None:
     """Find out why a job hangs and which ranks block it, or with --slow which rank slows it down.
 
@@ -64,14 +65,16 @@ def command(
         raise click.UsageError("--seconds is the time of --slow: give both.")
     if ctx.invoked_subcommand is not None and slow:
         raise click.UsageError(f"--slow looks at a job that runs: leave out {ctx.invoked_subcommand}.")
+    from hangdoctor.collect.discover import Search
+
     if slow:
         from areal_debug.hang.slow import show_slow
 
-        sys.exit(show_slow(pids, seconds, as_json))
+        sys.exit(show_slow(Search(pids, match), seconds, as_json))
     if ctx.invoked_subcommand is None:
         from areal_debug.hang.collect import live
 
-        sys.exit(live(pids, as_json))
+        sys.exit(live(Search(pids, match), as_json))
 
 
 @command.command(

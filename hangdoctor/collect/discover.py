@@ -11,11 +11,12 @@ process's ancestors.
 import itertools
 import os
 import re
+import time
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from hangdoctor.collect.process import Process, ancestors, descendants
+from hangdoctor.collect.process import Process, ancestors, descendants, read_facts, read_stat
 from hangdoctor.errors import NoRanksFound, SeveralJobs
 
 RANK_AND_WORLD = (
@@ -88,7 +89,13 @@ def role_of_server(command: tuple[str, ...]) -> str:
 
 
 def is_launcher(command: tuple[str, ...]) -> bool:
-    return any(LAUNCHER.search(word.rsplit("/", 1)[-1]) for word in command[:4])
+    """True if the program that a command line runs starts ranks, whatever its arguments say."""
+    for previous, word in itertools.pairwise(("", *command)):
+        if LAUNCHER.search(word.rsplit("/", 1)[-1]):
+            return True
+        if previous and not word.startswith("-") and previous not in ("-X", "-W", "-m"):
+            return False
+    return False
 
 
 def job_key(environment: dict[str, str]) -> str:
@@ -316,14 +323,16 @@ def _refuse_several_jobs(claims: list[Claim]) -> None:
             jobs[claim.identity.job].append(claim)
     if len(jobs) > 1:
         lines = [
-            f"  {job or '(no rendezvous)'}: "
-            + ", ".join(f"rank {claim.identity.rank} is pid {claim.process.pid}" for claim in members[:4])
-            + (f" and {len(members) - 4} more" if len(members) > 4 else "")
+            f"  areal-debug hang --pid {members[0].process.pid}   # {job or 'no rendezvous'}: {len(members)} ranks since "
+            f"{_start_of(members[0].process.pid)}, {' '.join(members[0].process.command)[:80]}"
             for job, members in jobs.items()
         ]
-        raise SeveralJobs(
-            f"{len(jobs)} jobs run here; select one with `--pid` of any of its ranks:\n" + "\n".join(lines)
-        )
+        raise SeveralJobs(f"{len(jobs)} jobs run here; select one:\n" + "\n".join(lines))
+
+
+def _start_of(pid: int) -> str:
+    started = read_facts(pid).start_time
+    return time.strftime("%H:%M:%S", time.localtime(started)) if started else "an unknown time"
 
 
 def _servers(scope: list[int], claims: list[Claim], table: dict[int, Process]) -> list[Target]:
@@ -346,17 +355,25 @@ def _servers(scope: list[int], claims: list[Claim], table: dict[int, Process]) -
 
 
 def _unranked(search: Search, scope: list[int], table: dict[int, Process]) -> list[Claim]:
-    python = {pid for pid in scope if table[pid].is_python}
+    python = {pid for pid in scope if table[pid].is_python and not is_launcher(table[pid].command)}
     tops = [pid for pid in sorted(python) if not python & set(ancestors(pid, table))]
-    if search == Search() or not tops:
+    if search == Search() or not tops or _ours(table) & set(search.pids):
         raise NoRanksFound(_nothing_found(search, scope, table))
     return [Claim(table[pid], ProcessIdentity(index, None, "trainer", "")) for index, pid in enumerate(tops)]
 
 
 def _nothing_found(search: Search, scope: list[int], table: dict[int, Process]) -> str:
     hidden = sum(process.environment is None for process in table.values())
-    if missing := [pid for pid in search.pids if pid not in table]:
+    if missing := [pid for pid in search.pids if read_stat(pid) is None and pid not in table]:
         return f"There is no process {', '.join(map(str, missing))} on this host. It may have ended: read its logs."
+    everything = scope if search != Search() else table
+    launchers = [pid for pid in everything if table[pid].is_python and is_launcher(table[pid].command)]
+    if launchers:
+        pid = launchers[0]
+        return (
+            f"The job is starting: the launcher with pid {pid} (since {_start_of(pid)}) has no rank yet. "
+            f"Ask again in some seconds: areal-debug hang --pid {pid}"
+        )
     return (
         f"No rank was found. Looked for a Python process {search}, among {len(table)} processes ({len(scope)} in reach"
         + (f", {hidden} of other users not readable without root" if hidden else "")

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 
 from areal_core.safety.secrets import Masker, masker
 from hangdoctor.collect.write import ProcessEntry
+from hangdoctor.frames import of_launcher
 from hangdoctor.model import (
     CollectiveRecord,
     ErrorFile,
@@ -25,8 +26,10 @@ from hangdoctor.model import (
     Thread,
 )
 from hangdoctor.parse import location
-from hangdoctor.parse.location import ProcessName, coordinates_in, role_in
-from hangdoctor.parse.logs import watchdog_records
+from hangdoctor.parse.endings import Ended, endings_of
+from hangdoctor.parse.job_log import Text, read_job_log
+from hangdoctor.parse.location import ProcessName, coordinates_in, parse_name, role_in
+from hangdoctor.parse.logs import parse_log, watchdog_records, watchdog_timeouts
 
 
 def merge_native(threads: tuple[Thread, ...], natives: tuple[Thread, ...]) -> tuple[Thread, ...]:
@@ -55,7 +58,7 @@ Key = tuple[str, int]
 class Reading:
     """What was read so far, by process name and sample.
 
-    `exited` maps a rank that a launcher reported as ended to the reason it gave.
+    `texts` are the logs of a job that has ended, which are read together.
     """
 
     mapping: dict[str, str] = field(default_factory=dict)
@@ -70,7 +73,7 @@ class Reading:
     commands: dict[str, str] = field(default_factory=dict)
     sources: dict[Key, str] = field(default_factory=dict)
     refusals: dict[str, tuple[Status, str]] = field(default_factory=dict)
-    exited: dict[int, str] = field(default_factory=dict)
+    texts: list[Text] = field(default_factory=list)
     records: list[CollectiveRecord] = field(default_factory=list)
     ras: list[RasRank] = field(default_factory=list)
     logs: list[LogTail] = field(default_factory=list)
@@ -83,6 +86,7 @@ class Reading:
 def finish(reading: Reading, world_size: int | None) -> Snapshot:
     """Join everything by process into one snapshot."""
     listed = {entry.name: entry for entry in reading.contents.processes} if reading.contents else {}
+    ended = join_ended(reading, world_size) if reading.texts else Ended()
     number_unranked(reading, listed)
     keys = sorted(set(reading.stacks) | set(reading.natives), key=lambda key: (key[1], len(key[0]), key[0]))
     mask = masker()  # reports quote commands, logs and errors, also those that no collector has masked
@@ -95,10 +99,10 @@ def finish(reading: Reading, world_size: int | None) -> Snapshot:
             if entry.role not in ("trainer", "child", "launcher") and entry.status != "dumped"
         ]
         world_size = world_size or reading.contents.world_size
-    world_size = world_size or world_size_of(reading)
+    world_size = world_size or world_size_of(reading) or ended.world_size
     return Snapshot(
         dumps=dumps,
-        expected=expected_ranks(reading, listed.values(), dumps, world_size),
+        expected=expected_ranks(reading, listed.values(), dumps, world_size, ended),
         absent=absent_processes(reading, listed.values()),
         num_samples=max((dump.sample + 1 for dump in dumps), default=0),
         records=tuple(reading.records) or watchdog_records(reading.logs),
@@ -111,7 +115,35 @@ def finish(reading: Reading, world_size: int | None) -> Snapshot:
         gpus=tuple(reading.gpus),
         source=reading.source,
         notes=tuple(reading.notes),
+        endings=tuple(replace(e, words=mask.text(e.words)) for _, e in sorted(ended.endings.items())),
+        stopped=mask.text(ended.stopped),
+        recovered=ended.recovered,
+        complete=ended.complete or not reading.texts,
     )
+
+
+def join_ended(reading: Reading, world_size: int | None) -> Ended:
+    """Join what a dead job's logs say, and return how its ranks ended.
+
+    Of a rank that waited until its time-out the last dump counts: that it moved before is no
+    progress.
+    """
+    job = read_job_log(reading.texts)
+    timed_out = {rank for log in reading.logs for rank, _, _ in watchdog_timeouts(log)}
+    ended = endings_of(job, world_size, timed_out)
+    for name, last in [(name, sample) for name, sample in reading.stacks if sample]:
+        reading.stacks[(name, 0)] = reading.stacks.pop((name, last))
+    for rank, threads in ended.stacks.items():
+        process = parse_name(f"rank_{rank}")
+        reading.processes.setdefault(process.name, process)
+        reading.stacks.setdefault((process.name, 0), threads)
+    reading.records += job.records
+    reading.source |= job.source
+    known = {log.rank for log in reading.logs}
+    for rank, lines in job.written.items():
+        if rank not in known:
+            reading.logs.append(parse_log(f"rank_{rank}", rank, "\n".join(lines), ""))
+    return ended
 
 
 def number_unranked(reading: Reading, listed: dict[str, ProcessEntry]) -> None:
@@ -140,7 +172,7 @@ def number_unranked(reading: Reading, listed: dict[str, ProcessEntry]) -> None:
 def is_launcher(reading: Reading, name: str) -> bool:
     """True if the stacks of a process are those of torchelastic's agent."""
     threads = reading.stacks.get((name, 0)) or reading.natives.get((name, 0)) or ()
-    return any("elastic/agent/server" in frame.file for thread in threads for frame in thread.frames)
+    return any(of_launcher(frame) for thread in threads for frame in thread.frames)
 
 
 def dump_of(reading: Reading, listed: dict[str, ProcessEntry], key: Key, mask: Masker) -> ProcessDump:
@@ -205,6 +237,7 @@ def expected_ranks(
     listed: Iterable[ProcessEntry],
     dumps: tuple[ProcessDump, ...],
     world_size: int | None,
+    ended: Ended,
 ) -> dict[int, Status]:
     """Return the status of every trainer rank that should exist; empty where the number of ranks is
     unknown.
@@ -214,9 +247,11 @@ def expected_ranks(
     """
     complete = reading.contents is not None and not reading.contents.hosts_missing
     unseen: Status = "gone" if complete else "not_collected"
-    ended: dict[int, Status] = dict.fromkeys(reading.exited, "gone")
+    gone: dict[int, Status] = {
+        rank: "gone" for rank, e in ended.endings.items() if e.how in ("failed", "killed", "ended")
+    }
     expected: dict[int, Status] = (
-        dict.fromkeys(range(min(world_size or 0, 500_000)), unseen) | ended | refused_ranks(reading)
+        dict.fromkeys(range(min(world_size or 0, 500_000)), unseen) | gone | refused_ranks(reading)
     )
     for entry in listed:
         if entry.rank is not None and entry.role == "trainer":

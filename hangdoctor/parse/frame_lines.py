@@ -13,6 +13,7 @@ Bullets, tree lines, quote marks and what follows an arrow or a hash behind a fr
 import re
 from functools import lru_cache
 
+from hangdoctor.frames import TABLES
 from hangdoctor.model import Frame
 from hangdoctor.parse.stacks_json import is_native_file
 
@@ -47,39 +48,13 @@ FILE_FIRST = re.compile(
     rf"[(`]?(?P<function>[A-Za-z_<][\w.<>]*)(?:\([^()]*\))?[)`]?$"
 )
 ARROWS = re.compile(r"\s*(<-+|<=+|←|⟵|-+>|=+>|→|›| > | < )\s*")
+REMARK = re.compile(r"\s*\([^():/]*\)[ .]*$")
 NAME = re.compile(r"^[A-Za-z_<][\w.<>:]*(?:\(\))?$")
 
-C10D = "torch/distributed/distributed_c10d.py"
 # Files that people cut down to the last component; nothing else on a training stack is so called.
-FULL_PATHS = {
-    "distributed_c10d.py": C10D,
-    "_functional_collectives.py": "torch/distributed/_functional_collectives.py",
-    "c10d_logger.py": "torch/distributed/c10d_logger.py",
-    "rendezvous.py": "torch/distributed/rendezvous.py",
-    "device_mesh.py": "torch/distributed/device_mesh.py",
-    "dataloader.py": "torch/utils/data/dataloader.py",
-    "cpp_extension.py": "torch/utils/cpp_extension.py",
-    "file_baton.py": "torch/utils/file_baton.py",
-    "popen_fork.py": "multiprocessing/popen_fork.py",
-    "popen_spawn_posix.py": "multiprocessing/popen_spawn_posix.py",
-    "p2p_communication.py": "megatron/core/pipeline_parallel/p2p_communication.py",
-}
+FULL_PATHS: dict[str, str] = TABLES["full_paths"]
 # A name without a file is read where no other library has a function of that name.
-FILES_OF_NAMES = {
-    **dict.fromkeys(
-        (
-            "all_reduce", "all_gather", "all_gather_into_tensor", "all_gather_object", "_all_gather_base",
-            "reduce_scatter", "reduce_scatter_tensor", "_reduce_scatter_base", "broadcast_object_list",
-            "all_to_all", "all_to_all_single", "barrier", "monitored_barrier", "broadcast", "batch_isend_irecv",
-            "send_object_list", "recv_object_list", "gather_object", "scatter_object_list", "new_group",
-            "destroy_process_group", "init_process_group", "_store_based_barrier",
-        ),
-        C10D,
-    ),
-    "_try_get_data": "torch/utils/data/dataloader.py",
-    "_next_data": "torch/utils/data/dataloader.py",
-    "_engine_run_backward": "torch/autograd/graph.py",
-}  # fmt: skip
+FILES_OF_NAMES: dict[str, str] = {name: file for file, names in TABLES["functions"].items() for name in names}
 
 
 @lru_cache(maxsize=65536)
@@ -102,15 +77,16 @@ def loose_frames(line: str) -> tuple[Frame, ...]:
     for pattern in (NAME_FIRST, FILE_FIRST):
         if match := pattern.match(shown):
             return (Frame(match["function"], full_path(match["file"]), int(match["line"][:9])),)
-    pieces = ARROWS.split(without_bullets(line))
+    pieces = ARROWS.split(REMARK.sub("", without_bullets(line).replace("`", "")))
     if len(pieces) < 3 or len({arrow.strip("-=") for arrow in pieces[1::2]}) > 1:
         return ()
     found = [piece_frame(piece.strip()) for piece in pieces[0::2]]
     frames = [frame for frame in found if frame is not None]
     if len(frames) < len(found) or not any(frame.file for frame in frames):
         return ()
-    # `a <- b`: b called a. `a -> b`: a called b.
-    return tuple(frames if "<" in pieces[1] or pieces[1] in "←⟵" else reversed(frames))
+    # `a <- b`: b called a. `a -> b`: a called b, unless only a is a call that waits.
+    waits_first = frames[0].function in FILES_OF_NAMES and frames[-1].function not in FILES_OF_NAMES
+    return tuple(frames if "<" in pieces[1] or pieces[1] in "←⟵" or waits_first else reversed(frames))
 
 
 def piece_frame(text: str) -> Frame | None:

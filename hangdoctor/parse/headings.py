@@ -45,6 +45,7 @@ POSITION = re.compile(
     r"^(?:gpu|cuda|device|(?:pp |pipeline )?stage|worker|process|proc|r)[ #:=]*(\d{1,5})(?: ?\([^()]*\))?$",
     re.I,
 )
+ONE_COORDINATE = re.compile(r"^(?:DP|PP|TP|EP)[ _:=]?(\d{1,5} ?(?:-|–|to) ?\d{1,5}|\d{1,5})$", re.IGNORECASE)
 COORDINATES = re.compile(r"^(?:(?:DP|PP|TP|EP)[ _:=]?\d{1,5}[ _,/]?){1,4}$", re.IGNORECASE)
 ROLE = re.compile(
     rf"^(?:the )?({ROLE_WORDS})(?: (?:process|worker|server|engine|side|rank))*(?:[ _#:=]*(\d{{1,5}}))?(?: ?\([^()]*\))?$",
@@ -175,6 +176,8 @@ def named_header(bare: str, said: bool) -> Section | None:
         return Section(numbers_in(match[2]), match[1].lower() if match[1] else None, headed=True)
     if match := POSITION.match(bare):
         return Section((int(match[1]),), headed=True) if said or bare[:3].lower() in ("gpu", "sta") else None
+    if match := ONE_COORDINATE.match(bare):
+        return Section(numbers_in(match[1]), headed=True)
     if COORDINATES.match(bare):
         names = re.findall(r"([A-Z]{2})[ _:=]?(\d{1,5})", bare.upper())
         return Section(command="::" + "".join(f"_{name}{number}" for name, number in names), headed=True)

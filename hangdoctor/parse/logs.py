@@ -10,34 +10,13 @@ from collections.abc import Iterable
 
 from hangdoctor.errors import UnreadableDump
 from hangdoctor.model import CollectiveRecord, ErrorFile, LogTail
-from hangdoctor.parse.headings import numbers_in
+from hangdoctor.tables import message
 
 MAX_LINES = 400
-RELEVANT = re.compile(
-    r"Watchdog caught collective operation timeout|last enqueued (?:NCCL )?work|Waiting in store based barrier|watchdog got stuck|"
-    r"Traceback \(most recent call last\)|"
-    r"^\w*(?:Error|Exception|Interrupt)\b.*:|RuntimeError|CUDA error|out of memory|OutOfMemory|Killed|SIGKILL|SIGTERM|"
-    r"Fatal Python error|NCCL (?:WARN|error)|ncclRemoteError|Connection (?:refused|reset|closed)|timed? ?out|"
-    r"No available shared memory broadcast block|Broken pipe|exitcode|Signal \d+",
-    re.IGNORECASE,
-)
-WATCHDOG = re.compile(
-    r"(?:\[rank(?P<global>\d+)\].*?)?\[(?:PG [^\]]*?)?Rank (?P<rank>\d+)\].*Watchdog caught collective operation timeout: "
-    r"WorkNCCL\(SeqNum=(?P<seq>\d+), OpType=(?P<op>\w+)(?:, NumelIn=(?P<numel_in>\d+), NumelOut=(?P<numel_out>\d+))?"
-)
+RELEVANT = message("logs", "relevant")
+WATCHDOG = message("logs", "watchdog")
 # Follows a time-out: how far this rank has come in the group.
-PROGRESS = re.compile(
-    r"(?:\[rank(?P<global>\d+)\].*?)?\[PG (?:ID )?\d+(?: PG GUID (?P<guid>[^\s(]+))?(?: ?\((?P<name>[^)]*)\))? Rank (?P<rank>\d+)\]"
-    r".*?(?:NCCL work: |watchdog at work: |sequence id: )(?P<seq>\d+)\b.*?last enqueued (?:NCCL )?work: (?P<enqueued>\d+)"
-)
-# torchelastic's report at the end of a run, with or without a prefix before each line.
-ELASTIC_FAILURE = re.compile(
-    r"\brank +: (?P<rank>\d{1,7}) \(local_rank: \d+\)[ \t]*\n[^\n]{0,120}?\bexitcode +: (?P<code>-?\d+)"
-)
-SRUN_FAILURE = re.compile(
-    r"^srun: error: \S+: tasks? (?P<tasks>\d[\d,\-]{0,200}): (?P<reason>Killed|Out Of Memory|Segmentation fault|Exited[^\n]{0,60})",
-    re.MULTILINE,
-)
+PROGRESS = message("logs", "progress")
 
 
 def parse_log(name: str, rank: int | None, text: str, source: str) -> LogTail:
@@ -49,16 +28,6 @@ def parse_log(name: str, rank: int | None, text: str, source: str) -> LogTail:
 
 def has_timeouts(text: str) -> bool:
     return "Watchdog caught collective operation timeout" in text
-
-
-def exited_ranks(text: str) -> dict[int, str]:
-    """Return the ranks that torchelastic's report or srun says have ended with an error, with its
-    words.
-    """
-    found = {int(m["rank"]): f"ended with exit code {m['code']}" for m in ELASTIC_FAILURE.finditer(text)}
-    for match in SRUN_FAILURE.finditer(text):
-        found |= dict.fromkeys(numbers_in(match["tasks"]), f"srun: {match['reason']}")
-    return found
 
 
 def watchdog_timeouts(log: LogTail) -> list[tuple[int, int, str]]:

@@ -23,7 +23,7 @@ def owners_of(
     """
     # Where a heading describes one of several processes, those without a heading count as well.
     all_described = file.rank is None and any(map(described, sections))
-    by_pid: dict[int, ProcessName] = {}  # a process that comes again is its next sample
+    by_pid: dict[int | None, ProcessName] = {}
     taken = {rank for section in sections if section.role is None for rank in section.ranks}
     pairs: list[tuple[ProcessName, Section]] = []
     notes: dict[str, None] = {}
@@ -37,7 +37,9 @@ def owners_of(
             taken |= set(ranks)
         else:
             owner = unranked(section, number, len(sections), file)
-            pairs.append((by_pid.setdefault(section.pid, owner) if section.pid else owner, section))
+            # A process that comes again is its next sample; the first one of each container is 1.
+            again = section.pid is not None and section.pid > 1
+            pairs.append((by_pid.setdefault(section.pid, owner) if again else owner, section))
             continue
         role = parse_name(section.role).role if section.role else "trainer"
         pairs += [(ProcessName(canonical(role, rank), rank, role), section) for rank in ranks]
@@ -74,4 +76,4 @@ def unranked(section: Section, number: int, total: int, file: ProcessName) -> Pr
         return ProcessName(f"{file.name}_child_{number - 1}", None, "child", file.host, file.name)
     if section.command.startswith("::_"):
         return ProcessName(section.command.removeprefix("::_"), None)
-    return ProcessName(f"pid_{section.pid or number}", None)
+    return ProcessName(f"pid_{section.pid}" if (section.pid or 0) > 1 else f"process_{number}", None)

@@ -24,8 +24,9 @@ from hangdoctor.parse.flight_recorder import (
     ras_from,
     records_from,
 )
+from hangdoctor.parse.job_log import TORCHRUN_FILE, Text, has_ended
 from hangdoctor.parse.location import ProcessName, parse_name
-from hangdoctor.parse.logs import RELEVANT, exited_ranks, has_timeouts, parse_error_file, parse_log
+from hangdoctor.parse.logs import RELEVANT, has_timeouts, parse_error_file, parse_log
 from hangdoctor.parse.members import members_of
 from hangdoctor.parse.owners import owners_of
 from hangdoctor.parse.stacks_json import HEAD, is_stacks_json, parse_stacks_json
@@ -89,7 +90,7 @@ def read_snapshot(
         for member, data in members_of(path, reading.notes):
             take(reading, member, data)
     snapshot = finish(reading, world_size)
-    found = snapshot.dumps or snapshot.records or snapshot.ras or snapshot.expected
+    found = snapshot.dumps or snapshot.records or snapshot.ras or snapshot.expected or snapshot.endings
     if not (found or any(RELEVANT.search(line) for log in snapshot.logs for line in log.lines)):
         searched = ", ".join(map(str, paths)) or "nothing"
         notes = "; ".join(snapshot.notes[:3])
@@ -131,6 +132,8 @@ def owner_of(reading: Reading, place: location.Place, member: str) -> ProcessNam
     `rank_3/stacks.txt`.
     """
     process = name_of(reading, place.file)
+    if of_torchrun := TORCHRUN_FILE.search(member):
+        return parse_name(f"rank_{of_torchrun['rank']}")
     if process.rank is None and process.parent is None and place.kind == "loose":
         folders = [
             parse_name(folder) for folder in reversed(member.split("/")[:-1]) if "rank" in folder.lower()
@@ -157,7 +160,7 @@ def take_gpus(reading: Reading, place: location.Place, member: str, data: bytes)
 
 def take_log(reading: Reading, place: location.Place, member: str, data: bytes) -> None:
     text, process = data.decode(errors="replace"), name_of(reading, place.file)
-    if reading.contents is None and parse_stacks_text(text):
+    if reading.contents is None and (has_ended(text) or parse_stacks_text(text)):
         raise UnreadableDump("a log with stacks in it")
     reading.logs.append(parse_log(process.name, process.rank, text, member))
 
@@ -197,14 +200,25 @@ def take_dump(reading: Reading, place: location.Place, member: str, data: bytes)
         take_object(reading, place, member, data)
     elif is_ras_text(text):
         reading.ras += parse_ras_text(text)
+    elif reading.contents is None and (has_ended(text) or TORCHRUN_FILE.search(member)):
+        take_ended(reading, place, member, text)
     else:
         take_text(reading, place, member, text)
+
+
+def take_ended(reading: Reading, place: location.Place, member: str, text: str) -> None:
+    """Keep what a job that has ended, or one of its ranks, wrote: it is read with its other logs."""
+    process = owner_of(reading, place, member)
+    place_in_job = TORCHRUN_FILE.search(member)
+    attempt = int(place_in_job["attempt"]) if place_in_job else 0
+    reading.texts.append(Text(member, process.rank, attempt, text))
+    reading.logs.append(parse_log(process.name, process.rank, text, member))
 
 
 def take_object(reading: Reading, place: location.Place, member: str, data: bytes) -> None:
     """Read a JSON object: Flight Recorder, RAS or error file."""
     document = location.object_from(data, member[:200])
-    rank = name_of(reading, place.file).rank
+    rank = owner_of(reading, place, member).rank
     if is_flight_recorder(document):
         if rank is None:
             raise UnreadableDump("the name of a Flight Recorder dump must end in its rank")
@@ -212,7 +226,10 @@ def take_object(reading: Reading, place: location.Place, member: str, data: byte
     elif is_ras(document):
         reading.ras += ras_from(document)
     elif "message" in document:
-        reading.errors.append(parse_error_file(data, rank, member))
+        error = parse_error_file(data, rank, member)
+        reading.errors.append(error)
+        if rank is not None and error.traceback:
+            take_ended(reading, place, member, error.traceback)
     else:
         raise UnreadableDump("JSON, but neither stacks, Flight Recorder, RAS nor an error file")
 
@@ -228,7 +245,6 @@ def take_text(reading: Reading, place: location.Place, member: str, text: str) -
         reading.processes.setdefault(process.name, process)
         reading.refusals.setdefault(process.name, refused)
         return
-    reading.exited |= exited_ranks(text)
     if not sections or place.file.endswith(".log") or has_timeouts(text):
         reading.logs.append(parse_log(process.name, process.rank, text, member))
     pairs, notes = owners_of(sections, process, reading.world_size)

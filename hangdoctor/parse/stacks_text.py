@@ -153,6 +153,8 @@ class Reader:
             if self.thread is not None and self.thread.tentative:
                 self.close()
             return
+        if line.startswith("frame #"):
+            return  # of a C++ exception: where it was thrown, such as in a watchdog, is no wait
         frame = frame_of(line)
         if frame is not None:
             weak = (not frame.line and not frame.native) or frame.file == "?"

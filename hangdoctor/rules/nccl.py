@@ -31,6 +31,7 @@ from hangdoctor.rules.verdict import (
     stillness,
     waiting_evidence,
 )
+from hangdoctor.tables import message
 
 LAUNCH = re.compile(
     r"ncclLaunchKernel.*|ncclLaunch.*|ncclGroupEnd.*|ncclGroupLaunch.*|doLaunches.*|ncclEnqueueCheck.*|"
@@ -39,16 +40,8 @@ LAUNCH = re.compile(
     r"(cuda|cu)(Malloc|Free|MemAlloc|MemFree|HostAlloc)(?!Async).*"
 )
 GLOO = re.compile(r"gloo::transport::.*")
-TRANSPORT_LOG = re.compile(
-    r"NCCL WARN .*(?:NET|IB|socket|connect|transport|peer)|NET/\w+ ?: ?.*(?:fail|error|status=)|ncclRemoteError|"
-    r"ncclSystemError|Connection closed by (?:remote )?peer|ibv_\w+ failed|unhandled system error",
-    re.IGNORECASE,
-)
-DEVICE_LOG = re.compile(
-    r"\bXid\b|CUDA error|fallen off the bus|uncorrectable ECC|unspecified launch failure|illegal memory access|"
-    r"NVLink.{0,40}error|ncclUnhandledCudaError|unhandled cuda error",
-    re.IGNORECASE,
-)
+TRANSPORT_LOG = message("nccl", "transport_log")
+DEVICE_LOG = message("nccl", "device_log")
 RAS_SILENT = ("MISSING", "DEAD", "UNRESPONSIVE")
 IDLE_PERCENT, SPINNING_PERCENT = 5.0, 90.0
 

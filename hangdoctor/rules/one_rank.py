@@ -74,9 +74,11 @@ def checkpoint_stall(case: Case, graph: Graph) -> Verdict | None:
     if saving:
         best: Confidence = "high" if len(saving) < len(case.ranks) else "medium"
         return one_rank_verdict("checkpoint_stall", case, graph, saving, "for its checkpoint", best)
-    both = [s for s in graph.waiting_ranks if saver_thread(s)]
-    if graph.sources or not both:
+    if graph.sources:
         return None
+    both = [s for s in graph.waiting_ranks if saver_thread(s)]
+    if not both:
+        return partial_save(case, graph)
     # Two threads of one group have no common order of their collectives.
     threads = tuple(thread_evidence(s, thread, "saves in") for s in both[:4] if (thread := saver_thread(s)))
     return make_verdict(
@@ -91,6 +93,18 @@ def checkpoint_stall(case: Case, graph: Graph) -> Verdict | None:
         + stillness(case),
         "shared_group",
     )
+
+
+def partial_save(case: Case, graph: Graph) -> Verdict | None:
+    """Look for ranks that gather the state for a save while the others train on."""
+    saving = [s for s in graph.waiting_ranks if saves(s)]
+    if not saving or len(saving) * 2 > len(graph.waiting_ranks) or case.lost:
+        return None
+    what = f"for its peers in {operation(saving[0])} of a save"
+    best: Confidence = (
+        "high" if len(saving) == 1 and len(graph.waiting) == 2 and len(case.ranks) > 2 else "medium"
+    )
+    return one_rank_verdict("checkpoint_stall", case, graph, saving, what, best, variant="shared_group")
 
 
 def saver_thread(process: Process) -> ThreadState | None:
@@ -132,10 +146,13 @@ def waits_for_data(process: Process) -> bool:
 
 def external_wait(case: Case, graph: Graph) -> Verdict | None:
     outside = [s for s in graph.source_ranks if s.wait.kind in OUTSIDE or polls_outside(s, not graph.waiting)]
+    outside = [s for s in outside if "cleanup" not in s.wait.phases] or outside
     if not outside:
         return None
     wait, children = outside[0].wait, child_evidence(case, outside, "its child process is in")
     best: Confidence = "high" if wait.kind in ("http", "rpc", "subprocess") or children else "medium"
+    if wait.kind == "queue" and any("cleanup" in s.wait.phases for s in case.ranks):
+        best = "low"  # the other end of the queue is exiting
     usual = OUTSIDE.get(wait.kind, "for samples, rewards or a server")
     what = OUTSIDE_OPERATIONS.get(wait.operation) or usual
     return one_rank_verdict("external_wait", case, graph, outside, what, best, children)
@@ -216,7 +233,10 @@ def import_cycle(process: Process) -> bool:
     """True if a thread waits for the import lock of a module while the main thread, inside an
     import, waits for a thread.
     """
-    inside = any(frame.function == "_find_and_load" for frame in process.wait.frames)
+    inside = any(
+        f.function == "_find_and_load" or (f.function == "<module>" and f.file.endswith("__init__.py"))
+        for f in process.wait.frames
+    )
     return inside and any(t.wait.operation == IMPORT_LOCK for t in process.threads[1:])
 
 

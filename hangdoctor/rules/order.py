@@ -3,6 +3,7 @@
 import difflib
 
 from hangdoctor.errors import HangInputError
+from hangdoctor.rules.ended import absent_at_the_end, failed_in_wait, threads_still
 from hangdoctor.rules.nccl import nccl_timeout
 from hangdoctor.rules.one_rank import (
     checkpoint_stall,
@@ -20,9 +21,11 @@ from hangdoctor.rules.weight_sync import weight_sync_deadlock
 RULES = (
     straggler_or_not_hung,
     missing_rank,
+    absent_at_the_end,
     weight_sync_deadlock,
     init_deadlock,
     cleanup_deadlock,
+    failed_in_wait,
     lock_deadlock,
     dataloader_stall,
     partial_exception,
@@ -31,6 +34,7 @@ RULES = (
     p2p_shape_mismatch,
     collective_mismatch,
     nccl_timeout,
+    threads_still,
     unknown,
 )
 

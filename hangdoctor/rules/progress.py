@@ -2,7 +2,7 @@
 
 import re
 
-from hangdoctor.case import Case, Process
+from hangdoctor.case import Case, Process, starts
 from hangdoctor.graph import Graph, rank_ranges
 from hangdoctor.model import Evidence
 from hangdoctor.recorded_operations import behind_by_ras
@@ -34,8 +34,8 @@ WORKING = (
 
 
 def straggler_or_not_hung(case: Case, graph: Graph) -> Verdict | None:
-    """Look for ranks that made progress between the samples, or that work."""
-    if case.lost or not case.ranks:
+    """Look for ranks that made progress between the samples, or that work. A dead job does not."""
+    if case.lost or not case.ranks or case.snapshot.endings:
         return None
     if moving := job_moves(case, graph):
         return moving
@@ -88,7 +88,8 @@ def job_moves(case: Case, graph: Graph) -> Verdict | None:
         return None
     return make_verdict(
         "straggler_or_not_hung",
-        "high" if len(moved) == len(case.ranks) else "medium",
+        # Texts that somebody has pasted have no times: they may be of two processes.
+        "high" if len(moved) == len(case.ranks) and case.span_s else "medium",
         (),
         f"The job moves: {len(moved)} of {len(case.ranks)} ranks were elsewhere in the next sample.",
         stillness(case) + stack_evidence(moved[:3], "moved between the samples"),
@@ -113,14 +114,19 @@ def slow(case: Case, graph: Graph, sources: tuple[Process, ...]) -> Verdict:
     doing = "compiling" if what == {"compile"} else "loading" if what <= {"import", "load"} else "working"
     who = f"{begin(name_ranks(sources))} {plural(sources, 'is', 'are')} still {doing}"
     unsure = case.num_samples < 2 or (len(sources) * 2 > len(case.ranks) and not everybody)
+    starting = what <= {"import", "load"} and all(map(starts, (s.wait for s in case.ranks)))
     return make_verdict(
         "straggler_or_not_hung",
         "low" if unsure else "medium",
         () if everybody else sources,
-        f"No rank waits for another: all ranks are {doing}."
+        f"The job is starting: {name_ranks(sources)} {plural(sources, 'imports', 'import')} or "
+        f"{plural(sources, 'loads', 'load')} at {place(sources[0])}. Ask again in some seconds."
+        if starting
+        else f"No rank waits for another: all ranks are {doing}."
         if everybody
         else f"{who} at {place(sources[0])}; {waiting_for(graph)}.",
         stack_evidence(sources, f"is {doing}", graph) + waiting_evidence(graph),
+        kind="starting" if starting else "",
     )
 
 

@@ -1,7 +1,5 @@
 """Rules for ranks that have not arrived, are leaving, or are gone."""
 
-import re
-
 from hangdoctor.case import Case, Process
 from hangdoctor.frames import show
 from hangdoctor.graph import Graph, rank_ranges
@@ -24,12 +22,10 @@ from hangdoctor.rules.verdict import (
     waiting_evidence,
     waiting_for,
 )
-from hangdoctor.tables import LAST_CALLS, MODULE_ENTRIES
+from hangdoctor.tables import LAST_CALLS, MODULE_ENTRIES, message
 from hangdoctor.waits import context
 
-STORE_BARRIER = re.compile(
-    r"Waiting in store based barrier.*world_size=(?P<world>\d{1,7}), worker_count=(?P<workers>\d{1,7})"
-)
+STORE_BARRIER = message("start_and_end", "store_barrier")
 STATUS_TEXTS = {
     "gone": "has no process that could be dumped",
     "stopped": "is stopped (state T) and runs no instruction",
@@ -165,6 +161,8 @@ def leaves(process: Process, entered: set[tuple[str, str]]) -> bool:
     wait = process.wait
     if wait.kind in ("data", "stopped", "launcher") or process.status == "stopped":
         return False
+    if any(f.file == "weakref.py" and f.function == "__call__" for f in wait.frames):
+        return False  # a finalizer of an object, which runs wherever that is freed
     if wait.kind == "future" and wait.operation == "pool result":
         return False
     if context(wait.frames, frozenset({"cleanup", "checkpoint"})) == "checkpoint":
@@ -195,7 +193,7 @@ def missing_rank(case: Case, graph: Graph) -> Verdict | None:
     waiters = [s for s in graph.waiting_ranks if s not in stopped]
     if not lost:
         return never_joined(case, graph)
-    if not case.ranks or (not waiters and len(stopped) < len(case.ranks)):
+    if not case.ranks or (not waiters and len(stopped) < len(case.ranks)) or case.snapshot.endings:
         return None
     who = f"{'Rank' if len(lost) == 1 else 'Ranks'} {rank_ranges(lost)}"
     statuses = [

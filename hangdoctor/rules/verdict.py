@@ -80,6 +80,8 @@ def confidence(
         level = min(level, 1)
     if any(process.works or in_short_sleep(case, process) for process in culprits):
         level = 0
+    if any(s.arrived or s.wait.operation.endswith("(inferred)") for s in case.ranks):
+        level = 0
     unseen = any(status in ("not_permitted", "not_python", "timed_out") for status in case.missing.values())
     if len(case.ranks) < 2 or unseen or (case.missing and not case.lost):
         level -= 1

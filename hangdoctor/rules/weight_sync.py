@@ -10,45 +10,19 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from hangdoctor.case import Case, Process
-from hangdoctor.frames import is_library, show
+from hangdoctor.frames import TABLES, is_library, show
 from hangdoctor.graph import Graph, same_place
 from hangdoctor.model import Confidence, Frame
 from hangdoctor.rules.verdict import Verdict, confidence, evidence_of, make_verdict, name_ranks, stillness
+from hangdoctor.tables import pattern
 from hangdoctor.waits import Wait
 
-# verl, TRL, NeMo-RL, SkyRL, slime, OpenRLHF, SGLang, vLLM, AReaL and this project call it so.
-UPDATE_NAMES = re.compile(
-    r"\w*(update|sync|synchroni[sz]e|push|send|receive|recv|fetch|pull|publish|broadcast|transfer|stream|refit|share)"
-    r"(ed|s|ing)?_(the_|new_|latest_|policy_|model_|actor_|rollout_|rank0_|all_|hf_|lora_|fsdp\d?_)*(weights?|named_params?)(?!_decay)\w*|"
-    r"\w*weights?_(update|sync|transfer|send|receiv|broadcast)\w*|\w*refit\w*|_?move_model_to_(vllm|sglang|engine|rollout)\w*|"
-    r"_?sync_\w*params?_to_(vllm|sglang|engine|rollout)\w*|(init|close)_communicator|_?rollout_mode",
-    re.IGNORECASE,
+UPDATE_NAMES, UPDATE_FILES, GROUP_NAMES, PAUSE_NAMES = (
+    pattern(TABLES["weight_update"][name]) for name in ("names", "files", "groups", "pauses")
 )
-UPDATE_FILES = re.compile(
-    r"(?!deepspeed/|torch/).*(weight_?(update|sync|transfer|sender|receiver)|update_weight|param_sync|refit)\w*(/.*|\.py)|"
-    r"(?!deepspeed/|torch/)(.*/)?(checkpoint_engine|weight_transfer|weight_sync)/.*|.*(fleet|servers)/update_group\.py",
-    re.IGNORECASE,
+ENGINE_WORDS, TRAINER_WORDS, RECEIVE_WORDS, SEND_WORDS = (
+    pattern(TABLES["weight_update"][name]) for name in ("engine", "trainer", "receive", "send")
 )
-GROUP_NAMES = re.compile(
-    r"init_(weights?_|communicator|collective|model_update|process_group_for)\w*|\w*update_group\w*", re.I
-)
-PAUSE_NAMES = re.compile(
-    r"\w*(pause|unpause|resume|drain|quiesce|outstanding|in_?flight|abort_all|until_idle|flush_cache|wait_for_requests)\w*",
-    re.IGNORECASE,
-)
-ENGINE_WORDS = re.compile(
-    r"vllm|sglang|engine|rollout|generat|infer|sampler|serve|scheduler|decode", re.IGNORECASE
-)
-TRAINER_WORDS = re.compile(
-    r"train|learner|actor|policy|fsdp|megatron|deepspeed|archon|backward|optimi[sz]er|ppo|grpo|learn_step|driver",
-    re.IGNORECASE,
-)
-RECEIVE_WORDS = re.compile(r"receive|recv|pull|fetch|load_weights|from_collective", re.IGNORECASE)
-SEND_WORDS = re.compile(
-    r"send|push|publish|broadcast_weights|_to_(vllm|sglang|engine|rollout)", re.IGNORECASE
-)
-
-
 ROLES_APART = ("engine", "reference", "reward", "proxy", "critic")
 WAITS = (
     "collective", "p2p", "store", "http", "rpc", "future", "queue", "event", "lock", "socket", "sleep", "idle",

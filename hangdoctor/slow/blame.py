@@ -167,6 +167,7 @@ def judge(seen: Observation, garbage: Mapping[int, float]) -> SlowVerdict:
     ranks = budgets(seen.tracks)
     answer = (
         too_little(seen, ranks)
+        or stands_still(seen)
         or slow_ranks(seen, ranks, garbage)
         or still_starting(ranks)
         or late_in_turn(seen, ranks, garbage)
@@ -191,6 +192,23 @@ def too_little(seen: Observation, ranks: Sequence[Budget]) -> SlowVerdict | None
         where = f"; {len(seen.elsewhere)} ranks are on other hosts" if seen.elsewhere else ""
         return inconclusive(f"There is one rank here to look at{where}: its time goes to {time}.")
     return None
+
+
+def stands_still(seen: Observation) -> SlowVerdict | None:
+    """Return the verdict for a job in which no rank has run or moved in the second half of the
+    rounds: it hangs, or waits for something outside.
+    """
+    last = [track.activities[seen.num_rounds // 2 :] for track in seen.tracks]
+    places = [{(a.phase, a.place) for a in activities if a is not None} for activities in last]
+    ran = any(a is not None and a.busy and not a.waits for activities in last for a in activities)
+    waits = any(a is not None and a.waits for activities in last for a in activities)
+    if seen.elsewhere or ran or not waits or any(len(found) != 1 for found in places):
+        return None
+    pid = seen.tracks[0].pid
+    return inconclusive(
+        f"No rank has moved for {seen.seconds / 2:.0f} s: the job is not slow, it hangs or waits for something outside. "
+        f"Why: areal-debug hang --pid {pid}"
+    )
 
 
 def inconclusive(summary: str) -> SlowVerdict:

@@ -88,9 +88,9 @@ CPU_SHARE = 0.3
 class Limits:
     """Limits in seconds.
 
-    `quiet_s` is the silence that is suspicious once the first step is done; None learns it from the
-    job's own pauses. `watchdog_s` is when NCCL (or the scheduler) will kill the job: the collection
-    comes at half of it.
+    `quiet_s` is the silence that is suspicious; None learns it from the job's own pauses.
+    `watchdog_s` is when NCCL (or the scheduler) will kill the job: the collection comes at half of
+    it.
     """
 
     quiet_s: float | None = None
@@ -177,13 +177,14 @@ def judge_liveness(tracks: dict[str, Track], now: float, limits: Limits) -> Judg
 def quiet_limit_s(tracks: dict[str, Track], limits: Limits) -> float:
     """Return how long a silence may last, in seconds.
 
-    Half the watchdog's time before the first step, which downloads and compiles; then `quiet_s`, or
-    a multiple of the longest pause between two beats so far, but in time before the watchdog.
+    `quiet_s` where it is given; else half the watchdog's time before the first step, which downloads
+    and compiles, then a multiple of the longest pause between two beats so far, but in time before
+    the watchdog.
     """
-    if not _has_started(tracks):
-        return limits.watchdog_s / 2
     if limits.quiet_s is not None:
         return limits.quiet_s
+    if not _has_started(tracks):
+        return limits.watchdog_s / 2
     beating = [track for track in tracks.values() if track.signs.beat_time is not None]
     pauses = [track.longest_pause_s for track in beating if track.num_moves > 1]
     learned = PAUSES_BEFORE_QUIET * max(pauses) if pauses else limits.watchdog_s

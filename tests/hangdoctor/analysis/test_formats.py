@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from hangdoctor.diagnose import diagnose
 from hangdoctor.errors import UnreadableDump
 from hangdoctor.frames import main_thread
 from hangdoctor.model import Frame, Thread
@@ -299,7 +300,6 @@ def test_every_way_to_paste_two_ranks(name):
         f"# Ranks that run on (stage 1)\n{IN_STEP}# Ranks that left early (stage 0)\n{IN_SAVE}",
         f"== PID 77 ==\n{IN_STEP}== PID 78 ==\n{IN_SAVE}",
         f"(Worker pid=77, ip=10.0.0.1) {IN_STEP.splitlines()[0]}\n(Worker pid=78, ip=10.0.0.2) {IN_SAVE.splitlines()[0]}\n",
-        f"TP0:\n{IN_STEP}TP1:\n{IN_SAVE}",
     ],
 )
 def test_stacks_without_ranks_are_numbered_in_their_order(tmp_path, text):
@@ -368,3 +368,52 @@ Traceback (most recent call first):
 )
 def test_prose_and_logs_are_no_stacks(line):
     assert parse_stacks_text(f"{line}\n{line}\n") == []
+
+
+def test_positions_of_one_kind_are_ranks_and_arrows_point_out_of_a_wait(tmp_path):
+    """A range of positions, a stack on one line whose first call is the one that waits."""
+    (tmp_path / "paste.txt").write_text(
+        "py-spy, four ranks:\n\n- TP0: `all_reduce → check_cache → get_next_batch → event_loop`\n"
+        "- TP1-3: `broadcast → broadcast_pyobj → recv_requests → event_loop` (next iteration)\n"
+    )
+    snapshot = read_snapshot([tmp_path])
+    assert [(d.rank, d.threads[0].frames[0].function) for d in snapshot.dumps] == [
+        (0, "all_reduce"), (1, "broadcast"), (2, "broadcast"), (3, "broadcast"),
+    ]  # fmt: skip
+    assert diagnose(snapshot).label == "collective_mismatch"
+
+
+def test_two_containers_have_each_a_process_with_the_number_one(tmp_path):
+    (tmp_path / "paste.txt").write_text(
+        f"Process 1: python t.py\n{IN_STEP}\nProcess 1: python t.py\n{IN_SAVE}"
+    )
+    diagnosis = diagnose(read_snapshot([tmp_path]))
+    assert diagnosis.label == "collective_mismatch"
+    assert diagnosis.confidence != "high"
+
+
+@pytest.mark.parametrize(
+    ("log", "culprits"),
+    [
+        (
+            "Stalled ops: grads_4 [ready ranks: 0], model_1_grads_4 [ready ranks: 1] are waiting for remainder of ranks",
+            (0, 1),
+        ),
+        (
+            "   [2] finished collective #4, but didn't join collective #5\n - Timeout at collective: ALLREDUCE, #5",
+            (2,),
+        ),
+    ],
+)
+def test_records_in_a_log_without_stacks_are_a_diagnosis(tmp_path, log, culprits):
+    (tmp_path / "paste.txt").write_text(log)
+    assert diagnose(read_snapshot([tmp_path])).culprit_ranks == culprits
+
+
+def test_a_peer_whose_log_ends_in_a_traceback_is_the_culprit(tmp_path):
+    (tmp_path / "rank_0.txt").write_text(IN_STEP)
+    (tmp_path / "rank_1.log").write_text(
+        'Traceback (most recent call last):\n  File "w.py", line 3, in main\n    f()\nOSError: gone\n'
+    )
+    diagnosis = diagnose(read_snapshot([tmp_path], 2))
+    assert (diagnosis.label, diagnosis.culprit_ranks) == ("partial_exception", (1,))

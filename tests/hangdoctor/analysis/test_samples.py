@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from hangdoctor.diagnose import diagnose
+from areal_debug.hang.tree import exit_status
+from hangdoctor.diagnose import diagnose, unsettled
 from hangdoctor.parse.read import read_snapshot
 
 C10D = "torch/distributed/distributed_c10d.py"
@@ -313,3 +314,43 @@ def test_a_gap_in_the_numbers_of_saved_files_does_not_hide_what_the_others_show(
         "low",
         (0,),
     )
+
+
+IMPORTING = ["_find_and_load importlib/_bootstrap.py 1176", MODULE]
+LATE_IMPORT = ["_find_and_load importlib/_bootstrap.py 1180", MODULE]
+
+
+def test_ranks_that_came_from_their_start_to_a_wait_have_not_moved(tmp_path):
+    arrived = {
+        r: Process([IMPORTING, BARRIER if r == "rank_1" else REDUCE]) for r in ("rank_0", "rank_1", "rank_2")
+    }
+    diagnosis = judged(tmp_path, arrived)
+    assert (diagnosis.label, diagnosis.confidence, diagnosis.culprit_ranks) == (
+        "collective_mismatch",
+        "low",
+        (1,),
+    )
+    assert unsettled(read_snapshot([tmp_path]))
+
+
+def test_what_moved_before_the_last_two_samples_may_have_hung_since(tmp_path):
+    facts = [ASLEEP, ASLEEP, ASLEEP]
+    ranks = {f"rank_{r}": Process([COMPUTE, REDUCE, REDUCE], facts) for r in (0, 2)}
+    write(tmp_path, ranks | {"rank_1": Process([COMPUTE, BARRIER, BARRIER], facts)})
+    contents = json.loads((tmp_path / "collection.json").read_text())
+    put(tmp_path / "collection.json", contents | {"samples": [{"time": t} for t in (1, 4, 7)]})
+    diagnosis = diagnose(read_snapshot([tmp_path]))
+    assert (diagnosis.label, diagnosis.confidence) == ("collective_mismatch", "high")
+    assert not unsettled(read_snapshot([tmp_path]))
+
+
+def test_a_job_that_imports_is_starting(tmp_path):
+    diagnosis = judged(
+        tmp_path, {f"rank_{r}": Process([IMPORTING, LATE_IMPORT], ran(80, 2.0)) for r in (0, 1)}
+    )
+    assert (diagnosis.label, diagnosis.kind, exit_status(diagnosis)) == (
+        "straggler_or_not_hung",
+        "starting",
+        2,
+    )
+    assert diagnosis.summary.startswith("The job is starting: ranks 0-1 import or load")

@@ -96,7 +96,7 @@ def test_servers_without_a_rank_are_counted_by_role():
 def test_several_jobs_are_listed_with_their_pids():
     two = table(process(11, 1, environment=rank(0, 1)), process(12, 1, environment=rank(0, 1, port="4000")))
     with pytest.raises(
-        SeveralJobs, match=r"2 jobs run here.*--pid(.|\n)*h:29500: rank 0 is pid 11(.|\n)*h:4000"
+        SeveralJobs, match=r"2 jobs run here(.|\n)*hang --pid 11 +# h:29500: 1 ranks(.|\n)*--pid 12 +# h:4000"
     ):
         find_job(Search(), two)
     assert [target.pid for target in find_job(Search(pids=(12,)), two).targets] == [12]
@@ -120,3 +120,20 @@ def test_the_collector_and_its_callers_are_never_ranks():
         Search(), table(process(10, 1, environment=rank(7, 8)), ours, process(11, 1, environment=rank(0, 2)))
     )
     assert [target.pid for target in job.targets] == [11]
+
+
+@pytest.mark.parametrize("search", [Search(), Search(pids=(10,)), Search(match="torch")])
+def test_a_launcher_without_ranks_is_starting_and_no_rank(search):
+    with pytest.raises(NoRanksFound, match=r"job is starting: the launcher with pid 10 .*hang --pid 10"):
+        find_job(search, table(LAUNCHER, process(11, 10, "sh -c train", {}, "/bin/sh")))
+
+
+def test_an_argument_makes_no_launcher():
+    one = table(process(12, 1, "python -u train.py --launcher torchrun", rank(0, 1)))
+    assert [target.name for target in find_job(Search(), one).targets] == ["rank_0"]
+
+
+def test_a_process_above_this_command_is_no_rank():
+    above = table(process(1, 0, "python init.py", {}), process(os.getpid(), 1, "python -m areal_debug", {}))
+    with pytest.raises(NoRanksFound, match=r"at or below pid 1\b"):
+        find_job(Search(pids=(1,)), above)

@@ -151,3 +151,12 @@ def test_budgets_are_shares_of_the_samples():
     first, second = budgets([Track("rank_0", 0, 1, activities), Track("rank_1", 1, 2, waits)])
     assert first.shares == {"input": 0.5, "forward": 0.25, "collective": 0.25}
     assert (first.waiting, second.waiting, first.late, second.late) == (0.25, 1.0, 1.0, 0.0)
+
+
+@pytest.mark.parametrize(("computes", "hangs"), [(False, True), (True, False)])
+def test_a_job_that_hangs_is_not_called_slow(computes, hangs):
+    waits = [Activity("collective", "barrier (t.py:7)", False)] * 20
+    other = [Activity("other", "load (t.py:9)", computes)] * 20
+    tracks = tuple(Track(f"rank_{r}", r, 50 + r, tuple(a)) for r, a in enumerate((waits, waits, other)))
+    verdict = judge(Observation(tracks, (), 20, 10.0), {})
+    assert ("areal-debug hang --pid 50" in verdict.summary) == hangs

@@ -44,6 +44,7 @@ def test_first_step_gets_half_the_watchdogs_time():
     tracks = tracks_of((0, beating("rank_0", 0)))
     assert judge_liveness(tracks, 299, Limits()) == Judgement("starting", (), 299, 300)
     assert judge_liveness(tracks, 301, Limits()).state == "quiet"
+    assert judge_liveness(tracks, 31, Limits(quiet_s=30)).state == "quiet"  # what was asked for holds
 
 
 def test_without_beats_one_growing_log_is_enough_to_be_alive():
