@@ -102,7 +102,7 @@ async def reward_of(
     response: ModelResponse,
     data: dict[str, Any],
 ) -> float:
-    """Await the reward function for a completion: two texts, their tokens, the fields of the row."""
+    """Await the reward function for a completion: two texts, their tokens, fields of the row."""
     prompt, completion = response.input_tokens, response.output_tokens
     text = tokenizer.decode(completion, skip_special_tokens=sampling.skip_special_tokens)
     return await reward_fn(tokenizer.decode(prompt), text, prompt, completion, **data)
