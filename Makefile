@@ -69,7 +69,7 @@ fuzz: env
 # for some topics. On a quiet machine about half an hour.
 bench: env
 	$(BIN)/uv pip install --quiet --python $(BIN)/python --constraint constraints.txt --editable ".[bench]"
-	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/peers.py $(if $(ONLY),--only $(ONLY))
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.peers $(if $(ONLY),--only $(ONLY))
 
 # The site, into build/site: `python -m http.server -d build/site` shows it with its search.
 docs: env

@@ -11,7 +11,6 @@ workflow with the same client and executor.
 import logging
 from collections.abc import Sequence
 from contextlib import ExitStack
-from types import TracebackType
 from typing import Any
 
 from areal_core.config import PPOConfig
@@ -176,9 +175,7 @@ class RemoteEngine:
     def __enter__(self) -> "RemoteEngine":
         return self.connect()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _version_of(self, servers: Sequence[Server]) -> int:

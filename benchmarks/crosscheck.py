@@ -1,15 +1,13 @@
 """How often `areal-debug crosscheck` is right: planted differences, equal steps, others' code.
 
-    python benchmarks/crosscheck.py                          float64 alone
-    python benchmarks/crosscheck.py --frameworks             with TRL and verl, if installed
-    python benchmarks/crosscheck.py --record runs/demo/record    and its time on a record
+    python -m benchmarks.crosscheck                          float64 alone
+    python -m benchmarks.crosscheck --frameworks             with TRL and verl, if installed
+    python -m benchmarks.crosscheck --record runs/demo/record    and its time on a record
 
 The steps are those of tests/debug/crosscheck_steps.py, computed by plain loops in float32.
 """
 
-import argparse
 import json
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -17,29 +15,18 @@ from typing import Any
 
 import numpy as np
 
-ROOT = Path(__file__).parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests/debug")]
-
-import crosscheck_steps as steps  # noqa: E402
-
-from recorder import open_record  # noqa: E402
-from replayer.crosscheck.frameworks import FRAMEWORKS, CannotRun  # noqa: E402
-from replayer.crosscheck.opinions import crosscheck  # noqa: E402
-from replayer.crosscheck.step_rows import StepRows, read_rows  # noqa: E402
-from replayer.crosscheck.their_configs import options_of  # noqa: E402
-from replayer.crosscheck.twin import Bounded, advantages_of, loss_inputs, loss_of  # noqa: E402  # noqa: E402
+from benchmarks.harness import read_options
+from recorder import open_record
+from replayer.crosscheck.frameworks import FRAMEWORKS, CannotRun
+from replayer.crosscheck.opinions import crosscheck
+from replayer.crosscheck.step_rows import StepRows, read_rows
+from replayer.crosscheck.their_configs import options_of
+from replayer.crosscheck.twin import Bounded, advantages_of, loss_inputs, loss_of
+from tests.debug import crosscheck_steps as steps
 
 
 def main() -> None:
-    """Print the counts."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--frameworks", action="store_true", help="With TRL's and verl's own code, too.")
-    parser.add_argument("--equal", type=int, default=100, help="Number of equal steps.")
-    parser.add_argument("--record", help="A record to measure the time on.")
-    parser.add_argument("--json", action="store_true")
-    options = parser.parse_args()
+    options = read_options(__doc__, frameworks=False, equal=100, record="")
     with tempfile.TemporaryDirectory() as folder:
         found = measure(Path(folder), options.frameworks, options.equal)
     if options.record:
@@ -47,9 +34,7 @@ def main() -> None:
         names = ["float64", *(FRAMEWORKS if options.frameworks else ())]
         report = crosscheck(read_rows(open_record(options.record), None), names)
         found["record"] = {"verdict": report.verdict, "seconds": time.perf_counter() - started}
-    print(
-        json.dumps(found) if options.json else "\n".join(f"{name}: {facts}" for name, facts in found.items())
-    )
+    print(json.dumps(found, indent=1))
 
 
 def measure(folder: Path, with_frameworks: bool, num_equal: int) -> dict[str, Any]:

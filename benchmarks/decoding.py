@@ -1,6 +1,6 @@
 """Sampling in the trainer's process: our decode loop compared with Transformers' `generate`.
 
-    python benchmarks/decoding.py --model FOLDER [--prompts 4] [--samples 4] [--tokens 64]
+    python -m benchmarks.decoding --model FOLDER [--prompts 4] [--samples 4] [--tokens 64]
                                   [--rounds 3] [--threads 1] [--turns 1]
                                   [--prompt-tokens 256]
 
@@ -15,8 +15,6 @@ With --turns N the samples are episodes of N calls, each call after the history 
 import argparse
 import json
 import statistics
-import time
-from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -26,12 +24,7 @@ from areal_core.data import arithmetic_rows
 from areal_core.embedded.generate import generate, left_pad
 from areal_core.embedded.replica import Replica
 from areal_core.rollout.types import Sampling
-
-
-def cpu_s(work: Callable[[], object]) -> float:
-    began = time.process_time()
-    work()
-    return time.process_time() - began
+from benchmarks.harness import cpu_seconds, in_turn, read_options, spread
 
 
 def measure_turns(o: argparse.Namespace) -> None:
@@ -53,26 +46,17 @@ def measure_turns(o: argparse.Namespace) -> None:
             found = generate(replica, rows, options, [o.tokens] * len(rows), seeds, vocab_size=vocabulary)
             rows = [row + completion.tokens + reply for row, completion in zip(rows, found, strict=True)]
 
-    taken = [{name: cpu_s(partial(episodes, way)) for name, way in ways.items()} for _ in range(o.rounds + 1)]
-    ratios = sorted(times["read_again"] / times["cached"] for times in taken[1:])
-    medians = {f"{name}_s": round(statistics.median(t[name] for t in taken[1:]), 2) for name in ways}
-    spread = [round(ratio, 2) for ratio in (ratios[0], statistics.median(ratios), ratios[-1])]
-    print(json.dumps(medians | {"ratio": spread}))
+    works = {name: partial(episodes, way) for name, way in ways.items()}
+    taken = in_turn(works, o.rounds + 1, cpu_seconds)
+    medians = {f"{name}_s": round(statistics.median(seconds[1:]), 2) for name, seconds in taken.items()}
+    ratios = spread(again / cached for cached, again in list(zip(*taken.values(), strict=True))[1:])
+    print(json.dumps(medians | {"ratio": [round(ratio, 2) for ratio in ratios]}))
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    o = read_options(
+        __doc__, model=str, prompts=4, samples=4, tokens=64, rounds=3, threads=1, turns=1, prompt_tokens=256
     )
-    parser.add_argument("--model", required=True, help="checkpoint folder")
-    parser.add_argument("--prompts", type=int, default=4)
-    parser.add_argument("--samples", type=int, default=4, help="completions per prompt")
-    parser.add_argument("--tokens", type=int, default=64, help="tokens per completion, exactly")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--turns", type=int, default=1, help="calls of an episode")
-    parser.add_argument("--prompt-tokens", type=int, default=256, help="of an episode's prompt")
-    o = parser.parse_args()
     torch.set_num_threads(o.threads)
     if o.turns > 1:
         measure_turns(o)
@@ -110,17 +94,11 @@ def compare_with_transformers(o: argparse.Namespace) -> None:
         plain.generate(ids, attention_mask=mask, pad_token_id=tokenizer.eos_token_id, **options)
 
     ours(), theirs()
-    pairs = [(cpu_s(ours), cpu_s(theirs)) for _ in range(o.rounds)]
+    taken = in_turn({"ours": ours, "transformers": theirs}, o.rounds, cpu_seconds)
     num_tokens = len(prompts) * o.tokens
-    print(
-        json.dumps(
-            {
-                "ours_tokens_per_s": round(num_tokens / statistics.median(ours_s for ours_s, _ in pairs), 1),
-                "transformers_tokens_per_s": round(num_tokens / statistics.median(s for _, s in pairs), 1),
-                "ratio": round(statistics.median(theirs_s / ours_s for ours_s, theirs_s in pairs), 2),
-            }
-        )
-    )
+    speeds = {f"{k}_tokens_per_s": round(num_tokens / statistics.median(s), 1) for k, s in taken.items()}
+    ratio = statistics.median(b / a for a, b in zip(*taken.values(), strict=True))
+    print(json.dumps(speeds | {"ratio": round(ratio, 2)}))
 
 
 if __name__ == "__main__":

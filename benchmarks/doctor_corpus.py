@@ -1,6 +1,6 @@
 """How often `areal-debug doctor` names a failure that was really trained, and accuses a sound run.
 
-    python benchmarks/doctor_corpus.py --keep FOLDER [--seeds 3] [--healthy-seeds 5] [--jobs 1]
+    python -m benchmarks.doctor_corpus --keep FOLDER [--seeds 3] [--healthy-seeds 5] [--jobs 1]
                                        [--only TEXT] [--no-training] [--json FILE]
 
 Each failure of benchmarks/doctor_plants/failures.yaml is trained by a tiny model on the task of
@@ -13,7 +13,6 @@ that did not learn by its own held-out measure (`has_learned`) is not sound, and
 Exits with 1 if fewer than 90 % of the failures are found, or a sound run is accused.
 """
 
-import argparse
 import json
 import random
 import shutil
@@ -26,8 +25,6 @@ from typing import Any
 
 import torch
 import yaml
-from doctor_plants import changes, rewards
-from why_plants.warm import in_a_fork, wait_for
 
 from areal_core.config import DPOConfig, PPOConfig, RWConfig, SFTConfig, load_expr_config
 from areal_core.paths import run_folder
@@ -38,6 +35,8 @@ from areal_core.trainer.sft import SFTTrainer
 from areal_debug.doctor.examine import examine
 from areal_debug.doctor.read import read_run
 from benchmarks import larger_numbers as larger
+from benchmarks.doctor_plants import changes, rewards
+from benchmarks.harness import read_options
 from benchmarks.learning_methods import (
     DPO,
     GRPO,
@@ -50,6 +49,7 @@ from benchmarks.learning_methods import (
     pairs,
     teach,
 )
+from benchmarks.why_plants.warm import in_a_fork, wait_for
 
 HERE = Path(__file__).parent / "doctor_plants"
 DEMO = Path(larger.__file__).parent  # with the configs of the methods
@@ -89,7 +89,6 @@ class Plant:
 
 
 def read_plants(name: str) -> list[Plant]:
-    """Read the plants of a file."""
     return [
         Plant(**{key: tuple(value) if isinstance(value, list) else value for key, value in item.items()})
         for item in yaml.safe_load((HERE / f"{name}.yaml").read_text())
@@ -181,7 +180,6 @@ def is_trained(folder: Path, plant: Plant) -> bool:
 
 
 def run_of(keep: Path, plant: Plant, seed: int) -> Path:
-    """Return the folder of a run."""
     return keep / f"{plant.name}-{seed}"
 
 
@@ -209,7 +207,6 @@ class Judged:
 
 
 def judge(plant: Plant, seed: int, folder: Path, scratch: Path) -> Judged:
-    """Examine a run's log."""
     lines = (folder / "log.jsonl").read_text().splitlines()
     scratch.mkdir(exist_ok=True)
     shutil.copy(folder / "config.json", scratch)
@@ -231,17 +228,9 @@ def alarms_of(lines: list[str], scratch: Path) -> tuple[Any, ...]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    options = read_options(
+        __doc__, keep=Path, seeds=3, healthy_seeds=5, jobs=1, only="", no_training=False, json=""
     )
-    parser.add_argument("--keep", type=Path, required=True)
-    parser.add_argument("--seeds", type=int, default=3, help="of each failure")
-    parser.add_argument("--healthy-seeds", type=int, default=5, help="of each sound run")
-    parser.add_argument("--jobs", type=int, default=1, help="runs that are trained at once")
-    parser.add_argument("--only", default="")
-    parser.add_argument("--no-training", action="store_true")
-    parser.add_argument("--json", type=Path)
-    options = parser.parse_args()
     failures, healthy = (
         [p for p in read_plants(name) if options.only in p.name] for name in ("failures", "healthy")
     )
@@ -262,7 +251,7 @@ def main() -> None:
     print("did not learn, so not sound:", ", ".join(f"{r.name}, seed {r.seed}" for r in no_use) or "none")
     show(failures, healthy, results)
     if options.json:
-        options.json.write_text(json.dumps([asdict(result) for result in results], indent=1))
+        Path(options.json).write_text(json.dumps([asdict(result) for result in results], indent=1))
     bad = [r for r in results if r.name in names]
     accused = [r for r in results if r.name not in names and r.alarms]
     raise SystemExit(bool(accused) or sum(r.found for r in bad) < FEWEST_FOUND * len(bad))

@@ -5,8 +5,8 @@ one known failure each. Every run is written as TRL and as verl log it, read by 
 judged: the rate at which the failure is named, its onset, and healthy runs that are accused.
 Install them where this runs: `pip install rldoctor==0.2.0 rlprobe==0.1.0`.
 
-    python benchmarks/doctor_generators.py --seeds 20 --healthy 100
-    python benchmarks/doctor_generators.py --seeds 20 --variants noise,sparse --steps 60,400,2000
+    python -m benchmarks.doctor_generators --seeds 20 --healthy 100
+    python -m benchmarks.doctor_generators --seeds 20 --variants noise,sparse --steps 60,400,2000
 """
 
 import argparse
@@ -21,77 +21,16 @@ from types import TracebackType
 from typing import Any
 
 import numpy as np
+import yaml
 from click.testing import CliRunner
 
 from areal_debug.cli import main
+from benchmarks.harness import ROOT, read_options
 
 Row = dict[str, Any]
 
-# Failure: the alarms that name it, and a word that the title must contain.
-EXPECTED: dict[str, dict[str, tuple[tuple[str, ...], str]]] = {
-    "rldoctor": {
-        "entropy_collapse": (("D15",), ""),
-        "saturated_groups": (("D22",), "right"),
-        "too_hard": (("D22",), "wrong"),
-        "reward_hacking": (("D03",), ""),
-        "length_hacking": (("D21",), ""),
-        "truncation": (("D20",), ""),
-        "kl_blowup": (("D29",), ""),
-        "clip_saturation": (("D12",), ""),
-        "grad_spikes": (("D17",), ""),
-        "plateau": (("D05",), ""),
-        "format_domination": (("D31",), ""),
-    },
-    "rlprobe": {
-        "kl_blowup": (("D29",), ""),
-        "entropy_collapse": (("D15",), ""),
-        "reward_hack_length": (("D21",), ""),
-        "format_gaming": (("D31",), ""),
-        "clip_saturation": (("D12",), ""),
-        "degenerate_groups": (("D22",), ""),
-        "adv_collapse": (("D33",), ""),
-        "value_divergence": (("D28",), ""),
-        "grad_pathology": (("D17",), ""),
-        "truncation_starve": (("D20",), ""),
-        "repetition_spiral": (("D35",), ""),
-        "reward_std_death": (("D22", "D33"), ""),
-        "ref_drift_asymmetry": (("D30",), ""),
-        "throughput_rot": (("D36",), ""),
-    },
-}
-# rlprobe's columns under TRL's names; a column that TRL lacks keeps its name.
-TRL = {
-    "reward_mean": "reward",
-    "kl_mean": "kl",
-    "entropy_mean": "entropy",
-    "clip_fraction": "clip_ratio/region_mean",
-    "zero_variance_group_frac": "frac_reward_zero_std",
-    "lr": "learning_rate",
-    "completion_len_mean": "completions/mean_length",
-    "completion_len_max": "completions/max_length",
-    "truncation_rate": "completions/clipped_ratio",
-    "step_time_s": "step_time",
-    "value_loss": "loss/value_avg",
-}
-VERL = {
-    "reward": "critic/rewards/mean",
-    "reward_max": "critic/rewards/max",
-    "reward_min": "critic/rewards/min",
-    "kl": "actor/kl_loss",
-    "entropy": "actor/entropy",
-    "clip_ratio/region_mean": "actor/pg_clipfrac",
-    "clip_ratio/low_mean": "actor/pg_clipfrac_lower",
-    "grad_norm": "actor/grad_norm",
-    "learning_rate": "actor/lr",
-    "loss": "actor/pg_loss",
-    "completions/mean_length": "response_length/mean",
-    "completions/max_length": "response_length/max",
-    "completions/clipped_ratio": "response_length/clip_ratio",
-    "step_time": "timing_s/step",
-    "loss/value_avg": "critic/vf_loss",
-    "value_explained_variance": "critic/vf_explained_var",
-    "eval/accuracy": "val-core/simulated/acc/mean@1",
-}
+DRAWN = yaml.safe_load((ROOT / "benchmarks/doctor_plants/drawn.yaml").read_text())
+TRL, VERL = DRAWN["trl"], DRAWN["verl"]
 
 
 class Collected:
@@ -196,22 +135,20 @@ def write(rows: Iterable[Row], names: str, file: Path) -> None:
 
 
 def judge(rows: list[Row], names: str, folder: Path) -> dict[str, Any]:
-    """Return what the verb reports."""
     write(rows, names, folder / "metrics.jsonl")
     done = CliRunner().invoke(main, ["doctor", str(folder / "metrics.jsonl"), "--json"])
     report: dict[str, Any] = json.loads(done.stdout)
     return report
 
 
-def named(report: dict[str, Any], wanted: tuple[tuple[str, ...], str]) -> dict[str, Any] | None:
+def named(report: dict[str, Any], wanted: dict[str, Any]) -> dict[str, Any] | None:
     """Return the alarm that names the failure."""
-    ids, word = wanted
+    ids, word = wanted["ours"], wanted.get("word", "")
     found = (alarm for alarm in report["alarms"] if alarm["id"] in ids and word in alarm["title"])
     return next(found, None)
 
 
 def measure(generator: str, options: argparse.Namespace, folder: Path) -> None:
-    """Print the rates of one generator."""
     rows_of = GENERATORS[generator][1]
     right: Counter[tuple[str, str, str, int]] = Counter()
     total: Counter[tuple[str, str, str, int]] = Counter()
@@ -220,7 +157,7 @@ def measure(generator: str, options: argparse.Namespace, folder: Path) -> None:
     delays: dict[str, list[float]] = defaultdict(list)
     seeds = range(options.first_seed, options.first_seed + options.seeds)
     for steps in options.steps:
-        for failure, wanted in EXPECTED[generator].items():
+        for failure, wanted in DRAWN[generator].items():
             for seed in seeds:
                 rows = rows_of(failure, steps, seed)
                 for variant in options.variants:
@@ -234,12 +171,12 @@ def measure(generator: str, options: argparse.Namespace, folder: Path) -> None:
                         right[key] += alarm is not None
                         first[failure] += alarm is not None and report["alarms"][0]["id"] == alarm["id"]
                         others[failure].update(
-                            one["id"] for one in report["alarms"] if one["id"] not in wanted[0]
+                            one["id"] for one in report["alarms"] if one["id"] not in wanted["ours"]
                         )
                         if alarm is not None and alarm["onset"] is not None:
                             delays[failure].append((alarm["onset"] - steps / 2) / steps)
     accused, healthy = count_accused(generator, options, folder)
-    for failure in EXPECTED[generator]:
+    for failure in DRAWN[generator]:
         keys = [key for key in total if key[0] == failure]
         count = sum(total[key] for key in keys)
         missed = [
@@ -278,18 +215,16 @@ def count_accused(generator: str, options: argparse.Namespace, folder: Path) -> 
 
 
 def main_of_benchmark() -> None:
-    """Run."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    options = read_options(
+        __doc__,
+        seeds=20,
+        first_seed=0,
+        healthy=100,
+        steps=[400],
+        variants=["plain"],
+        names=["trl", "verl"],
+        generators=list(GENERATORS),
     )
-    parser.add_argument("--seeds", type=int, default=20)
-    parser.add_argument("--first-seed", type=int, default=0)
-    parser.add_argument("--healthy", type=int, default=100, help="healthy runs of each generator")
-    parser.add_argument("--steps", type=lambda text: [int(one) for one in text.split(",")], default=[400])
-    parser.add_argument("--variants", type=lambda text: text.split(","), default=["plain"])
-    parser.add_argument("--names", type=lambda text: text.split(","), default=["trl", "verl"])
-    parser.add_argument("--generators", type=lambda text: text.split(","), default=list(GENERATORS))
-    options = parser.parse_args()
     started = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         for generator in options.generators:

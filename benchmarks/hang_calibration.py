@@ -1,6 +1,6 @@
 """What `hang diagnose` answers to every case at hand, and how often each confidence is right.
 
-    python benchmarks/hang_calibration.py [-v] [--write]
+    python -m benchmarks.hang_calibration [--verbose] [--write]
 
 Own cases are texts under tests/hangdoctor/analysis (`field/*.txt` in the short notation below,
 `cases/*.txt` as pastes). A case that has all ranks of its job is scored a second time as a
@@ -15,7 +15,6 @@ the table into docs/hang.md.
     log 0: TEXT                a line of the log of that rank
 """
 
-import argparse
 import json
 import re
 import tempfile
@@ -24,6 +23,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from benchmarks.harness import read_options
 from hangdoctor.diagnose import diagnose
 from hangdoctor.parse.read import read_snapshot
 
@@ -157,7 +157,6 @@ def shown(frame: str) -> str:
 
 
 def answer(case: Case) -> Answer:
-    """Diagnose one case from its files."""
     with tempfile.TemporaryDirectory() as folder:
         for name, text in case.files.items():
             path = Path(folder, name)
@@ -189,15 +188,9 @@ def table(answers: list[Answer]) -> str:
 
 
 def main() -> None:
-    """Print the table, and with -v every wrong answer."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--write", action="store_true", help="put the table into docs/hang.md")
-    parser.add_argument("-v", action="store_true", help="list every answer that is not acceptable")
-    options = parser.parse_args()
+    options = read_options(__doc__, write=False, verbose=False)
     answers = [answer(case) for case in own_cases()]
-    if options.v:
+    if options.verbose:
         for given in answers:
             if not given.right:
                 print(

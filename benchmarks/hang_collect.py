@@ -1,14 +1,12 @@
 """Collection of one host with 64 ranks: small real Python processes, two samples, all evidence.
 
-    python benchmarks/hang_collect.py [--ranks 64] [--threads 8] [--depth 30] [--json]
+    python -m benchmarks.hang_collect [--ranks 64] [--threads 8] [--depth 30]
 
 Prints the seconds of a complete collection (discovery, py-spy of every process, /proc, host facts,
 writing) without the pause between the two samples, compared with the same number of bare `py-spy
 dump --json` runs one after the other.
 """
 
-import argparse
-import json
 import os
 import subprocess
 import sys
@@ -16,8 +14,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from peer_results import report
-
+from benchmarks.harness import read_options, report
 from hangdoctor.collect.discover import Search
 from hangdoctor.collect.host import collect_host
 from hangdoctor.collect.pyspy import Options, dump, find_pyspy
@@ -86,17 +83,8 @@ def measure(num_ranks: int, num_threads: int, depth: int) -> dict[str, float]:
 
 
 def main() -> None:
-    """Measure once and print."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--ranks", type=int, default=64)
-    parser.add_argument("--threads", type=int, default=8)
-    parser.add_argument("--depth", type=int, default=30)
-    parser.add_argument("--json", action="store_true")
-    options = parser.parse_args()
+    options = read_options(__doc__, ranks=64, threads=8, depth=30)
     measured = measure(options.ranks, options.threads, options.depth)
-    if options.json:
-        print(json.dumps(measured))
-        return
     print(
         f"{measured['dumped']} of {measured['ranks']} ranks, two samples: {measured['collect_s']} s on {os.cpu_count()} cores "
         f"(bare py-spy, one after the other: {measured['bare_pyspy_one_by_one_s']} s), {measured['folder_mb']} MB"

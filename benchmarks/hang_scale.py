@@ -1,6 +1,6 @@
 """Time of a diagnosis for 1,000, 10,000 and 100,000 ranks, and compared with torchfrtrace.
 
-    python benchmarks/hang_scale.py [--ranks 1000 10000 100000] [--frtrace 64 512]
+    python -m benchmarks.hang_scale [--ranks 1000 10000 100000] [--frtrace 64 512]
 
 Each job is a tar of py-spy JSON, two samples per rank, twelve threads and about 90 frames each,
 with different process and thread ids; a few ranks are in the data loader while the others wait in
@@ -8,7 +8,6 @@ an all_reduce. Reading and diagnosing run in a separate process, whose peak memo
 torchfrtrace reads the same Flight Recorder pickles that we read.
 """
 
-import argparse
 import contextlib
 import importlib.util
 import io
@@ -22,7 +21,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from peer_results import report
+from benchmarks.harness import read_options, report
 
 GOALS_S = {1_000: 1.0, 10_000: 5.0, 100_000: 10.0}
 FIRST_THREAD_ID = 140 * 10**12  # an address on 64-bit Linux: 15 digits
@@ -184,10 +183,7 @@ def measure_frtrace(num_ranks: int, folder: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--ranks", type=int, nargs="*", default=[1_000, 10_000, 100_000])
-    parser.add_argument("--frtrace", type=int, nargs="*", default=[64, 512])
-    options = parser.parse_args()
+    options = read_options(__doc__, ranks=[1_000, 10_000, 100_000], frtrace=[64, 512])
     with tempfile.TemporaryDirectory() as name, contextlib.suppress(KeyboardInterrupt):
         for num_ranks in options.ranks:
             measure_scale(num_ranks, Path(name))

@@ -1,6 +1,6 @@
 """Kill a run at random moments, let it continue, and compare its end bit for bit with a reference.
 
-    python benchmarks/kill_and_resume.py [--method grpo] [--ranks 2] [--kills 20] [--seed 1]
+    python -m benchmarks.kill_and_resume [--method grpo] [--ranks 2] [--kills 20] [--seed 1]
                                          [--victims all] [--mode async]
 
 The reference is the same run, undisturbed. Moments are uniform over the time that it trains, so
@@ -11,7 +11,6 @@ command. Compared are the checksums of all weights and optimizer states after th
 schedules, random states, and the position in the data. Exit code 0: all are equal.
 """
 
-import argparse
 import contextlib
 import json
 import os
@@ -31,6 +30,7 @@ import psutil
 import yaml
 
 from areal_core.testing import make_tiny_model
+from benchmarks.harness import read_options
 
 PROGRAM = Path(__file__).parent / "killed_run.py"
 OPTIMIZER = {"lr": 1.0e-3, "warmup_steps_proportion": 0.0, "lr_scheduler_type": "linear"}
@@ -230,18 +230,17 @@ def killed_runs(
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    options = read_options(
+        __doc__,
+        method=("grpo", "ppo", "async", "sft"),
+        ranks=2,
+        steps=16,
+        kills=20,
+        seed=1,
+        victims=("all", "one", "job"),
+        mode=("sync", "async"),
+        json=False,
     )
-    parser.add_argument("--method", default="grpo", choices=("grpo", "ppo", "async", "sft"))
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=16)
-    parser.add_argument("--kills", type=int, default=20)
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--victims", default="all", choices=("all", "one", "job"))
-    parser.add_argument("--mode", default="sync", choices=("sync", "async"), help="saver.mode")
-    parser.add_argument("--json", action="store_true")
-    options = parser.parse_args()
     plan = Plan(options.method, options.ranks, options.steps, options.mode, options.victims)
     choose, trials = random.Random(options.seed), list[Trial]()
     with tempfile.TemporaryDirectory() as name:
@@ -268,7 +267,6 @@ def main() -> int:
 
 
 def describe(number: int, trial: Trial) -> str:
-    """Return a trial as one line."""
     moments = [
         f"after {kill.after_s:.1f} s with {kill.steps_done} steps done"
         + ", while a checkpoint was written" * kill.was_writing

@@ -118,7 +118,6 @@ def rope(key: str | None = None, **changes: Any) -> Callable[[Any], None]:
 
 
 def option(**changes: Any) -> Callable[[Any], None]:
-    """Change options of the config."""
 
     def change(config: Any) -> None:
         for name, value in changes.items():
@@ -146,12 +145,10 @@ def drift(scale: float, *names: str) -> Callable[[Any], None]:
 
 
 def without_bias(module: nn.Linear) -> None:
-    """Drop the bias."""
     module.bias = None
 
 
 def replaced(name: str, make: Callable[[], nn.Module]) -> Callable[[Any], None]:
-    """Replace a child module."""
     return lambda module: setattr(module, name, make())
 
 
@@ -173,7 +170,6 @@ def in_float8(module: nn.Module) -> None:
 
 
 def in_every_layer(edit: Callable[[Any], None]) -> Callable[[Any], None]:
-    """Edit every layer."""
 
     def edit_all(model: Any) -> None:
         for layer in model.model.layers:
@@ -188,7 +184,6 @@ def wide_eps(layer: Any) -> None:
 
 
 def attribute(**values: Any) -> Callable[[Any], None]:
-    """Set attributes of a module."""
 
     def edit(module: nn.Module) -> None:
         for name, value in values.items():
@@ -230,7 +225,6 @@ def without_norm(name: str, only: int | None = None) -> Callable[[Any], None]:
 
 
 def without_last_norm(layer: Any) -> None:
-    """Drop the norm after the MLP."""
     layer.post_feedforward_layernorm = nn.Identity()
 
 

@@ -1,35 +1,29 @@
 """How often `consistency --layers` names the layer and the operator of a planted fault.
 
-    python benchmarks/layers.py                      every fault of layer_faults.py, and sound pairs
-    python benchmarks/layers.py --dtype bfloat16 -v  one dtype, a line per fault
+    python -m benchmarks.layers                      every fault of layer_faults.py, and sound pairs
+    python -m benchmarks.layers --dtype bfloat16 --verbose  one dtype, a line per fault
 
 A sound pair computes the same with other kernels: another attention, a prompt and then one token
 at a time through the cache, or the embedded engine.
 """
 
-import argparse
-import json
 import sys
 import tempfile
 from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
 
-ROOT = Path(__file__).parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
-
-from layer_faults import FAMILIES, FAULTS, Fault, make_model  # noqa: E402
-
-from areal_core.engine.model import own_attention, set_attention  # noqa: E402
-from consistency.layers.judge import (  # noqa: E402
+from areal_core.engine.model import own_attention, set_attention
+from benchmarks.harness import read_options
+from benchmarks.layer_faults import FAMILIES, FAULTS, Fault, make_model
+from consistency.layers.judge import (
     LayersReport,
     compare_layers,
     reference_of,
 )
-from consistency.layers.observed import (  # noqa: E402
+from consistency.layers.observed import (
     Row,
     embedded,
     observe,
@@ -41,17 +35,11 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 def main() -> None:
     """Print the counts, and every wrong answer."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--dtype", choices=DTYPES, help="By default both.")
-    parser.add_argument("--json", action="store_true")
-    parser.add_argument("-v", "--verbose", action="store_true", help="Print every answer.")
-    options = parser.parse_args()
+    options = read_options(__doc__, dtype=list(DTYPES), verbose=False)
     torch.set_num_threads(1)
     rows = make_rows((48, 40, 32, 24))
     found: dict[str, Any] = {}
-    for dtype in [options.dtype] if options.dtype else DTYPES:
+    for dtype in options.dtype:
         counts: Counter[str] = Counter()
         for fault in FAULTS:
             report = report_of(fault, DTYPES[dtype], rows)
@@ -69,13 +57,10 @@ def main() -> None:
             if report.verdict != "healthy":
                 print(f"{dtype} {name}: accused: {named(report)}", file=sys.stderr)
         found[dtype] = {"faults": len(FAULTS)} | dict(counts)
-    print(
-        json.dumps(found) if options.json else "\n".join(f"{name}: {facts}" for name, facts in found.items())
-    )
+    print("\n".join(f"{name}: {facts}" for name, facts in found.items()))
 
 
 def make_rows(lengths: tuple[int, ...], vocabulary_size: int = 103) -> list[Row]:
-    """Return random tokens."""
     generator = torch.Generator().manual_seed(0)
     drawn = [torch.randint(5, vocabulary_size, (length,), generator=generator) for length in lengths]
     return [Row(ids.tolist()) for ids in drawn]
@@ -109,7 +94,6 @@ def named(report: LayersReport) -> str:
 
 
 def sound_pairs(dtype: torch.dtype, rows: list[Row]) -> Iterator[tuple[str, LayersReport]]:
-    """Yield the reports of sound engines."""
     for family in FAMILIES:
         model = make_model(family, dtype)
         reference = reference_of(model)

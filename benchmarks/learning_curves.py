@@ -1,6 +1,6 @@
 """Train every method on one tiny task and draw its learning curve.
 
-    python benchmarks/learning_curves.py [--seeds 3] [--only grpo,ppo] [--again]
+    python -m benchmarks.learning_curves [--seeds 3] [--only grpo,ppo] [--again]
 
 Writes docs/learning_curves.md, learning_curves.svg and learning_curves_presets.svg. Task and
 options are those of `benchmarks/learning_methods.py`, which the tests train, too. Curves are added
@@ -8,7 +8,6 @@ to docs/learning_curves.json one by one; existing ones are trained again only wi
 the script may be interrupted.
 """
 
-import argparse
 import contextlib
 import datetime
 import io
@@ -25,11 +24,12 @@ from typing import Any
 from markupsafe import Markup
 
 from areal_debug.report.charts import HEIGHT, WIDTH, shares
+from benchmarks.harness import SomeOf, read_options
 from benchmarks.learning_methods import METHODS, OTHER_PRESETS, Curve, Method, learn, teach
 
 DOCS = Path(__file__).parents[1] / "docs"
 CURVES = DOCS / "learning_curves.json"
-COMMAND = "python benchmarks/learning_curves.py"
+COMMAND = "python -m benchmarks.learning_curves"
 COLUMNS, TITLE_HEIGHT, GAP = 3, 44, 10
 STYLE = """
 text { font: 12px system-ui, sans-serif; fill: #5c6778; } .title { font-size: 14px; font-weight: 600; fill: #1d2430; }
@@ -185,19 +185,9 @@ def draw(trained: Sequence[Trained]) -> dict[str, str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
     every = {method.name: method for method in (*METHODS, *OTHER_PRESETS)}
-    parser.add_argument(
-        "--seeds", type=int, default=3, help="curves of each of the five methods; presets have one"
-    )
-    parser.add_argument("--only", default=",".join(every), help="methods to train, separated by commas")
-    parser.add_argument("--again", action="store_true", help="also train existing curves again")
-    options = parser.parse_args()
-    if unknown := set(options.only.split(",")) - set(every):
-        parser.error(f"--only names {', '.join(sorted(unknown))}; expected some of {', '.join(every)}")
-    chosen = [every[name] for name in options.only.split(",")]
+    options = read_options(__doc__, seeds=3, only=SomeOf(every), again=False)
+    chosen = [every[name] for name in options.only]
     train_missing([method for method in chosen if method in METHODS], options.seeds, options.again)
     train_missing([method for method in chosen if method in OTHER_PRESETS], 1, options.again)
     trained = json.loads(CURVES.read_text())

@@ -16,7 +16,7 @@ from areal_core.data.rows import sft_row
 from areal_core.embedded.replica import Replica
 from areal_core.paths import run_folder
 from areal_core.reward import arithmetic_reward_fn
-from areal_core.telemetry import read_stats
+from areal_core.telemetry.loggers import read_stats
 from areal_core.testing import make_tiny_model, make_tiny_tokenizer
 from areal_core.trainer.dpo import DPOTrainer
 from areal_core.trainer.reward_model import RWTrainer
@@ -92,7 +92,6 @@ def examples(rows: Sequence[dict[str, Any]]) -> list[TokenRow]:
 
 
 def pairs(rows: Sequence[dict[str, Any]]) -> list[TokenRow]:
-    """Return rows as preference pairs."""
     tokenizer = make_tiny_tokenizer()
     return [pair_row(row, tokenizer, "larger.py") for row in rows]
 

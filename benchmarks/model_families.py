@@ -6,13 +6,11 @@ Transformers, which computes each row alone. Also the relative difference of the
 loss, and of the log-probs after export and reload; and the log-probs on two ranks, tensor or
 sequence parallel.
 
-    python benchmarks/model_families.py [TYPE ...] [--json FILE] [--write docs/models.md]
+    python -m benchmarks.model_families [TYPE ...] [--json FILE] [--write docs/models.md]
 """
 
-import argparse
 import copy
 import json
-import subprocess
 import sys
 import tempfile
 import textwrap
@@ -22,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 from torch import Tensor
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PretrainedConfig, __version__
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -35,6 +34,7 @@ from areal_core.engine.parity import batch_of, columns_of, measure_parity, requi
 from areal_core.engine.ranks import Ranks, join_ranks, leave_ranks
 from areal_core.engine.sharding import full_tensor, shard_model
 from areal_core.testing import likelihood_with_entropy
+from benchmarks.harness import read_options, torchrun
 
 LARGEST = 14_000_000  # parameters of a tiny model: above, a size below has another name there
 LENGTHS = (11, 1, 6, 19)  # the longest last: dynamic RoPE in Transformers remembers longer rows
@@ -59,71 +59,10 @@ first step and logged once. `areal-debug check model MODEL` runs the same check 
   gradients on two ranks are those of other experts; its log-probs are equal.
 """
 
-# Options of configs and their tiny values; used where a config has the option.
-SIZES: dict[str, int] = {
-    name: size
-    for size, names in {
-        512: "max_position_embeddings n_positions n_ctx max_seq_len",
-        128: "d_inner mamba_d_ssm",
-        105: "vocab_size vocab_size_per_layer_input",
-        96: "intermediate_size n_inner ffn_dim d_ff decoder_ffn_dim encoder_ffn_dim ffn_hidden_size ff_dim dim_ff "
-        "intermediate_size_mlp",
-        64: "hidden_size d_model n_embd dim emb_dim embedding_size embedding_dim word_embed_proj_dim lru_width",
-        32: "moe_intermediate_size shared_expert_intermediate_size q_lora_rank",
-        16: "head_dim kv_channels attention_head_dim d_kv dim_head kv_lora_rank v_head_dim qk_head_dim "
-        "linear_key_head_dim linear_value_head_dim linear_head_dim mamba_d_head mamba_d_state mamba_head_dim "
-        "ssm_state_size state_size hidden_size_per_layer_input index_head_dim",
-        8: "qk_rope_head_dim qk_nope_head_dim mamba_n_heads mamba_num_heads mamba_dt_rank index_topk "
-        "sliding_window attention_window_size attention_chunk_size",
-        4: "num_hidden_layers n_layer n_layers num_layers num_attention_heads n_head n_heads num_heads "
-        "decoder_attention_heads encoder_attention_heads num_decoder_attention_heads num_experts num_local_experts "
-        "n_routed_experts moe_num_experts linear_num_value_heads linear_num_heads",
-        2: "decoder_layers encoder_layers num_decoder_layers num_encoder_layers num_key_value_heads "
-        "num_experts_per_tok moe_topk moe_k top_k_experts linear_num_key_heads mamba_expand n_mamba_heads "
-        "index_n_heads eos_token_id",
-        1: "n_group topk_group first_k_dense_replace n_shared_experts num_shared_experts mamba_n_groups bos_token_id",
-        0: "pad_token_id",
-    }.items()
-    for name in names.split()
-}
-MLA = {"head_dim": 8, "num_key_value_heads": 4}
-GRANITE = {"logits_scaling": 4.0, "embedding_multiplier": 2.0, "residual_multiplier": 0.5}
-# Further options by model type: without them the default is large, or a family would be measured
-# without what makes it special.
-OPTIONS: dict[str, dict[str, Any]] = {
-    **dict.fromkeys(("axk1", "axk2", "deepseek_v3", "deepseek_v32", "glm_moe_dsa", "youtu"), MLA),
-    "deepseek_v2": MLA | {"num_experts_per_tok": 2, "topk_method": "greedy"},
-    "longcat_flash": MLA | {"ffn_hidden_size": 96, "expert_ffn_hidden_size": 32, "zero_expert_num": 1},
-    **{name: {"rotary_dim": 8} for name in ("codegen", "gptj")},
-    "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
-    "cohere": {"logit_scale": 0.5, "use_qk_norm": True},
-    "cohere2": {"logit_scale": 0.5},
-    **dict.fromkeys(("granite", "granitemoe", "granitemoeshared", "granite_swa", "granitemoe_swa"), GRANITE),
-    "granitemoehybrid": {
-        "logits_scaling": 4.0,
-        "layer_types": ["mamba", "attention", "mamba", "attention"],
-        "shared_intermediate_size": 96,
-    },
-    "gemma2": {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 5.0, "query_pre_attn_scalar": 16},
-    "gemma3_text": {"final_logit_softcapping": 5.0, "query_pre_attn_scalar": 16},
-    "gpt_neo": {"attention_types": [[["global", "local"], 2]], "window_size": 8, "num_layers": 4},
-    "kimi_linear": {"num_experts_per_token": 2, "num_expert_group": 1, "topk_group": 1},
-    "lfm2": {"layer_types": ["conv", "full_attention", "conv", "full_attention"]},
-    "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv", "full_attention"], "num_dense_layers": 1},
-    "mamba2": {"num_heads": 8, "head_dim": 16, "n_groups": 1, "expand": 2},
-    "nemotron": {"num_key_value_heads": 2, "head_dim": 16},
-    "zamba2": {"n_mamba_heads": 8, "mamba_headdim": 16},
-    "gemma3n_text": {"layer_types": ["sliding_attention", "full_attention"] * 2, "num_kv_shared_layers": 0},
-}
-# Variants of a type that behave differently: name -> type and options.
-LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 8}
-LONGROPE |= {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8, "factor": 2.0}
-DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
-VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama, dynamic RoPE": ("llama", {"rope_parameters": DYNAMIC, "max_position_embeddings": 8}),
-    "llama, biases": ("llama", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
-    "phi3, LongRoPE": ("phi3", {"rope_parameters": LONGROPE, "max_position_embeddings": 64}),
-}
+# Tiny sizes, and what makes a family or a variant of one special.
+TINY = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
+SIZES = {name: size for size, names in TINY["sizes"].items() for name in names.split()}
+OPTIONS, VARIANTS = TINY["options"], TINY["variants"]
 NAMES = sorted([*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *VARIANTS])
 
 
@@ -191,12 +130,19 @@ def difference(found: list[Tensor], expected: list[Tensor]) -> float:
 
 
 def engine_of(folder: str, ranks: Ranks, dtype: torch.dtype) -> FSDPEngine:
-    """Load and shard a model."""
-    return FSDPEngine(shard_model(load_model(folder, disable_dropout=True), ranks, dtype=dtype), ranks, dtype)
+    """Load and shard a model, with an optimizer that changes nothing."""
+    model = shard_model(load_model(folder, disable_dropout=True), ranks, dtype=dtype)
+    optimizer = build_optimizer(
+        model.parameters(), kind="sgd", lr=0.0, weight_decay=0.0, beta1=0.0, beta2=0.0, eps=1e-8
+    )
+    schedule = build_schedule(
+        optimizer, kind="constant", total_steps=1, warmup_proportion=0.0, min_lr_ratio=0.0
+    )
+    return FSDPEngine(model, ranks, dtype, optimizer=optimizer, schedule=schedule)
 
 
-def gradient_difference(engine: FSDPEngine, expected: dict[str, Tensor]) -> float:
-    """Return the largest norm of a gradient's difference, relative to the norm of the gradient."""
+def gradients_of(engine: FSDPEngine, tokens: list[Tensor]) -> dict[str, Tensor]:
+    """Return the full gradients of a loss of log-probs and entropies of rows."""
     found: dict[str, Tensor] = {}
 
     def keep(event: str, **_: object) -> None:
@@ -204,14 +150,12 @@ def gradient_difference(engine: FSDPEngine, expected: dict[str, Tensor]) -> floa
             parameters = engine.model.named_parameters()
             found.update({n: full_tensor(p.grad).clone() for n, p in parameters if p.grad is not None})
 
-    engine.optimizer = build_optimizer(
-        engine.model.parameters(), kind="sgd", lr=0.0, weight_decay=0.0, beta1=0.0, beta2=0.0, eps=1e-8
-    )
-    engine.schedule = build_schedule(
-        engine.optimizer, kind="constant", total_steps=1, warmup_proportion=0.0, min_lr_ratio=0.0
-    )
-    batch = batch_of(rows())
-    engine.train_batch(batch, likelihood_with_entropy, lambda part: part["loss_mask"].sum(), keep)
+    engine.train_batch(batch_of(tokens), likelihood_with_entropy, lambda part: part["loss_mask"].sum(), keep)
+    return found
+
+
+def gradient_difference(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
+    """Return the largest norm of a gradient's difference, relative to the norm of the gradient."""
     largest = max(float(gradient.norm()) for gradient in expected.values())
     return max(
         float((found[name] - gradient).norm()) / max(float(gradient.norm()), 1e-3 * largest)
@@ -220,7 +164,6 @@ def gradient_difference(engine: FSDPEngine, expected: dict[str, Tensor]) -> floa
 
 
 def measure(name: str, ranks: Ranks) -> dict[str, Any]:
-    """Measure one family on one rank."""
     with tempfile.TemporaryDirectory() as folder:
         try:
             write_tiny(name, folder)
@@ -238,7 +181,7 @@ def measure(name: str, ranks: Ranks) -> dict[str, Any]:
             exported = f"{folder}/export"
             save_hf(exported, engine)
             found["export"] = difference(transformers_own(exported, torch.float32)[0], expected)
-            found["gradient"] = gradient_difference(engine, gradients)
+            found["gradient"] = gradient_difference(gradients_of(engine, rows()), gradients)
             found["bfloat16"] = measure_narrow(folder, ranks)
             return found
         except ValueError as error:
@@ -274,7 +217,7 @@ def measure_split(names: list[str], split: str, shared: str) -> None:
             engine = engine_of(folder, ranks, torch.float32)
             require_parity(engine, name)
             values = difference(columns_of(engine, rows()), expected)
-            found[name] = max(values, gradient_difference(engine, gradients))
+            found[name] = max(values, gradient_difference(gradients_of(engine, rows()), gradients))
         except ValueError as error:
             found[name] = first_line(error)
         ranks.barrier()
@@ -284,13 +227,8 @@ def measure_split(names: list[str], split: str, shared: str) -> None:
 
 
 def run_split(names: list[str], split: str) -> dict[str, Any]:
-    """Measure families on two ranks."""
     with tempfile.TemporaryDirectory() as shared:
-        command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
-        command += [__file__, *names, "--split", split, "--shared", shared]
-        done = subprocess.run(command, capture_output=True, text=True)
-        if done.returncode:
-            raise SystemExit(f"{split}: {done.stderr[-3000:]}")
+        done = torchrun("model_families", 2, *names, "--split", split, "--shared", shared)
         found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
         return found
 
@@ -362,14 +300,7 @@ def page(measured: list[dict[str, Any]]) -> str:
 
 
 def main() -> None:
-    """Parse the arguments, measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("names", nargs="*", metavar="TYPE")
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--write", type=Path)
-    parser.add_argument("--split", choices=SPLITS, help=argparse.SUPPRESS)
-    parser.add_argument("--shared", help=argparse.SUPPRESS)
-    options = parser.parse_args()
+    options = read_options(__doc__, {"names": list}, json="", write="", split="", shared="")
     warnings.filterwarnings("ignore")
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
@@ -388,9 +319,9 @@ def main() -> None:
         for name, value in run_split(names, split).items():
             next(row for row in measured if row["name"] == name)[split] = value
     if options.json:
-        options.json.write_text(json.dumps(measured, indent=1))
+        Path(options.json).write_text(json.dumps(measured, indent=1))
     if options.write:
-        options.write.write_text(page(measured))
+        Path(options.write).write_text(page(measured))
     print("\n".join(table(measured)))
 
 

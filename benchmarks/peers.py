@@ -1,13 +1,12 @@
 """Compare the suite with its peers, and write docs/benchmarks.md: what `make bench` runs.
 
-    python benchmarks/peers.py [--only TOPIC ...]
+    python -m benchmarks.peers [--only TOPIC ...]
 
 Each topic is a benchmark of this folder, run as its command says; what it prints by
 `peer_results.report` becomes a row. Results are kept in docs/benchmarks.json by topic, so a topic
 may be measured again alone. Exits with 1 when a benchmark fails; its topic keeps its earlier rows.
 """
 
-import argparse
 import json
 import os
 import platform
@@ -21,7 +20,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from peer_results import MARK
+from benchmarks.harness import MARK, SomeOf, read_options
 
 ROOT = Path(__file__).parents[1]
 RESULTS, PAGE = ROOT / "docs/benchmarks.json", ROOT / "docs/benchmarks.md"
@@ -38,24 +37,22 @@ class Topic:
 
 
 TOPICS = [
-    Topic(
-        "recording", "Recording a step", "recording.py --steps 1000 --repeats 7 --rounds 2 --step-seconds 2"
-    ),
-    Topic("hooks", "Recording inside another trainer", "trainer_hooks.py"),
-    Topic("replay", "A recorded and a replayed step", "step_cost.py --hidden 128 --rows 8 --rounds 3"),
-    Topic("step", "A training step", "train_step.py --rounds 8"),
-    Topic("ranks", "A training step on two ranks", "train_step.py --ranks 2 --rounds 8 --tokens 256"),
+    Topic("recording", "Recording a step", "recording --steps 1000 --repeats 7 --rounds 2 --step-seconds 2"),
+    Topic("hooks", "Recording inside another trainer", "trainer_hooks"),
+    Topic("replay", "A recorded and a replayed step", "step_cost --hidden 128 --rows 8 --rounds 3"),
+    Topic("step", "A training step", "train_step --rounds 8"),
+    Topic("ranks", "A training step on two ranks", "train_step --ranks 2 --rounds 8 --tokens 256"),
     Topic(
         "trl",
         "A GRPO step",
-        "against_trl.py --threads 1 --rounds 1 --only grpo --questions 1 --samples 8 --prompt-tokens 512 "
+        "against_trl --threads 1 --rounds 1 --only grpo --questions 1 --samples 8 --prompt-tokens 512 "
         "--without trl_bf16,ours_packed",
     ),
-    Topic("scoring", "Scoring log-probs", "scoring.py --tokens 100000"),
-    Topic("memory", "Memory of log-probs", "logprob_memory.py"),
-    Topic("hang", "Diagnosis of a hang", "hang_scale.py --ranks 1000 --frtrace 64 512"),
-    Topic("collect", "Stacks of a hang", "hang_collect.py"),
-    Topic("doctor", "Failures that two other doctors draw", "doctor_peers.py"),
+    Topic("scoring", "Scoring log-probs", "scoring --tokens 100000"),
+    Topic("memory", "Memory of log-probs", "logprob_memory"),
+    Topic("hang", "Diagnosis of a hang", "hang_scale --ranks 1000 --frtrace 64 512"),
+    Topic("collect", "Stacks of a hang", "hang_collect"),
+    Topic("doctor", "Failures that two other doctors draw", "doctor_peers"),
 ]
 
 HEADER = """# Compared with peers
@@ -70,7 +67,7 @@ of a side.
 def run(topic: Topic) -> list[dict[str, Any]]:
     """Run a benchmark, show its output, and return its rows; end if it fails or reports none."""
     script, *arguments = shlex.split(topic.command)
-    command = [sys.executable, str(ROOT / "benchmarks" / script), *arguments]
+    command = [sys.executable, "-m", f"benchmarks.{script}", *arguments]
     rows = []
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) as process:
         assert process.stdout is not None
@@ -79,7 +76,7 @@ def run(topic: Topic) -> list[dict[str, Any]]:
             if line.startswith(MARK):
                 rows.append(json.loads(line.removeprefix(MARK)))
     if process.returncode or not rows:
-        sys.exit(f"benchmarks/{topic.command} ended with {process.returncode} and reported {len(rows)} rows")
+        sys.exit(f"benchmarks.{topic.command} ended with {process.returncode} and reported {len(rows)} rows")
     return rows
 
 
@@ -127,7 +124,7 @@ def page(results: dict[str, Any]) -> str:
         result = results[topic.name]
         load = " to ".join(map(str, result["load"]))
         measured = f"{result['date']}, load average {load}."
-        text.append(f"## {topic.title}\n\n```\npython benchmarks/{topic.command}\n```\n\n{measured}\n")
+        text.append(f"## {topic.title}\n\n```\npython -m benchmarks.{topic.command}\n```\n\n{measured}\n")
         text.append(table(result["rows"]))
     setups = sorted({(result["machine"], result["versions"]) for result in results.values()})
     text.append("## Machine and versions\n")
@@ -163,16 +160,11 @@ def number(value: float) -> str:
 
 
 def main() -> None:
-    """Measure and write."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--only", nargs="+", choices=[topic.name for topic in TOPICS], metavar="TOPIC")
-    options = parser.parse_args()
+    options = read_options(__doc__, only=SomeOf(topic.name for topic in TOPICS))
     results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     for topic in TOPICS:
-        if not options.only or topic.name in options.only:
-            print(f"== {topic.title}: benchmarks/{topic.command}", flush=True)
+        if topic.name in options.only:
+            print(f"== {topic.title}: benchmarks.{topic.command}", flush=True)
             results[topic.name] = measure(topic)
             RESULTS.write_text(json.dumps(results, indent=1) + "\n")
             PAGE.write_text(page(results))

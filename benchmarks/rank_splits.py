@@ -1,6 +1,6 @@
 """Effect of splitting one batch among ranks on loss and gradient: the table of docs/rank_splits.md.
 
-    python benchmarks/rank_splits.py [--families llama,qwen3_moe] [--splits d1,t2,d2t2] [--json]
+    python -m benchmarks.rank_splits [--families llama,qwen3_moe] [--splits d1,t2,d2t2]
                                      [--write docs/rank_splits.md]
 
 Each split starts torchrun with as many gloo ranks, which take one step on the same eight rows of
@@ -13,13 +13,11 @@ import argparse
 import contextlib
 import io
 import json
-import os
-import subprocess
 import sys
 import tempfile
 import textwrap
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import date
 from itertools import product
 from pathlib import Path
@@ -35,8 +33,8 @@ from areal_core.engine.optimizer import build_optimizer, build_schedule
 from areal_core.engine.ranks import Ranks, join_ranks, leave_ranks
 from areal_core.engine.sharding import shard_model
 from areal_core.testing import make_tiny_family, step_with_gradients
+from benchmarks.harness import SomeOf, read_options, torchrun
 
-ROOT = Path(__file__).parent.parent
 FAMILIES = ("gemma3_text", "llama", "qwen2", "qwen3", "qwen3_moe")
 ONE_RANK = "d1"
 SPLITS = (ONE_RANK, "d2", "c2", "t2", "d4", "d2c2", "d2t2", "c2t2")
@@ -113,35 +111,23 @@ def main() -> None:
         ones = [Case(ONE_RANK, None, family, "bfloat16") for family in options.families]
         scale = [compare(one, alone(one, "float32"), folder) for one in ones]
     failed = [difference for difference in differences if not difference.is_rounding]
-    if options.json:
-        print(json.dumps([asdict(d) | {"is_rounding": d.is_rounding} for d in differences], indent=1))
-    else:
-        print(render(differences, scale, options.families))
+    print(render(differences, scale, options.families))
     if options.write:
-        options.write.write_text(render(differences, scale, options.families))
+        Path(options.write).write_text(render(differences, scale, options.families))
     for difference in failed:
         print(f"not rounding: {difference}", file=sys.stderr)
     sys.exit(1 if failed else 0)
 
 
 def parse_arguments() -> argparse.Namespace:
-    def names(text: str) -> tuple[str, ...]:
-        return tuple(text.split(","))
-
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    options = read_options(
+        __doc__,
+        families=SomeOf(FAMILIES),
+        splits=list(SPLITS),
+        write="",
+        as_ranks_of="",
+        folder=Path(),
     )
-    parser.add_argument("--families", type=names, default=FAMILIES, help=f"of {','.join(FAMILIES)}")
-    parser.add_argument(
-        "--splits", type=names, default=SPLITS, help=f"sizes as in allocation_mode: {','.join(SPLITS)}"
-    )
-    parser.add_argument("--json", action="store_true", help="print differences as JSON")
-    parser.add_argument("--write", type=Path, help="write the table to a file, too")
-    parser.add_argument("--as-ranks-of", help=argparse.SUPPRESS)
-    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if unknown := set(options.families) - set(FAMILIES):
-        parser.error(f"--families names {', '.join(sorted(unknown))}: choose from {', '.join(FAMILIES)}")
     for split in options.splits:
         parse_allocation(f"fsdp:{split}")
     return options
@@ -155,14 +141,8 @@ def cases(splits: tuple[str, ...], families: tuple[str, ...]) -> Iterator[Case]:
 def start_ranks(split: str, families: tuple[str, ...], folder: Path) -> None:
     """Run `take_steps` on the ranks of a split, to its end."""
     sizes = parse_allocation(f"fsdp:{split}").train
-    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={sizes.world_size}"]
     arguments = ["--as-ranks-of", split, "--families", ",".join(families), "--folder", str(folder)]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [sys.executable, *torchrun, __file__, *arguments], env=environment, capture_output=True, text=True
-    )
-    if done.returncode:
-        sys.exit(f"the ranks of {split} failed:\n{done.stderr}")
+    torchrun("rank_splits", sizes.world_size, *arguments)
 
 
 def take_steps(split: str, families: tuple[str, ...], folder: Path) -> None:
@@ -232,7 +212,7 @@ def render(differences: list[Difference], scale: list[Difference], families: tup
     """Return the page as Markdown; `scale` is bfloat16 compared with float32 on one rank."""
     page = [
         "# The same batch on other ranks\n",
-        "Made by `python benchmarks/rank_splits.py --write docs/rank_splits.md`\n"
+        "Made by `python -m benchmarks.rank_splits --write docs/rank_splits.md`\n"
         f"on {date.today()} with torch {torch.__version__}, gloo on CPUs.\n",
         wrapped(
             f"Eight rows, {sum(LENGTHS)} tokens, one step of maximum likelihood with an entropy bonus at "

@@ -1,6 +1,6 @@
 """Cost of recording, as ratios from one run: time, waiting, size, and latency of one sample.
 
-    python benchmarks/recording.py [--rows 512] [--mean-tokens 2000] [--steps 10000]
+    python -m benchmarks.recording [--rows 512] [--mean-tokens 2000] [--steps 10000]
                                    [--step-seconds 4] [--folder DIR]
 
 Time is compared with raw bytes and other formats. Lengths are log-normal, ids Zipf over a
@@ -9,7 +9,6 @@ for the disk (fsync) and gets the same padded batch; the best of several runs co
 from the page cache.
 """
 
-import argparse
 import hashlib
 import io
 import json
@@ -25,9 +24,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from peer_results import report
 
 from areal_core.safety.durable import sync, write_durably
+from benchmarks.harness import best_in_turn, in_turn, read_options, report
 from recorder import Outcome, Plan, RecordingOptions, RecordWriter, open_record, verify
 from recorder.archive.pack import archive_record
 from recorder.documents import checksummed_bytes, parse_checksummed
@@ -64,22 +63,6 @@ def long_tailed_batch(num_rows: int, mean_tokens: int, seed: int = 0) -> dict[st
     }
 
 
-def seconds_in_turn(works: dict[str, Callable[[], Any]], repeats: int) -> dict[str, list[float]]:
-    """Return the seconds of several runs of each, in turn, so that load affects all alike."""
-    times: dict[str, list[float]] = {name: [] for name in works}
-    for _ in range(repeats):
-        for name, work in works.items():
-            begin = time.perf_counter()
-            work()
-            times[name].append(time.perf_counter() - begin)
-    return times
-
-
-def best_seconds(works: dict[str, Callable[[], Any]], repeats: int) -> dict[str, float]:
-    """Return the shortest of several runs of each."""
-    return {name: min(seconds) for name, seconds in seconds_in_turn(works, repeats).items()}
-
-
 def scripted_outcome(first_weight: str = "00112233") -> Outcome:
     """Return the outcome of a step of a model with 300 parameters."""
     checksums = {f"layer.{i}.weight": "00112233" for i in range(300)}
@@ -108,7 +91,6 @@ RAW = bytearray(os.urandom(1 << 20)) * 256
 
 
 def write_torch(file: Path, batch: dict[str, np.ndarray]) -> None:
-    """Write the padded batch with torch.save."""
     import torch
 
     torch.save({key: torch.from_numpy(array) for key, array in batch.items()}, file)
@@ -221,7 +203,7 @@ def compare_writers(folder: Path, batch: dict[str, np.ndarray], repeats: int) ->
     record, archive, step = folder / "record", folder / "archive", folder / "record/steps/000000"
     write_step(step, flat)
     sizes = {path.name: path.stat().st_size for path in step.iterdir()}
-    seconds = best_seconds(
+    seconds = best_in_turn(
         {
             "raw": lambda: write_raw(folder / "raw", sizes),
             "record": lambda: write_step(step, flat),
@@ -230,11 +212,11 @@ def compare_writers(folder: Path, batch: dict[str, np.ndarray], repeats: int) ->
         repeats,
     )
     write_header(record, SCRIPTED_HEADER)
-    seconds |= best_seconds({"archive": lambda: archive_record(record, archive, overwrite=True)}, 2)
+    seconds |= best_in_turn({"archive": lambda: archive_record(record, archive, overwrite=True)}, 2)
     archive_bytes = sum(path.stat().st_size for path in archive.rglob("*") if path.is_file())
     size_bytes = sum(sizes.values())
     works = {name: partial(write, folder / name, batch) for name, write in OTHERS.items()}
-    taken = seconds_in_turn({"record": lambda: write_step(step, flatten(batch)), **works}, 3)
+    taken = in_turn({"record": lambda: write_step(step, flatten(batch)), **works}, 3)
     what = f"a step of {num_tokens:,} tokens"
     for name in OTHERS:
         report(what, name, "s", taken["record"], taken[name])
@@ -269,7 +251,7 @@ def busy_step(seconds: float) -> float:
 def seconds_a_product() -> float:
     """Return the seconds of one product of `busy_step`."""
     matrix = np.ones((512, 512), np.float32)
-    return best_seconds({"product": lambda: [matrix @ matrix for _ in range(20)]}, 5)["product"] / 20
+    return best_in_turn({"product": lambda: [matrix @ matrix for _ in range(20)]}, 5)["product"] / 20
 
 
 SECONDS_A_PRODUCT = seconds_a_product()
@@ -333,7 +315,7 @@ def measure_chain(folder: Path, batch: dict[str, np.ndarray], step_s: float) -> 
     print(
         f"\nthe chain and the checks, as a share of a step of {step_s:g} s (goal of the writer: under 0.5 %)"
     )
-    for name, seconds in best_seconds({name: work for name, (_, work) in works.items()}, 9).items():
+    for name, seconds in best_in_turn({name: work for name, (_, work) in works.items()}, 9).items():
         print(f"  {works[name][0]}: {name:<44}{seconds * 1000:>9.3f} ms{seconds / step_s:>10.4%}")
 
 
@@ -377,26 +359,16 @@ def measure_latency(folder: Path, num_steps: int, repeats: int) -> None:
         "open both and bisect-step (goal: 100 ms)": bisect,
     }
     print(f"a record of {num_steps:,} steps")
-    for name, seconds in best_seconds(works, repeats).items():
+    for name, seconds in best_in_turn(works, repeats).items():
         print(f"  {name:<44}{seconds * 1000:>8.2f} ms")
 
 
 def main() -> None:
     """Run all measurements in a temporary folder that is removed at the end."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    options = read_options(
+        __doc__, rows=512, mean_tokens=2000, steps=10_000, repeats=15, step_seconds=4.0, rounds=5, folder=""
     )
-    parser.add_argument("--rows", type=int, default=512)
-    parser.add_argument("--mean-tokens", type=int, default=2000)
-    parser.add_argument("--steps", type=int, default=10_000)
-    parser.add_argument("--repeats", type=int, default=15)
-    parser.add_argument(
-        "--step-seconds", type=float, default=4.0, help="duration of the step during which the writer works"
-    )
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--folder", type=Path, help="where to write; decides which disk is measured")
-    options = parser.parse_args()
-    folder = Path(tempfile.mkdtemp(prefix="recording-", dir=options.folder))
+    folder = Path(tempfile.mkdtemp(prefix="recording-", dir=options.folder or None))
     try:
         measure_latency(folder, options.steps, options.repeats)  # first: garbage of others would slow it down
         batch = long_tailed_batch(options.rows, options.mean_tokens)

@@ -66,7 +66,7 @@ class SimulatedFleet(Connections):
         num_prompt_tokens: int,
         deaths: Sequence[int],
     ) -> None:
-        self.num_replies = self.num_aborted = self.num_deaths = 0
+        self.num_replies = 0
         self._dice = random.Random(seed)
         self._latencies = [median_s * self._dice.lognormvariate(0, LATENCY_SIGMA) for _ in range(NUM_DRAWS)]
         self._num_requests = 0
@@ -104,7 +104,6 @@ class SimulatedFleet(Connections):
         fail_all(self._by_address[server])
 
     async def close(self) -> None:
-        """End all requests."""
         for simulated in self._by_address.values():
             fail_all(simulated)
 
@@ -129,7 +128,6 @@ class SimulatedFleet(Connections):
             timer.cancel()
             simulated.in_flight.discard(reply)
         if finish == ABORT:
-            self.num_aborted += 1
             num_new = min(num_new - 1, int(num_new * (loop.time() - began) / latency_s))
         self.num_replies += 1
         if self._deaths and self.num_replies >= self._deaths[-1]:
@@ -144,7 +142,6 @@ class SimulatedFleet(Connections):
         living = [simulated for simulated in self._by_address.values() if simulated.is_alive]
         self._dead = self._dice.choice(living)
         self._dead.is_alive = False
-        self.num_deaths += 1
         fail_all(self._dead)
 
 

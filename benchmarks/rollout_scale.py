@@ -9,17 +9,14 @@ counts rows, checks tokens and versions  a task that ticks every 10 ms: its dela
 new version: fleet, client, executor --> requests in flight are aborted and sent again
 """
 
-import argparse
 import asyncio
 import json
-import resource
 import subprocess
 import sys
 import threading
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -35,11 +32,10 @@ from areal_core.servers.server import Server
 from areal_core.servers.sglang import SGLANG
 from areal_core.testing import TokensWorkflow
 from areal_debug.agent.loop_monitor import running_time
+from benchmarks.harness import read_options
 from benchmarks.rollout_fleet import SimulatedFleet, first_token
 
 SIZES = ((8, 10_000), (64, 50_000), (512, 50_000))  # servers, requests
-COLUMNS = ("servers", "requests", "max_lag_ms", "cpu_s", "requests_per_s", "lost", "doubled")
-COLUMNS += ("oldest_version_lag",)
 MEDIAN_LATENCY_S = 4.0  # of a completion
 TICK_S = 0.01
 NUM_VERSIONS = 10  # batches of a simulation, and weight updates between them
@@ -48,33 +44,6 @@ STALENESS = 2  # the bound; three batches are in flight
 NUM_PROMPT_TOKENS = 64
 MAX_NEW_TOKENS = 64
 SAMPLING = Sampling(max_new_tokens=MAX_NEW_TOKENS, ignore_eos=True)
-
-
-@dataclass(frozen=True)
-class SimulationReport:
-    """The outcome of a simulation.
-
-    `max_lag_ms` and `max_lag_with_waits_ms` are without and with the time in which the threads
-    waited for a core that other processes had.
-    """
-
-    servers: int
-    requests: int  # samples; one that is aborted or loses its server is several replies
-    seed: int
-    max_lag_ms: float
-    max_lag_with_waits_ms: float
-    cpu_s: float
-    wall_s: float
-    requests_per_s: float  # per second of CPU time
-    lost: int  # samples that are in no batch, or there with other tokens than were sampled
-    doubled: int  # samples that are in more than one batch
-    oldest_version_lag: int  # of all tokens: version that was trained less version that sampled
-    staleness_bound: int
-    deaths: int
-    updates: int
-    replies: int
-    aborted: int
-    peak_memory_mb: float
 
 
 class SimulatedClient(FleetClient):
@@ -92,7 +61,7 @@ class LoopLag:
     """The delays of a task that ticks on an event loop."""
 
     def __init__(self) -> None:
-        self.max_s = self.max_with_waits_s = 0.0
+        self.max_s = 0.0
 
     async def tick(self, threads: Sequence[threading.Thread]) -> None:
         """Tick until cancelled. While one of `threads` waits for a core, the others wait for it."""
@@ -100,7 +69,6 @@ class LoopLag:
             began, began_waits = time.monotonic(), waits_for_cores(threads)
             await asyncio.sleep(TICK_S)
             late_s = time.monotonic() - began - TICK_S
-            self.max_with_waits_s = max(self.max_with_waits_s, late_s)
             self.max_s = max(self.max_s, late_s - (waits_for_cores(threads) - began_waits))
 
 
@@ -130,11 +98,12 @@ class Ledger:
                 self.rows[prompt_id, int(batch["sample_id"][row])] += 1
 
 
-def simulate(num_servers: int, num_requests: int, seed: int, median_latency_s: float) -> SimulationReport:
-    """Run one simulation.
+def simulate(num_servers: int, num_requests: int, seed: int, median_latency_s: float) -> dict[str, float]:
+    """Run one simulation; return its row.
 
     Args:
-        num_requests: rounded up to a multiple of the samples of all batches.
+        num_requests: samples, rounded up to a multiple of those of all batches; one that is aborted
+            or loses its server is several replies.
     """
     servers = [Server(f"10.{i >> 16}.{i >> 8 & 255}.{i & 255}:30000") for i in range(num_servers)]
     batch_size = -(-num_requests // (NUM_VERSIONS * GROUP))
@@ -147,7 +116,7 @@ def simulate(num_servers: int, num_requests: int, seed: int, median_latency_s: f
     executor = Executor(client, control)
     lag, ledger = LoopLag(), Ledger()
     ticking = executor.loop.submit(lag.tick((executor.loop.thread, threading.main_thread())))
-    began, cpu_began = time.monotonic(), time.process_time()
+    cpu_began = time.process_time()
     try:
         rows = [{"tokens": [i, *range(NUM_PROMPT_TOKENS - 1)]} for i in range(batch_size * NUM_VERSIONS)]
         feed = PromptFeed(PromptLoader(rows, batch_size, shuffle=False))
@@ -158,29 +127,20 @@ def simulate(num_servers: int, num_requests: int, seed: int, median_latency_s: f
             client.set_version(version + 1)
             executor.set_version(version + 1)
     finally:
-        wall_s, cpu_s = time.monotonic() - began, time.process_time() - cpu_began
+        cpu_s = time.process_time() - cpu_began
         ticking.cancel()
         executor.close()
     expected = {(prompt, sample) for prompt in range(batch_size * NUM_VERSIONS) for sample in range(GROUP)}
-    return SimulationReport(
-        servers=num_servers,
-        requests=num_requests,
-        seed=seed,
-        max_lag_ms=1000 * lag.max_s,
-        max_lag_with_waits_ms=1000 * lag.max_with_waits_s,
-        cpu_s=cpu_s,
-        wall_s=wall_s,
-        requests_per_s=num_requests / cpu_s,
-        lost=len(expected - ledger.rows.keys()),
-        doubled=sum(count > 1 for count in ledger.rows.values()) + len(ledger.rows.keys() - expected),
-        oldest_version_lag=ledger.oldest_version_lag,
-        staleness_bound=STALENESS,
-        deaths=fleet.num_deaths,
-        updates=NUM_VERSIONS,
-        replies=fleet.num_replies,
-        aborted=fleet.num_aborted,
-        peak_memory_mb=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1000,
-    )
+    return {
+        "servers": num_servers,
+        "requests": num_requests,
+        "max_lag_ms": 1000 * lag.max_s,
+        "cpu_s": cpu_s,
+        "requests_per_s": num_requests / cpu_s,
+        "lost": len(expected - ledger.rows.keys()),
+        "doubled": sum(count > 1 for count in ledger.rows.values()) + len(ledger.rows.keys() - expected),
+        "oldest_version_lag": ledger.oldest_version_lag,
+    }
 
 
 def measure(servers: int, requests: int, seed: int) -> dict[str, Any]:
@@ -191,20 +151,18 @@ def measure(servers: int, requests: int, seed: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--one", metavar="SERVERS,REQUESTS,SEED", help="one simulation, as JSON")
-    options = parser.parse_args()
+    options = read_options(__doc__, rounds=3, one="")
     if options.one:
         servers, requests, seed = map(int, options.one.split(","))
         with short_collections():
-            print(json.dumps(asdict(simulate(servers, requests, seed, MEDIAN_LATENCY_S))))
+            print(json.dumps(simulate(servers, requests, seed, MEDIAN_LATENCY_S)))
         return
-    print("| " + " | ".join(COLUMNS) + " |\n|" + "---|" * len(COLUMNS))
-    for servers, requests in SIZES:
+    for number, (servers, requests) in enumerate(SIZES):
         rounds = [measure(servers, requests, seed) for seed in range(1, options.rounds + 1)]
         median = sorted(rounds, key=lambda facts: facts["max_lag_ms"])[len(rounds) // 2]
-        print("| " + " | ".join(f"{median[name]:,.4g}" for name in COLUMNS) + " |", flush=True)
+        if number == 0:
+            print("| " + " | ".join(median) + " |\n|" + "---|" * len(median))
+        print("| " + " | ".join(f"{value:,.4g}" for value in median.values()) + " |", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Cost of checking logprobs: measuring a million tokens, and time and memory of scoring.
 
-    python benchmarks/scoring.py [--tokens 1000000] [--vocabulary 32000] [--score-tokens 4096]
+    python -m benchmarks.scoring [--tokens 1000000] [--vocabulary 32000] [--score-tokens 4096]
                                  [--rounds 5]
 
 Scoring is compared with the bare forward pass, which includes the product with the output layer
@@ -9,20 +9,22 @@ one round. Memory is the rise of the peak of a process, beside computing all log
 way runs in a new one. TRL's way takes log-probs and entropies from all logits by its own functions.
 """
 
-import argparse
-import multiprocessing
 import statistics
-import time
-from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 import torch
-from logprob_memory import memory_mib, peak_of
-from peer_results import report
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from areal_core.engine.attention import PACKED
+from benchmarks.harness import (
+    cpu_seconds,
+    in_new_process,
+    in_turn,
+    read_options,
+    report,
+    rise_of_peak_mib,
+    spread,
+)
 from consistency.measure import measure
 from consistency.score import Scorer, hidden_states, score, score_logprobs, scorer_of
 from consistency.tokens import Sequences, compare_tokens
@@ -36,13 +38,6 @@ def some_sequences(num_tokens: int, vocabulary_size: int, row_length: int) -> Se
     sampled = np.arange(total) % (row_length + 1) > 0
     ids = rng.integers(0, vocabulary_size, total)
     return Sequences(ids, np.arange(num_rows + 1) * (row_length + 1), sampled, -rng.exponential(1.0, total))
-
-
-def cpu_seconds(work: Callable[[], object]) -> float:
-    """Return the CPU seconds of one run."""
-    begin = time.process_time()
-    work()
-    return time.process_time() - begin
 
 
 def measuring(num_tokens: int) -> float:
@@ -92,27 +87,18 @@ def by_trl(scorer: Scorer, sequences: Sequences) -> None:
     entropy_from_logits(logits)
 
 
-def peak_mib(way: str, vocabulary_size: int, num_tokens: int, queue: "multiprocessing.Queue[float]") -> None:
-    """Put the MiB by which the peak of this process rises."""
+def peak_mib(way: str, vocabulary_size: int, num_tokens: int) -> float:
+    """Return the MiB by which the peak of this process rises."""
     scorer = small_model(vocabulary_size)
     sequences = some_sequences(num_tokens, vocabulary_size, 512)
     score(scorer, some_sequences(16, vocabulary_size, 8))  # first allocations of libraries
-    Path("/proc/self/clear_refs").write_text("5")  # reset the peak: creating the model does not count
-    before = memory_mib("VmRSS")
     if way == "score":
-        score(scorer, sequences, tokens_per_pass=num_tokens * 2)
-    else:
-        whole_logits(scorer, sequences)
-    queue.put(memory_mib("VmHWM") - before)
+        return rise_of_peak_mib(lambda: score(scorer, sequences, tokens_per_pass=num_tokens * 2))
+    return rise_of_peak_mib(lambda: whole_logits(scorer, sequences))
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--tokens", type=int, default=1_000_000)
-    parser.add_argument("--vocabulary", type=int, default=32_000)
-    parser.add_argument("--score-tokens", type=int, default=4096)
-    parser.add_argument("--rounds", type=int, default=5)
-    options = parser.parse_args()
+    options = read_options(__doc__, tokens=1_000_000, vocabulary=32_000, score_tokens=4096, rounds=5)
     print(f"measuring {options.tokens:,} tokens: {measuring(options.tokens):.2f} s of CPU")
     scorer = small_model(options.vocabulary)
     sequences = some_sequences(options.score_tokens, options.vocabulary, 512)
@@ -124,20 +110,19 @@ def main() -> None:
         "all logits": lambda: whole_logits(scorer, sequences),
         "TRL": lambda: by_trl(scorer, sequences),
     }
-    rounds = [{way: cpu_seconds(run) for way, run in ways.items()} for _ in range(options.rounds + 1)][1:]
-    bare = statistics.median(one["bare"] for one in rounds)
-    print(f"bare forward pass of {options.score_tokens:,} tokens: {bare:.2f} s of CPU")
+    taken = in_turn(ways, options.rounds + 1, cpu_seconds)
+    seconds = {way: times[1:] for way, times in taken.items()}
+    bare = seconds["bare"]
+    print(f"bare forward pass of {options.score_tokens:,} tokens: {statistics.median(bare):.2f} s of CPU")
     for way, goal in (("log-probs", 1.05), ("in detail", 1.15)):
-        ratios = sorted(one[way] / one["bare"] for one in rounds)
-        print(
-            f"scoring {way}: {statistics.median(ratios):.3f} of it ({ratios[0]:.3f} to {ratios[-1]:.3f}), goal {goal}"
-        )
-    seconds = {way: [one[way] for one in rounds] for way in ways}
-    report("log-probs", "the forward pass alone", "CPU s", seconds["log-probs"], seconds["bare"])
+        middle, low, high = spread(a / b for a, b in zip(seconds[way], bare, strict=True))
+        print(f"scoring {way}: {middle:.3f} of it ({low:.3f} to {high:.3f}), goal {goal}")
+    report("log-probs", "the forward pass alone", "CPU s", seconds["log-probs"], bare)
     report("log-probs", "all logits at once", "CPU s", seconds["log-probs"], seconds["all logits"])
     report("log-probs, entropies, ranks", "TRL, without ranks", "CPU s", seconds["in detail"], seconds["TRL"])
     ours, naive = (
-        peak_of(peak_mib, way, options.vocabulary, options.score_tokens) for way in ("score", "whole logits")
+        in_new_process(peak_mib, way, options.vocabulary, options.score_tokens)
+        for way in ("score", "whole logits")
     )
     print(
         f"peak memory: {ours:,.0f} MiB, {naive:,.0f} MiB for all logits at once, a ratio of {naive / max(ours, 1):.1f}"

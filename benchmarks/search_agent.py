@@ -1,13 +1,12 @@
 """Train the search agent of examples/ on a tiny model, and draw how its answers improve.
 
-    python benchmarks/search_agent.py [--seeds 2] [--steps 20]
+    python -m benchmarks.search_agent [--seeds 2] [--steps 20]
 
 Writes docs/search_agent.json, the curves, search_agent.svg, and the table of search_agent.md;
 tests/agent/test_search_agent.py trains seed 1. SFT on demonstrations, whose queries often miss a
 word, teaches the form of tool calls; GRPO then sees only whether the last message is right.
 """
 
-import argparse
 import importlib.util
 import json
 import random
@@ -29,12 +28,14 @@ from areal_core.config import (
     load_expr_config,
 )
 from areal_core.paths import run_folder
-from areal_core.telemetry import read_stats
+from areal_core.telemetry.loggers import read_stats
 from areal_core.testing import make_tiny_model
 from areal_core.trainer.rl import PPOTrainer
 from areal_core.trainer.sft import SFTTrainer
 from areal_debug.report.charts import HEIGHT, WIDTH, shares
 from areal_debug.wiring import make_recorder
+from benchmarks.harness import read_options
+from benchmarks.learning_curves import STYLE
 
 ROOT = Path(__file__).parents[1]
 SEARCH = ROOT / "examples" / "search"
@@ -66,13 +67,6 @@ rollout:
   consumer_batch_size: 12
   agent: {export_style: concat, chat_template_type: concat}
 """
-STYLE = """
-text { font: 12px system-ui, sans-serif; fill: #5c6778; } .paper { fill: #ffffff; } .axis { stroke: #8b95a5; }
-.even { stroke: #e3e5ea; stroke-dasharray: 3 4; } .line { fill: none; stroke: #2f62c9; stroke-width: 1.6; }
-.spot { fill: #2f62c9; }
-@media (prefers-color-scheme: dark) { text { fill: #9aa6b8; } .paper { fill: #13161b; } .axis { stroke: #6d788a; }
-.even { stroke: #2b313b; } .line { stroke: #7ea6f4; } .spot { fill: #7ea6f4; } }
-"""
 Curve = list[tuple[int, float]]  # steps, share of the held-out questions that are answered
 
 
@@ -87,7 +81,6 @@ def example() -> ModuleType:
 
 
 def read(name: str) -> list[dict[str, Any]]:
-    """Read a file of examples/search."""
     return [json.loads(line) for line in (SEARCH / name).read_text(encoding="utf-8").splitlines()]
 
 
@@ -159,7 +152,6 @@ def demonstrations(seed: int) -> list[dict[str, list[int]]]:
 
 
 def options_of(kind: str, batch_size: int, lr: float) -> str:
-    """Return the YAML of a training."""
     return OPTIONS.format(questions=SEARCH / "questions.jsonl", type=kind, batch_size=batch_size, lr=lr)
 
 
@@ -215,7 +207,6 @@ def learn(folder: Path, model: Path, seed: int, steps: int = 20, record: bool = 
 
 
 def picture(curves: list[Curve]) -> str:
-    """Return the curves as SVG."""
     chart = shares(curves, "0", f"{curves[0][-1][0]} steps")
     return str(
         Markup(
@@ -243,12 +234,7 @@ def draw(trained: list[dict[str, Any]], page: str) -> dict[str, str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--seeds", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=20)
-    options = parser.parse_args()
+    options = read_options(__doc__, seeds=2, steps=20)
     trained = []
     for seed in range(1, options.seeds + 1):
         with tempfile.TemporaryDirectory() as name:

@@ -1,6 +1,6 @@
 """Twenty causes of a slow job on 8 real processes: does `areal-debug hang --slow` name each?
 
-    python benchmarks/slow_ranks.py [--only NAME]... [--seconds 15] [--json FILE]
+    python -m benchmarks.slow_ranks [--only NAME ...] [--seconds 15] [--json FILE]
 
 Each case is a cause in a tiny DDP job that torchrun starts with gloo on this machine. The work of a
 step is mostly sleeps in the calls in which a real job spends its time (dataset, module, backward
@@ -9,7 +9,6 @@ faults, stops and the GIL are real. Nothing is installed in the job. The healthy
 accused. The table of docs/slow_ranks.md is made of its output.
 """
 
-import argparse
 import json
 import os
 import subprocess
@@ -22,6 +21,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from areal_core.launch.server_process import free_port
+from benchmarks.harness import SomeOf, read_options
 from hangdoctor.collect.discover import Search
 from hangdoctor.collect.process import descendants, process_table
 from hangdoctor.slow.live import who_is_slow
@@ -179,13 +179,8 @@ def examine_all(cases: Sequence[Case], seconds: float) -> Iterator[Result]:
 
 
 def main() -> None:
-    """Run the cases and print a table."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", action="append", default=[], choices=[case.name for case in CASES])
-    parser.add_argument("--seconds", type=float, default=15.0)
-    parser.add_argument("--json", type=Path)
-    options = parser.parse_args()
-    chosen = [case for case in CASES if not options.only or case.name in options.only]
+    options = read_options(__doc__, only=SomeOf(case.name for case in CASES), seconds=15.0, json="")
+    chosen = [case for case in CASES if case.name in options.only]
     results = []
     for topology in dict.fromkeys(case.topology for case in chosen):
         for result in examine_all([case for case in chosen if case.topology == topology], options.seconds):
@@ -195,7 +190,7 @@ def main() -> None:
     right = sum(result.right for result in results)
     print(f"{right} of {len(results)} right, {max(r.seconds for r in results):.1f} s at most")
     if options.json:
-        options.json.write_text(json.dumps([asdict(result) for result in results], indent=1))
+        Path(options.json).write_text(json.dumps([asdict(result) for result in results], indent=1))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Start-up times of verbs on a record of the tiny model, of this checkout and of another one.
 
-    python benchmarks/startup.py [--before CHECKOUT] [--rounds 3] [--verbs replay goto ...]
+    python -m benchmarks.startup [--before CHECKOUT] [--rounds 3] [--verbs replay goto ...]
 
 Measures each call on a terminal from its start: wall seconds to its first line, to its first step
 and to its end, and CPU seconds (user and system) of all its processes. Checkouts take turns; the
@@ -8,7 +8,6 @@ table has medians, and with --before the ratio of the CPU seconds. Where compile
 is left as the environment has it: run twice, the first run may compile.
 """
 
-import argparse
 import math
 import os
 import pty
@@ -24,6 +23,7 @@ from pathlib import Path
 from statistics import median
 
 from areal_core.testing import make_tiny_model
+from benchmarks.harness import read_options
 
 ROOT = Path(__file__).parents[1]
 STEP = re.compile(r"^(\x1b\[[\d;]*[a-zA-Z])*step ", re.MULTILINE)
@@ -125,19 +125,15 @@ def row(name: str, calls: list[Call], before: list[Call] | None) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--before", type=Path)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--verbs", nargs="+", help="default: all")
-    options = parser.parse_args()
+    options = read_options(__doc__, before="", rounds=3, verbs=[""])
     sides = {"now": ROOT}
     if options.before:
-        sides["before"] = options.before.resolve()
+        sides["before"] = Path(options.before).resolve()
     found: dict[tuple[str, str], list[Call]] = {}
     with tempfile.TemporaryDirectory() as name:
         commands = prepare(Path(name))
         for _ in range(options.rounds):
-            for verb in options.verbs or commands:
+            for verb in filter(None, options.verbs) or commands:
                 for when, checkout in sides.items():
                     call = measure(checkout, [sys.executable, *commands[verb]], Path(name))
                     found.setdefault((verb, when), []).append(call)

@@ -1,6 +1,6 @@
 """Cost of recording and replaying a training step: bare, recorded and replayed, in one process.
 
-    python benchmarks/step_cost.py [--hidden 384] [--rows 32] [--tokens 192]
+    python -m benchmarks.step_cost [--hidden 384] [--rows 32] [--tokens 192]
                                    [--rounds 3] [--steps 4]
 
 The same batches are trained in each way, in turn. Prints medians of complete steps and their ratios
@@ -8,7 +8,6 @@ to the bare step, in wall time and CPU time; the latter also holds on a busy mac
 all parameters are part of both costs.
 """
 
-import argparse
 import itertools
 import statistics
 import tempfile
@@ -18,14 +17,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peer_results import report
 
 from areal_core.config import PPOConfig, config_from_dict
 from areal_core.data.batch import Batch
-from areal_core.telemetry import read_stats
+from areal_core.telemetry.loggers import read_stats
 from areal_core.testing import make_tiny_model
 from areal_core.trainer.rl import PPOTrainer
 from areal_debug.wiring import make_recorder
+from benchmarks.harness import read_options, report
 from recorder import open_record
 from replayer.check import ReplayCheck
 from replayer.source import RecordedRollouts
@@ -124,12 +123,7 @@ def clocked(make_source: Any, notes: list[float], trainer: PPOTrainer) -> Clocke
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    for name, default in {"hidden": 384, "rows": 32, "tokens": 192, "rounds": 3, "steps": 4}.items():
-        parser.add_argument(f"--{name}", type=int, default=default)
-    options = parser.parse_args()
+    options = read_options(__doc__, hidden=384, rows=32, tokens=192, rounds=3, steps=4)
     seconds: dict[str, list[tuple[float, float]]] = {"bare": [], "recorded": [], "replayed": []}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

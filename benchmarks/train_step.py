@@ -1,6 +1,6 @@
 """Cost of the engine compared with a bare PyTorch loop on the same model, micro-batches and loss.
 
-    python benchmarks/train_step.py [--ranks 2] [--rounds 6] [--hidden 256] [--layers 12]
+    python -m benchmarks.train_step [--ranks 2] [--rounds 6] [--hidden 256] [--layers 12]
                                     [--vocabulary 4096] [--tokens 512] [--cross-entropy]
 
 Both train under FSDP2, in turn. The bare loop gets packed micro-batches, computes logprobs and
@@ -16,9 +16,6 @@ machine, where wall time includes waiting.
 """
 
 import argparse
-import os
-import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -27,7 +24,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from peer_results import report
 from torch import Tensor
 from torch.distributed.fsdp import fully_shard
 from torch.nn.functional import cross_entropy
@@ -41,6 +37,7 @@ from areal_core.engine.fsdp import FSDPEngine
 from areal_core.engine.model import load_model
 from areal_core.engine.ranks import Ranks, join_ranks, leave_ranks
 from areal_core.trainer.build import build_engine
+from benchmarks.harness import read_options, report, spread, torchrun
 
 OPTIMIZER = OptimizerConfig(lr=1e-4, warmup_steps_proportion=0.0)
 
@@ -171,7 +168,7 @@ def seconds(ranks: Ranks, work: Callable[[], float]) -> Seconds:
     return time.perf_counter() - clock, busy
 
 
-def in_turn(
+def pairs_in_turn(
     ranks: Ranks, first: Callable[[], float], second: Callable[[], float], rounds: int
 ) -> list[tuple[Seconds, Seconds]]:
     """Return the (wall, CPU) seconds of the first and the second, in pairs of alternating order."""
@@ -186,11 +183,8 @@ def in_turn(
 def say(title: str, pairs: list[tuple[Seconds, Seconds]]) -> None:
     """Print the ratios of the first to the second."""
     for clock, name in enumerate(("wall time", "CPU time")):
-        column = [first[clock] / second[clock] for first, second in pairs]
-        low, high = min(column), max(column)
-        print(
-            f"{title}, {name}: {statistics.median(column):.3f} ({low:.3f} to {high:.3f}, {len(column)} pairs)"
-        )
+        middle, low, high = spread(first[clock] / second[clock] for first, second in pairs)
+        print(f"{title}, {name}: {middle:.3f} ({low:.3f} to {high:.3f}, {len(pairs)} pairs)")
 
 
 def measure(options: argparse.Namespace) -> None:
@@ -212,7 +206,7 @@ def measure(options: argparse.Namespace) -> None:
         return bare_step(model, adam, packed, scale, loss_of)
 
     norms = [(ours(), bare()) for _ in range(2)]  # a warm-up, and a check that both take the same step
-    pairs = in_turn(ranks, ours, bare, options.rounds)
+    pairs = pairs_in_turn(ranks, ours, bare, options.rounds)
     if ranks.rank == 0:
         print(
             f"{ranks.world_size} rank(s), {len(packed)} micro-batches of {options.tokens} tokens, hidden {options.hidden}, "
@@ -226,28 +220,25 @@ def measure(options: argparse.Namespace) -> None:
     leave_ranks()
 
 
-def parse(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    defaults = {"ranks": 1, "rounds": 6, "hidden": 256, "layers": 12, "vocabulary": 4096, "tokens": 512}
-    for name, default in defaults.items():
-        parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--cross-entropy", action="store_true")
-    parser.add_argument("--model", default="", help=argparse.SUPPRESS)
-    return parser.parse_args(argv)
-
-
 def main() -> None:
-    options = parse()
+    options = read_options(
+        __doc__,
+        ranks=1,
+        rounds=6,
+        hidden=256,
+        layers=12,
+        vocabulary=4096,
+        tokens=512,
+        cross_entropy=False,
+        model="",
+    )
     if options.model:
         measure(options)
         return
     with tempfile.TemporaryDirectory() as folder:
         model = make_model(Path(folder) / "model", options)
-        torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={options.ranks}"]
-        command = [sys.executable, *torchrun, __file__, *sys.argv[1:], f"--model={model}"]
-        sys.exit(subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": "1"}).returncode)
+        arguments = [*sys.argv[1:], f"--model={model}"]
+        print(torchrun("train_step", options.ranks, *arguments).stdout, end="")
 
 
 if __name__ == "__main__":

@@ -1,13 +1,12 @@
 """Cost of the adapters for slime, prime-rl, NeMo-RL and AReaL per step, and NeMo-RL's own dump.
 
-    python benchmarks/trainer_hooks.py [--rows 512] [--mean-tokens 2000] [--steps 3] [--folder DIR]
+    python -m benchmarks.trainer_hooks [--rows 512] [--mean-tokens 2000] [--steps 3] [--folder DIR]
 
 `waits` is how long the trainer's thread is held up, `cpu` what all threads of the process use; both
 are seconds per step, the median of the steps. Lengths are log-normal; a million tokens by default.
 prime-rl is not on the package index: its loss is replaced by one of a few operations.
 """
 
-import argparse
 import asyncio
 import json
 import shutil
@@ -24,10 +23,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from peer_results import report
 
-from areal_debug import nemo_rl, prime_rl, slime
+from areal_debug import nemo_rl, prime_rl
+from benchmarks.harness import read_options, report
+from recorder.trainers import slime
 from recorder.trainers.guarded import Guarded
+from recorder.trainers.prime_rl import Observation
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,6 @@ class Row:
 
     @property
     def prompt_length(self) -> int:
-        """Tokens before the completion."""
         return len(self.tokens) // 2
 
 
@@ -104,7 +104,10 @@ def slime_cost(rows: list[Row], steps: int, folder: Path) -> Cost:
 def prime_rl_cost(rows: list[Row], steps: int, folder: Path) -> Cost:
     """Cost of the observation of a loss, without the loss."""
     recording = Guarded("prime-rl", folder)
-    observed = prime_rl.Observation(recording, prime_rl.NOISE["bfloat16"], 0)
+    noise = prime_rl.NOISE["bfloat16"]
+    observed = Observation(
+        recording, 0, lambda step, rows: prime_rl.compare(step, rows, noise, recording.notice)
+    )
     inputs = [
         Namespace(
             loss_mask=torch.tensor(row.mask, dtype=torch.bool),
@@ -150,7 +153,6 @@ class Dump:
         self.folder = folder
 
     def log_batched_dict_as_jsonl(self, to_log: dict[str, Any], filename: str) -> None:
-        """Write the file."""
         with open(self.folder / filename, "w") as file:
             for row in range(len(to_log["rewards"])):
                 sample = {name: values[row : row + 1] for name, values in to_log.items()}
@@ -221,14 +223,8 @@ def areal_cost(rows: list[Row], steps: int, folder: Path) -> Cost:
 
 
 def main() -> None:
-    """Measure all four."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rows", type=int, default=512)
-    parser.add_argument("--mean-tokens", type=int, default=2000)
-    parser.add_argument("--steps", type=int, default=3)
-    parser.add_argument("--folder", type=Path, help="where to write; a temporary folder unless given")
-    options = parser.parse_args()
-    folder = Path(tempfile.mkdtemp(dir=options.folder))
+    options = read_options(__doc__, rows=512, mean_tokens=2000, steps=3, folder="")
+    folder = Path(tempfile.mkdtemp(dir=options.folder or None))
     rows = rows_of_step(options.rows, options.mean_tokens)
     num_tokens = sum(len(row.tokens) for row in rows)
     try:

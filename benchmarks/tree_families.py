@@ -1,6 +1,6 @@
 """Measure which families compute rows as a tree, and how far that is from packed rows.
 
-    python benchmarks/tree_families.py [TYPE ...]
+    python -m benchmarks.tree_families [TYPE ...]
 
 For every family whose rows are packed in docs/models.md, or the given ones: the tiny float32 model
 of model_families.py with rows that begin with the same tokens; the largest difference of log-probs
@@ -12,23 +12,21 @@ import re
 import sys
 import tempfile
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
-from torch import Tensor
 
-ROOT = Path(__file__).parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
-
-from model_families import difference, engine_of, rows, write_tiny  # noqa: E402
-
-from areal_core.engine.fsdp import FSDPEngine  # noqa: E402
-from areal_core.engine.optimizer import build_optimizer, build_schedule  # noqa: E402
-from areal_core.engine.parity import batch_of, columns_of, measure_parity  # noqa: E402
-from areal_core.engine.ranks import Ranks, join_ranks, leave_ranks  # noqa: E402
-from areal_core.engine.sharding import full_tensor  # noqa: E402
-from areal_core.engine.trees.check import branching_rows, share_prefixes  # noqa: E402
-from areal_core.testing import likelihood_with_entropy  # noqa: E402
+from areal_core.engine.parity import columns_of, measure_parity
+from areal_core.engine.ranks import Ranks, join_ranks, leave_ranks
+from areal_core.engine.trees.check import branching_rows, share_prefixes
+from benchmarks.harness import ROOT
+from benchmarks.model_families import (
+    difference,
+    engine_of,
+    gradient_difference,
+    gradients_of,
+    rows,
+    write_tiny,
+)
 
 # Families whose rows are packed and do not share tokens.
 NOT_SHARED = (
@@ -57,30 +55,10 @@ def packed_families() -> list[str]:
     return re.findall(r"^\| ([^|]*) \| packed \|", (ROOT / "docs" / "models.md").read_text(), re.MULTILINE)
 
 
-def gradients_of(engine: FSDPEngine, tokens: list[Tensor]) -> dict[str, Tensor]:
-    """Return the full gradients of a loss of log-probs and entropies of rows."""
-    found: dict[str, Tensor] = {}
-
-    def keep(event: str, **_: object) -> None:
-        if event == "gradients":
-            parameters = engine.model.named_parameters()
-            found.update({n: full_tensor(p.grad).clone() for n, p in parameters if p.grad is not None})
-
-    engine.train_batch(batch_of(tokens), likelihood_with_entropy, lambda part: part["loss_mask"].sum(), keep)
-    return found
-
-
 def measure(name: str, ranks: Ranks) -> Measured:
-    """Measure one family on this rank."""
     with tempfile.TemporaryDirectory() as folder:
         write_tiny(name, folder)
         engine = engine_of(folder, ranks, torch.float32)
-    engine.optimizer = build_optimizer(
-        engine.model.parameters(), kind="sgd", lr=0.0, weight_decay=0.0, beta1=0.0, beta2=0.0, eps=1e-8
-    )
-    engine.schedule = build_schedule(
-        engine.optimizer, kind="constant", total_steps=1, warmup_proportion=0.0, min_lr_ratio=0.0
-    )
     measure_parity(engine)
     reason = share_prefixes(engine, name)
     if reason is not None:
@@ -89,11 +67,7 @@ def measure(name: str, ranks: Ranks) -> Measured:
     tree = columns_of(engine, tokens), gradients_of(engine, tokens)
     engine.shares_prefixes = False
     columns, gradients = columns_of(engine, tokens), gradients_of(engine, tokens)
-    largest = max(float(gradient.norm()) for gradient in gradients.values())
-    apart = max(
-        float((tree[1][key] - gradient).norm()) / max(float(gradient.norm()), 1e-3 * largest)
-        for key, gradient in gradients.items()
-    )
+    apart = gradient_difference(tree[1], gradients)
     return Measured(name, None, difference(tree[0], columns), apart)
 
 

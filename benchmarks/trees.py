@@ -1,6 +1,6 @@
 """A training step on rows that begin with the same tokens: as a tree, and packed.
 
-    python benchmarks/trees.py [--prompt 512] [--samples 8] [--completion 64] [--turns 1]
+    python -m benchmarks.trees [--prompt 512] [--samples 8] [--completion 64] [--turns 1]
                                [--groups 1] [--rounds 4] [--model FOLDER] [--dtype float32]
 
 Rows are `--samples` completions of each of `--groups` prompts. With `--turns N` each sample is an
@@ -15,15 +15,12 @@ that of tree steps, of consecutive steps; ratios of CPU time also hold on a busy
 """
 
 import argparse
-import multiprocessing
 import tempfile
 from functools import partial
 from pathlib import Path
 
 import torch
-from logprob_memory import memory_mib, peak_of
 from torch import Tensor
-from train_step import OPTIMIZER, in_turn, make_model, say
 
 from areal_core.config import MicroBatchSpec, TrainEngineConfig
 from areal_core.data.batch import Batch
@@ -32,6 +29,8 @@ from areal_core.engine.ranks import Ranks, join_ranks, leave_ranks
 from areal_core.engine.sharding import full_tensor
 from areal_core.testing import likelihood_with_entropy
 from areal_core.trainer.build import build_engine
+from benchmarks.harness import in_new_process, read_options, rise_of_peak_mib
+from benchmarks.train_step import OPTIMIZER, make_model, pairs_in_turn, say
 
 WAYS = {"packed": False, "tree": True}
 
@@ -103,21 +102,19 @@ def gradients(engine: FSDPEngine, batch: Batch, way: str) -> tuple[list[Tensor],
     return found, sum(part.num_computed for part in parts)
 
 
-def rise_of_peak_mib(way: str, options: argparse.Namespace, queue: "multiprocessing.Queue[float]") -> None:
+def peak_mib(way: str, options: argparse.Namespace) -> float:
     ranks = join_ranks("cpu")
     torch.set_num_threads(1)
     engine = make_engine(ranks, options)
     batch = make_rows(options, engine.model.config.vocab_size)
     step(engine, {key: tensor[:1] for key, tensor in batch.items()}, way)  # allocates optimizer states
-    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
-    before = memory_mib("VmRSS")
-    step(engine, batch, way)
-    queue.put(memory_mib("VmHWM") - before)
+    rise = rise_of_peak_mib(lambda: step(engine, batch, way))
     leave_ranks()
+    return rise
 
 
 def measure(options: argparse.Namespace) -> None:
-    peaks = {way: peak_of(rise_of_peak_mib, way, options) for way in WAYS}
+    peaks = {way: in_new_process(peak_mib, way, options) for way in WAYS}
     ranks = join_ranks("cpu")
     torch.set_num_threads(1)
     engine = make_engine(ranks, options)
@@ -132,21 +129,26 @@ def measure(options: argparse.Namespace) -> None:
         flush=True,
     )
     ways = [partial(step, engine, batch, way) for way in WAYS]
-    say("packed to tree", in_turn(ranks, *ways, options.rounds))
+    say("packed to tree", pairs_in_turn(ranks, *ways, options.rounds))
     leave_ranks()
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    options = read_options(
+        __doc__,
+        prompt=512,
+        samples=8,
+        completion=64,
+        turns=1,
+        groups=1,
+        rounds=4,
+        hidden=256,
+        layers=12,
+        vocabulary=4096,
+        tokens=16384,
+        dtype=("float32", "bfloat16"),
+        model="",
     )
-    sizes = {"prompt": 512, "samples": 8, "completion": 64, "turns": 1, "groups": 1, "rounds": 4}
-    model = {"hidden": 256, "layers": 12, "vocabulary": 4096, "tokens": 16384}
-    for name, default in (sizes | model).items():
-        parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
-    parser.add_argument("--model", default="", help="checkpoint folder; by default a random Llama")
-    options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         options.model = options.model or str(make_model(Path(folder) / "model", options))
         measure(options)

@@ -1,16 +1,14 @@
 """Plan a run of every config file of upstream AReaL, as `areal-debug train --dry-run` does.
 
-    python benchmarks/upstream_configs.py CLONE [--commit HEAD] [--markdown]
+    python -m benchmarks.upstream_configs CLONE [--commit HEAD] [--markdown]
 
 CLONE is a clone of AReaL, also a bare one; nothing in it is run. A file of the clone's own options
 is loaded as its script would: with a config class that declares the options that ours lack.
 """
 
-import argparse
 import logging
 import os
 import re
-import subprocess
 import tempfile
 from dataclasses import dataclass, field, make_dataclass
 from pathlib import Path
@@ -21,6 +19,7 @@ from areal_core.config.names import sections_of
 from areal_core.errors import ConfigError
 from areal_debug.dry_run.plan import plan_run
 from areal_debug.train.script_options import method_of
+from benchmarks.harness import git, read_options
 
 
 @dataclass(frozen=True)
@@ -31,13 +30,6 @@ class Outcome:
     own: tuple[str, ...]
     runs: bool
     sentences: tuple[str, ...]
-
-
-def git(clone: Path, *arguments: str) -> str:
-    """Return the output of a git command in the clone."""
-    return subprocess.run(
-        ["git", "-C", str(clone), *arguments], capture_output=True, text=True, check=True
-    ).stdout
 
 
 def config_files(clone: Path, commit: str) -> dict[str, str]:
@@ -80,13 +72,7 @@ def row(outcome: Outcome) -> str:
 
 def main() -> None:
     """Print one line or table row for each file."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("clone", type=Path)
-    parser.add_argument("--commit", default="HEAD")
-    parser.add_argument("--markdown", action="store_true", help="print the table of docs/upstream_configs.md")
-    options = parser.parse_args()
+    options = read_options(__doc__, {"clone": Path}, commit="HEAD", markdown=False)
     logging.disable()
     os.environ["HF_HUB_OFFLINE"] = "1"  # as a dry run, which downloads nothing
     outcomes = [load(name, text) for name, text in config_files(options.clone, options.commit).items()]

@@ -1,6 +1,6 @@
 """Check the names of AReaL in docs/coming_from_areal.md against AReaL's own code.
 
-    python benchmarks/upstream_names.py CLONE
+    python -m benchmarks.upstream_names CLONE
 
 CLONE is a clone of AReaL, also a bare one; nothing in it is run. Each name in a table's columns
 that are headed "AReaL", and each one that is translated, is searched for in the commits of
@@ -8,7 +8,6 @@ that are headed "AReaL", and each one that is translated, is searched for in the
 the page. A name that exists nowhere ends the script with its name.
 """
 
-import argparse
 import ast
 import re
 import subprocess
@@ -18,6 +17,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from areal_core.config.import_paths import OURS
+from benchmarks.harness import read_options
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "coming_from_areal.md"
@@ -150,11 +150,7 @@ def wanted_names() -> dict[str, list[str]]:
 
 def main() -> None:
     """Write the list, or name what exists nowhere."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("clone", type=Path)
-    clone = parser.parse_args().clone
+    clone = read_options(__doc__, {"clone": Path}).clone
     commits = [Commit(clone, commit) for commit in ALL]
     lines, missing = [], []
     for name, allowed in sorted(wanted_names().items()):

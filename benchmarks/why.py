@@ -1,6 +1,6 @@
 """How often `areal-debug why` finds a planted bug: stage, pattern, and commit or setting.
 
-    python benchmarks/why.py [--keep FOLDER] [--jobs 2] [--only NAME]... [--make] [--by diff]
+    python -m benchmarks.why [--keep FOLDER] [--jobs 2] [--only NAME ...] [--make] [--by diff]
                              [--json FILE]
 
 Each plant of benchmarks/why_plants/ is a difference between two runs of a tiny model: a commit
@@ -13,7 +13,6 @@ names the commit, the file, or the setting. With --keep, records are made once a
 Exits with 1 if a rate is below its target, or an equal pair is accused.
 """
 
-import argparse
 import json
 import os
 import statistics
@@ -28,9 +27,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from why_plants.making import ROOT, Made, RunFailed, Workshop
-from why_plants.plants import Plant, Truth, read_plants
-
+from benchmarks.harness import ROOT, SomeOf, read_options
+from benchmarks.why_plants.making import Made, RunFailed, Workshop
+from benchmarks.why_plants.plants import Plant, Truth, read_plants
 from recorder import open_record
 from replayer.compare.stages import read_outcomes
 from replayer.diff import diff_records
@@ -86,10 +85,18 @@ class Score:
 
 
 def main() -> int:
-    options = parse_arguments()
-    plants = [plant for plant in read_plants() if not options.only or plant.name in options.only]
-    if missing := set(options.only or ()) - {plant.name for plant in plants}:
-        sys.exit(f"no plant has the name {', '.join(sorted(missing))}")
+    every = read_plants()
+    options = read_options(
+        __doc__,
+        keep="",
+        only=SomeOf(plant.name for plant in every),
+        jobs=2,
+        commit="HEAD",
+        make=False,
+        by=("why", "diff"),
+        json="",
+    )
+    plants = [plant for plant in every if plant.name in options.only]
     with tempfile.TemporaryDirectory() as temporary:
         workshop = Workshop(Path(options.keep or temporary).resolve(), options.commit)
         made = {one.name: one for one in in_threads(partial(try_to_make, workshop), plants, options.jobs)}
@@ -101,18 +108,6 @@ def main() -> int:
         Path(options.json).write_text(json.dumps([asdict(one) for one in scores], indent=1))
     print(render(scores, len(plants) - len(made)))
     return 0 if is_good(scores) and len(made) == len(plants) else 1
-
-
-def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--keep", metavar="FOLDER", help="make records here, once")
-    parser.add_argument("--only", metavar="NAME", action="append", help="a plant; can be repeated")
-    parser.add_argument("--jobs", type=int, default=2, help="runs, and commands, at once")
-    parser.add_argument("--commit", default="HEAD", help="the commit of this repository that A runs")
-    parser.add_argument("--make", action="store_true", help="make the records, score nothing")
-    parser.add_argument("--by", choices=("why", "diff"), default="why", help="the verb that is scored")
-    parser.add_argument("--json", metavar="FILE", help="write every score and answer")
-    return parser.parse_args()
 
 
 def in_threads(do: Callable[[Plant], Any], plants: Sequence[Plant], num_threads: int) -> Iterable[Any]:
@@ -197,7 +192,6 @@ def ask(workshop: Workshop, made: Made, verb: str) -> Answer:
 
 
 def parse_why(said: dict[str, Any], seconds: float) -> Answer:
-    """Parse the JSON of `why`."""
     pattern, cause = said["pattern"], said["cause"] or {"kind": None, "line": None}
     kind = pattern["kind"] if isinstance(pattern, dict) else pattern
     return Answer(
@@ -275,7 +269,6 @@ def render(scores: Sequence[Score], num_failed: int) -> str:
 
 
 def mark(value: bool | None) -> str:
-    """Return a word for a table."""
     return "" if value is None else "yes" if value else "NO"
 
 

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from areal_core.data.batch import Batch
 from areal_core.engine.determinism import rng_state, set_rng_state
-from areal_core.telemetry import Stats
+from areal_core.telemetry.stats import Stats
 from areal_core.trainer.nonfinite import COLUMNS, broken_tensors, gradient_of
 from areal_core.trainer.rl import Observer, PPOTrainer
 from recorder import Record, open_record

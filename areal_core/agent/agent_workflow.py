@@ -44,7 +44,8 @@ from areal_core.config import AgentConfig
 from areal_core.data.processor import VisionProcessor
 from areal_core.rollout.errors import PromptTooLong
 from areal_core.rollout.loop_thread import UNWIND_S, FewPerTurn, LoopThread, run_on
-from areal_core.rollout.types import TokenSampler, sampling_from
+from areal_core.rollout.types import TokenSampler
+from areal_core.rollout.workflow import episode_sampling
 
 logger = logging.getLogger(__name__)
 IDLE_CHECK_S = 10.0  # period of the check for idle sessions
@@ -178,16 +179,13 @@ class AgentWorkflow:
 
     def close(self) -> None:
         """End runs, connections and threads. An agent that blocks its loop keeps its thread."""
-        ending = self.agents.submit(self._close_agents())
+        ending = self.agents.submit(self.http_client.aclose())
         with contextlib.suppress(TimeoutError):
             ending.result(UNWIND_S)
         self.agents.close(UNWIND_S)
         self.server.close()
         if self.key_file is not None:
             self.key_file.unlink(missing_ok=True)
-
-    async def _close_agents(self) -> None:
-        await self.http_client.aclose()
 
     async def _inline(self, session: Session, data: dict[str, Any]) -> Any:
         run = self.agent.run(
@@ -263,15 +261,9 @@ def build_dialogue(
     Raises ConfigError for an unknown parser.
     """
     check_parsers(options.tool_call_parser, options.reasoning_parser)
-    ends = {tokenizer.eos_token_id, tokenizer.pad_token_id, *gconfig.stop_token_ids} - {None}
-    if processor is not None:
-        ends.add(processor.image_token_id)
-    sampling = sampling_from(
-        gconfig,
-        n_samples=1,
-        stop_token_ids=sorted(ends),
-        max_tokens=options.engine_max_tokens or gconfig.max_tokens,
-    )
+    ends = () if processor is None else (processor.image_token_id,)
+    max_tokens = options.engine_max_tokens or gconfig.max_tokens
+    sampling = episode_sampling(gconfig, tokenizer, *ends, max_tokens=max_tokens)
     return Dialogue(
         tokenizer=tokenizer,
         sampling=sampling,

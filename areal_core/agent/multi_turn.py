@@ -7,8 +7,8 @@ from transformers import PreTrainedTokenizerBase
 
 from areal_core.agent.chat_template import continuation_tokens
 from areal_core.agent.export import conversation_row
-from areal_core.rollout.types import ModelRequest, ModelResponse, TokenSampler, sampling_from
-from areal_core.rollout.workflow import RewardFn, prompt_tokens
+from areal_core.rollout.types import ModelRequest, ModelResponse, TokenSampler
+from areal_core.rollout.workflow import RewardFn, episode_sampling, prompt_tokens, reward_of
 
 FEEDBACK = (
     "That is not right, or the answer could not be read. Think again, and give the answer in the same form."
@@ -45,8 +45,7 @@ class MultiTurnWorkflow:
     ) -> None:
         if max_turns < 1:
             raise ValueError(f"max_turns is {max_turns}; expected at least 1")
-        ends = {tokenizer.eos_token_id, tokenizer.pad_token_id, *gconfig.stop_token_ids} - {None}
-        self.sampling = sampling_from(gconfig, n_samples=1, stop_token_ids=sorted(ends))
+        self.sampling = episode_sampling(gconfig, tokenizer)
         self.reward_fn = reward_fn
         self.tokenizer = tokenizer
         self.max_turns = max_turns
@@ -64,20 +63,11 @@ class MultiTurnWorkflow:
         turns: list[ModelResponse] = []
         while True:
             turns.append(await engine.agenerate(ModelRequest(input_ids=prompt, sampling=self.sampling)))
-            reward = await self._reward(turns[-1], data)
+            reward = await reward_of(self.reward_fn, self.tokenizer, self.sampling, turns[-1], data)
             prompt = self._next_prompt(turns[-1])
             if reward > 0 or len(turns) == self.max_turns or len(prompt) >= self.sampling.max_tokens:
                 break
         return conversation_row(turns, reward * self.turn_discount ** (len(turns) - 1))
-
-    async def _reward(self, turn: ModelResponse, data: dict[str, Any]) -> float:
-        return await self.reward_fn(
-            self.tokenizer.decode(turn.input_tokens),
-            self.tokenizer.decode(turn.output_tokens, skip_special_tokens=self.sampling.skip_special_tokens),
-            turn.input_tokens,
-            turn.output_tokens,
-            **data,
-        )
 
     def _next_prompt(self, turn: ModelResponse) -> list[int]:
         tokens = turn.input_tokens + turn.output_tokens

@@ -18,6 +18,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -54,34 +55,13 @@ class Dialect:
     render_error: Callable[[int, str, str], dict[str, Any]]
 
 
-CHAT = Dialect(
-    openai_chat.ID_PREFIX,
-    openai_chat.parse_call,
-    openai_chat.render_reply,
-    openai_chat.render_stream,
-    openai_chat.render_error,
-)
-COMPLETIONS = Dialect(
-    openai_completions.ID_PREFIX,
-    openai_completions.parse_call,
-    openai_completions.render_reply,
-    openai_completions.render_stream,
-    openai_chat.render_error,
-)
-RESPONSES = Dialect(
-    openai_responses.ID_PREFIX,
-    openai_responses.parse_call,
-    openai_responses.render_reply,
-    openai_responses.render_stream,
-    openai_chat.render_error,
-)
-MESSAGES = Dialect(
-    anthropic_messages.ID_PREFIX,
-    anthropic_messages.parse_call,
-    anthropic_messages.render_reply,
-    anthropic_messages.render_stream,
-    anthropic_messages.render_error,
-)
+def dialect_of(api: ModuleType, errors: ModuleType = openai_chat) -> Dialect:
+    """Return the dialect of a module of `apis/`, whose errors have the form of another one."""
+    return Dialect(api.ID_PREFIX, api.parse_call, api.render_reply, api.render_stream, errors.render_error)
+
+
+CHAT, COMPLETIONS, RESPONSES = map(dialect_of, (openai_chat, openai_completions, openai_responses))
+MESSAGES = dialect_of(anthropic_messages, anthropic_messages)
 DIALECTS = {
     "/chat/completions": CHAT,
     "/completions": COMPLETIONS,

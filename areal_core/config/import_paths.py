@@ -6,63 +6,17 @@ script that imports from `areal` itself gets the lines to write instead (`replac
 
 import ast
 import difflib
+import tomllib
 from collections.abc import Iterator
 from importlib.util import find_spec
+from pathlib import Path
 
 PACKAGES = ("areal", "realhf")
 PAGE = "docs/coming_from_areal.md lists what there is"
-WORKFLOWS = {
-    "areal.workflow.rlvr.RLVRWorkflow": "areal_core.rollout.workflow.RLVRWorkflow",
-    "areal.workflow.vision_rlvr.VisionRLVRWorkflow": "areal_core.rollout.vision_workflow.VisionRLVRWorkflow",
-    "areal.workflow.multi_turn.MultiTurnWorkflow": "areal_core.agent.multi_turn.MultiTurnWorkflow",
-    "areal.workflow.openai.math_agent.MathAgent": "areal_core.agent.ready.math_agents.MathAgent",
-    "areal.workflow.openai.math_agent.MultiTurnMathAgent": "areal_core.agent.ready.math_agents.MultiTurnMathAgent",
-    "areal.workflow.anthropic.math_agent.MathAgent": "areal_core.agent.ready.math_agents.MathAgent",
-}
-FUNCTIONS = "areal_core.reward.functions"
-REWARDS = {
-    "areal.reward.gsm8k.gsm8k_reward_fn": f"{FUNCTIONS}.gsm8k_reward_fn",
-    "areal.reward.clevr_count_70k.clevr_count_70k_reward_fn": f"{FUNCTIONS}.clevr_count_70k_reward_fn",
-    "areal.reward.geometry3k.geometry3k_reward_fn": f"{FUNCTIONS}.geometry3k_reward_fn",
-    "examples.vlm.clevr_count_70k_grpo.clevr_count_70k_reward_fn": f"{FUNCTIONS}.clevr_count_70k_reward_fn",
-    "examples.vlm.geometry3k_grpo.geometry3k_reward_fn": f"{FUNCTIONS}.reasoned_reward_fn",
-    "examples.vlm_npu.geometry3k_grpo.geometry3k_reward_fn": f"{FUNCTIONS}.reasoned_reward_fn",
-    "examples.vlm_npu.virl39k_grpo.virl39k_reward_fn": f"{FUNCTIONS}.reasoned_reward_fn",
-}
-CONFIGS = (
-    "GRPOConfig", "PPOConfig", "SFTConfig", "RWConfig", "DPOConfig", "BaseExperimentConfig",
-    "GenerationHyperparameters", "InferenceEngineConfig", "SGLangConfig", "TrainEngineConfig",
-    "PPOActorConfig", "PPOCriticConfig", "OptimizerConfig", "MicroBatchSpec", "NormConfig",
-    "load_expr_config",
-)  # fmt: skip
-OF_SCRIPTS = {
-    "areal.trainer.rl_trainer.PPOTrainer": "areal_core.trainer.rl.PPOTrainer",
-    "areal.trainer.sft_trainer.SFTTrainer": "areal_core.trainer.sft.SFTTrainer",
-    "areal.trainer.rw_trainer.RWTrainer": "areal_core.trainer.reward_model.RWTrainer",
-    "areal.trainer.dpo_trainer.DPOTrainer": "areal_core.trainer.dpo.DPOTrainer",
-    "areal.experimental.trainer.rl.PPOTrainer": "areal_core.trainer.rl.PPOTrainer",  # 0.5
-    "areal.experimental.trainer.sft.SFTTrainer": "areal_core.trainer.sft.SFTTrainer",
-    **{f"areal.api.cli_args.{name}": f"areal_core.config.{name}" for name in CONFIGS},
-    "areal.api.cli_args.vLLMConfig": "areal_core.config.VLLMConfig",
-    "areal.api.io_struct.ModelRequest": "areal_core.rollout.types.ModelRequest",
-    "areal.api.io_struct.ModelResponse": "areal_core.rollout.types.ModelResponse",
-    "areal.api.workflow_api.RolloutWorkflow": "areal_core.rollout.workflow.RolloutWorkflow",
-    "areal.api.engine_api.InferenceEngine": "areal_core.rollout.types.InferenceEngine",
-    "areal.api.reward_api.AsyncRewardWrapper": "areal_core.reward.reward_pool.RewardPool",
-    "areal.api.alloc_mode.AllocationMode": "areal_core.config.allocation.Allocation",  # to 1.0
-    "areal.api.alloc_mode.ModelAllocation": "areal_core.config.allocation.Allocation",
-    "areal.engine.sglang_remote.RemoteSGLangEngine": "areal_core.remote.RemoteEngine",
-    "areal.engine.vllm_remote.RemotevLLMEngine": "areal_core.remote.RemoteEngine",
-    "areal.engine.fsdp_engine.FSDPEngine": "areal_core.engine.fsdp.FSDPEngine",
-    "areal.infra.workflow_executor.WorkflowExecutor": "areal_core.rollout.pipeline.Executor",
-    "areal.infra.staleness_manager.StalenessManager": "areal_core.rollout.staleness.StalenessControl",
-    "areal.dataset.get_custom_dataset": "areal_core.data.get_dataset",
-    "areal.utils.hf_utils.load_hf_tokenizer": "areal_core.trainer.build.load_tokenizer_at",
-    "areal.utils.data.concat_padded_tensors": "areal_core.data.batch.pad_and_concat",
-    "areal.utils.data.pack_tensor_dict": "areal_core.data.batch.pack",
-}
+PATHS: dict[str, dict[str, str]] = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
+WORKFLOWS, REWARDS = PATHS["workflows"], PATHS["rewards"]
 # By the module that defines a name; packages above it may export it, too (`defined_at`).
-OURS = WORKFLOWS | REWARDS | OF_SCRIPTS
+OURS = WORKFLOWS | REWARDS | PATHS["of_scripts"]
 
 
 def ours(path: str) -> str:

@@ -14,6 +14,7 @@ import asyncio
 import hashlib
 import threading
 from collections.abc import Iterable, Sequence
+from dataclasses import KW_ONLY, dataclass, field
 
 import torch
 from torch import Tensor
@@ -26,6 +27,7 @@ QUIET_TURNS = 3  # of the event loop, without a new request
 Waiting = tuple[ModelRequest, "asyncio.Future[tuple[Completion, int]]"]
 
 
+@dataclass(eq=False)
 class EmbeddedEngine:
     """An `InferenceEngine` around a forward pass.
 
@@ -42,30 +44,20 @@ class EmbeddedEngine:
         version: version of the weights that `forward` holds.
     """
 
-    def __init__(
-        self,
-        forward: Forward,
-        vocab_size: int,
-        *,
-        seed: int = 0,
-        end_token_ids: tuple[int, ...] = (),
-        pad_token_id: int = 0,
-        max_rows: int = 256,
-        device: torch.device | str = "cpu",
-        version: int = 0,
-    ) -> None:
-        self.version = version
-        self.is_paused = False
-        self.forward = forward
-        self.vocab_size = vocab_size
-        self.seed = seed
-        self.end_token_ids = end_token_ids
-        self.pad_token_id = pad_token_id
-        self.max_rows = max_rows
-        self.device = device
-        self._waiting: list[Waiting] = []
-        self._waves: asyncio.Task[None] | None = None
-        self._sampling = threading.Lock()  # held by the running batch, or by the caller of pause
+    forward: Forward
+    vocab_size: int
+    _: KW_ONLY
+    seed: int = 0
+    end_token_ids: tuple[int, ...] = ()
+    pad_token_id: int = 0
+    max_rows: int = 256
+    device: torch.device | str = "cpu"
+    version: int = 0
+    is_paused: bool = field(default=False, init=False)
+    _waiting: list[Waiting] = field(default_factory=list, init=False)
+    _waves: asyncio.Task[None] | None = field(default=None, init=False)
+    # Held by the running batch, or by the caller of pause.
+    _sampling: threading.Lock = field(default_factory=threading.Lock, init=False)
 
     async def agenerate(self, req: ModelRequest) -> ModelResponse:
         """Sample one completion. Raises `PromptTooLong` or `UnsupportedSampling`."""

@@ -22,21 +22,6 @@ from areal_core.rollout.types import Sampling
 Forward = Callable[[Tensor, Tensor, Tensor, DynamicCache], Tensor]
 
 
-@runtime_checkable
-class ReadsImages(Protocol):
-    """A forward pass of prompts with pictures."""
-
-    def read_prompts(
-        self,
-        input_ids: Tensor,
-        attention_mask: Tensor,
-        images: Sequence[Sequence[bytes]],
-        cache: DynamicCache,
-    ) -> tuple[Tensor, Tensor]:
-        """Return logits after each prompt [B, vocab], and what to add to later positions, [B]."""
-        ...
-
-
 class RoutedCache(DynamicCache):
     """A cache that keeps the experts of its tokens, too.
 
@@ -56,15 +41,6 @@ class RoutedCache(DynamicCache):
             self.experts = self.experts[indices.cpu()]
 
 
-@runtime_checkable
-class KeepsExperts(Protocol):
-    """A forward pass that adds the experts of its tokens to caches of its own kind."""
-
-    def new_cache(self) -> DynamicCache:
-        """Return an empty cache: a `RoutedCache` if experts are kept."""
-        ...
-
-
 class RunningRows(Protocol):
     """Rows between two tokens."""
 
@@ -73,28 +49,35 @@ class RunningRows(Protocol):
 
     def read(self, tokens: Tensor, running: Sequence[bool]) -> None:
         """Read the next token of each row, int64 [B]; those of rows not running are ignored."""
-        ...
 
     def select(self, rows: Tensor) -> None:
         """Keep these rows only, int64 indices, which may repeat."""
-        ...
 
     def experts_of(self, row: int) -> Tensor | None:
         """Return the experts of the tokens of a row, int16 [tokens, layers, top_k], if kept."""
-        ...
 
     def close(self) -> None:
         """End all rows."""
-        ...
 
 
 @runtime_checkable
-class ReadsRows(Protocol):
-    """A forward pass with a cache of its own."""
+class Reader(Protocol):
+    """A forward pass that reads prompts by itself, as `Replica` does."""
 
     def read_rows(self, prompts: Sequence[Sequence[int]]) -> RunningRows | None:
         """Read prompts without pictures; None if the model needs padded rows."""
-        ...
+
+    def read_prompts(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        images: Sequence[Sequence[bytes]],
+        cache: DynamicCache,
+    ) -> tuple[Tensor, Tensor]:
+        """Return logits after each prompt [B, vocab], and what to add to later positions, [B]."""
+
+    def new_cache(self) -> DynamicCache:
+        """Return an empty cache: a `RoutedCache` if experts are kept."""
 
 
 @dataclass(frozen=True)
@@ -245,7 +228,7 @@ def prefill(
     place = {key: i for i, key in enumerate(dict.fromkeys(keys))}
     prompts, pictures = zip(*place, strict=True)
     state = None
-    if not any(pictures) and isinstance(forward, ReadsRows):
+    if not any(pictures) and isinstance(forward, Reader):
         state = forward.read_rows(prompts)
     if state is None:
         state = PaddedRows(forward, prompts, pictures, pad_token_id, device)
@@ -266,13 +249,13 @@ class PaddedRows:
     ) -> None:
         tokens, self._mask = (tensor.to(device) for tensor in left_pad(prompts, pad_token_id))
         self._forward = forward
-        self._cache = forward.new_cache() if isinstance(forward, KeepsExperts) else DynamicCache()
+        self._cache = forward.new_cache() if isinstance(forward, Reader) else DynamicCache()
         self.cached_tokens = [0] * len(prompts)
         # Of later positions, int64 [B]: a picture of n tokens may take fewer.
         self._offset = torch.zeros(len(prompts), dtype=torch.int64, device=device)
         if not any(images):
             self.logits = forward(tokens, self._mask, positions_of(self._mask), self._cache)
-        elif isinstance(forward, ReadsImages):
+        elif isinstance(forward, Reader):
             self.logits, self._offset = forward.read_prompts(tokens, self._mask, images, self._cache)
         else:
             raise UnsupportedSampling("a request has images, and this model reads text only")

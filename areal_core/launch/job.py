@@ -91,7 +91,6 @@ class RunningServer(Protocol):
 
     def check(self) -> None:
         """Raise `ServerFailed` when it has ended."""
-        ...
 
 
 StartServers = Callable[[ExitStack], Sequence[RunningServer]]  # the stack stops them

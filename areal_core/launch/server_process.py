@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from random import SystemRandom
-from types import TracebackType
 from typing import Any, Self
 
 from areal_core.errors import ServerFailed
@@ -70,9 +69,7 @@ class InferenceServer:
     def __enter__(self) -> Self:
         return self.wait_until_ready()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.stop()
 
 

@@ -20,7 +20,6 @@ import sys
 from concurrent.futures import Future, ThreadPoolExecutor
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
-from types import TracebackType
 from typing import Any
 
 from areal_core.data.rows import rows_to_json
@@ -94,9 +93,7 @@ class RewardPool:
     def __enter__(self) -> "RewardPool":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _run(self, arguments: tuple[Any, ...], row: dict[str, Any]) -> float:

@@ -45,9 +45,10 @@ from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from functools import wraps
-from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from areal_core.data.batch import Batch
+from areal_core.data.loader import PromptLoader
 from areal_core.data.rows import Row
 from areal_core.rollout.episodes import (
     AcceptFn,
@@ -136,43 +137,15 @@ STARTED_PER_TURN = 16  # prompts, in one turn of the event loop
 logger = logging.getLogger(__name__)
 
 
-class PromptLoader(Protocol):
-    """This data-parallel rank's share of the prompts."""
-
-    def next_batch(self) -> list[tuple[int, Row]]:
-        """Return the next `(prompt_id, row)` pairs."""
-        ...
-
-    def row(self, prompt_id: int) -> Row:
-        """Return the row of a prompt that `next_batch` returned before."""
-        ...
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the position in the data, as JSON types."""
-        ...
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from `state`."""
-        ...
-
-
-class Feed(Protocol):
-    """The source of prompts of `prepare_batch`; called on the event loop thread."""
-
-    def take(self) -> tuple[int, Row]:
-        """Return the next `(prompt_id, row)`; never exhausted."""
-        ...
-
-
 class PromptFeed:
-    """A `Feed` of the prompts of `loader`, in order."""
+    """The prompts of `loader` in order, for `prepare_batch`; used on the event loop thread."""
 
     def __init__(self, loader: PromptLoader) -> None:
         self.loader = loader
         self._waiting: deque[tuple[int, Row]] = deque()
 
     def take(self) -> tuple[int, Row]:
-        """Return the next `(prompt_id, row)`."""
+        """Return the next `(prompt_id, row)`; never exhausted."""
         if not self._waiting:
             self._waiting.extend(self.loader.next_batch())
         return self._waiting.popleft()
@@ -221,7 +194,7 @@ class Pipeline:
         self._may_be_stale = False  # some of them, since the version or one of them changed
         self._is_starting = False  # a call of `_start_some` is queued
         self._done: dict[int, Group] = {}  # finished, from submit, not yet fetched
-        self._feed: tuple[Feed, Plan] | None = None
+        self._feed: tuple[PromptFeed, Plan] | None = None
         self._error: Exception | None = None
         self._waiters: list[asyncio.Future[None]] = []
 
@@ -266,7 +239,7 @@ class Pipeline:
         self._start_more()
         return groups
 
-    async def prepare(self, feed: Feed, plan: Plan, timeout_s: float | None) -> list[Group]:
+    async def prepare(self, feed: PromptFeed, plan: Plan, timeout_s: float | None) -> list[Group]:
         """Wait for the next batch of the feed's prompts; later ones keep being started."""
         self._feed = (feed, plan)
         self._start_more()
@@ -572,7 +545,7 @@ class Executor:
 
     def prepare_batch(
         self,
-        feed: Feed,
+        feed: PromptFeed,
         workflow: RolloutWorkflow,
         *,
         n_samples: int = 1,

@@ -14,14 +14,12 @@ class TrainedWeights(Protocol):
 
         Collective: every rank iterates to the end. May be iterated more than once.
         """
-        ...
 
     def named_adapter_tensors(self) -> Iterable[tuple[str, Tensor]]:
         """Yield the adapter's weights, unsharded, with the names of peft's files.
 
         Collective, as `named_full_tensors` is.
         """
-        ...
 
 
 def update_tensors(engine: TrainedWeights, adapter_only: bool) -> Iterable[tuple[str, Tensor]]:
@@ -37,26 +35,21 @@ class RolloutSource(Protocol):
 
         Keys, shapes and dtypes: ARCHITECTURE.md, "The batch".
         """
-        ...
 
     def update_weights(self, engine: TrainedWeights, version: int) -> None:
         """Sample from the engine's weights, as `version`, from now on. Collective."""
-        ...
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's position in the data and its prompts in flight, as JSON types.
 
         Ranks differ where prompts are rejected.
         """
-        ...
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from `state`; called before the first batch."""
-        ...
 
     def close(self) -> None:
         """End threads and connections."""
-        ...
 
 
 class WrappedRollouts:
@@ -70,17 +63,13 @@ class WrappedRollouts:
         self.sampled = sampled
 
     def update_weights(self, engine: TrainedWeights, version: int) -> None:
-        """See RolloutSource."""
         self.sampled.update_weights(engine, version)
 
     def state_dict(self) -> dict[str, Any]:
-        """See RolloutSource."""
         return self.sampled.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """See RolloutSource."""
         self.sampled.load_state_dict(state)
 
     def close(self) -> None:
-        """See RolloutSource."""
         self.sampled.close()

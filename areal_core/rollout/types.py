@@ -119,11 +119,9 @@ class TokenSampler(Protocol):
     @property
     def version(self) -> int:
         """Version of the weights that sample now."""
-        ...
 
     async def agenerate(self, req: ModelRequest) -> ModelResponse:
         """Sample one completion; many calls run concurrently on one event loop."""
-        ...
 
 
 class EpisodeSampler(TokenSampler, Protocol):
@@ -132,12 +130,10 @@ class EpisodeSampler(TokenSampler, Protocol):
     @property
     def prompt_id(self) -> int:
         """Prompt of the episode."""
-        ...
 
     @property
     def sample_id(self) -> int:
         """Index of the episode among those of its prompt."""
-        ...
 
 
 class InferenceEngine(TokenSampler, Protocol):
@@ -146,20 +142,15 @@ class InferenceEngine(TokenSampler, Protocol):
     @property
     def is_paused(self) -> bool:
         """True after `pause` until `resume`."""
-        ...
 
     def set_version(self, version: int) -> None:
         """Set the version of the weights that the engine holds from now on."""
-        ...
 
     def pause(self) -> None:
         """Stop sampling: requests in flight are held or aborted, and continue after `resume`."""
-        ...
 
     def resume(self) -> None:
         """Continue sampling."""
-        ...
 
     def close(self) -> None:
         """Release connections and memory."""
-        ...

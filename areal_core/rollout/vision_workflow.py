@@ -10,8 +10,8 @@ from transformers import PreTrainedTokenizerBase
 from areal_core.data.images import as_image_bytes
 from areal_core.data.processor import Prompt, VisionProcessor
 from areal_core.engine.vision_models import image_keys
-from areal_core.rollout.types import ModelRequest, TokenSampler, sampling_from
-from areal_core.rollout.workflow import RewardFn, episode_tensors
+from areal_core.rollout.types import ModelRequest, TokenSampler
+from areal_core.rollout.workflow import RewardFn, episode_sampling, episode_tensors, reward_of
 
 
 class VisionRLVRWorkflow:
@@ -35,9 +35,7 @@ class VisionRLVRWorkflow:
         processor: VisionProcessor,
         enable_thinking: bool = False,
     ) -> None:
-        ends = {tokenizer.eos_token_id, tokenizer.pad_token_id, *gconfig.stop_token_ids} - {None}
-        ends.add(processor.image_token_id)
-        self.sampling = sampling_from(gconfig, n_samples=1, stop_token_ids=sorted(ends))
+        self.sampling = episode_sampling(gconfig, tokenizer, processor.image_token_id)
         self.reward_fn = reward_fn
         self.tokenizer = tokenizer
         self.processor = processor
@@ -61,15 +59,7 @@ class VisionRLVRWorkflow:
             image_token_id=self.processor.image_token_id,
         )
         response = await engine.agenerate(request)
-        reward = await self.reward_fn(
-            self.tokenizer.decode(prompt.input_ids),
-            self.tokenizer.decode(
-                response.output_tokens, skip_special_tokens=self.sampling.skip_special_tokens
-            ),
-            prompt.input_ids,
-            response.output_tokens,
-            **data,
-        )
+        reward = await reward_of(self.reward_fn, self.tokenizer, self.sampling, response, data)
         types = token_types(prompt.mm_token_type_ids, len(response.output_tokens))
         return episode_tensors(response, reward) | types | image_keys([images])
 

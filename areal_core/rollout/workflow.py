@@ -18,7 +18,14 @@ from transformers import PreTrainedTokenizerBase
 from areal_core.data.batch import FINISH_REASONS
 from areal_core.data.routed_experts import ROUTED_EXPERTS, UNKNOWN
 from areal_core.errors import ImageError
-from areal_core.rollout.types import EpisodeSampler, ModelRequest, ModelResponse, TokenSampler, sampling_from
+from areal_core.rollout.types import (
+    EpisodeSampler,
+    ModelRequest,
+    ModelResponse,
+    Sampling,
+    TokenSampler,
+    sampling_from,
+)
 from areal_core.safety.durable import append_lines
 
 RewardFn = Callable[..., Awaitable[float]]
@@ -35,7 +42,6 @@ class RolloutWorkflow(Protocol):
             batch" (`prompt_id` and `sample_id` are added by the caller); None to leave this sample
             out.
         """
-        ...
 
 
 class RLVRWorkflow:
@@ -58,8 +64,7 @@ class RLVRWorkflow:
         tokenizer: PreTrainedTokenizerBase,
         enable_thinking: bool = False,
     ) -> None:
-        ends = {tokenizer.eos_token_id, tokenizer.pad_token_id, *gconfig.stop_token_ids} - {None}
-        self.sampling = sampling_from(gconfig, n_samples=1, stop_token_ids=sorted(ends))
+        self.sampling = episode_sampling(gconfig, tokenizer)
         self.reward_fn = reward_fn
         self.tokenizer = tokenizer
         self.enable_thinking = enable_thinking
@@ -73,16 +78,34 @@ class RLVRWorkflow:
         options = {"enable_thinking": self.enable_thinking}
         prompt_ids = prompt_tokens(self.tokenizer, data["messages"], options)
         response = await engine.agenerate(ModelRequest(input_ids=prompt_ids, sampling=self.sampling))
-        reward = await self.reward_fn(
-            self.tokenizer.decode(prompt_ids),
-            self.tokenizer.decode(
-                response.output_tokens, skip_special_tokens=self.sampling.skip_special_tokens
-            ),
-            prompt_ids,
-            response.output_tokens,
-            **data,
-        )
+        reward = await reward_of(self.reward_fn, self.tokenizer, self.sampling, response, data)
         return episode_tensors(response, reward)
+
+
+def episode_sampling(
+    gconfig: Any, tokenizer: PreTrainedTokenizerBase, *ends: int, **changes: Any
+) -> Sampling:
+    """Return the sampling of one completion, which also ends at the tokenizer's end and padding.
+
+    Args:
+        ends: further stop tokens.
+        changes: other options by name.
+    """
+    stops = {tokenizer.eos_token_id, tokenizer.pad_token_id, *gconfig.stop_token_ids, *ends} - {None}
+    return sampling_from(gconfig, n_samples=1, stop_token_ids=sorted(stops), **changes)
+
+
+async def reward_of(
+    reward_fn: RewardFn,
+    tokenizer: PreTrainedTokenizerBase,
+    sampling: Sampling,
+    response: ModelResponse,
+    data: dict[str, Any],
+) -> float:
+    """Await the reward function for a completion: two texts, their tokens, fields of the row."""
+    prompt, completion = response.input_tokens, response.output_tokens
+    text = tokenizer.decode(completion, skip_special_tokens=sampling.skip_special_tokens)
+    return await reward_fn(tokenizer.decode(prompt), text, prompt, completion, **data)
 
 
 def prompt_tokens(

@@ -30,7 +30,6 @@ class Headers(Protocol):
 
     def get(self, name: str, default: str, /) -> str:
         """Return the value of a header."""
-        ...
 
 
 def refusal_of(method: str, headers: Headers, listens_at: str) -> Refusal | None:

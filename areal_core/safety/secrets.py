@@ -122,8 +122,10 @@ def secret_values(variables: Mapping[str, str]) -> set[str]:
     """
     return {
         value
-        for name, value in variables.items()
-        if names_secret(name) and is_distinctive(value) and not (value[0] == "/" and os.path.exists(value))
+        for name in variables  # of the environment: another thread may unset one meanwhile
+        if names_secret(name)
+        and is_distinctive(value := variables.get(name, ""))
+        and not (value[0] == "/" and os.path.exists(value))
     }
 
 

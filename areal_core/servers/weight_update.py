@@ -46,6 +46,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import Protocol
 
@@ -77,13 +78,12 @@ class WeightUpdate(Protocol):
 
         Collective: every rank calls it and iterates to the end, perhaps more than once.
         """
-        ...
 
     def close(self) -> None:
         """Release the servers and groups."""
-        ...
 
 
+@dataclass(eq=False)
 class DiskUpdate:
     """A `WeightUpdate` through safetensors files in `folder/v{version}`, deleted after loading.
 
@@ -96,22 +96,13 @@ class DiskUpdate:
         grace_s: seconds between the pause and the loading.
     """
 
-    def __init__(
-        self,
-        pool: ServerPool | None,
-        folder: Path,
-        model_path: Path,
-        bucket_bytes: int = 1 << 30,
-        *,
-        check: WeightCheck | None = None,
-        grace_s: float = 0.0,
-    ) -> None:
-        self.pool = pool
-        self.folder = folder
-        self.model_path = model_path
-        self.bucket_bytes = bucket_bytes
-        self.check = check or WeightCheck(every=0)
-        self.grace_s = grace_s
+    pool: ServerPool | None
+    folder: Path
+    model_path: Path
+    bucket_bytes: int = 1 << 30
+    _: KW_ONLY
+    check: WeightCheck = field(default_factory=lambda: WeightCheck(every=0))
+    grace_s: float = 0.0
 
     def send(self, weights: NamedTensors, version: int) -> None:
         """Send the weights, see `WeightUpdate.send`. Raises `WeightUpdateFailed` on every rank."""
@@ -151,6 +142,7 @@ class DiskUpdate:
             self.pool.close()
 
 
+@dataclass(eq=False)
 class BroadcastUpdate:
     """A `WeightUpdate` by broadcast from rank 0, in a separate process group with the servers.
 
@@ -165,26 +157,16 @@ class BroadcastUpdate:
         grace_s: seconds between the pause and the first tensor.
     """
 
-    def __init__(
-        self,
-        pool: ServerPool | None,
-        backend: str,
-        bucket_bytes: int = 1 << 30,
-        ranks_per_server: int = 1,
-        timeout_s: float = 300.0,
-        *,
-        check: WeightCheck | None = None,
-        grace_s: float = 0.0,
-    ) -> None:
-        self.pool = pool
-        self.backend = backend
-        self.bucket_bytes = bucket_bytes
-        self.ranks_per_server = ranks_per_server
-        self.timeout_s = timeout_s
-        self.check = check or WeightCheck(every=0)
-        self.grace_s = grace_s
-        self._group: UpdateGroup | None = None
-        self._is_again = False  # another attempt at the same update
+    pool: ServerPool | None
+    backend: str
+    bucket_bytes: int = 1 << 30
+    ranks_per_server: int = 1
+    timeout_s: float = 300.0
+    _: KW_ONLY
+    check: WeightCheck = field(default_factory=lambda: WeightCheck(every=0))
+    grace_s: float = 0.0
+    _group: UpdateGroup | None = field(default=None, init=False)
+    _is_again: bool = field(default=False, init=False)  # another attempt at the same update
 
     def send(self, weights: NamedTensors, version: int) -> None:
         """Send the weights, see `WeightUpdate.send`. Raises `WeightUpdateFailed` on every rank."""
@@ -335,6 +317,7 @@ def broadcast_text(text: str) -> str:
     return bytes(message.tolist()).rstrip(b"\0").decode(errors="replace")
 
 
+@dataclass(eq=False)
 class AdapterUpdate:
     """A `WeightUpdate` of `engine.lora.AdapterTensors`, through files in `folder/v{version}`.
 
@@ -350,24 +333,16 @@ class AdapterUpdate:
         grace_s: seconds for which the servers stay paused.
     """
 
-    def __init__(
-        self,
-        pool: ServerPool | None,
-        folder: Path,
-        adapter: Adapter,
-        name: str,
-        *,
-        check: WeightCheck | None = None,
-        grace_s: float = 0.0,
-    ) -> None:
-        self.pool = pool
-        self.folder = folder
-        self.adapter = adapter
-        self.name = name
-        self.check = check or WeightCheck(every=0)
-        self.grace_s = grace_s
-        self._last = ""  # name of the adapter that was sent last
-        self._sent: set[str] = set()  # names that servers may still have; vLLM does not list them
+    pool: ServerPool | None
+    folder: Path
+    adapter: Adapter
+    name: str
+    _: KW_ONLY
+    check: WeightCheck = field(default_factory=lambda: WeightCheck(every=0))
+    grace_s: float = 0.0
+    _last: str = field(default="", init=False)  # name of the adapter that was sent last
+    # Names that servers may still have; vLLM does not list them.
+    _sent: set[str] = field(default_factory=set, init=False)
 
     def send(self, weights: NamedTensors, version: int) -> None:
         """Send the adapter's tensors as `version`. Collective, see `WeightUpdate.send`."""

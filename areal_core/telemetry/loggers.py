@@ -9,8 +9,9 @@ import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType, TracebackType
+from types import ModuleType
 from typing import Any, Protocol
 
 from areal_core.errors import ConfigError
@@ -27,7 +28,6 @@ class Logger(Protocol):
 
     def close(self) -> None:
         """Finish; called once, after the last step."""
-        ...
 
 
 class JsonlLogger:
@@ -152,17 +152,14 @@ def without_none(options: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in options.items() if value is not None}
 
 
+@dataclass(eq=False)
 class StatsLogger:
     """Pass the statistics of every `every_steps`-th step to all loggers, on rank 0 only."""
 
-    def __init__(
-        self,
-        loggers: Sequence[Logger] = (),
-        printers: Sequence[Callable[[int, Stats], None]] = (),
-        rank: int = 0,
-        every_steps: int = 1,
-    ) -> None:
-        self.loggers, self.printers, self.rank, self.every_steps = loggers, printers, rank, every_steps
+    loggers: Sequence[Logger] = ()
+    printers: Sequence[Callable[[int, Stats], None]] = ()
+    rank: int = 0
+    every_steps: int = 1
 
     def commit(self, step: int, stats: Stats) -> None:
         """Log a step, counted from 0."""
@@ -180,9 +177,7 @@ class StatsLogger:
     def __enter__(self) -> "StatsLogger":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

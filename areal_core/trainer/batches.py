@@ -17,7 +17,7 @@ from areal_core.data.rows import Row
 from areal_core.engine.fsdp import FSDPEngine
 from areal_core.engine.vision_models import image_keys
 from areal_core.errors import DatasetError
-from areal_core.telemetry import Reduce, Stats
+from areal_core.telemetry.stats import Reduce, Stats
 
 ROWS_PER_PAIR = 2
 DIGITS = 16  # of the sha256 of a row: it names a row, and protects nothing

@@ -50,15 +50,16 @@ from areal_core.errors import ConfigError, ModelError
 from areal_core.paths import make_run_folders, run_folder
 from areal_core.safety.durable import commit_file
 from areal_core.safety.printable import PrintableFormatter
-from areal_core.telemetry import (
+from areal_core.telemetry.loggers import (
     JsonlLogger,
-    Stats,
+    Logger,
     StatsLogger,
     TensorBoardLogger,
     TrackioLogger,
     WandbLogger,
+    without_none,
 )
-from areal_core.telemetry.loggers import Logger, without_none
+from areal_core.telemetry.stats import Stats
 from areal_core.telemetry.trace import Trace
 from areal_core.trainer.checkpointing import Frequency
 from areal_core.trainer.run_lines import RunLines

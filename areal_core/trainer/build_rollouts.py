@@ -18,6 +18,7 @@ from areal_core.config.import_paths import hint_for, ours
 from areal_core.config.servers import serves_adapters
 from areal_core.config.services import SchedulerConfig
 from areal_core.data.batch import Batch
+from areal_core.data.loader import PromptLoader
 from areal_core.data.processor import VisionProcessor, load_processor
 from areal_core.embedded.engine import EmbeddedEngine, ReplicaUpdate
 from areal_core.embedded.replica import Replica
@@ -32,7 +33,7 @@ from areal_core.reward.served import RewardServer
 from areal_core.reward.signature import check_reward_fn
 from areal_core.rollout.episodes import AcceptFn
 from areal_core.rollout.errors import RequestRefused
-from areal_core.rollout.pipeline import Executor, PromptLoader
+from areal_core.rollout.pipeline import Executor
 from areal_core.rollout.source import RolloutSource
 from areal_core.rollout.staleness import StalenessControl, per_rank
 from areal_core.rollout.types import InferenceEngine
@@ -46,7 +47,7 @@ from areal_core.servers.verification import WeightCheck
 from areal_core.servers.weight_update import AdapterUpdate, BroadcastUpdate, DiskUpdate, WeightUpdate
 from areal_core.servers.wire import Call
 from areal_core.servers.wires import wire_of
-from areal_core.telemetry import Stats
+from areal_core.telemetry.stats import Stats
 from areal_core.trainer.checkpointing import Frequency
 from areal_core.trainer.evaluation import Evaluation
 from areal_core.trainer.live import LiveRollouts, SharedRollouts

@@ -119,11 +119,9 @@ class Source(Protocol):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position in the data."""
-        ...
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue at a position."""
-        ...
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ from areal_core.paths import run_folder
 from areal_core.rollout.pipeline import Executor
 from areal_core.rollout.workflow import RolloutWorkflow
 from areal_core.safety.durable import commit_file
-from areal_core.telemetry import Reduce, Stats
+from areal_core.telemetry.stats import Reduce, Stats
 from areal_core.trainer.checkpointing import Frequency
 from areal_core.trainer.live import log_scalars
 from areal_core.trainer.scored_rollouts import SCORE, RewardModel
@@ -40,6 +41,7 @@ SUMMARY = "evaluation.json"
 Rows = Sequence[dict[str, Any]]
 
 
+@dataclass(eq=False)
 class Evaluation:
     """This rank's share of the validation rows, and the workflow that they are run through.
 
@@ -56,25 +58,14 @@ class Evaluation:
         turn: surrounds the sampling, on every rank.
     """
 
-    def __init__(
-        self,
-        executor: Executor | None,
-        rows: Sequence[tuple[int, dict[str, Any]]],
-        frequency: Frequency,
-        stats: Stats,
-        workflow: RolloutWorkflow | None = None,
-        n_samples: int = 1,
-        reward_model: RewardModel | None = None,
-        turn: Callable[[], AbstractContextManager[None]] = nullcontext,
-    ) -> None:
-        self.executor = executor
-        self.workflow = workflow
-        self.rows = rows
-        self.frequency = frequency
-        self.n_samples = n_samples
-        self.stats = stats
-        self.reward_model = reward_model
-        self.turn = turn
+    executor: Executor | None
+    rows: Sequence[tuple[int, dict[str, Any]]]
+    frequency: Frequency
+    stats: Stats
+    workflow: RolloutWorkflow | None = None
+    n_samples: int = 1
+    reward_model: RewardModel | None = None
+    turn: Callable[[], AbstractContextManager[None]] = nullcontext
 
     def after_step(self, step: int) -> None:
         if self.frequency.is_due(step):

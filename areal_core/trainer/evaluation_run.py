@@ -12,7 +12,7 @@ in `evaluation.py`.
 import time
 from collections.abc import Generator, Sequence
 from contextlib import closing
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,7 @@ from areal_core.rollout.types import EpisodeSampler, InferenceEngine
 from areal_core.rollout.workflow import RolloutWorkflow, text_lines
 from areal_core.servers.discovery import wait_until_ready
 from areal_core.servers.wires import wire_of
-from areal_core.telemetry import Stats
+from areal_core.telemetry.stats import Stats
 from areal_core.trainer import build_rollouts
 from areal_core.trainer.evaluation import EvaluationResults, complete_model, evaluated_models, log_samples
 from areal_core.trainer.scored_rollouts import SCORE, RewardModel
@@ -102,6 +102,7 @@ def load_on_servers(config: PPOConfig) -> Generator[Model]:
             yield Model(path, version, client)
 
 
+@dataclass(eq=False)
 class SampledWorkflow:
     """A workflow that also keeps a line of each episode, and prints the progress.
 
@@ -110,18 +111,13 @@ class SampledWorkflow:
         prints: whether this process prints.
     """
 
-    def __init__(
-        self,
-        workflow: RolloutWorkflow,
-        tokenizer: PreTrainedTokenizerBase,
-        model: str,
-        num_samples: int,
-        prints: bool,
-    ) -> None:
-        self.workflow, self.tokenizer = workflow, tokenizer
-        self.model, self.num_samples, self.prints = model, num_samples, prints
-        self.lines: list[dict[str, Any]] = []
-        self._printed_s = time.monotonic()
+    workflow: RolloutWorkflow
+    tokenizer: PreTrainedTokenizerBase
+    model: str
+    num_samples: int
+    prints: bool
+    lines: list[dict[str, Any]] = field(default_factory=list, init=False)
+    _printed_s: float = field(default_factory=time.monotonic, init=False)
 
     async def arun_episode(self, engine: EpisodeSampler, data: dict[str, Any]) -> dict[str, Tensor] | None:
         """Run the workflow's episode, and keep its line."""

@@ -18,6 +18,7 @@ rollouts.
 
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +26,10 @@ import torch
 from torch import Tensor
 
 from areal_core.agent.episode_stats import describe_broken, log_episodes
+from areal_core.data.loader import PromptLoader
 from areal_core.engine.determinism import rng_state, set_rng_state
 from areal_core.rollout.episodes import AcceptFn
-from areal_core.rollout.pipeline import Executor, PromptFeed, PromptLoader
+from areal_core.rollout.pipeline import Executor, PromptFeed
 from areal_core.rollout.source import TrainedWeights, update_tensors
 from areal_core.rollout.workflow import RolloutWorkflow
 from areal_core.safety.durable import disk_errors_as_warnings
@@ -179,6 +181,7 @@ def log_scalars(stats: Stats, scalars: Scalars, scope: str) -> None:
                 stats.scalar(**{name: value})
 
 
+@dataclass(eq=False)
 class SharedRollouts:
     """A `RolloutSource` on each rank of a group.
 
@@ -190,15 +193,10 @@ class SharedRollouts:
         adapter_only: as of `LiveRollouts`.
     """
 
-    def __init__(
-        self,
-        sampled: LiveRollouts | None,
-        weight_update: WeightUpdate | None,
-        share: Share,
-        adapter_only: bool = False,
-    ) -> None:
-        self.sampled, self.weight_update = sampled, weight_update
-        self.share, self.adapter_only = share, adapter_only
+    sampled: LiveRollouts | None
+    weight_update: WeightUpdate | None
+    share: Share
+    adapter_only: bool = False
 
     def next_batch(self, step: int, version: int) -> dict[str, Tensor]:
         """Return rank 0's batch, and adopt its random state, as a replay of the batch does."""

@@ -29,7 +29,7 @@ from areal_core.engine.ranks import Ranks
 from areal_core.engine.scores import is_score_model
 from areal_core.errors import NonFiniteError
 from areal_core.paths import record_folder
-from areal_core.telemetry import Stats
+from areal_core.telemetry.stats import Stats
 
 ROWS_SHOWN = 3
 HEAD_CHARACTERS, TAIL_CHARACTERS = 60, 100  # of a row's text

@@ -27,7 +27,7 @@ from areal_core.config import PPOActorConfig, TeacherConfig
 from areal_core.config.train_engine import NormConfig
 from areal_core.data.batch import Batch
 from areal_core.engine.fsdp import FSDPEngine
-from areal_core.telemetry import Reduce, Stats
+from areal_core.telemetry.stats import Reduce, Stats
 from areal_core.trainer.build_models import BaseReference
 from areal_core.trainer.step_stats import log_approximations
 

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from areal_core.agent.transcript import without_transcripts
@@ -25,7 +24,8 @@ from areal_core.rollout.loop_thread import short_collections
 from areal_core.rollout.source import RolloutSource
 from areal_core.rollout.workflow import RLVRWorkflow, RolloutWorkflow
 from areal_core.safety.secrets import masker
-from areal_core.telemetry import Stats, StatsLogger
+from areal_core.telemetry.loggers import StatsLogger
+from areal_core.telemetry.stats import Stats
 from areal_core.trainer import build, build_models, build_rollouts
 from areal_core.trainer.checkpointing import Recovery, Saver, step_of
 from areal_core.trainer.evaluation import (
@@ -193,22 +193,11 @@ class PPOTrainer:
         print_steps: bool = True,
         stops_at_nonfinite: bool = True,
     ) -> None:
-        self.config = config
-        self.train_dataset = train_dataset
-        self.valid_dataset = valid_dataset
-        self.print_steps = print_steps
-        self._cleanup = contextlib.ExitStack()
         if total_steps is None:
             total_steps = build.count_steps(config, len(train_dataset or ()))
         self.total_steps = total_steps
-        self.ranks = build.start_process(config)
-        self._cleanup.callback(leave_ranks)
-        self.tokenizer = build.load_tokenizer(config)
-        counts = self.ranks.is_group_leader
-        self.stats = Stats(counts)
-        # Of rollouts and validation: kept apart and not recorded, because a replay has neither.
-        self.live_stats = Stats(counts)
-        self.engines: dict[str, FSDPEngine] = {}  # the trained models: what checkpoints contain
+        self._begin(config, train_dataset, valid_dataset, print_steps)
+        self.stats = Stats(self.ranks.is_group_leader)
         self.devices = None  # that servers share with the trainer; no server runs for another source
         if source is None:
             sleep = partial(put_to_sleep, self.engines)
@@ -246,6 +235,25 @@ class PPOTrainer:
         self.takes_checksums = self.ranks.maximum(len(self.observers)) > 0
         self.tracing = build.build_tracing(config, self.ranks, self.stats, continued=self.first_step > 0)
         self._cleanup.callback(self.tracing.close)
+
+    def _begin(
+        self,
+        config: PPOConfig,
+        train_dataset: Sequence[dict[str, Any]] | None,
+        valid_dataset: Sequence[dict[str, Any]] | None,
+        print_steps: bool,
+        device: str | None = None,
+    ) -> None:
+        """Start this process of the run, on `device` if given, with what evaluations need, too."""
+        self.config, self.print_steps = config, print_steps
+        self.train_dataset, self.valid_dataset = train_dataset, valid_dataset
+        self._cleanup = contextlib.ExitStack()
+        self.ranks = build.start_process(replace(config, device=device) if device else config)
+        self._cleanup.callback(leave_ranks)
+        self.tokenizer = build.load_tokenizer(config)
+        # Of rollouts and validation: kept apart and not recorded, because a replay has neither.
+        self.live_stats = Stats(self.ranks.is_group_leader)
+        self.engines: dict[str, FSDPEngine] = {}  # the trained models: what checkpoints contain
 
     def train(
         self,
@@ -423,9 +431,7 @@ class PPOTrainer:
     def __enter__(self) -> "PPOTrainer":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
@@ -446,21 +452,10 @@ class PPOEvaluator(PPOTrainer):
         print_steps: bool = True,
         **_of_training: Any,
     ) -> None:
-        self.config = config
-        self.train_dataset = train_dataset
-        self.valid_dataset = valid_dataset
-        self.print_steps = print_steps
-        self._cleanup = contextlib.ExitStack()
-        # servers have the devices
-        self.ranks = build.start_process(
-            replace(config, device="cpu") if config.allocation.has_servers else config
-        )
-        self._cleanup.callback(leave_ranks)
-        self.tokenizer = build.load_tokenizer(config)
+        device = "cpu" if config.allocation.has_servers else None  # servers have the devices
+        self._begin(config, train_dataset, valid_dataset, print_steps, device)
         self.processor = build.load_processor_of(config)
         self.reward_model = build_models.build_reward_model(config, self.ranks, self.tokenizer)
-        self.engines = {}
-        self.live_stats = Stats()
         self.first_step = self.version = 0
         self.total_steps = self.end_step = len(evaluated_models(config))
         self.tracing = NO_TRACING

@@ -23,7 +23,7 @@ from areal_core.config import BaseExperimentConfig
 from areal_core.engine.checkpoint.files import read_checkpoint_file
 from areal_core.errors import CheckpointError
 from areal_core.paths import run_folder
-from areal_core.telemetry import step_summary
+from areal_core.telemetry.loggers import step_summary
 from areal_core.trainer.checkpointing import step_of
 
 ENDING = (signal.SIGINT, signal.SIGTERM)

@@ -16,7 +16,7 @@ from torch import Tensor
 from areal_core.data.batch import Batch, sequence_lengths
 from areal_core.engine.fsdp import FSDPEngine
 from areal_core.rollout.source import RolloutSource, WrappedRollouts
-from areal_core.telemetry import Stats
+from areal_core.telemetry.stats import Stats
 
 SCORE = "scores.reward_model"  # key of the scores, float32 [B]
 NO_ROWS = {

@@ -9,7 +9,7 @@ from areal_core.algorithm.alignment import segment_ids, segment_sum
 from areal_core.algorithm.losses import sft_loss
 from areal_core.config import SFTConfig
 from areal_core.data.batch import Batch
-from areal_core.telemetry import Reduce
+from areal_core.telemetry.stats import Reduce
 from areal_core.trainer.batches import record_rows, rows_to_batch
 from areal_core.trainer.supervised import SupervisedTrainer
 from areal_core.trainer.update import num_loss_tokens

@@ -12,7 +12,7 @@ from areal_core.algorithm.alignment import first_and_last
 from areal_core.algorithm.off_policy import loglinear_proximal_logprobs
 from areal_core.config import PPOActorConfig
 from areal_core.data.batch import Batch, sequence_lengths
-from areal_core.telemetry import Reduce, Stats
+from areal_core.telemetry.stats import Reduce, Stats
 
 
 def log_batch(stats: Stats, batch: Batch, inputs: Batch) -> None:

@@ -5,7 +5,6 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from types import TracebackType
 from typing import Any, ClassVar, Self, TypeVar
 
 from torch import Tensor
@@ -19,7 +18,7 @@ from areal_core.engine.fsdp import FSDPEngine
 from areal_core.engine.model import load_model
 from areal_core.engine.ranks import Ranks, leave_ranks
 from areal_core.errors import ConfigError
-from areal_core.telemetry import Stats
+from areal_core.telemetry.stats import Stats
 from areal_core.trainer import build
 from areal_core.trainer.batches import measure_rows
 from areal_core.trainer.checkpointing import Frequency, Recovery, Saver
@@ -227,9 +226,7 @@ class SupervisedTrainer(ABC):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._cleanup.close()
 
 

@@ -13,7 +13,7 @@ from areal_core.config import PPOCriticConfig
 from areal_core.data.batch import Batch, select_rows, sequence_lengths, split_rows
 from areal_core.engine.fsdp import FSDPEngine, LossFunction, ignore_event
 from areal_core.engine.ranks import Ranks
-from areal_core.telemetry import Stats
+from areal_core.telemetry.stats import Stats
 from areal_core.trainer.nonfinite import NonFiniteGuard
 
 

@@ -48,7 +48,6 @@ def never(prompt: str, completions: str, *ids: Any, **row: Any) -> float:
 
 
 def always(prompt: str, completions: str, *ids: Any, **row: Any) -> float:
-    """Pay 1 for everything."""
     return 1.0
 
 
@@ -67,7 +66,6 @@ def often_fails(prompt: str, completions: str, *ids: Any, **row: Any) -> float:
 
 
 def slower_and_slower(prompt: str, completions: str, *ids: Any, **row: Any) -> float:
-    """Take longer with each call."""
     time.sleep(2e-6 * counted())
     return right(prompt, completions, *ids, **row)
 

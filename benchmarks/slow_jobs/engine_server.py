@@ -19,7 +19,6 @@ class Generate(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
 
     def do_POST(self) -> None:
-        """Generate, and send the answer."""
         request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         answer = json.dumps({"tokens": decode(request["tokens"])}).encode()
         self.send_response(200)

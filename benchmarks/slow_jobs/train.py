@@ -86,7 +86,6 @@ class Batch:
         self.rows = rows
 
     def to(self, device: str) -> Tensor:
-        """Return the rows on a device."""
         time.sleep(COPY_S + slow("copy_to_device"))
         return self.rows.to(device)
 
@@ -112,7 +111,6 @@ class Model(nn.Module):
         self.layer = nn.Linear(8, 8)
 
     def forward(self, rows: Tensor) -> Tensor:
-        """Return rows of the same shape."""
         jitter = random.random() if chosen.name == "healthy_uneven" else 0.0
         time.sleep(FORWARD_S * (1 + jitter) + slow("forward") + slow("slow_device") / 2)
         return Timed.apply(self.layer(rows))
@@ -122,7 +120,6 @@ class Sgd(torch.optim.SGD):
     """SGD that takes the time of a large model."""
 
     def step(self, closure: None = None) -> None:
-        """Update the weights."""
         time.sleep(OPTIMIZER_S + slow("optimizer"))
         super().step(closure)
 
@@ -131,7 +128,6 @@ class SlowDisk(io.BytesIO):
     """A file on a slow file system."""
 
     def write(self, data: bytes) -> int:
-        """Write, slowly."""
         time.sleep(SLOW_S / 6)
         return super().write(data)
 
@@ -178,7 +174,6 @@ def read_rows(table: mmap.mmap) -> int:
 
 
 def collect_for(seconds: float) -> None:
-    """Collect garbage for some time."""
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         gc.collect()
@@ -257,7 +252,6 @@ def next_cause() -> Cause:
 
 
 def train() -> None:
-    """Train until this process is ended."""
     global chosen
     torch.set_num_threads(1)
     dist.init_process_group("gloo")

@@ -10,11 +10,10 @@ from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
-from why_plants.plants import HERE, Edit, Library, Plant, innocent_commits, read
-
 from areal_core.testing import make_tiny_model, make_tiny_tokenizer
+from benchmarks.harness import ROOT, git
+from benchmarks.why_plants.plants import HERE, Edit, Library, Plant, innocent_commits, read
 
-ROOT = HERE.parents[1]
 NUM_STEPS, LAST_OF_FIRST_RUN = 5, 3
 TIMEOUT_S = 900
 COMMON = (f"total_train_steps={NUM_STEPS}", "debug.dump_scope=full", "debug.anchor_every_steps=3")
@@ -60,8 +59,8 @@ class Workshop:
         self.git_lock, self.base_locks = threading.Lock(), {name: threading.Lock() for name in read("bases")}
         (folder / "records").mkdir(parents=True, exist_ok=True)
         if not self.clone.is_dir():
-            run_git(ROOT, "clone", "--quiet", "--shared", str(ROOT), str(self.clone))
-            run_git(self.clone, "checkout", "--quiet", "--detach", run_git(ROOT, "rev-parse", commit))
+            git(ROOT, "clone", "--quiet", "--shared", str(ROOT), str(self.clone))
+            git(self.clone, "checkout", "--quiet", "--detach", git(ROOT, "rev-parse", commit))
         self.of_thread = threading.local()  # ends, with its input, when this process does
         self.models = make_models(folder / "models")
 
@@ -129,14 +128,14 @@ class Workshop:
         """
         tree = self.folder / "trees" / plant.name
         if tree.exists():
-            run_git(self.clone, "worktree", "remove", "--force", str(tree))
-        run_git(self.clone, "worktree", "add", "--quiet", "--detach", str(tree), "HEAD")
+            git(self.clone, "worktree", "remove", "--force", str(tree))
+        git(self.clone, "worktree", "add", "--quiet", "--detach", str(tree), "HEAD")
         for subject, edits in innocent_commits("before"):
             commit_edits(tree, subject, edits)
         planted = commit_edits(tree, "Simplify the code", plant.edits) if plant.edits else None
         for subject, edits in innocent_commits("after"):
             commit_edits(tree, subject, edits)
-        run_git(self.clone, "branch", "--force", f"planted/{plant.name}", run_git(tree, "rev-parse", "HEAD"))
+        git(self.clone, "branch", "--force", f"planted/{plant.name}", git(tree, "rev-parse", "HEAD"))
         return tree, planted
 
     def train(self, folder: Path, plant: Plant, tree: Path) -> Path:
@@ -247,13 +246,5 @@ def commit_edits(tree: Path, subject: str, edits: list[Edit] | tuple[Edit, ...])
     for edit in edits:
         edit.apply(tree)
     identity = ("-c", "user.name=benchmark", "-c", "user.email=benchmark@example.org")
-    run_git(tree, *identity, "commit", "--quiet", "--all", "-m", subject)
-    return run_git(tree, "rev-parse", "HEAD")
-
-
-def run_git(folder: Path, *arguments: str) -> str:
-    """Run git in a folder and return what it prints. Raises CalledProcessError."""
-    done = subprocess.run(
-        ["git", "-C", str(folder), *arguments], check=True, stdout=subprocess.PIPE, text=True
-    )
-    return done.stdout.strip()
+    git(tree, *identity, "commit", "--quiet", "--all", "-m", subject)
+    return git(tree, "rev-parse", "HEAD")

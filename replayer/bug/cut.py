@@ -27,7 +27,7 @@ from areal_core.engine.determinism import rng_state, set_rng_state
 from areal_core.engine.fsdp import FSDPEngine
 from areal_core.engine.full_weights import FullTensors
 from areal_core.engine.sharding import fsdp_module
-from areal_core.telemetry import Stats
+from areal_core.telemetry.stats import Stats
 from areal_core.trainer.objective import PolicyObjective
 from areal_core.trainer.rl import Observer, PPOTrainer, train_steps
 from recorder import Record, RecordedStep, RecordHeader, Recording, commit_anchor, open_record

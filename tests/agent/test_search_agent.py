@@ -1,6 +1,5 @@
 """The search agent of the examples: its index, its tool, its replay, and that it learns."""
 
-import importlib.util
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +10,7 @@ from click.testing import CliRunner
 from areal_core.agent.agents import load_agent
 from areal_core.rollout.episodes import assemble
 from areal_debug.verbs.agent import command
+from benchmarks import search_agent as benchmark
 from recorder import RecordingOptions, RecordWriter, open_record
 from recorder.header import write_header
 from recorder.testing import SCRIPTED_HEADER, send_step
@@ -23,16 +23,6 @@ DATA = {"messages": [{"role": "user", "content": "What is the river of Orvik?"}]
 
 def search(query: str) -> str:
     return f'<tool_call>{{"name": "search", "arguments": {json.dumps({"query": query})}}}</tool_call>'
-
-
-@pytest.fixture(scope="module")
-def benchmark():
-    spec = importlib.util.spec_from_file_location(
-        "search_agent_benchmark", ROOT / "benchmarks/search_agent.py"
-    )
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.mark.parametrize(
@@ -97,7 +87,7 @@ def test_each_question_is_answered_by_one_page():
             assert page.strip(".").split()[-1] == row["answer"]
 
 
-def test_the_document_shows_the_curves(benchmark):
+def test_the_document_shows_the_curves():
     trained = json.loads((ROOT / "docs/search_agent.json").read_text())
     page = (ROOT / "docs/search_agent.md").read_text()
     for name, text in benchmark.draw(trained, page).items():
@@ -107,7 +97,7 @@ def test_the_document_shows_the_curves(benchmark):
 
 
 @pytest.mark.long
-def test_the_agent_learns_to_search_and_its_record_replays(benchmark, tmp_path):
+def test_the_agent_learns_to_search_and_its_record_replays(tmp_path):
     model = benchmark.teach(tmp_path, seed=1)
     curve = benchmark.learn(tmp_path, model, seed=1, record=True)
     assert curve[-1][1] >= curve[0][1] + 0.2

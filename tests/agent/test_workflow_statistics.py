@@ -9,8 +9,8 @@ from areal_core.agent.agent_workflow import AgentWorkflow
 from areal_core.config import AgentConfig, GenerationHyperparameters
 from areal_core.rollout.pipeline import Executor
 from areal_core.rollout.staleness import StalenessControl
-from areal_core.telemetry import Stats
 from areal_core.telemetry.in_episode import scalar
+from areal_core.telemetry.stats import Stats
 from areal_core.telemetry.trace import Trace, rank_file
 from areal_core.testing import ScriptedEngine, make_tiny_tokenizer
 from areal_core.trainer.live import log_scalars

@@ -7,7 +7,7 @@ import torch
 from areal_core.algorithm.losses import aggregate_loss, kl_loss, loss_denominator
 from areal_core.config import PPOActorConfig
 from areal_core.data.batch import pack, select_rows
-from areal_core.telemetry import Stats
+from areal_core.telemetry.stats import Stats
 from areal_core.trainer.objective import PolicyObjective
 
 AGGREGATIONS = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm")

@@ -12,7 +12,7 @@ import torch
 
 from areal_core.config import GRPOConfig, load_expr_config
 from areal_core.config.presets import PRESETS
-from areal_core.telemetry import Stats
+from areal_core.telemetry.stats import Stats
 from areal_core.trainer.objective import PolicyObjective
 
 EXAMPLE = Path(__file__).parents[2] / "examples/gsm8k_grpo.yaml"

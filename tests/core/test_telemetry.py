@@ -7,15 +7,8 @@ import math
 import pytest
 import torch
 
-from areal_core.telemetry import (
-    JsonlLogger,
-    Reduce,
-    Stats,
-    StatsLogger,
-    TensorBoardLogger,
-    read_stats,
-    step_summary,
-)
+from areal_core.telemetry.loggers import JsonlLogger, StatsLogger, TensorBoardLogger, read_stats, step_summary
+from areal_core.telemetry.stats import Reduce, Stats
 
 
 def test_statistics_are_taken_over_the_mask():
@@ -144,7 +137,7 @@ def test_ranks_with_different_names_are_joined():
 
 RANKS = """
 import json, torch, torch.distributed as dist
-from areal_core.telemetry import Stats
+from areal_core.telemetry.stats import Stats
 dist.init_process_group("gloo")
 stats, rank = Stats(), dist.get_rank()
 stats.denominator(n=torch.tensor([True, rank == 0]))

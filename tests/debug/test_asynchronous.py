@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import pytest
 
-from areal_core.telemetry import read_stats
+from areal_core.telemetry.loggers import read_stats
 from recorder import open_record
 
 VALIDATION = (

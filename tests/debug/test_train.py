@@ -7,7 +7,7 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from areal_core.telemetry import read_stats
+from areal_core.telemetry.loggers import read_stats
 
 HERE = Path(__file__).parent
 

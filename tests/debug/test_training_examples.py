@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from areal_core.environment import DETERMINISTIC
-from areal_core.telemetry import read_stats
+from areal_core.telemetry.loggers import read_stats
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"

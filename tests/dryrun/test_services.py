@@ -11,7 +11,7 @@ import pytest
 
 from areal_core.config import PPOConfig, SFTConfig
 from areal_core.errors import ConfigError
-from areal_core.telemetry import StatsLogger
+from areal_core.telemetry.loggers import StatsLogger
 from areal_core.trainer.build import build_services
 from tests.exports.given import logged_values
 

@@ -181,6 +181,12 @@ def test_a_model_that_can_shares_tokens_and_says_nothing(ranks, tmp_path, caplog
     assert engine.divide(program.rows()) == [[0, 1, 2, 3, 4, 5], [6, 7, 8, 9]]
 
 
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .FSDPOPTDecoderLayer:UserWarning")
+def test_a_model_that_draws_one_number_a_layer_shares_tokens(ranks, tmp_path):
+    families.write_tiny("opt", str(tmp_path))
+    assert engine_of(tmp_path, ranks, disable_dropout=True).shares_prefixes
+
+
 @pytest.mark.parametrize(
     ("name", "reason"),
     [

@@ -6,11 +6,8 @@ Checked by a script that does it any number of times.
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
-
-SCRIPT = Path(__file__).parents[2] / "benchmarks" / "kill_and_resume.py"
 
 
 @pytest.mark.long
@@ -25,7 +22,15 @@ SCRIPT = Path(__file__).parents[2] / "benchmarks" / "kill_and_resume.py"
     ids=lambda arguments: arguments[0],
 )
 def test_every_killed_run_ends_with_the_same_bits(arguments):
-    command = [sys.executable, str(SCRIPT), *arguments, "--kills=2", "--steps=12", "--json"]
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.kill_and_resume",
+        *arguments,
+        "--kills=2",
+        "--steps=12",
+        "--json",
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=1500)
     assert done.returncode == 0, done.stdout + done.stderr
     trials = json.loads(done.stdout)["trials"]

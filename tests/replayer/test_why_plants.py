@@ -1,22 +1,16 @@
 """The corpus of planted bugs fits the code: every text that a plant replaces is there."""
 
-import importlib.util
 import shutil
-import sys
 from collections import Counter
 from pathlib import Path
 
 import pytest
 
+from benchmarks.why_plants import plants as data
 from replayer.compare.relations import KINDS
 from replayer.compare.stages import STAGES
 
 ROOT = Path(__file__).parents[2]
-spec = importlib.util.spec_from_file_location("why_plants_data", ROOT / "benchmarks/why_plants/plants.py")
-data = importlib.util.module_from_spec(spec)
-sys.modules[spec.name] = data  # dataclasses look their module up
-spec.loader.exec_module(data)
-
 PLANTS = data.read_plants()
 CAUSES = {"config", "code", "environment", "data", "engine", "nondeterminism"}
 

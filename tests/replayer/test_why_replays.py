@@ -1,19 +1,34 @@
 """`why` with replays of a real record: all of it, and one step with each of several options."""
 
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
+from areal_debug.replay.ranks import runner
 from areal_debug.verbs.why import explain_replay
 from replayer.why.chain import Options, explain
 
 ROOT = Path(__file__).parents[2]
 
 
+@contextmanager
+def replaying():
+    with runner(None) as run:
+        yield (
+            Options(
+                ROOT,
+                replay=lambda record, step, *given, **apart: run.replay(record, step, step, *given, **apart),
+            ),
+            run,
+        )
+
+
 @pytest.mark.long
 def test_all_steps_are_replayed_those_before_an_anchor_too(tiny_run):
     assert tiny_run.record.anchors() == (4, 8)
-    report = explain_replay(str(tiny_run.record.path), Options(ROOT))
+    with replaying() as (options, run):
+        report = explain_replay(str(tiny_run.record.path), options, run)
     assert (report.verdict, report.num_compared, report.num_shared) == ("identical", 10, 10)
 
 
@@ -23,7 +38,8 @@ def test_of_two_options_the_one_that_changes_the_step_is_the_cause(tmp_path, tin
     left = record_run(tmp_path / "a", tiny_model, 1, **both)
     changed = {"actor__eps_clip": 0.0001, "actor__c_clip": 1000.0}
     right = record_run(tmp_path / "b", tiny_model, 1, **both, **changed)
-    answer = explain(left.record, right.record, Options(ROOT))
+    with replaying() as (options, _):
+        answer = explain(left.record, right.record, options)
     assert [setting.where for setting in answer.settings if setting.acts] == [
         "actor.c_clip",
         "actor.eps_clip",

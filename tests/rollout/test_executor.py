@@ -11,7 +11,7 @@ from areal_core.rollout.pipeline import Executor
 from areal_core.rollout.staleness import StalenessControl
 from areal_core.rollout.types import ModelRequest, Sampling
 from areal_core.rollout.workflow import episode_tensors
-from areal_core.telemetry import Stats
+from areal_core.telemetry.stats import Stats
 from areal_core.testing import ScriptedEngine
 from areal_core.trainer.build_rollouts import build_filter, build_workflow
 from areal_core.trainer.checkpointing import Frequency

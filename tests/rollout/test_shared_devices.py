@@ -16,7 +16,7 @@ from areal_core.environment import ADDRESSES_VARIABLE
 from areal_core.rollout.errors import RequestRefused, SharingFailed
 from areal_core.rollout.http_thread import HttpThread
 from areal_core.servers.server import call, servers_from_environment
-from areal_core.telemetry import read_stats
+from areal_core.telemetry.loggers import read_stats
 from areal_core.testing.embedded_server import EmbeddedServer
 from areal_core.trainer.rl import PPOTrainer
 

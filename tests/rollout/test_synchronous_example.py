@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from areal_core.environment import DETERMINISTIC
-from areal_core.telemetry import read_stats
+from areal_core.telemetry.loggers import read_stats
 from recorder import open_record
 from tests.forks import run_forked
 

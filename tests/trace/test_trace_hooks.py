@@ -10,7 +10,7 @@ import torch
 
 from areal_core.rollout.types import ModelRequest, Sampling
 from areal_core.rollout.workflow import episode_tensors
-from areal_core.telemetry import Stats
+from areal_core.telemetry.stats import Stats
 from areal_core.telemetry.trace import Trace
 from areal_core.telemetry.trace_merge import merge
 from areal_core.testing import ScriptedEngine

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from areal_core.config import NormConfig, PPOActorConfig, RejectionSamplingConfig
-from areal_core.telemetry import Stats
+from areal_core.telemetry.stats import Stats
 from areal_core.trainer.objective import PolicyObjective
 from areal_core.trainer.step_stats import log_batch, log_settings
 from areal_core.trainer.update import divide_into_minibatches

@@ -11,7 +11,7 @@ import torch
 from areal_core.config import PPOConfig, load_expr_config
 from areal_core.paths import run_folder
 from areal_core.rollout.workflow import RLVRWorkflow
-from areal_core.telemetry import read_stats
+from areal_core.telemetry.loggers import read_stats
 from areal_core.testing import make_tiny_model, make_tiny_tokenizer
 from areal_core.trainer.rl import PPOTrainer
 from tests.trainer import critic_program

@@ -15,7 +15,7 @@ from areal_core.errors import ConfigError, ModelError
 from areal_core.paths import run_folder
 from areal_core.reward import no_reward
 from areal_core.rollout.http_thread import HttpThread
-from areal_core.telemetry import read_stats
+from areal_core.telemetry.loggers import read_stats
 from areal_core.trainer.rl import PPOTrainer
 from areal_debug.wiring import recorder_of
 from recorder import Recording, RecordingOptions, open_record

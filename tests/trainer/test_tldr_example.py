@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from areal_core.telemetry import read_stats
+from areal_core.telemetry.loggers import read_stats
 from replayer.request import Request
 from replayer.run import replay_and_compare
 

@@ -2,5 +2,4 @@
 
 
 def prepare(rows: list[dict]) -> list[dict]:
-    """Return the rows as they come."""
     return list(rows)

@@ -38,7 +38,7 @@ def test_a_confidence_is_right_as_often_as_the_docs_say(answers, level, share):
 
 def test_the_table_of_the_docs_is_what_the_script_measures(answers):
     page = (ROOT / "docs/hang.md").read_text()
-    assert hang_calibration.table(answers) in page, "python benchmarks/hang_calibration.py --write renews it"
+    assert hang_calibration.table(answers) in page, "python -m benchmarks.hang_calibration --write renews it"
 
 
 def test_one_sample_is_never_certain(answers):
