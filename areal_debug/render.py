@@ -271,6 +271,15 @@ def errors_as_sentences(body: Callable[P, R]) -> Callable[P, R]:
     return wrapped
 
 
+def end_if_damaged(left_out: Iterable[str], code: int = 1) -> None:
+    """Name on standard error what was left out, if anything was, and end with the code."""
+    problems = list(left_out)
+    for problem in problems:
+        console(stderr=True).print(styled("[red]Left out:[/red] {}", problem))
+    if problems and code:
+        raise SystemExit(code)
+
+
 def print_json(facts: Any) -> None:
     """Print facts as JSON on standard output.
 

@@ -36,7 +36,7 @@ from areal_core.rollout.http_thread import HttpThread
 from areal_core.testing import make_tiny_family, make_tiny_model, make_tiny_tokenizer
 from areal_core.testing.embedded_server import EmbeddedServer
 from areal_core.testing.tiny_vision import make_tiny_vision_model
-from consistency.alternatives.probes import SCHEMES
+from consistency.alternatives.variants import SCHEMES
 from consistency.case import Request
 from consistency.check import Checked
 from consistency.engines import SamplingParams

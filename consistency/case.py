@@ -32,6 +32,8 @@ MIN_GAIN = 1.5
 MIN_GAIN_OF_SQUARES = 3.0
 # Of predictions within this ratio of the best, the first wins: simple transforms come first.
 TIE_RATIO = 1.02
+# Other columns of the model: where logprobs are all near 0, one fits another by chance.
+EXACT = ("R09",)
 # Below this mean |D| there is nothing to explain: float32 kernels differ by less.
 NEGLIGIBLE = 1e-4
 # Nats by which another transform must raise the likelihood of the samples. Fitting one number to
@@ -80,6 +82,7 @@ class Setting:
     added_token_ids: frozenset[int] = frozenset()
     has_linear_attention: bool = False
     kv_cache_dtype: str | None = None
+    has_experts: bool = False
 
 
 @dataclass(frozen=True)
@@ -188,6 +191,7 @@ def best_explanation(
     first = next(i for i, value in enumerate(misses) if value <= best * TIE_RATIO)
     prediction = replays.predictions[first]
     left = float(np.minimum(np.abs(engine - prediction.logprobs), RESIDUAL_BOUND).mean())
-    if best * gain > as_is or left > max(2 * level, 0.2 * float(np.abs(engine - base).mean())):
+    share = 0.0 if prediction.cause in EXACT else 0.2
+    if best * gain > as_is or left > max(2 * level, share * float(np.abs(engine - base).mean())):
         return None
     return Explanation(prediction, left, as_is / max(misses[first], 1e-12))

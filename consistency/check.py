@@ -12,15 +12,15 @@ import numpy as np
 
 from consistency.alternatives.images import prepare_images
 from consistency.alternatives.probes import ProbeInputs, noise_of_engine, run_probes
-from consistency.case import DTYPES, Request, Setting
-from consistency.diagnose import Diagnosis, diagnose
+from consistency.case import DTYPES, Request, Setting, explain
+from consistency.diagnose import Diagnosis, diagnose, with_derived
 from consistency.engines import Top
 from consistency.errors import EngineError, OtherTokenizer
 from consistency.measure import KINDS, Group, added_tokens, group_by, token_kinds, worst_tokens
 from consistency.rescoring import Rescoring, TrainerCheck, compare_trainer, trainer_logprobs
 from consistency.score import Progress, Scorer, Scores, load_scorer, score
 from consistency.source import Sampled, concatenate, setting_of
-from consistency.tokens import Sequences
+from consistency.tokens import Floats, Sequences
 from consistency.transforms import replay, select_rows, spread_rows
 
 TOP_K = 5
@@ -96,6 +96,9 @@ def check(
     if rescoring is not None:
         setting = replace(setting, noise=noise_of_engine(setting.noise, rescoring))
     trainer_check = check_trainer(sampled, sequences, scores, request, dtype, temperature)
+    if trainer_check is not None and trainer_check.is_at_fault(setting.noise.mean_abs):
+        how = explain_trainer(scorer, sequences, sampled.trainer, setting)
+        trainer_check = replace(trainer_check, explanation=how)
     diagnose_with = partial(
         diagnose,
         sequences,
@@ -124,6 +127,18 @@ def check_trainer(
     else:
         return None
     return compare_trainer(source, sequences.engine_logprobs[sequences.scored], trainer, scores.logprob)
+
+
+def explain_trainer(scorer: Scorer, sequences: Sequences, trainer: Floats | None, setting: Setting) -> str:
+    """Replay the hypotheses on the trainer's recorded logprobs; "" if none explains them."""
+    if trainer is None:
+        return ""
+    column = sequences.engine_logprobs.copy()
+    column[sequences.scored] = trainer
+    own = replace(sequences, engine_logprobs=column)
+    replays = replay(scorer, own, setting.temperature, setting.eos_token_id)
+    found = explain(with_derived(replays, own, ()), setting.noise.mean_abs)
+    return "" if found is None else f"{found.prediction.name} {found.prediction.parameter:g}"
 
 
 def refuse_other_vocabulary(sequences: Sequences, scorer: Scorer) -> None:

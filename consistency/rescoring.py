@@ -30,6 +30,7 @@ from consistency.tokens import Bools, Floats, Sequences
 
 # Rows are scored alone as well as packed, to detect logprobs that depend on the batch.
 ALONE = 1
+NOISE_FACTOR = 2.0  # both sides of a comparison round: twice one side's noise is still noise
 
 TOKENS_PER_MICRO_BATCH = 4096
 
@@ -97,7 +98,10 @@ def mean_distance(left: Floats, right: Floats) -> float:
 
 @dataclass(frozen=True)
 class TrainerCheck:
-    """Mean |difference| and k3 over `num_tokens`; `source` names the origin of the trainer's."""
+    """Mean |difference| and k3 over `num_tokens`; `source` names the origin of the trainer's.
+
+    `explanation` is the replayed hypothesis that gives the trainer's logprobs, "" without one.
+    """
 
     source: str
     num_tokens: int
@@ -105,6 +109,12 @@ class TrainerCheck:
     trainer_model: float
     engine_model: float
     trainer_model_k3: float
+    explanation: str = ""
+
+    def is_at_fault(self, level: float) -> bool:
+        """Return whether the trainer is farther from the model than noise and than the engine."""
+        most = NOISE_FACTOR * max(level, self.engine_model)
+        return self.trainer_model > most
 
 
 def compare_trainer(source: str, engine: Floats, trainer: Floats, model: Floats) -> TrainerCheck | None:

@@ -125,6 +125,7 @@ def parse_sampling(record: Record) -> Sampling:
             greedy=bool(sampled["greedy"]),
             trainer_dtype=str(actor["dtype"]),
             engine_dtype=str((config[engine] if engine in ("sglang", "vllm") else actor)["dtype"]),
+            kv_cache_dtype=text_named(config.get(engine, {}), "kv_cache_dtype"),
         )
     except KeyError as error:
         raise NothingToCompare(
@@ -247,6 +248,7 @@ def setting_of(
         noise=published_noise((dtype, sampling.engine_dtype), has_experts),
         has_linear_attention="linear_attention" in (getattr(text, "layer_types", None) or ()),
         kv_cache_dtype=sampling.kv_cache_dtype,
+        has_experts=has_experts,
     )
 
 
@@ -285,8 +287,18 @@ def sampling_of(
         greedy=values["temperature"] == 0.0,
         trainer_dtype=dtype,
         engine_dtype=ENGINE_DTYPE,
+        kv_cache_dtype=text_named(config, "kv_cache_dtype"),
     )
     return sampling, tuple(notes)
+
+
+def text_named(options: Any, name: str) -> str | None:
+    """Return the first text under a name, at any depth."""
+    if not isinstance(options, Mapping):
+        return None
+    found = options.get(name)
+    inner = (text_named(value, name) for value in options.values())
+    return found if isinstance(found, str) else next((text for text in inner if text is not None), None)
 
 
 def numbers_named(options: Any, name: str, path: tuple[str, ...] = ()) -> Iterator[tuple[str, float]]:

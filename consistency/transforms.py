@@ -336,6 +336,7 @@ def transform_families(eos_token_id: int | None) -> list[Family]:
     temperatures = (0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2, 1.3, 1.5, 1.75, 2.0, 2.5)
     found = [
         Family("R01", "temperature", at_temperature, temperatures),
+        Family("R08.divided", "logprobs divided by", divided, temperatures),
         Family("R03", "top_p", top_p, (0.3, 0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.95, 0.98, 0.99, 0.995)),
         Family("R03", "top_k", top_k, (1, 2, 3, 5, 8, 10, 20, 30, 40, 50, 64, 80, 100, 200), refine=False),
         Family("R03", "min_p", min_p, (0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5)),
@@ -367,6 +368,11 @@ def largest_logprob(rows: Rows) -> Tensor:
 
 def at_temperature(rows: Rows, temperature: float) -> Tensor:
     return normalised(rows.logits / temperature)
+
+
+def divided(rows: Rows, temperature: float) -> Tensor:
+    """Logprobs at temperature 1, divided by the temperature and not normalised again."""
+    return normalised(rows.logits) / temperature
 
 
 def _only(rows: Rows, kept: Tensor) -> Tensor:

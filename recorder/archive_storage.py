@@ -346,7 +346,7 @@ def open_array(objects: Objects, name: str) -> ArchivedArray:
             raise ValueError("the archive has no such array")
         return parse_array(document, objects, name)
     except (ValueError, KeyError, TypeError) as error:
-        what = f"is not an array that `record archive` writes ({type(error).__name__}: {error})"
+        what = f"is not an array that `record archive` writes: {reason(error)}"
         raise DamagedRecord(f"{name}/zarr.json", what) from None
 
 
@@ -361,8 +361,15 @@ def read_metadata(objects: Objects, name: str) -> dict[str, Any] | None:
         if document["zarr_format"] != 3 or document["node_type"] not in ("group", "array"):
             raise ValueError(f"zarr format {document['zarr_format']!r}, only 3 is read")
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise DamagedRecord(file, f"is not readable ({type(error).__name__}: {error})") from None
+        raise DamagedRecord(file, f"cannot be read: {reason(error)}") from None
     return document
+
+
+def reason(error: Exception) -> str:
+    """Return why a document is not as it was written, without the names of Python's errors."""
+    if isinstance(error, json.JSONDecodeError | UnicodeDecodeError | RecursionError):
+        return "it is no JSON, so it was cut off or changed"
+    return f"it lacks {error}" if isinstance(error, KeyError) else str(error)
 
 
 def parse_array(document: dict[str, Any], objects: Objects, name: str) -> ArchivedArray:
@@ -550,11 +557,11 @@ class ArchiveStorage:
             where = parse_part(document["attributes"][LAYOUT_ATTRIBUTE])
             if where.size_bytes > MAX_LAYOUT_BYTES:
                 raise ValueError(f"{where.size_bytes} bytes, at most {MAX_LAYOUT_BYTES}")
-            return parse_layout(bytes(self.part(folder, where)), file)
+            return parse_layout(bytes(self.part(file, where)), file)
         except DamagedRecord:
             raise
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise DamagedRecord(file, f"does not refer to a layout ({error})") from None
+            raise DamagedRecord(file, f"does not refer to a layout: {reason(error)}") from None
 
     def children(self, folder: str) -> list[str]:
         """List the names below a group, with one listing and without reading the entries."""
@@ -570,6 +577,14 @@ def open_archive(location: str) -> ArchiveStorage:
     objects = open_objects(location)
     document = read_metadata(objects, "")
     if document is None:
+        found = objects.names("")
+        if {".zgroup", ".zattrs", ".zarray", ".zmetadata"}.intersection(found):
+            raise NotARecord(f"{location} is a store of zarr v2: archives of records are zarr v3")
+        if found:
+            names = ", ".join(sorted(found)[:3])
+            raise NotARecord(
+                f"{location} has {names} and no zarr.json: unpack it if it has a record's folder"
+            )
         raise RecordNotFound(f"no archive exists at {location}: give the path or URL of a record")
     attributes = document.get("attributes")
     if not isinstance(attributes, dict) or VERSION_ATTRIBUTE not in attributes:

@@ -19,6 +19,7 @@ import re
 import reprlib
 import types
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from functools import cache
 from itertools import repeat
 from typing import Annotated, Any, TypeVar, Union, get_args, get_origin, get_type_hints, is_typeddict
@@ -33,6 +34,7 @@ Json = Any
 NON_FINITE = ({"float": "inf"}, {"float": "-inf"}, {"float": "nan"})
 MAX_JSON_BYTES, MAX_JSON_VALUES, MAX_JSON_DEPTH = 1 << 26, 2_000_000, 64
 SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
+HEX_FLOAT = re.compile(r"-?0x[01](?:\.[0-9a-f]{1,13})?p[+-][0-9]{1,4}|-?inf|nan")
 CHECKSUM_MEMBER_BYTES = len(b',\n "crc32c": "00000000"\n}\n')
 CHECKSUM_MEMBER = re.compile(rb',\n "crc32c": "([0-9a-f]{8})"\n}\n')
 
@@ -320,13 +322,11 @@ def file_name(value: Any) -> str:
 
 
 def hex_float(value: Any) -> float:
-    try:
-        number = float.fromhex(value)
-    except (TypeError, ValueError, OverflowError):
-        number = math.nan
-    if type(value) is not str or number.hex() != value:
-        raise mismatch("a float as C99 hex", value)
-    return number
+    """Accept what Python and C's `%a` write: with trailing zeros, or without."""
+    if type(value) is str and HEX_FLOAT.fullmatch(value):
+        with suppress(OverflowError):
+            return float.fromhex(value)
+    raise mismatch("a float as C99 hex, such as 0x1.8p+1", value)
 
 
 Count = Annotated[int, integer(0)]

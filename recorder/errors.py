@@ -61,7 +61,8 @@ class DamagedRecord(RecordError):
     def __init__(self, file: str, what: str, tensor: str | None = None) -> None:
         self.file, self.tensor, self.what = file, tensor, what
         place = f"{file}, tensor {tensor}" if tensor else file
-        super().__init__(f"{place}: {what}; `areal-debug record verify` lists every damaged file")
+        self.problem = f"{place}: {what}"
+        super().__init__(f"{self.problem}; `areal-debug record verify` lists every damaged file")
 
 
 class ForeignFormat(RecordError):

@@ -6,8 +6,10 @@ numbers, for which it reads step.json and the rewards.
 
 import os
 import zipfile
+from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
@@ -27,6 +29,7 @@ from recorder.format import (
     ANCHOR_FILE,
     ANCHORS_FOLDER,
     BATCH_KEYS,
+    END_FILE,
     GAPS_FILE,
     LARGEST_VALUES,
     RECORD_FILE,
@@ -35,12 +38,14 @@ from recorder.format import (
     TOP_FILES,
     UNKNOWN_BITS,
     BatchEntry,
+    EndMark,
     FileEntry,
     Outcome,
     Plan,
     RecordHeader,
     StepManifest,
     parse_anchor,
+    parse_end,
     parse_header,
     parse_outcome,
     parse_plan,
@@ -198,17 +203,17 @@ class RecordedStep:
         Raises:
             StepNotRecorded: the scope of the record is "rollout", or another trainer gave none.
         """
-        name = self.rank_name("plan", rank, "json")
-        if name not in self.manifest.files:
-            raise not_in_scope(self.name_of(name), "plan")
-        return parse_plan(parse_document(self.file(name), self.name_of(name)), self.name_of(name))
+        return parse_plan(*self._json("plan", rank))
 
     def outcome(self, rank: int) -> Outcome:
         """Read the rank's outcome. Raises as `plan` does."""
-        name = self.rank_name("outcome", rank, "json")
+        return parse_outcome(*self._json("outcome", rank))
+
+    def _json(self, kind: str, rank: int) -> tuple[Any, str]:
+        name = self.rank_name(kind, rank, "json")
         if name not in self.manifest.files:
             raise not_in_scope(self.name_of(name), "plan")
-        return parse_outcome(parse_document(self.file(name), self.name_of(name)), self.name_of(name))
+        return parse_document(self.file(name), self.name_of(name)), self.name_of(name)
 
     def text(self, rank: int) -> list[dict[str, Any]] | None:
         """Read the text of each row, in order; None if text was not recorded."""
@@ -267,6 +272,21 @@ class RecordedStep:
 
 def not_in_scope(file: str, scope: str) -> StepNotRecorded:
     return StepNotRecorded(f"{file} was not recorded: it needs debug.dump_scope={scope} or a larger one")
+
+
+@dataclass
+class Damage:
+    """What a reader that continues with the rest has left out: each error once, as it was found."""
+
+    found: dict[str, DamagedRecord] = field(default_factory=dict)
+
+    @contextmanager
+    def left_out(self) -> Iterator[None]:
+        """Keep the DamagedRecord that the body raises, and go on behind it."""
+        try:
+            yield
+        except DamagedRecord as error:
+            self.found.setdefault(error.problem, error)
 
 
 @dataclass(frozen=True)
@@ -420,7 +440,21 @@ def parse_manifest(data: bytes, step: int) -> StepManifest:
 
 def read_gaps(storage: Storage) -> Gaps:
     """Read gaps.json; no gaps if the file is absent. Raises DamagedRecord."""
-    return Gaps() if storage.size(GAPS_FILE) is None else parse_gaps(read_checksummed(storage, GAPS_FILE))
+    return Gaps() if is_absent(storage, GAPS_FILE) else parse_gaps(read_checksummed(storage, GAPS_FILE))
+
+
+def read_end(storage: Storage) -> EndMark | None:
+    """Read end.json; None if the run was interrupted, or still records. Raises DamagedRecord."""
+    return None if is_absent(storage, END_FILE) else parse_end(read_checksummed(storage, END_FILE))
+
+
+def is_absent(storage: Storage, file: str) -> bool:
+    """Return whether there is no such file at the top. Raises DamagedRecord for a folder."""
+    if storage.size(file) is not None:
+        return False
+    if file in storage.names(""):
+        raise DamagedRecord(file, "is a folder, and should be a file")
+    return True
 
 
 def describe_steps(steps: tuple[int, ...]) -> str:
@@ -451,6 +485,9 @@ def top_files(storage: Storage) -> list[str]:
     return [name for name in TOP_FILES if storage.size(name) is not None]
 
 
+ZIP_BEGIN = b"PK\x03\x04"
+
+
 def open_storage(path: str | os.PathLike[str]) -> Storage:
     """Open the storage at a folder, a zip file or an fsspec URL.
 
@@ -465,36 +502,51 @@ def open_storage(path: str | os.PathLike[str]) -> Storage:
         if local.is_dir() and not (local / "zarr.json").is_file():
             return FolderStorage(local)
         if local.is_file() and not zipfile.is_zipfile(local):
+            with local.open("rb") as file:
+                if file.read(len(ZIP_BEGIN)) == ZIP_BEGIN:
+                    size_bytes = local.stat().st_size
+                    raise DamagedRecord(local.name, f"is a zip file that is cut off after {size_bytes} bytes")
             raise RecordNotFound(f"{location} is a file: give the folder that a run recorded into")
     from recorder.archive_storage import open_archive  # zarr takes 0.2 s to import
 
     return open_archive(location)
 
 
-def open_record(path: str | os.PathLike[str]) -> Record:
+def open_record(path: str | os.PathLike[str], damage: Damage | None = None) -> Record:
     """Open a record: a folder, or an archive in a folder, a zip file or at an fsspec URL.
 
     Costs one listing for any number of steps: steps commit in order, so only the last ones can lack
-    step.json; a step that lost it later is damaged, which is reported when it is read.
+    step.json; a step that lost it later, which the end mark shows of the last ones, is damaged:
+    that is reported when it is read.
 
     Args:
         path: folder, zip file or URL. Archives need the extra `archive`.
+        damage: gets what is wrong with gaps.json or end.json, without which a record can be read.
 
     Raises:
         RecordNotFound: nothing exists there, or it is a file and no archive.
         NotARecord: it has no record.json.
         UnknownFormat: a newer version wrote it.
-        DamagedRecord: record.json or gaps.json is damaged.
+        DamagedRecord: record.json is damaged; gaps.json too, unless `damage` is given.
     """
     location, storage = location_of(path), open_storage(path)
     if storage.size(RECORD_FILE) is None:
+        if {RECORD_FILE, STEPS_FOLDER}.intersection(storage.names("")):
+            raise DamagedRecord(RECORD_FILE, "is missing: without it the steps have no meaning")
         raise NotARecord(f"{location} holds no {RECORD_FILE}: give the folder that a run recorded into")
     header = parse_header(read_checksummed(storage, RECORD_FILE))
-    gaps = read_gaps(storage)
+    gaps, end = Gaps(), None
+    with damage.left_out() if damage else nullcontext():
+        gaps = read_gaps(storage)
     steps = step_folders(storage, gaps)
     committed = len(steps)
     while committed and storage.size(step_file(steps[committed - 1])) is None:
         committed -= 1
+    if damage or committed < len(steps):
+        with (damage or Damage()).left_out():
+            end = read_end(storage)
+    if end is not None and end.last is not None:
+        committed = max(committed, bisect_right(steps, end.last.step))
     return Record(location, storage, header, tuple(steps[:committed]), tuple(steps[committed:]), gaps)
 
 
@@ -514,25 +566,32 @@ class StepSummary:
     num_unknown: dict[str, int] = field(default_factory=dict)
 
 
-def summarise_steps(record: Record, tick: Callable[[object], None]) -> list[StepSummary]:
-    """Summarise each committed step; calls `tick(step)` after each. Raises DamagedRecord."""
+def summarise_steps(
+    record: Record, tick: Callable[[object], None], damage: Damage | None = None
+) -> list[StepSummary]:
+    """Summarise each committed step; calls `tick(step)` after each.
+
+    A step of which a file is damaged or missing goes into `damage`, or raises DamagedRecord.
+    """
     summaries = []
     for number in record.steps:
-        step = record.step(number)
-        ranks = range(step.manifest.num_ranks)
-        batches = [step.batch_entry(rank)[1] for rank in ranks]
-        known = [step.batch(rank, ["rewards"])["rewards"][step.known(rank, "rewards")] for rank in ranks]
-        rewards = [reward for of_rank in known for reward in of_rank.tolist()]
-        summaries.append(
-            StepSummary(
-                step=number,
-                version=step.manifest.version,
-                num_rows=sum(batch.num_rows for batch in batches),
-                num_tokens=sum(batch.num_tokens for batch in batches),
-                size_bytes=step.manifest.size_bytes,
-                mean_reward=sum(rewards) / len(rewards) if rewards else None,
-                num_unknown=step.num_unknown(),
-            )
-        )
+        with damage.left_out() if damage else nullcontext():
+            summaries.append(summary_of(record.step(number)))
         tick(number)
     return summaries
+
+
+def summary_of(step: RecordedStep) -> StepSummary:
+    ranks = range(step.manifest.num_ranks)
+    batches = [step.batch_entry(rank)[1] for rank in ranks]
+    known = [step.batch(rank, ["rewards"])["rewards"][step.known(rank, "rewards")] for rank in ranks]
+    rewards = [reward for of_rank in known for reward in of_rank.tolist()]
+    return StepSummary(
+        step=step.manifest.step,
+        version=step.manifest.version,
+        num_rows=sum(batch.num_rows for batch in batches),
+        num_tokens=sum(batch.num_tokens for batch in batches),
+        size_bytes=step.manifest.size_bytes,
+        mean_reward=sum(rewards) / len(rewards) if rewards else None,
+        num_unknown=step.num_unknown(),
+    )

@@ -22,8 +22,8 @@ from recorder.documents import json_text, parse_document
 from recorder.errors import RecordError
 from recorder.format import IMAGE_DATA, IMAGE_KEYS, STEPS_FOLDER, BatchEntry, step_name
 from recorder.header import write_gaps, write_header
-from recorder.integrity.chain import read_end, write_end
-from recorder.reader import Record, RecordedStep
+from recorder.integrity.chain import write_end
+from recorder.reader import Record, RecordedStep, read_end
 from recorder.samples import token_texts
 from recorder.step_files import RankStep, commit_step, write_rank
 from recorder.tensors import BITS_ONLY, FlatBatch, FlatTensor, narrow

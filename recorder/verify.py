@@ -2,7 +2,7 @@
 
 import hashlib
 import os
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from crc32c import crc32c
@@ -31,17 +31,20 @@ from recorder.format import (
     step_number,
 )
 from recorder.header import Gaps
-from recorder.integrity.chain import Chain, Linked, missing_steps, read_end
+from recorder.integrity.chain import Chain, Linked, missing_steps
 from recorder.integrity.contents import Prompts, contradictions, prompts_of
 from recorder.lock import writer_of
 from recorder.pictures.named import PICTURE_NAME, picture_file, read_picture
 from recorder.pictures.shared import is_leftover
 from recorder.reader import (
+    Damage,
+    Record,
     RecordedStep,
     numbered_folders,
     open_storage,
     parse_manifest,
     read_checksummed,
+    read_end,
     read_gaps,
     read_small,
     step_file,
@@ -175,6 +178,44 @@ def verify(
     )
 
 
+def check_step(record: Record, step: int) -> RecordedStep:
+    """Return a step after reading every byte of it and of its pictures.
+
+    Raises DamagedRecord, which names the record as well: two may be compared.
+    """
+    if step in record.steps:
+        for problem in StepChecks(record.storage, None).facts(step).problems:
+            if problem.kind == "damaged":
+                raise DamagedRecord(f"{record.path}/{problem.file}", problem.what, problem.tensor)
+    return record.step(step)
+
+
+def steps_to_copy(
+    record: Record, steps: Sequence[int], skip_damaged: bool
+) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    """Read every byte of some steps; return those that are intact, and what is wrong with the rest.
+
+    Raises DamagedRecord for the first that is not intact unless `skip_damaged`.
+    """
+    checks, intact, left_out = StepChecks(record.storage, None), [], []
+    for step in steps:
+        found = [problem for problem in checks.facts(step).problems if problem.kind == "damaged"]
+        if found and not skip_damaged:
+            raise refused(found[0])
+        intact += [] if found else [step]
+        left_out += [f"step {step} is left out: {problem}" for problem in found]
+    return tuple(intact), tuple(dict.fromkeys(left_out))
+
+
+def refused(problem: Problem) -> DamagedRecord:
+    """Return the error of a copy that would contain damage."""
+    return DamagedRecord(
+        problem.file,
+        f"{problem.what}: nothing was written, --skip-damaged leaves out what is damaged",
+        problem.tensor,
+    )
+
+
 def damage(error: DamagedRecord) -> Problem:
     return Problem(error.file, error.tensor, error.what)
 
@@ -185,21 +226,14 @@ def contradiction(file: str, what: str) -> Problem:
 
 
 def read_top(storage: Storage) -> tuple[RecordHeader | None, Gaps, EndMark | None, list[Problem]]:
-    header, gaps, end = None, Gaps(), None
-    problems = []
-    try:
+    header, gaps, end, damaged = None, Gaps(), None, Damage()
+    with damaged.left_out():
         header = parse_header(read_checksummed(storage, RECORD_FILE))
-    except DamagedRecord as error:
-        problems.append(damage(error))
-    try:
+    with damaged.left_out():
         gaps = read_gaps(storage)
-    except DamagedRecord as error:
-        problems.append(damage(error))
-    try:
+    with damaged.left_out():
         end = read_end(storage)
-    except DamagedRecord as error:
-        problems.append(damage(error))
-    return header, gaps, end, problems
+    return header, gaps, end, [damage(error) for error in damaged.found.values()]
 
 
 def has_step_file(storage: Storage, step: int) -> bool:

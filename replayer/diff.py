@@ -18,6 +18,8 @@ from typing import Any
 from recorder import Record, RecordedStep
 from recorder.difference import Difference
 from recorder.format import RecordHeader
+from recorder.reader import read_end
+from recorder.verify import check_step
 from replayer.check import WITHOUT_EFFECT, HeaderComparison, compare_headers
 from replayer.compare.stages import STAGES, StageDifference, compare_steps, prompts_of, stages_shared
 from replayer.errors import ReplayError
@@ -109,6 +111,7 @@ class DiffReport:
 
     `num_compared` of the `num_shared` steps that both have were compared; "same" cannot mean
     "nothing compared". `not_known` are the values that one side does not know, a phrase each.
+    `by_checksums`: bytes whose recorded checksums are equal were not read.
     """
 
     left: str
@@ -124,6 +127,7 @@ class DiffReport:
     not_compared: tuple[str, ...]
     not_known: tuple[str, ...] = ()
     unrelated: str | None = None
+    by_checksums: bool = False
 
     @property
     def same(self) -> bool:
@@ -141,15 +145,22 @@ class DiffReport:
 
 
 def diff_records(
-    left: Record, right: Record, step: int | None = None, on_step: Callable[[int], None] = lambda step: None
+    left: Record,
+    right: Record,
+    step: int | None = None,
+    on_step: Callable[[int], None] = lambda step: None,
+    fast: bool = False,
 ) -> DiffReport:
     """Compare two records step by step up to the first that differs, or one step only.
+
+    Every byte of the compared steps is read and checked: what is called the same was seen.
 
     Args:
         left: a record.
         right: the other one.
         step: compare only this one.
         on_step: called with the number of each step after its comparison.
+        fast: compare the checksums in step.json where they are equal, and not the bytes.
 
     Raises:
         ReplayError: the records have no step in common.
@@ -162,8 +173,12 @@ def diff_records(
     foreign = left.header.trainer is not None, right.header.trainer is not None
     differences: tuple[StageDifference, ...] = ()
     num_compared = 0
+    for record in () if fast else (left, right):
+        read_end(record.storage)
     for number in shared:
-        here, there = left.step(number), right.step(number)
+        here, there = (
+            record.step(number) if fast else check_step(record, number) for record in (left, right)
+        )
         differences = compare_steps(here, there, foreign)
         num_compared += 1
         on_step(number)
@@ -194,6 +209,7 @@ def diff_records(
             *unknown_settings(left.header, right.header),
         ),
         unrelated=why_unrelated(left, right, shared) if differences else None,
+        by_checksums=fast,
     )
 
 
@@ -361,7 +377,8 @@ def judge_difference(
         names = ", ".join(item.where for item in environment[:3])
         settings = "settings are the same" if config else "settings are not known"
         return Verdict("environment", f"{settings}, but the environment is not: {names}", environment)
-    if first.stage == "batch" and first.place is not None and first.place.in_prompt:
+    in_prompt = first.place is not None and first.place.in_prompt and first.name != "loss_mask"
+    if first.stage == "batch" and in_prompt:
         return Verdict("input", "the prompts differ: other data, or another order of it")
     if first.stage == "batch":
         return Verdict("input", ({first.name: f"{first.name} of the batch differs"} | INPUTS)[first.name])
@@ -399,7 +416,7 @@ def judge_size(first: StageDifference, config: dict[str, Any]) -> Verdict:
     return Verdict(
         "unknown",
         f"no recorded setting differs, and {first.largest:.3g} is more than the noise of {dtype} "
-        f"({limit:.3g}): check code outside the repository, patches, and the hardware",
+        f"({limit:.3g}): not explained by config, model files, commit, libraries, variables and device",
     )
 
 

@@ -19,7 +19,7 @@ from recorder.header import check_folder
 from replayer.anchors import CHECKPOINT
 from replayer.errors import ReplayError, WrongEdit, WrongModel
 from replayer.expression import ROW_NAMES, parse_expression
-from replayer.request import Request
+from replayer.request import Request, check_objective
 
 # trainer -> the call that replays its record by itself; {path!r} is the record
 THEIR_REPLAY = {"trl": "`areal_debug.trl.replay(trainer, {path!r})` replays it in TRL"}
@@ -142,7 +142,11 @@ def their_replay(record: Record) -> str:
 
 
 def check_recorded_results(record: Record, verb: str) -> None:
-    """Raise ReplayError for a record without plans and outcomes, which `verb` compares with."""
+    """Raise ReplayError for a record without plans and outcomes, which `verb` compares with.
+
+    Also for one of an own objective, with which `verb` cannot replay.
+    """
+    check_objective(record)
     if record.header.recording.has_plans:
         return
     trainer = record.header.trainer

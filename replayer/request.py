@@ -16,7 +16,9 @@ from areal_core.config.loading import apply_override, load_with_notes
 from areal_core.config.names import sections_of
 from areal_core.safety.private import default_root
 from recorder import Record
+from recorder.format import RecordHeader
 from replayer.carried import use_carried_models
+from replayer.errors import ReplayError
 
 C = TypeVar("C", bound=PPOConfig)
 
@@ -64,6 +66,22 @@ class Request:
         return tuple(f"{phrase} {value}" for phrase, value in phrases.items() if value)
 
 
+def own_objective(header: RecordHeader) -> str | None:
+    """Return the import path and file of the objective of a run if it was not our trainer's."""
+    code = header.environment.get("code")
+    own = code.get("objective") if isinstance(code, dict) else None
+    return f"{own.get('import_path')} of {own.get('file')}" if isinstance(own, dict) else None
+
+
+def check_objective(record: Record) -> None:
+    """Raise ReplayError for a run whose objective a replay would replace by our trainer's."""
+    if (own := own_objective(record.header)) is not None:
+        raise ReplayError(
+            f"{record.path} was computed by an own objective, {own}, and this command has only that of our trainer: "
+            f"`areal-debug train SCRIPT --replay-rollout {record.path}` runs the script of the run on the record"
+        )
+
+
 def replay_config(
     record: Record, model: str | None = None, settings: Sequence[str] = (), file: str | None = None
 ) -> PPOConfig:
@@ -75,9 +93,11 @@ def replay_config(
         file: config to use instead of the record's.
 
     Raises:
+        ReplayError: the run had an own objective: our trainer would replay it with another one.
         ConfigError: the file cannot be read, an option is unknown, or options contradict each
             other.
     """
+    check_objective(record)
     if file is None:
         tree, source = copy.deepcopy(record.header.config), f"the config of {record.path}"
     else:

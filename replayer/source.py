@@ -94,6 +94,7 @@ def recorded_batch(recorded: RecordedStep, rank: int) -> Batch:
         arrays = {key: arrays[key] for key in kept if key in arrays}
         guessed = ~np.repeat(recorded.known(rank, "versions"), lengths) & arrays["loss_mask"].astype(bool)
         arrays["versions"][guessed] = recorded.manifest.version - 1
+        arrays["logprobs"][arrays["loss_mask"] == 0] = 0  # as in our batches; it may be NaN
     mask = torch.from_numpy(np.arange(entry.padded_length) < lengths[:, None])
     pictures = {}
     if arrays.pop("image_sha256", None) is not None:

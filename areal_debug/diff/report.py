@@ -49,7 +49,8 @@ def sentence_of(report: "DiffReport") -> str:
     """Return whether the records are the same; if not, where they diverge first."""
     if report.first is None:
         what = "all that is known of both is" if report.not_known else "all"
-        return f"{count(report.num_compared, 'step')} compared, {what} bit-identical."
+        how = " by their recorded checksums" if report.by_checksums else ""
+        return f"{count(report.num_compared, 'step')} compared{how}, {what} bit-identical."
     place = f"the records diverge first in step {report.step}, stage {report.first.stage}"
     return f"{place}. {report.num_compared} of {report.num_shared} common steps compared"
 

@@ -65,7 +65,7 @@ def applies(id: str, of: str, kind: str, run: Run) -> bool:
 
 
 def kind_of(run: Run) -> str:
-    """Return "learning" by reward, "supervised" or "preferences", by the quantities that are logged."""
+    """Return "learning" (by reward), "supervised" or "preferences", by what is logged."""
     if any(name in run.series for name in OF_PREFERENCES):
         return "preferences"
     if "loss" in run.series and not any(name in run.series for name in OF_LEARNING_BY_REWARD):
@@ -74,7 +74,7 @@ def kind_of(run: Run) -> str:
 
 
 def observed_in(run: Run, rows: Rows | None) -> set[str]:
-    """Return the quantities with enough values, those not rounded, and what a record's rows have."""
+    """Return quantities with enough values, those not rounded, and what a record's rows have."""
     enough = {name: one for name, one in run.series.items() if len(one.finite.values) >= FEWEST_STEPS}
     found = {*enough, *(f"exact {name}" for name, one in enough.items() if one.resolution == 0)}
     found |= {name for name in ("eval_reward", "eval_loss", "failed", "accepted") if name in run.series}
@@ -94,6 +94,6 @@ def observed_in(run: Run, rows: Rows | None) -> set[str]:
 
 
 def unread(run: Run) -> dict[str, str]:
-    """Return columns that look like a known quantity which no other column gave, and that quantity."""
+    """Return columns that look like a quantity which no other column gave, and the quantity."""
     nearest = {name: nearest_quantity(name) for name in run.unknown_names}
     return {name: quantity for name, quantity in nearest.items() if quantity and quantity not in run.series}

@@ -26,7 +26,7 @@ def pattern() -> re.Pattern[str]:
 
 
 def in_words_of(family: str, alarm: Alarm) -> Alarm:
-    """Return an alarm whose advice names options as a family does, without changes of our config."""
+    """Return an alarm that names options as a family does, without changes of our config."""
     if family == OWN:
         return alarm
     return replace(

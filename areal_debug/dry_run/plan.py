@@ -6,7 +6,7 @@ periods are computed by the same code.
 
 import heapq
 import importlib.util
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -24,6 +24,7 @@ from areal_core.trainer.checkpointing import Frequency
 from areal_debug.dry_run.step import Stage, plan_step, plan_upkeep
 
 LONGEST_TEXTS = 64  # of the dataset
+DATA_FILES = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".txt")
 METHODS = {
     "rl": "policy optimisation",
     "sft": "supervised fine-tuning",
@@ -72,6 +73,7 @@ class DryRun:
     upkeep: tuple[Stage, ...]
     logs: str
     notes: tuple[str, ...]
+    unchecked: tuple[str, ...]  # what the run needs and nobody looked at
 
 
 def plan_run(script: Path, config_file: str, config: AnyConfig, notes: list[str]) -> DryRun:
@@ -84,6 +86,7 @@ def plan_run(script: Path, config_file: str, config: AnyConfig, notes: list[str]
     """
     allocation = config.allocation
     refuse_missing_packages(config)
+    refuse_missing_files(config)
     steps = plan_length(config) if allocation.trains else None
     step = plan_step(config, allocation) if steps is not None else ()
     upkeep = plan_upkeep(config, lambda timer: describe_period(timer, steps)) if steps is not None else ()
@@ -100,6 +103,7 @@ def plan_run(script: Path, config_file: str, config: AnyConfig, notes: list[str]
         upkeep=tuple(upkeep),
         logs=str(run_folder(config, "logs")),
         notes=(*notes, *note_on_devices(config, allocation)),
+        unchecked=tuple(unchecked(config)),
     )
 
 
@@ -116,6 +120,35 @@ def refuse_missing_packages(config: AnyConfig) -> None:
             raise ConfigError(
                 f"{option} needs the package {package}, which is not installed here: install it"
             )
+
+
+def sources_of(config: AnyConfig) -> dict[str, str]:
+    """Return the paths of models and data sets by option; "" and built-in data sets left out."""
+    found = {"train_dataset.path": config.train_dataset.path, "tokenizer_path": config.tokenizer_path}
+    if config.valid_dataset is not None:
+        found["valid_dataset.path"] = config.valid_dataset.path
+    found |= {f"{name}.path": engine.path for name, engine in engines_of(config)}
+    return {option: path for option, path in found.items() if path and path != "arithmetic"}
+
+
+def refuse_missing_files(config: AnyConfig) -> None:
+    """Raise ConfigError for a model or data set that is named by a local path and is not there.
+
+    `name` and `owner/name` may be names of a hub.
+    """
+    for option, path in sources_of(config).items():
+        is_local = path.startswith(("/", ".", "~")) or path.count("/") > 1 or Path(path).suffix in DATA_FILES
+        if is_local and not Path(path).expanduser().exists():
+            raise ConfigError(f"{option}: {path} does not exist: give a file or folder of this machine")
+
+
+def unchecked(config: AnyConfig) -> Iterator[str]:
+    """Yield what is not on this machine or runs code, so that nobody has looked at it."""
+    for option, path in sources_of(config).items():
+        if not Path(path).expanduser().exists():
+            yield f"{option} ({path} would be downloaded)"
+    if config.train_dataset.type == "rl":
+        yield "the reward function and workflow (they are not imported)"
 
 
 def plan_length(config: AnyConfig) -> Steps:

@@ -34,7 +34,9 @@ def report_of(run: DryRun) -> Report:
     if run.notes:
         blocks.append(Facts(rows_of("note", run.notes, "unsure"), "No effect, or worth checking"))
     sentence = f"{run.script} with {run.config_file}; nothing was started."
-    note = f"{run.method} of {run.model} on {run.allocation}; options are consistent"
+    note = f"{run.method} of {run.model} on {run.allocation}; options agree with each other"
+    if run.unchecked:
+        note += f"; not checked: {', '.join(run.unchecked)}"
     return Report("Would run", sentence, "good", blocks, [note])
 
 

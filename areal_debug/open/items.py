@@ -65,8 +65,8 @@ def examine(found: Found, scratch: Path) -> Item:
 def examine_record(found: Found, scratch: Path) -> Item:
     """Check that every step which a record should hold is there, without reading the steps."""
     from recorder import open_record
-    from recorder.integrity.chain import missing_steps, read_end
-    from recorder.reader import describe_steps
+    from recorder.integrity.chain import missing_steps
+    from recorder.reader import describe_steps, read_end
 
     record = open_record(found.path)
     end, steps = read_end(record.storage), record.steps
@@ -98,7 +98,8 @@ def write_tokens(record: "Record", page: Path, links: Sequence[Link]) -> None:
     from areal_debug.view.page import Contents, FollowedRecord, Place, write_folder
 
     contents = Contents(FollowedRecord(record.path, load_decoder(record), ()))
-    document = contents.document(list(record.steps), Place(record.steps[-1]))
+    steps, _ = contents.record.intact(record.steps)
+    document = contents.document(steps, Place(steps[-1]) if steps else None)
     write_folder(contents, document, page.parent, lambda step: None, links)
 
 

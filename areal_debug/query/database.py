@@ -9,7 +9,7 @@ import duckdb
 
 from areal_debug.query.tables import Tables
 from recorder.confine import MEMORY_VARIABLE
-from recorder.reader import Record
+from recorder.reader import Damage, Record
 
 if TYPE_CHECKING:
     import pyarrow
@@ -40,10 +40,12 @@ class Database:
 
     Args:
         memory_bytes: what the database may use; a query that needs more fails.
+        damage: gets what is left out of the answers: steps of which a file is damaged. None: damage
+            is an error.
     """
 
-    def __init__(self, record: Record, memory_bytes: int) -> None:
-        self.tables = Tables(record)
+    def __init__(self, record: Record, memory_bytes: int, damage: Damage | None = None) -> None:
+        self.tables = Tables(record, damage)
         config: dict[str, str | bool | int | float | list[str]] = {
             "threads": THREADS,
             "memory_limit": f"{memory_bytes // 2**20}MiB",

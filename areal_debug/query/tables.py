@@ -10,6 +10,7 @@ statistic of a step and number of a micro-batch, `calls` one per call of an agen
 
 import json
 from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property, lru_cache
 from typing import Any
 
@@ -17,7 +18,7 @@ import numpy as np
 import pyarrow
 from pyarrow import dataset
 
-from recorder.reader import Record, RecordedStep, read_manifest
+from recorder.reader import Damage, Record, RecordedStep, read_manifest
 from recorder.tables.arrow import array_of, batch_of, number_array, schema_of, type_of
 from recorder.tables.columns import Field, Layout, has_file, known_rows, layout_of, read_columns
 from recorder.transcripts import Transcript, text_of, tool_uses
@@ -76,6 +77,7 @@ TOOL_CALLS = pyarrow.schema(
     }
 )
 Read = Callable[[int, Collection[str]], Iterator[pyarrow.RecordBatch]]
+LeftOut = Callable[[], AbstractContextManager[None]]
 
 
 class LazyTable(dataset.Dataset):  # type: ignore[misc]  # pyarrow has no types
@@ -90,8 +92,10 @@ class LazyTable(dataset.Dataset):  # type: ignore[misc]  # pyarrow has no types
         steps: Sequence[int],
         read: Read,
         failures: list[Exception],
+        left_out: LeftOut,
     ) -> None:
-        self._schema, self._steps, self._read, self._failures = schema, steps, read, failures
+        self._schema, self._steps, self._read = schema, steps, read
+        self._failures, self._left_out = failures, left_out
 
     @property
     def schema(self) -> pyarrow.Schema:
@@ -104,17 +108,23 @@ class LazyTable(dataset.Dataset):  # type: ignore[misc]  # pyarrow has no types
         return LazyScan(self, self.schema.names if columns is None else list(columns), filter)
 
     def batches(self, columns: Sequence[str], filter: Any) -> Iterator[pyarrow.RecordBatch]:
-        """Yield rows, step by step. An error is kept in `failures`: DuckDB would keep its text."""
+        """Yield rows, step by step, without steps that are damaged.
+
+        An error is kept in `failures`: DuckDB would keep its text.
+        """
         text = "" if filter is None else str(filter)
         tested = [name for name in self.schema.names if name in text]  # perhaps too many
         needed = {*columns, *tested}
         try:
             for step in self._steps:
-                if filter is not None and len(tested) < len(needed):
-                    kept = (batch.filter(filter).num_rows for batch in self._read(step, tested))
-                    if not any(kept):
-                        continue
-                for batch in self._read(step, needed):
+                of_step: list[pyarrow.RecordBatch] = []
+                with self._left_out():
+                    if filter is not None and len(tested) < len(needed):
+                        kept = (batch.filter(filter).num_rows for batch in self._read(step, tested))
+                        if not any(kept):
+                            continue
+                    of_step = list(self._read(step, needed))
+                for batch in of_step:
                     yield (batch if filter is None else batch.filter(filter)).select(columns)
         except Exception as error:
             self._failures.append(error)
@@ -135,8 +145,9 @@ class LazyScan:
 class Tables:
     """The tables of a record; `failures` are the errors of reading it."""
 
-    def __init__(self, record: Record) -> None:
+    def __init__(self, record: Record, damage: Damage | None) -> None:
         self.record = record
+        self.left_out: LeftOut = damage.left_out if damage else nullcontext
         self.failures: list[Exception] = []
         kept = max(1, KEPT_MANIFESTS // record.header.num_ranks)
         self.step = lru_cache(kept)(
@@ -146,7 +157,11 @@ class Tables:
     @cached_property
     def layout(self) -> Layout:
         """The columns of samples, for which every step.json is read."""
-        return layout_of(self.record, map(self.step, self.record.steps))
+        steps = []
+        for number in self.record.steps:
+            with self.left_out():
+                steps.append(self.step(number))
+        return layout_of(self.record, steps)
 
     @cached_property
     def token_fields(self) -> dict[str, Field]:
@@ -169,7 +184,7 @@ class Tables:
             "tool_calls": (lambda: TOOL_CALLS, self.read_tool_calls),
         }
         return {
-            name: LazyTable(schema, self.record.steps, read, self.failures)
+            name: LazyTable(schema, self.record.steps, read, self.failures, self.left_out)
             for name, (schema, read) in schemas.items()
         }
 

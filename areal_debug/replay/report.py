@@ -201,7 +201,10 @@ def reason_of(report: ReplayReport) -> str:
         return "What was set differently, see above."
     if code_difference(report, "commit") or code_difference(report, "dirty_sha256"):
         return "Only the trainer's code is not that of the record, see above."
-    return "Nothing was set differently: check the hardware, and for kernels that are not deterministic."
+    return (
+        "Not explained: config, model files, commit and uncommitted files, libraries, variables and device were "
+        "compared, and none of them differs."
+    )
 
 
 def report_of_explanation(record: Record, found: dict[str, Any]) -> Report:

@@ -16,6 +16,7 @@ from areal_debug.cli import Verb, force_option, json_option, output_option, step
 from areal_debug.confined import ANYWHERE, reads_untrusted
 from areal_debug.render import (
     console,
+    end_if_damaged,
     errors_as_sentences,
     fail,
     format_bytes,
@@ -227,13 +228,16 @@ def write_view(
     from areal_debug.view.page import write_file, write_folder
 
     contents = open_contents(record, asked)
-    steps = contents.record.steps
+    recorded = contents.record.steps
+    steps, left_out = contents.record.intact(recorded if asked.all_steps else ())
+    steps = steps if asked.all_steps else list(recorded)
     if not steps:
+        end_if_damaged((*left_out, *contents.record.damage.found))
         fail(
             f"{record} holds no committed step: nothing to show: open it without -o, which waits for the first"
         )
-    opens = place_of(contents, asked)
-    stored = list(steps) if asked.all_steps else [opens.step]
+    opens = place_of(contents, asked, steps)
+    stored = steps if asked.all_steps else [opens.step]
     if contents.other and not asked.all_steps:
         contents.other.step(opens.step + contents.shift)  # raises if it is not recorded
     output = output or Path(default_name(record, other, asked, opens.step))
@@ -256,8 +260,10 @@ def write_view(
             "size_bytes": size_bytes,
         }
         print_json(facts)
-        return
-    console().print(styled("{} ({}): open it in a browser", page, format_bytes(size_bytes)))
+    else:
+        console().print(styled("{} ({}): open it in a browser", page, format_bytes(size_bytes)))
+    sides = [contents.record, *([contents.other] if contents.other else [])]
+    end_if_damaged((*left_out, *(problem for side in sides for problem in side.damage.found)))
 
 
 def default_name(record: Path, other: Path | None, asked: Asked, step: int) -> str:
@@ -302,11 +308,14 @@ def follow(path: Path, patterns: list[re.Pattern[str]]) -> "FollowedRecord":
     )
 
 
-def place_of(contents: "Contents", asked: Asked) -> "Place":
-    """Return what the page opens at. Raises ValueError if the record has no such place."""
+def place_of(contents: "Contents", asked: Asked, steps: Sequence[int]) -> "Place":
+    """Return what the page opens at: by default the last of `steps`.
+
+    Raises ValueError if the record has no such place.
+    """
     from areal_debug.view.page import Place
 
-    step = contents.record.steps[-1] if asked.step is None else asked.step
+    step = steps[-1] if asked.step is None else asked.step
     rows = contents.record.view(step).rows
     if asked.at is None:
         return Place(step)
@@ -329,7 +338,9 @@ def serve_page(path: Path, asked: Asked, port: int, as_json: bool) -> None:
 
     contents = open_contents(path, asked)
     wants_place = asked.at is not None or asked.step is not None
-    opens = place_of(contents, asked) if contents.record.steps and wants_place else None
+    steps = contents.record.steps
+    opens = place_of(contents, asked, steps) if steps and wants_place else None
+    end_if_damaged(contents.record.damage.found, code=0)
     with make_server(contents, port, opens) as server:
         compared = "&compare=B" if contents.other else ""
         fragment = f"#{opens.fragment()}{compared}" if opens else ""

@@ -10,7 +10,15 @@ import click
 from areal_debug.cli import Verb, force_option, json_option, output_option
 from areal_debug.confined import describes_limits, reads_untrusted
 from areal_debug.query import render
-from areal_debug.render import announce, console, errors_as_sentences, print_json, refuse_existing, styled
+from areal_debug.render import (
+    announce,
+    console,
+    end_if_damaged,
+    errors_as_sentences,
+    print_json,
+    refuse_existing,
+    styled,
+)
 from areal_debug.report.terminal import print_report
 
 CPU_S = 60
@@ -78,16 +86,19 @@ def ask(
     from areal_debug.query.database import Database
     from recorder import open_record
     from recorder.confine import bounds_for
+    from recorder.reader import Damage
 
     announce(f"asking {record}")
     memory_bytes = bounds_for([record]).memory_bytes
-    database = Database(open_record(record), int(SHARE_OF_MEMORY * memory_bytes))
+    damage = Damage()
+    database = Database(open_record(record, damage), int(SHARE_OF_MEMORY * memory_bytes), damage)
     if sql is None:
         tables = database.columns()
         if as_json:
             print_json([asdict(table) for table in tables])
         else:
             render.print_schema(tables)
+        end_if_damaged(damage.found)
         return
     prints_table = not (as_csv or as_json or output)
     shown = render.SHOWN if limit is None else limit
@@ -96,6 +107,7 @@ def ask(
         render.print_rows_as_json(answer)
     else:
         show(answer, shown, as_csv, output)
+    end_if_damaged(damage.found)
 
 
 def ask_each(

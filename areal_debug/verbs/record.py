@@ -20,7 +20,15 @@ from areal_debug.record.report import (
     report_of_listing,
     report_of_verification,
 )
-from areal_debug.render import console, errors_as_sentences, fail, print_json, styled, with_progress
+from areal_debug.render import (
+    console,
+    end_if_damaged,
+    errors_as_sentences,
+    fail,
+    print_json,
+    styled,
+    with_progress,
+)
 from areal_debug.report.terminal import print_report
 
 if TYPE_CHECKING:
@@ -64,10 +72,13 @@ records_argument = click.argument(
 def ls(record: Path, all_steps: bool, as_json: bool) -> None:
     """List the run and its steps."""
     from recorder import open_record
-    from recorder.reader import summarise_steps
+    from recorder.reader import Damage, summarise_steps
 
-    opened = open_record(record)
-    summaries = with_progress("reading steps", len(opened.steps), lambda tick: summarise_steps(opened, tick))
+    damage = Damage()
+    opened = open_record(record, damage)
+    summaries = with_progress(
+        "reading steps", len(opened.steps), lambda tick: summarise_steps(opened, tick, damage)
+    )
     if as_json:
         print_json(
             {
@@ -76,11 +87,13 @@ def ls(record: Path, all_steps: bool, as_json: bool) -> None:
                 "steps": [asdict(summary) for summary in summaries],
                 "uncommitted": opened.uncommitted,
                 "gaps": asdict(opened.gaps),
+                "damaged": list(damage.found),
             }
         )
     else:
         most = len(summaries) if all_steps else MAX_LINES
         print_report(console(), report_of_listing(opened, summaries, most))
+    end_if_damaged(damage.found)
 
 
 @command.command(

@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING
 
 import click
 
-from areal_debug.cli import Verb, force_option, json_option
+from areal_debug.cli import Verb, force_option, json_option, skip_damaged_option
 from areal_debug.confined import describes_limits
 from areal_debug.render import (
     console,
+    end_if_damaged,
     errors_as_sentences,
     format_bytes,
     note,
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
 @click.option(
     "--without-anchors", is_flag=True, help="Leave checkpoints out: replays start from the run's model."
 )
+@skip_damaged_option
 @force_option
 @json_option
 @describes_limits
@@ -48,21 +50,22 @@ def archive(
     record: Path,
     destination: str,
     without_anchors: bool,
+    skip_damaged: bool,
     force: bool,
     as_json: bool,
 ) -> None:
-    """Write RECORD into a zarr store: compressed, sharded, checksummed. Every verb reads it like
-    the folder.
+    """Write RECORD, after a check of every byte, into a zarr store: compressed, sharded,
+    checksummed. Every verb reads it like the folder.
     """
     from recorder.archive.pack import archive_record
 
-    archived = archive_record(
-        record, destination, force, partial(with_progress, "archiving"), anchors=not without_anchors
-    )
+    progress = partial(with_progress, "archiving")
+    archived = archive_record(record, destination, force, progress, not without_anchors, skip_damaged)
     if as_json:
         print_json(asdict(archived))
     else:
         print_archived(archived)
+    end_if_damaged(archived.left_out, code=int(archived.is_damaged))
 
 
 @click.command(

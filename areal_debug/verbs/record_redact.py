@@ -1,22 +1,27 @@
 """`areal-debug record redact`: a copy of a record to show to others."""
 
 import re
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
-from areal_debug.cli import Verb, json_option
+from areal_debug.cli import Verb, json_option, skip_damaged_option
 from areal_debug.confined import ANYWHERE, reads_untrusted
 from areal_debug.render import (
     console,
     count,
+    end_if_damaged,
     errors_as_sentences,
     print_json,
     styled,
     with_progress,
 )
 from areal_debug.verbs.open import compiled
+
+if TYPE_CHECKING:
+    from recorder.redact import Redacted
 
 
 @click.command(
@@ -38,6 +43,7 @@ from areal_debug.verbs.open import compiled
 )
 @click.option("--without-text", is_flag=True, help="Leave out texts and calls, and mask every token.")
 @click.option("--without-images", is_flag=True, help="Leave out pictures, in which nothing can be masked.")
+@skip_damaged_option
 @json_option
 @reads_untrusted("record", outputs="destination", reads=ANYWHERE)
 @errors_as_sentences
@@ -47,6 +53,7 @@ def redact(
     patterns: list[re.Pattern[str]],
     without_text: bool,
     without_images: bool,
+    skip_damaged: bool,
     as_json: bool,
 ) -> None:
     """Write a copy of RECORD in which credentials are masked: in texts, in the messages, tool calls
@@ -56,11 +63,16 @@ def redact(
     """
     from areal_debug.record.decode import load_decoder
     from recorder import open_record
+    from recorder.reader import Damage
     from recorder.redact import Rules, redact_record
+    from recorder.verify import steps_to_copy
 
     if destination.exists() or destination.is_symlink():
         raise ValueError(f"{destination} exists already: give another path, a copy is never replaced")
-    opened = open_record(record)
+    damage = Damage()
+    opened = open_record(record, damage if skip_damaged else None)
+    steps, left_out = steps_to_copy(opened, opened.steps, skip_damaged)
+    opened = replace(opened, steps=steps)
     decode = load_decoder(opened)
     rules = Rules(patterns, not without_text, not without_images)
     done = with_progress(
@@ -68,7 +80,12 @@ def redact(
     )
     if as_json:
         print_json(asdict(done) | {"record": str(destination)})
-        return
+    else:
+        show_redacted(done, destination, without_text)
+    end_if_damaged((*left_out, *damage.found))
+
+
+def show_redacted(done: "Redacted", destination: Path, without_text: bool) -> None:
     out = console()
     masked = "all texts and tokens left out" if without_text else f"{done.num_masked:,} matches masked"
     out.print(styled("{}: {}, {}", destination, count(done.num_steps, "step"), masked))

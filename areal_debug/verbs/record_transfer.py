@@ -8,9 +8,16 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from areal_debug.cli import Verb, force_option, json_option, overrides_argument, step_option
+from areal_debug.cli import (
+    Verb,
+    force_option,
+    json_option,
+    overrides_argument,
+    skip_damaged_option,
+    step_option,
+)
 from areal_debug.confined import describes_limits, reads_untrusted
-from areal_debug.render import announce, console, errors_as_sentences, print_json, styled
+from areal_debug.render import announce, console, end_if_damaged, errors_as_sentences, print_json, styled
 
 if TYPE_CHECKING:
     from recorder.tables.formats import Exported
@@ -129,6 +136,7 @@ def print_imported(imported: "Imported", destination: Path) -> None:
 )
 @click.option("--public", is_flag=True, help="With --hub: let anybody read it.")
 @step_option("all steps")
+@skip_damaged_option
 @force_option
 @json_option
 @describes_limits
@@ -141,6 +149,7 @@ def export(
     public: bool,
     images: str,
     step: int | None,
+    skip_damaged: bool,
     force: bool,
     as_json: bool,
 ) -> None:
@@ -156,7 +165,7 @@ def export(
             "torch"
         )  # here: CUDA's packages need a temporary file, which the child has not
     if format_name in SERVICES:
-        export_to_service(record, format_name, destination, step, as_json)
+        export_to_service(record, format_name, destination, step, skip_damaged, as_json)
         return
     export_confined(
         record=record,
@@ -165,6 +174,7 @@ def export(
         step=step,
         force=force,
         images=images,
+        skip_damaged=skip_damaged,
         as_json=as_json,
     )
     if hub is not None:
@@ -182,16 +192,19 @@ def export_confined(
     step: int | None,
     force: bool,
     images: str,
+    skip_damaged: bool,
     as_json: bool,
 ) -> None:
     from recorder.tables.formats import export_record
 
     announce(f"exporting {record} as {format_name}")
-    exported = export_record(record, format_name, destination, step, force, images)
+    exported = export_record(record, format_name, destination, step, force, images, skip_damaged)
     print_exported(exported, format_name, as_json)
 
 
-def export_to_service(record: Path, service: str, folder: Path, step: int | None, as_json: bool) -> None:
+def export_to_service(
+    record: Path, service: str, folder: Path, step: int | None, skip_damaged: bool, as_json: bool
+) -> None:
     """Log a record as an offline run of a service, into a new folder, and print what shows it."""
     from areal_debug.record.services import log_lines
     from recorder.confine import in_child
@@ -202,7 +215,9 @@ def export_to_service(record: Path, service: str, folder: Path, step: int | None
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}.") as scratch:
         lines = Path(scratch) / "lines.jsonl"
         written = in_child(
-            lambda: asdict(export_record(record, "lines", lines, step)), [record], Path(scratch)
+            lambda: asdict(export_record(record, "lines", lines, step, skip_damaged=skip_damaged)),
+            [record],
+            Path(scratch),
         )
         shows = log_lines(lines, service, folder, record.name)
     print_exported(Exported(**written | {"files": [str(folder)], "next": shows}), service, as_json)
@@ -211,7 +226,12 @@ def export_to_service(record: Path, service: str, folder: Path, step: int | None
 def print_exported(exported: "Exported", format_name: str, as_json: bool) -> None:
     if as_json:
         print_json(asdict(exported))
-        return
+    else:
+        show_exported(exported, format_name)
+    end_if_damaged(exported.left_out)
+
+
+def show_exported(exported: "Exported", format_name: str) -> None:
     out = console()
     out.print(
         styled("{} steps in {}{}", len(exported.steps), exported.files[0], and_more(len(exported.files) - 1))

@@ -48,6 +48,9 @@ DEFAULT_STEPS = 5  # that --commits compares
 @click.option(
     "--no-replay", is_flag=True, help="Judge from the records alone: start no replay and ask no engine."
 )
+@click.option(
+    "--fast", is_flag=True, help="Compare recorded checksums; do not read bytes where they are equal."
+)
 @click.option("--all", "show_all", is_flag=True, help="List every stage, and all differences of a step.")
 @step_option("all steps, up to the first that differs")
 @click.option("--layers", is_flag=True, help="Find the first step and layer that differ, by replays of both.")
@@ -63,6 +66,7 @@ def command(
     repository: Path | None,
     model: str | None,
     no_replay: bool,
+    fast: bool,
     show_all: bool,
     step: int | None,
     layers: bool,
@@ -89,9 +93,9 @@ def command(
     if right is None and (show_all or layers or step is not None):
         raise ValueError("--all, --step and --layers compare A with B: give both records")
     if right is not None and (show_all or step is not None):
-        compare_stages(left=left, right=right, step=step, show_all=show_all, as_json=as_json)
+        compare_stages(left=left, right=right, step=step, show_all=show_all, fast=fast, as_json=as_json)
     if layers and right is not None:
-        compare_layers(left, right, not no_replay, code, model, as_json)
+        compare_layers(left, right, not no_replay, code, model, fast, as_json)
     from areal_debug.consistency.engine_question import ask_with_recorded_weights
     from areal_debug.replay.ranks import runner
     from areal_debug.report.frame import Frame
@@ -102,7 +106,7 @@ def command(
     if output is not None:
         refuse_existing(output, force)
     with runner(model) as run:
-        options = Options(code, model, note=announce)
+        options = Options(code, model, note=announce, fast=fast)
         if not no_replay:
             options = replace(
                 options,
@@ -170,7 +174,9 @@ def with_text(left: "Record", right: "Record", report: "WhyReport") -> "WhyRepor
 
 @reads_untrusted("left", "right", reads=ANYWHERE)
 @errors_as_sentences
-def compare_stages(left: str, right: str, step: int | None, show_all: bool, as_json: bool) -> None:
+def compare_stages(
+    left: str, right: str, step: int | None, show_all: bool, fast: bool, as_json: bool
+) -> None:
     """Compare all stages of the first step that differs, or of one step; ends the command."""
     from areal_debug.diff.report import report_of_diff
     from recorder import open_record
@@ -178,7 +184,7 @@ def compare_stages(left: str, right: str, step: int | None, show_all: bool, as_j
 
     here, there = open_record(left), open_record(right)
     total = len(set(here.steps) & set(there.steps)) if step is None else 1
-    report = with_progress("comparing steps", total, lambda tick: diff_records(here, there, step, tick))
+    report = with_progress("comparing steps", total, lambda tick: diff_records(here, there, step, tick, fast))
     if as_json:
         print_json(report.to_dict())
     else:
@@ -187,7 +193,7 @@ def compare_stages(left: str, right: str, step: int | None, show_all: bool, as_j
 
 
 def compare_layers(
-    left: str, right: str, layers: bool, code: Path, model: str | None, as_json: bool
+    left: str, right: str, layers: bool, code: Path, model: str | None, fast: bool, as_json: bool
 ) -> NoReturn:
     """Find the first step after which the weights differ, by their checksums, and its first layer.
 
@@ -201,7 +207,7 @@ def compare_layers(
 
     here, there = open_record(left), open_record(right)
     announce(f"comparing the weights of {left} and {right}")
-    found = bisect_steps(here, there)
+    found = bisect_steps(here, there, fast)
     report, traced = explain_step(here, there, found), None
     if layers and found.step is not None:
         announce(f"replaying step {found.step} of both, each with its own code")

@@ -4,6 +4,7 @@ import base64
 import math
 import re
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from functools import cache
 from itertools import accumulate, groupby, pairwise
@@ -17,7 +18,7 @@ from recorder.conversations import Conversation, conversations
 from recorder.errors import StepNotRecorded
 from recorder.format import UNKNOWN_BITS
 from recorder.pictures.kinds import kind_of
-from recorder.reader import Record, RecordedStep
+from recorder.reader import Damage, Record, RecordedStep
 from recorder.samples import token_texts
 
 Decode = Callable[[list[int]], str]
@@ -261,13 +262,21 @@ class StepView:
     images: list[int] | None = None  # number of pictures of each row, if there are any
 
 
-def read_run(record: Record, tick: Callable[[object], None] = lambda _: None) -> RunView:
-    """Read the curves of a run; of more than `MAX_CURVE_STEPS` steps, evenly spaced ones."""
+def read_run(
+    record: Record, tick: Callable[[object], None] = lambda _: None, damage: Damage | None = None
+) -> RunView:
+    """Read the curves of a run; of more than `MAX_CURVE_STEPS` steps, evenly spaced ones.
+
+    A damaged step goes into `damage` and has no value, or raises DamagedRecord.
+    """
     chosen = record.steps
     if len(chosen) > MAX_CURVE_STEPS:
         places = np.linspace(0, len(record.steps) - 1, MAX_CURVE_STEPS).round().astype(int)
         chosen = tuple(record.steps[place] for place in places)
-    points = [step_point(record.step(step), tick) for step in chosen]
+    points: dict[int, dict[str, float]] = {}
+    for step in chosen:
+        with damage.left_out() if damage else nullcontext():
+            points[step] = step_point(record.step(step), tick)
     header = record.header
     return RunView(
         record=str(record.path),
@@ -280,8 +289,8 @@ def read_run(record: Record, tick: Callable[[object], None] = lambda _: None) ->
             "ranks": str(header.num_ranks),
         },
         clip=clip_range(header.config),
-        steps=list(chosen),
-        curves=curves_of(points),
+        steps=list(points),
+        curves=curves_of(list(points.values())),
         num_steps=len(record.steps),
     )
 

@@ -34,6 +34,9 @@ from areal_debug.view.data import (
 from areal_debug.view.pack import pack_json, pack_numbers, pack_text
 from areal_debug.view.pairs import pair_document
 from recorder import Record, RecordedStep, RecordError, StepNotRecorded, open_record
+from recorder.format import STEPS_FOLDER, step_name
+from recorder.reader import Damage
+from recorder.verify import check_step, steps_to_copy
 
 KEPT_STEPS = 4
 SHORT, KEPT_TEXTS = 2, 1 << 20  # most texts are those of one token, decoded after another one
@@ -47,6 +50,9 @@ class FollowedRecord:
         decode: decodes token ids, or None.
         patterns: what to redact.
         tick: called for each step whose curve values were read.
+
+    Attributes:
+        damage: what is wrong with steps that are left out.
     """
 
     def __init__(
@@ -57,8 +63,9 @@ class FollowedRecord:
         tick: Callable[[object], None] = lambda _: None,
     ) -> None:
         self._path, self._decode, self._patterns = path, decode and kept(decode), patterns
-        self._record: Record = open_record(path)
-        self._run = redacted_run(read_run(self._record, tick), patterns)
+        self.damage = Damage()
+        self._record: Record = open_record(path, self.damage)
+        self._run = redacted_run(read_run(self._record, tick, self.damage), patterns)
         self._points = {step: point_at(self._run, place) for place, step in enumerate(self._run.steps)}
         self._views: OrderedDict[int, StepView] = OrderedDict()
 
@@ -69,15 +76,18 @@ class FollowedRecord:
 
     @property
     def steps(self) -> tuple[int, ...]:
-        """Return the steps that were committed when it was last read."""
-        return self._record.steps
+        """Return the steps that were committed when it was last read, without damaged ones."""
+        places = [error.file.split("/") for error in self.damage.found.values()]
+        damaged = {place[1] for place in places if place[0] == STEPS_FOLDER}
+        return tuple(step for step in self._record.steps if step_name(step) not in damaged)
 
     def run(self) -> RunView:
         """Return the run with the steps recorded so far."""
-        self._record = open_record(self._path)
+        self._record = open_record(self._path, self.damage)
         new = [step for step in self.steps if step > max(self._points, default=-1)]
         for step in new:
-            self._points[step] = step_point(self._record.step(step), lambda _: None)
+            with self.damage.left_out():
+                self._points[step] = step_point(self._record.step(step), lambda _: None)
         steps = list(self._points)[-MAX_CURVE_STEPS:]
         curves = curves_of([self._points[step] for step in steps])
         run = replace(self._run, steps=steps, curves=curves, num_steps=len(self.steps))
@@ -86,9 +96,19 @@ class FollowedRecord:
 
     def step(self, step: int) -> RecordedStep:
         """Return a committed step. Raises `RecordError`."""
-        if step not in self.steps:
-            self._record = open_record(self._path)
+        if step not in self._record.steps:
+            self._record = open_record(self._path, self.damage)
         return self._record.step(step)
+
+    def checked(self, step: int) -> RecordedStep:
+        """Return a committed step after reading every byte of it. Raises `RecordError`."""
+        self.step(step)
+        return check_step(self._record, step)
+
+    def intact(self, steps: Sequence[int]) -> tuple[list[int], tuple[str, ...]]:
+        """Read every byte of steps; return those that are intact, and what is wrong with others."""
+        intact, left_out = steps_to_copy(self._record, steps, skip_damaged=True)
+        return list(intact), left_out
 
     def images(self, step: int) -> dict[str, Any]:
         """Return the pictures of a step, which no pattern can be matched with: all are redacted.
@@ -199,7 +219,7 @@ class Contents:
                 raise StepNotRecorded("the page compares with no other record")
             if side == "b":
                 return packed_step(self.other, int(step), kind)
-            steps = self.record.step(int(paired)), self.other.step(int(paired) + self.shift)
+            steps = self.record.checked(int(paired)), self.other.checked(int(paired) + self.shift)
             return pack_json(pair_document(*steps, (self.record.is_foreign, self.other.is_foreign)))
 
 

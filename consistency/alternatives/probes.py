@@ -5,33 +5,26 @@ some forward passes over the sample, so probing stops at the first settled verdi
 the noise floor: the published level of a precision, raised by what model or engine show.
 """
 
-import copy
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from areal_core.engine.routers import Routers
 from areal_core.errors import ModelError
 from consistency.alternatives.images import image_alternatives, tower_alternative
+from consistency.alternatives.variants import variant_alternatives
 from consistency.case import DTYPES, Alternative, Request, Setting
 from consistency.diagnose import Diagnosis, is_accusation
 from consistency.measure import Noise, k3
 from consistency.rescoring import Rescoring
-from consistency.score import Scorer, load_scorer, score_logprobs, scorer_of
+from consistency.score import Scorer, load_scorer, score_logprobs
 from consistency.tensors import find_changed_tensor, find_stale_tensors, swapped
 from consistency.tokens import Floats, Ints, Sequences
 from consistency.transforms import (
     EXPLAINED,
     Replays,
     bounded,
-    mean_square,
-    select_rows,
-    spread_rows,
     usable_or,
 )
 
@@ -145,81 +138,6 @@ def partial_alternatives(
         return []
     with swapped(scorer, previous, stale.names):
         return [checkpoint_alternative(scorer, sequences, "R25", stale.describe(), temperature)]
-
-
-def architecture_alternatives(scorer: Scorer, sequences: Sequences, temperature: float) -> list[Alternative]:
-    return [
-        checkpoint_alternative(changed(scorer, change), sequences, "R54", name, temperature)
-        for name, change in DETAILS.items()
-    ]
-
-
-def changed(scorer: Scorer, change: Callable[[torch.nn.Module], None]) -> Scorer:
-    """Copy the model with `change` applied to every module."""
-    model = copy.deepcopy(scorer.model)
-    for module in model.modules():
-        change(module)
-    return scorer_of(model, scorer.processor)
-
-
-def shift_norm(module: torch.nn.Module, by: float) -> None:
-    """Add to the weight of a norm: Gemma scales by 1 + weight, most others by the weight."""
-    if is_norm(module):
-        module.get_parameter("weight").data += by
-
-
-def set_epsilon(module: torch.nn.Module, epsilon: float) -> None:
-    for name in ("variance_epsilon", "eps"):
-        if is_norm(module) and name in vars(module):
-            setattr(module, name, epsilon)
-
-
-def is_norm(module: torch.nn.Module) -> bool:
-    return type(module).__name__.endswith("Norm") and "weight" in dict(module.named_parameters(recurse=False))
-
-
-DETAILS: dict[str, Callable[[torch.nn.Module], None]] = {
-    "norms scaled by 1 + weight": partial(shift_norm, by=1.0),
-    "norms scaled by weight - 1": partial(shift_norm, by=-1.0),
-    **{
-        f"norms with epsilon {epsilon:.0e}": partial(set_epsilon, epsilon=epsilon)
-        for epsilon in (1e-6, 1e-5, 1e-4, 1e-3, 1e-2)
-    },
-}
-
-
-def quantized_alternatives(scorer: Scorer, sequences: Sequences, temperature: float) -> list[Alternative]:
-    return [
-        checkpoint_alternative(quantized(scorer, scheme), sequences, "R44", f"weights in {name}", temperature)
-        for name, scheme in SCHEMES.items()
-    ]
-
-
-def quantized(scorer: Scorer, scheme: Callable[[Tensor], Tensor]) -> Scorer:
-    model = copy.deepcopy(scorer.model)
-    for module in model.base_model.modules():
-        if isinstance(module, torch.nn.Linear):
-            module.weight.data = scheme(module.weight.data.float()).to(module.weight.dtype)
-    return scorer_of(model, scorer.processor)
-
-
-def rounded_to_float8(weight: Tensor) -> Tensor:
-    scale = weight.abs().amax(1, keepdim=True).clamp(min=1e-12) / torch.finfo(torch.float8_e4m3fn).max
-    return (weight / scale).to(torch.float8_e4m3fn).float() * scale
-
-
-def rounded_to_integers(weight: Tensor, bits: int, group: int | None) -> Tensor:
-    groups = weight if group is None or weight.shape[1] % group else weight.reshape(-1, group)
-    most = 2 ** (bits - 1) - 1
-    scale = groups.abs().amax(1, keepdim=True).clamp(min=1e-12) / most
-    return ((groups / scale).round().clamp(-most - 1, most) * scale).reshape(weight.shape)
-
-
-SCHEMES: dict[str, Callable[[Tensor], Tensor]] = {
-    "float8": rounded_to_float8,
-    "int8": partial(rounded_to_integers, bits=8, group=None),
-    "int4": partial(rounded_to_integers, bits=4, group=128),
-}
 
 
 def bos_alternatives(
@@ -383,76 +301,6 @@ def after_prompts(
     return score_logprobs(scorer, packed, temperature=temperature).reshape(len(prompts), -1)
 
 
-BASES = (1e3, 2.5e3, 5e3, 1e4, 2e4, 5e4, 1e5, 2.5e5, 5e5, 1e6, 2e6, 5e6, 1e7, 1e8)
-FACTORS = (0.25, 0.5, 2.0, 4.0, 8.0, 16.0, 32.0)
-TOKENS_TO_SCREEN = 256
-LEAST_GAIN = 1.5  # of squares, below which the best candidate is not scored on all tokens
-REFINEMENTS = 3
-POINTS = 5
-
-
-def rotary_alternatives(scorer: Scorer, rows: Sequences, temperature: float) -> list[Alternative]:
-    """Score with the rotary base, or factor of positions, that fits best (R49)."""
-    own = rotary_base(scorer)
-    if own is None:
-        return []
-    screened = select_rows(rows, spread_rows(rows, TOKENS_TO_SCREEN))
-    engine = screened.engine_logprobs[screened.scored]
-    usable = np.isfinite(engine)
-
-    def miss(base: float, factor: float) -> float:
-        predicted = scored_with(scorer, screened, temperature, np.log(base) / np.log(own), factor)
-        return mean_square(engine[usable], predicted[usable])
-
-    as_is = miss(own, 1.0)
-    misses = {(base, 1.0): miss(base, 1.0) for base in BASES}
-    misses |= {(own, factor): miss(own, factor) for factor in FACTORS}
-    best = min(misses, key=lambda key: misses[key])
-    if best[1] == 1.0:
-        grid = sorted({base for base, factor in misses if factor == 1.0} | {own})
-        low, high = grid[max(grid.index(best[0]) - 1, 0)], grid[min(grid.index(best[0]) + 1, len(grid) - 1)]
-        for _ in range(REFINEMENTS):
-            points = np.geomspace(low, high, POINTS + 2)
-            misses |= {(float(base), 1.0): miss(float(base), 1.0) for base in points}
-            best = min(misses, key=lambda key: misses[key])
-            step = (high / low) ** (1 / (POINTS + 1))
-            low, high = best[0] / step, best[0] * step
-    if misses[best] * LEAST_GAIN > as_is:
-        return []
-    base, factor = best
-    name = f"rotary base {base:.3g}" if factor == 1.0 else f"positions divided by {factor:g}"
-    logprobs = scored_with(scorer, rows, temperature, np.log(base) / np.log(own), factor)
-    return [Alternative("R49", f"{name} (the model's base is {own:.3g})", logprobs)]
-
-
-def scored_with(scorer: Scorer, rows: Sequences, temperature: float, power: float, factor: float) -> Floats:
-    with changed_frequencies(scorer, power, factor):
-        return score_logprobs(scorer, rows, temperature=temperature)
-
-
-def frequencies(scorer: Scorer) -> list[torch.Tensor]:
-    return [buffer for name, buffer in scorer.model.named_buffers() if name.endswith("inv_freq")]
-
-
-def rotary_base(scorer: Scorer) -> float | None:
-    found = [buffer for buffer in frequencies(scorer) if buffer.numel() > 1]
-    if not found or not 0 < float(found[0][1]) < 1:
-        return None
-    return float(found[0][1].double() ** -len(found[0]))
-
-
-@contextmanager
-def changed_frequencies(scorer: Scorer, power: float, factor: float) -> Iterator[None]:
-    kept = [(buffer, buffer.clone()) for buffer in frequencies(scorer)]
-    for buffer, own in kept:
-        buffer.copy_((own.double() ** power / factor).to(own.dtype))
-    try:
-        yield
-    finally:
-        for buffer, own in kept:
-            buffer.copy_(own)
-
-
 def of_model(alternatives: Callable[[Scorer, Sequences, float], list[Alternative]]) -> Probe:
     return lambda inputs: alternatives(inputs.scorer, inputs.rows, inputs.setting.temperature)
 
@@ -464,8 +312,6 @@ PROBES: tuple[Probe, ...] = (
     of_model(image_alternatives),
     of_model(prompt_alternatives),
     probe_checkpoints,
-    of_model(quantized_alternatives),
-    of_model(architecture_alternatives),
-    of_model(rotary_alternatives),
+    of_model(variant_alternatives),
     probe_partial_update,
 )

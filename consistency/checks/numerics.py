@@ -6,14 +6,16 @@ from consistency.case import BAD_RATIO, Case
 from consistency.causes import Finding, finding
 from consistency.checks.shape import means_by, run_lengths
 from consistency.measure import correlation, tail
+from consistency.rescoring import NOISE_FACTOR
 from consistency.tokens import Floats
 
-NOISE_FACTOR = 2.0  # both sides of a comparison round: twice one side's noise is still noise
 PERIODS = range(2, 9)  # tokens
 DECIMALS = (1, 2, 3)  # four or more are below the noise of any engine
 FEWEST_ON_GRID = 50  # tokens
 FEWEST_REPEATED = 5  # tokens
 MOVES_SHARED = 0.4  # correlation of D with what another dtype changes
+FEWEST_PREFILLED = 8  # first tokens of turns
+MOST_ROWS = 0.8  # of the rows must have wrong tokens after the first
 MIN_RUN = 3  # tokens; a shorter run can be chance
 
 
@@ -24,12 +26,11 @@ def listed_means(means: Floats) -> str:
 def trainer_differs(case: Case) -> Finding | None:
     """R20: the trainer's packed path differs from the model, so the fault is the trainer's."""
     check = case.trainer_check
-    if check is None or check.trainer_model <= NOISE_FACTOR * case.level:
-        return None
-    if check.engine_model > check.trainer_model / NOISE_FACTOR:
+    if check is None or not check.is_at_fault(case.level):
         return None
     return finding(
-        "R20",
+        "R20.explained" if check.explanation else "R20",
+        how=check.explanation,
         source=check.source,
         trainer=check.trainer_model,
         tokens=check.num_tokens,
@@ -43,13 +44,44 @@ def decoding_differs(case: Case) -> Finding | None:
     if rescoring is None or rescoring.decode is None:
         return None
     floor = NOISE_FACTOR * max(case.level, rescoring.engine_repeat)
-    if rescoring.decode <= floor or rescoring.prefill >= rescoring.decode / NOISE_FACTOR:
-        return None
-    key = (
-        "R43" if dtype is not None and "8" in dtype else "R48" if case.setting.has_linear_attention else "R40"
-    )
     decode, prefill, repeat = rescoring.decode, rescoring.prefill, rescoring.engine_repeat
-    return finding(key, dtype=dtype, decode=decode, prefill=prefill, repeat=repeat)
+    if decode <= floor:
+        return None
+    if prefill >= decode / NOISE_FACTOR:
+        if case.mean_abs > case.level:  # both differ from the model
+            return None
+        return finding("R40.prefill", decode=decode, prefill=prefill, sampled=case.mean_abs)
+    return finding(of_decoding(case), dtype=dtype, decode=decode, prefill=prefill, repeat=repeat)
+
+
+def of_decoding(case: Case) -> str:
+    """Return the cause of a decoding that is wrong where the prefill is right."""
+    dtype = case.setting.kv_cache_dtype
+    if dtype is not None and "8" in dtype:
+        return "R43"
+    return "R48" if case.setting.has_linear_attention else "R40"
+
+
+def only_decoded_tokens_differ(case: Case) -> Finding | None:
+    """R40, R43, R48: the first token of each turn, which a prefill gives, agrees; no other does."""
+    if not case.unexplained:
+        return None
+    size, first = np.minimum(np.abs(case.table.difference), 5.0), case.table.turn_position == 0
+    second = case.table.turn_position == 1
+    if min(first.sum(), second.sum()) < FEWEST_PREFILLED:
+        return None
+    prefilled, next_ones, decoded = size[first].mean(), size[second].mean(), size[~first].mean()
+    bad_rows = means_by(case.table.sequence[~first], size[~first])[1] > BAD_RATIO * case.level / 2
+    is_clean = prefilled <= case.level / 2 and np.quantile(size[first], 0.9) <= case.level
+    if not is_clean or next_ones < decoded / 3 or bad_rows.mean() < MOST_ROWS:
+        return None
+    return finding(
+        f"{of_decoding(case)}.first",
+        dtype=case.setting.kv_cache_dtype,
+        count=int(first.sum()),
+        prefilled=prefilled,
+        decoded=decoded,
+    )
 
 
 def model_not_repeatable(case: Case) -> Finding | None:
@@ -180,6 +212,7 @@ def heavy_tail(case: Case) -> Finding | None:
         p99=heavy["p99_over_p50"],
         top=heavy["top_percent_share"],
         of_one=" of one engine" if len(engines) > 1 else "",
+        is_fault=case.mean_abs > case.level or not case.setting.has_experts,
     )
 
 

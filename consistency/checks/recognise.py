@@ -21,6 +21,7 @@ from consistency.checks.numerics import (
     heavy_tail,
     listed_means,
     model_not_repeatable,
+    only_decoded_tokens_differ,
     ordinary_noise,
     other_dtype,
     periodic,
@@ -57,6 +58,7 @@ def from_replay(case: Case) -> Finding | None:
     p = found.prediction
     key = "R02" if p.cause == "R01" and applied_twice(case, p.parameter) else p.cause
     fields: dict[str, Any] = {"name": p.name, "value": p.parameter, "replay": replay_evidence(found)}
+    fields["temperature"] = case.setting.temperature
     if key in FIELDS:
         fields |= FIELDS[key](case, p)
     if key == "R38":
@@ -304,6 +306,8 @@ def one_tensor_differs(case: Case) -> Finding | None:
     found = case.changed_tensor
     if found is None or case.explanation is not None:
         return None
+    if case.setting.noise.name != "float32" and case.mean_abs <= case.level:
+        return None  # ordinary rounding: of few experts or layers, which then stand out
     weighed = (
         f"{found.name} {found.how} leaves {found.noise:.0%} of the difference"
         if found.how is not None
@@ -479,6 +483,7 @@ CHECKS: tuple[Callable[[Case], Finding | None], ...] = (
     positions_differ,
     trainer_differs,
     decoding_differs,
+    only_decoded_tokens_differ,
     model_not_repeatable,
     batch_variant,
     placeholder_logprobs,

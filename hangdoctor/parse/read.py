@@ -207,7 +207,7 @@ def take_dump(reading: Reading, place: location.Place, member: str, data: bytes)
 
 
 def take_ended(reading: Reading, place: location.Place, member: str, text: str) -> None:
-    """Keep what a job that has ended, or one of its ranks, wrote: it is read with its other logs."""
+    """Keep what a job that ended, or one of its ranks, wrote: it is read with its other logs."""
     process = owner_of(reading, place, member)
     place_in_job = TORCHRUN_FILE.search(member)
     attempt = int(place_in_job["attempt"]) if place_in_job else 0

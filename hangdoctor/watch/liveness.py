@@ -177,9 +177,9 @@ def judge_liveness(tracks: dict[str, Track], now: float, limits: Limits) -> Judg
 def quiet_limit_s(tracks: dict[str, Track], limits: Limits) -> float:
     """Return how long a silence may last, in seconds.
 
-    `quiet_s` where it is given; else half the watchdog's time before the first step, which downloads
-    and compiles, then a multiple of the longest pause between two beats so far, but in time before
-    the watchdog.
+    `quiet_s` where it is given; else half the watchdog's time before the first step, which
+    downloads and compiles, then a multiple of the longest pause between two beats so far, but in
+    time before the watchdog.
     """
     if limits.quiet_s is not None:
         return limits.quiet_s

@@ -9,8 +9,9 @@ records into (`live_archive`).
 import os
 import shutil
 import zipfile
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -43,8 +44,9 @@ from recorder.format import (
 )
 from recorder.lock import check_not_in_use
 from recorder.pictures.named import picture_file
-from recorder.reader import Record, open_record, read_checksummed, top_files
+from recorder.reader import Damage, Record, open_record, read_checksummed, top_files
 from recorder.storage import STAGING_SUFFIX, Storage, file_blocks, is_url, location_of
+from recorder.verify import refused, steps_to_copy, verify
 
 DOCUMENTS, CHECKPOINTS, PICTURES = "documents", "checkpoints", "pictures"
 
@@ -94,8 +96,9 @@ def anchor_layout(stream: ArrayStream, record: Record, anchor: int) -> Layout:
     return {name: file_layout(stream, record.storage, f"{folder}/{name}", None) for name in names}
 
 
-def top_layout(stream: ArrayStream, storage: Storage) -> Layout:
-    return {name: file_layout(stream, storage, name, None) for name in top_files(storage)}
+def top_layout(stream: ArrayStream, storage: Storage, without: Collection[str] = ()) -> Layout:
+    names = [name for name in top_files(storage) if name not in without]
+    return {name: file_layout(stream, storage, name, None) for name in names}
 
 
 def commit_layout(group: zarr.Group, folder: str, layout: Part) -> None:
@@ -110,9 +113,12 @@ def commit_top(group: zarr.Group, layout: Part) -> None:
     )
 
 
-def write_archive(record: Record, location: str, anchors: bool, on_step: OnStep) -> tuple[int, int]:
+def write_archive(
+    record: Record, location: str, anchors: bool, on_step: OnStep, without: Collection[str] = ()
+) -> tuple[int, int]:
     """Write a record, with its anchors or without, into a store without metadata.
 
+    Files at the top and anchors of which a file is in `without` are left out.
     Return the bytes of the archived files, and the number of shards that were there. The root's
     attributes are written last: a store without them is not an archive.
     """
@@ -128,12 +134,14 @@ def write_archive(record: Record, location: str, anchors: bool, on_step: OnStep)
             sizes[place] = sum(part.size_bytes for part in parts)
         layouts[folder] = stream.append(DOCUMENTS, "U8", layout_bytes(layout))
 
-    add("", top_layout(stream, record.storage))
+    add("", top_layout(stream, record.storage, without))
     for step in record.steps:
         add(f"{STEPS_FOLDER}/{step_name(step)}", step_layout(stream, record, step, pictures))
         on_step(step)
     for anchor in record.anchors() if anchors else ():
-        add(f"{ANCHORS_FOLDER}/{step_name(anchor)}", anchor_layout(stream, record, anchor))
+        folder = f"{ANCHORS_FOLDER}/{step_name(anchor)}"
+        if not any(place.startswith(f"{folder}/") for place in without):
+            add(folder, anchor_layout(stream, record, anchor))
     stream.close()
     for folder in layouts.keys() - {""}:
         commit_layout(group, folder, layouts[folder])
@@ -147,7 +155,8 @@ def write_archive(record: Record, location: str, anchors: bool, on_step: OnStep)
 class Archived:
     """Result of `archive_record`, with the sizes of archive and source.
 
-    `num_continued` shards of at most 16 MiB were left by an interrupted call.
+    `num_continued` shards of at most 16 MiB were left by an interrupted call. `left_out` has a
+    sentence for each file of the source that is damaged, and for each that is not part of a record.
     """
 
     location: str
@@ -156,6 +165,8 @@ class Archived:
     source_bytes: int
     archive_bytes: int
     num_continued: int
+    left_out: Sequence[str] = ()
+    is_damaged: bool = False
 
 
 def archive_record(
@@ -164,16 +175,19 @@ def archive_record(
     overwrite: bool = False,
     progress: Progress = no_progress,
     anchors: bool = True,
+    skip_damaged: bool = False,
 ) -> Archived:
     """Archive the committed steps and finished anchors of a record, which may itself be an archive.
 
     A child process with limits reads and writes; a local archive gets its name when it is complete.
+    Every byte is checked first.
 
     Args:
         destination: a folder, a file that ends in `.zip`, or an fsspec URL.
         overwrite: replace an existing archive at the destination.
         progress: called in the child with the number of steps and the work.
         anchors: False leaves them out: replays then start from the model of the run.
+        skip_damaged: leave out the steps, anchors and other files that are damaged.
 
     Raises:
         RecordExists: the destination is not empty.
@@ -184,19 +198,29 @@ def archive_record(
     check_destination(location, overwrite)
     if is_url(location):
         clear_destination(location, overwrite)
-        return Archived(**in_child(lambda: pack(source, location, progress, anchors), [source, location]))
+        work = partial(pack, source, location, progress, anchors, skip_damaged)
+        return Archived(**in_child(work, [source, location]))
     check_not_in_use(Path(location + STAGING_SUFFIX))
     with unfinished_folder(Path(location), may_continue=True) as content:
         target = f"{content}.zip" if location.endswith(".zip") else str(content)
-        facts = in_child(lambda: pack(source, target, progress, anchors), [source], content.parent)
+        work = partial(pack, source, target, progress, anchors, skip_damaged)
+        facts = in_child(work, [source], content.parent)
         if target != str(content):
             Path(target).rename(content)
     return Archived(**facts | {"location": location})
 
 
-def pack(source: str | os.PathLike[str], location: str, progress: Progress, anchors: bool) -> dict[str, Any]:
+def pack(
+    source: str | os.PathLike[str], location: str, progress: Progress, anchors: bool, skip_damaged: bool
+) -> dict[str, Any]:
     """Write an archive, or continue one that was interrupted; return the members of Archived."""
-    record = open_record(source)
+    record = open_record(source, Damage())
+    problems = [problem for problem in verify(source).problems if problem.kind != "unfinished"]
+    damaged = [problem for problem in problems if problem.kind != "foreign"]
+    if damaged and not skip_damaged:
+        raise refused(damaged[0])
+    if damaged:
+        record = replace(record, steps=steps_to_copy(record, record.steps, skip_damaged)[0])
     is_zip = location.endswith(".zip") and not is_url(location)
     store = Path(location).with_suffix(".zarr") if is_zip else location
     source_bytes = num_continued = 0
@@ -205,7 +229,8 @@ def pack(source: str | os.PathLike[str], location: str, progress: Progress, anch
 
     def write(on_step: OnStep) -> None:
         nonlocal source_bytes, num_continued
-        source_bytes, num_continued = write_archive(record, str(store), anchors, on_step)
+        without = {problem.file for problem in damaged}
+        source_bytes, num_continued = write_archive(record, str(store), anchors, on_step, without)
 
     progress(len(record.steps), write)
     if is_zip:
@@ -221,6 +246,8 @@ def pack(source: str | os.PathLike[str], location: str, progress: Progress, anch
         "source_bytes": source_bytes,
         "archive_bytes": stored_bytes(location),
         "num_continued": num_continued,
+        "left_out": [str(problem) for problem in problems],
+        "is_damaged": bool(damaged),
     }
 
 

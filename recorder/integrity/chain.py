@@ -24,12 +24,9 @@ from recorder.format import (
     EndMark,
     Recording,
     StepLink,
-    parse_end,
     step_name,
 )
 from recorder.header import Gaps, Ranges, in_ranges
-from recorder.reader import read_checksummed
-from recorder.storage import Storage
 
 MOST_MISSING = 1000  # missing steps that are listed
 
@@ -42,13 +39,6 @@ def link_to(record: Path, step: int) -> StepLink:
 def write_end(record: Path, finished: bool, last: StepLink | None) -> None:
     """Commit end.json: nothing is recorded after `last`."""
     commit_file(record / END_FILE, checksummed_bytes(vars(EndMark(FORMAT_VERSION, finished, last))))
-
-
-def read_end(storage: Storage) -> EndMark | None:
-    """Read end.json; None if the run was interrupted, or still records. Raises DamagedRecord."""
-    if storage.size(END_FILE) is None:
-        return None
-    return parse_end(read_checksummed(storage, END_FILE))
 
 
 @dataclass(frozen=True)

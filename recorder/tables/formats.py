@@ -22,11 +22,12 @@ import numpy as np
 from areal_core.safety.durable import commit_file, replacing
 from areal_core.safety.scratch import unfinished_folder
 from recorder.documents import json_text
-from recorder.errors import RecordError, RecordExists
+from recorder.errors import DamagedRecord, RecordError, RecordExists
 from recorder.format import BATCH_KEYS
-from recorder.reader import Record, RecordedStep, open_record
+from recorder.reader import Damage, Record, RecordedStep, open_record
 from recorder.tables.arrow import batches, schema_of
 from recorder.tables.columns import Layout, has_file, layout_of, read_columns
+from recorder.verify import steps_to_copy
 
 if TYPE_CHECKING:
     import pyarrow
@@ -352,12 +353,16 @@ LOST = {
 
 @dataclass(frozen=True)
 class Exported:
-    """The written files, what the format cannot represent, and the command that shows the files."""
+    """The written files, what the format cannot represent, and the command that shows the files.
+
+    `left_out` has a sentence for each damaged file because of which a step was left out.
+    """
 
     files: tuple[str, ...]
     steps: tuple[int, ...]
     lost: tuple[str, ...]
     next: str | None = None
+    left_out: tuple[str, ...] = ()
 
 
 def export_record(
@@ -367,25 +372,32 @@ def export_record(
     step: int | None = None,
     overwrite: bool = False,
     images: str = "bytes",
+    skip_damaged: bool = False,
 ) -> Exported:
     """Write the steps of a record, or one of them, in the format of another tool.
+
+    Every byte of them is checked before a file is written.
 
     Args:
         destination: a file; a format with one file per step needs `{step}` in the name if there are
             several. A folder for "hf", and for "parquet" unless the name ends in .parquet.
         images: in a table, "bytes" of pictures, or the paths of "files" in DESTINATION.images.
+        skip_damaged: leave out the steps that are damaged.
 
     Raises:
         RecordError: the record cannot be read, or the destination exists.
     """
-    record = open_record(source)
-    steps = record.steps if step is None else (step,)
+    damage = Damage()
+    record = open_record(source, damage)
+    steps, left_out = steps_to_copy(record, record.steps if step is None else (step,), skip_damaged)
+    if left_out and not steps:
+        raise DamagedRecord("steps", f"none is intact: {left_out[0]}")
     if not steps:
-        raise RecordError(f"{record.path} has no finished step: there is nothing to export")
+        raise RecordError(f"{record.path} has no finished and intact step: there is nothing to export")
     if not destination.parent.is_dir():
         raise RecordError(f"{destination.parent} is not a folder: create it first")
     options = {}
     if format_name in TABLES and images == "files":
         options["pictures"] = destination.with_name(f"{destination.name}.images")
     files = FORMATS[format_name](record, destination, steps, overwrite, **options)
-    return Exported(tuple(map(str, files)), tuple(steps), LOST[format_name])
+    return Exported(tuple(map(str, files)), steps, LOST[format_name], None, (*left_out, *damage.found))

@@ -106,8 +106,10 @@ def pad(rows: Sequence[Sample], places: Sequence[Place]) -> dict[str, np.ndarray
         sampled = np.ones(size, bool) if row.loss_mask is None else mask != 0
         batch["input_ids"][number, :size] = 0 if row.tokens is None else row.tokens
         batch["loss_mask"][number, :size] = mask
-        logprobs = np.float32(np.nan) if row.logprobs is None else row.logprobs
-        batch["logprobs"][number, :size] = np.where(sampled, logprobs, np.float32(0))
+        # as given outside of the mask, too: a wrong mask would destroy its own evidence
+        batch["logprobs"][number, :size] = (
+            np.where(sampled, np.float32(np.nan), np.float32(0)) if row.logprobs is None else row.logprobs
+        )
         batch["versions"][number, :size] = -1 if row.versions is None else np.where(sampled, row.versions, -1)
     for name in sorted({name for row in rows for name in row.scores}):
         scores = [row.scores.get(name) for row in rows]

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from recorder.errors import RecordError
+from recorder.errors import ForeignFormat, RecordError
 from recorder.trainers.foreign import (
     BY_MASK,
     BY_PROMPT,
@@ -184,7 +184,12 @@ def parse_row(row: Mapping[str, Any], text: tuple[str, str] | None, where: str) 
 
     Rows with equal prompts are a group, as for NeMo-RL's own baseline.
     """
-    length = int(member(row, "input_lengths", where))
+    length = member(row, "input_lengths", where)
+    sizes = [len(row[name]) for name in PER_TOKEN if row.get(name) is not None]
+    if not isinstance(length, int | np.integer) or not 0 <= length <= max(sizes, default=length):
+        raise ForeignFormat(
+            f"{where}: input_lengths is {length!r}, with values for {max(sizes, default=0)} tokens"
+        )
 
     def column(name: str) -> Any:
         values = optional(row, name)

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from recorder import Record
+from recorder.verify import check_step
 from replayer.diff import DiffReport, diff_records
 from replayer.errors import ReplayError
 from replayer.preconditions import check_checksums
@@ -52,8 +53,10 @@ def first_true(count: int, holds: Callable[[int], bool]) -> int:
     return low
 
 
-def bisect_steps(left: Record, right: Record) -> FirstStep:
+def bisect_steps(left: Record, right: Record, fast: bool = False) -> FirstStep:
     """Find the first step after which the weights differ, by binary search over common steps.
+
+    If they never do, every byte of these steps is read and checked, unless `fast`.
 
     Raises:
         ReplayError: the records have no step in common, or one of another trainer has no checksums.
@@ -73,6 +76,9 @@ def bisect_steps(left: Record, right: Record) -> FirstStep:
 
     # most compared records are equal to the end, which needs one comparison
     if not differs(len(steps) - 1):
+        for record in () if fast else (left, right):
+            for step in steps:
+                check_step(record, step)
         return FirstStep(None, steps[-1], len(read), len(steps))
     index = first_true(len(steps) - 1, differs)
     return FirstStep(steps[index], steps[index - 1] if index else None, len(read), len(steps))

@@ -142,8 +142,8 @@ def read_pairs(
         rows, other_rows = match_rows(left, right)
     else:
         rows, other_rows = find_rows(left), find_rows(right)
-    a = side_of(left, here, rows, key, foreign[0])
-    b = side_of(right, there, other_rows, key, foreign[1])
+    a = side_of(left, here, rows, key, foreign[0], any(foreign))
+    b = side_of(right, there, other_rows, key, foreign[1], any(foreign))
     per_token = one.axis == "token"
     in_prompt = key == "input_ids" and difference.place is not None and difference.place.in_prompt
     found = []

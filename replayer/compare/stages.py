@@ -204,17 +204,30 @@ def compare_tensors(
             if not any(foreign) and (kind, key) != ("learning", "loss_mask"):
                 yield StageDifference(stage_of(kind, key), key, left=dtypes[0], right=dtypes[1])
             continue
-        one = side_of(left, here, rows, key, foreign[0])
-        other = side_of(right, there, other_rows, key, foreign[1])
+        one = side_of(left, here, rows, key, foreign[0], any(foreign))
+        other = side_of(right, there, other_rows, key, foreign[1], any(foreign))
         yield from compare_tensor(stage_of(kind, key), key, one, other, entries[0].axis == "token")
 
 
-def side_of(step: RecordedStep, names: Files, rows: Rows, key: str, is_foreign: bool) -> Side:
-    """Read a tensor of every rank of a step."""
+def side_of(
+    step: RecordedStep, names: Files, rows: Rows, key: str, is_foreign: bool, any_foreign: bool
+) -> Side:
+    """Read a tensor of every rank of a step.
+
+    Beside another trainer's record, a log-prob of 0 outside of the loss mask is not known: older
+    versions stored 0 there, whatever was given, as our trainer does.
+    """
     # learning-* has no bits: a row that lacks a name is NaN
     asked = key if names[0][0].startswith("batch-") else "cu_seqlens"
     known = [step.known(rank, asked) for rank in range(step.manifest.num_ranks)]
     arrays = [step.tensors(name, entry, [key])[key] for name, entry in names]
+    if key == "logprobs" and any_foreign:
+        masks = [step.batch(rank, ["loss_mask"])["loss_mask"] for rank in range(len(arrays))]
+        arrays = [
+            np.where((mask == 0) & (array == 0), np.nan, array).astype(array.dtype)
+            for mask, array in zip(masks, arrays, strict=True)
+        ]
+        is_foreign = True
     return Side(rows, arrays, known, is_foreign)
 
 

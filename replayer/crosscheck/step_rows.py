@@ -125,7 +125,7 @@ def read_rows(record: Record, step: int | None) -> StepRows:
         raise ValueError(
             f"step {step} of {record.path} has no token in the loss mask: there is nothing to check"
         )
-    logprobs = shifted(matrix([batch["logprobs"] for batch in batches], np.float64))
+    logprobs = np.where(mask, shifted(matrix([batch["logprobs"] for batch in batches], np.float64)), 0.0)
     names = [name for name in LEARNING if all(name in tensors for tensors in learning)]
     rank = np.concatenate([np.full(len(batch["rewards"]), rank) for rank, batch in enumerate(batches)])
     row = np.concatenate([np.arange(len(batch["rewards"])) for batch in batches])

@@ -78,6 +78,8 @@ class Case:
         if self.first.stage != "batch":
             return None
         place = self.first.place
+        if self.first.name == "loss_mask":  # a token before the first in A's mask may be none of the prompt
+            return "rows"
         if self.first.name == "tool result":
             return "tools"
         if self.first.name in ("rows", "order of rows", "images") or (place is not None and place.in_prompt):
@@ -289,10 +291,18 @@ def data_finding(case: Case) -> Finding | None:
         evidence = "the messages and the tool calls before it are equal"
         refuted = "the tool, called again with these arguments, returns the same every time"
         return Finding(Cause("environment", what), "medium", (evidence,), refuted, show)
+    if first.name == "loss_mask":
+        what = (
+            f"the loss mask of {first.num_different} of {first.num_compared} tokens of the same rows differs"
+        )
+        found = unknown_finding(
+            case, "prompts and completions are equal: what makes the mask is not the same"
+        )
+        return replace(found, cause=replace(found.cause, what=what), next=show)
     if case.kind_of_batch == "data":
         here, there = prompts_of(case.left.step(case.step), case.right.step(case.step))
         equal = sum(there.get(name) == prompt for name, prompt in here.items())
-        if 2 * equal > len(here):
+        if len(here) > equal > len(here) / 2:
             what = f"{len(here) - equal} of {len(here)} rows have prompts of other content"
             evidence = (
                 "the other prompts are equal, at the same place: the data set was changed, not its order"

@@ -48,7 +48,7 @@ def explain(left: Record, right: Record, options: Options, is_replay: bool = Fal
     Raises DamagedRecord, RecordError.
     """
     try:
-        report = diff_records(left, right)
+        report = diff_records(left, right, fast=options.fast)
     except ReplayError as error:
         return WhyReport(left.path, right.path, "not comparable", str(error), 0, 0)
     if report.first is None:
@@ -75,6 +75,7 @@ def identical(left: Record, right: Record, report: DiffReport) -> WhyReport:
     """Return that all common steps have the same bits, and what was set without effect."""
     count = f"{report.num_compared} of {report.num_shared} common steps compared"
     what = "all that both records know has the same bits" if report.not_known else "all have the same bits"
+    count += " by their recorded checksums" * report.by_checksums
     header = report.set_differently
     settings = tuple(
         Setting(section, item.where, item.recorded, item.current, False, "had no effect on any number")
@@ -120,7 +121,7 @@ def first_weights(left: Record, right: Record, report: DiffReport) -> tuple[int 
     found = steps[index]
     if found == report.step:
         return found, None
-    later = diff_records(left, right, found)
+    later = diff_records(left, right, found, fast=report.by_checksums)
     assert later.first is not None
     is_independent = STAGES.index(later.first.stage) < STAGES.index(report.first.stage)
     return found, later if is_independent else None

@@ -16,6 +16,7 @@ from recorder import Record
 from replayer.compare.stages import STAGES, StageDifference, compare_steps
 from replayer.diff import INPUTS, judge_size
 from replayer.errors import NothingToBisect, ReplayError
+from replayer.request import own_objective
 from replayer.why.causes import (
     Candidate,
     Case,
@@ -42,6 +43,7 @@ class Options:
         ask_engines: called with both records, a step and `model`; says whose engine sampled
             otherwise. Raises RecordError, ValueError.
         note: called with a sentence before what takes time.
+        fast: compare recorded checksums where they are equal, and not bytes.
     """
 
     repository: Path
@@ -49,6 +51,7 @@ class Options:
     replay: Callable[..., Record | None] | None = None
     ask_engines: Callable[[Record, Record, int, str | None], Any] | None = None
     note: Note = lambda text: None
+    fast: bool = False
 
 
 def first_of(left: Record, right: Record, step: int) -> StageDifference | None:
@@ -67,7 +70,8 @@ OF_MASKS = ("other support", "shifted")
 def is_replayable(case: Case) -> bool:
     """Return whether a replay of A computes what differs: it takes the batch from the record."""
     header = case.left.header
-    return case.first.stage != "batch" and header.config_is_ours and header.recording.has_plans
+    known = header.config_is_ours and own_objective(header) is None
+    return case.first.stage != "batch" and known and header.recording.has_plans
 
 
 def option_finding(case: Case, candidate: Candidate, others: int, options: Options) -> Finding | None:

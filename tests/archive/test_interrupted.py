@@ -197,11 +197,12 @@ def test_no_file_that_a_link_names_gets_into_an_archive(source, tmp_path, place)
 def test_a_linked_folder_is_not_archived(source, tmp_path):
     (tmp_path / "secrets").mkdir()
     (tmp_path / "secrets" / "key").write_text("TOP-SECRET-OF-THE-USER")
-    before = files_of(source)
     (source / "anchors/000002/linked").symlink_to(tmp_path / "secrets")
-    archive_record(source, tmp_path / "a")
+    with pytest.raises(DamagedRecord, match="linked: is a link"):
+        archive_record(source, tmp_path / "a")
+    archive_record(source, tmp_path / "a", skip_damaged=True)
     extract_record(tmp_path / "a", tmp_path / "back")
-    assert files_of(tmp_path / "back") == before
+    assert not any("anchors" in str(name) or "key" in str(name) for name in files_of(tmp_path / "back"))
 
 
 def test_the_local_copy_of_an_anchor_is_private_and_checked(source, tmp_path, monkeypatch):

@@ -11,12 +11,8 @@ from transformers import MistralConfig, MistralForCausalLM
 
 from areal_core.engine.attention import PACKED
 from consistency import transforms
-from consistency.alternatives.probes import (
-    SCHEMES,
-    partial_alternatives,
-    quantized,
-    quantized_alternatives,
-)
+from consistency.alternatives.probes import partial_alternatives
+from consistency.alternatives.variants import variant_alternatives, variants_of
 from consistency.case import NOISE, Alternative, Setting
 from consistency.score import Scorer, score, scorer_of
 from consistency.tokens import Completion, Sequences, sequences_from_completions
@@ -259,12 +255,6 @@ def added_tokens(world: World) -> Given:
     return replace(given, setting=replace(SETTING, added_token_ids=frozenset(ids.tolist())))
 
 
-def in_integers(world: World) -> Given:
-    engine = quantized(world.trainer, SCHEMES["int4"])
-    sequences = sample_rows(replace(world.engine(engine), noise=0.001), world.prompts, NUM_TOKENS, world.seed)
-    return Given(sequences, alternatives=quantized_alternatives(world.trainer, sequences, 1.0))
-
-
 def bfloat16_logits(world: World) -> Given:
     """The noise is small, because noise as large as the grid would hide the rounding."""
     quiet = World(world.trainer, world.prompts, min(world.noise, 0.004), world.seed)
@@ -292,6 +282,32 @@ def every_third(values: np.ndarray, world: World) -> np.ndarray:
 def some_nan(values: np.ndarray, world: World) -> np.ndarray:
     values[world.random().random(values.shape) < 0.02] = np.nan
     return values
+
+
+def divided_by_the_temperature(world: World) -> Given:
+    divided = functools.partial(transforms.divided, temperature=0.7)
+    draws = functools.partial(transforms.at_temperature, temperature=0.7)
+    return Given(world.sample(draws=draws, reports=divided), replace(SETTING, temperature=0.7))
+
+
+def only_decoded(values: np.ndarray, world: World) -> np.ndarray:
+    noise = world.random().normal(0, 0.4, values[:, 1:].shape)
+    values[:, 1:] = np.minimum(values[:, 1:] + noise, -1e-3)
+    return values
+
+
+def variant(name: str) -> Callable[[World], Given]:
+    """Sample with a variant of the model, and let the diagnosis look for it among all of them."""
+
+    def build(world: World) -> Given:
+        model = world.trainer.model
+        chosen = next(one for one in variants_of(model) if one.name.startswith(name))
+        with chosen.applied():
+            engine = replace(world.engine(), noise=0.001)
+            sequences = sample_rows(engine, world.prompts, NUM_TOKENS, world.seed)
+        return Given(sequences, alternatives=variant_alternatives(world.trainer, sequences, 1.0))
+
+    return build
 
 
 def largest(world: World) -> Given:
@@ -340,9 +356,20 @@ FAULTS: dict[str, tuple[str, Callable[[World], Given]]] = {
     "adapter not loaded": ("R32", with_other("R32", "base model")),
     "one stale worker": ("R34", stitched(lambda row, place: row % 4 == 0, worker=per_row)),
     "bfloat16 logits": ("R37", bfloat16_logits),
-    "int4 engine": ("R44", in_integers),
+    "int4 engine": ("R44", variant("weights in int4")),
     "few tokens far off": ("R42", reported(few_far_off)),
     "every third token": ("R45", reported(every_third)),
+    "divided by the temperature": ("R08", divided_by_the_temperature),
+    "decoded tokens": ("R40", reported(only_decoded)),
+    "rotary table of zeros": ("R49", variant("a rotary table of zeros")),
+    "rotary pairs side by side": ("R49", variant("rotary pairs side by side")),
+    "rotary base": ("R49", variant("rotary base 5e+04")),
+    "heads of keys and values": ("R25", variant("the heads of k and v in reverse order")),
+    "gate and up": ("R25", variant("gate and up exchanged")),
+    "a skipped layer": ("R25", variant("layer 1 skipped")),
+    "a skipped norm": ("R25", variant("post_attention_layernorm skipped")),
+    "another activation": ("R54", variant("the activation relu")),
+    "output layer of zeros": ("R26", variant("an output layer of zeros")),
     "soft cap": ("R50", with_transforms(**both(transforms.soft_cap, cap=5.0))),
     "narrow window": ("R52", narrow_window),
     "vocabulary padding": ("R53", with_transforms(**both(transforms.padded_vocabulary, num_padding=64.0))),

@@ -8,6 +8,8 @@ from click.testing import CliRunner
 
 from areal_debug.verbs.consistency import command
 from consistency import rescoring
+from consistency.case import NOISE, Setting
+from consistency.check import explain_trainer
 from consistency.rescoring import compare_trainer, trainer_logprobs
 from consistency.score import load_scorer, score
 from consistency.source import read_step
@@ -37,6 +39,17 @@ def test_three_columns_are_compared_where_all_are_numbers():
         0.125,
         0.125,
     )
+
+
+def test_what_the_trainer_computed_instead_is_named(model, record):
+    sequences, scorer = read_step(open_record(record).step(0)), load_scorer(str(model))
+    setting = Setting(temperature=0.7, noise=NOISE["float32"])
+    right = score(scorer, sequences, temperature=0.7).logprob
+    at_one = score(scorer, sequences, temperature=1.0).logprob
+    later = np.append(right[1:], 0.0)
+    assert explain_trainer(scorer, sequences, at_one, setting) == "temperature 1"
+    assert explain_trainer(scorer, sequences, later, setting) == "shift 1"
+    assert explain_trainer(scorer, sequences, right, setting) == ""
 
 
 def test_healthy_trainer_is_reported_next_to_the_engine(model, record):

@@ -1,4 +1,4 @@
-"""What the doctor needs before it says something: exact values, enough checks, more than one draw."""
+"""What the doctor needs before it says something: exact values, checks, more than a draw."""
 
 import json
 

@@ -53,6 +53,21 @@ def stages(run: dict) -> dict[str, str]:
     return {stage["name"]: stage["does"] for stage in run["step"] + run["upkeep"]}
 
 
+@pytest.mark.parametrize("option", ["train_dataset.path", "actor.path"])
+def test_a_file_that_is_not_there_is_refused(dry_run, tiny_model, option):
+    given = (f"actor.path={tiny_model}", f"{option}=/data/missing/one")
+    code, printed = dry_run(TINY, *given, as_json=False)
+    assert code == 2
+    assert f"{option}: /data/missing/one does not exist: give a file or folder of this machine" in printed
+
+
+def test_what_nobody_looked_at_is_said(dry_run):
+    code, printed = dry_run(TINY, "actor.path=owner/name", as_json=False)
+    assert code == 0
+    said = " ".join(printed.split())
+    assert "not checked: actor.path (owner/name would be downloaded), the reward function" in said
+
+
 def test_an_option_after_dump_rollout_is_not_taken_for_its_folder(tiny_model, tmp_path):
     files = (f"cluster.fileroot={tmp_path}", "experiment_name=e", "trial_name=t")
     for flag in (["--dump-rollout"], ["--dump-rollout", str(tmp_path / "own")]):

@@ -116,7 +116,7 @@ def test_only_the_columns_and_steps_of_the_query_are_read(full, tmp_path):
     list(database.query("select avg(reward) from samples where step = 1").rows())
     assert {name.split("/")[1] for name in reads} == {"000001"}
     code, out, err = run(copy, "select sum(advantages[2]) from samples")
-    assert (code, out) == (1, "")
+    assert (code, out.split()[:2]) == (1, ["1", "row"])  # of the other step
     assert "learning-00000-of-00002.safetensors" in err
 
 

@@ -126,7 +126,7 @@ def test_pt_keeps_what_stands_for_the_unknown_and_says_what_is(foreign, tmp_path
     batch = torch.load(tmp_path / "0.pt", weights_only=True)
     assert batch["unknown"].tolist() == [0, 254, 8 + 16 + 32, 255]  # versions, reward, prompt
     assert batch["rewards"].isnan().tolist() == [False, True, True, True]
-    assert batch["logprobs"][0].tolist() == [0, 0, -0.5, 0, -1.5]
+    assert batch["logprobs"][0].tolist() == [0, 0, -0.5, -9, -1.5]
     assert batch["logprobs"][1, :4].isnan().all()
     assert batch["attention_mask"].sum(1).tolist() == [5, 4, 3, 0]
 
@@ -136,7 +136,7 @@ def test_slime_gets_none_for_what_is_not_known(foreign, tmp_path):
     samples = torch.load(tmp_path / "0.pt", weights_only=True)["samples"]
     full, bare, gaps, text = samples
     assert (full["tokens"], full["response_length"], full["status"]) == ([5, 6, 7, 8, 9], 3, "truncated")
-    assert (full["loss_mask"], full["rollout_log_probs"]) == ([1, 0, 1], [-0.5, 0.0, -1.5])
+    assert (full["loss_mask"], full["rollout_log_probs"]) == ([1, 0, 1], [-0.5, -9.0, -1.5])
     assert full["weight_versions"] == ["3"]
     unknown = ("group_index", "reward", "loss_mask", "rollout_log_probs")
     assert [bare[name] for name in unknown] == [None] * 4

@@ -86,7 +86,7 @@ def write_orchestrator(folder: Path, version: str) -> Path:
             "prompt_mask": [False] * len(one.prompt),
             "ids": one.completion,
             "mask": [bool(m) for m in one.mask],
-            "logprobs": [p * m for p, m in zip(one.logprobs, one.mask, strict=True)],
+            "logprobs": list(one.logprobs),
             "token_ids": one.tokens,
             "full_mask": [bool(m) for m in one.full_mask],
             "full_logprobs": one.full_logprobs,

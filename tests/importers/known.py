@@ -32,9 +32,7 @@ class Known:
 
     @property
     def full_logprobs(self):
-        return [0.0] * len(self.prompt) + [
-            value * m for value, m in zip(self.logprobs, self.mask, strict=True)
-        ]
+        return [0.0] * len(self.prompt) + self.logprobs
 
 
 def f32(*values):

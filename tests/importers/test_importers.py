@@ -85,8 +85,7 @@ def test_every_format_is_found_and_gives_the_known_samples(case, tmp_path):
         assert row["input_ids"].tolist() == one.tokens
         assert row["prompt_length"] == len(one.prompt)
         assert row["loss_mask"].tolist() == (one.full_mask if has_mask else [0] * len(one.tokens))
-        unmasked = [0.0] * len(one.prompt) + one.logprobs
-        assert row["logprobs"].tolist() == (one.full_logprobs if has_mask else unmasked)
+        assert row["logprobs"].tolist() == one.full_logprobs
         if "reward" in has:
             assert row["rewards"] == np.float32(one.reward)
         if "versions" in has:

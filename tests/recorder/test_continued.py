@@ -51,6 +51,7 @@ def test_steps_that_never_reached_the_disk_are_lost_and_not_damage(tmp_path):
 def test_a_step_that_was_unfinished_before_the_checkpoint_is_lost_and_not_damage(tmp_path):
     write_scripted_record(tmp_path / "record", num_steps=3)
     (tmp_path / "record/steps/000002/step.json").unlink()  # the disk was slower than the run
+    (tmp_path / "record/end.json").unlink()
     record = continue_record(tmp_path / "record", first_step=4, num_steps=1)
     assert (record.steps, record.gaps.lost) == ((0, 1, 4), (2, 3))
     assert verify(tmp_path / "record").intact

@@ -96,18 +96,6 @@ def test_bytes_after_the_end_of_a_file_are_found(record_of_one_rank):
         file.write_bytes(original)
 
 
-def test_each_deleted_file_is_named(record_of_one_rank):
-    for file in files_of(record_of_one_rank):
-        if file.name == "end.json":  # also absent while a run records
-            continue
-        original, name = file.read_bytes(), str(file.relative_to(record_of_one_rank))
-        file.unlink()
-        problems = verify(record_of_one_rank).problems
-        assert [(p.file, p.tensor) for p in problems] == [(name, None)]
-        assert problems[0].what.startswith("is missing")
-        file.write_bytes(original)
-
-
 @pytest.mark.parametrize(
     "name", ["notes.txt", "steps/notes.txt", "steps/000001/extra.json", "steps/000002/a.tmp"]
 )

@@ -71,6 +71,8 @@ def test_unfinished_steps_are_listed_separately(tmp_path):
     write_scripted_record(tmp_path / "record", num_steps=4)
     for step in ("000002", "000003"):
         (tmp_path / "record/steps" / step / "step.json").unlink()
+    assert open_record(tmp_path / "record").steps == (0, 1, 2, 3)  # its end mark has the last step
+    (tmp_path / "record/end.json").unlink()
     record = open_record(tmp_path / "record")
     assert (record.steps, record.uncommitted) == ((0, 1), (2, 3))
     with pytest.raises(StepNotRecorded, match=r"step 3 was not finished in .*: it holds steps 0 to 1"):

@@ -57,6 +57,7 @@ def record_of_text(tmp_path, bytes_tokenizer):
 def test_ls_gives_one_line_a_step_and_names_the_unfinished(tmp_path):
     write_scripted_record(tmp_path / "record", num_steps=3, num_ranks=2)
     (tmp_path / "record/steps/000002/step.json").unlink()
+    (tmp_path / "record/end.json").unlink()
     result = run("ls", tmp_path / "record")
     assert result.exit_code == 0
     lines = [line.split() for line in result.output.splitlines()]
@@ -166,15 +167,6 @@ def test_verify_reports_intact_with_exit_0_and_names_damage_with_exit_1(tmp_path
     report = json.loads(run("verify", tmp_path / "record", "--json").output)
     assert (report["intact"], report["steps_ok"], report["steps_missing"]) == (False, [0], [])
     assert report["problems"][0]["tensor"] == "versions"
-
-
-def test_reading_a_damaged_file_is_one_sentence_and_exit_1(tmp_path):
-    write_scripted_record(tmp_path / "record", num_steps=1)
-    (tmp_path / "record/steps/000000/step.json").write_text("{}")
-    result = run("show", tmp_path / "record")
-    assert result.exit_code == 1
-    assert result.stderr.count("\n") == 1
-    assert result.stderr.startswith("Error: steps/000000/step.json: does not end with its checksum (2 bytes)")
 
 
 def test_show_reports_a_record_without_steps(tmp_path):

@@ -48,7 +48,7 @@ def test_values_are_recorded_as_they_are_given(tmp_path):
     batch = step.batch(0)
     assert batch["input_ids"].tolist() == [5, 6, 7, 8, 9] * 2
     assert batch["loss_mask"].tolist() == [0, 0, 1, 0, 1] * 2
-    assert batch["logprobs"].tolist() == [0, 0, -0.5, 0, -1.5] * 2
+    assert batch["logprobs"].tolist() == [0, 0, -0.5, -9, -1.5] * 2
     assert batch["versions"].tolist() == [-1, -1, 3, -1, 3] * 2
     assert batch["rewards"].tolist() == [1, 1]
     assert batch["prompt_id"].tolist() == [0, 0]

@@ -334,16 +334,6 @@ def test_misuse_is_one_sentence_and_code_2(tmp_path):
         assert words in result.stderr
 
 
-def test_damage_is_code_1(tmp_path):
-    record(tmp_path / "left")
-    record(tmp_path / "right")
-    file = tmp_path / "right/steps/000001/step.json"
-    file.write_bytes(file.read_bytes()[:-1])
-    result = run("why", tmp_path / "left", tmp_path / "right", "--all")
-    assert result.exit_code == 1
-    assert "steps/000001/step.json" in result.stderr
-
-
 def test_runs_without_a_common_prompt_and_with_models_of_other_sizes_are_unrelated(tmp_path):
     def other(step, script):
         script.batch = scripted_batch(LENGTHS, seed=step + 50)

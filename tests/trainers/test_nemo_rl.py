@@ -6,6 +6,8 @@ import pytest
 
 from areal_debug.nemo_rl import Recorded
 from recorder import open_record, verify
+from recorder.errors import ForeignFormat
+from recorder.trainers.nemo_rl import samples_of
 
 from .stand_ins import NemoLogger
 
@@ -54,7 +56,7 @@ def test_every_value_of_two_steps_is_recorded_and_nothing_is_dumped(logger, tmp_
     assert batch["cu_seqlens"].tolist() == [0, 4, 9, 12]
     assert batch["input_ids"].tolist() == [5, 6, 7, 8, 5, 6, 9, 8, 8, 4, 6, 3]
     assert batch["loss_mask"].tolist() == [0, 0, 1, 1, 0, 0, 1, 0, 1, 0, 0, 0]
-    assert batch["logprobs"].tolist() == [0, 0, -0.5, -1.0, 0, 0, -1.5, 0, -2.0, 0, 0, 0]
+    assert batch["logprobs"].tolist() == [0, 0, -0.5, -1.0, 0, 0, -1.5, 0, -2.0, 0, 0, -2.5]
     assert batch["rewards"].tolist() == [1.0, 0.0, 0.5]
     assert batch["prompt_id"].tolist() == [0, 0, 1]
     assert batch["prompt_length"].tolist() == [2, 2, 2]
@@ -87,6 +89,12 @@ def test_everything_else_reaches_the_logger(logger, tmp_path):
     assert recorded.base_log_dir == logger.base_log_dir
     (line,) = (tmp_path / "logs" / "val_data_step1.jsonl").read_text().splitlines()
     assert json.loads(line) == {"content": ["a"], "rewards": [1.0], "idx": 0}
+
+
+@pytest.mark.parametrize("length", [-3, 10**12])
+def test_a_length_that_a_row_cannot_have_is_refused(length):
+    with pytest.raises(ForeignFormat, match=f"row 0: input_lengths is {length}, with values for 5 tokens"):
+        samples_of(columns(input_lengths=[length, 5, 3]))
 
 
 def test_what_an_older_version_does_not_log_is_unknown(logger, tmp_path):

@@ -103,7 +103,7 @@ def test_both_logprobs_of_two_steps_are_recorded(loss, folder, capfd):
     batch, learning = step.batch(0), step.learning(0)
     assert batch["cu_seqlens"].tolist() == [0, 4, 6]
     assert batch["loss_mask"].tolist() == [0, 1, 1, 1, 0, 1]
-    assert batch["logprobs"].tolist() == np.float32([0, -2.01, -0.5, -0.26, 0, -0.75]).tolist()
+    assert batch["logprobs"].tolist() == np.float32([-1, -2.01, -0.5, -0.26, -1.5, -0.75]).tolist()
     assert learning["prox_logp"].tolist() == [-2.0, -0.5, -0.25, -1.0, -0.75, -1.5]
     assert learning["advantages"].tolist() == [0.5] * 6
     reference = "ref_logp" if "ref_logprobs" in loss.LossInputs.__annotations__ else "teacher_logp"

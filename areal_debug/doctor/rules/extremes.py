@@ -40,7 +40,7 @@ def statistics_contradict(run: Run) -> Alarm | None:
 
 
 def where_beyond(mean: Series, extreme: Series, sign: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the steps that both have, and whether the mean is beyond the extreme there [n] bool."""
+    """Return the steps that both have, and whether the mean is beyond the extreme [n] bool."""
     steps, left, right = np.intersect1d(mean.steps, extreme.steps, return_indices=True)
     size = np.abs(mean.values[left]) + np.abs(extreme.values[right])
     tolerance = mean.resolution + extreme.resolution + TOLERANCE * size
