@@ -41,7 +41,7 @@ def has_moved(mains: list[Wait], dumps: list[ProcessDump], wait: Wait) -> bool:
 
 def has_arrived(mains: list[Wait]) -> bool:
     """True if a rank that was starting in one sample waits for its peers in the next: that it came
-    there is no sign that it goes on.
+    there is no sign that it continues.
     """
     return len(mains) > 1 and starts(mains[-2]) and mains[-1].waits_for_peers and not starts(mains[-1])
 

@@ -62,7 +62,7 @@ def diagnose(snapshot: Snapshot) -> Diagnosis:
 
 def unsettled(snapshot: Snapshot) -> bool:
     """True if ranks of a live job wait for others and came there since the sample before: a later
-    sample tells whether they go on.
+    sample shows whether they continue.
     """
     graph = wait_for_graph(build_case(snapshot))
     return any(s.moved or s.arrived for s in graph.waiting_ranks)

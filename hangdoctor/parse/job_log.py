@@ -19,7 +19,7 @@ from hangdoctor.parse.stacks_text import ANSI, PREFIX, read_sections, writer_of
 from hangdoctor.tables import message, messages
 
 MAX_CHARACTERS = 32 << 20
-MAX_TRACEBACK = 20_000
+MAX_TRACEBACK, MAX_PREFIX = 20_000, 120
 REPORT_LINES = 60
 # Only a job that has ended, or a rank of it, leaves one of these.
 ENDED = message("job_log", "ended")
@@ -153,9 +153,9 @@ Lines = list[tuple[int | None, str]]
 
 def written_by(text: str, rank: int | None) -> Iterator[tuple[int | None, str]]:
     """Yield the rank that wrote each line, and the line without what stands before its text."""
-    found = {
-        m["prefix"] for m in KNOWN.finditer(text) if len(m["prefix"]) < 120 and "traceback" not in m["prefix"]
-    }
+    starts = ((m.start(), text.rfind("\n", 0, m.start()) + 1) for m in KNOWN.finditer(text))
+    found = {text[line:start].rstrip() for start, line in starts if start - line < MAX_PREFIX}
+    found = {prefix for prefix in found if prefix.strip() and "traceback" not in prefix}
     found |= {before for prefix in found if (before := WRITER.sub("", prefix).rstrip())}
     shapes = {re.sub(r"\d+", r"\\d+", re.escape(prefix)) for prefix in found}
     known = re.compile("|".join(sorted([*list(shapes)[:200], r"\[rank\d+\]:"], key=len, reverse=True)))
