@@ -16,7 +16,7 @@ from areal_core.config.experiment import DebugConfig
 from areal_core.engine.checksums import gradient_checksums, parameter_checksums
 from areal_core.paths import record_folder, run_folder
 from areal_core.trainer.objective import PolicyObjective
-from areal_core.trainer.rl import Observer, PPOTrainer
+from areal_core.trainer.rl import Observer, PPOEvaluator, PPOTrainer
 from areal_debug.replay.observer import replay_reporter
 from areal_debug.train.script_options import split_flags
 from consistency.entry.in_loop import InLoop
@@ -116,7 +116,8 @@ def recorder_of(
         return ranks.share(writer is not None and writer.wants(step))
 
     def observe(event: str, **facts: Any) -> None:
-        if event == "start" and type(trainer.objective) is not PolicyObjective:
+        trains = event == "start" and not isinstance(trainer, PPOEvaluator)
+        if trains and type(trainer.objective) is not PolicyObjective:
             facts["objective"] = object_identity(trainer.objective)
         if writer is not None:
             writer(event, **facts)

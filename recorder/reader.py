@@ -531,7 +531,9 @@ def open_record(path: str | os.PathLike[str], damage: Damage | None = None) -> R
     """
     location, storage = location_of(path), open_storage(path)
     if storage.size(RECORD_FILE) is None:
-        if {RECORD_FILE, STEPS_FOLDER}.intersection(storage.names("")):
+        # A run that was killed at its start may have started a step, and committed none.
+        committed_any = any(storage.size(step_file(step)) is not None for step in step_folders(storage))
+        if committed_any or RECORD_FILE in storage.names(""):
             raise DamagedRecord(RECORD_FILE, "is missing: without it the steps have no meaning")
         raise NotARecord(f"{location} holds no {RECORD_FILE}: give the folder that a run recorded into")
     header = parse_header(read_checksummed(storage, RECORD_FILE))

@@ -132,7 +132,9 @@ def test_engines_of_different_noise_have_no_tail_together():
 
     def found(rows):
         table = table_of(rows * 0 - 2.0, rows - 2.0, worker=np.arange(len(rows)) % 2)
-        case = SimpleNamespace(explanation=None, level=0.02, table=table, measurement=measure(table))
+        setting = SimpleNamespace(has_experts=False)
+        facts = {"explanation": None, "level": 0.02, "mean_abs": 0.1, "setting": setting}
+        case = SimpleNamespace(**facts, table=table, measurement=measure(table))
         return heavy_tail(case)
 
     both = np.stack([precise, coarse], 1).reshape(40, 24)

@@ -106,7 +106,7 @@ def test_the_pages_build_in_strict_mode_with_their_anchors(tmp_path: Path) -> No
         f"site_name: test\ntheme: mkdocs\nhooks: [{ROOT / 'docs/hooks/reference.py'}]\n"
         "markdown_extensions: [attr_list, def_list, md_in_html, tables]\n"
         "plugins: [{mkdocstrings: {handlers: {python: {"
-        f"paths: [{ROOT}], options: {{docstring_options: {{warnings: false}}}}}}}}}}}}]\n"
+        f"paths: [{ROOT}], options: {{preload_modules: [recorder, replayer], docstring_options: {{warnings: false}}}}}}}}}}}}]\n"
     )
     built = subprocess.run(
         [sys.executable, "-m", "mkdocs", "build", "--strict"], cwd=tmp_path, capture_output=True, text=True
