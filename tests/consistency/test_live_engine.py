@@ -62,6 +62,17 @@ def test_engine_whose_decoding_differs_from_its_prefill_is_named(scorer, model, 
     assert found["rescoring"]["prefill"] < 0.01
 
 
+def test_engine_whose_prefill_is_wrong_is_not_healthy_though_it_samples_rightly(scorer, model, prompts):
+    other = functools.partial(transforms.at_temperature, temperature=0.5)
+    decoding, scoring = FaultyEngine(scorer, noise=0.0), FaultyEngine(scorer, reports=other, noise=0.0)
+    with serving(decoding, "sglang", scoring=scoring) as url:
+        code, found = judged("--engine", url, "--model", model, "--prompts", prompts)
+    first = found["causes"][0]
+    assert (code, first["id"]) == (1, "R40")
+    assert first["name"].startswith("the engine's prefill differs from its own decoding")
+    assert found["metrics"]["mean_abs"] < 0.01 < found["rescoring"]["prefill"]
+
+
 @pytest.mark.long
 def test_run_to_run_variation_of_the_engine_sets_the_noise_floor(scorer, model, prompts):
     with serving(FaultyEngine(scorer, noise=0.06), "sglang") as url:

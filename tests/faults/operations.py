@@ -328,6 +328,23 @@ def exporting(format_name: str) -> Operation:
 # Pages and reports
 
 
+def page(name: str, before: Callable[[Path], object], *words: str, files: tuple[str, ...]) -> Operation:
+    """A verb that replaces pages; FOLDER in its words is the folder."""
+
+    def before_with_old(folder: Path) -> None:
+        before(folder)
+        for file in files:
+            (folder / file).write_text("an older page")
+
+    filled = [word.replace("FOLDER", "{0}") for word in words]
+    return Operation(
+        name,
+        before_with_old,
+        lambda folder: verb(*(word.format(folder) for word in filled), "--force"),
+        files=files,
+    )
+
+
 def collection(folder: Path) -> None:
     samples = load("hangdoctor/analysis/test_samples.py")
     ranks = {f"rank_{rank}": samples.still(samples.REDUCE) for rank in range(2)}
@@ -529,6 +546,10 @@ OPERATIONS = [
     extracting(),
     importing(),
     *map(exporting, ("jsonl", "pt", "parquet", "slime")),
+    page("open", lambda folder: source_record(folder), "open", "FOLDER/record", "-o", "FOLDER/x.html", files=("x.html",)),
+    page("hang diagnose", collection, "hang", "diagnose", "FOLDER/stacks", "-o", "FOLDER/hang.html",
+         "-o", "FOLDER/hang.md", files=("hang.html", "hang.md")),
+    post_mortem(),
     collecting("collection"),
     collecting("collection.tar.gz"),
     stats_logger(),
