@@ -98,6 +98,7 @@ def end_tree(process: Child, grace_s: float = 10.0) -> None:
                 break
             process.poll()  # collects the exit code as soon as there is one
             time.sleep(0.05)
+    process.kill()  # if it was not found above: its id is kept until it is waited for
     process.wait()
 
 
@@ -114,6 +115,8 @@ def running(processes: set[psutil.Process]) -> set[psutil.Process]:
 def find_members(process: Child) -> set[psutil.Process]:
     """Return the process and its descendants, in its session or not, orphans included."""
     children = _running_children(process.pid)
+    if process.poll() is None:  # itself: a fork that executes nothing does not show the mark
+        children.add(process.pid)
     members = set()
     for candidate in psutil.process_iter():
         try:

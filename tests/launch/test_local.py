@@ -8,6 +8,7 @@ import sys
 import textwrap
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -48,7 +49,12 @@ def launch(argv, allocation, tmp_path, made=None, **options) -> int:
 
 
 def no_child_left() -> bool:
-    return not [p for p in psutil.Process().children(recursive=True) if "sglang" in " ".join(p.cmdline())]
+    def command_of(process):
+        with suppress(psutil.NoSuchProcess):  # a zombie has none
+            return " ".join(process.cmdline())
+        return ""
+
+    return not [p for p in psutil.Process().children(recursive=True) if "sglang" in command_of(p)]
 
 
 WRITE_ENVIRONMENT = """
@@ -279,6 +285,14 @@ def test_a_server_that_is_late_is_stopped_and_reported(tmp_path, monkeypatch):
     ):
         server.wait_until_ready()
     assert server.process.returncode == -signal.SIGTERM
+
+
+def test_a_process_that_no_search_finds_is_ended_too(tmp_path, monkeypatch):
+    monkeypatch.setattr("areal_core.launch.processes.find_members", lambda process: set())
+    with (tmp_path / "log").open("wb") as log:
+        process = start(["sleep", "60"], {}, log)
+    end_tree(process, grace_s=0.1)
+    assert process.returncode == -signal.SIGKILL
 
 
 def test_ending_a_process_ends_its_orphaned_grandchildren_too(tmp_path):
