@@ -67,6 +67,10 @@ FORBIDDEN = words(
 )
 
 
+# Words of another statistic, or of another kind of number, than the mean of a quantity.
+NO_MEAN = words("std min max median p50 p90 p95 p99 coef time")
+
+
 def choose_names(names: Sequence[str]) -> dict[str, str]:
     """Return the name under which a run logs each quantity, of those that it logs."""
     exact = {quantity: find_name(quantity, names) for quantity in QUANTITIES}
@@ -79,6 +83,7 @@ def choose_names(names: Sequence[str]) -> dict[str, str]:
     return by_words(free) | chosen
 
 
+@cache
 def is_validation(name: str) -> bool:
     """Return whether a name alone means the reward on a validation set."""
     return "eval_reward" in choose_names([name])
@@ -152,7 +157,7 @@ def nearest_quantity(name: str) -> str:
     """
     found = {word for segment in re.split(r"[/|:]", name) for word in words_of(segment)}
     is_evaluation = not EVALUATION.isdisjoint(found)
-    if not is_evaluation and not found.isdisjoint(words("std min max median p50 p90 p95 p99 coef time")):
+    if not is_evaluation and not found.isdisjoint(NO_MEAN):
         return ""
     fitting = [
         (len(ending.split()), quantity)

@@ -6,7 +6,7 @@ import numpy as np
 
 from areal_debug.doctor.alarm import Alarm, alarm
 from areal_debug.doctor.read import Run
-from areal_debug.doctor.series import FEWEST_STEPS, Series
+from areal_debug.doctor.series import FEWEST_STEPS, Floats, Ints, Series
 
 MEAN = re.compile(r"(?<![A-Za-z])(?:mean|avg)(?![A-Za-z])")
 TOLERANCE = 1e-3  # of the size of the values
@@ -20,31 +20,30 @@ def statistics_contradict(run: Run) -> Alarm | None:
             other = run.by_name.get(MEAN.sub(word, name))
             if other is None or other.name == name:
                 continue
-            steps, beyond = where_beyond(mean.finite, other.finite, sign)
+            steps, means, extremes = shared(mean.finite, other.finite)
+            tolerance = mean.resolution + other.resolution + TOLERANCE * (np.abs(means) + np.abs(extremes))
+            beyond = sign * (means - extremes) > tolerance
             if len(steps) < FEWEST_STEPS or beyond.mean() <= MOST:
                 continue
-            at = int(steps[np.argmax(beyond)])
-            place = np.searchsorted(mean.steps, at), np.searchsorted(other.steps, at)
-            values = float(mean.values[place[0]]), float(other.values[place[1]])
+            first = int(np.argmax(beyond))
+            at, value = int(steps[first]), float(means[first])
             return alarm(
                 "D45",
                 mean,
                 found=(
                     f"in {int(beyond.sum())} of {len(steps)} steps the mean is beyond {other.name}: "
-                    f"{values[0]:.4g} and {values[1]:.4g} at step {at}"
+                    f"{value:.4g} and {extremes[first]:.4g} at step {at}"
                 ),
-                evidence=((at, values[0]),),
+                evidence=((at, value),),
                 since=at,
             )
     return None
 
 
-def where_beyond(mean: Series, extreme: Series, sign: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the steps that both have, and whether the mean is beyond the extreme [n] bool."""
-    steps, left, right = np.intersect1d(mean.steps, extreme.steps, return_indices=True)
-    size = np.abs(mean.values[left]) + np.abs(extreme.values[right])
-    tolerance = mean.resolution + extreme.resolution + TOLERANCE * size
-    return steps, sign * (mean.values[left] - extreme.values[right]) > tolerance
+def shared(one: Series, other: Series) -> tuple[Ints, Floats, Floats]:
+    """Return the steps that both have, and the values of each there, all [n]."""
+    steps, left, right = np.intersect1d(one.steps, other.steps, return_indices=True)
+    return steps, one.values[left], other.values[right]
 
 
 RULES = (statistics_contradict,)
