@@ -10,7 +10,6 @@ import os
 import shlex
 import shutil
 import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -19,6 +18,7 @@ from pathlib import Path
 
 from areal_core.launch.warm import WarmRanks
 from areal_core.safety.durable import commit_folder
+from areal_core.safety.interpreter import python_command
 from areal_debug.diff.report import describe, format_value
 from areal_debug.replay.ranks import replay_on_ranks, run_once
 from areal_debug.replay.report import difference_of, next_commands
@@ -82,8 +82,8 @@ def check_spec(spec: Spec, mode: str, ranks: Callable[[], WarmRanks]) -> Checked
         with alone_in(spec.path.parent) if mode != "none" else nullcontext():
             changes = write_if_requested(spec, mode, ranks)
         request = request_of(spec, open_record(spec.path))
-        with quietly(request) as (quiet, num_ranks):
-            report = replay_on_ranks(ranks(), quiet, num_ranks, quiet=True)
+        with refusals(request) as num_ranks:
+            report = replay_on_ranks(ranks(), request, num_ranks, quiet=True)
     except (RecordError, ReplayError) as error:
         raise RegressionError(str(error)) from None
     assert report.verdict is not None
@@ -129,15 +129,13 @@ def request_of(spec: Spec, record: Record) -> Request:
 
 
 @contextmanager
-def quietly(request: Request) -> Iterator[tuple[Request, int]]:
-    """Provide a request that leaves no logs, and the recorded number of ranks.
+def refusals(request: Request) -> Iterator[int]:
+    """Provide the recorded number of ranks.
 
     Raises RegressionError if the replay ends the process.
     """
     try:
-        with tempfile.TemporaryDirectory() as folder:
-            settings = (*request.settings, f"cluster.fileroot={folder}")
-            yield replace(request, settings=settings), open_record(request.record).header.world_size
+        yield open_record(request.record).header.world_size
     except SystemExit as ended:
         raise RegressionError(
             f"the replay of {request.record} ended with exit code {ended.code}: its output is in the captured output"
@@ -197,8 +195,8 @@ def rewrite(spec: Spec, ranks: Callable[[], WarmRanks]) -> list[str]:
     with tempfile.TemporaryDirectory() as folder:
         new_path = Path(folder) / "record"
         request = replace(request_of(replace(spec, steps=None), old), record_to=str(new_path))
-        with quietly(request) as (quiet, num_ranks):
-            run_once(ranks(), quiet, num_ranks, quiet=True)
+        with refusals(request) as num_ranks:
+            run_once(ranks(), request, num_ranks, quiet=True)
         new = open_record(new_path)
         moved = other_machine(old.header, new.header)
         changes = [f"environment: {d.where}: {d.recorded} -> {d.current}" for d in moved[:SHOWN]]
@@ -253,14 +251,7 @@ def generate(spec: Spec) -> list[str]:
         if spec.model:
             (Path(folder) / "model").symlink_to(Path(spec.model).resolve())
             options.append("actor.path=model")
-        command = [
-            sys.executable,
-            "-c",
-            "from areal_debug.cli import main; main()",
-            "train",
-            *spec.run,
-            *options,
-        ]
+        command = python_command("-m", "areal_debug", "train", *spec.run, *options)
         done = subprocess.run(command, capture_output=True, text=True, cwd=folder)
         if done.returncode != 0:
             raise RegressionError(f"{shlex.join(command)} failed:\n{(done.stdout + done.stderr)[-3000:]}")

@@ -13,7 +13,6 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from areal_core.config import PPOConfig
-from areal_core.safety.private import default_root
 from recorder import Record
 from recorder.documents import Count, HexFloat, Step, parse_as, parse_document
 from recorder.format import ANCHOR_FILE, ANCHORS_FOLDER, AnchorManifest, parse_anchor, step_name
@@ -93,7 +92,6 @@ def use_carried_models(config: PPOConfig, record: Record) -> None:
             section.path = str(below(place, section.path))
     if is_carried(config.tokenizer_path):
         config.tokenizer_path = str(below(place, config.tokenizer_path))
-    config.cluster.fileroot = default_root()  # the file may be a stranger's
 
 
 def is_carried(path: str) -> bool:

@@ -4,17 +4,18 @@ The options are those of the recorded run with overrides, without side effects o
 and services. Imports no torch.
 """
 
-import copy
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from areal_core.config import PPOConfig, config_from_dict, config_to_dict
+from areal_core.config import PPOConfig, config_to_dict
 from areal_core.config.checks import check_config
-from areal_core.config.loading import apply_override, load_with_notes
+from areal_core.config.loading import apply_override, built, literal, load_with_notes
 from areal_core.config.names import sections_of
-from areal_core.safety.private import default_root
+from areal_core.config.presets import option_name
+from areal_core.safety.file_names import one_part
+from areal_core.safety.private import fresh_folder
 from recorder import Record
 from recorder.format import RecordHeader
 from replayer.carried import use_carried_models
@@ -99,12 +100,12 @@ def replay_config(
     """
     check_objective(record)
     if file is None:
-        tree, source = copy.deepcopy(record.header.config), f"the config of {record.path}"
+        tree, source = literal(record.header.config), f"the config of {record.path}"
     else:
         tree, source = config_to_dict(load_with_notes(["--config", file], PPOConfig)[0]), file
     for setting in settings:
         apply_override(tree, setting, PPOConfig)
-    config = config_from_dict(tree, PPOConfig, source=source)
+    config = built(tree, PPOConfig, source)
     if settings:
         check_config(config)
     use_carried_models(config, record)
@@ -116,6 +117,11 @@ def replay_config(
                 section.path = model
         config.actor.path = model
         config.tokenizer_path = config.tokenizer_path and model
+    if file is None:  # a record does not say where to write
+        config.experiment_name = one_part(config.experiment_name)
+        config.trial_name = one_part(config.trial_name)
+        if not {option_name(setting) for setting in settings} & {"cluster", "cluster.fileroot"}:
+            config.cluster.fileroot = fresh_folder()
     return without_side_effects(config)
 
 
@@ -142,8 +148,6 @@ def is_new_option_at_default(option: str, value: Any, recorded: Mapping[str, Any
 def without_side_effects(config: C) -> C:
     """Change the config: separate logs, no checkpoints, nothing sent to other services."""
     config.trial_name += "-replay"
-    if config.cluster.fileroot.startswith("/tmp/areal-"):  # maybe of another user
-        config.cluster.fileroot = default_root()
     config.saver.freq_epochs = config.saver.freq_steps = config.saver.freq_secs = None
     config.saver.save_last = False
     config.recover.mode = "disabled"

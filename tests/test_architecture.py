@@ -321,6 +321,18 @@ def test_one_training_step_is_read_in_few_files():
     assert 10 <= len(files) <= MOST_FILES_OF_A_STEP
 
 
+def test_one_function_starts_python():
+    """`python_command`: `-m` and `-c` would import from the current folder, which may be received."""
+    others = {
+        "areal_debug/verbs/consistency.py": "the default of an option",
+        "hangdoctor/collect/pyspy.py": "finds and names what is beside it",
+        "hangdoctor/collect/ray_nodes.py": "on another machine: BOOTSTRAP drops the current folder",
+    }
+    files = [file for package in MAY_IMPORT for file in modules(package)]
+    named = {str(file.relative_to(ROOT)) for file in files if "sys.executable" in file.read_text()}
+    assert named - set(others) == {"areal_core/safety/interpreter.py"}
+
+
 def test_no_code_is_dead():
     vulture = Vulture(ignore_decorators=["@*.command*", "@*.group*", "@*.result_callback*"])
     vulture.scavenge([str(ROOT / package) for package in MAY_IMPORT])

@@ -5,6 +5,7 @@ import dataclasses
 import io
 import logging
 import os
+import re
 import textwrap
 from collections.abc import Sequence
 from functools import cache
@@ -107,15 +108,31 @@ def load_with_notes(argv: Sequence[str], cls: type[E], role: Role = "train") -> 
     for override in overrides:
         notes += apply_override(tree, override, cls)
     notes += derive_options(tree, cls, path, role)
-    config = config_from_dict(tree, cls, source=path)
+    config = built(tree, cls, path)
     return config, path, [*notes, *check_config(config, role)]
 
 
 def config_from_dict(tree: dict[str, Any], cls: type[C], source: str = "config") -> C:
-    """Build `cls` from nested dicts; `source` names them in errors.
+    """Build `cls` from nested dicts, whose text stands for itself; `source` names them in errors.
 
     Inverse of `config_to_dict`. Raises ConfigError.
     """
+    return built(literal(tree), cls, source)
+
+
+def literal(options: Any) -> Any:
+    """Return options in which no text is an interpolation: `${oc.env:X}` of a stranger stays one."""
+    if isinstance(options, dict):
+        return {name: literal(value) for name, value in options.items()}
+    if isinstance(options, list | tuple):
+        return [literal(value) for value in options]
+    if isinstance(options, str):
+        return re.sub(r"(\\*)\$\{", r"\1\1\\${", options)
+    return options
+
+
+def built(tree: dict[str, Any], cls: type[C], source: str) -> C:
+    """Build `cls` from nested dicts, with their interpolations resolved. Raises ConfigError."""
     given = without_gone(tree)
     refuse_unknown_keys(given, cls, source)
     try:

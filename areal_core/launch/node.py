@@ -49,6 +49,7 @@ def main() -> None:
     # The prefix of an empty role is empty: lines look as the rank wrote them. Torch 2.13 has only a
     # variable for it.
     os.environ["TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"] = "${role_name}"
+    os.environ.setdefault("PYTHONUNBUFFERED", "1")  # as torchrun starts a script, but not a command
     options = ["--log-dir", str(logs), "--tee", "2", "--role", ""]
     ends: dict[int, float] = {}
     threading.Thread(target=note_ends, args=(ends,), daemon=True).start()

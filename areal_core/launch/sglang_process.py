@@ -4,7 +4,6 @@ On the CPU the name `sgl_kernel` must resolve to something that imports without 
 `sgl_kernel_cpu/` next to this file does, and is added to the path of the server process only.
 """
 
-import sys
 from collections.abc import Sequence
 from dataclasses import fields, replace
 from pathlib import Path
@@ -13,6 +12,7 @@ from areal_core.config import SGLangConfig
 from areal_core.config.servers import ALL_LINEAR
 from areal_core.launch.processes import thread_limits
 from areal_core.launch.server_process import InferenceServer, flags, path_with
+from areal_core.safety.interpreter import python_command
 
 MODULE = "sglang.launch_server"
 SHIM = Path(__file__).parent / "sgl_kernel_cpu"
@@ -51,7 +51,7 @@ def server_command(
     model_path: Path | str, args: list[str], module: str = MODULE, command: Sequence[str] = ()
 ) -> list[str]:
     """Command of a server: `command`, or else the module."""
-    return [*(command or (sys.executable, "-m", module)), "--model-path", str(model_path), *args]
+    return [*(command or python_command("-m", module)), "--model-path", str(model_path), *args]
 
 
 def server_args(

@@ -45,6 +45,7 @@ from areal_core.launch.torchrun import (
     run_command,
 )
 from areal_core.rollout.errors import ServerDied
+from areal_core.safety.interpreter import python_command
 from areal_core.servers.discovery import FolderNames
 from areal_core.servers.server import Server, wait_until_healthy
 
@@ -108,7 +109,7 @@ def batch_script(job: Job, placement: Placement, description: Path) -> str:
     }
     lines = ["#!/bin/bash", *(f"#SBATCH --{name}={value}" for name, value in options.items())]
     lines += ["#SBATCH --no-requeue", *(job.config.launcher.slurm.additional_bash_cmds or [])]
-    python = [sys.executable, "-m", "areal_core.launch.slurm", str(description)]
+    python = python_command("-m", "areal_core.launch.slurm", str(description))
     return "\n".join([*lines, f"exec {shlex.join(python)}", ""])
 
 
@@ -189,7 +190,7 @@ def run_ranks(
     spec = spec_of(job.config, "actor")
     num_gpus = 0 if job.config.device == "cpu" else placement.ranks_per_node * placement.devices_per_rank
     step = step_command(spec, hosts, num_gpus=num_gpus, num_units=placement.ranks_per_node)
-    task = [sys.executable, "-m", "areal_core.launch.task"]
+    task = python_command("-m", "areal_core.launch.task")
     ranks = rank_command(job.script_argv, placement.ranks_per_node, nodes, spec.command)
     command = [*step, *task, *ranks]
     code = run_command(command, rank_environment(env, job.log_dir), job.log_dir / "trainer.log", healthy)
@@ -251,7 +252,7 @@ def start_server_step(
     file.chmod(0o600)
     file.write_text(json.dumps(asdict(plan)))
     listen = "127.0.0.1" if placement.num_nodes == 1 else host
-    server = [sys.executable, "-m", "areal_core.launch.slurm_server", str(file), listen]
+    server = python_command("-m", "areal_core.launch.slurm_server", str(file), listen)
     with log.open("wb") as output:
         return start([*step, *server, str(job.log_dir / NAMES), str(index)], {}, output)
 

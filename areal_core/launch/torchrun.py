@@ -25,6 +25,7 @@ from typing import IO, BinaryIO
 from areal_core.launch.node import RANK_LOGS
 from areal_core.launch.processes import end_tree, hurry, start, thread_limits
 from areal_core.safety.durable import disk_errors_as_warnings, write_all
+from areal_core.safety.interpreter import python_command
 
 GRACE_S = 30.0
 POLL_S = 0.2
@@ -76,9 +77,10 @@ def rank_command(
     It is the only node or, with `nodes`, one of several, whose index is PET_NODE_RANK or
     SLURM_PROCID. `python` runs the script of each rank; by default it is this interpreter.
     """
+    command = python_command(*script_argv, python=python)
     # A single rank needs no agent, whose start takes as long as its own.
     if nodes is None and ranks_per_node == 1:
-        return [*(python or [sys.executable]), *script_argv]
+        return command
     where = ["--standalone", "--local-addr", "127.0.0.1"]
     if nodes is not None:
         where = [
@@ -89,9 +91,8 @@ def rank_command(
             "--master-port",
             str(nodes.port),
         ]
-    agent = [sys.executable, "-m", "areal_core.launch.node", *where]
-    by_command = ["--no-python", *python] if python else []
-    return [*agent, "--nproc-per-node", str(ranks_per_node), *by_command, *script_argv]
+    agent = python_command("-m", "areal_core.launch.node", *where)
+    return [*agent, "--nproc-per-node", str(ranks_per_node), "--no-python", *command]
 
 
 def rank_environment(env: Mapping[str, str], log_dir: Path) -> dict[str, str]:

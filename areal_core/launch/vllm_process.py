@@ -1,6 +1,5 @@
 """The command line and environment of one vLLM server, on a GPU or on the CPU."""
 
-import sys
 from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -8,6 +7,7 @@ from pathlib import Path
 from areal_core.config import VLLMConfig
 from areal_core.launch.processes import thread_limits
 from areal_core.launch.server_process import flags, path_with
+from areal_core.safety.interpreter import python_command
 
 MODULE = "vllm.entrypoints.openai.api_server"
 WORKER = Path(__file__).parent / "vllm_worker"
@@ -29,7 +29,8 @@ def server_command(
     model: Path | str, args: list[str], python: str = "", command: Sequence[str] = ()
 ) -> list[str]:
     """Command of a server: `command`, or vLLM's by the interpreter `python` or else this one."""
-    return [*(command or (python or sys.executable, "-m", MODULE)), "--model", str(model), *args]
+    started = command or python_command("-m", MODULE, python=[python] if python else ())
+    return [*started, "--model", str(model), *args]
 
 
 def server_args(

@@ -14,7 +14,6 @@ import json
 import os
 import signal
 import socket
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -29,6 +28,7 @@ from areal_core.launch.processes import (
     thread_limits,
 )
 from areal_core.launch.torchrun import copy_output, ended_on_signals, shell_code, terminal_environment
+from areal_core.safety.interpreter import python_command
 
 SERVER = Path(__file__).with_name("warm_server.py")
 OURS = Path(__file__).parents[2]
@@ -74,7 +74,8 @@ class WarmRanks:
         Args:
             env: changes of the current environment; those of the server cannot change any more.
             log: file for the output, which also goes to standard output if `echo`.
-            place: folder to run in and to import from; by default the current one.
+            place: folder to run in and to import from; by default the current one, which modules are
+                not imported from.
 
         Returns:
             The exit code of the first rank that failed, 0 when none did.
@@ -113,7 +114,7 @@ class WarmRanks:
             self.is_ready = True
         environment = marked_environment({**self.env, **env}, self.server.mark)
         request = {"argv": list(argv), "num_ranks": num_ranks, "environment": environment}
-        request["place"] = str(place or Path.cwd())
+        request |= {"place": str(place or Path.cwd()), "path": [str(place)] if place else []}
         data = json.dumps(request).encode() + b"\n"
         with suppress(ConnectionError):  # the server has ended: `_answer` has its exit code
             sent = socket.send_fds(self.channel, [data], streams)
@@ -148,12 +149,10 @@ def warm_ranks(
     Args:
         env: variables that libraries read once, such as `DETERMINISTIC`.
         attached: stay in the session of this process, whose terminal ranks may read.
-        path: folders to import the modules from, before the installed packages; by default the
-            current one, as of `python -m`, and that of our packages.
+        path: folders to import the modules from, before the installed packages; by default that of
+            our packages.
     """
-    folders = [str(folder) for folder in ((Path.cwd(), OURS) if path is None else path)]
-    # -P: the folder of the server is not one to import from
-    command = [sys.executable, "-P", str(SERVER)]
+    folders = [str(folder) for folder in ((OURS,) if path is None else path)]
     # a test whether there is a GPU must not initialise it before the fork
     fixed = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
     environment = {**thread_limits(1), **terminal_environment(), **fixed, **env}
@@ -163,7 +162,11 @@ def warm_ranks(
     with ours, theirs:
         passed = [theirs.fileno()]
         server = start(
-            [*command, str(theirs.fileno())], environment, STDERR, pass_fds=passed, new_session=not attached
+            python_command(str(SERVER), str(theirs.fileno()), file_is_ours=True),
+            environment,
+            STDERR,
+            pass_fds=passed,
+            new_session=not attached,
         )
         theirs.close()
         with suppress(ConnectionError):  # it has ended: a run says so

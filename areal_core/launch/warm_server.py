@@ -160,7 +160,7 @@ def fork_rank(
             os.environ |= {"LOCAL_WORLD_SIZE": str(num_ranks)}
             os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         os.chdir(request["place"])
-        sys.path.insert(0, request["place"])
+        sys.path[:0] = request["path"]
         run_program(request["argv"])
         code = 0
     except SystemExit as error:

@@ -25,6 +25,7 @@ from typing import Any
 from areal_core.data.rows import rows_to_json
 from areal_core.errors import RewardError
 from areal_core.reward.functions import RewardFn, name_of_reward_fn
+from areal_core.safety.interpreter import python_command
 
 logger = logging.getLogger(__name__)
 START_TIMEOUT_S = 120.0  # a reward function may import a large library
@@ -175,14 +176,10 @@ class _Worker:
     def _start(self) -> None:
         ours, theirs = Pipe()
         self.process = subprocess.Popen(
-            [
-                sys.executable,
-                "-m",
-                "areal_core.reward.reward_worker",
-                str(theirs.fileno()),
-                self.reward_name,
-                str(self.timeout_s),
-            ],
+            python_command(
+                *("-m", "areal_core.reward.reward_worker"),
+                *(str(theirs.fileno()), self.reward_name, str(self.timeout_s)),
+            ),
             pass_fds=[theirs.fileno()],
             # A separate session: Ctrl-C reaches only the trainer, and the function's own child
             # processes are killed with the worker.

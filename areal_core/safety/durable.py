@@ -4,11 +4,13 @@
     commit_folder     FOLDER.partial, complete ─ exchanged with FOLDER ─ the old one is removed
     append_lines      a line is complete, or the next writer and every reader drop it
 
-After an error `path` is what it was before, and the space of the temporary file is free again.
+After an error `path` is what it was before, and the space of the temporary file is free again. No
+link is followed: the folder may be one that somebody sent, with a link at the name of a file of ours.
 """
 
 import ctypes
 import errno
+import io
 import logging
 import os
 import re
@@ -25,6 +27,7 @@ ADVICE = {
     errno.EIO: "the disk may be failing: look at its log, and choose another place",
     errno.EACCES: "choose a place that you may write",
     errno.EPERM: "choose a place that you may write",
+    errno.ELOOP: "a link is not followed here: remove it, or choose another place",
     errno.EISDIR: "give the name of a file",
     errno.ENOTDIR: "choose a place below a folder",
     errno.ENAMETOOLONG: "choose a shorter name",
@@ -62,10 +65,18 @@ def disk_errors_as_warnings(consequence: str) -> Iterator[None]:
 
 def write_durably(path: Path, *parts: Any) -> None:
     """Write the buffers of bytes one after another, then fsync."""
-    with path.open("wb", buffering=0) as file, _named(path):
+    with _opened(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC) as file, _named(path):
         for part in parts:
             write_all(file, part)
         os.fsync(file.fileno())
+
+
+def _opened(path: Path, flags: int) -> IO[bytes]:
+    """Open a file for writing without a buffer, if it is no link."""
+    mode = "r+b" if flags & os.O_RDWR else "wb"
+    return open(
+        path, mode, 0, opener=lambda name, _: os.open(name, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+    )
 
 
 def write_all(file: IO[bytes], data: Any) -> None:
@@ -104,7 +115,8 @@ def replacing(path: Path) -> Iterator[IO[bytes]]:
                 yield file
             return
         try:
-            with temporary.open("wb") as file:
+            temporary.unlink(missing_ok=True)  # of a process that was killed, or another name of a file
+            with io.BufferedWriter(_opened(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)) as file:
                 yield file
                 file.flush()
                 os.fsync(file.fileno())
@@ -139,7 +151,7 @@ def commit_folder(partial: Path, folder: Path) -> None:
     old = partial
     if not folder.exists():
         partial.rename(folder)
-    elif not _exchange(partial, folder):
+    elif not exchanged(partial, folder):
         old = folder.with_name(folder.name + ".old")
         shutil.rmtree(old, ignore_errors=True)
         folder.rename(old)
@@ -162,7 +174,7 @@ def remove_folder(folder: Path) -> None:
     shutil.rmtree(old)
 
 
-def _exchange(one: Path, other: Path) -> bool:
+def exchanged(one: Path, other: Path) -> bool:
     """Exchange two names; return whether this system and file system can."""
     renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if renameat2 is None:
@@ -179,7 +191,7 @@ def append_lines(path: Path, text: str) -> None:
 
     An incomplete last line, of a writer that was killed, is removed first.
     """
-    with path.open("a+b", buffering=0) as file, _named(path):
+    with _opened(path, os.O_RDWR | os.O_CREAT | os.O_APPEND) as file, _named(path):
         size = _size_of_lines(file)
         file.truncate(size)
         try:

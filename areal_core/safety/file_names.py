@@ -5,6 +5,7 @@ name nothing outside the folder that it is used in, and it can be printed.
 """
 
 import os
+import re
 import stat
 from pathlib import Path
 
@@ -30,6 +31,11 @@ def checked_name(name: object, source: str) -> str:
         raise UnsafeName(f"{source} has the file name {printable(repr(name), 120)}, which {reason}")
     assert isinstance(name, str)
     return name
+
+
+def one_part(text: str) -> str:
+    """Return a text as one part of a path, with what could mean another folder as `_`."""
+    return re.sub(r"[^\w.+=@ -]|^\.+", "_", text)[: MAX_PART_BYTES // 4] or "_"
 
 
 def problem_of(name: object) -> str | None:

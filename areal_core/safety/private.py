@@ -4,10 +4,12 @@ A folder that users share, such as `/tmp` or a team's storage, has one folder pe
 one is readable by its user only, and used only if it is theirs: in `/tmp` anybody can be faster.
 """
 
+import atexit
 import os
 import pwd
 import stat
 import tempfile
+from functools import cache
 from pathlib import Path
 
 from areal_core.safety.file_names import UnsafeName
@@ -28,6 +30,14 @@ def default_root() -> str:
 def default_names_root() -> str:
     """Return the folder of this user in which servers are registered by default."""
     return f"{default_root()}/name_resolve"
+
+
+@cache
+def fresh_folder() -> str:
+    """Return a new folder of this process, which is removed at its end."""
+    folder = tempfile.TemporaryDirectory(prefix="areal-")
+    atexit.register(folder.cleanup)
+    return folder.name
 
 
 def keep_files_private(group_readable: bool = False) -> int:

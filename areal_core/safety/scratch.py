@@ -8,7 +8,6 @@ A process that is killed leaves the unfinished folder, which the next one finds:
 there, or clear it. After any error but an interrupt it is removed, so that it takes no space.
 """
 
-import ctypes
 import fcntl
 import os
 import shutil
@@ -16,10 +15,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from areal_core.safety.durable import sync
+from areal_core.safety.durable import exchanged, sync
 
 CONTENT, REPLACED = "content", "replaced"
-AT_FDCWD, RENAME_EXCHANGE = -100, 2
 
 
 class FolderInUse(ValueError):
@@ -107,14 +105,6 @@ def rename_over(content: Path, destination: Path, replaced: Path) -> None:
             put_back(replaced, destination)
             raise
     sync(destination.parent)
-
-
-def exchanged(one: Path, other: Path) -> bool:
-    """Exchange two paths in one call of Linux; return whether the file system could."""
-    renameat2 = getattr(ctypes.CDLL(None), "renameat2", None)
-    if renameat2 is None:
-        return False
-    return bool(renameat2(AT_FDCWD, os.fsencode(one), AT_FDCWD, os.fsencode(other), RENAME_EXCHANGE) == 0)
 
 
 def put_back(replaced: Path, destination: Path) -> None:

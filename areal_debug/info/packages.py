@@ -6,7 +6,6 @@
 import importlib.util
 import re
 import subprocess
-import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
@@ -14,6 +13,7 @@ from importlib import metadata
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from areal_core.safety.interpreter import python_command
 from areal_debug.installation import EXTRA_OF
 
 OURS = "areal-debug"
@@ -119,7 +119,7 @@ def importable() -> list[str]:
 
 
 def import_error(package: str) -> str | None:
-    command = [sys.executable, "-c", f"import {package}"]
+    command = python_command("-c", f"import {package}")
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=IMPORT_TIMEOUT_S)
     except subprocess.TimeoutExpired:

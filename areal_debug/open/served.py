@@ -8,12 +8,12 @@ The server reads names, sizes and times of the run's files; the confined child p
 """
 
 import subprocess
-import sys
 import tempfile
 import threading
 from http import HTTPStatus
 from pathlib import Path
 
+from areal_core.safety.interpreter import python_command
 from areal_debug.open.find import fingerprint
 from areal_debug.render import console, fail, styled
 from areal_debug.report.local import LocalHandler, LocalServer, listen
@@ -38,10 +38,9 @@ class Workbench:
             now = fingerprint(self._run)
             if now == self._written:
                 return
-            command = [sys.executable, "-m", "areal_debug", "open", str(self._run), "-o", str(self._folder)]
-            done = subprocess.run(
-                [*command, "--force", "--quiet"], capture_output=True, text=True, check=False
-            )
+            asked = ("open", str(self._run), "-o", str(self._folder), "--force", "--quiet")
+            command = python_command("-m", "areal_debug", *asked)
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
             self.problem = done.stderr.strip() if done.returncode else ""
             self._written = now
             files = [file for file in self._folder.rglob("*") if file.is_file()]

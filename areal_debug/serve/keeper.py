@@ -21,6 +21,7 @@ from areal_core.errors import ServerFailed
 from areal_core.launch.sglang_process import SGLangServer
 from areal_core.launch.torchrun import ended_on_signals
 from areal_core.rollout.errors import NoSuchName
+from areal_core.safety.interpreter import python_command
 from areal_core.servers.discovery import FolderNames, register_server
 from areal_core.servers.server import last_lines
 from areal_debug.serve.state import ServerState, forget, read_state, state_file, this_keeper, write_state
@@ -116,7 +117,7 @@ def keep_in_background(spec: ServeSpec) -> ServerState:
     output = file.with_suffix(".keeper.log")
     with output.open("wb") as log:
         keeper = subprocess.Popen(
-            [sys.executable, "-m", "areal_debug.serve.keeper", json.dumps(asdict(spec))],
+            python_command("-m", "areal_debug.serve.keeper", json.dumps(asdict(spec))),
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,

@@ -25,6 +25,7 @@ def main(arguments: list[str]) -> None:
     # The command has printed the notes once.
     logging.getLogger("areal_core.config").setLevel(logging.ERROR)
     sys.path.insert(0, str(Path(script).resolve().parent))
+    sys.path.append(os.getcwd())  # last: it hides no installed package
     with mistakes_as_sentences():
         runpy.run_path(script, run_name="__main__")
 

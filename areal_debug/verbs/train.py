@@ -276,6 +276,7 @@ def watch_run(logs: Path, hooks: "Hooks") -> int:
     Post-mortems are written next to the logs. Returns the child's exit code, or 1 if a finding
     has stopped it.
     """
+    from areal_core.safety.interpreter import python_command
     from areal_debug.doctor.follow import Follower
     from areal_debug.doctor.report import alarm_lines
     from areal_debug.hang.watch import post_mortem, report
@@ -302,7 +303,7 @@ def watch_run(logs: Path, hooks: "Hooks") -> int:
 
         return wait
 
-    command = [sys.executable, *without_watch(sys.argv)]
+    command = python_command(*without_watch(sys.argv), file_is_ours=True)
     plan = Plan(logs / time.strftime("watch-%Y%m%d-%H%M%S"))
     code = watch_command(command, plan, post_mortem, report, waiting)
     if follower.path.exists():

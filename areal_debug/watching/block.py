@@ -21,6 +21,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 from areal_core.safety.durable import sentence_of
+from areal_core.safety.interpreter import python_command
 from areal_core.safety.private import ForeignOwner, default_root, make_private
 from areal_debug.installation import ROOT
 from areal_debug.watching.finite import FiniteCheck, number_of
@@ -175,7 +176,7 @@ class watch(ContextDecorator):
             environment.pop(name, None)
         try:
             subprocess.run(
-                [sys.executable, "-c", START, str(ROOT), str(state), *arguments],
+                python_command("-c", START, str(ROOT), str(state), *arguments),
                 env=environment,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,

@@ -28,7 +28,9 @@ from hangdoctor.collect.write import HostEntry, Manifest, merge, unpack
 from hangdoctor.errors import HostsUnknown, NoRanksFound
 
 BOOTSTRAP = """
-import io, os, shutil, sys, tarfile, tempfile
+import sys
+sys.path[:] = filter(None, sys.path)  # not from the current folder
+import io, os, shutil, tarfile, tempfile
 if sys.version_info < (3, 11):
     sys.exit("hangdoctor needs Python 3.11 here, this is " + sys.version.split()[0] + "; name another with --python")
 folder = tempfile.mkdtemp(prefix="hangdoctor-")

@@ -20,6 +20,7 @@ from typing import Any
 from areal_core.environment import DETERMINISTIC
 from areal_core.launch.torchrun import ended_on_signals
 from areal_core.launch.warm import LIBRARIES, WarmRanks, warm_ranks
+from areal_core.safety.interpreter import python_command
 from areal_core.safety.private import make_private
 from areal_core.safety.scratch import FolderInUse, locked_folder
 from recorder import Record, open_record
@@ -101,7 +102,7 @@ def remove_unless_used(folder: Path) -> None:
 
 CURRENT = Path(__file__).parents[2]  # this checkout
 ON_COMMIT = Path(__file__).with_name("on_commit.py")
-COMMAND = (sys.executable, "-c", "from areal_debug.cli import main; main()", "replay")
+COMMAND = python_command("-c", "from areal_debug.cli import main; main()", "replay")
 
 
 @dataclass

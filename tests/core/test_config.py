@@ -312,3 +312,13 @@ def test_config_needs_no_torch():
         cwd=Path(__file__).parents[2],
     )
     assert done.stdout.strip() == "False"
+
+
+@pytest.mark.parametrize("text", ["${oc.env:SECRET}", r"\${oc.env:SECRET}", r"a\\${seed}\b", "${", "$${x}"])
+def test_text_of_a_config_that_was_built_before_stands_for_itself(text, monkeypatch):
+    monkeypatch.setenv("SECRET", "s3cret")
+    given = {"experiment_name": "e", "trial_name": text, "train_dataset": {"path": text, "type": "sft"}}
+    given["actor"] = {"path": "model", "optimizer": {"lr": 1e-5}}
+    tree = config_to_dict(config_from_dict(given, SFTConfig))
+    assert (tree["trial_name"], tree["train_dataset"]["path"]) == (text, text)
+    assert config_to_dict(config_from_dict(tree, SFTConfig)) == tree

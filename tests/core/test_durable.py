@@ -43,6 +43,19 @@ def test_a_file_that_cannot_be_completed_keeps_its_old_content_and_leaves_nothin
     )
 
 
+def test_no_link_that_somebody_left_is_written_through(tmp_path):
+    (victim := tmp_path / "victim").write_text("mine")
+    for name in ("config.json.tmp", "stats.jsonl"):
+        (tmp_path / name).symlink_to(victim)
+    os.link(victim, tmp_path / "other.json.tmp")
+    commit_file(tmp_path / "config.json", "new")
+    commit_file(tmp_path / "other.json", "new")
+    with pytest.raises(OSError, match="symbolic links") as caught:
+        append_lines(tmp_path / "stats.jsonl", "line\n")
+    assert "a link is not followed here" in sentence_of(caught.value)
+    assert (victim.read_text(), (tmp_path / "config.json").read_text()) == ("mine", "new")
+
+
 def test_an_interrupted_file_leaves_nothing(tmp_path):
     with pytest.raises(KeyboardInterrupt):
         write_half(tmp_path / "export", KeyboardInterrupt())
@@ -98,7 +111,7 @@ def commit_folder_with(folder, content):
 @pytest.mark.parametrize("can_exchange", [True, False])
 def test_a_folder_replaces_the_one_before(tmp_path, monkeypatch, can_exchange):
     if not can_exchange:
-        monkeypatch.setattr(durable, "_exchange", lambda one, other: False)
+        monkeypatch.setattr(durable, "exchanged", lambda one, other: False)
     for content in ("first", "second"):
         commit_folder_with(tmp_path / "model", content)
         assert os.listdir(tmp_path) == ["model"]
@@ -107,7 +120,7 @@ def test_a_folder_replaces_the_one_before(tmp_path, monkeypatch, can_exchange):
 
 def test_a_folder_comes_back_where_names_cannot_be_exchanged_and_the_new_one_gets_none(tmp_path, monkeypatch):
     commit_folder_with(tmp_path / "model", "first")
-    monkeypatch.setattr(durable, "_exchange", lambda one, other: False)
+    monkeypatch.setattr(durable, "exchanged", lambda one, other: False)
     (tmp_path / "model.partial").mkdir()
     rename = durable.Path.rename
 

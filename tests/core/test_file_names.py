@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from areal_core.safety.file_names import UnsafeName, checked_name, open_below
+from areal_core.safety.file_names import UnsafeName, checked_name, one_part, open_below
 
 UNSAFE = {
     "": "has an empty or dot part",
@@ -31,6 +31,14 @@ def test_a_name_that_could_mean_another_file_is_refused(name):
     with pytest.raises(UnsafeName, match=f"layout has the file name .*which {UNSAFE[name]}") as raised:
         checked_name(name, "layout")
     assert str(raised.value).isprintable()
+
+
+@pytest.mark.parametrize("name", [*UNSAFE, "lr=1e-5 run.2", "été", "~"])
+def test_any_text_becomes_one_part_of_a_path(name):
+    part = one_part(name)
+    assert checked_name(part, "test") == part
+    assert "/" not in part
+    assert (part == name) == (name in ("lr=1e-5 run.2", "été"))
 
 
 @pytest.mark.parametrize("name", [None, 5, b"a", ["a"]])
