@@ -28,7 +28,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -37,7 +37,7 @@ from crc32c import crc32c
 from areal_core.safety.file_names import open_below
 from recorder.errors import DamagedRecord, RecordError
 from recorder.landlock import PR_SET_PDEATHSIG, restrict
-from recorder.storage import Storage, file_blocks, location_of
+from recorder.storage import Storage, file_blocks, is_url, location_of
 
 MEMORY_VARIABLE, TIME_VARIABLE = "AREAL_DEBUG_MEMORY_GIB", "AREAL_DEBUG_TIME_S"
 GIB = 1 << 30
@@ -46,7 +46,7 @@ CPU_S, CPU_S_PER_BYTE = 10.0, 1e-6
 WALL_S, WALL_PER_CPU_S = 30.0, 5.0  # a slow disk, and other processes on the same cores
 URL_BYTES = 100 * GIB  # what a URL may hold is not known
 MAX_RESULT_BYTES = 1 << 28
-POLL_S = 0.2
+POLL_S = 0.02  # a child can touch some GB of memory in a second
 # What Python and its packages read outside of their own folders.
 SYSTEM_PATHS = (
     "/usr", "/lib", "/lib64", "/bin", "/opt", "/nix", "/proc/self", "/proc/meminfo", "/proc/cpuinfo",
@@ -89,8 +89,10 @@ def bounds_for(
 
     Raises ValueError if a variable that replaces a limit is no positive number.
     """
-    is_remote = network or any("://" in str(place) or ":/" in str(place) for place in inputs)
-    size_bytes = sum(URL_BYTES if ":/" in str(place) else size_of(str(place)) for place in inputs)
+    remote = [is_url(location_of(place)) for place in inputs]
+    is_remote = network or any(remote)
+    sizes = (URL_BYTES if far else size_of(place) for place, far in zip(inputs, remote, strict=True))
+    size_bytes = sum(sizes)
     cpu_s = number_in(TIME_VARIABLE) or cpu_s + CPU_S_PER_BYTE * size_bytes
     memory = number_in(MEMORY_VARIABLE)
     return Bounds(
@@ -118,7 +120,7 @@ def number_in(variable: str) -> float | None:
     return number
 
 
-def size_of(path: str) -> int:
+def size_of(path: str | Path) -> int:
     """Bytes on disk of a file, or of all files below a folder; 0 if absent. Links do not count."""
     try:
         facts = os.stat(path)
@@ -126,7 +128,7 @@ def size_of(path: str) -> int:
         return 0
     if not stat.S_ISDIR(facts.st_mode):
         return facts.st_blocks * 512 if stat.S_ISREG(facts.st_mode) else 0
-    total, folders = 0, [path]
+    total, folders = 0, [os.fspath(path)]
     while folders:
         try:
             # deterministic: the whole folder counts
@@ -157,6 +159,9 @@ def run_confined(
         SystemExit, KeyboardInterrupt: as in the child.
         RuntimeError: any other exception, a defect of ours, whose traceback the child has printed.
     """
+    # 1 s less: the kernel kills at the hard limit, and says at the soft one why
+    allowed_s = cpu_allowed_s() - time.process_time() - 1
+    bounds = replace(bounds, cpu_s=min(bounds.cpu_s, max(allowed_s, 0))) if allowed_s < 1e9 else bounds
     for stream in (sys.stdout, sys.stderr):
         if stream is not None:
             stream.flush()
@@ -223,13 +228,11 @@ def limit(bounds: Bounds) -> list[str]:
     """Apply the bounds to this process; return what is active."""
     with open(os.devnull) as nothing:
         os.dup2(nothing.fileno(), 0)
-    memory = memory_of(os.getpid(), "VmData") + bounds.memory_bytes
-    resource.setrlimit(resource.RLIMIT_DATA, (memory, memory))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     active = [f"memory {bounds.memory_bytes / GIB:.3g} GiB"]
     if math.isfinite(bounds.cpu_s):
         cpu = math.ceil(time.process_time() + bounds.cpu_s)
-        resource.setrlimit(resource.RLIMIT_CPU, (cpu, cpu + 5))
+        resource.setrlimit(resource.RLIMIT_CPU, (cpu, min(cpu + 5, cpu_allowed_s())))
         active.append(f"CPU {bounds.cpu_s:.3g} s")
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
@@ -244,13 +247,21 @@ def python_paths() -> list[str]:
     return [path for path in (sys.prefix, sys.base_prefix, own, *sys.path, *libraries) if path]
 
 
-def memory_of(pid: int, *fields: str) -> int:
-    """Sum of fields of /proc/PID/status in bytes; 0 where there is none."""
+def status_of(pid: int) -> tuple[int, bool]:
+    """Bytes of memory that a process has of its own, and whether it runs or is ready to."""
     try:
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     except OSError:
-        return 0
-    return sum(int(line.split()[1]) * 1024 for line in lines if line.partition(":")[0] in fields)
+        return 0, False
+    facts = {name: text for name, _, text in (line.partition(":") for line in lines)}
+    memory = [int(facts[name].split()[0]) for name in ("RssAnon", "RssShmem") if name in facts]
+    return sum(memory) * 1024, facts.get("State", "").strip().startswith("R")
+
+
+def cpu_allowed_s() -> int:
+    """CPU time that this shell allows a process (`ulimit -t`)."""
+    hard = resource.getrlimit(resource.RLIMIT_CPU)[1]
+    return sys.maxsize if hard == resource.RLIM_INFINITY else hard
 
 
 def described(error: BaseException, errors: Sequence[type[Exception]]) -> list[Any]:
@@ -280,7 +291,7 @@ def raise_again(described: Sequence[Any], bounds: Bounds, errors: Sequence[type[
         raise OSError(code, text, file) if file else OSError(code, text)
     if name == "MemoryError":
         raise LimitReached(
-            too_much(bounds, f"{bounds.memory_bytes / GIB:.3g} GiB of memory", MEMORY_VARIABLE)
+            f"reading {bounds.name} needs more memory than this system, or `ulimit -v`, has for it"
         )
     if name == "ValueError":
         raise ValueError(facts[0])
@@ -310,8 +321,8 @@ def wait_for(pid: int, reading: int, bounds: Bounds) -> dict[str, Any]:
 
     An interrupt at a terminal reaches the child, too.
     """
-    ends_at = time.monotonic() + bounds.wall_s
-    most_memory = bounds.memory_bytes + memory_of(os.getpid(), "RssAnon", "RssShmem")
+    idle_s, looked_at = 0.0, time.monotonic()
+    most_memory = bounds.memory_bytes + status_of(os.getpid())[0]
     received, is_open, status = bytearray(), True, None
     try:
         while is_open or status is None:
@@ -326,9 +337,14 @@ def wait_for(pid: int, reading: int, bounds: Bounds) -> dict[str, Any]:
             if status is None:
                 done, code = os.waitpid(pid, os.WNOHANG)
                 status = code if done else None
-            if time.monotonic() > ends_at:
-                raise LimitReached(too_much(bounds, f"{bounds.wall_s:.3g} s", TIME_VARIABLE))
-            if memory_of(pid, "RssAnon", "RssShmem") > most_memory or len(received) > MAX_RESULT_BYTES:
+            memory, is_ready = status_of(pid)
+            now = time.monotonic()
+            if not is_ready:  # else other processes may be the reason; its CPU time is limited
+                idle_s += min(now - looked_at, 10 * POLL_S)
+            looked_at = now
+            if idle_s > bounds.wall_s:
+                raise LimitReached(too_much(bounds, f"{bounds.wall_s:.3g} s of waiting", TIME_VARIABLE))
+            if memory > most_memory or len(received) > MAX_RESULT_BYTES:
                 limit = f"{bounds.memory_bytes / GIB:.3g} GiB of memory"
                 raise LimitReached(too_much(bounds, limit, MEMORY_VARIABLE))
     finally:

@@ -192,12 +192,13 @@ def file_blocks(storage: Storage, file: str, block_bytes: int = 1 << 26) -> Iter
 
 
 def location_of(path: str | os.PathLike[str]) -> str:
-    """Return the path or URL as text."""
-    return URL.sub(r"\1://", os.fspath(path), count=1)
+    """Return the path or URL as text; what exists here, such as a folder `s3:`, is no URL."""
+    text = os.fspath(path)
+    return text if "://" not in text and os.path.lexists(text) else URL.sub(r"\1://", text, count=1)
 
 
 def is_url(location: str) -> bool:
-    return URL.match(location) is not None
+    return "://" in location and URL.match(location) is not None
 
 
 def is_archive_name(path: str | os.PathLike[str]) -> bool:

@@ -1,4 +1,8 @@
-"""Answer a query by DuckDB, in memory: it can read no file, load no extension and set no option."""
+"""Answer a query by DuckDB, in memory: it can read no file, load no extension and set no option.
+
+DuckDB has the one thread that asks. A thread of its own would call the tables, which are Python,
+with a lock of its stream held, and wait for the interpreter's, whose holder waits for the stream.
+"""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,7 +18,6 @@ from recorder.reader import Damage, Record
 if TYPE_CHECKING:
     import pyarrow
 
-THREADS = 2
 # the last one keeps a query from undoing those before it
 SETTINGS = (
     "set enable_external_access = false",
@@ -47,7 +50,7 @@ class Database:
     def __init__(self, record: Record, memory_bytes: int, damage: Damage | None = None) -> None:
         self.tables = Tables(record, damage)
         config: dict[str, str | bool | int | float | list[str]] = {
-            "threads": THREADS,
+            "threads": 1,
             "memory_limit": f"{memory_bytes // 2**20}MiB",
             "temp_directory": "",  # else a query that needs more writes into the working directory
         }

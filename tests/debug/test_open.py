@@ -12,6 +12,8 @@ import threading
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
+from urllib.error import HTTPError
+from urllib.request import urlopen
 
 import pytest
 from click.testing import CliRunner
@@ -250,7 +252,7 @@ def served(run, tmp_path):
 
 def answer(server, path: str, **headers: str) -> tuple[int, str, str]:
     connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=30)
-    connection.request("GET", path, headers=headers)
+    connection.request("GET", f"{server.top}{path.removeprefix('/')}", headers=headers)
     reply = connection.getresponse()
     found = reply.status, reply.getheader("Content-Type"), reply.read().decode()
     connection.close()
@@ -268,6 +270,8 @@ def test_the_server_follows_the_run_and_answers_no_other_site(run, served):
     for path in ("/../found.json", "/%2e%2e/found.json", "//etc/passwd", "/absent.html"):
         assert answer(served, path)[0] == 404
     assert answer(served, "/", Host="evil.example")[0] == 403
+    with pytest.raises(HTTPError, match="Forbidden"):  # as another user of this machine
+        urlopen(served.address.replace(served.top, "/"))
     assert answer(served, "/", Origin="http://evil.example")[0] == 403
 
 

@@ -148,7 +148,7 @@ def test_time_is_limited():
     started_at = time.monotonic()
     with pytest.raises(LimitReached, match=r"more than 0\.5 s of CPU time.*AREAL_DEBUG_TIME_S"):
         run_confined(spin, replace(BOUNDS, cpu_s=0.5))
-    with pytest.raises(LimitReached, match=r"more than 0\.5 s, .*AREAL_DEBUG_TIME_S"):
+    with pytest.raises(LimitReached, match=r"more than 0\.5 s of waiting, .*AREAL_DEBUG_TIME_S"):
         run_confined(lambda: time.sleep(60), replace(BOUNDS, wall_s=0.5))
     assert time.monotonic() - started_at < 20
 
@@ -210,6 +210,11 @@ def test_limits_follow_from_the_size_of_the_input(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="AREAL_DEBUG_TIME_S is 'soon'"):
         bounds_for([tmp_path])
     monkeypatch.delenv("AREAL_DEBUG_TIME_S")
+    for name in ("a:", "s3:", "a:b", "s3:/x"):
+        (tmp_path / name).mkdir()
+        monkeypatch.chdir(tmp_path)
+        for path in (name, f"{name}/", tmp_path / name, f"./{name}/x"):
+            assert not bounds_for([path]).network, path
     assert bounds_for(["s3://bucket/a"]).network
     assert bounds_for(["s3:/bucket/a"]).network
 

@@ -211,7 +211,7 @@ def test_a_served_page_compares_steps_as_they_are_recorded(page, two):
         thread = threading.Thread(target=server.serve_forever, args=(0.05,))
         thread.start()
         try:
-            address = f"http://127.0.0.1:{server.server_port}/"
+            address = server.address
             open_at(page, address)
             assert link_of(page).startswith("#step=1&prompt=100&sample=0&compare=B")
             assert f"{address}blob/pair-1" in page.requests

@@ -2,6 +2,7 @@
 
 import http.client
 import threading
+from urllib.parse import urlsplit
 
 import numpy as np
 import pytest
@@ -200,7 +201,7 @@ def served(tmp_path):
     with make_server(Contents(FollowedRecord(str(tmp_path / "record"), decode, [])), 0) as server:
         thread = threading.Thread(target=server.serve_forever, args=(0.05,))
         thread.start()
-        yield add, f"http://127.0.0.1:{server.server_port}/"
+        yield add, server.address
         server.shutdown()
         thread.join()
 
@@ -221,11 +222,14 @@ def test_a_served_page_follows_a_record_that_grows(page, served):
 
 def test_a_page_of_another_site_gets_nothing_from_the_server(served):
     _, address = served
-    port = int(address.rstrip("/").rpartition(":")[2])
+    port, top = urlsplit(address).port, urlsplit(address).path
     for host, path, status in (
-        ("evil.example", "/run.json", 403),
-        ("localhost", "/run.json", 200),
-        ("localhost", "/blob/a-9-text", 404),
+        ("evil.example", f"{top}run.json", 403),
+        ("localhost", "/", 403),
+        ("localhost", "/run.json", 403),
+        ("localhost", f"{top[:-2]}/run.json", 403),
+        ("localhost", f"{top}run.json", 200),
+        ("localhost", f"{top}blob/a-9-text", 404),
     ):
         connection = http.client.HTTPConnection("127.0.0.1", port)
         connection.request("GET", path, headers={"Host": f"{host}:{port}"})
