@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from areal_core.safety.received import open_received
 from recorder.documents import (
     MAX_JSON_BYTES,
     checksum,
@@ -502,7 +503,7 @@ def open_storage(path: str | os.PathLike[str]) -> Storage:
         if local.is_dir() and not (local / "zarr.json").is_file():
             return FolderStorage(local)
         if local.is_file() and not zipfile.is_zipfile(local):
-            with local.open("rb") as file:
+            with open_received(local) as file:
                 if file.read(len(ZIP_BEGIN)) == ZIP_BEGIN:
                     size_bytes = local.stat().st_size
                     raise DamagedRecord(local.name, f"is a zip file that is cut off after {size_bytes} bytes")

@@ -18,6 +18,7 @@ import signal
 import subprocess
 import sys
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from typing import Any
@@ -162,8 +163,10 @@ class _Worker:
         return self.connection.recv_bytes() if self.connection.poll(self.timeout_s) else None
 
     def interrupt(self) -> None:
-        if (process := self.process) is not None and process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
+        # also of one that has ended by itself: until it is waited for, its number is that of the group
+        if (process := self.process) is not None and process.returncode is None:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
 
     def kill(self) -> None:
         """Kill the process and wait for its end; the next call starts another."""

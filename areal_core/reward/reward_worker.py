@@ -8,8 +8,10 @@ import inspect
 import json
 import numbers
 import os
+import signal
 import sys
 import traceback
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -23,15 +25,15 @@ def main(descriptor: int, reward_name: str, timeout_s: float) -> None:
     connection = Connection(descriptor)
     os.dup2(2, 1)  # output of a reward function goes to stderr, not into a report on stdout
     try:
-        reward_fn: RewardFn | Exception = load_reward_fn(reward_name)
-    except Exception as error:  # reported with the first job, which names its row
+        reward_fn: RewardFn | BaseException = load_reward_fn(reward_name)
+    except BaseException as error:  # reported with the first job, which names its row
         reward_fn = error
     connection.send_bytes(b"ready")
     while True:
         try:
             arguments, row = rows_from_json(connection.recv_bytes())
-        except EOFError:  # the pool is gone
-            return
+        except EOFError:  # the pool is gone: end what the function has left running, and this process
+            os.killpg(0, signal.SIGKILL)
         # The pool kills a stuck worker; this ends it if the pool was killed first, also inside C.
         faulthandler.dump_traceback_later(timeout_s + 1.0, exit=True)
         reply = json.dumps(answer(reward_fn, arguments, row)).encode()
@@ -39,27 +41,35 @@ def main(descriptor: int, reward_name: str, timeout_s: float) -> None:
         connection.send_bytes(reply)
 
 
-def answer(reward_fn: RewardFn | Exception, arguments: list[Any], row: dict[str, Any]) -> dict[str, Any]:
+def answer(reward_fn: RewardFn | BaseException, arguments: list[Any], row: dict[str, Any]) -> dict[str, Any]:
     """Return the value or error of one call, as JSON types; `value` is None unless a number."""
     try:
-        if isinstance(reward_fn, Exception):
+        if isinstance(reward_fn, BaseException):
             raise reward_fn
         value = reward_fn(*arguments, **row)
-    except Exception as error:  # boundary: the trainer raises any exception of a user's function
+        number = float(value) if isinstance(value, numbers.Real) else None
+    except BaseException as error:  # boundary: the trainer raises any exception of a user's function
         wrong = misfit(reward_fn, arguments, row)
         return {
             "value": None,
             "shown": "",
-            "error": wrong or f"{type(error).__name__}: {error}",
+            "error": wrong or f"{type(error).__name__}: {shown(error, str)}",
             "traceback": "" if wrong else "".join(traceback.format_exception(error)),
         }
-    number = float(value) if isinstance(value, numbers.Real) else None
-    return {"value": number, "shown": repr(value)[:200], "error": "", "traceback": ""}
+    return {"value": number, "shown": shown(value, repr), "error": "", "traceback": ""}
 
 
-def misfit(reward_fn: RewardFn | Exception, arguments: list[Any], row: dict[str, Any]) -> str:
+def shown(value: object, spell: Callable[[object], str]) -> str:
+    """Return the beginning of a value's text; a class of the user's may have none."""
+    try:
+        return spell(value)[:200]
+    except BaseException as error:
+        return f"a {type(value).__name__} whose text raises {type(error).__name__}"
+
+
+def misfit(reward_fn: RewardFn | BaseException, arguments: list[Any], row: dict[str, Any]) -> str:
     """Return why a function cannot be called with this row; "" if it can."""
-    if isinstance(reward_fn, Exception):
+    if isinstance(reward_fn, BaseException):
         return ""
     signature = inspect.signature(reward_fn)
     try:

@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 
 from areal_core.safety.durable import replacing
+from areal_core.safety.received import lines_received
 from areal_core.telemetry.trace import FOOTER, HEADER, TRAINER_TRACK, rank_file
 
 MERGED = "trace.json"
@@ -48,25 +49,24 @@ def rank_events(file: Path) -> Iterator[tuple[RankHeader, dict[str, Any]]]:
     """
     header = None
     broken = None
-    with file.open(encoding="utf-8", errors="replace") as lines:
-        for number, line in enumerate(lines, 1):
-            if broken is not None:
-                raise BrokenTrace(f"{file}, line {broken}: not an event; the file is damaged")
-            try:
-                event = json.loads(line)
-            except (ValueError, RecursionError):
-                broken = number  # fine if it is the last: the rank was killed while it wrote
-                continue
-            try:
-                if msgspec.convert(event, Placed).name == HEADER:
-                    header = msgspec.convert(event["args"], RankHeader)
-            except (msgspec.ValidationError, KeyError) as error:
-                raise BrokenTrace(
-                    f"{file}, line {number}: {error}; the file is damaged, or of another version"
-                ) from None
-            if header is None:
-                raise BrokenTrace(f"{file}: does not start with a header; give the trace folder of a run")
-            yield header, event
+    for number, line in enumerate(lines_received(file), 1):
+        if broken is not None:
+            raise BrokenTrace(f"{file}, line {broken}: not an event; the file is damaged")
+        try:
+            event = json.loads(line)
+        except (ValueError, RecursionError):
+            broken = number  # fine if it is the last: the rank was killed while it wrote
+            continue
+        try:
+            if msgspec.convert(event, Placed).name == HEADER:
+                header = msgspec.convert(event["args"], RankHeader)
+        except (msgspec.ValidationError, KeyError) as error:
+            raise BrokenTrace(
+                f"{file}, line {number}: {error}; the file is damaged, or of another version"
+            ) from None
+        if header is None:
+            raise BrokenTrace(f"{file}: does not start with a header; give the trace folder of a run")
+        yield header, event
 
 
 def merge(folder: Path) -> Path:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -59,14 +60,11 @@ def read_run(path: Path, name: str | None = None, given: Mapping[str, str] | Non
     if source.format is RECORD:
         return read_record(source.file, given)
     file = source.file
-    rows = list(source.format.read(file, source.run))
+    rows = source.format.read(file, source.run)
     consistency = file.parent / "consistency.jsonl"
     if file.name == "stats.jsonl" and consistency.is_file():
-        rows += [
-            {"step": row["step"], **prefixed(row)}
-            for row in read_jsonl(consistency)
-            if isinstance(row, dict) and "step" in row
-        ]
+        checked = (row for row in read_jsonl(consistency) if isinstance(row, dict) and "step" in row)
+        rows = chain(rows, ({"step": row["step"], **prefixed(row)} for row in checked))
     by_name = collect(rows)
     if not by_name:
         raise UnreadableRun(

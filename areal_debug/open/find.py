@@ -14,6 +14,7 @@ from html import unescape
 from pathlib import Path
 from typing import Any
 
+from areal_core.safety.received import open_received, read_received
 from areal_debug.doctor.rows import is_record
 
 MAX_ENTRIES = 200_000  # files and folders
@@ -135,8 +136,8 @@ def report_at(file: Path) -> tuple[str, str] | None:
     """Return the verb and the verdict of a report that a verb wrote, None for any other file."""
     try:
         if file.suffix == ".html":
-            with file.open(encoding="utf-8", errors="replace") as page:
-                found = PAGE_OF_OURS.search(page.read(HEAD_BYTES))
+            with open_received(file) as page:
+                found = PAGE_OF_OURS.search(page.read(HEAD_BYTES).decode("utf-8", "replace"))
             return (found[1], unescape(found[2])) if found else None
         document = read_document(file)
     except (OSError, ValueError, RecursionError):
@@ -149,10 +150,8 @@ def report_at(file: Path) -> tuple[str, str] | None:
 
 
 def read_document(file: Path) -> dict[str, Any]:
-    """Read a JSON object; an empty one for other JSON, or a file that is too large for a report."""
-    if file.stat().st_size > MAX_REPORT_BYTES:
-        return {}
-    document = json.loads(file.read_bytes())
+    """Read a JSON object; an empty one for other JSON. Raises UnreadableFile for a large file."""
+    document = json.loads(read_received(file, MAX_REPORT_BYTES))
     return document if isinstance(document, dict) else {}
 
 

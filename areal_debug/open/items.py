@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from areal_core.safety.received import read_received
 from areal_debug.open.find import Found, read_document
 from areal_debug.render import format_bytes
 from areal_debug.report.frame import Frame, Link, tone_of
@@ -206,7 +207,7 @@ def examine_report(found: Found, scratch: Path) -> Item:
         return Item(found, "", f"{summary}: open it by itself")
     if (size := found.path.stat().st_size) > MAX_HTML_BYTES:
         raise ValueError(f"{found.path} has {format_bytes(size)}: open it by itself")
-    text = found.path.read_text(encoding="utf-8", errors="replace")
+    text = read_received(found.path).decode("utf-8", "replace")
     html, document = (text, {}) if found.path.suffix == ".html" else ("", read_document(found.path))
     step = document.get("step")
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from areal_core.safety.received import lines_received
 from areal_core.telemetry.trace_merge import MERGED, BrokenTrace, merge
 from areal_debug.newest import describe_choice, newest_first
 
@@ -179,22 +180,22 @@ def read_merged(file: Path) -> RunTrace:
 
 
 def merged_lines(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    with file.open(encoding="utf-8", errors="replace") as lines:
-        head = next(lines, "")
+    lines = lines_received(file)
+    head = next(lines, "")
+    try:
+        about = json.loads(head + "]}")["otherData"]
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise BrokenTrace(
+            f"{file} is not a trace of areal-debug: give its trace.json or its log folder"
+        ) from error
+    yield str(file), about
+    for number, line in enumerate(lines, 2):
+        if line.startswith("]"):
+            return
         try:
-            about = json.loads(head + "]}")["otherData"]
-        except (ValueError, KeyError, TypeError, RecursionError) as error:
-            raise BrokenTrace(
-                f"{file} is not a trace of areal-debug: give its trace.json or its log folder"
-            ) from error
-        yield str(file), about
-        for number, line in enumerate(lines, 2):
-            if line.startswith("]"):
-                return
-            try:
-                yield f"{file}, line {number}", json.loads(line.rstrip(",\n"))
-            except (ValueError, RecursionError) as error:
-                raise BrokenTrace(f"{file}, line {number}: not an event; copy the file again") from error
+            yield f"{file}, line {number}", json.loads(line.rstrip(",\n"))
+        except (ValueError, RecursionError) as error:
+            raise BrokenTrace(f"{file}, line {number}: not an event; copy the file again") from error
 
 
 def parse_options(about: dict[str, Any], where: str) -> RunOptions:

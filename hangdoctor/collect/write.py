@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from areal_core.safety.file_names import checked_name
+from areal_core.safety.received import read_received
 from hangdoctor.model import Status
 
 FORMAT = "hangdoctor-collection"
@@ -105,7 +106,7 @@ def _other_hosts(manifest: Manifest) -> list[HostEntry]:
 
 def read_manifest(folder: Path) -> Manifest:
     """Read what `write_manifest` wrote."""
-    raw = json.loads((folder / "collection.json").read_text())
+    raw = json.loads(read_received(folder / "collection.json"))
     return Manifest(
         raw["created"],
         raw["job_size"],

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
+from areal_core.safety.received import UnreadableFile, open_received
 from hangdoctor.errors import HangInputError
 
 MAX_FILE_BYTES = 256 << 20
@@ -73,10 +74,10 @@ def natural(name: str) -> tuple[int, str]:
 def read_limited(path: Path, notes: list[str]) -> bytes:
     """Return the first 256 MiB of a file; empty, with a note, where it cannot be read."""
     try:
-        with path.open("rb") as file:
+        with open_received(path) as file:
             data = file.read(MAX_FILE_BYTES + 1)
-    except OSError as error:
-        notes.append(f"{path.name}: {error.strerror}")
+    except (OSError, UnreadableFile) as error:
+        notes.append(f"{path.name}: {error.strerror if isinstance(error, OSError) else error}")
         return b""
     if len(data) > MAX_FILE_BYTES:
         notes.append(f"{path.name}: only its first {MAX_FILE_BYTES >> 20} MiB were read")
@@ -89,7 +90,7 @@ def tar_members(path: Path, notes: list[str]) -> Iterator[tuple[str, bytes]]:
     """
     try:
         plain = is_plain(path)
-        with path.open("rb") as file:
+        with open_received(path) as file:
             if plain:
                 yield from common_members(file)
             # A stream reads 10 kB at a time: only for what is compressed, where going back is slow.
@@ -148,7 +149,7 @@ def common_header(header: bytes) -> tuple[str, int] | None:
 
 def is_plain(path: Path) -> bool:
     """Return whether a tar is not compressed: its first header has the magic of a tar."""
-    with path.open("rb") as file:
+    with open_received(path) as file:
         return file.read(TAR_MAGIC_AT + 5).endswith(b"ustar")
 
 

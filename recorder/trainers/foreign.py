@@ -19,6 +19,7 @@ import msgspec
 import numpy as np
 
 from areal_core.safety.printable import printable
+from areal_core.safety.received import MOST_BYTES, open_received, read_received
 from recorder.errors import ForeignFormat, UnfinishedFile
 from recorder.trainers.batches import unknown_value
 from recorder.trainers.sample import FINISH_REASONS, Sample, as_numpy
@@ -352,7 +353,7 @@ def json_lines(file: Path, cut: list[str] | None = None) -> list[Line]:
     A last line that is cut off is dropped with a note in `cut`; without `cut`, raises
     UnfinishedFile. Raises ForeignFormat for anything else than objects.
     """
-    lines = file.read_bytes().split(b"\n")
+    lines = read_received(file, MOST_BYTES).split(b"\n")
     found = []
     for number, line in enumerate(lines, 1):
         if not line.strip():
@@ -384,7 +385,7 @@ def parse_json(line: bytes) -> Any:
 
 def first_row(file: Path) -> dict[str, Any]:
     """Return the JSON object in the first line of a file, {} if there is none."""
-    with file.open("rb") as lines:
+    with open_received(file) as lines:
         try:
             row = parse_json(lines.readline(MAX_LINE) or b"null")
         except (ValueError, RecursionError):
@@ -393,6 +394,6 @@ def first_row(file: Path) -> dict[str, Any]:
 
 
 def is_cut_line(file: Path) -> bool:
-    with file.open("rb") as lines:
+    with open_received(file) as lines:
         line = lines.readline(MAX_LINE)
     return line.startswith(b"{") and not line.endswith(b"\n") and not first_row(file)

@@ -20,6 +20,7 @@ import msgspec
 import numpy as np
 
 from areal_core.safety.printable import printable
+from areal_core.safety.received import MOST_BYTES, read_received
 from recorder.errors import ForeignFormat, RecordError, UnfinishedFile
 from recorder.trainers.file_pictures import by_sequence, image_inputs, pictures_in
 from recorder.trainers.foreign import (
@@ -142,7 +143,7 @@ def read_step(files: Sequence[Path], notes: list[str]) -> list[Sample]:
 
 def unpack_file(file: Path) -> list[Any]:
     """Parse a file. Raises ForeignFormat, UnfinishedFile."""
-    document = unpack(file.read_bytes(), str(file))
+    document = unpack(read_received(file, MOST_BYTES), str(file))
     if not isinstance(document, list):
         raise ForeignFormat(f"{file} has no list")
     return document

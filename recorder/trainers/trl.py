@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from areal_core.safety.printable import printable
+from areal_core.safety.received import MOST_BYTES, read_received
 from recorder.errors import ForeignFormat, RecordError, UnfinishedFile
 from recorder.pictures.kinds import encoded
 from recorder.trainers.foreign import (
@@ -60,7 +61,7 @@ def table_rows(file: Path) -> list[dict[str, Any]]:
         from pyarrow import parquet
     except ImportError:
         raise RecordError("reading Parquet needs pyarrow: pip install pyarrow") from None
-    data = file.read_bytes()
+    data = read_received(file, MOST_BYTES)
     if not data.startswith(MAGIC) or not data.endswith(MAGIC):
         raise UnfinishedFile(f"{file} is cut off: it does not end as a Parquet file")
     pyarrow.set_memory_pool(pyarrow.system_memory_pool())  # others reserve more than the child has

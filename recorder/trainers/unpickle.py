@@ -18,6 +18,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from areal_core.safety.printable import printable
+from areal_core.safety.received import MOST_BYTES, open_received, read_received
 from areal_core.safety.unpickle import RestrictedUnpickler
 from recorder.errors import UnfinishedFile, UnsafePickle
 from recorder.trainers.stand_ins import (
@@ -148,7 +149,7 @@ def load_pickle(path: Path) -> Any:
         UnsafePickle: it needs a name that is not allowed, has too many values, or is broken.
         UnfinishedFile: it is cut off.
     """
-    return load_bytes(path.read_bytes(), str(path))
+    return load_bytes(read_received(path, MOST_BYTES), str(path))
 
 
 def load_bytes(data: bytes, name: str) -> Any:
@@ -168,7 +169,7 @@ def load_bytes(data: bytes, name: str) -> Any:
 
 def is_cut_off(path: Path) -> bool:
     """Return whether a file is empty, or begins as one of `torch.save` and does not end as one."""
-    with path.open("rb") as file:
+    with open_received(path) as file:
         return file.read(4) in (b"", ZIP) and not zipfile.is_zipfile(path)
 
 
@@ -193,7 +194,7 @@ def first_strings(path: Path, num_opcodes: int = 20_000) -> set[str]:
     Enough to distinguish formats, of large files as well; empty for any other file.
     """
     found = set()
-    with path.open("rb") as file:
+    with open_received(path) as file:
         data = file.read(FIRST_BYTES)
     with suppress(ValueError, KeyError, NotImplementedError, RuntimeError, EOFError, zipfile.BadZipFile):
         if data.startswith(ZIP):

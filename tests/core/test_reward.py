@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import time
+import uuid
 from pathlib import Path
 
 import psutil
@@ -21,6 +22,10 @@ ROOT = Path(__file__).parents[2]
 FUNCTIONS = """
 import ctypes, os, subprocess, sys, time
 
+class Silent:
+    def __repr__(self):
+        raise SystemExit("no text")
+
 def by_row(prompt, completions, prompt_ids, completion_ids, do, **row):
     print("a reward function may print")
     if do == "echo":
@@ -35,6 +40,11 @@ def by_row(prompt, completions, prompt_ids, completion_ids, do, **row):
         ctypes.PyDLL(None).sleep(60)
     if do == "start a program":
         subprocess.run(["sleep", "61"], check=True)
+    if do == "leave programs and die":
+        [subprocess.Popen(["sleep", row["mark"]]) for _ in range(4)]
+        os._exit(7)
+    if do in ("huge", "exits", "has no text"):
+        return {"huge": lambda: 10**400, "exits": sys.exit, "has no text": Silent}[do]()
     if do == "die":
         os._exit(7)
     if do == "die once":
@@ -216,6 +226,30 @@ def test_exception_is_raised_again_with_row_and_traceback(lasting_pool):
     assert "'answer': '42'" in message
     assert 'raise KeyError("no such answer")' in message
     assert score(lasting_pool, "echo") == 8.0
+
+
+def test_programs_that_a_function_leaves_end_when_it_dies(functions):
+    mark = str(uuid.uuid4().int % 10**9 + 10**6)
+    with RewardPool(functions, num_workers=1, max_retries=1) as pool, pytest.raises(RewardError):
+        score(pool, "leave programs and die", mark=mark)
+    assert [
+        p for p in psutil.process_iter(["cmdline", "status"]) if p.info["cmdline"] == ["sleep", mark]
+    ] == []
+
+
+@pytest.mark.parametrize(
+    ("do", "message"),
+    [
+        ("huge", "raised OverflowError: int too large"),
+        ("exits", "raised SystemExit"),
+        ("has no text", "returned a Silent whose text raises SystemExit; expected a finite number"),
+    ],
+)
+def test_what_a_function_returns_or_raises_never_ends_its_worker(lasting_pool, do, message):
+    before = score(lasting_pool, "pid")
+    with pytest.raises(RewardError, match=f"by_row {message}(.|\n)*\nprompt 'the prompt'"):
+        score(lasting_pool, do)
+    assert score(lasting_pool, "pid") == before
 
 
 @pytest.mark.parametrize(

@@ -1,13 +1,20 @@
 """Rewards that do not rise, get noisier, do not carry over to validation, or fall after a peak."""
 
 import numpy as np
-from numpy.lib.stride_tricks import sliding_window_view
 
 from areal_debug.doctor.alarm import Alarm, alarm
 from areal_debug.doctor.names import is_validation
 from areal_debug.doctor.onset import onset
 from areal_debug.doctor.read import Run
-from areal_debug.doctor.series import FEWEST_STEPS, Floats, Series, Trend, trend
+from areal_debug.doctor.series import (
+    FEWEST_STEPS,
+    Floats,
+    Series,
+    Trend,
+    medians_between,
+    running_medians,
+    trend,
+)
 
 ENOUGH_STEPS = 20
 FEWEST_EVALUATIONS = 4
@@ -184,12 +191,9 @@ def left_behind(train: Series, validation: Series) -> tuple[float, float, int] |
         return None
     at = np.searchsorted(train.steps, validation.steps)
     half = max(2, train.window // 2)
-    trained = np.array(
-        [
-            np.median(train.values[max(0, i - half) : i + half + 1])
-            for i in np.minimum(at, len(train.steps) - 1)
-        ]
-    )
+    at = np.minimum(at, len(train.steps) - 1)
+    ends = np.minimum(at + half + 1, len(train.steps))
+    trained = medians_between(train.values, np.maximum(at - half, 0), ends)
     third = max(1, count // 3)
     gained = float(np.median(trained[-third:]) - min(trained[0], np.median(trained[:third])))
     start, end = float(min(values[0], np.median(values[:third]))), float(np.median(values[-third:]))
@@ -199,7 +203,7 @@ def left_behind(train: Series, validation: Series) -> tuple[float, float, int] |
     rises = trend(train)
     if gained <= 2 * train.noise or rises is None or not (rises.rises or train.rose(1.0)):
         return None
-    peak = max(float(np.median(values[i : i + third])) for i in range(count - third + 1))
+    peak = float(running_medians(values, third).max())
     is_share = min(values.min(), train.values.min()) >= 0 and max(values.max(), train.values.max()) <= 1.25
     is_clear = gained - (end - start) > 4 * noise if is_share else count >= FEWEST_STEPS
     stays = is_clear and end - start < 3 * noise and (not is_share or end - start < 0.5 * gained)
@@ -231,7 +235,7 @@ def reward_fell_from_its_peak(run: Run) -> Alarm | None:
     if reward is None or len(reward.finite.values) < ENOUGH_STEPS:
         return None
     series = reward.finite
-    medians = np.median(sliding_window_view(series.values, series.window), axis=1)
+    medians = running_medians(series.values, series.window)
     peak = int(np.argmax(medians))
     scatter = series.noise
     fall = float(medians[peak]) - series.last

@@ -1,16 +1,13 @@
 """Importance ratios near 1, rare clipping, stable entropy and gradients in the policy update."""
 
-import warnings
-
 import numpy as np
 import numpy.typing as npt
-from numpy.lib.stride_tricks import sliding_window_view
 
 from areal_debug.doctor.alarm import Alarm, alarm
 from areal_debug.doctor.onset import onset
 from areal_debug.doctor.read import Run
 from areal_debug.doctor.rules.learning import ENOUGH_STEPS, gain_since, is_learning, is_solved
-from areal_debug.doctor.series import Series, trend
+from areal_debug.doctor.series import Series, medians_between, running_medians, trend
 
 FAR_FROM_ONE = 0.05
 FAR_AT_ONE_MINIBATCH = 1e-3
@@ -214,9 +211,7 @@ def peak_of_loss(loss: Series, explained: Series | None) -> tuple[int, float] | 
 
 
 def medians_of(series: Series) -> npt.NDArray[np.float64]:
-    windows = sliding_window_view(series.values, min(series.window, len(series.values)))
-    medians: npt.NDArray[np.float64] = np.median(windows, axis=1)
-    return medians
+    return running_medians(series.values, min(series.window, len(series.values)))
 
 
 def rises_from_its_lowest(series: Series) -> bool:
@@ -292,10 +287,10 @@ def beside_the_neighbours(
     if np.isfinite(moving).sum() < 5:
         return np.ones(len(norms)), np.zeros(len(norms))
     half = NEIGHBOURS // 2
-    windows = sliding_window_view(np.pad(moving, half, constant_values=np.nan), NEIGHBOURS)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)  # a window of zeros only
-        usual = np.nanmedian(windows, axis=1)
+    usable = np.isfinite(moving)
+    counted, at = np.concatenate([[0], np.cumsum(usable)]), np.arange(len(norms))
+    begin, end = np.maximum(at - half, 0), np.minimum(at + half + 1, len(norms))
+    usual = medians_between(moving[usable], counted[begin], counted[end])
     ratios = np.nan_to_num(np.log(moving / usual), nan=0.0)
     noise = float(np.median(np.abs(ratios[np.isfinite(moving)]))) / 0.6745
     return np.exp(ratios), ratios / max(noise, 1e-12)

@@ -4,13 +4,12 @@ A run with a reward is judged by the reward: the level of a policy-gradient loss
 """
 
 import numpy as np
-from numpy.lib.stride_tricks import sliding_window_view
 
 from areal_debug.doctor.alarm import Alarm, alarm
 from areal_debug.doctor.onset import onset
 from areal_debug.doctor.read import Run
 from areal_debug.doctor.rules.learning import ENOUGH_STEPS
-from areal_debug.doctor.series import Series, trend
+from areal_debug.doctor.series import Series, running_medians, trend
 
 MEDIAN_OF = 3  # measurements of held-out rows
 # Share of the best held-out loss. The trend starts at the minimum, so significance is not enough.
@@ -49,7 +48,7 @@ def loss_explodes(run: Run) -> Alarm | None:
     if "reward" in run.series or loss is None or len(loss.finite.values) < ENOUGH_STEPS:
         return None
     series = loss.finite
-    medians = np.median(sliding_window_view(series.values, STEPS_OF_A_PEAK), axis=1)
+    medians = running_medians(series.values, STEPS_OF_A_PEAK)
     start, highest = float(np.median(series.values[:MEDIAN_OF])), int(np.argmax(medians))
     if start <= 0 or medians[highest] < EXPLODED * start:
         return None
@@ -99,7 +98,7 @@ def rise_of_held_out(series: Series) -> tuple[int, float, float] | None:
         if len(since) < MEDIAN_OF or min(since[-MEDIAN_OF:]) < (1 + CLEAR_SHARE_OF_FEW) * series.values[best]:
             return None
         return best, float(series.values[best]), float(since[-1] - series.values[best])
-    medians = np.median(sliding_window_view(series.values, MEDIAN_OF), axis=1)
+    medians = running_medians(series.values, MEDIAN_OF)
     best, lowest = int(np.argmin(medians)) + MEDIAN_OF // 2, float(medians.min())
     if len(series.values) - best < 2 * series.window:
         return None

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator
 from decimal import Decimal
 from pathlib import Path
 
+from areal_core.safety.received import lines_received
 from areal_debug.doctor.sources.plain_files import Row
 
 MAX_LINE = 200_000
@@ -34,9 +35,8 @@ BARE = re.compile(NUMBER)
 
 
 def read_console(file: Path, run: str = "") -> Iterable[Row]:
-    """Yield the numbers of a console log by step; bytes that are no text are replaced."""
-    with file.open(encoding="utf-8", errors="replace") as lines:
-        yield from rows_of(lines)
+    """Return the numbers of a console log by step; bytes that are no text are replaced."""
+    return rows_of(lines_received(file))
 
 
 def rows_of(lines: Iterable[str]) -> Iterator[Row]:

@@ -4,12 +4,15 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from areal_core.safety.received import open_received
 from areal_debug.doctor.sources.plain_files import Row, UnreadableRun
 
 NUMBERS = (1, 2, 3, 9)  # float, double, int32, int64 of a TensorProto
 
 
 def read_events(file: Path, run: str = "") -> Iterable[Row]:
+    for other in file.parent.glob("events.out.tfevents.*"):  # it reads them all
+        open_received(other).close()
     EventAccumulator, make_ndarray = import_reader()
     # 0 keeps all; the last tensors would be those of a histogram or an image, which are no numbers
     events = EventAccumulator(str(file.parent), size_guidance={"scalars": 0, "tensors": 0})

@@ -13,6 +13,7 @@ from functools import partial
 from itertools import islice
 from pathlib import Path
 
+from areal_core.safety.received import UnreadableFile, open_received
 from areal_debug.doctor.names import choose_names
 from areal_debug.doctor.rows import is_record
 from areal_debug.doctor.sources import console_log, trackio_run
@@ -116,7 +117,7 @@ def find_sources(path: Path) -> list[Source]:
     if not path.is_dir():
         raise UnreadableRun(f"{path} does not exist: give the folder or the metrics file of a run")
     chosen: dict[Path, Source] = {}
-    damaged: UnreadableRun | None = None
+    damaged: UnreadableFile | None = None
     files: dict[str, list[Path]] = defaultdict(list)
     for file, kind in files_below(path):
         files[kind.pattern].append(file)
@@ -129,7 +130,7 @@ def find_sources(path: Path) -> list[Source]:
             try:
                 if kind.is_metrics(file):
                     chosen[run] = Source(file, kind, "", shown(run, path))
-            except UnreadableRun as error:
+            except UnreadableFile as error:
                 damaged = damaged or error
     if damaged is not None and not chosen:
         raise damaged
@@ -167,8 +168,9 @@ def files_below(folder: Path) -> Iterator[tuple[Path, Format]]:
                 raise UnreadableRun(
                     f"{folder} holds more than {MAX_FILES:,} files: give the folder of the run"
                 )
-            if (kind := format_of(Path(place, name))) is not None:
-                yield Path(place, name), kind
+            file = Path(place, name)
+            if (kind := format_of(file)) is not None and file.is_file():
+                yield file, kind
 
 
 def modified_ns(file: Path) -> int:
@@ -226,7 +228,7 @@ def has_steps(read: Callable[[Path, str], Iterable[Row]], file: Path) -> bool:
     try:
         rows = list(islice(head_of(file) if read is read_jsonl else read(file, ""), 200))
         series = collect(rows)
-    except UnreadableRun:
+    except UnreadableFile:
         if read is read_json:  # many others are no metrics
             return False
         raise
@@ -235,20 +237,22 @@ def has_steps(read: Callable[[Path, str], Iterable[Row]], file: Path) -> bool:
 
 
 def head_of(file: Path) -> Iterator[Row]:
-    with file.open(encoding="utf-8", errors="replace") as lines:
-        yield from json_lines(lines.readlines(MAX_SNIFFED_BYTES), str(file))
+    return json_lines(head_lines(file), str(file))
 
 
 def prints_metrics(file: Path) -> bool:
-    with file.open(encoding="utf-8", errors="replace") as lines:
-        rows = console_log.rows_of(lines.readlines(MAX_SNIFFED_BYTES))
-        return bool(choose_names(list(collect(rows))))
+    return bool(choose_names(list(collect(console_log.rows_of(head_lines(file))))))
+
+
+def head_lines(file: Path) -> list[str]:
+    with open_received(file) as opened:
+        return opened.read(MAX_SNIFFED_BYTES).decode("utf-8", "replace").splitlines(keepends=True)
 
 
 def is_project(file: Path) -> bool:
     try:
         return bool(trackio_run.runs_of_project(file))
-    except UnreadableRun:
+    except UnreadableFile:
         return False
 
 

@@ -3,16 +3,18 @@
 import csv
 import io
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
+
+from areal_core.safety.received import UnreadableFile, lines_received, read_received
 
 Row = Mapping[str, Any]
 
 BOUNDS_OF_EXPORTS = ("__MIN", "__MAX")  # of Weights & Biases: columns next to each metric's own
 
 
-class UnreadableRun(ValueError):
+class UnreadableRun(UnreadableFile):
     """There are no metrics at a path; the message names what was searched for."""
 
 
@@ -23,7 +25,7 @@ class SeveralRuns(UnreadableRun):
 def read_text(file: Path) -> str:
     """Read a text. Raises UnreadableRun."""
     try:
-        return file.read_text(encoding="utf-8")
+        return read_received(file).decode()
     except UnicodeDecodeError as error:
         raise UnreadableRun(f"{file} is not text: {error}") from error
 
@@ -38,17 +40,22 @@ def parse_json(text: str, source: str) -> Any:
 
 def read_jsonl(file: Path, run: str = "") -> Iterable[Row]:
     """Read one JSON object per line; an incomplete last line of a killed run is skipped."""
-    return json_lines(read_text(file).splitlines(), str(file))
+    try:
+        yield from json_lines(lines_received(file, errors="strict"), str(file))
+    except UnicodeDecodeError as error:
+        raise UnreadableRun(f"{file} is not text: {error}") from error
 
 
-def json_lines(lines: Sequence[str], source: str) -> Iterator[Row]:
+def json_lines(lines: Iterable[str], source: str) -> Iterator[Row]:
     """Yield the object of each line, without an incomplete last one. Raises UnreadableRun."""
+    broken: UnreadableRun | None = None
     for number, line in enumerate(lines, start=1):
+        if broken is not None:
+            raise broken
         try:
             yield parse_json(line, f"{source}, line {number}")
-        except UnreadableRun:
-            if number < len(lines):
-                raise
+        except UnreadableRun as error:
+            broken = error
 
 
 def read_trainer_state(file: Path, run: str = "") -> Iterable[Row]:

@@ -12,13 +12,14 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from areal_core.safety.received import read_received
 from areal_debug.doctor.sources.plain_files import Row, UnreadableRun
 
 MAGIC = b":W&B"
 FILE_HEADER_BYTES, BLOCK_BYTES = 7, 1 << 15
 FRAGMENT = struct.Struct("<IHB")  # checksum of type and data, length, type
 FULL, FIRST, MIDDLE, LAST = 1, 2, 3, 4
-MAX_RECORD_BYTES = 1 << 26
+MAX_RECORD_BYTES, MAX_FILE_BYTES = 1 << 26, 1 << 32
 VARINT, FIXED64, BYTES, FIXED32 = 0, 1, 2, 5  # wire types
 HISTORY = 2  # of Record
 ITEM, STEP = 1, 2  # of HistoryRecord
@@ -28,7 +29,7 @@ KEY, NESTED_KEY, VALUE_JSON = 1, 2, 16  # of HistoryItem
 
 def read_wandb(file: Path, run: str = "") -> Iterable[Row]:
     """Yield what was logged, one row a call of `wandb.log`. Raises UnreadableRun for damage."""
-    data = file.read_bytes()
+    data = read_received(file, MAX_FILE_BYTES)
     if not data.startswith(MAGIC):
         raise UnreadableRun(f"{file} is no run of Weights & Biases: it does not begin with {MAGIC.decode()}")
     try:
