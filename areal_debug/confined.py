@@ -14,7 +14,7 @@ ANYWHERE = ("/",)  # for verbs that load the tokenizer that a record names
 CPU_S = 10.0  # for an empty input
 HELP_OF_LIMITS = (
     "The input is read in a process that has no network, unless it is a URL, and at most 1 GiB of "
-    "memory plus 20 bytes a byte of input, and 10 s of CPU time plus 1 s a MB: "
+    "memory plus 20 bytes a byte of input, and {:g} s of CPU time plus 1 s a MB: "
     "AREAL_DEBUG_MEMORY_GIB and AREAL_DEBUG_TIME_S replace these limits."
 )
 
@@ -33,7 +33,7 @@ def reads_untrusted(
     """
 
     def decorate(body: Callable[P, None]) -> Callable[P, None]:
-        @describes_limits
+        @describes_limits(cpu_s)
         @functools.wraps(body)
         @errors_as_sentences
         def wrapped(*args: P.args, **kwargs: P.kwargs) -> None:
@@ -58,10 +58,14 @@ def reads_untrusted(
     return decorate
 
 
-def describes_limits(body: Callable[P, None]) -> Callable[P, None]:
+def describes_limits(cpu_s: float) -> Callable[[Callable[P, None]], Callable[P, None]]:
     """Add to a verb's help which limits its child has, and how to change them."""
-    body.__doc__ = f"{inspect.cleandoc(body.__doc__ or '')}\n\n{HELP_OF_LIMITS}"
-    return body
+
+    def decorate(body: Callable[P, None]) -> Callable[P, None]:
+        body.__doc__ = f"{inspect.cleandoc(body.__doc__ or '')}\n\n{HELP_OF_LIMITS.format(cpu_s)}"
+        return body
+
+    return decorate
 
 
 def several(value: Any, default: Path | None = None) -> list[Any]:

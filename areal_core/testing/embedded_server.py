@@ -18,6 +18,7 @@ import argparse
 import asyncio
 import itertools
 import json
+import math
 import os
 import sys
 import threading
@@ -25,16 +26,18 @@ import time
 import uuid
 from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 import torch
 import torch.distributed as dist
 from aiohttp import web
+from msgspec import Meta
 from torch import Tensor
 from transformers import AutoTokenizer
 
@@ -68,16 +71,16 @@ class BadRequest(ValueError):
 class Params(msgspec.Struct, forbid_unknown_fields=True):
     """`sampling_params` of a request."""
 
-    max_new_tokens: int | None = 128
-    min_new_tokens: int | None = 0
-    temperature: float | None = 1.0
-    top_p: float | None = 1.0
-    top_k: int | None = -1
+    max_new_tokens: Annotated[int, Meta(ge=0)] | None = 128
+    min_new_tokens: Annotated[int, Meta(ge=0)] | None = 0
+    temperature: Annotated[float, Meta(ge=0)] | None = 1.0
+    top_p: Annotated[float, Meta(gt=0, le=1)] | None = 1.0
+    top_k: Annotated[int, Meta(ge=-1)] | None = -1
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
     ignore_eos: bool | None = False
     skip_special_tokens: bool | None = True
-    frequency_penalty: float | None = 0.0
+    frequency_penalty: Annotated[float, Meta(ge=-2, le=2)] | None = 0.0
 
 
 class Generate(msgspec.Struct, forbid_unknown_fields=True):
@@ -452,6 +455,8 @@ class EmbeddedServer:
         ids = self._tokenizer(body.text)["input_ids"] if body.input_ids is None else body.input_ids
         if not ids or not all(0 <= token < self._vocab_size for token in ids):
             raise BadRequest(f"input_ids must be one list of token ids below {self._vocab_size}, not empty")
+        if not all(0 <= token < self._vocab_size for token in params.stop_token_ids or ()):
+            raise BadRequest(f"stop_token_ids must be token ids below {self._vocab_size}")
         images, processor = tuple(map(picture, body.image_data or ())), self._replica.processor
         if images and processor is None:
             raise BadRequest("image_data is given, and the model reads text only")
@@ -667,7 +672,15 @@ def decoded(raw: bytes, kind: type[Body]) -> Body:
     try:
         return msgspec.json.decode(raw, type=kind)
     except (msgspec.DecodeError, RecursionError, UnicodeError) as error:
-        raise BadRequest(f"the body is not what this route takes: {error}") from error
+        found: list[str] = []  # fields of the innermost object with a number that JSON lacks
+        with suppress(ValueError, RecursionError):
+            json.loads(raw, object_pairs_hook=lambda pairs: found.extend(map(str, not_finite(pairs))))
+        where = f"; {', '.join(found)} is no finite number" if found else ""
+        raise BadRequest(f"the body is not what this route takes: {error}{where}") from error
+
+
+def not_finite(pairs: list[tuple[str, Any]]) -> list[str]:
+    return [name for name, value in pairs if isinstance(value, float) and not math.isfinite(value)]
 
 
 def required(body: Control, name: str) -> str:

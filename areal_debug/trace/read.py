@@ -1,7 +1,8 @@
 """Read a trace file: steps with their stages, and episodes with their spans, of every rank."""
 
 import json
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -249,11 +250,11 @@ def assemble_steps(
     Steps of a run without batches (SFT) are numbered from 0.
     """
     steps = []
-    for rank in sorted({stage[0] for stage in stages}):
-        steps_of_rank = sorted((start, end) for r, name, start, end in stages if r == rank and name == "step")
-        inner = sorted((end, start, name) for r, name, start, end in stages if r == rank and name != "step")
-        taken = [(at, batch) for r, at, batch in batches if r == rank]
-        seen = [(at, mean, largest) for r, at, mean, largest in staleness if r == rank]
+    stages_of, batches_of, staleness_of = by_rank(stages), by_rank(batches), by_rank(staleness)
+    for rank in sorted(stages_of):
+        steps_of_rank = sorted((start, end) for name, start, end in stages_of[rank] if name == "step")
+        inner = sorted((end, start, name) for name, start, end in stages_of[rank] if name != "step")
+        taken, seen = batches_of[rank], staleness_of[rank]
         for number, (start, end) in enumerate(steps_of_rank):
             inside = [(name, e - s, e) for e, s, name in between(inner, start, end)]
             batch = next((batch for _, batch in between(taken, start, end)), None)
@@ -271,6 +272,14 @@ def assemble_steps(
                 )
             )
     return steps
+
+
+def by_rank(items: Iterable[tuple[Any, ...]]) -> defaultdict[int, list[Any]]:
+    """Return the items of each rank, which is their first element, without it, in their order."""
+    found = defaultdict(list)
+    for rank, *rest in items:
+        found[rank].append(tuple(rest))
+    return found
 
 
 def between(items: list[Any], start: float, end: float) -> list[Any]:

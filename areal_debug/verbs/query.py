@@ -48,7 +48,7 @@ SHARE_OF_MEMORY = 0.6  # for the database; Python, Arrow and the tensors that ar
 @output_option("Write the rows into a file: .parquet, .csv, .json or .jsonl.")
 @force_option
 @json_option
-@describes_limits
+@describes_limits(CPU_S)
 @errors_as_sentences
 def command(
     words: tuple[str, ...],

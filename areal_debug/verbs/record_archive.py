@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from areal_debug.cli import Verb, force_option, json_option, skip_damaged_option
-from areal_debug.confined import describes_limits
+from areal_debug.confined import CPU_S, describes_limits
 from areal_debug.render import (
     console,
     end_if_damaged,
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 @skip_damaged_option
 @force_option
 @json_option
-@describes_limits
+@describes_limits(CPU_S)
 @errors_as_sentences
 def archive(
     record: Path,
@@ -77,7 +77,7 @@ def archive(
 @click.option("--to", "destination", type=click.Path(path_type=Path), required=True, help="New folder.")
 @force_option
 @json_option
-@describes_limits
+@describes_limits(CPU_S)
 @errors_as_sentences
 def extract(archive: Path, destination: Path, force: bool, as_json: bool) -> None:
     """Write the files of an archive into a folder, bit for bit as they were recorded."""

@@ -16,7 +16,7 @@ from areal_debug.cli import (
     skip_damaged_option,
     step_option,
 )
-from areal_debug.confined import describes_limits, reads_untrusted
+from areal_debug.confined import CPU_S, describes_limits, reads_untrusted
 from areal_debug.render import announce, console, end_if_damaged, errors_as_sentences, print_json, styled
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ SERVICES = ("wandb", "trackio")  # `areal_debug.record.services` logs to them
 @force_option
 @json_option
 @overrides_argument
-@describes_limits
+@describes_limits(CPU_S)
 @errors_as_sentences
 def import_record(
     source: Path,
@@ -139,7 +139,7 @@ def print_imported(imported: "Imported", destination: Path) -> None:
 @skip_damaged_option
 @force_option
 @json_option
-@describes_limits
+@describes_limits(CPU_S)
 @errors_as_sentences
 def export(
     record: Path,

@@ -12,6 +12,7 @@ import re
 import shutil
 import socket
 import subprocess
+import threading
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -31,6 +32,7 @@ MAX_TAIL_BYTES = 256 << 10
 MAX_ERROR_FILE_BYTES = 4 << 20
 RAS_PORT = 28028
 QUICK_S = 5.0
+MOST_OUTPUT_BYTES = 1 << 22  # of a helper program: that of nvidia-smi for 16 GPUs is 10 kB
 DUMP_WAIT_S = 10.0
 MAX_LINE_CHARACTERS = 200
 
@@ -204,10 +206,17 @@ def nccl_ras() -> str | None:
 
 def _quick(command: list[str]) -> str | None:
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=QUICK_S, check=True)
-    except (subprocess.SubprocessError, OSError):
+        program = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    except OSError:
         return None
-    return done.stdout or None
+    timer = threading.Timer(QUICK_S, program.kill)
+    timer.start()
+    with program:
+        output = program.stdout.read(MOST_OUTPUT_BYTES) if program.stdout else b""
+        if len(output) == MOST_OUTPUT_BYTES:
+            program.kill()
+    timer.cancel()
+    return output.decode(errors="replace") or None if program.returncode == 0 else None
 
 
 def source_lines(dumps: Iterable[str]) -> dict[str, str]:

@@ -3,6 +3,7 @@
 import asyncio
 import http.client
 import json
+import math
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -148,6 +149,12 @@ def test_it_reports_what_it_serves(query, tiny_model):
         ({"sampling_params": {}}, "field 'input_ids' is missing"),
         ({"input_ids": [1], "sampling_params": {"stop": ["a"]}}, "stops at token ids"),
         ({"input_ids": [1], "sampling_params": {"max_new_tokens": 5000}}, "maximum context length of 2048"),
+        ({"input_ids": [10**9]}, "input_ids must be one list of token ids below"),
+        ({"input_ids": [1], "sampling_params": {"stop_token_ids": [-1]}}, "stop_token_ids must be"),
+        ({"input_ids": [1], "sampling_params": {"top_k": -7}}, "sampling_params.top_k"),
+        ({"input_ids": [1], "sampling_params": {"temperature": -1}}, "sampling_params.temperature"),
+        ({"input_ids": [1], "sampling_params": {"temperature": math.nan}}, "temperature is no finite number"),
+        ({"input_ids": [1], "sampling_params": {"top_p": 1e999}}, "top_p is no finite number"),
     ],
 )
 def test_unsupported_options_are_refused_with_the_reason(query, body, complaint):

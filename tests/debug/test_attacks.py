@@ -1,0 +1,177 @@
+"""Every verb that reads what others wrote, times every attack: it ends, in a sentence, without effect.
+
+A new verb must be added to `verbs`, or to NOT_READING with the reason. `make test` tries a selection
+of the product, and `make test-long` all of it, by new interpreters.
+"""
+
+import json
+import os
+import resource
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from areal_debug.cli import main
+from recorder.testing import write_scripted_record
+
+from .test_hostile_text import runnable
+
+AREAL_DEBUG = [sys.executable, "-P", "-m", "areal_debug"]
+MODULES = (
+    "areal_debug areal_core recorder replayer hangdoctor numpy torch transformers yaml click rich psutil"
+)
+NOT_READING = {
+    **dict.fromkeys(("demo", "train", "eval", "check run", "check model"), "run the user's own program"),
+    **dict.fromkeys(("agent run", "agent stress", "agent rollout"), "run the user's own agent"),
+    **dict.fromkeys(
+        ("serve", "info", "info options", "info skills", "hang explain"), "read no file of others"
+    ),
+    **dict.fromkeys(("hang", "hang collect", "hang watch"), "read live processes"),
+    "reward probe": "runs the user's own function",
+    "record extract": "reads an archive, which test_hostile_archives.py attacks",
+}
+
+
+def verbs(record: str, run: str) -> dict[str, list[str]]:
+    """The arguments of every verb that reads a record, or what else a run left."""
+    step, reward = ("--step", "1"), "areal_core.reward.functions.arithmetic_reward_fn"
+    return {
+        "record ls": [record], "record show": [record], "record verify": [record],
+        "record archive": [record, "--to", "out.zip"], "record redact": [record, "--to", "out", "--texts"],
+        "record export": [record, "--format", "jsonl", "--to", "out.jsonl"], "record cut": [record, *step, "--to", "c.zip"],
+        "record import": [f"{run}/rollouts.jsonl", "--to", "imported"], "query": [record, "select * from samples"],
+        "open": [run, "-o", "pages"], "doctor": [run], "trace": [run], "hang diagnose": [f"{run}/stacks"],
+        "replay": [record], "goto": [record, *step], "why": [record, record, "--all"], "crosscheck": [record],
+        "consistency": [record], "reward rescore": [record, reward], "agent replay": [f"{record}#1", "x.py:Agent"],
+    }  # fmt: skip
+
+
+def write_run(folder: Path) -> None:
+    """A record, metrics, a trace, stacks, rollouts and a page."""
+    folder.mkdir(parents=True)
+    write_scripted_record(folder / "record")
+    rows = [json.dumps({"step": step, "reward": step / 60, "grad_norm": 1.0}) for step in range(60)]
+    (folder / "stats.jsonl").write_text("\n".join(rows))
+    (folder / "trace").mkdir()
+    (folder / "trace" / "rank-00000.jsonl").write_text("{}\n")
+    (folder / "stacks").mkdir()
+    (folder / "stacks" / "rank_0.txt").write_text("Process 0: python\nThread 1 (idle)\n    f (a.py:7)\n")
+    (folder / "rollouts.jsonl").write_text(json.dumps({"input": "a", "output": "b", "score": 1.0}))
+    (folder / "a.html").write_text("<html></html>")
+
+
+def instead(make: Callable[[Path], object]) -> Callable[[Path], None]:
+    """Replace one file of each kind."""
+
+    def attack(run: Path) -> None:
+        names = (
+            "record/record.json stats.jsonl trace/rank-00000.jsonl stacks/rank_0.txt rollouts.jsonl a.html"
+        )
+        for name in names.split():
+            (run / name).unlink()
+            make(run / name)
+
+    return attack
+
+
+def make_sparse(path: Path) -> None:
+    with path.open("wb") as file:
+        file.truncate(1 << 41)
+
+
+def plant(run: Path) -> None:
+    for name in MODULES.split():
+        (run / name).mkdir(exist_ok=True)
+        (run / name / "__init__.py").write_text("open('MARK', 'w').close()\nraise SystemExit(99)\n")
+
+
+FILES: dict[str, Callable[[Path], None]] = {
+    "FIFO": instead(os.mkfifo),
+    "device": instead(lambda path: path.symlink_to("/dev/zero")),
+    "sparse": instead(make_sparse),
+    "link loop": instead(lambda path: path.symlink_to(path.name)),
+    "folder": instead(Path.mkdir),
+    "one line": instead(lambda path: path.write_bytes(b"[" * (70 << 20))),
+    "planted module": plant,
+    "folder that loops": lambda run: (run / "record" / "steps" / "000009").symlink_to("..", True),
+}
+LIMITS = {
+    "memory": (resource.RLIMIT_AS, 6 << 30),
+    "CPU": (resource.RLIMIT_CPU, 40),
+    "files": (resource.RLIMIT_NOFILE, 64),
+}
+STREAMS = ("closed pipe", "full disk")
+NAMES = ("a:", "s3:", "x\x1b[2J", "-o", "$(id)", "{}", "..%2f")
+
+
+def run_verb(name: str, arguments: list[str], place: Path, **options) -> tuple[int, str]:
+    options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | options
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    command = [*AREAL_DEBUG, *name.split(), *arguments]
+    done = subprocess.run(
+        command, cwd=place, stdin=subprocess.DEVNULL, env=environment, timeout=240, **options
+    )
+    return done.returncode, ((done.stdout or b"") + (done.stderr or b"")).decode(errors="replace")
+
+
+def check(name: str, code: int, text: str, place: Path, honest: bool = False) -> None:
+    assert "Traceback" not in text, (name, text[-2000:])
+    assert code in ((0, 1) if honest else (0, 1, 2, 141)), (name, code, text[-2000:])
+    assert not list(place.rglob("MARK")), name
+
+
+@contextmanager
+def fresh(tmp_path: Path, name: str = "run") -> Iterator[Path]:
+    place = tmp_path / "place"
+    write_run(place / name)
+    yield place
+    shutil.rmtree(place)
+
+
+def test_every_verb_is_attacked_or_reads_nothing_of_others():
+    assert set(verbs("", "")) | set(NOT_READING) == set(runnable(main))
+
+
+@pytest.mark.parametrize("attack", ["FIFO", "device", "sparse", "planted module"])
+def test_a_verb_ends_whatever_the_files_of_a_run_are(tmp_path, attack):
+    with fresh(tmp_path) as place:
+        FILES[attack](place / "run")
+        inside = place / "run" if attack == "planted module" else place
+        for name in ("doctor", "record ls"):
+            record, run = ("record", ".") if inside != place else ("run/record", "run")
+            check(name, *run_verb(name, verbs(record, run)[name], inside), place)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", verbs("", ""))
+def test_no_attack_has_an_effect_on_any_verb(tmp_path, name):
+    for attack, change in FILES.items():
+        with fresh(tmp_path) as place:
+            change(place / "run")
+            inside = attack == "planted module"
+            arguments = verbs("record", ".")[name] if inside else verbs("run/record", "run")[name]
+            check(f"{name}, {attack}", *run_verb(name, arguments, place / "run" if inside else place), place)
+    for hostile in NAMES:
+        with fresh(tmp_path, hostile) as place:
+            arguments = verbs(f"./{hostile}/record", f"./{hostile}")[name]
+            code, text = run_verb(name, arguments, place)
+            check(f"{name}, {hostile!r}", code, text, place)
+            assert "\x1b" not in text
+    for kind, (limit, value) in LIMITS.items():
+        with fresh(tmp_path) as place:
+            lower = lambda: resource.setrlimit(limit, (value, value))  # noqa: B023, E731
+            code, text = run_verb(name, verbs("run/record", "run")[name], place, preexec_fn=lower)
+            check(f"{name}, {kind}", code, text, place)
+    for stream in STREAMS:
+        with fresh(tmp_path) as place, open("/dev/full", "wb") as full:
+            reading, writing = os.pipe()
+            os.close(reading)
+            output = full.fileno() if stream == "full disk" else writing
+            code, text = run_verb(name, verbs("run/record", "run")[name], place, stdout=output)
+            os.close(writing)
+            check(f"{name}, {stream}", code, text, place)
