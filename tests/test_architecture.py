@@ -101,6 +101,12 @@ USED_FROM_OUTSIDE = {
     "write_scripted_record": "tests: a record with known contents",
     "write_worked_example": "tests: the example of FORMAT.md",
 }
+# A tar inside of an opened file, methods of other names, pages that we wrote.
+READ_IN_ANOTHER_WAY = (
+    "tarfile.open(fileobj=file",
+    "self.open(",
+    "self.answer(HTTPStatus.OK, file.read_bytes()",
+)
 
 
 def modules(package: str) -> list[Path]:
@@ -331,6 +337,23 @@ def test_one_function_starts_python():
     files = [file for package in MAY_IMPORT for file in modules(package)]
     named = {str(file.relative_to(ROOT)) for file in files if "sys.executable" in file.read_text()}
     assert named - set(others) == {"areal_core/safety/interpreter.py"}
+
+
+def test_files_of_others_are_opened_in_one_way():
+    """`safety/received.py`; the others read files of ours, or of the user's own command."""
+    reads = re.compile(r"(?:\.read_text|\.read_bytes|(?<!os)\.open|(?<![\w.])open)\(")
+    ours = re.compile(
+        r"__file__|with_suffix|with_name|ASSETS|STYLE|wb\"|\"w\"|opener\(|archive\.open|open_below|devnull|def open"
+    )
+    folders = "areal_debug/doctor areal_debug/trace areal_debug/open recorder/trainers hangdoctor/parse"
+    found = {
+        f"{file.relative_to(ROOT)}: {line.strip()}"
+        for folder in folders.split()
+        for file in modules(folder)
+        for line in file.read_text().splitlines()
+        if reads.search(line) and not ours.search(line)
+    }
+    assert {place for place in found if not any(known in place for known in READ_IN_ANOTHER_WAY)} == set()
 
 
 def test_no_code_is_dead():

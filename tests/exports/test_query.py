@@ -4,7 +4,11 @@ import csv
 import io
 import json
 import math
+import os
 import shutil
+import subprocess
+import sys
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +18,7 @@ from pyarrow import parquet
 
 from areal_debug.cli import main
 from areal_debug.query.database import Database
+from areal_debug.query.tables import LazyTable
 from recorder import open_record
 from tests.exports.given import recorded_rows, write_foreign_record, write_full_record
 
@@ -43,6 +48,50 @@ def in_this_process(monkeypatch):
 def run(*arguments: object) -> tuple[int, str, str]:
     done = CliRunner().invoke(main, ["query", *map(str, arguments)])
     return done.exit_code, done.stdout, done.stderr
+
+
+def test_tables_are_read_by_the_thread_that_asks(full, monkeypatch):
+    """Another one would hold DuckDB's lock while it waits for the interpreter's."""
+    threads, read = set(), LazyTable.batches
+
+    def batches(self, columns, filter):
+        for batch in read(self, columns, filter):
+            threads.add(threading.get_ident())
+            yield batch
+
+    monkeypatch.setattr(LazyTable, "batches", batches)
+    for sql in ("select a.step from tokens a, tokens b", "select avg(reward) from samples group by step"):
+        assert ask(full, sql)
+    assert threads == {threading.get_ident()}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("pool", ["mimalloc", "jemalloc", "system"])
+def test_lower_limits_and_a_busy_machine_refuse_nothing(full, tmp_path, pool):
+    """Beside eight processes that compute, under each allocator of Arrow and `ulimit`."""
+    busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(8)]
+    environment = os.environ | {"ARROW_DEFAULT_MEMORY_POOL": pool}
+    begin = (sys.executable, "-P", "-m", "areal_debug")
+    export = (
+        "record",
+        "export",
+        str(full),
+        "--format",
+        "parquet",
+        "--force",
+        "--to",
+        f"{tmp_path}/x.parquet",
+    )
+    try:
+        for limit in ("ulimit -v 4000000", "ulimit -t 20", "true"):
+            for verb in (("query", str(full), "select * from tokens"), export) * 4:
+                command = ["bash", "-c", f'{limit}; exec "$@"', "bash", *begin, *verb]
+                done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+                assert done.returncode == 0, (limit, verb, done.stderr)
+    finally:
+        for process in busy:
+            process.kill()
+            process.wait()
 
 
 def test_rewards_by_prompt_are_those_of_the_record(full):
