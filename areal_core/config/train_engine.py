@@ -6,6 +6,9 @@ from typing import Any
 
 from areal_core.config.option import ABOVE_0, ABOVE_1, AT_LEAST_0, AT_LEAST_1, DECAY, SHARE, option, section
 
+# options of the actor with the import path of the user's own code
+OWN_CODE = ("objective", "loss_fn", "advantage_fn", "reward_shaping_fn")
+
 
 @dataclass
 class NormConfig:
@@ -272,6 +275,18 @@ class PPOActorConfig(TrainEngineConfig):
     )
     dynamic_sampling: bool = option(False, "Drop groups whose rewards are all equal.")
     group_size: int = option(1, "Older option; must equal gconfig.n_samples.", limits=AT_LEAST_1)
+    objective: str | None = option(
+        None, "Import path of a class derived from PolicyObjective: advantages and loss."
+    )
+    loss_fn: str | None = option(None, "Import path of a policy loss in place of the clipped one.")
+    advantage_fn: str | None = option(None, "Import path of a function that computes the advantages.")
+    reward_shaping_fn: str | None = option(None, "Import path of a function that shapes the rewards.")
+    objective_kwargs: dict[str, Any] = section(
+        dict, "Arguments of these; each gets those that it has by name."
+    )
+    dynamic_filter_fn: str | None = option(
+        None, "Import path of a function that says whether to train on the rows of a prompt."
+    )
     log_agent_stats: bool = option(False, "Log statistics of agent episodes.")
     log_agent_stats_keys: list[str] = section(list, "Keys of those statistics.")
     max_new_tokens: int = option(

@@ -56,6 +56,8 @@ def print_start(out: Console, report: ReplayReport) -> None:
     """Print what was set differently and which guarantee follows, before the first number."""
     header = report.set_differently
     assert header is not None
+    if report.own_code:
+        print_rows(out, rows_of("own code", list(map(str, report.own_code))), "")
     for table in tables_of(header, ("what", "recorded", "now")):
         print_block(out, table)
         out.print()
@@ -197,6 +199,8 @@ def rows_of_distance(report: ReplayReport) -> list[Row]:
 
 def reason_of(report: ReplayReport) -> str:
     header = report.set_differently
+    if changed := [str(own) for own in report.own_code if own.changed]:
+        return f"{'; '.join(changed)}."
     if report.guarantee.kind == "changed" or (header is not None and (header.config or header.model)):
         return "What was set differently, see above."
     if code_difference(report, "commit") or code_difference(report, "dirty_sha256"):

@@ -123,6 +123,8 @@ def settings_of(case: Case) -> list[Setting]:
             if acts
             else "what acts of a commit is listed as evidence"
             if outside.kind == "commit"
+            else f"acts later, from the {outside.acts_from} on"
+            if outside.kind == "own code"
             else "does not act on rows"
         )
         found.append(Setting(section, outside.what, None, None, acts, why, is_outside=True))
@@ -259,6 +261,8 @@ def outside_acts(case: Case, item: "CodeDifference") -> bool:
     """Return whether code or a variable can act: what only rounds acts on no rows or rewards."""
     if item.kind == "commit":
         return item.file is not None  # a commit is judged by its own changes
+    if item.kind == "own code":
+        return STAGES.index(item.acts_from) <= STAGES.index(case.first.stage)
     is_rounding = item.kind == "variable" and item.what.split()[0] in VARIABLES_OF_KERNELS
     return not (is_rounding and case.kind_of_batch in ("data", "tools", "rewards", "rows"))
 
@@ -266,9 +270,12 @@ def outside_acts(case: Case, item: "CodeDifference") -> bool:
 def distance_of(case: Case, item: "CodeDifference") -> int:
     """Return how near code or a variable is: 0 if its name has a word of what differs.
 
+    The user's own code is nearest: it computes nothing but its stages.
     A file that one run alone uses comes last: a launcher is such a file, and a script that begins
     to use a module differs itself.
     """
+    if item.kind == "own code":
+        return -1
     if item.used_by != "both":
         return 3
     words = WORDS.get(case.kind_of_batch or "", ())

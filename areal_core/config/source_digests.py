@@ -1,0 +1,75 @@
+"""Digests of a Python file: as a whole, by function, and of the files beside it that it imports.
+
+Of two versions, they name the function that differs. Nothing is imported, nor copied.
+"""
+
+import ast
+import hashlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+OF_MODULE = "(module)"  # what is in no function
+
+
+def digests(file: Path) -> dict[str, Any]:
+    text = file.read_bytes()
+    uses = {
+        path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(imported_beside(file))
+    }
+    return {"sha256": hashlib.sha256(text).hexdigest(), "functions": digests_of_functions(text), "uses": uses}
+
+
+def digests_of_functions(text: bytes) -> dict[str, dict[str, Any]]:
+    """Return line and sha256 of each function and method, and of what is outside of them."""
+    lines = text.splitlines()
+    found = {}
+    rest = dict(enumerate(lines, 1))
+    for name, node in functions_in(parsed(text)):
+        first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
+        last = node.end_lineno or first
+        found[name] = {
+            "line": first,
+            "sha256": hashlib.sha256(b"\n".join(lines[first - 1 : last])).hexdigest(),
+        }
+        rest = {number: line for number, line in rest.items() if not first <= number <= last}
+    outside = b"\n".join(
+        line for line in rest.values() if line.strip() and not line.lstrip().startswith(b"#")
+    )
+    return found | {OF_MODULE: {"line": 1, "sha256": hashlib.sha256(outside).hexdigest()}}
+
+
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+def functions_in(tree: ast.Module | ast.ClassDef, prefix: str = "") -> Iterator[tuple[str, Function]]:
+    for node in tree.body:
+        if isinstance(node, Function):
+            yield f"{prefix}{node.name}", node
+        elif isinstance(node, ast.ClassDef):
+            yield from functions_in(node, f"{prefix}{node.name}.")
+
+
+def parsed(text: bytes) -> ast.Module:
+    try:
+        return ast.parse(text)
+    except (SyntaxError, ValueError):
+        return ast.Module([], [])
+
+
+def imported_beside(file: Path) -> set[Path]:
+    """Return the files in its folder that a file imports, and those that they import."""
+    found: set[Path] = set()
+    waiting = [file]
+    while waiting:
+        for node in ast.walk(parsed(waiting.pop().read_bytes())):
+            names = (
+                [alias.name for alias in node.names] if isinstance(node, ast.Import | ast.ImportFrom) else []
+            )
+            module = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            for name in (*module, *names):
+                path = file.parent / f"{name.split('.')[-1]}.py"
+                if path.is_file() and path != file and path not in found:
+                    found.add(path)
+                    waiting.append(path)
+    return found

@@ -1,0 +1,287 @@
+"""The user's own code in a replay: where it may come from, and what of it has changed.
+
+A record names the functions and classes that computed its steps. It never decides that they run:
+they are imported only from files or folders that the user gives: with `--code PATH`, as the mark's
+`code`, or in the variable AREAL_DEBUG_CODE. Imports no torch.
+"""
+
+import os
+import sys
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from shlex import quote
+from typing import Any
+
+import msgspec
+
+from areal_core.config.source_digests import OF_MODULE, digests
+from areal_core.config.train_engine import OWN_CODE
+from areal_core.environment import ALLOWED_CODE
+from recorder import Record
+from recorder.format import RecordHeader
+from replayer.errors import ReplayError
+
+OURS = ("areal_core.", "areal_debug.")
+# member of `environment.code` -> what it is called
+NAMES = {
+    "objective": "objective",
+    "loss_fn": "loss",
+    "advantage_fn": "advantage",
+    "reward_shaping_fn": "reward shaping",
+    "workflow": "workflow",
+    "reward_fn": "reward",
+    "dynamic_filter_fn": "filter",
+}
+# the first stage on which each acts
+ACTS_FROM = {
+    "objective": "logprobs",
+    "loss_fn": "loss",
+    "advantage_fn": "advantages",
+    "reward_shaping_fn": "advantages",
+}
+
+
+@dataclass(frozen=True)
+class OwnCode:
+    """An object that computed a run in place of ours, as its record names it.
+
+    `arguments` are those of an objective that the script has set: {} unless it did, None if how it
+    was built is not known.
+    """
+
+    role: str
+    import_path: str
+    file: str | None = None
+    sha256: str | None = None
+    functions: dict[str, dict[str, Any]] = field(default_factory=dict)
+    uses: dict[str, str] = field(default_factory=dict)
+    arguments: dict[str, Any] | None = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        """The name of the function or class."""
+        return self.import_path.replace(":", ".").rpartition(".")[2]
+
+    @property
+    def file_name(self) -> str:
+        """The name of its file, or the module if that is not known."""
+        return Path(self.file).name if self.file else self.import_path.rpartition(".")[0]
+
+    def __str__(self) -> str:
+        return f"{NAMES[self.role]} {self.name} of {self.file_name}"
+
+
+@dataclass(frozen=True)
+class OwnCodeState:
+    """Own code in a replay, or in a second run: `changed` has what differs, and `line` its first.
+
+    `changed` are functions by their names, and other files; empty if the code is the recorded one.
+    """
+
+    role: str
+    name: str
+    file: str
+    changed: tuple[str, ...] = ()
+    line: int | None = None
+
+    def __str__(self) -> str:
+        where = f"{NAMES[self.role]} {self.name} of {self.file}"
+        return f"{where}, changed: {', '.join(self.changed[:3])}" if self.changed else f"{where}, unchanged"
+
+
+def own_code_of(header: RecordHeader, roles: Collection[str] = OWN_CODE) -> dict[str, OwnCode]:
+    """Return what computed a run in place of ours, by its role.
+
+    Raises ReplayError: an identity in the record is not one.
+    """
+    code, actor = header.environment.get("code"), header.config.get("actor")
+    named = code if isinstance(code, dict) else {}
+    # a path that the options have and no identity: of a record that something else has written
+    paths = {role: actor[role] for role in OWN_CODE if actor.get(role)} if isinstance(actor, dict) else {}
+    found = {}
+    for role in roles:
+        entry = named.get(role) or ({"import_path": paths[role]} if role in paths else None)
+        if entry is None:
+            continue
+        try:
+            own = msgspec.convert({"role": role} | entry, OwnCode)
+        except (msgspec.ValidationError, TypeError) as error:
+            raise ReplayError(f"the record's identity of its {NAMES[role]} is damaged: {error}") from None
+        if not own.import_path.startswith(OURS) or own.arguments != {}:
+            found[role] = own
+    return found
+
+
+def put_own_code(tree: dict[str, Any], record: Record, settings: Collection[str]) -> None:
+    """Set the options of own code to what is imported of a record's, from where the user allows.
+
+    Args:
+        tree: options of the record, changed in place.
+        settings: overrides of the user; own code that they name is theirs.
+
+    Raises:
+        ReplayError: the user allows no place, or it is not there.
+    """
+    actor, recorded = tree.get("actor"), own_code_of(record.header)
+    if not isinstance(actor, dict):
+        return
+    set_here = {text.partition("=")[0].removeprefix("actor.") for text in settings}
+    for role in OWN_CODE:
+        if actor.get(role) is not None:
+            actor[role] = None
+    for role, path in located(record, {role: own for role, own in recorded.items() if role not in set_here}):
+        own = recorded[role]
+        actor[role] = importable(own, path)
+        if own.arguments:
+            actor["objective_kwargs"] = own.arguments | (actor.get("objective_kwargs") or {})
+
+
+def located(record: Record, needed: Mapping[str, OwnCode]) -> Iterator[tuple[str, Path]]:
+    """Yield the file of each object. Raises ReplayError as `put_own_code`."""
+    places = [Path(place) for place in os.environ.get(ALLOWED_CODE, "").split(os.pathsep) if place]
+    for role, own in needed.items():
+        if own.arguments is None:
+            raise ReplayError(
+                f"{record.path} was computed by an objective that its script set, {own.name} of {own.file_name}, and how "
+                "that was built is not recorded: give the script's class as actor.objective, or replay with "
+                f"`areal-debug train SCRIPT --replay-rollout {record.path}`"
+            )
+        ordered = sorted(places, key=lambda place: place.name != own.file_name)
+        path = next((path for place in ordered if (path := path_below(place, own)) is not None), None)
+        if path is None:
+            raise ReplayError(refusal(record, list(needed.values()), own, places))
+        script = own_script(record.header)
+        if script is not None and own.file == script and "__main__" not in path.read_text(errors="replace"):
+            raise ReplayError(
+                f"{own} is in the script of the run, which trains when it is imported: put the training of {path} "
+                'below `if __name__ == "__main__":`, or move the function to a file of its own'
+            )
+        yield role, path
+
+
+def refusal(record: Record, needed: list[OwnCode], own: OwnCode, places: list[Path]) -> str:
+    names = " and ".join(map(str, needed))
+    if places:
+        given = ", ".join(map(str, places))
+        return f"{record.path} was computed by the {names}; {own.file_name} is not at {given}: give its file or folder as --code"
+    state = "is not on this machine"
+    if own.file and Path(own.file).is_file():
+        state = "is unchanged" if digests(Path(own.file))["sha256"] == own.sha256 else "has changed since"
+        state = f"{own.file} {state}"
+    code = quote(own.file or "FILE")
+    return (
+        f"{record.path} was computed by the {names}, and no record decides that code runs: add --code {code} "
+        f'(of a pytest mark, code="{own.file_name}") to use it; {state}'
+    )
+
+
+def path_below(place: Path, own: OwnCode) -> Path | None:
+    """Return the file of an object at or below a place that the user gives, None without one."""
+    if place.is_file():
+        return place.resolve()
+    parts = Path(
+        own.file or f"{own.import_path.replace(':', '.').rpartition('.')[0].replace('.', '/')}.py"
+    ).parts
+    parts = tuple(part for part in parts if part not in ("/", ".."))
+    found = (place.joinpath(*parts[first:]) for first in range(len(parts)))
+    return next((path.resolve() for path in found if path.is_file()), None)
+
+
+def importable(own: OwnCode, path: Path) -> str:
+    """Return the import path of an object in a file; a module of a package is imported as one."""
+    module = own.import_path.replace(":", ".").rpartition(".")[0].split(".")
+    if len(module) > 1 and path.with_suffix("").parts[-len(module) :] == tuple(module):
+        if (folder := str(path.parents[len(module) - 1])) not in sys.path:
+            sys.path.append(folder)
+        return f"{'.'.join(module)}:{own.name}"
+    return f"{path}:{own.name}"
+
+
+def own_script(header: RecordHeader) -> str | None:
+    code = header.environment.get("code")
+    script = code.get("script") if isinstance(code, dict) else None
+    return script.get("path") if isinstance(script, dict) else None
+
+
+def check_own_code(record: Record) -> None:
+    """Raise ReplayError unless the user allows own code of the record, and it is there."""
+    for _ in located(record, own_code_of(record.header)):
+        pass
+
+
+def is_allowed(record: Record) -> bool:
+    """Return whether a replay of the record has the own code that it needs."""
+    try:
+        check_own_code(record)
+    except ReplayError:
+        return False
+    return True
+
+
+def compare_own_code(left: RecordHeader, right: RecordHeader, is_replay: bool) -> tuple[OwnCodeState, ...]:
+    """Compare the own code of two runs: of what both have, or of what computes a step.
+
+    Args:
+        is_replay: `right` replays `left`: it has no workflow.
+    """
+    here, there = (own_code_of(header, OWN_CODE if is_replay else tuple(NAMES)) for header in (left, right))
+    found = []
+    for role in NAMES:
+        one, other = here.get(role), there.get(role)
+        if one is None and other is None:
+            continue
+        if one is None or other is None:
+            known = one or other
+            assert known is not None
+            if role in OWN_CODE:
+                side = "A" if other is None else "B"
+                found.append(OwnCodeState(role, known.name, known.file_name, (f"only {side} uses it",)))
+            continue
+        found.append(replace(changes_of(one, other), role=role))
+    return tuple(found)
+
+
+def changes_of(one: OwnCode, other: OwnCode) -> OwnCodeState:
+    state = OwnCodeState(other.role, other.name, other.file_name)
+    if one.sha256 == other.sha256 and one.uses == other.uses and one.name == other.name:
+        return state
+    names = [name for name in one.functions.keys() | other.functions.keys()
+             if digest_of(one, name) != digest_of(other, name)]  # fmt: skip
+    # the function of the role first, then as in the file
+    names.sort(
+        key=lambda name: (name.partition(".")[0] != other.name, name == OF_MODULE, line_of(other, name))
+    )
+    changed = [
+        f"function {name}" if name != OF_MODULE else f"{other.file_name} outside of functions"
+        for name in names
+    ]
+    changed += sorted(
+        name for name in one.uses.keys() | other.uses.keys() if one.uses.get(name) != other.uses.get(name)
+    )
+    if one.name != other.name:
+        changed.insert(0, f"{one.name} in its place before")
+    if not (one.functions and other.functions) and one.sha256 != other.sha256:
+        changed.append(other.file_name)
+    return replace(state, changed=tuple(changed), line=line_of(other, names[0]) if names else None)
+
+
+def digest_of(own: OwnCode, name: str) -> Any:
+    return own.functions[name].get("sha256") if name in own.functions else None
+
+
+def line_of(own: OwnCode, name: str) -> int:
+    return int(own.functions[name].get("line", 1)) if name in own.functions else 1
+
+
+def by_name(header: RecordHeader) -> dict[str, Any]:
+    """Return the options of a run with own code by name: where it was imported from has no effect."""
+    actor = header.config.get("actor")
+    own = own_code_of(header)
+    if not own or not isinstance(actor, dict):
+        return header.config
+    arguments = next((one.arguments for one in own.values() if one.arguments), {})
+    changed: dict[str, Any] = {role: one.name for role, one in own.items()}
+    if arguments:
+        changed["objective_kwargs"] = arguments | (actor.get("objective_kwargs") or {})
+    return header.config | {"actor": actor | changed}
