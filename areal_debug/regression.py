@@ -31,6 +31,7 @@ from recorder.header import write_header
 from replayer.check import NOT_COMPUTED, ReplayReport, compare_outcomes
 from replayer.errors import ReplayError
 from replayer.noise import other_machine
+from replayer.own_code import code_arguments
 from replayer.preconditions import check_model, check_recorded_results, step_range
 from replayer.request import Request
 
@@ -155,6 +156,7 @@ def commands_of(request: Request, report: ReplayReport) -> list[str]:
     words += ["--from-step", str(request.first)] if request.first != first_of[0] else []
     words += ["--to-step", str(request.last)] if request.last != first_of[-1] else []
     words += ["--model", request.model] if request.model else []
+    words += code_arguments(report.own_code)
     return [shlex.join(words), *next_commands(report, request)]
 
 

@@ -161,7 +161,7 @@ def located(record: Record, needed: Mapping[str, OwnCode]) -> Iterator[tuple[str
 
 
 def refusal(record: Record, needed: list[OwnCode], own: OwnCode, places: list[Path]) -> str:
-    names = " and ".join(map(str, needed))
+    names = ", the ".join(map(str, needed))
     if places:
         given = ", ".join(map(str, places))
         return f"{record.path} was computed by the {names}; {own.file_name} is not at {given}: give its file or folder as --code"
@@ -246,8 +246,8 @@ def changes_of(one: OwnCode, other: OwnCode) -> OwnCodeState:
     state = OwnCodeState(other.role, other.name, other.file_name)
     if one.sha256 == other.sha256 and one.uses == other.uses and one.name == other.name:
         return state
-    names = [name for name in one.functions.keys() | other.functions.keys()
-             if digest_of(one, name) != digest_of(other, name)]  # fmt: skip
+    reached = reached_by(one) | reached_by(other)
+    names = [name for name in reached if digest_of(one, name) != digest_of(other, name)]
     # the function of the role first, then as in the file
     names.sort(
         key=lambda name: (name.partition(".")[0] != other.name, name == OF_MODULE, line_of(other, name))
@@ -266,12 +266,29 @@ def changes_of(one: OwnCode, other: OwnCode) -> OwnCodeState:
     return replace(state, changed=tuple(changed), line=line_of(other, names[0]) if names else None)
 
 
+def reached_by(own: OwnCode) -> set[str]:
+    """Return the functions of its file that an object names, directly or through others."""
+    waiting = [name for name in own.functions if name == OF_MODULE or own.name in name.split(".")]
+    found: set[str] = set()
+    while waiting:
+        if (name := waiting.pop()) not in found and name in own.functions:
+            found.add(name)
+            waiting += own.functions[name].get("names", own.functions)
+    return found
+
+
 def digest_of(own: OwnCode, name: str) -> Any:
     return own.functions[name].get("sha256") if name in own.functions else None
 
 
 def line_of(own: OwnCode, name: str) -> int:
     return int(own.functions[name].get("line", 1)) if name in own.functions else 1
+
+
+def code_arguments(own_code: Collection[object]) -> list[str]:
+    """Return the options that let another command use own code as this one does."""
+    given = os.environ.get(ALLOWED_CODE, "").split(os.pathsep) if own_code else []
+    return [word for place in given if place for word in ("--code", os.path.relpath(place))]
 
 
 def by_name(header: RecordHeader) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 OF_MODULE = "(module)"  # what is in no function
+Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 def digests(file: Path) -> dict[str, Any]:
@@ -21,25 +22,41 @@ def digests(file: Path) -> dict[str, Any]:
 
 
 def digests_of_functions(text: bytes) -> dict[str, dict[str, Any]]:
-    """Return line and sha256 of each function and method, and of what is outside of them."""
-    lines = text.splitlines()
-    found = {}
-    rest = dict(enumerate(lines, 1))
-    for name, node in functions_in(parsed(text)):
+    """Return line and sha256 of each function and method, and of what is outside of them.
+
+    `names` are the functions of the file that each names: what it may call.
+    """
+    lines, tree = text.splitlines(), parsed(text)
+    nodes = dict(functions_in(tree))
+    named_by: dict[str, list[str]] = {}
+    for name in nodes:
+        for part in name.split("."):
+            named_by.setdefault(part, []).append(name)
+    found, rest = {}, dict(enumerate(lines, 1))
+    for name, node in nodes.items():
         first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
         last = node.end_lineno or first
         found[name] = {
             "line": first,
-            "sha256": hashlib.sha256(b"\n".join(lines[first - 1 : last])).hexdigest(),
+            "sha256": sha256(lines[first - 1 : last]),
+            "names": names_in(node, named_by),
         }
-        rest = {number: line for number, line in rest.items() if not first <= number <= last}
-    outside = b"\n".join(
-        line for line in rest.values() if line.strip() and not line.lstrip().startswith(b"#")
-    )
-    return found | {OF_MODULE: {"line": 1, "sha256": hashlib.sha256(outside).hexdigest()}}
+        for number in range(first, last + 1):
+            rest.pop(number, None)
+    outside = [line for line in rest.values() if line.strip() and not line.lstrip().startswith(b"#")]
+    around = [node for node in tree.body if not isinstance(node, Function | ast.ClassDef)]
+    names = names_in(ast.Module(around, []), named_by)
+    return found | {OF_MODULE: {"line": 1, "sha256": sha256(outside), "names": names}}
 
 
-Function = ast.FunctionDef | ast.AsyncFunctionDef
+def sha256(lines: list[bytes]) -> str:
+    return hashlib.sha256(b"\n".join(lines)).hexdigest()
+
+
+def names_in(node: ast.AST, named_by: dict[str, list[str]]) -> list[str]:
+    words = {part.id if isinstance(part, ast.Name) else part.attr
+             for part in ast.walk(node) if isinstance(part, ast.Name | ast.Attribute)}  # fmt: skip
+    return sorted({name for word in words & named_by.keys() for name in named_by[word]})
 
 
 def functions_in(tree: ast.Module | ast.ClassDef, prefix: str = "") -> Iterator[tuple[str, Function]]:

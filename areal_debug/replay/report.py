@@ -22,6 +22,7 @@ from areal_debug.report.terminal import print_block, print_rows
 from recorder import Record
 from recorder.difference import Difference
 from replayer.check import RankDifference, ReplayReport, StepResult
+from replayer.own_code import code_arguments
 from replayer.request import Request
 
 SHOWN_OF_A_KIND = 2
@@ -347,6 +348,7 @@ def next_commands(report: ReplayReport, request: Request) -> list[str]:
     if first is None or is_within or kind in ("changed", "unrecorded"):
         return []
     model = [] if request.model is None else ["--model", request.model]
+    model += code_arguments(report.own_code)
     replayed = [] if request.record_to is None else [request.record_to]
     commands = [["areal-debug", "why", request.record, *replayed, *model]]
     if request.record_to is not None:

@@ -89,8 +89,10 @@ def code_of(header: RecordHeader) -> Mapping[str, Any]:
 
 def own_differences(left: RecordHeader, right: RecordHeader, is_replay: bool) -> Iterator[CodeDifference]:
     """Yield the user's own loss, advantage, reward and the like that differ, the functions first."""
+    named = set()
     for own in compare_own_code(left, right, is_replay):
-        if own.changed:
+        if own.changed and (own.file, own.changed[0]) not in named:
+            named.add((own.file, own.changed[0]))
             what = f"{own.changed[0]} of {own.file} ({NAMES[own.role]} {own.name})"
             acts = ACTS_FROM.get(own.role, "batch")
             yield CodeDifference("own code", what, own.file, own.line, acts_from=acts)

@@ -24,6 +24,7 @@ from replayer.commits.warm import search_commits
 from replayer.compare.stages import STAGES, StageDifference, prompts_of
 from replayer.diff import DiffReport, acts_from, share_a_prompt
 from replayer.errors import SameNumbers
+from replayer.own_code import code_arguments, own_code_of
 from replayer.request import Request, is_new_option_at_default
 from replayer.why.report import UNKNOWN, Cause, Confidence, Finding, Kind, Setting, listed
 
@@ -187,12 +188,20 @@ def next_of_config(case: Case, override: str) -> str:
 
 
 def diff_command(case: Case) -> str:
+    if case.is_replay:  # its record is removed at the end
+        return replay_command(case.left, case.step)
     return f"areal-debug why {quote(case.left.path)} {quote(case.right.path)} --all --step {case.step}"
 
 
 def replay_command(record: Record, step: int, override: str = "") -> str:
-    command = f"areal-debug replay {quote(record.path)} --from-step {step} --to-step {step}"
+    command = (
+        f"areal-debug replay {quote(record.path)} --from-step {step} --to-step {step}{code_of_user(record)}"
+    )
     return f"{command} {quote(override)}" if override else command
+
+
+def code_of_user(record: Record) -> str:
+    return "".join(f" {quote(word)}" for word in code_arguments(own_code_of(record.header)))
 
 
 def model_candidates(case: Case, settings: Sequence[Setting]) -> Iterator[Candidate]:
@@ -374,7 +383,7 @@ def unknown_finding(case: Case, *evidence: str) -> Finding:
         "low",
         evidence,
         "any setting, file or variable that is not the same in A and B",
-        f"areal-debug goto {quote(case.left.path)} --step {case.step} --at {stage} --shell",
+        f"areal-debug goto {quote(case.left.path)} --step {case.step} --at {stage} --shell{code_of_user(case.left)}",
     )
 
 
