@@ -66,7 +66,7 @@ class OwnCode:
     @property
     def file_name(self) -> str:
         """The name of its file, or the module if that is not known."""
-        return Path(self.file).name if self.file else self.import_path.rpartition(".")[0]
+        return Path(self.file).name if self.file else self.import_path[: -len(self.name) - 1]
 
     def __str__(self) -> str:
         return f"{NAMES[self.role]} {self.name} of {self.file_name}"
@@ -165,14 +165,13 @@ def refusal(record: Record, needed: list[OwnCode], own: OwnCode, places: list[Pa
     if places:
         given = ", ".join(map(str, places))
         return f"{record.path} was computed by the {names}; {own.file_name} is not at {given}: give its file or folder as --code"
-    state = "is not on this machine"
+    state = "is not on this machine" if own.file else "has no recorded file"
     if own.file and Path(own.file).is_file():
         state = "is unchanged" if digests(Path(own.file))["sha256"] == own.sha256 else "has changed since"
-        state = f"{own.file} {state}"
     code = quote(own.file or "FILE")
     return (
         f"{record.path} was computed by the {names}, and no record decides that code runs: add --code {code} "
-        f'(of a pytest mark, code="{own.file_name}") to use it; {state}'
+        f'(of a pytest mark, code="{own.file_name}") to use it; {own.file_name} {state}'
     )
 
 

@@ -22,7 +22,7 @@ def identity(value: Any, built: PolicyObjective) -> dict[str, Any]:
 
     Returns:
         `import_path`; `file` and `sha256`, None if it has no file, else with `digests`. Of an
-        objective that a script has set also `arguments`, None if they do not tell how to build it.
+        objective that a script has set also `arguments`, None if it cannot be built from them.
     """
     if isinstance(value, str):
         path, file = value, file_of(*split_path(value, "import path"))
