@@ -93,26 +93,33 @@ def test_a_completion_that_an_update_interrupts_continues_with_the_new_weights(
 ):
     """The weights are the same, so the distribution must be, too, in each mode of the pause."""
     before = generate(pool, 1, 1, ignore_eos=True)[0].output_versions[0]
+    client = FleetClient(pool.servers, SGLANG)
 
-    async def work() -> ModelResponse:
-        client = FleetClient(pool.servers, SGLANG)
-        sampling = Sampling(max_new_tokens=700, temperature=TEMPERATURE, ignore_eos=True)
-        task = asyncio.create_task(client.agenerate(ModelRequest(input_ids=[10, 11], sampling=sampling)))
-        await asyncio.sleep(0.4)
+    async def sample_until(updating: asyncio.Task, length: int) -> list[ModelResponse]:
+        sampling = Sampling(max_new_tokens=length, temperature=TEMPERATURE, ignore_eos=True)
+        responses = []
+        while not updating.done():
+            request = ModelRequest(input_ids=[10, 11], sampling=sampling)
+            responses.append(await client.agenerate(request))
+        return responses
+
+    async def work() -> list[ModelResponse]:
         interrupting = ServerPool(pool.servers, SGLANG, 60.0, pause_mode=mode)
         update = DiskUpdate(interrupting, tmp_path / "update", tiny_model, check=WeightCheck(every=1))
-        await asyncio.to_thread(update.send, model.named_parameters(), version)
-        response = await task
+        sending = asyncio.to_thread(update.send, model.named_parameters(), version)
+        updating = asyncio.create_task(sending)
+        lengths = [400, 500, 600, 700]  # unlike, so that one is under way whenever the update comes
+        responses = await asyncio.gather(*[sample_until(updating, n) for n in lengths])
         await client.aclose()
         interrupting.close()
-        return response
+        return sum(responses, [])
 
-    response = asyncio.run(work())
-    assert len(response.output_tokens) == 700
+    responses = asyncio.run(work())
     assert before < version
-    assert set(response.output_versions) == {before, version}
-    assert response.output_versions == sorted(response.output_versions)
-    assert_sampled_by(model, [response])
+    assert {len(response.output_tokens) for response in responses} == {400, 500, 600, 700}
+    assert {before, version} in [set(response.output_versions) for response in responses]
+    assert all(r.output_versions == sorted(r.output_versions) for r in responses)
+    assert_sampled_by(model, responses)
 
 
 @pytest.mark.parametrize("part", ["k_proj", "up_proj"])
