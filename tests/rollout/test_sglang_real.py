@@ -1,6 +1,5 @@
 """A real SGLang server on the CPU: its logprobs, weight updates, and the report of its death."""
 
-import asyncio
 import json
 import os
 import signal
@@ -13,17 +12,14 @@ from transformers import AutoModelForCausalLM
 
 from areal_core.errors import ServerFailed
 from areal_core.rollout.errors import RequestRefused, ServerDied, WeightUpdateFailed
-from areal_core.rollout.types import ModelRequest, ModelResponse, Sampling
-from areal_core.servers.client import FleetClient
 from areal_core.servers.pool import ServerPool
 from areal_core.servers.sglang import SGLANG
 from areal_core.servers.verification import WeightCheck
-from areal_core.servers.weight_update import BroadcastUpdate, DiskUpdate
+from areal_core.servers.weight_update import BroadcastUpdate
 from areal_debug.verbs.consistency import command as consistency
 
 from .sampled import (
-    TEMPERATURE,
-    assert_sampled_by,
+    check_interrupted_completions,
     check_logprobs,
     check_stop_tokens,
     check_update_by_disk,
@@ -91,35 +87,7 @@ def test_updates_by_broadcast_change_the_weights_and_the_version(pool, model):
 def test_a_completion_that_an_update_interrupts_continues_with_the_new_weights(
     pool, model, tiny_model, tmp_path, mode, version
 ):
-    """The weights are the same, so the distribution must be, too, in each mode of the pause."""
-    before = generate(pool, 1, 1, ignore_eos=True)[0].output_versions[0]
-    client = FleetClient(pool.servers, SGLANG)
-
-    async def sample_until(updating: asyncio.Task, length: int) -> list[ModelResponse]:
-        sampling = Sampling(max_new_tokens=length, temperature=TEMPERATURE, ignore_eos=True)
-        responses = []
-        while not updating.done():
-            request = ModelRequest(input_ids=[10, 11], sampling=sampling)
-            responses.append(await client.agenerate(request))
-        return responses
-
-    async def work() -> list[ModelResponse]:
-        interrupting = ServerPool(pool.servers, SGLANG, 60.0, pause_mode=mode)
-        update = DiskUpdate(interrupting, tmp_path / "update", tiny_model, check=WeightCheck(every=1))
-        sending = asyncio.to_thread(update.send, model.named_parameters(), version)
-        updating = asyncio.create_task(sending)
-        lengths = [400, 500, 600, 700]  # unlike, so that one is under way whenever the update comes
-        responses = await asyncio.gather(*[sample_until(updating, n) for n in lengths])
-        await client.aclose()
-        interrupting.close()
-        return sum(responses, [])
-
-    responses = asyncio.run(work())
-    assert before < version
-    assert {len(response.output_tokens) for response in responses} == {400, 500, 600, 700}
-    assert {before, version} in [set(response.output_versions) for response in responses]
-    assert all(r.output_versions == sorted(r.output_versions) for r in responses)
-    assert_sampled_by(model, responses)
+    check_interrupted_completions(pool, model, tiny_model, tmp_path, mode, version)
 
 
 @pytest.mark.parametrize("part", ["k_proj", "up_proj"])
