@@ -29,10 +29,14 @@ def report_of(report: "GotoReport") -> Report:
     path = f"from {start}, {count(len(report.replayed), 'step')} replayed"
     first, own = report.first_different, rows_of("own code", list(map(str, report.own_code)))
     if report.faithful:
+        place = f"At step {report.step} ({report.stage})"
+        if not report.replayed and not report.num_parameters:
+            return Report(
+                place, f"from {start}; the record has nothing before it to compare with.", "", [Facts(own)]
+            )
         weights = f"; all {report.num_parameters} parameters before it have the recorded checksums"
         checked = weights if report.num_parameters else ""
-        verdict = f"At step {report.step} ({report.stage})"
-        return Report(verdict, f"{path}, all bit-identical{checked}.", "good", [Facts(own)])
+        return Report(place, f"{path}, all bit-identical{checked}.", "good", [Facts(own)])
     if first is not None:
         reached = "continued to" if report.reached else "stopped before"
         differs = f"step {first.step} differs from its record in {len(first.differences)} values"
