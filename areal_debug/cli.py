@@ -268,7 +268,7 @@ model_option = click.option(
 
 
 def allow_code(context: click.Context, option: click.Parameter, paths: tuple[str, ...]) -> None:
-    """Let replays of this command, in processes that it starts, import own code from these paths."""
+    """Let the replays of this command import own code from these paths."""
     if paths:
         before = os.environ.get(ALLOWED_CODE)
         os.environ[ALLOWED_CODE] = os.pathsep.join(map(os.path.abspath, paths))

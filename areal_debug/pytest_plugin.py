@@ -154,8 +154,8 @@ def replay_record(request: pytest.FixtureRequest) -> Callable[..., "ReplayReport
     Its arguments override those of the mark, `@pytest.mark.replay(PATH, ...)`: `steps`, the first
     and the last or one, all by default; `exact`, to require the recorded bits on another machine,
     too; `model`, the folder of the run's first model, if it has moved; `run`, the arguments of
-    `areal-debug train` that generate the record; `code`, the file or folder with the run's own loss,
-    advantage or objective. It returns the `replayer.ReplayReport`, with a
+    `areal-debug train` that generate the record; `code`, the file or folder with the run's own
+    loss, advantage or objective. It returns the `replayer.ReplayReport`, with a
     verdict.
     """
 

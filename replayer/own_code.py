@@ -291,7 +291,7 @@ def code_arguments(own_code: Collection[object]) -> list[str]:
 
 
 def by_name(header: RecordHeader) -> dict[str, Any]:
-    """Return the options of a run with own code by name: where it was imported from has no effect."""
+    """Return the options of a run with own code by name alone: its place has no effect."""
     actor = header.config.get("actor")
     own = own_code_of(header)
     if not own or not isinstance(actor, dict):

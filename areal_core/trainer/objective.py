@@ -325,7 +325,7 @@ class PolicyObjective:
         return loss, details
 
     def _computed(self, name: str, found: Computed, mask: Tensor) -> Tensor:
-        """Return what a function of the user computed for the mask's shape; record its statistics in its scope.
+        """Return what a function of the user computed, and record its statistics in its scope.
 
         Raises:
             ConfigError: the shape is another one, or a statistic is neither a number nor of it.

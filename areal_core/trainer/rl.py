@@ -286,7 +286,7 @@ class PPOTrainer:
     ) -> None:
         """Train to the last step. If the constructor got a `source`, no argument has an effect.
 
-        With an allocation of evaluation ('sglang:d1+eval') nothing is trained (`evaluation_run.py`).
+        An allocation of evaluation ('sglang:d1+eval') trains nothing (`evaluation_run.py`).
 
         Args:
             workflow: a `RolloutWorkflow` or an agent: an instance, a class, or its import path; by

@@ -88,7 +88,7 @@ def code_of(header: RecordHeader) -> Mapping[str, Any]:
 
 
 def own_differences(left: RecordHeader, right: RecordHeader, is_replay: bool) -> Iterator[CodeDifference]:
-    """Yield the user's own loss, advantage, reward and the like that differ, the functions first."""
+    """Yield the functions of the user's own loss, advantage, reward and the like that differ."""
     named = set()
     for own in compare_own_code(left, right, is_replay):
         if own.changed and (own.file, own.changed[0]) not in named:

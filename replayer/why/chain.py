@@ -164,7 +164,7 @@ def find_cause(case: Case, settings: Sequence[Setting], options: Options) -> Fin
         return before_the_records(case)
     around = [*outside_candidates(case), *environment_candidates(case, settings)]
     around.sort(key=lambda candidate: candidate.distance)
-    if not config and around and around[0].distance < 0:  # the user's own code of a stage before or here
+    if not config and around and around[0].distance < 0:  # the user's own code
         alone = len(around) == 1 and len(set(commits_of(case))) == 1
         return finding_of(around[0], "high" if alone else "medium")
     history = read_history(case, options.repository, commits_of(case))

@@ -1,4 +1,4 @@
-"""An algorithm of the user's own: its shapes and statistics, recorded, replayed, tested and changed."""
+"""An algorithm of the user's own: its shapes and statistics; recorded, replayed and changed."""
 
 import json
 import re
