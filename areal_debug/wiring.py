@@ -17,6 +17,7 @@ from areal_core.engine.checksums import gradient_checksums, parameter_checksums
 from areal_core.paths import record_folder, run_folder
 from areal_core.trainer.rl import Observer, PPOTrainer
 from areal_debug.replay.observer import replay_reporter
+from areal_debug.train.script import show_mistakes_as_sentences
 from areal_debug.train.script_options import split_flags
 from consistency.entry.in_loop import InLoop
 from hangdoctor import heartbeat
@@ -52,6 +53,7 @@ def wire(argv: Sequence[str], config_class: type[C]) -> tuple[C, dict[str, Any]]
         RecordError: the record to replay cannot be read.
         ReplayError: it has no step that can be replayed.
     """
+    show_mistakes_as_sentences()
     rest, overrides = split_flags(argv)
     # Before the user's own overrides, which take precedence.
     own = next((i for i, argument in enumerate(rest) if "=" in argument and argument[0] != "-"), len(rest))

@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import TracebackType
 
 from areal_core.safety.printable import printable_block
 from areal_debug.start_up import collect_garbage_rarely
@@ -86,6 +87,20 @@ def mistakes_as_sentences() -> Iterator[None]:
         rollout.MalformedEpisode,
     ) as error:
         end(f"Error: {error}{notes_of(error)}", 2)
+
+
+def show_mistakes_as_sentences() -> None:
+    """Let an uncaught error of a script, by `python` or torchrun, end it as the command would."""
+    if sys.excepthook is sys.__excepthook__:  # no debugger or notebook has its own
+
+        def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+            try:
+                with mistakes_as_sentences():
+                    raise error.with_traceback(trace)
+            except BaseException:
+                sys.__excepthook__(kind, error, trace)
+
+        sys.excepthook = hook
 
 
 def notes_of(error: Exception) -> str:
