@@ -176,7 +176,7 @@ class RemoteEngine:
         group_size: int | None = None,
         should_accept: Callable[[Batch], bool] | None = None,
     ) -> Batch:
-        """Return the rows of the next accepted prompts of `data`, `train_dataset.batch_size` of them.
+        """Return the rows of the next `train_dataset.batch_size` accepted prompts of `data`.
 
         Further calls go on in `data`, in the order of a training run; other arguments are those of
         `rollout_batch`. `should_accept` is called with all rows of a prompt; others take the place

@@ -298,7 +298,7 @@ def build_frequency(timer: TimerConfig, ranks: Ranks, steps_per_epoch: int) -> F
 def build_tracing(
     config: BaseExperimentConfig, ranks: Ranks | None, stats: Stats, continued: bool = False
 ) -> Tracing:
-    """Build the tracing of this run and its stages, or of rollouts without a trainer (`ranks` None).
+    """Build the tracing of this run, or of rollouts without a trainer if `ranks` is None.
 
     Without `perf_tracer.enabled` or `rollout.enable_rollout_tracing` nothing is traced; without
     `memory_profiler` no memory is recorded.

@@ -16,7 +16,16 @@ from areal_core.launch.server_process import free_port
 from areal_debug.cli import main
 
 PAGE = (Path(__file__).parents[2] / "docs" / "guides.md").read_text()
-FILES = {"digits.py", "my_agent.py", "rows.csv", "rollout.yaml", "rollout.py", "train.py", "train.yaml"}
+FILES = {
+    "digits.py",
+    "my_agent.py",
+    "claude_agent.py",
+    "rows.csv",
+    "rollout.yaml",
+    "rollout.py",
+    "train.py",
+    "train.yaml",
+}
 QUICK = [
     "cleanup_deadlock",
     "collective_mismatch",
