@@ -43,6 +43,15 @@ ACTS_FROM = {
 
 
 @dataclass(frozen=True)
+class Function:
+    """A function of a file: its first line, digest, and the functions of the file that it names."""
+
+    line: int
+    sha256: str
+    names: list[str]
+
+
+@dataclass(frozen=True)
 class OwnCode:
     """An object that computed a run in place of ours, as its record names it.
 
@@ -54,22 +63,23 @@ class OwnCode:
     import_path: str
     file: str | None = None
     sha256: str | None = None
-    functions: dict[str, dict[str, Any]] = field(default_factory=dict)
+    functions: dict[str, Function] = field(default_factory=dict)
     uses: dict[str, str] = field(default_factory=dict)
     arguments: dict[str, Any] | None = field(default_factory=dict)
 
     @property
-    def name(self) -> str:
-        """The name of the function or class."""
-        return self.import_path.replace(":", ".").rpartition(".")[2]
+    def parts(self) -> tuple[str, str]:
+        """The module or file of the import path, and the name in it."""
+        place, _, name = self.import_path.rpartition(":" if ":" in self.import_path else ".")
+        return place, name
 
     @property
     def file_name(self) -> str:
         """The name of its file, or the module if that is not known."""
-        return Path(self.file).name if self.file else self.import_path[: -len(self.name) - 1]
+        return Path(self.file).name if self.file else self.parts[0]
 
     def __str__(self) -> str:
-        return f"{NAMES[self.role]} {self.name} of {self.file_name}"
+        return f"{NAMES[self.role]} {self.parts[1]} of {self.file_name}"
 
 
 @dataclass(frozen=True)
@@ -95,10 +105,9 @@ def own_code_of(header: RecordHeader, roles: Collection[str] = OWN_CODE) -> dict
 
     Raises ReplayError: an identity in the record is not one.
     """
-    code, actor = header.environment.get("code"), header.config.get("actor")
-    named = code if isinstance(code, dict) else {}
+    named, actor = members(header.environment, "code"), members(header.config, "actor")
     # a path that the options have and no identity: of a record that something else has written
-    paths = {role: actor[role] for role in OWN_CODE if actor.get(role)} if isinstance(actor, dict) else {}
+    paths = {role: actor[role] for role in OWN_CODE if actor.get(role)}
     found = {}
     for role in roles:
         entry = named.get(role) or ({"import_path": paths[role]} if role in paths else None)
@@ -108,7 +117,7 @@ def own_code_of(header: RecordHeader, roles: Collection[str] = OWN_CODE) -> dict
             own = msgspec.convert({"role": role} | entry, OwnCode)
         except (msgspec.ValidationError, TypeError) as error:
             raise ReplayError(f"the record's identity of its {NAMES[role]} is damaged: {error}") from None
-        if not own.import_path.startswith(OURS) or own.arguments != {}:
+        if role in OWN_CODE or not own.import_path.startswith(OURS):
             found[role] = own
     return found
 
@@ -143,7 +152,7 @@ def located(record: Record, needed: Mapping[str, OwnCode]) -> Iterator[tuple[str
     for role, own in needed.items():
         if own.arguments is None:
             raise ReplayError(
-                f"{record.path} was computed by an objective that its script set, {own.name} of {own.file_name}, and how "
+                f"{record.path} was computed by an objective that its script set, {own.parts[1]} of {own.file_name}, and how "
                 "that was built is not recorded: give the script's class as actor.objective, or replay with "
                 f"`areal-debug train SCRIPT --replay-rollout {record.path}`"
             )
@@ -151,8 +160,8 @@ def located(record: Record, needed: Mapping[str, OwnCode]) -> Iterator[tuple[str
         path = next((path for place in ordered if (path := path_below(place, own)) is not None), None)
         if path is None:
             raise ReplayError(refusal(record, list(needed.values()), own, places))
-        script = own_script(record.header)
-        if script is not None and own.file == script and "__main__" not in path.read_text(errors="replace"):
+        script = members(members(record.header.environment, "code"), "script")
+        if script and own.file == script.get("path") and "__main__" not in path.read_text(errors="replace"):
             raise ReplayError(
                 f"{own} is in the script of the run, which trains when it is imported: put the training of {path} "
                 'below `if __name__ == "__main__":`, or move the function to a file of its own'
@@ -179,9 +188,7 @@ def path_below(place: Path, own: OwnCode) -> Path | None:
     """Return the file of an object at or below a place that the user gives, None without one."""
     if place.is_file():
         return place.resolve()
-    parts = Path(
-        own.file or f"{own.import_path.replace(':', '.').rpartition('.')[0].replace('.', '/')}.py"
-    ).parts
+    parts = Path(own.file or f"{own.parts[0].removesuffix('.py').replace('.', '/')}.py").parts
     parts = tuple(part for part in parts if part not in ("/", ".."))
     found = (place.joinpath(*parts[first:]) for first in range(len(parts)))
     return next((path.resolve() for path in found if path.is_file()), None)
@@ -189,18 +196,12 @@ def path_below(place: Path, own: OwnCode) -> Path | None:
 
 def importable(own: OwnCode, path: Path) -> str:
     """Return the import path of an object in a file; a module of a package is imported as one."""
-    module = own.import_path.replace(":", ".").rpartition(".")[0].split(".")
-    if len(module) > 1 and path.with_suffix("").parts[-len(module) :] == tuple(module):
-        if (folder := str(path.parents[len(module) - 1])) not in sys.path:
-            sys.path.append(folder)
-        return f"{'.'.join(module)}:{own.name}"
-    return f"{path}:{own.name}"
-
-
-def own_script(header: RecordHeader) -> str | None:
-    code = header.environment.get("code")
-    script = code.get("script") if isinstance(code, dict) else None
-    return script.get("path") if isinstance(script, dict) else None
+    place, name = own.parts
+    module = tuple(place.split("."))
+    if len(module) < 2 or path.with_suffix("").parts[-len(module) :] != module:
+        return f"{path}:{name}"
+    sys.path.insert(0, str(path.parents[len(module) - 1]))
+    return f"{place}:{name}"
 
 
 def check_own_code(record: Record) -> None:
@@ -235,53 +236,58 @@ def compare_own_code(left: RecordHeader, right: RecordHeader, is_replay: bool) -
             assert known is not None
             if role in OWN_CODE:
                 side = "A" if other is None else "B"
-                found.append(OwnCodeState(role, known.name, known.file_name, (f"only {side} uses it",)))
+                found.append(OwnCodeState(role, known.parts[1], known.file_name, (f"only {side} uses it",)))
             continue
         found.append(replace(changes_of(one, other), role=role))
     return tuple(found)
 
 
 def changes_of(one: OwnCode, other: OwnCode) -> OwnCodeState:
-    state = OwnCodeState(other.role, other.name, other.file_name)
-    if one.sha256 == other.sha256 and one.uses == other.uses and one.name == other.name:
+    state = OwnCodeState(other.role, other.parts[1], other.file_name)
+    if (one.sha256, one.uses, one.parts[1]) == (other.sha256, other.uses, other.parts[1]):
         return state
-    reached = reached_by(one) | reached_by(other)
-    names = [name for name in reached if digest_of(one, name) != digest_of(other, name)]
+    digests = [{name: found.sha256 for name, found in reached_by(own).items()} for own in (one, other)]
+    names = differing(*digests)
     # the function of the role first, then as in the file
     names.sort(
-        key=lambda name: (name.partition(".")[0] != other.name, name == OF_MODULE, line_of(other, name))
+        key=lambda name: (name.partition(".")[0] != other.parts[1], name == OF_MODULE, line_of(other, name))
     )
-    changed = [
-        f"function {name}" if name != OF_MODULE else f"{other.file_name} outside of functions"
-        for name in names
-    ]
-    changed += sorted(
-        name for name in one.uses.keys() | other.uses.keys() if one.uses.get(name) != other.uses.get(name)
-    )
-    if one.name != other.name:
-        changed.insert(0, f"{one.name} in its place before")
+    outside = f"{other.file_name} outside of functions"
+    changed = [outside if name == OF_MODULE else f"function {name}" for name in names]
+    changed += differing(one.uses, other.uses)
+    if one.parts[1] != other.parts[1]:
+        changed.insert(0, f"{one.parts[1]} in its place before")
     if not (one.functions and other.functions) and one.sha256 != other.sha256:
         changed.append(other.file_name)
     return replace(state, changed=tuple(changed), line=line_of(other, names[0]) if names else None)
 
 
-def reached_by(own: OwnCode) -> set[str]:
+def reached_by(own: OwnCode) -> dict[str, Function]:
     """Return the functions of its file that an object names, directly or through others."""
-    waiting = [name for name in own.functions if name == OF_MODULE or own.name in name.split(".")]
-    found: set[str] = set()
+    waiting = [name for name in own.functions if name == OF_MODULE or own.parts[1] in name.split(".")]
+    found: dict[str, Function] = {}
     while waiting:
         if (name := waiting.pop()) not in found and name in own.functions:
-            found.add(name)
-            waiting += own.functions[name].get("names", own.functions)
+            found[name] = own.functions[name]
+            waiting += found[name].names
     return found
 
 
-def digest_of(own: OwnCode, name: str) -> Any:
-    return own.functions[name].get("sha256") if name in own.functions else None
-
-
 def line_of(own: OwnCode, name: str) -> int:
-    return int(own.functions[name].get("line", 1)) if name in own.functions else 1
+    return own.functions[name].line if name in own.functions else 1
+
+
+def members(document: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """Return a member that is an object; an empty one if there is none."""
+    value = document.get(name)
+    return value if isinstance(value, dict) else {}
+
+
+def differing(left: Mapping[str, Any], right: Mapping[str, Any]) -> list[str]:
+    """Return the names of members that are on one side only, or differ."""
+    lacking = object()
+    names = left.keys() | right.keys()
+    return sorted(name for name in names if left.get(name, lacking) != right.get(name, lacking))
 
 
 def code_arguments(own_code: Collection[object]) -> list[str]:
@@ -292,12 +298,11 @@ def code_arguments(own_code: Collection[object]) -> list[str]:
 
 def by_name(header: RecordHeader) -> dict[str, Any]:
     """Return the options of a run with own code by name alone: its place has no effect."""
-    actor = header.config.get("actor")
-    own = own_code_of(header)
-    if not own or not isinstance(actor, dict):
+    actor, own = members(header.config, "actor"), own_code_of(header)
+    if not own:
         return header.config
     arguments = next((one.arguments for one in own.values() if one.arguments), {})
-    changed: dict[str, Any] = {role: one.name for role, one in own.items()}
+    changed: dict[str, Any] = {role: one.parts[1] for role, one in own.items()}
     if arguments:
         changed["objective_kwargs"] = arguments | (actor.get("objective_kwargs") or {})
-    return header.config | {"actor": actor | changed}
+    return header.config | {"actor": {**actor, **changed}}

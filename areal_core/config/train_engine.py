@@ -152,7 +152,7 @@ class PPOActorConfig(TrainEngineConfig):
     ppo_n_minibatches: int = option(4, "Optimiser steps per batch.", limits=AT_LEAST_1)
     eps_clip: float = option(0.2, "The policy ratio is clipped below 1 - eps_clip.", limits=AT_LEAST_0)
     eps_clip_higher: float | None = option(None, "and above 1 + this; empty: eps_clip.", limits=AT_LEAST_0)
-    c_clip: float | None = option(None, "Dual clip of negative advantages; empty: off.", limits=ABOVE_1)
+    c_clip: float | None = option(None, "Dual clip: of negative advantages; empty: off.", limits=ABOVE_1)
     m2_threshold: float | None = option(None, "M2PO: bound on the log-ratio's moment.", limits=ABOVE_0)
     reward_norm: NormConfig | None = option(None, "Normalisation of sequence rewards.")
     reward_scaling: float = option(1.0, "Factor on the biased reward.")

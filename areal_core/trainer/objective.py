@@ -8,7 +8,7 @@ import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import TypedDict
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -418,19 +418,7 @@ def uses_proximal_share(options: PPOActorConfig) -> bool:
     return options.use_decoupled_loss and options.prox_logp_method != "recompute"
 
 
-class BehaviourBounds(TypedDict, total=False):
-    """Arguments of `behaviour_weights` that the config sets."""
-
-    level: str
-    action: str
-    metric: str
-    agg: str
-    weight: str
-    upper: float | None
-    lower: float | None
-
-
-def behaviour_bounds(options: PPOActorConfig) -> BehaviourBounds | None:
+def behaviour_bounds(options: PPOActorConfig) -> dict[str, Any] | None:
     """Return the arguments of `behaviour_weights`.
 
     None if behaviour and proximal policy are taken to be the same.
@@ -439,32 +427,13 @@ def behaviour_bounds(options: PPOActorConfig) -> BehaviourBounds | None:
     would silently train on samples of another policy.
     """
     if (rejection := options.rejection_sampling) is not None:
-        return {
-            "level": rejection.level,
-            "action": rejection.action,
-            "metric": rejection.metric,
-            "agg": rejection.agg,
-            "weight": rejection.weight,
-            "upper": rejection.upper,
-            "lower": rejection.lower,
-        }
+        return dict(vars(rejection))  # the arguments have the names of the options
     if options.use_decoupled_loss:
         return {"upper": options.behav_imp_weight_cap}
     return None
 
 
-class NormArguments(TypedDict):
-    """Arguments of `normalize_groups` and `normalize_tokens` that the config sets."""
-
-    mean_level: str | None
-    std_level: str | None
-    leave_one_out: bool
-    unbiased: bool
-    eps: float
-    sum_over_ranks: SumOverRanks
-
-
-def norm_arguments(norm: NormConfig, sum_over_ranks: SumOverRanks) -> NormArguments:
+def norm_arguments(norm: NormConfig, sum_over_ranks: SumOverRanks) -> dict[str, Any]:
     return {
         "mean_level": norm.mean_level,
         "std_level": norm.std_level,

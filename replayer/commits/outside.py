@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from recorder.environment import VARIABLES
 from recorder.format import RecordHeader
-from replayer.own_code import ACTS_FROM, NAMES, compare_own_code
+from replayer.own_code import ACTS_FROM, NAMES, compare_own_code, differing, members
 
 Kind = Literal["commit", "own code", "script", "library", "variable"]
 NAMED = {
@@ -74,12 +74,6 @@ def unknown_code(left: RecordHeader, right: RecordHeader) -> tuple[str, ...]:
             found.append(f"the commit of {name}")
         found += [f"{phrase} of {name}" for member, phrase in NAMED.items() if member not in code]
     return tuple(found)
-
-
-def members(document: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    """Return a member that is an object; an empty one if there is none."""
-    value = document.get(name)
-    return value if isinstance(value, dict) else {}
 
 
 def code_of(header: RecordHeader) -> Mapping[str, Any]:
@@ -152,10 +146,3 @@ def variable_differences(left: Mapping[str, Any], right: Mapping[str, Any]) -> I
         if values[0] != values[1]:
             shown = ["not set" if value is None else value for value in values]
             yield CodeDifference("variable", f"{name} is {shown[0]} in A, {shown[1]} in B")
-
-
-def differing(left: Mapping[str, Any], right: Mapping[str, Any]) -> list[str]:
-    """Return the names of files that are on one side only, or differ."""
-    lacking = object()
-    names = left.keys() | right.keys()
-    return sorted(name for name in names if left.get(name, lacking) != right.get(name, lacking))

@@ -60,5 +60,5 @@ def test_the_help_of_a_script_names_its_arguments_and_options(flag, capsys):
     out = capsys.readouterr().out
     assert end.value.code == 0
     assert out.startswith("usage: python SCRIPT.py --config FILE.yaml [OPTION=VALUE]...")
-    assert "\n  gconfig         Sampling of training completions.\n" in out
+    assert "\n  gconfig         Sampling in training.\n" in out
     assert "areal-debug info options [SECTION|SEARCH]" in out
