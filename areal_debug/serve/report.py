@@ -116,8 +116,8 @@ def report_of_all(statuses: Sequence[ServerStatus], ledger: Ledger | None) -> Re
         start = "start one with `areal-debug serve --model M --background`"
         return Report("No known server", start, "", blocks)
     verdict = verdict_of(statuses)
-    ready = sum(status.now == "ready" for status in statuses)
-    return Report(verdict, f"{ready} of {count(len(statuses), 'server')} ready", WORDS[verdict], blocks)
+    num_ready = sum(status.now == "ready" for status in statuses)
+    return Report(verdict, f"{num_ready} of {count(len(statuses), 'server')} ready", WORDS[verdict], blocks)
 
 
 WORDS: dict[str, Level] = {"Healthy": "good", "Starting": "unsure", "Problem": "bad"}
