@@ -156,7 +156,7 @@ def commands_of(request: Request, report: ReplayReport) -> list[str]:
     words += ["--from-step", str(request.first)] if request.first != first_of[0] else []
     words += ["--to-step", str(request.last)] if request.last != first_of[-1] else []
     words += ["--model", request.model] if request.model else []
-    words += code_arguments(report.own_code)
+    words += code_arguments([own.file for own in report.own_code])
     return [shlex.join(words), *next_commands(report, request)]
 
 

@@ -1,4 +1,4 @@
-"""An agent that plans with tools: a plan first, then its steps with the calculator, then the answer.
+"""An agent that plans with tools: a plan, then its steps with the calculator, then the answer.
 
 areal-debug agent run examples/plan_agent.py:PlanningAgent \\
     --data examples/word_problems.jsonl --model MODEL

@@ -290,10 +290,11 @@ def differing(left: Mapping[str, Any], right: Mapping[str, Any]) -> list[str]:
     return sorted(name for name in names if left.get(name, lacking) != right.get(name, lacking))
 
 
-def code_arguments(own_code: Collection[object]) -> list[str]:
-    """Return the options that let another command use own code as this one does."""
-    given = os.environ.get(ALLOWED_CODE, "").split(os.pathsep) if own_code else []
-    return [word for place in given if place for word in ("--code", os.path.relpath(place))]
+def code_arguments(files: Collection[str | None]) -> list[str]:
+    """Return the options that let another command use own code in these files as this one does."""
+    given = os.environ.get(ALLOWED_CODE, "").split(os.pathsep) if files else []
+    places = [os.path.relpath(place) for place in given if place] or sorted(set(filter(None, files)))
+    return [word for place in places for word in ("--code", place)]
 
 
 def by_name(header: RecordHeader) -> dict[str, Any]:

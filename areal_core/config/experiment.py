@@ -107,24 +107,15 @@ class DebugConfig:
     overwrite: bool = option(False, "Record into a folder that already contains a record.")
     record_text: bool = option(True, "Also record decoded prompts and completions, and the calls of agents.")
     dump_scope: str = option(
-        "plan",
-        "Contents of a recorded step: its batch; also its plan and outcome; also the training inputs per token.",
-        ("rollout", "plan", "full"),
+        "plan", "A step's batch; also plan and outcome; also training inputs.", ("rollout", "plan", "full")
     )
-    dump_images: str = option(
-        "original",
-        "Pictures of a recorded step: their files, each once per record, or the pixels that the model gets.",
-        ("original", "pixels"),
-    )
+    dump_images: str = option("original", "Files, or the pixels that a model gets.", ("original", "pixels"))
     dump_steps: list[int] | None = option(None, "Steps to record; empty: those of dump_every.")
     dump_every: int = option(1, "Record every n-th step.", limits=AT_LEAST_1)
     dump_queue_steps: int = option(2, "Steps that wait for the disk; 0: none.", limits=AT_LEAST_0)
     dump_when_slow: str = option("wait", "If the disk is slower: wait, or drop steps.", ("wait", "drop"))
     dump_when_failing: str = option("stop", "If recording fails: stop, or go on.", ("stop", "continue"))
-    group_readable: bool = option(
-        False,
-        "Let the user's group read logs, records and checkpoints: modes 0640 and 0750, not 0600 and 0700.",
-    )
+    group_readable: bool = option(False, "Let the user's group read: modes 0640 and 0750.")
     max_keep: int | None = option(None, "Latest recorded steps to keep; empty: all.", limits=AT_LEAST_1)
     keep_every: int | None = option(None, "Keep multiples of this, whatever max_keep.", limits=AT_LEAST_1)
     pin_steps: list[int] | None = option(None, "Keep these steps, regardless of any limit.")

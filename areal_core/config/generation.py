@@ -42,21 +42,11 @@ class AgentConfig:
     """Options of agents, which call an OpenAI-compatible endpoint."""
 
     agent_cls_path: str | None = option(None, "Import path of the agent class.")
-    host: str = option(
-        "127.0.0.1",
-        "Interface of the proxy; any other than loopback requires an admin key that nobody can guess.",
-    )
+    host: str = option("127.0.0.1", "Interface; any other than loopback needs a secret admin key.")
     port: int = option(0, "Port of the proxy; 0 for a free one.", limits=AT_LEAST_0)
     max_body_bytes: int = option(8 << 20, "Maximum size of a request to the proxy.", limits=AT_LEAST_1)
-    admin_api_key: str = option(
-        "",
-        "Key for the administrative endpoints of the proxy; empty: a random one, in a file that is logged.",
-    )
-    mode: str = option(
-        "inline",
-        "Where the agent runs: in the trainer's process, or in a client that opens sessions.",
-        ("inline", "subproc", "online"),
-    )
+    admin_api_key: str = option("", "Administrative key; empty: a random one, in a file that is logged.")
+    mode: str = option("inline", "In the trainer's process, or a client.", ("inline", "subproc", "online"))
     tool_call_parser: str = option("qwen", "Format of tool calls as in SGLang; 'template': the tokenizer's.")
     reasoning_parser: str = option("qwen3", "Format of reasoning, by SGLang's names.")
     chat_template_type: str = option("hf", "Prompts: render all turns, or append.", ("hf", "concat"))
@@ -64,11 +54,7 @@ class AgentConfig:
     engine_max_tokens: int | None = option(None, "Longest prompt with completion.", limits=AT_LEAST_1)
     turn_discount: float = option(1.0, "Factor on a later turn's reward, passed one turn back.", limits=SHARE)
     export_style: str = option("individual", "A row per call, or conversation.", ("individual", "concat"))
-    failed_reward: float = option(
-        0.0,
-        "Reward of the last call of an episode that the model failed: an invented tool, invalid output, too many turns.",
-        limits=FINITE,
-    )
+    failed_reward: float = option(0.0, "Last reward of an episode that the model failed.", limits=FINITE)
     failure_errors: list[str] = section(list, "Exceptions that mean it failed: 'package.Class' or 'Class'.")
     subproc_max_workers: int = option(4, "Without effect: agents run in this process.", limits=AT_LEAST_1)
     session_timeout_seconds: int = option(3600, "Idle seconds until a session is dropped.", limits=ABOVE_0)
@@ -84,22 +70,12 @@ class InferenceEngineConfig:
     fileroot: str | None = option(None, "Empty: cluster.fileroot.")
     backend: str = option("", "Rollout, if allocation_mode is empty: 'sglang:d4', 'embedded'.")
     max_concurrent_rollouts: int | None = option(
-        None,
-        "Maximum prompts (with all their samples) in flight over all ranks; empty: consumer_batch_size.",
-        limits=AT_LEAST_1,
+        None, "Maximum prompts in flight over all ranks; empty: consumer_batch_size.", limits=AT_LEAST_1
     )
     queue_size: int | None = option(None, "Older and unused: prompts wait in the loader.", limits=AT_LEAST_1)
     consumer_batch_size: int = option(1, "Prompts per training step; must equal train_dataset.batch_size.")
-    max_head_offpolicyness: int = option(
-        0,
-        "Maximum staleness: weight versions from a sample's oldest token to the trainer; 0: synchronous.",
-        limits=AT_LEAST_0,
-    )
-    max_failures: int = option(
-        0,
-        "Prompts per rank and step whose episodes may raise before the run stops with their exception.",
-        limits=AT_LEAST_0,
-    )
+    max_head_offpolicyness: int = option(0, "Most staleness in versions; 0: synchronous.", limits=AT_LEAST_0)
+    max_failures: int = option(0, "Prompts per rank and step that may raise.", limits=AT_LEAST_0)
     enable_rollout_tracing: bool = option(False, "Write a trace of the run, as perf_tracer.enabled does.")
     check_trajectory_format: bool = option(False, "Check the tensors that every episode returns.")
     tokenizer_path: str = option("", "Tokenizer of the dumped text; empty: tokenizer_path of the run.")
@@ -109,14 +85,10 @@ class InferenceEngineConfig:
     request_retries: int = option(3, "Attempts per request.", limits=AT_LEAST_0)
     pause_mode: str = option(
         "abort",
-        "Effect of a weight update on requests in flight: abort them, recompute their cache, or keep it.",
+        "Requests in flight at a weight update: abort, recompute or keep.",
         ("abort", "retract", "in_place"),
     )
-    verify_weights_every: int = option(
-        16,
-        "Compare the servers' weights with the trainer's after the first weight update and every n-th; 0: never.",
-        limits=AT_LEAST_0,
-    )
+    verify_weights_every: int = option(16, "Check weights each n-th update; 0: never.", limits=AT_LEAST_0)
     pause_grace_period: float = option(0.0, "Seconds from pausing servers to sending.", limits=AT_LEAST_0)
     use_lora: bool = option(False, "Send servers the adapter; false: the merged weights.")
     agent: AgentConfig = section(AgentConfig, "Agents behind an OpenAI-compatible endpoint.")

@@ -76,17 +76,16 @@ def parsed(text: bytes) -> ast.Module:
 
 def imported_beside(file: Path) -> set[Path]:
     """Return the files in its folder that a file imports, and those that they import."""
-    found: set[Path] = set()
-    waiting = [file]
+    found, waiting = {file}, [file]
     while waiting:
-        for node in ast.walk(parsed(waiting.pop().read_bytes())):
-            names = (
-                [alias.name for alias in node.names] if isinstance(node, ast.Import | ast.ImportFrom) else []
-            )
-            module = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
-            for name in (*module, *names):
-                path = file.parent / f"{name.split('.')[-1]}.py"
-                if path.is_file() and path != file and path not in found:
-                    found.add(path)
-                    waiting.append(path)
-    return found
+        nodes = [
+            node
+            for node in ast.walk(parsed(waiting.pop().read_bytes()))
+            if isinstance(node, ast.Import | ast.ImportFrom)
+        ]
+        names = {alias.name for node in nodes for alias in node.names}
+        names |= {node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)}
+        new = {path for name in names if (path := file.parent / f"{name.split('.')[-1]}.py").is_file()}
+        waiting += new - found
+        found |= new
+    return found - {file}

@@ -68,9 +68,7 @@ class FSDPEngineConfig:
     wrap_policy: FSDPWrapPolicy | None = option(None, "Modules that each become a unit of sharding.")
     offload_params: bool = option(False, "Keep parameters, gradients and optimiser states in host memory.")
     memory_efficient_load: bool | None = option(
-        None,
-        "Only rank 0 reads the checkpoint; others never hold all of it, except with tensor parallelism. "
-        "Empty: with several ranks, and without tensor parallelism.",
+        None, "Rank 0 alone reads the checkpoint. Empty: with several ranks without tensor parallelism."
     )
     per_layer_optim_step: bool = option(False, "Optimiser states in host memory, one layer at a time.")
     optim_step_prefetch_layers: int = option(1, "Layers that it prefetches.", limits=AT_LEAST_0)
@@ -79,8 +77,7 @@ class FSDPEngineConfig:
     shard_size: int | None = option(None, "Ranks with one copy (HSDP); empty: all.", limits=AT_LEAST_1)
     sync_every_micro_batch: bool = option(
         True,
-        "Sum gradients over ranks after each micro-batch; false: after the last one, which is faster, "
-        "holds the full gradient on each rank, and rounds differently.",
+        "Sum gradients each micro-batch; false: after the last one: faster, holds all, rounds differently.",
     )
 
 
@@ -124,8 +121,7 @@ class TrainEngineConfig:
     peft_type: str = option("lora", "Kind of adapter.", ("lora",))
     enable_tree_training: bool = option(
         False,
-        "Compute tokens that rows begin with in common once: rows of a prompt are a tree of tokens. "
-        "Empty in ref, critic and teacher: as in actor.",
+        "Compute what rows begin with in common once. Empty in ref, critic, teacher: as in actor.",
     )
     scheduling_spec: Any = option(None, "Of the actor: environment, command and resources of ranks.")
     scheduling_strategy: Any = option(None, "{type: colocation, target: rollout}: on the servers' devices.")
@@ -195,10 +191,7 @@ class PPOActorConfig(TrainEngineConfig):
     dynamic_filter_fn: str | None = option(None, "Import path of a filter of prompts, by their rows.")
     log_agent_stats: bool = option(False, "Log statistics of agent episodes.")
     log_agent_stats_keys: list[str] = section(list, "Keys of those statistics.")
-    max_new_tokens: int = option(
-        1024,
-        "For the overlong penalty and seq-mean-token-sum-norm; must equal gconfig.max_new_tokens there.",
-    )
+    max_new_tokens: int = option(1024, "As gconfig's: of the overlong penalty and seq-mean-token-sum-norm.")
 
     def should_compute_prox_logp(self) -> bool:
         """Return whether a step starts with a forward pass for the trainer's own logprobs."""

@@ -3,6 +3,7 @@
 import functools
 import json
 import sys
+from contextlib import suppress
 from dataclasses import fields
 from importlib.util import find_spec
 from pathlib import Path
@@ -25,7 +26,7 @@ def identity(value: Any, built: PolicyObjective) -> dict[str, Any]:
         objective that a script has set also `arguments`, None if it cannot be built from them.
     """
     if isinstance(value, str):
-        path, file = value, file_of(*split_path(value, "import path"))
+        path, file = value, file_of(split_path(value, "import path")[0])
     else:
         while isinstance(value, functools.partial):
             value = value.func
@@ -46,15 +47,13 @@ def identity(value: Any, built: PolicyObjective) -> dict[str, Any]:
     return found
 
 
-def file_of(place: str, name: str) -> Path | None:
+def file_of(place: str) -> Path | None:
     """Return the file of a module or of a path, None if there is none."""
     if place.endswith(".py"):
         return find_file(place)
-    try:
-        spec = find_spec(place)
-    except (ImportError, ValueError):
-        return None
-    return None if spec is None or spec.origin is None else Path(spec.origin)
+    with suppress(ImportError, ValueError):
+        return Path(spec.origin) if (spec := find_spec(place)) and spec.origin else None
+    return None
 
 
 def arguments_of(objective: PolicyObjective, built: PolicyObjective) -> dict[str, Any] | None:

@@ -306,7 +306,8 @@ class PPOTrainer:
         """
         workflow = workflow or self.config.rollout.agent.agent_cls_path or RLVRWorkflow
         if eval_workflow_kwargs is None:
-            eval_workflow_kwargs = self._eval_arguments(workflow_kwargs)
+            gconfig = build_rollouts.eval_gconfig(self.config)
+            eval_workflow_kwargs = (workflow_kwargs or {}) | {"gconfig": gconfig}
         if not self.trains:
             self._evaluate(eval_workflow or workflow, eval_workflow_kwargs)
             return
@@ -421,9 +422,6 @@ class PPOTrainer:
         return build_rollouts.build_evaluation(
             self.config, self.ranks, live, make, dataset, frequency, self.live_stats, self.reward_model, turn
         )
-
-    def _eval_arguments(self, workflow_kwargs: dict[str, Any] | None) -> dict[str, Any]:
-        return (workflow_kwargs or {}) | {"gconfig": build_rollouts.eval_gconfig(self.config)}
 
     def _workflow(self, workflow: Any, arguments: dict[str, Any], gconfig: Any) -> RolloutWorkflow:
         arguments = build_rollouts.with_served_rewards(workflow, arguments, self.config.scheduler)

@@ -348,7 +348,7 @@ def next_commands(report: ReplayReport, request: Request) -> list[str]:
     if first is None or is_within or kind in ("changed", "unrecorded"):
         return []
     model = [] if request.model is None else ["--model", request.model]
-    model += code_arguments(report.own_code)
+    model += code_arguments([own.file for own in report.own_code])
     replayed = [] if request.record_to is None else [request.record_to]
     commands = [["areal-debug", "why", request.record, *replayed, *model]]
     if request.record_to is not None:

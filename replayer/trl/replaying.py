@@ -158,7 +158,7 @@ def first_difference(
 
 
 def difference_of(left: Fact, right: Fact) -> tuple[str | None, int | None, tuple[Any, Any]] | None:
-    """Return name, token and values of the difference of two facts, None if their bits are equal."""
+    """Return name, token and values of the difference of two facts, None for equal bits."""
     a, b = left.value, right.value
     if (left.stage, left.name, left.row) != (right.stage, right.name, right.row):
         return "what follows", None, (left.name or left.stage, right.name or right.stage)

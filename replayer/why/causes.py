@@ -201,7 +201,10 @@ def replay_command(record: Record, step: int, override: str = "") -> str:
 
 
 def code_of_user(record: Record) -> str:
-    return "".join(f" {quote(word)}" for word in code_arguments(own_code_of(record.header)))
+    return "".join(
+        f" {quote(word)}"
+        for word in code_arguments([own.file for own in own_code_of(record.header).values()])
+    )
 
 
 def model_candidates(case: Case, settings: Sequence[Setting]) -> Iterator[Candidate]:
