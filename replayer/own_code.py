@@ -34,7 +34,7 @@ NAMES = {
     "dynamic_filter_fn": "filter",
 }
 # the first stage on which each acts
-ACTS_FROM = {
+FIRST_STAGE = {
     "objective": "logprobs",
     "loss_fn": "loss",
     "advantage_fn": "advantages",

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 HEX_FLOAT = re.compile(r"-?0x[01]\.[0-9a-f]+p[+-]\d+")
 SHOWN_OF_A_STAGE, SHOWN_CHANGES = 3, 5
 REFUTED_BY = {
+    "own code": "B, run again with A's own code: if it still differs, that was not the cause",
     "configuration": "set these options equal and run B again: if it still differs, they were not the cause",
     "input": "replay A with B's options: if that differs from A, the input is not the only cause",
     "environment": "run B again where these are equal: if it still differs, they were not the cause",

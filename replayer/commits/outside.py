@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from recorder.environment import VARIABLES
 from recorder.format import RecordHeader
-from replayer.own_code import ACTS_FROM, NAMES, compare_own_code, differing, members
+from replayer.own_code import FIRST_STAGE, NAMES, compare_own_code, differing, members
 
 Kind = Literal["commit", "own code", "script", "library", "variable"]
 NAMED = {
@@ -88,7 +88,7 @@ def own_differences(left: RecordHeader, right: RecordHeader, is_replay: bool) ->
         if own.changed and (own.file, own.changed[0]) not in named:
             named.add((own.file, own.changed[0]))
             what = f"{own.changed[0]} of {own.file} ({NAMES[own.role]} {own.name})"
-            acts = ACTS_FROM.get(own.role, "batch")
+            acts = FIRST_STAGE.get(own.role, "batch")
             yield CodeDifference("own code", what, own.file, own.line, acts_from=acts)
 
 

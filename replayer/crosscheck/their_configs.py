@@ -12,7 +12,7 @@ from typing import Any
 
 from replayer.crosscheck.options import Options
 from replayer.crosscheck.step_rows import Origin
-from replayer.own_code import ACTS_FROM
+from replayer.own_code import FIRST_STAGE
 
 TRL_AGGREGATIONS = {
     "grpo": "seq-mean-token-mean",
@@ -80,7 +80,7 @@ def of_ours(config: Mapping[str, Any]) -> Configured:
             unchecked["loss"] = NOT_COMPUTED.format(name)
     if config.get("teacher"):
         unchecked["loss"] = NOT_COMPUTED.format("a teacher")
-    for name, stage in ACTS_FROM.items():
+    for name, stage in FIRST_STAGE.items():
         if actor.get(name):
             unchecked |= dict.fromkeys(
                 ("advantages", "loss")[stage == "loss" :], NOT_COMPUTED.format(f"actor.{name}={actor[name]}")

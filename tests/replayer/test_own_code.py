@@ -13,6 +13,8 @@ from areal_core.trainer.objective import PolicyObjective, build_objective
 from recorder import open_record
 from recorder.testing import write_scripted_record
 from replayer.commits.outside import code_differences
+from replayer.compare.stages import StageDifference
+from replayer.diff import judge_own_code
 from replayer.errors import ReplayError
 from replayer.own_code import by_name, check_own_code, compare_own_code, own_code_of, put_own_code
 from replayer.request import replay_config
@@ -119,6 +121,9 @@ def test_the_function_that_differs_is_named_and_no_other(record, source):
     (difference,) = code_differences(record.header, now.header, is_replay=True)
     assert difference.what == "function gate of own_loss.py (loss loss)"
     assert (difference.file, difference.line, difference.acts_from) == ("own_loss.py", 3, "loss")
+    first = StageDifference("loss", "loss", 1.0, 1.1)
+    assert judge_own_code(record, now, first).why == "loss loss of own_loss.py, changed: function gate"
+    assert judge_own_code(record, now, replace(first, stage="advantages")) is None  # it acts later
     _, found = changed(record, source, "FACTOR = 3\n" + SOURCE)
     assert found.changed == ("own_loss.py outside of functions",)
     _, found = changed(record, source, SOURCE.replace("def loss", "def other"), "other")
