@@ -215,7 +215,7 @@ def rows_of_layers(report: "LayersReport") -> list[Row]:
         same = f"all {report.num_calls} layer calls agree when step {report.step} is replayed here from both records"
         return [
             *rows,
-            Row("layers", f"{same}: the cause is not in the model (hardware, kernels, other code)"),
+            Row("layers", f"{same}: not explained by a layer: the cause is outside of the model"),
         ]
     why = "its input differs already" if report.input_differs else "its input is the same"
     call = f"{report.name} (call {report.index:,} of {report.num_calls:,}, rank {report.rank})"
