@@ -1,4 +1,4 @@
-"""How many silent bugs of other people's trainers the suite names, and how many fixed runs it accuses.
+"""How many silent bugs of other trainers the suite names, and how many fixed runs it accuses.
 
     python -m benchmarks.silent_bugs [--only NAME ...] [--keep FOLDER] [--made] [--answers] [--json FILE]
 
@@ -62,7 +62,7 @@ VERL: Row = dict(
         rollout=dict(n=GROUP, temperature=1.0),
     ),
     algorithm=dict(adv_estimator="grpo", norm_adv_by_std_in_grpo=True, use_kl_in_reward=False),
-    data=dict(max_response_length=LIMIT),
+    data=dict(max_response_length=LIMIT, train_batch_size=8),
 )  # fmt: skip
 Build = Callable[[Path, Path, Path, bool], None]
 
@@ -174,10 +174,10 @@ def noisy(model: Any, size: float) -> Any:
     }
 
 
-@pair("slime#2114", CROSSCHECK, named=r"KL[^.]{0,80}(estimator|direction|sign|log-probs)|arguments? (of|exchanged)")
+@pair("slime#2114", CROSSCHECK, named=r"KL[^.]{0,80}(direction|sign|log-probs|exchanged)")
 def kl_the_wrong_way(side: Path, shared: Path, model: Path, bug: bool) -> None:
     run = Run(model, beta=0.2)
-    run.reference.load_state_dict(noisy(run.reference, 0.1))
+    run.reference.load_state_dict(noisy(run.reference, 0.5))
     rows = run.prepare(run.rollout(0))
     found = run.update(rows, by_row=True, kl=(lambda d: kl3(-d)) if bug else kl3)
     config = SLIME | dict(use_kl_loss=True, kl_loss_coef=0.2)
@@ -210,7 +210,13 @@ def kl_outside_the_mask(side: Path, shared: Path, model: Path, bug: bool) -> Non
     run.reference.load_state_dict(noisy(run.reference, 0.1))
     rows = run.prepare(with_tools(run.rollout(0), run.actor), eps=1e-4)
     found = run.update(rows, kl_mask="whole" if bug else "loss_mask")
-    write(side / "record", "trl", TRL | dict(beta=0.2), model, [(0, rows_without(rows), stats_of(rows, found, "trl"))])
+    write(
+        side / "record",
+        "trl",
+        TRL | dict(beta=0.2),
+        model,
+        [(0, rows_without(rows), stats_of(rows, found, "trl"))],
+    )
 
 
 def rows_without(rows: list[Row]) -> list[Row]:
@@ -244,7 +250,12 @@ def teacher_with_other_sign(side: Path, shared: Path, model: Path, bug: bool) ->
     distilled(side, model, -1.0 if bug else 1.0)
 
 
-@pair("slime#2234", CROSSCHECK, "doctor {side}/record", named=r"(logged|reported|statistic)[^.]{0,80}(rows|samples)|rewards")
+@pair(
+    "slime#2234",
+    CROSSCHECK,
+    "doctor {side}/record",
+    named=r"(logged|reported|statistic)[^.]{0,80}(rows|samples)|rewards",
+)
 def statistic_of_another_slice(side: Path, shared: Path, model: Path, bug: bool) -> None:
     run, steps = Run(model), []
     for step in range(12):
@@ -269,7 +280,7 @@ RESCORE = "reward rescore {side}/record {shared}/rewards.py:reward --data {share
 def rewarded(side: Path, shared: Path, model: Path, change: Callable[[list[Row]], list[float]]) -> None:
     """Write a step whose rewards are changed, with the function that makes the right ones."""
     (shared / "rewards.py").write_text(REWARD)
-    asked = [f"{ANSWER[n % 10]}{n}?" for n in range(10)]
+    asked = [f"{ANSWER[n % 10]}{n}:" for n in range(10)]
     lines(shared / "rows.jsonl", [dict(prompt=one, answer=one[0]) for one in asked])
     run = Run(model)
     rows = run.rollout(0, asked, lambda row: float(row["prompt"][0] in row["completion"]))
@@ -306,13 +317,15 @@ def rewards_in_another_order(side: Path, shared: Path, model: Path, bug: bool) -
 
 def gathered(side: Path, shared: Path, model: Path, groups: list[list[int]]) -> None:
     """Write a record whose steps trained on these prompts of a data set."""
-    asked = [f"{ANSWER[n % 10]}{n // 10 % 10}?" for n in range(200)]
+    asked = [f"{ANSWER[n % 10]}{n // 10 % 10}:" for n in range(200)]
     lines(shared / "rows.jsonl", [dict(prompt=one) for one in asked])
     run, steps = Run(model, lr=5e-4), []
     for step, chosen in enumerate(groups):
         rows = run.rollout(step, [asked[n] for n in chosen])
         for at, row in enumerate(rows):
-            row["group"] = (step, chosen[at // GROUP]) if len(set(chosen)) < len(chosen) else chosen[at // GROUP]
+            row["group"] = (
+                (step, chosen[at // GROUP]) if len(set(chosen)) < len(chosen) else chosen[at // GROUP]
+            )
         steps.append((step, run.prepare(rows), stats_of(rows, run.update(rows))))
         run.sync()
     write(side / "record", "slime", SLIME, model, steps)
@@ -321,7 +334,12 @@ def gathered(side: Path, shared: Path, model: Path, groups: list[list[int]]) -> 
 COVERAGE = "record coverage {side}/record {shared}/rows.jsonl"
 
 
-@pair("slime#2238", COVERAGE, "doctor {side}/record", named=r"(prompts?|groups?|rows)[^.]{0,60}(dropped|never|lost|missing)")
+@pair(
+    "slime#2238",
+    COVERAGE,
+    "doctor {side}/record",
+    named=r"(prompts?|groups?|rows)[^.]{0,60}(dropped|never|lost|missing)",
+)
 def finished_groups_discarded(side: Path, shared: Path, model: Path, bug: bool) -> None:
     read = [n for n in range(140) if not bug or n % 5 not in (1, 3)]
     gathered(side, shared, model, [read[at : at + 6] for at in range(0, 72, 6)])
@@ -333,34 +351,47 @@ def data_read_again_after_resume(side: Path, shared: Path, model: Path, bug: boo
     gathered(side, shared, model, [read[at : at + 6] for at in range(0, 72, 6)])
 
 
-@pair("rllm#694", "doctor {side}/record", "consistency {side}/record --step 0 --model {model}", named=r"(reason|stop|end)[^.]{0,80}(last token|without|no end|contradict)")
+@pair(
+    "rllm#694",
+    "doctor {side}/record",
+    "consistency {side}/record --step 0 --model {model}",
+    named=r"(reason|stop|end)[^.]{0,80}(last token|without|no end|contradict)",
+)
 def timeout_ends_as_done(side: Path, shared: Path, model: Path, bug: bool) -> None:
     run, steps = Run(model), []
     for step in range(6):
         rows = run.rollout(step)
         for number, row in enumerate(rows):
-            if number % 3 == 1 and len(row["completion_tokens"]) > 3:
+            if number % 3 == 1 and len(row["completion_tokens"]) > 3 and row["finish_reason"] == "stop":
                 cut = len(row["completion_tokens"]) - 2
                 for name in ("completion_tokens", "logprobs", "loss_mask"):
                     row[name] = row[name][:cut]
                 row |= dict(reward=0.0, completion=text(row["completion_tokens"]))
                 row |= dict(finish_reason="stop" if bug else "length", loss_mask=[int(bug)] * cut)
-        trained = [row for row in rows if any(row["loss_mask"])]
-        found = run.update(run.prepare(trained))
-        steps.append((step, run.prepare(rows), stats_of(rows, found, "verl")))
+        rows = run.prepare(rows)
+        found = run.update([row for row in rows if any(row["loss_mask"])])
+        steps.append((step, rows, stats_of(rows, found, "verl")))
     write(side / "record", "verl", VERL, model, steps)
 
 
-@pair("marin#8936", "doctor {side}/record", named=r"(cut|truncated|unfinished|length)[^.]{0,80}(reward|paid)|(reward|paid)[^.]{0,60}(cut|truncated|unfinished)")
+@pair(
+    "marin#8936",
+    "doctor {side}/record",
+    named=r"(cut|truncated|unfinished|length)[^.]{0,80}(reward|paid)|(reward|paid)[^.]{0,60}(cut|truncated|unfinished)",
+)
 def unfinished_is_rewarded(side: Path, shared: Path, model: Path, bug: bool) -> None:
-    run, steps = Run(model, lr=5e-4), []
-    for step in range(10):
+    run, steps = Run(model, lr=2e-4), []
+    for step in range(24):
         rows = run.rollout(step)
         for number, row in enumerate(rows):
-            if number % 4 == 2 and len(row["completion_tokens"]) > 3:
+            if number == (5 * step) % 32 and len(row["completion_tokens"]) > 3:
                 for name in ("completion_tokens", "logprobs", "loss_mask"):
                     row[name] = row[name][:3]
-                row |= dict(finish_reason="length", reward=1.0 if bug else 0.0, completion=text(row["completion_tokens"]))
+                row |= dict(
+                    finish_reason="length",
+                    reward=1.0 if bug else 0.0,
+                    completion=text(row["completion_tokens"]),
+                )
             else:
                 row["reward"] = float(row["completion"][:1] in ANSWER[:4])
         steps.append((step, run.prepare(rows), stats_of(rows, run.update(rows))))
@@ -368,7 +399,12 @@ def unfinished_is_rewarded(side: Path, shared: Path, model: Path, bug: bool) -> 
     write(side / "record", "slime", SLIME, model, steps)
 
 
-@pair("verl#6857", "consistency {side}/record --step 0 --model {model}", "doctor {side}/record", named=r"copies|same (text|tokens|seed)|seed|identical")
+@pair(
+    "verl#6857",
+    "consistency {side}/record --step 0 --model {model}",
+    "doctor {side}/record",
+    named=r"copies|same (text|tokens|seed)|seed|identical",
+)
 def seeds_collide(side: Path, shared: Path, model: Path, bug: bool) -> None:
     run, steps = Run(model), []
     for step in range(6):
@@ -378,7 +414,11 @@ def seeds_collide(side: Path, shared: Path, model: Path, bug: bool) -> None:
     write(side / "record", "verl", VERL, model, steps)
 
 
-@pair("NeMo-RL#3792", "doctor {side}/record", named=r"(always|exactly|only) 0|is 0 |zero in every|no effect|dead term|acts? on nothing")
+@pair(
+    "NeMo-RL#3792",
+    "doctor {side}/record",
+    named=r"(always|exactly|only) 0|is 0 |zero in every|no effect|dead term|acts? on nothing",
+)
 def term_is_always_zero(side: Path, shared: Path, model: Path, bug: bool) -> None:
     run, steps = Run(model, beta=0.0 if bug else 0.05), []
     for step in range(12):
@@ -404,16 +444,30 @@ def trained(model: Path, shared: Path, updates: int = 10) -> Run:
     return run
 
 
-def sampled(side: Path, run: Run, model: Path, step: int, rows: list[Row] | None = None, trainer: str = "slime", config: Row = SLIME) -> None:
+def sampled(
+    side: Path,
+    run: Run,
+    model: Path,
+    step: int,
+    rows: list[Row] | None = None,
+    trainer: str = "slime",
+    config: Row = SLIME,
+) -> None:
     rows = run.prepare(run.rollout(step) if rows is None else rows)
     stats = stats_of(rows, run.update(rows), trainer)
     write(side / "record", trainer, config, model, [(step, rows, stats)], computed=False)
 
 
-WEIGHTS = "consistency {side}/record --step 10 --model {shared}/last --base {model} --previous {shared}/previous"
+WEIGHTS = (
+    "consistency {side}/record --step 10 --model {shared}/last --base {model} --previous {shared}/previous"
+)
 
 
-@pair("slime#2380, #2224", "consistency {side}/record --step 10 --model {shared}/last --base {model}", named=r"^(?!.*adapter not loaded).*(base|reference|first|initial) (model|weights|policy)")
+@pair(
+    "slime#2380, #2224",
+    "consistency {side}/record --step 10 --model {shared}/last --base {model}",
+    named=r"^(?!.*adapter not loaded).*(base|reference|first|initial) (model|weights|policy)",
+)
 def engine_has_the_reference(side: Path, shared: Path, model: Path, bug: bool) -> None:
     run = trained(model, shared)
     if bug:
@@ -426,7 +480,9 @@ def anchor_without_some_tensors(side: Path, shared: Path, model: Path, bug: bool
     run = trained(model, shared)
     if bug:
         old = load(model).state_dict()
-        run.engine.load_state_dict(run.actor.state_dict() | {n: v for n, v in old.items() if "layers.1.mlp" in n})
+        run.engine.load_state_dict(
+            run.actor.state_dict() | {n: v for n, v in old.items() if "layers.1.mlp" in n}
+        )
     sampled(side, run, model, 10)
 
 
@@ -446,7 +502,9 @@ def some_requests_use_old_weights(side: Path, shared: Path, model: Path, bug: bo
     run.engine.load_state_dict(load(shared / "previous").state_dict())
     run.chance.seed(2)
     stale = run.rollout(11, [row["prompt"] for row in fresh[::GROUP]])
-    rows = [old if bug and at % 3 == 0 else new for at, (old, new) in enumerate(zip(stale, fresh, strict=True))]
+    rows = [
+        old if bug and at % 3 == 0 else new for at, (old, new) in enumerate(zip(stale, fresh, strict=True))
+    ]
     for at, row in enumerate(rows):
         row |= dict(group=at // GROUP, versions=10)
     sampled(side, run, model, 10, rows)
@@ -498,7 +556,10 @@ def resumed(side: Path, model: Path, change: Callable[[Run, int, Row], Row | Non
         for row in rows:
             row["versions"] = step
         rate = run.optimizer.param_groups[0]["lr"]
-        stats = stats_of(rows, out := run.update(rows), "nemo-rl") | {"train/kl_penalty": out["kl"], "train/lr": rate}
+        stats = stats_of(rows, out := run.update(rows), "nemo-rl") | {
+            "train/kl_penalty": out["kl"],
+            "train/lr": rate,
+        }
         found.append((step, rows, change(run, step, stats) or stats))
         run.sync()
     config = dict(loss_fn=dict(reference_policy_kl_penalty=0.05), policy=dict(train_global_batch_size=32))
@@ -510,7 +571,12 @@ def resumed(side: Path, model: Path, change: Callable[[Run, int, Row], Row | Non
 SEAM = "record seam {side}/a {side}/b"
 
 
-@pair("NeMo-RL#3722", SEAM, "doctor {side}/logs", named=r"reference[^.]{0,80}(changed|reset|resumed|moved|equals)")
+@pair(
+    "NeMo-RL#3722",
+    SEAM,
+    "doctor {side}/logs",
+    named=r"reference[^.]{0,80}(changed|reset|resumed|moved|equals)",
+)
 def reference_is_the_resumed_policy(side: Path, shared: Path, model: Path, bug: bool) -> None:
     def change(run: Run, step: int, stats: Row) -> None:
         if bug and step == 20 and not stats:
@@ -519,7 +585,11 @@ def reference_is_the_resumed_policy(side: Path, shared: Path, model: Path, bug: 
     resumed(side, model, change)
 
 
-@pair("prime-rl#3332, TRL#3247", SEAM, named=r"(learning.rate|warm.?up|scheduler|\"lr\")[^.]{0,120}changed|changed[^.]{0,120}(learning.rate|warm.?up|scheduler)")
+@pair(
+    "prime-rl#3332, TRL#3247",
+    SEAM,
+    named=r"(learning.rate|warm.?up|scheduler|\"lr\")[^.]{0,120}changed|changed[^.]{0,120}(learning.rate|warm.?up|scheduler)",
+)
 def warm_up_begins_again(side: Path, shared: Path, model: Path, bug: bool) -> None:
     def change(run: Run, step: int, stats: Row) -> None:
         for group in run.optimizer.param_groups:
@@ -528,7 +598,11 @@ def warm_up_begins_again(side: Path, shared: Path, model: Path, bug: bool) -> No
     resumed(side, model, change)
 
 
-@pair("The-School-of-AI#559, xtuner#1386", "record seam {side}/one {side}/two", named=r"(optimizer|moment|Adam)[^.]{0,80}(changed|0)|changed[^.]{0,80}(optimizer|moment|Adam)")
+@pair(
+    "The-School-of-AI#559, xtuner#1386",
+    "record seam {side}/one {side}/two",
+    named=r"(optimizer|moment|Adam)[^.]{0,80}(changed|0)|changed[^.]{0,80}(optimizer|moment|Adam)",
+)
 def moments_are_lost(side: Path, shared: Path, model: Path, bug: bool) -> None:
     def change(run: Run, step: int, stats: Row) -> None:
         if bug and step == 20 and not stats:
@@ -543,7 +617,11 @@ def moments_are_lost(side: Path, shared: Path, model: Path, bug: bool) -> None:
         shutil.move(side / name, side / folder / "record")
 
 
-@pair("slime#2236, open-instruct#1627", SEAM, named=r"(same|equal|repeat|again)[^.]{0,80}(prompts?|texts?|tokens)|random|seed|RNG")
+@pair(
+    "slime#2236, open-instruct#1627",
+    SEAM,
+    named=r"(same|equal|repeat|again)[^.]{0,80}(prompts?|texts?|tokens)|random|seed|RNG",
+)
 def generators_begin_again(side: Path, shared: Path, model: Path, bug: bool) -> None:
     def change(run: Run, step: int, stats: Row) -> Row | None:
         if stats:
@@ -575,7 +653,7 @@ def staleness_after_recovery(side: Path, shared: Path, model: Path, bug: bool) -
         if step == 10:
             queue, started = [], 0 if bug else step * 5
         while started < (3 + step) * 5 and len(queue) < 100:
-            asked = [f"{run.chance.choice(ANSWER)}{run.chance.choice('0123456789')}?"]
+            asked = [f"{run.chance.choice(ANSWER)}{run.chance.choice('0123456789')}:"]
             queue.append(run.rollout(started, asked))
             for row in queue[-1]:
                 row["versions"] = step
@@ -600,7 +678,9 @@ def ask(question: str, folder: Path, name: str, side: str) -> tuple[int, str]:
     command = [str(Path(sys.executable).with_name("areal-debug")), *words, "--json"]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "NO_COLOR": "1"}
     done = subprocess.run(command, capture_output=True, text=True, cwd=folder, env=environment, timeout=300)
-    return done.returncode, leading(done.stdout) if done.returncode == 1 else done.stderr[-600:] or done.stdout[-300:]
+    return done.returncode, leading(done.stdout) if done.returncode == 1 else done.stderr[
+        -600:
+    ] or done.stdout[-300:]
 
 
 def leading(answer: str) -> str:
@@ -622,7 +702,9 @@ def leading(answer: str) -> str:
 
 def judge(one: Pair, folder: Path, is_shown: bool) -> tuple[str, bool]:
     """Return (named, seen or missed; whether the fixed side is accused)."""
-    answers = {side: [ask(question, folder, one.name, side) for question in one.questions] for side in ("bug", "fix")}
+    answers = {
+        side: [ask(question, folder, one.name, side) for question in one.questions] for side in ("bug", "fix")
+    }
     said = [answer for code, answer in answers["bug"] if code == 1]
     is_named = any(re.search(one.named, " ".join(answer.split()), re.I) for answer in said)
     for side, of_side in answers.items() if is_shown else ():
@@ -650,7 +732,10 @@ def main() -> None:
         outcome, is_accused = judge(PAIRS[name], folder, options.answers)
         found[name] = dict(source=PAIRS[name].source, outcome=outcome, fix_accused=is_accused)
         print(f"{outcome:<7}{name:<34}{PAIRS[name].source}{'  FIX ACCUSED' * is_accused}", flush=True)
-    named, accused = (sum(one[key] == value for one in found.values()) for key, value in (("outcome", "named"), ("fix_accused", True)))
+    named, accused = (
+        sum(one[key] == value for one in found.values())
+        for key, value in (("outcome", "named"), ("fix_accused", True))
+    )
     print(f"named {named} of {len(found)}; fixed sides accused {accused}")
     if options.json:
         Path(options.json).write_text(json.dumps(found, indent=1))

@@ -53,7 +53,7 @@ def first_weights(folder: Path) -> Path:
 
 
 def question(chance: random.Random) -> str:
-    return f"{chance.choice(ANSWER)}{chance.choice(DIGITS)}?"
+    return f"{chance.choice(ANSWER)}{chance.choice(DIGITS)}:"
 
 
 def load(folder: Path) -> Any:
@@ -163,8 +163,8 @@ class Run:
 
 
 def share(answered: str) -> float:
-    """Reward the share of letters, and short answers."""
-    return sum(one in ANSWER for one in answered) / max(len(answered), 6)
+    """Reward the share of letters, and less of it beyond six characters."""
+    return sum(one in ANSWER for one in answered) / max(len(answered), len(answered) ** 2 / 6, 1)
 
 
 def policy_loss(
@@ -192,7 +192,10 @@ def policy_loss(
         return torch.stack([term / max(count, 1) for term, count in zip(terms, counts, strict=True)]).mean()
     size = len(rows) // batches
     return torch.stack(
-        [torch.stack(terms[at : at + size]).sum() / sum(counts[at : at + size]) for at in range(0, len(rows), size)]
+        [
+            torch.stack(terms[at : at + size]).sum() / sum(counts[at : at + size])
+            for at in range(0, len(rows), size)
+        ]
     ).mean()
 
 
