@@ -268,11 +268,11 @@ def statistic_of_another_slice(side: Path, shared: Path, model: Path, bug: bool)
 
 
 # ------------------------------------------------------------------------------- rows and rewards
-REWARD = '''"""1 where the answer begins with the letter that was asked for."""
+REWARD = '''"""1 where the answer is as long as asked for."""
 
 
 def reward(prompt, completions, prompt_ids, completion_ids, answer, **data):
-    return float(answer in completions)
+    return float(len(completions) >= answer)
 '''
 RESCORE = "reward rescore {side}/record {shared}/rewards.py:reward --data {shared}/rows.jsonl"
 
@@ -281,9 +281,9 @@ def rewarded(side: Path, shared: Path, model: Path, change: Callable[[list[Row]]
     """Write a step whose rewards are changed, with the function that makes the right ones."""
     (shared / "rewards.py").write_text(REWARD)
     asked = [f"{ANSWER[n % 10]}{n}:" for n in range(10)]
-    lines(shared / "rows.jsonl", [dict(prompt=one, answer=one[0]) for one in asked])
+    lines(shared / "rows.jsonl", [dict(prompt=one, answer=3 + n % 3) for n, one in enumerate(asked)])
     run = Run(model)
-    rows = run.rollout(0, asked, lambda row: float(row["prompt"][0] in row["completion"]))
+    rows = run.rollout(0, asked, lambda row: float(len(row["completion"]) >= 3 + int(row["prompt"][1]) % 3))
     for row, value in zip(rows, change(rows), strict=True):
         row["reward"] = value
     found = run.update(run.prepare(rows))

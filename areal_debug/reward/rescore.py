@@ -18,6 +18,7 @@ from areal_core.data.read import BOXED_INSTRUCTION
 from areal_core.reward import RewardPool
 from areal_debug.record.decode import load_decoder
 from areal_debug.reward.answers import question_of
+from areal_debug.reward.pairing import Pairing, find_pairings
 from areal_debug.reward.probe import outcome_of
 from recorder import Record, RecordedStep
 
@@ -55,12 +56,16 @@ class StepCounts:
 
 @dataclass(frozen=True)
 class RescoreReport:
-    """Both rewards of a record compared. `middle` divides paid from unpaid ones."""
+    """Both rewards of a record compared. `middle` divides paid from unpaid ones.
+
+    `pairings` are steps whose rewards are those of other rows, which explains the disagreements.
+    """
 
     record: str
     function: str
     middle: float
     steps: tuple[StepCounts, ...]
+    pairings: tuple[Pairing, ...]
     disagreements: tuple[Disagreement, ...]
     failure: str
 
@@ -205,6 +210,9 @@ def report_of(record: Record, function: str, scored: Sequence[Scored]) -> Rescor
         function,
         middle,
         steps,
+        find_pairings([(row.step, row.prompt, row.recorded, float(row.outcome or 0.0)) for row in both])
+        if disagreements
+        else (),
         tuple(disagreements[:MOST_LISTED]),
         failures[0] if failures else "",
     )
