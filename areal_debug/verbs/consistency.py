@@ -1,5 +1,6 @@
 """`areal-debug consistency`: compare an engine's logprobs with the model's, token by token."""
 
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -92,7 +93,11 @@ EXACT_NEW_TOKENS = 64  # by default
     "--trainer", is_flag=True, help="Score with the trainer's packed path too, where it was not recorded."
 )
 @click.option("--previous", help="Checkpoint before --model, to recognise stale weights.")
-@click.option("--base", help="Model without its adapter, to recognise an adapter that was not loaded.")
+@click.option(
+    "--base",
+    help="First or reference weights, or the model without its adapter, to recognise an engine that has these; "
+    "by default the recorded run's first weights.",
+)
 @click.option(
     "--dtype", type=click.Choice(["float32", "bfloat16"]), help="Of the scoring; by default the trainer's."
 )
@@ -268,6 +273,9 @@ def check_recorded(
     from consistency.check import check  # imports torch
     from consistency.source import read_record
 
+    first = record.header.model["path"]
+    if options["base"] is None and first and os.path.isdir(first) and not os.path.samefile(first, model):
+        options["base"] = first  # an engine that an update did not reach still has these
     request = request_of(model, options)
     sampling, notes = (None, ()) if record.header.config_is_ours else given_sampling(record, model, options)
     sampled = read_record(record, steps, sampling)
