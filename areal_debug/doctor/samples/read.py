@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from areal_debug.doctor.rows import LENGTH, recomputed
+from areal_debug.doctor.rows import LENGTH, STOP, recomputed
 from areal_debug.record.decode import load_decoder
 from recorder import Record, RecordedStep
 
@@ -29,6 +29,8 @@ class Rows:
     Attributes:
         group: [n] number of the group, the rows of one prompt in one step; -1 if it is not known.
         content: [n] hash of the prompt's tokens, 0 if there are none.
+        stopped: [n] bool: the end reason is known to be "stop".
+        last: [n] the last token of the row, -1 if it is not in the loss mask.
         first: [n] position of the first token in the loss mask; `prompt_length`: [n], -1 unknown.
         bounds: [n + 1]; the tokens in the loss mask of row i are `ids[bounds[i]:bounds[i + 1]]`.
         logprobs: of the engine; `difference`: trainer minus engine. `ends`: the token is the last
@@ -44,6 +46,8 @@ class Rows:
     content: np.ndarray
     reward: np.ndarray
     truncated: np.ndarray
+    stopped: np.ndarray
+    last: np.ndarray
     first: np.ndarray
     prompt_length: np.ndarray
     bounds: np.ndarray
@@ -236,6 +240,10 @@ def rows_of_rank(step: RecordedStep, rank: int, words: Words) -> list[dict[str, 
             "truncated": float(arrays["finish_reason"][row] == LENGTH)
             if known["finish_reason"][row]
             else np.nan,
+            "stopped": bool(known["finish_reason"][row] and arrays["finish_reason"][row] == STOP),
+            "last": int(arrays["input_ids"][here][-1])
+            if len(trained) and known["input_ids"][row] and trained[-1] == here.stop - here.start - 1
+            else -1,
             "first": int(trained[0]) if len(trained) else 0,
             "prompt_length": int(lengths[row]) if lengths is not None and lengths_known[row] else -1,
         }

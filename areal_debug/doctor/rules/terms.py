@@ -1,0 +1,98 @@
+"""Terms that are configured and do nothing, and counters that go back."""
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from areal_debug.doctor.alarm import Alarm, alarm
+from areal_debug.doctor.read import Run
+from areal_debug.doctor.series import FEWEST_STEPS
+
+# A term of a loss: words of its metric, and words of the option that is its weight.
+TERMS = {
+    "KL": (r"kl|k3", r"kl|beta|ref"),
+    "entropy": (r"entropy", r"entropy"),
+    "teacher": (r"opd|teacher|distill\w*|kd", r"opd|teacher|distill\w*|kd"),
+    "value": (r"vf|value|critic", r"vf|value"),
+    "auxiliary": (r"aux|router|balance|moe|z", r"aux|router|balance|moe|z"),
+    "overlong": (r"overlong|length", r"overlong"),
+}
+OF_LOSS = r"loss|penalty|term|bonus|reward|kl"
+WEIGHT = r"coef|coeff|coefficient|weight|penalty|beta|alpha|ctl|factor"
+NOT_A_TERM = r"ratio|frac|clip|count|num|std|var|min|time|lr|max|len|lengths|ppo|approx|rollout|mismatch"
+
+
+def words(text: str) -> list[str]:
+    return [word for word in re.split(r"[^a-z0-9]+", text.lower()) if word]
+
+
+def has(pattern: str, found: list[str]) -> bool:
+    return any(re.fullmatch(pattern, word) for word in found)
+
+
+def options(document: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield options by their dotted names."""
+    if isinstance(document, Mapping):
+        for name, value in document.items():
+            yield from options(value, f"{path}.{name}" if path else str(name))
+    else:
+        yield path, document
+
+
+def configured(run: Run) -> dict[str, tuple[str, float]]:
+    """Return the weights above 0 of terms, by kind; none whose switch is off."""
+    every = dict(options(run.record.header.config if run.record is not None else run.config))
+    off = [words(name.rpartition(".")[2]) for name, value in every.items() if value is False]
+    found: dict[str, tuple[str, float]] = {}
+    for name, value in every.items():
+        leaf = words(name.rpartition(".")[2])
+        for kind, (_, of_option) in TERMS.items():
+            is_off = any(switch[:1] == ["use"] and has(of_option, switch) for switch in off)
+            is_weight = has(of_option, leaf) and has(WEIGHT, leaf)
+            if is_weight and type(value) in (int, float) and value != 0 and not is_off:
+                found.setdefault(kind, (name, float(value)))
+    return found
+
+
+def term_is_zero(run: Run) -> Alarm | None:
+    """D46: a term of the loss has a weight and is exactly 0 at every step."""
+    for kind, (option, weight) in configured(run).items():
+        for name, series in run.by_name.items():
+            found, (of_metric, _) = words(name), TERMS[kind]
+            is_term = has(of_metric, found) and has(OF_LOSS, found) and not has(NOT_A_TERM, found)
+            values = series.finite.values
+            if is_term and len(values) >= FEWEST_STEPS and not values.any():
+                return alarm(
+                    "D46",
+                    series,
+                    found=f"{name} is exactly 0 at each of {len(values)} steps, and {option} is {weight:g}",
+                    severity="error",
+                    since=int(series.steps[0]),
+                    kind=kind,
+                    option=option,
+                )
+    return None
+
+
+def version_goes_back(run: Run) -> Alarm | None:
+    """D47: the counter of weight versions becomes smaller."""
+    for name, series in run.by_name.items():
+        found = words(name)
+        if "version" not in found or has(r"stats|diff|lag|age|min|std|staleness|offpolicyness", found):
+            continue
+        steps, values = series.finite.steps, series.finite.values
+        back = [at for at in range(1, len(values)) if values[at] < values[at - 1] - 0.5]
+        if back and len(values) >= FEWEST_STEPS and len(back) <= len(values) // 4:
+            at = back[0]
+            return alarm(
+                "D47",
+                series,
+                found=f"{name} is {values[at - 1]:g} at step {steps[at - 1]} and {values[at]:g} at step {steps[at]}",
+                severity="error",
+                evidence=tuple((int(steps[i]), float(values[i])) for i in range(max(0, at - 2), min(len(values), at + 3))),
+                since=int(steps[at]),
+            )
+    return None
+
+
+RULES = (term_is_zero, version_goes_back)
