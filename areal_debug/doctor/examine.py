@@ -76,7 +76,7 @@ class Examination:
 def examine(run: Run) -> Examination:
     """Apply every rule whose metrics the run logs."""
     found = [alarm for rule in RULES if (alarm := rule(run)) is not None]
-    rows = None if run.record is None else read_rows(run.record)
+    rows = None if run.record is None else read_rows(run.record, run.damage)
     for alarm, share in [] if rows is None else examine_samples(rows):
         found.append(alarm)
         run.by_name[alarm.metric] = share
@@ -125,7 +125,9 @@ def verdict(run: Run, found: Examination) -> str:
     """Return "problem", "healthy", or "unknown" if too few steps or checks had data."""
     if found.alarms:
         return "problem"
-    looked = run.series and run.num_steps >= FEWEST_STEPS and not found.checks.are_few
+    looked = (
+        run.series and run.num_steps >= FEWEST_STEPS and not found.checks.are_few and not run.damage.found
+    )
     return "healthy" if looked else "unknown"
 
 
@@ -136,6 +138,7 @@ def document(run: Run, found: Examination) -> dict[str, Any]:
         "source": run.source,
         "other_runs": list(run.other_runs),
         "notes": list(run.notes),
+        "left_out": list(run.damage.found),
         "names_of": run.family,
         "num_steps": run.num_steps,
         "alarms": [asdict(alarm) | {"look": look_at(run, alarm)} for alarm in found.alarms],

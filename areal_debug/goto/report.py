@@ -29,11 +29,12 @@ def report_of(report: "GotoReport") -> Report:
     path = f"from {start}, {count(len(report.replayed), 'step')} replayed"
     first = report.first_different
     if report.faithful:
+        place = f"At step {report.step} ({report.stage})"
+        if not report.replayed and not report.num_parameters:
+            return Report(place, f"from {start}; the record has nothing before it to compare with.", "")
         weights = f"; all {report.num_parameters} parameters before it have the recorded checksums"
         checked = weights if report.num_parameters else ""
-        return Report(
-            f"At step {report.step} ({report.stage})", f"{path}, all bit-identical{checked}.", "good"
-        )
+        return Report(place, f"{path}, all bit-identical{checked}.", "good")
     if first is not None:
         reached = "continued to" if report.reached else "stopped before"
         differs = f"step {first.step} differs from its record in {len(first.differences)} values"

@@ -63,9 +63,10 @@ def report_of_rescore(report: RescoreReport) -> Report:
 
 def verdict_of(report: RescoreReport) -> tuple[str, str, Level]:
     positives, negatives = report.total("false_positives"), report.total("false_negatives")
-    if not report.num_compared:
-        return "Inconclusive", "no sample has both rewards", "unsure"
-    if not positives + negatives:
+    if report.verdict == "unknown":
+        compared = f"{report.num_compared:,} of {report.total('rows'):,}"
+        return "Inconclusive", f"{compared} samples have both rewards", "unsure"
+    if report.verdict == "agree":
         return "They agree", f"on {report.num_compared:,} samples", "good"
     if report.pairings:
         return "Rewards of other rows", report.pairings[0].sentence, "bad"

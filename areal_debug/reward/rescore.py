@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from areal_core.data.read import BOXED_INSTRUCTION
 from areal_core.reward import RewardPool
@@ -77,6 +77,14 @@ class RescoreReport:
     def num_compared(self) -> int:
         """Rows with both rewards."""
         return self.total("agree") + self.total("false_positives") + self.total("false_negatives")
+
+    @property
+    def verdict(self) -> Literal["agree", "disagree", "unknown"]:
+        """Return "unknown" if more samples could not be compared than were, and none differs."""
+        if self.disagreements:
+            return "disagree"
+        compared = self.num_compared
+        return "agree" if compared and 2 * compared >= self.total("rows") else "unknown"
 
 
 @dataclass(frozen=True)

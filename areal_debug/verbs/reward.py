@@ -94,7 +94,8 @@ def rescore(
 
     With --data, the function gets the fields of the row whose prompt is in the recorded prompt.
 
-    Exit code 0: the rewards agree. 1: they disagree. 2: no sample could be compared.
+    Exit code 0: the rewards agree. 1: they disagree. 2: most samples could
+    not be compared.
     """
     from areal_core.reward.signature import check_reward_fn
     from areal_debug.agent.engine import read_rows
@@ -121,4 +122,4 @@ def rescore(
         print_json({"paired_wrongly": sentences} | asdict(report))
     else:
         print_report(console(), report_of_rescore(report))
-    raise SystemExit(2 if not report.num_compared else 1 if report.disagreements else 0)
+    raise SystemExit({"agree": 0, "disagree": 1, "unknown": 2}[report.verdict])

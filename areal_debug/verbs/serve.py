@@ -134,12 +134,12 @@ def show_facts(state: "ServerState", as_json: bool) -> None:
 
 
 def show_status(port: int, logs: Path, as_json: bool) -> NoReturn:
-    """List the servers; exit code 0 if there is at least one and all are healthy."""
+    """List the servers; exit code 0 if there is at least one and all are ready, 2 if one starts."""
     from concurrent.futures import ThreadPoolExecutor
 
     from areal_debug.report.terminal import print_report
     from areal_debug.serve.ledger import find_ledger
-    from areal_debug.serve.report import document_of_all, report_of_all, status_of
+    from areal_debug.serve.report import document_of_all, report_of_all, status_of, verdict_of
 
     ledger = find_ledger(logs)
     with ThreadPoolExecutor() as threads:
@@ -148,7 +148,7 @@ def show_status(port: int, logs: Path, as_json: bool) -> NoReturn:
         print_json(document_of_all(statuses, ledger))
     else:
         print_report(console(), report_of_all(statuses, ledger))
-    raise SystemExit(0 if statuses and all(status.is_well for status in statuses) else 1)
+    raise SystemExit({"Healthy": 0, "Starting": 2, "Problem": 1}[verdict_of(statuses)] if statuses else 1)
 
 
 def stop_servers(port: int, as_json: bool) -> NoReturn:

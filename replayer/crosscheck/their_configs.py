@@ -73,8 +73,9 @@ def options_of(origin: Origin) -> Configured:
     try:
         return readers[origin.trainer](origin.config)
     except (KeyError, TypeError, AttributeError) as error:
+        lacks = f"it has no {error}" if isinstance(error, KeyError) else str(error)
         raise ValueError(
-            f"the recorded configuration is not one of {origin.trainer or 'our trainer'}: {error!r}"
+            f"the recorded configuration is not one of {origin.trainer or 'our trainer'}: {lacks}"
         ) from None
 
 

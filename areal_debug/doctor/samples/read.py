@@ -15,6 +15,7 @@ import numpy as np
 from areal_debug.doctor.rows import LENGTH, STOP, recomputed
 from areal_debug.record.decode import load_decoder
 from recorder import Record, RecordedStep
+from recorder.reader import Damage
 
 MOST_TOKENS, MOST_STEPS = 2_000_000, 128
 WORD = re.compile(r"\s*\S+")
@@ -162,11 +163,17 @@ class Words:
         return np.array(found, np.int32) + np.int32(FIRST_WORD)
 
 
-def read_rows(record: Record) -> Rows | None:
-    """Read the rows of a record, or a sample of them. None if no row has a completion."""
+def read_rows(record: Record, damage: Damage) -> Rows | None:
+    """Read the rows of a record, or a sample of them. None if no row has a completion.
+
+    A step of which a file is damaged goes into `damage`.
+    """
     steps, most_tokens = steps_to_read(record)
     words = Words({})
-    rows = [row for number in steps for row in rows_of_step(record.step(number), most_tokens, words)]
+    rows: list[dict[str, Any]] = []
+    for number in steps:
+        with damage.left_out():
+            rows += rows_of_step(record.step(number), most_tokens, words)
     if not rows:
         return None
     names = [name for name in rows[0] if name not in OF_TOKENS]
