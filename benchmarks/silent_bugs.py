@@ -380,7 +380,7 @@ def timeout_ends_as_done(side: Path, shared: Path, model: Path, bug: bool) -> No
     named=r"(cut|truncated|unfinished|length)[^.]{0,80}(reward|paid)|(reward|paid)[^.]{0,60}(cut|truncated|unfinished)",
 )
 def unfinished_is_rewarded(side: Path, shared: Path, model: Path, bug: bool) -> None:
-    run, steps = Run(model, lr=2e-4), []
+    run, steps = Run(model, lr=1.5e-3), []
     for step in range(24):
         rows = run.rollout(step)
         for number, row in enumerate(rows):
@@ -693,9 +693,9 @@ def leading(answer: str) -> str:
         return answer
     if "first_stage" in found:
         return f"{found['first_stage']}: {found['option']}"
-    for name in ("causes", "alarms", "findings"):
+    for name in ("causes", "alarms"):
         if name in found:
-            keys = ("id", "name", "title", "state", "evidence", "found", "fix")
+            keys = ("id", "name", "title", "evidence", "found", "fix")
             return " ".join(str(one.get(key, "")) for one in found[name][:3] for key in keys)
     return answer[:3000]
 
