@@ -36,3 +36,38 @@ def coverage(record: Path, data: str, as_json: bool) -> None:
     else:
         print_report(console(), report_of(found))
     raise SystemExit({"complete": 0, "incomplete": 1, "unknown": 2}[found.verdict])
+
+
+@click.command(
+    cls=Verb,
+    short_help="Say what a resume changed, state by state",
+    example="areal-debug record seam runs/before runs/after\nareal-debug record seam runs/metrics.jsonl --at 200",
+)
+@click.argument("before", type=click.Path(path_type=Path, exists=True), metavar="A")
+@click.argument("after", type=click.Path(path_type=Path, exists=True), required=False, metavar="[B]")
+@click.option("--at", type=int, metavar="STEP", help="Where A alone resumed: the first step after it.")
+@json_option
+@reads_untrusted("before", "after", reads=ANYWHERE)
+@errors_as_sentences
+def seam(before: Path, after: Path | None, at: int | None, as_json: bool) -> None:
+    """Compare the end of A with the beginning of B, the same run after a resume. Each is a record, a
+    log, or a folder with both and with checkpoints; A alone has the resume inside.
+
+    Every state that a resume carries over continues, changed, or is unobserved; then the report
+    says what to record.
+
+    Exit code 0: what is observed continues. 1: a state changed. 2: too little is observed.
+    """
+    from areal_debug.record.seam import cut, document_of, judge_seam, place_of_seam, read_segment, report_of
+    from areal_debug.report.terminal import print_report
+
+    if after is not None and at is not None:
+        raise click.UsageError("--at is for A alone: leave it out, or B")
+    whole = read_segment(before)
+    sides = (whole, read_segment(after)) if after is not None else cut(whole, at or place_of_seam(whole))
+    found = judge_seam(*sides)
+    if as_json:
+        print_json(document_of(found))
+    else:
+        print_report(console(), report_of(found))
+    raise SystemExit({"continues": 0, "changed": 1, "unknown": 2}[found.verdict])

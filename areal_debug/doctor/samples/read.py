@@ -6,7 +6,7 @@ in the loss mask in all. Memory and time are those of that many tokens, for a re
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -127,6 +127,14 @@ class Rows:
     @cached_property
     def has_text(self) -> bool:
         return bool(self.words) or load_decoder(self.record) is not None
+
+    def among(self, kept: np.ndarray) -> "Rows":
+        """Return some rows [n] bool."""
+        tokens = kept[self.row_of_token]
+        columns = {name: getattr(self, name)[tokens] for name in OF_TOKENS}
+        of_rows = ("step", "prompt", "sample", "group", "content", "reward", "truncated", "stopped", "last")
+        columns |= {name: getattr(self, name)[kept] for name in (*of_rows, "first", "prompt_length")}
+        return replace(self, bounds=np.append(0, np.cumsum(self.lengths[kept])), **columns)
 
     def groups(self, among: np.ndarray) -> list[np.ndarray]:
         """Return the rows of each group, of some rows [n] bool."""
