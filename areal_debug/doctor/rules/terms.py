@@ -1,8 +1,10 @@
-"""Terms that are configured and do nothing, and counters that go back."""
+"""Terms that are configured and do nothing, counters that go back, references that are replaced."""
 
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any
+
+import numpy as np
 
 from areal_debug.doctor.alarm import Alarm, alarm
 from areal_debug.doctor.read import Run
@@ -20,6 +22,8 @@ TERMS = {
 OF_LOSS = r"loss|penalty|term|bonus|reward|kl"
 WEIGHT = r"coef|coeff|coefficient|weight|penalty|beta|alpha|ctl|factor"
 NOT_A_TERM = r"ratio|frac|clip|count|num|std|var|min|time|lr|max|len|lengths|ppo|approx|rollout|mismatch"
+
+BESIDE, NOTHING_LEFT, LEAST_KL = 4, 0.05, 1e-4  # steps on each side; share of the KL; nats
 
 
 def words(text: str) -> list[str]:
@@ -95,4 +99,25 @@ def version_goes_back(run: Run) -> Alarm | None:
     return None
 
 
-RULES = (term_is_zero, version_goes_back)
+def reference_is_replaced(run: Run) -> Alarm | None:
+    """D48: the KL to the reference falls to nothing in one step, and rises from there."""
+    kl = run.series.get("reference_kl")
+    values = np.zeros(0) if kl is None else kl.finite.values
+    for at in range(BESIDE, len(values) - BESIDE):
+        before, after = values[at - BESIDE : at], values[at : at + BESIDE]
+        falls = after[0] < NOTHING_LEFT * before.min() and after.max() < before.min()
+        if kl is not None and before.min() > LEAST_KL and falls:
+            steps = kl.finite.steps
+            return alarm(
+                "D48",
+                kl,
+                found=f"{kl.name} is {np.median(before):.3g} before step {steps[at]}, {after[0]:.2g} there, and {after[-1]:.2g} at step {steps[at + BESIDE - 1]}",
+                severity="error",
+                evidence=tuple((int(steps[i]), float(values[i])) for i in range(at - 2, at + 3)),
+                since=int(steps[at]),
+                step=int(steps[at]),
+            )
+    return None
+
+
+RULES = (term_is_zero, version_goes_back, reference_is_replaced)
