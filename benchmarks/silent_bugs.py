@@ -165,6 +165,17 @@ def terms_scaled_differently(side: Path, shared: Path, model: Path, bug: bool) -
     write(side / "record", "trl", config, model, [(0, rows, stats_of(rows, found, "trl"))])
 
 
+@pair("Automodel#3359, ms-swift#10117", "crosscheck {side}/one --layout {side}/two", named=r"micro-batches|accumulat")
+def loss_depends_on_layout(side: Path, shared: Path, model: Path, bug: bool) -> None:
+    for name, parts in (("one", 1), ("two", 4)):
+        run = Run(model)
+        rows = run.prepare(run.rollout(0), eps=1e-4)
+        scale = parts if bug else 1
+        found = run.update(rows, lambda *a, scale=scale, **k: policy_loss(*a, **k) / scale)
+        config = TRL | dict(gradient_accumulation_steps=parts, steps_per_generation=parts)
+        write(side / name, "trl", config, model, [(0, rows, stats_of(rows, found, "trl"))])
+
+
 def noisy(model: Any, size: float) -> Any:
     """Return weights moved at random."""
     chance = torch.Generator().manual_seed(5)
@@ -528,6 +539,35 @@ def filtered(side: Path, model: Path, name: str, bug: bool) -> None:
     run = Run(model, prompts=12)
     rows = run.rollout(0, keep=kept_by(name) if bug else None)
     sampled(side, run, model, 0, rows, "trl", TRL | ({name: 6 if name == "top_k" else 0.3} if bug else {}))
+
+
+def over_time(side: Path, model: Path, update: Callable[[Run, int], None]) -> None:
+    """Write a run whose engine gets its weights by `update`, with log-probs of both sides."""
+    run, steps = Run(model, lr=1e-3), []
+    for step in range(24):
+        rows = run.prepare(run.rollout(step))
+        steps.append((step, rows, stats_of(rows, run.update(rows))))
+        update(run, step)
+    write(side / "record", "slime", SLIME, model, steps)
+
+
+@pair("vime#64, SkyRL#1903", "consistency {side}/record --over-time", named=r"frozen")
+def engine_is_frozen(side: Path, shared: Path, model: Path, bug: bool) -> None:
+    over_time(side, model, lambda run, step: None if bug else run.sync())
+
+
+@pair("TRL#5932, verl#7060", "consistency {side}/record --over-time", named=r"drift|delta")
+def deltas_drift(side: Path, shared: Path, model: Path, bug: bool) -> None:
+    def update(run: Run, step: int) -> None:
+        if not bug or step % 6 == 5:
+            run.sync()
+            return
+        with torch.no_grad():  # elements that move little are not sent
+            for mine, theirs in zip(run.actor.parameters(), run.engine.parameters(), strict=True):
+                moved = (mine - theirs).abs()
+                theirs.copy_(torch.where(moved > moved.quantile(0.9), mine, theirs))
+
+    over_time(side, model, update)
 
 
 FIRST = "consistency {side}/record --step 0 --model {model}"

@@ -61,6 +61,11 @@ EXACT_NEW_TOKENS = 64  # by default
 )
 @step_range_option
 @click.option(
+    "--over-time",
+    is_flag=True,
+    help="How the gap moves over the steps of RECORD: frozen, stale or drifting weights, a jump; needs no model.",
+)
+@click.option(
     "--replay-weights",
     is_flag=True,
     help="Where a step was sampled with newer weights than the first ones, replay the record up to it first.",
@@ -167,6 +172,7 @@ def command(
     step_range: str | None,
     gate: str,
     output: Path | None,
+    over_time: bool,
     force: bool,
     as_json: bool,
     **options: Any,
@@ -181,6 +187,10 @@ def command(
     Exit code 0: healthy, proven, or not worse than --against. 1: a mismatch, refuted, worse, or a
     metric beyond its --gate. 2: inconclusive, or a check of --exact could not run.
     """
+    if over_time:
+        if record is None or output is not None:
+            fail("--over-time reads the steps of RECORD and prints its report: leave out --engine and --output")
+        raise SystemExit(check_over_time(record, steps, as_json))
     if step_range is not None:
         if record is None or output or options["layers"]:
             fail("--steps checks the steps of RECORD: leave out --engine, --layers and --output")
@@ -229,6 +239,22 @@ def command(
     else:
         print_report(console(), report)
     raise SystemExit(exit_code(checked, gates))
+
+
+def check_over_time(path: Path, steps: tuple[int, ...], as_json: bool) -> int:
+    """Report how the gap moves over a record, and return the exit code."""
+    from areal_debug.consistency.report import report_over_time
+    from areal_debug.report.terminal import print_report
+    from consistency.over_time import document, examine
+    from consistency.report import EXIT_CODES
+    from recorder import open_record
+
+    found = examine(open_record(path), steps or None)
+    if as_json:
+        print_json({"record": str(path)} | document(found))
+    else:
+        print_report(console(), report_over_time(found))
+    return EXIT_CODES[found.verdict]
 
 
 def recorded_model(record: Path) -> str | None:
