@@ -42,28 +42,28 @@ from benchmarks.silent_runs import (
 )
 
 ENOUGH = 0.7
-SLIME: Row = dict(
-    advantage_estimator="grpo", n_samples_per_prompt=GROUP, rollout_batch_size=8, global_batch_size=32,
-    rewards_normalization=True, grpo_std_normalization=True, normalize_advantages=False, eps_clip=0.2,
-    eps_clip_high=0.2, calculate_per_token_loss=False, entropy_coef=0.0, kl_coef=0.0, use_kl_loss=False,
-    kl_loss_coef=0.0, kl_loss_type="low_var_kl", gamma=1.0, lambd=1.0, context_parallel_size=1,
-    rollout_temperature=1.0, rollout_max_response_len=LIMIT, clip_grad=1.0,
-)  # fmt: skip
-TRL: Row = dict(
-    num_generations=GROUP, num_iterations=1, gradient_accumulation_steps=1, loss_type="dapo", beta=0.0,
-    scale_rewards="group", epsilon=0.2, bf16=False, fp16=False, max_completion_length=LIMIT, temperature=1.0,
-    use_bias_correction_kl=False,
-)  # fmt: skip
-VERL: Row = dict(
-    actor_rollout_ref=dict(
-        actor=dict(clip_ratio=0.2, clip_ratio_low=0.2, clip_ratio_high=0.2, clip_ratio_c=3.0, entropy_coeff=0.0,
-                   loss_agg_mode="token-mean", use_kl_loss=False, policy_loss=dict(loss_mode="vanilla"),
-                   ppo_micro_batch_size_per_gpu=8),
-        rollout=dict(n=GROUP, temperature=1.0),
-    ),
-    algorithm=dict(adv_estimator="grpo", norm_adv_by_std_in_grpo=True, use_kl_in_reward=False),
-    data=dict(max_response_length=LIMIT, train_batch_size=8),
-)  # fmt: skip
+SLIME: Row = {
+    "advantage_estimator": "grpo", "n_samples_per_prompt": GROUP, "rollout_batch_size": 8, "global_batch_size": 32,
+    "rewards_normalization": True, "grpo_std_normalization": True, "normalize_advantages": False, "eps_clip": 0.2,
+    "eps_clip_high": 0.2, "calculate_per_token_loss": False, "entropy_coef": 0.0, "kl_coef": 0.0, "use_kl_loss": False,
+    "kl_loss_coef": 0.0, "kl_loss_type": "low_var_kl", "gamma": 1.0, "lambd": 1.0, "context_parallel_size": 1,
+    "rollout_temperature": 1.0, "rollout_max_response_len": LIMIT, "clip_grad": 1.0,
+}  # fmt: skip
+TRL: Row = {
+    "num_generations": GROUP, "num_iterations": 1, "gradient_accumulation_steps": 1, "loss_type": "dapo", "beta": 0.0,
+    "scale_rewards": "group", "epsilon": 0.2, "bf16": False, "fp16": False, "max_completion_length": LIMIT, "temperature": 1.0,
+    "use_bias_correction_kl": False,
+}  # fmt: skip
+VERL: Row = {
+    "actor_rollout_ref": {
+        "actor": {"clip_ratio": 0.2, "clip_ratio_low": 0.2, "clip_ratio_high": 0.2, "clip_ratio_c": 3.0, "entropy_coeff": 0.0,
+                   "loss_agg_mode": "token-mean", "use_kl_loss": False, "policy_loss": {"loss_mode": "vanilla"},
+                   "ppo_micro_batch_size_per_gpu": 8},
+        "rollout": {"n": GROUP, "temperature": 1.0},
+    },
+    "algorithm": {"adv_estimator": "grpo", "norm_adv_by_std_in_grpo": True, "use_kl_in_reward": False},
+    "data": {"max_response_length": LIMIT, "train_batch_size": 8},
+}  # fmt: skip
 Build = Callable[[Path, Path, Path, bool], None]
 
 
@@ -133,7 +133,7 @@ def whitened_by_context_rank(side: Path, shared: Path, model: Path, bug: bool) -
             for r in [rank(row, at)]
         ]
     found = run.update(rows, by_row=True)
-    config = SLIME | dict(normalize_advantages=True, context_parallel_size=2, rollout_batch_size=7)
+    config = SLIME | {"normalize_advantages": True, "context_parallel_size": 2, "rollout_batch_size": 7}
     write(side / "record", "slime", config, model, [(0, rows, stats_of(rows, found))])
 
 
@@ -142,7 +142,7 @@ def divided_again(side: Path, shared: Path, model: Path, bug: bool) -> None:
     run = Run(model)
     rows = run.prepare(run.rollout(0), eps=1e-4)
     found = run.update(rows, lambda *a, **k: policy_loss(*a, **k) / (2 if bug else 1))
-    config = TRL | dict(gradient_accumulation_steps=2, steps_per_generation=2)
+    config = TRL | {"gradient_accumulation_steps": 2, "steps_per_generation": 2}
     write(side / "record", "trl", config, model, [(0, rows, stats_of(rows, found, "trl"))])
 
 
@@ -161,18 +161,22 @@ def terms_scaled_differently(side: Path, shared: Path, model: Path, bug: bool) -
     rows = run.prepare(run.rollout(0), eps=1e-4)
     run.beta = 0.2 / 4 if bug else 0.2
     found = run.update(rows)
-    config = TRL | dict(beta=0.2, gradient_accumulation_steps=4)
+    config = TRL | {"beta": 0.2, "gradient_accumulation_steps": 4}
     write(side / "record", "trl", config, model, [(0, rows, stats_of(rows, found, "trl"))])
 
 
-@pair("Automodel#3359, ms-swift#10117", "crosscheck {side}/one --layout {side}/two", named=r"micro-batches|accumulat")
+@pair(
+    "Automodel#3359, ms-swift#10117",
+    "crosscheck {side}/one --layout {side}/two",
+    named=r"micro-batches|accumulat",
+)
 def loss_depends_on_layout(side: Path, shared: Path, model: Path, bug: bool) -> None:
     for name, parts in (("one", 1), ("two", 4)):
         run = Run(model)
         rows = run.prepare(run.rollout(0), eps=1e-4)
         scale = parts if bug else 1
         found = run.update(rows, lambda *a, scale=scale, **k: policy_loss(*a, **k) / scale)
-        config = TRL | dict(gradient_accumulation_steps=parts, steps_per_generation=parts)
+        config = TRL | {"gradient_accumulation_steps": parts, "steps_per_generation": parts}
         write(side / name, "trl", config, model, [(0, rows, stats_of(rows, found, "trl"))])
 
 
@@ -191,7 +195,7 @@ def kl_the_wrong_way(side: Path, shared: Path, model: Path, bug: bool) -> None:
     run.reference.load_state_dict(noisy(run.reference, 0.5))
     rows = run.prepare(run.rollout(0))
     found = run.update(rows, by_row=True, kl=(lambda d: kl3(-d)) if bug else kl3)
-    config = SLIME | dict(use_kl_loss=True, kl_loss_coef=0.2)
+    config = SLIME | {"use_kl_loss": True, "kl_loss_coef": 0.2}
     write(side / "record", "slime", config, model, [(0, rows, stats_of(rows, found))])
 
 
@@ -224,7 +228,7 @@ def kl_outside_the_mask(side: Path, shared: Path, model: Path, bug: bool) -> Non
     write(
         side / "record",
         "trl",
-        TRL | dict(beta=0.2),
+        TRL | {"beta": 0.2},
         model,
         [(0, rows_without(rows), stats_of(rows, found, "trl"))],
     )
@@ -247,7 +251,7 @@ def distilled(side: Path, model: Path, factor: float) -> None:
         pairs = zip(row["advantages"], row["old_logprobs"], row["teacher_logprobs"], strict=True)
         row["advantages"] = [a - factor * 0.5 * (old - theirs) for a, old, theirs in pairs]
     found = run.update(rows, by_row=True)
-    config = SLIME | dict(use_opd=True, opd_type="sglang", opd_kl_coef=0.5)
+    config = SLIME | {"use_opd": True, "opd_type": "sglang", "opd_kl_coef": 0.5}
     write(side / "record", "slime", config, model, [(0, rows, stats_of(rows, found))])
 
 
@@ -292,7 +296,7 @@ def rewarded(side: Path, shared: Path, model: Path, change: Callable[[list[Row]]
     """Write a step whose rewards are changed, with the function that makes the right ones."""
     (shared / "rewards.py").write_text(REWARD)
     asked = [f"{ANSWER[n % 10]}{n}:" for n in range(10)]
-    lines(shared / "rows.jsonl", [dict(prompt=one, answer=3 + n % 3) for n, one in enumerate(asked)])
+    lines(shared / "rows.jsonl", [{"prompt": one, "answer": 3 + n % 3} for n, one in enumerate(asked)])
     run = Run(model)
     rows = run.rollout(0, asked, lambda row: float(len(row["completion"]) >= 3 + int(row["prompt"][1]) % 3))
     for row, value in zip(rows, change(rows), strict=True):
@@ -329,7 +333,7 @@ def rewards_in_another_order(side: Path, shared: Path, model: Path, bug: bool) -
 def gathered(side: Path, shared: Path, model: Path, groups: list[list[int]]) -> None:
     """Write a record whose steps trained on these prompts of a data set."""
     asked = [f"{ANSWER[n % 10]}{n // 10 % 10}:" for n in range(200)]
-    lines(shared / "rows.jsonl", [dict(prompt=one) for one in asked])
+    lines(shared / "rows.jsonl", [{"prompt": one} for one in asked])
     run, steps = Run(model, lr=5e-4), []
     for step, chosen in enumerate(groups):
         rows = run.rollout(step, [asked[n] for n in chosen])
@@ -377,8 +381,8 @@ def timeout_ends_as_done(side: Path, shared: Path, model: Path, bug: bool) -> No
                 cut = len(row["completion_tokens"]) - 2
                 for name in ("completion_tokens", "logprobs", "loss_mask"):
                     row[name] = row[name][:cut]
-                row |= dict(reward=0.0, completion=text(row["completion_tokens"]))
-                row |= dict(finish_reason="stop" if bug else "length", loss_mask=[int(bug)] * cut)
+                row |= {"reward": 0.0, "completion": text(row["completion_tokens"])}
+                row |= {"finish_reason": "stop" if bug else "length", "loss_mask": [int(bug)] * cut}
         rows = run.prepare(rows)
         found = run.update([row for row in rows if any(row["loss_mask"])])
         steps.append((step, rows, stats_of(rows, found, "verl")))
@@ -398,11 +402,11 @@ def unfinished_is_rewarded(side: Path, shared: Path, model: Path, bug: bool) -> 
             if number == (5 * step) % 32 and len(row["completion_tokens"]) > 3:
                 for name in ("completion_tokens", "logprobs", "loss_mask"):
                     row[name] = row[name][:3]
-                row |= dict(
-                    finish_reason="length",
-                    reward=1.0 if bug else 0.0,
-                    completion=text(row["completion_tokens"]),
-                )
+                row |= {
+                    "finish_reason": "length",
+                    "reward": 1.0 if bug else 0.0,
+                    "completion": text(row["completion_tokens"]),
+                }
             else:
                 row["reward"] = float(row["completion"][:1] in ANSWER[:4])
         steps.append((step, run.prepare(rows), stats_of(rows, run.update(rows))))
@@ -438,7 +442,7 @@ def term_is_always_zero(side: Path, shared: Path, model: Path, bug: bool) -> Non
         stats = stats_of(rows, found) | {"train/kl_loss": 0.0 if bug else found["kl"] + 1e-4}
         steps.append((step, rows, stats))
         run.sync()
-    config = SLIME | dict(use_kl_loss=True, kl_loss_coef=0.05)
+    config = SLIME | {"use_kl_loss": True, "kl_loss_coef": 0.05}
     write(side / "record", "slime", config, model, steps, computed=False)
 
 
@@ -517,7 +521,7 @@ def some_requests_use_old_weights(side: Path, shared: Path, model: Path, bug: bo
         old if bug and at % 3 == 0 else new for at, (old, new) in enumerate(zip(stale, fresh, strict=True))
     ]
     for at, row in enumerate(rows):
-        row |= dict(group=at // GROUP, versions=10)
+        row |= {"group": at // GROUP, "versions": 10}
     sampled(side, run, model, 10, rows)
 
 
@@ -602,7 +606,7 @@ def resumed(side: Path, model: Path, change: Callable[[Run, int, Row], Row | Non
         }
         found.append((step, rows, change(run, step, stats) or stats))
         run.sync()
-    config = dict(loss_fn=dict(reference_policy_kl_penalty=0.05), policy=dict(train_global_batch_size=32))
+    config = {"loss_fn": {"reference_policy_kl_penalty": 0.05}, "policy": {"train_global_batch_size": 32}}
     lines(side / "logs" / "metrics.jsonl", [{"step": step} | stats for step, _, stats in found])
     for name, part in (("a", found[: steps // 2]), ("b", found[steps // 2 :])):
         write(side / name, "nemo-rl", config, model, part)
@@ -668,7 +672,7 @@ def generators_begin_again(side: Path, shared: Path, model: Path, bug: bool) -> 
             return None
         if bug and step == 20:
             run.chance.seed(1)
-        return dict(seed=step - 20 if bug and step >= 20 else step)
+        return {"seed": step - 20 if bug and step >= 20 else step}
 
     resumed(side, model, change)
 
@@ -707,7 +711,7 @@ def staleness_after_recovery(side: Path, shared: Path, model: Path, bug: bool) -
         stats |= {"ppo_actor/update/loss": found["loss"], "ppo_actor/update/grad_norm": found["norm"]}
         steps.append((step, rows, stats))
         run.sync()
-    config = dict(rollout=dict(max_head_offpolicyness=2))
+    config = {"rollout": {"max_head_offpolicyness": 2}}
     write(side / "record", "areal", config, model, steps, computed=False)
 
 
@@ -770,7 +774,7 @@ def main() -> None:
         if not options.made:
             make(PAIRS[name], folder)
         outcome, is_accused = judge(PAIRS[name], folder, options.answers)
-        found[name] = dict(source=PAIRS[name].source, outcome=outcome, fix_accused=is_accused)
+        found[name] = {"source": PAIRS[name].source, "outcome": outcome, "fix_accused": is_accused}
         print(f"{outcome:<7}{name:<34}{PAIRS[name].source}{'  FIX ACCUSED' * is_accused}", flush=True)
     named, accused = (
         sum(one[key] == value for one in found.values())

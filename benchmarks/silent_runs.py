@@ -44,7 +44,7 @@ def first_weights(folder: Path) -> Path:
             [*ids(chance.choices(ANSWER + DIGITS, k=chance.randint(2, 7))), END]  # type: ignore[arg-type]
             for _ in range(40)
         ]
-        rows = [dict(prompt_tokens=ids(question(chance)), completion_tokens=answer) for answer in answers]
+        rows = [{"prompt_tokens": ids(question(chance)), "completion_tokens": answer} for answer in answers]
         loss = -torch.cat(score(model, rows)).mean()
         optimizer.zero_grad()
         loss.backward()
@@ -129,11 +129,11 @@ class Run:
         found = answer(self.engine, given, [seeds(step, row) for row in range(len(given))], keep)
         rows = []
         for at, (tokens, logp) in enumerate(found):
-            row: Row = dict(prompt_tokens=given[at], completion_tokens=tokens, logprobs=logp)
-            row |= dict(prompt=asked[at // GROUP], completion=text(tokens), group=self.groups + at // GROUP)
-            row |= dict(versions=step, loss_mask=[1] * len(tokens))
-            row |= dict(finish_reason="stop" if tokens[-1] == END else "length")
-            rows.append(row | dict(reward=float(reward(row))))
+            row: Row = {"prompt_tokens": given[at], "completion_tokens": tokens, "logprobs": logp}
+            row |= {"prompt": asked[at // GROUP], "completion": text(tokens), "group": self.groups + at // GROUP}
+            row |= {"versions": step, "loss_mask": [1] * len(tokens)}
+            row |= {"finish_reason": "stop" if tokens[-1] == END else "length"}
+            rows.append(row | {"reward": float(reward(row))})
         self.groups += len(asked)
         return rows
 
@@ -144,8 +144,8 @@ class Run:
         for row, old, ref in both:
             own = torch.tensor([other["reward"] for other in rows if other["group"] == row["group"]])
             advantage = (row["reward"] - own.mean()) / (own.std() + eps) if len(own) > 1 else torch.zeros(())
-            row |= dict(old_logprobs=old.tolist(), ref_logprobs=ref.tolist())
-            row |= dict(advantages=[float(advantage)] * len(row["completion_tokens"]))
+            row |= {"old_logprobs": old.tolist(), "ref_logprobs": ref.tolist()}
+            row |= {"advantages": [float(advantage)] * len(row["completion_tokens"])}
         return rows
 
     def update(self, rows: list[Row], loss: Callable[..., Tensor] | None = None, **how: Any) -> Row:
@@ -159,7 +159,7 @@ class Run:
         norm = torch.nn.utils.clip_grad_norm_(self.actor.parameters(), 1.0)
         self.optimizer.step()
         apart = torch.cat([torch.tensor(r["old_logprobs"]) - torch.tensor(r["ref_logprobs"]) for r in rows])
-        return dict(loss=float(total.detach()), norm=float(norm), kl=float(kl3(apart).mean()))
+        return {"loss": float(total.detach()), "norm": float(norm), "kl": float(kl3(apart).mean())}
 
 
 def share(answered: str) -> float:
@@ -214,5 +214,5 @@ def write(
             samples = [{name: value for name, value in row.items() if name not in left} for row in rows]
             for sample, row in zip(samples, rows, strict=True):
                 if computed and "new" in row:
-                    sample["learning"] = dict(current_logp=row["new"]) | sample.get("learning", {})
+                    sample["learning"] = {"current_logp": row["new"]} | sample.get("learning", {})
             recorder.step(step, samples, stats=stats)

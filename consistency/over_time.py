@@ -80,7 +80,9 @@ def gap_of(step: RecordedStep) -> StepGap | None:
             except (StepNotRecorded, KeyError):
                 found[name] = np.full(len(at), np.nan)
         known = step.known(rank, "logprobs").all(), step.known(rank, "versions").all()
-        own["engine"].append(arrays["logprobs"].astype(np.float64)[at] if known[0] else np.full(len(at), np.nan))
+        own["engine"].append(
+            arrays["logprobs"].astype(np.float64)[at] if known[0] else np.full(len(at), np.nan)
+        )
         own["trainer"].append(found["prox_logp"])
         own["reference"].append(found["ref_logp"])
         versions = arrays["versions"].astype(np.float64)[at]
@@ -192,8 +194,20 @@ def judge(
     rise = np.diff(gap)
     at = int(rise.argmax()) + 1
     before, after = gap[:at], gap[at:]
-    if len(before) > 1 and len(after) > 1 and after.min() > GROWS * before.max() and rise.max() > 0.5 * (np.median(after) - np.median(before)):
-        return [finding("R25.jump", step=steps[at].step, before=float(np.median(before)), after=float(np.median(after)))]
+    if (
+        len(before) > 1
+        and len(after) > 1
+        and after.min() > GROWS * before.max()
+        and rise.max() > 0.5 * (np.median(after) - np.median(before))
+    ):
+        return [
+            finding(
+                "R25.jump",
+                step=steps[at].step,
+                before=float(np.median(before)),
+                after=float(np.median(after)),
+            )
+        ]
     line = lines.get("steps")
     if line is not None and line.t > CLEAR and last > GROWS * first and last > 10 * NEGLIGIBLE:
         return [finding("R24.grows", slope=line.slope, t=line.t, **shown)]

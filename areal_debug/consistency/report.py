@@ -257,11 +257,22 @@ def report_over_time(found: OverTime) -> Report:
     names = [cause.name for cause in found.causes]
     gaps = [one.gap for one in found.steps]
     sentence = names[0] if names else "the gap between engine and trainer follows nothing"
-    blocks: list[Block] = [Curve("mean |D|", gaps, [one.step for one in found.steps], ends=f"{gaps[0]:.2g} to {gaps[-1]:.2g}")]
+    blocks: list[Block] = [
+        Curve("mean |D|", gaps, [one.step for one in found.steps], ends=f"{gaps[0]:.2g} to {gaps[-1]:.2g}")
+    ]
     for cause in found.causes:
-        rows = [Row("evidence", cause.evidence), Row("refuted if", cause.refute, "dim"), Row("fix", cause.fix)]
-        blocks.append(Finding(cause.id, cause.name, "bad" if cause.fault else "unsure", rows, f"{cause.confidence:.0%}"))
-    cells = [[r.against, f"{r.slope:.3g}", f"{r.t:.1f}", f"{r.explained:.0%}", str(r.num)] for r in found.regressions]
+        rows = [
+            Row("evidence", cause.evidence),
+            Row("refuted if", cause.refute, "dim"),
+            Row("fix", cause.fix),
+        ]
+        blocks.append(
+            Finding(cause.id, cause.name, "bad" if cause.fault else "unsure", rows, f"{cause.confidence:.0%}")
+        )
+    cells = [
+        [r.against, f"{r.slope:.3g}", f"{r.t:.1f}", f"{r.explained:.0%}", str(r.num)]
+        for r in found.regressions
+    ]
     blocks.append(Table(("mean |D| against", "slope>", "t>", "explained>", "values>"), cells))
     blocks.append(Facts([Row("unobserved", text, "dim") for text in found.unobserved]))
     return Report(found.verdict.capitalize(), sentence, LEVELS[found.verdict], blocks)

@@ -156,20 +156,28 @@ def coverage_of(record: Record, data: Sequence[dict[str, Any]]) -> Coverage:
     groups, sizes = [group for group in every if group.places], Counter(group.size for group in every)
     findings, notes, lost, twice = [], [], list[int](), list[int]()
     if len(groups) < len(every):
-        notes.append(f"{len(every) - len(groups)} of {len(every)} groups have a prompt that is not in the data")
+        notes.append(
+            f"{len(every) - len(groups)} of {len(every)} groups have a prompt that is not in the data"
+        )
     if len(groups) > 1:
         rows = placed(groups)
         forward = np.mean([0 < b - a <= NEAR for a, b in zip(rows, rows[1:], strict=False)])
         if forward < IN_ORDER:
-            notes.append("the data is read in another order than its own: record a row's number to know what was lost")
+            notes.append(
+                "the data is read in another order than its own: record a row's number to know what was lost"
+            )
         else:
             lost, twice, findings = judge(groups, rows, len(data))
     if lost:
         size = [len(question_of(row, None).prompt) for row in data]
         mean, of_lost = np.mean([size[row] for row in rows]), np.mean([size[row] for row in lost])
-        notes.append(f"prompts that were lost have {of_lost:.0f} characters on average, the others {mean:.0f}")
+        notes.append(
+            f"prompts that were lost have {of_lost:.0f} characters on average, the others {mean:.0f}"
+        )
     if lost and is_selective(record.header.config):
-        notes.append(f"{len(lost)} prompts were read and left out: the configuration filters groups, which may be why")
+        notes.append(
+            f"{len(lost)} prompts were read and left out: the configuration filters groups, which may be why"
+        )
         findings = [text for text in findings if "never trained" not in text]
     usual = sizes.most_common(1)[0] if sizes else (0, 0)
     odd = {size: count for size, count in sizes.items() if size != usual[0]}
@@ -217,7 +225,9 @@ def judge(
             "are missing between rows that were; finished groups were dropped, or their requests lost",
         )
     if len(twice) >= limit and not any("read again" in text for text in findings):
-        findings.append(f"{len(twice)} prompts were trained on twice in one pass: rows {sorted(twice)[:8]} of the data")
+        findings.append(
+            f"{len(twice)} prompts were trained on twice in one pass: rows {sorted(twice)[:8]} of the data"
+        )
     return lost, twice, findings
 
 
@@ -236,9 +246,13 @@ def document_of(found: Coverage) -> dict[str, Any]:
 def report_of(found: Coverage) -> Report:
     """Return the verdict, the findings and the counts."""
     word, level = VERDICTS[found.verdict]
-    sentence = found.findings[0] if found.findings else f"{found.num_groups} groups of {found.num_rows} rows of data"
+    sentence = (
+        found.findings[0] if found.findings else f"{found.num_groups} groups of {found.num_rows} rows of data"
+    )
     rows = rows_of("also", found.findings[1:], "bad")
-    rows += [Row("groups", ", ".join(f"{count} with {size} rows" for size, count in sorted(found.sizes.items())))]
+    rows += [
+        Row("groups", ", ".join(f"{count} with {size} rows" for size, count in sorted(found.sizes.items())))
+    ]
     rows += rows_of("note", found.notes, "unsure")
     refuted = "the trainer's own count of rows that it read, if it equals what was trained on"
     return Report(word, sentence, level, [Facts([*rows, Row("refuted if", refuted, "dim")])])

@@ -134,15 +134,24 @@ def orders(groups: Ints) -> Iterator[tuple[Ints, str]]:
     yield rows[::-1].copy(), "they are in the reverse order"
     size = int(counts[0])
     for by in {*range(1, size + 1), *(-by for by in range(1, size + 1))}:
-        yield np.roll(rows, by), f"each row has the reward of the row {abs(by)} {'before' if by > 0 else 'after'} it, in a ring"
+        yield (
+            np.roll(rows, by),
+            f"each row has the reward of the row {abs(by)} {'before' if by > 0 else 'after'} it, in a ring",
+        )
     if (counts == size).all() and 1 < size < n:
         yield rows.reshape(-1, size).T.ravel(), "they are in the order of samples, and rows in that of groups"
         yield rows.reshape(size, -1).T.ravel(), "they are in the order of groups, and rows in that of samples"
         yield rows.reshape(-1, size)[:, ::-1].ravel(), "they are in the reverse order within each group"
         yield rows.reshape(-1, size)[::-1].ravel(), "groups are in the reverse order"
         half = rows.reshape(-1, size)
-        yield np.concatenate([half[0::2], half[1::2]]).ravel(), "they are those of two workers, one after the other"
-        yield np.argsort(np.concatenate([half[0::2], half[1::2]]).ravel()), "rows are those of two workers in turn"
+        yield (
+            np.concatenate([half[0::2], half[1::2]]).ravel(),
+            "they are those of two workers, one after the other",
+        )
+        yield (
+            np.argsort(np.concatenate([half[0::2], half[1::2]]).ravel()),
+            "rows are those of two workers in turn",
+        )
 
 
 def find_pairings(scored: Sequence[tuple[int, int, float, float]]) -> tuple[Pairing, ...]:

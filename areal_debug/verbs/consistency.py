@@ -189,7 +189,9 @@ def command(
     """
     if over_time:
         if record is None or output is not None:
-            fail("--over-time reads the steps of RECORD and prints its report: leave out --engine and --output")
+            fail(
+                "--over-time reads the steps of RECORD and prints its report: leave out --engine and --output"
+            )
         raise SystemExit(check_over_time(record, steps, as_json))
     if step_range is not None:
         if record is None or output or options["layers"]:

@@ -90,8 +90,12 @@ def compare(record: str, layout: str, step: int | None, as_json: bool) -> int:
         print_json(found.to_dict())
     else:
         word, level = VERDICTS[found.verdict]
-        cells = [[d.what, f"{d.one:.6g}", f"{d.other:.6g}", f"{d.ratio:.4g}", d.named] for d in found.differences]
-        rows = [Row("layout", f"{name}: {one:g} and {other:g}") for name, (one, other) in found.layouts.items()]
+        cells = [
+            [d.what, f"{d.one:.6g}", f"{d.other:.6g}", f"{d.ratio:.4g}", d.named] for d in found.differences
+        ]
+        rows = [
+            Row("layout", f"{name}: {one:g} and {other:g}") for name, (one, other) in found.layouts.items()
+        ]
         rows.append(Row("compared", ", ".join(found.compared)))
         blocks = [Table(("what", "first>", "second>", "ratio>", "factor"), cells), Facts(rows)]
         print_report(console(), Report(word, found.sentence, level, blocks))

@@ -75,7 +75,9 @@ def order_of(rows: StepRows) -> list[int]:
 def factors(one: Mapping[str, float], other: Mapping[str, float]) -> Iterator[tuple[float, str]]:
     """Yield factors that a layout can cause, and what they are."""
     ratios = {
-        name: other.get(name, 1.0) / one[name] for name in one if one[name] and other.get(name, 1.0) != one[name]
+        name: other.get(name, 1.0) / one[name]
+        for name in one
+        if one[name] and other.get(name, 1.0) != one[name]
     }
     yield from ((ratio, f"the {name}") for name, ratio in ratios.items())
     for (a, x), (b, y) in combinations(ratios.items(), 2):
@@ -111,7 +113,9 @@ def compare_layouts(one: StepRows, other: StepRows) -> Invariance:
     apart = {name: pair for name, pair in apart.items() if pair[0] != pair[1]}
     pairs: list[tuple[str, float, float]] = []
     if "advantages" in one.tensors and "advantages" in other.tensors:
-        values = [np.abs(s.tensors["advantages"][o][s.mask[o]]) for s, o in zip((one, other), orders, strict=True)]
+        values = [
+            np.abs(s.tensors["advantages"][o][s.mask[o]]) for s, o in zip((one, other), orders, strict=True)
+        ]
         wrong = np.flatnonzero(~np.isclose(*values, rtol=TOLERANCE, atol=1e-5))
         at = int(wrong[0]) if len(wrong) else 0
         pairs.append(("the advantage of a token", float(values[0][at]), float(values[1][at])))
@@ -123,7 +127,9 @@ def compare_layouts(one: StepRows, other: StepRows) -> Invariance:
     ]
     compared = tuple(what for what, *_ in pairs)
     if not compared:
-        return Invariance("not checked", one.step, "neither record has a loss, a gradient norm or advantages", (), (), apart)
+        return Invariance(
+            "not checked", one.step, "neither record has a loss, a gradient norm or advantages", (), (), apart
+        )
     sentence = "loss, gradient norm and advantages do not depend on the layout"
     if found:
         first = found[0]
@@ -133,6 +139,13 @@ def compare_layouts(one: StepRows, other: StepRows) -> Invariance:
 
 def numbers_of(one: StepRows, other: StepRows) -> Iterator[tuple[str, float, float]]:
     for what in ("loss", "grad_norm"):
-        values = [[v for update in rows.updates if (v := getattr(update, what)) is not None] for rows in (one, other)]
+        values = [
+            [v for update in rows.updates if (v := getattr(update, what)) is not None]
+            for rows in (one, other)
+        ]
         if all(values):
-            yield f"the {what.replace('grad_', 'gradient ')} of a step", sum(values[0]) / len(values[0]), sum(values[1]) / len(values[1])
+            yield (
+                f"the {what.replace('grad_', 'gradient ')} of a step",
+                sum(values[0]) / len(values[0]),
+                sum(values[1]) / len(values[1]),
+            )

@@ -93,7 +93,9 @@ def version_goes_back(run: Run) -> Alarm | None:
                 series,
                 found=f"{name} is {values[at - 1]:g} at step {steps[at - 1]} and {values[at]:g} at step {steps[at]}",
                 severity="error",
-                evidence=tuple((int(steps[i]), float(values[i])) for i in range(max(0, at - 2), min(len(values), at + 3))),
+                evidence=tuple(
+                    (int(steps[i]), float(values[i])) for i in range(max(0, at - 2), min(len(values), at + 3))
+                ),
                 since=int(steps[at]),
             )
     return None

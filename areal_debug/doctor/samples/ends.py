@@ -33,7 +33,9 @@ def ids_named(document: object, name: str) -> Iterator[int]:
     if isinstance(document, dict):
         for key, value in document.items():
             if key == name:
-                yield from (one for one in (value if isinstance(value, list) else [value]) if type(one) is int)
+                yield from (
+                    one for one in (value if isinstance(value, list) else [value]) if type(one) is int
+                )
             else:
                 yield from ids_named(value, name)
 
@@ -75,14 +77,21 @@ def own_ends(rows: Rows, judged: np.ndarray) -> np.ndarray:
     return ids[(counts >= FEWEST) & (counts >= OWN_END * total)]
 
 
+def surprises(rows: Rows) -> np.ndarray:
+    """Return the nats of each row's tokens, [n]."""
+    nats = -np.nan_to_num(rows.logprobs.astype(np.float64))
+    return np.bincount(rows.row_of_token, nats, len(rows))
+
+
 def are_copies(rows: Rows) -> Finding | None:
     """S13: samples of one prompt in one step are equal, where chance makes them different."""
-    flagged, surprise = np.zeros(len(rows), bool), np.zeros(len(rows))
-    np.subtract.at(surprise, rows.row_of_token, np.nan_to_num(rows.logprobs))
+    flagged, surprise = np.zeros(len(rows), bool), surprises(rows)
     among = (rows.lengths > 0) & (rows.content != 0) & (surprise > COPIED_NATS)
     seen: dict[tuple[int, int, bytes], list[int]] = {}
     for row in np.flatnonzero(among).tolist():
-        seen.setdefault((int(rows.step[row]), int(rows.content[row]), rows.tokens(row).tobytes()), []).append(row)
+        seen.setdefault((int(rows.step[row]), int(rows.content[row]), rows.tokens(row).tobytes()), []).append(
+            row
+        )
     for members in seen.values():
         flagged[members] = len(members) > 1
     if not enough(flagged, among):
