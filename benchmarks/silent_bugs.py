@@ -26,7 +26,6 @@ import torch
 from benchmarks.harness import SomeOf, read_options
 from benchmarks.silent_runs import (
     ANSWER,
-    END,
     GROUP,
     LIMIT,
     Row,

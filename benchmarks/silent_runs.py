@@ -130,7 +130,11 @@ class Run:
         rows = []
         for at, (tokens, logp) in enumerate(found):
             row: Row = {"prompt_tokens": given[at], "completion_tokens": tokens, "logprobs": logp}
-            row |= {"prompt": asked[at // GROUP], "completion": text(tokens), "group": self.groups + at // GROUP}
+            row |= {
+                "prompt": asked[at // GROUP],
+                "completion": text(tokens),
+                "group": self.groups + at // GROUP,
+            }
             row |= {"versions": step, "loss_mask": [1] * len(tokens)}
             row |= {"finish_reason": "stop" if tokens[-1] == END else "length"}
             rows.append(row | {"reward": float(reward(row))})

@@ -178,7 +178,12 @@ def judge(
     first, last = float(np.median(gap[:third])), float(np.median(gap[-third:]))
     tail = steps[-third:]
     near = [one.engine < NEAR * one.gap for one in tail if np.isfinite(one.engine)]
-    shown = {"first": first, "last": last, "from_step": steps[0].step, "to_step": steps[-1].step}
+    shown: dict[str, Any] = {
+        "first": first,
+        "last": last,
+        "from_step": steps[0].step,
+        "to_step": steps[-1].step,
+    }
     if near and all(near):
         engine = float(np.mean([one.engine for one in tail]))
         return [finding("R24.frozen", engine=engine, gap=last, **shown)]

@@ -9,6 +9,7 @@ was. Where the data is read in another order than its own, only a whole pass dec
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -21,8 +22,7 @@ from recorder import Record, RecordedStep
 
 LEAST_SHARE, FEWEST = 0.01, 3  # of the rows, and rows, that are worth a verdict
 PATIENCE = 4  # steps that a row may be in flight after rows behind it
-IN_ORDER = 0.6  # of the steps from group to group go forward by few rows
-NEAR = 64  # rows
+DISORDER = 3  # batches between two groups that follow each other, where the data is read in order
 WHOLE_GROUPS = 0.8  # of the groups have the usual size
 NUMBER = "number of the row"
 MOST_PLACES = 256  # of one text in the data
@@ -109,7 +109,7 @@ def prompts_of(
 def placed(groups: Sequence[Group]) -> list[int]:
     """Choose a row of the data for each group, so that the order changes least (Viterbi)."""
     costs, came = np.zeros(len(groups[0].places)), []
-    for before, group in zip(groups, groups[1:], strict=False):
+    for before, group in pairwise(groups):
         apart = np.array(group.places)[None] - np.array(before.places)[:, None] - 1
         total = costs[:, None] + np.log1p(np.abs(apart))
         came.append(total.argmin(0))
@@ -154,20 +154,21 @@ def coverage_of(record: Record, data: Sequence[dict[str, Any]]) -> Coverage:
     """Count what a record trained on. Raises ValueError if its prompts cannot be read."""
     every = groups_of(record, data)
     groups, sizes = [group for group in every if group.places], Counter(group.size for group in every)
-    findings, notes, lost, twice = [], [], list[int](), list[int]()
+    findings, notes, lost, twice = list[str](), list[str](), list[int](), list[int]()
     if len(groups) < len(every):
         notes.append(
             f"{len(every) - len(groups)} of {len(every)} groups have a prompt that is not in the data"
         )
     if len(groups) > 1:
         rows = placed(groups)
-        forward = np.mean([0 < b - a <= NEAR for a, b in zip(rows, rows[1:], strict=False)])
-        if forward < IN_ORDER:
+        batch = len(groups) // len({group.step for group in groups})
+        if np.median(np.abs(np.diff(rows))) > DISORDER * batch:
             notes.append(
                 "the data is read in another order than its own: record a row's number to know what was lost"
             )
         else:
-            lost, twice, findings = judge(groups, rows, len(data))
+            lost, twice, findings = judge(groups, rows, len(data), DISORDER * batch)
+    is_unknown = bool(notes)
     if lost:
         size = [len(question_of(row, None).prompt) for row in data]
         mean, of_lost = np.mean([size[row] for row in rows]), np.mean([size[row] for row in lost])
@@ -178,14 +179,15 @@ def coverage_of(record: Record, data: Sequence[dict[str, Any]]) -> Coverage:
         notes.append(
             f"{len(lost)} prompts were read and left out: the configuration filters groups, which may be why"
         )
+        is_unknown = True
         findings = [text for text in findings if "never trained" not in text]
     usual = sizes.most_common(1)[0] if sizes else (0, 0)
     odd = {size: count for size, count in sizes.items() if size != usual[0]}
     if odd and usual[1] >= WHOLE_GROUPS * len(every):
         text = ", ".join(f"{count} with {size}" for size, count in sorted(odd.items()))
         findings.append(f"groups with too few or too many rows: {text}; {usual[1]} groups have {usual[0]}")
-    is_known = len(groups) > 1 and not (notes and not lost)
-    verdict = "incomplete" if findings else "complete" if is_known else "unknown"
+    is_unknown = is_unknown or len(groups) < 2
+    verdict = "incomplete" if findings else "unknown" if is_unknown else "complete"
     return Coverage(
         verdict, tuple(findings), tuple(notes), len(data), len(every), len(every) - len(groups),
         tuple(lost), tuple(twice), dict(sizes),
@@ -193,13 +195,12 @@ def coverage_of(record: Record, data: Sequence[dict[str, Any]]) -> Coverage:
 
 
 def judge(
-    groups: Sequence[Group], rows: Sequence[int], num_rows: int
+    groups: Sequence[Group], rows: Sequence[int], num_rows: int, disorder: int
 ) -> tuple[list[int], list[int], list[str]]:
     """Return the rows that were lost and that were trained on twice, and the findings."""
-    lost, twice, findings = list[int](), list[int](), []
+    lost, twice, findings = list[int](), list[int](), list[str]()
     steps = sorted({group.step for group in groups})
-    batch = len(groups) // len(steps)
-    numbers = passes_of(rows, max(8, 3 * batch))
+    numbers = passes_of(rows, max(8, disorder))
     for number in range(numbers[-1] + 1):
         own = [at for at, one in enumerate(numbers) if one == number]
         seen = Counter(rows[at] for at in own)
@@ -208,7 +209,7 @@ def judge(
         behind = max((rows[at] for at in own if groups[at].step <= until), default=first)
         lost += [row for row in range(first, behind) if row not in seen]
         twice += [row for row, count in seen.items() if count > 1]
-        if number < numbers[-1] and top < num_rows - 1 - 3 * batch:
+        if number < numbers[-1] and top < num_rows - 1 - disorder:
             again = sorted(set(seen) & {rows[at] for at, one in enumerate(numbers) if one == number + 1})
             step = groups[own[-1]].step
             twice += again

@@ -67,7 +67,7 @@ class Found(NamedTuple):
     kind: str
     before: str
     after: str
-    fields: dict[str, Any] = {}  # noqa: RUF012 (never changed)
+    fields: dict[str, Any] = {}
 
 
 @dataclass(frozen=True)
@@ -231,8 +231,8 @@ def judge_optimizer(before: Segment, after: Segment) -> Found | None:
         return None
     is_new = other[0] < one[0] or other[1] < 0.01 * one[1]
     kind = "zero" if other[1] == 0 < one[1] else "begins" if is_new else ""
-    shown = [f"step {step:g}, second moment {second:.3g}" for step, second in (one, other)]
-    return Found(kind, *shown)
+    was, is_now = (f"step {step:g}, second moment {second:.3g}" for step, second in (one, other))
+    return Found(kind, was, is_now)
 
 
 def judge_rng(before: Segment, after: Segment) -> Found | None:
@@ -406,8 +406,10 @@ def judge_layout(before: Segment, after: Segment) -> Found | None:
     level, first = float(np.median(counts[0])), float(counts[1][0])
     ranks = [one.rows.record.step(one.rows.step[0]).manifest.num_ranks for one in (before, after) if one.rows]
     is_changed = abs(first - level) > max(usual_move(counts[0]), 0.2 * level) or ranks[0] != ranks[1]
-    shown = [f"{count:g} rows a step, {n} ranks" for count, n in zip((level, first), ranks, strict=True)]
-    return Found("rows" if is_changed else "", *shown)
+    was, is_now = (
+        f"{count:g} rows a step, {n} ranks" for count, n in zip((level, first), ranks, strict=True)
+    )
+    return Found("rows" if is_changed else "", was, is_now)
 
 
 def judge_reward(before: Segment, after: Segment) -> Found | None:

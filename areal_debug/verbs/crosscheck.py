@@ -7,7 +7,7 @@ import click
 from areal_debug.cli import Verb, json_option, step_option, step_range_option
 from areal_debug.each import report_each_step
 from areal_debug.render import announce, console, errors_as_sentences, print_json
-from areal_debug.report.model import Facts, Level, Report, Row, Table, rows_of
+from areal_debug.report.model import Block, Facts, Level, Report, Row, Table, rows_of
 
 if TYPE_CHECKING:
     from replayer.crosscheck.opinions import Crosscheck, RowDifference, StageOpinion
@@ -97,7 +97,7 @@ def compare(record: str, layout: str, step: int | None, as_json: bool) -> int:
             Row("layout", f"{name}: {one:g} and {other:g}") for name, (one, other) in found.layouts.items()
         ]
         rows.append(Row("compared", ", ".join(found.compared)))
-        blocks = [Table(("what", "first>", "second>", "ratio>", "factor"), cells), Facts(rows)]
+        blocks: list[Block] = [Table(("what", "first>", "second>", "ratio>", "factor"), cells), Facts(rows)]
         print_report(console(), Report(word, found.sentence, level, blocks))
     return EXIT_CODES[found.verdict]
 

@@ -116,7 +116,7 @@ def compare_layouts(one: StepRows, other: StepRows) -> Invariance:
         values = [
             np.abs(s.tensors["advantages"][o][s.mask[o]]) for s, o in zip((one, other), orders, strict=True)
         ]
-        wrong = np.flatnonzero(~np.isclose(*values, rtol=TOLERANCE, atol=1e-5))
+        wrong = np.flatnonzero(~np.isclose(values[0], values[1], rtol=TOLERANCE, atol=1e-5))
         at = int(wrong[0]) if len(wrong) else 0
         pairs.append(("the advantage of a token", float(values[0][at]), float(values[1][at])))
     pairs += numbers_of(one, other)

@@ -291,7 +291,7 @@ def single_changes(
         if known.stage in stages:
             own, values = getattr(base, name), known.values
             if name in WEIGHTED and own:
-                values += tuple(x for n in counts for x in (own / n, own * n)) + (-own,)
+                values = (*values, *(x for n in counts for x in (own / n, own * n)), -own)
             yield from ({name: value} for value in dict.fromkeys(values) if value != own)
 
 

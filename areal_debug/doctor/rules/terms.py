@@ -113,7 +113,10 @@ def reference_is_replaced(run: Run) -> Alarm | None:
             return alarm(
                 "D48",
                 kl,
-                found=f"{kl.name} is {np.median(before):.3g} before step {steps[at]}, {after[0]:.2g} there, and {after[-1]:.2g} at step {steps[at + BESIDE - 1]}",
+                found=(
+                    f"{kl.name} is {np.median(before):.3g} before step {steps[at]}, {after[0]:.2g} there, "
+                    f"and {after[-1]:.2g} at step {steps[at + BESIDE - 1]}"
+                ),
                 severity="error",
                 evidence=tuple((int(steps[i]), float(values[i])) for i in range(at - 2, at + 3)),
                 since=int(steps[at]),
