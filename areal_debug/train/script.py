@@ -16,6 +16,11 @@ from pathlib import Path
 from areal_core.safety.printable import printable_block
 from areal_debug.start_up import collect_garbage_rarely
 
+SMALLER = (
+    "lower actor.mb_spec.max_tokens_per_mb, or set actor.gradient_checkpointing=true or "
+    "actor.optimizer.offload=true; `train --dry-run` estimates what needs how much"
+)
+
 
 def main(arguments: list[str]) -> None:
     """Run the script as `__main__`, with its own arguments and its folder on the path."""
@@ -86,6 +91,10 @@ def mistakes_as_sentences() -> Iterator[None]:
         rollout.MalformedEpisode,
     ) as error:
         end(f"Error: {error}{notes_of(error)}", 2)
+    except RuntimeError as error:
+        if type(error).__name__ != "OutOfMemoryError":  # of torch, which need not be loaded here
+            raise
+        end(f"Error: the device's memory is full: {str(error).split('. ')[0]}; {SMALLER}", 1)
 
 
 def notes_of(error: Exception) -> str:
