@@ -1,4 +1,4 @@
-"""Terms that are configured and do nothing, counters that go back, references that are replaced."""
+"""Weighted terms of the loss, counters that go back, references that are replaced."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -8,7 +8,7 @@ import numpy as np
 
 from areal_debug.doctor.alarm import Alarm, alarm
 from areal_debug.doctor.read import Run
-from areal_debug.doctor.series import FEWEST_STEPS
+from areal_debug.doctor.series import FEWEST_STEPS, Series
 
 # A term of a loss: words of its metric, and words of the option that is its weight.
 TERMS = {
@@ -43,43 +43,40 @@ def options(document: Any, path: str = "") -> Iterator[tuple[str, Any]]:
         yield path, document
 
 
-def configured(run: Run) -> dict[str, tuple[str, float]]:
-    """Return the weights above 0 of terms, by kind; none whose switch is off."""
+def weights(run: Run) -> dict[str, tuple[str, float]]:
+    """Return the weight of each kind of term as it is configured, 0 where its switch is off."""
     every = dict(options(run.record.header.config if run.record is not None else run.config))
     off = [words(name.rpartition(".")[2]) for name, value in every.items() if value is False]
     found: dict[str, tuple[str, float]] = {}
     for name, value in every.items():
         leaf = words(name.rpartition(".")[2])
         for kind, (_, of_option) in TERMS.items():
-            is_off = any(switch[:1] == ["use"] and has(of_option, switch) for switch in off)
-            is_weight = has(of_option, leaf) and has(WEIGHT, leaf)
-            if is_weight and type(value) in (int, float) and value != 0 and not is_off:
-                found.setdefault(kind, (name, float(value)))
+            if has(of_option, leaf) and has(WEIGHT, leaf) and type(value) in (int, float):
+                is_off = any(switch[:1] == ["use"] and has(of_option, switch) for switch in off)
+                if not found.get(kind, ("", 0.0))[1]:
+                    found[kind] = (name, 0.0 if is_off else float(value))
     return found
 
 
-def term_is_zero(run: Run) -> Alarm | None:
-    """D46: a term of the loss has a weight and is exactly 0 at every step."""
+def configured(run: Run) -> dict[str, tuple[str, float]]:
+    """Return the weights that are not 0."""
+    return {kind: weight for kind, weight in weights(run).items() if weight[1]}
+
+
+def weighted_terms(run: Run) -> dict[str, Series]:
+    """Return the logged terms of the loss whose weight is configured, by a phrase with both."""
+    found = {}
     for kind, (option, weight) in configured(run).items():
         for name, series in run.by_name.items():
-            found, (of_metric, _) = words(name), TERMS[kind]
-            is_term = has(of_metric, found) and has(OF_LOSS, found) and not has(NOT_A_TERM, found)
-            values = series.finite.values
-            if is_term and len(values) >= FEWEST_STEPS and not values.any():
-                return alarm(
-                    "D46",
-                    series,
-                    found=f"{name} is exactly 0 at each of {len(values)} steps, and {option} is {weight:g}",
-                    severity="error",
-                    since=int(series.steps[0]),
-                    kind=kind,
-                    option=option,
-                )
-    return None
+            own, finite = words(name), series.finite
+            is_term = has(TERMS[kind][0], own) and has(OF_LOSS, own) and not has(NOT_A_TERM, own)
+            if is_term and len(finite.values) >= FEWEST_STEPS:
+                found[f"{name}, whose {option} is {weight:g}"] = finite
+    return found
 
 
 def version_goes_back(run: Run) -> Alarm | None:
-    """D47: the counter of weight versions becomes smaller."""
+    """D46: the counter of weight versions becomes smaller."""
     for name, series in run.by_name.items():
         found = words(name)
         if "version" not in found or has(r"stats|diff|lag|age|min|std|staleness|offpolicyness", found):
@@ -89,7 +86,7 @@ def version_goes_back(run: Run) -> Alarm | None:
         if back and len(values) >= FEWEST_STEPS and len(back) <= len(values) // 4:
             at = back[0]
             return alarm(
-                "D47",
+                "D46",
                 series,
                 found=f"{name} is {values[at - 1]:g} at step {steps[at - 1]} and {values[at]:g} at step {steps[at]}",
                 severity="error",
@@ -102,7 +99,7 @@ def version_goes_back(run: Run) -> Alarm | None:
 
 
 def reference_is_replaced(run: Run) -> Alarm | None:
-    """D48: the KL to the reference falls to nothing in one step, and rises from there."""
+    """D47: the KL to the reference falls to nothing in one step, and rises from there."""
     kl = run.series.get("reference_kl")
     values = np.zeros(0) if kl is None else kl.finite.values
     for at in range(BESIDE, len(values) - BESIDE):
@@ -111,7 +108,7 @@ def reference_is_replaced(run: Run) -> Alarm | None:
         if kl is not None and before.min() > LEAST_KL and falls:
             steps = kl.finite.steps
             return alarm(
-                "D48",
+                "D47",
                 kl,
                 found=(
                     f"{kl.name} is {np.median(before):.3g} before step {steps[at]}, {after[0]:.2g} there, "
@@ -125,4 +122,4 @@ def reference_is_replaced(run: Run) -> Alarm | None:
     return None
 
 
-RULES = (term_is_zero, version_goes_back, reference_is_replaced)
+RULES = (version_goes_back, reference_is_replaced)
