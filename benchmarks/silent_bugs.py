@@ -1,6 +1,7 @@
 """How many silent bugs of other trainers the suite names, and how many fixed runs it accuses.
 
-    python -m benchmarks.silent_bugs [--only NAME ...] [--keep FOLDER] [--made] [--answers] [--json FILE]
+    python -m benchmarks.silent_bugs [--only NAME ...] [--keep FOLDER] [--made] [--answers] [--json
+    FILE]
 
 Each pair is a bug that was explained in public, rebuilt from its description on a tiny model that
 samples and trains (`silent_runs.py`): once with the mechanism of the bug, once without. Both sides
@@ -81,7 +82,7 @@ PAIRS: dict[str, Pair] = {}
 
 
 def pair(source: str, *questions: str, named: str) -> Callable[[Build], Build]:
-    """Register a builder: (folder of the side, of both sides, of the first weights, with the bug?)."""
+    """Register a builder: (folder of the side, of both, of the first weights, with the bug?)."""
 
     def register(build: Build) -> Build:
         PAIRS[build.__name__] = Pair(build.__name__, source, questions, named, build)
@@ -110,7 +111,7 @@ def mean(values: Any) -> float:
 CROSSCHECK = "crosscheck {side}/record"
 
 
-# ------------------------------------------------------------------------------- one step
+# -------------------- one step
 @pair("slime#2235", CROSSCHECK, named=r"each (context|cp)|context.parallel|over (the )?tokens of each")
 def whitened_by_context_rank(side: Path, shared: Path, model: Path, bug: bool) -> None:
     run = Run(model, prompts=7)
@@ -281,7 +282,7 @@ def statistic_of_another_slice(side: Path, shared: Path, model: Path, bug: bool)
     write(side / "record", "slime", SLIME, model, steps)
 
 
-# ------------------------------------------------------------------------------- rows and rewards
+# -------------------- rows and rewards
 REWARD = '''"""1 where the answer is as long as asked for."""
 
 
@@ -445,7 +446,7 @@ def term_is_always_zero(side: Path, shared: Path, model: Path, bug: bool) -> Non
     write(side / "record", "slime", config, model, steps, computed=False)
 
 
-# ------------------------------------------------------------------------------- weights of the engine
+# -------------------- weights of the engine
 def trained(model: Path, shared: Path, updates: int = 10) -> Run:
     """Train, and leave the last weights in `shared/last` and those before in `shared/previous`."""
     run = Run(model, prompts=12)
@@ -586,7 +587,7 @@ def survivors_of_min_p(side: Path, shared: Path, model: Path, bug: bool) -> None
     filtered(side, model, "min_p", bug)
 
 
-# ------------------------------------------------------------------------------- the seam of a resume
+# -------------------- the seam of a resume
 def resumed(side: Path, model: Path, change: Callable[[Run, int, Row], Row | None], steps: int = 40) -> None:
     """Write two records and a log of a run that resumes in its middle; `change` may act on it.
 
@@ -714,7 +715,7 @@ def staleness_after_recovery(side: Path, shared: Path, model: Path, bug: bool) -
     write(side / "record", "areal", config, model, steps, computed=False)
 
 
-# ------------------------------------------------------------------------------- asking and judging
+# -------------------- asking and judging
 def ask(question: str, folder: Path, name: str, side: str) -> tuple[int, str]:
     """Return (exit code, answer) of one question."""
     words = question.format(side=folder / name / side, shared=folder / name, model=folder / "model").split()

@@ -1,6 +1,6 @@
 """How the gap between engine and trainer moves over a run, and what moves it; needs no model.
 
-    steps ──> mean |D|, |engine - reference|, |trainer - reference|, by age ──> regressions ──> a cause
+    steps ──> mean |D|, distances from the reference, by age ──> regressions ──> a cause
 
 An engine that is frozen is near the first policy and far from the trainer; staleness grows with the
 age of a token; deltas drift until the next full update; a partial load is one jump.
@@ -46,7 +46,7 @@ class StepGap:
 
 @dataclass(frozen=True)
 class Regression:
-    """The gap against a quantity: slope a unit, its t, and the share of variance, over `num` values."""
+    """The gap against a quantity: slope, its t, share of the variance, number of values."""
 
     against: str
     slope: float

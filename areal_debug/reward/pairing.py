@@ -47,7 +47,7 @@ class Pairing:
 
 
 def find_pairing(step: int, recorded: Floats, again: Floats, groups: Ints) -> Pairing | None:
-    """Return the pairing that explains recorded rewards [n] by those scored again; None if none does.
+    """Return the pairing that explains recorded rewards [n] by those scored again, if one does.
 
     `groups` number the prompts of the rows.
     """

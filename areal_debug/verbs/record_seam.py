@@ -1,4 +1,4 @@
-"""`areal-debug record seam` and `coverage`: what a resume changed, what of the data was trained on."""
+"""`areal-debug record seam` and `coverage`: what a resume changed, what was trained on."""
 
 from pathlib import Path
 
@@ -6,7 +6,7 @@ import click
 
 from areal_debug.cli import Verb, json_option
 from areal_debug.confined import ANYWHERE, reads_untrusted
-from areal_debug.render import console, errors_as_sentences, print_json
+from areal_debug.render import console, end_if_damaged, errors_as_sentences, print_json
 
 
 @click.command(
@@ -26,8 +26,8 @@ def coverage(record: Path, data: str, as_json: bool) -> None:
     incomplete. 2: the order of the data is not known.
     """
     from areal_debug.agent.engine import read_rows
-    from areal_debug.record.coverage import coverage_of, document_of, report_of
     from areal_debug.report.terminal import print_report
+    from areal_debug.resume.coverage import coverage_of, document_of, report_of
     from recorder import open_record
 
     found = coverage_of(open_record(record), read_rows(data))
@@ -50,16 +50,18 @@ def coverage(record: Path, data: str, as_json: bool) -> None:
 @reads_untrusted("before", "after", reads=ANYWHERE)
 @errors_as_sentences
 def seam(before: Path, after: Path | None, at: int | None, as_json: bool) -> None:
-    """Compare the end of A with the beginning of B, the same run after a resume. Each is a record, a
-    log, or a folder with both and with checkpoints; A alone has the resume inside.
+    """Compare the end of A with the beginning of B, the same run after a resume.
+
+    Each is a record, a log, or a folder with both and with checkpoints; A alone has the resume
+    inside.
 
     Every state that a resume carries over continues, changed, or is unobserved; then the report
     says what to record.
 
     Exit code 0: what is observed continues. 1: a state changed. 2: too little is observed.
     """
-    from areal_debug.record.seam import cut, document_of, judge_seam, place_of_seam, read_segment, report_of
     from areal_debug.report.terminal import print_report
+    from areal_debug.resume.seam import cut, document_of, judge_seam, place_of_seam, read_segment, report_of
 
     if after is not None and at is not None:
         raise click.UsageError("--at is for A alone: leave it out, or B")
@@ -70,4 +72,5 @@ def seam(before: Path, after: Path | None, at: int | None, as_json: bool) -> Non
         print_json(document_of(found))
     else:
         print_report(console(), report_of(found))
+    end_if_damaged(sides[0].run.damage.found | sides[1].run.damage.found)
     raise SystemExit({"continues": 0, "changed": 1, "unknown": 2}[found.verdict])

@@ -136,7 +136,7 @@ def known_checkpoints(inputs: ProbeInputs) -> dict[str, Scorer]:
 
 
 def is_adapter(now: Scorer, base: Scorer) -> bool:
-    """Return whether the model may be the base with a merged adapter: norms and embeddings are equal."""
+    """Return whether norms and embeddings are the base's, as with a merged adapter."""
     kept = dict(base.model.named_parameters())
     same = [
         name in kept and kept[name].shape == values.shape and torch.equal(values, kept[name])

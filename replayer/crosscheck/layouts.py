@@ -97,7 +97,10 @@ def name_factor(ratio: float, one: Mapping[str, float], other: Mapping[str, floa
 
 
 def compare_layouts(one: StepRows, other: StepRows) -> Invariance:
-    """Compare advantages, loss and gradient norm of equal rows. Raises ValueError for other rows."""
+    """Compare advantages, loss and gradient norm of equal rows.
+
+    Raises ValueError for other rows.
+    """
     orders = order_of(one), order_of(other)
     same = len(orders[0]) == len(orders[1]) and all(
         np.array_equal(one.input_ids[a, : one.lengths[a]], other.input_ids[b, : other.lengths[b]])
@@ -133,7 +136,8 @@ def compare_layouts(one: StepRows, other: StepRows) -> Invariance:
     sentence = "loss, gradient norm and advantages do not depend on the layout"
     if found:
         first = found[0]
-        sentence = f"{first.what} depends on the layout: {first.one:.6g} and {first.other:.6g}, a factor of {first.ratio:.4g}: {first.named}"
+        sentence = f"{first.what} depends on the layout: {first.one:.6g} and {first.other:.6g}, "
+        sentence += f"a factor of {first.ratio:.4g}: {first.named}"
     return Invariance("differs" if found else "equal", one.step, sentence, tuple(found), compared, apart)
 
 

@@ -35,7 +35,8 @@ OURS = "ppo_actor/"
 # Statistics of the rewards of all rows, by trainer: ours, TRL's, slime's, NeMo-RL's, verl's.
 REWARD_STATISTICS = {
     f"{OURS}task_reward/avg": "avg", f"{OURS}task_reward/max": "max", f"{OURS}task_reward/min": "min",
-    "reward": "avg", "rollout/raw_reward": "avg", "train/reward": "avg", "critic/score/mean": "avg", "critic/score/max": "max", "critic/score/min": "min",
+    "reward": "avg", "rollout/raw_reward": "avg", "train/reward": "avg",
+    "critic/score/mean": "avg", "critic/score/max": "max", "critic/score/min": "min",
 }  # fmt: skip
 
 
@@ -542,7 +543,7 @@ class Comparison:
 
 
 def everywhere(rows: StepRows) -> Floats:
-    """Return the recorded advantages; those of rows with one for all tokens also outside of the mask.
+    """Return the recorded advantages, also outside of the mask where a row has one for all.
 
     A loss with another mask has that one there, and records have 0.
     """

@@ -42,7 +42,8 @@ class Options:
             "masked" above `correction_cap`, "tokens" or "sequences".
         clip_high: None is clip_low; dual_clip: None is off.
         kl_weight: a token's KL in the loss is multiplied by its "ratio", or not (None).
-        policy_mask: tokens whose policy loss is added up, a variant of the loss mask, and kl_mask those
+        policy_mask: tokens whose policy loss is added up, a variant of the loss mask, and kl_mask
+            those
             whose KL is; by default `mask`, by whose tokens both are divided.
         kl_logprobs: the log-probs whose KL to the reference is in the loss.
         loss_scale: factor on the loss, gradient_scale on its gradient alone.

@@ -1,4 +1,4 @@
-"""Configurations of our trainer, TRL, verl, slime, miles and NeMo-RL as `Options`, and as another framework reads them.
+"""Configurations of trainers as `Options`, and as another framework reads them.
 
 `options_of` answers what the trainer of a record was configured to do; `as_trl` and `as_verl` what
 the same configuration means in those frameworks, with the values that they have in their code. What

@@ -17,7 +17,7 @@ def frozen(step, age):
 
 
 def write(folder, gap, ages=(0,), has_reference=True):
-    """Write a run whose engine is `gap(step, age)` nats off; None: it has the reference's log-probs."""
+    """Write a run whose engine is `gap(step, age)` nats off, or has the reference's log-probs."""
     rng = np.random.default_rng(0)
     with Recorder(folder, trainer="slime") as recorder:
         for step in range(STEPS):

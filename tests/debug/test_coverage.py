@@ -1,4 +1,4 @@
-"""`areal-debug record coverage`: rows of the data that were lost, trained on twice, or incomplete."""
+"""`areal-debug record coverage`: rows of the data that were lost or trained on twice."""
 
 import json
 import random

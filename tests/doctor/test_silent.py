@@ -1,4 +1,4 @@
-"""D32, D46, D47, S12 and S13: terms that do nothing, counters and references that go back, end reasons, copies."""
+"""Terms that do nothing, counters and references that go back, end reasons, copies."""
 
 import json
 

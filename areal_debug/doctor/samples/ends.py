@@ -41,7 +41,7 @@ def ids_named(document: object, name: str) -> Iterator[int]:
 
 
 def reasons_contradict(rows: Rows) -> Finding | None:
-    """S12: rows ended with "stop" and their last token is an ordinary one, or the other way round."""
+    """S12: rows ended with "stop" and their last token is an ordinary one."""
     known = end_tokens(rows.record)
     if not known or not len(rows.ids) or rows.ids.max() >= FIRST_WORD:
         return None

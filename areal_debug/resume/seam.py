@@ -62,7 +62,7 @@ class Segment:
 
 
 class Found(NamedTuple):
-    """What a judge found: `kind` of the change, "" for none, both values, fields of the sentence."""
+    """What a judge found: `kind` of change, "" for none, both values, fields of its sentence."""
 
     kind: str
     before: str
@@ -94,10 +94,11 @@ class Seam(NamedTuple):
 
     @property
     def verdict(self) -> str:
-        """changed, continues, or unknown if little was observed."""
+        """changed, continues, or unknown if little was observed or a record is damaged."""
         if self.having("changed"):
             return "changed"
-        return "continues" if len(self.having("continues")) > 2 else "unknown"
+        is_damaged = any(side.run.damage.found for side in (self.before, self.after))
+        return "continues" if len(self.having("continues")) > 2 and not is_damaged else "unknown"
 
 
 @cache
@@ -153,7 +154,10 @@ def cut(whole: Segment, step: int) -> tuple[Segment, Segment]:
 
 
 def place_of_seam(whole: Segment) -> int:
-    """Return the step at which a run resumed, by its clock. Raises ValueError if nothing shows it."""
+    """Return the step at which a run resumed, by its clock.
+
+    Raises ValueError if nothing shows it.
+    """
     for name, series in whole.run.by_name.items():
         if name.split("/")[-1] in CLOCKS and len(series.values) > 4:
             gaps = np.diff(series.values)
@@ -307,7 +311,7 @@ def judge_version(before: Segment, after: Segment) -> Found | None:
 
 
 def kl_of(side: Segment) -> Floats:
-    """Return the KL from the policy before each step to the reference, of rows or else as logged."""
+    """Return the KL to the reference before each step, of rows, or else as logged."""
     found = []
     for step in [] if side.run.record is None else map(side.run.record.step, side.run.record.steps):
         apart = []

@@ -2,8 +2,8 @@
 
     groups of the record, in order ──> rows of the data, by prompt and order ──> passes ──> counts
 
-A row is lost if rows after it in the data were trained on long before the record's end, and it never
-was. Where the data is read in another order than its own, only a whole pass decides.
+A row is lost if rows after it in the data were trained on long before the record's end, and it
+never was. Where the data is read in another order than its own, only a whole pass decides.
 """
 
 from collections import Counter
@@ -40,11 +40,12 @@ class Group:
 
 @dataclass(frozen=True)
 class Coverage:
-    """What was trained on. `verdict` is complete, incomplete or unknown; the lists are rows of data.
+    """What was trained on: `verdict` is complete, incomplete or unknown.
 
     Attributes:
         findings: one sentence for each problem; `notes`: what is unknown, and why.
-        lost: read and never trained on; `twice`: trained on again before the data's end.
+        lost: rows of the data that were read and never trained on; `twice`: trained on again before
+            the data's end.
         sizes: number of groups by their samples.
     """
 
@@ -88,7 +89,7 @@ def groups_of(record: Record, data: Sequence[dict[str, Any]]) -> list[Group]:
 def prompts_of(
     step: RecordedStep, rank: int, decode: Callable[[list[int]], str] | None
 ) -> list[tuple[int, str]]:
-    """Return number and text of the prompt of each row of a rank; rows of an unknown group are left out."""
+    """Return number and text of the prompt of each row of a rank whose group is known."""
     arrays = step.batch(rank, ["input_ids", "loss_mask", "cu_seqlens", "prompt_id"])
     known = step.known(rank, "input_ids") & step.known(rank, "loss_mask")
     texts = step.text(rank) if decode is None or not known.all() else None
