@@ -7,7 +7,7 @@ never was. Where the data is read in another order than its own, only a whole pa
 """
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from typing import Any
@@ -17,8 +17,8 @@ import numpy as np
 from areal_debug.record.decode import load_decoder
 from areal_debug.report.model import Facts, Level, Report, Row, rows_of
 from areal_debug.reward.answers import question_of
-from areal_debug.reward.rescore import SPECIAL, DataRows
-from recorder import Record, RecordedStep
+from areal_debug.reward.rescore import DataRows, row_texts
+from recorder import Record
 
 LEAST_SHARE, FEWEST = 0.01, 3  # of the rows, and rows, that are worth a verdict
 PATIENCE = 4  # steps that a row may be in flight after rows behind it
@@ -75,35 +75,15 @@ def groups_of(record: Record, data: Sequence[dict[str, Any]]) -> list[Group]:
     for step in map(record.step, record.steps):
         sizes, prompts = Counter[int](), dict[int, str]()
         for rank in range(step.manifest.num_ranks):
-            for prompt, text in prompts_of(step, rank, decode):
-                sizes[prompt] += 1
-                prompts.setdefault(prompt, text)
+            numbers = step.batch(rank, ["prompt_id"])["prompt_id"]
+            for one in row_texts(step, rank, decode, step.known(rank, "prompt_id").nonzero()[0].tolist()):
+                sizes[int(numbers[one.row])] += 1
+                prompts.setdefault(int(numbers[one.row]), one.prompt)
         for prompt, text in prompts.items():
             if text not in known:
                 row = rows.find(text)
                 known[text] = () if row is None else tuple(places[texts[row[NUMBER]]][:MOST_PLACES])
             found.append(Group(step.manifest.step, prompt, sizes[prompt], known[text]))
-    return found
-
-
-def prompts_of(
-    step: RecordedStep, rank: int, decode: Callable[[list[int]], str] | None
-) -> list[tuple[int, str]]:
-    """Return number and text of the prompt of each row of a rank whose group is known."""
-    arrays = step.batch(rank, ["input_ids", "loss_mask", "cu_seqlens", "prompt_id"])
-    known = step.known(rank, "input_ids") & step.known(rank, "loss_mask")
-    texts = step.text(rank) if decode is None or not known.all() else None
-    found = []
-    for row in step.known(rank, "prompt_id").nonzero()[0].tolist():
-        here = slice(*arrays["cu_seqlens"][row : row + 2])
-        trained = arrays["loss_mask"][here].nonzero()[0]
-        if texts is not None:
-            text = SPECIAL.sub("", texts[row]["prompt"])
-        elif decode is not None:
-            text = decode(arrays["input_ids"][here][: int(trained[0]) if len(trained) else None].tolist())
-        else:
-            raise ValueError(f"step {step.manifest.step} has no text, and the record's tokenizer is not here")
-        found.append((int(arrays["prompt_id"][row]), text))
     return found
 
 
