@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from recorder import Record, RecordedStep, StepNotRecorded, open_record
 from recorder.confine import in_child
+from replayer.own_code import by_name
 
 Floats = npt.NDArray[np.float64]
 Bools = npt.NDArray[np.bool_]
@@ -155,7 +156,7 @@ def origin_of(record: Record, step: int, version: int) -> Origin:
     header = record.header
     starts = version == 1 and step == record.steps[0] and not record.anchors()
     path = header.model["path"]
-    return Origin(record.path, header.config, header.trainer, path, header.model["files"], starts)
+    return Origin(record.path, by_name(header), header.trainer, path, header.model["files"], starts)
 
 
 def to_json(rows: StepRows) -> dict[str, Any]:

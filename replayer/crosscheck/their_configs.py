@@ -12,6 +12,7 @@ from typing import Any
 
 from replayer.crosscheck.options import Options
 from replayer.crosscheck.step_rows import Origin
+from replayer.own_code import FIRST_STAGE
 
 TRL_AGGREGATIONS = {
     "grpo": "seq-mean-token-mean",
@@ -87,6 +88,11 @@ def of_ours(config: Mapping[str, Any]) -> Configured:
             unchecked["loss"] = NOT_COMPUTED.format(name)
     if config.get("teacher"):
         unchecked["loss"] = NOT_COMPUTED.format("a teacher")
+    for name, stage in FIRST_STAGE.items():
+        if actor.get(name):
+            unchecked |= dict.fromkeys(
+                ("advantages", "loss")[stage == "loss" :], NOT_COMPUTED.format(f"actor.{name}={actor[name]}")
+            )
     decoupled = actor["use_decoupled_loss"]
     if decoupled and actor["prox_logp_method"] == "loglinear":
         unchecked["loss"] = NOT_COMPUTED.format("prox_logp_method=loglinear")
