@@ -35,7 +35,7 @@ export HF_HUB_OFFLINE ?= 1
 # Without cached bytecode every process compiles torch and Transformers again: a start takes 10 s, not 2 s.
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: demo demo-real quick test test-light test-long fuzz bench docs lint format env env-light clean
+.PHONY: demo demo-real quick test test-light test-long fuzz bench gpu-check docs lint format env env-light clean
 
 demo: env-light
 	$(BIN)/areal-debug demo
@@ -70,6 +70,10 @@ fuzz: env
 bench: env
 	$(BIN)/uv pip install --quiet --python $(BIN)/python --constraint constraints.txt --editable ".[bench]"
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.peers $(if $(ONLY),--only $(ONLY))
+
+# What holds on a GPU, as a table; DEVICE=cpu for the script itself.
+gpu-check: env
+	$(BIN)/python -m tests.gpu --device $(or $(DEVICE),cuda) --json build/gpu.json
 
 # The site, into build/site: `python -m http.server -d build/site` shows it with its search.
 docs: env

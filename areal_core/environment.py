@@ -11,3 +11,6 @@ DETERMINISTIC = {
     "FLASH_ATTENTION_DETERMINISTIC": "1",
 }
 DETERMINISTIC_ON_CPU = {"PYTHONHASHSEED": "0"}  # the others are read by libraries of GPUs
+
+# paths, separated as those of PATH, from which replays may import the user's own code
+ALLOWED_CODE = "AREAL_DEBUG_CODE"

@@ -9,27 +9,30 @@ workflow with the same client and executor.
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any
 
 from areal_core.config import PPOConfig
-from areal_core.data.batch import Batch
+from areal_core.data.batch import Batch, pad_and_concat, sort_canonical
+from areal_core.data.loader import PromptLoader
 from areal_core.data.rows import Row
 from areal_core.errors import ConfigError
 from areal_core.launch.job import served_model
 from areal_core.paths import run_folder
 from areal_core.rollout.errors import WrongServer
 from areal_core.rollout.loop_thread import run_on
-from areal_core.rollout.pipeline import Executor
+from areal_core.rollout.pipeline import Executor, PromptFeed
 from areal_core.rollout.staleness import StalenessControl
 from areal_core.rollout.types import ModelRequest, ModelResponse
 from areal_core.rollout.workflow import RLVRWorkflow, RolloutWorkflow, WrittenWorkflow
 from areal_core.servers.discovery import wait_until_ready
 from areal_core.servers.server import Server
 from areal_core.servers.wires import wire_of
-from areal_core.trainer.build import load_processor_of, load_tokenizer
+from areal_core.telemetry.stats import Stats
+from areal_core.trainer.build import build_tracing, load_processor_of, load_tokenizer
 from areal_core.trainer.build_rollouts import NO_LIMIT, build_client, build_workflow, discover_servers
+from areal_core.trainer.trace_hooks import NO_TRACING
 
 logger = logging.getLogger(__name__)
 
@@ -62,6 +65,8 @@ class RemoteEngine:
         self._addresses = addresses.split(",") if isinstance(addresses, str) else addresses
         self._built: list[tuple[Any, dict[str, Any], RolloutWorkflow]] = []
         self._executor: Executor | None = None
+        self._tracing = NO_TRACING
+        self._feed: PromptFeed | None = None
         self._cleanup = ExitStack()
 
     def connect(self) -> "RemoteEngine":
@@ -83,6 +88,8 @@ class RemoteEngine:
             max_failures=options.max_failures,
             check_format=options.check_trajectory_format,
         )
+        self._tracing = build_tracing(self.config, None, Stats())  # in logs/rollout_trace
+        self._cleanup.callback(self._tracing.close)
         self._cleanup.callback(self._executor.close)
         if version:
             logger.warning("the servers hold weights of version %d, of an earlier run", version)
@@ -161,6 +168,45 @@ class RemoteEngine:
         executor = self._connected()
         return await run_on(executor.loop.loop, executor.engine.agenerate(req))
 
+    def prepare_batch(
+        self,
+        data: Sequence[Row],
+        workflow: Any = None,
+        workflow_kwargs: dict[str, Any] | None = None,
+        group_size: int | None = None,
+        should_accept: Callable[[Batch], bool] | None = None,
+    ) -> Batch:
+        """Return the rows of the next `train_dataset.batch_size` accepted prompts of `data`.
+
+        Further calls go on in `data`, in the order of a training run; other arguments are those of
+        `rollout_batch`. `should_accept` is called with all rows of a prompt; others take the place
+        of rejected ones.
+
+        Raises:
+            DatasetError: `data` has fewer rows than a batch.
+            NothingAccepted: no prompt of a batch was accepted; and as `rollout_batch`.
+        """
+        built, executor, config = self._workflow(workflow, workflow_kwargs), self._connected(), self.config
+        size = config.train_dataset.batch_size
+        if self._feed is None or self._feed.loader.dataset is not data:
+            self._feed = PromptFeed(PromptLoader(data, size, seed=config.seed))
+        found: list[Batch] = []
+        while missing := size - len({prompt for rows in found for prompt in rows["prompt_id"].tolist()}):
+            prompts = [self._feed.take() for _ in range(missing)]
+            n_samples = group_size or config.gconfig.n_samples
+            found.append(
+                executor.rollout_batch(prompts, built, n_samples=n_samples, should_accept=should_accept)
+            )
+        return sort_canonical(pad_and_concat(found))
+
+    def pause(self) -> None:
+        """Start no new prompts; running ones continue, until `resume`."""
+        self._connected().pause()
+
+    def resume(self) -> None:
+        """Start new prompts again."""
+        self._connected().resume()
+
     def set_version(self, version: int) -> None:
         """Use the servers that hold this version of the weights from now on."""
         self._connected().engine.set_version(version)
@@ -209,10 +255,12 @@ class RemoteEngine:
             config.gconfig,
             self.tokenizer,
             self._cleanup.callback,
+            self._tracing,
             agent_options=config.rollout.agent,
             processor=self.processor,
         )
         if config.rollout.dump_to_file:
             built = WrittenWorkflow(built, run_folder(config, "logs") / "rollout", self.tokenizer)
+        built = self._tracing.workflow(built)
         self._built.append((wanted, arguments, built))
         return built

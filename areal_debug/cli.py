@@ -5,12 +5,14 @@ Each verb is a file of `areal_debug/verbs/`, imported only when that verb runs.
 
 import difflib
 import importlib
+import os
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import click
 
+from areal_core.environment import ALLOWED_CODE
 from areal_core.safety.private import keep_files_private
 from areal_debug.start_up import cache_bytecode, collect_garbage_rarely
 from areal_debug.streams import INTERRUPTED, guarded
@@ -262,6 +264,32 @@ skip_damaged_option = click.option(
 force_option = click.option("--force", is_flag=True, help="Replace an existing output.")
 model_option = click.option(
     "--model", type=click.Path(), help="Model that the run started from, if it was moved since."
+)
+
+
+def allow_code(context: click.Context, option: click.Parameter, paths: tuple[str, ...]) -> None:
+    """Let the replays of this command import own code from these paths."""
+    if paths:
+        before = os.environ.get(ALLOWED_CODE)
+        os.environ[ALLOWED_CODE] = os.pathsep.join(map(os.path.abspath, paths))
+        context.call_on_close(lambda: restore(before))
+
+
+def restore(value: str | None) -> None:
+    if value is None:
+        os.environ.pop(ALLOWED_CODE, None)
+    else:
+        os.environ[ALLOWED_CODE] = value
+
+
+code_option = click.option(
+    "--code",
+    multiple=True,
+    type=click.Path(exists=True),
+    metavar="PATH",
+    expose_value=False,
+    callback=allow_code,
+    help="File or folder with the loss, advantage or objective of the run, if it had its own. May be repeated.",
 )
 script_argument = click.argument("script", type=click.Path())
 script_config_option = click.option(

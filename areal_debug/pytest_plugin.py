@@ -32,7 +32,7 @@ MODES = {
     "all": "generate all records again, with the mark's run=[...]",
     "rewrite": "train again on the recorded rollouts, store the new numbers, and print what changed",
 }
-MARK = 'replay("path", steps=(first, last), exact=False, model="folder", run=["script.py", ...]): a record to replay'
+MARK = 'replay("path", steps=(first, last), exact=False, model="folder", run=["script.py", ...], code="own_loss.py"): a record to replay'
 
 
 @dataclass(frozen=True)
@@ -154,7 +154,8 @@ def replay_record(request: pytest.FixtureRequest) -> Callable[..., "ReplayReport
     Its arguments override those of the mark, `@pytest.mark.replay(PATH, ...)`: `steps`, the first
     and the last or one, all by default; `exact`, to require the recorded bits on another machine,
     too; `model`, the folder of the run's first model, if it has moved; `run`, the arguments of
-    `areal-debug train` that generate the record. It returns the `replayer.ReplayReport`, with a
+    `areal-debug train` that generate the record; `code`, the file or folder with the run's own
+    loss, advantage or objective. It returns the `replayer.ReplayReport`, with a
     verdict.
     """
 
@@ -167,7 +168,10 @@ def replay_record(request: pytest.FixtureRequest) -> Callable[..., "ReplayReport
             pytest.fail('the test lacks its mark: @pytest.mark.replay("path of a record")', pytrace=False)
         session = request.config.stash[SESSION]
         place = place_of(request.config, mark.args[0])
-        spec = Spec(place, request.node.nodeid, **{**mark.kwargs, **arguments})
+        given = {**mark.kwargs, **arguments}
+        if "code" in given:
+            given["code"] = place_of(request.config, given["code"])
+        spec = Spec(place, request.node.nodeid, **given)
         checked, failure = None, ""
         try:
             checked = check_spec(spec, session.mode, session.ranks)

@@ -16,6 +16,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from areal_core.environment import ALLOWED_CODE
 from areal_core.launch.warm import WarmRanks
 from areal_core.safety.durable import commit_folder
 from areal_core.safety.interpreter import python_command
@@ -30,6 +31,7 @@ from recorder.header import write_header
 from replayer.check import NOT_COMPUTED, ReplayReport, compare_outcomes
 from replayer.errors import ReplayError
 from replayer.noise import other_machine
+from replayer.own_code import code_arguments
 from replayer.preconditions import check_model, check_recorded_results, step_range
 from replayer.request import Request
 
@@ -46,7 +48,8 @@ class Spec:
 
     `steps` are first and last, both included, or one; all unless given. `exact` requires the
     recorded bits even on a different machine. `model` is the current path of the run's first model.
-    `run` are the arguments of `areal-debug train` that generate the record.
+    `run` are the arguments of `areal-debug train` that generate the record. `code` is the file or
+    folder with the loss, advantage or objective of the run, if it had its own.
     """
 
     path: Path
@@ -55,6 +58,7 @@ class Spec:
     exact: bool = False
     model: str | os.PathLike[str] | None = None
     run: Sequence[str] = ()
+    code: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -78,6 +82,8 @@ def check_spec(spec: Spec, mode: str, ranks: Callable[[], WarmRanks]) -> Checked
 
     Raises RegressionError.
     """
+    if spec.code is not None:
+        os.environ[ALLOWED_CODE] = str(spec.code)
     try:
         with alone_in(spec.path.parent) if mode != "none" else nullcontext():
             changes = write_if_requested(spec, mode, ranks)
@@ -148,6 +154,7 @@ def commands_of(request: Request, report: ReplayReport) -> list[str]:
     words += ["--from-step", str(request.first)] if request.first != first_of[0] else []
     words += ["--to-step", str(request.last)] if request.last != first_of[-1] else []
     words += ["--model", request.model] if request.model else []
+    words += code_arguments([own.file for own in report.own_code])
     return [shlex.join(words), *next_commands(report, request)]
 
 
@@ -157,6 +164,7 @@ def describe_failure(spec: Spec, request: Request, report: ReplayReport) -> str:
     assert first is not None
     assert verdict is not None
     lines = [f"{spec.path} does not match the numbers of the code. {difference_of(report)}"]
+    lines += [f"cause: {own} (line {own.line})" for own in report.own_code if own.changed]
     if report.first is not None:
         where = describe(report.first, ("recorded", "replayed"))
         lines.append(f"first in step {first.step}, stage {report.first.stage}: {where}")

@@ -15,14 +15,13 @@ from areal_core.config import PPOConfig, load_expr_config
 from areal_core.config.experiment import DebugConfig
 from areal_core.engine.checksums import gradient_checksums, parameter_checksums
 from areal_core.paths import record_folder, run_folder
-from areal_core.trainer.objective import PolicyObjective
-from areal_core.trainer.rl import Observer, PPOEvaluator, PPOTrainer
+from areal_core.trainer.rl import Observer, PPOTrainer
 from areal_debug.replay.observer import replay_reporter
+from areal_debug.train.script import show_mistakes_as_sentences
 from areal_debug.train.script_options import split_flags
 from consistency.entry.in_loop import InLoop
 from hangdoctor import heartbeat
 from recorder import Recording, RecordingOptions, RecordWriter, Retention, open_record
-from recorder.environment.code import object_identity
 from recorder.storage import is_archive_name, staging_folder
 from replayer.anchors import AnchorPolicy, AnchorTaker
 from replayer.preconditions import step_range
@@ -54,6 +53,7 @@ def wire(argv: Sequence[str], config_class: type[C]) -> tuple[C, dict[str, Any]]
         RecordError: the record to replay cannot be read.
         ReplayError: it has no step that can be replayed.
     """
+    show_mistakes_as_sentences()
     rest, overrides = split_flags(argv)
     # Before the user's own overrides, which take precedence.
     own = next((i for i, argument in enumerate(rest) if "=" in argument and argument[0] != "-"), len(rest))
@@ -116,9 +116,6 @@ def recorder_of(
         return ranks.share(writer is not None and writer.wants(step))
 
     def observe(event: str, **facts: Any) -> None:
-        trains = event == "start" and not isinstance(trainer, PPOEvaluator)
-        if trains and type(trainer.objective) is not PolicyObjective:
-            facts["objective"] = object_identity(trainer.objective)
         if writer is not None:
             writer(event, **facts)
         if options.recording.scope == "full" and event in checksums and wants(facts["step"]):

@@ -2,11 +2,11 @@
 
     python -m benchmarks.decoding --model FOLDER [--prompts 4] [--samples 4] [--tokens 64]
                                   [--rounds 3] [--threads 1] [--turns 1]
-                                  [--prompt-tokens 256]
+                                  [--prompt-tokens 256] [--device cpu]
 
 The same bfloat16 weights, prompts and number of tokens, at temperature 1, in turn in one process.
 Ours also returns each token's logprob. `python examples/smollm2.py FOLDER` writes such a model.
-Prints medians of tokens per CPU second and their ratio as one JSON line.
+Prints medians of tokens per CPU second (on a GPU per second) and their ratio as one JSON line.
 
 With --turns N the samples are episodes of N calls, each call after the history and a reply of
 --tokens random tokens, in float32; ours with its prefix cache is compared with ours without it.
@@ -24,7 +24,7 @@ from areal_core.data import arithmetic_rows
 from areal_core.embedded.generate import generate, left_pad
 from areal_core.embedded.replica import Replica
 from areal_core.rollout.types import Sampling
-from benchmarks.harness import cpu_seconds, in_turn, read_options, spread
+from benchmarks.harness import cpu_seconds, in_turn, read_options, spread, wall_seconds
 
 
 def measure_turns(o: argparse.Namespace) -> None:
@@ -54,9 +54,8 @@ def measure_turns(o: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    o = read_options(
-        __doc__, model=str, prompts=4, samples=4, tokens=64, rounds=3, threads=1, turns=1, prompt_tokens=256
-    )
+    sizes = {"prompts": 4, "samples": 4, "tokens": 64, "rounds": 3, "threads": 1, "turns": 1}
+    o = read_options(__doc__, model=str, prompt_tokens=256, device=("cpu", "cuda"), **sizes)
     torch.set_num_threads(o.threads)
     if o.turns > 1:
         measure_turns(o)
@@ -73,9 +72,10 @@ def compare_with_transformers(o: argparse.Namespace) -> None:
         for row in rows
         for _ in range(o.samples)
     ]
-    replica = Replica(o.model, torch.bfloat16, torch.device("cpu"))
-    plain = AutoModelForCausalLM.from_pretrained(o.model, dtype=torch.bfloat16).eval()
-    ids, mask = left_pad(prompts, tokenizer.eos_token_id)
+    device = torch.device(o.device)
+    replica = Replica(o.model, torch.bfloat16, device)
+    plain = AutoModelForCausalLM.from_pretrained(o.model, dtype=torch.bfloat16).eval().to(device)
+    ids, mask = (tensor.to(device) for tensor in left_pad(prompts, tokenizer.eos_token_id))
     sampling = Sampling(max_new_tokens=o.tokens, min_new_tokens=o.tokens)
 
     def ours() -> None:
@@ -94,7 +94,8 @@ def compare_with_transformers(o: argparse.Namespace) -> None:
         plain.generate(ids, attention_mask=mask, pad_token_id=tokenizer.eos_token_id, **options)
 
     ours(), theirs()
-    taken = in_turn({"ours": ours, "transformers": theirs}, o.rounds, cpu_seconds)
+    seconds = cpu_seconds if o.device == "cpu" else wall_seconds
+    taken = in_turn({"ours": ours, "transformers": theirs}, o.rounds, seconds)
     num_tokens = len(prompts) * o.tokens
     speeds = {f"{k}_tokens_per_s": round(num_tokens / statistics.median(s), 1) for k, s in taken.items()}
     ratio = statistics.median(b / a for a, b in zip(*taken.values(), strict=True))

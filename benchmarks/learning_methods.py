@@ -5,7 +5,7 @@ Tests and `benchmarks/learning_curves.py` train these methods with these options
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -78,8 +78,12 @@ def learn(method: Method, folder: Path, seed: int = 1) -> Curve:
     return method.learn(Run(method, model, folder / method.name, seed))
 
 
-def teach(folder: Path, seed: int = 1) -> None:
-    run = Run(SFT, make_tiny_model(folder / "untrained", seed=seed), folder / "teaching", seed)
+def on(method: Method, device: str) -> Method:
+    return replace(method, options=(*method.options, f"device={device}"))
+
+
+def teach(folder: Path, seed: int = 1, device: str = "cpu") -> None:
+    run = Run(on(SFT, device), make_tiny_model(folder / "untrained", seed=seed), folder / "teaching", seed)
     config = run.config("larger_supervised.yaml", SFTConfig)
     with SFTTrainer(config, examples(TRAINING), examples(HELD_OUT)) as trainer:
         trainer.train(stop=right_sometimes(trainer, TRAINING[:96]))

@@ -2,6 +2,7 @@
 
     python -m benchmarks.train_step [--ranks 2] [--rounds 6] [--hidden 256] [--layers 12]
                                     [--vocabulary 4096] [--tokens 512] [--cross-entropy]
+                                    [--device cpu]
 
 Both train under FSDP2, in turn. The bare loop gets packed micro-batches, computes logprobs and
 entropies, as losses of policy optimization need them, from all logits at once, and reads back only
@@ -98,7 +99,7 @@ def engine_step(engine: FSDPEngine, batch: Batch) -> float:
 
 
 def make_bare(ranks: Ranks, path: str, attention: str) -> tuple[LlamaForCausalLM, torch.optim.Optimizer]:
-    model = load_model(path, attn_implementation=attention)
+    model = load_model(path, attn_implementation=attention).to(ranks.device)
     for layer in model.model.layers:
         fully_shard(layer, mesh=ranks.shard_mesh)
     fully_shard(model, mesh=ranks.shard_mesh)
@@ -110,16 +111,16 @@ def make_bare(ranks: Ranks, path: str, attention: str) -> tuple[LlamaForCausalLM
     return model, adam
 
 
-def ready(batch: Batch, micro_batches: list[list[int]]) -> list[Packed]:
+def ready(batch: Batch, micro_batches: list[list[int]], device: torch.device) -> list[Packed]:
     """Return the packed micro-batches of a batch, in the form of the bare loop."""
     found = []
     for rows in micro_batches:
         part = select_rows(batch, rows)
         flat, lengths = pack(part), sequence_lengths(part).tolist()
-        ids = flat["input_ids"].long()
-        positions = torch.cat([torch.arange(n) for n in lengths])
+        ids = flat["input_ids"].long().to(device)
+        positions = torch.cat([torch.arange(n) for n in lengths]).to(device)
         inputs = {"input_ids": ids[None], "position_ids": positions[None], "sequence_lengths": lengths}
-        found.append(Packed(inputs, ids.roll(-1).masked_fill(flat["loss_mask"] == 0, -100)))
+        found.append(Packed(inputs, ids.roll(-1).masked_fill(flat["loss_mask"].to(device) == 0, -100)))
     return found
 
 
@@ -188,13 +189,13 @@ def say(title: str, pairs: list[tuple[Seconds, Seconds]]) -> None:
 
 
 def measure(options: argparse.Namespace) -> None:
-    ranks = join_ranks("cpu")
+    ranks = join_ranks(options.device)
     torch.set_num_threads(1)
     lengths = [options.tokens // 8 * share for share in (1, 3, 2, 2, 4, 1, 2, 1)]  # two micro-batches
     batch = make_rows(lengths, options.vocabulary, seed=ranks.rank)
     engine = make_engine(ranks, options.model, options.tokens)
     model, adam = make_bare(ranks, options.model, PACKED)
-    packed = ready(batch, engine.divide(batch))
+    packed = ready(batch, engine.divide(batch), ranks.device)
     num_tokens = int(batch["loss_mask"].sum()) * ranks.world_size
     scale = ranks.world_size / num_tokens
     loss_of = without_entropies if options.cross_entropy else with_entropies
@@ -230,6 +231,7 @@ def main() -> None:
         vocabulary=4096,
         tokens=512,
         cross_entropy=False,
+        device=("cpu", "cuda"),
         model="",
     )
     if options.model:

@@ -99,8 +99,8 @@ def describe_run(facts: Mapping[str, Any], recording: Recording = Recording()) -
     fingerprint = environment()
     if "trainer" in facts:
         fingerprint = environment(facts["code"]) | {"trainer": facts["trainer"]}
-    if "objective" in facts:  # not that of our trainer
-        fingerprint["code"] = fingerprint["code"] | {"objective": facts["objective"]}
+    if "computed_by" in facts:
+        fingerprint["code"] = fingerprint["code"] | facts["computed_by"]
     if "processor" in facts and facts["processor"] is not None:
         fingerprint |= {"image_processor": facts["processor"].identity()}
     return RecordHeader(

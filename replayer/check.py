@@ -22,6 +22,7 @@ from replayer.compare.stages import StageDifference
 from replayer.errors import ReplayError
 from replayer.gradients import RowSignal, no_gradient_warnings, normalises_groups, row_signals
 from replayer.noise import Guarantee, Trajectory, Verdict, expected_guarantee, is_division, smooth
+from replayer.own_code import OwnCodeState, by_name, compare_own_code
 from replayer.request import is_new_option_at_default
 
 # Options of file locations, logging and recording, none of which changes a number.
@@ -139,7 +140,7 @@ class ReplayReport:
     `set_differently` and `guarantee` are known before any number. `verdict` is None until the
     numbers are judged, for which noise may have to be measured first (`replayer.rerun`). `first` is
     the first stage of the first step that differs, with its place, None if it was not searched for;
-    `pattern` describes its values.
+    `pattern` describes its values. `own_code` is the user's code that computes the steps.
     """
 
     record: str
@@ -149,6 +150,7 @@ class ReplayReport:
     verdict: Verdict | None = None
     first: StageDifference | None = None
     pattern: str | None = None
+    own_code: tuple[OwnCodeState, ...] = ()
 
     @property
     def result(self) -> Result:
@@ -195,6 +197,7 @@ class ReplayReport:
             "weights_diverge_at": self.weights_diverge_at,
             "first": None if self.first is None else asdict(self.first),
             "pattern": self.pattern,
+            "own_code": [asdict(own) for own in self.own_code],
             "set_differently": None if self.set_differently is None else asdict(self.set_differently),
             "guarantee": asdict(self.guarantee),
             "verdict": None if self.verdict is None else asdict(self.verdict),
@@ -267,6 +270,7 @@ class ReplayCheck:
         self.actor = facts["config"]["actor"]
         header = compare_run(self.record, current)
         self.report.set_differently = header
+        self.report.own_code = compare_own_code(self.record.header, current, is_replay=True)
         self.report.guarantee = expected_guarantee(self.record.header, current, header.config, self.edits)
         divided = any(is_division(difference.where) for difference in header.config)
         self.same_rows = current.num_ranks == self.record.header.num_ranks and not (divided or self.edits)
@@ -381,7 +385,7 @@ def member(config: Any, keys: tuple[str, ...]) -> Any:
 def compare_headers(recorded: RecordHeader, current: RecordHeader) -> HeaderComparison:
     """Compare config, environment and model files of a record and of the run that replays it."""
     return HeaderComparison(
-        config=find_differences(recorded.config, current.config),
+        config=find_differences(by_name(recorded), by_name(current)),
         environment=diff_environment(recorded.environment, current.environment),
         model=find_differences(recorded.model["files"], current.model["files"]),
     )

@@ -23,6 +23,7 @@ from recorder.verify import check_step
 from replayer.check import WITHOUT_EFFECT, HeaderComparison, compare_headers
 from replayer.compare.stages import STAGES, StageDifference, compare_steps, prompts_of, stages_shared
 from replayer.errors import ReplayError
+from replayer.own_code import FIRST_STAGE, compare_own_code
 
 # options that change no number of a run; a replay ignores more options, as it has no engine
 WITHOUT_NUMBERS = WITHOUT_EFFECT - {"allocation_mode", "rollout", "sglang", "vllm"}
@@ -49,6 +50,9 @@ ACTS_FROM = (
     ("actor.use_sapo_loss", "loss"),
     ("actor.loss_aggregation", "loss"),
     ("actor.kl_loss_", "loss"),
+    ("actor.loss_fn", "loss"),
+    ("actor.advantage_fn", "advantages"),
+    ("actor.objective", "logprobs"),
     ("actor.m2_threshold", "advantages"),
     ("actor.kl_", "advantages"),
     ("actor.discount", "advantages"),
@@ -97,7 +101,8 @@ INPUTS = {
 class Verdict:
     """Cause of a divergence; `reasons` are the settings that explain it.
 
-    `cause` is "configuration", "input", "environment", "kernel noise" or "unknown".
+    `cause` is "own code", "configuration", "input", "environment", "kernel noise" or
+    "unknown".
     """
 
     cause: str
@@ -190,7 +195,9 @@ def diff_records(
         differences = settle_stage(differences, header)
         config = left.header.config if right.header.config else {}
         trainers = left.header.trainer, right.header.trainer
-        verdict = judge_difference(differences[0], header, config, trainers)
+        verdict = judge_own_code(left, right, differences[0]) or judge_difference(
+            differences[0], header, config, trainers
+        )
     compared = shared[:num_compared]
     return DiffReport(
         left=left.path,
@@ -351,6 +358,17 @@ def settle_stage(
         return differences
     stages = {acts_from(item.where) for item in header.config}
     return (replace(first, stage="weights"), *differences[1:]) if stages == {"weights"} else differences
+
+
+def judge_own_code(left: Record, right: Record, first: StageDifference) -> Verdict | None:
+    """Return the user's own code that differs and acts on the first difference, None without."""
+    own = compare_own_code(left.header, right.header, is_replay=False)
+    acting = [
+        str(one)
+        for one in own
+        if one.changed and STAGES.index(FIRST_STAGE.get(one.role, "batch")) <= STAGES.index(first.stage)
+    ]
+    return Verdict("own code", "; ".join(acting)) if acting else None
 
 
 def judge_difference(

@@ -14,8 +14,9 @@ from areal_core.data.batch import Batch
 from areal_core.engine.checkpoint.hf_folder import save_hf
 from areal_core.trainer.rl import Observer, PPOTrainer
 from recorder import Outcome, Plan, Record, open_record
-from replayer.check import StepResult, StoppedAtDifference
+from replayer.check import ReplayReport, StepResult, StoppedAtDifference
 from replayer.errors import ReplayError
+from replayer.own_code import OwnCodeState
 from replayer.preconditions import nearest_anchor, step_range
 from replayer.request import Request
 from replayer.run import check_of, replay
@@ -78,6 +79,7 @@ class GotoReport:
         num_parameters: parameters that were compared with the checksums recorded before the step.
         wrong_parameters: those that differ.
         reached: whether the step was visited.
+        own_code: the user's code that computes the steps.
     """
 
     record: str
@@ -88,6 +90,7 @@ class GotoReport:
     num_parameters: int = 0
     wrong_parameters: list[str] = field(default_factory=list)
     reached: bool = False
+    own_code: tuple[OwnCodeState, ...] = ()
 
     @property
     def first_different(self) -> StepResult | None:
@@ -145,7 +148,10 @@ def goto(
             report.replayed.append(result)
             on_step(result)
 
-        return check_of(record, trainer, request, on_step=add_result)
+        def add_own_code(found: ReplayReport) -> None:
+            report.own_code = found.own_code
+
+        return check_of(record, trainer, request, on_start=add_own_code, on_step=add_result)
 
     def make_visitor(record: Record, trainer: PPOTrainer, request: Request) -> Observer:
         return Visitor(record, trainer, report, visit, finish_step)

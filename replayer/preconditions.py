@@ -19,7 +19,8 @@ from recorder.header import check_folder
 from replayer.anchors import CHECKPOINT
 from replayer.errors import ReplayError, WrongEdit, WrongModel
 from replayer.expression import ROW_NAMES, parse_expression
-from replayer.request import Request, check_objective
+from replayer.own_code import check_own_code
+from replayer.request import Request
 
 # trainer -> the call that replays its record by itself; {path!r} is the record
 THEIR_REPLAY = {"trl": "`areal_debug.trl.replay(trainer, {path!r})` replays it in TRL"}
@@ -144,9 +145,9 @@ def their_replay(record: Record) -> str:
 def check_recorded_results(record: Record, verb: str) -> None:
     """Raise ReplayError for a record without plans and outcomes, which `verb` compares with.
 
-    Also for one of an own objective, with which `verb` cannot replay.
+    Also for own code of the user that is not allowed.
     """
-    check_objective(record)
+    check_own_code(record)
     if record.header.recording.has_plans:
         return
     trainer = record.header.trainer

@@ -17,9 +17,8 @@ from areal_core.config.presets import option_name
 from areal_core.safety.file_names import one_part
 from areal_core.safety.private import fresh_folder
 from recorder import Record
-from recorder.format import RecordHeader
 from replayer.carried import use_carried_models
-from replayer.errors import ReplayError
+from replayer.own_code import put_own_code
 
 C = TypeVar("C", bound=PPOConfig)
 
@@ -67,24 +66,12 @@ class Request:
         return tuple(f"{phrase} {value}" for phrase, value in phrases.items() if value)
 
 
-def own_objective(header: RecordHeader) -> str | None:
-    """Return the import path and file of the objective of a run if it was not our trainer's."""
-    code = header.environment.get("code")
-    own = code.get("objective") if isinstance(code, dict) else None
-    return f"{own.get('import_path')} of {own.get('file')}" if isinstance(own, dict) else None
-
-
-def check_objective(record: Record) -> None:
-    """Raise ReplayError for a run whose objective a replay would replace by our trainer's."""
-    if (own := own_objective(record.header)) is not None:
-        raise ReplayError(
-            f"{record.path} was computed by an own objective, {own}, and this command has only that of our trainer: "
-            f"`areal-debug train SCRIPT --replay-rollout {record.path}` runs the script of the run on the record"
-        )
-
-
 def replay_config(
-    record: Record, model: str | None = None, settings: Sequence[str] = (), file: str | None = None
+    record: Record,
+    model: str | None = None,
+    settings: Sequence[str] = (),
+    file: str | None = None,
+    trains: bool = True,
 ) -> PPOConfig:
     """Return the options of the recorded run, changed to leave that run's files alone.
 
@@ -92,15 +79,17 @@ def replay_config(
         model: current path of the model that the run started from, if it has moved.
         settings: overrides, as `a.b=c`.
         file: config to use instead of the record's.
+        trains: own code that computed the steps is needed.
 
     Raises:
-        ReplayError: the run had an own objective: our trainer would replay it with another one.
+        ReplayError: the user does not allow that code, or it is not there.
         ConfigError: the file cannot be read, an option is unknown, or options contradict each
             other.
     """
-    check_objective(record)
     if file is None:
         tree, source = literal(record.header.config), f"the config of {record.path}"
+        if trains:
+            put_own_code(tree, record, settings)
     else:
         tree, source = config_to_dict(load_with_notes(["--config", file], PPOConfig)[0]), file
     for setting in settings:

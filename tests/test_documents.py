@@ -41,6 +41,20 @@ def anchors_in(text: str) -> set[str]:
     return {re.sub(r"[^\w -]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
 
 
+def test_every_relative_link_leads_to_a_file_of_a_checkout():
+    links = re.compile(r"(?<=\]\()(?!\w+:|#|/)([^)#\s]+)")
+    tracked = subprocess.run(
+        ["git", "ls-files", "*.md"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    dead = [
+        (name, link)
+        for name in tracked.stdout.split()
+        for link in links.findall((ROOT / name).read_text())
+        if not (ROOT / name).parent.joinpath(link).exists()
+    ]
+    assert dead == []
+
+
 # Documents that are not pages of the site, whose links the build of the site checks.
 @pytest.mark.parametrize(
     "name", ["README.md", "CODE_OF_CONDUCT.md", ".github/PULL_REQUEST_TEMPLATE.md", "tests/records/README.md"]

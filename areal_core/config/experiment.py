@@ -35,10 +35,7 @@ from areal_core.config.train_engine import (
 class DatasetConfig:
     """Source of the training rows, and the batch size."""
 
-    path: str = option(
-        REQUIRED,
-        "JSONL, CSV or Parquet file, folder, Hugging Face name, or generated: 'arithmetic', 'shapes'.",
-    )
+    path: str = option(REQUIRED, "File (JSONL, CSV, Parquet), folder, hub name, 'arithmetic' or 'shapes'.")
     type: str = option(REQUIRED, "Kind of rows.", ("rl", "sft", "rw", "dpo"))
     split: str | None = option(None, "Split to use.")
     batch_size: int = option(1, "Rows per step over all ranks.", limits=AT_LEAST_1)
@@ -46,9 +43,7 @@ class DatasetConfig:
     pin_memory: bool = option(False, "Without effect: rows are not tensors.")
     num_workers: int = option(0, "Without effect: the trainer's process reads rows.")
     drop_last: bool = option(True, "Leave out a last batch that is not full.")
-    max_length: int | None = option(
-        None, "Maximum prompt length in tokens; longer rows are left out.", limits=AT_LEAST_1
-    )
+    max_length: int | None = option(None, "Longest prompt in tokens; others are left out.", limits=AT_LEAST_1)
     dataset_kwargs: dict[str, Any] = section(dict, "Arguments of this data source.")
     scheduling_spec: Any = option(None, "Without effect: the trainer's process reads rows.")
 
@@ -78,11 +73,7 @@ class TimerConfig:
 class SaverConfig(TimerConfig):
     """Frequency of Hugging Face checkpoints; write mode of these and of recovery checkpoints."""
 
-    mode: str = option(
-        "auto",
-        "Training waits for the write (auto, sync), or a background thread writes (async).",
-        ("auto", "sync", "async"),
-    )
+    mode: str = option("auto", "Training waits for the write, but for async.", ("auto", "sync", "async"))
     save_last: bool = option(True, "Also write the model after the last step.")
 
 
@@ -91,30 +82,18 @@ class EvaluatorConfig(TimerConfig):
     """Frequency of evaluation on the validation set; what a run evaluates that does not train."""
 
     eval_before_train: bool = option(False, "Also before the first step.")
-    checkpoints: list[str] | None = option(
-        None, "Of a run that only evaluates: the folders of the models; empty: actor.path."
-    )
-    rows: str = option(
-        "valid", "Of a run that only evaluates: on the validation or the training rows.", ("valid", "train")
-    )
-    max_rows: int | None = option(
-        None,
-        "Of a run that only evaluates: on this many rows, the first ones; empty: all.",
-        limits=AT_LEAST_1,
-    )
+    checkpoints: list[str] | None = option(None, "Models to evaluate, without training; empty: actor.path.")
+    rows: str = option("valid", "Rows to evaluate on, without training.", ("valid", "train"))
+    max_rows: int | None = option(None, "The first N of these rows; empty: all.", limits=AT_LEAST_1)
 
 
 @dataclass
 class RecoverConfig(TimerConfig):
     """Frequency of recovery checkpoints, and whether a run resumes from them."""
 
-    mode: str = option(
-        "disabled", "Whether a run resumes.", ("disabled", "off", "on", "auto", "fault", "resume")
-    )
+    mode: str = option("disabled", "Whether to resume.", ("disabled", "off", "on", "auto", "fault", "resume"))
     retries: int = option(3, "Maximum restarts of a failed run by the launcher.", limits=AT_LEAST_0)
-    no_save_optim: bool = option(
-        False, "Leave optimiser states out: a smaller checkpoint, whose run does not resume bit for bit."
-    )
+    no_save_optim: bool = option(False, "No optimiser states: smaller, but no exact resume.")
     no_load_optim: bool = option(False, "Start with fresh optimiser states.")
 
 
@@ -128,76 +107,31 @@ class DebugConfig:
     overwrite: bool = option(False, "Record into a folder that already contains a record.")
     record_text: bool = option(True, "Also record decoded prompts and completions, and the calls of agents.")
     dump_scope: str = option(
-        "plan",
-        "Contents of a recorded step: its batch; also its plan and outcome; also the training inputs per token.",
-        ("rollout", "plan", "full"),
+        "plan", "A step's batch; also plan and outcome; also training inputs.", ("rollout", "plan", "full")
     )
-    dump_images: str = option(
-        "original",
-        "Pictures of a recorded step: their files, each once per record, or the pixels that the model gets.",
-        ("original", "pixels"),
-    )
+    dump_images: str = option("original", "Files, or the pixels that a model gets.", ("original", "pixels"))
     dump_steps: list[int] | None = option(None, "Steps to record; empty: those of dump_every.")
     dump_every: int = option(1, "Record every n-th step.", limits=AT_LEAST_1)
-    dump_queue_steps: int = option(
-        2,
-        "Steps that may be queued for writing while training continues; 0: training waits for each.",
-        limits=AT_LEAST_0,
-    )
-    dump_when_slow: str = option(
-        "wait",
-        "When the disk is slower than training: training waits, or steps are not recorded.",
-        ("wait", "drop"),
-    )
-    dump_when_failing: str = option(
-        "stop",
-        "When recording fails, by a full disk or otherwise: the run stops, or continues without recording.",
-        ("stop", "continue"),
-    )
-    group_readable: bool = option(
-        False,
-        "Let the user's group read logs, records and checkpoints: modes 0640 and 0750, not 0600 and 0700.",
-    )
-    max_keep: int | None = option(
-        None, "Number of recorded steps to keep, the latest ones; empty: all.", limits=AT_LEAST_1
-    )
-    keep_every: int | None = option(
-        None, "Keep steps that are multiples of this, regardless of max_keep.", limits=AT_LEAST_1
-    )
+    dump_queue_steps: int = option(2, "Steps that wait for the disk; 0: none.", limits=AT_LEAST_0)
+    dump_when_slow: str = option("wait", "If the disk is slower: wait, or drop steps.", ("wait", "drop"))
+    dump_when_failing: str = option("stop", "If recording fails: stop, or go on.", ("stop", "continue"))
+    group_readable: bool = option(False, "Let the user's group read: modes 0640 and 0750.")
+    max_keep: int | None = option(None, "Latest recorded steps to keep; empty: all.", limits=AT_LEAST_1)
+    keep_every: int | None = option(None, "Keep multiples of this, whatever max_keep.", limits=AT_LEAST_1)
     pin_steps: list[int] | None = option(None, "Keep these steps, regardless of any limit.")
-    max_size_gb: float | None = option(
-        None,
-        "Remove the oldest recorded steps when all exceed this size in GB (1e9 bytes).",
-        limits=ABOVE_0,
-    )
-    min_free_gb: float = option(
-        1.0,
-        "Disk space to keep free, in GB: remove the oldest steps, and fail when that is not enough.",
-        limits=AT_LEAST_0,
-    )
+    max_size_gb: float | None = option(None, "Remove the oldest steps above this, in GB.", limits=ABOVE_0)
+    min_free_gb: float = option(1.0, "GB to keep free: remove old steps, then fail.", limits=AT_LEAST_0)
     save_initial_weights: bool = option(False, "Record the initial weights of the run.")
-    anchor_every_steps: int | None = option(
-        None,
-        "Steps between checkpoints in the record, from which `goto` and replays start.",
-        limits=AT_LEAST_1,
-    )
-    anchor_max_replay_s: float | None = option(
-        None,
-        "Add such a checkpoint when a replay from the last one would take this many seconds.",
-        limits=ABOVE_0,
-    )
-    anchor_max_gb: float | None = option(
-        None, "Remove some of those checkpoints when all exceed this size in GB (1e9 bytes).", limits=ABOVE_0
-    )
+    anchor_every_steps: int | None = option(None, "Steps between checkpoints for replays.", limits=AT_LEAST_1)
+    anchor_max_replay_s: float | None = option(None, "One more where a replay takes longer.", limits=ABOVE_0)
+    anchor_max_gb: float | None = option(None, "Remove some above this size, in 1e9 bytes.", limits=ABOVE_0)
 
 
 @dataclass
 class ConsistencyConfig:
     """Comparison of the engine's logprobs with the trainer's during training."""
 
-    every_k_steps: int = option(
-        0, "Compare every k-th step, without an additional forward pass; 0: never.", limits=AT_LEAST_0
-    )
+    every_k_steps: int = option(0, "Compare every k-th step, at no extra pass; 0: never.", limits=AT_LEAST_0)
 
 
 class TrainsActor:
@@ -216,20 +150,14 @@ class BaseExperimentConfig(TrainsActor):
     experiment_name: str = option(REQUIRED, "Name of the experiment; part of every path.")
     trial_name: str = option(REQUIRED, "Name of this attempt; part of every path.")
     cluster: ClusterSpecConfig = section(ClusterSpecConfig, "The machines.")
-    allocation_mode: str = option(
-        "", "Devices of rollout and training, as 'sglang:d4+fsdp:d4'; empty: the engines' backends."
-    )
+    allocation_mode: str = option("", "Devices, as 'sglang:d4+fsdp:d4'; empty: the engines' backends.")
     seed: int = option(1, "Seed of everything random.", limits=AT_LEAST_0)
     deterministic: bool = option(False, "Bitwise reproducible; stops where that is not possible.")
     device: str = option("auto", "Device of the trainer.", ("auto", "cpu", "cuda"))
     enable_offload: bool = option(False, "Move every model to host memory while it is idle.")
     total_train_epochs: int = option(1, "Passes over the data.", limits=AT_LEAST_1)
     total_train_steps: int | None = option(None, "Stop after this many steps.", limits=AT_LEAST_1)
-    total_train_n_seqs: int | None = option(
-        None,
-        "Stop before exceeding this many sequences: rows times samples per row.",
-        limits=AT_LEAST_1,
-    )
+    total_train_n_seqs: int | None = option(None, "Stop before more rows x samples.", limits=AT_LEAST_1)
     tokenizer_path: str = option("", "Tokenizer; empty: actor.path.")
     train_dataset: DatasetConfig = section(DatasetConfig, "Training rows.")
     valid_dataset: ValidDatasetConfig | None = option(None, "Validation rows.")
@@ -238,9 +166,7 @@ class BaseExperimentConfig(TrainsActor):
     evaluator: EvaluatorConfig = section(EvaluatorConfig, "Frequency of evaluation on the validation set.")
     stats_logger: StatsLoggerConfig = section(StatsLoggerConfig, "Destinations of statistics.")
     perf_tracer: PerfTracerConfig | None = option(None, "Traces of the run.")
-    memory_profiler: MemoryProfilerConfig | None = option(
-        None, "History of memory in the training part of some steps."
-    )
+    memory_profiler: MemoryProfilerConfig | None = option(None, "Memory history of some steps' training.")
     recover: RecoverConfig = section(RecoverConfig, "Whether and how a run resumes.")
     sglang: SGLangConfig = section(SGLangConfig, "The SGLang servers.")
     vllm: VLLMConfig = section(VLLMConfig, "The vLLM servers.")
@@ -264,15 +190,9 @@ class BaseExperimentConfig(TrainsActor):
 class PPOConfig(BaseExperimentConfig):
     """PPO, GRPO and related algorithms."""
 
-    async_training: bool = option(
-        True, "Asynchronous rollouts; rollout.max_head_offpolicyness bounds their staleness."
-    )
-    gconfig: GenerationHyperparameters = section(
-        GenerationHyperparameters, "Sampling of training completions."
-    )
-    eval_gconfig: GenerationHyperparameters | None = option(
-        None, "Sampling of validation completions; empty: as gconfig."
-    )
+    async_training: bool = option(True, "Asynchronous; rollout.max_head_offpolicyness bounds staleness.")
+    gconfig: GenerationHyperparameters = section(GenerationHyperparameters, "Sampling in training.")
+    eval_gconfig: GenerationHyperparameters | None = option(None, "Sampling in validation; empty: gconfig.")
     rollout: InferenceEngineConfig = section(InferenceEngineConfig, "The rollout client.")
     actor: PPOActorConfig = section(PPOActorConfig, "The policy.")
     ref: PPOActorConfig | None = option(None, "The reference policy of the KL penalty.")

@@ -25,14 +25,8 @@ class GenerationHyperparameters:
     min_new_tokens: int = option(0, "Minimum tokens to sample per completion.", limits=AT_LEAST_0)
     max_tokens: int = option(32768, "Maximum tokens of prompt and completion together.", limits=AT_LEAST_1)
     greedy: bool = option(False, "Greedy decoding instead of sampling.")
-    top_p: float = option(
-        1.0,
-        "Nucleus sampling: keep the most likely tokens up to this cumulative probability.",
-        limits=POSITIVE_SHARE,
-    )
-    top_k: int = option(
-        100_000_000, "Keep only the k most likely tokens; the default keeps all.", limits=AT_LEAST_1
-    )
+    top_p: float = option(1.0, "Nucleus sampling: keep tokens up to this probability.", limits=POSITIVE_SHARE)
+    top_k: int = option(100_000_000, "Keep the k most likely tokens; by default all.", limits=AT_LEAST_1)
     temperature: float = option(1.0, "Divides the logits before sampling.", limits=AT_LEAST_0)
     stop_token_ids: list[int] = section(list, "Tokens that end a completion, in addition to EOS and padding.")
     ignore_eos: bool = option(False, "Continue sampling after EOS.")
@@ -48,55 +42,23 @@ class AgentConfig:
     """Options of agents, which call an OpenAI-compatible endpoint."""
 
     agent_cls_path: str | None = option(None, "Import path of the agent class.")
-    host: str = option(
-        "127.0.0.1",
-        "Interface of the proxy; any other than loopback requires an admin key that nobody can guess.",
-    )
+    host: str = option("127.0.0.1", "Interface; any other than loopback needs a secret admin key.")
     port: int = option(0, "Port of the proxy; 0 for a free one.", limits=AT_LEAST_0)
     max_body_bytes: int = option(8 << 20, "Maximum size of a request to the proxy.", limits=AT_LEAST_1)
-    admin_api_key: str = option(
-        "",
-        "Key for the administrative endpoints of the proxy; empty: a random one, in a file that is logged.",
-    )
-    mode: str = option(
-        "inline",
-        "Where the agent runs: in the trainer's process, or in a client that opens sessions.",
-        ("inline", "subproc", "online"),
-    )
-    tool_call_parser: str = option(
-        "qwen", "Format of tool calls, by SGLang's names; 'template': the tokenizer's own."
-    )
+    admin_api_key: str = option("", "Administrative key; empty: a random one, in a file that is logged.")
+    mode: str = option("inline", "In the trainer's process, or a client.", ("inline", "subproc", "online"))
+    tool_call_parser: str = option("qwen", "Format of tool calls as in SGLang; 'template': the tokenizer's.")
     reasoning_parser: str = option("qwen3", "Format of reasoning, by SGLang's names.")
-    chat_template_type: str = option(
-        "hf", "Prompt tokens of a call: render all turns, or append to the sampled tokens.", ("hf", "concat")
-    )
-    remote_images: bool = option(
-        False, "Fetch pictures that an agent gives as http(s) URLs; otherwise only data: URLs are accepted."
-    )
-    engine_max_tokens: int | None = option(
-        None, "Maximum tokens of prompt and completion of one call.", limits=AT_LEAST_1
-    )
-    turn_discount: float = option(
-        1.0, "Factor on a later turn's reward when it is passed to the turn before.", limits=SHARE
-    )
-    export_style: str = option(
-        "individual", "One training row per call, or one per conversation.", ("individual", "concat")
-    )
-    failed_reward: float = option(
-        0.0,
-        "Reward of the last call of an episode that the model failed: an invented tool, invalid output, too many turns.",
-        limits=FINITE,
-    )
-    failure_errors: list[str] = section(
-        list, "Exceptions that also mean that the model failed, by 'package.Class' or 'Class'."
-    )
+    chat_template_type: str = option("hf", "Prompts: render all turns, or append.", ("hf", "concat"))
+    remote_images: bool = option(False, "Fetch pictures of http(s) URLs, not only data: URLs.")
+    engine_max_tokens: int | None = option(None, "Longest prompt with completion.", limits=AT_LEAST_1)
+    turn_discount: float = option(1.0, "Factor on a later turn's reward, passed one turn back.", limits=SHARE)
+    export_style: str = option("individual", "A row per call, or conversation.", ("individual", "concat"))
+    failed_reward: float = option(0.0, "Last reward of an episode that the model failed.", limits=FINITE)
+    failure_errors: list[str] = section(list, "Exceptions that mean it failed: 'package.Class' or 'Class'.")
     subproc_max_workers: int = option(4, "Without effect: agents run in this process.", limits=AT_LEAST_1)
-    session_timeout_seconds: int = option(
-        3600, "Seconds after which an idle session is dropped.", limits=ABOVE_0
-    )
-    set_reward_finish_timeout: float = option(
-        0.0, "Seconds to wait for a late reward after a session has ended.", limits=AT_LEAST_0
-    )
+    session_timeout_seconds: int = option(3600, "Idle seconds until a session is dropped.", limits=ABOVE_0)
+    set_reward_finish_timeout: float = option(0.0, "Seconds to wait for a late reward.", limits=AT_LEAST_0)
 
 
 @dataclass
@@ -106,28 +68,14 @@ class InferenceEngineConfig:
     experiment_name: str | None = option(None, "Empty: the experiment's.")
     trial_name: str | None = option(None, "Empty: the experiment's.")
     fileroot: str | None = option(None, "Empty: cluster.fileroot.")
-    backend: str = option(
-        "", "Allocation of rollout, if allocation_mode is empty: 'sglang:d4', 'vllm:d4' or 'embedded'."
-    )
+    backend: str = option("", "Rollout, if allocation_mode is empty: 'sglang:d4', 'embedded'.")
     max_concurrent_rollouts: int | None = option(
-        None,
-        "Maximum prompts (with all their samples) in flight over all ranks; empty: consumer_batch_size.",
-        limits=AT_LEAST_1,
+        None, "Maximum prompts in flight over all ranks; empty: consumer_batch_size.", limits=AT_LEAST_1
     )
-    queue_size: int | None = option(
-        None, "Accepted from older files and unused: prompts wait in the loader.", limits=AT_LEAST_1
-    )
+    queue_size: int | None = option(None, "Older and unused: prompts wait in the loader.", limits=AT_LEAST_1)
     consumer_batch_size: int = option(1, "Prompts per training step; must equal train_dataset.batch_size.")
-    max_head_offpolicyness: int = option(
-        0,
-        "Maximum staleness: weight versions from a sample's oldest token to the trainer; 0: synchronous.",
-        limits=AT_LEAST_0,
-    )
-    max_failures: int = option(
-        0,
-        "Prompts per rank and step whose episodes may raise before the run stops with their exception.",
-        limits=AT_LEAST_0,
-    )
+    max_head_offpolicyness: int = option(0, "Most staleness in versions; 0: synchronous.", limits=AT_LEAST_0)
+    max_failures: int = option(0, "Prompts per rank and step that may raise.", limits=AT_LEAST_0)
     enable_rollout_tracing: bool = option(False, "Write a trace of the run, as perf_tracer.enabled does.")
     check_trajectory_format: bool = option(False, "Check the tensors that every episode returns.")
     tokenizer_path: str = option("", "Tokenizer of the dumped text; empty: tokenizer_path of the run.")
@@ -137,28 +85,18 @@ class InferenceEngineConfig:
     request_retries: int = option(3, "Attempts per request.", limits=AT_LEAST_0)
     pause_mode: str = option(
         "abort",
-        "Effect of a weight update on requests in flight: abort them, recompute their cache, or keep it.",
+        "Requests in flight at a weight update: abort, recompute or keep.",
         ("abort", "retract", "in_place"),
     )
-    verify_weights_every: int = option(
-        16,
-        "Compare the servers' weights with the trainer's after the first weight update and every n-th; 0: never.",
-        limits=AT_LEAST_0,
-    )
-    pause_grace_period: float = option(
-        0.0, "Seconds between pausing the servers and sending weights.", limits=AT_LEAST_0
-    )
+    verify_weights_every: int = option(16, "Check weights each n-th update; 0: never.", limits=AT_LEAST_0)
+    pause_grace_period: float = option(0.0, "Seconds from pausing servers to sending.", limits=AT_LEAST_0)
     use_lora: bool = option(False, "Send servers the adapter; false: the merged weights.")
     agent: AgentConfig = section(AgentConfig, "Agents behind an OpenAI-compatible endpoint.")
-    return_routed_experts: bool = option(
-        False, "Keep the experts that the engine chose for each token, and train with the same ones."
-    )
+    return_routed_experts: bool = option(False, "Train with the experts that the engine chose.")
     routing_strategy: str = option("round_robin", "Distribution of prompts over servers.", ("round_robin",))
     schedule_policy: str = option("round_robin", "Older name of routing_strategy.", ("round_robin",))
     scheduling_spec: Any = option(None, "Environment, command, cores, memory and image of the servers.")
-    scheduling_strategy: Any = option(
-        None, "{type: colocation, target: actor}: servers use the trainer's devices in turn."
-    )
+    scheduling_strategy: Any = option(None, "{type: colocation, target: actor}: share the trainer's devices.")
     _version: str = option("v1", "Interface version of a single-controller worker.", ("v1", "v2"))
 
 
@@ -183,9 +121,7 @@ class SGLangConfig:
     enable_dp_attention: bool = option(False, "Data-parallel attention, tensor-parallel MLP.")
     enable_ep_moe: bool = option(False, "Expert parallelism.")
     enable_deepep_moe: bool = option(False, "Expert parallelism through DeepEP.")
-    enable_return_routed_experts: bool = option(
-        False, "Return experts; set by rollout.return_routed_experts."
-    )
+    enable_return_routed_experts: bool = option(False, "Set by rollout.return_routed_experts.")
     enable_torch_compile: bool = option(False, "Compile the model.")
     enable_p2p_check: bool = option(False, "Check peer access instead of assuming it.")
     enable_memory_saver: bool = option(False, "Let a running server release and reacquire memory.")
@@ -209,9 +145,7 @@ class SGLangConfig:
     mem_fraction_static: float | None = option(0.9, "Fraction of memory for weights and key-value cache.")
     max_running_requests: int | None = option(None, "Maximum requests in a batch.")
     max_total_tokens: int | None = option(None, "Size of the key-value cache in tokens.")
-    chunked_prefill_size: int | None = option(
-        -1, "Tokens per prefill chunk; -1 is off, which keeps logprobs exact."
-    )
+    chunked_prefill_size: int | None = option(-1, "Tokens of a prefill chunk; -1: off, exact logprobs.")
     max_prefill_tokens: int = option(32768, "Maximum tokens in one prefill batch.")
     schedule_policy: str = option("lpm", "Scheduling order of waiting requests.")
     schedule_conservativeness: float = option(1.0, "Above 1: admit fewer requests.")
@@ -222,9 +156,7 @@ class SGLangConfig:
     ep_size: int = option(1, "Expert-parallel size.")
     max_loras_per_batch: int = option(8, "Maximum adapters in one batch.")
     max_lora_rank: int | None = option(None, "Maximum rank of an adapter.")
-    lora_target_modules: list[str] | None = option(
-        None, "Modules that adapters may change; empty: actor.target_modules."
-    )
+    lora_target_modules: list[str] | None = option(None, "Modules of adapters; empty: the actor's.")
     lora_paths: list[str] | None = option(None, "Adapters to load at the start.")
     max_loaded_loras: int = option(8, "Maximum adapters in memory.")
     lora_backend: str = option("triton", "Kernels for adapters; a CPU server uses torch_native.")

@@ -1,15 +1,22 @@
-"""Import paths of upstream AReaL, of 0.3 to 2.0, and what they are called here.
+"""Objects named by import paths, and what the paths of upstream AReaL 0.3 to 2.0 are called here.
 
-Paths in strings (workflows, agents, reward functions) are translated where they are imported. A
-script that imports from `areal` itself gets the lines to write instead (`replacements`).
+`import_object` imports the object of a path in a string (a workflow, an agent, a reward function, a
+loss), and translates a path of upstream. A script that imports from `areal` itself gets the lines
+to write instead (`replacements`).
 """
 
 import ast
 import difflib
+import importlib
+import sys
 import tomllib
 from collections.abc import Iterator
-from importlib.util import find_spec
+from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from areal_core.errors import ConfigError
 
 PACKAGES = ("areal", "realhf")
 PAGE = "docs/coming_from_areal.md lists what there is"
@@ -17,6 +24,73 @@ PATHS: dict[str, dict[str, str]] = tomllib.loads(Path(__file__).with_suffix(".to
 WORKFLOWS, REWARDS = PATHS["workflows"], PATHS["rewards"]
 # By the module that defines a name; packages above it may export it, too (`defined_at`).
 OURS = WORKFLOWS | REWARDS | PATHS["of_scripts"]
+
+OF_FILE = "file_of_"  # begins the name of a module that was imported from a file by its path
+
+
+def import_object(path: str, what: str, raised: type[ValueError] = ConfigError) -> Any:
+    """Return the object at 'pkg.mod:Name', 'pkg.mod.Name' or 'file.py:Name'.
+
+    Args:
+        what: what it is, for the error: "agent".
+
+    Raises:
+        raised: it is no such path, or nothing is there.
+    """
+    place, name = split_path(path, what, raised)
+    try:
+        module = import_file(place) if place.endswith(".py") else importlib.import_module(place)
+    except ImportError as error:
+        raise raised(f"{what} {path!r}: {place} cannot be imported: {error}{hint_for(path)}") from error
+    if name not in vars(module):
+        names = [key for key, value in vars(module).items() if callable(value) and key[0] != "_"]
+        raise raised(
+            f"{what} {path!r}: {place} has no {name}; its functions and classes are {', '.join(names) or 'none'}"
+        )
+    return vars(module)[name]
+
+
+def split_path(path: str, what: str, raised: type[ValueError] = ConfigError) -> tuple[str, str]:
+    """Return the module or file of an import path, and the name in it; as `import_object`."""
+    known = ours(path)
+    place, separator, name = known.rpartition(":" if ":" in known else ".")
+    if not separator or not place or not name:
+        raise raised(f"{what} {path!r} is not an import path; expected package.module:Name or file.py:Name")
+    return place, name
+
+
+def find_file(name: str) -> Path | None:
+    """Return the absolute path of a file below the current folder or `sys.path`, None without."""
+    found = (path for top in ("", *sys.path) if (path := Path(top, name)).is_file())
+    return next((path.resolve() for path in found), None)
+
+
+def import_file(name: str) -> ModuleType:
+    """Import a file by its path, once; relative ones are below the current folder or `sys.path`.
+
+    Its folder is added to the end of `sys.path`, for what it imports itself.
+
+    Raises ImportError: there is no such file.
+    """
+    path = find_file(name)
+    if path is None:
+        raise ImportError(f"there is no file {name}")
+    key = f"{OF_FILE}{path.stem}"
+    if key in sys.modules and sys.modules[key].__file__ == str(path):
+        return sys.modules[key]
+    spec = spec_from_file_location(key, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = module_from_spec(spec)
+    if str(path.parent) not in sys.path:
+        sys.path.append(str(path.parent))
+    sys.modules[key] = module  # before it runs: dataclasses of the file look up their module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[key]
+        raise
+    return module
 
 
 def ours(path: str) -> str:

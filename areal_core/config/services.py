@@ -75,9 +75,7 @@ class NameResolveConfig:
     """Service discovery between processes."""
 
     type: str = option("nfs", "Kind of store.", ("nfs", "etcd3", "ray"))
-    nfs_record_root: str = section(
-        default_names_root, "Folder that all processes share, by default one of this user."
-    )
+    nfs_record_root: str = section(default_names_root, "Folder of all processes, by default this user's.")
     etcd3_addr: str = option("localhost:2379", "Address of etcd.")
     ray_actor_name: str = option("ray_kv_store", "Name of the Ray actor.")
 
@@ -112,12 +110,8 @@ class SlurmLauncherConfig:
 class RayLauncherConfig:
     """Ray."""
 
-    address: str | None = option(
-        None, "Address of the cluster; empty: RAY_ADDRESS, a cluster on this machine, or a new one."
-    )
-    placement_timeout_s: float = option(
-        300.0, "Seconds to wait for the machines that the run needs.", limits=ABOVE_0
-    )
+    address: str | None = option(None, "Of the cluster; empty: RAY_ADDRESS, this machine's, or a new one.")
+    placement_timeout_s: float = option(300.0, "Seconds to wait for the machines.", limits=ABOVE_0)
 
 
 @dataclass
@@ -141,18 +135,12 @@ REWARD_SERVICE = "http://localhost:30000/classify"
 class SchedulerConfig:
     """The scheduler that starts the processes of a run."""
 
-    type: str | None = option(
-        None,
-        "Where processes are started: on this machine, or by Ray or SLURM.",
-        (None, "local", "ray", "slurm"),
-    )
+    type: str | None = option(None, "This machine, Ray or SLURM.", (None, "local", "ray", "slurm"))
     endpoint: str = option("", "Its address.")
     deploy_mode: str = option("", "How it is deployed.")
     functioncall_service_domain: str = option("", "Service that runs reward functions.")
     reward_functioncall_config: dict[str, Any] = section(dict, "Options of that service.")
-    reward_model_path: str = option(
-        "", "Reward model on a server, which gives the workflow's rewards; its tokenizer is read here."
-    )
+    reward_model_path: str = option("", "Model on a server that gives rewards; its tokenizer is read.")
     reward_model_service_url: str = option(REWARD_SERVICE, "Its server: SGLang's /classify.")
 
 
@@ -184,7 +172,5 @@ class PerfTracerConfig:
     fileroot: str = option("", "Empty: cluster.fileroot.")
     enabled: bool = option(False, "Write it.")
     save_interval: int = option(1, "Steps between two writes.")
-    profile_steps: list[int] | None = option(
-        None, "Steps whose training torch.profiler profiles, if the run is traced."
-    )
+    profile_steps: list[int] | None = option(None, "Steps that torch.profiler profiles, if traced.")
     session_tracer: SessionTracerConfig | None = option(None, "One line per episode.")

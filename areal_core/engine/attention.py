@@ -24,6 +24,7 @@ softmax has the same bits in any batch: `parity.py` measures that on the machine
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
+from inspect import signature
 from typing import Any, cast
 
 import torch
@@ -278,6 +279,12 @@ def attend_all(query: Tensor, key: Tensor, value: Tensor, packing: Packing) -> T
         key_lengths = tuple(packing.key_blocks.num_keys())
         key, value = (torch.cat(list(_split_keys(t, packing)), dim=2) for t in (key, value))
     q, k, v = (t[0].transpose(0, 1) for t in (query, key, value))  # [tokens, heads, head_dim]
+    grouped: dict[str, Any] = {}
+    if q.shape[1] != k.shape[1]:
+        if "enable_gqa" in signature(varlen_attn).parameters:
+            grouped = {"enable_gqa": True}
+        else:  # before torch 2.13
+            k, v = (t.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for t in (k, v))
     attended = varlen_attn(
         q,
         k,
@@ -290,7 +297,7 @@ def attend_all(query: Tensor, key: Tensor, value: Tensor, packing: Packing) -> T
         # The kernel counts the tokens before a token, Transformers also counts the token itself.
         # Queries are the last of their keys.
         window_size=(-1 if packing.sliding_window is None else packing.sliding_window - 1, 0),
-        enable_gqa=query.shape[1] != key.shape[1],
+        **grouped,
     )
     return cast(Tensor, attended)[None]  # a tuple only with `return_aux`
 

@@ -4,18 +4,15 @@ A reward function is `f(prompt, completions, prompt_ids, completion_ids, **row) 
 texts, their tokens, and the fields of the dataset's row.
 """
 
-import importlib
-import importlib.util
 import logging
 import re
 import sys
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
-from areal_core.config.import_paths import hint_for, ours
+from areal_core.config.import_paths import import_object
 from areal_core.errors import RewardError
 
 RewardFn = Callable[..., float]
@@ -143,38 +140,14 @@ async def no_reward(
 def load_reward_fn(reward_fn: str | RewardFn) -> RewardFn:
     """Return a callable unchanged, or the function with a given name.
 
-    Names are 'pkg.mod.fn', 'pkg.mod:fn' or 'path/file.py:fn'. AReaL's path of a function that we
-    have resolves to ours. Raises RewardError.
+    Names are import paths (`import_object`). Raises RewardError.
     """
     if callable(reward_fn):
         return reward_fn
-    place, name = split_name(reward_fn)
-    try:
-        module = _module_of_file(place) if place.endswith(".py") else importlib.import_module(place)
-    except ImportError as error:
-        raise RewardError(
-            f"reward function {reward_fn!r}: {place} cannot be imported: {error}{hint_for(str(reward_fn))}"
-        ) from error
-    if name not in vars(module):
-        names = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
-        raise RewardError(
-            f"reward function {reward_fn!r}: {place} has no {name}; it has {', '.join(names) or 'none'}"
-        )
-    found = vars(module)[name]
+    found = import_object(reward_fn, "reward function", RewardError)
     if not callable(found):
         raise RewardError(f"reward function {reward_fn!r} is a {type(found).__name__}, not a function")
     return found
-
-
-def split_name(reward_fn: str) -> tuple[str, str]:
-    """Return the module or file of a named function, and its own name. Raises RewardError."""
-    known = ours(reward_fn)
-    place, separator, name = known.rpartition(":" if ":" in known else ".")
-    if not separator or not place or not name:
-        raise RewardError(
-            f"reward function {reward_fn!r} is not a valid name; expected 'package.module.function'"
-        )
-    return place, name
 
 
 def name_of_reward_fn(reward_fn: str | RewardFn) -> str:
@@ -193,16 +166,6 @@ def name_of_reward_fn(reward_fn: str | RewardFn) -> str:
             raise RewardError(f"reward function {name} was defined interactively: define it in a file")
         return f"{Path(file).resolve()}:{name}"
     return f"{module}:{name}"
-
-
-@cache
-def _module_of_file(path: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(f"reward_file_{Path(path).stem}", path)
-    if spec is None or spec.loader is None or not Path(path).is_file():
-        raise RewardError(f"reward function: there is no file {path}")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 @cache

@@ -8,8 +8,9 @@ import inspect
 from collections.abc import Iterable
 from pathlib import Path
 
+from areal_core.config.import_paths import split_path
 from areal_core.errors import RewardError
-from areal_core.reward.functions import RewardFn, split_name
+from areal_core.reward.functions import RewardFn
 
 TEXTS_AND_TOKENS = ("prompt", "completions", "prompt_ids", "completion_ids")
 EXAMPLE = "def {name}(prompt, completions, prompt_ids, completion_ids, answer, **row) -> float"
@@ -27,7 +28,7 @@ def check_reward_fn(reward_fn: str | RewardFn, folders: Iterable[str | Path], ta
     """
     if isinstance(reward_fn, str):
         if (found := signature_in_source(reward_fn, folders)) is not None:
-            check_signature(split_name(reward_fn)[1], found, takes_row)
+            check_signature(split_path(reward_fn, "reward function", RewardError)[1], found, takes_row)
     else:
         check_signature(reward_fn.__name__, inspect.signature(reward_fn), takes_row)
 
@@ -49,7 +50,7 @@ def wrong_call(name: str, signature: inspect.Signature, reason: str) -> str:
 
 
 def signature_in_source(name: str, folders: Iterable[str | Path]) -> inspect.Signature | None:
-    place, function = split_name(name)
+    place, function = split_path(name, "reward function", RewardError)
     file = place if place.endswith(".py") else place.replace(".", "/") + ".py"
     for folder in folders:
         path = Path(folder, file)

@@ -541,6 +541,7 @@ class EmbeddedServer:
             "model_path": self._path,
             "tokenizer_path": self._path,
             "is_generation": True,
+            "has_image_understanding": self._replica.processor is not None,
             "weight_version": self.sampler.version,
             "model_type": self._config.model_type,
             "architectures": list(self._config.architectures or []),

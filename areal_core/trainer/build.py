@@ -296,9 +296,9 @@ def build_frequency(timer: TimerConfig, ranks: Ranks, steps_per_epoch: int) -> F
 
 
 def build_tracing(
-    config: BaseExperimentConfig, ranks: Ranks, stats: Stats, continued: bool = False
+    config: BaseExperimentConfig, ranks: Ranks | None, stats: Stats, continued: bool = False
 ) -> Tracing:
-    """Build the tracing of this run and its stages.
+    """Build the tracing of this run, or of rollouts without a trainer if `ranks` is None.
 
     Without `perf_tracer.enabled` or `rollout.enable_rollout_tracing` nothing is traced; without
     `memory_profiler` no memory is recorded.
@@ -306,7 +306,7 @@ def build_tracing(
     options = config.perf_tracer or PerfTracerConfig()
     rollout = config.rollout if isinstance(config, PPOConfig) else None
     memory = None
-    if (snapshots := config.memory_profiler) is not None:
+    if (snapshots := config.memory_profiler) is not None and ranks is not None:
         folder = run_folder(config, "logs") / "memory_snapshots"
         steps = frozenset(snapshots.profile_steps)
         memory = MemoryProfiler(folder, ranks.rank, ranks.device, steps, snapshots.max_entries)
@@ -321,7 +321,8 @@ def build_tracing(
             "max_new_tokens": config.gconfig.max_new_tokens,
             "weight_update_mode": config.actor.weight_update_mode,
         }
-    trace = Trace(run_folder(config, "logs") / "trace", ranks.rank, ranks.world_size, advice, continued)
+    rank, size, name = (0, 1, "rollout_trace") if ranks is None else (ranks.rank, ranks.world_size, "trace")
+    trace = Trace(run_folder(config, "logs") / name, rank, size, advice, continued)
     stats.timing_listeners.append(trace.stage)
     sessions = options.session_tracer
     return Tracing(

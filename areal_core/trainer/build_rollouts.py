@@ -12,9 +12,9 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from areal_core.agent.agent_workflow import AgentWorkflow
-from areal_core.agent.agents import import_object, is_agent
+from areal_core.agent.agents import is_agent
 from areal_core.config import AgentConfig, GenerationHyperparameters, PPOConfig
-from areal_core.config.import_paths import hint_for, ours
+from areal_core.config.import_paths import import_object
 from areal_core.config.servers import serves_adapters
 from areal_core.config.services import SchedulerConfig
 from areal_core.data.batch import Batch
@@ -441,13 +441,8 @@ def is_asynchronous(reward_fn: Any) -> bool:
 
 
 def find_workflow(workflow: RolloutWorkflow | type | str) -> Any:
-    """Return the object itself, or the one at an import path.
-
-    Raises NotAnAgent or ConfigError if it cannot be imported.
-    """
-    if not isinstance(workflow, str):
-        return workflow
-    return import_object(workflow) if ":" in workflow else import_attribute(workflow, "workflow")
+    """Return the object itself, or the one at an import path. Raises ConfigError."""
+    return import_object(workflow, "workflow") if isinstance(workflow, str) else workflow
 
 
 def build_filter(dynamic_sampling: bool, filter_fn: AcceptFn | str | None) -> AcceptFn | None:
@@ -456,10 +451,10 @@ def build_filter(dynamic_sampling: bool, filter_fn: AcceptFn | str | None) -> Ac
     The function can be given by its import path.
     """
     filters: list[AcceptFn] = [rewards_differ] if dynamic_sampling else []
-    if isinstance(filter_fn, str):
-        filters.append(import_attribute(filter_fn, "dynamic_filter_fn"))
-    elif filter_fn is not None:
-        filters.append(filter_fn)
+    if filter_fn is not None:
+        filters.append(
+            import_object(filter_fn, "dynamic_filter_fn") if isinstance(filter_fn, str) else filter_fn
+        )
     return (lambda rows: all(accepts(rows) for accepts in filters)) if filters else None
 
 
@@ -469,22 +464,3 @@ def rewards_differ(rows: Batch) -> bool:
     Source: DAPO, arXiv 2503.14476, section 3.2.
     """
     return bool(rows["rewards"].max() > rows["rewards"].min())
-
-
-def import_attribute(path: str, what: str) -> Any:
-    """Import `package.module.Name`. A path of AReaL that has an equivalent resolves to ours.
-
-    Args:
-        what: the name of the argument, for the error.
-
-    Raises:
-        ConfigError: there is no such module or attribute.
-    """
-    module_name, _, name = ours(path).rpartition(".")
-    try:
-        __import__(module_name)
-        return getattr(sys.modules[module_name], name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(
-            f"{what} {path!r} cannot be imported: {error}; give package.module.Name{hint_for(path)}"
-        ) from error

@@ -1,8 +1,16 @@
-"""The objective of policy optimisation: advantages of a batch, and the loss with its statistics."""
+"""The objective of policy optimisation: advantages of a batch, and the loss with its statistics.
 
+Functions and a class of the user take the place of ours by their import paths (`build_objective`);
+docs/custom_algorithms.md has their shapes.
+"""
+
+import inspect
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypedDict
+from functools import partial
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from areal_core.algorithm.advantages import compute_advantages, overlong_penalty, shape_rewards
@@ -24,22 +32,35 @@ from areal_core.algorithm.off_policy import (
     second_moment_mask,
 )
 from areal_core.config import PPOActorConfig, TeacherConfig
-from areal_core.config.train_engine import NormConfig
+from areal_core.config.import_paths import import_object
+from areal_core.config.train_engine import OWN_CODE, NormConfig
 from areal_core.data.batch import Batch
 from areal_core.engine.fsdp import FSDPEngine
+from areal_core.errors import ConfigError
 from areal_core.telemetry.stats import Reduce, Stats
 from areal_core.trainer.build_models import BaseReference
 from areal_core.trainer.step_stats import log_approximations
 
+Computed = Tensor | tuple[Tensor, dict[str, Tensor | float]]  # with statistics by name
+
 
 @dataclass(frozen=True)
 class PolicyObjective:
-    """The options of the actor, and of its teacher if there is one, as functions of batches."""
+    """The options of the actor, and of its teacher if there is one, as functions of batches.
+
+    Attributes:
+        loss_fn: (logprobs, entropy, flat) to losses, all [tokens].
+        advantage_fn: (rewards [B], inputs) to advantages [B, T].
+        reward_shaping_fn: (rewards, batch) to rewards, [B].
+    """
 
     options: PPOActorConfig
     sum_over_ranks: SumOverRanks
     stats: Stats
     distillation: TeacherConfig | None = None
+    loss_fn: Callable[..., Computed] | None = None
+    advantage_fn: Callable[..., Computed] | None = None
+    reward_shaping_fn: Callable[..., Computed] | None = None
 
     def learning_inputs(
         self,
@@ -74,8 +95,9 @@ class PolicyObjective:
         scored = self._scored(aligned, actor, reference, teacher)
         proximal = scored["prox_logp"]
         behaviour = aligned["logprobs"] if options.use_decoupled_loss else proximal
+        rewards = self._sequence_rewards(batch)
         learned = compute_advantages(
-            self._sequence_rewards(batch),
+            rewards,
             mask,
             behaviour,
             batch["attention_mask"],
@@ -89,6 +111,9 @@ class PolicyObjective:
             mask_no_eos_with_zero=options.mask_no_eos_with_zero,
         )
         advantages = learned.advantages
+        if self.advantage_fn is not None:
+            given = aligned | scored | vars(learned) | ({} if values is None else {"values": values})
+            advantages = self._computed("advantage_fn", self.advantage_fn(rewards, given), mask)
         if options.adv_norm is not None:
             norm = norm_arguments(options.adv_norm, self.sum_over_ranks)
             advantages = normalize_tokens(advantages, mask, group_ids=batch["prompt_id"], **norm)
@@ -134,6 +159,9 @@ class PolicyObjective:
     def _sequence_rewards(self, batch: Batch) -> Tensor:
         """Shape and normalise the rewards, [B]."""
         options, rewards = self.options, batch["rewards"]
+        if self.reward_shaping_fn is not None:
+            shaped = self.reward_shaping_fn(rewards, batch)
+            rewards = self._computed("reward_shaping_fn", shaped, torch.ones_like(rewards, dtype=torch.bool))
         if options.overlong_reward_penalty:
             assert options.overlong_tokens is not None
             assert options.overlong_penalty_factor is not None
@@ -171,6 +199,8 @@ class PolicyObjective:
         trusted = self._trusted_tokens(mask, flat)
         kept, weights = self._behaviour_weights(proximal, trusted, flat)
         surrogate = self._gated_loss if options.use_sapo_loss else self._clipped_loss
+        if self.loss_fn is not None:
+            surrogate = partial(self._given_loss, self.loss_fn, entropy)
         losses, details = surrogate(logprobs, proximal, kept, weights, flat)
         loss = self._total(losses, flat)
         if options.entropy_coef != 0.0:
@@ -276,6 +306,52 @@ class PolicyObjective:
         )
         return loss, details
 
+    def _given_loss(
+        self,
+        loss_fn: Callable[..., Computed],
+        entropy: Tensor,
+        logprobs: Tensor,
+        proximal: Tensor,
+        kept: Tensor,
+        weights: Tensor | None,
+        flat: Batch,
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        found = loss_fn(logprobs, entropy, flat | {"prox_logp": proximal, "loss_mask": kept.int()})
+        # where, not a product: a masked token may hold inf, and inf * 0 is nan
+        loss = torch.where(kept, self._computed("loss_fn", found, flat["loss_mask"].bool()), 0.0)
+        loss = loss if weights is None else loss * weights
+        log_ratio = torch.where(kept, logprobs - proximal, 0.0).detach()
+        details = {"loss": loss.detach(), "importance_weight": log_ratio.exp(), "approx_kl": log_ratio}
+        return loss, details
+
+    def _computed(self, name: str, found: Computed, mask: Tensor) -> Tensor:
+        """Return what a function of the user computed, and record its statistics in its scope.
+
+        Raises:
+            ConfigError: the shape is another one, or a statistic is neither a number nor of it.
+        """
+        value, statistics = found if isinstance(found, tuple) else (found, {})
+        if not isinstance(value, Tensor) or value.shape != mask.shape or not value.is_floating_point():
+            raise ConfigError(
+                f"actor.{name} returned {described(value)}; expected a floating-point tensor of "
+                f"{list(mask.shape)}, or (that tensor, statistics by name)"
+            )
+        with self.stats.scope(name):
+            if statistics:
+                self.stats.denominator(counted=mask)
+            for key, given in statistics.items():
+                numbers = torch.as_tensor(given, device=mask.device)
+                if numbers.dim() == 0:
+                    self.stats.scalar(**{key: numbers})
+                elif numbers.shape == mask.shape:
+                    self.stats.stat("counted", Reduce.AVG_MIN_MAX, **{key: numbers.float()})
+                else:
+                    raise ConfigError(
+                        f"actor.{name} returned {described(given)} as the statistic {key!r}; expected a number, "
+                        f"or a tensor of {list(mask.shape)}"
+                    )
+        return value
+
     def _gated_loss(
         self, logprobs: Tensor, proximal: Tensor, kept: Tensor, weights: Tensor | None, flat: Batch
     ) -> tuple[Tensor, dict[str, Tensor]]:
@@ -297,23 +373,52 @@ class PolicyObjective:
         return loss, details
 
 
+def described(value: object) -> str:
+    if isinstance(value, Tensor):
+        return f"a tensor of {list(value.shape)} {value.dtype}"
+    return f"a {type(value).__name__}"
+
+
+def build_objective(
+    options: PPOActorConfig, sum_over_ranks: SumOverRanks, stats: Stats, distillation: TeacherConfig | None
+) -> PolicyObjective:
+    """Build the objective, with the class and the functions whose import paths the options have.
+
+    Raises:
+        ConfigError: one cannot be imported or is not what is expected, or `objective_kwargs` has
+            what none of them takes.
+    """
+    built = {name: import_object(path, f"actor.{name}") for name in OWN_CODE
+             if (path := getattr(options, name)) is not None}  # fmt: skip
+    cls = built.pop("objective", PolicyObjective)
+    if not (isinstance(cls, type) and issubclass(cls, PolicyObjective)):
+        raise ConfigError(
+            f"actor.objective {options.objective!r} is not a class derived from PolicyObjective"
+        )
+    for name, function in built.items():
+        if not callable(function):
+            raise ConfigError(
+                f"actor.{name} {getattr(options, name)!r} is {described(function)}, not a function"
+            )
+    given = {"options": options} | options.objective_kwargs
+    named = {name: set(inspect.signature(found).parameters) & given.keys() for name, found in built.items()}
+    of_class = {} if cls is PolicyObjective else set(inspect.signature(cls).parameters) - {"options"}
+    if unknown := options.objective_kwargs.keys() - set().union(of_class, *named.values()):
+        raise ConfigError(
+            f"actor.objective_kwargs has {', '.join(sorted(unknown))}, which no class or function of the section takes"
+        )
+    functions = {
+        name: partial(found, **{key: given[key] for key in named[name]}) for name, found in built.items()
+    }
+    own = {key: value for key, value in options.objective_kwargs.items() if key in of_class}
+    return cls(options, sum_over_ranks, stats, distillation, **functions, **own)
+
+
 def uses_proximal_share(options: PPOActorConfig) -> bool:
     return options.use_decoupled_loss and options.prox_logp_method != "recompute"
 
 
-class BehaviourBounds(TypedDict, total=False):
-    """Arguments of `behaviour_weights` that the config sets."""
-
-    level: str
-    action: str
-    metric: str
-    agg: str
-    weight: str
-    upper: float | None
-    lower: float | None
-
-
-def behaviour_bounds(options: PPOActorConfig) -> BehaviourBounds | None:
+def behaviour_bounds(options: PPOActorConfig) -> dict[str, Any] | None:
     """Return the arguments of `behaviour_weights`.
 
     None if behaviour and proximal policy are taken to be the same.
@@ -322,32 +427,13 @@ def behaviour_bounds(options: PPOActorConfig) -> BehaviourBounds | None:
     would silently train on samples of another policy.
     """
     if (rejection := options.rejection_sampling) is not None:
-        return {
-            "level": rejection.level,
-            "action": rejection.action,
-            "metric": rejection.metric,
-            "agg": rejection.agg,
-            "weight": rejection.weight,
-            "upper": rejection.upper,
-            "lower": rejection.lower,
-        }
+        return dict(vars(rejection))  # the arguments have the names of the options
     if options.use_decoupled_loss:
         return {"upper": options.behav_imp_weight_cap}
     return None
 
 
-class NormArguments(TypedDict):
-    """Arguments of `normalize_groups` and `normalize_tokens` that the config sets."""
-
-    mean_level: str | None
-    std_level: str | None
-    leave_one_out: bool
-    unbiased: bool
-    eps: float
-    sum_over_ranks: SumOverRanks
-
-
-def norm_arguments(norm: NormConfig, sum_over_ranks: SumOverRanks) -> NormArguments:
+def norm_arguments(norm: NormConfig, sum_over_ranks: SumOverRanks) -> dict[str, Any]:
     return {
         "mean_level": norm.mean_level,
         "std_level": norm.std_level,

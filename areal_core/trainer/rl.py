@@ -13,6 +13,7 @@ from typing import Any
 
 from areal_core.agent.transcript import without_transcripts
 from areal_core.config import PPOConfig, config_to_dict, masked_options
+from areal_core.config.train_engine import OWN_CODE
 from areal_core.engine.checkpoint.distributed import Engines, save_checkpoint
 from areal_core.engine.determinism import branch_rng, rng_state
 from areal_core.engine.fsdp import FSDPEngine
@@ -28,6 +29,7 @@ from areal_core.telemetry.loggers import StatsLogger
 from areal_core.telemetry.stats import Stats
 from areal_core.trainer import build, build_models, build_rollouts
 from areal_core.trainer.checkpointing import Recovery, Saver, step_of
+from areal_core.trainer.computed_by import identity
 from areal_core.trainer.evaluation import (
     Evaluation,
     evaluated_models,
@@ -38,11 +40,11 @@ from areal_core.trainer.evaluation import (
 from areal_core.trainer.evaluation_run import EvaluationRun, load_models
 from areal_core.trainer.live import LiveRollouts
 from areal_core.trainer.nonfinite import NonFiniteGuard
-from areal_core.trainer.objective import PolicyObjective
-from areal_core.trainer.scored_rollouts import ScoredRollouts
-from areal_core.trainer.shared_devices import TurnRollouts
+from areal_core.trainer.objective import build_objective
+from areal_core.trainer.scored_rollouts import RewardModel, ScoredRollouts
+from areal_core.trainer.shared_devices import SharedDevices, TurnRollouts
 from areal_core.trainer.step_stats import log_batch, log_settings, log_versions
-from areal_core.trainer.trace_hooks import NO_TRACING
+from areal_core.trainer.trace_hooks import NO_TRACING, Tracing
 from areal_core.trainer.update import critic_values, update, update_critic
 
 # observer(event, **facts): the events and their facts are listed in ARCHITECTURE.md.
@@ -175,9 +177,16 @@ class PPOTrainer:
         CheckpointError: the checkpoint to continue from cannot be read.
     """
 
-    def __new__(cls, config: PPOConfig, *arguments: Any, **options: Any) -> "PPOTrainer":
-        """Return a `PPOEvaluator` for an allocation of evaluation, in place of a trainer."""
-        return super().__new__(PPOEvaluator if cls is PPOTrainer and evaluates_only(config) else cls)
+    # None without the section of the options, or where nothing is trained; `devices` are those that
+    # servers share with the trainer
+    critic: FSDPEngine | None = None
+    reference: FSDPEngine | build_models.BaseReference | None = None
+    teacher: FSDPEngine | None = None
+    reward_model: RewardModel | None = None
+    devices: SharedDevices | None = None
+    source: RolloutSource | None = None
+    tracing: Tracing = NO_TRACING
+    first_step = version = 0
 
     def __init__(
         self,
@@ -193,13 +202,50 @@ class PPOTrainer:
         print_steps: bool = True,
         stops_at_nonfinite: bool = True,
     ) -> None:
-        if total_steps is None:
+        self.config, self.print_steps = config, print_steps
+        self.train_dataset, self.valid_dataset = train_dataset, valid_dataset
+        self.trains = not evaluates_only(config)
+        # servers have the devices where nothing is trained
+        device = None if self.trains or not config.allocation.has_servers else "cpu"
+        if self.trains and total_steps is None:
             total_steps = build.count_steps(config, len(train_dataset or ()))
-        self.total_steps = total_steps
-        self._begin(config, train_dataset, valid_dataset, print_steps)
+        self._cleanup = contextlib.ExitStack()
+        self.ranks = build.start_process(replace(config, device=device) if device else config)
+        self._cleanup.callback(leave_ranks)
+        self.tokenizer = build.load_tokenizer(config)
+        # Of rollouts and validation: kept apart and not recorded, because a replay has neither.
+        self.live_stats = Stats(self.ranks.is_group_leader)
         self.stats = Stats(self.ranks.is_group_leader)
-        self.devices = None  # that servers share with the trainer; no server runs for another source
-        if source is None:
+        self.built_objective = self.objective = build_objective(
+            config.actor, self.ranks.sum, self.stats, config.teacher
+        )
+        self.computed_by: dict[str, Any] = {}
+        self.engines: dict[str, FSDPEngine] = {}  # the trained models: what checkpoints contain
+        self.last_stats: dict[str, float] = {}
+        if self.trains:
+            assert total_steps is not None
+            self._build(source, total_steps, checkpoint, stop_after, stops_at_nonfinite)
+        else:
+            self.processor = build.load_processor_of(config)
+            self.reward_model = build_models.build_reward_model(config, self.ranks, self.tokenizer)
+            self.total_steps = self.end_step = len(evaluated_models(config))
+        self.observers = [make(self) for make in observers]
+        if self.trains:
+            # Checksums are collectives: if one rank has an observer, all ranks compute them.
+            self.takes_checksums = self.ranks.maximum(len(self.observers)) > 0
+
+    def _build(
+        self,
+        source: Callable[["PPOTrainer"], RolloutSource] | None,
+        total_steps: int,
+        checkpoint: Path | None,
+        stop_after: int | None,
+        stops_at_nonfinite: bool,
+    ) -> None:
+        """Build what trains: models, guard, recovery and saver."""
+        config = self.config
+        self.total_steps = total_steps
+        if source is None:  # no server runs for another source
             sleep = partial(put_to_sleep, self.engines)
             self.devices = build_rollouts.share_devices(config, self.ranks, sleep, self.live_stats)
         self.actor = build.build_engine(config.actor, self.ranks, total_steps)
@@ -209,17 +255,14 @@ class PPOTrainer:
         self.critic = build_models.build_critic(config, self.ranks, total_steps)
         self.reference = build_models.build_reference(config, self.ranks, self.actor)
         self.teacher = build_models.build_teacher(config, self.ranks, self.tokenizer)
-        self.reward_model = None  # the rows of another source have their rewards
-        if source is None:
+        if source is None:  # the rows of another source have their rewards
             self.reward_model = build_models.build_reward_model(config, self.ranks, self.tokenizer)
         self.engines |= {"actor": self.actor} | ({"critic": self.critic} if self.critic else {})
-        self.last_stats: dict[str, float] = {}
         trained = {"actor": config.actor} | ({"critic": config.critic} if config.critic else {})
         self.guard = NonFiniteGuard(
             config, trained, self.ranks, self.tokenizer, self.stats, stops_at_nonfinite
         )
-        self.objective = PolicyObjective(config.actor, self.ranks.sum, self.stats, config.teacher)
-        self.steps_per_epoch = max(len(train_dataset or ()) // config.train_dataset.batch_size, 1)
+        self.steps_per_epoch = max(len(self.train_dataset or ()) // config.train_dataset.batch_size, 1)
         self.recovery = Recovery(config, self.ranks, self.steps_per_epoch)
         self._cleanup.callback(self.recovery.close)
         saver_timer = build.build_frequency(config.saver, self.ranks, self.steps_per_epoch)
@@ -230,30 +273,8 @@ class PPOTrainer:
         self.first_step, self.version = position.step, position.version
         self.end_step = total_steps if stop_after is None else min(total_steps, stop_after + 1)
         self.source = source(self) if source else None
-        self.observers = [make(self) for make in observers]
-        # Checksums are collectives: if one rank has an observer, all ranks compute them.
-        self.takes_checksums = self.ranks.maximum(len(self.observers)) > 0
         self.tracing = build.build_tracing(config, self.ranks, self.stats, continued=self.first_step > 0)
         self._cleanup.callback(self.tracing.close)
-
-    def _begin(
-        self,
-        config: PPOConfig,
-        train_dataset: Sequence[dict[str, Any]] | None,
-        valid_dataset: Sequence[dict[str, Any]] | None,
-        print_steps: bool,
-        device: str | None = None,
-    ) -> None:
-        """Start this process of the run, on `device` if given, with what evaluations need, too."""
-        self.config, self.print_steps = config, print_steps
-        self.train_dataset, self.valid_dataset = train_dataset, valid_dataset
-        self._cleanup = contextlib.ExitStack()
-        self.ranks = build.start_process(replace(config, device=device) if device else config)
-        self._cleanup.callback(leave_ranks)
-        self.tokenizer = build.load_tokenizer(config)
-        # Of rollouts and validation: kept apart and not recorded, because a replay has neither.
-        self.live_stats = Stats(self.ranks.is_group_leader)
-        self.engines: dict[str, FSDPEngine] = {}  # the trained models: what checkpoints contain
 
     def train(
         self,
@@ -265,7 +286,7 @@ class PPOTrainer:
     ) -> None:
         """Train to the last step. If the constructor got a `source`, no argument has an effect.
 
-        With an allocation of evaluation ('sglang:d1+eval') nothing is trained (`PPOEvaluator`).
+        An allocation of evaluation ('sglang:d1+eval') trains nothing (`evaluation_run.py`).
 
         Args:
             workflow: a `RolloutWorkflow` or an agent: an instance, a class, or its import path; by
@@ -285,10 +306,16 @@ class PPOTrainer:
         """
         workflow = workflow or self.config.rollout.agent.agent_cls_path or RLVRWorkflow
         if eval_workflow_kwargs is None:
-            eval_workflow_kwargs = self._eval_arguments(workflow_kwargs)
+            gconfig = build_rollouts.eval_gconfig(self.config)
+            eval_workflow_kwargs = (workflow_kwargs or {}) | {"gconfig": gconfig}
+        if not self.trains:
+            self._evaluate(eval_workflow or workflow, eval_workflow_kwargs)
+            return
         self.guard.check_weights(self.engines, "before the first step")
         source, evaluation = self.source, None
         if source is None:
+            dynamic_filter_fn = dynamic_filter_fn or self.config.actor.dynamic_filter_fn
+            self.computed_by |= {"workflow": workflow, "dynamic_filter_fn": dynamic_filter_fn}
             live = self._live_rollouts(workflow, workflow_kwargs or {}, dynamic_filter_fn)
             source = build_rollouts.share_rollouts(self.config, self.ranks, live, self.devices)
             turn = source.turn_of_engine if isinstance(source, TurnRollouts) else contextlib.nullcontext
@@ -313,6 +340,31 @@ class PPOTrainer:
                 self.saver.save_last(self.end_step - 1)
             self.saver.finish()
             self._observe_checkpoint(self.recovery.finish())
+
+    def _evaluate(self, workflow: Any, arguments: dict[str, Any]) -> None:
+        """Sample the validation rows with each model; observers and loggers get a step of each."""
+        config, stats = self.config, self.live_stats
+        rows = evaluated_rows(config, self.train_dataset, self.valid_dataset, self.tokenizer)
+        built = self._workflow(workflow, arguments, build_rollouts.eval_gconfig(config))
+        run = EvaluationRun(
+            config, self.ranks, rows, built, self.tokenizer, self.print_steps, self.reward_model
+        )
+        with (
+            run as evaluation,
+            self._start_and_end_observed(),
+            build.build_loggers(config, self.ranks, (0, self.total_steps), print_steps=False) as logger,
+            contextlib.closing(load_models(config, self.ranks, self.tokenizer, self.processor)) as models,
+        ):
+            for step, model in enumerate(models):
+                states = rng_state()
+                batch = evaluation.sample(model, stats)
+                batch["prompt_id"] += step * len(rows)  # no prompt occurs in two steps of a run
+                self.version, self.last_stats = model.version, stats.export()
+                self._observe("batch", step=step, version=model.version, batch=batch, rng=states)
+                facts = {"plan": {}, "stats": self.last_stats, "checksums": {}}
+                self._observe("step", step=step, version=model.version, **facts)
+                logger.commit(step, self.last_stats)
+            evaluation.finish()
 
     def _after_step(self, source: RolloutSource, logger: StatsLogger, step: int) -> None:
         """Log the statistics of a completed step and save a recovery checkpoint; a collective."""
@@ -371,11 +423,10 @@ class PPOTrainer:
             self.config, self.ranks, live, make, dataset, frequency, self.live_stats, self.reward_model, turn
         )
 
-    def _eval_arguments(self, workflow_kwargs: dict[str, Any] | None) -> dict[str, Any]:
-        return (workflow_kwargs or {}) | {"gconfig": build_rollouts.eval_gconfig(self.config)}
-
     def _workflow(self, workflow: Any, arguments: dict[str, Any], gconfig: Any) -> RolloutWorkflow:
         arguments = build_rollouts.with_served_rewards(workflow, arguments, self.config.scheduler)
+        if "reward_fn" in arguments:
+            self.computed_by.setdefault("reward_fn", arguments["reward_fn"])
         return build_rollouts.build_workflow(
             workflow,
             arguments,
@@ -411,10 +462,21 @@ class PPOTrainer:
             tokenizer=self.tokenizer,
             processor=self.processor,
             version=self.version,
+            computed_by=self._computed_by(),
             save_checkpoint=lambda folder, step: save_checkpoint(
                 folder, self.engines, {"step": step, "version": self.version}
             ),
         )
+
+    def _computed_by(self) -> dict[str, Any]:
+        """Return the identity of what computes a step besides the trainer, by the option's name."""
+        actor = self.config.actor
+        parts = {name: getattr(actor, name) for name in OWN_CODE} | self.computed_by
+        if self.objective is not self.built_objective:  # the script has set it
+            parts["objective"] = self.objective
+        return {
+            name: identity(value, self.built_objective) for name, value in parts.items() if value is not None
+        }
 
     def _observe_checkpoint(self, completed: Path | None) -> None:
         if completed is not None:
@@ -433,69 +495,3 @@ class PPOTrainer:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-class PPOEvaluator(PPOTrainer):
-    """A run that only evaluates: no trained model, no optimizer (`evaluation_run.py`).
-
-    The validation rows are sampled with each model of `evaluator.checkpoints`. Arguments are those
-    of `PPOTrainer`; what belongs to training has no effect.
-    """
-
-    def __init__(
-        self,
-        config: PPOConfig,
-        train_dataset: Sequence[dict[str, Any]] | None = None,
-        valid_dataset: Sequence[dict[str, Any]] | None = None,
-        *,
-        observers: Sequence[Callable[["PPOTrainer"], Observer]] = (),
-        print_steps: bool = True,
-        **_of_training: Any,
-    ) -> None:
-        device = "cpu" if config.allocation.has_servers else None  # servers have the devices
-        self._begin(config, train_dataset, valid_dataset, print_steps, device)
-        self.processor = build.load_processor_of(config)
-        self.reward_model = build_models.build_reward_model(config, self.ranks, self.tokenizer)
-        self.first_step = self.version = 0
-        self.total_steps = self.end_step = len(evaluated_models(config))
-        self.tracing = NO_TRACING
-        self.observers = [make(self) for make in observers]
-
-    def train(
-        self,
-        workflow: Any = None,
-        workflow_kwargs: dict[str, Any] | None = None,
-        eval_workflow: Any = None,
-        eval_workflow_kwargs: dict[str, Any] | None = None,
-        dynamic_filter_fn: AcceptFn | str | None = None,
-    ) -> None:
-        """Sample the validation rows with each model; observers and loggers get a step of each.
-
-        Arguments are those of `PPOTrainer.train`, without effect where they are of training.
-        """
-        config, stats = self.config, self.live_stats
-        rows = evaluated_rows(config, self.train_dataset, self.valid_dataset, self.tokenizer)
-        built = self._workflow(
-            eval_workflow or workflow or config.rollout.agent.agent_cls_path or RLVRWorkflow,
-            self._eval_arguments(workflow_kwargs) if eval_workflow_kwargs is None else eval_workflow_kwargs,
-            build_rollouts.eval_gconfig(config),
-        )
-        run = EvaluationRun(
-            config, self.ranks, rows, built, self.tokenizer, self.print_steps, self.reward_model
-        )
-        with (
-            run as evaluation,
-            self._start_and_end_observed(),
-            build.build_loggers(config, self.ranks, (0, self.total_steps), print_steps=False) as logger,
-            contextlib.closing(load_models(config, self.ranks, self.tokenizer, self.processor)) as models,
-        ):
-            for step, model in enumerate(models):
-                states = rng_state()
-                batch = evaluation.sample(model, stats)
-                batch["prompt_id"] += step * len(rows)  # no prompt occurs in two steps of a run
-                self.version, self.last_stats = model.version, stats.export()
-                self._observe("batch", step=step, version=model.version, batch=batch, rng=states)
-                facts = {"plan": {}, "stats": self.last_stats, "checksums": {}}
-                self._observe("step", step=step, version=model.version, **facts)
-                logger.commit(step, self.last_stats)
-            evaluation.finish()

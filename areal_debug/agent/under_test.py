@@ -62,7 +62,7 @@ def build_recorded(
     check_workflow(agent, (recorded or {}) | parse_arguments(changed))
     if not is_agent(find_workflow(agent)):
         raise ReplayError(f"{agent} is a workflow, which calls the engine itself: only agents are replayed")
-    config = replay_config(record, model)
+    config = replay_config(record, model, trains=False)
     options = config.rollout.agent
     if options.mode == "online":
         raise ReplayError(

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 HEX_FLOAT = re.compile(r"-?0x[01]\.[0-9a-f]+p[+-]\d+")
 SHOWN_OF_A_STAGE, SHOWN_CHANGES = 3, 5
 REFUTED_BY = {
+    "own code": "B, run again with A's own code: if it still differs, that was not the cause",
     "configuration": "set these options equal and run B again: if it still differs, they were not the cause",
     "input": "replay A with B's options: if that differs from A, the input is not the only cause",
     "environment": "run B again where these are equal: if it still differs, they were not the cause",
@@ -214,7 +215,7 @@ def rows_of_layers(report: "LayersReport") -> list[Row]:
         same = f"all {report.num_calls} layer calls agree when step {report.step} is replayed here from both records"
         return [
             *rows,
-            Row("layers", f"{same}: the cause is not in the model (hardware, kernels, other code)"),
+            Row("layers", f"{same}: not explained by a layer: the cause is outside of the model"),
         ]
     why = "its input differs already" if report.input_differs else "its input is the same"
     call = f"{report.name} (call {report.index:,} of {report.num_calls:,}, rank {report.rank})"

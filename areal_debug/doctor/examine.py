@@ -24,6 +24,7 @@ from areal_debug.doctor.rules import (
     rollout,
     shift,
     supervised,
+    terms,
     thresholds,
 )
 from areal_debug.doctor.samples.read import read_rows
@@ -42,6 +43,7 @@ RULES: tuple[Callable[[Run], Alarm | None], ...] = (
     *thresholds.RULES,
     *extremes.RULES,
     *rollout.RULES,
+    *terms.RULES,
     *mismatch.RULES,
     *rewards.RULES,
     *resources.RULES,
@@ -74,7 +76,7 @@ class Examination:
 def examine(run: Run) -> Examination:
     """Apply every rule whose metrics the run logs."""
     found = [alarm for rule in RULES if (alarm := rule(run)) is not None]
-    rows = None if run.record is None else read_rows(run.record)
+    rows = None if run.record is None else read_rows(run.record, run.damage)
     for alarm, share in [] if rows is None else examine_samples(rows):
         found.append(alarm)
         run.by_name[alarm.metric] = share
@@ -123,7 +125,9 @@ def verdict(run: Run, found: Examination) -> str:
     """Return "problem", "healthy", or "unknown" if too few steps or checks had data."""
     if found.alarms:
         return "problem"
-    looked = run.series and run.num_steps >= FEWEST_STEPS and not found.checks.are_few
+    looked = (
+        run.series and run.num_steps >= FEWEST_STEPS and not found.checks.are_few and not run.damage.found
+    )
     return "healthy" if looked else "unknown"
 
 
@@ -134,6 +138,7 @@ def document(run: Run, found: Examination) -> dict[str, Any]:
         "source": run.source,
         "other_runs": list(run.other_runs),
         "notes": list(run.notes),
+        "left_out": list(run.damage.found),
         "names_of": run.family,
         "num_steps": run.num_steps,
         "alarms": [asdict(alarm) | {"look": look_at(run, alarm)} for alarm in found.alarms],

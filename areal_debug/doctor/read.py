@@ -1,7 +1,7 @@
 """Read the metrics of one run, whatever it was logged with and under which names."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from areal_debug.doctor.sources.locate import RECORD, find_source
 from areal_debug.doctor.sources.plain_files import Row, UnreadableRun, parse_json, read_jsonl, read_text
 from areal_debug.doctor.sources.to_series import STEP_NAMES, collect
 from recorder import Record, open_record
+from recorder.reader import Damage
 
 COUNTS = {"id", "epoch", "timestamp"}  # beside the step: of the logger, and no metrics
 
@@ -36,6 +37,7 @@ class Run:
     other_runs: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     record: Record | None = None  # that the metrics were read from
+    damage: Damage = field(default_factory=Damage)  # what of the record was left out
     unknown_names: tuple[str, ...] = ()
 
     @property
@@ -85,11 +87,16 @@ def read_run(path: Path, name: str | None = None, given: Mapping[str, str] | Non
 
 def read_record(path: Path, given: Mapping[str, str] | None = None) -> Run:
     """Read the metrics of a record. Raises RecordError, and UnreadableRun for one without steps."""
-    record = open_record(path)
-    rows, notes = metrics_of(record)
+    damage = Damage()
+    record = open_record(path, damage)
+    rows, notes = metrics_of(record, damage)
+    record = replace(record, steps=tuple(row["step"] for row in rows))  # the intact ones
     by_name, trainer = collect(rows), record.header.trainer
     if not by_name:
-        raise UnreadableRun(f"{path} holds no committed step: nothing to judge")
+        raise next(
+            iter(damage.found.values()),
+            UnreadableRun(f"{path} holds no committed step: nothing to judge"),
+        )
     config = dict(flat(record.header.config)) if trainer is None else {}
     family = trainer or family_of(list(by_name))
     series = judged(by_name, given)
@@ -97,6 +104,7 @@ def read_record(path: Path, given: Mapping[str, str] | None = None) -> Run:
         *(str(path), str(path), family, series, by_name, config),
         notes=notes,
         record=record,
+        damage=damage,
         unknown_names=unknown(by_name, series),
     )
 

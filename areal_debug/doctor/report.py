@@ -58,6 +58,8 @@ def verdict_of(run: Run, found: Examination) -> tuple[str, str, Level]:
     if not found.alarms and found.checks.are_few:
         tried = f"only {found.checks.num_tried} of {found.checks.num_all} checks had data"
         return "Few checks ran", f"{tried} in {what}", "unsure"
+    if not found.alarms and run.damage.found:
+        return "Damaged", f"no problem found in the intact steps: {what}", "bad"
     if not found.alarms:
         return "Healthy", f"no problem found in {what}", "good"
     first = found.alarms[0]

@@ -14,9 +14,10 @@ import numpy as np
 
 from recorder import Record, RecordedStep
 from recorder.errors import StepNotRecorded
-from recorder.format import RECORD_FILE
+from recorder.format import RECORD_FILE, STEP_FILE, STEPS_FOLDER
+from recorder.reader import Damage
 
-LENGTH = 1  # finish reason
+STOP, LENGTH = 0, 1  # finish reasons
 OF_TOKENS = ("version", "difference")  # columns per token in the loss mask
 # The column of a metric, and how extreme its values are: the largest is shown.
 EXTREMES: dict[str, tuple[str, Callable[[np.ndarray], np.ndarray]]] = {
@@ -33,17 +34,23 @@ USED = ("rewards", "finish_reason", "loss_mask", "prompt_id", "versions", "logpr
 def is_record(path: Path) -> bool:
     if path.is_file():
         return zipfile.is_zipfile(path)
-    return (path / RECORD_FILE).is_file() or (path / "zarr.json").is_file()
+    marks = (RECORD_FILE, "zarr.json")
+    return any((path / mark).is_file() for mark in marks) or any(path.glob(f"{STEPS_FOLDER}/*/{STEP_FILE}"))
 
 
-def metrics_of(record: Record) -> tuple[list[dict[str, Any]], tuple[str, ...]]:
-    """Return the metrics of each step by name, and a sentence on the values that are unknown."""
+def metrics_of(record: Record, damage: Damage) -> tuple[list[dict[str, Any]], tuple[str, ...]]:
+    """Return the metrics of each step by name, and a sentence on the values that are unknown.
+
+    A step of which a file is damaged goes into `damage`.
+    """
     rows, unknown, total = [], Counter[str](), 0
     for number in record.steps:
-        step = record.step(number)
-        rows.append({"step": number, **logged(step), **shown_by_rows(step)})
-        total += sum(step.num_rows(rank) for rank in range(step.manifest.num_ranks))
-        unknown.update(step.num_unknown())
+        with damage.left_out():
+            step = record.step(number)
+            row = {"step": number, **logged(step), **shown_by_rows(step)}
+            total += sum(step.num_rows(rank) for rank in range(step.manifest.num_ranks))
+            unknown.update(step.num_unknown())
+            rows.append(row)
     counts = ", ".join(f"{key} of {count}" for key, count in unknown.items())
     return rows, (f"unknown and left out: {counts} of {total} rows",) if counts else ()
 

@@ -1,5 +1,6 @@
 """One metric over the steps of a run, with robust statistics: medians of windows, and a trend."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
@@ -49,13 +50,13 @@ class Series:
 
     @property
     def first(self) -> float:
-        """Median of the first window."""
-        return float(np.median(self.values[: self.window]))
+        """Median of the first window; NaN without values."""
+        return float(np.median(self.values[: self.window])) if len(self.values) else math.nan
 
     @property
     def last(self) -> float:
-        """Median of the last window."""
-        return float(np.median(self.values[-self.window :]))
+        """Median of the last window; NaN without values."""
+        return float(np.median(self.values[-self.window :])) if len(self.values) else math.nan
 
     def before_last(self) -> float:
         """Return the median of the window before the last one, or of the last if there is none."""

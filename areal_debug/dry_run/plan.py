@@ -13,6 +13,7 @@ from pathlib import Path
 from areal_core.config.allocation import Allocation, Parallel
 from areal_core.config.checks import engines_of
 from areal_core.config.experiment import DatasetConfig, TimerConfig
+from areal_core.config.vision_checks import model_type
 from areal_core.data.read import file_of_split, get_dataset, length_of, read_rows, tokenized
 from areal_core.engine.memory_plan import AnyConfig, Memory, estimate_memory
 from areal_core.errors import ConfigError
@@ -102,7 +103,7 @@ def plan_run(script: Path, config_file: str, config: AnyConfig, notes: list[str]
         step=tuple(step),
         upkeep=tuple(upkeep),
         logs=str(run_folder(config, "logs")),
-        notes=(*notes, *note_on_devices(config, allocation)),
+        notes=(*notes, *note_on_devices(config, allocation), *note_on_pictures(config, allocation)),
         unchecked=tuple(unchecked(config)),
     )
 
@@ -279,6 +280,16 @@ def note_on_devices(config: AnyConfig, allocation: Allocation) -> list[str]:
     return [
         f"the allocation {allocation} needs {needed} devices on one machine and cluster.n_gpus_per_node is {per_node}: "
         "to use several machines, set scheduler.type to ray or slurm"
+    ]
+
+
+def note_on_pictures(config: AnyConfig, allocation: Allocation) -> list[str]:
+    kind = model_type(config.actor.path, "vision_config")
+    if kind is None or allocation.rollout_backend != "sglang" or config.sglang.enable_multimodal:
+        return []
+    return [
+        f"actor.path is a vision model of type {kind!r} and sglang.enable_multimodal is false: the servers take text "
+        "alone; for pictures in prompts set it to true, with VisionRLVRWorkflow or an agent"
     ]
 
 

@@ -16,7 +16,9 @@ from numpy.typing import NDArray
 Values = NDArray[np.float64]
 CONFIDENCE = 0.95
 RESAMPLES = 10_000
-PER_BLOCK = 500  # resamples at a time, which bounds memory: 500 x prompts numbers
+PER_BLOCK = 5_000_000  # numbers drawn at a time, which bounds memory
+# Above so many different values a bootstrap is slow, and its interval is the normal one.
+MOST_RESAMPLED = 2000
 SEED = 0  # the same samples have the same interval
 
 
@@ -50,6 +52,8 @@ def estimate_mean(values: Values, is_share: bool = False, weights: Values | None
     """
     mean = float(np.average(values, weights=weights))
     if np.ptp(values) > 0:
+        if len(np.unique(values)) > MOST_RESAMPLED:
+            return Estimate(mean, *normal(values, np.ones_like(values) if weights is None else weights))
         if weights is None or not np.ptp(weights):
             means = resampled_means(values)
         else:
@@ -70,10 +74,17 @@ def resampled_means(values: Values) -> Values:
     num = len(values)
     distinct, counts = np.unique(values, return_counts=True)
     blocks = [
-        random.multinomial(num, counts / num, size=PER_BLOCK) @ distinct / num
-        for _ in range(RESAMPLES // PER_BLOCK)
+        random.multinomial(num, counts / num, size=size) @ distinct / num
+        for size in block_sizes(len(distinct))
     ]
     return np.concatenate(blocks)
+
+
+def block_sizes(num: int) -> list[int]:
+    """Divide `RESAMPLES` draws of `num` numbers each into blocks; the draws stay the same."""
+    size = min(RESAMPLES, max(1, PER_BLOCK // num))
+    whole, rest = divmod(RESAMPLES, size)
+    return [size] * whole + [rest] * bool(rest)
 
 
 def resampled_ratios(values: Values, weights: Values) -> Values:
@@ -84,12 +95,20 @@ def resampled_ratios(values: Values, weights: Values) -> Values:
     random = np.random.default_rng(SEED)
     num, total = len(values), values * weights
     blocks = []
-    for _ in range(RESAMPLES // PER_BLOCK):
-        drawn = random.multinomial(num, np.full(num, 1 / num), size=PER_BLOCK)  # [resamples, prompts]
+    for size in block_sizes(num):
+        drawn = random.multinomial(num, np.full(num, 1 / num), size=size)  # [resamples, prompts]
         with np.errstate(invalid="ignore"):
             ratios = drawn @ total / (drawn @ weights)
         blocks.append(ratios[np.isfinite(ratios)])  # a sample may be of prompts with weight 0 alone
     return np.concatenate(blocks)
+
+
+def normal(values: Values, weights: Values) -> tuple[float, float]:
+    """Return the normal interval of a weighted mean of prompts, weights being drawn with them."""
+    mean = float(np.average(values, weights=weights))
+    each = weights * (values - mean) / weights.mean()
+    half = NormalDist().inv_cdf((1 + CONFIDENCE) / 2) * float(each.std()) / math.sqrt(len(values))
+    return mean - half, mean + half
 
 
 def wilson(share: float, num: int) -> tuple[float, float]:
@@ -104,6 +123,12 @@ def wilson(share: float, num: int) -> tuple[float, float]:
     return max((centre - half) / scale, 0.0), min((centre + half) / scale, 1.0)
 
 
+def binomial(num: int, successes: int) -> float:
+    """Return the chance of this many successes in `num` trials of chance one half."""
+    ways = math.lgamma(num + 1) - math.lgamma(successes + 1) - math.lgamma(num - successes + 1)
+    return math.exp(ways - num * math.log(2))
+
+
 def chance_of_difference(differences: Values) -> float:
     """Return the two-sided p-value of a mean difference of 0, by flipping signs of prompts.
 
@@ -116,16 +141,15 @@ def chance_of_difference(differences: Values) -> float:
         return 1.0
     if not np.ptp(np.abs(changed)):
         fewer = min(int((changed > 0).sum()), int((changed < 0).sum()))
-        tail = sum(math.comb(len(changed), num) for num in range(fewer + 1))
-        return min(1.0, 2 * tail / 2 ** len(changed))
+        return min(1.0, 2 * math.fsum(binomial(len(changed), num) for num in range(fewer + 1)))
     observed = abs(changed.sum()) * (1 - 1e-12)  # rounding: a pattern equal to the observed one counts
     if len(changed) <= 12:
         patterns = (np.arange(2 ** len(changed))[:, None] >> np.arange(len(changed))) & 1
         return float((np.abs((2 * patterns - 1) @ changed) >= observed).mean())
     random = np.random.default_rng(SEED)
     reached = 0
-    for _ in range(RESAMPLES // PER_BLOCK):
-        signs = 2 * random.integers(0, 2, size=(PER_BLOCK, len(changed))) - 1
+    for size in block_sizes(len(changed)):
+        signs = 2 * random.integers(0, 2, size=(size, len(changed))) - 1
         reached += int((np.abs(signs @ changed) >= observed).sum())
     return (reached + 1) / (RESAMPLES + 1)
 

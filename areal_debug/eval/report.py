@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 
 from areal_core.rollout.types import TOP_K_OFF
-from areal_debug.eval.estimates import CONFIDENCE, RESAMPLES, Estimate
+from areal_debug.eval.estimates import CONFIDENCE, MOST_RESAMPLED, RESAMPLES, Estimate
 from areal_debug.eval.results import Change, Comparison, ModelResult, Report, Settings, Verdict
 from areal_debug.eval.saved import AnyReport
 from areal_debug.eval.supervised_rows import ACCURACY, RowComparison, RowReport
@@ -202,9 +202,9 @@ def chance(p_value: float) -> str:
 def notes_on_samples(report: Report) -> list[Row]:
     """Explain the numbers, and warn where they may mislead."""
     how = (
-        f"{CONFIDENCE:.0%} intervals: bootstrap over prompts, {RESAMPLES:,} resamples (Wilson's where every prompt "
-        "has 0 % or 100 %). A sample solves its prompt if its reward is above "
-        f"{format_number(report.solved_above)}."
+        f"{CONFIDENCE:.0%} intervals: bootstrap over prompts, {RESAMPLES:,} resamples (normal above "
+        f"{MOST_RESAMPLED:,} different values, Wilson's where every prompt has 0 % or 100 %). A sample solves its prompt if its "
+        f"reward is above {format_number(report.solved_above)}."
     )
     notes = [Row("intervals", how, "dim")]
     rewards = report.distinct_rewards

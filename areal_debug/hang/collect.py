@@ -129,10 +129,11 @@ def live(search: Search, as_json: bool) -> int:
             snapshot = read_snapshot((Path(folder),), None, {})
         diagnosis = diagnose(snapshot)
         moves = diagnosis.label == "straggler_or_not_hung"
-        if not unsettled(snapshot) or (again and moves):
+        is_open = unsettled(snapshot) or (diagnosis.label == "unknown" and len(snapshot.dumps) > 0)
+        if not is_open or (again and moves):
             break
         limit_s = (LOOKS - 1) * options.interval_s
-        announce(f"ranks came to where they wait a moment ago: looking again, for up to {limit_s:g} s")
+        announce(f"these stacks do not show whether the job moves: looking again, for up to {limit_s:g} s")
     return show_diagnosis(diagnosis, snapshot, as_json=as_json, html=None, markdown=None)
 
 

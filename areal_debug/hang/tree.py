@@ -28,12 +28,10 @@ def headline(diagnosis: Diagnosis) -> str:
 
 
 def exit_status(diagnosis: Diagnosis) -> int:
-    """Return 0 where nothing hangs, 1 for a hang, 2 where the result is inconclusive (`unknown` or
-    low confidence).
-    """
-    if diagnosis.label == "straggler_or_not_hung":
-        return 2 if diagnosis.kind == "starting" else 0
-    return 2 if diagnosis.label == "unknown" or diagnosis.confidence == "low" else 1
+    """Return 0 where nothing hangs, 1 for a hang, 2 where the result is inconclusive."""
+    if diagnosis.label == "unknown" or diagnosis.confidence == "low" or diagnosis.kind == "starting":
+        return 2
+    return 0 if diagnosis.label == "straggler_or_not_hung" else 1
 
 
 class Line(NamedTuple):

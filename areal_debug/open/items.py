@@ -143,7 +143,7 @@ def examine_trace(found: Found, scratch: Path) -> Item:
     trace = read_merged(merge(scratch))
     trace.file = found.path
     report = report_on(trace)
-    word = "slow" if report.slow else "healthy"
+    word = report.verdict
     return Item(
         found,
         word,

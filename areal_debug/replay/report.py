@@ -22,6 +22,7 @@ from areal_debug.report.terminal import print_block, print_rows
 from recorder import Record
 from recorder.difference import Difference
 from replayer.check import RankDifference, ReplayReport, StepResult
+from replayer.own_code import code_arguments
 from replayer.request import Request
 
 SHOWN_OF_A_KIND = 2
@@ -56,6 +57,8 @@ def print_start(out: Console, report: ReplayReport) -> None:
     """Print what was set differently and which guarantee follows, before the first number."""
     header = report.set_differently
     assert header is not None
+    if report.own_code:
+        print_rows(out, rows_of("own code", list(map(str, report.own_code))), "")
     for table in tables_of(header, ("what", "recorded", "now")):
         print_block(out, table)
         out.print()
@@ -197,6 +200,8 @@ def rows_of_distance(report: ReplayReport) -> list[Row]:
 
 def reason_of(report: ReplayReport) -> str:
     header = report.set_differently
+    if changed := [str(own) for own in report.own_code if own.changed]:
+        return f"{'; '.join(changed)}."
     if report.guarantee.kind == "changed" or (header is not None and (header.config or header.model)):
         return "What was set differently, see above."
     if code_difference(report, "commit") or code_difference(report, "dirty_sha256"):
@@ -343,6 +348,7 @@ def next_commands(report: ReplayReport, request: Request) -> list[str]:
     if first is None or is_within or kind in ("changed", "unrecorded"):
         return []
     model = [] if request.model is None else ["--model", request.model]
+    model += code_arguments([own.file for own in report.own_code])
     replayed = [] if request.record_to is None else [request.record_to]
     commands = [["areal-debug", "why", request.record, *replayed, *model]]
     if request.record_to is not None:

@@ -103,7 +103,7 @@ def worth_checking(facts: ServerFacts) -> list[str]:
         )
     if stored and facts.dtype not in ("auto", stored):
         notes.append(f"the weights are stored as {stored} and served as {facts.dtype}")
-    if "vision_config" in config and not facts.multimodal:
+    if "vision_config" in config and not facts.multimodal and not facts.version.startswith("embedded"):
         notes.append(
             "the model supports images and this server takes text only: add --enable-multimodal after --"
         )

@@ -115,10 +115,19 @@ def report_of_all(statuses: Sequence[ServerStatus], ledger: Ledger | None) -> Re
     if not statuses:
         start = "start one with `areal-debug serve --model M --background`"
         return Report("No known server", start, "", blocks)
-    well = sum(status.is_well for status in statuses)
-    sentence = f"{well} of {count(len(statuses), 'server')} ready or starting"
-    is_well = well == len(statuses)
-    return Report("Healthy" if is_well else "Problem", sentence, "good" if is_well else "bad", blocks)
+    verdict = verdict_of(statuses)
+    num_ready = sum(status.now == "ready" for status in statuses)
+    return Report(verdict, f"{num_ready} of {count(len(statuses), 'server')} ready", WORDS[verdict], blocks)
+
+
+WORDS: dict[str, Level] = {"Healthy": "good", "Starting": "unsure", "Problem": "bad"}
+
+
+def verdict_of(statuses: Sequence[ServerStatus]) -> str:
+    """Return a key of WORDS: that of the worst server."""
+    if not all(status.is_well for status in statuses):
+        return "Problem"
+    return "Healthy" if all(status.now == "ready" for status in statuses) else "Starting"
 
 
 def status_cells(status: ServerStatus) -> list[str | Cell]:

@@ -106,7 +106,7 @@ def holder_of(host: str, port: int) -> str:
     """Describe the process that has the port, starting with ", "; empty if it is not known."""
     for state in known_servers():
         if state.address == f"{host}:{port}" and state.keeper_lives:
-            return f", by our own server of {state.model}; `areal-debug serve --stop --port {port}` ends it"
+            return f", by our own server of {state.model}; `areal-debug serve --stop {state.address}` ends it"
     with suppress(psutil.Error):
         for connection in psutil.net_connections("tcp"):
             # Only root sees the pid of another user's process.

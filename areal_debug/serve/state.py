@@ -20,8 +20,8 @@ from areal_core.safety.durable import commit_file
 class ServerState:
     """One server.
 
-    `phase` is "starting", "ready" or "failed", `message` is the reason, and `run` is the run that
-    it joined.
+    `phase` is "starting", "ready" or "failed", `message` is the reason, `run` is the run that it
+    joined, and `folder` the one that it was started in.
     """
 
     address: str
@@ -33,6 +33,7 @@ class ServerState:
     phase: str = "starting"
     message: str = ""
     run: str = ""
+    folder: str = ""
 
     @property
     def keeper_lives(self) -> bool:
@@ -62,7 +63,9 @@ def this_keeper(address: str, engine: str, model: str, run: str) -> ServerState:
 
     me = psutil.Process()
     log = state_file(address).with_suffix(".log")
-    return ServerState(address, engine, model, str(log), me.pid, me.create_time(), run=run)
+    return ServerState(
+        address, engine, model, str(log), me.pid, me.create_time(), run=run, folder=os.getcwd()
+    )
 
 
 def write_state(state: ServerState, phase: str = "starting", message: str = "") -> ServerState:

@@ -7,17 +7,18 @@ from typing import Any
 
 from markupsafe import Markup
 
-from areal_debug.render import format_seconds
+from areal_debug.render import count, format_seconds
 from areal_debug.report.charts import Span, stacked, timeline
 from areal_debug.report.links import RecordPage
-from areal_debug.report.model import Block, Cell, Facts, Picture, Report, Row, Table
+from areal_debug.report.model import Block, Cell, Facts, Level, Picture, Report, Row, Table
 from areal_debug.trace.read import Episode, RankStep, RunTrace
-from areal_debug.trace.steps import OF_CRITIC, SLOW, Spread, StepTimes, TraceReport
+from areal_debug.trace.steps import FEWEST_STEPS, OF_CRITIC, SLOW, Spread, StepTimes, TraceReport
 
 MAX_LINES = 40  # on a terminal
 MOST_BARS = 500  # of the steps, evenly chosen: the slow ones are kept
 MOST_ROWS = 1000
 MOST_RANKS = 64
+LEVELS: dict[str, Level] = {"slow": "bad", "healthy": "good", "unknown": "unsure"}
 STYLE = Path(__file__).parent / "trace.css"
 # Heading of a stage, and what a step did in it.
 STAGES = {
@@ -36,6 +37,8 @@ def report_of(
     """Return the report; a terminal lists at most `max_lines` steps."""
     statuses = ", ".join(f"{count:,} {status}" for status, count in report.episodes.items())
     left_out = max(0, len(report.steps) - MOST_ROWS)
+    traced = len({step.rank for step in trace.steps})
+    ranks = f"{traced} of {trace.num_ranks}" if traced < trace.num_ranks else str(traced)
     blocks: list[Block] = [
         table_of(trimmed(report.steps, max_lines), report, "terminal"),
         Facts(
@@ -45,14 +48,12 @@ def report_of(
         Picture(bars(report), "stages of each step on the rank that waited longest for its rollouts", True),
         Picture(ranks_of(trace, report.shown.step), f"ranks in step {report.shown.step}", True),
         table_of(report.steps[-MOST_ROWS:], report, "page", f"{left_out} earlier steps are left out"),
-        f"steps {len(report.steps)}, ranks {trace.num_ranks}, episodes {statuses or 'none'}",
+        f"steps {len(report.steps)}, ranks {ranks}, episodes {statuses or 'none'}",
         *(f"the run ended with {error}" for error in trace.errors),
         f"the complete trace, for ui.perfetto.dev or chrome://tracing: {trace.file}",
     ]
     word, sentence = verdict(report)
-    return Report(
-        word, sentence, "bad" if report.slow else "good", blocks, [trace.choice] if trace.choice else []
-    )
+    return Report(word, sentence, LEVELS[report.verdict], blocks, [trace.choice] if trace.choice else [])
 
 
 def verdict(report: TraceReport) -> tuple[str, str]:
@@ -60,6 +61,9 @@ def verdict(report: TraceReport) -> tuple[str, str]:
     shown, median = report.shown, format_seconds(report.median_s)
     spent_in = STAGES[shown.bottleneck][1]
     share = f"{shown.share(shown.bottleneck):.0%} of step {shown.step} was spent {spent_in}"
+    if report.verdict == "unknown":
+        least = count(FEWEST_STEPS + 1, "step")
+        return "Too few steps", f"{len(report.steps)}, and a slow one shows among {least} or more; {share}"
     if not report.slow:
         return "Steady", f"no step took more than {SLOW:g} times the median of {median}; {share}"
     listed = ", ".join(map(str, report.slow[:10])) + (" ..." if len(report.slow) > 10 else "")

@@ -4,10 +4,12 @@ import math
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 from areal_debug.trace.read import Episode, RankStep, RunOptions, RunTrace
 
 SLOW = 2.0  # a step this many times as long as the median is slow
+FEWEST_STEPS = 3  # after the first: of two, none can take twice their median
 LONG_TAIL = 2.0  # an episode this many times as long as the median
 STAGES = ("rollout", "compute_advantage", "train_step", "update_weights", "save")
 # Stages of the critic are added to those of the actor.
@@ -74,6 +76,13 @@ class TraceReport:
     shown: StepTimes
     finding: TraceFinding
     episodes: dict[str, int] = field(default_factory=dict)  # number by status
+
+    @property
+    def verdict(self) -> Literal["slow", "healthy", "unknown"]:
+        """Return "unknown" if there are too few steps to compare."""
+        if self.slow:
+            return "slow"
+        return "healthy" if len(self.steps) > FEWEST_STEPS else "unknown"
 
 
 def report_on(trace: RunTrace, step: int | None = None) -> TraceReport:

@@ -12,9 +12,15 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import TracebackType
 
 from areal_core.safety.printable import printable_block
 from areal_debug.start_up import collect_garbage_rarely
+
+SMALLER = (
+    "lower actor.mb_spec.max_tokens_per_mb, or set actor.gradient_checkpointing=true or "
+    "actor.optimizer.offload=true; `train --dry-run` estimates what needs how much"
+)
 
 
 def main(arguments: list[str]) -> None:
@@ -87,6 +93,24 @@ def mistakes_as_sentences() -> Iterator[None]:
         rollout.MalformedEpisode,
     ) as error:
         end(f"Error: {error}{notes_of(error)}", 2)
+    except RuntimeError as error:
+        if type(error).__name__ != "OutOfMemoryError":  # of torch, which need not be loaded here
+            raise
+        end(f"Error: the device's memory is full: {str(error).split('. ')[0]}; {SMALLER}", 1)
+
+
+def show_mistakes_as_sentences() -> None:
+    """Let an uncaught error of a script, by `python` or torchrun, end it as the command would."""
+    if sys.excepthook is sys.__excepthook__:  # no debugger or notebook has its own
+
+        def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+            try:
+                with mistakes_as_sentences():
+                    raise error.with_traceback(trace)
+            except BaseException:
+                sys.__excepthook__(kind, error, trace)
+
+        sys.excepthook = hook
 
 
 def notes_of(error: Exception) -> str:

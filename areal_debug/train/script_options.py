@@ -275,7 +275,14 @@ def split_flags(argv: Sequence[str]) -> tuple[list[str], list[str]]:
         if not equals and arguments and not arguments[0].startswith("-") and "=" not in arguments[0]:
             value = arguments.pop(0)
         overrides += flag_overrides(name, value)
+    check_flags([argument.partition("=")[0] for argument in argv])
     return rest, overrides
+
+
+def check_flags(names: Sequence[str]) -> None:
+    """Raise ConfigError if both flags are among the names."""
+    if set(OPTIONS) <= set(names):
+        raise ConfigError(f"{' and '.join(OPTIONS)} are both given: a run records or replays, not both")
 
 
 def flag_overrides(flag: str, folder: str, overwrite: bool = False) -> list[str]:

@@ -8,7 +8,16 @@ import click
 
 from areal_debug.cli import Verb, force_option, json_option, output_option
 from areal_debug.confined import ANYWHERE, reads_untrusted
-from areal_debug.render import announce, console, errors_as_sentences, fail, note, print_json, refuse_existing
+from areal_debug.render import (
+    announce,
+    console,
+    end_if_damaged,
+    errors_as_sentences,
+    fail,
+    note,
+    print_json,
+    refuse_existing,
+)
 from areal_debug.waiting import leave_terminal
 
 if TYPE_CHECKING:
@@ -134,6 +143,7 @@ def judge_run(
             click.echo(line)
     else:
         print_report(console(), report_of(read, found))
+    end_if_damaged(read.damage.found)
     raise SystemExit(EXIT_CODES[verdict(read, found)])
 
 

@@ -6,7 +6,15 @@ from pathlib import Path
 
 import click
 
-from areal_debug.cli import Verb, force_option, json_option, model_option, output_option, step_option
+from areal_debug.cli import (
+    Verb,
+    code_option,
+    force_option,
+    json_option,
+    model_option,
+    output_option,
+    step_option,
+)
 from areal_debug.goto.report import GotoOptions
 from areal_debug.render import (
     announce,
@@ -35,6 +43,7 @@ STAGES = ("batch", "advantages", "loss", "backward", "optimizer")
 @output_option("Write the weights before the step into this folder, as a Hugging Face model.")
 @force_option
 @model_option
+@code_option
 @click.option("--keep-going", is_flag=True, help="Continue after a step that differs from its record.")
 @json_option
 @errors_as_sentences

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from areal_debug.cli import Verb, force_option, json_option, model_option
+from areal_debug.cli import Verb, code_option, force_option, json_option, model_option
 from areal_debug.render import (
     QUIET,
     REPORT_FILE,
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 @click.command(
     cls=Verb,
-    short_help="Cut a record to one step, or to the rows that show a bug, in one file",
+    short_help="Cut a record to one step, or to rows that show a bug, in one file",
     example="areal-debug record cut runs/record --step 3 --to bug.zip\n"
     "areal-debug record cut runs/record --step 3 --shrink 'loss is nan' --to bug.zip",
 )
@@ -56,6 +56,7 @@ if TYPE_CHECKING:
 )
 @click.option("--no-check", is_flag=True, help="Do not replay the file once it is written.")
 @model_option
+@code_option
 @force_option
 @json_option
 @errors_as_sentences

@@ -7,6 +7,7 @@ import click
 
 from areal_debug.cli import (
     Verb,
+    code_option,
     force_option,
     json_option,
     model_option,
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
 @click.option("--to-step", type=int, metavar="N", help="Last step to run.")
 @nproc_option
 @model_option
+@code_option
 @click.option(
     "--config",
     type=click.Path(),

@@ -89,9 +89,13 @@ def rescore(
     """Score the samples of RECORD again with the reward function MODULE:FN (or FILE.py:FN), and
     list the samples that only one of the two rewards pays for. Needs no model.
 
+    Where they disagree, it first tries whether rewards are those of other rows: shifted from some
+    row on, or in another order.
+
     With --data, the function gets the fields of the row whose prompt is in the recorded prompt.
 
-    Exit code 0: the rewards agree. 1: they disagree. 2: no sample could be compared.
+    Exit code 0: the rewards agree. 1: they disagree. 2: most samples could
+    not be compared.
     """
     from areal_core.reward.signature import check_reward_fn
     from areal_debug.agent.engine import read_rows
@@ -114,7 +118,8 @@ def rescore(
     announce(f"scoring {count(len(steps), 'step')} of {record} with {function}")
     report = rescore_record(opened, function, rows, steps, timeout_s)
     if as_json:
-        print_json(asdict(report))
+        sentences = [pairing.sentence for pairing in report.pairings]
+        print_json({"paired_wrongly": sentences} | asdict(report))
     else:
         print_report(console(), report_of_rescore(report))
-    raise SystemExit(2 if not report.num_compared else 1 if report.disagreements else 0)
+    raise SystemExit({"agree": 0, "disagree": 1, "unknown": 2}[report.verdict])

@@ -1,5 +1,6 @@
 """`areal-debug serve`: start, list and stop inference servers to debug agents against."""
 
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 @click.command(
     cls=Verb,
     context_settings={"ignore_unknown_options": True},
-    example="areal-debug serve --model MODEL --background\nareal-debug serve --stop",
+    example="areal-debug serve --model MODEL --background\nareal-debug serve --stop 127.0.0.1:30000",
 )
 @click.option("--model", help="Checkpoint folder, or a name on the hub.")
 @click.option(
@@ -33,7 +34,9 @@ if TYPE_CHECKING:
 @click.option("--status", is_flag=True, help="List the servers with their health and load.")
 @click.option("--logs", type=click.Path(path_type=Path), default="runs/logs", show_default=True,
               help="With --status: logs of a run, whose own view of its servers is shown.")  # fmt: skip
-@click.option("--stop", is_flag=True, help="Stop all servers, or the one at --port.")
+@click.option("--stop", is_flag=True,
+              help="Stop the servers at HOST:PORT..., or those started in this folder.")  # fmt: skip
+@click.option("--all", "stops_all", is_flag=True, help="With --stop: all servers of this user.")
 @click.option("--join", metavar="EXPERIMENT[/TRIAL]", help="Add the server to a run, which may be running.")
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen at.")
 @click.option("--port", type=click.IntRange(0, 65535), default=0, help="Port; by default any free one.")
@@ -57,6 +60,7 @@ def command(
     status: bool,
     logs: Path,
     stop: bool,
+    stops_all: bool,
     join: str | None,
     host: str,
     port: int,
@@ -79,7 +83,7 @@ def command(
     if status:
         show_status(port, logs, as_json)
     if stop:
-        stop_servers(port, as_json)
+        stop_servers([*arguments, *([str(port)] if port else [])], stops_all, as_json)
     if model is None:
         raise ValueError("--model is missing: give a checkpoint folder, or use --status or --stop")
     spec = plan_server(
@@ -134,12 +138,12 @@ def show_facts(state: "ServerState", as_json: bool) -> None:
 
 
 def show_status(port: int, logs: Path, as_json: bool) -> NoReturn:
-    """List the servers; exit code 0 if there is at least one and all are healthy."""
+    """List the servers; exit code 0 if there is at least one and all are ready, 2 if one starts."""
     from concurrent.futures import ThreadPoolExecutor
 
     from areal_debug.report.terminal import print_report
     from areal_debug.serve.ledger import find_ledger
-    from areal_debug.serve.report import document_of_all, report_of_all, status_of
+    from areal_debug.serve.report import document_of_all, report_of_all, status_of, verdict_of
 
     ledger = find_ledger(logs)
     with ThreadPoolExecutor() as threads:
@@ -148,13 +152,26 @@ def show_status(port: int, logs: Path, as_json: bool) -> NoReturn:
         print_json(document_of_all(statuses, ledger))
     else:
         print_report(console(), report_of_all(statuses, ledger))
-    raise SystemExit(0 if statuses and all(status.is_well for status in statuses) else 1)
+    raise SystemExit({"Healthy": 0, "Starting": 2, "Problem": 1}[verdict_of(statuses)] if statuses else 1)
 
 
-def stop_servers(port: int, as_json: bool) -> NoReturn:
-    from areal_debug.serve.state import stop_keeper
+def stop_servers(named: list[str], stops_all: bool, as_json: bool) -> NoReturn:
+    """Stop the named servers, else those that were started in this folder, else refuse."""
+    from areal_debug.serve.state import known_servers, stop_keeper
 
-    states = servers_at(port)
+    known = known_servers()
+    states = known if stops_all else [state for state in known if state.folder == os.getcwd()]
+    if named:  # addresses or ports
+        by_name = {
+            name: state for state in known for name in (state.address, state.address.rpartition(":")[2])
+        }
+        if lacking := [name for name in named if name not in by_name]:
+            there_are = ", ".join(state.address for state in known) or "none"
+            raise ValueError(f"there is no server at {', '.join(lacking)}; there are {there_are}")
+        states = [by_name[name] for name in named]
+    elif known and not states:
+        others = ", ".join(f"{state.address} (in {state.folder or 'an unknown folder'})" for state in known)
+        raise ValueError(f"no server was started in this folder, but {others}: name it, or add --all")
     for state in states:
         stop_keeper(state)
     if as_json:

@@ -23,8 +23,10 @@ def command(
 
     RUN_OR_FILE is a trace.json, the folder of a run's logs, or one above it, whose newest trace is
     read. A run is traced with
-    rollout.enable_rollout_tracing=true or perf_tracer.enabled=true. Exit code 1: a step took more
-    than twice the median.
+    rollout.enable_rollout_tracing=true or perf_tracer.enabled=true.
+
+    Exit code 0: no step after the first took more than twice the median. 1: one did. 2: there are
+    too few steps.
     """
     if output is not None:
         refuse_existing(output, force)
@@ -39,10 +41,10 @@ def command(
     trace = read_run(run)
     report = report_on(trace, step)
     if output is not None:
-        frame = Frame("Steps", str(trace.file.parent), "trace", "slow" if report.slow else "healthy")
+        frame = Frame("Steps", str(trace.file.parent), "trace", report.verdict)
         write_report(output, report_of(trace, report), frame, style=STYLE.read_text())
     if as_json:
         print_json(report_document(trace, report))
     else:
         print_report(console(), report_of(trace, report, len(report.steps) if all_steps else MAX_LINES))
-    raise SystemExit(1 if report.slow else 0)
+    raise SystemExit({"healthy": 0, "slow": 1, "unknown": 2}[report.verdict])

@@ -89,6 +89,7 @@ def command(
     from areal_core.paths import make_run_folders, run_folder
     from areal_debug.doctor.hooks import NO_HOOKS, make_hooks
     from areal_debug.train.script_options import (
+        check_flags,
         check_imports,
         check_reward_functions,
         find_script,
@@ -101,6 +102,8 @@ def command(
         fail("--on-alarm, --webhook, --stop-on and --pause-on go with --watch")
     path = find_script(script)
     flags: list[str] = []
+    if None not in (dump_rollout, replay_rollout):
+        check_flags(("--dump-rollout", "--replay-rollout"))
     if dump_rollout and "=" in dump_rollout:  # the flag without DIR, and the first override after it
         dump_rollout, overrides = "", (dump_rollout, *overrides)
     if dump_rollout is not None:

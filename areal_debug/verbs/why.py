@@ -7,7 +7,15 @@ from typing import TYPE_CHECKING, NoReturn
 import click
 
 from areal_core.safety.printable import printable
-from areal_debug.cli import Verb, force_option, json_option, model_option, output_option, step_option
+from areal_debug.cli import (
+    Verb,
+    code_option,
+    force_option,
+    json_option,
+    model_option,
+    output_option,
+    step_option,
+)
 from areal_debug.confined import ANYWHERE, reads_untrusted
 from areal_debug.render import (
     announce,
@@ -45,6 +53,7 @@ DEFAULT_STEPS = 5  # that --commits compares
     help="Checkout that has the recorded commits; by default that of this code.",
 )
 @model_option
+@code_option
 @click.option(
     "--no-replay", is_flag=True, help="Judge from the records alone: start no replay and ask no engine."
 )

@@ -5,6 +5,7 @@ are read from the source, which needs no torch; what is known only in a run is s
 """
 
 import re
+import tomllib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -52,8 +53,10 @@ API = (
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add one generated file for each page."""
+    """Add one generated file for each page, in place of the one that a checkout has."""
     for name, page in PAGES.items():
+        if (of_checkout := files.get_file_from_path(f"reference/{name}.md")) is not None:
+            files.remove(of_checkout)
         files.append(File.generated(config, f"reference/{name}.md", content=page()))
     return files
 
@@ -213,6 +216,19 @@ def probes() -> str:
     return text
 
 
+def calm_answers() -> str:
+    """Every answer that says all is well, and what it rests on."""
+    rows = tomllib.loads((ROOT / "areal_debug/report/calm.toml").read_text())
+    text = (
+        "# What an all-clear rests on\n\nA verb says that all is well, with exit code 0, only if it has "
+        "observed what is listed here. A test takes each observation away.\n\n"
+    )
+    for verb, row in rows.items():
+        needs = listed("It needs", row["needs"].values())
+        text += entry(re.sub(r"\W+", "-", verb), f"`{verb}`: \u201c{row['says']}\u201d", needs)
+    return text
+
+
 def record_format() -> str:
     """The specification of the record format."""
     return (ROOT / "recorder/FORMAT.md").read_text()
@@ -231,6 +247,7 @@ PAGES = {
     "findings": findings,
     "metrics": metrics,
     "probes": probes,
+    "calm": calm_answers,
     "format": record_format,
     "api": api,
 }

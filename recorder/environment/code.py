@@ -65,18 +65,6 @@ def code_identity(folder: Path) -> dict[str, Any]:
     }
 
 
-def object_identity(value: object) -> dict[str, str | None]:
-    """Return the import path of an object's class, its source file and the sha256 of that file."""
-    kind = type(value)
-    file = getattr(sys.modules.get(kind.__module__), "__file__", None)
-    path = None if file is None else Path(os.path.abspath(file))
-    return {
-        "import_path": f"{kind.__module__}.{kind.__qualname__}",
-        "file": None if path is None else masker().text(str(path)),
-        "sha256": None if path is None else digest(path),
-    }
-
-
 def repository_identity(folder: Path) -> dict[str, Any]:
     """Return the commit of a folder, and digests of what is not committed, as a whole and by file.
 

@@ -6,12 +6,14 @@ A record made before these facts were recorded lacks them, and then nothing is s
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 from recorder.environment import VARIABLES
 from recorder.format import RecordHeader
+from replayer.own_code import FIRST_STAGE, NAMES, compare_own_code, differing, members
 
-Kind = Literal["commit", "script", "library", "variable"]
+Kind = Literal["commit", "own code", "script", "library", "variable"]
 NAMED = {
     "dirty_files": "which files had uncommitted changes",
     "script": "the user's script",
@@ -28,8 +30,9 @@ class CodeDifference:
         what: a phrase that names it, with both values where they are short.
         file: the file, from its repository, its library's folder or the script's; None if it is not
             a file, or not known.
-        line: None, because contents are not recorded.
+        line: of the first function that differs, where it is known.
         used_by: the run that used the file, where the other did not.
+        acts_from: the first stage on which own code of the user acts.
     """
 
     kind: Kind
@@ -37,15 +40,25 @@ class CodeDifference:
     file: str | None = None
     line: int | None = None
     used_by: Literal["A", "B", "both"] = "both"
+    acts_from: str = "batch"
 
 
-def code_differences(left: RecordHeader, right: RecordHeader) -> tuple[CodeDifference, ...]:
-    """List what differs in the code of two runs, as far as both know it."""
+def code_differences(
+    left: RecordHeader, right: RecordHeader, is_replay: bool = False
+) -> tuple[CodeDifference, ...]:
+    """List what differs in the code of two runs, as far as both know it.
+
+    Args:
+        is_replay: `right` is a replay of `left`.
+    """
     here, there = left.environment, right.environment
     codes = code_of(left), code_of(right)
+    own = tuple(own_differences(left, right, is_replay))
+    named = {item.file for item in own}
     return (
+        *own,
         *commit_differences(*codes),
-        *script_differences(*codes),
+        *(item for item in script_differences(*codes) if Path(item.file or "").name not in named),
         *version_differences(members(here, "libraries"), members(there, "libraries")),
         *library_differences(*(members(code, "changed_libraries") for code in codes)),
         *variable_differences(members(here, "variables"), members(there, "variables")),
@@ -63,15 +76,20 @@ def unknown_code(left: RecordHeader, right: RecordHeader) -> tuple[str, ...]:
     return tuple(found)
 
 
-def members(document: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    """Return a member that is an object; an empty one if there is none."""
-    value = document.get(name)
-    return value if isinstance(value, dict) else {}
-
-
 def code_of(header: RecordHeader) -> Mapping[str, Any]:
     """Return the identity of a run's code."""
     return members(header.environment, "code")
+
+
+def own_differences(left: RecordHeader, right: RecordHeader, is_replay: bool) -> Iterator[CodeDifference]:
+    """Yield the functions of the user's own loss, advantage, reward and the like that differ."""
+    named = set()
+    for own in compare_own_code(left, right, is_replay):
+        if own.changed and (own.file, own.changed[0]) not in named:
+            named.add((own.file, own.changed[0]))
+            what = f"{own.changed[0]} of {own.file} ({NAMES[own.role]} {own.name})"
+            acts = FIRST_STAGE.get(own.role, "batch")
+            yield CodeDifference("own code", what, own.file, own.line, acts_from=acts)
 
 
 def commit_differences(left: Mapping[str, Any], right: Mapping[str, Any]) -> Iterator[CodeDifference]:
@@ -128,10 +146,3 @@ def variable_differences(left: Mapping[str, Any], right: Mapping[str, Any]) -> I
         if values[0] != values[1]:
             shown = ["not set" if value is None else value for value in values]
             yield CodeDifference("variable", f"{name} is {shown[0]} in A, {shown[1]} in B")
-
-
-def differing(left: Mapping[str, Any], right: Mapping[str, Any]) -> list[str]:
-    """Return the names of files that are on one side only, or differ."""
-    lacking = object()
-    names = left.keys() | right.keys()
-    return sorted(name for name in names if left.get(name, lacking) != right.get(name, lacking))

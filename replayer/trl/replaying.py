@@ -13,7 +13,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -31,7 +31,6 @@ from replayer.trl.observing import (
     OLD,
     REFERENCE,
     Generators,
-    LossCall,
     Observer,
     TrainedStep,
     known_name,
@@ -76,143 +75,117 @@ class StepDifference:
         return f"{where}: {values}" if self.name is None else f"{where}: {self.name} is {values}"
 
 
-@dataclass(frozen=True)
-class Found:
-    """A difference without its step: `values` are the recorded and the replayed one.
+class Fact(NamedTuple):
+    """A value of a step, and what it is.
 
-    `after` are the optimizer steps of the step before it.
+    Arrays are int32 or float32 [T], floats are in hexadecimal. `after` are the optimizer steps of
+    the step before it.
     """
 
     stage: str
-    values: tuple[Any, Any]
+    value: Any
     name: str | None = None
     row: int | None = None
-    token: int | None = None
     after: int = 0
+
+
+def facts_of(
+    samples: Sequence[Sample],
+    weights: Mapping[str, str],
+    work: Sequence[Mapping[str, Any]],
+    details: Mapping[str, Any],
+) -> Iterator[Fact]:
+    """Yield the values of a step, recorded or replayed, in the order of computation.
+
+    Args:
+        weights: checksums before the step.
+        work: documents of its micro-batches and optimizer steps.
+        details: of the recorded step.
+    """
+    yield Fact("weights before the step", weights)
+    yield Fact("batch", len(samples), "number of rows")
+    for row, sample in enumerate(samples):
+        yield Fact("batch", sample.tokens, None, row)
+        yield Fact("batch", sample.loss_mask, "loss mask", row)
+    yield from (Fact("rewards", repr(sample.reward), None, row) for row, sample in enumerate(samples))
+    for stage, name in {
+        "advantages": "advantages",
+        "old log-probs": OLD,
+        "reference log-probs": REFERENCE,
+    }.items():
+        if name != OLD or details["has_old_logps"]:
+            yield from (Fact(stage, one.learning.get(name), None, row) for row, one in enumerate(samples))
+    after = 0
+    for item in work:
+        if "lr" in item:
+            yield Fact("gradient norm", item["grad_norm"], None, None, after)
+            yield Fact("learning rate", item["lr"], None, None, after)
+            yield Fact("weights", item["weights"], None, None, after)
+            after += 1
+            continue
+        rows = item["rows"]
+        yield Fact("order", rows, "rows of a micro-batch", None, after)
+        for row, checksum in zip(rows, item["logps"], strict=False):
+            yield Fact("log-probs", checksum, "checksum", row, after)
+        yield Fact("loss", item["loss"], f"that of rows {rows}", rows[0] if len(rows) == 1 else None, after)
+    if details["is_complete"]:
+        yield Fact("order", len(work), "number of micro-batches and optimizer steps", None, after)
 
 
 def first_difference(
     samples: Sequence[Sample], details: Mapping[str, Any], step: TrainedStep, rank: int
 ) -> StepDifference | None:
     """Return the first difference of a step from its recorded samples and details."""
-    found = next(differences(samples, details, step), None)
-    if found is None:
-        return None
-    number = step.optimizer_step + found.after
-    place = (found.row, found.token, found.name)
-    return StepDifference(step.number, number, found.stage, *place, *found.values, rank)
-
-
-def differences(samples: Sequence[Sample], details: Mapping[str, Any], step: TrainedStep) -> Iterator[Found]:
-    """Yield the differences of a step."""
-    if details["weights_before"] and step.weights_before:
-        yield from of_weights("weights before the step", details["weights_before"], step.weights_before)
-    if len(samples) != len(step.samples):
-        yield Found("batch", (len(samples), len(step.samples)), "number of rows")
-    rows = list(enumerate(zip(samples, step.samples, strict=False)))
-    for row, (left, right) in rows:
-        yield from of_tokens("batch", row, left.tokens, right.tokens)
-        yield from of_tokens("batch", row, left.loss_mask, right.loss_mask, "loss mask")
-    for row, (left, right) in rows:
-        if repr(left.reward) != repr(right.reward):
-            yield Found("rewards", (left.reward, right.reward), row=row)
-    stages = {"advantages": "advantages", "old log-probs": OLD, "reference log-probs": REFERENCE}
-    for stage, name in stages.items():
-        if name != OLD or details["has_old_logps"]:
-            for row, (left, right) in rows:
-                yield from of_tokens(stage, row, left.learning.get(name), right.learning.get(name))
-    yield from of_work(samples, details["work"], step, details["is_complete"])
-
-
-def of_tokens(
-    stage: str,
-    row: int,
-    left: np.ndarray | None,
-    right: np.ndarray | None,
-    name: str | None = None,
-    after: int = 0,
-) -> Iterator[Found]:
-    """Yield the first token whose values, int32 or float32 [T], differ in their bits."""
-    if left is None or right is None:
-        if left is not right:
-            known = ("absent" if left is None else "present", "absent" if right is None else "present")
-            yield Found(stage, known, name, row, None, after)
-        return
-    if len(left) != len(right):
-        yield Found(stage, (len(left), len(right)), "number of tokens", row, None, after)
-    size = min(len(left), len(right))
-    different = left[:size].view(np.int32) != right[:size].view(np.int32)
-    if different.any():
-        token = int(different.argmax())
-        yield Found(stage, (left[token].item(), right[token].item()), name, row, token, after)
-
-
-def of_weights(
-    stage: str, left: Mapping[str, str], right: Mapping[str, str], after: int = 0
-) -> Iterator[Found]:
-    """Yield the first parameter whose checksums differ."""
-    different = [name for name in {**left, **right} if left.get(name) != right.get(name)]
-    for name in different[:1]:
-        what = f"checksum of {name} ({len(different)} of {len(left)} parameters differ)"
-        yield Found(stage, (left.get(name), right.get(name)), what, after=after)
-
-
-def of_work(
-    samples: Sequence[Sample], recorded: Sequence[Mapping[str, Any]], step: TrainedStep, is_complete: bool
-) -> Iterator[Found]:
-    after = 0
-    for left, item in zip(recorded, step.work, strict=False):
-        right = item.document()
-        if left.keys() != right.keys():
-            kinds = ("an optimizer step", "a micro-batch")
-            yield Found("order", kinds if "lr" in left else kinds[::-1], "what follows", after=after)
-            return
-        if isinstance(item, LossCall):
-            yield from of_loss(samples, step, left, right, after)
-        else:
-            yield from of_update(left, right, after)
-            after += 1
-    if is_complete and len(recorded) != len(step.work):
-        name = "number of micro-batches and optimizer steps"
-        yield Found("order", (len(recorded), len(step.work)), name, after=after)
-
-
-def of_loss(
-    samples: Sequence[Sample],
-    step: TrainedStep,
-    left: Mapping[str, Any],
-    right: Mapping[str, Any],
-    after: int,
-) -> Iterator[Found]:
-    """Yield the differences of a micro-batch in the loss, from the documents of both."""
-    rows = left["rows"]
-    if rows != right["rows"]:
-        yield Found("order", (rows, right["rows"]), "rows of a micro-batch", after=after)
-    for row, recorded, replayed in zip(rows, left["logps"], right["logps"], strict=False):
-        if recorded != replayed:
+    recorded = facts_of(samples, details["weights_before"] or {}, details["work"], details)
+    work = [item.document() for item in step.work]
+    for left, right in zip(
+        recorded, facts_of(step.samples, step.weights_before or {}, work, details), strict=False
+    ):
+        found = difference_of(left, right)
+        if found is None:
+            continue
+        name, token, values = found
+        if left.stage == "log-probs" and left.row is not None:
             # values were kept of the first pass of a row only
-            pair = samples[row].learning, step.samples[row].learning
-            name = CURRENT if CURRENT in pair[0] else OLD
-            yield from of_tokens("log-probs", row, pair[0].get(name), pair[1].get(name), None, after)
-            yield Found("log-probs", (recorded, replayed), "checksum", row, None, after)
-    if left["loss"] != right["loss"]:
-        losses = (float.fromhex(left["loss"]), float.fromhex(right["loss"]))
-        yield Found("loss", losses, f"that of rows {rows}", rows[0] if len(rows) == 1 else None, None, after)
+            pair = [side[left.row].learning for side in (samples, step.samples)]
+            known = CURRENT if CURRENT in pair[0] else OLD
+            facts = [Fact("log-probs", values.get(known)) for values in pair]
+            name, token, values = difference_of(*facts) or found
+        number = step.optimizer_step + left.after
+        stage = left.stage if left.name == right.name else "order"
+        return StepDifference(step.number, number, stage, left.row, token, name, *values, rank)
+    return None
 
 
-def of_update(left: Mapping[str, Any], right: Mapping[str, Any], after: int) -> Iterator[Found]:
-    if left["grad_norm"] != right["grad_norm"]:
-        norms = (float.fromhex(left["grad_norm"]), float.fromhex(right["grad_norm"]))
-        yield Found("gradient norm", norms, after=after)
-    if left["lr"] != right["lr"]:
-        yield Found("learning rate", (rates(left["lr"]), rates(right["lr"])), after=after)
-    if left["weights"] and right["weights"]:
-        yield from of_weights("weights", left["weights"], right["weights"], after)
+def difference_of(left: Fact, right: Fact) -> tuple[str | None, int | None, tuple[Any, Any]] | None:
+    """Return name, token and values of the difference of two facts, None for equal bits."""
+    a, b = left.value, right.value
+    if (left.stage, left.name, left.row) != (right.stage, right.name, right.row):
+        return "what follows", None, (left.name or left.stage, right.name or right.stage)
+    if isinstance(a, np.ndarray) and isinstance(b, np.ndarray):
+        if len(a) != len(b):
+            return "number of tokens", None, (len(a), len(b))
+        different = a.view(np.int32) != b.view(np.int32)
+        token = int(different.argmax()) if different.any() else None
+        return None if token is None else (left.name, token, (a[token].item(), b[token].item()))
+    if isinstance(a, Mapping) and isinstance(b, Mapping):
+        names = [name for name in {**a, **b} if a.get(name) != b.get(name)]
+        if not (a and b and names):  # of one that was not taken nothing is known
+            return None
+        what = f"checksum of {names[0]} ({len(names)} of {len(a)} parameters differ)"
+        return what, None, (a.get(names[0]), b.get(names[0]))
+    if a is None or b is None:
+        known = ("absent" if a is None else "present", "absent" if b is None else "present")
+        return None if a is b else (left.name, None, known)
+    return None if a == b else (left.name, None, (shown(left.stage, a), shown(left.stage, b)))
 
 
-def rates(texts: Sequence[str]) -> str:
-    """Return the learning rates of the parameter groups, each once."""
-    return ", ".join(str(float.fromhex(text)) for text in dict.fromkeys(texts))
+def shown(stage: str, value: Any) -> Any:
+    if stage in ("loss", "gradient norm"):
+        return float.fromhex(value)
+    if stage == "learning rate":  # of the parameter groups, each once
+        return ", ".join(str(float.fromhex(text)) for text in dict.fromkeys(value))
+    return value
 
 
 # options that name places, not numbers of the training

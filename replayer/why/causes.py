@@ -24,6 +24,7 @@ from replayer.commits.warm import search_commits
 from replayer.compare.stages import STAGES, StageDifference, prompts_of
 from replayer.diff import DiffReport, acts_from, share_a_prompt
 from replayer.errors import SameNumbers
+from replayer.own_code import code_arguments, own_code_of
 from replayer.request import Request, is_new_option_at_default
 from replayer.why.report import UNKNOWN, Cause, Confidence, Finding, Kind, Setting, listed
 
@@ -123,6 +124,8 @@ def settings_of(case: Case) -> list[Setting]:
             if acts
             else "what acts of a commit is listed as evidence"
             if outside.kind == "commit"
+            else f"acts later, from the {outside.acts_from} on"
+            if outside.kind == "own code"
             else "does not act on rows"
         )
         found.append(Setting(section, outside.what, None, None, acts, why, is_outside=True))
@@ -185,12 +188,23 @@ def next_of_config(case: Case, override: str) -> str:
 
 
 def diff_command(case: Case) -> str:
+    if case.is_replay:  # its record is removed at the end
+        return replay_command(case.left, case.step)
     return f"areal-debug why {quote(case.left.path)} {quote(case.right.path)} --all --step {case.step}"
 
 
 def replay_command(record: Record, step: int, override: str = "") -> str:
-    command = f"areal-debug replay {quote(record.path)} --from-step {step} --to-step {step}"
+    command = (
+        f"areal-debug replay {quote(record.path)} --from-step {step} --to-step {step}{code_of_user(record)}"
+    )
     return f"{command} {quote(override)}" if override else command
+
+
+def code_of_user(record: Record) -> str:
+    return "".join(
+        f" {quote(word)}"
+        for word in code_arguments([own.file for own in own_code_of(record.header).values()])
+    )
 
 
 def model_candidates(case: Case, settings: Sequence[Setting]) -> Iterator[Candidate]:
@@ -259,6 +273,8 @@ def outside_acts(case: Case, item: "CodeDifference") -> bool:
     """Return whether code or a variable can act: what only rounds acts on no rows or rewards."""
     if item.kind == "commit":
         return item.file is not None  # a commit is judged by its own changes
+    if item.kind == "own code":
+        return STAGES.index(item.acts_from) <= STAGES.index(case.first.stage)
     is_rounding = item.kind == "variable" and item.what.split()[0] in VARIABLES_OF_KERNELS
     return not (is_rounding and case.kind_of_batch in ("data", "tools", "rewards", "rows"))
 
@@ -266,9 +282,12 @@ def outside_acts(case: Case, item: "CodeDifference") -> bool:
 def distance_of(case: Case, item: "CodeDifference") -> int:
     """Return how near code or a variable is: 0 if its name has a word of what differs.
 
+    The user's own code is nearest: it computes nothing but its stages.
     A file that one run alone uses comes last: a launcher is such a file, and a script that begins
     to use a module differs itself.
     """
+    if item.kind == "own code":
+        return -1
     if item.used_by != "both":
         return 3
     words = WORDS.get(case.kind_of_batch or "", ())
@@ -367,7 +386,7 @@ def unknown_finding(case: Case, *evidence: str) -> Finding:
         "low",
         evidence,
         "any setting, file or variable that is not the same in A and B",
-        f"areal-debug goto {quote(case.left.path)} --step {case.step} --at {stage} --shell",
+        f"areal-debug goto {quote(case.left.path)} --step {case.step} --at {stage} --shell{code_of_user(case.left)}",
     )
 
 

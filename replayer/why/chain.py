@@ -15,6 +15,7 @@ from replayer.compare.patterns import causal_tensor, find_pattern, same_weights
 from replayer.compare.stages import STAGES
 from replayer.diff import DiffReport, diff_records
 from replayer.errors import ReplayError
+from replayer.own_code import NAMES, compare_own_code
 from replayer.why.causes import (
     Case,
     History,
@@ -52,7 +53,7 @@ def explain(left: Record, right: Record, options: Options, is_replay: bool = Fal
     except ReplayError as error:
         return WhyReport(left.path, right.path, "not comparable", str(error), 0, 0)
     if report.first is None:
-        return identical(left, right, report)
+        return identical(left, right, report, is_replay)
     if report.unrelated is not None:
         reason = f"A and B are of different runs: {report.unrelated}"
         return WhyReport(
@@ -71,7 +72,7 @@ def explain(left: Record, right: Record, options: Options, is_replay: bool = Fal
     return report_of(case, settings, finding, diverged_at, also)
 
 
-def identical(left: Record, right: Record, report: DiffReport) -> WhyReport:
+def identical(left: Record, right: Record, report: DiffReport, is_replay: bool) -> WhyReport:
     """Return that all common steps have the same bits, and what was set without effect."""
     count = f"{report.num_compared} of {report.num_shared} common steps compared"
     what = "all that both records know has the same bits" if report.not_known else "all have the same bits"
@@ -99,7 +100,7 @@ def identical(left: Record, right: Record, report: DiffReport) -> WhyReport:
         report.num_compared,
         report.num_shared,
         settings=settings,
-        also=tuple(only),
+        also=(*only, *map(str, compare_own_code(left.header, right.header, is_replay))),
         not_known=report.not_known,
         not_compared=report.not_compared,
     )
@@ -133,7 +134,7 @@ def make_case(left: Record, right: Record, report: DiffReport, is_replay: bool) 
     here, there = left.step(step), right.step(step)
     first = causal_tensor(report.differences)
     pattern = find_pattern(here, there, first, foreign)
-    outside = code_differences(left.header, right.header)
+    outside = code_differences(left.header, right.header, is_replay)
     return Case(
         left,
         right,
@@ -163,6 +164,9 @@ def find_cause(case: Case, settings: Sequence[Setting], options: Options) -> Fin
         return before_the_records(case)
     around = [*outside_candidates(case), *environment_candidates(case, settings)]
     around.sort(key=lambda candidate: candidate.distance)
+    if not config and around and around[0].distance < 0:  # the user's own code
+        alone = len(around) == 1 and len(set(commits_of(case))) == 1
+        return finding_of(around[0], "high" if alone else "medium")
     history = read_history(case, options.repository, commits_of(case))
     notes: tuple[str, ...] = (history,) if isinstance(history, str) else ()
     without_replay = replace(options, replay=None)
@@ -255,4 +259,6 @@ def equal_before(case: Case) -> tuple[str, ...]:
     if case.weights_before:
         found.append("weights before the step")
     earlier = STAGES[: STAGES.index(case.first.stage)]
+    own = compare_own_code(case.left.header, case.right.header, case.is_replay)
+    found += [f"{NAMES[one.role]} {one.name} of {one.file}" for one in own if not one.changed]
     return (*found, *(stage for stage in earlier if stage not in case.report.not_compared))

@@ -16,7 +16,7 @@ from recorder import Record
 from replayer.compare.stages import STAGES, StageDifference, compare_steps
 from replayer.diff import INPUTS, judge_size
 from replayer.errors import NothingToBisect, ReplayError
-from replayer.request import own_objective
+from replayer.own_code import is_allowed
 from replayer.why.causes import (
     Candidate,
     Case,
@@ -70,7 +70,7 @@ OF_MASKS = ("other support", "shifted")
 def is_replayable(case: Case) -> bool:
     """Return whether a replay of A computes what differs: it takes the batch from the record."""
     header = case.left.header
-    known = header.config_is_ours and own_objective(header) is None
+    known = header.config_is_ours and is_allowed(case.left)
     return case.first.stage != "batch" and known and header.recording.has_plans
 
 

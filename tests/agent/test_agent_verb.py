@@ -117,7 +117,7 @@ def test_run_shows_the_turns_before_a_failure_and_where_it_came_from(agent):
 @pytest.mark.parametrize(
     ("name", "arguments", "sentence"),
     [
-        ("Nothing", ("--say", "a"), "has no Nothing; its classes are "),
+        ("Nothing", ("--say", "a"), "has no Nothing; its functions and classes are "),
         ("NotAsync", ("--say", "a"), "NotAsync.run is not async: an agent has `async def run(self, data"),
         ("Plain", (), "no engine: give --model FOLDER (in this process), --server HOST:PORT, or --say"),
         ("Plain", ("--say", "a", "--server", "x:1"), "--server and --say are both given"),
@@ -247,7 +247,7 @@ def test_rollout_goes_through_the_trainer_and_leaves_a_record_that_replays(tiny_
 @pytest.mark.parametrize(
     ("name", "config", "arguments", "sentence"),
     [
-        ("Nothing", TINY_CONFIG, (), "has no Nothing; its classes are "),
+        ("Nothing", TINY_CONFIG, (), "has no Nothing; its functions and classes are "),
         ("Plain", "no.yaml", (), "no.yaml cannot be read: No such file or directory"),
         (
             "Plain",

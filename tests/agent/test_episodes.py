@@ -165,8 +165,8 @@ class NeedsName:
             "NeedsName cannot be constructed from {}: .*missing 1 required positional argument: 'name'",
         ),
         ("no_such_module:Agent", "no_such_module cannot be imported"),
-        ("json:Agent", "json has no Agent; its classes are "),
-        ("agent", "'agent' is not an import path; expected package.module:Class or file.py:Class"),
+        ("json:Agent", "json has no Agent; its functions and classes are "),
+        ("agent", "'agent' is not an import path; expected package.module:Name or file.py:Name"),
         ("/no/such/file.py:Agent", "there is no file /no/such/file.py"),
     ],
 )

@@ -66,6 +66,25 @@ def test_the_calculator_agent_calls_its_tool_and_is_rewarded(episode, scripted_e
     assert tokenizer.decode(rows["input_ids"][0][mask]) == f"{calls}<|end|>It is 42.<|end|>"
 
 
+@pytest.mark.parametrize(("answer", "of_answer"), [("It is 42.", 1.0), ("It is 41.", 0.0)])
+def test_the_planning_agent_is_rewarded_for_its_plan_and_its_answer(
+    episode, scripted_engine, answer, of_answer
+):
+    agent = load_agent(f"{EXAMPLES}/plan_agent.py:PlanningAgent")
+    data = {"messages": [{"role": "user", "content": "7 boxes of 5, and 7?"}], "answer": "#### 42"}
+    texts = [
+        f'<tool_call>{{"name": "{name}", "arguments": {{{arguments}}}}}</tool_call>'
+        for name, arguments in (
+            ("calculate", '"expression": "7 * 5"'),  # before there is a plan
+            ("plan", '"steps": ["7 * 5", "add 7"]'),
+            ("calculate", '"expression": "7 * 5"'),
+            ("calculate", '"expression": "35 + 7"'),
+        )
+    ]
+    rows = episode(agent, scripted_engine(*texts, answer), data, export_style="individual", turn_discount=0.0)
+    assert rows["rewards"].tolist() == pytest.approx([0.0, 0.2, 0.0, 0.0, of_answer])
+
+
 @pytest.mark.parametrize(
     ("arguments", "result"),
     [

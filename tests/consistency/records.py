@@ -1,5 +1,6 @@
 """Records of a run that sampled from a tiny model, with or without a planted fault."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -44,11 +45,18 @@ def padded_batch(sequences: Sequences, version: int = 0) -> dict[str, np.ndarray
 
 
 def write_record(
-    folder: Path, model: Path, seed: int = 0, num_steps: int = 1, updated: bool = False, **transforms
+    folder: Path,
+    model: Path,
+    seed: int = 0,
+    num_steps: int = 1,
+    updated: bool = False,
+    change: Callable[[dict[str, np.ndarray]], None] = lambda batch: None,
+    **transforms,
 ) -> Path:
     """Write steps that an engine with the model's weights sampled at temperature 1.
 
-    The weights have version 0 in every step, or with `updated` the step's number.
+    The weights have version 0 in every step, or with `updated` the step's number. `change` is
+    called with each batch.
     """
     scorer = scorer_of(peaked_model(seed, vocab_size=len(make_tiny_tokenizer())))
     config = {
@@ -69,5 +77,7 @@ def write_record(
         generator = torch.Generator().manual_seed(step)
         prompts = torch.randint(5, 100, (NUM_ROWS, PROMPT_LENGTH), generator=generator)
         engine = FaultyEngine(scorer, noise=0.005, **transforms)
-        send_step(writer, step, padded_batch(sample_rows(engine, prompts, 50, seed=step), step * updated))
+        batch = padded_batch(sample_rows(engine, prompts, 50, seed=step), step * updated)
+        change(batch)
+        send_step(writer, step, batch)
     return folder

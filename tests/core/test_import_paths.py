@@ -1,16 +1,18 @@
 """Import paths of AReaL, in strings and in scripts."""
 
 import importlib
+from functools import partial
 
 import pytest
 
-from areal_core.agent.agents import import_object
 from areal_core.agent.errors import NotAnAgent
-from areal_core.config.import_paths import OURS, ours, replacements
+from areal_core.config.import_paths import OURS, import_object, ours, replacements
 from areal_core.errors import ConfigError, RewardError
 from areal_core.reward.functions import gsm8k_reward_fn, load_reward_fn
 from areal_core.rollout.workflow import RLVRWorkflow
 from areal_core.trainer.build_rollouts import find_workflow
+
+import_agent = partial(import_object, what="agent", raised=NotAnAgent)
 
 
 @pytest.mark.parametrize("path", OURS.values())
@@ -42,7 +44,7 @@ def test_a_path_of_areal_is_translated_and_no_other(path, expected):
 def test_each_place_that_imports_by_name_translates():
     assert find_workflow("areal.workflow.rlvr.RLVRWorkflow") is RLVRWorkflow
     assert find_workflow("areal.workflow.rlvr:RLVRWorkflow") is RLVRWorkflow
-    assert import_object("areal.workflow.openai.math_agent.MathAgent").__name__ == "MathAgent"
+    assert import_object("areal.workflow.openai.math_agent.MathAgent", "agent").__name__ == "MathAgent"
     assert load_reward_fn("areal.reward.gsm8k.gsm8k_reward_fn") is gsm8k_reward_fn
     assert load_reward_fn("areal.reward.gsm8k:gsm8k_reward_fn") is gsm8k_reward_fn
 
@@ -51,7 +53,7 @@ def test_each_place_that_imports_by_name_translates():
     ("load", "path", "error", "nearest"),
     [
         (find_workflow, "areal.workflow.langchain.math_agent.MathAgent", ConfigError, "MathAgent, for areal.workflow.openai"),
-        (import_object, "areal.workflow.openai_agent.math_agent:MathAgent", NotAnAgent, "MathAgent, for areal.workflow.openai"),
+        (import_agent, "areal.workflow.openai_agent.math_agent:MathAgent", NotAnAgent, "MathAgent, for areal.workflow.openai"),
         (load_reward_fn, "areal.reward.math_parser.process_results", RewardError, "functions.gsm8k_reward_fn, for areal.reward.gsm8k"),
         (find_workflow, "realhf.impl.environment.Env", ConfigError, r"Env has no equivalent here \(docs/coming_from_areal.md"),
     ],

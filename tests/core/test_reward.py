@@ -130,9 +130,9 @@ def test_reward_function_is_found_by_each_spelling(functions):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("gsm8k", "is not a valid name; expected 'package.module.function'"),
+        ("gsm8k", "is not an import path; expected package.module:Name"),
         ("no_such_package.rewards.f", "no_such_package.rewards cannot be imported"),
-        ("areal_core.reward.functions.gsm9k_reward_fn", "has no gsm9k_reward_fn; it has"),
+        ("areal_core.reward.functions.gsm9k_reward_fn", "has no gsm9k_reward_fn; its functions"),
         ("areal_core.reward.functions.GSM8K_ANSWER", "is a Pattern, not a function"),
         ("nowhere/reward.py:f", "there is no file nowhere/reward.py"),
     ],

@@ -38,7 +38,7 @@ def test_an_option_has_type_default_limits_and_help():
     _, out, _ = run("batch_size")
     assert "rollout.consumer_batch_size: int = as train_dataset.batch_size\n" in out
     _, out, _ = run("train_dataset.path")
-    assert "train_dataset.path: str = required\n    JSONL, CSV or Parquet file" in out
+    assert "train_dataset.path: str = required\n    File (JSONL, CSV, Parquet)" in out
 
 
 def test_a_search_finds_names_and_helps_and_suggests_others():
@@ -60,5 +60,5 @@ def test_the_help_of_a_script_names_its_arguments_and_options(flag, capsys):
     out = capsys.readouterr().out
     assert end.value.code == 0
     assert out.startswith("usage: python SCRIPT.py --config FILE.yaml [OPTION=VALUE]...")
-    assert "\n  gconfig         Sampling of training completions.\n" in out
+    assert "\n  gconfig         Sampling in training.\n" in out
     assert "areal-debug info options [SECTION|SEARCH]" in out

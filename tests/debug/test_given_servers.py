@@ -13,6 +13,7 @@ from areal_core import RemoteEngine
 from areal_core.config import GRPOConfig, load_expr_config
 from areal_core.errors import ConfigError
 from areal_core.launch.sglang_process import SGLangServer
+from areal_core.paths import run_folder
 from areal_core.rollout.errors import NoServers, WrongServer
 from areal_core.rollout.http_thread import HttpThread
 from areal_core.rollout.types import ModelRequest, sampling_from
@@ -20,6 +21,7 @@ from areal_core.rollout.workflow import episode_tensors, prompt_tokens
 from areal_core.servers.server import Server, call
 from areal_core.testing import make_tiny_model
 from areal_core.testing.embedded_server import EmbeddedServer
+from areal_debug.trace.read import read_run
 from areal_debug.verbs.train import command
 
 HERE = Path(__file__).parent
@@ -121,13 +123,16 @@ class Agent:
 @pytest.fixture
 def config(tiny_model, tmp_path):
     file = tmp_path / "rollout.yaml"
-    file.write_text(f"actor: {{path: {tiny_model}}}\ngconfig: {{n_samples: 2, max_new_tokens: 4}}\n")
+    file.write_text(
+        f"actor: {{path: {tiny_model}}}\ncluster: {{fileroot: {tmp_path}}}\ngconfig: {{n_samples: 2, max_new_tokens: 4}}\n"
+    )
     names = f"cluster.name_resolve.nfs_record_root={tmp_path}"
     return load_expr_config(["--config", str(file), names], GRPOConfig, role="rollout")[0]
 
 
 def test_a_script_rolls_out_without_trainer_and_process_group(server, config, monkeypatch):
     monkeypatch.setenv("AREAL_LLM_SERVER_ADDRS", server.address)
+    config.rollout.enable_rollout_tracing = True
     version, Counting.built = int(weights_of(server).replace("default", "0")), 0
     with RemoteEngine(config) as engine:
         batch = engine.rollout_batch(ROWS, workflow=Counting)
@@ -139,9 +144,17 @@ def test_a_script_rolls_out_without_trainer_and_process_group(server, config, mo
             engine.submit(row, Counting, group_size=1)
         assert [len(rows["rewards"]) for rows in engine.wait(3)] == [1, 1, 1]
         assert Counting.built == 1
+        config.train_dataset.batch_size = 2
+        engine.pause()
+        engine.resume()
+        first = engine.prepare_batch(ROWS, Counting, should_accept=lambda rows: rows["prompt_id"][0] != 0)
+        assert first["prompt_id"].unique().tolist() == [1, 2]  # the rejected one is replaced
+        assert engine.prepare_batch(ROWS, Counting)["prompt_id"].unique().tolist() == [3, 4]
         assert engine.rollout_batch(ROWS, Agent, group_size=1)["rewards"].tolist() == [1, 1, 1]
         request = ModelRequest(input_ids=[1, 2], sampling=sampling_from(config.gconfig, n_samples=1))
         assert 1 <= len(asyncio.run(engine.agenerate(request)).output_tokens) <= 4
+    trace = read_run(run_folder(config, "logs"))
+    assert (trace.file.parent.name, {one.status for one in trace.episodes}) == ("rollout_trace", {"accepted"})
     assert not torch.distributed.is_initialized()
     assert weights_of(server)  # it is still running
 

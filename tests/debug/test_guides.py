@@ -16,7 +16,16 @@ from areal_core.launch.server_process import free_port
 from areal_debug.cli import main
 
 PAGE = (Path(__file__).parents[2] / "docs" / "guides.md").read_text()
-FILES = {"digits.py", "my_agent.py", "rows.csv", "rollout.yaml", "rollout.py", "train.py", "train.yaml"}
+FILES = {
+    "digits.py",
+    "my_agent.py",
+    "claude_agent.py",
+    "rows.csv",
+    "rollout.yaml",
+    "rollout.py",
+    "train.py",
+    "train.yaml",
+}
 QUICK = [
     "cleanup_deadlock",
     "collective_mismatch",
@@ -26,16 +35,16 @@ QUICK = [
 ]
 PRINTED = {  # what the last lines of a command contain, by its first words
     "areal-debug serve --model": "AREAL_LLM_SERVER_ADDRS=127.0.0.1:",
-    "areal-debug agent run": "finished after 1 turns",
+    "areal-debug agent run": "finished: after 1 turn",
     "areal-debug agent stress": "4 prompts x 8 samples",
     "python rollout.py": "32 episodes, mean reward ",
     "areal-debug record import": "32 samples",
     "areal-debug train train.py --replay-rollout": "1 steps were trained on recorded rollouts",
-    "areal-debug train train.py": "train/trial0: done, 3 steps in ",
-    "PYTHONHASHSEED=0 python train.py": "train/trial0: done, 3 steps in ",
-    "areal-debug replay": "Bit-identical: 3 of 3 steps",
+    "areal-debug train train.py": "train/trial0: done, 4 steps in ",
+    "PYTHONHASHSEED=0 python train.py": "train/trial0: done, 4 steps in ",
+    "areal-debug replay": "Bit-identical: 4 of 4 steps",
     "areal-debug consistency": "Healthy: ordinary noise",
-    "areal-debug trace": "steps 3, ranks 1",
+    "areal-debug trace": "steps 4, ranks 1",
     "areal-debug serve --status": "ready",
     "areal-debug serve --stop": "stopped 127.0.0.1:",
 }
@@ -110,7 +119,7 @@ def follow(folder: Path, serve_options: str = "") -> None:
             if command == "areal-debug train train.py":
                 assert f"inference servers, which keep running: 127.0.0.1:{port}" in done.stdout
     finally:
-        subprocess.run(["areal-debug", "serve", "--stop"], env=environment, check=False)
+        subprocess.run(["areal-debug", "serve", "--stop", "--all"], env=environment, check=False)
     assert seen == set(PRINTED)
 
 
@@ -136,7 +145,7 @@ def test_the_script_without_the_variable_prints_the_command_line_of_the_page(fol
         without + " allocation_mode='embedded|fsdp:d1'",
         shell=True, cwd=folder, env=environment | path, capture_output=True, text=True, timeout=120,
     )  # fmt: skip
-    assert done.returncode == 1
+    assert done.returncode == 2  # one sentence, no traceback
     assert done.stderr.splitlines()[-1].strip().startswith(command)
 
 

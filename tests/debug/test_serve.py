@@ -17,6 +17,7 @@ from areal_core.servers.discovery import FolderNames, discovered_servers, regist
 from areal_core.servers.health import Health, State
 from areal_core.servers.server import Server
 from areal_debug.serve.facts import parse_facts, worth_checking
+from areal_debug.serve.state import ServerState, write_state
 from areal_debug.verbs.serve import command
 
 HERE = Path(__file__).parent
@@ -30,7 +31,31 @@ def serve(areal_debug, tmp_path):
         return areal_debug("serve", *arguments, XDG_STATE_HOME=str(tmp_path / "state"))
 
     yield call
-    call("--stop")
+    call("--stop", "--all")
+
+
+def test_only_the_named_servers_are_stopped_or_those_of_this_folder(monkeypatch, tmp_path, capsys):
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+
+    def stop(*arguments):
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as ended:
+            command.main(["--stop", *arguments], standalone_mode=False)
+        return ended.value.code, "".join(capsys.readouterr()).strip()
+
+    for port, folder in ((30001, "/elsewhere"), (30002, str(tmp_path)), (30003, "/elsewhere")):
+        write_state(ServerState(f"127.0.0.1:{port}", "sglang", "m", "log", 2**22 + 1, 0.0, folder=folder))
+    assert stop("1:30001") == (
+        2,
+        "Error: there is no server at 1:30001; there are 127.0.0.1:30001, 127.0.0.1:30002, 127.0.0.1:30003",
+    )
+    assert stop() == (0, "stopped 127.0.0.1:30002")
+    code, out = stop()
+    assert code == 2
+    assert "no server was started in this folder, but 127.0.0.1:30001 (in /elsewhere), 127.0.0.1:30003" in out
+    assert stop("127.0.0.1:30003") == (0, "stopped 127.0.0.1:30003")
+    assert stop("--all") == (0, "stopped 127.0.0.1:30001")
 
 
 def test_a_background_server_joins_a_run_answers_is_listed_and_stops(serve, tiny_model, tmp_path):

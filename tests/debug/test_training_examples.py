@@ -90,6 +90,7 @@ def test_each_example_is_listed_with_a_test_that_names_it():
     )
     listed = {path: test for _, path, test in rows}
     files = {f.name for f in EXAMPLES.iterdir() if f.suffix in (".py", ".yaml")}
+    files |= {f"custom_algorithm/{f.name}" for f in (EXAMPLES / "custom_algorithm").glob("*.*")}
     files |= {f"notebooks/{f.name}" for f in EXAMPLES.glob("notebooks/*.ipynb")}
     assert set(listed) == files
     for path, test in listed.items():

@@ -1,5 +1,6 @@
 """The documentation site: it builds offline without a warning, and has a page for each verb."""
 
+import json
 import re
 import subprocess
 import sys
@@ -68,6 +69,30 @@ def test_a_page_loads_nothing_from_a_network(site: Path) -> None:
     assert {name: remote for name, all_ in loaded.items() if (remote := [*filter(is_remote, all_)])} == {}
     styles = "".join(style.read_text() for style in site.rglob("*.css"))
     assert re.findall(r"(?:url|@import)\s*\(?[\"']?(?:https?:)?//", styles) == []
+
+
+WORDS_OF_GUIDES = {
+    "DebugConfig": "verbs/train", "dump_rollout_data": "verbs/train", "replay_rollout_data": "verbs/train",
+    "enable_multimodal": "vision", "StatefulDataLoader": "recovery", "LocalScheduler": "launchers",
+    "should_accept_fn": "custom_algorithms", "persistent server": "guides",
+    "swallowed exceptions": "symptoms/hangs", "0 steps": "symptoms/hangs",
+}  # fmt: skip
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("query", WORDS_OF_GUIDES)
+def test_the_words_of_areals_guides_lead_to_the_page_of_it(site: Path, query: str) -> None:
+    """Their page is among the first, after a count of all words as the site's search has them."""
+    found: dict[str, float] = {}
+    for section in json.loads((site / "search/search_index.json").read_text())["docs"]:
+        page = section["location"].partition("#")[0].removesuffix(".html")
+        words = re.split(r"[^\w]+", re.sub(r"<[^>]+>", " ", section["title"] + " " + section["text"]).lower())
+        titled = section["title"].lower().split()  # a title counts most
+        counts = [words.count(word) + 1000 * titled.count(word) for word in query.lower().split()]
+        if all(counts):
+            found[page] = max(found.get(page, 0), sum(counts) / len(words))
+    ranked = sorted(found, key=lambda page: -found[page])
+    assert WORDS_OF_GUIDES[query] in ranked[:4], ranked[:8]
 
 
 def test_every_verb_has_a_page_and_no_other() -> None:

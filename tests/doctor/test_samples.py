@@ -14,6 +14,7 @@ from areal_debug.cli import main
 from areal_debug.doctor.samples import read as reading
 from areal_debug.doctor.samples.sample_rules import examine_samples
 from recorder import open_record
+from recorder.reader import Damage
 from recorder.testing import write_scripted_record
 
 from .sample_records import STEPS, Episode, write_record
@@ -115,7 +116,7 @@ def tokenizer(model):
 
 
 def found_in(folder):
-    rows = reading.read_rows(open_record(folder))
+    rows = reading.read_rows(open_record(folder), Damage())
     return {finding.alarm.id: finding.alarm for finding in examine_samples(rows)}
 
 
@@ -202,7 +203,7 @@ def test_a_large_record_is_sampled_by_steps_and_whole_groups(tmp_path, monkeypat
     monkeypatch.setattr(reading, "MOST_TOKENS", 96)
     monkeypatch.setattr(reading, "MOST_STEPS", 12)
     write_scripted_record(tmp_path / "r", num_steps=20, num_rows=16)
-    rows = reading.read_rows(open_record(tmp_path / "r"))
+    rows = reading.read_rows(open_record(tmp_path / "r"), Damage())
     steps = np.unique(rows.step)
     assert (steps[0], steps[-1], len(steps)) == (0, 19, 3)
     assert len(rows) < 3 * 16

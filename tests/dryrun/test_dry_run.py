@@ -2,16 +2,28 @@
 
 import json
 import socket
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 from click.testing import CliRunner
 
-from areal_core.config import OptimizerConfig, PPOConfig, SFTConfig, TrainEngineConfig, load_expr_config
+from areal_core.config import (
+    GRPOConfig,
+    OptimizerConfig,
+    PPOActorConfig,
+    PPOConfig,
+    SFTConfig,
+    TrainEngineConfig,
+    load_expr_config,
+)
 from areal_core.config.allocation import Parallel, parse_allocation
 from areal_core.engine.memory_plan import Model, estimate_memory, parse_shape, read_shape, state_parts
+from areal_core.errors import ConfigError, DeterminismError
+from areal_debug.dry_run.plan import note_on_pictures
 from areal_debug.verbs.train import command
+from areal_debug.wiring import wire
 
 HERE = Path(__file__).parent
 UPSTREAM = HERE / "upstream"
@@ -225,6 +237,33 @@ def test_one_machine_that_is_too_small_is_noted(dry_run):
     assert any(
         "needs 4 devices on one machine and cluster.n_gpus_per_node is 3" in note for note in run["notes"]
     )
+
+
+def test_servers_of_a_vision_model_that_take_text_alone_are_noted(dry_run, tmp_path):
+    (tmp_path / "config.json").write_text(
+        '{"model_type": "gemma3", "vision_config": {"model_type": "siglip"}}'
+    )
+    note = note_on_pictures(
+        vision := GRPOConfig(actor=PPOActorConfig(path=str(tmp_path))), parse_allocation("sglang:d1+fsdp:d1")
+    )
+    assert "sglang.enable_multimodal is false: the servers take text alone" in note[0]
+    vision.sglang.enable_multimodal = True
+    assert note_on_pictures(vision, parse_allocation("sglang:d1+fsdp:d1")) == []
+
+
+def test_both_flags_are_refused_as_they_were_typed(monkeypatch, tmp_path):
+    argv = [str(SCRIPT), "--config", str(TINY), "--dump-rollout", str(tmp_path), "--replay-rollout", "x"]
+    sentence = "--dump-rollout and --replay-rollout are both given: a run records or replays, not both"
+    assert sentence in CliRunner().invoke(command, argv).output
+    # by python or torchrun, whose error nobody catches
+    ended = []
+    monkeypatch.setattr("areal_debug.train.script.end", lambda *given: ended.append(given))
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
+    with pytest.raises(ConfigError) as refused:
+        wire(argv, GRPOConfig)
+    sys.excepthook(refused.type, refused.value, None)
+    sys.excepthook(DeterminismError, DeterminismError("PYTHONHASHSEED was not set"), None)
+    assert ended == [(f"Error: {sentence}", 2), ("Error: PYTHONHASHSEED was not set", 2)]
 
 
 def test_states_are_exact_to_the_byte(tiny_model):

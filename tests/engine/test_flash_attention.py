@@ -36,22 +36,30 @@ def test_the_kernel_gets_sequences_end_to_end_and_the_window_in_its_own_count(
 ):
     got = {}
 
-    def kernel(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, **options):
-        got.update(options, ends=cu_seq_q.tolist(), longest=(max_q, max_k), shapes=(query.shape, key.shape))
+    def older(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale, window_size):
+        ends, longest = cu_seq_q.tolist(), (max_q, max_k)
+        got.update(ends=ends, longest=longest, shapes=(query.shape, key.shape))
+        got.update(scale=scale, window_size=window_size)
         return query
 
-    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", kernel)
+    def newer(*args, enable_gqa, **options):
+        got["enable_gqa"] = enable_gqa
+        return older(*args, **options)
+
     query, key, value = (torch.randn(1, heads, 96, 8) for heads in (4, 2, 2))
-    attended = F.attend_all(query, key, value, Packing(LENGTHS, SCALING, sliding_window=sliding_window))
-    assert torch.equal(attended, query.transpose(1, 2))  # [1, tokens, heads, head_dim]
-    assert got == {
-        "ends": [0, 5, 6, 96],
-        "longest": (90, 90),
-        "shapes": ((96, 4, 8), (96, 2, 8)),
-        "scale": SCALING,
-        "window_size": window,
-        "enable_gqa": True,
-    }
+    for kernel, key_heads, grouped in ((newer, 2, {"enable_gqa": True}), (older, 4, {})):
+        got.clear()
+        monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", kernel)
+        packing = Packing(LENGTHS, SCALING, sliding_window=sliding_window)
+        attended = F.attend_all(query, key, value, packing)
+        assert torch.equal(attended, query.transpose(1, 2))  # [1, tokens, heads, head_dim]
+        assert got == grouped | {
+            "ends": [0, 5, 6, 96],
+            "longest": (90, 90),
+            "shapes": ((96, 4, 8), (96, key_heads, 8)),
+            "scale": SCALING,
+            "window_size": window,
+        }
 
 
 def test_what_the_kernel_has_not_is_computed_one_sequence_at_a_time():

@@ -52,6 +52,7 @@ VERBS = {
     "query": "query B OF_TOKENS",
     "query of steps": "query B OF_STEPS",
     "replay": "replay B",
+    "doctor": "doctor B --json",
 }
 SQL = {
     "OF_TOKENS": "select step, count(*), sum(logprob), sum(token_id) from tokens group by step order by step",

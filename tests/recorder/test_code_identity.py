@@ -14,7 +14,7 @@ from zipfile import ZipFile
 import pytest
 
 from recorder.environment import diff_environment, shown
-from recorder.environment.code import changed_files, object_identity, repository_identity
+from recorder.environment.code import changed_files, repository_identity
 
 PROGRAM = """
 import json, sys
@@ -200,29 +200,3 @@ def test_facts_that_one_record_lacks_are_not_differences():
     assert diff_environment(old, new) == ()
     (found,) = diff_environment(old, new | {"variables": {"OMP_NUM_THREADS": "2"}})
     assert (found.where, found.recorded, found.current) == ("variables.OMP_NUM_THREADS", "1", "2")
-
-
-def test_an_own_objective_is_named_and_is_not_replayed_with_ours(tmp_path, monkeypatch):
-    from dataclasses import replace
-
-    from recorder import open_record
-    from recorder.header import describe_run
-    from recorder.testing import start_facts, write_scripted_record
-    from replayer.errors import ReplayError
-    from replayer.preconditions import check_recorded_results
-    from replayer.request import replay_config
-
-    (tmp_path / "own_loss.py").write_text("class Mine:\n    pass\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    identity = object_identity(__import__("own_loss").Mine())
-    assert identity["import_path"] == "own_loss.Mine"
-    assert identity["sha256"] == sha256((tmp_path / "own_loss.py").read_bytes())
-    write_scripted_record(tmp_path / "record")
-    record = open_record(tmp_path / "record")
-    check_recorded_results(record, "goto")
-    own = replace(record, header=describe_run(start_facts() | {"objective": identity}))
-    for refused in (replay_config, lambda record: check_recorded_results(record, "goto")):
-        with pytest.raises(
-            ReplayError, match=r"own objective, own_loss.Mine of .*own_loss.py, and this command"
-        ):
-            refused(own)

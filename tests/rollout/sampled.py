@@ -1,17 +1,20 @@
 """Completions of real servers, and whether a model of Transformers sampled them."""
 
 import asyncio
+from collections.abc import Callable
 
 import pytest
 import torch
 
 from areal_core.rollout.types import ModelRequest, ModelResponse, Sampling
 from areal_core.servers.client import FleetClient
+from areal_core.servers.pool import ServerPool
 from areal_core.servers.sglang import SGLANG
 from areal_core.servers.verification import WeightCheck
 from areal_core.servers.weight_update import BroadcastUpdate, DiskUpdate
 
 TEMPERATURE = 0.8
+LENGTHS = [400, 500, 600, 700]  # unlike, so that a completion is under way at any time
 
 
 def ask(servers, requests: list[ModelRequest], **options) -> list[ModelResponse]:
@@ -47,6 +50,42 @@ def generate(pool, num_requests=6, max_new_tokens=24, version=0, **sampling) -> 
             await client.aclose()
 
     return asyncio.run(work())
+
+
+def sample_while(client: FleetClient, update: Callable[[], None]) -> list[ModelResponse]:
+    """Sample long completions, one after the other in four places, until `update` has returned."""
+
+    async def sample(updating: asyncio.Task, length: int) -> list[ModelResponse]:
+        sampling = Sampling(max_new_tokens=length, temperature=TEMPERATURE, ignore_eos=True)
+        responses = []
+        while not updating.done():
+            request = ModelRequest(input_ids=[10, 11], sampling=sampling)
+            responses.append(await client.agenerate(request))
+        return responses
+
+    async def work() -> list[ModelResponse]:
+        updating = asyncio.create_task(asyncio.to_thread(update))
+        responses = await asyncio.gather(*[sample(updating, n) for n in LENGTHS])
+        await updating
+        await client.aclose()
+        return [response for place in responses for response in place]
+
+    return asyncio.run(work())
+
+
+def check_interrupted_completions(pool, model, model_path, folder, mode: str, version: int) -> None:
+    """Check that completions go on with the weights of an update, in this mode of the pause."""
+    before = generate(pool, 1, 1, ignore_eos=True)[0].output_versions[0]
+    interrupting = ServerPool(pool.servers, pool.wire, 60.0, pause_mode=mode)
+    update = DiskUpdate(interrupting, folder / "update", model_path, check=WeightCheck(every=1))
+    client = FleetClient(pool.servers, pool.wire)
+    responses = sample_while(client, lambda: update.send(model.named_parameters(), version))
+    interrupting.close()
+    assert before < version
+    assert {len(response.output_tokens) for response in responses} == set(LENGTHS)
+    assert {before, version} in [set(response.output_versions) for response in responses]
+    assert all(r.output_versions == sorted(r.output_versions) for r in responses)
+    assert_sampled_by(model, responses)
 
 
 @torch.no_grad()

@@ -65,6 +65,7 @@ def test_a_remote_engine_gives_workflows_the_processor(tmp_path, serve_applicati
     with RemoteEngine(config, serve_application(server.application()).address) as engine:
         arguments = {"reward_fn": "areal_core.reward.functions.arithmetic_reward_fn"}
         batch = engine.rollout_batch([row], "areal.workflow.vision_rlvr.VisionRLVRWorkflow", arguments)
+    assert server._model_info(b"")["has_image_understanding"] is True
     server.sampler.close()
     assert batch["image_count"].tolist() == [2, 2]
     assert batch["image_data"].numpy().tobytes() == b"".join(PICTURES) * 2

@@ -131,11 +131,9 @@ def test_groups_whose_rewards_are_equal_are_filtered_out(start):
 
 def test_a_filter_or_workflow_is_found_by_its_import_path_or_refused_by_it():
     assert build_filter(False, "math.isfinite")(1.0) is True
-    with pytest.raises(
-        ConfigError, match=r"dynamic_filter_fn 'math.nothing' cannot be imported.*package.module.Name"
-    ):
+    with pytest.raises(ConfigError, match=r"dynamic_filter_fn 'math.nothing': math has no nothing; its func"):
         build_filter(False, "math.nothing")
-    with pytest.raises(ConfigError, match=r"workflow 'no.such.Thing' cannot be imported"):
+    with pytest.raises(ConfigError, match=r"workflow 'no.such.Thing': no.such cannot be imported"):
         build_workflow("no.such.Thing", {}, None, None, lambda close: None)
 
 

@@ -26,6 +26,8 @@ from areal_core.servers.weight_update import AdapterUpdate, DiskUpdate
 from areal_core.servers.wire import rejection_reason
 from areal_core.testing.embedded_server import EmbeddedServer
 
+from .sampled import sample_while
+
 RANK, TEMPERATURE = 4, 0.8
 
 
@@ -353,8 +355,7 @@ def test_a_real_server_samples_with_the_adapters_that_are_sent(tiny_model, adapt
         assert worst_difference(base, generate([server])) < 1e-5
         for version in (1, 2, 3):
             assert_served_once_updated(update, server, adapted, base, version)
-        (cut,) = asyncio.run(aborted_by_an_update(server, update, adapted))
-        assert set(cut.output_versions) == {3, 4}
+        cut = aborted_by_an_update(server, update, adapted)
         assert cut.output_versions == sorted(cut.output_versions)
         ends = torch.tensor(cut.output_logprobs) - logprobs_of(adapted, cut)
         assert ends[torch.tensor(cut.output_versions) == 4].abs().max() < 1e-5
@@ -365,15 +366,14 @@ def test_a_real_server_samples_with_the_adapters_that_are_sent(tiny_model, adapt
             ask(body | {"lora_path": "tiny-v2"})
 
 
-async def aborted_by_an_update(server: Server, update: AdapterUpdate, adapted) -> list[ModelResponse]:
+def aborted_by_an_update(server: Server, update: AdapterUpdate, adapted) -> ModelResponse:
     """Return a long completion of version 3 that an update to version 4 aborts."""
     client = FleetClient([server], SGLANG, lora_name="tiny")
-    await asyncio.to_thread(client.set_version, 3)
-    sampling = Sampling(max_new_tokens=700, temperature=TEMPERATURE, ignore_eos=True)
-    task = asyncio.create_task(client.agenerate(ModelRequest(input_ids=[10, 11], sampling=sampling)))
-    await asyncio.sleep(0.4)
-    change(adapted, 4)
-    await asyncio.to_thread(update.send, AdapterTensors(adapted, torch.device("cpu")), 4)
-    response = await task
-    await client.aclose()
-    return [response]
+    client.set_version(3)
+
+    def send() -> None:
+        change(adapted, 4)
+        update.send(AdapterTensors(adapted, torch.device("cpu")), 4)
+
+    responses = sample_while(client, send)
+    return next(response for response in responses if set(response.output_versions) == {3, 4})

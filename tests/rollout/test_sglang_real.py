@@ -1,6 +1,5 @@
 """A real SGLang server on the CPU: its logprobs, weight updates, and the report of its death."""
 
-import asyncio
 import json
 import os
 import signal
@@ -13,17 +12,14 @@ from transformers import AutoModelForCausalLM
 
 from areal_core.errors import ServerFailed
 from areal_core.rollout.errors import RequestRefused, ServerDied, WeightUpdateFailed
-from areal_core.rollout.types import ModelRequest, ModelResponse, Sampling
-from areal_core.servers.client import FleetClient
 from areal_core.servers.pool import ServerPool
 from areal_core.servers.sglang import SGLANG
 from areal_core.servers.verification import WeightCheck
-from areal_core.servers.weight_update import BroadcastUpdate, DiskUpdate
+from areal_core.servers.weight_update import BroadcastUpdate
 from areal_debug.verbs.consistency import command as consistency
 
 from .sampled import (
-    TEMPERATURE,
-    assert_sampled_by,
+    check_interrupted_completions,
     check_logprobs,
     check_stop_tokens,
     check_update_by_disk,
@@ -91,28 +87,7 @@ def test_updates_by_broadcast_change_the_weights_and_the_version(pool, model):
 def test_a_completion_that_an_update_interrupts_continues_with_the_new_weights(
     pool, model, tiny_model, tmp_path, mode, version
 ):
-    """The weights are the same, so the distribution must be, too, in each mode of the pause."""
-    before = generate(pool, 1, 1, ignore_eos=True)[0].output_versions[0]
-
-    async def work() -> ModelResponse:
-        client = FleetClient(pool.servers, SGLANG)
-        sampling = Sampling(max_new_tokens=700, temperature=TEMPERATURE, ignore_eos=True)
-        task = asyncio.create_task(client.agenerate(ModelRequest(input_ids=[10, 11], sampling=sampling)))
-        await asyncio.sleep(0.4)
-        interrupting = ServerPool(pool.servers, SGLANG, 60.0, pause_mode=mode)
-        update = DiskUpdate(interrupting, tmp_path / "update", tiny_model, check=WeightCheck(every=1))
-        await asyncio.to_thread(update.send, model.named_parameters(), version)
-        response = await task
-        await client.aclose()
-        interrupting.close()
-        return response
-
-    response = asyncio.run(work())
-    assert len(response.output_tokens) == 700
-    assert before < version
-    assert set(response.output_versions) == {before, version}
-    assert response.output_versions == sorted(response.output_versions)
-    assert_sampled_by(model, [response])
+    check_interrupted_completions(pool, model, tiny_model, tmp_path, mode, version)
 
 
 @pytest.mark.parametrize("part", ["k_proj", "up_proj"])

@@ -179,13 +179,14 @@ def test_the_command_exits_with_1_and_reports_the_same_as_json_when_a_step_was_s
     assert call(tmp_path / "trace" / "trace.json", "--step", 1).exit_code == 1
 
 
-def test_a_steady_run_exits_with_0(tmp_path):
-    run = ScriptedTrace(tmp_path)
-    quick_steps(run, range(3))
-    run.trace.close()
-    done = call(tmp_path)
-    assert done.exit_code == 0
-    assert "Steady" in done.output
+def test_a_steady_run_exits_with_0_once_there_are_steps_to_compare(tmp_path):
+    for num_steps, word, code in ((3, "Too few steps: 3, and a slow one shows among 4", 2), (4, "Steady", 0)):
+        run = ScriptedTrace(tmp_path / str(num_steps), world_size=2)
+        quick_steps(run, range(num_steps))
+        run.trace.close()
+        done = call(tmp_path / str(num_steps))
+        assert (done.output.startswith(word), done.exit_code) == (True, code)
+        assert f"steps {num_steps}, ranks 1 of 2" in done.output
 
 
 def test_a_file_other_than_a_trace_is_refused_in_a_sentence(tmp_path):
@@ -212,7 +213,7 @@ def test_a_file_other_than_a_trace_is_refused_in_a_sentence(tmp_path):
 def test_the_newest_trace_below_a_folder_of_logs_is_read_and_the_others_are_named(tmp_path):
     for name in ("old", "new"):
         run = ScriptedTrace(tmp_path / "logs" / "user" / name / "trial" / "trace")
-        quick_steps(run, range(2 if name == "old" else 3))
+        quick_steps(run, range(2 if name == "old" else 4))
         run.trace.close()
     old, new = (tmp_path / "logs" / "user" / name / "trial" / "trace" for name in ("old", "new"))
     for file in old.iterdir():
@@ -221,5 +222,5 @@ def test_the_newest_trace_below_a_folder_of_logs_is_read_and_the_others_are_name
     assert done.exit_code == 0, done.output
     assert f"2 runs found in {tmp_path / 'logs'}, the newest was read ({new})" in done.output
     assert f"for another: areal-debug trace {old}" in done.output
-    assert "steps 3, ranks 1" in done.output
+    assert "steps 4, ranks 1" in done.output
     assert "runs found" not in call(old.parent).output

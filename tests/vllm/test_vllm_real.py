@@ -3,7 +3,6 @@
 import asyncio
 import json
 import os
-import re
 import signal
 
 import pytest
@@ -22,14 +21,14 @@ from areal_core.servers.pool import ServerPool
 from areal_core.servers.server import call
 from areal_core.servers.verification import WeightCheck
 from areal_core.servers.vllm import VLLM
-from areal_core.servers.weight_update import BroadcastUpdate, DiskUpdate
+from areal_core.servers.weight_update import BroadcastUpdate
 from areal_core.servers.wire import is_alive, weight_version
 from areal_core.testing import make_tiny_model
 from areal_debug.verbs.consistency import command as consistency
 
 from ..rollout.sampled import (
-    TEMPERATURE,
     assert_sampled_by,
+    check_interrupted_completions,
     check_logprobs,
     check_stop_tokens,
     check_update_by_disk,
@@ -39,7 +38,6 @@ from ..rollout.sampled import (
 )
 
 pytestmark = pytest.mark.long
-RUNNING = re.compile(r"^vllm:num_requests_running\{.*\} 12\.0$", re.MULTILINE)
 
 
 @pytest.fixture(scope="module")
@@ -130,30 +128,7 @@ def test_updates_by_broadcast_change_the_weights_and_the_version(pool, model):
 def test_a_completion_that_an_update_interrupts_continues_with_the_new_weights(
     pool, model, model_path, tmp_path, mode, version
 ):
-    """The weights are the same, so the distribution must be, too, in each mode of the pause."""
-
-    async def work() -> list[ModelResponse]:
-        client = FleetClient(pool.servers, VLLM)
-        sampling = Sampling(max_new_tokens=1000, temperature=TEMPERATURE, ignore_eos=True)
-        requests = [ModelRequest(input_ids=[10, 11 + i], sampling=sampling) for i in range(12)]
-        tasks = [asyncio.create_task(client.agenerate(request)) for request in requests]
-        while not RUNNING.search(await asyncio.to_thread(call, pool.servers[0], "GET", "/metrics")):
-            await asyncio.sleep(0.01)
-        interrupting = ServerPool(pool.servers, VLLM, 60.0, pause_mode=mode)
-        update = DiskUpdate(interrupting, tmp_path / "update", model_path, check=WeightCheck(every=1))
-        await asyncio.to_thread(update.send, model.named_parameters(), version)
-        responses = await asyncio.gather(*tasks)
-        await client.aclose()
-        interrupting.close()
-        return responses
-
-    responses = asyncio.run(work())
-    for response in responses:
-        assert len(response.output_tokens) == 1000
-        assert set(response.output_versions) <= {version - 1, version}
-        assert response.output_versions == sorted(response.output_versions)
-    assert any(len(set(response.output_versions)) == 2 for response in responses)
-    assert_sampled_by(model, responses)
+    check_interrupted_completions(pool, model, model_path, tmp_path, mode, version)
 
 
 def test_weights_of_a_wrong_shape_are_refused_and_the_next_update_repairs_the_server(pool, model):
