@@ -1,13 +1,11 @@
 """Option names, help, verbosity and errors: the same in every verb of the command line."""
 
 import json
-import os
 import re
 import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import click
 import pytest
@@ -16,7 +14,6 @@ from click.testing import CliRunner
 from areal_debug.cli import SECTIONS, VERBS, Verb, main
 from recorder.testing import write_scripted_record
 
-COMMAND = Path(sys.executable).parent / "areal-debug"
 MAY_HAVE_TO = {
     "record archive",
     "record cut",
@@ -105,17 +102,6 @@ def test_help_and_completion_import_no_verb():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "[]"
-
-
-def test_shell_completion_knows_the_verbs():
-    environment = {
-        "_AREAL_DEBUG_COMPLETE": "bash_complete",
-        "COMP_WORDS": "areal-debug rep",
-        "COMP_CWORD": "1",
-    }
-    done = subprocess.run([COMMAND], capture_output=True, text=True, env=os.environ | environment)
-    assert done.stdout == "plain,replay\n"
-    assert 'eval "$(_AREAL_DEBUG_COMPLETE=bash_source areal-debug)"' in run("-h")[1]
 
 
 def test_version():

@@ -100,14 +100,6 @@ def test_the_debugger_opens_in_the_trainer(anchored):
 
 
 @pytest.mark.long
-def test_weights_of_a_step_can_be_saved(anchored, tmp_path):
-    done = call("goto", anchored, "--step", 4, "-o", tmp_path / "model", "--json")
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert json.loads(done.stdout)["faithful"] is True
-    assert (tmp_path / "model" / "model.safetensors").exists()
-
-
-@pytest.mark.long
 @pytest.mark.parametrize("num_ranks", [1, 3])
 def test_another_number_of_ranks_states_its_guarantee_and_meets_it(train, tmp_path, num_ranks):
     options = ("allocation_mode=embedded|fsdp:d2", "actor.ppo_n_minibatches=1", "debug.anchor_every_steps=1")
