@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.command_line import git
 from tests.forks import COMMAND
 
 ROOT = Path(__file__).parents[2]
@@ -162,11 +163,6 @@ def test_preflight_reports_whether_two_ranks_are_deterministic(tiny_model, tmp_p
 
 
 PLANT = ("-advantages * clipped_ratio", "-advantages * clipped_ratio * 1.0001")
-
-
-def git(folder, *arguments):
-    identity = ("-c", "user.name=t", "-c", "user.email=t@example.org")
-    subprocess.run(["git", "-C", str(folder), *identity, *arguments], check=True, capture_output=True)
 
 
 @pytest.mark.long

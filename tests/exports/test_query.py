@@ -5,19 +5,20 @@ import io
 import json
 import math
 import shutil
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
-from click.testing import CliRunner
 from pyarrow import parquet
 
-from areal_debug.cli import main
 from areal_debug.query.database import Database
 from recorder import open_record
+from tests.command_line import run as areal_debug
 from tests.exports.given import recorded_rows, write_foreign_record, write_full_record
 
 MEMORY = 1 << 29
+run = partial(areal_debug, "query")
 
 
 @pytest.fixture(scope="module")
@@ -38,11 +39,6 @@ def ask(folder: Path, sql: str) -> list[tuple]:
 def in_this_process(monkeypatch):
     """A child that is forked while DuckDB's threads run, as `ask` leaves them, may wait for one."""
     monkeypatch.setattr("recorder.confine.run_confined", lambda work, bounds, announce: work())
-
-
-def run(*arguments: object) -> tuple[int, str, str]:
-    done = CliRunner().invoke(main, ["query", *map(str, arguments)])
-    return done.exit_code, done.stdout, done.stderr
 
 
 def test_rewards_by_prompt_are_those_of_the_record(full):

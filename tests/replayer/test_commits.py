@@ -1,6 +1,5 @@
 """What differs in the code of two runs, which files act on a stage, and each side's own layers."""
 
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +15,7 @@ from replayer.commits.warm import absolute, layers_with_own_code, search_commits
 from replayer.compare.stages import STAGES
 from replayer.preflight.real_steps import RandomRollouts
 from replayer.request import Request
+from tests.command_line import git
 
 ROOT = Path(__file__).parents[2]
 CODE = {
@@ -90,12 +90,6 @@ def test_nothing_differs_from_a_record_that_lacks_the_facts_and_they_are_listed(
     dirty = header({"commit": "a" * 40, "dirty_sha256": "9"})
     (found,) = code_differences(header(), dirty)
     assert (found.kind, found.file) == ("commit", None)
-
-
-def git(folder, *arguments):
-    identity = ("-c", "user.name=t", "-c", "user.email=t@example.org")
-    command = ["git", "-C", str(folder), *identity, *arguments]
-    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
 
 
 def commit_edit(folder, path, old, new):
