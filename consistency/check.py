@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from consistency.alternatives.images import prepare_images
-from consistency.alternatives.probes import ProbeInputs, noise_of_engine, run_probes
+from consistency.alternatives.probes import ProbeInputs, noise_of_engine, noise_of_tokens, run_probes
 from consistency.case import DTYPES, Request, Setting, explain
 from consistency.diagnose import Diagnosis, diagnose, with_derived
 from consistency.engines import Top
@@ -84,6 +84,9 @@ def check(
     sequences = concatenate(list(sampled.chunks.values()))
     setting = setting_of(sampling, scorer.model.config, temperature, dtype, sampled.version)
     setting = replace(setting, added_token_ids=frozenset(added_tokens(request.model)))
+    if rescorer is None:
+        engine = sequences.engine_logprobs[sequences.scored]
+        setting = replace(setting, noise=noise_of_tokens(setting.noise, engine, scores.logprob))
     replays = replay(scorer, sequences, temperature, setting.eos_token_id)
     rows = select_rows(sequences, replays.rows)
     rescoring: Rescoring | None = None

@@ -331,6 +331,9 @@ def preceding_counts(sequences: Sequences, tokens: Ints, vocabulary_size: int) -
     return torch.from_numpy(seen[0]), torch.from_numpy(seen[1])
 
 
+TOP_K = (15, 16, 20, 25, 30, 32, 40, 50, 64, 80, 100, 128, 200, 256)
+
+
 def transform_families(eos_token_id: int | None) -> list[Family]:
     repetitions = (0.9, 1.02, 1.05, 1.1, 1.2, 1.3, 1.5, 2.0)
     temperatures = (0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2, 1.3, 1.5, 1.75, 2.0, 2.5)
@@ -338,7 +341,7 @@ def transform_families(eos_token_id: int | None) -> list[Family]:
         Family("R01", "temperature", at_temperature, temperatures),
         Family("R08.divided", "logprobs divided by", divided, temperatures),
         Family("R03", "top_p", top_p, (0.3, 0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.95, 0.98, 0.99, 0.995)),
-        Family("R03", "top_k", top_k, (1, 2, 3, 5, 8, 10, 20, 30, 40, 50, 64, 80, 100, 200), refine=False),
+        Family("R03", "top_k", top_k, (*range(1, 13), *TOP_K), refine=False),
         Family("R03", "min_p", min_p, (0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5)),
         Family("R05", "repetition_penalty", repetition_penalty, repetitions),
         Family("R05", "repetition_penalty of output tokens", output_repetition_penalty, repetitions),

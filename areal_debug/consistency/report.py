@@ -9,11 +9,12 @@ from typing import Any
 from areal_debug.render import count, format_number, sparkline
 from areal_debug.report.charts import bars, dots
 from areal_debug.report.links import view_command
-from areal_debug.report.model import Block, Cell, Facts, Finding, Level, Picture, Report, Row, Table
+from areal_debug.report.model import Block, Cell, Curve, Facts, Finding, Level, Picture, Report, Row, Table
 from consistency.case import Request
 from consistency.check import Checked
 from consistency.diagnose import is_accusation
 from consistency.measure import ALIASES, Group
+from consistency.over_time import OverTime
 from consistency.report import Gate, WorstToken, describe_worst
 from recorder import open_record
 from recorder.samples import token_texts
@@ -249,3 +250,29 @@ def load_decode(model: str) -> Decode:
 
     tokenizer = Tokenizer.from_file(str(file))
     return lambda ids: tokenizer.decode(ids, skip_special_tokens=False)
+
+
+def report_over_time(found: OverTime) -> Report:
+    """Return the verdict of a run's steps, the causes, and the numbers of each regression."""
+    names = [cause.name for cause in found.causes]
+    gaps = [one.gap for one in found.steps]
+    sentence = names[0] if names else "the gap between engine and trainer follows nothing"
+    blocks: list[Block] = [
+        Curve("mean |D|", gaps, [one.step for one in found.steps], ends=f"{gaps[0]:.2g} to {gaps[-1]:.2g}")
+    ]
+    for cause in found.causes:
+        rows = [
+            Row("evidence", cause.evidence),
+            Row("refuted if", cause.refute, "dim"),
+            Row("fix", cause.fix),
+        ]
+        blocks.append(
+            Finding(cause.id, cause.name, "bad" if cause.fault else "unsure", rows, f"{cause.confidence:.0%}")
+        )
+    cells = [
+        [r.against, f"{r.slope:.3g}", f"{r.t:.1f}", f"{r.explained:.0%}", str(r.num)]
+        for r in found.regressions
+    ]
+    blocks.append(Table(("mean |D| against", "slope>", "t>", "explained>", "values>"), cells))
+    blocks.append(Facts([Row("unobserved", text, "dim") for text in found.unobserved]))
+    return Report(found.verdict.capitalize(), sentence, LEVELS[found.verdict], blocks)

@@ -10,6 +10,8 @@ from areal_debug.doctor.names import nearest_quantity
 from areal_debug.doctor.read import Run
 from areal_debug.doctor.rules.drift import by_position
 from areal_debug.doctor.rules.rewards import terms_of
+from areal_debug.doctor.rules.terms import configured
+from areal_debug.doctor.samples.ends import end_tokens
 from areal_debug.doctor.samples.read import Rows
 from areal_debug.doctor.series import FEWEST_STEPS
 
@@ -78,6 +80,10 @@ def observed_in(run: Run, rows: Rows | None) -> set[str]:
     enough = {name: one for name, one in run.series.items() if len(one.finite.values) >= FEWEST_STEPS}
     found = {*enough, *(f"exact {name}" for name, one in enough.items() if one.resolution == 0)}
     found |= {name for name in ("eval_reward", "eval_loss", "failed", "accepted") if name in run.series}
+    if configured(run):
+        found.add("weighted_terms")
+    if any("version" in name for name in run.by_name):
+        found.add("versions")
     if len(terms_of(run)) > 0:
         found.add("reward_terms")
     if by_position(run):
@@ -87,6 +93,7 @@ def observed_in(run: Run, rows: Rows | None) -> set[str]:
     of_rows = {
         "samples": len(rows) > 0,
         "text": rows.has_text,
+        "end_tokens": bool(end_tokens(rows.record)) and bool(rows.stopped.any()),
         "rewards": bool(np.isfinite(rows.reward).any()),
         "trainer_logprobs": bool(np.isfinite(rows.difference).any()),
     }

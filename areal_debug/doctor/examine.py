@@ -24,6 +24,7 @@ from areal_debug.doctor.rules import (
     rollout,
     shift,
     supervised,
+    terms,
     thresholds,
 )
 from areal_debug.doctor.samples.read import read_rows
@@ -42,6 +43,7 @@ RULES: tuple[Callable[[Run], Alarm | None], ...] = (
     *thresholds.RULES,
     *extremes.RULES,
     *rollout.RULES,
+    *terms.RULES,
     *mismatch.RULES,
     *rewards.RULES,
     *resources.RULES,

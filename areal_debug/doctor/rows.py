@@ -17,7 +17,7 @@ from recorder.errors import StepNotRecorded
 from recorder.format import RECORD_FILE, STEP_FILE, STEPS_FOLDER
 from recorder.reader import Damage
 
-LENGTH = 1  # finish reason
+STOP, LENGTH = 0, 1  # finish reasons
 OF_TOKENS = ("version", "difference")  # columns per token in the loss mask
 # The column of a metric, and how extreme its values are: the largest is shown.
 EXTREMES: dict[str, tuple[str, Callable[[np.ndarray], np.ndarray]]] = {

@@ -17,7 +17,7 @@ Values = NDArray[np.float64]
 CONFIDENCE = 0.95
 RESAMPLES = 10_000
 PER_BLOCK = 5_000_000  # numbers drawn at a time, which bounds memory
-# Above so many different values a bootstrap is slow, and its interval the normal one, by the central limit.
+# Above so many different values a bootstrap is slow, and its interval is the normal one.
 MOST_RESAMPLED = 2000
 SEED = 0  # the same samples have the same interval
 

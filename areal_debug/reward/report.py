@@ -53,6 +53,7 @@ def report_of_rescore(report: RescoreReport) -> Report:
     rows = [Row("failed", f"{failed:,} calls failed: {report.failure}", "unsure")] if failed else []
     if unmatched:
         rows.append(Row("unmatched", f"{unmatched:,} samples: no row of the data has their prompt", "unsure"))
+    rows += rows_of("paired", [pairing.sentence for pairing in report.pairings[:MOST_ROWS]], "bad")
     blocks: list[Block] = [Facts(rows)]
     if report.disagreements:
         blocks += [table_of_steps(report), Facts(rows_of_samples(report))]
@@ -67,6 +68,8 @@ def verdict_of(report: RescoreReport) -> tuple[str, str, Level]:
         return "Inconclusive", f"{compared} samples have both rewards", "unsure"
     if report.verdict == "agree":
         return "They agree", f"on {report.num_compared:,} samples", "good"
+    if report.pairings:
+        return "Rewards of other rows", report.pairings[0].sentence, "bad"
     return (
         "They disagree",
         f"on {positives + negatives:,} of {report.num_compared:,} samples: {positives:,} are paid by the record "

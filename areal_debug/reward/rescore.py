@@ -9,15 +9,16 @@ recorded reward pays for is a false positive. No model is needed.
 
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from areal_core.data.read import BOXED_INSTRUCTION
 from areal_core.reward import RewardPool
 from areal_debug.record.decode import load_decoder
 from areal_debug.reward.answers import question_of
+from areal_debug.reward.pairing import Pairing, find_pairings
 from areal_debug.reward.probe import outcome_of
 from recorder import Record, RecordedStep
 
@@ -55,12 +56,16 @@ class StepCounts:
 
 @dataclass(frozen=True)
 class RescoreReport:
-    """Both rewards of a record compared. `middle` divides paid from unpaid ones."""
+    """Both rewards of a record compared. `middle` divides paid from unpaid ones.
+
+    `pairings` are steps whose rewards are those of other rows, which explains the disagreements.
+    """
 
     record: str
     function: str
     middle: float
     steps: tuple[StepCounts, ...]
+    pairings: tuple[Pairing, ...]
     disagreements: tuple[Disagreement, ...]
     failure: str
 
@@ -146,18 +151,24 @@ def rescore(
     return report_of(record, function, scored)
 
 
-def score_rank(
-    step: RecordedStep,
-    rank: int,
-    decode: Callable[[list[int]], str] | None,
-    rows_of: DataRows | None,
-    pool: RewardPool,
-) -> list[Scored]:
-    arrays = step.batch(rank, ["input_ids", "loss_mask", "cu_seqlens", "rewards", "prompt_id", "sample_id"])
+class RowText(NamedTuple):
+    """A row's prompt and completion, as text and as ids."""
+
+    row: int
+    prompt: str
+    completion: str
+    prompt_ids: list[int]
+    completion_ids: list[int]
+
+
+def row_texts(
+    step: RecordedStep, rank: int, decode: Callable[[list[int]], str] | None, rows: Iterable[int]
+) -> Iterator[RowText]:
+    """Yield some rows of a rank. Raises ValueError where there is neither text nor a tokenizer."""
+    arrays = step.batch(rank, ["input_ids", "loss_mask", "cu_seqlens"])
     known = step.known(rank, "input_ids") & step.known(rank, "loss_mask")
     texts = step.text(rank) if decode is None or not known.all() else None
-    found: list[tuple[int, str, Future[float] | None]] = []
-    for row in step.known(rank, "rewards").nonzero()[0].tolist():
+    for row in rows:
         here = slice(*arrays["cu_seqlens"][row : row + 2])
         ids, trained = arrays["input_ids"][here], arrays["loss_mask"][here].nonzero()[0]
         first = int(trained[0]) if len(trained) else len(ids)
@@ -168,6 +179,20 @@ def score_rank(
             prompt, completion = (SPECIAL.sub("", texts[row][name]) for name in ("prompt", "completion"))
         else:
             raise ValueError(f"step {step.manifest.step} has no text, and the record's tokenizer is not here")
+        yield RowText(row, prompt, completion, prompt_ids, completion_ids)
+
+
+def score_rank(
+    step: RecordedStep,
+    rank: int,
+    decode: Callable[[list[int]], str] | None,
+    rows_of: DataRows | None,
+    pool: RewardPool,
+) -> list[Scored]:
+    arrays = step.batch(rank, ["rewards", "prompt_id", "sample_id"])
+    rows = step.known(rank, "rewards").nonzero()[0].tolist()
+    found: list[tuple[int, str, Future[float] | None]] = []
+    for row, prompt, completion, prompt_ids, completion_ids in row_texts(step, rank, decode, rows):
         data = {} if rows_of is None else rows_of.find(prompt)
         call = None if data is None else pool.submit(prompt, completion, prompt_ids, completion_ids, **data)
         found.append((row, completion, call))
@@ -213,6 +238,9 @@ def report_of(record: Record, function: str, scored: Sequence[Scored]) -> Rescor
         function,
         middle,
         steps,
+        find_pairings([(row.step, row.prompt, row.recorded, float(row.outcome or 0.0)) for row in both])
+        if disagreements
+        else (),
         tuple(disagreements[:MOST_LISTED]),
         failures[0] if failures else "",
     )

@@ -1,5 +1,6 @@
 """`areal-debug consistency`: compare an engine's logprobs with the model's, token by token."""
 
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -60,6 +61,11 @@ EXACT_NEW_TOKENS = 64  # by default
 )
 @step_range_option
 @click.option(
+    "--over-time",
+    is_flag=True,
+    help="How the gap moves over the steps of RECORD: frozen, stale or drifting weights, a jump; needs no model.",
+)
+@click.option(
     "--replay-weights",
     is_flag=True,
     help="Where a step was sampled with newer weights than the first ones, replay the record up to it first.",
@@ -92,7 +98,11 @@ EXACT_NEW_TOKENS = 64  # by default
     "--trainer", is_flag=True, help="Score with the trainer's packed path too, where it was not recorded."
 )
 @click.option("--previous", help="Checkpoint before --model, to recognise stale weights.")
-@click.option("--base", help="Model without its adapter, to recognise an adapter that was not loaded.")
+@click.option(
+    "--base",
+    help="First or reference weights, or the model without its adapter, to recognise an engine that has these; "
+    "by default the recorded run's first weights.",
+)
 @click.option(
     "--dtype", type=click.Choice(["float32", "bfloat16"]), help="Of the scoring; by default the trainer's."
 )
@@ -162,6 +172,7 @@ def command(
     step_range: str | None,
     gate: str,
     output: Path | None,
+    over_time: bool,
     force: bool,
     as_json: bool,
     **options: Any,
@@ -176,6 +187,12 @@ def command(
     Exit code 0: healthy, proven, or not worse than --against. 1: a mismatch, refuted, worse, or a
     metric beyond its --gate. 2: inconclusive, or a check of --exact could not run.
     """
+    if over_time:
+        if record is None or output is not None:
+            fail(
+                "--over-time reads the steps of RECORD and prints its report: leave out --engine and --output"
+            )
+        raise SystemExit(check_over_time(record, steps, as_json))
     if step_range is not None:
         if record is None or output or options["layers"]:
             fail("--steps checks the steps of RECORD: leave out --engine, --layers and --output")
@@ -226,6 +243,22 @@ def command(
     raise SystemExit(exit_code(checked, gates))
 
 
+def check_over_time(path: Path, steps: tuple[int, ...], as_json: bool) -> int:
+    """Report how the gap moves over a record, and return the exit code."""
+    from areal_debug.consistency.report import report_over_time
+    from areal_debug.report.terminal import print_report
+    from consistency.over_time import document, examine
+    from consistency.report import EXIT_CODES
+    from recorder import open_record
+
+    found = examine(open_record(path), steps or None)
+    if as_json:
+        print_json({"record": str(path)} | document(found))
+    else:
+        print_report(console(), report_over_time(found))
+    return EXIT_CODES[found.verdict]
+
+
 def recorded_model(record: Path) -> str | None:
     from recorder import open_record
 
@@ -268,6 +301,9 @@ def check_recorded(
     from consistency.check import check  # imports torch
     from consistency.source import read_record
 
+    first = record.header.model["path"]
+    if options["base"] is None and first and os.path.isdir(first) and not os.path.samefile(first, model):
+        options["base"] = first  # an engine that an update did not reach still has these
     request = request_of(model, options)
     sampling, notes = (None, ()) if record.header.config_is_ours else given_sampling(record, model, options)
     sampled = read_record(record, steps, sampling)

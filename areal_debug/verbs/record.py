@@ -41,11 +41,13 @@ if TYPE_CHECKING:
     example="areal-debug record ls runs/record\nareal-debug record show runs/record --step 3",
     lazy={
         "archive": "verbs.record_archive:archive",
+        "coverage": "verbs.record_seam:coverage",
         "cut": "verbs.record_cut:cut",
         "extract": "verbs.record_archive:extract",
         "import": "verbs.record_transfer:import_record",
         "export": "verbs.record_transfer:export",
         "redact": "verbs.record_redact:redact",
+        "seam": "verbs.record_seam:seam",
     },
 )
 def command() -> None:

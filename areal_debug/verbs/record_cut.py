@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 @click.command(
     cls=Verb,
-    short_help="Cut a record to one step, or to the rows that show a bug, in one file",
+    short_help="Cut a record to one step, or to rows that show a bug, in one file",
     example="areal-debug record cut runs/record --step 3 --to bug.zip\n"
     "areal-debug record cut runs/record --step 3 --shrink 'loss is nan' --to bug.zip",
 )

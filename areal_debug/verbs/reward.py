@@ -89,6 +89,9 @@ def rescore(
     """Score the samples of RECORD again with the reward function MODULE:FN (or FILE.py:FN), and
     list the samples that only one of the two rewards pays for. Needs no model.
 
+    Where they disagree, it first tries whether rewards are those of other rows: shifted from some
+    row on, or in another order.
+
     With --data, the function gets the fields of the row whose prompt is in the recorded prompt.
 
     Exit code 0: the rewards agree. 1: they disagree. 2: most samples could
@@ -115,7 +118,8 @@ def rescore(
     announce(f"scoring {count(len(steps), 'step')} of {record} with {function}")
     report = rescore_record(opened, function, rows, steps, timeout_s)
     if as_json:
-        print_json(asdict(report))
+        sentences = [pairing.sentence for pairing in report.pairings]
+        print_json({"paired_wrongly": sentences} | asdict(report))
     else:
         print_report(console(), report_of_rescore(report))
     raise SystemExit({"agree": 0, "disagree": 1, "unknown": 2}[report.verdict])

@@ -5,10 +5,12 @@ some forward passes over the sample, so probing stops at the first settled verdi
 the noise floor: the published level of a precision, raised by what model or engine show.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import numpy as np
+import torch
 
 from areal_core.engine.routers import Routers
 from areal_core.errors import ModelError
@@ -16,7 +18,7 @@ from consistency.alternatives.images import image_alternatives, tower_alternativ
 from consistency.alternatives.variants import variant_alternatives
 from consistency.case import DTYPES, Alternative, Request, Setting
 from consistency.diagnose import Diagnosis, is_accusation
-from consistency.measure import Noise, k3
+from consistency.measure import NOISE, Noise, k3
 from consistency.rescoring import Rescoring
 from consistency.score import Scorer, load_scorer, score_logprobs
 from consistency.tensors import find_changed_tensor, find_stale_tensors, swapped
@@ -100,24 +102,87 @@ def probe_bos(inputs: ProbeInputs) -> list[Alternative]:
 
 
 def probe_checkpoints(inputs: ProbeInputs) -> list[Alternative]:
-    """Score with the request's other checkpoints: stale weights (R24), missing adapter (R32)."""
+    """Score with the request's other checkpoints: stale weights (R24), those of the base (R32).
+
+    Also with those for the rows alone that they explain, and, of both, with the last update on the
+    base: a chain of deltas that began at the wrong weights.
+    """
     request, temperature = inputs.request, inputs.setting.temperature
-    wanted = (("R24", "the previous checkpoint", request.previous), ("R32", "the base model", request.base))
-    found = []
-    for cause, name, path in wanted:
-        if path is not None:
-            other = load_scorer(path, DTYPES[inputs.dtype], request.device)
-            found += tower_alternative(inputs.scorer, other, inputs.rows, name, temperature)
-            found.append(checkpoint_alternative(other, inputs.rows, cause, name, temperature))
+    now = score_logprobs(inputs.scorer, inputs.rows, temperature=temperature)
+    found, loaded = [], known_checkpoints(inputs)
+    for name, other in loaded.items():
+        cause = "R24" if name == PREVIOUS else "R32" if is_adapter(inputs.scorer, other) else "R32.base"
+        whole = checkpoint_alternative(other, inputs.rows, cause, name, temperature)
+        found += tower_alternative(inputs.scorer, other, inputs.rows, name, temperature)
+        found += [whole, *of_some_rows(inputs.rows, now, whole)]
+    if request.previous is not None and request.base is not None and request.previous != request.base:
+        with last_update_on(inputs.scorer, loaded[PREVIOUS], loaded[BASE]):
+            found.append(checkpoint_alternative(inputs.scorer, inputs.rows, "R24.delta", DELTA, temperature))
     return found
 
 
-def probe_partial_update(inputs: ProbeInputs) -> list[Alternative]:
+PREVIOUS, BASE = "the previous checkpoint", "the base model"
+DELTA = "the base model with the last update"
+
+
+def known_checkpoints(inputs: ProbeInputs) -> dict[str, Scorer]:
     request = inputs.request
-    if request.previous is None:
+    paths = {PREVIOUS: request.previous, BASE: request.base}
+    return {
+        name: load_scorer(path, DTYPES[inputs.dtype], request.device)
+        for name, path in paths.items()
+        if path is not None
+    }
+
+
+def is_adapter(now: Scorer, base: Scorer) -> bool:
+    """Return whether norms and embeddings are the base's, as with a merged adapter."""
+    kept = dict(base.model.named_parameters())
+    same = [
+        name in kept and kept[name].shape == values.shape and torch.equal(values, kept[name])
+        for name, values in now.model.named_parameters()
+        if values.dim() == 1 or "embed" in name
+    ]
+    return bool(same) and all(same)
+
+
+def of_some_rows(rows: Sequences, now: Floats, other: Alternative) -> list[Alternative]:
+    """Return the alternative for the rows alone that it explains; none if these are all, or one."""
+    engine, row = rows.engine_logprobs[rows.scored], rows.row_of_token[rows.scored]
+    count = np.maximum(np.bincount(row, minlength=rows.num_rows), 1)
+    own, theirs = (
+        np.bincount(row, bounded(engine - values), rows.num_rows) / count for values in (now, other.logprobs)
+    )
+    is_theirs = (theirs < EXPLAINED * own) & (own > LEAST_TO_WEIGH)
+    if not 1 < is_theirs.sum() < rows.num_rows:
         return []
-    previous = load_scorer(request.previous, DTYPES[inputs.dtype], request.device)
-    return partial_alternatives(inputs.scorer, previous, inputs.rows, inputs.setting.temperature)
+    predicted = np.where(is_theirs[row], other.logprobs, now)
+    name = f"{other.name} for {int(is_theirs.sum())} of {rows.num_rows} rows"
+    return [Alternative(f"{other.cause.partition('.')[0]}.rows", name, predicted)]
+
+
+@contextmanager
+def last_update_on(now: Scorer, previous: Scorer, base: Scorer) -> Iterator[None]:
+    """Give a model the weights of the base plus what the last update changed."""
+    mine = dict(now.model.named_parameters())
+    before, first = (dict(scorer.model.named_parameters()) for scorer in (previous, base))
+    kept = {name: values.data for name, values in mine.items()}
+    for name, values in mine.items():
+        values.data = first[name].data + (kept[name] - before[name].data)
+    try:
+        yield
+    finally:
+        for name, data in kept.items():
+            mine[name].data = data
+
+
+def probe_partial_update(inputs: ProbeInputs) -> list[Alternative]:
+    """Score with some tensors of the request's other checkpoints (R25)."""
+    return [
+        one
+        for name, other in known_checkpoints(inputs).items()
+        for one in partial_alternatives(inputs.scorer, other, inputs.rows, inputs.setting.temperature, name)
+    ]
 
 
 def checkpoint_alternative(
@@ -127,9 +192,9 @@ def checkpoint_alternative(
 
 
 def partial_alternatives(
-    scorer: Scorer, previous: Scorer, sequences: Sequences, temperature: float
+    scorer: Scorer, previous: Scorer, sequences: Sequences, temperature: float, of: str = PREVIOUS
 ) -> list[Alternative]:
-    """Score with those tensors of the previous checkpoint that explain the logprobs (R25)."""
+    """Score with those tensors of another checkpoint that explain the logprobs (R25)."""
     base = score_logprobs(scorer, sequences, temperature=temperature)
     values = sequences.engine_logprobs.copy()
     values[sequences.scored] = usable_or(values[sequences.scored], base)
@@ -137,7 +202,8 @@ def partial_alternatives(
     if stale is None:
         return []
     with swapped(scorer, previous, stale.names):
-        return [checkpoint_alternative(scorer, sequences, "R25", stale.describe(), temperature)]
+        cause = "R25" if of == PREVIOUS else "R25.base"
+        return [checkpoint_alternative(scorer, sequences, cause, stale.describe(), temperature)]
 
 
 def bos_alternatives(
@@ -200,6 +266,23 @@ def noise_of_model(published: Noise, other_dtype: Alternative, replays: Replays)
         max(published.k3, NOISE_MARGIN**2 * k3_mean),
         f"{other_dtype.name} changes its logprobs by {mean_abs:.2g} on average",
     )
+
+
+EXACT_BELOW, EXACT_SHARE = 1e-5, 0.25  # of float32 engines; rounding to bfloat16 leaves 1 in 1,000
+FEWEST_EXACT = 64  # tokens
+
+
+def noise_of_tokens(published: Noise, engine: Floats, trainer: Floats) -> Noise:
+    """Return the noise of float32 if the tokens themselves show it.
+
+    A share of the tokens that agree to float32 is made by no coarser engine: then the others have
+    a cause.
+    """
+    counted = np.isfinite(engine) & (trainer < -0.1)
+    exact = np.abs(engine - trainer)[counted] < EXACT_BELOW
+    if published.name == "float32" or exact.sum() < FEWEST_EXACT or exact.mean() < EXACT_SHARE:
+        return published
+    return replace(NOISE["float32"], source=f"{exact.mean():.0%} of the tokens agree to {EXACT_BELOW:g}")
 
 
 def noise_of_engine(published: Noise, rescoring: Rescoring) -> Noise:

@@ -287,8 +287,11 @@ def retokenised(case: Case) -> Finding | None:
 
 
 def other_context(case: Case) -> Finding | None:
-    """R16: the engine saw another prompt (such as chat template); |D| fades with position."""
-    if not case.unexplained:
+    """R16: the engine saw another prompt (such as chat template); |D| fades with position.
+
+    Other pictures, and other weights of what reads them, look the same.
+    """
+    if not case.unexplained or case.sequences.images is not None:
         return None
     shape = trend(case.table.turn_position, np.minimum(np.abs(case.table.difference), 5.0))
     if shape is None or shape.line < 0.5:

@@ -32,10 +32,11 @@ from replayer.errors import WrongModel
 
 SMALLEST = 2.0**-126
 OURS = "ppo_actor/"
-# Statistics of the rewards of all rows, by trainer: ours, TRL's, verl's.
+# Statistics of the rewards of all rows, by trainer: ours, TRL's, slime's, NeMo-RL's, verl's.
 REWARD_STATISTICS = {
     f"{OURS}task_reward/avg": "avg", f"{OURS}task_reward/max": "max", f"{OURS}task_reward/min": "min",
-    "reward": "avg", "critic/score/mean": "avg", "critic/score/max": "max", "critic/score/min": "min",
+    "reward": "avg", "rollout/raw_reward": "avg", "train/reward": "avg",
+    "critic/score/mean": "avg", "critic/score/max": "max", "critic/score/min": "min",
 }  # fmt: skip
 
 
@@ -311,6 +312,7 @@ class Comparison:
                 stages,
                 misfit,
                 is_number=wrong[1].value.ndim == 0 and len(observed) == 1,
+                counts=self.configured.counts.values(),
             )
         self.differs(stage, wrong[0].name, found, **where(self.rows, *wrong))
 
@@ -368,7 +370,7 @@ class Comparison:
             self.found.append(
                 StageOpinion(stage, "differs", what, option=f"follows from {named}", changes=first)
             )
-        option = sentence(first, found.others, self.source) if first else UNKNOWN
+        option = sentence(first, found.others, self.source, self.configured.counts) if first else UNKNOWN
         if found.by_chance:
             option += f"; perhaps {sentence(found.changes, (), self.source)}"
         others = (found.changes,) if found.by_chance else found.others
@@ -409,7 +411,10 @@ class Comparison:
             return max(loss_misfit(update, self.twin_loss(update, options)) for update in compared)
 
         stages = [*dict.fromkeys(("mask", *self.open_stages("loss")))]
-        found = explain(self.base, self.configured.options, stages, misfit, is_number=len(compared) == 1)
+        found = explain(
+            self.base, self.configured.options, stages, misfit,
+            is_number=len(compared) == 1, counts=self.configured.counts.values(),
+        )  # fmt: skip
         wrong, own = next(pair for pair in zip(compared, tried[best], strict=True) if loss_misfit(*pair) > 1)
         self.differs(
             "loss",
@@ -463,7 +468,7 @@ class Comparison:
         current = self.current()
         assert current is not None
         if "advantages" in rows.tensors:
-            advantages = Bounded(rows.tensors["advantages"], np.zeros(rows.mask.shape))
+            advantages = Bounded(everywhere(rows), np.zeros(rows.mask.shape))
         else:
             stages = self.open_stages("loss")
             chosen = {n: getattr(options, n) for n, known in KNOWN.items() if known.stage in stages}
@@ -475,12 +480,12 @@ class Comparison:
         found = self.twin_loss(update, options)
         if self.framework is None:
             return found
-        options = options if update.with_kl else replace(options, kl_coef=0.0)
+        options = options if update.with_kl else replace(options, kl_coef=0.0, entropy_coef=0.0)
         value, gradient = self.framework.loss(self.inputs(update, options), options)
         return replace(found, value=value, gradient=gradient)
 
     def twin_loss(self, update: Update, options: Options) -> Loss:
-        options = options if update.with_kl else replace(options, kl_coef=0.0)
+        options = options if update.with_kl else replace(options, kl_coef=0.0, entropy_coef=0.0)
         return loss_of(self.inputs(update, options), options)
 
     def moved_rows(self, update: Update, found: Loss, changed: tuple[Change, ...]) -> dict[str, Any]:
@@ -528,7 +533,7 @@ class Comparison:
     def norm(self, update: Update, loss: Loss, options: Options) -> tuple[float, float]:
         """Return the gradient norm of a loss, as it is reported, and the noise of float32."""
         assert self.model is not None
-        norm, noise = self.model.norm(self.rows, update, loss.gradient)
+        norm, noise = self.model.norm(self.rows, update, loss.gradient * options.gradient_scale)
         return (min(norm, options.max_norm) if options.norm == "after" else norm), noise
 
     def misfit_of_norm(self, update: Update, own: Loss) -> Callable[[Options], float]:
@@ -540,6 +545,19 @@ class Comparison:
             return norm_misfit(update, *self.norm(update, loss, options))
 
         return misfit
+
+
+def everywhere(rows: StepRows) -> Floats:
+    """Return the recorded advantages, also outside of the mask where a row has one for all.
+
+    A loss with another mask has that one there, and records have 0.
+    """
+    recorded = rows.tensors["advantages"]
+    last = rows.mask.shape[1] - 1 - rows.mask[:, ::-1].argmax(1)
+    one = recorded[np.arange(len(last)), last][:, None]
+    is_one = ((recorded == one) | ~rows.mask).all(1, keepdims=True)
+    found: Floats = np.where(is_one & ~rows.mask, one, recorded)
+    return found
 
 
 def loss_misfit(update: Update, found: Loss) -> float:

@@ -1,17 +1,18 @@
 """What a trainer's options mean for the numbers of a step, in one vocabulary for all trainers.
 
 `Options` holds the values that decide rewards, advantages, loss and gradient. Configurations of our
-trainer, TRL and verl are read into it (`their_configs.py`), and the rows of
-`KNOWN` list the values that a search tries. A value that a configuration leaves to its trainer is
+trainer, TRL, verl, slime and miles are read into it (`their_configs.py`), and the rows of `KNOWN`
+list the values that a search tries. A value that a configuration leaves to its trainer is
 that trainer's default.
 """
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import combinations
-from math import inf
+from math import inf, isclose
 from operator import itemgetter
+from types import MappingProxyType
 from typing import Any
 
 STAGES = ("rewards", "mask", "kl", "advantages", "loss", "gradient")
@@ -30,13 +31,22 @@ class Options:
         lone: advantage of the only row of a group: "zero", or "reward", its own reward.
         inside_root: eps is added to the variance instead of the standard deviation.
         length: "kept", or "divided" by the number of the row's tokens in the mask.
+        teacher_coef: weight of log p - log p_teacher, which is subtracted from a token's advantage.
         token_*: normalisation of the advantages over tokens, after that over rows.
+        token_sets: the tokens that are normalised together: all, or those of each rank.
+        context_parallel: ranks that hold the tokens of a row; `micro_batches`: parts of equal size
+            into which the rows of an update are cut.
         old_logprobs: denominator of the ratio: "rollout", "trainer" (recomputed before the step),
             or "current" (the ratio is 1).
         correction: of tokens for the sampling policy, trainer / rollout: None, or "truncated" or
             "masked" above `correction_cap`, "tokens" or "sequences".
         clip_high: None is clip_low; dual_clip: None is off.
         kl_weight: a token's KL in the loss is multiplied by its "ratio", or not (None).
+        policy_mask: tokens whose policy loss is added up, a variant of the loss mask, and kl_mask
+            those
+            whose KL is; by default `mask`, by whose tokens both are divided.
+        kl_logprobs: the log-probs whose KL to the reference is in the loss.
+        loss_scale: factor on the loss, gradient_scale on its gradient alone.
         norm: which gradient norm is reported: "before" clipping or "after" it, at `max_norm`.
     """
 
@@ -60,12 +70,16 @@ class Options:
     length: str = "kept"
     discount: float = 1.0
     gae_lambda: float = 1.0
+    teacher_coef: float = 0.0
     token_mean: str | None = None
     token_std: str | None = None
     token_leave_one_out: bool = False
     token_unbiased: bool = True
     token_eps: float = 1e-5
     token_inside_root: bool = False
+    token_sets: str = "all tokens"
+    context_parallel: int = 1
+    micro_batches: int = 1
     old_logprobs: str = "rollout"
     correction: str | None = None
     correction_cap: float | None = None
@@ -79,6 +93,12 @@ class Options:
     kl_coef: float = 0.0
     kl_estimator: str = "k3"
     kl_weight: str | None = None
+    policy_mask: str = "the tokens that count"
+    kl_mask: str = "the tokens that count"
+    kl_logprobs: str = "current"
+    entropy_coef: float = 0.0
+    loss_scale: float = 1.0
+    gradient_scale: float = 1.0
     norm: str = "before"
     max_norm: float = inf
 
@@ -94,7 +114,11 @@ class Known:
 
 EPS = (0.0, 1e-8, 1e-7, 1e-6, 1e-5, 1e-4, 1e-3)
 LEVELS = ("group", "batch", None)
-ESTIMATORS = ("k1", "k2", "k3", "abs")
+EXCHANGED = " of the exchanged arguments"
+ESTIMATORS = ("k1", "k2", "k3", "abs", *(name + EXCHANGED for name in ("k1", "k3")))
+SCALES = tuple(
+    sorted({x for n in (1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 32, 64, 128) for x in (1 / n, float(n))})
+)
 CLIPS = (0.1, 0.15, 0.18, 0.2, 0.25, 0.28, 0.3, 0.4, 0.5, 3e-4, 4e-4, 1e9)
 WEIGHTS = (0.0, 1e-4, 1e-3, 3e-3, 5e-3, 0.01, 0.02, 0.03, 0.04, 0.05, 0.1, 0.2, 0.5, 1.0)
 
@@ -108,6 +132,7 @@ MASKS = (
     "everything after the prompt",
     "all tokens",
 )
+COUNTED = "the tokens that count"
 CORRECTIONS = (None, "truncated tokens", "masked tokens", "truncated sequences", "masked sequences")
 AGGREGATIONS = (
     "token-mean",
@@ -116,6 +141,12 @@ AGGREGATIONS = (
     "seq-mean-token-sum-norm",
     "token-sum",
     "token-mean of each rank",
+    "token-mean of each micro-batch",
+)
+OF_RANKS = ("each context-parallel rank, in zigzag", "each context-parallel rank, in blocks")
+TOKEN_SETS = (
+    *("all tokens", "the tokens of each rank"),
+    *(f"the tokens {by}of {ranks}" for ranks in OF_RANKS for by in ("", "by their inputs ")),
 )
 KNOWN = {
     "reward_bias": Known("rewards", "the number added to rewards", (0.0, -0.5, 0.5, 1.0, -1.0)),
@@ -138,12 +169,14 @@ KNOWN = {
     "length": Known("advantages", "the advantage of long rows", ("kept", "divided")),
     "discount": Known("advantages", "the discount", (1.0, 0.999, 0.995, 0.99, 0.98, 0.95, 0.9)),
     "gae_lambda": Known("advantages", "lambda of GAE", (1.0, 0.99, 0.98, 0.97, 0.95, 0.9)),
+    "teacher_coef": Known("advantages", "the weight of the teacher's term, for distillation", (0.0,)),
     "token_mean": Known("advantages", "the level of the mean over tokens", LEVELS),
     "token_std": Known("advantages", "the level of the standard deviation over tokens", LEVELS),
     "token_leave_one_out": Known("advantages", "leaving a token out of its own mean", (False, True)),
     "token_unbiased": Known("advantages", "the division by n - 1 in the standard deviation over tokens", (True, False)),
     "token_eps": Known("advantages", "the number added to the standard deviation over tokens", EPS),
     "token_inside_root": Known("advantages", "adding that number to the variance over tokens instead", (False, True)),
+    "token_sets": Known("advantages", "what advantages are normalised over", TOKEN_SETS),
     "old_logprobs": Known("loss", "the log-probs that the ratio divides by", ("rollout", "trainer", "current")),
     "correction": Known("loss", "the correction for the sampling policy", CORRECTIONS),
     "correction_cap": Known("loss", "the largest correction for the sampling policy", (None, 1.5, 2.0, 3.0, 5.0, 10.0)),
@@ -157,6 +190,12 @@ KNOWN = {
     "kl_coef": Known("loss", "the weight of the KL in the loss", WEIGHTS),
     "kl_estimator": Known("loss", "the estimator of the KL in the loss", ESTIMATORS),
     "kl_weight": Known("loss", "the weight of a token's KL in the loss", (None, "ratio")),
+    "policy_mask": Known("loss", "the mask of the policy's loss, not of its divisor,", (COUNTED, *MASKS)),
+    "kl_mask": Known("loss", "the mask of the tokens whose KL is in the loss", (COUNTED, *MASKS)),
+    "kl_logprobs": Known("loss", "the log-probs whose KL is in the loss", ("current", "trainer", "rollout")),
+    "entropy_coef": Known("loss", "the weight of the entropy in the loss", WEIGHTS),
+    "loss_scale": Known("loss", "the factor on the loss", SCALES),
+    "gradient_scale": Known("gradient", "the factor on the gradient", SCALES),
     "norm": Known("gradient", "the gradient norm that is reported, before or after clipping", ("before", "after")),
     "max_norm": Known("gradient", "the largest gradient norm"),
 }  # fmt: skip
@@ -180,12 +219,32 @@ def changes(expected: Options, recorded: Options) -> tuple[Change, ...]:
     return tuple(Change(name, left, right) for name, left, right in pairs if left != right)
 
 
-def sentence(found: tuple[Change, ...], others: tuple[tuple[Change, ...], ...], source: str) -> str:
-    """Describe changes: "the number added to the standard deviation is 1e-06, TRL has 0.0001"."""
+def sentence(
+    found: tuple[Change, ...],
+    others: tuple[tuple[Change, ...], ...],
+    source: str,
+    counts: Mapping[str, int] = MappingProxyType({}),
+) -> str:
+    """Describe changes: "the number added to the standard deviation is 1e-06, TRL has 0.0001".
+
+    `counts` are options of the trainer that count micro-batches, ranks or rows, which explain a
+    factor.
+    """
     text = "; ".join(
         f"{KNOWN[change.option].phrase} is {shown(change.recorded)}, {source} {shown(change.expected)}"
         for change in found
     )
+    for change in found:
+        numbers = [
+            value for value in (change.recorded, change.expected) if isinstance(value, float) and value
+        ]
+        if change.option in (*FACTORS, *WEIGHTED) and len(numbers) == 2:
+            factor = max(numbers[0] / numbers[1], numbers[1] / numbers[0])
+            why = [name for name, count in counts.items() if isclose(factor, count, rel_tol=1e-9)]
+            verb = "divided" if abs(numbers[0]) < abs(numbers[1]) else "multiplied"
+            text += (
+                f": {verb} by {factor:g} ({' or '.join(why)}) once more" if why else f": {verb} by {factor:g}"
+            )
     if not others:
         return text
     fits = "; ".join(
@@ -221,10 +280,20 @@ class Explanation:
     by_chance: bool = False
 
 
-def single_changes(base: Options, stages: Sequence[str]) -> Iterator[dict[str, Any]]:
+FACTORS = ("loss_scale", "gradient_scale")
+WEIGHTED = ("kl_reward_coef", "kl_coef", "entropy_coef", "teacher_coef")
+
+
+def single_changes(
+    base: Options, stages: Sequence[str], counts: Collection[int] = ()
+) -> Iterator[dict[str, Any]]:
+    """Yield what may have another value; `counts` may have divided or multiplied a weight."""
     for name, known in KNOWN.items():
         if known.stage in stages:
-            yield from ({name: value} for value in known.values if value != getattr(base, name))
+            own, values = getattr(base, name), known.values
+            if name in WEIGHTED and own:
+                values = (*values, *(x for n in counts for x in (own / n, own * n)), -own)
+            yield from ({name: value} for value in dict.fromkeys(values) if value != own)
 
 
 def explain(
@@ -235,6 +304,7 @@ def explain(
     *,
     is_number: bool = False,
     pairs: bool = True,
+    counts: Collection[int] = (),
 ) -> Explanation:
     """Find the smallest changes of `base` that explain a record: one, then several.
 
@@ -244,15 +314,21 @@ def explain(
         stages: whose options may change; those of the last one come first where several explain it.
         is_number: the recorded value is a single number, which a pair of options fits by chance.
         pairs: also try pairs of the table's changes.
+        counts: numbers of micro-batches or ranks, by which a weight may have been divided.
     """
-    singles = list(single_changes(base, stages))
+    singles = list(single_changes(base, stages, counts))
     fits = [(misfit(replace(base, **change)), change) for change in singles]
     found = [
-        (KNOWN[next(iter(change))].stage != stages[-1], size, change) for size, change in fits if size <= 1
+        (next(iter(change)) in FACTORS, KNOWN[next(iter(change))].stage != stages[-1], size, change)
+        for size, change in fits
+        if size <= 1
     ]
+    factors = [one for one in found if one[0]]
+    if len(factors) > 1:  # the number is too near to its error
+        found = [one for one in found if not one[0]]
     if found:
         ordered = [
-            changes(base, replace(base, **change)) for *_, change in sorted(found, key=itemgetter(0, 1))
+            changes(base, replace(base, **change)) for *_, change in sorted(found, key=itemgetter(0, 1, 2))
         ]
         return Explanation(ordered[0], tuple(ordered[1:]))
     own = {c.option: c.recorded for c in changes(base, preferred) if KNOWN[c.option].stage in stages}

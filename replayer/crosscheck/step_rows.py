@@ -19,10 +19,14 @@ from replayer.own_code import by_name
 Floats = npt.NDArray[np.float64]
 Bools = npt.NDArray[np.bool_]
 
-LEARNING = ("advantages", "total_rewards", "kl_rewards", "prox_logp", "ref_logp", "values", "current_logp")
+LEARNING = (
+    *("advantages", "total_rewards", "kl_rewards", "prox_logp", "ref_logp", "values", "current_logp"),
+    *("teacher_logp", "entropy"),
+)
 NEEDED = ("prompt_id", "loss_mask", "finish_reason")
 # Names of the loss and of the gradient norm of a step's only update in the statistics of trainers.
-LOSS_NAMES = ("loss", "actor/pg_loss", "train/loss")
+LOSS_NAMES = ("loss", "actor/pg_loss", "train/loss", "train/pg_loss")
+OF_POLICY = ("actor/pg_loss", "train/pg_loss")  # without the KL and the entropy
 NORM_NAMES = ("grad_norm", "actor/grad_norm", "train/grad_norm")
 
 
@@ -31,7 +35,7 @@ class Update:
     """An optimizer step: its rows of `StepRows`, and what the trainer recorded of it.
 
     `same_weights`: it starts from the weights that the step started from. `with_kl`: the loss
-    includes the KL to the reference, if there is one.
+    includes the KL to the reference and the entropy, if they are in it.
     """
 
     rows: npt.NDArray[np.int64]
@@ -240,7 +244,7 @@ def updates_of(
     if not plans or any("minibatches" not in plan for plan in plans):
         names = [next((name for name in known if name in stats), None) for known in (LOSS_NAMES, NORM_NAMES)]
         only, its_norm = (None if name is None else stats[name] for name in names)
-        return (Update(np.arange(len(row)), only, its_norm, with_kl=names[0] != "actor/pg_loss"),)
+        return (Update(np.arange(len(row)), only, its_norm, with_kl=names[0] not in OF_POLICY),)
     found, same = [], True
     for number, update in enumerate(plans[0]["minibatches"]):
         chosen = [

@@ -1,4 +1,4 @@
-"""Configurations of our trainer, TRL and verl as `Options`, and as another framework reads them.
+"""Configurations of trainers as `Options`, and as another framework reads them.
 
 `options_of` answers what the trainer of a record was configured to do; `as_trl` and `as_verl` what
 the same configuration means in those frameworks, with the values that they have in their code. What
@@ -36,7 +36,7 @@ class Configured:
     """The options of a record's trainer; `unchecked` has the reason by stage.
 
     `source` begins the half sentence about an expected value: "the config says". `trainer` is None
-    for our own.
+    for our own. `counts` are its options that count micro-batches, ranks and rows of a group.
     """
 
     options: Options
@@ -45,6 +45,7 @@ class Configured:
     unchecked: dict[str, str] = field(default_factory=dict)
     dtype: str | None = None
     has_critic: bool = False
+    counts: Mapping[str, int] = field(default_factory=dict)
 
 
 def options_of(origin: Origin) -> Configured:
@@ -52,7 +53,14 @@ def options_of(origin: Origin) -> Configured:
 
     Raises ValueError for a trainer whose configuration is not known here.
     """
-    readers = {None: of_ours, "trl": of_trl, "verl": of_verl}
+    readers = {
+        None: of_ours,
+        "trl": of_trl,
+        "verl": of_verl,
+        "slime": of_slime,
+        "miles": of_slime,
+        "nemo-rl": of_nemo_rl,
+    }
     if not origin.config:
         raise ValueError(
             "the record does not say with which options its trainer ran: record with config=, "
@@ -61,7 +69,7 @@ def options_of(origin: Origin) -> Configured:
     if origin.trainer not in readers:
         raise ValueError(
             f"the configuration of the trainer {origin.trainer} is not read here: only those of trl, "
-            "verl and our own trainer are"
+            "verl, slime, miles, nemo-rl and our own trainer are"
         )
     try:
         return readers[origin.trainer](origin.config)
@@ -184,7 +192,9 @@ def of_trl(config: Mapping[str, Any]) -> Configured:
         max_norm=given("max_grad_norm", 1.0) or inf,
     )
     dtype = None if given("bf16") is not False or given("fp16") else "float32"
-    return Configured(options, "TRL's config says", "trl", unchecked, dtype)
+    counts = counted(config, "gradient_accumulation_steps", "num_generations", "per_device_train_batch_size")
+    options = replace(options, micro_batches=accumulated)
+    return Configured(options, "TRL's config says", "trl", unchecked, dtype, counts=counts)
 
 
 def of_verl(config: Mapping[str, Any]) -> Configured:
@@ -221,7 +231,125 @@ def of_verl(config: Mapping[str, Any]) -> Configured:
     )
     if estimator == "grpo" and not scaled:
         options = replace(options, std=None)
-    return Configured(options, "verl's config says", "verl", unchecked, None, estimator == "gae")
+    size, rollout = (
+        actor.get("ppo_micro_batch_size_per_gpu"),
+        config["actor_rollout_ref"].get("rollout") or {},
+    )
+    rows = (config.get("data") or {}).get("train_batch_size", 0) * rollout.get("n", 1)
+    counts = counted(config, *VERL_COUNTS)
+    if size and rows > size:
+        options = replace(options, micro_batches=rows // size)
+        counts["the number of micro-batches"] = rows // size
+    return Configured(options, "verl's config says", "verl", unchecked, None, estimator == "gae", counts)
+
+
+VERL_COUNTS = ("trainer.n_gpus_per_node", "trainer.nnodes", "actor_rollout_ref.rollout.n",
+               "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu",
+               "actor_rollout_ref.actor.ulysses_sequence_parallel_size")  # fmt: skip
+
+
+def counted(config: Mapping[str, Any], *names: str) -> dict[str, int]:
+    """Return the options, by the last part of their names, that are whole numbers above 1."""
+    found = {}
+    for name in names:
+        value: Any = config
+        for part in name.split("."):
+            value = value.get(part) if isinstance(value, Mapping) else None
+        if isinstance(value, int) and value > 1:
+            found[name.rpartition(".")[2]] = value
+    return found
+
+
+SLIME_COUNTS = ("n_samples_per_prompt", "context_parallel_size", "tensor_model_parallel_size", "data_parallel_size",
+                "num_steps_per_rollout", "micro_batch_size", "rollout_batch_size")  # fmt: skip
+SLIME_ESTIMATORS = ("grpo", "gspo", "cispo")
+
+
+def of_slime(config: Mapping[str, Any]) -> Configured:
+    """Read the arguments of slime or miles as plain JSON; an absent one has slime's default."""
+    given, unchecked = config.get, {}
+    estimator = str(given("advantage_estimator", "grpo"))
+    if estimator not in SLIME_ESTIMATORS:
+        unchecked["advantages"] = NOT_COMPUTED.format(f"advantage_estimator={estimator}")
+    for name, usual in {
+        "loss_type": "policy_loss",
+        "custom_pg_loss_function_path": None,
+        "use_opsm": False,
+    }.items():
+        if given(name, usual) not in (usual, None):
+            unchecked["loss"] = NOT_COMPUTED.format(f"{name}={given(name)}")
+    if estimator == "cispo":
+        unchecked["loss"] = NOT_COMPUTED.format("advantage_estimator=cispo")
+    rows = given("rollout_batch_size", 0) * given("n_samples_per_prompt", 1)
+    if (updates := rows // (given("global_batch_size") or rows or 1)) > 1:
+        unchecked["loss"] = (
+            f"the loss is a mean over {updates} optimizer steps, of which only the first is known"
+        )
+    is_normalised, whitened = given("rewards_normalization", True), bool(given("normalize_advantages", False))
+    options = Options(
+        mean="group" if is_normalised else None,
+        std="group" if is_normalised and given("grpo_std_normalization", True) else None,
+        eps=1e-6,
+        teacher_coef=float(given("opd_kl_coef") or 1.0) if given("use_opd", False) else 0.0,
+        **WHITENED if whitened else {},  # type: ignore[arg-type]
+        context_parallel=given("context_parallel_size", 1) or 1,
+        micro_batches=max(1, rows // (given("micro_batch_size") or rows or 1)),
+        old_logprobs="rollout" if given("use_rollout_logprobs", False) else "trainer",
+        correction="truncated tokens" if given("use_tis", False) else None,
+        correction_cap=given("tis_clip", 2.0),
+        ratio_level="sequence" if estimator == "gspo" else "token",
+        clip_low=given("eps_clip", 0.2),
+        clip_high=given("eps_clip_high"),
+        dual_clip=given("eps_clip_c"),
+        aggregation="token-mean" if given("calculate_per_token_loss", False) else "seq-mean-token-mean",
+        empty_rows="counted",
+        kl_coef=given("kl_loss_coef", 0.0) if given("use_kl_loss", False) else 0.0,
+        kl_estimator=VERL_KL[str(given("kl_loss_type", "k1"))],
+        kl_weight="ratio" if given("use_unbiased_kl", False) else None,
+        entropy_coef=given("entropy_coef", 0.0),
+        max_norm=given("clip_grad", 1.0) or inf,
+    )
+    return Configured(
+        options, "slime's arguments say", "slime", unchecked, counts=counted(config, *SLIME_COUNTS)
+    )
+
+
+def of_nemo_rl(config: Mapping[str, Any]) -> Configured:
+    """Read NeMo-RL's configuration of GRPO as plain JSON."""
+    grpo, loss, unchecked = config["grpo"], config["loss_fn"], {}
+    scaled, leaves_out = grpo.get("normalize_rewards", True), grpo.get("use_leave_one_out_baseline", True)
+    if scaled and leaves_out:
+        unchecked["advantages"] = NOT_COMPUTED.format("use_leave_one_out_baseline with normalize_rewards")
+    for name in (
+        "use_on_policy_kl_approximation",
+        "sequence_level_importance_ratios",
+        "truncated_importance_sampling_ratio",
+    ):
+        if loss.get(name):
+            unchecked["loss"] = NOT_COMPUTED.format(f"loss_fn.{name}")
+    rows = grpo.get("num_prompts_per_step", 0) * grpo.get("num_generations_per_prompt", 1)
+    policy = config.get("policy") or {}
+    if (updates := rows // (policy.get("train_global_batch_size") or rows or 1)) > 1:
+        unchecked["loss"] = (
+            f"the loss is a mean over {updates} optimizer steps, of which only the first is known"
+        )
+    options = Options(
+        leave_one_out=leaves_out,
+        std="group" if scaled else None,
+        eps=1e-6,
+        old_logprobs="trainer",
+        correction="truncated tokens" if loss.get("use_importance_sampling_correction") else None,
+        clip_low=loss.get("ratio_clip_min", 0.2),
+        clip_high=loss.get("ratio_clip_max"),
+        dual_clip=loss.get("ratio_clip_c"),
+        aggregation="token-mean" if loss.get("token_level_loss", True) else "seq-mean-token-mean",
+        kl_coef=loss.get("reference_policy_kl_penalty", 0.0),
+        kl_estimator=VERL_KL[str(loss.get("reference_policy_kl_type", "k3"))],
+        max_norm=policy.get("max_grad_norm") or inf,
+        micro_batches=max(1, rows // (policy.get("train_micro_batch_size") or rows or 1)),
+    )
+    counts = counted(config, "grpo.num_generations_per_prompt", "policy.train_micro_batch_size")
+    return Configured(options, "NeMo-RL's config says", "nemo-rl", unchecked, counts=counts)
 
 
 WHITENED = {"token_mean": "batch", "token_std": "batch", "token_eps": 1e-8, "token_inside_root": True}

@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from replayer.crosscheck.options import Options
+from replayer.crosscheck.options import COUNTED, EXCHANGED, OF_RANKS, Options
 from replayer.crosscheck.step_rows import Bools, Floats, StepRows, Update
 
 UNIT = 2.0**-24  # relative rounding error of float32
@@ -85,6 +85,8 @@ def rewards_of(rows: StepRows, options: Options) -> Bounded:
 
 def estimate(log_ratio: Floats, estimator: str) -> Floats:
     """Estimate a KL per token from log pi - log pi_ref (J. Schulman, 2020)."""
+    if estimator.endswith(EXCHANGED):
+        return estimate(-log_ratio, estimator.removesuffix(EXCHANGED))
     formulas: dict[str, Callable[[Floats], Floats]] = {
         "k1": lambda d: d,
         "abs": np.abs,
@@ -226,12 +228,17 @@ def advantages_of(rows: StepRows, options: Options) -> Bounded:
     if options.length == "divided":
         count = np.maximum(mask.sum(1), 1)[:, None]
         advantages = Bounded(advantages.value / count, advantages.error / count)
+    teacher, old = rows.tensors.get("teacher_logp"), old_logprobs(rows, options)
+    if options.teacher_coef and teacher is not None and old is not None:
+        term = options.teacher_coef * np.where(mask, old - teacher, 0.0)
+        error = advantages.error + 4 * UNIT * (np.abs(advantages.value) + np.abs(term))
+        advantages = Bounded(advantages.value - term, error)
     if options.token_mean is None and options.token_std is None:
         return advantages
     sets = np.broadcast_to(groups_of(rows, options)[:, None], mask.shape)[mask]
     found = normalized(
         advantages.at(mask),
-        {"group": sets, "batch": np.zeros_like(sets)},
+        {"group": sets, "batch": token_sets(rows, options)[mask]},
         (options.token_mean, options.token_std),
         leave_one_out=options.token_leave_one_out,
         unbiased=options.token_unbiased,
@@ -242,6 +249,24 @@ def advantages_of(rows: StepRows, options: Options) -> Bounded:
     value, error = np.zeros(mask.shape), np.zeros(mask.shape)
     value[mask], error[mask] = found.value, found.error
     return Bounded(value, error)
+
+
+def token_sets(rows: StepRows, options: Options) -> npt.NDArray[np.int64]:
+    """Number the sets of tokens that are normalised together, [N, T].
+
+    Context-parallel ranks hold each row in as many blocks, or in zigzag: of twice as many chunks,
+    the first rank has the first and the last one. Some divide tokens, others the inputs of each.
+    """
+    how, size = options.token_sets, options.context_parallel
+    shape = rows.mask.shape
+    if how == "the tokens of each rank":
+        return np.broadcast_to(rows.place[:, :1], shape).astype(np.int64)
+    if how == "all tokens" or size == 1:
+        return np.zeros(shape, np.int64)
+    num_chunks = size * (2 if how.endswith(OF_RANKS[0]) else 1)
+    chunk = -(-rows.lengths // num_chunks)[:, None]
+    number = (np.arange(shape[1])[None] + ("inputs" not in how)) // np.maximum(chunk, 1)
+    return np.minimum(number, num_chunks - 1 - number) if num_chunks > size else np.minimum(number, size - 1)
 
 
 def rows_and_penalty(rows: StepRows, options: Options, kl: Bounded) -> tuple[Bounded, Bounded]:
@@ -293,6 +318,7 @@ class LossInputs:
         current: log-probs of the weights that the update starts from; `noise`: how far those of
             the recorded run may be from them.
         ranks: number of each row's rank, [n].
+        policy_mask: the tokens whose policy loss is added up, kl_mask those whose KL is.
     """
 
     mask: Tensor
@@ -305,6 +331,9 @@ class LossInputs:
     proximal: Tensor | None
     reference: Tensor | None
     ranks: Tensor
+    policy_mask: Tensor
+    kl_mask: Tensor
+    entropy: Tensor | None
 
 
 @dataclass(frozen=True)
@@ -321,13 +350,18 @@ def loss_inputs(
     rows: StepRows, options: Options, update: Update, advantages: Bounded, current: Floats
 ) -> LossInputs:
     """Select the rows of an update. Values outside of the tokens that count become 0."""
-    mask = mask_of(rows, options)[update.rows]
+    mask, policy_mask, kl_mask = (
+        mask_of(rows, replace(options, mask=options.mask if variant == COUNTED else variant))[update.rows]
+        for variant in (COUNTED, options.policy_mask, options.kl_mask)
+    )
 
     def chosen(matrix: Floats | None) -> Tensor | None:
-        return None if matrix is None else torch.from_numpy(np.where(mask, matrix[update.rows], 0.0))
+        return None if matrix is None else given(matrix)
 
     def given(matrix: Floats) -> Tensor:
-        return torch.from_numpy(np.where(mask, matrix[update.rows], 0.0))
+        return torch.from_numpy(
+            np.where(mask | policy_mask | kl_mask, np.nan_to_num(matrix[update.rows]), 0.0)
+        )
 
     return LossInputs(
         mask=torch.from_numpy(mask),
@@ -340,6 +374,9 @@ def loss_inputs(
         proximal=chosen(rows.tensors.get("prox_logp")),
         reference=chosen(rows.tensors.get("ref_logp")),
         ranks=torch.from_numpy(rows.place[update.rows, 0]),
+        policy_mask=torch.from_numpy(policy_mask),
+        kl_mask=torch.from_numpy(kl_mask),
+        entropy=chosen(rows.tensors.get("entropy")),
     )
 
 
@@ -348,9 +385,9 @@ def loss_of(given: LossInputs, options: Options) -> Loss:
     current = given.current.clone().requires_grad_(True)
     losses, weight, ratio = token_losses(replace(given, current=current), options)
     scale = scales(given, options)  # [n, T]
-    total = (losses * scale).sum()
+    total = (losses * scale).sum() * options.loss_scale
     (gradient,) = torch.autograd.grad(total, current)
-    losses = losses.detach()
+    losses, scale = losses.detach(), scale * options.loss_scale
     size = (losses.abs() * scale).sum()
     count = int(given.mask.sum())
     shaken = (ratio * weight * given.advantages.abs() + kl_slope(given, options)) * (
@@ -367,7 +404,7 @@ def loss_of(given: LossInputs, options: Options) -> Loss:
 
 def token_losses(given: LossInputs, options: Options) -> tuple[Tensor, Tensor, Tensor]:
     """Return (loss, weight for the sampling policy, ratio), each [n, T]."""
-    mask, advantages = given.mask, given.advantages
+    mask, advantages = given.policy_mask, given.advantages
     old = given.current.detach() if given.old is None else given.old
     log_ratio = torch.where(mask, given.current - old, 0.0)
     if options.ratio_level != "token":
@@ -380,14 +417,20 @@ def token_losses(given: LossInputs, options: Options) -> tuple[Tensor, Tensor, T
     if options.dual_clip is not None:
         losses = torch.where(advantages < 0, torch.minimum(losses, -advantages * options.dual_clip), losses)
     weight = correction(given, options)
-    losses = losses * weight
+    losses = torch.where(given.policy_mask, losses * weight, 0.0)
     if options.kl_coef != 0.0 and given.reference is not None:
-        kl = kl_terms(given.current - given.reference, options.kl_estimator)
-        losses = losses + options.kl_coef * (kl * ratio if options.kl_weight == "ratio" else kl)
-    return torch.where(mask, losses, 0.0), weight, ratio.detach()
+        of = {"trainer": given.proximal, "rollout": given.rollout}.get(options.kl_logprobs)
+        kl = kl_terms((given.current if of is None else of) - given.reference, options.kl_estimator)
+        kl = options.kl_coef * (kl * ratio if options.kl_weight == "ratio" else kl)
+        losses = losses + torch.where(given.kl_mask, kl, 0.0)
+    if options.entropy_coef != 0.0 and given.entropy is not None:
+        losses = losses - options.entropy_coef * torch.where(mask, given.entropy, 0.0)
+    return losses, weight, ratio.detach()
 
 
 def kl_terms(difference: Tensor, estimator: str) -> Tensor:
+    if estimator.endswith(EXCHANGED):
+        return kl_terms(-difference, estimator.removesuffix(EXCHANGED))
     if estimator == "k1":
         return difference
     if estimator == "abs":
@@ -428,9 +471,12 @@ def scales(given: LossInputs, options: Options) -> Tensor:
     num_rows = len(mask) if options.empty_rows == "counted" else max(int(mask.any(1).sum()), 1)
     if how == "token-mean":
         return ones / max(int(mask.sum()), 1)
-    if how == "token-mean of each rank":
-        of_rank = torch.stack([mask[given.ranks == rank].sum() for rank in given.ranks]).clamp(min=1)
-        return ones / of_rank[:, None] / len(given.ranks.unique())
+    if how.startswith("token-mean of each"):
+        parts = given.ranks
+        if how.endswith("micro-batch"):
+            parts = torch.arange(len(mask)) * options.micro_batches // len(mask)
+        of_part = torch.stack([mask[parts == part].sum() for part in parts]).clamp(min=1)
+        return ones / of_part[:, None] / len(parts.unique())
     if how == "token-sum":
         return ones
     if how == "seq-mean-token-mean":

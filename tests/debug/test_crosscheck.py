@@ -15,6 +15,7 @@ from areal_core.testing import make_tiny_model
 from areal_debug import Recorder
 from areal_debug.installation import EXTRA_OF
 from recorder import open_record
+from replayer.crosscheck.layouts import compare_layouts
 from replayer.crosscheck.opinions import crosscheck
 from replayer.crosscheck.step_rows import from_json, read_rows, to_json
 
@@ -135,7 +136,7 @@ def write_trained(folder, model, reported):
     [
         (float, "equal", []),
         (lambda norm: min(norm, 0.25), "differs", ["norm"]),
-        pytest.param(lambda norm: 2 * norm, "differs", [], marks=pytest.mark.long),
+        pytest.param(lambda norm: 2 * norm, "differs", ["gradient_scale"], marks=pytest.mark.long),
     ],
 )
 def test_a_gradient_norm_is_recomputed_from_the_model(model, tmp_path, reported, verdict, option):
@@ -143,6 +144,125 @@ def test_a_gradient_norm_is_recomputed_from_the_model(model, tmp_path, reported,
     stages = {stage.stage: stage for stage in report.opinions[0].stages}
     assert (stages["loss"].verdict, stages["gradient"].verdict) == ("equal", verdict)
     assert [change.option for change in stages["gradient"].changes] == option
+
+
+SLIME = {
+    "advantage_estimator": "grpo", "n_samples_per_prompt": 4, "rollout_batch_size": 6, "global_batch_size": 24,
+    "micro_batch_size": 6, "context_parallel_size": 2, "use_kl_loss": True, "kl_loss_coef": 0.04, "kl_loss_type": "k3",
+    "eps_clip": 0.2, "use_opd": True, "opd_kl_coef": 0.5,
+}  # fmt: skip
+NEMO = {
+    "grpo": {"num_prompts_per_step": 6, "num_generations_per_prompt": 4, "use_leave_one_out_baseline": False},
+    "loss_fn": {"reference_policy_kl_penalty": 0.04, "ratio_clip_min": 0.2, "ratio_clip_max": 0.2},
+    "policy": {"train_global_batch_size": 24, "train_micro_batch_size": 6},
+}  # fmt: skip
+
+
+def write_silent(
+    folder,
+    trainer="slime",
+    *,
+    whiten=None,
+    teacher=0.5,
+    scale=1.0,
+    kl=1,
+    kl_mask="counts",
+    mask="counts",
+    parts=1,
+):
+    """Write a step as slime or NeMo-RL compute it, but for what is given."""
+    rows = steps.make_rows(5)
+    how = steps.How(spread=lambda own, every: own.std() + 1e-6)
+    given = steps.advantages(rows, how)
+    is_slime, config = trainer == "slime", dict(SLIME if trainer == "slime" else NEMO)
+    teachers = [[x - 0.1 * (at % 3) for at, x in enumerate(row.old)] for row in rows]
+    if is_slime:
+        pairs = zip(given, rows, teachers, strict=True)
+        given = [
+            a[:1].expand(len(r.tokens)) - teacher * (torch.tensor(r.old) - torch.tensor(t))
+            for a, r, t in pairs
+        ]
+    if whiten is not None:
+        config["normalize_advantages"] = True
+        held = [
+            torch.tensor(
+                [whiten(len(r.prompt) + at, len(r.prompt) + len(r.tokens)) for at in range(len(r.tokens))]
+            )
+            for r in rows
+        ]
+        counts = [torch.tensor(r.counts).bool() for r in rows]
+        given = [a.clone().float() for a in given]
+        for rank in torch.cat(held).unique():
+            own = torch.cat([a[(h == rank) & c] for a, h, c in zip(given, held, counts, strict=True)])
+            for a, h in zip(given, held, strict=True):
+                a[h == rank] = (a[h == rank] - own.mean()) * (own.var() + 1e-8).rsqrt()
+    losses = []
+    for row, advantage in zip(rows, given, strict=True):
+        every = {"counts": torch.tensor(row.counts).float(), "whole": torch.ones(len(row.tokens))}
+        one = advantage[:1].expand(len(row.tokens)) if mask == "whole" else advantage
+        ratio = (torch.tensor(row.new) - torch.tensor(row.old)).exp()
+        loss = torch.maximum(-one * ratio, -one * ratio.clamp(0.8, 1.2)) * every[mask]
+        d = kl * (torch.tensor(row.new) - torch.tensor(row.ref))
+        losses.append((loss + 0.04 * ((-d).exp() + d - 1) * every[kl_mask], every["counts"].sum()))
+    if is_slime:
+        total = torch.stack([loss.sum() / count for loss, count in losses]).mean()
+    else:
+        size = len(losses) // parts
+        total = torch.stack(
+            [
+                sum(x.sum() for x, _ in losses[at : at + size]) / sum(n for _, n in losses[at : at + size])
+                for at in range(0, 24, size)
+            ]
+        ).mean()
+    samples = [
+        {
+            "prompt_tokens": row.prompt, "completion_tokens": row.tokens, "loss_mask": row.counts, "reward": row.reward,
+            "group": row.group, "finish_reason": "stop", "logprobs": row.rollout, "old_logprobs": row.old,
+            "ref_logprobs": row.ref, "teacher_logprobs": t, "advantages": a.tolist(), "learning": {"current_logp": row.new},
+        }
+        for row, a, t in zip(rows, given, teachers, strict=True)
+    ]  # fmt: skip
+    with Recorder(folder, config=config, trainer=trainer) as recorder:
+        recorder.step(0, samples, stats={"train/loss": float(total) * scale})
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("trainer", "options", "stage", "option", "says"),
+    [
+        ("slime", {}, None, None, ""),
+        ("nemo-rl", {}, None, None, ""),
+        ("slime", {"whiten": lambda at, size: 0}, None, None, ""),
+        ("slime", {"whiten": lambda at, size: min(at // -(-size // 4), 3 - at // -(-size // 4))}, "advantages", "token_sets",
+         "each context-parallel rank, in zigzag"),
+        ("slime", {"teacher": 0.0}, "advantages", "teacher_coef", "the teacher's term, for distillation is 0"),
+        ("slime", {"teacher": -0.5}, "advantages", "teacher_coef", "is -0.5, slime's arguments say 0.5"),
+        ("slime", {"scale": 0.25}, "loss", "loss_scale", "divided by 4 (n_samples_per_prompt)"),
+        ("nemo-rl", {"parts": 4}, "loss", "aggregation", "token-mean of each micro-batch"),
+        ("slime", {"kl": -1}, "loss", "kl_estimator", "k3 of the exchanged arguments"),
+        ("slime", {"kl_mask": "whole"}, "loss", "kl_mask", "everything after the prompt"),
+        ("nemo-rl", {"mask": "whole"}, "loss", "policy_mask", "everything after the prompt"),
+    ],
+)  # fmt: skip
+def test_steps_of_slime_and_nemo_rl_are_explained(tmp_path, trainer, options, stage, option, says):
+    document = (report := check(write_silent(tmp_path / "record", trainer, **options))).to_dict()
+    assert (document["verdict"], document["first_stage"]) == ("differs" if stage else "equal", stage)
+    if option:
+        assert report.first[1].changes[0].option == option
+        assert says in document["option"]
+
+
+def test_a_factor_between_two_layouts_is_named(tmp_path):
+    folders = [write_silent(tmp_path / str(scale), "nemo-rl", scale=scale) for scale in (0.25, 1.0)]
+    rows = [read_rows(open_record(folder), None) for folder in folders]
+    whole = NEMO | {"policy": {"train_global_batch_size": 24, "train_micro_batch_size": 24}}
+    rows[1] = replace(rows[1], origin=replace(rows[1].origin, config=whole))
+    found = compare_layouts(*rows)
+    assert (found.verdict, found.differences[0].what) == ("differs", "the loss of a step")
+    assert found.differences[0].named == "divided by the micro-batches"
+    assert compare_layouts(rows[1], rows[1]).verdict == "equal"
+    with pytest.raises(ValueError, match="have other rows"):
+        compare_layouts(rows[0], read_rows(open_record(steps.equal_step(1, tmp_path / "other")), None))
 
 
 def test_another_model_is_refused(model, tmp_path):

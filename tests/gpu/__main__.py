@@ -57,7 +57,7 @@ def main() -> None:
 
 
 def rows_of(group: str, device: str) -> list[Row]:
-    """Run a group in a process of its own; print and return its rows, and one more if it ends badly."""
+    """Run a group in a process; print and return its rows, and one more if it ends badly."""
     begin = time.monotonic()
     command = [sys.executable, "-m", "tests.gpu", "--group", group, "--device", device]
     with tempfile.TemporaryFile("w+") as errors:

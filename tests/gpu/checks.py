@@ -115,7 +115,7 @@ def command(*arguments: object) -> tuple[int, str, str]:
 
 
 def facts(*arguments: object) -> tuple[int, Any]:
-    """Run a verb with --json; return its exit code and facts. Raises RuntimeError with its sentence."""
+    """Run a verb; return its exit code and facts. Raises RuntimeError with its sentence."""
     code, out, errors = command(*arguments, "--json")
     if not out.startswith("{"):
         raise RuntimeError((errors.strip().splitlines() or ["it printed nothing"])[-1])

@@ -1,4 +1,6 @@
-"""Collect the wheels that a GPU machine without a network lacks: `python -m tests.gpu.wheels FOLDER`.
+"""Collect the wheels that a GPU machine without a network lacks.
+
+    python -m tests.gpu.wheels FOLDER [VERSION OF PYTHON THERE]
 
 Such a machine has torch, Transformers, safetensors and numpy. There:
 
@@ -36,7 +38,7 @@ def main() -> None:
 
 
 def collect(folder: Path, python: str) -> None:
-    """Download or build the wheels for a version of Python; a pure one is built where none exists."""
+    """Download the wheels for a version of Python; build that of a package without one."""
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet"]
     platforms = [word for name in PLATFORMS for word in ("--platform", name)]
     given = ["--no-deps", "--only-binary=:all:", "--python-version", python, "--implementation", "cp"]

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -239,6 +240,35 @@ def rescored_damaged(kind: str, folder: Path) -> str:
     return call
 
 
+def carried(folder: Path, order: Callable[[int], int] = int, texts: int = 40, **config: str) -> str:
+    """Write a record of 8 steps of 4 prompts, and the data."""
+    rows = "".join(f'{{"prompt": "question {n}?"}}\n' for n in range(texts))
+    (folder / "rows.jsonl").write_text(rows)
+    with Recorder(folder / "r", config=config) as recorder:
+        for step in range(8):
+            numbers = [order(n) for n in range(4 * step, 4 * step + 4)]
+            recorder.step(
+                step,
+                [{"prompt": f"question {n}?", "completion": "4", "reward": 1.0, "group": n} for n in numbers],
+            )
+    return str(folder / "r")
+
+
+def covered(folder: Path, **how: Any) -> str:
+    return f"{carried(folder, **how)} {folder / 'rows.jsonl'}"
+
+
+def carried_damaged(kind: str, verb: str, folder: Path) -> str:
+    record = carried(folder)
+    damaged(folder / "r", "steps/000002/step.json", kind)
+    return f"{record} --at 4" if verb == "record seam" else f"{record} {folder / 'rows.jsonl'}"
+
+
+def one_log(folder: Path) -> str:
+    (folder / "m.jsonl").write_text("".join(f'{{"step": {n}, "loss": 1.0}}\n' for n in range(12)))
+    return f"{folder / 'm.jsonl'} --at 6"
+
+
 def traced(num_steps: int, folder: Path) -> str:
     run = ScriptedTrace(folder / "t")
     quick_steps(run, range(num_steps))
@@ -345,6 +375,20 @@ CASES = [
         for kind in ("bit", "cut", "missing")
     ),
     *(Case("trace", "steps", f"{n} of 4", partial(traced, n)) for n in (0, 1, 3)),
+    Case("record seam", "states", "absent", one_log),
+    Case("record coverage", "rows", "absent of some", partial(covered, texts=20)),
+    Case("record coverage", "order", "shuffled", partial(covered, order=lambda n: 17 * n % 40)),
+    Case(
+        "record coverage",
+        "order",
+        "filtered",
+        partial(covered, order=lambda n: n + n // 3, filter_groups="on"),
+    ),
+    *(
+        Case(verb, "bytes", kind, partial(carried_damaged, kind, verb))
+        for kind in ("bit", "missing")
+        for verb in ("record seam", "record coverage")
+    ),
     Case("trace", "file", "damaged", cut_trace),
     *(
         Case(verb, "model", "stale", lambda folder, step=step: f"{other_weights(GOLDEN, folder)}{step}")

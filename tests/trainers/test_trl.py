@@ -163,7 +163,7 @@ def test_replay_of_an_engines_log_probs_and_a_tools_tokens(runs, model, tmp_path
         size = sample.prompt_length
         assert sample.loss_mask[size:].tolist() == [1, 1, 0, 1, 1, 1]
         assert sample.extras["tool_mask"][size:].tolist() == [1, 1, 0, 1, 1, 1]
-        wanted = np.float32([-4.5, -4.6, 0.0, -4.8, -4.9, np.nan])  # 0 where nothing was sampled
+        wanted = np.float32([-4.5, -4.6, -4.7, -4.8, -4.9, np.nan])  # as given, of tools too
         np.testing.assert_array_equal(sample.logprobs[size:], wanted)
         assert "current_logp" in sample.learning
     again = runs.grpo(model, tmp_path / "again", rollout_func=runs.rollout)

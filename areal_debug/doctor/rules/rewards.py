@@ -8,6 +8,7 @@ from areal_debug.doctor.alarm import Alarm, alarm
 from areal_debug.doctor.onset import onset
 from areal_debug.doctor.read import Run
 from areal_debug.doctor.rules.learning import ENOUGH_STEPS, FEWEST_EVALUATIONS, validations
+from areal_debug.doctor.rules.terms import weighted_terms, weights
 from areal_debug.doctor.series import Series, binned, trend
 
 # `rewards/NAME/mean` of TRL, and spellings that users choose
@@ -107,11 +108,12 @@ def weighted(terms: dict[str, Series], weights: dict[str, float] | None = None) 
 
 
 def term_is_dead(run: Run) -> Alarm | None:
-    """D32: a term of the reward, the KL, or one of several validation sets is always 0."""
-    logged = dict(terms_of(run))
+    """D32: a term of the reward or loss, the KL, or one of several validation sets is always 0."""
+    logged = dict(terms_of(run)) | weighted_terms(run)
     norm, divergence = run.series.get("grad_norm"), run.series.get("reference_kl")
     moves = norm is not None and len(norm.finite.values) and norm.finite.last > 0
-    if moves and divergence is not None and len(divergence.finite.values) >= ENOUGH_STEPS:
+    is_off = weights(run).get("KL", ("", 1.0))[1] == 0.0
+    if moves and not is_off and divergence is not None and len(divergence.finite.values) >= ENOUGH_STEPS:
         logged["the KL to the reference"] = divergence.finite
     sets = [series.finite for series in validations(run) if len(series.finite.values) >= FEWEST_EVALUATIONS]
     if any(series.values.any() for series in sets):  # none is solved where the model solves nothing

@@ -6,13 +6,13 @@ in the loss mask in all. Memory and time are those of that many tokens, for a re
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 
-from areal_debug.doctor.rows import LENGTH, recomputed
+from areal_debug.doctor.rows import LENGTH, STOP, recomputed
 from areal_debug.record.decode import load_decoder
 from recorder import Record, RecordedStep
 from recorder.reader import Damage
@@ -30,6 +30,8 @@ class Rows:
     Attributes:
         group: [n] number of the group, the rows of one prompt in one step; -1 if it is not known.
         content: [n] hash of the prompt's tokens, 0 if there are none.
+        stopped: [n] bool: the end reason is known to be "stop".
+        last: [n] the last token of the row, -1 if it is not in the loss mask.
         first: [n] position of the first token in the loss mask; `prompt_length`: [n], -1 unknown.
         bounds: [n + 1]; the tokens in the loss mask of row i are `ids[bounds[i]:bounds[i + 1]]`.
         logprobs: of the engine; `difference`: trainer minus engine. `ends`: the token is the last
@@ -45,6 +47,8 @@ class Rows:
     content: np.ndarray
     reward: np.ndarray
     truncated: np.ndarray
+    stopped: np.ndarray
+    last: np.ndarray
     first: np.ndarray
     prompt_length: np.ndarray
     bounds: np.ndarray
@@ -123,6 +127,14 @@ class Rows:
     @cached_property
     def has_text(self) -> bool:
         return bool(self.words) or load_decoder(self.record) is not None
+
+    def among(self, kept: np.ndarray) -> "Rows":
+        """Return some rows [n] bool."""
+        tokens = kept[self.row_of_token]
+        columns = {name: getattr(self, name)[tokens] for name in OF_TOKENS}
+        of_rows = ("step", "prompt", "sample", "group", "content", "reward", "truncated", "stopped", "last")
+        columns |= {name: getattr(self, name)[kept] for name in (*of_rows, "first", "prompt_length")}
+        return replace(self, bounds=np.append(0, np.cumsum(self.lengths[kept])), **columns)
 
     def groups(self, among: np.ndarray) -> list[np.ndarray]:
         """Return the rows of each group, of some rows [n] bool."""
@@ -243,6 +255,10 @@ def rows_of_rank(step: RecordedStep, rank: int, words: Words) -> list[dict[str, 
             "truncated": float(arrays["finish_reason"][row] == LENGTH)
             if known["finish_reason"][row]
             else np.nan,
+            "stopped": bool(known["finish_reason"][row] and arrays["finish_reason"][row] == STOP),
+            "last": int(arrays["input_ids"][here][-1])
+            if len(trained) and known["input_ids"][row] and trained[-1] == here.stop - here.start - 1
+            else -1,
             "first": int(trained[0]) if len(trained) else 0,
             "prompt_length": int(lengths[row]) if lengths is not None and lengths_known[row] else -1,
         }

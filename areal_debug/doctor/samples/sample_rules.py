@@ -3,6 +3,7 @@
 from collections.abc import Callable
 
 from areal_debug.doctor.samples.control_tokens import control_token_spike
+from areal_debug.doctor.samples.ends import are_copies, reasons_contradict
 from areal_debug.doctor.samples.evidence import Finding
 from areal_debug.doctor.samples.lengths import length_is_paid, truncated_is_paid
 from areal_debug.doctor.samples.loops import repeats_itself
@@ -14,6 +15,8 @@ from areal_debug.doctor.samples.read import Rows
 
 OF_ROWS: tuple[Callable[[Rows], Finding | None], ...] = (
     repeated_prompts,
+    reasons_contradict,
+    are_copies,
     magic_phrase,
     length_is_paid,
     repeats_itself,

@@ -1,0 +1,1 @@
+"""What a run carries over: states over a resume, rows of the data over the run."""

@@ -1,0 +1,73 @@
+"""`areal-debug record coverage`: rows of the data that were lost or trained on twice."""
+
+import json
+import random
+
+import pytest
+from click.testing import CliRunner
+
+from areal_debug import Recorder
+from areal_debug.cli import main
+
+NUM_ROWS, BATCH = 160, 5
+
+
+def coverage(folder, order, *, period=NUM_ROWS, config=None, sizes=None):
+    """Train on rows of the data in an order; their texts repeat after `period` rows."""
+    data = folder / "rows.jsonl"
+    data.write_text(
+        "".join(json.dumps({"prompt": f"question {n % period:04d}?"}) + "\n" for n in range(NUM_ROWS))
+    )
+    with Recorder(folder / "record", trainer="slime", config=config or {}, overwrite=True) as recorder:
+        for step, at in enumerate(range(0, len(order), BATCH)):
+            samples = [
+                {
+                    "prompt": f"<|user|>question {n % period:04d}?<|end|>",
+                    "completion": "4",
+                    "reward": 1.0,
+                    "group": (step, place),
+                }
+                for place, n in enumerate(order[at : at + BATCH])
+                for _ in range((sizes or {}).get(n, 2))
+            ]
+            recorder.step(step, samples)
+    done = CliRunner().invoke(main, ["record", "coverage", str(folder / "record"), str(data), "--json"])
+    return done.exit_code, json.loads(done.stdout)
+
+
+@pytest.mark.parametrize("period", [NUM_ROWS, 40])
+def test_lost_rows_are_counted_whether_prompts_repeat_or_not(tmp_path, period):
+    read = [n for n in range(140) if n % 9 != 4]
+    code, found = coverage(tmp_path, read[:100], period=period)
+    assert (code, found["verdict"]) == (1, "incomplete")
+    assert found["lost"][:4] == [4, 13, 22, 31]
+    assert "were read were never trained on" in found["findings"][0]
+
+
+def test_rows_in_flight_and_out_of_order_are_not_lost(tmp_path):
+    chance = random.Random(0)
+    order = sorted(range(120), key=lambda n: n + chance.uniform(0, 8))[:100]
+    code, found = coverage(tmp_path, order)
+    assert (code, found["lost"], found["twice"]) == (0, [], [])
+
+
+def test_data_that_is_read_again_before_its_end_is_named(tmp_path):
+    code, found = coverage(tmp_path, [*range(50), *range(50)])
+    assert (code, len(found["twice"])) == (1, 50)
+    assert "read again from row 0 on after step 9, before its end" in found["findings"][0]
+    assert coverage(tmp_path, [*range(NUM_ROWS), *range(40)])[0] == 0  # a second pass
+
+
+def test_a_filter_or_a_shuffled_order_is_inconclusive(tmp_path):
+    read = [n for n in range(140) if n % 9 != 4][:100]
+    code, found = coverage(tmp_path, read, config={"dynamic_sampling_filter_path": "filters.check"})
+    assert (code, found["findings"]) == (2, [])
+    assert any("the configuration filters groups" in note for note in found["notes"])
+    code, found = coverage(tmp_path, random.Random(1).sample(range(NUM_ROWS), 80))
+    assert (code, found["verdict"]) == (2, "unknown")
+
+
+def test_groups_of_another_size_are_named(tmp_path):
+    code, found = coverage(tmp_path, range(80), sizes={7: 1, 30: 3})
+    assert (code, found["sizes"]) == (1, {"2": 78, "1": 1, "3": 1})
+    assert "groups with too few or too many rows: 1 with 1, 1 with 3; 78 groups have 2" in found["findings"]

@@ -1,0 +1,124 @@
+"""`areal-debug record seam`: each state of a resume continues, changed, or is unobserved."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from click.testing import CliRunner
+
+from areal_debug import Recorder
+from areal_debug.cli import main
+
+STEPS, BREAK = 24, 12
+
+
+def rows_of(step, seed, version, kl, engine, prompts):
+    rng = np.random.default_rng(seed)
+    rows = []
+    for group, prompt in enumerate(prompts):
+        for _ in range(2):
+            logp = -rng.exponential(2.0, 8)
+            rows.append(
+                {
+                    "prompt_tokens": [7, 100 + prompt % 97, 300 + prompt // 97], "completion_tokens": rng.integers(3, 90, 8),
+                    "logprobs": logp, "old_logprobs": logp + rng.normal(0, engine, 8), "group": group,
+                    "ref_logprobs": logp + rng.normal(0, np.sqrt(2 * kl), 8), "versions": version,
+                    "reward": float(rng.integers(0, 2)), "finish_reason": "stop",
+                }
+            )  # fmt: skip
+    return rows
+
+
+def write(folder, **changes):
+    """Write two records of a run; `changes` are functions of the step that act after the resume."""
+    usual = {
+        "number": lambda s: s, "seed": lambda s: s, "version": lambda s: s, "kl": lambda s: 0.01 * (1 + s),
+        "engine": lambda s: 0.01, "prompts": lambda s: range(5 * s, 5 * s + 5), "lr": lambda s: 1e-3 * min(1, (1 + s) / 5),
+    }  # fmt: skip
+    for name, steps in (("a", range(BREAK)), ("b", range(BREAK, STEPS))):
+        now = usual | (changes if name == "b" else {})
+        with Recorder(
+            folder / name / "record", trainer="slime", config={"global_batch_size": 10}
+        ) as recorder:
+            for step in steps:
+                own = {key: value(step) for key, value in now.items() if key not in ("number", "lr")}
+                recorder.step(
+                    now["number"](step), rows_of(step, **own), stats={"train/lr-pg_0": now["lr"](step)}
+                )
+    return folder
+
+
+def seam(*arguments):
+    done = CliRunner().invoke(main, ["record", "seam", *map(str, arguments), "--json"])
+    assert done.exit_code in (0, 1, 2), done.output
+    document = json.loads(done.stdout)
+    return done.exit_code, {state["id"]: state for state in document["states"]}
+
+
+@pytest.mark.parametrize(
+    ("state", "changes", "says"),
+    [
+        (None, {}, ""),
+        ("step", {"number": lambda s: s - 3}, "steps 9 to 11 are trained on again"),
+        ("learning_rate", {"lr": lambda s: 1e-3 * min(1, (s - 11) / 5)}, "the scheduler begins again"),
+        (
+            "rng",
+            {"seed": lambda s: s - 12, "prompts": lambda s: range(5 * (s - 12), 5 * s - 55)},
+            "the seeds begin again",
+        ),
+        ("version", {"version": lambda s: s - 12}, "the version counter is 0 again"),
+        ("reference", {"kl": lambda s: 1e-9 * (s - 11)}, "the reference is the resumed policy"),
+        ("engine", {"engine": lambda s: 0.01 if s > 12 else 0.9}, "sampled with other weights"),
+        ("data", {"prompts": lambda s: range(5 * (s - 12), 5 * s - 55)}, "the data is read again"),
+        ("staleness", {"version": lambda s: 12 + (s - 12) // 4}, "staler than ever"),
+        ("layout", {"prompts": lambda s: range(9 * s, 9 * s + 9)}, "rows of a step"),
+    ],
+)
+def test_each_state_is_named_and_the_others_continue(tmp_path, state, changes, says):
+    write(tmp_path, **changes)
+    code, states = seam(tmp_path / "a", tmp_path / "b")
+    changed = {name for name, one in states.items() if one["state"] == "changed"}
+    follows = {"rng": {"data"}, "version": {"staleness"}}.get(state, set())
+    assert changed - follows == ({state} if state else set())
+    assert code == (1 if state else 0)
+    assert states["optimizer"]["state"] == "unobserved"
+    assert states["optimizer"]["record"].startswith("keep optimizer.pt")
+    if state:
+        assert says in states[state]["what"]
+
+
+@pytest.mark.parametrize(("step", "verdict"), [(13.0, "continues"), (1.0, "changed")])
+def test_moments_are_compared_from_the_checkpoints(tmp_path, step, verdict):
+    write(tmp_path)
+    for name, value in (("a", 12.0), ("b", step)):
+        state = {"state": {0: {"step": torch.tensor(value), "exp_avg_sq": torch.full((3, 3), value * 1e-6)}}}
+        (tmp_path / name / "checkpoint").mkdir()
+        torch.save(state, tmp_path / name / "checkpoint" / "optimizer.pt")
+    assert seam(tmp_path / "a", tmp_path / "b")[1]["optimizer"]["state"] == verdict
+
+
+def test_one_log_is_cut_where_it_paused_or_as_given(tmp_path):
+    def lines(pause):
+        rows = [
+            {"step": s, "kl": 0.01 * (s + 1) if s < 12 else 1e-6, "_timestamp": 10.0 * s + (s > 11) * pause}
+            for s in range(24)
+        ]
+        return "".join(json.dumps(row | {"learning_rate": 1e-3}) + "\n" for row in rows)
+
+    log = tmp_path / "metrics.jsonl"
+    log.write_text(lines(5000))
+    code, states = seam(log)
+    assert (code, states["reference"]["state"], states["learning_rate"]["state"]) == (
+        1,
+        "changed",
+        "continues",
+    )
+    log.write_text(lines(0))
+    done = CliRunner().invoke(main, ["record", "seam", str(log)])
+    assert done.exit_code == 2
+    assert "does not show where it resumed: give the step with --at" in done.stderr
+    assert seam(log, "--at", 12)[1]["reference"]["state"] == "changed"
+    done = CliRunner().invoke(main, ["record", "seam", str(log), "--at", "99"])
+    assert done.exit_code == 2
+    assert "has steps 0 to 23: give one between" in done.stderr

@@ -1,0 +1,124 @@
+"""Terms that do nothing, counters and references that go back, end reasons, copies."""
+
+import json
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+from areal_core.testing import make_tiny_tokenizer
+from areal_debug import Recorder
+from areal_debug.cli import main
+
+STEPS, END = 20, 9
+
+
+def doctor(path):
+    done = CliRunner().invoke(main, ["doctor", str(path), "--json"])
+    found = json.loads(done.stdout)
+    return {alarm["id"]: alarm for alarm in found["alarms"]}, found["checks"]
+
+
+def write(folder, config=None, metrics=None, change=None, model=None):
+    """Write a run whose rows `change` may spoil: it gets a row and its number in the step."""
+    rng = np.random.default_rng(1)
+    with Recorder(folder, trainer="slime", config=config or {}, model=model) as recorder:
+        for step in range(STEPS):
+            rows = []
+            for number in range(16):
+                size = int(rng.integers(6, 12))
+                tokens = [*rng.integers(20, 90, size - 1).tolist(), END]
+                row = {
+                    "prompt_tokens": [1, 100 + number // 4, 2],
+                    "completion_tokens": tokens,
+                    "group": number // 4,
+                }
+                row |= {
+                    "reward": float(rng.random() < 0.3 + step / 40),
+                    "finish_reason": "stop",
+                    "versions": step,
+                }
+                row |= {"logprobs": (-rng.exponential(1.5, size)).tolist()}
+                if change is not None:
+                    change(row, number, rows)
+                rows.append(row)
+            stats = {name: value(step) for name, value in (metrics or {}).items()}
+            recorder.step(step, rows, stats={"train/grad_norm": 0.5 + 0.1 * rng.random()} | stats)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("config", "value", "is_accused"),
+    [
+        ({"use_kl_loss": True, "kl_loss_coef": 0.05}, lambda s: 0.0, True),
+        ({"use_kl_loss": False, "kl_loss_coef": 0.05}, lambda s: 0.0, False),
+        ({"use_kl_loss": True, "kl_loss_coef": 0.0}, lambda s: 0.0, False),
+        ({"use_kl_loss": True, "kl_loss_coef": 0.05}, lambda s: 1e-3 * s, False),
+    ],
+)
+def test_a_weighted_term_that_is_always_0_is_named(tmp_path, config, value, is_accused):
+    found, _ = doctor(write(tmp_path / "r", config, {"train/kl_loss": value}))
+    assert ("D32" in found) == is_accused
+    assert not is_accused or "kl_loss_coef is 0.05" in found["D32"]["found"]
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "id", "onset"),
+    [
+        ("rollout/version", lambda s: s if s < 12 else s - 12, "D46", 12),
+        ("rollout/version", lambda s: s, "D46", None),
+        ("train/kl_loss", lambda s: 0.02 * (1 + s) if s < 12 else 1e-4 * (s - 11), "D47", 12),
+        ("train/kl_loss", lambda s: 0.02 * (1 + s) if s != 12 else 0.0, "D47", None),  # one value alone
+    ],
+)
+def test_counters_and_references_that_go_back_have_their_step(tmp_path, name, value, id, onset):
+    found, _ = doctor(write(tmp_path / "r", metrics={name: value}))
+    assert (found[id]["onset"] if id in found else None) == onset
+
+
+@pytest.fixture
+def model(tmp_path):
+    folder = tmp_path / "model"
+    make_tiny_tokenizer().save_pretrained(folder)
+    (folder / "config.json").write_text(json.dumps({"model_type": "llama", "eos_token_id": END}))
+    return folder
+
+
+def cut_off(row, number, rows):
+    if number % 3 == 1:
+        for name in ("completion_tokens", "logprobs"):
+            row[name] = row[name][:-2]
+
+
+def stop_string(row, number, rows):
+    if number % 3 == 1:
+        row["completion_tokens"][-1] = 33
+
+
+def another_end(row, number, rows):
+    row["completion_tokens"][-1] = END if number % 2 else 95
+
+
+@pytest.mark.parametrize(
+    ("change", "is_accused"), [(None, False), (cut_off, True), (stop_string, False), (another_end, False)]
+)
+def test_stop_without_an_end_token_is_a_contradiction(tmp_path, model, change, is_accused):
+    found, checks = doctor(write(tmp_path / "r", change=change, model=model))
+    assert ("S12" in found) == is_accused
+    assert "S12" not in checks["unobserved"]
+    assert doctor(write(tmp_path / "unknown", change=change))[1]["unobserved"]["S12"] == ["end_tokens"]
+
+
+def test_copies_in_a_group_are_named(tmp_path):
+    def copy(row, number, rows):
+        if number % 4 == 3:
+            row |= {name: rows[-1][name] for name in ("completion_tokens", "logprobs")}
+
+    assert "S13" in doctor(write(tmp_path / "copies", change=copy))[0]
+    assert "S13" not in doctor(write(tmp_path / "sound"))[0]
+
+    def greedy(row, number, rows):
+        copy(row, number, rows)
+        row["logprobs"] = [-0.01] * len(row["logprobs"])
+
+    assert "S13" not in doctor(write(tmp_path / "greedy", change=greedy))[0]
