@@ -33,7 +33,7 @@ def models(tmp_path_factory):
 
 
 def adapted(method: Method, *options: str, **changes: object) -> Method:
-    """A method that trains an adapter; SFT starts from the SFT model, as random base weights do not do."""
+    """A method that trains an adapter; SFT from the SFT model, as random base weights do not do."""
     adapter = ("experiment_name=adapted", "actor.use_lora=true", "actor.lora_rank=16", "actor.lora_alpha=32")
     options, title = (*method.options, *adapter, *options), f"{method.title} with an adapter"
     changes = {"margin": min(method.margin, 0.08)} | changes
