@@ -125,11 +125,8 @@ def thin_out(record: Path, max_bytes: int) -> None:
     folders = {
         int(path.parent.name): path.parent for path in (record / ANCHORS_FOLDER).glob(f"*/{ANCHOR_FILE}")
     }
-    sizes = {step: folder_bytes(folder) for step, folder in folders.items()}
+    files = {step: [path for path in folder.rglob("*") if path.is_file()] for step, folder in folders.items()}
+    sizes = {step: sum(path.stat().st_size for path in paths) for step, paths in files.items()}
     for step in anchors_to_remove(sizes, max_bytes):
         (folders[step] / ANCHOR_FILE).unlink()
         shutil.rmtree(folders[step])
-
-
-def folder_bytes(folder: Path) -> int:
-    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())

@@ -328,7 +328,7 @@ def test_one_training_step_is_read_in_few_files():
 
 
 def test_one_function_starts_python():
-    """`python_command`: `-m` and `-c` would import from the current folder, which may be received."""
+    """`python_command`: `-m` and `-c` would import from the current folder."""
     others = {
         "areal_debug/verbs/consistency.py": "the default of an option",
         "hangdoctor/collect/pyspy.py": "finds and names what is beside it",

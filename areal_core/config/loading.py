@@ -121,7 +121,7 @@ def config_from_dict(tree: dict[str, Any], cls: type[C], source: str = "config")
 
 
 def literal(options: Any) -> Any:
-    """Return options in which no text is an interpolation: `${oc.env:X}` of a stranger stays one."""
+    """Return options in which no text is an interpolation: `${oc.env:X}` stays as it is."""
     if isinstance(options, dict):
         return {name: literal(value) for name, value in options.items()}
     if isinstance(options, list | tuple):

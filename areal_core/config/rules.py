@@ -82,10 +82,6 @@ def misfits_shards(c: BaseExperimentConfig, m: TrainEngineConfig) -> bool:
     )
 
 
-def has_servers_named(c: PPOConfig) -> bool:
-    return c.scheduler.reward_model_service_url.startswith(("http://", "https://"))
-
-
 def of_rejection(broken: Callable[[Any, Any], object]) -> Callable[[Any, Any], object]:
     return lambda c, m: (r := c.actor.rejection_sampling) is not None and broken(c, r)
 
@@ -268,7 +264,8 @@ RULES = (
          "reward_model is given, and groups are dropped by the workflow's own rewards, before the reward model scores "
          "them: set the first to false, or score in the workflow (docs/reward_models.md)", ("reward_model",), PPOConfig),
     Rule("scheduler.reward_model_service_url scheduler.reward_model_path",
-         lambda c, m: c.scheduler.reward_model_path and (not has_servers_named(c)),
+         lambda c, m: c.scheduler.reward_model_path
+         and not c.scheduler.reward_model_service_url.startswith(("http://", "https://")),
          f"give the URL of its server, such as {REWARD_SERVICE!r}, or score on the trainer's ranks with reward_model.path",
          config=PPOConfig),
     Rule("scheduler.reward_model_service_url scheduler.reward_model_path",

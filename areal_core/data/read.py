@@ -110,7 +110,8 @@ def tokenized(
         converted = rl_rows(rows, config.path)
     elif config.type in ("rw", "dpo"):
         pairs = [pair_row(row, tokenizer, f"{config.path}, row {number}") for number, row in enumerate(rows)]
-        converted = [dict(pair) for pair in pairs if not is_tie(pair)]
+        # a pair of the same tokens has no gradient
+        converted = [dict(pair) for pair in pairs if pair["chosen_ids"] != pair["rejected_ids"]]
     else:
         raise DatasetError(f"dataset type is {config.type!r}; expected 'rl', 'sft', 'rw' or 'dpo'")
     if config.max_length is None:
@@ -122,7 +123,7 @@ def length_of(row: Row, kind: str, tokenizer: "PreTrainedTokenizerBase") -> int:
     """Return the tokens of a converted row: of the prompt, the row, or a pair's longer side."""
     if kind == "rl":
         return num_prompt_tokens(row, tokenizer)
-    return num_tokens(row) if kind == "sft" else pair_length(row)
+    return num_tokens(row) if kind == "sft" else max(len(row["chosen_ids"]), len(row["rejected_ids"]))
 
 
 def rl_rows(rows: Sequence[Row], path: str) -> list[Row]:
@@ -159,7 +160,7 @@ def read_rows(path: str, split: str | None, arguments: dict[str, Any]) -> list[R
         return read_file(local)
     if local.is_dir() and (file := file_of_split(local, split)):
         return read_file(file)
-    return read_hugging_face(path, split, arguments)
+    return [dict(row) for row in load_hugging_face(path, split, arguments)]
 
 
 def read_lazily(path: str, split: str | None, arguments: dict[str, Any]) -> Sequence[Row]:
@@ -249,10 +250,6 @@ def read_parquet(file: Path) -> Iterator[Row]:
 
 
 READERS = {".csv": read_csv, ".tsv": read_csv, ".parquet": read_parquet}
-
-
-def read_hugging_face(path: str, split: str | None, arguments: dict[str, Any]) -> list[Row]:
-    return [dict(row) for row in load_hugging_face(path, split, arguments)]
 
 
 def load_hugging_face(path: str, split: str | None, arguments: dict[str, Any]) -> Any:
@@ -377,12 +374,3 @@ def num_shared(chosen: Sequence[int], rejected: Sequence[int]) -> int:
     """Return the length of the common prefix."""
     both = enumerate(zip(chosen, rejected, strict=False))
     return next((i for i, (a, b) in both if a != b), min(len(chosen), len(rejected)))
-
-
-def pair_length(row: dict[str, list[int]]) -> int:
-    return max(len(row["chosen_ids"]), len(row["rejected_ids"]))
-
-
-def is_tie(row: dict[str, list[int]]) -> bool:
-    """Return whether both sides are the same tokens: such a pair has no gradient."""
-    return row["chosen_ids"] == row["rejected_ids"]

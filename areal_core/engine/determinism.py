@@ -105,10 +105,11 @@ def rng_state() -> dict[str, str]:
         "tuple[str, NDArray[np.uint32], int, int, float]", np.random.get_state(legacy=True)
     )
     version, python_words, python_gauss = random.getstate()
+    gauss_of_python = "none" if python_gauss is None else python_gauss.hex()
     states = {
         "torch": _text(torch.get_rng_state().numpy()),
         "numpy": f"{position} {has_gauss} {float(gauss).hex()} {_text(words)}",
-        "python": f"{version} {_optional_hex(python_gauss)} {_text(np.array(python_words, dtype=np.uint32))}",
+        "python": f"{version} {gauss_of_python} {_text(np.array(python_words, dtype=np.uint32))}",
     }
     if torch.cuda.is_available():
         states["cuda"] = _text(torch.cuda.get_rng_state().numpy())
@@ -127,10 +128,6 @@ def set_rng_state(states: dict[str, str]) -> None:
     random.setstate((int(version), tuple(_array(python_words, np.uint32).tolist()), gauss_next))
     if "cuda" in states and torch.cuda.is_available():
         torch.cuda.set_rng_state(torch.from_numpy(_array(states["cuda"], np.uint8)))
-
-
-def _optional_hex(value: float | None) -> str:
-    return "none" if value is None else value.hex()
 
 
 def _text(array: NDArray[Any]) -> str:

@@ -139,10 +139,11 @@ def plan_servers(job: Job, device: str, *, share_devices: bool) -> list[ServerPl
 def sglang_arguments(
     config: PPOConfig, rollout: Parallel, device: str, index: int, first_device: int
 ) -> tuple[list[str], dict[str, str]]:
+    adapted = config.sglang.lora_target_modules or config.actor.target_modules or [ALL_LINEAR]
     options = replace(
         config.sglang,
         random_seed=config.sglang.random_seed + index,
-        lora_target_modules=adapted_modules(config) if config.sglang.enable_lora else None,
+        lora_target_modules=adapted if config.sglang.enable_lora else None,
         enable_return_routed_experts=config.sglang.enable_return_routed_experts
         or config.rollout.return_routed_experts,
     )
@@ -156,10 +157,6 @@ def vllm_arguments(
     options = replace(config.vllm, seed=config.vllm.seed + index)
     args = vllm.server_args(options, device, tensor_size=rollout.tensor, pipeline_size=rollout.pipeline)
     return args, vllm.server_environment(device)
-
-
-def adapted_modules(config: PPOConfig) -> list[str]:
-    return config.sglang.lora_target_modules or config.actor.target_modules or [ALL_LINEAR]
 
 
 def command_of(plan: ServerPlan) -> list[str]:

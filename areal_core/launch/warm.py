@@ -74,8 +74,8 @@ class WarmRanks:
         Args:
             env: changes of the current environment; those of the server cannot change any more.
             log: file for the output, which also goes to standard output if `echo`.
-            place: folder to run in and to import from; by default the current one, which modules are
-                not imported from.
+            place: folder to run in and to import from; by default the current one, from which
+                nothing is imported.
 
         Returns:
             The exit code of the first rank that failed, 0 when none did.

@@ -163,7 +163,7 @@ class _Worker:
         return self.connection.recv_bytes() if self.connection.poll(self.timeout_s) else None
 
     def interrupt(self) -> None:
-        # also of one that has ended by itself: until it is waited for, its number is that of the group
+        # Also of one that has ended: until it is waited for, its number is that of the group.
         if (process := self.process) is not None and process.returncode is None:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)

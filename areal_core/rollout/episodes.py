@@ -144,7 +144,7 @@ async def _run_episode(
         with collecting() as episode.scalars:
             rows = await workflow.arun_episode(episode, data)
         if rows is not None:
-            if is_of_upstream(rows):
+            if isinstance(rows, dict) and GIVEN in rows:  # images in the form of AReaL
                 rows = with_our_keys(rows, episode.stop_reason)
             refuse_unusable(rows)
             if check_format:
@@ -299,11 +299,6 @@ def stamp(rows: Batch, prompt_id: int, episode: int, stride: int) -> dict[str, T
 
 GIVEN = "multi_modal_input"
 NARROWED = ("input_ids", "mm_token_type_ids")  # int64 in AReaL, int32 here
-
-
-def is_of_upstream(rows: Any) -> bool:
-    """Return whether a workflow returned images in AReaL's form."""
-    return isinstance(rows, dict) and GIVEN in rows
 
 
 def with_our_keys(rows: dict[str, Any], stop_reason: str | None) -> Batch:

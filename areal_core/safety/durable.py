@@ -5,7 +5,7 @@
     append_lines      a line is complete, or the next writer and every reader drop it
 
 After an error `path` is what it was before, and the space of the temporary file is free again. No
-link is followed: the folder may be one that somebody sent, with a link at the name of a file of ours.
+link is followed: a folder that somebody sent may have a link at the name of a file of ours.
 """
 
 import ctypes

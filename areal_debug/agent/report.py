@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from areal_debug.agent.record import RolloutFacts
     from areal_debug.agent.replay_episode import AgentReplay
     from areal_debug.agent.run import EpisodeReport, RowFacts, TurnFacts
-    from areal_debug.agent.stress import Latency, StressReport
+    from areal_debug.agent.stress import StressReport
 
 MAX_STACK_LINES = 12
 EXCERPT = 160  # characters of a value that differs
@@ -128,7 +128,10 @@ def report_of_stress(report: "StressReport") -> Report:
         f"{report.calls.count:,} calls, {report.calls.count * per_s:,.1f}/s; "
         f"{report.num_output_tokens * per_s:,.0f} tokens/s sampled; mean reward {reward}"
     )
-    latencies = {"episode": report.episodes, "call of the engine": report.calls}
+    latencies = [
+        [name, f"{x.count:,}", *map(format_seconds, (x.p50_s, x.p90_s, x.p99_s, x.max_s))]
+        for name, x in (("episode", report.episodes), ("call of the engine", report.calls))
+    ]
     total, longest = (format_seconds(s) for s in (report.collection.total_s, report.collection.longest_s))
     rows = [row for loop in report.loops for row in rows_of_stalls(loop)]
     for group in report.errors:
@@ -136,7 +139,7 @@ def report_of_stress(report: "StressReport") -> Report:
         rows += [Row("", line, "dim") for line in group.traceback.rstrip().splitlines()[-MAX_STACK_LINES:]]
     blocks: list[Block] = [
         load,
-        Table(("latency", "count>", "p50>", "p90>", "p99>", "max>"), latency_cells(latencies)),
+        Table(("latency", "count>", "p50>", "p90>", "p99>", "max>"), latencies),
         Table(
             ("event loop", "lag p50>", "lag p99>", "lag max>", "late>"), [loop_cells(x) for x in report.loops]
         ),
@@ -160,13 +163,6 @@ def problems_of(report: "StressReport") -> list[str]:
     if num_failed:
         problems.append(f"{num_failed:,} of {report.episodes.count:,} episodes fail")
     return problems
-
-
-def latency_cells(rows: "dict[str, Latency]") -> list[list[str]]:
-    return [
-        [name, f"{x.count:,}", *map(format_seconds, (x.p50_s, x.p90_s, x.p99_s, x.max_s))]
-        for name, x in rows.items()
-    ]
 
 
 def loop_cells(loop: "LoopReport") -> list[str]:

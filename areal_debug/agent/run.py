@@ -2,7 +2,7 @@
 
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -87,16 +87,17 @@ def run_one(
         sessions.close(session)
         engine.close()
         loop.close()
+    tokenizer, tree = workflow.server.proxy.dialogue.tokenizer, workflow.tree_of(session)
     return EpisodeReport(
         agent=workflow.name,
         engine=engine_name,
         row=data,
-        turns=describe_turns(
-            workflow.tree_of(session), outcome.rewards, workflow.server.proxy.dialogue.tokenizer
-        ),
+        turns=[
+            describe_turn(turn, tree, outcome.rewards.get(turn.interaction.id), tokenizer) for turn in tree
+        ],
         rows=rows,
         wall_s=time.monotonic() - began,
-        notes=notes_on(session.in_order(), workflow.server.proxy.dialogue.tokenizer),
+        notes=notes_on(session.in_order(), tokenizer),
         failure=f"{outcome.failure}: {outcome.reason}" if outcome.failure else None,
         error=error,
         error_at=error_at,
@@ -122,12 +123,6 @@ def describe_rows(session: Session, outcome: Outcome, workflow: AgentWorkflow) -
             strict=True,
         )
     ]
-
-
-def describe_turns(
-    tree: Sequence[Turn], rewards: Mapping[str, float], tokenizer: PreTrainedTokenizerBase
-) -> list[TurnFacts]:
-    return [describe_turn(turn, tree, rewards.get(turn.interaction.id), tokenizer) for turn in tree]
 
 
 def describe_turn(

@@ -25,12 +25,9 @@ def main(argv: list[str]) -> None:
     config, _ = load_expr_config(argv, SFTConfig)
     make_tiny_model(config.actor.path, seed=config.seed)
     rows = arithmetic_rows(**config.train_dataset.dataset_kwargs)
-    with SFTTrainer(config, sft_dataset(config)) as trainer:
+    dataset = get_dataset(config.train_dataset, tokenizer=load_tokenizer(config))
+    with SFTTrainer(config, dataset) as trainer:
         trainer.train(stop=right_sometimes(trainer, rows[:96]))
-
-
-def sft_dataset(config: SFTConfig) -> Sequence[Row]:
-    return get_dataset(config.train_dataset, tokenizer=load_tokenizer(config))
 
 
 def right_sometimes(trainer: SFTTrainer, rows: Sequence[Row]) -> Callable[[int], bool]:

@@ -119,10 +119,10 @@ class Series:
 def medians_between(values: Floats, left: Ints, right: Ints) -> Floats:
     """Return the median of values[left:right] for each pair, as np.median has it, NaN of none.
 
-    O(n log n) for n values and pairs, whatever the widths: windows of a tenth of a run at every step
-    took time and memory that grew with its square. The ranks of values are divided bit by bit, the
-    highest first, into those with 0 and those with 1 (a wavelet matrix); counts of zeros before each
-    place lead to the rank with a given number of smaller ones in each interval.
+    O(n log n) for n values and pairs, whatever the widths: windows of a tenth of a run at every
+    step took time and memory that grew with its square. The ranks of values are divided bit by bit,
+    the highest first, into those with 0 and those with 1 (a wavelet matrix); counts of zeros before
+    each place lead to the rank with a given number of smaller ones in each interval.
     """
     order = np.argsort(values, kind="stable")
     ranks = np.empty(len(values), np.int64)

@@ -273,9 +273,8 @@ def compare(
         ValueError: they got different prompts, or none of the same.
     """
     pairs = paired(name, samples, baseline, first)
-    new_rewards, old_rewards = (
-        [of[prompt] for prompt in pairs] for of in (rewards_of(samples), rewards_of(first))
-    )
+    by_prompt = (dict(zip(of.prompts, of.rewards, strict=True)) for of in (samples, first))
+    new_rewards, old_rewards = ([of[prompt] for prompt in pairs] for of in by_prompt)
     differences = means(new_rewards) - means(old_rewards)
     by_k = {}
     for k in ks:
@@ -305,11 +304,6 @@ def compare(
         p_value=chance_of_difference(differences),
         verdict="no difference found",
     )
-
-
-def rewards_of(samples: Samples) -> dict[int, tuple[float, ...]]:
-    """Return the rewards of each prompt."""
-    return dict(zip(samples.prompts, samples.rewards, strict=True))
 
 
 def paired(name: str, samples: Samples, baseline: str, first: Samples) -> dict[int, str]:

@@ -41,7 +41,8 @@ def plan_server(
     if engine == "sglang" and importlib.util.find_spec("sglang") is None:
         raise CannotServe("SGLang is not installed: `make env` installs it, or use --backend embedded")
     model = checked_model(model)
-    device = default_device() if device == "auto" else device
+    if device == "auto":  # known without loading torch: whether the NVIDIA driver lists a GPU
+        device = "cuda" if any(Path("/proc/driver/nvidia/gpus").glob("*")) else "cpu"
     if dtype == "auto":  # the checkpoint's dtype; SGLang's "auto" would serve float32 as float16
         dtype = stored_dtype(model) or dtype
     embedded = ["--dtype", dtype] if dtype != "auto" else []
@@ -63,11 +64,6 @@ def plan_server(
         run="" if run is None else full_run_name(run, names_root),
         names_root=names_root,
     )
-
-
-def default_device() -> str:
-    """Return "cuda" if the NVIDIA driver lists a GPU; known without loading torch."""
-    return "cuda" if any(Path("/proc/driver/nvidia/gpus").glob("*")) else "cpu"
 
 
 def checked_model(model: str) -> str:

@@ -233,13 +233,8 @@ def print_exported(exported: "Exported", format_name: str, as_json: bool) -> Non
 
 def show_exported(exported: "Exported", format_name: str) -> None:
     out = console()
-    out.print(
-        styled("{} steps in {}{}", len(exported.steps), exported.files[0], and_more(len(exported.files) - 1))
-    )
+    more = f" and {len(exported.files) - 1} more files" if len(exported.files) > 1 else ""
+    out.print(styled("{} steps in {}{}", len(exported.steps), exported.files[0], more))
     out.print(styled("not carried by {}: {}", format_name, "; ".join(exported.lost)), style="dim")
     if exported.next is not None:
         out.print(styled("next: {}", exported.next))
-
-
-def and_more(count: int) -> str:
-    return f" and {count} more files" if count else ""

@@ -162,10 +162,6 @@ def clean(file: Path) -> None:
         file.write_text(json.dumps(kept, indent=2, ensure_ascii=False))
 
 
-def engines_without_weights(trainer: PPOTrainer) -> list[str]:
-    return ["actor"] if trainer.actor.adapter is None else []
-
-
 # what a row's tokens get from the models alone, whatever the other rows
 OF_ROWS_ALONE = ("prox_logp", "ref_logp", "teacher_logp", "values")
 
@@ -671,7 +667,8 @@ def write_cut(
     is_first = nearest_anchor(record, cut.step) is None and cut.step == record.steps[0]
     paths = write_models(trainer, anchor, is_first)
     state = {"step": cut.step, "version": bench.version}
-    save_checkpoint(anchor / CHECKPOINT, trainer.engines, state, engines_without_weights(trainer))
+    without_weights = ["actor"] if trainer.actor.adapter is None else []
+    save_checkpoint(anchor / CHECKPOINT, trainer.engines, state, without_weights)
     if ranks.rank == 0:
         document = asdict(cut) | {"numbers": {name: value.hex() for name, value in cut.numbers.items()}}
         (anchor / CUT_FILE).write_bytes(json_bytes(document))

@@ -132,7 +132,6 @@ class Sources:
     reader: "subprocess.Popen[bytes]"
     commit: str
     paths: frozenset[str]
-    roots: tuple[str, ...] = ("", "src/")  # folders below which modules are searched
     parsed: dict[str, SourceFile] = field(default_factory=dict)
 
     def file(self, path: str) -> SourceFile:
@@ -154,7 +153,7 @@ class Sources:
     def path_of(self, module: str) -> str | None:
         """Return the file of a module, None for one of another repository."""
         stem = module.replace(".", "/")
-        names = [f"{root}{stem}{end}" for root in self.roots for end in (".py", "/__init__.py")]
+        names = [f"{stem}.py", f"{stem}/__init__.py"]
         return next((name for name in names if name in self.paths), None)
 
     def resolve(self, module: str, name: str | None) -> list[Definition]:
@@ -234,13 +233,13 @@ def called_unseen(method: str) -> bool:
 
 
 @contextmanager
-def sources(repository: Path, commit: str, roots: Iterable[str] = ()) -> Iterator[Sources]:
+def sources(repository: Path, commit: str) -> Iterator[Sources]:
     """Open the Python files of a commit. Raises NothingToBisect for one that does not exist."""
     listed = git(repository, "ls-tree", "-r", "-z", "--name-only", "--full-tree", commit).split("\0")
     paths = frozenset(path for path in listed if path.endswith(".py"))
     command = ["git", "-C", str(repository), "cat-file", "--batch"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as reader:
-        yield Sources(reader, commit, paths, ("", "src/", *roots))
+        yield Sources(reader, commit, paths)
         assert reader.stdin is not None
         reader.stdin.close()
 
@@ -338,28 +337,20 @@ class ChangedFile:
     distance: int
 
 
-def files_acting(
-    repository: Path, good: str, bad: str, stage: str, scripts: Sequence[str] = ()
-) -> tuple[ChangedFile, ...]:
+def files_acting(repository: Path, good: str, bad: str, stage: str) -> tuple[ChangedFile, ...]:
     """List the files changed from `good` to `bad` that act on a stage, the nearest first.
 
     Args:
         stage: one of `replayer.compare.stages.STAGES`.
-        scripts: paths in the repository of the user's scripts, which are searched in place of our
-            trainer; a repository without our trainer needs them.
 
     Raises NothingToBisect for a revision that does not exist.
     """
     counts = list(changed_python_files(repository, good, bad))
     if not counts:
         return ()
-    with (
-        sources(repository, good) as before,
-        sources(repository, bad, folders_of(scripts)) as after,
-    ):
-        entries = [*scripts] or [*ENTRIES[stage], *OF_EVERY_STAGE]
-        stops = () if scripts else (*OF_EVERY_STAGE, *NOT_FOLLOWED.get(stage, ()))
-        reached = after.distances(entries, stops)
+    with sources(repository, good) as before, sources(repository, bad) as after:
+        stops = (*OF_EVERY_STAGE, *NOT_FOLLOWED.get(stage, ()))
+        reached = after.distances([*ENTRIES[stage], *OF_EVERY_STAGE], stops)
         found = []
         for path, added, removed in counts:
             changed = changed_definitions(before.file(path), after.file(path))
@@ -369,10 +360,6 @@ def files_acting(
                 line = first_changed_line(repository, good, bad, after, (path, name))
                 found.append(ChangedFile(path, line, added, removed, distance))
     return tuple(sorted(found, key=lambda file: (file.distance, file.path)))
-
-
-def folders_of(scripts: Sequence[str]) -> list[str]:
-    return [f"{folder}/" for script in scripts if str(folder := PurePosixPath(script).parent) != "."]
 
 
 def changed_python_files(repository: Path, good: str, bad: str) -> Iterator[tuple[str, int, int]]:

@@ -333,7 +333,7 @@ def data_finding(case: Case) -> Finding | None:
                 "the data sets of A and B have equal prompts",
                 show,
             )
-        if share_a_prompt(case.left, case.right, shared_steps(case)):
+        if share_a_prompt(case.left, case.right, sorted({*case.left.steps} & {*case.right.steps})):
             what = (
                 "the order of the prompts is not determined by what is recorded: something draws it at random"
             )
@@ -355,10 +355,6 @@ def data_finding(case: Case) -> Finding | None:
             Cause("nondeterminism", what), "medium", ("prompts and completions are equal",), refuted, show
         )
     return None
-
-
-def shared_steps(case: Case) -> list[int]:
-    return sorted(set(case.left.steps) & set(case.right.steps))
 
 
 def shown(value: Any) -> str:

@@ -1,6 +1,7 @@
 """Statistics and trace scopes of a user's own workflow or agent, and memory of chosen steps."""
 
 import json
+from contextlib import closing
 
 import pytest
 import torch
@@ -63,14 +64,15 @@ def executor():
     made.close()
 
 
+def workflow_of(agent, mode="inline"):
+    gconfig = GenerationHyperparameters(max_new_tokens=8, max_tokens=128)
+    return closing(AgentWorkflow(agent, gconfig, make_tiny_tokenizer(), AgentConfig(mode=mode)))
+
+
 @pytest.mark.parametrize("mode", ["inline", pytest.param("subproc", marks=pytest.mark.long)])
 def test_numbers_of_an_agent_are_reported_with_its_batch(mode, agent, executor):
-    gconfig = GenerationHyperparameters(max_new_tokens=8, max_tokens=128)
-    workflow = AgentWorkflow(agent, gconfig, make_tiny_tokenizer(), AgentConfig(mode=mode))
-    try:
+    with workflow_of(agent, mode) as workflow:
         executor.rollout_batch([(0, {"n": 1}), (1, {"n": 5})], workflow)
-    finally:
-        workflow.close()
     assert {name: sorted(values) for name, values in executor.scalars.items()} == {
         "num_pages": [1, 3, 5, 7],
         "rare": [1],
@@ -86,28 +88,15 @@ def test_numbers_of_an_agent_are_reported_with_its_batch(mode, agent, executor):
 
 
 def test_rejected_prompts_are_not_reported(agent, executor):
-    gconfig = GenerationHyperparameters(max_new_tokens=8, max_tokens=128)
-    workflow = AgentWorkflow(agent, gconfig, make_tiny_tokenizer(), AgentConfig())
-    try:
-        executor.rollout_batch(
-            [(0, {"n": 1}), (1, {"n": 5})],
-            workflow,
-            should_accept=lambda rows: int(rows["prompt_id"][0]) == 1,
-        )
-    finally:
-        workflow.close()
+    accept = lambda rows: int(rows["prompt_id"][0]) == 1  # noqa: E731
+    with workflow_of(agent) as workflow:
+        executor.rollout_batch([(0, {"n": 1}), (1, {"n": 5})], workflow, should_accept=accept)
     assert sorted(executor.scalars["num_pages"]) == [5, 7]
 
 
 def test_scopes_are_drawn_in_the_episode(agent, executor, tmp_path):
-    gconfig = GenerationHyperparameters(max_new_tokens=8, max_tokens=128)
-    workflow = AgentWorkflow(agent, gconfig, make_tiny_tokenizer(), AgentConfig())
-    trace = Trace(tmp_path / "trace", 0, 1, {})
-    try:
+    with workflow_of(agent) as workflow, closing(Trace(tmp_path / "trace", 0, 1, {})) as trace:
         executor.rollout_batch([(7, {"n": 1})], TracedWorkflow(workflow, trace))
-    finally:
-        workflow.close()
-        trace.close()
     events = [json.loads(line) for line in rank_file(tmp_path / "trace", 0).read_text().splitlines()]
     drawn = [event for event in events if event["name"] == "search"]
     assert [event["args"] for event in drawn] == [

@@ -1,8 +1,7 @@
 """Losses on packed tokens: literal numbers and gradients. Random data: `test_formulas.py`."""
 
 import math
-import threading
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import numpy as np
 import pytest
@@ -23,6 +22,7 @@ from areal_core.algorithm.off_policy import (
     loglinear_share,
     second_moment_mask,
 )
+from tests.core.test_algorithm_rewards import ThreadRanks
 
 ONE = torch.tensor([0, 4], dtype=torch.int32)  # one sequence of four tokens
 TWO = torch.tensor([0, 2, 4], dtype=torch.int32)  # two of two
@@ -220,28 +220,9 @@ def test_m2po_equals_numpy_for_any_distribution_of_tokens_over_ranks():
         expected[order[: max(1, (means < threshold).sum())]] = True
         arguments = [torch.from_numpy(array) for array in (prox, behaviour, mask)]
         assert second_moment_mask(*arguments, threshold).tolist() == expected.tolist()
-        assert masks_of_two_ranks(arguments, threshold, split=37) == expected.tolist()
-
-
-def masks_of_two_ranks(arguments: list[torch.Tensor], threshold: float, split: int) -> list[bool]:
-    """Masks of two ranks, which are threads that meet in each sum."""
-    barrier, sums = threading.Barrier(2), [torch.zeros(2), torch.zeros(2)]
-
-    def on_rank(rank: int) -> list[bool]:
-        def sum_over_ranks(own: torch.Tensor) -> torch.Tensor:
-            sums[rank] = own
-            barrier.wait()
-            total = sums[0] + sums[1]
-            barrier.wait()
-            return total
-
-        part = slice(0, split) if rank == 0 else slice(split, None)
-        of_rank = [tensor[part] for tensor in arguments]
-        return second_moment_mask(*of_rank, threshold, sum_over_ranks=sum_over_ranks).tolist()
-
-    with ThreadPoolExecutor(2) as pool:
-        first, second = pool.map(on_rank, range(2))
-    return first + second
+        halves = [[tensor[part] for tensor in arguments] for part in (slice(0, 37), slice(37, None))]
+        masks = ThreadRanks(2).run(partial(second_moment_mask, threshold=threshold), halves)
+        assert torch.cat(masks).tolist() == expected.tolist()
 
 
 def test_loglinear_proximal_interpolates_by_staleness():

@@ -6,19 +6,23 @@ import json
 import pytest
 
 from areal_core.config import (
+    DPOConfig,
     MicroBatchSpec,
     NormConfig,
     OptimizerConfig,
     PPOActorConfig,
     PPOConfig,
+    PPOCriticConfig,
     RejectionSamplingConfig,
     SFTConfig,
+    TeacherConfig,
     TrainEngineConfig,
     check_config,
 )
 from areal_core.config.checks import flat_values
 from areal_core.config.names import all_options
 from areal_core.config.rules import broken_rules
+from areal_core.config.servers import serves_adapters
 from areal_core.config.upstream import NOT_YET, not_yet
 from areal_core.errors import ConfigError
 from areal_core.safety.private import default_root
@@ -28,6 +32,15 @@ SHARED = {
     "actor.offload": True,
     "sglang.enable_memory_saver": True,
 }
+ADAPTERS = {
+    "rollout.use_lora": True,
+    "sglang.enable_lora": True,
+    "sglang.max_lora_rank": 8,
+    "actor.use_lora": True,
+    "actor.lora_rank": 8,
+    "actor.weight_update_mode": "disk",
+}
+ALONE = {"actor.reward_norm": None}  # a critic learns nothing from rewards relative to their group
 
 
 def sound_config() -> PPOConfig:
@@ -45,6 +58,10 @@ def sound_config() -> PPOConfig:
     config.train_dataset.batch_size, config.train_dataset.max_length = 8, 32
     config.rollout.consumer_batch_size = 8
     return config
+
+
+def critic(**options) -> PPOCriticConfig:
+    return PPOCriticConfig(**{"path": "m", "optimizer": OptimizerConfig()} | options)
 
 
 def changed(config, changes):
@@ -148,6 +165,42 @@ def test_servers_may_share_the_trainers_devices():
         ({"actor.prox_logp_method": "metrics"}, ["actor.prox_logp_method is 'metrics'", "actor.use_decoupled_loss is False"]),
         ({"actor.prox_logp_method": "loglinear"}, ["actor.prox_logp_method is 'loglinear'", "actor.use_decoupled_loss is False"]),
         ({"device": "tpu"}, ["device is 'tpu'", "'auto', 'cpu', 'cuda'"]),
+        ({"actor.use_liger": True, "device": "cpu"}, ["actor.use_liger is True and device is 'cpu'"]),
+        ({"actor.fsdp.compile": True, "allocation_mode": "fsdp:d1t2"}, ["actor.fsdp.compile is True and the allocation fsdp:d1t2"]),
+        ({"actor.dtype": "float16"}, ["actor.dtype is 'float16'", "use bfloat16 or float32"]),
+        ({"actor.fsdp.shard_size": 3, "allocation_mode": "fsdp:d4"}, ["shard_size is 3 and the allocation fsdp:d4; "]),
+        ({"actor.fsdp.shard_size": 2, "allocation_mode": "fsdp:d4t2"}, ["shard_size is 2 and the allocation fsdp:d4t2; "]),
+        ({"critic": critic()}, ["actor.reward_norm.mean_level is 'group'; critic is given"]),
+        ({"critic": critic(path="")}, ["critic.path is empty"]),
+        ({"critic": critic(optimizer=None)}, ["critic.optimizer is None; values would never be learned"]),
+        ({"critic": critic(optimizer=OptimizerConfig(gradient_clipping=0.0))},
+         ["critic.optimizer.gradient_clipping is 0.0; expected above 0"]),
+        ({"critic": critic(eps_clip=0.0)}, ["critic.eps_clip is 0.0; expected above 0"]),
+        ({"critic": critic(ppo_n_minibatches=17)}, ["critic.ppo_n_minibatches is 17 and each rank has 16 sequences"]),
+        ({"critic": critic(mask_no_eos_with_zero=True)},
+         ["critic.mask_no_eos_with_zero is True and actor.mask_no_eos_with_zero is False"]),
+        ({"critic": critic(mb_spec=MicroBatchSpec(max_tokens_per_mb=95))}, ["critic.mb_spec.max_tokens_per_mb is 95"]),
+        ({"teacher": TeacherConfig(path="t", mb_spec=MicroBatchSpec(max_tokens_per_mb=95))},
+         ["teacher.mb_spec.max_tokens_per_mb is 95"]),
+        ({"teacher": TeacherConfig(path="")}, ["teacher.path is empty"]),
+        ({"teacher": TeacherConfig(path="t", temperature=0.7)}, ["teacher.temperature is 0.7 and actor.temperature is 1.0"]),
+        ({"teacher": TeacherConfig(path="t", rl_loss_weight=-1.0)}, ["teacher.rl_loss_weight is -1.0"]),
+        ({"teacher": TeacherConfig(path="t", distill_loss_weight=0.0)}, ["teacher.distill_loss_weight is 0.0; expected above 0"]),
+        ({"actor.discount": 1.5}, ["actor.discount is 1.5; expected 0 to 1"]),
+        ({"actor.gae_lambda": -0.1}, ["actor.gae_lambda is -0.1; expected 0 to 1"]),
+        (ADAPTERS | {"actor.lora_rank": 0}, ["actor.lora_rank is 0 and actor.lora_alpha is 16; expected 1 or more"]),
+        (ADAPTERS | {"actor.use_lora": False}, ["rollout.use_lora is True and actor.use_lora is False"]),
+        (ADAPTERS | {"actor.weight_update_mode": "xccl"}, ["which they load only from a folder: set it to disk"]),
+        (ADAPTERS | {"actor.lora_rank": 16}, ["sglang.max_lora_rank is 8 and actor.lora_rank is 16"]),
+        (ADAPTERS | {"sglang.max_lora_rank": None}, ["sglang.max_lora_rank is None and actor.lora_rank is 8"]),
+        (ADAPTERS | {"sglang.enable_lora": None}, ["the servers would refuse adapters: set it to true"]),
+        (ADAPTERS | {"sglang.max_loaded_loras": 1}, ["a weight update needs 2: the new adapter and the previous one"]),
+        (ADAPTERS | {"sglang.lora_target_modules": ["q_proj"], "actor.target_modules": ["q_proj", "v_proj"]},
+         ["sglang.lora_target_modules is ['q_proj'] and actor.target_modules is ['q_proj', 'v_proj']"]),
+        (ADAPTERS | {"rollout.pause_mode": "in_place"}, ["only an aborted one uses the new adapter: set it to abort"]),
+        (ADAPTERS | {"gconfig.lora_name": ""}, ["gconfig.lora_name is empty"]),
+        (ADAPTERS | {"ref": PPOActorConfig(path="m", use_lora=True)}, ["ref.use_lora is True; the model is not trained"]),
+        (ADAPTERS | {"actor.peft_type": "ia3"}, ["actor.peft_type is 'ia3'; expected one of 'lora'"]),
     ],
 )  # fmt: skip
 def test_disagreement_is_named_with_both_values(changes, names_and_values):
@@ -169,10 +222,35 @@ def test_disagreement_is_named_with_both_values(changes, names_and_values):
         {"actor.m2_threshold": 0.04, "actor.use_decoupled_loss": True},
         {"actor.prox_logp_method": "loglinear", "actor.use_decoupled_loss": True},
         {"actor.group_size": 4, "actor.rejection_sampling": RejectionSamplingConfig()},
+        {"actor.use_liger": True},  # device is "auto": there may be a GPU
+        {"actor.dtype": "bfloat16", "actor.fsdp.shard_size": 2, "allocation_mode": "sglang:d1+fsdp:d4"},
+        ALONE | {"critic": critic(is_critic=True), "teacher": TeacherConfig(path="t")},
+        {"teacher": TeacherConfig(path="t", rl_loss_weight=0.0, distill_loss_weight=1.0)},
+        {"critic": critic(), "actor.reward_norm": NormConfig("batch", std_level=None, group_size=4)},
     ],
 )
 def test_options_that_agree_pass(changes):
     check_config(changed(sound_config(), changes))
+
+
+def test_servers_get_merged_weights_unless_adapters_are_requested():
+    sent = changed(sound_config(), ADAPTERS)
+    assert (check_config(sent), serves_adapters(sent)) == ([], True)
+    assert serves_adapters(changed(sent, {"rollout.use_lora": False}))  # the servers alone request them
+    merged = {"sglang.enable_lora": None, "actor.weight_update_mode": "xccl"}
+    assert (check_config(changed(sent, merged)), serves_adapters(sent)) == ([], False)
+    embedded = changed(sound_config(), ADAPTERS | {"allocation_mode": "embedded|fsdp:d1"})
+    assert not serves_adapters(embedded)
+
+
+def test_a_reference_of_pairs_has_no_adapter_either():
+    config = DPOConfig(experiment_name="a", trial_name="b", allocation_mode="fsdp:d1")
+    config.actor = TrainEngineConfig(path="m", optimizer=OptimizerConfig(), use_lora=True)
+    config.train_dataset.path, config.train_dataset.type = "data", "dpo"
+    check_config(config)
+    config.ref = TrainEngineConfig(path="m", use_lora=True)
+    with pytest.raises(ConfigError, match=r"ref\.use_lora is True; the model is not trained"):
+        check_config(config)
 
 
 def test_all_disagreements_are_reported_at_once():
@@ -225,6 +303,17 @@ def test_option_that_cannot_change_training_is_only_noted():
         changed(sound_config(), {"stats_logger.swanlab.mode": "cloud", "vllm.swap_space": 8})
     )
     assert [note.partition(" is ")[0] for note in notes] == ["vllm.swap_space", "stats_logger.swanlab.mode"]
+
+
+def test_moving_to_host_memory_where_there_is_no_device_memory_is_only_noted():
+    names = ["offload", "fsdp.offload_params", "fsdp.per_layer_optim_step", "optimizer.offload"]
+    config = changed(sound_config(), {f"actor.{name}": True for name in names})
+    assert check_config(config) == []
+    config.device = "cpu"
+    notes = check_config(config)
+    assert [note.partition(" is ")[0] for note in notes] == [f"actor.{name}" for name in names]
+    assert notes[0].endswith("and device is 'cpu': everything is in host memory already")
+    assert SFTConfig(experiment_name="a", trial_name="b", enable_offload=True).actor.offload
 
 
 def test_supervised_run_is_checked_without_a_rollout():

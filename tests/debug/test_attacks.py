@@ -1,7 +1,7 @@
-"""Every verb that reads what others wrote, times every attack: it ends, in a sentence, without effect.
+"""Every verb that reads what others wrote, times every attack: a sentence, and no effect.
 
-A new verb must be added to `verbs`, or to NOT_READING with the reason. `make test` tries a selection
-of the product, and `make test-long` all of it, by new interpreters.
+A new verb must be added to `verbs`, or to NOT_READING with the reason. `make test` tries a
+selection of the product, and `make test-long` all of it, by new interpreters.
 """
 
 import json
@@ -16,10 +16,9 @@ from pathlib import Path
 
 import pytest
 
-from areal_debug.cli import main
 from recorder.testing import write_scripted_record
 
-from .test_hostile_text import runnable
+from ..command_line import walk
 
 AREAL_DEBUG = [sys.executable, "-P", "-m", "areal_debug"]
 MODULES = (
@@ -44,6 +43,7 @@ def verbs(record: str, run: str) -> dict[str, list[str]]:
         "record ls": [record], "record show": [record], "record verify": [record],
         "record archive": [record, "--to", "out.zip"], "record redact": [record, "--to", "out", "--texts"],
         "record export": [record, "--format", "jsonl", "--to", "out.jsonl"], "record cut": [record, *step, "--to", "c.zip"],
+        "record seam": [record, record], "record coverage": [record, f"{run}/rollouts.jsonl"],
         "record import": [f"{run}/rollouts.jsonl", "--to", "imported"], "query": [record, "select * from samples"],
         "open": [run, "-o", "pages"], "doctor": [run], "trace": [run], "hang diagnose": [f"{run}/stacks"],
         "replay": [record], "goto": [record, *step], "why": [record, record, "--all"], "crosscheck": [record],
@@ -134,7 +134,8 @@ def fresh(tmp_path: Path, name: str = "run") -> Iterator[Path]:
 
 
 def test_every_verb_is_attacked_or_reads_nothing_of_others():
-    assert set(verbs("", "")) | set(NOT_READING) == set(runnable(main))
+    runnable = {words for words, command in walk() if getattr(command, "invoke_without_command", True)}
+    assert set(verbs("", "")) | set(NOT_READING) == runnable
 
 
 @pytest.mark.parametrize("attack", ["FIFO", "device", "sparse", "planted module"])

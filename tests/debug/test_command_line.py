@@ -1,22 +1,18 @@
 """Option names, help, verbosity and errors: the same in every verb of the command line."""
 
 import json
-import os
 import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator
-from pathlib import Path
 
 import click
 import pytest
-from click.testing import CliRunner
 
 from areal_debug.cli import SECTIONS, VERBS, Verb, main
 from recorder.testing import write_scripted_record
+from tests.command_line import run, walk
 
-COMMAND = Path(sys.executable).parent / "areal-debug"
 MAY_HAVE_TO = {
     "record archive",
     "record cut",
@@ -33,18 +29,7 @@ NEVER_REPLACES = {
 }
 
 
-def walk(group: click.Group, path: tuple[str, ...] = ()) -> Iterator[tuple[str, click.Command]]:
-    """Return every command below a group by its words, groups included."""
-    context = click.Context(group)
-    for name in group.list_commands(context):
-        command = group.get_command(context, name)
-        assert command is not None
-        yield " ".join((*path, name)), command
-        if isinstance(command, click.Group):
-            yield from walk(command, (*path, name))
-
-
-COMMANDS = dict(walk(main))
+COMMANDS = dict(walk())
 RUNNABLE = {
     name: command
     for name, command in COMMANDS.items()
@@ -56,11 +41,6 @@ def spellings(command: click.Command) -> dict[str, click.Option]:
     """Return the options of a command by each of their names, without hidden ones."""
     options = [option for option in command.params if isinstance(option, click.Option) and not option.hidden]
     return {name: option for option in options for name in option.opts}
-
-
-def run(*arguments: object) -> tuple[int, str, str]:
-    done = CliRunner().invoke(main, [str(argument) for argument in arguments])
-    return done.exit_code, done.stdout, done.stderr
 
 
 @pytest.fixture
@@ -105,17 +85,6 @@ def test_help_and_completion_import_no_verb():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "[]"
-
-
-def test_shell_completion_knows_the_verbs():
-    environment = {
-        "_AREAL_DEBUG_COMPLETE": "bash_complete",
-        "COMP_WORDS": "areal-debug rep",
-        "COMP_CWORD": "1",
-    }
-    done = subprocess.run([COMMAND], capture_output=True, text=True, env=os.environ | environment)
-    assert done.stdout == "plain,replay\n"
-    assert 'eval "$(_AREAL_DEBUG_COMPLETE=bash_source areal-debug)"' in run("-h")[1]
 
 
 def test_version():

@@ -1,18 +1,15 @@
 """`areal-debug info options`: the options of a run, and the help of a script."""
 
 import json
+from functools import partial
 
 import pytest
-from click.testing import CliRunner
 
 from areal_core.config import GRPOConfig, SFTConfig, load_expr_config
 from areal_core.config.names import all_options
-from areal_debug.cli import main
+from tests.command_line import run as areal_debug
 
-
-def run(*arguments):
-    done = CliRunner().invoke(main, ["config", *arguments])
-    return done.exit_code, done.stdout, done.stderr
+run = partial(areal_debug, "config")
 
 
 @pytest.mark.parametrize(("kind", "cls"), [("grpo", GRPOConfig), ("sft", SFTConfig)])

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.command_line import git
 from tests.forks import COMMAND
 
 ROOT = Path(__file__).parents[2]
@@ -100,14 +101,6 @@ def test_the_debugger_opens_in_the_trainer(anchored):
 
 
 @pytest.mark.long
-def test_weights_of_a_step_can_be_saved(anchored, tmp_path):
-    done = call("goto", anchored, "--step", 4, "-o", tmp_path / "model", "--json")
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert json.loads(done.stdout)["faithful"] is True
-    assert (tmp_path / "model" / "model.safetensors").exists()
-
-
-@pytest.mark.long
 @pytest.mark.parametrize("num_ranks", [1, 3])
 def test_another_number_of_ranks_states_its_guarantee_and_meets_it(train, tmp_path, num_ranks):
     options = ("allocation_mode=embedded|fsdp:d2", "actor.ppo_n_minibatches=1", "debug.anchor_every_steps=1")
@@ -170,11 +163,6 @@ def test_preflight_reports_whether_two_ranks_are_deterministic(tiny_model, tmp_p
 
 
 PLANT = ("-advantages * clipped_ratio", "-advantages * clipped_ratio * 1.0001")
-
-
-def git(folder, *arguments):
-    identity = ("-c", "user.name=t", "-c", "user.email=t@example.org")
-    subprocess.run(["git", "-C", str(folder), *identity, *arguments], check=True, capture_output=True)
 
 
 @pytest.mark.long

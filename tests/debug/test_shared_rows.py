@@ -51,13 +51,6 @@ def test_four_ranks_in_two_groups_train_as_two_ranks_do_and_replay_to_the_bit(ar
     assert "1 ranks, recorded with 2" in done.stdout, done.stdout + done.stderr
 
 
-def test_a_record_of_two_ranks_that_share_rows_replays_on_one_within_noise(areal_debug, train, tmp_path):
-    run(train, tmp_path / "shared", "embedded|fsdp:c2d1")
-    done = areal_debug("replay", tmp_path / "shared" / "record", "--nproc", 1, "allocation_mode=fsdp:d1")
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "1 ranks as fsdp:d1, recorded with 2 ranks as fsdp:d1c2" in done.stdout
-
-
 def test_dropout_of_ranks_that_share_rows_replays_to_the_bit(areal_debug, train, tiny_model, tmp_path):
     config = json.loads((tiny_model / "config.json").read_text()) | {"attention_dropout": 0.2}
     model = tmp_path / "model"

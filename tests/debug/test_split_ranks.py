@@ -67,6 +67,13 @@ def test_a_what_if_that_changes_nothing_has_the_recorded_bits(split, report, tmp
         assert again.step(step).outcome(0).checksums == split.step(step).outcome(0).checksums
 
 
+def test_one_rank_replays_it_within_noise(split, areal_debug):
+    done = areal_debug("replay", split.path, "--nproc", 1, "allocation_mode=fsdp:d1")
+    assert done.returncode == 0, done.stdout + done.stderr
+    recorded = f"recorded with {split.header.world_size} ranks as fsdp:d1"
+    assert f"1 ranks as fsdp:d1, {recorded}" in done.stdout
+
+
 def test_a_what_if_trains_on_what_one_rank_would(split, run_of, report):
     change = ("actor.eps_clip=0.0001", "--filter", "reward > 0.4", "--to-step", 0)
     ours, alone = (report("replay", record.path, *change) for record in (split, run_of("d1")))

@@ -8,15 +8,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
-import click
 import psutil
 import pytest
 
-from areal_debug.cli import main
 from recorder.testing import write_scripted_record
+from tests.command_line import walk
 
 COMMAND = [sys.executable, "-m", "areal_debug"]
 # Run each command in a process of its own, which has imported what all need.
@@ -36,15 +34,6 @@ for number, arguments in enumerate(commands):
 """
 CLOSED = "Error: standard output is closed: redirect it to a file, or to /dev/null\n"
 FULL = "Error: standard output cannot be written: No space left on device\n"
-
-
-def runnable(group: click.Group, path: tuple[str, ...] = ()) -> Iterator[list[str]]:
-    context = click.Context(group)
-    for name in group.list_commands(context):
-        command = group.get_command(context, name)
-        if isinstance(command, click.Group):
-            yield from runnable(command, (*path, name))
-        yield [*path, name]
 
 
 def run_each(folder: Path, commands: list[list[str]], output: str, encoding: str = "utf-8", **variables: str):
@@ -91,13 +80,13 @@ SHARE = pytest.mark.parametrize("every", [6, pytest.param(1, marks=pytest.mark.l
 
 @SHARE
 def test_every_verb_refuses_a_closed_standard_output_in_one_sentence(tmp_path, every):
-    verbs = list(runnable(main))[::every]
+    verbs = [name.split() for name, _ in walk()][::every]
     assert run_each(tmp_path, verbs, "closed") == [(2, CLOSED)] * len(verbs)
 
 
 @SHARE
 def test_every_verbs_help_reports_a_full_disk_in_one_sentence(tmp_path, every):
-    verbs = [[*verb, "--help"] for verb in runnable(main)][::every]
+    verbs = [[*name.split(), "--help"] for name, _ in walk()][::every]
     assert run_each(tmp_path, verbs, "/dev/full") == [(2, FULL)] * len(verbs)
 
 

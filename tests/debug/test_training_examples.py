@@ -35,6 +35,10 @@ ROLLOUTS = (
     *("train_dataset.batch_size=2", "gconfig.n_samples=2", "gconfig.max_new_tokens=6"),
     *("rollout.max_concurrent_rollouts=4", "actor.weight_update_mode=disk"),
 )
+VALIDATED = (
+    *("valid_dataset.path=arithmetic", "valid_dataset.split=null", "evaluator.freq_steps=2"),
+    *("valid_dataset.dataset_kwargs={num_rows: 3, seed: 9}", "eval_gconfig.max_new_tokens=4"),
+)
 PAIRS = [{"prompt": f"{n}+1=", "chosen": f"{n + 1}", "rejected": "0"} for n in range(8)]
 SOLUTIONS = [{"question": f"{n}+1=", "answer": f"it is {n + 1}\n#### {n + 1}"} for n in range(8)]
 
@@ -48,10 +52,11 @@ SOLUTIONS = [{"question": f"{n}+1=", "answer": f"it is {n + 1}\n#### {n + 1}"} f
         ("reward_model", "reward_model", PAIRS, "loss"),
         ("gsm8k_grpo", "gsm8k_grpo", None, "grad_norm"),
         ("gsm8k_grpo", "ppo", None, "grad_norm"),
+        ("synchronous", "synchronous", None, "grad_norm"),
     ],
 )
 def test_an_example_trains_two_steps(areal_debug, tiny_model, tmp_path, script, config, rows, number):
-    data = ROLLOUTS
+    data = (*ROLLOUTS, *VALIDATED * (script == "synchronous"))
     if rows:
         (tmp_path / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
         data = (*SUPERVISED, f"train_dataset.path={tmp_path}/rows.jsonl", "train_dataset.split=null")
@@ -61,6 +66,7 @@ def test_an_example_trains_two_steps(areal_debug, tiny_model, tmp_path, script, 
     assert done.returncode == 0, done.stdout + done.stderr
     stats = read_stats(next(tmp_path.rglob("stats.jsonl")))
     assert len(stats) == 2
+    assert [step.get("eval-rollout/n_seqs") for step in stats if script == "synchronous"] in ([], [3, 3])
     values = [value for step in stats for name, value in step.items() if number in name]
     assert values
     assert all(value == value and abs(value) < 1e6 for value in values)

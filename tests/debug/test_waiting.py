@@ -13,8 +13,8 @@ from pathlib import Path
 import click
 import pytest
 
-from areal_debug.cli import main
 from recorder.testing import write_scripted_record
+from tests.command_line import walk
 
 ROOT = Path(__file__).parents[2]
 ERASE = "\r\x1b[2K"
@@ -136,20 +136,11 @@ def test_there_is_no_line_in_a_pipe():
     assert done.stderr == "Error: it failed\n"
 
 
-def commands(group: click.Group, path: tuple[str, ...] = ()):
-    context = click.Context(group)
-    for name in group.list_commands(context):
-        command = group.get_command(context, name)
-        yield (*path, name), command
-        if isinstance(command, click.Group):
-            yield from commands(command, (*path, name))
-
-
 def test_every_verb_shows_the_line():
     """`errors_as_sentences` draws it; what it wraps keeps a reference to the body."""
     without = [
-        " ".join(path)
-        for path, command in commands(main)
+        name
+        for name, command in walk()
         if not shows_line(command.callback) and not isinstance(command, click.Group)
     ]
     assert without == []

@@ -1,4 +1,4 @@
-"""Medians of windows, of any width, as NumPy computes them one by one, and in time that n allows."""
+"""Medians of windows of any width, as NumPy computes them one by one, in time that n allows."""
 
 import time
 

@@ -165,16 +165,6 @@ def test_upstream_0_3_file_plans_an_asynchronous_run_with_servers(dry_run):
     assert does["evaluate"].startswith("every 4 steps: 7 times, first after step 3; on arithmetic")
 
 
-def test_upstream_1_0_file_with_vllm_plans_its_servers(dry_run):
-    code, run = dry_run(UPSTREAM / "grpo_vllm_1_0.yaml")
-    assert code == 0
-    assert [(item["what"], item["count"]) for item in run["processes"]] == [
-        ("vLLM server", 4),
-        ("FSDP rank", 4),
-    ]
-    assert stages(run)["weight sync"].startswith("weights are broadcast to 4 servers")
-
-
 def test_upstream_0_5_file_of_supervised_fine_tuning_needs_no_data_to_be_planned(dry_run):
     code, run = dry_run(UPSTREAM / "sft_0_5.yaml", "total_train_steps=7")
     assert (code, run["method"]) == (0, "supervised fine-tuning")

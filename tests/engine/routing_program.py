@@ -15,11 +15,11 @@ from areal_core.algorithm.alignment import to_next_token
 from areal_core.data.batch import Batch, select_rows
 from areal_core.engine.fsdp import FSDPEngine
 from areal_core.engine.model import load_model
-from areal_core.engine.optimizer import build_optimizer, build_schedule
 from areal_core.engine.ranks import Ranks, join_ranks, leave_ranks
 from areal_core.engine.routers import Routers
 from areal_core.engine.sharding import shard_model
 from areal_core.testing import step_with_gradients
+from tests.engine.steps_program import engine_of
 
 MAX_TOKENS = 50  # of a micro-batch
 
@@ -29,21 +29,7 @@ def make_engine(
 ) -> FSDPEngine:
     model = load_model(str(folder), dtype=torch.float32)
     sharded = shard_model(model, ranks, dtype=torch.float32, gradient_checkpointing=recomputes)
-    optimizer = build_optimizer(
-        sharded.parameters(), kind="adam", lr=1e-2, weight_decay=0.0, beta1=0.9, beta2=0.999, eps=1e-8
-    )
-    schedule = build_schedule(
-        optimizer, kind="constant", total_steps=10, warmup_proportion=0.0, min_lr_ratio=0.0
-    )
-    return FSDPEngine(
-        sharded,
-        ranks,
-        torch.float32,
-        max_tokens_per_mb=MAX_TOKENS,
-        optimizer=optimizer,
-        schedule=schedule,
-        routers=Routers(sharded) if replays else None,
-    )
+    return engine_of(sharded, ranks, MAX_TOKENS, routers=Routers(sharded) if replays else None)
 
 
 def perturbed(folder: Path, output: Path) -> Path:

@@ -16,6 +16,7 @@ from areal_core.engine.fsdp import FSDPEngine
 from areal_core.engine.model import load_model
 from areal_core.engine.optimizer import build_optimizer, build_schedule
 from areal_core.engine.ranks import Ranks, join_ranks, leave_ranks
+from areal_core.engine.routers import Routers
 from areal_core.engine.sharding import shard_model
 
 LENGTHS = [12, 5, 20, 9, 3]
@@ -40,7 +41,11 @@ def make_engine(
 
 
 def engine_of(
-    sharded: PreTrainedModel, ranks: Ranks, max_tokens: int, dtype: torch.dtype = torch.float32
+    sharded: PreTrainedModel,
+    ranks: Ranks,
+    max_tokens: int,
+    dtype: torch.dtype = torch.float32,
+    routers: Routers | None = None,
 ) -> FSDPEngine:
     optimizer = build_optimizer(
         sharded.parameters(), kind="adam", lr=1e-2, weight_decay=0.01, beta1=0.9, beta2=0.999, eps=1e-8
@@ -48,9 +53,8 @@ def engine_of(
     schedule = build_schedule(
         optimizer, kind="linear", total_steps=10, warmup_proportion=0.0, min_lr_ratio=0.0
     )
-    return FSDPEngine(
-        sharded, ranks, dtype, max_tokens_per_mb=max_tokens, optimizer=optimizer, schedule=schedule
-    )
+    given = {"optimizer": optimizer, "schedule": schedule, "routers": routers}
+    return FSDPEngine(sharded, ranks, dtype, max_tokens_per_mb=max_tokens, **given)
 
 
 def train_step(engine: FSDPEngine, batch: dict[str, torch.Tensor]) -> dict:

@@ -9,20 +9,21 @@ import shutil
 import subprocess
 import sys
 import threading
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
-from click.testing import CliRunner
 from pyarrow import parquet
 
-from areal_debug.cli import main
 from areal_debug.query.database import Database
 from areal_debug.query.tables import LazyTable
 from recorder import open_record
+from tests.command_line import run as areal_debug
 from tests.exports.given import recorded_rows, write_foreign_record, write_full_record
 
 MEMORY = 1 << 29
+run = partial(areal_debug, "query")
 
 
 @pytest.fixture(scope="module")
@@ -43,11 +44,6 @@ def ask(folder: Path, sql: str) -> list[tuple]:
 def in_this_process(monkeypatch):
     """A child that is forked while DuckDB's threads run, as `ask` leaves them, may wait for one."""
     monkeypatch.setattr("recorder.confine.run_confined", lambda work, bounds, announce: work())
-
-
-def run(*arguments: object) -> tuple[int, str, str]:
-    done = CliRunner().invoke(main, ["query", *map(str, arguments)])
-    return done.exit_code, done.stdout, done.stderr
 
 
 def test_tables_are_read_by_the_thread_that_asks(full, monkeypatch):

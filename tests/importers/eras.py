@@ -43,38 +43,48 @@ def experts(num_tokens):
     return np.arange(num_tokens * 4, dtype=np.uint8).reshape(num_tokens, 2, 2)
 
 
-def write_micro_batches(folder: Path, version: str) -> Path:
-    """Two ranks, and on the first one padding, which has positions of its own."""
-    for rank, samples, padding in ((0, KNOWN[:2], PADDING), (1, KNOWN[2:], 0)):
-        sizes = [len(one.tokens) for one in samples]
-        total = sum(sizes)
-        lengths = [*sizes[:-1], sizes[-1] + padding]
-        members = {
-            "input_ids": [t for one in samples for t in one.tokens] + [1] * padding,
-            "loss_mask": [bool(m) for one in samples for m in one.full_mask] + [False] * padding,
-            "advantages": [one.advantage for one in samples for _ in one.tokens] + [0.0] * padding,
-            "inference_logprobs": [p for one in samples for p in one.full_logprobs] + [0.0] * padding,
-            "position_ids": [p for size in (*sizes, padding) for p in range(size)],
-            "temperature": 1.0,
-            "temperatures": [1.0] * (total + padding),
-            "env_names": ["math"] * total + [""] * padding,
-            "sequence_lengths": lengths,
-            "seq_lens": lengths,
-            "lora": [total + padding],
-            "rewards": [one.reward for one in samples for _ in one.tokens] + [float("nan")] * padding,
-            "ref": [-0.5] * (total + padding),
-            "teacher": [-0.25] * (total + padding),
-            "mode": "rl",
-        }
-        routed = experts(total + padding)
-        if version == "0.5":
-            members["experts"] = routed[:total].tolist()  # not padded
-        elif version > "0.5":
-            members["experts"] = [routed.tobytes(), list(routed.shape), "uint8"]
-        path = folder / "out" / "rollouts" / "step_4" / f"rank_{rank}.bin"
+def micro_batch(samples, padding: int = 0, version: str = "0.8", **changes) -> list:
+    """The members of a micro-batch; padding has positions of its own."""
+    sizes = [len(one.tokens) for one in samples]
+    total = sum(sizes)
+    lengths = [*sizes[:-1], sizes[-1] + padding]
+    routed = experts(total + padding)
+    members = {
+        "input_ids": [t for one in samples for t in one.tokens] + [1] * padding,
+        "loss_mask": [bool(m) for one in samples for m in one.full_mask] + [False] * padding,
+        "advantages": [one.advantage for one in samples for _ in one.tokens] + [0.0] * padding,
+        "inference_logprobs": [p for one in samples for p in one.full_logprobs] + [0.0] * padding,
+        "position_ids": [p for size in (*sizes, padding) for p in range(size)],
+        "temperature": 1.0,
+        "temperatures": [1.0] * (total + padding),
+        "env_names": ["math"] * total + [""] * padding,
+        "sequence_lengths": lengths,
+        "seq_lens": lengths,
+        "lora": [total + padding],
+        "rewards": [one.reward for one in samples for _ in one.tokens] + [float("nan")] * padding,
+        "ref": [-0.5] * (total + padding),
+        "teacher": [-0.25] * (total + padding),
+        "mode": "rl",
+        "experts": [routed.tobytes(), list(routed.shape), "uint8"],
+    }
+    if version == "0.5":
+        members["experts"] = routed[:total].tolist()  # not padded
+    return [(members | changes).get(name) for name in MICRO_BATCHES[version].split()]
+
+
+def write_ranks(folder: Path, *of_ranks: list[list]) -> Path:
+    """Write the micro-batches of each rank of a step."""
+    for rank, micro_batches in enumerate(of_ranks):
+        path = folder / "rollouts" / "step_4" / f"rank_{rank}.bin"
         path.parent.mkdir(parents=True, exist_ok=True)
-        positions = [members.get(name) for name in MICRO_BATCHES[version].split()]
-        path.write_bytes(msgpack.packb([positions]))
+        path.write_bytes(msgpack.packb(micro_batches))
+    return folder
+
+
+def write_micro_batches(folder: Path, version: str) -> Path:
+    """Two ranks, and on the first one padding."""
+    first = micro_batch(KNOWN[:2], PADDING, version)
+    write_ranks(folder / "out", [first], [micro_batch(KNOWN[2:], 0, version)])
     return folder
 
 

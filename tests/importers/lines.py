@@ -3,74 +3,18 @@
 import json
 from pathlib import Path
 
-import msgspec
 import pyarrow
 from pyarrow import parquet
 
+from .eras import PADDING, micro_batch, write_ranks
 from .known import KNOWN
 
 # prime-rl
 
 
-class MicroBatch(msgspec.Struct, array_like=True, omit_defaults=True):
-    input_ids: list[int]
-    loss_mask: list[bool]
-    advantages: list[float]
-    inference_logprobs: list[float]
-    position_ids: list[int]
-    sequence_lengths: list[int]
-    temperatures: list[float]
-    env_names: list[str]
-    seq_lens: list[int]
-    ref_logprobs: list[float] | None = None
-    routed_experts: list | None = None
-    mm_kwargs: dict | None = None
-    mm_token_type_ids: list[int] | None = None
-    rl_weights: list[float] | None = None
-    ce_weights: list[float] | None = None
-    ref_kl_weights: list[float] | None = None
-
-
-def micro_batch(samples, padding=0, masked=False):
-    columns = {"ids": [], "mask": [], "advantages": [], "logprobs": [], "names": []}
-    for one in samples:
-        size = len(one.tokens)
-        columns["ids"] += one.tokens
-        columns["mask"] += [bool(m) and not masked for m in one.full_mask]
-        columns["advantages"] += [one.advantage] * size
-        columns["logprobs"] += one.full_logprobs
-        columns["names"] += ["math"] * size
-    lengths = [len(one.tokens) for one in samples]
-    lengths[-1] += padding
-    columns["ids"] += [1] * padding
-    columns["mask"] += [False] * padding
-    columns["advantages"] += [0.0] * padding
-    columns["logprobs"] += [0.0] * padding
-    columns["names"] += [""] * padding
-    total = len(columns["ids"])
-    positions = [position for length in lengths for position in range(length)]
-    return MicroBatch(
-        columns["ids"],
-        columns["mask"],
-        columns["advantages"],
-        columns["logprobs"],
-        positions,
-        lengths,
-        [1.0] * total,
-        columns["names"],
-        lengths,
-    )
-
-
 def write_prime_rl(folder: Path) -> Path:
-    step = folder / "rollouts" / "step_4"
-    step.mkdir(parents=True)
-    encode = msgspec.msgpack.Encoder().encode
-    (step / "rank_0.bin").write_bytes(encode([micro_batch(KNOWN[:2], padding=3)]))
-    (step / "rank_1.bin").write_bytes(
-        encode([micro_batch(KNOWN[2:]), micro_batch(KNOWN[:2], 3, masked=True)])
-    )
-    return folder
+    masked = micro_batch(KNOWN[:2], PADDING, loss_mask=[False] * 12)
+    return write_ranks(folder, [micro_batch(KNOWN[:2], PADDING)], [micro_batch(KNOWN[2:]), masked])
 
 
 def write_prime_rl_export(folder: Path) -> Path:

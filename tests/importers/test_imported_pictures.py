@@ -2,7 +2,6 @@
 
 import io
 
-import msgspec
 import numpy as np
 import PIL.Image
 import pytest
@@ -14,7 +13,7 @@ from recorder.trainers.importing import import_record
 from replayer.source import recorded_batch
 from tests.recorder.pictured import png
 
-from . import dataproto, lines, pickled
+from . import dataproto, eras, lines, pickled
 from .known import KNOWN
 
 NOT_IMPORTED = f"images and other inputs that are not text are not imported: {len(KNOWN)} of the samples"
@@ -149,20 +148,15 @@ def encoded_tensor(tensor):
 
 def prime_rl_batch(counts, grid, pixels, types=None):
     """Return a micro-batch of the first two samples, whose tokens are placeholders by `counts`."""
-    batch = lines.micro_batch(KNOWN[:2], padding=3)
-    batch.mm_kwargs = {"pixel_values": encoded_tensor(pixels), "image_grid_thw": encoded_tensor(grid)}
+    inputs = {"pixel_values": encoded_tensor(pixels), "image_grid_thw": encoded_tensor(grid)}
     sizes = [len(one.tokens) for one in KNOWN[:2]]
     marks = [int(i < n) for n, size in zip(counts, sizes, strict=True) for i in range(size)]
-    batch.mm_token_type_ids = [*marks, 0, 0, 0] if types is None else types
-    return batch
+    types = [*marks, 0, 0, 0] if types is None else types
+    return eras.micro_batch(KNOWN[:2], eras.PADDING, mm=inputs, types=types)
 
 
 def write_prime_rl(folder, batch):
-    source = lines.write_prime_rl(folder)
-    for rank in (0, 1):
-        content = msgspec.msgpack.encode([batch] if rank == 0 else [lines.micro_batch(KNOWN[2:])])
-        (source / "rollouts" / "step_4" / f"rank_{rank}.bin").write_bytes(content)
-    return source
+    return eras.write_ranks(folder, [batch], [eras.micro_batch(KNOWN[2:])])
 
 
 def test_pixels_of_prime_rls_packed_rows_are_those_of_their_placeholders(tmp_path):

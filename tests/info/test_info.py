@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 
@@ -19,15 +20,13 @@ from areal_debug.info.machine import read_gpus, read_permissions
 from areal_debug.info.reachable import find_reachable
 from areal_debug.serve.state import ServerState, write_state
 from hangdoctor.collect.pyspy import Access
+from tests.command_line import run as areal_debug
+
+run = partial(areal_debug, "info")
 
 EXTRAS = ("train", "query", "archive", "s3", "sglang", "ray", "lora", "trl", "verl", "wandb", "trackio")
 NOTHING_LACKS: dict[str, list[str]] = {extra: [] for extra in EXTRAS}
 SCHEDULERS = {"SLURM": "srun", "Kubernetes": None, "ssh": None, "Ray": None}
-
-
-def run(*arguments: str) -> tuple[int, str, str]:
-    done = CliRunner().invoke(main, ["info", *arguments])
-    return done.exit_code, done.stdout, done.stderr
 
 
 def fake_distribution(site: Path, name: str, version: str, *requires: str) -> None:

@@ -36,20 +36,17 @@ def anchors_of(tmp_path, policy, num_steps=10, **options):
     return open_record(tmp_path / "record").anchors()
 
 
-def test_every_k_steps(tmp_path):
-    assert anchors_of(tmp_path, AnchorPolicy(every_steps=4)) == (4, 8)
-
-
-def test_as_soon_as_the_way_from_the_last_one_gets_too_long(tmp_path):
-    assert anchors_of(tmp_path, AnchorPolicy(max_replay_s=3.0)) == (3, 6, 9)
-
-
-def test_none_unless_requested(tmp_path):
-    assert anchors_of(tmp_path, AnchorPolicy()) == ()
-
-
-def test_a_resumed_run_starts_with_one_whatever_the_policy(tmp_path):
-    assert anchors_of(tmp_path, AnchorPolicy(), first=40) == (40,)
+@pytest.mark.parametrize(
+    ("policy", "first", "expected"),
+    [
+        (AnchorPolicy(every_steps=4), 0, (4, 8)),
+        (AnchorPolicy(max_replay_s=3.0), 0, (3, 6, 9)),  # once the way from the last one is too long
+        (AnchorPolicy(), 0, ()),
+        (AnchorPolicy(), 40, (40,)),  # a resumed run starts with one
+    ],
+)
+def test_a_policy_makes_anchors_of_these_steps(tmp_path, policy, first, expected):
+    assert anchors_of(tmp_path, policy, first=first) == expected
 
 
 def test_within_a_limit_of_bytes_the_ways_stay_even(tmp_path):

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from replayer.commits.bisect import Numbers, bisect, changes, find_commit, parse_numbers
 from replayer.commits.warm import checkout
 from replayer.errors import NothingToBisect
+from tests.command_line import git
 
 
 @given(st.integers(1, 200), st.data())
@@ -41,14 +42,6 @@ def test_commits_that_cannot_be_tested_leave_few_culprits(count, data):
     assert str(first_bad) in culprits
     assert set(map(int, culprits[:-1])) <= silent
     assert set(map(int, unasked)) <= silent
-
-
-def git(folder, *arguments):
-    identity = ("-c", "user.name=t", "-c", "user.email=t@example.org")
-    done = subprocess.run(
-        ["git", "-C", str(folder), *identity, *arguments], check=True, capture_output=True, text=True
-    )
-    return done.stdout.strip()
 
 
 @pytest.fixture

@@ -1,6 +1,5 @@
 """What differs in the code of two runs, which files act on a stage, and each side's own layers."""
 
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -10,12 +9,13 @@ import pytest
 from areal_core.trainer.rl import PPOTrainer
 from recorder import open_record
 from recorder.testing import SCRIPTED_HEADER
-from replayer.commits.acting import ENTRIES, OF_EVERY_STAGE, ChangedFile, files_acting, sources
+from replayer.commits.acting import ENTRIES, OF_EVERY_STAGE, files_acting, sources
 from replayer.commits.outside import CodeDifference, code_differences, unknown_code
 from replayer.commits.warm import absolute, layers_with_own_code, search_commits
 from replayer.compare.stages import STAGES
 from replayer.preflight.real_steps import RandomRollouts
 from replayer.request import Request
+from tests.command_line import git
 
 ROOT = Path(__file__).parents[2]
 CODE = {
@@ -92,12 +92,6 @@ def test_nothing_differs_from_a_record_that_lacks_the_facts_and_they_are_listed(
     assert (found.kind, found.file) == ("commit", None)
 
 
-def git(folder, *arguments):
-    identity = ("-c", "user.name=t", "-c", "user.email=t@example.org")
-    command = ["git", "-C", str(folder), *identity, *arguments]
-    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
-
-
 def commit_edit(folder, path, old, new):
     """Replace a text that a file has once, and commit it."""
     file = folder / path
@@ -172,29 +166,6 @@ def test_the_changed_line_of_a_stage_is_found_beside_changes_that_act_on_others(
     assert (found.path, found.first_line, found.distance) == (edit[0], line, 0)
     if edit[0] != ATTENTION:
         assert files_acting(clone, "HEAD^", "HEAD", other) == ()
-
-
-def test_the_files_of_a_user_are_those_that_the_script_uses(tmp_path):
-    git(tmp_path, "init", "--quiet")
-    files = {
-        "runs/train.py": "from project.rewards import reward\nprint(reward(1))\n",
-        "runs/beside.py": "x = 1\n",
-        "src/project/rewards.py": "from .shapes import clip\n\ndef reward(x):\n    return clip(x)\n\ndef other():\n    return 1\n",
-        "src/project/shapes.py": "def clip(x):\n    return x\n",
-        "src/project/unused.py": "def clip(x):\n    return x\n",
-    }
-    for name, text in files.items():
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(text)
-    git(tmp_path, "add", ".")
-    git(tmp_path, "commit", "--quiet", "-m", "Start")
-    for name in ("shapes", "unused"):
-        (tmp_path / f"src/project/{name}.py").write_text("def clip(x):\n    # half\n    return x / 2\n")
-    file = tmp_path / "src/project/rewards.py"
-    file.write_text(file.read_text().replace("return 1", "return 2"))
-    git(tmp_path, "commit", "--quiet", "--all", "-m", "Halve")
-    found = files_acting(tmp_path, "HEAD^", "HEAD", "batch", scripts=["runs/train.py"])
-    assert found == (ChangedFile("src/project/shapes.py", 3, 2, 1, 2),)
 
 
 def test_every_entry_of_the_table_exists():

@@ -17,10 +17,10 @@ from replayer.request import Request
 from replayer.run import replay_and_compare
 
 from . import nonfinite_program as program
+from .nonfinite_program import MARKED, break_gradient, break_output
 
 LONG = pytest.mark.long
 PROGRAM = Path(__file__).parent / "nonfinite_program.py"
-MARKED = 104  # a token that no other row has
 STEP, ROW = 1, 9
 
 
@@ -73,17 +73,6 @@ def run(config, folder=None, edit=lambda batch: batch, plant=lambda trainer: Non
     ) as trainer:
         trainer.train()
     return found
-
-
-def break_output(module, inputs, output):
-    return output.masked_fill((inputs[0] == MARKED)[..., None], math.nan)
-
-
-def break_gradient(module, inputs, output):
-    if output.requires_grad:
-        output.register_hook(
-            lambda gradient: gradient.masked_fill((inputs[0] == MARKED)[..., None], math.inf)
-        )
 
 
 def embedding_hook(hook):

@@ -5,13 +5,11 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import torch
-from click.testing import CliRunner
 
 from areal_core.rollout.types import ModelRequest, Sampling
 from areal_core.rollout.workflow import episode_tensors
 from areal_core.testing import make_tiny_family, make_tiny_tokenizer
 from areal_core.trainer.rl import PPOTrainer
-from areal_debug.verbs.record import command
 from areal_debug.wiring import make_recorder
 from recorder import open_record, verify
 from replayer.request import Request
@@ -66,12 +64,3 @@ def test_the_record_has_the_experts_of_each_token(record):
 def test_a_replay_has_the_recorded_bits(record):
     report = replay_and_compare(Request(record.path, 0, 1))
     assert [step.identical for step in report.steps] == [True, True]
-
-
-def test_an_archive_has_the_experts(record, tmp_path):
-    done = CliRunner().invoke(command, ["archive", record.path, "--to", str(tmp_path / "run.zarr")])
-    assert done.exit_code == 0, done.output
-    archived = open_record(str(tmp_path / "run.zarr")).step(0).batch(0, ("routed_experts",))
-    assert np.array_equal(
-        archived["routed_experts"], record.step(0).batch(0, ("routed_experts",))["routed_experts"]
-    )

@@ -8,7 +8,6 @@ import pytest
 import replayer.check
 from areal_core.trainer import objective
 from replayer.check import ReplayReport, parse_report
-from replayer.noise import expected_guarantee
 from replayer.request import Request
 from replayer.rerun import noise_reruns, replay_and_judge
 from replayer.run import replay_and_compare
@@ -119,8 +118,3 @@ def test_noise_is_measured_with_more_micro_batches_or_with_fewer(deterministic_r
 def test_a_report_survives_json(divided):
     report, _ = divided
     assert parse_report(json.loads(json.dumps(report.to_dict()))) == report
-
-
-def test_the_guarantee_follows_from_the_header_of_the_replay(deterministic_run):
-    header = deterministic_run.record.header
-    assert expected_guarantee(header, replace(header, num_ranks=3)).kind == "noise"

@@ -1,13 +1,15 @@
 """A record scored again by a second reward function: who is paid by one of the two alone."""
 
 import json
+from functools import partial
 
 import pytest
-from click.testing import CliRunner
 
 from areal_debug import Recorder
-from areal_debug.cli import main
 from areal_debug.reward.rescore import DataRows
+from tests.command_line import run as areal_debug
+
+run = partial(areal_debug, "reward", "rescore")
 
 FUNCTION = """
 def right(prompt, completions, prompt_ids, completion_ids, answer, **row):
@@ -40,11 +42,6 @@ def record(tmp_path):
     (tmp_path / "fn.py").write_text(FUNCTION)
     (tmp_path / "rows.jsonl").write_text("\n".join(json.dumps({"prompt": q, "answer": a}) for q, a in ROWS))
     return tmp_path
-
-
-def run(*arguments):
-    done = CliRunner().invoke(main, ["reward", "rescore", *map(str, arguments)])
-    return done.exit_code, done.stdout, done.stderr
 
 
 def test_disagreements_are_counted_by_step_and_listed_with_their_page(record):

@@ -1,22 +1,27 @@
-"""The executor as a script uses it: from a thread without an event loop."""
+"""The executor, and what a trainer gets of it: from a thread without an event loop."""
 
 import asyncio
+import json
 import time
 
 import pytest
+import torch
 
+from areal_core.config import GenerationHyperparameters
 from areal_core.errors import ConfigError
 from areal_core.rollout.errors import NothingAccepted, RolloutStuck
 from areal_core.rollout.pipeline import Executor
 from areal_core.rollout.staleness import StalenessControl
-from areal_core.rollout.types import ModelRequest, Sampling
-from areal_core.rollout.workflow import episode_tensors
+from areal_core.rollout.types import ModelRequest, ModelResponse, Sampling
+from areal_core.rollout.workflow import RLVRWorkflow, WrittenWorkflow, episode_tensors
 from areal_core.telemetry.stats import Stats
-from areal_core.testing import ScriptedEngine
+from areal_core.testing import ScriptedEngine, make_tiny_tokenizer
 from areal_core.trainer.build_rollouts import build_filter, build_workflow
 from areal_core.trainer.checkpointing import Frequency
 from areal_core.trainer.evaluation import Evaluation
 from areal_core.trainer.live import LiveRollouts
+
+TOKENIZER = make_tiny_tokenizer()
 
 
 class Rewarded:
@@ -39,7 +44,7 @@ class Numbered:
 
     def next_batch(self):
         self.position += 2
-        return [(i, self.row(i)) for i in (self.position - 2, self.position - 1)]
+        return [(i, self.row(i)) for i in (self.position - 1, self.position - 2)]  # not in order
 
     def row(self, prompt_id):
         return {"number": prompt_id}
@@ -227,3 +232,163 @@ def test_asynchronous_rollouts_beat_waiting_for_the_longest(start):
     # all waits except the first are hidden.
     assert synchronous > 0.5
     assert ahead < 0.8 * synchronous
+
+
+# Of a trainer
+
+
+def test_requests_carry_the_name_of_their_episode_and_turn(start):
+    class TwoCalls(Rewarded):
+        async def arun_episode(self, engine, data):
+            await super().arun_episode(engine, data)
+            return await super().arun_episode(engine, data)
+
+    engine = ScriptedEngine()
+    LiveRollouts(start(2, 2, engine=engine), Numbered(), TwoCalls(), n_samples=2).next_batch(0, 0)
+    names = sorted(
+        tuple(r.metadata[key] for key in ("prompt_id", "sample_id", "turn")) for r in engine.requests
+    )
+    assert names == [(p, s, t) for p in (0, 1) for s in (0, 1) for t in (0, 1)]
+
+
+def test_rows_of_one_episode_get_separate_sample_ids(start):
+    class RowsByPrompt(Rewarded):
+        async def arun_episode(self, engine, data):
+            rows = await super().arun_episode(engine, data)
+            return {key: torch.cat([tensor] * (1 + data["number"])) for key, tensor in rows.items()}
+
+    batch = LiveRollouts(start(2, 2), Numbered(), RowsByPrompt(), n_samples=2).next_batch(0, 0)
+    pairs = list(zip(batch["prompt_id"].tolist(), batch["sample_id"].tolist(), strict=True))
+    assert pairs == [(0, 0), (0, 2), (1, 0), (1, 1), (1, 2), (1, 3)]
+
+
+def test_new_weights_are_sent_before_the_version_moves(start):
+    class Weights:
+        def named_full_tensors(self):
+            yield "w", torch.ones(1)
+
+    class Update:
+        def send(self, weights, version):
+            self.seen = ([(name, t.item()) for name, t in weights], version, engine.version)
+
+        def close(self):
+            pass
+
+    engine, update = ScriptedEngine(), Update()
+    live = LiveRollouts(start(2, 2, engine=engine), Numbered(), Rewarded(), weight_update=update)
+    live.update_weights(Weights(), 4)
+    assert update.seen == ([("w", 1.0)], 4, 0)
+    assert engine.version == 4
+
+
+def test_rlvr_episode_holds_prompt_and_completion_with_masks_logprobs_and_versions():
+    messages = [{"role": "user", "content": "1+1"}]
+    prompt = TOKENIZER.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    completion = [*TOKENIZER.encode("2", add_special_tokens=False), TOKENIZER.eos_token_id]
+    engine = ScriptedEngine(completions={tuple(prompt): completion}, version=3)
+    seen = {}
+
+    async def reward(prompt, completions, prompt_ids, completion_ids, **data) -> float:
+        seen.update(prompt=prompt, completions=completions, ids=(prompt_ids, completion_ids), data=data)
+        return 0.25
+
+    gconfig = GenerationHyperparameters(n_samples=4, stop_token_ids=[50], max_new_tokens=7)
+    workflow = RLVRWorkflow(reward, gconfig, TOKENIZER)
+    row = {"messages": messages, "answer": "2"}
+    episode = asyncio.run(workflow.arun_episode(engine, row))
+
+    n = len(prompt)
+    assert {key: value.tolist() for key, value in episode.items()} == {
+        "input_ids": [prompt + completion],
+        "attention_mask": [[True] * (n + 2)],
+        "loss_mask": [[0] * n + [1, 1]],
+        "logprobs": [[0.0] * n + [-1.0, -1.0]],
+        "versions": [[-1] * n + [3, 3]],
+        "rewards": [0.25],
+        "finish_reason": [0],
+    }
+    assert {key: str(value.dtype).removeprefix("torch.") for key, value in episode.items()} == {
+        "input_ids": "int32",
+        "attention_mask": "bool",
+        "loss_mask": "int32",
+        "logprobs": "float32",
+        "versions": "int32",
+        "rewards": "float32",
+        "finish_reason": "int32",
+    }
+    assert seen == {
+        "prompt": "<|user|>1+1<|end|><|assistant|>",
+        "completions": "2",
+        "ids": (prompt, completion),
+        "data": row,
+    }
+    sent = engine.requests[0].sampling
+    assert sorted({TOKENIZER.eos_token_id, TOKENIZER.pad_token_id, 50}) == sent.stop_token_ids
+    assert (sent.n_samples, sent.max_new_tokens) == (1, 7)
+
+
+@pytest.mark.parametrize(("reason", "code"), [("stop", 0), ("length", 1), ("abort", 2)])
+def test_finish_reason_is_kept(reason, code):
+    response = ModelResponse(
+        input_tokens=[1],
+        output_tokens=[2],
+        output_logprobs=[-1.0],
+        output_versions=[0],
+        stop_reason=reason,
+    )
+    assert episode_tensors(response, 0.0)["finish_reason"].tolist() == [code]
+
+
+# Batches that rejected prompts make smaller
+
+
+def take_batches(executor, rewards, count):
+    """Return the number of prompts that were taken, and those of each batch."""
+
+    class Feed:
+        taken = 0
+
+        def take(self):
+            self.taken += 1
+            return self.taken - 1, {"number": 1}
+
+    feed, found = Feed(), []
+    workflow = Rewarded(lambda prompt_id, sample_id: rewards(prompt_id))
+    for version in range(count):
+        executor.engine.set_version(version)
+        executor.set_version(version)
+        found.append(executor.prepare_batch(feed, workflow, timeout_s=20)["prompt_id"].tolist())
+    return feed.taken, found
+
+
+def test_a_rejected_prompt_keeps_its_place_and_nothing_is_sampled_for_it(start):
+    executor = start(4, 4, holds_rejected=True)
+    found = take_batches(executor, lambda prompt_id: None if prompt_id % 2 == 0 else 1.0, 3)
+    assert found == (12, [[1, 3], [5, 7], [9, 11]])
+    assert (executor.control.accepted, executor.control.rejected, executor.control.held) == (6, 6, 6)
+
+
+def test_a_batch_of_rejected_prompts_alone_is_replaced(start):
+    executor = start(4, 4, holds_rejected=True)
+    found = take_batches(executor, lambda prompt_id: None if prompt_id < 4 else 1.0, 2)
+    assert found == (12, [[4, 5, 6, 7], [8, 9, 10, 11]])
+    assert executor.control.held == 0
+
+
+def test_when_everything_is_rejected_the_run_ends_with_a_reason(start):
+    with pytest.raises(NothingAccepted, match="prompts in a row were rejected"):
+        take_batches(start(4, 4, holds_rejected=True), lambda prompt_id: None, 1)
+
+
+def test_episodes_are_written_with_their_names_reward_and_text(start, tmp_path):
+    rewarded = Rewarded(lambda prompt_id, sample_id: 0.25 * prompt_id)
+    workflow = WrittenWorkflow(rewarded, tmp_path, TOKENIZER)
+    batch = start().rollout_batch([(3, {"number": 5}), (7, {"number": 6})], workflow, n_samples=2)
+    lines = [json.loads(line) for line in (tmp_path / "0/7.jsonl").read_text().splitlines()]
+    assert sorted(line["sample_id"] for line in lines) == [0, 1]
+    assert {(line["prompt_id"], line["reward"], line["prompt"]) for line in lines} == {(7, 1.75, TOKENIZER.decode([6]))}  # fmt: skip
+    row = batch["prompt_id"].tolist().index(7)
+    sampled = batch["input_ids"][row][batch["loss_mask"][row].bool()]
+    assert lines[0]["completion"] == TOKENIZER.decode(sampled)
+    assert lines[0]["num_sampled"] == len(sampled)
+    assert lines[0]["finish_reason"] in ("stop", "length")

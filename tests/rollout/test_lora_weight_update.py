@@ -2,7 +2,6 @@
 
 import asyncio
 import copy
-import threading
 from functools import partial
 from pathlib import Path
 
@@ -27,6 +26,7 @@ from areal_core.servers.wire import rejection_reason
 from areal_core.testing.embedded_server import EmbeddedServer
 
 from .sampled import sample_while
+from .test_embedded_server import Gate
 
 RANK, TEMPERATURE = 4, 0.8
 
@@ -251,24 +251,6 @@ def test_a_request_that_is_behind_its_server_takes_the_newer_adapter(embedded, u
     assert worst_difference(adapted, [response]) < 1e-5
 
 
-class Gate:
-    """Stop the model before its 20th token until the test releases it."""
-
-    def __init__(self, forward) -> None:
-        self.forward, self.calls = forward, 0
-        self.reached, self.released = threading.Event(), threading.Event()
-
-    def __call__(self, *arguments):
-        self.calls += 1
-        if self.calls == 20:
-            self.reached.set()
-            assert self.released.wait(20)
-        return self.forward(*arguments)
-
-    def load(self, named_tensors) -> None:
-        self.forward.load(named_tensors)
-
-
 def test_a_completion_that_an_update_aborts_continues_with_the_new_adapter(
     serve_application, update_of, adapted, tiny_model
 ):
@@ -279,6 +261,7 @@ def test_a_completion_that_an_update_aborts_continues_with_the_new_adapter(
     first = copy.deepcopy(adapted)
     change(adapted, 2)
     sampler._model = gate = Gate(sampler._model)
+    gate.stop_at = 19
     client = FleetClient([server], SGLANG, lora_name="tiny")
     client.set_version(1)
 

@@ -97,18 +97,3 @@ def test_no_sample_is_consumed_too_stale_or_dropped_whatever_finishes_first(
         assert not any(control.is_stale(version) for version in ready + running)
     assert num_consumed == control.version * batch_size
     assert control.accepted == num_consumed + len(ready)
-
-
-@given(st.integers(1, 4), st.integers(0, 4), st.integers(1, 30))
-def test_the_trainer_never_waits_when_all_have_finished(batch_size, ahead, num_steps):
-    control = StalenessControl(batch_size, 10**6, ahead)
-    ready: list[int] = []
-    for _ in range(num_steps):
-        while control.capacity() > 0:
-            ready.append(control.version)
-            control.accepted += 1
-        chosen = choose_batch(ready, [], control.version, ahead, batch_size)
-        assert chosen is not None
-        ready = [version for i, version in enumerate(ready) if i not in chosen]
-        control.consumed += batch_size
-        control.version += 1

@@ -1,6 +1,7 @@
 """Every method improves its validation measure on a tiny task; the documents show the same runs."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from benchmarks.learning_methods import (
     PPO,
     REWARD_MODEL,
     SFT,
+    Method,
     learn,
     teach,
 )
@@ -30,16 +32,28 @@ def models(tmp_path_factory):
     return folder
 
 
-def slowly(*methods):
-    return [pytest.param(method, id=method.name, marks=pytest.mark.long) for method in methods]
+def adapted(method: Method, *options: str, **changes: object) -> Method:
+    """A method that trains an adapter; SFT from the SFT model, as random base weights do not do."""
+    adapter = ("experiment_name=adapted", "actor.use_lora=true", "actor.lora_rank=16", "actor.lora_alpha=32")
+    options, title = (*method.options, *adapter, *options), f"{method.title} with an adapter"
+    changes = {"margin": min(method.margin, 0.08)} | changes
+    return replace(method, title=title, options=options, **changes)
 
 
-@pytest.mark.parametrize(
-    "method",
-    [
-        *slowly(SFT, REWARD_MODEL, DPO, PPO, GRPO, *OTHER_PRESETS),
-    ],
+ADAPTED = (
+    adapted(SFT, is_taught=True),
+    adapted(REWARD_MODEL, steps=24, margin=0.2),
+    adapted(DPO),
+    adapted(GRPO),
+    adapted(PPO, "critic.use_lora=true", "critic.lora_rank=16"),
 )
+
+
+def slowly(*methods):
+    return [pytest.param(method, id=method.title, marks=pytest.mark.long) for method in methods]
+
+
+@pytest.mark.parametrize("method", slowly(SFT, REWARD_MODEL, DPO, PPO, GRPO, *OTHER_PRESETS, *ADAPTED))
 def test_held_out_measure_rises(method, models):
     curve = learn(method, models)
     assert curve[0][0] == 0

@@ -81,18 +81,6 @@ def set_loss_type(config, loss_type):
         config.actor.loss_type = loss_type
 
 
-@pytest.mark.long  # test_learning_curves.py trains with the sigmoid, and a reward model
-def test_held_out_preferences_are_learned_with_ipo(trainer):
-    def change(config):
-        config.actor.loss_type, config.total_train_steps = "ipo", 64
-
-    with trainer("dpo", change) as run:
-        run.train()
-        after = held_out(run)
-    assert after["held-out/reward_accuracy/avg"] > 0.85
-    assert after["held-out/loss/avg"] < 0.5 * 25
-
-
 @pytest.mark.long
 @pytest.mark.parametrize("method", ["dpo", "rw"])
 def test_micro_batches_keep_pairs_together_and_do_not_change_the_result(trainer, method, tmp_path):

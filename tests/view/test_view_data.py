@@ -106,15 +106,6 @@ def call(*arguments):
     return CliRunner().invoke(command, [str(argument) for argument in arguments])
 
 
-def test_the_command_writes_one_file_and_prints_its_path(chats, tmp_path):
-    done = call(chats, "--step", 1, "-o", tmp_path / "page.html")
-    assert done.exit_code == 0, done.output
-    assert f"{tmp_path / 'page.html'} (" in done.output
-    page = (tmp_path / "page.html").read_text()
-    assert page.startswith("<!doctype html>")
-    assert not re.search(r"(?:src|href)=\"(?!data:|#)", page)
-
-
 def test_redaction_reaches_paths_and_samples(chats, tmp_path):
     done = call(
         chats, "-o", tmp_path / "page.html", "--redact", "Natalia|record", "--redact", str(chats.parent)

@@ -6,7 +6,6 @@ import json
 import re
 import stat
 
-import numpy as np
 import pytest
 from click.testing import CliRunner
 
@@ -143,10 +142,3 @@ def test_contents_name_what_is_not_there(two):
         alone.blob("b-0-text")
     with pytest.raises(StepNotRecorded, match="step 9 is not recorded"):
         both.blob("a-9-numbers")
-
-
-def test_every_statistic_is_a_curve(two):
-    run = FollowedRecord(str(two[0]), None, ()).run()
-    assert list(run.curves) == ["reward", "length", "staleness", "loss", "grad norm"]
-    assert run.curves["loss"] == pytest.approx([0.1 / (step + 1) - 0.02 for step in range(3)])
-    assert np.isfinite(run.curves["grad norm"]).all()

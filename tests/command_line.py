@@ -1,0 +1,34 @@
+"""The command line in this process, all of its commands, and git as a user who has a name."""
+
+import subprocess
+from collections.abc import Iterator
+
+import click
+from click.testing import CliRunner
+
+from areal_debug.cli import main
+
+
+def run(*arguments: object) -> tuple[int, str, str]:
+    """Return exit code, standard output and standard error of `areal-debug` with arguments."""
+    done = CliRunner().invoke(main, [str(argument) for argument in arguments])
+    assert done.exception is None or isinstance(done.exception, SystemExit), done.exception
+    return done.exit_code, done.stdout, done.stderr
+
+
+def walk(group: click.Group = main, path: tuple[str, ...] = ()) -> Iterator[tuple[str, click.Command]]:
+    """Yield every command below a group by its words, groups included."""
+    context = click.Context(group)
+    for name in group.list_commands(context):
+        command = group.get_command(context, name)
+        assert command is not None
+        yield " ".join((*path, name)), command
+        if isinstance(command, click.Group):
+            yield from walk(command, (*path, name))
+
+
+def git(folder: object, *arguments: str) -> str:
+    """Return what git prints in a folder."""
+    identity = ("-c", "user.name=t", "-c", "user.email=t@example.org")
+    command = ["git", "-C", str(folder), *identity, *arguments]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
