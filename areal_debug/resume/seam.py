@@ -438,7 +438,7 @@ def judge_data(before: Segment, after: Segment) -> Found | None:
     repeats = len(set(one)) < len(one) or not set(one).isdisjoint(other)
     shown = "prompts repeat" if repeats else f"{len(one)} prompts"
     if is_periodic(one, other):
-        return Found("", "prompts in a cycle", "the cycle goes on")
+        return Found("", "prompts in a cycle", "the cycle continues")
     if count >= FEWEST:
         return Found("begins", shown, f"{count} again", {"count": count})
     if batch >= FEWEST and other[:batch] == one[-batch:]:
@@ -447,7 +447,7 @@ def judge_data(before: Segment, after: Segment) -> Found | None:
 
 
 def is_periodic(one: list[int], other: list[int]) -> bool:
-    """Return whether the same few prompts are read in a cycle, which goes on after the resume.
+    """Return whether the same few prompts are read in a cycle that continues after the resume.
 
     One whole cycle before is enough only if another one begins after the first one after it.
     """
