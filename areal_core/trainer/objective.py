@@ -319,6 +319,10 @@ class PolicyObjective:
         found = loss_fn(logprobs, entropy, flat | {"prox_logp": proximal, "loss_mask": kept.int()})
         # where, not a product: a masked token may hold inf, and inf * 0 is nan
         loss = torch.where(kept, self._computed("loss_fn", found, flat["loss_mask"].bool()), 0.0)
+        if logprobs.requires_grad and not loss.requires_grad:
+            raise ConfigError(
+                "actor.loss_fn returned losses without a gradient: it must not detach `logprobs`"
+            )
         loss = loss if weights is None else loss * weights
         log_ratio = torch.where(kept, logprobs - proximal, 0.0).detach()
         details = {"loss": loss.detach(), "importance_weight": log_ratio.exp(), "approx_kl": log_ratio}
@@ -373,6 +377,13 @@ class PolicyObjective:
         return loss, details
 
 
+ARGUMENTS = {
+    "loss_fn": ("logprobs", "entropy", "batch"),
+    "advantage_fn": ("rewards", "inputs"),
+    "reward_shaping_fn": ("rewards", "batch"),
+}
+
+
 def described(value: object) -> str:
     if isinstance(value, Tensor):
         return f"a tensor of {list(value.shape)} {value.dtype}"
@@ -410,6 +421,15 @@ def build_objective(
     functions = {
         name: partial(found, **{key: given[key] for key in named[name]}) for name, found in built.items()
     }
+    for name, found in functions.items():
+        takes = ARGUMENTS.get(name, ())
+        try:
+            inspect.signature(found).bind(*takes)
+        except TypeError as error:
+            path = getattr(options, name)
+            raise ConfigError(
+                f"actor.{name} {path!r} cannot be called with ({', '.join(takes)}): {error}"
+            ) from None
     own = {key: value for key, value in options.objective_kwargs.items() if key in of_class}
     return cls(options, sum_over_ranks, stats, distillation, **functions, **own)
 

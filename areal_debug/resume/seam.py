@@ -6,6 +6,7 @@ A judge compares both sides of the seam with how much the same quantity moves aw
 without its quantities is unobserved, and the report says what to record (`seam.toml`).
 """
 
+import re
 import tomllib
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -36,7 +37,9 @@ COPIED_NATS = 12.0
 OPTIMIZERS = ("optimizer.pt", "optim.pt", "optimizer.pth", "optimizer_state.pt")
 VERSIONS = ("version", "weight_version", "policy_version", "trainer_version", "weights_version")
 SIZES = {"batch", "size", "parallel", "gpus", "nodes", "accumulation", "samples", "generations", "length", "world", "ranks"}  # fmt: skip
+NO_SIZES = {"eval", "val", "validation", "test", "save", "log", "logging"}
 CLOCKS = ("_timestamp", "timestamp", "time", "wall_time")
+CONTINUED = re.compile(r"^continuing at step (\d+) from ", re.MULTILINE)
 PAUSE = 10  # times the usual time of a step
 
 
@@ -120,10 +123,17 @@ def read_segment(path: Path) -> Segment:
         with suppress(UnreadableRun):  # a log beside the record has more metrics
             own = read_run(path)
             run = replace(run, series=own.series | run.series, by_name=own.by_name | run.by_name)
-    files = sorted(file for name in OPTIMIZERS for file in path.rglob(name)) if path.is_dir() else []
+    found = [file for name in OPTIMIZERS for file in path.rglob(name)] if path.is_dir() else []
+    files = sorted(found, key=lambda file: (number_of(file) or 0, file))
     rows = None if run.record is None else read_rows(run.record, run.damage)
     config = run.config if run.record is None else dict(options(run.record.header.config))
     return Segment(path, run, rows, config, tuple(files))
+
+
+def number_of(checkpoint: Path) -> int | None:
+    """Return the last number in the name of a checkpoint's folder."""
+    numbers = re.findall(r"\d+", checkpoint.parent.name)
+    return int(numbers[-1]) if numbers else None
 
 
 def cut(whole: Segment, step: int) -> tuple[Segment, Segment]:
@@ -154,22 +164,31 @@ def cut(whole: Segment, step: int) -> tuple[Segment, Segment]:
 
 
 def place_of_seam(whole: Segment) -> int:
-    """Return the step at which a run resumed, by its clock.
+    """Return the step at which a run resumed, by its trainer.log or else its clock.
 
-    Raises ValueError if nothing shows it.
+    Raises ValueError if nothing shows it, or several steps.
     """
+    logs = whole.path.rglob("trainer.log") if whole.path.is_dir() else ()
+    said = [int(at) for log in logs for at in CONTINUED.findall(log.read_text(errors="replace"))]
+    if said:
+        return said[-1]
     for name, series in whole.run.by_name.items():
         if name.split("/")[-1] in CLOCKS and len(series.values) > 4:
             gaps = np.diff(series.values)
-            if gaps.max() > PAUSE * np.median(gaps):
-                return int(series.steps[int(gaps.argmax()) + 1])
+            pauses = series.steps[1:][gaps > max(PAUSE * np.median(gaps), gaps.max() / 3)].tolist()
+            if len(pauses) > 1:
+                listed = ", ".join(map(str, pauses[:8]))
+                raise ValueError(f"{whole.path} paused before steps {listed}: give one of them with --at")
+            if pauses:
+                return int(pauses[0])
     raise ValueError(
         f"{whole.path} does not show where it resumed: give the step with --at, or both segments"
     )
 
 
 def judge_seam(before: Segment, after: Segment) -> Seam:
-    """Judge every state."""
+    """Judge every state. Raises ValueError if one side is inside the other."""
+    before, dropped = without_dropped(before, after)
     states = []
     for name, row in texts().items():
         found = JUDGES[name](before, after)
@@ -178,7 +197,42 @@ def judge_seam(before: Segment, after: Segment) -> Seam:
         else:
             what = row["changed"][found.kind].format(**found.fields) if found.kind else ""
             states.append(State(name, "changed" if what else "continues", found.before, found.after, what))
+    if dropped and states[0].verdict == "continues":
+        states[0] = replace(states[0], before=f"{states[0].before}, {dropped} later ones left out")
     return Seam(before, after, tuple(states))
+
+
+def without_dropped(before: Segment, after: Segment) -> tuple[Segment, int]:
+    """Leave out the steps that a crash dropped: B repeats them from the checkpoint before them.
+
+    A version counter that did not go back with the step shows that nothing was dropped.
+    """
+    first, steps = after.steps[0], before.steps
+    if first <= steps[0] < after.steps[-1] and steps[-1] < after.steps[-1] and is_inside(before, after):
+        raise ValueError(
+            f"{after.path} has the first step of {before.path}: if one run wrote both, give it alone, "
+            "with --at STEP; else it did not resume but began again"
+        )
+    if not steps[0] < first <= steps[-1]:
+        return before, 0
+    one, other = versions_of(before), versions_of(after)
+    if len(one) and len(other) and other[0] > one[-1]:
+        return before, 0
+    files = tuple(one for one in before.optimizers if (number_of(one) or 0) <= first)
+    return replace(cut(before, first)[0], optimizers=files), sum(step >= first for step in steps)
+
+
+def is_inside(before: Segment, after: Segment) -> bool:
+    """Return whether B has the rows, or else the metrics, of A's first step."""
+    first = before.steps[0]
+    if before.rows is not None and after.rows is not None:
+        one, other = (rows.among(rows.step == first) for rows in (before.rows, after.rows))
+        return 0 < len(one.step) == len(other.step) and samples_of(one).keys() == samples_of(other).keys()
+    logged = [
+        {name: one.values[one.steps == first].tolist() for name, one in side.run.by_name.items()}
+        for side in (before, after)
+    ]
+    return len(logged[0]) > 2 and logged[0] == logged[1]
 
 
 def usual_move(*sides: Floats) -> float:
@@ -190,7 +244,7 @@ def judge_step(before: Segment, after: Segment) -> Found | None:
     last, first = before.steps[-1], after.steps[0]
     stride = int(np.median(np.diff(before.steps))) if len(before.steps) > 1 else 1
     gap = first - last - stride
-    kind = "again" if gap < 0 else "missing" if gap > 0 else ""
+    kind = "again" if first <= last else "missing" if gap >= stride else ""
     return Found(kind, f"last {last}", f"first {first}", {"first": first, "last": last, "gap": gap})
 
 
@@ -199,8 +253,13 @@ def judge_learning_rate(before: Segment, after: Segment) -> Found | None:
     if not len(one) or not len(other):
         return None
     last, first = float(one[-1]), float(other[0])
+    if first != last and len(one) < 3 and len(other) < 4:
+        return None  # a schedule that moves looks the same
     moves = usual_move(one[-BESIDE:], other[1:BESIDE])
-    is_changed = abs(first - last) > max(2.5 * moves, LEAST_SHARE * max(abs(last), abs(first)))
+    alike = np.concatenate([np.diff(one), np.diff(other)]) * np.sign(first - last)  # warm restarts
+    is_changed = abs(first - last) > max(
+        2.5 * moves, LEAST_SHARE * max(abs(last), abs(first)), 1.5 * alike.max(initial=0)
+    )
     size = min(len(one), len(other), FEWEST)
     begins = size > 1 and np.allclose(one[:size], other[:size], rtol=1e-3)
     kind = "" if not is_changed else "begins" if begins else "jumps"
@@ -241,7 +300,7 @@ def judge_optimizer(before: Segment, after: Segment) -> Found | None:
 
 def judge_rng(before: Segment, after: Segment) -> Found | None:
     own, other = rng_of(before), rng_of(after)
-    if own and other:
+    if other and len(set(own)) == len(own) > 1:  # else they are not used
         return Found(
             "states" if other[0] in own else "",
             "states of the generators",
@@ -333,6 +392,8 @@ def judge_reference(before: Segment, after: Segment) -> Found | None:
     if not len(one) or not len(other) or not (one.any() or other.any()):
         return None
     tail, first = one[-BESIDE:], float(other[0])
+    if len(tail) < 3:
+        return None
     level = float(np.median(tail))
     is_policy = level > 1e-6 and first < NOTHING_LEFT * level and first < 0.5 * tail.min()
     is_far = first > 10 * max(level, 1e-4) and first - level > JUMP * usual_move(tail, other[:BESIDE])
@@ -340,9 +401,9 @@ def judge_reference(before: Segment, after: Segment) -> Found | None:
 
 
 def jump(before: Segment, after: Segment, quantity: str) -> tuple[float, float, bool] | None:
-    """Return the level before, the first value after, and whether it is far; None if not logged."""
+    """Return the level before, the first value after, and whether it is far; None for few steps."""
     one, other = before.values(quantity), after.values(quantity)
-    if len(one) < 2 or not len(other):
+    if len(one) < FEWEST or len(other) < 3:
         return None
     tail, level, first = one[-BESIDE:], float(np.median(one[-BESIDE:])), float(other[0])
     usual = max(usual_move(tail), usual_move(other[1:BESIDE]) / 2, 1e-9)
@@ -376,6 +437,8 @@ def judge_data(before: Segment, after: Segment) -> Found | None:
     count = same.index(False) if False in same else len(same)
     repeats = len(set(one)) < len(one) or not set(one).isdisjoint(other)
     shown = "prompts repeat" if repeats else f"{len(one)} prompts"
+    if is_periodic(one, other):
+        return Found("", "prompts in a cycle", "the cycle continues")
     if count >= FEWEST:
         return Found("begins", shown, f"{count} again", {"count": count})
     if batch >= FEWEST and other[:batch] == one[-batch:]:
@@ -383,20 +446,41 @@ def judge_data(before: Segment, after: Segment) -> Found | None:
     return Found("", shown, "in another order" if repeats else f"{len(other)} others")
 
 
+def is_periodic(one: list[int], other: list[int]) -> bool:
+    """Return whether the same few prompts are read in a cycle that continues after the resume.
+
+    One whole cycle before is enough only if another one begins after the first one after it.
+    """
+    both = one + other
+    fits = (size for size in range(1, len(one) + 1) if both[size:] == both[:-size])
+    return any(size < len(one) or len(other) > len(one) for size in fits)
+
+
 def judge_staleness(before: Segment, after: Segment) -> Found | None:
     one, other = before.values("staleness"), after.values("staleness")
-    if len(one) < 3 or len(other) < 3:
-        return None
+    if len(one) < BESIDE or len(other) < 3:
+        return None  # an asynchronous run begins without stale samples
     most, later = max(float(one[len(one) // 4 :].max()), 0.0), max(float(other[-BESIDE:].max()), 0.0)
-    return Found("grows" if later > most + 1.5 else "", f"at most {most:g} versions", f"up to {later:g}")
+    bound = before.config.get("rollout.max_head_offpolicyness")
+    is_bounded = isinstance(bound, int | float) and later <= bound
+    return Found(
+        "grows" if later > most + 1.5 and not is_bounded else "",
+        f"at most {most:g} versions",
+        f"up to {later:g}",
+    )
 
 
 def judge_layout(before: Segment, after: Segment) -> Found | None:
-    both = {name: (value, after.config.get(name)) for name, value in before.config.items()}
+    both = {
+        name: (value, after.config[name]) for name, value in before.config.items() if name in after.config
+    }
     differ = {
         name: pair
         for name, pair in both.items()
-        if pair[0] != pair[1] and type(pair[0]) is int and SIZES & set(words(name.rpartition(".")[2]))
+        if pair[0] != pair[1]
+        and type(pair[0]) is int
+        and SIZES & set(words(name.rpartition(".")[2]))
+        and not NO_SIZES & set(words(name))
     }
     if differ:
         one, other = next(iter(differ.values()))

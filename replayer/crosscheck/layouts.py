@@ -129,11 +129,15 @@ def compare_layouts(one: StepRows, other: StepRows) -> Invariance:
         if not np.isclose(a, b, rtol=TOLERANCE, atol=1e-7)
     ]
     compared = tuple(what for what, *_ in pairs)
-    if not compared:
-        return Invariance(
-            "not checked", one.step, "neither record has a loss, a gradient norm or advantages", (), (), apart
-        )
-    sentence = "loss, gradient norm and advantages do not depend on the layout"
+    reason = "" if compared else "no loss, gradient norm or advantages are in both records"
+    is_same = one.origin.config == other.origin.config and np.array_equal(
+        one.place[:, :2], other.place[:, :2]
+    )
+    if compared and not found and not apart and is_same:
+        reason = "both records have the same layout: train the rows with other ranks or micro-batches"
+    if reason:
+        return Invariance("not checked", one.step, reason, (), compared, apart)
+    sentence = f"equal in both layouts: {', '.join(compared)}"
     if found:
         first = found[0]
         sentence = f"{first.what} depends on the layout: {first.one:.6g} and {first.other:.6g}, "

@@ -260,7 +260,11 @@ def test_a_factor_between_two_layouts_is_named(tmp_path):
     found = compare_layouts(*rows)
     assert (found.verdict, found.differences[0].what) == ("differs", "the loss of a step")
     assert found.differences[0].named == "divided by the micro-batches"
-    assert compare_layouts(rows[1], rows[1]).verdict == "equal"
+    same = compare_layouts(rows[1], rows[1])
+    assert (same.verdict, same.sentence[:33]) == ("not checked", "both records have the same layout")
+    apart = replace(rows[1], origin=replace(rows[1].origin, config=whole | {"max_tokens_per_mb": 64}))
+    equal = compare_layouts(rows[1], apart)
+    assert (equal.verdict, equal.sentence[:23]) == ("equal", "equal in both layouts: ")
     with pytest.raises(ValueError, match="have other rows"):
         compare_layouts(rows[0], read_rows(open_record(steps.equal_step(1, tmp_path / "other")), None))
 

@@ -41,6 +41,14 @@ def minus_one(rewards, batch):
     return rewards - 1
 
 
+def of_one(logprobs):
+    return logprobs
+
+
+def detached(logprobs, entropy, batch):
+    return logprobs.detach()
+
+
 def of_wrong_shape(logprobs, entropy, batch):
     return logprobs.sum()
 
@@ -91,6 +99,8 @@ def test_own_advantages_and_rewards_take_the_place_of_ours():
     [
         ({"loss_fn": "of_wrong_shape"}, r"loss_fn returned a tensor of \[\] torch.float32; expected a float.*\[3\]"),
         ({"loss_fn": "of_wrong_statistic"}, r"tensor of \[1\] torch.float32 as the statistic 'odd'; expected a num"),
+        ({"loss_fn": "of_one"}, r"cannot be called with \(logprobs, entropy, batch\): too many positional"),
+        ({"loss_fn": "detached"}, "returned losses without a gradient: it must not detach `logprobs`"),
         ({"loss_fn": "EXAMPLE"}, "actor.loss_fn .*EXAMPLE' is a PosixPath, not a function"),
         ({"loss_fn": "nothing"}, "has no nothing; its functions and classes are "),
         ({"objective": "json.JSONDecoder"}, "'json.JSONDecoder' is not a class derived from PolicyObjective"),
@@ -100,7 +110,7 @@ def test_own_advantages_and_rewards_take_the_place_of_ours():
 )  # fmt: skip
 def test_what_is_no_loss_is_refused_with_what_is_expected(options, sentence):
     with pytest.raises(ConfigError, match=sentence):
-        objective(**options)[0].loss(torch.zeros(3), torch.zeros(3), FLAT)
+        objective(**options)[0].loss(torch.zeros(3, requires_grad=True), torch.zeros(3), FLAT)
 
 
 @pytest.fixture(scope="module")

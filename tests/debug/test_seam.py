@@ -122,3 +122,82 @@ def test_one_log_is_cut_where_it_paused_or_as_given(tmp_path):
     done = CliRunner().invoke(main, ["record", "seam", str(log), "--at", "99"])
     assert done.exit_code == 2
     assert "has steps 0 to 23: give one between" in done.stderr
+
+
+def write_log(file, steps, **columns):
+    rows = [{"step": s} | {name: value(s) for name, value in columns.items()} for s in steps]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return file
+
+
+RATE = {
+    "warm restarts": (30, lambda s: 1e-3 * (1 - s % 10 / 10), "continues"),
+    "two steps of a warm-up": (2, lambda s: 1e-4 * (s + 1), "unobserved"),
+    "a drop": (30, lambda s: 1e-3 if s < 30 else 1e-4, "changed"),
+}
+
+
+@pytest.mark.parametrize("case", RATE)
+def test_a_rate_that_moves_by_its_schedule_is_no_change(tmp_path, case):
+    at, rate, verdict = RATE[case]
+    one = write_log(tmp_path / "a.jsonl", range(at), learning_rate=rate)
+    other = write_log(tmp_path / "b.jsonl", range(at, 2 * at), learning_rate=rate)
+    assert seam(one, other)[1]["learning_rate"]["state"] == verdict
+
+
+def test_steps_that_a_crash_dropped_are_left_out(tmp_path):
+    columns = {"kl": lambda s: 0.01 * (s + 1), "learning_rate": lambda s: 1e-3, "version": lambda s: s}
+    one = write_log(tmp_path / "a.jsonl", range(24), **columns)
+    other = write_log(tmp_path / "b.jsonl", range(20, 40), **columns)
+    code, states = seam(one, other)
+    assert code == 0
+    assert states["step"]["before"] == "last 19, 4 later ones left out"
+    whole = write_log(tmp_path / "c.jsonl", range(40), **columns)
+    done = CliRunner().invoke(main, ["record", "seam", str(one), str(whole)])
+    assert done.exit_code == 2
+    assert "has the first step of" in done.stderr
+
+
+def test_a_log_every_ten_steps_continues_between_two_lines(tmp_path):
+    one = write_log(tmp_path / "a.jsonl", range(0, 100, 10), kl=lambda s: 0.1)
+    for first, state in ((95, "continues"), (105, "continues"), (140, "changed")):
+        other = write_log(tmp_path / "b.jsonl", range(first, 300, 10), kl=lambda s: 0.1)
+        assert seam(one, other)[1]["step"]["state"] == state
+
+
+def test_several_pauses_are_asked_about_and_a_trainer_log_decides(tmp_path):
+    clock = {"kl": lambda s: 0.1, "_timestamp": lambda s: 10 * s + 600 * (s // 10)}
+    write_log(tmp_path / "metrics.jsonl", range(40), **clock)
+    done = CliRunner().invoke(main, ["record", "seam", str(tmp_path)])
+    assert (done.exit_code, "paused before steps 10, 20, 30" in done.stderr) == (2, True)
+    (tmp_path / "trainer.log").write_text("continuing at step 25 from checkpoints/step-000025\n")
+    assert seam(tmp_path)[1]["step"]["after"] == "first 25"
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_few_prompts_in_a_cycle_are_not_read_again(tmp_path, again):
+    write(
+        tmp_path,
+        prompts=lambda s: [(5 * (s - 12) + i) % 60 for i in range(5)] if again else [0, 1, 2, 3, 4],
+    )
+    if not again:  # every step has the same prompts, before, too
+        with Recorder(
+            tmp_path / "c" / "record", trainer="slime", config={"global_batch_size": 10}
+        ) as recorder:
+            for step in range(BREAK):
+                rows = rows_of(step, step, step, 0.01 * (1 + step), 0.01, range(5))
+                recorder.step(step, rows, stats={"train/lr-pg_0": 1e-3})
+    found = seam(tmp_path / ("a" if again else "c"), tmp_path / "b")[1]
+    assert found["data"]["state"] == ("changed" if again else "continues")
+
+
+def test_generators_that_never_move_and_an_absent_configuration_show_nothing(tmp_path):
+    for name, steps in (("a", range(6)), ("b", range(6, 12))):
+        config = {"global_batch_size": 10, "eval_batch_size": len(steps)} if name == "a" else {}
+        with Recorder(tmp_path / name, trainer="slime", config=config) as recorder:
+            for step in steps:
+                rows = rows_of(step, step, step, 0.01, 0.01, range(5 * step, 5 * step + 5))
+                recorder.step(step, rows, rng={"torch": "00"})
+    states = seam(tmp_path / "a", tmp_path / "b")[1]
+    assert states["layout"]["state"] == "continues"
+    assert states["rng"]["state"] != "changed"
