@@ -66,7 +66,11 @@ def seam(before: Path, after: Path | None, at: int | None, as_json: bool) -> Non
     if after is not None and at is not None:
         raise click.UsageError("--at is for A alone: leave it out, or B")
     whole = read_segment(before)
-    sides = (whole, read_segment(after)) if after is not None else cut(whole, place_of_seam(whole) if at is None else at)
+    sides = (
+        (whole, read_segment(after))
+        if after is not None
+        else cut(whole, place_of_seam(whole) if at is None else at)
+    )
     found = judge_seam(*sides)
     if as_json:
         print_json(document_of(found))
