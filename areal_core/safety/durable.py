@@ -10,7 +10,6 @@ link is followed: a folder that somebody sent may have a link at the name of a f
 
 import ctypes
 import errno
-import io
 import logging
 import os
 import re
@@ -71,12 +70,11 @@ def write_durably(path: Path, *parts: Any) -> None:
         os.fsync(file.fileno())
 
 
-def _opened(path: Path, flags: int) -> IO[bytes]:
-    """Open a file for writing without a buffer, if it is no link."""
+def _opened(path: Path, flags: int, buffering: int = 0) -> IO[bytes]:
+    """Open a file for writing, by default without a buffer, if it is no link."""
     mode = "r+b" if flags & os.O_RDWR else "wb"
-    return open(
-        path, mode, 0, opener=lambda name, _: os.open(name, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
-    )
+    flags |= os.O_NOFOLLOW | os.O_CLOEXEC
+    return open(path, mode, buffering, opener=lambda name, _: os.open(name, flags, 0o666))
 
 
 def write_all(file: IO[bytes], data: Any) -> None:
@@ -116,7 +114,7 @@ def replacing(path: Path) -> Iterator[IO[bytes]]:
             return
         try:
             temporary.unlink(missing_ok=True)  # of a process that was killed, or another name of a file
-            with io.BufferedWriter(_opened(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)) as file:
+            with _opened(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, -1) as file:
                 yield file
                 file.flush()
                 os.fsync(file.fileno())

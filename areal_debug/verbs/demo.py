@@ -137,7 +137,7 @@ def run_bar(
                 if steps := count_steps(output, trial):
                     progress.update(task, description=title, completed=steps, total=total)
 
-        follower = threading.Thread(target=follow)
+        follower = threading.Thread(target=follow, daemon=True)  # an interrupt may come before `try`
         follower.start()
         try:
             command = ["-m", "areal_debug.train.script", str(DEMO / script), *arguments]

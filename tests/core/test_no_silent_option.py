@@ -89,7 +89,15 @@ def sentences(option: str, choices: tuple[Any, ...]) -> str:
 
 
 # Sections whose fields become flags of a server, and options of samples.
-BY_FIELDS = ("sglang.", "vllm.", "gconfig.", "eval_gconfig.")
+# Of rejection sampling by vars(), as arguments of a function.
+BY_FIELDS = (
+    "sglang.",
+    "vllm.",
+    "gconfig.",
+    "eval_gconfig.",
+    "actor.rejection_sampling.",
+    "ref.rejection_sampling.",
+)
 # Options whose only meaning is what the checks compare them with.
 ASSERTIONS = (
     "async_training",

@@ -150,7 +150,7 @@ def test_wrong_input_of_replay_is_one_sentence(areal_debug, recorded, copied, tm
     [
         (["actor.path=/no/model"], ["/no/model"]),
         pytest.param(["allocation_mode=fsdp:d1"], ["fsdp:d1", "embedded|"], marks=pytest.mark.long),
-        (["--dump-rollout=a", "--replay-rollout=b"], ["dump_rollout_data", "replay_rollout_data"]),
+        (["--dump-rollout=a", "--replay-rollout=b"], ["--dump-rollout", "--replay-rollout"]),
     ],
 )
 def test_wrong_input_of_train_is_one_sentence(train, arguments, words):

@@ -221,6 +221,12 @@ def check_engine(device: str, folder: Path) -> None:
             )
     with failing("memory of a step"):
         measure_memory(ranks, device, model, options)
+    say(
+        "sleeping servers",
+        "not measurable",
+        "needs SGLang beside the script: tests/debug/test_with_server.py",
+    )
+    say("verify_every", "not measurable", "there is no such option yet")
     leave_ranks()
 
 

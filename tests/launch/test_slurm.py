@@ -165,7 +165,7 @@ def test_the_batch_script_requests_what_the_fullest_machine_needs(tmp_path):
     assert {"#SBATCH --nodes=3", "#SBATCH --gpus-per-node=8", "#SBATCH --cpus-per-task=32"} <= set(script)
     assert f"#SBATCH --mem={8 * 32 * 1024}" in script
     assert script[-2] == "module load cuda"
-    assert script[-1] == f"exec {sys.executable} -m areal_core.launch.slurm {tmp_path}/job.json"
+    assert script[-1] == f"exec {sys.executable} -P -m areal_core.launch.slurm {tmp_path}/job.json"
 
 
 def test_a_step_gets_its_own_gpus_and_its_container():

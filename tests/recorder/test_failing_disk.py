@@ -1,13 +1,17 @@
 """A slow, full or read-only disk: the run does what is configured; committed steps stay intact."""
 
+import errno
+import os
 import re
 import subprocess
 import threading
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 import recorder.writer as writer_module
+from areal_core.safety import durable
 from recorder import (
     Recording,
     RecordingFailed,
@@ -52,17 +56,29 @@ def run_on_ranks(writers, num_steps, batch):
     return taken, on_ranks(len(writers), run)
 
 
-def fill_disk_of(folder, rank, num_ranks):
+@pytest.fixture
+def fill_disk_of(monkeypatch):
     """Fail with "No space left on device" when the rank's batch of a certain step is written."""
-    step = folder / "steps" / f"{FULL_IN_STEP:06d}"
-    step.mkdir(parents=True)
-    (step / f"batch-{rank:05d}-of-{num_ranks:05d}.safetensors").symlink_to("/dev/full")
+    write = durable.write_all
+
+    def fill(folder, rank, num_ranks):
+        name = f"batch-{rank:05d}-of-{num_ranks:05d}.safetensors"
+        full = folder / "steps" / f"{FULL_IN_STEP:06d}" / name
+
+        def write_all(file, data):
+            if Path(file.name) == full:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            write(file, data)
+
+        monkeypatch.setattr(durable, "write_all", write_all)
+
+    return fill
 
 
 @pytest.mark.parametrize("queue_steps", [0, 2])
 @pytest.mark.parametrize(("rank", "num_ranks"), [(0, 1), (0, 2), (1, 2)])
 def test_a_full_disk_stops_every_rank_of_the_run_with_the_same_sentence(
-    tmp_path, rank, num_ranks, queue_steps
+    tmp_path, rank, num_ranks, queue_steps, fill_disk_of
 ):
     messages = []
     writers = start_writers(tmp_path, num_ranks, messages, queue_steps=queue_steps)
@@ -79,7 +95,7 @@ def test_a_full_disk_stops_every_rank_of_the_run_with_the_same_sentence(
 @pytest.mark.parametrize("queue_steps", [0, 2])
 @pytest.mark.parametrize(("rank", "num_ranks"), [(0, 1), (1, 2)])
 def test_a_run_configured_to_continue_does_so_without_recording_and_reports_it(
-    tmp_path, rank, num_ranks, queue_steps
+    tmp_path, rank, num_ranks, queue_steps, fill_disk_of
 ):
     messages = []
     writers = start_writers(tmp_path, num_ranks, messages, queue_steps=queue_steps, when_failing="continue")
@@ -239,7 +255,7 @@ def test_a_run_that_dies_does_not_wait_for_ranks_that_are_dead(tmp_path, monkeyp
     assert open_record(tmp_path).uncommitted == (0,)
 
 
-def test_a_failing_disk_is_reported_even_when_the_run_fails_for_another_reason(tmp_path):
+def test_a_failing_disk_is_reported_even_when_the_run_fails_for_another_reason(tmp_path, fill_disk_of):
     messages = []
     (writer,) = start_writers(tmp_path, 1, messages, queue_steps=2)
     fill_disk_of(tmp_path, 0, 1)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
+from areal_core.safety.received import read_received
 from areal_debug.doctor.samples.evidence import Finding, alarm_of, finding
 from areal_debug.doctor.samples.read import FIRST_WORD, Rows
 from recorder import Record
@@ -22,7 +23,7 @@ def end_tokens(record: Record) -> frozenset[int]:
     folder = Path(record.header.model["path"] or "")
     for name in ("config.json", "generation_config.json") if record.header.model["path"] else ():
         try:
-            document = json.loads((folder / name).read_text(encoding="utf-8"))
+            document = json.loads(read_received(folder / name))
         except (OSError, ValueError):
             continue
         found |= set(ids_named(document, "eos_token_id"))
