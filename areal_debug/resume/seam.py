@@ -421,9 +421,9 @@ def judge_engine(before: Segment, after: Segment) -> Found | None:
 
 
 def prompts_of(rows: Rows) -> tuple[list[int], int]:
-    """Return the prompts of all groups, in order, and the number of those of a step."""
+    """Return the known prompts of all groups, in order, and the number of those of a step."""
     at = np.sort(np.unique(rows.group, return_index=True)[1])
-    at = at[rows.content[at] != 0]
+    at = at[(rows.content[at] != 0) & (rows.group[at] >= 0)]
     return rows.content[at].tolist(), len(at) // max(1, len(np.unique(rows.step)))
 
 
