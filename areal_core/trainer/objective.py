@@ -447,7 +447,15 @@ def behaviour_bounds(options: PPOActorConfig) -> dict[str, Any] | None:
     would silently train on samples of another policy.
     """
     if (rejection := options.rejection_sampling) is not None:
-        return dict(vars(rejection))  # the arguments have the names of the options
+        return {
+            "level": rejection.level,
+            "action": rejection.action,
+            "metric": rejection.metric,
+            "agg": rejection.agg,
+            "weight": rejection.weight,
+            "upper": rejection.upper,
+            "lower": rejection.lower,
+        }
     if options.use_decoupled_loss:
         return {"upper": options.behav_imp_weight_cap}
     return None

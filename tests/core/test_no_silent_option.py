@@ -89,15 +89,7 @@ def sentences(option: str, choices: tuple[Any, ...]) -> str:
 
 
 # Sections whose fields become flags of a server, and options of samples.
-# Of rejection sampling by vars(), as arguments of a function.
-BY_FIELDS = (
-    "sglang.",
-    "vllm.",
-    "gconfig.",
-    "eval_gconfig.",
-    "actor.rejection_sampling.",
-    "ref.rejection_sampling.",
-)
+BY_FIELDS = ("sglang.", "vllm.", "gconfig.", "eval_gconfig.")
 # Options whose only meaning is what the checks compare them with.
 ASSERTIONS = (
     "async_training",

@@ -123,7 +123,7 @@ def test_a_misspelled_verb_gets_a_suggestion(arguments, hint):
 def test_a_misspelled_option_gets_a_suggestion(line, meant):
     code, out, err = run(*line.split())
     assert (code, out) == (2, "")
-    assert re.search(rf"[Dd]id you mean (one of: .*)?'?{meant}'?", err)
+    assert re.search(rf"[Dd]id you mean (one of: .*)?'?{meant}'?\?", err)
 
 
 def test_options_of_a_job_or_a_server_are_passed_on(tmp_path):
