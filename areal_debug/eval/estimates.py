@@ -43,7 +43,8 @@ def estimate_mean(values: Values, is_share: bool = False, weights: Values | None
     """Estimate the mean of one number per prompt, with a percentile bootstrap over prompts.
 
     Where all prompts have the same value a bootstrap has no width. If that is 0 or 1 of a share,
-    the interval is Wilson's for as many successes or failures; else there is none.
+    the interval is Wilson's for as many successes or failures; else there is none. Above
+    `MOST_RESAMPLED` different values it is the normal one.
 
     Args:
         values: [prompts]; at least one.
@@ -52,10 +53,11 @@ def estimate_mean(values: Values, is_share: bool = False, weights: Values | None
     """
     mean = float(np.average(values, weights=weights))
     if np.ptp(values) > 0:
-        if len(np.unique(values)) > MOST_RESAMPLED:
+        distinct, counts = np.unique(values, return_counts=True)
+        if len(distinct) > MOST_RESAMPLED:
             return Estimate(mean, *normal(values, np.ones_like(values) if weights is None else weights))
         if weights is None or not np.ptp(weights):
-            means = resampled_means(values)
+            means = resampled_means(distinct, counts)
         else:
             means = resampled_ratios(values, weights)
         low, high = np.quantile(means, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
@@ -65,14 +67,13 @@ def estimate_mean(values: Values, is_share: bool = False, weights: Values | None
     return Estimate(mean, None, None)
 
 
-def resampled_means(values: Values) -> Values:
+def resampled_means(distinct: Values, counts: NDArray[np.int64]) -> Values:
     """Return the means of `RESAMPLES` samples of the prompts with replacement.
 
     Only how often each distinct value is drawn matters, and of 8 samples there are 9 values.
     """
     random = np.random.default_rng(SEED)
-    num = len(values)
-    distinct, counts = np.unique(values, return_counts=True)
+    num = counts.sum()
     blocks = [
         random.multinomial(num, counts / num, size=size) @ distinct / num
         for size in block_sizes(len(distinct))

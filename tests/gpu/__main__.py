@@ -30,7 +30,7 @@ GROUPS = {
     "ranks": 40,
     "hang": 30,
 }
-WIDTHS = {"pass": "pass", "fail": "FAIL", "not measurable": "-"}
+WORDS = {"pass": "pass", "fail": "FAIL", "not measurable": "-"}
 
 
 def main() -> None:
@@ -51,7 +51,7 @@ def main() -> None:
     rows = [row for group in options.only for row in rows_of(group, options.device)]
     if options.json:
         options.json.write_text(json.dumps({"device": options.device, "rows": rows}, indent=1) + "\n")
-    count = {verdict: sum(row["verdict"] == verdict for row in rows) for verdict in WIDTHS}
+    count = {verdict: sum(row["verdict"] == verdict for row in rows) for verdict in WORDS}
     print(", ".join(f"{number} {verdict}" for verdict, number in count.items()))
     sys.exit(1 if count["fail"] else 0)
 
@@ -80,7 +80,7 @@ def rows_of(group: str, device: str) -> list[Row]:
     if ended:
         rows.append({"name": group, "verdict": "fail", "what": f"the group {ended}: {said[:200]}"})
     for row in rows:
-        print(f"{WIDTHS[row['verdict']]:4}  {row['name']:44}  {row['what']}")
+        print(f"{WORDS[row['verdict']]:4}  {row['name']:44}  {row['what']}")
     print(f"      ({group}: {time.monotonic() - begin:.0f} s)", flush=True)
     return rows
 
