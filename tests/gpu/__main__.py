@@ -3,7 +3,8 @@
 Needs no installation beyond what `tests/gpu/wheels.py` collects, and no network. Each group of
 checks is a process of its own with a time limit, so that neither a crash nor a kernel that never
 ends stops the others. Every row passes, fails with its reason, or says why it was not measurable;
-the table is printed and, with --json, written. Exit code 0: no row failed.
+the table is printed and, with --json, written. Exit code 0: no row failed. 1: one did. 2: there is
+no GPU.
 """
 
 import argparse
@@ -48,6 +49,14 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             CHECKS[options.group](options.device, Path(folder))
         return
+    if options.device == "cuda":
+        import torch
+
+        if not torch.cuda.is_available():
+            print("Error: torch sees no GPU: --device cpu tries the script on this machine", file=sys.stderr)
+            sys.exit(2)
+    if options.json:
+        options.json.parent.mkdir(parents=True, exist_ok=True)
     rows = [row for group in options.only for row in rows_of(group, options.device)]
     if options.json:
         options.json.write_text(json.dumps({"device": options.device, "rows": rows}, indent=1) + "\n")

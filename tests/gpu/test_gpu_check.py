@@ -14,9 +14,9 @@ from tests.gpu.row import MARK, failing
 
 @pytest.mark.long
 def test_every_row_passes_on_a_cpu_or_says_that_it_needs_a_gpu(tmp_path):
-    call = [sys.executable, "-m", "tests.gpu", "--device", "cpu", "--json", tmp_path / "table.json"]
+    call = [sys.executable, "-m", "tests.gpu", "--device", "cpu", "--json", tmp_path / "new/table.json"]
     done = subprocess.run(call, capture_output=True, text=True)
-    rows = json.loads((tmp_path / "table.json").read_text())["rows"]
+    rows = json.loads((tmp_path / "new/table.json").read_text())["rows"]
     assert done.returncode == 0, done.stdout + done.stderr
     assert sum(row["verdict"] == "pass" for row in rows) == 28
     assert {row["name"] for row in rows if row["verdict"] == "not measurable"} == {
@@ -47,6 +47,15 @@ def test_a_group_that_ends_badly_is_a_row_and_its_earlier_rows_stay(monkeypatch,
     rows = check.rows_of("hang", "cpu")
     assert [(row["name"], row["verdict"]) for row in rows] == [("a", "pass"), ("hang", "fail")]
     assert rows[1]["what"] == "the group ended with exit code 1: ZeroDivisionError: division by zero"
+
+
+def test_a_machine_without_a_gpu_gets_one_sentence(monkeypatch, capsys):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr(sys, "argv", ["gpu", "--only", "hang"])
+    with pytest.raises(SystemExit) as ended:
+        check.main()
+    assert ended.value.code == 2
+    assert capsys.readouterr().err.startswith("Error: torch sees no GPU: --device cpu tries")
 
 
 def test_an_error_in_a_check_is_a_row_with_its_place(capsys):
