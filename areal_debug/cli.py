@@ -261,6 +261,11 @@ json_option = click.option("--json", "as_json", is_flag=True, help="Print the sa
 skip_damaged_option = click.option(
     "--skip-damaged", is_flag=True, help="Leave out what is damaged, and name it; exit code 1 if anything is."
 )
+sample_option = click.option(
+    "--sample",
+    is_flag=True,
+    help="Read the sample of this package, which is unpacked into ./areal-debug-sample.",
+)
 force_option = click.option("--force", is_flag=True, help="Replace an existing output.")
 model_option = click.option(
     "--model", type=click.Path(), help="Model that the run started from, if it was moved since."
