@@ -87,7 +87,7 @@ def level_of_reward(run: Run) -> float | None:
 
 
 def only_reward(run: Run) -> float | None:
-    """Return the one reward of all samples of the last steps; None if they differ or are unknown."""
+    """Return the reward that all samples of the last steps have; None if they differ."""
     high, low = run.series.get("reward_max"), run.series.get("reward_min")
     if high is None or low is None or high.finite.last != low.finite.last:
         return None
