@@ -94,7 +94,7 @@ def set_verbosity(context: click.Context, option: click.Parameter, given: bool) 
 def verbosity_options() -> list[click.Parameter]:
     helps = {
         "quiet": "Print only the verdict, one line, and errors.",
-        "verbose": "Print progress to logs, too, and the traceback of an error.",
+        "verbose": "Also print progress to logs, and the traceback of an error.",
     }
     return [
         click.Option(

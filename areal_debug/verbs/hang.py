@@ -98,7 +98,7 @@ def command(
 @click.argument("paths", nargs=-1, required=True, type=click.Path(path_type=Path))
 @click.option("--world-size", type=int, help="Number of trainer ranks that the job should have.")
 @click.option("--mapping", type=click.Path(path_type=Path, dir_okay=False), help="File with lines FILE RANK.")
-@output_option("Write a page (.html) or text for an issue (.md), too; may be repeated.", multiple=True)
+@output_option("Also write a page (.html) or text for an issue (.md); may be repeated.", multiple=True)
 @force_option
 @json_option
 @spools_standard_input
