@@ -1,4 +1,4 @@
-"""The signatures of the public API are those of its page, so that a change is seen and announced."""
+"""The signatures of the public API are those of its page: a change is seen, and announced."""
 
 import importlib
 import inspect
