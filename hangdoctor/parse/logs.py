@@ -17,11 +17,15 @@ RELEVANT = message("logs", "relevant")
 WATCHDOG = message("logs", "watchdog")
 # Follows a time-out: how far this rank has come in the group.
 PROGRESS = message("logs", "progress")
+# A pager or a mail breaks the watchdog's line before these words.
+WRAPPED = re.compile(
+    r"[ \t]*\n\s*(?=WorkNCCL\(|by watchdog at work:|(?:last (?:enqueued|completed) (?:NCCL )?work:))"
+)
 
 
 def parse_log(name: str, rank: int | None, text: str, source: str) -> LogTail:
     """Return the lines of a log that matter, and its last five."""
-    lines = [line[:1000] for line in text.split("\n") if line.strip()]
+    lines = [line[:1000] for line in WRAPPED.sub(" ", text).split("\n") if line.strip()]
     relevant = [line for line in lines[:-5] if RELEVANT.search(line)][-MAX_LINES:]
     return LogTail(name, rank, tuple(relevant + lines[-5:]), source)
 
@@ -62,8 +66,10 @@ def watchdog_records(logs: Iterable[LogTail]) -> tuple[CollectiveRecord, ...]:
                 timeouts.setdefault((written_by(match, log), int(match["seq"][:18])), match)
     found: dict[str, dict[int, CollectiveRecord]] = {}
     enqueued: dict[tuple[str, int], int] = {}
+    known = {name for name, _ in groups.values()}
+    usual = known.pop() if len(known) == 1 else "default"  # of ranks that did not write their group
     for (rank, sequence), match in timeouts.items():
-        group, count = groups.get((rank, sequence), ("default", -1))
+        group, count = groups.get((rank, sequence), (usual, -1))
         if rank not in found.setdefault(group, {}):
             found[group][rank] = timeout_record(match, rank, group)
             enqueued[(group, rank)] = count

@@ -125,7 +125,7 @@ def test_other_operation_at_the_same_number_is_a_mismatch_with_high_confidence(t
         (2,),
     )
     assert diagnosis.summary == (
-        "Ranks 2 and 0-1,3 disagree on the operation of collective 2 of group 0:default_pg: "
+        "Rank 2 and ranks 0-1,3 disagree on the operation of collective 2 of group 0:default_pg: "
         "broadcast where the others have all_reduce."
     )
 
