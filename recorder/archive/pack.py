@@ -148,7 +148,9 @@ def write_archive(
             add(folder, anchor_layout(stream, record, anchor))
     stream.close()
     top = layouts.pop("")
-    nodes = {folder: GroupMetadata(attributes=attributes_of(layout)) for folder, layout in layouts.items()}
+    nodes: dict[str, Any] = {
+        folder: GroupMetadata(attributes=attributes_of(layout)) for folder, layout in layouts.items()
+    }
     deque(zarr.create_hierarchy(store=group.store, nodes=nodes), maxlen=0)  # one by one takes twice as long
     if not is_url(location):
         sync_files(Path(location))
