@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from areal_core.safety.unpickle import load_plain
 from hangdoctor.diagnose import diagnose
 from hangdoctor.errors import UnreadableDump
 from hangdoctor.parse.flight_recorder import parse_flight_recorder, parse_ras_text
 from hangdoctor.parse.logs import parse_log, watchdog_timeouts
+from hangdoctor.parse.plain_pickle import load_plain
 from hangdoctor.parse.read import read_snapshot
 from tests.forks import run_forked
 
