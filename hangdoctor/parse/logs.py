@@ -7,12 +7,15 @@ ignored.
 import json
 import re
 from collections.abc import Iterable
+from functools import lru_cache
+from itertools import islice
 
 from hangdoctor.errors import UnreadableDump
 from hangdoctor.model import CollectiveRecord, ErrorFile, LogTail
 from hangdoctor.tables import message
 
 MAX_LINES = 400
+ZEROS = str.maketrans("123456789", "0" * 9)
 RELEVANT = message("logs", "relevant")
 WATCHDOG = message("logs", "watchdog")
 # Follows a time-out: how far this rank has come in the group.
@@ -25,9 +28,18 @@ WRAPPED = re.compile(
 
 def parse_log(name: str, rank: int | None, text: str, source: str) -> LogTail:
     """Return the lines of a log that matter, and its last five."""
-    lines = [line[:1000] for line in WRAPPED.sub(" ", text).split("\n") if line.strip()]
-    relevant = [line for line in lines[:-5] if RELEVANT.search(line)][-MAX_LINES:]
+    if has_timeouts(text):
+        text = WRAPPED.sub(" ", text)
+    lines = [line[:1000] for line in text.split("\n") if line.strip()]
+    from_end = (line for line in reversed(lines[:-5]) if matters(line.translate(ZEROS)))
+    relevant = [*islice(from_end, MAX_LINES)][::-1]
     return LogTail(name, rank, tuple(relevant + lines[-5:]), source)
+
+
+@lru_cache(maxsize=4096)
+def matters(line: str) -> bool:
+    """Return whether a line, whose digits are zeros, matters: most lines of a log differ in them."""
+    return RELEVANT.search(line) is not None
 
 
 def has_timeouts(text: str) -> bool:
