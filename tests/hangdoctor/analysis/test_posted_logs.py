@@ -1,5 +1,7 @@
 """Logs and stacks as people post them: other prefixes, broken lines, two groups, other libraries."""
 
+# ruff: noqa: E501 -- lines of logs stay whole
+
 import pytest
 
 from hangdoctor.diagnose import diagnose
