@@ -38,7 +38,7 @@ def parse_log(name: str, rank: int | None, text: str, source: str) -> LogTail:
 
 @lru_cache(maxsize=4096)
 def matters(line: str) -> bool:
-    """Return whether a line, whose digits are zeros, matters: most lines of a log differ in them."""
+    """Return whether a line matters; its digits are zeros, in which most lines differ."""
     return RELEVANT.search(line) is not None
 
 

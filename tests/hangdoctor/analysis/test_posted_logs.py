@@ -1,4 +1,4 @@
-"""Logs and stacks as people post them: other prefixes, broken lines, two groups, other libraries."""
+"""Logs and stacks as people post them: other prefixes, broken lines, several groups."""
 
 # ruff: noqa: E501 -- lines of logs stay whole
 
