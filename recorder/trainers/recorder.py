@@ -13,7 +13,6 @@ import argparse
 import atexit
 import dataclasses
 import os
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
