@@ -13,6 +13,7 @@ import argparse
 import atexit
 import dataclasses
 import os
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
