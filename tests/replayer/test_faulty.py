@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from areal_debug.replay.faulty import report_of_faulty
+from benchmarks import faulty_run
 from recorder import open_record
 from replayer.faulty import find_faulty
 from tests.forks import COMMAND
-from tests.replayer import faulty_program
 
 DOWN = "model.layers.0.mlp.down_proj"
 QUERY = "model.layers.1.self_attn.q_proj"
@@ -28,7 +28,7 @@ def runs(tmp_path_factory, tiny_model):
         folder = tmp_path_factory.mktemp("run")
         recorded = {"debug.dump_rollout_data": True, "debug.path": str(folder / "record")}
         planted = [{"step": 1, "rank": 0} | flip for flip in flips]
-        found = faulty_program.run(str(folder), str(tiny_model), num_steps, planted, recorded | changes)
+        found = faulty_run.run(str(folder), str(tiny_model), num_steps, planted, recorded | changes)
         return found | {"record": open_record(folder / "record")}
 
     return run
@@ -148,7 +148,7 @@ def test_other_numbers_everywhere_are_another_environment(runs, sound):
 def on_ranks(torchrun, num_ranks, folder, model, flips, changes):
     path = {"debug.dump_rollout_data": True, "debug.path": str(folder / "record")}
     asked = {"folder": str(folder), "model": str(model), "flips": flips, "changes": path | changes}
-    return torchrun(Path(faulty_program.__file__), num_ranks, json.dumps(asked))
+    return torchrun(Path(faulty_run.__file__), num_ranks, json.dumps(asked))
 
 
 @pytest.mark.long
@@ -186,3 +186,4 @@ def test_the_command_names_rank_and_tensor_of_a_recorded_job(torchrun, tmp_path,
     report = json.loads(done.stdout)
     assert (report["kind"], report["rank"], report["bit"]) == ("corruption", 1, 22)
     assert report["place"]["what"] == f"gradient of {QUERY}.weight"
+
