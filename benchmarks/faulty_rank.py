@@ -1,6 +1,6 @@
 """How often `replay --find-faulty` names rank and tensor of a flipped bit, and accuses nobody else.
 
-    python -m benchmarks.faulty_rank [--flips 100] [--noisy 30] [--sound 30] [--other 10] [--record sums]
+    python -m benchmarks.faulty_rank [--flips 100] [--noisy 30] [--sound 30] [--other 10]
 
 Each case is a recorded run of two steps on 2 or 4 gloo ranks and its replays: a random bit of a
 random matrix product, gradient, sent gradient or optimizer state on one rank; rounding that differs

@@ -3,8 +3,9 @@
     process m of M, for a job of N ranks        thread j is rank j * M + m
       rank m        runs to its next collective, waits ─┐
       rank M + m    runs to its next collective, waits ─┤
-      ...                                               └─> the last one combines the values of all threads
-                                                            and processes, and gives the turn to the first
+      ...                                               └─> the last one combines the values of
+                                                            all threads and processes, and gives
+                                                            the turn to the first
 
 Only the thread that has the turn runs; it gives it to the next one when it reaches a collective or
 its end. An error of one ends all of them, so none waits for a turn that never comes.
