@@ -39,6 +39,7 @@ EXTRA_OF = {  # packages by the name that they are imported by
     "openai": "search",
     "trl": "trl",
     "verl": "verl",
+    "mcp": "mcp",
 }
 PACKAGES = ("areal_core", "recorder", "replayer", "consistency", "hangdoctor")
 MARK = b"of areal-debug"  # in the docstring of each package

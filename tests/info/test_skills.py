@@ -15,7 +15,7 @@ import yaml
 from click.testing import CliRunner
 
 from areal_debug.cli import main
-from areal_debug.verbs.info import FOLDER, parse_skill, shipped_skills
+from areal_debug.skills import FOLDER, parse_skill, shipped_skills
 from recorder.testing import SCRIPTED_HEADER
 
 from ..replayer.test_diff import record
