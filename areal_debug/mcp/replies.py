@@ -175,6 +175,14 @@ def if_nothing_is_found(given: Json) -> list[Next]:
     ]
 
 
+def if_no_model_is_found(given: Json) -> list[Next]:
+    """What to ask of log-probs without the weights: how the recorded ones move."""
+    if given.get("over_time") or given.get("record") is None:
+        return []
+    path = {"record": given["record"], "over_time": True}
+    return [Next("check_logprobs", path, "from the log-probs of both sides that the record has")]
+
+
 def of_record(report: Json, given: Json) -> Answer:
     """`record ls`."""
     header, steps, gaps = report["header"], report["steps"], report["gaps"]
@@ -188,13 +196,25 @@ def of_record(report: Json, given: Json) -> Answer:
     verdict = "damaged" if report["damaged"] else "incomplete" if gaps["lost"] else "readable"
     path = given["record"]
     follow = [
+        Next("verify_record", {"record": path}, "whether its bytes are intact"),
         Next("diagnose_learning", {"run": path}, "what is wrong with its metrics and samples"),
         Next("check_logprobs", {"record": path}, "whether engine and trainer agree"),
+        Next("replay", {"record": path}, "whether it replays to the same bits"),
     ]
     if steps:
         last = {"record": path, "step": steps[-1]["step"]}
         follow.insert(1, Next("show_sample", last, "what the model says"))
     return Answer(verdict, data, follow)
+
+
+def of_verification(report: Json, given: Json) -> Answer:
+    """`record verify`."""
+    data = some(report, "problems", "steps_missing", "written_by", "end")
+    data["num_steps_ok"] = len(report["steps_ok"])
+    is_whole = report["intact"] and not report["steps_missing"]
+    verdict = "intact" if is_whole else "incomplete" if report["intact"] else "damaged"
+    status = "problem" if verdict == "incomplete" else ""
+    return Answer(verdict, data, [Next("record_ls", given, "what it holds")], status=status)
 
 
 def of_samples(report: Sequence[Json], given: Json) -> Answer:
@@ -251,9 +271,9 @@ def of_learning(report: Json, given: Json) -> Answer:
     follow = [explained(one["id"]) for one in alarms[:2]]
     rows = [sample for one in report["alarms"] for sample in one["samples"]]
     if report["alarms"] and report["alarms"][0]["look"]:
-        at = {"step": rows[0]["step"], "prompt_id": rows[0]["prompt"]} if rows else {}
-        step = at or {"step": report["alarms"][0]["evidence"][0][0]}
-        follow.append(Next("show_sample", {"record": given["run"], **step}, "the samples that show it"))
+        step, prompt, *_ = rows[0] if rows else (report["alarms"][0]["evidence"][0][0], None)
+        at = {"record": given["run"], "step": step, "prompt_id": prompt}
+        follow.append(Next("show_sample", at, "the samples that show it"))
     others = [
         Next("diagnose_learning", {**given, "name": one}, "another run") for one in report["other_runs"][:2]
     ]
@@ -310,11 +330,9 @@ def after_difference(report: Json, given: Json) -> Iterator[Next]:
             "check_logprobs", {"record": given["right"], "step": report["step"]}, "which weights sampled"
         )
     if kind == "code":
-        yield Next(
-            "bisect", {"record": given["left"], "commits": "GOOD..HEAD"}, "the commit; needs --allow-run"
-        )
+        yield Next("bisect", {"record": given["left"], "commits": "GOOD..HEAD"}, "the commit")
     if kind in ("unknown", "nondeterminism") and not given.get("replay"):
-        yield Next("why_differs", {**given, "replay": True}, "a proof by replays; needs --allow-run")
+        yield Next("why_differs", {**given, "replay": True}, "a proof by replays")
 
 
 def of_replay(report: Json, given: Json) -> Answer:
@@ -341,6 +359,7 @@ def of_finding(report: Json, given: Json) -> Answer:
 REPLIES: Mapping[str, Callable[[Any, Json], Answer]] = {
     "list_runs": of_runs,
     "record_ls": of_record,
+    "verify_record": of_verification,
     "show_sample": of_samples,
     "query": of_rows,
     "diagnose_hang": of_hang,
@@ -352,4 +371,4 @@ REPLIES: Mapping[str, Callable[[Any, Json], Answer]] = {
     "bisect": of_commit,
     "explain_finding": of_finding,
 }
-OTHERWISE = {"list_runs": if_nothing_is_found}  # calls to make where a verb has no report
+OTHERWISE = {"list_runs": if_nothing_is_found, "check_logprobs": if_no_model_is_found}  # without a report

@@ -3,6 +3,7 @@
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 from urllib.parse import unquote
 
@@ -148,6 +149,8 @@ async def answered(
         facts = replies.refused(outcome.error, outcome.exit_code, follow)
     else:
         answer = REPLIES[tool.name](outcome.report, given)
+        may = [one for one in answer.next if allow_run or not TOOLS[one.tool].needs_run(one.arguments)]
+        answer = replace(answer, next=may)
         facts = replies.document(tool.name, given, answer, outcome.exit_code, outcome.report)
     text = types.TextContent(text=replies.text_of(facts))
     return types.CallToolResult(content=[text], structured_content=facts, is_error=bool(outcome.error))
