@@ -69,7 +69,7 @@ def document(tool: str, given: Json, answer: Answer, exit_code: int, complete: A
 
 
 def refused(sentence: str, exit_code: int, next: Sequence[Next] = ()) -> dict[str, Any]:
-    """Return the result of a call that has no report: one sentence, which may name a file's text."""
+    """Return the result of a call without a report: one sentence, which may have a file's text."""
     status = "problem" if exit_code == 1 else "refused"
     follow = [one.document() for one in next]
     return {

@@ -1,4 +1,4 @@
-"""A model behind an OpenAI-compatible API, with the server's tools or with tools that read files."""
+"""A model behind an OpenAI-compatible API, with tools of the server or tools that read files."""
 
 import json
 import os

@@ -47,7 +47,7 @@ QUESTIONS = {
 
 @dataclass(frozen=True)
 class Reply:
-    """What an agent answers: one finding of the choices, and the facts that the question asks for."""
+    """What an agent answers: one of the choices, and the facts that the question asks for."""
 
     finding: str
     ranks: tuple[int, ...] = ()
@@ -57,7 +57,7 @@ class Reply:
 
 @dataclass(frozen=True)
 class Task:
-    """`accept` are right findings; `ranks`, `step` (within `near`) and `names` are checked if given."""
+    """`accept` are right findings; `ranks`, `step` (+- `near`), `names` are checked if given."""
 
     name: str
     kind: str

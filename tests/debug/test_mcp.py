@@ -293,6 +293,12 @@ def test_the_server_starts_without_heavy_imports():
     assert done.stdout.strip() == "set()"
 
 
+def test_links_for_language_models_lead_to_files():
+    links = re.findall(r"\]\(([^)]+)\)", (ROOT / "llms.txt").read_text())
+    assert len(links) > 15
+    assert [link for link in links if not (ROOT / link).is_file()] == []
+
+
 def test_the_files_of_the_documentation_start_the_server(root):
     text = (ROOT / "docs/verbs/mcp.md").read_text()
     blocks = {kind: re.findall(rf"```{kind}\n(.*?)```", text, re.DOTALL) for kind in ("json", "toml", "")}

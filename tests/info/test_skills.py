@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import runpy
 import shlex
 import signal
 import subprocess
@@ -42,6 +43,15 @@ def run(*arguments: object) -> tuple[int, str]:
 def test_there_is_a_skill_for_each_page_of_a_symptom():
     assert [skill.name for skill in shipped_skills()] == NAMES
     assert len(NAMES) == len(list((ROOT / "docs/symptoms").glob("*.md")))
+
+
+def test_a_skill_is_what_its_page_generates():
+    generator = runpy.run_path(str(ROOT / "docs/skills.py"))
+    shipped = {skill.name: skill.text for skill in shipped_skills()}
+    assert generator["skills"]() == shipped, "run: python docs/skills.py"
+    tools = {name: set(re.findall(r"^- `([a-z_]+)`: ", text, re.M)) for name, text in shipped.items()}
+    assert tools["rl-run-hangs"] == {"diagnose_hang", "diagnose_live_hang"}
+    assert tools["rl-run-is-slow"] == set()
 
 
 @pytest.mark.parametrize("name", NAMES)
