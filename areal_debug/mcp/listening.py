@@ -20,6 +20,7 @@ def listen(port: int) -> socket.socket:
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listening.bind((HOST, port))
+        listening.listen()  # a client may connect before the server is ready
     except OSError as error:
         listening.close()
         raise ValueError(f"cannot listen on port {port}: {error.strerror}; choose another --port") from error

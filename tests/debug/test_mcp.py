@@ -4,11 +4,12 @@ import json
 import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
 import tomllib
 from collections.abc import Awaitable, Callable
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -174,8 +175,6 @@ def test_text_of_files_is_data_and_paths_stay_below_the_roots(root):
 
 
 def test_a_confined_call_reads_no_file_that_a_link_inside_of_a_folder_names(root, tmp_path):
-    from recorder.confine import bounds_for, run_confined  # noqa: F401
-
     (tmp_path / "secret.jsonl").write_text((root / "log/stats.jsonl").read_text())
     (root / "log/stats.jsonl").unlink()
     (root / "log/stats.jsonl").symlink_to(tmp_path / "secret.jsonl")
@@ -238,7 +237,7 @@ def serving(root: Path, *options: str):
             text = ""
             while not text.endswith("}\n"):
                 text += server.stdout.readline()
-            yield json.loads(text)["url"]
+            yield json.loads(text)["url"], server.pid
         finally:
             server.terminate()
             server.wait(30)
@@ -258,7 +257,7 @@ def test_two_clients_over_http_need_the_key_of_the_address(root):
         verdicts = {name: answer["verdict"] for name, answer in answers.items()}
         assert verdicts == {"first": "readable", "second": "collective_mismatch"}
 
-    with serving(root) as address:
+    with serving(root) as (address, _):
         anyio.run(script, address)
         top, _, _ = address.rpartition("/")
         for wrong in ("/mcp", "/", f"/{'x' * len(top.rpartition('/')[2])}/mcp"):
@@ -322,3 +321,59 @@ def test_the_files_of_the_documentation_start_the_server(root):
             assert (await ask(client, "record_ls", record="A"))["verdict"] == "readable"
 
     anyio.run(run)
+
+
+def ranks_of(folder: Path) -> list[int]:
+    """Processes that replay, below the children of a server with this root."""
+    found, children = [], children_in(folder)
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            if (
+                parent_of(int(process.name)) in children
+                and b"warm_server" in (process / "cmdline").read_bytes()
+            ):
+                found.append(int(process.name))
+        except OSError:
+            continue
+    return found
+
+
+@pytest.mark.long  # trains, and replays three times
+@pytest.mark.parametrize("seconds", [0.0, 4.0])
+def test_a_tool_that_takes_long_is_answered_or_ends_with_all_its_ranks(recorded, seconds):
+    root = recorded.parent
+
+    async def script(client: Client) -> None:
+        assert {tool.name for tool in (await client.list_tools()).tools} == set(TOOLS)
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(client.call_tool, "replay", {"record": recorded.name})
+            await until(lambda: bool(ranks_of(root)))
+            await anyio.sleep(seconds)
+            running = ranks_of(root)
+            tasks.cancel_scope.cancel()
+        await until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in running))
+        replayed = await ask(client, "replay", record=recorded.name, to_step=0)
+        assert (replayed["verdict"], replayed["status"]) == ("identical", "healthy")
+        proven = await ask(client, "why_differs", left=recorded.name, right=recorded.name, replay=True)
+        assert proven["verdict"] == "identical"
+
+    talk(root, script, "--allow-run")
+
+
+@pytest.mark.long
+def test_a_server_that_is_killed_leaves_no_process(root):
+    async def script(server: int, address: str) -> None:
+        async with Client(address) as client, anyio.create_task_group() as tasks:
+            tasks.start_soon(client.call_tool, "query", {"record": "A", "sql": COUNT_FOREVER})
+            await until(lambda: len(children_in(root)) > 1)  # the query is read in a child of its own
+            os.kill(server, signal.SIGKILL)
+            tasks.cancel_scope.cancel()
+
+    with serving(root) as (address, server):
+        with suppress(BaseExceptionGroup):  # the connection is lost
+            anyio.run(script, server, address)
+    anyio.run(until, lambda: not children_in(root))
+
+
+def parent_of(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
