@@ -17,7 +17,6 @@ import signal
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -26,28 +25,15 @@ import anyio
 from anyio.abc import ByteReceiveStream, Process
 
 from areal_core.safety.interpreter import python_command
+from areal_debug.each import Outcome, printed_outcome
 from areal_debug.mcp.roots import Roots
 from areal_debug.waiting import PROGRESS_FILE, Page, make_page, read_page
 
-ERROR = "Error: "  # before the sentence that ends a verb, on standard error
 GRACE_S = 3.0
 PROGRESS_EVERY_S = 0.5
 MOST_CALLS = 4  # at a time, of all clients
 MOST_OUTPUT = 16 << 20  # bytes of a report
 Report = Callable[[float, str], Awaitable[None]]  # seconds, and what is done
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What came of a verb: its report as JSON, or the sentence that ended it.
-
-    `page` is the file that it wrote, where one was asked for.
-    """
-
-    exit_code: int
-    report: Any = None
-    error: str = ""
-    page: str = ""
 
 
 class Children:
@@ -123,12 +109,11 @@ async def follow(
             while len(streams) < 2:
                 await anyio.sleep(0.001)
         tasks.cancel_scope.cancel()
-    page = "" if written is None or code == 2 else text_of_page(written)
-    return outcome_of(code, streams.get("out", b""), streams.get("error", b""), page)
+    return outcome_of(code, streams, None if written is None else text_of_page(written))
 
 
 def text_of_page(written: Path) -> str:
-    """Return the page that was written: a file, or the first page of a folder."""
+    """Return the page that was written, a file or the first one of a folder; empty if none was."""
     file = written / "index.html" if written.is_dir() else written
     return file.read_text(errors="replace") if file.is_file() else ""
 
@@ -155,21 +140,16 @@ def said(page: Page) -> str:
     return page.text.decode(errors="replace") + count
 
 
-def outcome_of(code: int, out: bytes, error: bytes, page: str) -> Outcome:
-    """Return the report of a verb, or the sentence that ended it."""
+def outcome_of(code: int, streams: Mapping[str, bytes], page: str | None) -> Outcome:
+    """Return the report of a verb or the page that it wrote, or the sentence that ended it."""
+    out, error = (
+        streams[name].decode(errors="replace") if name in streams else "" for name in ("out", "error")
+    )
     if len(out) > MOST_OUTPUT:
         return Outcome(
             2, error=f"the report is larger than {MOST_OUTPUT >> 20} MiB: ask for less, or with a limit"
         )
-    try:
-        return Outcome(code, report=json.loads(out), page=page)
-    except ValueError:
-        text = error.decode(errors="replace").strip()
-        lines = text.rpartition(ERROR)[2].splitlines()
-        how = f"signal {-code}" if code < 0 else f"exit code {code}"
-        return Outcome(
-            code or 2, error=" ".join(lines[:5]) or f"it ended with {how} and no report", page=page
-        )
+    return Outcome(code, report=page) if page else printed_outcome(code, out, error)
 
 
 async def end(child: Process) -> None:

@@ -4,8 +4,8 @@ The table is all that an agent can ask: there is no tool for an option that no r
 """
 
 import tomllib
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -63,6 +63,8 @@ class Tool:
     verb: tuple[str, ...] = ()
     runs: bool = False
     imports: tuple[str, ...] = ()
+    facts: tuple[str, ...] = ()
+    fields: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
     def schema(self) -> dict[str, Any]:
         """Return the JSON schema of the arguments."""
@@ -123,6 +125,8 @@ TOOLS = {
     name: parse_tool(name, row)
     for name, row in tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8")).items()
 }
+
+NO_TOOL = Tool("no tool", "", ())
 
 
 def find(name: str) -> Tool:

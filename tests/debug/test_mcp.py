@@ -105,7 +105,7 @@ def test_each_question_has_a_verdict_and_calls_that_lead_on(root):
         whole = await ask(client, "record_ls", record=str(root / "A"), full=True)
         assert whole["data"]["header"]["config"]["seed"] == 1
         sample = await ask(client, "show_sample", record="A", step=1, prompt_id=1000)
-        assert [one["sample_id"] for one in sample["data"]] == [0, 1]
+        assert [one["sample_id"] for one in sample["data"]["samples"]] == [0, 1]
         tables = await ask(client, "query", record="A")
         assert "reward" in tables["data"]["samples"]
         rows = await ask(client, "query", record="A", sql="select count(*) as n from steps")
