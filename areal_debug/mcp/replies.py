@@ -120,8 +120,8 @@ def shortened(value: Any, most_text: int, most_items: int) -> Any:
 
 
 def some(facts: Json, *names: str) -> dict[str, Any]:
-    """Return the named facts that say something."""
-    return {name: facts[name] for name in names if facts[name] not in (None, "", [], {})}
+    """Return the named facts that are there and say something."""
+    return {name: facts[name] for name in names if name in facts and facts[name] not in (None, "", [], {})}
 
 
 def explained(id: str) -> Next:

@@ -42,7 +42,7 @@ async def solve(kind: str, folder: str, call: Call) -> Reply:
 def reply_of(kind: str, result: Json) -> Reply:
     verdict, data = result["verdict"], result["data"]
     if kind == "hang":
-        return Reply(verdict, ranks=tuple(data["culprit_ranks"]) if "culprit_ranks" in data else ())
+        return Reply(verdict, ranks=tuple(data.get("culprit_ranks", ())))
     if kind in ("data", "replay"):
         step = data.get("first_different")
         return Reply(verdict, step=step, names=str(data))
@@ -54,7 +54,7 @@ def reply_of(kind: str, result: Json) -> Reply:
             step=data["step"],
             names=f"{data['stage']}: {data['tensor']}, {data['cause']['what']}",
         )
-    found = data["alarms" if kind == "learning" else "causes"]
+    found = data.get("alarms" if kind == "learning" else "causes", [])
     if not found:
         return Reply(NONE)
     return Reply(found[0]["id"], step=found[0].get("onset"), names=str(found[0]))

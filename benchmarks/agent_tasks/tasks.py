@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import yaml
 from transformers import AutoTokenizer
 
 from areal_core.safety.interpreter import python_command
@@ -34,15 +35,7 @@ TINY = HERE.parents[1] / "tests/debug/tiny.yaml"
 CONFIG = {"seed": 1, "actor": {"dtype": "float32", "eps_clip": 0.2, "optimizer": {"lr": 1e-6}}}
 BASE = replace(SCRIPTED_HEADER, config=CONFIG)
 NONE = "none"  # the finding of a sound run
-QUESTIONS = {
-    "hang": "The job whose stacks and logs are in {folder} logs nothing more. Which pattern is it? ranks: the culprits.",
-    "learning": "Something is wrong with the run in {folder}. What is it? step: where it began.",
-    "difference": "The records A and B in {folder} should be equal. What kind of cause made them differ? step: the "
-    "first that differs, names: the stage and the option, package or tensor.",
-    "data": "Can the record in {folder} be trusted? names: the file or step that is wrong.",
-    "logprobs": "Do engine and trainer agree on the log-probs in the record in {folder}? If not, why?",
-    "replay": "Does the record in {folder} replay to the same bits? step: the first that differs.",
-}
+TEXTS = yaml.safe_load((HERE / "tasks.yaml").read_text())
 
 
 @dataclass(frozen=True)
@@ -71,7 +64,8 @@ class Task:
     def question(self, folder: str) -> str:
         """Return what a user asks, with the findings to choose from."""
         choices = "; ".join(f"{id}: {words}" for id, words in choices_of(self.kind).items())
-        return f"{QUESTIONS[self.kind].format(folder=folder)} finding: one of: {choices}."
+        asked = TEXTS["questions"][self.kind].format(folder=folder)
+        return f"{asked} finding: one of: {choices}."
 
     def problems_of(self, reply: Reply) -> list[str]:
         """Return what is wrong with an answer, nothing if it solves the task."""
@@ -88,27 +82,16 @@ def choices_of(kind: str) -> dict[str, str]:
     """Return the findings of a kind, and what they mean in a line."""
     if kind == "hang":
         return {label: row["about"].strip().splitlines()[0] for label, row in LABELS.items()}
+    found: dict[str, str] = dict(TEXTS["choices"][kind])
     if kind == "learning":
         titles = {id: row.get("titles", {"": row.get("title", "")}) for id, row in findings().items()}
-        return {id: " / ".join(names.values()) for id, names in titles.items()} | {NONE: "nothing is wrong"}
+        found |= {id: " / ".join(names.values()) for id, names in titles.items()}
     if kind == "logprobs":
-        return {key: row.name for key, row in CAUSES.items() if "." not in key} | {NONE: "they agree"}
-    return {
-        "difference": {
-            "config": "an option",
-            "code": "a commit",
-            "environment": "a package or machine",
-            "data": "other prompts",
-            "engine": "wrong weights in the engine",
-            "nondeterminism": "drawn at random",
-            NONE: "they are equal",
-        },
-        "data": {"intact": "yes", "damaged": "bytes have changed", "incomplete": "steps are missing"},
-        "replay": {"identical": "yes", "different": "no"},
-    }[kind]
+        found |= {key: row.name for key, row in CAUSES.items() if "." not in key}
+    return found
 
 
-def hang(title: str, samples: int = 1, ranks: tuple[int, ...] | None = None) -> Task:
+def hang(title: str, samples: int, ranks: tuple[int, ...] | None) -> Task:
     """Return a case of hang_calibration; two samples are a collection."""
     cases = [one for one in own_cases() if one.title == title]
     case = next(one for one in cases if ("two samples" in one.source) == (samples == 2))
@@ -234,20 +217,8 @@ def trained(folder: Path, options: tuple[str, ...] = ()) -> None:
 
 
 TASKS = [
-    hang("rank 0 evaluates a sharded model alone", ranks=(0,)),
-    hang("rank 0 evaluates a sharded model alone", 2, ranks=(0,)),
-    hang("clean-up barrier in finally after an exception on one rank", 2),
-    hang("pipeline stages wait for each other", 2),
-    hang("a prefetch thread of the data pipeline is stuck in storage", 2),
-    hang("training reduces on some ranks while a saver thread plans on all", 2),
-    hang("one rank holds the reward lock, its thread waits for an HTTP answer", 2),
-    hang("retry loop after an exception on one rank", 2),
-    learning("all wrong"),
-    learning("entropy explodes"),
-    learning("clipping triples"),
-    learning("KL while the reward rises"),
-    learning("repetition"),
-    learning("slower steps"),
+    *(hang(title, samples, ranks and tuple(ranks)) for title, samples, ranks in TEXTS["hang"]),
+    *map(learning, TEXTS["learning"]),
     samples(None, NONE),
     samples(test_samples.rewarded_loops, "S01"),
     samples(test_samples.open_tags, "S05"),

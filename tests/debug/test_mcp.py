@@ -185,17 +185,13 @@ def test_a_confined_call_reads_no_file_that_a_link_inside_of_a_folder_names(root
     talk(root, script)
 
 
-def children_in(folder: Path) -> list[int]:
-    """Processes that answer a call of a server whose first root is the folder."""
+def children_in(folder: Path, command: bytes = b"mcp.in_child") -> list[int]:
+    """Processes of a server whose first root is the folder: that answer calls, or another command."""
     found = []
     for process in Path("/proc").glob("[0-9]*"):
-        try:
-            if (process / "cwd").resolve() == folder and b"mcp.in_child" in (
-                process / "cmdline"
-            ).read_bytes():
+        with suppress(OSError):
+            if (process / "cwd").resolve() == folder and command in (process / "cmdline").read_bytes():
                 found.append(int(process.name))
-        except OSError:
-            continue
     return found
 
 
@@ -323,21 +319,6 @@ def test_the_files_of_the_documentation_start_the_server(root):
     anyio.run(run)
 
 
-def ranks_of(folder: Path) -> list[int]:
-    """Processes that replay, below the children of a server with this root."""
-    found, children = [], children_in(folder)
-    for process in Path("/proc").glob("[0-9]*"):
-        try:
-            if (
-                parent_of(int(process.name)) in children
-                and b"warm_server" in (process / "cmdline").read_bytes()
-            ):
-                found.append(int(process.name))
-        except OSError:
-            continue
-    return found
-
-
 @pytest.mark.long  # trains, and replays three times
 @pytest.mark.parametrize("seconds", [0.0, 4.0])
 def test_a_tool_that_takes_long_is_answered_or_ends_with_all_its_ranks(recorded, seconds):
@@ -347,9 +328,9 @@ def test_a_tool_that_takes_long_is_answered_or_ends_with_all_its_ranks(recorded,
         assert {tool.name for tool in (await client.list_tools()).tools} == set(TOOLS)
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(client.call_tool, "replay", {"record": recorded.name})
-            await until(lambda: bool(ranks_of(root)))
+            await until(lambda: bool(children_in(root, b"warm_server")))
             await anyio.sleep(seconds)
-            running = ranks_of(root)
+            running = children_in(root, b"warm_server")
             tasks.cancel_scope.cancel()
         await until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in running))
         replayed = await ask(client, "replay", record=recorded.name, to_step=0)
@@ -373,7 +354,3 @@ def test_a_server_that_is_killed_leaves_no_process(root):
         with suppress(BaseExceptionGroup):  # the connection is lost
             anyio.run(script, server, address)
     anyio.run(until, lambda: not children_in(root))
-
-
-def parent_of(pid: int) -> int:
-    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
