@@ -20,7 +20,7 @@ import reprlib
 import types
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from functools import cache
+from functools import cache, lru_cache
 from itertools import repeat
 from typing import Annotated, Any, TypeVar, Union, get_args, get_origin, get_type_hints, is_typeddict
 
@@ -231,6 +231,7 @@ def one_of(*allowed: str) -> Parse:
 
 def members_parser(cls: Any) -> Parse:
     parsers = {name: parser_of(hint) for name, hint in get_type_hints(cls, include_extras=True).items()}
+    members = tuple(parsers.items())
 
     def parse(value: Any) -> Any:
         if type(value) is not dict:
@@ -239,7 +240,10 @@ def members_parser(cls: Any) -> Parse:
             if missing := sorted(parsers.keys() - value.keys()):
                 raise Mismatch(f"lacks {missing}")
             raise UnknownMembers(f"has unknown keys {reprlib.repr(sorted(value.keys() - parsers.keys()))}")
-        return cls(**parse_each(parsers.items(), value))
+        try:
+            return cls(**{name: parse_member(value[name]) for name, parse_member in members})
+        except Mismatch:  # one by one: only an error needs to know its place
+            return cls(**parse_each(members, value))
 
     return parse
 
@@ -316,9 +320,12 @@ def text(pattern: str, expected: str) -> Parse:
 
 def file_name(value: Any) -> str:
     """Accept names that are safe below any folder."""
-    if reason := problem_of(value):
+    if reason := problem_of_name(value) if type(value) is str else problem_of(value):
         raise mismatch(f"a file name, but it {reason}", value)
     return str(value)
+
+
+problem_of_name = lru_cache(maxsize=4096)(problem_of)  # all steps have files of the same names
 
 
 def hex_float(value: Any) -> float:

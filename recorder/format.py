@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Annotated, Any, TypedDict
 
 import numpy as np
@@ -448,14 +449,20 @@ def check_ranks(manifest: StepManifest, file: str) -> None:
     batches = [name for name in manifest.batches if name.startswith("batch-")]
     if len(batches) != manifest.num_ranks:
         raise DamagedRecord(file, f"lists {len(batches)} batches of {manifest.num_ranks} ranks")
-    kinds = {  # of the files that it lists: their number is bounded, that of the ranks is not
-        rank_file(kind, rank, manifest.num_ranks, suffix): suffix
-        for rank in range(len(batches))
-        for kind, suffix in FILE_KINDS.items()
-    }
+    kinds = files_of_ranks(len(batches))  # of what it lists: its number of ranks is not bounded
     for name in names:
         if (kinds.get(name) == "safetensors") != (name in manifest.batches) or name not in kinds:
             raise DamagedRecord(file, f"lists {printable(name, 60)}, which no rank writes")
+
+
+@lru_cache(maxsize=2)
+def files_of_ranks(num_ranks: int) -> dict[str, str]:
+    """Return the suffix of each file that a step of these ranks may have, by name."""
+    return {
+        rank_file(kind, rank, num_ranks, suffix): suffix
+        for rank in range(num_ranks)
+        for kind, suffix in FILE_KINDS.items()
+    }
 
 
 def problem_of_batch(batch: BatchEntry, keys: Mapping[str, tuple[str, str]]) -> str | None:

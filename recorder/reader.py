@@ -6,7 +6,7 @@ numbers, for which it reads step.json and the rewards.
 
 import os
 import zipfile
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -58,13 +58,16 @@ from recorder.format import (
 )
 from recorder.header import Gaps, in_ranges, parse_gaps
 from recorder.pictures.named import check_images, picture_names, read_picture
-from recorder.storage import FolderStorage, Storage, is_url, location_of
+from recorder.storage import FolderStorage, KeptFiles, Storage, is_url, location_of
 from recorder.tensors import check_header, check_offsets, read_tensor
 from recorder.transcripts import Transcript, parse_transcripts
 
 if TYPE_CHECKING:
     import pandas
     import pyarrow
+
+
+KEPT_OF_STEP = 1 << 20  # bytes of its files that a step keeps: small ones are opened once
 
 
 @dataclass(frozen=True)
@@ -320,11 +323,13 @@ class Record:
             StepNotRecorded: the record has no such step; the message has the reason.
             DamagedRecord: its step.json is damaged.
         """
-        if step not in self.steps:
+        place = bisect_left(self.steps, step)
+        if self.steps[place : place + 1] != (step,):
             raise StepNotRecorded(
                 f"step {step} {self.why_missing(step)} in {self.path}: it holds {describe_steps(self.steps)}"
             )
-        return RecordedStep(self.storage, read_manifest(self.storage, step))
+        manifest = read_manifest(self.storage, step)
+        return RecordedStep(KeptFiles(self.storage, room_bytes=KEPT_OF_STEP), manifest)
 
     def why_missing(self, step: int) -> str:
         if step in self.uncommitted:

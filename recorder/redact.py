@@ -8,7 +8,7 @@ A step in which nothing was masked has the same bits as before.
 """
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -86,9 +86,14 @@ class Redactor:
 
 
 def redact_record(
-    record: Record, destination: Path, rules: Rules, decode: Decode | None, tick: Callable[[object], None]
+    record: Record,
+    destination: Path,
+    rules: Rules,
+    decode: Decode | None,
+    tick: Callable[[object], None],
+    steps: Iterable[RecordedStep] | None = None,
 ) -> Redacted:
-    """Write the copy into a new folder, which is complete or absent.
+    """Write the copy of the steps, or of some, into a new folder, which is complete or absent.
 
     Raises:
         RecordError: tokens would have to be masked, and the tokenizer is not there.
@@ -99,7 +104,7 @@ def redact_record(
             "its recorded path, or leave out all texts and tokens with --without-text"
         )
     redactor = Redactor(rules)
-    changed, num_rows, num_images, link = [], 0, 0, None
+    changed, num_steps, num_rows, num_images, link = [], 0, 0, 0, None
     with unfinished_folder(destination) as folder:
         (folder / STEPS_FOLDER).mkdir(parents=True)
         header = record.header
@@ -110,8 +115,9 @@ def redact_record(
         environment = header.environment | {"redacted": True}
         config = redactor.tree(header.config)
         write_header(folder, replace(header, config=config, environment=environment, **paths))
-        for number in record.steps:
-            step = record.step(number)
+        for step in map(record.step, record.steps) if steps is None else steps:
+            number = step.manifest.step
+            num_steps += 1
             ranks = [rank_step(step, rank) for rank in range(step.manifest.num_ranks)]
             kept = [without_secrets(rank, redactor, decode) for rank in ranks]
             rows = sum(changed_rows(*pair) for pair in zip(ranks, kept, strict=True))
@@ -127,7 +133,7 @@ def redact_record(
         end = read_end(record.storage)
         if end is not None:
             write_end(folder, end.finished, link)
-    return Redacted(len(record.steps), redactor.count, num_rows, tuple(changed), num_images)
+    return Redacted(num_steps, redactor.count, num_rows, tuple(changed), num_images)
 
 
 def has_files(step: RankStep) -> bool:

@@ -130,7 +130,7 @@ class FolderStorage:
 
 @dataclass
 class KeptFiles:
-    """A storage whose small files are read once, and stay in memory until `forget`.
+    """A storage whose small files are read once, and stay in memory.
 
     Files beyond `LARGEST_KEPT` bytes in all are read from the storage each time.
     """
@@ -164,10 +164,6 @@ class KeptFiles:
                 self.files[file] = data
                 self.room_bytes -= len(data)
         return file in self.files
-
-    def forget(self) -> None:
-        """Drop the files."""
-        self.files, self.beyond, self.room_bytes = {}, set(), LARGEST_KEPT
 
     def local_folder(self, folder: str) -> Path:
         """See Storage."""

@@ -99,7 +99,7 @@ class StepFacts:
 
     `problems` are those of its bytes, `contradictions` those between its files. `linked` is None if
     step.json cannot be read. `prompts` are the ids of its prompts, `pictures` the names of its
-    pictures; both are empty if they are not known.
+    pictures; both are empty if they are not known. `recorded` has the files that were read.
     """
 
     problems: tuple[Problem, ...] = ()
@@ -107,6 +107,7 @@ class StepFacts:
     contradictions: tuple[Problem, ...] = ()
     prompts: tuple[int, ...] = ()
     pictures: tuple[str, ...] = ()
+    recorded: RecordedStep | None = None
 
 
 def verify(
@@ -119,7 +120,7 @@ def verify(
 
     Raises RecordNotFound and NotARecord, and UnknownFormat for a version that cannot be checked.
     """
-    storage = KeptFiles(open_storage(path))
+    storage = open_storage(path)
     if not {RECORD_FILE, STEPS_FOLDER}.intersection(storage.names("")):
         raise NotARecord(f"{path} holds no {RECORD_FILE}: give the folder that a run recorded into")
     header, gaps, end, problems = read_top(storage)
@@ -155,7 +156,6 @@ def verify(
             steps_ok.append(step)
         elif not has_step_file(storage, step):
             unfinished_steps.append(step)
-        storage.forget()
         on_step(step)
     repeated = dict(prompts.repeated())
     of_steps += [contradiction(step_file(step), what) for step, what in repeated.items()]
@@ -183,28 +183,39 @@ def check_step(record: Record, step: int) -> RecordedStep:
 
     Raises DamagedRecord, which names the record as well: two may be compared.
     """
-    if step in record.steps:
-        for problem in StepChecks(record.storage, None).facts(step).problems:
-            if problem.kind == "damaged":
-                raise DamagedRecord(f"{record.path}/{problem.file}", problem.what, problem.tensor)
-    return record.step(step)
+    facts = StepChecks(record.storage, None).facts(step) if step in record.steps else StepFacts()
+    for problem in facts.problems:
+        if problem.kind == "damaged":
+            raise DamagedRecord(f"{record.path}/{problem.file}", problem.what, problem.tensor)
+    return facts.recorded or record.step(step)
+
+
+def intact_steps(
+    record: Record, steps: Sequence[int], skip_damaged: bool, left_out: dict[str, int]
+) -> Iterator[RecordedStep]:
+    """Yield the steps that are intact, after reading every byte of them.
+
+    What is wrong with others goes into `left_out`, a sentence and the step. Raises DamagedRecord
+    for the first that is not intact unless `skip_damaged`.
+    """
+    checks = StepChecks(record.storage, None)
+    for step in steps:
+        facts = checks.facts(step)
+        found = [problem for problem in facts.problems if problem.kind == "damaged"]
+        if found and not skip_damaged:
+            raise refused(found[0])
+        left_out |= {f"step {step} is left out: {problem}": step for problem in found}
+        if not found:
+            yield facts.recorded or record.step(step)
 
 
 def steps_to_copy(
     record: Record, steps: Sequence[int], skip_damaged: bool
 ) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    """Read every byte of some steps; return those that are intact, and what is wrong with the rest.
-
-    Raises DamagedRecord for the first that is not intact unless `skip_damaged`.
-    """
-    checks, intact, left_out = StepChecks(record.storage, None), [], []
-    for step in steps:
-        found = [problem for problem in checks.facts(step).problems if problem.kind == "damaged"]
-        if found and not skip_damaged:
-            raise refused(found[0])
-        intact += [] if found else [step]
-        left_out += [f"step {step} is left out: {problem}" for problem in found]
-    return tuple(intact), tuple(dict.fromkeys(left_out))
+    """Return the numbers of the steps that `intact_steps` yields, and what is wrong with others."""
+    left_out: dict[str, int] = {}
+    intact = tuple(step.manifest.step for step in intact_steps(record, steps, skip_damaged, left_out))
+    return intact, tuple(left_out)
 
 
 def refused(problem: Problem) -> DamagedRecord:
@@ -282,16 +293,16 @@ class StepChecks:
 
     def facts(self, step: int) -> StepFacts:
         """Check a step; without step.json nothing else can be found."""
-        folder, file = f"{STEPS_FOLDER}/{step_name(step)}", step_file(step)
+        folder, file, storage = f"{STEPS_FOLDER}/{step_name(step)}", step_file(step), KeptFiles(self.storage)
         try:
-            data = read_small(self.storage, file)
+            data = read_small(storage, file)
             manifest = parse_manifest(data, step)
         except DamagedRecord as error:
             return StepFacts((damage(error),))
         except UnknownFormat as error:
             return StepFacts((Problem(file, None, str(error)),))
-        recorded = RecordedStep(self.storage, manifest)
-        found, pictures = [*self.problems_of_bytes(folder, manifest)], dict[str, int]()
+        recorded = RecordedStep(storage, manifest)
+        found, pictures = [*problems_of_bytes(storage, folder, manifest)], dict[str, int]()
         if not found:
             try:
                 pictures = recorded.named_pictures()
@@ -304,12 +315,9 @@ class StepChecks:
         prompts: list[int] = []
         if not found and self.header is not None:
             contradictions, prompts = self.contradictions(recorded, self.header)
-        return StepFacts(tuple(found), linked, tuple(contradictions), tuple(prompts), tuple(pictures))
-
-    def problems_of_bytes(self, folder: str, manifest: StepManifest) -> Iterator[Problem]:
-        yield from listed_problems(self.storage, folder, manifest)
-        known = {STEP_FILE, *manifest.batches, *manifest.files}
-        yield from (unexpected(f"{folder}/{n}") for n in sorted(self.storage.names(folder)) if n not in known)
+        return StepFacts(
+            tuple(found), linked, tuple(contradictions), tuple(prompts), tuple(pictures), recorded
+        )
 
     def problems_of_pictures(self, named: Mapping[str, int]) -> Iterator[Problem]:
         """Yield the damaged pictures, by name with their sizes; each is read once."""
@@ -335,6 +343,12 @@ class StepChecks:
         except DamagedRecord as error:
             found.append(damage(error))
         return found, prompts
+
+
+def problems_of_bytes(storage: Storage, folder: str, manifest: StepManifest) -> Iterator[Problem]:
+    yield from listed_problems(storage, folder, manifest)
+    known = {STEP_FILE, *manifest.batches, *manifest.files}
+    yield from (unexpected(f"{folder}/{n}") for n in sorted(storage.names(folder)) if n not in known)
 
 
 def listed_problems(storage: Storage, folder: str, manifest: StepManifest) -> Iterator[Problem]:

@@ -331,20 +331,21 @@ class RecordWriter:
         step = replace(step, version=outcome.version, outcome=outcome)
         if not self.options.recording.has_plans:
             step = replace(step, plan=None, outcome=None)
-        self.record_step(step)
+        self.record_step(step.step, lambda: step)
 
-    def record_step(self, step: RankStep) -> None:
-        """Write, queue or drop a step of this rank, as all ranks agree; a collective."""
+    def record_step(self, number: int, made: Callable[[], RankStep]) -> None:
+        """Make and write, queue or drop a step of this rank, as all ranks agree; a collective."""
         if self.background is None:
-            self.attempt(lambda: self.write(step))
+            steps: list[RankStep] = []
+            self.attempt(lambda: steps.append(self.write(made())))
             self.agree()
             if self.rank == 0 and self.ended is None:
-                self.attempt(lambda: self.commit(step))
+                self.attempt(lambda: self.commit(steps[0]))
             self.agree()
         elif self.agree_on_room():
-            self.background.put(step)
+            self.background.put(made)
         elif self.ended is None:
-            self.drop(step.step)
+            self.drop(number)
 
     def agree_on_room(self) -> bool:
         """Return whether all ranks can queue a step; wait for it unless `when_slow` is "drop"."""
@@ -361,14 +362,14 @@ class RecordWriter:
         if self.rank == 0 and len(self.dropped) == 1:
             self.notify(f"the disk is slower than the run: step {step} is dropped, and more may follow")
 
-    def record(self, step: RankStep) -> None:
-        """Write and, on rank 0, commit one step; runs in the writer thread."""
-        self.write(step)
+    def record(self, made: Callable[[], RankStep]) -> None:
+        """Make, write and, on rank 0, commit one step; runs in the writer thread."""
+        step = self.write(made())
         if self.rank == 0:
             self.commit(step)
 
-    def write(self, step: RankStep) -> None:
-        """Write this rank's files, and their checksums for rank 0."""
+    def write(self, step: RankStep) -> RankStep:
+        """Write this rank's files, and their checksums for rank 0; return the step."""
         if self.rank == 0:
             self.kept.check_room()
         if self.tokenizer is not None and step.text is None:
@@ -381,6 +382,7 @@ class RecordWriter:
         write_rank_manifest(
             folder, self.rank, self.num_ranks, write_rank(folder, self.rank, self.num_ranks, step)
         )
+        return step
 
     def commit(self, step: RankStep) -> None:
         """On rank 0, commit the step when all ranks have written theirs, then apply the limits."""
@@ -505,7 +507,7 @@ class RecordWriter:
         else:
             self.lock.leave()
 
-    def finish_without_collectives(self, background: Background[RankStep]) -> None:
+    def finish_without_collectives(self, background: Background[Callable[[], RankStep]]) -> None:
         """End the writer thread without a collective: in a failed run another rank may be dead."""
         if not background.close(SHUTDOWN_TIMEOUT_S):
             self.notify(

@@ -10,7 +10,7 @@ side does not know, be it a value, the config or the machine, is listed and expl
 """
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -177,6 +177,7 @@ def diff_records(
         raise ReplayError(f"{left.path} and {right.path} have no step in common: there is nothing to compare")
     foreign = left.header.trainer is not None, right.header.trainer is not None
     differences: tuple[StageDifference, ...] = ()
+    unknown: dict[str, Counter[str]] = {"A": Counter(), "B": Counter()}
     num_compared = 0
     for record in () if fast else (left, right):
         read_end(record.storage)
@@ -185,6 +186,9 @@ def diff_records(
             record.step(number) if fast else check_step(record, number) for record in (left, right)
         )
         differences = compare_steps(here, there, foreign)
+        for side, one in (("A", here), ("B", there)):
+            ranks = range(one.manifest.num_ranks)
+            unknown[side].update(one.num_unknown() | {"": sum(map(one.num_rows, ranks))})
         num_compared += 1
         on_step(number)
         if differences:
@@ -198,7 +202,6 @@ def diff_records(
         verdict = judge_own_code(left, right, differences[0]) or judge_difference(
             differences[0], header, config, trainers
         )
-    compared = shared[:num_compared]
     return DiffReport(
         left=left.path,
         right=right.path,
@@ -212,7 +215,7 @@ def diff_records(
         verdict=verdict,
         not_compared=stages_not_recorded(left, right, here, there),
         not_known=(
-            *unknown_values(left, right, compared),
+            *unknown_values(unknown),
             *unknown_settings(left.header, right.header),
         ),
         unrelated=why_unrelated(left, right, shared) if differences else None,
@@ -289,18 +292,13 @@ def settings_that_differ(left: Record, right: Record) -> HeaderComparison:
     )
 
 
-def unknown_values(left: Record, right: Record, steps: Sequence[int]) -> list[str]:
-    phrases = []
-    for side, record in (("A", left), ("B", right)):
-        counts: Counter[str] = Counter()
-        num_rows = 0
-        for step in map(record.step, steps):
-            counts.update(step.num_unknown())
-            num_rows += sum(step.num_rows(rank) for rank in range(step.manifest.num_ranks))
-        if counts:
-            listed = ", ".join(f"{key} of {count}" for key, count in counts.items())
-            phrases.append(f"{listed} of {num_rows} rows in {side}")
-    return phrases
+def unknown_values(sides: Mapping[str, Counter[str]]) -> list[str]:
+    """Return a phrase for each side; its count under "" is that of all rows."""
+    listed = {
+        side: ", ".join(f"{key} of {count}" for key, count in counts.items() if key)
+        for side, counts in sides.items()
+    }
+    return [f"{keys} of {sides[side]['']} rows in {side}" for side, keys in listed.items() if keys]
 
 
 def unknown_settings(left: RecordHeader, right: RecordHeader) -> list[str]:

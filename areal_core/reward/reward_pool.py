@@ -17,8 +17,10 @@ import queue
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from itertools import takewhile
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from typing import Any
@@ -29,6 +31,7 @@ from areal_core.reward.functions import RewardFn, name_of_reward_fn
 from areal_core.safety.interpreter import python_command
 
 logger = logging.getLogger(__name__)
+Call = tuple[tuple[Any, ...], dict[str, Any]]  # arguments and row
 START_TIMEOUT_S = 120.0  # a reward function may import a large library
 
 
@@ -82,6 +85,13 @@ class RewardPool:
             self._run, (prompt, completions, list(prompt_ids), list(completion_ids)), row
         )
 
+    def submit_many(self, calls: Sequence[Call]) -> "Future[list[float | RewardError]]":
+        """Submit calls that one worker answers in turn, in one message: arguments and row of each.
+
+        Errors are returned.
+        """
+        return self._threads.submit(self._run_many, calls)
+
     def close(self) -> None:
         """End the workers, also busy ones; their calls raise RewardError."""
         self.closed = True
@@ -99,36 +109,65 @@ class RewardPool:
         self.close()
 
     def _run(self, arguments: tuple[Any, ...], row: dict[str, Any]) -> float:
+        (outcome,) = self._run_many([(arguments, row)])
+        if isinstance(outcome, float):
+            return outcome
+        prompt, completion, *_ = arguments
+        raise RewardError(
+            f"{self.name} {outcome}\nprompt {prompt[:200]!r}\ncompletion {completion[:200]!r}\nrow {repr(row)[:500]}"
+        )
+
+    def _run_many(self, calls: Sequence[Call]) -> list[float | RewardError]:
+        jobs, outcomes, num_deaths = [encoded(call) for call in calls], list[float | RewardError](), 0
         worker = self._idle.get()
         try:
-            return self._attempt(worker, rows_to_json([arguments, row]).encode())
-        except (RewardError, TypeError) as error:
-            prompt, completion, *_ = arguments
-            raise RewardError(
-                f"{self.name} {error}\nprompt {prompt[:200]!r}\ncompletion {completion[:200]!r}\nrow {repr(row)[:500]}"
-            ) from None
+            while len(outcomes) < len(jobs):
+                refused = jobs[len(outcomes)]
+                if isinstance(refused, RewardError):
+                    outcomes.append(refused)
+                    continue
+                waiting = takewhile(lambda job: isinstance(job, str), jobs[len(outcomes) :])
+                try:
+                    for reply in worker.call([str(job) for job in waiting]):
+                        outcomes.append(self._late(worker) if reply is None else outcome_of(reply))
+                        num_deaths = 0
+                except RewardError as error:  # it could not be imported
+                    outcomes.append(error)
+                except (EOFError, OSError):
+                    worker.kill()
+                    num_deaths += 1
+                    if self.closed or num_deaths > self.max_retries:
+                        how = f"killed its process {num_deaths} times"
+                        outcomes.append(
+                            RewardError("was running when its pool was closed" if self.closed else how)
+                        )
+                        num_deaths = 0
         finally:
             self._idle.put(worker)
+        return outcomes
 
-    def _attempt(self, worker: "_Worker", job: bytes) -> float:
-        for _ in range(self.max_retries + 1):
-            try:
-                reply = worker.call(job)
-            except (EOFError, OSError):
-                worker.kill()
-                if self.closed:
-                    raise RewardError("was running when its pool was closed") from None
-                continue
-            if reply is not None:
-                return reward_of(json.loads(reply))
-            worker.kill()
-            self.num_timeouts += 1
-            late = f"did not return within {self.timeout_s} s"
-            if self.timeout_reward is None:
-                raise RewardError(late)
-            logger.warning("%s %s; its reward is %s", self.name, late, self.timeout_reward)
-            return self.timeout_reward
-        raise RewardError(f"killed its process {self.max_retries + 1} times")
+    def _late(self, worker: "_Worker") -> float | RewardError:
+        worker.kill()
+        self.num_timeouts += 1
+        late = f"did not return within {self.timeout_s} s"
+        if self.timeout_reward is None:
+            return RewardError(late)
+        logger.warning("%s %s; its reward is %s", self.name, late, self.timeout_reward)
+        return self.timeout_reward
+
+
+def encoded(call: Call) -> str | RewardError:
+    try:
+        return rows_to_json(call)
+    except TypeError as error:
+        return RewardError(str(error))
+
+
+def outcome_of(reply: bytes) -> float | RewardError:
+    try:
+        return float(reward_of(json.loads(reply)))
+    except RewardError as error:
+        return error
 
 
 def reward_of(reply: dict[str, Any]) -> float:
@@ -151,16 +190,21 @@ class _Worker:
         self.process: subprocess.Popen[bytes] | None = None
         self.connection: Connection | None = None
 
-    def call(self, job: bytes) -> bytes | None:
-        """Return the reply, or None on a time-out.
+    def call(self, jobs: Sequence[str]) -> Iterator[bytes | None]:
+        """Yield the reply to each job, the last one None on a time-out.
 
         Raises EOFError or OSError if the process died.
         """
         if self.process is None:
             self._start()
-        assert self.connection is not None
-        self.connection.send_bytes(job)
-        return self.connection.recv_bytes() if self.connection.poll(self.timeout_s) else None
+        connection = self.connection
+        assert connection is not None
+        connection.send_bytes(f"[{','.join(jobs)}]".encode())
+        for _ in jobs:
+            if not connection.poll(self.timeout_s):
+                yield None
+                return
+            yield connection.recv_bytes()
 
     def interrupt(self) -> None:
         # Also of one that has ended: until it is waited for, its number is that of the group.

@@ -5,10 +5,8 @@ C code that calls no function but stand-ins, so a hostile file can do no more th
 time, which the child process that reads what others wrote limits.
 """
 
-import io
 import pickle
-import pickletools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, BinaryIO, NoReturn
 
 
@@ -35,23 +33,3 @@ class RestrictedUnpickler(pickle.Unpickler):
     def persistent_load(self, pid: Any) -> Any:
         """Refuse references to data outside of the pickle."""
         raise UnsafePickle("it refers to data outside of the file")
-
-
-def load_plain(data: bytes) -> Any:
-    """Return the plain data of a pickle: no object. Raises `UnsafePickle`."""
-    try:
-        # The C code makes its memo as large as the largest place in it, which is at most a place an
-        # opcode.
-        if any(place > len(data) for place in places_in_memo(data)):
-            raise UnsafePickle("it numbers more values than it has bytes")
-        return RestrictedUnpickler(io.BytesIO(data)).load()
-    except UnsafePickle:
-        raise
-    except Exception as error:  # a broken or hostile pickle may raise any exception
-        raise UnsafePickle(f"it cannot be read ({type(error).__name__}: {error})") from error
-
-
-def places_in_memo(data: bytes) -> Iterator[int]:
-    for opcode, argument, _ in pickletools.genops(data):
-        if opcode.name in ("PUT", "BINPUT", "LONG_BINPUT"):
-            yield int(argument or 0)

@@ -41,7 +41,7 @@ class Next:
 
 @dataclass(frozen=True)
 class Answer:
-    """What a tool says of a verb's report; `data` are facts besides those that the tool's row names.
+    """What a tool says of a report; `data` are facts besides those that the row of the tool names.
 
     `status` is that of the verb's exit code, if it is empty.
     """
@@ -141,7 +141,7 @@ def of_hang(report: Json, given: Json) -> Answer:
 
 
 def of_runs(report: Json, given: Json) -> Answer:
-    """`open FOLDER`: a look at each thing that a run left, problems first, and a pair of records."""
+    """`open FOLDER`: a look at each thing that was left, problems first, and a pair of records."""
     tools = {
         "hang": ("diagnose_hang", "paths", "why it hangs"),
         "metrics": ("diagnose_learning", "run", "what is wrong with its numbers"),

@@ -5,6 +5,7 @@ value among all of the step, a miss costs `MISS`, and each place where a shift c
 takes to say where it is. A function that is merely different explains nothing by chance.
 """
 
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -73,7 +74,8 @@ def same(recorded: Floats, again: Floats, order: Ints) -> npt.NDArray[np.bool_]:
 
 def surprises(recorded: Floats, again: Floats) -> Floats:
     """Return the nats of each recorded value among those scored again."""
-    share = np.array([(again == value).sum() for value in recorded])
+    ordered = np.sort(again)
+    share = np.searchsorted(ordered, recorded, "right") - np.searchsorted(ordered, recorded)
     return np.asarray(-np.log((share + 1) / (len(again) + 2)))
 
 
@@ -156,9 +158,10 @@ def orders(groups: Ints) -> Iterator[tuple[Ints, str]]:
 
 def find_pairings(scored: Sequence[tuple[int, int, float, float]]) -> tuple[Pairing, ...]:
     """Return the pairing of each step, of (step, prompt, recorded reward, reward scored again)."""
-    found = []
-    for step in dict.fromkeys(row[0] for row in scored):
-        own = [row for row in scored if row[0] == step]
+    found, steps = [], defaultdict(list)
+    for row in scored:
+        steps[row[0]].append(row)
+    for step, own in steps.items():
         _, prompts, recorded, again = (np.array(column) for column in zip(*own, strict=True))
         if len(own) > 1:
             found.append(find_pairing(step, recorded.astype(float), again.astype(float), prompts))

@@ -10,20 +10,21 @@ recorded reward pays for is a false positive. No model is needed.
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 from areal_core.data.read import BOXED_INSTRUCTION
+from areal_core.errors import RewardError
 from areal_core.reward import RewardPool
+from areal_core.reward.reward_pool import Call
 from areal_debug.record.decode import load_decoder
 from areal_debug.reward.answers import question_of
 from areal_debug.reward.pairing import Pairing, find_pairings
-from areal_debug.reward.probe import outcome_of
 from recorder import Record, RecordedStep
 
 KEY = 24  # characters of a prompt by which its row is looked up
 MOST_LISTED = 1000
+CHUNK = 256  # calls in one message: a round trip for each takes four times as long
 TIMEOUT_S = 15.0  # of a call, as in training
 SPECIAL = re.compile(r"<\|[^|<>]{1,40}\|>")
 
@@ -191,22 +192,30 @@ def score_rank(
 ) -> list[Scored]:
     arrays = step.batch(rank, ["rewards", "prompt_id", "sample_id"])
     rows = step.known(rank, "rewards").nonzero()[0].tolist()
-    found: list[tuple[int, str, Future[float] | None]] = []
+    found: list[tuple[int, str, bool]] = []
+    calls: list[Call] = []
     for row, prompt, completion, prompt_ids, completion_ids in row_texts(step, rank, decode, rows):
         data = {} if rows_of is None else rows_of.find(prompt)
-        call = None if data is None else pool.submit(prompt, completion, prompt_ids, completion_ids, **data)
-        found.append((row, completion, call))
+        calls += [] if data is None else [((prompt, completion, prompt_ids, completion_ids), data)]
+        found.append((row, completion, data is not None))
+    chunks = [pool.submit_many(calls[at : at + CHUNK]) for at in range(0, len(calls), CHUNK)]
+    outcomes = (outcome for chunk in chunks for outcome in chunk.result())
     return [
         Scored(
             step.manifest.step,
             int(arrays["prompt_id"][row]),
             int(arrays["sample_id"][row]),
             float(arrays["rewards"][row]),
-            None if call is None else outcome_of(call),
+            outcome_in(next(outcomes)) if has_data else None,
             completion[-200:],
         )
-        for row, completion, call in found
+        for row, completion, has_data in found
     ]
+
+
+def outcome_in(outcome: float | RewardError) -> float | str:
+    """Return the reward, or what went wrong in one line."""
+    return outcome if isinstance(outcome, float) else str(outcome).splitlines()[0]
 
 
 def report_of(record: Record, function: str, scored: Sequence[Scored]) -> RescoreReport:

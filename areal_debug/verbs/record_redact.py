@@ -1,7 +1,7 @@
 """`areal-debug record redact`: a copy of a record to show to others."""
 
 import re
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -65,18 +65,20 @@ def redact(
     from recorder import open_record
     from recorder.reader import Damage
     from recorder.redact import Rules, redact_record
-    from recorder.verify import steps_to_copy
+    from recorder.verify import intact_steps
 
     if destination.exists() or destination.is_symlink():
         raise ValueError(f"{destination} exists already: give another path, a copy is never replaced")
     damage = Damage()
     opened = open_record(record, damage if skip_damaged else None)
-    steps, left_out = steps_to_copy(opened, opened.steps, skip_damaged)
-    opened = replace(opened, steps=steps)
+    left_out: dict[str, int] = {}
+    steps = intact_steps(opened, opened.steps, skip_damaged, left_out)
     decode = load_decoder(opened)
     rules = Rules(patterns, not without_text, not without_images)
     done = with_progress(
-        "redacting", len(opened.steps), lambda tick: redact_record(opened, destination, rules, decode, tick)
+        "redacting",
+        len(opened.steps),
+        lambda tick: redact_record(opened, destination, rules, decode, tick, steps),
     )
     if as_json:
         print_json(asdict(done) | {"record": str(destination)})

@@ -6,11 +6,13 @@ Both forms that torch writes, pickle and JSON, have the same keys. gloo leaves e
 
 import json
 import re
+from functools import lru_cache
 from typing import Any
 
-from areal_core.safety.unpickle import UnsafePickle, load_plain
+from areal_core.safety.unpickle import UnsafePickle
 from hangdoctor.errors import UnreadableDump
 from hangdoctor.model import CollectiveRecord, Frame, RasRank
+from hangdoctor.parse.plain_pickle import load_plain
 
 PEERS = re.compile(r"(\d+)\s*<?->?\s*(\d+)")
 
@@ -52,10 +54,19 @@ def group_ranks(config: Any) -> dict[str, tuple[int, ...]]:
     found = {}
     for key, group in config.items():
         if isinstance(group, dict) and str(key):
-            found[str(key)] = tuple(
-                int(n) for n in re.findall(r"\d{1,9}", str(group.get("ranks", ""))[:2_000_000])
-            )
+            found[str(key)] = ranks_in(str(group.get("ranks", ""))[:2_000_000])
     return found
+
+
+@lru_cache(maxsize=64)
+def ranks_in(text: str) -> tuple[int, ...]:
+    return tuple(map(int, re.findall(r"\d{1,9}", text)))
+
+
+@lru_cache(maxsize=4096)
+def shared(value: tuple[Any, ...]) -> Any:
+    """Return the same object for equal values: most of all ranks' records are equal."""
+    return value
 
 
 def record_from(entry: dict[str, Any], rank: int, groups: dict[str, tuple[int, ...]]) -> CollectiveRecord:
@@ -76,15 +87,22 @@ def record_from(entry: dict[str, Any], rank: int, groups: dict[str, tuple[int, .
         state="completed" if entry.get("retired") else str(entry["state"]),
         input_sizes=sizes(entry.get("input_sizes", ())),
         output_sizes=sizes(entry.get("output_sizes", ())),
-        input_dtypes=tuple(map(str, entry.get("input_dtypes", ()))),
-        output_dtypes=tuple(map(str, entry.get("output_dtypes", ()))),
+        input_dtypes=shared(tuple(map(str, entry.get("input_dtypes", ())))),
+        output_dtypes=shared(tuple(map(str, entry.get("output_dtypes", ())))),
         created_ns=int(entry["time_created_ns"]) if entry.get("time_created_ns") else None,
-        frames=tuple(
-            Frame(str(f.get("name", "")), str(f.get("filename", "")), int(f.get("line", 0)))
-            for f in entry.get("frames", ())
+        frames=frames_at(
+            tuple(
+                (str(f.get("name", "")), str(f.get("filename", "")), int(f.get("line", 0)))
+                for f in entry.get("frames", ())
+            )
         ),
         peer=peer_of(peers),
     )
+
+
+@lru_cache(maxsize=4096)
+def frames_at(places: tuple[tuple[str, str, int], ...]) -> tuple[Frame, ...]:
+    return tuple(Frame(*place) for place in places)
 
 
 def peer_of(peers: re.Match[str] | None) -> int | None:
@@ -96,7 +114,7 @@ def peer_of(peers: re.Match[str] | None) -> int | None:
 
 def sizes(value: Any) -> tuple[tuple[int, ...], ...]:
     """Return tensor sizes as tuples of integers."""
-    return tuple(tuple(int(n) for n in size) for size in value)
+    return shared(tuple(tuple(map(int, size)) for size in value))
 
 
 COMMUNICATOR = re.compile(r"^#(?P<id>\d+-\d+) \((?P<hash>[0-9a-f]+)\) (?P<kind>[A-Z_, ]+)", re.M)

@@ -11,6 +11,7 @@ is known. A prefix without a word for ranks is that of a node where torchrun its
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 from hangdoctor.frames import of_launcher
 from hangdoctor.model import CollectiveRecord, Frame, Thread
@@ -22,11 +23,11 @@ MAX_CHARACTERS = 32 << 20
 MAX_TRACEBACK, MAX_PREFIX = 20_000, 120
 REPORT_LINES = 60
 # Only a job that has ended, or a rank of it, leaves one of these.
-ENDED = message("job_log", "ended")
+ENDED = messages("job_log", "ended")  # each by itself: what begins with a literal is found fast
 TORCHRUN_FILE = re.compile(
     r"(?:^|/)attempt_(?P<attempt>\d{1,4})/(?P<rank>\d{1,6})/(?:stdout|stderr|error)\.\w+$"
 )
-KNOWN = message("job_log", "known")
+KNOWN = messages("job_log", "known")
 TASK = re.compile(r"(?:^|[\s|\]])(?P<number>\d{1,6}):\s*$")
 SAYS_RANK = re.compile(r"(?:\S+ ){0,4}?\[?rank[ _=:]?(\d{1,6})\b", re.I)
 WRITER = re.compile(r"(?:\[(?:rank|default)\d+\]:|(?<!\d)\d{1,6}:)$")
@@ -124,7 +125,7 @@ def has_ended(text: str) -> bool:
         text[-MAX_TRACEBACK:].rpartition("Traceback (most recent call last):\n")[2].rstrip().split("\n")
     )
     whole = bool(indented) and all(line.lstrip("| ") != line for line in indented) and ERROR.match(last)
-    return ENDED.search(text) is not None or bool(whole)
+    return any(pattern.search(text) for pattern in ENDED) or bool(whole)
 
 
 def read_job_log(texts: Iterable[Text]) -> JobLog:
@@ -153,20 +154,22 @@ Lines = list[tuple[int | None, str]]
 
 def written_by(text: str, rank: int | None) -> Iterator[tuple[int | None, str]]:
     """Yield the rank that wrote each line, and the line without what stands before its text."""
-    starts = ((m.start(), text.rfind("\n", 0, m.start()) + 1) for m in KNOWN.finditer(text))
+    matches = (m.start() for pattern in KNOWN for m in pattern.finditer(text))
+    starts = ((start, text.rfind("\n", 0, start) + 1) for start in matches)
     found = {text[line:start].rstrip() for start, line in starts if start - line < MAX_PREFIX}
     found = {prefix for prefix in found if prefix.strip() and "traceback" not in prefix}
     found |= {before for prefix in found if (before := WRITER.sub("", prefix).rstrip())}
     shapes = {re.sub(r"\d+", r"\\d+", re.escape(prefix)) for prefix in found}
-    known = re.compile("|".join(sorted([*list(shapes)[:200], r"\[rank\d+\]:"], key=len, reverse=True)))
+    known = re.compile(
+        "|".join(sorted([*list(shapes)[:200], r"\[rank\d+\]:|\[\d+\]<std\w+>:"], key=len, reverse=True))
+    )
     lines = text.replace("\r", "").split("\n")
-    matches = [known.match(line) for line in lines]
-    nodes = {
-        number_before(m[0]) for m, line in zip(matches, lines, strict=True) if m and LAUNCHER.search(line)
-    }
-    numbers = {number_before(m[0]) for m in matches if m}
+    prefixes = [known.match(line) for line in lines]
+    launched = zip(prefixes, lines, strict=True) if LAUNCHER.search(text) else ()
+    nodes = {number_before(m[0]) for m, line in launched if m and LAUNCHER.search(line)}
+    numbers = {number_before(m[0]) for m in prefixes if m}
     nodes |= numbers if len(numbers) == 1 else set()
-    for match, line in zip(matches, lines, strict=True):
+    for match, line in zip(prefixes, lines, strict=True):
         writer, rest = rank, line
         if match:
             rest = line[match.end() :].removeprefix(" ")
@@ -179,6 +182,7 @@ def written_by(text: str, rank: int | None) -> Iterator[tuple[int | None, str]]:
         yield writer, rest
 
 
+@lru_cache(maxsize=4096)
 def number_before(prefix: str) -> int | None:
     """Return the number of the task, pod or container in a prefix: the last one, of the process."""
     if task := TASK.search(prefix):
@@ -207,7 +211,7 @@ def parts_of(lines: Lines) -> Iterator[Lines]:
     part: Lines = []
     for number, (writer, line) in enumerate(lines):
         part.append((writer, line))
-        if AGENT_FAILED.search(line):
+        if "failed (exitcode: " in line and AGENT_FAILED.search(line):
             behind = (text for _, text in lines[number : number + REPORT_LINES])
             if not any("ChildFailedError" in text for text in behind):
                 yield part
@@ -364,8 +368,9 @@ def read_messages(job: JobLog, lines: Lines) -> None:
 
 def stalled(text: str) -> list[CollectiveRecord]:
     """Return the operations of Horovod's report that different ranks have submitted alone."""
-    ready = {m["ranks"]: m["op"] for m in STALLED.finditer(text)}
-    ranks = [numbers_in(text) for text in ready]
+    found = STALLED.finditer(text) if "[ready ranks: " in text else ()
+    ready = {m["ranks"]: m["op"] for m in found}
+    ranks = [numbers_in(listed) for listed in ready]
     if len(ready) < 2 or len({rank for found in ranks for rank in found}) < sum(map(len, ranks)):
         return []
     return [

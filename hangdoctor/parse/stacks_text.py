@@ -14,6 +14,7 @@ from functools import lru_cache
 from hangdoctor.model import Frame
 from hangdoctor.parse.frame_lines import bare_name, frame_of, loose_frames
 from hangdoctor.parse.headings import PROCESS, OpenThread, Section, section_header, thread_header
+from hangdoctor.parse.logs import ZEROS
 
 MAX_LINE = 4096
 MAX_FRAMES = 2000
@@ -23,12 +24,13 @@ PREFIX = re.compile(
     r"^\s*(?:\[(?:default|rank)(?P<torchrun>\d+)\]:?|"
     r"\(\w[\w.]*(?: rank=(?P<ray>\d+))?[^)]{0,40}? pid=(?P<pid>\d+)[^)]*\)|"
     r"\(\w[\w.]* rank=(?P<worker>\d+)[^)]*\)|"
-    r"(?P<srun>\d{1,6}):|\[\d+,(?P<mpi>\d+)\]<std\w+>:|[\w.\-]*?-(?P<compose>\d{1,5})\s+\||"
+    r"(?P<srun>\d{1,6}):|\[(?:\d+,)?(?P<mpi>\d+)\]<std\w+>:|[\w.\-]*?-(?P<compose>\d{1,5})\s+\||"
     r"\[pod/[\w.\-]*?-(?P<pod>\d{1,5})/[\w.\-]+\]) ?"
 )
 MAYBE_PREFIXED = re.compile(r"^[^\S\n]*(?:\[|\(|\d+:|[\w.\-]+-\d+\s+\|)", re.M)
 CLOCK = re.compile(
-    r"^(?:\[?\d{4}-\d\d-\d\d[ T]\d\d:\d\d:\d\d[.,\d]*(?:[+-]\d\d:?\d\d|Z)?(?: \w+)?\]? ?"
+    r"^(?:\[\d{4}-\d\d-\d\d \d\d:\d\d:\d\d(?: (?:DP|PP|TP|EP)\d+)+\] ?|"  # SGLang names its rank
+    r"\[?\d{4}-\d\d-\d\d[ T]\d\d:\d\d:\d\d[.,\d]*(?:[+-]\d\d:?\d\d|Z)?(?: \w+)?\]? ?"
     r"(?:\[?(?:INFO|ERROR|WARNING|DEBUG|CRITICAL)\]?:? ?)?(?:\[[\w.]+\]:? ?)?|"
     r"[IWEF]\d{4} \d\d:\d\d:\d\d\.\d+ +\d+ \S+?\] )"
 )
@@ -107,6 +109,14 @@ def writer_of(match: re.Match[str]) -> int | str | None:
     return int(number[:9]) if number else match["pid"] and match["pid"][:9]
 
 
+@lru_cache(maxsize=4096)
+def is_prose(line: str, logged: bool) -> bool:
+    """Return whether a line, whose digits are zeros, can mean nothing but a refusal."""
+    of_tools = frame_of(line) or section_header(line, Section()) or thread_header(line)
+    of_people = not logged and (loose_frames(line) or bare_name(line) or INLINE.match(line))
+    return not (of_tools or of_people or INTERRUPT.match(line))
+
+
 class Reader:
     """The state machine: headings open sections and threads, frames go to the open thread."""
 
@@ -155,6 +165,8 @@ class Reader:
             return
         if line.startswith("frame #"):
             return  # of a C++ exception: where it was thrown, such as in a watchdog, is no wait
+        if line[-1] != ")" and is_prose(line.translate(ZEROS), logged) and not self.refused(line):
+            return
         frame = frame_of(line)
         if frame is not None:
             weak = (not frame.line and not frame.native) or frame.file == "?"

@@ -11,7 +11,7 @@ is shifted by one, so that a row's first token has none, unless another trainer 
 import json
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -160,26 +160,41 @@ class Column:
     known: np.ndarray | None = None
     known_values: np.ndarray | None = None
 
-    def value(self, row: int) -> Any:
-        """Return the value of a row as JSON types; None if it is not known."""
-        if self.known is not None and not self.known[row]:
-            return None
+    def rows(self, begin: int, end: int) -> list[Any]:
+        """Return the values of some rows as JSON types; None if they are not known."""
         if self.offsets is None:
-            return plain_value(self.values[row])
-        part = slice(self.offsets[row], self.offsets[row + 1])
-        values = plain_value(self.values[part])
-        if self.known_values is None:
-            return values
-        return [
-            value if known else None for value, known in zip(values, self.known_values[part], strict=True)
-        ]
+            return masked(plain_values(self.values[begin:end]), self.known, begin, end)
+        first, last = self.offsets[begin], self.offsets[end]
+        values = masked(plain_values(self.values[first:last]), self.known_values, first, last)
+        bounds = (self.offsets[begin : end + 1] - first).tolist()
+        return masked([values[low:high] for low, high in pairwise(bounds)], self.known, begin, end)
+
+    def is_finite(self) -> bool:
+        """Whether no known number is infinite or NaN, as far as that is quick to find out."""
+        if isinstance(self.values, list) or self.values.dtype.kind in "iubU":
+            return True
+        if self.values.dtype.kind != "f":
+            return not len(self.values)
+        known = self.known_values
+        if self.known is not None:
+            known_rows = self.known if self.offsets is None else np.repeat(self.known, np.diff(self.offsets))
+            known = known_rows if known is None else known & known_rows
+        return bool(np.isfinite(self.values if known is None else self.values[known]).all())
 
 
-def plain_value(value: Any) -> Any:
-    """Return a NumPy value as JSON types; a micro-batch, message and picture as an object."""
-    if getattr(value, "dtype", None) in (MICRO_BATCH, MESSAGE, PICTURE):
-        return [dict(zip(value.dtype.names, item, strict=True)) for item in value.tolist()]
-    return value.tolist() if isinstance(value, np.ndarray | np.generic) else value
+def masked(values: list[Any], known: np.ndarray | None, begin: int, end: int) -> list[Any]:
+    if known is None:
+        return values
+    return [
+        value if is_known else None for value, is_known in zip(values, known[begin:end].tolist(), strict=True)
+    ]
+
+
+def plain_values(values: Any) -> list[Any]:
+    """Return NumPy values as JSON types; a micro-batch, message and picture as an object."""
+    if getattr(values, "dtype", None) in (MICRO_BATCH, MESSAGE, PICTURE):
+        return [dict(zip(values.dtype.names, item, strict=True)) for item in values.tolist()]
+    return values.tolist() if isinstance(values, np.ndarray) else values
 
 
 def layout_of(record: Record, steps: Iterable[RecordedStep]) -> Layout:

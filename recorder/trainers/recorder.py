@@ -194,7 +194,6 @@ class Recorder:
         if not self.started:
             self._resume(step)
         places, num_prompts = number_groups(gathered, self.num_prompts)
-        content = content_of(parsed, places[self.rank])
         before = step if self.version is None else self.version
         after = before + 1 if version is None else version
         plan = outcome = None
@@ -204,9 +203,14 @@ class Recorder:
             numbers = {str(name): to_number(value) for name, value in (stats or {}).items()}
             known = {name: value for name, value in numbers.items() if value is not None}
             outcome = Outcome(step, after, (), known, dict(checksums or {}))
-        text = content.text if self.writer.options.text else None
         self.last_step, self.version, self.num_prompts = step, after, num_prompts
-        self.writer.record_step(RankStep(step, after, content.batch, plan, outcome, content.learning, text))
+
+        def made() -> RankStep:
+            content = content_of(parsed, places[self.rank])
+            text = content.text if self.writer.options.text else None
+            return RankStep(step, after, content.batch, plan, outcome, content.learning, text)
+
+        self.writer.record_step(step, made)
 
     def _check_order(self, step: int, version: int | None) -> None:
         """Raise RecordError unless the step may follow."""

@@ -1,7 +1,7 @@
 """A sample as a trainer has it, and how what a user gives becomes one."""
 
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -97,10 +97,11 @@ def parse_sample(given: Any, where: str) -> Sample:
     `tokens` are the whole sequence; `prompt_tokens` and `completion_tokens` can be given instead.
     Values per token cover the whole sequence or the completion alone; they may be lists, NumPy or
     torch. Without `loss_mask`, all tokens of the completion are trained on if it is known where it
-    begins. Raises RecordError, which names `where`.
+    begins. Arrays are copies. Raises RecordError, which names `where`.
     """
     if isinstance(given, Sample):
-        return given
+        arrays = {name: copied(getattr(given, name)) for name in OF_ARRAYS}
+        return replace(given, **arrays)
     if not isinstance(given, Mapping):
         raise RecordError(f"{where} is {type(given).__name__}: give a dict or a Sample")
     if unknown := [name for name in given if name not in GIVEN]:
@@ -115,7 +116,8 @@ def parse_sample(given: Any, where: str) -> Sample:
     if "loss_mask" in values:
         mask = rows.array("loss_mask", values["loss_mask"], np.int32)
     elif tokens is not None and prompt_length is not None:
-        mask = (np.arange(len(tokens)) >= prompt_length).astype(np.int32)
+        mask = np.ones(len(tokens), np.int32)
+        mask[:prompt_length] = 0
     sample = Sample(
         tokens=tokens,
         loss_mask=mask,
@@ -141,6 +143,15 @@ def parse_sample(given: Any, where: str) -> Sample:
     if not isinstance(sample.group, Hashable):
         raise RecordError(f"{where}: the group is a {type(sample.group).__name__}: give a number or text")
     return sample
+
+
+OF_ARRAYS = ("tokens", "loss_mask", "logprobs", "versions", "learning", "extras", "pixels")
+
+
+def copied(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {name: copied(item) for name, item in value.items()}
+    return None if value is None else np.array(value)
 
 
 @dataclass(frozen=True)
@@ -227,16 +238,16 @@ def token_ids(values: Any, where: str) -> np.ndarray:
         raise RecordError(f"{where}: shape {array.shape}, one dimension expected")
     if array.size and not 0 <= array.min() <= array.max() < 2**31:
         raise RecordError(f"{where}: ids from {array.min()} to {array.max()}, 0 to {2**31 - 1} expected")
-    return array.astype(np.int32)
+    return array.astype(np.int32, copy=False)
 
 
 def as_numpy(values: Any, where: str, dtype: type | None = None) -> np.ndarray:
-    """Return a NumPy array of a list, a NumPy array or a torch tensor; None in a list is NaN."""
+    """Return a copy of a list, NumPy array or torch tensor as an array; None in a list is NaN."""
     if hasattr(values, "detach"):
         values = values.detach().cpu()
         values = (values.float() if "bfloat16" in str(values.dtype) else values).numpy()
     try:
-        return np.asarray(values, dtype)
+        return np.array(values, dtype)
     except (TypeError, ValueError) as error:
         raise RecordError(f"{where}: {printable(str(error), 100)}: give a list of numbers") from None
 

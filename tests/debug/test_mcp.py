@@ -186,7 +186,7 @@ def test_a_confined_call_reads_no_file_that_a_link_inside_of_a_folder_names(root
 
 
 def children_in(folder: Path, command: bytes = b"mcp.in_child") -> list[int]:
-    """Processes of a server whose first root is the folder: that answer calls, or another command."""
+    """Processes of a server with this root that answer calls, or run another command."""
     found = []
     for process in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
@@ -346,11 +346,10 @@ def test_a_server_that_is_killed_leaves_no_process(root):
     async def script(server: int, address: str) -> None:
         async with Client(address) as client, anyio.create_task_group() as tasks:
             tasks.start_soon(client.call_tool, "query", {"record": "A", "sql": COUNT_FOREVER})
-            await until(lambda: len(children_in(root)) > 1)  # the query is read in a child of its own
+            await until(lambda: len(children_in(root)) > 1)  # one reads the record
             os.kill(server, signal.SIGKILL)
             tasks.cancel_scope.cancel()
 
-    with serving(root) as (address, server):
-        with suppress(BaseExceptionGroup):  # the connection is lost
-            anyio.run(script, server, address)
+    with serving(root) as (address, server), suppress(BaseExceptionGroup):  # the connection is lost
+        anyio.run(script, server, address)
     anyio.run(until, lambda: not children_in(root))

@@ -6,13 +6,16 @@ import os
 import re
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import recorder
 import replayer
-from recorder.trainers.sample import GIVEN
+from recorder.trainers.recorder import Recorder
+from recorder.trainers.sample import GIVEN, Sample, parse_sample
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/recording_api.md").read_text()
@@ -104,3 +107,21 @@ def test_a_shadow_of_a_package_is_one_sentence(name, tmp_path):
         f"ImportError: the package {name} at {tmp_path}/{name}/__init__.py is not the one of areal-debug: "
         "uninstall the other distribution and install areal-debug again, or use a virtual environment of its own"
     )
+
+
+@pytest.mark.parametrize("as_sample", [False, True])
+def test_what_a_trainer_changes_after_a_step_is_recorded_as_it_was(as_sample, tmp_path):
+    given = {"tokens": np.arange(4, dtype=np.int32), "loss_mask": np.array([0, 1, 1, 1], np.int32)}
+    given |= {"logprobs": np.array([0, -1, -2, -3], np.float32)}
+    with Recorder(tmp_path / "r") as recording:
+        made = recording.writer.background.work
+        recording.writer.background.work = lambda step: (changed.wait(), made(step))
+        changed = threading.Event()
+        recording.step(0, [parse_sample(given, "") if as_sample else given, Sample(**given)])
+        for array in given.values():
+            array[:] = 7
+        changed.set()
+    arrays = recorder.open_record(tmp_path / "r").step(0).batch(0)
+    assert arrays["logprobs"].tolist() == [0, -1, -2, -3] * 2
+    assert arrays["input_ids"].tolist() == [0, 1, 2, 3] * 2
+    assert arrays["loss_mask"].tolist() == [0, 1, 1, 1] * 2

@@ -12,6 +12,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from areal_core.safety.received import read_received
 from areal_debug.doctor.sources.plain_files import Row, UnreadableRun
 
@@ -66,21 +68,25 @@ def records_of(data: bytes) -> Iterator[bytes]:
 
 
 def fields_of(message: bytes) -> Iterator[tuple[int, Any]]:
-    place = 0
-    while place < len(message):
-        tag, place = varint(message, place)
+    place, end = 0, len(message)
+    while place < end:
+        tag, place = message[place], place + 1
+        if tag > 0x7F:
+            tag, place = varint(message, place - 1)
         number, kind = tag >> 3, tag & 7
         if kind == VARINT:
             value, place = varint(message, place)
             yield number, value
             continue
-        if kind == BYTES:
+        if kind == BYTES and place < end and message[place] < 0x80:  # in place: most are of one byte
+            size, place = message[place], place + 1
+        elif kind == BYTES:
             size, place = varint(message, place)
         elif kind in (FIXED64, FIXED32):
             size = 8 if kind == FIXED64 else 4
         else:
             raise ValueError(f"field {number} has the unknown wire type {kind}")
-        if place + size > len(message):
+        if place + size > end:
             raise ValueError(f"field {number} is longer than its message")
         yield number, message[place : place + size]
         place += size
@@ -106,7 +112,19 @@ def row_of(history: bytes) -> dict[str, Any]:
         if number == STEP:
             row["_step"] = dict(fields_of(value)).get(NUMBER, 0)
         elif number == ITEM:
-            item = list(fields_of(value))
-            names = [text.decode() for field, text in item if field in (KEY, NESTED_KEY) and text]
-            row["/".join(names)] = json.loads(dict(item).get(VALUE_JSON, b"null"))
+            names, text = [], b"null"
+            for field, content in fields_of(value):
+                if field in (KEY, NESTED_KEY) and content:
+                    names.append(content.decode())
+                elif field == VALUE_JSON:
+                    text = content
+            row["/".join(names)] = parsed(text)
     return row
+
+
+def parsed(text: bytes) -> Any:
+    """Parse JSON, also with NaN and infinite numbers."""
+    try:
+        return msgspec.json.decode(text)
+    except ValueError:
+        return json.loads(text)
