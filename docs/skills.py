@@ -51,7 +51,7 @@ def server_note(steps: str) -> str:
 
 
 def answers(tool: Tool, command: list[str]) -> bool:
-    """Return whether a call of the tool runs this command: the verb, and no other option or word."""
+    """Return whether a call of the tool runs this command: no other verb, option or word."""
     if not tool.verb or tuple(command[: len(tool.verb)]) != tool.verb:
         return False
     options = {one.option: one for one in tool.arguments if one.option}

@@ -24,7 +24,7 @@ from ..replayer.test_diff import record
 ROOT = Path(__file__).parents[2]
 NAMES = [
     "rl-engine-and-trainer-disagree", "rl-loss-is-nan", "rl-reward-is-flat", "rl-run-hangs",
-    "rl-run-is-slow", "rl-runs-differ", "rl-works-in-other-framework",
+    "rl-run-is-slow", "rl-runs-differ", "rl-spike-does-not-come-back", "rl-works-in-other-framework",
 ]  # fmt: skip
 CONFIG = {"seed": 1, "actor": {"dtype": "float32", "eps_clip": 0.2, "optimizer": {"lr": 1e-6}}}
 
@@ -89,7 +89,7 @@ def test_skills_are_listed_printed_and_copied(tmp_path):
     assert (code, [line.split()[0] for line in out.splitlines()]) == (0, NAMES)
     assert run("info", "skills", "rl-run-hangs")[1] == (FOLDER / "rl-run-hangs/SKILL.md").read_text()
     target = tmp_path / ".claude/skills"
-    assert run("info", "skills", "--to", target) == (0, f"7 skills copied to {target}\n")
+    assert run("info", "skills", "--to", target) == (0, f"8 skills copied to {target}\n")
     copied = {file.relative_to(target): file.read_text() for file in target.rglob("*") if file.is_file()}
     assert copied == {Path(n, "SKILL.md"): (FOLDER / n / "SKILL.md").read_text() for n in NAMES}
     (target / "rl-run-hangs/SKILL.md").write_text("mine")
