@@ -6,6 +6,8 @@
 Writes to a terminal erase it before (`areal_debug.streams`). There is none in a pipe, with
 --quiet, with --json, or on a terminal that has no control codes (TERM=dumb). Nothing takes a lock:
 a child that is forked while the thread holds one would wait for it indefinitely.
+
+A program that called the verb can have the page instead: the file that AREAL_DEBUG_PROGRESS names.
 """
 
 import ctypes
@@ -16,7 +18,9 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
+PROGRESS_VARIABLE, PROGRESS_FILE = "AREAL_DEBUG_PROGRESS", "progress"
 SILENCE_S = 0.5  # what ends sooner needs no line
 REDRAW_S = 0.2
 ERASE = "\r\x1b[2K"
@@ -50,6 +54,13 @@ def has_terminal() -> bool:
 def waiting_line(text: str) -> Iterator[None]:
     """Show a line until the end of the context; does nothing within another one."""
     global page
+    shared = os.environ.pop(PROGRESS_VARIABLE, None)
+    if page is None and shared is not None:
+        with open(shared, "r+b") as file:
+            page = Page.from_buffer(mmap.mmap(file.fileno(), ctypes.sizeof(Page)))
+        say(text)
+        yield
+        return
     if page is not None or not has_terminal():
         yield
         return
@@ -66,6 +77,16 @@ def waiting_line(text: str) -> Iterator[None]:
         thread.join()
         output("\n")
         page = None
+
+
+def make_page(file: Path) -> None:
+    """Make the file for the page of a verb that another program calls."""
+    file.write_bytes(bytes(ctypes.sizeof(Page)))
+
+
+def read_page(file: Path) -> Page:
+    """Return what such a verb does now."""
+    return Page.from_buffer_copy(file.read_bytes())
 
 
 def say(text: str, total: int = 0) -> None:
