@@ -65,7 +65,7 @@ test-long: env
 fuzz: env
 	@$(BIN)/python -m tests.fuzz "$(SECONDS)" "$(TARGET)"
 
-# Beside TRL, bare FSDP2, torchfrtrace, py-spy and others, into docs/benchmarks.md; ONLY="step hang"
+# Beside TRL, bare FSDP2, torchfrtrace, py-spy and others, into docs/measurements/benchmarks.md; ONLY="step hang"
 # for some topics. On a quiet machine about half an hour.
 bench: env
 	$(BIN)/uv pip install --quiet --python $(BIN)/python --constraint constraints.txt --editable ".[bench]"

@@ -14,7 +14,8 @@ ValueError
 └── RewardError          a reward function that cannot be found, fails, hangs, or returns no finite number
 RuntimeError
 ├── ServerFailed         an inference server ended, or was not ready in time; the message has its last log lines
-└── NonFiniteError       a weight, a loss, a gradient or what they are computed from is not finite
+├── NonFiniteError       a weight, a loss, a gradient or what they are computed from is not finite
+└── MiscomputedError     a step was computed to other bits when it was computed again
 """
 
 from pathlib import Path
@@ -46,6 +47,10 @@ class ServerFailed(RuntimeError):
 
 class NonFiniteError(RuntimeError):
     """A weight, a loss, a gradient or what they are computed from is not finite."""
+
+
+class MiscomputedError(RuntimeError):
+    """A step was computed to other bits when it was computed again."""
 
 
 class EngineError(ValueError):

@@ -94,7 +94,7 @@ def set_verbosity(context: click.Context, option: click.Parameter, given: bool) 
 def verbosity_options() -> list[click.Parameter]:
     helps = {
         "quiet": "Print only the verdict, one line, and errors.",
-        "verbose": "Print progress to logs, too, and the traceback of an error.",
+        "verbose": "Also print progress to logs, and the traceback of an error.",
     }
     return [
         click.Option(
@@ -260,6 +260,11 @@ def main() -> None:
 json_option = click.option("--json", "as_json", is_flag=True, help="Print the same facts as JSON.")
 skip_damaged_option = click.option(
     "--skip-damaged", is_flag=True, help="Leave out what is damaged, and name it; exit code 1 if anything is."
+)
+sample_option = click.option(
+    "--sample",
+    is_flag=True,
+    help="Read the sample of this package, which is unpacked into ./areal-debug-sample.",
 )
 force_option = click.option("--force", is_flag=True, help="Replace an existing output.")
 model_option = click.option(

@@ -21,7 +21,6 @@ EXTRA_OF = {  # packages by the name that they are imported by
     "httpx": "train",
     "tensorboard": "train",
     "PIL": "train",
-    "psutil": "train",
     "zarr": "archive",
     "numcodecs": "archive",
     "fsspec": "archive",
@@ -40,6 +39,8 @@ EXTRA_OF = {  # packages by the name that they are imported by
     "trl": "trl",
     "verl": "verl",
 }
+# Of a large extra, and enough alone for the verbs that read: by the name to install.
+SMALL = {"tensorboard": "tensorboard", "PIL": "pillow"}
 PACKAGES = ("areal_core", "recorder", "replayer", "consistency", "hangdoctor")
 MARK = b"of areal-debug"  # in the docstring of each package
 DOCSTRING_BYTES = 400
@@ -54,8 +55,8 @@ def install_hint(error: ModuleNotFoundError) -> str | None:
     package = (error.name or "").split(".")[0]
     if package not in EXTRA_OF:
         return None
-    extra = EXTRA_OF[package]
-    return f"this needs the package {package}, which is not installed: pip install 'areal-debug[{extra}]'"
+    command = SMALL.get(package, f"'areal-debug[{EXTRA_OF[package]}]'")
+    return f"this needs the package {package}, which is not installed: pip install {command}"
 
 
 def check_packages(root: Path = ROOT) -> None:

@@ -171,7 +171,7 @@ def replay_record(request: pytest.FixtureRequest) -> Callable[..., "ReplayReport
         given = {**mark.kwargs, **arguments}
         if "code" in given:
             given["code"] = place_of(request.config, given["code"])
-        spec = Spec(place, request.node.nodeid, **given)
+        spec = Spec(place, request.node.nodeid, root=request.config.rootpath, **given)
         checked, failure = None, ""
         try:
             checked = check_spec(spec, session.mode, session.ranks)
@@ -237,7 +237,7 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
         return
     write = terminalreporter.write_line
     terminalreporter.section("records", sep="-")
-    write(f"{sum(one.num_steps for one in replayed)} steps of {len(replayed)} records replayed")
+    write(f"{sum(one.num_steps for one in replayed)} steps of {len(replayed)} record{'s' * (len(replayed) != 1)} replayed")
     for one in replayed:
         if one.changes is not None:
             write(f"{one.record} was rewritten:" if one.changes else f"{one.record} is unchanged")

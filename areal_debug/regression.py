@@ -49,7 +49,8 @@ class Spec:
     `steps` are first and last, both included, or one; all unless given. `exact` requires the
     recorded bits even on a different machine. `model` is the current path of the run's first model.
     `run` are the arguments of `areal-debug train` that generate the record. `code` is the file or
-    folder with the loss, advantage or objective of the run, if it had its own.
+    folder with the loss, advantage or objective of the run, if it had its own. `root` is the folder
+    that relative paths of `run`, and of its config, start at.
     """
 
     path: Path
@@ -59,6 +60,7 @@ class Spec:
     model: str | os.PathLike[str] | None = None
     run: Sequence[str] = ()
     code: Path | None = None
+    root: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -246,8 +248,8 @@ def describe_changes(old: Record, new: Record) -> list[str]:
 def generate(spec: Spec) -> list[str]:
     """Generate the record with the test's run; return a line for the summary.
 
-    The run starts in a temporary folder in which the model is called `model`: no path of this
-    machine is recorded.
+    The run starts in a temporary folder with links to what is in `root`, and in which the model is
+    called `model`: no path of this machine is recorded.
     """
     if not spec.run:
         raise RegressionError(
@@ -259,6 +261,9 @@ def generate(spec: Spec) -> list[str]:
         if spec.model:
             (Path(folder) / "model").symlink_to(Path(spec.model).resolve())
             options.append("actor.path=model")
+        for entry in spec.root.iterdir() if spec.root is not None else ():
+            if entry.name not in ("record", "runs", "model"):
+                (Path(folder) / entry.name).symlink_to(entry)
         command = python_command("-m", "areal_debug", "train", *spec.run, *options)
         done = subprocess.run(command, capture_output=True, text=True, cwd=folder)
         if done.returncode != 0:

@@ -120,7 +120,7 @@ def recorder_of(
             writer(event, **facts)
         if options.recording.scope == "full" and event in checksums and wants(facts["step"]):
             of, compute = checksums[event]
-            values = compute(trainer.actor.model, ranks)
+            values = compute(trainer.actor.model, ranks).tensors
             if writer is not None:
                 writer("checksums", step=facts["step"], of=of, values=values)
         ended = writer is not None and writer.ended is not None

@@ -2,10 +2,10 @@
 
     python -m benchmarks.learning_curves [--seeds 3] [--only grpo,ppo] [--again]
 
-Writes docs/learning_curves.md, learning_curves.svg and learning_curves_presets.svg. Task and
-options are those of `benchmarks/learning_methods.py`, which the tests train, too. Curves are added
-to docs/learning_curves.json one by one; existing ones are trained again only with --again, so that
-the script may be interrupted.
+Writes measurements/learning_curves.md, learning_curves.svg and learning_curves_presets.svg. Task
+and options are those of `benchmarks/learning_methods.py`, which the tests train, too. Curves are
+added to measurements/learning_curves.json one by one; existing ones are trained again only with
+--again, so that the script may be interrupted.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ from areal_debug.report.charts import HEIGHT, WIDTH, shares
 from benchmarks.harness import SomeOf, read_options
 from benchmarks.learning_methods import METHODS, OTHER_PRESETS, Curve, Method, learn, teach
 
-DOCS = Path(__file__).parents[1] / "docs"
+DOCS = Path(__file__).parents[1] / "docs" / "measurements"
 CURVES = DOCS / "learning_curves.json"
 COMMAND = "python -m benchmarks.learning_curves"
 COLUMNS, TITLE_HEIGHT, GAP = 3, 44, 10
@@ -51,8 +51,8 @@ questions in ten. Each curve is one seed of weights, order and sampling.
 
 {methods}
 
-The presets of [algorithms.md](algorithms.md) on the same questions, from the same model, with one
-learning rate for all: this shows that each learns, not which learns best.
+The presets of [algorithms.md](../algorithms.md) on the same questions, from the same model, with
+one learning rate for all: this shows that each learns, not which learns best.
 
 ![presets](learning_curves_presets.svg)
 

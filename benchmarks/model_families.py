@@ -6,7 +6,7 @@ Transformers, which computes each row alone. Also the relative difference of the
 loss, and of the log-probs after export and reload; and the log-probs on two ranks, tensor or
 sequence parallel.
 
-    python -m benchmarks.model_families [TYPE ...] [--json FILE] [--write docs/models.md]
+    python -m benchmarks.model_families [TYPE ...] [--json FILE] [--write measurements/models.md]
 """
 
 import copy
@@ -269,7 +269,7 @@ def bullet(row: dict[str, Any], key: str) -> str:
 
 
 def page(measured: list[dict[str, Any]]) -> str:
-    """Return docs/models.md."""
+    """Return docs/measurements/models.md."""
     equal = [row for row in measured if "float32" in row]
     alone = [row for row in equal if not row["packs"]]
     lines = [

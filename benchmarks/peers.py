@@ -1,10 +1,11 @@
-"""Compare the suite with its peers, and write docs/benchmarks.md: what `make bench` runs.
+"""Compare the suite with its peers, and write measurements/benchmarks.md: what `make bench` runs.
 
     python -m benchmarks.peers [--only TOPIC ...]
 
 Each topic is a benchmark of this folder, run as its command says; what it prints by
-`peer_results.report` becomes a row. Results are kept in docs/benchmarks.json by topic, so a topic
-may be measured again alone. Exits with 1 when a benchmark fails; its topic keeps its earlier rows.
+`peer_results.report` becomes a row. Results are kept in measurements/benchmarks.json by topic, so a
+topic may be measured again alone. Exits with 1 when a benchmark fails; its topic keeps its earlier
+rows.
 """
 
 import json
@@ -23,7 +24,7 @@ from typing import Any
 from benchmarks.harness import MARK, SomeOf, read_options
 
 ROOT = Path(__file__).parents[1]
-RESULTS, PAGE = ROOT / "docs/benchmarks.json", ROOT / "docs/benchmarks.md"
+RESULTS, PAGE = ROOT / "docs/measurements/benchmarks.json", ROOT / "docs/measurements/benchmarks.md"
 PACKAGES = ("torch", "transformers", "trl", "sglang", "safetensors", "zarr", "py-spy", "rldoctor", "rlprobe")
 
 
@@ -116,7 +117,7 @@ def versions() -> str:
 
 
 def page(results: dict[str, Any]) -> str:
-    """Return docs/benchmarks.md."""
+    """Return docs/measurements/benchmarks.md."""
     text = [HEADER]
     for topic in TOPICS:
         if topic.name not in results:

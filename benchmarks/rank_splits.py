@@ -1,7 +1,7 @@
-"""Effect of splitting one batch among ranks on loss and gradient: the table of docs/rank_splits.md.
+"""Effect of splitting one batch among ranks on loss and gradient: measurements/rank_splits.md.
 
     python -m benchmarks.rank_splits [--families llama,qwen3_moe] [--splits d1,t2,d2t2]
-                                     [--write docs/rank_splits.md]
+                                     [--write measurements/rank_splits.md]
 
 Each split starts torchrun with as many gloo ranks, which take one step on the same eight rows of
 different lengths with the same weights, twice, in float32 and in bfloat16, with one micro-batch per
@@ -212,7 +212,7 @@ def render(differences: list[Difference], scale: list[Difference], families: tup
     """Return the page as Markdown; `scale` is bfloat16 compared with float32 on one rank."""
     page = [
         "# The same batch on other ranks\n",
-        "Made by `python -m benchmarks.rank_splits --write docs/rank_splits.md`\n"
+        "Made by `python -m benchmarks.rank_splits --write docs/measurements/rank_splits.md`\n"
         f"on {date.today()} with torch {torch.__version__}, gloo on CPUs.\n",
         wrapped(
             f"Eight rows, {sum(LENGTHS)} tokens, one step of maximum likelihood with an entropy bonus at "

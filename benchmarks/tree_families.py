@@ -2,10 +2,11 @@
 
     python -m benchmarks.tree_families [TYPE ...]
 
-For every family whose rows are packed in docs/models.md, or the given ones: the tiny float32 model
-of model_families.py with rows that begin with the same tokens; the largest difference of log-probs
-and entropies (nats) and of gradients (relative to the norm of the tensor) between one tree and
-packed rows; or why its rows do not share tokens. Prints the table of docs/tree_training.md.
+For every family whose rows are packed in measurements/models.md, or the given ones: the tiny
+float32 model of model_families.py with rows that begin with the same tokens; the largest difference
+of log-probs and entropies (nats) and of gradients (relative to the norm of the tensor) between one
+tree and packed rows; or why its rows do not share tokens. Prints the table of
+docs/tree_training.md.
 """
 
 import re
@@ -51,8 +52,8 @@ class Measured:
 
 
 def packed_families() -> list[str]:
-    """Return the families of docs/models.md whose rows are packed."""
-    return re.findall(r"^\| ([^|]*) \| packed \|", (ROOT / "docs" / "models.md").read_text(), re.MULTILINE)
+    """Return the families of docs/measurements/models.md whose rows are packed."""
+    return re.findall(r"^\| ([^|]*) \| packed \|", (ROOT / "docs" / "measurements" / "models.md").read_text(), re.MULTILINE)
 
 
 def measure(name: str, ranks: Ranks) -> Measured:

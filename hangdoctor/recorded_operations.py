@@ -92,10 +92,19 @@ def disagreement(group: str, sequence: int, at: dict[int, CollectiveRecord]) -> 
             continue
         odd, usual = minority({rank: value(record) for rank, record in at.items()})
         if odd:
-            this, other = value(at[odd[0]]), value(at[usual[0]])
-            detail = f"{this} where the others have {other}"
+            this, other = shown(value(at[odd[0]])), shown(value(at[usual[0]]))
+            tie = set(usual) <= set(odd)
+            whose = f"rank {usual[0]} has" if tie else "the others have"
+            detail = f"{this} where {whose} {other}"
             return OperationFinding(kind, group, sequence, at[odd[0]].operation, odd, usual, detail)
     return None
+
+
+def shown(value: object) -> str:
+    """Return an operation, or sizes and dtypes as `[2, 3]` and `Float`."""
+    if not isinstance(value, tuple):
+        return str(value)
+    return ", ".join(str(list(one)) if isinstance(one, tuple) else str(one) for one in value)
 
 
 def minority(values: dict[int, object]) -> tuple[tuple[int, ...], tuple[int, ...]]:

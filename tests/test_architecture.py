@@ -81,6 +81,7 @@ USED_FROM_OUTSIDE = {
     "on_step_begin": "called by Transformers",
     "on_train_begin": "called by Transformers",
     "persistent_load": "called by pickle",
+    "plant": "tests and benchmarks: a rank that computes wrongly",
     "pytest_addoption": "called by pytest",
     "pytest_collection_finish": "called by pytest",
     "pytest_configure": "called by pytest",

@@ -100,9 +100,7 @@ def test_links_on_the_page_of_the_index_lead_to_the_repository(tmp_path):
     text = found.get_payload()
     links = re.findall(r"\]\(([^)]+)\)", text)
     tag = f"https://example.org/us/areal-debug/blob/v{PROJECT['version']}/"
-    assert f"{tag}docs/first_run.md" in links
-    assert f"[![licence](https://img.shields.io/badge/licence-Apache--2.0-blue)]({tag}LICENSE)" in text
-    assert f"]({tag.replace('/blob/', '/raw/')}docs/view.png)" in text
+    assert f"{tag}docs/tour.md" in links
     assert [link for link in links if not link.startswith("https://")] == []
     urls = dict(line.split(", ") for line in found.get_all("Project-URL"))
     assert urls["Changelog"] == f"{tag}CHANGELOG.md"
@@ -115,8 +113,8 @@ def test_without_an_address_the_page_of_the_index_has_no_link_that_leads_nowhere
     assert found.get_all("Project-URL") is None
     text = found.get_payload()
     assert [link for link in re.findall(r"\]\(([^)]+)\)", text) if not link.startswith("https://")] == []
-    assert "[your first run]" not in text
-    assert "your first run" in text
+    assert "[A tour of five minutes]" not in text
+    assert "A tour of five minutes" in text
 
 
 def test_the_bug_form_asks_for_commands_that_exist():

@@ -125,6 +125,14 @@ class DebugConfig:
     anchor_every_steps: int | None = option(None, "Steps between checkpoints for replays.", limits=AT_LEAST_1)
     anchor_max_replay_s: float | None = option(None, "One more where a replay takes longer.", limits=ABOVE_0)
     anchor_max_gb: float | None = option(None, "Remove some above this size, in 1e9 bytes.", limits=ABOVE_0)
+    verify_every: int | None = option(
+        None, "Compute every n-th step twice and compare bits; empty: never.", limits=AT_LEAST_1
+    )
+    verify_on: str = option(
+        "self", "Who computes again: the same rank, or the one before it.", ("self", "neighbour")
+    )
+    verify_action: str = option("stop", "If bits differ: stop, or skip the update.", ("stop", "warn"))
+    record_bit_sums: bool = option(False, "Record sums of the bits of outputs and gradients.")
 
 
 @dataclass

@@ -85,6 +85,13 @@ def get_dataset(
     return rows
 
 
+def rows_of(path: str) -> list[Row]:
+    """Return the rows of a dataset as training passes them to a workflow. Raises DatasetError."""
+    from areal_core.config import DatasetConfig
+
+    return list(get_dataset(DatasetConfig(path=path, type="rl")))
+
+
 def full_batches(rows: Sequence[Row], config: "DatasetConfig") -> Sequence[Row]:
     """Return the rows; with `drop_last`, those of full batches.
 

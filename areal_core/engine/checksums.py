@@ -8,7 +8,7 @@ compared, and the value equals that of the tensor's bytes in a checkpoint.
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
-from typing import cast
+from typing import NamedTuple, cast
 
 import numpy as np
 import torch
@@ -32,8 +32,15 @@ class ShardChecksum:
     size_bytes: int
 
 
-def parameter_checksums(model: torch.nn.Module, ranks: Ranks) -> dict[str, str]:
-    """Return the crc32c of every trained parameter as 8 hex digits, on every rank; a collective.
+class Checksums(NamedTuple):
+    """crc32c as 8 hex digits: of each whole tensor by name, and of all shards of each rank."""
+
+    tensors: dict[str, str]
+    shards: list[str]
+
+
+def parameter_checksums(model: torch.nn.Module, ranks: Ranks) -> Checksums:
+    """Return the checksums of every trained parameter, on every rank; a collective.
 
     FSDP2 shards parameters along their first dimension. Where tensor parallelism shards along
     another one, a rank gathers the columns of its rows, one parameter at a time.
@@ -42,14 +49,14 @@ def parameter_checksums(model: torch.nn.Module, ranks: Ranks) -> dict[str, str]:
 
 
 def local_checksums(model: torch.nn.Module) -> dict[str, str]:
-    """Return what `parameter_checksums` does, of a model that is whole in this process."""
+    """Return the checksum of every trained parameter of a model that is whole in this process."""
     return {
         name: f"{_shard_checksum(tensor).crc32c:08x}" for name, tensor in trained_parameters(model).items()
     }
 
 
-def gradient_checksums(model: torch.nn.Module, ranks: Ranks) -> dict[str, str]:
-    """Return the crc32c of every gradient, as `parameter_checksums` does; a collective.
+def gradient_checksums(model: torch.nn.Module, ranks: Ranks) -> Checksums:
+    """Return the checksums of every gradient, as `parameter_checksums` does; a collective.
 
     Parameters without a gradient are left out; they must be the same ones on every rank.
     """
@@ -57,10 +64,12 @@ def gradient_checksums(model: torch.nn.Module, ranks: Ranks) -> dict[str, str]:
     return _checksums({name: grad for name, grad in gradients.items() if grad is not None}, ranks)
 
 
-def _checksums(tensors: Mapping[str, Tensor], ranks: Ranks) -> dict[str, str]:
+def _checksums(tensors: Mapping[str, Tensor], ranks: Ranks) -> Checksums:
     mine = {name: _shard_checksum(tensor) for name, tensor in tensors.items()}
     by_rank = ranks.gather_objects(mine)
-    return {name: f"{_combine_all([shards[name] for shards in by_rank]):08x}" for name in mine}
+    whole = {name: f"{_combine_all([shards[name] for shards in by_rank]):08x}" for name in mine}
+    of_shards = [b"".join(s.crc32c.to_bytes(4) for s in shards.values()) for shards in by_rank]
+    return Checksums(whole, [f"{crc32c(each):08x}" for each in of_shards])
 
 
 def _shard_checksum(tensor: Tensor) -> ShardChecksum:

@@ -8,8 +8,9 @@ on how rows are divided into micro-batches.
 
 import math
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,13 +31,15 @@ from areal_core.data.batch import (
 )
 from areal_core.data.processor import VisionProcessor
 from areal_core.data.routed_experts import ROUTED_EXPERTS
-from areal_core.engine.checksums import parameter_checksums
+from areal_core.engine.bit_sums import Sums
+from areal_core.engine.checksums import Checksums, parameter_checksums
 from areal_core.engine.full_weights import FullTensors, RenamedTensors
 from areal_core.engine.logprobs import note_use_of_entropy
 from areal_core.engine.lora import Adapter, AdapterTensors, MergedTensors
 from areal_core.engine.offload import Offloaded, leave_device, return_to_device, take_step
 from areal_core.engine.optimizer import gradient_norm
 from areal_core.engine.ranks import Ranks
+from areal_core.engine.recompute import Fault, Verification
 from areal_core.engine.routers import Routers
 from areal_core.engine.scores import is_score_model
 from areal_core.engine.sequence_parallel import slice_tokens
@@ -87,10 +90,11 @@ class DeviceResult:
 
 @dataclass(frozen=True)
 class TrainResult:
-    """One optimizer step; all but `micro_batches`, which are this rank's, is over all ranks.
+    """One optimizer step; all but `micro_batches` and `sums`, this rank's, is over all ranks.
 
     `update_successful` is false, and no weight has changed, if the loss, the gradient norm, a
-    log-prob or an input of the loss was not finite on any rank.
+    log-prob or an input of the loss was not finite on any rank, or if `fault` is a corruption.
+    `sums`, of each micro-batch and last of the step, and `fault` are of `verification`.
     """
 
     loss: float
@@ -99,6 +103,8 @@ class TrainResult:
     lr: float
     update_successful: bool
     micro_batches: list[MicroBatchResult]
+    sums: list[list[Sums]] | None = None
+    fault: Fault | None = None
 
 
 @dataclass
@@ -130,6 +136,7 @@ class FSDPEngine:
         processor: of a vision model, computes the pixels of pictures.
         names: of the parameters in a checkpoint; empty where they are the model's own.
         routers: replay the batch's `routed_experts`; None where the model chooses its experts.
+        verification: of the current step; None to compute once and keep no sums.
     """
 
     model: PreTrainedModel
@@ -155,6 +162,7 @@ class FSDPEngine:
     processor: VisionProcessor | None = None
     names: Mapping[str, str] = field(default_factory=dict)
     routers: Routers | None = None
+    verification: Verification | None = None
 
     def __post_init__(self) -> None:
         family = vision_family(self.model)
@@ -294,26 +302,56 @@ class FSDPEngine:
         if total_weight == 0:
             raise ValueError("the batch has no token in the loss mask on any rank: every loss_mask is 0")
         self.model.train()
-        self.optimizer.zero_grad()
         batch = self.agree(batch)
-        groups, results = self.divide(batch), []
-        for number, rows in enumerate(groups):
-            is_last = number == len(groups) - 1
-            fsdp_module(self.model).set_requires_gradient_sync(self.syncs_every_micro_batch or is_last)
-            results.append(self.backward(batch, rows, loss_fn, weight_fn, total_weight, observe))
+        groups = self.divide(batch)
+        compute = partial(self._backward_of_each, loss_fn, weight_fn, total_weight)
+        sums, fault = None, None
+        if self.verification is None:
+            results = list(compute(batch, groups, observe))
+        else:
+            results, sums, fault = self.verification.run(compute, batch, groups, observe)
         observe("gradients", batch=batch, total_weight=total_weight)
         parameters = list(self.model.parameters())
         norm = gradient_norm(parameters)
         loss_sum, nonfinite, grad_norm, micro_batches = self._read(results, norm)
         lr = self.schedule.get_last_lr()[0]
         finite = nonfinite == 0 and math.isfinite(loss_sum) and math.isfinite(grad_norm)
-        if finite:
+        is_taken = finite and (fault is None or fault.kind != "corruption")
+        if is_taken:
             if self.gradient_clipping > 0:
                 torch.nn.utils.clip_grads_with_norm_(parameters, self.gradient_clipping, norm)
             take_step(self.optimizer, self.step_groups)
-        observe("optimizer", grad_norm=grad_norm, lr=lr, updated=finite)
+        if self.verification is not None and sums is not None:
+            sums[-1] += self.verification.sums.of_weights()
+        observe("optimizer", grad_norm=grad_norm, lr=lr, updated=is_taken)
         self.optimizer.zero_grad()
-        return TrainResult(loss_sum / total_weight, total_weight, grad_norm, float(lr), finite, micro_batches)
+        return TrainResult(
+            loss_sum / total_weight,
+            total_weight,
+            grad_norm,
+            float(lr),
+            is_taken,
+            micro_batches,
+            sums,
+            fault,
+        )
+
+    def _backward_of_each(
+        self,
+        loss_fn: LossFunction,
+        weight_fn: Callable[[Batch], Tensor],
+        total_weight: float,
+        batch: Batch,
+        groups: list[list[int]],
+        observe: Callable[..., None],
+    ) -> Iterator[DeviceResult]:
+        """Compute the gradients of all micro-batches, from none; a collective."""
+        assert self.optimizer is not None
+        self.optimizer.zero_grad()
+        for number, rows in enumerate(groups):
+            is_last = number == len(groups) - 1
+            fsdp_module(self.model).set_requires_gradient_sync(self.syncs_every_micro_batch or is_last)
+            yield self.backward(batch, rows, loss_fn, weight_fn, total_weight, observe)
 
     def _read(
         self, results: Sequence[DeviceResult], norm: Tensor
@@ -491,6 +529,10 @@ class FSDPEngine:
 
     def checksums(self) -> dict[str, str]:
         """Return the crc32c of every trained parameter; a collective."""
+        return self.all_checksums().tensors
+
+    def all_checksums(self) -> Checksums:
+        """Return the crc32c of every trained parameter, and of each rank's shards; a collective."""
         self.wake()
         return parameter_checksums(self.model, self.ranks)
 

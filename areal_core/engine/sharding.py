@@ -26,6 +26,7 @@ from areal_core.engine.logits import output_layer, transformer
 from areal_core.engine.logprobs import score_next_tokens
 from areal_core.engine.model import compile_layers
 from areal_core.engine.ranks import Ranks
+from areal_core.engine.reduction import set_reduction
 from areal_core.engine.sequence_parallel import check_heads
 from areal_core.engine.tensor_parallel import split_over_ranks, vocabulary_shard
 from areal_core.engine.vision_models import (
@@ -109,6 +110,7 @@ def shard_model(
         if from_rank_0:
             broadcast_parameters(part, ranks)
         fully_shard(part, mesh=mesh, mp_policy=policy, offload_policy=offload)
+        set_reduction(part)
     return model
 
 

@@ -108,8 +108,8 @@ class Watch:
         generating = [episode for episode in oldest_first if episode.num_generating > 0]
         if own_code and self._is_due("own code", now - own_code[0].since, self._patience.own_code_s):
             self._report(
-                f"{len(own_code)} episodes are in a reward, a tool or the workflow's own code, {episode_name(own_code[0])} "
-                f"for {now - own_code[0].since:.0f} s: is a call in it stuck?"
+                f"{len(own_code)} episodes run a reward, a tool or workflow code, {episode_name(own_code[0])} "
+                f"for {now - own_code[0].since:.0f} s: a slow call, or one that is stuck"
             )
         if generating and self._is_due("engine", now - generating[0].since, self._patience.generation_s):
             self._report(

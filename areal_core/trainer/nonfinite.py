@@ -1,4 +1,4 @@
-"""What a run does about values that are not finite: it stops, or skips the update.
+"""What a run does about values that are not finite, or computed wrongly: stop, or skip the update.
 
 `FSDPEngine.train_batch` takes no optimizer step if a number of it is not finite on any rank, which
 every rank knows from sums that it needs anyway. Only then `find_cause` looks for the first of them,
@@ -7,7 +7,8 @@ in the order in which data flow:
     weight -> columns of the batch (reward, log-probs, values, advantages) -> log-prob -> loss -> gradient
 
 A step with such an update is completed and observed like any other, so that a record contains it
-and can be replayed up to it; then the run stops, before its weights are sent or saved.
+and can be replayed up to it; then the run stops, before its weights are sent or saved. The same
+holds for a step that was computed again to other bits (`debug.verify_every`, `recompute.py`).
 """
 
 import logging
@@ -24,10 +25,12 @@ from areal_core.data.batch import Batch, pack, select_rows
 from areal_core.engine.checkpoint.distributed import Engines
 from areal_core.engine.determinism import rng_state, set_rng_state
 from areal_core.engine.fsdp import FSDPEngine, LossFunction
+from areal_core.engine.observe_bits import BitSums
 from areal_core.engine.optimizer import gradient_norm
 from areal_core.engine.ranks import Ranks
+from areal_core.engine.recompute import Fault, Verification
 from areal_core.engine.scores import is_score_model
-from areal_core.errors import NonFiniteError
+from areal_core.errors import MiscomputedError, NonFiniteError
 from areal_core.paths import record_folder
 from areal_core.telemetry.stats import Stats
 
@@ -65,7 +68,7 @@ class Cause:
 
 @dataclass
 class NonFiniteGuard:
-    """The policy of a run: `nonfinite` and `nonfinite_skips` of each trained model.
+    """The policy of a run: `nonfinite`, `nonfinite_skips` of its models, `debug.verify_every`.
 
     Every method is a collective, and raises or returns alike on every rank.
 
@@ -80,10 +83,27 @@ class NonFiniteGuard:
     stats: Stats
     stops: bool = True
     num_skipped: dict[str, int] = field(default_factory=dict)
-    stopped: str | None = None
+    stopped: RuntimeError | None = None
+
+    def verify(self, engines: Engines, step: int) -> None:
+        """Let engines keep sums of the bits of a step, and compute it again, as `debug` says."""
+        debug = self.config.debug
+        is_due = debug.verify_every is not None and step % debug.verify_every == 0
+        for engine in engines.values():
+            engine.verification = None
+            if is_due or debug.record_bit_sums:
+                engine.verification = Verification(
+                    self.ranks,
+                    BitSums(engine.model),
+                    self.stats.discarded,
+                    swaps=debug.verify_on == "neighbour",
+                    recomputes=is_due and self.stops,
+                )
 
     def check_weights(self, engines: Engines, where: str, step: int | None = None) -> None:
         """Raise NonFiniteError if an update was not skipped, or a weight is not finite.
+
+        Or MiscomputedError after an update that was computed wrongly.
 
         Args:
             where: the moment, for the message.
@@ -92,7 +112,7 @@ class NonFiniteGuard:
         if self.stops and self.stopped is None:
             self._find_broken_weight(engines, where, step)
         if self.stopped is not None:
-            raise NonFiniteError(self.stopped)
+            raise self.stopped
 
     def _find_broken_weight(self, engines: Engines, where: str, step: int | None) -> None:
         largest = torch.stack([largest_weight(e.model.parameters()).cpu() for e in engines.values()])
@@ -100,7 +120,8 @@ class NonFiniteGuard:
             return
         for name, engine in engines.items():
             if (what := broken_tensors(engine, weights_of)) is not None:
-                self.stopped = self.message(f"{where}, {name}: the weight {what} is not finite", step)
+                found = self.message(f"{where}, {name}: the weight {what} is not finite", step)
+                self.stopped = NonFiniteError(found)
                 return
 
     def skipped(
@@ -115,6 +136,7 @@ class NonFiniteGuard:
         minibatch: int,
         rows: Sequence[int],
         names: Sequence[str] | None = None,
+        fault: Fault | None = None,
     ) -> None:
         """Find and log the cause of an update that was not taken, and count it.
 
@@ -122,13 +144,17 @@ class NonFiniteGuard:
             name: of the model, "actor" or "critic".
             inputs: the batch of the step, of which `rows` were the minibatch.
             names: of the rows; by default their prompt and sample.
+            fault: what was computed wrongly, in place of a value that is not finite.
         """
         if not self.stops or self.stopped is not None:
+            return
+        where = f"step {step}, {name}, minibatch {minibatch}"
+        if fault is not None:
+            self._miscomputed(fault, where, step)
             return
         with self.stats.discarded():
             cause = find_cause(engine, inputs, rows, loss_fn, weight_fn)
         options: TrainEngineConfig = self.options[name]
-        where = f"step {step}, {name}, minibatch {minibatch}"
         message = f"{where}: the {cause.what} is not finite{self.shown_rows(inputs, cause, names)}"
         count = self.num_skipped[name] = self.num_skipped.get(name, 0) + 1
         limit = options.nonfinite_skips
@@ -139,9 +165,22 @@ class NonFiniteGuard:
         hint = f"{name}.nonfinite=skip continues without such updates"
         if options.nonfinite == "skip":
             hint = f"{name}.nonfinite_skips is {limit}, and this is update {count} that is skipped"
-        self.stopped = self.message(message, step, hint)
+        self.stopped = NonFiniteError(self.message(message, step, hint))
 
-    def message(self, found: str, step: int | None = None, hint: str = "") -> str:
+    def _miscomputed(self, fault: Fault, where: str, step: int) -> None:
+        """Stop, or log, an update that was computed again to other bits."""
+        found = f"{where}: {fault}"
+        is_corrupt = fault.kind == "corruption"
+        if self.config.debug.verify_action == "warn":
+            if self.ranks.rank == 0:
+                logger.warning("%s; this update is %s", found, "skipped" if is_corrupt else "taken")
+            return
+        advice = "run it without that device; debug.verify_action=warn skips such updates"
+        if not is_corrupt:
+            advice = "set deterministic to true, and see what `areal-debug check run` finds"
+        self.stopped = MiscomputedError(self.message(found, step, advice, "--find-faulty --step"))
+
+    def message(self, found: str, step: int | None = None, hint: str = "", option: str = "--explain") -> str:
         """Add the commands that show a step, if it is recorded, and what else to do."""
         lines, debug = [found], self.config.debug
         if step is not None and debug.dump_rollout_data:
@@ -151,7 +190,7 @@ class NonFiniteGuard:
                 lines += [
                     f"    areal-debug record show {record} --step {step}",
                     f"    areal-debug open {record} --step {step}",
-                    f"    areal-debug replay {record} --explain {step}",
+                    f"    areal-debug replay {record} {option} {step}",
                 ]
         return "\n".join([*lines, *([hint] if hint else [])])
 

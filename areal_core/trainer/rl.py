@@ -18,6 +18,7 @@ from areal_core.engine.checkpoint.distributed import Engines, save_checkpoint
 from areal_core.engine.determinism import branch_rng, rng_state
 from areal_core.engine.fsdp import FSDPEngine
 from areal_core.engine.ranks import leave_ranks
+from areal_core.engine.recompute import device_identity
 from areal_core.engine.routers import Routers
 from areal_core.errors import ConfigError
 from areal_core.rollout.episodes import AcceptFn
@@ -93,7 +94,8 @@ def train_steps(
             observe("advantages", step=step, inputs=inputs)
 
             # Update: the actor, then the critic on the same inputs, a step per minibatch.
-            plan: dict[str, Any] = {"total_steps": trainer.total_steps}
+            plan: dict[str, Any] = {"total_steps": trainer.total_steps, "device": trainer.device_identity}
+            guard.verify(engines, step)
             memory = trainer.tracing.memory(step)
             with stats.scope("ppo_actor"), stats.scope("update"), timing("train_step"), memory:
                 log_versions(stats, batch, trainer.version)
@@ -119,7 +121,7 @@ def train_steps(
                 version=trainer.version,
                 plan=plan,
                 stats=trainer.last_stats,
-                checksums=trainer.checksums() if trainer.takes_checksums else {},
+                checksums=trainer.checksums(plan) if trainer.takes_checksums else {},
             )
             guard.check_weights(engines, f"after step {step}", step)
             del batch, values, inputs  # else they stay in memory until the next step replaces them
@@ -220,6 +222,7 @@ class PPOTrainer:
             config.actor, self.ranks.sum, self.stats, config.teacher
         )
         self.computed_by: dict[str, Any] = {}
+        self.device_identity = device_identity(self.ranks.device)
         self.engines: dict[str, FSDPEngine] = {}  # the trained models: what checkpoints contain
         self.last_stats: dict[str, float] = {}
         if self.trains:
@@ -301,6 +304,7 @@ class PPOTrainer:
             ConfigError: there is no dataset and no source, no rollout engine, no validation rows
                 although `evaluator` requests them, or a path that cannot be imported.
             NonFiniteError: a weight, or a number of an update, is not finite (`actor.nonfinite`).
+            MiscomputedError: a step was computed to other bits again (`debug.verify_every`).
             NothingAccepted: too many prompts in a row were rejected or failed.
             Exception: of an episode, beyond `rollout.max_failures` of them.
         """
@@ -375,13 +379,17 @@ class PPOTrainer:
             saved = self.recovery.save_when_due(step, self.version, self.engines, source)
         self._observe_checkpoint(saved)
 
-    def checksums(self) -> dict[str, str]:
+    def checksums(self, plan: dict[str, Any] | None = None) -> dict[str, str]:
         """Return the crc32c of every trained parameter by name (a critic's: `critic.NAME`).
 
-        A collective. A checksum is 8 hexadecimal digits.
+        A collective. A checksum is 8 hexadecimal digits. `plan`, if given, gets as `shards` one of
+        all shards of each rank, by model.
         """
-        critic = self.critic.checksums() if self.critic is not None else {}
-        return self.actor.checksums() | {f"critic.{name}": value for name, value in critic.items()}
+        found = {name: engine.all_checksums() for name, engine in self.engines.items()}
+        if plan is not None:
+            plan["shards"] = {name: each.shards for name, each in found.items()}
+        of_critic = found["critic"].tensors if "critic" in found else {}
+        return found["actor"].tensors | {f"critic.{name}": value for name, value in of_critic.items()}
 
     def _live_rollouts(
         self, workflow: Any, arguments: dict[str, Any], filter_fn: AcceptFn | str | None

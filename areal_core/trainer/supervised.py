@@ -159,9 +159,10 @@ class SupervisedTrainer(ABC):
         with self.stats.timing("step"), self.stats.scope(self.name):
             rows = self.loader.next_batch()
             batch = self.to_batch([row for _, row in rows])
+            self.guard.verify(self.engines, step)
             with self.stats.timing("train_step"), self.tracing.memory(step):
                 result = self.actor.train_batch(batch, self.loss, self.weight)
-            if not result.update_successful:
+            if result.fault is not None or not result.update_successful:
                 names = [f"row {number} of the run" for number, _ in rows for _ in range(self.granularity)]
                 every = range(len(names))
                 self.guard.skipped(
@@ -174,6 +175,7 @@ class SupervisedTrainer(ABC):
                     minibatch=0,
                     rows=every,
                     names=names,
+                    fault=result.fault,
                 )
             self.guard.check_weights(self.engines, f"after step {step}")
             self.actor.step_schedule()

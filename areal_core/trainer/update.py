@@ -38,8 +38,9 @@ def update(
         inputs: next-token aligned rows of this rank, with the keys that `loss` needs.
         weigh: returns the denominator of the loss of rows.
         observe: receives the events of `FSDPEngine.train_batch`, and `micro_batch` after each step.
-        on_skipped: called on every rank for an optimizer step that was not taken, with `engine`,
-            `inputs`, `loss` and `weigh`, and its `minibatch` and `rows` by name.
+        on_skipped: called on every rank for an optimizer step that was not taken, or had a `fault`,
+            with `engine`, `inputs`, `loss` and `weigh`, and that, its `minibatch` and `rows` by
+            name.
 
     Returns:
         The plan that was followed, in JSON types: rows, micro-batches and results per
@@ -57,8 +58,9 @@ def update(
             update_successful=float(result.update_successful),
             num_micro_batches=len(result.micro_batches),
         )
-        if not result.update_successful and on_skipped is not None:
-            on_skipped(engine, inputs, loss, weigh, minibatch=index, rows=rows)
+        fault = result.fault
+        if (fault is not None or not result.update_successful) and on_skipped is not None:
+            on_skipped(engine, inputs, loss, weigh, minibatch=index, rows=rows, fault=fault)
         for number, micro in enumerate(result.micro_batches):
             observe(
                 "micro_batch",
@@ -79,6 +81,10 @@ def update(
                 "loss": result.loss.hex(),
             }
         )
+        if result.sums is not None:
+            plan[-1]["sums"] = [[sums.document() for sums in each] for each in result.sums]
+        if fault is not None:
+            plan[-1]["fault"] = fault.document()
         if engine.shares_prefixes:
             plan[-1]["tree_tokens"] = [micro.num_computed for micro in result.micro_batches]
     return plan

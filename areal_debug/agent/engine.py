@@ -4,7 +4,6 @@ import asyncio
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -156,11 +155,3 @@ class ScriptedEngine:
 
     def close(self) -> None:
         """Do nothing: there is nothing to release."""
-
-
-def read_rows(path: str) -> list[dict[str, Any]]:
-    """Read the rows of a dataset as training passes them to an agent. Raises DatasetError."""
-    from areal_core.config import DatasetConfig
-    from areal_core.data import get_dataset
-
-    return list(get_dataset(DatasetConfig(path=path, type="rl")))

@@ -50,7 +50,8 @@ def report_of(run: Run, found: Examination, record_page: RecordPage | None = Non
 
 
 def verdict_of(run: Run, found: Examination) -> tuple[str, str, Level]:
-    what = f"{run.num_steps} steps of {run.source} (names of {run.family})"
+    logged_by = f" (metric names of {run.family})" if run.family != "unknown" else ""
+    what = f"{run.num_steps} steps of {run.source}{logged_by}"
     if not run.series:
         return "Inconclusive", f"none of the metrics in {what} is known", "unsure"
     if not found.alarms and run.num_steps < FEWEST_STEPS:

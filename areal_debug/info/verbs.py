@@ -7,13 +7,14 @@ from areal_debug.cli import VERBS
 
 NEEDS = {  # the extra of every use of the verb; the others need none
     **dict.fromkeys(("demo", "train", "eval", "check"), "train"),
-    **dict.fromkeys(("replay", "goto", "why", "crosscheck", "consistency"), "train"),
-    **dict.fromkeys(("reward", "serve", "agent"), "train"),
+    **dict.fromkeys(("replay", "goto", "crosscheck", "consistency"), "train"),
+    **dict.fromkeys(("serve", "agent"), "train"),
     "query": "query",
 }
 # Uses that need one more extra, or that can be impossible here.
 USES = {
     "train": {"sglang servers": "sglang", "scheduler.type=ray": "ray", "actor.use_lora=true": "lora"},
+    "why": {"steps that are run again (--no-replay needs none)": "train"},
     "crosscheck": {"--with trl": "trl", "--with verl": "verl"},
     "consistency": {"--layers sglang": "sglang"},
     "record": {

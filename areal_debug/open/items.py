@@ -83,8 +83,8 @@ def examine_record(found: Found, scratch: Path) -> Item:
         verdict, state = "complete", "no step is missing"
     header = record.header
     facts = [
-        f"{describe_steps(steps)} of scope {header.recording.scope}",
-        f"{header.num_ranks} ranks",
+        describe_steps(steps),
+        *([f"{header.num_ranks} ranks"] if header.num_ranks > 1 else []),
         *([f"trainer {header.trainer}"] if header.trainer else []),
         *([f"{len(record.anchors())} anchors"] if record.anchors() else []),
         state,
@@ -113,7 +113,7 @@ def examine_metrics(found: Found, scratch: Path) -> Item:
     run = read_run(found.path)
     judged = judge(run)
     first = judged.alarms[0].title if judged.alarms else report_of(run, judged).verdict.lower()
-    summary = f"{run.num_steps} steps of {run.family}; {first}"
+    summary = f"{first}; {run.num_steps} steps"
     alarms = [(step, alarm.title) for alarm in judged.alarms for step, _ in alarm.evidence]
     return Item(
         found,

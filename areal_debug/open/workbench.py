@@ -105,10 +105,10 @@ def write_overview(page: Path, run: Path, items: Sequence[Item], links: Sequence
     for kind, (title, _) in KINDS.items():
         of_kind = [item for item in items if item.found.kind == kind]
         if of_kind:
-            counts.append(f"{len(of_kind)} {title.lower()}")
+            counts.append(f"{title.lower()}: {len(of_kind)}")
             blocks.append(Facts([], title, kind))
             blocks += [finding_of(item) for item in of_kind]
-    summary = f"Found in {run}: {', '.join(counts)}" + (f"; {note}" if note else "")
+    summary = f"In {run}: {', '.join(counts)}" + (f"; {note}" if note else "")
     frame = Frame(f"{name}: workbench", name, "workbench", verdict, links)
     write_report(page, Report(verdict, name, tone_of(verdict), blocks), frame, summary=summary)
 

@@ -1,6 +1,7 @@
 """Run replays on ranks of this machine for a command, and judge their reports. Imports no torch."""
 
 import json
+import os
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -111,25 +112,42 @@ class Runner:
         return self.cleanup.enter_context(replay_ranks())
 
     def replay(
-        self, record: Record, first: int, last: int, settings: Sequence[str] = (), apart: bool = False
+        self,
+        record: Record,
+        first: int,
+        last: int,
+        settings: Sequence[str] = (),
+        apart: bool = False,
+        shift: int = 0,
     ) -> Record | None:
         """Replay steps from the nearest anchor; return the record of that, None if it fails.
 
         Args:
             apart: by a new interpreter, as forks of one process have the same layout of memory.
+            shift: rank r gets the GPU that is `shift` further than its own.
         """
         if apart:
             with ExitStack() as cleanup:
                 other = Runner(self.folder, cleanup, self.model)
-                return other.replay(record, first, last, settings)
+                return other.replay(record, first, last, settings, shift=shift)
         folder = Path(tempfile.mkdtemp(dir=self.folder))
         output = folder / "record"
         request = Request(record.path, first, last, self.model, tuple(settings), record_to=str(output))
         asked = task("replay", **asdict(request))
-        if self.ranks.run(asked, record.header.world_size, {QUIET: "1"}, folder / "ranks.log", False) != 0:
+        env = {QUIET: "1"} | shifted_gpus(shift)
+        if self.ranks.run(asked, record.header.world_size, env, folder / "ranks.log", False) != 0:
             return None
         replayed = open_record(output)
         return replayed if last in replayed.steps else None
+
+
+def shifted_gpus(shift: int) -> dict[str, str]:
+    """Return the variable with this machine's GPUs from the `shift`-th on; none without GPUs."""
+    name = "CUDA_VISIBLE_DEVICES"
+    numbers = [str(i) for i, _ in enumerate(Path("/proc/driver/nvidia/gpus").glob("*"))]
+    gpus = [gpu for gpu in os.environ.get(name, ",".join(numbers)).split(",") if gpu]
+    at = shift % len(gpus) if gpus else 0
+    return {name: ",".join(gpus[at:] + gpus[:at])} if at else {}
 
 
 @contextmanager

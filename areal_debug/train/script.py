@@ -46,6 +46,7 @@ def mistakes_as_sentences() -> Iterator[None]:
         DatasetError,
         EngineError,
         ImageError,
+        MiscomputedError,
         NonFiniteError,
         RewardError,
     )
@@ -78,6 +79,7 @@ def mistakes_as_sentences() -> Iterator[None]:
     ) as error:
         end(f"Error: {error}{notes_of(error)}", 2)
     except (
+        MiscomputedError,
         NonFiniteError,
         rollout.ServerDied,
         rollout.WeightUpdateFailed,

@@ -115,12 +115,12 @@ def stress(agent: str, data: str, batch_size: int, group_size: int, as_json: boo
 
     AGENT is an agent or a RolloutWorkflow: MODULE:NAME or FILE.py:NAME of a class or an instance.
     """
-    from areal_debug.agent.engine import read_rows
+    from areal_core.data import rows_of
     from areal_debug.agent.report import report_of_stress
     from areal_debug.agent.stress import stress as run_stress
     from areal_debug.agent.under_test import build
 
-    rows = read_rows(data)
+    rows = rows_of(data)
     tested = build(agent, **choice)
     names = (tested.name, tested.engine_name)
     with tested.cleanup:
@@ -275,9 +275,9 @@ def launch_rollout(config: "PPOConfig", argv: list[str], agent_kwargs: dict[str,
 
 
 def pick_row(data: str, index: int) -> dict[str, Any]:
-    from areal_debug.agent.engine import read_rows
+    from areal_core.data import rows_of
 
-    rows = read_rows(data)
+    rows = rows_of(data)
     if not 0 <= index < len(rows):
         raise ValueError(f"--index is {index} and {data} has {len(rows)} rows; expected 0 to {len(rows) - 1}")
     return rows[index]

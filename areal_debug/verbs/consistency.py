@@ -160,7 +160,7 @@ EXACT_NEW_TOKENS = 64  # by default
     metavar="CERTIFICATE",
     help="With --exact: certificate of an earlier run; exit code 1 only if this one is worse.",
 )
-@output_option("Write the report as one HTML page, too; with --exact the certificate.")
+@output_option("Also write the report as one HTML page; with --exact the certificate.")
 @force_option
 @json_option
 @errors_as_sentences

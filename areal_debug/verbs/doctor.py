@@ -52,7 +52,7 @@ def hook_options(command: Callable[..., Any]) -> Callable[..., Any]:
     metavar="QUANTITY=NAME",
     help="Name under which this run logs a quantity, as reward=my_env/return; may be repeated.",
 )
-@output_option("Write an HTML page with plots, too.")
+@output_option("Also write an HTML page with plots.")
 @force_option
 @click.option("--overrides", is_flag=True, help="Print only the config change that is recommended first.")
 @click.option("--follow", "follows", is_flag=True, help="Look again during the run; print each alarm once.")

@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from areal_debug.cli import Verb, VerbGroup, force_option, json_option, output_option
+from areal_debug.cli import Verb, VerbGroup, force_option, json_option, output_option, sample_option
 from areal_debug.confined import reads_untrusted
 from areal_debug.render import errors_as_sentences, fail, print_json, refuse_existing
 
@@ -49,11 +49,18 @@ def spools_standard_input(verb: Callable[..., None]) -> Callable[..., None]:
     type=click.FloatRange(1, 3600),
     help="Time that --slow looks at the job for, by default 15; some steps must fit into it.",
 )
+@sample_option
 @json_option
 @click.pass_context
 @errors_as_sentences
 def command(
-    ctx: click.Context, pids: tuple[int, ...], match: str, slow: bool, seconds: float | None, as_json: bool
+    ctx: click.Context,
+    pids: tuple[int, ...],
+    match: str,
+    slow: bool,
+    seconds: float | None,
+    sample: bool,
+    as_json: bool,
 ) -> None:
     """Find out why a job hangs and which ranks block it, or with --slow which rank slows it down.
 
@@ -65,6 +72,12 @@ def command(
         raise click.UsageError("--seconds is the time of --slow: give both.")
     if ctx.invoked_subcommand is not None and slow:
         raise click.UsageError(f"--slow looks at a job that runs: leave out {ctx.invoked_subcommand}.")
+    if sample:
+        if pids or match or slow or ctx.invoked_subcommand is not None:
+            raise click.UsageError("--sample shows the sample alone: leave out what selects a job.")
+        from areal_debug.sample import unpacked
+
+        ctx.invoke(diagnose, paths=(unpacked() / "hang",), as_json=as_json)
     from hangdoctor.collect.discover import Search
 
     if slow:
@@ -85,7 +98,7 @@ def command(
 @click.argument("paths", nargs=-1, required=True, type=click.Path(path_type=Path))
 @click.option("--world-size", type=int, help="Number of trainer ranks that the job should have.")
 @click.option("--mapping", type=click.Path(path_type=Path, dir_okay=False), help="File with lines FILE RANK.")
-@output_option("Write a page (.html) or text for an issue (.md), too; may be repeated.", multiple=True)
+@output_option("Also write a page (.html) or text for an issue (.md); may be repeated.", multiple=True)
 @force_option
 @json_option
 @spools_standard_input

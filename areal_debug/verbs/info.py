@@ -48,7 +48,7 @@ def parse_skill(text: str) -> Skill:
     invoke_without_command=True,
     example="areal-debug info\nareal-debug info options actor.optimizer\nareal-debug info skills --to .claude/skills",
 )
-@click.option("--check", is_flag=True, help="Import each installed package, too; takes up to some minutes.")
+@click.option("--check", is_flag=True, help="Also import each installed package; takes some minutes.")
 @json_option
 @click.pass_context
 @errors_as_sentences

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import click
 
-from areal_debug.cli import Verb, force_option, json_option, output_option, step_option
+from areal_debug.cli import Verb, force_option, json_option, output_option, sample_option, step_option
 from areal_debug.confined import ANYWHERE, reads_untrusted
 from areal_debug.render import (
     console,
@@ -72,10 +72,11 @@ def parsed_at(context: click.Context, option: click.Parameter, text: str | None)
 
 @click.command(
     cls=Verb,
-    example="areal-debug open runs\nareal-debug open runs/record --step 3 --at 4.1 -o step3.html\n"
+    example="areal-debug open --sample\nareal-debug open runs\nareal-debug open runs/record --step 3 --at 4.1 -o step3.html\n"
     "areal-debug open runs/record --compare runs/other --all-steps -o pages",
 )
-@click.argument("path", metavar="RECORD|RUN", type=click.Path(path_type=Path))
+@click.argument("path", metavar="RECORD|RUN", required=False, type=click.Path(path_type=Path))
+@sample_option
 @step_option("the last")
 @click.option(
     "--compare", "other", type=click.Path(path_type=Path), metavar="RECORD",
@@ -108,7 +109,8 @@ def parsed_at(context: click.Context, option: click.Parameter, text: str | None)
 @json_option
 @errors_as_sentences
 def command(
-    path: Path,
+    path: Path | None,
+    sample: bool,
     output: Path | None,
     save: bool,
     force: bool,
@@ -126,7 +128,11 @@ def command(
     --json and without -o, what a run left is listed.
     """
     from areal_debug.doctor.rows import is_record
+    from areal_debug.sample import unpacked
 
+    if (path is None) != sample:
+        raise click.UsageError("Give a RECORD, the folder of a RUN, or --sample.")
+    path = path or unpacked()
     wanted = Asked(**asked)  # type: ignore[arg-type]
     lists = as_json and output is None and not save and not serve
     if (is_record(path) and not lists) or save or serve or wanted != NOTHING_ASKED:

@@ -25,12 +25,12 @@ def coverage(record: Path, data: str, as_json: bool) -> None:
     Exit code 0: every row that was read was trained on. 1: rows are missing, doubled, or groups are
     incomplete. 2: the order of the data is not known.
     """
-    from areal_debug.agent.engine import read_rows
+    from areal_core.data import rows_of
     from areal_debug.report.terminal import print_report
     from areal_debug.resume.coverage import coverage_of, document_of, report_of
     from recorder import open_record
 
-    found = coverage_of(open_record(record), read_rows(data))
+    found = coverage_of(open_record(record), rows_of(data))
     if as_json:
         print_json(document_of(found))
     else:

@@ -1,7 +1,8 @@
 """`areal-debug replay`: run a record again without an engine, unchanged or with changes."""
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import click
 
@@ -14,6 +15,7 @@ from areal_debug.cli import (
     nproc_option,
     output_option,
     overrides_argument,
+    step_option,
 )
 from areal_debug.render import (
     announce,
@@ -38,7 +40,8 @@ if TYPE_CHECKING:
     cls=Verb,
     example="areal-debug replay runs/record\n"
     "areal-debug replay runs/record actor.eps_clip=0.3 --filter 'reward > 0' -o runs/what-if\n"
-    "areal-debug replay runs/record --sweep actor.eps_clip=0.1,0.2,0.3",
+    "areal-debug replay runs/record --sweep actor.eps_clip=0.1,0.2,0.3\n"
+    "areal-debug replay runs/record --find-faulty",
 )
 @click.argument("record", type=click.Path())
 @click.option(
@@ -79,6 +82,12 @@ if TYPE_CHECKING:
     metavar="OPTION=A,B,...",
     help="Replay once with each of these values, and compare. May be repeated: every combination.",
 )
+@click.option(
+    "--find-faulty",
+    is_flag=True,
+    help="Say which rank computed wrongly: replay repeatedly, on other GPUs where there are any, and vote.",
+)
+@step_option("the first that differs, with --find-faulty")
 @json_option
 @overrides_argument
 @errors_as_sentences
@@ -97,6 +106,8 @@ def command(
     force: bool,
     explain: int | None,
     sweeps: tuple[str, ...],
+    find_faulty: bool,
+    step: int | None,
     as_json: bool,
     overrides: tuple[str, ...],
 ) -> None:
@@ -107,6 +118,7 @@ def command(
     Another layout:  --nproc 2, device=cpu, actor.mb_spec.max_tokens_per_mb=4096
     What if:         actor.eps_clip=0.3, --filter 'reward > 0 and len(completion) < 512', --edit, --reward
     Why:             --explain STEP
+    Who:             --find-faulty
 
     A filter may use reward, prompt, completion (token ids), prompt_text, completion_text,
     finish_reason, logprobs, versions, prompt_id, sample_id and step. RECORD is never written to.
@@ -128,6 +140,9 @@ def command(
     if explain is not None:
         explain_step(opened, explain, model, config, as_json)
         return
+    if find_faulty or step is not None:
+        changed = [*settings, *overrides, *filter(None, (row_filter, edit, reward, output, nproc)), *sweeps]
+        name_faulty(opened, find_faulty, step, (from_step, to_step), changed, model, as_json)
     first, last = step_range(opened, from_step, to_step)
     if sweeps and output is not None:
         fail("--output is for one replay, and --sweep makes several")
@@ -154,6 +169,26 @@ def command(
     print_replay(report, request, as_json, rescored)
     assert report.verdict is not None
     raise SystemExit(report.verdict.exit_code)
+
+
+def name_faulty(
+    record: "Record",
+    is_asked: bool,
+    step: int | None,
+    steps: tuple[int | None, int | None],
+    changed: Sequence[object],
+    model: str | None,
+    as_json: bool,
+) -> NoReturn:
+    """Say which rank of the recorded run computed wrongly; ends the command."""
+    from areal_debug.replay.faulty import find
+    from replayer.preconditions import step_range
+
+    if not is_asked:
+        fail("--step is for --find-faulty: --from-step and --to-step choose what is replayed")
+    if changed:
+        fail(f"--find-faulty replays the record as it is, and {changed[0]} would change it: leave that out")
+    find(record, *step_range(record, *(steps if step is None else (step, step))), model, as_json)
 
 
 def replay_setting(ranks: "WarmRanks", request: "Request", num_ranks: int, name: str) -> "ReplayReport":

@@ -44,15 +44,15 @@ def probe(
     Exit code 0: it pays for right answers alone. 1: it pays for a wrong answer, fails on one or is
     stuck. 2: inconclusive.
     """
+    from areal_core.data import rows_of
     from areal_core.reward.signature import check_reward_fn
-    from areal_debug.agent.engine import read_rows
     from areal_debug.report.terminal import print_report
     from areal_debug.reward.answers import question_of
     from areal_debug.reward.probe import probe as probe_function
     from areal_debug.reward.report import report_of_probe
 
     check_reward_fn(function, ["."], takes_row=True)
-    rows = read_rows(data)
+    rows = rows_of(data)
     step = max(1, len(rows) // num_rows)
     questions = [question_of(row, field) for row in rows[::step][:num_rows]]
     announce(f"trying answers on {function}")
@@ -97,8 +97,8 @@ def rescore(
     Exit code 0: the rewards agree. 1: they disagree. 2: most samples could
     not be compared.
     """
+    from areal_core.data import rows_of
     from areal_core.reward.signature import check_reward_fn
-    from areal_debug.agent.engine import read_rows
     from areal_debug.report.terminal import print_report
     from areal_debug.reward.report import report_of_rescore
     from areal_debug.reward.rescore import rescore as rescore_record
@@ -107,7 +107,7 @@ def rescore(
 
     check_reward_fn(function, ["."], takes_row=data is not None)
     opened = open_record(record)
-    rows = None if data is None else read_rows(data)
+    rows = None if data is None else rows_of(data)
     steps = [
         step
         for step in opened.steps

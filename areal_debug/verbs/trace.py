@@ -11,7 +11,7 @@ from areal_debug.render import announce, console, errors_as_sentences, print_jso
 @click.command(cls=Verb, example="areal-debug trace runs/logs -o trace.html")
 @click.argument("run", metavar="RUN_OR_FILE", type=click.Path(path_type=Path))
 @step_option("the slowest after the first")
-@output_option("Write an HTML page, too.")
+@output_option("Also write an HTML page.")
 @force_option
 @click.option("--all", "all_steps", is_flag=True, help="List every step in the table.")
 @json_option

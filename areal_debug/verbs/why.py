@@ -65,7 +65,7 @@ DEFAULT_STEPS = 5  # that --commits compares
 @click.option("--layers", is_flag=True, help="Find the first step and layer that differ, by replays of both.")
 @click.option("--commits", metavar="GOOD..BAD", help="Find the commit that changed A's numbers, by replays.")
 @click.option("--to-step", type=int, help=f"With --commits: last step; by default A's first {DEFAULT_STEPS}.")
-@output_option("Write the answer as one HTML page, too.", spellings=("--html",))
+@output_option("Also write the answer as one HTML page.", spellings=("--html",))
 @force_option
 @json_option
 @errors_as_sentences

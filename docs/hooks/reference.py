@@ -48,6 +48,7 @@ API = (
     "areal_core.telemetry.in_episode.scalar",
     "areal_core.telemetry.in_episode.trace_scope",
     "areal_core.telemetry.in_episode.traced",
+    "areal_core.testing.make_tiny_model",
     "areal_core.trainer.rl.PPOTrainer",
 )
 

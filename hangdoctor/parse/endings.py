@@ -19,6 +19,8 @@ INTERRUPTED = message("endings", "interrupted")
 LOST_PEER = message("endings", "lost_peer")
 TIMED_OUT = message("endings", "timed_out")
 STORE = message("endings", "store")
+# Of a rank that left no traceback.
+KILLED_LINE, ALONE = message("endings", "killed_line"), message("endings", "alone")
 # Signals by which a launcher ends the ranks that are left, and those of a process that was killed.
 BY_LAUNCHER, KILLED = (-15, -2, 143), (-9, -11, -7, -4, 137, 139)
 ABORTED = (-6, 134)
@@ -56,6 +58,9 @@ def endings_of(job: JobLog, world_size: int | None, timed_out: set[int]) -> Ende
     found.stacks |= dumps
     for rank in (timed_out | job.waited) - set(found.endings):
         found.endings[rank] = Ending(rank, "timed_out", "its watchdog timed out")
+    for rank, lines in job.written.items():
+        if rank not in found.endings and (words := next(filter(ALONE.search, lines), "")):
+            found.endings[rank] = Ending(rank, "killed" if KILLED_LINE.search(words) else "lost_peer", words)
     for rank, (code, words) in job.exits.items():
         if rank not in found.endings and (how := how_ended(code, words, rank == job.first, bool(timed_out))):
             found.endings[rank] = Ending(rank, how, words)

@@ -40,9 +40,14 @@ RANKS = re.compile(
 # `# rank 3 waits for the save`, `rank 3 is here:`
 SAID_RANKS = re.compile(rf"\branks?[ _:=#]*{NUMBERS}", re.IGNORECASE)
 ABOUT_RANKS = re.compile(r"\b(?:ranks?|process(?:es)?|workers?|gpus?)\b", re.IGNORECASE)
+# `on node-3 (rank 24-31) py-spy shows`, `while ranks 0-7 are here`: prose that leads to frames
+LEADS_IN = re.compile(
+    r"^(?:on|while|and|but|the|whereas|meanwhile|then|also|now|here)\b.*(?:\b(?:here|shows?|stack|stuck|at|in|this|below)|\))$",
+    re.I,
+)
 LOGGED = re.compile(r"error|exception|warning|timeout|\b\d+\.\d+\b|https?:", re.IGNORECASE)
 POSITION = re.compile(
-    r"^(?:gpu|cuda|device|(?:pp |pipeline )?stage|worker|process|proc|r)[ #:=]*(\d{1,5})(?: ?\([^()]*\))?$",
+    r"^(?:gpu|cuda|device|(?:pp |pipeline )?stage|worker|process|proc|r)[ #:=]*(\d{1,5})(?: ?\([^()]*\)| timed out.{0,40})?$",
     re.I,
 )
 ONE_COORDINATE = re.compile(r"^(?:DP|PP|TP|EP)[ _:=]?(\d{1,5} ?(?:-|–|to) ?\d{1,5}|\d{1,5})$", re.IGNORECASE)
@@ -54,7 +59,7 @@ ROLE = re.compile(
 # Posts that show equal stacks once: `12 in:`, `7 ranks:`, `7 of 8 ranks`, `3x`.
 COUNTED = re.compile(
     r"^(?:all )?(\d{1,6}) ?(?:(?:(?:of|/) ?(?:the )?\d+ )?(?:other )?"
-    r"(?:ranks|processes|procs|gpus|workers)(?: ?(?:in|at|are|show).{0,40})?|in|x|×)$",
+    r"(?:ranks?|process(?:es)?|procs?|gpus?|workers?)(?: ?(?:in|at|are|show).{0,40})?|in|x|×)$",
     re.IGNORECASE,
 )
 EVERYBODY = re.compile(
@@ -168,6 +173,7 @@ def section_header(line: str, current: Section) -> Section | None:
     if not bare or len(line) > 200:
         return None
     said = line[0] in "#/=*" or line.startswith((">>>", "---")) or line.rstrip("`* ").endswith(":")
+    said = said or (len(bare) < 100 and LEADS_IN.match(bare) is not None)
     return named_header(bare, said) or counted_header(bare)
 
 

@@ -160,7 +160,9 @@ def written_by(text: str, rank: int | None) -> Iterator[tuple[int | None, str]]:
     found = {prefix for prefix in found if prefix.strip() and "traceback" not in prefix}
     found |= {before for prefix in found if (before := WRITER.sub("", prefix).rstrip())}
     shapes = {re.sub(r"\d+", r"\\d+", re.escape(prefix)) for prefix in found}
-    known = re.compile("|".join(sorted([*list(shapes)[:200], r"\[rank\d+\]:"], key=len, reverse=True)))
+    known = re.compile(
+        "|".join(sorted([*list(shapes)[:200], r"\[rank\d+\]:|\[\d+\]<std\w+>:"], key=len, reverse=True))
+    )
     lines = text.replace("\r", "").split("\n")
     prefixes = [known.match(line) for line in lines]
     launched = zip(prefixes, lines, strict=True) if LAUNCHER.search(text) else ()

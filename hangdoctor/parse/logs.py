@@ -20,10 +20,16 @@ RELEVANT = message("logs", "relevant")
 WATCHDOG = message("logs", "watchdog")
 # Follows a time-out: how far this rank has come in the group.
 PROGRESS = message("logs", "progress")
+# A pager or a mail breaks the watchdog's line before these words.
+WRAPPED = re.compile(
+    r"[ \t]*\n\s*(?=WorkNCCL\(|by watchdog at work:|(?:last (?:enqueued|completed) (?:NCCL )?work:))"
+)
 
 
 def parse_log(name: str, rank: int | None, text: str, source: str) -> LogTail:
     """Return the lines of a log that matter, and its last five."""
+    if has_timeouts(text):
+        text = WRAPPED.sub(" ", text)
     lines = [line[:1000] for line in text.split("\n") if line.strip()]
     from_end = (line for line in reversed(lines[:-5]) if matters(line.translate(ZEROS)))
     relevant = [*islice(from_end, MAX_LINES)][::-1]
@@ -32,7 +38,7 @@ def parse_log(name: str, rank: int | None, text: str, source: str) -> LogTail:
 
 @lru_cache(maxsize=4096)
 def matters(line: str) -> bool:
-    """Return whether a line, whose digits are zeros, matters: most lines of a log differ in them."""
+    """Return whether a line matters; its digits are zeros, in which most lines differ."""
     return RELEVANT.search(line) is not None
 
 
@@ -72,8 +78,10 @@ def watchdog_records(logs: Iterable[LogTail]) -> tuple[CollectiveRecord, ...]:
                 timeouts.setdefault((written_by(match, log), int(match["seq"][:18])), match)
     found: dict[str, dict[int, CollectiveRecord]] = {}
     enqueued: dict[tuple[str, int], int] = {}
+    known = {name for name, _ in groups.values()}
+    usual = known.pop() if len(known) == 1 else "default"  # of ranks that did not write their group
     for (rank, sequence), match in timeouts.items():
-        group, count = groups.get((rank, sequence), ("default", -1))
+        group, count = groups.get((rank, sequence), (usual, -1))
         if rank not in found.setdefault(group, {}):
             found[group][rank] = timeout_record(match, rank, group)
             enqueued[(group, rank)] = count

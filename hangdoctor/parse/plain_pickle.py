@@ -31,7 +31,7 @@ def load_plain(data: bytes) -> Any:
 
 
 def has_small_memo(data: bytes) -> bool:
-    """Return whether all places are below the number of bytes; False if that is not quick to see."""
+    """Return whether all places are below the number of bytes; False if that takes long."""
     run, at = fixed_opcodes(len(data).bit_length() - 1), 0
     while at < len(data):
         found = run.match(data, at)

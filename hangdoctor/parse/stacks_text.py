@@ -24,12 +24,13 @@ PREFIX = re.compile(
     r"^\s*(?:\[(?:default|rank)(?P<torchrun>\d+)\]:?|"
     r"\(\w[\w.]*(?: rank=(?P<ray>\d+))?[^)]{0,40}? pid=(?P<pid>\d+)[^)]*\)|"
     r"\(\w[\w.]* rank=(?P<worker>\d+)[^)]*\)|"
-    r"(?P<srun>\d{1,6}):|\[\d+,(?P<mpi>\d+)\]<std\w+>:|[\w.\-]*?-(?P<compose>\d{1,5})\s+\||"
+    r"(?P<srun>\d{1,6}):|\[(?:\d+,)?(?P<mpi>\d+)\]<std\w+>:|[\w.\-]*?-(?P<compose>\d{1,5})\s+\||"
     r"\[pod/[\w.\-]*?-(?P<pod>\d{1,5})/[\w.\-]+\]) ?"
 )
 MAYBE_PREFIXED = re.compile(r"^[^\S\n]*(?:\[|\(|\d+:|[\w.\-]+-\d+\s+\|)", re.M)
 CLOCK = re.compile(
-    r"^(?:\[?\d{4}-\d\d-\d\d[ T]\d\d:\d\d:\d\d[.,\d]*(?:[+-]\d\d:?\d\d|Z)?(?: \w+)?\]? ?"
+    r"^(?:\[\d{4}-\d\d-\d\d \d\d:\d\d:\d\d(?: (?:DP|PP|TP|EP)\d+)+\] ?|"  # SGLang names its rank
+    r"\[?\d{4}-\d\d-\d\d[ T]\d\d:\d\d:\d\d[.,\d]*(?:[+-]\d\d:?\d\d|Z)?(?: \w+)?\]? ?"
     r"(?:\[?(?:INFO|ERROR|WARNING|DEBUG|CRITICAL)\]?:? ?)?(?:\[[\w.]+\]:? ?)?|"
     r"[IWEF]\d{4} \d\d:\d\d:\d\d\.\d+ +\d+ \S+?\] )"
 )

@@ -127,8 +127,10 @@ def from_records(case: Case) -> Verdict | None:
     """Return the verdict without stacks, where every rank's record ends in the same unfinished
     collective.
     """
-    if not case.findings or any(finding.kind != "same" for finding in case.findings):
+    if any(finding.kind != "same" for finding in case.findings):
         return None
+    if not case.findings:
+        return alone_in_time_out(case)
     finding, kind = case.findings[0], kind_of(case)
     says = f"; {kind.says}" if kind.kind else ""
     fact = f"{finding.source}, group {finding.group}: {finding.detail}"
@@ -139,6 +141,36 @@ def from_records(case: Case) -> Verdict | None:
         kind.ranks,
         f"{finding.source.capitalize()}: {finding.detail} of group {finding.group}, and it has not completed{says}.",
         (Evidence(rank_ranges(finding.agreeing_ranks), fact), *kind.evidence),
+        "records",
+        steps=steps_of_kind(kind),
+        kind=kind.kind,
+    )
+
+
+def alone_in_time_out(case: Case) -> Verdict | None:
+    """Return the verdict for watchdogs whose messages cannot be compared: of one rank, or of
+    several groups.
+    """
+    found = {
+        rank: (name, number) for log in case.snapshot.logs for rank, number, name in watchdog_timeouts(log)
+    }
+    if not found or case.lost:
+        return None
+    kind = kind_of(case)
+    says = [f"rank {rank} in {name} number {number}" for rank, (name, number) in sorted(found.items())]
+    more = f" and {len(says) - 3} more" if len(says) > 3 else ""
+    return make_verdict(
+        "nccl_timeout",
+        "low",
+        kind.ranks,
+        f"The watchdog timed out: {', '.join(says[:3])}{more}; whether their peers reached these is not known.",
+        (
+            *(
+                Evidence(str(rank), f"its watchdog timed out on {name} number {n}")
+                for rank, (name, n) in found.items()
+            ),
+            *kind.evidence,
+        )[:8],
         "records",
         steps=steps_of_kind(kind),
         kind=kind.kind,

@@ -20,12 +20,17 @@ from hangdoctor.rules.verdict import (
     wait_in,
     waiting_evidence,
 )
+from hangdoctor.tables import message
+
+MISMATCH_LOG = message("together", "mismatch_log")
 
 
 def collective_mismatch(case: Case, graph: Graph) -> Verdict | None:
     recorded = next((f for f in case.findings if f.kind in ("operation", "dtype", "size")), None)
     if recorded is not None:
         return from_records(case, graph, recorded)
+    if not case.ranks and (found := named_by_nccl(case)):
+        return found
     if not case.lost and graph.waiting and graph.sources and all(map(waits_for_requests, graph.source_ranks)):
         return out_of_step(case, graph)
     if graph.sources or case.lost or not graph.waiting or same_place(graph.waiting):
@@ -114,16 +119,39 @@ def from_records(case: Case, graph: Graph, finding: OperationFinding) -> Verdict
     odd = [s for s in case.ranks if s.rank in finding.odd_ranks]
     where = f" at {place(odd[0])}" if odd and odd[0].wait.frames else ""
     elsewhere = any(s.rank not in finding.odd_ranks for s in graph.source_ranks)
+    others = sorted(set(finding.agreeing_ranks) - set(finding.odd_ranks))
+    who = (
+        f"{name_ranks(finding.odd_ranks)} and {name_ranks(others)}"
+        if others
+        else name_ranks(finding.odd_ranks)
+    )
     return make_verdict(
         "collective_mismatch",
         # A watchdog message numbers the operations of one group and seldom names the group.
         "medium" if elsewhere or finding.source == "watchdog" else "high",
         finding.odd_ranks,
-        f"Ranks {rank_ranges(finding.odd_ranks)} and {rank_ranges(finding.agreeing_ranks)} disagree on the "
+        f"{begin(who)} disagree on the "
         f"{finding.kind} of collective {finding.sequence} of group {finding.group}: {finding.detail}{where}.",
         record_evidence(finding) + stack_evidence(odd, "is here", graph) + stillness(case),
         "records",
     )
+
+
+def named_by_nccl(case: Case) -> Verdict | None:
+    """Return the verdict for NCCL's own report that ranks called different collectives."""
+    for log in case.snapshot.logs:
+        for line in log.lines:
+            if found := MISMATCH_LOG.search(line):
+                rank = int(found["rank"][:7])
+                return make_verdict(
+                    "collective_mismatch",
+                    "medium",
+                    (rank,),
+                    f"NCCL reports different collectives at and around rank {rank}.",
+                    (Evidence(str(rank), line.strip()[:200], log.name),),
+                    "records",
+                )
+    return None
 
 
 def record_evidence(finding: OperationFinding) -> tuple[Evidence, ...]:

@@ -461,8 +461,8 @@ def other_support(rows: Sequence[RowPair]) -> Pattern | None:
     if not both and not only[0]:
         return Pattern("other support", f"A is 0 at all {only[1]} tokens where B is not")
     shift = shift_of_support(rows)
-    rest = f"{both} in both" + (f", {changed} of them with other values" if changed else ", equal")
-    why = f"{only[0]} tokens are not 0 in A only, {only[1]} in B only, {rest if both else 'none in both'}"
+    rest = f"{both}" + (f", {changed} with other values" if changed else ", equal")
+    why = f"nonzero only in A: {count(only[0], 'token')}; only in B: {only[1]}; in both: {rest if both else 'none'}"
     if shift is None:
         return Pattern("other support", why)
     moved = f"moved by {count(abs(shift), 'token')} {'later' if shift > 0 else 'earlier'}"

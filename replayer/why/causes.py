@@ -257,7 +257,7 @@ def outside_candidates(case: Case) -> Iterator[Candidate]:
         if item.kind in ("variable", "library"):
             what = item.what
         elif item.used_by == "both":
-            what = f"{item.what} is not the same in A and B"
+            what = f"{item.what} differs between A and B"
         else:
             what = f"only {item.used_by} uses {item.file}"
         yield Candidate(
@@ -322,7 +322,7 @@ def data_finding(case: Case) -> Finding | None:
         here, there = prompts_of(case.left.step(case.step), case.right.step(case.step))
         equal = sum(there.get(name) == prompt for name, prompt in here.items())
         if len(here) > equal > len(here) / 2:
-            what = f"{len(here) - equal} of {len(here)} rows have prompts of other content"
+            what = f"{len(here) - equal} of {len(here)} rows have another prompt in B"
             evidence = (
                 "the other prompts are equal, at the same place: the data set was changed, not its order"
             )

@@ -159,7 +159,7 @@ def test_what_diagnoses_needs_no_extra(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "extra"),
     [
-        (["serve", "--status"], "train"),
+        (["crosscheck", "RECORD"], "train"),
         (["consistency", "RECORD", "--model", "."], "train"),
         (["record", "archive", "RECORD", "--to", "a.zip"], "archive"),
         (["record", "export", "RECORD", "--format", "hf", "--to", "a"], "archive"),

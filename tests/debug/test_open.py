@@ -320,3 +320,24 @@ def test_the_most_extreme_row_or_token_of_a_metric_is_found(tmp_path):
         "logprob_difference": Worst(0, 2, 4),
         "zero_variance_groups": None,
     }
+
+
+def test_sample_of_the_package_shows_a_hang_and_a_collapsed_policy(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    asked = CliRunner().invoke(main, ["hang", "--sample", "--json"])
+    assert (asked.exit_code, json.loads(asked.stdout)["label"]) == (1, "collective_mismatch")
+    asked = CliRunner().invoke(main, ["open", "--sample", "--json"])
+    found = {one["kind"]: one["verdict"] for one in json.loads(asked.stdout)["found"]}
+    assert found == {"record": "complete", "metrics": "problem", "hang": "hung"}
+    assert CliRunner().invoke(main, ["doctor", "areal-debug-sample/record"]).exit_code == 1
+    assert CliRunner().invoke(main, ["record", "verify", "areal-debug-sample/record"]).exit_code == 0
+    both = CliRunner().invoke(main, ["open", "areal-debug-sample", "--sample"])
+    assert (both.exit_code, "or --sample" in both.stderr) == (2, True)
+
+
+def test_folder_with_the_name_of_the_sample_is_not_touched(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("areal-debug-sample").write_text("mine")
+    refused = CliRunner().invoke(main, ["hang", "--sample"])
+    assert (refused.exit_code, "is not the sample" in refused.stderr) == (2, True)
+    assert Path("areal-debug-sample").read_text() == "mine"

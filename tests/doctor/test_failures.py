@@ -80,7 +80,7 @@ FAILURES = {
     ),
     "all right": (
         "D22",
-        "all answers are right",
+        "nearly all answers are right",
         BEGIN,
         lambda r: {
             "reward": noisy(ramp(0.6, 0.97, 0.1), 0.003),
@@ -89,7 +89,7 @@ FAILURES = {
     ),
     "all wrong": (
         "D22",
-        "all answers are wrong",
+        "nearly all answers are wrong",
         0,
         lambda r: {"reward": np.abs(noisy(0.03, 0.01)), "zero_variance_groups": noisy(0.8, 0.02)},
     ),
@@ -333,7 +333,7 @@ def test_groups_are_told_apart_by_counts_where_they_are_logged(tmp_path):
         counts = {"solved": np.full(STEPS, right), "failed_all": np.full(STEPS, wrong)}
         run = healthy() | {"zero_variance_groups": noisy(0.9, 0.01)} | counts
         [alarm] = judged(tmp_path / word, run, names).alarms
-        assert (alarm.id, alarm.title) == ("D22", f"most groups have equal rewards: all answers are {word}")
+        assert (alarm.id, alarm.title) == ("D22", f"most groups have equal rewards: nearly all answers are {word}")
 
 
 def test_steps_that_validation_and_training_share_are_compared_when_only_four_were_evaluated(tmp_path):
@@ -483,3 +483,27 @@ def test_two_spikes_of_a_short_run_are_no_finding(tmp_path, spikes):
     run["grad_norm"][[12, 30, 44][:spikes]] *= 20
     alarms = examine(read_run(write_stats(tmp_path, run))).alarms
     assert [(alarm.id, alarm.onset) for alarm in alarms] == ([("D17", 12)] if spikes == 3 else [])
+
+
+def test_collapse_within_the_first_steps_is_named_with_the_end_of_the_rise(tmp_path):
+    run = without(healthy(30), "eval_reward", "zero_variance_groups")
+    late = np.arange(30) >= 3
+    run |= {
+        "entropy": np.where(late, 0.02, 4.0) + 0.001 * np.arange(30) % 0.01,
+        "reward": np.where(late, 0.5, 0.02 + 0.1 * np.arange(30)),
+        "staleness": np.zeros(30),
+    }
+    alarms = {alarm.id: alarm for alarm in judged(tmp_path, run).alarms}
+    assert alarms["D15"].found.endswith("4 at first")
+    assert (alarms["D01"].title, alarms["D01"].onset) == ("the reward stopped rising", 3)
+    assert alarms["D01"].overrides == {}  # no step was stale: a synchronous run is no remedy
+
+
+def test_equal_rewards_of_half_credit_are_neither_right_nor_wrong(tmp_path):
+    names = NAMES | {"reward_max": "reward/max", "reward_min": "reward/min"}
+    half = {"reward": np.full(STEPS, 0.5), "reward_min": np.full(STEPS, 0.5)}
+    run = without(healthy(), "eval_reward") | half
+    run |= {"reward_max": np.where(np.arange(STEPS) < 5, 1.0, 0.5), "zero_variance_groups": np.full(STEPS, 1.0)}
+    run["reward_min"][:5] = 0.0
+    [alarm] = [one for one in judged(tmp_path, run, names).alarms if one.id == "D22"]
+    assert (alarm.title, alarm.found.split("; ")[1]) == ("most groups have equal rewards", "every reward is 0.5")

@@ -1,4 +1,4 @@
-"""docs/benchmarks.md is what its results say, and each of its commands exists."""
+"""docs/measurements/benchmarks.md is what its results say, and each of its commands exists."""
 
 import json
 import sys

@@ -63,7 +63,7 @@ def test_the_job_passes_and_leaves_nothing_in_the_repository(project):
     commands, code, output = run_job(project, ROOT)
     assert len(commands) == 2
     assert code == 0, output
-    assert "4 steps of 1 records replayed" in output
+    assert "4 steps of 1 record replayed" in output
     left = subprocess.run(
         ["git", "status", "--short", "--untracked-files=all"],
         cwd=project,

@@ -66,7 +66,7 @@ def test_mark_and_arguments_reach_the_replay_and_steps_are_counted(run, requeste
         "here",
     )
     assert (spec.test, mode) == ("test_sample.py::test_it", "none")
-    result.stdout.fnmatch_lines(["*2 steps of 1 records replayed"])
+    result.stdout.fnmatch_lines(["*2 steps of 1 record replayed"])
 
 
 def test_a_difference_fails_the_test_with_its_message_and_no_traceback(run, requested):

@@ -3,11 +3,13 @@
 import json
 import re
 import shutil
+import subprocess
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
+from areal_debug import regression
 from areal_debug.regression import RegressionError, Spec, check_spec
 from areal_debug.replay.ranks import replay_ranks
 from recorder import open_record
@@ -143,3 +145,19 @@ def test_what_cannot_be_replayed_is_refused_before_anything_runs(tmp_path, ranks
         check_spec(Spec(RECORD, "a_test", steps=(0, 10)), "none", ranks)
     with pytest.raises(RegressionError, match="model, which is not a folder on this machine"):
         check_spec(Spec(RECORD, "a_test"), "none", ranks)
+
+
+def test_relative_paths_of_a_run_start_at_the_root_of_the_project(tmp_path, monkeypatch):
+    (tmp_path / "train.py").write_text("")
+    (tmp_path / "runs").mkdir()
+    seen = {}
+
+    def run(command, cwd, **_):
+        seen.update({path.name: path.resolve() for path in Path(cwd).iterdir()})
+        return subprocess.CompletedProcess(command, 1, "", "stopped")
+
+    monkeypatch.setattr(regression.subprocess, "run", run)
+    spec = Spec(tmp_path / "r.zip", "test_x", run=["train.py"], root=tmp_path)
+    with pytest.raises(RegressionError, match="stopped"):
+        regression.generate(spec)
+    assert seen == {"train.py": tmp_path / "train.py"}  # its own folder of runs stays its own

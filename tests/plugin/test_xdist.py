@@ -81,7 +81,7 @@ def test_a_failure_is_one_message_in_the_output_and_in_the_xml(run, pytester):
     result.assert_outcomes(passed=4, failed=4)
     assert result.ret == 1
     shown = result.stdout.str()
-    assert "12 steps of 1 records replayed" in shown
+    assert "12 steps of 1 record replayed" in shown
     assert "During handling" not in shown
     assert shown.count("first in step 2, stage loss: row 7") == 4
     suite = ET.parse(pytester.path / "report.xml").getroot().find("testsuite")

@@ -135,7 +135,7 @@ def test_another_support_is_named_with_its_tokens():
         row[4] = 0
     pattern = recognise(pairs_of(values, shorter))
     assert pattern == Pattern(
-        "other support", "16 tokens are not 0 in A only, 0 in B only, 112 in both, equal"
+        "other support", "nonzero only in A: 16 tokens; only in B: 0; in both: 112, equal"
     )
     inverted = [np.where(row == 0, np.float32(1), np.float32(0)) for row in values]
     assert recognise(pairs_of(values, inverted)).kind == "other support"

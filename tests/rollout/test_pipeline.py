@@ -307,7 +307,7 @@ class Stuck(ScriptedEngine):
         (
             None,
             False,
-            "4 episodes are in a reward, a tool or the workflow's own code, prompt 0, sample 0 for",
+            "4 episodes run a reward, a tool or workflow code, prompt 0, sample 0 for",
         ),
         (
             Stuck(),

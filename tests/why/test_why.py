@@ -149,7 +149,7 @@ def test_prompts_of_other_content_are_data_and_another_order_is_not_determined(t
 
     answer = ask(tmp_path / "data", edited)
     assert (answer.finding.cause.kind, answer.to_dict()["token"]) == ("data", 0)
-    assert answer.finding.cause.what == "1 of 4 rows have prompts of other content"
+    assert answer.finding.cause.what == "1 of 4 rows have another prompt in B"
 
     def shuffled(script):
         order = [2, 3, 0, 1]

@@ -13,6 +13,7 @@ from areal_debug.doctor.series import FEWEST_STEPS, Series
 Kind = Literal["right", "wrong", "mixed", "unknown"]
 
 USUAL, MOST_ALIKE, TOO_MANY, NEARLY_ALL = 0.15, 0.5, 0.7, 0.8  # of the groups
+SAME_KIND = 0.85  # share of such groups that are right, or wrong, to say so of all
 MOST_ZERO = 0.1  # of the steps
 VANISHED = 0.2  # of the first spread
 
@@ -57,11 +58,14 @@ def kind_of(run: Run, alike: float) -> tuple[Kind, str]:
         level = level_of_reward(run)
         if level is None:
             return "unknown", ""
+        only = only_reward(run)
+        if only is not None and 0 < level < 1:
+            return "unknown", f"; every reward is {only:.3g}"
         right = float(np.clip((level - (1 - alike) / 2) / max(alike, 1e-12), 0, 1))
         why = f"; the reward is at {level:.2f} of its scale"
-    if right >= 2 / 3:
+    if right >= SAME_KIND:
         return "right", why
-    return ("wrong" if right <= 1 / 3 else "mixed"), why
+    return ("wrong" if right <= 1 - SAME_KIND else "mixed"), why
 
 
 def level_of_reward(run: Run) -> float | None:
@@ -80,6 +84,14 @@ def level_of_reward(run: Run) -> float | None:
     else:
         top, bottom = max(1.0, float(np.floor(level))), min(0.0, float(reward.finite.values.min()))
     return float(np.clip((level - bottom) / max(top - bottom, 1e-12), 0, 1))
+
+
+def only_reward(run: Run) -> float | None:
+    """Return the reward that all samples of the last steps have; None if they differ."""
+    high, low = run.series.get("reward_max"), run.series.get("reward_min")
+    if high is None or low is None or high.finite.last != low.finite.last:
+        return None
+    return high.finite.last
 
 
 def advantages_vanish(run: Run) -> Alarm | None:

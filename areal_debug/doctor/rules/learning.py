@@ -18,6 +18,8 @@ from areal_debug.doctor.series import (
 
 ENOUGH_STEPS = 20
 FEWEST_EVALUATIONS = 4
+EARLY_STEPS = 3  # the start of a run whose reward rises within its first window
+LEAST_RISE = 0.4  # of the reward's range
 SOLVED = 0.95
 BEYOND_THE_DRAW = 4.0  # standard errors: the best of all windows is chosen by its height
 CLEAR = 2.0  # times the scatter of a step
@@ -35,14 +37,26 @@ def reward_does_not_rise(run: Run) -> Alarm | None:
     falls = found.falls
     if not falls and (rises(run, "eval_reward") or may_still_rise(reward.finite, found)):
         return None
+    reached = None if falls else end_of_rise(reward.finite)
+    how = f"{reward.finite.values[0]:.3g} at first, {reward.finite.last:.3g} from step {reached} on"
+    stale = run.series.get("staleness")
     return alarm(
         "D01",
         reward,
-        found=found.describe(len(reward.values)),
+        found=found.describe(len(reward.values)) if reached is None else how,
         severity="error" if falls else "warning",
-        title="falls" if falls else "flat",
-        since=onset(reward.finite, "down") if falls else int(reward.finite.steps[0]),
+        title="falls" if falls else "flat" if reached is None else "stopped",
+        variant="synchronous" if stale is not None and not stale.finite.values.any() else "",
+        since=onset(reward.finite, "down") if falls else reached or int(reward.finite.steps[0]),
     )
+
+
+def end_of_rise(reward: Series) -> int | None:
+    """Return the step at which a flat reward reached its level; None if it never rose."""
+    start, level = float(np.median(reward.values[:EARLY_STEPS])), reward.last
+    if level - start < max(4 * reward.noise, LEAST_RISE * float(np.ptp(reward.values))):
+        return None
+    return int(reward.steps[int(np.argmax(reward.values >= level - reward.noise))])
 
 
 def may_still_rise(reward: Series, found: Trend) -> bool:

@@ -97,13 +97,14 @@ def entropy_collapses(run: Run) -> Alarm | None:
     series = entropy.finite
     lost = series.before_last() - series.last
     fast = lost > max(0.5 * series.before_last(), 4 * series.noise)
-    least = (0.1 if is_learning(run) else 0.25) * series.first  # it falls as a sound policy learns
+    start = max(series.first, float(series.values[0]))  # it may fall within the first window
+    least = (0.1 if is_learning(run) else 0.25) * start  # it falls as a sound policy learns
     if not fast and not series.sustained(lambda value: value < least):
         return None
     return alarm(
         "D15",
         series,
-        found=f"median {series.last:.3g} in the last {series.window} steps, {series.before_last():.3g} before, {series.first:.3g} at first",
+        found=f"median {series.last:.3g} in the last {series.window} steps, {series.before_last():.3g} before, {start:.3g} at first",
         severity="error" if fast else "warning",
         since=onset(series, "down", in_ratios=True),
     )

@@ -23,6 +23,7 @@ OF_LOSS = r"loss|penalty|term|bonus|reward|kl"
 WEIGHT = r"coef|coeff|coefficient|weight|penalty|beta|alpha|ctl|factor"
 NOT_A_TERM = r"ratio|frac|clip|count|num|std|var|min|time|lr|max|len|lengths|ppo|approx|rollout|mismatch"
 
+BEYOND_NOISE = 3.0  # a small KL that scatters comes near 0 by chance
 BESIDE, NOTHING_LEFT, LEAST_KL = 4, 0.05, 1e-4  # steps on each side; share of the KL; nats
 
 
@@ -105,7 +106,7 @@ def reference_is_replaced(run: Run) -> Alarm | None:
     for at in range(BESIDE, len(values) - BESIDE):
         before, after = values[at - BESIDE : at], values[at : at + BESIDE]
         falls = after[0] < NOTHING_LEFT * before.min() and after.max() < before.min()
-        if kl is not None and before.min() > LEAST_KL and falls:
+        if kl is not None and before.min() > max(LEAST_KL, BEYOND_NOISE * kl.finite.noise) and falls:
             steps = kl.finite.steps
             return alarm(
                 "D47",

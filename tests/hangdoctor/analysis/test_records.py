@@ -125,7 +125,7 @@ def test_other_operation_at_the_same_number_is_a_mismatch_with_high_confidence(t
         (2,),
     )
     assert diagnosis.summary == (
-        "Ranks 2 and 0-1,3 disagree on the operation of collective 2 of group 0:default_pg: "
+        "Rank 2 and ranks 0-1,3 disagree on the operation of collective 2 of group 0:default_pg: "
         "broadcast where the others have all_reduce."
     )
 
@@ -134,7 +134,7 @@ def test_other_size_at_the_same_number_is_a_mismatch(tmp_path):
     records = {rank: [entry(1, done=False, size=9 if rank == 0 else 8)] for rank in range(3)}
     diagnosis = diagnose(read_snapshot([write(tmp_path, records, {})]))
     assert (diagnosis.label, diagnosis.culprit_ranks) == ("collective_mismatch", (0,))
-    assert "((9,),) where the others have ((8,),)" in diagnosis.summary
+    assert "[9] where the others have [8]" in diagnosis.summary
 
 
 def test_records_alone_name_who_is_behind_but_not_why(tmp_path):

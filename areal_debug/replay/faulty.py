@@ -1,0 +1,109 @@
+"""`areal-debug replay --find-faulty`: replays that vote on who computed wrongly, and the report."""
+
+from typing import NoReturn
+
+from areal_debug.render import announce, console, print_json
+from areal_debug.replay.ranks import refuse_damage, runner
+from areal_debug.report.model import Finding, Level, Report, Row, rows_of
+from areal_debug.report.terminal import print_report
+from recorder import Record
+from replayer.faulty import AFTER, BEFORE, FaultyReport, find_faulty
+from replayer.preconditions import check_model, check_recorded_results, check_steps_present
+from replayer.request import replay_config
+
+# kind -> what it is, the next command or advice, what would refute it
+KINDS: dict[str, tuple[Level, str, str, str]] = {
+    "corruption": (
+        "bad",
+        "a rank computed wrongly",
+        "run without that device, or with debug.verify_every=10, and replay from an anchor before the step",
+        "a replay on the recorded device that gives the recorded bits again and again",
+    ),
+    "corruption here": (
+        "bad",
+        "a replay computed wrongly: this machine, not the recorded run",
+        "areal-debug check run",
+        "the same replay again, if it differs again: then it is not deterministic",
+    ),
+    "nondeterminism": (
+        "bad",
+        "the step is not deterministic here, so nobody can be accused",
+        "areal-debug check run",
+        "two replays with equal bits",
+    ),
+    "environment": (
+        "bad",
+        "another environment, code or option",
+        "areal-debug why {record}",
+        "a replay in the recorded environment that differs in the same way",
+    ),
+    "unclear": (
+        "unsure",
+        "the record does not say which rank",
+        "record with debug.record_bit_sums=true; areal-debug why {record}",
+        "a replay on the recorded machine that gives the recorded bits: then it is the environment",
+    ),
+}
+
+
+def find(record: Record, first: int, last: int, model: str | None, as_json: bool) -> NoReturn:
+    """Replay steps until it is known who computed wrongly, print the report and exit.
+
+    Raises ReplayError, RecordError or ConfigError before the first replay.
+    """
+    check_recorded_results(record, "replay --find-faulty")
+    check_steps_present(record, first, last)
+    check_model(record, replay_config(record, model).actor.path, first)
+    refuse_damage(record.path, len(record.steps))
+    steps = [step for step in record.steps if first <= step <= last]
+    with runner(model) as run:
+
+        def replay(number: int) -> Record | None:
+            announce(f"replay {number + 1} of steps {first} to {last}")
+            return run.replay(record, first, last, apart=number > 0, shift=number)
+
+        report = find_faulty(record, replay, steps)
+    if as_json:
+        print_json(report.to_dict())
+    else:
+        print_report(console(), report_of_faulty(report))
+    raise SystemExit(report.exit_code)
+
+
+def report_of_faulty(report: FaultyReport) -> Report:
+    """Return who computed wrongly, where, and what holds that up."""
+    if report.kind == "sound":
+        same = f"{report.num_replays} replays gave all {report.num_compared} recorded numbers, bit for bit."
+        return Report("Nothing to accuse", same, "good")
+    level, title, advice, refuted_by = KINDS[report.kind]
+    rows = [
+        Row("place", place_of(report)),
+        *([] if report.device is None else [Row("device", report.device)]),
+        Row("differ", f"{report.num_different} of {report.num_compared} numbers of the step"),
+        *rows_of("evidence", report.evidence),
+        *rows_of("not recorded", report.missing),
+        Row("next", advice.format(record=report.record), is_code=advice.startswith("areal-debug")),
+        Row("refuted if", refuted_by),
+    ]
+    finding = Finding("", title, level, rows, f"confidence {report.confidence}")
+    who = "" if report.rank is None or report.kind != "corruption" else f" on rank {report.rank}"
+    return Report(report.kind.capitalize() + who, f"step {report.step}: {title}.", level, [finding])
+
+
+def place_of(report: FaultyReport) -> str:
+    """Return where the first number that differs was computed."""
+    place = report.place
+    assert place is not None
+    parts = [f"step {report.step}"]
+    if place.minibatch == BEFORE:
+        parts.append("before the update")
+    elif place.minibatch == AFTER:
+        parts.append("after the update")
+    else:
+        parts.append(f"{place.model}, minibatch {place.minibatch}")
+    parts += [] if report.rank is None else [f"rank {report.rank}"]
+    parts += [] if place.micro_batch is None else [f"micro-batch {place.micro_batch}"]
+    parts.append(place.what)
+    parts += [] if report.element is None else [f"element {list(report.element)}"]
+    parts += [] if report.bit is None else [f"bit {report.bit}"]
+    return ", ".join(parts)
