@@ -237,9 +237,7 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
         return
     write = terminalreporter.write_line
     terminalreporter.section("records", sep="-")
-    write(
-        f"{sum(one.num_steps for one in replayed)} steps of {len(replayed)} record{'s' * (len(replayed) != 1)} replayed"
-    )
+    write(f"{sum(one.num_steps for one in replayed)} steps of {len(replayed)} record{'s' * (len(replayed) != 1)} replayed")
     for one in replayed:
         if one.changes is not None:
             write(f"{one.record} was rewritten:" if one.changes else f"{one.record} is unchanged")

@@ -202,11 +202,11 @@ SLOWLY = """
 import sys, time
 from areal_debug import waiting
 waiting.SILENCE_S, waiting.REDRAW_S = 0.1, 0.02
-import recorder.reader, recorder.verify
+from recorder.reader import Record
+from recorder.verify import StepChecks
 def slowed(read):
     return lambda self, number: (time.sleep(0.3), read(self, number))[1]
-recorder.reader.Record.step = slowed(recorder.reader.Record.step)
-recorder.verify.StepChecks.facts = slowed(recorder.verify.StepChecks.facts)
+Record.step, StepChecks.facts = slowed(Record.step), slowed(StepChecks.facts)
 from areal_debug.cli import main
 main(prog_name="areal-debug")
 """
