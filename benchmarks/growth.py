@@ -382,18 +382,19 @@ def read_and_check(path: Path) -> None:
                 deque(map(crc32c, iter(lambda: opened.read(1 << 20), b"")), maxlen=0)
 
 
-def measure(case: Case, folder: Path, sizes: Sequence[float], run: Callable[..., Cost] = measured) -> Row:
+def measure(case: Case, folder: Path, sizes: Sequence[float]) -> Row:
     """Measure a case at all sizes, and with next to no items."""
     costs, bound_s = dict[int, Cost](), 0.0
     for size in (0, *sizes):
         items = max(FEWEST + (size > 0), round(case.items[0] * size))
-        source, out = folder / "input", folder / "out"
-        out.mkdir()
-        in_fork(lambda source=source, items=items: case.make(source, items))
-        costs[items] = run(case.command(source, out))
+        place = folder / f"{case.make.__name__}-{items}"  # several cases have the same input
+        source, out = place / "input", place / case.name.replace("/", "")
+        out.mkdir(parents=True)
+        if not source.exists():
+            in_fork(lambda source=source, items=items: case.make(source, items))
+        costs[items] = measured(case.command(source, out))
         bound_s = cpu_seconds(lambda source=source: read_and_check(source))
-        for path in (source, out):
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
+        shutil.rmtree(out)
     start = costs.pop(FEWEST)
     return Row(case, start, costs, bound_s)
 
