@@ -278,9 +278,10 @@ def test_a_malformed_file_is_one_sentence(tmp_path, name, content, sentence):
     [
         ("".join(f"Mean Reward: {n / 10}\n" for n in range(9)), [0, 8]),
         ("".join(f"step: {n}|act_loss: 0.1\naverage reward score: {n / 10}\n" for n in range(9)), [0, 8]),
-        ("steps\tmean reward\tloss\n" + "".join(f"{10 * n}\t{n / 10}\t0.5\n" for n in range(9)), [0, 80]),
+        ("steps\tmean / reward\tloss\n" + "".join(f"{10 * n}\t{n / 10}\t0.5\n" for n in range(9)), [0, 80]),
+        ("".join(f"INFO run.py:8] step {n}: reward: {n / 10} | loss: 0.5\n" for n in range(9)), [0, 8]),
     ],
-    ids=["without steps", "below the line of its step", "tabs"],
+    ids=["without steps", "below the line of its step", "tabs", "cells"],
 )
 def test_a_console_log_is_read_without_braces(tmp_path, text, steps):
     (tmp_path / "train.log").write_text(text)

@@ -52,12 +52,14 @@ def rows_of(lines: Iterable[str]) -> Iterator[Row]:
             continue
         cells = line.split("\t")
         if len(cells) > 2 and all(map(NAME.fullmatch, cells)):
-            header = cells
+            header = [re.sub(r"\s*/\s*", "/", cell) for cell in cells]
         elif header and len(cells) == len(header) and all(map(BARE.fullmatch, cells)):
             yield dict(zip(header, cells, strict=True))
             continue
         named = [first or second for first, second in STEP.findall(line)]
         step = int(named[-1]) if named else step
+        if named and CELLS.search(line):  # `iteration 5: lm loss: 3.0 | grad norm: 1.0`
+            line = f"step {step} | {STEP.split(line)[-1].lstrip(': ')}"
         pairs = {name: number for name, number in pairs_of(line) if name.lower() not in OF_STEP}
         if not pairs:
             continue
