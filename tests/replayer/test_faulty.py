@@ -205,7 +205,7 @@ def replay(record, *options):
 @pytest.mark.parametrize(
     ("num_ranks", "processes", "changes"),
     [
-        (2, (1,), {}),
+        (2, (1,), {"debug.anchor_every_steps": 1}),
         (4, (2, 1), {"critic": CRITIC}),
         (4, (1,), {"actor.fsdp.sync_every_micro_batch": False, "actor.dtype": "bfloat16"}),
         (8, (4, 1), {}),
@@ -221,6 +221,8 @@ def test_fewer_processes_repeat_the_bits_of_ranks_that_sum_in_rank_order(
         code, report = replay(tmp_path / "record", "--nproc", str(count))
         assert (code, report["result"], len(report["steps"])) == (0, "identical", 2)
         assert report["steps"][0]["num_compared"] > 60 * num_ranks
+    code, report = replay(tmp_path / "record", "--nproc", "1", "--from-step", "1", "actor.eps_clip=0.01")
+    assert (code, report["guarantee"]["kind"], report["first_different"]) == (0, "changed", 1)
 
 
 @pytest.mark.long
