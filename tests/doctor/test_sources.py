@@ -271,3 +271,18 @@ def test_a_malformed_file_is_one_sentence(tmp_path, name, content, sentence):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(UnreadableRun, match=sentence):
         read_run(tmp_path / name)
+
+
+@pytest.mark.parametrize(
+    ("text", "steps"),
+    [
+        ("".join(f"Mean Reward: {n / 10}\n" for n in range(9)), [0, 8]),
+        ("".join(f"step: {n}|act_loss: 0.1\naverage reward score: {n / 10}\n" for n in range(9)), [0, 8]),
+        ("steps\tmean reward\tloss\n" + "".join(f"{10 * n}\t{n / 10}\t0.5\n" for n in range(9)), [0, 80]),
+    ],
+    ids=["without steps", "below the line of its step", "tabs"],
+)
+def test_a_console_log_is_read_without_braces(tmp_path, text, steps):
+    (tmp_path / "train.log").write_text(text)
+    reward = read_run(tmp_path / "train.log").series["reward"]
+    assert [int(reward.steps[0]), int(reward.steps[-1]), float(reward.values[-1])] == [*steps, 0.8]

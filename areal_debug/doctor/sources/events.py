@@ -22,7 +22,7 @@ HEAD = struct.Struct("<QI")
 def read_events(file: Path, run: str = "") -> Iterable[Row]:
     """Return what a folder's event files logged, one row for the events of a step in turn."""
     event_type, make_ndarray = import_reader()
-    rows: list[Row] = []
+    rows: list[dict[str, Any]] = []
     try:
         for record in (r for path in sorted(file.parent.glob("*tfevents*")) for r in records_of(path)):
             event = event_type.FromString(record)
