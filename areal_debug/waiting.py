@@ -9,6 +9,8 @@ Writes to a terminal erase it before (`areal_debug.streams`). In a pipe, and on 
 no control codes (TERM=dumb), what is counted gets a line every `LINE_S` instead, from `tick`. There
 is none with --quiet or --json. Nothing takes a lock: a child that is forked while the thread holds
 one would wait for it indefinitely.
+
+A program that called the verb can have the page instead: the file that AREAL_DEBUG_PROGRESS names.
 """
 
 import ctypes
@@ -19,7 +21,9 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
+PROGRESS_VARIABLE, PROGRESS_FILE = "AREAL_DEBUG_PROGRESS", "progress"
 SILENCE_S = 0.5  # what ends sooner needs no line
 REDRAW_S = 0.2
 LINE_S = 30.0  # between lines where there is no terminal
@@ -58,6 +62,14 @@ def has_terminal() -> bool:
 def waiting_line(text: str) -> Iterator[None]:
     """Show a line until the end of the context; does nothing within another one."""
     global page
+    shared = os.environ.pop(PROGRESS_VARIABLE, None)
+    if page is None and shared is not None:
+        with open(shared, "r+b") as file:
+            page = Page.from_buffer(mmap.mmap(file.fileno(), ctypes.sizeof(Page)))
+        page.is_paused = True  # it prints nothing here
+        say(text)
+        yield
+        return
     if page is not None:
         yield
         return
@@ -76,6 +88,16 @@ def waiting_line(text: str) -> Iterator[None]:
             thread.join()
             output("\n")
         page = None
+
+
+def make_page(file: Path) -> None:
+    """Make the file for the page of a verb that another program calls."""
+    file.write_bytes(bytes(ctypes.sizeof(Page)))
+
+
+def read_page(file: Path) -> Page:
+    """Return what such a verb does now."""
+    return Page.from_buffer_copy(file.read_bytes())
 
 
 def say(text: str, total: int = 0) -> None:

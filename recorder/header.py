@@ -57,7 +57,8 @@ def check_contents(folder: Path, overwrite: bool) -> None:
     names = {path.name for path in folder.iterdir() if not is_lock_file(path.name)}
     if RECORD_FILE in names and not overwrite:
         raise RecordExists(
-            f"{folder} already holds a record: choose another folder, or replace it with --force (debug.overwrite=true)"
+            f"{folder} already holds a record: choose another folder, or replace it: "
+            "--force, debug.overwrite=true, or Recorder(overwrite=True)"
         )
     allowed = {*TOP_FILES, STEPS_FOLDER, ANCHORS_FOLDER, IMAGES_FOLDER} if RECORD_FILE in names else set()
     steps = folder / STEPS_FOLDER

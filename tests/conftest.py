@@ -8,12 +8,17 @@ import sys
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from tests.forks import run_forked, start_server
 
 # As in the Makefile, before anything imports torch: more threads than cores only wait for each
 # other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# A machine that is busy is no failure of an example.
+settings.register_profile("any machine", deadline=None)
+settings.load_profile("any machine")
 
 ROOT = Path(__file__).parent.parent
 # In the order in which they start: what waits for servers and processes that hang, then the most

@@ -94,7 +94,7 @@ class NonFiniteGuard:
             if is_due or debug.record_bit_sums:
                 engine.verification = Verification(
                     self.ranks,
-                    BitSums(engine.model),
+                    BitSums(engine.model, self.ranks),
                     self.stats.discarded,
                     swaps=debug.verify_on == "neighbour",
                     recomputes=is_due and self.stops,

@@ -1,6 +1,7 @@
 """Record a training of TRL."""
 
 import os
+import sys
 from importlib.metadata import version
 from typing import Any
 
@@ -115,6 +116,9 @@ class Recording:
         """Close the folder, if training began."""
         if self.recorder is not None:
             self.recorder.end(error)
+            if error is None and self.recorder.rank == 0:
+                last, folder = self.recorder.last_step, self.recorder.folder
+                print(f"recorded up to step {last}: areal-debug open {folder}", file=sys.stderr)
 
 
 def exact_stats(step: TrainedStep) -> dict[str, float]:

@@ -79,7 +79,7 @@ def test_bias_is_clustered_by_sequence():
 logprob_rows = arrays(np.float64, st.integers(1, 40), elements=st.floats(-30, 0))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.data())
 def test_identities_hold_for_any_logprobs(data):
     engine = data.draw(logprob_rows)

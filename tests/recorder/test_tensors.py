@@ -19,7 +19,7 @@ def read_all(path, entry):
     return {name: read_tensor(storage, path.name, name, tensor) for name, tensor in entry.tensors.items()}
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.lists(st.integers(0, 9), max_size=6), st.integers(0, 2**32 - 1))
 def test_any_ragged_batch_comes_back_with_its_dtypes_and_bits(tmp_path_factory, lengths, seed):
     batch = scripted_batch(lengths, seed % 1000)

@@ -144,7 +144,7 @@ def test_two_ranks_commit_one_step(tmp_path, queue_steps):
 def test_recording_into_a_record_is_refused_unless_requested(tmp_path):
     write_scripted_record(tmp_path / "record", num_steps=3)
     with pytest.raises(
-        RecordExists, match="already holds a record: choose another folder, or replace it with --force"
+        RecordExists, match="already holds a record: choose another folder, or replace it: --force"
     ):
         writer_of_one_rank(tmp_path / "record")
     writer = writer_of_one_rank(tmp_path / "record", overwrite=True)

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from areal_debug.replay.faulty import report_of_faulty
+from benchmarks import faulty_run
 from recorder import open_record
 from replayer.faulty import find_faulty
 from tests.forks import COMMAND
-from tests.replayer import faulty_program
 
 DOWN = "model.layers.0.mlp.down_proj"
 QUERY = "model.layers.1.self_attn.q_proj"
@@ -28,7 +28,7 @@ def runs(tmp_path_factory, tiny_model):
         folder = tmp_path_factory.mktemp("run")
         recorded = {"debug.dump_rollout_data": True, "debug.path": str(folder / "record")}
         planted = [{"step": 1, "rank": 0} | flip for flip in flips]
-        found = faulty_program.run(str(folder), str(tiny_model), num_steps, planted, recorded | changes)
+        found = faulty_run.run(str(folder), str(tiny_model), num_steps, planted, recorded | changes)
         return found | {"record": open_record(folder / "record")}
 
     return run
@@ -148,7 +148,7 @@ def test_other_numbers_everywhere_are_another_environment(runs, sound):
 def on_ranks(torchrun, num_ranks, folder, model, flips, changes):
     path = {"debug.dump_rollout_data": True, "debug.path": str(folder / "record")}
     asked = {"folder": str(folder), "model": str(model), "flips": flips, "changes": path | changes}
-    return torchrun(Path(faulty_program.__file__), num_ranks, json.dumps(asked))
+    return torchrun(Path(faulty_run.__file__), num_ranks, json.dumps(asked))
 
 
 @pytest.mark.long
@@ -186,3 +186,55 @@ def test_the_command_names_rank_and_tensor_of_a_recorded_job(torchrun, tmp_path,
     report = json.loads(done.stdout)
     assert (report["kind"], report["rank"], report["bit"]) == ("corruption", 1, 22)
     assert report["place"]["what"] == f"gradient of {QUERY}.weight"
+
+
+FIXED = {"debug.reduction": "fixed", "actor.optimizer.gradient_clipping": 0.5}
+CRITIC = {"dtype": "float32", "optimizer": {"lr": 1e-3}, "mb_spec": {"max_tokens_per_mb": 24}}
+
+
+def replay(record, *options):
+    """Return the exit code and the report of a replay by the command."""
+    done = subprocess.run(
+        [COMMAND, "replay", str(record), *options, "--json"], capture_output=True, text=True
+    )
+    assert done.stdout, done.stderr
+    return done.returncode, json.loads(done.stdout)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("num_ranks", "processes", "changes"),
+    [
+        (2, (1,), {}),
+        (4, (2, 1), {"critic": CRITIC}),
+        (4, (1,), {"actor.fsdp.sync_every_micro_batch": False, "actor.dtype": "bfloat16"}),
+        (8, (4, 1), {}),
+    ],
+)
+def test_fewer_processes_repeat_the_bits_of_ranks_that_sum_in_rank_order(
+    torchrun, tmp_path, tiny_model, num_ranks, processes, changes
+):
+    if "critic" in changes:
+        changes = {"critic": CRITIC | {"path": str(tiny_model)}}
+    on_ranks(torchrun, num_ranks, tmp_path, tiny_model, [], FIXED | changes)
+    for count in processes:
+        code, report = replay(tmp_path / "record", "--nproc", str(count))
+        assert (code, report["result"], len(report["steps"])) == (0, "identical", 2)
+        assert report["steps"][0]["num_compared"] > 60 * num_ranks
+
+
+@pytest.mark.long
+def test_one_process_names_the_wrong_rank_of_four(torchrun, tmp_path, tiny_model):
+    planted = [{"step": 1, "rank": 3} | WRONG_GRADIENT]
+    on_ranks(torchrun, 4, tmp_path, tiny_model, planted, FIXED | SUMS)
+    code, report = replay(tmp_path / "record", "--find-faulty", "--nproc", "1")
+    assert (code, report["kind"], report["rank"], report["bit"]) == (1, "corruption", 3, 22)
+
+
+@pytest.mark.long
+def test_processes_that_cannot_repeat_the_bits_are_refused_for_a_vote(torchrun, tmp_path, tiny_model):
+    on_ranks(torchrun, 2, tmp_path, tiny_model, [], {})
+    command = [COMMAND, "replay", str(tmp_path / "record"), "--find-faulty", "--nproc", "1"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "record with debug.reduction=fixed" in " ".join(done.stderr.split())

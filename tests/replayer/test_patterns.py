@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
@@ -54,7 +54,6 @@ def found(left, right, **options) -> tuple[str, float | None] | None:
 # How it differs
 
 
-@settings(deadline=None)
 @given(
     arrays.arrays(np.float32, (6, 10), elements=st.floats(-100, 100, width=32), unique=True),
     st.floats(-8, 8, width=32),
@@ -67,7 +66,6 @@ def test_a_constant_factor_of_at_least_three_values_is_scaled(values, factor):
     assert (kind, value) == ("scaled", pytest.approx(factor, rel=1e-6))
 
 
-@settings(deadline=None)
 @given(st.integers(0, 2**32 - 1), st.floats(-50, 50, width=32))
 def test_a_constant_that_is_added_is_an_offset(seed, added):
     values = random_rows(seed)
@@ -79,7 +77,6 @@ def test_a_constant_that_is_added_is_an_offset(seed, added):
     assert (kind, value) == ("offset", pytest.approx(added, abs=1e-4))
 
 
-@settings(deadline=None)
 @given(st.integers(0, 2**32 - 1), st.integers(-8, 8).filter(bool))
 def test_rows_that_are_moved_are_shifted(seed, shift):
     tokens = np.random.default_rng(seed).integers(0, 10**6, (4, 40))
@@ -103,7 +100,6 @@ def test_a_token_that_is_inserted_shifts_what_follows():
     assert found(longer, prompts, is_category=True) == ("shifted", -1)
 
 
-@settings(deadline=None)
 @given(st.integers(0, 2**32 - 1))
 def test_the_same_values_in_another_order_are_permuted(seed):
     rng = np.random.default_rng(seed)
@@ -189,7 +185,6 @@ def test_a_factor_beside_a_small_addend_is_scaled_about():
 # What is not claimed
 
 
-@settings(deadline=None)
 @given(st.integers(0, 2**32 - 1), st.integers(1, 12), st.booleans())
 def test_unrelated_numbers_have_no_arithmetic_pattern(seed, num_rows, per_token):
     length = 9 if per_token else 1
@@ -198,7 +193,6 @@ def test_unrelated_numbers_have_no_arithmetic_pattern(seed, num_rows, per_token)
     assert answer is None or answer[0] not in ARITHMETIC
 
 
-@settings(deadline=None)
 @given(st.integers(0, 2**32 - 1), st.integers(2, 50), st.integers(1, 8))
 def test_unrelated_tokens_are_replaced_or_nothing(seed, vocabulary, num_rows):
     left, right = np.random.default_rng(seed).integers(0, vocabulary, (2, num_rows, 14))
@@ -221,7 +215,6 @@ def test_a_mask_with_one_token_less_is_not_shifted():
     assert found(masks, fewer)[0] == "other support"
 
 
-@settings(deadline=None)
 @given(st.integers(0, 2**32 - 1))
 def test_unknown_values_change_nothing(seed):
     rng = np.random.default_rng(seed)

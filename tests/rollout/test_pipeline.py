@@ -376,7 +376,7 @@ async def test_cancelling_before_a_task_has_started_leaves_no_count_behind():
     assert pipe.control.running == 0
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     batch_size=st.integers(1, 3),
     ahead=st.integers(0, 3),

@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -219,7 +220,7 @@ def whole_run(simulation: Simulation, pid: int, first_step: int = 0, num_steps: 
         writer.begin({"config": {}}, [Process("here", pid, 1)])
         writer.lock_token = writer.token
         for step in range(first_step, first_step + num_steps):
-            writer.record(rank_step(pid, step, 0))
+            writer.record(partial(rank_step, pid, step, 0))
         writer.unlock(None)
 
     return simulation.process(pid, body)
@@ -329,7 +330,7 @@ def archiving(simulation: Simulation, steps: range) -> Any:
         moving.group, moving.stream = Group(location), Stream(simulation.machine, location)
         writer.archive = moving
         for step in steps:
-            writer.record(rank_step(0, step, 0))
+            writer.record(partial(rank_step, 0, step, 0))
             simulation.mark("archived", step)
 
     return simulation.process(0, body)
@@ -362,6 +363,6 @@ def recording(simulation: Simulation, rank: int, num_ranks: int, steps: range, k
         writer = simulation.writer(rank, rank, num_ranks, retention=limits)
         writer.lock_token = "token0"
         for step in steps:
-            writer.record(rank_step(0, step, rank))
+            writer.record(partial(rank_step, 0, step, rank))
 
     return simulation.process(rank, body)
