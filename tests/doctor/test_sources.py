@@ -274,7 +274,7 @@ def test_a_malformed_file_is_one_sentence(tmp_path, name, content, sentence):
 
 
 def test_events_are_read_as_tensorboard_reads_them(tmp_path):
-    """Several values of an event, tensors of TensorFlow 2, a restart, and a record that is cut off."""
+    """Several values of an event, tensors of TensorFlow 2, a restart, a record that is cut off."""
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     from tensorboard.compat.proto.event_pb2 import Event, SessionLog
     from tensorboard.compat.proto.summary_pb2 import Summary
