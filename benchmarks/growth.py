@@ -478,6 +478,10 @@ between the two largest sizes of the cost beyond that of next to no input: 1 is 
 `tests/debug/test_growth.py` fails above {largest}. The bound is reading and checking the same bytes;
 the last column is the cost beyond the start by that of the bound.
 
+`--soak N` runs `query` and `export` on random records of 10 kB to 500 MB under `ulimit -v` of 4 to
+16 GiB and `-t` of 300 or 3,000 s, with both allocators of Arrow. Seen on 2026-11-28: 10 runs of
+each beside other work on the same cores, no failure.
+
 Machine: {machine}.
 """
 
