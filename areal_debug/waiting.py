@@ -158,7 +158,7 @@ def draw_until(ended: threading.Event, shown: Page) -> None:
 
 
 def line_of(shown: Page, now: float) -> str:
-    """Return text, count, the time since the verb began and what may be left, in one line."""
+    """Return text, count, time since the verb began and time that may be left, in one line."""
     from rich.cells import cell_len, set_cell_size
 
     ending = f" · {duration(now - shown.verb_at)}"

@@ -297,3 +297,18 @@ def test_events_are_read_as_tensorboard_reads_them(tmp_path):
         expected = [(event.step, event.value) for event in theirs.Scalars(name)]
         assert list(zip(found[name].steps, found[name].values, strict=True)) == expected
     assert dict(zip(found["kl"].steps, found["kl"].values, strict=True)) == {0: 0, 1: 0.25, 2: 0.5, 3: 0.75}
+
+
+@pytest.mark.parametrize(
+    ("text", "steps"),
+    [
+        ("".join(f"Mean Reward: {n / 10}\n" for n in range(9)), [0, 8]),
+        ("".join(f"step: {n}|act_loss: 0.1\naverage reward score: {n / 10}\n" for n in range(9)), [0, 8]),
+        ("steps\tmean reward\tloss\n" + "".join(f"{10 * n}\t{n / 10}\t0.5\n" for n in range(9)), [0, 80]),
+    ],
+    ids=["without steps", "below the line of its step", "tabs"],
+)
+def test_a_console_log_is_read_without_braces(tmp_path, text, steps):
+    (tmp_path / "train.log").write_text(text)
+    reward = read_run(tmp_path / "train.log").series["reward"]
+    assert [int(reward.steps[0]), int(reward.steps[-1]), float(reward.values[-1])] == [*steps, 0.8]

@@ -48,8 +48,8 @@ def form_dominates(run: Run) -> Alarm | None:
         "D31",
         terms[largest],
         found=(
-            f"since step {begins} {', '.join(of_form)} gained {gain:.3g}, the other terms {task_gain:+.3g}; "
-            f"they are {100 * share:.0f} % of the reward at the end"
+            f"since step {begins} {', '.join(of_form)} gained {gain:.3g}, and the other terms {task_gain:+.3g}; "
+            f"{100 * share:.0f} % of the reward at the end is for form"
         ),
         title="format" if "format" in largest.lower() else "form",
         since=begins,
