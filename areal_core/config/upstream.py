@@ -56,7 +56,7 @@ def translate_older_names(tree: Tree, cls: type, is_override: bool = False) -> l
         ConfigError: an older option has an unknown value, or is given together with the newer one.
     """
     notes = []
-    if not issubclass(cls, PPOConfig) and "model" in tree:  # supervised methods, before 0.5
+    if not issubclass(cls, PPOConfig) and "model" in tree:  # supervised methods, before 0.5.2
         move(tree, "model", "actor")
         redirect_interpolations(tree, "${model.", "${actor.")
         notes.append("model is called actor")
