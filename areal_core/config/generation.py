@@ -33,6 +33,11 @@ class GenerationHyperparameters:
     skip_special_tokens: bool = option(True, "Leave special tokens out of decoded text.")
     stop: list[str] | None = option(None, "Texts that end a completion.")
     frequency_penalty: float = option(0.0, "Lowers the logits of tokens by how often they have occurred.")
+    seed: int | None = option(None, "Seed of each request; empty: the server's own random numbers.")
+    reward_normalization: bool = option(
+        False, "Agents: rewards of episodes become (x - mean) / std of their group; rewards are kept."
+    )
+    drop_incomplete_group: bool = option(False, "Drop prompts of which a sample was left out.")
     lora_name: str = option("default_lora", "Name of the adapter on the server, before its version.")
     use_beam_search: bool = option(False, "Beam search instead of sampling.")
 

@@ -16,6 +16,7 @@ from typing import Any
 import yaml
 
 from areal_core.config.experiment import BaseExperimentConfig, DPOConfig, PPOConfig, RWConfig, SFTConfig
+from areal_core.config.import_paths import ours
 from areal_core.config.train_engine import PPOActorConfig, TrainEngineConfig
 from areal_core.errors import ConfigError
 
@@ -56,7 +57,7 @@ def translate_older_names(tree: Tree, cls: type, is_override: bool = False) -> l
         ConfigError: an older option has an unknown value, or is given together with the newer one.
     """
     notes = []
-    if not issubclass(cls, PPOConfig) and "model" in tree:  # supervised methods, before 0.5
+    if not issubclass(cls, PPOConfig) and "model" in tree:  # supervised methods, before 0.5.2
         move(tree, "model", "actor")
         redirect_interpolations(tree, "${model.", "${actor.")
         notes.append("model is called actor")
@@ -69,6 +70,9 @@ def translate_older_names(tree: Tree, cls: type, is_override: bool = False) -> l
         notes += [*type_of_rows(tree, cls), *rollouts_of_supervised(tree, cls)]
     actor = tree.get("actor")
     if issubclass(cls, PPOConfig) and isinstance(actor, dict):
+        if isinstance(actor.get("gae_lambda"), str) and "${" not in actor["gae_lambda"]:
+            actor["gae_lambda_fn"] = ours(actor.pop("gae_lambda"))
+            notes.append(f"actor.gae_lambda is called actor.gae_lambda_fn={actor['gae_lambda_fn']}")
         notes += [*bounds_of_behaviour_weights(actor, is_override)]
     return notes
 
