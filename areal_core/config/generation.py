@@ -79,6 +79,10 @@ class InferenceEngineConfig:
     )
     queue_size: int | None = option(None, "Older and unused: prompts wait in the loader.", limits=AT_LEAST_1)
     consumer_batch_size: int = option(1, "Prompts per training step; must equal train_dataset.batch_size.")
+    deterministic_sampling: bool = option(
+        False,
+        "Seed each request by its prompt, sample and turn; SGLang needs enable_deterministic_inference.",
+    )
     max_head_offpolicyness: int = option(0, "Most staleness in versions; 0: synchronous.", limits=AT_LEAST_0)
     max_failures: int = option(0, "Prompts per rank and step that may raise.", limits=AT_LEAST_0)
     enable_rollout_tracing: bool = option(False, "Write a trace of the run, as perf_tracer.enabled does.")
@@ -133,6 +137,8 @@ class SGLangConfig:
     enable_multithread_load: bool = option(False, "Load weights with several threads.")
     enable_fast_load: bool = option(False, "Load weights with the fast loader.")
     enable_metrics: bool = option(True, "Serve Prometheus metrics.")
+    enable_deterministic_inference: bool = option(False, "Results do not depend on the batch; seeds count.")
+    load_format: str = option("auto", "Format of the weights on disk.")
     enable_multimodal: bool = option(False, "Serve images as well as text.")
     allow_auto_truncate: bool = option(False, "Truncate prompts that are too long instead of refusing them.")
     enable_lora: bool | None = option(None, "Serve adapters.")
