@@ -46,6 +46,7 @@ SECTIONS = {
     "Serve and agents": {
         "serve": "Start, list and stop inference servers to debug agents against",
         "agent": "Run an agent alone, under load or inside the trainer",
+        "mcp": "Let a coding agent ask all of this, as an MCP server",
     },
 }
 # Verbs of earlier versions, and what they are now.

@@ -103,10 +103,15 @@ def run_verb(arguments: Sequence[str]) -> Outcome:
     printed, errors = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(errors):
         code, why = exit_code_of(arguments)
+    return printed_outcome(code, printed.getvalue(), errors.getvalue(), why)
+
+
+def printed_outcome(code: int, printed: str, errors: str, why: str | None = None) -> Outcome:
+    """Return the report in what a verb printed, else the sentence that ended it, `why` if known."""
     try:
-        return Outcome(code, report=json.loads(printed.getvalue()))
+        return Outcome(code, report=json.loads(printed))
     except ValueError:
-        sentence = errors.getvalue().rpartition(ERROR)[2].strip()
+        sentence = errors.rpartition(ERROR)[2].strip()
         return Outcome(code or 2, error=why or sentence or f"it ended with exit code {code} and no report")
 
 

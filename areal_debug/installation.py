@@ -38,6 +38,7 @@ EXTRA_OF = {  # packages by the name that they are imported by
     "openai": "search",
     "trl": "trl",
     "verl": "verl",
+    "mcp": "mcp",
 }
 # Of a large extra, and enough alone for the verbs that read: by the name to install.
 SMALL = {"tensorboard": "tensorboard", "PIL": "pillow"}

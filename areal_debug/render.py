@@ -34,7 +34,7 @@ from areal_core.safety.printable import printable, printable_block
 from areal_debug.cli import VERBOSITY
 from areal_debug.installation import install_hint
 from areal_debug.streams import styled_stream
-from areal_debug.waiting import doing, has_terminal, say, tick, waiting_line
+from areal_debug.waiting import PROGRESS_VARIABLE, doing, has_terminal, say, tick, waiting_line
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -354,7 +354,7 @@ def hides_progress() -> bool:
 
 @contextmanager
 def shown_progress() -> Iterator[None]:
-    if hides_progress():
+    if hides_progress() and PROGRESS_VARIABLE not in os.environ:
         yield
         return
     with waiting_line(click.get_current_context().command_path.partition(" ")[2]):

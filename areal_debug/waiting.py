@@ -1,11 +1,16 @@
-"""The line that says on a terminal what a verb does and how far it is; gone when it ends.
+"""The line that says what a verb does, how far it is and how long it may take.
+
+On a terminal it is gone when the verb ends:
 
     verb, and the children that it forks                 thread of the verb's process
       say(text), tick(), output() ──> page of shared memory ──> draws on standard error, where
                                                                 nothing was written for 0.5 s
-Writes to a terminal erase it before (`areal_debug.streams`). There is none in a pipe, with
---quiet, with --json, or on a terminal that has no control codes (TERM=dumb). Nothing takes a lock:
-a child that is forked while the thread holds one would wait for it indefinitely.
+Writes to a terminal erase it before (`areal_debug.streams`). In a pipe, and on a terminal that has
+no control codes (TERM=dumb), what is counted gets a line every `LINE_S` instead, from `tick`. There
+is none with --quiet or --json. Nothing takes a lock: a child that is forked while the thread holds
+one would wait for it indefinitely.
+
+A program that called the verb can have the page instead: the file that AREAL_DEBUG_PROGRESS names.
 """
 
 import ctypes
@@ -16,9 +21,13 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
+PROGRESS_VARIABLE, PROGRESS_FILE = "AREAL_DEBUG_PROGRESS", "progress"
 SILENCE_S = 0.5  # what ends sooner needs no line
 REDRAW_S = 0.2
+LINE_S = 30.0  # between lines where there is no terminal
+SURE_S = 2.0  # of work before which nobody can say how long the rest takes
 ERASE = "\r\x1b[2K"
 MOST_BYTES = 1000
 STDERR = 2
@@ -28,10 +37,13 @@ class Page(ctypes.Structure):
     """What the line shows, and what is known of the terminal."""
 
     _fields_ = (
+        ("is_on_terminal", ctypes.c_bool),
         ("is_drawn", ctypes.c_bool),
         ("is_mid_line", ctypes.c_bool),  # the last output ended without a line end
         ("is_paused", ctypes.c_bool),
         ("output_at", ctypes.c_double),  # seconds of the monotonic clock
+        ("verb_at", ctypes.c_double),
+        ("work_at", ctypes.c_double),
         ("done", ctypes.c_int64),
         ("total", ctypes.c_int64),
         ("text", ctypes.c_char * MOST_BYTES),
@@ -50,28 +62,48 @@ def has_terminal() -> bool:
 def waiting_line(text: str) -> Iterator[None]:
     """Show a line until the end of the context; does nothing within another one."""
     global page
-    if page is not None or not has_terminal():
+    shared = os.environ.pop(PROGRESS_VARIABLE, None)
+    if page is None and shared is not None:
+        with open(shared, "r+b") as file:
+            page = Page.from_buffer(mmap.mmap(file.fileno(), ctypes.sizeof(Page)))
+        page.is_paused = True  # it prints nothing here
+        say(text)
+        yield
+        return
+    if page is not None:
         yield
         return
     page = Page.from_buffer(mmap.mmap(-1, ctypes.sizeof(Page)))
-    page.output_at = time.monotonic()
+    page.is_on_terminal, page.output_at, page.verb_at = has_terminal(), time.monotonic(), time.monotonic()
     say(text)
     ended = threading.Event()
     thread = threading.Thread(target=draw_until, args=(ended, page), daemon=True)
-    thread.start()
+    if page.is_on_terminal:
+        thread.start()
     try:
         yield
     finally:
         ended.set()
-        thread.join()
-        output("\n")
+        if page.is_on_terminal:
+            thread.join()
+            output("\n")
         page = None
+
+
+def make_page(file: Path) -> None:
+    """Make the file for the page of a verb that another program calls."""
+    file.write_bytes(bytes(ctypes.sizeof(Page)))
+
+
+def read_page(file: Path) -> Page:
+    """Return what such a verb does now."""
+    return Page.from_buffer_copy(file.read_bytes())
 
 
 def say(text: str, total: int = 0) -> None:
     """Say what is done from here on, and how many ticks it takes; 0 is unknown."""
     if page is not None:
-        page.done, page.total = 0, total
+        page.done, page.total, page.work_at = 0, total, time.monotonic()
         page.text = text.encode(errors="replace")[: MOST_BYTES - 1]
 
 
@@ -79,17 +111,20 @@ def tick(count: int = 1) -> None:
     """Count what is done."""
     if page is not None:
         page.done += count
+        now = time.monotonic()
+        if not (page.is_on_terminal or page.is_paused) and now - page.output_at >= LINE_S:
+            page.output_at = now
+            write(line_of(page, now) + "\n")
 
 
 @contextmanager
 def doing(text: str, total: int = 0) -> Iterator[None]:
     """Say what is done within the context, then what was said before."""
-    before = None if page is None else (page.text.decode(errors="replace"), page.done, page.total)
+    before = None if page is None else (page.text, page.done, page.total, page.work_at)
     say(text, total)
     yield
-    if before is not None:
-        say(before[0], before[2])
-        tick(before[1])
+    if page is not None and before is not None:
+        page.text, page.done, page.total, page.work_at = before
 
 
 def leave_terminal(keeps_line: bool = False) -> None:
@@ -100,13 +135,13 @@ def leave_terminal(keeps_line: bool = False) -> None:
     if page is not None:
         page.is_paused = True
         output("\n")
-        if keeps_line:
+        if keeps_line and page.is_on_terminal:
             write(page.text.decode(errors="replace") + "\n")
 
 
 def output(text: str) -> None:
     """Erase the line before a text is written to the terminal."""
-    if page is None:
+    if page is None or not page.is_on_terminal:
         return
     page.output_at, page.is_mid_line = time.monotonic(), not text.endswith("\n")
     if page.is_drawn:
@@ -115,28 +150,36 @@ def output(text: str) -> None:
 
 
 def draw_until(ended: threading.Event, shown: Page) -> None:
-    started_at = time.monotonic()
     while not ended.wait(REDRAW_S):
         now = time.monotonic()
         if not (shown.is_paused or shown.is_mid_line) and now - shown.output_at >= SILENCE_S:
             shown.is_drawn = True  # before it is: another process may write meanwhile
-            write(ERASE + line_of(shown, now - started_at))
+            write(ERASE + line_of(shown, now))
 
 
-def line_of(shown: Page, seconds: float) -> str:
-    """Return the text, the count, and the seconds since the verb began, in one line."""
+def line_of(shown: Page, now: float) -> str:
+    """Return text, count, time since the verb began and time that may be left, in one line."""
     from rich.cells import cell_len, set_cell_size
 
-    minutes, rest = divmod(int(seconds), 60)
-    elapsed = f"{minutes} min {rest:02d} s" if minutes else f"{rest} s"
-    count = f" · {shown.done:,} of {shown.total:,}" if shown.total else ""
-    ending = f"{count} · {elapsed}"
+    ending = f" · {duration(now - shown.verb_at)}"
+    if shown.total:
+        ending = f" · {shown.done:,} of {shown.total:,}{ending}"
+    spent = now - shown.work_at
+    if 0 < shown.done < shown.total and spent > SURE_S:
+        ending += f" · {duration(spent * (shown.total - shown.done) / shown.done)} left"
+    if not shown.is_on_terminal:
+        return shown.text.decode(errors="replace") + ending
     width = os.get_terminal_size(STDERR).columns - 1 - cell_len(ending)
     words = shown.text.decode(errors="replace").split(" ")
     while len(words) > 1 and cell_len(" ".join(words)) > width:
         words = [*words[:-2], "..."] if words[-1] == "..." else [*words[:-1], "..."]
     text = " ".join(words)
     return (text if cell_len(text) <= width else set_cell_size(text, max(width, 0))) + ending
+
+
+def duration(seconds: float) -> str:
+    minutes, rest = divmod(int(seconds), 60)
+    return f"{minutes} min {rest:02d} s" if minutes else f"{rest} s"
 
 
 def write(text: str) -> None:

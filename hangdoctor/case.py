@@ -166,7 +166,7 @@ class Case:
     @property
     def not_collected(self) -> tuple[int, ...]:
         """Ranks that the job should have and that nobody looked for: they may be anywhere."""
-        return tuple(rank for rank in self.missing if rank not in self.lost)
+        return tuple(rank for rank, status in self.missing.items() if status == "not_collected")
 
     @property
     def world_size(self) -> int:

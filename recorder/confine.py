@@ -46,6 +46,7 @@ CPU_S, CPU_S_PER_BYTE = 10.0, 1e-6
 WALL_S, WALL_PER_CPU_S = 30.0, 5.0  # a slow disk, and other processes on the same cores
 URL_BYTES = 100 * GIB  # what a URL may hold is not known
 MAX_RESULT_BYTES = 1 << 28
+CLEAN_UP_S = 0.5  # of a child after an interrupt
 POLL_S = 0.02  # a child can touch some GB of memory in a second
 # What Python and its packages read outside of their own folders.
 SYSTEM_PATHS = (
@@ -319,7 +320,7 @@ def send(writing: int, data: bytes) -> None:
 def wait_for(pid: int, reading: int, bounds: Bounds) -> dict[str, Any]:
     """Return what the child sent. Raises LimitReached if it ended otherwise or had to be ended.
 
-    An interrupt at a terminal reaches the child, too.
+    An interrupt at a terminal reaches the child, too, which removes what it has not finished.
     """
     idle_s, looked_at = 0.0, time.monotonic()
     most_memory = bounds.memory_bytes + status_of(os.getpid())[0]
@@ -347,6 +348,13 @@ def wait_for(pid: int, reading: int, bounds: Bounds) -> dict[str, Any]:
             if memory > most_memory or len(received) > MAX_RESULT_BYTES:
                 limit = f"{bounds.memory_bytes / GIB:.3g} GiB of memory"
                 raise LimitReached(too_much(bounds, limit, MEMORY_VARIABLE))
+    except KeyboardInterrupt:
+        ends_at = time.monotonic() + CLEAN_UP_S
+        while status is None and time.monotonic() < ends_at:
+            time.sleep(0.01)
+            done, code = os.waitpid(pid, os.WNOHANG)
+            status = code if done else None
+        raise
     finally:
         if status is None:
             os.kill(pid, signal.SIGKILL)

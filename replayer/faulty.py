@@ -33,7 +33,7 @@ BEFORE, AFTER = -1, 1 << 30  # in place of a minibatch: inputs of the loss, weig
 
 
 class Place(NamedTuple):
-    """A number of a step: of one rank or all (None), of a micro-batch or a minibatch (None)."""
+    """A number of a step: of a rank or of all (None), of a micro-batch or a minibatch (None)."""
 
     model: str
     minibatch: int

@@ -67,6 +67,18 @@ def check_steps_present(record: Record, first: int, last: int) -> None:
         )
 
 
+def sums_in_rank_order(record: Record) -> bool:
+    """Return whether gradients, norms and statistics were summed in rank order."""
+    debug = record.header.config.get("debug", {})
+    return record.header.config_is_ours and debug.get("reduction") == "fixed"
+
+
+def is_repeatable_on(record: Record, num_ranks: int) -> bool:
+    """Return whether so many processes can repeat the bits of the recorded ranks."""
+    size = record.header.world_size
+    return sums_in_rank_order(record) and num_ranks < size and size % num_ranks == 0
+
+
 def check_anchor(record: Record, step: int) -> None:
     """Raise CheckpointError if the anchor from which a replay of `step` starts is damaged.
 

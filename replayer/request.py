@@ -40,6 +40,7 @@ class Request:
         record_to: folder for a new record of this replay.
         stop_at_difference: end at the first step that differs.
         locate: find the first stage that differs.
+        virtual: compute the share of every recorded rank, on a divisor of their number.
     """
 
     record: str
@@ -54,6 +55,7 @@ class Request:
     stop_at_difference: bool = False
     config: str | None = None
     locate: bool = True
+    virtual: bool = False
 
     @property
     def edits(self) -> tuple[str, ...]:

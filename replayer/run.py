@@ -3,7 +3,11 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from areal_core.config import PPOConfig
+from areal_core.engine.ranks import Ranks, leave_ranks
+from areal_core.engine.virtual_ranks import run_as_ranks
 from areal_core.reward import RewardPool
+from areal_core.trainer.build import start_process
 from areal_core.trainer.rl import Observer, PPOTrainer
 from recorder import Record, open_record
 from replayer.anchors import CHECKPOINT
@@ -58,17 +62,31 @@ def replay(request: Request, make_observers: Sequence[MakeObserver]) -> None:
         RecordError: the record cannot be read.
         ConfigError: a changed option is unknown, or contradicts another one.
     """
-    with build_trainer(request, make_observers) as trainer:
-        trainer.train()
+
+    def replay_as(join: Callable[[PPOConfig], Ranks]) -> None:
+        with build_trainer(request, make_observers, join=join) as trainer:
+            trainer.train()
+
+    if not request.virtual:
+        replay_as(start_process)
+        return
+    try:
+        run_as_ranks(open_record(request.record).header.world_size, start_process, replay_as)
+    finally:
+        leave_ranks()
 
 
 def build_trainer(
-    request: Request, make_observers: Sequence[MakeObserver], stop_before: int | None = None
+    request: Request,
+    make_observers: Sequence[MakeObserver],
+    stop_before: int | None = None,
+    join: Callable[[PPOConfig], Ranks] = start_process,
 ) -> PPOTrainer:
     """Build the trainer of a replay.
 
     Args:
         stop_before: the step before which `train` ends, if not after the last one of the request.
+        join: sets this process up as a rank.
 
     Raises as `replay` does.
     """
@@ -82,6 +100,7 @@ def build_trainer(
     hooks = replay_hooks(request, make_observers) | {
         "checkpoint": None if anchor is None else record.anchor(anchor) / CHECKPOINT,
         "total_steps": total_steps(record, start),
+        "join": join,
     }
     if stop_before is not None:
         hooks["stop_after"] = stop_before - 1
@@ -113,8 +132,8 @@ def replay_and_compare(request: Request, make_observers: Sequence[MakeObserver] 
     checks: list[ReplayCheck] = []
 
     def make_check(record: Record, trainer: PPOTrainer, request: Request) -> Observer:
-        checks.append(check_of(record, trainer, request))
-        return checks[0]
+        checks.append(check_of(record, trainer, request))  # of each virtual rank of this process
+        return checks[-1]
 
     replay(request, [make_check, *make_observers])
     return checks[0].report

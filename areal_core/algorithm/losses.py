@@ -1,8 +1,8 @@
 """The losses of every method, on packed tokens, and statistics without gradient.
 
     policy          policy_loss (PPO, GRPO, GSPO, DAPO's clip-higher, dual clip), cispo_loss,
-                    sapo_loss, kl_loss, entropy_bonus, distillation_loss: a loss per token, 0 outside of the
-                    loss mask; aggregate_loss and loss_denominator make one number of them
+                    sapo_loss, kl_loss, entropy_bonus, distillation_loss: a loss per token, 0
+                    outside of the loss mask; aggregate_loss and loss_denominator make one number
     critic          value_loss, explained_variance
     supervised      sft_loss
     preferences     dpo_loss, reward_model_loss: chosen and rejected sequences alternate

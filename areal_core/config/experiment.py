@@ -132,6 +132,9 @@ class DebugConfig:
         "self", "Who computes again: the same rank, or the one before it.", ("self", "neighbour")
     )
     verify_action: str = option("stop", "If bits differ: stop, or skip the update.", ("stop", "warn"))
+    reduction: str = option(
+        "library", "Sum over ranks: as NCCL or gloo do, or in rank order.", ("library", "fixed")
+    )
     record_bit_sums: bool = option(False, "Record sums of the bits of outputs and gradients.")
 
 

@@ -82,6 +82,13 @@ def lacks_tensor_one(c: BaseExperimentConfig) -> bool:
     return c.allocation.train is not None and c.allocation.train.tensor > 1
 
 
+def sums_plainly(c: BaseExperimentConfig, m: TrainEngineConfig) -> bool:
+    """Whether ranks share rows and float32 shards of weights, and nothing else."""
+    train = c.allocation.train
+    is_plain = m.fsdp.shard_size is None and m.grad_reduce_dtype == "float32"
+    return is_plain and (train is None or train.tensor * train.context == 1)
+
+
 def misfits_shards(c: BaseExperimentConfig, m: TrainEngineConfig) -> bool:
     size, train = m.fsdp.shard_size, c.allocation.train
     return (
@@ -107,6 +114,12 @@ RULES = (
          "give the folder of the record"),
     Rule("debug.dump_steps debug.dump_every", lambda c, m: c.debug.dump_steps is not None and c.debug.dump_every != 1,
          "give one of them"),
+    Rule("debug.reduction allocation *.fsdp.shard_size *.grad_reduce_dtype",
+         lambda c, m: c.debug.reduction == "fixed" and not sums_plainly(c, m),
+         "sums in rank order are for data parallelism alone: use t1 and c1, no shard_size, and float32", ("actor", "critic")),
+    Rule("debug.reduction rollout.return_routed_experts",
+         lambda c, m: c.debug.reduction == "fixed" and c.rollout.return_routed_experts,
+         "experts are not replayed by virtual ranks: set one of them to its default", config=PPOConfig),
     Rule("debug.verify_on allocation",
          lambda c, m: c.debug.verify_on == "neighbour" and c.allocation.train is not None and c.allocation.train.data < 2,
          "there is no other rank with rows of its own: use debug.verify_on=self, or two data-parallel ranks"),

@@ -53,7 +53,7 @@ class Element:
 
 
 def locate(one: Sums, other: Sums) -> Element | None:
-    """Return the element in which two tensors differ; None if several do, or only by rounding."""
+    """Return the element in which two tensors differ, None if not one does, or only by rounding."""
     total, by_row, by_column = (signed(a - b) for a, b in zip(one.numbers, other.numbers, strict=True))
     if one.shape != other.shape or not one.shape or abs(total) < SMALLEST:
         return None

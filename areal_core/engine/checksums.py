@@ -68,6 +68,8 @@ def _checksums(tensors: Mapping[str, Tensor], ranks: Ranks) -> Checksums:
     mine = {name: _shard_checksum(tensor) for name, tensor in tensors.items()}
     by_rank = ranks.gather_objects(mine)
     whole = {name: f"{_combine_all([shards[name] for shards in by_rank]):08x}" for name in mine}
+    if ranks.is_virtual:  # shards of fewer ranks
+        return Checksums(whole, [])
     of_shards = [b"".join(s.crc32c.to_bytes(4) for s in shards.values()) for shards in by_rank]
     return Checksums(whole, [f"{crc32c(each):08x}" for each in of_shards])
 

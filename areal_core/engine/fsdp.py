@@ -312,19 +312,17 @@ class FSDPEngine:
             results, sums, fault = self.verification.run(compute, batch, groups, observe)
         observe("gradients", batch=batch, total_weight=total_weight)
         parameters = list(self.model.parameters())
-        norm = gradient_norm(parameters)
+        norm = self.ranks.once(partial(gradient_norm, parameters, self.ranks))
         loss_sum, nonfinite, grad_norm, micro_batches = self._read(results, norm)
         lr = self.schedule.get_last_lr()[0]
         finite = nonfinite == 0 and math.isfinite(loss_sum) and math.isfinite(grad_norm)
         is_taken = finite and (fault is None or fault.kind != "corruption")
         if is_taken:
-            if self.gradient_clipping > 0:
-                torch.nn.utils.clip_grads_with_norm_(parameters, self.gradient_clipping, norm)
-            take_step(self.optimizer, self.step_groups)
+            self.ranks.once(partial(self._take_step, parameters, norm))
         if self.verification is not None and sums is not None:
             sums[-1] += self.verification.sums.of_weights()
         observe("optimizer", grad_norm=grad_norm, lr=lr, updated=is_taken)
-        self.optimizer.zero_grad()
+        self.ranks.once(self.optimizer.zero_grad)
         return TrainResult(
             loss_sum / total_weight,
             total_weight,
@@ -347,11 +345,23 @@ class FSDPEngine:
     ) -> Iterator[DeviceResult]:
         """Compute the gradients of all micro-batches, from none; a collective."""
         assert self.optimizer is not None
-        self.optimizer.zero_grad()
+        self.ranks.once(self.optimizer.zero_grad)
         for number, rows in enumerate(groups):
-            is_last = number == len(groups) - 1
-            fsdp_module(self.model).set_requires_gradient_sync(self.syncs_every_micro_batch or is_last)
+            syncs = self.syncs_every_micro_batch or number == len(groups) - 1
+            if self.syncs_every_micro_batch or number == 0:
+                self.ranks.begin_sum(self.model)
+            self.ranks.next_in_sum(self.model)
+            fsdp_module(self.model).set_requires_gradient_sync(syncs)
             yield self.backward(batch, rows, loss_fn, weight_fn, total_weight, observe)
+            if syncs:
+                self.ranks.end_sum(self.model)
+
+    def _take_step(self, parameters: list[Parameter], norm: Tensor) -> None:
+        """Clip the gradients and update the weights; once in a process."""
+        assert self.optimizer is not None
+        if self.gradient_clipping > 0:
+            torch.nn.utils.clip_grads_with_norm_(parameters, self.gradient_clipping, norm)
+        take_step(self.optimizer, self.step_groups)
 
     def _read(
         self, results: Sequence[DeviceResult], norm: Tensor
@@ -404,7 +414,7 @@ class FSDPEngine:
             note_use_of_entropy(loss, pairs, columns[1])
         observe("loss", micro_batch_rows=list(rows), flat=flat, logprobs=pairs[:, 0], loss=loss)
         # FSDP averages gradients over ranks; multiplied by their number, that is a sum.
-        (loss * (self.ranks.shard_mesh.size() / total_weight)).backward()
+        (loss * (self.ranks.num_summed / total_weight)).backward()
         num_tokens = sum(sequence_lengths(part).tolist())
         (num_computed,) = self._num_computed(part, [list(range(len(rows)))])
         nonfinite = count_nonfinite(pairs[:, 0].detach(), flat)
@@ -504,7 +514,7 @@ class FSDPEngine:
         with warnings.catch_warnings():
             # After an update that was skipped, in the first step, the order is right all the same.
             warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step", UserWarning)
-            self.schedule.step()
+            self.ranks.once(self.schedule.step)
 
     def named_full_tensors(self) -> Iterable[tuple[str, Tensor]]:
         """Return every full weight in the compute dtype, merged with its adapter if there is one.

@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 
 from areal_core.engine.bit_sums import Sums
-from areal_core.engine.reduction import reduction_of
+from areal_core.engine.ranks import Ranks
+from areal_core.engine.reduction import local_of, reduction_of
 
 Weights = list[tuple[str, nn.Module, str]]  # name, module and attribute of each
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -27,8 +27,8 @@ INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 def bit_sums(tensor: Tensor) -> Tensor:
     """Return the three sums of a tensor, int64 [3] on its device; of its local shard if sharded."""
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    bits = local.detach().view(INTEGERS[local.element_size()])
+    local = local_of(tensor).detach()
+    bits = local.view(INTEGERS[local.element_size()])
     table = bits.reshape(-1, bits.shape[-1]) if bits.dim() else bits.reshape(1, 1)
     rows = table.sum(1, dtype=torch.int64)
     columns = table.sum(0, dtype=torch.int64)
@@ -39,11 +39,12 @@ def bit_sums(tensor: Tensor) -> Tensor:
 class BitSums:
     """Collects the sums of one pass over the micro-batches of an optimizer step, on this rank.
 
-    Modules with parameters of their own are observed; of compiled layers only the layer.
+    Modules with parameters of their own are observed; of compiled layers only the layer. What a
+    process computes for another of its virtual ranks is left out.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        self.model = model
+    def __init__(self, model: nn.Module, ranks: Ranks) -> None:
+        self.model, self.ranks = model, ranks
         self.collected: list[tuple[str, tuple[int, ...], Tensor]] = []
         self.ends: list[int] = []  # entries before the end of each micro-batch
         # what FSDP gathers, and sums over ranks, at once
@@ -60,7 +61,8 @@ class BitSums:
         for module in self.weights:
             # after FSDP's own hook, when the weights are whole
             handles.append(module.register_forward_pre_hook(partial(self._hook_weights, hooked)))
-            reduction_of(module).note = partial(self._note_sent, module)
+            if not self.ranks.is_virtual:
+                reduction_of(module).note = partial(self._note_sent, module)
         try:
             yield
         finally:
@@ -71,7 +73,9 @@ class BitSums:
 
     def note(self, place: str, tensor: Tensor) -> None:
         """Add the sums of a tensor."""
-        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        if not self.ranks.has_turn:
+            return
+        local = local_of(tensor)
         self.collected.append((place, tuple(local.shape), bit_sums(local)))
 
     def end_micro_batch(self) -> None:
@@ -79,22 +83,22 @@ class BitSums:
         self.ends.append(len(self.collected))
 
     def note_reduced(self) -> None:
-        """Add the reduced gradients, after the last micro-batch."""
+        """Add the reduced gradients, after the last micro-batch; not shards of fewer ranks."""
         for name, parameter in self.model.named_parameters():
-            if parameter.grad is not None:
+            if parameter.grad is not None and not self.ranks.is_virtual:
                 self.note(f"reduced gradient of {name}", parameter.grad)
 
     def of_weights(self) -> list[Sums]:
         """Return the sums of this rank's shards of the trained weights; waits for the device."""
         self.collected, self.ends = [], []
         for name, parameter in self.model.named_parameters():
-            if parameter.requires_grad:
+            if parameter.requires_grad and not self.ranks.is_virtual:
                 self.note(f"updated weight {name}", parameter)
         return self.read()[-1]
 
     def read(self) -> list[list[Sums]]:
         """Return the sums of each micro-batch, and last those of the step; waits for the device."""
-        numbers = torch.stack([sums for _, _, sums in self.collected]).tolist()
+        numbers = torch.stack([sums for _, _, sums in self.collected]).tolist() if self.collected else []
         found = [
             Sums(place, shape, *row) for (place, shape, _), row in zip(self.collected, numbers, strict=True)
         ]
@@ -118,7 +122,7 @@ class BitSums:
         self.note(f"gradient of {name}", gradient)
 
     def _note_sent(self, module: nn.Module, sent: Tensor, num_ranks: int) -> None:
-        """Add this rank's part of the sum over ranks: the padded rows of each weight, by rank."""
+        """Add what this rank sends to be summed: the padded rows of each weight, by rank."""
         flat, at = sent.view(num_ranks, -1), 0
         shapes = [(name, getattr(owner, a)) for name, owner, a in self.weights[module]]
         sizes = [(name, padded_size(w, num_ranks)) for name, w in shapes if w.requires_grad]

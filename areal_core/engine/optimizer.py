@@ -11,6 +11,9 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
+from areal_core.engine.ranks import Ranks
+from areal_core.engine.reduction import local_of
+
 
 def build_optimizer(
     parameters: Iterable[Tensor],
@@ -78,12 +81,34 @@ def build_schedule(
     return LambdaLR(optimizer, schedule_factor(kind, total_steps, warmup_steps, min_lr_ratio))
 
 
-def gradient_norm(parameters: Iterable[Tensor]) -> Tensor:
+def gradient_norm(parameters: Iterable[Tensor], ranks: Ranks | None = None) -> Tensor:
     """Return the L2 norm of all gradients, [] on their device; a collective.
 
     Parameters that are replicated over ranks, such as norms under tensor parallelism, count once.
+
+    Args:
+        ranks: if they sum in a fixed order, or are virtual, the norm is that of the norms of the
+            shards of each rank, in rank order.
     """
-    return _global_norm([p.grad for p in parameters if p.grad is not None])
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    if ranks is None or not (ranks.fixed_order or ranks.is_virtual):
+        return _global_norm(gradients)
+    of_ranks = [
+        torch.nn.utils.get_total_norm([shard for shard in shards if shard.numel()])
+        for shards in zip(*(_shards(gradient, ranks) for gradient in gradients), strict=True)
+    ]
+    if not ranks.is_virtual:
+        of_ranks = ranks.gather_rows(of_ranks[0])
+    return torch.linalg.vector_norm(torch.stack(of_ranks))
+
+
+def _shards(gradient: Tensor, ranks: Ranks) -> list[Tensor]:
+    """Return this rank's shard; of virtual ranks the shard of each."""
+    if not ranks.is_virtual:
+        return [local_of(gradient)]
+    whole = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
+    chunks = list(whole.chunk(ranks.world_size))
+    return chunks + [whole[:0]] * (ranks.world_size - len(chunks))
 
 
 def _global_norm(gradients: list[Tensor]) -> Tensor:

@@ -13,13 +13,14 @@ group leader         x       x          samples, records and counts for the grou
 """
 
 import os
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from areal_core.errors import RanksError
@@ -49,7 +50,11 @@ class Meshes:
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process in its job: `rank` of `world_size`, on `device`."""
+    """This process in its job: `rank` of `world_size`, on `device`.
+
+    With `fixed_order`, sums over ranks are taken in rank order: their bits do not depend on the
+    library's algorithm.
+    """
 
     rank: int
     world_size: int
@@ -57,6 +62,27 @@ class Ranks:
     meshes: Meshes
     sequence_parallel_size: int = 1
     tensor_parallel_size: int = 1
+    fixed_order: bool = False
+
+    @property
+    def is_virtual(self) -> bool:
+        """True where several ranks share a process (`virtual_ranks.py`)."""
+        return False
+
+    @property
+    def has_turn(self) -> bool:
+        """True unless another virtual rank of this process computes."""
+        return True
+
+    @property
+    def process(self) -> "Ranks":
+        """This process in the job that runs."""
+        return self
+
+    @property
+    def num_summed(self) -> int:
+        """Number of ranks that gradients are summed over."""
+        return self.shard_mesh.size()
 
     @property
     def model_parallel_size(self) -> int:
@@ -128,9 +154,30 @@ class Ranks:
         return self._sum(tensor, None)
 
     def _sum(self, tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+        if self.fixed_order:
+            parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
+            dist.all_gather(parts, tensor.contiguous(), group=group)
+            return sum_in_order(parts)
         total = tensor.clone()  # reduced where it is: what is in host memory does not wait for the device
         dist.all_reduce(total, group=group)
         return total
+
+    def once(self, compute: Callable[[], T]) -> T:
+        """Return the result of a function that must run once in a process."""
+        return compute()
+
+    def begin_sum(self, model: nn.Module) -> None:
+        """Start the sum of the gradients of a micro-batch over ranks."""
+
+    def next_in_sum(self, model: nn.Module) -> None:
+        """Prepare for the gradients of this rank."""
+
+    def end_sum(self, model: nn.Module) -> None:
+        """End the sum of the gradients of a micro-batch over ranks."""
+
+    def leave(self) -> None:
+        """Leave the job."""
+        leave_ranks()
 
     def maximum(self, count: int) -> int:
         """Return the maximum of a count over ranks; a collective in host memory."""
@@ -171,13 +218,28 @@ class Ranks:
         dist.barrier()
 
 
-def join_ranks(device: str = "auto", *, sequence_parallel: int = 1, tensor_parallel: int = 1) -> Ranks:
+def sum_in_order(parts: Sequence[Tensor]) -> Tensor:
+    """Return the sum of tensors, added one after the other."""
+    total = parts[0].clone()
+    for part in parts[1:]:
+        total += part
+    return total
+
+
+def join_ranks(
+    device: str = "auto",
+    *,
+    sequence_parallel: int = 1,
+    tensor_parallel: int = 1,
+    fixed_order: bool = False,
+) -> Ranks:
     """Join the job that torchrun described in the environment; without one, a job of one rank.
 
     Args:
         device: "cpu", "cuda", or "auto" for CUDA where there is one.
         sequence_parallel: ranks that share the tokens of the same rows.
         tensor_parallel: ranks that share the layers for the same tokens.
+        fixed_order: sums over ranks are taken in rank order.
 
     Raises:
         RanksError: the job's ranks do not divide into such groups.
@@ -209,7 +271,7 @@ def join_ranks(device: str = "auto", *, sequence_parallel: int = 1, tensor_paral
     else:
         dist.init_process_group(backend, timeout=timeout)
     meshes = build_meshes(kind, world_size, sequence_parallel, tensor_parallel, timeout)
-    return Ranks(rank, world_size, local, meshes, sequence_parallel, tensor_parallel)
+    return Ranks(rank, world_size, local, meshes, sequence_parallel, tensor_parallel, fixed_order)
 
 
 def build_meshes(

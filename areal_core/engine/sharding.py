@@ -110,7 +110,7 @@ def shard_model(
         if from_rank_0:
             broadcast_parameters(part, ranks)
         fully_shard(part, mesh=mesh, mp_policy=policy, offload_policy=offload)
-        set_reduction(part)
+        set_reduction(part, ranks.fixed_order)
     return model
 
 

@@ -38,10 +38,9 @@ def main(descriptor: int, reward_name: str, timeout_s: float) -> None:
             os.killpg(0, signal.SIGKILL)
         guarded_at = -math.inf
         for arguments, row in jobs:
-            if (
-                now := time.monotonic()
-            ) > guarded_at + 1.0:  # it starts a thread, which costs more than most calls
-                # The pool kills a stuck worker; this ends it if the pool was killed first, also inside C.
+            now = time.monotonic()
+            if now > guarded_at + 1.0:  # it starts a thread, which costs more than most calls
+                # The pool kills a stuck worker; this ends it if the pool was killed first.
                 faulthandler.dump_traceback_later(timeout_s + 2.0, exit=True)
                 guarded_at = now
             connection.send_bytes(json.dumps(answer(reward_fn, arguments, row)).encode())

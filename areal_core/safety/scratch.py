@@ -5,7 +5,8 @@
                      replaced/              what was at DEST, if that was to be replaced
 
 A process that is killed leaves the unfinished folder, which the next one finds: it may continue
-there, or clear it. After any error but an interrupt it is removed, so that it takes no space.
+there, or clear it. After an error it is removed, so that it takes no space; after an interrupt only
+if nothing can continue there.
 """
 
 import fcntl
@@ -48,10 +49,9 @@ def unfinished_folder(destination: Path, may_continue: bool = False) -> Iterator
         if (place / CONTENT).exists():
             rename_over(place / CONTENT, destination, place / REPLACED)
         shutil.rmtree(place)  # with what was there, if it was exchanged
-    except KeyboardInterrupt:
-        raise
-    except BaseException:
-        if not (place / REPLACED).exists():  # it could not be put back
+    except BaseException as error:
+        goes_on = may_continue and isinstance(error, KeyboardInterrupt)
+        if not goes_on and not (place / REPLACED).exists():  # else it could not be put back
             shutil.rmtree(place, ignore_errors=True)
         raise
     finally:

@@ -63,10 +63,13 @@ class Stats:
 
     Args:
         counts: True if this rank's records are included; of ranks with the same rows only one is.
+        gather: returns the records of all ranks in rank order; by default over torch.distributed.
     """
 
-    def __init__(self, counts: bool = True) -> None:
-        self.counts = counts
+    def __init__(
+        self, counts: bool = True, gather: "Callable[[Records], list[Records]] | None" = None
+    ) -> None:
+        self.counts, self.gather = counts, gather
         self._scope: ContextVar[str] = ContextVar("scope", default="")
         self._masks: dict[str, Tensor] = {}
         self._records: dict[str, list[tuple[Reduce, Tensor]]] = {}
@@ -145,7 +148,7 @@ class Stats:
         }
         self._records, self._masks = {}, {}
         joined: Records = {}
-        for of_rank in (gather or gather_over_ranks)(records):
+        for of_rank in (gather or self.gather or gather_over_ranks)(records):
             for name, moments in of_rank.items():
                 joined[name] = joined[name].joined(moments) if name in joined else moments
         return {key: value for name in sorted(joined) for key, value in _reported(name, joined[name])}

@@ -10,6 +10,7 @@ import logging
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -80,7 +81,12 @@ def start_process(config: AnyConfig) -> Ranks:
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "0")) or torch.get_num_threads())
     transformers_logging.set_verbosity(logging.ERROR)
     sizes = trainer_sizes(config)
-    ranks = join_ranks(config.device, sequence_parallel=sizes.context, tensor_parallel=sizes.tensor)
+    ranks = join_ranks(
+        config.device,
+        sequence_parallel=sizes.context,
+        tensor_parallel=sizes.tensor,
+        fixed_order=config.debug.reduction == "fixed",
+    )
     output = logging.StreamHandler()
     output.setFormatter(PrintableFormatter("%(message)s"))
     logging.basicConfig(level=logging.INFO if ranks.rank == 0 else logging.WARNING, handlers=[output])
@@ -163,6 +169,9 @@ def build_engine(
     Raises:
         ModelError: the model cannot be loaded or sharded, or its log-probs are not its own.
     """
+    if ranks.is_virtual:
+        engine = ranks.once(lambda: build_engine(options, ranks.process, total_steps, load))
+        return replace(engine, ranks=ranks, sleeps=False)
     engine = shard_engine(options, ranks, load)
     if options.parity_check:
         require_parity(engine, options.path)

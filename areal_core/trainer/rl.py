@@ -17,7 +17,7 @@ from areal_core.config.train_engine import OWN_CODE
 from areal_core.engine.checkpoint.distributed import Engines, save_checkpoint
 from areal_core.engine.determinism import branch_rng, rng_state
 from areal_core.engine.fsdp import FSDPEngine
-from areal_core.engine.ranks import leave_ranks
+from areal_core.engine.ranks import Ranks
 from areal_core.engine.recompute import device_identity
 from areal_core.engine.routers import Routers
 from areal_core.errors import ConfigError
@@ -171,6 +171,7 @@ class PPOTrainer:
         print_steps: print one line per step on rank 0.
         stops_at_nonfinite: stop as `actor.nonfinite` says; False for a replay, which follows its
             record.
+        join: sets this process up as a rank of the job.
 
     Raises:
         ConfigError: the run would have no steps.
@@ -203,6 +204,7 @@ class PPOTrainer:
         stop_after: int | None = None,
         print_steps: bool = True,
         stops_at_nonfinite: bool = True,
+        join: Callable[[PPOConfig], Ranks] = build.start_process,
     ) -> None:
         self.config, self.print_steps = config, print_steps
         self.train_dataset, self.valid_dataset = train_dataset, valid_dataset
@@ -212,12 +214,12 @@ class PPOTrainer:
         if self.trains and total_steps is None:
             total_steps = build.count_steps(config, len(train_dataset or ()))
         self._cleanup = contextlib.ExitStack()
-        self.ranks = build.start_process(replace(config, device=device) if device else config)
-        self._cleanup.callback(leave_ranks)
+        self.ranks = join(replace(config, device=device) if device else config)
+        self._cleanup.callback(self.ranks.leave)
         self.tokenizer = build.load_tokenizer(config)
         # Of rollouts and validation: kept apart and not recorded, because a replay has neither.
-        self.live_stats = Stats(self.ranks.is_group_leader)
-        self.stats = Stats(self.ranks.is_group_leader)
+        self.live_stats = Stats(self.ranks.is_group_leader, self.ranks.gather_objects)
+        self.stats = Stats(self.ranks.is_group_leader, self.ranks.gather_objects)
         self.built_objective = self.objective = build_objective(
             config.actor, self.ranks.sum, self.stats, config.teacher, config.gconfig.reward_normalization
         )

@@ -12,6 +12,7 @@ from areal_debug.doctor.series import Series
 from areal_debug.doctor.sources.locate import RECORD, find_source
 from areal_debug.doctor.sources.plain_files import Row, UnreadableRun, parse_json, read_jsonl, read_text
 from areal_debug.doctor.sources.to_series import STEP_NAMES, collect
+from areal_debug.waiting import doing
 from recorder import Record, open_record
 from recorder.reader import Damage
 
@@ -89,7 +90,8 @@ def read_record(path: Path, given: Mapping[str, str] | None = None) -> Run:
     """Read the metrics of a record. Raises RecordError, and UnreadableRun for one without steps."""
     damage = Damage()
     record = open_record(path, damage)
-    rows, notes = metrics_of(record, damage)
+    with doing(f"reading the metrics of {path}", len(record.steps)):
+        rows, notes = metrics_of(record, damage)
     record = replace(record, steps=tuple(row["step"] for row in rows))  # the intact ones
     by_name, trainer = collect(rows), record.header.trainer
     if not by_name:

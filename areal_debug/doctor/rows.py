@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from areal_debug.waiting import tick
 from recorder import Record, RecordedStep
 from recorder.errors import StepNotRecorded
 from recorder.format import RECORD_FILE, STEP_FILE, STEPS_FOLDER
@@ -45,6 +46,7 @@ def metrics_of(record: Record, damage: Damage) -> tuple[list[dict[str, Any]], tu
     """
     rows, unknown, total = [], Counter[str](), 0
     for number in record.steps:
+        tick()
         with damage.left_out():
             step = record.step(number)
             row = {"step": number, **logged(step), **shown_by_rows(step)}

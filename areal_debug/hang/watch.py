@@ -47,7 +47,7 @@ from hangdoctor.model import Diagnosis
     show_default=True,
     help="Action after a hang was diagnosed.",
 )
-@click.option("--max-restarts", default=3, show_default=True, help="Of --then restart.")
+@click.option("--max-restarts", default=3, show_default=True, help="Most restarts of --then restart.")
 @click.option(
     "--hook",
     default="",

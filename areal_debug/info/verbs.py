@@ -10,6 +10,7 @@ NEEDS = {  # the extra of every use of the verb; the others need none
     **dict.fromkeys(("replay", "goto", "crosscheck", "consistency"), "train"),
     **dict.fromkeys(("serve", "agent"), "train"),
     "query": "query",
+    "mcp": "mcp",
 }
 # Uses that need one more extra, or that can be impossible here.
 USES = {

@@ -8,11 +8,11 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from areal_core.safety.received import read_received
 from areal_debug.open.find import Found, read_document
-from areal_debug.render import format_bytes
+from areal_debug.render import format_bytes, with_progress
 from areal_debug.report.frame import Frame, Link, tone_of
 from areal_debug.report.links import RecordPage
 from areal_debug.report.model import Facts, Report, Row
@@ -99,9 +99,15 @@ def write_tokens(record: "Record", page: Path, links: Sequence[Link]) -> None:
     from areal_debug.view.page import Contents, FollowedRecord, Place, write_folder
 
     contents = Contents(FollowedRecord(record.path, load_decoder(record), ()))
-    steps, _ = contents.record.intact(record.steps)
-    document = contents.document(steps, Place(steps[-1]) if steps else None)
-    write_folder(contents, document, page.parent, lambda step: None, links)
+    steps = contents.record.intact(record.steps, {})
+
+    def document_of(stored: list[int]) -> dict[str, Any]:
+        return contents.document(stored, Place(stored[-1]) if stored else None)
+
+    def write(tick: Callable[[object], None]) -> int:
+        return write_folder(contents, steps, document_of, page.parent, tick, links)
+
+    with_progress(f"writing steps of {record.path}", len(record.steps), write)
 
 
 def examine_metrics(found: Found, scratch: Path) -> Item:

@@ -7,8 +7,14 @@ from areal_debug.replay.ranks import refuse_damage, runner
 from areal_debug.report.model import Finding, Level, Report, Row, rows_of
 from areal_debug.report.terminal import print_report
 from recorder import Record
+from replayer.errors import ReplayError
 from replayer.faulty import AFTER, BEFORE, FaultyReport, find_faulty
-from replayer.preconditions import check_model, check_recorded_results, check_steps_present
+from replayer.preconditions import (
+    check_model,
+    check_recorded_results,
+    check_steps_present,
+    is_repeatable_on,
+)
 from replayer.request import replay_config
 
 # kind -> what it is, the next command or advice, what would refute it
@@ -46,12 +52,20 @@ KINDS: dict[str, tuple[Level, str, str, str]] = {
 }
 
 
-def find(record: Record, first: int, last: int, model: str | None, as_json: bool) -> NoReturn:
+def find(
+    record: Record, first: int, last: int, model: str | None, num_ranks: int | None, as_json: bool
+) -> NoReturn:
     """Replay steps until it is known who computed wrongly, print the report and exit.
 
     Raises ReplayError, RecordError or ConfigError before the first replay.
     """
     check_recorded_results(record, "replay --find-faulty")
+    size = record.header.world_size
+    if num_ranks not in (None, size) and not is_repeatable_on(record, num_ranks or size):
+        raise ReplayError(
+            f"--find-faulty compares bits, and {num_ranks} processes cannot repeat those of {size} recorded ranks: leave out "
+            "--nproc, or record with debug.reduction=fixed and give a divisor of that number"
+        )
     check_steps_present(record, first, last)
     check_model(record, replay_config(record, model).actor.path, first)
     refuse_damage(record.path, len(record.steps))
@@ -60,7 +74,7 @@ def find(record: Record, first: int, last: int, model: str | None, as_json: bool
 
         def replay(number: int) -> Record | None:
             announce(f"replay {number + 1} of steps {first} to {last}")
-            return run.replay(record, first, last, apart=number > 0, shift=number)
+            return run.replay(record, first, last, apart=number > 0, shift=number, num_ranks=num_ranks)
 
         report = find_faulty(record, replay, steps)
     if as_json:

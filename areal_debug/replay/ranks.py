@@ -5,7 +5,7 @@ import os
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -119,23 +119,27 @@ class Runner:
         settings: Sequence[str] = (),
         apart: bool = False,
         shift: int = 0,
+        num_ranks: int | None = None,
     ) -> Record | None:
         """Replay steps from the nearest anchor; return the record of that, None if it fails.
 
         Args:
             apart: by a new interpreter, as forks of one process have the same layout of memory.
             shift: rank r gets the GPU that is `shift` further than its own.
+            num_ranks: processes that compute the shares of all recorded ranks.
         """
         if apart:
             with ExitStack() as cleanup:
                 other = Runner(self.folder, cleanup, self.model)
-                return other.replay(record, first, last, settings, shift=shift)
+                return other.replay(record, first, last, settings, shift=shift, num_ranks=num_ranks)
         folder = Path(tempfile.mkdtemp(dir=self.folder))
         output = folder / "record"
+        size = record.header.world_size
         request = Request(record.path, first, last, self.model, tuple(settings), record_to=str(output))
+        request = replace(request, virtual=num_ranks is not None and num_ranks < size)
         asked = task("replay", **asdict(request))
         env = {QUIET: "1"} | shifted_gpus(shift)
-        if self.ranks.run(asked, record.header.world_size, env, folder / "ranks.log", False) != 0:
+        if self.ranks.run(asked, num_ranks or size, env, folder / "ranks.log", False) != 0:
             return None
         replayed = open_record(output)
         return replayed if last in replayed.steps else None

@@ -113,6 +113,8 @@ def describe_value(difference: RankDifference) -> str:
 def report_of(report: ReplayReport, request: Request) -> Report:
     """Return whether the replay met its guarantee, where it diverged first, and what to do next."""
     rows = rows_of_warnings(report)
+    if request.virtual:
+        rows.append(Row("ranks", "fewer processes computed the share of each recorded rank, in rank order"))
     if report.result == "not comparable":
         rows.append(
             Row("next", "`--output FOLDER` records what comes out, and that record replays bit by bit.")

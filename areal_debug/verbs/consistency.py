@@ -84,16 +84,16 @@ EXACT_NEW_TOKENS = 64  # by default
     "--num-samples", type=click.IntRange(1), default=1, show_default=True, help="Completions per prompt."
 )
 @click.option(
-    "--max-new-tokens", type=click.IntRange(1), default=128, show_default=True, help="Of a completion."
+    "--max-new-tokens", type=click.IntRange(1), default=128, show_default=True, help="Longest completion, in tokens."
 )
 @click.option(
     "--top-p",
     type=float,
     default=1.0,
     show_default=True,
-    help="Of a live engine, or a record of another trainer.",
+    help="Top-p of a live engine, or of another trainer's record.",
 )
-@click.option("--top-k", type=int, help="Of a live engine, or a record of another trainer.")
+@click.option("--top-k", type=int, help="Top-k of a live engine, or of another trainer's record.")
 @click.option(
     "--trainer", is_flag=True, help="Score with the trainer's packed path too, where it was not recorded."
 )
@@ -104,12 +104,12 @@ EXACT_NEW_TOKENS = 64  # by default
     "by default the recorded run's first weights.",
 )
 @click.option(
-    "--dtype", type=click.Choice(["float32", "bfloat16"]), help="Of the scoring; by default the trainer's."
+    "--dtype", type=click.Choice(["float32", "bfloat16"]), help="Dtype of the scoring; by default the trainer's."
 )
 @click.option(
     "--temperature",
     type=click.FloatRange(0.0),
-    help="Of the trainer's logprobs, and of a live engine's sampling; by default as recorded, or 1.",
+    help="Temperature of the trainer's logprobs and of a live engine's sampling; by default as recorded, or 1.",
 )
 @click.option("--device", default="cpu", show_default=True, help="Device of the scoring.")
 @click.option(

@@ -43,7 +43,7 @@ def spools_standard_input(verb: Callable[..., None]) -> Callable[..., None]:
 )
 @click.option("--pid", "pids", type=int, multiple=True, help="A rank or a launcher; may be repeated.")
 @click.option("--match", default="", help="Regular expression that the ranks' command lines match.")
-@click.option("--slow", is_flag=True, help="Of a job that runs: which rank or engine is slow, and why.")
+@click.option("--slow", is_flag=True, help="Find which rank or engine of a running job is slow, and why.")
 @click.option(
     "--seconds",
     type=click.FloatRange(1, 3600),

@@ -1,14 +1,10 @@
-"""`areal-debug info`: what is installed and works here, the options of a run, and skills.
-
-A skill is a folder with a `SKILL.md`: YAML front matter with name and description, then steps.
-"""
+"""`areal-debug info`: what is installed and works here, the options of a run, and skills."""
 
 import shutil
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 
 import click
-import yaml
 
 from areal_debug.cli import Verb, VerbGroup, force_option, json_option
 from areal_debug.render import (
@@ -19,28 +15,9 @@ from areal_debug.render import (
     styled,
     with_progress,
 )
+from areal_debug.skills import FOLDER, Skill, shipped_skills
 
 KINDS = ("grpo", "ppo", "sft", "rw", "dpo")
-FOLDER = Path(__file__).parents[1] / "skills"
-
-
-@dataclass(frozen=True)
-class Skill:
-    """A skill: its name, when to use it, and its text with front matter."""
-
-    name: str
-    description: str
-    text: str
-
-
-def shipped_skills() -> list[Skill]:
-    return [parse_skill(file.read_text()) for file in sorted(FOLDER.glob("*/SKILL.md"))]
-
-
-def parse_skill(text: str) -> Skill:
-    _, front, _ = text.split("---\n", 2)
-    facts = yaml.safe_load(front)
-    return Skill(facts["name"], facts["description"], text)
 
 
 @click.group(

@@ -6,9 +6,9 @@ record or step beside the first one. A folder of a run is a workbench of pages.
 
 import re
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
@@ -234,33 +234,42 @@ def write_view(
     from areal_debug.view.page import write_file, write_folder
 
     contents = open_contents(record, asked)
-    recorded = contents.record.steps
-    steps, left_out = contents.record.intact(recorded if asked.all_steps else ())
-    steps = steps if asked.all_steps else list(recorded)
-    if not steps:
-        end_if_damaged((*left_out, *contents.record.damage.found))
-        fail(
-            f"{record} holds no committed step: nothing to show: open it without -o, which waits for the first"
-        )
-    opens = place_of(contents, asked, steps)
-    stored = steps if asked.all_steps else [opens.step]
+    recorded, left_out = list(contents.record.steps), dict[str, int]()
+    is_folder = asked.all_steps and (output is None or output.suffix != ".html")
+    if asked.all_steps and not is_folder:
+        recorded = list(contents.record.intact(recorded, left_out))
+    document: dict[str, Any] = {}
+
+    def document_of(steps: list[int]) -> dict[str, Any]:
+        if not steps:
+            end_if_damaged((*left_out, *contents.record.damage.found))
+            fail(
+                f"{record} holds no committed step: nothing to show: open it without -o, which waits for the first"
+            )
+        opens = place_of(contents, asked, steps)
+        document.update(contents.document(steps if asked.all_steps else [opens.step], opens))
+        return document
+
+    step: int = -1 if is_folder else document_of(recorded)["opens"]["step"]  # a folder has all
     if contents.other and not asked.all_steps:
-        contents.other.step(opens.step + contents.shift)  # raises if it is not recorded
-    output = output or Path(default_name(record, other, asked, opens.step))
-    is_folder = asked.all_steps and output.suffix != ".html"
+        contents.other.step(step + contents.shift)  # raises if it is not recorded
+    output = output or Path(default_name(record, other, asked, step))
     refuse_existing(output, force)
     if is_folder and output.is_dir():
         refuse_other_folder(output)
-    document = contents.document(stored, opens)
-    write = write_folder if is_folder else write_file
-    size_bytes = with_progress(
-        "writing steps", len(stored), lambda tick: write(contents, document, output, tick)
-    )
+    target = output
+
+    def write(tick: Callable[[object], None]) -> int:
+        if not is_folder:
+            return write_file(contents, document, target, tick)
+        return write_folder(contents, contents.record.intact(recorded, left_out), document_of, target, tick)
+
+    size_bytes = with_progress("writing steps", len(recorded) if asked.all_steps else 1, write)
     page = output / "index.html" if is_folder else output
     if as_json:
-        facts = {"record": str(record), "compare": other and str(other), "step": opens.step}
+        facts = {"record": str(record), "compare": other and str(other), "step": document["opens"]["step"]}
         facts |= {
-            "num_steps": len(stored),
+            "num_steps": len(document["stored"]),
             "output": str(output),
             "page": str(page),
             "size_bytes": size_bytes,

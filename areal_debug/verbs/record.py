@@ -109,7 +109,7 @@ def ls(record: Path, all_steps: bool, as_json: bool) -> None:
 @click.option("--sample", "row", type=int, metavar="I", help="One row of that rank's batch.")
 @click.option("--prompt-id", type=int, metavar="P", help="All answers to one prompt, from every rank.")
 @click.option("--tokens", is_flag=True, help="One line per token, with its numbers.")
-@click.option("--in-full", is_flag=True, help="Of agents: long messages to their end.")
+@click.option("--in-full", is_flag=True, help="Show long messages of agents to their end.")
 @json_option
 @reads_untrusted("record", reads=ANYWHERE)
 @errors_as_sentences

@@ -141,8 +141,8 @@ def command(
         explain_step(opened, explain, model, config, as_json)
         return
     if find_faulty or step is not None:
-        changed = [*settings, *overrides, *filter(None, (row_filter, edit, reward, output, nproc)), *sweeps]
-        name_faulty(opened, find_faulty, step, (from_step, to_step), changed, model, as_json)
+        changed = [*settings, *overrides, *filter(None, (row_filter, edit, reward, output)), *sweeps]
+        name_faulty(opened, find_faulty, step, (from_step, to_step), changed, model, nproc, as_json)
     first, last = step_range(opened, from_step, to_step)
     if sweeps and output is not None:
         fail("--output is for one replay, and --sweep makes several")
@@ -151,6 +151,7 @@ def command(
     record_to = None if output is None else str(output)
     request = Request(record, first, last, model, changes, row_filter, edit, reward, record_to, config=config)
     num_ranks = nproc or opened.header.world_size
+    request = as_recorded_ranks(opened, request, num_ranks)
     if sweeps:
         from areal_debug.replay.sweep import print_sweep, requests_of
 
@@ -162,13 +163,36 @@ def command(
             reports = {name: replay_setting(ranks, one, num_ranks, name) for name, one in requests.items()}
         print_sweep(reports, as_json)
         return
-    announce(f"replaying steps {first} to {last} of {record} on {count(num_ranks, 'rank')}")
+    announce(f"replaying steps {first} to {last} of {record} on {placed(opened, request, num_ranks)}")
     with replay_ranks() as ranks:
         check_request(opened, request, force)
         report = run_replay(ranks, opened, request, num_ranks, as_json)
     print_replay(report, request, as_json, rescored)
     assert report.verdict is not None
     raise SystemExit(report.verdict.exit_code)
+
+
+def as_recorded_ranks(record: "Record", request: "Request", num_ranks: int) -> "Request":
+    """Let fewer processes compute the share of every recorded rank, where the record allows it."""
+    from dataclasses import replace
+
+    from replayer.preconditions import is_repeatable_on, sums_in_rank_order
+
+    size = record.header.world_size
+    if is_repeatable_on(record, num_ranks):
+        return replace(request, virtual=True)
+    if num_ranks < size and sums_in_rank_order(record):
+        note(
+            f"{num_ranks} is no divisor of {size} ranks, so rows are redistributed: a divisor gives the bits"
+        )
+    return request
+
+
+def placed(record: "Record", request: "Request", num_ranks: int) -> str:
+    """Describe the ranks of a replay."""
+    if not request.virtual:
+        return count(num_ranks, "rank")
+    return f"{count(num_ranks, 'rank')}, in place of {record.header.world_size} and to their bits"
 
 
 def name_faulty(
@@ -178,6 +202,7 @@ def name_faulty(
     steps: tuple[int | None, int | None],
     changed: Sequence[object],
     model: str | None,
+    nproc: int | None,
     as_json: bool,
 ) -> NoReturn:
     """Say which rank of the recorded run computed wrongly; ends the command."""
@@ -188,7 +213,7 @@ def name_faulty(
         fail("--step is for --find-faulty: --from-step and --to-step choose what is replayed")
     if changed:
         fail(f"--find-faulty replays the record as it is, and {changed[0]} would change it: leave that out")
-    find(record, *step_range(record, *(steps if step is None else (step, step))), model, as_json)
+    find(record, *step_range(record, *(steps if step is None else (step, step))), model, nproc, as_json)
 
 
 def replay_setting(ranks: "WarmRanks", request: "Request", num_ranks: int, name: str) -> "ReplayReport":

@@ -5,7 +5,7 @@ import json
 import re
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache, lru_cache
 from http import HTTPStatus
@@ -36,7 +36,7 @@ from areal_debug.view.pairs import pair_document
 from recorder import Record, RecordedStep, RecordError, StepNotRecorded, open_record
 from recorder.format import STEPS_FOLDER, step_name
 from recorder.reader import Damage
-from recorder.verify import check_step, steps_to_copy
+from recorder.verify import check_step, intact_steps
 
 KEPT_STEPS = 4
 SHORT, KEPT_TEXTS = 2, 1 << 20  # most texts are those of one token, decoded after another one
@@ -105,10 +105,14 @@ class FollowedRecord:
         self.step(step)
         return check_step(self._record, step)
 
-    def intact(self, steps: Sequence[int]) -> tuple[list[int], tuple[str, ...]]:
-        """Read every byte of steps; return those that are intact, and what is wrong with others."""
-        intact, left_out = steps_to_copy(self._record, steps, skip_damaged=True)
-        return list(intact), left_out
+    def intact(self, steps: Sequence[int], left_out: dict[str, int]) -> Iterator[int]:
+        """Yield the steps that are intact, after reading every byte of them and before the next.
+
+        What is wrong with others goes into `left_out`.
+        """
+        for step in intact_steps(self._record, steps, True, left_out):
+            self._keep(step)
+            yield step.manifest.step
 
     def images(self, step: int) -> dict[str, Any]:
         """Return the pictures of a step, which no pattern can be matched with: all are redacted.
@@ -124,12 +128,15 @@ class FollowedRecord:
     def view(self, step: int) -> StepView:
         """Return a step as columns; the last few are kept. Raises `RecordError`."""
         if step not in self._views:
-            trainer = self._record.header.trainer
-            self._views[step] = read_step(self.step(step), self._decode, self._patterns, trainer)
-            if len(self._views) > KEPT_STEPS:
-                self._views.popitem(last=False)
+            self._keep(self.step(step))
         self._views.move_to_end(step)
         return self._views[step]
+
+    def _keep(self, step: RecordedStep) -> None:
+        trainer = self._record.header.trainer
+        self._views[step.manifest.step] = read_step(step, self._decode, self._patterns, trainer)
+        if len(self._views) > KEPT_STEPS:
+            self._views.popitem(last=False)
 
 
 def kept(decode: Decode) -> Decode:
@@ -274,21 +281,27 @@ def write_file(
 
 def write_folder(
     contents: Contents,
-    document: dict[str, Any],
+    steps: Iterable[int],
+    document_of: Callable[[list[int]], dict[str, Any]],
     output: Path,
     tick: Callable[[object], None],
     links: Sequence[Link] = (),
 ) -> int:
-    """Write the page as a folder that loads a step when it is shown; return its size in bytes."""
+    """Write the page as a folder that loads a step when it is shown; return its size in bytes.
+
+    Each step is read once; `document_of` gets those that were written.
+    """
+    size_bytes, stored = 0, []
     with unfinished_folder(output) as folder:
         (folder / "steps").mkdir(parents=True)
-        page = b"".join(page_around("files", document, links))
-        size_bytes = (folder / "index.html").write_bytes(page)
-        for step in document["stored"]:
+        for step in steps:
             for name in contents.names(step):
                 script = f'receive("{name}", "{encoded(contents.blob(name))}");\n'
                 size_bytes += (folder / "steps" / f"{name}.js").write_bytes(script.encode())
+            stored.append(step)
             tick(step)
+        page = b"".join(page_around("files", document_of(stored), links))
+        size_bytes += (folder / "index.html").write_bytes(page)
     return size_bytes
 
 

@@ -242,7 +242,7 @@ def token_ids(values: Any, where: str) -> np.ndarray:
 
 
 def as_numpy(values: Any, where: str, dtype: type | None = None) -> np.ndarray:
-    """Return a copy of a list, a NumPy array or a torch tensor as an array; None in a list is NaN."""
+    """Return a copy of a list, NumPy array or torch tensor as an array; None in a list is NaN."""
     if hasattr(values, "detach"):
         values = values.detach().cpu()
         values = (values.float() if "bfloat16" in str(values.dtype) else values).numpy()

@@ -31,6 +31,7 @@ NOT_READING = {
         ("serve", "info", "info options", "info skills", "hang explain"), "read no file of others"
     ),
     **dict.fromkeys(("hang", "hang collect", "hang watch"), "read live processes"),
+    "mcp": "answers by the other verbs, in children that read below its roots",
     "reward probe": "runs the user's own function",
     "record extract": "reads an archive, which test_hostile_archives.py attacks",
 }

@@ -4,6 +4,7 @@ import os
 import pty
 import re
 import select
+import signal
 import subprocess
 import sys
 import termios
@@ -13,6 +14,7 @@ from pathlib import Path
 import click
 import pytest
 
+from areal_debug import waiting
 from recorder.testing import write_scripted_record
 from tests.command_line import walk
 
@@ -136,6 +138,40 @@ def test_there_is_no_line_in_a_pipe():
     assert done.stderr == "Error: it failed\n"
 
 
+def test_counted_work_has_a_line_now_and_then_in_a_pipe(monkeypatch, capfd):
+    monkeypatch.setattr(waiting, "LINE_S", 0.0)
+    monkeypatch.setattr(waiting, "SURE_S", -1.0)
+    monkeypatch.setattr(waiting, "has_terminal", lambda: False)
+    with waiting.waiting_line("record ls"), waiting.doing("reading steps", 2000):
+        waiting.page.work_at, waiting.page.verb_at = time.monotonic() - 10, time.monotonic() - 61
+        waiting.tick(1000)
+    with waiting.waiting_line("record ls"), waiting.doing("importing"):
+        waiting.tick()
+    lines = capfd.readouterr().err.splitlines()
+    assert lines == ["reading steps · 1,000 of 2,000 · 1 min 01 s · 10 s left", "importing · 0 s"]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "words",
+    ["record redact R --without-text --to", "record export R --format jsonl --to", "open R --all-steps -o"],
+)
+def test_an_interrupt_leaves_nothing_half_written(words, tmp_path):
+    write_scripted_record(tmp_path / "record", num_steps=1500)
+    out = tmp_path / "out"
+    out.mkdir()
+    command = [str(tmp_path / "record") if word == "R" else word for word in words.split()]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "areal_debug", *command, str(out / "new")],
+        cwd=ROOT, start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+    )  # fmt: skip
+    while process.poll() is None and not os.listdir(out):
+        time.sleep(0.01)
+    os.killpg(process.pid, signal.SIGINT)
+    assert process.wait(60) == 130
+    assert os.listdir(out) == []
+
+
 def test_every_verb_shows_the_line():
     """`errors_as_sentences` draws it; what it wraps keeps a reference to the body."""
     without = [
@@ -166,12 +202,11 @@ SLOWLY = """
 import sys, time
 from areal_debug import waiting
 waiting.SILENCE_S, waiting.REDRAW_S = 0.1, 0.02
-import recorder.reader
-opened = recorder.reader.Record.step
-def step(self, number):
-    time.sleep(0.3)
-    return opened(self, number)
-recorder.reader.Record.step = step
+from recorder.reader import Record
+from recorder.verify import StepChecks
+def slowed(read):
+    return lambda self, number: (time.sleep(0.3), read(self, number))[1]
+Record.step, StepChecks.facts = slowed(Record.step), slowed(StepChecks.facts)
 from areal_debug.cli import main
 main(prog_name="areal-debug")
 """

@@ -507,3 +507,14 @@ def test_equal_rewards_of_half_credit_are_neither_right_nor_wrong(tmp_path):
     run["reward_min"][:5] = 0.0
     [alarm] = [one for one in judged(tmp_path, run, names).alarms if one.id == "D22"]
     assert (alarm.title, alarm.found.split("; ")[1]) == ("most groups have equal rewards", "every reward is 0.5")
+
+
+def test_a_constant_reward_is_neither_noisy_nor_right(tmp_path):
+    run = without(healthy(), "eval_reward") | {
+        "reward": np.full(STEPS, 3.0),
+        "zero_variance_groups": np.full(STEPS, 1.0),
+    }
+    found = {alarm.id: alarm for alarm in judged(tmp_path, run).alarms}
+    assert "D02" not in found
+    assert found["D22"].found.endswith("every reward is 3")
+    assert found["D01"].title == "the reward does not rise"

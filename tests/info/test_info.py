@@ -24,7 +24,20 @@ from tests.command_line import run as areal_debug
 
 run = partial(areal_debug, "info")
 
-EXTRAS = ("train", "query", "archive", "s3", "sglang", "ray", "lora", "trl", "verl", "wandb", "trackio")
+EXTRAS = (
+    "train",
+    "query",
+    "archive",
+    "s3",
+    "sglang",
+    "ray",
+    "lora",
+    "trl",
+    "verl",
+    "wandb",
+    "trackio",
+    "mcp",
+)
 NOTHING_LACKS: dict[str, list[str]] = {extra: [] for extra in EXTRAS}
 SCHEDULERS = {"SLURM": "srun", "Kubernetes": None, "ssh": None, "Ray": None}
 
@@ -124,7 +137,9 @@ def test_each_verb_works_where_nothing_lacks():
 
 
 def test_a_verb_without_its_extra_names_it_and_others_work_with_limits():
-    found = verbs_of(NOTHING_LACKS | {"train": ["torch"], "archive": ["zarr"], "query": ["duckdb"]})
+    found = verbs_of(
+        NOTHING_LACKS | {"train": ["torch"], "archive": ["zarr"], "query": ["duckdb"], "mcp": ["mcp"]}
+    )
     lacking = {name for name, verb in found.items() if not verb.works}
     assert lacking == set(verbs.NEEDS)
     assert (found["replay"].extra, found["query"].extra) == ("train", "query")

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import runpy
 import shlex
 import signal
 import subprocess
@@ -15,7 +16,7 @@ import yaml
 from click.testing import CliRunner
 
 from areal_debug.cli import main
-from areal_debug.verbs.info import FOLDER, parse_skill, shipped_skills
+from areal_debug.skills import FOLDER, parse_skill, shipped_skills
 from recorder.testing import SCRIPTED_HEADER
 
 from ..replayer.test_diff import record
@@ -23,7 +24,7 @@ from ..replayer.test_diff import record
 ROOT = Path(__file__).parents[2]
 NAMES = [
     "rl-engine-and-trainer-disagree", "rl-loss-is-nan", "rl-reward-is-flat", "rl-run-hangs",
-    "rl-run-is-slow", "rl-runs-differ", "rl-works-in-other-framework",
+    "rl-run-is-slow", "rl-runs-differ", "rl-spike-does-not-come-back", "rl-works-in-other-framework",
 ]  # fmt: skip
 CONFIG = {"seed": 1, "actor": {"dtype": "float32", "eps_clip": 0.2, "optimizer": {"lr": 1e-6}}}
 
@@ -42,6 +43,15 @@ def run(*arguments: object) -> tuple[int, str]:
 def test_there_is_a_skill_for_each_page_of_a_symptom():
     assert [skill.name for skill in shipped_skills()] == NAMES
     assert len(NAMES) == len(list((ROOT / "docs/symptoms").glob("*.md")))
+
+
+def test_a_skill_is_what_its_page_generates():
+    generator = runpy.run_path(str(ROOT / "docs/skills.py"))
+    shipped = {skill.name: skill.text for skill in shipped_skills()}
+    assert generator["skills"]() == shipped, "run: python docs/skills.py"
+    tools = {name: set(re.findall(r"^- `([a-z_]+)`: ", text, re.M)) for name, text in shipped.items()}
+    assert tools["rl-run-hangs"] == {"diagnose_hang", "diagnose_live_hang"}
+    assert tools["rl-run-is-slow"] == set()
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -79,7 +89,7 @@ def test_skills_are_listed_printed_and_copied(tmp_path):
     assert (code, [line.split()[0] for line in out.splitlines()]) == (0, NAMES)
     assert run("info", "skills", "rl-run-hangs")[1] == (FOLDER / "rl-run-hangs/SKILL.md").read_text()
     target = tmp_path / ".claude/skills"
-    assert run("info", "skills", "--to", target) == (0, f"7 skills copied to {target}\n")
+    assert run("info", "skills", "--to", target) == (0, f"8 skills copied to {target}\n")
     copied = {file.relative_to(target): file.read_text() for file in target.rglob("*") if file.is_file()}
     assert copied == {Path(n, "SKILL.md"): (FOLDER / n / "SKILL.md").read_text() for n in NAMES}
     (target / "rl-run-hangs/SKILL.md").write_text("mine")

@@ -17,6 +17,7 @@ reads it onto any number of ranks; its safetensors format is used because its de
 pickle. Functions import it, because most processes neither read nor write a checkpoint.
 """
 
+import functools
 import json
 import shutil
 import threading
@@ -217,7 +218,10 @@ def load_checkpoint(folder: str | Path, engines: Engines, *, with_optimizer: boo
                 f"{folder} has only {saved}, and this run also has a {name}: use another one"
             )
         with_weights = name not in checkpoint.state.get(WITHOUT_WEIGHTS, ())
-        _load_engine(folder, engine, checkpoint.engines[name], with_optimizer, with_weights)
+        saved_engine = checkpoint.engines[name]
+        ranks.once(
+            functools.partial(_load_engine, folder, engine, saved_engine, with_optimizer, with_weights)
+        )
     if len(checkpoint.rng) == ranks.world_size:
         set_rng_state(checkpoint.rng[ranks.rank])
     return checkpoint.state

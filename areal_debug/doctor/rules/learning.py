@@ -54,7 +54,7 @@ def reward_does_not_rise(run: Run) -> Alarm | None:
 def end_of_rise(reward: Series) -> int | None:
     """Return the step at which a flat reward reached its level; None if it never rose."""
     start, level = float(np.median(reward.values[:EARLY_STEPS])), reward.last
-    if level - start < max(4 * reward.noise, LEAST_RISE * float(np.ptp(reward.values))):
+    if level - start <= max(4 * reward.noise, LEAST_RISE * float(np.ptp(reward.values))):
         return None
     return int(reward.steps[int(np.argmax(reward.values >= level - reward.noise))])
 
@@ -109,7 +109,7 @@ def reward_scatters(run: Run) -> Alarm | None:
     if found is None:
         return None
     batch = run.config.get("train_dataset.batch_size")
-    gets_noisier = late >= (1.5 if found.rises else 2.0) * early and late >= abs(found.change)
+    gets_noisier = late > 0 and late >= (1.5 if found.rises else 2.0) * early and late >= abs(found.change)
     gets_noisier = gets_noisier and not is_due_to_prompts(values[half:], late, batch)
     is_noisy = reward.finite.noise >= max(
         NOISY * abs(found.change), NOISY_SHARE * max(1.0, float(np.ptp(values)))

@@ -1,0 +1,1 @@
+"""A server of the Model Context Protocol: questions of a coding agent, answered by the verbs."""
