@@ -61,6 +61,10 @@ class AgentConfig:
     export_style: str = option("individual", "A row per call, or conversation.", ("individual", "concat"))
     failed_reward: float = option(0.0, "Last reward of an episode that the model failed.", limits=FINITE)
     failure_errors: list[str] = section(list, "Exceptions that mean it failed: 'package.Class' or 'Class'.")
+    message_preprocessors: list[str] = section(
+        list, "Import paths of classes whose objects change the messages of Anthropic's API, in order."
+    )
+    drop_retry_orphans: bool = option(False, "Leave out answers to a repeated request that were not used.")
     subproc_max_workers: int = option(4, "Without effect: agents run in this process.", limits=AT_LEAST_1)
     session_timeout_seconds: int = option(3600, "Idle seconds until a session is dropped.", limits=ABOVE_0)
     set_reward_finish_timeout: float = option(0.0, "Seconds to wait for a late reward.", limits=AT_LEAST_0)
