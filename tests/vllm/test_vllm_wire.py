@@ -60,6 +60,7 @@ def test_minus_9999_is_not_a_number_and_so_is_rejected():
         {"token_ids": [7, 8]},
         {"token_ids": [7]},
         {"weight_versions": None},
+        {"weight_versions": [{"version": "1", "start": 1, "end": 3}]},
         {"logprobs": None},
         {"token_ids": ["7", "9"]},
     ],
@@ -67,6 +68,12 @@ def test_minus_9999_is_not_a_number_and_so_is_rejected():
 def test_a_reply_whose_lists_disagree_is_malformed(changes):
     with pytest.raises(MalformedReply):
         VLLM.parse_generate(reply(**changes))
+
+
+def test_a_version_that_falls_within_a_reply_is_rejected():
+    spans = [{"version": "3", "start": 0, "end": 1}, {"version": "2", "start": 1, "end": 2}]
+    with pytest.raises(MalformedReply, match="versions from 2 to 3 that fall within the reply"):
+        checked(VLLM.parse_generate(reply(weight_versions=spans)), Asked("r-1", 2, None, None))
 
 
 def test_a_continued_request_has_less_to_wait_for():
