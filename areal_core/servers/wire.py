@@ -212,7 +212,7 @@ class Wire(ABC):
 
 
 def shared_params(sampling: Sampling, seed: str) -> dict[str, Any]:
-    """Return the sampling parameters to which SGLang and vLLM give the same names, and the `seed`."""
+    """Return the sampling parameters that have one name in SGLang and vLLM, and the seed."""
     params = {
         "temperature": 0.0 if sampling.greedy else sampling.temperature,
         "top_p": sampling.top_p,
