@@ -299,6 +299,7 @@ def build_client(
         lora_name=config.gconfig.lora_name if serves_adapters(config) else None,
         knows_versions=knows_versions,
         sizes=routing_sizes_of(config.actor.path) if options.return_routed_experts else None,
+        seed=config.seed if options.deterministic_sampling else None,
     )
 
 
