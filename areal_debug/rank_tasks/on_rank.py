@@ -76,11 +76,13 @@ def record_again(record: "Record", trainer: "PPOTrainer", request: "Request") ->
     return recorder_of(trainer, Path(request.record_to), RecordingOptions(Recording(scope), text=True))
 
 
-def explain_step(record: str, step: int, model: str | None, config: str | None) -> Report:
-    """Compute each sample's share of a step's loss and gradient."""
+def explain_step(
+    record: str, step: int, model: str | None, config: str | None, anatomy: bool = False
+) -> Report:
+    """Compute each sample's share of a step's loss and gradient; `anatomy` adds other parts."""
     from replayer.explain import explain
 
-    return explain(record, step, model, config).to_dict()
+    return explain(record, step, model, config, anatomy).to_dict()
 
 
 def go_to_step(record: str, step: int, options: dict[str, Any]) -> Report:
