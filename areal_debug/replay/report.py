@@ -238,7 +238,7 @@ def report_of_explanation(record: Record, found: dict[str, Any]) -> Report:
     )
 
 
-REMARKS = {
+REMARKS: dict[str, tuple[str, Level, str]] = {
     "dead": ("{} trains nothing", "bad", "compute it with gradients from the log-probs in the loss mask"),
     "outside": ("{} acts outside of the mask", "bad", "multiply it by loss_mask before the sum"),
     "idle": ("{} cannot act in this step", "unsure", "dissect a later step, where its loss is not 0"),
@@ -268,6 +268,25 @@ def report_of_anatomy(record: Record, found: dict[str, Any]) -> Report:
         "bad" if faults else "good",
         [*findings, *(table for table in tables if table.rows), Facts(absent), *explained.blocks],
         explained.notes,
+    )
+
+
+def report_of_layouts(found: dict[str, Any]) -> Report:
+    """Return the numbers of a step that depend on its layout, with the factor between them."""
+    variants, differs = found["variants"], "The replay up to this step differs from the record."
+    rows = []
+    for one in variants:
+        numbers = [format_number(one["expected"]), format_number(one["found"])]
+        rows.append([str(one["minibatch"]), one["layout"], one["what"], *numbers, one["named"]])
+    compared = f"loss and gradient norm in {', '.join(found['layouts'])}"
+    return Report(
+        f"Step {found['step']}",
+        f"depends on its layout: {variants[0]['what']} of {variants[0]['layout']} is {variants[0]['named']}."
+        if variants
+        else f"does not depend on its layout: {compared} are equal.",
+        "bad" if variants else "good",
+        [Table(("minibatch>", "layout", "number", "whole>", "here>", "factor"), rows)] if rows else [],
+        [] if found["faithful"] else [differs],
     )
 
 
