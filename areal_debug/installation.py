@@ -60,6 +60,12 @@ def install_hint(error: ModuleNotFoundError) -> str | None:
     return f"this needs the package {package}, which is not installed: pip install {command}"
 
 
+def require(package: str) -> None:
+    """Raise ModuleNotFoundError for a package that only children of this process would import."""
+    if importlib.util.find_spec(package) is None:
+        raise ModuleNotFoundError(name=package)
+
+
 def check_packages(root: Path = ROOT) -> None:
     """Raise ImportError if another distribution's package has the name of one of ours."""
     for name in PACKAGES:

@@ -148,6 +148,14 @@ def place_of(config: pytest.Config, path: str) -> Path:
 
 
 @pytest.fixture
+def assert_invariant() -> Callable[..., None]:
+    """Return `replayer.invariance.assert_invariant`, for a step function of any trainer."""
+    from replayer.invariance import assert_invariant
+
+    return assert_invariant
+
+
+@pytest.fixture
 def replay_record(request: pytest.FixtureRequest) -> Callable[..., "ReplayReport"]:
     """A function that replays the record of the test's mark and fails the test if it differs.
 
@@ -237,7 +245,9 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
         return
     write = terminalreporter.write_line
     terminalreporter.section("records", sep="-")
-    write(f"{sum(one.num_steps for one in replayed)} steps of {len(replayed)} record{'s' * (len(replayed) != 1)} replayed")
+    write(
+        f"{sum(one.num_steps for one in replayed)} steps of {len(replayed)} record{'s' * (len(replayed) != 1)} replayed"
+    )
     for one in replayed:
         if one.changes is not None:
             write(f"{one.record} was rewritten:" if one.changes else f"{one.record} is unchanged")

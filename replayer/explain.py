@@ -12,13 +12,12 @@ in which a step computes them. These samples come first.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from areal_core.data.batch import Batch
 from areal_core.engine.determinism import rng_state, set_rng_state
@@ -26,6 +25,7 @@ from areal_core.telemetry.stats import Stats
 from areal_core.trainer.nonfinite import COLUMNS, broken_tensors, gradient_of
 from areal_core.trainer.rl import Observer, PPOTrainer
 from recorder import Record, open_record
+from replayer.anatomy import Part, Remark, dissect, dot, remarks_of
 from replayer.gradients import (
     OTHER,
     RowSignal,
@@ -84,7 +84,8 @@ class StepExplanation:
     """All samples of a step, largest gradient first.
 
     `faithful`: every step before it had the recorded bits. `grad_norms` are those of the
-    minibatches, before clipping.
+    minibatches, before clipping. With an anatomy, `parts` are the terms, classes of token and turns of
+    each minibatch, `remarks` what is wrong with them, and `absent` the terms that it cannot have.
     """
 
     record: str
@@ -92,26 +93,36 @@ class StepExplanation:
     grad_norms: list[float] = field(default_factory=list)
     samples: list[SampleShare] = field(default_factory=list)
     faithful: bool = True
+    parts: list[Part] = field(default_factory=list)
+    remarks: list[Remark] = field(default_factory=list)
+    absent: list[str] = field(default_factory=list)
 
     def to_dict(self) -> dict[str, Any]:
         """JSON types."""
         return asdict(self)
 
 
-def explain(folder: str, step: int, model: str | None = None, config: str | None = None) -> StepExplanation:
-    """Replay up to a step and compute the contribution of each of its samples; a collective."""
+def explain(
+    folder: str, step: int, model: str | None = None, config: str | None = None, anatomy: bool = False
+) -> StepExplanation:
+    """Replay up to a step and compute the contribution of each of its samples; a collective.
+
+    With `anatomy`, also that of each loss term, class of token and turn.
+    """
     record = open_record(folder)
     step_range(record, step, step)
     anchor = nearest_anchor(record, step)
     found = StepExplanation(folder, step)
 
     def make_explainer(record: Record, trainer: PPOTrainer, request: Request) -> Observer:
-        return Explainer(trainer, found)
+        return Explainer(trainer, found, anatomy)
 
     request = Request(folder, anchor or 0, step, model, config=config)
     report = replay_and_compare(request, [make_explainer])
     found.faithful = report.identical
     found.samples.sort(key=largest_first)
+    reasons = {sample.why for sample in found.samples}
+    found.remarks = remarks_of(found.parts, reasons.pop() if len(reasons) == 1 else "")
     return found
 
 
@@ -125,8 +136,8 @@ def largest_first(sample: SampleShare) -> tuple[bool, float]:
 class Explainer:
     """An observer that computes the shares of a minibatch when its gradients are summed."""
 
-    def __init__(self, trainer: PPOTrainer, found: StepExplanation) -> None:
-        self.trainer, self.found = trainer, found
+    def __init__(self, trainer: PPOTrainer, found: StepExplanation, anatomy: bool = False) -> None:
+        self.trainer, self.found, self.anatomy = trainer, found, anatomy
         # Separate statistics: a sample that is run again must not count twice in those of the step.
         self.objective = replace(trainer.objective, stats=Stats(trainer.ranks.is_group_leader))
         self.by_group = False  # the mean of a group is subtracted
@@ -154,6 +165,10 @@ class Explainer:
         full = [p.grad for p in parameters]
         norm = float(ranks.sum_parts(dot(full, full)).sqrt())
         has_shares = 0 < norm < math.inf
+        if self.anatomy:
+            self.found.parts += dissect(self.trainer, self.objective, facts, full, norm)
+            self.found.absent = absent_terms(self.trainer)
+            self.objective.stats.export()  # a collective; the samples count from 0
         shares: list[SampleShare] = []
         groups = rewards_of_groups(row for rows in ranks.gather_leaders(self.signals) for row in rows)
         for owner, count in enumerate(ranks.gather_leaders(len(facts["rows"]))):
@@ -233,6 +248,19 @@ class Explainer:
         )
 
 
+def absent_terms(trainer: PPOTrainer) -> list[str]:
+    """Return the losses that are set, and cannot act on this gradient."""
+    found = []
+    config = trainer.actor.model.config.get_text_config()
+    if coefficient := getattr(config, "router_aux_loss_coef", 0):
+        found.append(
+            f"MoE aux: the model's config has router_aux_loss_coef={coefficient}, and the objective has no such term"
+        )
+    if trainer.critic is not None:
+        found.append("value: it trains the critic, a separate model, and has no part in this gradient")
+    return found
+
+
 def why_no_token(stats: Mapping[str, float]) -> str:
     whole = [reason for name, reason in TOKEN_REASONS.items() if stats.get(name) == 1.0]
     return whole[0] if whole else OTHER
@@ -267,20 +295,3 @@ def why_nonfinite(
     if broken is not None:
         return len(IN_ORDER) + 1, f"the gradient of {broken} is not finite, though the loss is"
     return None, ""
-
-
-def dot(left: Sequence[Tensor | None], right: Sequence[Tensor | None]) -> Tensor:
-    """Compute the inner product of this rank's shards of two gradients, float64 []."""
-    pairs = [
-        (local(a), local(b)) for a, b in zip(left, right, strict=True) if a is not None and b is not None
-    ]
-    return torch.stack([(a.double() * b.double()).sum().cpu() for a, b in pairs]).sum()
-
-
-def local(tensor: Tensor) -> Tensor:
-    """Return this rank's shard; empty if it is a replica of another rank's."""
-    if not isinstance(tensor, DTensor):
-        return tensor
-    places = zip(tensor.device_mesh.get_coordinate() or (), tensor.placements, strict=True)
-    is_copy = any(coordinate > 0 and placed.is_replicate() for coordinate, placed in places)
-    return tensor.to_local()[:0] if is_copy else tensor.to_local()

@@ -68,6 +68,7 @@ class PolicyObjective:
         reward_shaping_fn: (rewards, batch) to rewards, [B].
         gae_lambda_fn: `gae_lambda.lengths_of` rows to the lambda of each row, [B].
         normalizes_episodes: rewards of agents' episodes are normalised within their group first.
+        on_term: (name, loss []) of each term of a micro-batch's loss, with its coefficient.
     """
 
     options: PPOActorConfig
@@ -79,6 +80,7 @@ class PolicyObjective:
     reward_shaping_fn: Callable[..., Computed] | None = None
     gae_lambda_fn: Callable[..., Computed] | None = None
     normalizes_episodes: bool = False
+    on_term: Callable[[str, Tensor], None] | None = None
 
     def learning_inputs(
         self,
@@ -238,13 +240,14 @@ class PolicyObjective:
         if self.loss_fn is not None:
             surrogate = partial(self._given_loss, self.loss_fn, entropy)
         losses, details = surrogate(logprobs, proximal, kept, weights, flat)
-        loss = self._total(losses, flat)
+        loss = self.term("policy", self._total(losses, flat))
         if options.entropy_coef != 0.0:
-            loss = loss + self._total(entropy_bonus(entropy, mask, options.entropy_coef), flat)
+            bonus = self._total(entropy_bonus(entropy, mask, options.entropy_coef), flat)
+            loss = loss + self.term("entropy", bonus)
         if options.kl_loss_coef != 0.0:
             divergence = kl_loss(logprobs, flat["ref_logp"], mask, options.kl_loss_estimator)
             stats.stat("n_valid_tokens", kl_loss=divergence)
-            loss = loss + options.kl_loss_coef * self._total(divergence, flat)
+            loss = loss + self.term("kl", options.kl_loss_coef * self._total(divergence, flat))
         stats.stat(
             "n_valid_tokens",
             importance_weight=details["importance_weight"],
@@ -257,6 +260,16 @@ class PolicyObjective:
         if self.distillation is None:
             return loss
         return self._with_teacher(self.distillation, loss, logprobs, kept, flat)
+
+    def term(self, name: str, loss: Tensor) -> Tensor:
+        """Return a term of the loss, [], and name it for `replay --anatomy`.
+
+        An own `loss` calls it with each term that it adds.
+        """
+        if self.on_term is not None:
+            weight = 1.0 if self.distillation is None else self.distillation.rl_loss_weight
+            self.on_term(name, weight * loss)
+        return loss
 
     def _total(self, losses: Tensor, flat: Batch) -> Tensor:
         """Return the sum of losses [tokens] that `denominator` divides."""
@@ -313,6 +326,8 @@ class PolicyObjective:
     ) -> Tensor:
         losses, details = distillation_loss(logprobs, flat["teacher_logp"], flat["logprobs"], kept)
         distilled = self._total(losses, flat)
+        if self.on_term is not None:
+            self.on_term("distillation", weights.distill_loss_weight * distilled)
         self.stats.stat("n_valid_tokens", rkl_loss=details["loss"])
         if weights.rl_loss_weight == 0:  # left out, not multiplied: 0 times an infinite loss is nan
             return weights.distill_loss_weight * distilled

@@ -17,7 +17,7 @@ from areal_core.telemetry.loggers import summary_columns
 from areal_debug.diff.report import describe, format_value, tables_of
 from areal_debug.render import count, format_number, note, sparkline, styled
 from areal_debug.report.links import view_command
-from areal_debug.report.model import Block, Facts, Level, Report, Row, Table, rows_of
+from areal_debug.report.model import Block, Facts, Finding, Level, Report, Row, Table, rows_of
 from areal_debug.report.terminal import print_block, print_rows
 from recorder import Record
 from recorder.difference import Difference
@@ -236,6 +236,76 @@ def report_of_explanation(record: Record, found: dict[str, Any]) -> Report:
         [explain_table(samples[:EXPLAIN_SHOWN]), Facts(rows)],
         [] if found["faithful"] else [differs],
     )
+
+
+REMARKS: dict[str, tuple[str, Level, str]] = {
+    "dead": ("{} trains nothing", "bad", "compute it with gradients from the log-probs in the loss mask"),
+    "outside": ("{} acts outside of the mask", "bad", "multiply it by loss_mask before the sum"),
+    "idle": ("{} cannot act in this step", "unsure", "dissect a later step, where its loss is not 0"),
+    "hidden": ("{} is hidden by the scale of another term", "unsure", "compare the coefficients of the two"),
+}
+
+
+def report_of_anatomy(record: Record, found: dict[str, Any]) -> Report:
+    """Return what is wrong with terms of a step's loss, and the share of each part of its gradient."""
+    faults = [remark for remark in found["remarks"] if remark["kind"] in ("dead", "outside")]
+    findings: list[Block] = []
+    for remark in found["remarks"]:
+        title, level, todo = REMARKS[remark["kind"]]
+        at = ", ".join(map(str, remark["minibatches"]))
+        rows = [Row("evidence", f"{remark['evidence']} (minibatch {at})"), Row("next", todo)]
+        id = f"{remark['kind']}:{remark['part']}"
+        findings.append(Finding(id, title.format(remark["part"]), level, rows))
+    tables = [parts_table(found["parts"], kind, title) for kind, title in PART_KINDS.items()]
+    explained = report_of_explanation(record, found)
+    sentence = "; ".join(REMARKS[r["kind"]][0].format(r["part"]) for r in faults) or (
+        "every term with a loss has a gradient, and none acts outside of the mask"
+    )
+    absent = [Row("absent" if i == 0 else "", text) for i, text in enumerate(found["absent"])]
+    return Report(
+        f"Step {found['step']}",
+        f"{sentence}. Gradient norm {', '.join(map(format_number, found['grad_norms']))} (by minibatch).",
+        "bad" if faults else "good",
+        [*findings, *(table for table in tables if table.rows), Facts(absent), *explained.blocks],
+        explained.notes,
+    )
+
+
+def report_of_layouts(found: dict[str, Any]) -> Report:
+    """Return the numbers of a step that depend on its layout, with the factor between them."""
+    variants, differs = found["variants"], "The replay up to this step differs from the record."
+    rows = []
+    for one in variants:
+        numbers = [format_number(one["expected"]), format_number(one["found"])]
+        rows.append([str(one["minibatch"]), one["layout"], one["what"], *numbers, one["named"]])
+    compared = f"loss and gradient norm in {', '.join(found['layouts'])}"
+    return Report(
+        f"Step {found['step']}",
+        f"depends on its layout: {variants[0]['what']} of {variants[0]['layout']} is {variants[0]['named']}."
+        if variants
+        else f"does not depend on its layout: {compared} are equal.",
+        "bad" if variants else "good",
+        [Table(("minibatch>", "layout", "number", "whole>", "here>", "factor"), rows)] if rows else [],
+        [] if found["faithful"] else [differs],
+    )
+
+
+PART_KINDS = {"term": "Terms of the loss", "class": "Classes of token", "turn": "Turns"}
+
+
+def parts_table(parts: list[dict[str, Any]], kind: str, title: str) -> Table:
+    """Return the parts of one kind; a direction is the cosine to another part's gradient."""
+    chosen = [part for part in parts if part["kind"] == kind]
+    names = list(dict.fromkeys(part["name"] for part in chosen))
+    rows = []
+    for part in chosen:
+        norm = f"{part['gradient_norm']:.3g}{' x' if math.isfinite(part['gradient_share']) else ''}"
+        numbers = [str(part["num_tokens"]), percent(part["gradient_share"]), norm]
+        loss = [format_number(part["value"])] if kind == "term" else []
+        angles = [f"{part['cosines'][name]:.2f}" if name in part["cosines"] else "" for name in names]
+        rows.append([part["name"], str(part["minibatch"]), *loss, *numbers, *angles])
+    headings = (kind, "minibatch>", *(["loss>"] if kind == "term" else []), "tokens>", "of gradient>")
+    return Table((*headings, "own norm>", *(f"to {name}>" for name in names)), rows, title)
 
 
 def verdict_on(samples: list[dict[str, Any]]) -> str:

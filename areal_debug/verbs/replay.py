@@ -26,6 +26,7 @@ from areal_debug.render import (
     is_quiet,
     note,
     print_json,
+    refuse_existing,
 )
 
 if TYPE_CHECKING:
@@ -76,6 +77,19 @@ if TYPE_CHECKING:
     "--explain", type=int, metavar="STEP", help="Each sample's share of a step's loss and gradient."
 )
 @click.option(
+    "--anatomy",
+    is_flag=True,
+    help="Share and direction of each loss term, class of token, turn and row in the gradient of --step.",
+)
+@click.option(
+    "--layouts",
+    is_flag=True,
+    help="Compute --step with 1, 2 and 4 micro-batches, permuted rows and more padding: nothing may change.",
+)
+@click.option(
+    "--html", type=click.Path(path_type=Path), help="Also write --explain or --anatomy as one HTML page."
+)
+@click.option(
     "--sweep",
     "sweeps",
     multiple=True,
@@ -87,7 +101,7 @@ if TYPE_CHECKING:
     is_flag=True,
     help="Say which rank computed wrongly: replay repeatedly, on other GPUs where there are any, and vote.",
 )
-@step_option("the first that differs, with --find-faulty")
+@step_option("the first that differs, with --find-faulty; required with --anatomy")
 @json_option
 @overrides_argument
 @errors_as_sentences
@@ -105,6 +119,9 @@ def command(
     output: Path | None,
     force: bool,
     explain: int | None,
+    anatomy: bool,
+    layouts: bool,
+    html: Path | None,
     sweeps: tuple[str, ...],
     find_faulty: bool,
     step: int | None,
@@ -117,14 +134,15 @@ def command(
     \b
     Another layout:  --nproc 2, device=cpu, actor.mb_spec.max_tokens_per_mb=4096
     What if:         actor.eps_clip=0.3, --filter 'reward > 0 and len(completion) < 512', --edit, --reward
-    Why:             --explain STEP
+    Why:             --explain STEP, --step N --anatomy, --step N --layouts
     Who:             --find-faulty
 
     A filter may use reward, prompt, completion (token ids), prompt_text, completion_text,
     finish_reason, logprobs, versions, prompt_id, sample_id and step. RECORD is never written to.
 
     Exit code 0: within the tolerance of the replay's layout; always for what-if and --explain. 1:
-    beyond it. 2: inconclusive.
+    beyond it, or a dead term or gradient outside of the mask (--anatomy), or a number that depends on
+    the layout (--layouts). 2: inconclusive.
     """
     from areal_debug.replay.ranks import replay_ranks
     from areal_debug.replay.report import note_cut
@@ -137,9 +155,18 @@ def command(
     if config is not None and opened.header.trainer is None:
         fail("--config is for records of other trainers: change options of this one as OPTION=VALUE")
     check_options(opened, config)
-    if explain is not None:
-        explain_step(opened, explain, model, config, as_json)
-        return
+    if explain is not None or anatomy or layouts:
+        if sum((explain is not None, anatomy, layouts)) > 1:
+            fail("--explain, --anatomy and --layouts are three questions: ask one of them")
+        if explain is None and step is None:
+            fail("--anatomy and --layouts are about one step: add --step N")
+        changed = [*settings, *overrides, *filter(None, (row_filter, edit, reward, output)), *sweeps]
+        if explain is None and changed:
+            fail(f"the recorded step is examined as it is, and {changed[0]} would change it: leave that out")
+        at, kind = (step, "layouts" if layouts else "anatomy") if explain is None else (explain, "explain")
+        explain_step(opened, at, kind, model, config, as_json, html, force)
+    if html is not None:
+        fail("--html is for --explain, --anatomy and --layouts")
     if find_faulty or step is not None:
         changed = [*settings, *overrides, *filter(None, (row_filter, edit, reward, output)), *sweeps]
         name_faulty(opened, find_faulty, step, (from_step, to_step), changed, model, nproc, as_json)
@@ -301,14 +328,31 @@ def print_replay(
         print_report(console(), report_of_comparison(report) if is_what_if else report_of(report, request))
 
 
-def explain_step(record: "Record", step: int, model: str | None, config: str | None, as_json: bool) -> None:
-    """Print each sample's contribution to a step's loss and gradient."""
+def explain_step(
+    record: "Record",
+    step: int | None,
+    kind: str,
+    model: str | None,
+    config: str | None,
+    as_json: bool,
+    html: Path | None,
+    force: bool,
+) -> NoReturn:
+    """Print what each sample (and part, and layout) makes of a step; ends the command.
+
+    `kind` is explain, anatomy or layouts.
+    """
     from areal_debug.replay.ranks import replay_ranks, report_of_ranks, task
-    from areal_debug.replay.report import report_of_explanation
+    from areal_debug.replay.report import report_of_anatomy, report_of_explanation, report_of_layouts
+    from areal_debug.report.frame import Frame
+    from areal_debug.report.page import write_report
     from areal_debug.report.terminal import print_report
     from replayer.preconditions import check_model, check_steps_present, check_values, step_range
     from replayer.request import replay_config
 
+    assert step is not None
+    if html is not None:
+        refuse_existing(html, force)
     step_range(record, step, step)
     check_steps_present(record, step, step)
     announce(f"explaining step {step} of {record.path}")
@@ -316,9 +360,21 @@ def explain_step(record: "Record", step: int, model: str | None, config: str | N
         options = replay_config(record, model, file=config)
         check_model(record, options.actor.path, step)
         check_values(record, options, 0, step)
-        asked = task("explain", record=record.path, step=step, model=model, config=config)
+        given: dict[str, object] = {"record": record.path, "step": step, "model": model, "config": config}
+        asked = (
+            task("layouts", **given)
+            if kind == "layouts"
+            else task("explain", **given, anatomy=kind == "anatomy")
+        )
         found = report_of_ranks(ranks, asked, record.header.world_size)
+    if kind == "layouts":
+        shown = report_of_layouts(found)
+    else:
+        shown = (report_of_anatomy if kind == "anatomy" else report_of_explanation)(record, found)
+    if html is not None:
+        write_report(html, shown, Frame(f"{shown.verdict}: {shown.sentence}", str(record.path), "replay"))
     if as_json:
         print_json(found)
     else:
-        print_report(console(), report_of_explanation(record, found))
+        print_report(console(), shown)
+    raise SystemExit(int(kind != "explain" and shown.level == "bad"))

@@ -137,7 +137,7 @@ def test_a_what_if_on_two_ranks_is_recorded_next_to_the_record(anchored, tmp_pat
 
 @pytest.mark.long
 def test_samples_of_all_ranks_are_explained(anchored):
-    done = call("replay", anchored, "--explain", 2, "--json")
+    done = call("replay", anchored, "--step", 2, "--anatomy", "--json")
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(done.stdout)
     assert {sample["rank"] for sample in found["samples"]} == {0, 1}
@@ -145,6 +145,10 @@ def test_samples_of_all_ranks_are_explained(anchored):
     for minibatch in (0, 1):
         shares = [s["gradient_share"] for s in found["samples"] if s["minibatch"] == minibatch]
         assert sum(shares) == pytest.approx(1, abs=1e-4)
+    for kind in ("term", "class"):
+        assert sum(p["gradient_share"] for p in found["parts"] if p["kind"] == kind) == pytest.approx(
+            2, abs=1e-4
+        )
     done = call("replay", anchored, "--explain", 2)
     assert re.search(r"rank [01], row \d+", done.stdout)
     assert "completion" in done.stdout
