@@ -349,14 +349,14 @@ def data_finding(case: Case) -> Finding | None:
             show,
         )
     if case.first.name == "rewards":
-        equal = "prompts and completions are equal"
+        same = "prompts and completions are equal"
         refuted = "the reward function, called again with these completions, returns A's rewards every time"
         if unnamed := reward_code_unknown(case):
-            found = unknown_finding(case, equal, unnamed)
+            found = unknown_finding(case, same, unnamed)
             what = "the reward function, or its inputs, gave other rewards to the same completions"
             return replace(found, cause=replace(found.cause, what=what), refuted_by=refuted, next=show)
         what = "the rewards of the same completions are others in each run, with the same code: something draws them at random"
-        return Finding(Cause("nondeterminism", what), "medium", (equal,), refuted, show)
+        return Finding(Cause("nondeterminism", what), "medium", (same,), refuted, show)
     return None
 
 
@@ -369,7 +369,7 @@ def reward_code_unknown(case: Case) -> str:
     ]
     if not unnamed:
         return ""
-    return f"the code of {' and '.join(unnamed)} is not recorded, so an edit cannot be told from chance"
+    return f"the code of {' and '.join(unnamed)} is not recorded, so it may be an edit or chance"
 
 
 def shown(value: Any) -> str:

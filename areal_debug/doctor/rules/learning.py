@@ -64,7 +64,7 @@ def end_of_rise(reward: Series) -> int | None:
 
 
 def is_high(reward: Series) -> bool:
-    """Return whether a reward between 0 and 1 was high from the beginning: little was to be learned."""
+    """Return whether a reward between 0 and 1 was high from the beginning."""
     values = reward.values
     return bool(values.min() >= 0 and values.max() <= 1 + 1e-6 and reward.first >= HIGH)
 
