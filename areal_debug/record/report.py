@@ -301,6 +301,10 @@ def report_of_verification(report: "VerifyReport") -> Report:
     """Return the verdict, who writes the record, each problem with its place, and what to do."""
     notes = [] if report.written_by is None else [f"being written by {report.written_by}"]
     num_intact = len(report.steps_ok)
+    if report.intact and not num_intact:
+        return Report(
+            "inconclusive", "the record holds no step yet: nothing was verified", "unsure", notes=notes
+        )
     if report.intact:
         if report.end is None:
             notes.append("it has no end mark: steps that are missing after the last one are not noticed")

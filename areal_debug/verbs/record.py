@@ -168,7 +168,7 @@ def show(
 @errors_as_sentences
 def verify(records: tuple[Path, ...], as_json: bool) -> None:
     """Check every byte, and that the files of all steps agree. Exit code 1: a file or tensor is
-    damaged, missing, foreign or contradicts another.
+    damaged, missing, foreign or contradicts another. 2: a record has no step.
     """
     from recorder import verify as verify_record
     from recorder.reader import open_storage
@@ -185,7 +185,9 @@ def verify(records: tuple[Path, ...], as_json: bool) -> None:
             if len(records) > 1:
                 console().print(styled("[bold]{}[/bold]", record))
             print_report(console(), report_of_verification(report))
-    raise SystemExit(0 if all(report.intact for report in reports.values()) else 1)
+    if not all(report.intact for report in reports.values()):
+        raise SystemExit(1)
+    raise SystemExit(0 if all(report.steps_ok for report in reports.values()) else 2)
 
 
 def select_samples(

@@ -15,7 +15,7 @@ from areal_debug.cli import VERBS, main
 from areal_debug.verbs.open import command as view
 from areal_debug.verbs.record import command as record_group
 from areal_debug.view.data import read_run, read_step, run_document
-from recorder import open_record
+from recorder import RecordError, open_record
 from recorder.format import UNKNOWN_BITS
 from recorder.samples import read_samples
 from recorder.testing import write_scripted_record
@@ -437,3 +437,10 @@ def test_our_trainer_trains_on_the_batches_with_a_config(areal_debug, make, mode
     assert report["guarantee"]["kind"] == "unrecorded"
     assert report["steps"][0]["grad_norm"] > 0
     assert np.isfinite(report["steps"][0]["loss"])
+
+
+def test_a_record_without_a_step_is_not_called_intact(tmp_path):
+    with pytest.raises(RecordError), Recorder(tmp_path / "r", config={}, trainer="mine") as recorder:
+        recorder.step(0, [{"prompt_tokens": [1]}])
+    done = CliRunner().invoke(main, ["record", "verify", str(tmp_path / "r")])
+    assert (done.exit_code, "holds no step" in done.stdout) == (2, True)
