@@ -38,7 +38,7 @@ EXTRA_OF = {  # packages by the name that they are imported by
     "openai": "search",
     "trl": "trl",
     "verl": "verl",
-    "mcp": "mcp",
+    **dict.fromkeys(("mcp", "mcp_types", "anyio", "starlette", "uvicorn"), "mcp"),
 }
 # Of a large extra, and enough alone for the verbs that read: by the name to install.
 SMALL = {"tensorboard": "tensorboard", "PIL": "pillow"}
@@ -58,6 +58,12 @@ def install_hint(error: ModuleNotFoundError) -> str | None:
         return None
     command = SMALL.get(package, f"'areal-debug[{EXTRA_OF[package]}]'")
     return f"this needs the package {package}, which is not installed: pip install {command}"
+
+
+def require(package: str) -> None:
+    """Raise ModuleNotFoundError for a package that only children of this process would import."""
+    if importlib.util.find_spec(package) is None:
+        raise ModuleNotFoundError(name=package)
 
 
 def check_packages(root: Path = ROOT) -> None:

@@ -66,6 +66,7 @@ def waiting_line(text: str) -> Iterator[None]:
     if page is None and shared is not None:
         with open(shared, "r+b") as file:
             page = Page.from_buffer(mmap.mmap(file.fileno(), ctypes.sizeof(Page)))
+        page.is_paused = True  # it prints nothing here
         say(text)
         yield
         return

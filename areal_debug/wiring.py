@@ -141,7 +141,8 @@ def recorder_of(
         ended = writer is not None and writer.ended is not None
         if event == "weights":  # all ranks save an anchor, or none
             ended = ranks.share(ended)
-        if not ended:  # the folder may be another run's by now
+        # The folder may be another run's by now. Virtual ranks have no shards of their own to save.
+        if not ended and not ranks.is_virtual:
             anchors(event, **facts)
 
     return observe

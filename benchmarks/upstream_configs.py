@@ -56,6 +56,9 @@ def load(name: str, text: str) -> Outcome:
             cls = make_dataclass(cls.__name__, [(o, Any, field(default=None)) for o in own], bases=(cls,))
         try:
             config, _, notes = load_with_notes(["--config", str(file)], cls)
+            for data in (config.train_dataset, config.valid_dataset):
+                if data is not None and Path(data.path).suffix:  # a file that the user prepares
+                    data.path = "arithmetic"
             plan_run(Path("train.py"), str(file), config, notes)
         except ConfigError as error:
             lines = str(error).replace(f"{file}: ", "").splitlines()

@@ -29,6 +29,7 @@ NAMES = {
     "loss_fn": "loss",
     "advantage_fn": "advantage",
     "reward_shaping_fn": "reward shaping",
+    "gae_lambda_fn": "lambda of GAE",
     "workflow": "workflow",
     "reward_fn": "reward",
     "dynamic_filter_fn": "filter",
@@ -39,7 +40,9 @@ FIRST_STAGE = {
     "loss_fn": "loss",
     "advantage_fn": "advantages",
     "reward_shaping_fn": "advantages",
+    "gae_lambda_fn": "advantages",
 }
+OUR_LAMBDAS = "areal_core.algorithm.gae_lambda."  # functions that a record may name without --code
 
 
 @dataclass(frozen=True)
@@ -117,7 +120,8 @@ def own_code_of(header: RecordHeader, roles: Collection[str] = OWN_CODE) -> dict
             own = msgspec.convert({"role": role} | entry, OwnCode)
         except (msgspec.ValidationError, TypeError) as error:
             raise ReplayError(f"the record's identity of its {NAMES[role]} is damaged: {error}") from None
-        if role in OWN_CODE or not own.import_path.startswith(OURS):
+        path = own.import_path.replace(":", ".")
+        if not path.startswith(OUR_LAMBDAS if role in OWN_CODE else OURS):
             found[role] = own
     return found
 
@@ -137,7 +141,7 @@ def put_own_code(tree: dict[str, Any], record: Record, settings: Collection[str]
         return
     set_here = {text.partition("=")[0].removeprefix("actor.") for text in settings}
     for role in OWN_CODE:
-        if actor.get(role) is not None:
+        if actor.get(role) is not None and not str(actor[role]).startswith(OUR_LAMBDAS):
             actor[role] = None
     for role, path in located(record, {role: own for role, own in recorded.items() if role not in set_here}):
         own = recorded[role]

@@ -132,8 +132,8 @@ def replay_and_compare(request: Request, make_observers: Sequence[MakeObserver] 
     checks: list[ReplayCheck] = []
 
     def make_check(record: Record, trainer: PPOTrainer, request: Request) -> Observer:
-        checks.append(check_of(record, trainer, request))
-        return checks[0]
+        checks.append(check_of(record, trainer, request))  # of each virtual rank of this process
+        return checks[-1]
 
     replay(request, [make_check, *make_observers])
     return checks[0].report

@@ -60,6 +60,8 @@ USED_FROM_OUTSIDE = {
     "clevr_count_70k_reward_fn": "public: users name it in their scripts",
     "geometry3k_reward_fn": "public: users name it in their scripts",
     "reasoned_reward_fn": "public: users name it in their scripts",
+    "relative_position_gae_lambda": "public: users name it in their YAML",
+    "vapo_length_adaptive_gae": "public: users name it in their YAML",
     "_repr_html_": "called by notebooks",
     "do_GET": "called by http.server",
     "find_class": "called by pickle",

@@ -19,7 +19,7 @@ import logging
 import math
 import secrets
 import time
-from collections.abc import Awaitable, Coroutine, Mapping
+from collections.abc import Awaitable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -31,17 +31,19 @@ from transformers import PreTrainedTokenizerBase
 
 from areal_core.agent.agents import load_agent, name_of
 from areal_core.agent.completion import Dialogue
-from areal_core.agent.episode_tree import Turn, episode_tree
+from areal_core.agent.episode_tree import Turn, episode_tree, without_retry_orphans
 from areal_core.agent.errors import AgentStalled
 from areal_core.agent.export import export_rows, rewards_by_id
 from areal_core.agent.failures import describe_raised, failure_of
 from areal_core.agent.output_parsers import check_parsers
-from areal_core.agent.proxy import AgentProxy
+from areal_core.agent.proxy import AgentProxy, Preprocessor
 from areal_core.agent.proxy_server import InProcessTransport, ProxyServer, write_admin_key
 from areal_core.agent.sessions import Session
 from areal_core.agent.transcript import encode, transcript, with_transcript
 from areal_core.config import AgentConfig
+from areal_core.config.import_paths import import_object
 from areal_core.data.processor import VisionProcessor
+from areal_core.errors import ConfigError
 from areal_core.rollout.errors import PromptTooLong
 from areal_core.rollout.loop_thread import UNWIND_S, FewPerTurn, LoopThread, run_on
 from areal_core.rollout.types import TokenSampler
@@ -90,7 +92,11 @@ class AgentWorkflow:
         self.name, self.agent_kwargs = name_of(agent), agent_kwargs or {}
         self.agent: Any = None if self.options.mode == "online" else load_agent(agent, agent_kwargs)
         admin_key = self.options.admin_api_key or secrets.token_urlsafe(32)
-        proxy = AgentProxy(build_dialogue(gconfig, tokenizer, self.options, processor), admin_key)
+        proxy = AgentProxy(
+            build_dialogue(gconfig, tokenizer, self.options, processor),
+            admin_key,
+            preprocessors=build_preprocessors(self.options.message_preprocessors),
+        )
         self.server = ProxyServer(proxy, self.options.host, self.options.port, self.options.max_body_bytes)
         self.key_file: Path | None = None
         if self.options.mode == "online":
@@ -165,7 +171,10 @@ class AgentWorkflow:
     def tree_of(self, session: Session) -> list[Turn]:
         """Return the answered calls of a session with their place in the tree."""
         tokenizer = self.server.proxy.dialogue.tokenizer
-        return episode_tree(session.in_order(), lambda tokens: str(tokenizer.decode(tokens)))
+        answered = session.in_order()
+        if self.options.drop_retry_orphans:
+            answered = without_retry_orphans(answered)
+        return episode_tree(answered, lambda tokens: str(tokenizer.decode(tokens)))
 
     def _report_once(self, failure: str, reason: str) -> None:
         """Log the first failure of each kind; the statistics count the others."""
@@ -246,6 +255,16 @@ def keep_libraries_out_of_collection() -> None:
     time (measured p99 of the event-loop lag: 0.9 s, 0.1 s without them).
     """
     gc.freeze()
+
+
+def build_preprocessors(paths: Sequence[str]) -> list[Preprocessor]:
+    """Return an object of each class. Raises ConfigError."""
+    what = "rollout.agent.message_preprocessors"
+    built = [import_object(path, what) for path in paths]
+    for path, found in zip(paths, built, strict=True):
+        if not isinstance(found, type) or not any("__call__" in vars(cls) for cls in found.__mro__):
+            raise ConfigError(f"{what} {path!r} is not a class whose objects are called with messages")
+    return [found() for found in built]
 
 
 def build_dialogue(

@@ -62,6 +62,25 @@ def episode_tree(interactions: Sequence[Interaction], decode: Decode) -> list[Tu
     return tree
 
 
+def without_retry_orphans(interactions: Sequence[Interaction]) -> list[Interaction]:
+    """Leave out answers to a request that the client sent again, and took the other answer.
+
+    Of calls with the same messages, those stay that a later call continues; without one, the last.
+    Completions of one call (`n`) are not repeats of each other.
+    """
+    continued = [find_parent(one.call, interactions[:i]) for i, one in enumerate(interactions)]
+    taken = {parent.id for parent in continued if parent is not None}
+    numbers = {one.id: number for number, one in enumerate(interactions)}
+
+    def is_orphan(one: Interaction) -> bool:
+        same = [x for x in interactions if x.call is not one.call and x.call.messages == one.call.messages]
+        if one.id in taken or not same:
+            return False
+        return any(x.id in taken for x in same) or any(numbers[x.id] > numbers[one.id] for x in same)
+
+    return [one for one in interactions if not is_orphan(one)]
+
+
 def paths(tree: Sequence[Turn]) -> list[Path]:
     """Return the rows of `concat`, in the order of their first own call.
 

@@ -16,7 +16,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -32,6 +32,8 @@ from areal_core.agent.errors import BadRequest
 from areal_core.agent.sessions import Session, Sessions, facts_of
 from areal_core.data.images import data_url
 
+# Messages as OpenAI's chat API has them, to such messages; may change what it gets.
+Preprocessor = Callable[[list[dict[str, Any]]], list[dict[str, Any]]]
 logger = logging.getLogger(__name__)
 
 
@@ -81,6 +83,7 @@ class AgentProxy:
     admin_key: str
     sessions: Sessions = field(default_factory=Sessions)
     offers: deque[tuple[Session, dict[str, Any]]] = field(default_factory=deque)
+    preprocessors: Sequence[Preprocessor] = ()  # of the messages of Anthropic's API
 
     async def answer(self, method: str, path: str, headers: Mapping[str, str], body: bytes) -> Reply:
         """Return the reply to one request.
@@ -105,8 +108,7 @@ class AgentProxy:
 
     async def _call(self, dialect: Dialect, key: str, body: bytes) -> Reply:
         session = self.sessions.with_key(key)
-        call = dialect.parse_call(parse_object(body), session.in_order())
-        call = await fetched(call, self.dialogue.remote_images)
+        call = await self._parsed(dialect, session, body)
         try:
             interactions = await complete(session, call, self.dialogue, dialect.id_prefix)
         except BadRequest:
@@ -119,10 +121,18 @@ class AgentProxy:
             return Reply(200, events, "text/event-stream")
         return json_reply(dialect.render_reply(interactions, self.dialogue.tokenizer))
 
+    async def _parsed(self, dialect: Dialect, session: Session, body: bytes) -> Call:
+        call = dialect.parse_call(parse_object(body), session.in_order())
+        if dialect is MESSAGES and self.preprocessors:
+            shown = [openai_chat.message_json(message) for message in call.messages]
+            for preprocess in self.preprocessors:
+                shown = preprocess(shown)
+            call = replace(call, messages=tuple(map(openai_chat.parse_message, shown)))
+        return await fetched(call, self.dialogue.remote_images)
+
     async def _count(self, dialect: Dialect, key: str, body: bytes) -> dict[str, Any]:
         session = self.sessions.with_key(key)
-        call = dialect.parse_call(parse_object(body), session.in_order())
-        tokens = self.dialogue.prompt_of(await fetched(call, self.dialogue.remote_images), session)
+        tokens = self.dialogue.prompt_of(await self._parsed(dialect, session, body), session)
         return {"object": "response.input_tokens", "input_tokens": len(tokens)}
 
     def _administer(self, method: str, path: str, key: str, body: bytes) -> dict[str, Any]:

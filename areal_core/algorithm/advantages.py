@@ -95,8 +95,9 @@ def compute_advantages(
     kl_ctl: float = 0.0,
     kl_estimator: str = "k1",
     discount: float = 1.0,
-    gae_lambda: float = 1.0,
+    gae_lambda: float | Tensor = 1.0,
     mask_no_eos_with_zero: bool = False,
+    turns: Tensor | None = None,
 ) -> Advantages:
     """Compute advantages from sequence rewards and an optional per-token KL penalty.
 
@@ -105,10 +106,14 @@ def compute_advantages(
     where the completion was truncated. With `mask_no_eos_with_zero` such a row gets no reward, and
     its return is bootstrapped from the value after its last token. With both, truncation would be
     rewarded twice, and values would grow without bound where most rows are truncated.
+
+    `gae_lambda` may be one per row, [B]. `turns` [B, T] integers makes a step of the recurrence of
+    each turn (`gae_of_turns`); the KL penalty is then a token's own, in no other's advantage or
+    return.
     """
     mask = loss_mask.bool()
     bootstraps = (finish_reason == CUT_OFF) & mask_no_eos_with_zero  # [B]
-    total_rewards = terminal_rewards(torch.where(bootstraps, 0.0, rewards), mask)
+    task_rewards = total_rewards = terminal_rewards(torch.where(bootstraps, 0.0, rewards), mask)
     kl_rewards = torch.zeros_like(total_rewards)
     if reference_logprobs is not None:
         kl_rewards = masked(-kl_ctl * kl_estimate(logprobs, reference_logprobs, kl_estimator), mask)
@@ -119,6 +124,9 @@ def compute_advantages(
         after_last = values.gather(1, end)[:, 0]
         bootstrap = torch.where(bootstraps, after_last, 0.0)
         values = masked(values.float(), mask)
+    if turns is not None:
+        learned, returns = gae_of_turns(task_rewards, values, mask, turns, bootstrap, discount, gae_lambda)
+        return Advantages(learned + kl_rewards, returns, kl_rewards, total_rewards)
     advantages = gae(total_rewards, values, mask, bootstrap, discount, gae_lambda)
     returns = advantages if values is None else advantages + values
     return Advantages(advantages, returns, kl_rewards, total_rewards)
@@ -136,13 +144,49 @@ def terminal_rewards(rewards: Tensor, loss_mask: Tensor) -> Tensor:
     return torch.zeros(mask.shape, device=mask.device).scatter_(1, last, earned)
 
 
+def runs_of(mask: Tensor) -> Tensor:
+    """Number the runs of true elements of each row from 1, 0 elsewhere: [B, T] bool -> int64."""
+    starts = mask & ~torch.nn.functional.pad(mask, (1, 0))[:, :-1]
+    return starts.cumsum(1) * mask
+
+
+def gae_of_turns(
+    rewards: Tensor,
+    values: Tensor | None,
+    loss_mask: Tensor,
+    turns: Tensor,
+    bootstrap: Tensor,
+    discount: float,
+    gae_lambda: float | Tensor,
+) -> tuple[Tensor, Tensor]:
+    """`gae` with one step for each turn: advantages and returns, [B, T], equal within a turn.
+
+    `turns` [B, T] integers are 1 or more in the loss mask and rise from turn to turn. The reward of
+    a turn is the sum over its tokens in the mask, its value that of the first of them.
+    """
+    mask = loss_mask.bool()
+    place = (turns * mask).long()  # [B, T]; 0 outside of the mask
+    slots = (len(place), int(place.max()) + 1)
+    is_turn = torch.zeros(slots, dtype=torch.bool, device=mask.device).scatter_(1, place, mask)
+    is_turn[:, 0] = False
+    summed = torch.zeros(slots, device=mask.device).scatter_add_(1, place, masked(rewards, mask))
+    states = torch.zeros_like(summed)
+    if values is not None:
+        columns = torch.arange(mask.shape[1], device=mask.device).expand_as(place)
+        first = torch.full(slots, mask.shape[1] - 1, device=mask.device)
+        states = values.gather(1, first.scatter_reduce_(1, place, columns, "amin"))
+    learned = gae(summed, states, is_turn, bootstrap, discount, gae_lambda)
+    returns = learned if values is None else learned + states
+    return masked(learned.gather(1, place), mask), masked(returns.gather(1, place), mask)
+
+
 def gae(
     rewards: Tensor,
     values: Tensor | None,
     loss_mask: Tensor,
     bootstrap: Tensor,
     discount: float,
-    gae_lambda: float,
+    gae_lambda: float | Tensor,
 ) -> Tensor:
     """Generalised advantage estimation (arXiv 1506.02438, eq. 11-16) over the loss mask.
 
@@ -162,9 +206,11 @@ def gae(
         A_t = r_t - V_t + m_{t+1},    m behind the last position = discount * bootstrap
 
     A position depends on the ones behind it in the same way whatever the padding and the other
-    rows: the same bits.
+    rows: the same bits. `gae_lambda` may be one per row, [B].
     """
     mask, num_tokens = loss_mask.bool(), loss_mask.shape[1]
+    if isinstance(gae_lambda, Tensor):
+        gae_lambda = gae_lambda.float()[:, None]
     message = discount * bootstrap.float()  # [B]
     advantages = torch.empty(mask.shape, device=mask.device)
     for start in range((num_tokens - 1) // WINDOW * WINDOW, -1, -WINDOW):
@@ -175,7 +221,7 @@ def gae(
         if values is not None:
             own += discount * (1 - gae_lambda) * values[:, part]
             ahead = ahead - values[:, part]
-        decay = (1 - keep).add_(keep, alpha=discount * gae_lambda)
+        decay = (1 - keep).add_(keep * (discount * gae_lambda))
         messages = scan_from_end(own.mul_(keep), decay, message)  # [w, B]
         following = torch.cat([messages[1:], message[None]]).t().contiguous()  # [B, w]
         advantages[:, part] = following.add_(ahead).mul_(keep)

@@ -1,8 +1,8 @@
 """The losses of every method, on packed tokens, and statistics without gradient.
 
-    policy          policy_loss (PPO, GRPO, GSPO, DAPO's clip-higher, dual clip), sapo_loss,
-                    kl_loss, entropy_bonus, distillation_loss: a loss per token, 0 outside of the
-                    loss mask; aggregate_loss and loss_denominator make one number of them
+    policy          policy_loss (PPO, GRPO, GSPO, DAPO's clip-higher, dual clip), cispo_loss,
+                    sapo_loss, kl_loss, entropy_bonus, distillation_loss: a loss per token, 0
+                    outside of the loss mask; aggregate_loss and loss_denominator make one number
     critic          value_loss, explained_variance
     supervised      sft_loss
     preferences     dpo_loss, reward_model_loss: chosen and rejected sequences alternate
@@ -86,6 +86,37 @@ def policy_loss(
         "approx_kl": torch.where(mask, log_ratio, 0.0).detach(),
         "clip_mask": clip_mask,
         "dual_clip_mask": dual_clip_mask,
+    }
+    return loss, stats
+
+
+def cispo_loss(
+    logprobs: Tensor,
+    proximal_logprobs: Tensor,
+    advantages: Tensor,
+    loss_mask: Tensor,
+    *,
+    eps_clip: float,
+    eps_clip_higher: float,
+    weights: Tensor | None = None,
+) -> tuple[Tensor, Stats]:
+    """CISPO: the clipped policy ratio as a constant weight; inputs and results as `policy_loss`.
+
+    MiniMax-M1 (arXiv 2506.13585) eq. 4-5: `-clamp(r, 1 - eps_clip, 1 + eps_clip_higher) A log pi`,
+    with no gradient through r. Tokens outside of the bounds, marked in `clip_mask`, keep theirs.
+    """
+    mask = loss_mask.bool()
+    log_ratio = torch.where(mask, logprobs - proximal_logprobs, 0.0).detach()
+    ratio = log_ratio.exp()
+    clipped = ratio.clamp(1.0 - eps_clip, 1.0 + eps_clip_higher)
+    loss = -clipped * advantages * torch.where(mask, logprobs, 0.0)
+    loss = torch.where(mask, loss if weights is None else loss * weights, 0.0)
+    stats = {
+        "loss": loss.detach(),
+        "importance_weight": torch.where(mask, ratio, 0.0),
+        "approx_kl": log_ratio,
+        "clip_mask": mask & (clipped != ratio),
+        "dual_clip_mask": torch.zeros_like(mask),
     }
     return loss, stats
 

@@ -51,6 +51,18 @@ def normalize_groups(
     )[:, 0]  # fmt: skip
 
 
+def normalize_episodes(rewards: Tensor, group_ids: Tensor, episode_ids: Tensor) -> Tensor:
+    """Normalise last rewards of episodes within groups: `(x - mean) / (std + 1e-8)`, [B] float32.
+
+    Rows [B] of an episode, named by both ids, get the number of its last row; the standard
+    deviation is that of the population of the group's episodes.
+    """
+    names, episodes = torch.stack([group_ids, episode_ids.long()], 1).unique(dim=0, return_inverse=True)
+    rows = torch.arange(len(rewards), device=rewards.device)
+    last = torch.zeros_like(names[:, 0]).scatter_reduce_(0, episodes, rows, "amax")  # [episodes]
+    return normalize_groups(rewards[last], names[:, 0], unbiased=False, eps=1e-8)[episodes]
+
+
 def normalize_tokens(
     values: Tensor,
     mask: Tensor,

@@ -59,6 +59,7 @@ def check_config(config: BaseExperimentConfig, role: Role = "train") -> list[str
         *without_effect_on_a_model(config),
         *without_effect_on_a_cpu(config),
         *given_servers_without_use(config),
+        *seeds_without_effect(config),
         *of_an_evaluation_alone(config),
     ]
 
@@ -142,6 +143,22 @@ def given_servers_without_use(config: BaseExperimentConfig) -> Iterator[str]:
             f"{ADDRESSES_VARIABLE} is set and the allocation {config.allocation} samples in the trainer's processes: "
             f"to sample from those servers give {config.allocation.trainer!r}"
         )
+
+
+def seeds_without_effect(config: BaseExperimentConfig) -> Iterator[str]:
+    if not isinstance(config, PPOConfig) or not config.allocation.has_servers:
+        return
+    sampled, option = config.rollout, "rollout.deterministic_sampling is True"
+    if sampled.deterministic_sampling and sampled.max_head_offpolicyness:
+        yield (
+            f"{option} and rollout.max_head_offpolicyness is {sampled.max_head_offpolicyness}: which weights sample a "
+            "prompt depends on the time; set the second to 0 for equal runs"
+        )
+    is_deaf = (
+        config.allocation.rollout_backend == "sglang" and not config.sglang.enable_deterministic_inference
+    )
+    if sampled.deterministic_sampling and is_deaf:
+        yield f"{option}, and SGLang ignores seeds without sglang.enable_deterministic_inference: set that to true"
 
 
 def of_an_evaluation_alone(config: BaseExperimentConfig) -> Iterator[str]:

@@ -155,8 +155,9 @@ def choices_of_ppo(tree: Tree) -> Iterator[tuple[str, Any]]:
     for model in ("actor", "critic"):
         option = f"{model}.ppo_n_minibatches"
         exists = model == "actor" or isinstance(value_of(tree, model), dict)
-        if exists and 0 < rows < MINIBATCHES and not is_given(tree, option):
-            yield option, rows
+        reuses = model == "actor" and value_of(tree, "actor.prox_logp_method") == "reuse_train_logp"
+        if exists and (0 < rows < MINIBATCHES or reuses) and not is_given(tree, option):
+            yield option, 1 if reuses else rows
 
 
 def choices_on_shared_devices(tree: Tree) -> Iterator[tuple[str, Any]]:

@@ -184,6 +184,7 @@ class BaseExperimentConfig(TrainsActor):
     launcher: LauncherConfig = section(LauncherConfig, "Resources and environment of each process.")
     scheduler: SchedulerConfig = section(SchedulerConfig, "Scheduler that starts the processes.")
     debug: DebugConfig = section(DebugConfig, "Record and replay.")
+    post_exit_hook: str = option("", "Shell command after the last attempt; LOG_DIR is the logs' folder.")
 
     def __post_init__(self) -> None:
         if self.enable_offload:

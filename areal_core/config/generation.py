@@ -33,6 +33,11 @@ class GenerationHyperparameters:
     skip_special_tokens: bool = option(True, "Leave special tokens out of decoded text.")
     stop: list[str] | None = option(None, "Texts that end a completion.")
     frequency_penalty: float = option(0.0, "Lowers the logits of tokens by how often they have occurred.")
+    seed: int | None = option(None, "Seed of each request; empty: the server's own random numbers.")
+    reward_normalization: bool = option(
+        False, "Agents: rewards of episodes become (x - mean) / std of their group; rewards are kept."
+    )
+    drop_incomplete_group: bool = option(False, "Drop prompts of which a sample was left out.")
     lora_name: str = option("default_lora", "Name of the adapter on the server, before its version.")
     use_beam_search: bool = option(False, "Beam search instead of sampling.")
 
@@ -56,6 +61,10 @@ class AgentConfig:
     export_style: str = option("individual", "A row per call, or conversation.", ("individual", "concat"))
     failed_reward: float = option(0.0, "Last reward of an episode that the model failed.", limits=FINITE)
     failure_errors: list[str] = section(list, "Exceptions that mean it failed: 'package.Class' or 'Class'.")
+    message_preprocessors: list[str] = section(
+        list, "Import paths of classes whose objects change the messages of Anthropic's API, in order."
+    )
+    drop_retry_orphans: bool = option(False, "Leave out answers to a repeated request that were not used.")
     subproc_max_workers: int = option(4, "Without effect: agents run in this process.", limits=AT_LEAST_1)
     session_timeout_seconds: int = option(3600, "Idle seconds until a session is dropped.", limits=ABOVE_0)
     set_reward_finish_timeout: float = option(0.0, "Seconds to wait for a late reward.", limits=AT_LEAST_0)
@@ -74,6 +83,10 @@ class InferenceEngineConfig:
     )
     queue_size: int | None = option(None, "Older and unused: prompts wait in the loader.", limits=AT_LEAST_1)
     consumer_batch_size: int = option(1, "Prompts per training step; must equal train_dataset.batch_size.")
+    deterministic_sampling: bool = option(
+        False,
+        "Seed each request by its prompt, sample and turn; SGLang needs enable_deterministic_inference.",
+    )
     max_head_offpolicyness: int = option(0, "Most staleness in versions; 0: synchronous.", limits=AT_LEAST_0)
     max_failures: int = option(0, "Prompts per rank and step that may raise.", limits=AT_LEAST_0)
     enable_rollout_tracing: bool = option(False, "Write a trace of the run, as perf_tracer.enabled does.")
@@ -128,6 +141,8 @@ class SGLangConfig:
     enable_multithread_load: bool = option(False, "Load weights with several threads.")
     enable_fast_load: bool = option(False, "Load weights with the fast loader.")
     enable_metrics: bool = option(True, "Serve Prometheus metrics.")
+    enable_deterministic_inference: bool = option(False, "Results do not depend on the batch; seeds count.")
+    load_format: str = option("auto", "Format of the weights on disk.")
     enable_multimodal: bool = option(False, "Serve images as well as text.")
     allow_auto_truncate: bool = option(False, "Truncate prompts that are too long instead of refusing them.")
     enable_lora: bool | None = option(None, "Serve adapters.")

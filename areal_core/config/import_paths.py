@@ -23,7 +23,7 @@ PAGE = "docs/coming_from_areal.md lists what there is"
 PATHS: dict[str, dict[str, str]] = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
 WORKFLOWS, REWARDS = PATHS["workflows"], PATHS["rewards"]
 # By the module that defines a name; packages above it may export it, too (`defined_at`).
-OURS = WORKFLOWS | REWARDS | PATHS["of_scripts"]
+OURS = WORKFLOWS | REWARDS | PATHS["lambdas"] | PATHS["of_scripts"]
 
 OF_FILE = "file_of_"  # begins the name of a module that was imported from a file by its path
 

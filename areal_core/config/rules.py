@@ -50,6 +50,13 @@ SAPO = {
     "c_clip": None,
 }
 
+CISPO: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
+    ("use_sapo_loss", lambda value: not value, "false"),
+    ("importance_sampling_level", lambda value: value == "token", "token"),
+    ("c_clip", lambda value: value is None, "null"),
+    ("eps_clip_higher", lambda value: value is not None and value > 0, "a number above 0, such as 4.0"),
+)
+
 
 def rows_per_rank(c: PPOConfig) -> int:
     num_rows = c.train_dataset.batch_size * c.gconfig.n_samples
@@ -245,6 +252,12 @@ RULES = (
          of_rejection(lambda c, r: r.lower is not None and r.lower >= r.upper), "expected lower < upper",
          config=PPOConfig),
     *(
+        Rule(f"actor.use_cispo_loss actor.{name}",
+             lambda c, m, name=name, fits=fits: c.actor.use_cispo_loss and not fits(getattr(c.actor, name)),  # type: ignore[misc]
+             f"CISPO weights each token by its own ratio, bounded above: set the second to {needed}", config=PPOConfig)
+        for name, fits, needed in CISPO
+    ),
+    *(
         Rule(f"actor.use_sapo_loss actor.{name}",
              lambda c, m, name=name, value=value: c.actor.use_sapo_loss and getattr(c.actor, name) != value,  # type: ignore[misc]
              f"the gate of SAPO replaces the clip, on the per-token ratio to the behaviour policy: set the second to {shown(value)}",
@@ -254,6 +267,10 @@ RULES = (
     Rule("actor.prox_logp_method actor.use_decoupled_loss",
          lambda c, m: c.actor.prox_logp_method != "recompute" and (not c.actor.use_decoupled_loss),
          "only the decoupled loss has a proximal policy of its own: set the second to true", config=PPOConfig),
+    Rule("actor.prox_logp_method actor.ppo_n_minibatches",
+         lambda c, m: c.actor.prox_logp_method == "reuse_train_logp" and c.actor.ppo_n_minibatches != 1,
+         "after a first optimizer step the log-probs of training are no longer those of the step's start: set the second to 1",
+         config=PPOConfig),
     Rule("actor.m2_threshold actor.use_decoupled_loss actor.prox_logp_method",
          lambda c, m: c.actor.m2_threshold is not None and (not (c.actor.should_compute_prox_logp() and c.actor.use_decoupled_loss)),
          "M2PO compares computed proximal logprobs with those of the engine: set the second to true and the third to recompute",

@@ -6,8 +6,9 @@ from typing import Any
 
 from areal_core.config.option import ABOVE_0, ABOVE_1, AT_LEAST_0, AT_LEAST_1, DECAY, SHARE, option, section
 
+PROXIMAL = ("recompute", "loglinear", "metrics", "reuse_train_logp")
 # options of the actor with the import path of the user's own code
-OWN_CODE = ("objective", "loss_fn", "advantage_fn", "reward_shaping_fn")
+OWN_CODE = ("objective", "loss_fn", "advantage_fn", "reward_shaping_fn", "gae_lambda_fn")
 
 
 @dataclass
@@ -160,6 +161,9 @@ class PPOActorConfig(TrainEngineConfig):
     mask_no_eos_with_zero: bool = option(False, "No reward if truncated; bootstrap from a critic.")
     discount: float = option(1.0, "Discount of GAE.", limits=SHARE)
     gae_lambda: float = option(1.0, "Lambda of GAE.", limits=SHARE)
+    gae_lambda_fn: str | None = option(None, "Import path of a function that gives each row its lambda.")
+    gae_lambda_kwargs: dict[str, Any] = section(dict, "Arguments of that function, by name.")
+    gae_timestep_unit: str = option("token", "A step of GAE: a token, or a turn.", ("token", "turn"))
     adv_norm: NormConfig | None = option(None, "Normalisation of token advantages.")
     kl_ctl: float = option(0.1, "Weight of the KL in the reward; needs ref, else 0.", limits=AT_LEAST_0)
     kl_estimator: str = option("k1", "Estimator of that KL.", ("k1", "k2", "k3"))
@@ -175,12 +179,13 @@ class PPOActorConfig(TrainEngineConfig):
     use_sapo_loss: bool = option(False, "SAPO: a soft gate instead of the clip.")
     sapo_tau_pos: float = option(1.0, "Temperature of the gate for positive advantages.", limits=ABOVE_0)
     sapo_tau_neg: float = option(1.05, "Temperature of the gate for negative advantages.", limits=ABOVE_0)
+    use_cispo_loss: bool = option(False, "CISPO: the clipped ratio as a weight without gradient.")
     recompute_logprob: bool = option(False, "Use the trainer's logprobs instead of the inference engine's.")
     use_decoupled_loss: bool = option(False, "Clip around the proximal policy; correct behaviour.")
     rejection_sampling: RejectionSamplingConfig | None = option(None, "Bounds on that correction.")
     behav_imp_weight_cap: float | None = option(None, "Drop tokens with a larger correction (older).")
     importance_sampling_level: str = option("token", "Ratio per token or sequence.", ("token", "sequence"))
-    prox_logp_method: str = option("recompute", "Proximal logprobs.", ("recompute", "loglinear", "metrics"))
+    prox_logp_method: str = option("recompute", "Proximal logprobs.", PROXIMAL)
     dynamic_sampling: bool = option(False, "Drop groups whose rewards are all equal.")
     group_size: int = option(1, "Older option; must equal gconfig.n_samples.", limits=AT_LEAST_1)
     objective: str | None = option(None, "Import path of a class derived from PolicyObjective.")
@@ -196,7 +201,7 @@ class PPOActorConfig(TrainEngineConfig):
     def should_compute_prox_logp(self) -> bool:
         """Return whether a step starts with a forward pass for the trainer's own logprobs."""
         if self.use_decoupled_loss:
-            return self.prox_logp_method != "loglinear"
+            return self.prox_logp_method in ("recompute", "metrics")
         return self.recompute_logprob
 
     def uses_reference(self) -> bool:

@@ -16,6 +16,8 @@ from typing import Any
 import yaml
 
 from areal_core.config.experiment import BaseExperimentConfig, DPOConfig, PPOConfig, RWConfig, SFTConfig
+from areal_core.config.import_paths import ours
+from areal_core.config.presets import leaves
 from areal_core.config.train_engine import PPOActorConfig, TrainEngineConfig
 from areal_core.errors import ConfigError
 
@@ -56,7 +58,7 @@ def translate_older_names(tree: Tree, cls: type, is_override: bool = False) -> l
         ConfigError: an older option has an unknown value, or is given together with the newer one.
     """
     notes = []
-    if not issubclass(cls, PPOConfig) and "model" in tree:  # supervised methods, before 0.5
+    if not issubclass(cls, PPOConfig) and "model" in tree:  # supervised methods, before 0.5.2
         move(tree, "model", "actor")
         redirect_interpolations(tree, "${model.", "${actor.")
         notes.append("model is called actor")
@@ -64,11 +66,15 @@ def translate_older_names(tree: Tree, cls: type, is_override: bool = False) -> l
         if move(tree, older, newer):
             notes.append(f"{older} is called {newer}")
     drop_gone(tree)
+    notes += drop_foreign(tree)
     notes += [*periods_of_checkpointer(tree), *engine_of_teacher(tree)]
     if not is_override:
         notes += [*type_of_rows(tree, cls), *rollouts_of_supervised(tree, cls)]
     actor = tree.get("actor")
     if issubclass(cls, PPOConfig) and isinstance(actor, dict):
+        if isinstance(actor.get("gae_lambda"), str) and "${" not in actor["gae_lambda"]:
+            actor["gae_lambda_fn"] = ours(actor.pop("gae_lambda"))
+            notes.append(f"actor.gae_lambda is called actor.gae_lambda_fn={actor['gae_lambda_fn']}")
         notes += [*bounds_of_behaviour_weights(actor, is_override)]
     return notes
 
@@ -78,6 +84,22 @@ def drop_gone(tree: Tree) -> None:
         section, leaf = holder(tree, gone)
         if leaf in section and section[leaf] == harmless:
             del section[leaf]
+
+
+def drop_foreign(tree: Tree) -> list[str]:
+    """Drop options of upstream that have no section here; return notes on those that are set.
+
+    Raises ConfigError: one of them would change results.
+    """
+    given = {
+        name: value for name, value in leaves(tree) if any(row.gone and row.concerns(name) for row in NOT_YET)
+    }
+    if refused := "\n".join(not_yet(given, refused=True)):
+        raise ConfigError(refused)
+    for name in given:
+        section, leaf = holder(tree, name)
+        del section[leaf]
+    return list(not_yet(given, refused=False))
 
 
 def without_gone(tree: Tree) -> Tree:
@@ -212,13 +234,20 @@ class NotYet:
     """An option that loads, but whose feature is not supported.
 
     `harmless` lists the values that change nothing. Any other is refused or, if it cannot affect
-    training, noted.
+    training, noted. One that is `gone` is no option of ours, and dropped from a file.
     """
 
     option: str
     harmless: tuple[Any, ...]
     instead: str
     refused: bool = True
+    gone: bool = False
+
+    def concerns(self, name: str) -> bool:
+        """Return whether it is the row of an option."""
+        section, _, rest = name.partition(".")
+        spelled = f"MODEL.{rest}" if section in ENGINES else name
+        return fnmatch(name, self.option) or fnmatch(spelled, self.option)
 
 
 ROWS_NOT_YET = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
@@ -234,7 +263,7 @@ def not_yet(values: dict[str, Any], refused: bool) -> Iterator[str]:
         given = [
             f"{name} is {shown(value)}"
             for name, value in values.items()
-            if fnmatch(name, row.option) and value not in row.harmless
+            if row.concerns(name) and value not in row.harmless
         ]
         if given:
             yield f"{', '.join(given)}, which is not available: {row.instead}"

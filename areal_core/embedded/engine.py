@@ -11,7 +11,6 @@ blocked.
 """
 
 import asyncio
-import hashlib
 import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import KW_ONLY, dataclass, field
@@ -21,7 +20,7 @@ from torch import Tensor
 
 from areal_core.embedded.generate import Completion, Forward, generate
 from areal_core.embedded.replica import Replica
-from areal_core.rollout.types import ModelRequest, ModelResponse
+from areal_core.rollout.types import ModelRequest, ModelResponse, row_seed, seed_of
 
 QUIET_TURNS = 3  # of the event loop, without a new request
 Waiting = tuple[ModelRequest, "asyncio.Future[tuple[Completion, int]]"]
@@ -117,6 +116,10 @@ class EmbeddedEngine:
             if not future.done():
                 future.set_result((completion, version))
 
+    def _row_seed(self, req: ModelRequest, version: int) -> int:
+        own = seed_of(req)
+        return row_seed(self.seed, version, req) if own is None else own
+
     def _generate(self, requests: Sequence[ModelRequest]) -> tuple[list[Completion], int]:
         """Return the completions, and the version of the weights that sampled them."""
         with self._sampling:
@@ -126,7 +129,7 @@ class EmbeddedEngine:
                 [req.input_ids for req in requests],
                 [req.sampling for req in requests],
                 [req.num_new_tokens() for req in requests],
-                [row_seed(self.seed, version, req) for req in requests],
+                [self._row_seed(req, version) for req in requests],
                 vocab_size=self.vocab_size,
                 end_token_ids=self.end_token_ids,
                 pad_token_id=self.pad_token_id,
@@ -134,16 +137,6 @@ class EmbeddedEngine:
                 images=[req.images for req in requests],
             )
         return completions, version
-
-
-def row_seed(seed: int, version: int, req: ModelRequest) -> int:
-    """Return a 63-bit seed from the run's seed, the weights' version and the episode's name.
-
-    The episode's name is the request's metadata, or its id where there is none.
-    """
-    name = sorted(req.metadata.items()) if req.metadata else req.rid
-    digest = hashlib.sha256(repr((seed, version, name)).encode()).digest()
-    return int.from_bytes(digest[:8], "big") >> 1
 
 
 class ReplicaUpdate:

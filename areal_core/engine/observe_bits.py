@@ -15,12 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 
 from areal_core.engine.bit_sums import Sums
 from areal_core.engine.ranks import Ranks
-from areal_core.engine.reduction import reduction_of
+from areal_core.engine.reduction import local_of, reduction_of
 
 Weights = list[tuple[str, nn.Module, str]]  # name, module and attribute of each
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -28,8 +27,8 @@ INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 def bit_sums(tensor: Tensor) -> Tensor:
     """Return the three sums of a tensor, int64 [3] on its device; of its local shard if sharded."""
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    bits = local.detach().view(INTEGERS[local.element_size()])
+    local = local_of(tensor).detach()
+    bits = local.view(INTEGERS[local.element_size()])
     table = bits.reshape(-1, bits.shape[-1]) if bits.dim() else bits.reshape(1, 1)
     rows = table.sum(1, dtype=torch.int64)
     columns = table.sum(0, dtype=torch.int64)
@@ -76,7 +75,7 @@ class BitSums:
         """Add the sums of a tensor."""
         if not self.ranks.has_turn:
             return
-        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        local = local_of(tensor)
         self.collected.append((place, tuple(local.shape), bit_sums(local)))
 
     def end_micro_batch(self) -> None:

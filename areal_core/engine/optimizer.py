@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from areal_core.engine.ranks import Ranks
+from areal_core.engine.reduction import local_of
 
 
 def build_optimizer(
@@ -104,7 +105,7 @@ def gradient_norm(parameters: Iterable[Tensor], ranks: Ranks | None = None) -> T
 def _shards(gradient: Tensor, ranks: Ranks) -> list[Tensor]:
     """Return this rank's shard; of virtual ranks the shard of each."""
     if not ranks.is_virtual:
-        return [gradient.to_local() if isinstance(gradient, DTensor) else gradient]
+        return [local_of(gradient)]
     whole = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
     chunks = list(whole.chunk(ranks.world_size))
     return chunks + [whole[:0]] * (ranks.world_size - len(chunks))

@@ -10,7 +10,9 @@ A run that succeeded is never restarted, nor one that ended with code 2, which t
 """
 
 import importlib.util
+import os
 import shutil
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -26,6 +28,7 @@ from areal_core.safety.lock import RUN_ID, Held, run_id, take
 RECOVER_RUN = "AREAL_RECOVER_RUN"  # "1" in the ranks of a restarted run
 RESTARTING_MODES = ("fault", "auto", "on")
 MAX_DELAY_S = 60.0
+HOOK_S = 600.0  # of `post_exit_hook`
 LOCK = "run.lock"  # in the folder of the run's logs
 
 
@@ -44,7 +47,7 @@ def run(make_job: Callable[[int], Job]) -> int:
     first = make_job(0)
     recover = first.config.recover
     retries = recover.retries if recover.mode in RESTARTING_MODES else 0
-    with ended_on_signals(), only_run_of_its_name(first) as run:
+    with ended_on_signals(), only_run_of_its_name(first) as run, post_exit_hook(first):
         for attempt in range(retries + 1):
             job = make_job(attempt) if attempt else first
             code = launch(replace(job, env={RECOVER_RUN: str(min(attempt, 1)), RUN_ID: run, **job.env}))
@@ -56,6 +59,23 @@ def run(make_job: Callable[[int], Job]) -> int:
             keep_logs(job.log_dir, attempt)
             time.sleep(delay_s)
     raise AssertionError("the last attempt returns")
+
+
+@contextmanager
+def post_exit_hook(job: Job) -> Iterator[None]:
+    """Run `post_exit_hook` after the block; a failure is printed, and changes no exit code."""
+    try:
+        yield
+    finally:
+        if command := job.config.post_exit_hook.strip():
+            env = os.environ | {"LOG_DIR": str(job.log_dir)}
+            try:
+                code = subprocess.run(command, shell=True, timeout=HOOK_S, env=env, check=False).returncode
+                failure = f"ended with exit code {code}" if code else ""
+            except (OSError, subprocess.TimeoutExpired) as error:
+                failure = str(error)
+            if failure:
+                print(f"post_exit_hook: {failure}", file=sys.stderr, flush=True)
 
 
 @contextmanager

@@ -178,11 +178,12 @@ class Pipeline:
         check_format: bool = False,
         patience: Patience | None = None,
         holds_rejected: bool = False,
+        drops_incomplete: bool = False,
     ) -> None:
         self.engine = engine
         self.control = control
         self.check_format = check_format
-        self.holds_rejected = holds_rejected
+        self.holds_rejected, self.drops_incomplete = holds_rejected, drops_incomplete
         self._is_paused = False
         self._patience = patience or Patience()
         self._tolerance = Tolerance(max_failures, control)
@@ -313,7 +314,8 @@ class Pipeline:
         control, plan, is_held = self.control, group.plan, False
         try:
             rows = await run_episodes(group.episodes, plan.workflow, group.data, self.check_format)
-            accepted = any(episode is not None for episode in rows) and is_accepted(
+            enough = all if self.drops_incomplete else any
+            accepted = enough(episode is not None for episode in rows) and is_accepted(
                 group.prompt_id, rows, plan
             )
             group.version = oldest_version(rows, otherwise=group.version)
@@ -473,6 +475,7 @@ class Executor:
         patience: the durations after which a wait is reported.
         holds_rejected: rejected prompts of a feed keep their place in a batch, which is then
             smaller, instead of being replaced.
+        drops_incomplete: a prompt is rejected if its workflow returned no rows for a sample.
     """
 
     def __init__(
@@ -485,12 +488,15 @@ class Executor:
         check_format: bool = False,
         patience: Patience | None = None,
         holds_rejected: bool = False,
+        drops_incomplete: bool = False,
     ) -> None:
         self.engine = engine
         self.control = control
         self.loop = loop or LoopThread()
         self._owns_loop = loop is None
-        self._pipeline = Pipeline(engine, control, max_failures, check_format, patience, holds_rejected)
+        self._pipeline = Pipeline(
+            engine, control, max_failures, check_format, patience, holds_rejected, drops_incomplete
+        )
         self.scalars: Scalars = {}  # that the workflow recorded in the episodes of the last batch
 
     def submit(

@@ -4,6 +4,7 @@ The client of servers, the embedded engine and the scripted one of `areal_core/t
 implement `InferenceEngine`. A workflow sees only the `EpisodeSampler` of its episode.
 """
 
+import hashlib
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
@@ -37,6 +38,7 @@ class Sampling:
     ignore_eos: bool = False
     frequency_penalty: float = 0.0
     skip_special_tokens: bool = True
+    seed: int | None = None
     # Of one request, not of `gconfig`:
     # further `sampling_params` of SGLang, such as json_schema; other engines refuse them
     server_only: Mapping[str, Any] = field(default_factory=dict)
@@ -154,3 +156,24 @@ class InferenceEngine(TokenSampler, Protocol):
 
     def close(self) -> None:
         """Release connections and memory."""
+
+
+def seed_of(req: ModelRequest, run_seed: int | None = None) -> int | None:
+    """Return the 31-bit seed of a request; None leaves it to the engine.
+
+    It is `sampling.seed` plus the number of the sample, so that the samples of a prompt differ.
+    Otherwise it follows from the run's seed and the name of the episode.
+    """
+    if req.sampling.seed is not None:
+        return (req.sampling.seed + req.metadata.get("sample_id", 0)) % 2**31
+    return None if run_seed is None else row_seed(run_seed, 0, req) % 2**31
+
+
+def row_seed(seed: int, version: int, req: ModelRequest) -> int:
+    """Return a 63-bit seed from the run's seed, the weights' version and the episode's name.
+
+    The episode's name is the request's metadata, or its id where there is none.
+    """
+    name = sorted(req.metadata.items()) if req.metadata else req.rid
+    digest = hashlib.sha256(repr((seed, version, name)).encode()).digest()
+    return int.from_bytes(digest[:8], "big") >> 1

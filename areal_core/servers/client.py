@@ -34,7 +34,7 @@ import numpy as np
 from areal_core.data.routed_experts import RoutingSizes
 from areal_core.rollout.errors import MalformedReply, RequestRefused, ServerDied
 from areal_core.rollout.loop_thread import FewPerTurn
-from areal_core.rollout.types import ModelRequest, ModelResponse
+from areal_core.rollout.types import ModelRequest, ModelResponse, seed_of
 from areal_core.servers.connections import Connections, is_own_error
 from areal_core.servers.discovery import Discovery
 from areal_core.servers.health import Health, ServerRecord, State
@@ -103,6 +103,7 @@ class FleetClient:
         lora_name: str | None = None,
         knows_versions: bool = False,
         sizes: RoutingSizes | None = None,
+        seed: int | None = None,
         connect: Callable[[float], Connections] = Connections,
     ) -> None:
         self.version = version
@@ -124,7 +125,7 @@ class FleetClient:
         self._health_timeout_s = health_timeout_s
         self._knows_versions = knows_versions
         self._lora_name = lora_name
-        self._sizes = sizes
+        self._sizes, self._seed = sizes, seed
         self._threads = ThreadPoolExecutor(MAX_THREADS, thread_name_prefix="query-servers")
         self._searching = asyncio.Lock()
         self._connect = connect
@@ -389,7 +390,8 @@ class FleetClient:
         rid = f"{req.rid}-{next(self._attempts)}"
         ids = req.input_ids + sampled
         start = len(ids) - 1 if sampled else 0  # of the tokens before, the experts are known
-        payload = self._wire.generate_payload(ids, req.sampling, budget, len(sampled), rid)
+        sampling = replace(req.sampling, seed=seed_of(req, self._seed))
+        payload = self._wire.generate_payload(ids, sampling, budget, len(sampled), rid)
         if req.images:
             payload = self._wire.with_images(payload, req)
         if self._sizes is not None:
@@ -410,7 +412,7 @@ class FleetClient:
         newest = self.version + 1 if self._knows_versions else None
         asked = Asked(rid, budget, vocab_size, newest, self._sizes, len(ids) - 1 - start)
         chunk = checked(chunk, asked)
-        self.health.replied(server, seconds)
+        self.health.replied(server, seconds, len(chunk.tokens))
         return chunk
 
     async def _note_failure(self, server: Server, error: Exception, count: int) -> None:

@@ -32,6 +32,8 @@ LONGEST_QUARANTINE_S = 600.0
 BACK_OFF_S = 1.0  # after the first 429 without Retry-After; twice as long after each further one
 LONGEST_BACK_OFF_S = 300.0
 LATENCIES = 1024  # of the last replies, for percentiles
+# A reply is slow that took so long, and so many times as long for each token as most replies.
+SLOW_S, SLOW_FACTOR = 2.0, 10.0
 EXAMPLE_CHARS = 300
 logger = logging.getLogger(__name__)
 
@@ -61,12 +63,20 @@ class ServerRecord:
     rejected: Counter[str] = field(default_factory=Counter)  # by the rule that a reply broke
     example: str = ""  # of the last rejected reply
     latencies_s: deque[float] = field(default_factory=lambda: deque(maxlen=LATENCIES))
+    slow: int = 0
     replied_at: float = 0.0  # monotonic, of the last valid reply
     num_quarantines: int = 0
     delays: int = 0
     num_delays: int = 0  # since its last valid reply
     busy_until: float = 0.0  # monotonic
     trial_at: float = 0.0  # monotonic, of a quarantined server
+
+    def faults(self) -> Counter[str]:
+        """Count rejected replies by rule, else requests without a reply; and slow ones.
+
+        The requests of a server whose replies are rejected are broken off by this side.
+        """
+        return (self.rejected or self.errors) + Counter(slow=self.slow)
 
     def document(self) -> dict[str, Any]:
         """Return the record as JSON types; latencies in milliseconds."""
@@ -78,6 +88,7 @@ class ServerRecord:
             "version": self.version,
             "requests": self.requests,
             "ok": self.ok,
+            "slow": self.slow,
             "errors": dict(self.errors),
             "rejected": self.rejected.total(),
             "rejected_rules": dict(self.rejected),
@@ -93,6 +104,7 @@ class Health:
         self._lock = threading.Lock()
         self._records = {server: ServerRecord(server) for server in servers}
         self._latencies_s: deque[float] = deque(maxlen=LATENCIES)  # of all servers
+        self._token_times_s: deque[float] = deque(maxlen=LATENCIES)
 
     def record(self, server: Server) -> ServerRecord:
         """Return a server's record; a new one is stale until it reports the current weights."""
@@ -115,10 +127,18 @@ class Health:
             for server in self._records.keys() - set(known):
                 self._set(self._records[server], State.LOST, "it is not registered any more")
 
-    def replied(self, server: Server, seconds: float) -> None:
+    def replied(self, server: Server, seconds: float, num_tokens: int = 1) -> None:
         """Count a valid reply."""
-        record = self.record(server)
+        record, token_s = self.record(server), seconds / max(num_tokens, 1)
         with self._lock:
+            if seconds > SLOW_S and token_s > SLOW_FACTOR * percentile(sorted(self._token_times_s), 50) > 0:
+                record.slow += 1
+                if record.slow == 1:
+                    logger.warning(
+                        "inference server %s: a reply of %d tokens took %.1f s, and is slow",
+                        *(record.server.address, num_tokens, seconds),
+                    )
+            self._token_times_s.append(token_s)
             record.ok += 1
             record.num_delays = 0
             record.latencies_s.append(seconds)
@@ -130,6 +150,13 @@ class Health:
         record = self.record(server)
         with self._lock:
             record.errors[kind] += 1
+            # other failures change a state, which is logged
+            is_unseen = kind == "TimeoutError" or kind.startswith("http_5")
+            if is_unseen and record.errors[kind] == 1 and record.state is State.SERVING:
+                logger.warning(
+                    "inference server %s: %s for the first time, in request %d",
+                    *(record.server.address, kind, record.requests),
+                )
 
     def delayed(self, server: Server, status: int, retry_after_s: float | None) -> float:
         """Send no request for the time that a server asks for; return the seconds."""
@@ -245,10 +272,10 @@ class Health:
         """Return what happened with each server that had a fault, in one line each."""
         return [
             f"{record.server.address} {record.state}: {record.ok} of {record.requests} requests answered"
-            + "".join(f", {rule} x{count}" for rule, count in record.rejected.most_common())
+            + "".join(f", {fault} x{count}" for fault, count in record.faults().most_common())
             + (f"; the last: {record.example}" if record.example else "")
             for record in self.records()
-            if record.rejected or record.state not in (State.SERVING, State.STALE)
+            if record.faults() or record.state not in (State.SERVING, State.STALE)
         ]
 
 

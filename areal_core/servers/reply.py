@@ -64,8 +64,12 @@ def malformed(engine: str, route: str, error: Exception, body: bytes | str) -> M
 def versions_of(spans: Sequence[dict[str, Any]], count: int) -> list[int | None]:
     """Return the version of each of `count` tokens from spans `{version, start, end}`.
 
-    Raises `MalformedReply` if they are of another number of tokens.
+    Raises `MalformedReply` if they are of another number of tokens, or not one after the other.
     """
+    if [span["start"] for span in spans] != [0, *(span["end"] for span in spans)][: len(spans)]:
+        raise MalformedReply(
+            f"a reply holds versions of spans with gaps: {spans}"[:SHOWN_BYTES], "counts_agree"
+        )
     lengths = [span["end"] - span["start"] for span in spans]
     if sum(lengths) != count or min(lengths, default=0) < 0:
         raise MalformedReply(f"a reply holds versions of {sum(lengths)} tokens for {count}", "counts_agree")
@@ -159,7 +163,10 @@ def broken_rule(chunk: Chunk, asked: Asked) -> tuple[str, str] | None:
     if tokens and not 0 <= min(tokens) <= max(tokens) < size:
         wrong = first_wrong(tokens, lambda token: not 0 <= token < size)
         return "ids_in_vocabulary", f"{wrong}, and the vocabulary has {size} ids"
-    newest = max((version for version in chunk.versions if version is not None), default=0)
+    versions = [version for version in chunk.versions if version is not None]
+    newest = max(versions, default=0)
+    if versions != sorted(versions):
+        return "weight_version", f"versions from {min(versions)} to {newest} that fall within the reply"
     if asked.newest is not None and newest > asked.newest:
         return "weight_version", f"version {newest}, and the newest is {asked.newest}"
     return None

@@ -50,7 +50,7 @@ class SGLangWire(Wire):
         params = {
             "max_new_tokens": num_new_tokens,
             "min_new_tokens": max(0, sampling.min_new_tokens - num_sampled),
-            **shared_params(sampling),
+            **shared_params(sampling, seed="sampling_seed"),
             **sampling.server_only,
         }
         return {

@@ -55,7 +55,7 @@ class VLLMWire(Wire):
         params = {
             "max_tokens": num_new_tokens,
             "min_tokens": max(0, sampling.min_new_tokens - num_sampled),
-            **shared_params(sampling),
+            **shared_params(sampling, seed="seed"),
             "logprobs": 0,
         }
         params |= further_params(sampling.server_only)

@@ -211,8 +211,8 @@ class Wire(ABC):
         return Call(self.routes.set_version, {"new_version": str(version)})
 
 
-def shared_params(sampling: Sampling) -> dict[str, Any]:
-    """Return the sampling parameters to which SGLang and vLLM give the same names."""
+def shared_params(sampling: Sampling, seed: str) -> dict[str, Any]:
+    """Return the sampling parameters that have one name in SGLang and vLLM, and the seed."""
     params = {
         "temperature": 0.0 if sampling.greedy else sampling.temperature,
         "top_p": sampling.top_p,
@@ -222,7 +222,8 @@ def shared_params(sampling: Sampling) -> dict[str, Any]:
         "skip_special_tokens": sampling.skip_special_tokens,
         "frequency_penalty": sampling.frequency_penalty,
     }
-    return params | ({"stop": sampling.stop} if sampling.stop else {})
+    params |= {"stop": sampling.stop} if sampling.stop else {}
+    return params | ({seed: sampling.seed} if sampling.seed is not None else {})
 
 
 def weight_version(server: Server, wire: Wire, timeout_s: float = ASK_TIMEOUT_S) -> str:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from areal_core.engine.observe_bits import INTEGERS
+from areal_core.engine.reduction import local_of
 from areal_core.trainer.rl import Observer, PPOTrainer
 
 PRODUCTS = ("aten.mm", "aten.addmm")
@@ -111,8 +112,7 @@ class FlippingMode(TorchDispatchMode):
 
 def flip_state(optimizer: torch.optim.Optimizer, weight: nn.Parameter, flip: Flip) -> None:
     """Flip a bit of a weight's first moment on this rank."""
-    moment = optimizer.state[weight]["exp_avg"]
-    flip_bit(moment.to_local() if hasattr(moment, "to_local") else moment, flip.element, flip.bit)
+    flip_bit(local_of(optimizer.state[weight]["exp_avg"]), flip.element, flip.bit)
 
 
 def plant(flip: Flip) -> Callable[[PPOTrainer], Observer]:

@@ -43,7 +43,6 @@ from transformers import AutoTokenizer
 
 from areal_core.data.images import bytes_of_url
 from areal_core.data.processor import load_processor
-from areal_core.embedded.engine import row_seed
 from areal_core.embedded.generate import Completion, generate, refuse_unsupported
 from areal_core.embedded.replica import Replica
 from areal_core.engine.lora import FILE_PREFIX, merged_weight
@@ -51,7 +50,7 @@ from areal_core.engine.model import is_vision
 from areal_core.errors import ImageError, ModelError
 from areal_core.rollout.errors import PromptTooLong, UnsupportedSampling
 from areal_core.rollout.http_thread import refuse_web_pages
-from areal_core.rollout.types import TOP_K_OFF, ModelRequest, Sampling
+from areal_core.rollout.types import TOP_K_OFF, ModelRequest, Sampling, row_seed
 from areal_core.servers.sglang import CACHE, WEIGHTS
 from areal_core.servers.update_group import form_group
 from areal_core.servers.verification import sha256_of
@@ -81,6 +80,7 @@ class Params(msgspec.Struct, forbid_unknown_fields=True):
     ignore_eos: bool | None = False
     skip_special_tokens: bool | None = True
     frequency_penalty: Annotated[float, Meta(ge=-2, le=2)] | None = 0.0
+    sampling_seed: int | None = None
 
 
 class Generate(msgspec.Struct, forbid_unknown_fields=True):
@@ -263,7 +263,10 @@ class Sampler:
             [rest.input_ids for rest in rests],
             [rest.sampling for rest in rests],
             [rest.num_new_tokens() for rest in rests],
-            [row_seed(self._seed, 0, rest) for rest in rests],
+            [
+                row_seed(self._seed, 0, rest) if rest.sampling.seed is None else rest.sampling.seed
+                for rest in rests
+            ],
             **self._options,  # type: ignore[arg-type]
             cut_rows=self._between_tokens,
             images=[rest.images for rest in rests],
@@ -473,6 +476,7 @@ class EmbeddedServer:
             min_new_tokens=params.min_new_tokens or 0,
             max_tokens=self._context_length,
             greedy=temperature == 0,
+            seed=params.sampling_seed,
             temperature=temperature or 1.0,
             top_p=1.0 if params.top_p is None else params.top_p,
             top_k=params.top_k if (params.top_k or 0) >= 1 else TOP_K_OFF,  # type: ignore[arg-type]

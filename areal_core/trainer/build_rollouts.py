@@ -112,6 +112,7 @@ def build_live_rollouts(
         max_failures=options.max_failures,
         check_format=options.check_trajectory_format,
         holds_rejected=config.dynamic_bs,
+        drops_incomplete=config.gconfig.drop_incomplete_group or config.gconfig.reward_normalization,
     )
     if options.dump_to_file:
         workflow = WrittenWorkflow(workflow, run_folder(config, "logs") / "rollout", tokenizer)
@@ -298,6 +299,7 @@ def build_client(
         lora_name=config.gconfig.lora_name if serves_adapters(config) else None,
         knows_versions=knows_versions,
         sizes=routing_sizes_of(config.actor.path) if options.return_routed_experts else None,
+        seed=config.seed if options.deterministic_sampling else None,
     )
 
 

@@ -17,7 +17,6 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from transformers import PreTrainedTokenizerBase
 
 from areal_core.config import BaseExperimentConfig, TrainEngineConfig
@@ -29,6 +28,7 @@ from areal_core.engine.observe_bits import BitSums
 from areal_core.engine.optimizer import gradient_norm
 from areal_core.engine.ranks import Ranks
 from areal_core.engine.recompute import Fault, Verification
+from areal_core.engine.reduction import local_of
 from areal_core.engine.scores import is_score_model
 from areal_core.errors import MiscomputedError, NonFiniteError
 from areal_core.paths import record_folder
@@ -254,8 +254,7 @@ def broken_tensors(
     mine = set()
     for name, parameter in engine.model.named_parameters():
         tensor = tensor_of(parameter)
-        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        if local is not None and not bool(local.isfinite().all()):
+        if tensor is not None and not bool(local_of(tensor).isfinite().all()):
             mine.add(name)
     everywhere = set().union(*engine.ranks.gather_objects(mine))
     broken = [name for name, _ in engine.model.named_parameters() if name in everywhere]
@@ -370,6 +369,6 @@ def gradient_is_finite(
 
 def largest_weight(parameters: Iterable[nn.Parameter]) -> Tensor:
     """Return the largest absolute value of this rank's shards, []; NaN if they contain one."""
-    shards = [p.to_local() if isinstance(p, DTensor) else p for p in parameters]
+    shards = [local_of(parameter) for parameter in parameters]
     # A rank may have no rows of a small parameter.
     return torch.nn.utils.get_total_norm([s.detach() for s in shards if s.numel()], torch.inf)

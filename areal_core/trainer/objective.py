@@ -5,18 +5,26 @@ docs/custom_algorithms.md has their shapes.
 """
 
 import inspect
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from areal_core.algorithm.advantages import compute_advantages, overlong_penalty, shape_rewards
-from areal_core.algorithm.alignment import to_next_token
+from areal_core.algorithm.advantages import (
+    compute_advantages,
+    overlong_penalty,
+    runs_of,
+    shape_rewards,
+)
+from areal_core.algorithm.alignment import shifted_left, to_next_token
+from areal_core.algorithm.gae_lambda import lengths_of
 from areal_core.algorithm.losses import (
     aggregate_loss,
+    cispo_loss,
     distillation_loss,
     entropy_bonus,
     kl_loss,
@@ -24,7 +32,12 @@ from areal_core.algorithm.losses import (
     policy_loss,
     sapo_loss,
 )
-from areal_core.algorithm.normalization import SumOverRanks, normalize_groups, normalize_tokens
+from areal_core.algorithm.normalization import (
+    SumOverRanks,
+    normalize_episodes,
+    normalize_groups,
+    normalize_tokens,
+)
 from areal_core.algorithm.off_policy import (
     behaviour_weights,
     loglinear_proximal_logprobs,
@@ -41,6 +54,7 @@ from areal_core.telemetry.stats import Reduce, Stats
 from areal_core.trainer.build_models import BaseReference
 from areal_core.trainer.step_stats import log_approximations
 
+logger = logging.getLogger(__name__)
 Computed = Tensor | tuple[Tensor, dict[str, Tensor | float]]  # with statistics by name
 
 
@@ -52,6 +66,8 @@ class PolicyObjective:
         loss_fn: (logprobs, entropy, flat) to losses, all [tokens].
         advantage_fn: (rewards [B], inputs) to advantages [B, T].
         reward_shaping_fn: (rewards, batch) to rewards, [B].
+        gae_lambda_fn: `gae_lambda.lengths_of` rows to the lambda of each row, [B].
+        normalizes_episodes: rewards of agents' episodes are normalised within their group first.
         on_term: (name, loss []) of each term of a micro-batch's loss, with its coefficient.
     """
 
@@ -62,6 +78,8 @@ class PolicyObjective:
     loss_fn: Callable[..., Computed] | None = None
     advantage_fn: Callable[..., Computed] | None = None
     reward_shaping_fn: Callable[..., Computed] | None = None
+    gae_lambda_fn: Callable[..., Computed] | None = None
+    normalizes_episodes: bool = False
     on_term: Callable[[str, Tensor], None] | None = None
 
     def learning_inputs(
@@ -98,6 +116,8 @@ class PolicyObjective:
         proximal = scored["prox_logp"]
         behaviour = aligned["logprobs"] if options.use_decoupled_loss else proximal
         rewards = self._sequence_rewards(batch)
+        turns = shifted_left(batch["turns"], 0) if "turns" in batch else None
+        by_turn = options.gae_timestep_unit == "turn"
         learned = compute_advantages(
             rewards,
             mask,
@@ -109,8 +129,9 @@ class PolicyObjective:
             kl_ctl=options.kl_ctl,
             kl_estimator=options.kl_estimator,
             discount=options.discount,
-            gae_lambda=options.gae_lambda,
+            gae_lambda=self._lambda(mask, turns),
             mask_no_eos_with_zero=options.mask_no_eos_with_zero,
+            turns=(runs_of(mask) if turns is None else turns) if by_turn else None,
         )
         advantages = learned.advantages
         if self.advantage_fn is not None:
@@ -137,6 +158,15 @@ class PolicyObjective:
             inputs["proximal_share"] = loglinear_share(aligned["versions"], version)
         return aligned | scored | inputs
 
+    def _lambda(self, mask: Tensor, turns: Tensor | None) -> float | Tensor:
+        if self.gae_lambda_fn is None:
+            return self.options.gae_lambda
+        found = self.gae_lambda_fn(lengths_of(mask, turns, self.options.gae_timestep_unit))
+        chosen = self._computed("gae_lambda_fn", found, torch.ones_like(mask[:, 0]))
+        if not chosen.isfinite().all():
+            raise ConfigError(f"actor.gae_lambda_fn returned {chosen.tolist()}; expected finite numbers")
+        return chosen
+
     def _scored(
         self,
         aligned: Batch,
@@ -161,6 +191,12 @@ class PolicyObjective:
     def _sequence_rewards(self, batch: Batch) -> Tensor:
         """Shape and normalise the rewards, [B]."""
         options, rewards = self.options, batch["rewards"]
+        if self.normalizes_episodes and "turns" not in batch:
+            report_once("gconfig.reward_normalization has no effect: no agent sampled these rows")
+        elif self.normalizes_episodes:
+            rewards = normalize_episodes(
+                rewards, batch["prompt_id"], batch.get("episode", batch["sample_id"])
+            )
         if self.reward_shaping_fn is not None:
             shaped = self.reward_shaping_fn(rewards, batch)
             rewards = self._computed("reward_shaping_fn", shaped, torch.ones_like(rewards, dtype=torch.bool))
@@ -242,9 +278,12 @@ class PolicyObjective:
     def _proximal_logprobs(self, logprobs: Tensor, flat: Batch) -> Tensor:
         """Return the proximal log-probs [tokens], with "loglinear" an approximation of them.
 
+        With "reuse_train_logp" they are those of this forward: the step has one optimizer step.
         "metrics" keeps the computed ones and records the errors of the approximations.
         """
         proximal, behaviour = flat["prox_logp"], flat["logprobs"]
+        if self.options.use_decoupled_loss and self.options.prox_logp_method == "reuse_train_logp":
+            return logprobs.detach()
         if not uses_proximal_share(self.options):
             return proximal
         share = flat["proximal_share"]
@@ -298,18 +337,22 @@ class PolicyObjective:
         self, logprobs: Tensor, proximal: Tensor, kept: Tensor, weights: Tensor | None, flat: Batch
     ) -> tuple[Tensor, dict[str, Tensor]]:
         options, stats = self.options, self.stats
-        loss, details = policy_loss(
-            logprobs,
-            proximal,
-            flat["advantages"],
-            kept,
-            flat["cu_seqlens"],
-            eps_clip=options.eps_clip,
-            eps_clip_higher=options.eps_clip_higher,
-            c_clip=options.c_clip,
-            level=options.importance_sampling_level,
-            weights=weights,
-        )
+        tokens, higher = (logprobs, proximal, flat["advantages"], kept), options.eps_clip_higher
+        if options.use_cispo_loss:
+            assert higher is not None
+            loss, details = cispo_loss(
+                *tokens, eps_clip=options.eps_clip, eps_clip_higher=higher, weights=weights
+            )
+        else:
+            loss, details = policy_loss(
+                *tokens,
+                flat["cu_seqlens"],
+                eps_clip=options.eps_clip,
+                eps_clip_higher=higher,
+                c_clip=options.c_clip,
+                level=options.importance_sampling_level,
+                weights=weights,
+            )
         stats.denominator(clipped_tokens=details["clip_mask"])
         if options.c_clip is not None:
             stats.denominator(dual_clipped_tokens=details["dual_clip_mask"])
@@ -396,6 +439,7 @@ ARGUMENTS = {
     "loss_fn": ("logprobs", "entropy", "batch"),
     "advantage_fn": ("rewards", "inputs"),
     "reward_shaping_fn": ("rewards", "batch"),
+    "gae_lambda_fn": ("lengths",),
 }
 
 
@@ -406,7 +450,11 @@ def described(value: object) -> str:
 
 
 def build_objective(
-    options: PPOActorConfig, sum_over_ranks: SumOverRanks, stats: Stats, distillation: TeacherConfig | None
+    options: PPOActorConfig,
+    sum_over_ranks: SumOverRanks,
+    stats: Stats,
+    distillation: TeacherConfig | None,
+    normalizes_episodes: bool = False,
 ) -> PolicyObjective:
     """Build the objective, with the class and the functions whose import paths the options have.
 
@@ -433,9 +481,11 @@ def build_objective(
         raise ConfigError(
             f"actor.objective_kwargs has {', '.join(sorted(unknown))}, which no class or function of the section takes"
         )
-    functions = {
+    functions: dict[str, Any] = {
         name: partial(found, **{key: given[key] for key in named[name]}) for name, found in built.items()
     }
+    if options.gae_lambda_fn is not None:
+        functions["gae_lambda_fn"] = partial(functions["gae_lambda_fn"], **options.gae_lambda_kwargs)
     for name, found in functions.items():
         takes = ARGUMENTS.get(name, ())
         try:
@@ -445,12 +495,18 @@ def build_objective(
             raise ConfigError(
                 f"actor.{name} {path!r} cannot be called with ({', '.join(takes)}): {error}"
             ) from None
-    own = {key: value for key, value in options.objective_kwargs.items() if key in of_class}
+    own: dict[str, Any] = {key: value for key, value in options.objective_kwargs.items() if key in of_class}
+    own |= {"normalizes_episodes": True} if normalizes_episodes else {}
     return cls(options, sum_over_ranks, stats, distillation, **functions, **own)
 
 
+@cache
+def report_once(sentence: str) -> None:
+    logger.warning(sentence)
+
+
 def uses_proximal_share(options: PPOActorConfig) -> bool:
-    return options.use_decoupled_loss and options.prox_logp_method != "recompute"
+    return options.use_decoupled_loss and options.prox_logp_method in ("loglinear", "metrics")
 
 
 def behaviour_bounds(options: PPOActorConfig) -> dict[str, Any] | None:

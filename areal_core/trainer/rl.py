@@ -221,7 +221,7 @@ class PPOTrainer:
         self.live_stats = Stats(self.ranks.is_group_leader, self.ranks.gather_objects)
         self.stats = Stats(self.ranks.is_group_leader, self.ranks.gather_objects)
         self.built_objective = self.objective = build_objective(
-            config.actor, self.ranks.sum, self.stats, config.teacher
+            config.actor, self.ranks.sum, self.stats, config.teacher, config.gconfig.reward_normalization
         )
         self.computed_by: dict[str, Any] = {}
         self.device_identity = device_identity(self.ranks.device)

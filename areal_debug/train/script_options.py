@@ -133,9 +133,9 @@ def config_class(arguments: list[str], script: Path | None = None) -> type[PPOCo
 
 def method_of(tree: dict[str, Any]) -> type[Any]:
     data = tree.get("train_dataset")
-    kind = str(data.get("type")) if isinstance(data, dict) else ""
-    if "model" in tree and "actor" not in tree:  # supervised fine-tuning of 0.3
-        kind = "sft"
+    kind = str(data.get("type", "")) if isinstance(data, dict) else ""
+    if "model" in tree and "actor" not in tree:  # supervised methods, before 0.5.2
+        kind = kind or "sft"
     methods: dict[str, type[Any]] = {"sft": SFTConfig, "rw": RWConfig, "dpo": DPOConfig}
     return methods.get(kind, PPOConfig)
 

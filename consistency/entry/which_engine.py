@@ -20,9 +20,8 @@ from typing import Literal
 import numpy as np
 import torch
 
-from areal_core.embedded.engine import row_seed
 from areal_core.embedded.generate import draw, draw_uniforms
-from areal_core.rollout.types import TOP_K_OFF, ModelRequest
+from areal_core.rollout.types import TOP_K_OFF, ModelRequest, row_seed
 from areal_core.rollout.types import Sampling as RequestSampling
 from consistency.case import DTYPES, Request, explain, likeliest
 from consistency.check import check, refuse_other_vocabulary

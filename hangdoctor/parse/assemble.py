@@ -67,6 +67,7 @@ class Reading:
     processes: dict[str, ProcessName] = field(default_factory=dict)
     stacks: dict[Key, tuple[Thread, ...]] = field(default_factory=dict)
     natives: dict[Key, tuple[Thread, ...]] = field(default_factory=dict)
+    shared: dict[tuple[Thread, ...], tuple[Thread, ...]] = field(default_factory=dict)
     facts: dict[Key, ProcessFacts] = field(default_factory=dict)
     environments: dict[str, tuple[tuple[str, str], ...]] = field(default_factory=dict)
     pids: dict[str, int] = field(default_factory=dict)

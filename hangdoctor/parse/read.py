@@ -283,7 +283,8 @@ def keep(
         sample = 0
         while (process.name, sample) in reading.stacks:
             sample += 1
-    reading.stacks[(process.name, sample)] = threads
+    # equal stacks are one object: what they show is found out once
+    reading.stacks[(process.name, sample)] = reading.shared.setdefault(threads, threads)
     reading.sources[(process.name, sample)] = member
 
 

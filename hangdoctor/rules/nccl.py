@@ -27,6 +27,7 @@ from hangdoctor.rules.verdict import (
     operation,
     place,
     plural,
+    ranks_text,
     steps_of,
     stillness,
     waiting_evidence,
@@ -310,8 +311,3 @@ def named(ranks: Iterable[Rank]) -> str:
     """Return `rank 3 is` or `ranks 0-2 are`."""
     found = list(ranks)
     return f"{ranks_text(found)} {'is' if len(found) == 1 else 'are'}"
-
-
-def ranks_text(ranks: Iterable[Rank]) -> str:
-    found = list(ranks)
-    return f"{'rank' if len(found) == 1 else 'ranks'} {rank_ranges(found)}"

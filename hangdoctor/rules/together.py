@@ -15,6 +15,7 @@ from hangdoctor.rules.verdict import (
     name_ranks,
     place,
     plural,
+    ranks_text,
     stack_evidence,
     stillness,
     wait_in,
@@ -120,11 +121,7 @@ def from_records(case: Case, graph: Graph, finding: OperationFinding) -> Verdict
     where = f" at {place(odd[0])}" if odd and odd[0].wait.frames else ""
     elsewhere = any(s.rank not in finding.odd_ranks for s in graph.source_ranks)
     others = sorted(set(finding.agreeing_ranks) - set(finding.odd_ranks))
-    who = (
-        f"{name_ranks(finding.odd_ranks)} and {name_ranks(others)}"
-        if others
-        else name_ranks(finding.odd_ranks)
-    )
+    who = " and ".join(ranks_text(found) for found in (finding.odd_ranks, others) if found)
     return make_verdict(
         "collective_mismatch",
         # A watchdog message numbers the operations of one group and seldom names the group.

@@ -5,7 +5,7 @@ that were not seen, or ranks that are elsewhere for another reason, lower it by 
 """
 
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -128,6 +128,11 @@ def name_ranks(processes: Sequence[Process]) -> str:
 def begin(text: str) -> str:
     """Return the beginning of a sentence; the name of a process stays as it is."""
     return f"R{text[1:]}" if text.startswith(("rank ", "ranks ")) else text
+
+
+def ranks_text(ranks: Iterable[Rank]) -> str:
+    found = list(ranks)
+    return f"{'rank' if len(found) == 1 else 'ranks'} {rank_ranges(found)}"
 
 
 def plural(things: Sequence[object], one: str, many: str) -> str:

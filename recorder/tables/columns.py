@@ -173,6 +173,8 @@ class Column:
         """Whether no known number is infinite or NaN, as far as that is quick to find out."""
         if isinstance(self.values, list) or self.values.dtype.kind in "iubU":
             return True
+        if self.values.dtype == MICRO_BATCH:
+            return bool((np.isfinite(self.values["loss"]) & np.isfinite(self.values["weight"])).all())
         if self.values.dtype.kind != "f":
             return not len(self.values)
         known = self.known_values

@@ -83,8 +83,8 @@ def options_of(origin: Origin) -> Configured:
 def of_ours(config: Mapping[str, Any]) -> Configured:
     actor = config["actor"]
     unchecked = {}
-    for name in ("use_sapo_loss", "rejection_sampling", "m2_threshold", "entropy_coef"):
-        if actor[name]:
+    for name in ("use_sapo_loss", "use_cispo_loss", "rejection_sampling", "m2_threshold", "entropy_coef"):
+        if actor.get(name):
             unchecked["loss"] = NOT_COMPUTED.format(name)
     if config.get("teacher"):
         unchecked["loss"] = NOT_COMPUTED.format("a teacher")
@@ -94,8 +94,10 @@ def of_ours(config: Mapping[str, Any]) -> Configured:
                 ("advantages", "loss")[stage == "loss" :], NOT_COMPUTED.format(f"actor.{name}={actor[name]}")
             )
     decoupled = actor["use_decoupled_loss"]
-    if decoupled and actor["prox_logp_method"] == "loglinear":
-        unchecked["loss"] = NOT_COMPUTED.format("prox_logp_method=loglinear")
+    if decoupled and (method := actor["prox_logp_method"]) in ("loglinear", "reuse_train_logp"):
+        unchecked["loss"] = NOT_COMPUTED.format(f"prox_logp_method={method}")
+    if actor.get("gae_timestep_unit") == "turn" or config.get("gconfig", {}).get("reward_normalization"):
+        unchecked |= dict.fromkeys(("advantages", "loss"), NOT_COMPUTED.format("GAE or rewards by turn"))
     if actor["mask_no_eos_with_zero"] and config.get("critic"):
         unchecked["advantages"] = NOT_COMPUTED.format("mask_no_eos_with_zero and a critic")
     rewards, tokens = norm(actor["reward_norm"]), norm(actor["adv_norm"])

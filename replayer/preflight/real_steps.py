@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 import torch
 from safetensors.torch import save_file
-from torch.distributed.tensor import DTensor
 
 from areal_core.config import PPOConfig
 from areal_core.data.batch import Batch
 from areal_core.engine.determinism import environment_at_start, seed_everything
+from areal_core.engine.reduction import local_of
 from areal_core.trainer.rl import Observer, PPOTrainer
 from recorder import Outcome, OutcomeObserver
 from replayer.preflight.settings import Process
@@ -145,8 +145,7 @@ def process_of(trainer: PPOTrainer) -> Process:
 
 
 def local_array(tensor: torch.Tensor) -> np.ndarray:
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    return local.detach().float().cpu().numpy().copy()
+    return local_of(tensor).detach().float().cpu().numpy().copy()
 
 
 def save_bits(bits: RunBits, folder: Path, rank: int) -> None:

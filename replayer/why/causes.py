@@ -349,12 +349,27 @@ def data_finding(case: Case) -> Finding | None:
             show,
         )
     if case.first.name == "rewards":
-        what = "the rewards of the same completions are others in each run, with the same code: something draws them at random"
+        same = "prompts and completions are equal"
         refuted = "the reward function, called again with these completions, returns A's rewards every time"
-        return Finding(
-            Cause("nondeterminism", what), "medium", ("prompts and completions are equal",), refuted, show
-        )
+        if unnamed := reward_code_unknown(case):
+            found = unknown_finding(case, same, unnamed)
+            what = "the reward function, or its inputs, gave other rewards to the same completions"
+            return replace(found, cause=replace(found.cause, what=what), refuted_by=refuted, next=show)
+        what = "the rewards of the same completions are others in each run, with the same code: something draws them at random"
+        return Finding(Cause("nondeterminism", what), "medium", (same,), refuted, show)
     return None
+
+
+def reward_code_unknown(case: Case) -> str:
+    """Return a sentence if a record names neither its reward function nor its commit, else ""."""
+    unnamed = [
+        name
+        for name, record in (("A", case.left), ("B", case.right))
+        if not (code := code_of(record.header)).get("reward_fn") and code.get("commit") is None
+    ]
+    if not unnamed:
+        return ""
+    return f"the code of {' and '.join(unnamed)} is not recorded, so it may be an edit or chance"
 
 
 def shown(value: Any) -> str:

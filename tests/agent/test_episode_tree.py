@@ -169,3 +169,18 @@ def test_statistics_have_the_share_of_broken_prefixes_and_the_warning_its_common
         "2 because earlier messages were left out or summarised, most often in turn 2 (statistic rollout/broken_prefix)"
     )
     assert describe_broken(assemble([(7, [exact])])) is None
+
+
+@pytest.mark.parametrize(
+    ("prompts", "kept"),
+    [
+        (([Q], [Q], [Q, 1, Q1]), [[1], [2]]),  # the second answer was used
+        (([Q], [Q], [Q, 0, Q1]), [[0], [2]]),  # the first one was
+        (([Q], [Q]), [[1]]),  # nothing follows: the last one
+        (([Q], [Q1], [Q]), [[1], [2]]),
+    ],
+)
+def test_an_answer_that_a_client_did_not_wait_for_is_left_out(episode, scripted_engine, prompts, kept):
+    agent, lines = Script(*prompts), ("a", "b", "c")[: len(prompts)]
+    assert turns_of(episode(agent, scripted_engine(*lines), drop_retry_orphans=True)) == kept
+    assert len(turns_of(episode(agent, scripted_engine(*lines)))) == len(prompts)

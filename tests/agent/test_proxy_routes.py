@@ -5,6 +5,8 @@ import json
 import openai
 import pytest
 
+from areal_core.errors import ConfigError
+
 WEATHER = {"name": "weather", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}}
 TOOL = {"type": "function", "function": WEATHER}
 CALL = '<tool_call>{"name": "weather", "arguments": {"city": "Oslo"}}</tool_call>'
@@ -216,3 +218,24 @@ def test_a_forced_call_and_an_answers_format_reach_the_engine(run_client, script
     assert {json.dumps(f["tags"][0]["content"]["json_schema"]) for f in formats} == {
         json.dumps(WEATHER["parameters"])
     }
+
+
+class Shout:
+    """A preprocessor of messages."""
+
+    def __call__(self, messages):
+        return [m | {"content": m["content"].upper()} for m in messages if m["role"] != "system"]
+
+
+def test_only_messages_of_anthropic_are_preprocessed(run_client, scripted_engine, tokenizer):
+    async def body(server):
+        asked = {"messages": [{"role": "user", "content": "q"}], "max_tokens": 9}
+        await server.post("/messages", json.dumps(asked | {"system": "s"}))
+        await server.post("/chat/completions", json.dumps(asked))
+
+    engine = scripted_engine("a", "b")
+    run_client(engine, body, message_preprocessors=["tests.agent.test_proxy_routes.Shout"])
+    first, second = [tokenizer.decode(request.input_ids) for request in engine.requests]
+    assert first.replace("Q", "q") == second != first
+    with pytest.raises(ConfigError, match="is not a class whose objects are called"):
+        run_client(engine, body, message_preprocessors=["json.dumps"])

@@ -13,7 +13,13 @@ import torch
 from areal_core.algorithm.advantages import (
     compute_advantages,
 )
+from areal_core.algorithm.gae_lambda import (
+    lengths_of,
+    relative_position_gae_lambda,
+    vapo_length_adaptive_gae,
+)
 from areal_core.algorithm.losses import (
+    cispo_loss,
     dpo_loss,
     entropy_bonus,
     policy_loss,
@@ -21,6 +27,7 @@ from areal_core.algorithm.losses import (
     sapo_loss,
     sft_loss,
 )
+from areal_core.algorithm.normalization import normalize_episodes
 from areal_core.algorithm.off_policy import behaviour_weights
 
 # Lengths of packed sequences; the sequence at EMPTY has no tokens in the loss mask.
@@ -72,6 +79,22 @@ def test_policy_loss(lengths, level, higher, c_clip):
         c_clip=c_clip, level=level, weights=torch.from_numpy(weights),
     )  # fmt: skip
     np.testing.assert_allclose(got.sum().item(), expected, rtol=1e-10)
+
+
+@pytest.mark.parametrize("lengths", SHAPES)
+@pytest.mark.parametrize(("low", "high"), [(1.0, 4.0), (0.1, 0.05)])
+def test_cispo_loss_and_its_gradient_beyond_the_bounds(lengths, low, high):
+    logprobs, prox, behaviour, advantages, mask, _ = packed(lengths)
+    ratio, weights = np.exp(logprobs - prox), np.exp(prox - behaviour)
+    slope = np.where(mask, -np.clip(ratio, 1 - low, 1 + high) * advantages * weights, 0.0)
+    now, *others = tensors(logprobs, prox, advantages, mask)
+    got, stats = cispo_loss(
+        now.requires_grad_(), *others, eps_clip=low, eps_clip_higher=high, weights=torch.from_numpy(weights)
+    )
+    got.sum().backward()
+    np.testing.assert_allclose(got.detach().numpy(), slope * np.where(mask, logprobs, 0), rtol=1e-10)
+    np.testing.assert_allclose(now.grad.numpy(), slope, rtol=1e-10)
+    assert stats["clip_mask"].tolist() == (mask & ((ratio < 1 - low) | (ratio > 1 + high))).tolist()
 
 
 @pytest.mark.parametrize("lengths", SHAPES)
@@ -222,3 +245,53 @@ def test_advantages_with_penalty_values_holes_and_cut_off_rows(shape, kl_estimat
     )  # fmt: skip
     np.testing.assert_allclose(got.advantages.numpy(), expected[0], rtol=1e-4, atol=1e-5)
     np.testing.assert_allclose(got.returns.numpy(), expected[1], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("has_values", [True, False])
+def test_a_turn_is_one_step_of_gae_and_the_penalty_stays_with_its_token(has_values):
+    random = np.random.default_rng(5)
+    shape, discount = (6, 21), 0.9
+    turns = np.sort(random.integers(0, 5, shape), axis=1) + random.integers(0, 3, (6, 1))  # also gaps
+    mask = (turns > 0) & (random.random(shape) < 0.6)
+    mask[0] = False
+    logprobs, reference, values = random.normal(-1, 0.3, (3, *shape)).astype(np.float32)
+    values *= has_values
+    rewards, lambdas = random.normal(size=(2, 6)).astype(np.float32)
+    penalty = np.where(mask, -0.1 * (logprobs - reference), 0)
+    expected, returns = np.zeros((2, *shape))
+    for row in range(6):
+        steps = [
+            np.flatnonzero(mask[row] & (turns[row] == turn)) for turn in np.unique(turns[row][mask[row]])
+        ]
+        advantage = after = 0.0
+        for number, tokens in enumerate(reversed(steps)):
+            value = values[row, tokens[0]]
+            delta = (rewards[row] if number == 0 else 0.0) + discount * after - value
+            advantage, after = delta + discount * lambdas[row] * advantage, value
+            expected[row, tokens], returns[row, tokens] = advantage, advantage + value
+    got = compute_advantages(
+        *tensors(rewards, mask, logprobs, np.ones(shape, bool)), torch.zeros(6, dtype=torch.int32),
+        reference_logprobs=torch.from_numpy(reference), values=torch.from_numpy(values) if has_values else None,
+        kl_ctl=0.1, discount=discount, gae_lambda=torch.from_numpy(lambdas), turns=torch.from_numpy(turns),
+    )  # fmt: skip
+    np.testing.assert_allclose(got.advantages.numpy(), expected + penalty, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(got.returns.numpy(), returns, rtol=1e-4, atol=1e-5)
+
+
+def test_lambdas_follow_the_number_of_tokens_or_turns_of_a_row():
+    mask = torch.tensor([[0, 1, 1, 0, 1, 1], [0, 0, 0, 0, 0, 0], [0, 0, 1, 0, 0, 0]], dtype=torch.bool)
+    tokens, turns = (lengths_of(mask, None, unit) for unit in ("token", "turn"))
+    assert (tokens["timestep_lengths"].tolist(), turns["timestep_lengths"].tolist()) == ([4, 0, 1], [2, 0, 1])
+    assert lengths_of(mask, torch.full((3, 6), 7), "turn")["turn_counts"].tolist() == [1, 0, 1]
+    assert vapo_length_adaptive_gae(tokens, alpha=0.5).tolist() == [0.5, 0.0, 0.0]
+    kept = relative_position_gae_lambda(tokens, q=0.125)
+    np.testing.assert_allclose(kept.numpy(), [0.5, 0.0, 1.0])  # 0.5 ** 3 is the share of the first token
+    for wrong in ({"alpha": 0}, {"alpha": True}):
+        with pytest.raises(ValueError, match="expected a number above 0"):
+            vapo_length_adaptive_gae(tokens, **wrong)
+
+
+def test_rewards_of_episodes_are_normalised_by_the_last_row_of_each():
+    rewards, groups = torch.tensor([0.2, 1.0, 3.0, 5.0, 5.0]), torch.tensor([4, 4, 4, 9, 9])
+    got = normalize_episodes(rewards, groups, torch.tensor([0, 0, 1, 0, 1]))
+    np.testing.assert_allclose(got.numpy(), [-1, -1, 1, 0, 0], rtol=1e-6)  # 1 and 3: mean 2, deviation 1

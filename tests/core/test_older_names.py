@@ -30,6 +30,31 @@ def test_cap_and_mode_become_rejection_sampling(mode, level, action):
     assert "became actor.rejection_sampling" in notes[0]
 
 
+def test_a_lambda_that_is_a_path_becomes_the_function_of_ours():
+    actor, notes = actor_of(gae_lambda="areal.trainer.ppo.lambda_fn.vapo_length_adaptive_gae")
+    assert actor == {"gae_lambda_fn": "areal_core.algorithm.gae_lambda.vapo_length_adaptive_gae"}
+    assert "actor.gae_lambda is called actor.gae_lambda_fn" in notes[0]
+
+
+def test_options_that_no_section_has_are_dropped_with_a_note_or_refused():
+    tree = {
+        "rollout": {"workers_ready_timeout": 60.0, "poll_interval": 5.0},
+        "actor": {"optimizer_dtype": "fp32"},
+    }
+    notes = translate_older_names(tree, GRPOConfig)
+    assert tree == {"rollout": {}, "actor": {}}
+    assert notes == [
+        "rollout.workers_ready_timeout is 60.0, which is not available: rollout.setup_timeout is how long servers "
+        "may take to start"
+    ]
+    with pytest.raises(
+        ConfigError, match=r"critic\.optimizer_dtype is 'bfloat16', which is not available: master"
+    ):
+        translate_older_names({"critic": {"optimizer_dtype": "bfloat16"}}, GRPOConfig)
+    with pytest.raises(ConfigError, match="deltas need AWEX"):
+        actor_of(enable_delta_weight_update=True)
+
+
 def test_a_cap_alone_masks_tokens_as_it_did_and_a_mode_alone_has_the_cap_it_had():
     assert actor_of(behave_imp_weight_cap=4.0)[0]["rejection_sampling"]["action"] == "mask"
     assert actor_of(behave_imp_weight_mode="token_truncate")[0]["rejection_sampling"]["upper"] == 5.0

@@ -160,6 +160,7 @@ def test_what_diagnoses_needs_no_extra(tmp_path):
     ("arguments", "extra"),
     [
         (["crosscheck", "RECORD"], "train"),
+        (["demo"], "train"),
         (["consistency", "RECORD", "--model", "."], "train"),
         (["record", "archive", "RECORD", "--to", "a.zip"], "archive"),
         (["record", "export", "RECORD", "--format", "hf", "--to", "a"], "archive"),

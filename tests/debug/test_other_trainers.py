@@ -51,6 +51,7 @@ OTHERS = {
     "check",
     "hang",
     "trace",
+    "mcp",
     "serve",
     "agent",
 }

@@ -507,3 +507,29 @@ def test_equal_rewards_of_half_credit_are_neither_right_nor_wrong(tmp_path):
     run["reward_min"][:5] = 0.0
     [alarm] = [one for one in judged(tmp_path, run, names).alarms if one.id == "D22"]
     assert (alarm.title, alarm.found.split("; ")[1]) == ("most groups have equal rewards", "every reward is 0.5")
+
+
+def test_a_constant_reward_is_neither_noisy_nor_right(tmp_path):
+    run = without(healthy(), "eval_reward") | {
+        "reward": np.full(STEPS, 3.0),
+        "zero_variance_groups": np.full(STEPS, 1.0),
+    }
+    found = {alarm.id: alarm for alarm in judged(tmp_path, run).alarms}
+    assert "D02" not in found
+    assert found["D22"].found.endswith("every reward is 3")
+    assert found["D01"].title == "the reward does not rise"
+
+
+@pytest.mark.parametrize("level", [0.88, 0.93])
+def test_a_reward_that_is_high_from_the_beginning_is_not_accused_of_not_rising(tmp_path, level):
+    run = without(healthy(), "eval_reward", "zero_variance_groups") | {"reward": noisy(np.full(STEPS, level), 0.01)}
+    assert "D01" not in {alarm.id for alarm in judged(tmp_path, run).alarms}
+
+
+def test_a_collapse_comes_before_the_reward_that_rose_and_fell_after_it(tmp_path):
+    hump = np.where(np.arange(STEPS) < BEGIN, ramp(0.2, 0.6, 0.0), 0.1)
+    collapsed = np.where(np.arange(STEPS) < BEGIN, 0.8, 0.02) + 0.001 * np.sin(np.arange(STEPS))
+    run = without(healthy(), "eval_reward") | {"reward": noisy(hump, 0.01), "entropy": collapsed}
+    alarms = judged(tmp_path, run).alarms
+    assert alarms[0].id == "D15"
+    assert not {"D16"} & {alarm.id for alarm in alarms}

@@ -271,3 +271,45 @@ def test_a_malformed_file_is_one_sentence(tmp_path, name, content, sentence):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(UnreadableRun, match=sentence):
         read_run(tmp_path / name)
+
+
+def test_events_are_read_as_tensorboard_reads_them(tmp_path):
+    """Several values of an event, tensors of TensorFlow 2, a restart, a record that is cut off."""
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+    from tensorboard.compat.proto.summary_pb2 import Summary
+    from tensorboard.summary.writer.event_file_writer import EventFileWriter
+    from tensorboard.util.tensor_util import make_tensor_proto
+
+    writer = EventFileWriter(str(tmp_path))
+    for step in (0, 1, 2, 5, 3, 4):
+        if step == 3:
+            writer.add_event(Event(step=3, session_log=SessionLog(status=SessionLog.START)))
+        scalars = [Summary.Value(tag=tag, simple_value=step + 0.5) for tag in ("reward", "loss")]
+        tensor = Summary.Value(tag="kl", tensor=make_tensor_proto(step * 0.25))
+        writer.add_event(Event(step=step, summary=Summary(value=[*scalars, tensor])))
+    writer.close()
+    (file,) = tmp_path.iterdir()
+    file.write_bytes(file.read_bytes()[:-1])
+    theirs = accumulator.EventAccumulator(str(tmp_path), size_guidance={"scalars": 0, "tensors": 0}).Reload()
+    found = read_run(tmp_path).by_name
+    for name in ("reward", "loss"):
+        expected = [(event.step, event.value) for event in theirs.Scalars(name)]
+        assert list(zip(found[name].steps, found[name].values, strict=True)) == expected
+    assert dict(zip(found["kl"].steps, found["kl"].values, strict=True)) == {0: 0, 1: 0.25, 2: 0.5, 3: 0.75}
+
+
+@pytest.mark.parametrize(
+    ("text", "steps"),
+    [
+        ("".join(f"Mean Reward: {n / 10}\n" for n in range(9)), [0, 8]),
+        ("".join(f"step: {n}|act_loss: 0.1\naverage reward score: {n / 10}\n" for n in range(9)), [0, 8]),
+        ("steps\tmean / reward\tloss\n" + "".join(f"{10 * n}\t{n / 10}\t0.5\n" for n in range(9)), [0, 80]),
+        ("".join(f"INFO run.py:8] step {n}: reward: {n / 10} | loss: 0.5\n" for n in range(9)), [0, 8]),
+    ],
+    ids=["without steps", "below the line of its step", "tabs", "cells"],
+)
+def test_a_console_log_is_read_without_braces(tmp_path, text, steps):
+    (tmp_path / "train.log").write_text(text)
+    reward = read_run(tmp_path / "train.log").series["reward"]
+    assert [int(reward.steps[0]), int(reward.steps[-1]), float(reward.values[-1])] == [*steps, 0.8]

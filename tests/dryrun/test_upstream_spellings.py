@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from areal_debug.train.script_options import options_of_script
+from areal_core.config import RWConfig, SFTConfig
+from areal_debug.train.script_options import method_of, options_of_script
 from areal_debug.verbs.train import command
 
 UPSTREAM = Path(__file__).parent / "upstream"
@@ -112,3 +113,9 @@ def test_a_file_of_servers_alone_needs_no_options_of_training(plan, tmp_path):
     assert (code, run["model"], run["allocation"], run["steps"]) == (0, "some/model", "sglang:d2", None)
     code, refused = plan(file, GRPO, "allocation_mode=sglang:d1+fsdp:d1")
     assert (code, "train_dataset.path must be given" in refused["problems"][0]) == (2, True)
+
+
+def test_a_file_whose_model_is_called_model_has_the_method_of_its_rows():
+    model = {"model": {"is_critic": True}}
+    assert method_of(model | {"train_dataset": {"type": "rw"}}) is RWConfig
+    assert method_of(model | {"train_dataset": {"path": "openai/gsm8k"}}) is SFTConfig

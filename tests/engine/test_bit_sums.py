@@ -48,10 +48,8 @@ def test_several_elements_equal_tensors_and_rounding_are_not_located():
 
 
 def test_an_element_that_changed_by_more_than_a_bit_is_located_without_one():
-    tensor = torch.ones(2, 3)
-    other = tensor.clone()
-    other[1, 2] = 3.5
-    assert locate(sums_of(tensor), sums_of(other)) == Element((1, 2), None)
+    other = torch.tensor([[1.0, 1.0, 1.0], [1.0, 1.0, 3.5]])
+    assert locate(sums_of(torch.ones(2, 3)), sums_of(other)) == Element((1, 2), None)
 
 
 def test_sums_are_json_without_loss_and_of_empty_and_scalar_tensors():

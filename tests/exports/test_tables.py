@@ -11,6 +11,7 @@ import torch
 from click.testing import CliRunner
 from pyarrow import dataset, parquet
 
+from areal_debug import Recorder
 from areal_debug.cli import main
 from recorder import DamagedRecord, RecordExists, open_record
 from recorder.tables.formats import export_record
@@ -74,6 +75,17 @@ def test_jsonl_and_arrow_hold_the_same(full, tmp_path):
         [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().split("\n")[:-1]], full
     )
     check_against_record(open_record(full).to_arrow().to_pylist(), full)
+
+
+def test_a_line_of_json_is_one_line_and_keeps_infinite_numbers(tmp_path):
+    texts = ["\u2028é", "plain"]
+    with Recorder(tmp_path / "record") as recorder:
+        for step, (text, number) in enumerate(zip(texts, (0.5, float("inf")), strict=True)):
+            recorder.step(step, [{"prompt": "?", "completion": text, "reward": number}])
+    export_record(tmp_path / "record", "jsonl", tmp_path / "rows.jsonl")
+    rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
+    assert [row["completion"] for row in rows] == texts
+    assert [row["reward"] for row in rows] == [0.5, {"float": "inf"}]
 
 
 def test_a_folder_is_one_table_of_steps_for_every_reader(full, tmp_path):

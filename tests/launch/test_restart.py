@@ -22,13 +22,13 @@ HERE = Path(__file__).parent
 
 @pytest.fixture
 def attempts(tmp_path, monkeypatch):
-    """Run with scripted exit codes: `attempts([1, 0], mode="auto")`.
+    """Run with scripted exit codes: `attempts([1, 0], mode="auto", hook="command")`.
 
     Returns the final exit code and the jobs that were started.
     """
 
-    def run(codes: list[int], mode: str, retries: int = 3) -> tuple[int, list[Job]]:
-        config = PPOConfig(experiment_name="e", trial_name="t")
+    def run(codes: list[int], mode: str, retries: int = 3, hook: str = "") -> tuple[int, list[Job]]:
+        config = PPOConfig(experiment_name="e", trial_name="t", post_exit_hook=hook)
         config.recover.mode, config.recover.retries = mode, retries
         job = Job((), config, parse_allocation("fsdp:d1"), {}, tmp_path)
         started: list[Job] = []
@@ -162,3 +162,9 @@ def test_a_run_that_is_recorded_and_killed_leaves_one_complete_record_that_repla
     assert list(open_record(record).steps) == [0, 1, 2]
     replayed = run_forked([COMMAND, "replay", str(record)])
     assert replayed.returncode == 0, replayed.stdout + replayed.stderr
+
+
+def test_the_hook_runs_once_after_the_last_attempt_and_changes_no_exit_code(attempts, tmp_path, capsys):
+    code, _ = attempts([1, 0], mode="fault", hook='echo run >> "$LOG_DIR/hook"; exit 3')
+    assert (code, (tmp_path / "hook").read_text()) == (0, "run\n")
+    assert "post_exit_hook: ended with exit code 3" in capsys.readouterr().err

@@ -187,3 +187,13 @@ def test_code_in_a_script_that_trains_when_imported_is_refused(record, source, m
 def test_a_damaged_identity_is_one_sentence(record):
     with pytest.raises(ReplayError, match="identity of its loss is damaged: Expected `str`"):
         own_code_of(with_code(record, loss_fn={"import_path": 7}).header)
+
+
+def test_a_record_may_name_a_lambda_of_ours_and_no_other_module(record, monkeypatch):
+    monkeypatch.delenv(ALLOWED_CODE, raising=False)
+    named = replace(record, header=replace(record.header, environment={"code": {}}))
+    ours = "areal_core.algorithm.gae_lambda.vapo_length_adaptive_gae"
+    for path, kept in ((ours, ours), ("areal_core.launch.run.keep_logs", None)):
+        tree = {"actor": {"gae_lambda_fn": path}}
+        put_own_code(tree, named, ())
+        assert tree["actor"]["gae_lambda_fn"] == kept

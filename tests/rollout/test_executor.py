@@ -96,6 +96,12 @@ def test_a_synchronous_batch_is_in_canonical_order_and_without_rejected_prompts(
         start().rollout_batch(rows(1, 2), Rewarded(lambda *_: None))
 
 
+def test_a_prompt_with_a_sample_left_out_is_dropped_where_groups_must_be_whole(start):
+    workflow = Rewarded(lambda prompt_id, sample_id: None if (prompt_id, sample_id) == (5, 0) else 1.0)
+    batch = start(drops_incomplete=True).rollout_batch(rows(9, 5, 7), workflow, n_samples=2)
+    assert batch["prompt_id"].tolist() == [7, 7, 9, 9]
+
+
 def test_paused_it_starts_nothing_and_resumed_it_continues(start):
     engine = ScriptedEngine()
     executor = start(engine=engine)

@@ -17,9 +17,10 @@ from areal_core.rollout.types import ModelRequest, ModelResponse, Sampling
 from areal_core.servers import health
 from areal_core.servers.client import FleetClient
 from areal_core.servers.connections import parse_retry_after
-from areal_core.servers.health import State
+from areal_core.servers.health import Health, State
 from areal_core.servers.identity import RunModel
 from areal_core.servers.pool import ServerPool
+from areal_core.servers.server import Server
 from areal_core.servers.sglang import SGLANG
 from areal_core.servers.verification import WeightCheck
 from areal_core.servers.weight_update import DiskUpdate
@@ -149,6 +150,24 @@ def test_a_server_that_breaks_a_rule_is_quarantined_and_its_requests_are_sent_el
     [line] = client.health.lines()
     assert line.startswith(f"{bad.server.address} quarantined: 0 of ")
     assert rule in line
+
+
+def test_failed_and_slow_replies_are_reported_at_once_and_counted_at_the_end(caplog):
+    server, other = Server("one:1"), Server("two:1")
+    health = Health([server, other])
+    for _ in range(9):
+        health.replied(other, 1.0, num_tokens=100)
+    health.record(server).requests = 4
+    health.replied(server, 30.0, num_tokens=100)  # 0.3 s for each token, and most take 0.01 s
+    for kind in ("TimeoutError", "http_500", "http_500"):
+        health.failed(server, kind)
+    assert [text.partition(": ")[2] for text in caplog.messages] == [
+        "a reply of 100 tokens took 30.0 s, and is slow",
+        "TimeoutError for the first time, in request 4",
+        "http_500 for the first time, in request 4",
+    ]
+    [line] = health.lines()
+    assert line == "one:1 serving: 1 of 4 requests answered, http_500 x2, TimeoutError x1, slow x1"
 
 
 def test_a_positive_logprob_by_rounding_becomes_0(start_fake):

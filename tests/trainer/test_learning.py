@@ -1,12 +1,13 @@
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
 import torch
 
 from areal_core.config import NormConfig, PPOActorConfig, RejectionSamplingConfig
+from areal_core.errors import ConfigError
 from areal_core.telemetry.stats import Stats
-from areal_core.trainer.objective import PolicyObjective
+from areal_core.trainer.objective import PolicyObjective, build_objective
 from areal_core.trainer.step_stats import log_batch, log_settings
 from areal_core.trainer.update import divide_into_minibatches
 
@@ -218,3 +219,24 @@ def test_statistics_of_a_batch_have_the_names_and_values_that_users_know():
     assert stats["ppo_actor/correct_n_seqs"] == 3
     assert stats["ppo_actor/prompt_len/avg"] == 1
     assert stats["ppo_actor/seq_len/max"] == 3
+
+
+def test_reused_logprobs_are_the_proximal_policy_without_a_forward_pass():
+    reusing = objective(use_decoupled_loss=True, prox_logp_method="reuse_train_logp", ppo_n_minibatches=1)
+    assert not reusing.options.should_compute_prox_logp()
+    logprobs = torch.full((6,), -0.5).requires_grad_()
+    loss = reusing.loss(logprobs, torch.zeros(6), packed())  # the engine had -1
+    (gradient,) = torch.autograd.grad(loss, logprobs)
+    weight = torch.tensor(0.5).exp()  # proximal over behaviour; the policy's own ratio is 1
+    torch.testing.assert_close(gradient, weight * torch.tensor([-1.0, -1.0, 0.0, 1.0, 1.0, 0.0]))
+
+
+def test_a_function_gives_each_row_its_lambda_and_a_critic_shows_it():
+    lambdas = "areal_core.algorithm.gae_lambda.vapo_length_adaptive_gae"
+    options = PPOActorConfig(kl_ctl=0.0, gae_lambda_fn=lambdas, gae_lambda_kwargs={"alpha": 1.0})
+    built = build_objective(options, lambda tensor: tensor, Stats(), None)
+    values = torch.full((4, 3), 0.5)
+    inputs = built.learning_inputs(batch(), FixedScorer(torch.zeros(4, 3)), None, 0, values=values)
+    assert inputs["advantages"][0].tolist() == [0.25, 0.5, 0.0]  # two tokens: lambda 1/2; deltas 0, 1/2
+    with pytest.raises(ConfigError, match=r"actor.gae_lambda_fn .* cannot be called with"):
+        build_objective(replace(options, gae_lambda_kwargs={}), lambda tensor: tensor, Stats(), None)

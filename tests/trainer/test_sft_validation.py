@@ -9,8 +9,9 @@ from transformers import AutoModelForCausalLM
 
 from areal_core.config import SFTConfig
 from areal_core.config.train_engine import OptimizerConfig
-from areal_core.errors import ConfigError
+from areal_core.errors import ConfigError, MiscomputedError
 from areal_core.paths import run_folder
+from areal_core.testing.bit_flips import flip_bit
 from areal_core.trainer import build, supervised
 from areal_core.trainer.sft import SFTTrainer
 
@@ -26,20 +27,42 @@ def train(tiny_model, ranks, tmp_path, monkeypatch):
     monkeypatch.setattr(build, "start_process", lambda config: ranks)
     monkeypatch.setattr(supervised, "leave_ranks", lambda: None)
 
-    def run(valid_dataset, **evaluator) -> list[dict[str, float]]:
+    def run(valid_dataset, debug=None, prepare=lambda trainer: None, **evaluator) -> list[dict[str, float]]:
         config = SFTConfig(experiment_name="e", trial_name="t", total_train_steps=2)
         config.cluster.fileroot, config.allocation_mode = str(tmp_path), "fsdp:d1"
         config.actor.path, config.actor.dtype = str(tiny_model), "float32"
         config.actor.optimizer = OptimizerConfig(lr=1e-2, warmup_steps_proportion=0.0)
         config.train_dataset.batch_size = 4
-        for name, value in evaluator.items():
-            setattr(config.evaluator, name, value)
+        for section, options in ((config.evaluator, evaluator), (config.debug, debug or {})):
+            for name, value in options.items():
+                setattr(section, name, value)
         with SFTTrainer(config, TRAINING, valid_dataset) as trainer:
+            prepare(trainer)
             trainer.train()
         lines = (run_folder(config, "logs") / "stats.jsonl").read_text().splitlines()
         return [json.loads(line) for line in lines]
 
     return run
+
+
+def test_a_step_that_is_computed_wrongly_once_stops_the_run(train):
+    calls = []
+
+    def flip(module, arguments, output):
+        calls.append(output)
+        if len(calls) == 3:  # the second step, the first computation
+            flip_bit(output, 70, 30)
+
+    def plant(trainer):
+        trainer.actor.model.get_submodule("model.layers.1.mlp.up_proj").register_forward_hook(flip)
+
+    runs = [train([], debug=debug)[-2:] for debug in ({}, {"verify_every": 1})]
+    plain, verified = ([(s["sft/loss/avg"], s["sft/grad_norm"]) for s in run] for run in runs)
+    assert plain == verified
+    with pytest.raises(MiscomputedError, match="step 1, actor, minibatch 0: rank 0") as raised:
+        train([], debug={"verify_every": 1}, prepare=plant)
+    assert "output of model.layers.1.mlp.up_proj, element [0, 0, 70], bit 30" in str(raised.value)
+    assert len(calls) == 5
 
 
 def losses_per_row(model) -> list[float]:

@@ -11,9 +11,10 @@ from areal_core.launch.job import Job
 from areal_core.launch.placement import plan_servers
 from areal_core.launch.vllm_process import server_args, server_command
 from areal_core.rollout.errors import MalformedReply, UnsupportedSampling, WrongServer
-from areal_core.rollout.types import Sampling
+from areal_core.rollout.types import ModelRequest, Sampling, seed_of
 from areal_core.servers.reply import Asked, checked
 from areal_core.servers.server import Server
+from areal_core.servers.sglang import SGLANG
 from areal_core.servers.vllm import VLLM, parse_identity
 
 
@@ -59,6 +60,7 @@ def test_minus_9999_is_not_a_number_and_so_is_rejected():
         {"token_ids": [7, 8]},
         {"token_ids": [7]},
         {"weight_versions": None},
+        {"weight_versions": [{"version": "1", "start": 1, "end": 3}]},
         {"logprobs": None},
         {"token_ids": ["7", "9"]},
     ],
@@ -66,6 +68,12 @@ def test_minus_9999_is_not_a_number_and_so_is_rejected():
 def test_a_reply_whose_lists_disagree_is_malformed(changes):
     with pytest.raises(MalformedReply):
         VLLM.parse_generate(reply(**changes))
+
+
+def test_a_version_that_falls_within_a_reply_is_rejected():
+    spans = [{"version": "3", "start": 0, "end": 1}, {"version": "2", "start": 1, "end": 2}]
+    with pytest.raises(MalformedReply, match="versions from 2 to 3 that fall within the reply"):
+        checked(VLLM.parse_generate(reply(weight_versions=spans)), Asked("r-1", 2, None, None))
 
 
 def test_a_continued_request_has_less_to_wait_for():
@@ -77,6 +85,22 @@ def test_a_continued_request_has_less_to_wait_for():
     wanted = {"max_tokens": 10, "min_tokens": 3, "temperature": 0.0, "stop": ["x"], "logprobs": 0}
     assert {name: params[name] for name in wanted} == wanted
     assert VLLM.adapter_fields("lora-v3") == {"model": "lora-v3"}
+
+
+def test_seeds_have_the_names_of_each_server_and_differ_for_each_sample_of_a_prompt():
+    params = [
+        wire.generate_payload([1], Sampling(seed=7), 10, 0, "r")["sampling_params"] for wire in (VLLM, SGLANG)
+    ]
+    assert (params[0]["seed"], params[1]["sampling_seed"]) == (7, 7)
+    assert "seed" not in VLLM.generate_payload([1], Sampling(), 10, 0, "r")["sampling_params"]
+
+    def seed(own=None, run=None, **name):
+        return seed_of(ModelRequest(input_ids=[1], sampling=Sampling(seed=own), metadata=name), run)
+
+    assert (seed(own=7, sample_id=2), seed(own=2**31 - 1, sample_id=1), seed(sample_id=2)) == (9, 0, None)
+    names = [{"prompt_id": p, "sample_id": s, "turn": t} for p in (0, 1) for s in (0, 1) for t in (0, 1)]
+    assert len({seed(run=1, **name) for name in names}) == 8
+    assert seed(run=1, **names[0]) == seed(run=1, **names[0]) != seed(run=2, **names[0])
 
 
 def test_grammars_have_the_names_of_vllm_and_an_unknown_parameter_is_refused():

@@ -129,8 +129,12 @@ def test_a_variable_of_kernels_changes_no_reward(tmp_path):
 
     both = {"libraries": {}, "variables": {}}
     answer = ask(tmp_path, rewarded, header(both | {"variables": {"MKL_CBWR": "COMPATIBLE"}}), header(both))
-    assert (answer.finding.cause.kind, answer.finding.confidence) == ("nondeterminism", "medium")
+    assert (answer.finding.cause.kind, answer.finding.confidence) == ("unknown", "low")
+    assert "the code of A and B is not recorded" in answer.finding.evidence[1]
     assert answer.to_dict()["row"] == 2
+    code = {"code": {"commit": "0" * 40, "dirty_sha256": None}}
+    answer = ask(tmp_path / "known", rewarded, header(both | code), header(both | code))
+    assert (answer.finding.cause.kind, answer.finding.confidence) == ("nondeterminism", "medium")
 
 
 def test_a_last_bit_with_equal_settings_is_nondeterminism_and_more_is_unknown(tmp_path):

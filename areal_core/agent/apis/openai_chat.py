@@ -18,10 +18,11 @@ from areal_core.agent.apis.json_fields import (
     template_options,
 )
 from areal_core.agent.apis.request_fields import CHAT, check_fields
-from areal_core.agent.conversation import Call, Interaction, Message, ToolCall
+from areal_core.agent.conversation import Call, Interaction, Message, RemoteImage, ToolCall
 from areal_core.agent.errors import BadRequest
 from areal_core.agent.grammar import ANY_OBJECT
 from areal_core.agent.output_parsers import dump, json_value
+from areal_core.data.images import data_url
 
 ID_PREFIX = "chatcmpl-"
 TEXT_PARTS = ("text", "input_text", "output_text")  # of chat completions; of responses
@@ -109,6 +110,27 @@ def parse_message(message: dict[str, Any]) -> Message:
         name=take(message, "name", str, None),
         reasoning=take(message, "reasoning_content", str, take(message, "reasoning", str, None)),
     )
+
+
+def message_json(message: Message) -> dict[str, Any]:
+    """Return a message as a request has it."""
+    parts = [
+        {"type": "text", "text": part}
+        if isinstance(part, str)
+        else {
+            "type": "image_url",
+            "image_url": {"url": part.url if isinstance(part, RemoteImage) else data_url(part)},
+        }
+        for part in message.parts
+    ]
+    optional = {
+        "tool_calls": [tool_call_json(call) for call in message.tool_calls],
+        "tool_call_id": message.tool_call_id,
+        "name": message.name,
+        "reasoning_content": message.reasoning,
+    }
+    shown = {"role": message.role, "content": parts or message.content}
+    return shown | {key: value for key, value in optional.items() if value}
 
 
 def parse_tool_call(call: dict[str, Any]) -> ToolCall:

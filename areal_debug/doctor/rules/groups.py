@@ -59,7 +59,7 @@ def kind_of(run: Run, alike: float) -> tuple[Kind, str]:
         if level is None:
             return "unknown", ""
         only = only_reward(run)
-        if only is not None and 0 < level < 1:
+        if only is not None and (0 < level < 1 or "reward_max" not in run.series):
             return "unknown", f"; every reward is {only:.3g}"
         right = float(np.clip((level - (1 - alike) / 2) / max(alike, 1e-12), 0, 1))
         why = f"; the reward is at {level:.2f} of its scale"
@@ -89,9 +89,11 @@ def level_of_reward(run: Run) -> float | None:
 def only_reward(run: Run) -> float | None:
     """Return the reward that all samples of the last steps have; None if they differ."""
     high, low = run.series.get("reward_max"), run.series.get("reward_min")
-    if high is None or low is None or high.finite.last != low.finite.last:
-        return None
-    return high.finite.last
+    if high is None or low is None:
+        mean = run.series["reward"].finite.values
+        is_one = np.ptp(mean) == 0 and mean[-1] not in (0.0, 1.0)  # a constant: its scale is unknown
+        return float(mean[-1]) if is_one else None
+    return high.finite.last if high.finite.last == low.finite.last else None
 
 
 def advantages_vanish(run: Run) -> Alarm | None:

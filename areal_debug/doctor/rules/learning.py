@@ -19,8 +19,8 @@ from areal_debug.doctor.series import (
 ENOUGH_STEPS = 20
 FEWEST_EVALUATIONS = 4
 EARLY_STEPS = 3  # the start of a run whose reward rises within its first window
-LEAST_RISE = 0.4  # of the reward's range
-SOLVED = 0.95
+LEAST_RISE, LEAST_HUMP = 0.4, 0.15  # of the reward's range
+SOLVED, HIGH = 0.95, 0.85
 BEYOND_THE_DRAW = 4.0  # standard errors: the best of all windows is chosen by its height
 CLEAR = 2.0  # times the scatter of a step
 NOISY_SHARE = 0.15  # of the reward's range: 10 prompts a step that are right or wrong scatter so
@@ -35,8 +35,12 @@ def reward_does_not_rise(run: Run) -> Alarm | None:
     if found is None or found.rises or is_at_ceiling(reward.finite):
         return None
     falls = found.falls
-    if not falls and (rises(run, "eval_reward") or may_still_rise(reward.finite, found)):
+    if not falls and (
+        rises(run, "eval_reward") or may_still_rise(reward.finite, found) or is_high(reward.finite)
+    ):
         return None
+    if not falls and rose_and_fell(run):
+        return None  # named by D04
     reached = None if falls else end_of_rise(reward.finite)
     how = f"{reward.finite.values[0]:.3g} at first, {reward.finite.last:.3g} from step {reached} on"
     stale = run.series.get("staleness")
@@ -54,9 +58,25 @@ def reward_does_not_rise(run: Run) -> Alarm | None:
 def end_of_rise(reward: Series) -> int | None:
     """Return the step at which a flat reward reached its level; None if it never rose."""
     start, level = float(np.median(reward.values[:EARLY_STEPS])), reward.last
-    if level - start < max(4 * reward.noise, LEAST_RISE * float(np.ptp(reward.values))):
+    if level - start <= max(4 * reward.noise, LEAST_RISE * float(np.ptp(reward.values))):
         return None
     return int(reward.steps[int(np.argmax(reward.values >= level - reward.noise))])
+
+
+def is_high(reward: Series) -> bool:
+    """Return whether a reward between 0 and 1 was high from the beginning."""
+    values = reward.values
+    return bool(values.min() >= 0 and values.max() <= 1 + 1e-6 and reward.first >= HIGH)
+
+
+def rose_and_fell(run: Run) -> bool:
+    """Return whether the reward fell after a peak that was above its beginning."""
+    reward = run.series.get("reward")
+    if reward is None or reward_fell_from_its_peak(run) is None:
+        return False
+    series = reward.finite
+    peak = float(running_medians(series.values, series.window).max())
+    return peak - series.first > max(4 * series.noise, LEAST_HUMP * float(np.ptp(series.values)))
 
 
 def may_still_rise(reward: Series, found: Trend) -> bool:
@@ -109,7 +129,7 @@ def reward_scatters(run: Run) -> Alarm | None:
     if found is None:
         return None
     batch = run.config.get("train_dataset.batch_size")
-    gets_noisier = late >= (1.5 if found.rises else 2.0) * early and late >= abs(found.change)
+    gets_noisier = late > 0 and late >= (1.5 if found.rises else 2.0) * early and late >= abs(found.change)
     gets_noisier = gets_noisier and not is_due_to_prompts(values[half:], late, batch)
     is_noisy = reward.finite.noise >= max(
         NOISY * abs(found.change), NOISY_SHARE * max(1.0, float(np.ptp(values)))

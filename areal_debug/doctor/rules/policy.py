@@ -6,7 +6,7 @@ import numpy.typing as npt
 from areal_debug.doctor.alarm import Alarm, alarm
 from areal_debug.doctor.onset import onset
 from areal_debug.doctor.read import Run
-from areal_debug.doctor.rules.learning import ENOUGH_STEPS, gain_since, is_learning, is_solved
+from areal_debug.doctor.rules.learning import ENOUGH_STEPS, gain_since, is_learning, is_solved, rose_and_fell
 from areal_debug.doctor.series import Series, medians_between, running_medians, trend
 
 FAR_FROM_ONE = 0.05
@@ -231,6 +231,8 @@ def policy_drifts_for_nothing(run: Run) -> Alarm | None:
         return None
     if grows.change < max(0.01, abs(divergence.finite.first)):
         return None
+    if rose_and_fell(run):
+        return None  # it did gain reward until the peak, which D04 names
     return alarm(
         "D16",
         divergence,

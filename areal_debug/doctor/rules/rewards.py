@@ -17,6 +17,7 @@ NOT_A_TERM = {"mean", "std", "max", "min", "chosen", "rejected", "margins", "acc
 OF_FORM = re.compile(r"format|tag|xml|json|style|structur|template|think|boxed|syntax|length|brevity", re.I)
 DOMINATES = 0.5  # share of the reward
 TIMES_THE_TASK = 2.0  # gain of the terms for form over that of the task
+FINE = 1e-5  # a mean reward that is printed so finely as 0 is 0: one sample that earned shows
 STILL_RISING = 0.1  # share of the gain that falls into the last fifth
 
 
@@ -48,8 +49,8 @@ def form_dominates(run: Run) -> Alarm | None:
         "D31",
         terms[largest],
         found=(
-            f"since step {begins} {', '.join(of_form)} gained {gain:.3g}, the other terms {task_gain:+.3g}; "
-            f"they are {100 * share:.0f} % of the reward at the end"
+            f"since step {begins} {', '.join(of_form)} gained {gain:.3g}, and the other terms {task_gain:+.3g}; "
+            f"{100 * share:.0f} % of the reward at the end is for form"
         ),
         title="format" if "format" in largest.lower() else "form",
         since=begins,
@@ -109,7 +110,7 @@ def weighted(terms: dict[str, Series], weights: dict[str, float] | None = None) 
 
 def term_is_dead(run: Run) -> Alarm | None:
     """D32: a term of the reward or loss, the KL, or one of several validation sets is always 0."""
-    logged = dict(terms_of(run)) | weighted_terms(run)
+    logged = terms_of(run) | weighted_terms(run)
     norm, divergence = run.series.get("grad_norm"), run.series.get("reference_kl")
     moves = norm is not None and len(norm.finite.values) and norm.finite.last > 0
     is_off = weights(run).get("KL", ("", 1.0))[1] == 0.0
@@ -118,16 +119,20 @@ def term_is_dead(run: Run) -> Alarm | None:
     sets = [series.finite for series in validations(run) if len(series.finite.values) >= FEWEST_EVALUATIONS]
     if any(series.values.any() for series in sets):  # none is solved where the model solves nothing
         logged |= {f"the validation set {series.name}": series for series in sets}
+    rewards = terms_of(run)
     dead = {
-        name: series for name, series in logged.items() if not series.resolution and not series.values.any()
+        name: series
+        for name, series in logged.items()
+        if series.resolution <= (FINE if name in rewards else 0) and not series.values.any()
     }
     if not dead:
         return None
     series = next(iter(dead.values()))
+    zero = f"0 to within {series.resolution:.0e}" if series.resolution else "exactly 0"
     return alarm(
         "D32",
         series,
-        found=f"{', '.join(dead)}: exactly 0 in all {len(series.values)} steps",
+        found=f"{', '.join(dead)}: {zero} in all {len(series.values)} steps",
         since=int(series.steps[0]),
     )
 

@@ -2,7 +2,8 @@
 NeMo-RL and AReaL.
 
 A line names a step, has pairs of a name and a number, or both; pairs belong to the step named last.
-TRL and Transformers print no step: there a name that comes again begins the next one.
+TRL and Transformers print no step: there a name that comes again begins the next one, and so in a
+log that names no step at all. A line of names between tabs is the header of the rows behind it.
 """
 
 import re
@@ -29,6 +30,7 @@ OWN_STEP = re.compile(r"['\"](?:global_step/max_steps|global_step|step)['\"]\s*:
 DASHED = re.compile(r"([A-Za-z_][\w./@-]{0,150}):(?:[\w.]{1,20}\()?(" + NUMBER + r")\)?$")
 FIELD = re.compile(r"([A-Za-z][\w ./()-]{0,60}?):?\s+(" + NUMBER + r")\s*(%?)(?:\s*[A-Za-z/]{1,12})?$")
 BULLET = re.compile(r"\s*[•*]\s+([A-Za-z][\w ./()-]{0,60}):\s+(" + NUMBER + r")(?=[\s(%]|$)\s*(%?)")
+PLAIN = re.compile(r"\s*([A-Za-z][\w ./()-]{0,60}?)\s*[:=]\s*(" + NUMBER + r")\s*(%?)\s*$")
 CELLS = re.compile(r"[|│┃]")
 NAME = re.compile(r"[A-Za-z_][\w./@ -]{0,150}")
 BARE = re.compile(NUMBER)
@@ -43,12 +45,21 @@ def rows_of(lines: Iterable[str]) -> Iterator[Row]:
     """Yield the numbers of each line with a step."""
     step: int | None = None
     counted, seen = 0, set[str]()
+    header: list[str] = []
     for line in lines:
         line = ANSI.sub("", line[:MAX_LINE]).rstrip()
         if MICRO.search(line):
             continue
+        cells = line.split("\t")
+        if len(cells) > 2 and all(map(NAME.fullmatch, cells)):
+            header = [re.sub(r"\s*/\s*", "/", cell) for cell in cells]
+        elif header and len(cells) == len(header) and all(map(BARE.fullmatch, cells)):
+            yield dict(zip(header, cells, strict=True))
+            continue
         named = [first or second for first, second in STEP.findall(line)]
         step = int(named[-1]) if named else step
+        if named and CELLS.search(line):  # `iteration 5: lm loss: 3.0 | grad norm: 1.0`
+            line = f"step {step} | {STEP.split(line)[-1].lstrip(': ')}"
         pairs = {name: number for name, number in pairs_of(line) if name.lower() not in OF_STEP}
         if not pairs:
             continue
@@ -56,7 +67,7 @@ def rows_of(lines: Iterable[str]) -> Iterator[Row]:
             yield {**pairs, "step": step}
         elif own := OWN_STEP.search(line):
             yield {**pairs, "step": int(own[1])}
-        elif "epoch" in pairs:  # of Transformers
+        elif "epoch" in pairs or step is None:  # of Transformers, and of a log without steps
             if not seen.isdisjoint(pairs):
                 counted, seen = counted + 1, set()
             seen.update(name for name in pairs if name != "epoch")
@@ -75,7 +86,7 @@ def pairs_of(line: str) -> Iterator[tuple[str, str]]:
         matches = [DASHED.search(piece.strip()) for piece in line.split(" - ")]
         found = [(match[1], match[2], "") for match in matches if match is not None]
     else:
-        bullet = BULLET.match(line)
+        bullet = BULLET.match(line) or PLAIN.fullmatch(line)
         found = [] if bullet is None else [(bullet[1], bullet[2], bullet[3])]
     for name, number, percent in found:
         yield name.strip(), str(Decimal(number) / 100) if percent else number

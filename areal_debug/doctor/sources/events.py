@@ -4,6 +4,7 @@ TensorBoard's own reader computes the checksums in Python. Its messages are deco
 what follows the first damaged record of a file is left out, as there.
 """
 
+import os
 import struct
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -52,9 +53,10 @@ def number_of(value: Any, make_ndarray: Any) -> float | None:
 def records_of(path: Path) -> Iterator[bytes]:
     """Yield the intact records of a file."""
     with open_received(path) as file:
+        size_bytes = os.fstat(file.fileno()).st_size
         while len(head := file.read(HEAD.size)) == HEAD.size:
             size, checksum = HEAD.unpack(head)
-            if masked_checksum(head[:8]) != checksum:
+            if masked_checksum(head[:8]) != checksum or size > size_bytes:
                 return
             record, end = file.read(size), file.read(4)
             if len(record) < size or end != masked_checksum(record).to_bytes(4, "little"):

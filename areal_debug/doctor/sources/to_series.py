@@ -15,7 +15,10 @@ STEP_NAMES = ("step", "global_step")
 STEP_OF_PHASE = re.compile(
     r"(?:train|rollout|eval|val|validation|test|trainer|training)/(?:global_step|global_iter|step)"
 )
-OTHER_STEP_NAMES = ("train_step", "training_step", "Step", "_step", "iteration", "iter", "update")
+OTHER_STEP_NAMES = (
+    "train_step", "training_step", "Step", "_step", "iteration", "iter", "update",
+    "steps", "global_steps", "timesteps", "total_timesteps", "iterations", "updates", "episode", "episodes",
+)  # fmt: skip
 CONTAINERS = ("data", "metrics", "logs", "log", "stats", "scalars")  # add nothing to a name
 TRAINING = "train/"  # the prefix that loggers add to training metrics
 MAX_DEPTH = 4
