@@ -16,6 +16,7 @@ from areal_core.config.experiment import DebugConfig
 from areal_core.engine.checksums import gradient_checksums, parameter_checksums
 from areal_core.paths import record_folder, run_folder
 from areal_core.trainer.rl import Observer, PPOTrainer
+from areal_debug.render import note
 from areal_debug.replay.observer import replay_reporter
 from areal_debug.train.script import show_mistakes_as_sentences
 from areal_debug.train.script_options import split_flags
@@ -64,7 +65,7 @@ def wire(argv: Sequence[str], config_class: type[C]) -> tuple[C, dict[str, Any]]
         request = Request(config.debug.path, *step_range(open_record(config.debug.path), None, None))
         hooks = replay_hooks(request, [partial(replay_reporter, make_recorder=recorder_of)])
     elif config.debug.dump_rollout_data:
-        hooks["observers"].append(make_recorder)
+        hooks["observers"] += [make_recorder, make_seam_check]
     if config.consistency.every_k_steps:
         hooks["observers"].append(make_consistency_check)
     if heartbeat.VARIABLE in os.environ:
@@ -87,6 +88,20 @@ def make_recorder(trainer: PPOTrainer) -> Observer:
         overwrite = debug.overwrite and trainer.first_step == 0
         archive = LiveArchive(staging, debug.path, overwrite, options.retention)
     return recorder_of(trainer, staging, options, archive)
+
+
+def make_seam_check(trainer: PPOTrainer) -> Observer:
+    """Return an observer that says at the end of a run that resumed what the resume changed."""
+    config, first, is_first_rank = trainer.config, trainer.first_step, trainer.ranks.rank == 0
+    is_continued = first > 0 and not is_archive_name(config.debug.path)
+
+    def observe(event: str, **facts: Any) -> None:
+        if event == "end" and facts["error"] is None and is_continued and is_first_rank:
+            from areal_debug.resume.seam import line_of
+
+            note(line_of(record_folder(config), first))
+
+    return observe
 
 
 def recorder_of(

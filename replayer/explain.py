@@ -84,8 +84,8 @@ class StepExplanation:
     """All samples of a step, largest gradient first.
 
     `faithful`: every step before it had the recorded bits. `grad_norms` are those of the
-    minibatches, before clipping. With an anatomy, `parts` are the terms, classes of token and turns of
-    each minibatch, `remarks` what is wrong with them, and `absent` the terms that it cannot have.
+    minibatches, before clipping. With an anatomy, `parts` are the terms, classes of token and turns
+    of each minibatch, `remarks` what is wrong with them, and `absent` the terms that cannot act.
     """
 
     record: str

@@ -1,4 +1,4 @@
-"""Run one step in several layouts: loss and gradient norm must not change, and a factor names the bug.
+"""Run one step in several layouts: its numbers must not change, and a factor names the bug.
 
     batch -> layouts: lists of micro-batches -> step function -> numbers, against those of one batch
 

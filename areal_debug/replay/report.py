@@ -247,7 +247,7 @@ REMARKS: dict[str, tuple[str, Level, str]] = {
 
 
 def report_of_anatomy(record: Record, found: dict[str, Any]) -> Report:
-    """Return what is wrong with terms of a step's loss, and the share of each part of its gradient."""
+    """Return what is wrong with terms of a step's loss, and each part's share of its gradient."""
     faults = [remark for remark in found["remarks"] if remark["kind"] in ("dead", "outside")]
     findings: list[Block] = []
     for remark in found["remarks"]:

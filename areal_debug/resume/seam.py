@@ -104,14 +104,20 @@ class Seam(NamedTuple):
         return "continues" if len(self.having("continues")) > 2 and not is_damaged else "unknown"
 
 
+NEAR = 50  # steps whose rows a run reads at its own end, which a long record must not delay
+
+
 @cache
 def texts() -> dict[str, dict[str, Any]]:
     """Return the rows of `seam.toml`."""
     return tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
 
 
-def read_segment(path: Path) -> Segment:
-    """Read a record, a log, or a folder with both and with checkpoints. Raises UnreadableRun."""
+def read_segment(path: Path, near: int | None = None) -> Segment:
+    """Read a record, a log, or a folder with both and with checkpoints. Raises UnreadableRun.
+
+    With `near`, only rows of the `NEAR` steps before and after that one.
+    """
     inside = (
         [path]
         if is_record(path) or path.is_file()
@@ -123,6 +129,9 @@ def read_segment(path: Path) -> Segment:
         with suppress(UnreadableRun):  # a log beside the record has more metrics
             own = read_run(path)
             run = replace(run, series=own.series | run.series, by_name=own.by_name | run.by_name)
+    if near is not None and run.record is not None:
+        steps = tuple(step for step in run.record.steps if near - NEAR <= step < near + NEAR)
+        run = replace(run, record=replace(run.record, steps=steps))
     found = [file for name in OPTIMIZERS for file in path.rglob(name)] if path.is_dir() else []
     files = sorted(found, key=lambda file: (number_of(file) or 0, file))
     rows = None if run.record is None else read_rows(run.record, run.damage)
@@ -551,6 +560,16 @@ def document_of(found: Seam) -> dict[str, Any]:
         "after": {"path": str(found.after.path), "first_step": found.after.steps[0]},
         "states": [state(one) for verdict in LEVELS for one in found.having(verdict)],
     }
+
+
+def line_of(record: Path, step: int) -> str:
+    """Return what a resume at a step of a record changed, one line; never raises for the record."""
+    try:
+        found = judge_seam(*cut(read_segment(record, step), step))
+    except (ValueError, OSError, UnreadableRun) as error:
+        return f"resumed at step {step}: what that changed is unknown ({error})"
+    report, command = report_of(found), f"areal-debug record seam {record} --at {step}"
+    return f"resumed at step {step}: {report.verdict}: {report.sentence}; {report.notes[0]} ({command})"
 
 
 def report_of(found: Seam) -> Report:

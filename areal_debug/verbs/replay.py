@@ -134,41 +134,36 @@ def command(
     \b
     Another layout:  --nproc 2, device=cpu, actor.mb_spec.max_tokens_per_mb=4096
     What if:         actor.eps_clip=0.3, --filter 'reward > 0 and len(completion) < 512', --edit, --reward
-    Why:             --explain STEP, --step N --anatomy, --step N --layouts
+    Why:             --explain STEP, --step N --anatomy
+    Layout bugs:     --step N --layouts
     Who:             --find-faulty
 
     A filter may use reward, prompt, completion (token ids), prompt_text, completion_text,
     finish_reason, logprobs, versions, prompt_id, sample_id and step. RECORD is never written to.
 
     Exit code 0: within the tolerance of the replay's layout; always for what-if and --explain. 1:
-    beyond it, or a dead term or gradient outside of the mask (--anatomy), or a number that depends on
+    beyond it; a dead term or gradient outside of the mask (--anatomy), or a number that depends on
     the layout (--layouts). 2: inconclusive.
     """
     from areal_debug.replay.ranks import replay_ranks
     from areal_debug.replay.report import note_cut
     from recorder import open_record
     from replayer.preconditions import check_options, step_range
-    from replayer.request import Request, replay_config
+    from replayer.request import Request
 
     opened = open_record(record)
     note_cut(opened)
     if config is not None and opened.header.trainer is None:
         fail("--config is for records of other trainers: change options of this one as OPTION=VALUE")
     check_options(opened, config)
-    if explain is not None or anatomy or layouts:
-        if sum((explain is not None, anatomy, layouts)) > 1:
-            fail("--explain, --anatomy and --layouts are three questions: ask one of them")
-        if explain is None and step is None:
-            fail("--anatomy and --layouts are about one step: add --step N")
-        changed = [*settings, *overrides, *filter(None, (row_filter, edit, reward, output)), *sweeps]
-        if explain is None and changed:
-            fail(f"the recorded step is examined as it is, and {changed[0]} would change it: leave that out")
-        at, kind = (step, "layouts" if layouts else "anatomy") if explain is None else (explain, "explain")
-        explain_step(opened, at, kind, model, config, as_json, html, force)
+    changed = [*settings, *overrides, *filter(None, (row_filter, edit, reward, output)), *sweeps]
+    asked = {"explain": explain is not None, "anatomy": anatomy, "layouts": layouts}
+    if kinds := [kind for kind, is_asked in asked.items() if is_asked]:
+        at = step if explain is None else explain
+        explain_step(opened, at, kinds, changed, model, config, as_json, html, force)
     if html is not None:
         fail("--html is for --explain, --anatomy and --layouts")
     if find_faulty or step is not None:
-        changed = [*settings, *overrides, *filter(None, (row_filter, edit, reward, output)), *sweeps]
         name_faulty(opened, find_faulty, step, (from_step, to_step), changed, model, nproc, as_json)
     first, last = step_range(opened, from_step, to_step)
     if sweeps and output is not None:
@@ -180,15 +175,7 @@ def command(
     num_ranks = nproc or opened.header.world_size
     request = as_recorded_ranks(opened, request, num_ranks)
     if sweeps:
-        from areal_debug.replay.sweep import print_sweep, requests_of
-
-        requests = requests_of(request, sweeps)
-        for one in requests.values():
-            replay_config(opened, one.model, one.settings, one.config)
-        check_request(opened, request, force=False)
-        with replay_ranks() as ranks:
-            reports = {name: replay_setting(ranks, one, num_ranks, name) for name, one in requests.items()}
-        print_sweep(reports, as_json)
+        sweep_options(opened, request, sweeps, num_ranks, as_json)
         return
     announce(f"replaying steps {first} to {last} of {record} on {placed(opened, request, num_ranks)}")
     with replay_ranks() as ranks:
@@ -197,6 +184,23 @@ def command(
     print_replay(report, request, as_json, rescored)
     assert report.verdict is not None
     raise SystemExit(report.verdict.exit_code)
+
+
+def sweep_options(
+    record: "Record", request: "Request", sweeps: Sequence[str], num_ranks: int, as_json: bool
+) -> None:
+    """Replay once with each combination of values, and compare."""
+    from areal_debug.replay.ranks import replay_ranks
+    from areal_debug.replay.sweep import print_sweep, requests_of
+    from replayer.request import replay_config
+
+    requests = requests_of(request, sweeps)
+    for one in requests.values():
+        replay_config(record, one.model, one.settings, one.config)
+    check_request(record, request, force=False)
+    with replay_ranks() as ranks:
+        reports = {name: replay_setting(ranks, one, num_ranks, name) for name, one in requests.items()}
+    print_sweep(reports, as_json)
 
 
 def as_recorded_ranks(record: "Record", request: "Request", num_ranks: int) -> "Request":
@@ -331,7 +335,8 @@ def print_replay(
 def explain_step(
     record: "Record",
     step: int | None,
-    kind: str,
+    kinds: Sequence[str],
+    changed: Sequence[object],
     model: str | None,
     config: str | None,
     as_json: bool,
@@ -340,7 +345,7 @@ def explain_step(
 ) -> NoReturn:
     """Print what each sample (and part, and layout) makes of a step; ends the command.
 
-    `kind` is explain, anatomy or layouts.
+    `kinds` are what was asked for, of explain, anatomy and layouts: one of them.
     """
     from areal_debug.replay.ranks import replay_ranks, report_of_ranks, task
     from areal_debug.replay.report import report_of_anatomy, report_of_explanation, report_of_layouts
@@ -350,7 +355,13 @@ def explain_step(
     from replayer.preconditions import check_model, check_steps_present, check_values, step_range
     from replayer.request import replay_config
 
-    assert step is not None
+    kind, *others = kinds
+    if others:
+        fail("--explain, --anatomy and --layouts are three questions: ask one of them")
+    if step is None:
+        fail("--anatomy and --layouts are about one step: add --step N")
+    if kind != "explain" and changed:
+        fail(f"the recorded step is examined as it is, and {changed[0]} would change it: leave that out")
     if html is not None:
         refuse_existing(html, force)
     step_range(record, step, step)

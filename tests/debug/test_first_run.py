@@ -51,12 +51,15 @@ def test_five_lines_train_and_keep_the_model(folder):
 
 @pytest.mark.long
 def test_recovery_needs_its_mode_alone(folder):
-    assert train(folder, "total_train_epochs=4", "total_train_steps=10", "recover.mode=auto")[0] == 0
+    again = ("total_train_epochs=4", "recover.mode=auto", "--dump-rollout")
+    code, out = train(folder, "total_train_steps=10", *again)
+    assert (code, "resumed at" in out) == (0, False)
     assert [path.name for path in folder.glob("runs/checkpoints/*/train/trial0/recover/*")] == ["step-000010"]
-    code, out = train(folder, "total_train_epochs=4", "total_train_steps=11", "recover.mode=auto")
+    code, out = train(folder, "total_train_steps=12", *again)
     assert code == 0, out
+    assert re.search(r"resumed at step 10: Continues: .*between step 9 and step 10.* --at 10\)", out), out
     assert "continuing at step 10 from runs/checkpoints/" in out
-    assert "\nstep 10 (11 of 11) " in out
+    assert "\nstep 10 (11 of 12) " in out
 
 
 def test_a_reward_function_of_another_signature_is_refused_before_anything_starts(folder):

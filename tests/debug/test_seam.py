@@ -9,6 +9,7 @@ from click.testing import CliRunner
 
 from areal_debug import Recorder
 from areal_debug.cli import main
+from areal_debug.resume.seam import line_of
 
 STEPS, BREAK = 24, 12
 
@@ -201,3 +202,18 @@ def test_generators_that_never_move_and_an_absent_configuration_show_nothing(tmp
     states = seam(tmp_path / "a", tmp_path / "b")[1]
     assert states["layout"]["state"] == "continues"
     assert states["rng"]["state"] != "changed"
+
+
+def test_a_run_says_in_one_line_what_its_own_resume_changed(tmp_path):
+    with Recorder(tmp_path / "record", trainer="slime", config={"global_batch_size": 10}) as recorder:
+        for step in range(STEPS):
+            rows = rows_of(step, step, step % BREAK, 0.01, 0.01, range(5 * step, 5 * step + 5))
+            recorder.step(step, rows, stats={"train/lr-pg_0": 1e-3})
+    line = line_of(tmp_path / "record", BREAK)
+    assert line.startswith("resumed at step 12: ")
+    assert "between step 11 and step 12" in line
+    assert "version" in line
+    assert line.endswith(f"(areal-debug record seam {tmp_path / 'record'} --at 12)")
+    assert "\n" not in line
+    assert "is unknown (" in line_of(tmp_path / "record", STEPS)
+    assert "is unknown (" in line_of(tmp_path / "none", 1)
