@@ -25,6 +25,7 @@ class LedgerEntry:
     errors: dict[str, int]  # by kind
     rejected: int
     rejected_rules: dict[str, int]  # replies by the rule that they broke
+    slow: int  # replies
     example: str  # of the last rejected reply
     p50_ms: float
     p95_ms: float
@@ -71,6 +72,7 @@ def parse_entry(server: dict[str, Any]) -> LedgerEntry:
         errors=counts_of(server["errors"]),
         rejected=int(server["rejected"]),
         rejected_rules=counts_of(server["rejected_rules"]),
+        slow=int(server.get("slow", 0)),  # older clients did not count them
         example=str(server["example"]),
         p50_ms=float(server["p50_ms"]),
         p95_ms=float(server["p95_ms"]),

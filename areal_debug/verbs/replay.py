@@ -71,7 +71,7 @@ if TYPE_CHECKING:
     metavar="MODULE:FN",
     help="Compute every reward again with this function, and list where it disagrees (see `reward rescore`).",
 )
-@output_option("Record this replay into a new folder.")
+@output_option("New folder to record this replay into; with --explain, --anatomy or --layouts one HTML page.")
 @force_option
 @click.option(
     "--explain", type=int, metavar="STEP", help="Each sample's share of a step's loss and gradient."
@@ -85,9 +85,6 @@ if TYPE_CHECKING:
     "--layouts",
     is_flag=True,
     help="Compute --step with 1, 2 and 4 micro-batches, permuted rows and more padding: nothing may change.",
-)
-@click.option(
-    "--html", type=click.Path(path_type=Path), help="Also write --explain or --anatomy as one HTML page."
 )
 @click.option(
     "--sweep",
@@ -121,7 +118,6 @@ def command(
     explain: int | None,
     anatomy: bool,
     layouts: bool,
-    html: Path | None,
     sweeps: tuple[str, ...],
     find_faulty: bool,
     step: int | None,
@@ -156,14 +152,13 @@ def command(
     if config is not None and opened.header.trainer is None:
         fail("--config is for records of other trainers: change options of this one as OPTION=VALUE")
     check_options(opened, config)
-    changed = [*settings, *overrides, *filter(None, (row_filter, edit, reward, output)), *sweeps]
+    changed = [*settings, *overrides, *filter(None, (row_filter, edit, reward)), *sweeps]
     asked = {"explain": explain is not None, "anatomy": anatomy, "layouts": layouts}
     if kinds := [kind for kind, is_asked in asked.items() if is_asked]:
         at = step if explain is None else explain
-        explain_step(opened, at, kinds, changed, model, config, as_json, html, force)
-    if html is not None:
-        fail("--html is for --explain, --anatomy and --layouts")
+        explain_step(opened, at, kinds, changed, model, config, as_json, output, force)
     if find_faulty or step is not None:
+        changed += [str(output)] if output else []
         name_faulty(opened, find_faulty, step, (from_step, to_step), changed, model, nproc, as_json)
     first, last = step_range(opened, from_step, to_step)
     if sweeps and output is not None:
@@ -340,7 +335,7 @@ def explain_step(
     model: str | None,
     config: str | None,
     as_json: bool,
-    html: Path | None,
+    page: Path | None,
     force: bool,
 ) -> NoReturn:
     """Print what each sample (and part, and layout) makes of a step; ends the command.
@@ -362,8 +357,10 @@ def explain_step(
         fail("--anatomy and --layouts are about one step: add --step N")
     if kind != "explain" and changed:
         fail(f"the recorded step is examined as it is, and {changed[0]} would change it: leave that out")
-    if html is not None:
-        refuse_existing(html, force)
+    if page is not None:
+        if page.suffix != ".html":
+            fail(f"--output is {page}: --{kind} writes one page, so give a name that ends in .html")
+        refuse_existing(page, force)
     step_range(record, step, step)
     check_steps_present(record, step, step)
     announce(f"explaining step {step} of {record.path}")
@@ -382,8 +379,8 @@ def explain_step(
         shown = report_of_layouts(found)
     else:
         shown = (report_of_anatomy if kind == "anatomy" else report_of_explanation)(record, found)
-    if html is not None:
-        write_report(html, shown, Frame(f"{shown.verdict}: {shown.sentence}", str(record.path), "replay"))
+    if page is not None:
+        write_report(page, shown, Frame(f"{shown.verdict}: {shown.sentence}", str(record.path), "replay"))
     if as_json:
         print_json(found)
     else:

@@ -60,4 +60,4 @@ def test_flags_may_be_given_with_and_without_the_name_of_the_script(tiny_model, 
         config, hooks = wire(argv, GRPOConfig)
         assert config.debug.path == str(tmp_path / "record")
         assert config.deterministic is False  # the user's own option comes last
-        assert len(hooks["observers"]) == 1
+        assert [make.__name__ for make in hooks["observers"]] == ["make_recorder", "make_seam_check"]
