@@ -94,8 +94,9 @@ def disagreement(group: str, sequence: int, at: dict[int, CollectiveRecord]) -> 
         if odd:
             this, other = shown(value(at[odd[0]])), shown(value(at[usual[0]]))
             tie = set(usual) <= set(odd)
-            whose = f"rank {usual[0]} has" if tie else "the others have"
-            detail = f"{this} where {whose} {other}"
+            detail = f"{this} where the others have {other}"
+            if tie:
+                detail = f"rank {odd[0]} has {this}, rank {usual[0]} has {other}"
             return OperationFinding(kind, group, sequence, at[odd[0]].operation, odd, usual, detail)
     return None
 
@@ -115,7 +116,8 @@ def minority(values: dict[int, object]) -> tuple[tuple[int, ...], tuple[int, ...
     if len(counts) < 2:
         return (), tuple(sorted(values))
     if counts[0][1] == counts[1][1]:
-        return tuple(sorted(values)), tuple(sorted(r for r, v in values.items() if v == counts[1][0]))
+        first = values[min(values)]
+        return tuple(sorted(values)), tuple(sorted(r for r, v in values.items() if v != first))
     odd = tuple(sorted(rank for rank, value in values.items() if value != counts[0][0]))
     return odd, tuple(sorted(set(values) - set(odd)))
 

@@ -71,6 +71,8 @@ def wait_of(raw: tuple[Frame, ...]) -> Wait:
         phases |= {"cleanup"}
     domain = next((name for f in python if (name := domain_of(f.file))), "")
     kind, operation, frame = wait_in_frames(frames, python)
+    if kind == "data":
+        phases -= {"cleanup"}  # a loader ends its workers at the end of an epoch
     return Wait(kind, operation, frame, user_frames(frames), phases, domain, frames)
 
 
@@ -100,6 +102,8 @@ def wait_in_frames(frames: tuple[Frame, ...], python: tuple[Frame, ...]) -> tupl
         and not (wait[0] == "data" and in_worker and calls_program(python, f))
     ]
     native = [(wait, f) for f in frames if f.native and (wait := native_wait(f.function))]
+    if len(found) > 1 and found[0][0][1] == "workers" and found[1][0][0] == "data":
+        found = found[1:]  # the loop over the data ends its loader
     if found:
         (kind, operation), frame = found[0]
         if kind == "collective" and any(wait[0] == "store" for wait, _ in native):

@@ -90,6 +90,11 @@ STACK_THREAD = re.compile(
 GDB_THREAD = re.compile(
     r'^Thread \d+ \((?:Thread 0x[0-9a-f]+ )?(?:"(?P<first>[^"]*)" )?\(?(?:LWP|process) (?P<id>\d+)\)?\)?(?: "(?P<name>[^"]*)")?.*:?$'
 )
+# A row of gdb's `info threads`: a thread and its innermost frame.
+GDB_ROW = re.compile(
+    r"^(?:\* )?(?P<number>\d{1,6}) +(?:Thread 0x[0-9a-f]+ )?\(?(?:LWP|process) (?P<id>\d{1,9})\)?"
+    r'(?: "(?P<name>[^"]*)")? +(?P<frame>(?:0x[0-9a-f]+ in )?[\w~<][^()]* \(.*)$'
+)
 TRACEBACK = re.compile(r"^(?:\^C)?Traceback \(most recent call (?P<order>first|last)\):")
 # Written by people and by programs that format `sys._current_frames()`.
 OTHER_THREAD = re.compile(

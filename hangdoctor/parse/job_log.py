@@ -41,6 +41,8 @@ TRACEBACK_FRAME = re.compile(
 ERROR = re.compile(r"^(?:[A-Za-z_]\w*\.)*[A-Za-z_]\w*(?::\s|$)")
 CHAINED = re.compile(r"^(?:During handling of the above|The above exception was the direct cause)")
 SPAWNED = re.compile(r"^-- Process (\d{1,6}) terminated with the following error:")
+# A rank that names itself in its error.
+ITSELF = re.compile(r"between collectives on ranks\. Rank (\d{1,6}) is running")
 IGNORED = re.compile(r"^Exception ignored in")
 FATAL = re.compile(r"^Fatal Python error: .*")
 DUMP_LINE = re.compile(r'^\s*(?:$|(?:Current t|T)hread 0x|File "|<no Python frame>|\.\.\.)')
@@ -263,15 +265,16 @@ def read_tracebacks(job: JobLog, found: Attempt, writer: int | None, lines: list
     frames: list[Frame] | None = None
     chained = in_report = crashed = False
     spawned: int | None = None
+    cut = True  # the first lines may be of a traceback whose head is missing
     mixed = 0  # tracebacks of ranks without a prefix, line by line into each other
 
     def close(error: str) -> None:
         nonlocal frames, chained, mixed
         if (frames and not any(of_launcher(frame) for frame in frames)) or FATAL.match(error):
             unique = dict.fromkeys(reversed(frames or ()))
-            found.failures.append(
-                Failure(writer if spawned is None else spawned, tuple(unique), error, chained)
-            )
+            said = ITSELF.search(error) if writer is None and spawned is None else None
+            rank = int(said[1]) if said else writer if spawned is None else spawned
+            found.failures.append(Failure(rank, tuple(unique), error, chained))
         frames, chained = (frames if mixed else None), False
         mixed = max(mixed - 1, 0)
 
@@ -288,7 +291,7 @@ def read_tracebacks(job: JobLog, found: Attempt, writer: int | None, lines: list
         elif TRACEBACK.match(line):
             close("")
             frames = []
-        elif frame and (frames is not None or not rest):
+        elif frame and (frames is not None or cut):
             frames = [*(frames or []), Frame(frame["function"], frame["file"], int(frame["line"]))]
         elif frames is not None and (not line.strip() or line[:1].isspace()):
             if frames and set(line.strip()) - set("^~ "):
@@ -308,6 +311,7 @@ def read_tracebacks(job: JobLog, found: Attempt, writer: int | None, lines: list
             crashed = True
         else:
             rest.append(line)
+            cut = cut and (not line.strip() or line[0].isspace())
     close("")
     return rest
 

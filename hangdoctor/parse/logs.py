@@ -48,10 +48,14 @@ def has_timeouts(text: str) -> bool:
 
 def watchdog_timeouts(log: LogTail) -> list[tuple[int, int, str]]:
     """Return (rank, sequence number, operation) of each time-out that the NCCL watchdog wrote into
-    a log.
+    a log; torch before 1.13 wrote no number, which is 0 here.
     """
     matches = (WATCHDOG.search(line) for line in log.lines)
-    return [(written_by(m, log), int(m["seq"][:18]), m["op"].lower()) for m in matches if m]
+    return [(written_by(m, log), number_of(m), m["op"].lower()) for m in matches if m]
+
+
+def number_of(match: re.Match[str]) -> int:
+    return int((match["seq"] or "0")[:18])
 
 
 def written_by(match: re.Match[str], log: LogTail) -> int:
@@ -75,7 +79,7 @@ def watchdog_records(logs: Iterable[LogTail]) -> tuple[CollectiveRecord, ...]:
                 at = (written_by(match, log), int(match["seq"][:18]))
                 groups.setdefault(at, (name, int(match["enqueued"][:18])))
             elif match := WATCHDOG.search(line):
-                timeouts.setdefault((written_by(match, log), int(match["seq"][:18])), match)
+                timeouts.setdefault((written_by(match, log), number_of(match)), match)
     found: dict[str, dict[int, CollectiveRecord]] = {}
     enqueued: dict[tuple[str, int], int] = {}
     known = {name for name, _ in groups.values()}
@@ -88,6 +92,8 @@ def watchdog_records(logs: Iterable[LogTail]) -> tuple[CollectiveRecord, ...]:
     comparable: list[CollectiveRecord] = []
     for group, ranks in found.items():
         top = max(record.sequence for record in ranks.values())
+        if not top and len({record.operation for record in ranks.values()}) == 1:
+            continue  # one operation, and which call of it nobody says
         late = [rank for rank, record in ranks.items() if record.sequence < top]
         if all(0 <= enqueued[(group, rank)] < top for rank in late):
             comparable += ranks.values()
@@ -103,7 +109,7 @@ def timeout_record(match: re.Match[str], rank: int, group: str) -> CollectiveRec
         group,
         (),
         operation,
-        int(match["seq"][:18]),
+        number_of(match),
         is_p2p,
         "started",
         sizes[0],

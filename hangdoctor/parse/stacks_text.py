@@ -13,7 +13,7 @@ from functools import lru_cache
 
 from hangdoctor.model import Frame
 from hangdoctor.parse.frame_lines import bare_name, frame_of, loose_frames
-from hangdoctor.parse.headings import PROCESS, OpenThread, Section, section_header, thread_header
+from hangdoctor.parse.headings import GDB_ROW, PROCESS, OpenThread, Section, section_header, thread_header
 from hangdoctor.parse.logs import ZEROS
 
 MAX_LINE = 4096
@@ -165,6 +165,9 @@ class Reader:
             return
         if line.startswith("frame #"):
             return  # of a C++ exception: where it was thrown, such as in a watchdog, is no wait
+        if ("LWP" in line or "(process" in line) and (row := GDB_ROW.match(line)):
+            self.row(row)
+            return
         if line[-1] != ")" and is_prose(line.translate(ZEROS), logged) and not self.refused(line):
             return
         frame = frame_of(line)
@@ -185,6 +188,14 @@ class Reader:
             self.sections[-1].message += f"{line}\n"
         elif not logged:
             self.pasted(line)
+
+    def row(self, row: re.Match[str]) -> None:
+        """Read a row of `info threads`; gdb's first thread is the main one."""
+        name = "MainThread" if row["number"] == "1" else row["name"]
+        self.open(OpenThread(name, int(row["id"])))
+        if frame := frame_of(f"#0 {row['frame']}"):
+            self.frames((frame,), loose=False)
+        self.close()
 
     def pasted(self, line: str) -> None:
         """Read the forms of people, which a program's log may have by chance."""

@@ -43,6 +43,8 @@ LAUNCH = re.compile(
 GLOO = re.compile(r"gloo::transport::.*")
 TRANSPORT_LOG = message("nccl", "transport_log")
 DEVICE_LOG = message("nccl", "device_log")
+UNNAMED_TIME_OUT = message("nccl", "unnamed_time_out")
+LOST_PEER = message("nccl", "lost_peer")
 RAS_SILENT = ("MISSING", "DEAD", "UNRESPONSIVE")
 IDLE_PERCENT, SPINNING_PERCENT = 5.0, 90.0
 
@@ -131,7 +133,7 @@ def from_records(case: Case) -> Verdict | None:
     if any(finding.kind != "same" for finding in case.findings):
         return None
     if not case.findings:
-        return alone_in_time_out(case)
+        return alone_in_time_out(case) or from_messages(case)
     finding, kind = case.findings[0], kind_of(case)
     says = f"; {kind.says}" if kind.kind else ""
     fact = f"{finding.source}, group {finding.group}: {finding.detail}"
@@ -158,7 +160,7 @@ def alone_in_time_out(case: Case) -> Verdict | None:
     if not found or case.lost:
         return None
     kind = kind_of(case)
-    says = [f"rank {rank} in {name} number {number}" for rank, (name, number) in sorted(found.items())]
+    says = [f"rank {rank} in {numbered(*call)}" for rank, call in sorted(found.items())]
     more = f" and {len(says) - 3} more" if len(says) > 3 else ""
     return make_verdict(
         "nccl_timeout",
@@ -167,8 +169,8 @@ def alone_in_time_out(case: Case) -> Verdict | None:
         f"The watchdog timed out: {', '.join(says[:3])}{more}; whether their peers reached these is not known.",
         (
             *(
-                Evidence(str(rank), f"its watchdog timed out on {name} number {n}")
-                for rank, (name, n) in found.items()
+                Evidence(str(rank), f"its watchdog timed out on {numbered(*call)}")
+                for rank, call in found.items()
             ),
             *kind.evidence,
         )[:8],
@@ -176,6 +178,37 @@ def alone_in_time_out(case: Case) -> Verdict | None:
         steps=steps_of_kind(kind),
         kind=kind.kind,
     )
+
+
+def from_messages(case: Case) -> Verdict | None:
+    """Return the verdict for messages of which none names its rank: a time-out, or a connection
+    that a peer has closed.
+    """
+    lines = [(log, line) for log in case.snapshot.logs for line in log.lines]
+    timed_out = next(((log, m) for log, line in lines if (m := UNNAMED_TIME_OUT.search(line))), None)
+    lost = next(((log, m) for log, line in lines if (m := LOST_PEER.search(line))), None)
+    kind = kind_of(case)
+    if case.snapshot.endings or not (timed_out or lost or kind.kind == "transport"):
+        return None
+    if timed_out is None and lost is not None:
+        log, match = lost
+        peer = f"The peer {match['peer']}" if match["peer"] else "A peer"
+        summary = f"{peer} closed its connection: it ended first, and no message names its rank."
+        said = Evidence("", match.string.strip()[:200], log.name)
+        return make_verdict("missing_rank", "low", (), summary, (said,), "gone")
+    says, evidence = "The network reports an error; no message names a rank.", kind.evidence
+    if timed_out is not None:
+        log, match = timed_out
+        says = f"A watchdog timed out in {match['op'].lower()}; no message says on which rank."
+        evidence = (Evidence("", match.string.strip()[:200], log.name), *evidence)
+    return make_verdict(
+        "nccl_timeout", "low", (), says, evidence, "records", steps=steps_of_kind(kind), kind=kind.kind
+    )
+
+
+def numbered(name: str, number: int) -> str:
+    """Return an operation with its number, where a message had one."""
+    return f"{name} number {number}" if number else name
 
 
 def recorded(case: Case) -> tuple[tuple[Rank, ...], tuple[Evidence, ...]]:
@@ -191,7 +224,9 @@ def recorded(case: Case) -> tuple[tuple[Rank, ...], tuple[Evidence, ...]]:
         found.append(Evidence(rank_ranges(ras), fact))
     for log in case.snapshot.logs[:1000]:
         for rank, sequence, name in watchdog_timeouts(log)[:2]:
-            found.append(Evidence(str(rank), f"its watchdog timed out on {name} number {sequence}", log.name))
+            found.append(
+                Evidence(str(rank), f"its watchdog timed out on {numbered(name, sequence)}", log.name)
+            )
     return behind or ras, tuple(found[:8])
 
 

@@ -28,6 +28,8 @@ COMPUTING = re.compile(
     r"resize|matmul|linear|einsum|conv\d|build_index|pad|collate",
     re.I,
 )
+# Calls of an engine that end when its workers have answered.
+ASKS = re.compile(r"get_response|_?wait_for_response|collective_rpc|execute_model")
 WORKING = (
     "running", "blocked", "compile", "import", "load", "data", "backward", "device", "file", "checkpoint",
 )  # fmt: skip
@@ -44,7 +46,7 @@ def straggler_or_not_hung(case: Case, graph: Graph) -> Verdict | None:
         return None
     if all(works(s) for s in sources):
         return slow(case, graph, sources)
-    if all(waits_for_requests(s) for s in case.ranks):
+    if all(waits_for_requests(s) for s in case.ranks) and not asking(case):
         # One rank polls its socket, the others wait for its broadcast.
         return make_verdict(
             "straggler_or_not_hung",
@@ -76,6 +78,11 @@ def waits_for_requests(process: Process) -> bool:
     receivers = {"recv_requests", "_process_input_queue", "recv_from_tokenizer"}
     receives = any(f.function in receivers for f in process.wait.frames)
     return "engine" in process.wait.phases and (receives or process.wait.operation == ENGINE_LOOP)
+
+
+def asking(case: Case) -> list[Process]:
+    """Return the processes that wait for the reply of an engine's workers to a step."""
+    return [s for s in case.others if any(ASKS.fullmatch(f.function) for f in s.wait.frames)]
 
 
 def job_moves(case: Case, graph: Graph) -> Verdict | None:

@@ -4,7 +4,7 @@ from hangdoctor.case import Case, Process
 from hangdoctor.graph import Cluster, Graph, common_prefix, rank_ranges, same_place
 from hangdoctor.model import Confidence, Evidence
 from hangdoctor.recorded_operations import OperationFinding
-from hangdoctor.rules.progress import waits_for_requests
+from hangdoctor.rules.progress import asking, waits_for_requests
 from hangdoctor.rules.verdict import (
     Verdict,
     apart,
@@ -31,6 +31,13 @@ def collective_mismatch(case: Case, graph: Graph) -> Verdict | None:
     if recorded is not None:
         return from_records(case, graph, recorded)
     if not case.ranks and (found := named_by_nccl(case)):
+        return found
+    if (
+        not case.lost
+        and case.ranks
+        and all(map(waits_for_requests, case.ranks))
+        and (found := lost_reply(case))
+    ):
         return found
     if not case.lost and graph.waiting and graph.sources and all(map(waits_for_requests, graph.source_ranks)):
         return out_of_step(case, graph)
@@ -68,6 +75,24 @@ def out_of_step(case: Case, graph: Graph) -> Verdict | None:
         f"{begin(wait_in(waiting))} of a step, while {name_ranks(sources)} {plural(sources, 'waits', 'wait')} for "
         "the next request: the engine's ranks are out of step.",
         waiting_evidence(graph) + stack_evidence(sources[:4], "waits for a request") + stillness(case),
+        "engine",
+    )
+
+
+def lost_reply(case: Case) -> Verdict | None:
+    """Return the verdict for an engine that waits for its workers, which wait for its next call."""
+    waiting = asking(case)
+    if not waiting:
+        return None
+    return make_verdict(
+        "collective_mismatch",
+        "medium",
+        (),
+        f"The engine waits for a reply to a step at {place(waiting[0])}, and {wait_in(case.ranks)} for the next "
+        "request: a message between them was lost.",
+        stack_evidence(waiting[:1], "waits for a reply")
+        + stack_evidence(case.ranks[:4], "waits for a request")
+        + stillness(case),
         "engine",
     )
 
@@ -118,7 +143,7 @@ def from_records(case: Case, graph: Graph, finding: OperationFinding) -> Verdict
     assumption about groups; stacks show where the odd ranks are.
     """
     odd = [s for s in case.ranks if s.rank in finding.odd_ranks]
-    where = f" at {place(odd[0])}" if odd and odd[0].wait.frames else ""
+    where = f"; {name_ranks(odd[:1])} is at {place(odd[0])}" if odd and odd[0].wait.frames else ""
     elsewhere = any(s.rank not in finding.odd_ranks for s in graph.source_ranks)
     others = sorted(set(finding.agreeing_ranks) - set(finding.odd_ranks))
     who = " and ".join(ranks_text(found) for found in (finding.odd_ranks, others) if found)
@@ -127,8 +152,7 @@ def from_records(case: Case, graph: Graph, finding: OperationFinding) -> Verdict
         # A watchdog message numbers the operations of one group and seldom names the group.
         "medium" if elsewhere or finding.source == "watchdog" else "high",
         finding.odd_ranks,
-        f"{begin(who)} disagree on the "
-        f"{finding.kind} of collective {finding.sequence} of group {finding.group}: {finding.detail}{where}.",
+        f"{begin(who)} disagree on the {finding.kind} of {collective_of(finding)}: {finding.detail}{where}.",
         record_evidence(finding) + stack_evidence(odd, "is here", graph) + stillness(case),
         "records",
     )
@@ -151,8 +175,14 @@ def named_by_nccl(case: Case) -> Verdict | None:
     return None
 
 
+def collective_of(finding: OperationFinding) -> str:
+    """Return number and group of the collective; some records have no number."""
+    number = f"collective {finding.sequence}" if finding.sequence else "a collective"
+    return f"{number} of group {finding.group}"
+
+
 def record_evidence(finding: OperationFinding) -> tuple[Evidence, ...]:
-    fact = f"{finding.source}, group {finding.group}, collective {finding.sequence}: {finding.detail}"
+    fact = f"{finding.source}, {collective_of(finding)}: {finding.detail}"
     return (Evidence(rank_ranges(finding.odd_ranks), fact, frame=finding.operation),)
 
 

@@ -30,7 +30,76 @@ Thread {pid} (idle): "MainThread"
     {wait}
     event_loop_pp (sglang/srt/managers/scheduler_pp_mixin.py:90)
 """
+OLD = "[E ProcessGroupNCCL.cpp:566] [Rank {r}] Watchdog caught collective operation timeout: WorkNCCL(OpType={op}, Timeout(ms)=1800000) ran for 1802713 milliseconds before timing out."
+BARRIER = """  File "/usr/lib/python3.7/lightning/trainer.py", line 1384, in save_checkpoint
+    self.strategy.barrier("save")
+  File "/usr/lib/python3.7/torch/distributed/distributed_c10d.py", line 3696, in barrier
+    work = group.barrier(opts=opts)
+RuntimeError: Detected mismatch between collectives on ranks. Rank 1 is running collective: CollectiveFingerPrint(SequenceNumber=9, OpType=BARRIER), but Rank 0 is running collective: CollectiveFingerPrint(SequenceNumber=9, OpType=ALLREDUCE, TensorShape=[1])."""
+INFO_THREADS = """(gdb) info threads
+  Id   Target Id         Frame
+* 1    Thread 0x7fc7 (LWP 52422) "" select_poll_poll () at /src/selectmodule.c.h:219
+  2    Thread 0x7fc6 (LWP 52574) "python" 0x00007fc7 in accept4 (fd=7, flags=5) at ../accept4.c:40
+"""
+ASKING = """Process 40: VLLM::EngineCore
+Thread 40 (idle): "MainThread"
+    dequeue (vllm/distributed/device_communicators/shm_broadcast.py:794)
+    get_response (vllm/v1/executor/multiproc_executor.py:387)
+    step (vllm/v1/engine/core.py:59)
+Process 41: ray::RayWorkerProc
+Thread 41 (idle): "MainThread"
+    dequeue (vllm/distributed/device_communicators/shm_broadcast.py:794)
+    worker_busy_loop (vllm/v1/executor/multiproc_executor.py:870)
+"""
+EPOCH = """  File "train.py", line 80, in epoch
+    for batch in loader:
+  File "/usr/lib/python3.7/torch/utils/data/dataloader.py", line 830, in _next_data
+    self._shutdown_workers()
+  File "/usr/lib/python3.7/torch/utils/data/dataloader.py", line 942, in _shutdown_workers
+    w.join()
+  File "/usr/lib/python3.7/multiprocessing/process.py", line 140, in join
+    res = self._popen.wait(timeout)
+KeyboardInterrupt
+"""
 CASES = {
+    "watchdogs without numbers": (
+        OLD.format(r=1, op="ALLREDUCE") + "\n" + OLD.format(r=0, op="BROADCAST"),
+        "collective_mismatch",
+        (0, 1),
+        "of a collective of group default: rank 0 has broadcast, rank 1 has allreduce",
+    ),
+    "one operation without a number": (
+        OLD.format(r=1, op="ALLREDUCE") + "\n" + OLD.format(r=0, op="ALLREDUCE"),
+        "nccl_timeout",
+        (),
+        "rank 0 in allreduce, rank 1 in allreduce; whether",
+    ),
+    "a watchdog that names no rank": (
+        "[E cpp:523] Watchdog caught collective operation timeout:\nWorkNCCL(OpType=ALLREDUCE, SeqNum=458) ran for 1800600 ms before timing out.",
+        "nccl_timeout",
+        (),
+        "no message says on which rank",
+    ),
+    "a peer that names no rank": (
+        "RuntimeError: [/third_party/gloo/gloo/transport/tcp/pair.cc:598] Connection closed by peer [10.1.2.3]:33621",
+        "missing_rank",
+        (),
+        "the peer [10.1.2.3]:33621 closed its connection",
+    ),
+    "a network error that names no rank": (
+        "Last error:\nNET/IB : Got completion from peer 10.0.0.2<44315> with status=12 opcode=129 len=0 vendor err 129 (Recv)",
+        "nccl_timeout",
+        (),
+        "the network reports an error",
+    ),
+    "a traceback of the rank that its error names": (
+        BARRIER, "collective_mismatch", (0, 1), "rank 0 has allreduce, rank 1 has barrier; rank 1 is at barrier"
+    ),
+    "gdb's table of threads": (INFO_THREADS, "unknown", (), "it is at select_poll_poll (selectmodule.c.h)"),
+    "an engine whose workers wait": (
+        ASKING, "collective_mismatch", (), "the engine waits for a reply to a step at dequeue"
+    ),
+    "a loader that ends its workers": (EPOCH, "dataloader_stall", (), "waits for data at epoch (train.py:80)"),
     "one rank names its group": (
         "\n".join(
             [
@@ -61,7 +130,7 @@ CASES = {
         f"[RANK 1] [ERROR] Detected mismatch between collectives on ranks. {FINGERPRINT}",
         "collective_mismatch",
         (1, 7),
-        "allgather where rank 7 has reduce",
+        "rank 1 has allgather, rank 7 has reduce",
     ),
     "NCCL's own report": (
         "init.cc:1247 NCCL WARN Mismatched collective detected, please check your calls at and around rank 39.",
