@@ -43,7 +43,7 @@ def matters(line: str) -> bool:
 
 
 def has_timeouts(text: str) -> bool:
-    return "Watchdog caught collective operation timeout" in text
+    return "Watchdog caught collective operation timeout" in text or "detected by watchdog at work" in text
 
 
 def watchdog_timeouts(log: LogTail) -> list[tuple[int, int, str]]:
@@ -98,6 +98,33 @@ def watchdog_records(logs: Iterable[LogTail]) -> tuple[CollectiveRecord, ...]:
         if all(0 <= enqueued[(group, rank)] < top for rank in late):
             comparable += ranks.values()
     return tuple(comparable)
+
+
+def completed_by_others(logs: Iterable[LogTail]) -> tuple[int, int, int] | None:
+    """Return (rank, number, other rank) where a rank waits in a collective that another rank of the
+    group has completed, or None: then their collectives of one number were different ones.
+
+    Only the default group, and groups with a number of their own, are known to be the same.
+    """
+    waits: dict[str, dict[int, int]] = {}
+    done: dict[str, dict[int, int]] = {}
+    for log in logs:
+        for match in filter(None, map(PROGRESS.search, log.lines)):
+            group = match["guid"] or match["name"] or ""
+            if match["completed"] and (match["guid"] or "default" in group):
+                rank = written_by(match, log)
+                waits.setdefault(group, {}).setdefault(rank, int(match["seq"][:18]))
+                done.setdefault(group, {})[rank] = int(match["completed"])
+    return next(
+        (
+            (rank, number, other)
+            for group, ranks in waits.items()
+            for rank, number in sorted(ranks.items())
+            for other, completed in sorted(done[group].items())
+            if other != rank and completed >= number > done[group][rank]
+        ),
+        None,
+    )
 
 
 def timeout_record(match: re.Match[str], rank: int, group: str) -> CollectiveRecord:

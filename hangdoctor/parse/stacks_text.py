@@ -99,6 +99,10 @@ def streams(text: str) -> Iterable[tuple[int | str | None, list[str]]]:
     for line, match in zip(lines, matches, strict=True):
         rest = line[match.end() :] if match else line
         by_writer.setdefault(writer_of(match) if match else None, []).append(rest)
+    one = len(set(by_writer) - {None}) == 1
+    if one and any(m and (m["compose"] or m["pod"]) for m in matches):
+        yield None, [line for lines in by_writer.values() for line in lines]  # a container of all ranks
+        return
     yield from by_writer.items()
 
 
@@ -235,4 +239,11 @@ def read_sections(lines: list[str]) -> list[Section]:
         line = CLOCK.sub("", stripped) if stripped[:1] in "[0123456789IWEF" else stripped
         reader.line(line, logged=line != stripped)
     reader.close()
-    return [section for section in reader.sections if section.threads or section.message]
+    found = [section for section in reader.sections if section.threads or section.message]
+    return found[1:] if len(found) > 1 and is_rest(found[0]) and all(s.pid for s in found[1:]) else found
+
+
+def is_rest(section: Section) -> bool:
+    """Return whether a section is the end of a process whose beginning was cut off."""
+    whole = any(t.name == "MainThread" or t.frames[-1].function == "<module>" for t in section.threads)
+    return not (section.headed or section.pid or whole)

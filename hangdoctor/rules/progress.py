@@ -119,19 +119,25 @@ def slow(case: Case, graph: Graph, sources: tuple[Process, ...]) -> Verdict:
     everybody = len(sources) == len(case.ranks)
     what = {s.wait.kind for s in sources}
     doing = "compiling" if what == {"compile"} else "loading" if what <= {"import", "load"} else "working"
-    who = f"{begin(name_ranks(sources))} {plural(sources, 'is', 'are')} still {doing}"
     unsure = case.num_samples < 2 or (len(sources) * 2 > len(case.ranks) and not everybody)
     starting = what <= {"import", "load"} and all(map(starts, (s.wait for s in case.ranks)))
+    where = f"at {place(sources[0])}"
+    if starting:
+        loads = f"{plural(sources, 'imports', 'import')} or {plural(sources, 'loads', 'load')}"
+        summary = f"The job is starting: {name_ranks(sources)} {loads} {where}. Ask again in some seconds."
+    elif everybody and len(sources) == 1 and not case.snapshot.expected:
+        unread = "whether another waits for it is not known"
+        summary = f"Only {name_ranks(sources)} was read: it is {doing} {where}; {unread}."
+    elif everybody:
+        summary = f"No rank waits for another: all ranks are {doing}."
+    else:
+        who = f"{begin(name_ranks(sources))} {plural(sources, 'is', 'are')} still {doing}"
+        summary = f"{who} {where}; {waiting_for(graph)}."
     return make_verdict(
         "straggler_or_not_hung",
         "low" if unsure else "medium",
         () if everybody else sources,
-        f"The job is starting: {name_ranks(sources)} {plural(sources, 'imports', 'import')} or "
-        f"{plural(sources, 'loads', 'load')} at {place(sources[0])}. Ask again in some seconds."
-        if starting
-        else f"No rank waits for another: all ranks are {doing}."
-        if everybody
-        else f"{who} at {place(sources[0])}; {waiting_for(graph)}.",
+        summary,
         stack_evidence(sources, f"is {doing}", graph) + waiting_evidence(graph),
         kind="starting" if starting else "",
     )

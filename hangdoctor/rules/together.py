@@ -3,6 +3,7 @@
 from hangdoctor.case import Case, Process
 from hangdoctor.graph import Cluster, Graph, common_prefix, rank_ranges, same_place
 from hangdoctor.model import Confidence, Evidence
+from hangdoctor.parse.logs import completed_by_others
 from hangdoctor.recorded_operations import OperationFinding
 from hangdoctor.rules.progress import asking, waits_for_requests
 from hangdoctor.rules.verdict import (
@@ -30,7 +31,7 @@ def collective_mismatch(case: Case, graph: Graph) -> Verdict | None:
     recorded = next((f for f in case.findings if f.kind in ("operation", "dtype", "size")), None)
     if recorded is not None:
         return from_records(case, graph, recorded)
-    if not case.ranks and (found := named_by_nccl(case)):
+    if not case.ranks and (found := named_by_nccl(case) or in_other_order(case)):
         return found
     if (
         not case.lost
@@ -173,6 +174,27 @@ def named_by_nccl(case: Case) -> Verdict | None:
                     "records",
                 )
     return None
+
+
+def in_other_order(case: Case) -> Verdict | None:
+    """Return the verdict for a collective in which one rank waits and which another has completed."""
+    found = completed_by_others(case.snapshot.logs)
+    if found is None:
+        return None
+    rank, number, other = found
+    return make_verdict(
+        "collective_mismatch",
+        "medium",
+        (rank, other),
+        f"Rank {rank} waits in collective {number} of its group, and rank {other} has completed a collective of that "
+        "number: they call collectives in different orders.",
+        (
+            Evidence(
+                f"{rank},{other}", f"rank {rank} timed out in number {number}, rank {other} completed it"
+            ),
+        ),
+        "records",
+    )
 
 
 def collective_of(finding: OperationFinding) -> str:

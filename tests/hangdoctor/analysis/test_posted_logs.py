@@ -61,7 +61,29 @@ EPOCH = """  File "train.py", line 80, in epoch
     res = self._popen.wait(timeout)
 KeyboardInterrupt
 """
+FURTHER = "[rank{r}]:[E1 10:00:00.2 ProcessGroupNCCL.cpp:1785] [PG ID 0 PG GUID 0(default_pg) Rank {r}] Exception (either an error or timeout) detected by watchdog at work: {n}, last enqueued NCCL work: {e}, last completed NCCL work: {c}."
+CONTAINER = """    _bootstrap (threading.py:1032)
+Thread 12816 (idle): "Thread-10 (watchdog_thread)"
+    select (selectors.py:415)
+    pyspy_dump_schedulers (utils/common.py:2218)
+Process 309: sglang::scheduler_TP6
+Thread 309 (active): "MainThread"
+    _apply (penaltylib/min_new_tokens.py:78)
+    event_loop_normal (scheduler.py:800)
+"""
 CASES = {
+    "a rank has completed what another waits in": (
+        FURTHER.format(r=0, n=122, e=127, c=121) + "\n" + FURTHER.format(r=1, n=126, e=128, c=125),
+        "collective_mismatch",
+        (0, 1),
+        "rank 0 waits in collective 122 of its group, and rank 1 has completed",
+    ),
+    "a container's log that begins in the middle": (
+        "".join(f"sglang-1  | {line}\n" for line in CONTAINER.splitlines()),
+        "straggler_or_not_hung",
+        (),
+        "only post was read: it is working at _apply",
+    ),
     "watchdogs without numbers": (
         OLD.format(r=1, op="ALLREDUCE") + "\n" + OLD.format(r=0, op="BROADCAST"),
         "collective_mismatch",
