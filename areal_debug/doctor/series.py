@@ -46,7 +46,7 @@ class Series:
     @cached_property
     def window(self) -> int:
         """Number of steps in one window."""
-        return max(5, len(self.values) // WINDOWS)
+        return min(max(5, len(self.values) // WINDOWS), max(1, len(self.values)))
 
     @property
     def first(self) -> float:
@@ -65,7 +65,16 @@ class Series:
 
     def sustained(self, is_bad: Callable[[float], bool]) -> bool:
         """Return whether the medians of both last windows are bad; False for short series."""
-        return len(self.values) >= FEWEST_STEPS and is_bad(self.last) and is_bad(self.before_last())
+        return not self.is_short and is_bad(self.last) and is_bad(self.before_last())
+
+    @property
+    def is_short(self) -> bool:
+        """Whether there are too few steps for a trend: then only what holds in each is judged."""
+        return len(self.values) < FEWEST_STEPS
+
+    def throughout(self, is_bad: Callable[[float], bool]) -> bool:
+        """Return whether each of a few steps is bad; False for one step, and for many."""
+        return self.is_short and len(self.values) > 1 and all(map(is_bad, self.values.tolist()))
 
     @cached_property
     def noise(self) -> float:
@@ -108,12 +117,16 @@ class Series:
 
     @property
     def is_zero(self) -> bool:
-        """Whether both last windows are exactly 0; False if values are rounded."""
-        return self.resolution == 0 and self.sustained(lambda value: value == 0.0)
+        """Whether both last windows, or all of few steps, are exactly 0; False if rounded."""
+        return self.resolution == 0 and (self.sustained(is_nothing) or self.throughout(is_nothing))
 
     def tail(self, count: int = 5) -> tuple[tuple[int, float], ...]:
         """Return the last values with their steps, for evidence."""
         return tuple(zip(self.steps[-count:].tolist(), self.values[-count:].tolist(), strict=True))
+
+
+def is_nothing(value: float) -> bool:
+    return value == 0.0
 
 
 def medians_between(values: Floats, left: Ints, right: Ints) -> Floats:

@@ -125,15 +125,44 @@ def test_noise_that_is_larger_than_the_gain_is_no_fall_from_a_peak(tmp_path):
     assert "D04" not in [alarm["id"] for alarm in found["alarms"]]
 
 
-def test_a_handful_of_steps_is_not_judged(tmp_path):
-    broken = {name: values[:7] for name, values in TROUBLES["truncation"][1](healthy()).items()}
-    broken["no_eos"] = np.full(7, 0.9)
-    code, _ = examined(write_stats(tmp_path, broken))
+def test_of_a_handful_of_steps_only_what_holds_in_each_is_judged(tmp_path):
+    few = {name: values[:7] for name, values in TROUBLES["truncation"][1](healthy()).items()}
+    few["no_eos"] = np.array([0.9] * 6 + [0.1])
+    code, _ = examined(write_stats(tmp_path, few))
     assert code == 2
     done = CliRunner().invoke(main, ["doctor", str(tmp_path)])
     assert done.stdout.startswith("Inconclusive: 7 steps of ")
-    longer = write_stats(tmp_path, {name: np.full(8, values[0]) for name, values in broken.items()})
+    few["no_eos"] = np.full(7, 0.9)
+    code, found = examined(write_stats(tmp_path, few))
+    assert (code, [(a["id"], a["severity"]) for a in found["alarms"]]) == (1, [("D20", "warning")])
+    longer = write_stats(tmp_path, {name: np.full(8, values[0]) for name, values in few.items()})
     assert "D20" in [alarm["id"] for alarm in examined(longer)[1]["alarms"]]
+
+
+@pytest.mark.parametrize(
+    ("line", "id"),
+    [
+        (
+            "'loss': -0.0, 'grad_norm': 0.0, 'learning_rate': 2.6e-07, 'reward': 0.34, 'reward_std': 0.44",
+            "D13",
+        ),
+        ("{'loss': 0.1, 'grad_norm': 0.3, 'learning_rate': 0.0, 'reward': 0.34, 'reward_std': 0.44}", "D13"),
+        ("{'loss': 0.0, 'grad_norm': 0.0, 'reward': 0.0, 'frac_reward_zero_std': 1.0}", "D22"),
+        ("{'loss': 0.0, 'grad_norm': 0.2, 'reward': 0.4, 'completions/clipped_ratio': 0.9}", "D20"),
+        ("{'loss': 0.0, 'grad_norm': 0.2, 'reward': 0.4, 'frac_reward_zero_std': 0.7}", None),
+    ],
+)
+def test_three_lines_that_somebody_posted_show_what_holds_in_each(tmp_path, line, id):
+    (tmp_path / "post.txt").write_text(f"is this normal?\n{line}\n{line}\n{line}\n")
+    done = CliRunner().invoke(main, ["doctor", str(tmp_path / "post.txt"), "--json"])
+    alarms = [alarm["id"] for alarm in json.loads(done.stdout)["alarms"]]
+    assert (done.exit_code, alarms) == ((1, [id]) if id else (2, []))
+
+
+def test_a_gradient_norm_that_grows_without_end_is_named(tmp_path):
+    run = {"grad_norm": 10.0 ** np.arange(12), "reward": np.full(12, 0.5)}
+    code, found = examined(write_stats(tmp_path, run))
+    assert (code, found["alarms"][0]["title"]) == (1, "gradients that grow without end")
 
 
 def test_one_bad_step_is_no_alarm(tmp_path):

@@ -25,9 +25,13 @@ def groups_are_alike(run: Run) -> Alarm | None:
     rises nearly all must be so.
     """
     alike = run.series.get("zero_variance_groups")
-    if alike is None or not alike.finite.sustained(lambda value: value > MOST_ALIKE):
+    if alike is None:
         return None
     series = alike.finite
+    if not series.sustained(lambda value: value > MOST_ALIKE) and not series.throughout(
+        lambda value: value > NEARLY_ALL
+    ):
+        return None
     kind, why = kind_of(run, series.last)
     if series.first > USUAL and series.last <= (NEARLY_ALL if is_learning(run) else TOO_MANY):
         return None
@@ -37,7 +41,7 @@ def groups_are_alike(run: Run) -> Alarm | None:
         "D22",
         series,
         found=f"median {series.last:.3g} of the groups in the last {series.window} steps (more than {MOST_ALIKE}){why}",
-        severity="error" if series.last > NEARLY_ALL else "warning",
+        severity="error" if series.last > NEARLY_ALL and not series.is_short else "warning",
         variant=kind,
         since=begins,
         cost=f"{100 * wasted:.0f} % of the samples since step {begins} gave no gradient",
@@ -75,7 +79,7 @@ def level_of_reward(run: Run) -> float | None:
     counts as a share of the largest whole number below it.
     """
     reward = run.series.get("reward")
-    if reward is None or len(reward.finite.values) < FEWEST_STEPS:
+    if reward is None or len(reward.finite.values) < 2:
         return None
     high, low = run.series.get("reward_max"), run.series.get("reward_min")
     level = reward.finite.last

@@ -12,6 +12,7 @@ from areal_debug.doctor.series import Series, medians_between, running_medians, 
 FAR_FROM_ONE = 0.05
 FAR_AT_ONE_MINIBATCH = 1e-3
 NEIGHBOURS = 31  # steps whose median a gradient norm is compared with
+GROWN, LARGE = 100.0, 10.0  # times the first gradient norm, and a norm that no sound run ends at
 SPIKE = 5.0  # times that median
 HIGH_SPIKE = 10.0  # of these, three are enough
 FEWEST_SPIKES = 3  # two are found in short sound runs with stale samples
@@ -69,8 +70,11 @@ def never_moves(run: Run) -> Alarm | None:
     """D13: gradient norm or learning rate is exactly 0: the optimizer changes nothing."""
     norm, rate = run.series.get("grad_norm"), run.series.get("lr")
     alike = run.series.get("zero_variance_groups")
-    is_explained = alike is not None and alike.finite.sustained(lambda value: value > 0.99)  # D22
-    if not is_explained and norm is not None and norm.finite.is_zero:
+    is_explained = alike is not None and (  # D22
+        alike.finite.sustained(lambda value: value > 0.99)
+        or alike.finite.throughout(lambda value: value > 0.99)
+    )
+    if not is_explained and norm is not None and norm.finite.is_zero and np.isfinite(norm.values[-1]):
         what, series = "the gradient norm is exactly 0", norm.finite
     elif rate is not None and rate.finite.is_zero:
         what, series = "the learning rate is 0", rate.finite
@@ -79,8 +83,8 @@ def never_moves(run: Run) -> Alarm | None:
     return alarm(
         "D13",
         series,
-        found=f"{what} in the last {2 * series.window} steps",
-        severity="error",
+        found=f"{what} in the last {min(2 * series.window, len(series.values))} steps",
+        severity="warning" if series.is_short else "error",
         variant="" if "reward" in run.series else "supervised",
         since=onset(series, "down"),
     )
@@ -279,6 +283,29 @@ def gradients_spike(run: Run) -> Alarm | None:
     )
 
 
+def gradients_grow(run: Run) -> Alarm | None:
+    """D17: each norm of the last third is a hundred times each of the first, and nothing is learned."""
+    norm = run.series.get("grad_norm")
+    if norm is None or norm.finite.is_short:
+        return None
+    series = norm.finite
+    third = len(series.values) // 3
+    begin, end = float(series.values[:third].max()), float(series.values[-third:].min())
+    if begin <= 0 or end < max(LARGE, GROWN * begin) or is_learning(run):
+        return None
+    begins = onset(series, "up", in_ratios=True)
+    return alarm(
+        "D17",
+        series,
+        found=f"at least {end:.3g} in the last {third} steps, at most {begin:.3g} in the first",
+        severity="warning",
+        title="grow",
+        since=begins,
+        verb="break",
+        first=begins,
+    )
+
+
 def beside_the_neighbours(
     norms: npt.NDArray[np.float64],
 ) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
@@ -325,6 +352,7 @@ def numbers_that_are_none(run: Run) -> Alarm | None:
 
 RULES = (
     gradients_spike,
+    gradients_grow,
     numbers_that_are_none,
     never_moves,
     importance_weight_off_one,

@@ -23,7 +23,10 @@ def beyond(id: str, run: Run) -> Alarm | None:
     row = findings()[id]
     series = run.series.get(row["quantity"])
     limit = row.get("above", row.get("below", row.get("off")))
-    if series is None or not series.finite.sustained(partial(is_beyond, row, limit)):
+    if series is None:
+        return None
+    severe = partial(is_beyond, row, row.get("severe"))
+    if not series.finite.sustained(partial(is_beyond, row, limit)) and not series.finite.throughout(severe):
         return None
     judged = series.finite
     if "target" in row:
@@ -32,7 +35,7 @@ def beyond(id: str, run: Run) -> Alarm | None:
         id,
         series.finite,
         found=f"median {series.finite.last:.4g} in the last {series.finite.window} steps ({row['limit']})",
-        severity="error" if is_beyond(row, row.get("severe"), series.finite.last) else "warning",
+        severity="error" if severe(series.finite.last) and not judged.is_short else "warning",
         since=onset(judged, "down" if "below" in row else "up"),
     )
 

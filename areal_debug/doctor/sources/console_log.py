@@ -78,8 +78,9 @@ def rows_of(lines: Iterable[str]) -> Iterator[Row]:
 
 def pairs_of(line: str) -> Iterator[tuple[str, str]]:
     """Yield names and numbers as printed; a percentage as the share that it is."""
-    if "{" in line:
-        found = [(name, number, "") for name, number in IN_DICT.findall(line)]
+    quoted = IN_DICT.findall(line) if "'" in line or '"' in line else []
+    if "{" in line or len(quoted) > 2:
+        found = [(name, number, "") for name, number in quoted]
     elif CELLS.search(line):
         found = list(in_cells([cell.strip() for cell in CELLS.split(line)]))
     elif " - " in line:
