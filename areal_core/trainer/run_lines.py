@@ -75,7 +75,7 @@ class RunLines:
             where = f"statistics in {self.logs / 'stats.jsonl'}, {kept}"
             self._report(f"done, {done} step{'s' * (done != 1)} in {seconds:.1f} s; {where}")
         else:
-            ended = f"ended by {name_of(error)} after {done} of {self.end_step - self.first_step} steps"
+            ended = f"{how_ended(error)} after {done} of {self.end_step - self.first_step} steps"
             self._report(f"{ended}; {how_to_continue(self.checkpoints / 'recover')}")
 
     def _report(self, text: str) -> None:
@@ -101,11 +101,11 @@ def end_in_order(number: int, frame: FrameType | None) -> None:
     raise SystemExit(128 + number)
 
 
-def name_of(error: BaseException) -> str:
-    """Return the name of the signal, or the type of the exception."""
+def how_ended(error: BaseException) -> str:
+    """Return "interrupted" for a signal: the launcher passes Ctrl-C on as SIGTERM; else the type."""
     if isinstance(error, SystemExit) and isinstance(error.code, int) and error.code > 128:
-        return signal.Signals(error.code - 128).name
-    return type(error).__name__
+        return "interrupted"
+    return f"ended by {type(error).__name__}"
 
 
 def how_to_continue(folder: Path) -> str:

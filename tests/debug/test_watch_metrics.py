@@ -25,4 +25,4 @@ def test_a_finding_stops_the_run_after_its_hooks(train, tmp_path):
     first = (tmp_path / "alarms").read_text().splitlines()[0]
     assert first.startswith("test D")
     assert f"doctor: stopping the run for {first.split()[1]}: SIGTERM" in done.stderr
-    assert "ended by SIGTERM after" in done.stdout
+    assert "interrupted after" in done.stdout
