@@ -1,8 +1,6 @@
-"""Reports of `areal-debug agent`: an episode turn by turn, load, a replay, a rollout."""
+"""Reports of `areal-debug agent`: an episode turn by turn, load, a replay."""
 
 import json
-from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.text import Text
@@ -12,11 +10,10 @@ from areal_core.agent.conversation import BROKEN
 from areal_core.safety.printable import printable_block
 from areal_debug.record.report import legend, style_of
 from areal_debug.render import count, format_number, format_seconds, one_line
-from areal_debug.report.model import Block, Cell, Facts, Report, Row, Styled, Table, rows_of
+from areal_debug.report.model import Block, Facts, Report, Row, Styled, Table, rows_of
 
 if TYPE_CHECKING:
     from areal_debug.agent.loop_monitor import LoopReport
-    from areal_debug.agent.record import RolloutFacts
     from areal_debug.agent.replay_episode import AgentReplay
     from areal_debug.agent.run import EpisodeReport, RowFacts, TurnFacts
     from areal_debug.agent.stress import StressReport
@@ -30,10 +27,6 @@ BRANCH_WORDS = {
     "sub_agent": "a conversation of its own",
     "separate": "a conversation of its own",
 }
-ROLLOUT_HEADINGS = (
-    *("step>", "prompts>", "rows>", "tokens in loss mask>", "reward mean>", "lowest>", "highest>", "equal>"),
-    *("versions>", "turns: rows", "finished: rows"),
-)
 
 
 def report_of_episode(report: "EpisodeReport") -> Report:
@@ -218,28 +211,3 @@ def excerpt(value: Any, at: int | None) -> str:
     begin = max((at or 0) - EXCERPT // 3, 0) if isinstance(value, str) else 0
     part = text[begin : begin + EXCERPT]
     return ("…" if begin else "") + repr(part) + ("…" if begin + EXCERPT < len(text) else "")
-
-
-def report_of_rollout(agent: str, record: Path, steps: "Sequence[RolloutFacts]") -> Report:
-    rows = [cells_of_step(facts) for facts in steps]
-    blocks: list[Block] = [Table(ROLLOUT_HEADINGS, rows)]
-    if all(facts.prompts_of_equal_reward == facts.num_prompts for facts in steps):
-        text = "the samples of every prompt have equal rewards: group normalisation makes all advantages 0"
-        blocks.append(Facts([Row("note", text, "unsure")]))
-    look = f"areal-debug record show {record}   areal-debug replay {record}"
-    return Report(agent, f"recorded in {record}", "", [*blocks, look])
-
-
-def cells_of_step(facts: "RolloutFacts") -> list[str | Cell]:
-    rewards = (facts.mean_reward, facts.lowest_reward, facts.highest_reward)
-    return [
-        str(facts.step),
-        str(facts.num_prompts),
-        str(facts.num_rows),
-        f"{facts.num_trained:,} of {facts.num_tokens:,}",
-        *map(format_number, rewards),
-        str(facts.prompts_of_equal_reward),
-        ", ".join(map(str, facts.versions)),
-        ", ".join(f"{turns}: {rows}" for turns, rows in facts.turns.items()),
-        ", ".join(f"{reason}: {rows}" for reason, rows in facts.finished.items()),
-    ]

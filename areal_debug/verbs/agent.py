@@ -1,36 +1,14 @@
-"""`areal-debug agent`: run an agent alone, under load, or inside the trainer."""
+"""`areal-debug agent`: run an agent alone, under load, or again from a record."""
 
-import sys
 from collections.abc import Callable
-from contextlib import nullcontext, redirect_stdout
 from dataclasses import asdict
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
-from areal_debug.cli import (
-    Verb,
-    VerbGroup,
-    force_option,
-    json_option,
-    model_option,
-    output_option,
-    overrides_argument,
-)
-from areal_debug.render import (
-    console,
-    errors_as_sentences,
-    fail,
-    hidden_output,
-    is_quiet,
-    print_json,
-    print_log_end,
-)
+from areal_debug.cli import Verb, VerbGroup, json_option, model_option, overrides_argument
+from areal_debug.render import console, errors_as_sentences, fail, print_json
 from areal_debug.report.terminal import print_report
-
-if TYPE_CHECKING:
-    from areal_core.config import PPOConfig
 
 EXAMPLE = "examples/tool_agent.py:CalculatorAgent"
 
@@ -40,7 +18,7 @@ EXAMPLE = "examples/tool_agent.py:CalculatorAgent"
     example=f"areal-debug agent run {EXAMPLE} --data examples/word_problems.jsonl --model MODEL",
 )
 def command() -> None:
-    """Run an agent, or a RolloutWorkflow, alone, under load or inside the trainer; show turns,
+    """Run an agent, or a RolloutWorkflow, alone or under load, or again from a record; show turns,
     rewards and failures.
     """
 
@@ -134,67 +112,6 @@ def stress(agent: str, data: str, batch_size: int, group_size: int, as_json: boo
 
 @command.command(
     cls=Verb,
-    short_help="Roll out batches through launcher, trainer and servers",
-    example=f"areal-debug agent rollout {EXAMPLE} --config my.yaml --steps 2 -o runs/record",
-)
-@click.argument("agent", type=click.Path())
-@click.option("--config", "config_file", required=True, metavar="FILE", help="YAML file of the run.")
-@click.option("--steps", default=1, show_default=True, type=click.IntRange(1), help="Number of batches.")
-@output_option("Folder of the record; by default next to the run's logs.")
-@force_option
-@click.option("--arg", "arguments", multiple=True, metavar="NAME=VALUE", help="Argument of its constructor.")
-@json_option
-@overrides_argument
-@errors_as_sentences
-def rollout(
-    agent: str,
-    config_file: str,
-    steps: int,
-    output: Path | None,
-    force: bool,
-    arguments: tuple[str, ...],
-    as_json: bool,
-    overrides: tuple[str, ...],
-) -> None:
-    """Run AGENT as in training: through launcher, trainer and executor; record the batches for
-    `replay`.
-
-    The config defines where: ranks and servers by its allocation_mode, this machine, Ray or SLURM
-    by its scheduler.
-    """
-    from areal_core.paths import record_folder, run_folder
-    from areal_debug.agent.record import describe_step
-    from areal_debug.agent.report import report_of_rollout
-    from areal_debug.agent.settings import parse_arguments
-    from areal_debug.agent.under_test import check_workflow
-    from areal_debug.train.script_options import check_record, flag_overrides, read_config
-    from recorder import open_record
-
-    agent_kwargs = parse_arguments(arguments)
-    check_workflow(agent, agent_kwargs)
-    argv = [
-        *("--config", config_file, *flag_overrides("--dump-rollout", str(output or ""), force)),
-        *(f"rollout.agent.agent_cls_path={agent}", f"total_train_steps={steps}", *overrides),
-    ]
-    config = read_config(argv)
-    check_record(config)
-    with hidden_output() if is_quiet() else redirect_stdout(sys.stderr) if as_json else nullcontext():
-        code = launch_rollout(config, argv, agent_kwargs)
-    if code:
-        if is_quiet():
-            print_log_end(run_folder(config, "logs") / "trainer.log")
-        fail(f"the run ended with exit code {code}; its output is above", code)
-    folder = record_folder(config)
-    opened = open_record(folder)
-    facts = [describe_step(opened, step) for step in opened.steps]
-    if as_json:
-        print_json({"record": str(folder), "agent": agent, "steps": [asdict(step) for step in facts]})
-    else:
-        print_report(console(), report_of_rollout(agent, folder, facts))
-
-
-@command.command(
-    cls=Verb,
     short_help="Run a recorded episode again with the model's recorded answers",
     example=f"areal-debug agent replay 'runs/record#3/17/0' {EXAMPLE}",
 )
@@ -248,30 +165,6 @@ def replay(
     else:
         print_report(console(), report_of_replay(report))
     raise SystemExit(1 if report.differences else 0)
-
-
-def launch_rollout(config: "PPOConfig", argv: list[str], agent_kwargs: dict[str, Any]) -> int:
-    """Run the trainer with the agent on its ranks and servers; return the exit code."""
-    import json
-
-    from areal_core.launch.job import Job
-    from areal_core.launch.run import run as run_attempts
-    from areal_core.paths import run_folder
-    from areal_debug.agent import rollout_script
-
-    allocation = config.allocation
-    if allocation.train is None:
-        fail(
-            "the allocation has no training part, so there is no trainer to roll out in: add one, as in 'sglang:d1+fsdp:d2'"
-        )
-    job = Job(
-        ("-m", "areal_debug.train.script", rollout_script.__file__, *argv),
-        config,
-        allocation,
-        {rollout_script.ARGUMENTS: json.dumps(agent_kwargs)},
-        run_folder(config, "logs"),
-    )
-    return run_attempts(lambda attempt: job)
 
 
 def pick_row(data: str, index: int) -> dict[str, Any]:

@@ -1,7 +1,6 @@
 """`areal-debug record import` and `export`: convert between a record and other tools' formats."""
 
 import importlib
-import tempfile
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,9 +22,8 @@ if TYPE_CHECKING:
     from recorder.tables.formats import Exported
     from recorder.trainers.importing import Imported
 
-FORMATS = ("jsonl", "parquet", "pt", "slime", "hf", "wandb", "trackio")
+FORMATS = ("jsonl", "parquet", "pt", "slime", "hf")
 OF_TORCH = ("pt", "slime")
-SERVICES = ("wandb", "trackio")  # `areal_debug.record.services` logs to them
 
 
 @click.command(
@@ -121,11 +119,8 @@ def print_imported(imported: "Imported", destination: Path) -> None:
     "destination",
     type=click.Path(path_type=Path),
     required=True,
-    help="File to write; pt and slime have one per step: put {step} into its name. A folder for hf, wandb and "
-    "trackio, and for parquet a table by step unless the name ends in .parquet.",
-)
-@click.option(
-    "--hub", metavar="USER/NAME", help="With hf: also send the dataset to the Hugging Face Hub, private."
+    help="File to write; pt and slime have one per step: put {step} into its name. A folder for hf, and "
+    "for parquet a table by step unless the name ends in .parquet.",
 )
 @click.option(
     "--images",
@@ -134,7 +129,6 @@ def print_imported(imported: "Imported", destination: Path) -> None:
     show_default=True,
     help="With jsonl, parquet and hf: pictures in the table, or files in DESTINATION.images and their paths.",
 )
-@click.option("--public", is_flag=True, help="With --hub: let anybody read it.")
 @step_option("all steps")
 @skip_damaged_option
 @force_option
@@ -145,28 +139,21 @@ def export(
     record: Path,
     format_name: str,
     destination: Path,
-    hub: str | None,
-    public: bool,
     images: str,
     step: int | None,
     skip_damaged: bool,
     force: bool,
     as_json: bool,
 ) -> None:
-    """Write the samples of RECORD as JSON lines, Parquet, torch tensors, slime's rollout data, a
-    dataset of Hugging Face, or an offline run of Weights & Biases or Trackio.
+    """Write the samples of RECORD as JSON lines, Parquet, torch tensors, slime's rollout data, or a
+    dataset of Hugging Face.
 
     What is not known is null, or absent.
     """
-    if (hub is not None and format_name != "hf") or (public and hub is None):
-        raise ValueError("--hub needs --format hf, and --public needs --hub")
     if format_name in OF_TORCH:
         importlib.import_module(
             "torch"
         )  # here: CUDA's packages need a temporary file, which the child has not
-    if format_name in SERVICES:
-        export_to_service(record, format_name, destination, step, skip_damaged, as_json)
-        return
     export_confined(
         record=record,
         format_name=format_name,
@@ -177,10 +164,6 @@ def export(
         skip_damaged=skip_damaged,
         as_json=as_json,
     )
-    if hub is not None:
-        from areal_debug.record.services import send_to_hub
-
-        console(stderr=as_json).print(styled("sent to {}", send_to_hub(destination, hub, public)))
 
 
 @reads_untrusted("record", outputs="destination", cpu_s=60)
@@ -202,27 +185,6 @@ def export_confined(
     print_exported(exported, format_name, as_json)
 
 
-def export_to_service(
-    record: Path, service: str, folder: Path, step: int | None, skip_damaged: bool, as_json: bool
-) -> None:
-    """Log a record as an offline run of a service, into a new folder, and print what shows it."""
-    from areal_debug.record.services import log_lines
-    from recorder.confine import in_child
-    from recorder.tables.formats import Exported, export_record
-
-    if folder.exists():
-        raise ValueError(f"{folder} exists already: {service} gets a folder of its own, choose another name")
-    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}.") as scratch:
-        lines = Path(scratch) / "lines.jsonl"
-        written = in_child(
-            lambda: asdict(export_record(record, "lines", lines, step, skip_damaged=skip_damaged)),
-            [record],
-            Path(scratch),
-        )
-        shows = log_lines(lines, service, folder, record.name)
-    print_exported(Exported(**written | {"files": [str(folder)], "next": shows}), service, as_json)
-
-
 def print_exported(exported: "Exported", format_name: str, as_json: bool) -> None:
     if as_json:
         print_json(asdict(exported))
@@ -236,5 +198,3 @@ def show_exported(exported: "Exported", format_name: str) -> None:
     more = f" and {len(exported.files) - 1} more files" if len(exported.files) > 1 else ""
     out.print(styled("{} steps in {}{}", len(exported.steps), exported.files[0], more))
     out.print(styled("not carried by {}: {}", format_name, "; ".join(exported.lost)), style="dim")
-    if exported.next is not None:
-        out.print(styled("next: {}", exported.next))

@@ -74,9 +74,7 @@ def command(
     debug_env: list[str],
     watch: bool,
     on_alarm: str,
-    webhook: str,
     stop_on: str,
-    pause_on: str,
     dry_run: bool,
     as_json: bool,
     overrides: tuple[str, ...],
@@ -97,9 +95,9 @@ def command(
         read_config,
     )
 
-    hooks = make_hooks(on_alarm, webhook, stop_on, pause_on)
+    hooks = make_hooks(on_alarm, stop_on)
     if hooks != NO_HOOKS and not watch:
-        fail("--on-alarm, --webhook, --stop-on and --pause-on go with --watch")
+        fail("--on-alarm and --stop-on go with --watch")
     path = find_script(script)
     flags: list[str] = []
     if None not in (dump_rollout, replay_rollout):

@@ -26,7 +26,7 @@ MODULES = (
 )
 NOT_READING = {
     **dict.fromkeys(("demo", "train", "eval", "check run", "check model"), "run the user's own program"),
-    **dict.fromkeys(("agent run", "agent stress", "agent rollout"), "run the user's own agent"),
+    **dict.fromkeys(("agent run", "agent stress"), "run the user's own agent"),
     **dict.fromkeys(
         ("serve", "info", "info options", "info skills", "hang explain"), "read no file of others"
     ),

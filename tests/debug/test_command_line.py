@@ -99,7 +99,7 @@ def test_version():
         (["crosschek"], "did you mean crosscheck"),
         (["record", "verfy", "x"], "did you mean verify?"),
         (["hang", "colect"], "did you mean collect?"),
-        (["agent", "xyz"], "choose from run, stress, rollout, replay"),
+        (["agent", "xyz"], "choose from run, stress, replay"),
     ],
 )
 def test_a_misspelled_verb_gets_a_suggestion(arguments, hint):
@@ -187,7 +187,7 @@ def test_names_of_options_mean_the_same_in_every_verb(name):
 
 OVERRIDES = {
     *("train", "eval", "replay", "record import"),
-    *("agent run", "agent stress", "agent rollout"),
+    *("agent run", "agent stress"),
 }
 
 
