@@ -309,14 +309,6 @@ nproc_option = click.option(
 )
 
 
-step_range_option = click.option(
-    "--steps",
-    "step_range",
-    metavar="A:B",
-    help="Steps from A up to, and without, B, each by itself; `:` for all.",
-)
-
-
 def step_option(default: str, **settings: Any) -> Decorator:
     """`--step N`: the number of a recorded step."""
     return click.option(

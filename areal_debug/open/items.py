@@ -182,23 +182,15 @@ def examine_hang(found: Found, scratch: Path) -> Item:
 
 
 def examine_health(found: Found, scratch: Path) -> Item:
-    from areal_core.servers.health import State
-    from areal_debug.serve.ledger import read_ledger
-    from areal_debug.serve.report import ledger_table
-
-    ledger = read_ledger(found.path)
-    states = Counter(str(server.state) for server in ledger.servers)
-    bad = sum(server.state is not State.SERVING or server.rejected > 0 for server in ledger.servers)
-    verdict = "problem" if bad else "healthy"
-    summary = f"{len(ledger.servers)} servers: {', '.join(f'{n} {state}' for state, n in states.items())}"
-    summary += f"; as of {ledger.updated}"
-    report = Report(verdict, "inference servers", tone_of(verdict), [ledger_table(ledger)])
-
-    def write(page: Path, links: Sequence[Link], _: RecordPage | None) -> None:
-        frame = Frame("Inference servers", found.name, "servers", verdict, links)
-        write_report(page, report, frame, summary=summary)
-
-    return Item(found, verdict, summary, write=write)
+    """Read what a run has seen of its servers (`areal_core/servers/health.py`)."""
+    try:
+        servers = read_document(found.path)["servers"]
+        states = Counter(str(server["state"]) for server in servers)
+        bad = sum(server["state"] != "serving" or server["rejected"] > 0 for server in servers)
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"{found.path} is not a health file of this version: {error!r}") from error
+    summary = f"{len(servers)} servers: {', '.join(f'{n} {state}' for state, n in states.items())}"
+    return Item(found, "problem" if bad else "healthy", summary)
 
 
 def examine_checkpoint(found: Found, scratch: Path) -> Item:

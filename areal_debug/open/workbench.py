@@ -28,11 +28,11 @@ KINDS = {
     "metrics": ("Metrics", "doctor"),
     "hang": ("Hangs", "hang"),
     "trace": ("Traces", "trace"),
-    "health": ("Inference servers", "servers"),
+    "health": ("Inference servers", ""),
     "report": ("Reports", "report"),
     "checkpoint": ("Checkpoints", ""),
 }
-NAMES = {"record": "Tokens", "metrics": "Doctor", "health": "Servers"}  # in the header, if not the title
+NAMES = {"record": "Tokens", "metrics": "Doctor"}  # in the header, if not the title
 WORST_FIRST = ("bad", "unsure", "", "good")
 STEP_HEADINGS = ("step>", "mean reward>", "samples>", "tokens>", "weights>", "found")
 MOST_STEPS = 5000

@@ -11,15 +11,13 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
-from areal_debug.cli import Verb, force_option, json_option, output_option, step_range_option
-from areal_debug.each import report_each_step
+from areal_debug.cli import Verb, force_option, json_option, output_option
 from areal_debug.render import (
     announce,
     console,
     count,
     errors_as_sentences,
     fail,
-    format_number,
     print_json,
     refuse_existing,
 )
@@ -37,7 +35,7 @@ EXACT_NEW_TOKENS = 64  # by default
 @click.command(
     cls=Verb,
     example="areal-debug consistency runs/record\n"
-    "areal-debug consistency runs/record --steps 0:100 --replay-weights\n"
+    "areal-debug consistency runs/record --step 9 --replay-weights\n"
     "areal-debug consistency --engine HOST:PORT --model MODEL --prompts questions.jsonl -o report.html",
 )
 @click.argument("record", type=click.Path(path_type=Path), required=False)
@@ -59,7 +57,6 @@ EXACT_NEW_TOKENS = 64  # by default
     metavar="N",
     help="Number of the step; by default the first, which the starting weights sampled. May be repeated.",
 )
-@step_range_option
 @click.option(
     "--over-time",
     is_flag=True,
@@ -175,7 +172,6 @@ def command(
     engines: tuple[str, ...],
     model: str | None,
     steps: tuple[int, ...],
-    step_range: str | None,
     gate: str,
     output: Path | None,
     over_time: bool,
@@ -199,10 +195,6 @@ def command(
                 "--over-time reads the steps of RECORD and prints its report: leave out --engine and --output"
             )
         raise SystemExit(check_over_time(record, steps, as_json))
-    if step_range is not None:
-        if record is None or output or options["layers"]:
-            fail("--steps checks the steps of RECORD: leave out --engine, --layers and --output")
-        report_each_step(record, step_range, columns, as_json)
     if options["layers"]:
         from areal_debug.consistency.layers import check_layers
 
@@ -269,16 +261,6 @@ def recorded_model(record: Path) -> str | None:
     from recorder import open_record
 
     return open_record(record).header.model["path"] or None
-
-
-def columns(report: dict[str, Any]) -> dict[str, str]:
-    """Return what the table of several steps has of a step's report."""
-    causes = report["causes"]
-    return {
-        "tokens": f"{report['num_tokens']:,}",
-        "mean |D|": format_number(report["metrics"]["mean_abs"]),
-        "cause": f"{causes[0]['id']} {causes[0]['name']}" if causes else "unknown",
-    }
 
 
 def request_of(model: str, options: dict[str, Any]) -> "Request":

@@ -232,7 +232,7 @@ def commands(at: dict[str, Path]) -> list[tuple[str, list[str]]]:
         ("open", ["open", top, "--json"]),
         ("open", ["open", absent]),
         ("serve", ["serve", "--model", absent, "--backend", "embedded", "--names", top]),
-        ("serve", ["serve", "--status", "--logs", top]),
+        ("serve", ["serve", "--status"]),
         ("agent run", ["agent", "run", f"{top}/no agent.py:{EVIL}", "--data", absent]),
         ("agent stress", ["agent", "stress", f"{EVIL}:Agent", "--data", absent, "--model", absent]),
         ("agent replay", ["agent", "replay", f"{record}#1", f"{EVIL}:Agent"]),

@@ -40,11 +40,7 @@ Thread 1 (idle): "MainThread"
     step (train.py:50)
 """
 OPTIONS = {"batch_size": 2, "max_head_offpolicyness": 0, "max_concurrent_rollouts": 8, "max_new_tokens": 512}
-SERVER = {
-    "address": "10.0.0.1:30000", "state": "quarantined", "since": "2026-11-23", "requests": 9, "ok": 6,
-    "errors": {"timeout": 2}, "rejected": 1, "rejected_rules": {"length": 1}, "example": "<b>3 for 4</b>",
-    "p50_ms": 1.0, "p95_ms": 2.0, "p99_ms": 3.0, "version": "7",
-}  # fmt: skip
+SERVER = {"address": "10.0.0.1:30000", "state": "quarantined", "rejected": 1}
 FOUND_PAGE = (
     '<!doctype html><html><head><meta name="areal-debug" content="consistency: mismatch">'
     "<style>h1 { color: rgb(1, 2, 3) }</style><style>{}</style></head>"
@@ -109,7 +105,7 @@ def test_everything_is_found_once_with_its_verdict(run, workbench):
         ("record", "logs/trial/record", ""): ("complete", "view/index.html"),
         ("metrics", "logs/trial/record", ""): ("unknown", "doctor.html"),
         ("metrics", "logs/trial/stats.jsonl", ""): ("problem", "doctor-2.html"),
-        ("health", "logs/trial/server_health.json", ""): ("problem", "servers.html"),
+        ("health", "logs/trial/server_health.json", ""): ("problem", ""),
         ("trace", "logs/trial/trace", ""): ("slow", "trace.html"),
         ("hang", "stacks.tar.gz", ""): ("hung", "hang.html"),
         ("checkpoint", "checkpoints", ""): ("", ""),
