@@ -134,7 +134,7 @@ def live(search: Search, as_json: bool) -> int:
             break
         limit_s = (LOOKS - 1) * options.interval_s
         announce(f"these stacks do not show whether the job moves: looking again, for up to {limit_s:g} s")
-    return show_diagnosis(diagnosis, snapshot, as_json=as_json, html=None, markdown=None)
+    return show_diagnosis(diagnosis, snapshot, as_json)
 
 
 def _way_to_hosts(

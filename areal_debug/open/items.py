@@ -98,7 +98,7 @@ def write_tokens(record: "Record", page: Path, links: Sequence[Link]) -> None:
     from areal_debug.record.decode import load_decoder
     from areal_debug.view.page import Contents, FollowedRecord, Place, write_folder
 
-    contents = Contents(FollowedRecord(record.path, load_decoder(record), ()))
+    contents = Contents(FollowedRecord(record.path, load_decoder(record)))
     steps = contents.record.intact(record.steps, {})
 
     def document_of(stored: list[int]) -> dict[str, Any]:
@@ -139,7 +139,7 @@ def examine_trace(found: Found, scratch: Path) -> Item:
     """Find slow steps as `trace` does. The files of the ranks are merged outside of the run."""
     from areal_core.telemetry.trace_merge import merge
     from areal_debug.trace.read import read_merged
-    from areal_debug.trace.report import STYLE, report_of, verdict
+    from areal_debug.trace.report import report_of, verdict
     from areal_debug.trace.steps import report_on
 
     scratch.mkdir()
@@ -158,7 +158,6 @@ def examine_trace(found: Found, scratch: Path) -> Item:
             page,
             report_of(trace, report, record_page=record_page),
             Frame("Steps", found.name, "trace", word, links),
-            style=STYLE.read_text(),
         ),
         alarms=[(step, "slow") for step in report.slow],
     )

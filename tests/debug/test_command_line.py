@@ -264,12 +264,6 @@ def test_a_folder_that_no_demo_wrote_is_not_replaced(tmp_path):
     assert "notes.txt, which no demo wrote" in err
 
 
-def test_pages_of_a_hang_go_by_their_ending(tmp_path):
-    code, _, err = run("hang", "diagnose", tmp_path, "-o", "report.pdf")
-    assert code == 2
-    assert "expected a name that ends in .html or .md" in err
-
-
 def test_labels_of_hangs_as_json():
     labels = json.loads(run("hang", "explain", "--json")[1])["labels"]
     assert "straggler_or_not_hung" in labels

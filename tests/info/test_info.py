@@ -112,21 +112,6 @@ def test_a_requirement_is_met_by_a_version_of_its_range(version, lack):
     assert packages.unmet(Requirement("torch>=2.11"), {"torch": version}) == lack
 
 
-def test_check_names_a_package_that_does_not_import(tmp_path, monkeypatch):
-    for name, body in {"good": "", "bad": "import absent_library", "dies": "import os; os.abort()"}.items():
-        (tmp_path / f"{name}.py").write_text(body)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setattr(packages, "EXTRA_OF", dict.fromkeys(("good", "bad", "dies", "absent"), "train"))
-    monkeypatch.setattr(packages, "BESIDE", ())
-    code, out, _ = run("--check", "--json")
-    assert code == 1
-    assert json.loads(out)["problems"] == [
-        "bad is installed and does not import: ModuleNotFoundError: No module named 'absent_library'",
-        "dies is installed and does not import: its process ended by signal 6",
-    ]
-
-
 def verbs_of(lacks=NOTHING_LACKS, refuses=None, schedulers=SCHEDULERS, has_git=True):
     return {verb.name: verb for verb in verbs.verbs_here(lacks, refuses, schedulers, has_git)}
 
