@@ -97,17 +97,15 @@ def command(
 )
 @click.argument("paths", nargs=-1, required=True, type=click.Path(path_type=Path))
 @click.option("--world-size", type=int, help="Number of trainer ranks that the job should have.")
-@click.option("--mapping", type=click.Path(path_type=Path, dir_okay=False), help="File with lines FILE RANK.")
 @output_option("Also write the report as one HTML page, with every stack.")
 @force_option
 @json_option
 @spools_standard_input
-@reads_untrusted("paths", "mapping", outputs="output")
+@reads_untrusted("paths", outputs="output")
 @errors_as_sentences
 def diagnose(
     paths: tuple[Path, ...],
     world_size: int | None,
-    mapping: Path | None,
     output: Path | None,
     force: bool,
     as_json: bool,
@@ -122,13 +120,12 @@ def diagnose(
     """
     from areal_debug.hang.render import show_diagnosis
     from hangdoctor.diagnose import diagnose as diagnose_snapshot
-    from hangdoctor.parse.read import parse_mapping, read_snapshot
+    from hangdoctor.parse.read import read_snapshot
 
     if output is not None:
         refuse_existing(output, force)
     try:
-        names = parse_mapping(mapping.read_text()) if mapping else {}
-        snapshot = read_snapshot(paths, world_size, names)
+        snapshot = read_snapshot(paths, world_size)
     except OSError as error:
         fail(str(error))
     sys.exit(show_diagnosis(diagnose_snapshot(snapshot), snapshot, as_json, output))

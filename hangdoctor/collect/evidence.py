@@ -154,24 +154,14 @@ class Gpu:
     index: int
     utilization_percent: float | None
     power_watts: float | None
-    pids: tuple[int, ...]
 
 
 def gpus() -> list[Gpu] | None:
     """Return every GPU of this host by nvidia-smi, or None without nvidia-smi."""
     if shutil.which("nvidia-smi") is None:
         return None
-    cards = _query("--query-gpu=uuid,index,utilization.gpu,power.draw")
-    apps = _query("--query-compute-apps=gpu_uuid,pid")
-    return [
-        Gpu(
-            int(index),
-            _float(utilization),
-            _float(power),
-            tuple(int(pid) for card, pid in apps if card == uuid),
-        )
-        for uuid, index, utilization, power in cards
-    ]
+    cards = _query("--query-gpu=index,utilization.gpu,power.draw")
+    return [Gpu(int(index), _float(utilization), _float(power)) for index, utilization, power in cards]
 
 
 def _query(query: str) -> list[list[str]]:

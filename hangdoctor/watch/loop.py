@@ -2,7 +2,7 @@
 it.
 
     job ──signs──> follow, judge ──quiet──> collect + diagnose ──moves──> slow: wait twice as long
-     ^                                                        └─hung──> post-mortem, hook, notify | kill | restart
+     ^                                                        └─hung──> post-mortem, hook, notify | kill
      └── waits for nothing of ours: the watcher only reads /proc and the heartbeat files
 """
 
@@ -101,7 +101,7 @@ def orphans_adopted() -> Iterator[None]:
         prctl(PR_SET_CHILD_SUBREAPER, before.value, 0, 0, 0)
 
 
-Then = Literal["notify", "kill", "restart"]
+Then = Literal["notify", "kill"]
 RESCAN_S = 15.0
 HOOK_TIMEOUT_S = 60.0
 STUCK = 1
@@ -120,7 +120,6 @@ class Plan:
     poll_s: float = 2.0
     then: Then = "notify"
     hook: str = ""
-    max_restarts: int = 3
     umask: int = -1
     options: Options = field(default_factory=lambda: Options(num_samples=3, interval_s=5.0))
     slow_s: float = SECONDS
@@ -164,27 +163,20 @@ def watch_command(
     Returns the exit status of the command, or 1 when it hung and was killed or finished without a
     step.
     """
-    for attempt in range(plan.max_restarts + 1):
-        beats = plan.folder.resolve() / f"beats-{attempt}"
-        beats.mkdir(parents=True)
-        child = subprocess.Popen(command, env=os.environ | {VARIABLE: str(beats)}, umask=plan.umask)
-        with signals_forwarded_to(child):
-            search = partial(Search, variable=(VARIABLE, str(beats)))
-            watched = _watch(search, beats, plan, diagnose, report, child.poll, waiting(child.pid))
-            status = child.wait()
-            _end_orphans(search(), plan, report)
-        if watched.ended_by_us:
-            if plan.then == "restart" and attempt < plan.max_restarts:
-                report(f"restarting, {plan.max_restarts - attempt} more times at most")
-                continue
-            return STUCK
-        if status == 0 and finished_without_steps(watched.tracks):
-            report(
-                "the job finished with status 0 and without a step: is its data empty, or its step count 0?"
-            )
-            return STUCK
-        return status
-    raise AssertionError("the last attempt returns")
+    beats = plan.folder.resolve() / "beats"
+    beats.mkdir(parents=True)
+    child = subprocess.Popen(command, env=os.environ | {VARIABLE: str(beats)}, umask=plan.umask)
+    with signals_forwarded_to(child):
+        search = partial(Search, variable=(VARIABLE, str(beats)))
+        watched = _watch(search, beats, plan, diagnose, report, child.poll, waiting(child.pid))
+        status = child.wait()
+        _end_orphans(search(), plan, report)
+    if watched.ended_by_us:
+        return STUCK
+    if status == 0 and finished_without_steps(watched.tracks):
+        report("the job finished with status 0 and without a step: is its data empty, or its step count 0?")
+        return STUCK
+    return status
 
 
 def watch_pids(pids: tuple[int, ...], plan: Plan, diagnose: Diagnose, report: Report) -> int:

@@ -88,13 +88,6 @@ def test_stuck_job_is_collected_reported_and_killed(watched, tmp_path):
     assert (tmp_path / "hook").read_text().split()[:3] == ["lock_deadlock", "0", "collection.json"]
 
 
-def test_stuck_job_is_restarted_up_to_the_limit(watched):
-    once_stuck = f"if not os.path.exists('tried'):\n    open('tried', 'w').close()\n    {STUCK}"
-    status, messages, folders = watched(f"os.chdir(os.path.dirname(__file__))\n{once_stuck}", then="restart")
-    assert (status, len(folders)) == (0, 1)
-    assert messages[1] == "restarting, 3 more times at most"
-
-
 def test_slow_job_is_reported_with_the_rank_that_slows_it(watched, monkeypatch):
     asked = []
 
