@@ -6,7 +6,7 @@ What cannot be read gets the verdict "error" and the reason, and the rest is sti
 import json
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +19,6 @@ from areal_debug.report.model import Facts, Report, Row
 from areal_debug.report.page import write_report, write_template
 
 if TYPE_CHECKING:
-    from areal_debug.doctor.read import Run
     from recorder import Record
 
 # Of a page: with the links of its header, and the page of the run's record.
@@ -36,7 +35,7 @@ class Item:
         verdict: one word; "error" if it could not be read, "" where nothing is judged.
         page: address of its page in the workbench, "" if it has none.
         write: writes that page.
-        record, metrics: what other pages show, too.
+        record: the record of this item, which other pages link to.
     """
 
     found: Found
@@ -45,8 +44,6 @@ class Item:
     page: str = ""
     write: Write | None = None
     record: "Record | None" = None
-    metrics: "Run | None" = None
-    alarms: list[tuple[int, str]] = field(default_factory=list)  # step, and the problem that it shows
 
     @property
     def command(self) -> str:
@@ -120,7 +117,6 @@ def examine_metrics(found: Found, scratch: Path) -> Item:
     judged = judge(run)
     first = judged.alarms[0].title if judged.alarms else report_of(run, judged).verdict.lower()
     summary = f"{first}; {run.num_steps} steps"
-    alarms = [(step, alarm.title) for alarm in judged.alarms for step, _ in alarm.evidence]
     return Item(
         found,
         verdict(run, judged),
@@ -130,8 +126,6 @@ def examine_metrics(found: Found, scratch: Path) -> Item:
             report_of(run, judged, record_page),
             Frame("Doctor", run.source, "doctor", verdict(run, judged), links),
         ),
-        metrics=run,
-        alarms=alarms,
     )
 
 
@@ -159,7 +153,6 @@ def examine_trace(found: Found, scratch: Path) -> Item:
             report_of(trace, report, record_page=record_page),
             Frame("Steps", found.name, "trace", word, links),
         ),
-        alarms=[(step, "slow") for step in report.slow],
     )
 
 

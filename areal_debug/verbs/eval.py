@@ -25,7 +25,7 @@ from areal_debug.render import (
 
 if TYPE_CHECKING:
     from areal_core.config import PPOConfig
-    from areal_debug.eval.saved import AnyReport
+    from areal_debug.eval.results import Report
 
 # The options of training, recording and logging that an evaluation sets itself: a step of a record
 # per model, in a trial of its own, whose files are not those of the training run.
@@ -277,7 +277,7 @@ def run_evaluation(script: Path, arguments: Sequence[str], config: "PPOConfig", 
 
 def print_results(
     config: "PPOConfig", ks: str | None = None, solved_above: float = 0.0, as_json: bool = False
-) -> "AnyReport":
+) -> "Report":
     """Print the results that an evaluation has left next to its logs, and return them.
 
     Args:
@@ -294,7 +294,7 @@ def print_results(
     return report
 
 
-def print_any(report: "AnyReport", as_json: bool) -> None:
+def print_any(report: "Report", as_json: bool) -> None:
     from areal_debug.eval.report import report_of
     from areal_debug.report.terminal import print_report
 

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from areal_debug.open.items import Item
     from areal_debug.view.page import Contents, FollowedRecord, Place
 
-CPU_S = 60.0  # an icicle plot or a long record costs more than its bytes
+CPU_S = 60.0  # a long record costs more than its bytes
 At = tuple[int, int | None, int | None]
 
 

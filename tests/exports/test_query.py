@@ -261,17 +261,3 @@ def test_json_and_files_hold_exact_values(full, tmp_path):
     assert (code, "exists already" in err) == (2, True)
     code, _, err = run(full, sql, "-o", tmp_path / "a.xlsx")
     assert (code, ".parquet, .csv, .json, .jsonl" in err) == (2, True)
-
-
-def test_a_record_without_an_answer_is_named_and_the_others_answer(full, tmp_path):
-    missing = tmp_path / "missing"
-    code, out, err = run(missing, full, "select count(*) as n from steps", "--csv")
-    num_steps = len(open_record(full).steps)
-    assert (code, out) == (2, f"record,n\n{full},{num_steps}\n")
-    assert f"{missing} does not exist" in " ".join(err.split())
-    code, _, err = run(full, missing, "select 1 as record")
-    assert (code, "the column record names the record of each row" in err) == (2, True)
-    code, _, err = run(full, full, "select 1 as n")
-    assert (code, "give each record once" in err) == (2, True)
-    code, _, err = run(full, missing, "--schema")
-    assert (code, "give a query or --schema" in err) == (2, True)
