@@ -47,11 +47,6 @@ from hangdoctor.model import Diagnosis
     show_default=True,
     help="Action after a hang was diagnosed.",
 )
-@click.option(
-    "--hook",
-    default="",
-    help="Shell command to run for a hang; gets HANGDOCTOR_LABEL, _CULPRITS, _SUMMARY, _FOLDER.",
-)
 @json_option
 @errors_as_sentences
 def watch(
@@ -62,7 +57,6 @@ def watch(
     watchdog_s: float,
     poll_s: float,
     then: str,
-    hook: str,
     as_json: bool,
 ) -> None:
     """Watch JOB (a command after --, which becomes our child, so no privilege is needed) or --pid.
@@ -93,7 +87,7 @@ def watch(
         return diagnosis
 
     umask = click.get_current_context().meta.get(USUAL_UMASK, -1)
-    plan = Plan(folder, Limits(silence_s, watchdog_s), poll_s, then, hook, umask)  # type: ignore[arg-type]
+    plan = Plan(folder, Limits(silence_s, watchdog_s), poll_s, then, umask)  # type: ignore[arg-type]
     leave_terminal()  # to the job
     notify = (lambda text: None) if is_quiet() else report
     if job:

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 
 import click
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from areal_debug.cli import Verb, force_option, json_option, output_option
 from areal_debug.render import (
@@ -23,6 +22,7 @@ from areal_debug.render import (
     sparkline,
     styled,
 )
+from areal_debug.waiting import doing, tick
 
 if TYPE_CHECKING:
     from areal_core.launch.warm import WarmRanks
@@ -125,21 +125,16 @@ def run_bar(
     total: int | None,
 ) -> None:
     ended = threading.Event()
-    columns = (
-        TextColumn("   {task.description}"),
-        BarColumn(),
-        TextColumn("{task.completed} steps"),
-        TimeElapsedColumn(),
-    )
     log = output / "logs" / trial / "trainer.log"
-    with Progress(*columns, console=out, transient=True) as progress:
-        task = progress.add_task(f"{title}: starting {num_ranks} process{'es' * (num_ranks > 1)}", total=None)
 
-        def follow() -> None:
-            while not ended.wait(0.2):
-                if steps := count_steps(output, trial):
-                    progress.update(task, description=title, completed=steps, total=total)
+    def follow() -> None:
+        done = 0
+        while not ended.wait(0.2):
+            now = count_steps(output, trial)
+            tick(now - done)
+            done = now
 
+    with doing(title, total or 0):
         follower = threading.Thread(target=follow, daemon=True)  # an interrupt may come before `try`
         follower.start()
         try:

@@ -2,7 +2,7 @@
 it.
 
     job ──signs──> follow, judge ──quiet──> collect + diagnose ──moves──> slow: wait twice as long
-     ^                                                        └─hung──> post-mortem, hook, notify | kill
+     ^                                                        └─hung──> post-mortem, notify | kill
      └── waits for nothing of ours: the watcher only reads /proc and the heartbeat files
 """
 
@@ -103,23 +103,21 @@ def orphans_adopted() -> Iterator[None]:
 
 Then = Literal["notify", "kill"]
 RESCAN_S = 15.0
-HOOK_TIMEOUT_S = 60.0
 STUCK = 1
 """Exit status of a watch that found a hang or a run without a step."""
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """How to watch and what to do. `folder` receives one post-mortem folder per finding; `hook` is
-    a shell command; `umask` is that of the job, by default our own; `slow_s` is how long a job that
-    is silent and moves is sampled to find out which rank slows it down.
+    """How to watch and what to do. `folder` receives one post-mortem folder per finding;
+    `umask` is that of the job, by default our own; `slow_s` is how long a job that is silent and
+    moves is sampled to find out which rank slows it down.
     """
 
     folder: Path
     limits: Limits = field(default_factory=Limits)
     poll_s: float = 2.0
     then: Then = "notify"
-    hook: str = ""
     umask: int = -1
     options: Options = field(default_factory=lambda: Options(num_samples=3, interval_s=5.0))
     slow_s: float = SECONDS
@@ -335,27 +333,4 @@ def _examine(
     finding = WatchFinding(diagnosis, folder, time.monotonic())
     others = "; others have ended" if judgement.state == "partly_done" else ""
     report(f"{quiet}{others}: {diagnosis.label}: {diagnosis.summary} Post-mortem: {folder}")
-    _run_hook(finding, plan, report)
     return finding
-
-
-def _run_hook(finding: WatchFinding, plan: Plan, report: Report) -> None:
-    if not plan.hook:
-        return
-    diagnosis = finding.diagnosis
-    variables = {
-        "HANGDOCTOR_LABEL": diagnosis.label,
-        "HANGDOCTOR_CONFIDENCE": diagnosis.confidence,
-        "HANGDOCTOR_CULPRITS": " ".join(map(str, diagnosis.culprit_ranks)),
-        "HANGDOCTOR_SUMMARY": diagnosis.summary,
-        "HANGDOCTOR_FOLDER": str(finding.folder),
-    }
-    try:
-        status = subprocess.run(
-            plan.hook, shell=True, env=os.environ | variables, timeout=HOOK_TIMEOUT_S, check=False
-        ).returncode
-    except subprocess.TimeoutExpired:
-        report(f"the hook {plan.hook!r} did not end in {HOOK_TIMEOUT_S:g} s and was killed")
-        return
-    if status:
-        report(f"the hook {plan.hook!r} ended with status {status}")
