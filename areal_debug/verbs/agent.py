@@ -7,8 +7,8 @@ from typing import Any
 import click
 
 from areal_debug.cli import Verb, VerbGroup, json_option, overrides_argument
-from areal_debug.render import console, errors_as_sentences, print_json
-from areal_debug.report.terminal import print_report
+from areal_debug.render import errors_as_sentences
+from areal_debug.report.terminal import print_answer
 
 EXAMPLE = "examples/tool_agent.py:CalculatorAgent"
 
@@ -69,10 +69,7 @@ def run(agent: str, data: str, index: int, as_json: bool, **choice: Any) -> None
             report = run_one(workflow, engine, tested.engine_name, row, index)
         else:
             report = run_workflow(workflow, engine, tested.tokenizer, names, row, index)
-    if as_json:
-        print_json(asdict(report))
-    else:
-        print_report(console(), report_of_episode(report))
+    print_answer(asdict(report), report_of_episode(report), as_json)
     raise SystemExit(0 if report.error is None else 1)
 
 
@@ -103,10 +100,7 @@ def stress(agent: str, data: str, batch_size: int, group_size: int, as_json: boo
     names = (tested.name, tested.engine_name)
     with tested.cleanup:
         report = run_stress(tested.workflow, tested.engine, names, rows, batch_size, group_size)
-    if as_json:
-        print_json(asdict(report) | {"healthy": report.is_healthy})
-    else:
-        print_report(console(), report_of_stress(report))
+    print_answer(asdict(report) | {"healthy": report.is_healthy}, report_of_stress(report), as_json)
     raise SystemExit(0 if report.is_healthy else 1)
 
 

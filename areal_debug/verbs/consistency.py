@@ -14,11 +14,9 @@ from click.core import ParameterSource
 from areal_debug.cli import Verb, force_option, json_option, output_option
 from areal_debug.render import (
     announce,
-    console,
     count,
     errors_as_sentences,
     fail,
-    print_json,
     refuse_existing,
 )
 from areal_debug.waiting import doing, tick
@@ -223,7 +221,7 @@ def command(
     else:
         checked, request, source = check_live(engines, model, options)
     from areal_debug.consistency.report import report_of
-    from areal_debug.report.terminal import print_report
+    from areal_debug.report.terminal import print_answer
     from consistency.report import check_gates, document, exit_code
 
     gates = check_gates(gate, checked.diagnosis.measurement.metrics)
@@ -234,26 +232,20 @@ def command(
 
         run, verdict = str(source.get("record", "live engine")), checked.diagnosis.verdict
         write_report(output, report, Frame(report.sentence, run, "consistency", verdict))
-    if as_json:
-        print_json({"model": request.model} | source | document(checked, gates))
-    else:
-        print_report(console(), report)
+    print_answer({"model": request.model} | source | document(checked, gates), report, as_json)
     raise SystemExit(exit_code(checked, gates))
 
 
 def check_over_time(path: Path, steps: tuple[int, ...], as_json: bool) -> int:
     """Report how the gap moves over a record, and return the exit code."""
     from areal_debug.consistency.report import report_over_time
-    from areal_debug.report.terminal import print_report
+    from areal_debug.report.terminal import print_answer
     from consistency.over_time import document, examine
     from consistency.report import EXIT_CODES
     from recorder import open_record
 
     found = examine(open_record(path), steps or None)
-    if as_json:
-        print_json({"record": str(path)} | document(found))
-    else:
-        print_report(console(), report_over_time(found))
+    print_answer({"record": str(path)} | document(found), report_over_time(found), as_json)
     return EXIT_CODES[found.verdict]
 
 

@@ -58,7 +58,7 @@ def command(
     Exit code 0: equal within the rounding of float32. 1: they differ. 2: nothing could be checked.
     """
     announce(f"recomputing {'the first step' if step is None else f'step {step}'} of {record}")
-    from areal_debug.report.terminal import print_report
+    from areal_debug.report.terminal import print_answer
     from replayer.crosscheck.opinions import crosscheck, parse_opinions  # imports torch
     from replayer.crosscheck.step_rows import read_confined
 
@@ -66,10 +66,7 @@ def command(
         raise SystemExit(compare(record, layout, step, as_json))
     names = parse_opinions(opinions)
     report = crosscheck(read_confined(record, step), names, model)
-    if as_json:
-        print_json(report.to_dict())
-    else:
-        print_report(console(), report_of(report))
+    print_answer(report.to_dict(), report_of(report), as_json)
     raise SystemExit(EXIT_CODES[report.verdict])
 
 

@@ -17,7 +17,6 @@ from areal_debug.render import (
     errors_as_sentences,
     fail,
     is_quiet,
-    print_json,
     refuse_existing,
     sparkline,
     styled,
@@ -48,7 +47,7 @@ def command(output: Path | None, force: bool, steps: int, nproc: int, seed: int,
     require("torch")
     from areal_debug.replay.ranks import replay_on_ranks, replay_ranks
     from areal_debug.replay.report import report_of
-    from areal_debug.report.terminal import print_report
+    from areal_debug.report.terminal import print_answer
     from areal_debug.train.script_options import read_config
     from replayer.request import Request
 
@@ -74,10 +73,8 @@ def command(output: Path | None, force: bool, steps: int, nproc: int, seed: int,
     request = Request(str(output / "record"), 0, steps - 1)
     with replay_ranks() as ranks:  # forks of the process that trained would prove less
         report = replay_on_ranks(ranks, request, nproc, hidden)
-    if as_json:
-        print_json({"output": str(output), "replay": report.to_dict()})
-    else:
-        print_report(console(), report_of(report, request))
+    print_answer({"output": str(output), "replay": report.to_dict()}, report_of(report, request), as_json)
+    if not as_json:
         print_next(out, output, steps)
     raise SystemExit(0 if report.identical else 1)
 

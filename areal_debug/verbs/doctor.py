@@ -15,7 +15,6 @@ from areal_debug.render import (
     errors_as_sentences,
     fail,
     note,
-    print_json,
     refuse_existing,
 )
 from areal_debug.waiting import leave_terminal
@@ -120,7 +119,7 @@ def judge_run(run: Path, name: str | None, given: dict[str, str], output: Path |
     from areal_debug.doctor.report import report_of
     from areal_debug.report.frame import Frame
     from areal_debug.report.page import write_report
-    from areal_debug.report.terminal import print_report
+    from areal_debug.report.terminal import print_answer
 
     announce(f"reading the metrics of {run}")
     read = read_run(run, name, given)
@@ -128,10 +127,7 @@ def judge_run(run: Path, name: str | None, given: dict[str, str], output: Path |
     if output is not None:
         report = report_of(read, found)
         write_report(output, report, Frame(report.verdict, read.source, "doctor", verdict(read, found)))
-    if as_json:
-        print_json(document(read, found))
-    else:
-        print_report(console(), report_of(read, found))
+    print_answer(document(read, found), report_of(read, found), as_json)
     end_if_damaged(read.damage.found)
     raise SystemExit(EXIT_CODES[verdict(read, found)])
 

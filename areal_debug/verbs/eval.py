@@ -14,12 +14,10 @@ import click
 from areal_debug.cli import Verb, json_option, overrides_argument, script_argument, script_config_option
 from areal_debug.render import (
     announce,
-    console,
     errors_as_sentences,
     fail,
     hidden_output,
     is_quiet,
-    print_json,
     print_log_end,
 )
 
@@ -296,9 +294,6 @@ def print_results(
 
 def print_any(report: "Report", as_json: bool) -> None:
     from areal_debug.eval.report import report_of
-    from areal_debug.report.terminal import print_report
+    from areal_debug.report.terminal import print_answer
 
-    if as_json:
-        print_json(asdict(report))
-    else:
-        print_report(console(), report_of(report))
+    print_answer(asdict(report), report_of(report), as_json)

@@ -39,13 +39,10 @@ def command(ctx: click.Context, as_json: bool) -> None:
         return
     from areal_debug.info.report import report_of
     from areal_debug.info.summary import collect_info
-    from areal_debug.report.terminal import print_report
+    from areal_debug.report.terminal import print_answer
 
     info = collect_info()
-    if as_json:
-        print_json(asdict(info))
-    else:
-        print_report(console(), report_of(info))
+    print_answer(asdict(info), report_of(info), as_json)
     raise SystemExit(1 if info.problems else 0)
 
 

@@ -16,7 +16,9 @@ from areal_debug.cli import (
     step_option,
 )
 from areal_debug.confined import CPU_S, describes_limits, reads_untrusted
-from areal_debug.render import announce, console, end_if_damaged, errors_as_sentences, print_json, styled
+from areal_debug.render import announce, end_if_damaged, errors_as_sentences
+from areal_debug.report.model import Report
+from areal_debug.report.terminal import print_answer
 
 if TYPE_CHECKING:
     from recorder.tables.formats import Exported
@@ -68,10 +70,8 @@ def import_record(
     options = resolve_config(config, (*settings, *overrides), model)
     announce(f"importing {source}")
     imported = write_record(source, destination, format_name, options, model, force)
-    if as_json:
-        print_json(asdict(imported) | {"record": str(destination)})
-    else:
-        print_imported(imported, destination)
+    document = asdict(imported) | {"record": str(destination)}
+    print_answer(document, report_of_import(imported, destination), as_json)
 
 
 def resolve_config(
@@ -87,21 +87,10 @@ def resolve_config(
     return config_to_dict(resolved)
 
 
-def print_imported(imported: "Imported", destination: Path) -> None:
-    out = console()
-    out.print(
-        styled(
-            "{} steps of {}: {} samples, {:,} tokens, in {}",
-            len(imported.steps),
-            imported.format,
-            imported.num_samples,
-            imported.num_tokens,
-            destination,
-        )
-    )
-    out.print("not carried by the format, or assumed:")
-    for note in imported.notes:
-        out.print(styled("  {}", note))
+def report_of_import(imported: "Imported", destination: Path) -> Report:
+    size = f"{imported.num_samples} samples, {imported.num_tokens:,} tokens, in {destination}"
+    notes = ["not carried by the format, or assumed:", *(f"  {note}" for note in imported.notes)]
+    return Report(f"{len(imported.steps)} steps of {imported.format}", size, "", notes)
 
 
 @click.command(
@@ -182,19 +171,11 @@ def export_confined(
 
     announce(f"exporting {record} as {format_name}")
     exported = export_record(record, format_name, destination, step, force, images, skip_damaged)
-    print_exported(exported, format_name, as_json)
-
-
-def print_exported(exported: "Exported", format_name: str, as_json: bool) -> None:
-    if as_json:
-        print_json(asdict(exported))
-    else:
-        show_exported(exported, format_name)
+    print_answer(asdict(exported), report_of_export(exported, format_name), as_json)
     end_if_damaged(exported.left_out)
 
 
-def show_exported(exported: "Exported", format_name: str) -> None:
-    out = console()
+def report_of_export(exported: "Exported", format_name: str) -> Report:
     more = f" and {len(exported.files) - 1} more files" if len(exported.files) > 1 else ""
-    out.print(styled("{} steps in {}{}", len(exported.steps), exported.files[0], more))
-    out.print(styled("not carried by {}: {}", format_name, "; ".join(exported.lost)), style="dim")
+    written = f"{len(exported.steps)} steps in {exported.files[0]}{more}"
+    return Report(written, "", "", notes=[f"not carried by {format_name}: {'; '.join(exported.lost)}"])

@@ -137,15 +137,12 @@ def show_status(port: int, as_json: bool) -> NoReturn:
     """List the servers; exit code 0 if there is at least one and all are ready, 2 if one starts."""
     from concurrent.futures import ThreadPoolExecutor
 
-    from areal_debug.report.terminal import print_report
+    from areal_debug.report.terminal import print_answer
     from areal_debug.serve.report import document_of_all, report_of_all, status_of, verdict_of
 
     with ThreadPoolExecutor() as threads:
         statuses = list(threads.map(status_of, servers_at(port)))
-    if as_json:
-        print_json(document_of_all(statuses))
-    else:
-        print_report(console(), report_of_all(statuses))
+    print_answer(document_of_all(statuses), report_of_all(statuses), as_json)
     raise SystemExit({"Healthy": 0, "Starting": 2, "Problem": 1}[verdict_of(statuses)] if statuses else 1)
 
 

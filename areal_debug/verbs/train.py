@@ -168,7 +168,7 @@ def print_plan(script: Path, arguments: list[str], as_json: bool) -> int:
     from areal_core.safety.secrets import masker
     from areal_debug.dry_run.plan import plan_run
     from areal_debug.dry_run.report import report_of
-    from areal_debug.report.terminal import print_report
+    from areal_debug.report.terminal import print_answer
     from areal_debug.train.script_options import (
         check_imports,
         check_record,
@@ -187,10 +187,7 @@ def print_plan(script: Path, arguments: list[str], as_json: bool) -> int:
             raise
         print_json({"would_run": False, "problems": str(error).splitlines()})
         return 2
-    if as_json:
-        print_json(masker().tree({"would_run": True, **asdict(run)}))
-    else:
-        print_report(console(), report_of(run))
+    print_answer(masker().tree({"would_run": True, **asdict(run)}), report_of(run), as_json)
     return 0
 
 
