@@ -21,7 +21,7 @@ from pathlib import Path
 
 from areal_core.safety.secrets import names_secret
 from hangdoctor.collect.process import PROC
-from hangdoctor.collect.pyspy import without_numbers
+from hangdoctor.model import NUMBER
 
 KEPT_VARIABLE = re.compile(
     r"^(?:RANK|LOCAL_RANK|WORLD_SIZE|LOCAL_WORLD_SIZE|GROUP_RANK|ROLE_(?:NAME|RANK|WORLD_SIZE)|MASTER_\w+|TORCHELASTIC_\w+|"
@@ -213,7 +213,7 @@ def source_lines(dumps: Iterable[str]) -> dict[str, str]:
     """Return `FILE:LINE` to stripped source for every frame of py-spy JSON dumps whose file is
     readable here.
     """
-    places = frozenset[tuple[str, int]]().union(*(_places(without_numbers(dump)[0]) for dump in dumps))
+    places = frozenset[tuple[str, int]]().union(*(_places(NUMBER.sub(r"\g<1>0", dump)) for dump in dumps))
     found = {f"{file}:{line}": linecache.getline(file, line).strip() for file, line in sorted(places)}
     return {place: text[:MAX_LINE_CHARACTERS] for place, text in found.items() if text}
 

@@ -186,7 +186,7 @@ def take_dump(reading: Reading, place: location.Place, member: str, data: bytes)
     head = data[:HEAD].decode(errors="replace")
     if is_stacks_json(head):
         pid, threads = parse_stacks_json(data)
-        keep(reading, owner_of(reading, place, member), place, member, threads, pid)
+        keep(reading, owner_of(reading, place, member), place, threads, pid)
         return
     text = data.decode(errors="replace")
     if head.lstrip().startswith("{"):
@@ -244,7 +244,7 @@ def take_text(reading: Reading, place: location.Place, member: str, text: str) -
     reading.notes += notes
     for owner, section in pairs:
         if section.threads:
-            keep(reading, owner, place, member, tuple(section.threads), section.pid)
+            keep(reading, owner, place, tuple(section.threads), section.pid)
         elif refused := refusal_in(section.message):
             reading.processes.setdefault(owner.name, owner)
             reading.refusals.setdefault(owner.name, refused)
@@ -256,7 +256,6 @@ def keep(
     reading: Reading,
     process: ProcessName,
     place: location.Place,
-    member: str,
     threads: tuple[Thread, ...],
     pid: int | None,
 ) -> None:
