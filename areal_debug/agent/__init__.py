@@ -1,1 +1,1 @@
-"""`areal-debug agent`: run an agent alone, under load or again from a record."""
+"""`areal-debug agent`: run an agent alone or under load."""

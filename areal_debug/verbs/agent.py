@@ -1,4 +1,4 @@
-"""`areal-debug agent`: run an agent alone, under load, or again from a record."""
+"""`areal-debug agent`: run an agent alone or under load."""
 
 from collections.abc import Callable
 from dataclasses import asdict
@@ -18,9 +18,7 @@ EXAMPLE = "examples/tool_agent.py:CalculatorAgent"
     example=f"areal-debug agent run {EXAMPLE} --data examples/word_problems.jsonl --model MODEL",
 )
 def command() -> None:
-    """Run an agent, or a RolloutWorkflow, alone or under load, or again from a record; show turns,
-    rewards and failures.
-    """
+    """Run an agent, or a RolloutWorkflow, alone or under load; show turns, rewards and failures."""
 
 
 def engine_options(body: Callable[..., Any]) -> Callable[..., Any]:

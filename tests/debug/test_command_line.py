@@ -99,7 +99,7 @@ def test_version():
         (["crosschek"], "did you mean crosscheck"),
         (["record", "verfy", "x"], "did you mean verify?"),
         (["hang", "colect"], "did you mean collect?"),
-        (["agent", "xyz"], "choose from run, stress, replay"),
+        (["agent", "xyz"], "choose from run, stress"),
     ],
 )
 def test_a_misspelled_verb_gets_a_suggestion(arguments, hint):
