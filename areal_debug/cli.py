@@ -45,7 +45,7 @@ SECTIONS = {
     },
     "Serve and agents": {
         "serve": "Start, list and stop inference servers to debug agents against",
-        "agent": "Run an agent alone, under load or inside the trainer",
+        "agent": "Run an agent alone or under load",
         "mcp": "Let a coding agent ask all of this, as an MCP server",
     },
 }
@@ -306,14 +306,6 @@ overrides_argument = click.argument(
 )
 nproc_option = click.option(
     "--nproc", type=click.IntRange(min=1), help="Number of ranks; by default as configured or recorded."
-)
-
-
-step_range_option = click.option(
-    "--steps",
-    "step_range",
-    metavar="A:B",
-    help="Steps from A up to, and without, B, each by itself; `:` for all.",
 )
 
 

@@ -83,8 +83,7 @@ class ProcessDump:
 
     `name` is the stem of its files (`rank_3`, `engine_rank_1`, `rank_0_child_0`); `parent` is the
     name of the process that started it, for children; `rank` counts within `role`; `time` is
-    seconds since the epoch; `detail` is the collector's reason for a status other than `dumped`;
-    `source` is the file that was read.
+    seconds since the epoch; `detail` is the collector's reason for a status other than `dumped`.
     """
 
     name: str
@@ -99,9 +98,7 @@ class ProcessDump:
     time: float | None = None
     threads: tuple[Thread, ...] = ()
     facts: ProcessFacts = ProcessFacts()
-    environment: tuple[tuple[str, str], ...] = ()
     command: str = ""
-    source: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,18 +112,13 @@ class CollectiveRecord:
 
     rank: int
     group: str
-    group_ranks: tuple[int, ...]
     operation: str
     sequence: int
     is_p2p: bool
     state: str
     input_sizes: tuple[tuple[int, ...], ...] = ()
-    output_sizes: tuple[tuple[int, ...], ...] = ()
     input_dtypes: tuple[str, ...] = ()
-    output_dtypes: tuple[str, ...] = ()
     created_ns: int | None = None
-    frames: tuple[Frame, ...] = ()
-    peer: int | None = None
     source: str = "Flight Recorder"
 
 
@@ -140,7 +132,6 @@ class RasRank:
     rank: int
     operations: int | None
     status: str
-    counts: tuple[tuple[str, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +141,6 @@ class LogTail:
     name: str
     rank: int | None
     lines: tuple[str, ...]
-    source: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +151,6 @@ class ErrorFile:
     message: str
     time: float | None
     traceback: str = ""
-    source: str = ""
 
 
 How = Literal["timed_out", "lost_peer", "failed", "killed", "ended", "cut"]
@@ -184,14 +173,12 @@ class Ending:
 
 @dataclass(frozen=True, slots=True)
 class GpuFacts:
-    """One GPU at one sample, in percent and watts."""
+    """One GPU at one sample."""
 
     host: str
     index: int
     sample: int
     utilization_percent: float | None
-    power_watts: float | None
-    pids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

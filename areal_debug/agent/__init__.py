@@ -1,1 +1,1 @@
-"""`areal-debug agent`: run an agent alone, under load or inside the trainer."""
+"""`areal-debug agent`: run an agent alone or under load."""

@@ -1,8 +1,6 @@
-"""Reports of `areal-debug agent`: an episode turn by turn, load, a replay, a rollout."""
+"""Reports of `areal-debug agent`: an episode turn by turn, load, a replay."""
 
 import json
-from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.text import Text
@@ -12,17 +10,14 @@ from areal_core.agent.conversation import BROKEN
 from areal_core.safety.printable import printable_block
 from areal_debug.record.report import legend, style_of
 from areal_debug.render import count, format_number, format_seconds, one_line
-from areal_debug.report.model import Block, Cell, Facts, Report, Row, Styled, Table, rows_of
+from areal_debug.report.model import Block, Facts, Report, Row, Styled, Table, rows_of
 
 if TYPE_CHECKING:
     from areal_debug.agent.loop_monitor import LoopReport
-    from areal_debug.agent.record import RolloutFacts
-    from areal_debug.agent.replay_episode import AgentReplay
     from areal_debug.agent.run import EpisodeReport, RowFacts, TurnFacts
     from areal_debug.agent.stress import StressReport
 
 MAX_STACK_LINES = 12
-EXCERPT = 160  # characters of a value that differs
 WIDTH = 10  # of a label of a turn
 BRANCH_WORDS = {
     "root": "first call",
@@ -30,10 +25,6 @@ BRANCH_WORDS = {
     "sub_agent": "a conversation of its own",
     "separate": "a conversation of its own",
 }
-ROLLOUT_HEADINGS = (
-    *("step>", "prompts>", "rows>", "tokens in loss mask>", "reward mean>", "lowest>", "highest>", "equal>"),
-    *("versions>", "turns: rows", "finished: rows"),
-)
 
 
 def report_of_episode(report: "EpisodeReport") -> Report:
@@ -184,62 +175,3 @@ def rows_of_stalls(loop: "LoopReport") -> list[Row]:
         places = ", ".join(f"{share:.0%} {place}" for place, share in loop.busiest)
         rows.append(Row("busy", f"{loop.name} loop busy, not blocked; most at {places}", "unsure"))
     return rows
-
-
-def report_of_replay(report: "AgentReplay") -> Report:
-    """Return each difference with its place, both values and where to look."""
-    counts = f"{report.num_episodes:,} episodes, {report.num_calls:,} calls, {report.num_tool_results:,} tool results"
-    if not report.differences:
-        sentence = f"{counts} of {report.agent} run again in {report.record}"
-        return Report("as recorded", sentence, "good")
-    first = report.differences[0]
-    call = "" if first.call is None else f", call {first.call}"
-    rows = [
-        Row(title, excerpt(value, first.at))
-        for title, value in (("recorded", first.recorded), ("now", first.now))
-        if first.recorded is not None or first.now is not None
-    ]
-    if isinstance(first.recorded, str) and first.at is not None:
-        rows.append(Row("", f"they differ from character {first.at} on", "dim"))
-    rows += rows_of("at", first.frames)
-    rows += [
-        Row("also", f"in step {x.step}, prompt {x.prompt_id}, sample {x.sample}: {x.what}")
-        for x in report.differences[1:]
-    ]
-    look = f"areal-debug record show {report.record} --step {first.step} --prompt-id {first.prompt_id}"
-    rows += [Row("run again", counts, "dim"), Row("look", look, "dim", is_code=True)]
-    place = f"in step {first.step}, prompt {first.prompt_id}, sample {first.sample}{call}"
-    return Report("different", f"{place}: {first.what}", "bad", [Facts(rows)])
-
-
-def excerpt(value: Any, at: int | None) -> str:
-    """Return a value on one line; of a long text, what is around position `at`."""
-    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-    begin = max((at or 0) - EXCERPT // 3, 0) if isinstance(value, str) else 0
-    part = text[begin : begin + EXCERPT]
-    return ("…" if begin else "") + repr(part) + ("…" if begin + EXCERPT < len(text) else "")
-
-
-def report_of_rollout(agent: str, record: Path, steps: "Sequence[RolloutFacts]") -> Report:
-    rows = [cells_of_step(facts) for facts in steps]
-    blocks: list[Block] = [Table(ROLLOUT_HEADINGS, rows)]
-    if all(facts.prompts_of_equal_reward == facts.num_prompts for facts in steps):
-        text = "the samples of every prompt have equal rewards: group normalisation makes all advantages 0"
-        blocks.append(Facts([Row("note", text, "unsure")]))
-    look = f"areal-debug record show {record}   areal-debug replay {record}"
-    return Report(agent, f"recorded in {record}", "", [*blocks, look])
-
-
-def cells_of_step(facts: "RolloutFacts") -> list[str | Cell]:
-    rewards = (facts.mean_reward, facts.lowest_reward, facts.highest_reward)
-    return [
-        str(facts.step),
-        str(facts.num_prompts),
-        str(facts.num_rows),
-        f"{facts.num_trained:,} of {facts.num_tokens:,}",
-        *map(format_number, rewards),
-        str(facts.prompts_of_equal_reward),
-        ", ".join(map(str, facts.versions)),
-        ", ".join(f"{turns}: {rows}" for turns, rows in facts.turns.items()),
-        ", ".join(f"{reason}: {rows}" for reason, rows in facts.finished.items()),
-    ]

@@ -16,7 +16,7 @@ from areal_core.agent.export import rows_of
 from areal_core.agent.sessions import Session
 from areal_core.rollout.episodes import EpisodeEngine
 from areal_core.rollout.loop_thread import LoopThread
-from areal_core.rollout.types import InferenceEngine
+from areal_core.rollout.types import InferenceEngine, ModelResponse
 from recorder.samples import Token, token_texts
 
 
@@ -129,35 +129,39 @@ def describe_turn(
     turn: Turn, tree: Sequence[Turn], reward: float | None, tokenizer: PreTrainedTokenizerBase
 ) -> TurnFacts:
     interaction, response = turn.interaction, turn.interaction.response
-    message, logprobs = interaction.message, response.output_logprobs
+    message = interaction.message
     parent = None if turn.parent is None else tree[turn.parent].interaction
-    texts = token_texts(response.output_tokens, lambda ids: str(tokenizer.decode(ids)))
     return TurnFacts(
         turn=interaction.turn,
         new_messages=[message.for_template() for message in new_messages(interaction, parent)],
         num_tools=len(interaction.call.tools),
-        num_prompt_tokens=len(response.input_tokens),
         branch=turn.branch,
         parent=parent.turn if parent else None,
         continues=None if turn.prefix is None else tree[turn.prefix].interaction.turn,
         prefix_mismatch=first_difference(parent, interaction, tokenizer)
         if parent and turn.branch in BROKEN
         else None,
-        tokens=[
-            Token(token, text, True, logprob, version)
-            for token, text, logprob, version in zip(
-                response.output_tokens, texts, logprobs, response.output_versions, strict=True
-            )
-        ],
         content=message.content,
         reasoning=message.reasoning,
         tool_calls=[{"name": call.name, "arguments": call.arguments} for call in message.tool_calls],
-        finish=response.stop_reason,
-        mean_logprob=sum(logprobs) / len(logprobs) if logprobs else None,
-        lowest_logprob=min(logprobs, default=None),
         latency_s=interaction.latency_s,
         reward=reward,
+        **facts_of_response(response, tokenizer),
     )
+
+
+def facts_of_response(response: ModelResponse, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    """Return what a `TurnFacts` says of the prompt's length and of the sampled tokens."""
+    tokens, logprobs = response.output_tokens, response.output_logprobs
+    texts = token_texts(tokens, lambda ids: str(tokenizer.decode(ids)))
+    columns = zip(tokens, texts, logprobs, response.output_versions, strict=True)
+    return {
+        "num_prompt_tokens": len(response.input_tokens),
+        "tokens": [Token(token, text, True, logprob, version) for token, text, logprob, version in columns],
+        "finish": response.stop_reason,
+        "mean_logprob": sum(logprobs) / len(logprobs) if logprobs else None,
+        "lowest_logprob": min(logprobs, default=None),
+    }
 
 
 def new_messages(interaction: Interaction, parent: Interaction | None) -> list[Message]:

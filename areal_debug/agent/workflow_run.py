@@ -10,8 +10,7 @@ from areal_core.rollout.episodes import EpisodeEngine, run_episodes
 from areal_core.rollout.loop_thread import LoopThread
 from areal_core.rollout.types import InferenceEngine, ModelRequest, ModelResponse
 from areal_core.rollout.workflow import RolloutWorkflow
-from areal_debug.agent.run import EpisodeReport, RowFacts, TurnFacts, frames_of_agent
-from recorder.samples import Token, token_texts
+from areal_debug.agent.run import EpisodeReport, RowFacts, TurnFacts, facts_of_response, frames_of_agent
 
 
 class CallLog:
@@ -85,30 +84,20 @@ def describe_call(
     seconds: float,
     tokenizer: PreTrainedTokenizerBase,
 ) -> TurnFacts:
-    tokens, logprobs, prompt = response.output_tokens, response.output_logprobs, response.input_tokens
-    texts = token_texts(tokens, lambda ids: str(tokenizer.decode(ids)))
+    prompt = response.input_tokens
     continued = [i for i, other in enumerate(earlier) if begins_with(prompt, other)]
     return TurnFacts(
         turn=turn,
         new_messages=[{"role": "prompt", "content": str(tokenizer.decode(prompt))}],
         num_tools=0,
-        num_prompt_tokens=len(prompt),
         continues=continued[-1] if continued else None,
         prefix_mismatch=None,
-        tokens=[
-            Token(token, text, True, logprob, version)
-            for token, text, logprob, version in zip(
-                tokens, texts, logprobs, response.output_versions, strict=True
-            )
-        ],
-        content=str(tokenizer.decode(tokens)),
+        content=str(tokenizer.decode(response.output_tokens)),
         reasoning=None,
         tool_calls=[],
-        finish=response.stop_reason,
-        mean_logprob=sum(logprobs) / len(logprobs) if logprobs else None,
-        lowest_logprob=min(logprobs, default=None),
         latency_s=seconds,
         reward=None,
+        **facts_of_response(response, tokenizer),
     )
 
 

@@ -7,16 +7,14 @@ from typing import Any
 
 from areal_debug.render import (
     announce,
-    console,
     fail,
     format_number,
     format_seconds,
     is_quiet,
     note,
-    print_json,
 )
 from areal_debug.report.model import Facts, Report, Row, Table
-from areal_debug.report.terminal import print_report
+from areal_debug.report.terminal import print_answer
 from consistency.entry.exact import (
     PROVEN,
     REFUTED,
@@ -40,12 +38,9 @@ def check_exact(engine: str, model: str, output: Path | None, as_json: bool, opt
     worse = None if saved is None else worse_than(certificate, saved)
     if output is not None:
         output.write_text(json.dumps(certificate.document(), indent=1) + "\n")
-    if as_json:
-        print_json(certificate.document() | {"worse": worse})
-    else:
-        print_report(console(), report_of(certificate, worse))
-        if output is not None:
-            note(f"certificate written to {output}")
+    print_answer(certificate.document() | {"worse": worse}, report_of(certificate, worse), as_json)
+    if output is not None and not as_json:
+        note(f"certificate written to {output}")
     return EXIT_CODES[certificate.verdict] if worse is None else bool(worse)
 
 

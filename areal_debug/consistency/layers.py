@@ -6,9 +6,9 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from areal_debug.render import console, fail, print_json
+from areal_debug.render import fail
 from areal_debug.report.model import Block, Facts, Level, Report, Row, Table
-from areal_debug.report.terminal import print_report
+from areal_debug.report.terminal import print_answer
 
 if TYPE_CHECKING:
     from consistency.layers.judge import LayersReport, SiteReport
@@ -52,10 +52,7 @@ def check_layers(
     if model is None:
         fail("--layers needs --model PATH, the weights that the engine should have")
     report = compare(kind, path or model, model, record, options | {"steps": steps})
-    if as_json:
-        print_json(document(report))
-    else:
-        print_report(console(), report_of(report))
+    print_answer(document(report), report_of(report), as_json)
     return EXIT_CODES[report.verdict]
 
 

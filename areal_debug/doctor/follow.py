@@ -2,7 +2,7 @@
 
     look ──> a confined child reads and judges all that was logged ──> document
       │ an alarm of two looks, with new steps between them, or of the last look
-      └──> printed, hooks, stop | pause
+      └──> printed, hook, stop
 
 The time to the next look grows with the CPU time of the last one, so that following takes at most
 0.5 % of this machine's cores, and nothing in the training processes.
@@ -34,7 +34,7 @@ class Follower:
     Args:
         announce: gets each alarm once, as of the JSON report.
         report: gets one sentence for whatever else happens.
-        pid: the launcher, for hooks that stop or pause.
+        pid: the launcher, for a hook that stops it.
         every_s: time between two looks, at least.
         label: name of the run for hooks, by default of the path.
     """
@@ -65,7 +65,7 @@ class Follower:
         return 1 if self.announced else EXIT_CODES[self.verdict]
 
     def poll(self) -> None:
-        """Look, if it is time to. While the run is paused, return only when it is continued."""
+        """Look, if it is time to."""
         if time.monotonic() >= self.due_at:
             before_s = cpu_seconds()
             self.look()
@@ -111,7 +111,7 @@ class Follower:
         return document(run, examine(run)) | {"num_points": points}
 
     def act(self, alarm: Mapping[str, Any], is_last: bool) -> None:
-        """Announce an alarm, run its hooks, and stop or pause the run if that was chosen."""
+        """Announce an alarm, run its hook, and stop the run if that was chosen."""
         self.announce(alarm)
         actions.run_hooks(alarm, self.label or self.run or self.path.name, self.hooks, self.report)
         if self.pid is None or is_last or self.is_stopped or not lives(self.pid):
@@ -120,20 +120,6 @@ class Follower:
             self.report(f"stopping the run for {alarm['id']}: SIGTERM to process {self.pid}")
             actions.stop(self.pid)
             self.is_stopped = True
-        elif actions.is_chosen(alarm, self.hooks.pause_on):
-            self.pause(alarm["id"], self.pid)
-
-    def pause(self, name: str, pid: int) -> None:
-        """Pause the run for an alarm, and return when the user has continued it."""
-        if not actions.pause(pid):
-            actions.continue_all(pid)
-            self.report(f"the run could not be paused for {name}: process {pid} did not stop")
-            return
-        self.report(f"the run is paused for {name}; to continue it: kill -CONT {pid}")
-        while actions.is_paused(pid):
-            time.sleep(POLL_S)
-        actions.continue_all(pid)
-        self.report("the run continues")
 
 
 def cpu_seconds() -> float:

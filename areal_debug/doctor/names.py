@@ -19,29 +19,11 @@ from typing import Any
 QUANTITIES: dict[str, dict[str, Any]] = tomllib.loads(
     (Path(__file__).parent / "quantities.toml").read_text(encoding="utf-8")
 )
-FAMILIES = {
-    "*_actor/": "AReaL",
-    "sft/": "AReaL",
-    "dpo/": "AReaL",
-    "rw/": "AReaL",
-    "rollout/raw_reward": "slime",
-    "train_rollout_logprob_abs_diff": "slime",
-    "ppo_clip_ratio": "OpenRLHF",
-    "vllm_kl": "OpenRLHF",
-    "actor_grad_norm": "OpenRLHF",
-    "critic/": "verl",
-    "actor/": "verl",
-    "reward/avg_raw_reward": "SkyRL",
-    "policy/policy_": "SkyRL",
-    "mismatch_kl/": "prime-rl",
-    "optim/grad_norm": "prime-rl",
-    "gen_kl_error": "NeMo-RL",
-    "mean_gen_tokens_per_sample": "NeMo-RL",
-    "completions/": "TRL",
-    "rewards/": "TRL",
-    "mean_token_accuracy": "TRL",
-    "rollout/": "AReaL",
-}
+TEXTS = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+FAMILIES: dict[str, str] = TEXTS["families"]
+MEANS, EVALUATION, NEUTRAL, FORBIDDEN, NO_MEAN = (
+    frozenset(TEXTS["words"][name]) for name in ("means", "evaluation", "neutral", "forbidden", "no_mean")
+)
 SLIME = ("rollout/raw_reward", "train_rollout_logprob_abs_diff")
 NOT_A_DATASET = ("*ratio*", "*_len*", "*-pass*", "*step", "*/*/*")
 
@@ -49,26 +31,6 @@ NOT_A_DATASET = ("*ratio*", "*_len*", "*-pass*", "*step", "*/*/*")
 def words(text: str) -> frozenset[str]:
     """Return the words of a text."""
     return frozenset(text.split())
-
-
-MEANS = words("mean avg average all")
-EVALUATION = words("eval evaluation val valid validation test heldout dev")
-NEUTRAL = words(
-    "train training global batch total overall raw task final policy actor ppo grpo pg rl model token tokens"
-    " step approx approximate seq sequence sample env episode outcome rollout trainer optim trajectory update"
-    " stats metrics losses rlhf objective episodic charts default optimizer learner learners"
-)
-# Words before the ending that make it another quantity.
-FORBIDDEN = words(
-    "std var min max median p50 p90 p95 p99 quantile percentile timing time seconds ms perf system gpu cpu"
-    " memory count num number sum coef coefficient target lower upper low high before after critic value"
-    " values vf draft mtp aux teacher student ref reference margin margins chosen rejected baseline"
-    " advantage advantages penalty prompt prompts per non rewards progress dispatcher distillation"
-)
-
-
-# Words of another statistic, or of another kind of number, than the mean of a quantity.
-NO_MEAN = words("std min max median p50 p90 p95 p99 coef time")
 
 
 def choose_names(names: Sequence[str]) -> dict[str, str]:

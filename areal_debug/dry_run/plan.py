@@ -10,9 +10,17 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from areal_core.config import (
+    DPOConfig,
+    PPOActorConfig,
+    PPOConfig,
+    PPOCriticConfig,
+    RWConfig,
+    TrainEngineConfig,
+)
 from areal_core.config.allocation import Allocation, Parallel
 from areal_core.config.checks import engines_of
-from areal_core.config.experiment import DatasetConfig, TimerConfig
+from areal_core.config.experiment import DatasetConfig
 from areal_core.config.vision_checks import model_type
 from areal_core.data.read import file_of_split, get_dataset, length_of, read_rows, tokenized
 from areal_core.engine.memory_plan import AnyConfig, Memory, estimate_memory
@@ -21,8 +29,6 @@ from areal_core.launch.job import Job
 from areal_core.launch.placement import Placement, place
 from areal_core.paths import run_folder
 from areal_core.trainer.build import count_steps, load_tokenizer
-from areal_core.trainer.checkpointing import Frequency
-from areal_debug.dry_run.step import Stage, plan_step, plan_upkeep
 
 LONGEST_TEXTS = 64  # of the dataset
 DATA_FILES = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".txt")
@@ -70,8 +76,7 @@ class DryRun:
     processes: tuple[Processes, ...]
     steps: Steps | None  # None: the allocation has no training part
     memory: Memory
-    step: tuple[Stage, ...]
-    upkeep: tuple[Stage, ...]
+    update: str  # "" where nothing is trained
     logs: str
     notes: tuple[str, ...]
     unchecked: tuple[str, ...]  # what the run needs and nobody looked at
@@ -89,8 +94,6 @@ def plan_run(script: Path, config_file: str, config: AnyConfig, notes: list[str]
     refuse_missing_packages(config)
     refuse_missing_files(config)
     steps = plan_length(config) if allocation.trains else None
-    step = plan_step(config, allocation) if steps is not None else ()
-    upkeep = plan_upkeep(config, lambda timer: describe_period(timer, steps)) if steps is not None else ()
     return DryRun(
         script=str(script),
         config_file=config_file,
@@ -100,8 +103,7 @@ def plan_run(script: Path, config_file: str, config: AnyConfig, notes: list[str]
         processes=tuple(place_processes(config, allocation)),
         steps=steps,
         memory=estimate_memory(config, allocation, longest_row(config)),
-        step=tuple(step),
-        upkeep=tuple(upkeep),
+        update=plan_update(config, config.actor, allocation) if steps is not None else "",
         logs=str(run_folder(config, "logs")),
         notes=(*notes, *note_on_devices(config, allocation), *note_on_pictures(config, allocation)),
         unchecked=tuple(unchecked(config)),
@@ -204,6 +206,46 @@ def longest_row(config: AnyConfig) -> int | None:
     return min(limit, max(lengths, default=limit))
 
 
+def plan_update(config: AnyConfig, model: TrainEngineConfig, allocation: Allocation) -> str:
+    """Return the optimizer steps of one step, and what computes the attention."""
+    assert allocation.train is not None
+    limit, num_ranks = model.mb_spec.max_tokens_per_mb, allocation.train.data
+    rows, minibatches = config.train_dataset.batch_size // num_ranks, 1
+    if isinstance(config, PPOConfig):
+        rows *= config.gconfig.n_samples
+    if isinstance(model, PPOActorConfig | PPOCriticConfig):
+        minibatches = model.ppo_n_minibatches
+    micro = f"micro-batches of at most {limit:,} tokens" if limit else f"{model.mb_spec.n_mbs} micro-batches"
+    checkpointing = ", activations recomputed" if model.gradient_checkpointing else ""
+    compiled = ", layers compiled" if model.fsdp.compile else ""
+    unit = "pairs" if isinstance(config, RWConfig | DPOConfig) else "sequences"
+    times = "1 optimizer step" if minibatches == 1 else f"{minibatches} optimizer steps"
+    times += f" of an adapter of rank {model.lora_rank}" * model.use_lora
+    return (
+        f"{times} over {rows:,} {unit} {row_owner(allocation.train)}, in {micro}{checkpointing}{compiled}; "
+        f"attention is {describe_attention(config.device, model)}"
+    )
+
+
+def describe_attention(device: str, model: TrainEngineConfig) -> str:
+    """Describe the kernel that `attn_impl` selects, on a GPU unless the config names a CPU."""
+    import torch
+
+    from areal_core.engine.attention import choose_attention
+
+    kind = "cpu" if device == "cpu" else "cuda"
+    return choose_attention(model.attn_impl, kind, getattr(torch, model.dtype)).reason
+
+
+def row_owner(sizes: Parallel) -> str:
+    """Describe which ranks share rows: one rank, or a group and how it divides them."""
+    if sizes.context * sizes.tensor == 1:
+        return "per rank"
+    shares = [f"their tokens {sizes.context} ways"] * (sizes.context > 1)
+    shares += [f"the layers {sizes.tensor} ways"] * (sizes.tensor > 1)
+    return f"per group of {sizes.context * sizes.tensor} ranks, which divide {' and '.join(shares)}"
+
+
 def place_processes(config: AnyConfig, allocation: Allocation) -> list[Processes]:
     """Place servers and ranks on devices or machines. Raises ConfigError if they do not fit."""
     with_servers = not config.debug.replay_rollout_data
@@ -291,24 +333,3 @@ def note_on_pictures(config: AnyConfig, allocation: Allocation) -> list[str]:
         f"actor.path is a vision model of type {kind!r} and sglang.enable_multimodal is false: the servers take text "
         "alone; for pictures in prompts set it to true, with VisionRLVRWorkflow or an agent"
     ]
-
-
-def describe_period(timer: TimerConfig, steps: Steps | None) -> str:
-    """Return `every 2 epochs or 600 seconds: 5 times, first after step 57`; empty if never.
-
-    Steps count from 0.
-    """
-    periods = {"epoch": timer.freq_epochs, "step": timer.freq_steps, "second": timer.freq_secs}
-    given = [unit if period == 1 else f"{period} {unit}s" for unit, period in periods.items() if period]
-    if not given:
-        return ""
-    text = f"every {' or '.join(given)}"
-    if steps is None or steps.total is None or steps.per_epoch is None:
-        return text
-    frequency = Frequency(timer.freq_epochs, timer.freq_steps, None, max(steps.per_epoch, 1))
-    due = [step for step in range(steps.total) if frequency.is_due(step)]
-    if not due:
-        return f"{text}: not once in {steps.total} steps" if not timer.freq_secs else text
-    at_least = "at least " if timer.freq_secs else ""
-    times = "once" if len(due) == 1 else f"{len(due)} times"
-    return f"{text}: {at_least}{times}, first after step {due[0]}"

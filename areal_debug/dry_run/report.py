@@ -1,10 +1,9 @@
-"""What `areal-debug train --dry-run` says: processes, steps, memory, and the stages of a step."""
+"""What `areal-debug train --dry-run` says: processes, steps, and memory."""
 
 from collections.abc import Sequence
 
 from areal_core.engine.memory_plan import Part
 from areal_debug.dry_run.plan import DryRun, Processes, Steps
-from areal_debug.dry_run.step import Stage
 from areal_debug.render import count, format_bytes
 from areal_debug.report.model import Block, Facts, Report, Row, rows_of
 
@@ -18,7 +17,7 @@ def report_of(run: DryRun) -> Report:
     memory = run.memory
     blocks: list[Block] = [Facts([Row(processes_of(p), p.where) for p in run.processes], "Processes")]
     if run.steps is not None:
-        blocks.append(Facts(rows_of_length(run.steps), "Length"))
+        blocks.append(Facts([*rows_of_length(run.steps), Row("a step", run.update)], "Length"))
     if memory.rank:
         total = format_bytes(sum(part.size_bytes for part in memory.rank))
         blocks.append(Facts([*memory_rows(memory.rank), Row("total", f"{total:>9}")], "Memory of a rank"))
@@ -28,8 +27,6 @@ def report_of(run: DryRun) -> Report:
     if memory.server:
         blocks.append(Facts(memory_rows(memory.server), "Memory of a server's device"))
     blocks += [f"memory not estimated: {reason}" for reason in memory.unknown]
-    if run.step:
-        blocks += [Facts(stage_rows(run.step), "A step"), Facts(stage_rows(run.upkeep), "Between steps")]
     blocks.append(f"logs: {run.logs}")
     if run.notes:
         blocks.append(Facts(rows_of("note", run.notes, "unsure"), "No effect, or worth checking"))
@@ -42,10 +39,6 @@ def report_of(run: DryRun) -> Report:
 
 def memory_rows(parts: Sequence[Part]) -> list[Row]:
     return [Row(part.name, f"{format_bytes(part.size_bytes):>9}  {part.how}") for part in parts]
-
-
-def stage_rows(stages: Sequence[Stage]) -> list[Row]:
-    return [Row(stage.name, stage.does) for stage in stages]
 
 
 def processes_of(item: Processes) -> str:

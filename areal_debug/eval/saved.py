@@ -3,38 +3,42 @@
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
-from areal_debug.eval.results import Report, Settings, make_report, read_results, short_names
-from areal_debug.eval.supervised_rows import RowReport, make_row_report, read_rows
+from areal_debug.eval.results import (
+    SAMPLES,
+    SUMMARY,
+    Report,
+    Settings,
+    make_report,
+    read_models,
+    read_settings,
+    short_names,
+)
 
-SUMMARY = "evaluation.json"
 FOLDER = "evaluation"  # of the results, in the folder of a run's logs
-SAMPLES = "samples"  # the kind of an evaluation that is not of a supervised method's rows
-AnyReport = Report | RowReport
 T = TypeVar("T")
 
 
 def report_of(
     folder: Path, run: str, ks: str | None = None, solved_above: float = 0.0, record: str | None = None
-) -> AnyReport:
+) -> Report:
     """Summarise one evaluation.
 
     Args:
         ks: the k of pass@k, as of `parse_ks`.
-        solved_above: as of `make_report`.
+        solved_above: as of `read_models`.
 
     Raises:
         ValueError: it cannot be read.
     """
-    if kind_of(folder) != SAMPLES:
-        row_settings, measured = parsed(read_rows, folder)
-        return make_row_report(run, row_settings, measured)
-    settings, samples = parsed(read_results, folder)
-    return make_report(run, settings, samples, parse_ks(ks, settings.n_samples), solved_above, record)
+    settings = parsed(read_settings, folder)
+    numbers = parse_ks(ks, settings.n_samples)
+    measured = parsed(lambda of: read_models(of, settings, numbers, solved_above), folder)
+    return make_report(run, settings, measured, solved_above=solved_above, record=record)
 
 
-def compare_saved(given: Sequence[Path], ks: str | None = None, solved_above: float = 0.0) -> AnyReport:
+def compare_saved(given: Sequence[Path], ks: str | None = None, solved_above: float = 0.0) -> Report:
     """Compare the models of several evaluations with the first model of the first one.
 
     Raises:
@@ -42,31 +46,31 @@ def compare_saved(given: Sequence[Path], ks: str | None = None, solved_above: fl
     """
     folders = [results_in(folder) for folder in given]
     labels = short_names([str(of.parent if of.name == FOLDER else of) for of in folders])
-    kinds = [kind_of(folder) for folder in folders]
-    for label, kind in zip(labels, kinds, strict=True):
-        if kind != kinds[0]:
+    every = [parsed(read_settings, folder) for folder in folders]
+    first = every[0]
+    for label, settings in zip(labels, every, strict=True):
+        if settings.method != first.method:
             raise ValueError(
-                f"{label} is an evaluation of {kind} and {labels[0]} one of {kinds[0]}: compare evaluations of one kind"
+                f"{label} is an evaluation of {kind_of(settings)} and {labels[0]} one of {kind_of(first)}: "
+                "compare evaluations of one kind"
             )
-    run = ", ".join(labels)
-    if kinds[0] != SAMPLES:
-        of_rows = [parsed(read_rows, folder) for folder in folders]
-        names = names_of(labels, [[model.path for model in models] for _, models in of_rows])
-        return make_row_report(
-            run, of_rows[0][0], [model for _, models in of_rows for model in models], names
-        )
-    found = [parsed(read_results, folder) for folder in folders]
-    every = [settings for settings, _ in found]
+    numbers = parse_ks(ks, min(settings.n_samples for settings in every))
+    found = [
+        parsed(lambda of, s=settings: read_models(of, s, numbers, solved_above), folder)  # type: ignore[misc]
+        for folder, settings in zip(folders, every, strict=True)
+    ]
     return make_report(
-        run,
-        every[0],
-        [model for _, models in found for model in models],
-        parse_ks(ks, min(settings.n_samples for settings in every)),
-        solved_above,
-        None,
-        names_of(labels, [[model.path for model in models] for _, models in found]),
-        differences_of(labels, every),
+        ", ".join(labels),
+        first,
+        [model for models in found for model in models],
+        names_of(labels, [[model.path for model in models] for models in found]),
+        solved_above=solved_above,
+        differing_settings=differences_of(labels, every),
     )
+
+
+def kind_of(settings: Settings) -> str:
+    return SAMPLES if settings.method == SAMPLES else f"rows ({settings.method})"
 
 
 def parse_ks(text: str | None, n_samples: int) -> list[int]:
@@ -107,12 +111,6 @@ def results_in(folder: Path) -> Path:
     )
 
 
-def kind_of(folder: Path) -> str:
-    """Return what was evaluated: samples, or the rows of a supervised method."""
-    summary = parsed(lambda of: json.loads((of / SUMMARY).read_text()), folder)
-    return f"rows ({summary['method']})" if "method" in summary else SAMPLES
-
-
 def parsed(read: Callable[[Path], T], folder: Path) -> T:
     """Return what `read` makes of a folder of results.
 
@@ -129,8 +127,8 @@ def parsed(read: Callable[[Path], T], folder: Path) -> T:
 
 def differences_of(labels: Sequence[str], every: Sequence[Settings]) -> list[str]:
     """Return a sentence for each evaluation that was sampled with other options than the first."""
-    first = options_of(every[0])
     found = []
+    first = options_of(every[0])
     for label, settings in zip(labels[1:], every[1:], strict=True):
         own = options_of(settings)
         changed = [
@@ -143,7 +141,7 @@ def differences_of(labels: Sequence[str], every: Sequence[Settings]) -> list[str
     return found
 
 
-def options_of(settings: Settings) -> dict[str, Any]:
+def options_of(settings: Settings) -> dict[str, object]:
     """Return what decides how samples were made."""
     return settings.sampling | {
         "n_samples": settings.n_samples,
@@ -152,7 +150,7 @@ def options_of(settings: Settings) -> dict[str, Any]:
     }
 
 
-def exit_code(report: AnyReport, fail_below: float | None, fails_if_worse: bool) -> int:
+def exit_code(report: Report, fail_below: float | None, fails_if_worse: bool) -> int:
     """Return 1 if a model has lost against the first one, else 0.
 
     Args:

@@ -126,7 +126,7 @@ def live(search: Search, as_json: bool) -> int:
     for again in range(LOOKS):
         with tempfile.TemporaryDirectory(prefix="hangdoctor-") as folder:
             collect_host(search, Path(folder), options)
-            snapshot = read_snapshot((Path(folder),), None, {})
+            snapshot = read_snapshot([Path(folder)])
         diagnosis = diagnose(snapshot)
         moves = diagnosis.label == "straggler_or_not_hung"
         is_open = unsettled(snapshot) or (diagnosis.label == "unknown" and len(snapshot.dumps) > 0)
@@ -134,7 +134,7 @@ def live(search: Search, as_json: bool) -> int:
             break
         limit_s = (LOOKS - 1) * options.interval_s
         announce(f"these stacks do not show whether the job moves: looking again, for up to {limit_s:g} s")
-    return show_diagnosis(diagnosis, snapshot, as_json=as_json, html=None, markdown=None)
+    return show_diagnosis(diagnosis, snapshot, as_json)
 
 
 def _way_to_hosts(

@@ -42,9 +42,8 @@ def show_diagnosis(
     snapshot: Snapshot,
     as_json: bool = False,
     html: Path | None = None,
-    markdown: Path | None = None,
 ) -> int:
-    """Print a diagnosis and write the requested pages.
+    """Print a diagnosis and write the requested page.
 
     Returns:
         The exit status: 0 not hung, 1 hung, 2 unknown.
@@ -53,10 +52,6 @@ def show_diagnosis(
         from areal_debug.hang.html import page
 
         commit_file(html, page(diagnosis, snapshot))
-    if markdown is not None:
-        from areal_debug.hang.markdown import markdown as as_markdown
-
-        commit_file(markdown, as_markdown(diagnosis))
     if as_json:
         click.echo(json.dumps(diagnosis.as_json(), indent=2))
     else:
@@ -67,10 +62,8 @@ def show_diagnosis(
 
 def write_post_mortem(diagnosis: Diagnosis, snapshot: Snapshot, folder: Path) -> None:
     from areal_debug.hang.html import page
-    from areal_debug.hang.markdown import markdown
 
     commit_file(folder / "post_mortem.html", page(diagnosis, snapshot, folder.absolute().name))
-    commit_file(folder / "post_mortem.md", markdown(diagnosis))
 
 
 def report(diagnosis: Diagnosis, width: int = 120) -> Text:

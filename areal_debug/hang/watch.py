@@ -42,16 +42,10 @@ from hangdoctor.model import Diagnosis
 @click.option("--poll", "poll_s", default=2.0, show_default=True, help="Seconds between two polls.")
 @click.option(
     "--then",
-    type=click.Choice(["notify", "kill", "restart"]),
+    type=click.Choice(["notify", "kill"]),
     default="notify",
     show_default=True,
     help="Action after a hang was diagnosed.",
-)
-@click.option("--max-restarts", default=3, show_default=True, help="Most restarts of --then restart.")
-@click.option(
-    "--hook",
-    default="",
-    help="Shell command to run for a hang; gets HANGDOCTOR_LABEL, _CULPRITS, _SUMMARY, _FOLDER.",
 )
 @json_option
 @errors_as_sentences
@@ -63,8 +57,6 @@ def watch(
     watchdog_s: float,
     poll_s: float,
     then: str,
-    max_restarts: int,
-    hook: str,
     as_json: bool,
 ) -> None:
     """Watch JOB (a command after --, which becomes our child, so no privilege is needed) or --pid.
@@ -79,10 +71,6 @@ def watch(
 
     if bool(job) == bool(pids):
         raise click.UsageError("Give either a command after -- or --pid.")
-    if pids and then == "restart":
-        raise click.UsageError(
-            "--then restart needs a command after --: a job of --pid cannot be started again."
-        )
     if job and job[0].startswith("-"):
         raise click.UsageError(f"{job[0]} is no option of hang watch. The command of the job comes after --.")
     for pid in pids:
@@ -99,7 +87,7 @@ def watch(
         return diagnosis
 
     umask = click.get_current_context().meta.get(USUAL_UMASK, -1)
-    plan = Plan(folder, Limits(silence_s, watchdog_s), poll_s, then, hook, max_restarts, umask)  # type: ignore[arg-type]
+    plan = Plan(folder, Limits(silence_s, watchdog_s), poll_s, then, umask)  # type: ignore[arg-type]
     leave_terminal()  # to the job
     notify = (lambda text: None) if is_quiet() else report
     if job:
@@ -127,7 +115,7 @@ def post_mortem(folder: Path) -> Diagnosis:
     from hangdoctor.diagnose import diagnose
     from hangdoctor.parse.read import read_snapshot
 
-    snapshot = read_snapshot((folder,), None, {})
+    snapshot = read_snapshot([folder])
     diagnosis = diagnose(snapshot)
     write_post_mortem(diagnosis, snapshot, folder)
     commit_file(folder / "diagnosis.json", json.dumps(diagnosis.as_json(), indent=1) + "\n")

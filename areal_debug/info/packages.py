@@ -1,25 +1,16 @@
-"""Versions of packages, and whether they fit together, from their metadata: nothing is imported.
+"""Versions of packages, and whether they fit together, from their metadata: nothing is imported."""
 
-`import_errors` alone imports, each package in a process of its own: one may end its process.
-"""
-
-import importlib.util
 import re
-import subprocess
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from areal_core.safety.interpreter import python_command
-from areal_debug.installation import EXTRA_OF
-
 OURS = "areal-debug"
 BESIDE = ("vllm", "flash-attn", "triton", "accelerate", "megatron-core", "deepspeed")  # no extra of ours
 NOT_FOR_USERS = ("bench", "dev", "docs", "all")
-IMPORT_TIMEOUT_S = 180
 
 
 @dataclass(frozen=True)
@@ -101,31 +92,3 @@ def conflicts(versions: Mapping[str, str | None]) -> list[str]:
             if not is_optional and (lack := unmet(requirement, versions)):
                 found.append(f"{name} {version} needs {lack}")
     return found
-
-
-def import_errors(tick: Callable[[object], None]) -> list[str]:
-    """Import each installed package of the extras; return a sentence for each that fails."""
-    found = []
-    for package in importable():
-        if error := import_error(package):
-            found.append(f"{package} is installed and does not import: {error}")
-        tick(package)
-    return found
-
-
-def importable() -> list[str]:
-    """Return the packages of the extras, by the name that they are imported by, that are here."""
-    return [name for name in (*EXTRA_OF, "vllm") if importlib.util.find_spec(name) is not None]
-
-
-def import_error(package: str) -> str | None:
-    command = python_command("-c", f"import {package}")
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=IMPORT_TIMEOUT_S)
-    except subprocess.TimeoutExpired:
-        return f"it took more than {IMPORT_TIMEOUT_S} s"
-    if done.returncode == 0:
-        return None
-    if done.returncode < 0:
-        return f"its process ended by signal {-done.returncode}"
-    return (done.stderr.strip() or "it ended Python").splitlines()[-1]

@@ -48,13 +48,8 @@ def rows_of_machine(machine: Machine) -> list[Row]:
 
 
 def rows_of_reachable(info: Info) -> list[Row]:
-    states = {True: "accepts connections", False: "does not accept connections"}
     return [
         *(Row(name, version or "not installed") for name, version in info.reachable.engines.items()),
-        *(
-            Row("server", f"{server.address} {states[server.accepts]} (of {server.source})")
-            for server in info.reachable.servers
-        ),
         *(Row(name, how or "not found") for name, how in info.reachable.schedulers.items()),
     ]
 

@@ -27,14 +27,14 @@ class Info:
     verbs: tuple[VerbHere, ...]
 
 
-def collect_info(import_errors: list[str]) -> Info:
-    """Collect all facts; `import_errors` are problems that were found by importing."""
+def collect_info() -> Info:
+    """Collect all facts."""
     packages = read_packages()
     reachable, permissions = find_reachable(packages.versions), read_permissions()
     verbs = verbs_here(
         packages.lacks, permissions.refuses_stacks, reachable.schedulers, shutil.which("git") is not None
     )
-    problems = (*packages.problems, *import_errors)
+    problems = tuple(packages.problems)
     version, num_working = metadata.version(OURS), sum(verb.works for verb in verbs)
     found = f"Broken: {count(len(problems), 'problem')} of what is installed" if problems else "Consistent"
     return Info(

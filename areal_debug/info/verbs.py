@@ -21,8 +21,6 @@ USES = {
     "record": {
         "archive, cut, and records in archives": "archive",
         "archives at s3://": "s3",
-        "export --format wandb": "wandb",
-        "export --format trackio": "trackio",
     },
     "serve": {"--backend sglang": "sglang"},
 }

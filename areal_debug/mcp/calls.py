@@ -25,7 +25,7 @@ import anyio
 from anyio.abc import ByteReceiveStream, Process
 
 from areal_core.safety.interpreter import python_command
-from areal_debug.each import Outcome, printed_outcome
+from areal_debug.mcp.outcome import Outcome, printed_outcome
 from areal_debug.mcp.roots import Roots
 from areal_debug.waiting import PROGRESS_FILE, Page, make_page, read_page
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from areal_debug.each import Outcome
+from areal_debug.mcp.outcome import Outcome
 from areal_debug.mcp.tools import TOOLS, Tool
 from areal_debug.report.frame import tone_of
 

@@ -12,9 +12,9 @@ import mcp_types as types
 from mcp.server import Server, ServerRequestContext
 from mcp.shared.exceptions import MCPError
 
-from areal_debug.each import Outcome
 from areal_debug.mcp.calls import Children
 from areal_debug.mcp.explain import explain
+from areal_debug.mcp.outcome import Outcome
 from areal_debug.mcp.replies import result_of, text_of
 from areal_debug.mcp.roots import BadCall, Roots
 from areal_debug.mcp.tools import NO_TOOL, TOOLS, Tool, find

@@ -6,7 +6,7 @@ What cannot be read gets the verdict "error" and the reason, and the rest is sti
 import json
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +19,6 @@ from areal_debug.report.model import Facts, Report, Row
 from areal_debug.report.page import write_report, write_template
 
 if TYPE_CHECKING:
-    from areal_debug.doctor.read import Run
     from recorder import Record
 
 # Of a page: with the links of its header, and the page of the run's record.
@@ -36,7 +35,7 @@ class Item:
         verdict: one word; "error" if it could not be read, "" where nothing is judged.
         page: address of its page in the workbench, "" if it has none.
         write: writes that page.
-        record, metrics: what other pages show, too.
+        record: the record of this item, which other pages link to.
     """
 
     found: Found
@@ -45,8 +44,6 @@ class Item:
     page: str = ""
     write: Write | None = None
     record: "Record | None" = None
-    metrics: "Run | None" = None
-    alarms: list[tuple[int, str]] = field(default_factory=list)  # step, and the problem that it shows
 
     @property
     def command(self) -> str:
@@ -98,7 +95,7 @@ def write_tokens(record: "Record", page: Path, links: Sequence[Link]) -> None:
     from areal_debug.record.decode import load_decoder
     from areal_debug.view.page import Contents, FollowedRecord, Place, write_folder
 
-    contents = Contents(FollowedRecord(record.path, load_decoder(record), ()))
+    contents = Contents(FollowedRecord(record.path, load_decoder(record)))
     steps = contents.record.intact(record.steps, {})
 
     def document_of(stored: list[int]) -> dict[str, Any]:
@@ -120,7 +117,6 @@ def examine_metrics(found: Found, scratch: Path) -> Item:
     judged = judge(run)
     first = judged.alarms[0].title if judged.alarms else report_of(run, judged).verdict.lower()
     summary = f"{first}; {run.num_steps} steps"
-    alarms = [(step, alarm.title) for alarm in judged.alarms for step, _ in alarm.evidence]
     return Item(
         found,
         verdict(run, judged),
@@ -130,8 +126,6 @@ def examine_metrics(found: Found, scratch: Path) -> Item:
             report_of(run, judged, record_page),
             Frame("Doctor", run.source, "doctor", verdict(run, judged), links),
         ),
-        metrics=run,
-        alarms=alarms,
     )
 
 
@@ -139,7 +133,7 @@ def examine_trace(found: Found, scratch: Path) -> Item:
     """Find slow steps as `trace` does. The files of the ranks are merged outside of the run."""
     from areal_core.telemetry.trace_merge import merge
     from areal_debug.trace.read import read_merged
-    from areal_debug.trace.report import STYLE, report_of, verdict
+    from areal_debug.trace.report import report_of, verdict
     from areal_debug.trace.steps import report_on
 
     scratch.mkdir()
@@ -158,9 +152,7 @@ def examine_trace(found: Found, scratch: Path) -> Item:
             page,
             report_of(trace, report, record_page=record_page),
             Frame("Steps", found.name, "trace", word, links),
-            style=STYLE.read_text(),
         ),
-        alarms=[(step, "slow") for step in report.slow],
     )
 
 
@@ -182,23 +174,15 @@ def examine_hang(found: Found, scratch: Path) -> Item:
 
 
 def examine_health(found: Found, scratch: Path) -> Item:
-    from areal_core.servers.health import State
-    from areal_debug.serve.ledger import read_ledger
-    from areal_debug.serve.report import ledger_table
-
-    ledger = read_ledger(found.path)
-    states = Counter(str(server.state) for server in ledger.servers)
-    bad = sum(server.state is not State.SERVING or server.rejected > 0 for server in ledger.servers)
-    verdict = "problem" if bad else "healthy"
-    summary = f"{len(ledger.servers)} servers: {', '.join(f'{n} {state}' for state, n in states.items())}"
-    summary += f"; as of {ledger.updated}"
-    report = Report(verdict, "inference servers", tone_of(verdict), [ledger_table(ledger)])
-
-    def write(page: Path, links: Sequence[Link], _: RecordPage | None) -> None:
-        frame = Frame("Inference servers", found.name, "servers", verdict, links)
-        write_report(page, report, frame, summary=summary)
-
-    return Item(found, verdict, summary, write=write)
+    """Read what a run has seen of its servers (`areal_core/servers/health.py`)."""
+    try:
+        servers = read_document(found.path)["servers"]
+        states = Counter(str(server["state"]) for server in servers)
+        bad = sum(server["state"] != "serving" or server["rejected"] > 0 for server in servers)
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"{found.path} is not a health file of this version: {error!r}") from error
+    summary = f"{len(servers)} servers: {', '.join(f'{n} {state}' for state, n in states.items())}"
+    return Item(found, "problem" if bad else "healthy", summary)
 
 
 def examine_checkpoint(found: Found, scratch: Path) -> Item:

@@ -1,8 +1,6 @@
 """Write the workbench of a run: an overview, and a page for each thing that the run left.
 
 index.html             what was found, with verdicts
-steps.html             the steps of each record, with what was found about them
-curves.html            every metric over the steps
 doctor.html, ...       a page for each finding; a second one of a kind is doctor-2.html
 view/RECORD/           samples and tokens of a record
 """
@@ -15,12 +13,10 @@ from urllib.parse import quote
 
 from areal_debug.open.find import Found
 from areal_debug.open.items import Item, examine
-from areal_debug.render import format_number
 from areal_debug.report.frame import Frame, Link, tone_of
-from areal_debug.report.links import RecordPage, page_address
-from areal_debug.report.model import Block, Cell, Curve, Facts, Finding, Report, Row, Table
+from areal_debug.report.links import RecordPage
+from areal_debug.report.model import Block, Facts, Finding, Report, Row
 from areal_debug.report.page import write_report
-from recorder.reader import StepSummary, summarise_steps
 
 # Titles of the kinds, in the order of the overview, and the name of a kind's page.
 KINDS = {
@@ -28,15 +24,12 @@ KINDS = {
     "metrics": ("Metrics", "doctor"),
     "hang": ("Hangs", "hang"),
     "trace": ("Traces", "trace"),
-    "health": ("Inference servers", "servers"),
+    "health": ("Inference servers", ""),
     "report": ("Reports", "report"),
     "checkpoint": ("Checkpoints", ""),
 }
-NAMES = {"record": "Tokens", "metrics": "Doctor", "health": "Servers"}  # in the header, if not the title
+NAMES = {"record": "Tokens", "metrics": "Doctor"}  # in the header, if not the title
 WORST_FIRST = ("bad", "unsure", "", "good")
-STEP_HEADINGS = ("step>", "mean reward>", "samples>", "tokens>", "weights>", "found")
-MOST_STEPS = 5000
-MOST_CURVES = 300
 
 
 def read_all(found: Sequence[Found], scratch: Path, tick: Callable[[object], None]) -> list[Item]:
@@ -59,12 +52,7 @@ def read_all(found: Sequence[Found], scratch: Path, tick: Callable[[object], Non
 def write_workbench(run: Path, items: Sequence[Item], folder: Path, note: str) -> None:
     """Write every page into an empty folder."""
     folder.mkdir()
-    name = run.absolute().name
     write_overview(folder / "index.html", run, items, links_of(items, "index.html"), note)
-    if any(item.record is not None for item in items):
-        write_steps(folder / "steps.html", name, items, links_of(items, "steps.html"))
-    if any(item.metrics is not None for item in items):
-        write_curves(folder / "curves.html", name, items, links_of(items, "curves.html"))
     for item in items:
         if item.write is not None:
             item.write(folder / item.page, links_of(items, item.page), record_page(item, items))
@@ -72,10 +60,6 @@ def write_workbench(run: Path, items: Sequence[Item], folder: Path, note: str) -
 
 def links_of(items: Sequence[Item], current: str) -> list[Link]:
     pages = {"Overview": ["index.html"]}
-    if any(item.record is not None for item in items):
-        pages["Steps"] = ["steps.html"]
-    if any(item.metrics is not None for item in items):
-        pages["Curves"] = ["curves.html"]
     for kind, (title, _) in KINDS.items():
         of_kind = [item.page for item in items if item.found.kind == kind and item.page]
         if of_kind:
@@ -125,56 +109,3 @@ def worst_verdict(items: Sequence[Item]) -> str:
     """Return the verdict that matters most, "" if nothing was judged."""
     verdicts = [item.verdict for item in items if item.verdict]
     return min(verdicts, key=lambda verdict: WORST_FIRST.index(tone_of(verdict)), default="")
-
-
-def write_steps(page: Path, run: str, items: Sequence[Item], links: Sequence[Link]) -> None:
-    """Write a table of the steps of each record, with what was found about each."""
-    blocks: list[Block] = []
-    for item in items:
-        if item.record is None:
-            continue
-        notes: dict[int, dict[str, str]] = {}
-        for other in items:
-            place = record_page(other, items)
-            if place is not None and place.record is item.record:
-                for step, title in other.alarms:
-                    notes.setdefault(step, {})[title] = other.page
-        try:
-            steps = summarise_steps(item.record, lambda _: None)
-        except ValueError as error:
-            blocks.append(f"{item.found.name}: {error}")
-            continue
-        left_out = max(0, len(steps) - MOST_STEPS)
-        more = f"{left_out} earlier steps are left out" if left_out else ""
-        rows = [step_cells(step, item, notes.get(step.step, {})) for step in steps[-MOST_STEPS:]]
-        blocks.append(Table(STEP_HEADINGS, rows, item.found.name, more))
-    frame = Frame(f"{run}: steps", run, "steps", "", links)
-    write_report(page, Report("", f"Steps of {run}", "", blocks), frame)
-
-
-def step_cells(step: StepSummary, item: Item, notes: dict[str, str]) -> list[str | Cell]:
-    """Return a row of the table; what was found about the step is the link of its page."""
-    reward = "?" if step.mean_reward is None else format_number(step.mean_reward)
-    found = Cell(", ".join(notes), address=next(iter(notes.values()), ""))
-    numbers = (f"{step.num_rows}", f"{step.num_tokens}", f"{step.version}")
-    return [Cell(str(step.step), address=page_address(item.page, step.step)), reward, *numbers, found]
-
-
-def write_curves(page: Path, run: str, items: Sequence[Item], links: Sequence[Link]) -> None:
-    """Write every metric over the steps, by source and by the name before its last slash."""
-    blocks: list[Block] = []
-    for item in items:
-        if item.metrics is None:
-            continue
-        groups: dict[str, list[Curve]] = {}
-        series = [one.finite for one in item.metrics.by_name.values() if len(one.finite.values)]
-        for one in series[:MOST_CURVES]:
-            prefix = "/".join(one.name.split("/")[:-1][:2])
-            caption = f"{one.name}: {format_number(float(one.values[-1]))} at the end"
-            curve = Curve(one.name, one.values.tolist(), one.steps.tolist(), caption=caption)
-            groups.setdefault(prefix, []).append(curve)
-        blocks.append(f"{item.found.name}: {len(series)} metrics, the first {MOST_CURVES} are drawn")
-        for prefix, curves in groups.items():
-            blocks += [Facts([], prefix or "without a group"), *curves]
-    frame = Frame(f"{run}: curves", run, "curves", "", links)
-    write_report(page, Report("", f"Curves of {run}", "", blocks), frame)

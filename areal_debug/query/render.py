@@ -4,71 +4,23 @@ import csv
 import io
 import json
 import sys
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
 from decimal import Decimal
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, Protocol
+from typing import IO, TYPE_CHECKING, Any
 
 from areal_core.safety.durable import replacing
 from areal_debug.render import console, count, format_number, styled
 from areal_debug.report.model import Report, Table
-from recorder.documents import plain, restored
+from recorder.documents import plain
 
 if TYPE_CHECKING:
-    from areal_debug.query.database import TableColumns
+    from areal_debug.query.database import Answer, TableColumns
 
 SHOWN = 40  # rows
 LONGEST_CELL = 120  # characters of a value in a table on a terminal
 COMPUTED = ("=", "+", "-", "@", "\t", "\r")  # a spreadsheet computes text that begins so
-RECORD = "record"  # the column of several records
 ENDINGS = (".parquet", ".csv", ".json", ".jsonl")
-
-
-class Answer(Protocol):
-    """Rows of a query, with the names of their columns."""
-
-    @property
-    def names(self) -> list[str]: ...
-
-    def rows(self) -> Iterable[tuple[Any, ...]]: ...
-
-    def write_parquet(self, file: IO[bytes]) -> None: ...
-
-
-@dataclass(frozen=True)
-class JoinedAnswer:
-    """Rows of several records, from JSON; their types are those of JSON, in Parquet too."""
-
-    names: list[str]
-    objects: list[dict[str, Any]]
-
-    def rows(self) -> Iterator[tuple[Any, ...]]:
-        """Yield the rows."""
-        return (tuple(row.get(name) for name in self.names) for row in self.objects)
-
-    def write_parquet(self, file: IO[bytes]) -> None:
-        import pyarrow
-        from pyarrow import parquet
-
-        columns = dict(zip(self.names, zip(*self.rows(), strict=True), strict=False))
-        parquet.write_table(pyarrow.table(columns), file, compression="zstd")
-
-
-def joined(answers: Mapping[str, list[dict[str, Any]] | None]) -> JoinedAnswer:
-    """Return the rows of each record in order, after a column `record` with its name.
-
-    Args:
-        answers: rows as `--json` prints them, by record; None for one without an answer.
-
-    Raises ValueError for a query that names a column `record`.
-    """
-    found = json.loads(json.dumps(answers), object_pairs_hook=restored)
-    names = list(dict.fromkeys(name for rows in found.values() for row in rows or () for name in row))
-    if RECORD in names:
-        raise ValueError(f"the column {RECORD} names the record of each row: name yours otherwise, with AS")
-    objects = [{RECORD: record} | row for record, rows in found.items() for row in rows or ()]
-    return JoinedAnswer([RECORD, *names], objects)
 
 
 def print_schema(tables: Iterable["TableColumns"]) -> None:
@@ -79,7 +31,7 @@ def print_schema(tables: Iterable["TableColumns"]) -> None:
             out.print(styled("  {:<16} [dim]{}[/dim]", name, kind))
 
 
-def report_of_rows(answer: Answer, shown: int) -> Report:
+def report_of_rows(answer: "Answer", shown: int) -> Report:
     """Return the first rows; `answer` has one more if there are more."""
     rows = list(answer.rows())
     headings = [
@@ -122,24 +74,24 @@ def csv_cell(value: Any) -> Any:
     return f"'{text}" if text.startswith(COMPUTED) else text
 
 
-def write_csv(answer: Answer, out: IO[str]) -> None:
+def write_csv(answer: "Answer", out: IO[str]) -> None:
     writer = csv.writer(out, lineterminator="\n")
     writer.writerow(map(csv_cell, answer.names))
     writer.writerows(map(csv_cell, row) for row in answer.rows())
 
 
-def print_rows_as_json(answer: Answer) -> None:
+def print_rows_as_json(answer: "Answer") -> None:
     """Print a list of objects on standard output."""
     for piece in json_list(answer):
         sys.stdout.write(piece)
 
 
-def json_lines(answer: Answer) -> Iterator[str]:
+def json_lines(answer: "Answer") -> Iterator[str]:
     """Yield each row as a JSON object."""
     return (json_of(dict(zip(answer.names, row, strict=True))) for row in answer.rows())
 
 
-def json_list(answer: Answer) -> Iterator[str]:
+def json_list(answer: "Answer") -> Iterator[str]:
     before = "["
     for line in json_lines(answer):
         yield f"{before}\n{line}"
@@ -153,7 +105,7 @@ def check_output(file: Path) -> None:
         raise ValueError(f"{file} ends in none of {', '.join(ENDINGS)}: the ending chooses the format")
 
 
-def write(answer: Answer, file: Path) -> None:
+def write(answer: "Answer", file: Path) -> None:
     """Write the rows into a file, atomically, as its ending says."""
     with replacing(file) as out:
         if file.suffix == ".parquet":

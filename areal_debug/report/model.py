@@ -78,7 +78,6 @@ class Picture:
 
     svg: str
     caption: str = ""
-    wide: bool = False
 
 
 @dataclass(frozen=True)

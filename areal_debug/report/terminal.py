@@ -1,16 +1,25 @@
 """Show a report on a terminal, or in a pipe as plain text."""
 
 from collections.abc import Sequence
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from areal_debug.render import one_line, sparkline, styled
+from areal_debug.render import console, one_line, print_json, sparkline, styled
 from areal_debug.report.model import Block, Cell, Curve, Facts, Finding, Picture, Report, Row, Styled, Table
 
 STYLES = {"good": "green", "bad": "red", "unsure": "yellow", "dim": "dim", "": ""}
 LABEL_WIDTH, CURVE_WIDTH = 12, 28
+
+
+def print_answer(document: Any, report: Report, as_json: bool) -> None:
+    """Print what a verb found: the document as JSON, or the report."""
+    if as_json:
+        print_json(document)
+    else:
+        print_report(console(), report)
 
 
 def print_report(out: Console, report: Report) -> None:

@@ -1,6 +1,5 @@
-"""Report of `areal-debug serve`: a server, the known servers, a run's view of them."""
+"""Report of `areal-debug serve`: a server, or the known servers."""
 
-import datetime
 import os
 import time
 from collections.abc import Sequence
@@ -13,10 +12,9 @@ from areal_debug.render import count, format_seconds
 from areal_debug.report.model import Block, Cell, Facts, Level, Report, Row, Table, rows_of
 from areal_debug.serve.facts import ServerFacts, worth_checking
 from areal_debug.serve.health import ServerHealth, ask_health
-from areal_debug.serve.ledger import Ledger, LedgerEntry
 from areal_debug.serve.state import ServerState
 
-LEVELS: dict[str, Level] = {"ready": "good", "starting": "unsure", "serving": "good", "stale": "unsure"}
+LEVELS: dict[str, Level] = {"ready": "good", "starting": "unsure"}
 STATUS_HEADINGS = (
     "address",
     "state",
@@ -29,7 +27,6 @@ STATUS_HEADINGS = (
     "model",
     "log",
 )
-LEDGER_HEADINGS = ("address", "state", "since", "version>", "requests>", "ok>", "errors", "rejected", "p50 / p95 / p99 ms>")  # fmt: skip
 LONGEST_PATH = 60
 
 
@@ -101,20 +98,18 @@ def document_of_server(facts: ServerFacts, state: ServerState) -> dict[str, Any]
     }
 
 
-def report_of_all(statuses: Sequence[ServerStatus], ledger: Ledger | None) -> Report:
-    """Return a row a server, the messages of those with problems, and the view of a run."""
-    blocks: list[Block] = []
-    if statuses:
-        blocks.append(Table(STATUS_HEADINGS, [status_cells(status) for status in statuses]))
-        messages = (f"{s.state.address} {s.state.message}" for s in statuses if s.state.message)
-        blocks.append(Facts(rows_of("failed", list(messages), "bad")))
-        if ready := [status.state.address for status in statuses if status.now == "ready"]:
-            blocks.append(address_line(",".join(ready)))
-    if ledger is not None:
-        blocks += [ledger_table(ledger), Facts(problem_rows(ledger))]
+def report_of_all(statuses: Sequence[ServerStatus]) -> Report:
+    """Return a row a server, and the messages of those with problems."""
     if not statuses:
         start = "start one with `areal-debug serve --model M --background`"
-        return Report("No known server", start, "", blocks)
+        return Report("No known server", start, "")
+    messages = (f"{s.state.address} {s.state.message}" for s in statuses if s.state.message)
+    blocks: list[Block] = [
+        Table(STATUS_HEADINGS, [status_cells(status) for status in statuses]),
+        Facts(rows_of("failed", list(messages), "bad")),
+    ]
+    if ready := [status.state.address for status in statuses if status.now == "ready"]:
+        blocks.append(address_line(",".join(ready)))
     verdict = verdict_of(statuses)
     num_ready = sum(status.now == "ready" for status in statuses)
     return Report(verdict, f"{num_ready} of {count(len(statuses), 'server')} ready", WORDS[verdict], blocks)
@@ -149,47 +144,13 @@ def shown(value: float | str | None, unit: str = "") -> str:
     return f"{value:,.0f}{unit}" if isinstance(value, float) else f"{value}{unit}"
 
 
-def ledger_table(ledger: Ledger) -> Table:
-    """Return what a run has seen of its servers, a row each."""
-    title = f"servers as the run sees them, {ago(ledger.updated)} ({ledger.file})"
-    return Table(LEDGER_HEADINGS, [ledger_cells(entry) for entry in ledger.servers], title)
-
-
-def ledger_cells(entry: LedgerEntry) -> list[str | Cell]:
-    counts = (entry.version or "-", f"{entry.requests:,}", f"{entry.ok:,}")
-    errors = ", ".join(f"{number:,} {name}" for name, number in entry.errors.items())
-    rejected = ", ".join(f"{number:,} {name}" for name, number in entry.rejected_rules.items())
-    latencies = " / ".join(shown(ms) for ms in (entry.p50_ms, entry.p95_ms, entry.p99_ms))
-    state = Cell(str(entry.state), LEVELS.get(entry.state, "bad"))
-    return [entry.address, state, ago(entry.since), *counts, errors, Cell(rejected, "bad"), latencies]
-
-
-def problem_rows(ledger: Ledger) -> list[Row]:
-    """Return the last rejected reply of each server."""
-    return [
-        Row("rejected", f"{entry.address}: {entry.rejected:,} replies; the last: {entry.example}", "bad")
-        for entry in ledger.servers
-        if entry.rejected
-    ]
-
-
-def ago(moment: str) -> str:
-    """Return an ISO time as `5 s ago`; the text itself if it is no time."""
-    try:
-        then = datetime.datetime.fromisoformat(moment)
-    except ValueError:
-        return moment
-    return f"{format_seconds(max(0.0, time.time() - then.timestamp()))} ago"
-
-
-def document_of_all(statuses: Sequence[ServerStatus], ledger: Ledger | None) -> dict[str, Any]:
-    """Return the same states as JSON types; `ledger` is null without one."""
+def document_of_all(statuses: Sequence[ServerStatus]) -> dict[str, Any]:
+    """Return the same states as JSON types."""
     ready = [status.state.address for status in statuses if status.now == "ready"]
     return {
         "servers": [
             asdict(status.state) | {"now": status.now, "health": status.health and asdict(status.health)}
             for status in statuses
         ],
-        "ledger": ledger and asdict(ledger),
         "environment": address_line(",".join(ready)) if ready else None,
     }

@@ -2,8 +2,10 @@
 
 import math
 import statistics
+import tomllib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal
 
 from areal_debug.trace.read import Episode, RankStep, RunOptions, RunTrace
@@ -236,31 +238,6 @@ def tail_finding(longest: Episode, half_s: float, options: RunOptions) -> TraceF
 
 
 STAGE_FINDINGS = {
-    "compute_advantage": TraceFinding(
-        "logprobs and advantages took longest",
-        "use larger micro-batches (actor.mb_spec.max_tokens_per_mb), or turn off what is not used: "
-        "actor.recompute_logprob, the reference",
-        "torch.profiler (perf_tracer.profile_steps) showing little time in forward passes",
-    ),
-    "train_step": TraceFinding(
-        "the optimizer's steps took longest",
-        "use larger micro-batches (actor.mb_spec.max_tokens_per_mb), turn gradient checkpointing off if memory "
-        "allows, or train on more ranks",
-        "torch.profiler (perf_tracer.profile_steps) showing ranks that wait for each other",
-    ),
-    "update_weights": TraceFinding(
-        "the weight sync took longest",
-        "broadcast instead of writing files (actor.weight_update_mode), or connect trainer and servers by faster links",
-        "a weight sync that is fast when no generation is running: then pausing generation takes long",
-    ),
-    "save": TraceFinding(
-        "writing checkpoints took longest",
-        "save less often (saver.freq_steps), or to a faster disk",
-        "a fast write of the same number of bytes to the same folder",
-    ),
-    "other": TraceFinding(
-        "most of the step is outside the traced stages",
-        "inspect the trainer's track in the trace file; `areal-debug hang` shows the stack of each rank",
-        "stages that cover the step in the trace file",
-    ),
+    stage: TraceFinding(**row)
+    for stage, row in tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8")).items()
 }

@@ -1,36 +1,14 @@
-"""`areal-debug agent`: run an agent alone, under load, or inside the trainer."""
+"""`areal-debug agent`: run an agent alone or under load."""
 
-import sys
 from collections.abc import Callable
-from contextlib import nullcontext, redirect_stdout
 from dataclasses import asdict
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
-from areal_debug.cli import (
-    Verb,
-    VerbGroup,
-    force_option,
-    json_option,
-    model_option,
-    output_option,
-    overrides_argument,
-)
-from areal_debug.render import (
-    console,
-    errors_as_sentences,
-    fail,
-    hidden_output,
-    is_quiet,
-    print_json,
-    print_log_end,
-)
-from areal_debug.report.terminal import print_report
-
-if TYPE_CHECKING:
-    from areal_core.config import PPOConfig
+from areal_debug.cli import Verb, VerbGroup, json_option, overrides_argument
+from areal_debug.render import errors_as_sentences
+from areal_debug.report.terminal import print_answer
 
 EXAMPLE = "examples/tool_agent.py:CalculatorAgent"
 
@@ -40,9 +18,7 @@ EXAMPLE = "examples/tool_agent.py:CalculatorAgent"
     example=f"areal-debug agent run {EXAMPLE} --data examples/word_problems.jsonl --model MODEL",
 )
 def command() -> None:
-    """Run an agent, or a RolloutWorkflow, alone, under load or inside the trainer; show turns,
-    rewards and failures.
-    """
+    """Run an agent, or a RolloutWorkflow, alone or under load; show turns, rewards and failures."""
 
 
 def engine_options(body: Callable[..., Any]) -> Callable[..., Any]:
@@ -91,10 +67,7 @@ def run(agent: str, data: str, index: int, as_json: bool, **choice: Any) -> None
             report = run_one(workflow, engine, tested.engine_name, row, index)
         else:
             report = run_workflow(workflow, engine, tested.tokenizer, names, row, index)
-    if as_json:
-        print_json(asdict(report))
-    else:
-        print_report(console(), report_of_episode(report))
+    print_answer(asdict(report), report_of_episode(report), as_json)
     raise SystemExit(0 if report.error is None else 1)
 
 
@@ -125,153 +98,8 @@ def stress(agent: str, data: str, batch_size: int, group_size: int, as_json: boo
     names = (tested.name, tested.engine_name)
     with tested.cleanup:
         report = run_stress(tested.workflow, tested.engine, names, rows, batch_size, group_size)
-    if as_json:
-        print_json(asdict(report) | {"healthy": report.is_healthy})
-    else:
-        print_report(console(), report_of_stress(report))
+    print_answer(asdict(report) | {"healthy": report.is_healthy}, report_of_stress(report), as_json)
     raise SystemExit(0 if report.is_healthy else 1)
-
-
-@command.command(
-    cls=Verb,
-    short_help="Roll out batches through launcher, trainer and servers",
-    example=f"areal-debug agent rollout {EXAMPLE} --config my.yaml --steps 2 -o runs/record",
-)
-@click.argument("agent", type=click.Path())
-@click.option("--config", "config_file", required=True, metavar="FILE", help="YAML file of the run.")
-@click.option("--steps", default=1, show_default=True, type=click.IntRange(1), help="Number of batches.")
-@output_option("Folder of the record; by default next to the run's logs.")
-@force_option
-@click.option("--arg", "arguments", multiple=True, metavar="NAME=VALUE", help="Argument of its constructor.")
-@json_option
-@overrides_argument
-@errors_as_sentences
-def rollout(
-    agent: str,
-    config_file: str,
-    steps: int,
-    output: Path | None,
-    force: bool,
-    arguments: tuple[str, ...],
-    as_json: bool,
-    overrides: tuple[str, ...],
-) -> None:
-    """Run AGENT as in training: through launcher, trainer and executor; record the batches for
-    `replay`.
-
-    The config defines where: ranks and servers by its allocation_mode, this machine, Ray or SLURM
-    by its scheduler.
-    """
-    from areal_core.paths import record_folder, run_folder
-    from areal_debug.agent.record import describe_step
-    from areal_debug.agent.report import report_of_rollout
-    from areal_debug.agent.settings import parse_arguments
-    from areal_debug.agent.under_test import check_workflow
-    from areal_debug.train.script_options import check_record, flag_overrides, read_config
-    from recorder import open_record
-
-    agent_kwargs = parse_arguments(arguments)
-    check_workflow(agent, agent_kwargs)
-    argv = [
-        *("--config", config_file, *flag_overrides("--dump-rollout", str(output or ""), force)),
-        *(f"rollout.agent.agent_cls_path={agent}", f"total_train_steps={steps}", *overrides),
-    ]
-    config = read_config(argv)
-    check_record(config)
-    with hidden_output() if is_quiet() else redirect_stdout(sys.stderr) if as_json else nullcontext():
-        code = launch_rollout(config, argv, agent_kwargs)
-    if code:
-        if is_quiet():
-            print_log_end(run_folder(config, "logs") / "trainer.log")
-        fail(f"the run ended with exit code {code}; its output is above", code)
-    folder = record_folder(config)
-    opened = open_record(folder)
-    facts = [describe_step(opened, step) for step in opened.steps]
-    if as_json:
-        print_json({"record": str(folder), "agent": agent, "steps": [asdict(step) for step in facts]})
-    else:
-        print_report(console(), report_of_rollout(agent, folder, facts))
-
-
-@command.command(
-    cls=Verb,
-    short_help="Run a recorded episode again with the model's recorded answers",
-    example=f"areal-debug agent replay 'runs/record#3/17/0' {EXAMPLE}",
-)
-@click.argument("episode", type=click.Path(), metavar="RECORD[#STEP[/PROMPT[/SAMPLE]]]")
-@click.argument("agent", type=click.Path(), required=False)
-@click.option(
-    "--arg",
-    "arguments",
-    multiple=True,
-    metavar="NAME=VALUE",
-    help="Argument of its constructor, if not as recorded.",
-)
-@model_option
-@click.option("--all", "show_all", is_flag=True, help="Continue after an episode that differs.")
-@json_option
-@errors_as_sentences
-def replay(
-    episode: str,
-    agent: str | None,
-    arguments: tuple[str, ...],
-    model: str | None,
-    show_all: bool,
-    as_json: bool,
-) -> None:
-    """Run AGENT again on recorded episodes, with the model's answers from the record, and find the
-    first request, tool result or reward that differs.
-
-    Tools run again. AGENT is MODULE:NAME or FILE.py:NAME: code runs only if you name it. Exit code
-    0: as recorded. 1: something differs.
-    """
-    from areal_debug.agent.replay_episode import parse_address, read_episodes
-    from areal_debug.agent.replay_episode import replay as run_again
-    from areal_debug.agent.report import report_of_replay
-    from areal_debug.agent.under_test import build_recorded
-    from recorder import open_record
-
-    address = parse_address(episode)
-    record = open_record(address.record)
-    recorded = next(read_episodes(record, address)).transcript.agent
-    if agent is None:
-        fail(
-            f"the record names its agent {recorded.name!r}; its code runs only if you name it: areal-debug agent replay {episode!r} AGENT"
-        )
-    workflow = build_recorded(record, agent, recorded.arguments, arguments, model)
-    try:
-        report = run_again(record, address, workflow, show_all)
-    finally:
-        workflow.close()
-    if as_json:
-        print_json(asdict(report) | {"identical": not report.differences})
-    else:
-        print_report(console(), report_of_replay(report))
-    raise SystemExit(1 if report.differences else 0)
-
-
-def launch_rollout(config: "PPOConfig", argv: list[str], agent_kwargs: dict[str, Any]) -> int:
-    """Run the trainer with the agent on its ranks and servers; return the exit code."""
-    import json
-
-    from areal_core.launch.job import Job
-    from areal_core.launch.run import run as run_attempts
-    from areal_core.paths import run_folder
-    from areal_debug.agent import rollout_script
-
-    allocation = config.allocation
-    if allocation.train is None:
-        fail(
-            "the allocation has no training part, so there is no trainer to roll out in: add one, as in 'sglang:d1+fsdp:d2'"
-        )
-    job = Job(
-        ("-m", "areal_debug.train.script", rollout_script.__file__, *argv),
-        config,
-        allocation,
-        {rollout_script.ARGUMENTS: json.dumps(agent_kwargs)},
-        run_folder(config, "logs"),
-    )
-    return run_attempts(lambda attempt: job)
 
 
 def pick_row(data: str, index: int) -> dict[str, Any]:

@@ -11,14 +11,12 @@ import click
 from areal_debug.cli import Verb, VerbGroup, json_option, nproc_option
 from areal_debug.render import (
     announce,
-    console,
     count,
     errors_as_sentences,
     fail,
     format_number,
     format_seconds,
     is_quiet,
-    print_json,
     print_log_end,
     read_report,
 )
@@ -86,7 +84,7 @@ def run(
     Exit code 0: no problem, equal bits. 1: a problem, or different bits; then with the noise floor
     per parameter.
     """
-    from areal_debug.report.terminal import print_report
+    from areal_debug.report.terminal import print_answer
     from recorder import open_record
     from replayer.preflight.settings import order_of_record
 
@@ -107,10 +105,7 @@ def run(
     with tempfile.TemporaryDirectory() as folder:
         report = repeat_steps(Path(folder), repeats)
     report = replace(report, findings=report.findings + of_record)
-    if as_json:
-        print_json(report.to_dict())
-    else:
-        print_report(console(), determinism_report(report))
+    print_answer(report.to_dict(), determinism_report(report), as_json)
     raise SystemExit(0 if report.identical and not report.problems else 1)
 
 
@@ -262,7 +257,7 @@ def model(model: str, dtype: str, allocation: str, as_json: bool) -> None:
     cannot be loaded or split.
     """
     from areal_core.config.allocation import parse_allocation
-    from areal_debug.report.terminal import print_report
+    from areal_debug.report.terminal import print_answer
 
     train = parse_allocation(allocation).train
     if train is None:
@@ -270,10 +265,7 @@ def model(model: str, dtype: str, allocation: str, as_json: bool) -> None:
     sizes = {"context": train.context, "tensor": train.tensor}
     announce(f"checking {model} as {train}")
     report = measure_on_ranks(model, dtype, sizes, train.world_size)
-    if as_json:
-        print_json(report | {"allocation": str(train)})
-    else:
-        print_report(console(), parity_report(model, str(train), report))
+    print_answer(report | {"allocation": str(train)}, parity_report(model, str(train), report), as_json)
     raise SystemExit(0 if report["is_equal"] else 1)
 
 

@@ -11,16 +11,12 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
-from areal_debug.cli import Verb, force_option, json_option, output_option, step_range_option
-from areal_debug.each import report_each_step
+from areal_debug.cli import Verb, force_option, json_option, output_option
 from areal_debug.render import (
     announce,
-    console,
     count,
     errors_as_sentences,
     fail,
-    format_number,
-    print_json,
     refuse_existing,
 )
 from areal_debug.waiting import doing, tick
@@ -37,7 +33,7 @@ EXACT_NEW_TOKENS = 64  # by default
 @click.command(
     cls=Verb,
     example="areal-debug consistency runs/record\n"
-    "areal-debug consistency runs/record --steps 0:100 --replay-weights\n"
+    "areal-debug consistency runs/record --step 9 --replay-weights\n"
     "areal-debug consistency --engine HOST:PORT --model MODEL --prompts questions.jsonl -o report.html",
 )
 @click.argument("record", type=click.Path(path_type=Path), required=False)
@@ -59,7 +55,6 @@ EXACT_NEW_TOKENS = 64  # by default
     metavar="N",
     help="Number of the step; by default the first, which the starting weights sampled. May be repeated.",
 )
-@step_range_option
 @click.option(
     "--over-time",
     is_flag=True,
@@ -175,7 +170,6 @@ def command(
     engines: tuple[str, ...],
     model: str | None,
     steps: tuple[int, ...],
-    step_range: str | None,
     gate: str,
     output: Path | None,
     over_time: bool,
@@ -199,10 +193,6 @@ def command(
                 "--over-time reads the steps of RECORD and prints its report: leave out --engine and --output"
             )
         raise SystemExit(check_over_time(record, steps, as_json))
-    if step_range is not None:
-        if record is None or output or options["layers"]:
-            fail("--steps checks the steps of RECORD: leave out --engine, --layers and --output")
-        report_each_step(record, step_range, columns, as_json)
     if options["layers"]:
         from areal_debug.consistency.layers import check_layers
 
@@ -231,7 +221,7 @@ def command(
     else:
         checked, request, source = check_live(engines, model, options)
     from areal_debug.consistency.report import report_of
-    from areal_debug.report.terminal import print_report
+    from areal_debug.report.terminal import print_answer
     from consistency.report import check_gates, document, exit_code
 
     gates = check_gates(gate, checked.diagnosis.measurement.metrics)
@@ -242,26 +232,20 @@ def command(
 
         run, verdict = str(source.get("record", "live engine")), checked.diagnosis.verdict
         write_report(output, report, Frame(report.sentence, run, "consistency", verdict))
-    if as_json:
-        print_json({"model": request.model} | source | document(checked, gates))
-    else:
-        print_report(console(), report)
+    print_answer({"model": request.model} | source | document(checked, gates), report, as_json)
     raise SystemExit(exit_code(checked, gates))
 
 
 def check_over_time(path: Path, steps: tuple[int, ...], as_json: bool) -> int:
     """Report how the gap moves over a record, and return the exit code."""
     from areal_debug.consistency.report import report_over_time
-    from areal_debug.report.terminal import print_report
+    from areal_debug.report.terminal import print_answer
     from consistency.over_time import document, examine
     from consistency.report import EXIT_CODES
     from recorder import open_record
 
     found = examine(open_record(path), steps or None)
-    if as_json:
-        print_json({"record": str(path)} | document(found))
-    else:
-        print_report(console(), report_over_time(found))
+    print_answer({"record": str(path)} | document(found), report_over_time(found), as_json)
     return EXIT_CODES[found.verdict]
 
 
@@ -269,16 +253,6 @@ def recorded_model(record: Path) -> str | None:
     from recorder import open_record
 
     return open_record(record).header.model["path"] or None
-
-
-def columns(report: dict[str, Any]) -> dict[str, str]:
-    """Return what the table of several steps has of a step's report."""
-    causes = report["causes"]
-    return {
-        "tokens": f"{report['num_tokens']:,}",
-        "mean |D|": format_number(report["metrics"]["mean_abs"]),
-        "cause": f"{causes[0]['id']} {causes[0]['name']}" if causes else "unknown",
-    }
 
 
 def request_of(model: str, options: dict[str, Any]) -> "Request":

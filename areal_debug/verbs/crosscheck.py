@@ -1,11 +1,10 @@
 """`areal-debug crosscheck`: recompute a recorded step by a float64 twin, TRL's and verl's code."""
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
-from areal_debug.cli import Verb, json_option, step_option, step_range_option
-from areal_debug.each import report_each_step
+from areal_debug.cli import Verb, json_option, step_option
 from areal_debug.render import announce, console, errors_as_sentences, print_json
 from areal_debug.report.model import Block, Facts, Level, Report, Row, Table, rows_of
 
@@ -24,7 +23,6 @@ EXIT_CODES = {"equal": 0, "differs": 1, "not checked": 2}
 @click.command(
     cls=Verb,
     example="areal-debug crosscheck runs/record\nareal-debug crosscheck runs/record --with trl,verl,float64 --json\n"
-    "areal-debug crosscheck runs/record --steps 0:100\n"
     "areal-debug crosscheck runs/accumulation-1 --layout runs/accumulation-4",
 )
 @click.argument("record", type=click.Path())
@@ -37,7 +35,6 @@ EXIT_CODES = {"equal": 0, "differs": 1, "not checked": 2}
     help="Who recomputes: float64 (this package), trl, verl (their own code, if installed).",
 )
 @step_option("the first")
-@step_range_option
 @click.option("--model", type=click.Path(), help="Folder of the weights that the step starts from.")
 @click.option(
     "--layout",
@@ -51,7 +48,6 @@ def command(
     record: str,
     opinions: str,
     step: int | None,
-    step_range: str | None,
     model: str | None,
     layout: str | None,
     as_json: bool,
@@ -61,10 +57,8 @@ def command(
 
     Exit code 0: equal within the rounding of float32. 1: they differ. 2: nothing could be checked.
     """
-    if step_range is not None:
-        report_each_step(record, step_range, columns, as_json)
     announce(f"recomputing {'the first step' if step is None else f'step {step}'} of {record}")
-    from areal_debug.report.terminal import print_report
+    from areal_debug.report.terminal import print_answer
     from replayer.crosscheck.opinions import crosscheck, parse_opinions  # imports torch
     from replayer.crosscheck.step_rows import read_confined
 
@@ -72,10 +66,7 @@ def command(
         raise SystemExit(compare(record, layout, step, as_json))
     names = parse_opinions(opinions)
     report = crosscheck(read_confined(record, step), names, model)
-    if as_json:
-        print_json(report.to_dict())
-    else:
-        print_report(console(), report_of(report))
+    print_answer(report.to_dict(), report_of(report), as_json)
     raise SystemExit(EXIT_CODES[report.verdict])
 
 
@@ -100,11 +91,6 @@ def compare(record: str, layout: str, step: int | None, as_json: bool) -> int:
         blocks: list[Block] = [Table(("what", "first>", "second>", "ratio>", "factor"), cells), Facts(rows)]
         print_report(console(), Report(word, found.sentence, level, blocks))
     return EXIT_CODES[found.verdict]
-
-
-def columns(report: dict[str, Any]) -> dict[str, str]:
-    """Return what the table of several steps has of a step's report."""
-    return {"stage": report["first_stage"] or "-", "option": report["option"] or "-"}
 
 
 def report_of(report: "Crosscheck") -> Report:

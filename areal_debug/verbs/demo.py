@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 
 import click
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from areal_debug.cli import Verb, force_option, json_option, output_option
 from areal_debug.render import (
@@ -18,11 +17,11 @@ from areal_debug.render import (
     errors_as_sentences,
     fail,
     is_quiet,
-    print_json,
     refuse_existing,
     sparkline,
     styled,
 )
+from areal_debug.waiting import doing, tick
 
 if TYPE_CHECKING:
     from areal_core.launch.warm import WarmRanks
@@ -48,7 +47,7 @@ def command(output: Path | None, force: bool, steps: int, nproc: int, seed: int,
     require("torch")
     from areal_debug.replay.ranks import replay_on_ranks, replay_ranks
     from areal_debug.replay.report import report_of
-    from areal_debug.report.terminal import print_report
+    from areal_debug.report.terminal import print_answer
     from areal_debug.train.script_options import read_config
     from replayer.request import Request
 
@@ -74,10 +73,8 @@ def command(output: Path | None, force: bool, steps: int, nproc: int, seed: int,
     request = Request(str(output / "record"), 0, steps - 1)
     with replay_ranks() as ranks:  # forks of the process that trained would prove less
         report = replay_on_ranks(ranks, request, nproc, hidden)
-    if as_json:
-        print_json({"output": str(output), "replay": report.to_dict()})
-    else:
-        print_report(console(), report_of(report, request))
+    print_answer({"output": str(output), "replay": report.to_dict()}, report_of(report, request), as_json)
+    if not as_json:
         print_next(out, output, steps)
     raise SystemExit(0 if report.identical else 1)
 
@@ -125,21 +122,16 @@ def run_bar(
     total: int | None,
 ) -> None:
     ended = threading.Event()
-    columns = (
-        TextColumn("   {task.description}"),
-        BarColumn(),
-        TextColumn("{task.completed} steps"),
-        TimeElapsedColumn(),
-    )
     log = output / "logs" / trial / "trainer.log"
-    with Progress(*columns, console=out, transient=True) as progress:
-        task = progress.add_task(f"{title}: starting {num_ranks} process{'es' * (num_ranks > 1)}", total=None)
 
-        def follow() -> None:
-            while not ended.wait(0.2):
-                if steps := count_steps(output, trial):
-                    progress.update(task, description=title, completed=steps, total=total)
+    def follow() -> None:
+        done = 0
+        while not ended.wait(0.2):
+            now = count_steps(output, trial)
+            tick(now - done)
+            done = now
 
+    with doing(title, total or 0):
         follower = threading.Thread(target=follow, daemon=True)  # an interrupt may come before `try`
         follower.start()
         try:

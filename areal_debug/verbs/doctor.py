@@ -15,7 +15,6 @@ from areal_debug.render import (
     errors_as_sentences,
     fail,
     note,
-    print_json,
     refuse_existing,
 )
 from areal_debug.waiting import leave_terminal
@@ -27,9 +26,7 @@ if TYPE_CHECKING:
 # Options that say what an alarm does during a run.
 HOOKS = {
     "--on-alarm": ("COMMAND", "Shell command for each alarm; gets AREAL_DEBUG_ALARM_ID, _TITLE, _STEP."),
-    "--webhook": ("URL", "Address that gets each alarm as JSON; Slack and Discord show it."),
     "--stop-on": ("FINDINGS", "Findings that stop the run: ids as D17, error, warning, all."),
-    "--pause-on": ("FINDINGS", "Findings that pause the run; to continue it: kill -CONT."),
 }
 
 
@@ -41,7 +38,7 @@ def hook_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 @click.command(
     cls=Verb,
-    example="areal-debug doctor runs/logs -o report.html\nareal-debug doctor runs/logs --follow --webhook https://hooks.example.com/x",
+    example="areal-debug doctor runs/logs -o report.html\nareal-debug doctor runs/logs --follow --on-alarm 'echo $AREAL_DEBUG_ALARM_TITLE'",
 )
 @click.argument("run", type=click.Path(path_type=Path))
 @click.option("--run", "name", metavar="NAME", help="Which run, where RUN holds several.")
@@ -54,7 +51,6 @@ def hook_options(command: Callable[..., Any]) -> Callable[..., Any]:
 )
 @output_option("Also write an HTML page with plots.")
 @force_option
-@click.option("--overrides", is_flag=True, help="Print only the config change that is recommended first.")
 @click.option("--follow", "follows", is_flag=True, help="Look again during the run; print each alarm once.")
 @click.option(
     "--every", "every_s", default=10.0, show_default=True, help="With --follow: seconds between looks."
@@ -70,15 +66,12 @@ def command(
     metrics: tuple[str, ...],
     output: Path | None,
     force: bool,
-    overrides: bool,
     follows: bool,
     every_s: float,
     idle_s: float | None,
     pid: int | None,
     on_alarm: str,
-    webhook: str,
     stop_on: str,
-    pause_on: str,
     as_json: bool,
 ) -> None:
     """Diagnose the metrics of RUN, a record, folder or file.
@@ -94,22 +87,22 @@ def command(
     from areal_debug.doctor.rows import is_record
     from hangdoctor.watch.loop import lives
 
-    hooks = make_hooks(on_alarm, webhook, stop_on, pause_on)
+    hooks = make_hooks(on_alarm, stop_on)
     if output is not None:
         refuse_existing(output, force)
         if not output.parent.is_dir():
             fail(f"{output.parent} is not a folder: give --output a file in an existing folder")
     given = dict(split_metric(metric) for metric in metrics)
     if follows:
-        if (stop_on or pause_on) and pid is None:
-            fail("--stop-on and --pause-on need --pid, the process that launched the run")
+        if stop_on and pid is None:
+            fail("--stop-on needs --pid, the process that launched the run")
         if pid is not None and not lives(pid):
             fail(f"--pid {pid}: no process has this id; without --follow the log is judged as it is")
         raise SystemExit(follow_run(run, name, given, every_s, idle_s, pid, hooks, as_json))
     if hooks != NO_HOOKS or pid is not None or idle_s is not None:
-        fail("--on-alarm, --webhook, --stop-on, --pause-on, --pid and --idle go with --follow")
+        fail("--on-alarm, --stop-on, --pid and --idle go with --follow")
     judge = judge_record if is_record(run) else judge_run
-    judge(run=run, name=name, given=given, output=output, overrides=overrides, as_json=as_json)
+    judge(run=run, name=name, given=given, output=output, as_json=as_json)
 
 
 def split_metric(text: str) -> tuple[str, str]:
@@ -120,15 +113,13 @@ def split_metric(text: str) -> tuple[str, str]:
     return quantity, name
 
 
-def judge_run(
-    run: Path, name: str | None, given: dict[str, str], output: Path | None, overrides: bool, as_json: bool
-) -> None:
+def judge_run(run: Path, name: str | None, given: dict[str, str], output: Path | None, as_json: bool) -> None:
     from areal_debug.doctor.examine import EXIT_CODES, document, examine, verdict
     from areal_debug.doctor.read import read_run
-    from areal_debug.doctor.report import override_lines, report_of
+    from areal_debug.doctor.report import report_of
     from areal_debug.report.frame import Frame
     from areal_debug.report.page import write_report
-    from areal_debug.report.terminal import print_report
+    from areal_debug.report.terminal import print_answer
 
     announce(f"reading the metrics of {run}")
     read = read_run(run, name, given)
@@ -136,13 +127,7 @@ def judge_run(
     if output is not None:
         report = report_of(read, found)
         write_report(output, report, Frame(report.verdict, read.source, "doctor", verdict(read, found)))
-    if as_json:
-        print_json(document(read, found))
-    elif overrides:
-        for line in override_lines(found):
-            click.echo(line)
-    else:
-        print_report(console(), report_of(read, found))
+    print_answer(document(read, found), report_of(read, found), as_json)
     end_if_damaged(read.damage.found)
     raise SystemExit(EXIT_CODES[verdict(read, found)])
 

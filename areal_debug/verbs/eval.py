@@ -14,18 +14,16 @@ import click
 from areal_debug.cli import Verb, json_option, overrides_argument, script_argument, script_config_option
 from areal_debug.render import (
     announce,
-    console,
     errors_as_sentences,
     fail,
     hidden_output,
     is_quiet,
-    print_json,
     print_log_end,
 )
 
 if TYPE_CHECKING:
     from areal_core.config import PPOConfig
-    from areal_debug.eval.saved import AnyReport
+    from areal_debug.eval.results import Report
 
 # The options of training, recording and logging that an evaluation sets itself: a step of a record
 # per model, in a trial of its own, whose files are not those of the training run.
@@ -277,7 +275,7 @@ def run_evaluation(script: Path, arguments: Sequence[str], config: "PPOConfig", 
 
 def print_results(
     config: "PPOConfig", ks: str | None = None, solved_above: float = 0.0, as_json: bool = False
-) -> "AnyReport":
+) -> "Report":
     """Print the results that an evaluation has left next to its logs, and return them.
 
     Args:
@@ -294,11 +292,8 @@ def print_results(
     return report
 
 
-def print_any(report: "AnyReport", as_json: bool) -> None:
+def print_any(report: "Report", as_json: bool) -> None:
     from areal_debug.eval.report import report_of
-    from areal_debug.report.terminal import print_report
+    from areal_debug.report.terminal import print_answer
 
-    if as_json:
-        print_json(asdict(report))
-    else:
-        print_report(console(), report_of(report))
+    print_answer(asdict(report), report_of(report), as_json)

@@ -93,22 +93,20 @@ def command(
 @command.command(
     cls=Verb,
     short_help="Classify a hang from saved stacks",
-    example="areal-debug hang diagnose stacks.tar.gz -o hang.html -o hang.md",
+    example="areal-debug hang diagnose stacks.tar.gz -o hang.html",
 )
 @click.argument("paths", nargs=-1, required=True, type=click.Path(path_type=Path))
 @click.option("--world-size", type=int, help="Number of trainer ranks that the job should have.")
-@click.option("--mapping", type=click.Path(path_type=Path, dir_okay=False), help="File with lines FILE RANK.")
-@output_option("Also write a page (.html) or text for an issue (.md); may be repeated.", multiple=True)
+@output_option("Also write the report as one HTML page, with every stack.")
 @force_option
 @json_option
 @spools_standard_input
-@reads_untrusted("paths", "mapping", outputs="output")
+@reads_untrusted("paths", outputs="output")
 @errors_as_sentences
 def diagnose(
     paths: tuple[Path, ...],
     world_size: int | None,
-    mapping: Path | None,
-    output: tuple[Path, ...],
+    output: Path | None,
     force: bool,
     as_json: bool,
 ) -> None:
@@ -122,31 +120,15 @@ def diagnose(
     """
     from areal_debug.hang.render import show_diagnosis
     from hangdoctor.diagnose import diagnose as diagnose_snapshot
-    from hangdoctor.parse.read import parse_mapping, read_snapshot
+    from hangdoctor.parse.read import read_snapshot
 
-    pages = output_by_ending(output, force)
+    if output is not None:
+        refuse_existing(output, force)
     try:
-        names = parse_mapping(mapping.read_text()) if mapping else {}
-        snapshot = read_snapshot(paths, world_size, names)
+        snapshot = read_snapshot(paths, world_size)
     except OSError as error:
         fail(str(error))
-    sys.exit(
-        show_diagnosis(
-            diagnose_snapshot(snapshot), snapshot, as_json, html=pages.get(".html"), markdown=pages.get(".md")
-        )
-    )
-
-
-def output_by_ending(outputs: tuple[Path, ...], force: bool) -> dict[str, Path]:
-    """Return the files to write by their ending.
-
-    Raises ValueError for another ending or an existing file.
-    """
-    for path in outputs:
-        if path.suffix not in (".html", ".md"):
-            raise ValueError(f"--output is {path}: expected a name that ends in .html or .md")
-        refuse_existing(path, force)
-    return {path.suffix: path for path in outputs}
+    sys.exit(show_diagnosis(diagnose_snapshot(snapshot), snapshot, as_json, output))
 
 
 @command.command(

@@ -13,7 +13,6 @@ from areal_debug.render import (
     print_json,
     refuse_existing,
     styled,
-    with_progress,
 )
 from areal_debug.skills import FOLDER, Skill, shipped_skills
 
@@ -25,33 +24,25 @@ KINDS = ("grpo", "ppo", "sft", "rw", "dpo")
     invoke_without_command=True,
     example="areal-debug info\nareal-debug info options actor.optimizer\nareal-debug info skills --to .claude/skills",
 )
-@click.option("--check", is_flag=True, help="Also import each installed package; takes some minutes.")
 @json_option
 @click.pass_context
 @errors_as_sentences
-def command(ctx: click.Context, check: bool, as_json: bool) -> None:
+def command(ctx: click.Context, as_json: bool) -> None:
     """List versions, devices, engines, schedulers and permissions, and which verbs work here.
 
-    Nothing is imported without --check, nothing is changed, and credentials are left out: the
+    Nothing is imported, nothing is changed, and credentials are left out: the
     output can be part of a bug report.
 
     Exit code 0: what is installed fits together. 1: something is broken.
     """
     if ctx.invoked_subcommand is not None:
-        if check:
-            raise click.UsageError(f"--check imports packages: leave out {ctx.invoked_subcommand}.")
         return
-    from areal_debug.info.packages import import_errors, importable
     from areal_debug.info.report import report_of
     from areal_debug.info.summary import collect_info
-    from areal_debug.report.terminal import print_report
+    from areal_debug.report.terminal import print_answer
 
-    errors = with_progress("importing packages", len(importable()), import_errors) if check else []
-    info = collect_info(errors)
-    if as_json:
-        print_json(asdict(info))
-    else:
-        print_report(console(), report_of(info))
+    info = collect_info()
+    print_answer(asdict(info), report_of(info), as_json)
     raise SystemExit(1 if info.problems else 0)
 
 

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from areal_debug.open.items import Item
     from areal_debug.view.page import Contents, FollowedRecord, Place
 
-CPU_S = 60.0  # an icicle plot or a long record costs more than its bytes
+CPU_S = 60.0  # a long record costs more than its bytes
 At = tuple[int, int | None, int | None]
 
 
@@ -43,20 +43,9 @@ class Asked(NamedTuple):
     other_step: int | None
     at: At | None
     all_steps: bool
-    patterns: list[re.Pattern[str]]
 
 
-NOTHING_ASKED = Asked(None, None, None, None, False, [])
-
-
-def compiled(
-    context: click.Context, option: click.Parameter, patterns: tuple[str, ...]
-) -> list[re.Pattern[str]]:
-    """Compile the patterns; a wrong one is the user's mistake."""
-    try:
-        return [re.compile(pattern) for pattern in patterns]
-    except re.error as error:
-        raise click.BadParameter(f"{error.pattern!r} is no regular expression: {error}") from error
+NOTHING_ASKED = Asked(None, None, None, None, False)
 
 
 def parsed_at(context: click.Context, option: click.Parameter, text: str | None) -> At | None:
@@ -100,8 +89,6 @@ def parsed_at(context: click.Context, option: click.Parameter, text: str | None)
     hidden=True,  # of `view`: a page named after the record and its step
 )
 @force_option
-@click.option("--redact", "patterns", multiple=True, metavar="PATTERN", callback=compiled,
-              help="Replace text and token ids that match this regular expression; may be repeated.")  # fmt: skip
 @click.option("--serve", is_flag=True, hidden=True)  # the default since 0.3
 @click.option(
     "--port", type=click.IntRange(0, 65535), default=0, help="Port of the server; by default any free one."
@@ -296,11 +283,11 @@ def refuse_other_folder(folder: Path) -> None:
 def open_contents(record: Path, asked: Asked) -> "Contents":
     from areal_debug.view.page import Contents
 
-    followed = follow(record, asked.patterns)
+    followed = follow(record)
     path = asked.other or (record if asked.other_step is not None else None)
     if path is None:
         return Contents(followed)
-    other = follow(path, asked.patterns)
+    other = follow(path)
     shift = 0
     if asked.other_step is not None and followed.steps:
         other.step(asked.other_step)  # raises if it is not recorded
@@ -308,7 +295,7 @@ def open_contents(record: Path, asked: Asked) -> "Contents":
     return Contents(followed, other, shift)
 
 
-def follow(path: Path, patterns: list[re.Pattern[str]]) -> "FollowedRecord":
+def follow(path: Path) -> "FollowedRecord":
     """Open a record with its tokenizer and read its curves."""
     from areal_debug.record.decode import load_decoder
     from areal_debug.view.data import MAX_CURVE_STEPS
@@ -318,9 +305,7 @@ def follow(path: Path, patterns: list[re.Pattern[str]]) -> "FollowedRecord":
     opened = open_record(path)
     decode = load_decoder(opened)
     total = min(len(opened.steps), MAX_CURVE_STEPS)
-    return with_progress(
-        "reading steps", total, lambda tick: FollowedRecord(str(path), decode, patterns, tick)
-    )
+    return with_progress("reading steps", total, lambda tick: FollowedRecord(str(path), decode, tick))
 
 
 def place_of(contents: "Contents", asked: Asked, steps: Sequence[int]) -> "Place":

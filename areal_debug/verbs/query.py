@@ -3,7 +3,7 @@
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING
 
 import click
 
@@ -21,6 +21,9 @@ from areal_debug.render import (
 )
 from areal_debug.report.terminal import print_report
 
+if TYPE_CHECKING:
+    from areal_debug.query.database import Answer
+
 CPU_S = 60
 SHARE_OF_MEMORY = 0.6  # for the database; Python, Arrow and the tensors that are read have the rest
 
@@ -28,16 +31,15 @@ SHARE_OF_MEMORY = 0.6  # for the database; Python, Arrow and the tensors that ar
 @click.command(
     cls=Verb,
     example="areal-debug query runs/record 'select step, avg(reward) from samples group by step order by step'\n"
-    "areal-debug query runs/*/record 'select max(step), avg(reward) from samples'\n"
     "areal-debug query runs/record --schema",
 )
-@click.argument("words", type=click.Path(), nargs=-1, required=True, metavar="RECORD... [SQL]")
+@click.argument("words", type=click.Path(), nargs=-1, required=True, metavar="RECORD [SQL]")
 @click.option("--schema", "shows_schema", is_flag=True, help="List the tables and their columns.")
 @click.option(
     "--limit",
     type=click.IntRange(min=0),
     metavar="N",
-    help=f"Rows of each record; by default all, and {render.SHOWN} of a table that is printed.",
+    help=f"Rows; by default all, and {render.SHOWN} of a table that is printed.",
 )
 @click.option(
     "--csv",
@@ -63,18 +65,14 @@ def command(
     outcomes, calls and tool_calls.
 
     Only the columns and steps that it needs are read. It can read no file and change nothing.
-    Several records answer one after the other, or on Ray; a column before the others names them.
     """
-    records, sql = (words, None) if shows_schema else (words[:-1], words[-1])
-    wrong = len(records) != 1 if shows_schema else not records
-    if wrong or as_csv + as_json + (output is not None) > 1:
-        raise ValueError("give a query or --schema, and at most one of --csv, --json and --output")
+    if len(words) != 2 - shows_schema or as_csv + as_json + (output is not None) > 1:
+        raise ValueError("give RECORD and a query or --schema, and at most one of --csv, --json and --output")
     if output is not None:
         render.check_output(output)
         refuse_existing(output, force)
-    if sql is not None and len(records) > 1:
-        ask_each(records, sql, limit, as_csv, output, as_json)
-    ask(record=Path(records[0]), sql=sql, limit=limit, as_csv=as_csv, output=output, as_json=as_json)
+    sql = None if shows_schema else words[1]
+    ask(record=Path(words[0]), sql=sql, limit=limit, as_csv=as_csv, output=output, as_json=as_json)
 
 
 @reads_untrusted("record", outputs="output", cpu_s=CPU_S)
@@ -110,42 +108,7 @@ def ask(
     end_if_damaged(damage.found)
 
 
-def ask_each(
-    records: tuple[str, ...],
-    sql: str,
-    limit: int | None,
-    as_csv: bool,
-    output: Path | None,
-    as_json: bool,
-) -> NoReturn:
-    """Answer the query for each record and show all rows; exit with 2 if one has no answer."""
-    from areal_debug.each import arguments_of, document, run_each
-
-    if twice := [record for record in records if records.count(record) > 1]:
-        raise ValueError(f"{twice[0]} is given {len(twice)} times: give each record once")
-    prints_table = not (as_csv or as_json or output)
-    shown = render.SHOWN if limit is None else limit
-    changes: dict[str, Any] = {
-        "limit": shown + 1 if prints_table else limit,
-        "as_csv": None,
-        "output": None,
-        "force": None,
-        "as_json": True,
-    }
-    calls = {record: arguments_of(changes | {"words": (record, sql)}) for record in records}
-    outcomes = run_each(calls)
-    if as_json:
-        print_json(document(outcomes))
-    else:
-        answers = {name: outcome.report for name, outcome in outcomes.items()}
-        show(render.joined(answers), shown, as_csv, output)
-    for name, outcome in outcomes.items():
-        if outcome.error is not None and not as_json:
-            console(stderr=True).print(styled("{}: {}", name, outcome.error))
-    raise SystemExit(2 if any(outcome.exit_code for outcome in outcomes.values()) else 0)
-
-
-def show(answer: "render.Answer", shown: int, as_csv: bool, output: Path | None) -> None:
+def show(answer: "Answer", shown: int, as_csv: bool, output: Path | None) -> None:
     """Write the rows into a file, or print them as CSV or as a table of the first ones."""
     if output is not None:
         render.write(answer, output)

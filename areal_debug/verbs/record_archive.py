@@ -20,6 +20,8 @@ from areal_debug.render import (
     styled,
     with_progress,
 )
+from areal_debug.report.model import Report
+from areal_debug.report.terminal import print_answer
 
 if TYPE_CHECKING:
     from recorder.archive.pack import Archived
@@ -61,10 +63,9 @@ def archive(
 
     progress = partial(with_progress, "archiving")
     archived = archive_record(record, destination, force, progress, not without_anchors, skip_damaged)
-    if as_json:
-        print_json(asdict(archived))
-    else:
-        print_archived(archived)
+    if archived.num_continued and not as_json:
+        note(f"continued: {archived.num_continued} shards were there from a call that was interrupted")
+    print_answer(asdict(archived), report_of_archive(archived), as_json)
     end_if_damaged(archived.left_out, code=int(archived.is_damaged))
 
 
@@ -96,26 +97,11 @@ def extract(archive: Path, destination: Path, force: bool, as_json: bool) -> Non
     console().print(styled("{} steps in {}, as they were recorded", extracted.num_steps, destination))
 
 
-def print_archived(archived: "Archived") -> None:
-    if archived.num_continued:
-        note(f"continued: {archived.num_continued} shards were there from a call that was interrupted")
+def report_of_archive(archived: "Archived") -> Report:
     tokens = max(1, archived.num_tokens)
-    out = console()
-    out.print(
-        styled(
-            "{} steps, {:,} tokens: {}, {:.3g} bytes per token, in {}",
-            archived.num_steps,
-            archived.num_tokens,
-            format_bytes(archived.archive_bytes),
-            archived.archive_bytes / tokens,
-            archived.location,
-        )
+    size, source = (
+        f"{format_bytes(size_bytes)}, {size_bytes / tokens:.3g} bytes per token"
+        for size_bytes in (archived.archive_bytes, archived.source_bytes)
     )
-    out.print(
-        styled(
-            "the source has {}, {:.3g} bytes per token",
-            format_bytes(archived.source_bytes),
-            archived.source_bytes / tokens,
-        ),
-        style="dim",
-    )
+    verdict = f"{archived.num_steps} steps, {archived.num_tokens:,} tokens"
+    return Report(verdict, f"{size}, in {archived.location}", "", notes=[f"the source has {source}"])

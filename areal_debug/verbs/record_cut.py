@@ -12,18 +12,17 @@ from areal_debug.render import (
     QUIET,
     REPORT_FILE,
     announce,
-    console,
     count,
     errors_as_sentences,
     fail,
     format_bytes,
     is_quiet,
     note,
-    print_json,
     read_report,
-    styled,
 )
 from areal_debug.replay.report import numbers_of
+from areal_debug.report.model import Level, Report
+from areal_debug.report.terminal import print_answer
 
 if TYPE_CHECKING:
     from replayer.bug.cut_request import CutRequest
@@ -112,10 +111,7 @@ def cut(
     has_outcome = report["cut"]["error"] is None
     if not no_check and has_outcome:
         report["replays"] = replays_to_same_bits(destination, step, opened.header.world_size)
-    if as_json:
-        print_json(report)
-    else:
-        print_cut(report)
+    print_answer(report, report_of_cut(report), as_json)
     raise SystemExit(130 if report["interrupted"] else 1 if report.get("replays") is False else 0)
 
 
@@ -151,60 +147,30 @@ def replays_to_same_bits(destination: str, step: int, num_ranks: int) -> bool:
         return run_once(ranks, Request(destination, step, step), num_ranks, quiet=True).identical
 
 
-def print_cut(report: dict[str, Any]) -> None:
-    cut, out = report["cut"], console()
-    kept = (
-        f", of {cut['num_rows']:,} rows and {cut['num_tokens']:,} tokens" if cut["kept"] is not None else ""
-    )
-    out.print(
-        styled(
-            "[bold]{}[/bold]: step {}, {}, {}{}; {}",
-            report["to"],
-            cut["step"],
-            count(report["rows"], "row"),
-            count(report["tokens"], "token"),
-            kept,
-            format_bytes(report["size_bytes"]),
-        )
-    )
+def report_of_cut(report: dict[str, Any]) -> Report:
+    """Return what was written, what it shows, and whether it replays."""
+    cut, lines = report["cut"], []
+    is_part = cut["kept"] is not None
+    kept = f", of {cut['num_rows']:,} rows and {cut['num_tokens']:,} tokens" if is_part else ""
+    size = f"{count(report['rows'], 'row')}, {count(report['tokens'], 'token')}{kept}"
     if report["lacks_calls"]:
-        out.print("the calls of agents are left out: a cut of the whole step has them")
+        lines.append("the calls of agents are left out: a cut of the whole step has them")
     if cut["symptom"] is not None:
-        ended = (
-            "no single row or token can be left out"
-            if report["is_minimal"]
-            else "stopped before it was minimal"
-        )
-        out.print(
-            styled(
-                "{}: {}, after {} runs in {:.1f} s",
-                cut["symptom"],
-                ended,
-                report["num_runs"],
-                report["seconds"],
-            )
+        is_minimal = report["is_minimal"]
+        ended = "no single row or token can be left out" if is_minimal else "stopped before it was minimal"
+        lines.append(
+            f"{cut['symptom']}: {ended}, after {report['num_runs']} runs in {report['seconds']:.1f} s"
         )
     if cut["error"] is not None:
-        out.print(styled("the step ends with {}", cut["error"]))
-    elif cut["kept"] is not None:
-        out.print(
-            styled(
-                "expected now: {}; in the original: {}",
-                numbers_of(report["numbers"]),
-                numbers_of(cut["numbers"]),
-            )
-        )
-        what = (
-            "those of the original step"
-            if cut["keeps_advantages"]
-            else "computed from the rows that are left"
-        )
-        out.print(styled("[dim]advantages are {}[/dim]", what))
-    if "replays" in report:
-        verdict = (
-            "[green]it replays to the same bits[/green]"
-            if report["replays"]
-            else "[red]it replays to other bits[/red]"
-        )
-        out.print(styled(verdict))
-    out.print(styled("next: areal-debug replay {}", report["to"]))
+        lines.append(f"the step ends with {cut['error']}")
+    elif is_part:
+        now, original = numbers_of(report["numbers"]), numbers_of(cut["numbers"])
+        kept_ones, new_ones = "those of the original step", "computed from the rows that are left"
+        lines.append(f"expected now: {now}; in the original: {original}")
+        lines.append(f"advantages are {kept_ones if cut['keeps_advantages'] else new_ones}")
+    replays = report.get("replays")
+    if replays is not None:
+        lines.append(f"it replays to {'the same' if replays else 'other'} bits")
+    level: Level = "" if replays is None else "good" if replays else "bad"
+    sentence = f"step {cut['step']}, {size}; {format_bytes(report['size_bytes'])}"
+    return Report(report["to"], sentence, level, [*lines, f"next: areal-debug replay {report['to']}"])

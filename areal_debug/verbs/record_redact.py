@@ -18,10 +18,19 @@ from areal_debug.render import (
     styled,
     with_progress,
 )
-from areal_debug.verbs.open import compiled
 
 if TYPE_CHECKING:
     from recorder.redact import Redacted
+
+
+def compiled(
+    context: click.Context, option: click.Parameter, patterns: tuple[str, ...]
+) -> list[re.Pattern[str]]:
+    """Compile the patterns; a wrong one is the user's mistake."""
+    try:
+        return [re.compile(pattern) for pattern in patterns]
+    except re.error as error:
+        raise click.BadParameter(f"{error.pattern!r} is no regular expression: {error}") from error
 
 
 @click.command(

@@ -6,7 +6,7 @@ import click
 
 from areal_debug.cli import Verb, json_option
 from areal_debug.confined import ANYWHERE, reads_untrusted
-from areal_debug.render import console, end_if_damaged, errors_as_sentences, print_json
+from areal_debug.render import end_if_damaged, errors_as_sentences
 
 
 @click.command(
@@ -26,15 +26,12 @@ def coverage(record: Path, data: str, as_json: bool) -> None:
     incomplete. 2: the order of the data is not known.
     """
     from areal_core.data import rows_of
-    from areal_debug.report.terminal import print_report
+    from areal_debug.report.terminal import print_answer
     from areal_debug.resume.coverage import coverage_of, document_of, report_of
     from recorder import open_record
 
     found = coverage_of(open_record(record), rows_of(data))
-    if as_json:
-        print_json(document_of(found))
-    else:
-        print_report(console(), report_of(found))
+    print_answer(document_of(found), report_of(found), as_json)
     raise SystemExit({"complete": 0, "incomplete": 1, "unknown": 2}[found.verdict])
 
 
@@ -60,7 +57,7 @@ def seam(before: Path, after: Path | None, at: int | None, as_json: bool) -> Non
 
     Exit code 0: what is observed continues. 1: a state changed. 2: too little is observed.
     """
-    from areal_debug.report.terminal import print_report
+    from areal_debug.report.terminal import print_answer
     from areal_debug.resume.seam import cut, document_of, judge_seam, place_of_seam, read_segment, report_of
 
     if after is not None and at is not None:
@@ -72,9 +69,6 @@ def seam(before: Path, after: Path | None, at: int | None, as_json: bool) -> Non
         else cut(whole, place_of_seam(whole) if at is None else at)
     )
     found = judge_seam(*sides)
-    if as_json:
-        print_json(document_of(found))
-    else:
-        print_report(console(), report_of(found))
+    print_answer(document_of(found), report_of(found), as_json)
     end_if_damaged(sides[0].run.damage.found | sides[1].run.damage.found)
     raise SystemExit({"continues": 0, "changed": 1, "unknown": 2}[found.verdict])

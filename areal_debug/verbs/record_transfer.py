@@ -1,7 +1,6 @@
 """`areal-debug record import` and `export`: convert between a record and other tools' formats."""
 
 import importlib
-import tempfile
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,15 +16,16 @@ from areal_debug.cli import (
     step_option,
 )
 from areal_debug.confined import CPU_S, describes_limits, reads_untrusted
-from areal_debug.render import announce, console, end_if_damaged, errors_as_sentences, print_json, styled
+from areal_debug.render import announce, end_if_damaged, errors_as_sentences
+from areal_debug.report.model import Report
+from areal_debug.report.terminal import print_answer
 
 if TYPE_CHECKING:
     from recorder.tables.formats import Exported
     from recorder.trainers.importing import Imported
 
-FORMATS = ("jsonl", "parquet", "pt", "slime", "hf", "wandb", "trackio")
+FORMATS = ("jsonl", "parquet", "pt", "slime", "hf")
 OF_TORCH = ("pt", "slime")
-SERVICES = ("wandb", "trackio")  # `areal_debug.record.services` logs to them
 
 
 @click.command(
@@ -70,10 +70,8 @@ def import_record(
     options = resolve_config(config, (*settings, *overrides), model)
     announce(f"importing {source}")
     imported = write_record(source, destination, format_name, options, model, force)
-    if as_json:
-        print_json(asdict(imported) | {"record": str(destination)})
-    else:
-        print_imported(imported, destination)
+    document = asdict(imported) | {"record": str(destination)}
+    print_answer(document, report_of_import(imported, destination), as_json)
 
 
 def resolve_config(
@@ -89,21 +87,10 @@ def resolve_config(
     return config_to_dict(resolved)
 
 
-def print_imported(imported: "Imported", destination: Path) -> None:
-    out = console()
-    out.print(
-        styled(
-            "{} steps of {}: {} samples, {:,} tokens, in {}",
-            len(imported.steps),
-            imported.format,
-            imported.num_samples,
-            imported.num_tokens,
-            destination,
-        )
-    )
-    out.print("not carried by the format, or assumed:")
-    for note in imported.notes:
-        out.print(styled("  {}", note))
+def report_of_import(imported: "Imported", destination: Path) -> Report:
+    size = f"{imported.num_samples} samples, {imported.num_tokens:,} tokens, in {destination}"
+    notes = ["not carried by the format, or assumed:", *(f"  {note}" for note in imported.notes)]
+    return Report(f"{len(imported.steps)} steps of {imported.format}", size, "", notes)
 
 
 @click.command(
@@ -121,11 +108,8 @@ def print_imported(imported: "Imported", destination: Path) -> None:
     "destination",
     type=click.Path(path_type=Path),
     required=True,
-    help="File to write; pt and slime have one per step: put {step} into its name. A folder for hf, wandb and "
-    "trackio, and for parquet a table by step unless the name ends in .parquet.",
-)
-@click.option(
-    "--hub", metavar="USER/NAME", help="With hf: also send the dataset to the Hugging Face Hub, private."
+    help="File to write; pt and slime have one per step: put {step} into its name. A folder for hf, and "
+    "for parquet a table by step unless the name ends in .parquet.",
 )
 @click.option(
     "--images",
@@ -134,7 +118,6 @@ def print_imported(imported: "Imported", destination: Path) -> None:
     show_default=True,
     help="With jsonl, parquet and hf: pictures in the table, or files in DESTINATION.images and their paths.",
 )
-@click.option("--public", is_flag=True, help="With --hub: let anybody read it.")
 @step_option("all steps")
 @skip_damaged_option
 @force_option
@@ -145,28 +128,21 @@ def export(
     record: Path,
     format_name: str,
     destination: Path,
-    hub: str | None,
-    public: bool,
     images: str,
     step: int | None,
     skip_damaged: bool,
     force: bool,
     as_json: bool,
 ) -> None:
-    """Write the samples of RECORD as JSON lines, Parquet, torch tensors, slime's rollout data, a
-    dataset of Hugging Face, or an offline run of Weights & Biases or Trackio.
+    """Write the samples of RECORD as JSON lines, Parquet, torch tensors, slime's rollout data, or a
+    dataset of Hugging Face.
 
     What is not known is null, or absent.
     """
-    if (hub is not None and format_name != "hf") or (public and hub is None):
-        raise ValueError("--hub needs --format hf, and --public needs --hub")
     if format_name in OF_TORCH:
         importlib.import_module(
             "torch"
         )  # here: CUDA's packages need a temporary file, which the child has not
-    if format_name in SERVICES:
-        export_to_service(record, format_name, destination, step, skip_damaged, as_json)
-        return
     export_confined(
         record=record,
         format_name=format_name,
@@ -177,10 +153,6 @@ def export(
         skip_damaged=skip_damaged,
         as_json=as_json,
     )
-    if hub is not None:
-        from areal_debug.record.services import send_to_hub
-
-        console(stderr=as_json).print(styled("sent to {}", send_to_hub(destination, hub, public)))
 
 
 @reads_untrusted("record", outputs="destination", cpu_s=60)
@@ -199,42 +171,11 @@ def export_confined(
 
     announce(f"exporting {record} as {format_name}")
     exported = export_record(record, format_name, destination, step, force, images, skip_damaged)
-    print_exported(exported, format_name, as_json)
-
-
-def export_to_service(
-    record: Path, service: str, folder: Path, step: int | None, skip_damaged: bool, as_json: bool
-) -> None:
-    """Log a record as an offline run of a service, into a new folder, and print what shows it."""
-    from areal_debug.record.services import log_lines
-    from recorder.confine import in_child
-    from recorder.tables.formats import Exported, export_record
-
-    if folder.exists():
-        raise ValueError(f"{folder} exists already: {service} gets a folder of its own, choose another name")
-    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}.") as scratch:
-        lines = Path(scratch) / "lines.jsonl"
-        written = in_child(
-            lambda: asdict(export_record(record, "lines", lines, step, skip_damaged=skip_damaged)),
-            [record],
-            Path(scratch),
-        )
-        shows = log_lines(lines, service, folder, record.name)
-    print_exported(Exported(**written | {"files": [str(folder)], "next": shows}), service, as_json)
-
-
-def print_exported(exported: "Exported", format_name: str, as_json: bool) -> None:
-    if as_json:
-        print_json(asdict(exported))
-    else:
-        show_exported(exported, format_name)
+    print_answer(asdict(exported), report_of_export(exported, format_name), as_json)
     end_if_damaged(exported.left_out)
 
 
-def show_exported(exported: "Exported", format_name: str) -> None:
-    out = console()
+def report_of_export(exported: "Exported", format_name: str) -> Report:
     more = f" and {len(exported.files) - 1} more files" if len(exported.files) > 1 else ""
-    out.print(styled("{} steps in {}{}", len(exported.steps), exported.files[0], more))
-    out.print(styled("not carried by {}: {}", format_name, "; ".join(exported.lost)), style="dim")
-    if exported.next is not None:
-        out.print(styled("next: {}", exported.next))
+    written = f"{len(exported.steps)} steps in {exported.files[0]}{more}"
+    return Report(written, "", "", notes=[f"not carried by {format_name}: {'; '.join(exported.lost)}"])

@@ -46,7 +46,7 @@ def probe(
     """
     from areal_core.data import rows_of
     from areal_core.reward.signature import check_reward_fn
-    from areal_debug.report.terminal import print_report
+    from areal_debug.report.terminal import print_answer
     from areal_debug.reward.answers import question_of
     from areal_debug.reward.probe import probe as probe_function
     from areal_debug.reward.report import report_of_probe
@@ -57,10 +57,7 @@ def probe(
     questions = [question_of(row, field) for row in rows[::step][:num_rows]]
     announce(f"trying answers on {function}")
     report = probe_function(function, data, questions, timeout_s)
-    if as_json:
-        print_json(asdict(report))
-    else:
-        print_report(console(), report_of_probe(report))
+    print_answer(asdict(report), report_of_probe(report), as_json)
     raise SystemExit({"sound": 0, "problem": 1, "unknown": 2}[report.verdict])
 
 

@@ -2,7 +2,6 @@
 
 import os
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 import click
@@ -32,8 +31,6 @@ if TYPE_CHECKING:
 )
 @click.option("--background", is_flag=True, help="Return once it is healthy; it outlives the shell.")
 @click.option("--status", is_flag=True, help="List the servers with their health and load.")
-@click.option("--logs", type=click.Path(path_type=Path), default="runs/logs", show_default=True,
-              help="With --status: logs of a run, whose own view of its servers is shown.")  # fmt: skip
 @click.option("--stop", is_flag=True,
               help="Stop the servers at HOST:PORT..., or those started in this folder.")  # fmt: skip
 @click.option("--all", "stops_all", is_flag=True, help="With --stop: all servers of this user.")
@@ -58,7 +55,6 @@ def command(
     backend: str,
     background: bool,
     status: bool,
-    logs: Path,
     stop: bool,
     stops_all: bool,
     join: str | None,
@@ -81,7 +77,7 @@ def command(
     from areal_debug.serve.start import plan_server
 
     if status:
-        show_status(port, logs, as_json)
+        show_status(port, as_json)
     if stop:
         stop_servers([*arguments, *([str(port)] if port else [])], stops_all, as_json)
     if model is None:
@@ -137,21 +133,16 @@ def show_facts(state: "ServerState", as_json: bool) -> None:
     leave_terminal()  # it waits for requests
 
 
-def show_status(port: int, logs: Path, as_json: bool) -> NoReturn:
+def show_status(port: int, as_json: bool) -> NoReturn:
     """List the servers; exit code 0 if there is at least one and all are ready, 2 if one starts."""
     from concurrent.futures import ThreadPoolExecutor
 
-    from areal_debug.report.terminal import print_report
-    from areal_debug.serve.ledger import find_ledger
+    from areal_debug.report.terminal import print_answer
     from areal_debug.serve.report import document_of_all, report_of_all, status_of, verdict_of
 
-    ledger = find_ledger(logs)
     with ThreadPoolExecutor() as threads:
         statuses = list(threads.map(status_of, servers_at(port)))
-    if as_json:
-        print_json(document_of_all(statuses, ledger))
-    else:
-        print_report(console(), report_of_all(statuses, ledger))
+    print_answer(document_of_all(statuses), report_of_all(statuses), as_json)
     raise SystemExit({"Healthy": 0, "Starting": 2, "Problem": 1}[verdict_of(statuses)] if statuses else 1)
 
 

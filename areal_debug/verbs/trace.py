@@ -5,7 +5,7 @@ from pathlib import Path
 import click
 
 from areal_debug.cli import Verb, force_option, json_option, output_option, step_option
-from areal_debug.render import announce, console, errors_as_sentences, print_json, refuse_existing
+from areal_debug.render import announce, errors_as_sentences, refuse_existing
 
 
 @click.command(cls=Verb, example="areal-debug trace runs/logs -o trace.html")
@@ -32,9 +32,9 @@ def command(
         refuse_existing(output, force)
     from areal_debug.report.frame import Frame
     from areal_debug.report.page import write_report
-    from areal_debug.report.terminal import print_report
+    from areal_debug.report.terminal import print_answer
     from areal_debug.trace.read import read_run
-    from areal_debug.trace.report import MAX_LINES, STYLE, report_document, report_of
+    from areal_debug.trace.report import MAX_LINES, report_document, report_of
     from areal_debug.trace.steps import report_on
 
     announce(f"reading the traces of {run}")
@@ -42,9 +42,10 @@ def command(
     report = report_on(trace, step)
     if output is not None:
         frame = Frame("Steps", str(trace.file.parent), "trace", report.verdict)
-        write_report(output, report_of(trace, report), frame, style=STYLE.read_text())
-    if as_json:
-        print_json(report_document(trace, report))
-    else:
-        print_report(console(), report_of(trace, report, len(report.steps) if all_steps else MAX_LINES))
+        write_report(output, report_of(trace, report), frame)
+    print_answer(
+        report_document(trace, report),
+        report_of(trace, report, len(report.steps) if all_steps else MAX_LINES),
+        as_json,
+    )
     raise SystemExit({"healthy": 0, "slow": 1, "unknown": 2}[report.verdict])

@@ -74,9 +74,7 @@ def command(
     debug_env: list[str],
     watch: bool,
     on_alarm: str,
-    webhook: str,
     stop_on: str,
-    pause_on: str,
     dry_run: bool,
     as_json: bool,
     overrides: tuple[str, ...],
@@ -97,9 +95,9 @@ def command(
         read_config,
     )
 
-    hooks = make_hooks(on_alarm, webhook, stop_on, pause_on)
+    hooks = make_hooks(on_alarm, stop_on)
     if hooks != NO_HOOKS and not watch:
-        fail("--on-alarm, --webhook, --stop-on and --pause-on go with --watch")
+        fail("--on-alarm and --stop-on go with --watch")
     path = find_script(script)
     flags: list[str] = []
     if None not in (dump_rollout, replay_rollout):
@@ -170,7 +168,7 @@ def print_plan(script: Path, arguments: list[str], as_json: bool) -> int:
     from areal_core.safety.secrets import masker
     from areal_debug.dry_run.plan import plan_run
     from areal_debug.dry_run.report import report_of
-    from areal_debug.report.terminal import print_report
+    from areal_debug.report.terminal import print_answer
     from areal_debug.train.script_options import (
         check_imports,
         check_record,
@@ -189,10 +187,7 @@ def print_plan(script: Path, arguments: list[str], as_json: bool) -> int:
             raise
         print_json({"would_run": False, "problems": str(error).splitlines()})
         return 2
-    if as_json:
-        print_json(masker().tree({"would_run": True, **asdict(run)}))
-    else:
-        print_report(console(), report_of(run))
+    print_answer(masker().tree({"would_run": True, **asdict(run)}), report_of(run), as_json)
     return 0
 
 

@@ -27,7 +27,7 @@ from areal_debug.render import (
     styled,
     with_progress,
 )
-from areal_debug.report.terminal import print_report
+from areal_debug.report.terminal import print_answer, print_report
 
 if TYPE_CHECKING:
     from areal_debug.replay.ranks import Runner
@@ -127,12 +127,9 @@ def command(
     if output is not None:
         frame = Frame(report.sentence, f"{report.left} and {report.right}", "why", report.verdict)
         write_report(output, shown, frame)
-    if as_json:
-        print_json(report.to_dict())
-    else:
-        print_report(console(), shown)
-        if output is not None:
-            console().print(styled("[dim]{:<12}[/dim] {}", "page", output))
+    print_answer(report.to_dict(), shown, as_json)
+    if output is not None and not as_json:
+        console().print(styled("[dim]{:<12}[/dim] {}", "page", output))
     raise SystemExit(report.exit_code)
 
 
@@ -194,10 +191,7 @@ def compare_stages(
     here, there = open_record(left), open_record(right)
     total = len(set(here.steps) & set(there.steps)) if step is None else 1
     report = with_progress("comparing steps", total, lambda tick: diff_records(here, there, step, tick, fast))
-    if as_json:
-        print_json(report.to_dict())
-    else:
-        print_report(console(), report_of_diff(here, there, report, show_all))
+    print_answer(report.to_dict(), report_of_diff(here, there, report, show_all), as_json)
     raise SystemExit(0 if report.same else 1)
 
 
@@ -265,8 +259,5 @@ def search(
     refuse_damage(record, len(opened.steps))
     request = Request(record, first, last, model)
     report = search_commits(request, code, good, bad, opened.header.world_size, note)
-    if as_json:
-        print_json(report.to_dict())
-    else:
-        print_report(console(), report_of_culprit(report))
+    print_answer(report.to_dict(), report_of_culprit(report), as_json)
     raise SystemExit(1)

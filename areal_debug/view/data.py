@@ -2,19 +2,18 @@
 
 import base64
 import math
-import re
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from functools import cache
-from itertools import accumulate, groupby, pairwise
+from itertools import groupby
 from typing import Any
 
 import numpy as np
 
 from areal_core.safety.printable import printable, printable_block
 from areal_debug.doctor.names import find_name
-from recorder.conversations import Conversation, conversations
+from recorder.conversations import Conversation, Part, conversations
 from recorder.errors import StepNotRecorded
 from recorder.format import UNKNOWN_BITS
 from recorder.pictures.kinds import kind_of
@@ -23,12 +22,11 @@ from recorder.samples import token_texts
 
 Decode = Callable[[list[int]], str]
 BROKEN = "\ufffd"  # text of an incomplete character
-BLOCK = "█"
 
 
 @dataclass(frozen=True)
 class TokenText:
-    """Token `i` is entry `index[i]` of the tables. A redacted token has the id -1."""
+    """Token `i` is entry `index[i]` of the tables. A token that is not known has the id -1."""
 
     index: np.ndarray  # uint32 [tokens]
     texts: list[str]
@@ -80,31 +78,6 @@ def join_partial_tokens(
     return TokenText(index, texts, ids)
 
 
-def redact_tokens(found: TokenText, bounds: np.ndarray, patterns: Sequence[re.Pattern[str]]) -> TokenText:
-    """Replace every token that overlaps a match by a block; drop unused table entries."""
-    hidden = np.zeros(len(found.index), dtype=bool)
-    for begin, end in pairwise(bounds):
-        pieces = [found.texts[entry] for entry in found.index[begin:end]]
-        ends = list(accumulate(map(len, pieces)))
-        text = "".join(pieces)
-        for pattern in patterns:
-            for match in pattern.finditer(text):
-                first = np.searchsorted(ends, match.start(), side="right")
-                last = np.searchsorted(ends, match.end(), side="left")
-                hidden[begin + first : begin + last + (match.end() > match.start())] = True
-    index = np.where(hidden, len(found.texts), found.index)
-    used, compact = np.unique(index, return_inverse=True)
-    texts, ids = [*found.texts, BLOCK], [*found.ids, -1]
-    return TokenText(compact.astype(np.uint32), [texts[i] for i in used], [ids[i] for i in used])
-
-
-def redact_text(text: str, patterns: Sequence[re.Pattern[str]]) -> str:
-    """Replace every match in a text by a block."""
-    for pattern in patterns:
-        text = pattern.sub(BLOCK, text)
-    return text
-
-
 def image_counts(step: RecordedStep) -> list[int] | None:
     """Return the number of pictures of each row over all ranks; None if no row has one."""
     ranks = range(step.manifest.num_ranks)
@@ -112,15 +85,13 @@ def image_counts(step: RecordedStep) -> list[int] | None:
     return counts if any(counts) else None
 
 
-def image_document(step: RecordedStep, hidden: bool) -> dict[str, Any]:
+def image_document(step: RecordedStep) -> dict[str, Any]:
     """Return the pictures of a step, and their positions by row over all ranks.
 
-    `hidden` ones have neither bytes nor names, which would identify them. Raises DamagedRecord.
+    Raises DamagedRecord.
     """
     ranks = range(step.manifest.num_ranks)
     rows = [row for rank in ranks for row in step.pictures_of_rows(rank)]
-    if hidden:
-        return {"rows": [[0] * len(row) for row in rows], "images": [{"about": "redacted"}]}
     places: dict[str, int] = {}
     images: list[dict[str, str]] = []
     for name, size_bytes in (named for row in rows for named in row):
@@ -156,9 +127,6 @@ def with_images_named(found: TokenText, bounds: np.ndarray, types: np.ndarray) -
     )
 
 
-Patterns = Sequence[re.Pattern[str]]
-
-
 def conversations_of(step: RecordedStep) -> list[Conversation | None] | None:
     """Return the calls of each row over all ranks; None if no row has any. Raises DamagedRecord."""
     ranks = range(step.manifest.num_ranks)
@@ -176,7 +144,11 @@ def call_counts(rows: Sequence[Conversation | None] | None) -> dict[str, np.ndar
     }
 
 
-def calls_document(step: RecordedStep, patterns: Patterns) -> dict[str, Any]:
+def printable_texts(part: Part) -> dict[str, str]:
+    return {"name": printable_block(part.name), "text": printable_block(part.text)}
+
+
+def calls_document(step: RecordedStep) -> dict[str, Any]:
     calls: list[dict[str, Any]] = []
     places: dict[tuple[int, int, int], int] = {}
     rows: list[dict[str, Any] | None] = []
@@ -189,23 +161,17 @@ def calls_document(step: RecordedStep, patterns: Patterns) -> dict[str, Any]:
             name = (one.prompt_id, one.episode, call.turn)
             if name not in places:
                 places[name] = len(calls)
-                parts = [shown(asdict(part), patterns) for part in row.parts(call)]
+                parts = [asdict(part) | printable_texts(part) for part in row.parts(call)]
                 facts = {"turn": call.turn, "after": call.after, "finish": printable(call.finish)}
                 calls.append(facts | {"reward": call.reward, "parts": parts})
         rows.append(
             {
-                "agent": printable(redact_text(one.agent.name, patterns)),
+                "agent": printable(one.agent.name),
                 "failure": one.failure and printable(one.failure),
                 "calls": [places[one.prompt_id, one.episode, call.turn] for call in row.calls],
             }
         )
     return {"rows": rows, "calls": calls}
-
-
-def shown(part: dict[str, Any], patterns: Patterns) -> dict[str, Any]:
-    """Return a part of a call without what the patterns match."""
-    texts = {name: printable_block(redact_text(part[name], patterns)) for name in ("name", "text")}
-    return part | texts
 
 
 MAX_CURVE_STEPS = 1000
@@ -364,22 +330,9 @@ def clip_range(config: dict[str, Any]) -> tuple[float, float] | None:
 def read_step(
     step: RecordedStep,
     decode: Decode | None,
-    patterns: Sequence[re.Pattern[str]] = (),
     trainer: str | None = None,
 ) -> StepView:
-    """Read a step as columns, redacted by `patterns`, which needs `decode`.
-
-    Args:
-        trainer: that of the record's header.
-
-    Raises:
-        ValueError: there are patterns and no tokenizer, so that token ids would reveal the text.
-    """
-    if patterns and decode is None:
-        raise ValueError(
-            "cannot redact: the tokenizer of this record is not available, and token ids reveal the text to anyone who has it; "
-            "restore the model at its recorded path"
-        )
+    """Read a step as columns; `trainer` is that of the record's header."""
     ranks = range(step.manifest.num_ranks)
     batches = [step.batch(rank) for rank in ranks]
     lengths = [np.diff(batch["cu_seqlens"]) for batch in batches]
@@ -397,8 +350,6 @@ def read_step(
     if decode and all("mm_token_type_ids" in batch for batch in batches):
         types = np.concatenate([batch["mm_token_type_ids"] for batch in batches])
         text = with_images_named(text, bounds, types)
-    if patterns:
-        text = redact_tokens(text, bounds, patterns)
     trained = tokens["loss_mask"] > 0
     computed, missing = trainer_columns(step, bounds, tokens["logprobs"], trained, trainer)
     missing |= {
@@ -432,7 +383,7 @@ def read_step(
             **computed,
         },
         text=text,
-        recorded_text=recorded_texts(step, unknown & UNKNOWN_BITS["input_ids"] if decode else None, patterns),
+        recorded_text=recorded_texts(step, unknown & UNKNOWN_BITS["input_ids"] if decode else None),
         missing=missing,
         images=image_counts(step),
     )
@@ -482,10 +433,8 @@ def unknown_bits(step: RecordedStep) -> np.ndarray:
     )
 
 
-def recorded_texts(
-    step: RecordedStep, wanted: np.ndarray | None, patterns: Sequence[re.Pattern[str]]
-) -> list[tuple[str, str] | None] | None:
-    """Return the recorded text of the rows of all ranks, redacted, or None.
+def recorded_texts(step: RecordedStep, wanted: np.ndarray | None) -> list[tuple[str, str] | None] | None:
+    """Return the recorded text of the rows of all ranks, or None.
 
     Only that of rows with `wanted` [rows], if it is given.
     """
@@ -495,18 +444,8 @@ def recorded_texts(
     lines = [line for rank in ranks if rank is not None for line in rank]
     shown = [True] * len(lines) if wanted is None else wanted.tolist()
     return [
-        (redact_text(line["prompt"], patterns), redact_text(line["completion"], patterns)) if row else None
-        for line, row in zip(lines, shown, strict=True)
+        (line["prompt"], line["completion"]) if row else None for line, row in zip(lines, shown, strict=True)
     ]
-
-
-def redacted_run(run: RunView, patterns: Sequence[re.Pattern[str]]) -> RunView:
-    """Return the run without matches of the patterns in its names and paths."""
-    document = asdict(run)
-    document["record"] = redact_text(run.record, patterns)
-    document["header"] = {name: redact_text(value, patterns) for name, value in run.header.items()}
-    document["curves"] = {redact_text(name, patterns): values for name, values in run.curves.items()}
-    return RunView(**document)
 
 
 def run_document(run: RunView) -> dict[str, Any]:

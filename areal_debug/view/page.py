@@ -27,7 +27,6 @@ from areal_debug.view.data import (
     image_document,
     read_run,
     read_step,
-    redacted_run,
     run_document,
     step_point,
 )
@@ -48,7 +47,6 @@ class FollowedRecord:
     Args:
         path: path of the record.
         decode: decodes token ids, or None.
-        patterns: what to redact.
         tick: called for each step whose curve values were read.
 
     Attributes:
@@ -59,13 +57,12 @@ class FollowedRecord:
         self,
         path: str,
         decode: Decode | None,
-        patterns: Sequence[re.Pattern[str]],
         tick: Callable[[object], None] = lambda _: None,
     ) -> None:
-        self._path, self._decode, self._patterns = path, decode and kept(decode), patterns
+        self._path, self._decode = path, decode and kept(decode)
         self.damage = Damage()
         self._record: Record = open_record(path, self.damage)
-        self._run = redacted_run(read_run(self._record, tick, self.damage), patterns)
+        self._run = read_run(self._record, tick, self.damage)
         self._points = {step: point_at(self._run, place) for place, step in enumerate(self._run.steps)}
         self._views: OrderedDict[int, StepView] = OrderedDict()
 
@@ -90,8 +87,7 @@ class FollowedRecord:
                 self._points[step] = step_point(self._record.step(step), lambda _: None)
         steps = list(self._points)[-MAX_CURVE_STEPS:]
         curves = curves_of([self._points[step] for step in steps])
-        run = replace(self._run, steps=steps, curves=curves, num_steps=len(self.steps))
-        self._run = redacted_run(run, self._patterns)
+        self._run = replace(self._run, steps=steps, curves=curves, num_steps=len(self.steps))
         return self._run
 
     def step(self, step: int) -> RecordedStep:
@@ -115,15 +111,12 @@ class FollowedRecord:
             yield step.manifest.step
 
     def images(self, step: int) -> dict[str, Any]:
-        """Return the pictures of a step, which no pattern can be matched with: all are redacted.
-
-        Raises `RecordError`.
-        """
-        return image_document(self.step(step), hidden=bool(self._patterns))
+        """Return the pictures of a step. Raises `RecordError`."""
+        return image_document(self.step(step))
 
     def calls(self, step: int) -> dict[str, Any]:
-        """Return the calls of agents in a step, redacted. Raises `RecordError`."""
-        return calls_document(self.step(step), self._patterns)
+        """Return the calls of agents in a step. Raises `RecordError`."""
+        return calls_document(self.step(step))
 
     def view(self, step: int) -> StepView:
         """Return a step as columns; the last few are kept. Raises `RecordError`."""
@@ -134,7 +127,7 @@ class FollowedRecord:
 
     def _keep(self, step: RecordedStep) -> None:
         trainer = self._record.header.trainer
-        self._views[step.manifest.step] = read_step(step, self._decode, self._patterns, trainer)
+        self._views[step.manifest.step] = read_step(step, self._decode, trainer)
         if len(self._views) > KEPT_STEPS:
             self._views.popitem(last=False)
 

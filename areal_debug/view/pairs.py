@@ -49,7 +49,7 @@ def matched_rows(left: RecordedStep, right: RecordedStep, foreign: tuple[bool, b
 
 
 def fact_of(difference: StageDifference) -> dict[str, Any]:
-    """Return a difference without its values, which may be redacted; the page shows them."""
+    """Return a difference without its values, which the page shows."""
     place = difference.place and asdict(difference.place)
     largest = difference.largest
     return {

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from areal_core.safety.secrets import names_secret
 from hangdoctor.collect.process import PROC
-from hangdoctor.collect.pyspy import without_numbers
+from hangdoctor.model import NUMBER
 
 KEPT_VARIABLE = re.compile(
     r"^(?:RANK|LOCAL_RANK|WORLD_SIZE|LOCAL_WORLD_SIZE|GROUP_RANK|ROLE_(?:NAME|RANK|WORLD_SIZE)|MASTER_\w+|TORCHELASTIC_\w+|"
@@ -154,24 +154,14 @@ class Gpu:
     index: int
     utilization_percent: float | None
     power_watts: float | None
-    pids: tuple[int, ...]
 
 
 def gpus() -> list[Gpu] | None:
     """Return every GPU of this host by nvidia-smi, or None without nvidia-smi."""
     if shutil.which("nvidia-smi") is None:
         return None
-    cards = _query("--query-gpu=uuid,index,utilization.gpu,power.draw")
-    apps = _query("--query-compute-apps=gpu_uuid,pid")
-    return [
-        Gpu(
-            int(index),
-            _float(utilization),
-            _float(power),
-            tuple(int(pid) for card, pid in apps if card == uuid),
-        )
-        for uuid, index, utilization, power in cards
-    ]
+    cards = _query("--query-gpu=index,utilization.gpu,power.draw")
+    return [Gpu(int(index), _float(utilization), _float(power)) for index, utilization, power in cards]
 
 
 def _query(query: str) -> list[list[str]]:
@@ -223,7 +213,7 @@ def source_lines(dumps: Iterable[str]) -> dict[str, str]:
     """Return `FILE:LINE` to stripped source for every frame of py-spy JSON dumps whose file is
     readable here.
     """
-    places = frozenset[tuple[str, int]]().union(*(_places(without_numbers(dump)[0]) for dump in dumps))
+    places = frozenset[tuple[str, int]]().union(*(_places(NUMBER.sub(r"\g<1>0", dump)) for dump in dumps))
     found = {f"{file}:{line}": linecache.getline(file, line).strip() for file, line in sorted(places)}
     return {place: text[:MAX_LINE_CHARACTERS] for place, text in found.items() if text}
 

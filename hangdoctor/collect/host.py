@@ -17,7 +17,7 @@ from hangdoctor.collect import evidence, pyspy
 from hangdoctor.collect.discover import Job, Search, Target, find_job
 from hangdoctor.collect.evidence import source_lines
 from hangdoctor.collect.process import process_table, read_facts
-from hangdoctor.collect.pyspy import Options, Outcome, StackMasker, dump_target
+from hangdoctor.collect.pyspy import Options, Outcome, dump_target
 from hangdoctor.collect.write import (
     HostEntry,
     Manifest,
@@ -50,7 +50,6 @@ def collect_host(search: Search, folder: Path, options: Options) -> Manifest:
     tool = pyspy.find_pyspy()
     job = find_job(search, process_table())
     mask = _masker_of(job)
-    stacks = StackMasker(mask)
     commands = {target.name: " ".join(mask.command(target.process.command)) for target in job.targets}
     outcomes: list[dict[str, Outcome]] = []
     times: list[float] = []
@@ -59,9 +58,7 @@ def collect_host(search: Search, folder: Path, options: Options) -> Manifest:
             if sample:
                 time.sleep(options.interval_s)
             times.append(time.time())
-            one = partial(
-                dump_target, tool=tool, folder=folder, sample=sample, options=options, stacks=stacks
-            )
+            one = partial(dump_target, tool=tool, folder=folder, sample=sample, options=options, mask=mask)
             outcomes.append(
                 dict(zip([target.name for target in job.targets], pool.map(one, job.targets), strict=True))
             )

@@ -3,9 +3,6 @@
 Nonblocking first: a hung rank does not move, so torn reads are rare, while a py-spy that is killed
 in ptrace can leave its target stopped. py-spy exits with 0, 1 or 2 only, so the cause is read from
 its message. Where the kernel refuses, the text says why and exactly what to do about it.
-
-Stacks of a hung job are one document with other numbers. Masking one of 80 kB takes 8 ms, a third
-of the time that py-spy needs to make it, so equal ones are masked once.
 """
 
 import os
@@ -23,46 +20,7 @@ from hangdoctor.collect.process import read_facts, read_stat
 from hangdoctor.collect.registered import own_stacks
 from hangdoctor.collect.write import write_json, write_text
 from hangdoctor.errors import PySpyMissing
-from hangdoctor.model import NUMBER, Status
-
-MAX_KEPT = 64
-
-
-class StackMasker:
-    """Masks documents of `py-spy dump --json`. Threads may share one."""
-
-    def __init__(self, mask: Masker) -> None:
-        self.mask = mask
-        self._clean: dict[tuple[int, str], str] = {}
-
-    def document(self, text: str) -> str:
-        """Return the same text as `Masker.document`, and count the same."""
-        shape, numbers = without_numbers(text)
-        pieces = NUMBER.split(self._masked(shape))
-        if len(pieces[2::3]) != len(numbers):
-            return self.mask.document(text)
-        pieces[2::3] = numbers
-        return "".join(pieces)
-
-    def _masked(self, shape: str) -> str:
-        """Return a document masked; one without a secret is kept until a secret is found."""
-        count = self.mask.count  # a masker that learns a secret has found it, and counted it
-        masked = self._clean.get((count, shape))
-        if masked is None:
-            masked = self.mask.document(shape)
-            if self.mask.count == count:
-                if len(self._clean) >= MAX_KEPT:
-                    self._clean.clear()
-                self._clean[(count, shape)] = masked
-        return masked
-
-
-def without_numbers(text: str) -> tuple[str, list[str]]:
-    pieces = NUMBER.split(text)
-    numbers = pieces[2::3]
-    pieces[2::3] = ["0"] * len(numbers)
-    return "".join(pieces), numbers
-
+from hangdoctor.model import Status
 
 STARTING = "Failed to find python version"
 GONE = ("Failed to get process executable name", "No such process", "Check that the process is running")
@@ -238,7 +196,7 @@ class Outcome:
 
 
 def dump_target(
-    target: Target, tool: str, folder: Path, sample: int, options: Options, stacks: StackMasker
+    target: Target, tool: str, folder: Path, sample: int, options: Options, mask: Masker
 ) -> Outcome:
     """Dump one process in one sample: /proc facts first, since py-spy's own reading would change
     them.
@@ -254,16 +212,14 @@ def dump_target(
     if done.status == "not_permitted" and options.registered is not None:
         own = own_stacks(options.registered / f"{target.name}.stacks", target.pid)
         if own is not None:
-            write_text(place.with_name(f"{target.name}.txt"), stacks.mask.text(own))
+            write_text(place.with_name(f"{target.name}.txt"), mask.text(own))
             return Outcome("dumped", cause_of_refusal(current_access(target.process.uid)))
     if done.status != "dumped":
-        write_text(
-            place.with_name(f"{target.name}.error.txt"), stacks.mask.text(done.complaint or done.detail)
-        )
+        write_text(place.with_name(f"{target.name}.error.txt"), mask.text(done.complaint or done.detail))
     else:
-        write_text(place.with_name(f"{target.name}.json"), stacks.document(done.output))
+        write_text(place.with_name(f"{target.name}.json"), mask.document(done.output))
         if options.native and stat.state != "T":
-            _second_pass(target, tool, place, options, stacks.mask)
+            _second_pass(target, tool, place, options, mask)
     if stat.state in "Tt":
         return Outcome("stopped", f"pid {target.pid} is stopped (state {stat.state}): SIGCONT would wake it")
     if done.status == "not_permitted":

@@ -61,7 +61,6 @@ class Reading:
     `texts` are the logs of a job that has ended, which are read together.
     """
 
-    mapping: dict[str, str] = field(default_factory=dict)
     world_size: int | None = None
     contents: location.Contents | None = None
     processes: dict[str, ProcessName] = field(default_factory=dict)
@@ -69,10 +68,9 @@ class Reading:
     natives: dict[Key, tuple[Thread, ...]] = field(default_factory=dict)
     shared: dict[tuple[Thread, ...], tuple[Thread, ...]] = field(default_factory=dict)
     facts: dict[Key, ProcessFacts] = field(default_factory=dict)
-    environments: dict[str, tuple[tuple[str, str], ...]] = field(default_factory=dict)
+    world_sizes: set[str] = field(default_factory=set)
     pids: dict[str, int] = field(default_factory=dict)
     commands: dict[str, str] = field(default_factory=dict)
-    sources: dict[Key, str] = field(default_factory=dict)
     refusals: dict[str, tuple[Status, str]] = field(default_factory=dict)
     texts: list[Text] = field(default_factory=list)
     records: list[CollectiveRecord] = field(default_factory=list)
@@ -143,7 +141,7 @@ def join_ended(reading: Reading, world_size: int | None) -> Ended:
     known = {log.rank for log in reading.logs}
     for rank, lines in job.written.items():
         if rank not in known:
-            reading.logs.append(parse_log(f"rank_{rank}", rank, "\n".join(lines), ""))
+            reading.logs.append(parse_log(f"rank_{rank}", rank, "\n".join(lines)))
     return ended
 
 
@@ -198,15 +196,12 @@ def dump_of(reading: Reading, listed: dict[str, ProcessEntry], key: Key, mask: M
         time=times[sample] if sample < len(times) else None,
         threads=merge_native(reading.stacks.get(key, ()), reading.natives.get(key, ())),
         facts=reading.facts.get(key, ProcessFacts()),
-        environment=reading.environments.get(name, ()),
         command=mask.text(entry.command if entry else reading.commands.get(name, "")),
-        source=reading.sources.get(key, ""),
     )
 
 
 def world_size_of(reading: Reading) -> int | None:
-    values = {dict(variables).get("WORLD_SIZE", "") for variables in reading.environments.values()}
-    sizes = [int(value) for value in values if value.isdecimal() and len(value) < 8]
+    sizes = [int(value) for value in reading.world_sizes if value.isdecimal() and len(value) < 8]
     return sizes[0] if len(sizes) == 1 else None
 
 

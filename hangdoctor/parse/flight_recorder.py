@@ -11,10 +11,8 @@ from typing import Any
 
 from areal_core.safety.unpickle import UnsafePickle
 from hangdoctor.errors import UnreadableDump
-from hangdoctor.model import CollectiveRecord, Frame, RasRank
+from hangdoctor.model import CollectiveRecord, RasRank
 from hangdoctor.parse.plain_pickle import load_plain
-
-PEERS = re.compile(r"(\d+)\s*<?->?\s*(\d+)")
 
 
 def is_flight_recorder(document: Any) -> bool:
@@ -40,27 +38,10 @@ def records_from(document: Any, rank: int) -> tuple[CollectiveRecord, ...]:
     """Return the records of a decoded dump. Raises `UnreadableDump` with the missing key."""
     if not is_flight_recorder(document):
         raise UnreadableDump("a Flight Recorder dump is an object with 'version' and 'entries'")
-    groups = group_ranks(document.get("pg_config"))
     try:
-        return tuple(record_from(entry, rank, groups) for entry in document["entries"])
+        return tuple(record_from(entry, rank) for entry in document["entries"])
     except (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError) as error:
         raise UnreadableDump(f"Flight Recorder entry without {error}") from error
-
-
-def group_ranks(config: Any) -> dict[str, tuple[int, ...]]:
-    """Return the ranks of each process group by its name, where the dump contains them."""
-    if not isinstance(config, dict):
-        return {}
-    found = {}
-    for key, group in config.items():
-        if isinstance(group, dict) and str(key):
-            found[str(key)] = ranks_in(str(group.get("ranks", ""))[:2_000_000])
-    return found
-
-
-@lru_cache(maxsize=64)
-def ranks_in(text: str) -> tuple[int, ...]:
-    return tuple(map(int, re.findall(r"\d{1,9}", text)))
 
 
 @lru_cache(maxsize=4096)
@@ -69,47 +50,24 @@ def shared(value: tuple[Any, ...]) -> Any:
     return value
 
 
-def record_from(entry: dict[str, Any], rank: int, groups: dict[str, tuple[int, ...]]) -> CollectiveRecord:
+def record_from(entry: dict[str, Any], rank: int) -> CollectiveRecord:
     """Return one entry of a dump as a record. Raises `KeyError` and others for an entry of the
     wrong shape.
     """
     group = entry.get("process_group") or (str(entry.get("pg_id", "")), "")
     name, is_p2p = str(entry["profiling_name"]), bool(entry.get("is_p2p", False))
-    peers = PEERS.search(name)
     operation = name.split(":", 1)[-1].split(" ")[0]
     return CollectiveRecord(
         rank=rank,
         group=f"{group[0]}:{group[1]}" if group[1] and group[1] != "undefined" else str(group[0]),
-        group_ranks=groups.get(str(group[0]), ()),
         operation=operation,
         sequence=int(entry.get("p2p_seq_id" if is_p2p else "collective_seq_id", entry.get("seq_id", 0))),
         is_p2p=is_p2p,
         state="completed" if entry.get("retired") else str(entry["state"]),
         input_sizes=sizes(entry.get("input_sizes", ())),
-        output_sizes=sizes(entry.get("output_sizes", ())),
         input_dtypes=shared(tuple(map(str, entry.get("input_dtypes", ())))),
-        output_dtypes=shared(tuple(map(str, entry.get("output_dtypes", ())))),
         created_ns=int(entry["time_created_ns"]) if entry.get("time_created_ns") else None,
-        frames=frames_at(
-            tuple(
-                (str(f.get("name", "")), str(f.get("filename", "")), int(f.get("line", 0)))
-                for f in entry.get("frames", ())
-            )
-        ),
-        peer=peer_of(peers),
     )
-
-
-@lru_cache(maxsize=4096)
-def frames_at(places: tuple[tuple[str, str, int], ...]) -> tuple[Frame, ...]:
-    return tuple(Frame(*place) for place in places)
-
-
-def peer_of(peers: re.Match[str] | None) -> int | None:
-    """Return the other side of `send 0->1` or `recv 0<-1`, which is the second number on both
-    sides.
-    """
-    return int(peers[2][:9]) if peers else None
 
 
 def sizes(value: Any) -> tuple[tuple[int, ...], ...]:
@@ -175,9 +133,8 @@ def ranks_of(entry: dict[str, Any]) -> list[RasRank]:
     found = [RasRank(name, int(rank["rank"]), None, "MISSING") for rank in entry.get("missing_ranks", ())]
     for rank in entry.get("ranks", ()):
         counts = rank.get("collective_operation_counts") or rank.get("coll_op_counts") or {}
-        by_kind = tuple(sorted((str(kind), int(number)) for kind, number in counts.items()))
-        total = sum(number for _, number in by_kind) if by_kind else rank.get("operation_count")
+        total = sum(map(int, counts.values())) if counts else rank.get("operation_count")
         status = rank.get("status")
         state = "RUNNING" if not isinstance(status, str) else status
-        found.append(RasRank(name, int(rank["rank"]), None if total is None else int(total), state, by_kind))
+        found.append(RasRank(name, int(rank["rank"]), None if total is None else int(total), state))
     return found

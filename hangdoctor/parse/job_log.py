@@ -378,7 +378,7 @@ def stalled(text: str) -> list[CollectiveRecord]:
     if len(ready) < 2 or len({rank for found in ranks for rank in found}) < sum(map(len, ranks)):
         return []
     return [
-        CollectiveRecord(rank, "default", (), operation, 0, False, "started", source="Horovod")
+        CollectiveRecord(rank, "default", operation, 0, False, "started", source="Horovod")
         for found, operation in zip(ranks, ready.values(), strict=True)
         for rank in found
     ]
@@ -395,7 +395,6 @@ def fingerprints(text: str) -> list[CollectiveRecord]:
         CollectiveRecord(
             int(rank),
             "default",
-            (),
             m["op"].lower(),
             int(m["seq"] or 0) if one else last,
             False,

@@ -81,7 +81,7 @@ def kind_of(folder: str) -> tuple[str, int | None]:
     return (last, None) if last in FOLDERS and last not in PER_SAMPLE else ("loose", None)
 
 
-def object_from(data: bytes, what: str) -> Any:
+def decoded(data: bytes, what: str) -> Any:
     """Decode JSON. Raises `UnreadableDump`."""
     try:
         return json.loads(data)
@@ -89,9 +89,17 @@ def object_from(data: bytes, what: str) -> Any:
         raise UnreadableDump(f"{what} is not JSON: {error}") from error
 
 
+def object_from(data: bytes, what: str) -> dict[str, Any]:
+    """Decode a JSON object. Raises `UnreadableDump`."""
+    document = decoded(data, what)
+    if not isinstance(document, dict):
+        raise UnreadableDump(f"{what} is one object; got something else")
+    return document
+
+
 def contents_from(data: bytes) -> Contents:
     """Parse collection.json. Raises `HangInputError` for another format or a newer version."""
-    document = object_from(data, "collection.json")
+    document = decoded(data, "collection.json")
     if not isinstance(document, dict) or document.get("format") != FORMAT:
         raise HangInputError(f"collection.json is not hangdoctor's: its 'format' is not {FORMAT!r}.")
     version = document.get("version")
@@ -132,9 +140,7 @@ def expected_from(entry: dict[str, Any]) -> ProcessEntry:
 
 def facts_from(data: bytes) -> ProcessFacts:
     """Parse proc/K/NAME.json; values of a wrong type are unknown. Raises `UnreadableDump`."""
-    document = object_from(data, "proc")
-    if not isinstance(document, dict):
-        raise UnreadableDump("a proc file is one object")
+    document = object_from(data, "a proc file")
     facts = ProcessFacts(**{name: parse(document.get(name)) for name, parse in FACTS.items()})
     # Kernels and sandboxes that hide the symbol print 0.
     return replace(facts, wchan=None) if facts.wchan in ("0", "") else facts
@@ -142,35 +148,19 @@ def facts_from(data: bytes) -> ProcessFacts:
 
 def gpus_from(data: bytes, host: str, sample: int) -> tuple[GpuFacts, ...]:
     """Parse gpu/K/HOST.json. Raises `UnreadableDump`."""
-    document = object_from(data, "gpu")
+    document = decoded(data, "gpu")
     if not isinstance(document, list) or not all(isinstance(gpu, dict) for gpu in document):
         raise UnreadableDump("a gpu file is an array of objects")
     return tuple(
-        GpuFacts(
-            host,
-            number(gpu.get("index")) or 0,
-            sample,
-            real(gpu.get("utilization_percent")),
-            real(gpu.get("power_watts")),
-        )
+        GpuFacts(host, number(gpu.get("index")) or 0, sample, real(gpu.get("utilization_percent")))
         for gpu in document
     )
 
 
 def source_from(data: bytes) -> dict[str, str]:
     """Parse `FILE:LINE` to the text of that line. Raises `UnreadableDump`."""
-    document = object_from(data, "source")
-    if not isinstance(document, dict):
-        raise UnreadableDump("a source file is one object")
+    document = object_from(data, "a source file")
     return {str(place): str(line)[:200] for place, line in document.items()}
-
-
-def environment_from(data: bytes) -> tuple[tuple[str, str], ...]:
-    """Parse env/NAME.json into sorted pairs. Raises `UnreadableDump`."""
-    document = object_from(data, "env")
-    if not isinstance(document, dict):
-        raise UnreadableDump("an env file is one object")
-    return tuple(sorted((str(name), str(value)) for name, value in document.items()))
 
 
 def number(value: Any) -> int | None:

@@ -4,7 +4,6 @@ Watchdog and scheduler messages are matched by their fixed words; everything els
 ignored.
 """
 
-import json
 import re
 from collections.abc import Iterable
 from functools import lru_cache
@@ -12,6 +11,7 @@ from itertools import islice
 
 from hangdoctor.errors import UnreadableDump
 from hangdoctor.model import CollectiveRecord, ErrorFile, LogTail
+from hangdoctor.parse.location import object_from
 from hangdoctor.tables import message
 
 MAX_LINES = 400
@@ -26,14 +26,14 @@ WRAPPED = re.compile(
 )
 
 
-def parse_log(name: str, rank: int | None, text: str, source: str) -> LogTail:
+def parse_log(name: str, rank: int | None, text: str) -> LogTail:
     """Return the lines of a log that matter, and its last five."""
     if has_timeouts(text):
         text = WRAPPED.sub(" ", text)
     lines = [line[:1000] for line in text.split("\n") if line.strip()]
     from_end = (line for line in reversed(lines[:-5]) if matters(line.translate(ZEROS)))
     relevant = [*islice(from_end, MAX_LINES)][::-1]
-    return LogTail(name, rank, tuple(relevant + lines[-5:]), source)
+    return LogTail(name, rank, tuple(relevant + lines[-5:]))
 
 
 @lru_cache(maxsize=4096)
@@ -56,6 +56,12 @@ def watchdog_timeouts(log: LogTail) -> list[tuple[int, int, str]]:
 
 def number_of(match: re.Match[str]) -> int:
     return int((match["seq"] or "0")[:18])
+
+
+def first_match(logs: Iterable[LogTail], words: re.Pattern[str]) -> tuple[LogTail, re.Match[str]] | None:
+    """Return the first log with a line of these words, and the match in it."""
+    found = ((log, words.search(line)) for log in logs for line in log.lines)
+    return next(((log, match) for log, match in found if match), None)
 
 
 def written_by(match: re.Match[str], log: LogTail) -> int:
@@ -129,36 +135,31 @@ def completed_by_others(logs: Iterable[LogTail]) -> tuple[int, int, int] | None:
 
 def timeout_record(match: re.Match[str], rank: int, group: str) -> CollectiveRecord:
     operation = match["op"].lower()
-    sizes = [((int(n[:18]),),) if n else () for n in (match["numel_in"], match["numel_out"])]
+    sizes = ((int(match["numel_in"][:18]),),) if match["numel_in"] else ()
     is_p2p = operation in ("send", "recv")
     return CollectiveRecord(
         rank,
         group,
-        (),
         operation,
         number_of(match),
         is_p2p,
         "started",
-        sizes[0],
-        sizes[1],
+        sizes,
         source="watchdog",
     )
 
 
-def parse_error_file(data: bytes, rank: int | None, source: str) -> ErrorFile:
+def parse_error_file(data: bytes, rank: int | None) -> ErrorFile:
     """Parse a torchelastic error file, `{"message": {"message": .., "extraInfo": {..}}}`.
 
     Raises `UnreadableDump`.
     """
-    try:
-        document = json.loads(data)
-    except (ValueError, RecursionError) as error:
-        raise UnreadableDump(f"not JSON: {error}") from error
-    if not isinstance(document, dict) or "message" not in document:
+    document = object_from(data, "a torchelastic error file")
+    if "message" not in document:
         raise UnreadableDump("a torchelastic error file is an object with 'message'")
     message = document["message"]
     if not isinstance(message, dict):
-        return ErrorFile(rank, str(message)[:2000], None, "", source)
+        return ErrorFile(rank, str(message)[:2000], None)
     extra = message.get("extraInfo")
     extra = extra if isinstance(extra, dict) else {}
     stamp = str(extra.get("timestamp", ""))
@@ -167,5 +168,4 @@ def parse_error_file(data: bytes, rank: int | None, source: str) -> ErrorFile:
         str(message.get("message", ""))[:2000],
         float(stamp) if re.fullmatch(r"\d{1,12}(\.\d+)?", stamp) else None,
         str(extra.get("py_callstack", ""))[-4000:],
-        source,
     )

@@ -7,13 +7,11 @@ the folder.
 """
 
 import os
-import re
 import stat
 import tarfile
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import BinaryIO
 
 from areal_core.safety.received import UnreadableFile, open_received
 from hangdoctor.errors import HangInputError
@@ -23,12 +21,6 @@ MAX_TOTAL_BYTES = 32 << 30
 MAX_FILES = 2_000_000
 TAR_MAGIC_AT = 257
 TAR_ENDINGS = (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tar.xz")
-# name, mode, uid, gid, size, mtime, checksum, type, link, magic, ..., an empty prefix
-COMMON_HEADER = re.compile(
-    rb"(?=(?P<name>[ -~]{1,99})\0).{124}(?P<size>[0-7]{11})[ \0].{12}(?P<sum>[0-7]{6}\0 )(?P<type>[\x0005])"
-    rb".{100}ustar.{83}\0.{166}",
-    re.DOTALL,
-)
 
 
 def members_of(path: Path, notes: list[str]) -> Iterator[tuple[str, bytes]]:
@@ -90,61 +82,26 @@ def tar_members(path: Path, notes: list[str]) -> Iterator[tuple[str, bytes]]:
     """
     try:
         plain = is_plain(path)
-        with open_received(path) as file:
-            if plain:
-                yield from common_members(file)
-            # A stream reads 10 kB at a time: only for what is compressed, where going back is slow.
-            with tarfile.open(fileobj=file, mode="r:" if plain else "r|*") as tar:
-                for member in iter(tar.next, None):
-                    tar.members.clear()  # type: ignore[attr-defined]  # else it keeps 1 kB of each
-                    if not member.isreg():
-                        continue
-                    if member.size > MAX_FILE_BYTES:
-                        # Skipping it would mean reading through a size that only the header claims.
-                        notes.append(
-                            f"{member.name[:200]}: larger than {MAX_FILE_BYTES >> 20} MiB, the tar was read up to it"
-                        )
-                        return
-                    content = tar.extractfile(member)
-                    if content is not None:
-                        yield without_top(member.name), content.read(MAX_FILE_BYTES)
+        # A stream reads 10 kB at a time: only for what is compressed, where going back is slow.
+        with (
+            open_received(path) as file,
+            tarfile.open(fileobj=file, mode="r:" if plain else "r|*") as tar,
+        ):
+            for member in iter(tar.next, None):
+                tar.members.clear()  # type: ignore[attr-defined]  # else it keeps 1 kB of each
+                if not member.isreg():
+                    continue
+                if member.size > MAX_FILE_BYTES:
+                    # Skipping it would mean reading through a size that only the header claims.
+                    notes.append(
+                        f"{member.name[:200]}: larger than {MAX_FILE_BYTES >> 20} MiB, the tar was read up to it"
+                    )
+                    return
+                content = tar.extractfile(member)
+                if content is not None:
+                    yield without_top(member.name), content.read(MAX_FILE_BYTES)
     except (tarfile.TarError, EOFError, OSError, zlib.error, ValueError) as error:
         notes.append(f"{path.name}: the tar is damaged after this point ({error})")
-
-
-def common_members(file: BinaryIO) -> Iterator[tuple[str, bytes]]:
-    """Yield the first files of an uncompressed tar, as far as headers are of the commonest kind.
-
-    Leaves `file` at the first header that is not: tarfile, which takes ten times as long for a
-    header, reads all others.
-    """
-    at, header = 0, file.read(tarfile.BLOCKSIZE)
-    while (found := common_header(header)) is not None:
-        name, size_bytes = found
-        data = file.read(size_bytes)
-        rest = -size_bytes % tarfile.BLOCKSIZE
-        following = file.read(rest + tarfile.BLOCKSIZE)
-        if len(data) < size_bytes or len(following) < rest:
-            break
-        if name:
-            yield without_top(name), data
-        at, header = at + tarfile.BLOCKSIZE + size_bytes + rest, following[rest:]
-    file.seek(at)
-
-
-def common_header(header: bytes) -> tuple[str, int] | None:
-    """Return name and size of a file in a tar by its header, or ("", 0) for a folder.
-
-    None for every other header: another type or character set, a long name, a wrong checksum, more
-    than is read of a file, the end of the tar.
-    """
-    match = COMMON_HEADER.fullmatch(header)
-    if match is None or sum(header) - sum(match["sum"]) + sum(b" " * 8) != int(match["sum"][:6], 8):
-        return None
-    name, size_bytes = match["name"].decode(), int(match["size"], 8)
-    if match["type"] == b"5":
-        return None if size_bytes else ("", 0)
-    return (name, size_bytes) if size_bytes <= MAX_FILE_BYTES and not name.endswith("/") else None
 
 
 def is_plain(path: Path) -> bool:

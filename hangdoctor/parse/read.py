@@ -71,20 +71,17 @@ def refusal_in(text: str) -> tuple[Status, str] | None:
 
 
 @without_garbage_collection()
-def read_snapshot(
-    paths: Iterable[Path], world_size: int | None = None, mapping: dict[str, str] | None = None
-) -> Snapshot:
+def read_snapshot(paths: Iterable[Path], world_size: int | None = None) -> Snapshot:
     """Return the job that the files under `paths` show.
 
     Args:
         paths: folders, archives or files: stacks, logs, Flight Recorder dumps, collections.
         world_size: expected number of trainer ranks; by default as the files say.
-        mapping: process name of a file whose own name does not contain it (`{"a.txt": "rank_3"}`).
 
     Raises:
         HangInputError: nothing of a job is found.
     """
-    reading = Reading(mapping or {}, world_size)
+    reading = Reading(world_size)
     paths = list(paths)
     for path in paths:
         for member, data in members_of(path, reading.notes):
@@ -122,16 +119,11 @@ def take(reading: Reading, member: str, data: bytes) -> None:
             reading.notes.append(f"{member[:200]}: {problem}")
 
 
-def name_of(reading: Reading, file: str) -> ProcessName:
-    """Return the process of a file name, by the mapping where it has an entry."""
-    return parse_name(reading.mapping.get(file, file))
-
-
 def owner_of(reading: Reading, place: location.Place, member: str) -> ProcessName:
     """Return the process of a file by its own name or, where it is loose, by that of its folder:
     `rank_3/stacks.txt`.
     """
-    process = name_of(reading, place.file)
+    process = parse_name(place.file)
     if of_torchrun := TORCHRUN_FILE.search(member):
         return parse_name(f"rank_{of_torchrun['rank']}")
     if process.rank is None and process.parent is None and place.kind == "loose":
@@ -143,11 +135,12 @@ def owner_of(reading: Reading, place: location.Place, member: str) -> ProcessNam
 
 
 def take_facts(reading: Reading, place: location.Place, member: str, data: bytes) -> None:
-    reading.facts[(name_of(reading, place.file).name, place.sample or 0)] = location.facts_from(data)
+    reading.facts[(parse_name(place.file).name, place.sample or 0)] = location.facts_from(data)
 
 
 def take_environment(reading: Reading, place: location.Place, member: str, data: bytes) -> None:
-    reading.environments[name_of(reading, place.file).name] = location.environment_from(data)
+    environment = location.object_from(data, "an env file")
+    reading.world_sizes.add(str(environment.get("WORLD_SIZE", "")))
 
 
 def take_source(reading: Reading, place: location.Place, member: str, data: bytes) -> None:
@@ -159,18 +152,18 @@ def take_gpus(reading: Reading, place: location.Place, member: str, data: bytes)
 
 
 def take_log(reading: Reading, place: location.Place, member: str, data: bytes) -> None:
-    text, process = data.decode(errors="replace"), name_of(reading, place.file)
+    text, process = data.decode(errors="replace"), parse_name(place.file)
     if reading.contents is None and (has_ended(text) or parse_stacks_text(text)):
         raise UnreadableDump("a log with stacks in it")
-    reading.logs.append(parse_log(process.name, process.rank, text, member))
+    reading.logs.append(parse_log(process.name, process.rank, text))
 
 
 def take_error(reading: Reading, place: location.Place, member: str, data: bytes) -> None:
-    reading.errors.append(parse_error_file(data, name_of(reading, place.file).rank, member))
+    reading.errors.append(parse_error_file(data, parse_name(place.file).rank))
 
 
 def take_records(reading: Reading, place: location.Place, member: str, data: bytes) -> None:
-    rank = name_of(reading, place.file).rank
+    rank = parse_name(place.file).rank
     if rank is None:
         raise UnreadableDump("the name of a Flight Recorder dump must end in its rank")
     reading.records += parse_flight_recorder(data, rank)
@@ -193,7 +186,7 @@ def take_dump(reading: Reading, place: location.Place, member: str, data: bytes)
     head = data[:HEAD].decode(errors="replace")
     if is_stacks_json(head):
         pid, threads = parse_stacks_json(data)
-        keep(reading, owner_of(reading, place, member), place, member, threads, pid)
+        keep(reading, owner_of(reading, place, member), place, threads, pid)
         return
     text = data.decode(errors="replace")
     if head.lstrip().startswith("{"):
@@ -212,7 +205,7 @@ def take_ended(reading: Reading, place: location.Place, member: str, text: str) 
     place_in_job = TORCHRUN_FILE.search(member)
     attempt = int(place_in_job["attempt"]) if place_in_job else 0
     reading.texts.append(Text(member, process.rank, attempt, text))
-    reading.logs.append(parse_log(process.name, process.rank, text, member))
+    reading.logs.append(parse_log(process.name, process.rank, text))
 
 
 def take_object(reading: Reading, place: location.Place, member: str, data: bytes) -> None:
@@ -226,7 +219,7 @@ def take_object(reading: Reading, place: location.Place, member: str, data: byte
     elif is_ras(document):
         reading.ras += ras_from(document)
     elif "message" in document:
-        error = parse_error_file(data, rank, member)
+        error = parse_error_file(data, rank)
         reading.errors.append(error)
         if rank is not None and error.traceback:
             take_ended(reading, place, member, error.traceback)
@@ -246,12 +239,12 @@ def take_text(reading: Reading, place: location.Place, member: str, text: str) -
         reading.refusals.setdefault(process.name, refused)
         return
     if not sections or place.file.endswith(".log") or has_timeouts(text):
-        reading.logs.append(parse_log(process.name, process.rank, text, member))
+        reading.logs.append(parse_log(process.name, process.rank, text))
     pairs, notes = owners_of(sections, process, reading.world_size)
     reading.notes += notes
     for owner, section in pairs:
         if section.threads:
-            keep(reading, owner, place, member, tuple(section.threads), section.pid)
+            keep(reading, owner, place, tuple(section.threads), section.pid)
         elif refused := refusal_in(section.message):
             reading.processes.setdefault(owner.name, owner)
             reading.refusals.setdefault(owner.name, refused)
@@ -263,7 +256,6 @@ def keep(
     reading: Reading,
     process: ProcessName,
     place: location.Place,
-    member: str,
     threads: tuple[Thread, ...],
     pid: int | None,
 ) -> None:
@@ -285,7 +277,6 @@ def keep(
             sample += 1
     # equal stacks are one object: what they show is found out once
     reading.stacks[(process.name, sample)] = reading.shared.setdefault(threads, threads)
-    reading.sources[(process.name, sample)] = member
 
 
 READERS: dict[str, Callable[[Reading, location.Place, str, bytes], None]] = {
@@ -300,19 +291,3 @@ READERS: dict[str, Callable[[Reading, location.Place, str, bytes], None]] = {
     "ras": take_ras,
     "source": take_source,
 }
-
-
-def parse_mapping(text: str) -> dict[str, str]:
-    """Parse a mapping file: one `file process` pair a line, such as `a.txt rank_3`. Raises
-    `HangInputError`.
-    """
-    mapping = {}
-    for number, line in enumerate(text.splitlines(), 1):
-        words = line.split("#")[0].replace("=", " ").replace(",", " ").split()
-        if words and len(words) != 2:
-            raise HangInputError(
-                f"Line {number} of the mapping is {line[:80]!r}; write: FILE PROCESS, as in a.txt rank_3"
-            )
-        if words:
-            mapping[words[0]] = f"rank_{words[1]}" if words[1].isdecimal() else words[1]
-    return mapping

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from hangdoctor.case import Case, Process
 from hangdoctor.graph import Graph, rank_ranges, same_place
 from hangdoctor.model import CollectiveRecord, Confidence, Evidence, Kind, NextStep, Rank
-from hangdoctor.parse.logs import watchdog_timeouts
+from hangdoctor.parse.logs import first_match, watchdog_timeouts
 from hangdoctor.recorded_operations import behind_by_ras
 from hangdoctor.rules.verdict import (
     Verdict,
@@ -184,9 +184,8 @@ def from_messages(case: Case) -> Verdict | None:
     """Return the verdict for messages of which none names its rank: a time-out, or a connection
     that a peer has closed.
     """
-    lines = [(log, line) for log in case.snapshot.logs for line in log.lines]
-    timed_out = next(((log, m) for log, line in lines if (m := UNNAMED_TIME_OUT.search(line))), None)
-    lost = next(((log, m) for log, line in lines if (m := LOST_PEER.search(line))), None)
+    timed_out = first_match(case.snapshot.logs, UNNAMED_TIME_OUT)
+    lost = first_match(case.snapshot.logs, LOST_PEER)
     kind = kind_of(case)
     if case.snapshot.endings or not (timed_out or lost or kind.kind == "transport"):
         return None
@@ -309,14 +308,14 @@ def from_logs(case: Case, words: re.Pattern[str], kind: Kind, says: str) -> Foun
     """Return the kind where a log has a message of it. A device is that of the log's rank; an error
     of the network is written by those that the failed peer has left.
     """
-    for log in case.snapshot.logs:
-        line = next((line for line in log.lines if words.search(line)), None)
-        if line is not None:
-            ranks = () if log.rank is None else (log.rank,)
-            where = f"the log of {ranks_text(ranks)}" if ranks else "a log"
-            evidence = (Evidence(rank_ranges(ranks), f"{where}: {line.strip()[:200]}", log.name),)
-            return Found(kind, ranks if kind == "device" else (), f"{says} ({where})", evidence)
-    return None
+    found = first_match(case.snapshot.logs, words)
+    if found is None:
+        return None
+    log, match = found
+    ranks = () if log.rank is None else (log.rank,)
+    where = f"the log of {ranks_text(ranks)}" if ranks else "a log"
+    evidence = (Evidence(rank_ranges(ranks), f"{where}: {match.string.strip()[:200]}", log.name),)
+    return Found(kind, ranks if kind == "device" else (), f"{says} ({where})", evidence)
 
 
 def idle_devices(case: Case) -> Found | None:

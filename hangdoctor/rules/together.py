@@ -3,7 +3,7 @@
 from hangdoctor.case import Case, Process
 from hangdoctor.graph import Cluster, Graph, common_prefix, rank_ranges, same_place
 from hangdoctor.model import Confidence, Evidence
-from hangdoctor.parse.logs import completed_by_others
+from hangdoctor.parse.logs import completed_by_others, first_match
 from hangdoctor.recorded_operations import OperationFinding
 from hangdoctor.rules.progress import asking, waits_for_requests
 from hangdoctor.rules.verdict import (
@@ -161,19 +161,19 @@ def from_records(case: Case, graph: Graph, finding: OperationFinding) -> Verdict
 
 def named_by_nccl(case: Case) -> Verdict | None:
     """Return the verdict for NCCL's own report that ranks called different collectives."""
-    for log in case.snapshot.logs:
-        for line in log.lines:
-            if found := MISMATCH_LOG.search(line):
-                rank = int(found["rank"][:7])
-                return make_verdict(
-                    "collective_mismatch",
-                    "medium",
-                    (rank,),
-                    f"NCCL reports different collectives at and around rank {rank}.",
-                    (Evidence(str(rank), line.strip()[:200], log.name),),
-                    "records",
-                )
-    return None
+    found = first_match(case.snapshot.logs, MISMATCH_LOG)
+    if found is None:
+        return None
+    log, match = found
+    rank = int(match["rank"][:7])
+    return make_verdict(
+        "collective_mismatch",
+        "medium",
+        (rank,),
+        f"NCCL reports different collectives at and around rank {rank}.",
+        (Evidence(str(rank), match.string.strip()[:200], log.name),),
+        "records",
+    )
 
 
 def in_other_order(case: Case) -> Verdict | None:

@@ -71,43 +71,32 @@ def updates(frame: Frame) -> bool:
 def sides_of(case: Case) -> tuple[Side, ...]:
     """Return every process of the job with its side. Stacks that are one object are judged once."""
     processes = [*case.ranks, *(s for s in case.others if s.role not in ("child", "launcher") and s.threads)]
-    mains = {id(s.wait.frames): s.wait for s in processes}
-    threads = {id(s.threads): s.threads for s in processes}
-    waits = mains | {id(t.wait.frames): t.wait for ts in threads.values() for t in ts}
+    waits = {id(w.frames): w for s in processes for w in (s.wait, *(t.wait for t in s.threads))}
     updating = {key for key, wait in waits.items() if any(map(updates, wait.frames))}
-    files = [{f.file for f in wait.frames} for wait in mains.values()]
+    files = [{f.file for f in waits[key].frames} for key in {id(s.wait.frames) for s in processes}]
     shared = frozenset(set.intersection(*files)) if len(processes) > 1 else frozenset()
     named = any(s.role in ROLES_APART for s in processes)
-    engines: dict[int, bool] = {}
     known: dict[tuple[int, int, str], Side] = {}
     sides = []
     for s in processes:
         key = (id(s.wait), id(s.threads), s.role)
         if key not in known:
-            known[key] = side_of(s, updating, shared, None if named else engines)
-        alike = known[key]
-        sides.append(Side(s, alike.wait, alike.is_engine, alike.updates))
+            known[key] = side_of(s, updating, shared, named)
+        sides.append(replace(known[key], process=s))
     return tuple(sides)
 
 
-def side_of(
-    process: Process, updating: set[int], shared: frozenset[str], engines: dict[int, bool] | None
-) -> Side:
+def side_of(process: Process, updating: set[int], shared: frozenset[str], named: bool) -> Side:
     """Return the side of one process, by the thread that is in an update where there is one.
 
     `updating` are the stacks that are in one, `shared` the files that every process runs: they
-    distinguish none. `engines` has the answers of `is_engine`; None means that the processes have
-    roles.
+    distinguish none. `named` says that the processes have roles.
     """
     waits = (process.wait, *(t.wait for t in process.threads))
     found = next((w for w in waits if id(w.frames) in updating), None)
     wait = found or process.wait
-    if engines is None:
-        return Side(process, wait, process.role == "engine", found is not None)
-    key = id(wait.frames)
-    if key not in engines:
-        engines[key] = is_engine(wait, shared)
-    return Side(process, wait, engines[key], found is not None)
+    engine = process.role == "engine" if named else is_engine(wait, shared)
+    return Side(process, wait, engine, found is not None)
 
 
 def is_engine(wait: Wait, shared: frozenset[str]) -> bool:

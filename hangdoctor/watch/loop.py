@@ -2,7 +2,7 @@
 it.
 
     job ──signs──> follow, judge ──quiet──> collect + diagnose ──moves──> slow: wait twice as long
-     ^                                                        └─hung──> post-mortem, hook, notify | kill | restart
+     ^                                                        └─hung──> post-mortem, notify | kill
      └── waits for nothing of ours: the watcher only reads /proc and the heartbeat files
 """
 
@@ -101,26 +101,23 @@ def orphans_adopted() -> Iterator[None]:
         prctl(PR_SET_CHILD_SUBREAPER, before.value, 0, 0, 0)
 
 
-Then = Literal["notify", "kill", "restart"]
+Then = Literal["notify", "kill"]
 RESCAN_S = 15.0
-HOOK_TIMEOUT_S = 60.0
 STUCK = 1
 """Exit status of a watch that found a hang or a run without a step."""
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """How to watch and what to do. `folder` receives one post-mortem folder per finding; `hook` is
-    a shell command; `umask` is that of the job, by default our own; `slow_s` is how long a job that
-    is silent and moves is sampled to find out which rank slows it down.
+    """How to watch and what to do. `folder` receives one post-mortem folder per finding;
+    `umask` is that of the job, by default our own; `slow_s` is how long a job that is silent and
+    moves is sampled to find out which rank slows it down.
     """
 
     folder: Path
     limits: Limits = field(default_factory=Limits)
     poll_s: float = 2.0
     then: Then = "notify"
-    hook: str = ""
-    max_restarts: int = 3
     umask: int = -1
     options: Options = field(default_factory=lambda: Options(num_samples=3, interval_s=5.0))
     slow_s: float = SECONDS
@@ -164,27 +161,20 @@ def watch_command(
     Returns the exit status of the command, or 1 when it hung and was killed or finished without a
     step.
     """
-    for attempt in range(plan.max_restarts + 1):
-        beats = plan.folder.resolve() / f"beats-{attempt}"
-        beats.mkdir(parents=True)
-        child = subprocess.Popen(command, env=os.environ | {VARIABLE: str(beats)}, umask=plan.umask)
-        with signals_forwarded_to(child):
-            search = partial(Search, variable=(VARIABLE, str(beats)))
-            watched = _watch(search, beats, plan, diagnose, report, child.poll, waiting(child.pid))
-            status = child.wait()
-            _end_orphans(search(), plan, report)
-        if watched.ended_by_us:
-            if plan.then == "restart" and attempt < plan.max_restarts:
-                report(f"restarting, {plan.max_restarts - attempt} more times at most")
-                continue
-            return STUCK
-        if status == 0 and finished_without_steps(watched.tracks):
-            report(
-                "the job finished with status 0 and without a step: is its data empty, or its step count 0?"
-            )
-            return STUCK
-        return status
-    raise AssertionError("the last attempt returns")
+    beats = plan.folder.resolve() / "beats"
+    beats.mkdir(parents=True)
+    child = subprocess.Popen(command, env=os.environ | {VARIABLE: str(beats)}, umask=plan.umask)
+    with signals_forwarded_to(child):
+        search = partial(Search, variable=(VARIABLE, str(beats)))
+        watched = _watch(search, beats, plan, diagnose, report, child.poll, waiting(child.pid))
+        status = child.wait()
+        _end_orphans(search(), plan, report)
+    if watched.ended_by_us:
+        return STUCK
+    if status == 0 and finished_without_steps(watched.tracks):
+        report("the job finished with status 0 and without a step: is its data empty, or its step count 0?")
+        return STUCK
+    return status
 
 
 def watch_pids(pids: tuple[int, ...], plan: Plan, diagnose: Diagnose, report: Report) -> int:
@@ -343,27 +333,4 @@ def _examine(
     finding = WatchFinding(diagnosis, folder, time.monotonic())
     others = "; others have ended" if judgement.state == "partly_done" else ""
     report(f"{quiet}{others}: {diagnosis.label}: {diagnosis.summary} Post-mortem: {folder}")
-    _run_hook(finding, plan, report)
     return finding
-
-
-def _run_hook(finding: WatchFinding, plan: Plan, report: Report) -> None:
-    if not plan.hook:
-        return
-    diagnosis = finding.diagnosis
-    variables = {
-        "HANGDOCTOR_LABEL": diagnosis.label,
-        "HANGDOCTOR_CONFIDENCE": diagnosis.confidence,
-        "HANGDOCTOR_CULPRITS": " ".join(map(str, diagnosis.culprit_ranks)),
-        "HANGDOCTOR_SUMMARY": diagnosis.summary,
-        "HANGDOCTOR_FOLDER": str(finding.folder),
-    }
-    try:
-        status = subprocess.run(
-            plan.hook, shell=True, env=os.environ | variables, timeout=HOOK_TIMEOUT_S, check=False
-        ).returncode
-    except subprocess.TimeoutExpired:
-        report(f"the hook {plan.hook!r} did not end in {HOOK_TIMEOUT_S:g} s and was killed")
-        return
-    if status:
-        report(f"the hook {plan.hook!r} ended with status {status}")

@@ -2,9 +2,7 @@
 
 Parquet is one file, or FOLDER/step=12/part-0.parquet for each step, a table for DuckDB, Polars and
 Ray Data; a dataset of Hugging Face is as its `save_to_disk` writes it, without that package, which
-imports slowly and writes temporary files. What a service for experiments is given are lines of
-JSON: {"step": 3, "stats": {...}}, then {"step": 3, "sample": {...}}; a process that never opens the
-record logs them. slime's files also load with `weights_only=True`.
+imports slowly and writes temporary files. slime's files also load with `weights_only=True`.
 """
 
 import base64
@@ -28,7 +26,7 @@ from recorder.errors import DamagedRecord, RecordError, RecordExists
 from recorder.format import BATCH_KEYS
 from recorder.reader import Damage, Record, RecordedStep, open_record
 from recorder.tables.arrow import batches, schema_of
-from recorder.tables.columns import Layout, has_file, layout_of, read_columns
+from recorder.tables.columns import Layout, layout_of, read_columns
 from recorder.verify import steps_to_copy
 
 if TYPE_CHECKING:
@@ -124,33 +122,6 @@ def json_line(row: dict[str, Any], is_finite: bool) -> bytes:
     # a quarter of the time; but it writes null for NaN, and separators of lines as they are
     line = msgspec.json.encode(row) if is_finite else b""
     return (line if line and line.isascii() else json_text(row).encode()) + b"\n"
-
-
-LOGGED_COLUMNS = (
-    "prompt_id", "sample_id", "rank", "row", "reward", "finish_reason", "num_tokens", "prompt", "completion",
-    "num_calls", "num_tool_calls", "num_failed_tool_calls",
-)  # fmt: skip
-
-
-def write_logged(record: Record, file: Path, steps: Sequence[int], overwrite: bool) -> list[Path]:
-    """Write one file with all steps, atomically."""
-    check_file(file, overwrite)
-    layout = layout_of_steps(record, steps)
-    with replacing(file) as out:
-        for number in steps:
-            step = record.step(number)
-            has_outcome = has_file(step, "outcome", 0, "json")
-            stats = dict(step.outcome(0).stats) if has_outcome else {}
-            rows = list(read_rows(record, [number], layout, LOGGED_COLUMNS))
-            rewards = [row["reward"] for row in rows if row["reward"] is not None]
-            if rewards:
-                stats["reward/mean"] = sum(rewards) / len(rewards)
-            for line in (
-                {"step": number, "stats": stats},
-                *({"step": number, "sample": row} for row in rows),
-            ):
-                out.write(json_text(line).encode() + b"\n")
-    return [file]
 
 
 ROW_GROUP = 64
@@ -355,7 +326,6 @@ FORMATS: dict[str, Callable[..., list[Path]]] = {
     "pt": write_pt,
     "slime": write_slime,
     "hf": write_hugging_face,
-    "lines": write_logged,  # what is logged to Weights & Biases or Trackio
 }
 TABLES = ("jsonl", "parquet", "hf")
 TABLE_LACKS = ("plans, statistics, checksums and anchors",)
@@ -364,12 +334,6 @@ LOST = {
     "jsonl": TABLE_LACKS,
     "parquet": TABLE_LACKS,
     "hf": TABLE_LACKS,
-    "lines": (
-        "plans, checksums and anchors",
-        "values per token",
-        "pictures",
-        "messages and tools of agents (their numbers are carried)",
-    ),
     "pt": (
         "plans, outcomes, anchors and text",
         "messages and tool calls of agents",
@@ -388,7 +352,7 @@ LOST = {
 
 @dataclass(frozen=True)
 class Exported:
-    """The written files, what the format cannot represent, and the command that shows the files.
+    """The written files, and what the format cannot represent.
 
     `left_out` has a sentence for each damaged file because of which a step was left out.
     """
@@ -396,7 +360,6 @@ class Exported:
     files: tuple[str, ...]
     steps: tuple[int, ...]
     lost: tuple[str, ...]
-    next: str | None = None
     left_out: tuple[str, ...] = ()
 
 
@@ -435,4 +398,4 @@ def export_record(
     if format_name in TABLES and images == "files":
         options["pictures"] = destination.with_name(f"{destination.name}.images")
     files = FORMATS[format_name](record, destination, steps, overwrite, **options)
-    return Exported(tuple(map(str, files)), steps, LOST[format_name], None, (*left_out, *damage.found))
+    return Exported(tuple(map(str, files)), steps, LOST[format_name], (*left_out, *damage.found))

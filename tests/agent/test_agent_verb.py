@@ -1,9 +1,6 @@
 """`areal-debug agent run` and `agent stress` on the command line."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -216,53 +213,3 @@ def test_stress_with_2048_episodes_at_once_does_not_block_the_event_loop(agent):
     assert (code, report["most_at_once"], report["num_finished"]) == (0, 2048, 2048)
     lags = {loop["name"]: loop["lag_p99_s"] for loop in report["loops"]}
     assert max(lags.values()) < 0.5, lags  # 0.1 s measured with a third of a core
-
-
-@pytest.mark.long
-def test_rollout_goes_through_the_trainer_and_leaves_a_record_that_replays(tiny_model, tmp_path):
-    areal_debug = [str(Path(sys.executable).parent / "areal-debug")]
-    record = tmp_path / "record"
-    rolled_out = subprocess.run(
-        [
-            *(*areal_debug, "agent", "rollout", f"{AGENTS}:Plain", "--config", str(TINY_CONFIG), "--json"),
-            *("--output", str(record), "--arg", "num_turns=2", f"cluster.fileroot={tmp_path}"),
-            *(f"actor.path={tiny_model}", "actor.mb_spec.max_tokens_per_mb=256"),
-            *("rollout.agent.export_style=concat", "rollout.agent.chat_template_type=concat"),
-        ],
-        capture_output=True,
-        text=True,
-        timeout=200,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )
-    assert rolled_out.returncode == 0, rolled_out.stderr
-    (step,) = json.loads(rolled_out.stdout)["steps"]
-    assert (step["num_prompts"], step["num_rows"], step["turns"], step["versions"]) == (4, 16, {"2": 16}, [0])
-    assert "HTTP Request" not in rolled_out.stderr
-    replayed = subprocess.run(
-        [*areal_debug, "replay", str(record)], capture_output=True, text=True, timeout=200
-    )
-    assert replayed.returncode == 0, replayed.stdout + replayed.stderr
-
-
-@pytest.mark.parametrize(
-    ("name", "config", "arguments", "sentence"),
-    [
-        ("Nothing", TINY_CONFIG, (), "has no Nothing; its functions and classes are "),
-        ("Plain", "no.yaml", (), "no.yaml cannot be read: No such file or directory"),
-        (
-            "Plain",
-            TINY_CONFIG,
-            ("rollout.agent.mode=thread",),
-            "expected one of 'inline', 'subproc', 'online'",
-        ),
-        ("Plain", TINY_CONFIG, ("allocation_mode=sglang:d1",), "the allocation has no training part"),
-    ],
-)
-def test_what_cannot_be_rolled_out_is_one_sentence_before_anything_starts(
-    name, config, arguments, sentence, tmp_path
-):
-    given = ["rollout", f"{AGENTS}:{name}", "--config", str(config), *arguments]
-    given += [f"cluster.fileroot={tmp_path}", "actor.path=none"] if config == TINY_CONFIG else []
-    done = CliRunner().invoke(command, given, catch_exceptions=False)
-    assert done.exit_code == 2
-    assert sentence in done.output

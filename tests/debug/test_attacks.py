@@ -26,7 +26,7 @@ MODULES = (
 )
 NOT_READING = {
     **dict.fromkeys(("demo", "train", "eval", "check run", "check model"), "run the user's own program"),
-    **dict.fromkeys(("agent run", "agent stress", "agent rollout"), "run the user's own agent"),
+    **dict.fromkeys(("agent run", "agent stress"), "run the user's own agent"),
     **dict.fromkeys(
         ("serve", "info", "info options", "info skills", "hang explain"), "read no file of others"
     ),
@@ -48,7 +48,7 @@ def verbs(record: str, run: str) -> dict[str, list[str]]:
         "record import": [f"{run}/rollouts.jsonl", "--to", "imported"], "query": [record, "select * from samples"],
         "open": [run, "-o", "pages"], "doctor": [run], "trace": [run], "hang diagnose": [f"{run}/stacks"],
         "replay": [record], "goto": [record, *step], "why": [record, record, "--all"], "crosscheck": [record],
-        "consistency": [record], "reward rescore": [record, reward], "agent replay": [f"{record}#1", "x.py:Agent"],
+        "consistency": [record], "reward rescore": [record, reward],
     }  # fmt: skip
 
 

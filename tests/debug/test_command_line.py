@@ -99,7 +99,7 @@ def test_version():
         (["crosschek"], "did you mean crosscheck"),
         (["record", "verfy", "x"], "did you mean verify?"),
         (["hang", "colect"], "did you mean collect?"),
-        (["agent", "xyz"], "choose from run, stress, rollout, replay"),
+        (["agent", "xyz"], "choose from run, stress"),
     ],
 )
 def test_a_misspelled_verb_gets_a_suggestion(arguments, hint):
@@ -187,7 +187,7 @@ def test_names_of_options_mean_the_same_in_every_verb(name):
 
 OVERRIDES = {
     *("train", "eval", "replay", "record import"),
-    *("agent run", "agent stress", "agent rollout"),
+    *("agent run", "agent stress"),
 }
 
 
@@ -262,12 +262,6 @@ def test_a_folder_that_no_demo_wrote_is_not_replaced(tmp_path):
     code, _, err = run("demo", "-o", tmp_path, "--force")
     assert code == 2
     assert "notes.txt, which no demo wrote" in err
-
-
-def test_pages_of_a_hang_go_by_their_ending(tmp_path):
-    code, _, err = run("hang", "diagnose", tmp_path, "-o", "report.pdf")
-    assert code == 2
-    assert "expected a name that ends in .html or .md" in err
 
 
 def test_labels_of_hangs_as_json():

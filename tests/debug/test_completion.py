@@ -71,7 +71,7 @@ CASES = {
     "areal-debug replay --from": "--from-step",
     "areal-debug record verify my_": "my_record",
     "areal-debug train script_of": "script_of_mine.py",
-    "areal-debug hang watch --then res": "restart",
+    "areal-debug hang watch --then ki": "kill",
 }
 
 

@@ -31,7 +31,7 @@ QUICK = [
     "collective_mismatch",
     "nccl_timeout",
     "AREAL_COLLECTIVE_TIMEOUT_S",
-    "staleness none",
+    "options agree with each other",
 ]
 PRINTED = {  # what the last lines of a command contain, by its first words
     "areal-debug serve --model": "AREAL_LLM_SERVER_ADDRS=127.0.0.1:",

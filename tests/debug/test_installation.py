@@ -164,8 +164,6 @@ def test_what_diagnoses_needs_no_extra(tmp_path):
         (["consistency", "RECORD", "--model", "."], "train"),
         (["record", "archive", "RECORD", "--to", "a.zip"], "archive"),
         (["record", "export", "RECORD", "--format", "hf", "--to", "a"], "archive"),
-        (["record", "export", "RECORD", "--format", "wandb", "--to", "a"], "wandb"),
-        (["record", "export", "RECORD", "--format", "trackio", "--to", "a"], "trackio"),
         (["query", "RECORD", "select 1"], "query"),
         (["record", "ls", RECORD], "archive"),
     ],

@@ -40,11 +40,7 @@ Thread 1 (idle): "MainThread"
     step (train.py:50)
 """
 OPTIONS = {"batch_size": 2, "max_head_offpolicyness": 0, "max_concurrent_rollouts": 8, "max_new_tokens": 512}
-SERVER = {
-    "address": "10.0.0.1:30000", "state": "quarantined", "since": "2026-11-23", "requests": 9, "ok": 6,
-    "errors": {"timeout": 2}, "rejected": 1, "rejected_rules": {"length": 1}, "example": "<b>3 for 4</b>",
-    "p50_ms": 1.0, "p95_ms": 2.0, "p99_ms": 3.0, "version": "7",
-}  # fmt: skip
+SERVER = {"address": "10.0.0.1:30000", "state": "quarantined", "rejected": 1}
 FOUND_PAGE = (
     '<!doctype html><html><head><meta name="areal-debug" content="consistency: mismatch">'
     "<style>h1 { color: rgb(1, 2, 3) }</style><style>{}</style></head>"
@@ -109,7 +105,7 @@ def test_everything_is_found_once_with_its_verdict(run, workbench):
         ("record", "logs/trial/record", ""): ("complete", "view/index.html"),
         ("metrics", "logs/trial/record", ""): ("unknown", "doctor.html"),
         ("metrics", "logs/trial/stats.jsonl", ""): ("problem", "doctor-2.html"),
-        ("health", "logs/trial/server_health.json", ""): ("problem", "servers.html"),
+        ("health", "logs/trial/server_health.json", ""): ("problem", ""),
         ("trace", "logs/trial/trace", ""): ("slow", "trace.html"),
         ("hang", "stacks.tar.gz", ""): ("hung", "hang.html"),
         ("checkpoint", "checkpoints", ""): ("", ""),
@@ -159,9 +155,6 @@ def test_headings_begin_with_one_of_the_first_level_and_skip_none(workbench):
 def test_findings_lead_to_the_step_in_the_record(workbench):
     addresses = Links((workbench / "doctor-2.html").read_text()).addresses
     assert "view/index.html#step=1" in addresses
-    steps = (workbench / "steps.html").read_text()
-    assert 'href="view/index.html#step=1"' in steps
-    assert re.search(r'#step=1">1</a>.*?<a href="doctor-2.html">gradient spikes</a>', steps, re.DOTALL)
 
 
 def test_a_place_is_written_as_an_address_and_as_a_command():
@@ -223,10 +216,10 @@ def test_the_keyboard_reaches_the_content_and_every_page(page, workbench):
     assert page.evaluate(focused) == "Skip to the content"
     page.press("Tab", 9)
     page.press("Tab", 9)
-    assert page.evaluate(focused) == "Steps"
+    assert page.evaluate(focused) == "Tokens"
     page.press("Enter", 13)
-    page.wait_for("location.pathname.endsWith('steps.html') && document.readyState === 'complete'")
-    assert page.evaluate("document.querySelector('[aria-current]').textContent") == "Steps"
+    page.wait_for("location.pathname.endsWith('view/index.html') && document.readyState === 'complete'")
+    assert page.evaluate("document.querySelector('[aria-current]').textContent") == "Tokens"
 
 
 def test_a_page_that_was_found_keeps_its_style_and_runs_nothing(page, workbench):

@@ -12,7 +12,6 @@ from transformers import AutoTokenizer
 from areal_core.testing import make_tiny_model
 from areal_debug import Recorder
 from areal_debug.cli import VERBS, main
-from areal_debug.verbs.open import command as view
 from areal_debug.verbs.record import command as record_group
 from areal_debug.view.data import read_run, read_step, run_document
 from recorder import RecordError, open_record
@@ -269,14 +268,6 @@ def test_what_is_not_known_is_not_known_beside_another_record_either(record, pag
         page.evaluate(f"showPanel('{panel}')")
     assert page.evaluate("at('groups-note').textContent") == "1 sample whose prompt is not known is left out."
     assert page.errors == []
-
-
-def test_redaction_covers_the_text_of_rows_without_tokens(record, tmp_path):
-    done = CliRunner().invoke(view, [str(record), "-o", str(tmp_path / "p.html"), "--redact", "twelve"])
-    assert done.exit_code == 0, done.output
-    patterns = [re.compile("twelve")]
-    shown = read_step(open_record(record).step(0), lambda ids: "x" * len(ids), patterns, "trl")
-    assert shown.recorded_text[TEXT][1] == "It is █."
 
 
 def test_unknown_values_and_places_differ_from_nothing(make, record, tmp_path):

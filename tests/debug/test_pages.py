@@ -26,7 +26,7 @@ def test_data_of_a_page_is_escaped_and_printable(tmp_path):
     curve = Curve(EVIL, [1.0, 2.0], [0, 1], caption=EVIL)
     blocks = [
         EVIL, Facts(rows, EVIL), Table([EVIL], [[EVIL], [Cell(EVIL, address=EVIL)]], EVIL, EVIL), curve,
-        Picture(Markup("<svg/>"), EVIL), Picture(bars([1.0, 2.0], EVIL, EVIL), EVIL, wide=True),
+        Picture(Markup("<svg/>"), EVIL), Picture(bars([1.0, 2.0], EVIL, EVIL), EVIL),
         Finding(EVIL, EVIL, "bad", rows, EVIL, curve),
     ]  # fmt: skip
     frame = Frame(EVIL, EVIL, EVIL, EVIL, (Link(EVIL, EVIL),))

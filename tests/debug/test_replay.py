@@ -166,6 +166,6 @@ def test_a_watched_run_writes_a_heartbeat_once_a_step_and_reports_its_end(areal_
     options = (f"cluster.fileroot={tmp_path}", f"actor.path={tiny_model}", "total_train_steps=2")
     done = areal_debug("train", SCRIPT, "--config", CONFIG, "--watch", *options)
     assert done.returncode == 0, done.stdout + done.stderr
-    (folder,) = tmp_path.glob("logs/*/tiny/test/watch-*/beats-0")
+    (folder,) = tmp_path.glob("logs/*/tiny/test/watch-*/beats")
     beat = read_beats(folder)["rank_0"]
     assert (beat.step, beat.done) == (2, True)

@@ -14,8 +14,6 @@ import pytest
 from click.testing import CliRunner
 
 from areal_core.servers.discovery import FolderNames, discovered_servers, register_server
-from areal_core.servers.health import Health, State
-from areal_core.servers.server import Server
 from areal_debug.serve.facts import parse_facts, worth_checking
 from areal_debug.serve.state import ServerState, write_state
 from areal_debug.verbs.serve import command
@@ -136,53 +134,6 @@ def test_what_cannot_be_served_is_refused_before_anything_starts(
     assert done.exit_code == 2
     assert sentence in done.output
     assert not list(tmp_path.glob("state/**/*.log"))
-
-
-@pytest.fixture(scope="module")
-def ledger():
-    """The document of a client with a server that answers NaN and has broken off twice."""
-    bad, good = Server("127.0.0.1:1"), Server("127.0.0.1:2")
-    health = Health([bad, good])
-    for server, count in ((bad, 1000), (good, 3)):
-        record = health.record(server)
-        record.requests = record.ok = count
-        record.latencies_s.extend([0.12] * 19 + [0.4])
-    record = health.record(bad)
-    record.requests, record.state, record.version = 1200, State.QUARANTINED, "4"
-    record.errors["reset"] += 2
-    record.rejected["finite"] += 198
-    record.example = "logprob nan at token 3"
-    return json.loads(json.dumps(health.document()))
-
-
-def show_status(folder, monkeypatch, *arguments):
-    monkeypatch.setenv("XDG_STATE_HOME", str(folder / "state"))
-    return CliRunner().invoke(command, ["--status", "--logs", str(folder), *arguments])
-
-
-def test_the_servers_as_a_run_sees_them_are_shown(ledger, tmp_path, monkeypatch):
-    file = tmp_path / "user" / "exp" / "trial" / "server_health.json"
-    assert json.loads(show_status(tmp_path, monkeypatch, "--json").output)["ledger"] is None
-    file.parent.mkdir(parents=True)
-    file.write_text(json.dumps(ledger))
-    out = show_status(tmp_path, monkeypatch).output
-    assert "No known server" in out
-    bad, good = (" ".join(line.split()) for line in out.splitlines() if line.startswith("127.0.0.1:"))
-    assert bad.startswith("127.0.0.1:1 quarantined ")
-    assert bad.endswith(" 4 1,200 1,000 2 reset 198 finite 120 / 400 / 400")
-    assert good.endswith(" - 3 3 120 / 400 / 400")
-    assert "rejected     127.0.0.1:1: 198 replies; the last: logprob nan at token 3" in out
-    document = json.loads(show_status(tmp_path, monkeypatch, "--json").output)["ledger"]
-    assert document == {"file": str(file), **ledger}
-
-
-@pytest.mark.parametrize("change", [{"state": "fine"}, {"requests": "many"}, {"rejected_rules": [1]}])
-def test_a_ledger_of_another_version_is_refused_in_a_sentence(change, ledger, tmp_path, monkeypatch):
-    server = ledger["servers"][0]
-    (tmp_path / "server_health.json").write_text(json.dumps(ledger | {"servers": [server | change]}))
-    done = show_status(tmp_path, monkeypatch)
-    assert done.exit_code == 2
-    assert "server_health.json is not a health ledger of this version" in done.output
 
 
 def test_two_trials_of_an_experiment_must_be_distinguished(tiny_model, tmp_path):

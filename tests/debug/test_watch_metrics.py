@@ -6,7 +6,7 @@ from areal_debug.verbs.train import without_watch
 
 
 def test_the_child_gets_the_command_line_without_what_goes_with_watching():
-    given = ["train", "--watch", "s.py", "--on-alarm", "echo a", "--stop-on=D17", "--webhook", "u", "a.b=1"]
+    given = ["train", "--watch", "s.py", "--on-alarm", "echo a", "--stop-on=D17", "a.b=1"]
     assert without_watch(given) == ["train", "s.py", "a.b=1"]
 
 

@@ -217,12 +217,12 @@ def test_tensorboard_events_and_an_exported_table_are_judged_alike(tmp_path):
         assert (code, [alarm["id"] for alarm in found["alarms"]]) == (1, ["D15"])
 
 
-def test_recommended_change_is_printed_as_overrides_that_the_config_takes(tmp_path):
+def test_recommended_change_is_overrides_that_the_config_takes(tmp_path):
     from areal_core.config import GRPOConfig, load_expr_config
 
     run = write_stats(tmp_path, TROUBLES["behaviour weight"][1](healthy()))
-    done = CliRunner().invoke(main, ["doctor", str(run), "--overrides"])
-    lines = done.stdout.split()
+    done = CliRunner().invoke(main, ["doctor", str(run), "--json"])
+    lines = [f"{name}={json.dumps(value)}" for name, value in json.loads(done.stdout)["overrides"].items()]
     assert done.exit_code == 1
     assert lines == [
         "rollout.max_head_offpolicyness=0",

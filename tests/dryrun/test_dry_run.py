@@ -61,10 +61,6 @@ def written(file: Path, text: str) -> Path:
     return file
 
 
-def stages(run: dict) -> dict[str, str]:
-    return {stage["name"]: stage["does"] for stage in run["step"] + run["upkeep"]}
-
-
 @pytest.mark.parametrize("option", ["train_dataset.path", "actor.path"])
 def test_a_file_that_is_not_there_is_refused(dry_run, tiny_model, option):
     given = (f"actor.path={tiny_model}", f"{option}=/data/missing/one")
@@ -119,16 +115,11 @@ def test_the_plan_of_a_tiny_run_is_complete_and_leaves_no_files(dry_run, tiny_mo
     ]
     assert run["steps"]["num_rows"] == 64
     assert (run["steps"]["per_epoch"], run["steps"]["total"]) == (16, 32)
-    does = stages(run)
-    assert does["rollout"].startswith("4 prompts x 4 samples = 16 sequences, at most 8 new tokens each")
     assert (
-        does["update"]
+        run["update"]
         == "2 optimizer steps over 16 sequences per rank, in micro-batches of at most 64 tokens; "
         "attention is SDPA, one sequence at a time: no flash-attention on a CPU"
     )
-    assert does["save"].startswith("every epoch: 2 times, first after step 15; after the last step; into ")
-    assert does["evaluate"].startswith("every 8 steps or 60 seconds: at least 4 times, first after step 7")
-    assert does["recover"].startswith("auto, every 40 steps: not once in 32 steps")
     cache = next(part for part in run["memory"]["rank"] if part["name"] == "key-value cache")
     # 2 layers x (keys, values) x 2 heads x 16 numbers x 4 bytes = 512 a token; 16 sequences of 7 +
     # 8 tokens.
@@ -143,7 +134,6 @@ def test_the_output_for_people_has_the_same_facts(dry_run, tiny_model, tmp_path)
     for fact in (
         "3 in total, 16 per epoch",
         "129,920 parameters over 1 rank",
-        "weights are copied into each rank",
     ):
         assert fact in text
 
@@ -158,11 +148,6 @@ def test_upstream_0_3_file_plans_an_asynchronous_run_with_servers(dry_run):
     assert run["processes"][1]["where"].startswith("GPU 2-3 of the machine")
     assert run["steps"]["total"] == 30
     assert run["memory"]["unknown"] == ["not/on-this-machine has no local config.json"]
-    does = stages(run)
-    assert does["staleness"].startswith("samples up to 4 versions old")
-    assert does["weight sync"].startswith("weights are broadcast to 2 servers")
-    assert does["save"].startswith("every epoch: 3 times, first after step 9;")
-    assert does["evaluate"].startswith("every 4 steps: 7 times, first after step 3; on arithmetic")
 
 
 def test_upstream_0_5_file_of_supervised_fine_tuning_needs_no_data_to_be_planned(dry_run):
@@ -170,7 +155,7 @@ def test_upstream_0_5_file_of_supervised_fine_tuning_needs_no_data_to_be_planned
     assert (code, run["method"]) == (0, "supervised fine-tuning")
     assert (run["steps"]["num_rows"], run["steps"]["total"]) == (None, 7)
     assert run["steps"]["rows"] == "some/answers is not a local file or folder"
-    assert "16 sequences per rank, in micro-batches of at most 4,096 tokens" in stages(run)["update"]
+    assert "16 sequences per rank, in micro-batches of at most 4,096 tokens" in run["update"]
 
 
 def test_upstream_1_0_file_is_placed_on_the_machines_of_its_scheduler(dry_run):
@@ -180,7 +165,6 @@ def test_upstream_1_0_file_is_placed_on_the_machines_of_its_scheduler(dry_run):
         (2, 2, "machine 1 (of 2, from 0)"),
         (4, 1, "machine 0 (of 2, from 0)"),
     ]
-    assert stages(run)["weight sync"].startswith("weights are written to disk and read by 2 servers")
     assert [note for note in run["notes"] if "vllm" in note] == []
 
 
@@ -335,8 +319,7 @@ def test_ranks_that_share_rows_are_reported_and_indivisible_heads_refused(dry_ru
     code, run = dry_run(TINY, f"actor.path={tiny_model}", "allocation_mode=embedded|fsdp:d2c2")
     assert code == 0
     assert [process["count"] for process in run["processes"]] == [4]
-    [update] = [stage["does"] for stage in run["step"] if stage["name"] == "update"]
-    assert "8 sequences per group of 2 ranks, which divide their tokens 2 ways" in update
+    assert "8 sequences per group of 2 ranks, which divide their tokens 2 ways" in run["update"]
     arguments = (f"actor.path={tiny_model}", "allocation_mode=embedded|fsdp:d1c3")
     code, output = dry_run(TINY, *arguments, as_json=False)
     assert code == 2
@@ -366,8 +349,7 @@ def test_pairs_are_planned_with_their_reference(dry_run, tiny_model):
     pairs = ("allocation_mode=fsdp:d2", "train_dataset.type=dpo", f"actor.path={tiny_model}")
     code, run = dry_run(UPSTREAM / "dpo_1_0.yaml", *pairs)
     assert (code, run["method"]) == (0, "direct preference optimisation")
-    assert stages(run)["reference"] == f"one forward pass of {tiny_model}"
-    assert stages(run)["update"].startswith("1 optimizer step over 4 pairs per rank, in 1 micro-batches")
+    assert run["update"].startswith("1 optimizer step over 4 pairs per rank, in 1 micro-batches")
     parts = {part["name"]: part for part in run["memory"]["rank"]}
     assert parts["reference: masters"]["size_bytes"] == 4 * run["memory"]["num_parameters"] // 2
     assert "512 tokens through 2 layers" in parts["activations"]["how"]  # 4 pairs of 2 x 64 tokens

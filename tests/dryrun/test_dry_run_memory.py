@@ -10,7 +10,7 @@ from areal_core.config.train_engine import FSDPEngineConfig
 from areal_core.engine.memory_plan import Model, Shape, not_estimated, read_shape, state_parts
 from areal_core.engine.model import load_model
 from areal_core.testing.tiny_vision import make_tiny_vision_model
-from areal_debug.dry_run.step import describe_attention
+from areal_debug.dry_run.plan import describe_attention
 
 SHAPE = Shape(1000, 0, 200, 400, 2, 8, 16, 100, 64)
 PLAIN = TrainEngineConfig(optimizer=OptimizerConfig())

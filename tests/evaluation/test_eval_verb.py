@@ -63,9 +63,9 @@ def test_a_training_script_evaluates_two_models_unchanged(config, tiny_model, tm
         tiny_model.name, "globalstep9", "globalstep10"
     ]  # fmt: skip
     for model in report["models"]:
-        assert (model["num_prompts"], model["num_samples"], model["missing"]) == (4, 12, 0)
-        assert model["mean_reward"] == {"value": 0.0, "low": None, "high": None}
-        assert model["pass_at"]["2"]["high"] == pytest.approx(0.4899, abs=1e-4)  # Wilson: 0 of 4
+        assert (model["num_rows"], model["facts"]["num_samples"], model["facts"]["missing"]) == (4, 12, 0)
+        assert model["measures"]["mean reward"] == {"value": 0.0, "low": None, "high": None}
+        assert model["measures"]["pass@2"]["high"] == pytest.approx(0.4899, abs=1e-4)  # Wilson: 0 of 4
         assert len(Path(model["file"]).read_text().splitlines()) == 12
     assert [item["verdict"] for item in report["comparisons"]] == ["no difference found"] * 2
     record = open_record(report["record"])
@@ -99,7 +99,7 @@ cluster: {{fileroot: {tmp_path}/runs}}
     done = areal_debug("eval", script, "--config", config, "--json", *options)
     assert done.returncode == 1, done.stdout + done.stderr  # no model lowers the loss by 100
     report = json.loads(done.stdout)
-    assert report["settings"] == {"method": "sft", "rows": "valid", "num_rows": 5}
+    assert (report["settings"]["method"], report["settings"]["num_rows"]) == ("sft", 5)
     assert [model["num_rows"] for model in report["models"]] == [5, 5]
     [item] = report["comparisons"]
     losses = [model["measures"]["loss"]["value"] for model in report["models"]]

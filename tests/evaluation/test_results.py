@@ -5,7 +5,7 @@ import json
 import pytest
 
 from areal_debug.eval import report as report_module
-from areal_debug.eval.results import make_report, read_results, short_names
+from areal_debug.eval.results import make_report, read_models, read_settings, short_names
 from areal_debug.render import console
 from areal_debug.report.terminal import print_report
 
@@ -30,37 +30,40 @@ def write_results(folder, rewards_of_models: dict[str, list[list[float]]], n_sam
 
 
 def report_of(folder, *, ks=(1, 4), solved_above=0.0):
-    settings, samples = read_results(folder)
-    return make_report("e/t", settings, samples, ks, solved_above, None)
+    settings = read_settings(folder)
+    samples = read_models(folder, settings, ks, solved_above)
+    return make_report("e/t", settings, samples, solved_above=solved_above)
 
 
 def test_a_model_has_its_mean_reward_pass_at_k_and_lengths(tmp_path):
     rewards = [[1.0, 0.0, 0.0, 0.0], [1.0, 1.0, 1.0, 0.0], [0.0, 0.0, 0.0, 0.0]]
     report = report_of(write_results(tmp_path, {"m/model": rewards}), ks=(1, 2, 4))
     [model] = report.models
-    assert (model.name, model.num_prompts, model.num_samples, model.missing) == ("model", 3, 12, 0)
-    assert model.mean_reward.value == pytest.approx(1 / 3)
-    assert model.mean_reward.low < 1 / 3 < model.mean_reward.high
-    assert model.pass_at[1].value == pytest.approx(1 / 3)
-    assert model.pass_at[2].value == pytest.approx((0.5 + 1.0 + 0.0) / 3)
-    assert model.pass_at[4].value == pytest.approx(2 / 3)
-    assert (model.truncated, model.mean_tokens) == (0.25, 10.0)
+    assert (model.name, model.num_rows) == ("model", 3)
+    reward = model.measures["mean reward"]
+    assert reward.value == pytest.approx(1 / 3)
+    assert reward.low < 1 / 3 < reward.high
+    assert model.measures["pass@1"].value == pytest.approx(1 / 3)
+    assert model.measures["pass@2"].value == pytest.approx((0.5 + 1.0 + 0.0) / 3)
+    assert model.measures["pass@4"].value == pytest.approx(2 / 3)
+    assert model.facts == {"num_samples": 12, "missing": 0, "truncated": 0.25, "mean_tokens": 10.0}
     assert report.comparisons == ()
     assert report.distinct_rewards == (0.0, 1.0)
 
 
 def test_a_sample_is_solved_above_the_given_reward(tmp_path):
     folder = write_results(tmp_path, {"m": [[0.1, 0.9], [0.5, 0.5], [0.0, 1.0]]}, n_samples=2)
-    assert report_of(folder, ks=(1,)).models[0].pass_at[1].value == pytest.approx(5 / 6)
-    assert report_of(folder, ks=(1,), solved_above=0.5).models[0].pass_at[1].value == pytest.approx(2 / 6)
+    assert report_of(folder, ks=(1,)).models[0].measures["pass@1"].value == pytest.approx(5 / 6)
+    [above] = report_of(folder, ks=(1,), solved_above=0.5).models
+    assert above.measures["pass@1"].value == pytest.approx(2 / 6)
 
 
 def test_missing_samples_are_counted_and_leave_their_prompt_out_of_pass_at_k(tmp_path):
     folder = write_results(tmp_path, {"m": [[1.0, 1.0, 1.0, 1.0], [0.0, 0.0, 0.0]]})
     [model] = report_of(folder).models
-    assert (model.num_prompts, model.missing) == (2, 5)  # a sample, and a whole prompt
-    assert model.pass_at[1].value == 0.5
-    assert model.pass_at[4].value == 1.0  # of the first prompt alone
+    assert (model.num_rows, model.facts["missing"]) == (2, 5)  # a sample, and a whole prompt
+    assert model.measures["pass@1"].value == 0.5
+    assert model.measures["pass@4"].value == 1.0  # of the first prompt alone
 
 
 def test_models_are_compared_on_the_prompts_that_both_answered(tmp_path):
@@ -69,9 +72,9 @@ def test_models_are_compared_on_the_prompts_that_both_answered(tmp_path):
     report = report_of(write_results(tmp_path, {"a/model": first, "b/model": second}))
     assert [model.name for model in report.models] == ["a/model", "b/model"]
     [comparison] = report.comparisons
-    assert (comparison.num_prompts, comparison.better, comparison.worse, comparison.equal) == (2, 1, 1, 0)
-    assert comparison.mean_reward.value == pytest.approx(0.125)
-    assert comparison.pass_at[4].value == pytest.approx(0.0)
+    assert (comparison.num_rows, comparison.better, comparison.worse, comparison.equal) == (2, 1, 1, 0)
+    assert comparison.measures["mean reward"].value == pytest.approx(0.125)
+    assert comparison.measures["pass@4"].value == pytest.approx(0.0)
     assert comparison.p_value == 1.0
     assert comparison.verdict == "no difference found"
 
@@ -115,11 +118,11 @@ def test_scores_of_a_reward_model_have_means_differences_and_a_verdict(tmp_path,
         scored = [line | {"score": line["prompt_id"] + number / 2} for line in lines]
         file.write_text("".join(json.dumps(line) + "\n" for line in scored))
     report = report_of(folder, ks=(1,))
-    assert [model.mean_score.value for model in report.models] == [3.5, 4.0]
+    assert [model.measures["mean score"].value for model in report.models] == [3.5, 4.0]
     [item] = report.comparisons
-    assert (item.verdict, item.score.verdict) == ("no difference found", "better")
-    assert item.score.mean.value == 0.5
-    assert item.score.p_value == pytest.approx(2 / 2**8)
+    assert (item.verdict, item.by_score.verdict) == ("no difference found", "better")
+    assert item.measures["mean score"].value == 0.5
+    assert item.by_score.p_value == pytest.approx(2 / 2**8)
     print_report(console(), report_module.report_of(report))
     out = " ".join(capsys.readouterr().out.split())
     assert "Against base: new: no difference found, by score better" in out

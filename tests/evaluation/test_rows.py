@@ -6,7 +6,7 @@ import math
 import pytest
 
 from areal_debug.eval import report as report_module
-from areal_debug.eval.supervised_rows import make_row_report, read_rows
+from areal_debug.eval.results import make_report, read_models, read_settings
 from areal_debug.render import console
 from areal_debug.report.terminal import print_report
 
@@ -28,9 +28,13 @@ def pair(margin: float) -> dict[str, float]:
     return {"loss": math.log(1 + math.exp(-margin)), "accuracy": float(margin > 0), "margin": margin}
 
 
+def read(folder):
+    settings = read_settings(folder)
+    return settings, read_models(folder, settings, (), 0.0)
+
+
 def report_of(folder):
-    settings, rows = read_rows(folder)
-    return make_row_report("e/t", settings, rows)
+    return make_report("e/t", *read(folder))
 
 
 def test_a_loss_is_a_mean_over_tokens(tmp_path):
@@ -40,7 +44,7 @@ def test_a_loss_is_a_mean_over_tokens(tmp_path):
     assert (model.measures["loss"].low, model.measures["loss"].high) == (2.0, 4.0)
     assert model.measures["perplexity"].value == pytest.approx(math.exp(2.5))
     assert model.measures["perplexity"].high == pytest.approx(math.exp(4.0))
-    assert (model.num_rows, model.num_tokens, model.num_ties) == (3, 4, None)
+    assert (model.num_rows, model.facts) == (3, {"num_tokens": 4})
 
 
 def test_two_models_are_compared_row_by_row(tmp_path):
@@ -61,10 +65,10 @@ def test_pairs_have_an_accuracy_a_margin_and_the_pairs_that_changed(tmp_path, ca
     report = report_of(write_rows(tmp_path, "rw", {"base": before, "new": after}))
     assert report.models[0].measures["accuracy"].value == 0.5
     assert report.models[0].measures["margin"].value == 0.5
-    assert (report.models[0].num_ties, report.models[1].num_ties) == (1, 0)
+    assert [model.facts["num_ties"] for model in report.models] == [1, 0]
     [item] = report.comparisons
     assert item.measures["accuracy"].value == 0.0
-    assert (item.became_wrong, item.became_right) == ((0,), (2,))
+    assert [change.number for change in (*item.became_wrong, *item.became_right)] == [0, 2]
     print_report(console(), report_module.report_of(report))
     out = " ".join(capsys.readouterr().out.split())
     assert "4 validation pairs, reward model" in out
@@ -74,11 +78,11 @@ def test_pairs_have_an_accuracy_a_margin_and_the_pairs_that_changed(tmp_path, ca
 
 def test_other_rows_and_numbers_that_are_not_finite_are_refused(tmp_path):
     rows = [{"num_tokens": 1, "loss": 1.0}]
-    settings, one = read_rows(write_rows(tmp_path / "a", "sft", {"m": rows}))
-    _, other = read_rows(write_rows(tmp_path / "b", "sft", {"n": rows}, sha256="b"))
+    settings, one = read(write_rows(tmp_path / "a", "sft", {"m": rows}))
+    _, other = read(write_rows(tmp_path / "b", "sft", {"n": rows}, sha256="b"))
     with pytest.raises(ValueError, match="row 0 of n has other tokens than that of m"):
-        make_row_report("", settings, [*one, *other])
+        make_report("", settings, [*one, *other])
     with pytest.raises(ValueError, match="the loss of row 0 is nan, which has no mean"):
-        read_rows(write_rows(tmp_path, "sft", {"m": [{"num_tokens": 1, "loss": math.nan}]}))
+        read(write_rows(tmp_path, "sft", {"m": [{"num_tokens": 1, "loss": math.nan}]}))
     with pytest.raises(ValueError, match="no row has a token in its loss mask"):
-        read_rows(write_rows(tmp_path, "sft", {"m": [{"num_tokens": 0, "loss": 0.0}]}))
+        read(write_rows(tmp_path, "sft", {"m": [{"num_tokens": 0, "loss": 0.0}]}))

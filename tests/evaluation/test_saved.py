@@ -37,10 +37,11 @@ def test_a_worse_evaluation_is_found_with_the_prompts_that_changed(before, worse
     report = json.loads(out)
     assert [model["name"] for model in report["models"]] == ["before-eval", "after-eval"]
     [item] = report["comparisons"]
-    assert item["mean_reward"]["value"] == pytest.approx(-7 / 12)
-    assert item["mean_reward"]["low"] < -7 / 12 < item["mean_reward"]["high"] < 0
-    assert [change["prompt_id"] for change in item["became_wrong"]] == list(range(8))
-    assert [(of["prompt_id"], of["before"], of["after"]) for of in item["became_right"]] == [(9, 0.0, 1.0)]
+    reward = item["measures"]["mean reward"]
+    assert reward["value"] == pytest.approx(-7 / 12)
+    assert reward["low"] < -7 / 12 < reward["high"] < 0
+    assert [change["number"] for change in item["became_wrong"]] == list(range(8))
+    assert [(of["number"], of["before"], of["after"]) for of in item["became_right"]] == [(9, 0.0, 1.0)]
     assert item["p_value"] == pytest.approx(2 * (1 + 9) / 2**9)  # McNemar: 8 of 9 in one direction
     assert item["verdict"] == "worse"
     code, out = compare(before, worse)
@@ -63,7 +64,7 @@ def test_evaluations_of_several_models_and_other_options_are_named(tmp_path, bef
     (folder / "evaluation.json").write_text(json.dumps(summary))
     report = json.loads(compare(before, folder, "--json")[1])
     assert [model["name"] for model in report["models"]] == ["before-eval", "other:a", "other:b"]
-    assert [list(model["pass_at"]) for model in report["models"]] == [["1"]] * 3
+    assert [list(model["measures"]) for model in report["models"]] == [["mean reward", "pass@1"]] * 3
     assert report["differing_settings"] == [
         "other was evaluated with n_samples 2 and not 1, temperature 1.0 and not 0.6"
     ]
@@ -82,9 +83,9 @@ def test_wrong_input_is_one_sentence(tmp_path, before):
     shutil.copytree(before, other)
     file = other / "evaluation" / "samples-0.jsonl"
     file.write_text(file.read_text().replace('"?"', '"!?"'))
-    assert "prompt 0 of other is '!?' and that of before-eval '?'" in refused(before, other)
+    assert "prompt 0 of other has other tokens than that of before-eval" in refused(before, other)
     file.write_text(json.dumps({"prompt_id": 0}))
-    assert "is not what areal-debug eval writes (KeyError: 'reward'): evaluate again" in refused(
+    assert "is not what areal-debug eval writes (KeyError: 'finish_reason'): evaluate again" in refused(
         before, other
     )
     assert "--k is '2' and each row has 1 samples" in refused(before, before, "--k", "2")

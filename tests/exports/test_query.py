@@ -3,7 +3,6 @@
 import csv
 import io
 import json
-import math
 import os
 import shutil
 import subprocess
@@ -262,41 +261,3 @@ def test_json_and_files_hold_exact_values(full, tmp_path):
     assert (code, "exists already" in err) == (2, True)
     code, _, err = run(full, sql, "-o", tmp_path / "a.xlsx")
     assert (code, ".parquet, .csv, .json, .jsonl" in err) == (2, True)
-
-
-def test_several_records_answer_in_their_order_and_are_named(full, tmp_path):
-    other = tmp_path / "other"
-    shutil.copytree(full, other)
-    sql = "select step, count(*) as n, 'nan'::float as x from samples group by step order by step"
-    each = json.loads(run(full, sql, "--json")[1])
-    assert len(each) > 1
-    code, out, err = run(full, other, sql, "--json")
-    assert (code, err) == (0, "")
-    assert json.loads(out) == {
-        "tasks": [
-            {"name": str(record), "exit_code": 0, "report": each, "error": None} for record in (full, other)
-        ],
-    }
-    lines = [f"{record},{row['step']},{row['n']},nan" for record in (full, other) for row in each]
-    assert run(full, other, sql, "--csv")[:2] == (0, "\n".join(["record,step,n,x", *lines, ""]))
-    assert run(full, other, sql, "--limit", 1, "--csv")[1].count("\n") == 3
-    assert run(full, other, sql, "-o", tmp_path / "a.parquet")[0] == 0
-    rows = parquet.read_table(tmp_path / "a.parquet").to_pylist()
-    assert [(row["record"], row["step"], row["n"]) for row in rows] == [
-        (str(record), row["step"], row["n"]) for record in (full, other) for row in each
-    ]
-    assert all(math.isnan(row["x"]) for row in rows)
-
-
-def test_a_record_without_an_answer_is_named_and_the_others_answer(full, tmp_path):
-    missing = tmp_path / "missing"
-    code, out, err = run(missing, full, "select count(*) as n from steps", "--csv")
-    num_steps = len(open_record(full).steps)
-    assert (code, out) == (2, f"record,n\n{full},{num_steps}\n")
-    assert f"{missing} does not exist" in " ".join(err.split())
-    code, _, err = run(full, missing, "select 1 as record")
-    assert (code, "the column record names the record of each row" in err) == (2, True)
-    code, _, err = run(full, full, "select 1 as n")
-    assert (code, "give each record once" in err) == (2, True)
-    code, _, err = run(full, missing, "--schema")
-    assert (code, "give a query or --schema" in err) == (2, True)

@@ -357,7 +357,7 @@ def post_mortem() -> Operation:
 
     def check(folder: Path, lines: list[str]) -> None:
         stacks = folder / "stacks"
-        for name, end in (("post_mortem.html", "</html>"), ("post_mortem.md", ""), ("diagnosis.json", "}")):
+        for name, end in (("post_mortem.html", "</html>"), ("diagnosis.json", "}")):
             if (stacks / name).exists():
                 text = (stacks / name).read_text()
                 assert text, f"{name} is empty"
@@ -548,7 +548,7 @@ OPERATIONS = [
     *map(exporting, ("jsonl", "pt", "parquet", "slime")),
     page("open", lambda folder: source_record(folder), "open", "FOLDER/record", "-o", "FOLDER/x.html", files=("x.html",)),
     page("hang diagnose", collection, "hang", "diagnose", "FOLDER/stacks", "-o", "FOLDER/hang.html",
-         "-o", "FOLDER/hang.md", files=("hang.html", "hang.md")),
+         files=("hang.html",)),
     post_mortem(),
     collecting("collection"),
     collecting("collection.tar.gz"),

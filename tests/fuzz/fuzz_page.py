@@ -54,7 +54,7 @@ class Page:
 
     def __init__(self, folder: Path) -> None:
         write_scripted_record(folder, num_steps=2, num_rows=2)
-        self.server = make_server(Contents(FollowedRecord(str(folder), None, ())), 0)
+        self.server = make_server(Contents(FollowedRecord(str(folder), None)), 0)
         self.failures: list[BaseException] = []
         self.server.handle_error = self.keep  # type: ignore[method-assign]
         threading.Thread(target=self.server.serve_forever, daemon=True).start()

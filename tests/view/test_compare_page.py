@@ -206,7 +206,7 @@ def test_search_finds_text_in_all_steps(page, folder, two, query, wanted):
 
 
 def test_a_served_page_compares_steps_as_they_are_recorded(page, two):
-    contents = Contents(*(FollowedRecord(str(path), load_decoder(open_record(path)), ()) for path in two))
+    contents = Contents(*(FollowedRecord(str(path), load_decoder(open_record(path))) for path in two))
     with make_server(contents, 0, Place(1, 100)) as server:
         thread = threading.Thread(target=server.serve_forever, args=(0.05,))
         thread.start()

@@ -1,4 +1,4 @@
-"""Pictures in the page: from its own bytes, of formats of pixels, redacted with the text."""
+"""Pictures in the page: from its own bytes of formats of pixels."""
 
 import hashlib
 import json
@@ -9,9 +9,8 @@ from click.testing import CliRunner
 
 from areal_debug.verbs.open import command
 from areal_debug.verbs.record import command as record_command
-from areal_debug.view.data import TokenText, image_document, with_images_named
+from areal_debug.view.data import TokenText, with_images_named
 from areal_debug.view.page import Contents, FollowedRecord, make_server
-from recorder import open_record
 from recorder.testing import in_step, scripted_batch, send_step, start_facts
 from recorder.writer import RecordWriter
 from tests.recorder.pictured import png, with_pictures
@@ -78,7 +77,7 @@ def test_a_page_of_files_shows_pictures_and_requests_nothing(page, record, tmp_p
 
 
 def test_a_served_page_shows_pictures(page, record):
-    with make_server(Contents(FollowedRecord(str(record), None, ())), 0) as server:
+    with make_server(Contents(FollowedRecord(str(record), None)), 0) as server:
         import threading
 
         threading.Thread(target=server.serve_forever, daemon=True).start()
@@ -86,14 +85,6 @@ def test_a_served_page_shows_pictures(page, record):
         page.wait_for("document.body.dataset.ready")
         check_page(page)
         server.shutdown()
-
-
-def test_what_is_redacted_has_neither_bytes_nor_names(record):
-    step = open_record(record).step(0)
-    document = image_document(step, hidden=True)
-    assert document == {"rows": [[0, 0], [0, 0], [0, 0], []], "images": [{"about": "redacted"}]}
-    named = json.dumps(image_document(step, hidden=False))
-    assert hashlib.sha256(png(1)).hexdigest() in named
 
 
 def test_each_run_of_placeholders_is_one_phrase():

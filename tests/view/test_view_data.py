@@ -1,8 +1,5 @@
-"""The data of a page: texts that join to the complete text, numbers of tokens, redaction."""
+"""The data of a page: texts that join to the complete text, numbers of tokens."""
 
-import base64
-import gzip
-import re
 from itertools import pairwise
 
 import numpy as np
@@ -11,7 +8,7 @@ from click.testing import CliRunner
 
 from areal_debug.record.decode import load_decoder
 from areal_debug.verbs.open import command
-from areal_debug.view.data import BLOCK, read_run, read_step, redact_tokens, run_document, text_of_tokens
+from areal_debug.view.data import read_run, read_step, run_document, text_of_tokens
 from recorder import open_record
 from recorder.testing import write_scripted_record
 
@@ -45,20 +42,6 @@ def test_token_texts_join_to_the_text_also_where_characters_span_tokens(tmp_path
 def test_without_a_tokenizer_tokens_are_ids():
     found = text_of_tokens(np.array([7, 300, 7]), np.array([0, 3]), None)
     assert [found.texts[i] for i in found.index] == ["⟨7⟩", "⟨300⟩", "⟨7⟩"]
-
-
-def test_a_redacted_match_leaves_neither_text_nor_id_and_keeps_its_place(tmp_path):
-    tokenizer = train_tokenizer(tmp_path)
-    ids = np.array(tokenizer.encode("her key is sk-4711 and that is all").ids)
-    decode = lambda part: tokenizer.decode(part, skip_special_tokens=False)  # noqa: E731
-    bounds = np.array([0, len(ids)])
-    found = redact_tokens(text_of_tokens(ids, bounds, decode), bounds, [re.compile(r"sk-\d+")])
-    pieces = [found.texts[i] for i in found.index]
-    assert re.fullmatch(rf"her key is\s?{BLOCK}+ and that is all", "".join(pieces))
-    assert len(pieces) == len(ids)
-    hidden = [i for i, piece in enumerate(pieces) if piece == BLOCK]
-    assert {found.ids[found.index[i]] for i in hidden} == {-1}
-    assert "4" not in "".join(found.texts)
 
 
 def test_trainer_columns_are_aligned_to_their_own_token(chats):
@@ -104,18 +87,3 @@ def test_ranks_follow_each_other_with_their_own_rows(tmp_path):
 
 def call(*arguments):
     return CliRunner().invoke(command, [str(argument) for argument in arguments])
-
-
-def test_redaction_reaches_paths_and_samples(chats, tmp_path):
-    done = call(
-        chats, "-o", tmp_path / "page.html", "--redact", "Natalia|record", "--redact", str(chats.parent)
-    )
-    assert done.exit_code == 0, done.output
-    page = (tmp_path / "page.html").read_text()
-    assert str(chats.parent) not in page
-    packed = re.findall(r'<script type="text/plain"[^>]*>([^<]+)<', page)
-    assert len(packed) == 3  # the run, and text and numbers of the step
-    for data in packed:
-        shown = gzip.decompress(base64.b64decode(data)).decode(errors="replace")
-        assert "Natalia" not in shown
-        assert str(chats.parent) not in shown

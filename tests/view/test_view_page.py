@@ -198,7 +198,7 @@ def served(tmp_path):
 
     add(0)
     decode = load_decoder(open_record(tmp_path / "record"))
-    with make_server(Contents(FollowedRecord(str(tmp_path / "record"), decode, [])), 0) as server:
+    with make_server(Contents(FollowedRecord(str(tmp_path / "record"), decode)), 0) as server:
         thread = threading.Thread(target=server.serve_forever, args=(0.05,))
         thread.start()
         yield add, server.address

@@ -132,7 +132,7 @@ def test_only_a_folder_of_a_page_is_replaced(two, tmp_path):
 
 
 def test_contents_name_what_is_not_there(two):
-    sides = [FollowedRecord(str(path), None, ()) for path in two]
+    sides = [FollowedRecord(str(path), None) for path in two]
     alone, both = Contents(sides[0]), Contents(*sides, shift=1)
     assert alone.names(2) == ["a-2-text", "a-2-numbers"]
     assert both.names(1) == ["a-1-text", "a-1-numbers", "b-2-text", "b-2-numbers", "pair-1"]

@@ -81,10 +81,10 @@ def level_of_reward(run: Run) -> float | None:
     reward = run.series.get("reward")
     if reward is None or len(reward.finite.values) < 2:
         return None
-    high, low = run.series.get("reward_max"), run.series.get("reward_min")
-    level = reward.finite.last
-    if high is not None and low is not None:
-        top, bottom = float(np.max(high.finite.values)), float(np.min(low.finite.values))
+    level, extremes = reward.finite.last, extremes_of_reward(run)
+    if extremes is not None:
+        low, high = extremes
+        top, bottom = float(np.max(high.values)), float(np.min(low.values))
     else:
         top, bottom = max(1.0, float(np.floor(level))), min(0.0, float(reward.finite.values.min()))
     return float(np.clip((level - bottom) / max(top - bottom, 1e-12), 0, 1))
@@ -92,12 +92,19 @@ def level_of_reward(run: Run) -> float | None:
 
 def only_reward(run: Run) -> float | None:
     """Return the reward that all samples of the last steps have; None if they differ."""
-    high, low = run.series.get("reward_max"), run.series.get("reward_min")
-    if high is None or low is None:
+    extremes = extremes_of_reward(run)
+    if extremes is None:
         mean = run.series["reward"].finite.values
         is_one = np.ptp(mean) == 0 and mean[-1] not in (0.0, 1.0)  # a constant: its scale is unknown
         return float(mean[-1]) if is_one else None
-    return high.finite.last if high.finite.last == low.finite.last else None
+    low, high = extremes
+    return high.last if high.last == low.last else None
+
+
+def extremes_of_reward(run: Run) -> tuple[Series, Series] | None:
+    """Return the lowest and the highest reward of each step; None if not both are logged."""
+    low, high = run.series.get("reward_min"), run.series.get("reward_max")
+    return None if low is None or high is None else (low.finite, high.finite)
 
 
 def advantages_vanish(run: Run) -> Alarm | None:

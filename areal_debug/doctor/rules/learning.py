@@ -71,11 +71,10 @@ def is_high(reward: Series) -> bool:
 
 def rose_and_fell(run: Run) -> bool:
     """Return whether the reward fell after a peak that was above its beginning."""
-    reward = run.series.get("reward")
-    if reward is None or reward_fell_from_its_peak(run) is None:
+    fell = fall_from_the_peak(run)
+    if fell is None:
         return False
-    series = reward.finite
-    peak = float(running_medians(series.values, series.window).max())
+    series, peak, _ = fell
     return peak - series.first > max(4 * series.noise, LEAST_HUMP * float(np.ptp(series.values)))
 
 
@@ -265,31 +264,35 @@ def scatter_around(trained: Floats, validation: Series) -> float:
 
 def reward_fell_from_its_peak(run: Run) -> Alarm | None:
     """D04: the reward was higher before, by more than the run's own scatter."""
+    fell = fall_from_the_peak(run)
+    if fell is None:
+        return None
+    series, peak, at = fell
+    return alarm(
+        "D04",
+        series,
+        found=f"around step {at} its median was {peak:.3g}, at the end {series.last:.3g}; steps scatter by {series.noise:.2g}",
+        severity="error",
+        evidence=((at, peak), *series.tail(3)),
+        since=onset(series.since(at), "down"),
+        until=at + series.window,
+        at=at,
+    )
+
+
+def fall_from_the_peak(run: Run) -> tuple[Series, float, int] | None:
+    """Return the reward, its highest running median and that one's step, if it fell since."""
     reward = run.series.get("reward")
     if reward is None or len(reward.finite.values) < ENOUGH_STEPS:
         return None
     series = reward.finite
     medians = running_medians(series.values, series.window)
-    peak = int(np.argmax(medians))
-    scatter = series.noise
-    fall = float(medians[peak]) - series.last
-    if not series.sustained(lambda value: medians[peak] - value > 2 * scatter) or fall < 0.1 * abs(
-        medians[peak]
-    ):
+    at = int(np.argmax(medians))
+    peak = float(medians[at])
+    is_below = series.sustained(lambda value: peak - value > 2 * series.noise)
+    if not is_below or peak - series.last < 0.1 * abs(peak) or not exceeds_the_draw(series, at):
         return None
-    if not exceeds_the_draw(series, peak):
-        return None
-    at = int(series.steps[peak])
-    return alarm(
-        "D04",
-        reward,
-        found=f"around step {at} its median was {medians[peak]:.3g}, at the end {series.last:.3g}; steps scatter by {scatter:.2g}",
-        severity="error",
-        evidence=((at, float(medians[peak])), *series.tail(3)),
-        since=onset(series.since(at), "down"),
-        until=at + series.window,
-        at=at,
-    )
+    return series, peak, int(series.steps[at])
 
 
 def exceeds_the_draw(series: Series, peak: int) -> bool:

@@ -108,23 +108,6 @@ def completions_shrink(run: Run) -> Alarm | None:
     )
 
 
-def answers_repeat(run: Run) -> Alarm | None:
-    """D35: the share of repetition in completions grows."""
-    repetition = run.series.get("repetition")
-    if repetition is None:
-        return None
-    series = repetition.finite
-    if not (series.rose(3.0) and series.last > 0.1) and not series.sustained(lambda value: value > 0.4):
-        return None
-    return alarm(
-        "D35",
-        series,
-        found=f"median {series.last:.3g} in the last {series.window} steps, {series.first:.3g} at first",
-        severity="error" if series.last > 0.4 else "warning",
-        since=onset(series, "up"),
-    )
-
-
 def samples_are_old(run: Run) -> Alarm | None:
     """D23: staleness grows, or exceeds its limit."""
     lag = run.series.get("staleness")
@@ -227,6 +210,5 @@ RULES = (
     samples_are_old,
     grows_longer,
     completions_shrink,
-    answers_repeat,
     episodes_fail,
 )

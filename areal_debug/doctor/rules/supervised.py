@@ -17,7 +17,6 @@ CLEAR_SHARE = 0.05
 FEW_MEASUREMENTS, CLEAR_SHARE_OF_FEW = 12, 0.1
 STEPS_OF_A_PEAK = 5
 EXPLODED = 2.0  # times the first loss
-CHANCE = 0.5
 NEARLY_AS_FAR = 2 / 3  # of the fall of rejected answers
 LEAST_FALL = 0.005  # of the first loss
 
@@ -108,21 +107,6 @@ def rise_of_held_out(series: Series) -> tuple[int, float, float] | None:
     return best, lowest, found.change
 
 
-def preferences_are_chance(run: Run) -> Alarm | None:
-    """D08: the chosen answer does not win more often than the rejected one."""
-    accuracy = run.series.get("preference_accuracy")
-    if accuracy is None or not accuracy.finite.sustained(lambda value: value <= CHANCE):
-        return None
-    series = accuracy.finite
-    return alarm(
-        "D08",
-        series,
-        found=f"median {series.last:.3g} in the last {series.window} steps: no better than {CHANCE}",
-        severity="error",
-        since=onset(series, "down"),
-    )
-
-
 def chosen_answers_lose_probability(run: Run) -> Alarm | None:
     """D09: DPO lowers both likelihoods, the chosen one to below that of the reference.
 
@@ -156,6 +140,5 @@ RULES = (
     loss_explodes,
     loss_does_not_fall,
     held_out_loss_rises,
-    preferences_are_chance,
     chosen_answers_lose_probability,
 )

@@ -15,18 +15,27 @@ def is_beyond(row: dict[str, Any], limit: float | None, value: float) -> bool:
         return False
     if "off" in row:
         return abs(value - row["target"]) > limit
+    if "at_most" in row:
+        return value <= limit
     return value < limit if "below" in row else value > limit
+
+
+def has_risen(row: dict[str, Any], series: Series) -> bool:
+    """Return whether a row's metric is a multiple of what it was, and above a limit of its own."""
+    rose = row.get("rose")
+    return rose is not None and series.rose(rose["times"]) and series.last > rose["above"]
 
 
 def beyond(id: str, run: Run) -> Alarm | None:
     """Return the alarm of a row with a limit, or None."""
     row = findings()[id]
     series = run.series.get(row["quantity"])
-    limit = row.get("above", row.get("below", row.get("off")))
+    limit = next(row[name] for name in ("above", "below", "at_most", "off") if name in row)
     if series is None:
         return None
     severe = partial(is_beyond, row, row.get("severe"))
-    if not series.finite.sustained(partial(is_beyond, row, limit)) and not series.finite.throughout(severe):
+    is_bad = series.finite.sustained(partial(is_beyond, row, limit)) or series.finite.throughout(severe)
+    if not is_bad and not has_risen(row, series.finite):
         return None
     judged = series.finite
     if "target" in row:
@@ -36,7 +45,7 @@ def beyond(id: str, run: Run) -> Alarm | None:
         series.finite,
         found=f"median {series.finite.last:.4g} in the last {series.finite.window} steps ({row['limit']})",
         severity="error" if severe(series.finite.last) and not judged.is_short else "warning",
-        since=onset(judged, "down" if "below" in row else "up"),
+        since=onset(judged, "down" if "below" in row or "at_most" in row else "up"),
     )
 
 

@@ -10,6 +10,7 @@ from areal_core.safety.printable import printable
 from areal_debug.doctor.alarm import Alarm, Sample, alarm
 from areal_debug.doctor.samples.read import Rows
 from areal_debug.doctor.series import Series
+from areal_debug.eval.estimates import wilson
 
 MOST_SAMPLES = 10
 EXCERPT = 100  # characters
@@ -29,12 +30,8 @@ def has_support(rows: Rows, flagged: np.ndarray) -> bool:
 
 
 def lower_bound(hits: float, total: float) -> float:
-    """Return the lower end of the 95 % interval of a share (E. B. Wilson, 1927)."""
-    if total == 0:
-        return 0.0
-    z, share = 1.96, hits / total
-    spread = z * np.sqrt(share * (1 - share) / total + z**2 / (4 * total**2))
-    return float((share + z**2 / (2 * total) - spread) / (1 + z**2 / total))
+    """Return the lower end of the 95 % interval of a share."""
+    return wilson(float(hits / total), int(total))[0] if total else 0.0
 
 
 def share(flags: np.ndarray, among: np.ndarray) -> float:

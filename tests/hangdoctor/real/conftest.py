@@ -198,7 +198,7 @@ def diagnose_program(program: Program, folder: Path, fork_server: ForkServer | N
     """Run a program until it hangs, collect it with the real py-spy, diagnose the collection."""
     with running(program, folder / "run", fork_server) as pids:
         collect_host(Search(pids), folder / "collection", Options(interval_s=1.0))
-    return diagnose(read_snapshot((folder / "collection",), None, {}))
+    return diagnose(read_snapshot([folder / "collection"]))
 
 
 @pytest.fixture(scope="session")

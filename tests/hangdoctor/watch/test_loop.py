@@ -77,22 +77,13 @@ def test_watcher_no_longer_adopts_orphans_when_the_job_has_ended(watched, tmp_pa
     assert not psutil.pid_exists(orphan)
 
 
-def test_stuck_job_is_collected_reported_and_killed(watched, tmp_path):
-    hook = f'echo "$HANGDOCTOR_LABEL $HANGDOCTOR_CULPRITS" >{tmp_path}/hook; ls "$HANGDOCTOR_FOLDER" >>{tmp_path}/hook'
-    status, [message], [folder] = watched(STUCK, then="kill", hook=hook)
+def test_stuck_job_is_collected_reported_and_killed(watched):
+    status, [message], [folder] = watched(STUCK, then="kill")
     assert status == 1
     assert message.startswith(
         "rank_0 silent for 1 s (limit 1 s): lock_deadlock: Rank 0 waits for a lock. Post-mortem: "
     )
     assert "wait" in (folder / "samples/0/rank_0.json").read_text()
-    assert (tmp_path / "hook").read_text().split()[:3] == ["lock_deadlock", "0", "collection.json"]
-
-
-def test_stuck_job_is_restarted_up_to_the_limit(watched):
-    once_stuck = f"if not os.path.exists('tried'):\n    open('tried', 'w').close()\n    {STUCK}"
-    status, messages, folders = watched(f"os.chdir(os.path.dirname(__file__))\n{once_stuck}", then="restart")
-    assert (status, len(folders)) == (0, 1)
-    assert messages[1] == "restarting, 3 more times at most"
 
 
 def test_slow_job_is_reported_with_the_rank_that_slows_it(watched, monkeypatch):

@@ -54,7 +54,7 @@ def test_beat_replaces_them_and_an_engine_that_only_beats_is_seen_too(rank):
 def test_power_of_all_gpus_is_one_number(tmp_path, monkeypatch):
     tool = tmp_path / "nvidia-smi"
     tool.write_text(
-        '#!/bin/sh\n[ "${1#--query-gpu}" = "$1" ] || printf "a, 0, 9, 100.5\\nb, 1, 9, 20\\nc, 2, 9, [N/A]\\n"\n'
+        '#!/bin/sh\n[ "${1#--query-gpu}" = "$1" ] || printf "0, 9, 100.5\\n1, 9, 20\\n2, 9, [N/A]\\n"\n'
     )
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
