@@ -45,7 +45,7 @@ SECTIONS = {
     },
     "Serve and agents": {
         "serve": "Start, list and stop inference servers to debug agents against",
-        "agent": "Run an agent alone or under load",
+        "agent": "Run an agent alone, under load or again from a record",
         "mcp": "Let a coding agent ask all of this, as an MCP server",
     },
 }

@@ -3,6 +3,7 @@
 areal-debug agent run examples/search_agent.py:SearchAgent \\
     --data examples/search/questions.jsonl --model MODEL
 areal-debug train examples/search_agent.py --dump-rollout
+areal-debug agent replay 'RECORD#3/17/0' examples/search_agent.py:SearchAgent
 
 The index is of bm25s: pip install 'areal-debug[search]'. A corpus is a file of JSON lines with
 `title` and `text`.

@@ -124,6 +124,17 @@ def bytes_as_json(value: Any) -> dict[str, str]:
     return {BYTES: base64.b64encode(value).decode()}
 
 
+def from_json(value: Any) -> Any:
+    """Invert `as_json`."""
+    if isinstance(value, list):
+        return [from_json(member) for member in value]
+    if not isinstance(value, dict):
+        return value
+    if value.keys() == {BYTES}:
+        return base64.b64decode(value[BYTES])
+    return {name: from_json(member) for name, member in value.items()}
+
+
 def encode(facts: Mapping[str, Any]) -> bytes:
     """Return a transcript as a line of JSON; bytes in messages, such as pictures, as their hash."""
 

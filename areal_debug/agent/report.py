@@ -14,10 +14,12 @@ from areal_debug.report.model import Block, Facts, Report, Row, Styled, Table, r
 
 if TYPE_CHECKING:
     from areal_debug.agent.loop_monitor import LoopReport
+    from areal_debug.agent.replay_episode import AgentReplay
     from areal_debug.agent.run import EpisodeReport, RowFacts, TurnFacts
     from areal_debug.agent.stress import StressReport
 
 MAX_STACK_LINES = 12
+EXCERPT = 160  # characters of a value that differs
 WIDTH = 10  # of a label of a turn
 BRANCH_WORDS = {
     "root": "first call",
@@ -175,3 +177,37 @@ def rows_of_stalls(loop: "LoopReport") -> list[Row]:
         places = ", ".join(f"{share:.0%} {place}" for place, share in loop.busiest)
         rows.append(Row("busy", f"{loop.name} loop busy, not blocked; most at {places}", "unsure"))
     return rows
+
+
+def report_of_replay(report: "AgentReplay") -> Report:
+    """Return each difference with its place, both values and where to look."""
+    counts = f"{report.num_episodes:,} episodes, {report.num_calls:,} calls, {report.num_tool_results:,} tool results"
+    if not report.differences:
+        sentence = f"{counts} of {report.agent} run again in {report.record}"
+        return Report("as recorded", sentence, "good")
+    first = report.differences[0]
+    call = "" if first.call is None else f", call {first.call}"
+    rows = [
+        Row(title, excerpt(value, first.at))
+        for title, value in (("recorded", first.recorded), ("now", first.now))
+        if first.recorded is not None or first.now is not None
+    ]
+    if isinstance(first.recorded, str) and first.at is not None:
+        rows.append(Row("", f"they differ from character {first.at} on", "dim"))
+    rows += rows_of("at", first.frames)
+    rows += [
+        Row("also", f"in step {x.step}, prompt {x.prompt_id}, sample {x.sample}: {x.what}")
+        for x in report.differences[1:]
+    ]
+    look = f"areal-debug record show {report.record} --step {first.step} --prompt-id {first.prompt_id}"
+    rows += [Row("run again", counts, "dim"), Row("look", look, "dim", is_code=True)]
+    place = f"in step {first.step}, prompt {first.prompt_id}, sample {first.sample}{call}"
+    return Report("different", f"{place}: {first.what}", "bad", [Facts(rows)])
+
+
+def excerpt(value: Any, at: int | None) -> str:
+    """Return a value on one line; of a long text, what is around position `at`."""
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    begin = max((at or 0) - EXCERPT // 3, 0) if isinstance(value, str) else 0
+    part = text[begin : begin + EXCERPT]
+    return ("…" if begin else "") + repr(part) + ("…" if begin + EXCERPT < len(text) else "")

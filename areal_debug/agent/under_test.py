@@ -7,15 +7,20 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from areal_core.agent.agent_workflow import AgentWorkflow
 from areal_core.agent.agents import is_agent, load_agent
 from areal_core.errors import EngineError
 from areal_core.rollout.errors import NoServers, WrongServer
 from areal_core.rollout.types import InferenceEngine
 from areal_core.rollout.workflow import RolloutWorkflow
+from areal_core.trainer.build import load_processor_of, load_tokenizer
 from areal_core.trainer.build_rollouts import build_workflow, find_workflow
 from areal_debug.agent.engine import EngineChoice, open_engine
 from areal_debug.agent.settings import parse_arguments, read_settings
 from areal_debug.render import fail
+from recorder import Record
+from replayer.errors import ReplayError
+from replayer.request import replay_config
 
 
 @dataclass(frozen=True)
@@ -39,6 +44,34 @@ def check_workflow(path: str, arguments: dict[str, Any]) -> None:
     found = find_workflow(path)
     if is_agent(found) or not callable(getattr(found, "arun_episode", None)):
         load_agent(found, arguments)
+
+
+def build_recorded(
+    record: Record, agent: str, recorded: dict[str, Any] | None, changed: Sequence[str], model: str | None
+) -> AgentWorkflow:
+    """Build an agent with the options and the arguments of a recorded run.
+
+    Args:
+        recorded: arguments of the agent's constructor; `changed` has others, NAME=VALUE.
+        model: current path of the recorded model, whose tokenizer is used, if it has moved.
+
+    Raises:
+        NotAnAgent, ConfigError, ModelError: what cannot be built, and why.
+        ReplayError: the agent ran in a client of its own.
+    """
+    check_workflow(agent, (recorded or {}) | parse_arguments(changed))
+    if not is_agent(find_workflow(agent)):
+        raise ReplayError(f"{agent} is a workflow, which calls the engine itself: only agents are replayed")
+    config = replay_config(record, model, trains=False)
+    options = config.rollout.agent
+    if options.mode == "online":
+        raise ReplayError(
+            "the record is of rollout.agent.mode=online: its agent was a client outside of the run"
+        )
+    arguments = (recorded or {}) | parse_arguments(changed)
+    return AgentWorkflow(
+        agent, config.gconfig, load_tokenizer(config), options, arguments, load_processor_of(config)
+    )
 
 
 def build(

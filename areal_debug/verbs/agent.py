@@ -6,8 +6,8 @@ from typing import Any
 
 import click
 
-from areal_debug.cli import Verb, VerbGroup, json_option, overrides_argument
-from areal_debug.render import errors_as_sentences
+from areal_debug.cli import Verb, VerbGroup, json_option, model_option, overrides_argument
+from areal_debug.render import errors_as_sentences, fail
 from areal_debug.report.terminal import print_answer
 
 EXAMPLE = "examples/tool_agent.py:CalculatorAgent"
@@ -100,6 +100,60 @@ def stress(agent: str, data: str, batch_size: int, group_size: int, as_json: boo
         report = run_stress(tested.workflow, tested.engine, names, rows, batch_size, group_size)
     print_answer(asdict(report) | {"healthy": report.is_healthy}, report_of_stress(report), as_json)
     raise SystemExit(0 if report.is_healthy else 1)
+
+
+@command.command(
+    cls=Verb,
+    short_help="Run a recorded episode again with the model's recorded answers",
+    example=f"areal-debug agent replay 'runs/record#3/17/0' {EXAMPLE}",
+)
+@click.argument("episode", type=click.Path(), metavar="RECORD[#STEP[/PROMPT[/SAMPLE]]]")
+@click.argument("agent", type=click.Path(), required=False)
+@click.option(
+    "--arg",
+    "arguments",
+    multiple=True,
+    metavar="NAME=VALUE",
+    help="Argument of its constructor, if not as recorded.",
+)
+@model_option
+@click.option("--all", "show_all", is_flag=True, help="Continue after an episode that differs.")
+@json_option
+@errors_as_sentences
+def replay(
+    episode: str,
+    agent: str | None,
+    arguments: tuple[str, ...],
+    model: str | None,
+    show_all: bool,
+    as_json: bool,
+) -> None:
+    """Run AGENT again on recorded episodes, with the model's answers from the record, and find the
+    first request, tool result or reward that differs.
+
+    Tools run again. AGENT is MODULE:NAME or FILE.py:NAME: code runs only if you name it. Exit code
+    0: as recorded. 1: something differs.
+    """
+    from areal_debug.agent.replay_episode import parse_address, read_episodes
+    from areal_debug.agent.replay_episode import replay as run_again
+    from areal_debug.agent.report import report_of_replay
+    from areal_debug.agent.under_test import build_recorded
+    from recorder import open_record
+
+    address = parse_address(episode)
+    record = open_record(address.record)
+    recorded = next(read_episodes(record, address)).transcript.agent
+    if agent is None:
+        fail(
+            f"the record names its agent {recorded.name!r}; its code runs only if you name it: areal-debug agent replay {episode!r} AGENT"
+        )
+    workflow = build_recorded(record, agent, recorded.arguments, arguments, model)
+    try:
+        report = run_again(record, address, workflow, show_all)
+    finally:
+        workflow.close()
+    print_answer(asdict(report) | {"identical": not report.differences}, report_of_replay(report), as_json)
+    raise SystemExit(1 if report.differences else 0)
 
 
 def pick_row(data: str, index: int) -> dict[str, Any]:

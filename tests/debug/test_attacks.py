@@ -48,7 +48,7 @@ def verbs(record: str, run: str) -> dict[str, list[str]]:
         "record import": [f"{run}/rollouts.jsonl", "--to", "imported"], "query": [record, "select * from samples"],
         "open": [run, "-o", "pages"], "doctor": [run], "trace": [run], "hang diagnose": [f"{run}/stacks"],
         "replay": [record], "goto": [record, *step], "why": [record, record, "--all"], "crosscheck": [record],
-        "consistency": [record], "reward rescore": [record, reward],
+        "consistency": [record], "reward rescore": [record, reward], "agent replay": [f"{record}#1", "x.py:Agent"],
     }  # fmt: skip
 
 

@@ -234,6 +234,8 @@ def commands(at: dict[str, Path]) -> list[tuple[str, list[str]]]:
         ("serve", ["serve", "--status"]),
         ("agent run", ["agent", "run", f"{top}/no agent.py:{EVIL}", "--data", absent]),
         ("agent stress", ["agent", "stress", f"{EVIL}:Agent", "--data", absent, "--model", absent]),
+        ("agent replay", ["agent", "replay", f"{record}#1", f"{EVIL}:Agent"]),
+        ("agent replay", ["agent", "replay", f"{absent}#{EVIL}", f"{EVIL}:Agent"]),
         *((name, [*name.split(), "--no-such", EVIL]) for name in sorted(RUNNABLE)),
     ]  # fmt: skip
 

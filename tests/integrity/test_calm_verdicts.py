@@ -328,6 +328,7 @@ CASES = [
             ("record verify", "B"),
             ("replay", "B"),
             ("goto", "B --step 3"),
+            ("agent replay", "B agents.py:Agent"),
         )
     ),
     Case("why", "steps", "absent", no_step_in_common),
@@ -414,11 +415,17 @@ CASES = [
         "damaged",
         partial(evaluated, lambda folder: scripted.damage(folder / "samples-0.jsonl", "cut")),
     ),
+    Case("agent replay", "episodes", "absent", lambda folder: f"{without_agents(folder)} agents.py:Agent"),
     *(
         Case("train --dry-run", "files", f"no {option}", partial(dry_run, f"{option}=/no/such"))
         for option in ("actor.path", "train_dataset.path")
     ),
 ]
+
+
+def without_agents(folder: Path) -> str:
+    write_scripted_record(folder / "a", 2)
+    return str(folder / "a")
 
 
 @pytest.mark.parametrize(
