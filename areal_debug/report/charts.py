@@ -3,7 +3,8 @@
 Their colours are classes of the page's style sheet (`bar`, `dot`, `line`, `axis`, `even`).
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 from markupsafe import Markup
 
@@ -13,6 +14,7 @@ WIDTH, HEIGHT, MARGIN = 360, 170, 24
 ACROSS, DOWN = WIDTH - 2 * MARGIN, HEIGHT - 2 * MARGIN
 GROUND = HEIGHT - MARGIN
 LEFT = 64  # margin of a chart with labels of its values
+TIMELINE_WIDTH = 1000
 
 
 def bars(values: Sequence[float], first: str, last: str) -> Markup:
@@ -112,3 +114,52 @@ def framed(
         printable(first),
         printable(last),
     )
+
+
+@dataclass(frozen=True)
+class Span:
+    """A time from `start` to `end` in the colour of the class `kind`; a hover shows `name`."""
+
+    kind: str
+    start: float
+    end: float
+    name: str
+
+
+def timeline(name: str, spans: Iterable[Span], start: float, end: float) -> Markup:
+    """Draw spans on one line from `start` to `end`; later ones are above earlier ones."""
+    scale = TIMELINE_WIDTH / ((end - start) or 1.0)
+    drawn = [
+        Markup(
+            '<rect class="{}" x="{:.2f}" y="0" width="{:.2f}" height="20"><title>{}</title></rect>'
+        ).format(
+            span.kind,
+            (span.start - start) * scale,
+            max(0.5, (span.end - span.start) * scale),
+            printable(span.name),
+        )
+        for span in spans
+    ]
+    return Markup(
+        '<svg viewBox="0 0 {} 20" preserveAspectRatio="none" role="img" aria-label="{}">{}</svg>'
+    ).format(TIMELINE_WIDTH, printable(name), Markup("").join(drawn))
+
+
+def stacked(
+    columns: Sequence[tuple[str, Sequence[float]]], kinds: Sequence[str], first: str, last: str
+) -> Markup:
+    """Draw columns of (name, one value a kind), stacked; the class of a value is its kind."""
+    top = max(sum(values) for _, values in columns) or 1.0
+    step = TIMELINE_WIDTH / len(columns)
+    drawn = []
+    for place, (name, values) in enumerate(columns):
+        below, rects = float(GROUND), []
+        for kind, value in zip(kinds, values, strict=True):
+            height = DOWN * value / top
+            below -= height
+            rects.append(
+                f'<rect class="{kind}" x="{place * step:.2f}" y="{below:.2f}" '
+                f'width="{max(0.4, step - min(1.0, step / 4)):.2f}" height="{height:.2f}"/>'
+            )
+        drawn.append(Markup("<g><title>{}</title>{}</g>").format(printable(name), Markup("".join(rects))))
+    return framed(Markup("").join(drawn), first, last, width=TIMELINE_WIDTH, left=0, right=0)

@@ -78,6 +78,7 @@ class Picture:
 
     svg: str
     caption: str = ""
+    wide: bool = False
 
 
 @dataclass(frozen=True)

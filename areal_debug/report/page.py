@@ -33,13 +33,15 @@ def page_blocks(blocks: Sequence[Block]) -> Iterator[dict[str, Any]]:
     """Yield the blocks of a page, with their kind; curves and pictures in a row are one grid."""
     figures: list[dict[str, Any]] = []
     for block in blocks:
-        if isinstance(block, Curve | Picture):
+        if isinstance(block, Curve | Picture) and not getattr(block, "wide", False):
             figures.append(figure_of(block))
             continue
         if figures:
-            yield {"kind": "figures", "value": figures}
+            yield {"kind": "figures", "value": figures, "wide": False}
             figures = []
         match block:
+            case Picture():
+                yield {"kind": "figures", "value": [figure_of(block)], "wide": True}
             case Finding():
                 drawn = "" if block.curve is None else chart(block.curve)
                 yield {"kind": "finding", "value": block, "svg": drawn}
@@ -52,7 +54,7 @@ def page_blocks(blocks: Sequence[Block]) -> Iterator[dict[str, Any]]:
             case Styled() | Table():
                 continue
     if figures:
-        yield {"kind": "figures", "value": figures}
+        yield {"kind": "figures", "value": figures, "wide": False}
 
 
 def figure_of(block: Curve | Picture) -> dict[str, Any]:

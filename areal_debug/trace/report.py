@@ -2,17 +2,24 @@
 
 from collections.abc import Iterable
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
+from markupsafe import Markup
+
 from areal_debug.render import count, format_seconds
+from areal_debug.report.charts import Span, stacked, timeline
 from areal_debug.report.links import RecordPage
-from areal_debug.report.model import Block, Cell, Facts, Level, Report, Row, Table
-from areal_debug.trace.read import Episode, RunTrace
-from areal_debug.trace.steps import FEWEST_STEPS, SLOW, Spread, StepTimes, TraceReport
+from areal_debug.report.model import Block, Cell, Facts, Level, Picture, Report, Row, Table
+from areal_debug.trace.read import Episode, RankStep, RunTrace
+from areal_debug.trace.steps import FEWEST_STEPS, OF_CRITIC, SLOW, Spread, StepTimes, TraceReport
 
 MAX_LINES = 40  # on a terminal
+MOST_BARS = 500  # of the steps, evenly chosen: the slow ones are kept
 MOST_ROWS = 1000
+MOST_RANKS = 64
 LEVELS: dict[str, Level] = {"slow": "bad", "healthy": "good", "unknown": "unsure"}
+STYLE = Path(__file__).parent / "trace.css"
 # Heading of a stage, and what a step did in it.
 STAGES = {
     "rollout": ("rollout", "waiting for rollouts"),
@@ -38,6 +45,8 @@ def report_of(
             rows_of_step(report, record_page),
             f"Step {report.shown.step}: {format_seconds(report.shown.seconds)}",
         ),
+        Picture(bars(report), "stages of each step on the rank that waited longest for its rollouts", True),
+        Picture(ranks_of(trace, report.shown.step), f"ranks in step {report.shown.step}", True),
         table_of(report.steps[-MOST_ROWS:], report, "page", f"{left_out} earlier steps are left out"),
         f"steps {len(report.steps)}, ranks {ranks}, episodes {statuses or 'none'}",
         *(f"the run ended with {error}" for error in trace.errors),
@@ -139,6 +148,49 @@ def spent(times: StepTimes) -> str:
     ordered = sorted(times.stages.items(), key=lambda stage: -stage[1])
     parts = [f"{format_seconds(s)} {STAGES[name][1]}" for name, s in ordered if s >= 0.005 * times.seconds]
     return ", ".join(parts) + f" (rank {times.rank})"
+
+
+def bars(report: TraceReport) -> Markup:
+    """Draw the stages of at most about `MOST_BARS` steps, evenly chosen, and of every slow one."""
+    every = -(-len(report.steps) // MOST_BARS)
+    slow = {*report.slow, report.shown.step}
+    steps = [times for place, times in enumerate(report.steps) if place % every == 0 or times.step in slow]
+    columns = [(f"step {t.step}, {format_seconds(t.seconds)}", list(t.stages.values())) for t in steps]
+    keys = [Markup('<span class="key {}">{}</span> ').format(stage, STAGES[stage][0]) for stage in STAGES]
+    legend = Markup('<p class="legend">{}</p>').format(Markup("").join(keys))
+    ends = (f"step {report.steps[0].step}", f"step {report.steps[-1].step}")
+    return legend + stacked(columns, list(STAGES), *ends)
+
+
+def ranks_of(trace: RunTrace, step: int) -> Markup:
+    """Draw a timeline of a step for each rank, on the clock of the rank that began first."""
+    ranks = {rank_step.rank: rank_step for rank_step in trace.steps if rank_step.step == step}
+    of_ranks = [ranks[rank] for rank in sorted(ranks)[:MOST_RANKS]]
+    start_s = min(rank_step.start_s for rank_step in of_ranks)
+    end_s = max(rank_step.end_s for rank_step in of_ranks)
+    drawn = [
+        Markup("<p>rank {}</p><figure>{}</figure>").format(
+            rank_step.rank, timeline(described(rank_step), spans_of(rank_step), start_s, end_s)
+        )
+        for rank_step in of_ranks
+    ]
+    return Markup('<div class="ranks">{}</div>').format(Markup("").join(drawn))
+
+
+def described(rank_step: RankStep) -> str:
+    """Return the stages of a rank's step in words."""
+    stages = ", ".join(f"{name} {format_seconds(seconds)}" for name, seconds, _ in rank_step.stages)
+    return f"rank {rank_step.rank}, {format_seconds(rank_step.seconds)}: {stages}"
+
+
+def spans_of(rank_step: RankStep) -> Iterable[Span]:
+    """Yield the stages of a rank's step; what is not in a stage of the page is `other`."""
+    actors = {critic: stage for stage, critic in OF_CRITIC.items()}
+    yield Span("other", rank_step.start_s, rank_step.end_s, "outside the traced stages")
+    for name, seconds, end_s in rank_step.stages:
+        stage = actors.get(name, name)
+        if stage in STAGES:
+            yield Span(stage, end_s - seconds, end_s, f"{name}, {format_seconds(seconds)}")
 
 
 def report_document(trace: RunTrace, report: TraceReport) -> dict[str, Any]:

@@ -34,7 +34,7 @@ def command(
     from areal_debug.report.page import write_report
     from areal_debug.report.terminal import print_answer
     from areal_debug.trace.read import read_run
-    from areal_debug.trace.report import MAX_LINES, report_document, report_of
+    from areal_debug.trace.report import MAX_LINES, STYLE, report_document, report_of
     from areal_debug.trace.steps import report_on
 
     announce(f"reading the traces of {run}")
@@ -42,7 +42,7 @@ def command(
     report = report_on(trace, step)
     if output is not None:
         frame = Frame("Steps", str(trace.file.parent), "trace", report.verdict)
-        write_report(output, report_of(trace, report), frame)
+        write_report(output, report_of(trace, report), frame, style=STYLE.read_text())
     print_answer(
         report_document(trace, report),
         report_of(trace, report, len(report.steps) if all_steps else MAX_LINES),
