@@ -8,8 +8,8 @@ import pytest
 
 from hangdoctor.errors import HangInputError
 from hangdoctor.parse.location import ProcessName, parse_name
-from hangdoctor.parse.members import common_members, tar_members
-from hangdoctor.parse.read import parse_mapping, read_snapshot
+from hangdoctor.parse.members import tar_members
+from hangdoctor.parse.read import read_snapshot
 
 STACK = 'Thread 1 (idle): "MainThread"\n    f (a.py:1)\n'
 PROCESS = f"Process 10: python t.py\nPython v3.11.7\n\n{STACK}"
@@ -67,13 +67,6 @@ def test_a_tar_and_a_folder_of_one_collection_read_the_same(tmp_path):
         1.5,
     )
     assert snapshot.notes == ("host b: unreachable no route",)
-
-
-def test_a_mapping_gives_ranks_to_files_without_a_name(tmp_path):
-    (tmp_path / "left.txt").write_text("Thread 1 (idle)\n    f (a.py:1)\n")
-    (tmp_path / "right.txt").write_text("Thread 1 (idle)\n    g (a.py:2)\n")
-    mapping = parse_mapping("left.txt 4  # the first host\nright.txt = engine_rank_1\n")
-    assert {d.name for d in read_snapshot([tmp_path], mapping=mapping).dumps} == {"rank_4", "engine_rank_1"}
 
 
 @pytest.mark.parametrize(
@@ -154,15 +147,6 @@ def some_tar(path, format):
         ]
 
 
-@pytest.mark.parametrize("format", [tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
-def test_headers_of_every_kind_are_read_as_tarfile_reads_them(tmp_path, format):
-    expected, notes = some_tar(tmp_path / "c.tar", format), []
-    assert list(tar_members(tmp_path / "c.tar", notes)) == expected
-    assert (len(expected), notes) == (5, [])
-    with (tmp_path / "c.tar").open("rb") as file:
-        assert list(common_members(file)) == expected[:2]  # the next name is not ASCII
-
-
 @pytest.mark.parametrize("at", [0, 140, 156, 2048 + 124])
 def test_a_tar_is_read_up_to_a_header_with_a_changed_byte(tmp_path, at):
     path = tmp_path / "c.tar"
@@ -171,43 +155,6 @@ def test_a_tar_is_read_up_to_a_header_with_a_changed_byte(tmp_path, at):
     data[at] ^= 1
     path.write_bytes(data)
     assert list(tar_members(path, [])) == (expected[:1] if at > 512 else [])
-
-
-def test_a_folder_may_carry_the_rank(tmp_path):
-    for rank in (0, 7):
-        (tmp_path / f"rank_{rank}").mkdir()
-        (tmp_path / f"rank_{rank}/stacks.txt").write_text(STACK)
-    assert [d.rank for d in read_snapshot([tmp_path]).dumps] == [0, 7]
-
-
-def test_engines_are_numbered_by_their_process_names(tmp_path):
-    text = "".join(f"Process {9 - tp}: sglang::scheduler_TP{tp}\nPython v3.12\n\n{STACK}" for tp in (1, 0))
-    (tmp_path / "watchdog.txt").write_text(text)
-    assert {d.rank: d.pid for d in read_snapshot([tmp_path]).dumps} == {0: 9, 1: 8}
-
-
-@pytest.mark.parametrize(
-    ("text", "status"),
-    [
-        (
-            "Error: Failed to get process executable name. Check that the process is running.\n\nStack backtrace:\n",
-            "gone",
-        ),
-        ("Error: Failed to find python version from target process\n", "not_python"),
-        (
-            "Permission Denied: Try running again with elevated permissions by going 'sudo env \"PATH=$PATH\" !!'\n",
-            "not_permitted",
-        ),
-        (
-            "Process 7: python t.py\nPython v3.11.7\n\nError: Failed to suspend process\n\nCaused by:\n    unexpected waitpid result\n",
-            "stopped",
-        ),
-    ],
-)
-def test_error_texts_of_pyspy_are_a_status_of_their_rank(tmp_path, text, status):
-    (tmp_path / "rank_0.txt").write_text(STACK)
-    (tmp_path / "rank_1.txt").write_text(text)
-    assert read_snapshot([tmp_path]).expected == {0: "dumped", 1: status}
 
 
 def test_stacks_in_a_folder_called_logs_are_stacks(tmp_path):

@@ -1,19 +1,11 @@
 """Evidence around a process (GPUs, RAS, error files, environments), from tool stand-ins."""
 
-import os
 import socket
 import threading
 
 import pytest
 
 from hangdoctor.collect import evidence
-
-NVIDIA_SMI = """#!/bin/sh
-case "$1" in
-  --query-gpu*) echo "GPU-aa, 0, 100, 121.50"; echo "GPU-bb, 1, [N/A], [N/A]" ;;
-  --query-compute-apps*) echo "GPU-aa, 4711"; echo "GPU-aa, 4712" ;;
-esac
-"""
 
 
 @pytest.fixture
@@ -26,11 +18,6 @@ def tool(tmp_path, monkeypatch):
         monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
 
     return put
-
-
-def test_gpus_are_read_with_their_processes(tool):
-    tool("nvidia-smi", NVIDIA_SMI)
-    assert evidence.gpus() == [evidence.Gpu(0, 100.0, 121.5, (4711, 4712)), evidence.Gpu(1, None, None, ())]
 
 
 def test_ras_is_queried_by_its_tool_where_there_is_one(tool):
@@ -79,12 +66,3 @@ def test_error_file_of_a_dead_neighbour_is_found_beside_ones_own(tmp_path):
     environment = {"RANK": "9", "LOCAL_RANK": "1", "TORCHELASTIC_ERROR_FILE": str(tmp_path / "1/error.json")}
     assert evidence.error_files(environment) == {11: "it was me"}
     assert evidence.error_files({"RANK": "9"}) == {}
-
-
-def test_flight_recorder_file_of_an_earlier_run_is_left_alone(tmp_path):
-    path = tmp_path / "fr_1"
-    path.write_bytes(b"dump")
-    os.utime(path, (1000, 1000))
-    environment = {"TORCH_FR_DUMP_TEMP_FILE": str(tmp_path / "fr_")}
-    assert evidence.flight_recorder_dump(1, environment, started=2000.0, uid=os.getuid()) is None
-    assert evidence.flight_recorder_dump(1, environment, started=500.0, uid=os.getuid()) == b"dump"
