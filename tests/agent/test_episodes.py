@@ -7,7 +7,6 @@ import openai
 import pytest
 
 from areal_core.agent.errors import (
-    NotAnAgent,
     UnsafeProxy,
     WrongReward,
 )
@@ -111,41 +110,6 @@ def test_what_is_no_reward_is_refused_with_the_agent_and_the_value(
 ):
     with pytest.raises(WrongReward, match=f"test_episodes:Asker {error_text}"):
         episode(Asker(lambda ids: returned), scripted_engine("a", "b"))
-
-
-class Synchronous:
-    def run(self, data, **extra):
-        return 1.0
-
-
-class Runless:
-    pass
-
-
-class NeedsName:
-    def __init__(self, name) -> None: ...
-
-    async def run(self, data, **extra): ...
-
-
-@pytest.mark.parametrize(
-    ("agent", "error_text"),
-    [
-        (Runless(), "Runless has no run: an agent has `async def run"),
-        (Synchronous, "Synchronous.run is not async"),
-        (
-            NeedsName,
-            "NeedsName cannot be constructed from {}: .*missing 1 required positional argument: 'name'",
-        ),
-        ("no_such_module:Agent", "no_such_module cannot be imported"),
-        ("json:Agent", "json has no Agent; its functions and classes are "),
-        ("agent", "'agent' is not an import path; expected package.module:Name or file.py:Name"),
-        ("/no/such/file.py:Agent", "there is no file /no/such/file.py"),
-    ],
-)
-def test_what_is_no_agent_is_refused_before_anything_starts(make_workflow, agent, error_text):
-    with pytest.raises(NotAnAgent, match=error_text):
-        make_workflow(agent)
 
 
 class Intruder:

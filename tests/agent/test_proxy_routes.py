@@ -12,29 +12,6 @@ CALL = '<tool_call>{"name": "weather", "arguments": {"city": "Oslo"}}</tool_call
 ASK = [{"role": "user", "content": "?"}]
 
 
-def test_n_choices_are_interactions_of_their_own(run_client, scripted_engine):
-    async def body(client):
-        create = client.openai().chat.completions.create
-        reply = await create(model="m", messages=ASK, n=3, max_tokens=9)
-        stream = await create(model="m", messages=ASK, n=2, stream=True)
-        return reply, [chunk async for chunk in stream]
-
-    engine = scripted_engine("a", "bb", "c...", "d", "e")
-    (reply, chunks), rows = run_client(engine, body)
-    assert [(c.index, c.message.content, c.finish_reason) for c in reply.choices] == [
-        (0, "a", "stop"),
-        (1, "bb", "stop"),
-        (2, "c...", "length"),
-    ]
-    ids = [choice.interaction_id for choice in reply.choices]
-    assert (ids[0], len(set(ids))) == (reply.id, 3)
-    assert (reply.usage.prompt_tokens, reply.usage.completion_tokens) == (4, 2 + 3 + 4)
-    said = [(c.choices[0].index, c.choices[0].delta.content) for c in chunks if c.choices[0].delta.content]
-    assert said == [(0, "d"), (1, "e")]
-    assert [request.metadata["turn"] for request in engine.requests] == [0, 1, 2, 3, 4]
-    assert len(rows["rewards"]) == 5
-
-
 def test_a_text_and_token_ids_are_completed_without_the_template(run_client, scripted_engine, tokenizer):
     async def body(client):
         create = client.openai().completions.create

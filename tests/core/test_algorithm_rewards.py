@@ -9,8 +9,6 @@ import torch
 from areal_core.algorithm.advantages import (
     groups_without_spread,
     kl_estimate,
-    overlong_penalty,
-    shape_rewards,
 )
 from areal_core.algorithm.alignment import to_next_token
 from areal_core.algorithm.normalization import normalize_groups, normalize_tokens
@@ -30,18 +28,6 @@ def test_mask_logprobs_and_versions_move_together():
     assert aligned["input_ids"] is batch["input_ids"]
     assert aligned["loss_mask"].dtype == aligned["versions"].dtype == torch.int32
     assert batch["loss_mask"].tolist() == [[0, 0, 1, 1]]
-
-
-def test_rewards_are_biased_then_scaled_then_clipped():
-    # (1 - 0.5) * 10 = 5, (0 - 0.5) * 10 = -5, (9 - 0.5) * 10 = 85 -> 20
-    shaped = shape_rewards(torch.tensor([1.0, 0.0, 9.0]), bias=-0.5, scaling=10.0, clip=20.0)
-    assert shaped.tolist() == [5.0, -5.0, 20.0]
-
-
-def test_overlong_penalty_grows_from_the_zone_to_the_limit():
-    # limit 100, zone 20: nothing up to 80, half at 90, all at 100
-    penalty = overlong_penalty(torch.tensor([10, 80, 90, 100]), 100, 20, 0.5)
-    assert penalty.tolist() == [0.0, 0.0, -0.25, -0.5]
 
 
 def test_a_group_is_without_spread_where_all_its_samples_earn_the_same():

@@ -97,15 +97,3 @@ def test_two_spellings_that_disagree_are_refused():
     config.rollout.backend, config.actor.backend = "sglang:d1", "fsdp:d4"
     with pytest.raises(AllocationError, match=r"sglang:d1\+fsdp:d2.*fsdp:d4.*keep one"):
         _ = config.allocation
-
-
-def test_backends_next_to_an_allocation_that_agree_pass():
-    config = PPOConfig(allocation_mode="sglang:d1+fsdp:d2")
-    for engine, trainer in (
-        ("sglang:d1", ""),
-        ("", "fsdp:d2"),
-        ("sglang", "fsdp"),
-        ("sglang.d1t1", "fsdp:d2p1"),
-    ):
-        config.rollout.backend, config.actor.backend = engine, trainer
-        assert config.allocation == decoupled(1, 2)

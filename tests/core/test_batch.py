@@ -71,18 +71,6 @@ def test_pictures_are_selected_with_their_rows(pictures, data):
     assert_same_pictures(selected, with_pictures(*[pictures[i] for i in chosen]))
 
 
-def test_bytes_of_rows_follow_their_rows():
-    batch = rows(2, 3, 1) | {
-        "calls_bytes": torch.tensor([2, 0, 3], dtype=torch.int32),
-        "calls_data": torch.tensor([1, 2, 3, 4, 5], dtype=torch.uint8),
-    }
-    joined = B.pad_and_concat([batch, batch])
-    selected = B.select_rows(joined, [2, 4, 3])
-    assert selected["calls_bytes"].tolist() == [3, 0, 2]
-    assert selected["calls_data"].tolist() == [3, 4, 5, 1, 2]
-    assert_same(B.unpack(B.pack(selected)), selected)
-
-
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=6), st.integers(0, 3))
 def test_unpack_undoes_pack_at_any_width(lengths, extra):
     batch = B.pad_and_concat([rows(*lengths)])

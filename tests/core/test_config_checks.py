@@ -274,26 +274,3 @@ def test_option_without_its_feature_is_refused_by_name(changes, error_text):
 def test_an_option_without_effect_has_one_note(changes, sentence):
     [note] = check_config(changed(sound_config(), changes))
     assert note.startswith(sentence)
-
-
-@pytest.mark.parametrize("role", ["train", "rollout"])
-def test_without_a_trainer_only_the_options_of_rollouts_are_checked(role):
-    config = sound_config()
-    config.actor.optimizer, config.actor.kl_ctl, config.rollout.consumer_batch_size = None, 0.1, 3
-    with pytest.raises(ConfigError):
-        check_config(config)
-    if role == "train":
-        config.allocation_mode = "sglang:d1"  # no trainer either
-    note = "checked for rollouts alone: options of training may be missing and are not compared"
-    assert check_config(config, role) == [note]
-    config.gconfig.min_new_tokens, config.sglang.context_length = 100, 50
-    config.gconfig.use_beam_search = True
-    with pytest.raises(ConfigError) as refused:
-        check_config(config, role)
-    *problems, last = str(refused.value).splitlines()
-    assert {problem.split(" is ")[0] for problem in problems} == {
-        "gconfig.use_beam_search",
-        "sglang.context_length",
-        "gconfig.min_new_tokens",
-    }
-    assert last == f"({note})"

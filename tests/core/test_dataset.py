@@ -85,18 +85,6 @@ def test_loss_mask_of_supervised_rows_covers_the_completion_and_its_eos(tmp_path
     assert row["loss_mask"] == [0, 0, 0, 0, 1, 1]
 
 
-def test_supervised_prompt_equals_that_of_a_rollout(tokenizer):
-    config = DatasetConfig(path="arithmetic", type="sft", dataset_kwargs={"num_rows": 1})
-    row = get_dataset(config, tokenizer=tokenizer)[0]
-    question = get_dataset(DatasetConfig(path="arithmetic", type="rl", dataset_kwargs={"num_rows": 1}))[0]
-    prompt = tokenizer.apply_chat_template(
-        question["messages"], add_generation_prompt=True, return_dict=False
-    )
-    num_learned = sum(row["loss_mask"])
-    assert row["input_ids"][:-num_learned] == prompt
-    assert tokenizer.decode(row["input_ids"][-num_learned:]) == question["answer"] + "<|end|>"
-
-
 def rows_of(num_rows: int) -> list[dict]:
     return [{"number": number} for number in range(num_rows)]
 

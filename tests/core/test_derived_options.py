@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from areal_core.config import DPOConfig, GRPOConfig, SFTConfig
+from areal_core.config import GRPOConfig
 from areal_core.config.loading import load_with_notes
 from areal_core.errors import ConfigError
 
@@ -77,17 +77,6 @@ def test_prompt_and_completion_together_fit_where_each_alone_does(load, limits, 
     assert (f"gconfig.max_tokens={max_tokens}" in notes[-1]) == (
         max_tokens in (90, 70) or "80 alloc" in limits
     )
-
-
-def test_supervised_files_have_an_allocation_too_and_no_rollout_options(load):
-    text = "actor: {path: m, optimizer: {lr: 1.0e-5}}\ntrain_dataset: {path: x, type: sft, batch_size: 2}\n"
-    assert str(load(text, cls=SFTConfig)[0].allocation) == "fsdp:d1"
-    limited = text.replace("optimizer", "mb_spec: {max_tokens_per_mb: 512}, optimizer")
-    config, notes = load(limited + "gconfig: {max_new_tokens: 4096}\n", cls=SFTConfig)
-    assert config.actor.mb_spec.max_tokens_per_mb == 512
-    assert notes[0] == "gconfig has no effect: a supervised method samples nothing"
-    dpo = text.replace("type: sft", "type: dpo").replace("path: m,", "path: m, temperature: 0.5,")
-    assert load(dpo + "ref: {path: m}\n", cls=DPOConfig)[0].ref.temperature == 0.5
 
 
 @pytest.mark.parametrize("family", ["llava", "smolvlm"])

@@ -59,21 +59,6 @@ def test_an_interrupted_file_leaves_nothing(tmp_path):
     assert os.listdir(tmp_path) == []
 
 
-@pytest.mark.parametrize(
-    ("name", "advice"),
-    [
-        ("folder", "Is a directory; give the name of a file"),
-        ("folder/file/below", "Not a directory; choose a place below a folder"),
-        ("a" * 300, "File name too long; choose a shorter name"),
-    ],
-)
-def test_a_name_that_no_file_can_have_is_one_sentence(tmp_path, name, advice):
-    commit_folder_with(tmp_path / "folder", "content")
-    with pytest.raises(OSError) as caught:  # noqa: PT011
-        commit_file(tmp_path / name, b"content")
-    assert sentence_of(caught.value) == f"{tmp_path / name}: {advice}"
-
-
 def test_a_device_is_written_and_not_replaced(tmp_path):
     commit_file(tmp_path / "link", b"")
     (tmp_path / "link").unlink()

@@ -2,7 +2,6 @@
 
 import time
 import uuid
-from pathlib import Path
 
 import psutil
 import pytest
@@ -10,8 +9,6 @@ import pytest
 from areal_core.errors import RewardError
 from areal_core.reward import RewardPool, arithmetic_reward_fn, gsm8k_reward_fn, load_reward_fn
 from areal_core.reward.signature import check_reward_fn
-
-ROOT = Path(__file__).parents[2]
 
 # One function that fails as its row defines.
 FUNCTIONS = """

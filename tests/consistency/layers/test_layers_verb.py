@@ -40,19 +40,6 @@ def test_other_rope_base_is_named_with_layer_and_next_step(folder):
     assert "layer 1, rope" in text
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--layers", "triton"], "--layers 'triton' names no engine"),
-        (["--layers", "embedded", "--engine", "host:1"], "leave out --engine and --output"),
-        (["--layers", "embedded=/nowhere"], "cannot load the model: '/nowhere' is not a folder here"),
-    ],
-)
-def test_wrong_options_are_refused_in_one_sentence(folder, arguments, message):
-    code, text = run(folder, *arguments)
-    assert (code, message in text) == (2, True), text
-
-
 def test_rows_of_a_record_are_run_through_the_engine(tmp_path):
     model = save_model(tmp_path / "model", seed=0)
     record = write_record(tmp_path / "record", model)

@@ -6,7 +6,6 @@ import pytest
 
 from hangdoctor.diagnose import diagnose
 from hangdoctor.errors import UnreadableDump
-from hangdoctor.frames import main_thread
 from hangdoctor.model import Frame, Thread
 from hangdoctor.parse.read import read_snapshot
 from hangdoctor.parse.stacks_json import parse_stacks_json
@@ -18,55 +17,6 @@ C10D = "torch/distributed/distributed_c10d.py"
 def only(text: str) -> list[Thread]:
     (section,) = parse_stacks_text(text)
     return section.threads
-
-
-def test_pyspy_text_with_qualified_names_native_frames_and_a_nameless_thread():
-    text = """Process 6755: /venv/bin/python -u a.py mix
-Python v3.11.7 (/usr/bin/python3.11)
-
-Thread 6755 (idle): "MainThread"
-    0x7fcd980a3f16 (libc.so.6)
-    gloo::transport::tcp::UnboundBuffer::waitRecv(int (*)(void*), (anonymous namespace)::T) (libtorch_cpu.so)
-    recv (torch/distributed/distributed_c10d.py:3433)
-    _exception_logger.<locals>.wrapper (torch/distributed/c10d_logger.py:83)
-    <module> (a.py:39)
-Thread 6790 (active+gil)
-    helper (<frozen runpy>:88)
-"""
-    (section,) = parse_stacks_text(text)
-    assert (section.pid, section.command) == (6755, "/venv/bin/python -u a.py mix")
-    main, other = section.threads
-    assert main == Thread(
-        frames=(
-            Frame("0x7fcd980a3f16", "libc.so.6", 0, True),
-            Frame("gloo::transport::tcp::UnboundBuffer::waitRecv(int (*)(void*), (anonymous namespace)::T)", "libtorch_cpu.so", 0, True),
-            Frame("recv", C10D, 3433),
-            Frame("_exception_logger.<locals>.wrapper", "torch/distributed/c10d_logger.py", 83),
-            Frame("<module>", "a.py", 39),
-        ),
-        name="MainThread",
-        active=False,
-        holds_gil=False,
-    )  # fmt: skip
-    assert other == Thread((Frame("helper", "<frozen runpy>", 88),), None, True, True)
-
-
-def test_faulthandler_has_innermost_first_and_no_names():
-    text = """Timeout (0:02:00)!
-Thread 0x00007f8c2b7fe700 (most recent call first):
-  File "/usr/lib/python3.11/threading.py", line 327 in wait
-  File "/usr/lib/python3.11/threading.py", line 1002 in _bootstrap
-
-Current thread 0x00007f8c40d4b740 (most recent call first):
-  File "/job/train.py", line 12 in step
-  File "/job/train.py", line 90 in <module>
-"""
-    threads = only(text)
-    assert [thread.frames[0] for thread in threads] == [
-        Frame("wait", "/usr/lib/python3.11/threading.py", 327),
-        Frame("step", "/job/train.py", 12),
-    ]
-    assert main_thread(tuple(threads)) is threads[1]
 
 
 def test_pystack_is_turned_round_and_says_who_waits_for_the_gil():
@@ -93,23 +43,6 @@ Traceback for thread 13 (worker) [Has the GIL] (most recent call last):
         True,
         "worker",
     )
-
-
-def test_gdb_backtrace_and_py_bt():
-    text = """Thread 1 (Thread 0x7f1 (LWP 77) "python"):
-#0  0x00007f in __futex_abstimed_wait (futex=0x0) from /lib/x86_64-linux-gnu/libc.so.6
-#1  0x00005f in lock_PyThread_acquire_lock (self=<optimized out>) at Modules/_threadmodule.c:146
-#5 Frame 0x7f1, for file /a/b.py, line 10, in main (x=3)
-"""
-    (thread,) = only(text)
-    assert thread.frames == (
-        Frame("__futex_abstimed_wait", "/lib/x86_64-linux-gnu/libc.so.6", 0, True),
-        Frame("lock_PyThread_acquire_lock", "Modules/_threadmodule.c", 146, True),
-        Frame("main", "/a/b.py", 10),
-    )
-    assert only('Traceback (most recent call first):\n  File "/a/b.py", line 3, in f\n    x.wait()\n')[
-        0
-    ].frames == (Frame("f", "/a/b.py", 3),)
 
 
 def test_an_exception_in_a_log_is_no_stack_of_a_waiting_rank():

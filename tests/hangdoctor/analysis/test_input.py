@@ -1,7 +1,6 @@
 """Folders, tars and posts: the process of each file, and what happens to unusable files."""
 
 import io
-import json
 import tarfile
 
 import pytest
@@ -9,10 +8,9 @@ import pytest
 from hangdoctor.errors import HangInputError
 from hangdoctor.parse.location import ProcessName, parse_name
 from hangdoctor.parse.members import tar_members
-from hangdoctor.parse.read import read_snapshot
+from hangdoctor.parse.read import parse_mapping, read_snapshot
 
 STACK = 'Thread 1 (idle): "MainThread"\n    f (a.py:1)\n'
-PROCESS = f"Process 10: python t.py\nPython v3.11.7\n\n{STACK}"
 
 
 @pytest.mark.parametrize(
@@ -33,42 +31,6 @@ def test_file_names_say_whose_dump_it_is(file, name):
     assert parse_name(file) == name
 
 
-def test_a_tar_and_a_folder_of_one_collection_read_the_same(tmp_path):
-    folder = tmp_path / "c"
-    (folder / "samples/0").mkdir(parents=True)
-    (folder / "proc/0").mkdir(parents=True)
-    contents = {
-        "format": "hangdoctor-collection", "version": 1, "world_size": 2, "hosts": [{"host": "b",
-            "status": "unreachable", "detail": "no route"}],
-        "samples": [{"time": 5.0}],
-        "processes": [
-            {"name": "rank_0", "rank": 0, "role": "trainer", "host": "a", "pid": 10, "parent": None,
-                "status": "dumped", "detail": "", "command": "x"},
-            {"name": "rank_1", "rank": 1, "role": "trainer", "host": "b", "pid": None, "parent": None,
-                "status": "timed_out", "detail": "10 s", "command": ""},
-        ],
-    }  # fmt: skip
-    (folder / "collection.json").write_text(json.dumps(contents))
-    (folder / "samples/0/rank_0.json").write_text(PROCESS)
-    (folder / "proc/0/rank_0.json").write_text(json.dumps({"state": "S", "wchan": "0", "cpu_s": 1.5}))
-    with tarfile.open(tmp_path / "c.tar.gz", "w:gz") as tar:
-        tar.add(folder, "c")
-    snapshot = read_snapshot([folder])
-    assert (
-        read_snapshot([tmp_path / "c.tar.gz"]).expected == snapshot.expected == {0: "dumped", 1: "timed_out"}
-    )
-    (dump,) = snapshot.dumps
-    assert (dump.name, dump.host, dump.time, dump.facts.state, dump.facts.wchan, dump.facts.cpu_s) == (
-        "rank_0",
-        "a",
-        5.0,
-        "S",
-        None,
-        1.5,
-    )
-    assert snapshot.notes == ("host b: unreachable no route",)
-
-
 @pytest.mark.parametrize(
     ("files", "says"),
     [
@@ -86,6 +48,13 @@ def test_unusable_input_reports_what_is_wrong(tmp_path, files, says):
         (tmp_path / name).write_text(text)
     with pytest.raises(HangInputError, match=says):
         read_snapshot([tmp_path])
+
+
+def test_a_mapping_gives_ranks_to_files_without_a_name(tmp_path):
+    (tmp_path / "left.txt").write_text("Thread 1 (idle)\n    f (a.py:1)\n")
+    (tmp_path / "right.txt").write_text("Thread 1 (idle)\n    g (a.py:2)\n")
+    mapping = parse_mapping("left.txt 4  # the first host\nright.txt = engine_rank_1\n")
+    assert {d.name for d in read_snapshot([tmp_path], mapping=mapping).dumps} == {"rank_4", "engine_rank_1"}
 
 
 def test_a_member_that_points_out_of_the_tar_is_read_in_memory_and_written_nowhere(tmp_path):

@@ -57,12 +57,3 @@ def test_environment_is_an_allow_list_without_credentials():
             "LD_LIBRARY_PATH": "/x",
         }
     ) == {"MASTER_PORT": "29500", "RANK": "1", "SLURM_JOB_ID": "7", "TORCH_NCCL_TRACE_BUFFER_SIZE": "2000"}
-
-
-def test_error_file_of_a_dead_neighbour_is_found_beside_ones_own(tmp_path):
-    for local in ("0", "1", "3"):
-        (tmp_path / local).mkdir()
-    (tmp_path / "3/error.json").write_text("it was me")
-    environment = {"RANK": "9", "LOCAL_RANK": "1", "TORCHELASTIC_ERROR_FILE": str(tmp_path / "1/error.json")}
-    assert evidence.error_files(environment) == {11: "it was me"}
-    assert evidence.error_files({"RANK": "9"}) == {}
