@@ -42,24 +42,6 @@ def test_steps_are_checked_one_by_one(recorded):
     ]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "expected"),
-    [
-        (["--steps", "3"], "--steps 3: give A:B, steps from A up to and without B, or : for all"),
-        (["--steps", "9:"], "has no such step; its 2 steps are from 0 to 1"),
-        (["--steps", ":", "--step", "1"], "--step is for one report and --steps for one of each step"),
-    ],
-)
-def test_a_wrong_choice_of_steps_is_one_sentence(record, arguments, expected):
-    assert expected in sentence(run("crosscheck", record, *arguments))
-    assert expected in sentence(run("consistency", record, *arguments))
-
-
-def test_options_that_are_for_one_report_are_refused(record, tmp_path):
-    page = ["--steps", ":", "-o", tmp_path / "page.html"]
-    assert "leave out --engine, --layers and --output" in sentence(run("consistency", record, *page))
-
-
 def test_a_sweep_lists_every_combination_and_checks_its_values_first(recorded):
     assert settings_of("actor.eps_clip=0.1,0.2,0.1") == ["actor.eps_clip=0.1", "actor.eps_clip=0.2"]
     assert settings_of("a.b=[1,2],[3]") == ["a.b=[1,2]", "a.b=[3]"]
