@@ -2,12 +2,9 @@
 
 import json
 import os
-import random
 import subprocess
 import sys
 import time
-from collections import Counter
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -16,11 +13,9 @@ from areal_core.environment import DETERMINISTIC
 from areal_core.servers.discovery import FolderNames, register_server
 from areal_core.servers.sglang import SGLANG
 from areal_core.servers.wire import weight_version
-from recorder import open_record
 
 DEBUG_TESTS = Path(__file__).parents[1] / "debug"
 NUM_KILLS = 20
-STEPS_A_KILL = 3
 # Training continues while a server starts, which takes some steps, more on a busy machine.
 NUM_STEPS = 8 * NUM_KILLS
 UPDATES = {
@@ -86,10 +81,6 @@ def pause(training: subprocess.Popen, log: Path, seconds: float) -> None:
     pytest.fail(f"the training ended too early, with {code}: {log.read_text()[-3000:]}")
 
 
-def all_are_updated(servers) -> bool:
-    return all(weight_version(process.server, SGLANG) != "default" for process in servers)
-
-
 @pytest.mark.long
 @pytest.mark.parametrize("mode", ["disk", "xccl"])
 def test_training_continues_within_15_s_when_a_server_is_stopped(start_server, tiny_model, tmp_path, mode):
@@ -122,44 +113,3 @@ def test_training_continues_within_15_s_when_a_server_is_stopped(start_server, t
     document = json.loads(next(tmp_path.rglob("server_health.json")).read_text())
     assert {found["address"] for found in document["servers"]} == {p.server.address for p in servers}
     assert all(found["ok"] > 0 and found["rejected"] == 0 for found in document["servers"])
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("mode", UPDATES)
-def test_twenty_kills_during_a_training_run(start_server, tiny_model, tmp_path, mode):
-    names, dice = FolderNames(tmp_path / "names"), random.Random(mode)
-
-    def join():
-        process = start_server().wait_until_ready()
-        register_server(names, "tiny", "test", process.server.address)
-        return process
-
-    def trained(num_steps: int) -> bool:
-        return len(list((tmp_path / "record" / "steps").glob("*/step.json"))) > num_steps
-
-    log = tmp_path / "train.log"
-    servers = [join(), join()]
-    training = start_training(tmp_path, tiny_model, mode)
-    try:
-        for kill in range(NUM_KILLS):
-            wait_for(training, log, trained, kill * STEPS_A_KILL)
-            wait_for(training, log, all_are_updated, servers)
-            victim = servers.pop(dice.randrange(2))
-            pause(training, log, dice.uniform(0, 0.3))
-            victim.kill()
-            servers.append(join())
-        assert training.wait(200) == 0, log.read_text()[-3000:]
-    finally:
-        training.kill()
-        training.wait()
-    seen = Counter()
-    record = open_record(tmp_path / "record")
-    for step in record.steps:
-        for rank in range(2):
-            batch = record.step(step).batch(rank)
-            for row, (start, end) in enumerate(pairwise(batch["cu_seqlens"])):
-                versions = batch["versions"][start:end][batch["loss_mask"][start:end] == 1]
-                assert len(versions) == 32
-                assert step - 2 <= versions.min() <= versions.max() <= step
-                seen[int(batch["prompt_id"][row]), int(batch["sample_id"][row])] += 1
-    assert seen == Counter({(p, s): 1 for p in range(4 * NUM_STEPS) for s in range(4)})
