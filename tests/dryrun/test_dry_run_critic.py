@@ -27,20 +27,3 @@ def test_a_critic_is_planned_next_to_the_actor(tiny_model, tmp_path):
         "4 optimizer steps over 16 sequences per rank, in micro-batches of at most 128 tokens"
     )
     assert does["save"].endswith("/default; the critic next to it")
-
-
-def test_a_reward_model_is_planned_unless_a_record_has_its_scores(tiny_model, tmp_path):
-    options = [f"cluster.fileroot={tmp_path}", f"actor.path={tiny_model}", "reward_model.weight=0.5"]
-    options += [f"reward_model.path={tiny_model}", "reward_model.dtype=float32"]
-
-    def plan(*more):
-        config, _ = load_expr_config(["--config", str(TINY), *options, *more], PPOConfig)
-        run = plan_run(Path("train.py"), str(TINY), config, [])
-        names = [part.name for part in run.memory.rank]
-        return {s.name: s.does for s in run.step}, [name for name in names if name.startswith("reward")]
-
-    does, parts = plan()
-    assert does["scores"] == f"one forward pass of {tiny_model}; score x 0.5 is added to the reward"
-    assert parts == ["reward model: masters"]
-    does, parts = plan("debug.replay_rollout_data=true", "debug.path=r")
-    assert ("scores" in does, parts) == (False, [])

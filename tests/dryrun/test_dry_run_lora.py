@@ -54,18 +54,3 @@ def test_the_example_is_planned_with_the_adapter_that_is_trained_and_synced(dry_
         adapter // 4 * size for size in (4, 8, 4)
     ]
     assert not any(name.startswith("reference") for name in parts)
-
-
-def test_merged_weights_are_synced_where_servers_take_no_adapters(dry_run):
-    code, run = dry_run("sglang.enable_lora=null", "rollout.use_lora=false", "actor.weight_update_mode=xccl")
-    assert code == 0
-    assert stages(run)["weight sync"].startswith(
-        "weights are broadcast to 4 servers; compared with the trainer's"
-    )
-
-
-def test_layers_that_the_model_has_not_are_refused_before_the_run(dry_run, tiny_model):
-    code, output = dry_run(f"actor.path={tiny_model}", "actor.target_modules=[wq]", as_json=False)
-    assert code == 2
-    assert "no linear layer called wq for an adapter (actor.target_modules)" in output
-    assert "Traceback" not in output

@@ -1,8 +1,6 @@
 """Offline runs of Weights & Biases and Trackio, read from their files; and the Hugging Face Hub."""
 
-import json
 import os
-import sqlite3
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +12,7 @@ from click.testing import CliRunner
 from areal_debug.cli import main
 from areal_debug.record.services import steps_of
 from recorder.tables.formats import export_record
-from tests.exports.given import FULL_ROW, logged_values, write_foreign_record
+from tests.exports.given import FULL_ROW, write_foreign_record
 
 ROOT = Path(__file__).parents[2]
 TABLE = (
@@ -53,36 +51,6 @@ def test_the_lines_hold_numbers_and_samples_of_each_step(record, tmp_path):
     assert (second, nothing, len(others)) == (1, {}, 1)
 
 
-@pytest.mark.long
-def test_weights_and_biases_gets_an_offline_run(record, tmp_path):
-    done = export(record, "wandb", tmp_path / "out")
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[-1] == f"next: wandb sync {tmp_path}/out/wandb/offline-run-*"
-    assert [path.name for path in tmp_path.iterdir()] == ["out"]
-    tables = [json.loads(file.read_text()) for file in (tmp_path / "out").rglob("*.table.json")]
-    first, second = sorted(tables, key=lambda table: -len(table["data"]))
-    assert dict(zip(first["columns"], first["data"][0], strict=True)) == FIRST
-    assert (len(first["data"]), len(second["data"])) == (4, 1)
-    (run,) = (tmp_path / "out").rglob("*.wandb")
-    assert logged_values(run, "loss") == [0.1]
-    assert logged_values(run, "reward/mean") == [1.0]
-
-
-@pytest.mark.long
-def test_trackio_gets_a_local_run(record, tmp_path):
-    done = export(record, "trackio", tmp_path / "out", "--json")
-    assert done.returncode == 0, done.stderr
-    facts = json.loads(done.stdout)
-    assert facts["next"] == f"TRACKIO_DIR={tmp_path}/out trackio show --project areal-debug"
-    assert facts["files"] == [f"{tmp_path}/out"]
-    with sqlite3.connect(tmp_path / "out/areal-debug.db") as database:
-        rows = database.execute("select step, metrics from metrics order by step").fetchall()
-    assert [step for step, _ in rows] == [0, 1]
-    first = json.loads(rows[0][1])
-    assert (first["loss"], first["reward/mean"]) == (0.1, 1.0)
-    assert first["samples"]["_value"][0] == FIRST
-
-
 def test_the_hub_gets_a_private_dataset_unless_public(record, tmp_path, monkeypatch):
     sent = []
 
@@ -97,14 +65,3 @@ def test_the_hub_gets_a_private_dataset_unless_public(record, tmp_path, monkeypa
         assert done.exit_code == 0, done.output
         assert "sent to https://hub.example/me/run" in done.output
     assert sent == [("me/run", True, FULL_ROW["advantages"]), ("me/run", False, FULL_ROW["advantages"])]
-
-
-@pytest.mark.long
-def test_the_hub_without_a_network_is_one_sentence_and_the_dataset_is_kept(record, tmp_path):
-    done = export(record, "hf", tmp_path / "out", "--hub", "me/run")
-    assert done.returncode == 2
-    assert "me/run was not sent to the Hugging Face Hub: " in done.stderr
-    assert "Traceback" not in done.stderr
-    assert len(datasets.load_from_disk(str(tmp_path / "out"))) == 5
-    done = export(record, "jsonl", tmp_path / "x", "--hub", "me/run")
-    assert "--hub needs --format hf" in done.stderr
