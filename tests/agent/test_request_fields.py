@@ -1,6 +1,5 @@
 """Every field of the official clients' requests is in a table, and the tables are documented."""
 
-import logging
 import types
 from pkgutil import resolve_name
 from typing import Any, Union, get_args, get_origin, get_type_hints
@@ -8,8 +7,7 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 import pytest
 
 from areal_core.agent.apis import anthropic_messages, openai_chat, openai_completions, openai_responses
-from areal_core.agent.apis.request_fields import TABLES, Table, check_fields, warn_once
-from areal_core.agent.errors import BadRequest
+from areal_core.agent.apis.request_fields import TABLES, Table
 
 # Imported when they are used: the two packages take as long to import as torch.
 SCHEMAS = {
@@ -74,28 +72,6 @@ def test_every_field_of_the_installed_client_is_in_the_table(api):
     requested = requested_fields(api, table)
     assert len(requested) >= 18
     assert sorted(requested - table.keys()) == []
-
-
-@pytest.mark.parametrize("api", TABLES)
-def test_a_refused_field_is_named_and_an_ignored_one_is_logged_once(api, caplog):
-    for field, rule in TABLES[api].items():
-        body: dict[str, Any] = {"x": "unlikely"}
-        for name in reversed(field.split(".")[1:]):
-            body = {name: body}
-        body = {field.split(".")[0]: body}
-        warn_once.cache_clear()
-        caplog.clear()
-        with caplog.at_level(logging.WARNING):
-            if rule.use == "refused":
-                with pytest.raises(BadRequest, match=f"^{field} is "):
-                    check_fields(body, TABLES[api])
-            elif rule.use == "ignored":
-                check_fields(body, TABLES[api])
-                check_fields(body, TABLES[api])
-        assert caplog.messages == (
-            [f"a request has {field}, which is ignored: {rule.why}"] if rule.use == "ignored" else []
-        )
-        assert rule.why or rule.use == "honoured"
 
 
 class Reads(dict):

@@ -25,20 +25,6 @@ def search(query: str) -> str:
     return f'<tool_call>{{"name": "search", "arguments": {json.dumps({"query": query})}}}</tool_call>'
 
 
-@pytest.mark.parametrize(
-    ("query", "pages"),
-    [
-        ("river Orvik", ["The river of Orvik is the Anwel."]),
-        ("ORVIK river?", ["The river of Orvik is the Anwel."]),
-        ("the", []),
-        ("volcano", []),
-        ("", []),
-    ],
-)
-def test_a_search_returns_the_page_with_the_words(query, pages):
-    assert load_agent(AGENT).pages.search(query, 1) == pages
-
-
 def test_the_agent_searches_and_is_rewarded_for_the_answer(episode, scripted_engine, tokenizer):
     engine = scripted_engine(search("Orvik river"), "anwel.")
     rows = episode(load_agent(AGENT), engine, DATA, export_style="concat", chat_template_type="concat")

@@ -2,7 +2,7 @@
 
 import pytest
 
-from areal_core.config import GRPOConfig, SFTConfig
+from areal_core.config import GRPOConfig
 from areal_core.config.loading import load_with_notes
 from areal_core.config.upstream import translate_older_names
 from areal_core.errors import ConfigError
@@ -47,22 +47,6 @@ def test_options_that_no_section_has_are_dropped_with_a_note_or_refused():
         translate_older_names({"critic": {"optimizer_dtype": "bfloat16"}}, GRPOConfig)
     with pytest.raises(ConfigError, match="deltas need AWEX"):
         actor_of(enable_delta_weight_update=True)
-
-
-def test_a_file_of_supervised_fine_tuning_from_0_3_loads(tmp_path):
-    file = tmp_path / "sft.yaml"
-    file.write_text(
-        "{experiment_name: a, trial_name: b, allocation_mode: 'fsdp.d2', tokenizer_path: '${model.path}', "
-        "train_dataset: {path: arithmetic, type: sft, batch_size: 2}, "
-        "model: {path: some/model, optimizer: {lr: 1e-5}, mb_spec: {max_tokens_per_gpu: 64}}}"
-    )
-    config, _, notes = load_with_notes(["--config", str(file)], SFTConfig)
-    assert (config.actor.path, config.tokenizer_path) == ("some/model", "some/model")
-    assert config.actor.mb_spec.max_tokens_per_mb == 64
-    assert notes == [
-        "model is called actor",
-        "actor.mb_spec.max_tokens_per_gpu is called actor.mb_spec.max_tokens_per_mb",
-    ]
 
 
 @pytest.mark.parametrize(

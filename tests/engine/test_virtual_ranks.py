@@ -36,18 +36,6 @@ def test_sums_are_taken_in_rank_order(ranks):
     assert found == [0.5] * 4
 
 
-def test_one_rank_runs_at_a_time_until_its_next_collective(ranks):
-    order = []
-
-    def work(own):
-        for turn in range(2):
-            order.append((turn, own.rank, own.has_turn))
-            own.barrier()
-
-    run(ranks, 3, work)
-    assert order == [(turn, rank, True) for turn in range(2) for rank in range(3)]
-
-
 def test_each_rank_has_random_numbers_of_its_own(ranks):
     def draw():
         return random.random(), torch.rand(()).item()

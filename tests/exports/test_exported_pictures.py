@@ -4,7 +4,6 @@ import io
 import json
 from pathlib import Path
 
-import pyarrow.parquet
 import pytest
 from PIL import Image
 
@@ -29,20 +28,6 @@ def test_pictures_as_files_are_written_once_each(record, tmp_path):
     for picture, expected in zip(rows[5]["images"], ROWS[1], strict=True):
         assert picture["bytes"] is None
         assert Path(picture["path"]).read_bytes() == expected
-
-
-def test_parquet_and_datasets_open_the_pictures(record, tmp_path):
-    from datasets import load_dataset, load_from_disk
-
-    export_record(record, "parquet", tmp_path / "x.parquet", step=1)
-    column = pyarrow.parquet.read_table(tmp_path / "x.parquet")["images"].to_pylist()
-    assert [[picture["bytes"] for picture in row] for row in column] == ROWS
-    loaded = load_dataset(
-        "parquet", data_files=str(tmp_path / "x.parquet"), split="train", cache_dir=str(tmp_path / "cache")
-    )
-    assert loaded[2]["images"][0].tobytes() == Image.open(io.BytesIO(ROWS[2][0])).tobytes()
-    export_record(record, "hf", tmp_path / "hf", step=1)
-    assert load_from_disk(str(tmp_path / "hf"))[2]["images"][0].size == (8, 6)
 
 
 def test_a_sample_of_another_trainer_has_its_pictures(tmp_path):

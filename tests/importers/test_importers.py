@@ -10,7 +10,7 @@ import torch
 from click.testing import CliRunner
 
 from areal_debug.cli import main
-from recorder import RecordError, RecordExists, RecordNotFound, open_record, verify
+from recorder import open_record, verify
 from recorder.errors import ForeignFormat, StepNotRecorded
 from recorder.trainers.importing import import_record
 
@@ -212,24 +212,6 @@ def test_a_file_that_contradicts_itself_is_reported_with_its_position(changes, w
     with pytest.raises(ForeignFormat, match=r"9\.pt, sample 0.*") as caught:
         import_record(source, tmp_path / "record")
     assert words in str(caught.value)
-
-
-def test_unknown_sources_are_reported(tmp_path):
-    with pytest.raises(RecordNotFound, match="missing"):
-        import_record(tmp_path / "missing", tmp_path / "record")
-    (tmp_path / "other").mkdir()
-    (tmp_path / "other" / "notes.txt").write_text("hello")
-    with pytest.raises(ForeignFormat, match=r"no known format.*slime"):
-        import_record(tmp_path / "other", tmp_path / "record")
-    with pytest.raises(ForeignFormat, match="unknown format 'other'"):
-        import_record(tmp_path / "other", tmp_path / "record", "other")
-    (tmp_path / "cut.bin").write_bytes(b"\x92\x01")
-    (tmp_path / "rank_0.bin").write_bytes(b"\xdd\x00\x00\x00\x05\x01")
-    with pytest.raises(ForeignFormat, match=r"rank_0.bin.*cut off"):
-        import_record(tmp_path / "rank_0.bin", tmp_path / "record")
-    with pytest.raises(RecordExists):
-        import_record(pickled.write_slime(tmp_path / "s"), tmp_path / "other")
-    assert issubclass(ForeignFormat, RecordError)
 
 
 def test_the_verb_imports_reports_what_is_lost_and_reads_miles_as_slime(tmp_path):

@@ -2,7 +2,6 @@
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from functools import partial
@@ -11,8 +10,6 @@ from pathlib import Path
 
 from areal_debug.cli import VERBS
 from areal_debug.info import packages, verbs
-from areal_debug.info.reachable import find_reachable
-from areal_debug.serve.state import ServerState, write_state
 from tests.command_line import run as areal_debug
 
 run = partial(areal_debug, "info")
@@ -92,23 +89,6 @@ def test_a_verb_without_its_extra_names_it_and_others_work_with_limits():
     assert found["record"].limits == (
         "archive, cut, and records in archives: pip install 'areal-debug[archive]'",
     )
-
-
-def test_servers_are_found_and_connected_to(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
-    assert find_reachable({}).servers == ()
-    assert list(tmp_path.iterdir()) == []  # nothing is written
-    write_state(ServerState("127.0.0.1:9", "sglang", "m", "log", 1, 0.0))
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        address = f"127.0.0.1:{server.getsockname()[1]}"
-        monkeypatch.setenv("AREAL_LLM_SERVER_ADDRS", f"{address}, nonsense")
-        found = find_reachable({"sglang": "1"})
-    assert found.engines == {"sglang": "1", "vllm": None}
-    assert {s.address: (s.source, s.accepts) for s in found.servers} == {
-        "127.0.0.1:9": ("areal-debug serve", False),
-        address: ("AREAL_LLM_SERVER_ADDRS", True),
-        "nonsense": ("AREAL_LLM_SERVER_ADDRS", False),
-    }
 
 
 def test_variables_are_shown_without_credentials(monkeypatch):
