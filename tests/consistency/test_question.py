@@ -13,8 +13,10 @@ from areal_core.data import get_dataset
 from areal_core.embedded import engine
 from areal_core.engine.checkpoint.hf_folder import save_hf
 from areal_core.trainer.rl import PPOTrainer
+from areal_debug.consistency.engine_question import ask_with_recorded_weights
 from areal_debug.wiring import recorder_of
 from consistency.entry.which_engine import Examined, Suspect, ask_engine, by_evidence, decide
+from consistency.errors import NothingToCompare
 from recorder import RecordingOptions, open_record
 
 TINY = Path(__file__).parents[1] / "debug"
@@ -153,6 +155,38 @@ def test_healthy_engines_are_not_accused(healthy, tiny_model, tmp_path):
     assert all("100% of the tokens are those that the recorded seed draws" in e for e in answer.evidence)
 
 
+@pytest.mark.long
+def test_an_adapter_that_the_engine_lacks_is_named(tiny_model, tmp_path):
+    options = {"use_lora": True, "optimizer": {"lr": 1e-2, "warmup_steps_proportion": 0.0}}
+    record = train(tmp_path / "healthy", tiny_model, tmp_path / "weights", **options)
+    with planted(never_sent):
+        faulty = train(tmp_path / "faulty", tiny_model, **options)
+    models = {folder.name: folder for folder in (tmp_path / "weights").iterdir()} | {"base": tiny_model}
+    answer = ask_engine(record, faulty, 1, models)
+    assert (answer.side, answer.kind, answer.cause) == (
+        "B",
+        "adapter",
+        "the adapter is missing in the engine",
+    )
+
+
+def never_sent(patch):
+    def send(self, weights, version):
+        for _ in weights:
+            pass
+        self.engine.set_version(version)
+
+    patch.setattr(engine.ReplicaUpdate, "send", send)
+
+
+@pytest.mark.long
+def test_the_weights_come_from_a_replay_of_the_record(healthy, tiny_model, tmp_path):
+    with planted(without()):
+        faulty = train(tmp_path, tiny_model)
+    answer = ask_with_recorded_weights(healthy.record, faulty, STEP)
+    assert (answer.side, answer.cause) == ("B", EXPECTED["stale"][2])
+
+
 def test_few_tokens_and_weak_evidence_lower_the_confidence():
     graded = [by_evidence(nats, tokens) for nats, tokens in ((25, 40), (25, 31), (12, 40), (99, 7))]
     assert graded == ["high", "medium", "medium", "low"]
@@ -194,3 +228,9 @@ def test_prompts_of_other_tokens_are_a_question_of_the_tokenizer(healthy, tmp_pa
     answer = ask_engine(healthy.record, changed, 0, {})
     assert (answer.side, answer.cause, answer.confidence) == ("B", "another chat template", "high")
     assert answer.evidence[0] == "16 of 16 prompts have other tokens, the first is that of prompt 0"
+
+
+def test_weights_of_the_sampled_version_must_be_given(healthy):
+    given = {"0": healthy.weights / "0"}
+    with pytest.raises(NothingToCompare, match="step 2 was sampled by weights of version 2, and those of 0"):
+        ask_engine(healthy.record, healthy.record, STEP, given)

@@ -50,6 +50,12 @@ def test_an_outcome_with_other_rows_or_tokens_is_found(full_record, change):
     assert problem_in(full_record, OUTCOME) == ["has a micro-batch with row 1 2 times"]
 
 
+def test_an_outcome_that_does_not_follow_its_plan_is_found(full_record, change):
+    minibatches = [{"rows": [0, 1, 2, 3], "micro_batches": [[0, 1], [2, 3]]}]
+    change(full_record / STEP / PLAN, lambda plan: plan.update(details={"minibatches": minibatches}))
+    assert problem_in(full_record, OUTCOME) == ["has other micro-batches than the plan"]
+
+
 def test_text_with_another_reward_is_found(full_record, change):
     file = full_record / STEP / TEXT
     reward = json.loads(file.read_text().splitlines()[2])["reward"]

@@ -175,6 +175,28 @@ def test_what_changes_the_rollout_is_named(recorded, tmp_path, tiny_model, chang
     assert report.verdict.reasons[0].where == option
 
 
+@pytest.mark.long
+def test_another_model_file_is_an_input(recorded, tmp_path):
+    from areal_core.testing import make_tiny_model
+
+    report = diff(recorded, train(tmp_path, make_tiny_model(tmp_path / "model", seed=5)))
+    assert (report.step, report.first.stage, report.verdict.cause) == (0, "batch", "input")
+    assert [item.where.split(".")[0] for item in report.verdict.reasons] == ["model"] * len(
+        report.verdict.reasons
+    )
+
+
+@pytest.mark.long
+def test_a_library_flag_is_the_environment(recorded, tmp_path):
+    torch.backends.cuda.enable_flash_sdp(False)
+    try:
+        report = diff(recorded, rerun(recorded, tmp_path))
+    finally:
+        torch.backends.cuda.enable_flash_sdp(True)
+    assert (report.first.stage, report.verdict.cause) == ("logprobs", "environment")
+    assert [item.where for item in report.verdict.reasons] == ["torch.attention_backends.flash"]
+
+
 def flip_last_bit(parameter):
     """Emulate an atomic addition in another order."""
     parameter.grad.view(-1)[0:1].view(torch.int32).bitwise_xor_(1)

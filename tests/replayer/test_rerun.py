@@ -27,6 +27,10 @@ def deterministic_run(tmp_path_factory, tiny_model, record_run):
     patch.undo()
 
 
+def test_a_report_without_steps_is_not_identical():
+    assert not ReplayReport("record").identical
+
+
 def judged(run, **changes):
     messages = []
     report = replay_and_judge(Request(run.path, 0, 3, **changes), replay_and_compare, messages.append)

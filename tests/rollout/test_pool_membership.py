@@ -136,11 +136,11 @@ def sample(client: FleetClient, num_tokens: int = 3):
 
 
 def test_only_servers_with_the_current_weights_get_requests(start_fake):
-    updated, missed = start_fake(), start_fake()
+    updated, missed, behind = start_fake(), start_fake(), start_fake()
 
     async def work():
-        client = FleetClient([updated.server, missed.server], SGLANG)
-        updated.weight_version = "1"
+        client = FleetClient([updated.server, missed.server, behind.server], SGLANG)
+        updated.weight_version, behind.weight_version = "1", "0"
         await asyncio.to_thread(client.set_version, 1)
         responses = [await sample(client) for _ in range(4)]
         missed.weight_version = "2"  # as during a weight update: newer weights are accepted
@@ -151,7 +151,7 @@ def test_only_servers_with_the_current_weights_get_requests(start_fake):
 
     responses, requested = asyncio.run(work())
     assert [r.output_versions for r in responses] == [[1, 1, 1]] * 4
-    assert missed.calls == []
+    assert missed.calls == behind.calls == []
     assert requested == {updated.server, missed.server}
 
 
