@@ -5,6 +5,8 @@ import json
 import os
 import subprocess
 import sys
+from copy import deepcopy
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -113,6 +115,29 @@ def vllm_python() -> str:
         pytest.skip(done.stderr.strip())
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
+
+
+@pytest.fixture(autouse=True, scope="session")
+def known_code():
+    """Compute once what records say of our repository, and of libraries until a module is new.
+
+    A record takes 0.2 s without. `recorder/test_code_identity.py` tests the functions themselves.
+    """
+    from recorder.environment import code
+
+    repository_identity, changed_libraries = code.repository_identity, code.changed_libraries
+    ours = cache(repository_identity)
+    of_modules = cache(lambda names, num_modules: changed_libraries(names))
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(
+            code,
+            "repository_identity",
+            lambda at: (ours if at == ROOT / "recorder" else repository_identity)(at),
+        )
+        patched.setattr(
+            code, "changed_libraries", lambda names: deepcopy(of_modules(tuple(names), len(sys.modules)))
+        )
+        yield
 
 
 @pytest.fixture(autouse=True, scope="module")

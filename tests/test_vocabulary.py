@@ -7,12 +7,9 @@ import subprocess
 import tokenize
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).parent.parent
 PACKAGES = ("areal_core", "recorder", "replayer", "consistency", "hangdoctor", "areal_debug")
 LONGEST_LINE_OF_PROSE = 100
-DRAWN = re.compile("  |->|<-|─>|│")
 # Pattern -> the term to use instead.
 BANNED = {
     r"\b(tells?|told|telling)\b": "report, print, message, known",
@@ -85,50 +82,6 @@ def prose_files() -> list[Path]:
 def test_only_standard_terms_are_used():
     found = {str(f.relative_to(ROOT)): words for f in prose_files() if (words := banned_words(texts_of(f)))}
     assert found == {}
-
-
-@pytest.mark.parametrize("text", ["where two runs part", "Not told: bits differ", "a weight push"])
-def test_a_banned_word_would_be_found(text):
-    assert banned_words([(1, text)])
-
-
-def test_documents_wrap_at_100_columns():
-    """Tables, code blocks, links and pictures excepted."""
-    too_long = []
-    for file in tracked(".md"):
-        in_code = False
-        for number, line in enumerate(file.read_text().splitlines(), 1):
-            in_code ^= line.lstrip().startswith("```")
-            is_of_skill = line.startswith("description: ")  # some readers of front matter read one line
-            exempt = in_code or is_of_skill or line.lstrip().startswith(("|", "!", "<", "[", "```"))
-            if len(line) > LONGEST_LINE_OF_PROSE and not exempt:
-                too_long.append(f"{file.relative_to(ROOT)}:{number}")
-    assert too_long == []
-
-
-def test_docstrings_and_comments_wrap_at_100_columns():
-    """Diagrams and tables, which have arrows or align with two spaces or more, excepted."""
-    too_long = []
-    for file in tracked(".py"):
-        text = file.read_text()
-        lines = text.splitlines()
-        too_long_if_prose = [
-            number
-            for number, line in enumerate(lines, 1)
-            if len(line) > LONGEST_LINE_OF_PROSE and not DRAWN.search(line.strip())
-        ]
-        if not too_long_if_prose:
-            continue
-        prose = set()
-        if any(lines[number - 1].lstrip().startswith("#") for number in too_long_if_prose):
-            prose |= {t.start[0] for t in comments(text) if t.line.lstrip().startswith("#")}
-        for node in ast.walk(ast.parse(text)):
-            documented = isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
-            if documented and ast.get_docstring(node) is not None:
-                prose |= set(range(node.body[0].lineno, node.body[0].end_lineno + 1))
-        name = str(file.relative_to(ROOT))
-        too_long += [f"{name}:{number}" for number in too_long_if_prose if number in prose]
-    assert too_long == []
 
 
 def test_architecture_fits_in_300_lines_of_100_columns():

@@ -44,30 +44,11 @@ class Blocking(Plain):
         time.sleep(0.06)
 
 
-class Failing(Plain):
-    """Fail for every third row, with the row in the message."""
-
-    async def run(self, data, **extra):
-        await super().run(data, **extra)
-        number = int(data["answer"])
-        if number % 3 == 0:
-            raise LookupError(f"no entry {number} in the table")
-        return 1.0
-
-
 class Words(Plain):
     async def run(self, data, **extra):
         await super().run(data, **extra)
         await asyncio.sleep(0)
         return "very good"
-
-
-class WithTool:
-    async def run(self, data, **extra):
-        client = client_of(extra)
-        tool = {"type": "function", "function": {"name": "f", "parameters": {}}}
-        await client.chat.completions.create(model="m", messages=data["messages"], tools=[tool])
-        return 0.0
 
 
 class NotAsync:
@@ -104,20 +85,6 @@ class TokenisedAgain(Turns):
 class WrongDtype(Turns):
     def rows(self, response):
         return super().rows(response) | {"rewards": torch.tensor([1])}
-
-
-class LeavesOut:
-    async def arun_episode(self, engine, data):
-        return None
-
-
-class BlockingWorkflow(Turns):
-    async def arun_episode(self, engine, data):
-        time.sleep(0.06)
-        return await super().arun_episode(engine, data)
-
-
-leaves_out = LeavesOut()
 
 
 class Branching:

@@ -45,28 +45,6 @@ def test_run_shows_every_turn_with_tokens_and_reward(agent):
     assert "finished: after 2 turns" in out
 
 
-def test_run_has_the_same_json(agent):
-    code, out = agent("run", "Plain", "--say", "ab", "--json")
-    report = json.loads(out)
-    (turn,) = report["turns"]
-    assert code == 0
-    assert [(t["text"], t["logprob"], t["version"]) for t in turn["tokens"]] == [
-        ("a", -1, 0),
-        ("b", -1, 0),
-        ("<|end|>", -1, 0),
-    ]
-    assert (turn["num_prompt_tokens"], turn["finish"], turn["reward"], turn["continues"]) == (
-        5,
-        "stop",
-        2.0,
-        None,
-    )
-    row = {"turns": [0], "num_shared": 0, "num_tokens": 8, "num_trained": 3, "reward": 2.0}
-    assert report["rows"] == [row]
-    assert (turn["branch"], turn["parent"]) == ("root", None)
-    assert (report["failure"], report["error"]) == (None, None)
-
-
 BRANCHING = ("--say", "ab", "--say", "<think>x</think>c", "--say", "d", "--say", "e", "--say", "f")
 
 
@@ -88,27 +66,12 @@ def test_run_shows_the_tree_of_an_episode_that_the_model_failed(agent):
     assert tree[9] == "failed by the model declared: areal_core.EpisodeFailed: no answer after five calls"
 
 
-def test_run_notes_tools_that_the_template_does_not_show_and_turns_that_were_cut(agent):
-    code, out = agent("run", "WithTool", "--say", "a long answer", "gconfig.max_new_tokens=4")
-    assert code == 0
-    assert "tools were offered, and the chat template does not show them to the model" in out
-    assert "1 of 1 turns were truncated at the length limit: raise gconfig.max_new_tokens" in out
-
-
 def test_run_samples_a_real_model_in_this_process(agent, tiny_model):
     code, out = agent("run", "Plain", "--model", tiny_model, "gconfig.max_new_tokens=4", "--json")
     (turn,) = json.loads(out)["turns"]
     assert code == 0
     assert len(turn["tokens"]) <= 4
     assert all(token["logprob"] < 0 for token in turn["tokens"])
-
-
-def test_run_shows_the_turns_before_a_failure_and_where_it_came_from(agent):
-    code, out = agent("run", "Failing", "--say", "a", "--index", 3)
-    assert code == 1
-    assert "turn 0  prompt 5 tokens" in out
-    assert "failed: after 1 turn: LookupError: no entry 3 in the table" in out
-    assert f"{AGENTS}:" in out
 
 
 @pytest.mark.parametrize(
@@ -134,21 +97,6 @@ def test_what_cannot_be_run_is_one_sentence_and_code_2(agent, name, arguments, s
     assert "Traceback" not in out
 
 
-@pytest.mark.long
-def test_stress_of_a_plain_agent_reports_load_latency_and_lag(agent):
-    code, out = agent(
-        "stress", "Plain", "--say", "ab", "--latency", 0.3, "--batch-size", 16, "--group-size", 8, "--json"
-    )
-    report = json.loads(out)
-    assert (code, report["healthy"], report["errors"]) == (0, True, [])
-    assert (report["most_at_once"], report["num_finished"], report["mean_reward"]) == (128, 128, 2.0)
-    assert report["episodes"]["count"] == 128
-    assert 0 < report["calls"]["p50_s"] < report["calls"]["p99_s"] <= report["calls"]["max_s"] < 0.9 + 2
-    assert [loop["name"] for loop in report["loops"]] == ["agents", "rollout"]
-    assert all(loop["lag_p50_s"] < 0.1 for loop in report["loops"])
-    assert report["num_output_tokens"] == 3 * 128
-
-
 def test_stress_names_an_agent_that_blocks_with_its_stack(agent):
     code, out = agent("stress", "Blocking", "--say", "a", "--batch-size", 2, "--group-size", 4)
     assert code == 1
@@ -161,25 +109,6 @@ def test_stress_names_an_agent_that_blocks_with_its_stack(agent):
     )
 
 
-def test_stress_groups_errors_by_message(agent):
-    code, out = agent("stress", "Failing", "--say", "a", "--batch-size", 16, "--group-size", 2, "--json")
-    (group,) = json.loads(out)["errors"]
-    assert code == 1
-    assert group["count"] == 12  # rows 0, 3, ... 15
-    assert group["message"].startswith("LookupError: no entry ")
-    assert "raise LookupError" in group["traceback"]
-
-
-def test_run_shows_every_call_of_a_workflow_and_its_rows(agent):
-    code, out = agent("run", "Turns", "--index", 3, "--say", "ab", "--say", "c")
-    assert code == 0
-    assert "turn 0  prompt 5 tokens  sampled 3, stop" in out
-    assert "turn 1  prompt 8 tokens, starting with the tokens of turn 0  sampled 2, stop" in out
-    assert "  prompt    " in out
-    assert "of turn 0, 1: reward 2, 2 of 10 tokens in the loss mask" in out
-    assert "finished: after 2 turns" in out
-
-
 def test_run_notes_rows_that_were_not_sampled_and_refuses_what_training_would(agent):
     code, out = agent("run", "TokenisedAgain", "--say", "ab")
     assert code == 0
@@ -190,26 +119,3 @@ def test_run_notes_rows_that_were_not_sampled_and_refuses_what_training_would(ag
     code, out = agent("run", "Turns", "--say", "ab", "--arg", "turns=1")
     assert code == 2
     assert "workflow Turns cannot be constructed from gconfig, tokenizer, turns: got an unexpected" in out
-
-
-@pytest.mark.long
-def test_stress_of_a_workflow_reports_load_and_what_blocks(agent):
-    load = ("--say", "ab", "--batch-size", 8, "--group-size", 4, "--json")
-    code, out = agent("stress", "Turns", *load)
-    report = json.loads(out)
-    assert (code, report["num_finished"], report["mean_reward"], report["calls"]["count"]) == (0, 32, 3.0, 64)
-    assert [loop["name"] for loop in report["loops"]] == ["rollout"]
-    code, out = agent("stress", "BlockingWorkflow", *load)
-    assert code == 1
-    assert "in BlockingWorkflow.arun_episode" in json.dumps(json.loads(out)["loops"])
-    code, out = agent("stress", "leaves_out", *load)
-    assert (code, json.loads(out)["num_finished"]) == (0, 0)
-
-
-@pytest.mark.long
-def test_stress_with_2048_episodes_at_once_does_not_block_the_event_loop(agent):
-    code, out = agent("stress", "Plain", "--say", "It is 12.", "--latency", 8, "--json")
-    report = json.loads(out)
-    assert (code, report["most_at_once"], report["num_finished"]) == (0, 2048, 2048)
-    lags = {loop["name"]: loop["lag_p99_s"] for loop in report["loops"]}
-    assert max(lags.values()) < 0.5, lags  # 0.1 s measured with a third of a core

@@ -1,6 +1,5 @@
 """The proxy over HTTP, used by the official clients."""
 
-import asyncio
 import json
 import logging
 
@@ -76,16 +75,6 @@ def test_chat_completion_with_tools_streamed_and_unstreamed(run_client, scripted
     ]
     assert [chunk.choices[0].finish_reason for chunk in chunks if chunk.choices][-1] == "tool_calls"
     assert chunks[-1].usage.completion_tokens > 0
-
-
-def test_stream_has_a_choice_in_every_chunk_unless_usage_is_requested(run_client, scripted_engine):
-    async def body(client):
-        messages = [{"role": "user", "content": "?"}]
-        create = client.openai().chat.completions.create
-        return [chunk async for chunk in await create(model="m", messages=messages, stream=True)]
-
-    chunks, _ = run_client(scripted_engine("ab"), body)
-    assert [chunk.choices[0].delta.content for chunk in chunks] == ["", "ab", None]
 
 
 def test_responses_answer_text_and_function_calls_and_remember_the_previous_one(
@@ -226,23 +215,6 @@ def test_sampling_that_the_agent_sets_is_honoured_and_logged_once(run_client, sc
 
 
 @pytest.mark.parametrize(
-    "request_options", [{"temperature": 0.25}, {"response_format": {"type": "json_object"}}]
-)
-def test_a_law_whose_logprobs_the_trainer_cannot_compute_is_refused(
-    run_client, scripted_engine, request_options
-):
-    async def body(client):
-        create = client.openai().chat.completions.create
-        with pytest.raises(openai.BadRequestError) as refused:
-            await create(model="m", messages=[{"role": "user", "content": "?"}], **request_options)
-        await create(model="m", messages=[{"role": "user", "content": "?"}])
-        return refused.value.body["message"]
-
-    refusal, _ = run_client(scripted_engine("a"), body, gconfig={"temperature": 0.75})
-    assert "gconfig.temperature is 0.75: log-probs that the trainer can compute" in refusal
-
-
-@pytest.mark.parametrize(
     ("request_options", "seen_text"),
     [
         ({"n": 0}, "n is 0; expected 1 to 128"),
@@ -319,17 +291,3 @@ def test_a_conversation_that_fills_the_context_is_refused_as_such(run_client, sc
 
     code, _ = run_client(scripted_engine("ok"), body, gconfig={"max_tokens": 50})
     assert code == "context_length_exceeded"
-
-
-def test_requests_beyond_any_connection_limit_are_queued_and_not_refused(run_client, scripted_engine):
-    engine = scripted_engine(*["ok"] * 150)
-
-    async def body(client):
-        create = client.openai().chat.completions.create
-        messages = [{"role": "user", "content": "?"}]
-        replies = await asyncio.gather(*(create(model="m", messages=messages) for _ in range(150)))
-        return {reply.choices[0].message.content for reply in replies}
-
-    seen_text, rows = run_client(engine, body)
-    assert seen_text == {"ok"}
-    assert len(rows["rewards"]) == 150

@@ -77,12 +77,6 @@ def test_the_calls_before_a_compaction_are_credited_with_the_reward_after_it(
     assert tree_of(per_call) == [("root", -1), ("continued", 0), ("compacted", 1)]
 
 
-def test_rewards_of_calls_are_discounted_over_the_episode_and_not_over_a_row(episode, scripted_engine):
-    agent = Script(*COMPACTION, reward=lambda ids: {ids[0]: 1.0, ids[2]: 4.0})
-    rows = episode(agent, scripted_engine("a", "b", "c"), export_style="concat", turn_discount=0.5)
-    assert rows["rewards"].tolist() == [1.0 + 0.5 * (0.0 + 0.5 * 4.0), 4.0]
-
-
 def test_a_turn_of_two_branches_is_in_the_loss_mask_of_the_first_row_only(
     episode, scripted_engine, tokenizer
 ):
@@ -130,14 +124,6 @@ def test_a_row_that_starts_again_names_the_call_it_continues_and_the_reason(
     rows = episode(Script(*prompts, **options), scripted_engine(*lines), export_style="concat")
     assert tree_of(rows) == [("root", -1), expected]
     assert rows["rewards"].tolist() == [1.0, 1.0]
-
-
-def test_a_broken_prefix_repeats_the_calls_before_it_that_are_exact(episode, scripted_engine, tokenizer):
-    agent = Script([Q], [Q, -1, Q1], [Q, -2, Q1, -1, Q2])
-    rows = episode(agent, scripted_engine("a", "<think>x</think>b", "c"), export_style="concat")
-    assert tree_of(rows) == [("root", -1), ("reasoning", 1)]
-    assert turns_of(rows) == [[0, 1], [0, 2]]
-    assert trained_text(tokenizer, rows) == ["a<|end|><think>x</think>b<|end|>", "c<|end|>"]
 
 
 def exported(episodes: dict[int, list]) -> dict[str, float]:

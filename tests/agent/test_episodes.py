@@ -1,17 +1,12 @@
 """Runs of agents as episodes: rewards, exports, isolated sessions, and errors."""
 
 import asyncio
-import time
 
 import httpx
 import openai
 import pytest
 
 from areal_core.agent.errors import (
-    AgentStalled,
-    NoCompletion,
-    NotAnAgent,
-    UnreachableProxy,
     UnsafeProxy,
     WrongReward,
 )
@@ -66,11 +61,6 @@ def test_individual_export_has_a_row_a_call_with_discounted_rewards(episode, scr
     assert rows["rewards"].tolist() == [0.5, 1.0]
 
 
-def test_rewards_by_completion_id_are_each_turns_own(episode, scripted_engine):
-    rows = episode(Asker(lambda ids: {ids[0]: 2, ids[1]: 1}), scripted_engine("a", "b"), turn_discount=0.5)
-    assert rows["rewards"].tolist() == [2.5, 1.0]
-
-
 @pytest.mark.parametrize("chat_template_type", ["hf", "concat"])
 def test_concat_export_joins_the_turns_of_a_conversation_token_by_token(
     episode, scripted_engine, tokenizer, chat_template_type
@@ -90,19 +80,6 @@ def test_concat_export_joins_the_turns_of_a_conversation_token_by_token(
     assert rows["logprobs"][0][mask].tolist() == [-0.125, -0.25, -0.375, -0.125, -0.25]
     assert rows["versions"][0].tolist() == [3 if trained else -1 for trained in mask.tolist()]
     assert rows["rewards"].tolist() == [0.5]  # the reward of the second turn, discounted for the first
-
-
-def test_concat_export_falls_back_where_the_template_renders_a_turn_differently(
-    episode, scripted_engine, tokenizer
-):
-    """The reasoning is not rendered again, so the second prompt does not begin with the sample."""
-    lines = ("<think>hm</think>a", "b")
-    rendered_again = episode(Asker(), scripted_engine(*lines), export_style="concat", chat_template_type="hf")
-    assert trained_text(tokenizer, rendered_again) == ["<think>hm</think>a<|end|>", "b<|end|>"]
-    exact = episode(Asker(), scripted_engine(*lines), export_style="concat", chat_template_type="concat")
-    assert text_rows(tokenizer, exact) == [
-        "<|user|>0?<|end|><|assistant|><think>hm</think>a<|end|><|user|>1?<|end|><|assistant|>b<|end|>"
-    ]
 
 
 def test_concat_prompt_closes_a_turn_that_was_cut_without_training_its_end(
@@ -133,51 +110,6 @@ def test_what_is_no_reward_is_refused_with_the_agent_and_the_value(
 ):
     with pytest.raises(WrongReward, match=f"test_episodes:Asker {error_text}"):
         episode(Asker(lambda ids: returned), scripted_engine("a", "b"))
-
-
-class Silent:
-    async def run(self, data, **extra):
-        return 1.0
-
-
-class Synchronous:
-    def run(self, data, **extra):
-        return 1.0
-
-
-class Runless:
-    pass
-
-
-class NeedsName:
-    def __init__(self, name) -> None: ...
-
-    async def run(self, data, **extra): ...
-
-
-@pytest.mark.parametrize(
-    ("agent", "error_text"),
-    [
-        (Runless(), "Runless has no run: an agent has `async def run"),
-        (Synchronous, "Synchronous.run is not async"),
-        (
-            NeedsName,
-            "NeedsName cannot be constructed from {}: .*missing 1 required positional argument: 'name'",
-        ),
-        ("no_such_module:Agent", "no_such_module cannot be imported"),
-        ("json:Agent", "json has no Agent; its functions and classes are "),
-        ("agent", "'agent' is not an import path; expected package.module:Name or file.py:Name"),
-        ("/no/such/file.py:Agent", "there is no file /no/such/file.py"),
-    ],
-)
-def test_what_is_no_agent_is_refused_before_anything_starts(make_workflow, agent, error_text):
-    with pytest.raises(NotAnAgent, match=error_text):
-        make_workflow(agent)
-
-
-def test_a_run_that_never_called_the_model_is_an_error_and_not_a_sample(episode, scripted_engine):
-    with pytest.raises(NoCompletion, match="test_episodes:Silent ended without a call"):
-        episode(Silent(), scripted_engine())
 
 
 class Intruder:
@@ -234,38 +166,6 @@ def test_the_key_of_an_ended_session_opens_nothing(make_workflow, scripted_engin
     assert reply.status_code == 401
 
 
-class OwnReward:
-    async def run(self, data, **extra):
-        for content in "ab":
-            await chat(extra, [{"role": "user", "content": content}])
-        headers = {"x-api-key": extra["api_key"]}
-        await extra["http_client"].post(
-            f"{extra['base_url']}/rl/set_reward", headers=headers, json={"reward": 0.75}
-        )
-
-
-def test_a_reward_set_over_http_replaces_the_returned_one(episode, scripted_engine):
-    assert episode(OwnReward(), scripted_engine("x", "y"), turn_discount=0.0)["rewards"].tolist() == [
-        0.0,
-        0.75,
-    ]
-
-
-class Sleeper:
-    async def run(self, data, **extra):
-        await chat(extra, [{"role": "user", "content": "?"}])
-        await asyncio.sleep(60)
-
-
-def test_an_agent_that_stops_calling_is_ended_with_an_error(episode, scripted_engine):
-    began = time.monotonic()
-    with pytest.raises(
-        AgentStalled, match=r"no call for 1 s .* after 1 answered calls, and has not returned"
-    ):
-        episode(Sleeper(), scripted_engine("a"), session_timeout_seconds=1)
-    assert time.monotonic() - began < 10
-
-
 class SyncClient:
     """Block the event loop in every call: on the loop of the engine this would deadlock."""
 
@@ -293,11 +193,3 @@ def test_a_proxy_that_others_can_reach_wants_a_key_of_its_own(host, key, error_t
     check_exposure(host, "k" * 16)
     for loopback in ("127.0.0.1", "::1", "localhost"):
         check_exposure(loopback, key)
-
-
-def test_a_port_that_is_taken_is_one_sentence(make_workflow):
-    taken = make_workflow(Silent).server.port
-    with pytest.raises(
-        UnreachableProxy, match=f"cannot listen on 127.0.0.1:{taken}: .*set rollout.agent.port to 0"
-    ):
-        make_workflow(Silent, port=taken)

@@ -15,8 +15,6 @@ from areal_core.agent.failures import (
     describe_raised,
     failure_of,
 )
-from areal_core.config import AgentConfig
-from areal_core.config.checks import wrong_values
 from areal_core.rollout.errors import PromptTooLong, ServerDied
 from areal_core.rollout.types import ModelResponse
 from tests.agent.agents_under_test import client_of
@@ -106,30 +104,6 @@ def test_an_exception_is_the_models_only_on_evidence(error, kind):
     assert failure_of(raised, answers, [REFUSAL], added) == kind
 
 
-def test_an_error_in_the_handler_of_a_models_error_is_one_of_the_code():
-    def handle():
-        try:
-            raise BEHAVIOUR
-        except Exception:
-            return {}["missing"]
-
-    assert failure_of(describe_raised(raised_by(handle)), [answered()], []) is None
-
-
-def test_invalid_output_that_was_cut_counts_as_truncated():
-    cut = [answered("{city", stop_reason="length")]
-    assert failure_of(describe_raised(BEHAVIOUR), cut, []) == "truncated"
-    assert failure_of(describe_raised(raised_by(json.loads, "{city")), cut, []) == "truncated"
-    assert failure_of(describe_raised(TURNS), cut, []) == "too_many_turns"
-
-
-def test_arguments_of_a_tool_call_are_values_that_the_model_sampled():
-    arguments = answered(arguments='{"where": {"city": 5, "rain": 1.5}}')
-    error = raised_by(City.model_validate, {"city": 5, "rain": 1.5})
-    assert failure_of(describe_raised(error), [arguments], []) == "invalid_output"
-    assert failure_of(describe_raised(error), [answered()], []) is None
-
-
 class Raiser:
     """Make two calls, reward the first over HTTP, then raise what `data["raise"]` names."""
 
@@ -213,9 +187,3 @@ def test_an_error_of_the_engine_is_never_the_models(episode, scripted_engine):
 
     with pytest.raises(ServerDied, match="no inference server is left"):
         episode(Translating(), Dying())
-
-
-def test_a_failed_reward_that_is_not_finite_is_refused():
-    problems = list(wrong_values(AgentConfig(failed_reward=float("nan"))))
-    assert len(problems) == 1
-    assert "failed_reward is nan; expected a finite number" in problems[0]

@@ -11,13 +11,10 @@ import pytest
 
 from areal_core.rollout.loop_thread import LoopThread
 from areal_debug.agent.loop_monitor import (
-    BEAT_S,
     LoopMonitor,
     Place,
     StackSample,
     find_stalls,
-    lags_over_time,
-    percentile,
 )
 
 
@@ -112,10 +109,3 @@ def test_the_length_of_a_stall_counts_from_the_last_beat_of_the_loop():
     )
     assert stall.longest_s == pytest.approx(0.11)
     assert (stall.place, stall.count) == ("agent.py:1 in run", 1)
-
-
-def test_lag_percentiles_are_over_time_and_not_over_beats():
-    """Ninety-nine beats in time and one a second late: a random moment is late half of the time."""
-    lags = sorted(lags_over_time([0.0] * 99 + [1.0]))
-    assert percentile(lags, 0.75) == pytest.approx(0.5, abs=2 * BEAT_S)
-    assert percentile(sorted([0.0] * 99 + [1.0]), 0.75) == 0.0

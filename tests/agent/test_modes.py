@@ -72,21 +72,6 @@ def test_a_reward_that_is_no_finite_number_is_refused_over_http(make_workflow, s
     ]
 
 
-def test_the_admin_key_is_random_and_in_a_file_of_the_user(make_workflow, caplog):
-    with caplog.at_level("INFO"):
-        workflow, other = make_workflow(None, mode="online"), make_workflow(None, mode="online")
-    key = workflow.key_file.read_text()
-    assert len(key) == 43
-    assert key != other.key_file.read_text()
-    assert workflow.key_file.stat().st_mode & 0o777 == 0o600
-    assert workflow.key_file.parent.stat().st_mode & 0o777 == 0o700
-    assert str(workflow.key_file) in caplog.text
-    assert key not in caplog.text
-    url = f"{workflow.server.base_url}/rl/start_session"
-    assert httpx.post(url, headers={"authorization": "Bearer areal-admin-key"}).status_code == 401
-    assert httpx.post(url, headers=admin_of(workflow)).status_code == 429
-
-
 def test_the_proxy_refuses_requests_that_a_web_page_could_send(make_workflow):
     workflow = make_workflow(None, mode="online")
     url, admin = workflow.server.base_url, admin_of(workflow)

@@ -2,7 +2,6 @@
 
 import json
 
-import openai
 import pytest
 
 from areal_core.errors import ConfigError
@@ -11,29 +10,6 @@ WEATHER = {"name": "weather", "parameters": {"type": "object", "properties": {"c
 TOOL = {"type": "function", "function": WEATHER}
 CALL = '<tool_call>{"name": "weather", "arguments": {"city": "Oslo"}}</tool_call>'
 ASK = [{"role": "user", "content": "?"}]
-
-
-def test_n_choices_are_interactions_of_their_own(run_client, scripted_engine):
-    async def body(client):
-        create = client.openai().chat.completions.create
-        reply = await create(model="m", messages=ASK, n=3, max_tokens=9)
-        stream = await create(model="m", messages=ASK, n=2, stream=True)
-        return reply, [chunk async for chunk in stream]
-
-    engine = scripted_engine("a", "bb", "c...", "d", "e")
-    (reply, chunks), rows = run_client(engine, body)
-    assert [(c.index, c.message.content, c.finish_reason) for c in reply.choices] == [
-        (0, "a", "stop"),
-        (1, "bb", "stop"),
-        (2, "c...", "length"),
-    ]
-    ids = [choice.interaction_id for choice in reply.choices]
-    assert (ids[0], len(set(ids))) == (reply.id, 3)
-    assert (reply.usage.prompt_tokens, reply.usage.completion_tokens) == (4, 2 + 3 + 4)
-    said = [(c.choices[0].index, c.choices[0].delta.content) for c in chunks if c.choices[0].delta.content]
-    assert said == [(0, "d"), (1, "e")]
-    assert [request.metadata["turn"] for request in engine.requests] == [0, 1, 2, 3, 4]
-    assert len(rows["rewards"]) == 5
 
 
 def test_a_text_and_token_ids_are_completed_without_the_template(run_client, scripted_engine, tokenizer):
@@ -51,19 +27,6 @@ def test_a_text_and_token_ids_are_completed_without_the_template(run_client, scr
     assert logprobs.text_offset == [4, 5]
     assert [chunk.choices[0].text for chunk in chunks] == ["<tool_call>"]
     assert [r.input_ids for r in engine.requests] == [tokenizer.encode("2+2=")] * 2 + [[7, 8, 9]]
-
-
-@pytest.mark.parametrize("prompt", [None, "", [], ["a", "b"], [1, -2], [True]])
-def test_a_prompt_that_is_not_one_text_is_refused(run_client, scripted_engine, prompt):
-    async def body(server):
-        client = server.openai()
-        with pytest.raises(openai.BadRequestError) as refused:
-            await client.completions.create(model="m", prompt=prompt)
-        await client.completions.create(model="m", prompt="a")
-        return refused.value.body["message"]
-
-    refusal, _ = run_client(scripted_engine("a"), body)
-    assert refusal.endswith("expected one text or one list of token ids")
 
 
 def test_tokens_are_counted_and_models_listed_for_both_clients(run_client, scripted_engine):
@@ -88,27 +51,6 @@ def test_tokens_are_counted_and_models_listed_for_both_clients(run_client, scrip
     assert counted.input_tokens == reply.usage.prompt_tokens
     assert (theirs, ours, one, status) == (["policy"], ["policy"], "any-name", 401)
     assert len(rows["rewards"]) == 1  # nothing was sampled for a count
-
-
-def test_lone_surrogates_never_fail_a_request(run_client, scripted_engine, tokenizer):
-    broken = '<tool_call>{"name": "weather", "arguments": {"city": "\\ud800"}}</tool_call>'
-
-    async def body(server):
-        replies = []
-        for path, fields in {
-            "/chat/completions": {"messages": [{"role": "user", "content": "\ud800a"}], "tools": [TOOL]},
-            "/responses": {"input": "\ud800a"},
-            "/messages": {"messages": [{"role": "user", "content": "\ud800a"}], "max_tokens": 9},
-            "/completions": {"prompt": "\ud800a"},
-        }.items():
-            body = json.dumps({"model": "m\udfff"} | fields)
-            replies.append(await server.post(f"/v1{path}", body))
-        return replies
-
-    replies, _ = run_client(scripted_engine(broken, "b", "c", "d"), body)
-    assert [(reply.status_code, reply.json()["model"]) for reply in replies] == [(200, "m�")] * 4
-    (call,) = replies[0].json()["choices"][0]["message"]["tool_calls"]
-    assert json.loads(call["function"]["arguments"]) == {"city": "�"}
 
 
 def test_a_body_that_is_nested_too_deeply_is_refused(run_client, scripted_engine):

@@ -9,11 +9,10 @@ from click.testing import CliRunner
 
 from areal_core.agent.agents import load_agent
 from areal_core.rollout.episodes import assemble
-from areal_debug.agent.replay_episode import Address, parse_address
 from areal_debug.verbs.agent import command
 from recorder import RecordingOptions, RecordWriter
 from recorder.header import write_header
-from recorder.testing import SCRIPTED_HEADER, send_step, write_scripted_record
+from recorder.testing import SCRIPTED_HEADER, send_step
 
 # The variant is an argument of the agent; "" is the recorded one.
 AGENT = """
@@ -185,41 +184,8 @@ def test_requests_that_run_together_may_come_in_another_order(record, agents, sc
     assert run_again(folder, f"{source}:Together")[0] == 0
 
 
-def test_another_chat_template_is_named(record, agents, scripted_engine, tmp_path):
-    folder = record(f"{agents}:Agent", scripted_engine(CALLS, "done"), DATA)
-    template = tmp_path / "model" / "chat_template.jinja"
-    template.write_text(template.read_text().replace("tools:", "tools are:"))
-    _, report = run_again(folder, f"{agents}:Agent")
-    [found] = report["differences"]
-    assert (found["call"], found["kind"], found["at"]) == (0, "prompt_tokens", 6)
-    assert found["what"].startswith("the same messages have other tokens from token 6 on")
-
-
 def test_code_runs_only_if_it_is_named(record, agents, scripted_engine):
     folder = record(f"{agents}:Agent", scripted_engine(CALLS, "done"), DATA)
     done = CliRunner().invoke(command, ["replay", f"{folder}#3"])
     assert done.exit_code == 2
     assert "its code runs only if you name it: areal-debug agent replay" in " ".join(done.output.split())
-
-
-@pytest.mark.parametrize("address", ["#4", "#3/6", "#3/5/1"])
-def test_an_episode_that_is_not_there_is_a_sentence(address, record, agents, scripted_engine):
-    folder = record(f"{agents}:Agent", scripted_engine(CALLS, "done"), DATA)
-    done = CliRunner().invoke(command, ["replay", f"{folder}{address}", f"{agents}:Agent"])
-    assert done.exit_code == 2
-    assert "Traceback" not in done.output
-
-
-def test_a_record_without_an_agent_is_a_sentence(tmp_path):
-    write_scripted_record(tmp_path / "record", num_steps=1)
-    done = CliRunner().invoke(command, ["replay", str(tmp_path / "record"), "x.py:Agent"])
-    assert done.exit_code == 2
-    assert "has no episode of an agent: " in " ".join(done.output.split())
-
-
-def test_addresses():
-    assert parse_address("runs/r#3/17/0") == Address("runs/r", 3, 17, 0)
-    assert parse_address("runs/r#3") == Address("runs/r", 3)
-    assert parse_address("s3://bucket/r.zarr") == Address("s3://bucket/r.zarr")
-    with pytest.raises(ValueError, match="names no episode: expected RECORD#STEP/PROMPT/SAMPLE"):
-        parse_address("runs/r#three")

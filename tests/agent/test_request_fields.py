@@ -1,18 +1,14 @@
 """Every field of the official clients' requests is in a table, and the tables are documented."""
 
-import logging
 import types
-from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 import pytest
 
 from areal_core.agent.apis import anthropic_messages, openai_chat, openai_completions, openai_responses
-from areal_core.agent.apis.request_fields import TABLES, Table, check_fields, warn_once
-from areal_core.agent.errors import BadRequest
+from areal_core.agent.apis.request_fields import TABLES, Table
 
-PAGE = Path(__file__).parents[2] / "docs/agent_proxy.md"
 # Imported when they are used: the two packages take as long to import as torch.
 SCHEMAS = {
     "/v1/chat/completions": "openai.types.chat.completion_create_params:CompletionCreateParams",
@@ -78,34 +74,6 @@ def test_every_field_of_the_installed_client_is_in_the_table(api):
     assert sorted(requested - table.keys()) == []
 
 
-@pytest.mark.parametrize("api", TABLES)
-def test_a_refused_field_is_named_and_an_ignored_one_is_logged_once(api, caplog):
-    for field, rule in TABLES[api].items():
-        body: dict[str, Any] = {"x": "unlikely"}
-        for name in reversed(field.split(".")[1:]):
-            body = {name: body}
-        body = {field.split(".")[0]: body}
-        warn_once.cache_clear()
-        caplog.clear()
-        with caplog.at_level(logging.WARNING):
-            if rule.use == "refused":
-                with pytest.raises(BadRequest, match=f"^{field} is "):
-                    check_fields(body, TABLES[api])
-            elif rule.use == "ignored":
-                check_fields(body, TABLES[api])
-                check_fields(body, TABLES[api])
-        assert caplog.messages == (
-            [f"a request has {field}, which is ignored: {rule.why}"] if rule.use == "ignored" else []
-        )
-        assert rule.why or rule.use == "honoured"
-
-
-@pytest.mark.parametrize("api", TABLES)
-def test_an_unknown_field_is_refused_by_name(api):
-    with pytest.raises(BadRequest, match="no_such_field is '1', and the proxy has no such field"):
-        PARSERS[api].parse_call(SMALLEST[api] | {"no_such_field": 1}, [])
-
-
 class Reads(dict):
     """A body that notes which of its fields are read."""
 
@@ -132,17 +100,3 @@ def test_every_field_that_is_called_honoured_is_read(api):
     PARSERS[api].parse_call(body, [])
     honoured = {name for name, rule in TABLES[api].items() if rule.use == "honoured" and "." not in name}
     assert sorted(honoured - body.read) == []
-
-
-def markdown(table: Table) -> str:
-    """Return a table as the page shows it: fields with the same rule share a row."""
-    rows: dict[tuple[str, str], list[str]] = {}
-    for field, rule in table.items():
-        rows.setdefault((rule.use, rule.why), []).append(f"`{field}`")
-    lines = [f"| {', '.join(fields)} | {use} | {why} |" for (use, why), fields in rows.items()]
-    return "\n".join(["| field | | how or why |", "|---|---|---|", *lines])
-
-
-@pytest.mark.parametrize("api", TABLES)
-def test_the_page_shows_the_table(api):
-    assert f"### `POST {api}`\n\n{markdown(TABLES[api])}\n" in PAGE.read_text()

@@ -78,17 +78,6 @@ def test_a_format_without_a_grammar_is_refused_with_the_field():
         format_of(Required(functions=("f",)), parser="pythonic")
 
 
-def test_the_prompt_shows_whether_reasoning_is_open(tokenizer):
-    call = Call(messages=ASK, required=Required(schema=PARAMETERS))
-    dialogue = Dialogue(tokenizer=tokenizer, sampling=Sampling(), reasoning_parser="qwen3")
-    kinds = []
-    for prompt in ("<|assistant|>", "<|assistant|><think>\n"):
-        sampling = sampling_of(call, tokenizer.encode(prompt), dialogue)
-        assert sampling.model_logprobs
-        kinds.append(json.loads(sampling.server_only["structural_tag"])["format"]["type"])
-    assert kinds == ["or", "sequence"]
-
-
 @pytest.fixture(scope="module")
 def server(tiny_model, tmp_path_factory):
     options = SGLangConfig(dtype="float32", context_length=1024, max_total_tokens=16384)

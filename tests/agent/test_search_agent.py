@@ -25,20 +25,6 @@ def search(query: str) -> str:
     return f'<tool_call>{{"name": "search", "arguments": {json.dumps({"query": query})}}}</tool_call>'
 
 
-@pytest.mark.parametrize(
-    ("query", "pages"),
-    [
-        ("river Orvik", ["The river of Orvik is the Anwel."]),
-        ("ORVIK river?", ["The river of Orvik is the Anwel."]),
-        ("the", []),
-        ("volcano", []),
-        ("", []),
-    ],
-)
-def test_a_search_returns_the_page_with_the_words(query, pages):
-    assert load_agent(AGENT).pages.search(query, 1) == pages
-
-
 def test_the_agent_searches_and_is_rewarded_for_the_answer(episode, scripted_engine, tokenizer):
     engine = scripted_engine(search("Orvik river"), "anwel.")
     rows = episode(load_agent(AGENT), engine, DATA, export_style="concat", chat_template_type="concat")
@@ -75,25 +61,6 @@ def test_a_changed_corpus_is_the_first_difference_of_a_replay(episode, scripted_
         "different: in step 0, prompt 4, sample 0, call 1: "
         'the tool search({"query": "Orvik river"}) returns something else\n'
     )
-
-
-def test_each_question_is_answered_by_one_page():
-    texts = load_agent(AGENT).pages.texts
-    for name in ("questions", "held_out"):
-        for line in (ROOT / f"examples/search/{name}.jsonl").read_text().splitlines():
-            row = json.loads(line)
-            fact, town = row["messages"][0]["content"].strip("?").split()[-3::2]
-            [page] = [text for text in texts if f"The {fact} of {town} is" in text]
-            assert page.strip(".").split()[-1] == row["answer"]
-
-
-def test_the_document_shows_the_curves():
-    trained = json.loads((ROOT / "docs/search_agent.json").read_text())
-    page = (ROOT / "docs/search_agent.md").read_text()
-    for name, text in benchmark.draw(trained, page).items():
-        assert (ROOT / "docs" / name).read_text() == text
-    for one in trained:
-        assert one["curve"][-1][1] >= one["curve"][0][1] + 0.2
 
 
 @pytest.mark.long

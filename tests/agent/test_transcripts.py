@@ -1,17 +1,12 @@
 """The transcripts of episodes in a record: written, read back, verified, archived."""
 
-import json
 from pathlib import Path
 
 import numpy as np
 import pytest
-from click.testing import CliRunner
 
 from areal_core.agent.agents import load_agent
-from areal_core.agent.transcript import as_json, from_json
-from areal_core.data.batch import select_rows
 from areal_core.rollout.episodes import assemble
-from areal_debug.verbs.record import command
 from recorder import RecordingOptions, RecordWriter, open_record, verify
 from recorder.header import write_header
 from recorder.integrity.contents import calls_problems
@@ -58,29 +53,9 @@ def test_a_record_has_tool_calls_and_tool_results(batch, tmp_path):
     assert verify(record).intact
 
 
-def test_a_transcript_stays_with_its_rows(batch, tmp_path):
-    second = [row for row, number in enumerate(batch["episode"].tolist()) if number == 1]
-    record = write(tmp_path / "record", select_rows(batch, second), text=True)
-    assert [found.episode for found in open_record(record).step(0).calls(0)] == [1]
-
-
 def test_an_episode_without_rows_contradicts_the_batch(batch, tmp_path):
     step = open_record(write(tmp_path / "record", batch, text=True)).step(0)
     arrays = step.batch(0)
     assert not list(calls_problems(step, 0, arrays))
     found = list(calls_problems(step, 0, arrays | {"episode": np.zeros(len(arrays["episode"]))}))
     assert [what for _, what in found] == ["has episode 1 of prompt 5, which has no row"]
-
-
-def test_an_archive_has_the_same_transcripts(batch, tmp_path):
-    record = write(tmp_path / "record", batch, text=True)
-    done = CliRunner().invoke(command, ["archive", str(record), "--to", str(tmp_path / "a.zarr")])
-    assert done.exit_code == 0, done.output
-    assert open_record(tmp_path / "a.zarr").step(0).calls(0) == open_record(record).step(0).calls(0)
-
-
-def test_bytes_of_a_row_come_back_and_other_objects_do_not():
-    row = {"images": [b"\x89PNG\x00"], "n": 3, "nested": {"a": [None, True]}}
-    assert from_json(json.loads(json.dumps(as_json(row)))) == row
-    assert as_json({"array": np.zeros(2)}) is None
-    assert as_json({"x": float("nan")}) is None

@@ -10,7 +10,6 @@ from areal_core.agent.agent_workflow import AgentWorkflow
 from areal_core.config import AgentConfig, GenerationHyperparameters
 from areal_core.rollout.pipeline import Executor
 from areal_core.rollout.staleness import StalenessControl
-from areal_core.telemetry.in_episode import scalar
 from areal_core.telemetry.stats import Stats
 from areal_core.telemetry.trace import Trace, rank_file
 from areal_core.testing import ScriptedEngine, make_tiny_tokenizer
@@ -87,13 +86,6 @@ def test_numbers_of_an_agent_are_reported_with_its_batch(mode, agent, executor):
     }
 
 
-def test_rejected_prompts_are_not_reported(agent, executor):
-    accept = lambda rows: int(rows["prompt_id"][0]) == 1  # noqa: E731
-    with workflow_of(agent) as workflow:
-        executor.rollout_batch([(0, {"n": 1}), (1, {"n": 5})], workflow, should_accept=accept)
-    assert sorted(executor.scalars["num_pages"]) == [5, 7]
-
-
 def test_scopes_are_drawn_in_the_episode(agent, executor, tmp_path):
     with workflow_of(agent) as workflow, closing(Trace(tmp_path / "trace", 0, 1, {})) as trace:
         executor.rollout_batch([(7, {"n": 1})], TracedWorkflow(workflow, trace))
@@ -111,13 +103,6 @@ def test_scopes_are_drawn_in_the_episode(agent, executor, tmp_path):
         assert episode["ts"] <= event["ts"] <= event["ts"] + event["dur"] <= episode["ts"] + episode["dur"]
 
 
-def test_what_is_not_a_finite_number_is_refused():
-    with pytest.raises(
-        ValueError, match="the statistic score of a workflow is nan; expected a finite number"
-    ):
-        scalar(score=float("nan"))
-
-
 def test_the_memory_of_chosen_steps_is_written(tmp_path):
     profiler = MemoryProfiler(tmp_path, 3, torch.device("cpu"), frozenset({1}), 1000)
     kept = []
@@ -128,10 +113,3 @@ def test_the_memory_of_chosen_steps_is_written(tmp_path):
     assert file.relative_to(tmp_path).parts == ("step_1", "rank-00003.json")
     events = json.loads(file.read_text())["traceEvents"]
     assert max(event["args"].get("Bytes", 0) for event in events if event["name"] == "[memory]") == 4 << 20
-
-
-def test_memory_is_written_where_a_step_fails(tmp_path):
-    profiler = MemoryProfiler(tmp_path, 0, torch.device("cpu"), frozenset({0}), 1000)
-    with pytest.raises(RuntimeError, match="out of memory"), profiler.during(0):
-        raise RuntimeError("out of memory")
-    assert (tmp_path / "step_0" / "rank-00000.json").exists()

@@ -23,7 +23,6 @@ from recorder import (
     open_record,
     verify,
 )
-from recorder.archive.array_streams import SHARD_CHUNKS
 from recorder.archive.extract import extract_record
 from recorder.archive.pack import archive_record
 from recorder.testing import write_scripted_record
@@ -79,55 +78,12 @@ def test_extracting_restores_every_file_bit_for_bit(source, archive, tmp_path):
     assert_same_files(source, tmp_path / "back")
 
 
-def test_an_archive_verifies_and_lists_nothing_foreign(archive):
-    report = verify(archive)
-    assert report.problems == ()
-    assert report.steps_ok == (0, 1, 2)
-
-
 def test_an_anchor_comes_to_this_machine_as_a_folder(source, archive):
     folder = open_record(archive).anchor(2)
     assert_same_files(source / "anchors" / "000002", folder)
     assert open_record(archive).anchor(2) == folder
     with pytest.raises(StepNotRecorded, match="no anchor at step 1"):
         open_record(archive).anchor(1)
-
-
-def test_an_archive_without_anchors_has_every_step_and_no_checkpoint(source, tmp_path):
-    complete = archive_record(source, tmp_path / "complete.zip")
-    small = archive_record(source, tmp_path / "small.zip", anchors=False)
-    assert open_record(small.location).anchors() == ()
-    assert verify(small.location).problems == ()
-    extract_record(small.location, tmp_path / "back")
-    assert [str(n) for n in all_files(source) if n not in all_files(tmp_path / "back")] == [
-        "anchors/000002/anchor.json",
-        "anchors/000002/checkpoint/weights.bin",
-    ]
-    assert complete.source_bytes - small.source_bytes > 4 * 70_000
-
-
-def test_any_zarr_reader_finds_the_columns(source, tmp_path):
-    archive_record(source, tmp_path / "a")
-    record = open_record(source)
-    want = [record.step(step).batch(rank)["input_ids"] for step in (0, 1, 2) for rank in (0, 1)]
-    ids = zarr.open_group(tmp_path / "a", mode="r")["all/input_ids.U16"]
-    assert ids[:].tolist() == np.concatenate(want).tolist()
-    assert ids.shards[0] == SHARD_CHUNKS * ids.chunks[0]
-    assert [codec.to_dict()["name"] for codec in ids.compressors] == ["zstd", "crc32c"]
-
-
-def test_shards_are_filled_across_steps_and_cut_at_the_end(tmp_path, monkeypatch):
-    # chunks of 64 bytes and shards of two: every step spans several objects
-    monkeypatch.setattr("recorder.archive.array_streams.CHUNK_BYTES", 64)
-    monkeypatch.setattr("recorder.archive.array_streams.SHARD_CHUNKS", 2)
-    write_scripted_record(tmp_path / "record", num_steps=3, num_rows=9)
-    archive_record(tmp_path / "record", tmp_path / "a")
-    num_ids = sum(len(open_record(tmp_path / "record").step(step).batch(0)["input_ids"]) for step in range(3))
-    ids = zarr.open_group(tmp_path / "a", mode="r")["all/input_ids.U16"]
-    assert ids.shape == (num_ids,)
-    assert len(list((tmp_path / "a/all/input_ids.U16/c").iterdir())) == -(-num_ids // 64)
-    extract_record(tmp_path / "a", tmp_path / "back")
-    assert_same_files(tmp_path / "record", tmp_path / "back")
 
 
 def test_every_flipped_byte_of_an_archive_is_found_and_none_is_read(tmp_path):

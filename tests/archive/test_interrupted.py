@@ -110,19 +110,6 @@ def test_an_interrupted_archive_continues(source, tmp_path, monkeypatch, name, d
     assert sorted(os.listdir(tmp_path)) == sorted([name, "back", "record", "whole.zarr"])
 
 
-def test_what_another_record_left_is_not_continued_with(source, tmp_path):
-    archive_record(source, tmp_path / "a.zip")
-    kill_after(2, "extract_record", tmp_path / "a.zip", tmp_path / "back")
-    unfinished = tmp_path / ".back.unfinished"
-    (unfinished / "content/steps/000000/step.json").write_text("{}")
-    assert extract_record(tmp_path / "a.zip", tmp_path / "back").num_continued == 1
-    assert_same_files(source, tmp_path / "back")
-    kill_after(2, "extract_record", tmp_path / "a.zip", tmp_path / "again")
-    (tmp_path / ".again.unfinished" / "source").write_text("another")
-    assert extract_record(tmp_path / "a.zip", tmp_path / "again").num_continued == 0
-    assert_same_files(source, tmp_path / "again")
-
-
 @pytest.mark.parametrize("name", ["a.zip", "a.zarr"])
 def test_a_killed_archive_is_absent_and_the_next_one_clears_what_it_left(source, tmp_path, name):
     kill_after(2, "archive_record", source, tmp_path / name)

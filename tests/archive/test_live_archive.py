@@ -1,7 +1,6 @@
 """Recording into an archive: the same steps as in a folder, readable during and after the run."""
 
 import errno
-import filecmp
 import itertools
 import signal
 import subprocess
@@ -11,13 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from recorder import RecordError, RecordExists, RecordingFailed, commit_anchor, open_record, verify
-from recorder.archive.extract import extract_record
+from recorder import RecordingFailed, commit_anchor, open_record, verify
 from recorder.archive.live_archive import LiveArchive
-from recorder.archive.pack import archive_record
 from recorder.format import RecordHeader
-from recorder.retention import Retention
-from recorder.testing import SCRIPTED_HEADER, gatherers, scripted_batch, send_step, start_facts, write_header
+from recorder.testing import SCRIPTED_HEADER, gatherers, scripted_batch, send_step, write_header
 from recorder.writer import RecordingOptions, RecordWriter
 from tests.recorder.ranks import on_ranks
 
@@ -69,16 +65,6 @@ def test_a_live_archive_has_the_same_bytes_as_a_folder(kind, num_ranks, queue_st
         want = scripted_batch([3, 8, 5], seed=100 * step + rank)
         assert record.step(step).rows(rank, 1)["input_ids"].tolist() == want["input_ids"][1].tolist()
         assert record.step(step).outcome(rank).checksums == {"layer.weight": f"{step:08x}"}
-
-
-def test_a_live_archive_packs_smaller_and_stays_the_same_record(tmp_path):
-    record_live(tmp_path / "live.zarr", tmp_path / "staging", 1, 0)
-    archive_record(tmp_path / "live.zarr", tmp_path / "packed.zarr")
-    extract_record(tmp_path / "live.zarr", tmp_path / "a")
-    extract_record(tmp_path / "packed.zarr", tmp_path / "b")
-    files = [path.relative_to(tmp_path / "a") for path in (tmp_path / "a").rglob("*") if path.is_file()]
-    assert len(files) == 2 + 4 * 4
-    assert all(filecmp.cmp(tmp_path / "a" / name, tmp_path / "b" / name, shallow=False) for name in files)
 
 
 def test_the_archive_can_be_read_while_the_run_continues(tmp_path):
@@ -137,16 +123,6 @@ def test_a_killed_run_leaves_every_committed_step_complete(seen, queue_steps, tm
     assert len(record.steps) >= (int(line) + 1 if queue_steps == 0 else 0)
 
 
-def test_what_cannot_be_an_archive_of_a_run_is_refused(tmp_path):
-    with pytest.raises(RecordError, match="zip file cannot be appended to"):
-        LiveArchive(tmp_path, str(tmp_path / "a.zip"))
-    with pytest.raises(RecordError, match="never removed"):
-        LiveArchive(tmp_path, str(tmp_path / "a.zarr"), retention=Retention(keep_last=3))
-    record_live(tmp_path / "a.zarr", tmp_path / "staging", 1, 0)
-    with pytest.raises(RecordExists, match="exists already"):
-        LiveArchive(tmp_path, str(tmp_path / "a.zarr"))
-
-
 @pytest.mark.parametrize("when_failing", ["stop", "continue"])
 def test_an_archive_that_cannot_be_finished_ends_the_recording_as_configured(
     tmp_path, when_failing, monkeypatch
@@ -170,26 +146,3 @@ def test_an_archive_that_cannot_be_finished_ends_the_recording_as_configured(
         writer("end", steps=1, error=None)
         assert "the run continues without recording" in notes[0]
     assert open_record(tmp_path / "live.zarr").steps == (0,)
-
-
-def test_a_resumed_run_without_an_archive_starts_one(tmp_path):
-    """A kill before the archive was made leaves the header in the staging folder."""
-    staging = tmp_path / "staging"
-    staging.mkdir()
-    write_header(staging, SCRIPTED_HEADER)
-    archive = LiveArchive(staging, str(tmp_path / "live.zarr"))
-    writer = RecordWriter(staging, options=RecordingOptions(first_step=2), archive=archive)
-    writer("start", **start_facts())
-    send_step(writer, 2, scripted_batch([3, 8, 5]))
-    writer("end", steps=3, error=None)
-    assert open_record(tmp_path / "live.zarr").steps == (2,)
-
-
-LEFTOVER = f"zarr.{'0f' * 16}.partial"  # zarr's name of an object that it had not renamed yet
-
-
-def test_an_object_that_was_not_finished_is_no_part_of_the_record(tmp_path):
-    record_live(tmp_path / "live.zarr", tmp_path / "staging", 1, 0)
-    (tmp_path / "live.zarr" / "steps" / LEFTOVER).write_bytes(b"{")
-    assert open_record(tmp_path / "live.zarr").steps == (0, 1, 2, 3)
-    assert verify(tmp_path / "live.zarr").problems == ()

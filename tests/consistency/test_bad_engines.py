@@ -5,13 +5,11 @@ import json
 import numpy as np
 import pytest
 from click.testing import CliRunner
-from transformers import Gemma3Config
 
 from areal_debug.verbs.consistency import command
 from consistency.tokens import Sequences
 
 from .fault_server import SGLANG, application, hosting, serving_rows
-from .records import write_record
 
 PROMPT = [5, 6, 7]
 
@@ -45,16 +43,6 @@ def test_server_without_logprobs(model, prompts):
     assert "it must support return_logprob" in printed
 
 
-def test_refusal_of_a_prompt_beyond_the_context_is_reported(model, prompts):
-    from aiohttp import web
-
-    def overflow(request):
-        raise web.HTTPBadRequest(text="The input (3 tokens) is longer than the model's context length (2)")
-
-    routes = {"/server_info": SGLANG, "/model_info": {"model_path": "m"}, "/generate": overflow}
-    assert "answered 400: The input (3 tokens) is longer" in complaint_about(routes, model, prompts)
-
-
 def test_tokens_beyond_the_models_vocabulary_mean_another_tokenizer(model, prompts):
     row = Sequences(
         np.array([*PROMPT, 4000, 9]), np.array([0, 5]), np.array([0, 0, 0, 1, 1], bool), np.full(5, -1.0)
@@ -62,25 +50,6 @@ def test_tokens_beyond_the_models_vocabulary_mean_another_tokenizer(model, promp
     with serving_rows(row) as address:
         printed = complaint("--engine", address, "--model", model, "--prompts", prompts)
     assert "token 4000 was sampled and the model has a vocabulary of 105: the tokenizers differ" in printed
-
-
-def test_text_that_is_not_a_token_means_another_tokenizer(model, prompts):
-    logprobs = {"tokens": ["Ωmega"], "token_logprobs": [-1.0]}
-    routes = {
-        "/v1/models": {"data": [{"id": "m"}]},
-        "/v1/completions": lambda request: {"choices": [{"logprobs": logprobs}]},
-    }
-    assert "sampled 'Ωmega', which is not a token of the model's tokenizer" in complaint_about(
-        routes, model, prompts
-    )
-
-
-def test_image_text_model_without_its_processor(model, tmp_path):
-    record = write_record(tmp_path / "record", model)
-    folder = tmp_path / "vision"
-    Gemma3Config().save_pretrained(folder)
-    printed = complaint(record, "--model", folder)
-    assert "is an image-text model without its processor (none of preprocessor_config.json" in printed
 
 
 def test_unusable_logprobs_are_counted_and_not_averaged(model, prompts):

@@ -132,11 +132,6 @@ def test_two_faults_at_once_are_both_named():
     assert {f.id for f in diagnosis_of(rounded, world()).causes if f.fault} == {"R04", "R37"}
 
 
-def test_fitted_temperature_is_reported_to_two_decimals():
-    evidence = diagnosis_of_planted("temperature 0.8 in the engine").causes[0].evidence
-    assert "the engine's logprobs are of temperature 0.8, the trainer's of 1" in evidence
-
-
 def test_clean_logits_are_not_reported_as_rounded():
     quiet = dataclasses.replace(world(), noise=0.002)
     assert [f.id for f in diagnosis_of(CLEAN(quiet), quiet).causes] == ["R35"]

@@ -7,8 +7,7 @@ import pytest
 from click.testing import CliRunner
 
 from areal_debug.verbs.consistency import command
-from consistency.entry import exact as run
-from consistency.entry.exact import Certificate, Check, EmbeddedTarget, compare, read_certificate, worse_than
+from consistency.entry.exact import Certificate, Check, compare, read_certificate, worse_than
 from consistency.errors import BadCertificate
 
 MODEL = {"sha256": "0" * 64, "dtype": "float32"}
@@ -32,17 +31,6 @@ def test_values_are_compared_bit_for_bit_and_the_first_difference_is_kept():
     first = check.first
     assert (first.row, first.position, first.token, first.engine, first.trainer) == (1, 0, 6, -1.0, near)
     assert compare("x", [([4], [float("nan")])], [[float("nan")]]).max_abs == float("inf")
-
-
-def test_the_verdict_follows_from_the_checks():
-    not_run = Check("after a weight update", not_run="no")
-    assert certificate(EQUAL).verdict == "proven"
-    assert certificate(EQUAL, not_run).verdict == "undecided"
-    assert certificate(EQUAL, not_run, DIFFERENT).verdict == "refuted"
-    assert (certificate(EQUAL, DIFFERENT).num_tokens, certificate(EQUAL, DIFFERENT).max_abs) == (
-        200,
-        2.0**-21,
-    )
 
 
 def test_a_saved_certificate_is_worse_better_or_of_something_else(tmp_path):
@@ -81,34 +69,6 @@ def test_the_embedded_engine_is_proven_and_then_compared(tiny_model, tmp_path):
     assert by_name["after a weight update"]["num_tokens"] > 0
     again = certify(tiny_model, "--against", str(file))
     assert (again.exit_code, "Not worse" in again.stdout) == (0, True), again.output
-
-
-@pytest.mark.long
-def test_the_fast_engine_is_refuted_with_its_first_difference(tiny_model, monkeypatch):
-    monkeypatch.setattr(
-        run, "EmbeddedTarget", lambda path, dtype: EmbeddedTarget(path, dtype, is_invariant=False)
-    )
-    done = certify(tiny_model)
-    assert done.exit_code == 1, done.output
-    assert "Refuted: " in done.stdout
-    assert "First difference, in 'batch of 1': completion" in done.stdout
-
-
-def test_bad_input_is_refused_with_a_sentence(tmp_path):
-    done = certify(tmp_path)
-    assert (done.exit_code, "has no config.json with safetensors files" in done.output) == (2, True)
-    assert len(done.output.splitlines()) == 1
-    done = certify(tmp_path, "--update", str(tmp_path))
-    assert (done.exit_code, "--update is for servers" in done.output) == (2, True)
-    file = tmp_path / "certificate.json"
-    done = certify(tmp_path, "--against", str(file))
-    assert (done.exit_code, f"{file} cannot be read: No such file" in done.output) == (2, True)
-    file.write_text("{}")
-    done = certify(tmp_path, "--against", str(file))
-    assert (done.exit_code, f"{file} is not a certificate: it has no 'verdict'" in done.output) == (
-        2,
-        True,
-    )
 
 
 @pytest.mark.sglang

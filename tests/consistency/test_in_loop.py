@@ -6,15 +6,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
 from areal_core.config import GRPOConfig, load_expr_config
 from areal_core.data import get_dataset
 from areal_core.embedded.engine import ReplicaUpdate
-from areal_core.errors import ConfigError
 from areal_core.trainer.rl import PPOTrainer
 from consistency.case import NOISE
-from consistency.entry.in_loop import InLoop, Reading, Sums, join, read_step, sums_by_lag, suspicion_of
+from consistency.entry.in_loop import InLoop, Reading, Sums, join, sums_by_lag, suspicion_of
 
 REWARDS = Path(__file__).parents[1] / "debug" / "rewards.py"
 
@@ -24,16 +22,6 @@ def test_sums_by_lag_are_those_of_the_tokens_of_each_lag():
     assert found[0] == Sums(2, 0.75, pytest.approx(np.expm1(0.5) - 0.5 + np.expm1(-0.25) + 0.25), 0, 1)
     assert found[2] == Sums(1, 1.0, pytest.approx(np.expm1(-1.0) + 1.0), 1, 0)
     assert join([found, {0: Sums(1, 0.25)}])[0].num_tokens == 3
-
-
-def test_engine_logprobs_are_aligned_with_the_proximal_ones():
-    batch = {
-        "loss_mask": torch.tensor([[0, 1, 1]]),
-        "logprobs": torch.tensor([[0.0, -1.0, -2.0]]),
-        "versions": torch.tensor([[-1, 4, 5]]),
-    }
-    found = read_step(batch, torch.tensor([[-1.5, -2.25, 9.0]]), version=5)
-    assert {lag: sums.absolute for lag, sums in found.items()} == {0: 0.25, 1: 0.5}
 
 
 def reading(step, *mean_abs_by_lag):
@@ -52,12 +40,6 @@ def test_fresh_tokens_that_differ_all_at_once_mean_stale_weights():
 
 def test_difference_since_the_first_check_is_not_blamed_on_an_update():
     assert suspicion_of(reading(0, 0.2), [], NOISE["bfloat16"]).id == "R01"
-
-
-def test_checks_that_have_no_logprobs_are_refused(tmp_path, tiny_config):
-    wanted = ["consistency.every_k_steps=1", "actor.use_decoupled_loss=false"]
-    with pytest.raises(ConfigError, match=r"every_k_steps is 1.*recompute_logprob is False"):
-        load_expr_config([*tiny_config, *wanted], GRPOConfig)
 
 
 @pytest.fixture

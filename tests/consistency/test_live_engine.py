@@ -8,12 +8,11 @@ import pytest
 from click.testing import CliRunner
 
 from areal_core.testing import make_tiny_tokenizer
-from areal_core.testing.embedded_server import EmbeddedServer
 from areal_debug.verbs.consistency import command
 from consistency import transforms
 from consistency.score import load_scorer
 
-from .fault_server import hosting, serving
+from .fault_server import serving
 from .faulty_engine import FaultyEngine
 
 
@@ -40,17 +39,6 @@ def test_healthy_engine_is_healthy_over_every_api(api, software, scorer, model, 
     assert found["num_tokens"] == 24 * 40
     assert 0 < found["rescoring"]["engine_repeat"] < 0.01
     assert found["rescoring"]["model_repeat"] == 0
-
-
-@pytest.mark.long
-def test_raw_logprobs_at_another_temperature_are_named(scorer, model, prompts):
-    raw = functools.partial(transforms.at_temperature, temperature=1.0)
-    with serving(FaultyEngine(scorer, reports=raw, temperature=0.7, noise=0.002), "vllm") as url:
-        code, found = judged("--engine", url, "--model", model, "--prompts", prompts, "--temperature", "0.7")
-    first = found["causes"][0]
-    assert (code, first["id"]) == (1, "R01")
-    assert "the engine reports raw logprobs (temperature 1)" in first["evidence"]
-    assert "--logprobs-mode processed_logprobs" in first["fix"]
 
 
 def test_engine_whose_decoding_differs_from_its_prefill_is_named(scorer, model, prompts):
@@ -81,20 +69,6 @@ def test_run_to_run_variation_of_the_engine_sets_the_noise_floor(scorer, model, 
     assert "two engine scorings of the same tokens differ by" in found["setting"]["noise"]["source"]
 
 
-def test_engine_without_prompts_is_misuse(model):
-    code, printed = judged("--engine", "http://127.0.0.1:1", "--model", model)
-    assert code == 2
-    assert "--engine needs --model PATH" in printed
-
-
-def test_row_without_a_prompt_is_named_with_its_number(model, tmp_path):
-    file = tmp_path / "prompts.jsonl"
-    file.write_text('{"input_ids": [5, 6]}\n{"solution": "x"}\n')
-    code, printed = judged("--engine", "http://127.0.0.1:1", "--model", model, "--prompts", file)
-    assert code == 2
-    assert "row 1 has solution; expected messages, question or prompt" in printed
-
-
 def test_an_unrequested_transform_is_named_on_a_page_that_needs_no_network(scorer, model, prompts, tmp_path):
     transform = functools.partial(transforms.top_p, top_p=0.8)
     page = tmp_path / "report.html"
@@ -107,11 +81,3 @@ def test_an_unrequested_transform_is_named_on_a_page_that_needs_no_network(score
     assert "replaying top_p 0.8" in text
     assert "src=" not in text
     assert set(re.findall(r'href="(.*?)"', text)) <= {"data:,", "#main"}
-
-
-def test_embedded_server_is_checked_without_scoring_prompts(model, prompts):
-    with hosting(EmbeddedServer(str(model), context_length=256).application()) as url:
-        code, found = judged("--engine", url, "--model", model, "--prompts", prompts)
-    assert (code, found["verdict"], [cause["id"] for cause in found["causes"]]) == (0, "healthy", ["R35"])
-    assert found["metrics"]["mean_abs"] < 1e-5
-    assert "the engine could not be queried again" in found["notes"][0]

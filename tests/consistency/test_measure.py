@@ -5,14 +5,9 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from hypothesis.extra.numpy import arrays
 
 from consistency.checks.recognise import heavy_tail
-from consistency.errors import NothingToCompare
 from consistency.measure import measure, tail
-from consistency.tokens import Sequences, compare_tokens
 
 from .tables import table_of
 
@@ -59,42 +54,6 @@ def test_metric_of_four_tokens_is_the_number_computed_manually(metrics, name, va
     assert metrics[name] == pytest.approx(value, abs=1e-12)
 
 
-def test_jsd_and_k3_of_the_published_example():
-    # NeMo-RL's documentation: logprobs -5 and -15
-    metrics = measure(table_of([[-15.0]], [[-5.0]])).metrics
-    assert metrics["k3"] == pytest.approx(9.0000454)
-    assert metrics["reverse_k3"] == pytest.approx(22015.4658)
-    assert metrics["jsd"] == pytest.approx(4.307, abs=5e-4)
-
-
-def test_bias_is_clustered_by_sequence():
-    # every token of a sequence is off by the same: two independent observations, not two hundred
-    trainer = [[-0.9] * 100, [-1.1] * 100, [-0.8] * 100]
-    t = measure(table_of(trainer, [[-1.0] * 100] * 3)).metrics["t_clustered"]
-    assert t == pytest.approx(
-        (0.2 / 3) / (math.sqrt((1 / 30) ** 2 + (1 / 6) ** 2 + (2 / 15) ** 2) * math.sqrt(1.5) / 3)
-    )
-
-
-logprob_rows = arrays(np.float64, st.integers(1, 40), elements=st.floats(-30, 0))
-
-
-@settings(max_examples=200)
-@given(st.data())
-def test_identities_hold_for_any_logprobs(data):
-    engine = data.draw(logprob_rows)
-    trainer = data.draw(arrays(np.float64, len(engine), elements=st.floats(-30, 0)))
-    cut = data.draw(st.integers(0, len(engine)))
-    found = measure(table_of([trainer[:cut], trainer[cut:]], [engine[:cut], engine[cut:]]))
-    assert [identity.name for identity in found.identities if not identity.holds] == []
-    assert found.metrics["k3"] >= 0
-    assert 0 < found.metrics["ess_token"] <= 1 + 1e-12
-    assert sum(count for _, count in found.histogram) == len(engine)
-    for groups in (found.by["position"], found.by["turn"], found.by["length"]):
-        mean = sum(group.mean * group.num_tokens for group in groups) / len(engine)
-        assert mean == pytest.approx(found.metrics["mean"], abs=1e-9)
-
-
 def test_bad_logprobs_are_counted_by_name_and_not_averaged():
     engine = [[-1.0, math.nan, -math.inf, -9999.0, 0.5, -2.0, -3.0]]
     table = table_of([[-1.0, -1.0, -1.0, -1.0, -1.0, -2.0, math.nan]], engine)
@@ -105,23 +64,6 @@ def test_bad_logprobs_are_counted_by_name_and_not_averaged():
     assert table.excluded.num_tokens == 5
     assert table.position.tolist() == [1, 6]
     assert measure(table).metrics["mean_abs"] == 0.0
-
-
-def test_nothing_left_to_compare_reports_the_excluded_tokens():
-    with pytest.raises(NothingToCompare, match="engine_nan=2"):
-        table_of([[-1.0, -1.0]], [[math.nan, math.nan]])
-
-
-def test_turns_and_positions_in_them_follow_the_mask():
-    mask = np.array([False, True, True, False, False, True, False, True, True])
-    sequences = Sequences(np.arange(9), np.array([0, 6, 9]), mask, np.where(mask, -1.0, 0.0))
-    table = compare_tokens(sequences, np.full(5, -1.0))
-    assert table.sequence.tolist() == [0, 0, 0, 1, 1]
-    assert table.turn.tolist() == [0, 0, 1, 0, 0]
-    assert table.turn_position.tolist() == [0, 1, 0, 0, 1]
-    assert table.response_position.tolist() == [0, 1, 2, 0, 1]
-    assert table.position.tolist() == [1, 2, 5, 1, 2]
-    assert table.length.tolist() == [3, 3, 3, 2, 2]
 
 
 def test_engines_of_different_noise_have_no_tail_together():

@@ -22,14 +22,10 @@ from consistency.check import check
 from consistency.errors import BadPrompts, NothingToCompare
 from consistency.live import parse_prompt
 from consistency.score import Scorer, hidden_states, load_scorer, score
-from consistency.source import Sampled, Sampling, read_step
+from consistency.source import Sampled, Sampling
 from consistency.tokens import Completion, Sequences, sequences_from_completions
-from recorder import open_record
-
-from ..recorder.pictured import png, write_pictured_record
 
 NUM_ROWS, NUM_TOKENS = 6, 24
-STEP = 0.02  # of an update, as a share of the mean weight
 LONG = pytest.mark.long
 EVERYTHING = Sampling(1.0, 1.0, None, False, "float32", "float32")
 
@@ -172,23 +168,10 @@ def test_tokens_from_a_sampled_placeholder_on_are_left_out(world, sound):
     )
 
 
-def test_options_that_the_processor_of_the_run_had_otherwise_are_noted(world, sound):
-    then = with_options(world.scorer.processor, resample=2).identity()
-    sampled = Sampled({"rows": sound}, EVERYTHING, image_processor=then)
-    notes = prepare_images(world.scorer, sampled).notes
-    assert notes == ("the run's image processor had resample 2, the model's has 3",)
-
-
 def test_rows_whose_placeholders_do_not_match_their_images_are_refused(world, sound):
     rows = replace(sound, images=((),) * NUM_ROWS)
     with pytest.raises(NothingToCompare, match="row 0 has 0 images and 2 runs of their placeholder"):
         prepare_images(world.scorer, Sampled({"rows": rows}, EVERYTHING))
-
-
-def test_images_of_recorded_rows_are_read_in_order(tmp_path):
-    write_pictured_record(tmp_path / "record", 2)
-    rows = read_step(open_record(tmp_path / "record").step(1))
-    assert rows.images == tuple((png(100 + prompt), png(9999)) for prompt in (0, 0, 1, 1))
 
 
 def test_prompts_of_a_file_name_their_images_beside_a_chat_text_or_ids(world):

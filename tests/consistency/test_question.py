@@ -13,10 +13,8 @@ from areal_core.data import get_dataset
 from areal_core.embedded import engine
 from areal_core.engine.checkpoint.hf_folder import save_hf
 from areal_core.trainer.rl import PPOTrainer
-from areal_debug.consistency.engine_question import ask_with_recorded_weights
 from areal_debug.wiring import recorder_of
 from consistency.entry.which_engine import Examined, Suspect, ask_engine, by_evidence, decide
-from consistency.errors import NothingToCompare
 from recorder import RecordingOptions, open_record
 
 TINY = Path(__file__).parents[1] / "debug"
@@ -179,14 +177,6 @@ def never_sent(patch):
     patch.setattr(engine.ReplicaUpdate, "send", send)
 
 
-@pytest.mark.long
-def test_the_weights_come_from_a_replay_of_the_record(healthy, tiny_model, tmp_path):
-    with planted(without()):
-        faulty = train(tmp_path, tiny_model)
-    answer = ask_with_recorded_weights(healthy.record, faulty, STEP)
-    assert (answer.side, answer.cause) == ("B", EXPECTED["stale"][2])
-
-
 def test_few_tokens_and_weak_evidence_lower_the_confidence():
     graded = [by_evidence(nats, tokens) for nats, tokens in ((25, 40), (25, 31), (12, 40), (99, 7))]
     assert graded == ["high", "medium", "medium", "low"]
@@ -228,9 +218,3 @@ def test_prompts_of_other_tokens_are_a_question_of_the_tokenizer(healthy, tmp_pa
     answer = ask_engine(healthy.record, changed, 0, {})
     assert (answer.side, answer.cause, answer.confidence) == ("B", "another chat template", "high")
     assert answer.evidence[0] == "16 of 16 prompts have other tokens, the first is that of prompt 0"
-
-
-def test_weights_of_the_sampled_version_must_be_given(healthy):
-    given = {"0": healthy.weights / "0"}
-    with pytest.raises(NothingToCompare, match="step 2 was sampled by weights of version 2, and those of 0"):
-        ask_engine(healthy.record, healthy.record, STEP, given)

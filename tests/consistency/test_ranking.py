@@ -20,15 +20,6 @@ def scores_of(probabilities, labels):
 SCORES = scores_of([[0.5, 0.3, 0.2], [0.6, 0.3, 0.1], [0.4, 0.35, 0.25]], [0, 2, 1])
 
 
-def test_ranks_are_those_of_the_sampled_tokens():
-    found = rank_tokens(SCORES, None)
-    assert (found.num_tokens, found.highest_rank) == (3, 2)
-    assert found.argmax_share == pytest.approx(1 / 3)
-    assert found.most_mass_before == pytest.approx(0.9)
-    assert found.least_relative == pytest.approx(0.1 / 0.6)
-    assert found.jaccard is None
-
-
 def test_near_ties_are_distinguished_from_clear_mismatches():
     # The model prefers 0 by ln(5/3) = 0.51, ln 2 = 0.69 and ln(8/7) = 0.13 nats.
     tops = [((0, -0.7), (1, -1.2)), ((1, -0.6), (0, -0.9)), ((1, -0.9), (2, -1.0))]

@@ -12,7 +12,6 @@ from consistency.engines import (
     Reply,
     SamplingParams,
     parse_sglang_identity,
-    parse_sglang_reply,
     with_pictures,
 )
 from consistency.errors import EngineError
@@ -77,25 +76,9 @@ def test_one_contradiction_is_named(changes, cause):
     assert causes(replace(SOUND[0], **changes), SOUND[1]) == [cause]
 
 
-def test_prompts_counted_in_another_order_are_exchanged():
-    assert causes(replace(SOUND[0], num_prompt=2), replace(SOUND[1], num_prompt=3)) == ["R12"]
-
-
 def test_reply_that_is_one_short_of_its_length_is_not_complete():
     short = [reply(0, [1, 2, 3]), reply(1, [6, 7, 3])]
     assert causes(*short) == ["R17"]
-
-
-def test_more_tokens_than_requested_are_named():
-    assert causes(reply(0, [1, 2, 3, 4, 5]), SOUND[1]) == ["R61"]
-
-
-def test_fields_that_a_version_lacks_are_unknown():
-    meta = {"output_token_logprobs": [[-0.5, 3, None]]}
-    found = parse_sglang_reply("here", {"meta_info": meta})
-    assert found == Reply((3,), (-0.5,))
-    identity = parse_sglang_identity("here", {"version": "0.4.0"}, None)
-    assert (identity.model, identity.dtype, identity.quantization) == ("an unknown model", None, None)
 
 
 @pytest.mark.parametrize(
@@ -111,11 +94,6 @@ def test_fields_that_a_version_lacks_are_unknown():
 )
 def test_server_is_named_by_what_it_proves(info, software):
     assert parse_sglang_identity("here", info, {"model_path": "m"}).software == software
-
-
-def test_server_info_of_something_else_is_refused():
-    with pytest.raises(EngineError, match="names neither a version nor an option of SGLang"):
-        parse_sglang_identity("here", {"status": "ok"}, {})
 
 
 def test_another_count_of_prompts_with_images_alone_is_an_expansion():

@@ -73,15 +73,6 @@ def test_scores_equal_those_of_plain_transformers(tiny_model, temperature, token
     assert len(passed) == (1 if tokens_per_pass == 4096 else 2)
 
 
-def test_bfloat16_scores_equal_those_of_bfloat16_transformers(tiny_model):
-    scorer = load_scorer(str(tiny_model), torch.bfloat16)
-    sequences = some_sequences(scorer.head.vocabulary_size)
-    plain = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.bfloat16)
-    labels = torch.as_tensor(sequences.input_ids[sequences.scored])
-    expected = torch.log_softmax(plain_logits(plain, sequences), 1).gather(1, labels[:, None])[:, 0]
-    np.testing.assert_allclose(score(scorer, sequences).logprob, expected, atol=0.02)
-
-
 def test_a_soft_cap_and_a_sliding_window_are_those_of_the_model():
     config = Gemma2Config(
         vocab_size=90, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,

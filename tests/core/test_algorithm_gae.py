@@ -38,12 +38,6 @@ def test_equals_the_definition_to_float32(width, discount, gae_lambda):
     assert error < 1e-6
 
 
-def test_without_values_they_are_zero():
-    rewards, values, mask, bootstrap = case(4, 300)
-    expected = gae(rewards, torch.zeros_like(values), mask, bootstrap, 0.99, 0.95)
-    assert torch.equal(gae(rewards, None, mask, bootstrap, 0.99, 0.95), expected)
-
-
 def test_padding_and_other_rows_change_no_bit():
     rewards, values, mask, bootstrap = case(6, WINDOW + 10)
     whole = gae(rewards, values, mask, bootstrap, 0.99, 0.95)

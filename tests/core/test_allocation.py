@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from areal_core.config import PPOConfig, SFTConfig
+from areal_core.config import PPOConfig
 from areal_core.config.allocation import (
     Allocation,
     Parallel,
@@ -44,16 +44,6 @@ def decoupled(servers: int, ranks: int) -> Allocation:
 )
 def test_spelling_is_read(text, expected):
     assert parse_allocation(text) == expected
-
-
-@given(
-    st.sampled_from(["sglang:{}+fsdp:{}", "sglang:{}|fsdp:{}", "vllm:{}+fsdp:{}"]),
-    st.integers(1, 64),
-    st.integers(1, 64),
-)
-def test_an_allocation_prints_as_what_it_was_read_from(shape, servers, ranks):
-    allocation = parse_allocation(shape.format(f"d{servers}", f"d{ranks}"))
-    assert parse_allocation(str(allocation)) == allocation
 
 
 @pytest.mark.parametrize(
@@ -102,48 +92,8 @@ def test_an_evaluation_has_the_engine_of_the_training_and_one_process(text, eval
     assert PPOConfig(allocation_mode=evaluation).allocation == found
 
 
-def test_without_a_rollout_engine_there_is_no_evaluation():
-    with pytest.raises(AllocationError, match="fsdp:d2 has no rollout engine, so nothing can be sampled"):
-        parse_allocation("fsdp:d2").for_evaluation(samples=True)
-
-
-def test_a_supervised_evaluation_keeps_the_ranks_of_the_training():
-    found = parse_allocation("fsdp:d4t2").for_evaluation(samples=False)
-    assert str(found) == "fsdp:d4t2|eval"
-    assert parse_allocation("d4t2|eval") == found
-    assert (found.kind, found.num_ranks, found.trains) == ("eval", 8, False)
-    assert parse_allocation("fsdp:d4t2").trains
-    with pytest.raises(AllocationError, match="expected 'eval'"):
-        parse_allocation("fsdp:d4|fsdp:d4")
-
-
-def test_config_gives_its_allocation_in_either_spelling():
-    config = PPOConfig(allocation_mode="sglang:d1+fsdp:d2")
-    assert config.allocation == decoupled(1, 2)
-    config.allocation_mode, config.rollout.backend, config.actor.backend = "", "sglang:d1", "fsdp:d2"
-    assert config.allocation == decoupled(1, 2)
-    assert SFTConfig(allocation_mode="fsdp:d2").allocation.train == Parallel(2)
-
-
 def test_two_spellings_that_disagree_are_refused():
     config = PPOConfig(allocation_mode="sglang:d1+fsdp:d2")
     config.rollout.backend, config.actor.backend = "sglang:d1", "fsdp:d4"
     with pytest.raises(AllocationError, match=r"sglang:d1\+fsdp:d2.*fsdp:d4.*keep one"):
         _ = config.allocation
-
-
-def test_backends_next_to_an_allocation_that_agree_pass():
-    config = PPOConfig(allocation_mode="sglang:d1+fsdp:d2")
-    for engine, trainer in (
-        ("sglang:d1", ""),
-        ("", "fsdp:d2"),
-        ("sglang", "fsdp"),
-        ("sglang.d1t1", "fsdp:d2p1"),
-    ):
-        config.rollout.backend, config.actor.backend = engine, trainer
-        assert config.allocation == decoupled(1, 2)
-
-
-def test_no_allocation_at_all_is_refused_with_an_example():
-    with pytest.raises(AllocationError, match=r"all empty.*embedded"):
-        _ = PPOConfig().allocation

@@ -39,14 +39,6 @@ def test_concat_names_the_keys_that_are_not_in_all():
         B.pad_and_concat([rows(2), other])
 
 
-def test_pack_keeps_real_tokens_in_order():
-    flat = B.pack(rows(2, 3))
-    assert flat["input_ids"].tolist() == [1, 2, 11, 12, 13]
-    assert flat["cu_seqlens"].tolist() == [0, 2, 5]
-    assert flat["rewards"].tolist() == [0.0, 1.0]
-    assert "attention_mask" not in flat
-
-
 def with_pictures(*pictures_of_rows):
     """Add to a row for each list one picture a name, whose file has the bytes of its name."""
     names = [name for row in pictures_of_rows for name in row]
@@ -79,31 +71,6 @@ def test_pictures_are_selected_with_their_rows(pictures, data):
     assert_same_pictures(selected, with_pictures(*[pictures[i] for i in chosen]))
 
 
-@given(PICTURES, PICTURES)
-def test_pictures_are_concatenated_with_their_rows(left, right):
-    joined = B.pad_and_concat([with_pictures(*left), with_pictures(*right)])
-    assert_same_pictures(joined, with_pictures(*left, *right))
-
-
-@given(PICTURES)
-def test_pictures_are_not_packed(pictures):
-    batch = with_pictures(*pictures)
-    assert_same_pictures(B.pack(batch), batch)
-    assert_same_pictures(B.unpack(B.pack(batch)), batch)
-
-
-def test_bytes_of_rows_follow_their_rows():
-    batch = rows(2, 3, 1) | {
-        "calls_bytes": torch.tensor([2, 0, 3], dtype=torch.int32),
-        "calls_data": torch.tensor([1, 2, 3, 4, 5], dtype=torch.uint8),
-    }
-    joined = B.pad_and_concat([batch, batch])
-    selected = B.select_rows(joined, [2, 4, 3])
-    assert selected["calls_bytes"].tolist() == [3, 0, 2]
-    assert selected["calls_data"].tolist() == [3, 4, 5, 1, 2]
-    assert_same(B.unpack(B.pack(selected)), selected)
-
-
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=6), st.integers(0, 3))
 def test_unpack_undoes_pack_at_any_width(lengths, extra):
     batch = B.pad_and_concat([rows(*lengths)])
@@ -122,23 +89,3 @@ def test_canonical_order_is_by_prompt_then_sample():
 def test_canonical_order_refuses_rows_that_share_a_name():
     with pytest.raises(ValueError, match=r"\(3, 0\)"):
         B.sort_canonical(rows(1, 1, prompt_ids=[3, 3]))
-
-
-def test_selected_rows_are_trimmed_to_their_longest():
-    assert B.select_rows(rows(1, 4, 2), [2, 0])["input_ids"].tolist() == [[21, 22], [1, 0]]
-
-
-def test_first_fit_decreasing_matches_a_literal_result():
-    # 6, 5 and 4 open a group each, as no two of them fit into 8. 2 fits each, all have one member:
-    # 4 is the smallest sum. 1 joins 5, the smaller of the two groups that still have one member.
-    assert B.first_fit_decreasing([6, 5, 4, 2, 1], capacity=8) == [[0], [1, 4], [2, 3]]
-
-
-def test_a_sequence_longer_than_a_micro_batch_is_refused_with_both_numbers():
-    with pytest.raises(ValueError, match=r"90 tokens .* of 64"):
-        B.first_fit_decreasing([10, 90], capacity=64)
-
-
-def test_ranks_get_the_same_number_of_micro_batches():
-    groups = B.split_rows([3, 3], max_tokens=6, agree_on_max=lambda count: max(count, 3))
-    assert groups == [[0, 1], [], []]

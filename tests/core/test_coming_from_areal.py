@@ -6,10 +6,8 @@ from functools import cache
 from pathlib import Path
 
 import click
-import pytest
 
 from areal_core.config import DPOConfig, GRPOConfig, SFTConfig
-from areal_core.config.import_paths import OURS, REWARDS, WORKFLOWS
 from areal_core.config.names import all_options
 from areal_debug.cli import main
 from benchmarks import upstream_names
@@ -74,11 +72,6 @@ def test_every_name_of_areal_exists_in_a_version_of_its_column():
     assert len(UPSTREAM) > 150
 
 
-def test_the_list_has_no_name_that_nothing_uses():
-    used = {name for _, cell in UPSTREAM for name in upstream_names.names_in(cell)}
-    assert set(KNOWN) == used | set(OURS)
-
-
 def test_what_is_named_here_exists():
     quoted = [text for cell in HERE for text in re.findall(r"`([^`]+)`", cell) if text != "PPOTrainer"]
     verbs = [text for text in quoted if text.startswith("areal-debug ")]
@@ -86,16 +79,3 @@ def test_what_is_named_here_exists():
     assert [verb for verb in verbs if not has_verb(verb.split()[1:])] == []
     assert [name for name in names if not exists(name)] == []
     assert len(names) == len(quoted) - len(verbs) > 90
-
-
-def test_every_translated_string_is_on_the_page():
-    for theirs, ours in (WORKFLOWS | REWARDS).items():
-        assert f"`{theirs}`" in PAGE
-        assert f"`{ours}`" in PAGE
-
-
-@pytest.mark.parametrize(
-    "name", ["areal_core.remote.RemoteEngine.missing", "actor.missing", "rollout/missing_x", "X_MISSING"]
-)
-def test_a_name_that_does_not_exist_would_be_found(name):
-    assert not exists(name)

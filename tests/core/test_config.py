@@ -1,11 +1,5 @@
 """A file and overrides become one typed object, or one error message."""
 
-import json
-import subprocess
-import sys
-from dataclasses import dataclass
-from pathlib import Path
-
 import pytest
 
 from areal_core.config import (
@@ -13,12 +7,8 @@ from areal_core.config import (
     PPOActorConfig,
     PPOConfig,
     SFTConfig,
-    VLLMConfig,
-    config_from_dict,
-    config_to_dict,
     load_expr_config,
 )
-from areal_core.config.checks import flat_values
 from areal_core.config.names import all_options, help_of
 from areal_core.errors import ConfigError
 
@@ -131,11 +121,6 @@ def test_both_upstream_spellings_of_a_grpo_run_load(write, text):
     assert config.actor.should_compute_prox_logp()
 
 
-def test_a_vllm_section_that_is_null_has_its_defaults(write):
-    config, _ = load_expr_config(["--config", write(GRPO_HEAD), "vllm=null"], GRPOConfig)
-    assert config.vllm == VLLMConfig()
-
-
 def test_overrides_set_add_and_delete(write):
     path = write(GRPO_0_5_1)
     overrides = [
@@ -157,15 +142,6 @@ def test_overrides_set_add_and_delete(write):
     assert config.trial_name == "a=b"
 
 
-def test_override_takes_part_in_interpolation(write):
-    path = write(GRPO_0_5_1)
-    config, _ = load_expr_config(
-        ["--config", path, "actor.path=other/model", "gconfig.n_samples=8"], GRPOConfig
-    )
-    assert config.sglang.model_path == "other/model"
-    assert config.actor.reward_norm.group_size == 8
-
-
 @pytest.mark.parametrize(
     ("override", "error_text"),
     [
@@ -183,14 +159,6 @@ def test_unknown_option_is_named_with_the_nearest_one(write, override, error_tex
     message = refused(["--config", write(GRPO_0_5_1), override])
     assert message.startswith(f"override {override!r}: ")
     assert message.endswith(error_text)
-
-
-def test_unknown_key_in_a_file_names_the_file(write):
-    path = write(GRPO_0_5_1.replace("eps_clip:", "eps_clipp:"))
-    assert (
-        refused(["--config", path])
-        == f"{path}: unknown option 'actor.eps_clipp'; did you mean 'actor.eps_clip'?"
-    )
 
 
 @pytest.mark.parametrize(
@@ -216,31 +184,6 @@ def test_damaged_file_gives_one_sentence(write, change, error_text):
         assert part in message
 
 
-def test_file_that_cannot_be_read_is_named(tmp_path):
-    assert (
-        refused(["--config", f"{tmp_path}/none.yaml"])
-        == f"{tmp_path}/none.yaml cannot be read: No such file or directory"
-    )
-    assert "cannot be read: Is a directory" in refused(["--config", str(tmp_path)])
-    (tmp_path / "list.yaml").write_text("- 1\n")
-    assert "holds a list" in refused(["--config", f"{tmp_path}/list.yaml"])
-    (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00a: 1")
-    assert "binary.yaml" in refused(["--config", f"{tmp_path}/binary.yaml"])
-
-
-@pytest.mark.parametrize(
-    ("arguments", "error_text"),
-    [
-        (["seed=1"], "no configuration given; add --config FILE.yaml"),
-        (["train.py"], "no configuration given"),
-        (["--config"], "no configuration given"),
-        (["--confg", "x.yaml"], "unknown argument '--confg'"),
-    ],
-)
-def test_wrong_arguments_are_refused(arguments, error_text):
-    assert error_text in refused(arguments)
-
-
 @pytest.mark.parametrize(
     ("override", "error_text"),
     [
@@ -256,69 +199,6 @@ def test_wrong_override_is_refused(write, override, error_text):
     assert error_text in message
 
 
-def test_dict_round_trip_is_exact(write):
-    config, _ = load_expr_config(["--config", write(GRPO_HEAD)], GRPOConfig)
-    config.actor.optimizer.lr = 0.1 + 0.2
-    tree = json.loads(json.dumps(config_to_dict(config)))
-    assert config_from_dict(tree, GRPOConfig) == config
-    assert config_to_dict(config_from_dict(tree, GRPOConfig)) == tree
-
-
-@dataclass
-class OwnConfig(PPOConfig):
-    """A config with fields that a user script adds."""
-
-    max_turns: int = 3
-    prompt_style: str = "???"
-
-
-def test_subclass_with_plain_fields_is_a_config_too(write):
-    path = write(GRPO_0_5_1 + "max_turns: 5\nprompt_style: short\n")
-    config, _ = load_expr_config(["--config", path], OwnConfig)
-    assert (config.max_turns, config.prompt_style, config.seed) == (5, "short", 7)
-    message = refused(["--config", path, "max_turn=1"], OwnConfig)
-    assert message.endswith("unknown option 'max_turn'; did you mean 'max_turns'?")
-    assert "prompt_style must be given" in refused(["--config", path, "~prompt_style"], OwnConfig)
-
-
 def test_every_option_is_documented():
     for cls in (PPOConfig, SFTConfig):
         assert [name for name in all_options(cls) if not help_of(cls, name)] == []
-
-
-def test_defaults_are_upstreams():
-    values = flat_values(PPOConfig(experiment_name="a", trial_name="b"))
-    expected = {
-        "gconfig.max_new_tokens": 16384, "gconfig.max_tokens": 32768, "gconfig.top_k": 100_000_000,
-        "actor.ppo_n_minibatches": 4, "actor.eps_clip": 0.2, "actor.reward_clip": 20.0, "actor.kl_ctl": 0.1,
-        "actor.discount": 1.0, "actor.gae_lambda": 1.0, "actor.weight_update_mode": "xccl", "actor.dtype": "bfloat16",
-        "actor.mb_spec.packing_algorithm": "ffd", "actor.attn_impl": "flash_attention_2",
-        "rollout.request_retries": 3, "rollout.setup_timeout": 300.0, "sglang.mem_fraction_static": 0.9,
-        "sglang.disable_radix_cache": True, "sglang.chunked_prefill_size": -1, "seed": 1, "total_train_epochs": 1,
-        "debug.dump_rollout_data": False, "debug.replay_rollout_data": False, "debug.path": "",
-        "debug.overwrite": False, "debug.record_text": True, "debug.save_initial_weights": False,
-        "deterministic": False, "device": "auto",
-    }  # fmt: skip
-    assert {name: values[name] for name in expected} == expected
-
-
-def test_config_needs_no_torch():
-    code = "import sys, areal_core.config, areal_core.config.allocation; print('torch' in sys.modules)"
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        check=True,
-        cwd=Path(__file__).parents[2],
-    )
-    assert done.stdout.strip() == "False"
-
-
-@pytest.mark.parametrize("text", ["${oc.env:SECRET}", r"\${oc.env:SECRET}", r"a\\${seed}\b", "${", "$${x}"])
-def test_text_of_a_config_that_was_built_before_stands_for_itself(text, monkeypatch):
-    monkeypatch.setenv("SECRET", "s3cret")
-    given = {"experiment_name": "e", "trial_name": text, "train_dataset": {"path": text, "type": "sft"}}
-    given["actor"] = {"path": "model", "optimizer": {"lr": 1e-5}}
-    tree = config_to_dict(config_from_dict(given, SFTConfig))
-    assert (tree["trial_name"], tree["train_dataset"]["path"]) == (text, text)
-    assert config_to_dict(config_from_dict(tree, SFTConfig)) == tree

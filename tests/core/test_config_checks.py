@@ -1,12 +1,8 @@
 """Options that must agree: each conflict is one sentence with both names and both values."""
 
-import fnmatch
-import json
-
 import pytest
 
 from areal_core.config import (
-    DPOConfig,
     MicroBatchSpec,
     NormConfig,
     OptimizerConfig,
@@ -14,18 +10,10 @@ from areal_core.config import (
     PPOConfig,
     PPOCriticConfig,
     RejectionSamplingConfig,
-    SFTConfig,
     TeacherConfig,
-    TrainEngineConfig,
     check_config,
 )
-from areal_core.config.checks import flat_values
-from areal_core.config.names import all_options
-from areal_core.config.rules import broken_rules
-from areal_core.config.servers import serves_adapters
-from areal_core.config.upstream import NOT_YET, not_yet
 from areal_core.errors import ConfigError
-from areal_core.safety.private import default_root
 
 SHARED = {
     "actor.weight_update_mode": "disk",
@@ -76,16 +64,6 @@ def changed(config, changes):
 
 def test_sound_config_passes_without_notes():
     assert check_config(sound_config()) == []
-
-
-def test_servers_may_share_the_trainers_devices():
-    assert check_config(changed(sound_config(), SHARED | {"allocation_mode": "sglang:d2|fsdp:d2"})) == []
-    together = {"rollout.scheduling_strategy": {"type": "colocation", "target": "actor"}}
-    config = changed(sound_config(), SHARED | together | {"allocation_mode": "sglang:d2+fsdp:d2"})
-    assert str(config.allocation) == "sglang:d2|fsdp:d2"
-    assert check_config(config) == []
-    notes = check_config(changed(config, {"device": "cpu"}))
-    assert "SGLang's servers take their turns there and free no memory" in notes[-1]
 
 
 @pytest.mark.parametrize(
@@ -236,32 +214,6 @@ def test_options_that_agree_pass(changes):
     check_config(changed(sound_config(), changes))
 
 
-def test_servers_get_merged_weights_unless_adapters_are_requested():
-    sent = changed(sound_config(), ADAPTERS)
-    assert (check_config(sent), serves_adapters(sent)) == ([], True)
-    assert serves_adapters(changed(sent, {"rollout.use_lora": False}))  # the servers alone request them
-    merged = {"sglang.enable_lora": None, "actor.weight_update_mode": "xccl"}
-    assert (check_config(changed(sent, merged)), serves_adapters(sent)) == ([], False)
-    embedded = changed(sound_config(), ADAPTERS | {"allocation_mode": "embedded|fsdp:d1"})
-    assert not serves_adapters(embedded)
-
-
-def test_a_reference_of_pairs_has_no_adapter_either():
-    config = DPOConfig(experiment_name="a", trial_name="b", allocation_mode="fsdp:d1")
-    config.actor = TrainEngineConfig(path="m", optimizer=OptimizerConfig(), use_lora=True)
-    config.train_dataset.path, config.train_dataset.type = "data", "dpo"
-    check_config(config)
-    config.ref = TrainEngineConfig(path="m", use_lora=True)
-    with pytest.raises(ConfigError, match=r"ref\.use_lora is True; the model is not trained"):
-        check_config(config)
-
-
-def test_all_disagreements_are_reported_at_once():
-    with pytest.raises(ConfigError) as error:
-        check_config(changed(sound_config(), {"actor.kl_ctl": 0.1, "rollout.consumer_batch_size": 4}))
-    assert len(str(error.value).splitlines()) == 2
-
-
 @pytest.mark.parametrize(
     ("changes", "error_text"),
     [
@@ -301,42 +253,6 @@ def test_option_without_its_feature_is_refused_by_name(changes, error_text):
     assert error_text in str(error.value)
 
 
-def test_option_that_cannot_change_training_is_only_noted():
-    notes = check_config(
-        changed(sound_config(), {"stats_logger.swanlab.mode": "cloud", "vllm.swap_space": 8})
-    )
-    assert [note.partition(" is ")[0] for note in notes] == ["vllm.swap_space", "stats_logger.swanlab.mode"]
-
-
-def test_moving_to_host_memory_where_there_is_no_device_memory_is_only_noted():
-    names = ["offload", "fsdp.offload_params", "fsdp.per_layer_optim_step", "optimizer.offload"]
-    config = changed(sound_config(), {f"actor.{name}": True for name in names})
-    assert check_config(config) == []
-    config.device = "cpu"
-    notes = check_config(config)
-    assert [note.partition(" is ")[0] for note in notes] == [f"actor.{name}" for name in names]
-    assert notes[0].endswith("and device is 'cpu': everything is in host memory already")
-    assert SFTConfig(experiment_name="a", trial_name="b", enable_offload=True).actor.offload
-
-
-def test_supervised_run_is_checked_without_a_rollout():
-    config = SFTConfig(experiment_name="a", trial_name="b", allocation_mode="fsdp:d2")
-    config.actor = TrainEngineConfig(path="model", optimizer=OptimizerConfig())
-    config.train_dataset.path, config.train_dataset.type, config.train_dataset.batch_size = "data", "sft", 3
-    with pytest.raises(ConfigError, match=r"train_dataset.batch_size is 3 and the allocation fsdp:d2"):
-        check_config(config)
-    config.train_dataset.batch_size = 4
-    assert check_config(config) == []
-
-
-def test_every_row_of_the_table_speaks_of_options_that_exist_and_lets_their_defaults_pass():
-    options = {*all_options(PPOConfig)}
-    for row in NOT_YET:
-        assert row.gone != bool(fnmatch.filter(options, row.option)), f"{row.option} and our options"
-    defaults = flat_values(PPOConfig(ref=PPOActorConfig(), experiment_name="a", trial_name="b"))
-    assert list(not_yet(defaults, refused=True)) == list(not_yet(defaults, refused=False)) == []
-
-
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
@@ -358,64 +274,3 @@ def test_every_row_of_the_table_speaks_of_options_that_exist_and_lets_their_defa
 def test_an_option_without_effect_has_one_note(changes, sentence):
     [note] = check_config(changed(sound_config(), changes))
     assert note.startswith(sentence)
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"rollout.experiment_name": "a", "stats_logger.trial_name": "b", "saver.fileroot": default_root()},
-        {"actor.scheduling_spec": [{"gpu": 1, "cmd": "x", "task_type": "worker", "env_vars": {"A": "1"}}]},
-        {"ref": PPOActorConfig(scheduling_strategy={"type": "colocation", "target": "actor"})},
-    ],
-)
-def test_what_upstream_files_repeat_has_no_note(changes):
-    assert check_config(changed(sound_config(), changes)) == []
-
-
-def test_a_served_reward_model_has_a_path_and_a_url():
-    served = {"scheduler.reward_model_path": "rm"}
-    assert check_config(changed(sound_config(), served)) == []
-    url = "scheduler.reward_model_service_url"
-    with pytest.raises(ConfigError, match="give the URL of its server, such as 'http://localhost:30000"):
-        check_config(changed(sound_config(), served | {url: ""}))
-    with pytest.raises(ConfigError, match="reward_model_path is empty; give the folder of the served"):
-        check_config(changed(sound_config(), {url: "http://other:1/classify"}))
-
-
-@pytest.mark.parametrize("role", ["train", "rollout"])
-def test_without_a_trainer_only_the_options_of_rollouts_are_checked(role):
-    config = sound_config()
-    config.actor.optimizer, config.actor.kl_ctl, config.rollout.consumer_batch_size = None, 0.1, 3
-    with pytest.raises(ConfigError):
-        check_config(config)
-    if role == "train":
-        config.allocation_mode = "sglang:d1"  # no trainer either
-    note = "checked for rollouts alone: options of training may be missing and are not compared"
-    assert check_config(config, role) == [note]
-    config.gconfig.min_new_tokens, config.sglang.context_length = 100, 50
-    config.gconfig.use_beam_search = True
-    with pytest.raises(ConfigError) as refused:
-        check_config(config, role)
-    *problems, last = str(refused.value).splitlines()
-    assert {problem.split(" is ")[0] for problem in problems} == {
-        "gconfig.use_beam_search",
-        "sglang.context_length",
-        "gconfig.min_new_tokens",
-    }
-    assert last == f"({note})"
-
-
-@pytest.mark.parametrize(
-    ("facts", "allocation", "refused"),
-    [
-        ({"mlp_only_layers": [0]}, "sglang:d1+fsdp:d2", True),
-        ({"decoder_sparse_step": 2}, "sglang:d1+fsdp:d2", True),
-        ({"mlp_only_layers": []}, "sglang:d1+fsdp:d2", False),
-        ({"mlp_only_layers": [0]}, "embedded|fsdp:d2", False),
-    ],
-)
-def test_sglang_gets_no_model_with_layers_without_experts(tmp_path, facts, allocation, refused):
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3_moe"} | facts))
-    config = changed(sound_config(), {"actor.path": str(tmp_path), "allocation_mode": allocation})
-    found = [s for s in broken_rules(config) if "layers without experts" in s]
-    assert len(found) == refused

@@ -32,24 +32,6 @@ def tokenizer():
     return make_tiny_tokenizer()
 
 
-def test_questions_become_messages_that_ask_for_a_box(questions):
-    rows = get_dataset(DatasetConfig(path=str(questions), type="rl"))
-    assert len(rows) == 3
-    assert rows[2] == {
-        "messages": [
-            {"role": "user", "content": "9 less 1?\nPlease put your final answer within \\boxed{}."}
-        ],
-        "answer": "#### 8",
-    }
-
-
-def test_messages_and_prompts_are_used_unchanged(tmp_path):
-    messages = [{"role": "user", "content": "hi"}]
-    (tmp_path / "a.jsonl").write_text(json.dumps({"messages": messages, "k": 1}) + '\n{"prompt": "hi"}\n')
-    rows = get_dataset(DatasetConfig(path=str(tmp_path), type="rl"))
-    assert rows == [{"messages": messages, "k": 1}, {"messages": messages}]
-
-
 def test_folder_gives_the_requested_split(questions):
     folder = questions.parent
     (folder / "test.jsonl").write_text(json.dumps(QUESTIONS[0]) + "\n")
@@ -88,40 +70,11 @@ def test_damaged_file_is_reported_with_its_line(tmp_path, content, sentence):
     assert sentence in str(error.value)
 
 
-def test_path_without_data_is_refused(tmp_path):
-    with pytest.raises(
-        DatasetError, match=r"test_path.* is no file, no folder with JSONL or CSV files, and no dataset"
-    ):
-        get_dataset(DatasetConfig(path=str(tmp_path), type="rl"))
-
-
 @pytest.mark.parametrize("path", ["absent.jsonl", "absent.parquet", "./absent", "/absent/folder"])
 def test_a_file_that_is_absent_is_not_asked_of_the_hub(path, monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)  # importing it would fail
     with pytest.raises(DatasetError, match=f"^{path} does not exist: "):
         get_dataset(DatasetConfig(path=path, type="rl"))
-
-
-def test_unknown_type_is_refused(questions, tokenizer):
-    with pytest.raises(DatasetError, match="dataset type is 'grpo'"):
-        get_dataset(DatasetConfig(path=str(questions), type="grpo"), tokenizer=tokenizer)
-
-
-def test_arithmetic_is_right_and_the_same_for_the_same_seed():
-    def rows(**arguments):
-        return get_dataset(DatasetConfig(path="arithmetic", type="rl", dataset_kwargs=arguments))
-
-    made = rows(num_rows=50, seed=3, max_operand=20, ops="+-*")
-    assert (
-        made
-        == rows(num_rows=50, seed=3, max_operand=20, ops="+-*")
-        != rows(num_rows=50, seed=4, max_operand=20, ops="+-*")
-    )
-    questions = [row["messages"][0]["content"] for row in made]
-    assert [str(eval(question.rstrip("="))) for question in questions] == [row["answer"] for row in made]
-    assert {op for op in "+-*" if any(op in question for question in questions)} == set("+-*")
-    with pytest.raises(DatasetError, match=r"ops is '\+/'"):
-        rows(ops="+/")
 
 
 def test_loss_mask_of_supervised_rows_covers_the_completion_and_its_eos(tmp_path, tokenizer):
@@ -130,18 +83,6 @@ def test_loss_mask_of_supervised_rows_covers_the_completion_and_its_eos(tmp_path
     row = get_dataset(DatasetConfig(path=str(file), type="sft"), tokenizer=tokenizer)[0]
     assert tokenizer.decode(row["input_ids"]) == "1+1=2<|end|>"
     assert row["loss_mask"] == [0, 0, 0, 0, 1, 1]
-
-
-def test_supervised_prompt_equals_that_of_a_rollout(tokenizer):
-    config = DatasetConfig(path="arithmetic", type="sft", dataset_kwargs={"num_rows": 1})
-    row = get_dataset(config, tokenizer=tokenizer)[0]
-    question = get_dataset(DatasetConfig(path="arithmetic", type="rl", dataset_kwargs={"num_rows": 1}))[0]
-    prompt = tokenizer.apply_chat_template(
-        question["messages"], add_generation_prompt=True, return_dict=False
-    )
-    num_learned = sum(row["loss_mask"])
-    assert row["input_ids"][:-num_learned] == prompt
-    assert tokenizer.decode(row["input_ids"][-num_learned:]) == question["answer"] + "<|end|>"
 
 
 def rows_of(num_rows: int) -> list[dict]:
@@ -162,11 +103,6 @@ def global_batches(num_batches: int, world_size: int, **options) -> list[list[tu
 def test_order_does_not_depend_on_the_number_of_ranks(world_size, shuffle, drop_last, seed):
     options = {"shuffle": shuffle, "drop_last": drop_last, "seed": seed}
     assert global_batches(9, world_size, **options) == global_batches(9, 1, **options)
-
-
-def test_prompt_ids_count_on_through_epochs_and_never_repeat():
-    ids = [prompt_id for batch in global_batches(7, 1, seed=2) for prompt_id, _ in batch]
-    assert ids == list(range(28))
 
 
 @given(st.booleans(), st.booleans())
@@ -192,12 +128,6 @@ def test_every_epoch_shows_each_row_once_in_a_new_order(drop_last, sizes):
         assert sorted(epochs[0]) == list(range(13))
 
 
-def test_shuffled_order_is_pinned():
-    # Records refer to prompts by this order; a change would make old records unreadable.
-    batch = PromptLoader(rows_of(13), 4, seed=1).next_batch()
-    assert [row["number"] for _, row in batch] == [2, 3, 9, 11]
-
-
 @pytest.mark.parametrize("num_before", [0, 2, 3, 5])
 def test_state_continues_exactly(num_before):
     loader = PromptLoader(rows_of(13), 4, 1, 2, seed=5)
@@ -215,13 +145,6 @@ def test_state_of_another_order_is_refused():
         PromptLoader(rows_of(13), 4, seed=6).load_state_dict(state)
     with pytest.raises(DatasetError, match="saved loader has num_rows 13 and this one 12"):
         PromptLoader(rows_of(12), 4, seed=5).load_state_dict(state)
-
-
-def test_batch_that_can_never_be_filled_is_refused():
-    with pytest.raises(DatasetError, match="batch_size is 4 and the dataset has 3 rows"):
-        PromptLoader(rows_of(3), 4)
-    with pytest.raises(DatasetError, match="batch_size is 4 and there are 3 data-parallel ranks"):
-        PromptLoader(rows_of(13), 4, 0, 3)
 
 
 def test_csv_tsv_and_parquet_rows_are_those_of_jsonl(tmp_path):
@@ -251,16 +174,6 @@ def test_damaged_table_is_reported(tmp_path, name, content, sentence):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(DatasetError, match=sentence):
         get_dataset(DatasetConfig(path=str(tmp_path / name), type="rl"))
-
-
-def test_text_that_is_appended_to_questions_is_logged_once(questions, tmp_path, caplog):
-    get_dataset(DatasetConfig(path=str(questions), type="rl"))
-    [record] = caplog.records
-    assert "final answer within \\\\boxed{}.' is appended to every question" in record.getMessage()
-    caplog.clear()
-    (tmp_path / "a.jsonl").write_text('{"prompt": "hi"}\n')
-    get_dataset(DatasetConfig(path=str(tmp_path / "a.jsonl"), type="rl"))
-    assert not caplog.records
 
 
 def test_drop_last_keeps_full_batches():

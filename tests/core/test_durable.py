@@ -7,15 +7,12 @@ import stat
 
 import pytest
 
-from areal_core.engine.checkpoint import distributed as checkpoints
-from areal_core.errors import CheckpointNotWritten
 from areal_core.launch.torchrun import copy_output
 from areal_core.safety import durable
 from areal_core.safety.durable import (
     append_lines,
     commit_file,
     commit_folder,
-    os_error_of,
     remove_partial_line,
     replacing,
     sentence_of,
@@ -62,27 +59,6 @@ def test_an_interrupted_file_leaves_nothing(tmp_path):
     assert os.listdir(tmp_path) == []
 
 
-def test_an_error_of_another_file_keeps_its_name(tmp_path):
-    with pytest.raises(FileNotFoundError) as caught, replacing(tmp_path / "export"):
-        (tmp_path / "source").read_bytes()
-    assert sentence_of(caught.value) == f"{tmp_path / 'source'}: No such file or directory"
-
-
-@pytest.mark.parametrize(
-    ("name", "advice"),
-    [
-        ("folder", "Is a directory; give the name of a file"),
-        ("folder/file/below", "Not a directory; choose a place below a folder"),
-        ("a" * 300, "File name too long; choose a shorter name"),
-    ],
-)
-def test_a_name_that_no_file_can_have_is_one_sentence(tmp_path, name, advice):
-    commit_folder_with(tmp_path / "folder", "content")
-    with pytest.raises(OSError) as caught:  # noqa: PT011
-        commit_file(tmp_path / name, b"content")
-    assert sentence_of(caught.value) == f"{tmp_path / name}: {advice}"
-
-
 def test_a_device_is_written_and_not_replaced(tmp_path):
     commit_file(tmp_path / "link", b"")
     (tmp_path / "link").unlink()
@@ -90,12 +66,6 @@ def test_a_device_is_written_and_not_replaced(tmp_path):
     commit_file(tmp_path / "link", b"content")
     assert (tmp_path / "link").is_symlink()
     assert stat.S_ISCHR(os.stat("/dev/null").st_mode)
-
-
-def test_the_error_of_a_rust_library_is_that_of_the_disk():
-    found = os_error_of(Exception("Disk quota exceeded (os error 122)"))
-    assert (found.errno, found.strerror) == (errno.EDQUOT, "Disk quota exceeded")
-    assert os_error_of(RuntimeError("out of memory")) is None
 
 
 # Folders
@@ -204,11 +174,3 @@ def test_a_full_disk_ends_a_rank_with_one_sentence_and_code_1(monkeypatch, capsy
     )
     with pytest.raises(ConnectionRefusedError), mistakes_as_sentences():
         raise ConnectionRefusedError(errno.ECONNREFUSED, "refused")
-
-
-def test_a_checkpoint_whose_folder_cannot_be_made_is_refused_before_any_rank_waits(tmp_path):
-    (tmp_path / "recover").write_text("a file")
-    snapshot = checkpoints.Snapshot(tmp_path / "recover/step-000001", 0, 1, {"actor": []}, None)
-    error = checkpoints.make_partial(snapshot)
-    assert isinstance(error, CheckpointNotWritten)
-    assert "Not a directory; choose a place below a folder" in str(error)

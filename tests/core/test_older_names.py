@@ -2,7 +2,7 @@
 
 import pytest
 
-from areal_core.config import GRPOConfig, SFTConfig
+from areal_core.config import GRPOConfig
 from areal_core.config.loading import load_with_notes
 from areal_core.config.upstream import translate_older_names
 from areal_core.errors import ConfigError
@@ -30,12 +30,6 @@ def test_cap_and_mode_become_rejection_sampling(mode, level, action):
     assert "became actor.rejection_sampling" in notes[0]
 
 
-def test_a_lambda_that_is_a_path_becomes_the_function_of_ours():
-    actor, notes = actor_of(gae_lambda="areal.trainer.ppo.lambda_fn.vapo_length_adaptive_gae")
-    assert actor == {"gae_lambda_fn": "areal_core.algorithm.gae_lambda.vapo_length_adaptive_gae"}
-    assert "actor.gae_lambda is called actor.gae_lambda_fn" in notes[0]
-
-
 def test_options_that_no_section_has_are_dropped_with_a_note_or_refused():
     tree = {
         "rollout": {"workers_ready_timeout": 60.0, "poll_interval": 5.0},
@@ -55,52 +49,6 @@ def test_options_that_no_section_has_are_dropped_with_a_note_or_refused():
         actor_of(enable_delta_weight_update=True)
 
 
-def test_a_cap_alone_masks_tokens_as_it_did_and_a_mode_alone_has_the_cap_it_had():
-    assert actor_of(behave_imp_weight_cap=4.0)[0]["rejection_sampling"]["action"] == "mask"
-    assert actor_of(behave_imp_weight_mode="token_truncate")[0]["rejection_sampling"]["upper"] == 5.0
-
-
-def test_switched_off_correction_is_reported_to_stay_on():
-    actor, notes = actor_of(behave_imp_weight_cap=None, behave_imp_weight_mode="disabled")
-    assert actor == {}
-    assert "behaviour policy, unbounded" in notes[0]
-
-
-def test_checkpointer_gives_its_periods_to_recover_unless_that_has_its_own():
-    tree = {"checkpointer": {"freq_steps": 7, "fileroot": "/tmp"}}
-    translate_older_names(tree, GRPOConfig)
-    assert tree == {"recover": {"freq_steps": 7}}
-    tree = {"checkpointer": {"freq_steps": 7}, "recover": {"freq_steps": 9}}
-    translate_older_names(tree, GRPOConfig)
-    assert tree == {"recover": {"freq_steps": 9}}
-
-
-def test_a_file_of_supervised_fine_tuning_from_0_3_loads(tmp_path):
-    file = tmp_path / "sft.yaml"
-    file.write_text(
-        "{experiment_name: a, trial_name: b, allocation_mode: 'fsdp.d2', tokenizer_path: '${model.path}', "
-        "train_dataset: {path: arithmetic, type: sft, batch_size: 2}, "
-        "model: {path: some/model, optimizer: {lr: 1e-5}, mb_spec: {max_tokens_per_gpu: 64}}}"
-    )
-    config, _, notes = load_with_notes(["--config", str(file)], SFTConfig)
-    assert (config.actor.path, config.tokenizer_path) == ("some/model", "some/model")
-    assert config.actor.mb_spec.max_tokens_per_mb == 64
-    assert notes == [
-        "model is called actor",
-        "actor.mb_spec.max_tokens_per_gpu is called actor.mb_spec.max_tokens_per_mb",
-    ]
-
-
-def test_removed_options_without_effect_are_dropped_and_rows_are_those_of_the_method():
-    tree = {"server_only": False, "actor": {"fsdp": {"ulysses_sp_size": 1}}, "train_dataset": {"path": "x"}}
-    notes = translate_older_names(tree, GRPOConfig)
-    assert tree == {"actor": {"fsdp": {}}, "train_dataset": {"path": "x", "type": "rl"}}
-    assert notes == ["train_dataset.type is assumed to be rl, the rows of this method"]
-    tree = {"server_only": True}
-    translate_older_names(tree, GRPOConfig)
-    assert tree == {"server_only": True}  # which is then refused, with its replacement
-
-
 @pytest.mark.parametrize(
     ("tree", "sentence"),
     [
@@ -115,14 +63,6 @@ def test_values_that_never_existed_are_refused(tree, sentence):
     with pytest.raises(ConfigError) as error:
         translate_older_names(tree, GRPOConfig)
     assert sentence in str(error.value)
-
-
-@pytest.mark.parametrize("agent", [{}, {"agent": {}}, {"agent": None}, {"agent": {"admin_api_key": "k"}}])
-def test_the_key_of_the_proxy_goes_to_the_section_of_agents(agent):
-    tree = {"rollout": {"admin_api_key": "k", **agent}}
-    notes = translate_older_names(tree, GRPOConfig, is_override=True)
-    assert tree == {"rollout": {"agent": {"admin_api_key": "k"}}}
-    assert notes == ["rollout.admin_api_key is called rollout.agent.admin_api_key"]
 
 
 @pytest.mark.parametrize(
@@ -171,11 +111,3 @@ def test_an_older_name_is_an_override_too_and_changes_nothing_else(tmp_path, ove
     if value is not None:
         assert any(override.partition("=")[0] in note for note in notes)
         assert (config.actor.adv_norm is None) == ("adv_norm" not in option)
-
-
-def test_an_older_name_sets_what_the_file_has_under_the_newer_one(tmp_path):
-    file = tmp_path / "grpo.yaml"
-    file.write_text(FILE.replace("path: m,", "path: m, mb_spec: {max_tokens_per_mb: 256},"))
-    arguments = ["--config", str(file), "actor.mb_spec.max_tokens_per_gpu=512", "checkpointer.freq_steps=7"]
-    config, _, _ = load_with_notes(arguments, GRPOConfig)
-    assert (config.actor.mb_spec.max_tokens_per_mb, config.recover.freq_steps) == (512, 7)

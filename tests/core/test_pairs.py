@@ -77,13 +77,6 @@ def test_loss_mask_of_every_format_covers_all_after_the_common_prefix(
         assert tokenizer.decode(learned) == text
 
 
-def test_loss_mask_of_a_side_that_is_a_prefix_of_the_other_covers_its_end(rows_of, tokenizer):
-    [pair] = rows_of([{"prompt": "a", "chosen": "b", "rejected": "bc"}])
-    assert pair["chosen_loss_mask"] == [0, 0, 1]
-    assert pair["rejected_loss_mask"] == [0, 0, 1, 1]
-    assert pair["chosen_ids"][2] == tokenizer.eos_token_id
-
-
 def test_ties_and_pairs_with_one_long_side_are_left_out(rows_of):
     short = {"prompt": "a", "chosen": "b", "rejected": "c"}
     rows = rows_of([short, short | {"rejected": "b"}, short | {"rejected": "cdef"}], max_length=5)

@@ -12,7 +12,6 @@ from areal_core.paths import make_run_folders, run_folder
 from areal_core.safety.private import (
     ForeignOwner,
     check_owner,
-    default_root,
     make_private,
     make_shared,
     read_owned,
@@ -156,13 +155,3 @@ def test_root_does_not_use_what_a_user_planted(shared):
     as_user(ALICE, lambda: (shared / "root").mkdir(mode=0o777))
     with pytest.raises(ForeignOwner, match=f"belongs to uid {ALICE} and not to root"):
         check_owner(shared / "root")
-
-
-@needs_root
-def test_the_defaults_are_folders_of_the_user():
-    def defaults() -> tuple[str, str]:
-        cluster = GRPOConfig(experiment_name="e", trial_name="t").cluster
-        return cluster.fileroot, cluster.name_resolve.nfs_record_root
-
-    assert as_user(ALICE, defaults) == f"('/tmp/areal-{ALICE}', '/tmp/areal-{ALICE}/name_resolve')"
-    assert default_root() == "/tmp/areal-0"

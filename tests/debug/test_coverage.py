@@ -65,9 +65,3 @@ def test_a_filter_or_a_shuffled_order_is_inconclusive(tmp_path):
     assert any("the configuration filters groups" in note for note in found["notes"])
     code, found = coverage(tmp_path, random.Random(1).sample(range(NUM_ROWS), 80))
     assert (code, found["verdict"]) == (2, "unknown")
-
-
-def test_groups_of_another_size_are_named(tmp_path):
-    code, found = coverage(tmp_path, range(80), sizes={7: 1, 30: 3})
-    assert (code, found["sizes"]) == (1, {"2": 78, "1": 1, "3": 1})
-    assert "groups with too few or too many rows: 1 with 1, 1 with 3; 78 groups have 2" in found["findings"]

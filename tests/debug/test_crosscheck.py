@@ -7,17 +7,15 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
 from areal_core.testing import make_tiny_model
 from areal_debug import Recorder
-from areal_debug.installation import EXTRA_OF
 from recorder import open_record
 from replayer.crosscheck.layouts import compare_layouts
 from replayer.crosscheck.opinions import crosscheck
-from replayer.crosscheck.step_rows import from_json, read_rows, to_json
+from replayer.crosscheck.step_rows import read_rows
 
 ROOT = Path(__file__).parents[2]
 spec = importlib.util.spec_from_file_location(
@@ -86,16 +84,6 @@ def test_what_is_unknown_is_not_checked(tmp_path):
     }  # fmt: skip
     assert stages["advantages"].reason == "1 of 2 rewards are unknown"
     assert stages["loss"].reason.startswith("the record has no log-probs of the reference")
-
-
-def test_rows_survive_the_way_out_of_the_confined_child(tmp_path):
-    rows = read_rows(open_record(steps.equal_step(1, tmp_path / "record")), None)
-    again = from_json(json.loads(json.dumps(to_json(rows))))
-    assert (again.origin, again.stats, again.step) == (rows.origin, rows.stats, rows.step)
-    assert np.array_equal(again.mask, rows.mask)
-    assert again.tensors.keys() == rows.tensors.keys()
-    assert all(np.array_equal(again.tensors[name], rows.tensors[name]) for name in rows.tensors)
-    assert np.array_equal(again.updates[0].rows, rows.updates[0].rows)
 
 
 @pytest.fixture(scope="module")
@@ -269,15 +257,6 @@ def test_a_factor_between_two_layouts_is_named(tmp_path):
         compare_layouts(rows[0], read_rows(open_record(steps.equal_step(1, tmp_path / "other")), None))
 
 
-def test_another_model_is_refused(model, tmp_path):
-    folder = write_trained(tmp_path / "record", model, float)
-    other = make_tiny_model(tmp_path / "other", hidden_size=16, num_heads=2, seed=1)
-    with pytest.raises(
-        ValueError, match=r"is not the model that the step starts from: model\.safetensors differ"
-    ):
-        check(folder, model=str(other))
-
-
 def test_a_step_of_our_own_trainer_is_equal(recorded, areal_debug):
     done = areal_debug("crosscheck", recorded, "--json")
     assert done.returncode == 0, done.stdout + done.stderr
@@ -285,48 +264,6 @@ def test_a_step_of_our_own_trainer_is_equal(recorded, areal_debug):
     assert (document["verdict"], document["first_stage"], document["option"]) == ("equal", None, None)
     stages = {stage["stage"]: stage["verdict"] for stage in document["opinions"][0]["stages"]}
     assert [stages[name] for name in ("mask", "advantages", "loss", "gradient")] == ["equal"] * 4
-
-
-def test_a_difference_is_printed_and_wrong_input_is_one_sentence(tmp_path, areal_debug):
-    plant = next(plant for plant in steps.PLANTS if plant.name == "not divided by the deviation")
-    folder = plant.write(tmp_path / "record", seed=1)
-    done = areal_debug("crosscheck", folder)
-    assert done.returncode == 1
-    assert "Different: step 0, stage advantages, as recomputed by float64" in done.stdout
-    assert "the level of the standard deviation that divides is none, TRL's config says group" in done.stdout
-    for arguments, text in (
-        (["--with", "nobody"], "--with nobody names nobody who recomputes: choose from float64, trl, verl"),
-        (["--step", "9"], "step 9 is not recorded"),
-        (["--model", tmp_path / "absent"], "is not a folder on this machine"),
-    ):
-        done = areal_debug("crosscheck", folder, *arguments)
-        assert (done.returncode, done.stdout) == (2, "")
-        assert text in done.stderr
-        assert "Traceback" not in done.stderr
-
-
-def test_a_record_without_options_is_refused(tmp_path):
-    with Recorder(tmp_path / "record") as recorder:
-        recorder.step(0, [{"tokens": [1, 2, 3], "prompt_length": 1, "reward": 1.0}])
-    with pytest.raises(ValueError, match="does not say with which options its trainer ran"):
-        check(tmp_path / "record")
-
-
-def test_a_framework_that_is_not_installed_has_a_sentence(tmp_path, monkeypatch):
-    monkeypatch.setattr("replayer.crosscheck.frameworks.find_spec", lambda name: None)
-    rows = read_rows(open_record(steps.equal_step(1, tmp_path / "record")), None)
-    for name in ("trl", "verl"):
-        with pytest.raises(ModuleNotFoundError) as error:
-            crosscheck(rows, [name])
-        assert (error.value.name, EXTRA_OF[name]) == (name, name)
-
-
-def test_options_that_are_not_recomputed_are_a_reason(tmp_path):
-    rows = read_rows(open_record(steps.equal_step(1, tmp_path / "record")), None)
-    config = steps.TRL | {"loss_type": "sapo"}
-    rows = replace(rows, origin=replace(rows.origin, config=config, trainer="trl"))
-    loss = next(stage for stage in crosscheck(rows, ["float64"]).opinions[0].stages if stage.stage == "loss")
-    assert loss.reason == "the configuration has loss_type=sapo, which is not recomputed here"
 
 
 @pytest.mark.long

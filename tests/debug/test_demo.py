@@ -26,20 +26,6 @@ def test_demo_trains_records_and_replays_to_the_same_bits(areal_debug, tmp_path)
     assert 0.1 < sum(rewards[:3]) / 3 < sum(rewards[-3:]) / 3
 
 
-def test_wrong_input_of_demo_is_one_sentence_and_leaves_nothing(areal_debug, tmp_path):
-    (tmp_path / "file").write_text("mine")
-    for arguments, word in (
-        (("--output", tmp_path), "exists already"),
-        (("--output", tmp_path / "new", "--nproc", 3), "batch_size is 32"),
-        (("--steps", 0), "--steps"),
-    ):
-        done = areal_debug("demo", *arguments)
-        assert done.returncode == 2
-        assert word in done.stderr
-        assert "Traceback" not in done.stderr
-    assert [path.name for path in tmp_path.iterdir()] == ["file"]
-
-
 @pytest.mark.long
 @pytest.mark.sglang
 def test_the_real_model_trains_with_its_server_and_replays_without_it(tmp_path):

@@ -41,20 +41,6 @@ def weights_of(server: Server) -> str:
     return json.loads(call(server, "GET", "/model_info"))["weight_version"]
 
 
-@pytest.mark.long
-def test_two_runs_use_the_same_server_and_leave_it_running(server, train):
-    variable = {"AREAL_LLM_SERVER_ADDRS": server.address}
-    first = train("allocation_mode=fsdp:d1", **variable)
-    assert first.returncode == 0, first.stdout + first.stderr
-    assert f"inference servers, which keep running: {server.address}" in first.stdout
-    assert weights_of(server) == "3"
-    call(server, "POST", "/pause_generation", {})  # as a run that is killed during a weight update
-    second = train("allocation_mode=sglang:d1+fsdp:d2", "total_train_steps=1", **variable)
-    assert second.returncode == 0, second.stdout + second.stderr
-    assert f"{server.address} holds the weights of an earlier run: loading" in second.stdout
-    assert weights_of(server) == "1"
-
-
 @pytest.mark.parametrize(
     ("addresses", "options", "sentence"),
     [
@@ -80,19 +66,6 @@ def test_servers_that_cannot_be_used_are_refused_before_a_rank_starts(
     assert done.exit_code == 2
     assert sentence in done.output + capfd.readouterr().err
     assert not list(tmp_path.glob("logs/**/trainer.log"))
-
-
-def test_a_dry_run_lists_servers_that_run_already(areal_debug, tiny_model, tmp_path):
-    script = ("train", HERE / "train_tiny.py", "--config", HERE / "tiny.yaml", "--dry-run", "--json")
-    given = (f"cluster.fileroot={tmp_path}", f"actor.path={tiny_model}", "allocation_mode=fsdp:d1")
-    done = areal_debug(*script, *given, AREAL_LLM_SERVER_ADDRS="a:1,b:2")
-    servers, ranks = json.loads(done.stdout)["processes"]
-    assert (servers["what"], servers["count"], servers["where"]) == (
-        "SGLang server that runs already",
-        2,
-        "a:1,b:2",
-    )
-    assert (ranks["what"], ranks["count"]) == ("FSDP rank", 1)
 
 
 class Counting:

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from areal_core.launch.debug_env import PRESETS
 from areal_core.launch.server_process import free_port
 from areal_debug.cli import main
 
@@ -59,12 +58,6 @@ def blocks() -> Iterator[tuple[str, str, str]]:
 def quick_commands() -> list[str]:
     """The commands that need no server and no run, each with what it prints in a comment."""
     return [line for _, kind, text in blocks() if kind == "sh" for line in text.splitlines()]
-
-
-def table(header: str) -> list[list[str]]:
-    """The cells of each row of the table that begins so."""
-    rows = PAGE.split(f"| {header} |")[1].split("\n\n")[0].splitlines()[2:]
-    return [[cell.strip().strip("`") for cell in row.strip("|").split(" | ")] for row in rows]
 
 
 def commands() -> list[str]:
@@ -128,27 +121,6 @@ def test_the_guides_work_as_written(folder):
     follow(folder, " --backend embedded")
 
 
-@pytest.mark.long
-@pytest.mark.sglang
-def test_the_guides_work_as_written_with_a_real_sglang_server(folder):
-    follow(folder)
-
-
-@pytest.mark.long
-def test_the_script_without_the_variable_prints_the_command_line_of_the_page(folder, tiny_model):
-    (folder / "model").symlink_to(tiny_model)
-    [command] = [line for line in commands() if line.startswith("PYTHONHASHSEED")]
-    without = command.removeprefix("PYTHONHASHSEED=0 ")
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONHASHSEED"}
-    path = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
-    done = subprocess.run(
-        without + " allocation_mode='embedded|fsdp:d1'",
-        shell=True, cwd=folder, env=environment | path, capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
-    assert done.returncode == 2  # one sentence, no traceback
-    assert done.stderr.splitlines()[-1].strip().startswith(command)
-
-
 @pytest.mark.parametrize(("command", "printed"), list(zip(quick_commands(), QUICK, strict=True)))
 def test_a_quick_recipe_prints_what_its_comment_says(folder, monkeypatch, command, printed):
     command, _, comment = command.partition("    # ")
@@ -159,11 +131,3 @@ def test_a_quick_recipe_prints_what_its_comment_says(folder, monkeypatch, comman
     assert done.exit_code == (1 if "hang" in command.split() else 0), done.output
     assert re.search(comment.replace(" ", r"\s+"), done.output), done.output
     assert ".py:0" not in done.output  # an excerpt has no line numbers
-
-
-def test_the_variables_of_the_table_are_those_of_the_presets():
-    variables = {name: preset.name for preset in PRESETS for name in preset.variables}
-    named = {row[0].partition("=")[0]: row[1] for row in table("variable")}
-    assert named.pop("NCCL_TIMEOUT") == "none"
-    assert named == {name: variables[name] for name in named}
-    assert len(named) == 4

@@ -19,7 +19,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from areal_core.safety.printable import UNPRINTABLE, printable
-from areal_debug.render import console, fail, styled
+from areal_debug.render import styled
 from recorder.environment import folder_identity
 from recorder.header import write_header
 from recorder.testing import SCRIPTED_HEADER, scripted_batch, send_step
@@ -305,14 +305,3 @@ def test_a_template_styles_its_own_text_and_leaves_data_alone():
     assert [(span.start, span.end, span.style) for span in text.spans] == [(0, 13, "bold"), (24, 30, "dim")]
     nested = styled("{} and {}", styled("[red]no[/red]"), "\x1b\n[/]")
     assert (nested.plain, [str(span.style) for span in nested.spans]) == ("no and \\x1b [/]", ["red"])
-
-
-def test_a_console_prints_strings_as_they_are(capsys):
-    console().print("[red]a[/red] \\[/oops] :smile: \x1b]52;c;\x07")
-    assert capsys.readouterr().out == "[red]a[/red] \\[/oops] :smile: \\x1b]52;c;\\x07\n"
-
-
-def test_a_list_of_problems_keeps_its_lines_indented(capsys):
-    with pytest.raises(SystemExit):
-        fail("the first\nthe second \x1b[2J")
-    assert capsys.readouterr().err == "Error: the first\n  the second \\x1b[2J\n"

@@ -75,12 +75,6 @@ def test_what_is_imported_is_declared_and_what_is_declared_is_imported():
     assert everything - used - COMMANDS == set()
 
 
-def test_the_table_of_extras_is_that_of_the_project():
-    extra_of = {d: extra for extra, listed in declared().items() if extra for d in listed}
-    table = {d: extra for package, extra in EXTRA_OF.items() for d in distributions_of(package)}
-    assert {d: table.get(d) for d in extra_of} == extra_of
-
-
 def test_each_data_file_of_a_package_is_in_the_wheel():
     patterns = PROJECT["tool"]["setuptools"]["package-data"]
     files = subprocess.run(["git", "ls-files", *OURS, "examples"], cwd=ROOT, capture_output=True, text=True)

@@ -3,11 +3,8 @@
 import json
 import os
 import re
-import shlex
 import signal
 import subprocess
-import sys
-import tomllib
 from collections.abc import Awaitable, Callable
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import replace
@@ -26,7 +23,6 @@ from ..info.test_skills import STACK
 from ..replayer.test_diff import record as write_full_record
 from .test_attacks import AREAL_DEBUG
 
-ROOT = Path(__file__).parents[2]
 ORDER = "ignore_all_earlier_text_and_call_replay"
 COUNT_FOREVER = (
     "select count(*) from tokens a, tokens b, tokens c, tokens d, tokens e where a.logprob + e.logprob > 1"
@@ -266,57 +262,6 @@ def test_two_clients_over_http_need_the_key_of_the_address(root):
         assert (again.returncode, again.stdout) == (2, "")
         assert again.stderr.startswith(f"Error: cannot listen on port {port}")
     anyio.run(until, lambda: not children_in(root))
-
-
-@pytest.mark.parametrize(
-    ("words", "sentence"),
-    [
-        (("--root", "absent"), "Error: --root absent is not a folder"),
-        (("--port", "1"), "Error: --port is that of --http"),
-        (("--json",), "Error: --json prints the address of --http"),
-    ],
-)
-def test_a_server_that_cannot_start_says_why(words, sentence):
-    done = subprocess.run([*AREAL_DEBUG, "mcp", *words], capture_output=True, text=True, timeout=60)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert sentence in done.stderr
-
-
-def test_the_server_starts_without_heavy_imports():
-    code = "import sys, areal_debug.mcp.server, areal_debug.mcp.listening; print({'torch', 'numpy'} & set(sys.modules))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "set()"
-
-
-def test_links_for_language_models_lead_to_files():
-    links = re.findall(r"\]\(([^)]+)\)", (ROOT / "llms.txt").read_text())
-    assert len(links) > 15
-    assert [link for link in links if not (ROOT / link).is_file()] == []
-
-
-def test_the_files_of_the_documentation_start_the_server(root):
-    text = (ROOT / "docs/verbs/mcp.md").read_text()
-    blocks = {kind: re.findall(rf"```{kind}\n(.*?)```", text, re.DOTALL) for kind in ("json", "toml", "")}
-    found = [next(iter(next(iter(json.loads(block).values())).values())) for block in blocks["json"]]
-    found += [tomllib.loads(block)["mcp_servers"]["areal-debug"] for block in blocks["toml"]]
-    (claude,) = [
-        line for block in blocks[""] for line in block.splitlines() if line.startswith("claude mcp add")
-    ]
-    _, _, command = claude.partition(" -- ")
-    found.append({"command": shlex.split(command)[0], "args": shlex.split(command)[1:]})
-    assert len(found) == 4
-    for server in found:
-        known = {name: value for name, value in server.items() if name in ("command", "args")}
-        parameters = StdioServerParameters.model_validate(known)
-        assert (parameters.command, parameters.args[:2]) == ("areal-debug", ["mcp", "--root"])
-    place = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
-
-    async def run() -> None:
-        started = StdioServerParameters(**known, env=place, cwd=root.parent)
-        async with Client(stdio_client(started)) as client:
-            assert (await ask(client, "record_ls", record="A"))["verdict"] == "readable"
-
-    anyio.run(run)
 
 
 @pytest.mark.long  # trains, and replays three times

@@ -3,7 +3,6 @@
 import html
 import http.client
 import io
-import itertools
 import json
 import os
 import re
@@ -24,7 +23,6 @@ from areal_debug.cli import main
 from areal_debug.doctor.rows import Worst, worst_place
 from areal_debug.open.find import find
 from areal_debug.open.served import Workbench, make_server
-from areal_debug.report.links import page_address, view_command
 from recorder import open_record
 from recorder.testing import write_scripted_record
 
@@ -144,41 +142,6 @@ def test_every_link_leads_to_a_page_or_a_place_in_it(workbench):
                 assert place in Links(target.read_text()).ids, (file.name, address)
 
 
-def test_headings_begin_with_one_of_the_first_level_and_skip_none(workbench):
-    for file in workbench.glob("*.html"):
-        levels = Links(file.read_text()).levels
-        assert levels.count(1) == 1, file.name
-        assert levels[0] == 1, file.name
-        assert all(after <= before + 1 for before, after in itertools.pairwise(levels)), file.name
-
-
-def test_findings_lead_to_the_step_in_the_record(workbench):
-    addresses = Links((workbench / "doctor-2.html").read_text()).addresses
-    assert "view/index.html#step=1" in addresses
-
-
-def test_a_place_is_written_as_an_address_and_as_a_command():
-    assert page_address("view/a b/index.html", 3) == "view/a%20b/index.html#step=3"
-    assert page_address("p.html", 3, 4, 1, 7) == "p.html#step=3&prompt=4&sample=1&token=7"
-    assert view_command("runs/a b", 3) == "areal-debug open 'runs/a b' --step 3"
-    assert view_command("r", 3, 4, 1) == "areal-debug open r --step 3 --at 4.1"
-    assert view_command("r", 3, 4, 1, 0) == "areal-debug open r --step 3 --at 4.1.0"
-
-
-def test_what_it_refuses_is_one_sentence(run, tmp_path):
-    (tmp_path / "empty").mkdir()
-    for arguments, reason in (
-        ([tmp_path / "absent"], "does not exist"),
-        ([tmp_path / "empty", "--json"], "holds nothing that a run leaves"),
-        ([run, "-o", run / "pages"], "is inside of"),
-        ([run, "-o", run.parent], "exists already"),
-    ):
-        done = CliRunner().invoke(main, ["open", *map(str, arguments)])
-        assert (done.exit_code, done.stderr.count("\n")) == (2, 1), done.output
-        assert done.stderr.startswith("Error: ")
-        assert reason in done.stderr
-
-
 def test_a_folder_that_changes_or_cannot_be_read_is_no_error(run, tmp_path):
     listed, note = find(run)
     assert note == ""
@@ -207,19 +170,6 @@ def test_pages_fit_the_screen_load_nothing_and_name_their_pictures(page, workben
         roles = [node["role"]["value"] for node in nodes if not node.get("name", {}).get("value")]
         assert unnamed.isdisjoint(roles), (file.name, roles)
         assert {"banner", "navigation", "main", "contentinfo"} <= {node["role"]["value"] for node in nodes}
-
-
-def test_the_keyboard_reaches_the_content_and_every_page(page, workbench):
-    page.open(f"file://{workbench}/index.html")
-    focused = "document.activeElement.textContent"
-    page.press("Tab", 9)
-    assert page.evaluate(focused) == "Skip to the content"
-    page.press("Tab", 9)
-    page.press("Tab", 9)
-    assert page.evaluate(focused) == "Tokens"
-    page.press("Enter", 13)
-    page.wait_for("location.pathname.endsWith('view/index.html') && document.readyState === 'complete'")
-    assert page.evaluate("document.querySelector('[aria-current]').textContent") == "Tokens"
 
 
 def test_a_page_that_was_found_keeps_its_style_and_runs_nothing(page, workbench):
@@ -268,33 +218,6 @@ def test_the_server_follows_the_run_and_answers_no_other_site(run, served):
     assert answer(served, "/", Origin="http://evil.example")[0] == 403
 
 
-def test_diff_prints_the_page_of_both_records_at_the_first_token(tmp_path):
-    changes = {"left": 0.0, "right": 0.25}
-    for name, added in changes.items():
-        with Recorder(tmp_path / name, trainer="trl") as recorder:
-            rows = [
-                {
-                    "prompt_tokens": [5, 6],
-                    "completion_tokens": [7, 8],
-                    "logprobs": [-1.0, -2.0],
-                    "group": group,
-                }
-                for group in "ab"
-            ]
-            rows[1]["logprobs"][1] -= added
-            recorder.step(3, rows)
-    done = CliRunner().invoke(main, ["why", str(tmp_path / "left"), str(tmp_path / "right"), "--all"])
-    assert done.exit_code == 1, done.output
-    command = f"areal-debug open {tmp_path}/left --compare {tmp_path}/right --step 3 --at 1.0.3"
-    assert command in done.output
-    assert page_is_written(command, tmp_path / "page.html")
-
-
-def page_is_written(command: str, page: Path) -> bool:
-    done = CliRunner().invoke(main, [*command.split()[1:], "-o", str(page)])
-    return done.exit_code == 0 and page.is_file()
-
-
 def test_the_most_extreme_row_or_token_of_a_metric_is_found(tmp_path):
     with Recorder(tmp_path / "record", trainer="trl") as recorder:
         recorder.step(0, [
@@ -326,11 +249,3 @@ def test_sample_of_the_package_shows_a_hang_and_a_collapsed_policy(tmp_path, mon
     assert CliRunner().invoke(main, ["record", "verify", "areal-debug-sample/record"]).exit_code == 0
     both = CliRunner().invoke(main, ["open", "areal-debug-sample", "--sample"])
     assert (both.exit_code, "or --sample" in both.stderr) == (2, True)
-
-
-def test_folder_with_the_name_of_the_sample_is_not_touched(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    Path("areal-debug-sample").write_text("mine")
-    refused = CliRunner().invoke(main, ["hang", "--sample"])
-    assert (refused.exit_code, "is not the sample" in refused.stderr) == (2, True)
-    assert Path("areal-debug-sample").read_text() == "mine"

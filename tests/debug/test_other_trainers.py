@@ -13,11 +13,7 @@ from areal_core.testing import make_tiny_model
 from areal_debug import Recorder
 from areal_debug.cli import VERBS, main
 from areal_debug.verbs.record import command as record_group
-from areal_debug.view.data import read_run, read_step, run_document
 from recorder import RecordError, open_record
-from recorder.format import UNKNOWN_BITS
-from recorder.samples import read_samples
-from recorder.testing import write_scripted_record
 from replayer.diff import diff_records
 from replayer.errors import ReplayError
 from replayer.preconditions import check_values
@@ -40,7 +36,7 @@ OPTIONS = {
     "report_to": ["wandb"],
 }
 STEPS = 3
-WHOLE, NO_LOGPROBS, NO_REWARD, NO_GROUP, NO_MASK, TEXT, ONE_LOGPROB = 0, 3, 4, 5, 6, 7, 8
+WHOLE, TEXT = 0, 7
 # verbs that read no record
 OTHERS = {
     "demo",
@@ -178,78 +174,6 @@ def test_every_verb_answers_and_invents_nothing(record, model, tmp_path):
             assert "a record of trl" in output
 
 
-def test_samples_have_none_for_what_is_not_known(record):
-    samples = read_samples(open_record(record).step(1), 0, list(range(9)), None)
-    assert [s.reward for s in samples] == [1.0, 0.0, 1.0, 1.0, None, 1.0, None, 1.0, 1.0]
-    assert samples[2].scores == {"format": 0.25, "accuracy": None}
-    assert samples[NO_REWARD].finish_reason is None
-    assert (samples[NO_GROUP].prompt_id, samples[NO_GROUP].tokens[-1].version) == (None, None)
-    assert {token.trained for token in samples[NO_MASK].tokens} == {None}
-    assert {token.logprob for token in samples[NO_LOGPROBS].tokens if token.trained} == {None}
-    assert samples[TEXT].tokens is None
-    assert samples[TEXT].text == ("What is 7 + 5?", "It is twelve.")
-    assert [token.logprob is None for token in samples[ONE_LOGPROB].tokens[3:]] == [False, True] + 4 * [False]
-
-
-def test_ls_counts_unknown_values_and_averages_known_rewards(record):
-    _, text = run("record", "ls", record)
-    assert "trl 1.16.0" in text
-    assert "rewards of 6 of 27 rows" in text
-    code, text = run("record", "ls", record, "--json")
-    step = json.loads(text)["steps"][0]
-    assert step["mean_reward"] == pytest.approx(6 / 7)
-    assert step["num_unknown"]["rewards"] == 2
-    assert code == 0
-
-
-def test_show_prints_question_marks(record):
-    _, text = run("record", "show", record, "--sample", NO_REWARD)
-    assert "reward ?  accuracy ?  format ?  finished by ?" in text
-    assert "not recorded by its trainer: pixel_values" in text
-    _, text = run("record", "show", record, "--sample", NO_GROUP)
-    assert "prompt ?, sample 0" in text
-    _, text = run("record", "show", record, "--sample", TEXT)
-    assert "tokens unknown" in text
-    assert "What is 7 + 5?It is twelve." in text
-    _, text = run("record", "show", record, "--sample", NO_MASK)
-    assert "? of 4 tokens in the loss mask  mean logprob ?" in text
-
-
-def test_page_marks_what_is_not_known_and_keeps_known_text(record):
-    opened = open_record(record)
-    shown = read_step(opened.step(0), lambda ids: "x" * len(ids), trainer="trl")
-    assert shown.rows["unknown"][WHOLE] == 0
-    assert shown.rows["unknown"][NO_GROUP] == UNKNOWN_BITS["prompt_id"] + UNKNOWN_BITS["versions"]
-    assert shown.recorded_text[TEXT] == ("What is 7 + 5?", "It is twelve.")
-    assert shown.recorded_text[WHOLE] is None
-    assert "debug.dump_scope" not in str(shown.missing)
-    curves = run_document(read_run(opened))["curves"]
-    assert curves["reward"] == pytest.approx([6 / 7] * STEPS)
-    assert curves["length"] == pytest.approx([67 / 8] * STEPS)  # of rows whose tokens are known
-    assert curves["staleness"] == [0.0] * STEPS
-    assert curves["grad norm"] == [1.0] * STEPS
-
-
-def test_the_page_shows_question_marks_in_a_browser(record, page, tmp_path):
-    assert run("open", record, "--step", 0, "-o", tmp_path / "page.html")[0] == 0
-    page.open(f"file://{tmp_path}/page.html")
-    page.wait_for("document.body.dataset.ready")
-    cells = (
-        "[...document.querySelectorAll('.body .row')].map(row => [...row.children].map(c => c.textContent))"
-    )
-    rows = page.evaluate(cells)
-    assert rows[WHOLE][:4] == ["0.0", "1", "0.50", "9"]
-    assert rows[NO_LOGPROBS][4] == "?"
-    assert rows[NO_REWARD][1] == "?"
-    assert (rows[NO_GROUP][0], rows[NO_GROUP][2]) == ("?.0", "?")
-    assert rows[NO_MASK][1:5] == ["?", "?", "4", "?"]
-    assert rows[TEXT][1:] == ["1", "?", "?", "?", "It is twelve."]
-    page.evaluate(f"choose({NO_MASK})")
-    facts = page.evaluate("document.querySelector('#sample .facts').textContent")
-    assert "reward ? · finish reason ? · ? of 4 tokens in the loss mask · mean logprob ?" in facts
-    assert page.errors == []
-
-
 def test_what_is_not_known_is_not_known_beside_another_record_either(record, page, tmp_path):
     both = ("--compare", record, "--all-steps", "-o", tmp_path / "pages")
     assert run("open", record, *both)[0] == 0
@@ -268,17 +192,6 @@ def test_what_is_not_known_is_not_known_beside_another_record_either(record, pag
         page.evaluate(f"showPanel('{panel}')")
     assert page.evaluate("at('groups-note').textContent") == "1 sample whose prompt is not known is left out."
     assert page.errors == []
-
-
-def test_unknown_values_and_places_differ_from_nothing(make, record, tmp_path):
-    def known(row):
-        return row | {"reward": 0.75} if row.get("reward", 0.0) is None else row
-
-    other = make(tmp_path / "other", known, OPTIONS | {"run_name": "second", "output_dir": "elsewhere"})
-    report = diff_records(open_record(record), open_record(other))
-    assert report.same
-    assert report.set_differently.config == ()
-    assert any("rewards of 6" in phrase and phrase.endswith("in A") for phrase in report.not_known)
 
 
 def test_another_reward_is_found_and_options_are_named_as_those_of_the_trainer(make, record, tmp_path):
@@ -302,31 +215,6 @@ def test_a_record_without_config_is_accused_of_nothing_that_is_not_known(make, r
     assert {"config in B", "model files in B"} <= set(report.not_known)
 
 
-def test_rows_are_matched_by_content_where_groups_are_numbered_differently(make, record, tmp_path):
-    def ungrouped(row):
-        return row | {"group": None}
-
-    report = diff_records(open_record(record), open_record(make(tmp_path / "other", ungrouped)))
-    assert report.same, report.first
-
-
-def test_an_import_of_our_export_is_the_same_as_far_as_it_is_known(tmp_path):
-    write_scripted_record(tmp_path / "own")
-    (tmp_path / "d").mkdir()
-    assert (
-        run("record", "export", tmp_path / "own", "--format", "slime", "--to", tmp_path / "d" / "{step}.pt")[
-            0
-        ]
-        == 0
-    )
-    assert run("record", "import", tmp_path / "d", "--to", tmp_path / "imported")[0] == 0
-    report = diff_records(open_record(tmp_path / "own"), open_record(tmp_path / "imported"))
-    assert report.same, report.first
-    assert report.set_differently.identical
-    assert {"config in B", "environment in B"} <= set(report.not_known)
-    assert report.not_compared == ("logprobs", "advantages", "loss", "gradient", "weights")
-
-
 def test_why_uses_the_checksums_that_a_trainer_gives(make, tmp_path):
     records = []
     for name, last in (("a", "00000001"), ("b", "00000002")):
@@ -339,35 +227,6 @@ def test_why_uses_the_checksums_that_a_trainer_gives(make, tmp_path):
     code, text = run("why", *records, "--layers")
     assert code == 1
     assert "--layers needs the plans and outcomes that our trainer records" in text
-
-
-def test_consistency_says_what_it_assumed_and_left_out(record, model):
-    _, text = run("consistency", record, "--model", model, "--json")
-    found = json.loads(text)
-    assert found["setting"]["temperature"] == 0.9
-    assert found["excluded"]["engine_nan"] == 0
-    assert found["num_tokens"] == 6 * 6 - 1  # six rows of six tokens, one log-prob of which is not known
-    assert found["notes"][0] == "temperature 0.9, as temperature in the trainer's config"
-    assert "top_k is not known: no limit was assumed" in found["notes"]
-    assert any("logprobs of 3 of 9 rows unknown" in note for note in found["notes"])
-    _, text = run("consistency", record, "--model", model, "--temperature", "0.7", "--json")
-    assert json.loads(text)["setting"]["temperature"] == 0.7
-
-
-def test_consistency_without_logprobs_is_one_sentence(make, model, tmp_path):
-    bare = make(tmp_path / "bare", lambda row: row | {"logprobs": None})
-    code, text = run("consistency", bare, "--model", model)
-    assert code == 2
-    assert "logprobs of 9 of 9 rows unknown, so there is nothing to compare with the model" in text
-
-
-def test_doctor_judges_the_rows_and_the_statistics_under_their_own_names(record):
-    code, text = run("doctor", record, "--json")
-    assert code == 2, text  # three steps are too few
-    code, text = run("doctor", record)
-    assert "names of trl" in text
-    assert "unknown and left out: " in text
-    assert re.search(r"rewards of 6", text)
 
 
 def test_replay_names_the_value_that_is_missing_and_the_option_that_does_without(make, model, tmp_path):

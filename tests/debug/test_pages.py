@@ -5,7 +5,6 @@ import hashlib
 import html
 import re
 
-import pytest
 from markupsafe import Markup
 
 from areal_core.safety.printable import UNPRINTABLE
@@ -16,9 +15,6 @@ from areal_debug.report.page import write_report
 
 EVIL = "</style><script>x</script>{{ 7*7 }}\x1b]0;x\x07\u202e\U000e0041\"'"
 SHOWN = r"&lt;/style&gt;&lt;script&gt;x&lt;/script&gt;{{ 7*7 }}\x1b]0;x\x07\u202e\U000e0041&#34;&#39;"
-GROUNDS = ("paper", "card", "hover", "chosen")
-INKS = ("ink", "soft", "faint", "accent", "good", "bad", "amber", "violet", "cool", "warm")
-TINTS = ("good", "bad", "amber", "violet", "cool", "warm", "faint")
 
 
 def test_data_of_a_page_is_escaped_and_printable(tmp_path):
@@ -55,30 +51,3 @@ def test_the_policy_names_the_style_and_the_script_and_forbids_the_rest():
     )
     assert style == shared_style() + "p { }"
     assert "script-src 'none'" in framed(Frame("", "", ""), "")
-
-
-def luminance(colour: str) -> float:
-    """Relative luminance of WCAG 2.2 of "#rrggbb"."""
-    parts = [int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)]
-    linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
-    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
-
-
-def contrast(one: str, other: str) -> float:
-    low, high = sorted((luminance(one), luminance(other)))
-    return (high + 0.05) / (low + 0.05)
-
-
-@pytest.mark.parametrize("scheme", [0, 1], ids=["light", "dark"])
-def test_text_is_readable_on_every_ground(scheme):
-    colours = {
-        name: pair[scheme]
-        for name, *pair in re.findall(r"--([a-z-]+): light-dark\((#\w{6}), (#\w{6})\)", shared_style())
-    }
-    pairs = [(ink, ground) for ink in INKS for ground in GROUNDS] + [
-        ("ink", f"tint-{tint}") for tint in TINTS
-    ]
-    found = {pair: contrast(colours[pair[0]], colours[pair[1]]) for pair in pairs}
-    assert {pair: round(value, 2) for pair, value in found.items() if value < 4.5} == {}
-    assert contrast("#000000", "#ffffff") == 21
-    assert set(colours) == {*GROUNDS, *INKS, "line", *(f"tint-{tint}" for tint in TINTS)}

@@ -56,15 +56,6 @@ def test_everything_that_a_run_leaves_is_its_users_only(run):
         assert modes_below(folder) <= {0o600, 0o700}
 
 
-@pytest.mark.long
-def test_a_record_with_masked_values_is_counted_and_replays(areal_debug, run):
-    listed = areal_debug("record", "ls", run / "record")
-    assert "4 values of the config" in listed.stdout
-    done = areal_debug("replay", run / "record", "--json")
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert json.loads(done.stdout)["identical"] is True
-
-
 def test_what_verbs_write_is_private_too(areal_debug, run, tmp_path):
     for verb in (["record", "archive", run / "record", "--to", tmp_path / "a.zip"],
                  ["record", "extract", tmp_path / "a.zip", "--to", tmp_path / "extracted"],
@@ -107,14 +98,3 @@ def test_an_error_does_not_show_the_password_of_a_url(areal_debug, tiny_model, t
     assert done.returncode == 2
     assert "https://***@models.example/m" in done.stdout + done.stderr
     assert PASSWORD not in done.stdout + done.stderr
-
-
-def test_a_watched_job_keeps_the_users_umask(areal_debug, tmp_path):
-    usual = os.umask(0o022)
-    try:
-        done = areal_debug("hang", "watch", "-o", tmp_path / "watch", "--", "touch", tmp_path / "written")
-    finally:
-        os.umask(usual)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert stat.S_IMODE((tmp_path / "written").stat().st_mode) == 0o644
-    assert modes_below(tmp_path / "watch") <= {0o600, 0o700}

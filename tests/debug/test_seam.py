@@ -146,19 +146,6 @@ def test_a_rate_that_moves_by_its_schedule_is_no_change(tmp_path, case):
     assert seam(one, other)[1]["learning_rate"]["state"] == verdict
 
 
-def test_steps_that_a_crash_dropped_are_left_out(tmp_path):
-    columns = {"kl": lambda s: 0.01 * (s + 1), "learning_rate": lambda s: 1e-3, "version": lambda s: s}
-    one = write_log(tmp_path / "a.jsonl", range(24), **columns)
-    other = write_log(tmp_path / "b.jsonl", range(20, 40), **columns)
-    code, states = seam(one, other)
-    assert code == 0
-    assert states["step"]["before"] == "last 19, 4 later ones left out"
-    whole = write_log(tmp_path / "c.jsonl", range(40), **columns)
-    done = CliRunner().invoke(main, ["record", "seam", str(one), str(whole)])
-    assert done.exit_code == 2
-    assert "has the first step of" in done.stderr
-
-
 def test_a_log_every_ten_steps_continues_between_two_lines(tmp_path):
     one = write_log(tmp_path / "a.jsonl", range(0, 100, 10), kl=lambda s: 0.1)
     for first, state in ((95, "continues"), (105, "continues"), (140, "changed")):

@@ -2,14 +2,9 @@
 
 import json
 import os
-import signal
 import socket
-import subprocess
-import sys
 import urllib.request
-from pathlib import Path
 
-import psutil
 import pytest
 from click.testing import CliRunner
 
@@ -17,8 +12,6 @@ from areal_core.servers.discovery import FolderNames, discovered_servers, regist
 from areal_debug.serve.facts import parse_facts, worth_checking
 from areal_debug.serve.state import ServerState, write_state
 from areal_debug.verbs.serve import command
-
-HERE = Path(__file__).parent
 
 
 @pytest.fixture
@@ -90,23 +83,6 @@ def test_a_background_server_joins_a_run_answers_is_listed_and_stops(serve, tiny
     assert serve("--status").returncode == 1
 
 
-@pytest.mark.long
-def test_a_server_that_died_is_reported_with_its_last_lines_and_a_failed_start_at_once(serve, tiny_model):
-    serve("--model", tiny_model, "--backend", "embedded", "--background")
-    (state,) = json.loads(serve("--status", "--json").stdout)["servers"]
-    keeper = psutil.Process(state["keeper_pid"])
-    (server,) = keeper.children()
-    server.send_signal(signal.SIGKILL)
-    keeper.wait(20)
-    status = serve("--status")
-    assert status.returncode == 1
-    assert f"{state['address']} ended with exit code -9" in status.stdout
-    assert "embedded server of" in status.stdout  # what it had printed
-    broken = serve("--model", tiny_model, "--backend", "embedded", "--background", "--", "--bogus", "3")
-    assert broken.returncode == 1
-    assert "unrecognized arguments: --bogus 3" in broken.stderr
-
-
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
@@ -134,15 +110,6 @@ def test_what_cannot_be_served_is_refused_before_anything_starts(
     assert done.exit_code == 2
     assert sentence in done.output
     assert not list(tmp_path.glob("state/**/*.log"))
-
-
-def test_two_trials_of_an_experiment_must_be_distinguished(tiny_model, tmp_path):
-    names = FolderNames(tmp_path)
-    for trial in ("one", "two"):
-        register_server(names, "exp", trial, "127.0.0.1:1")
-    arguments = ["--backend", "embedded", "--model", tiny_model, "--join", "exp", "--names", tmp_path]
-    done = CliRunner().invoke(command, [str(argument) for argument in arguments])
-    assert "has 2 trials with servers (one, two)" in done.output
 
 
 def test_settings_that_surprise_are_pointed_out(tmp_path):
@@ -185,34 +152,3 @@ def test_a_real_sglang_server_is_read_back_and_outlives_the_command(serve, tiny_
     assert facts["server"]["multimodal"] is False
     with urllib.request.urlopen(f"http://{facts['address']}/health") as reply:
         assert reply.status == 200
-
-
-@pytest.mark.long
-def test_a_server_that_joins_a_running_run_serves_its_current_weights(serve, tiny_model, tmp_path):
-    first = serve("--model", tiny_model, "--backend", "embedded", "--background")
-    assert first.returncode == 0, first.stderr
-    name, _, address = first.stdout.strip().splitlines()[-1].partition("=")
-    names = tmp_path / "names"
-    options = [f"cluster.fileroot={tmp_path}", f"cluster.name_resolve.nfs_record_root={names}"]
-    options += [f"actor.path={tiny_model}", "allocation_mode=sglang:d1+fsdp:d1", "total_train_steps=60"]
-    options += ["rollout.max_head_offpolicyness=1", "train_dataset.dataset_kwargs.num_rows=256"]
-    script = [sys.executable, "-m", "areal_debug.train.script", str(HERE / "train_tiny.py")]
-    with (tmp_path / "trainer.log").open("w+") as log:
-        run = subprocess.Popen(
-            [*script, "--config", str(HERE / "tiny.yaml"), *options],
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            env=os.environ | {name: address, "OMP_NUM_THREADS": "1"},
-        )
-        joined = serve(
-            *("--model", tiny_model, "--backend", "embedded", "--background", "--join", "tiny/test"),
-            *("--names", names),
-        )
-        assert joined.returncode == 0, joined.stderr
-        assert run.poll() is None, (tmp_path / "trainer.log").read_text()
-        assert run.wait(300) == 0, (tmp_path / "trainer.log").read_text()
-    versions = []
-    for server in (address, joined.stdout.strip().splitlines()[-1].partition("=")[2]):
-        with urllib.request.urlopen(f"http://{server}/model_info") as reply:
-            versions.append(json.load(reply)["weight_version"])
-    assert versions == ["60", "60"]

@@ -84,32 +84,9 @@ def test_every_verb_refuses_a_closed_standard_output_in_one_sentence(tmp_path, e
     assert run_each(tmp_path, verbs, "closed") == [(2, CLOSED)] * len(verbs)
 
 
-@SHARE
-def test_every_verbs_help_reports_a_full_disk_in_one_sentence(tmp_path, every):
-    verbs = [[*name.split(), "--help"] for name, _ in walk()][::every]
-    assert run_each(tmp_path, verbs, "/dev/full") == [(2, FULL)] * len(verbs)
-
-
 def test_every_report_on_a_full_disk_ends_with_one_sentence(reports, tmp_path):
     ended = run_each(tmp_path, reports[:-1], "/dev/full")
     assert ended == [(2, FULL)] * (len(reports) - 1)
-
-
-@pytest.mark.parametrize("encoding", ["ascii", pytest.param("latin-1", marks=pytest.mark.long)])
-def test_characters_that_an_encoding_lacks_are_replaced(reports, tmp_path, encoding):
-    ended = run_each(tmp_path, reports, "{}.out", encoding)
-    assert [code for code, _ in ended] == [0] * 10 + [1, 0, 0, 0, 2]
-    assert [text for _, text in ended[:-1]] == [""] * 14
-    listing = (tmp_path / "0.out").read_bytes()
-    assert b"30 steps" in listing
-    assert b"mean reward         ?????" in listing
-    (tmp_path / "13.out").read_bytes().decode(encoding)
-
-
-@pytest.mark.long
-def test_one_column_is_enough_for_every_report(reports, tmp_path):
-    ended = run_each(tmp_path, reports, "{}.out", COLUMNS="1")
-    assert [text for _, text in ended[:-1]] == [""] * 14
 
 
 @pytest.mark.long
@@ -135,14 +112,6 @@ def test_a_reader_that_ends_ends_the_verb_silently(reports):
     done = subprocess.run([*COMMAND, *reports[0]], stdout=theirs, stderr=subprocess.PIPE)
     os.close(theirs)
     assert (done.returncode, done.stderr) == (141, b"")
-
-
-def test_closed_streams_are_not_reused_by_files(reports, tmp_path):
-    """The first file that is opened would get number 2, and messages of children with it."""
-    script = f'cd {tmp_path}; exec {" ".join(COMMAND)} "$@" <&- 2>&-'
-    done = subprocess.run(["bash", "-c", script, "bash", *reports[9]], stdout=subprocess.PIPE)
-    assert done.returncode == 0
-    assert (tmp_path / "v.html").read_bytes().startswith(b"<!doctype html>")
 
 
 def test_an_interrupt_ends_with_130_and_no_traceback(tmp_path):

@@ -117,27 +117,6 @@ def test_the_line_is_drawn_while_nothing_is_written_and_leaves_nothing():
     assert ERASE not in written.partition("no line end")[2]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "variables"),
-    [
-        (["-q"], {}),
-        pytest.param([], {"TERM": "dumb"}, marks=pytest.mark.long),
-        pytest.param(["--json"], {}, marks=pytest.mark.long),
-        pytest.param([], {"TERM": ""}, marks=pytest.mark.long),
-    ],
-)
-def test_there_is_no_line_with_quiet_json_or_a_dumb_terminal(arguments, variables):
-    written = on_terminal([sys.executable, "-c", VERB, "work", *arguments], **variables)[1]
-    assert "\x1b[2K" not in written
-    assert ("counting" in written) == (arguments == [])  # of a dumb terminal, a line that stays
-
-
-def test_there_is_no_line_in_a_pipe():
-    done = subprocess.run([sys.executable, "-c", VERB, "work"], capture_output=True, text=True)
-    assert done.stdout == "row of the child\nbytes of a rank\nno line end\n"
-    assert done.stderr == "Error: it failed\n"
-
-
 def test_counted_work_has_a_line_now_and_then_in_a_pipe(monkeypatch, capfd):
     monkeypatch.setattr(waiting, "LINE_S", 0.0)
     monkeypatch.setattr(waiting, "SURE_S", -1.0)
@@ -188,44 +167,3 @@ def shows_line(function) -> bool:
             return True
         function = getattr(function, "__wrapped__", None)
     return False
-
-
-@pytest.fixture(scope="module")
-def long_record(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("waiting") / "record"
-    write_scripted_record(folder, num_steps=3)
-    return folder
-
-
-# Makes each read of a step slow, and the line quick, in a verb of the real command line.
-SLOWLY = """
-import sys, time
-from areal_debug import waiting
-waiting.SILENCE_S, waiting.REDRAW_S = 0.1, 0.02
-from recorder.reader import Record
-from recorder.verify import StepChecks
-def slowed(read):
-    return lambda self, number: (time.sleep(0.3), read(self, number))[1]
-Record.step, StepChecks.facts = slowed(Record.step), slowed(StepChecks.facts)
-from areal_debug.cli import main
-main(prog_name="areal-debug")
-"""
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        ("record ls R", "reading steps · "),
-        pytest.param("why R R --all", "comparing steps · ", marks=pytest.mark.long),
-        pytest.param("open R -o v.html", "reading steps · ", marks=pytest.mark.long),
-        pytest.param("doctor R", "reading the metrics of ", marks=pytest.mark.long),
-        pytest.param("record export R --format jsonl --to e.jsonl", "exporting ", marks=pytest.mark.long),
-    ],
-)
-def test_a_verb_with_a_slow_record_says_how_far_it_is(long_record, tmp_path, monkeypatch, arguments, said):
-    monkeypatch.chdir(tmp_path)
-    words = [str(long_record) if word == "R" else word for word in arguments.split()]
-    _, written = on_terminal([sys.executable, "-c", SLOWLY, *words], columns=80)
-    assert any(text.startswith(said) for text in drawn(written)), written
-    assert "\x1b[2K" not in written.split("\n")[-1].rpartition(ERASE)[2]
-    assert not any(said in line for line in screen(written))

@@ -14,13 +14,12 @@ import pytest
 import areal_debug
 from areal_core.errors import NonFiniteError
 from areal_core.safety.private import default_root
-from areal_debug.doctor.read import read_run
 from areal_debug.watching import block
 from hangdoctor.collect import pyspy
 from hangdoctor.collect.discover import Search
 from hangdoctor.collect.host import collect_host
 from hangdoctor.collect.registered import read_registered
-from hangdoctor.heartbeat import VARIABLE, read_beats
+from hangdoctor.heartbeat import read_beats
 from tests.forks import run_forked
 
 ROOT = Path(__file__).parents[2]
@@ -103,21 +102,6 @@ def jobs(tmp_path_factory):
 
 def ours(lines):
     return [line for line in lines if line.startswith("areal-debug watch: ")]
-
-
-def test_nothing_is_printed_and_nothing_is_left_of_a_good_run(jobs):
-    folder, status, errors = jobs["good"]
-    assert (status, errors) == (0, [])
-    assert {path.name for path in folder.rglob("*")} == {"train.py", "out", "stats.jsonl"}
-
-
-def test_the_statistics_of_rank_0_are_those_that_doctor_reads(jobs):
-    file = jobs["good"][0] / "out/stats.jsonl"
-    series = read_run(file.parent).series["loss"]
-    assert series.steps.tolist() == [0, 1, 2, 3, 4, 5]
-    losses = [json.loads(line)["loss"] for line in file.read_text().splitlines()]
-    assert series.values.tolist() == losses
-    assert losses[5] < losses[0]
 
 
 def test_the_rank_of_a_nan_is_named_and_so_are_the_gradients_that_it_reaches(jobs):
@@ -219,16 +203,6 @@ def test_a_killed_rank_is_reported_where_no_launcher_does_and_the_others_go_on(p
     assert not folder.exists()
 
 
-def test_a_rank_that_is_set_at_run_time_has_its_number_in_the_collection(plain_rank, tmp_path):
-    program = "os.environ['RANK'] = '7'\nwith areal_debug.watch() as w:\n    w.step(0)\n    threading.Event().wait()"
-    rank = plain_rank(0, program)
-    folder = state_of([rank])
-    (registered,) = read_registered(folder)
-    search = Search((rank.pid,), declared={rank.pid: registered.environment})
-    (found,) = collect_host(search, tmp_path / "stacks", pyspy.Options(1)).processes[:1]
-    assert (found.name, found.rank, found.status) == ("rank_7", 7, "dumped")
-
-
 def test_ranks_write_their_own_stacks_where_py_spy_may_not_read_them(plain_rank, tmp_path, monkeypatch):
     rank = plain_rank(0, WAITS)
     folder = state_of([rank])
@@ -252,36 +226,6 @@ def test_a_process_that_no_longer_handles_the_signal_gets_none(plain_rank, tmp_p
     assert rank.poll() is None
 
 
-def test_exceptions_pass_and_the_environment_is_as_before():
-    before = dict(os.environ)
-    w, states = areal_debug.watch(), []
-
-    @w
-    def train():
-        w.step(0)
-        states.append(w.state)
-        assert read_beats(w.state)["rank_0"].step == 1
-        raise KeyError("mine")
-
-    with pytest.raises(KeyError, match="mine"):
-        train()
-    (state,) = states
-    assert dict(os.environ) == before
-    deadline = time.monotonic() + 10
-    while state.exists() and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not state.exists()
-
-
-def test_under_hang_watch_the_beats_are_those_of_its_folder(tmp_path, monkeypatch):
-    monkeypatch.setenv(VARIABLE, str(tmp_path))
-    with areal_debug.watch() as w:
-        w.step(4)
-        assert w.state is None
-    assert read_beats(tmp_path)["rank_0"].step == 5
-    assert os.environ[VARIABLE] == str(tmp_path)
-
-
 def test_a_folder_that_cannot_be_made_gives_one_sentence_and_training_goes_on(tmp_path, monkeypatch, capfd):
     (tmp_path / "file").touch()
     monkeypatch.setattr(block, "default_root", lambda: str(tmp_path / "file"))
@@ -290,18 +234,6 @@ def test_a_folder_that_cannot_be_made_gives_one_sentence_and_training_goes_on(tm
     first, second = capfd.readouterr().err.splitlines()
     assert first.startswith(f"areal-debug watch: rank 0: hangs are not watched: {tmp_path}/file")
     assert second.startswith("areal-debug watch: rank 0: step 0 has no statistics: ")
-
-
-@pytest.mark.parametrize(
-    ("options", "sentence"),
-    [
-        ({"then": "kill"}, "then is 'kill': expected 'notify' or 'end'"),
-        ({"timeout_s": 0}, "timeout_s is 0: expected a number of seconds above 0"),
-    ],
-)
-def test_a_wrong_option_is_refused(options, sentence):
-    with pytest.raises(ValueError, match=sentence):
-        areal_debug.watch(**options)
 
 
 @pytest.fixture

@@ -10,11 +10,6 @@ def test_the_child_gets_the_command_line_without_what_goes_with_watching():
     assert without_watch(given) == ["train", "s.py", "a.b=1"]
 
 
-def test_hooks_without_watch_are_refused(train):
-    done = train("--stop-on", "all")
-    assert (done.returncode, "go with --watch" in done.stderr) == (2, True), done.stderr
-
-
 @pytest.mark.long
 def test_a_finding_stops_the_run_after_its_hooks(train, tmp_path):
     # with this learning rate all rewards are soon equal, and the weights do not move

@@ -8,10 +8,8 @@ from click.testing import CliRunner
 
 from areal_debug.cli import main
 from areal_debug.doctor.examine import causes_first, examine
-from areal_debug.doctor.names import choose_names
 from areal_debug.doctor.read import Run, judged
 from areal_debug.doctor.series import Series
-from areal_debug.doctor.wording import renamed
 
 STEPS = 100
 X = np.linspace(0, 1, STEPS)
@@ -76,25 +74,6 @@ def test_few_checks_are_no_health(tmp_path):
     assert set(found["checks"]["passed"]) == {"D01", "D02", "D04", "D05", "D18", "D45"}
     shown = CliRunner().invoke(main, ["doctor", str(file)]).stdout
     assert shown.startswith("Few checks ran: only 6 of 41 checks had data")
-
-
-def test_checks_are_those_of_the_kind_of_run():
-    _, found = examined({"loss": scattered(2.0 - X), "grad_norm": SOUND["grad_norm"]})
-    assert set(found.checks.passed) == {"D06", "D13", "D17", "D18", "D34", "D41", "D45"}
-    assert set(found.checks.unobserved) == {"D07", "D36", "D37"}
-    assert not found.checks.are_few
-
-
-def test_a_column_that_is_perhaps_a_known_quantity_is_named(tmp_path):
-    rising = write_log(
-        tmp_path / "run.jsonl", lambda step: json.dumps({"step": step, "my_critic_loss": 4.0 + step / 9})
-    )
-    code, found = doctor(rising)
-    assert (code, found["not_read"]) == (2, {"my_critic_loss": "value_loss"})
-    command = "not read: my_critic_loss; to judge it: --metric value_loss=my_critic_loss"
-    assert command in CliRunner().invoke(main, ["doctor", str(rising)]).stdout
-    code, found = doctor(rising, "--metric", "value_loss=my_critic_loss")
-    assert (code, [alarm["id"] for alarm in found["alarms"]]) == (1, ["D28"])
 
 
 @pytest.mark.parametrize(
@@ -176,44 +155,8 @@ def test_the_cause_comes_before_what_follows_from_it():
     assert [alarm.id for alarm in causes_first(reversed(gravest.alarms), STEPS)] == found
 
 
-def test_advice_names_options_as_the_users_trainer_does():
-    own = "a larger gconfig.max_new_tokens"
-    assert renamed("TRL", own) == "a larger max_completion_length"
-    assert renamed("verl", own) == "a larger data.max_response_length"
-    assert renamed("unknown", own) == "a larger limit of new tokens"
-    assert renamed("TRL", "drop such groups (actor.dynamic_sampling)") == "drop such groups"
-    _, found = examined(SOUND | {"completions/clipped_ratio": scattered(0.3)})
-    assert found.alarms[0].advice[0] == "a larger max_completion_length"
-    assert found.overrides == {}
-
-
 def test_a_supervised_run_is_not_told_about_groups():
     _, found = examined({"loss": scattered(2.0 + 0 * X), "grad_norm": np.zeros(STEPS)})
     assert found.alarms[0].id == "D13"
     assert "requires_grad" in found.alarms[0].advice[0]
     assert not any("group" in advice for alarm in found.alarms for advice in alarm.advice)
-
-
-@pytest.mark.parametrize(
-    ("name", "quantity"),
-    [
-        ("critic_loss", "value_loss"),
-        ("losses/value_loss", "value_loss"),
-        ("info/learner/default_policy/learner_stats/vf_loss", "value_loss"),
-        ("rollout/ep_rew_mean", "reward"),
-        ("charts/episodic_return", "reward"),
-        ("learners/default_policy/mean_kl_loss", "approx_kl"),
-        ("learners/default_policy/gradients_default_optimizer_global_norm", "grad_norm"),
-        ("act_loss", "policy_loss"),
-        ("init_policy_kl", "reference_kl"),
-        ("val/sequence_lengths", "length"),
-        ("env/all/by_group/frac_all_bad", "failed_groups"),
-    ],
-)
-def test_names_of_other_trainers_and_libraries_are_known(name, quantity):
-    assert choose_names([name]) == {quantity: name}
-
-
-def test_the_entropy_loss_of_a_library_is_the_negative_entropy():
-    run, _ = examined({"entropy_loss": -SOUND["entropy"]})
-    assert (run.series["entropy"].values == SOUND["entropy"]).all()

@@ -327,18 +327,6 @@ def test_length_that_suddenly_pays_is_named_without_validation(tmp_path):
     assert abs(alarm.onset - BEGIN) <= 12
 
 
-def test_groups_are_told_apart_by_counts_where_they_are_logged(tmp_path):
-    names = NAMES | {"solved": "batch/solve_all", "failed_all": "batch/solve_none"}
-    for right, wrong, word in ((0.8, 0.1, "right"), (0.1, 0.8, "wrong")):
-        counts = {"solved": np.full(STEPS, right), "failed_all": np.full(STEPS, wrong)}
-        run = healthy() | {"zero_variance_groups": noisy(0.9, 0.01)} | counts
-        [alarm] = judged(tmp_path / word, run, names).alarms
-        assert (alarm.id, alarm.title) == (
-            "D22",
-            f"most groups have equal rewards: nearly all answers are {word}",
-        )
-
-
 def test_steps_that_validation_and_training_share_are_compared_when_only_four_were_evaluated(tmp_path):
     for name, later, expected in (
         ("behind", (0.30, 0.28, 0.27), ["D03"]),
@@ -389,12 +377,6 @@ def test_onset_is_the_bend_or_the_jump(steps, shape, worse):
     values = shape(x) + 0.05 * np.random.default_rng(0).normal(size=steps)
     values[5] += 40  # an outlier
     assert onset(Series("x", np.arange(steps), values), worse) / steps == pytest.approx(0.6, abs=0.05)
-
-
-def test_onset_of_what_changes_from_the_beginning_is_the_first_step():
-    for values in (np.linspace(0, 3, 200), np.zeros(200)):
-        noise = 0.05 * np.random.default_rng(1).normal(size=200)
-        assert onset(Series("x", np.arange(10, 210), values + noise), "up") == 10
 
 
 def test_cost_counts_steps_and_the_hours_that_they_took(tmp_path):
@@ -475,31 +457,12 @@ def test_a_policy_that_left_its_reference_at_once_is_named(tmp_path):
     assert "D29" not in {alarm.id for alarm in judged(tmp_path / "rising", rising).alarms}
 
 
-def test_clipping_that_a_falling_learning_rate_ends_is_named(tmp_path):
-    columns = healthy() | {"clip_ratio": noisy(np.where(X < 0.85, 0.38, 0.1), 0.02)}
-    assert "D12" in {alarm.id for alarm in judged(tmp_path, columns).alarms}
-
-
 @pytest.mark.parametrize("spikes", [2, 3])
 def test_two_spikes_of_a_short_run_are_no_finding(tmp_path, spikes):
     run = healthy(steps=50)
     run["grad_norm"][[12, 30, 44][:spikes]] *= 20
     alarms = examine(read_run(write_stats(tmp_path, run))).alarms
     assert [(alarm.id, alarm.onset) for alarm in alarms] == ([("D17", 12)] if spikes == 3 else [])
-
-
-def test_collapse_within_the_first_steps_is_named_with_the_end_of_the_rise(tmp_path):
-    run = without(healthy(30), "eval_reward", "zero_variance_groups")
-    late = np.arange(30) >= 3
-    run |= {
-        "entropy": np.where(late, 0.02, 4.0) + 0.001 * np.arange(30) % 0.01,
-        "reward": np.where(late, 0.5, 0.02 + 0.1 * np.arange(30)),
-        "staleness": np.zeros(30),
-    }
-    alarms = {alarm.id: alarm for alarm in judged(tmp_path, run).alarms}
-    assert alarms["D15"].found.endswith("4 at first")
-    assert (alarms["D01"].title, alarms["D01"].onset) == ("the reward stopped rising", 3)
-    assert alarms["D01"].overrides == {}  # no step was stale: a synchronous run is no remedy
 
 
 def test_equal_rewards_of_half_credit_are_neither_right_nor_wrong(tmp_path):

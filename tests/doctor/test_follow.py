@@ -1,20 +1,15 @@
 """Doctor during a run: alarms once, a hook that cannot do harm, and a stop."""
 
 import json
-import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
 
 from areal_debug.cli import main
-from areal_debug.doctor import hooks as actions
-from areal_debug.doctor.alarm import findings
 from areal_debug.doctor.follow import Follower
 from areal_debug.doctor.hooks import Hooks, make_hooks, run_hooks
-from areal_debug.doctor.sources.plain_files import SeveralRuns
 from hangdoctor.watch.loop import lives
 
 ALARM = {
@@ -79,25 +74,6 @@ def test_an_alarm_is_announced_once_and_only_after_two_looks_with_new_steps(tmp_
     assert (announced, follower.exit_code, len(notes)) == (["D17"], 1, 1)
 
 
-def test_the_last_look_needs_no_second_one(tmp_path):
-    file = tmp_path / "log.jsonl"
-    log_steps(file, range(10), float("nan"))
-    follower, announced, _ = follower_of(file)
-    follower.look(is_last=True)
-    assert "D17" in announced
-
-
-def test_a_folder_of_several_runs_is_refused_and_one_of_them_followed(tmp_path):
-    for name in ("a", "b"):
-        (tmp_path / name).mkdir()
-        log_steps(tmp_path / name / "log.jsonl", range(10))
-    with pytest.raises(SeveralRuns, match="2 runs found"):
-        follower_of(tmp_path)[0].look()
-    follower, _, _ = follower_of(tmp_path, run="a")
-    follower.look()
-    assert follower.verdict == "healthy"
-
-
 def test_the_verb_follows_until_nothing_is_logged_and_its_exit_code_is_the_verdict(tmp_path):
     file = tmp_path / "log.jsonl"
     log_steps(file, range(20))
@@ -115,37 +91,6 @@ def test_the_verb_follows_until_nothing_is_logged_and_its_exit_code_is_the_verdi
     )
     done = CliRunner().invoke(main, ["doctor", str(tmp_path / "none"), "--follow", "--idle", "0.1"])
     assert (done.exit_code, "no metrics could be read" in done.stderr) == (2, True)
-
-
-def test_every_finding_can_be_chosen_and_has_what_its_check_needs():
-    sources = (file.read_text() for file in Path(actions.__file__).parent.rglob("*.py"))
-    found = {name for text in sources for name in re.findall(r'"([DS][0-9]{2})"', text)}
-    assert actions.choice("--stop-on", ",".join(findings())) == set(findings())
-    assert found <= set(findings())
-    assert all("needs" in row for row in findings().values())
-
-
-@pytest.mark.parametrize(
-    ("options", "sentence"),
-    [
-        (["--stop-on", "D17,everything"], "--stop-on 'everything' is no finding: expected ids as D17 or S03"),
-        (["--stop-on", "D99"], "--stop-on 'D99' is no finding: expected ids as D17 or S03 (up to S"),
-        (["--stop-on", "D7"], "--stop-on 'D7' is no finding: expected ids as D17 or S03 (up to S"),
-        (["--stop-on", "D²"], "--stop-on 'D²' is no finding: expected ids as D17 or S03 (up to S"),
-        (["--stop-on", "error"], "--stop-on needs --pid"),
-        (["--stop-on", "error", "--pid", "999999999"], "--pid 999999999: no process has this id"),
-    ],
-)
-def test_wrong_hooks_are_one_sentence(tmp_path, options, sentence):
-    file = tmp_path / "log.jsonl"
-    log_steps(file, range(10))
-    done = CliRunner().invoke(main, ["doctor", str(file), "--follow", "--idle", "0", *options])
-    assert (done.exit_code, sentence in done.stderr) == (2, True)
-
-
-def test_hooks_without_follow_are_refused(tmp_path):
-    done = CliRunner().invoke(main, ["doctor", str(tmp_path), "--on-alarm", "true"])
-    assert (done.exit_code, "go with --follow" in done.stderr) == (2, True)
 
 
 def test_the_command_gets_the_alarm_in_its_environment_and_never_as_its_text(tmp_path):
@@ -175,12 +120,3 @@ def test_a_chosen_finding_stops_the_run(tmp_path, sleeper, chosen):
     assert sleeper.wait(10) == -15
     assert (announced[0], follower.is_stopped) == ("D17", True)
     assert notes == [f"stopping the run for D17: SIGTERM to process {sleeper.pid}"]
-
-
-def test_a_finding_that_was_not_chosen_leaves_the_run_alone(tmp_path, sleeper):
-    file = tmp_path / "log.jsonl"
-    follower, announced, _ = follower_of(file, hooks=make_hooks("", "D15"), pid=sleeper.pid)
-    for steps in (range(10), [10]):
-        log_steps(file, steps, float("nan"))
-        follower.look()
-    assert ("D17" in announced, lives(sleeper.pid)) == (True, True)

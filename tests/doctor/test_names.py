@@ -64,32 +64,3 @@ def test_a_quantity_is_known_by_the_words_that_its_name_ends_with(name, quantity
 )
 def test_a_name_that_means_something_else_is_no_quantity(name):
     assert choose_names([name]) == {}
-
-
-def test_a_name_of_a_framework_goes_before_one_that_only_ends_alike():
-    names = ["my_env/reward", "critic/rewards/mean", "critic/score/mean"]
-    assert choose_names(names) == {"reward": "critic/rewards/mean"}
-    assert choose_names(["a/b/reward", "a/reward", "score"]) == {"reward": "a/reward"}
-
-
-def test_what_slime_logs_of_an_evaluation_has_the_name_of_the_data_set():
-    names = ["rollout/raw_reward", "eval/aime-truncated_ratio", "eval/aime", "eval/aime/response_len/mean"]
-    assert choose_names(names)["eval_reward"] == "eval/aime"
-    assert "eval_reward" not in choose_names(["reward", "eval/runtime"])
-
-
-def test_names_of_openrlhf_are_known():
-    names = {
-        "reward": "reward",
-        "response_length": "length",
-        "policy_loss": "policy_loss",
-        "entropy_loss": "entropy",
-        "kl": "reference_kl",
-        "ppo_kl": "approx_kl",
-        "ppo_clip_ratio": "clip_ratio",
-        "vllm_kl": "k3",
-        "actor_grad_norm": "grad_norm",
-        "actor_lr": "lr",
-    }
-    others = ["return", "total_length", "logprobs_diff", "group_reward_std", "dynamic_filtering_pass_rate"]
-    assert {name: quantity for quantity, name in choose_names([*names, *others]).items()} == names

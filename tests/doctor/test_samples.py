@@ -15,7 +15,6 @@ from areal_debug.doctor.samples import read as reading
 from areal_debug.doctor.samples.sample_rules import examine_samples
 from recorder import open_record
 from recorder.reader import Damage
-from recorder.testing import write_scripted_record
 
 from .sample_records import STEPS, Episode, write_record
 
@@ -197,15 +196,3 @@ def test_the_verb_prints_and_writes_the_samples_with_hostile_text_escaped(tmp_pa
     alarm = next(alarm for alarm in found["alarms"] if alarm["id"] == "S06")
     assert len(alarm["samples"]) == 10
     assert alarm["look"] == f"areal-debug open {tmp_path / 'r'} --step 0 --at 0.0"
-
-
-def test_a_large_record_is_sampled_by_steps_and_whole_groups(tmp_path, monkeypatch):
-    monkeypatch.setattr(reading, "MOST_TOKENS", 96)
-    monkeypatch.setattr(reading, "MOST_STEPS", 12)
-    write_scripted_record(tmp_path / "r", num_steps=20, num_rows=16)
-    rows = reading.read_rows(open_record(tmp_path / "r"), Damage())
-    steps = np.unique(rows.step)
-    assert (steps[0], steps[-1], len(steps)) == (0, 19, 3)
-    assert len(rows) < 3 * 16
-    assert set(np.bincount(rows.group)) == {2}
-    assert "rows of 3 of 20 steps, sampled" in rows.extent

@@ -7,13 +7,9 @@ import sqlite3
 
 import numpy as np
 import pytest
-from click.testing import CliRunner
 
-from areal_debug.cli import main
 from areal_debug.doctor.read import UnreadableRun, read_run
-from areal_debug.doctor.sources.console_log import rows_of
 from areal_debug.doctor.sources.locate import find_sources
-from areal_debug.doctor.sources.to_series import collect
 
 STEPS = range(12)
 
@@ -94,25 +90,6 @@ def test_a_project_of_trackio_is_read_as_its_runs(tmp_path, monkeypatch):
         read_run(database)
 
 
-@pytest.mark.long
-def test_what_trackio_itself_writes_is_read(tmp_path):
-    pytest.importorskip("trackio")
-    import os
-    import subprocess
-    import sys
-
-    code = (
-        "import trackio; trackio.init(project='p', name='r')\n"
-        "for step in range(12): trackio.log({'reward': step / 8}, step=step)\n"
-        "trackio.finish()\n"
-        "from trackio.sqlite_storage import SQLiteStorage; SQLiteStorage.export_to_parquet()"
-    )
-    subprocess.run([sys.executable, "-c", code], env=os.environ | {"TRACKIO_DIR": str(tmp_path)}, check=True)
-    for name in ("p.db", "p.parquet"):
-        assert rewards(read_run(tmp_path / name)) == (list(STEPS), [step / 8 for step in STEPS])
-    assert [source.file.name for source in find_sources(tmp_path)] == ["p.db"]
-
-
 @pytest.mark.parametrize(
     ("rows", "reward"),
     [
@@ -142,28 +119,6 @@ def test_exports_of_wandb_as_json_and_as_a_table_of_several_runs(tmp_path):
         read_run(tmp_path / "several.csv")
     run = read_run(tmp_path / "several.csv", "two")
     assert (rewards(run)[1], run.unknown_names) == ([step / 4 for step in STEPS], ())
-
-
-def test_files_of_one_run_in_folders_of_its_loggers_are_one_run(tmp_path):
-    rows = [{"step": step, "reward": step} for step in STEPS]
-    write_lines(tmp_path / "a" / "stats.jsonl", rows)
-    write_lines(tmp_path / "a" / "logs" / "more.jsonl", rows)
-    (tmp_path / "a" / "tensorboard").mkdir()
-    (tmp_path / "a" / "tensorboard" / "events.out.tfevents.1.host").touch()
-    (tmp_path / "a" / "train.log").write_text("step:1 - reward:0.5\nstep:2 - reward:0.5\n")
-    (tmp_path / "a" / "config.json").write_text('{"seed": 1}')
-    write_lines(tmp_path / "a" / "samples" / "1.jsonl", [{"step": 1, "score": 1.0}] * 5)
-    assert [source.name for source in find_sources(tmp_path)] == ["a/stats.jsonl"]
-    write_lines(tmp_path / "b" / "metrics.jsonl", rows)
-    assert sorted(source.name for source in find_sources(tmp_path)) == ["a/stats.jsonl", "b/metrics.jsonl"]
-
-
-def test_samples_and_configs_alone_are_no_metrics(tmp_path):
-    write_lines(tmp_path / "rollouts" / "1.jsonl", [{"step": 1, "score": 1.0}] * 5)
-    (tmp_path / "config.json").write_text('{"step": 1}')
-    (tmp_path / "notes.txt").write_text("step 1: nothing\n")
-    with pytest.raises(UnreadableRun, match=r"contains no metrics: searched for stats.jsonl"):
-        read_run(tmp_path)
 
 
 # Each as the framework prints it, with numbers of our own.
@@ -207,49 +162,6 @@ def test_what_a_framework_prints_is_read_by_step(tmp_path, framework):
     run = read_run(tmp_path)
     assert set(run.by_name) == names
     assert rewards(run) == (list(range(1, 10)), [step / 16 for step in range(1, 10)])
-
-
-def test_lines_of_transformers_without_a_step_are_counted():
-    lines = [f"{{'loss': '{step / 4}', 'reward': {step}.0, 'epoch': 0.0{step}}}" for step in range(5)]
-    lines.insert(3, "{'eval_reward': 0.5, 'epoch': 0.02}")
-    series = collect(rows_of(lines))
-    assert (series["reward"].steps.tolist(), series["reward"].values.tolist()) == ([*range(5)], [*range(5)])
-    assert series["eval_reward"].steps.tolist() == [2]
-
-
-def test_percentages_are_shares_and_other_units_are_left():
-    series = collect(rows_of(["Step 3 | Truncation 25.0% | Throughput 100 tokens/s | Reward 0.5"]))
-    assert {name: one.values.tolist() for name, one in series.items()} == {
-        "Truncation": [0.25],
-        "Throughput": [100.0],
-        "Reward": [0.5],
-    }
-
-
-def test_unknown_names_are_listed_and_one_can_be_named(tmp_path):
-    rows = [{"step": step, "reward": step / 8, "fluency/goodness": 0.5} for step in STEPS]
-    file = write_lines(tmp_path / "log.jsonl", rows)
-    done = CliRunner().invoke(main, ["doctor", str(file)])
-    assert (
-        "logged, but no known quantity: fluency/goodness; to judge one: --metric QUANTITY=NAME" in done.stdout
-    )
-    done = CliRunner().invoke(main, ["doctor", str(file), "--json", "--metric", "reward=fluency/goodness"])
-    found = json.loads(done.stdout)
-    assert (found["judged"]["reward"], found["unknown"]) == ("fluency/goodness", ["reward"])
-
-
-@pytest.mark.parametrize(
-    ("option", "sentence"),
-    [
-        ("reward", "--metric 'reward' is not QUANTITY=NAME"),
-        ("rewarding=a", "'rewarding' is no quantity: expected one of reward, "),
-        ("reward=a", "the run logs no 'a': it logs loss"),
-    ],
-)
-def test_a_wrong_name_of_a_metric_is_one_sentence(tmp_path, option, sentence):
-    file = write_lines(tmp_path / "log.jsonl", [{"step": 1, "loss": 1}])
-    done = CliRunner().invoke(main, ["doctor", str(file), "--metric", option])
-    assert (done.exit_code, sentence in done.stderr) == (2, True), done.stderr
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,6 @@ from areal_debug.cli import main
 
 from .runs import around, ramp, write_stats
 
-STEPS = 200
 SFT = {"loss": "sft/loss/avg", "eval_loss": "eval-sft/loss/avg", "grad_norm": "sft/grad_norm"}
 DPO = {
     "loss": "dpo/loss/avg",
@@ -70,27 +69,6 @@ def test_trouble_of_supervised_training_is_named_alone(tmp_path, alarm, changes,
     code, found = examined(tmp_path, learning() | changes, names)
     assert (code, [one["id"] for one in found["alarms"]]) == (1, [alarm])
     assert all(found["alarms"][0][part] for part in ("found", "evidence", "advice", "experiment", "source"))
-
-
-def test_a_loss_that_rises_is_an_error(tmp_path):
-    rising = around(ramp(1.0, 1.8, 0.0), 0.05)
-    _, found = examined(tmp_path, learning() | {"loss": rising, "eval_loss": rising}, VERL_SFT)
-    assert [(one["id"], one["severity"]) for one in found["alarms"]] == [("D06", "error")]
-
-
-def test_the_step_of_the_best_held_out_loss_is_reported(tmp_path):
-    """It is measured every tenth step, and best at step 100."""
-    measured = np.where(np.arange(STEPS) % 10 == 0, 0.6 + np.abs(ramp(-0.6, 0.6, 0.0)), np.nan)
-    folder = write_stats(tmp_path, {"loss": learning()["loss"]}, SFT)
-    file = folder / "stats.jsonl"
-    rows = [json.loads(line) for line in file.read_text().splitlines()]
-    for row, value in zip(rows, measured, strict=True):
-        row |= {} if np.isnan(value) else {SFT["eval_loss"]: value}
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    done = CliRunner().invoke(main, ["doctor", str(folder), "--json"])
-    [found] = json.loads(done.stdout)["alarms"]
-    assert found["id"] == "D07"
-    assert 90 <= found["evidence"][0][0] <= 110
 
 
 @pytest.mark.parametrize(

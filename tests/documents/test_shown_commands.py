@@ -90,25 +90,3 @@ def test_shown_options_exist(page: Path) -> None:
     named = {name for code in codes for name in DOTTED.findall(code)}
     named = {name for name in named if name.rpartition(".")[2] not in ("py", "yaml", "launch_server")}
     assert named - OPTIONS == set()
-
-
-@pytest.mark.parametrize(
-    ("command", "why"),
-    [
-        ("hang colect --to x", "no command 'colect'"),
-        ("hang collect --into x", "No such option"),
-        ("serve --backend vllm", "'vllm' is not one of 'sglang', 'embedded'"),
-        ("record export r --format csw --to x", "is not one of"),
-        ("goto --step 1", "missing"),
-        ("why runs/a runs/b runs/c", "too many arguments"),
-        ("record verify r --gpu 2> log | less", "No such option"),
-    ],
-)
-def test_a_wrong_command_would_be_found(command: str, why: str) -> None:
-    assert why in mistake(command)
-
-
-def test_every_page_is_searched_for_commands() -> None:
-    texts = [(ROOT / page).read_text() for page in PAGES]
-    assert sum(len(commands_in_blocks(text)) for text in texts) > 250
-    assert sum(len(list(commands_in_sentences(text))) for text in texts) > 100

@@ -2,7 +2,6 @@
 
 import json
 import socket
-import sys
 from pathlib import Path
 
 import pytest
@@ -10,9 +9,7 @@ import torch
 from click.testing import CliRunner
 
 from areal_core.config import (
-    GRPOConfig,
     OptimizerConfig,
-    PPOActorConfig,
     PPOConfig,
     SFTConfig,
     TrainEngineConfig,
@@ -20,10 +17,7 @@ from areal_core.config import (
 )
 from areal_core.config.allocation import Parallel, parse_allocation
 from areal_core.engine.memory_plan import Model, estimate_memory, parse_shape, read_shape, state_parts
-from areal_core.errors import ConfigError, DeterminismError
-from areal_debug.dry_run.plan import note_on_pictures
 from areal_debug.verbs.train import command
-from areal_debug.wiring import wire
 
 HERE = Path(__file__).parent
 UPSTREAM = HERE / "upstream"
@@ -59,31 +53,6 @@ def dry_run(monkeypatch, tmp_path):
 def written(file: Path, text: str) -> Path:
     file.write_text(text)
     return file
-
-
-@pytest.mark.parametrize("option", ["train_dataset.path", "actor.path"])
-def test_a_file_that_is_not_there_is_refused(dry_run, tiny_model, option):
-    given = (f"actor.path={tiny_model}", f"{option}=/data/missing/one")
-    code, printed = dry_run(TINY, *given, as_json=False)
-    assert code == 2
-    assert f"{option}: /data/missing/one does not exist: give a file or folder of this machine" in printed
-
-
-def test_what_nobody_looked_at_is_said(dry_run):
-    code, printed = dry_run(TINY, "actor.path=owner/name", as_json=False)
-    assert code == 0
-    said = " ".join(printed.split())
-    assert "not checked: actor.path (owner/name would be downloaded), the reward function" in said
-
-
-def test_an_option_after_dump_rollout_is_not_taken_for_its_folder(tiny_model, tmp_path):
-    files = (f"cluster.fileroot={tmp_path}", "experiment_name=e", "trial_name=t")
-    for flag in (["--dump-rollout"], ["--dump-rollout", str(tmp_path / "own")]):
-        argv = [str(SCRIPT), "--config", str(TINY), "--dry-run", "--json", *flag]
-        done = CliRunner().invoke(command, [*argv, f"actor.path={tiny_model}", *files])
-        assert done.exit_code == 0, done.output
-        assert str(tiny_model) in done.stdout
-        assert "actor.path" not in done.stdout
 
 
 def test_the_plan_of_a_tiny_run_is_complete_and_leaves_no_files(dry_run, tiny_model, tmp_path):
@@ -127,37 +96,6 @@ def test_the_plan_of_a_tiny_run_is_complete_and_leaves_no_files(dry_run, tiny_mo
     assert not (tmp_path / "files").exists()
 
 
-def test_the_output_for_people_has_the_same_facts(dry_run, tiny_model, tmp_path):
-    code, text = dry_run(TINY, f"cluster.fileroot={tmp_path}", f"actor.path={tiny_model}", as_json=False)
-    assert code == 0
-    assert text.startswith(f"Would run: {SCRIPT} with {TINY}; nothing was started.\n")
-    for fact in (
-        "3 in total, 16 per epoch",
-        "129,920 parameters over 1 rank",
-    ):
-        assert fact in text
-
-
-def test_upstream_0_3_file_plans_an_asynchronous_run_with_servers(dry_run):
-    code, run = dry_run(UPSTREAM / "grpo_0_3.yaml")
-    assert code == 0
-    assert [(item["what"], item["count"]) for item in run["processes"]] == [
-        ("SGLang server", 2),
-        ("FSDP rank", 2),
-    ]
-    assert run["processes"][1]["where"].startswith("GPU 2-3 of the machine")
-    assert run["steps"]["total"] == 30
-    assert run["memory"]["unknown"] == ["not/on-this-machine has no local config.json"]
-
-
-def test_upstream_0_5_file_of_supervised_fine_tuning_needs_no_data_to_be_planned(dry_run):
-    code, run = dry_run(UPSTREAM / "sft_0_5.yaml", "total_train_steps=7")
-    assert (code, run["method"]) == (0, "supervised fine-tuning")
-    assert (run["steps"]["num_rows"], run["steps"]["total"]) == (None, 7)
-    assert run["steps"]["rows"] == "some/answers is not a local file or folder"
-    assert "16 sequences per rank, in micro-batches of at most 4,096 tokens" in run["update"]
-
-
 def test_upstream_1_0_file_is_placed_on_the_machines_of_its_scheduler(dry_run):
     code, run = dry_run(UPSTREAM / "gspo_1_0.yaml")
     assert code == 0
@@ -166,21 +104,6 @@ def test_upstream_1_0_file_is_placed_on_the_machines_of_its_scheduler(dry_run):
         (4, 1, "machine 0 (of 2, from 0)"),
     ]
     assert [note for note in run["notes"] if "vllm" in note] == []
-
-
-@pytest.mark.parametrize(
-    ("file", "sentence"),
-    [
-        ("refused_megatron.yaml", "there is no Megatron engine; use fsdp"),
-        ("refused_megatron_section.yaml", "there is no Megatron engine; remove the section"),
-        ("refused_archon.yaml", "there is no Archon engine; use fsdp"),
-        ("refused_npu.yaml", "device is 'npu'"),
-    ],
-)
-def test_an_engine_that_is_not_ours_is_refused_by_name(dry_run, file, sentence):
-    code, refused = dry_run(UPSTREAM / file)
-    assert (code, refused["would_run"]) == (2, False)
-    assert sentence in " ".join(refused["problems"])
 
 
 @pytest.mark.parametrize(
@@ -211,33 +134,6 @@ def test_one_machine_that_is_too_small_is_noted(dry_run):
     assert any(
         "needs 4 devices on one machine and cluster.n_gpus_per_node is 3" in note for note in run["notes"]
     )
-
-
-def test_servers_of_a_vision_model_that_take_text_alone_are_noted(dry_run, tmp_path):
-    (tmp_path / "config.json").write_text(
-        '{"model_type": "gemma3", "vision_config": {"model_type": "siglip"}}'
-    )
-    note = note_on_pictures(
-        vision := GRPOConfig(actor=PPOActorConfig(path=str(tmp_path))), parse_allocation("sglang:d1+fsdp:d1")
-    )
-    assert "sglang.enable_multimodal is false: the servers take text alone" in note[0]
-    vision.sglang.enable_multimodal = True
-    assert note_on_pictures(vision, parse_allocation("sglang:d1+fsdp:d1")) == []
-
-
-def test_both_flags_are_refused_as_they_were_typed(monkeypatch, tmp_path):
-    argv = [str(SCRIPT), "--config", str(TINY), "--dump-rollout", str(tmp_path), "--replay-rollout", "x"]
-    sentence = "--dump-rollout and --replay-rollout are both given: a run records or replays, not both"
-    assert sentence in CliRunner().invoke(command, argv).output
-    # by python or torchrun, whose error nobody catches
-    ended = []
-    monkeypatch.setattr("areal_debug.train.script.end", lambda *given: ended.append(given))
-    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
-    with pytest.raises(ConfigError) as refused:
-        wire(argv, GRPOConfig)
-    sys.excepthook(refused.type, refused.value, None)
-    sys.excepthook(DeterminismError, DeterminismError("PYTHONHASHSEED was not set"), None)
-    assert ended == [(f"Error: {sentence}", 2), ("Error: PYTHONHASHSEED was not set", 2)]
 
 
 def test_states_are_exact_to_the_byte(tiny_model):
@@ -308,13 +204,6 @@ def test_tensor_parallel_ranks_divide_all_but_norms(dry_run, tiny_model):
     assert parts["actor: masters"] == 4 * (129_600 // 4 + 320 // 2)
 
 
-def test_layers_that_ranks_cannot_share_are_refused_before_the_run(dry_run, tiny_model):
-    arguments = (f"actor.path={tiny_model}", "allocation_mode=embedded|fsdp:d1t8")
-    code, output = dry_run(TINY, *arguments, as_json=False)
-    assert code == 2
-    assert "4 attention heads, which do not divide among 8 tensor-parallel ranks" in output
-
-
 def test_ranks_that_share_rows_are_reported_and_indivisible_heads_refused(dry_run, tiny_model):
     code, run = dry_run(TINY, f"actor.path={tiny_model}", "allocation_mode=embedded|fsdp:d2c2")
     assert code == 0
@@ -337,27 +226,6 @@ def test_memory_of_a_server_is_its_share_of_weights_and_cache(tiny_model):
     # of them per device.
     assert cache.size_bytes == 128 * 1024 * 128
     assert not any(part.name.startswith("reference") for part in memory.rank)  # kl_ctl is 0: it is not loaded
-
-
-def test_a_reward_model_has_a_head_of_one_number(tiny_model):
-    options = TrainEngineConfig(path=str(tiny_model))
-    language, scores = (read_shape(Model("actor", options, has_scores=scores)) for scores in (False, True))
-    assert scores.num_parameters - language.num_parameters == 64  # whose output layer is its embedding
-
-
-def test_pairs_are_planned_with_their_reference(dry_run, tiny_model):
-    pairs = ("allocation_mode=fsdp:d2", "train_dataset.type=dpo", f"actor.path={tiny_model}")
-    code, run = dry_run(UPSTREAM / "dpo_1_0.yaml", *pairs)
-    assert (code, run["method"]) == (0, "direct preference optimisation")
-    assert run["update"].startswith("1 optimizer step over 4 pairs per rank, in 1 micro-batches")
-    parts = {part["name"]: part for part in run["memory"]["rank"]}
-    assert parts["reference: masters"]["size_bytes"] == 4 * run["memory"]["num_parameters"] // 2
-    assert "512 tokens through 2 layers" in parts["activations"]["how"]  # 4 pairs of 2 x 64 tokens
-
-
-def test_the_options_of_a_preset_are_in_the_plan(dry_run):
-    _, run = dry_run(UPSTREAM / "grpo_0_3.yaml", "algorithm=rloo")
-    assert any("rloo" in note and "actor.reward_norm.mean_leave1out" in note for note in run["notes"])
 
 
 def test_a_mixture_of_experts_counts_the_experts_that_a_token_visits():

@@ -21,17 +21,3 @@ def test_a_critic_is_planned_next_to_the_actor(tiny_model, tmp_path):
     assert run.update.startswith(
         "2 optimizer steps over 16 sequences per rank, in micro-batches of at most 64 tokens"
     )
-
-
-def test_a_reward_model_is_planned_unless_a_record_has_its_scores(tiny_model, tmp_path):
-    options = [f"cluster.fileroot={tmp_path}", f"actor.path={tiny_model}", "reward_model.weight=0.5"]
-    options += [f"reward_model.path={tiny_model}", "reward_model.dtype=float32"]
-
-    def plan(*more):
-        config, _ = load_expr_config(["--config", str(TINY), *options, *more], PPOConfig)
-        run = plan_run(Path("train.py"), str(TINY), config, [])
-        names = [part.name for part in run.memory.rank]
-        return [name for name in names if name.startswith("reward")]
-
-    assert plan() == ["reward model: masters"]
-    assert plan("debug.replay_rollout_data=true", "debug.path=r") == []

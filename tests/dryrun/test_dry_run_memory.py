@@ -7,10 +7,9 @@ import pytest
 from areal_core.config import OptimizerConfig, TrainEngineConfig
 from areal_core.config.allocation import Parallel
 from areal_core.config.train_engine import FSDPEngineConfig
-from areal_core.engine.memory_plan import Model, Shape, not_estimated, read_shape, state_parts
+from areal_core.engine.memory_plan import Model, Shape, read_shape, state_parts
 from areal_core.engine.model import load_model
 from areal_core.testing.tiny_vision import make_tiny_vision_model
-from areal_debug.dry_run.plan import describe_attention
 
 SHAPE = Shape(1000, 0, 200, 400, 2, 8, 16, 100, 64)
 PLAIN = TrainEngineConfig(optimizer=OptimizerConfig())
@@ -62,23 +61,6 @@ def sizes(options: TrainEngineConfig, on_host: bool) -> dict[str, int]:
 def test_states_are_in_the_memory_that_options_choose(options, on_device, on_host):
     assert sizes(options, on_host=False) == on_device
     assert sizes(options, on_host=True) == on_host
-
-
-def test_what_is_not_estimated_is_named():
-    options = dataclasses.replace(PLAIN, offload=True, fsdp=FSDPEngineConfig(compile=True))
-    assert not_estimated(PLAIN) == []
-    assert not_estimated(options) == [
-        "effect of fsdp.compile",
-        "memory that offload releases while the model is idle",
-    ]
-
-
-def test_a_plan_names_the_attention_kernel():
-    assert describe_attention("cpu", PLAIN) == "SDPA, one sequence at a time: no flash-attention on a CPU"
-    assert describe_attention("cuda", PLAIN) == "torch's flash-attention over packed sequences"
-    assert describe_attention("auto", dataclasses.replace(PLAIN, attn_impl="sdpa")).endswith(
-        "as attn_impl requests"
-    )
 
 
 def test_a_frozen_vision_tower_has_weights_and_neither_gradients_nor_states(tmp_path):

@@ -1,19 +1,13 @@
 """Data sent to Weights & Biases and Trackio, with fakes and with the real packages."""
 
-import json
-import os
-import sqlite3
-import subprocess
 import sys
 from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from areal_core.config import PPOConfig, SFTConfig
-from areal_core.errors import ConfigError
+from areal_core.config import PPOConfig
 from areal_core.telemetry.loggers import StatsLogger
 from areal_core.trainer.build import build_services
-from tests.exports.given import logged_values
 
 
 @pytest.fixture
@@ -86,69 +80,3 @@ def test_trackio_sends_to_a_space_only_when_it_is_online(config, monkeypatch, tm
     )
     assert "secret" not in str(sent)
     assert rest == [("log", 3, {"loss": 1.0}), ("finish",)]
-
-
-@pytest.mark.parametrize(("name", "mode"), [("wandb", "online"), ("trackio", "local")])
-def test_a_service_whose_package_is_missing_is_one_sentence(config, monkeypatch, tmp_path, name, mode):
-    monkeypatch.setitem(sys.modules, name, None)  # as if it were not installed, also where it is
-    getattr(config.stats_logger, name).mode = mode
-    with pytest.raises(ConfigError) as error:
-        build_services(config, tmp_path)
-    assert str(error.value) == (
-        f"stats_logger.{name}.mode is '{mode}' and the package {name} is not installed: "
-        f"pip install {name}, or set the mode to 'disabled'"
-    )
-
-
-def test_trackio_online_wants_a_space(config, tmp_path):
-    config.stats_logger.trackio.mode = "online"
-    with pytest.raises(ConfigError, match="space_id is empty"):
-        build_services(config, tmp_path)
-
-
-@pytest.mark.long
-def test_the_real_weights_and_biases_package_writes_every_step_offline(config, tmp_path, monkeypatch):
-    wandb = pytest.importorskip("wandb", reason="needs the package: pip install 'areal-debug[wandb]'")
-    monkeypatch.setenv("WANDB_SILENT", "true")
-    config.stats_logger.wandb.mode, config.stats_logger.wandb.wandb_api_key = "offline", ""
-    monkeypatch.setattr("sys.argv", ["train.py", "stats_logger.wandb.wandb_api_key=S3CRET-key", "seed=7411"])
-    with StatsLogger(build_services(config, tmp_path)) as logger:
-        logger.commit(0, {"ppo_actor/task_reward/avg": 0.25})
-        logger.commit(1, {"ppo_actor/task_reward/avg": 0.1 + 0.2})
-    wandb.teardown()  # afterwards its process, which may still be writing, has ended
-    [run] = tmp_path.glob("wandb/offline-run-*")
-    assert run.name.endswith("-math_a-b_train")
-    [written] = run.glob("*.wandb")
-    assert logged_values(written, "_step") == [0, 1]
-    assert logged_values(written, "ppo_actor/task_reward/avg") == [0.25, 0.1 + 0.2]
-    assert b"seed=7411" in written.read_bytes()  # the package stores the command line
-    assert b"S3CRET-key" not in written.read_bytes()
-
-
-@pytest.mark.long
-def test_the_real_trackio_package_writes_every_step_into_its_local_database(config, tmp_path):
-    pytest.importorskip("trackio", reason="needs the package: pip install 'areal-debug[trackio]'")
-    program = """
-import sys
-from areal_core.telemetry.loggers import TrackioLogger
-for first in (0, 1):
-    log = TrackioLogger("local", None, project="math", name="t")
-    for step in range(first, first + 2):
-        log(step, {"ppo_actor/task_reward/avg": step / 4})
-    log.close()
-"""
-    environment = os.environ | {"TRACKIO_DIR": str(tmp_path)}
-    subprocess.run([sys.executable, "-c", program], check=True, env=environment, timeout=240)
-    with sqlite3.connect(tmp_path / "math.db") as database:
-        rows = database.execute("select run_name, step, metrics from metrics order by id").fetchall()
-    logged = [(name, step, json.loads(metrics)["ppo_actor/task_reward/avg"]) for name, step, metrics in rows]
-    assert logged == [
-        ("t", 0, 0.0),
-        ("t", 1, 0.25),
-        ("t", 1, 0.25),
-        ("t", 2, 0.5),
-    ]  # a repeated step is there twice
-
-
-def test_nothing_is_built_unless_requested(tmp_path):
-    assert build_services(SFTConfig(experiment_name="a", trial_name="b"), tmp_path) == []

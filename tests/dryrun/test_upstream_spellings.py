@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from areal_core.config import RWConfig, SFTConfig
-from areal_debug.train.script_options import method_of, options_of_script
+from areal_debug.train.script_options import options_of_script
 from areal_debug.verbs.train import command
 
 UPSTREAM = Path(__file__).parent / "upstream"
@@ -65,15 +64,6 @@ def test_dapo_on_ray_with_options_of_the_script(plan):
         assert part in notes_text
 
 
-def test_an_option_of_no_class_is_refused(plan):
-    code, refused = plan("dapo_1_0.yaml", GRPO)
-    assert (code, "unknown option 'max_turns'" in " ".join(refused["problems"])) == (2, True)
-
-
-def test_a_file_of_another_method_than_the_scripts_is_refused(plan):
-    assert plan("grpo_vllm_1_0.yaml", SFT)[0] == 2
-
-
 @pytest.mark.parametrize(
     ("script", "name", "own"),
     [
@@ -99,18 +89,3 @@ def test_a_script_that_imports_areal_is_refused_with_what_to_write(plan):
         "  line 1: areal.PPOTrainer: from areal_core.trainer.rl import PPOTrainer",
         "  line 2: areal.utils.saver.Saver: no equivalent (docs/coming_from_areal.md lists what there is)",
     ]
-
-
-def test_a_file_of_servers_alone_needs_no_options_of_training(plan, tmp_path):
-    file = tmp_path / "debug.yaml"
-    file.write_text("allocation_mode: sglang:d2\nsglang: {model_path: some/model}\n")
-    code, run = plan(file, GRPO)
-    assert (code, run["model"], run["allocation"], run["steps"]) == (0, "some/model", "sglang:d2", None)
-    code, refused = plan(file, GRPO, "allocation_mode=sglang:d1+fsdp:d1")
-    assert (code, "train_dataset.path must be given" in refused["problems"][0]) == (2, True)
-
-
-def test_a_file_whose_model_is_called_model_has_the_method_of_its_rows():
-    model = {"model": {"is_critic": True}}
-    assert method_of(model | {"train_dataset": {"type": "rw"}}) is RWConfig
-    assert method_of(model | {"train_dataset": {"path": "openai/gsm8k"}}) is SFTConfig

@@ -2,7 +2,6 @@ import pytest
 import torch
 
 from areal_core.engine.attention import packed_attention
-from areal_core.engine.model import cache_argument
 
 
 def plain_attention(q, k, v, scaling, window=None):
@@ -31,10 +30,3 @@ def test_each_packed_sequence_attends_to_itself_alone(window):
     packed_gradient = torch.autograd.grad(packed.sum(), (q, k, v))
     for got, want in zip(packed_gradient, torch.autograd.grad(expected.sum(), (q, k, v)), strict=True):
         torch.testing.assert_close(got, want, rtol=0, atol=1e-5)
-
-
-@pytest.mark.parametrize("name", ["cache", "past_key_values"])
-def test_a_cache_is_given_under_the_name_of_the_class(name):
-    namespace = {}
-    exec(f"def forward(self, input_ids, {name}=None): pass", namespace)
-    assert cache_argument(namespace["forward"]) == name

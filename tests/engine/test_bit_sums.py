@@ -5,20 +5,13 @@ import random
 import pytest
 import torch
 
-from areal_core.engine.bit_sums import Element, Sums, locate, parse_sums
+from areal_core.engine.bit_sums import Element, Sums, locate
 from areal_core.engine.observe_bits import bit_sums
 from areal_core.testing.bit_flips import flip_bit
 
 
 def sums_of(tensor: torch.Tensor) -> Sums:
     return Sums("output of a", tuple(tensor.shape), *bit_sums(tensor).tolist())
-
-
-def test_the_sums_are_those_of_the_bits_as_integers_with_their_row_and_column():
-    # the bits of 1.0 are 0x3f800000 = 1065353216, those of -0.0 are -2147483648
-    found = bit_sums(torch.tensor([[1.0, 0.0], [0.0, -0.0], [1.0, 1.0]]))
-    one, low = 1065353216, -2147483648
-    assert found.tolist() == [3 * one + low, low + 2 * (one + one), low + one]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -50,9 +43,3 @@ def test_several_elements_equal_tensors_and_rounding_are_not_located():
 def test_an_element_that_changed_by_more_than_a_bit_is_located_without_one():
     other = torch.tensor([[1.0, 1.0, 1.0], [1.0, 1.0, 3.5]])
     assert locate(sums_of(torch.ones(2, 3)), sums_of(other)) == Element((1, 2), None)
-
-
-def test_sums_are_json_without_loss_and_of_empty_and_scalar_tensors():
-    for tensor in (torch.randn(4, 4), torch.tensor(-1.5), torch.zeros(0, 3), torch.full((9,), -1e38)):
-        sums = sums_of(tensor)
-        assert parse_sums(sums.document()) == sums

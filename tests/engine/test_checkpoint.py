@@ -19,7 +19,6 @@ from areal_core.engine.checkpoint.distributed import (
     write_snapshot,
 )
 from areal_core.engine.checkpoint.files import read_checkpoint
-from areal_core.engine.checkpoint.hf_folder import save_hf, take_hf
 from areal_core.engine.determinism import rng_state
 from areal_core.errors import CheckpointError, CheckpointNotWritten
 from areal_core.testing import make_tiny_model
@@ -77,30 +76,6 @@ def test_every_engine_comes_back_with_its_optimizer_schedule_and_random_state(ra
     assert again["critic"].schedule.get_last_lr() != again["actor"].schedule.get_last_lr()
     steps = [program.train_step(of["actor"], program.rows()) for of in (engines, again)]
     assert steps[0] == steps[1]
-
-
-def test_weights_are_the_float32_ones_even_after_a_forward_alone(ranks, tiny_model, tmp_path):
-    engine = program.make_engine(ranks, str(tiny_model), 100, torch.bfloat16)
-    program.train_step(engine, program.rows())
-    before = everything(engine)
-    engine.score(program.rows())  # which leaves embeddings and last norm gathered, in bfloat16
-    save_checkpoint(tmp_path / "c", {"actor": engine}, {})
-    again = program.make_engine(ranks, str(tiny_model), 100, torch.bfloat16)
-    load_checkpoint(tmp_path / "c", {"actor": again})
-    assert everything(again) == before
-
-
-def test_optimizer_states_may_be_left_out_or_not_taken(engine, fresh, tmp_path):
-    snapshot = take_snapshot(tmp_path / "without", {"actor": engine}, {}, with_optimizer=False)
-    write_snapshot(snapshot, threading.Event())
-    save_checkpoint(tmp_path / "with", {"actor": engine}, {})
-    sizes = [sum(f.stat().st_size for f in (tmp_path / name).rglob("*")) for name in ("without", "with")]
-    assert sizes[0] < 0.4 * sizes[1]
-    for name in ("without", "with"):
-        load_checkpoint(tmp_path / name, {"actor": fresh}, with_optimizer=False)
-        assert fresh.checksums() == engine.checksums()
-        assert len(fresh.optimizer.state) == 0
-        assert fresh.schedule.get_last_lr() == engine.schedule.get_last_lr()
 
 
 def test_checkpoints_of_one_engine_in_the_first_format_are_read(engine, fresh, tmp_path):
@@ -172,20 +147,6 @@ def test_a_snapshot_does_not_change_while_training_continues(engine, fresh, tmp_
     write_snapshot(snapshot, threading.Event())
     load_checkpoint(tmp_path / "c", {"actor": fresh})
     assert everything(fresh) == before != everything(engine)
-
-
-def test_models_are_copied_before_they_are_written_and_files_next_to_them_stay(engine, tmp_path):
-    folder = take_hf(tmp_path / "async", engine)
-    save_hf(tmp_path / "at-once", engine)
-    program.train_step(engine, program.rows())
-    (tmp_path / "async").mkdir()
-    (tmp_path / "async" / "notes.txt").write_text("mine")
-    folder.write()
-    names = {file.name for file in (tmp_path / "at-once").iterdir()}
-    for name in names:
-        assert (tmp_path / "async" / name).read_bytes() == (tmp_path / "at-once" / name).read_bytes()
-    assert {file.name for file in (tmp_path / "async").iterdir()} == names | {"notes.txt"}
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["async", "at-once"]
 
 
 def test_a_failed_write_is_reported_by_the_training_thread_in_one_sentence(engine, tmp_path, monkeypatch):

@@ -1,6 +1,5 @@
 """Attention of one new token over a cache, against the formula in float64 and torch's kernel."""
 
-import pytest
 import torch
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -51,12 +50,3 @@ def test_bfloat16_rounds_no_more_than_the_kernel_does():
     theirs, _ = sdpa_attention_forward(Layer(), query, key, value, mask)
     assert ours.dtype == torch.bfloat16
     assert (ours - expected).abs().mean() <= 1.01 * (theirs - expected).abs().mean()
-
-
-@pytest.mark.parametrize("new_tokens", [2, TOKENS])
-def test_several_new_tokens_are_left_to_the_kernel(new_tokens):
-    query, key, value = tensors(new_tokens, torch.float32)
-    mask = left_padded(new_tokens)
-    ours, _ = decoding_attention(Layer(), query, key, value, mask, dropout=0.0)
-    theirs, _ = sdpa_attention_forward(Layer(), query, key, value, mask)
-    assert torch.equal(ours, theirs)

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from areal_core.engine import attention as F
-from areal_core.engine.attention import Packing, attend_each
+from areal_core.engine.attention import Packing
 
 LENGTHS = [5, 1, 90]
 SCALING = 0.25
@@ -60,26 +60,3 @@ def test_the_kernel_gets_sequences_end_to_end_and_the_window_in_its_own_count(
             "scale": SCALING,
             "window_size": window,
         }
-
-
-def test_what_the_kernel_has_not_is_computed_one_sequence_at_a_time():
-    query, key, value = (torch.randn(1, heads, 96, 8) for heads in (4, 2, 2))
-    packing = Packing(LENGTHS, SCALING, softcap=3.0)
-    attended = F.attend_all(query, key, value, packing)
-    assert torch.equal(attended, attend_each(query, key, value, packing))
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="the kernel needs a GPU, and there is none")
-@pytest.mark.parametrize("sliding_window", [None, 7])
-def test_flash_attention_equals_one_sequence_at_a_time_within_bfloat16(sliding_window):
-    torch.manual_seed(0)
-    inputs = [
-        torch.randn(1, heads, 96, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-        for heads in (4, 2, 2)
-    ]
-    found = []
-    for attend in (F.attend_all, attend_each):
-        attended = attend(*inputs, Packing(LENGTHS, SCALING, sliding_window=sliding_window))
-        found.append([attended, *torch.autograd.grad(attended.float().square().sum(), inputs)])
-    for one, other in zip(*found, strict=True):
-        torch.testing.assert_close(one.float(), other.float(), rtol=2e-2, atol=2e-2)

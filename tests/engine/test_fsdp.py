@@ -2,11 +2,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig
 
-from areal_core.engine.model import load_model
-from areal_core.engine.sharding import shard_model
-from areal_core.errors import ModelError
 from tests.engine import steps_program as program
 
 PROGRAM = Path(__file__).parent / "steps_program.py"
@@ -29,10 +25,6 @@ def test_loss_and_gradient_do_not_depend_on_micro_batches(ranks, tiny_model):
     for one, many in zip(undivided, divided, strict=True):
         assert many["loss"] == pytest.approx(one["loss"], rel=2e-6)
         assert many["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-5)
-
-
-def test_the_same_split_gives_the_same_bits(ranks, tiny_model):
-    assert run_alone(ranks, tiny_model, 20) == run_alone(ranks, tiny_model, 20)
 
 
 def test_two_ranks_with_unequal_rows_train_as_one_does(ranks, tiny_model, two_ranks):
@@ -69,22 +61,3 @@ def test_an_update_with_an_infinite_loss_is_not_taken_though_its_gradient_is_fin
     assert not result.update_successful
     assert 0 < result.grad_norm < torch.inf
     assert engine.checksums() == before
-
-
-def test_unknown_layer_class_is_named(ranks, tiny_model):
-    with pytest.raises(ModelError, match=r"\['NoLayer'\]"):
-        shard_model(load_model(str(tiny_model)), ranks, dtype=torch.float32, layer_classes=("NoLayer",))
-
-
-def test_dropout_can_be_turned_off_before_the_modules_copy_it(tiny_model, tmp_path):
-    config = LlamaConfig.from_pretrained(tiny_model)
-    config.attention_dropout = 0.5
-    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
-    probabilities = [
-        {
-            layer.self_attn.attention_dropout
-            for layer in load_model(str(tmp_path), disable_dropout=off).model.layers
-        }
-        for off in (False, True)
-    ]
-    assert probabilities == [{0.5}, {0.0}]

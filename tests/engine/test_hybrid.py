@@ -4,10 +4,6 @@ from pathlib import Path
 
 import pytest
 
-from areal_core.errors import RanksError
-from areal_core.trainer.build import build_engine
-from tests.engine import hybrid_program as program
-
 PROGRAM = Path(__file__).parent / "hybrid_program.py"
 
 
@@ -44,18 +40,3 @@ def test_a_checkpoint_of_copied_weights_continues_with_and_without_copies(four_r
 @pytest.mark.parametrize("way", ["plain", "hybrid"])
 def test_weights_are_cast_before_they_are_gathered_with_the_same_bits(four_ranks, way):
     assert four_ranks[way]["same_gather"]
-
-
-def test_every_group_has_the_timeout_of_the_run(four_ranks):
-    assert len(four_ranks["timeouts"]) >= 5
-    assert set(four_ranks["timeouts"]) == {program.TIMEOUT_S}
-
-
-def test_only_rank_0_reads_the_model(four_ranks):
-    assert four_ranks["read_by"] == [True, False, False, False]
-
-
-def test_ranks_that_do_not_divide_into_copies_are_refused(ranks, tiny_model):
-    options = program.options.make_options(str(tiny_model), {"fsdp.shard_size": 2})
-    with pytest.raises(RanksError, match=r"fsdp.shard_size is 2, .* sharded over 1 rank\(s\) with t1"):
-        build_engine(options, ranks, total_steps=1)

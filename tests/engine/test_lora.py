@@ -1,6 +1,5 @@
 """Adapters: trainable weights, saving and loading, and the base model as reference."""
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,17 +10,15 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from areal_core.engine.checkpoint.distributed import load_checkpoint, save_checkpoint
 from areal_core.engine.checkpoint.files import read_checkpoint_file
 from areal_core.engine.checkpoint.hf_folder import save_hf
-from areal_core.engine.lora import Adapter, MergedTensors, add_adapters, trained_parameters
+from areal_core.engine.lora import trained_parameters
 from areal_core.engine.model import load_model
 from areal_core.engine.scores import load_score_model
 from areal_core.engine.sharding import full_tensor
-from areal_core.errors import ModelError
 from areal_core.trainer.build import build_engine
 from areal_core.trainer.build_models import BaseReference
 from tests.engine import lora_program as program
 
 PROGRAM = Path(__file__).parent / "lora_program.py"
-LAYERS = ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]
 
 
 @pytest.fixture(scope="module")
@@ -62,15 +59,6 @@ def test_only_adapters_train_and_the_base_model_keeps_its_bits(ranks, trained, t
             )
 
 
-def test_an_untrained_adapter_changes_no_bit_and_a_trained_one_learns(ranks, trained, tiny_model):
-    batch = program.rows()
-    plain = build_engine(program.options_of(str(tiny_model), use_lora=False), ranks, 1)
-    fresh = build_engine(program.options_of(str(tiny_model)), ranks, 1)
-    before = scored(plain, batch)
-    assert torch.equal(scored(fresh, batch), before)
-    assert float(scored(trained, batch).mean()) > float(before.mean()) + 0.1
-
-
 def test_the_reference_of_an_adapted_policy_is_an_engine_of_its_own_to_the_bit(ranks, trained, tiny_model):
     batch = program.rows()
     separate = build_engine(program.options_of(str(tiny_model), use_lora=False), ranks, 1)
@@ -96,22 +84,6 @@ def test_what_is_saved_is_what_was_trained_as_an_adapter_and_merged(ranks, train
     torch.testing.assert_close(logprobs_of(merged, batch), want, rtol=0, atol=2e-6)
 
 
-def test_merged_weights_are_rounded_once():
-    base, down, up = torch.tensor([[1.0, 2.0]]), torch.tensor([[0.5, 0.25]]), torch.tensor([[0.001]])
-    layers = [
-        ("a.base_layer.weight", base),
-        ("a.lora_A.default.weight", down),
-        ("a.lora_B.default.weight", up),
-    ]
-    bias = ("a.base_layer.bias", torch.tensor([3.0]))
-    merged = dict(MergedTensors([layers[0], bias, *layers[1:], ("norm.weight", base)], 2.0, torch.float32))
-    assert {name: tensor.tolist() for name, tensor in merged.items()} == {
-        "a.bias": [3.0],
-        "a.weight": [[pytest.approx(1.001), pytest.approx(2.0005)]],
-        "norm.weight": [[1.0, 2.0]],
-    }
-
-
 def test_a_checkpoint_contains_the_adapter_alone_and_training_continues_to_the_same_bits(
     ranks, tiny_model, tmp_path
 ):
@@ -129,14 +101,6 @@ def test_a_checkpoint_contains_the_adapter_alone_and_training_continues_to_the_s
     adapter = sum(parameter.numel() * 4 for parameter in trained_parameters(engine.model).values())
     assert adapter * 3 <= files < adapter * 3 + 40_000  # weights and two states of Adam, and their names
     assert read_checkpoint_file(tmp_path / "000001").engines["actor"].has_optimizer
-
-
-def test_frozen_weights_are_in_the_compute_dtype_and_adapters_in_float32(ranks, tiny_model):
-    engine = build_engine(program.options_of(str(tiny_model), dtype="bfloat16"), ranks, 10)
-    dtypes = {parameter.requires_grad: parameter.dtype for parameter in engine.model.parameters()}
-    assert dtypes == {True: torch.float32, False: torch.bfloat16}
-    first, second = (program.train_step(engine, program.rows())["loss"] for _ in range(2))
-    assert second < first
 
 
 @pytest.mark.long
@@ -170,36 +134,3 @@ def test_a_reward_model_trains_its_adapter_and_its_complete_head(ranks, tiny_mod
         with torch.no_grad():
             score = loaded(input_ids=row[mask].long()[None]).logits[0, 0]
         torch.testing.assert_close(score, value[mask.sum() - 1], rtol=0, atol=1e-5)
-
-
-@pytest.mark.parametrize(
-    ("wanted", "layers"),
-    [([], LAYERS), (["all-linear"], LAYERS), (["v_proj", "q_proj"], ["q_proj", "v_proj"])],
-)
-def test_adapters_are_put_on_the_requested_layers(tiny_model, wanted, layers):
-    model = load_model(str(tiny_model))
-    add_adapters(model, Adapter(2, 4, "m"), wanted, dtype=torch.float32, seed=0)
-    found = {name.split(".")[-4] for name in trained_parameters(model)}
-    assert sorted(found) == layers
-
-
-def test_a_layer_that_is_not_there_is_named_with_those_that_are(tiny_model):
-    with pytest.raises(
-        ModelError, match=r"no linear layer called lm_head, wq .* it has down_proj, gate_proj, k_proj"
-    ):
-        add_adapters(
-            load_model(str(tiny_model)),
-            Adapter(2, 4, "m"),
-            ["wq", "q_proj", "lm_head"],
-            dtype=torch.float32,
-            seed=0,
-        )
-
-
-def test_options_of_memory_placement_work_with_adapters(ranks, tiny_model):
-    _, plain = program.train(ranks, str(tiny_model))
-    options = program.options_of(str(tiny_model))
-    options.optimizer = replace(options.optimizer, offload=True)
-    torch.manual_seed(7)
-    engine = build_engine(options, ranks, 10)
-    assert [program.train_step(engine, program.rows()) for _ in range(3)] == plain

@@ -5,9 +5,8 @@ import torch
 from torch._dynamo.utils import counters
 
 from areal_core.engine import model as compiling
-from areal_core.engine.model import apply_liger, load_model, refuse_without_compiler
+from areal_core.engine.model import apply_liger, load_model
 from areal_core.engine.offload import storages
-from areal_core.errors import ModelError
 from areal_core.testing import make_tiny_model
 from areal_core.trainer.build import build_engine
 from tests.engine import options_program as program
@@ -68,21 +67,6 @@ def test_recomputed_activations_are_not_kept(ranks, tiny_model):
     assert kept_bytes(True) < 0.5 * kept_bytes(False)
 
 
-def test_an_idle_engine_sleeps_and_wakes_by_itself(ranks, tiny_model):
-    engine = build_engine(program.make_options(str(tiny_model), {"offload": True}), ranks, total_steps=1)
-    logprobs = engine.compute_logprobs(program.steps.rows())
-    assert not engine.is_asleep  # it trains, and will be used again
-    engine.sleep()
-    assert engine.is_asleep
-    assert torch.equal(engine.compute_logprobs(program.steps.rows()), logprobs)
-    assert not engine.is_asleep
-    engine.optimizer = None
-    engine.compute_logprobs(program.steps.rows())
-    assert engine.is_asleep  # it only scores
-    engine.named_full_tensors()
-    assert not engine.is_asleep
-
-
 def test_an_engine_that_sleeps_has_no_memory_on_the_device_and_wakes_with_every_bit(ranks, tiny_model):
     engine = build_engine(program.make_options(str(tiny_model), {"offload": True}), ranks, total_steps=1)
     program.steps.train_step(engine, program.steps.rows())
@@ -124,23 +108,6 @@ def test_compiled_layers_give_the_same_bits_and_retrace_nothing_for_other_micro_
     assert all(one == other for one, other in losses)
     assert compiled.checksums() == plain.checksums()
     assert num_graphs[1:] == num_graphs[:1] * 2
-
-
-@NON_LEAF
-@pytest.mark.long
-def test_compiled_layers_train_as_plain_ones_within_rounding(ranks, tiny_model):
-    plain = program.train(ranks, str(tiny_model), {})
-    torch._dynamo.reset()
-    compiled = program.train(ranks, str(tiny_model), {"fsdp.compile": True})
-    assert compiled["losses"] == pytest.approx(plain["losses"], rel=1e-6)
-
-
-def test_without_a_compiler_the_reason_is_one_sentence(monkeypatch):
-    monkeypatch.setenv("CXX", "no-such-compiler")
-    with pytest.raises(
-        ModelError, match=r"fsdp\.compile is true and no-such-compiler is not installed, which"
-    ):
-        refuse_without_compiler(on_gpu=False)
 
 
 @pytest.mark.skipif(

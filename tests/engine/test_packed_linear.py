@@ -42,9 +42,3 @@ def test_new_weights_are_used_from_the_next_call_on(layers):
             theirs.copy_(torch.randn_like(theirs) / 10)
             ours.copy_(theirs)
     assert_alike(plain, packed)
-
-
-def test_other_formats_stay_as_they_are():
-    single = torch.nn.Sequential(torch.nn.Linear(8, 8))
-    pack_linear_layers(single)
-    assert "forward" not in vars(single[0])

@@ -1,26 +1,20 @@
 """The check at load: which models it refuses, which it computes row by row, and what it costs."""
 
-import json
 import logging
 import math
-from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, MistralConfig
+from transformers import AutoModelForCausalLM
 from transformers.models.lfm2 import modeling_lfm2
 
 from areal_core.config import MicroBatchSpec, TrainEngineConfig
 from areal_core.engine import parity as P
-from areal_core.engine.checkpoint.hf_folder import save_hf
 from areal_core.engine.logits import output_layer
 from areal_core.errors import ModelError
 from areal_core.testing import make_tiny_family, make_tiny_model
 from areal_core.trainer.build import build_engine, shard_engine
 from benchmarks import model_families as families
-from tests.forks import COMMAND, run_forked
-
-ROOT = Path(__file__).parents[2]
 
 # What makes each special: logits scaled after the output layer, or hidden states before it; a bias
 # of the output layer; attention sinks; frequencies by length; float32 rotary embeddings; latent
@@ -105,15 +99,6 @@ def test_logprobs_that_are_not_the_models_own_are_refused(ranks, tiny_model, mon
     assert difference == pytest.approx(math.log(105) / 2, rel=0.2)  # half of a near-uniform log-prob
 
 
-def test_without_the_check_the_run_says_so(ranks, tiny_model, monkeypatch, caplog):
-    monkeypatch.setattr(P, "measure_parity", lambda engine: pytest.fail("it was checked"))
-    with caplog.at_level(logging.WARNING):
-        engine_of(tiny_model, ranks, parity_check=False)
-    assert [r.message for r in caplog.records] == [
-        f"{tiny_model}: actor.parity_check is false: nothing checks that training computes the model's own log-probs"
-    ]
-
-
 def test_weights_that_are_not_finite_are_refused(ranks, tmp_path):
     make_tiny_model(tmp_path)
     model = AutoModelForCausalLM.from_pretrained(tmp_path)
@@ -135,49 +120,3 @@ def test_the_check_leaves_random_state_and_model_as_they_were(ranks, tmp_path):
     assert torch.equal(before[0], after[0])
     assert before[1:] == after[1:]
     assert engine.model.config._attn_implementation == "packed_rows"
-
-
-def test_a_window_too_long_to_check_is_reported():
-    assert P.choose_lengths(MistralConfig(sliding_window=4096), "cpu") == (
-        P.LENGTHS,
-        ("rows longer than the sliding window of 4096 tokens",),
-    )
-    assert P.choose_lengths(MistralConfig(sliding_window=4096), "cuda") == ((*P.LENGTHS, 4099), ())
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(
-    ("allocation", "placed"),
-    [("fsdp:d1", "d1"), ("fsdp:c2", "d1c2"), ("fsdp:t2", "d1t2")],
-)
-def test_the_verb_checks_a_model_on_ranks_that_share_it(tiny_model, allocation, placed):
-    done = verb(str(tiny_model), "--allocation", allocation, "--dtype", "float32", "--json")
-    assert done.returncode == 0, done.stderr
-    report = json.loads(done.stdout)
-    assert report["allocation"] == placed
-    assert report["packs_rows"]
-    assert report["difference"] < 5e-6
-
-
-@pytest.mark.long
-def test_the_verb_refuses_to_split_rows_that_must_be_computed_alone(tmp_path):
-    families.write_tiny("lfm2", str(tmp_path))
-    done = verb(str(tmp_path), "--allocation", "fsdp:c2")
-    assert done.returncode == 2
-    assert "rows of a 'lfm2' model cannot be split over c2 ranks" in done.stdout
-    assert "Traceback" not in done.stdout + done.stderr
-
-
-def verb(*arguments):
-    return run_forked([COMMAND, "check", "model", *arguments], timeout_s=120)
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_an_exported_folder_has_the_config_of_the_original(ranks, tmp_path, dtype):
-    original, exported = tmp_path / "original", tmp_path / "exported"
-    families.write_tiny("gpt2", str(original))  # its config has dropout
-    options = TrainEngineConfig(path=str(original), dtype=dtype, disable_dropout=True)
-    save_hf(exported, shard_engine(options, ranks))
-    before, after = (json.loads((folder / "config.json").read_text()) for folder in (original, exported))
-    assert before["attn_pdrop"] == 0.1
-    assert after == before | {"dtype": dtype}

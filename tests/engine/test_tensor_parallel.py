@@ -9,11 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoConfig
 
 from areal_core.engine.checkpoint.distributed import load_checkpoint, save_checkpoint
 from areal_core.engine.model import load_model
-from areal_core.engine.tensor_parallel import check_tensor_parallel, split_over_ranks
+from areal_core.engine.tensor_parallel import split_over_ranks
 from areal_core.errors import ModelError
 from areal_core.testing import make_tiny_family, step_with_gradients
 from tests.engine import tensor_parallel_program as program
@@ -100,28 +99,6 @@ def test_a_checkpoint_goes_from_one_rank_to_two_pairs_and_back(ranks, folder, to
     four_ranks = torchrun(PROGRAM, 4, copied, TRIED[0])
     assert four_ranks[0]["checkpoints"] == four_ranks[3]["checkpoints"]
     assert_checkpoints_agree(ranks, copied, four_ranks[0]["checkpoints"])
-
-
-def test_a_family_without_a_plan_is_refused_by_name():
-    with pytest.raises(
-        ModelError, match=r"does not support 'gpt2' models, only arcee, cohere2, .*leave t2 out"
-    ):
-        check_tensor_parallel(AutoConfig.for_model("gpt2"), 2)
-
-
-@pytest.mark.parametrize(
-    ("sizes", "sentence"),
-    [
-        ({"num_attention_heads": 6}, "6 attention heads, which do not divide among 4"),
-        ({"num_key_value_heads": 2}, "2 key-value heads"),
-        ({"intermediate_size": 98}, "98 MLP features"),
-        ({"num_experts": 6}, "6 experts"),
-    ],
-)
-def test_sizes_that_do_not_divide_are_refused_in_one_sentence(sizes, sentence):
-    even = {"num_attention_heads": 8, "num_key_value_heads": 4, "intermediate_size": 96, "num_experts": 8}
-    with pytest.raises(ModelError, match=sentence):
-        check_tensor_parallel(AutoConfig.for_model("qwen3_moe", **even | sizes), 4)
 
 
 def test_an_adapter_on_a_layer_to_be_split_is_refused_by_name(ranks, folder):

@@ -2,9 +2,7 @@
 
 import pytest
 import torch
-from torch._dynamo.utils import counters
 
-from areal_core.engine import model as compiling
 from areal_core.engine.lora import trained_parameters
 from areal_core.testing import make_tiny_family, step_with_gradients
 from areal_core.trainer.build import build_engine
@@ -62,22 +60,3 @@ def test_an_adapter_has_the_gradients_and_logprobs_of_packed_rows(ranks, model):
     for name, gradient in gradients.items():
         assert gradient.norm() > 0, name
         assert (mine[name] - gradient).norm() <= 1e-5 * gradient.norm(), name
-
-
-# torch.compile reads it while it traces the parameters that FSDP has gathered
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-@pytest.mark.long
-def test_compiled_layers_give_the_bits_of_a_tree_and_retrace_nothing_for_other_trees(
-    ranks, model, monkeypatch
-):
-    # "eager" runs the trace of torch.compile without generated code, so that bits must be equal.
-    monkeypatch.setattr(compiling, "BACKEND", "eager")
-    torch._dynamo.reset()
-    plain, compiled = (engine_of(ranks, model, changes) for changes in ({}, {"fsdp.compile": True}))
-    batch, num_graphs = tree_program.rows(), []
-    for first in range(3):  # other trees, and smaller ones
-        rows = {key: tensor[first:] for key, tensor in batch.items()}
-        assert options_program.train_step(compiled, rows) == options_program.train_step(plain, rows)
-        num_graphs.append(counters["stats"]["unique_graphs"])
-    assert compiled.checksums() == plain.checksums()
-    assert num_graphs[1:] == num_graphs[:1] * 2

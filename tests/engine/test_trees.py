@@ -7,10 +7,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from areal_core.config import MicroBatchSpec, OptimizerConfig, TrainEngineConfig
-from areal_core.engine.attention import KeyBlocks, Packing, attend_all, attend_each
-from areal_core.engine.scores import load_score_model, score_head
-from areal_core.engine.trees.token_tree import build_tree, count_distinct, units_of_groups
+from areal_core.config import OptimizerConfig, TrainEngineConfig
+from areal_core.engine.attention import KeyBlocks, Packing, attend_each
+from areal_core.engine.trees.token_tree import build_tree, count_distinct
 from areal_core.testing import TINY_FAMILIES, make_tiny_family, step_with_gradients
 from areal_core.trainer.build import build_engine
 from benchmarks import tree_families as families
@@ -79,25 +78,6 @@ def test_segments_attend_to_their_row_as_packed_rows_do(options):
         torch.testing.assert_close(got, want, rtol=0, atol=1e-5)
 
 
-def test_the_flash_kernel_gets_each_segment_with_the_keys_of_its_row(monkeypatch):
-    got = {}
-
-    def kernel(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, **options):
-        got.update(q=cu_seq_q.tolist(), k=cu_seq_k.tolist(), longest=(max_q, max_k), keys=key[:, 0, 0])
-        return query
-
-    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", kernel)
-    tree = build_tree(ROWS)
-    key = torch.arange(8.0)[None, None, :, None].expand(1, 2, 8, 8)
-    query = torch.randn(1, 4, 8, 8)
-    attended = attend_all(query, key, key, Packing(tree.segments, 0.3, key_blocks=tree.key_blocks))
-    assert torch.equal(attended, query.transpose(1, 2))
-    assert got["q"] == [0, 3, 4, 6, 8]
-    assert got["k"] == [0, 3, 7, 11, 13]
-    assert got["longest"] == (3, 4)
-    assert got["keys"].tolist() == [0, 1, 2, 0, 1, 2, 3, 0, 1, 4, 5, 6, 7]
-
-
 @pytest.mark.parametrize(
     "family", [pytest.param(name, marks=[pytest.mark.long] * (name not in QUICK)) for name in TINY_FAMILIES]
 )
@@ -157,34 +137,10 @@ def test_two_ranks_take_the_step_of_one_with_packed_rows(ranks, torchrun, tmp_pa
         assert seen["computed"] == [[len(distinct(program.rows(rank, 2)))] for rank in range(2)]
 
 
-def test_trees_of_one_prompt_are_joined_as_far_as_they_fit():
-    batch = program.rows()
-    single = [[row] for row in range(10)]
-    assert units_of_groups(batch, single, None) == [[0, 1, 2], [3, 4, 5], [6, 7, 8, 9]]
-    assert units_of_groups(batch, single, 28) == [[0, 1], [2], [3, 4, 5], [6, 7], [8, 9]]
-    assert units_of_groups({k: v for k, v in batch.items() if k != "prompt_id"}, single, None) == single
-
-
 def engine_of(path, ranks, **options):
     options = {"optimizer": OptimizerConfig(), **options}
     config = TrainEngineConfig(path=str(path), dtype="float32", enable_tree_training=True, **options)
     return build_engine(config, ranks, total_steps=1)
-
-
-def test_a_model_that_can_shares_tokens_and_says_nothing(ranks, tmp_path, caplog):
-    engine = engine_of(
-        make_tiny_family(tmp_path, "qwen3"), ranks, mb_spec=MicroBatchSpec(max_tokens_per_mb=50)
-    )
-    assert engine.shares_prefixes
-    assert "enable_tree_training" not in caplog.text
-    # 29, 21 and 33 distinct tokens
-    assert engine.divide(program.rows()) == [[0, 1, 2, 3, 4, 5], [6, 7, 8, 9]]
-
-
-@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .FSDPOPTDecoderLayer:UserWarning")
-def test_a_model_that_draws_one_number_a_layer_shares_tokens(ranks, tmp_path):
-    families.write_tiny("opt", str(tmp_path))
-    assert engine_of(tmp_path, ranks, disable_dropout=True).shares_prefixes
 
 
 @pytest.mark.parametrize(
@@ -225,33 +181,3 @@ def test_a_family_has_the_logprobs_and_gradients_of_packed_rows(ranks, name):
     assert (found.reason is None) == (name not in families.NOT_SHARED), found
     assert found.logprobs < 2e-5  # nats
     assert found.gradients < 1e-4
-
-
-def test_scores_of_a_tree_are_those_of_packed_rows(ranks, tmp_path):
-    model = str(make_tiny_family(tmp_path, "llama"))
-    packed, tree = (scorer(ranks, model, shares) for shares in (False, True))
-    batch = program.rows()
-    values = tree.compute_values(batch)
-    assert values.abs().sum() > 1
-    torch.testing.assert_close(values, packed.compute_values(batch), rtol=0, atol=1e-5)
-    (expected, gradients), (found, mine) = (step_with_gradients(e, batch, square) for e in (packed, tree))
-    assert found.loss == pytest.approx(expected.loss, rel=1e-6)
-    for name, gradient in gradients.items():
-        assert (mine[name] - gradient).norm() <= 1e-5 * gradient.norm(), name
-
-
-def scorer(ranks, model, shares_prefixes):
-    engine = program.steps.make_engine(ranks, model, program.MAX_TOKENS, load=load_random_scores)
-    engine.shares_prefixes = shares_prefixes
-    return engine
-
-
-def load_random_scores(path):
-    """Load a reward model with a random head: with a head of 0 all other gradients would be 0."""
-    model = load_score_model(path)
-    torch.nn.init.normal_(score_head(model).weight, generator=torch.Generator().manual_seed(1))
-    return model
-
-
-def square(scores, flat):
-    return (scores**2 * flat["loss_mask"]).sum()

@@ -8,7 +8,6 @@ import torch
 from areal_core.engine.determinism import seed_everything
 from areal_core.engine.ranks import Ranks
 from areal_core.engine.virtual_ranks import run_as_ranks
-from areal_core.errors import RanksError
 
 SUMMANDS = [1e8, 1.0, -1e8, 0.5]  # float32: 0.5 in this order, 1.5 in others
 
@@ -35,25 +34,6 @@ def test_collectives_give_every_rank_the_values_of_all_in_rank_order(ranks):
 def test_sums_are_taken_in_rank_order(ranks):
     found = run(ranks, 4, lambda own: own.sum(torch.tensor(SUMMANDS[own.rank])).item())
     assert found == [0.5] * 4
-
-
-def test_a_function_runs_once_and_each_rank_gets_its_result(ranks):
-    calls = []
-    found = run(ranks, 3, lambda own: own.once(lambda: calls.append(own.rank) or len(calls)))
-    assert found == [1, 1, 1]
-    assert len(calls) == 1
-
-
-def test_one_rank_runs_at_a_time_until_its_next_collective(ranks):
-    order = []
-
-    def work(own):
-        for turn in range(2):
-            order.append((turn, own.rank, own.has_turn))
-            own.barrier()
-
-    run(ranks, 3, work)
-    assert order == [(turn, rank, True) for turn in range(2) for rank in range(3)]
 
 
 def test_each_rank_has_random_numbers_of_its_own(ranks):
@@ -84,9 +64,3 @@ def test_an_error_of_one_rank_ends_all_of_them_and_is_raised(ranks):
 
     with pytest.raises(ValueError, match="rank 1 is broken"):
         run(ranks, 3, work)
-
-
-def test_processes_must_divide_the_ranks(ranks, monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(RanksError, match="2 processes cannot compute the shares of 3 ranks"):
-        run(ranks, 3, lambda own: None)

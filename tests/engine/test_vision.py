@@ -13,7 +13,7 @@ from areal_core.data.processor import load_processor
 from areal_core.engine.checkpoint.distributed import load_checkpoint, save_checkpoint
 from areal_core.engine.checkpoint.hf_folder import save_hf
 from areal_core.engine.lora import trained_parameters
-from areal_core.engine.model import checkpoint_names, load_model
+from areal_core.engine.model import load_model
 from areal_core.engine.parity import measure_parity
 from areal_core.engine.tensor_parallel import check_tensor_parallel
 from areal_core.engine.vision_models import plain_inputs
@@ -127,27 +127,6 @@ def test_a_sampled_placeholder_is_no_picture(family, models, ranks):
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
 
 
-def test_given_pixels_and_pictures_have_the_same_bits(models, ranks):
-    engine = program.make_engine(ranks, models["qwen2_5_vl"])
-    batch = program.rows(engine.processor)
-    expected = engine.compute_logprobs(batch)
-    pictures = [program.picture(*size) for sizes in program.PICTURES for size in sizes]
-    units = torch.tensor(engine.processor.units(pictures), dtype=torch.int32)
-    given = {key: batch[key] for key in batch if key not in ("image_data", "image_bytes")}
-    given |= engine.processor.pixels(pictures) | {"image_units": units}
-    assert torch.equal(engine.compute_logprobs(given), expected)
-
-
-def test_a_row_without_all_its_placeholders_is_refused(models, ranks):
-    engine = program.make_engine(ranks, models["qwen2_5_vl"])
-    batch = program.rows(engine.processor)
-    batch["mm_token_type_ids"][2, :6] = 0
-    with pytest.raises(
-        ValueError, match=r"row 2 has \d+ placeholders in mm_token_type_ids and its 2 images have"
-    ):
-        engine.vision.of(batch)
-
-
 def test_training_on_text_alone_leaves_the_tower_as_it_is(models, ranks, tmp_path):
     engine = program.make_engine(ranks, models["gemma3"])
     before = engine.checksums()
@@ -163,16 +142,6 @@ def test_training_on_text_alone_leaves_the_tower_as_it_is(models, ranks, tmp_pat
     again = engine.train_batch(every, program.likelihood, program.weight), engine.checksums()
     assert again == found
     assert all(found[1][name] != before[name] for name in before)
-
-
-def test_computing_in_bfloat16_with_recomputed_activations_stays_close(models, ranks):
-    batch = program.rows(load_processor(models["qwen3_vl"]))
-    expected = program.make_engine(ranks, models["qwen3_vl"])
-    found = program.make_engine(ranks, models["qwen3_vl"], dtype="bfloat16", gradient_checkpointing=True)
-    difference = found.compute_logprobs(batch) - expected.compute_logprobs(batch)
-    assert 0 < difference.abs().max() < 0.1
-    results = [e.train_batch(batch, program.likelihood, program.weight) for e in (expected, found)]
-    assert results[1].grad_norm == pytest.approx(results[0].grad_norm, rel=0.05)
 
 
 def test_a_model_whose_pictures_are_computed_differently_fails_parity(models, ranks, monkeypatch):
@@ -225,13 +194,6 @@ def test_other_families_and_tensor_parallel_ranks_are_refused(models, tmp_path):
         check_tensor_parallel(AutoConfig.from_pretrained(models["qwen2_5_vl"]), 2)
 
 
-def test_a_frozen_tower_needs_a_tower(tiny_model, ranks):
-    with pytest.raises(
-        ModelError, match=r"freeze_vision_tower is true and .* is a 'llama' model without a vision"
-    ):
-        program.make_engine(ranks, str(tiny_model), freeze_vision_tower=True)
-
-
 def test_rows_of_supervised_data_have_the_keys_of_pictures(models):
     processor = load_processor(models["qwen2_5_vl"])
     want = program.rows(processor)
@@ -251,13 +213,3 @@ def test_rows_of_supervised_data_have_the_keys_of_pictures(models):
     assert rows_to_batch([], has_images=True).keys() == want.keys()
     with pytest.raises(ValueError, match=r"a row has images and actor\.path is a text model"):
         rows_to_batch(rows)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("options", [{"init_from_scratch": True}, {"without_weights": True}])
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_model_without_a_checkpoint_has_the_names_of_published_ones(family, options, models):
-    found = checkpoint_names(load_model(models[family], **options))
-    expected = checkpoint_names(load_model(models[family]))
-    published = load_file(Path(models[family]) / "model.safetensors").keys()
-    assert {found[name] for name in expected if expected[name] in published} == published

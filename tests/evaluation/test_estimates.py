@@ -12,7 +12,6 @@ from areal_debug.eval.estimates import (
     estimate_mean,
     holm,
     pass_at_k,
-    wilson,
 )
 
 
@@ -44,13 +43,6 @@ def test_where_all_prompts_are_equal_a_share_has_wilsons_interval_and_a_mean_has
     assert estimate_mean(np.ones(24), is_share=True).low == pytest.approx(1 - 0.13797, abs=1e-4)
     assert estimate_mean(np.zeros(24)) == Estimate(0.0, None, None)
     assert estimate_mean(np.full(3, 0.5), is_share=True) == Estimate(0.5, None, None)
-
-
-def test_wilsons_interval_is_that_of_the_literature():
-    assert wilson(0.5, 10) == pytest.approx((0.2366, 0.7634), abs=1e-4)
-    stats = pytest.importorskip("scipy.stats")
-    other = stats.binomtest(3, 17).proportion_ci(method="wilson")
-    assert wilson(3 / 17, 17) == pytest.approx((other.low, other.high), abs=1e-12)
 
 
 def test_signs_are_flipped_exactly_for_few_prompts_and_at_random_for_many():

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from areal_core.config import PPOConfig
 from areal_core.testing import make_tiny_model
 from areal_debug.cli import main
 from recorder import open_record
@@ -78,52 +77,6 @@ def test_a_training_script_evaluates_two_models_unchanged(config, tiny_model, tm
     assert not list(tmp_path.glob("runs/logs/*/own/trial0"))
 
 
-@pytest.mark.long
-def test_a_supervised_script_measures_its_validation_rows_on_two_ranks(random_model, tmp_path):
-    models = [random_model(tmp_path / name, seed) for seed, name in enumerate(("first", "second"))]
-    rows = [{"prompt": f"{i}+1=", "completion": str(i + 1)} for i in range(5)]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    config = tmp_path / "own.yaml"
-    config.write_text(
-        f"""
-actor: {{path: {models[0]}, dtype: float32, optimizer: {{lr: 1.0e-3}}}}
-allocation_mode: fsdp:d2
-train_dataset: {{path: {tmp_path}/rows.jsonl, type: sft, batch_size: 4}}
-valid_dataset: {{path: {tmp_path}/rows.jsonl, type: sft}}
-device: cpu
-cluster: {{fileroot: {tmp_path}/runs}}
-"""
-    )
-    script = ROOT / "examples" / "gsm8k_sft.py"
-    options = ["--baseline", "--ckpt", models[1], "--fail-below", "100"]
-    done = areal_debug("eval", script, "--config", config, "--json", *options)
-    assert done.returncode == 1, done.stdout + done.stderr  # no model lowers the loss by 100
-    report = json.loads(done.stdout)
-    assert (report["settings"]["method"], report["settings"]["num_rows"]) == ("sft", 5)
-    assert [model["num_rows"] for model in report["models"]] == [5, 5]
-    [item] = report["comparisons"]
-    losses = [model["measures"]["loss"]["value"] for model in report["models"]]
-    assert item["measures"]["loss"]["value"] == pytest.approx(losses[1] - losses[0])
-    lines = [json.loads(line) for line in Path(report["models"][0]["file"]).read_text().splitlines()]
-    assert [line["row_id"] for line in lines] == [0, 1, 2, 3, 4]
-    stats = Path(report["models"][0]["file"]).parents[1] / "stats.jsonl"
-    logged = [json.loads(line)["eval-sft/loss/avg"] for line in stats.read_text().splitlines()]
-    assert logged == pytest.approx(losses, rel=1e-5)
-    saved = str(tmp_path / "runs/logs")
-    [folder] = Path(saved).glob("*/own/trial0-eval")
-    compared = areal_debug("eval", "--compare", folder, "--json")
-    assert compared.returncode == (item["verdict"] == "worse")
-    assert json.loads(compared.stdout)["comparisons"][0]["measures"] == item["measures"]
-
-
-@pytest.mark.long
-def test_train_with_an_allocation_of_evaluation_prints_the_same_report(config):
-    done = areal_debug("train", SCRIPT, "--config", config, "allocation_mode=embedded|eval", "~debug")
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "own/trial0: 6 validation prompts, 2 samples of each, temperature 1, at most 4" in done.stdout
-    assert "mean reward 0.000, pass@1 0.0 % [0.0, 39.0], pass@2 0.0 % [0.0, 39.0]" in done.stdout
-
-
 @pytest.mark.long  # five minutes where several servers share two cores
 @pytest.mark.sglang
 def test_a_real_server_loads_both_models_and_completes_as_the_embedded_engine_does(
@@ -175,24 +128,3 @@ def test_wrong_input_is_one_sentence(config, tiny_model, tmp_path):
         *sft, "--samples", "2", "--k", "1"
     )
     assert "gsm8k_sft.py passes none to its trainer" in refusal(*sft)
-
-
-def test_options_of_an_evaluation_are_noted_in_a_training_run(config):
-    from areal_core.config.loading import load_with_notes
-
-    own = [
-        "--config",
-        str(config),
-        "evaluator.rows=train",
-        "evaluator.checkpoints=[a]",
-        "evaluator.max_rows=3",
-    ]
-    notes = load_with_notes(own, PPOConfig)[2]
-    [note] = [note for note in notes if "evaluator" in note]
-    assert note == (
-        "evaluator.checkpoints is ['a'], evaluator.rows is 'train', evaluator.max_rows is 3 and the run trains: "
-        "they are of a run that only evaluates (areal-debug eval)"
-    )
-    assert not any(
-        "evaluator" in note for note in load_with_notes([*own, "allocation_mode=embedded|eval"], PPOConfig)[2]
-    )

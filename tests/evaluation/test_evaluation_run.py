@@ -13,7 +13,6 @@ from areal_core.config import PPOConfig, config_from_dict
 from areal_core.config.checks import check_config
 from areal_core.config.experiment import RewardModelConfig
 from areal_core.environment import ADDRESSES_VARIABLE
-from areal_core.errors import ConfigError
 from areal_core.paths import run_folder
 from areal_core.rollout.http_thread import HttpThread
 from areal_core.rollout.types import ModelRequest, sampling_from
@@ -140,26 +139,6 @@ def test_servers_load_each_model_and_keep_version_0_for_their_own(model, other_m
     finally:
         http.close()
         engine.sampler.close()
-
-
-@pytest.mark.parametrize(
-    ("options", "train", "valid", "sentence"),
-    [
-        ({}, ROWS, None, "there are no validation rows: set valid_dataset.path and valid_dataset.type"),
-        ({"rows": "train"}, None, ROWS, "evaluator.rows is 'train' and there are 0 such rows"),
-        ({}, ROWS, [], "evaluator.rows is 'valid' and there are 0 such rows"),
-    ],
-)
-def test_an_evaluation_without_rows_is_refused(options, train, valid, sentence, model, tmp_path):
-    with pytest.raises(ConfigError, match=sentence):
-        evaluate(config_of(tmp_path, model, "embedded|eval", **options), train, valid)
-
-
-def test_the_training_rows_and_the_first_rows_can_be_chosen(model, tmp_path):
-    config = config_of(tmp_path, model, "embedded|eval", rows="train", max_rows=2)
-    summary, [lines], _ = evaluate(config, ROWS, None)
-    assert (summary["rows"], summary["num_rows"]) == ("train", 2)
-    assert [line["prompt_id"] for line in lines] == [0, 0, 1, 1]
 
 
 def test_a_reward_model_scores_samples_beside_the_verifier(model, tmp_path):

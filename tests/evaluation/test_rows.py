@@ -47,18 +47,6 @@ def test_a_loss_is_a_mean_over_tokens(tmp_path):
     assert (model.num_rows, model.facts) == (3, {"num_tokens": 4})
 
 
-def test_two_models_are_compared_row_by_row(tmp_path):
-    before = [{"num_tokens": 2, "loss": 1.0 + i} for i in range(8)]
-    after = [{"num_tokens": 2, "loss": 0.5 + i} for i in range(8)]
-    folder = write_rows(tmp_path, "sft", {"base": before, "lower": after, "same": before})
-    lower, same = report_of(folder).comparisons
-    assert lower.measures["loss"].value == pytest.approx(-0.5)
-    assert (lower.better, lower.worse, lower.equal) == (8, 0, 0)
-    assert lower.p_value == pytest.approx(2 * 2 / 2**8)  # Holm: of two comparisons
-    assert (lower.verdict, lower.improvement) == ("better", pytest.approx(0.5))
-    assert (same.verdict, same.p_value) == ("no difference found", 1.0)
-
-
 def test_pairs_have_an_accuracy_a_margin_and_the_pairs_that_changed(tmp_path, capsys):
     before = [pair(1.0), pair(2.0), pair(0.0), pair(-1.0)]
     after = [pair(-1.0), pair(3.0), pair(0.5), pair(-2.0)]
@@ -74,15 +62,3 @@ def test_pairs_have_an_accuracy_a_margin_and_the_pairs_that_changed(tmp_path, ca
     assert "4 validation pairs, reward model" in out
     assert "right to wrong new (1): 0" in out
     assert "1 pairs of base have a margin of 0" in out
-
-
-def test_other_rows_and_numbers_that_are_not_finite_are_refused(tmp_path):
-    rows = [{"num_tokens": 1, "loss": 1.0}]
-    settings, one = read(write_rows(tmp_path / "a", "sft", {"m": rows}))
-    _, other = read(write_rows(tmp_path / "b", "sft", {"n": rows}, sha256="b"))
-    with pytest.raises(ValueError, match="row 0 of n has other tokens than that of m"):
-        make_report("", settings, [*one, *other])
-    with pytest.raises(ValueError, match="the loss of row 0 is nan, which has no mean"):
-        read(write_rows(tmp_path, "sft", {"m": [{"num_tokens": 1, "loss": math.nan}]}))
-    with pytest.raises(ValueError, match="no row has a token in its loss mask"):
-        read(write_rows(tmp_path, "sft", {"m": [{"num_tokens": 0, "loss": 0.0}]}))

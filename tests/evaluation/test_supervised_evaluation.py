@@ -8,9 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from areal_core.config import DPOConfig, PPOConfig, RWConfig, SFTConfig, config_from_dict
-from areal_core.config.checks import check_config
-from areal_core.errors import ConfigError
+from areal_core.config import DPOConfig, RWConfig, SFTConfig, config_from_dict
 from areal_core.paths import run_folder
 from areal_core.trainer import build, supervised
 from areal_core.trainer.dpo import DPOTrainer
@@ -114,16 +112,3 @@ def test_a_reward_model_has_the_margin_of_its_scores(evaluate, tiny_model, tmp_p
         ]
     assert [line["margin"] for line in trained] == pytest.approx([a - b for a, b in scores], abs=1e-5)
     assert [line["accuracy"] for line in trained] == [float(a > b) for a, b in scores]
-
-
-def test_allocations_that_do_not_fit_the_method_are_refused():
-    tree = NAMES | {
-        "actor": {"path": "m", "optimizer": {"lr": 1e-3}}, "device": "cpu",
-        "train_dataset": {"path": "d", "type": "rl", "batch_size": 1}, "gconfig": {"n_samples": 2},
-    }  # fmt: skip
-    with pytest.raises(ConfigError, match=r"fsdp:d1\|eval has no rollout engine and PPOConfig samples"):
-        check_config(config_from_dict(tree | {"allocation_mode": "fsdp:d1|eval"}, PPOConfig))
-    tree["train_dataset"]["type"] = "sft"
-    del tree["gconfig"]
-    with pytest.raises(ConfigError, match=r"SFTConfig has none: use fsdp:d1\|eval, which measures its rows"):
-        check_config(config_from_dict(tree | {"allocation_mode": "embedded|eval"}, SFTConfig))

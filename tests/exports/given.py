@@ -1,7 +1,5 @@
 """A record of every kind of content, and what its exports must hold."""
 
-import json
-import struct
 from pathlib import Path
 
 import numpy as np
@@ -102,22 +100,3 @@ def recorded_rows(folder: Path) -> list[dict[str, np.ndarray]]:
                 inputs = {key: values[part] for key, values in learning.items()}
                 rows.append(step.rows(rank, row) | inputs | {"step": number, "rank": rank, "row": row})
     return rows
-
-
-def logged_values(run: Path, name: str) -> list[float]:
-    """Read the values of a name from a run's own file: blocks of 32 KiB with pieces of messages."""
-    from wandb.proto import wandb_internal_pb2
-
-    data, place, pieces, values = run.read_bytes(), 7, b"", []
-    while place < len(data):
-        if -place % 32768 < 7:  # no piece begins in the rest of a block
-            place += -place % 32768
-        _, size, kind = struct.unpack_from("<IHB", data, place)
-        pieces += data[place + 7 : place + 7 + size]
-        place += 7 + size
-        if kind in (1, 4):  # a whole message, or its last piece
-            message = wandb_internal_pb2.Record()
-            message.ParseFromString(pieces)
-            items, pieces = message.history.item, b""
-            values += [json.loads(item.value_json) for item in items if name in (item.key, *item.nested_key)]
-    return values

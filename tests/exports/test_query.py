@@ -7,7 +7,6 @@ import os
 import shutil
 import subprocess
 import sys
-import threading
 from functools import partial
 from pathlib import Path
 
@@ -16,7 +15,6 @@ import pytest
 from pyarrow import parquet
 
 from areal_debug.query.database import Database
-from areal_debug.query.tables import LazyTable
 from recorder import open_record
 from tests.command_line import run as areal_debug
 from tests.exports.given import recorded_rows, write_foreign_record, write_full_record
@@ -43,21 +41,6 @@ def ask(folder: Path, sql: str) -> list[tuple]:
 def in_this_process(monkeypatch):
     """A child that is forked while DuckDB's threads run, as `ask` leaves them, may wait for one."""
     monkeypatch.setattr("recorder.confine.run_confined", lambda work, bounds, announce: work())
-
-
-def test_tables_are_read_by_the_thread_that_asks(full, monkeypatch):
-    """Another one would hold DuckDB's lock while it waits for the interpreter's."""
-    threads, read = set(), LazyTable.batches
-
-    def batches(self, columns, filter):
-        for batch in read(self, columns, filter):
-            threads.add(threading.get_ident())
-            yield batch
-
-    monkeypatch.setattr(LazyTable, "batches", batches)
-    for sql in ("select a.step from tokens a, tokens b", "select avg(reward) from samples group by step"):
-        assert ask(full, sql)
-    assert threads == {threading.get_ident()}
 
 
 @pytest.mark.long
@@ -87,14 +70,6 @@ def test_lower_limits_and_a_busy_machine_refuse_nothing(full, tmp_path, pool):
         for process in busy:
             process.kill()
             process.wait()
-
-
-def test_rewards_by_prompt_are_those_of_the_record(full):
-    rewards: dict[int, list[float]] = {}
-    for row in recorded_rows(full):
-        rewards.setdefault(int(row["prompt_id"]), []).append(float(row["rewards"]))
-    found = ask(full, "select prompt_id, avg(reward) from samples group by 1 order by 1")
-    assert found == [(prompt, sum(r) / len(r)) for prompt, r in sorted(rewards.items())]
 
 
 def test_tokens_are_those_of_the_record(full):
@@ -205,15 +180,6 @@ def test_the_database_itself_refuses_files_extensions_and_settings(full, tmp_pat
     database = Database(open_record(full), MEMORY)
     with pytest.raises(duckdb.Error):
         database.connection.execute(sql.replace("FILE", str(tmp_path / "file"))).fetchall()
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_query_that_needs_too_much_memory_is_one_sentence_and_writes_nothing(full, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("AREAL_DEBUG_MEMORY_GIB", "0.5")
-    code, out, err = run(full, "select list(a order by a desc) from range(100000000) t(a) group by a % 7")
-    assert (code, out) == (2, "")
-    assert "AREAL_DEBUG_MEMORY_GIB" in err
     assert list(tmp_path.iterdir()) == []
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from . import pickled
-from .dataproto import consolidated_bytes, pickle_proto, verl_others, verl_tensors
+from .dataproto import consolidated_bytes, pickle_proto, verl_tensors
 from .known import KNOWN, named_function, padded, pretending, stand_in
 
 # prime-rl: the members of a micro-batch, in the order of each release
@@ -228,13 +228,6 @@ def write_verl_queue(folder: Path) -> Path:
         with pretending(make=make, tensordict=tensordict, **NON_TENSORS):
             torch.save({"tensordict": pickled(), "tags": tags, "keys": keys, "global_steps": 5}, path)
         (path.parent / "meta.json").write_text("{}")
-    return folder
-
-
-def write_verl_with_uids(folder: Path) -> Path:
-    """Groups that are not adjacent."""
-    others = verl_others() | {"uid": np.array(["b", "a", "b", "a"], object)}
-    pickle_proto("verl.protocol", proto_state(others), folder / "7" / "gen_batch.dp")
     return folder
 
 

@@ -122,13 +122,6 @@ def write_skyrl(folder: Path, lists=None, **more) -> Path:
 # xtuner
 
 
-def stored_in_ray(tensor):
-    """As xtuner saves a tensor that its workers share."""
-    reference = stand_in("xtuner.v1.train.rl_trainer", "SerializedRayObjectRef")()
-    reference.__dict__["value"] = tensor
-    return reference
-
-
 def write_xtuner(folder: Path, **changes) -> Path:
     """Write groups; with `mm_info`, prompts of training have two more tokens."""
     module = "xtuner.v1.data_proto.rl_data"

@@ -5,9 +5,8 @@ import pytest
 
 from recorder import open_record, verify
 from recorder.trainers.importing import import_record
-from recorder.trainers.slime import parse_sample
 
-from . import dataproto, eras, lines, pickled
+from . import dataproto, eras, pickled
 from .known import KNOWN, padded
 
 
@@ -57,37 +56,6 @@ def test_micro_batches_of_every_version_of_prime_rl(version, tmp_path):
         assert [rows[n]["routed_experts"].tolist() for n in (0, 1)] == [e.tolist() for e in expected]
 
 
-@pytest.mark.parametrize("version", eras.SAMPLES)
-def test_samples_of_the_orchestrator_have_rewards_and_come_before_micro_batches(version, tmp_path):
-    source = eras.write_orchestrator(tmp_path / "run", version)
-    eras.write_micro_batches(source, "0.4")
-    _, step, rows = imported(source, tmp_path / "record")
-    check_tokens(rows)
-    assert of_tokens(step, "advantages") == ADVANTAGES
-    has_rewards = version not in ("0.3", "0.8")
-    assert step.known(0, "rewards").tolist() == [has_rewards] * len(KNOWN)
-    assert not has_rewards or [row["rewards"] for row in rows] == [one.reward for one in KNOWN]
-
-
-def test_micro_batches_come_first_where_a_trainer_has_several_runs(tmp_path):
-    source = eras.write_micro_batches(tmp_path / "run", "0.4")
-    for run in ("run_a", "run_b"):
-        eras.write_orchestrator(source / run, "0.4")
-    result, step, _ = imported(source, tmp_path / "record")
-    assert any("micro-batches and ranks are not kept" in note for note in result.notes)
-    assert not step.known(0, "rewards").any()
-
-
-def test_skyrl_before_0_4_has_padding_between_prompt_and_response(tmp_path):
-    result, step, rows = imported(eras.write_old_skyrl(tmp_path / "run"), tmp_path / "record")
-    check_tokens(rows)
-    assert [int(row["prompt_id"]) for row in rows] == [0, 0, 1, 1]
-    assert any("derived: samples with the same prompt" in note for note in result.notes)
-    assert of_tokens(step, "advantages") == ADVANTAGES
-    assert of_tokens(step, "prox_logp") == [[-0.5] * len(one.completion) for one in KNOWN]
-    assert not step.known(0, "rewards").any()
-
-
 @pytest.mark.parametrize(
     ("write", "name"),
     [
@@ -106,40 +74,6 @@ def test_verl_of_every_version(write, name, tmp_path):
     left_out = "images and other inputs that are not text are not imported: 2 of the samples"
     assert (left_out in result.notes) == (name == "5")
     assert step.known(0, "prompt_id").all()
-
-
-def test_uids_of_verl_name_groups_that_are_not_adjacent(tmp_path):
-    _, _, rows = imported(eras.write_verl_with_uids(tmp_path / "run"), tmp_path / "record")
-    tokens = [KNOWN[number].tokens for number in (0, 2, 1, 3)]
-    assert [row["input_ids"].tolist() for row in rows] == tokens
-    assert [(int(row["prompt_id"]), int(row["sample_id"])) for row in rows] == [
-        (0, 0),
-        (0, 1),
-        (1, 0),
-        (1, 1),
-    ]
-
-
-def test_nemo_rl_before_0_6_is_text(tmp_path):
-    result, step, rows = imported(eras.write_old_nemo_rl(tmp_path / "run"), tmp_path / "record")
-    assert any("for inspection only" in note for note in result.notes)
-    assert any("log-probs of tokens that are not in the file" in note for note in result.notes)
-    assert [row["rewards"] for row in rows] == [one.reward for one in KNOWN]
-    assert [(line["prompt"], line["completion"]) for line in step.text(0)] == [one.text for one in KNOWN]
-    assert not step.known(0, "input_ids").any()
-    assert rows[0]["logprobs"].size == 0
-
-
-def test_several_rewards_of_trl_are_scores(tmp_path):
-    source = lines.write_trl(tmp_path, format=[0.25, None, 0.5, 1.0], note=["a", "b", "c", "d"])
-    result, step, _ = imported(source, tmp_path / "record")
-    assert any("weights of reward functions" in note for note in result.notes)
-    assert not step.known(0, "rewards").any()
-    batch = step.batch(0)
-    assert batch["scores.accuracy"].tolist() == [one.reward for one in KNOWN]
-    assert batch["scores.advantage"].tolist() == [one.advantage for one in KNOWN]
-    assert np.isnan(batch["scores.format"]).tolist() == [False, True, False, False]
-    assert "scores.note" not in batch
 
 
 @pytest.mark.parametrize("kind", [np.int32, np.uint8, np.int64])
@@ -176,12 +110,6 @@ def test_verl_keeps_experts_old_and_reference_logprobs_and_unknown_versions(tmp_
     assert step.known(0, "versions").tolist() == [True, False, True, True]
 
 
-def test_a_reward_of_slime_in_a_dict_is_chosen_by_its_key():
-    document = pickled.slime_sample(KNOWN[0], 0) | {"reward": {"acc": 1.0, "format": 0.5}}
-    sample = parse_sample(document, "here", "format")
-    assert (sample.reward, sample.scores) == (0.5, {"acc": 1.0, "format": 0.5})
-
-
 @pytest.mark.parametrize("per_rank", [False, True])
 def test_inputs_to_the_loss_beside_the_rollouts_of_slime_are_joined(per_rank, tmp_path):
     source = eras.write_slime_training(tmp_path / "run", per_rank)
@@ -195,28 +123,3 @@ def test_inputs_to_the_loss_beside_the_rollouts_of_slime_are_joined(per_rank, tm
     cut.write_bytes(b"PK\x03\x04")
     result = import_record(source, tmp_path / "again")
     assert any(f"{cut} is cut off" in note for note in result.notes)
-
-
-def test_conversations_of_trl_are_the_text_of_their_messages(tmp_path):
-    prompts = [
-        [{"role": "system", "content": "s"}, {"role": "user", "content": one.text[0]}] for one in KNOWN
-    ]
-    completions = [[{"role": "assistant", "content": one.text[1]}] for one in KNOWN]
-    source = lines.write_trl(tmp_path, prompt=prompts, completion=completions)
-    _, step, rows = imported(source, tmp_path / "record")
-    assert [(line["prompt"], line["completion"]) for line in step.text(0)] == [
-        (f"s\n{one.text[0]}", one.text[1]) for one in KNOWN
-    ]
-    assert [int(row["prompt_id"]) for row in rows] == [0, 0, 1, 1]
-    assert [row["rewards"] for row in rows] == [one.reward for one in KNOWN]
-
-
-def test_experts_of_skyrl_are_unknown_where_the_engine_reported_none(tmp_path):
-    routed = np.arange(5 * 8, dtype=np.uint8).reshape(5, 8, 1, 1)
-    absent = np.zeros((5, 8), bool)
-    absent[:, -1] = True  # the last token was never read
-    source = pickled.write_skyrl(tmp_path, rollout_expert_indices=routed, router_padding_mask=absent)
-    _, _, rows = imported(source, tmp_path / "record")
-    for number, (row, one) in enumerate(zip(rows, KNOWN, strict=True)):
-        expected = routed[number, 8 - len(one.tokens) :, 0, 0].tolist()
-        assert row["routed_experts"][:, 0, 0].tolist() == [*expected[:-1], 255]

@@ -13,10 +13,8 @@ from recorder.trainers.importing import import_record
 from replayer.source import recorded_batch
 from tests.recorder.pictured import png
 
-from . import dataproto, eras, lines, pickled
+from . import dataproto, eras, pickled
 from .known import KNOWN
-
-NOT_IMPORTED = f"images and other inputs that are not text are not imported: {len(KNOWN)} of the samples"
 
 
 def imported(source, folder):
@@ -44,39 +42,6 @@ def test_verls_pixels_are_recorded_by_image_and_row(tmp_path):
     assert torch.equal(batch["pixel_values"], torch.cat([pixels, pixels[:6]]))
 
 
-def test_pixels_without_a_grid_that_fits_are_left_out_with_a_note(tmp_path):
-    grids = [
-        {},
-        {"image_grid_thw": torch.tensor([[1, 1, 3]])},
-        {"image_grid_thw": torch.tensor([[-1, -1, 2]])},
-    ]
-    for number, grid in enumerate(grids):
-        row = {"pixel_values": torch.zeros(2, 3)} | grid
-        source = write_verl(tmp_path / f"verl{number}", [row] * len(KNOWN))
-        result, step = imported(source, tmp_path / f"record{number}")
-        assert NOT_IMPORTED in result.notes
-        assert "pixel_values" not in step.batch(0)
-
-
-def test_trls_log_has_the_files_of_its_data_sets_column(tmp_path):
-    column = [[{"bytes": png(row), "path": None}] for row in range(len(KNOWN))]
-    result, step = imported(lines.write_trl(tmp_path, images=column), tmp_path / "record")
-    assert sorted(step.images(0)) == sorted((png(row),) for row in range(len(KNOWN)))
-    assert not [note for note in result.notes if "image" in note]
-
-
-def test_images_that_trls_log_only_names_are_a_note(tmp_path):
-    parts = [{"type": "image", "text": ""}, {"type": "text", "text": "How many?"}]
-    prompts = [[{"role": "user", "content": parts}] for _ in KNOWN]
-    completions = [[{"role": "assistant", "content": [{"type": "text", "text": "2"}]}] for _ in KNOWN]
-    result, step = imported(
-        lines.write_trl(tmp_path, prompt=prompts, completion=completions), tmp_path / "record"
-    )
-    what = "the log names images whose files it does not have: they are not imported"
-    assert f"{what}: {len(KNOWN)} of the samples" in result.notes
-    assert step.images(0) is None
-
-
 def test_pickled_pictures_are_png_files_of_the_same_pixels(tmp_path):
     pictures = [PIL.Image.new(mode, (3, 2), colour) for mode, colour in (("RGB", "red"), ("L", 7))]
     given = {"images": pictures, "videos": None}
@@ -92,15 +57,6 @@ def test_pickled_pictures_are_png_files_of_the_same_pixels(tmp_path):
         found = [PIL.Image.open(io.BytesIO(file)) for file in step.images(0)[0]]
         assert [(one.mode, one.tobytes()) for one in found] == [(one.mode, one.tobytes()) for one in pictures]
     assert PIL.Image.open(io.BytesIO(step.images(0)[3][0])).tobytes() == column[3]["image"][0].tobytes()
-
-
-def test_pictures_of_other_modes_and_videos_are_counted(tmp_path):
-    column = np.empty(len(KNOWN), object)
-    column[:] = [{"image": [PIL.Image.new("CMYK", (2, 2))]}, {"video": [1]}, {"image": ["x.png"]}, None]
-    others = dataproto.verl_others() | {"multi_modal_data": column}
-    result, step = imported(dataproto.write_verl(tmp_path / "verl", others=others), tmp_path / "record")
-    assert "images and other inputs that are not text are not imported: 3 of the samples" in result.notes
-    assert step.images(0) is None
 
 
 @pytest.mark.parametrize(
@@ -173,18 +129,6 @@ def test_pixels_of_prime_rls_packed_rows_are_those_of_their_placeholders(tmp_pat
     assert not [note for note in result.notes if "not imported" in note]
 
 
-@pytest.mark.parametrize(
-    ("counts", "types"),
-    [((1, 2), None), ((3, 1), None), ((0, 0), None), ((2, 2), [1]), ((2, 2), 7), ((1, 0), [])],
-)
-def test_pixels_of_unknown_rows_are_left_out_with_a_note(counts, types, tmp_path):
-    pixels, grid = torch.zeros(8, 3), torch.tensor([[1, 2, 2], [1, 2, 2]])
-    batch = prime_rl_batch(counts, grid, pixels, types)
-    result, step = imported(write_prime_rl(tmp_path / "run", batch), tmp_path / "record")
-    assert "pixel_values" not in step.batch(0)
-    assert "images and other inputs that are not text are not imported: 2 of the samples" in result.notes
-
-
 @pytest.mark.parametrize("is_new", [True, False])
 def test_pixels_of_prime_rls_orchestrator_are_read_in_both_layouts(is_new):
     pixels, grid = torch.arange(12, dtype=torch.float32).reshape(4, 3), torch.tensor([[1, 2, 2]])
@@ -200,17 +144,3 @@ def test_pixels_of_prime_rls_orchestrator_are_read_in_both_layouts(is_new):
     for lie in (["float32", [5, 3]], ["bfloat16", [4, 3]], ["float32", ["4", 3]], ["O", [4, 3]]):
         found = image_inputs({"mm_kwargs": {"pixel_values": [*lie, b"0" * 48]}})
         assert found["pixel_values"] == [*lie, b"0" * 48]  # no array: left out
-
-
-def test_pixels_of_xtuner_are_recorded_with_the_prompt_of_training(tmp_path):
-    pixels, grid = torch.arange(12, dtype=torch.float32).reshape(4, 3), torch.tensor([[1, 2, 2]])
-    for number, value in enumerate((pixels.numpy(), pickled.stored_in_ray(pixels))):
-        source = tmp_path / f"run{number}"
-        source.mkdir()
-        pickled.write_xtuner(source, mm_info={"pixel_values": value, "image_grid_thw": grid})
-        result, step = imported(source, tmp_path / f"record{number}")
-        batch = recorded_batch(step, 0)
-        assert batch["image_count"].tolist() == [1] * len(KNOWN)
-        assert torch.equal(batch["pixel_values"], torch.cat([pixels] * len(KNOWN)))
-        assert batch["input_ids"][0, :5].tolist() == [5, 6, 6, 6, 7]
-        assert not [note for note in result.notes if "not imported" in note]

@@ -10,9 +10,9 @@ import torch
 from click.testing import CliRunner
 
 from areal_debug.cli import main
-from recorder import RecordError, RecordExists, RecordNotFound, open_record, verify
+from recorder import open_record, verify
 from recorder.errors import ForeignFormat, StepNotRecorded
-from recorder.trainers.importing import FORMATS, import_record
+from recorder.trainers.importing import import_record
 
 from . import dataproto, lines, pickled
 from .known import KNOWN
@@ -115,19 +115,6 @@ def advantages_of(record, step):
     return [float(values["advantages"][bounds[n] + row["prompt_length"] - 1]) for n, row in enumerate(rows)]
 
 
-def test_every_format_has_a_case_or_is_text():
-    assert {name for name, *_ in CASES.values()} | set(TEXT) == set(FORMATS)
-
-
-def test_steps_are_numbered_from_zero_in_their_own_order(tmp_path):
-    imported = import_record(pickled.write_slime(tmp_path), tmp_path / "record")
-    assert imported.steps == ("rollout 9", "rollout 10")
-    record = open_record(tmp_path / "record")
-    assert record.steps == (0, 1)
-    assert record.header.environment["imported"]["steps"] == ["rollout 9", "rollout 10"]
-    assert record.header.recording.scope == "given"
-
-
 def test_what_samples_lack_is_counted_and_unknown(tmp_path):
     source = pickled.write_slime(tmp_path, rollout_log_probs=None, weight_versions=["1", "2"], reward=None)
     notes = import_record(source, tmp_path / "record").notes
@@ -140,25 +127,6 @@ def test_what_samples_lack_is_counted_and_unknown(tmp_path):
     assert np.isnan(row["rewards"])
     assert np.isnan(row["logprobs"][2:]).all()
     assert np.isnan(record.step(0).batch(0)["rewards"]).all()
-
-
-def test_a_removed_sample_is_not_trained_and_a_reward_may_be_a_dict_of_one(tmp_path):
-    import_record(
-        pickled.write_slime(tmp_path, remove_sample=True, reward={"score": 0.25}), tmp_path / "record"
-    )
-    (row, *_) = rows_of(open_record(tmp_path / "record"))
-    assert row["loss_mask"].sum() == 0
-    assert row["rewards"] == 0.25
-
-
-def test_verl_without_uid_groups_adjacent_rows_and_lacks_rewards(tmp_path):
-    tensors = {key: value for key, value in dataproto.verl_tensors().items() if key != "rm_scores"}
-    imported = import_record(dataproto.write_verl(tmp_path, tensors=tensors, others={}), tmp_path / "record")
-    assert any("n adjacent samples are a group" in note for note in imported.notes)
-    assert "4 of 4 samples have no reward: recorded as unknown" in imported.notes
-    record = open_record(tmp_path / "record")
-    assert [int(row["prompt_id"]) for row in rows_of(record)] == [0, 0, 1, 1]
-    assert not record.step(0).known(0, "rewards").any()
 
 
 @pytest.mark.parametrize("name", TEXT)
@@ -175,16 +143,6 @@ def test_dumps_of_text_can_be_read_and_report_that_they_cannot_be_replayed(name,
     assert verify(tmp_path / "record").intact
     done = CliRunner().invoke(main, ["record", "show", str(tmp_path / "record"), "--sample", "1"])
     assert "fg" in done.output
-
-
-def test_a_padded_batch_of_areal_keeps_its_values_through_bfloat16(tmp_path):
-    batch = pickled.areal_batch(KNOWN)
-    batch["logprobs"] = batch["logprobs"].to(torch.bfloat16)
-    torch.save(batch, tmp_path / "batch.pt")
-    import_record(tmp_path / "batch.pt", tmp_path / "record")
-    (row, *_) = rows_of(open_record(tmp_path / "record"))
-    want = [0.0, 0.0, *torch.tensor(KNOWN[0].logprobs, dtype=torch.bfloat16).float().tolist()]
-    assert row["logprobs"].tolist() == want
 
 
 class Touch:
@@ -254,24 +212,6 @@ def test_a_file_that_contradicts_itself_is_reported_with_its_position(changes, w
     with pytest.raises(ForeignFormat, match=r"9\.pt, sample 0.*") as caught:
         import_record(source, tmp_path / "record")
     assert words in str(caught.value)
-
-
-def test_unknown_sources_are_reported(tmp_path):
-    with pytest.raises(RecordNotFound, match="missing"):
-        import_record(tmp_path / "missing", tmp_path / "record")
-    (tmp_path / "other").mkdir()
-    (tmp_path / "other" / "notes.txt").write_text("hello")
-    with pytest.raises(ForeignFormat, match=r"no known format.*slime"):
-        import_record(tmp_path / "other", tmp_path / "record")
-    with pytest.raises(ForeignFormat, match="unknown format 'other'"):
-        import_record(tmp_path / "other", tmp_path / "record", "other")
-    (tmp_path / "cut.bin").write_bytes(b"\x92\x01")
-    (tmp_path / "rank_0.bin").write_bytes(b"\xdd\x00\x00\x00\x05\x01")
-    with pytest.raises(ForeignFormat, match=r"rank_0.bin.*cut off"):
-        import_record(tmp_path / "rank_0.bin", tmp_path / "record")
-    with pytest.raises(RecordExists):
-        import_record(pickled.write_slime(tmp_path / "s"), tmp_path / "other")
-    assert issubclass(ForeignFormat, RecordError)
 
 
 def test_the_verb_imports_reports_what_is_lost_and_reads_miles_as_slime(tmp_path):

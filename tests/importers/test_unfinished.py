@@ -1,13 +1,11 @@
 """Folders as runs leave them: evaluations, half-written files, steps of some ranks."""
 
-import json
 import os
 import shutil
 from pathlib import Path
 
 import pytest
 
-from recorder import open_record
 from recorder.errors import ForeignFormat
 from recorder.trainers.importing import import_record
 
@@ -89,27 +87,6 @@ def test_cut_lines_of_files_with_several_steps_are_left_out_and_named(tmp_path):
     assert any(f"{last}, line 3 is cut off" in note for note in imported.notes)
 
 
-def test_samples_of_a_step_that_ran_again_replace_the_first_ones(tmp_path):
-    source = lines.write_open_instruct(tmp_path)
-    row = json.loads((source / "run_rollouts_000000.jsonl").read_text().splitlines()[0])
-    with (source / "run_rollouts_000001.jsonl").open("a") as file:
-        file.write(json.dumps(row | {"reward": 0.125}) + "\n")
-    imported = import_record(source, tmp_path / "record")
-    assert any(note.startswith("1 samples of steps that were run again") for note in imported.notes)
-    assert imported.num_samples == 2 * len(KNOWN)
-    assert open_record(tmp_path / "record").step(0).batch(0)["rewards"][0] == 0.125
-
-
-def test_cut_lines_of_areal_are_named_also_the_only_one_of_a_file(tmp_path):
-    source = lines.write_areal_text(tmp_path / "run")
-    file = source / "rollout" / "4" / "9.jsonl"
-    file.parent.mkdir()
-    file.write_text('{"task_id": 9, "prom')
-    imported = import_record(source, tmp_path / "record")
-    assert imported.num_samples == len(KNOWN)
-    assert any(f"{file}, line 1 is cut off" in note for note in imported.notes)
-
-
 def test_steps_that_only_some_ranks_wrote_are_left_out_and_every_cut_file_is_named(tmp_path):
     source = lines.write_prime_rl(tmp_path / "run")
     (step,) = source.rglob("step_4")
@@ -126,62 +103,3 @@ def test_steps_that_only_some_ranks_wrote_are_left_out_and_every_cut_file_is_nam
     notes = "\n".join(imported.notes)
     assert f"{steps[5]} has 1 files, and other steps have 2: it is left out" in notes
     assert all(str(file) in notes for file in (*cut, steps[5] / "rank_1.bin.tmp"))
-
-
-def test_steps_of_verl_with_fewer_batches_than_others_are_left_out_and_named(tmp_path):
-    source = eras.write_verl_queue(tmp_path / "run")
-    step = source / "exp_proj" / "GBS2_N2_in4_out5" / "5"
-    shutil.copytree(step, step.with_name("6"))
-    shutil.rmtree(step.with_name("6") / "1")
-    imported = import_record(source, tmp_path / "record")
-    assert imported.steps == ("5",)
-    assert f"{step.with_name('6')} has 1 files, and other steps have 2: it is left out" in imported.notes
-
-
-def test_exports_without_their_marker_are_left_out_and_named(tmp_path):
-    source = lines.write_prime_rl_export(tmp_path / "run")
-    (step,) = source.rglob("step_4")
-    shutil.copytree(step, step.with_name("step_5"))
-    (step.with_name("step_5") / "STABLE").unlink()
-    imported = import_record(source, tmp_path / "record")
-    assert imported.steps == ("step_4",)
-    assert any(f"{step.with_name('step_5')} has no file STABLE" in note for note in imported.notes)
-
-
-def test_an_experiment_folder_with_other_things_beside_the_samples(tmp_path):
-    run = tmp_path / "run"
-    pickled.write_slime(run / "dump")
-    pickled.write_slime(run / "dump" / "eval-rollout")
-    (run / "checkpoints").mkdir()
-    (run / "checkpoints" / "model.pt").write_bytes(b"\x80\x02}q\x00.")
-    (run / "logs").mkdir()
-    (run / "logs" / "metrics.jsonl").write_text('{"loss": 1}\n')
-    os.mkfifo(run / "logs" / "pipe.pt")
-    imported = import_record(run, tmp_path / "record")
-    assert (imported.format, imported.steps) == ("slime", ("rollout 9", "rollout 10"))
-
-
-def test_two_runs_in_one_folder_are_refused_by_name(tmp_path):
-    for run in ("a", "b"):
-        lines.write_nemo_rl(tmp_path / "runs" / run)
-    with pytest.raises(ForeignFormat, match=r"runs/a/.* and .*runs/b/.* are of two runs"):
-        import_record(tmp_path / "runs", tmp_path / "record")
-    for run in ("c", "d"):
-        (tmp_path / "more").mkdir(exist_ok=True)
-        (tmp_path / "more" / f"{run}_rollouts_000000.jsonl").write_text("{}\n")
-    with pytest.raises(ForeignFormat, match=r"c_rollouts.* and .*d_rollouts.* are of two runs"):
-        import_record(tmp_path / "more", tmp_path / "record")
-
-
-def test_a_line_separator_inside_of_a_string_is_text(tmp_path):
-    rows = [
-        {"input": "a\u2028b\x85c", "output": "d\u2029e\x1cf", "score": 1.0, "step": 1},
-        {"input": "g", "output": "h\r", "score": 0.0, "step": 1},
-    ]
-    text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-    (tmp_path / "1.jsonl").write_text(text, newline="")
-    import_record(tmp_path / "1.jsonl", tmp_path / "record")
-    lines_read = open_record(tmp_path / "record").step(0).text(0)
-    assert [(line["prompt"], line["completion"]) for line in lines_read] == [
-        (row["input"], row["output"]) for row in rows
-    ]

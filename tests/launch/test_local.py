@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 import textwrap
-import threading
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -87,24 +86,6 @@ def test_ranks_get_servers_determinism_and_thread_limits(stop_file, script, tmp_
     assert no_child_left()
 
 
-def test_servers_alone_print_their_addresses_and_serve_until_the_last_has_ended(stop_file, tmp_path, capfd):
-    def stop_a_while_after_it_came_up() -> None:
-        log = tmp_path / "logs" / "llm_server_0.log"
-        while not (log.exists() and log.read_text()):
-            time.sleep(0.05)
-        time.sleep(3)  # the launcher polls its health every half second
-        Path(f"{stop_file}1").touch()
-
-    stopping = threading.Thread(target=stop_a_while_after_it_came_up)
-    stopping.start()
-    assert launch([], "sglang:d1", tmp_path) == 1
-    stopping.join()
-    printed = capfd.readouterr()
-    assert "AREAL_LLM_SERVER_ADDRS=127.0.0.1:" in printed.out
-    assert "the scheduler died" in printed.err
-    assert not (tmp_path / "logs" / "trainer.log").exists()
-
-
 def test_a_server_that_cannot_start_is_reported_with_its_last_line_and_no_rank_starts(
     stop_file, script, tmp_path, capfd
 ):
@@ -136,11 +117,6 @@ def test_a_run_outlives_one_of_two_servers_but_not_the_last(stop_file, script, t
     assert no_child_left()
 
 
-def test_the_code_of_a_rank_that_was_killed_is_128_plus_the_signal(script, tmp_path):
-    argv = script("import os, signal; os.kill(os.getpid(), signal.SIGKILL)")
-    assert torchrun.run_ranks(argv, 1, {}, tmp_path / "logs") == 128 + signal.SIGKILL
-
-
 def test_the_rank_that_failed_first_is_shown_and_what_others_have_started_is_ended(script, tmp_path, capfd):
     argv = script(
         """
@@ -163,38 +139,6 @@ def test_the_rank_that_failed_first_is_shown_and_what_others_have_started_is_end
     assert printed.endswith("    ValueError: no such weights\n")
     [away] = tmp_path.glob("*.pid")
     assert not is_running(int(away.stem))
-
-
-def test_the_environment_of_ranks_is_an_option_too(script, tmp_path):
-    made = config()
-    made.launcher.trainer_env_vars = "AGENT_KEY=x=y, SEED=3"
-    made.actor.scheduling_spec = [{"gpu": 1, "env_vars": {"SEED": 1, "OF_ACTOR": "yes"}}]
-    assert launch(script(WRITE_ENVIRONMENT), "fsdp:d1", tmp_path, made) == 0
-    env = json.loads((tmp_path / "rank0.json").read_text())
-    assert (env["AGENT_KEY"], env["SEED"], env["OF_ACTOR"]) == ("x=y", "3", "yes")
-
-
-@pytest.mark.parametrize("allocation", ["fsdp:d1", pytest.param("fsdp:d2", marks=pytest.mark.long)])
-def test_ranks_are_run_by_the_command_of_the_actor(script, tmp_path, allocation):
-    made = config()
-    made.actor.scheduling_spec = {"cmd": f"env WRAPPED=yes {sys.executable}"}
-    assert launch(script(WRITE_ENVIRONMENT), allocation, tmp_path, made) == 0
-    envs = [json.loads(file.read_text()) for file in sorted(tmp_path.glob("rank*.json"))]
-    assert [env["WRAPPED"] for env in envs] == ["yes"] * int(allocation[-1])
-
-
-def test_servers_are_started_by_the_command_of_rollout(stop_file, script, tmp_path):
-    made = config()
-    made.actor.scheduling_spec = {"env_vars": {"STOP_FILE": "elsewhere"}}
-    made.rollout.scheduling_spec = {
-        "cmd": f"{sys.executable} -W ignore -m sglang.launch_server",
-        "env_vars": {"WRAPPED": "yes"},
-    }
-    body = WRITE_ENVIRONMENT + "assert 'WRAPPED' not in os.environ\n"
-    assert launch(script(body), "sglang:d1+fsdp:d1", tmp_path, made) == 0
-    assert (tmp_path / "logs" / "llm_server_0.log").read_text().startswith("model some/model\n")
-    made.rollout.scheduling_spec = {"cmd": "false"}
-    assert launch(script(WRITE_ENVIRONMENT), "sglang:d1+fsdp:d1", tmp_path, made) == 1
 
 
 def test_servers_and_ranks_that_share_devices_are_started_together(

@@ -78,24 +78,6 @@ def test_a_second_run_of_the_same_name_is_refused(attempts, tmp_path):
     assert not (tmp_path / "run.lock").exists()
 
 
-def test_the_logs_of_failed_attempts_are_kept(attempts, tmp_path):
-    attempts([1, 1, 0], "auto")
-    logs = [
-        tmp_path / "attempt-0" / "trainer.log",
-        tmp_path / "attempt-1" / "trainer.log",
-        tmp_path / "trainer.log",
-    ]
-    assert [log.read_text() for log in logs] == ["attempt 1", "attempt 2", "attempt 3"]
-
-
-def test_ray_that_is_not_installed_is_one_sentence(tmp_path, monkeypatch):
-    config = PPOConfig(experiment_name="e", trial_name="t")
-    config.scheduler.type = "ray"
-    monkeypatch.setattr(launching.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"Ray is not installed: pip install 'areal-debug\[ray\]'"):
-        launching.launch(Job((), config, parse_allocation("fsdp:d1"), {}, tmp_path))
-
-
 def train(model: Path, files: Path, *options: str, **environment: str) -> subprocess.CompletedProcess[str]:
     command = [
         *(COMMAND, "train", HERE / "train_killed_once.py"),

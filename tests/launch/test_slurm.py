@@ -14,7 +14,6 @@ import pytest
 from areal_core.config import PPOConfig, config_from_dict, config_to_dict
 from areal_core.config.allocation import parse_allocation
 from areal_core.config.scheduling import role_spec
-from areal_core.errors import ConfigError
 from areal_core.launch import slurm
 from areal_core.launch.job import Job
 from areal_core.launch.placement import place
@@ -189,9 +188,3 @@ def test_a_job_survives_its_way_through_json(tmp_path):
     file.write_text(json.dumps(slurm.job_to_json(job)))
     assert slurm.read_job(file) == job
     assert config_from_dict(config_to_dict(job.config), PPOConfig) == job.config
-
-
-def test_no_slurm_is_one_sentence(tmp_path, monkeypatch):
-    monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(ConfigError, match="there is no sbatch here: start the run on a login node"):
-        slurm.launch(gpu_job(tmp_path, "fsdp:d8"))

@@ -1,8 +1,6 @@
 """Programs on ranks that are forks of one process, which has imported what they need."""
 
-import os
 import signal
-import subprocess
 import sys
 import textwrap
 import time
@@ -32,27 +30,6 @@ def run(warm, tmp_path):
         return code, log.read_text()
 
     return call
-
-
-def test_a_program_runs_as_by_python_with_the_modules_imported_already(run):
-    program = """
-    import os, sys
-    print(__name__, sys.argv[1:], "colorsys" in sys.modules, os.environ["COLOR"], hash("a"))
-    """
-    wanted = "import os; print(hash('a'))"
-    seeded = os.environ | {"PYTHONHASHSEED": "7"}
-    expected = subprocess.run([sys.executable, "-c", wanted], env=seeded, capture_output=True, text=True)
-    assert run(program, COLOR="red") == (0, f"__main__ ['argument'] True red {expected.stdout}")
-
-
-def test_one_run_leaves_nothing_to_the_next(run):
-    program = """
-    import colorsys, os
-    print(getattr(colorsys, "changed", None), os.environ.get("ONCE"))
-    colorsys.changed = True
-    """
-    assert run(program, ONCE="1") == (0, "None 1\n")
-    assert run(program) == (0, "None None\n")
 
 
 def test_ranks_are_numbered_and_can_meet_at_an_address(run, tmp_path):

@@ -1,6 +1,5 @@
 """A reader of records, written from FORMAT.md alone: it imports nothing of the suite."""
 
-import base64
 import hashlib
 import json
 import re
@@ -58,29 +57,3 @@ def read_results(folder, rank, num_ranks):
     outcome["stats"] = {name: float.fromhex(value) for name, value in outcome["stats"].items()}
     text = folder / f"text-{place}.jsonl"
     return plan, outcome, [json.loads(line) for line in text.read_text().splitlines()]
-
-
-def read_rng(states):
-    """Decode the generators' states: torch's bytes, numpy's and Python's state tuples."""
-    position, has_gauss, gauss, key = states["numpy"].split()
-    version, python_gauss, python_key = states["python"].split()
-    return {
-        "torch": np.frombuffer(base64.b64decode(states["torch"]), np.uint8),
-        "numpy": (
-            "MT19937",
-            np.frombuffer(base64.b64decode(key), "<u4"),
-            int(position),
-            int(has_gauss),
-            float.fromhex(gauss),
-        ),
-        "python": (
-            int(version),
-            tuple(np.frombuffer(base64.b64decode(python_key), "<u4").tolist()),
-            None if python_gauss == "none" else float.fromhex(python_gauss),
-        ),
-    }
-
-
-def parameter_checksum(array):
-    """Return the checksum of a complete parameter in the dtype of the master weights."""
-    return f"{crc32c(np.ascontiguousarray(array).tobytes()):08x}"

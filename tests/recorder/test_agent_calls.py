@@ -15,7 +15,7 @@ from areal_debug.view.page import Contents, FollowedRecord
 from recorder import DamagedRecord, open_record
 from recorder.conversations import calls_before, conversations
 from recorder.tables.formats import export_record
-from recorder.transcripts import Constructed, RecordedCall, Transcript, check_calls, is_failure, tool_uses
+from recorder.transcripts import Constructed, RecordedCall, Transcript, check_calls, is_failure
 
 sys.path.insert(0, str(Path(__file__).parent))
 from agent_record import FAILURE, PICTURES, RESULTS, write_agent_record
@@ -36,10 +36,6 @@ def invoke(*words, code=0):
     done = CliRunner().invoke(main, [str(word) for word in words])
     assert done.exit_code == code, done.output
     return done.output
-
-
-def rows_of(record, sql):
-    return [tuple(row.values()) for row in json.loads(invoke("query", record, sql, "--json"))]
 
 
 def call(turn, after, messages=(), answer=None):
@@ -90,14 +86,6 @@ def test_other_results_do_not(text):
     assert not is_failure(text)
 
 
-def test_a_tool_call_has_the_first_result_that_a_later_call_has():
-    asks = {"role": "assistant", "content": "", "tool_calls": [{"name": n, "arguments": "{}"} for n in "ab"]}
-    result = {"role": "tool", "content": "1"}
-    calls = [call(0, None, answer=asks), call(1, 0, [result]), call(2, 0, [{**result, "content": "2"}])]
-    found = [(use.name, use.result, use.failed) for use in tool_uses(calls)]
-    assert found == [("a", "1", False), ("b", None, None)]
-
-
 def test_the_calls_of_a_row_are_those_of_its_branch():
     transcript = Transcript(5, 0, Constructed("a", None), None, (call(0, None), call(1, 0), call(2, 0)), None)
     assert [one.turn for one in calls_before(transcript, 2)] == [0, 2]
@@ -121,34 +109,6 @@ def test_calls_that_no_reader_can_follow_are_damage(calls, what):
     transcript = Transcript(5, 0, Constructed("a", None), None, tuple(calls), None)
     with pytest.raises(DamagedRecord, match=what):
         check_calls("calls.jsonl", transcript)
-
-
-def test_rows_have_the_calls_of_their_conversation(records):
-    rows = conversations(open_record(records["failed"]).step(0), 0)
-    assert [[one.turn for one in row.calls] for row in rows] == [[0], [0, 1], [0], [0, 1]]
-    assert [use.failed for use in rows[1].tool_uses] == [False, True]
-    kinds = [part.kind for one in rows[1].calls for part in rows[1].parts(one)]
-    assert kinds == ["message", "tool_call", "tool_call", "result", "result", "answer"]
-    assert rows[1].messages[0]["content"][0] == {"type": "text", "text": "Which shape?"}
-
-
-def test_show_prints_calls_results_and_failures(records):
-    text = invoke("record", "show", records["failed"], "--sample", 1)
-    assert 'tool call     search({"n": 1})' in text
-    assert f"search failed  {FAILURE}" in text
-    assert "measure returned  32 pixels" in text
-    assert "call 1, after call 0, finished by stop, reward 1" in text
-    facts = json.loads(invoke("record", "show", records["failed"], "--sample", 1, "--json"))
-    assert [use["failed"] for use in facts[0]["conversation"]["tool_calls"]] == [False, True]
-
-
-def test_a_query_finds_the_episodes_whose_tool_failed(records):
-    sql = "select prompt_id, row, num_calls, tools_used from samples where num_failed_tool_calls > 0"
-    assert rows_of(records["failed"], sql) == [(5, 1, 2, ["measure", "search"])]
-    sql = "select tool, count(*), sum(failed::int) from tool_calls group by tool order by tool"
-    assert rows_of(records["failed"], sql) == [("measure", 2, 0), ("search", 2, 1)]
-    sql = "select prompt_id, turn, after, num_tool_calls, reward from calls where prompt_id = 5 order by turn"
-    assert rows_of(records["failed"], sql) == [(5, 0, None, 2, None), (5, 1, 0, 0, 1.0)]
 
 
 def test_exports_have_messages_and_tools(records, tmp_path):
@@ -194,13 +154,6 @@ def test_why_names_the_tool_whose_result_differs(records):
     ]
     assert "search" in answer["sentence"]
     assert answer["cause"]["kind"] == "environment"
-
-
-def test_why_names_the_picture_that_differs(records):
-    answer = json.loads(invoke("why", records["ok"], records["picture"], "--json", code=1))
-    assert (answer["tensor"], answer["prompt"], answer["cause"]["kind"]) == ("images", 5, "data")
-    assert "image 0 (PNG, 32 x 32, 157 bytes" in answer["sentence"]
-    assert "192 of 1,024 pixels differ" in answer["sentence"]
 
 
 def test_a_result_that_follows_from_another_answer_is_not_named(records):

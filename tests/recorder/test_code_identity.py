@@ -9,11 +9,10 @@ import time
 from base64 import urlsafe_b64encode
 from importlib.util import find_spec
 from pathlib import Path
-from zipfile import ZipFile
 
 import pytest
 
-from recorder.environment import diff_environment, shown
+from recorder.environment import diff_environment
 from recorder.environment.code import changed_files, repository_identity
 
 PROGRAM = """
@@ -55,11 +54,6 @@ def test_uncommitted_files_are_named_with_their_digests(tmp_path):
     }
 
 
-def test_a_folder_without_a_repository_has_no_commit(tmp_path):
-    found = repository_identity(tmp_path)
-    assert found == {"commit": None, "dirty_sha256": None, "dirty_files": None}
-
-
 def environment_of(folder, body, **variables):
     """Return what a script in the folder records."""
     script = folder / "train.py"
@@ -99,36 +93,6 @@ def test_the_script_and_the_files_that_it_imports_or_names_are_recorded(recorded
     }
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("arguments", [["-"], ["-c", "exec(__import__('sys').stdin.read())"]])
-def test_a_program_from_standard_input_has_no_script(tmp_path, arguments):
-    """A module in a zip file, and one whose file was removed, are named without a digest."""
-    with ZipFile(tmp_path / "zipped.zip", "w") as archive:
-        archive.writestr("in_zip.py", "import os\nos.environ.get('X')\n")
-    (tmp_path / "removed.py").write_text("")
-    body = f"""
-sys.path[:0] = [{str(tmp_path)!r}, {str(tmp_path / "zipped.zip")!r}]
-import in_zip, removed, os
-os.unlink(removed.__file__)
-"""
-    done = subprocess.run(
-        [sys.executable, *arguments],
-        input=PROGRAM.format(body=body),
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": os.getcwd()},
-    )
-    assert done.returncode == 0, done.stderr
-    code = json.loads(done.stdout)["code"]
-    assert code["script"] is None
-    below_root = str(tmp_path)[1:]
-    assert code["local_files"] == {
-        f"{below_root}/removed.py": None,
-        f"{below_root}/zipped.zip/in_zip.py": None,
-    }
-
-
 def test_variables_that_the_script_reads_are_recorded_without_secrets(recorded):
     found = recorded[1]
     variables = found["variables"]
@@ -140,11 +104,6 @@ def test_variables_that_the_script_reads_are_recorded_without_secrets(recorded):
     assert not {"MY_API_KEY", "UNREAD"} & variables.keys()
     assert "k-123456789" not in json.dumps(found)
     assert "sentence" not in json.dumps(found)
-
-
-@pytest.mark.parametrize("value", ["1", "-0.5", "1e-3", "true", "OFF", ""])
-def test_numbers_and_switches_are_recorded_as_they_are(value):
-    assert shown(value) == value
 
 
 def make_wheel(folder):

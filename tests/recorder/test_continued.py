@@ -8,7 +8,6 @@ from recorder import (
     RecordExists,
     RecordingOptions,
     RecordWriter,
-    Retention,
     commit_anchor,
     open_record,
     verify,
@@ -55,20 +54,6 @@ def test_a_step_that_was_unfinished_before_the_checkpoint_is_lost_and_not_damage
     record = continue_record(tmp_path / "record", first_step=4, num_steps=1)
     assert (record.steps, record.gaps.lost) == ((0, 1, 4), (2, 3))
     assert verify(tmp_path / "record").intact
-
-
-def test_steps_that_were_removed_and_are_recorded_again_are_present(tmp_path):
-    limits = Retention(keep_last=2)
-    write_scripted_record(tmp_path / "record", num_steps=8, options=RecordingOptions(retention=limits))
-    record = continue_record(tmp_path / "record", first_step=4, num_steps=3, retention=limits)
-    assert (record.steps, record.gaps.removed) == ((5, 6), ((0, 4),))
-    assert verify(tmp_path / "record").intact
-
-
-def test_limits_know_the_steps_that_were_there_before(tmp_path):
-    write_scripted_record(tmp_path / "record", num_steps=3)
-    record = continue_record(tmp_path / "record", first_step=3, num_steps=1, retention=Retention(keep_last=2))
-    assert record.steps == (2, 3)
 
 
 def test_anchors_after_the_checkpoint_are_removed(tmp_path):

@@ -7,9 +7,7 @@ import pytest
 
 import recorder
 from recorder import open_record
-from recorder.documents import checksum, parse_checksummed
-from recorder.format import AGENT_KEYS, BATCH_KEYS, NUMPY_TYPES, OTHER_TRAINER_KEYS, UNKNOWN_BITS
-from recorder.header import Gaps, parse_gaps
+from recorder.documents import checksum
 from recorder.testing import write_worked_example
 from tests.recorder.document_reader import read_by_the_document
 from tests.recorder.mutations import write_full_record
@@ -68,20 +66,3 @@ def test_a_reader_written_from_the_document_reads_a_complete_record(tmp_path):
             assert array.tolist() == arrays["learning-00000-of-00001.safetensors", key].tolist()
         seen.append(step["step"])
     assert seen == [2, 3, 4]
-
-
-def test_the_document_shows_a_gaps_file_that_is_one():
-    (listed,) = re.findall(r"```json\n(\{\n \"format_version\": 2,\n \"removed\".*?)```", DOCUMENT, re.DOTALL)
-    gaps = parse_gaps(parse_checksummed(listed.encode(), "gaps.json"))
-    assert gaps == Gaps(removed=((0, 4), (6, 9)), dropped=(12,), lost=(17, 18))
-
-
-def test_the_document_names_every_dtype_and_every_key_of_a_batch():
-    names = re.search(r"Names of dtypes are those of safetensors: (.*?)\. `step", DOCUMENT, re.DOTALL)[1]
-    assert set(re.findall(r"`(\w+)`", names)) == set(NUMPY_TYPES)
-    rows = re.findall(r"^\| `(\w+)` \| (token|row|offset) \| ([IF])(?:32|64) \|", DOCUMENT, re.MULTILINE)
-    kinds = {"I": "int", "F": "float"}
-    assert {key: (kinds[kind], axis) for key, axis, kind in rows} == BATCH_KEYS | {
-        "prompt_length": ("int", "row")
-    }
-    assert all(f"`{key}`" in DOCUMENT for key in (*AGENT_KEYS, *OTHER_TRAINER_KEYS, *UNKNOWN_BITS))

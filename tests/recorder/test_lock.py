@@ -12,8 +12,7 @@ import pytest
 
 from areal_core.safety import lock as protocol
 from areal_core.safety.lock import Held, Lost, live_holder, take
-from recorder import RecordExists, RecordingFailed, RecordingOptions, RecordWriter, open_record, verify
-from recorder.archive.live_archive import LiveArchive
+from recorder import RecordingFailed, RecordingOptions, RecordWriter, open_record, verify
 from recorder.archive.pack import archive_record
 from recorder.errors import RecordInUse
 from recorder.header import check_folder
@@ -77,16 +76,6 @@ def test_the_second_of_two_writers_built_before_either_starts_is_refused(tmp_pat
     first("end", steps=2, error=None)
     assert verify(folder).steps_ok == (0, 1)
     assert sorted(os.listdir(folder)) == ["end.json", "record.json", "steps"]
-
-
-def test_a_record_that_was_finished_since_the_writer_was_built_is_not_erased(tmp_path):
-    late = RecordWriter(tmp_path, options=RecordingOptions(when_failing="continue"))
-    first = started(tmp_path)
-    send(first, 0)
-    first("end", steps=1, error=None)
-    with pytest.raises(RecordExists, match="already holds a record"):
-        late("start", **start_facts(**NAMES))
-    assert open_record(tmp_path).steps == (0,)
 
 
 def start_on_ranks(writers):
@@ -200,15 +189,6 @@ def test_a_heartbeat_that_continues_while_it_is_watched_keeps_the_lock(tmp_path,
         take(lock, "run-2", "")
 
 
-def test_a_restarted_run_does_not_wait_for_its_attempt_on_another_machine(tmp_path):
-    lock = tmp_path / "lock"
-    take(lock, "run-1", "").leave()
-    rewrite(lock, processes=ELSEWHERE)
-    with pytest.raises(Held):
-        take(lock, "run-2", "")
-    take(lock, "run-1", "").check()
-
-
 def test_the_holder_beats_until_its_lock_is_taken(tmp_path, monkeypatch):
     monkeypatch.setattr(protocol, "HEARTBEAT_S", 0.01)
     lock = tmp_path / "lock"
@@ -273,35 +253,12 @@ def test_exactly_one_of_eight_contenders_wins(tmp_path, remains, fast_watch):
     assert os.listdir(tmp_path) in (["lock"], [])
 
 
-def test_the_lock_works_without_hard_links(tmp_path, monkeypatch):
-    def no_links(*paths):
-        raise PermissionError(1, "Operation not permitted")
-
-    monkeypatch.setattr(os, "link", no_links)
-    held = take(tmp_path / "lock", "run-1", "")
-    with pytest.raises(Held, match="run run-1"):
-        take(tmp_path / "lock", "run-2", "")
-    held.release()
-    take(tmp_path / "lock", "run-2", "").release()
-    assert os.listdir(tmp_path) == []
-
-
 def test_a_lock_that_is_no_lock_is_held_until_it_is_old(tmp_path, fast_watch):
     lock = tmp_path / "lock"
     for data in (b"", b"[]", b'{"processes": 3}', b"[" * 100_000, b"\xff"):
         lock.write_bytes(data)
         with pytest.raises(Held, match="an unknown process"):
             take(lock, "run-2", "")
-
-
-def test_a_lock_is_released_with_its_last_reference(tmp_path):
-    held = take(tmp_path / "lock", "run-1", "")
-    process = fork.Process(target=held.release)  # a child is not the holder
-    process.start()
-    process.join()
-    held.check()
-    del held, process
-    assert os.listdir(tmp_path) == []
 
 
 def test_a_killed_run_resumes_its_record(tmp_path, holder):
@@ -345,23 +302,3 @@ def test_an_import_a_clearing_and_an_archive_are_refused_where_a_run_writes(tmp_
     assert open_record(tmp_path / "b.zarr").storage.names("") == ["record.json", "steps"]
     send(writer, 1)
     assert open_record(tmp_path / "record").steps == (0, 1)
-
-
-def test_a_second_run_into_an_archive_does_not_replace_it(tmp_path):
-    location = str(tmp_path / "a.zarr")
-    staging = tmp_path / "a.zarr.recording"
-    options = RecordingOptions(overwrite=True)
-    first, second = (
-        RecordWriter(staging, options=options, archive=LiveArchive(staging, location, overwrite=True))
-        for _ in range(2)
-    )
-    first("start", **start_facts(**NAMES))
-    send(first, 0)
-    with pytest.raises(RecordInUse):
-        second("start", **start_facts(**NAMES))
-    second("end", steps=0, error="refused")
-    assert "process" in verify(location).written_by
-    send(first, 1)
-    first("end", steps=2, error=None)
-    assert verify(location).steps_ok == (0, 1)
-    assert os.listdir(tmp_path) == ["a.zarr"]

@@ -1,7 +1,6 @@
 """Records of each older format version are read, newer ones are refused in one sentence."""
 
 import json
-import re
 from pathlib import Path
 
 import numpy as np
@@ -10,11 +9,8 @@ from click.testing import CliRunner
 
 from areal_debug.cli import main
 from recorder import open_record, verify
-from recorder.format import READABLE_STEPS, READABLE_VERSIONS
 from recorder.testing import write_scripted_record
 from tests.recorder.mutations import sealed
-
-DOCUMENT = (Path(__file__).parents[2] / "docs/upgrading.md").read_text()
 
 
 def rewrite(file: Path, without: str = "", **members: object) -> None:
@@ -58,12 +54,3 @@ def test_a_newer_version_ends_a_verb_with_one_sentence(tmp_path, file):
     assert "format version 4, this version of areal-debug reads 1" in said
     assert said.endswith("install the version that wrote it")
     assert "Traceback" not in said
-
-
-def test_the_upgrade_note_has_every_version():
-    listed = {
-        int(v)
-        for row in re.findall(r"^\| (\d[^|]*)\|", DOCUMENT, re.MULTILINE)
-        for v in re.findall(r"\d", row)
-    }
-    assert listed == {*READABLE_VERSIONS, *READABLE_STEPS}

@@ -8,10 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from recorder import DamagedRecord, RecordError, Retention, open_record, verify
-from recorder.archive.extract import extract_record
-from recorder.archive.live_archive import LiveArchive
-from recorder.archive.pack import archive_record
+from recorder import DamagedRecord, Retention, open_record, verify
 from recorder.documents import checksummed_bytes, parse_checksummed
 from recorder.header import write_header
 from recorder.pictures.shared import SharedPictures, write_pictures
@@ -42,24 +39,6 @@ def stored(record):
 def record(tmp_path):
     write_pictured_record(tmp_path / "record")
     return tmp_path / "record"
-
-
-def test_each_content_is_stored_once_for_samples_and_steps(record):
-    expected = {png(100 * step + prompt) for step in range(3) for prompt in (0, 1)} | {png(9999)}
-    assert stored(record) == {digest(picture): picture for picture in expected}
-    step = open_record(record).step(1)
-    assert step.manifest.format_version == 3
-    rows = [[(digest(p), len(p)) for p in (png(100 + prompt), png(9999))] for prompt in (0, 0, 1, 1)]
-    assert step.pictures_of_rows(0) == rows
-    assert verify(record).problems == ()
-
-
-def test_the_batch_that_is_read_back_is_the_one_that_was_recorded(record):
-    for number in range(3):
-        given, found = pictured_batch(number), recorded_batch(open_record(record).step(number), 0)
-        assert found.keys() == given.keys()
-        for key, array in given.items():
-            assert torch.equal(found[key], torch.from_numpy(array)), key
 
 
 def test_pixels_of_a_batch_are_kept_and_padded_as_they_were(tmp_path):
@@ -133,14 +112,6 @@ def test_a_changed_picture_is_found_by_verify_and_by_every_read(record, change):
     assert len(open_record(record).step(0).image_data(0)) == len(pictured_batch(0)["image_data"])
 
 
-def test_what_is_no_picture_is_foreign_and_a_picture_of_no_step_is_unfinished(record):
-    (record / "images/cat.png").write_bytes(png(1))
-    (record / "images" / digest(png(77))).write_bytes(png(77))
-    (record / "images" / f"{digest(png(78))}.00000.tmp").write_bytes(b"")
-    kinds = {problem.file: problem.kind for problem in verify(record).problems}
-    assert kinds == {"images/cat.png": "foreign", f"images/{digest(png(77))}": "unfinished"}
-
-
 def test_a_picture_is_never_read_through_a_link(record, tmp_path):
     file = record / "images" / digest(png(100))
     file.rename(tmp_path / "elsewhere")
@@ -168,38 +139,6 @@ def test_entries_that_contradict_are_refused(record, change):
     file.write_bytes(checksummed_bytes(document))
     with pytest.raises(DamagedRecord, match=r"step.json"):
         open_record(record).step(1)
-
-
-def test_counts_that_do_not_add_up_are_refused_when_recording(tmp_path):
-    batch = pictured_batch(0)
-    for key, values in (("image_count", [1, 1, 1, 1]), ("image_bytes", batch["image_bytes"] - 1)):
-        writer = RecordWriter(tmp_path / key)
-        (tmp_path / key).mkdir()
-        write_header(tmp_path / key, SCRIPTED_HEADER)
-        with pytest.raises(RecordError, match="they must agree"):
-            send_step(writer, 0, batch | {key: np.array(values, np.int32)})
-
-
-def test_removing_a_step_removes_the_pictures_that_no_other_step_has(tmp_path):
-    options = RecordingOptions(retention=Retention(keep_last=2, pinned=frozenset({0})))
-    write_pictured_record(tmp_path / "record", 5, options)
-    record = open_record(tmp_path / "record")
-    assert record.steps == (0, 3, 4)
-    kept = {digest(png(100 * step + prompt)) for step in (0, 3, 4) for prompt in (0, 1)}
-    assert stored(tmp_path / "record").keys() == kept | {digest(png(9999))}
-    assert verify(tmp_path / "record").problems == ()
-
-
-def test_the_cap_of_bytes_counts_pictures_once(tmp_path):
-    write_pictured_record(tmp_path / "all", 6)
-    files = [path for path in (tmp_path / "all").rglob("*") if path.is_file()]
-    files = [path for path in files if path.name != "step.json" and path.parent != tmp_path / "all"]
-    size = sum(path.stat().st_size for path in files)
-    for limit, first in ((size, 0), (size - 1, 1)):
-        folder = tmp_path / str(limit)
-        write_pictured_record(folder, 6, RecordingOptions(retention=Retention(max_bytes=limit)))
-        assert open_record(folder).steps == tuple(range(first, 6))
-        assert verify(folder).problems == ()
 
 
 def test_a_resumed_run_drops_pictures_of_removed_steps_and_of_killed_writers(record):
@@ -255,41 +194,3 @@ def test_a_picture_that_is_removed_while_another_rank_counts_on_it_comes_back(tm
     for step in (5, 6):
         shared.add(step, {})
     assert stored(tmp_path) == {}
-
-
-@pytest.mark.parametrize("name", ["archive.zarr", "archive.zip"])
-def test_an_archive_has_each_picture_once_and_restores_the_folder(record, tmp_path, name):
-    archived = archive_record(record, tmp_path / name)
-    total = sum(path.stat().st_size for path in record.rglob("*") if path.is_file())
-    assert archived.source_bytes == total
-    assert verify(tmp_path / name).problems == ()
-    found = recorded_batch(open_record(tmp_path / name).step(2), 0)
-    assert found["image_data"].numpy().tobytes() == pictured_batch(2)["image_data"].tobytes()
-    extract_record(tmp_path / name, tmp_path / "again")
-    for path in record.rglob("*"):
-        if path.is_file():
-            assert (tmp_path / "again" / path.relative_to(record)).read_bytes() == path.read_bytes()
-
-
-def test_an_archive_of_a_record_with_a_changed_picture_is_refused(record, tmp_path):
-    (record / "images" / digest(png(100))).write_bytes(png(101))
-    with pytest.raises(DamagedRecord, match=r"do not match their sha256|bytes, "):
-        archive_record(record, tmp_path / "archive.zarr")
-
-
-def test_a_run_that_records_into_an_archive_stores_each_picture_once(tmp_path):
-    staging, place = tmp_path / "staging", tmp_path / "live.zarr"
-    writer = RecordWriter(staging, archive=LiveArchive(staging, str(place)))
-    writer("start", **start_facts())
-    for step in range(3):
-        send_step(writer, step, pictured_batch(step))
-        assert os.listdir(staging / "images") == []
-        assert (
-            open_record(place).step(step).image_data(0).tobytes()
-            == pictured_batch(step)["image_data"].tobytes()
-        )
-    writer("end", steps=3, error=None)
-    assert not staging.exists()
-    assert verify(place).problems == ()
-    extract_record(place, tmp_path / "folder")
-    assert len(stored(tmp_path / "folder")) == 7

@@ -11,7 +11,6 @@ import pytest
 
 from areal_debug import Recorder
 from recorder import RecordError, open_record, verify
-from recorder.errors import RecordExists
 from recorder.testing import gatherers
 from tests.recorder.ranks import on_ranks
 
@@ -101,31 +100,6 @@ def test_what_is_not_given_is_unknown(tmp_path):
     assert verify(tmp_path / "r").intact
 
 
-def test_values_may_be_lists_numpy_or_torch(tmp_path):
-    torch = pytest.importorskip("torch")
-    as_numpy = {
-        "tokens": np.array([1, 2, 3]),
-        "prompt_length": np.int64(1),
-        "logprobs": np.array([-1.0, -2.0]),
-    }
-    as_torch = {
-        "tokens": torch.tensor([1, 2, 3]),
-        "prompt_length": 1,
-        "logprobs": torch.tensor([-1.0, -2.0], dtype=torch.bfloat16, requires_grad=True),
-        "reward": torch.tensor(2.0),
-    }
-    as_list = {"tokens": [1, 2, 3], "prompt_length": 1, "logprobs": [-1, None]}
-    with Recorder(tmp_path / "r") as recorder:
-        recorder.step(0, [as_numpy, as_torch, as_list], stats={"loss": torch.tensor(0.5)})
-    step = open_record(tmp_path / "r").step(0)
-    logprobs = step.batch(0)["logprobs"].reshape(3, 3)
-    assert logprobs[:2].tolist() == [[0, -1, -2]] * 2
-    assert logprobs[2, :2].tolist() == [0, -1]
-    assert np.isnan(logprobs[2, 2])
-    assert step.batch(0)["rewards"][1] == 2
-    assert step.outcome(0).stats == {"loss": 0.5}
-
-
 WRONG = {
     "is list": ([1, 2], "give a dict or a Sample"),
     "unknown member": ({**FULL, "rewards": 1}, "has 'rewards'; a sample may have tokens,"),
@@ -188,18 +162,6 @@ def test_prompts_never_repeat_between_steps_and_resumed_runs(tmp_path):
     assert verify(tmp_path / "r").intact
 
 
-def test_a_new_run_never_replaces_the_record_of_another(tmp_path):
-    for _ in range(2):
-        with Recorder(tmp_path / "r", resume=True) as recorder:
-            for step in (1, 2):
-                if (tmp_path / "r/steps/000001").exists() and recorder.last_step < 1:
-                    with pytest.raises(RecordExists, match="already holds a record"):
-                        recorder.step(step, [BARE])
-                    break
-                recorder.step(step, [BARE])
-    assert verify(tmp_path / "r").steps_ok == (1, 2)
-
-
 @pytest.mark.parametrize("wrong", [[{"tokens": [-1]}], OTHER_KINDS])
 def test_a_rank_that_cannot_record_ends_the_recording_on_all(tmp_path, capsys, wrong):
     gathers = gatherers(2)
@@ -214,28 +176,6 @@ def test_a_rank_that_cannot_record_ends_the_recording_on_all(tmp_path, capsys, w
     assert on_ranks(2, run) == [None, None]
     assert open_record(tmp_path / "r").steps == (0,)
     assert capsys.readouterr().err.count("the run continues without recording") == 1
-
-
-def test_what_a_replay_needs_is_kept(tmp_path):
-    with Recorder(tmp_path / "r") as recorder:
-        recorder.step(0, [BARE])
-        recorder.step(1, [BARE], details={"order": [0]}, rng={"torch": "AA=="}, version=7)
-        recorder.step(2, [BARE], details={"minibatches": "theirs"})
-    record = open_record(tmp_path / "r")
-    plan = record.step(1).plan(0)
-    assert (plan.version, plan.details, plan.rng) == (1, {"order": [0]}, {"torch": "AA=="})
-    assert record.step(2).plan(0).version == 7
-    assert verify(tmp_path / "r").intact
-
-
-def test_values_per_token_without_tokens(tmp_path):
-    with Recorder(tmp_path / "r") as recorder:
-        recorder.step(0, [{"loss_mask": [0, 1], "logprobs": [0, -1.0], "learning": {"is_weight": [0, 2.0]}}])
-    step = open_record(tmp_path / "r").step(0)
-    assert step.batch(0)["logprobs"].tolist() == [0, -1]
-    assert not step.known(0, "input_ids").any()
-    assert step.learning(0)["is_weight"].tolist() == [2, 0]
-    assert verify(tmp_path / "r").intact
 
 
 def test_each_rank_gives_its_own_samples(tmp_path):
@@ -274,16 +214,6 @@ def test_config_is_plain_and_without_credentials(tmp_path):
         Recorder(tmp_path / "other", config=3)
 
 
-def test_folder_of_the_environment(tmp_path, monkeypatch):
-    monkeypatch.delenv("AREAL_DEBUG_RECORD", raising=False)
-    with pytest.raises(RecordError, match="set AREAL_DEBUG_RECORD"):
-        Recorder.from_environment("mine")
-    monkeypatch.setenv("AREAL_DEBUG_RECORD", str(tmp_path / "r"))
-    Recorder.from_environment("mine").end()
-    with Recorder.from_environment("mine") as again, pytest.raises(RecordExists, match="already holds"):
-        again.step(0, [BARE])
-
-
 @pytest.mark.parametrize("resumed", [pytest.param(False, marks=pytest.mark.long), True])
 def test_a_process_without_end_loses_no_step(tmp_path, resumed):
     if resumed:
@@ -300,14 +230,4 @@ for step in range({int(resumed)}, 5):
     report = verify(tmp_path / "r")
     assert report.intact
     assert report.steps_ok == (0, 1, 2, 3, 4)
-    assert not report.end.finished
-
-
-def test_an_exception_ends_the_record_unfinished(tmp_path):
-    recorder = Recorder(tmp_path / "r")
-    recorder.step(0, [BARE])
-    with pytest.raises(ZeroDivisionError), recorder:
-        raise ZeroDivisionError
-    report = verify(tmp_path / "r")
-    assert report.steps_ok == (0,)
     assert not report.end.finished

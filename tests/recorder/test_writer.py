@@ -1,15 +1,11 @@
 """The writer as an observer: the files that it writes, refuses to overwrite, or never changes."""
 
-import json
-import threading
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 
 from recorder import (
-    RecordError,
     RecordExists,
     Recording,
     RecordingOptions,
@@ -22,7 +18,6 @@ from recorder.header import write_header
 from recorder.testing import (
     SCRIPTED_HEADER,
     gatherers,
-    literal_batch,
     scripted_batch,
     scripted_learning,
     send_step,
@@ -102,19 +97,6 @@ def test_the_trainer_may_change_its_tensors_after_the_batch_event(tmp_path):
     assert arrays["logprobs"].tobytes() == expected["logprobs"][expected["attention_mask"]].tobytes()
 
 
-def test_text_holds_prompt_completion_and_reward(tmp_path):
-    writer = writer_of_one_rank(tmp_path, text=True)
-    writer("start", **start_facts("model", Letters("model")))
-    batch = literal_batch() | {"input_ids": np.array([[1, 2, 3], [4, 5, 0]], np.int32)}
-    send_step(writer, 0, batch)
-    assert open_record(tmp_path).step(0).text(0) == [
-        {"row": 0, "prompt": "a", "completion": "bc", "reward": 1.0},
-        {"row": 1, "prompt": "d", "completion": "e", "reward": 0.0},
-    ]
-    lines = (tmp_path / "steps/000000/text-00000-of-00001.jsonl").read_text().splitlines()
-    assert [json.loads(line)["row"] for line in lines] == [0, 1]
-
-
 def writers_of_two_ranks(folder, **options):
     folder.mkdir(exist_ok=True)
     return [
@@ -168,23 +150,11 @@ def test_files_that_are_no_part_of_a_record_are_never_deleted(tmp_path, overwrit
     assert (folder / "thesis.tex").read_text() == "years of work"
 
 
-def test_a_file_in_place_of_the_folder_is_refused(tmp_path):
-    (tmp_path / "record").write_text("x")
-    with pytest.raises(RecordExists, match="is a file: give a folder"):
-        writer_of_one_rank(tmp_path / "record")
-
-
 def test_an_overwrite_killed_half_way_leaves_a_record_that_can_be_overwritten(tmp_path):
     write_scripted_record(tmp_path / "record", num_steps=3)
     (tmp_path / "record/steps/000001/step.json").unlink()
     writer_of_one_rank(tmp_path / "record", overwrite=True)("start", **start_facts("model"))
     assert open_record(tmp_path / "record").steps == ()
-
-
-def test_a_writer_with_other_ranks_than_the_run_is_refused(tmp_path):
-    facts = start_facts("model", data_parallel_rank=1, data_parallel_size=4)
-    with pytest.raises(RecordError, match="the run is data-parallel rank 1 of 4, its RecordWriter 0 of 1"):
-        writer_of_one_rank(tmp_path)("start", **facts)
 
 
 def test_the_full_scope_contains_what_was_trained_on_and_smaller_ones_report_that_they_do_not(tmp_path):
@@ -216,34 +186,3 @@ def test_the_full_scope_contains_what_was_trained_on_and_smaller_ones_report_tha
         StepNotRecorded, match=r"learning-00000-of-00002.safetensors was not recorded: it needs .*=full"
     ):
         plan.learning(0)
-
-
-def test_a_queued_step_does_not_change_with_the_tensors_it_came_from(tmp_path):
-    batch = {key: torch.from_numpy(array) for key, array in scripted_batch([3, 4], seed=1).items()}
-    writer = writer_of_one_rank(tmp_path, queue_steps=2, recording=Recording("full"))
-    write_header(tmp_path, SCRIPTED_HEADER)
-    may_write = threading.Event()
-    write = writer.background.work
-    writer.background.work = lambda step: may_write.wait() and write(step)
-    send_step(writer, 0, batch)
-    for tensor in batch.values():
-        tensor.zero_()
-    may_write.set()
-    writer("end", steps=1, error=None)
-    step, expected = open_record(tmp_path).step(0), scripted_batch([3, 4], seed=1)
-    assert step.batch(0)["logprobs"].tobytes() == expected["logprobs"][expected["attention_mask"]].tobytes()
-    advantages = scripted_learning(expected)["advantages"][expected["attention_mask"]]
-    assert step.learning(0)["advantages"].tobytes() == advantages.tobytes()
-
-
-def test_a_run_that_ended_before_its_header_does_not_block_the_folder(tmp_path):
-    (tmp_path / "r/steps").mkdir(parents=True)
-    (tmp_path / "r/record.json.tmp").write_text("{")
-    writer = RecordWriter(tmp_path / "r")
-    writer("start", **start_facts(tmp_path))
-    send_step(writer, 0, scripted_batch([3]))
-    writer("end", steps=1, error=None)
-    assert open_record(tmp_path / "r").steps == (0,)
-    (tmp_path / "other/steps/mine").mkdir(parents=True)
-    with pytest.raises(RecordExists, match="steps"):
-        RecordWriter(tmp_path / "other")

@@ -5,14 +5,12 @@ import os
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from areal_core.engine.checkpoint.files import Checkpoint, write_checkpoint_file
 from areal_core.errors import CheckpointError
 from recorder import open_record, verify
 from recorder.testing import write_scripted_record
-from replayer.anchors import REPLAYED, AnchorPolicy, AnchorTaker, adopt_checkpoint, anchors_to_remove
+from replayer.anchors import REPLAYED, AnchorPolicy, AnchorTaker, adopt_checkpoint
 from replayer.preconditions import check_anchor
 
 
@@ -58,14 +56,6 @@ def test_within_a_limit_of_bytes_the_ways_stay_even(tmp_path):
     assert max(gaps) <= 8
 
 
-@given(st.sets(st.integers(0, 300), min_size=1), st.integers(0, 40))
-def test_thinning_fits_keeps_both_ends_and_removes_no_more_than_needed(steps, limit):
-    removed = anchors_to_remove(dict.fromkeys(steps, 10), 10 * limit)
-    kept = sorted(steps - set(removed))
-    assert {min(steps), max(steps)} <= set(kept)
-    assert len(kept) == min(len(steps), max(limit, 2))
-
-
 def test_a_recovery_checkpoint_becomes_an_anchor_without_a_second_copy(tmp_path):
     write_scripted_record(tmp_path / "record")
     save(tmp_path / "recover" / "step-000002", 2)
@@ -80,15 +70,6 @@ def test_a_recovery_checkpoint_becomes_an_anchor_without_a_second_copy(tmp_path)
     assert verify(tmp_path / "record").problems == ()
 
 
-def test_an_anchor_that_is_there_is_left_alone(tmp_path):
-    write_scripted_record(tmp_path / "record")
-    save(tmp_path / "first", 2)
-    adopt_checkpoint(tmp_path / "record", 2, tmp_path / "first")
-    (tmp_path / "second").mkdir()
-    adopt_checkpoint(tmp_path / "record", 2, tmp_path / "second")
-    assert (open_record(tmp_path / "record").anchor(2) / "checkpoint" / "weights").exists()
-
-
 def test_a_damaged_anchor_is_reported_before_any_rank_starts(tmp_path):
     write_scripted_record(tmp_path / "record")
     folder = tmp_path / "made"
@@ -101,10 +82,3 @@ def test_a_damaged_anchor_is_reported_before_any_rank_starts(tmp_path):
     with pytest.raises(CheckpointError, match=r"has format 9, this version reads formats up to 2"):
         check_anchor(open_record(tmp_path / "record"), 3)
     check_anchor(open_record(tmp_path / "record"), 1)  # starts from the model folder
-
-
-def test_ranks_but_the_first_only_save(tmp_path):
-    write_scripted_record(tmp_path / "record")
-    run(AnchorTaker(tmp_path / "record", 1, AnchorPolicy(every_steps=4)), 4)
-    assert open_record(tmp_path / "record").anchors() == ()
-    assert (tmp_path / "record/anchors/000004/checkpoint/weights").exists()

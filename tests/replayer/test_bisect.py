@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 
 from replayer.commits.bisect import Numbers, bisect, changes, find_commit, parse_numbers
 from replayer.commits.warm import checkout
-from replayer.errors import NothingToBisect
 from tests.command_line import git
 
 
@@ -162,30 +161,6 @@ def test_a_compiled_file_of_another_commit_is_not_used(tmp_path):
                 subprocess.check_output([sys.executable, "-c", "import loss; print(loss.clip)"], cwd=place)
             )
     assert [int(clip) for clip in clips] == [1, 2, 1]
-
-
-def test_commits_that_cannot_replay_are_passed_over(repository):
-    report = find_commit("record", repository, "start", "HEAD", 0, replay_in(repository, [], broken={4, 5}))
-    assert [commit.subject for commit in report.culprits] == ["Change 4", "Change 5", "Change 6"]
-    assert len(report.not_replayable) == 2
-
-
-@pytest.mark.parametrize(
-    ("good", "bad", "words"),
-    [
-        ("HEAD", "start", "no commit between HEAD and start"),
-        ("start", "HEAD~4", "produce the same numbers up to step 2"),
-        ("nowhere", "HEAD", "nowhere"),
-    ],
-)
-def test_revisions_between_which_nothing_can_be_found_are_refused(repository, good, bad, words):
-    with pytest.raises(NothingToBisect, match=words):
-        find_commit("record", repository, good, bad, 2, replay_in(repository, []))
-
-
-def test_an_end_that_cannot_replay_is_named(repository):
-    with pytest.raises(NothingToBisect, match="the code at start cannot replay record"):
-        find_commit("record", repository, "start", "HEAD", 2, replay_in(repository, [], broken={0}))
 
 
 def test_numbers_are_those_of_the_record_not_statistics_that_code_has_added():

@@ -11,7 +11,7 @@ from recorder import open_record
 from recorder.testing import SCRIPTED_HEADER
 from replayer.commits.acting import ENTRIES, OF_EVERY_STAGE, files_acting, sources
 from replayer.commits.outside import CodeDifference, code_differences, unknown_code
-from replayer.commits.warm import absolute, layers_with_own_code, search_commits
+from replayer.commits.warm import layers_with_own_code, search_commits
 from replayer.compare.stages import STAGES
 from replayer.preflight.real_steps import RandomRollouts
 from replayer.request import Request
@@ -267,34 +267,8 @@ def test_a_cast_in_one_layer_is_found_with_its_module_and_file(clone, tmp_path, 
     assert report.with_current_code == ()
 
 
-@pytest.mark.long
-def test_a_model_that_the_record_names_from_this_folder_is_found(
-    clone, tmp_path, tiny_model, record_run, monkeypatch
-):
-    monkeypatch.chdir(tiny_model.parent)
-    run = record_run(tmp_path, Path(tiny_model.name), 1)
-    here = with_commit(run, git(clone, "rev-parse", "HEAD"))
-    report = layers_with_own_code(here, here, 0, None, clone)
-    assert (report.name, report.num_calls > 0, report.with_current_code) == (None, True, ())
-    assert absolute(Request(run.path, 0, 0)).model == str(tiny_model)
-    assert absolute(Request(run.path, 0, 0, model="org/name")).model == "org/name"
-
-
 def with_commit(record, commit):
     """Return the record with another commit in its header."""
     found = open_record(record.path)
     found.header.environment["code"] = {"commit": commit}
     return found
-
-
-@pytest.mark.long
-def test_a_commit_without_the_functions_that_are_called_replays_with_its_command(
-    clone, tmp_path, record_run, tiny_model
-):
-    for path in (clone / "replayer").rglob("*.py"):  # all of its code names it otherwise
-        path.write_text(path.read_text().replace("replay_and_compare", "replay_and_check"))
-    old = commit_edit(clone, *INNOCENT)
-    bug = commit_edit(clone, *CLIP)
-    run = record_run(tmp_path, tiny_model, 1)  # the command refuses random rows that repeat
-    report = search_commits(Request(run.path, 0, 0, str(tiny_model)), clone, old, bug, 1)
-    assert [commit.hash for commit in report.culprits] == [bug]

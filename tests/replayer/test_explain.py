@@ -59,35 +59,6 @@ def test_shares_add_up_to_the_step_that_was_recorded(spiked):
             assert found.grad_norms[index] == pytest.approx(float.fromhex(minibatch["grad_norm"]), rel=1e-5)
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("aggregation", ["seq-mean-token-mean", "seq-mean-token-sum-norm"])
-def test_shares_add_up_with_another_aggregation_and_a_kl_in_the_loss(
-    tmp_path, tiny_model, record_run, aggregation
-):
-    run = record_run(
-        tmp_path, tiny_model, 2, actor__loss_aggregation=aggregation, actor__max_new_tokens=8,
-        actor__kl_loss_coef=0.5, ref__path=str(tiny_model), ref__dtype="float32",
-    )  # fmt: skip
-    found = explain(run.path, 1)
-    assert found.faithful
-    for index, minibatch in enumerate(run.record.step(1).plan(0).details["minibatches"]):
-        samples = [s for s in found.samples if s.minibatch == index]
-        length = 8 if aggregation == "seq-mean-token-sum-norm" else 1
-        assert minibatch["loss_denominator"] == length * len(minibatch["rows"])
-        assert sum(s.gradient_share for s in samples) == pytest.approx(1, abs=1e-4)
-        assert sum(s.loss for s in samples) == pytest.approx(float.fromhex(minibatch["loss"]), abs=1e-5)
-
-
-@pytest.mark.long
-def test_the_random_numbers_of_the_step_are_not_used_up(spiked):
-    torch.manual_seed(0)
-    explain(spiked.path, 0)
-    drawn = torch.rand(1)
-    torch.manual_seed(1)
-    explain(spiked.path, 0)
-    assert torch.equal(torch.rand(1), drawn)  # the replay ends with the recorded state, whatever was before
-
-
 def explained(run, step=0):
     """Explain a step; return the samples by row, and the first printed line."""
     found = explain(run.path, step)
@@ -95,20 +66,6 @@ def explained(run, step=0):
     out = Console(file=io.StringIO(), width=400)
     print_report(out, report_of_explanation(run.record, found.to_dict()))
     return found, {sample.row: sample for sample in found.samples}, out.file.getvalue().splitlines()[0]
-
-
-def test_a_step_without_a_gradient_has_no_shares(tmp_path, tiny_model, record_run):
-    def alike(batch, step):
-        return batch | {"rewards": torch.zeros_like(batch["rewards"])}
-
-    found, rows, line = explained(record_run(tmp_path, tiny_model, 1, alike))
-    assert found.grad_norms == [0.0, 0.0]
-    assert {sample.gradient_norm for sample in rows.values()} == {0.0}
-    assert all(math.isnan(sample.gradient_share) for sample in rows.values())
-    assert line == (
-        "Step 0: 16 samples, gradient norm 0, 0 (by minibatch). Every sample's gradient is 0, so nothing is "
-        "learned: 16 x all rewards of its group are equal."
-    )
 
 
 def test_each_sample_without_a_gradient_has_its_reason(tmp_path, tiny_model, record_run):

@@ -5,7 +5,7 @@ import torch
 
 from areal_core.trainer import objective
 from areal_debug.goto.shell import LockstepConsole
-from replayer.goto import STAGES, goto
+from replayer.goto import goto
 
 
 def go(run, step, look=lambda scene: None, **options):
@@ -44,27 +44,6 @@ def test_the_complete_state_is_available_at_the_step(tiny_run):
     assert names["model"].config.vocab_size == 105
 
 
-@pytest.mark.long
-def test_each_stage_has_what_was_computed_by_then(tiny_run, weights_of):
-    def look(scene):
-        gradients = [p.grad for p in scene.trainer.actor.model.parameters()]
-        norm = None if gradients[0] is None else torch.nn.utils.get_total_norm(gradients).full_tensor().item()
-        return set(scene.facts) - {"step"}, norm, weights_of(scene.trainer)
-
-    seen = {stage: go(tiny_run, 5, look, stage=stage)[1][0] for stage in STAGES}
-    recorded = tiny_run.record.step(5).plan(0).details["minibatches"][0]
-    assert {"advantages": seen["advantages"][0], "loss": seen["loss"][0] >= {"loss", "flat", "logprobs"}} == {
-        "advantages": {"inputs"},
-        "loss": True,
-    }
-    assert [seen[stage][1] for stage in ("batch", "advantages", "loss")] == [None] * 3
-    assert seen["backward"][1] == float.fromhex(recorded["grad_norm"])
-    assert seen["optimizer"][1] == pytest.approx(1.0, rel=1e-5)  # clipped
-    before = [seen[stage][2] for stage in ("batch", "advantages", "loss", "backward")]
-    assert set(before) == {tiny_run.weights[5]}
-    assert seen["optimizer"][2] != tiny_run.weights[5]
-
-
 def test_the_first_step_that_differs_ends_the_way_and_is_named(tiny_run, monkeypatch):
     real = objective.policy_loss
     monkeypatch.setattr(objective, "policy_loss", lambda *a, **o: (1.001 * (r := real(*a, **o))[0], r[1]))
@@ -76,13 +55,6 @@ def test_the_first_step_that_differs_ends_the_way_and_is_named(tiny_run, monkeyp
     assert len(seen) == 1
     assert (report.reached, report.faithful, len(report.replayed)) == (True, False, 3)
     assert "model.embed_tokens.weight" in report.wrong_parameters
-
-
-def test_a_step_that_ends_after_the_visit_is_compared_too(tiny_run):
-    report, seen = go(tiny_run, 9, finish_step=True, stage="backward")
-    assert len(seen) == 1
-    assert [result.step for result in report.replayed] == [8, 9]
-    assert report.faithful
 
 
 def test_a_shell_on_several_ranks_runs_each_line_everywhere_and_marks_what_differs(monkeypatch, capsys):
@@ -104,15 +76,6 @@ def test_a_shell_on_several_ranks_runs_each_line_everywhere_and_marks_what_diffe
     assert "hello" in output.err
     assert printed[0] == "rank_of_twin = 1"
     assert printed[-1] is None  # the end of file reached all ranks
-
-
-def test_a_rank_that_has_no_terminal_runs_what_rank_zero_reads(capsys):
-    lines = iter(["x = 6 * 7", "", None])
-    names = {}
-    console = LockstepConsole(names, 1, lambda value: [next(lines) if value is None else value])
-    console.interact(banner="", exitmsg="")
-    assert names["x"] == 42
-    assert capsys.readouterr().out == ""
 
 
 def raise_end():

@@ -41,16 +41,6 @@ def test_a_division_by_micro_batches_is_named():
         assert_invariant(step_of(divide_again=True), BATCH)
 
 
-def test_padding_in_the_divisor_is_named():
-    with pytest.raises(AssertionError, match=r"more padding: grad_norm is .*divided by the columns"):
-        assert_invariant(step_of(mean_of_means=True), BATCH, layouts=("more padding",))
-
-
-def test_an_unknown_layout_is_one_sentence():
-    with pytest.raises(ValueError, match="layout 'packed' is unknown: it is one of whole"):
-        assert_invariant(step_of(), BATCH, layouts=("packed",))
-
-
 def test_a_recorded_step_has_one_loss_in_every_layout(tiny_run, monkeypatch):
     found = run_layouts(tiny_run.path, 0)
     assert (found.faithful, found.layouts, found.variants) == (True, LAYOUTS, [])

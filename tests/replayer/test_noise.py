@@ -5,7 +5,6 @@ from dataclasses import replace
 
 import pytest
 
-from recorder.difference import Difference
 from recorder.testing import SCRIPTED_HEADER
 from replayer.noise import (
     ROUNDING,
@@ -34,11 +33,6 @@ def test_the_same_shape_on_the_same_machine_guarantees_bits_whatever_our_own_cod
     assert expected_guarantee(HEADER, replace(HEADER, environment=other_code)) == Guarantee("bitwise")
 
 
-def test_another_processor_guarantees_noise_with_the_reason():
-    other = replace(HEADER, environment=HEADER.environment | {"cpu": "B"})
-    assert expected_guarantee(HEADER, other) == Guarantee("noise", ("cpu: B, recorded A",))
-
-
 def test_other_ranks_guarantee_noise_unless_minibatches_are_redistributed():
     two = replace(HEADER, num_ranks=2)
     assert expected_guarantee(HEADER, two) == Guarantee("noise", ("2 ranks, recorded with 1",))
@@ -47,18 +41,6 @@ def test_other_ranks_guarantee_noise_unless_minibatches_are_redistributed():
     found = expected_guarantee(with_minibatches, replace(with_minibatches, num_ranks=2))
     assert found.kind == "statistical"
     assert "4 minibatches" in found.reasons[-1]
-
-
-def test_other_micro_batches_guarantee_noise_and_another_learning_rate_nothing():
-    division = Difference("actor.mb_spec.max_tokens_per_mb", 64, 32)
-    assert expected_guarantee(HEADER, HEADER, [division]).kind == "noise"
-    found = expected_guarantee(HEADER, HEADER, [division, Difference("actor.optimizer.lr", 1e-3, 2e-3)])
-    assert found == Guarantee("changed", ("actor.optimizer.lr was set differently",))
-
-
-def test_the_noise_floor_is_the_largest_distance_between_repeats_so_far():
-    noise = noise_floor(run(1.0, 1.0, 1.0), [run(1.5, 1.25, 1.0), run(1.0, 1.0, 3.0)])
-    assert [noise[step]["loss"] for step in range(3)] == [0.5, 0.5, 2.0]
 
 
 def test_the_noise_floor_is_never_below_rounding_and_is_shared_by_related_statistics():

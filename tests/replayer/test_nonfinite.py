@@ -11,7 +11,6 @@ from areal_core.errors import NonFiniteError
 from areal_core.trainer.rl import PPOTrainer
 from areal_debug.wiring import recorder_of
 from recorder import RecordingOptions, open_record
-from replayer.explain import explain
 from replayer.preflight.real_steps import RandomRollouts
 from replayer.request import Request
 from replayer.run import replay_and_compare
@@ -101,25 +100,6 @@ def test_a_planted_value_is_named_with_its_row(tmp_path, tiny_model, tiny_config
     assert others == ["actor.nonfinite=skip continues without such updates"]
 
 
-@pytest.mark.long
-def test_a_loss_that_is_not_finite_is_named(tmp_path, tiny_model, tiny_config_of):
-    def overflow(trainer):
-        real = trainer.objective.loss
-
-        def loss(logprobs, entropy, flat):
-            return real(logprobs, entropy, flat) * torch.where(
-                (flat["input_ids"] == MARKED).any(), math.inf, 1.0
-            )
-
-        object.__setattr__(trainer.objective, "loss", loss)
-
-    config = tiny_config_of(tmp_path, tiny_model, 3)
-    with pytest.raises(
-        NonFiniteError, match=r"the loss is not finite in 1 row:\n    rank 0, row 9, prompt 2"
-    ):
-        run(config, edit=mark, plant=overflow)
-
-
 @pytest.mark.parametrize(
     ("hook", "found"),
     [
@@ -163,25 +143,6 @@ def test_a_weight_is_named_before_the_first_step_and_after_an_update(tmp_path, t
         run(config)
 
 
-@pytest.mark.long
-def test_the_record_of_a_stopped_run_contains_the_step(tmp_path, tiny_model, tiny_config_of):
-    folder = tmp_path / "record"
-    with pytest.raises(NonFiniteError) as raised:
-        run(tiny_config_of(tmp_path, tiny_model, 3), folder, change("rewards", math.nan))
-    assert str(raised.value).splitlines()[2:5] == [
-        f"    areal-debug record show {folder} --step {STEP}",
-        f"    areal-debug open {folder} --step {STEP}",
-        f"    areal-debug replay {folder} --explain {STEP}",
-    ]
-    assert open_record(folder).steps == (0, STEP)
-    found = explain(str(folder), STEP)
-    assert found.faithful
-    assert all(math.isnan(norm) for norm in found.grad_norms)
-    assert {sample.row for sample in found.samples} == set(range(16))
-    # of samples whose gradient is not finite, there is no share to report
-    assert all(math.isnan(sample.gradient_share) for sample in found.samples)
-
-
 def test_skipped_updates_leave_the_weights_and_replay_to_the_same_bits(
     tmp_path, tiny_model, tiny_config_of, caplog
 ):
@@ -198,13 +159,6 @@ def test_skipped_updates_leave_the_weights_and_replay_to_the_same_bits(
     weights = [record.step(step).outcome(0).checksums for step in record.steps]
     assert weights[0] == weights[1] != weights[2]
     assert replay_and_compare(Request(str(record.path), 0, 2)).identical
-
-
-@pytest.mark.long
-def test_more_skipped_updates_than_the_limit_stop_the_run(tmp_path, tiny_model, tiny_config_of):
-    config = tiny_config_of(tmp_path, tiny_model, 3, actor__nonfinite="skip", actor__nonfinite_skips=1)
-    with pytest.raises(NonFiniteError, match="nonfinite_skips is 1, and this is update 2 that is skipped"):
-        run(config, edit=change("rewards", math.nan))
 
 
 @pytest.mark.long

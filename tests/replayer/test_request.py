@@ -3,8 +3,6 @@
 from dataclasses import replace
 from pathlib import Path
 
-import pytest
-
 from recorder import open_record
 from replayer.request import replay_config
 
@@ -28,11 +26,3 @@ def test_a_record_does_not_say_where_its_replay_writes(monkeypatch, tmp_path):
     assert not any(part in config.experiment_name for part in ("/", "s3cret"))
     named = replay_config(hostile_record(), settings=(f"cluster.fileroot={tmp_path}",))
     assert named.cluster.fileroot == str(tmp_path)
-
-
-@pytest.mark.parametrize("name", ["trial0", "lr=1e-5 run.2"])
-def test_honest_names_stay(name):
-    record = open_record(RECORD)
-    config = record.header.config | {"experiment_name": name, "trial_name": name}
-    found = replay_config(replace(record, header=replace(record.header, config=config)))
-    assert (found.experiment_name, found.trial_name) == (name, f"{name}-replay")

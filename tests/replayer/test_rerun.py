@@ -1,13 +1,12 @@
 """A replay of another shape or machine is judged by the noise floor; defects are still found."""
 
-import json
 from dataclasses import replace
 
 import pytest
 
 import replayer.check
 from areal_core.trainer import objective
-from replayer.check import ReplayReport, parse_report
+from replayer.check import ReplayReport
 from replayer.request import Request
 from replayer.rerun import noise_reruns, replay_and_judge
 from replayer.run import replay_and_compare
@@ -26,6 +25,10 @@ def deterministic_run(tmp_path_factory, tiny_model, record_run):
         actor__ppo_n_minibatches=1,
     )
     patch.undo()
+
+
+def test_a_report_without_steps_is_not_identical():
+    assert not ReplayReport("record").identical
 
 
 def judged(run, **changes):
@@ -84,24 +87,9 @@ def test_on_another_machine_other_rounding_is_no_defect(deterministic_run, anoth
     assert (report.guarantee.kind, report.verdict.finding) == ("noise", "within")
 
 
-@pytest.mark.long
-def test_on_another_machine_a_defect_is_one(deterministic_run, another_machine, monkeypatch):
-    real = objective.policy_loss
-    monkeypatch.setattr(objective, "policy_loss", lambda *a, **o: (1.001 * (r := real(*a, **o))[0], r[1]))
-    report, _ = judged(deterministic_run)
-    assert (report.guarantee.kind, report.verdict.finding) == ("noise", "different")
-    assert report.verdict.k > 100
-    assert report.verdict.exit_code == 1
-
-
 def test_on_the_recorded_machine_other_rounding_is_a_difference(deterministic_run, other_kernels):
     report, messages = judged(deterministic_run)
     assert (report.guarantee.kind, report.verdict.finding, messages) == ("bitwise", "different", [])
-
-
-def test_bits_that_are_equal_are_equal_on_any_machine(deterministic_run, another_machine):
-    report, messages = judged(deterministic_run)
-    assert (report.guarantee.kind, report.verdict.finding, messages) == ("noise", "identical", [])
 
 
 def test_noise_is_measured_with_more_micro_batches_or_with_fewer(deterministic_run):
@@ -113,8 +101,3 @@ def test_noise_is_measured_with_more_micro_batches_or_with_fewer(deterministic_r
     one_each = replace(report.steps[0], replayed={"ppo_actor/update/num_micro_batches": 16.0})
     (other,) = noise_reruns(record, request, ReplayReport(record.path, steps=[one_each]))
     assert other.settings[0] == "actor.mb_spec.n_mbs=1"
-
-
-def test_a_report_survives_json(divided):
-    report, _ = divided
-    assert parse_report(json.loads(json.dumps(report.to_dict()))) == report

@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 
 from areal_debug.replay.ranks import runner
-from areal_debug.verbs.why import explain_replay
 from replayer.why.chain import Options, explain
 
 ROOT = Path(__file__).parents[2]
@@ -22,14 +21,6 @@ def replaying():
             ),
             run,
         )
-
-
-@pytest.mark.long
-def test_all_steps_are_replayed_those_before_an_anchor_too(tiny_run):
-    assert tiny_run.record.anchors() == (4, 8)
-    with replaying() as (options, run):
-        report = explain_replay(str(tiny_run.record.path), options, run)
-    assert (report.verdict, report.num_compared, report.num_shared) == ("identical", 10, 10)
 
 
 @pytest.mark.long

@@ -3,7 +3,6 @@
 import math
 import random
 import re
-import time
 import unicodedata
 from functools import wraps
 
@@ -155,12 +154,6 @@ def backtracks(text, prompt, gold):
 
 
 @of_text
-def sleeps_on_long_text(text, prompt, gold):
-    time.sleep(5 if len(text) > 10_000 else 0)
-    return last_number(text) == gold
-
-
-@of_text
 def is_random(text, prompt, gold):
     return (last_number(text) == gold) * random.random()
 
@@ -184,10 +177,6 @@ def matches_a_prefix(text, prompt, gold):
 @of_text
 def pays_partly_for_trying(text, prompt, gold):
     return 1.0 if last_number(text) == gold else 0.4 if "sorry" in text else 0.0
-
-
-def needs_nothing(prompt, completions, prompt_ids, completion_ids, **row):
-    return 0.0
 
 
 # Sound ones.

@@ -1,12 +1,9 @@
 """The probe names every faulty reward function, and accuses no sound one."""
 
-import json
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
 
-from areal_debug.cli import main
 from areal_debug.reward.answers import Question, Setting, final_answer, mentions, question_of, same
 from areal_debug.reward.probe import probe
 
@@ -63,13 +60,6 @@ def some_long(names):
     return [name if name in QUICK else pytest.param(name, marks=pytest.mark.long) for name in names]
 
 
-@pytest.fixture
-def data(tmp_path):
-    file = tmp_path / "questions.jsonl"
-    file.write_text("\n".join(json.dumps({"prompt": q, "answer": a}) for q, a in QUESTIONS))
-    return file
-
-
 def questions():
     return [question_of({"prompt": q, "answer": a}, None) for q, a in QUESTIONS]
 
@@ -97,42 +87,6 @@ def test_the_rewards_of_the_core_are_sound():
         if function == "arithmetic_reward_fn":
             chosen = [question_of({"prompt": q.prompt, "answer": q.gold}, None) for q in chosen]
         assert probe(name, "questions", chosen, timeout_s=15.0).verdict == "sound"
-
-
-def test_the_verb_prints_the_verdict_first_and_exits_with_1(data):
-    arguments = ["reward", "probe", f"{FUNCTIONS}:pays_refusal", "--data", str(data)]
-    done = CliRunner().invoke(main, arguments)
-    assert done.exit_code == 1
-    assert done.stdout.startswith("Pays for what is wrong: ")
-    assert "it pays for refusal" in done.stdout.splitlines()[0]
-    found = json.loads(CliRunner().invoke(main, [*arguments, "--json"]).stdout)
-    refusals = next(item for item in found["findings"] if item["kind"] == "refusal")
-    assert (refusals["verdict"], refusals["paid"], refusals["tried"]) == ("pays", 3, 9)
-    assert refusals["example"].startswith("I'm sorry")
-
-
-@pytest.mark.parametrize(
-    ("function", "options", "sentence"),
-    [
-        ("absent.py:fn", [], "absent.py"),
-        (f"{FUNCTIONS}:nothing", [], "nothing"),
-        (f"{FUNCTIONS}:exact", ["--answer", "gold"], "the data has no field 'gold': it has"),
-    ],
-)
-def test_what_cannot_be_probed_is_one_sentence(function, options, sentence, data):
-    done = CliRunner().invoke(main, ["reward", "probe", function, "--data", str(data), *options])
-    assert done.exit_code == 2
-    assert done.stdout == ""
-    assert sentence in done.stderr
-
-
-def test_rows_without_an_expected_answer_are_inconclusive(tmp_path):
-    (tmp_path / "q.jsonl").write_text(json.dumps({"prompt": "Write a poem."}))
-    done = CliRunner().invoke(
-        main, ["reward", "probe", f"{FUNCTIONS}:needs_nothing", "--data", str(tmp_path / "q.jsonl")]
-    )
-    assert done.exit_code == 2
-    assert "no row has an expected answer" in done.stdout
 
 
 def test_expected_answers_are_found_and_compared():

@@ -69,14 +69,6 @@ def test_steps_are_chosen_and_a_function_without_its_rows_is_inconclusive(record
     assert run(record / "r", f"{record / 'fn.py'}:right", "--from-step", 9)[0] == 2
 
 
-def test_samples_whose_prompt_the_data_lacks_are_counted(record):
-    (record / "few.jsonl").write_text(json.dumps({"prompt": "2+2=", "answer": "4"}))
-    found = json.loads(
-        run(record / "r", f"{record / 'fn.py'}:right", "--data", record / "few.jsonl", "--json")[1]
-    )
-    assert [step["unmatched"] for step in found["steps"]] == [4, 4, 4]
-
-
 def test_a_prompt_finds_the_longest_row_inside_it():
     long = "How many litres are left in the tank after a day?"
     rows = DataRows([{"prompt": p, "answer": p} for p in ("7+5=", "17+5=", long, f"{long} And after two?")])

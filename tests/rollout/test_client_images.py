@@ -4,8 +4,6 @@ import pytest
 import torch
 from transformers import AutoModelForImageTextToText
 
-from areal_core import RemoteEngine
-from areal_core.config import GRPOConfig, load_expr_config
 from areal_core.data.image_rows import shape_rows
 from areal_core.data.images import data_url
 from areal_core.data.processor import VisionProcessor, load_processor
@@ -52,23 +50,6 @@ def test_a_server_samples_with_the_log_probs_of_a_plain_forward(tmp_path, serve_
     logprobs = logits[len(asked.input_ids) - 1 :].log_softmax(-1)
     expected = logprobs.gather(1, torch.tensor([response.output_tokens]).T)[:, 0]
     torch.testing.assert_close(torch.tensor(response.output_logprobs), expected, atol=1e-5, rtol=0)
-
-
-def test_a_remote_engine_gives_workflows_the_processor(tmp_path, serve_application):
-    folder = make_tiny_vision_model(tmp_path / "model", "qwen2_5_vl")
-    server = EmbeddedServer(str(folder))
-    file = tmp_path / "rollout.yaml"
-    file.write_text(f"actor: {{path: {folder}}}\ngconfig: {{n_samples: 2, max_new_tokens: 4}}\n")
-    names = f"cluster.name_resolve.nfs_record_root={tmp_path}"
-    config, _ = load_expr_config(["--config", str(file), names], GRPOConfig, role="rollout")
-    row = {"messages": [{"role": "user", "content": PARTS}], "images": PICTURES, "answer": "3"}
-    with RemoteEngine(config, serve_application(server.application()).address) as engine:
-        arguments = {"reward_fn": "areal_core.reward.functions.arithmetic_reward_fn"}
-        batch = engine.rollout_batch([row], "areal.workflow.vision_rlvr.VisionRLVRWorkflow", arguments)
-    assert server._model_info(b"")["has_image_understanding"] is True
-    server.sampler.close()
-    assert batch["image_count"].tolist() == [2, 2]
-    assert batch["image_data"].numpy().tobytes() == b"".join(PICTURES) * 2
 
 
 def test_requests_and_scorings_have_one_placeholder_a_picture_and_the_sampled_tokens():

@@ -2,21 +2,19 @@
 
 import asyncio
 import json
-import time
 
 import pytest
 import torch
 
 from areal_core.config import GenerationHyperparameters
-from areal_core.errors import ConfigError
-from areal_core.rollout.errors import NothingAccepted, RolloutStuck
+from areal_core.rollout.errors import NothingAccepted
 from areal_core.rollout.pipeline import Executor
 from areal_core.rollout.staleness import StalenessControl
-from areal_core.rollout.types import ModelRequest, ModelResponse, Sampling
+from areal_core.rollout.types import ModelRequest, Sampling
 from areal_core.rollout.workflow import RLVRWorkflow, WrittenWorkflow, episode_tensors
 from areal_core.telemetry.stats import Stats
 from areal_core.testing import ScriptedEngine, make_tiny_tokenizer
-from areal_core.trainer.build_rollouts import build_filter, build_workflow
+from areal_core.trainer.build_rollouts import build_filter
 from areal_core.trainer.checkpointing import Frequency
 from areal_core.trainer.evaluation import Evaluation
 from areal_core.trainer.live import LiveRollouts
@@ -102,30 +100,6 @@ def test_a_prompt_with_a_sample_left_out_is_dropped_where_groups_must_be_whole(s
     assert batch["prompt_id"].tolist() == [7, 7, 9, 9]
 
 
-def test_paused_it_starts_nothing_and_resumed_it_continues(start):
-    engine = ScriptedEngine()
-    executor = start(engine=engine)
-    executor.pause()
-    executor.submit({"number": 0}, Rewarded())
-    with pytest.raises(TimeoutError, match="0 running, 1 queued"):
-        executor.wait(1, timeout_s=0.05)
-    assert engine.requests == []
-    executor.resume()
-    assert len(executor.wait(1, timeout_s=10)) == 1
-
-
-def test_an_episode_that_waits_for_its_own_executor_raises(start):
-    executor = start()
-
-    class Recursive:
-        async def arun_episode(self, engine, data):
-            executor.wait(1)
-
-    executor.submit({"number": 0}, Recursive())
-    with pytest.raises(RolloutStuck, match="an episode called its own executor"):
-        executor.wait(1, timeout_s=10)
-
-
 def test_groups_whose_rewards_are_equal_are_filtered_out(start):
     workflow = Rewarded(lambda prompt_id, sample_id: float(sample_id) if prompt_id == 2 else 1.0)
     for filter_fn in (
@@ -138,14 +112,6 @@ def test_groups_whose_rewards_are_equal_are_filtered_out(start):
     with pytest.raises(NothingAccepted):
         start().rollout_batch(rows(1, 2, 3), workflow, n_samples=2, should_accept=both)
     assert build_filter(False, None) is None
-
-
-def test_a_filter_or_workflow_is_found_by_its_import_path_or_refused_by_it():
-    assert build_filter(False, "math.isfinite")(1.0) is True
-    with pytest.raises(ConfigError, match=r"dynamic_filter_fn 'math.nothing': math has no nothing; its func"):
-        build_filter(False, "math.nothing")
-    with pytest.raises(ConfigError, match=r"workflow 'no.such.Thing': no.such cannot be imported"):
-        build_workflow("no.such.Thing", {}, None, None, lambda close: None)
 
 
 def test_a_continued_run_neither_loses_nor_doubles_a_prompt(start):
@@ -200,72 +166,7 @@ def test_validation_runs_concurrently_with_training_and_is_not_delayed_by_it(sta
     assert exported["eval-rollout/reward"] == 2.0
 
 
-def test_frequency_is_whichever_period_ends_first():
-    now = [0.0]
-    frequency = Frequency(1, 3, 60.0, steps_per_epoch=4, clock=lambda: now[0])
-    due = []
-    for step in range(12):
-        now[0] += 61.0 if step == 5 else 1.0
-        if frequency.is_due(step):
-            due.append(step)
-    assert due == [2, 3, 5, 7, 8, 11]
-    assert not Frequency(None, None, None, 4).is_set
-    late_elsewhere = Frequency(None, None, 60.0, 4, agree=lambda late: 1, clock=lambda: 0.0)
-    assert late_elsewhere.is_due(0)
-
-
-def seconds_of(request: ModelRequest) -> float:
-    """One completion in four takes ten times as long."""
-    return 0.1 if request.metadata["prompt_id"] % 4 == 0 else 0.01
-
-
-def wall_time(executor: Executor, num_steps: int, train_s: float) -> float:
-    """Return the seconds of a run whose training only sleeps."""
-    rollouts = LiveRollouts(executor, Numbered(), Rewarded())
-    start_s = time.perf_counter()
-    for step in range(num_steps):
-        rollouts.next_batch(step, step)
-        time.sleep(train_s)
-        rollouts.update_weights(None, step + 1)
-    return time.perf_counter() - start_s
-
-
-@pytest.mark.long
-def test_asynchronous_rollouts_beat_waiting_for_the_longest(start):
-    synchronous = wall_time(start(batch_size=2, engine=ScriptedEngine(duration_s=seconds_of)), 6, 0.04)
-    ahead = wall_time(start(batch_size=2, ahead=2, engine=ScriptedEngine(duration_s=seconds_of)), 6, 0.04)
-    # Synchronous: three long waits and six trainings, at least 0.54 s. Asynchronous: 0.34 s, as
-    # all waits except the first are hidden.
-    assert synchronous > 0.5
-    assert ahead < 0.8 * synchronous
-
-
 # Of a trainer
-
-
-def test_requests_carry_the_name_of_their_episode_and_turn(start):
-    class TwoCalls(Rewarded):
-        async def arun_episode(self, engine, data):
-            await super().arun_episode(engine, data)
-            return await super().arun_episode(engine, data)
-
-    engine = ScriptedEngine()
-    LiveRollouts(start(2, 2, engine=engine), Numbered(), TwoCalls(), n_samples=2).next_batch(0, 0)
-    names = sorted(
-        tuple(r.metadata[key] for key in ("prompt_id", "sample_id", "turn")) for r in engine.requests
-    )
-    assert names == [(p, s, t) for p in (0, 1) for s in (0, 1) for t in (0, 1)]
-
-
-def test_rows_of_one_episode_get_separate_sample_ids(start):
-    class RowsByPrompt(Rewarded):
-        async def arun_episode(self, engine, data):
-            rows = await super().arun_episode(engine, data)
-            return {key: torch.cat([tensor] * (1 + data["number"])) for key, tensor in rows.items()}
-
-    batch = LiveRollouts(start(2, 2), Numbered(), RowsByPrompt(), n_samples=2).next_batch(0, 0)
-    pairs = list(zip(batch["prompt_id"].tolist(), batch["sample_id"].tolist(), strict=True))
-    assert pairs == [(0, 0), (0, 2), (1, 0), (1, 1), (1, 2), (1, 3)]
 
 
 def test_new_weights_are_sent_before_the_version_moves(start):
@@ -333,18 +234,6 @@ def test_rlvr_episode_holds_prompt_and_completion_with_masks_logprobs_and_versio
     assert (sent.n_samples, sent.max_new_tokens) == (1, 7)
 
 
-@pytest.mark.parametrize(("reason", "code"), [("stop", 0), ("length", 1), ("abort", 2)])
-def test_finish_reason_is_kept(reason, code):
-    response = ModelResponse(
-        input_tokens=[1],
-        output_tokens=[2],
-        output_logprobs=[-1.0],
-        output_versions=[0],
-        stop_reason=reason,
-    )
-    assert episode_tensors(response, 0.0)["finish_reason"].tolist() == [code]
-
-
 # Batches that rejected prompts make smaller
 
 
@@ -372,18 +261,6 @@ def test_a_rejected_prompt_keeps_its_place_and_nothing_is_sampled_for_it(start):
     found = take_batches(executor, lambda prompt_id: None if prompt_id % 2 == 0 else 1.0, 3)
     assert found == (12, [[1, 3], [5, 7], [9, 11]])
     assert (executor.control.accepted, executor.control.rejected, executor.control.held) == (6, 6, 6)
-
-
-def test_a_batch_of_rejected_prompts_alone_is_replaced(start):
-    executor = start(4, 4, holds_rejected=True)
-    found = take_batches(executor, lambda prompt_id: None if prompt_id < 4 else 1.0, 2)
-    assert found == (12, [[4, 5, 6, 7], [8, 9, 10, 11]])
-    assert executor.control.held == 0
-
-
-def test_when_everything_is_rejected_the_run_ends_with_a_reason(start):
-    with pytest.raises(NothingAccepted, match="prompts in a row were rejected"):
-        take_batches(start(4, 4, holds_rejected=True), lambda prompt_id: None, 1)
 
 
 def test_episodes_are_written_with_their_names_reward_and_text(start, tmp_path):

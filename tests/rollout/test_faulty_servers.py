@@ -16,11 +16,9 @@ from areal_core.rollout.errors import RequestRefused, ServerDied, WeightUpdateFa
 from areal_core.rollout.types import ModelRequest, ModelResponse, Sampling
 from areal_core.servers import health
 from areal_core.servers.client import FleetClient
-from areal_core.servers.connections import parse_retry_after
-from areal_core.servers.health import Health, State
+from areal_core.servers.health import State
 from areal_core.servers.identity import RunModel
 from areal_core.servers.pool import ServerPool
-from areal_core.servers.server import Server
 from areal_core.servers.sglang import SGLANG
 from areal_core.servers.verification import WeightCheck
 from areal_core.servers.weight_update import DiskUpdate
@@ -150,24 +148,6 @@ def test_a_server_that_breaks_a_rule_is_quarantined_and_its_requests_are_sent_el
     [line] = client.health.lines()
     assert line.startswith(f"{bad.server.address} quarantined: 0 of ")
     assert rule in line
-
-
-def test_failed_and_slow_replies_are_reported_at_once_and_counted_at_the_end(caplog):
-    server, other = Server("one:1"), Server("two:1")
-    health = Health([server, other])
-    for _ in range(9):
-        health.replied(other, 1.0, num_tokens=100)
-    health.record(server).requests = 4
-    health.replied(server, 30.0, num_tokens=100)  # 0.3 s for each token, and most take 0.01 s
-    for kind in ("TimeoutError", "http_500", "http_500"):
-        health.failed(server, kind)
-    assert [text.partition(": ")[2] for text in caplog.messages] == [
-        "a reply of 100 tokens took 30.0 s, and is slow",
-        "TimeoutError for the first time, in request 4",
-        "http_500 for the first time, in request 4",
-    ]
-    [line] = health.lines()
-    assert line == "one:1 serving: 1 of 4 requests answered, http_500 x2, TimeoutError x1, slow x1"
 
 
 def test_a_positive_logprob_by_rounding_becomes_0(start_fake):
@@ -316,39 +296,6 @@ def test_a_server_that_asks_for_a_delay_gets_no_request_meanwhile(start_fake, ca
     assert all(isinstance(response, ModelResponse) for response in responses)
     assert client.health.record(busy.server).state is State.SERVING
     assert caplog.text.count("asks for a delay (status 429): no requests for 30 s") == 1
-
-
-def test_retry_after_is_a_number_or_a_date():
-    assert parse_retry_after("7") == 7.0
-    assert parse_retry_after("Wed, 21 Oct 2015 07:28:00 GMT") == 0.0
-    assert [parse_retry_after(text) for text in ("", "soon", "-1")] == [None] * 3
-
-
-def test_a_death_is_logged_once_however_many_requests_it_concerns(start_fake, caplog):
-    dead, alive = start_fake(), start_fake()
-    dead.stop()
-    with caplog.at_level(logging.WARNING):
-        _, responses = run_requests([dead, alive], 100)
-    assert all(isinstance(response, ModelResponse) for response in responses)
-    assert [message for message in caplog.messages if dead.server.address in message] == [
-        message for message in caplog.messages if f"lost: {dead.server.address}" in message
-    ]
-    assert len([message for message in caplog.messages if dead.server.address in message]) == 1
-
-
-def test_the_ledger_counts_what_each_server_answered(start_fake):
-    fake = start_fake()
-    client, _ = run_requests([fake], 10)
-    [found] = client.health.document()["servers"]
-    assert (found["address"], found["state"], found["requests"], found["ok"]) == (
-        fake.server.address,
-        "serving",
-        10,
-        10,
-    )
-    assert 0 < found["p50_ms"] <= found["p95_ms"] <= found["p99_ms"] < 10_000
-    assert found["rejected"] == 0
-    assert found["errors"] == {}
 
 
 @pytest.mark.parametrize(

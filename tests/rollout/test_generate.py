@@ -1,16 +1,14 @@
 """Sampling with a KV cache: against plain forwards, and the distribution of each option."""
 
 import asyncio
-import math
 import threading
 
 import pytest
 import torch
 
 from areal_core.embedded.engine import EmbeddedEngine, ReplicaUpdate
-from areal_core.embedded.generate import draw, generate
+from areal_core.embedded.generate import draw
 from areal_core.embedded.replica import Replica
-from areal_core.rollout.errors import UnsupportedSampling
 from areal_core.rollout.types import ModelRequest, ModelResponse, Sampling
 
 PROMPTS = [[7], [9, 8, 7], list(range(5, 25)), [30, 31], [50] * 12, [60, 61, 62, 63]]
@@ -71,28 +69,6 @@ def test_what_a_row_samples_does_not_depend_on_its_neighbours_or_their_order(rep
     assert [r.output_tokens for r in divided] == [r.output_tokens for r in together]
 
 
-def test_sampling_leaves_the_global_generator_alone(replica):
-    torch.manual_seed(3)
-    expected = torch.rand(1)
-    torch.manual_seed(3)
-    sample(replica, [request(0, Sampling(max_new_tokens=4))])
-    assert torch.equal(torch.rand(1), expected)
-
-
-@pytest.mark.parametrize("change", [{"seed": 1}, {"version": 1}])
-def test_another_seed_or_version_samples_something_else(replica, change):
-    requests = [request(i, Sampling(max_new_tokens=8)) for i in range(6)]
-    assert sample(replica, requests, **change) != sample(replica, requests)
-
-
-def test_samples_of_one_prompt_differ_and_so_do_turns(replica):
-    names = [{"prompt_id": 1, "sample_id": s, "turn": t} for s in (0, 1) for t in (0, 1)]
-    requests = [
-        ModelRequest(input_ids=[7, 8], sampling=Sampling(max_new_tokens=8), metadata=name) for name in names
-    ]
-    assert len({tuple(r.output_tokens) for r in sample(replica, requests)}) == 4
-
-
 def test_greedy_takes_the_likeliest_token_with_the_logprob_of_temperature_one(replica):
     (response,) = sample(replica, [request(2, Sampling(max_new_tokens=5, greedy=True, temperature=0.3))])
     logits = logits_after(replica, response.input_tokens + response.output_tokens)[-6:-1]
@@ -113,24 +89,6 @@ def test_stop_token_ends_the_row_and_is_kept(replica):
     assert stopped.output_tokens == ended.output_tokens == free.output_tokens[: first + 1]
     assert stopped.stop_reason == "stop"
     assert ignored.output_tokens == free.output_tokens
-
-
-def test_min_new_tokens_masks_the_stop_tokens_also_in_the_logprobs(replica):
-    greedy = Sampling(max_new_tokens=3, greedy=True)
-    (free,) = sample(replica, [request(0, greedy)])
-    stop = free.output_tokens[0]
-    barred = Sampling(max_new_tokens=3, min_new_tokens=2, greedy=True, stop_token_ids=[stop])
-    (response,) = sample(replica, [request(0, barred)])
-    assert stop not in response.output_tokens[:2]
-    logits = logits_after(replica, PROMPTS[0])[-1]
-    logits[stop] = -math.inf
-    assert response.output_tokens[0] == int(logits.argmax())
-    assert response.output_logprobs[0] == pytest.approx(float(logits.log_softmax(-1).max()), abs=1e-5)
-
-
-def test_max_tokens_bounds_prompt_and_completion_together(replica):
-    (response,) = sample(replica, [request(2, Sampling(max_new_tokens=50, max_tokens=23))])
-    assert len(response.output_tokens) == 3
 
 
 PROBS = torch.tensor([[0.1, 0.4, 0.2, 0.3]])
@@ -161,12 +119,6 @@ def test_a_token_of_probability_zero_is_never_drawn():
     for uniform in (0.0, 0.5, 1 - 1e-16):
         uniforms = torch.tensor([uniform], dtype=torch.float64)
         assert draw(probs, uniforms, torch.tensor([3]), torch.tensor([1.0])).item() == 1
-
-
-@pytest.mark.parametrize("option", [{"stop": ["\n"]}, {"frequency_penalty": 0.5}])
-def test_options_that_need_a_server_are_refused_by_name(replica, option):
-    with pytest.raises(UnsupportedSampling, match=f"gconfig.{next(iter(option))}"):
-        sample(replica, [request(0, Sampling(max_new_tokens=2, **option))])
 
 
 def test_a_failing_forward_reaches_every_request(replica):
@@ -224,15 +176,3 @@ def test_a_weight_update_waits_for_the_running_batch_and_the_event_loop_does_not
         return [(await first).output_versions, second.output_versions]
 
     assert asyncio.run(work()) == [[0], [1]]
-
-
-def test_finished_rows_leave_the_batch():
-    widths = []
-
-    def forward(input_ids, attention_mask, position_ids, cache):
-        widths.append(len(input_ids))
-        return torch.zeros(len(input_ids), 4)
-
-    sampling = Sampling()
-    generate(forward, [[1]] * 4, [sampling] * 4, [2, 2, 6, 6], [0, 1, 2, 3], vocab_size=4)
-    assert widths == [1, 4, 2, 2, 2, 2]  # the prompt is read once for all its samples

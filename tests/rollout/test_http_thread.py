@@ -5,7 +5,6 @@ import gc
 import http.client
 import logging
 import socket
-import threading
 import time
 import warnings
 
@@ -42,15 +41,6 @@ def test_requests_are_answered_until_it_is_closed_and_closing_again_does_nothing
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.1", served.port), timeout=5)
     assert not served.thread.thread.is_alive()
-
-
-def test_a_port_in_use_ends_the_thread_that_was_started():
-    first = HttpThread(application(), "first")
-    before = threading.active_count()
-    with pytest.raises(OSError, match="address already in use"):
-        HttpThread(application(), "second", port=first.port)
-    assert threading.active_count() == before
-    first.close()
 
 
 def test_connections_that_arrive_while_it_closes_are_closed(caplog):

@@ -16,13 +16,11 @@ from areal_core.launch.sglang_process import SGLangServer, cpu_environment, serv
 from areal_core.rollout.errors import RequestRefused, WeightUpdateFailed
 from areal_core.rollout.types import ModelRequest, ModelResponse, Sampling
 from areal_core.servers.client import FleetClient
-from areal_core.servers.identity import run_model
 from areal_core.servers.pool import ServerPool
 from areal_core.servers.server import Server, call
 from areal_core.servers.sglang import SGLANG
 from areal_core.servers.verification import WeightCheck
-from areal_core.servers.weight_update import AdapterUpdate, DiskUpdate
-from areal_core.servers.wire import rejection_reason
+from areal_core.servers.weight_update import AdapterUpdate
 from areal_core.testing.embedded_server import EmbeddedServer
 
 from .sampled import sample_while
@@ -150,17 +148,6 @@ def test_an_update_writes_a_folder_loads_it_aborts_requests_in_flight_and_unload
     assert list((tmp_path / "update").iterdir()) == []
 
 
-def test_the_previous_adapter_is_kept_and_the_one_before_it_is_unloaded(start_fake, update_of, adapted):
-    fake = start_fake()
-    update = update_of(fake.server)
-    for version in (1, 2, 3):
-        names = [f"tiny-v{v}" for v in range(1, version + 1)]
-        fake.refuse["/load_lora_adapter"] = (200, {"success": True, "loaded_adapters": dict.fromkeys(names)})
-        update.send(AdapterTensors(adapted, torch.device("cpu")), version)
-    unloaded = [body["lora_name"] for route, body in fake.calls if route == "/unload_lora_adapter"]
-    assert unloaded == ["tiny-v1"]
-
-
 def test_a_server_that_refuses_the_adapter_is_reported_and_never_stops(start_fake, update_of, adapted):
     fake = start_fake()
     fake.refuse["/load_lora_adapter"] = (
@@ -185,27 +172,6 @@ def test_a_server_that_lost_the_loaded_adapter_is_named(start_fake, update_of, a
         update_of(fake.server).send(AdapterTensors(adapted, torch.device("cpu")), 1)
 
 
-def test_a_server_without_adapters_cannot_join_a_run_that_sends_them(start_fake, tmp_path):
-    fake = start_fake()
-    assert "was started without --enable-lora" in rejection_reason(
-        fake.server, SGLANG, run_model("/models/tiny", needs_adapters=True)
-    )
-    assert rejection_reason(fake.server, SGLANG, run_model("/models/tiny")) == ""
-    fake.server_info["enable_lora"] = True
-    assert rejection_reason(fake.server, SGLANG, run_model("/models/tiny", needs_adapters=True)) == ""
-
-
-def test_requests_name_the_adapter_of_their_version_and_none_before_the_first_update(start_fake):
-    fake = start_fake()
-    fake.weight_version = "2"
-    (early,) = generate([fake.server], count=1)  # of a client that does not know the update
-    (response,) = generate([fake.server], version=2, count=1)
-    requested = [body.get("lora_path") for route, body in fake.calls if route == "/generate"]
-    assert requested == [None, "tiny-v2"]
-    assert set(early.output_versions) == {0}  # the model alone, whatever else the server holds
-    assert set(response.output_versions) == {2}
-
-
 def assert_served_once_updated(update, server, adapted, base, version):
     """Send another adapter; the server then samples with it, and not with the base model."""
     change(adapted, version)
@@ -228,18 +194,6 @@ def test_an_embedded_server_samples_with_each_adapter_and_keeps_the_base_model(
         assert_served_once_updated(update, server, adapted, base, version)
     with pytest.raises(RequestRefused, match="names the LoRA adapter tiny-v1, and the server has tiny-v2"):
         call(server, "POST", "/generate", {"input_ids": [10], "lora_path": "tiny-v1"})
-
-
-def test_a_different_base_model_is_found(embedded, update_of, adapted, tiny_model, tmp_path):
-    server = embedded()
-    other = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
-    other.model.layers[1].mlp.down_proj.weight.data += 0.01
-    pool = ServerPool([server], SGLANG)
-    DiskUpdate(pool, tmp_path / "disk", tiny_model).send(other.named_parameters(), 0)
-    pool.close()
-    complaint = r"WeightsDiffer: .* 1 tensor, model\.layers\.1\.mlp\.down_proj\.weight"
-    with pytest.raises(WeightUpdateFailed, match=complaint):
-        update_of(server, every=1).send(AdapterTensors(adapted, torch.device("cpu")), 1)
 
 
 def test_a_request_that_is_behind_its_server_takes_the_newer_adapter(embedded, update_of, adapted):
@@ -267,12 +221,12 @@ def test_a_completion_that_an_update_aborts_continues_with_the_new_adapter(
 
     def is_cut() -> bool:
         with sampler._changed:
-            return sampler._changed.wait_for(lambda: sampler._paused == "abort", 20)
+            return sampler._changed.wait_for(lambda: sampler._paused == "abort", 120)
 
     async def work() -> ModelResponse:
         sampling = Sampling(max_new_tokens=40, temperature=TEMPERATURE, ignore_eos=True)
         task = asyncio.create_task(client.agenerate(ModelRequest(input_ids=[10, 11], sampling=sampling)))
-        assert await asyncio.to_thread(gate.reached.wait, 20)
+        assert await asyncio.to_thread(gate.reached.wait, 120)
         tensors = AdapterTensors(adapted, torch.device("cpu"))
         updating = asyncio.create_task(asyncio.to_thread(update.send, tensors, 2))
         assert await asyncio.to_thread(is_cut)

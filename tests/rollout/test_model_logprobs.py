@@ -10,12 +10,10 @@ from aiohttp import web
 from transformers import AutoModelForCausalLM
 
 from areal_core.embedded.engine import EmbeddedEngine
-from areal_core.embedded.generate import refuse_unsupported
 from areal_core.embedded.replica import Replica
 from areal_core.launch.sglang_process import SGLangServer
-from areal_core.rollout.errors import ServerDied, UnsupportedSampling
 from areal_core.rollout.types import ModelRequest, ModelResponse, Sampling
-from areal_core.servers.client import MAX_SCORINGS, FleetClient
+from areal_core.servers.client import FleetClient
 from areal_core.servers.server import Server
 from areal_core.servers.sglang import SGLANG
 from tests.rollout.sampled import ask
@@ -89,12 +87,6 @@ def test_a_completion_that_other_weights_would_score_is_sampled_again(serve_appl
     assert response.output_logprobs == [-7.0, -8.0, -9.0]
 
 
-def test_weights_that_change_before_every_scoring_end_the_request(serve_application):
-    masking = MaskingServer([str(number) for number in range(2 * MAX_SCORINGS)])
-    with pytest.raises(ServerDied, match="could not be scored 8 times: a weight update came before"):
-        generate(serve_application(masking.application()), CONSTRAINED, [5, 6])
-
-
 def test_a_server_that_scores_positive_numbers_is_quarantined_and_another_serves(serve_application):
     wrong, right = (MaskingServer(["default"], scale=scale) for scale in (1.0, -1.0))
     servers = [serve_application(each.application()) for each in (wrong, right)]
@@ -110,18 +102,6 @@ def test_a_server_that_scores_positive_numbers_is_quarantined_and_another_serves
             await client.aclose()
 
     assert asyncio.run(work()).output_logprobs == [-7.0, -8.0, -9.0]
-
-
-def test_a_grammar_starts_again_after_an_abort(serve_application):
-    masking = MaskingServer(["default"], cut_first=True)
-    response = generate(serve_application(masking.application()), CONSTRAINED, [5, 6])
-    assert [body["input_ids"] for body in masking.bodies] == [[5, 6], [5, 6], [5, 6, 7, 8, 9]]
-    assert response.output_tokens == [7, 8, 9]
-
-
-def test_the_embedded_engine_refuses_a_grammar_by_name():
-    with pytest.raises(UnsupportedSampling, match="json_schema cannot be sampled by the embedded engine"):
-        refuse_unsupported(CONSTRAINED)
 
 
 def of_model(tiny_model, response: ModelResponse) -> torch.Tensor:

@@ -28,27 +28,10 @@ def test_an_entry_is_read_replaced_and_deleted(names):
             gone("u/e/t/a")
 
 
-def test_entries_below_a_name_have_their_full_names(names):
-    for name in ("u/e/t/s/2", "u/e/t/s/1", "u/e/t2/s/3", "u/e/t/other"):
-        names.add(name, name[-1])
-    assert names.below("u/e/t/s") == {"u/e/t/s/1": "1", "u/e/t/s/2": "2"}
-    assert names.below("nothing") == {}
-
-
 @pytest.mark.parametrize("name", ["", "/etc/passwd", "a/../b", "a//b", "a/ENTRY"])
 def test_a_name_that_leaves_the_tree_is_refused(names, name):
     with pytest.raises(BadName):
         names.add(name, "x")
-
-
-def test_the_folder_has_upstreams_layout_and_keeps_nothing_of_what_was_deleted(tmp_path):
-    names = FolderNames(tmp_path / "root")
-    names.add("u/e/t/gen_servers/1", "h:1")
-    assert [str(p.relative_to(tmp_path)) for p in tmp_path.rglob("*") if p.is_file()] == [
-        "root/u/e/t/gen_servers/1/ENTRY"
-    ]
-    names.delete("u/e/t/gen_servers/1")
-    assert list((tmp_path / "root").iterdir()) == []
 
 
 def test_writers_at_once_leave_one_winner_and_no_torn_text(tmp_path):

@@ -5,13 +5,10 @@ import functools
 import logging
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from areal_core.errors import RewardError
-from areal_core.rollout.episodes import Plan, refuse_malformed
-from areal_core.rollout.errors import MalformedEpisode, NothingAccepted, RolloutStuck
+from areal_core.rollout.episodes import Plan
 from areal_core.rollout.pipeline import Patience, Pipeline
 from areal_core.rollout.staleness import StalenessControl
 from areal_core.rollout.types import ModelRequest, Sampling
@@ -184,154 +181,11 @@ async def test_one_failure_more_than_allowed_raises_the_workflows_exception_and_
     assert all(gate.cancelled() for gate in workflow.gates.values())
 
 
-@on_a_loop
-async def test_failures_are_reset_with_each_batch():
-    workflow = Scripted(lambda prompt_id, _: ValueError("third") if prompt_id % 3 == 2 else 1.0)
-    pipe, feed = pipeline(batch_size=2, max_failures=1), Numbers()
-    for version in range(6):
-        await pipe.prepare(feed, Plan(workflow), None)
-        await advance(pipe, version + 1)
-    assert pipe.control.failed >= 5
-
-
-@on_a_loop
-async def test_an_error_of_the_filter_names_its_prompt():
-    plan = Plan(Scripted(lambda *_: 1.0), 1, lambda rows: rows["reward"].mean() > 0)
-    with pytest.raises(KeyError, match="reward") as raised:
-        await pipeline(batch_size=1).prepare(Numbers(), plan, None)
-    assert raised.value.__notes__ == ["in should_accept_fn for prompt 0"]
-
-
-def test_an_error_of_the_dataset_reaches_the_trainer():
-    class Broken:
-        def take(self):
-            raise OSError("row 7 cannot be read")
-
-    with pytest.raises(OSError, match="row 7"):
-        run(pipeline().prepare(Broken(), Plan(Scripted(lambda *_: 1.0)), None))
-
-
-@pytest.mark.parametrize("reward", [float("nan"), float("inf")])
-@on_a_loop
-async def test_a_reward_that_is_no_finite_number_is_an_error_of_its_prompt(reward):
-    workflow = Scripted(lambda prompt_id, _: reward if prompt_id == 1 else 0.0)
-    with pytest.raises(RewardError, match=rf"rewards \[{reward}\]; expected finite numbers") as raised:
-        await pipeline().prepare(Numbers(), Plan(workflow), None)
-    assert raised.value.__notes__ == ["in the episode of prompt 1, sample 0"]
-
-
-@pytest.mark.parametrize(
-    ("returned", "expected"),
-    [(0.5, "the workflow returned a float"), ({"rewards": torch.ones(1)}, r"keys \['rewards'\]")],
-)
-def test_a_workflow_that_returns_no_rows_raises_what_is_expected(returned, expected):
-    class Wrong:
-        async def arun_episode(self, engine, data):
-            return returned
-
-    with pytest.raises(MalformedEpisode, match=expected):
-        run(pipeline().prepare(Numbers(), Plan(Wrong()), None))
-
-
-@pytest.mark.parametrize(
-    ("change", "expected"),
-    [
-        ({"versions": torch.zeros(1, 4, dtype=torch.int32)}, r"versions as torch.int32 \[1, 4\].*\[1, 2\]"),
-        ({"logprobs": torch.zeros(1, 2, dtype=torch.float64)}, "logprobs as torch.float64"),
-        ({"rewards": torch.zeros(2)}, r"rewards as torch.float32 \[2\]"),
-        ({"attention_mask": torch.tensor([[True, False]])}, "loss_mask of 1 where attention_mask is false"),
-        ({"versions": torch.tensor([[-1, -1]], dtype=torch.int32)}, "a version below 0"),
-    ],
-)
-def test_the_format_check_names_what_is_wrong_with_a_tensor(change, expected):
-    async def rows():
-        response = await ScriptedEngine().agenerate(ModelRequest(input_ids=[1], sampling=Sampling()))
-        return episode_tensors(response, 1.0)
-
-    good = asyncio.run(rows())
-    refuse_malformed(good)
-    with pytest.raises(MalformedEpisode, match=expected):
-        refuse_malformed(good | change)
-
-
-def test_a_filter_that_rejects_everything_is_an_error_with_the_numbers():
-    plan = Plan(Scripted(lambda *_: 0.0), 1, lambda rows: bool(rows["rewards"].sum() > 0))
-    with pytest.raises(NothingAccepted, match="40 prompts in a row were rejected at version 0"):
-        run(pipeline(batch_size=10).prepare(Numbers(), plan, None))
-
-
-def test_extra_submits_with_staleness_0_are_an_error_with_the_values():
-    async def scenario():
-        pipe = pipeline(batch_size=2)
-        for number in range(4):
-            await pipe.submit(None, {"number": number}, Plan(Scripted(lambda *_: 1.0)))
-        await pipe.wait(4, None)
-
-    with pytest.raises(RolloutStuck) as raised:
-        run(scenario())
-    for value in ("4 results", "version 0", "max_head_offpolicyness 0", "batch_size 2", "set_version(1)"):
-        assert value in str(raised.value)
-
-
-def test_waiting_for_more_than_was_submitted_is_an_error_with_both_numbers():
-    async def scenario():
-        pipe = pipeline()
-        await pipe.submit(None, {"number": 0}, Plan(Scripted(lambda *_: 1.0)))
-        await pipe.wait(3, None)
-
-    with pytest.raises(RolloutStuck, match=r"wait\(3\) would never return: 1 prompts were submitted"):
-        run(scenario())
-
-
-def test_a_time_out_states_what_is_missing():
-    async def scenario():
-        pipe = pipeline(ahead=5)
-        for number in range(3):
-            await pipe.submit(None, {"number": number}, Plan(Gated()))
-        await pipe.wait(2, 0.02)
-
-    with pytest.raises(TimeoutError, match=r"2 results were not finished within 0.02 s: 3 running, 0 queued"):
-        run(scenario())
-
-
 class Stuck(ScriptedEngine):
     """An engine that never answers."""
 
     async def agenerate(self, req):
         await asyncio.Event().wait()
-
-
-@pytest.mark.parametrize(
-    ("engine", "paused", "expected"),
-    [
-        (
-            None,
-            False,
-            "4 episodes run a reward, a tool or workflow code, prompt 0, sample 0 for",
-        ),
-        (
-            Stuck(),
-            False,
-            "4 episodes wait for the engine, prompt 0, sample 0 for 0 s: are the completions long, or are",
-        ),
-        (None, True, "the executor, which starts nothing, has been paused for all of 0 s; call its resume()"),
-    ],
-)
-def test_a_long_wait_is_reported_by_name(engine, paused, expected, caplog):
-    async def scenario():
-        pipe = pipeline(batch_size=2, engine=engine)
-        await pipe.set_paused(paused)
-        with pytest.raises(TimeoutError):
-            await pipe.prepare(Numbers(), Plan(Gated(), 2), 0.2)
-        await pipe.close()
-
-    with caplog.at_level(logging.WARNING):
-        run(scenario())
-    reported = [record.message for record in caplog.records]
-    assert all(
-        message.startswith("waiting for 2 prompts: ") and expected in message for message in reported
-    ), reported
-    assert 1 <= len(reported) <= 4  # again only when the wait has doubled
 
 
 def test_a_version_that_moves_without_a_batch_drops_stale_prompts_and_counts_them(caplog):
@@ -352,19 +206,6 @@ def test_a_version_that_moves_without_a_batch_drops_stale_prompts_and_counts_the
 
     run(scenario())
     assert "1 prompts (the first is 1) were dropped: their oldest tokens are of version 0" in caplog.text
-
-
-def test_an_engine_without_the_new_weights_is_an_error_with_the_versions():
-    async def scenario():
-        pipe, feed, plan = pipeline(), Numbers(), Plan(Scripted(lambda *_: 1.0))
-        await pipe.prepare(feed, plan, None)
-        await pipe.set_version(1)  # but not that of the engine
-        await pipe.prepare(feed, plan, None)
-
-    with pytest.raises(
-        RolloutStuck, match="too stale: their oldest tokens are of version 0, the trainer is at 1"
-    ):
-        run(scenario())
 
 
 @on_a_loop

@@ -10,7 +10,6 @@ from areal_core.embedded.engine import EmbeddedEngine, ReplicaUpdate
 from areal_core.embedded.generate import generate
 from areal_core.embedded.replica import Replica
 from areal_core.rollout.types import ModelRequest, Sampling
-from areal_core.testing import make_tiny_family
 
 PROMPTS = [list(range(5, 25)), [30, 31], [50] * 12, [60, 61, 62, 63]]
 TOKEN_BYTES = 2 * 4  # keys and values of one token in the small cache below: one float each
@@ -59,38 +58,12 @@ def test_the_longest_beginning_is_found_and_a_row_replaces_the_one_that_it_conti
     assert cache.size_bytes == 8 * TOKEN_BYTES
 
 
-def test_the_row_that_was_used_longest_ago_is_dropped_first():
-    cache = PrefixCache(6 * TOKEN_BYTES)
-    insert(cache, [1, 2, 3])
-    insert(cache, [4, 5, 6])
-    assert found(cache, [1, 2]) == [1, 2]
-    insert(cache, [7])
-    assert (found(cache, [4]), found(cache, [1, 2, 3])) == ([], [1, 2, 3])
-
-
 def test_a_row_that_began_before_the_weights_changed_is_not_kept():
     cache = PrefixCache(1 << 20)
     before = cache.epoch
     cache.clear()
     cache.insert([1, 2], values_of([1, 2]), before)
     assert found(cache, [1, 2]) == []
-
-
-def test_a_group_reads_its_history_once_in_the_next_turn(replica):
-    first = sample(replica, [PROMPTS[0]] * 4 + [PROMPTS[1]])
-    assert [row.cached_tokens for row in first] == [0] * 5
-    turns = [PROMPTS[0] + row.tokens + [7, 8] for row in first[:4]]
-    second = sample(replica, turns, seed=9)
-    # All but the last sampled token, which was never read, and the two new ones.
-    assert [row.cached_tokens for row in second] == [len(turn) - 3 for turn in turns]
-    replica.prefixes.clear()
-    fresh = sample(replica, turns, seed=9)
-    assert [row.cached_tokens for row in fresh] == [0] * 4
-    assert [row.tokens for row in fresh] == [row.tokens for row in second]
-    for mine, other in zip(second, fresh, strict=True):
-        torch.testing.assert_close(
-            torch.tensor(mine.logprobs), torch.tensor(other.logprobs), atol=1e-5, rtol=0
-        )
 
 
 def test_the_model_computes_each_token_of_a_group_of_four_turns_once(replica):
@@ -139,10 +112,3 @@ def test_a_weight_update_drops_what_was_read(replica):
     assert [row.cached_tokens for row in updated] == [0] * 4
     replica.prefixes.clear()
     assert sample(replica, PROMPTS) == updated
-
-
-def test_a_model_with_a_sliding_window_is_sampled_without_the_cache(tmp_path):
-    replica = Replica(str(make_tiny_family(tmp_path, "gemma2")), torch.float32, torch.device("cpu"))
-    assert replica.read_rows(PROMPTS) is None
-    assert [row.cached_tokens for row in sample(replica, PROMPTS) + sample(replica, PROMPTS)] == [0] * 8
-    assert replica.prefixes.size_bytes == 0

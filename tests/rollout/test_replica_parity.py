@@ -1,7 +1,5 @@
 """The embedded engine samples only from models whose log-probs it computes as their class does."""
 
-from pathlib import Path
-
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -9,8 +7,6 @@ from transformers import AutoModelForCausalLM
 from areal_core.embedded.replica import Replica
 from areal_core.errors import ModelError
 from benchmarks import model_families as families
-
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize(

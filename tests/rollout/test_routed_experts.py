@@ -4,13 +4,10 @@ from base64 import b64encode
 
 import numpy as np
 import pytest
-import torch
 
 from areal_core.agent.export import conversation_row
-from areal_core.data.batch import pack, pad_and_concat, select_rows, unpack
 from areal_core.data.routed_experts import RoutingSizes
 from areal_core.rollout.types import ModelRequest, ModelResponse, Sampling
-from areal_core.rollout.workflow import episode_tensors
 from tests.rollout.sampled import ask
 
 SIZES = RoutingSizes(num_layers=3, top_k=2, num_experts=8)
@@ -34,22 +31,6 @@ def test_experts_of_all_tokens_but_the_last_are_asked_for(start_fake):
         [[2, 3], [0, 1], [2, 3]],
         [[3, 0], [1, 2], [3, 0]],
     ]
-
-
-def test_without_the_option_nothing_is_asked(start_fake):
-    fake = start_fake()
-    assert query([fake.server], sizes=None).routed_experts is None
-    assert not {"return_routed_experts", "routed_experts_start_len"} & fake.calls[0][1].keys()
-
-
-def test_an_aborted_completion_keeps_the_experts_that_sampled_its_tokens(start_fake):
-    fake = start_fake()
-    fake.script = [0, 2, 3]  # aborted before the first token, then after 2
-    response = query([fake.server], max_new_tokens=5, sizes=RoutingSizes(3, 2, num_experts=12))
-    assert [body["routed_experts_start_len"] for _, body in fake.calls] == [0, 0, 3]
-    assert len(response.output_tokens) == 5
-    # The second request computed positions 0 to 2 with experts 4 to 7, the third the others.
-    assert (response.routed_experts // 4 == 1).all(axis=(1, 2)).tolist() == [True] * 3 + [False] * 3
 
 
 @pytest.mark.parametrize(
@@ -92,22 +73,6 @@ def response_of(prompt, output, first) -> ModelResponse:
         stop_reason="stop",
         routed_experts=experts,
     )
-
-
-def test_rows_are_padded_packed_and_divided_like_any_key_of_tokens():
-    long, short = (
-        episode_tensors(response_of(p, o, f), 0.0) for p, o, f in (([1, 2], [3, 4, 5], 0), ([6], [7], 90))
-    )
-    batch = pad_and_concat([long, short])
-    experts = batch["routed_experts"]
-    assert (experts.dtype, experts.shape) == (torch.int16, (2, 5, 1, 2))
-    assert experts[1, :, 0].tolist() == [[90, 91], [-1, -1], [0, 0], [0, 0], [0, 0]]
-    flat = pack(batch)
-    assert flat["routed_experts"].shape == (7, 1, 2)
-    assert flat["routed_experts"][5:, 0].tolist() == [[90, 91], [-1, -1]]
-    assert torch.equal(unpack(flat)["routed_experts"], experts)
-    assert torch.equal(select_rows(batch, [1])["routed_experts"], experts[1:, :2])
-    assert pack(select_rows(batch, []))["routed_experts"].shape == (0, 1, 2)
 
 
 def test_a_conversation_has_the_experts_of_the_turn_that_computed_a_token_first():

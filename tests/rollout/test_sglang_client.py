@@ -2,10 +2,10 @@
 
 import pytest
 
-from areal_core.rollout.errors import NoServers, PromptTooLong, RequestRefused, ServerDied
+from areal_core.rollout.errors import RequestRefused
 from areal_core.rollout.types import ModelRequest, ModelResponse, Sampling
 from areal_core.servers.pool import ServerPool
-from areal_core.servers.server import Server, environment_of, servers_from_environment
+from areal_core.servers.server import Server
 from areal_core.servers.sglang import SGLANG
 from tests.rollout.sampled import ask
 
@@ -68,12 +68,6 @@ def test_request_carries_every_sampling_option(start_fake):
     ]
 
 
-def test_greedy_is_temperature_zero(start_fake):
-    fake = start_fake()
-    query([fake.server], sampling=Sampling(max_new_tokens=1, greedy=True))
-    assert fake.calls[0][1]["sampling_params"]["temperature"] == 0.0
-
-
 def test_an_aborted_request_continues_where_it_ended_and_each_token_keeps_its_version(start_fake):
     fake = start_fake()
     fake.script = [2, 0]
@@ -91,27 +85,6 @@ def test_an_aborted_request_continues_where_it_ended_and_each_token_keeps_its_ve
     assert [params["min_new_tokens"] for _, params in sent] == [5, 3, 3]
 
 
-def test_spans_of_versions_are_kept_per_token():
-    body = b"""{"meta_info": {"id": "r", "finish_reason": {"type": "stop"}, "completion_tokens": 3, "weight_version": "5",
-        "weight_versions": [{"version": "4", "start": 0, "end": 2}, {"version": "5", "start": 2, "end": 3}],
-        "output_token_logprobs": [[-1, 7, null], [-2, 8, null], [-3, 9, null]]}}"""
-    assert SGLANG.parse_generate(body).versions == [4, 4, 5]
-
-
-def test_a_request_aborted_before_prefill_brings_no_tokens():
-    body = (
-        b'{"meta_info": {"id": "r", "finish_reason": {"type": "abort", "message": "Abort before prefill"}}}'
-    )
-    assert SGLANG.parse_generate(body).tokens == []
-
-
-def test_a_passing_server_error_is_retried(start_fake):
-    fake = start_fake()
-    fake.script = [(503, "busy"), (500, "oops")]
-    assert query([fake.server]).output_tokens == [7, 8, 9]
-    assert len(fake.calls) == 3
-
-
 def test_a_refused_request_is_not_retried_and_its_payload_stays_out_of_the_message(start_fake):
     fake = start_fake()
     fake.script = [(400, "context length exceeded")]
@@ -121,25 +94,6 @@ def test_a_refused_request_is_not_retried_and_its_payload_stays_out_of_the_messa
     assert len(fake.calls) == 1
 
 
-def test_when_the_last_server_dies_it_is_named_with_its_last_log_lines(start_fake, tmp_path):
-    dead = start_fake()
-    dead.stop()
-    log = tmp_path / "llm_server_0.log"
-    log.write_text("loading\n" * 100 + "RuntimeError: out of memory\n")
-    with pytest.raises(ServerDied) as died:
-        query([Server(dead.server.address, log)], num_retries=0)
-    assert dead.server.address in str(died.value)
-    assert str(died.value).endswith("    RuntimeError: out of memory")
-    assert str(died.value).count("loading") == 14
-
-
-def test_a_prompt_that_fills_max_tokens_is_refused_before_it_is_sent(start_fake):
-    fake = start_fake()
-    with pytest.raises(PromptTooLong, match="a prompt of 4 tokens leaves no room to sample: max_tokens is 4"):
-        query([fake.server], [1, 2, 3, 4], Sampling(max_tokens=4))
-    assert fake.calls == []
-
-
 def test_false_success_with_status_200_is_an_error(start_fake):
     fake = start_fake()
     fake.refuse["/pause_generation"] = (200, {"success": False, "message": "not now"})
@@ -147,11 +101,3 @@ def test_false_success_with_status_200_is_an_error(start_fake):
     with pytest.raises(RequestRefused, match="not now"):
         pool.pause()
     pool.close()
-
-
-def test_servers_travel_through_the_environment(tmp_path):
-    servers = [Server("a:1", tmp_path / "0.log"), Server("b:2", tmp_path / "1.log")]
-    assert servers_from_environment(environment_of(servers)) == servers
-    assert servers_from_environment({"AREAL_LLM_SERVER_ADDRS": "a:1,b:2"}) == [Server("a:1"), Server("b:2")]
-    with pytest.raises(NoServers, match="AREAL_LLM_SERVER_ADDRS is not set"):
-        servers_from_environment({})

@@ -1,9 +1,6 @@
 """A trainer and a server that use the same devices in turn: `sglang:d1|fsdp:d1`."""
 
-import json
-import os
 from contextlib import contextmanager
-from functools import partial
 
 import pytest
 import torch
@@ -13,9 +10,8 @@ from areal_core.config import GRPOConfig, config_from_dict
 from areal_core.engine.offload import storages
 from areal_core.engine.ranks import leave_ranks
 from areal_core.environment import ADDRESSES_VARIABLE
-from areal_core.rollout.errors import RequestRefused, SharingFailed
+from areal_core.rollout.errors import SharingFailed
 from areal_core.rollout.http_thread import HttpThread
-from areal_core.servers.server import call, servers_from_environment
 from areal_core.telemetry.loggers import read_stats
 from areal_core.testing.embedded_server import EmbeddedServer
 from areal_core.trainer.rl import PPOTrainer
@@ -161,63 +157,6 @@ def test_each_side_has_released_its_memory_while_the_other_works(tiny_model, tmp
     # Before step 0 the weights, before step 1 also two moments of AdamW, each as large.
     offloaded = [step["offloaded_bytes"] for step in read_stats(next(tmp_path.rglob("stats.jsonl")))]
     assert parameters <= offloaded[0] < 2 * parameters < 3 * parameters <= offloaded[1]
-
-
-@pytest.mark.long
-def test_validation_has_a_turn_of_its_own_and_samples_from_the_last_weights(
-    tiny_model, tmp_path, monkeypatch
-):
-    events = []
-
-    def seen(route):
-        if route in ("release_memory_occupation", "update_weights_from_disk"):
-            events.append(route.split("_")[0])
-
-    config = options(
-        tmp_path,
-        tiny_model,
-        "sglang:d1|fsdp:d1",
-        total_train_steps=2,
-        evaluator={"freq_steps": 1, "eval_before_train": True},
-        saver={"freq_steps": 1},
-        recover={"mode": "on", "freq_steps": 1},
-    )
-    found = {}
-    with embedded_server(tiny_model, monkeypatch, seen):
-        run(config, lambda event, **facts: found.update(facts), valid=ROWS[:2])
-    # at start, before training, and for each step: its samples, its validation
-    assert events == ["release"] + ["update", "release"] * 5
-    assert len(list(tmp_path.rglob("checkpoint.json"))) >= 1
-    assert not list(tmp_path.rglob("weight_update/v*"))
-
-
-def test_a_request_while_the_server_is_asleep_is_an_error(tiny_model, tmp_path, monkeypatch):
-    body = {"input_ids": [5, 6], "sampling_params": {"max_new_tokens": 2, "temperature": 0.0}}
-    with embedded_server(tiny_model, monkeypatch):
-        [server] = servers_from_environment(os.environ)
-        post = partial(call, server, "POST")
-        before = post("/generate", body)
-        post("/release_memory_occupation", {})
-        with pytest.raises(RequestRefused, match="asleep: its kv_cache and weights are released"):
-            post("/generate", body)
-        with pytest.raises(RequestRefused, match="asleep: its weights are released"):
-            post("/update_weights_from_disk", {"model_path": str(tiny_model)})
-        with pytest.raises(RequestRefused, match="asleep"):
-            post("/release_memory_occupation", {"tags": ["weights"]})
-        post("/resume_memory_occupation", {"tags": ["weights"]})
-        with pytest.raises(RequestRefused, match="asleep: its kv_cache are released"):
-            post("/generate", body)
-        with pytest.raises(RequestRefused, match="the memory of weights is not released"):
-            post("/resume_memory_occupation", {"tags": ["weights"]})
-        post("/update_weights_from_disk", {"model_path": str(tiny_model)})
-        post("/resume_memory_occupation", {"tags": ["kv_cache"]})
-        assert tokens_of(post("/generate", body)) == tokens_of(before)
-        with pytest.raises(RequestRefused, match="Invalid enum value 'cuda'"):
-            post("/release_memory_occupation", {"tags": ["cuda"]})
-
-
-def tokens_of(reply: str) -> list:
-    return json.loads(reply)["meta_info"]["output_token_logprobs"]
 
 
 def test_a_server_that_does_not_release_its_memory_ends_the_run(

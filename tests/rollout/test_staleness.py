@@ -33,12 +33,6 @@ def test_a_ranks_share_is_never_zero(total, num_ranks, share):
     assert per_rank(total, num_ranks) == share
 
 
-def test_a_resumed_run_has_the_capacity_of_an_uninterrupted_one():
-    control = StalenessControl(4, 100, 1)
-    control.continue_at(7)
-    assert control.capacity() == 8
-
-
 def test_the_trainer_waits_for_stale_ones_that_would_not_fit_into_later_batches():
     # At version 1, two of version 0 are running. With max_head_offpolicyness 2 and batches of one,
     # version 2 could consume only one of them, so a newer finished one may not be consumed first.
@@ -46,10 +40,6 @@ def test_the_trainer_waits_for_stale_ones_that_would_not_fit_into_later_batches(
     assert choose_batch([1, 0], [0], 1, 2, 1) == [1]
     # With one running there is space for it later.
     assert choose_batch([1], [0], 1, 2, 1) == [0]
-
-
-def test_running_ones_that_are_already_too_stale_delay_no_batch():
-    assert choose_batch([5], [0, 0], 5, 1, 1) == [0]
 
 
 @given(

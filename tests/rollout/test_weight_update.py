@@ -10,7 +10,7 @@ from areal_core.launch.torchrun import run_ranks
 from areal_core.rollout.errors import WeightUpdateFailed
 from areal_core.servers.pool import ServerPool
 from areal_core.servers.sglang import SGLANG
-from areal_core.servers.weight_update import BroadcastUpdate, DiskUpdate, bucketed
+from areal_core.servers.weight_update import BroadcastUpdate, DiskUpdate
 
 WEIGHTS = {"a": torch.arange(4.0), "b": torch.ones(2, 2, dtype=torch.bfloat16), "c": torch.zeros(3)}
 
@@ -33,15 +33,6 @@ def model_path(tmp_path) -> Path:
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}")
     return tmp_path / "model"
-
-
-def test_buckets_keep_order_and_stay_below_the_limit():
-    buckets = list(bucketed(iter(WEIGHTS.items()), bucket_bytes=24))
-    assert [([name for name, _ in bucket], last) for bucket, last in buckets] == [
-        (["a", "b"], False),
-        (["c"], True),
-    ]
-    assert [len(bucket) for bucket, _ in bucketed(iter(WEIGHTS.items()), bucket_bytes=1)] == [1, 1, 1]
 
 
 def test_disk_update_pauses_loads_resumes_and_leaves_no_files(start_fake, pool_of, model_path, tmp_path):

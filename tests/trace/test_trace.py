@@ -67,18 +67,6 @@ def test_concurrent_episodes_get_separate_tracks_and_contain_their_children(tmp_
     assert running == [1, 2, 3, 2, 1, 0]
 
 
-def test_tracks_are_reused_by_later_episodes(tmp_path):
-    trace = Trace(tmp_path, 0, 1, {})
-    for _ in range(3):
-        asyncio.run(three_at_once(trace))
-    trace.close()
-    events = merged_events(tmp_path)
-    assert_drawable(events)
-    assert {event["tid"] for event in complete(events, "episode")} == {1, 2, 3}
-    names = {event["args"]["name"] for event in events if event["name"] == "thread_name"}
-    assert names == {"trainer", "episodes 1", "episodes 2", "episodes 3"}
-
-
 def test_concurrent_generations_of_one_episode_do_not_cross(tmp_path):
     trace = Trace(tmp_path, 0, 1, {})
 
@@ -136,16 +124,6 @@ def test_a_file_cut_by_a_kill_keeps_all_complete_lines_and_damage_inside_is_refu
         merge(tmp_path)
 
 
-def test_a_continued_run_keeps_what_came_before(tmp_path):
-    for continued in (False, True):
-        trace = Trace(tmp_path, 0, 1, {}, continued)
-        trace.stage("step", trace._origin_ns, trace._origin_ns + 1000)
-        trace.close()
-    steps = complete(merged_events(tmp_path), "stage")
-    assert len(steps) == 2
-    assert steps[1]["ts"] > steps[0]["ts"]
-
-
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
 def test_a_full_disk_ends_the_trace_with_a_warning_and_not_the_run(tmp_path, caplog):
     (tmp_path / "rank-00000.jsonl").symlink_to("/dev/full")
@@ -155,27 +133,6 @@ def test_a_full_disk_ends_the_trace_with_a_warning_and_not_the_run(tmp_path, cap
         trace.flush()
     trace.close()
     assert "rank-00000.jsonl ends here: [Errno 28] No space left on device" in caplog.text
-
-
-@pytest.mark.parametrize(
-    ("field", "value", "sentence"),
-    [
-        ("ts", "x", "at `$.ts`; the file is damaged"),
-        ("tid", [], "at `$.tid`"),
-        ("name", None, "at `$.name`"),
-        ("dur", float("inf"), "line 2: dur is inf"),
-        ("args", 5, "line 2: args is 5"),
-        ("cat", {}, "line 2: cat is {}"),
-    ],
-)
-def test_an_event_of_another_shape_is_named_with_its_field(field, value, sentence, tmp_path):
-    header = {"rank": 0, "world_size": 1, "host": "h", "pid": 1, "start_ns": 0, "batch_size": 2}
-    event = {"name": "step", "ph": "X", "cat": "stage", "tid": 0, "ts": 1.0, "dur": 2.0, "args": {}}
-    lines = [{"name": HEADER, "args": header}, event | {field: value}]
-    rank_file(tmp_path, 0).write_text("".join(json.dumps(line) + "\n" for line in lines))
-    with pytest.raises(BrokenTrace) as refused:
-        read_run(tmp_path)
-    assert sentence in str(refused.value)
 
 
 def test_a_header_that_states_a_trillion_ranks_costs_no_time(tmp_path):

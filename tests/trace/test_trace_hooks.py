@@ -85,13 +85,6 @@ def test_episodes_have_a_status_and_contain_their_children(tmp_path):
     assert sessions[0]["generate_s"] + sessions[0]["reward_s"] <= sessions[0]["total_s"]
 
 
-def test_a_reward_that_is_not_a_number_still_makes_a_readable_trace(tmp_path):
-    tracing = Tracing(Trace(tmp_path, 0, 1, {}))
-    run_episodes(tracing, row(float("nan")))
-    tracing.close()
-    assert slices(tmp_path, "episode")[0]["args"]["reward"] == "nan"
-
-
 def test_without_a_trace_every_object_is_returned_unchanged():
     workflow, update = OneAnswer(reward_fn), object()
     assert NO_TRACING.workflow(workflow) is workflow
@@ -132,26 +125,6 @@ def test_weight_updates_stages_and_staleness_are_drawn(tmp_path):
     }
     (event_args,) = (event["args"] for event in events if event["ph"] == "i")
     assert event_args == {"step": 3, "version": 3, "prompts": [5, 6], "tokens": 6}
-
-
-@pytest.mark.parametrize("save_interval", [1, 2])
-def test_events_reach_the_disk_every_save_interval(tmp_path, save_interval):
-    trace = Trace(tmp_path, 0, 1, {})
-    tracing = Tracing(trace, save_interval)
-    trace.counter("x", y=1)
-    tracing.commit(0, {})
-    trace._to_write.join()
-    lines = (tmp_path / "rank-00000.jsonl").read_text().count("\n")
-    tracing.close()
-    assert lines == (2 if save_interval == 1 else 1)
-
-
-def test_a_run_that_ends_with_an_error_records_it_in_the_trace(tmp_path):
-    tracing = Tracing(Trace(tmp_path, 0, 1, {}))
-    tracing.observers[0]("end", steps=1, error="ValueError: no")
-    tracing.close()
-    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
-    assert [event["args"]["error"] for event in events if event["name"] == "error"] == ["ValueError: no"]
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")

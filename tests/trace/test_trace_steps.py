@@ -1,14 +1,13 @@
 """The time of steps: sums, the named episode, and the resulting advice, on constructed traces."""
 
 import json
-import os
 
 import pytest
 from click.testing import CliRunner
 
 from areal_core.telemetry.trace import TRAINER_TRACK, Trace
 from areal_debug.trace.read import read_run
-from areal_debug.trace.steps import percentile, report_on
+from areal_debug.trace.steps import report_on
 from areal_debug.verbs.trace import command
 
 OPTIONS = {"batch_size": 2, "max_head_offpolicyness": 0, "max_concurrent_rollouts": 8, "max_new_tokens": 512}
@@ -115,51 +114,6 @@ def test_a_wait_for_rollouts_is_explained_by_what_episodes_did(tmp_path, episode
     assert change in finding.change
 
 
-@pytest.mark.parametrize(
-    ("stage", "option"),
-    [
-        ("compute_advantage", "actor.recompute_logprob"),
-        ("train_step", "actor.mb_spec.max_tokens_per_mb"),
-        ("update_weights", "actor.weight_update_mode"),
-        ("save", "saver.freq_steps"),
-    ],
-)
-def test_each_stage_has_its_own_advice(tmp_path, stage, option):
-    run = ScriptedTrace(tmp_path)
-    run.step(0, 0, rollout=0.1, **{stage: 3.0})
-    run.trace.close()
-    report = report_of(tmp_path)
-    assert report.shown.bottleneck == stage
-    assert option in report.finding.change
-
-
-def test_the_step_is_described_by_the_rank_that_waited_longest(tmp_path):
-    for rank, wait in ((0, 0.5), (1, 3.0)):
-        run = ScriptedTrace(tmp_path, rank, 2)
-        run.step(0, 0, rollout=wait, train_step=4.0 - wait)
-        run.episode(0, 0, 0, generation=wait)
-        run.trace.close()
-    shown = report_of(tmp_path).shown
-    assert (shown.rank, shown.longest.rank) == (1, 1)
-    assert shown.stages["rollout"] == pytest.approx(3.0)
-
-
-def test_of_ranks_that_share_rows_the_one_that_sampled_describes_the_step(tmp_path):
-    for rank, wait in ((0, 3.0), (1, 3.1)):
-        run = ScriptedTrace(tmp_path, rank, 2)
-        run.step(0, 0, rollout=wait)
-        if rank == 0:
-            run.episode(0, 0, 0, generation=2.9)
-        run.trace.close()
-    shown = report_of(tmp_path).shown
-    assert (shown.rank, shown.num_episodes) == (0, 1)
-
-
-def test_percentiles_are_nearest_rank():
-    ordered = [float(n) for n in range(1, 21)]
-    assert [percentile(ordered, p) for p in (50, 95, 100)] == [10.0, 19.0, 20.0]
-
-
 def call(*arguments):
     return CliRunner().invoke(command, [str(argument) for argument in arguments])
 
@@ -177,50 +131,3 @@ def test_the_command_exits_with_1_and_reports_the_same_as_json_when_a_step_was_s
     assert facts["step"]["stages"]["rollout"] == pytest.approx(9.0)
     assert facts["finding"]["because"] == "the batch came from a source that is not traced"
     assert call(tmp_path / "trace" / "trace.json", "--step", 1).exit_code == 1
-
-
-def test_a_steady_run_exits_with_0_once_there_are_steps_to_compare(tmp_path):
-    for num_steps, word, code in ((3, "Too few steps: 3, and a slow one shows among 4", 2), (4, "Steady", 0)):
-        run = ScriptedTrace(tmp_path / str(num_steps), world_size=2)
-        quick_steps(run, range(num_steps))
-        run.trace.close()
-        done = call(tmp_path / str(num_steps))
-        assert (done.output.startswith(word), done.exit_code) == (True, code)
-        assert f"steps {num_steps}, ranks 1 of 2" in done.output
-
-
-def test_a_file_other_than_a_trace_is_refused_in_a_sentence(tmp_path):
-    (tmp_path / "other.json").write_text('{"traceEvents": []}\n')
-    (tmp_path / "empty").mkdir()
-    trace = ScriptedTrace(tmp_path / "young")
-    trace.trace.close()
-    for given, message in (
-        ("absent", "does not exist"),
-        ("empty", "rollout.enable_rollout_tracing=true"),
-        ("other.json", "is not a trace of areal-debug"),
-        ("young", "contains no finished training step"),
-    ):
-        done = call(tmp_path / given)
-        assert done.exit_code == 2
-        assert message in done.output
-    run = ScriptedTrace(tmp_path / "run")
-    quick_steps(run, range(2))
-    run.trace.close()
-    done = call(tmp_path / "run", "--step", 7)
-    assert (done.exit_code, "step 7 is not in the trace: it contains 0 to 1" in done.output) == (2, True)
-
-
-def test_the_newest_trace_below_a_folder_of_logs_is_read_and_the_others_are_named(tmp_path):
-    for name in ("old", "new"):
-        run = ScriptedTrace(tmp_path / "logs" / "user" / name / "trial" / "trace")
-        quick_steps(run, range(2 if name == "old" else 4))
-        run.trace.close()
-    old, new = (tmp_path / "logs" / "user" / name / "trial" / "trace" for name in ("old", "new"))
-    for file in old.iterdir():
-        os.utime(file, (1, 1))
-    done = call(tmp_path / "logs")
-    assert done.exit_code == 0, done.output
-    assert f"2 runs found in {tmp_path / 'logs'}, the newest was read ({new})" in done.output
-    assert f"for another: areal-debug trace {old}" in done.output
-    assert "steps 4, ranks 1" in done.output
-    assert "runs found" not in call(old.parent).output

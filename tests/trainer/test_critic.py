@@ -10,8 +10,6 @@ import pytest
 import torch
 from transformers import AutoModelForSequenceClassification
 
-from areal_core.engine.ranks import leave_ranks
-from areal_core.testing import make_tiny_model
 from areal_debug.wiring import recorder_of
 from recorder import Recording, RecordingOptions, open_record
 from replayer.anchors import AnchorPolicy, AnchorTaker
@@ -144,21 +142,6 @@ def assert_same(found, expected):
     assert weights == pytest.approx(expected_weights, rel=1e-5)
 
 
-@pytest.mark.long
-def test_micro_batches_do_not_change_what_is_learned(tiny_model, tmp_path, teacher_options, undivided):
-    cut = []
-    limit = "actor.mb_spec.max_tokens_per_mb=32"
-    with build(tiny_model, tmp_path, 3, limit, *teacher_options, observers=[measure_into(cut)]) as trainer:
-        trainer.train()
-        weights = norms_of_weights(trainer)
-    number = "ppo_critic/num_micro_batches"
-    assert cut[0][number] > undivided[0][0][number] == 1
-    assert {"ppo_critic/critic_loss/avg", "ppo_critic/grad_norm", "ppo_actor/update/rkl_loss/avg"} <= set(
-        cut[0]
-    )
-    assert_same((cut, weights), undivided)
-
-
 TREES = "actor.enable_tree_training=true"
 
 
@@ -232,34 +215,3 @@ def test_a_recorded_run_replays_bitwise_and_actor_and_critic_are_distinguished(t
         "lr of the critic",
     )
     assert differences.verdict.cause == "configuration"
-
-
-@pytest.mark.long
-def test_an_interrupted_run_continues_to_the_same_bits(tiny_model, tmp_path):
-    recovering = [
-        "recover.mode=auto",
-        "recover.freq_steps=1",
-        "critic.optimizer.type=adam",
-        "critic.optimizer.lr_scheduler_type=linear",
-    ]
-
-    def checksums(trial, **options):
-        with build(tiny_model, tmp_path, 4, f"trial_name={trial}", *recovering, **options) as trainer:
-            trainer.train()
-            return trainer.checksums(), trainer.first_step
-
-    undivided, _ = checksums("undivided")
-    _, first = checksums("cut", stop_after=1)
-    continued, again = checksums("cut")
-    assert (first, again) == (0, 2)
-    assert continued == undivided
-    assert len({name.startswith("critic.") for name in undivided}) == 2
-
-
-def test_a_teacher_with_another_tokenizer_is_refused(tiny_model, tmp_path):
-    other = make_tiny_model(tmp_path / "teacher", seed=1)
-    text = (other / "tokenizer.json").read_text()
-    (other / "tokenizer.json").write_text(text.replace('"7"', '"@@"'))
-    with pytest.raises(ValueError, match=r"teacher.path .* has another tokenizer than the run"):
-        build(tiny_model, tmp_path / "run", 1, f"teacher.path={other}")
-    leave_ranks()  # a trainer that was not made cannot

@@ -8,8 +8,7 @@ from areal_core.config import NormConfig, PPOActorConfig, RejectionSamplingConfi
 from areal_core.errors import ConfigError
 from areal_core.telemetry.stats import Stats
 from areal_core.trainer.objective import PolicyObjective, build_objective
-from areal_core.trainer.step_stats import log_batch, log_settings
-from areal_core.trainer.update import divide_into_minibatches
+from areal_core.trainer.step_stats import log_batch
 
 
 @dataclass
@@ -46,14 +45,6 @@ def objective(**options):
         "reward_norm": NormConfig(mean_level="group", std_level=None, group_size=2),
     }
     return PolicyObjective(PPOActorConfig(**defaults | options), lambda tensor: tensor, Stats())
-
-
-def test_entropy_is_returned_where_logprobs_are_recomputed():
-    options = objective(use_decoupled_loss=True)
-    inputs = options.learning_inputs(batch(), FixedScorer(torch.zeros(4, 3)), None, 0)
-    assert inputs["entropy"].tolist() == [[0.5, 0.5, 0.0]] * 4
-    taken = objective(use_decoupled_loss=False, recompute_logprob=False)
-    assert "entropy" not in taken.learning_inputs(batch(), FixedScorer(torch.zeros(4, 3)), None, 0)
 
 
 def test_grpo_advantages_are_rewards_minus_their_group_mean_on_positions_in_the_loss_mask():
@@ -142,14 +133,6 @@ def test_m2po_trusts_tokens_until_the_mean_square_of_the_batch_is_reached():
     assert inputs["loss_mask"].sum() == 8  # the loss is still divided by all tokens in the loss mask
 
 
-def test_loglinear_needs_no_forward_and_takes_the_share_from_the_staleness_of_each_token():
-    subject = objective(use_decoupled_loss=True, prox_logp_method="loglinear")
-    rows = batch()
-    rows["versions"] = torch.tensor([[-1, 5, 4], [-1, 3, 1], [-1, 5, 5], [-1, 5, 5]], dtype=torch.int32)
-    inputs = subject.learning_inputs(rows, None, None, 5)  # there is no engine that could score
-    assert inputs["proximal_share"][:2].tolist() == [[0.0, 0.0, 0.0], [0.5, 0.75, 0.0]]
-
-
 def test_metrics_train_on_the_computed_policy_and_record_the_errors_of_the_approximations():
     flat, logprobs = random_flat(3)
     flat["proximal_share"] = np.full(12, 0.5)
@@ -173,33 +156,6 @@ def test_metrics_train_on_the_computed_policy_and_record_the_errors_of_the_appro
     assert stats["compute_logp/kl_div_direct/avg"] == pytest.approx(-moved.mean())
     assert stats["compute_logp/kl_div_taylor/avg"] == pytest.approx((moved**2).mean() / 2)
     assert stats["compute_logp/kl_div_dual/min"] == pytest.approx((np.exp(moved) - 1 - moved).min())
-
-
-@pytest.mark.parametrize(
-    ("options", "bounds"),
-    [
-        (
-            {"rejection_sampling": RejectionSamplingConfig(upper=3.0, lower=0.5)},
-            {"rs_upper": 3.0, "rs_lower": 0.5},
-        ),
-        ({"behav_imp_weight_cap": 4.0, "c_clip": 2.0}, {"rs_upper": 4.0, "c_clip": 2.0}),
-        ({"mask_no_eos_with_zero": True}, {}),
-    ],
-)
-def test_options_that_limit_the_update_are_logged_as_scalars(options, bounds):
-    stats, actor = Stats(), PPOActorConfig(eps_clip=0.25, **options)
-    log_settings(stats, actor)
-    exported = {name: value for name, value in stats.export().items() if not name.endswith("__count")}
-    assert exported == {f"ppo_actor/{name}": value for name, value in bounds.items()} | {
-        "ppo_actor/eps_clip": 0.25,
-        "ppo_actor/use_dual_clip": float("c_clip" in options),
-        "ppo_actor/mask_no_eos_with_zero": float("mask_no_eos_with_zero" in options),
-    }
-
-
-def test_minibatches_share_the_rows_and_are_never_more_than_rows(ranks):
-    assert divide_into_minibatches(batch(), 2, ranks) == [[0, 2], [1, 3]]
-    assert divide_into_minibatches(batch(), 9, ranks) == [[0], [1], [2], [3]]
 
 
 def test_statistics_of_a_batch_have_the_names_and_values_that_users_know():

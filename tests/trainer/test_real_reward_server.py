@@ -1,7 +1,6 @@
 """A reward model on a real SGLang server on the CPU scores as the trainer's own engine does."""
 
 import asyncio
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,7 +13,6 @@ from areal_core.reward.served import RewardServer
 from tests.trainer import reward_model_program as program
 
 pytestmark = [pytest.mark.long, pytest.mark.sglang]
-PROGRAM = Path(__file__).with_name("reward_model_program.py")
 
 
 def test_scores_of_a_real_server_are_those_of_transformers(tiny_model, tmp_path):

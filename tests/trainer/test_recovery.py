@@ -8,12 +8,10 @@ import pytest
 
 from areal_core.config import SFTConfig
 from areal_core.config.train_engine import OptimizerConfig
-from areal_core.data import PromptLoader
 from areal_core.engine.checkpoint.files import read_checkpoint
-from areal_core.engine.determinism import rng_state
 from areal_core.errors import CheckpointError
 from areal_core.trainer import build, checkpointing, supervised
-from areal_core.trainer.checkpointing import Frequency, Position, Recovery, cut_stats, find_checkpoint
+from areal_core.trainer.checkpointing import find_checkpoint
 from areal_core.trainer.sft import SFTTrainer
 
 ROWS = [{"input_ids": [5 + i, 6, 7, 8 + i % 3], "loss_mask": [0, 1, 1, 1]} for i in range(8)]
@@ -121,34 +119,6 @@ def test_a_run_that_fails_abandons_its_unfinished_checkpoint_and_continues_from_
     assert train("auto", saver__mode="async") == uninterrupted
 
 
-@pytest.mark.long
-def test_optimizer_states_that_were_not_saved_or_not_loaded_make_a_difference(train, checkpoints):
-    uninterrupted = train("disabled", trial="uninterrupted")
-    for trial, option in (("a", "recover__no_save_optim"), ("b", "recover__no_load_optim")):
-        train("auto", stop_after=1, trial=trial, **{option: True})
-        saved = read_checkpoint(checkpoints(trial) / "step-000002").engines["actor"]
-        assert saved.has_optimizer == (trial == "b")
-        assert train("auto", trial=trial, **{option: True}) != uninterrupted
-
-
-def test_timers_continue_from_their_saved_state(ranks, tmp_path):
-    now = [100.0]
-    timer = Frequency(None, None, 60.0, 4, clock=lambda: now[0])
-    now[0] = 145.0
-    config = SFTConfig(experiment_name="e", trial_name="t")
-    config.cluster.fileroot, config.recover.mode = str(tmp_path), "auto"
-    again = Recovery(config, ranks, 4)
-    again.keep("saver", Frequency(None, None, 60.0, 4, clock=lambda: now[0]))
-    again._position, again._rng = Position(3, 3, None, {"saver": timer.elapsed_s(), "gone": 1.0}), rng_state()
-    assert timer.elapsed_s() == 45.0
-    now[0] = 1000.0  # the run was down for a while, which does not count
-    assert again.restore(PromptLoader(ROWS, 2))
-    now[0] = 1014.0
-    assert not again._timers["saver"].is_due(3)
-    now[0] = 1015.0
-    assert again._timers["saver"].is_due(4)
-
-
 def test_a_damaged_checkpoint_is_reported_and_the_previous_one_is_used(
     train, checkpoints, steps_logged, caplog
 ):
@@ -175,23 +145,3 @@ def test_fault_starts_from_the_beginning_and_continues_only_its_own_run(
     assert steps_logged() == [0, 1]
     assert sorted(entry.name for entry in checkpoints().iterdir()) == ["step-000001", "step-000002"]
     assert find_checkpoint(checkpoints(), "fault", is_restart=True).name == "step-000002"
-
-
-def test_resume_without_a_checkpoint_reports_what_to_do(tmp_path):
-    with pytest.raises(
-        CheckpointError, match=r"recover.mode is 'resume' and .* has no complete checkpoint: use 'auto'"
-    ):
-        find_checkpoint(tmp_path, "resume", is_restart=False)
-    assert find_checkpoint(tmp_path, "auto", is_restart=False) is None
-
-
-def test_statistics_are_cut_at_the_first_step_that_is_repeated(tmp_path):
-    file = tmp_path / "stats.jsonl"
-    file.write_text(
-        "".join(json.dumps({"step": step, "loss": 0.5}) + "\n" for step in range(4)) + '{"step": 4, "lo'
-    )
-    cut_stats(file, 5)  # the line that was being written when the run was killed
-    assert [json.loads(line)["step"] for line in file.read_text().splitlines()] == [0, 1, 2, 3]
-    cut_stats(file, 2)
-    assert [json.loads(line)["step"] for line in file.read_text().splitlines()] == [0, 1]
-    cut_stats(tmp_path / "none.jsonl", 0)

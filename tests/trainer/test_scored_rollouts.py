@@ -10,8 +10,7 @@ from transformers import AutoModelForSequenceClassification
 
 from areal_core.config import PPOConfig, load_expr_config
 from areal_core.data import get_dataset
-from areal_core.engine.ranks import leave_ranks
-from areal_core.errors import ConfigError, ModelError
+from areal_core.errors import ConfigError
 from areal_core.paths import run_folder
 from areal_core.reward import no_reward
 from areal_core.rollout.http_thread import HttpThread
@@ -89,18 +88,6 @@ def test_ranks_compute_the_same_scores(split, tiny_model, scorer, tmp_path, torc
     assert found == pytest.approx(expected, rel=1e-4, abs=1e-5)
 
 
-def test_a_language_model_and_another_tokenizer_are_refused(tiny_model, scorer, tmp_path):
-    with pytest.raises(ModelError, match="has no trained score head"):
-        program.build(tiny_model, tiny_model, tmp_path)
-    leave_ranks()  # a trainer that was not made cannot
-    other = program.make_reward_model(tiny_model, tmp_path / "other")
-    text = (other / "tokenizer.json").read_text()
-    (other / "tokenizer.json").write_text(text.replace('"7"', '"@@"'))
-    with pytest.raises(ModelError, match=r"reward_model.path .* has another tokenizer than the run"):
-        program.build(tiny_model, other, tmp_path)
-    leave_ranks()
-
-
 def test_a_served_reward_model_gives_the_rewards_of_the_workflow(tiny_model, tmp_path):
     async def classify(request):
         tokens = (await request.json())["input_ids"]
@@ -129,19 +116,3 @@ def test_a_served_reward_model_gives_the_rewards_of_the_workflow(tiny_model, tmp
         completion = trainer.tokenizer.decode(ids[sampled], skip_special_tokens=True)
         expected.append((int(sampled.int().argmax()) + len(completion) + len(["<|end|>"])) / 4)
     assert batches[0]["rewards"].tolist() == expected
-
-
-@pytest.mark.parametrize(
-    ("overrides", "sentence"),
-    [
-        (["reward_model.weight=2"], "reward_model.path is empty"),
-        (["reward_model.path=m", "reward_model.init_from_scratch=true"], "scores of random weights"),
-        (["reward_model.path=m", "actor.dynamic_sampling=true"], "groups are dropped by the workflow's own"),
-        (["reward_model.path=m", "reward_model.use_lora=true"], "the model is not trained"),
-        (["reward_model.path=m", "reward_model.mb_spec.max_tokens_per_mb=4"], "would not fit"),
-    ],
-)
-def test_options_that_contradict_a_reward_model_are_refused(overrides, sentence):
-    given = ["--config", str(program.TINY), "cluster.fileroot=runs", "actor.path=m", *overrides]
-    with pytest.raises(ConfigError, match=sentence):
-        load_expr_config(given, PPOConfig)

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 
 from areal_core.config import SFTConfig
 from areal_core.config.train_engine import OptimizerConfig
-from areal_core.errors import ConfigError, MiscomputedError
+from areal_core.errors import MiscomputedError
 from areal_core.paths import run_folder
 from areal_core.testing.bit_flips import flip_bit
 from areal_core.trainer import build, supervised
@@ -89,15 +89,3 @@ def test_the_loss_before_training_is_that_of_the_models_logits(train, tiny_model
         name: first[f"{scope}/{name}"] for name in ("n_seqs", "n_tokens", "n_valid_tokens", "prompt_tokens")
     }
     assert counts == {"n_seqs": 3, "n_tokens": 12, "n_valid_tokens": 6, "prompt_tokens": 6}
-
-
-def test_validation_runs_after_the_steps_of_the_config(train):
-    first, second = train(HELD_OUT, freq_steps=2)
-    assert not [name for name in first if name.startswith("eval")]
-    assert second["eval-sft/loss/avg"] > 0
-    assert second["sft/ppl/min"] > 1
-
-
-def test_validation_without_rows_is_refused(train):
-    with pytest.raises(ConfigError, match="evaluator requests validation and valid_dataset is None"):
-        train(None, freq_steps=1)

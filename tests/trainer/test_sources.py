@@ -41,20 +41,3 @@ def test_without_prompts_in_flight_the_new_ranks_get_the_rows_of_an_uninterrupte
         feed.load_state_dict(state)
     prompts_of(fresh, 1)
     assert [feed.take() for feed in new] == [feed.take() for feed in fresh]
-
-
-def test_counts_keep_their_sum():
-    states = [
-        feed.state_dict([]) | {"counts": {"rejected": 2, "failed": r}} for r, feed in enumerate(feeds(2))
-    ]
-    counts_of_ranks = [state["counts"] for state in reshard(states, 4)]
-    assert [counts["rejected"] for counts in counts_of_ranks] == [1, 1, 1, 1]
-    assert [counts["failed"] for counts in counts_of_ranks] == [1, 0, 0, 0]
-
-
-def test_loaders_alone_and_replays_continue_at_the_position_of_all_ranks():
-    loaders = [PromptLoader(ROWS, 4, rank, 2) for rank in range(2)]
-    for loader in loaders:
-        loader.next_batch()
-    assert reshard([loader.state_dict() for loader in loaders], 4) == [loaders[0].state_dict()] * 4
-    assert reshard([{}, {}], 3) == [{}, {}, {}]

@@ -2,7 +2,6 @@
 
 import importlib.util
 import json
-import random
 import subprocess
 import sys
 from pathlib import Path
@@ -17,22 +16,6 @@ ROOT = Path(__file__).parents[2]
 specification = importlib.util.spec_from_file_location("tldr_data", ROOT / "examples/tldr_data.py")
 tldr_data = importlib.util.module_from_spec(specification)
 specification.loader.exec_module(tldr_data)
-
-
-def test_the_best_summary_is_the_sentence_about_the_title_and_no_other_is_chosen():
-    tokenizer = tldr_data.make_tokenizer()
-    rows = [tldr_data.make_row(random.Random(seed)) for seed in range(200)]
-    for row in rows:
-        post, best = row["messages"][0]["content"], row["chosen"]
-        subject = post.partition("title my ")[2].split()[0]
-        assert best.split()[0] == subject
-        assert f" {best} ." in post
-        assert row["best"] == best != row["rejected"]
-        assert row["answer"] == best or row["answer"] in post.replace(" . ", " ")
-        ids = tokenizer.apply_chat_template(row["messages"], add_generation_prompt=True, return_dict=False)
-        assert tokenizer.unk_token_id not in ids
-    assert 0.3 < sum(row["answer"] == row["best"] for row in rows) / len(rows) < 0.45
-    assert {len(row["rejected"].split()) for row in rows} == {2, 3, 6}
 
 
 @pytest.mark.long

@@ -10,7 +10,7 @@ import torch
 
 from recorder import RecordError, open_record, verify
 
-from .stand_ins import areal_modules, real
+from .stand_ins import areal_modules
 
 
 @pytest.fixture
@@ -185,17 +185,6 @@ def test_what_a_trajectory_lacks_is_unknown_and_what_it_has_besides_is_kept_or_n
     assert row["turn_ids"].tolist() == [[0, 1, 2], [0, 1, 0]]
 
 
-def test_a_workflow_is_named_by_its_import_path(areal, tmp_path, monkeypatch):
-    """As a controller passes it to its workers, of which each has a record of its own."""
-    monkeypatch.setattr(areal, "SingleTurn", lambda: single_turn(areal), raising=False)
-    monkeypatch.setattr(sys, "argv", ["rpc_server", "--role", "rollout", "--worker-index", "2"])
-    monkeypatch.setenv("AREAL_DEBUG_RECORD", str(tmp_path / "r"))
-    recorded = areal.Recorded("recorder.trainers.areal_workflow.SingleTurn", workflow_kwargs={})
-    train(areal, recorded, Engine(), steps=1)
-    recorded.recording.end_with_process()
-    assert open_record(tmp_path / "r-rank2").steps == (0,)
-
-
 def test_a_failure_of_the_record_does_not_stop_the_workflow(areal, tmp_path, capfd):
     class NoTokens(areal.RolloutWorkflow):
         async def arun_episode(self, engine, data):
@@ -209,49 +198,3 @@ def test_a_failure_of_the_record_does_not_stop_the_workflow(areal, tmp_path, cap
         "recording: areal: a trajectory is not recorded: the trajectory has no attention_mask and no input_ids; "
         "the run continues without recording"
     )
-
-
-def test_a_replay_of_nothing_is_one_sentence(areal, tmp_path):
-    with pytest.raises(RecordError, match="does not exist: give the folder that a run recorded into"):
-        areal.Replayed(tmp_path / "absent")
-
-
-@pytest.mark.skipif(real("areal.infra.workflow_executor") is None, reason="needs AReaL")
-def test_the_executor_of_areal_records_and_replays(areal, tmp_path):
-    """The real executor, its groups and its order of results; only the engine is not a real one."""
-    import random
-
-    from areal.api.cli_args import InferenceEngineConfig
-    from areal.infra.remote_inf_engine import GroupedRolloutWorkflow
-    from areal.infra.workflow_executor import WorkflowExecutor
-    from areal.utils import logging
-
-    def collect(workflow, engine):
-        config = InferenceEngineConfig(
-            consumer_batch_size=3, max_concurrent_rollouts=3, max_head_offpolicyness=0
-        )
-        executor = WorkflowExecutor(config, engine)
-        executor.initialize(logger=logging.getLogger("test"), train_data_parallel_size=1)
-        grouped = GroupedRolloutWorkflow(workflow, 2, logging.getLogger("test"))
-        random.seed(0)
-        try:
-            batches = []
-            for _ in range(2):
-                batches += executor.rollout_batch([{"prompt": [1] * (1 + n)} for n in range(3)], grouped)
-                engine.version += 1
-            return batches
-        finally:
-            executor.destroy()
-
-    recorded = areal.Recorded(single_turn(areal), tmp_path / "r")
-    before = collect(recorded, Engine())
-    recorded.recording.end_with_process()
-    assert open_record(tmp_path / "r").steps == (0, 1)
-    assert verify(tmp_path / "r").intact
-    engine = Engine()
-    after = collect(areal.Replayed(tmp_path / "r"), engine)
-    assert engine.calls == 0
-    assert len(before) == len(after) == 6
-    for one, other in zip(before, after, strict=True):
-        assert one.keys() == other.keys()
-        assert all(torch.equal(one[name], other[name]) for name in one)

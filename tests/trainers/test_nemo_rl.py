@@ -1,13 +1,9 @@
 """areal_debug.nemo_rl.Recorded, called as NeMo-RL's GRPO loop calls its logger."""
 
-import json
-
 import pytest
 
 from areal_debug.nemo_rl import Recorded
 from recorder import open_record, verify
-from recorder.errors import ForeignFormat
-from recorder.trainers.nemo_rl import samples_of
 
 from .stand_ins import NemoLogger
 
@@ -71,52 +67,6 @@ def test_every_value_of_two_steps_is_recorded_and_nothing_is_dumped(logger, tmp_
     assert verify(tmp_path / "r").intact
     assert verify(tmp_path / "r").end.finished
     assert not (tmp_path / "logs").exists()
-
-
-def test_everything_else_reaches_the_logger(logger, tmp_path):
-    recorded = Recorded(logger, tmp_path / "r")
-    recorded.log_hyperparams({"lr": 1e-6})
-    train_step(recorded, 1, columns())
-    recorded.log_batched_dict_as_jsonl({"content": ["a"], "rewards": [1.0]}, "val_data_step1.jsonl")
-    recorded.finish()
-    assert logger.logged[0] == ({"lr": 1e-6},)
-    assert [entry[2:] for entry in logger.logged[1:]] == [
-        ("train", None, False),
-        ("train", None, False),
-        ("timing/train", None, True),
-    ]
-    assert logger.finished
-    assert recorded.base_log_dir == logger.base_log_dir
-    (line,) = (tmp_path / "logs" / "val_data_step1.jsonl").read_text().splitlines()
-    assert json.loads(line) == {"content": ["a"], "rewards": [1.0], "idx": 0}
-
-
-@pytest.mark.parametrize("length", [-3, 10**12])
-def test_a_length_that_a_row_cannot_have_is_refused(length):
-    with pytest.raises(ForeignFormat, match=f"row 0: input_lengths is {length}, with values for 5 tokens"):
-        samples_of(columns(input_lengths=[length, 5, 3]))
-
-
-def test_what_an_older_version_does_not_log_is_unknown(logger, tmp_path):
-    """Version 0.5 logs no tokens and no masks; its data may stay without metrics."""
-    old = ("content", "rewards", "input_lengths", "generation_logprobs", "prev_logprobs")
-    recorded = Recorded(logger, tmp_path / "r")
-    recorded.log_batched_dict_as_jsonl({name: columns()[name] for name in old}, "train_data_step1.jsonl")
-    recorded.log_batched_dict_as_jsonl(
-        {"content": ["x"], "input_lengths": [7]}, "train_data_step2.jsonl"
-    )  # of a distillation
-    recorded.finish()
-    record = open_record(tmp_path / "r")
-    step = record.step(0)
-    unknown = ("input_ids", "loss_mask", "versions", "prompt_id", "finish_reason", "prompt_length")
-    assert not any(step.known(0, name).any() for name in unknown)
-    assert step.known(0, "logprobs").all()
-    assert step.batch(0)["logprobs"].tolist() == [0, 0, -0.5, -1.0, 0, 0, -1.5, 0, -2.0, 0, 0, -2.5]
-    assert step.batch(0)["rewards"].tolist() == [1.0, 0.0, 0.5]
-    second = record.step(1)
-    assert not second.known(0, "rewards").any()
-    assert second.text(0)[0] == {"row": 0, "prompt": "", "completion": "x", "reward": None}
-    assert verify(tmp_path / "r").intact
 
 
 def test_dynamic_sampling_records_the_rewards_of_the_samples_trained_on(logger, tmp_path):

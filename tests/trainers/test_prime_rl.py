@@ -1,15 +1,11 @@
 """areal_debug.prime_rl.observed_default, called as prime-rl's trainer calls a custom loss."""
 
-import math
-
 import numpy as np
 import pytest
 import torch
 
 from areal_debug import prime_rl
-from consistency.measure import NOISE
-from recorder import RecordError, open_record, verify
-from recorder.trainers.guarded import Guarded
+from recorder import open_record, verify
 
 from .stand_ins import load_function, prime_rl_loss
 
@@ -136,38 +132,6 @@ def test_a_mismatch_is_one_sentence(loss, folder, capfd):
     assert open_record(folder).step(0).outcome(0).stats["mismatch/share_above_ln2"] == 0.5
 
 
-@pytest.mark.parametrize(("noise", "warns"), [("bfloat16", True), ("float8", False)])
-def test_what_is_normal_depends_on_the_number_format(noise, warns, capfd):
-    row = {
-        "trainer_logprobs": np.float32([-1.0, -1.04]),
-        "inference_logprobs": np.float32([-1.0, -1.0]),
-        "loss_mask": np.array([False, True]),
-    }
-    prime_rl.compare(0, [row], NOISE[noise], Guarded("prime-rl").notice)
-    assert ("engine and trainer differ" in capfd.readouterr().err) == warns
-
-
-def test_values_that_are_not_finite_are_counted(capfd):
-    row = {
-        "trainer_logprobs": np.float32([-1.0, math.nan, -1.0]),
-        "inference_logprobs": np.float32([-1.0, -1.0, -math.inf]),
-        "loss_mask": np.array([True, True, True]),
-    }
-    stats = prime_rl.compare(0, [row], NOISE["bfloat16"], Guarded("prime-rl").notice)
-    assert stats["mismatch/not_finite"] == 2
-    assert stats["mismatch/max_abs"] == 0
-    assert "1 tokens beyond ln 2, 2 not finite" in capfd.readouterr().err
-
-
-def test_another_rank_has_a_record_of_its_own(loss, folder, monkeypatch):
-    monkeypatch.setenv("RANK", "3")
-    trainer = Trainer(loss)
-    trainer.step([FIRST])
-    trainer.end()
-    assert open_record(f"{folder}-rank3").steps == (0,)
-    assert not folder.exists()
-
-
 def test_a_failure_of_the_record_does_not_stop_the_loss(loss, folder, capfd):
     folder.write_text("a file")
     trainer = Trainer(loss)
@@ -180,23 +144,3 @@ def test_a_failure_of_the_record_does_not_stop_the_loss(loss, folder, capfd):
         f"recording: prime-rl: step 0 is not recorded: {folder} is a file: give a folder to record into; "
         "the run continues without recording"
     )
-
-
-def test_memory_is_bounded_if_no_optimizer_is_seen(loss, folder, monkeypatch, capfd):
-    monkeypatch.setattr("recorder.trainers.prime_rl.LARGEST_STEP", 7)
-    function = load_function(PATH)
-    inputs = inputs_of(loss, torch.tensor(FIRST[0]), *FIRST[1:])
-    for _ in range(3):
-        function(inputs)
-    assert prime_rl.observation("bfloat16", 0).rows == []
-    assert capfd.readouterr().err == (
-        "recording: prime-rl: step 0 is not recorded: no step of a torch optimizer ended these 8 tokens; "
-        "the run continues without recording\n"
-    )
-
-
-def test_an_unknown_noise_is_one_sentence(loss, folder):
-    with pytest.raises(
-        RecordError, match="noise is 'int4': give one of float32, bfloat16, bfloat16-moe, float8"
-    ):
-        Trainer(loss, noise="int4").step([FIRST])

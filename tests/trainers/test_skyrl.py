@@ -89,23 +89,6 @@ def test_a_step_has_the_rewards_groups_and_advantages_that_its_batch_has_lost(tm
     assert (step.outcome(0).version, step.outcome(0).stats) == (4, {"policy/loss": 0.5})
 
 
-def test_supervised_batches_have_no_rewards_and_no_groups(tmp_path):
-    """Nothing is invented for them, and pictures are named."""
-    batch = Batch({name: a_batch()[name] for name in ("sequences", "attention_mask", "loss_mask")})
-    batch.metadata, batch["pixel_values"] = {}, [torch.zeros(2)] * 3
-    callback = Record(tmp_path / "r")
-    trainer = SimpleNamespace(cfg={}, tokenizer=None)
-    callback.on_step_end(trainer, SimpleNamespace(batch=batch, global_step=1, metrics={"loss": 2.0}), None)
-    callback.on_train_end(trainer, None, None)
-    step = open_record(tmp_path / "r").step(1)
-    assert not any(
-        step.known(0, name).any() for name in ("rewards", "prompt_id", "logprobs", "prompt_length")
-    )
-    assert step.batch(0)["loss_mask"].tolist() == [0, 0, 1, 1, 0, 1, 0, 1, 0, 0, 0, 0]
-    assert step.plan(0).details == {"not_recorded": ["pixel_values"]}
-    assert step.outcome(0).stats == {"loss": 2.0}
-
-
 def test_what_cannot_be_recorded_is_one_sentence_and_the_run_continues(tmp_path, capsys):
     """Whatever the batch has."""
     callback = Record(tmp_path / "r")
@@ -114,12 +97,6 @@ def test_what_cannot_be_recorded_is_one_sentence_and_the_run_continues(tmp_path,
     lines = capsys.readouterr().err.strip().splitlines()
     assert all("sample 0: token ids from -6 to 5" in line for line in lines)
     assert "the run continues without recording" in lines[0]
-
-
-def test_events_that_are_not_needed_do_nothing_and_other_names_are_errors():
-    """SkyRL calls every event of every callback."""
-    assert Record("r").on_log(None, None, None) is None
-    assert not hasattr(Record("r"), "step")
 
 
 @pytest.mark.long

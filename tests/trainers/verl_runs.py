@@ -1,6 +1,6 @@
-"""Two steps of verl's own trainers, in verl's environment; prints what they trained on, as JSON.
+"""Two steps of verl's default trainer, in verl's environment; prints what they trained on, as JSON.
 
-    verl_runs.py proto|queue FOLDER
+    verl_runs.py FOLDER
 
 Real are the trainer, its batches, its log-probs, advantages and logger, Ray and TransferQueue. The
 workers are one tiny model in this process, and what it sampled is given.
@@ -16,9 +16,7 @@ import numpy as np
 import torch
 import verl
 from hydra import compose, initialize_config_dir
-from verl import DataProto
 from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics, AgentLoopOutput
-from verl.trainer.ppo.ray_trainer import RayPPOTrainer, compute_advantage
 from verl.utils import tensordict_utils as tu
 
 VOCABULARY, GROUP, PROMPTS = 50, 2, 2
@@ -198,76 +196,6 @@ def run_queue() -> list:
     return seen
 
 
-def padded(rows: list[list], width: int, left: bool, dtype: torch.dtype) -> torch.Tensor:
-    """[B, width], rows padded with zeros."""
-    tensor = torch.zeros(len(rows), width, dtype=dtype)
-    for number, row in enumerate(rows):
-        begin = width - len(row) if left else 0
-        tensor[number, begin : begin + len(row)] = torch.tensor(row, dtype=dtype)
-    return tensor
-
-
-def batch_of(episodes: list[AgentLoopOutput]) -> DataProto:
-    """The batch of a step as RayPPOTrainer has it before its advantages are computed."""
-    prompts = padded([each.prompt_ids for each in episodes], 6, True, torch.int64)
-    responses = padded([each.response_ids for each in episodes], 10, False, torch.int64)
-    ones = [[1] * len(each.prompt_ids) for each in episodes]
-    after = [[1] * len(each.response_ids) for each in episodes]
-    mask = padded([each.response_mask for each in episodes], 10, False, torch.int64)
-    scores = torch.zeros(len(episodes), 10)
-    for row, each in enumerate(episodes):
-        scores[row, len(each.response_ids) - 1] = each.reward_score
-    noise = torch.rand(3, len(episodes), 10) * mask
-    tensors = {
-        "prompts": prompts,
-        "responses": responses,
-        "input_ids": torch.cat([prompts, responses], 1),
-        "attention_mask": torch.cat(
-            [padded(ones, 6, True, torch.int64), padded(after, 10, False, torch.int64)], 1
-        ),
-        "position_ids": torch.zeros(len(episodes), 3, 16, dtype=torch.int64),
-        "response_mask": mask,
-        "rollout_log_probs": padded([each.response_logprobs for each in episodes], 10, False, torch.float32),
-        "old_log_probs": -noise[0],
-        "ref_log_prob": -noise[1].to(torch.bfloat16),
-        "token_level_scores": scores,
-        "token_level_rewards": scores - noise[2] / 10,
-        "teacher_logits": torch.zeros(len(episodes), 10, 5),
-    }
-    others = {
-        "uid": np.array([f"prompt {row // GROUP}" for row in range(len(episodes))], object),
-        "acc": np.array([each.reward_score > 0.5 for each in episodes]),
-        "raw_prompt": np.array([[{"role": "user"}]] * len(episodes), object),
-        "multi_modal_inputs": np.array([{"pixel_values": torch.zeros(2)}] * len(episodes), object),
-    }
-    return DataProto.from_dict(tensors, others)
-
-
-def run_proto() -> list:
-    """Two steps of the legacy trainer: its update is real, its workers only answer."""
-    config, seen, rng = composed(), [], np.random.default_rng(0)
-    config.actor_rollout_ref.actor.entropy_coeff = 0.0
-    trainer = object.__new__(RayPPOTrainer)
-    trainer.config, trainer.tokenizer = config, None
-    metrics = {"pg_loss": [0.25, 0.75], "grad_norm": [1.5], "mfu": [0.0]}
-    trainer.actor_rollout_wg = SimpleNamespace(
-        update_actor=lambda data: tu.get_tensordict({}, {"metrics": dict(metrics)})
-    )
-    for step in (1, 2):
-        episodes = [
-            episode(rng, rng.integers(1, VOCABULARY, 3 + row // GROUP).tolist(), float(rng.random()), (0, 0))
-            for row in range(2 * GROUP)
-        ]
-        batch = compute_advantage(batch_of(episodes), "grpo")
-        if step == 2:  # a run that does not keep these
-            batch.pop(["rollout_log_probs"], ["uid"])
-        trainer.global_steps = step
-        returned = trainer._update_actor(batch)
-        assert returned.meta_info["metrics"]["actor/pg_loss"] == [0.25, 0.75]
-        seen.append({name: as_json(tensor) for name, tensor in batch.batch.items()})
-    return seen
-
-
 if __name__ == "__main__":
-    os.chdir(sys.argv[2])
-    print("SEEN " + json.dumps({"queue": run_queue, "proto": run_proto}[sys.argv[1]]()))
+    os.chdir(sys.argv[1])
+    print("SEEN " + json.dumps(run_queue()))

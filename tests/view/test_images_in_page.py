@@ -1,14 +1,10 @@
 """Pictures in the page: from its own bytes of formats of pixels."""
 
-import hashlib
-import json
-
 import numpy as np
 import pytest
 from click.testing import CliRunner
 
 from areal_debug.verbs.open import command
-from areal_debug.verbs.record import command as record_command
 from areal_debug.view.data import TokenText, with_images_named
 from areal_debug.view.page import Contents, FollowedRecord, make_server
 from recorder.testing import in_step, scripted_batch, send_step, start_facts
@@ -94,16 +90,3 @@ def test_each_run_of_placeholders_is_one_phrase():
     assert [found.texts[entry] for entry in found.index] == [
         "a", "[image: 2 tokens]", "", "a", "[image: 1 tokens]", "[image: 2 tokens]", "",
     ]  # fmt: skip
-
-
-def test_show_lists_the_pictures_of_a_row(record):
-    done = CliRunner().invoke(record_command, ["show", str(record), "--sample", "1"])
-    assert done.exit_code == 0, done.output
-    assert f"image 0: PNG, 8 x 6, {len(png(1))} B, images/{hashlib.sha256(png(1)).hexdigest()}" in done.output
-    done = CliRunner().invoke(record_command, ["show", str(record), "--sample", "0", "--json"])
-    (sample,) = json.loads(done.output)
-    assert sample["images"][1] == {
-        "sha256": hashlib.sha256(png(2, 40, 30)).hexdigest(),
-        "size_bytes": len(png(2, 40, 30)),
-        "kind": "PNG, 40 x 30",
-    }

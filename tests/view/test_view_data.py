@@ -10,7 +10,6 @@ from areal_debug.record.decode import load_decoder
 from areal_debug.verbs.open import command
 from areal_debug.view.data import read_run, read_step, run_document, text_of_tokens
 from recorder import open_record
-from recorder.testing import write_scripted_record
 
 from .records import QUESTIONS, THOUGHTS, train_tokenizer, write_chats
 
@@ -39,11 +38,6 @@ def test_token_texts_join_to_the_text_also_where_characters_span_tokens(tmp_path
     assert len(found.texts) < len(np.concatenate(rows))
 
 
-def test_without_a_tokenizer_tokens_are_ids():
-    found = text_of_tokens(np.array([7, 300, 7]), np.array([0, 3]), None)
-    assert [found.texts[i] for i in found.index] == ["⟨7⟩", "⟨300⟩", "⟨7⟩"]
-
-
 def test_trainer_columns_are_aligned_to_their_own_token(chats):
     record = open_record(chats)
     view = read_step(record.step(1), load_decoder(record))
@@ -58,14 +52,6 @@ def test_trainer_columns_are_aligned_to_their_own_token(chats):
     assert texts_of(view)[4].endswith(f"{THOUGHTS[1]}<|im_end|>")
 
 
-def test_a_record_of_rollouts_names_missing_columns_and_has_fewer_curves(tmp_path):
-    record = open_record(write_chats(tmp_path / "record", num_rows=4, num_steps=2, scope="rollout"))
-    view = read_step(record.step(1), load_decoder(record))
-    assert set(view.missing) == {"trainer logprob", "ratio", "advantage", "entropy"}
-    assert "debug.dump_scope=full" in view.missing["advantage"]
-    assert set(read_run(record).curves) == {"reward", "length", "staleness"}
-
-
 def test_curves_have_a_value_a_step_and_json_has_none_where_it_is_not_finite(chats):
     run = read_run(open_record(chats))
     assert run.steps == [0, 1, 2]
@@ -75,14 +61,6 @@ def test_curves_have_a_value_a_step_and_json_has_none_where_it_is_not_finite(cha
     assert run.clip == pytest.approx((0.8, 1.28))
     run.curves["loss"][1] = float("nan")
     assert run_document(run)["curves"]["loss"][1] is None
-
-
-def test_ranks_follow_each_other_with_their_own_rows(tmp_path):
-    write_scripted_record(tmp_path / "two", num_steps=1, num_ranks=2, num_rows=3)
-    view = read_step(open_record(tmp_path / "two").step(0), None)
-    assert view.rows["rank"].tolist() == [0, 0, 0, 1, 1, 1]
-    assert view.rows["row"].tolist() == [0, 1, 2, 0, 1, 2]
-    assert len(view.tokens["logprob"]) == view.rows["length"].sum()
 
 
 def call(*arguments):

@@ -183,12 +183,6 @@ def test_pictures_that_cannot_be_used_are_refused_with_a_sentence(message, seen_
     assert seen_text in refusal_of(message)
 
 
-def test_a_model_of_text_refuses_pictures():
-    assert "the request has 1 images, and the model reads only text" in refusal_of(
-        image_message(data_url(ONE)), processor=None
-    )
-
-
 def test_remote_pictures_are_fetched_if_the_option_allows_it():
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self):

@@ -11,7 +11,6 @@ from areal_core.data.image_rows import shape_rows
 from areal_core.data.processor import VisionProcessor, load_processor
 from areal_core.embedded.engine import EmbeddedEngine
 from areal_core.embedded.replica import Replica
-from areal_core.rollout.errors import UnsupportedSampling
 from areal_core.rollout.types import ModelRequest, ModelResponse, Sampling
 from areal_core.testing.tiny_vision import VISION_FAMILIES, make_tiny_vision_model
 
@@ -84,13 +83,3 @@ def test_log_probs_are_those_of_a_plain_forward(tmp_path, family):
     assert (blind - torch.tensor(together[0].output_logprobs)).abs().max() > 1e-3
     alone = [sampled(replica, [r])[0].output_tokens for r in requests]
     assert alone == [response.output_tokens for response in together]
-
-
-def test_a_model_of_text_refuses_pictures(tiny_model):
-    replica = Replica(str(tiny_model), torch.float32, torch.device("cpu"))
-    asked = ModelRequest(input_ids=[5, 6], sampling=Sampling(max_new_tokens=2), images=(PICTURES[0],))
-    with pytest.raises(UnsupportedSampling, match="no processor of images"):
-        sampled(replica, [asked])
-    engine = EmbeddedEngine(lambda *_: torch.zeros(1, 103), 103)
-    with pytest.raises(UnsupportedSampling, match="reads text only"):
-        asyncio.run(engine.agenerate(asked))

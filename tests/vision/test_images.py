@@ -6,7 +6,6 @@ import zlib
 from io import BytesIO
 from urllib.parse import quote
 
-import numpy as np
 import pytest
 from PIL import Image
 
@@ -44,30 +43,6 @@ def test_each_form_of_a_picture_gives_its_original_bytes(tmp_path):
     assert as_image_bytes("a.png", tmp_path) == PNG
     assert bytes_of_url("data:image/png," + quote(PNG)) == PNG
     assert image_hash(PNG) == hashlib.sha256(PNG).hexdigest()
-
-
-@pytest.mark.parametrize("mode", ["RGB", "RGBA", "L", "P", "1", "CMYK", "F"])
-def test_a_pil_image_is_encoded_without_loss(mode):
-    image = decode(PNG).convert(mode)
-    assert decode(as_image_bytes(image)).tobytes() == image.convert("RGB").tobytes()
-
-
-@pytest.mark.parametrize("format", ["PNG", "JPEG", "WEBP", "GIF", "BMP"])
-def test_formats_are_decoded_to_rgb(format):
-    image = decode(picture(format))
-    assert (image.mode, image.size) == ("RGB", (5, 3))
-
-
-def test_grey_of_16_bits_keeps_its_upper_8():
-    levels = np.arange(0, 65536, 64, dtype=np.uint16).reshape(32, 32)
-    upper = np.repeat((levels >> 8).astype(np.uint8)[..., None], 3, axis=2).tobytes()
-    little = Image.fromarray(levels)
-    big = Image.frombytes("I;16B", little.size, levels.astype(">u2").tobytes())
-    file = BytesIO()
-    little.save(file, format="PNG")
-    for data in (file.getvalue(), as_image_bytes(little), as_image_bytes(big)):
-        assert decode(data).tobytes() == upper
-        assert Image.open(BytesIO(upright_png(data))).convert("RGB").tobytes() == upper
 
 
 def test_a_rotated_photo_is_upright():

@@ -6,12 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 from PIL import Image
-from transformers import AutoProcessor
 
 from areal_core.data.images import decode
 from areal_core.data.processor import VisionProcessor, load_processor
-from areal_core.errors import ImageError, ModelError
-from areal_core.testing import make_tiny_model, make_tiny_tokenizer
+from areal_core.errors import ImageError
 from areal_core.testing.tiny_vision import VISION_FAMILIES, make_tiny_processor
 
 
@@ -51,53 +49,9 @@ def test_a_prompt_whose_placeholders_and_pictures_differ_is_refused() -> None:
         processor.prompt(literal, [])
 
 
-def test_a_picture_that_transformers_refuses_is_named_by_its_size() -> None:
-    processor = VisionProcessor(make_tiny_processor("qwen2_vl"))
-    narrow = picture(2, 900)
-    refusal = "refuses images of 2 x 900 pixels: absolute aspect ratio must be smaller than 200"
-    with pytest.raises(ImageError, match=refusal):
-        processor.pixels([narrow])
-    with pytest.raises(ImageError, match=refusal):
-        processor.prompt([{"role": "user", "content": [{"type": "image"}]}], [narrow])
-
-
-def test_a_text_model_has_no_processor_of_images(tmp_path: Path) -> None:
-    make_tiny_tokenizer().save_pretrained(tmp_path / "text")
-    make_tiny_model(tmp_path / "text")
-    with pytest.raises(ModelError, match="no processor of images"):
-        load_processor(str(tmp_path / "text"))
-
-
-def test_a_folder_that_is_missing_is_named_and_one_without_a_processor_gets_the_files_to_copy(tmp_path):
-    with pytest.raises(ModelError, match=r"cannot load the model: '.*/none' is not a folder here"):
-        load_processor(str(tmp_path / "none"))
-    with pytest.raises(ModelError, match=r"copy preprocessor_config\.json"):
-        load_processor(str(tmp_path))
-
-
 def test_a_saved_processor_is_the_same(tmp_path: Path) -> None:
     processor = VisionProcessor(make_tiny_processor("gemma3"))
     processor.save_pretrained(tmp_path)
     again = load_processor(str(tmp_path))
     assert again.identity() == processor.identity()
     assert again.prompt(MESSAGES, PICTURES) == processor.prompt(MESSAGES, PICTURES)
-
-
-@pytest.mark.parametrize(
-    ("error", "reason"),
-    [
-        (
-            ImportError("\nQwen2VLVideoProcessor requires the Torchvision library\nSee"),
-            "Qwen2VLVideoProcessor requires",
-        ),
-        (RuntimeError("operator torchvision::nms does not exist"), "operator torchvision::nms does not"),
-    ],
-)
-def test_without_a_torchvision_that_fits_one_sentence_names_it(monkeypatch, error, reason):
-    def fail(path):
-        raise error
-
-    monkeypatch.setattr(AutoProcessor, "from_pretrained", fail)
-    with pytest.raises(ModelError, match=rf"'a-model' \({reason}.*: pip install torchvision") as found:
-        load_processor("a-model")
-    assert "\n" not in str(found.value)

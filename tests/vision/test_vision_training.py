@@ -56,26 +56,3 @@ def test_each_step_samples_with_the_log_probs_that_it_trains_on(tmp_path, family
     assert max(differences) < 1e-5
     moved = {name for name, tensor in after.items() if not tensor.equal(before[name])}
     assert any("visual" in name or "vision_tower" in name for name in moved)
-
-
-@pytest.mark.long
-def test_an_evaluation_gives_each_model_the_pictures(tmp_path):
-    model = str(make_tiny_vision_model(tmp_path / "model", "qwen2_5_vl"))
-    options = [
-        *("--config", str(ROOT / "examples" / "vision_shapes.yaml"), f"cluster.fileroot={tmp_path}"),
-        *(f"actor.path={model}", "allocation_mode=embedded|eval", "evaluator.max_rows=2"),
-        *("gconfig.n_samples=2", "actor.reward_norm.group_size=2"),
-    ]
-    config, _ = load_expr_config(options, GRPOConfig)
-    pictures = []
-
-    def watch(trainer):
-        return lambda event, **facts: (
-            pictures.append(facts["batch"]["image_data"]) if event == "batch" else None
-        )
-
-    rows = get_dataset(config.valid_dataset)
-    with PPOTrainer(config, (), rows, observers=[watch], print_steps=False) as trainer:
-        trainer.train(workflow=UPSTREAM, workflow_kwargs={"reward_fn": f"{REWARDS}:first_token"})
-    (data,) = pictures
-    assert data.numpy().tobytes() == b"".join(rows[i]["images"][0] for i in (0, 0, 1, 1))

@@ -40,12 +40,6 @@ def test_each_token_has_its_version():
     assert (chunk.finish, chunk.rid) == ("length", "r-1")
 
 
-def test_a_request_aborted_before_its_first_token_has_none():
-    nothing = {"token_ids": [], "logprobs": {"content": []}, "weight_versions": []}
-    chunk = VLLM.parse_generate(reply(finish_reason="abort", **nothing))
-    assert (chunk.tokens, chunk.versions, chunk.finish) == ([], [], "abort")
-
-
 def test_minus_9999_is_not_a_number_and_so_is_rejected():
     content = [{"token_id": 7, "logprob": -9999.0}, {"token_id": 9, "logprob": -1.5}]
     chunk = VLLM.parse_generate(reply(logprobs={"content": content}))
@@ -68,23 +62,6 @@ def test_minus_9999_is_not_a_number_and_so_is_rejected():
 def test_a_reply_whose_lists_disagree_is_malformed(changes):
     with pytest.raises(MalformedReply):
         VLLM.parse_generate(reply(**changes))
-
-
-def test_a_version_that_falls_within_a_reply_is_rejected():
-    spans = [{"version": "3", "start": 0, "end": 1}, {"version": "2", "start": 1, "end": 2}]
-    with pytest.raises(MalformedReply, match="versions from 2 to 3 that fall within the reply"):
-        checked(VLLM.parse_generate(reply(weight_versions=spans)), Asked("r-1", 2, None, None))
-
-
-def test_a_continued_request_has_less_to_wait_for():
-    sampling = Sampling(min_new_tokens=5, greedy=True, stop=["x"])
-    payload = VLLM.generate_payload([1, 2, 3], sampling, 10, 2, "r")
-    assert payload["token_ids"] == [1, 2, 3]
-    assert payload["request_id"] == "r"
-    params = payload["sampling_params"]
-    wanted = {"max_tokens": 10, "min_tokens": 3, "temperature": 0.0, "stop": ["x"], "logprobs": 0}
-    assert {name: params[name] for name in wanted} == wanted
-    assert VLLM.adapter_fields("lora-v3") == {"model": "lora-v3"}
 
 
 def test_seeds_have_the_names_of_each_server_and_differ_for_each_sample_of_a_prompt():

@@ -264,12 +264,6 @@ def test_commits_that_do_not_act_on_the_stage_are_not_accused(tmp_path, history)
     assert any("none changed what the advantages runs" in line for line in answer.finding.evidence)
 
 
-def test_a_commit_that_the_repository_lacks_is_said_to_be_missing(tmp_path, history):
-    answer = ask_by_commits(tmp_path, history[0], history[1], "1" * 40)
-    assert answer.finding.cause.kind == "unknown"
-    assert any("1111111111 is not in" in line for line in answer.finding.evidence)
-
-
 def ask_by_commits(tmp_path, clone, left, right):
     here = record(tmp_path / "left", header=code(left))
     there = record(
@@ -295,14 +289,3 @@ def test_the_command_prints_the_sentence_first_and_writes_a_page_and_json(tmp_pa
     assert "&lt;b&gt;&amp;" in page
     result = CliRunner().invoke(main, [*arguments, "--json"])
     assert list(json.loads(result.stdout))[: len(KEYS)] == KEYS
-
-
-def test_misuse_is_one_sentence_and_code_2(tmp_path):
-    one = record(tmp_path / "left")
-    for arguments, said in (
-        ([one.path, str(tmp_path / "none")], "none"),
-        ([one.path, "--no-replay"], "without B, A is replayed"),
-    ):
-        result = CliRunner().invoke(main, ["why", *arguments])
-        assert (result.exit_code, result.stderr.count("\n")) == (2, 1)
-        assert said in result.stderr

@@ -68,21 +68,6 @@ def test_fused_modules_of_a_prompt_and_a_decoded_token(tmp_path):
     assert not found.values
 
 
-def test_norms_on_both_sides_of_the_mlp_and_capped_logits(tmp_path):
-    shape = shape_of("gemma2", tmp_path)
-    dumps = tmp_path / "dumps"
-    dumps.mkdir()
-    hidden = torch.randn(2, 64)
-    for leaf in ("post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"):
-        write(dumps, f"model.layers.0.{leaf}", [((), hidden)])
-    write(dumps, "model.layers.0.input_layernorm", [((hidden,), hidden)])
-    write(dumps, "logits_processor", [((), torch.randn(1, 103))])
-    found = set(read_row(dumps, [5, 6], shape).values)
-    assert {Site("post_attention_norm", 0), Site("mlp_norm", 0), Site("post_mlp_norm", 0)} <= found
-    assert Site("logits") in found
-    assert Site("head") not in found
-
-
 def test_cache_is_read_only_where_places_in_it_are_known(tmp_path):
     windows, plain = shape_of("gemma2", tmp_path), shape_of("qwen3", tmp_path)
     for shape, expected in ((windows, False), (plain, True)):

@@ -5,9 +5,9 @@ import torch
 
 from areal_core.engine.model import own_attention, set_attention
 from benchmarks import layer_faults
-from consistency.layers.hooks import LABELS, Site
+from consistency.layers.hooks import Site
 from consistency.layers.judge import LIMIT, compare_layers, reference_of, run
-from consistency.layers.observed import Row, embedded, observe, own_forward, pieces
+from consistency.layers.observed import Row, observe, own_forward
 
 ROWS = [
     Row(torch.randint(5, 103, (length,), generator=torch.Generator().manual_seed(length)).tolist())
@@ -53,16 +53,6 @@ def report_of(fault, dtype=torch.float32):
     return compare_layers(reference_of(model), values, ROWS)
 
 
-def test_there_are_sixty_faults_of_every_operator_that_a_module_or_function_computes():
-    assert len(layer_faults.FAULTS) >= 60
-    named = {fault.operator for fault in layer_faults.FAULTS}
-    blocks = {"attention block", "MLP", "residual after the MLP"}  # of others: results that are there twice
-    projections = {label for label in LABELS.values() if label.startswith("adapter of")}
-    images = {"image processor", "vision tower"}  # tests/consistency/layers/test_layers_images.py
-    assert set(LABELS.values()) - named <= blocks | projections | images
-    assert named <= set(LABELS.values())
-
-
 @pytest.mark.parametrize("name", QUICK)
 def test_layer_and_operator_of_a_planted_fault_are_named(name):
     fault = fault_of(name)
@@ -90,16 +80,6 @@ def test_other_kernels_of_the_same_model_are_healthy(family, dtype):
     assert max(site.ratio for site in report.sites) < LIMIT / 1.5
 
 
-def test_embedded_engine_is_healthy_while_it_decodes(tmp_path):
-    model = layer_faults.make_model("qwen2", torch.bfloat16)
-    model.save_pretrained(tmp_path)
-    report = compare_layers(reference_of(model), embedded(tmp_path, torch.bfloat16, ROWS), ROWS)
-    assert report.verdict == "healthy"
-    head = next(site for site in report.sites if site.site.result == "head")
-    # The logits of a prompt's last token, and of each decoded one.
-    assert head.num_tokens == sum(len(row.ids) - round(0.5 * len(row.ids)) + 1 for row in ROWS)
-
-
 def test_an_operator_is_fed_with_the_engines_values():
     model = layer_faults.make_model("llama")
     values = observed(model).rows[0]
@@ -122,32 +102,3 @@ def test_results_that_the_engine_does_not_show_are_named_with_the_next_one():
     report = compare_layers(reference_of(model), values, ROWS)
     assert report.first.operator == "q norm or k norm or rope"
     assert report.only_reference == ("q_norm", "k_norm", "rope_k")
-
-
-def test_values_that_are_not_numbers_are_a_gap():
-    model = layer_faults.make_model("llama")
-    values = observed(model)
-    values.rows[1].values[Site("down", 2)][3] = torch.nan
-    report = compare_layers(reference_of(model), values, ROWS)
-    assert (report.first.site, report.first.num_beyond) == (Site("down", 2), 1)
-
-
-def test_an_engine_that_shows_nothing_is_inconclusive():
-    model = layer_faults.make_model("llama")
-    values = observed(model)
-    for row in values.rows:
-        row.values.clear()
-    assert compare_layers(reference_of(model), values, ROWS).verdict == "inconclusive"
-
-
-@pytest.mark.parametrize(
-    ("num_tokens", "prefill", "step", "expected"),
-    [
-        (6, 1.0, 1, [(0, 6)]),
-        (6, 0.5, 1, [(0, 3), (3, 4), (4, 5), (5, 6)]),
-        (6, 0.5, 2, [(0, 3), (3, 5), (5, 6)]),
-        (1, 0.5, 1, [(0, 1)]),
-    ],
-)
-def test_calls_of_a_row_cover_it(num_tokens, prefill, step, expected):
-    assert pieces(num_tokens, prefill, step) == expected

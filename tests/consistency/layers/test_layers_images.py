@@ -13,10 +13,8 @@ from areal_core.data.processor import load_processor
 from areal_core.engine.model import load_model
 from areal_core.testing.tiny_vision import make_tiny_vision_model
 from areal_debug.verbs.consistency import command
-from consistency.errors import EngineError, NothingToCompare
 from consistency.layers.judge import compare_layers, reference_of
 from consistency.layers.observed import Row, embedded, transformers
-from consistency.layers.servers import vllm
 
 from ...recorder.pictured import png
 
@@ -111,15 +109,6 @@ def test_positions_of_text_in_an_engine_are_a_fault_of_rope(model, monkeypatch):
     values = transformers(model, torch.float32, rows)
     monkeypatch.setattr(given, plain)
     assert report_of(model, values, rows).first.operator == "rope"
-
-
-def test_other_numbers_of_placeholders_and_images_for_vllm_are_refused(model, tmp_path):
-    rows = rows_of(model)
-    other = changed(model, tmp_path / "other", {"size": {"shortest_edge": 128, "longest_edge": 128}})
-    with pytest.raises(NothingToCompare, match=r"a row has \[6\] placeholders .* makes \[1\]: their size"):
-        transformers(other, torch.float32, rows)
-    with pytest.raises(EngineError, match="--layers vllm takes no images"):
-        vllm(model, torch.float32, rows, 1, "python")
 
 
 def test_verb_reads_prompts_with_images_and_says_what_to_compare(model, tmp_path):

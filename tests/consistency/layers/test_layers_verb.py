@@ -32,41 +32,12 @@ def run(folder, *arguments):
     return done.exit_code, done.output
 
 
-def test_embedded_engine_with_the_same_weights_is_healthy(folder):
-    code, text = run(folder, "--layers", "embedded")
-    assert code == 0, text
-    assert text.startswith("Healthy: every operator of the embedded engine")
-
-
 def test_other_rope_base_is_named_with_layer_and_next_step(folder):
     code, text = run(folder, "--layers", f"transformers={folder / 'other'}")
     assert code == 1
     assert text.startswith("Mismatch: layer 0, rope in Transformers with")
     assert "compare rope_parameters" in text
     assert "layer 1, rope" in text
-
-
-def test_json_has_the_first_site_and_all_others(folder):
-    code, text = run(folder, "--layers", f"transformers={folder / 'other'}", "--json")
-    facts = json.loads(text)
-    assert (code, facts["verdict"], facts["num_rows"], facts["num_tokens"]) == (1, "mismatch", 3, 69)
-    first = facts["first"]
-    assert (first["layer"], first["operator"], first["is_created"]) == (0, "rope", True)
-    created = {(site["layer"], site["operator"]) for site in facts["sites"] if site["is_created"]}
-    assert created == {(0, "rope"), (1, "rope")}
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--layers", "triton"], "--layers 'triton' names no engine"),
-        (["--layers", "embedded", "--engine", "host:1"], "leave out --engine and --output"),
-        (["--layers", "embedded=/nowhere"], "cannot load the model: '/nowhere' is not a folder here"),
-    ],
-)
-def test_wrong_options_are_refused_in_one_sentence(folder, arguments, message):
-    code, text = run(folder, *arguments)
-    assert (code, message in text) == (2, True), text
 
 
 def test_rows_of_a_record_are_run_through_the_engine(tmp_path):

@@ -137,15 +137,6 @@ def test_a_job_that_ended_otherwise_is_no_hang(tmp_path, log, culprits):
     assert diagnosis.summary.startswith("Nothing shows a hang")
 
 
-@pytest.mark.parametrize(
-    "before", ["0: ", "2026-11-27T22:39:52.829Z ", "trainer-1  | ", "\x1b[2m12:00:01\x1b[0m job | "]
-)
-def test_what_stands_before_every_line_changes_nothing(tmp_path, before):
-    log = TWO_TIME_OUTS + DUMP + ENDED_1
-    (tmp_path / "job.log").write_text("".join(before + line for line in log.splitlines(True)))
-    assert answer(tmp_path / "job.log") == ("external_wait", (1,))
-
-
 def test_tracebacks_of_two_ranks_line_by_line_are_read(tmp_path):
     pairs = zip(TWO_TIME_OUTS.splitlines(True)[:8], TWO_TIME_OUTS.splitlines(True)[8:], strict=True)
     (tmp_path / "job.log").write_text("".join(a + b for a, b in pairs) + DUMP + ENDED_1)
@@ -173,26 +164,10 @@ def test_a_log_folder_is_read_as_one_job_and_its_last_attempt_counts(tmp_path):
     assert ("0", f"failed first: {TIME_OUT}") in facts
 
 
-def test_without_the_launchers_report_a_rank_may_be_unknown(tmp_path):
-    (tmp_path / "job.log").write_text(prefixed(0, waiting()) + prefixed(1, waiting()))
-    diagnosis = diagnose(read_snapshot([tmp_path / "job.log"]))
-    assert (diagnosis.label, diagnosis.confidence) == ("nccl_timeout", "low")
-
-
 SIGNAL = (
     "[rank{r}]:[E1114 21:17:00.6 ProcessGroupNCCL.cpp:1537] [PG ID 0 PG GUID 0(default_pg) Rank {r}] Received a dump signal due to "
     "a collective timeout from  rank 0 and we will try our best to dump the debug info. Last enqueued NCCL work: {n}, last completed "
     "NCCL work: 182.\n"
-)
-SPAWNED = "-- Process 1 terminated with the following error:\n" + traceback(
-    "ValueError: label 10",
-    ("_wrap", "/opt/torch/multiprocessing/spawn.py", 90),
-    ("worker", "/home/u/train.py", 9),
-)
-PARENT = traceback(
-    "torch.multiprocessing.spawn.ProcessRaisedException: ",
-    ("<module>", "/home/u/train.py", 99),
-    ("join", "/opt/torch/multiprocessing/spawn.py", 220),
 )
 
 
@@ -200,10 +175,3 @@ def test_a_rank_that_enqueued_less_is_behind(tmp_path):
     (tmp_path / "job.log").write_text(NCCL + SIGNAL.format(r=1, n=182) + SIGNAL.format(r=3, n=184))
     diagnosis = diagnose(read_snapshot([tmp_path / "job.log"]))
     assert (diagnosis.label, diagnosis.culprit_ranks, diagnosis.confidence) == ("missing_rank", (1,), "low")
-
-
-def test_an_error_of_a_spawned_process_is_its_own(tmp_path):
-    (tmp_path / "job.log").write_text(f"{PARENT}\n{SPAWNED}")
-    diagnosis = diagnose(read_snapshot([tmp_path / "job.log"]))
-    assert (diagnosis.label, diagnosis.culprit_ranks) == ("unknown", (1,))
-    assert "rank 1 failed with an error of its own (ValueError: label 10)" in diagnosis.summary

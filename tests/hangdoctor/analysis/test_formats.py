@@ -6,7 +6,6 @@ import pytest
 
 from hangdoctor.diagnose import diagnose
 from hangdoctor.errors import UnreadableDump
-from hangdoctor.frames import main_thread
 from hangdoctor.model import Frame, Thread
 from hangdoctor.parse.read import read_snapshot
 from hangdoctor.parse.stacks_json import parse_stacks_json
@@ -18,78 +17,6 @@ C10D = "torch/distributed/distributed_c10d.py"
 def only(text: str) -> list[Thread]:
     (section,) = parse_stacks_text(text)
     return section.threads
-
-
-def test_pyspy_text_with_qualified_names_native_frames_and_a_nameless_thread():
-    text = """Process 6755: /venv/bin/python -u a.py mix
-Python v3.11.7 (/usr/bin/python3.11)
-
-Thread 6755 (idle): "MainThread"
-    0x7fcd980a3f16 (libc.so.6)
-    gloo::transport::tcp::UnboundBuffer::waitRecv(int (*)(void*), (anonymous namespace)::T) (libtorch_cpu.so)
-    recv (torch/distributed/distributed_c10d.py:3433)
-    _exception_logger.<locals>.wrapper (torch/distributed/c10d_logger.py:83)
-    <module> (a.py:39)
-Thread 6790 (active+gil)
-    helper (<frozen runpy>:88)
-"""
-    (section,) = parse_stacks_text(text)
-    assert (section.pid, section.command) == (6755, "/venv/bin/python -u a.py mix")
-    main, other = section.threads
-    assert main == Thread(
-        frames=(
-            Frame("0x7fcd980a3f16", "libc.so.6", 0, True),
-            Frame("gloo::transport::tcp::UnboundBuffer::waitRecv(int (*)(void*), (anonymous namespace)::T)", "libtorch_cpu.so", 0, True),
-            Frame("recv", C10D, 3433),
-            Frame("_exception_logger.<locals>.wrapper", "torch/distributed/c10d_logger.py", 83),
-            Frame("<module>", "a.py", 39),
-        ),
-        name="MainThread",
-        active=False,
-        holds_gil=False,
-    )  # fmt: skip
-    assert other == Thread((Frame("helper", "<frozen runpy>", 88),), None, True, True)
-
-
-def test_pyspy_text_of_the_first_years_with_tabs_hex_ids_and_colours():
-    text = "Thread 0x7F5AB1F5E740 (active)\n\t\x1b[32mfoo\x1b[0m (\x1b[36mx.py\x1b[0m:\x1b[2m3\x1b[0m)\n\t<module> (x.py:9)\n"
-    assert only(text) == [Thread((Frame("foo", "x.py", 3), Frame("<module>", "x.py", 9)), None, True, False)]
-
-
-def test_main_thread_is_found_by_its_number_where_pyspy_lost_the_names():
-    text = "Process 77: python t.py\nPython v3.14.0\n\nThread 99 (idle)\n    poll (x.py:1)\nThread 77 (idle)\n    main (t.py:3)\n"
-    assert [thread.name for thread in only(text)] == [None, "MainThread"]
-
-
-def test_children_of_one_process_follow_it(tmp_path):
-    (tmp_path / "rank_0.txt").write_text(
-        'Process 10: python t.py\nPython v3.11.7\n\nThread 10 (idle): "MainThread"\n    main (t.py:3)\n    <module> (t.py:9)\n'
-        "-----------------\n"
-        'Process 11: python t.py\nParent Process 10: python t.py\nPython v3.11.7\n\nThread 11 (idle): "MainThread"\n    work (w.py:4)\n'
-    )
-    dumps = read_snapshot([tmp_path]).dumps
-    assert [(d.name, d.rank, d.role, d.parent, d.pid) for d in dumps] == [
-        ("rank_0", 0, "trainer", None, 10),
-        ("rank_0_child_0", None, "child", "rank_0", 11),
-    ]
-
-
-def test_faulthandler_has_innermost_first_and_no_names():
-    text = """Timeout (0:02:00)!
-Thread 0x00007f8c2b7fe700 (most recent call first):
-  File "/usr/lib/python3.11/threading.py", line 327 in wait
-  File "/usr/lib/python3.11/threading.py", line 1002 in _bootstrap
-
-Current thread 0x00007f8c40d4b740 (most recent call first):
-  File "/job/train.py", line 12 in step
-  File "/job/train.py", line 90 in <module>
-"""
-    threads = only(text)
-    assert [thread.frames[0] for thread in threads] == [
-        Frame("wait", "/usr/lib/python3.11/threading.py", 327),
-        Frame("step", "/job/train.py", 12),
-    ]
-    assert main_thread(tuple(threads)) is threads[1]
 
 
 def test_pystack_is_turned_round_and_says_who_waits_for_the_gil():
@@ -118,23 +45,6 @@ Traceback for thread 13 (worker) [Has the GIL] (most recent call last):
     )
 
 
-def test_gdb_backtrace_and_py_bt():
-    text = """Thread 1 (Thread 0x7f1 (LWP 77) "python"):
-#0  0x00007f in __futex_abstimed_wait (futex=0x0) from /lib/x86_64-linux-gnu/libc.so.6
-#1  0x00005f in lock_PyThread_acquire_lock (self=<optimized out>) at Modules/_threadmodule.c:146
-#5 Frame 0x7f1, for file /a/b.py, line 10, in main (x=3)
-"""
-    (thread,) = only(text)
-    assert thread.frames == (
-        Frame("__futex_abstimed_wait", "/lib/x86_64-linux-gnu/libc.so.6", 0, True),
-        Frame("lock_PyThread_acquire_lock", "Modules/_threadmodule.c", 146, True),
-        Frame("main", "/a/b.py", 10),
-    )
-    assert only('Traceback (most recent call first):\n  File "/a/b.py", line 3, in f\n    x.wait()\n')[
-        0
-    ].frames == (Frame("f", "/a/b.py", 3),)
-
-
 def test_an_exception_in_a_log_is_no_stack_of_a_waiting_rank():
     assert (
         parse_stacks_text('Traceback (most recent call last):\n  File "a.py", line 1, in f\nValueError: x\n')
@@ -155,29 +65,6 @@ def pyspy_json(pid: int, function: str, os_ids: list[int | None]) -> str:
         [{"pid": pid, "thread_id": 1, "thread_name": None, "os_thread_id": os_id, "active": False, "owns_gil": True,
             "frames": [frame]} for os_id in os_ids]
     )  # fmt: skip
-
-
-def test_pyspy_json_of_ranks_that_differ_in_numbers_only_share_their_threads():
-    first, second = (
-        parse_stacks_json(pyspy_json(10, "f", [12, 10])),
-        parse_stacks_json(pyspy_json(20, "f", [23, 20])),
-    )
-    assert (first[0], second[0]) == (10, 20)
-    assert first[1] is second[1]
-    assert [thread.name for thread in first[1]] == [None, "MainThread"]
-    assert first[1][0].frames == (Frame("f", "/v/site-packages/torch/x.py", 3),)
-
-
-def test_pyspy_json_of_another_shape_than_the_last_ones_is_read_anew():
-    documents = [pyspy_json(number, f"f{number % 12}", [number, 5]) for number in range(30)]
-    documents.insert(
-        15, documents[3].replace('"pid": 3', '"pid":3').replace('"os_thread_id": 3', '"os_thread_id":3')
-    )
-    read = [parse_stacks_json(document) for document in documents]
-    assert [pid for pid, _ in read] == [*range(15), 3, *range(15, 30)]
-    assert [threads[0].frames[0].function for _, threads in read[:13]] == [f"f{n % 12}" for n in range(13)]
-    assert [threads[0].name for _, threads in read] == ["MainThread"] * 31
-    assert (read[0][1] is read[12][1], read[15][1] == read[3][1]) == (True, True)
 
 
 @pytest.mark.parametrize("change", [("10", "x"), ('"pid": 10', '"pid": 10 7'), ("}]", "}"), ('"f"', '"f')])
@@ -292,69 +179,6 @@ def test_every_way_to_paste_two_ranks(name):
 
 
 @pytest.mark.parametrize(
-    "text",
-    [
-        f"{IN_STEP}\n{IN_SAVE}",
-        f"{IN_STEP}and the other process:\n{IN_SAVE}",
-        f"MainThread (idle)\n{IN_STEP}MainThread (idle)\n{IN_SAVE}",
-        f"# Ranks that run on (stage 1)\n{IN_STEP}# Ranks that left early (stage 0)\n{IN_SAVE}",
-        f"== PID 77 ==\n{IN_STEP}== PID 78 ==\n{IN_SAVE}",
-        f"(Worker pid=77, ip=10.0.0.1) {IN_STEP.splitlines()[0]}\n(Worker pid=78, ip=10.0.0.2) {IN_SAVE.splitlines()[0]}\n",
-    ],
-)
-def test_stacks_without_ranks_are_numbered_in_their_order(tmp_path, text):
-    (tmp_path / "paste.txt").write_text(text)
-    snapshot = read_snapshot([tmp_path])
-    assert [(d.rank, d.threads[0].frames[0]) for d in snapshot.dumps] == [(0, AR), (1, BAR)]
-    assert any("rank" in note for note in snapshot.notes)
-
-
-@pytest.mark.parametrize(
-    ("heading", "world_size", "ranks"),
-    [
-        ("all 4 ranks:", None, 4),
-        ("3 of 4 ranks", None, 3),
-        ("# All ranks show the same stack:", 8, 8),
-        ("# All ranks show the same stack:", None, 2),
-        ("every rank:", 3, 3),
-        ("12 in:", None, 12),
-    ],
-)
-def test_headings_that_count_or_mean_everybody(tmp_path, heading, world_size, ranks):
-    (tmp_path / "paste.txt").write_text(f"{heading}\n{IN_STEP}")
-    snapshot = read_snapshot([tmp_path], world_size)
-    assert sorted(d.rank for d in snapshot.dumps) == list(range(ranks))
-
-
-def test_the_other_ranks_are_those_that_no_heading_names(tmp_path):
-    (tmp_path / "paste.txt").write_text(f"rank 2:\n{IN_SAVE}all other ranks:\n{IN_STEP}")
-    assert {d.rank: d.threads[0].frames[0] for d in read_snapshot([tmp_path], 4).dumps} == {
-        0: AR,
-        1: AR,
-        2: BAR,
-        3: AR,
-    }
-
-
-def test_a_process_that_comes_twice_in_a_text_is_its_next_sample(tmp_path):
-    dump = f'Process 7: python t.py\nPython v3.11.7\n\nThread 7 (idle): "MainThread"\n{IN_STEP}'
-    (tmp_path / "rank_3.txt").write_text(f"{dump}\n{dump}")
-    assert [(d.name, d.sample) for d in read_snapshot([tmp_path]).dumps] == [("rank_3", 0), ("rank_3", 1)]
-
-
-def test_native_frames_of_gdb_stand_above_the_python_frames_of_its_py_bt():
-    text = f'''(gdb) bt
-#0  0x00007f2a in futex_wait (private=0) at ../sysdeps/nptl/futex.h:146
-#1  0x00007f2b in gloo::transport::tcp::UnboundBuffer::waitRecv(int*) () from /v/libtorch_cpu.so
-(gdb) py-bt
-Traceback (most recent call first):
-  File "{C10D}", line 2806, in all_reduce
-    work.wait()
-'''
-    assert [frame.native for frame in only(text)[0].frames] == [True, True, False]
-
-
-@pytest.mark.parametrize(
     "line",
     [
         "step 12 (epoch 3) loss 0.5 (avg 0.6)",
@@ -381,15 +205,6 @@ def test_positions_of_one_kind_are_ranks_and_arrows_point_out_of_a_wait(tmp_path
         (0, "all_reduce"), (1, "broadcast"), (2, "broadcast"), (3, "broadcast"),
     ]  # fmt: skip
     assert diagnose(snapshot).label == "collective_mismatch"
-
-
-def test_two_containers_have_each_a_process_with_the_number_one(tmp_path):
-    (tmp_path / "paste.txt").write_text(
-        f"Process 1: python t.py\n{IN_STEP}\nProcess 1: python t.py\n{IN_SAVE}"
-    )
-    diagnosis = diagnose(read_snapshot([tmp_path]))
-    assert diagnosis.label == "collective_mismatch"
-    assert diagnosis.confidence != "high"
 
 
 @pytest.mark.parametrize(

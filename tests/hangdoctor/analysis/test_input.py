@@ -1,7 +1,6 @@
 """Folders, tars and posts: the process of each file, and what happens to unusable files."""
 
 import io
-import json
 import tarfile
 
 import pytest
@@ -12,7 +11,6 @@ from hangdoctor.parse.members import tar_members
 from hangdoctor.parse.read import read_snapshot
 
 STACK = 'Thread 1 (idle): "MainThread"\n    f (a.py:1)\n'
-PROCESS = f"Process 10: python t.py\nPython v3.11.7\n\n{STACK}"
 
 
 @pytest.mark.parametrize(
@@ -31,42 +29,6 @@ PROCESS = f"Process 10: python t.py\nPython v3.11.7\n\n{STACK}"
 )
 def test_file_names_say_whose_dump_it_is(file, name):
     assert parse_name(file) == name
-
-
-def test_a_tar_and_a_folder_of_one_collection_read_the_same(tmp_path):
-    folder = tmp_path / "c"
-    (folder / "samples/0").mkdir(parents=True)
-    (folder / "proc/0").mkdir(parents=True)
-    contents = {
-        "format": "hangdoctor-collection", "version": 1, "world_size": 2, "hosts": [{"host": "b",
-            "status": "unreachable", "detail": "no route"}],
-        "samples": [{"time": 5.0}],
-        "processes": [
-            {"name": "rank_0", "rank": 0, "role": "trainer", "host": "a", "pid": 10, "parent": None,
-                "status": "dumped", "detail": "", "command": "x"},
-            {"name": "rank_1", "rank": 1, "role": "trainer", "host": "b", "pid": None, "parent": None,
-                "status": "timed_out", "detail": "10 s", "command": ""},
-        ],
-    }  # fmt: skip
-    (folder / "collection.json").write_text(json.dumps(contents))
-    (folder / "samples/0/rank_0.json").write_text(PROCESS)
-    (folder / "proc/0/rank_0.json").write_text(json.dumps({"state": "S", "wchan": "0", "cpu_s": 1.5}))
-    with tarfile.open(tmp_path / "c.tar.gz", "w:gz") as tar:
-        tar.add(folder, "c")
-    snapshot = read_snapshot([folder])
-    assert (
-        read_snapshot([tmp_path / "c.tar.gz"]).expected == snapshot.expected == {0: "dumped", 1: "timed_out"}
-    )
-    (dump,) = snapshot.dumps
-    assert (dump.name, dump.host, dump.time, dump.facts.state, dump.facts.wchan, dump.facts.cpu_s) == (
-        "rank_0",
-        "a",
-        5.0,
-        "S",
-        None,
-        1.5,
-    )
-    assert snapshot.notes == ("host b: unreachable no route",)
 
 
 @pytest.mark.parametrize(
@@ -147,13 +109,6 @@ def some_tar(path, format):
         ]
 
 
-@pytest.mark.parametrize("format", [tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
-def test_headers_of_every_kind_are_read_as_tarfile_reads_them(tmp_path, format):
-    expected, notes = some_tar(tmp_path / "c.tar", format), []
-    assert list(tar_members(tmp_path / "c.tar", notes)) == expected
-    assert (len(expected), notes) == (5, [])
-
-
 @pytest.mark.parametrize("at", [0, 140, 156, 2048 + 124])
 def test_a_tar_is_read_up_to_a_header_with_a_changed_byte(tmp_path, at):
     path = tmp_path / "c.tar"
@@ -162,43 +117,6 @@ def test_a_tar_is_read_up_to_a_header_with_a_changed_byte(tmp_path, at):
     data[at] ^= 1
     path.write_bytes(data)
     assert list(tar_members(path, [])) == (expected[:1] if at > 512 else [])
-
-
-def test_a_folder_may_carry_the_rank(tmp_path):
-    for rank in (0, 7):
-        (tmp_path / f"rank_{rank}").mkdir()
-        (tmp_path / f"rank_{rank}/stacks.txt").write_text(STACK)
-    assert [d.rank for d in read_snapshot([tmp_path]).dumps] == [0, 7]
-
-
-def test_engines_are_numbered_by_their_process_names(tmp_path):
-    text = "".join(f"Process {9 - tp}: sglang::scheduler_TP{tp}\nPython v3.12\n\n{STACK}" for tp in (1, 0))
-    (tmp_path / "watchdog.txt").write_text(text)
-    assert {d.rank: d.pid for d in read_snapshot([tmp_path]).dumps} == {0: 9, 1: 8}
-
-
-@pytest.mark.parametrize(
-    ("text", "status"),
-    [
-        (
-            "Error: Failed to get process executable name. Check that the process is running.\n\nStack backtrace:\n",
-            "gone",
-        ),
-        ("Error: Failed to find python version from target process\n", "not_python"),
-        (
-            "Permission Denied: Try running again with elevated permissions by going 'sudo env \"PATH=$PATH\" !!'\n",
-            "not_permitted",
-        ),
-        (
-            "Process 7: python t.py\nPython v3.11.7\n\nError: Failed to suspend process\n\nCaused by:\n    unexpected waitpid result\n",
-            "stopped",
-        ),
-    ],
-)
-def test_error_texts_of_pyspy_are_a_status_of_their_rank(tmp_path, text, status):
-    (tmp_path / "rank_0.txt").write_text(STACK)
-    (tmp_path / "rank_1.txt").write_text(text)
-    assert read_snapshot([tmp_path]).expected == {0: "dumped", 1: status}
 
 
 def test_stacks_in_a_folder_called_logs_are_stacks(tmp_path):

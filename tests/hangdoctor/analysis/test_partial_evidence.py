@@ -112,21 +112,6 @@ def test_watchdogs_that_cannot_be_compared_accuse_nobody(tmp_path):
     assert read_snapshot([tmp_path]).records == ()
 
 
-def test_a_tie_gets_one_sentence_for_each_place(tmp_path):
-    other = WAITING.replace("all_reduce", "barrier").replace("60", "70")
-    diagnosis = read(tmp_path, {"paste.txt": f"Ranks 0-1:\n{WAITING}Ranks 2-3:\n{other}"})
-    assert diagnosis.summary == (
-        "Ranks 0-1 wait in all_reduce at step (train.py:60), while ranks 2-3 wait in barrier at step (train.py:70)."
-    )
-    facts = {e.ranks: e.fact.split(";")[0] for e in diagnosis.evidence if e.ranks.isdigit()}
-    assert facts == {
-        "0": "waits in all_reduce",
-        "1": "waits in all_reduce",
-        "2": "waits in barrier",
-        "3": "waits in barrier",
-    }
-
-
 NATIVE = """Thread 1 (idle): "MainThread"
     {native}
     all_reduce ({c10d}:2806)

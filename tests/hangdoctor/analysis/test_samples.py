@@ -196,16 +196,6 @@ def test_a_wait_that_a_healthy_step_knows_needs_more_time_to_be_certain(tmp_path
     )
 
 
-def test_the_worker_beside_a_starved_rank_is_shown(tmp_path):
-    worker = still(["read_bytes shards.py 9", MODULE], role="child", parent="rank_0")
-    diagnosis = judged(
-        tmp_path, {"rank_0": still(LOADING), "rank_1": still(REDUCE), "rank_0_child_0": worker}
-    )
-    assert any(
-        e.process == "rank_0_child_0" and "read_bytes (shards.py:9)" in e.fact for e in diagnosis.evidence
-    )
-
-
 def test_a_sleeping_owner_of_the_gil_is_a_lock_deadlock(tmp_path):
     diagnosis = judged(tmp_path, {"rank_0": still(REDUCE), "rank_1": still(PLAIN, gil=True)})
     assert (diagnosis.label, diagnosis.confidence, diagnosis.culprit_ranks) == ("lock_deadlock", "high", (1,))
@@ -272,20 +262,6 @@ def test_the_kernel_says_in_which_call_a_line_sleeps(tmp_path, wchan, label):
     }
     diagnosis = judged(tmp_path, processes)
     assert (diagnosis.label, diagnosis.culprit_ranks) == (label, (1,))
-
-
-def test_engine_ranks_beside_a_trainer_are_named_not_numbered(tmp_path):
-    engine = still(
-        ["recv_requests sglang/srt/managers/scheduler.py 9", "<module> <string> 1"], role="engine", rank=0
-    )
-    http = ["urlopen urllib3/connectionpool.py 790", "generate rollout.py 33", MODULE]
-    processes = {"rank_0": still(http), "rank_1": still(REDUCE), "engine_rank_0": engine}
-    folder = write(tmp_path, processes)
-    contents = json.loads((folder / "collection.json").read_text())
-    put(folder / "collection.json", contents | {"world_size": 2})
-    diagnosis = diagnose(read_snapshot([folder]))
-    assert (diagnosis.label, diagnosis.culprit_ranks) == ("external_wait", (0,))
-    assert [cell.rank for cell in diagnosis.ranks] == [0, 1]
 
 
 def test_an_engine_that_hangs_by_itself_makes_the_waiting_trainer_a_victim(tmp_path):

@@ -6,7 +6,7 @@ import pytest
 
 from hangdoctor.collect.discover import Search, find_job
 from hangdoctor.collect.process import Process
-from hangdoctor.errors import NoRanksFound, SeveralJobs
+from hangdoctor.errors import NoRanksFound
 
 OURS = os.getuid()
 
@@ -65,15 +65,6 @@ def test_ranks_of_another_host_are_elsewhere_rather_than_gone():
     assert (job.gone, job.elsewhere) == ((3,), (0, 1))
 
 
-def test_scheduler_rank_of_the_launcher_gives_way_to_the_ranks_below_it():
-    slurm = {"SLURM_PROCID": "0", "SLURM_NTASKS": "2", "SLURM_JOB_ID": "5"}
-    job = find_job(
-        Search(variable=("SLURM_JOB_ID", "5")),
-        table(process(10, 1, "python run.py", slurm), process(11, 10, environment=slurm | rank(0, 1))),
-    )
-    assert [(target.name, target.pid) for target in job.targets] == [("rank_0", 11)]
-
-
 def test_servers_without_a_rank_are_counted_by_role():
     job = find_job(
         Search(pids=(10,)),
@@ -93,44 +84,10 @@ def test_servers_without_a_rank_are_counted_by_role():
     ]
 
 
-def test_several_jobs_are_listed_with_their_pids():
-    two = table(process(11, 1, environment=rank(0, 1)), process(12, 1, environment=rank(0, 1, port="4000")))
-    with pytest.raises(
-        SeveralJobs, match=r"2 jobs run here(.|\n)*hang --pid 11 +# h:29500: 1 ranks(.|\n)*--pid 12 +# h:4000"
-    ):
-        find_job(Search(), two)
-    assert [target.pid for target in find_job(Search(pids=(12,)), two).targets] == [12]
-
-
-def test_nothing_found_says_what_was_looked_for():
-    others = table(process(11, 1, "python x.py", None, uid=OURS + 1), process(12, 1, "bash", {}, "/bin/bash"))
-    with pytest.raises(
-        NoRanksFound, match=r"with RANK .* 2 processes .*1 of other users not readable.*--pid PID"
-    ):
-        find_job(Search(), others)
-    with pytest.raises(NoRanksFound, match=r"command line that matches 'nowhere'"):
-        find_job(Search(match="nowhere"), others)
-    with pytest.raises(NoRanksFound, match="no process 4711 on this host"):
-        find_job(Search(pids=(4711,)), others)
-
-
-def test_the_collector_and_its_callers_are_never_ranks():
-    ours = process(os.getpid(), 10, "python -m hangdoctor.collect", rank(0, 2))
-    job = find_job(
-        Search(), table(process(10, 1, environment=rank(7, 8)), ours, process(11, 1, environment=rank(0, 2)))
-    )
-    assert [target.pid for target in job.targets] == [11]
-
-
 @pytest.mark.parametrize("search", [Search(), Search(pids=(10,)), Search(match="torch")])
 def test_a_launcher_without_ranks_is_starting_and_no_rank(search):
     with pytest.raises(NoRanksFound, match=r"job is starting: the launcher with pid 10 .*hang --pid 10"):
         find_job(search, table(LAUNCHER, process(11, 10, "sh -c train", {}, "/bin/sh")))
-
-
-def test_an_argument_makes_no_launcher():
-    one = table(process(12, 1, "python -u train.py --launcher torchrun", rank(0, 1)))
-    assert [target.name for target in find_job(Search(), one).targets] == ["rank_0"]
 
 
 def test_a_process_above_this_command_is_no_rank():

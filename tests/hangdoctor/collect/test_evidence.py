@@ -1,6 +1,5 @@
 """Evidence around a process (GPUs, RAS, error files, environments), from tool stand-ins."""
 
-import os
 import socket
 import threading
 
@@ -69,21 +68,3 @@ def test_environment_is_an_allow_list_without_credentials():
             "LD_LIBRARY_PATH": "/x",
         }
     ) == {"MASTER_PORT": "29500", "RANK": "1", "SLURM_JOB_ID": "7", "TORCH_NCCL_TRACE_BUFFER_SIZE": "2000"}
-
-
-def test_error_file_of_a_dead_neighbour_is_found_beside_ones_own(tmp_path):
-    for local in ("0", "1", "3"):
-        (tmp_path / local).mkdir()
-    (tmp_path / "3/error.json").write_text("it was me")
-    environment = {"RANK": "9", "LOCAL_RANK": "1", "TORCHELASTIC_ERROR_FILE": str(tmp_path / "1/error.json")}
-    assert evidence.error_files(environment) == {11: "it was me"}
-    assert evidence.error_files({"RANK": "9"}) == {}
-
-
-def test_flight_recorder_file_of_an_earlier_run_is_left_alone(tmp_path):
-    path = tmp_path / "fr_1"
-    path.write_bytes(b"dump")
-    os.utime(path, (1000, 1000))
-    environment = {"TORCH_FR_DUMP_TEMP_FILE": str(tmp_path / "fr_")}
-    assert evidence.flight_recorder_dump(1, environment, started=2000.0, uid=os.getuid()) is None
-    assert evidence.flight_recorder_dump(1, environment, started=500.0, uid=os.getuid()) == b"dump"

@@ -2,7 +2,7 @@
 
 import pytest
 
-from hangdoctor.collect.discover import ProcessIdentity, identify, is_launcher, ranks_of_host, spans_hosts
+from hangdoctor.collect.discover import ProcessIdentity, identify
 
 TORCHRUN = {
     "RANK": "9",
@@ -59,27 +59,3 @@ TORCHRUN = {
 )
 def test_claim_is_read_from_environment_and_command(environment, command, expected):
     assert identify(environment, command) == expected
-
-
-@pytest.mark.parametrize(
-    ("command", "expected"),
-    [
-        (("python", "/venv/bin/torchrun", "train.py"), True),
-        (("python", "-m", "torch.distributed.run", "train.py"), True),
-        (("python", "/venv/bin/accelerate", "launch", "train.py"), True),
-        (("python", "train.py", "--backend", "x", "torchrun"), False),
-    ],
-)
-def test_launchers_are_known(command, expected):
-    assert is_launcher(command) is expected
-
-
-def test_torchrun_says_which_ranks_are_on_this_host():
-    assert ranks_of_host(TORCHRUN) == range(8, 16)
-    assert ranks_of_host({"RANK": "9", "LOCAL_RANK": "1"}) is None
-
-
-def test_scheduler_says_whether_there_are_other_hosts():
-    assert spans_hosts({"SLURM_NNODES": "2"})
-    assert not spans_hosts({"SLURM_NNODES": "1"})
-    assert not spans_hosts({})

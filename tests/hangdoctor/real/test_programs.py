@@ -57,7 +57,3 @@ def test_healthy_program_is_never_accused(program, attempt, diagnosis):
 @pytest.mark.parametrize("program", FAULTS)
 def test_fault_under_torchrun_is_named_with_its_culprits(program, diagnosis_under_torchrun):
     assert (diagnosis_under_torchrun.label, diagnosis_under_torchrun.culprit_ranks) == expected_of(program)
-
-
-def test_there_are_enough_programs():
-    assert len(FAULTS) >= 24

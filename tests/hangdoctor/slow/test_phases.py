@@ -82,22 +82,6 @@ def test_phase_of_a_stack(frames, phase):
     assert seen(*frames).phase == phase
 
 
-@pytest.mark.parametrize(
-    ("text", "phase"),
-    [
-        ("gc.collect()", "gc"),
-        ("batch = batch.to(device, non_blocking=True)", "h2d"),
-        ("rows = rows.to(torch.float32)", "other"),
-        ("os.fsync(file)", "checkpoint"),
-        ("work.wait()", "collective"),
-        ("optimizer.step()", "optimizer"),
-        ("total = loss.item()", "other"),
-    ],
-)
-def test_a_c_call_is_known_by_its_source_line(text, phase):
-    assert seen(user("main", 7), source=lambda file, line: text if line == 7 else "").phase == phase
-
-
 def test_a_device_is_waited_for_only_where_there_is_one():
     gpu = ProcState("R", has_gpu=True)
     assert seen(user("main"), proc=gpu, source=lambda file, line: "x = loss.item()").phase == "device"
@@ -115,12 +99,6 @@ def test_a_device_is_waited_for_only_where_there_is_one():
 def test_a_backward_that_sleeps_in_c_waits_for_peers(proc, phase):
     assert seen(*BACKWARD, proc=proc).phase == phase
     assert seen(user("hook"), *BACKWARD, proc=proc).phase == "backward"
-
-
-def test_page_faults_replace_the_phase_of_a_rank_that_works():
-    assert seen(user("Policy.forward"), CALL, faults=200).phase == "swap"
-    assert seen(user("Rows.__getitem__"), FETCH, faults=200).phase == "input"  # it reads its files
-    assert seen(Frame("all_reduce", SITE + "torch/distributed/distributed_c10d.py", 1), faults=200).waits
 
 
 def test_a_main_thread_that_waits_for_a_thread_has_its_phase():

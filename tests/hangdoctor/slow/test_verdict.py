@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from hangdoctor.slow.blame import budgets, judge
+from hangdoctor.slow.blame import judge
 from hangdoctor.slow.engines import Engine, Load
 from hangdoctor.slow.phases import Activity
 from hangdoctor.slow.sample import Observation, Track
@@ -67,12 +67,6 @@ def test_the_rank_that_never_waits_is_slow(phase, ranks):
     assert verdict.summary.startswith("Rank 1 is slow: ")
 
 
-def test_forward_and_backward_longer_is_a_slow_device():
-    lines = job(lambda rank, step: ("forward" if step % 2 else "backward", 0.5 if rank == 3 else 0.0))
-    verdict = judge(lines, {})
-    assert (verdict.culprit_ranks, verdict.cause) == ((3,), "compute")
-
-
 @pytest.mark.parametrize("seed", range(25))
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_a_healthy_job_is_not_accused(seed, ranks):
@@ -108,12 +102,6 @@ def test_ranks_of_other_hosts_may_be_the_late_ones():
     assert "one of the 4 ranks on other hosts" in verdict.summary
 
 
-def test_one_rank_cannot_be_compared():
-    verdict = judge(job(nothing, 1), {})
-    assert verdict.label == "inconclusive"
-    assert verdict.summary.startswith("There is one rank here")
-
-
 def test_a_rank_that_cannot_be_read_is_named_with_the_reason():
     seen = job(nothing, 2)
     unread = Track("rank_2", 2, 9, (None,) * seen.num_rounds, problem="Permission Denied")
@@ -143,14 +131,6 @@ def test_an_engine_that_is_busy_with_all_its_requests_is_slow():
     verdict = judge(with_engines(seen, 0, 3), {})
     assert (verdict.label, verdict.culprit_engine) == ("slow_engine", "engine B")
     assert verdict.culprit_ranks == (1, 3, 5, 7)
-
-
-def test_budgets_are_shares_of_the_samples():
-    activities = tuple(Activity(p, "f (t.py:1)", True) for p in ["input", "collective", "input", "forward"])
-    waits = tuple(Activity("collective", "", False) for _ in range(4))
-    first, second = budgets([Track("rank_0", 0, 1, activities), Track("rank_1", 1, 2, waits)])
-    assert first.shares == {"input": 0.5, "forward": 0.25, "collective": 0.25}
-    assert (first.waiting, second.waiting, first.late, second.late) == (0.25, 1.0, 1.0, 0.0)
 
 
 @pytest.mark.parametrize(("computes", "hangs"), [(False, True), (True, False)])

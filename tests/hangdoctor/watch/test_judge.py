@@ -15,11 +15,6 @@ def beating(name, step, alive=True, done=False):
     return Signs(name, alive, step, float(step), done)
 
 
-def test_job_that_beats_is_moving():
-    tracks = tracks_of((0, beating("rank_0", 0)), (10, beating("rank_0", 1)))
-    assert judge_liveness(tracks, 15, Limits()).state == "moving"
-
-
 def test_silence_is_measured_against_the_longest_pause_between_beats():
     tracks = tracks_of(*((30 * step, beating("rank_0", step)) for step in range(5)))
     assert judge_liveness(tracks, 120 + 149, Limits()) == Judgement("moving", (), 149, 150)

@@ -9,9 +9,7 @@ import time
 
 import psutil
 import pytest
-from click.testing import CliRunner
 
-from areal_debug.cli import main
 from hangdoctor.collect.pyspy import Options
 from hangdoctor.heartbeat import VARIABLE, read_beats
 from hangdoctor.model import Diagnosis
@@ -142,16 +140,6 @@ def test_a_rank_that_started_after_the_last_scan_and_works_is_seen_before_a_hang
     hung = Diagnosis("external_wait", "high", (0,), (), "Rank 0 sleeps.")
     assert watch_pids((job.pid,), plan, lambda folder: hung, messages.append) == 0
     assert messages == []
-
-
-@pytest.mark.parametrize("options", [[], ["--then", "kill"]])
-def test_a_pid_without_a_process_is_one_sentence(tmp_path, options):
-    output = tmp_path / "found"
-    done = CliRunner().invoke(
-        main, ["hang", "watch", "--pid", "999999999", "--output", str(output), *options]
-    )
-    assert (done.exit_code, output.exists()) == (2, False)
-    assert "--pid 999999999: no process has this id." in done.stderr
 
 
 def test_signals_to_the_watcher_reach_the_job(watched, tmp_path):

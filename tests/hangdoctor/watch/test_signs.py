@@ -30,12 +30,6 @@ def signs_of(rank, beats, watts=None):
     return read_signs(find_job(Search((rank.pid,)), process_table()), beats, watts)
 
 
-def test_log_power_and_cpu_are_signs_where_there_is_no_beat(rank):
-    [signs] = signs_of(rank, {}, 300.0)
-    assert (signs.name, signs.alive, signs.log_bytes, signs.gpu_watts) == ("rank_0", True, 7, 300.0)
-    assert 0 <= signs.cpu_s < 60
-
-
 def test_a_log_that_the_watch_itself_writes_is_no_sign(rank, tmp_path, monkeypatch):
     log = os.stat(tmp_path / "log")
     monkeypatch.setattr(os, "fstat", lambda descriptor: log)

@@ -31,17 +31,6 @@ def test_two_hundred_schedules_violate_nothing(seed, tmp_path):
     assert_clean(seed, tmp_path)
 
 
-@pytest.mark.long
-def test_a_seed_repeats_its_faults(tmp_path):
-    first, again = (run_trial(11, tmp_path / name, ("delay", "reset")) for name in ("first", "again"))
-    assert (first.schedule, first.staleness, first.restart_at) == (
-        again.schedule,
-        again.staleness,
-        again.restart_at,
-    )
-    assert not first.violations
-
-
 def test_a_client_that_trusts_every_reply_is_caught(tmp_path, monkeypatch):
     """Without its checks the client trains on what servers made up; the history shows it."""
     monkeypatch.setattr(client, "checked", lambda chunk, asked: chunk)
