@@ -53,7 +53,9 @@ class Measured:
 
 def packed_families() -> list[str]:
     """Return the families of docs/measurements/models.md whose rows are packed."""
-    return re.findall(r"^\| ([^|]*) \| packed \|", (ROOT / "docs" / "measurements" / "models.md").read_text(), re.MULTILINE)
+    return re.findall(
+        r"^\| ([^|]*) \| packed \|", (ROOT / "docs" / "measurements" / "models.md").read_text(), re.MULTILINE
+    )
 
 
 def measure(name: str, ranks: Ranks) -> Measured:

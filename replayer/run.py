@@ -71,7 +71,8 @@ def replay(request: Request, make_observers: Sequence[MakeObserver]) -> None:
         replay_as(start_process)
         return
     try:
-        run_as_ranks(open_record(request.record).header.world_size, start_process, replay_as)
+        size = open_record(request.record).header.world_size
+        run_as_ranks(size, start_process, replay_as, as_gloo=request.virtual == "gloo")
     finally:
         leave_ranks()
 

@@ -13,7 +13,7 @@ from replayer.preconditions import (
     check_model,
     check_recorded_results,
     check_steps_present,
-    is_repeatable_on,
+    summation_on,
 )
 from replayer.request import replay_config
 
@@ -61,7 +61,7 @@ def find(
     """
     check_recorded_results(record, "replay --find-faulty")
     size = record.header.world_size
-    if num_ranks not in (None, size) and not is_repeatable_on(record, num_ranks or size):
+    if num_ranks not in (None, size) and not summation_on(record, num_ranks or size):
         raise ReplayError(
             f"--find-faulty compares bits, and {num_ranks} processes cannot repeat those of {size} recorded ranks: leave out "
             "--nproc, or record with debug.reduction=fixed and give a divisor of that number"

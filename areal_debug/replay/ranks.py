@@ -16,6 +16,7 @@ from areal_debug.render import QUIET, REPORT_FILE, VERBOSE, fail, is_verbose, re
 from areal_debug.start_up import bytecode_variables
 from recorder import Record, open_record
 from replayer.check import ReplayReport, parse_report
+from replayer.preconditions import summation_on
 from replayer.request import Request
 from replayer.rerun import replay_and_judge
 
@@ -134,12 +135,12 @@ class Runner:
                 return other.replay(record, first, last, settings, shift=shift, num_ranks=num_ranks)
         folder = Path(tempfile.mkdtemp(dir=self.folder))
         output = folder / "record"
-        size = record.header.world_size
+        num_ranks = num_ranks or record.header.world_size
         request = Request(record.path, first, last, self.model, tuple(settings), record_to=str(output))
-        request = replace(request, virtual=num_ranks is not None and num_ranks < size)
+        request = replace(request, virtual=summation_on(record, num_ranks))
         asked = task("replay", **asdict(request))
         env = {QUIET: "1"} | shifted_gpus(shift)
-        if self.ranks.run(asked, num_ranks or size, env, folder / "ranks.log", False) != 0:
+        if self.ranks.run(asked, num_ranks, env, folder / "ranks.log", False) != 0:
             return None
         replayed = open_record(output)
         return replayed if last in replayed.steps else None

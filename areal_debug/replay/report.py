@@ -34,6 +34,12 @@ EXPECTED = {
     "unrecorded": "nothing to compare with",
 }
 
+SUMMATIONS = {"fixed": "sums in rank order", "gloo": "gloo's order of summation, emulated"}
+NOT_AS_GLOO = (
+    "If the recorded number of ranks gives the bits, the emulation of gloo does not: record with "
+    "debug.reduction=fixed, whose sums any divisor repeats."
+)
+
 EXPLAIN_SHOWN = 10
 EXPLAIN_HEADINGS = (
     *("rank>", "row>", "prompt>", "sample>", "minibatch>", "reward>", "advantage>", "tokens>", "loss>"),
@@ -114,7 +120,11 @@ def report_of(report: ReplayReport, request: Request) -> Report:
     """Return whether the replay met its guarantee, where it diverged first, and what to do next."""
     rows = rows_of_warnings(report)
     if request.virtual:
-        rows.append(Row("ranks", "fewer processes computed the share of each recorded rank, in rank order"))
+        rows.append(
+            Row("ranks", f"fewer processes, each recorded rank's share: {SUMMATIONS[request.virtual]}")
+        )
+        if request.virtual == "gloo" and report.result not in ("identical", "not comparable"):
+            rows.append(Row("note", NOT_AS_GLOO))
     if report.result == "not comparable":
         rows.append(
             Row("next", "`--output FOLDER` records what comes out, and that record replays bit by bit.")

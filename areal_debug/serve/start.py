@@ -39,7 +39,9 @@ def plan_server(
 ) -> ServeSpec:
     """Build the specification of a server. Raises `CannotServe`."""
     if engine == "sglang" and importlib.util.find_spec("sglang") is None:
-        raise CannotServe("SGLang is not installed: pip install 'areal-debug[sglang]', or use --backend embedded")
+        raise CannotServe(
+            "SGLang is not installed: pip install 'areal-debug[sglang]', or use --backend embedded"
+        )
     model = checked_model(model)
     if device == "auto":  # known without loading torch: whether the NVIDIA driver lists a GPU
         device = "cuda" if any(Path("/proc/driver/nvidia/gpus").glob("*")) else "cpu"

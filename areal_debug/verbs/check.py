@@ -236,7 +236,13 @@ def noise_cells(noise: "ParameterNoise") -> list[str]:
     example="areal-debug check model Qwen/Qwen2.5-0.5B-Instruct --dtype float32",
 )
 @click.argument("model", type=click.Path())
-@click.option("--dtype", type=click.Choice(DTYPES), default="bfloat16", show_default=True, help="Dtype of the computation.")
+@click.option(
+    "--dtype",
+    type=click.Choice(DTYPES),
+    default="bfloat16",
+    show_default=True,
+    help="Dtype of the computation.",
+)
 @click.option(
     "--allocation",
     default="fsdp:d1",

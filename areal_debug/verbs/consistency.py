@@ -84,7 +84,11 @@ EXACT_NEW_TOKENS = 64  # by default
     "--num-samples", type=click.IntRange(1), default=1, show_default=True, help="Completions per prompt."
 )
 @click.option(
-    "--max-new-tokens", type=click.IntRange(1), default=128, show_default=True, help="Longest completion, in tokens."
+    "--max-new-tokens",
+    type=click.IntRange(1),
+    default=128,
+    show_default=True,
+    help="Longest completion, in tokens.",
 )
 @click.option(
     "--top-p",
@@ -104,7 +108,9 @@ EXACT_NEW_TOKENS = 64  # by default
     "by default the recorded run's first weights.",
 )
 @click.option(
-    "--dtype", type=click.Choice(["float32", "bfloat16"]), help="Dtype of the scoring; by default the trainer's."
+    "--dtype",
+    type=click.Choice(["float32", "bfloat16"]),
+    help="Dtype of the scoring; by default the trainer's.",
 )
 @click.option(
     "--temperature",

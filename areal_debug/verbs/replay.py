@@ -202,23 +202,26 @@ def as_recorded_ranks(record: "Record", request: "Request", num_ranks: int) -> "
     """Let fewer processes compute the share of every recorded rank, where the record allows it."""
     from dataclasses import replace
 
-    from replayer.preconditions import is_repeatable_on, sums_in_rank_order
+    from replayer.preconditions import summation_on
 
+    request = replace(request, virtual=summation_on(record, num_ranks, request.settings))
     size = record.header.world_size
-    if is_repeatable_on(record, num_ranks):
-        return replace(request, virtual=True)
-    if num_ranks < size and sums_in_rank_order(record):
+    if num_ranks < size and record.header.config_is_ours and not request.virtual:
+        why = f"no divisor of {size} ranks" if size % num_ranks else f"not enough for sums over {size} ranks"
         note(
-            f"{num_ranks} is no divisor of {size} ranks, so rows are redistributed: a divisor gives the bits"
+            f"{num_ranks} is {why}, so rows are redistributed; debug.reduction=fixed, and a divisor, give bits"
         )
     return request
 
 
 def placed(record: "Record", request: "Request", num_ranks: int) -> str:
     """Describe the ranks of a replay."""
+    from areal_debug.replay.report import SUMMATIONS
+
     if not request.virtual:
         return count(num_ranks, "rank")
-    return f"{count(num_ranks, 'rank')}, in place of {record.header.world_size} and to their bits"
+    processes = f"{num_ranks} process{'es' * (num_ranks > 1)}"
+    return f"{processes}, in place of {record.header.world_size} ranks: {SUMMATIONS[request.virtual]}"
 
 
 def name_faulty(

@@ -333,7 +333,10 @@ def test_groups_are_told_apart_by_counts_where_they_are_logged(tmp_path):
         counts = {"solved": np.full(STEPS, right), "failed_all": np.full(STEPS, wrong)}
         run = healthy() | {"zero_variance_groups": noisy(0.9, 0.01)} | counts
         [alarm] = judged(tmp_path / word, run, names).alarms
-        assert (alarm.id, alarm.title) == ("D22", f"most groups have equal rewards: nearly all answers are {word}")
+        assert (alarm.id, alarm.title) == (
+            "D22",
+            f"most groups have equal rewards: nearly all answers are {word}",
+        )
 
 
 def test_steps_that_validation_and_training_share_are_compared_when_only_four_were_evaluated(tmp_path):
@@ -503,10 +506,16 @@ def test_equal_rewards_of_half_credit_are_neither_right_nor_wrong(tmp_path):
     names = NAMES | {"reward_max": "reward/max", "reward_min": "reward/min"}
     half = {"reward": np.full(STEPS, 0.5), "reward_min": np.full(STEPS, 0.5)}
     run = without(healthy(), "eval_reward") | half
-    run |= {"reward_max": np.where(np.arange(STEPS) < 5, 1.0, 0.5), "zero_variance_groups": np.full(STEPS, 1.0)}
+    run |= {
+        "reward_max": np.where(np.arange(STEPS) < 5, 1.0, 0.5),
+        "zero_variance_groups": np.full(STEPS, 1.0),
+    }
     run["reward_min"][:5] = 0.0
     [alarm] = [one for one in judged(tmp_path, run, names).alarms if one.id == "D22"]
-    assert (alarm.title, alarm.found.split("; ")[1]) == ("most groups have equal rewards", "every reward is 0.5")
+    assert (alarm.title, alarm.found.split("; ")[1]) == (
+        "most groups have equal rewards",
+        "every reward is 0.5",
+    )
 
 
 def test_a_constant_reward_is_neither_noisy_nor_right(tmp_path):
@@ -522,7 +531,9 @@ def test_a_constant_reward_is_neither_noisy_nor_right(tmp_path):
 
 @pytest.mark.parametrize("level", [0.88, 0.93])
 def test_a_reward_that_is_high_from_the_beginning_is_not_accused_of_not_rising(tmp_path, level):
-    run = without(healthy(), "eval_reward", "zero_variance_groups") | {"reward": noisy(np.full(STEPS, level), 0.01)}
+    run = without(healthy(), "eval_reward", "zero_variance_groups") | {
+        "reward": noisy(np.full(STEPS, level), 0.01)
+    }
     assert "D01" not in {alarm.id for alarm in judged(tmp_path, run).alarms}
 
 

@@ -74,7 +74,9 @@ def test_numbers_that_meet_in_a_held_out_question_never_meet_in_training():
 def test_documents_are_drawn_from_curves_that_rise():
     trained = json.loads(learning_curves.CURVES.read_text())
     for file, text in learning_curves.draw(trained).items():
-        assert (ROOT / "docs" / "measurements" / file).read_text() == text, "benchmarks/learning_curves.py regenerates them"
+        assert (ROOT / "docs" / "measurements" / file).read_text() == text, (
+            "benchmarks/learning_curves.py regenerates them"
+        )
     for method in (*METHODS, *OTHER_PRESETS):
         curves = learning_curves.curves_of(method, trained)
         assert len(curves) >= (3 if method in METHODS else 1)
