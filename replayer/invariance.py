@@ -24,7 +24,7 @@ from areal_core.trainer.rl import Observer, PPOTrainer
 from recorder import Record, open_record
 from replayer.crosscheck.layouts import TOLERANCE, name_factor
 from replayer.preconditions import nearest_anchor, step_range
-from replayer.request import Request
+from replayer.request import Request, Summation
 from replayer.run import replay_and_compare
 
 # (micro-batches of one optimizer step) -> its numbers by name, such as loss and grad_norm
@@ -151,13 +151,21 @@ class StepLayouts:
         return asdict(self) | {"variants": rows}
 
 
-def run_layouts(folder: str, step: int, model: str | None = None, config: str | None = None) -> StepLayouts:
-    """Replay up to a step and compute each of its minibatches in all layouts; a collective."""
+def run_layouts(
+    folder: str, step: int, model: str | None = None, config: str | None = None, virtual: Summation = ""
+) -> StepLayouts:
+    """Replay up to a step and compute each of its minibatches in all layouts; a collective.
+
+    `virtual` as in Request.
+    """
     record = open_record(folder)
     step_range(record, step, step)
-    found = StepLayouts(folder, step, LAYOUTS, [])
+    of_ranks: list[StepLayouts] = []  # of each virtual rank of this process: all have the same
 
     def observer(record: Record, trainer: PPOTrainer, request: Request) -> Observer:
+        found = StepLayouts(folder, step, LAYOUTS, [])
+        of_ranks.append(found)
+
         def observe(event: str, **facts: Any) -> None:
             if event == "gradients" and facts["step"] == step:
                 state = rng_state()
@@ -166,31 +174,30 @@ def run_layouts(folder: str, step: int, model: str | None = None, config: str | 
 
         return observe
 
-    request = Request(folder, nearest_anchor(record, step) or 0, step, model, config=config)
-    found.faithful = replay_and_compare(request, [observer]).identical
-    return found
+    start = nearest_anchor(record, step) or 0
+    request = Request(folder, start, step, model, config=config, virtual=virtual)
+    is_faithful = replay_and_compare(request, [observer]).identical
+    return replace(of_ranks[0], faithful=is_faithful)
 
 
 def variants_of(trainer: PPOTrainer, facts: Mapping[str, Any]) -> list[Variant]:
     """Compute a minibatch of this trainer in all layouts; its gradients stay as they are."""
     engine, ranks = trainer.actor, trainer.ranks
-    objective = replace(trainer.objective, stats=Stats(ranks.is_group_leader))
+    objective = replace(trainer.objective, stats=Stats(ranks.is_group_leader, ranks.gather_objects))
     parameters = [p for p in engine.model.parameters() if p.grad is not None]
     kept, state = [p.grad for p in parameters], rng_state()
-    trained = float(gradient_norm(parameters, ranks))
+    norm = partial(gradient_norm, parameters, ranks)
+    trained = float(ranks.once(norm))
     norms: list[float] = []
 
     def compute(micro_batches: list[Batch]) -> dict[str, float]:
         set_rng_state(state)
-        for parameter in parameters:
-            parameter.grad = None
         total = float(ranks.sum(sum(map(objective.denominator, micro_batches)).double()))  # type: ignore[union-attr]
-        backward = partial(
-            engine.backward, loss_fn=objective.loss, weight_fn=objective.denominator, total_weight=total
-        )
-        losses = [backward(part, range(len(part["input_ids"]))).loss for part in micro_batches]
+        parts = [(part, range(len(part["input_ids"]))) for part in micro_batches]
+        results = engine.gradients(parts, objective.loss, objective.denominator, total)
+        losses = [result.loss for result in results]
         loss = float(ranks.sum(torch.stack(losses).double().sum())) / total
-        norms.append(float(gradient_norm(parameters, ranks)))
+        norms.append(float(ranks.once(norm)))
         return {"loss": loss, "grad_norm": norms[-1]}
 
     batch, tolerance = facts["batch"], TOLERANCE if engine.dtype == torch.float32 else OF_16_BITS

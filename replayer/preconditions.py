@@ -83,8 +83,8 @@ def summation_on(record: Record, num_ranks: int, settings: Sequence[str] = ()) -
     if header.num_ranks < size:
         raise ReplayError(
             f"{record.path} was computed by {size} ranks that share rows by sequence or tensor parallelism "
-            f"({header.allocation}), and {num_ranks} processes can stand for data-parallel ranks only: leave out --nproc, "
-            f"or give allocation_mode=fsdp:d{num_ranks}, which is compared within noise"
+            f"({header.allocation}), and --nproc {num_ranks} can stand for data-parallel ranks only: leave it out, or "
+            f"give allocation_mode=fsdp:d{num_ranks}, which is compared within noise"
         )
     if size % num_ranks:
         return ""
@@ -94,6 +94,22 @@ def summation_on(record: Record, num_ranks: int, settings: Sequence[str] = ()) -
     is_plain = all(m["fsdp"]["shard_size"] is None and m["grad_reduce_dtype"] == "float32" for m in models)
     is_on_gloo = options["device"] == "cpu" or not header.environment.get("gpus")
     return "gloo" if is_plain and is_on_gloo and not options["rollout"]["return_routed_experts"] else ""
+
+
+def exact_summation(record: Record, num_ranks: int, asked: str) -> Summation:
+    """Return how so many processes repeat the bits of a record; "" if they are its ranks.
+
+    Raises:
+        ReplayError: they cannot, and `asked` is about those bits.
+    """
+    size = record.header.world_size
+    found = summation_on(record, num_ranks)
+    if not found and num_ranks != size:
+        raise ReplayError(
+            f"{asked} needs the bits of the record, and --nproc {num_ranks} cannot repeat those of {size} recorded ranks: "
+            "leave it out, or record with debug.reduction=fixed and give a divisor of that number"
+        )
+    return found
 
 
 def check_anchor(record: Record, step: int) -> None:

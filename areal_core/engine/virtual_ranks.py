@@ -8,7 +8,7 @@
                                                             the turn to the first
 
 Only the thread that has the turn runs; it gives it to the next one when it reaches a collective or
-its end. An error of one ends all of them, so none waits for a turn that never comes.
+its end. Rank m is the main thread, which gets Ctrl-C. An error of one ends all of them, so none waits for a turn that never comes.
 
 Consecutive ranks are in different processes. So a sum over the processes, continued from turn to
 turn, adds in the order of the ranks, whatever the number of processes. Sums of a run that left their
@@ -16,6 +16,7 @@ order to gloo are taken in gloo's order (`gloo_order.py`).
 """
 
 import os
+import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -38,7 +39,10 @@ class OtherRankFailed(Exception):
 
 
 class Turns:
-    """The threads of a process, of which one runs at a time; each has its own random numbers."""
+    """The threads of a process, of which one runs at a time.
+
+    Each has its own random numbers and, where it has redirected them, standard streams.
+    """
 
     def __init__(self, size: int) -> None:
         self.size, self.current = size, 0
@@ -46,13 +50,16 @@ class Turns:
         self.errors: list[BaseException] = []
         self.values: list[Any] = [None] * size
         self.rng: list[dict[str, str] | None] = [None] * size
+        self.streams = [(sys.stdout, sys.stderr)] * size
         self.result: Any = None
 
     def run(self, work: Callable[[int], None]) -> None:
         """Run `work(number)` in each thread; raises the first error of one."""
-        threads = [threading.Thread(target=self._run, args=(work, n), daemon=True) for n in range(self.size)]
+        others = range(1, self.size)
+        threads = [threading.Thread(target=self._run, args=(work, n), daemon=True) for n in others]
         for thread in threads:
             thread.start()
+        self._run(work, 0)
         for thread in threads:
             while thread.is_alive():
                 thread.join(1.0)  # in parts, so that Ctrl-C ends the wait
@@ -81,7 +88,7 @@ class Turns:
         self._pass_on(number)
 
     def _pass_on(self, number: int) -> None:
-        self.rng[number] = rng_state()
+        self.rng[number], self.streams[number] = rng_state(), (sys.stdout, sys.stderr)
         with self.changed:
             self.current = (number + 1) % self.size
             self.changed.notify_all()
@@ -93,6 +100,7 @@ class Turns:
                 raise OtherRankFailed
         if (states := self.rng[number]) is not None:
             set_rng_state(states)
+        sys.stdout, sys.stderr = self.streams[number]
 
 
 @dataclass(frozen=True, kw_only=True)

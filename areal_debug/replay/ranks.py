@@ -12,15 +12,25 @@ from typing import Any
 
 from areal_core.environment import DETERMINISTIC
 from areal_core.launch.warm import WarmRanks, warm_ranks
-from areal_debug.render import QUIET, REPORT_FILE, VERBOSE, fail, is_verbose, read_report, with_progress
+from areal_debug.render import (
+    QUIET,
+    REPORT_FILE,
+    VERBOSE,
+    count,
+    fail,
+    is_verbose,
+    read_report,
+    with_progress,
+)
 from areal_debug.start_up import bytecode_variables
 from recorder import Record, open_record
 from replayer.check import ReplayReport, parse_report
 from replayer.preconditions import summation_on
-from replayer.request import Request
+from replayer.request import Request, Summation
 from replayer.rerun import replay_and_judge
 
 ON_RANK = ("-m", "areal_debug.rank_tasks.on_rank")
+SUMMATIONS = {"fixed": "sums in rank order", "gloo": "gloo's order of summation, emulated"}
 # What every replay imports, and the model of most of them.
 MODULES = (
     "areal_debug.replay.observer",
@@ -93,6 +103,14 @@ def report_of_ranks(
                 code or 1,
             )
         return read_report(report)
+
+
+def placed(record: Record, virtual: Summation, num_ranks: int) -> str:
+    """Describe the ranks of a replay."""
+    if not virtual:
+        return count(num_ranks, "rank")
+    processes = f"{num_ranks} process{'es' * (num_ranks > 1)}"
+    return f"{processes}, in place of {record.header.world_size} ranks: {SUMMATIONS[virtual]}"
 
 
 @dataclass

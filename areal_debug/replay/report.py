@@ -16,6 +16,7 @@ from rich.console import Console
 from areal_core.telemetry.loggers import summary_columns
 from areal_debug.diff.report import describe, format_value, tables_of
 from areal_debug.render import count, format_number, note, sparkline, styled
+from areal_debug.replay.ranks import SUMMATIONS
 from areal_debug.report.links import view_command
 from areal_debug.report.model import Block, Facts, Finding, Level, Report, Row, Table, rows_of
 from areal_debug.report.terminal import print_block, print_rows
@@ -34,7 +35,6 @@ EXPECTED = {
     "unrecorded": "nothing to compare with",
 }
 
-SUMMATIONS = {"fixed": "sums in rank order", "gloo": "gloo's order of summation, emulated"}
 NOT_AS_GLOO = (
     "If the recorded number of ranks gives the bits, the emulation of gloo does not: record with "
     "debug.reduction=fixed, whose sums any divisor repeats."
@@ -281,7 +281,7 @@ def report_of_anatomy(record: Record, found: dict[str, Any]) -> Report:
     )
 
 
-def report_of_layouts(found: dict[str, Any]) -> Report:
+def report_of_layouts(record: Record, found: dict[str, Any]) -> Report:
     """Return the numbers of a step that depend on its layout, with the factor between them."""
     variants, differs = found["variants"], "The replay up to this step differs from the record."
     rows = []
@@ -300,6 +300,7 @@ def report_of_layouts(found: dict[str, Any]) -> Report:
     )
 
 
+EXAMINED = {"explain": report_of_explanation, "anatomy": report_of_anatomy, "layouts": report_of_layouts}
 PART_KINDS = {"term": "Terms of the loss", "class": "Classes of token", "turn": "Turns"}
 
 
