@@ -3,13 +3,14 @@
     batch -> layouts: lists of micro-batches -> step function -> numbers, against those of one batch
 
 How rows are divided, ordered and padded decides how a step is computed, not what comes out. The
-ratio of two numbers is looked up among the counts of the layouts, as `crosscheck --layout` does.
+ratio of two numbers is looked up among the counts of the layouts: of 4 where one layout has 4
+micro-batches and the other one, it is a mean where a sum belongs, or the other way.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from itertools import pairwise
+from itertools import combinations, pairwise
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,6 @@ from areal_core.engine.optimizer import gradient_norm
 from areal_core.telemetry.stats import Stats
 from areal_core.trainer.rl import Observer, PPOTrainer
 from recorder import Record, open_record
-from replayer.crosscheck.layouts import TOLERANCE, name_factor
 from replayer.preconditions import nearest_anchor, step_range
 from replayer.request import Request, Summation
 from replayer.run import replay_and_compare
@@ -32,6 +32,8 @@ StepFunction = Callable[[list[Batch]], Mapping[str, float]]
 ACCUMULATION = {"whole": 1, "accumulation 2": 2, "accumulation 4": 4}
 LAYOUTS = (*ACCUMULATION, "permuted rows", "more padding")
 PADDING = 8  # columns
+TOLERANCE = 1e-3  # of a value: float32 sums in another order differ by less, bfloat16 by more
+OF_WHOLE = 0.01  # of a factor, that a count may be off
 SMALLEST = 1e-6  # a number is 0 below it
 OF_16_BITS = 0.05  # the tolerance of compute in bfloat16 or float16
 
@@ -107,6 +109,19 @@ def find_variants(
                 named = name_factor(ratio, counts_of(wholes), counts_of(micro_batches))
                 found.append(Variant(layout, what, want, float(value), named))
     return found
+
+
+def name_factor(ratio: float, one: Mapping[str, float], other: Mapping[str, float]) -> str:
+    """Say which count of the layouts, all above 0, a ratio is."""
+    ratios = {name: other[name] / one[name] for name in one if one[name] != other[name]}
+    factors = {f"the {name}": ratio for name, ratio in ratios.items()}
+    factors |= {f"the {a} times the {b}": x * y for (a, x), (b, y) in combinations(ratios.items(), 2)}
+    factors |= {f"the square root of the {name}": ratio**0.5 for name, ratio in ratios.items()}
+    for name, factor in factors.items():
+        for value, verb in ((factor, "multiplied by"), (1 / factor, "divided by")):
+            if factor != 1 and abs(ratio / value - 1) < OF_WHOLE:
+                return f"{verb} {name}"
+    return "no count of the layouts"
 
 
 def counts_of(micro_batches: Sequence[Batch]) -> dict[str, float]:

@@ -68,9 +68,9 @@ def check_steps_present(record: Record, first: int, last: int) -> None:
 
 
 def summation_on(record: Record, num_ranks: int, settings: Sequence[str] = ()) -> Summation:
-    """Return how so many processes can sum over the recorded ranks to their bits; "" if they cannot.
+    """Return how so many processes can sum over the recorded ranks to their bits.
 
-    With an allocation among `settings` the processes are the ranks.
+    "" if they cannot. With an allocation among `settings` the processes are the ranks.
 
     Raises:
         ReplayError: the recorded ranks share rows, and fewer processes cannot stand for them.

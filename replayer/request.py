@@ -41,8 +41,8 @@ class Request:
         record_to: folder for a new record of this replay.
         stop_at_difference: end at the first step that differs.
         locate: find the first stage that differs.
-        virtual: compute the share of every recorded rank, on a divisor of their number, and sum over
-            them in rank order ("fixed") or that of gloo ("gloo"); "": each process is a rank.
+        virtual: compute the share of every recorded rank, on a divisor of their number, and sum
+            over them in rank order ("fixed") or that of gloo ("gloo"); "": each process is a rank.
     """
 
     record: str

@@ -7,7 +7,7 @@ import click
 from areal_debug.cli import Verb, json_option, step_option, step_range_option
 from areal_debug.each import report_each_step
 from areal_debug.render import announce, console, errors_as_sentences, print_json
-from areal_debug.report.model import Block, Facts, Level, Report, Row, Table, rows_of
+from areal_debug.report.model import Facts, Level, Report, Row, rows_of
 
 if TYPE_CHECKING:
     from replayer.crosscheck.opinions import Crosscheck, RowDifference, StageOpinion
@@ -24,8 +24,7 @@ EXIT_CODES = {"equal": 0, "differs": 1, "not checked": 2}
 @click.command(
     cls=Verb,
     example="areal-debug crosscheck runs/record\nareal-debug crosscheck runs/record --with trl,verl,float64 --json\n"
-    "areal-debug crosscheck runs/record --steps 0:100\n"
-    "areal-debug crosscheck runs/accumulation-1 --layout runs/accumulation-4",
+    "areal-debug crosscheck runs/record --steps 0:100",
 )
 @click.argument("record", type=click.Path())
 @click.option(
@@ -39,12 +38,6 @@ EXIT_CODES = {"equal": 0, "differs": 1, "not checked": 2}
 @step_option("the first")
 @step_range_option
 @click.option("--model", type=click.Path(), help="Folder of the weights that the step starts from.")
-@click.option(
-    "--layout",
-    type=click.Path(),
-    metavar="RECORD",
-    help="The same rows trained in another layout: ranks, accumulation, micro-batches; name the factor between them.",
-)
 @json_option
 @errors_as_sentences
 def command(
@@ -53,7 +46,6 @@ def command(
     step: int | None,
     step_range: str | None,
     model: str | None,
-    layout: str | None,
     as_json: bool,
 ) -> None:
     """Recompute the rewards, advantages, loss and gradient norm of a step of RECORD, and name the
@@ -68,8 +60,6 @@ def command(
     from replayer.crosscheck.opinions import crosscheck, parse_opinions  # imports torch
     from replayer.crosscheck.step_rows import read_confined
 
-    if layout is not None:
-        raise SystemExit(compare(record, layout, step, as_json))
     names = parse_opinions(opinions)
     report = crosscheck(read_confined(record, step), names, model)
     if as_json:
@@ -77,29 +67,6 @@ def command(
     else:
         print_report(console(), report_of(report))
     raise SystemExit(EXIT_CODES[report.verdict])
-
-
-def compare(record: str, layout: str, step: int | None, as_json: bool) -> int:
-    """Report whether a step depends on its layout, and return the exit code."""
-    from areal_debug.report.terminal import print_report
-    from replayer.crosscheck.layouts import compare_layouts
-    from replayer.crosscheck.step_rows import read_confined
-
-    found = compare_layouts(read_confined(record, step), read_confined(layout, step))
-    if as_json:
-        print_json(found.to_dict())
-    else:
-        word, level = VERDICTS[found.verdict]
-        cells = [
-            [d.what, f"{d.one:.6g}", f"{d.other:.6g}", f"{d.ratio:.4g}", d.named] for d in found.differences
-        ]
-        rows = [
-            Row("layout", f"{name}: {one:g} and {other:g}") for name, (one, other) in found.layouts.items()
-        ]
-        rows.append(Row("compared", ", ".join(found.compared)))
-        blocks: list[Block] = [Table(("what", "first>", "second>", "ratio>", "factor"), cells), Facts(rows)]
-        print_report(console(), Report(word, found.sentence, level, blocks))
-    return EXIT_CODES[found.verdict]
 
 
 def columns(report: dict[str, Any]) -> dict[str, str]:

@@ -142,16 +142,10 @@ def command(
     """
     from areal_debug.replay.faulty import find
     from areal_debug.replay.ranks import placed, replay_ranks
-    from areal_debug.replay.report import note_cut
-    from recorder import open_record
-    from replayer.preconditions import check_options, step_range
+    from replayer.preconditions import step_range
     from replayer.request import Request
 
-    opened = open_record(record)
-    note_cut(opened)
-    if config is not None and opened.header.trainer is None:
-        fail("--config is for records of other trainers: change options of this one as OPTION=VALUE")
-    check_options(opened, config)
+    opened = opened_for(record, config)
     changed = [*settings, *overrides, *filter(None, (row_filter, edit, reward)), *sweeps]
     asked = {
         "explain": explain is not None,
@@ -160,14 +154,13 @@ def command(
         "find-faulty": find_faulty,
     }
     num_ranks = nproc or opened.header.world_size
-    if kind := question_of([kind for kind, is_asked in asked.items() if is_asked], step, changed):
-        if kind != "find-faulty":
-            at = step if explain is None else explain
-            examine_step(opened, at, kind, num_ranks, model, config, as_json, output, force)
-        if output is not None:
-            fail("--find-faulty prints its report, and --output is for a replay: leave that out")
+    kind = question_of([kind for kind, is_asked in asked.items() if is_asked], step, changed, output)
+    if kind == "find-faulty":
         steps = (from_step, to_step) if step is None else (step, step)
         find(opened, *step_range(opened, *steps), model, num_ranks, as_json)
+    if kind:
+        at = step if explain is None else explain
+        examine_step(opened, at, kind, num_ranks, model, config, as_json, output, force)
     first, last = step_range(opened, from_step, to_step)
     if sweeps and output is not None:
         fail("--output is for one replay, and --sweep makes several")
@@ -186,6 +179,20 @@ def command(
     print_replay(report, request, as_json, rescored)
     assert report.verdict is not None
     raise SystemExit(report.verdict.exit_code)
+
+
+def opened_for(path: str, config: str | None) -> "Record":
+    """Open a record that can be replayed with these options."""
+    from areal_debug.replay.report import note_cut
+    from recorder import open_record
+    from replayer.preconditions import check_options
+
+    record = open_record(path)
+    note_cut(record)
+    if config is not None and record.header.trainer is None:
+        fail("--config is for records of other trainers: change options of this one as OPTION=VALUE")
+    check_options(record, config)
+    return record
 
 
 def sweep_options(
@@ -214,13 +221,17 @@ def as_recorded_ranks(record: "Record", request: "Request", num_ranks: int) -> "
     request = replace(request, virtual=summation_on(record, num_ranks, request.settings))
     size = record.header.world_size
     if num_ranks < size and size % num_ranks and not record.header.trainer:
-        note(f"{num_ranks} is no divisor of {size} ranks, so rows are redistributed: a divisor gives the bits")
+        note(
+            f"{num_ranks} is no divisor of {size} ranks, so rows are redistributed: a divisor gives the bits"
+        )
     elif num_ranks < size and record.header.config_is_ours and not request.virtual:
         note("rows are redistributed over fewer ranks: debug.reduction=fixed records what they can repeat")
     return request
 
 
-def question_of(kinds: Sequence[str], step: int | None, changed: Sequence[object]) -> str:
+def question_of(
+    kinds: Sequence[str], step: int | None, changed: Sequence[object], output: Path | None
+) -> str:
     """Return the one question that is asked about recorded steps as they are; "" for a replay."""
     if not kinds:
         if step is not None:
@@ -228,6 +239,8 @@ def question_of(kinds: Sequence[str], step: int | None, changed: Sequence[object
         return ""
     if len(kinds) > 1:
         fail(f"--{kinds[0]} and --{kinds[1]} are questions of their own: ask one of them")
+    if kinds[0] == "find-faulty" and output is not None:
+        fail("--find-faulty prints its report, and --output is for a replay: leave that out")
     if changed:
         fail(f"--{kinds[0]} is about the record as it is, and {changed[0]} would change it: leave that out")
     if kinds[0] in ("anatomy", "layouts") and step is None:

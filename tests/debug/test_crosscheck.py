@@ -15,7 +15,6 @@ from areal_core.testing import make_tiny_model
 from areal_debug import Recorder
 from areal_debug.installation import EXTRA_OF
 from recorder import open_record
-from replayer.crosscheck.layouts import compare_layouts
 from replayer.crosscheck.opinions import crosscheck
 from replayer.crosscheck.step_rows import from_json, read_rows, to_json
 
@@ -250,23 +249,6 @@ def test_steps_of_slime_and_nemo_rl_are_explained(tmp_path, trainer, options, st
     if option:
         assert report.first[1].changes[0].option == option
         assert says in document["option"]
-
-
-def test_a_factor_between_two_layouts_is_named(tmp_path):
-    folders = [write_silent(tmp_path / str(scale), "nemo-rl", scale=scale) for scale in (0.25, 1.0)]
-    rows = [read_rows(open_record(folder), None) for folder in folders]
-    whole = NEMO | {"policy": {"train_global_batch_size": 24, "train_micro_batch_size": 24}}
-    rows[1] = replace(rows[1], origin=replace(rows[1].origin, config=whole))
-    found = compare_layouts(*rows)
-    assert (found.verdict, found.differences[0].what) == ("differs", "the loss of a step")
-    assert found.differences[0].named == "divided by the micro-batches"
-    same = compare_layouts(rows[1], rows[1])
-    assert (same.verdict, same.sentence[:33]) == ("not checked", "both records have the same layout")
-    apart = replace(rows[1], origin=replace(rows[1].origin, config=whole | {"max_tokens_per_mb": 64}))
-    equal = compare_layouts(rows[1], apart)
-    assert (equal.verdict, equal.sentence[:23]) == ("equal", "equal in both layouts: ")
-    with pytest.raises(ValueError, match="have other rows"):
-        compare_layouts(rows[0], read_rows(open_record(steps.equal_step(1, tmp_path / "other")), None))
 
 
 def test_another_model_is_refused(model, tmp_path):

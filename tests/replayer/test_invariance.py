@@ -46,6 +46,11 @@ def test_padding_in_the_divisor_is_named():
         assert_invariant(step_of(mean_of_means=True), BATCH, layouts=("more padding",))
 
 
+def test_a_factor_that_is_no_count_is_said_to_be_none():
+    with pytest.raises(AssertionError, match=r"loss is 49, not 7: no count of the layouts"):
+        assert_invariant(lambda parts: {"loss": 7.0 ** len(parts)}, BATCH, ("accumulation 2",))
+
+
 def test_an_unknown_layout_is_one_sentence():
     with pytest.raises(ValueError, match="layout 'packed' is unknown: it is one of whole"):
         assert_invariant(step_of(), BATCH, layouts=("packed",))

@@ -8,11 +8,12 @@
                                                             the turn to the first
 
 Only the thread that has the turn runs; it gives it to the next one when it reaches a collective or
-its end. Rank m is the main thread, which gets Ctrl-C. An error of one ends all of them, so none waits for a turn that never comes.
+its end. Rank m is the main thread, which gets Ctrl-C. An error of one ends all of them, so none
+waits for a turn that never comes.
 
 Consecutive ranks are in different processes. So a sum over the processes, continued from turn to
-turn, adds in the order of the ranks, whatever the number of processes. Sums of a run that left their
-order to gloo are taken in gloo's order (`gloo_order.py`).
+turn, adds in the order of the ranks, whatever the number of processes. Sums of a run that left
+their order to gloo are taken in gloo's order (`gloo_order.py`).
 """
 
 import os
