@@ -110,10 +110,8 @@ def dissect(
     groups = engine.divide(batch)
 
     def run(loss: Callable[..., Tensor]) -> list[Tensor | None]:
-        for parameter in parameters:
-            parameter.grad = None
-        for rows in groups:
-            engine.backward(batch, rows, loss, objective.denominator, facts["total_weight"])
+        parts = [(batch, rows) for rows in groups]
+        list(engine.gradients(parts, loss, objective.denominator, facts["total_weight"]))
         return [parameter.grad for parameter in parameters]
 
     seen = Facets()

@@ -39,7 +39,7 @@ class Cut:
         kept: the rows that are left, as `PROMPT.SAMPLE`; None for the whole step.
         symptom: the expression of `--shrink`. numbers: its loss and gradient norm in the record.
         keeps_advantages: rewards are the advantages of the record's step, and nothing normalises
-            them.
+            them; only in files of 0.4 and before.
         error: how the step ends, if it ends with an error; then there is no outcome.
     """
 

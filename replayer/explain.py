@@ -35,7 +35,7 @@ from replayer.gradients import (
     why_no_signal,
 )
 from replayer.preconditions import nearest_anchor, step_range
-from replayer.request import Request
+from replayer.request import Request, Summation
 from replayer.run import replay_and_compare
 
 # Statistic of a sample's tokens, 1 if all are concerned -> why they have no gradient.
@@ -103,22 +103,29 @@ class StepExplanation:
 
 
 def explain(
-    folder: str, step: int, model: str | None = None, config: str | None = None, anatomy: bool = False
+    folder: str,
+    step: int,
+    model: str | None = None,
+    config: str | None = None,
+    anatomy: bool = False,
+    virtual: Summation = "",
 ) -> StepExplanation:
     """Replay up to a step and compute the contribution of each of its samples; a collective.
 
-    With `anatomy`, also that of each loss term, class of token and turn.
+    With `anatomy`, also that of each loss term, class of token and turn. `virtual` as in Request.
     """
     record = open_record(folder)
     step_range(record, step, step)
     anchor = nearest_anchor(record, step)
-    found = StepExplanation(folder, step)
+    of_ranks: list[StepExplanation] = []  # of each virtual rank of this process: all have the same
 
     def make_explainer(record: Record, trainer: PPOTrainer, request: Request) -> Observer:
-        return Explainer(trainer, found, anatomy)
+        of_ranks.append(StepExplanation(folder, step))
+        return Explainer(trainer, of_ranks[-1], anatomy)
 
-    request = Request(folder, anchor or 0, step, model, config=config)
+    request = Request(folder, anchor or 0, step, model, config=config, virtual=virtual)
     report = replay_and_compare(request, [make_explainer])
+    found = of_ranks[0]
     found.faithful = report.identical
     found.samples.sort(key=largest_first)
     reasons = {sample.why for sample in found.samples}
@@ -139,7 +146,7 @@ class Explainer:
     def __init__(self, trainer: PPOTrainer, found: StepExplanation, anatomy: bool = False) -> None:
         self.trainer, self.found, self.anatomy = trainer, found, anatomy
         # Separate statistics: a sample that is run again must not count twice in those of the step.
-        self.objective = replace(trainer.objective, stats=Stats(trainer.ranks.is_group_leader))
+        self.objective = replace(trainer.objective, stats=own_stats(trainer))
         self.by_group = False  # the mean of a group is subtracted
         self.signals: list[RowSignal] = []  # of this rank's rows
 
@@ -173,8 +180,6 @@ class Explainer:
         groups = rewards_of_groups(row for rows in ranks.gather_leaders(self.signals) for row in rows)
         for owner, count in enumerate(ranks.gather_leaders(len(facts["rows"]))):
             for position in range(count):
-                for parameter in parameters:
-                    parameter.grad = None
                 is_mine = owner == ranks.data_parallel_rank
                 loss, logprobs = self.run_sample(facts, position if is_mine else None)
                 own = [p.grad for p in parameters]
@@ -210,9 +215,8 @@ class Explainer:
         engine = self.trainer.actor
         loss, weigh = self.objective.loss, self.objective.denominator
         seen: dict[str, Any] = {}
-        result = engine.backward(
-            facts["batch"],
-            chosen,
+        (result,) = engine.gradients(
+            [(facts["batch"], chosen)],
             loss,
             weigh,
             facts["total_weight"],
@@ -246,6 +250,11 @@ class Explainer:
             gradient_share=gradient_share,
             gradient_norm=gradient_norm,
         )
+
+
+def own_stats(trainer: PPOTrainer) -> Stats:
+    """Return statistics apart from those of the step, in which nothing may count twice."""
+    return Stats(trainer.ranks.is_group_leader, trainer.ranks.gather_objects)
 
 
 def absent_terms(trainer: PPOTrainer) -> list[str]:

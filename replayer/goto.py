@@ -18,7 +18,7 @@ from replayer.check import ReplayReport, StepResult, StoppedAtDifference
 from replayer.errors import ReplayError
 from replayer.own_code import OwnCodeState
 from replayer.preconditions import nearest_anchor, step_range
-from replayer.request import Request
+from replayer.request import Request, Summation
 from replayer.run import check_of, replay
 
 # Stage of a step -> the event at which to stop. "batch": before anything is computed from it.
@@ -124,6 +124,7 @@ def goto(
     model: str | None = None,
     keep_going: bool = False,
     finish_step: bool = False,
+    virtual: Summation = "",
     on_step: Callable[[StepResult], None] = lambda result: None,
 ) -> GotoReport:
     """Replay on this rank up to a stage of a step and call `visit` there; a collective.
@@ -131,6 +132,7 @@ def goto(
     Args:
         keep_going: continue after a step that differs from its record.
         finish_step: run the step to its end after the visit, and compare it as well.
+        virtual: as in Request.
 
     Raises:
         ReplayError, RecordError: the record does not have the steps up to this one.
@@ -138,27 +140,40 @@ def goto(
     record = open_record(folder)
     step_range(record, step, step)
     anchor = nearest_anchor(record, step)
-    report = GotoReport(folder, step, stage, anchor)
     request = Request(
-        folder, record.steps[0] if anchor is None else anchor, step, model, stop_at_difference=not keep_going
+        folder,
+        record.steps[0] if anchor is None else anchor,
+        step,
+        model,
+        stop_at_difference=not keep_going,
+        virtual=virtual,
     )
+    reports: list[GotoReport] = []  # of each virtual rank of this process: all have the same
 
-    def make_check(record: Record, trainer: PPOTrainer, request: Request) -> Observer:
+    def make_visitor(record: Record, trainer: PPOTrainer, request: Request) -> Observer:
+        report, is_first = GotoReport(folder, step, stage, anchor), not reports
+        reports.append(report)
+
         def add_result(result: StepResult) -> None:
             report.replayed.append(result)
-            on_step(result)
+            if is_first:
+                on_step(result)
 
         def add_own_code(found: ReplayReport) -> None:
             report.own_code = found.own_code
 
-        return check_of(record, trainer, request, on_start=add_own_code, on_step=add_result)
+        check = check_of(record, trainer, request, on_start=add_own_code, on_step=add_result)
+        visitor = Visitor(record, trainer, report, visit, finish_step)
 
-    def make_visitor(record: Record, trainer: PPOTrainer, request: Request) -> Observer:
-        return Visitor(record, trainer, report, visit, finish_step)
+        def observe(event: str, **facts: Any) -> None:
+            check(event, **facts)
+            visitor(event, **facts)
+
+        return observe
 
     with suppress(VisitFinished, StoppedAtDifference):  # the report contains the reason
-        replay(request, [make_check, make_visitor])
-    return report
+        replay(request, [make_visitor])
+    return reports[0]
 
 
 class Visitor:

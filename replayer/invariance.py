@@ -3,13 +3,14 @@
     batch -> layouts: lists of micro-batches -> step function -> numbers, against those of one batch
 
 How rows are divided, ordered and padded decides how a step is computed, not what comes out. The
-ratio of two numbers is looked up among the counts of the layouts, as `crosscheck --layout` does.
+ratio of two numbers is looked up among the counts of the layouts: of 4 where one layout has 4
+micro-batches and the other one, it is a mean where a sum belongs, or the other way.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from itertools import pairwise
+from itertools import combinations, pairwise
 from typing import Any
 
 import numpy as np
@@ -22,9 +23,8 @@ from areal_core.engine.optimizer import gradient_norm
 from areal_core.telemetry.stats import Stats
 from areal_core.trainer.rl import Observer, PPOTrainer
 from recorder import Record, open_record
-from replayer.crosscheck.layouts import TOLERANCE, name_factor
 from replayer.preconditions import nearest_anchor, step_range
-from replayer.request import Request
+from replayer.request import Request, Summation
 from replayer.run import replay_and_compare
 
 # (micro-batches of one optimizer step) -> its numbers by name, such as loss and grad_norm
@@ -32,6 +32,8 @@ StepFunction = Callable[[list[Batch]], Mapping[str, float]]
 ACCUMULATION = {"whole": 1, "accumulation 2": 2, "accumulation 4": 4}
 LAYOUTS = (*ACCUMULATION, "permuted rows", "more padding")
 PADDING = 8  # columns
+TOLERANCE = 1e-3  # of a value: float32 sums in another order differ by less, bfloat16 by more
+OF_WHOLE = 0.01  # of a factor, that a count may be off
 SMALLEST = 1e-6  # a number is 0 below it
 OF_16_BITS = 0.05  # the tolerance of compute in bfloat16 or float16
 
@@ -109,6 +111,19 @@ def find_variants(
     return found
 
 
+def name_factor(ratio: float, one: Mapping[str, float], other: Mapping[str, float]) -> str:
+    """Say which count of the layouts, all above 0, a ratio is."""
+    ratios = {name: other[name] / one[name] for name in one if one[name] != other[name]}
+    factors = {f"the {name}": ratio for name, ratio in ratios.items()}
+    factors |= {f"the {a} times the {b}": x * y for (a, x), (b, y) in combinations(ratios.items(), 2)}
+    factors |= {f"the square root of the {name}": ratio**0.5 for name, ratio in ratios.items()}
+    for name, factor in factors.items():
+        for value, verb in ((factor, "multiplied by"), (1 / factor, "divided by")):
+            if factor != 1 and abs(ratio / value - 1) < OF_WHOLE:
+                return f"{verb} {name}"
+    return "no count of the layouts"
+
+
 def counts_of(micro_batches: Sequence[Batch]) -> dict[str, float]:
     """Return the counts of a layout that a wrong divisor may be."""
     rows = [len(batch["input_ids"]) for batch in micro_batches]
@@ -151,13 +166,21 @@ class StepLayouts:
         return asdict(self) | {"variants": rows}
 
 
-def run_layouts(folder: str, step: int, model: str | None = None, config: str | None = None) -> StepLayouts:
-    """Replay up to a step and compute each of its minibatches in all layouts; a collective."""
+def run_layouts(
+    folder: str, step: int, model: str | None = None, config: str | None = None, virtual: Summation = ""
+) -> StepLayouts:
+    """Replay up to a step and compute each of its minibatches in all layouts; a collective.
+
+    `virtual` as in Request.
+    """
     record = open_record(folder)
     step_range(record, step, step)
-    found = StepLayouts(folder, step, LAYOUTS, [])
+    of_ranks: list[StepLayouts] = []  # of each virtual rank of this process: all have the same
 
     def observer(record: Record, trainer: PPOTrainer, request: Request) -> Observer:
+        found = StepLayouts(folder, step, LAYOUTS, [])
+        of_ranks.append(found)
+
         def observe(event: str, **facts: Any) -> None:
             if event == "gradients" and facts["step"] == step:
                 state = rng_state()
@@ -166,31 +189,30 @@ def run_layouts(folder: str, step: int, model: str | None = None, config: str | 
 
         return observe
 
-    request = Request(folder, nearest_anchor(record, step) or 0, step, model, config=config)
-    found.faithful = replay_and_compare(request, [observer]).identical
-    return found
+    start = nearest_anchor(record, step) or 0
+    request = Request(folder, start, step, model, config=config, virtual=virtual)
+    is_faithful = replay_and_compare(request, [observer]).identical
+    return replace(of_ranks[0], faithful=is_faithful)
 
 
 def variants_of(trainer: PPOTrainer, facts: Mapping[str, Any]) -> list[Variant]:
     """Compute a minibatch of this trainer in all layouts; its gradients stay as they are."""
     engine, ranks = trainer.actor, trainer.ranks
-    objective = replace(trainer.objective, stats=Stats(ranks.is_group_leader))
+    objective = replace(trainer.objective, stats=Stats(ranks.is_group_leader, ranks.gather_objects))
     parameters = [p for p in engine.model.parameters() if p.grad is not None]
     kept, state = [p.grad for p in parameters], rng_state()
-    trained = float(gradient_norm(parameters, ranks))
+    norm = partial(gradient_norm, parameters, ranks)
+    trained = float(ranks.once(norm))
     norms: list[float] = []
 
     def compute(micro_batches: list[Batch]) -> dict[str, float]:
         set_rng_state(state)
-        for parameter in parameters:
-            parameter.grad = None
         total = float(ranks.sum(sum(map(objective.denominator, micro_batches)).double()))  # type: ignore[union-attr]
-        backward = partial(
-            engine.backward, loss_fn=objective.loss, weight_fn=objective.denominator, total_weight=total
-        )
-        losses = [backward(part, range(len(part["input_ids"]))).loss for part in micro_batches]
+        parts = [(part, range(len(part["input_ids"]))) for part in micro_batches]
+        results = engine.gradients(parts, objective.loss, objective.denominator, total)
+        losses = [result.loss for result in results]
         loss = float(ranks.sum(torch.stack(losses).double().sum())) / total
-        norms.append(float(gradient_norm(parameters, ranks)))
+        norms.append(float(ranks.once(norm)))
         return {"loss": loss, "grad_norm": norms[-1]}
 
     batch, tolerance = facts["batch"], TOLERANCE if engine.dtype == torch.float32 else OF_16_BITS

@@ -6,7 +6,7 @@ record has no plans, so that nothing can be checked against bits.
 """
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +20,7 @@ from replayer.anchors import CHECKPOINT
 from replayer.errors import ReplayError, WrongEdit, WrongModel
 from replayer.expression import ROW_NAMES, parse_expression
 from replayer.own_code import check_own_code
-from replayer.request import Request
+from replayer.request import Request, Summation
 
 # trainer -> the call that replays its record by itself; {path!r} is the record
 THEIR_REPLAY = {"trl": "`areal_debug.trl.replay(trainer, {path!r})` replays it in TRL"}
@@ -67,16 +67,49 @@ def check_steps_present(record: Record, first: int, last: int) -> None:
         )
 
 
-def sums_in_rank_order(record: Record) -> bool:
-    """Return whether gradients, norms and statistics were summed in rank order."""
-    debug = record.header.config.get("debug", {})
-    return record.header.config_is_ours and debug.get("reduction") == "fixed"
+def summation_on(record: Record, num_ranks: int, settings: Sequence[str] = ()) -> Summation:
+    """Return how so many processes can sum over the recorded ranks to their bits.
+
+    "" if they cannot. With an allocation among `settings` the processes are the ranks.
+
+    Raises:
+        ReplayError: the recorded ranks share rows, and fewer processes cannot stand for them.
+    """
+    header = record.header
+    size, options = header.world_size, header.config
+    is_redistributed = any(setting.startswith("allocation_mode=") for setting in settings)
+    if num_ranks >= size or not header.config_is_ours or is_redistributed:
+        return ""
+    if header.num_ranks < size:
+        raise ReplayError(
+            f"{record.path} was computed by {size} ranks that share rows by sequence or tensor parallelism "
+            f"({header.allocation}), and --nproc {num_ranks} can stand for data-parallel ranks only: leave it out, or "
+            f"give allocation_mode=fsdp:d{num_ranks}, which is compared within noise"
+        )
+    if size % num_ranks:
+        return ""
+    if options.get("debug", {}).get("reduction") == "fixed":
+        return "fixed"
+    models = [options[name] for name in ("actor", "critic") if options.get(name)]
+    is_plain = all(m["fsdp"]["shard_size"] is None and m["grad_reduce_dtype"] == "float32" for m in models)
+    is_on_gloo = options["device"] == "cpu" or not header.environment.get("gpus")
+    return "gloo" if is_plain and is_on_gloo and not options["rollout"]["return_routed_experts"] else ""
 
 
-def is_repeatable_on(record: Record, num_ranks: int) -> bool:
-    """Return whether so many processes can repeat the bits of the recorded ranks."""
+def exact_summation(record: Record, num_ranks: int, asked: str) -> Summation:
+    """Return how so many processes repeat the bits of a record; "" if they are its ranks.
+
+    Raises:
+        ReplayError: they cannot, and `asked` is about those bits.
+    """
     size = record.header.world_size
-    return sums_in_rank_order(record) and num_ranks < size and size % num_ranks == 0
+    found = summation_on(record, num_ranks)
+    if not found and num_ranks != size:
+        raise ReplayError(
+            f"{asked} needs the bits of the record, and --nproc {num_ranks} cannot repeat those of {size} recorded ranks: "
+            "leave it out, or record with debug.reduction=fixed and give a divisor of that number"
+        )
+    return found
 
 
 def check_anchor(record: Record, step: int) -> None:

@@ -7,7 +7,7 @@ and services. Imports no torch.
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from areal_core.config import PPOConfig, config_to_dict
 from areal_core.config.checks import check_config
@@ -21,6 +21,7 @@ from replayer.carried import use_carried_models
 from replayer.own_code import put_own_code
 
 C = TypeVar("C", bound=PPOConfig)
+Summation = Literal["", "fixed", "gloo"]
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,8 @@ class Request:
         record_to: folder for a new record of this replay.
         stop_at_difference: end at the first step that differs.
         locate: find the first stage that differs.
-        virtual: compute the share of every recorded rank, on a divisor of their number.
+        virtual: compute the share of every recorded rank, on a divisor of their number, and sum
+            over them in rank order ("fixed") or that of gloo ("gloo"); "": each process is a rank.
     """
 
     record: str
@@ -55,7 +57,7 @@ class Request:
     stop_at_difference: bool = False
     config: str | None = None
     locate: bool = True
-    virtual: bool = False
+    virtual: Summation = ""
 
     @property
     def edits(self) -> tuple[str, ...]:

@@ -5,7 +5,6 @@ from typing import Any
 
 from areal_core.config import PPOConfig
 from areal_core.engine.ranks import Ranks, leave_ranks
-from areal_core.engine.virtual_ranks import run_as_ranks
 from areal_core.reward import RewardPool
 from areal_core.trainer.build import start_process
 from areal_core.trainer.rl import Observer, PPOTrainer
@@ -15,6 +14,7 @@ from replayer.check import ReplayCheck, ReplayReport
 from replayer.preconditions import check_model, check_steps_present, nearest_anchor, step_range
 from replayer.request import Request, replay_config
 from replayer.source import Edit, EditedRollouts, RecordedRollouts, filter_rows, load_edit, reward_rows
+from replayer.virtual_ranks import run_as_ranks
 
 MakeObserver = Callable[[Record, PPOTrainer, Request], Observer]
 
@@ -71,7 +71,8 @@ def replay(request: Request, make_observers: Sequence[MakeObserver]) -> None:
         replay_as(start_process)
         return
     try:
-        run_as_ranks(open_record(request.record).header.world_size, start_process, replay_as)
+        size = open_record(request.record).header.world_size
+        run_as_ranks(size, start_process, replay_as, as_gloo=request.virtual == "gloo")
     finally:
         leave_ranks()
 

@@ -304,7 +304,11 @@ class FSDPEngine:
         self.model.train()
         batch = self.agree(batch)
         groups = self.divide(batch)
-        compute = partial(self._backward_of_each, loss_fn, weight_fn, total_weight)
+
+        def compute(batch: Batch, groups: list[list[int]], observe: Callable[..., None]) -> Iterator[Any]:
+            parts = [(batch, rows) for rows in groups]
+            return self.gradients(parts, loss_fn, weight_fn, total_weight, observe)
+
         sums, fault = None, None
         if self.verification is None:
             results = list(compute(batch, groups, observe))
@@ -334,20 +338,24 @@ class FSDPEngine:
             fault,
         )
 
-    def _backward_of_each(
+    def gradients(
         self,
+        parts: Sequence[tuple[Batch, Sequence[int]]],
         loss_fn: LossFunction,
         weight_fn: Callable[[Batch], Tensor],
         total_weight: float,
-        batch: Batch,
-        groups: list[list[int]],
-        observe: Callable[..., None],
+        observe: Callable[..., None] = ignore_event,
     ) -> Iterator[DeviceResult]:
-        """Compute the gradients of all micro-batches, from none; a collective."""
+        """Compute the gradient of the sum over micro-batches, from none; a collective.
+
+        Args:
+            parts: micro-batches, each as a batch and its rows; the same number on every rank.
+            others: as of `train_batch`; `total_weight` is the weight over all ranks.
+        """
         assert self.optimizer is not None
         self.ranks.once(self.optimizer.zero_grad)
-        for number, rows in enumerate(groups):
-            syncs = self.syncs_every_micro_batch or number == len(groups) - 1
+        for number, (batch, rows) in enumerate(parts):
+            syncs = self.syncs_every_micro_batch or number == len(parts) - 1
             if self.syncs_every_micro_batch or number == 0:
                 self.ranks.begin_sum(self.model)
             self.ranks.next_in_sum(self.model)

@@ -5,7 +5,6 @@ backward  gradient of each output, of each weight (whole, before ranks are summe
 step      reduced gradients: this rank's shards
 """
 
-import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -14,14 +13,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.nn import Parameter
 
 from areal_core.engine.bit_sums import Sums
+from areal_core.engine.gloo_order import padded_size
 from areal_core.engine.ranks import Ranks
-from areal_core.engine.reduction import local_of, reduction_of
+from areal_core.engine.reduction import is_sharded, local_of, own_weights, reduction_of
 
-Weights = list[tuple[str, nn.Module, str]]  # name, module and attribute of each
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -125,36 +123,12 @@ class BitSums:
         """Add what this rank sends to be summed: the padded rows of each weight, by rank."""
         flat, at = sent.view(num_ranks, -1), 0
         shapes = [(name, getattr(owner, a)) for name, owner, a in self.weights[module]]
-        sizes = [(name, padded_size(w, num_ranks)) for name, w in shapes if w.requires_grad]
+        sizes = [(name, padded_size(w.shape, num_ranks)) for name, w in shapes if w.requires_grad]
         if sum(size for _, size in sizes) != flat.shape[1]:  # a weight without a gradient is left out
             sizes = [(f"{len(sizes)} weights such as {sizes[0][0]}", flat.shape[1])]
         for name, size in sizes:
             self.note(f"sent gradient of {name}", flat[:, at : at + size])
             at += size
-
-
-def padded_size(weight: Tensor, num_ranks: int) -> int:
-    """Return the elements of a weight that one rank gets: FSDP pads the first dimension."""
-    first, *rest = weight.shape
-    return -(-first // num_ranks) * math.prod(rest)
-
-
-def is_sharded(module: nn.Module) -> bool:
-    return isinstance(module, FSDPModule)
-
-
-def own_weights(name: str, module: nn.Module) -> Weights:
-    """Return the weights that FSDP gathers with this module."""
-    inner = {part for m in module.modules() if m is not module and is_sharded(m) for part in m.modules()}
-    found, seen = [], set()
-    for path, part in module.named_modules(prefix=name):
-        if part in inner:
-            continue
-        for attribute, weight in part.named_parameters(recurse=False):
-            if weight not in seen:  # tied weights are one
-                seen.add(weight)
-                found.append((f"{path}.{attribute}".lstrip("."), part, attribute))
-    return found
 
 
 def observed_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:

@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
+from areal_core.engine.gloo_order import sum_as_gloo
 from areal_core.engine.ranks import Ranks
 from areal_core.engine.reduction import local_of
 
@@ -87,19 +88,18 @@ def gradient_norm(parameters: Iterable[Tensor], ranks: Ranks | None = None) -> T
     Parameters that are replicated over ranks, such as norms under tensor parallelism, count once.
 
     Args:
-        ranks: if they sum in a fixed order, or are virtual, the norm is that of the norms of the
-            shards of each rank, in rank order.
+        ranks: if they sum in a fixed order, the norm is that of the norms of the shards of each
+            rank, in rank order. Virtual ranks give the norm of those that they stand for.
     """
     gradients = [p.grad for p in parameters if p.grad is not None]
     if ranks is None or not (ranks.fixed_order or ranks.is_virtual):
         return _global_norm(gradients)
-    of_ranks = [
-        torch.nn.utils.get_total_norm([shard for shard in shards if shard.numel()])
-        for shards in zip(*(_shards(gradient, ranks) for gradient in gradients), strict=True)
-    ]
-    if not ranks.is_virtual:
-        of_ranks = ranks.gather_rows(of_ranks[0])
-    return torch.linalg.vector_norm(torch.stack(of_ranks))
+    of_ranks = list(zip(*(_shards(gradient, ranks) for gradient in gradients), strict=True))
+    if ranks.sums_as_gloo:  # as DTensor does: of each gradient, the sum of the squares of ranks
+        squares = [torch.stack(torch._foreach_norm(shards)) ** 2 for shards in of_ranks]
+        return torch.linalg.vector_norm(sum_as_gloo(squares) ** 0.5)
+    norms = [torch.nn.utils.get_total_norm([s for s in shards if s.numel()]) for shards in of_ranks]
+    return torch.linalg.vector_norm(torch.stack(norms if ranks.is_virtual else ranks.gather_rows(norms[0])))
 
 
 def _shards(gradient: Tensor, ranks: Ranks) -> list[Tensor]:

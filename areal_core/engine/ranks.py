@@ -70,6 +70,11 @@ class Ranks:
         return False
 
     @property
+    def sums_as_gloo(self) -> bool:
+        """True where virtual ranks sum in gloo's order."""
+        return False
+
+    @property
     def has_turn(self) -> bool:
         """True unless another virtual rank of this process computes."""
         return True

@@ -8,11 +8,15 @@ from areal_debug.report.model import Facts, Report, Row, rows_of
 
 if TYPE_CHECKING:
     from replayer.goto import GotoReport
+    from replayer.request import Summation
 
 
 @dataclass(frozen=True)
 class GotoOptions:
-    """The options of the command. `do` is "shell", "pdb" or "" for neither."""
+    """The options of the command.
+
+    `do` is "shell", "pdb" or "" for neither; `virtual` as in Request.
+    """
 
     stage: str = "batch"
     do: str = ""
@@ -21,6 +25,7 @@ class GotoOptions:
     save: str | None = None
     keep_going: bool = False
     as_json: bool = False
+    virtual: "Summation" = ""
 
 
 def report_of(report: "GotoReport") -> Report:

@@ -76,20 +76,18 @@ def record_again(record: "Record", trainer: "PPOTrainer", request: "Request") ->
     return recorder_of(trainer, Path(request.record_to), RecordingOptions(Recording(scope), text=True))
 
 
-def explain_step(
-    record: str, step: int, model: str | None, config: str | None, anatomy: bool = False
-) -> Report:
+def explain_step(**given: Any) -> Report:
     """Compute each sample's share of a step's loss and gradient; `anatomy` adds other parts."""
     from replayer.explain import explain
 
-    return explain(record, step, model, config, anatomy).to_dict()
+    return explain(given.pop("record"), **given).to_dict()
 
 
-def run_layouts_of_step(record: str, step: int, model: str | None, config: str | None) -> Report:
+def run_layouts_of_step(**given: Any) -> Report:
     """Compute a step in several layouts."""
     from replayer.invariance import run_layouts
 
-    return run_layouts(record, step, model, config).to_dict()
+    return run_layouts(given.pop("record"), **given).to_dict()
 
 
 def go_to_step(record: str, step: int, options: dict[str, Any]) -> Report:
@@ -112,6 +110,7 @@ def go_to_step(record: str, step: int, options: dict[str, Any]) -> Report:
         model=chosen.model,
         keep_going=chosen.keep_going,
         finish_step=chosen.do == "pdb",
+        virtual=chosen.virtual,
         on_step=lambda result: print_step(out, result),
     )
     print_report(out, report_of(report))
@@ -186,6 +185,7 @@ def is_first_rank() -> bool:
 TASKS: dict[str, Callable[..., Report]] = {
     "replay": replay_steps,  # areal-debug replay
     "explain": explain_step,  # areal-debug replay --explain
+    "anatomy": partial(explain_step, anatomy=True),  # areal-debug replay --anatomy
     "layouts": run_layouts_of_step,  # areal-debug replay --layouts
     "goto": go_to_step,  # areal-debug goto
     "weights": save_recorded_weights,  # the question of the engine

@@ -30,11 +30,10 @@ def cut_on_rank(request: CutRequest) -> CutReport:
 
     out = Console(quiet=True) if os.environ.get(QUIET) else console()
 
-    def on_start(rows: Rows, numbers: Numbers, keeps: bool) -> None:
+    def on_start(rows: Rows, numbers: Numbers) -> None:
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, stop)
-        advantages = "those of the recorded step" if keeps else "computed from the rows that are left"
-        out.print(styled("[dim]advantages are {}[/dim]", advantages))
+        out.print("[dim]advantages are computed from the rows that are left[/dim]")
         print_size(out, "at first", rows, numbers)
 
     def on_smaller(rows: Rows, numbers: Numbers, num_runs: int) -> None:

@@ -7,13 +7,12 @@ from areal_debug.replay.ranks import refuse_damage, runner
 from areal_debug.report.model import Finding, Level, Report, Row, rows_of
 from areal_debug.report.terminal import print_report
 from recorder import Record
-from replayer.errors import ReplayError
 from replayer.faulty import AFTER, BEFORE, FaultyReport, find_faulty
 from replayer.preconditions import (
     check_model,
     check_recorded_results,
     check_steps_present,
-    is_repeatable_on,
+    exact_summation,
 )
 from replayer.request import replay_config
 
@@ -52,20 +51,13 @@ KINDS: dict[str, tuple[Level, str, str, str]] = {
 }
 
 
-def find(
-    record: Record, first: int, last: int, model: str | None, num_ranks: int | None, as_json: bool
-) -> NoReturn:
+def find(record: Record, first: int, last: int, model: str | None, num_ranks: int, as_json: bool) -> NoReturn:
     """Replay steps until it is known who computed wrongly, print the report and exit.
 
     Raises ReplayError, RecordError or ConfigError before the first replay.
     """
     check_recorded_results(record, "replay --find-faulty")
-    size = record.header.world_size
-    if num_ranks not in (None, size) and not is_repeatable_on(record, num_ranks or size):
-        raise ReplayError(
-            f"--find-faulty compares bits, and {num_ranks} processes cannot repeat those of {size} recorded ranks: leave out "
-            "--nproc, or record with debug.reduction=fixed and give a divisor of that number"
-        )
+    exact_summation(record, num_ranks, "--find-faulty")
     check_steps_present(record, first, last)
     check_model(record, replay_config(record, model).actor.path, first)
     refuse_damage(record.path, len(record.steps))

@@ -12,14 +12,25 @@ from typing import Any
 
 from areal_core.environment import DETERMINISTIC
 from areal_core.launch.warm import WarmRanks, warm_ranks
-from areal_debug.render import QUIET, REPORT_FILE, VERBOSE, fail, is_verbose, read_report, with_progress
+from areal_debug.render import (
+    QUIET,
+    REPORT_FILE,
+    VERBOSE,
+    count,
+    fail,
+    is_verbose,
+    read_report,
+    with_progress,
+)
 from areal_debug.start_up import bytecode_variables
 from recorder import Record, open_record
 from replayer.check import ReplayReport, parse_report
-from replayer.request import Request
+from replayer.preconditions import summation_on
+from replayer.request import Request, Summation
 from replayer.rerun import replay_and_judge
 
 ON_RANK = ("-m", "areal_debug.rank_tasks.on_rank")
+SUMMATIONS = {"fixed": "sums in rank order", "gloo": "gloo's order of summation, emulated"}
 # What every replay imports, and the model of most of them.
 MODULES = (
     "areal_debug.replay.observer",
@@ -94,6 +105,14 @@ def report_of_ranks(
         return read_report(report)
 
 
+def placed(record: Record, virtual: Summation, num_ranks: int) -> str:
+    """Describe the ranks of a replay."""
+    if not virtual:
+        return count(num_ranks, "rank")
+    processes = f"{num_ranks} process{'es' * (num_ranks > 1)}"
+    return f"{processes}, in place of {record.header.world_size} ranks: {SUMMATIONS[virtual]}"
+
+
 @dataclass
 class Runner:
     """Replays steps of records into records, for an answer that must be proven.
@@ -134,12 +153,12 @@ class Runner:
                 return other.replay(record, first, last, settings, shift=shift, num_ranks=num_ranks)
         folder = Path(tempfile.mkdtemp(dir=self.folder))
         output = folder / "record"
-        size = record.header.world_size
+        num_ranks = num_ranks or record.header.world_size
         request = Request(record.path, first, last, self.model, tuple(settings), record_to=str(output))
-        request = replace(request, virtual=num_ranks is not None and num_ranks < size)
+        request = replace(request, virtual=summation_on(record, num_ranks))
         asked = task("replay", **asdict(request))
         env = {QUIET: "1"} | shifted_gpus(shift)
-        if self.ranks.run(asked, num_ranks or size, env, folder / "ranks.log", False) != 0:
+        if self.ranks.run(asked, num_ranks, env, folder / "ranks.log", False) != 0:
             return None
         replayed = open_record(output)
         return replayed if last in replayed.steps else None

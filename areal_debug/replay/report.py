@@ -16,6 +16,7 @@ from rich.console import Console
 from areal_core.telemetry.loggers import summary_columns
 from areal_debug.diff.report import describe, format_value, tables_of
 from areal_debug.render import count, format_number, note, sparkline, styled
+from areal_debug.replay.ranks import SUMMATIONS
 from areal_debug.report.links import view_command
 from areal_debug.report.model import Block, Facts, Finding, Level, Report, Row, Table, rows_of
 from areal_debug.report.terminal import print_block, print_rows
@@ -33,6 +34,11 @@ EXPECTED = {
     "changed": "different numbers, because something was set differently",
     "unrecorded": "nothing to compare with",
 }
+
+NOT_AS_GLOO = (
+    "If the recorded number of ranks gives the bits, the emulation of gloo does not: record with "
+    "debug.reduction=fixed, whose sums any divisor repeats."
+)
 
 EXPLAIN_SHOWN = 10
 EXPLAIN_HEADINGS = (
@@ -114,7 +120,11 @@ def report_of(report: ReplayReport, request: Request) -> Report:
     """Return whether the replay met its guarantee, where it diverged first, and what to do next."""
     rows = rows_of_warnings(report)
     if request.virtual:
-        rows.append(Row("ranks", "fewer processes computed the share of each recorded rank, in rank order"))
+        rows.append(
+            Row("ranks", f"fewer processes, each recorded rank's share: {SUMMATIONS[request.virtual]}")
+        )
+        if request.virtual == "gloo" and report.result not in ("identical", "not comparable"):
+            rows.append(Row("note", NOT_AS_GLOO))
     if report.result == "not comparable":
         rows.append(
             Row("next", "`--output FOLDER` records what comes out, and that record replays bit by bit.")
@@ -271,7 +281,7 @@ def report_of_anatomy(record: Record, found: dict[str, Any]) -> Report:
     )
 
 
-def report_of_layouts(found: dict[str, Any]) -> Report:
+def report_of_layouts(record: Record, found: dict[str, Any]) -> Report:
     """Return the numbers of a step that depend on its layout, with the factor between them."""
     variants, differs = found["variants"], "The replay up to this step differs from the record."
     rows = []
@@ -290,6 +300,7 @@ def report_of_layouts(found: dict[str, Any]) -> Report:
     )
 
 
+EXAMINED = {"explain": report_of_explanation, "anatomy": report_of_anatomy, "layouts": report_of_layouts}
 PART_KINDS = {"term": "Terms of the loss", "class": "Classes of token", "turn": "Turns"}
 
 

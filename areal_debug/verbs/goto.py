@@ -12,6 +12,7 @@ from areal_debug.cli import (
     force_option,
     json_option,
     model_option,
+    nproc_option,
     output_option,
     step_option,
 )
@@ -19,7 +20,6 @@ from areal_debug.goto.report import GotoOptions
 from areal_debug.render import (
     announce,
     console,
-    count,
     errors_as_sentences,
     fail,
     is_quiet,
@@ -44,6 +44,7 @@ STAGES = ("batch", "advantages", "loss", "backward", "optimizer")
 @force_option
 @model_option
 @code_option
+@nproc_option
 @click.option("--keep-going", is_flag=True, help="Continue after a step that differs from its record.")
 @json_option
 @errors_as_sentences
@@ -57,6 +58,7 @@ def command(
     output: Path | None,
     force: bool,
     model: str | None,
+    nproc: int | None,
     keep_going: bool,
     as_json: bool,
 ) -> None:
@@ -70,13 +72,14 @@ def command(
     Exit code 0: reached, every bit as recorded. 1: an earlier step, or the weights, differ from the
     record.
     """
-    from areal_debug.replay.ranks import task
+    from areal_debug.replay.ranks import placed, task
     from recorder import open_record
     from replayer.preconditions import (
         check_anchor,
         check_model,
         check_recorded_results,
         check_steps_present,
+        exact_summation,
         step_range,
     )
 
@@ -85,16 +88,20 @@ def command(
         refuse_existing(output, force)
     opened = open_record(record)
     check_recorded_results(opened, "goto")
-    num_ranks = opened.header.world_size
-    if rank >= num_ranks:
-        raise ValueError(f"--rank {rank}: the record has ranks 0 to {num_ranks - 1}")
+    size = opened.header.world_size
+    if rank >= size:
+        raise ValueError(f"--rank {rank}: the record has ranks 0 to {size - 1}")
+    num_ranks = nproc or size
+    virtual = exact_summation(opened, num_ranks, "goto")
     step = step_range(opened, step, step)[1]
     check_steps_present(opened, step, step)
     check_anchor(opened, step)
     check_model(opened, model or opened.header.config["actor"]["path"], step)
     save = None if output is None else str(output)
-    options = GotoOptions(stage, do, rank, model, save, keep_going, as_json or (is_quiet() and not do))
-    announce(f"going to step {step} of {record} on {count(num_ranks, 'rank')}")
+    options = GotoOptions(
+        stage, do, rank, model, save, keep_going, as_json or (is_quiet() and not do), virtual
+    )
+    announce(f"going to step {step} of {record} on {placed(opened, virtual, num_ranks)}")
     report = run_attached(task("goto", record=record, step=step, options=asdict(options)), num_ranks)
     if as_json:
         print_json(report)

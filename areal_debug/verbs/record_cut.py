@@ -14,7 +14,6 @@ from areal_debug.render import (
     announce,
     count,
     errors_as_sentences,
-    fail,
     format_bytes,
     is_quiet,
     note,
@@ -36,16 +35,8 @@ if TYPE_CHECKING:
 )
 @click.argument("record", type=click.Path())
 @click.option("--step", type=int, required=True, metavar="N", help="Number of the step.")
-@click.option("--micro-batch", type=int, metavar="K", help="Only the rows of one micro-batch of the step.")
-@click.option("--sample", metavar="PROMPT.SAMPLE", help="Only one row.")
 @click.option("--to", "destination", required=True, metavar="PLACE", help="Folder, file.zip, or fsspec URL.")
 @click.option("--shrink", "symptom", metavar="EXPR", help="Remove rows, then tokens, while this is true.")
-@click.option(
-    "--keep-advantages/--recompute-advantages",
-    default=None,
-    help="Of the rows that are left: as in the complete step, or from them alone. By default they are kept, and "
-    "recomputed with --shrink.",
-)
 @click.option(
     "--max-seconds",
     type=click.FloatRange(min=0),
@@ -62,11 +53,8 @@ if TYPE_CHECKING:
 def cut(
     record: str,
     step: int,
-    micro_batch: int | None,
-    sample: str | None,
     destination: str,
     symptom: str | None,
-    keep_advantages: bool | None,
     max_seconds: float,
     no_check: bool,
     model: str | None,
@@ -77,9 +65,9 @@ def cut(
     `areal-debug replay bug.zip` gives the same bits elsewhere.
 
     \b
-    --shrink   'loss is nan', 'grad_norm > 100', 'max(rewards) > 10', 'replay != recorded'
-    may use    loss, grad_norm, stats["NAME"], num_rows, num_tokens, difference, error; and lists:
-               rewards, advantages, row_losses, logprobs, lengths
+    --shrink   'loss is nan', 'grad_norm > 100', 'max(rewards) > 10'
+    may use    loss, grad_norm, stats["NAME"], num_rows, num_tokens, error; and lists:
+               rewards, advantages, logprobs, lengths
 
     Where rows or tokens are removed, the step is run on the others, and that is the new record;
     loss and gradient norm of the original are kept beside it.
@@ -91,9 +79,7 @@ def cut(
     from recorder.storage import location_of
     from replayer.bug.cut_request import CutRequest, check_cut
 
-    if micro_batch is not None and sample is not None:
-        fail("--micro-batch and --sample exclude each other: give one of them")
-    request = CutRequest(record, step, "", micro_batch, sample, symptom, keep_advantages, model, max_seconds)
+    request = CutRequest(record, step, "", symptom, model, max_seconds)
     opened = open_record(record)
     check_cut(opened, request)
     announce(f"cutting step {step} of {record}")
@@ -165,9 +151,8 @@ def report_of_cut(report: dict[str, Any]) -> Report:
         lines.append(f"the step ends with {cut['error']}")
     elif is_part:
         now, original = numbers_of(report["numbers"]), numbers_of(cut["numbers"])
-        kept_ones, new_ones = "those of the original step", "computed from the rows that are left"
         lines.append(f"expected now: {now}; in the original: {original}")
-        lines.append(f"advantages are {kept_ones if cut['keeps_advantages'] else new_ones}")
+        lines.append("advantages are computed from the rows that are left")
     replays = report.get("replays")
     if replays is not None:
         lines.append(f"it replays to {'the same' if replays else 'other'} bits")

@@ -20,7 +20,6 @@ from areal_debug.cli import (
 from areal_debug.render import (
     announce,
     console,
-    count,
     errors_as_sentences,
     fail,
     is_quiet,
@@ -141,25 +140,27 @@ def command(
     beyond it; a dead term or gradient outside of the mask (--anatomy), or a number that depends on
     the layout (--layouts). 2: inconclusive.
     """
-    from areal_debug.replay.ranks import replay_ranks
-    from areal_debug.replay.report import note_cut
-    from recorder import open_record
-    from replayer.preconditions import check_options, step_range
+    from areal_debug.replay.faulty import find
+    from areal_debug.replay.ranks import placed, replay_ranks
+    from replayer.preconditions import step_range
     from replayer.request import Request
 
-    opened = open_record(record)
-    note_cut(opened)
-    if config is not None and opened.header.trainer is None:
-        fail("--config is for records of other trainers: change options of this one as OPTION=VALUE")
-    check_options(opened, config)
+    opened = opened_for(record, config)
     changed = [*settings, *overrides, *filter(None, (row_filter, edit, reward)), *sweeps]
-    asked = {"explain": explain is not None, "anatomy": anatomy, "layouts": layouts}
-    if kinds := [kind for kind, is_asked in asked.items() if is_asked]:
+    asked = {
+        "explain": explain is not None,
+        "anatomy": anatomy,
+        "layouts": layouts,
+        "find-faulty": find_faulty,
+    }
+    num_ranks = nproc or opened.header.world_size
+    kind = question_of([kind for kind, is_asked in asked.items() if is_asked], step, changed, output)
+    if kind == "find-faulty":
+        steps = (from_step, to_step) if step is None else (step, step)
+        find(opened, *step_range(opened, *steps), model, num_ranks, as_json)
+    if kind:
         at = step if explain is None else explain
-        explain_step(opened, at, kinds, changed, model, config, as_json, output, force)
-    if find_faulty or step is not None:
-        changed += [str(output)] if output else []
-        name_faulty(opened, find_faulty, step, (from_step, to_step), changed, model, nproc, as_json)
+        examine_step(opened, at, kind, num_ranks, model, config, as_json, output, force)
     first, last = step_range(opened, from_step, to_step)
     if sweeps and output is not None:
         fail("--output is for one replay, and --sweep makes several")
@@ -167,18 +168,31 @@ def command(
     changes = (*settings, *overrides)
     record_to = None if output is None else str(output)
     request = Request(record, first, last, model, changes, row_filter, edit, reward, record_to, config=config)
-    num_ranks = nproc or opened.header.world_size
     request = as_recorded_ranks(opened, request, num_ranks)
     if sweeps:
         sweep_options(opened, request, sweeps, num_ranks, as_json)
         return
-    announce(f"replaying steps {first} to {last} of {record} on {placed(opened, request, num_ranks)}")
+    announce(f"replaying steps {first} to {last} of {record} on {placed(opened, request.virtual, num_ranks)}")
     with replay_ranks() as ranks:
         check_request(opened, request, force)
         report = run_replay(ranks, opened, request, num_ranks, as_json)
     print_replay(report, request, as_json, rescored)
     assert report.verdict is not None
     raise SystemExit(report.verdict.exit_code)
+
+
+def opened_for(path: str, config: str | None) -> "Record":
+    """Open a record that can be replayed with these options."""
+    from areal_debug.replay.report import note_cut
+    from recorder import open_record
+    from replayer.preconditions import check_options
+
+    record = open_record(path)
+    note_cut(record)
+    if config is not None and record.header.trainer is None:
+        fail("--config is for records of other trainers: change options of this one as OPTION=VALUE")
+    check_options(record, config)
+    return record
 
 
 def sweep_options(
@@ -202,44 +216,36 @@ def as_recorded_ranks(record: "Record", request: "Request", num_ranks: int) -> "
     """Let fewer processes compute the share of every recorded rank, where the record allows it."""
     from dataclasses import replace
 
-    from replayer.preconditions import is_repeatable_on, sums_in_rank_order
+    from replayer.preconditions import summation_on
 
+    request = replace(request, virtual=summation_on(record, num_ranks, request.settings))
     size = record.header.world_size
-    if is_repeatable_on(record, num_ranks):
-        return replace(request, virtual=True)
-    if num_ranks < size and sums_in_rank_order(record):
+    if num_ranks < size and size % num_ranks and not record.header.trainer:
         note(
             f"{num_ranks} is no divisor of {size} ranks, so rows are redistributed: a divisor gives the bits"
         )
+    elif num_ranks < size and record.header.config_is_ours and not request.virtual:
+        note("rows are redistributed over fewer ranks: debug.reduction=fixed records what they can repeat")
     return request
 
 
-def placed(record: "Record", request: "Request", num_ranks: int) -> str:
-    """Describe the ranks of a replay."""
-    if not request.virtual:
-        return count(num_ranks, "rank")
-    return f"{count(num_ranks, 'rank')}, in place of {record.header.world_size} and to their bits"
-
-
-def name_faulty(
-    record: "Record",
-    is_asked: bool,
-    step: int | None,
-    steps: tuple[int | None, int | None],
-    changed: Sequence[object],
-    model: str | None,
-    nproc: int | None,
-    as_json: bool,
-) -> NoReturn:
-    """Say which rank of the recorded run computed wrongly; ends the command."""
-    from areal_debug.replay.faulty import find
-    from replayer.preconditions import step_range
-
-    if not is_asked:
-        fail("--step is for --find-faulty: --from-step and --to-step choose what is replayed")
+def question_of(
+    kinds: Sequence[str], step: int | None, changed: Sequence[object], output: Path | None
+) -> str:
+    """Return the one question that is asked about recorded steps as they are; "" for a replay."""
+    if not kinds:
+        if step is not None:
+            fail("--step chooses what to examine: --from-step and --to-step choose what is replayed")
+        return ""
+    if len(kinds) > 1:
+        fail(f"--{kinds[0]} and --{kinds[1]} are questions of their own: ask one of them")
+    if kinds[0] == "find-faulty" and output is not None:
+        fail("--find-faulty prints its report, and --output is for a replay: leave that out")
     if changed:
-        fail(f"--find-faulty replays the record as it is, and {changed[0]} would change it: leave that out")
-    find(record, *step_range(record, *(steps if step is None else (step, step))), model, nproc, as_json)
+        fail(f"--{kinds[0]} is about the record as it is, and {changed[0]} would change it: leave that out")
+    if kinds[0] in ("anatomy", "layouts") and step is None:
+        fail(f"--{kinds[0]} is about one step: add --step N")
+    return kinds[0]
 
 
 def replay_setting(ranks: "WarmRanks", request: "Request", num_ranks: int, name: str) -> "ReplayReport":
@@ -327,58 +333,48 @@ def print_replay(
         print_report(console(), report_of_comparison(report) if is_what_if else report_of(report, request))
 
 
-def explain_step(
+def examine_step(
     record: "Record",
     step: int | None,
-    kinds: Sequence[str],
-    changed: Sequence[object],
+    kind: str,
+    num_ranks: int,
     model: str | None,
     config: str | None,
     as_json: bool,
     page: Path | None,
     force: bool,
 ) -> NoReturn:
-    """Print what each sample (and part, and layout) makes of a step; ends the command.
-
-    `kinds` are what was asked for, of explain, anatomy and layouts: one of them.
-    """
+    """Print what each sample (and part, and layout) makes of a step; ends the command."""
     from areal_debug.replay.ranks import replay_ranks, report_of_ranks, task
-    from areal_debug.replay.report import report_of_anatomy, report_of_explanation, report_of_layouts
+    from areal_debug.replay.report import EXAMINED
     from areal_debug.report.frame import Frame
     from areal_debug.report.page import write_report
     from areal_debug.report.terminal import print_report
-    from replayer.preconditions import check_model, check_steps_present, check_values, step_range
+    from replayer.preconditions import (
+        check_model,
+        check_steps_present,
+        check_values,
+        exact_summation,
+        step_range,
+    )
     from replayer.request import replay_config
 
-    kind, *others = kinds
-    if others:
-        fail("--explain, --anatomy and --layouts are three questions: ask one of them")
-    if step is None:
-        fail("--anatomy and --layouts are about one step: add --step N")
-    if kind != "explain" and changed:
-        fail(f"the recorded step is examined as it is, and {changed[0]} would change it: leave that out")
+    assert step is not None
     if page is not None:
         if page.suffix != ".html":
             fail(f"--output is {page}: --{kind} writes one page, so give a name that ends in .html")
         refuse_existing(page, force)
     step_range(record, step, step)
     check_steps_present(record, step, step)
+    given = {"record": record.path, "step": step, "model": model, "config": config}
+    given["virtual"] = exact_summation(record, num_ranks, f"--{kind}")
     announce(f"explaining step {step} of {record.path}")
     with replay_ranks() as ranks:
         options = replay_config(record, model, file=config)
         check_model(record, options.actor.path, step)
         check_values(record, options, 0, step)
-        given: dict[str, object] = {"record": record.path, "step": step, "model": model, "config": config}
-        asked = (
-            task("layouts", **given)
-            if kind == "layouts"
-            else task("explain", **given, anatomy=kind == "anatomy")
-        )
-        found = report_of_ranks(ranks, asked, record.header.world_size)
-    if kind == "layouts":
-        shown = report_of_layouts(found)
-    else:
-        shown = (report_of_anatomy if kind == "anatomy" else report_of_explanation)(record, found)
+        found = report_of_ranks(ranks, task(kind, **given), num_ranks)
+    shown = EXAMINED[kind](record, found)
     if page is not None:
         write_report(page, shown, Frame(f"{shown.verdict}: {shown.sentence}", str(record.path), "replay"))
     if as_json:

@@ -12,7 +12,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -20,15 +19,13 @@ from transformers import PreTrainedTokenizerBase
 
 from areal_core.config import config_to_dict, masked_options
 from areal_core.config.experiment import DebugConfig
-from areal_core.data.batch import RAGGED, Batch, pack, select_rows, sequence_lengths
+from areal_core.data.batch import RAGGED, Batch, select_rows, sequence_lengths
 from areal_core.engine.checkpoint.distributed import save_checkpoint
 from areal_core.engine.checkpoint.hf_folder import HFFolder, saved_buffers
 from areal_core.engine.determinism import rng_state, set_rng_state
 from areal_core.engine.fsdp import FSDPEngine
 from areal_core.engine.full_weights import FullTensors
 from areal_core.engine.sharding import fsdp_module
-from areal_core.telemetry.stats import Stats
-from areal_core.trainer.objective import PolicyObjective
 from areal_core.trainer.rl import Observer, PPOTrainer, train_steps
 from recorder import Record, RecordedStep, RecordHeader, Recording, commit_anchor, open_record
 from recorder.documents import json_bytes
@@ -40,7 +37,7 @@ from recorder.redact import rank_step
 from recorder.step_files import RankStep, commit_step, decode_rows, write_rank
 from recorder.tensors import flatten
 from replayer.anchors import CHECKPOINT, anchor_folder
-from replayer.bug.cut_request import CutRequest, rows_of_micro_batch
+from replayer.bug.cut_request import CutRequest
 from replayer.bug.shrink import Numbers, Row, Rows, Shrinker, Stopped, Symptom, parse_symptom, shown
 from replayer.carried import ALLOWED, CUT_FILE, MODELS, REFERENCES, Cut
 from replayer.check import GRAD_NORM, LOSS, StepResult
@@ -163,7 +160,6 @@ def clean(file: Path) -> None:
 
 
 # what a row's tokens get from the models alone, whatever the other rows
-OF_ROWS_ALONE = ("prox_logp", "ref_logp", "teacher_logp", "values")
 
 
 @contextmanager
@@ -288,9 +284,6 @@ class Bench:
         self.rng = self.recorded.plan(self.rank).rng if self.has_plans else rng_state()
         self.saved = [SavedEngine.of(engine) for engine in trainer.engines.values()]
         self.rows = self.all_rows()
-        self.inputs: Batch = {}  # of the last run
-        # numbers are not collected into the statistics of the step
-        self.objective: PolicyObjective = replace(trainer.objective, stats=Stats())
 
     def all_rows(self) -> Rows:
         lengths = sequence_lengths(self.batch).tolist()
@@ -353,13 +346,7 @@ class Bench:
             if self.trainer.ranks.world_size > 1:
                 raise
             collector.error = " ".join(f"{type(error).__name__}: {error}".split())
-        self.inputs = collector.inputs
         return collector.numbers(batch)
-
-    def inputs_of_all(self) -> Batch:
-        """Return the inputs to the loss of this rank's rows of the complete step."""
-        self.run(self.rows)
-        return self.inputs
 
     def record(self, rows: Rows, recorder: Observer) -> None:
         """Run the step on rows as a run of its own, which a recorder observes."""
@@ -376,56 +363,20 @@ class Collector:
     def __init__(self, bench: Bench, rows: Rows, symptom: Symptom | None) -> None:
         self.bench, self.rows = bench, rows
         self.wants = (lambda name: False) if symptom is None else symptom.uses
-        self.of_tokens: dict[str, list[float]] = {"advantages": [], "logprobs": [], "row_losses": []}
+        self.of_tokens: dict[str, list[float]] = {"advantages": [], "logprobs": []}
         self.stats: dict[str, float] = {}
-        self.difference = 0.0
         self.error = ""
-        self.inputs: Batch = {}
 
     def __call__(self, event: str, **facts: Any) -> None:
         """Handle an event (ARCHITECTURE.md)."""
-        if event == "advantages":
-            self.inputs = inputs = facts["inputs"]
-            if self.wants("advantages"):
-                self.of_tokens["advantages"] = inputs["advantages"][inputs["loss_mask"].bool()].tolist()
-            if self.wants("row_losses"):
-                self.of_tokens["row_losses"] = self.row_losses(inputs)
-            if self.wants("difference"):
-                self.difference = self.largest_difference(inputs)
+        if event == "advantages" and self.wants("advantages"):
+            inputs = facts["inputs"]
+            self.of_tokens["advantages"] = inputs["advantages"][inputs["loss_mask"].bool()].tolist()
         elif event == "loss" and facts["flat"] and self.wants("logprobs"):
             trained = facts["flat"]["loss_mask"].bool()
             self.of_tokens["logprobs"] += facts["logprobs"].detach()[trained].tolist()
         elif event == "step":
             self.stats = facts["stats"]
-
-    @torch.no_grad()
-    def row_losses(self, inputs: Batch) -> list[float]:
-        """Compute the loss of each row alone, 0 without a token in the loss mask; a collective."""
-        actor, objective = self.bench.trainer.actor, self.bench.objective
-        logprobs, entropy = actor.score(inputs)
-        losses = []
-        for row in range(len(logprobs)):
-            one = select_rows(inputs | {"own": logprobs, "own_entropy": entropy}, [row])
-            flat = {key: tensor.to(actor.ranks.device) for key, tensor in pack(one).items()}
-            weight = float(objective.denominator(one))
-            total = float(objective.loss(flat.pop("own"), flat.pop("own_entropy"), flat))
-            losses.append(total / weight if weight else 0.0)
-        return losses
-
-    def largest_difference(self, inputs: Batch) -> float:
-        """Return the largest difference of a token's log-prob or value from its recorded one."""
-        bench = self.bench
-        recorded = bench.recorded.learning(bench.rank)
-        edges, largest = recorded["cu_seqlens"], 0.0
-        own = sorted((row for row in self.rows if row.rank == bench.rank), key=lambda row: row.row)
-        for key in (key for key in OF_ROWS_ALONE if key in inputs and key in recorded):
-            for number, row in enumerate(own):
-                before = recorded[key][edges[row.row] : edges[row.row + 1]]
-                after = inputs[key][number, : len(before)].cpu().numpy()
-                with np.errstate(invalid="ignore"):
-                    apart = np.where(after.view(np.int32) == before.view(np.int32), 0, np.abs(after - before))
-                largest = max(largest, float(np.nan_to_num(apart, nan=math.inf).max(initial=0)))
-        return largest
 
     def numbers(self, batch: Batch) -> Numbers:
         """Return the numbers of all ranks; a collective."""
@@ -433,11 +384,10 @@ class Collector:
             **self.of_tokens,
             "rewards": batch["rewards"].tolist(),
             "lengths": batch["loss_mask"].sum(1).tolist(),
-            "difference": self.difference,
             "num_tokens": int(batch["attention_mask"].sum()),
         }
         ranks = self.bench.trainer.ranks.gather_leaders(own)
-        lists = ("advantages", "logprobs", "row_losses", "rewards", "lengths")
+        lists = ("advantages", "logprobs", "rewards", "lengths")
         return Numbers(
             loss=self.stats.get(LOSS, math.nan),
             grad_norm=self.stats.get(GRAD_NORM, math.nan),
@@ -445,7 +395,6 @@ class Collector:
             **{name: [value for one in ranks for value in one[name]] for name in lists},
             num_rows=len(self.rows),
             num_tokens=sum(one["num_tokens"] for one in ranks),
-            difference=max(one["difference"] for one in ranks),
             error=self.error,
         )
 
@@ -482,7 +431,7 @@ class Watcher:
     `on_smaller` with fewer rows and their numbers, `stops` for whether the user has interrupted.
     """
 
-    on_start: Callable[[Rows, Numbers, bool], None]
+    on_start: Callable[[Rows, Numbers], None]
     on_smaller: Callable[[Rows, Numbers, int], None]
     stops: Callable[[], bool]
 
@@ -496,24 +445,19 @@ def cut_step(request: CutRequest, make_recorder: MakeRecorder, watcher: Watcher)
     record = open_record(request.record)
     with trainer_before(record, request.step, request.model) as trainer:
         bench = Bench(trainer, record, request.step)
-        rows = chosen_rows(bench, request)
-        keeps = not request.is_whole and (
-            request.symptom is None if request.keep_advantages is None else request.keep_advantages
-        )
-        if keeps:
-            keep_advantages(bench)
+        rows = bench.rows
         shrinking = Shrinking(bench, watcher, request.max_s)
         if request.symptom is not None:
-            rows = shrinking.shrink(rows, parse_symptom(request.symptom), keeps)
+            rows = shrinking.shrink(rows, parse_symptom(request.symptom))
         cut = Cut(
             source=Path(record.path).name,
             step=request.step,
             num_rows=len(bench.rows),
             num_tokens=sum(len(row.tokens) for row in bench.rows),
-            kept=None if request.is_whole else tuple(row.name for row in rows),
+            kept=None if request.symptom is None else tuple(row.name for row in rows),
             symptom=request.symptom,
             numbers=recorded_numbers(record, request.step),
-            keeps_advantages=keeps,
+            keeps_advantages=False,
             error=shrinking.numbers.error or None,
         )
         write_cut(record, bench, rows, cut, Path(request.folder), make_recorder)
@@ -528,54 +472,11 @@ def cut_step(request: CutRequest, make_recorder: MakeRecorder, watcher: Watcher)
         )
 
 
-def chosen_rows(bench: Bench, request: CutRequest) -> Rows:
-    """Return the rows of the requested micro-batch or sample, or all. Raises ReplayError."""
-    rows = bench.rows
-    if request.micro_batch is not None:
-        places = rows_of_micro_batch(bench.recorded, request.micro_batch)
-        rows = tuple(row for row in rows if row.row in places[row.rank])
-    if request.sample is not None:
-        rows = tuple(row for row in rows if row.name == request.sample)
-        if not rows:
-            names = ", ".join(row.name for row in bench.rows[:4])
-            raise ReplayError(f"step {request.step} has no row {request.sample}: its first ones are {names}")
-    return rows
-
-
 def recorded_numbers(record: Record, step: int) -> dict[str, float]:
     if not record.header.recording.has_plans:
         return {}
     stats = record.step(step).outcome(0).stats
     return {name: stats[full] for name, full in (("loss", LOSS), ("grad_norm", GRAD_NORM)) if full in stats}
-
-
-def keep_advantages(bench: Bench) -> None:
-    """Make the advantages of the complete step the rewards, and switch normalisation off.
-
-    Then a row has its advantage whatever other rows are there, by the trainer's own computation.
-
-    Raises:
-        ReplayError: the tokens of a row have different advantages.
-    """
-    before = bench.inputs_of_all()
-    advantages, mask = before["advantages"], before["loss_mask"].bool()
-    first = [row[kept][:1] for row, kept in zip(advantages, mask, strict=True)]
-    rewards = [float(value[0]) if len(value) else 0.0 for value in first]
-    bench.batch = bench.batch | {"rewards": bench.batch["rewards"].new_tensor(rewards)}
-    options, critic = bench.trainer.config.actor, bench.trainer.config.critic
-    options.reward_norm = options.adv_norm = None
-    options.reward_bias, options.reward_scaling, options.reward_clip = 0.0, 1.0, float("inf")
-    options.overlong_reward_penalty = options.mask_no_eos_with_zero = False
-    options.discount = options.gae_lambda = 1.0
-    if critic is not None:
-        critic.mask_no_eos_with_zero = False
-    after = bench.inputs_of_all()["advantages"]
-    same = (after == advantages) | (after.isnan() & advantages.isnan())
-    if bench.trainer.ranks.maximum(int((~same)[mask].sum())):
-        raise ReplayError(
-            "tokens of one row have different advantages, which rewards cannot stand for: cut with "
-            "--recompute-advantages"
-        )
 
 
 class Shrinking:
@@ -588,7 +489,7 @@ class Shrinking:
         self.num_runs, self.is_minimal = 0, False
         self.seconds, self.start_s = 0.0, time.monotonic()
 
-    def shrink(self, rows: Rows, symptom: Symptom, keeps: bool) -> Rows:
+    def shrink(self, rows: Rows, symptom: Symptom) -> Rows:
         """Return the fewest rows and tokens with the symptom; a collective.
 
         Raises ReplayError if it does not occur on the given rows, WrongFilter if it cannot be
@@ -596,11 +497,9 @@ class Shrinking:
         """
         self.numbers = self.bench.run(rows, symptom)
         if not symptom.occurs(self.numbers):
-            raise ReplayError(does_not_occur(symptom, self.numbers, keeps))
+            raise ReplayError(does_not_occur(symptom, self.numbers))
         if self.is_first_rank:
-            self.watcher.on_start(rows, self.numbers, keeps)
-        if symptom.uses("difference"):  # a token has its recorded number after its recorded tokens only
-            rows = tuple(replace(row, fixed=len(row.tokens)) for row in rows)
+            self.watcher.on_start(rows, self.numbers)
         symptom = replace(symptom, like=self.numbers)
         shrinker = Shrinker(rows, lambda rows: self.occurs(rows, symptom), self.on_smaller)
         self.shrinker = shrinker
@@ -627,20 +526,14 @@ class Shrinking:
             self.watcher.on_smaller(rows, self.numbers, self.shrinker.num_runs)
 
 
-def does_not_occur(symptom: Symptom, numbers: Numbers, keeps: bool) -> str:
+def does_not_occur(symptom: Symptom, numbers: Numbers) -> str:
     if numbers.error:
         return (
             f"the step ends with an error ({numbers.error}), so {symptom.text!r} is not true of it: "
             "--shrink 'error != \"\"' reduces that"
         )
     seen = f"loss {shown(numbers.loss)}, grad_norm {shown(numbers.grad_norm)}"
-    if symptom.uses("difference"):
-        seen = f"the largest difference of a token is {shown(numbers.difference)}"
-    advantages = "with the recorded advantages" if keeps else "with advantages computed from these rows"
-    return (
-        f"the symptom does not occur: {symptom.text!r} is false of {numbers.num_rows} rows {advantages} ({seen}), so "
-        "nothing is reduced"
-    )
+    return f"the symptom does not occur: {symptom.text!r} is false of {numbers.num_rows} rows ({seen}), so nothing is reduced"
 
 
 def write_cut(
@@ -704,7 +597,7 @@ def portable_header(
     header: RecordHeader, trainer: PPOTrainer, anchor: Path, paths: dict[str, str]
 ) -> RecordHeader:
     """Return the header with the paths of the carried models, and no folder of this machine."""
-    now = masked_options(config_to_dict(trainer.config))  # `keep_advantages` has changed some
+    now = masked_options(config_to_dict(trainer.config))
     learning = {name: now[name] for name in ("actor", "critic") if name in header.config}
     config: dict[str, Any] = without_folders(header.config | learning)
     for name in ("actor", "ref", "teacher", "critic"):

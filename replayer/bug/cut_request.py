@@ -1,10 +1,9 @@
 """What to cut, passed to every rank as JSON. Imports no torch."""
 
 import math
-import re
 from dataclasses import dataclass
 
-from recorder import Record, RecordedStep
+from recorder import Record
 from replayer.bug.shrink import parse_symptom
 from replayer.carried import read_cut
 from replayer.errors import ReplayError
@@ -18,8 +17,6 @@ from replayer.preconditions import (
 )
 from replayer.request import replay_config
 
-SAMPLE = re.compile(r"(-?\d+)\.(-?\d+)")
-
 
 @dataclass(frozen=True)
 class CutRequest:
@@ -27,11 +24,7 @@ class CutRequest:
 
     Attributes:
         record, step: what is cut. folder: new folder for the record of that step.
-        micro_batch: the number of a micro-batch of the step, counted over its minibatches; on
-            several ranks that of each rank. sample: a row as `PROMPT.SAMPLE`.
         symptom: expression that rows and tokens are removed for.
-        keep_advantages: of the recorded step, where rows are removed; None to keep them unless
-            there is a symptom.
         model: current path of the model that the run started from.
         max_s: seconds after which no further row or token is removed.
     """
@@ -39,17 +32,9 @@ class CutRequest:
     record: str
     step: int
     folder: str
-    micro_batch: int | None = None
-    sample: str | None = None
     symptom: str | None = None
-    keep_advantages: bool | None = None
     model: str | None = None
     max_s: float = math.inf
-
-    @property
-    def is_whole(self) -> bool:
-        """Return whether the complete step is cut, as it was recorded."""
-        return (self.micro_batch, self.sample, self.symptom) == (None, None, None)
 
 
 def check_cut(record: Record, request: CutRequest) -> None:
@@ -62,7 +47,6 @@ def check_cut(record: Record, request: CutRequest) -> None:
             "and NEW can be cut"
         )
     step_range(record, step, step)
-    recorded = record.step(step)
     start = nearest_anchor(record, step)
     if not header.recording.has_plans and step != (0 if start is None else start):
         raise ReplayError(
@@ -72,39 +56,7 @@ def check_cut(record: Record, request: CutRequest) -> None:
     check_steps_present(record, step, step)
     check_anchor(record, step)
     check_model(record, replay_config(record, request.model).actor.path, step)
-    num_ranks = recorded.manifest.num_ranks
-    groups = [[]] if request.micro_batch is None else rows_of_micro_batch(recorded, request.micro_batch)
-    if num_ranks > 1 and (
-        request.sample is not None or (request.micro_batch is not None and not all(groups))
-    ):
-        raise ReplayError(
-            f"step {step} was trained on {num_ranks} ranks, each of which needs a row: cut another micro-batch, the "
-            "whole step, or use --shrink, which leaves each rank one"
-        )
-    if request.sample is not None and not SAMPLE.fullmatch(request.sample):
-        raise ReplayError(f"--sample {request.sample!r} is not PROMPT.SAMPLE, two numbers such as 17.3")
     if request.symptom is not None:
-        symptom = parse_symptom(request.symptom)
-        if symptom.uses("difference") and header.recording.scope != "full":
-            raise ReplayError(
-                f"--shrink {request.symptom!r} compares tokens with recorded ones, which {record.path} does not have: "
-                "record with debug.dump_scope=full"
-            )
-    if request.keep_advantages is not None and request.is_whole:
-        raise ReplayError("a whole step has its advantages: --keep-advantages is for some of its rows")
-    if (cut := read_cut(record)) is not None and cut.error is not None and request.is_whole:
+        parse_symptom(request.symptom)
+    if (cut := read_cut(record)) is not None and cut.error is not None and request.symptom is None:
         raise ReplayError(f"{record.path} is a cut of a step that ends with an error: copy the file")
-
-
-def rows_of_micro_batch(step: RecordedStep, number: int) -> list[list[int]]:
-    """Return the rows of a micro-batch on each rank. Raises ReplayError if there is no such one."""
-    of_ranks = []
-    for rank in range(step.manifest.num_ranks):
-        minibatches = step.plan(rank).details["minibatches"]
-        of_ranks.append([rows for minibatch in minibatches for rows in minibatch["micro_batches"]])
-    most = max(map(len, of_ranks))
-    if not 0 <= number < most:
-        raise ReplayError(
-            f"step {step.manifest.step} has micro-batches 0 to {most - 1}, counted over its minibatches, not {number}"
-        )
-    return [groups[number] if number < len(groups) else [] for groups in of_ranks]

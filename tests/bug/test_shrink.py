@@ -64,7 +64,6 @@ NUMBERS = Numbers(
         ('stats["ppo_actor/update/entropy/avg"] == 2', True),
         ('stats["entropy/avg"] == 2', True),
         ('error != ""', False),
-        ("replay != recorded", False),
     ],
 )
 def test_a_symptom_is_true_or_false_of_the_numbers_of_a_step(text, occurs):

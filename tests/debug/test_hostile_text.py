@@ -215,7 +215,6 @@ def commands(at: dict[str, Path]) -> list[tuple[str, list[str]]]:
         ("record archive", ["record", "archive", record, "--to", f"{top}/archive.zip"]),
         ("record cut", ["record", "cut", record, "--step", "1", "--to", f"{top}/cut.zip"]),
         ("record cut", ["record", "cut", record, "--step", "1", "--to", f"{top}/cut.zip", "--shrink", EVIL]),
-        ("record cut", ["record", "cut", record, "--step", "1", "--to", f"{top}/cut.zip", "--sample", EVIL]),
         ("record extract", ["record", "extract", f"{top}/archive.zip", "--to", f"{top}/extracted"]),
         ("record import", ["record", "import", text["rollouts"], "--to", f"{top}/imported"]),
         ("record export", ["record", "export", record, "--format", "jsonl", "--to", f"{top}/exported.jsonl"]),

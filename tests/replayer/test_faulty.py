@@ -2,6 +2,8 @@
 
 import json
 import subprocess
+from functools import partial
+from operator import itemgetter
 from pathlib import Path
 
 import pytest
@@ -139,8 +141,8 @@ def test_other_numbers_everywhere_are_another_environment(runs, sound):
     assert any(said.startswith("actor.dtype") for said in report.evidence)
 
 
-def test_a_vote_of_other_processes_needs_sums_in_rank_order(sound):
-    with pytest.raises(ReplayError, match="record with debug"):
+def test_a_vote_of_other_processes_needs_a_divisor_of_the_ranks(sound):
+    with pytest.raises(ReplayError, match="--find-faulty needs the bits of the record"):
         faulty.find(sound[0], 0, 1, None, num_ranks=2, as_json=False)
 
 
@@ -174,38 +176,80 @@ def test_a_neighbour_finds_a_rank_that_is_wrong_in_the_same_way_each_time(
     assert found["error"] is None
 
 
-FIXED = {"debug.reduction": "fixed", "actor.optimizer.gradient_clipping": 0.5}
+FIXED = {"debug.reduction": "fixed"}
 CRITIC = {"dtype": "float32", "optimizer": {"lr": 1e-3}, "mb_spec": {"max_tokens_per_mb": 24}}
+CLIPPED = {"actor.optimizer.gradient_clipping": 0.5, "debug.anchor_every_steps": 1}
+ONE_SUM = {"actor.fsdp.sync_every_micro_batch": False, "actor.dtype": "bfloat16"}
+UNEVEN = {"actor.mb_spec.max_tokens_per_mb": 17, "actor.ppo_n_minibatches": 3}
 
 
-def replay(record, *options):
-    """Return the exit code and the report of a replay by the command."""
-    done = subprocess.run(
-        [COMMAND, "replay", str(record), *options, "--json"], capture_output=True, text=True
-    )
+def run(verb, record, *options):
+    """Return the exit code and the report of a command."""
+    done = subprocess.run([COMMAND, verb, str(record), *options, "--json"], capture_output=True, text=True)
     assert done.stdout, done.stderr
     return done.returncode, json.loads(done.stdout)
 
 
+replay = partial(run, "replay")
+
+
 @pytest.mark.long
+@pytest.mark.parametrize("reduction", ["fixed", "library"])
 @pytest.mark.parametrize(
     ("num_ranks", "processes", "changes"),
     [
-        (2, (1,), {"debug.anchor_every_steps": 1}),
-        (4, (2, 1), {"critic": CRITIC}),
-        (4, (1,), {"actor.fsdp.sync_every_micro_batch": False, "actor.dtype": "bfloat16"}),
-        (8, (4, 1), {}),
+        (2, (1,), CLIPPED),
+        (3, (1,), UNEVEN),
+        (4, (2, 1), CLIPPED | {"critic": CRITIC}),
+        (4, (2, 1), ONE_SUM),
+        (8, (4, 2, 1), UNEVEN),
     ],
 )
-def test_fewer_processes_repeat_the_bits_of_ranks_that_sum_in_rank_order(
-    torchrun, tmp_path, tiny_model, num_ranks, processes, changes
+def test_fewer_processes_repeat_the_bits_of_all_ranks(
+    torchrun, tmp_path, tiny_model, num_ranks, processes, changes, reduction
 ):
     if "critic" in changes:
-        changes = {"critic": CRITIC | {"path": str(tiny_model)}}
-    on_ranks(torchrun, num_ranks, tmp_path, tiny_model, [], FIXED | changes)
+        changes = changes | {"critic": CRITIC | {"path": str(tiny_model)}}
+    on_ranks(torchrun, num_ranks, tmp_path, tiny_model, [], changes | {"debug.reduction": reduction})
     for count in processes:
         code, report = replay(tmp_path / "record", "--nproc", str(count))
         assert (code, report["result"], len(report["steps"])) == (0, "identical", 2)
         assert report["steps"][0]["num_compared"] > 60 * num_ranks
     code, report = replay(tmp_path / "record", "--nproc", "1", "--from-step", "1", "--filter", "reward > 0.3")
     assert (code, report["guarantee"]["kind"], report["first_different"]) == (0, "changed", 1)
+
+
+@pytest.mark.long
+def test_one_process_answers_for_four_ranks_what_they_answer(torchrun, tmp_path, tiny_model):
+    planted = [{"step": 1, "rank": 3} | WRONG_GRADIENT]
+    on_ranks(torchrun, 4, tmp_path / "wrong", tiny_model, planted, SUMS)
+    code, report = replay(tmp_path / "wrong" / "record", "--find-faulty", "--nproc", "1")
+    assert (code, report["kind"], report["rank"], report["bit"]) == (1, "corruption", 3, 22)
+    on_ranks(torchrun, 4, tmp_path, tiny_model, [], {})
+    for question in ("--anatomy", "--layouts"):
+        one, two, four = (
+            replay(tmp_path / "record", "--step", "1", question, "--nproc", n)[1] for n in "124"
+        )
+        assert one["faithful"] == two["faithful"] == four["faithful"] is True
+        if question == "--layouts":
+            assert one["variants"] == two["variants"] == four["variants"] == []
+            continue
+        by_place = itemgetter("minibatch", "rank", "row")
+        norms = [[s["gradient_norm"] for s in sorted(r["samples"], key=by_place)] for r in (one, two, four)]
+        assert [pytest.approx(norms[0], rel=1e-5)] * 2 == norms[1:]
+        assert (one["grad_norms"], len(norms[0])) == (two["grad_norms"], 32) == (four["grad_norms"], 32)
+    for n in "124":
+        code, report = run("goto", tmp_path / "record", "--step", "1", "--nproc", n, "-o", tmp_path / n)
+        assert (code, report["faithful"], report["num_parameters"]) == (0, True, 20)
+    assert len({(tmp_path / n / "model.safetensors").read_bytes() for n in "124"}) == 1
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("layout", ["d1c2", "d1t2"])
+def test_ranks_that_share_rows_are_refused_by_name(torchrun, tmp_path, tiny_model, layout):
+    on_ranks(torchrun, 2, tmp_path, tiny_model, [], {"allocation_mode": f"embedded|fsdp:{layout}"})
+    for verb in (["replay"], ["replay", "--explain", "1"], ["replay", "--find-faulty"], ["goto"]):
+        argv = [COMMAND, verb[0], str(tmp_path / "record"), *verb[1:], "--nproc", "1"]
+        done = subprocess.run(argv, capture_output=True, text=True)
+        assert done.returncode == 2
+        assert f"share rows by sequence or tensor parallelism (embedded|fsdp:{layout})" in done.stderr

@@ -41,6 +41,11 @@ def test_a_division_by_micro_batches_is_named():
         assert_invariant(step_of(divide_again=True), BATCH)
 
 
+def test_a_factor_that_is_no_count_is_said_to_be_none():
+    with pytest.raises(AssertionError, match=r"loss is 49, not 7: no count of the layouts"):
+        assert_invariant(lambda parts: {"loss": 7.0 ** len(parts)}, BATCH, ("accumulation 2",))
+
+
 def test_a_recorded_step_has_one_loss_in_every_layout(tiny_run, monkeypatch):
     found = run_layouts(tiny_run.path, 0)
     assert (found.faithful, found.layouts, found.variants) == (True, LAYOUTS, [])

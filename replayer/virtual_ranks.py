@@ -8,13 +8,16 @@
                                                             the turn to the first
 
 Only the thread that has the turn runs; it gives it to the next one when it reaches a collective or
-its end. An error of one ends all of them, so none waits for a turn that never comes.
+its end. Rank m is the main thread, which gets Ctrl-C. An error of one ends all of them, so none
+waits for a turn that never comes.
 
 Consecutive ranks are in different processes. So a sum over the processes, continued from turn to
-turn, adds in the order of the ranks, whatever the number of processes.
+turn, adds in the order of the ranks, whatever the number of processes. Sums of a run that left
+their order to gloo are taken in gloo's order (`gloo_order.py`).
 """
 
 import os
+import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,8 +27,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from areal_core.engine.determinism import rng_state, set_rng_state
+from areal_core.engine.gloo_order import sum_as_gloo
 from areal_core.engine.ranks import Ranks, sum_in_order
-from areal_core.engine.reduction import RankOrderSum
+from areal_core.engine.reduction import GradientSum
 from areal_core.errors import RanksError
 
 T = TypeVar("T")
@@ -36,7 +40,10 @@ class OtherRankFailed(Exception):
 
 
 class Turns:
-    """The threads of a process, of which one runs at a time; each has its own random numbers."""
+    """The threads of a process, of which one runs at a time.
+
+    Each has its own random numbers and, where it has redirected them, standard streams.
+    """
 
     def __init__(self, size: int) -> None:
         self.size, self.current = size, 0
@@ -44,13 +51,16 @@ class Turns:
         self.errors: list[BaseException] = []
         self.values: list[Any] = [None] * size
         self.rng: list[dict[str, str] | None] = [None] * size
+        self.streams = [(sys.stdout, sys.stderr)] * size
         self.result: Any = None
 
     def run(self, work: Callable[[int], None]) -> None:
         """Run `work(number)` in each thread; raises the first error of one."""
-        threads = [threading.Thread(target=self._run, args=(work, n), daemon=True) for n in range(self.size)]
+        others = range(1, self.size)
+        threads = [threading.Thread(target=self._run, args=(work, n), daemon=True) for n in others]
         for thread in threads:
             thread.start()
+        self._run(work, 0)
         for thread in threads:
             while thread.is_alive():
                 thread.join(1.0)  # in parts, so that Ctrl-C ends the wait
@@ -79,7 +89,7 @@ class Turns:
         self._pass_on(number)
 
     def _pass_on(self, number: int) -> None:
-        self.rng[number] = rng_state()
+        self.rng[number], self.streams[number] = rng_state(), (sys.stdout, sys.stderr)
         with self.changed:
             self.current = (number + 1) % self.size
             self.changed.notify_all()
@@ -91,6 +101,7 @@ class Turns:
                 raise OtherRankFailed
         if (states := self.rng[number]) is not None:
             set_rng_state(states)
+        sys.stdout, sys.stderr = self.streams[number]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,12 +112,19 @@ class VirtualRanks(Ranks):
         real: this process in the job that runs.
         turns, number: the threads, and which of them this one is.
         sums: of gradients, shared by the threads.
+        in_gloos_order: see `sums_as_gloo`.
     """
 
     real: Ranks
     turns: Turns
     number: int
-    sums: RankOrderSum
+    sums: GradientSum
+    in_gloos_order: bool = False
+
+    @property
+    def sums_as_gloo(self) -> bool:
+        """True where sums are taken in gloo's order, not in that of the ranks."""
+        return self.in_gloos_order
 
     @property
     def is_virtual(self) -> bool:
@@ -160,7 +178,7 @@ class VirtualRanks(Ranks):
 
     def begin_sum(self, model: nn.Module) -> None:
         """Start the sum of gradients over ranks; a collective."""
-        self.once(lambda: self.sums.begin(model))
+        self.once(lambda: self.sums.begin(model, self.real.rank, self.real.world_size))
 
     def next_in_sum(self, model: nn.Module) -> None:
         """Prepare for the gradients of this rank."""
@@ -168,20 +186,29 @@ class VirtualRanks(Ranks):
 
     def end_sum(self, model: nn.Module) -> None:
         """Add the sum of all ranks to the gradients so far; a collective."""
-        self.once(lambda: self.sums.end(model, self.world_size))
+        self.once(lambda: self.sums.end(model))
+
+    def sum_parts(self, tensor: Tensor) -> Tensor:
+        """Sum a tensor over processes, each of which has a part of the model; a collective."""
+        return self.once(lambda: self.real.sum_parts(tensor))
 
     def _sum(self, tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-        return sum_in_order(self.gather_objects(tensor))
+        parts = self.gather_objects(tensor)
+        return sum_as_gloo(parts) if self.sums_as_gloo else sum_in_order(parts)
 
 
 def run_as_ranks(
-    num_ranks: int, join: Callable[[Any], Ranks], work: Callable[[Callable[[Any], Ranks]], None]
+    num_ranks: int,
+    join: Callable[[Any], Ranks],
+    work: Callable[[Callable[[Any], Ranks]], None],
+    as_gloo: bool = False,
 ) -> None:
     """Run `work` as each rank of a job of `num_ranks` that this process stands for; a collective.
 
     Args:
         join: joins the job that runs, by its config: called once.
         work: gets the function to join with in place of that.
+        as_gloo: sum over ranks in gloo's order, not in that of the ranks.
 
     Raises:
         RanksError: the processes do not divide the ranks.
@@ -192,14 +219,22 @@ def run_as_ranks(
         raise RanksError(
             f"{size} processes cannot compute the shares of {num_ranks} ranks equally: give a divisor of that number"
         )
-    turns, sums = Turns(num_ranks // size), RankOrderSum()
+    turns, sums = Turns(num_ranks // size), GradientSum(num_ranks, as_gloo)
 
     def of_thread(number: int) -> None:
         def join_as_rank(config: Any) -> Ranks:
             real = turns.meet(number, None, lambda _: join(config))
             rank = number * real.world_size + real.rank
             return VirtualRanks(
-                rank, num_ranks, real.device, real.meshes, real=real, turns=turns, number=number, sums=sums
+                rank,
+                num_ranks,
+                real.device,
+                real.meshes,
+                real=real,
+                turns=turns,
+                number=number,
+                sums=sums,
+                in_gloos_order=as_gloo,
             )
 
         work(join_as_rank)
