@@ -60,12 +60,12 @@ def test_the_debugger_opens_in_the_trainer(anchored):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("num_ranks", [1, 3])
-def test_another_number_of_ranks_states_its_guarantee_and_meets_it(train, tmp_path, num_ranks):
+@pytest.mark.parametrize(("num_ranks", "as_ranks"), [(1, ["allocation_mode=fsdp:d1"]), (3, [])])
+def test_another_number_of_ranks_states_its_guarantee_and_meets_it(train, tmp_path, num_ranks, as_ranks):
     options = ("allocation_mode=embedded|fsdp:d2", "actor.ppo_n_minibatches=1", "debug.anchor_every_steps=1")
     done = train("--dump-rollout", tmp_path / "record", *options)
     assert done.returncode == 0, done.stdout + done.stderr
-    done = call("replay", tmp_path / "record", "--from-step", 1, "--nproc", num_ranks, "--json")
+    done = call("replay", tmp_path / "record", "--from-step", 1, "--nproc", num_ranks, *as_ranks, "--json")
     assert done.returncode == 0, done.stdout + done.stderr
     report = json.loads(done.stdout)
     assert report["guarantee"]["kind"] == "noise"
