@@ -50,8 +50,7 @@ def sections(diagnosis: Diagnosis) -> list[tuple[str, list[Line]]]:
         for e in diagnosis.evidence
     ]
     steps = [
-        Line(s.do, s.why + (f" ({s.cost})" if s.cost else ""), is_code=True)
-        for s in diagnosis.next_steps
+        Line(s.do, s.why + (f" ({s.cost})" if s.cost else ""), is_code=True) for s in diagnosis.next_steps
     ]
     others = [Line(f"{a.label} ({a.confidence})", a.summary) for a in diagnosis.alternatives]
     return [
