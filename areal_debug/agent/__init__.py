@@ -1,1 +1,1 @@
-"""`areal-debug agent`: run an agent alone or under load."""
+"""`areal-debug agent`: run an agent alone, under load or again from a record."""

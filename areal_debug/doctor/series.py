@@ -76,6 +76,10 @@ class Series:
         """Return whether each of a few steps is bad; False for one step, and for many."""
         return self.is_short and len(self.values) > 1 and all(map(is_bad, self.values.tolist()))
 
+    def holds(self, is_bad: Callable[[float], bool]) -> bool:
+        """Return whether both last windows are bad, or each of a few steps."""
+        return self.sustained(is_bad) or self.throughout(is_bad)
+
     @cached_property
     def noise(self) -> float:
         """Standard deviation of a step around its neighbours; outliers do not change it.
@@ -118,15 +122,11 @@ class Series:
     @property
     def is_zero(self) -> bool:
         """Whether both last windows, or all of few steps, are exactly 0; False if rounded."""
-        return self.resolution == 0 and (self.sustained(is_nothing) or self.throughout(is_nothing))
+        return self.resolution == 0 and self.holds(lambda value: value == 0.0)
 
     def tail(self, count: int = 5) -> tuple[tuple[int, float], ...]:
         """Return the last values with their steps, for evidence."""
         return tuple(zip(self.steps[-count:].tolist(), self.values[-count:].tolist(), strict=True))
-
-
-def is_nothing(value: float) -> bool:
-    return value == 0.0
 
 
 def medians_between(values: Floats, left: Ints, right: Ints) -> Floats:

@@ -184,17 +184,19 @@ def from_messages(case: Case) -> Verdict | None:
     """Return the verdict for messages of which none names its rank: a time-out, or a connection
     that a peer has closed.
     """
+    if case.snapshot.endings:
+        return None
     timed_out = first_match(case.snapshot.logs, UNNAMED_TIME_OUT)
     lost = first_match(case.snapshot.logs, LOST_PEER)
-    kind = kind_of(case)
-    if case.snapshot.endings or not (timed_out or lost or kind.kind == "transport"):
-        return None
     if timed_out is None and lost is not None:
         log, match = lost
         peer = f"The peer {match['peer']}" if match["peer"] else "A peer"
         summary = f"{peer} closed its connection: it ended first, and no message names its rank."
         said = Evidence("", match.string.strip()[:200], log.name)
         return make_verdict("missing_rank", "low", (), summary, (said,), "gone")
+    kind = kind_of(case)
+    if timed_out is None and kind.kind != "transport":
+        return None
     says, evidence = "The network reports an error; no message names a rank.", kind.evidence
     if timed_out is not None:
         log, match = timed_out

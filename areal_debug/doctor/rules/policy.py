@@ -70,10 +70,7 @@ def never_moves(run: Run) -> Alarm | None:
     """D13: gradient norm or learning rate is exactly 0: the optimizer changes nothing."""
     norm, rate = run.series.get("grad_norm"), run.series.get("lr")
     alike = run.series.get("zero_variance_groups")
-    is_explained = alike is not None and (  # D22
-        alike.finite.sustained(lambda value: value > 0.99)
-        or alike.finite.throughout(lambda value: value > 0.99)
-    )
+    is_explained = alike is not None and alike.finite.holds(lambda value: value > 0.99)  # D22
     if not is_explained and norm is not None and norm.finite.is_zero and np.isfinite(norm.values[-1]):
         what, series = "the gradient norm is exactly 0", norm.finite
     elif rate is not None and rate.finite.is_zero:
