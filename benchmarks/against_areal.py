@@ -21,7 +21,6 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -30,7 +29,7 @@ import torch
 from transformers.models.qwen3 import Qwen3Config, Qwen3ForCausalLM
 
 from areal_core.testing import make_tiny_model
-from benchmarks.harness import read_options, report
+from benchmarks.harness import cpu_seconds, read_options, report
 from benchmarks.step_cost import FixedRollouts, make_config, random_batch, step_seconds
 from benchmarks.train_step import engine_step, make_engine, make_rows
 
@@ -61,12 +60,7 @@ def make_model(folder: Path) -> Path:
 
 def busy(work: Callable[[], object], times: int) -> list[float]:
     """Return the CPU seconds of several runs, after one that is not counted."""
-    found = []
-    for _ in range(times + 1):
-        begin = time.process_time()
-        work()
-        found.append(time.process_time() - begin)
-    return found[1:]
+    return [cpu_seconds(work) for _ in range(times + 1)][1:]
 
 
 def episode(data: dict[str, Any], version: int) -> dict[str, torch.Tensor]:
